@@ -1,0 +1,172 @@
+// sparse_gather.cu: copy active blocks out of an image.
+//   blocks[b, i, j, c] = f(x[n, h0 + i, w0 + j, c])     0 outside the image and past the count
+// Source: Ren et al. 2018, section 3.2.  Python: sbnet_cupy/ops/sparse_gather.py
+// gather_rows:  same layout on both sides. LANES threads copy a row of a block, ROWS rows and COLS
+//               vectors of V at a time, so several loads are in flight before the first store.
+// gather_tiles: the layout changes (IMAGE_LAST: NHWC image to NCHW blocks). One thread block turns
+//               TP pixels x VC vectors of channels in shared memory.
+// Launch: 256 threads, persistent grid. See cuda_src/README.md for the pictures.
+#include "block_copy.cuh"
+
+constexpr int THREADS = 256;
+
+// ---------------------------------------------------------------------------- f
+
+struct Move {
+    using Parameter = float;
+    static constexpr bool USES_CHANNEL = false;
+    DEVICE Move(const float*, const float*) {}
+    template <typename V>
+    DEVICE V operator()(V value, int, int) const { return value; }
+};
+
+// activation(x * scale + shift), multiply and add rounded separately as NumPy does.
+template <typename T, typename S, int ACTIVATION>
+struct Affine {
+    using Parameter = S;
+    using Compute = typename ComputeOf<T>::type;
+    static constexpr bool USES_CHANNEL = true;
+    const S *scale, *shift;  // [C], or null
+
+    DEVICE Affine(const S* scale_, const S* shift_) : scale(scale_), shift(shift_) {}
+
+    DEVICE static float multiply(float a, float b) { return __fmul_rn(a, b); }
+    DEVICE static double multiply(double a, double b) { return __dmul_rn(a, b); }
+
+    // Element e of the vector is of channel + e * step.
+    template <typename V>
+    DEVICE V operator()(V value, int channel, int step) const {
+        Elements<T, V> elements(value);
+#pragma unroll
+        for (int e = 0; e < Elements<T, V>::COUNT; ++e) {
+            Compute t = to_compute<Compute>(elements.element[e]);
+            if (scale) t = multiply(t, to_compute<Compute>(scale[channel + e * step]));
+            if (shift) t = add(t, to_compute<Compute>(shift[channel + e * step]));
+            elements.element[e] = from_compute<T>(activate(t));
+        }
+        return elements.vector;
+    }
+
+    DEVICE static Compute activate(Compute t) {
+        if constexpr (ACTIVATION == 1) return t < 0 ? Compute(0) : t;  // relu; NaN stays NaN
+        if constexpr (ACTIVATION == 2) return t / (Compute(1) + exp(-t));  // silu
+        if constexpr (ACTIVATION == 3) return t * Compute(0.5) * (Compute(1) + erf(t * Compute(0.70710678118654752440)));
+        return t;
+    }
+};
+
+// ---------------------------------------------------------------------------- kernels
+
+template <typename V, int BH, int BW, int LANES, int ROWS, int COLS, class F>
+__global__ void __launch_bounds__(THREADS)
+    gather_rows(const V* __restrict__ x, const int* __restrict__ bin_counts,
+                const int* __restrict__ indices, V* __restrict__ blocks,
+                const typename F::Parameter* __restrict__ scale,
+                const typename F::Parameter* __restrict__ shift, i64 planes, i64 pixel_bytes,
+                i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h, i64 off_w,
+                i64 str_h, i64 str_w) {
+    const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
+    const F f(scale, shift);
+    const int lane = threadIdx.x % LANES;
+    const i64 groups = static_cast<i64>(gridDim.x) * (THREADS / LANES);
+    const i64 first = static_cast<i64>(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
+    const i64 rows = M * planes * BH;
+    const i64 count = active_rows(bin_counts, g);
+    RowWalk<BH, BW, sizeof(V)> walk(first, groups, planes, static_cast<int>(pixel_bytes));
+    const int width = walk.width();
+    const int channels = planes > 1 ? 1 : static_cast<int>(C);  // along a row
+    const int per_vector = static_cast<int>(sizeof(V) / element_bytes);
+    const int hop = F::USES_CHANNEL ? LANES * per_vector % channels : 0;
+
+    for (i64 r = first; r < rows; r += groups * ROWS) {
+        Row row[ROWS];
+#pragma unroll
+        for (int q = 0; q < ROWS; ++q) row[q] = walk.next(count, indices, g);
+        int channel = F::USES_CHANNEL ? lane * per_vector % channels : 0;
+        for (int start = lane; start < width; start += LANES * COLS) {
+            V value[ROWS][COLS];
+#pragma unroll
+            for (int q = 0; q < ROWS; ++q)
+#pragma unroll
+                for (int k = 0; k < COLS; ++k) {
+                    const int v = start + k * LANES;
+                    const bool inside = v >= row[q].begin && v < row[q].end;
+                    value[q][k] = inside ? x[row[q].image + v] : zero<V>();
+                }
+#pragma unroll
+            for (int k = 0; k < COLS; ++k) {
+                const int v = start + k * LANES;
+#pragma unroll
+                for (int q = 0; q < ROWS; ++q) {
+                    if (!row[q].exists || v >= width) continue;
+                    const bool inside = v >= row[q].begin && v < row[q].end;
+                    if (F::USES_CHANNEL && inside)
+                        value[q][k] = planes > 1
+                                          ? f(value[q][k], static_cast<int>(row[q].plane), 0)
+                                          : f(value[q][k], channel, 1);
+                    blocks[row[q].stack + v] = value[q][k];
+                }
+                channel += hop;
+                if (channel >= channels) channel -= channels;
+            }
+        }
+    }
+}
+
+template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TP, int VC, int G, class F>
+__global__ void __launch_bounds__(THREADS)
+    gather_tiles(const T* __restrict__ x, const int* __restrict__ bin_counts,
+                 const int* __restrict__ indices, T* __restrict__ blocks,
+                 const typename F::Parameter* __restrict__ scale,
+                 const typename F::Parameter* __restrict__ shift, i64 M, i64 N, i64 C, i64 H, i64 W,
+                 i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
+    using Shape = Tile<T, V, BH, BW, TP, VC, THREADS>;
+    using Group = typename Bytes<G * sizeof(T)>::type;
+    __shared__ __align__(16) T shared[Shape::TC * Shape::PITCH];
+    const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
+    const F f(scale, shift);
+    const i64 count = active_rows(bin_counts, g);
+    const i64 channel_tiles = ceil_div<i64>(C, Shape::TC);
+    const i64 tiles = M * Shape::PIXEL_TILES * channel_tiles;
+
+    for (i64 t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const i64 bp = t / channel_tiles, b = bp / Shape::PIXEL_TILES;
+        const Shape tile{static_cast<int>(bp - b * Shape::PIXEL_TILES) * TP,
+                         static_cast<int>(t - bp * channel_tiles) * Shape::TC,
+                         static_cast<int>(C)};
+        const auto image = image_side<IMAGE_LAST, BH, BW>(corner_of(b, count, indices, g), g);
+        const auto stack = stack_side<!IMAGE_LAST, BH, BW>(b, g);
+        if constexpr (IMAGE_LAST) {
+            V value[Shape::VECTOR_SLOTS];
+            tile.vectors([&](int slot, int p, int c, int) {
+                value[slot] = image.has(p) ? *reinterpret_cast<const V*>(x + image.at(p, c)) : zero<V>();
+            });
+            tile.vectors([&](int slot, int p, int c, int offset) {
+                Elements<T, V> elements(image.has(p) ? f(value[slot], c, 1) : value[slot]);
+#pragma unroll
+                for (int e = 0; e < Shape::L; ++e) shared[offset + e * Shape::PITCH] = elements.element[e];
+            });
+            __syncthreads();
+            tile.template groups<G>([&](int, int p, int c, int offset) {
+                *reinterpret_cast<Group*>(blocks + stack.at(p, c)) =
+                    *reinterpret_cast<const Group*>(shared + offset);
+            });
+        } else {
+            T value[Shape::group_slots(1)];
+            tile.template groups<1>([&](int slot, int p, int c, int) {
+                value[slot] = image.has(p) ? x[image.at(p, c)] : zero<T>();
+            });
+            tile.template groups<1>([&](int slot, int p, int c, int offset) {
+                shared[offset] = image.has(p) ? f(value[slot], c, 1) : value[slot];
+            });
+            __syncthreads();
+            tile.vectors([&](int, int p, int c, int offset) {
+                Elements<T, V> elements;
+#pragma unroll
+                for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[offset + e * Shape::PITCH];
+                *reinterpret_cast<V*>(blocks + stack.at(p, c)) = elements.vector;
+            });
+        }
+        __syncthreads();  // the next tile reuses the shared memory
+    }
+}

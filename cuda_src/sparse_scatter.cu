@@ -1,0 +1,246 @@
+// sparse_scatter.cu: put a block stack back into an image.
+//   y[n, h0 + i, w0 + j, c] = blocks[b, i, j, c]            Overwrite
+//   y[n, h0 + i, w0 + j, c] += blocks[b, i, j, c]           Add<T>
+// Rows past the count, rows that name no image and pixels outside the image are dropped.
+// Source: Ren et al. 2018, section 3.2.  Python: sbnet_cupy/ops/sparse_scatter.py
+// scatter_rows, scatter_tiles: blocks that share no pixels; the mirror images of sparse_gather.cu.
+// scatter_link, scatter_overlap: blocks that may. Instead of atomics, whose order would decide the
+//   rounding, each stride-sized cell of the image belongs to one thread block, which applies the
+//   stack's rows that cover it in ascending order: later rows win, sums are the same every time.
+// Launch: 256 threads, persistent grid. See cuda_src/README.md for the pictures.
+#include "block_copy.cuh"
+
+constexpr int THREADS = 256;
+
+struct Overwrite {
+    static constexpr bool READS = false;
+    template <typename V>
+    DEVICE static V combine(V, V value) { return value; }
+};
+
+template <typename T>
+struct Add {
+    static constexpr bool READS = true;
+    template <typename V>
+    DEVICE static V combine(V old, V value) {
+        Elements<T, V> sum(old), term(value);
+#pragma unroll
+        for (int e = 0; e < Elements<T, V>::COUNT; ++e)
+            sum.element[e] = add(sum.element[e], term.element[e]);
+        return sum.vector;
+    }
+};
+
+// ---------------------------------------------------------------------------- no overlap
+
+template <typename V, int BH, int BW, int LANES, int ROWS, int COLS, class F>
+__global__ void __launch_bounds__(THREADS)
+    scatter_rows(V* __restrict__ y, const int* __restrict__ bin_counts,
+                 const int* __restrict__ indices, const V* __restrict__ blocks, i64 planes,
+                 i64 pixel_bytes, i64, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h, i64 off_w,
+                 i64 str_h, i64 str_w) {
+    const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
+    const int lane = threadIdx.x % LANES;
+    const i64 groups = static_cast<i64>(gridDim.x) * (THREADS / LANES);
+    const i64 first = static_cast<i64>(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
+    const i64 count = active_rows(bin_counts, g);
+    const i64 rows = count * planes * BH;
+    RowWalk<BH, BW, sizeof(V)> walk(first, groups, planes, static_cast<int>(pixel_bytes));
+
+    for (i64 r = first; r < rows; r += groups * ROWS) {
+        Row row[ROWS];
+        int last = 0;
+#pragma unroll
+        for (int q = 0; q < ROWS; ++q) {
+            row[q] = walk.next(count, indices, g);
+            last = max(last, row[q].end);
+        }
+        for (int start = lane; start < last; start += LANES * COLS) {
+            V value[ROWS][COLS], old[ROWS][COLS];
+#pragma unroll
+            for (int q = 0; q < ROWS; ++q)
+#pragma unroll
+                for (int k = 0; k < COLS; ++k) {
+                    const int v = start + k * LANES;
+                    if (v < row[q].begin || v >= row[q].end) continue;
+                    value[q][k] = blocks[row[q].stack + v];
+                    if (F::READS) old[q][k] = y[row[q].image + v];
+                }
+#pragma unroll
+            for (int q = 0; q < ROWS; ++q)
+#pragma unroll
+                for (int k = 0; k < COLS; ++k) {
+                    const int v = start + k * LANES;
+                    if (v < row[q].begin || v >= row[q].end) continue;
+                    y[row[q].image + v] = F::READS ? F::combine(old[q][k], value[q][k]) : value[q][k];
+                }
+        }
+    }
+}
+
+template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TP, int VC, int G, class F>
+__global__ void __launch_bounds__(THREADS)
+    scatter_tiles(T* __restrict__ y, const int* __restrict__ bin_counts,
+                  const int* __restrict__ indices, const T* __restrict__ blocks, i64 M, i64 N,
+                  i64 C, i64 H, i64 W, i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
+    using Shape = Tile<T, V, BH, BW, TP, VC, THREADS>;
+    using Group = typename Bytes<G * sizeof(T)>::type;
+    __shared__ __align__(16) T shared[Shape::TC * Shape::PITCH];
+    const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
+    const i64 count = active_rows(bin_counts, g);
+    const i64 channel_tiles = ceil_div<i64>(C, Shape::TC);
+    const i64 tiles = count * Shape::PIXEL_TILES * channel_tiles;
+
+    for (i64 t = blockIdx.x; t < tiles; t += gridDim.x) {
+        const i64 bp = t / channel_tiles, b = bp / Shape::PIXEL_TILES;
+        const Shape tile{static_cast<int>(bp - b * Shape::PIXEL_TILES) * TP,
+                         static_cast<int>(t - bp * channel_tiles) * Shape::TC,
+                         static_cast<int>(C)};
+        const auto image = image_side<IMAGE_LAST, BH, BW>(corner_of(b, count, indices, g), g);
+        const auto stack = stack_side<!IMAGE_LAST, BH, BW>(b, g);
+        if constexpr (IMAGE_LAST) {
+            Group value[Shape::group_slots(G)];
+            V old[Shape::VECTOR_SLOTS];
+            tile.template groups<G>([&](int slot, int p, int c, int) {
+                value[slot] = *reinterpret_cast<const Group*>(blocks + stack.at(p, c));
+            });
+            if constexpr (F::READS)
+                tile.vectors([&](int slot, int p, int c, int) {
+                    if (image.has(p)) old[slot] = *reinterpret_cast<const V*>(y + image.at(p, c));
+                });
+            tile.template groups<G>([&](int slot, int, int, int offset) {
+                *reinterpret_cast<Group*>(shared + offset) = value[slot];
+            });
+            __syncthreads();
+            tile.vectors([&](int slot, int p, int c, int offset) {
+                if (!image.has(p)) return;
+                Elements<T, V> elements;
+#pragma unroll
+                for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[offset + e * Shape::PITCH];
+                *reinterpret_cast<V*>(y + image.at(p, c)) =
+                    F::READS ? F::combine(old[slot], elements.vector) : elements.vector;
+            });
+        } else {
+            V value[Shape::VECTOR_SLOTS];
+            T old[Shape::group_slots(1)];
+            tile.vectors([&](int slot, int p, int c, int) {
+                value[slot] = *reinterpret_cast<const V*>(blocks + stack.at(p, c));
+            });
+            if constexpr (F::READS)
+                tile.template groups<1>([&](int slot, int p, int c, int) {
+                    if (image.has(p)) old[slot] = y[image.at(p, c)];
+                });
+            tile.vectors([&](int slot, int, int, int offset) {
+                Elements<T, V> elements(value[slot]);
+#pragma unroll
+                for (int e = 0; e < Shape::L; ++e) shared[offset + e * Shape::PITCH] = elements.element[e];
+            });
+            __syncthreads();
+            tile.template groups<1>([&](int slot, int p, int c, int offset) {
+                if (image.has(p))
+                    y[image.at(p, c)] = F::READS ? F::combine(old[slot], shared[offset]) : shared[offset];
+            });
+        }
+        __syncthreads();  // the next tile reuses the shared memory
+    }
+}
+
+// ---------------------------------------------------------------------------- overlap
+
+// The stride-sized cells that can hold the corner of a block that meets the image.
+struct Cells {
+    i64 first_h, first_w, count_h, count_w;
+};
+
+DEVICE i64 cell_of(const Cells& cells, i64 n, i64 hi, i64 wi) {
+    const i64 i = hi - cells.first_h, j = wi - cells.first_w;
+    if (i < 0 || i >= cells.count_h || j < 0 || j >= cells.count_w) return -1;
+    return (n * cells.count_h + i) * cells.count_w + j;
+}
+
+// Chain the rows of the stack by cell: heads[cell] (-1 at first) -> next[row] -> ... -> -1.
+// The order within a chain is whatever the hardware makes it; scatter_overlap does not use it.
+template <int = 0>
+__global__ void __launch_bounds__(THREADS)
+    scatter_link(const int* __restrict__ bin_counts, const int* __restrict__ indices,
+                 int* __restrict__ heads, int* __restrict__ next, i64 M, i64 N, i64 first_h,
+                 i64 first_w, i64 count_h, i64 count_w) {
+    const Cells cells{first_h, first_w, count_h, count_w};
+    const i64 count = clamp(*bin_counts, 0, M);
+    const i64 step = static_cast<i64>(gridDim.x) * THREADS;
+    for (i64 b = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; b < count; b += step) {
+        const i64 n = indices[3 * b];
+        const i64 cell = n >= 0 && n < N ? cell_of(cells, n, indices[3 * b + 1], indices[3 * b + 2]) : -1;
+        if (cell >= 0) next[b] = atomicExch(heads + cell, static_cast<int>(b));
+    }
+}
+
+// The smallest row after `after` in the chains of cells [hi - reach_h, hi] x [wi - reach_w, wi],
+// found by one warp; 0x7fffffff when there is none.
+DEVICE int next_row(int after, const int* heads, const int* next, const Cells& cells, i64 n, i64 hi,
+                    i64 wi, int reach_h, int reach_w) {
+    int best = 0x7fffffff;
+    const int lane = threadIdx.x & 31, candidates = (reach_h + 1) * (reach_w + 1);
+    for (int k = lane; k < candidates; k += 32) {
+        const i64 cell = cell_of(cells, n, hi - k / (reach_w + 1), wi - k % (reach_w + 1));
+        if (cell < 0) continue;
+        for (int row = heads[cell]; row >= 0; row = next[row])
+            if (row > after && row < best) best = row;
+    }
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) best = min(best, __shfl_xor_sync(0xffffffffu, best, d));
+    return best;
+}
+
+// One thread block per cell of the image; a pixel has `pixel` elements in each of `planes` planes.
+// Element k of pixel (i, j) of block b lies at b * block + plane * plane_step + (i * BW + j) *
+// pixel_step + k * element_step of the stack.
+template <typename T, int BH, int BW, class F>
+__global__ void __launch_bounds__(THREADS)
+    scatter_overlap(T* __restrict__ y, const int* __restrict__ indices, const T* __restrict__ blocks,
+                    const int* __restrict__ heads, const int* __restrict__ next, i64 planes,
+                    i64 pixel, i64 plane_step, i64 pixel_step, i64 element_step, i64 N, i64 H, i64 W,
+                    i64 off_h, i64 off_w, i64 str_h, i64 str_w, i64 first_h, i64 first_w,
+                    i64 count_h, i64 count_w, i64 reach_h, i64 reach_w) {
+    __shared__ int chosen;
+    const Cells cells{first_h, first_w, count_h, count_w};
+    const i64 block = BH * BW * planes * pixel;
+    // A cell past the last corner still holds pixels of blocks before it.
+    const i64 regions_h = count_h + reach_h, regions_w = count_w + reach_w;
+    for (i64 t = blockIdx.x; t < N * regions_h * regions_w; t += gridDim.x) {
+        const i64 n = t / (regions_h * regions_w), rest = t - n * regions_h * regions_w;
+        const i64 hi = first_h + rest / regions_w, wi = first_w + rest % regions_w;
+        const i64 cell_h = off_h + str_h * hi, cell_w = off_w + str_w * wi;
+        for (int after = -1;;) {
+            if (threadIdx.x < 32) {
+                const int row = next_row(after, heads, next, cells, n, hi, wi,
+                                         static_cast<int>(reach_h), static_cast<int>(reach_w));
+                if (threadIdx.x == 0) chosen = row;
+            }
+            __syncthreads();
+            const int b = chosen;
+            __syncthreads();
+            if (b == 0x7fffffff) break;
+            after = b;
+            // The part of block b that lies in this cell and in the image.
+            const i64 h0 = off_h + str_h * indices[3 * b + 1], w0 = off_w + str_w * indices[3 * b + 2];
+            const i64 h_begin = max(max(h0, cell_h), 0LL);
+            const i64 h_end = min(min(h0 + BH, cell_h + str_h), H);
+            const i64 w_begin = max(max(w0, cell_w), 0LL);
+            const i64 w_end = min(min(w0 + BW, cell_w + str_w), W);
+            if (h_begin >= h_end || w_begin >= w_end) continue;
+            const u32 span = static_cast<u32>((w_end - w_begin) * pixel);
+            const u32 lines = static_cast<u32>(h_end - h_begin);
+            for (i64 plane = 0; plane < planes; ++plane)
+                for (u32 e = threadIdx.x; e < span * lines; e += THREADS) {
+                    const u32 i = e / span, v = e - i * span;
+                    const u32 j = v / static_cast<u32>(pixel), k = v - j * static_cast<u32>(pixel);
+                    const i64 h = h_begin + i, w = w_begin + j;
+                    const i64 at = (((n * planes + plane) * H + h) * W + w) * pixel + k;
+                    const i64 from = b * block + plane * plane_step +
+                                     ((h - h0) * BW + (w - w0)) * pixel_step + k * element_step;
+                    y[at] = F::READS ? F::combine(y[at], blocks[from]) : blocks[from];
+                }
+        }
+    }
+}

@@ -1,0 +1,26 @@
+"""Block-sparse convolution on CuPy and NumPy arrays: compute only where a mask says it matters."""
+
+from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
+from .errors import CapacityError, DeviceError, DTypeError, ShapeError
+from .layers import masks
+from .ops.reduce_mask import ActiveBlocks, reduce_mask
+from .ops.sparse_gather import sparse_gather
+from .ops.sparse_scatter import sparse_scatter, sparse_scatter_var
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActiveBlocks",
+    "BlockParams",
+    "CapacityError",
+    "DTypeError",
+    "DeviceError",
+    "ShapeError",
+    "calc_block_params",
+    "calc_block_params_res_block",
+    "masks",
+    "reduce_mask",
+    "sparse_gather",
+    "sparse_scatter",
+    "sparse_scatter_var",
+]

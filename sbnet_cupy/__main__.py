@@ -1,0 +1,168 @@
+"""The command line: ``sbnet-cupy`` or ``python -m sbnet_cupy``."""
+
+import argparse
+import importlib.util
+import platform
+import sys
+from importlib import metadata
+
+from . import __version__
+from .errors import DeviceError
+
+EXAMPLES = """\
+examples:
+  sbnet-cupy info                       what is installed here, and what to install for more
+  sbnet-cupy demo                       find the sources in the Hubble deep field
+  sbnet-cupy demo sky.png               ... in a picture of your own
+  sbnet-cupy demo sky.png --mask m.png  ... where m.png is not black
+  sbnet-cupy demo scan.bin --out /tmp   a residual unit over a LiDAR scan, seen from above
+"""
+
+DEMO = """\
+Run a convolution densely and block-sparsely, compare the two, and time them.
+
+Without an argument: the Hubble deep field, which ships inside scikit-image. Blocks that hold light
+are active; a source detector (differences of Gaussians) runs over them only.
+
+IMAGE: the same on a picture of your own, in any format that Pillow reads.
+
+POINTS: a LiDAR scan whose name ends in .bin, as in KITTI: float32 x, y, z, intensity. Blocks of the
+ground that hold points are active; a residual unit runs over them only.
+
+Prints a table and writes one PNG: the picture with its active blocks, the mask, the response, and
+the difference from the dense run. The exit code is 0 when the two agree, 1 when they do not, and 2
+when the demo could not run.
+"""
+
+# what it is for, distributions that provide it, how to get it
+PARTS = [
+    ("arrays on the CPU", ["numpy"], "pip install numpy"),
+    ("bfloat16 on the CPU", ["ml_dtypes"], "pip install ml_dtypes"),
+    (
+        "arrays on the GPU",
+        ["cupy-cuda13x", "cupy-cuda12x", "cupy"],
+        'pip install "sbnet-cupy[cuda13x]" (CUDA 12: [cuda12x])',
+    ),
+    (
+        "compiling CUDA kernels",
+        ["nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"],
+        'pip install "sbnet-cupy[cuda13x]" (CUDA 12: [cuda12x])',
+    ),
+    ("faster GPU convolutions", ["nvidia-cudnn-frontend"], 'pip install "sbnet-cupy[cudnn]"'),
+    (
+        "  and their library",
+        ["nvidia-cudnn-cu13", "nvidia-cudnn-cu12"],
+        'pip install "sbnet-cupy[cudnn]"',
+    ),
+    ("PyTorch tensors", ["torch"], 'pip install "sbnet-cupy[torch]"'),
+    ("JAX arrays", ["jax"], 'pip install "sbnet-cupy[jax]"'),
+    (
+        "TensorFlow tensors",
+        ["tensorflow", "tensorflow-cpu"],
+        'pip install "sbnet-cupy[tensorflow]"',
+    ),
+    ("sbnet-cupy demo", ["scikit-image"], 'pip install "sbnet-cupy[demo]"'),
+    ("", ["matplotlib"], 'pip install "sbnet-cupy[demo]"'),
+    ("", ["rich"], 'pip install "sbnet-cupy[demo]"'),
+]
+
+
+def main(argv=None):
+    """Run the command line; return its exit code."""
+    options = _parser().parse_args(argv)
+    if options.command == "info":
+        return info()
+    from .demo import DemoError, run
+
+    try:
+        return run(options)
+    except (DemoError, DeviceError) as error:
+        print(f"sbnet-cupy demo: {error}", file=sys.stderr)
+        return 2
+
+
+def info():
+    """Print the device, the versions of what is installed, and how to get the rest."""
+    print(f"sbnet-cupy {__version__}")
+    print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    print(f"GPU: {_gpu()}\n")
+    for purpose, distributions, command in PARTS:
+        found = [(name, _version(name)) for name in distributions if _version(name)]
+        shown = ", ".join(f"{name} {version}" for name, version in found)
+        print(f"  {purpose:<24}  {shown or f'-  {command}'}")
+    return 0
+
+
+def _gpu():
+    """Describe the device that CuPy uses, or why there is none."""
+    if importlib.util.find_spec("cupy") is None:
+        return "none, CuPy is not installed; everything runs on the CPU with NumPy"
+    try:
+        import cupy
+    except ImportError as error:
+        return f"none, CuPy cannot be imported: {error}"
+    if not cupy.cuda.is_available():
+        return "none, CuPy finds no CUDA device; everything runs on the CPU with NumPy"
+    device = cupy.cuda.Device()
+    properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+    driver = cupy.cuda.runtime.driverGetVersion()
+    return (
+        f"{properties['name'].decode()}, compute capability {device.compute_capability[:-1]}."
+        f"{device.compute_capability[-1]}, {properties['totalGlobalMem'] / 2**30:.0f} GiB, "
+        f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
+    )
+
+
+def _version(distribution):
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="sbnet-cupy",
+        description="Block-sparse convolution on NumPy and CuPy arrays.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | demo")
+    commands.add_parser("info", help="the device, the versions, what is available")
+    demo = commands.add_parser(
+        "demo",
+        help="block-sparse against dense on a picture or a point cloud: a table and a PNG",
+        description=DEMO,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    demo.add_argument("input", nargs="?", metavar="IMAGE|POINTS", help="a picture or a .bin scan")
+    demo.add_argument("--mask", metavar="M", help="a picture, as large: where not 0, it matters")
+    demo.add_argument("--out", metavar="DIR", default=".", help="folder of the PNG (default: here)")
+    demo.add_argument(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="where to compute (default: on the GPU when there is one)",
+    )
+    demo.add_argument(
+        "--block-size",
+        type=int,
+        metavar="B",
+        help="side of a block in pixels, halo included (default: 22, for POINTS 18)",
+    )
+    grid = demo.add_argument_group("the grid of POINTS, in metres")
+    for axis, default in (("x", (0.0, 70.4)), ("y", (-40.0, 40.0))):
+        grid.add_argument(
+            f"--{axis}-range",
+            type=float,
+            nargs=2,
+            default=default,
+            metavar=("LOW", "HIGH"),
+            help=f"what the grid covers along {axis} (default: {default[0]} {default[1]})",
+        )
+    grid.add_argument("--cell", type=float, default=0.1, help="side of a cell (default: 0.1)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""Arrays at the door: which library they belong to, what they must look like, how they pass.
+
+``@array_function`` lets a function written for NumPy and CuPy arrays take those of PyTorch, JAX,
+TensorFlow and any other DLPack library, without a copy, on the caller's device and stream.
+Inside such a function every array is native: ``numpy.ndarray`` or ``cupy.ndarray``.
+"""
+
+import functools
+import inspect
+import math
+import sys
+
+import numpy as np
+
+from . import _libraries
+from .errors import DeviceError, DTypeError, ShapeError
+
+_ALIGNMENT = 64  # bytes; what JAX and TensorFlow need to share NumPy's memory
+_LIBRARY_OF_TYPE = {}
+
+
+class ArrayContainer:
+    """Base of the classes that hold arrays and pass through the door with them."""
+
+    def _arrays(self):
+        """Return the arrays held."""
+        raise NotImplementedError
+
+    def _map_arrays(self, function):
+        """Return a copy with ``function`` applied to every array held."""
+        raise NotImplementedError
+
+
+def library_of(value):
+    """Return the array library that ``value`` belongs to, or None when it is not an array."""
+    kind = type(value)
+    try:
+        return _LIBRARY_OF_TYPE[kind]
+    except KeyError:
+        return _LIBRARY_OF_TYPE.setdefault(kind, _libraries.classify(kind))
+
+
+def array_function(function):
+    """Make a function of native arrays take and return the arrays of any library."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        first = place = None
+        for value in (*args, *kwargs.values()):
+            for array in _arrays_in(value):
+                library = library_of(array)
+                if first is None:
+                    first, first_library, place = array, library, library.place(array)
+                elif library is not first_library or library.place(array) != place:
+                    raise _mixed(signature, args, kwargs)
+        if first is None or first_library is _libraries.NUMPY:
+            return function(*args, **kwargs)
+        if first_library is _libraries.CUPY:
+            return _on_device(first, function, args, kwargs)
+        return _through_door(first_library, first, function, signature, args, kwargs)
+
+    return call
+
+
+def _arrays_in(value):
+    """Return the arrays that an argument holds: itself, or those of a container."""
+    if library_of(value) is not None:
+        return (value,)
+    if isinstance(value, ArrayContainer):
+        return [item for item in value._arrays() if library_of(item) is not None]
+    if isinstance(value, tuple | list):
+        return [item for item in value if library_of(item) is not None]
+    return ()
+
+
+def _map_value(value, function):
+    """Return ``value`` with ``function`` applied to the arrays in it."""
+    if library_of(value) is not None:
+        return function(value)
+    if isinstance(value, ArrayContainer):
+        return value._map_arrays(lambda x: function(x) if library_of(x) is not None else x)
+    if isinstance(value, tuple | list) and _arrays_in(value):
+        return type(value)(_map_value(item, function) for item in value)
+    return value
+
+
+def _on_device(first, function, args, kwargs):
+    """Call with CuPy arrays, on their device if it is not the current one."""
+    import cupy
+
+    device = first.data.device_id
+    if device == cupy.cuda.runtime.getDevice():
+        return function(*args, **kwargs)
+    with cupy.cuda.Device(device):
+        return function(*args, **kwargs)
+
+
+def _through_door(library, first, function, signature, args, kwargs):
+    """Import the arguments, call, and export the results."""
+    bound = signature.bind(*args, **kwargs)
+    originals = {}
+
+    with library.stream(first):
+        for name, value in bound.arguments.items():
+
+            def enter(array, name=name):
+                native = library.enter(array, name)
+                originals[id(native)] = (native, array)
+                return native
+
+            bound.arguments[name] = _map_value(value, enter)
+
+        def leave(native):
+            if id(native) in originals:  # an argument comes back as the caller's own object
+                return originals[id(native)][1]
+            return library.leave(native, first)
+
+        return _map_value(function(*bound.args, **bound.kwargs), leave)
+
+
+def _mixed(signature, args, kwargs):
+    """Build the error for arguments of different libraries or devices."""
+    places = []
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for array in _arrays_in(value):
+            place = library_of(array).place(array)
+            if place == "traced":  # beside concrete arrays: the error that names sbnet_cupy.jax
+                library_of(array).enter(array, name)
+            places.append(f"{name} is {library_of(array).name} on {place}")
+    return DeviceError(
+        "all arrays must belong to one library and be on one device: "
+        + ", ".join(places)
+        + "; convert them first"
+    )
+
+
+def is_cupy(array):
+    """Whether a native array is CuPy's."""
+    return library_of(array) is _libraries.CUPY
+
+
+def namespace(array):
+    """Return the module, numpy or cupy, that a native array belongs to."""
+    return sys.modules["cupy"] if is_cupy(array) else np
+
+
+def empty(shape, dtype, like):
+    """Allocate an array of the library of ``like``; NumPy memory is 64-byte aligned."""
+    if is_cupy(like):
+        return sys.modules["cupy"].empty(shape, dtype)
+    dtype = np.dtype(dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def dtype_name(dtype):
+    """Return the usual name of a dtype: "float16", "bfloat16", "uint8"..."""
+    return np.dtype(dtype).name
+
+
+def is_float(dtype):
+    """Whether a dtype is float16, bfloat16, float32 or float64."""
+    return dtype_name(dtype) in ("float16", "bfloat16", "float32", "float64")
+
+
+def compute_dtype(dtype):
+    """Return the dtype to accumulate in: float64 for float64, float32 for the smaller floats."""
+    return np.dtype(np.float64 if dtype_name(dtype) == "float64" else np.float32)
+
+
+def dtype_kind(dtype):
+    """Return the NumPy kind letter of a dtype, with bfloat16 a float like the others."""
+    return "f" if dtype.name == "bfloat16" else dtype.kind
+
+
+def check_array(name, value, *, ndim=None, shape=None, kinds=None, like=None):
+    """Raise unless ``value`` is a native array of the given dimensions, shape and dtype kind.
+
+    ``ndim`` is an int or a tuple of allowed ones; ``shape`` may hold None where any size will do;
+    ``kinds`` are NumPy's letters; ``like`` is an array whose library and device it must share.
+    """
+    library = library_of(value)
+    if library is None or not library.native:
+        raise DTypeError(
+            f"{name} must be an array (NumPy, CuPy, PyTorch, JAX or DLPack), "
+            f"got {type(value).__name__}; convert it with numpy.asarray or cupy.asarray"
+        )
+    if ndim is not None and value.ndim not in (ndim if isinstance(ndim, tuple) else (ndim,)):
+        raise ShapeError(f"{name} must have {_either(ndim)} dimensions, got shape {value.shape}")
+    if shape is not None and (
+        len(shape) != value.ndim
+        or any(want not in (None, n) for want, n in zip(shape, value.shape, strict=True))
+    ):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ShapeError(f"{name} must have shape ({wanted}), got {value.shape}")
+    if kinds is not None and dtype_kind(value.dtype) not in kinds:
+        wanted = _either(tuple(_KIND_NAMES[kind] for kind in kinds))
+        raise DTypeError(f"{name} must be of a {wanted} dtype, got {value.dtype}; use astype")
+    if like is not None and (
+        library is not library_of(like) or library.place(value) != library.place(like)
+    ):
+        raise DeviceError(
+            f"{name} must be on {library_of(like).place(like)} like the other arrays, "
+            f"got {library.name} on {library.place(value)}"
+        )
+
+
+_KIND_NAMES = {"b": "bool", "i": "signed", "u": "unsigned", "f": "float", "c": "complex"}
+
+
+def _either(choices):
+    return " or ".join(map(str, choices)) if isinstance(choices, tuple) else str(choices)
+
+
+def check_contiguous(name, value):
+    """Raise unless ``value`` is C-contiguous."""
+    if not value.flags.c_contiguous:
+        raise ShapeError(
+            f"{name} must be C-contiguous, got shape {value.shape} with strides {value.strides}; "
+            "call ascontiguousarray (or .contiguous()) first"
+        )
+
+
+def check_out(out, shape, dtype, like, inputs=()):
+    """Raise unless ``out`` can receive a result and shares no memory with the inputs."""
+    check_array("out", out, like=like)
+    if out.shape != tuple(shape):
+        raise ShapeError(f"out must have shape {tuple(shape)}, got {out.shape}")
+    if out.dtype != dtype:
+        raise DTypeError(f"out must have dtype {dtype}, got {out.dtype}")
+    check_contiguous("out", out)
+    if not is_cupy(out) and not out.flags.writeable:
+        raise ShapeError(
+            "out must be writable, got a read-only array; JAX and TensorFlow arrays never are: "
+            "use the returned array instead"
+        )
+    for name, value in inputs:
+        if value is not None and _overlap(out, value):
+            raise ShapeError(f"out must not share memory with {name}; pass a separate array")
+
+
+def _overlap(a, b):
+    """Whether two native arrays of one library may share memory."""
+    if not is_cupy(a):
+        return np.may_share_memory(a, b)
+    a_start, b_start = a.data.ptr, b.data.ptr
+    return a_start < b_start + b.nbytes and b_start < a_start + a.nbytes

@@ -1,0 +1,191 @@
+"""Dense two-dimensional convolution of images and of block stacks."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .._arrays import (
+    array_function,
+    check_array,
+    check_contiguous,
+    check_out,
+    empty,
+    is_cupy,
+    is_float,
+)
+from ..blocks import output_size, padding_pairs, pair
+from ..errors import DTypeError, ShapeError
+from . import _cudnn, _im2col
+from .activation import apply_affine, check_activation
+
+
+class Problem(NamedTuple):
+    """A convolution without its arrays: sizes and options, resolved and checked."""
+
+    kernel: tuple[int, int]
+    strides: tuple[int, int]
+    pads: tuple[tuple[int, int], tuple[int, int]]
+    out_size: tuple[int, int]
+    channels_out: int
+    channels_last: bool
+    w_format: str
+    activation: str | None
+    tf32: bool
+
+    def weight_axes(self, order):
+        """Axes that bring the weights from ``w_format`` to ``order``, for example "OHWI"."""
+        return tuple(self.w_format.index(letter) for letter in order)
+
+
+@array_function
+def conv2d(
+    x,
+    w,
+    *,
+    strides=(1, 1),
+    padding="SAME",
+    scale=None,
+    bias=None,
+    activation=None,
+    data_format="NHWC",
+    w_format="HWIO",
+    precision=None,
+    out=None,
+):
+    """Convolve a batch of images, or a block stack, with a dense kernel.
+
+    ``y[n, p, q, k] = activation(scale[k] * sum x[n, p * sh - top + r, q * sw - left + s, c] *
+    w[r, s, c, k] + bias[k])``, the sum over r, s and c: the cross-correlation of deep learning,
+    with zeros outside the image. The sum, scale, bias and activation are in float32 (float64 for
+    float64), and the result is rounded once.
+
+    On a GPU this is cuDNN where its Python front end is installed, else cuBLAS. Before capturing a
+    CUDA graph, call it once with the same shapes.
+
+    Parameters
+    ----------
+    x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
+        Images; float16, bfloat16, float32 or float64. C-contiguous.
+    w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
+        Kernel, of the dtype of ``x``. Copied when it has to be laid out anew.
+    strides : int or (int, int)
+        Steps between output pixels.
+    padding : "SAME", "VALID" or ((top, bottom), (left, right))
+        SAME is TensorFlow's: ceil(n / stride) outputs, the odd pixel of padding at the end.
+    scale, bias : float array, shape (K,), optional
+        Factor and offset per output channel, for example a folded batch norm.
+    activation : None, "relu", "silu" or "gelu"
+        Applied last; gelu is the exact one.
+    data_format : "NHWC" or "NCHW"
+        Layout of ``x`` and of the result.
+    w_format : "HWIO" or "OIHW"
+        Layout of ``w``.
+    precision : None, "ieee" or "tf32"
+        How float32 is multiplied. "tf32" lets a GPU round the factors to 11 significant bits;
+        "ieee" and None do not. No effect on other dtypes and on the CPU.
+    out : array, optional
+        Receives the result; it is returned, and must share no memory with the inputs.
+
+    Returns
+    -------
+    y : array, shape (N, P, Q, K), or (N, K, P, Q)
+        In the dtype, in the library and on the device of ``x``.
+
+    Raises
+    ------
+    ShapeError
+        If sizes do not fit together, or ``x`` or ``out`` is not contiguous.
+    DTypeError
+        If ``x`` is not of a floating dtype, or ``w`` is of another one.
+    ValueError
+        If ``activation``, ``data_format``, ``w_format`` or ``precision`` is none of those above.
+
+    Source: K. Chellapilla, S. Puri, P. Simard, "High Performance Convolutional Neural Networks for
+    Document Processing", 2006, for the convolution as a matrix product.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.ones((1, 4, 4, 1), np.float32)
+    >>> conv2d(x, np.ones((3, 3, 1, 1), np.float32))[0, :, :, 0]
+    array([[4., 6., 6., 4.],
+           [6., 9., 9., 6.],
+           [6., 9., 9., 6.],
+           [4., 6., 6., 4.]], dtype=float32)
+    """
+    problem = _resolve(x, w, strides, padding, activation, data_format, w_format, precision)
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None:
+            check_array(name, value, kinds="f", like=x)
+            if value.shape != (problem.channels_out,):
+                raise ShapeError(
+                    f"{name} must have shape ({problem.channels_out},), one value per output "
+                    f"channel of w, got {value.shape}"
+                )
+    channels = problem.channels_out
+    sizes = (*problem.out_size, channels) if problem.channels_last else (channels, *problem.out_size)
+    shape = (x.shape[0], *sizes)
+    if out is None:
+        out = empty(shape, x.dtype, x)
+    else:
+        check_out(out, shape, x.dtype, x, (("x", x), ("w", w), ("scale", scale), ("bias", bias)))
+    if out.size:
+        body = _conv2d_cuda if is_cupy(x) else _conv2d_numpy
+        body(x, w, out, scale, bias, problem)
+    return out
+
+
+def _resolve(x, w, strides, padding, activation, data_format, w_format, precision):
+    """Check everything but the epilogue's arrays and ``out``; return the Problem."""
+    for name, value, allowed in (
+        ("data_format", data_format, ("NHWC", "NCHW")),
+        ("w_format", w_format, ("HWIO", "OIHW")),
+        ("precision", precision, (None, "ieee", "tf32")),
+    ):
+        if not (value is None or isinstance(value, str)) or value not in allowed:
+            choices = " or ".join(map(repr, allowed))
+            raise ValueError(f"{name} must be {choices}, got {value!r}")
+    check_activation(activation)
+    check_array("x", x, ndim=4)
+    if not is_float(x.dtype):
+        raise DTypeError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    check_contiguous("x", x)
+    check_array("w", w, ndim=4, like=x)
+    if w.dtype != x.dtype:
+        raise DTypeError(f"w must have the dtype of x, {x.dtype}, got {w.dtype}; use astype")
+    r, s, c, k = (w.shape[w_format.index(letter)] for letter in "HWIO")
+    h, width, channels = (x.shape[data_format.index(letter)] for letter in "HWC")
+    if min(r, s, k) < 1 or c != channels:
+        raise ShapeError(
+            f"w must have shape (R, S, {channels}, K) in {w_format} order, for x of {channels} "
+            f"channels, got {w.shape}"
+        )
+    strides = pair(strides, "strides")
+    pads = padding_pairs((h, width), (r, s), strides, padding)
+    return Problem(
+        kernel=(r, s),
+        strides=strides,
+        pads=pads,
+        out_size=output_size((h, width), (r, s), strides, pads),
+        channels_out=k,
+        channels_last=data_format == "NHWC",
+        w_format=w_format,
+        activation=activation,
+        tf32=precision == "tf32",
+    )
+
+
+def _conv2d_numpy(x, w, out, scale, bias, problem):
+    """Matrix products; what overflows a float is infinite, with no warning, as on a GPU."""
+    with np.errstate(all="ignore"):
+        _im2col.convolve(x, w, out, scale, bias, problem)
+
+
+def _conv2d_cuda(x, w, out, scale, bias, problem):
+    """Let cuDNN take what it can of the batch; the rest goes through matrix products."""
+    if not _cudnn.takes(x, w):
+        _im2col.convolve(x, w, out, scale, bias, problem)
+        return
+    done, left = _cudnn.convolve(x, w, out, scale, bias, problem)
+    for part in left:
+        _im2col.convolve(x[part], w, out[part], scale, bias, problem)

@@ -1,0 +1,320 @@
+"""reduce_mask: from a mask to the list of active blocks."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import _kernels
+from .._arrays import (
+    ArrayContainer,
+    array_function,
+    check_array,
+    check_contiguous,
+    dtype_kind,
+    dtype_name,
+    empty,
+    is_cupy,
+    namespace,
+)
+from ..blocks import is_integer, pair
+from ..errors import CapacityError, DTypeError, ShapeError
+from ._copy_plan import address
+from ._grid import resolve_grid
+from ._workspace import workspace
+
+_THREADS = 256
+_MOST_BLOCKS = 2**31 - 1
+_LARGEST_CHUNK = 32 << 10  # bytes of shared memory, one per candidate block
+
+
+@dataclass(frozen=True, eq=False)
+class ActiveBlocks(ArrayContainer):
+    """The active blocks of a mask, as :func:`reduce_mask` finds them.
+
+    Unpacks as the pair ``bin_counts, active_block_indices``. Methods that return Python numbers
+    read the count and so wait for the device.
+
+    Parameters
+    ----------
+    bin_counts : int32 array, shape (1,)
+        Number of active blocks, also when ``active_block_indices`` has no room for all.
+    active_block_indices : int32 array, shape (M, 3)
+        Rows ``(n, hi, wi)`` in raster order; -1 past the count.
+    grid : (int, int, int)
+        Numbers of images, block rows and block columns.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> active = reduce_mask(np.eye(4)[None], (2, 2), bsize=2)
+    >>> active.count(), active.density(), active.overflowed
+    (2, 0.5, False)
+    >>> counts, indices = active
+    >>> indices.tolist()
+    [[0, 0, 0], [0, 1, 1]]
+    """
+
+    bin_counts: Any
+    active_block_indices: Any
+    grid: tuple[int, int, int]
+
+    def __iter__(self):
+        return iter((self.bin_counts, self.active_block_indices))
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, position):
+        return (self.bin_counts, self.active_block_indices)[position]
+
+    def _arrays(self):
+        return (self.bin_counts, self.active_block_indices)
+
+    def _map_arrays(self, function):
+        return ActiveBlocks(
+            function(self.bin_counts), function(self.active_block_indices), self.grid
+        )
+
+    @property
+    def capacity(self):
+        """Number of rows of ``active_block_indices``."""
+        return int(self.active_block_indices.shape[0])
+
+    @property
+    def overflowed(self):
+        """Whether more blocks are active than there are rows."""
+        return self.count() > self.capacity
+
+    def count(self):
+        """Return the number of active blocks."""
+        return int(self.bin_counts[0])
+
+    def density(self):
+        """Return the share of blocks that are active, 0 to 1; 0 for a grid with no blocks."""
+        return self.count() / max(math.prod(self.grid), 1)
+
+    def check(self):
+        """Return self, or raise CapacityError when blocks were left out."""
+        count = self.count()
+        if count > self.capacity:
+            raise CapacityError(
+                f"capacity must be at least the number of active blocks, got {self.capacity} for "
+                f"{count} blocks; pass a larger capacity to reduce_mask"
+            )
+        return self
+
+    def to_dense(self):
+        """Return a bool array ``[N, bh, bw]``, True where a block is active and has a row."""
+        return _to_dense(self)
+
+
+@array_function
+def _to_dense(active):
+    indices = active.active_block_indices
+    xp = namespace(indices)
+    dense = xp.zeros(active.grid, bool)
+    n, hi, wi = indices[: min(active.count(), active.capacity)].T
+    dense[n, hi, wi] = True
+    return dense
+
+
+@array_function
+def reduce_mask(
+    mask,
+    block_count,
+    *,
+    bsize,
+    boffset=(0, 0),
+    bstride=None,
+    tol=0.0,
+    avgpool=False,
+    capacity=None,
+):
+    """List the blocks of a grid where the mask is set.
+
+    Block ``(n, hi, wi)`` covers ``mask[n, h0 : h0 + bsize[0], w0 : w0 + bsize[1]]`` with
+    ``h0 = boffset[0] + bstride[0] * hi``, ``w0 = boffset[1] + bstride[1] * wi``. It is active when
+    its pooled value is greater than ``tol``.
+
+    Parameters
+    ----------
+    mask : array, shape (N, H, W) or (N, H, W, 1)
+        bool, any integer, float16, bfloat16, float32 or float64. C-contiguous.
+    block_count : int or (int, int)
+        Number of blocks along ``H`` and ``W``: ``BlockParams.bcount``.
+    bsize : int or (int, int)
+        Block size ``(h, w)`` in pixels.
+    boffset : (int, int)
+        Corner of block (0, 0) in the mask; negative for padding.
+    bstride : (int, int), optional
+        Distance between block corners; ``bsize`` by default.
+    tol : float
+        Threshold. For a float mask it is rounded to the mask's dtype before the comparison.
+    avgpool : bool
+        Pool by the sum over the block divided by ``bsize[0] * bsize[1]``, pixels outside the image
+        counting 0. By default by the maximum over the pixels inside the image; NaN is never
+        greater, and a block wholly outside is inactive.
+    capacity : int, optional
+        Number of rows to return. Rows past the count are -1, blocks past the capacity are left out
+        (:attr:`ActiveBlocks.overflowed` tells), and nothing waits for the device, so that the call
+        can be captured in a CUDA graph. Without it the count is read, and the rows are as many.
+
+    Returns
+    -------
+    ActiveBlocks
+        Unpacks as ``bin_counts`` (int32, shape (1,)) and ``active_block_indices`` (int32, shape
+        (M, 3), rows ``(n, hi, wi)`` in raster order). In the library and on the device of ``mask``.
+
+    Raises
+    ------
+    ShapeError
+        If a size is wrong or the mask is not contiguous.
+    DTypeError
+        If the mask is complex or no array.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.1. Kernel: cuda_src/reduce_mask.cu
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> mask = np.zeros((1, 4, 6), bool)
+    >>> mask[0, 3, 1] = True
+    >>> reduce_mask(mask, (2, 3), bsize=2).active_block_indices
+    array([[0, 1, 0]], dtype=int32)
+    """
+    grid = resolve_grid(bsize, boffset, bstride)
+    count_h, count_w = pair(block_count, "block_count", minimum=0)
+    check_array("mask", mask, ndim=(3, 4), kinds="biuf")
+    if mask.ndim == 4:
+        if mask.shape[3] != 1:
+            raise ShapeError(f"mask must have shape (N, H, W) or (N, H, W, 1), got {mask.shape}")
+        mask = mask.reshape(mask.shape[:3])
+    check_contiguous("mask", mask)
+    if capacity is not None and (not is_integer(capacity) or not 0 <= capacity <= _MOST_BLOCKS):
+        raise ShapeError(f"capacity must be a non-negative integer or None, got {capacity!r}")
+    tol = _check_tol(tol)
+    blocks = (mask.shape[0], count_h, count_w)
+    if math.prod(blocks) > _MOST_BLOCKS:
+        raise ShapeError(f"block_count must give under 2**31 blocks, got {blocks} (N, h, w)")
+    body = _reduce_mask_cuda if is_cupy(mask) else _reduce_mask_numpy
+    return ActiveBlocks(*body(mask, blocks, grid, tol, avgpool, capacity), blocks)
+
+
+def _check_tol(tol):
+    try:
+        value = float(tol)
+    except (TypeError, ValueError):
+        raise DTypeError(f"tol must be a number, got {tol!r}") from None
+    if math.isnan(value):
+        raise ValueError("tol must not be NaN, got nan; use 0 for 'any pixel set'")
+    return value
+
+
+def _threshold(dtype, tol):
+    """Return (tol as a float mask sees it, least active integer, whether nothing can be active).
+
+    A whole number is greater than tol when it is at least ``floor(tol) + 1``.
+    """
+    if dtype_kind(dtype) == "f":
+        with np.errstate(over="ignore"):
+            return float(np.asarray(tol).astype(dtype)), 0, False
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if math.isinf(tol):
+        return tol, low, tol > 0
+    least = math.floor(tol) + 1
+    return tol, int(min(max(least, low), high)), least > high
+
+
+def _reduce_mask_numpy(mask, blocks, grid, tol, avgpool, capacity):
+    """Pool rows, then columns: whole rows of blocks at a time."""
+    threshold, least, never = _threshold(mask.dtype, tol)
+    if avgpool:
+        wide = mask.dtype.kind in "biu" and mask.dtype.itemsize < 8
+        values, pool, start = mask, np.add, np.int64(0) if wide else np.float64(0)
+    else:
+        if dtype_kind(mask.dtype) == "f":
+            values = mask > np.asarray(threshold).astype(mask.dtype)
+        else:
+            values = mask >= np.asarray(least).astype(mask.dtype) if not never else mask != mask
+        pool, start = np.logical_or, np.False_
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and NaN is not active
+        for axis in (0, 1):
+            values = _pool_axis(values, axis + 1, blocks[axis + 1], grid, axis, pool, start)
+    active = values / (grid.bsize[0] * grid.bsize[1]) > threshold if avgpool else values
+    rows = np.argwhere(active).astype(np.int32)
+    counts = empty((1,), np.int32, mask)
+    counts[0] = len(rows)
+    size = len(rows) if capacity is None else capacity
+    indices = empty((size, 3), np.int32, mask)
+    kept = min(len(rows), size)
+    indices[:kept] = rows[:kept]
+    indices[kept:] = -1
+    return counts, indices
+
+
+def _pool_axis(values, axis, count, grid, side, pool, start):
+    """Combine, along one axis, the ``bsize`` lines of each of ``count`` blocks."""
+    size = values.shape[axis]
+    shape = list(values.shape)
+    shape[axis] = count
+    pooled = np.full(shape, start)
+    corners = grid.boffset[side] + grid.bstride[side] * np.arange(count)
+    for i in range(grid.bsize[side]):
+        lines = corners + i
+        low, high = np.searchsorted(lines, (0, size))
+        if low == high:
+            continue
+        cut = [slice(None)] * values.ndim
+        taken = list(cut)
+        cut[axis] = slice(low, high)
+        taken[axis] = slice(lines[low], lines[high - 1] + 1, grid.bstride[side])
+        pool(pooled[tuple(cut)], values[tuple(taken)], out=pooled[tuple(cut)])
+    return pooled
+
+
+def _reduce_mask_cuda(mask, blocks, grid, tol, avgpool, capacity):
+    """Launch one kernel; without ``capacity`` wait for the count and cut the rows to it."""
+    xp = namespace(mask)
+    candidates = math.prod(blocks)
+    rows = candidates if capacity is None else capacity
+    counts, indices = empty((1,), np.int32, mask), empty((rows, 3), np.int32, mask)
+    if not candidates:
+        counts[...] = 0
+        indices[...] = -1
+        return counts, indices
+    threshold, least, never = _threshold(mask.dtype, tol)
+    # One chunk of candidates per thread block; no more thread blocks than the GPU holds at once.
+    team = 1 if grid.bsize[0] * grid.bsize[1] <= 1024 else 8
+    chunk = max(-(-candidates // (_kernels.sm_count() * 8)), 8 // team)
+    chunk = min(chunk, _LARGEST_CHUNK)
+    thread_blocks = -(-candidates // chunk)
+    slots = workspace(xp, 1 + thread_blocks)
+    type_name = _kernels.cpp_name(mask.dtype, "mask")
+    _kernels.launch(
+        "reduce_mask",
+        "reduce_mask",
+        (
+            "unsigned char" if dtype_name(mask.dtype) == "bool" else type_name,
+            *grid.bsize,
+            bool(avgpool),
+            address(mask) % 4 == 0 and mask.dtype.itemsize < 4,
+            team,
+        ),
+        thread_blocks,
+        _THREADS,
+        (
+            mask, counts, indices, slots, *mask.shape, *blocks[1:], *grid.boffset, *grid.bstride,
+            threshold, _as_signed(least), int(never), rows, chunk, int(capacity is not None),
+        ),
+        shared=chunk,
+    )
+    if capacity is None:
+        indices = indices[: int(counts[0])]
+    return counts, indices
+
+
+def _as_signed(value):
+    """Return the signed 64-bit number with the bits of an unsigned one."""
+    return value - 2**64 if value >= 2**63 else value

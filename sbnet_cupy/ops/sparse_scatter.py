@@ -1,0 +1,274 @@
+"""sparse_scatter: put a block stack back into an image."""
+
+import numpy as np
+
+from .. import _kernels
+from .._arrays import array_function, check_array, check_out, empty, is_cupy, namespace
+from ..errors import DTypeError, ShapeError
+from ._copy_plan import THREADS, address, plan_copy
+from ._grid import (
+    channels_last_view,
+    check_image,
+    check_indices,
+    chunks,
+    find_corners,
+    pixels,
+    resolve_grid,
+    resolve_layout,
+    split_inside,
+    windows,
+)
+
+
+@array_function
+def sparse_scatter(
+    blocks,
+    bin_counts,
+    active_block_indices,
+    x,
+    *,
+    bsize,
+    boffset=(0, 0),
+    bstride=None,
+    add=False,
+    atomic=False,
+    transpose=False,
+    data_format="NHWC",
+    out=None,
+):
+    """Write the blocks over a copy of an image, or add them to it.
+
+    ``y[n, h0 + i, w0 + j, c] = blocks[b, i, j, c]`` (``+=`` with ``add``) with
+    ``(n, hi, wi) = active_block_indices[b]``, ``h0 = boffset[0] + bstride[0] * hi``; elsewhere
+    ``y`` is ``x``. What falls outside the image is dropped, and so are rows at or past
+    ``bin_counts`` and rows whose ``n`` is not an image of the batch.
+
+    Where blocks overlap, the later row wins; with ``add`` the rows are added one after another, in
+    their order and in the dtype of ``x``. Either way the result is the same bits on every run.
+
+    Parameters
+    ----------
+    blocks : array, shape (M, bsize[0], bsize[1], C), or (M, C, bsize[0], bsize[1])
+        Block stack, laid out as :func:`sparse_gather` with the same ``transpose`` and
+        ``data_format`` gives it. C-contiguous, of the dtype of ``x``.
+    bin_counts : int32 array, shape (1,)
+        Number of active blocks, as :func:`reduce_mask` returns it.
+    active_block_indices : int32 array, shape (M, 3)
+        Rows ``(n, hi, wi)``, as :func:`reduce_mask` returns them: no row twice, unless ``atomic``.
+    x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
+        Image under the blocks. C-contiguous. Modified only when it is also ``out``.
+    bsize : int or (int, int)
+        Block size ``(h, w)`` in pixels.
+    boffset : (int, int)
+        Corner of block (0, 0) in the image; negative for padding.
+    bstride : (int, int), optional
+        Distance between block corners; ``bsize`` by default.
+    add : bool
+        Add the blocks to the image instead of writing over it.
+    atomic : bool
+        The same pixel may be written more than once. Needed with ``add`` where blocks overlap
+        (``bstride < bsize``); and for a list of indices that holds a row twice.
+    transpose : bool
+        The blocks have the other layout: NCHW blocks for an NHWC image, and the reverse.
+    data_format : "NHWC" or "NCHW"
+        Layout of ``x``.
+    out : array, optional
+        Receives the result, and is returned; ``out=x`` works in place, with no copy.
+
+    Returns
+    -------
+    y : array of the shape and dtype of ``x``
+        In the library and on the device of ``x``.
+
+    Raises
+    ------
+    ShapeError
+        If a size is wrong, an array is not contiguous, ``out`` does not fit, or overlapping blocks
+        are added without ``atomic``.
+    DTypeError
+        If ``blocks`` and ``x`` differ in dtype, or the dtype cannot be added.
+    DeviceError
+        If arrays belong to different libraries or devices.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.2. Kernel: cuda_src/sparse_scatter.cu
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> counts, indices = np.array([1], np.int32), np.array([[0, 0, 1]], np.int32)
+    >>> y = sparse_scatter(np.ones((1, 2, 2, 1)), counts, indices, np.zeros((1, 2, 4, 1)), bsize=2)
+    >>> y[0, :, :, 0]
+    array([[0., 0., 1., 1.],
+           [0., 0., 1., 1.]])
+    """
+    grid = resolve_grid(bsize, boffset, bstride)
+    check_image("x", x)
+    check_image("blocks", blocks, like=x)
+    check_indices(bin_counts, active_block_indices, like=x)
+    layout = resolve_layout(x, data_format, transpose)
+    check_array("blocks", blocks, shape=layout.blocks_shape(len(active_block_indices), grid.bsize))
+    if blocks.dtype != x.dtype:
+        raise DTypeError(f"blocks must have the dtype of x, {x.dtype}, got {blocks.dtype}")
+    if add and grid.overlaps and not atomic:
+        raise ShapeError(
+            f"atomic must be True to add blocks that overlap, got bstride {grid.bstride} under "
+            f"bsize {grid.bsize}; pass atomic=True (the result is reproducible all the same)"
+        )
+    if out is None:
+        out = empty(x.shape, x.dtype, x)
+    else:
+        inputs = (("blocks", blocks), ("bin_counts", bin_counts))
+        inputs += (("active_block_indices", active_block_indices),)
+        if out is not x and not _same_memory(out, x):
+            inputs += (("x", x),)
+        check_out(out, x.shape, x.dtype, x, inputs)
+    if add:
+        _check_addable(x)
+    if out is not x and not _same_memory(out, x):
+        out[...] = x
+    if not x.size:
+        return out
+    body = _sparse_scatter_cuda if is_cupy(x) else _sparse_scatter_numpy
+    body(blocks, bin_counts, active_block_indices, out, layout, grid, add, grid.overlaps or atomic)
+    return out
+
+
+def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
+    """Scatter in place: :func:`sparse_scatter` with ``out=x``, under the original's name.
+
+    Parameters
+    ----------
+    blocks, bin_counts, active_block_indices, x, **options
+        As for :func:`sparse_scatter`; ``x`` is written, and ``out`` may not be given.
+
+    Returns
+    -------
+    x : array
+        The very array that was passed.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+        As :func:`sparse_scatter`.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.zeros((1, 2, 2, 1))
+    >>> counts, indices = np.array([1], np.int32), np.zeros((1, 3), np.int32)
+    >>> sparse_scatter_var(np.ones((1, 1, 1, 1)), counts, indices, x, bsize=1) is x
+    True
+    """
+    return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
+
+
+def _same_memory(a, b):
+    """Whether two arrays of one library are the same elements in the same order."""
+    return (
+        type(a) is type(b)
+        and (a.shape, a.dtype) == (b.shape, b.dtype)
+        and address(a) == address(b)
+    )
+
+
+def _check_addable(x):
+    """Raise unless elements of the dtype can be added."""
+    if x.dtype.name != "bfloat16" and x.dtype.kind not in "buifc":
+        raise DTypeError(f"x must be of a number dtype to add to it, got {x.dtype}")
+
+
+def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, grid, add, overlap):
+    """Write windows of the image; overlapping blocks and edges go by pixel index, in row order."""
+    corners = find_corners(bin_counts, active_block_indices, layout, grid)
+    stack = channels_last_view(blocks, layout.blocks_channels_last)
+    block_bytes = blocks[:1].nbytes
+    if not overlap and len(corners.rows):
+        inside, corners = split_inside(corners, layout, grid.bsize)
+        every = windows(y, layout, grid.bsize) if len(inside.rows) else None
+        for part in chunks(inside, block_bytes):
+            values = stack[part.rows]
+            values = values if layout.channels_last else values.transpose(0, 3, 1, 2)
+            if add:
+                values = every[part.n, part.h0, part.w0] + values
+            every[part.n, part.h0, part.w0] = values
+    image = channels_last_view(y, layout.channels_last)
+    for part in chunks(corners, block_bytes):
+        flat, valid = pixels(part, layout, grid.bsize)
+        flat, values = flat[valid], stack[part.rows][valid]
+        if add:
+            _add_in_order(image, flat, values, layout)
+        else:
+            n, hw = np.divmod(flat, layout.H * layout.W)
+            image[n, hw // layout.W, hw % layout.W] = values
+
+
+def _add_in_order(image, flat, values, layout):
+    """``image[flat] += values`` one after another where a pixel comes more than once.
+
+    The k-th value of every pixel is added in the k-th round, so that each round meets a pixel once.
+    """
+    order = np.argsort(flat, kind="stable")
+    ordered = flat[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(order) else order
+    group_sizes = np.diff(np.r_[starts, len(order)])
+    turn = np.arange(len(order)) - np.repeat(starts, group_sizes)
+    for k in range(int(group_sizes.max(initial=0))):
+        now = order[turn == k]
+        n, hw = np.divmod(flat[now], layout.H * layout.W)
+        index = (n, hw // layout.W, hw % layout.W)
+        image[index] = image[index] + values[now]
+
+
+def _sparse_scatter_cuda(blocks, bin_counts, active_block_indices, y, layout, grid, add, overlap):
+    """Launch one kernel, or for blocks that may overlap, link them by cell and then launch."""
+    element = _kernels.cpp_name(y.dtype, "x") if add else None
+    combine = f"Add<{element}>" if add else "Overwrite"
+    if overlap:
+        _scatter_overlap_cuda(blocks, bin_counts, active_block_indices, y, layout, grid,
+                              element or f"Bytes<{y.dtype.itemsize}>::type", combine)
+        return
+    plan = plan_copy(y, blocks, layout, grid, _kernels.sm_count(), element=element)
+    _kernels.launch(
+        "sparse_scatter",
+        plan.kernel("scatter"),
+        (*plan.template, combine),
+        plan.grid,
+        plan.block,
+        (y, bin_counts, active_block_indices, blocks, *plan.arguments),
+    )
+
+
+def _scatter_overlap_cuda(
+    blocks, bin_counts, active_block_indices, y, layout, grid, element, combine
+):
+    """Chain the stack's rows by the cell of their corner, then let each cell apply its own."""
+    rows = len(active_block_indices)
+    # Cells whose block meets the image: -bsize < boffset + bstride * index < size.
+    axes = list(zip(grid.bsize, grid.boffset, grid.bstride, (layout.H, layout.W), strict=True))
+    first = [-((b + offset - 1) // s) for b, offset, s, _ in axes]
+    last = [(n - 1 - offset) // s for _, offset, s, n in axes]
+    count = [max(end - begin + 1, 0) for begin, end in zip(first, last, strict=True)]
+    reach = [-(-b // s) - 1 for b, _, s, _ in axes]
+    cells = (*first, *count)
+    if not rows or 0 in count:
+        return
+    xp = namespace(y)
+    heads = xp.full(layout.N * count[0] * count[1], -1, np.int32)
+    links = xp.empty(rows, np.int32)
+    most = _kernels.sm_count() * 8
+    _kernels.launch(
+        "sparse_scatter", "scatter_link", (0,), min(-(-rows // THREADS), most), THREADS,
+        (bin_counts, active_block_indices, heads, links, rows, layout.N, *cells),
+    )
+    planes, pixel = (1, layout.C) if layout.channels_last else (layout.C, 1)
+    area = grid.bsize[0] * grid.bsize[1]
+    channel_step, pixel_step = (1, layout.C) if layout.blocks_channels_last else (area, 1)
+    regions = layout.N * (count[0] + reach[0]) * (count[1] + reach[1])
+    _kernels.launch(
+        "sparse_scatter", "scatter_overlap", (element, *grid.bsize, combine),
+        min(regions, most), THREADS,
+        (y, active_block_indices, blocks, heads, links, planes, pixel, channel_step, pixel_step,
+         channel_step, layout.N, layout.H, layout.W, *grid.boffset, *grid.bstride, *cells, *reach),
+    )

@@ -1,0 +1,98 @@
+"""Fixtures: the array libraries that every test runs on, and which optional parts must be there.
+
+``SBNET_REQUIRE`` is a comma list of torch, jax, tensorflow, g++, demo, cupy and gpu: what it names
+must be present, and its absence fails where it would otherwise skip.
+"""
+
+import importlib
+import os
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+REQUIRED = {name.strip() for name in os.environ.get("SBNET_REQUIRE", "").split(",") if name.strip()}
+DEMO_MODULES = ("skimage", "matplotlib", "rich")
+
+
+def require(name):
+    """Return the module ``name`` (or what a tool is); skip without it, or fail if required."""
+    found = _find(name)
+    if found is None:
+        if name in REQUIRED:
+            pytest.fail(f"{name} is missing, and SBNET_REQUIRE names it")
+        pytest.skip(f"needs {name}")
+    return found
+
+
+def _find(name):
+    if name == "g++":
+        return shutil.which("g++")
+    if name == "demo":
+        return all(_import(module) for module in DEMO_MODULES) or None
+    if name == "gpu":
+        cupy = _import("cupy")
+        return cupy if cupy is not None and cupy.cuda.is_available() else None
+    return _import(name)
+
+
+def _import(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, at import: not ours to fix
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            return None
+
+
+@pytest.fixture(name="require", scope="session")
+def _require():
+    return require
+
+
+class Library:
+    """An array library under test: how to get arrays into it and out again."""
+
+    def __init__(self, name, module, *, readonly=False):
+        self.name = name
+        self.module = module
+        self.readonly = readonly
+
+    def __repr__(self):
+        return self.name
+
+    def asarray(self, array):
+        """Hand ``array`` over as an input: a copy, which the read-only library protects."""
+        copy = self.writable(array)
+        if self.readonly:
+            copy.flags.writeable = False
+        return copy
+
+    def writable(self, array):
+        """Hand ``array`` over as an output: a copy that may be written."""
+        return self.module.array(np.ascontiguousarray(array).reshape(np.shape(array)), order="C")
+
+    def to_numpy(self, array):
+        """Bring an array of this library back."""
+        assert type(array).__module__.split(".")[0] == self.module.__name__, type(array)
+        return array if self.module is np else array.get()
+
+
+def _library_names():
+    names = ["numpy", "numpy-readonly"]
+    if "gpu" in REQUIRED or _find("gpu") is not None:
+        names.append(pytest.param("cupy", marks=pytest.mark.gpu))
+    return names
+
+
+@pytest.fixture(params=_library_names(), scope="session")
+def xp(request):
+    """Every array library: NumPy, NumPy with read-only inputs, and CuPy where there is a GPU."""
+    if request.param == "cupy":
+        return Library("cupy", require("gpu"))
+    return Library(request.param, np, readonly=request.param == "numpy-readonly")

@@ -1,0 +1,136 @@
+"""Compile a kernel file with g++ into a shared library, once: the libraries stay on disk.
+
+A library's name is a hash of all that went into it: sources, headers, options, compiler.
+``SBNET_HOST_CACHE`` names the folder; otherwise it is one of this user's own under the system's
+temporary folder. ``SBNET_SANITIZE=1`` compiles with the sanitizers, see ``sanitized.py``;
+``SBNET_HOST_UCONTEXT=1`` switches fibers the portable way even on x86-64, see ``fiber.h``.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SANITIZE = os.environ.get("SBNET_SANITIZE") == "1"
+
+_OPTIONS = [
+    "-std=c++17",
+    "-O1",
+    "-g",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",  # one library's shared variables are not another's
+    "-fno-strict-aliasing",  # kernels read arrays as wide vectors
+    "-ffp-contract=off",
+    "-fno-omit-frame-pointer",
+    "-DSBNET_HOST",
+    "-Wall",
+    "-Werror",
+    "-Wno-unknown-pragmas",  # #pragma unroll
+    "-Wno-maybe-uninitialized",  # wrong about values that cross a barrier
+]
+_SANITIZER_OPTIONS = [
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",  # kernels have no classes with virtual functions
+    "-fno-sanitize-recover=all",
+]
+
+
+class CompileError(RuntimeError):
+    """The compiler refused a kernel; the message is the compiler's."""
+
+
+def available():
+    """Say whether g++ is there, on a system that the shim knows: Linux."""
+    return sys.platform == "linux" and shutil.which("g++") is not None
+
+
+def kernel_library(name, text, source_dir):
+    """Return the path of the library made from ``text``, which includes files of ``source_dir``."""
+    options = _OPTIONS + (_SANITIZER_OPTIONS if SANITIZE else [])
+    runtime = _runtime_library()
+    inputs = [*sorted(source_dir.glob("*.cu*")), *sorted(source_dir.glob("*.h")), *_shim_headers()]
+    command = [*options, f"-I{HERE}", f"-I{source_dir}", "-x", "c++", "-", "-x", "none"]
+    return _library(name, text, [*command, str(runtime)], inputs)
+
+
+@functools.cache
+def _runtime_library():
+    """Return the path of the scheduler, which kernel libraries link to."""
+    options = ["-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Werror"]
+    if SANITIZE:
+        options.append("-DHOST_CUDA_ASAN")
+    if os.environ.get("SBNET_HOST_UCONTEXT") == "1":
+        options.append("-DHOST_CUDA_UCONTEXT")
+    inputs = [HERE / "runtime.cpp", *_shim_headers()]
+    return _library("runtime", "", [*options, str(HERE / "runtime.cpp")], inputs)
+
+
+def _shim_headers():
+    return sorted(HERE.glob("*.h"))
+
+
+def _library(name, text, command, inputs):
+    """Run g++ unless the library is there already; two processes do not do it twice."""
+    digest = hashlib.sha256("\0".join([text, *command, _version()]).encode())
+    for path in inputs:
+        digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
+    library = _cache_dir() / f"{name}-{digest.hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    with _locked(library.with_suffix(".lock")):
+        if not library.exists():
+            part = library.with_suffix(f".{os.getpid()}.part")
+            try:
+                _gpp([*command, "-shared", "-o", str(part)], text)
+                os.replace(part, library)
+            finally:
+                part.unlink(missing_ok=True)
+    return library
+
+
+def _gpp(arguments, text):
+    result = subprocess.run(
+        ["g++", *arguments], input=text, capture_output=True, text=True, env=plain_environment()
+    )
+    if result.returncode:
+        raise CompileError(f"g++ failed:\n{result.stderr}")
+    return result.stdout
+
+
+def plain_environment():
+    """Return the environment without the sanitizers, for the compiler's own processes."""
+    return {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "ASAN_OPTIONS")}
+
+
+@functools.cache
+def _version():
+    return _gpp(["--version"], "")
+
+
+@contextlib.contextmanager
+def _locked(path):
+    import fcntl  # not on Windows, where this file can still be imported
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@functools.cache
+def _cache_dir():
+    """Return the folder of the libraries. We load code from it: nobody else may write there."""
+    default = Path(tempfile.gettempdir()) / f"sbnet-host-cuda-{os.getuid()}"
+    path = Path(os.environ.get("SBNET_HOST_CACHE") or default).resolve()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise PermissionError(f"{path} must be yours and writable by you alone")
+    return path

@@ -1,0 +1,228 @@
+"""Run an instantiation of a kernel on NumPy arrays: the CPU's ``sbnet_cupy._kernels.launch``."""
+
+import concurrent.futures
+import ctypes
+import dataclasses
+import math
+import operator
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+from . import compiler
+from .instantiations import record
+
+CUDA_SRC = Path(__file__).resolve().parents[2] / "cuda_src"
+
+# Limits of the GPUs that kernels must fit, in bytes.
+_MAX_STATIC_SHARED = 48 * 1024
+_MAX_SHARED = 227 * 1024
+_PER_LIBRARY = 16  # instantiations that `prepare` compiles together
+
+_LOADED = {}  # (source directory, stem, kernel, template) -> _Kernel
+
+
+class KernelError(RuntimeError):
+    """A kernel did what would hang or corrupt it on a GPU, such as a divergent barrier."""
+
+
+class _Region(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
+
+
+class _Launch(ctypes.Structure):  # as in runtime.h
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("dynamic_shared_bytes", ctypes.c_size_t),
+        ("shared_variables", ctypes.POINTER(_Region)),
+        ("shared_variable_count", ctypes.c_size_t),
+        ("strict", ctypes.c_uint),
+        ("reversed", ctypes.c_uint),
+    )
+
+
+@dataclasses.dataclass
+class _Kernel:
+    name: str
+    library: ctypes.PyDLL  # keeps it loaded
+    run: object  # (void** arguments, Launch*) -> error message or None
+    letters: str  # a letter for each parameter: r, w pointers (const or not), i, d
+    shared_variables: ctypes.Array
+
+
+def launch(stem, kernel, template, grid, block, args, shared=0, *, source_dir=None, strict=True):
+    """Run ``kernel<template...>`` of ``cuda_src/<stem>.cu`` on the CPU.
+
+    Arguments as in ``sbnet_cupy._kernels.launch``; grid and block may also be tuples (x, y, z).
+    ``source_dir`` replaces ``cuda_src``. Not ``strict``: as on GPUs since Volta, a barrier does
+    not wait for threads that have exited and may be met at two places in the source.
+    ``SBNET_HOST_ORDER=reverse`` gives the threads of a block their turns from last to first, which
+    shows some missing barriers.
+    """
+    grid, block = _extent("grid", grid, 0, 2**31 - 1), _extent("block", block, 1, 1024)
+    if 0 in grid:
+        return
+    if source_dir is None:
+        record(stem, kernel, template)
+    instance = _load([(stem, kernel, template)], source_dir)[0]
+    values = _parameters(instance, args)
+    pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    static = sum(region.bytes for region in instance.shared_variables)
+    if static > _MAX_STATIC_SHARED or static + shared > _MAX_SHARED:
+        raise ValueError(
+            f"{instance.name}: shared memory must be at most {_MAX_STATIC_SHARED} bytes static and "
+            f"{_MAX_SHARED} in all, got {static} static and {shared} dynamic"
+        )
+    request = _Launch(
+        grid,
+        block,
+        shared,
+        instance.shared_variables,
+        len(instance.shared_variables),
+        strict,
+        os.environ.get("SBNET_HOST_ORDER") == "reverse",
+    )
+    error = instance.run(pointers, ctypes.byref(request))
+    if error is not None:
+        raise KernelError(f"{instance.name}: {error.decode()}")
+
+
+def prepare(instantiations, *, source_dir=None):
+    """Compile (stem, kernel, template) triples together and in parallel, ahead of `launch`."""
+    by_stem = {}
+    for stem, kernel, template in instantiations:
+        by_stem.setdefault(stem, []).append((stem, kernel, template))
+    batches = [
+        members[start : start + _PER_LIBRARY]
+        for members in by_stem.values()
+        for start in range(0, len(members), _PER_LIBRARY)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda batch: _load(batch, source_dir), batches))
+
+
+def sm_count():
+    """Return a number of multiprocessors: small, so that persistent grids take several turns."""
+    return 4
+
+
+def _extent(name, value, least, most):
+    """Return three sizes from an int or a tuple of up to three."""
+    sizes = value if isinstance(value, tuple) else (value,)
+    sizes = tuple(map(operator.index, sizes)) + (1,) * (3 - len(sizes))
+    if len(sizes) != 3 or min(sizes) < least or math.prod(sizes) > most:
+        raise ValueError(
+            f"{name} must be up to three sizes from {least}, of at most {most} in all, got {value}"
+        )
+    return sizes
+
+
+def _parameters(instance, args):
+    """Return the arguments as the C values that the kernel takes."""
+    if len(args) != len(instance.letters):
+        raise TypeError(f"{instance.name} takes {len(instance.letters)} arguments, got {len(args)}")
+    return [
+        _parameter(f"argument {i} of {instance.name}", letter, value)
+        for i, (letter, value) in enumerate(zip(instance.letters, args, strict=True))
+    ]
+
+
+def _parameter(name, letter, value):
+    if letter in "rw":
+        if value is None:
+            return ctypes.c_void_p(None)
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"{name} must be a NumPy array or None, got {value!r}")
+        if not value.flags.c_contiguous:
+            raise ValueError(f"{name} must be C-contiguous, got strides {value.strides}")
+        if letter == "w" and not value.flags.writeable:
+            raise ValueError(f"{name} is a pointer that the kernel may write, got read-only memory")
+        return ctypes.c_void_p(value.ctypes.data)
+    if letter == "i" and isinstance(value, (int, np.integer)):
+        if not -(2**63) <= value < 2**63:
+            raise OverflowError(f"{name} must fit in a long long, got {value}")
+        return ctypes.c_longlong(int(value))
+    if letter == "d" and isinstance(value, (float, np.floating)):
+        return ctypes.c_double(float(value))
+    wanted = "an int" if letter == "i" else "a float"
+    raise TypeError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _expression(kernel, template):
+    """Return the C++ name of an instantiation: ``kernel<args...>``, or ``kernel`` without any."""
+    spelled = (str(a).lower() if isinstance(a, bool) else str(a) for a in template)
+    return f"{kernel}<{', '.join(spelled)}>" if template else kernel
+
+
+def _load(instantiations, source_dir):
+    """Return the _Kernel of each instantiation of one stem; compile together what is missing."""
+    directory = Path(source_dir or CUDA_SRC).resolve()
+    keys = [(directory, stem, kernel, tuple(template)) for stem, kernel, template in instantiations]
+    missing = sorted({key for key in keys if key not in _LOADED}, key=repr)
+    if missing:
+        _check_preload()
+        stem = missing[0][1]
+        names = [_expression(kernel, template) for _, _, kernel, template in missing]
+        lines = ['#include "cuda_on_host.h"', f'#include "{stem}.cu"']
+        lines += [f"HOST_CUDA_ENTRY({i}, {name})" for i, name in enumerate(names)]
+        path = compiler.kernel_library(stem, "\n".join(lines) + "\n", directory)
+        _LOADED.update(zip(missing, _open(path, names), strict=True))
+    return [_LOADED[key] for key in keys]
+
+
+def _check_preload():
+    if compiler.SANITIZE and "libasan" not in os.environ.get("LD_PRELOAD", ""):
+        raise RuntimeError(
+            "SBNET_SANITIZE=1 needs libasan in this process from its start; "
+            "run python -m tests.host_cuda.sanitized, with pytest's arguments"
+        )
+
+
+def _open(path, names):
+    library = ctypes.PyDLL(str(path))  # keeps Python's lock: one kernel at a time
+    symbols = _symbols(path)
+    kernels = []
+    for i, name in enumerate(names):
+        run, signature, address = (
+            library[f"{role}_{i}"] for role in ("run", "signature", "address")
+        )
+        run.restype = signature.restype = ctypes.c_char_p
+        address.restype = ctypes.c_void_p
+        regions = _shared_variables(symbols, f"run_{i}", run, address())
+        kernels.append(_Kernel(name, library, run, signature().decode(), regions))
+    return kernels
+
+
+def _symbols(path):
+    """Return {name: (kind, address in the file, size)} of a library, local symbols included."""
+    listing = subprocess.run(
+        ["nm", "-S", "--defined-only", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=compiler.plain_environment(),
+    ).stdout
+    rows = re.findall(r"^([0-9a-f]+) ([0-9a-f]+) (\w) (.+)$", listing, re.MULTILINE)
+    return {name: (kind, int(address, 16), int(size, 16)) for address, size, kind, name in rows}
+
+
+def _shared_variables(symbols, entry_name, entry, kernel_address):
+    """Return the memory of a kernel's static ``__shared__`` variables.
+
+    They are static variables of the kernel's function, and mangled as such: those of the function
+    ``_ZL4sumI...`` are called ``_ZZL4sumI...E<name>``.
+    """
+    base = ctypes.cast(entry, ctypes.c_void_p).value - symbols[entry_name][1]
+    place = ("t", kernel_address - base)  # t: code; b: variables that start as zero
+    kernel = next(name for name, symbol in symbols.items() if symbol[:2] == place)
+    prefix = f"_ZZ{kernel.removeprefix('_Z')}E"
+    found = [
+        (base + address, size)
+        for name, (kind, address, size) in symbols.items()
+        if kind == "b" and name.startswith(prefix)
+    ]
+    return (_Region * len(found))(*found)
