@@ -180,6 +180,12 @@ DEVICE V zero() {
 template <typename T>
 __host__ __device__ constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
 
+// a / b for a >= 0, b > 0: the hardware's 32-bit division, several times faster, where it will do.
+DEVICE i64 divide(i64 a, i64 b) {
+    if (((a | b) >> 32) == 0) return static_cast<u32>(a) / static_cast<u32>(b);
+    return a / b;
+}
+
 DEVICE i64 clamp(i64 value, i64 low, i64 high) {
     return value < low ? low : (value > high ? high : value);
 }

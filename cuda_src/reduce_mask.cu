@@ -59,57 +59,62 @@ struct Element<double> : FloatElement<double> {};
 
 // ---------------------------------------------------------------------------- pooling
 
-// Small elements are read as 4-byte words: word k of an image row that starts at element `begin`
-// of the mask, with the elements outside [begin, end) left out by the caller.
-template <typename T>
-struct Word {
-    static constexpr int COUNT = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
-    using Bits = typename Bytes<COUNT * sizeof(T)>::type;
+// The mask is read in words of WORD elements. EXACT: rows of blocks and of the image begin and end
+// at word boundaries, and a word may be 16 bytes. Otherwise small elements are read as 4-byte words
+// of the whole array, and those that stick out of the row are left out.
+template <typename T, int WORD>
+struct Words {
+    using Bits = typename Bytes<WORD * sizeof(T)>::type;
 
-    // Elements [first, first + COUNT) of mask, whose size is `total`; first is a multiple of COUNT.
+    // Elements [first, first + WORD) of the mask, which has `total`; first is a multiple of WORD.
     DEVICE static Elements<T, Bits> load(const T* mask, i64 first, i64 total) {
-        if (first + COUNT <= total)
+        if (first + WORD <= total)
             return Elements<T, Bits>(*reinterpret_cast<const Bits*>(mask + first));
         Elements<T, Bits> word(zero<Bits>());
 #pragma unroll
-        for (int e = 0; e < COUNT; ++e)
+        for (int e = 0; e < WORD; ++e)
             if (first + e < total) word.element[e] = mask[first + e];
         return word;
     }
 };
 
+// Sizes [N, H, W] of the mask; one side is under 2^31, the product need not be.
 struct Image {
-    i64 N, H, W;
+    int N, H, W;
 };
 
 // Calls body(value) for this thread's share of the block's pixels that lie in the image.
-// ALIGNED: the mask starts at a multiple of 4 bytes, so that words may be read.
-template <typename T, int BH, int BW, bool ALIGNED, int TEAM, class Body>
-DEVICE void visit(const T* mask, const Image& image, i64 n, i64 h0, i64 w0, Body body) {
-    constexpr int COUNT = ALIGNED ? Word<T>::COUNT : 1;
-    constexpr int PER_ROW = ceil_div(BW + COUNT - 1, COUNT);  // words that a row can touch
+template <typename T, int BH, int BW, int WORD, bool EXACT, int TEAM, class Body>
+DEVICE void visit(const T* mask, const Image& image, int n, i64 h0, i64 w0, Body body) {
+    constexpr int PER_ROW = EXACT ? BW / WORD : ceil_div(BW + WORD - 1, WORD);
     constexpr int SLOTS = ceil_div(BH * PER_ROW, TEAM * 32);
-    [[maybe_unused]] constexpr int UNROLL = SLOTS < 8 ? SLOTS : 8;
+    [[maybe_unused]] constexpr int UNROLL = SLOTS < 12 ? SLOTS : 8;
     const int thread = threadIdx.x % (TEAM * 32);
-    const i64 total = image.N * image.H * image.W;
-    const i64 w_begin = w0 < 0 ? 0 : w0, w_end = w0 + BW < image.W ? w0 + BW : image.W;
-    if (w_begin >= w_end) return;
+    const int i_begin = static_cast<int>(clamp(-h0, 0, BH)), j_begin = static_cast<int>(clamp(-w0, 0, BW));
+    const int i_end = static_cast<int>(clamp(image.H - h0, 0, BH));
+    const int j_end = static_cast<int>(clamp(image.W - w0, 0, BW));
+    if (j_begin >= j_end) return;
+    const i64 origin = (static_cast<i64>(n) * image.H + h0) * image.W + w0;
+    const i64 total = static_cast<i64>(image.N) * image.H * image.W;
 #pragma unroll UNROLL
     for (int slot = 0; slot < SLOTS; ++slot) {
         const int index = slot * TEAM * 32 + thread;
         const int i = index / PER_ROW, k = index - i * PER_ROW;
-        const i64 h = h0 + i;
-        if (i >= BH || h < 0 || h >= image.H) continue;
-        const i64 row = (n * image.H + h) * image.W, begin = row + w_begin, end = row + w_end;
-        if constexpr (COUNT == 1) {
-            if (begin + k < end) body(mask[begin + k]);
-        } else {
-            const i64 first = begin / COUNT * COUNT + static_cast<i64>(k) * COUNT;
-            if (first >= end) continue;
-            const auto word = Word<T>::load(mask, first, total);
+        if (i < i_begin || i >= i_end) continue;
+        const i64 row = origin + static_cast<i64>(i) * image.W;
+        if constexpr (EXACT) {
+            if (k * WORD < j_begin || k * WORD >= j_end) continue;
+            const auto word = Words<T, WORD>::load(mask, row + k * WORD, total);
 #pragma unroll
-            for (int e = 0; e < COUNT; ++e)
-                if (first + e >= begin && first + e < end) body(word.element[e]);
+            for (int e = 0; e < WORD; ++e) body(word.element[e]);
+        } else {
+            const i64 begin = row + j_begin, first = begin / WORD * WORD + k * WORD;
+            const int low = static_cast<int>(begin - first), high = static_cast<int>(row + j_end - first);
+            if (high <= 0) continue;
+            const auto word = Words<T, WORD>::load(mask, first, total);
+#pragma unroll
+            for (int e = 0; e < WORD; ++e)
+                if (e >= low && e < high) body(word.element[e]);
         }
     }
 }
@@ -150,7 +155,7 @@ DEVICE int await_count(const u64* slot, u32 epoch) {
 // ---------------------------------------------------------------------------- kernel
 
 // mask [N, H, W]; bin_counts [1]; indices [capacity, 3]; workspace [1 + gridDim] (epoch, counts)
-template <typename T, int BH, int BW, bool AVERAGE, bool ALIGNED, int TEAM>
+template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int TEAM>
 __global__ void __launch_bounds__(THREADS)
     reduce_mask(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
                 u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
@@ -160,7 +165,7 @@ __global__ void __launch_bounds__(THREADS)
     __shared__ int scratch[WARPS];
     __shared__ u32 launch_epoch;
     __shared__ typename Element<T>::Sum partial[WARPS];
-    const Image image{N, H, W};
+    const Image image{static_cast<int>(N), static_cast<int>(H), static_cast<int>(W)};
     const int candidates = static_cast<int>(N * count_h * count_w);
     const int first = static_cast<int>(blockIdx.x * chunk);
     const int size = min(static_cast<int>(chunk), candidates - first);
@@ -178,7 +183,7 @@ __global__ void __launch_bounds__(THREADS)
         if constexpr (!AVERAGE) {
             bool any = false;
             if (k < size && !never)
-                visit<T, BH, BW, ALIGNED, TEAM>(mask, image, n, h0, w0, [&](T value) {
+                visit<T, BH, BW, WORD, EXACT, TEAM>(mask, image, n, h0, w0, [&](T value) {
                     any |= Element<T>::exceeds(value, tol, least);
                 });
             if constexpr (TEAM == 1)
@@ -188,7 +193,7 @@ __global__ void __launch_bounds__(THREADS)
         } else {
             typename Element<T>::Sum sum = 0;
             if (k < size)
-                visit<T, BH, BW, ALIGNED, TEAM>(mask, image, n, h0, w0,
+                visit<T, BH, BW, WORD, EXACT, TEAM>(mask, image, n, h0, w0,
                                                 [&](T value) { sum += Element<T>::term(value); });
 #pragma unroll
             for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);

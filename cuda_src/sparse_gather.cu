@@ -1,8 +1,8 @@
 // sparse_gather.cu: copy active blocks out of an image.
 //   blocks[b, i, j, c] = f(x[n, h0 + i, w0 + j, c])     0 outside the image and past the count
 // Source: Ren et al. 2018, section 3.2.  Python: sbnet_cupy/ops/sparse_gather.py
-// gather_rows:  same layout on both sides. LANES threads copy a row of a block, ROWS rows and COLS
-//               vectors of V at a time, so several loads are in flight before the first store.
+// gather_runs:  same layout on both sides. LANES threads copy a run of COLS vectors each, RUNS runs
+//               at a time, so that several loads are in flight before the first store.
 // gather_tiles: the layout changes (IMAGE_LAST: NHWC image to NCHW blocks). One thread block turns
 //               TP pixels x VC vectors of channels in shared memory.
 // Launch: 256 threads, persistent grid. See cuda_src/README.md for the pictures.
@@ -57,9 +57,9 @@ struct Affine {
 
 // ---------------------------------------------------------------------------- kernels
 
-template <typename V, int BH, int BW, int LANES, int ROWS, int COLS, class F>
+template <typename V, int BH, int BW, int LANES, int RUNS, int COLS, class F>
 __global__ void __launch_bounds__(THREADS)
-    gather_rows(const V* __restrict__ x, const int* __restrict__ bin_counts,
+    gather_runs(const V* __restrict__ x, const int* __restrict__ bin_counts,
                 const int* __restrict__ indices, V* __restrict__ blocks,
                 const typename F::Parameter* __restrict__ scale,
                 const typename F::Parameter* __restrict__ shift, i64 planes, i64 pixel_bytes,
@@ -69,47 +69,42 @@ __global__ void __launch_bounds__(THREADS)
     const F f(scale, shift);
     const int lane = threadIdx.x % LANES;
     const i64 groups = static_cast<i64>(gridDim.x) * (THREADS / LANES);
-    const i64 first = static_cast<i64>(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
-    const i64 rows = M * planes * BH;
+    const i64 start = static_cast<i64>(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     const i64 count = active_rows(bin_counts, g);
-    RowWalk<BH, BW, sizeof(V)> walk(first, groups, planes, static_cast<int>(pixel_bytes));
-    const int width = walk.width();
-    const int channels = planes > 1 ? 1 : static_cast<int>(C);  // along a row
+    RunWalk<BH, BW, sizeof(V), LANES * COLS> walk(start, groups, planes, static_cast<int>(pixel_bytes));
+    const i64 runs = walk.runs(M);
     const int per_vector = static_cast<int>(sizeof(V) / element_bytes);
-    const int hop = F::USES_CHANNEL ? LANES * per_vector % channels : 0;
 
-    for (i64 r = first; r < rows; r += groups * ROWS) {
-        Row row[ROWS];
+    for (i64 r = start; r < runs; r += groups * RUNS) {
+        Run run[RUNS];
+        V value[RUNS][COLS];
 #pragma unroll
-        for (int q = 0; q < ROWS; ++q) row[q] = walk.next(count, indices, g);
-        int channel = F::USES_CHANNEL ? lane * per_vector % channels : 0;
-        for (int start = lane; start < width; start += LANES * COLS) {
-            V value[ROWS][COLS];
+        for (int q = 0; q < RUNS; ++q) run[q] = walk.next(count, indices, g);
 #pragma unroll
-            for (int q = 0; q < ROWS; ++q)
-#pragma unroll
-                for (int k = 0; k < COLS; ++k) {
-                    const int v = start + k * LANES;
-                    const bool inside = v >= row[q].begin && v < row[q].end;
-                    value[q][k] = inside ? x[row[q].image + v] : zero<V>();
-                }
+        for (int q = 0; q < RUNS; ++q)
 #pragma unroll
             for (int k = 0; k < COLS; ++k) {
-                const int v = start + k * LANES;
-#pragma unroll
-                for (int q = 0; q < ROWS; ++q) {
-                    if (!row[q].exists || v >= width) continue;
-                    const bool inside = v >= row[q].begin && v < row[q].end;
-                    if (F::USES_CHANNEL && inside)
-                        value[q][k] = planes > 1
-                                          ? f(value[q][k], static_cast<int>(row[q].plane), 0)
-                                          : f(value[q][k], channel, 1);
-                    blocks[row[q].stack + v] = value[q][k];
-                }
-                channel += hop;
-                if (channel >= channels) channel -= channels;
+                const int v = run[q].first + lane + k * LANES;
+                const bool inside = v >= run[q].begin && v < run[q].end;
+                value[q][k] = inside ? x[run[q].image + v] : zero<V>();
             }
-        }
+#pragma unroll
+        for (int q = 0; q < RUNS; ++q)
+#pragma unroll
+            for (int k = 0; k < COLS; ++k) {
+                const int v = run[q].first + lane + k * LANES;
+                if (v >= run[q].last) continue;
+                if constexpr (F::USES_CHANNEL) {
+                    if (v >= run[q].begin && v < run[q].end) {
+                        const bool by_plane = planes > 1;
+                        const u32 element = static_cast<u32>(v) * per_vector;
+                        const int channel = static_cast<int>(
+                            by_plane ? run[q].plane : element % static_cast<u32>(C));
+                        value[q][k] = f(value[q][k], channel, by_plane ? 0 : 1);
+                    }
+                }
+                blocks[run[q].stack + v] = value[q][k];
+            }
     }
 }
 
@@ -130,40 +125,44 @@ __global__ void __launch_bounds__(THREADS)
     const i64 tiles = M * Shape::PIXEL_TILES * channel_tiles;
 
     for (i64 t = blockIdx.x; t < tiles; t += gridDim.x) {
-        const i64 bp = t / channel_tiles, b = bp / Shape::PIXEL_TILES;
+        const i64 bp = divide(t, channel_tiles), b = divide(bp, Shape::PIXEL_TILES);
         const Shape tile{static_cast<int>(bp - b * Shape::PIXEL_TILES) * TP,
                          static_cast<int>(t - bp * channel_tiles) * Shape::TC,
                          static_cast<int>(C)};
-        const auto image = image_side<IMAGE_LAST, BH, BW>(corner_of(b, count, indices, g), g);
-        const auto stack = stack_side<!IMAGE_LAST, BH, BW>(b, g);
+        const ImageSide<IMAGE_LAST, BH, BW> image(corner_of(b, count, indices, g), g);
+        const StackSide<!IMAGE_LAST, BH, BW> stack(b, g);
         if constexpr (IMAGE_LAST) {
             V value[Shape::VECTOR_SLOTS];
             tile.vectors([&](int slot, int p, int c, int) {
-                value[slot] = image.has(p) ? *reinterpret_cast<const V*>(x + image.at(p, c)) : zero<V>();
+                const i64 at = image.at(p, c);
+                value[slot] = at >= 0 ? *reinterpret_cast<const V*>(x + at) : zero<V>();
             });
-            tile.vectors([&](int slot, int p, int c, int offset) {
-                Elements<T, V> elements(image.has(p) ? f(value[slot], c, 1) : value[slot]);
+            tile.vectors([&](int slot, int p, int c, int position) {
+                if (F::USES_CHANNEL && image.at(p, c) >= 0) value[slot] = f(value[slot], c, 1);
+                const Elements<T, V> elements(value[slot]);
 #pragma unroll
-                for (int e = 0; e < Shape::L; ++e) shared[offset + e * Shape::PITCH] = elements.element[e];
+                for (int e = 0; e < Shape::L; ++e) shared[position + e * Shape::PITCH] = elements.element[e];
             });
             __syncthreads();
-            tile.template groups<G>([&](int, int p, int c, int offset) {
+            tile.template groups<G>([&](int, int p, int c, int position) {
                 *reinterpret_cast<Group*>(blocks + stack.at(p, c)) =
-                    *reinterpret_cast<const Group*>(shared + offset);
+                    *reinterpret_cast<const Group*>(shared + position);
             });
         } else {
             T value[Shape::group_slots(1)];
             tile.template groups<1>([&](int slot, int p, int c, int) {
-                value[slot] = image.has(p) ? x[image.at(p, c)] : zero<T>();
+                const i64 at = image.at(p, c);
+                value[slot] = at >= 0 ? x[at] : zero<T>();
             });
-            tile.template groups<1>([&](int slot, int p, int c, int offset) {
-                shared[offset] = image.has(p) ? f(value[slot], c, 1) : value[slot];
+            tile.template groups<1>([&](int slot, int p, int c, int position) {
+                if (F::USES_CHANNEL && image.at(p, c) >= 0) value[slot] = f(value[slot], c, 1);
+                shared[position] = value[slot];
             });
             __syncthreads();
-            tile.vectors([&](int, int p, int c, int offset) {
+            tile.vectors([&](int, int p, int c, int position) {
                 Elements<T, V> elements;
 #pragma unroll
-                for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[offset + e * Shape::PITCH];
+                for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[position + e * Shape::PITCH];
                 *reinterpret_cast<V*>(blocks + stack.at(p, c)) = elements.vector;
             });
         }

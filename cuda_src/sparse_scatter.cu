@@ -3,7 +3,7 @@
 //   y[n, h0 + i, w0 + j, c] += blocks[b, i, j, c]           Add<T>
 // Rows past the count, rows that name no image and pixels outside the image are dropped.
 // Source: Ren et al. 2018, section 3.2.  Python: sbnet_cupy/ops/sparse_scatter.py
-// scatter_rows, scatter_tiles: blocks that share no pixels; the mirror images of sparse_gather.cu.
+// scatter_runs, scatter_tiles: blocks that share no pixels; the mirror images of sparse_gather.cu.
 // scatter_link, scatter_overlap: blocks that may. Instead of atomics, whose order would decide the
 //   rounding, each stride-sized cell of the image belongs to one thread block, which applies the
 //   stack's rows that cover it in ascending order: later rows win, sums are the same every time.
@@ -33,48 +33,42 @@ struct Add {
 
 // ---------------------------------------------------------------------------- no overlap
 
-template <typename V, int BH, int BW, int LANES, int ROWS, int COLS, class F>
+template <typename V, int BH, int BW, int LANES, int RUNS, int COLS, class F>
 __global__ void __launch_bounds__(THREADS)
-    scatter_rows(V* __restrict__ y, const int* __restrict__ bin_counts,
+    scatter_runs(V* __restrict__ y, const int* __restrict__ bin_counts,
                  const int* __restrict__ indices, const V* __restrict__ blocks, i64 planes,
                  i64 pixel_bytes, i64, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h, i64 off_w,
                  i64 str_h, i64 str_w) {
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const int lane = threadIdx.x % LANES;
     const i64 groups = static_cast<i64>(gridDim.x) * (THREADS / LANES);
-    const i64 first = static_cast<i64>(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
+    const i64 start = static_cast<i64>(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     const i64 count = active_rows(bin_counts, g);
-    const i64 rows = count * planes * BH;
-    RowWalk<BH, BW, sizeof(V)> walk(first, groups, planes, static_cast<int>(pixel_bytes));
+    RunWalk<BH, BW, sizeof(V), LANES * COLS> walk(start, groups, planes, static_cast<int>(pixel_bytes));
+    const i64 runs = walk.runs(count);
 
-    for (i64 r = first; r < rows; r += groups * ROWS) {
-        Row row[ROWS];
-        int last = 0;
+    for (i64 r = start; r < runs; r += groups * RUNS) {
+        Run run[RUNS];
+        V value[RUNS][COLS], old[RUNS][COLS];
 #pragma unroll
-        for (int q = 0; q < ROWS; ++q) {
-            row[q] = walk.next(count, indices, g);
-            last = max(last, row[q].end);
-        }
-        for (int start = lane; start < last; start += LANES * COLS) {
-            V value[ROWS][COLS], old[ROWS][COLS];
+        for (int q = 0; q < RUNS; ++q) run[q] = walk.next(count, indices, g);
 #pragma unroll
-            for (int q = 0; q < ROWS; ++q)
+        for (int q = 0; q < RUNS; ++q)
 #pragma unroll
-                for (int k = 0; k < COLS; ++k) {
-                    const int v = start + k * LANES;
-                    if (v < row[q].begin || v >= row[q].end) continue;
-                    value[q][k] = blocks[row[q].stack + v];
-                    if (F::READS) old[q][k] = y[row[q].image + v];
-                }
+            for (int k = 0; k < COLS; ++k) {
+                const int v = run[q].first + lane + k * LANES;
+                if (v < run[q].begin || v >= run[q].end) continue;
+                value[q][k] = blocks[run[q].stack + v];
+                if (F::READS) old[q][k] = y[run[q].image + v];
+            }
 #pragma unroll
-            for (int q = 0; q < ROWS; ++q)
+        for (int q = 0; q < RUNS; ++q)
 #pragma unroll
-                for (int k = 0; k < COLS; ++k) {
-                    const int v = start + k * LANES;
-                    if (v < row[q].begin || v >= row[q].end) continue;
-                    y[row[q].image + v] = F::READS ? F::combine(old[q][k], value[q][k]) : value[q][k];
-                }
-        }
+            for (int k = 0; k < COLS; ++k) {
+                const int v = run[q].first + lane + k * LANES;
+                if (v < run[q].begin || v >= run[q].end) continue;
+                y[run[q].image + v] = F::READS ? F::combine(old[q][k], value[q][k]) : value[q][k];
+            }
     }
 }
 
@@ -92,12 +86,12 @@ __global__ void __launch_bounds__(THREADS)
     const i64 tiles = count * Shape::PIXEL_TILES * channel_tiles;
 
     for (i64 t = blockIdx.x; t < tiles; t += gridDim.x) {
-        const i64 bp = t / channel_tiles, b = bp / Shape::PIXEL_TILES;
+        const i64 bp = divide(t, channel_tiles), b = divide(bp, Shape::PIXEL_TILES);
         const Shape tile{static_cast<int>(bp - b * Shape::PIXEL_TILES) * TP,
                          static_cast<int>(t - bp * channel_tiles) * Shape::TC,
                          static_cast<int>(C)};
-        const auto image = image_side<IMAGE_LAST, BH, BW>(corner_of(b, count, indices, g), g);
-        const auto stack = stack_side<!IMAGE_LAST, BH, BW>(b, g);
+        const ImageSide<IMAGE_LAST, BH, BW> image(corner_of(b, count, indices, g), g);
+        const StackSide<!IMAGE_LAST, BH, BW> stack(b, g);
         if constexpr (IMAGE_LAST) {
             Group value[Shape::group_slots(G)];
             V old[Shape::VECTOR_SLOTS];
@@ -106,18 +100,20 @@ __global__ void __launch_bounds__(THREADS)
             });
             if constexpr (F::READS)
                 tile.vectors([&](int slot, int p, int c, int) {
-                    if (image.has(p)) old[slot] = *reinterpret_cast<const V*>(y + image.at(p, c));
+                    const i64 at = image.at(p, c);
+                    if (at >= 0) old[slot] = *reinterpret_cast<const V*>(y + at);
                 });
-            tile.template groups<G>([&](int slot, int, int, int offset) {
-                *reinterpret_cast<Group*>(shared + offset) = value[slot];
+            tile.template groups<G>([&](int slot, int, int, int position) {
+                *reinterpret_cast<Group*>(shared + position) = value[slot];
             });
             __syncthreads();
-            tile.vectors([&](int slot, int p, int c, int offset) {
-                if (!image.has(p)) return;
+            tile.vectors([&](int slot, int p, int c, int position) {
+                const i64 at = image.at(p, c);
+                if (at < 0) return;
                 Elements<T, V> elements;
 #pragma unroll
-                for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[offset + e * Shape::PITCH];
-                *reinterpret_cast<V*>(y + image.at(p, c)) =
+                for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[position + e * Shape::PITCH];
+                *reinterpret_cast<V*>(y + at) =
                     F::READS ? F::combine(old[slot], elements.vector) : elements.vector;
             });
         } else {
@@ -128,17 +124,18 @@ __global__ void __launch_bounds__(THREADS)
             });
             if constexpr (F::READS)
                 tile.template groups<1>([&](int slot, int p, int c, int) {
-                    if (image.has(p)) old[slot] = y[image.at(p, c)];
+                    const i64 at = image.at(p, c);
+                    if (at >= 0) old[slot] = y[at];
                 });
-            tile.vectors([&](int slot, int, int, int offset) {
-                Elements<T, V> elements(value[slot]);
+            tile.vectors([&](int slot, int, int, int position) {
+                const Elements<T, V> elements(value[slot]);
 #pragma unroll
-                for (int e = 0; e < Shape::L; ++e) shared[offset + e * Shape::PITCH] = elements.element[e];
+                for (int e = 0; e < Shape::L; ++e) shared[position + e * Shape::PITCH] = elements.element[e];
             });
             __syncthreads();
-            tile.template groups<1>([&](int slot, int p, int c, int offset) {
-                if (image.has(p))
-                    y[image.at(p, c)] = F::READS ? F::combine(old[slot], shared[offset]) : shared[offset];
+            tile.template groups<1>([&](int slot, int p, int c, int position) {
+                const i64 at = image.at(p, c);
+                if (at >= 0) y[at] = F::READS ? F::combine(old[slot], shared[position]) : shared[position];
             });
         }
         __syncthreads();  // the next tile reuses the shared memory

@@ -3,6 +3,9 @@
 from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
 from .errors import CapacityError, DeviceError, DTypeError, ShapeError
 from .layers import masks
+from .layers.residual import BottleneckWeights, sparse_res_block_bottleneck
+from .layers.sparse_conv import mask_conv2d, sparse_conv2d
+from .ops.conv2d import conv2d
 from .ops.reduce_mask import ActiveBlocks, reduce_mask
 from .ops.sparse_gather import sparse_gather
 from .ops.sparse_scatter import sparse_scatter, sparse_scatter_var
@@ -12,15 +15,20 @@ __version__ = "0.1.0"
 __all__ = [
     "ActiveBlocks",
     "BlockParams",
+    "BottleneckWeights",
     "CapacityError",
     "DTypeError",
     "DeviceError",
     "ShapeError",
     "calc_block_params",
     "calc_block_params_res_block",
+    "conv2d",
+    "mask_conv2d",
     "masks",
     "reduce_mask",
+    "sparse_conv2d",
     "sparse_gather",
+    "sparse_res_block_bottleneck",
     "sparse_scatter",
     "sparse_scatter_var",
 ]

@@ -125,7 +125,7 @@ def _mixed(signature, args, kwargs):
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         for array in _arrays_in(value):
             place = library_of(array).place(array)
-            if place == "traced":  # beside concrete arrays: the error that names sbnet_cupy.jax
+            if place == "traced":  # beside concrete arrays: the error that names the adapter
                 library_of(array).enter(array, name)
             places.append(f"{name} is {library_of(array).name} on {place}")
     return DeviceError(

@@ -65,7 +65,7 @@ def launch(stem, kernel, template, grid, block, args, shared=0):
     function = _LAUNCHABLE.get(key)
     if function is None:
         function = _LAUNCHABLE[key] = _load(stem, kernel, template, shared)
-    function((grid,), (block,), tuple(0 if arg is None else arg for arg in args), shared)
+    function((grid,), (block,), tuple(0 if arg is None else arg for arg in args), shared_mem=shared)
 
 
 def sm_count():

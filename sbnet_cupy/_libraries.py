@@ -150,7 +150,7 @@ class TensorFlow:
 
     def place(self, value):
         """Return a key that tells devices apart."""
-        return str(getattr(value, "device", "symbolic"))
+        return str(value.device) if hasattr(value, "_numpy") else "traced"
 
     def enter(self, value, argument):
         """View an eager tensor as a read-only NumPy array of the same memory."""
@@ -258,9 +258,14 @@ def _torch_dtype(dtype, argument):
     if name == "bfloat16":
         return bfloat16(argument)
     try:
-        return np.dtype(name)
+        known = np.dtype(name)
     except TypeError:
-        raise DTypeError(f"{argument} has dtype {dtype}, which NumPy does not know") from None
+        known = None
+    if known is None or known.kind == "V":
+        raise DTypeError(
+            f"{argument} has dtype {dtype}, which NumPy does not know; view it as an integer dtype"
+        )
+    return known
 
 
 def _cupy_view(tensor, dtype):

@@ -11,6 +11,7 @@ import warnings
 
 import numpy as np
 import pytest
+from frameworks import FRAMEWORKS
 from hypothesis import settings
 
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -53,6 +54,27 @@ def _import(name):
 @pytest.fixture(name="require", scope="session")
 def _require():
     return require
+
+
+@pytest.fixture(scope="session")
+def torch():
+    return require("torch")
+
+
+@pytest.fixture(scope="session")
+def jax():
+    return require("jax")
+
+
+@pytest.fixture(scope="session")
+def tf():
+    return require("tensorflow")
+
+
+@pytest.fixture(params=FRAMEWORKS, scope="session")
+def lib(request):
+    """Every array library that comes through the DLPack door."""
+    return FRAMEWORKS[request.param](require(request.param))
 
 
 class Library:

@@ -1,243 +1,170 @@
-"""Every public function refuses bad input: the exception, the argument's name, nothing modified.
-
-``VALID`` holds one call of each function that works; each row of ``BAD`` spoils one of its
-arguments, so that the error can come from nothing else.
-"""
+"""Every public function refuses bad input: the exception, the argument's name, nothing modified."""
 
 import re
 
 import numpy as np
 import pytest
-import strategies
 from assertions import assert_same
+from bad_calls import BAD, VALID, Spoiled, indices, ramp
 
 import sbnet_cupy
-from sbnet_cupy import BlockParams, DTypeError, ShapeError, calc_block_params
+from sbnet_cupy import DTypeError, ShapeError
 
-F32 = np.float32
-
-
-def ramp(*shape, dtype=F32):
-    return np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape).astype(dtype)
-
-
-def rows():
-    return {
-        "bin_counts": np.array([2], np.int32),
-        "active_block_indices": np.array([[0, 0, 0], [0, 1, 1], [-1, -1, -1]], np.int32),
-    }
-
-
-PARAMS = calc_block_params((8, 8), 4, 3)
-INDICES = tuple(rows().values())
-SCATTER = {"blocks": ramp(3, 4, 4, 2)} | rows() | {"x": ramp(1, 8, 8, 2), "bsize": 4}
-WEIGHTS = (
-    [ramp(1, 1, 2, 4), ramp(3, 3, 4, 4), ramp(1, 1, 4, 2)]
-    + [ramp(c) for c in (2, 2, 4, 4, 4, 4)]
-)  # fmt: skip
-
-VALID = {
-    "calc_block_params": {
-        "in_size": (1, 20, 20, 3), "bsize": 8, "ksize": 3, "strides": 1, "padding": "SAME",
-    },
-    "calc_block_params_res_block": {"in_size": (20, 20), "bsize": 8, "ksize_list": [1, 3, 1]},
-    "BlockParams": {
-        "bsize": (4, 4), "bsize_out": (2, 2), "boffset": (-1, -1), "bcount": (3, 3),
-        "bstride": (2, 2),
-    },
-    "reduce_mask": {"mask": ramp(1, 8, 8), "block_count": (2, 2), "bsize": (4, 4)},
-    "sparse_gather": {"x": ramp(1, 8, 8, 2)} | rows() | {"bsize": 4},
-    "sparse_scatter": SCATTER,
-    "sparse_scatter_var": SCATTER,
-    "conv2d": {"x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4)},
-    "sparse_conv2d": {
-        "x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4), "indices": INDICES, "block_params": PARAMS,
-    },
-    "mask_conv2d": {
-        "x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4), "mask": ramp(1, 8, 8), "strides": (1, 1),
-        "padding": "SAME",
-    },
-    "sparse_res_block_bottleneck": {
-        "x": ramp(1, 8, 8, 2), "weights": WEIGHTS, "indices": INDICES, "block_params": PARAMS,
-    },
-}  # fmt: skip
-
-
-class Changed:
-    """A value made from the valid one."""
-
-    def __init__(self, how, label):
-        self.how, self.label = how, label
-
-    def __repr__(self):
-        return self.label
-
-
-def changed(label):
-    """Name a way to spoil an argument: a short Python expression of the valid value ``v``."""
-    return Changed(eval(f"lambda v: {label}", {"np": np, "ramp": ramp}), label)
-
-
-STRIDED = changed("np.repeat(v, 2, axis=-1)[..., ::2]")
-REVERSED = changed("v[::-1]")
-LIST = changed("v.tolist()")
-
-V, T, S, D = ValueError, TypeError, ShapeError, DTypeError
-BAD = [
-    # function, argument, bad value, exception; the message must name the argument
-    *[("calc_block_params", "in_size", v, S) for v in ["20", None, 20, (20,), (1, 2, 3)]],
-    *[("calc_block_params", "in_size", v, S) for v in [(20, -1), (20.0, 20), (True, 20)]],
-    *[("calc_block_params", "bsize", v, S) for v in [(4, 2.5), 0, (-1, 4), (4, 4, 4), True, "8"]],
-    *[("calc_block_params", "bsize", v, S) for v in [None, [2, 8, 8, 1], (2, 8), np.array([8, 8])]],
-    *[("calc_block_params", "ksize", v, S) for v in [0, (3,), 3.0, (3, 3, 3), None, (3, False)]],
-    *[("calc_block_params", "strides", v, S) for v in [0, -1, 1.0, 2, (1, 3), [2, 1, 1, 1]]],
-    *[("calc_block_params", "padding", v, V) for v in ["same", None, 1, ((1, 1),), "FULL"]],
-    *[("calc_block_params", "padding", v, V) for v in [((-1, 0), (0, 0)), ((1, 1), (1, "a"))]],
-    *[("calc_block_params_res_block", "ksize_list", v, S) for v in [[], 3, [0], "abc", [3, None]]],
-    *[("BlockParams", "bsize", v, S) for v in [(1.5, 2), 0, None]],
-    *[("BlockParams", "bcount", v, S) for v in [(-1, 2), "3"]],
-    # reduce_mask
-    *[("reduce_mask", "mask", v, T) for v in [LIST, None, 3.5, "mask", np.float32(1)]],
-    ("reduce_mask", "mask", changed("v.astype(np.complex64)"), D),
-    ("reduce_mask", "mask", changed("v.astype(object)"), D),
-    ("reduce_mask", "mask", changed("v.astype('U1')"), D),
-    ("reduce_mask", "mask", changed("v.astype('M8[s]')"), D),
-    ("reduce_mask", "mask", changed("np.ma.masked_array(v)"), D),
-    ("reduce_mask", "mask", changed("v[0]"), S),
-    ("reduce_mask", "mask", changed("v[0, 0, 0, ...]"), S),
-    ("reduce_mask", "mask", changed("np.stack([v, v, v], axis=-1)"), S),
-    ("reduce_mask", "mask", changed("v[None, None]"), S),
-    ("reduce_mask", "mask", STRIDED, S),
-    ("reduce_mask", "mask", changed("v[..., ::-1]"), S),
-    *[("reduce_mask", "block_count", v, S) for v in [(-1, 2), (2.0, 2), None, (1, 2, 3), "44"]],
-    ("reduce_mask", "block_count", (2**20, 2**20), S),
-    *[("reduce_mask", "bsize", v, S) for v in [(4, 2.5), -4, (4, 4, 4), None, True]],
-    *[("reduce_mask", "boffset", v, S) for v in [(0.5, 0), (0,), "00", None]],
-    *[("reduce_mask", "bstride", v, S) for v in [0, (2, -2), (1, 2, 3), 2.5]],
-    *[("reduce_mask", "tol", v, V) for v in [float("nan"), np.float16("nan")]],
-    *[("reduce_mask", "tol", v, T) for v in [None, "x", 1j, [1, 2]]],
-    *[("reduce_mask", "capacity", v, S) for v in [-1, 2.5, "3", True, (2,), 2**40]],
-    # sparse_gather
-    *[("sparse_gather", "x", v, D) for v in [LIST, None, changed("v.astype(object)")]],
-    ("sparse_gather", "x", changed("v.astype('S3')"), D),
-    ("sparse_gather", "x", changed("v[0]"), S),
-    ("sparse_gather", "x", changed("v[None]"), S),
-    ("sparse_gather", "x", STRIDED, S),
-    ("sparse_gather", "x", changed("np.asfortranarray(v)"), S),
-    ("sparse_gather", "bin_counts", LIST, D),
-    ("sparse_gather", "bin_counts", 2, D),
-    ("sparse_gather", "bin_counts", changed("v.astype(np.int64)"), D),
-    ("sparse_gather", "bin_counts", changed("v.astype(np.float32)"), D),
-    ("sparse_gather", "bin_counts", changed("v.reshape(())"), S),
-    ("sparse_gather", "bin_counts", changed("np.repeat(v, 2)"), S),
-    ("sparse_gather", "active_block_indices", LIST, D),
-    ("sparse_gather", "active_block_indices", changed("v[:, :2].copy()"), S),
-    ("sparse_gather", "active_block_indices", changed("v[0]"), S),
-    ("sparse_gather", "active_block_indices", changed("v[None]"), S),
-    ("sparse_gather", "active_block_indices", changed("v.astype(np.int64)"), D),
-    ("sparse_gather", "active_block_indices", changed("v.astype(np.float32)"), D),
-    ("sparse_gather", "active_block_indices", STRIDED, S),
-    ("sparse_gather", "active_block_indices", REVERSED, S),
-    *[("sparse_gather", "bsize", v, S) for v in [0, (4, 2.5), None, (1, 2, 3)]],
-    *[("sparse_gather", "boffset", v, S) for v in [(0, 0.5), None, (1, 2, 3)]],
-    *[("sparse_gather", "bstride", v, S) for v in [0, (4, -4), "4"]],
-    *[("sparse_gather", "data_format", v, V) for v in ["nhwc", None, "NCWH", 3]],
-    *[("sparse_gather", "scale", v, D) for v in [2.0, [1.0, 2.0], ramp(2, dtype=np.int32)]],
-    *[("sparse_gather", "scale", v, S) for v in [ramp(3), ramp(1), ramp(1, 2), ramp(0)]],
-    ("sparse_gather", "shift", ramp(3), S),
-    ("sparse_gather", "shift", ramp(2, dtype=np.complex64), D),
-    *[("sparse_gather", "activation", v, V) for v in ["tanh", "RELU", 1, np.tanh, ["relu"]]],
-    ("sparse_gather", "out", ramp(2, 4, 4, 2), S),
-    ("sparse_gather", "out", ramp(3, 2, 4, 4), S),
-    ("sparse_gather", "out", ramp(3, 4, 4, 2, dtype=np.float64), D),
-    ("sparse_gather", "out", ramp(3, 4, 4, 4)[..., ::2], S),
-    ("sparse_gather", "out", [1, 2], D),
-    # sparse_scatter
-    ("sparse_scatter", "blocks", LIST, D),
-    ("sparse_scatter", "blocks", changed("v[:2]"), S),
-    ("sparse_scatter", "blocks", changed("v[..., :1].copy()"), S),
-    ("sparse_scatter", "blocks", changed("v[:, :2].copy()"), S),
-    ("sparse_scatter", "blocks", changed("v.transpose(0, 3, 1, 2).copy()"), S),
-    ("sparse_scatter", "blocks", changed("v[0]"), S),
-    ("sparse_scatter", "blocks", changed("v.astype(np.float16)"), D),
-    ("sparse_scatter", "blocks", STRIDED, S),
-    ("sparse_scatter", "bin_counts", changed("v.astype(np.int64)"), D),
-    ("sparse_scatter", "active_block_indices", changed("v[:, 0].copy()"), S),
-    ("sparse_scatter", "x", LIST, D),
-    ("sparse_scatter", "x", changed("v[0]"), S),
-    ("sparse_scatter", "x", STRIDED, S),
-    *[("sparse_scatter", "bsize", v, S) for v in [0, (4, 4.0)]],
-    ("sparse_scatter", "bstride", (0, 4), S),
-    ("sparse_scatter", "data_format", "HWC", V),
-    ("sparse_scatter", "out", ramp(1, 8, 8, 3), S),
-    ("sparse_scatter", "out", ramp(1, 8, 8, 2, dtype=np.int32), D),
-    ("sparse_scatter", "out", ramp(1, 8, 8, 4)[..., 1::2], S),
-    ("sparse_scatter_var", "x", LIST, D),
-    ("sparse_scatter_var", "blocks", changed("v[:1]"), S),
-    # conv2d
-    ("conv2d", "x", LIST, D),
-    ("conv2d", "x", changed("v[0]"), S),
-    ("conv2d", "x", changed("v.astype(np.int32)"), D),
-    ("conv2d", "x", changed("v.astype(np.complex64)"), D),
-    ("conv2d", "w", changed("v[0]"), S),
-    ("conv2d", "w", changed("v[:, :, :1].copy()"), S),
-    ("conv2d", "w", changed("v.astype(np.float64)"), D),
-    *[("conv2d", "strides", v, S) for v in [0, (1, 2, 3), 1.5]],
-    *[("conv2d", "padding", v, V) for v in ["same", 1, ((0, 0),), ((0, -1), (0, 0))]],
-    ("conv2d", "bias", ramp(3), S),
-    ("conv2d", "bias", [1.0] * 4, D),
-    ("conv2d", "activation", "swish", V),
-    ("conv2d", "data_format", "NHCW", V),
-    ("conv2d", "w_format", "IOHW", V),
-    ("conv2d", "precision", "fp8", V),
-    ("conv2d", "out", ramp(1, 8, 8, 3), S),
-    ("conv2d", "out", ramp(1, 8, 8, 4, dtype=np.float64), D),
-    # layers
-    ("sparse_conv2d", "x", LIST, D),
-    ("sparse_conv2d", "w", changed("v[:, :, :1].copy()"), S),
-    ("sparse_conv2d", "indices", None, T),
-    ("sparse_conv2d", "indices", changed("v[0]"), T),
-    ("sparse_conv2d", "block_params", None, T),
-    ("sparse_conv2d", "block_params", (4, 4), T),
-    ("sparse_conv2d", "strides", 0, S),
-    ("sparse_conv2d", "padding", "same", V),
-    ("sparse_conv2d", "bias", ramp(3), S),
-    ("sparse_conv2d", "activation", "tanh", V),
-    ("sparse_conv2d", "base", ramp(1, 8, 8, 3), S),
-    ("sparse_conv2d", "base", ramp(1, 8, 8, 4, dtype=np.float64), D),
-    ("sparse_conv2d", "data_format", "CHW", V),
-    ("sparse_conv2d", "w_format", "OHWI", V),
-    ("sparse_conv2d", "precision", "half", V),
-    ("sparse_conv2d", "method", "fast", V),
-    ("sparse_conv2d", "method", "fused", NotImplementedError),
-    ("mask_conv2d", "mask", changed("v[:, 1:].copy()"), S),
-    ("mask_conv2d", "mask", LIST, D),
-    ("sparse_res_block_bottleneck", "x", changed("np.concatenate([v, v], -1)"), S),
-    ("sparse_res_block_bottleneck", "weights", None, T),
-    ("sparse_res_block_bottleneck", "weights", (ramp(1, 1, 2, 4),), T),
-    ("sparse_res_block_bottleneck", "indices", None, T),
-    ("sparse_res_block_bottleneck", "block_params", (4, 4), T),
-    ("sparse_res_block_bottleneck", "w_project", ramp(1, 1, 3, 2), S),
-    ("sparse_res_block_bottleneck", "base", ramp(1, 8, 8, 3), S),
-    ("sparse_res_block_bottleneck", "out", ramp(1, 8, 7, 2), S),
-    ("sparse_res_block_bottleneck", "precision", "tf16", V),
-    ("sparse_res_block_bottleneck", "method", "gathered", V),
-]
 NUMPY_ONLY = re.compile(r"object|'U1'|'S3'|M8|masked_array")  # CuPy has no such arrays
 
 
-def case_id(value):
+def give(xp, function, argument, value):
+    """Hand the NumPy arrays in an argument to the library under test."""
+    if isinstance(value, np.ndarray):
+        written = argument == "out" or (function, argument) == ("sparse_scatter_var", "x")
+        return xp.writable(value) if written else xp.asarray(value)
+    if argument == "weights" and isinstance(value, list):
+        return sbnet_cupy.BottleneckWeights(*map(xp.asarray, value))
+    if isinstance(value, tuple | list) and any(isinstance(v, np.ndarray) for v in value):
+        return tuple(map(xp.asarray, value))
+    return value
+
+
+def valid_call(xp, function):
+    return {name: give(xp, function, name, value) for name, value in VALID[function].items()}
+
+
+def arrays_in(arguments):
+    """Every array of a call, copied, to compare afterwards."""
+    for value in arguments.values():
+        for item in value if isinstance(value, tuple) else [value]:
+            plain = hasattr(item, "strides") and not isinstance(item, np.generic)
+            if plain and not item.dtype.hasobject:
+                yield item, item.copy()
+
+
+def spoil_id(value):
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{list(value.shape)}".replace(" ", "")
     return value.__name__ if isinstance(value, type) else str(value).replace(" ", "")
 
 
-def give(xp, value, how=lambda value: value):
-    """Hand the NumPy arrays in ``value`` to a library, spoiled there so that strides survive."""
-    if isinstance(value, np.ndarray):
-        contiguous = value.flags.c_contiguous
-        whole = xp.asarray(value) if contiguous else xp.asarray(value.base)
-        value = whole if contiguous else _same_view(whole, value)
-    elif isinstance(value, tuple | list) and any(isinstance(v, np.ndarray) for v in value):
-        value = type(value)(give(xp, v) for v in value)
-    return how(value)
+@pytest.mark.parametrize("function", VALID)
+def test_the_valid_call_works(xp, function):
+    getattr(sbnet_cupy, function)(**valid_call(xp, function))
+
+
+@pytest.mark.parametrize(("function", "argument", "value", "error"), BAD, ids=spoil_id)
+def test_bad_call(xp, function, argument, value, error):
+    if xp.name == "cupy" and NUMPY_ONLY.search(str(value)):
+        pytest.skip("no such CuPy array")
+    arguments = valid_call(xp, function)
+    if isinstance(value, Spoiled):
+        arguments[argument] = value.of(arguments.get(argument), xp.module)
+    else:
+        arguments[argument] = give(xp, function, argument, value)
+    before = list(arrays_in(arguments))
+    with pytest.raises(error, match=rf"\b{argument}\b"):
+        getattr(sbnet_cupy, function)(**arguments)
+    for array, copy in before:
+        assert_same(array, copy)
+
+
+def test_the_table_is_long_and_covers_every_function():
+    assert len(BAD) >= 150
+    assert {row[0] for row in BAD} == set(VALID)
+
+
+def refuses(error, match, function, *arguments, **options):
+    """The call raises and modifies nothing."""
+    before = list(arrays_in(options | dict(enumerate(arguments))))
+    with pytest.raises(error, match=match):
+        function(*arguments, **options)
+    for array, copy in before:
+        assert_same(array, copy)
+
+
+def test_messages_say_what_came_and_what_to_do():
+    with pytest.raises(ShapeError) as error:
+        sbnet_cupy.calc_block_params((20, 20), (4, 2.5), 3)
+    assert str(error.value) == "bsize must be two positive integers, got (4, 2.5)"
+    x = ramp(1, 8, 8, 2)
+    with pytest.raises(ShapeError) as error:
+        sbnet_cupy.sparse_gather(x, np.array([1], "i4"), np.zeros((7, 2), "i4"), bsize=4)
+    assert str(error.value) == (
+        "active_block_indices must have shape (M, 3), got (7, 2); build it with reduce_mask"
+    )
+
+
+@pytest.mark.parametrize("option", ["scale", "shift", "activation"])
+@pytest.mark.parametrize("dtype", ["i4", "u1", "?", "c8"])
+def test_fusing_needs_a_float_image(xp, option, dtype):
+    arguments = valid_call(xp, "sparse_gather")
+    arguments["x"] = xp.asarray(ramp(1, 8, 8, 2, dtype=dtype))
+    value = "relu" if option == "activation" else xp.asarray(ramp(2))
+    refuses(DTypeError, option, sbnet_cupy.sparse_gather, **arguments, **{option: value})
+
+
+@pytest.mark.parametrize("function", ["sparse_scatter", "sparse_scatter_var"])
+@pytest.mark.parametrize("bstride", [1, 3, (3, 4), (4, 3)], ids=str)
+def test_overlapping_add_needs_atomic(xp, function, bstride):
+    arguments = valid_call(xp, function) | {"bstride": bstride, "add": True}
+    refuses(ShapeError, "atomic", getattr(sbnet_cupy, function), **arguments)
+    getattr(sbnet_cupy, function)(**arguments, atomic=True)
+
+
+def test_a_read_only_out_is_refused():
+    for function, shape in [("sparse_gather", (3, 4, 4, 2)), ("sparse_scatter", (1, 8, 8, 2))]:
+        out = ramp(*shape)
+        out.flags.writeable = False
+        arguments = dict(VALID[function])
+        refuses(
+            ValueError, r"\bout\b.*read-only", getattr(sbnet_cupy, function), **arguments, out=out
+        )
+    arguments["x"] = out
+    refuses(ValueError, "read-only", sbnet_cupy.sparse_scatter_var, **arguments)
+
+
+def test_out_may_not_share_memory_with_an_input(xp):
+    whole = xp.writable(ramp(4096))
+    x, out = whole[:128].reshape(1, 8, 8, 2), whole[64:160].reshape(3, 4, 4, 2)
+    table = {name: xp.asarray(value) for name, value in indices().items()}
+    refuses(ShapeError, r"\bout\b.*\bx\b", sbnet_cupy.sparse_gather, x, **table, bsize=4, out=out)
+    scatter = sbnet_cupy.sparse_scatter
+    blocks, shifted = out, whole[2:130].reshape(1, 8, 8, 2)
+    refuses(ShapeError, r"\bout\b.*blocks", scatter, blocks, **table, x=x, bsize=4, out=x)
+    blocks = xp.asarray(ramp(3, 4, 4, 2))
+    refuses(ShapeError, r"\bout\b.*\bx\b", scatter, blocks, **table, x=x, bsize=4, out=shifted)
+
+
+def test_projection_is_needed_where_channels_change(xp):
+    arguments = valid_call(xp, "sparse_res_block_bottleneck")
+    arguments["weights"] = sbnet_cupy.BottleneckWeights(
+        *map(xp.asarray, [ramp(1, 1, 2, 4), ramp(3, 3, 4, 4), ramp(1, 1, 4, 6)]),
+        *(xp.asarray(ramp(c)) for c in (2, 2, 4, 4, 4, 4)),
+    )
+    refuses(ShapeError, "w_project", sbnet_cupy.sparse_res_block_bottleneck, **arguments)
+
+
+def test_strides_must_be_those_of_the_block_params(xp):
+    arguments = valid_call(xp, "sparse_conv2d")
+    refuses(ShapeError, "block_params|strides", sbnet_cupy.sparse_conv2d, **arguments, strides=2)
+
+
+@pytest.mark.parametrize("value", [2**31, 2**40, 2**62, 2**63, 2**70, 10**30])
+@pytest.mark.parametrize("argument", ["bstride", "boffset"])
+@pytest.mark.parametrize("function", ["sparse_gather", "sparse_scatter", "reduce_mask"])
+def test_sizes_beyond_64_bits_do_not_wrap_round(xp, function, argument, value):
+    """They are refused by name, or mean what they say: blocks far outside the image."""
+    far = {"bstride": (value, value), "boffset": (-value, value)}[argument]
+    arguments = valid_call(xp, function) | {argument: far}
+    if function != "reduce_mask":
+        table = np.array([[0, 1, 2], [0, 2**31 - 1, 2**31 - 1], [0, -(2**31), 4]], np.int32)
+        arguments["active_block_indices"] = xp.asarray(table)
+        arguments["bin_counts"] = xp.asarray(np.array([3], np.int32))
+    try:
+        result = getattr(sbnet_cupy, function)(**arguments)
+    except ShapeError as error:
+        assert argument in str(error)
+        return
+    if function == "sparse_gather":
+        assert not xp.to_numpy(result).any()
+    elif function == "sparse_scatter":
+        assert_same(result, xp.writable(VALID[function]["x"]))
+    else:
+        assert result.count() == (argument == "bstride")  # block (0, 0) is where it was

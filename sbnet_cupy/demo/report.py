@@ -77,7 +77,7 @@ def save_picture(report, path):
 
     h, w = report.mask.shape
     height = min(max(PANEL * h / w, PANEL / 4), PANEL * 3)
-    figure = Figure(figsize=(2 * PANEL + 2.25, 2 * height + 2.2), facecolor=BACKGROUND)
+    figure = Figure(figsize=(2 * PANEL + 2.25, 2 * height + 2.4), facecolor=BACKGROUND)
     total_w, total_h = figure.get_size_inches()
     axes = figure.subplots(
         2,
@@ -86,7 +86,7 @@ def save_picture(report, path):
             "left": 0.5 / total_w,
             "right": 1 - 0.8 / total_w,
             "bottom": 0.5 / total_h,
-            "top": 1 - 1.0 / total_h,
+            "top": 1 - 1.2 / total_h,
             "wspace": 0.95 / PANEL,
             "hspace": 0.7 / height,
         },
@@ -106,9 +106,7 @@ def save_picture(report, path):
         fontsize=17,
         weight="bold",
     )
-    figure.text(
-        1 - 0.8 / total_w, 1 - 0.45 / total_h, report.task, color=MUTED, fontsize=12, ha="right"
-    )
+    figure.text(0.5 / total_w, 1 - 0.72 / total_h, report.task, color=MUTED, fontsize=12)
     try:
         figure.savefig(path, dpi=120, facecolor=BACKGROUND)
     except OSError as error:
@@ -208,7 +206,7 @@ class Panels:
 
     def _bar(self, figure, axis, image):
         beside = axis.inset_axes((1.012, 0, 0.02, 1))
-        bar = figure.colorbar(image, cax=beside, format=lambda value, _: f"{value:.2g}")
+        bar = figure.colorbar(image, cax=beside, format=lambda value, _: f"{value:.3g}")
         bar.outline.set_visible(False)
         bar.ax.tick_params(colors=MUTED, labelsize=8, length=2)
 

@@ -11,20 +11,19 @@ from .._kernels import vector_bytes
 
 THREADS = 256
 _RESIDENT = 8  # thread blocks of 256 threads that fill a multiprocessor
-_TILE_VECTORS = 640  # 16-byte vectors per tile: two or three loads in flight per thread
 
 
 class CopyPlan(NamedTuple):
     """Everything a launch needs besides the arrays."""
 
-    style: str  # "rows" or "tiles"
+    style: str  # "runs" or "tiles"
     template: tuple
     grid: int
     block: int
     arguments: tuple
 
     def kernel(self, direction):
-        """Name of the kernel: gather_rows, scatter_tiles..."""
+        """Name of the kernel: gather_runs, scatter_tiles..."""
         return f"{direction}_{self.style}"
 
 
@@ -36,33 +35,32 @@ def plan_copy(image, stack, layout, grid, sm_count, *, element=None, per_channel
     vector must not span pixels.
     """
     most = sm_count * _RESIDENT
-    rows = stack.shape[0]
-    geometry = (rows, layout.N, layout.C, layout.H, layout.W, *grid.boffset, *grid.bstride)
+    geometry = (stack.shape[0], layout.N, layout.C, layout.H, layout.W)
+    geometry += (*grid.boffset, *grid.bstride)
     if layout.channels_last == layout.blocks_channels_last:
-        template, step, extra = _plan_rows(image, stack, layout, grid, per_channel)
-        planes = extra[0]
-        work = rows * planes * grid.bsize[0]
-        return CopyPlan("rows", template, min(-(-work // step), most), THREADS, extra + geometry)
-    template, tiles = _plan_tiles(image, stack, layout, grid, element)
-    return CopyPlan("tiles", template, min(tiles, most), THREADS, geometry)
+        template, work, leading = _plan_runs(image, stack, layout, grid, per_channel)
+        return CopyPlan("runs", template, min(work, most), THREADS, (*leading, *geometry))
+    template, work = _plan_tiles(image, stack, layout, grid, element)
+    return CopyPlan("tiles", template, min(work, most), THREADS, geometry)
 
 
-def _plan_rows(image, stack, layout, grid, per_channel):
-    """Template of the rows kernels, rows per thread block, and their leading arguments."""
+def _plan_runs(image, stack, layout, grid, per_channel):
+    """Template of the runs kernels, thread blocks of work, and their leading arguments."""
     item = image.dtype.itemsize
     planes = 1 if layout.channels_last else layout.C
     pixel_bytes = item * (layout.C if layout.channels_last else 1)
     unit = pixel_bytes
     if not (per_channel and layout.channels_last):  # wider than a pixel where runs start aligned
-        starts = (*grid.boffset[1:], grid.bstride[1], grid.bsize[1], layout.W)
-        unit = pixel_bytes * math.gcd(*starts)
+        unit *= math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
     vector = vector_bytes(unit, address(image), address(stack))
     width = grid.bsize[1] * pixel_bytes // vector
-    lanes = max((32, 16, 8, 4), key=lambda n: (width / (-(-width // n) * n), n))
-    steps = -(-width // lanes)
-    rows, columns = (4, 1) if steps == 1 else (2, 2) if steps == 2 else (1, 4)
-    template = (f"Bytes<{vector}>::type", *grid.bsize, lanes, rows, columns)
-    return template, THREADS // lanes * rows, (planes, pixel_bytes, item)
+    lanes = min(max(1 << (width - 1).bit_length(), 4), 32)
+    columns = min(-(-width // lanes), 4)
+    runs = {1: 4, 2: 2}.get(columns, 1)
+    segments = -(-width // (lanes * columns))
+    work = stack.shape[0] * planes * grid.bsize[0] * segments
+    template = (f"Bytes<{vector}>::type", *grid.bsize, lanes, runs, columns)
+    return template, -(-work // (THREADS // lanes * runs)), (planes, pixel_bytes, item)
 
 
 def _plan_tiles(image, stack, layout, grid, element):
@@ -71,15 +69,12 @@ def _plan_tiles(image, stack, layout, grid, element):
     channels_last = image if layout.channels_last else stack
     vector = max(vector_bytes(layout.C * item, address(channels_last)), item)
     vectors = -(-layout.C * item // vector)
-    per_tile = min(range(1, 9), key=lambda n: (-(-vectors // n) * n, -n)) if vectors else 1
+    per_tile = min(range(1, 9), key=lambda n: (-(-vectors // n) * n, -n))
     pixels = grid.bsize[0] * grid.bsize[1]
-    target = min(max(_TILE_VECTORS // per_tile, 32), 256)
-    tile_pixels = -(-pixels // (-(-pixels // target)))
-    tile_pixels = -(-tile_pixels // 4) * 4
-    group = {1: 4, 2: 2, 4: 2}.get(item, 1)
-    if layout.channels_last and (pixels % group or address(stack) % (group * item)):
+    tile_pixels = min(_tile_sizes(pixels), key=lambda n: _tile_cost(n, pixels, per_tile))
+    group = min(4, 16 // item)
+    if not layout.channels_last or pixels % group or address(stack) % (group * item):
         group = 1
-    tiles = stack.shape[0] * -(-pixels // tile_pixels) * -(-vectors // per_tile)
     template = (
         layout.channels_last,
         element or f"Bytes<{item}>::type",
@@ -87,9 +82,20 @@ def _plan_tiles(image, stack, layout, grid, element):
         *grid.bsize,
         tile_pixels,
         per_tile,
-        group if layout.channels_last else 1,
+        group,
     )
-    return template, tiles
+    return template, stack.shape[0] * -(-pixels // tile_pixels) * -(-vectors // per_tile)
+
+
+def _tile_sizes(pixels):
+    """Pixels per tile worth trying: multiples of 4 that cut the block evenly."""
+    return sorted({-(-pixels // (4 * n)) * 4 for n in range(-(-pixels // 256), pixels // 32 + 2)})
+
+
+def _tile_cost(tile_pixels, pixels, per_tile):
+    """Vector loads per thread and block, idle threads included; at most 4 a tile when possible."""
+    slots = -(-tile_pixels * per_tile // THREADS)
+    return (max(slots, 4), slots * -(-pixels // tile_pixels), tile_pixels)
 
 
 def address(array):

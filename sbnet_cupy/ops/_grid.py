@@ -14,6 +14,8 @@ from ..errors import DTypeError, ShapeError
 # Bytes of temporaries that a NumPy body may use at a time.
 CHUNK_BYTES = 4 << 20
 
+_LARGEST = 2**31 - 1  # so that boffset + bstride * index always fits in 64 bits
+
 
 class Grid(NamedTuple):
     """Block size, offset and stride, each ``(h, w)``."""
@@ -32,7 +34,11 @@ def resolve_grid(bsize, boffset, bstride):
     """Check the three arguments; ``bstride=None`` means ``bsize``."""
     bsize = pair(bsize, "bsize")
     bstride = bsize if bstride is None else pair(bstride, "bstride")
-    return Grid(bsize, pair(boffset, "boffset", minimum=None), bstride)
+    boffset = pair(boffset, "boffset", minimum=None)
+    for name, value in (("bsize", bsize), ("bstride", bstride), ("boffset", boffset)):
+        if max(map(abs, value)) > _LARGEST:
+            raise ShapeError(f"{name} must be under 2**31 on each axis, got {value}")
+    return Grid(bsize, boffset, bstride)
 
 
 class Layout(NamedTuple):

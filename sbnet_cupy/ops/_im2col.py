@@ -44,7 +44,7 @@ def convolve(x, w, out, scale, shift, problem):
             _multiply(columns, weights, product, problem.tf32)
         else:
             _multiply(weights, columns, product, problem.tf32)
-        product = apply_affine(product, scale, shift, problem.activation, axis)
+        apply_affine(product, scale, shift, problem.activation, axis)
         if not direct:
             target[...] = product.reshape(target.shape)
 
@@ -150,8 +150,7 @@ def _multiply_cublas(a, b, out, tf32):
         from cupy.cuda import cublas
     except ImportError as error:
         raise DeviceError(
-            "conv2d on a GPU needs cuDNN or cuBLAS; pip install nvidia-cublas, or "
-            "sbnet-cupy[cudnn]"
+            "conv2d on a GPU needs cuDNN or cuBLAS; pip install sbnet-cupy[cudnn] or nvidia-cublas"
         ) from error
     (m, k), n = a.shape, b.shape[1]
     one, zero = np.ones(1, out.dtype), np.zeros(1, out.dtype)

@@ -1,26 +1,39 @@
 """Device scratch that kernels keep between launches: zero when new, never cleared again.
 
 One workspace belongs to one stream, so that launches that could run at the same time never share
-one. A launch that is being captured in a CUDA graph gets one of its own, because the graph may be
-replayed on any stream.
+one. A launch that is being captured in a CUDA graph gets one of its own for good, because the
+graph may be replayed at any time on any stream.
 """
 
 import numpy as np
 
+_SLAB_SLOTS = 1 << 17  # 1 MiB, zeroed at the first launch on a device
 _OF_STREAM = {}  # (device, stream) -> array of 8-byte slots
-_CAPTURED = []  # workspaces of captured launches: a graph may be replayed as long as it likes
+_SLAB = {}  # device -> zeroed array; captured launches take pieces of it, which never return
+_TAKEN = {}  # device -> slots of the slab that are taken
+_KEPT = []  # memory of graphs that found the slab full: they may be replayed as long as they like
 
 
 def workspace(xp, slots):
     """Return at least ``slots`` 8-byte slots for a launch on the current stream."""
     if xp is np:
         return np.zeros(slots, np.uint64)
-    stream = xp.cuda.get_current_stream()
-    if xp.cuda.runtime.streamIsCapturing(stream.ptr):
-        _CAPTURED.append(xp.zeros(slots, np.uint64))
-        return _CAPTURED[-1]
-    key = (xp.cuda.runtime.getDevice(), stream.ptr)
-    held = _OF_STREAM.get(key)
+    device, stream = xp.cuda.runtime.getDevice(), xp.cuda.get_current_stream().ptr
+    if xp.cuda.runtime.streamIsCapturing(stream):
+        return _captured(xp, device, slots)
+    held = _OF_STREAM.get((device, stream))
     if held is None or held.size < slots:
-        held = _OF_STREAM[key] = xp.zeros(max(2048, 2 * slots), np.uint64)
+        if device not in _SLAB:
+            _SLAB[device], _TAKEN[device] = xp.zeros(_SLAB_SLOTS, np.uint64), 0
+        held = _OF_STREAM[device, stream] = xp.zeros(max(2048, 2 * slots), np.uint64)
     return held
+
+
+def _captured(xp, device, slots):
+    """Take a piece of the slab; once it is full, graphs clear their own memory."""
+    taken = _TAKEN.get(device, _SLAB_SLOTS)
+    if taken + slots > _SLAB_SLOTS:
+        _KEPT.append(xp.zeros(slots, np.uint64))
+        return _KEPT[-1]
+    _TAKEN[device] = taken + -(-slots // 32) * 32
+    return _SLAB[device][taken : taken + slots]

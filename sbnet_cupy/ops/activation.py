@@ -40,7 +40,7 @@ def check_activation(activation):
 
 
 def apply_affine(array, scale, shift, activation, channel_axis=-1):
-    """Return ``activation(array * scale + shift)`` of a float32 or float64 array; it is scratch.
+    """Make a float32 or float64 array ``activation(array * scale + shift)``, in place; return it.
 
     ``scale`` and ``shift`` hold one value per channel, or are None.
     """
@@ -54,7 +54,7 @@ def apply_affine(array, scale, shift, activation, channel_axis=-1):
 
 
 def apply_activation(array, name):
-    """Return the activation of a float32 or float64 array, in its dtype; ``array`` is scratch.
+    """Apply the activation to a float32 or float64 array, in place; return the array.
 
     ``relu(x) = max(x, 0)`` (NaN stays NaN), ``silu(x) = x * sigmoid(x)`` and
     ``gelu(x) = x * (1 + erf(x / sqrt(2))) / 2``, exact, not the tanh approximation.

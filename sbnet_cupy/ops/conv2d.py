@@ -16,7 +16,7 @@ from .._arrays import (
 from ..blocks import output_size, padding_pairs, pair
 from ..errors import DTypeError, ShapeError
 from . import _cudnn, _im2col
-from .activation import apply_affine, check_activation
+from .activation import check_activation
 
 
 class Problem(NamedTuple):
@@ -31,6 +31,18 @@ class Problem(NamedTuple):
     w_format: str
     activation: str | None
     tf32: bool
+
+    @property
+    def out_shape(self):
+        """Shape of one image of the result."""
+        channels = (self.channels_out,)
+        return self.out_size + channels if self.channels_last else channels + self.out_size
+
+    @property
+    def is_matrix_product(self):
+        """Whether the image itself, as a matrix ``[N*H*W, C]``, is multiplied by the weights."""
+        plain = self.kernel == self.strides == (1, 1) and not any(map(any, self.pads))
+        return plain and self.channels_last
 
     def weight_axes(self, order):
         """Axes that bring the weights from ``w_format`` to ``order``, for example "OHWI"."""
@@ -113,7 +125,7 @@ def conv2d(
            [6., 9., 9., 6.],
            [4., 6., 6., 4.]], dtype=float32)
     """
-    problem = _resolve(x, w, strides, padding, activation, data_format, w_format, precision)
+    problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
     for name, value in (("scale", scale), ("bias", bias)):
         if value is not None:
             check_array(name, value, kinds="f", like=x)
@@ -122,9 +134,7 @@ def conv2d(
                     f"{name} must have shape ({problem.channels_out},), one value per output "
                     f"channel of w, got {value.shape}"
                 )
-    channels = problem.channels_out
-    sizes = (*problem.out_size, channels) if problem.channels_last else (channels, *problem.out_size)
-    shape = (x.shape[0], *sizes)
+    shape = (x.shape[0], *problem.out_shape)
     if out is None:
         out = empty(shape, x.dtype, x)
     else:
@@ -135,16 +145,11 @@ def conv2d(
     return out
 
 
-def _resolve(x, w, strides, padding, activation, data_format, w_format, precision):
-    """Check everything but the epilogue's arrays and ``out``; return the Problem."""
-    for name, value, allowed in (
-        ("data_format", data_format, ("NHWC", "NCHW")),
-        ("w_format", w_format, ("HWIO", "OIHW")),
-        ("precision", precision, (None, "ieee", "tf32")),
-    ):
-        if not (value is None or isinstance(value, str)) or value not in allowed:
-            choices = " or ".join(map(repr, allowed))
-            raise ValueError(f"{name} must be {choices}, got {value!r}")
+def resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision):
+    """Check all arguments of conv2d but scale, bias and out; return them as a Problem."""
+    _check_choice("data_format", data_format, ("NHWC", "NCHW"))
+    _check_choice("w_format", w_format, ("HWIO", "OIHW"))
+    check_precision(precision)
     check_activation(activation)
     check_array("x", x, ndim=4)
     if not is_float(x.dtype):
@@ -175,6 +180,16 @@ def _resolve(x, w, strides, padding, activation, data_format, w_format, precisio
     )
 
 
+def check_precision(precision):
+    """Raise ValueError unless ``precision`` is None, "ieee" or "tf32"."""
+    _check_choice("precision", precision, (None, "ieee", "tf32"))
+
+
+def _check_choice(name, value, allowed):
+    if not (value is None or isinstance(value, str)) or value not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
+
+
 def _conv2d_numpy(x, w, out, scale, bias, problem):
     """Matrix products; what overflows a float is infinite, with no warning, as on a GPU."""
     with np.errstate(all="ignore"):
@@ -183,9 +198,9 @@ def _conv2d_numpy(x, w, out, scale, bias, problem):
 
 def _conv2d_cuda(x, w, out, scale, bias, problem):
     """Let cuDNN take what it can of the batch; the rest goes through matrix products."""
-    if not _cudnn.takes(x, w):
-        _im2col.convolve(x, w, out, scale, bias, problem)
-        return
-    done, left = _cudnn.convolve(x, w, out, scale, bias, problem)
+    if x.dtype == np.float32 and problem.is_matrix_product:  # for which cuDNN would go by NCHW
+        left = [slice(None)]
+    else:
+        left = _cudnn.convolve(x, w, out, scale, bias, problem)
     for part in left:
         _im2col.convolve(x[part], w, out[part], scale, bias, problem)

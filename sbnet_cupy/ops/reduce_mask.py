@@ -18,6 +18,7 @@ from .._arrays import (
     is_cupy,
     namespace,
 )
+from .._kernels import vector_bytes
 from ..blocks import is_integer, pair
 from ..errors import CapacityError, DTypeError, ShapeError
 from ._copy_plan import address
@@ -26,6 +27,7 @@ from ._workspace import workspace
 
 _THREADS = 256
 _MOST_BLOCKS = 2**31 - 1
+_PER_SM = 4  # thread blocks per multiprocessor: enough to fill it, few enough to look back at
 _LARGEST_CHUNK = 32 << 10  # bytes of shared memory, one per candidate block
 
 
@@ -196,6 +198,8 @@ def reduce_mask(
         raise ShapeError(f"capacity must be a non-negative integer or None, got {capacity!r}")
     tol = _check_tol(tol)
     blocks = (mask.shape[0], count_h, count_w)
+    if max(mask.shape) > _MOST_BLOCKS:
+        raise ShapeError(f"mask must be under 2**31 along each axis, got {mask.shape}")
     if math.prod(blocks) > _MOST_BLOCKS:
         raise ShapeError(f"block_count must give under 2**31 blocks, got {blocks} (N, h, w)")
     body = _reduce_mask_cuda if is_cupy(mask) else _reduce_mask_numpy
@@ -287,7 +291,7 @@ def _reduce_mask_cuda(mask, blocks, grid, tol, avgpool, capacity):
     threshold, least, never = _threshold(mask.dtype, tol)
     # One chunk of candidates per thread block; no more thread blocks than the GPU holds at once.
     team = 1 if grid.bsize[0] * grid.bsize[1] <= 1024 else 8
-    chunk = max(-(-candidates // (_kernels.sm_count() * 8)), 8 // team)
+    chunk = max(-(-candidates // (_kernels.sm_count() * _PER_SM)), 8 // team)
     chunk = min(chunk, _LARGEST_CHUNK)
     thread_blocks = -(-candidates // chunk)
     slots = workspace(xp, 1 + thread_blocks)
@@ -299,7 +303,7 @@ def _reduce_mask_cuda(mask, blocks, grid, tol, avgpool, capacity):
             "unsigned char" if dtype_name(mask.dtype) == "bool" else type_name,
             *grid.bsize,
             bool(avgpool),
-            address(mask) % 4 == 0 and mask.dtype.itemsize < 4,
+            *_word(mask, grid),
             team,
         ),
         thread_blocks,
@@ -313,6 +317,15 @@ def _reduce_mask_cuda(mask, blocks, grid, tol, avgpool, capacity):
     if capacity is None:
         indices = indices[: int(counts[0])]
     return counts, indices
+
+
+def _word(mask, grid):
+    """Return (elements read at a time, whether rows begin and end at such words)."""
+    item, base = mask.dtype.itemsize, address(mask)
+    start = math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], mask.shape[2])
+    exact = vector_bytes(start * item, base) // item
+    word = max(vector_bytes(4, base) // item, 1)
+    return (word, False) if word > exact else (max(exact, 1), True)
 
 
 def _as_signed(value):

@@ -1,6 +1,6 @@
 // cuda_on_host.h: lets g++ compile a kernel file of cuda_src and run its kernels on the CPU.
 //
-//   runtime.h                         barriers, exchanges in a warp, errors: what all else is made of
+//   runtime.h                         barriers, exchanges in a warp, errors: the base of the rest
 //   runtime.cpp, threads.h, fiber.h   the scheduler behind it
 //   vector_types.h                    uint4, float2, ... and dim3
 //   intrinsics.h                      barriers, shuffles, votes, atomics
@@ -8,9 +8,9 @@
 //   this file                         CUDA's keywords and variables, and the launch of a kernel
 //
 // It finds wrong results, reads and writes out of bounds, undefined arithmetic (both under the
-// sanitizers), divergent barriers, warp operations that a lane misses, and shared memory used before
-// it was set. What it cannot do:
-//   - Races: threads take turns. Running them in reverse order, which launcher.py offers, shows some.
+// sanitizers), divergent barriers, warp operations that a lane misses, and shared memory used
+// before it was set. What it cannot do:
+//   - Races: threads take turns. Running them in reverse order, as launcher.py can, shows some.
 //   - Loops that poll memory which another thread of the block, or a later block, is to write: they
 //     hang, unless they call __nanosleep, which lets the others run and is counted.
 //   - Bounds inside one NumPy buffer: an argument that is a slice has no guard bytes of its own.

@@ -1,6 +1,6 @@
 // fiber.h: a stack of its own that a function runs on, and switching to it and back.
 //
-// On x86-64 the switch is twelve instructions; elsewhere, or with HOST_CUDA_UCONTEXT, it is ucontext,
+// On x86-64 the switch is a dozen instructions; elsewhere, or with HOST_CUDA_UCONTEXT, ucontext,
 // which makes a system call per switch. AddressSanitizer is told of each switch, or it would take
 // the new stack pointer for a stack overflow.
 #pragma once

@@ -1,7 +1,7 @@
 // runtime.h: what a kernel on the host needs of the scheduler in runtime.cpp.
 //
-// One fiber per CUDA thread; the threads of a block take turns on one CPU thread, and a thread gives
-// up its turn only where it waits: at a block barrier or in a warp operation. Everything else in the
+// One fiber per CUDA thread; the threads of a block take turns on one CPU thread, and a thread
+// gives up its turn only where it waits: at a block barrier or in a warp operation. All else in the
 // shim (shuffles, votes, later cp.async and mma) is written on the two primitives here:
 //   block_barrier(predicate)        all threads of the block meet; how many predicates were true
 //   warp_exchange(mask, value)      the lanes of a mask meet; every lane gets every lane's value

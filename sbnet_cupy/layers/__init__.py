@@ -1,0 +1,1 @@
+"""Compositions of the ops: block-sparse convolution, the residual unit, and masks."""

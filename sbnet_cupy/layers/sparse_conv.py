@@ -1,0 +1,255 @@
+"""Convolution of the active blocks of an image: gather, convolve the stack, scatter."""
+
+import numpy as np
+
+from .._arrays import (
+    array_function,
+    check_array,
+    check_contiguous,
+    compute_dtype,
+    empty,
+    namespace,
+)
+from ..blocks import BlockParams, calc_block_params
+from ..errors import DTypeError, ShapeError
+from ..ops.conv2d import conv2d, resolve_problem
+from ..ops.reduce_mask import ActiveBlocks
+from ..ops.sparse_gather import sparse_gather
+from ..ops.sparse_scatter import sparse_scatter
+
+
+@array_function
+def sparse_conv2d(
+    x,
+    w,
+    indices,
+    block_params,
+    *,
+    strides=(1, 1),
+    padding="SAME",
+    bias=None,
+    activation=None,
+    base=None,
+    data_format="NHWC",
+    w_format="HWIO",
+    precision=None,
+    method="auto",
+):
+    """Convolve an image where its blocks are active.
+
+    At every output pixel of an active block the value is that of ``conv2d(x, w, ...)``; elsewhere
+    it is ``base``, or 0. Nothing waits for the device, also with more rows in ``indices`` than
+    active blocks.
+
+    Parameters
+    ----------
+    x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
+        Images; float16, bfloat16, float32 or float64. C-contiguous.
+    w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
+        Kernel, of the dtype of ``x``.
+    indices : ActiveBlocks or (bin_counts, active_block_indices)
+        What :func:`reduce_mask` returns for the grid of ``block_params``.
+    block_params : BlockParams
+        ``calc_block_params(x.shape, bsize, (R, S), strides, padding)``.
+    strides, padding, bias, activation, data_format, w_format, precision
+        As for :func:`conv2d`.
+    base : array of the shape and dtype of the result, optional
+        Values outside active blocks, for example the previous frame's result. Never modified.
+    method : "auto", "gather" or "fused"
+        "gather" gathers blocks, convolves the stack and scatters the results; "fused" would be a
+        single kernel, of which there is none yet; "auto" chooses.
+
+    Returns
+    -------
+    y : array, shape (N, H', W', K), or (N, K, H', W')
+        Fresh memory, in the dtype, in the library and on the device of ``x``.
+
+    Raises
+    ------
+    ShapeError
+        If ``block_params`` does not belong to this convolution, or sizes do not fit together.
+    DTypeError
+        If dtypes differ or are not floating.
+    NotImplementedError
+        If ``method`` is "fused".
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sbnet_cupy import calc_block_params, reduce_mask
+    >>> x, w = np.ones((1, 8, 8, 3), np.float32), np.ones((3, 3, 3, 5), np.float32)
+    >>> mask = np.zeros((1, 8, 8), bool)
+    >>> mask[0, 1, 1] = True
+    >>> params = calc_block_params(x.shape, 6, w.shape)
+    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+    >>> y = sparse_conv2d(x, w, reduce_mask(mask, params.bcount, **grid), params)
+    >>> y[0, :, :, 0]
+    array([[12., 18., 18., 18.,  0.,  0.,  0.,  0.],
+           [18., 27., 27., 27.,  0.,  0.,  0.,  0.],
+           [18., 27., 27., 27.,  0.,  0.,  0.,  0.],
+           [18., 27., 27., 27.,  0.,  0.,  0.,  0.],
+           [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
+           [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
+           [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
+           [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
+    """
+    check_method(method)
+    problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
+    image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
+    calculated = (image_hw, problem.kernel, problem.strides, padding)
+    check_block_params(block_params, calc_block_params, *calculated)
+    shape = (x.shape[0], *problem.out_shape)
+    check_base(base, shape, x)
+    bin_counts, active_block_indices = split_indices(indices)
+
+    layout = {"data_format": data_format, "transpose": not problem.channels_last}  # NHWC stacks
+    blocks = sparse_gather(
+        x,
+        bin_counts,
+        active_block_indices,
+        bsize=block_params.bsize,
+        boffset=block_params.boffset,
+        bstride=block_params.bstride,
+        **layout,
+    )
+    options = {"bias": bias, "activation": activation, "precision": precision}
+    blocks = conv2d(blocks, w, strides=strides, padding="VALID", w_format=w_format, **options)
+    y = None
+    if base is None:
+        y = base = zeros(shape, x)
+    return sparse_scatter(
+        blocks, bin_counts, active_block_indices, base,
+        bsize=block_params.bsize_out, out=y, **layout,
+    )  # fmt: skip
+
+
+@array_function
+def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
+    """Convolve densely, then multiply by the mask pooled with the kernel's window.
+
+    What a sparse convolution should compute where its mask is set, at the full price: a check, not
+    the fast path. The pooled mask is the maximum over the window, with the strides and padding of
+    the convolution; pixels outside the image are skipped, and a window wholly outside gives 0.
+
+    Parameters
+    ----------
+    x : array, shape (N, H, W, C)
+        Images; float16, bfloat16, float32 or float64.
+    w : array, shape (R, S, C, K)
+        Kernel, of the dtype of ``x``.
+    mask : array, shape (N, H, W) or (N, H, W, 1)
+        bool, integer or float. The pooled value itself is the factor: 0 or 1 for a bool mask.
+    strides : int or (int, int)
+        Steps between output pixels.
+    padding : "SAME", "VALID" or ((top, bottom), (left, right))
+        As for :func:`conv2d`.
+    precision : None, "ieee" or "tf32"
+        As for :func:`conv2d`.
+
+    Returns
+    -------
+    y : array, shape (N, H', W', K)
+        In the dtype, in the library and on the device of ``x``.
+
+    Raises
+    ------
+    ShapeError
+        If the sizes of ``mask`` and ``x`` differ.
+
+    Source: Ren et al. 2018, arXiv:1801.02108; ``mask_conv2d`` of its reference implementation.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> mask = np.eye(3, dtype=bool)[None]
+    >>> y = mask_conv2d(np.ones((1, 3, 3, 2)), np.ones((1, 1, 2, 1)), mask, 1, "VALID")
+    >>> y[0, :, :, 0]
+    array([[2., 0., 0.],
+           [0., 2., 0.],
+           [0., 0., 2.]])
+    """
+    problem = resolve_problem(x, w, strides, padding, None, "NHWC", "HWIO", precision)
+    check_array("mask", mask, ndim=(3, 4), kinds="biuf", like=x)
+    if mask.shape[:3] != x.shape[:3] or mask.shape[3:] not in ((), (1,)):
+        n, h, width, _ = x.shape
+        raise ShapeError(
+            f"mask must have shape ({n}, {h}, {width}) or ({n}, {h}, {width}, 1), the size of x, "
+            f"got {mask.shape}"
+        )
+    y = conv2d(x, w, strides=strides, padding=padding, precision=precision)
+    pooled = _max_pool(mask.reshape(mask.shape[:3]).astype(compute_dtype(x.dtype)), problem)
+    with np.errstate(all="ignore"):  # infinity times 0 is NaN, with no warning, as on a GPU
+        y[...] = y * pooled[..., None]
+    return y
+
+
+def _max_pool(mask, problem):
+    """Pool a float mask ``[N, H, W]`` with the window, strides and padding of a convolution."""
+    xp = namespace(mask)
+    n, h, w = mask.shape
+    (top, bottom), (left, right) = problem.pads
+    padded = xp.full((n, h + top + bottom, w + left + right), -xp.inf, mask.dtype)
+    padded[:, top : top + h, left : left + w] = mask
+    pooled = xp.full((n, *problem.out_size), -xp.inf, mask.dtype)
+    (step_h, step_w), (rows, columns) = problem.strides, problem.out_size
+    for r, s in np.ndindex(problem.kernel):
+        window = padded[:, r : r + rows * step_h : step_h, s : s + columns * step_w : step_w]
+        xp.maximum(pooled, window[:, :rows, :columns], out=pooled)
+    return xp.where(pooled == -xp.inf, mask.dtype.type(0), pooled)
+
+
+def check_method(method):
+    """Raise unless the gather route will do."""
+    if method == "fused":
+        raise NotImplementedError(
+            "method 'fused' has no kernel yet; use 'auto' or 'gather', which give the same result"
+        )
+    if method not in ("auto", "gather"):
+        raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
+
+
+def check_block_params(block_params, calculate, image_hw, kernel, strides, padding):
+    """Raise unless ``block_params`` is what ``calculate`` gives for this convolution."""
+    if not isinstance(block_params, BlockParams):
+        raise TypeError(
+            f"block_params must be a BlockParams, got {type(block_params).__name__}; build it with "
+            f"{calculate.__name__}"
+        )
+    try:
+        expected = calculate(image_hw, block_params.bsize, kernel, strides, padding)
+    except ShapeError as error:
+        raise ShapeError(f"block_params does not fit this convolution: {error}") from None
+    if block_params != expected:
+        raise ShapeError(
+            f"block_params must be {expected} for this size of x, kernel, strides and padding, got "
+            f"{block_params}; build it with {calculate.__name__}"
+        )
+
+
+def check_base(base, shape, x):
+    """Raise unless ``base`` is None or can lie under a result of this shape."""
+    if base is None:
+        return
+    check_array("base", base, shape=shape, like=x)
+    if base.dtype != x.dtype:
+        raise DTypeError(f"base must have the dtype of x, {x.dtype}, got {base.dtype}; use astype")
+    check_contiguous("base", base)
+
+
+def split_indices(indices):
+    """Return ``bin_counts, active_block_indices``."""
+    if not isinstance(indices, ActiveBlocks | tuple | list) or len(indices) != 2:
+        raise TypeError(
+            "indices must be an ActiveBlocks or a pair (bin_counts, active_block_indices), got "
+            f"{type(indices).__name__}; build it with reduce_mask"
+        )
+    return indices
+
+
+def zeros(shape, like):
+    """Allocate zeros in the dtype and library of ``like``."""
+    array = empty(shape, like.dtype, like)
+    array[...] = 0
+    return array
