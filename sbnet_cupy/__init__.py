@@ -3,7 +3,8 @@
 from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
 from .errors import CapacityError, DeviceError, DTypeError, ShapeError
 from .layers import masks
-from .layers.residual import BottleneckWeights, sparse_res_block_bottleneck
+from .layers.bottleneck_weights import BottleneckWeights
+from .layers.residual import sparse_res_block_bottleneck
 from .layers.sparse_conv import mask_conv2d, sparse_conv2d
 from .ops.conv2d import conv2d
 from .ops.reduce_mask import ActiveBlocks, reduce_mask
