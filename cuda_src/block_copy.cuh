@@ -3,7 +3,7 @@
 //                            h0 = off_h + str_h * hi,  w0 = off_w + str_w * wi
 // Two ways to move:
 //   runs   both sides have the same layout: block rows are contiguous in both, so a group of lanes
-//          copies a run of a row with wide accesses and no shared memory.
+//          moves a run of a row with wide accesses and no shared memory.
 //   tiles  the layout changes: a tile of pixels x channels turns in shared memory.
 // Every launch is a persistent grid; the number of active blocks is read on the device.
 #pragma once
@@ -35,79 +35,86 @@ DEVICE i64 active_rows(const int* bin_counts, const Geometry& g) {
 // ---------------------------------------------------------------------------- runs
 
 // A run: up to SPAN consecutive vectors of row i of a block in one plane (a channel of NCHW; NHWC
-// has a single plane of C channels). Offsets are those of the row, in vectors; the run covers
-// [first, last) of it, of which [begin, end) lies inside the image.
+// has a single plane of C channels). It has `last` vectors in the stack; those of [begin, end) lie
+// inside the image. `channel` is that of its first element.
 struct Run {
-    i64 image, stack, plane;
-    int first, last, begin, end;
+    i64 image, stack;
+    int last, begin, end, channel;
 };
 
-// Visits runs start, start + step, ... of [b][plane][i][segment]; carries instead of divisions.
-template <int BH, int BW, int VECTOR, int SPAN>
-class RunWalk {
-  public:
-    DEVICE RunWalk(i64 start, i64 step, i64 planes, int pixel_bytes)
-        : planes_(planes), pixel_bytes_(pixel_bytes), segments_(ceil_div(in_vectors(BW), SPAN)) {
-        split(start, b_, plane_, i_, segment_);
-        split(step, step_b_, step_plane_, step_i_, step_segment_);
-    }
+// A warp finds `batch` runs at once, one a lane, and then its lanes move them together: the index
+// arithmetic is paid once a run and not once a lane. LANES lanes move a run, COLS vectors each.
+template <int BH, int BW, int VECTOR, int LANES, int RUNS, int COLS>
+struct Runs {
+    static constexpr int SPAN = LANES * COLS;
+    static constexpr int AT_ONCE = 32 / LANES * RUNS;  // runs that a warp has in flight
+    static_assert(SPAN < 1024 && AT_ONCE <= 32, "bounds are packed into 10 bits, batches into a warp");
 
-    // The current run, then one step on. Past the stack's last row the run is empty.
-    DEVICE Run next(i64 count, const int* indices, const Geometry& g) {
-        Run run{0, 0, plane_, 0, 0, 0, 0};
-        if (b_ < g.M) {
-            const Corner corner = corner_of(b_, count, indices, g);
-            const int width = in_vectors(BW);
-            run.first = segment_ * SPAN;
-            run.last = min(width, run.first + SPAN);
-            run.stack = ((b_ * planes_ + plane_) * BH + i_) * width;
-            const i64 h = corner.h0 + i_;
-            if (corner.n >= 0 && h >= 0 && h < g.H) {
-                run.begin = max(run.first, in_vectors(clamp(-corner.w0, 0, BW)));
-                run.end = min(run.last, in_vectors(clamp(g.W - corner.w0, 0, BW)));
-                const i64 pixel = ((corner.n * planes_ + plane_) * g.H + h) * g.W + corner.w0;
-                run.image = pixel * pixel_bytes_ / VECTOR;
-            }
+    i64 planes;
+    int pixel_bytes, element_bytes, segments;
+
+    DEVICE Runs(i64 planes_, i64 pixel_bytes_, i64 element_bytes_)
+        : planes(planes_),
+          pixel_bytes(static_cast<int>(pixel_bytes_)),
+          element_bytes(static_cast<int>(element_bytes_)),
+          segments(ceil_div(in_vectors(BW), SPAN)) {}
+
+    DEVICE int in_vectors(i64 pixels) const { return static_cast<int>(pixels) * pixel_bytes / VECTOR; }
+
+    DEVICE i64 total(i64 blocks) const { return blocks * planes * BH * segments; }
+
+    // Run number `index` of [b][plane][i][segment], below total(g.M).
+    DEVICE Run find(i64 index, i64 count, const int* indices, const Geometry& g) const {
+        const i64 row = divide(index, segments), bp = divide(row, BH), b = divide(bp, planes);
+        const i64 plane = bp - b * planes;
+        const int i = static_cast<int>(row - bp * BH);
+        const int first = static_cast<int>(index - row * segments) * SPAN;
+        const Corner corner = corner_of(b, count, indices, g);
+        const int width = in_vectors(BW);
+        Run run{0, row * width + first, min(SPAN, width - first), 0, 0, 0};
+        const i64 h = corner.h0 + i;
+        if (corner.n >= 0 && h >= 0 && h < g.H) {
+            const i64 pixel = ((corner.n * planes + plane) * g.H + h) * g.W + corner.w0;
+            run.image = pixel * pixel_bytes / VECTOR + first;
+            run.begin = min(max(in_vectors(clamp(-corner.w0, 0, BW)) - first, 0), run.last);
+            run.end = min(max(in_vectors(clamp(g.W - corner.w0, 0, BW)) - first, 0), run.last);
         }
-        advance();
+        const u32 element = static_cast<u32>(first) * (VECTOR / element_bytes);
+        run.channel = static_cast<int>(planes > 1 ? plane : element % static_cast<u32>(g.C));
         return run;
     }
 
-    DEVICE i64 runs(i64 blocks) const { return blocks * planes_ * BH * segments_; }
+    // The run that lane `source` found.
+    DEVICE static Run broadcast(const Run& mine, int source) {
+        const u32 packed = static_cast<u32>(mine.last) | static_cast<u32>(mine.begin) << 10 |
+                           static_cast<u32>(mine.end) << 20;
+        const u32 bounds = __shfl_sync(0xffffffffu, packed, source);
+        return Run{__shfl_sync(0xffffffffu, mine.image, source),
+                   __shfl_sync(0xffffffffu, mine.stack, source),
+                   static_cast<int>(bounds & 1023u),
+                   static_cast<int>(bounds >> 10 & 1023u),
+                   static_cast<int>(bounds >> 20),
+                   __shfl_sync(0xffffffffu, mine.channel, source)};
+    }
 
-  private:
-    DEVICE int in_vectors(i64 count) const {
-        return static_cast<int>(count) * pixel_bytes_ / VECTOR;
-    }
-    DEVICE void split(i64 index, i64& b, i64& plane, int& i, int& segment) const {
-        i64 rest = divide(index, segments_);
-        segment = static_cast<int>(index - rest * segments_);
-        const i64 row = rest;
-        rest = divide(row, BH);
-        i = static_cast<int>(row - rest * BH);
-        b = divide(rest, planes_);
-        plane = rest - b * planes_;
-    }
-    DEVICE void advance() {
-        segment_ += step_segment_;
-        if (segment_ >= segments_) {
-            segment_ -= segments_;
-            ++i_;
+    // Calls body(run[RUNS], lane within the group) for this thread's share of the first `runs`.
+    template <class Body>
+    DEVICE void visit(i64 runs, i64 batch, i64 count, const int* indices, const Geometry& g,
+                      Body body) const {
+        const int lane = threadIdx.x & 31, group = lane / LANES;
+        const i64 warps_per_block = blockDim.x / 32, stride = gridDim.x * warps_per_block * batch;
+        for (i64 base = (blockIdx.x * warps_per_block + threadIdx.x / 32) * batch; base < runs;
+             base += stride) {
+            Run mine{0, 0, 0, 0, 0, 0};
+            if (lane < batch && base + lane < runs) mine = find(base + lane, count, indices, g);
+            for (int pass = 0; pass < batch; pass += AT_ONCE) {
+                Run run[RUNS];
+#pragma unroll
+                for (int q = 0; q < RUNS; ++q) run[q] = broadcast(mine, pass + q * (32 / LANES) + group);
+                body(run, lane % LANES);
+            }
         }
-        i_ += step_i_;
-        if (i_ >= BH) {
-            i_ -= BH;
-            ++plane_;
-        }
-        plane_ += step_plane_;
-        if (plane_ >= planes_) {
-            plane_ -= planes_;
-            ++b_;
-        }
-        b_ += step_b_;
     }
-    i64 planes_, b_, plane_, step_b_, step_plane_;
-    int pixel_bytes_, segments_, i_, segment_, step_i_, step_segment_;
 };
 
 // ---------------------------------------------------------------------------- tiles

@@ -3,19 +3,22 @@
 //   indices = the active (n, hi, wi) in raster order, -1 past the count;  bin_counts = their number
 // Source: Ren et al. 2018, section 3.1.  Python: sbnet_cupy/ops/reduce_mask.py
 //
-// Each thread block takes `chunk` consecutive candidate blocks of the raster:
-//   1. pool      a team of TEAM warps pools one candidate after another -> one flag byte each
+// The candidate blocks of the raster are cut into words of `batch` (up to 32), whose flags are one
+// 32-bit number. Each thread block takes `words` consecutive ones:
+//   1. pool      a warp finds the corners of a word's candidates, one a lane, and then pools them
+//                with LANES lanes each; large blocks are pooled by the whole thread block
 //   2. publish   the number of flags set goes to workspace[1 + blockIdx], tagged with the epoch
 //   3. look back the thread block waits for the counts of those before it and adds them: its place
 //   4. write     rows in raster order; inactive candidates fill the tail with -1 from the far end
 // No atomics and no second launch: the order is the raster's by construction. The workspace is
 // never cleared: a count is valid when its tag is this launch's epoch, which the last thread block
 // advances when all have published. Thread blocks wait only for lower-numbered ones, which the
-// hardware starts first. Launch: 256 threads, one candidate chunk per thread block.
+// hardware starts first. Launch: 256 threads, `words` words per thread block.
 #include "common.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
+constexpr u32 ALL = 0xffffffffu;  // lanes of a warp
 
 // ---------------------------------------------------------------------------- comparing, summing
 
@@ -78,37 +81,56 @@ struct Words {
     }
 };
 
-// Sizes [N, H, W] of the mask; one side is under 2^31, the product need not be.
+// Sizes [N, H, W] of the mask; each side is under 2^30, the product need not be.
 struct Image {
     int N, H, W;
 };
 
-// Calls body(value) for this thread's share of the block's pixels that lie in the image.
-template <typename T, int BH, int BW, int WORD, bool EXACT, int TEAM, class Body>
-DEVICE void visit(const T* mask, const Image& image, int n, i64 h0, i64 w0, Body body) {
+// A candidate block: the offset of its corner's pixel, which may lie outside the image, and its
+// corner, (H, W) where no pixel of the block is in the image.
+struct Candidate {
+    i64 origin;
+    int n, h0, w0;
+};
+
+struct Raster {
+    i64 off_h, off_w, str_h, str_w;
+    int count_h, count_w;
+
+    template <int BH, int BW>
+    DEVICE Candidate find(int id, const Image& image) const {
+        const int per_image = count_h * count_w, n = id / per_image, rest = id - n * per_image;
+        const int hi = rest / count_w, wi = rest - hi * count_w;
+        const i64 h0 = off_h + str_h * hi, w0 = off_w + str_w * wi;
+        const bool meets = h0 > -BH && h0 < image.H && w0 > -BW && w0 < image.W;
+        return Candidate{(static_cast<i64>(n) * image.H + h0) * image.W + w0, n,
+                         meets ? static_cast<int>(h0) : image.H, meets ? static_cast<int>(w0) : image.W};
+    }
+};
+
+// Calls body(value) for this lane's share of the block's pixels that lie in the image.
+template <typename T, int BH, int BW, int WORD, bool EXACT, int LANES, class Body>
+DEVICE void visit(const T* mask, const Image& image, const Candidate& block, Body body) {
     constexpr int PER_ROW = EXACT ? BW / WORD : ceil_div(BW + WORD - 1, WORD);
-    constexpr int SLOTS = ceil_div(BH * PER_ROW, TEAM * 32);
+    constexpr int SLOTS = ceil_div(BH * PER_ROW, LANES);
     [[maybe_unused]] constexpr int UNROLL = SLOTS < 12 ? SLOTS : 8;
-    const int thread = threadIdx.x % (TEAM * 32);
-    const int i_begin = static_cast<int>(clamp(-h0, 0, BH)), j_begin = static_cast<int>(clamp(-w0, 0, BW));
-    const int i_end = static_cast<int>(clamp(image.H - h0, 0, BH));
-    const int j_end = static_cast<int>(clamp(image.W - w0, 0, BW));
-    if (j_begin >= j_end) return;
-    const i64 origin = (static_cast<i64>(n) * image.H + h0) * image.W + w0;
+    const int lane = threadIdx.x % LANES;
+    const int i_begin = max(-block.h0, 0), i_end = min(image.H - block.h0, BH);
+    const int j_begin = max(-block.w0, 0), j_end = min(image.W - block.w0, BW);
     const i64 total = static_cast<i64>(image.N) * image.H * image.W;
 #pragma unroll UNROLL
     for (int slot = 0; slot < SLOTS; ++slot) {
-        const int index = slot * TEAM * 32 + thread;
+        const int index = slot * LANES + lane;
         const int i = index / PER_ROW, k = index - i * PER_ROW;
         if (i < i_begin || i >= i_end) continue;
-        const i64 row = origin + static_cast<i64>(i) * image.W;
+        const i64 row = block.origin + static_cast<i64>(i) * image.W;
         if constexpr (EXACT) {
             if (k * WORD < j_begin || k * WORD >= j_end) continue;
             const auto word = Words<T, WORD>::load(mask, row + k * WORD, total);
 #pragma unroll
             for (int e = 0; e < WORD; ++e) body(word.element[e]);
         } else {
-            const i64 begin = row + j_begin, first = begin / WORD * WORD + k * WORD;
+            const i64 begin = row + j_begin, first = (begin & ~static_cast<i64>(WORD - 1)) + k * WORD;
             const int low = static_cast<int>(begin - first), high = static_cast<int>(row + j_end - first);
             if (high <= 0) continue;
             const auto word = Words<T, WORD>::load(mask, first, total);
@@ -118,6 +140,85 @@ DEVICE void visit(const T* mask, const Image& image, int n, i64 h0, i64 w0, Body
         }
     }
 }
+
+// The pooled values of candidates, compared with the threshold.
+template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int LANES>
+struct Pool {
+    using Sum = typename Element<T>::Sum;
+    const T* mask;
+    Image image;
+    Raster raster;
+    double tol;
+    i64 least;
+    bool never;
+
+    DEVICE bool any(const Candidate& block) const {
+        bool found = false;
+        if (!never)
+            visit<T, BH, BW, WORD, EXACT, LANES>(mask, image, block, [&](T value) {
+                found |= Element<T>::exceeds(value, tol, least);
+            });
+        return found;
+    }
+    DEVICE Sum sum(const Candidate& block) const {
+        Sum total = 0;
+        visit<T, BH, BW, WORD, EXACT, LANES>(mask, image, block,
+                                             [&](T value) { total += Element<T>::term(value); });
+        return total;
+    }
+    DEVICE bool exceeds(Sum total) const {
+        return static_cast<double>(total) / (static_cast<double>(BH) * BW) > tol;
+    }
+
+    // Flags of candidates [id, id + size), size <= 32, pooled by one warp. Same in all its lanes.
+    DEVICE u32 by_warp(int id, int size) const {
+        constexpr int GROUPS = 32 / LANES;
+        const int lane = threadIdx.x & 31;
+        Candidate mine{0, 0, image.H, image.W};
+        if (lane < size) mine = raster.template find<BH, BW>(id + lane, image);
+        u32 flags = 0;
+        for (int pass = 0; pass < size; pass += GROUPS) {
+            const int source = min(pass + lane / LANES, 31);
+            const Candidate block{__shfl_sync(ALL, mine.origin, source), 0,
+                                  __shfl_sync(ALL, mine.h0, source), __shfl_sync(ALL, mine.w0, source)};
+            bool active;
+            if constexpr (AVERAGE) {
+                Sum total = sum(block);
+#pragma unroll
+                for (int d = LANES / 2; d > 0; d /= 2) total += __shfl_xor_sync(ALL, total, d);
+                active = exceeds(total);
+            } else {
+                active = any(block);
+            }
+            const u32 votes = __ballot_sync(ALL, active);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                const u32 lanes = votes >> (group * LANES) & (ALL >> (32 - LANES));
+                if (lanes && pass + group < size) flags |= 1u << (pass + group);
+            }
+        }
+        return flags;
+    }
+
+    // Flag of candidate id, pooled by the whole thread block. Same in all its threads.
+    DEVICE bool by_block(int id, Sum* partial) const {
+        const Candidate block = raster.template find<BH, BW>(id, image);
+        if constexpr (AVERAGE) {
+            Sum total = sum(block);
+#pragma unroll
+            for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(ALL, total, d);
+            __syncthreads();  // partial may still be read
+            if ((threadIdx.x & 31) == 0) partial[threadIdx.x / 32] = total;
+            __syncthreads();
+            total = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) total += partial[w];
+            return exceeds(total);
+        } else {
+            return __syncthreads_or(any(block));
+        }
+    }
+};
 
 // ---------------------------------------------------------------------------- counting
 
@@ -143,6 +244,7 @@ DEVICE int inclusive_sum(int value, int* scratch, int& total) {
     return value + before;
 }
 
+// One 64-bit store carries tag and count, so that no fence is needed.
 DEVICE void publish(u64* slot, u64 value) { *const_cast<volatile u64*>(slot) = value; }
 
 // The count that thread block `slot` published in this epoch; waits until it is there.
@@ -155,77 +257,62 @@ DEVICE int await_count(const u64* slot, u32 epoch) {
 // ---------------------------------------------------------------------------- kernel
 
 // mask [N, H, W]; bin_counts [1]; indices [capacity, 3]; workspace [1 + gridDim] (epoch, counts)
-template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int TEAM>
-__global__ void __launch_bounds__(THREADS)
+template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int LANES>
+__global__ void __launch_bounds__(THREADS, 4)
     reduce_mask(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
                 u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
                 i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
-                i64 chunk, i64 fill) {
-    DYNAMIC_SHARED(u8, flags);  // [chunk]
+                i64 batch, i64 words, i64 fill) {
+    DYNAMIC_SHARED(u32, flags);           // [words]
+    int* const ranks = reinterpret_cast<int*>(flags + words);  // [words]: flags set before a word
     __shared__ int scratch[WARPS];
     __shared__ u32 launch_epoch;
     __shared__ typename Element<T>::Sum partial[WARPS];
     const Image image{static_cast<int>(N), static_cast<int>(H), static_cast<int>(W)};
+    const Raster raster{off_h, off_w, str_h, str_w, static_cast<int>(count_h), static_cast<int>(count_w)};
+    const Pool<T, BH, BW, AVERAGE, WORD, EXACT, LANES> pool{mask, image, raster, tol, least, never != 0};
     const int candidates = static_cast<int>(N * count_h * count_w);
-    const int first = static_cast<int>(blockIdx.x * chunk);
-    const int size = min(static_cast<int>(chunk), candidates - first);
-    const int per_image = static_cast<int>(count_h * count_w), per_row = static_cast<int>(count_w);
+    const int per_word = static_cast<int>(batch), lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    const i64 first = blockIdx.x * words * batch;  // candidate
+    const int left = static_cast<int>(min(words * batch, candidates - first));
+    const int my_words = ceil_div(left, per_word);
     if (threadIdx.x == 0) launch_epoch = static_cast<u32>(workspace[0]) + 1;
 
     // 1. pool
-    constexpr int TEAMS = WARPS / TEAM;
-    const int team = threadIdx.x / (TEAM * 32), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int k = team; k < ceil_div(size, TEAMS) * TEAMS; k += TEAMS) {
-        const int id = first + k, n = id / per_image, rest = id - n * per_image;
-        const int hi = rest / per_row, wi = rest - hi * per_row;
-        const i64 h0 = off_h + str_h * hi, w0 = off_w + str_w * wi;
-        bool active = false;
-        if constexpr (!AVERAGE) {
-            bool any = false;
-            if (k < size && !never)
-                visit<T, BH, BW, WORD, EXACT, TEAM>(mask, image, n, h0, w0, [&](T value) {
-                    any |= Element<T>::exceeds(value, tol, least);
-                });
-            if constexpr (TEAM == 1)
-                active = __any_sync(0xffffffffu, any);
-            else if constexpr (TEAM == WARPS)
-                active = __syncthreads_or(any);
-        } else {
-            typename Element<T>::Sum sum = 0;
-            if (k < size)
-                visit<T, BH, BW, WORD, EXACT, TEAM>(mask, image, n, h0, w0,
-                                                [&](T value) { sum += Element<T>::term(value); });
-#pragma unroll
-            for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-            if constexpr (TEAM > 1) {
-                __syncthreads();  // partial may still be read
-                if (lane == 0) partial[warp] = sum;
-                __syncthreads();
-                sum = 0;
-#pragma unroll
-                for (int w = 0; w < TEAM; ++w) sum += partial[w];
-            }
-            active = static_cast<double>(sum) / (static_cast<double>(BH) * BW) > tol;
+    if constexpr (LANES == THREADS) {
+        for (int w = 0; w < my_words; ++w) {  // batch is 1
+            const bool active = pool.by_block(static_cast<int>(first) + w, partial);
+            if (threadIdx.x == 0) flags[w] = active;
         }
-        if (k < size && threadIdx.x % (TEAM * 32) == 0) flags[k] = active;
+    } else {
+        for (int w = warp; w < my_words; w += WARPS) {
+            const int size = min(per_word, left - w * per_word);
+            const u32 word = pool.by_warp(static_cast<int>(first) + w * per_word, size);
+            if (lane == 0) flags[w] = word;
+        }
     }
     __syncthreads();
 
     // 2. publish
-    const int per_thread = ceil_div(size, THREADS), from = min(static_cast<int>(threadIdx.x) * per_thread, size);
-    const int to = min(from + per_thread, size);
+    const int per_thread = ceil_div(my_words, THREADS);
+    const int from = min(static_cast<int>(threadIdx.x) * per_thread, my_words);
+    const int to = min(from + per_thread, my_words);
     int mine = 0, total = 0;
-    for (int k = from; k < to; ++k) mine += flags[k];
-    const int end = inclusive_sum(mine, scratch, total);
+    for (int w = from; w < to; ++w) mine += __popc(flags[w]);
+    int rank = inclusive_sum(mine, scratch, total) - mine;
     const u32 epoch = launch_epoch;
     if (threadIdx.x == 0)
         publish(workspace + 1 + blockIdx.x, (static_cast<u64>(epoch) << 32) | static_cast<u32>(total));
+    for (int w = from; w < to; ++w) {
+        ranks[w] = rank;
+        rank += __popc(flags[w]);
+    }
 
     // 3. look back
     int waited = 0, before = 0;
     for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS)
         waited += await_count(workspace + 1 + other, epoch);
-    inclusive_sum(waited, scratch, before);
+    inclusive_sum(waited, scratch, before);  // also makes ranks visible
     const bool last = blockIdx.x == gridDim.x - 1;
     if (last && threadIdx.x == 0) {
         *bin_counts = before + total;
@@ -233,16 +320,18 @@ __global__ void __launch_bounds__(THREADS)
     }
 
     // 4. write
-    i64 place = before + end - mine;
-    for (int k = from; k < to; ++k) {
-        const int id = first + k;
+    for (int w = warp; w < my_words; w += WARPS) {
+        if (lane >= per_word || w * per_word + lane >= left) continue;
+        const int id = static_cast<int>(first) + w * per_word + lane;
+        const u32 word = flags[w];
+        const i64 place = before + ranks[w] + __popc(word & ((1u << lane) - 1));
         i64 at = place;
         int n = -1, hi = -1, wi = -1;
-        if (flags[k]) {
+        if (word >> lane & 1u) {
+            const int per_image = raster.count_h * raster.count_w;
             n = id / per_image;
-            hi = (id - n * per_image) / per_row;
-            wi = id - n * per_image - hi * per_row;
-            ++place;
+            hi = (id - n * per_image) / raster.count_w;
+            wi = id - n * per_image - hi * raster.count_w;
         } else {  // the q-th inactive candidate fills the q-th row from the end
             if (!fill || capacity < candidates) continue;
             at = candidates - 1 - (id - place);
@@ -254,8 +343,8 @@ __global__ void __launch_bounds__(THREADS)
     }
     if (!fill) return;
     // Rows that no candidate can reach, and with a small capacity the whole tail.
-    i64 tail = candidates, step = static_cast<i64>(gridDim.x) * THREADS;
-    i64 row = tail + static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    i64 row = candidates + static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    i64 step = static_cast<i64>(gridDim.x) * THREADS;
     if (capacity < candidates) {
         if (!last) return;
         row = before + total + static_cast<i64>(threadIdx.x);

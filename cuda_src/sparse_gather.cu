@@ -58,54 +58,49 @@ struct Affine {
 // ---------------------------------------------------------------------------- kernels
 
 template <typename V, int BH, int BW, int LANES, int RUNS, int COLS, class F>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 5)
     gather_runs(const V* __restrict__ x, const int* __restrict__ bin_counts,
                 const int* __restrict__ indices, V* __restrict__ blocks,
                 const typename F::Parameter* __restrict__ scale,
-                const typename F::Parameter* __restrict__ shift, i64 planes, i64 pixel_bytes,
-                i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h, i64 off_w,
-                i64 str_h, i64 str_w) {
+                const typename F::Parameter* __restrict__ shift, i64 batch, i64 planes,
+                i64 pixel_bytes, i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h,
+                i64 off_w, i64 str_h, i64 str_w) {
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
-    const int lane = threadIdx.x % LANES;
-    const i64 groups = static_cast<i64>(gridDim.x) * (THREADS / LANES);
-    const i64 start = static_cast<i64>(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
-    const i64 count = active_rows(bin_counts, g);
-    RunWalk<BH, BW, sizeof(V), LANES * COLS> walk(start, groups, planes, static_cast<int>(pixel_bytes));
-    const i64 runs = walk.runs(M);
-    const int per_vector = static_cast<int>(sizeof(V) / element_bytes);
-
-    for (i64 r = start; r < runs; r += groups * RUNS) {
-        Run run[RUNS];
-        V value[RUNS][COLS];
+    const Runs<BH, BW, sizeof(V), LANES, RUNS, COLS> runs(planes, pixel_bytes, element_bytes);
+    [[maybe_unused]] const bool by_plane = planes > 1;
+    [[maybe_unused]] int hop[COLS];  // channels from a run's first element to this lane's vectors
+    if constexpr (F::USES_CHANNEL)
 #pragma unroll
-        for (int q = 0; q < RUNS; ++q) run[q] = walk.next(count, indices, g);
+        for (int k = 0; k < COLS; ++k)
+            hop[k] = static_cast<int>((threadIdx.x % LANES + k * LANES) *
+                                      static_cast<u32>(sizeof(V) / element_bytes) % static_cast<u32>(C));
+
+    runs.visit(runs.total(M), batch, active_rows(bin_counts, g), indices, g, [&](const Run* run, int lane) {
+        V value[RUNS][COLS];
 #pragma unroll
         for (int q = 0; q < RUNS; ++q)
 #pragma unroll
             for (int k = 0; k < COLS; ++k) {
-                const int v = run[q].first + lane + k * LANES;
-                const bool inside = v >= run[q].begin && v < run[q].end;
-                value[q][k] = inside ? x[run[q].image + v] : zero<V>();
+                const int v = lane + k * LANES;
+                value[q][k] = v >= run[q].begin && v < run[q].end ? x[run[q].image + v] : zero<V>();
             }
 #pragma unroll
         for (int q = 0; q < RUNS; ++q)
 #pragma unroll
             for (int k = 0; k < COLS; ++k) {
-                const int v = run[q].first + lane + k * LANES;
+                const int v = lane + k * LANES;
                 if (v >= run[q].last) continue;
                 if constexpr (F::USES_CHANNEL) {
                     if (v >= run[q].begin && v < run[q].end) {
-                        const bool by_plane = planes > 1;
-                        const u32 element = static_cast<u32>(v) * per_vector;
-                        const int channel = static_cast<int>(
-                            by_plane ? run[q].plane : element % static_cast<u32>(C));
+                        int channel = run[q].channel + (by_plane ? 0 : hop[k]);
+                        if (channel >= C) channel -= static_cast<int>(C);
                         value[q][k] = f(value[q][k], channel, by_plane ? 0 : 1);
                     }
                 }
                 blocks[run[q].stack + v] = value[q][k];
             }
-    }
+    });
 }
 
 template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TP, int VC, int G, class F>

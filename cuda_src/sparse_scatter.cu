@@ -34,29 +34,22 @@ struct Add {
 // ---------------------------------------------------------------------------- no overlap
 
 template <typename V, int BH, int BW, int LANES, int RUNS, int COLS, class F>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 5)
     scatter_runs(V* __restrict__ y, const int* __restrict__ bin_counts,
-                 const int* __restrict__ indices, const V* __restrict__ blocks, i64 planes,
-                 i64 pixel_bytes, i64, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h, i64 off_w,
-                 i64 str_h, i64 str_w) {
+                 const int* __restrict__ indices, const V* __restrict__ blocks, i64 batch, i64 planes,
+                 i64 pixel_bytes, i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h,
+                 i64 off_w, i64 str_h, i64 str_w) {
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
-    const int lane = threadIdx.x % LANES;
-    const i64 groups = static_cast<i64>(gridDim.x) * (THREADS / LANES);
-    const i64 start = static_cast<i64>(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
+    const Runs<BH, BW, sizeof(V), LANES, RUNS, COLS> runs(planes, pixel_bytes, element_bytes);
     const i64 count = active_rows(bin_counts, g);
-    RunWalk<BH, BW, sizeof(V), LANES * COLS> walk(start, groups, planes, static_cast<int>(pixel_bytes));
-    const i64 runs = walk.runs(count);
 
-    for (i64 r = start; r < runs; r += groups * RUNS) {
-        Run run[RUNS];
+    runs.visit(runs.total(count), batch, count, indices, g, [&](const Run* run, int lane) {
         V value[RUNS][COLS], old[RUNS][COLS];
-#pragma unroll
-        for (int q = 0; q < RUNS; ++q) run[q] = walk.next(count, indices, g);
 #pragma unroll
         for (int q = 0; q < RUNS; ++q)
 #pragma unroll
             for (int k = 0; k < COLS; ++k) {
-                const int v = run[q].first + lane + k * LANES;
+                const int v = lane + k * LANES;
                 if (v < run[q].begin || v >= run[q].end) continue;
                 value[q][k] = blocks[run[q].stack + v];
                 if (F::READS) old[q][k] = y[run[q].image + v];
@@ -65,11 +58,11 @@ __global__ void __launch_bounds__(THREADS)
         for (int q = 0; q < RUNS; ++q)
 #pragma unroll
             for (int k = 0; k < COLS; ++k) {
-                const int v = run[q].first + lane + k * LANES;
+                const int v = lane + k * LANES;
                 if (v < run[q].begin || v >= run[q].end) continue;
                 y[run[q].image + v] = F::READS ? F::combine(old[q][k], value[q][k]) : value[q][k];
             }
-    }
+    });
 }
 
 template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TP, int VC, int G, class F>

@@ -46,32 +46,31 @@ def array_function(function):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        first = place = None
-        for value in (*args, *kwargs.values()):
-            for array in _arrays_in(value):
-                library = library_of(array)
-                if first is None:
-                    first, first_library, place = array, library, library.place(array)
-                elif library is not first_library or library.place(array) != place:
-                    raise _mixed(signature, args, kwargs)
-        if first is None or first_library is _libraries.NUMPY:
+        first = library = place = None
+        for array in _arrays_in((*args, *kwargs.values())):
+            if first is None:
+                first, library = array, library_of(array)
+                place = library.place(array)
+            elif library_of(array) is not library or library.place(array) != place:
+                raise _mixed(signature, args, kwargs)
+        if library is None or library is _libraries.NUMPY:
             return function(*args, **kwargs)
-        if first_library is _libraries.CUPY:
-            return _on_device(first, function, args, kwargs)
-        return _through_door(first_library, first, function, signature, args, kwargs)
+        if library is _libraries.CUPY:
+            return _on_device(place, function, args, kwargs)
+        return _through_door(library, first, function, signature, args, kwargs)
 
     return call
 
 
-def _arrays_in(value):
-    """Return the arrays that an argument holds: itself, or those of a container."""
-    if library_of(value) is not None:
-        return (value,)
-    if isinstance(value, ArrayContainer):
-        return [item for item in value._arrays() if library_of(item) is not None]
-    if isinstance(value, tuple | list):
-        return [item for item in value if library_of(item) is not None]
-    return ()
+def _arrays_in(values):
+    """Yield the arrays among ``values``, and those that containers among them hold."""
+    for value in values:
+        if library_of(value) is not None:
+            yield value
+        elif isinstance(value, ArrayContainer):
+            yield from _arrays_in(value._arrays())
+        elif isinstance(value, tuple | list):
+            yield from _arrays_in(value)
 
 
 def _map_value(value, function):
@@ -80,16 +79,14 @@ def _map_value(value, function):
         return function(value)
     if isinstance(value, ArrayContainer):
         return value._map_arrays(lambda x: function(x) if library_of(x) is not None else x)
-    if isinstance(value, tuple | list) and _arrays_in(value):
+    if isinstance(value, tuple | list) and any(True for _ in _arrays_in(value)):
         return type(value)(_map_value(item, function) for item in value)
     return value
 
 
-def _on_device(first, function, args, kwargs):
+def _on_device(device, function, args, kwargs):
     """Call with CuPy arrays, on their device if it is not the current one."""
-    import cupy
-
-    device = first.data.device_id
+    cupy = sys.modules["cupy"]
     if device == cupy.cuda.runtime.getDevice():
         return function(*args, **kwargs)
     with cupy.cuda.Device(device):
@@ -123,8 +120,8 @@ def _mixed(signature, args, kwargs):
     """Build the error for arguments of different libraries or devices."""
     places = []
     for name, value in signature.bind(*args, **kwargs).arguments.items():
-        for array in _arrays_in(value):
-            place = library_of(array).place(array)
+        for array in _arrays_in((value,)):
+            place = _place_name(array)
             if place == "traced":  # beside concrete arrays: the error that names the adapter
                 library_of(array).enter(array, name)
             places.append(f"{name} is {library_of(array).name} on {place}")
@@ -133,6 +130,12 @@ def _mixed(signature, args, kwargs):
         + ", ".join(places)
         + "; convert them first"
     )
+
+
+def _place_name(array):
+    """Return where an array is, for messages."""
+    place = library_of(array).place(array)
+    return f"cuda:{place}" if is_cupy(array) else place
 
 
 def is_cupy(array):
@@ -203,8 +206,8 @@ def check_array(name, value, *, ndim=None, shape=None, kinds=None, like=None):
         library is not library_of(like) or library.place(value) != library.place(like)
     ):
         raise DeviceError(
-            f"{name} must be on {library_of(like).place(like)} like the other arrays, "
-            f"got {library.name} on {library.place(value)}"
+            f"{name} must be {library_of(like).name} on {_place_name(like)} like the other arrays, "
+            f"got {library.name} on {_place_name(value)}"
         )
 
 
@@ -225,7 +228,7 @@ def check_contiguous(name, value):
 
 
 def check_out(out, shape, dtype, like, inputs=()):
-    """Raise unless ``out`` can receive a result and shares no memory with the inputs."""
+    """Raise unless ``out`` can receive a result and shares no memory with the named ``inputs``."""
     check_array("out", out, like=like)
     if out.shape != tuple(shape):
         raise ShapeError(f"out must have shape {tuple(shape)}, got {out.shape}")
@@ -237,6 +240,24 @@ def check_out(out, shape, dtype, like, inputs=()):
             "out must be writable, got a read-only array; JAX and TensorFlow arrays never are: "
             "use the returned array instead"
         )
+    check_apart(out, inputs)
+
+
+def signature_of(array):
+    """Return what checks and kernels see of a CuPy array, or of None: a hashable key."""
+    if not is_cupy(array):
+        return None if array is None else type(array)
+    dtype = array.dtype
+    return array.shape, dtype.num, array.flags.c_contiguous, array.data.ptr % 16
+
+
+def device_of(array):
+    """Return the number of a CuPy array's device; -1 for the CPU."""
+    return array.data.device_id if is_cupy(array) else -1
+
+
+def check_apart(out, inputs):
+    """Raise if ``out`` shares memory with one of the named ``inputs``."""
     for name, value in inputs:
         if value is not None and _overlap(out, value):
             raise ShapeError(f"out must not share memory with {name}; pass a separate array")

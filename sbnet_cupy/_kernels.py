@@ -11,7 +11,10 @@ import math
 import os
 import stat
 import tempfile
+import threading
 from pathlib import Path
+
+import numpy as np
 
 from . import _arrays
 from .errors import DeviceError, DTypeError
@@ -19,7 +22,8 @@ from .errors import DeviceError, DTypeError
 _HERE = Path(__file__).resolve().parent
 _INSTALLED, _CHECKOUT = _HERE / "cuda_src", _HERE.parent / "cuda_src"
 SOURCE_DIR = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-_LAUNCHABLE = {}  # (device, stem, kernel, template) -> cupy.cuda.Function
+_LOADED = {}  # (device, stem, kernel, template, ...) -> cupy.RawKernel
+_SHARED_BY_DEFAULT = 48 << 10  # bytes of dynamic shared memory that need no permission
 
 # C++ names of the dtypes, as cuda_src/common.cuh defines them.
 _CPP_NAMES = {
@@ -51,21 +55,71 @@ def cpp_name(dtype, argument):
         ) from None
 
 
-def launch(stem, kernel, template, grid, block, args, shared=0):
+def launch(stem, kernel, template, grid, block, args, shared=0, persistent=False):
     """Run ``kernel<template...>`` of ``cuda_src/<stem>.cu`` on CuPy's current device and stream.
 
-    ``args`` may hold CuPy arrays, None (a null pointer), int (``long long``) and float
-    (``double``). An empty grid launches nothing.
+    ``args`` holds CuPy arrays or None (a null pointer), then int (``long long``) and float
+    (``double``). ``grid`` and ``block`` are numbers of thread blocks and of threads; an empty grid
+    launches nothing, and a ``persistent`` one is cut to what the GPU holds at once.
     """
-    if not grid:
-        return
+    scalars = tuple(arg for arg in args if isinstance(arg, int | float))
+    arrays = args[: len(args) - len(scalars)]
+    if grid:
+        sizes = (grid, block, len(arrays), scalars, shared, persistent)
+        prepare(stem, kernel, template, *sizes)(*arrays)
+
+
+def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False):
+    """Return a launch with all but its arrays decided, bound to CuPy's current device.
+
+    Called with ``pointers`` arrays (or None), it runs the kernel on the current stream. Making one
+    costs far more than calling it: keep it.
+    """
     import cupy
 
-    key = (cupy.cuda.runtime.getDevice(), stem, kernel, template)
-    function = _LAUNCHABLE.get(key)
-    if function is None:
-        function = _LAUNCHABLE[key] = _load(stem, kernel, template, shared)
-    function((grid,), (block,), tuple(0 if arg is None else arg for arg in args), shared_mem=shared)
+    key = (cupy.cuda.runtime.getDevice(), stem, kernel, template, shared > _SHARED_BY_DEFAULT)
+    module_function = _LOADED.get(key)
+    if module_function is None:
+        module_function = _LOADED[key] = _load(stem, kernel, template, shared)
+    if persistent:
+        resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            module_function.kernel.ptr, block, shared
+        )
+        grid = min(grid, max(resident, 1) * sm_count())
+    return _Launch(module_function, grid, block, shared, pointers, scalars)
+
+
+class _Launch:
+    """A kernel with its grid and scalars; call it with the arrays.
+
+    Every parameter of our kernels is 8 bytes (a pointer, long long or double), so that one block of
+    numbers holds them all and only the pointers change from call to call.
+    """
+
+    def __init__(self, function, grid, block, shared, pointers, scalars):
+        import cupy
+
+        self._function = function  # keeps the module loaded
+        values = np.zeros(pointers + len(scalars), np.int64)
+        for position, scalar in enumerate(scalars, pointers):
+            kind = np.float64 if isinstance(scalar, float) else np.int64
+            values[position] = np.array(scalar, kind).view(np.int64)
+        addresses = values.ctypes.data + 8 * np.arange(len(values), dtype=np.int64)
+        self._values, self._addresses = memoryview(values), addresses
+        self._launch = functools.partial(
+            cupy.cuda.driver.launchKernel, function.kernel.ptr, grid, 1, 1, block, 1, 1, shared
+        )
+        self._table = addresses.ctypes.data
+        self._stream = cupy.cuda.get_current_stream
+        self._lock = threading.Lock()  # two threads must not fill in pointers at the same time
+
+    def __call__(self, *arrays):
+        """Launch on the current stream; None is a null pointer."""
+        values = self._values
+        with self._lock:
+            for position, array in enumerate(arrays):
+                values[position] = 0 if array is None else array.data.ptr
+            self._launch(self._stream().ptr, self._table, 0)
 
 
 def sm_count():
@@ -141,7 +195,7 @@ def _load(stem, kernel, template, shared):
     expression = name_expression(kernel, template)
     path, symbol = _cubin_on_disk(stem, expression, architecture(capability))
     function = cupy.RawModule(path=str(path)).get_function(symbol)
-    if shared > 48 * 1024:
+    if shared > _SHARED_BY_DEFAULT:
         function.max_dynamic_shared_size_bytes = shared
     return function
 

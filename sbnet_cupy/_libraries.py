@@ -31,7 +31,7 @@ class CuPy:
 
     def place(self, value):
         """Return a key that tells devices apart."""
-        return f"cuda:{value.data.device_id}"
+        return value.data.device_id
 
 
 class Torch:
@@ -261,7 +261,7 @@ def _torch_dtype(dtype, argument):
         known = np.dtype(name)
     except TypeError:
         known = None
-    if known is None or known.kind == "V":
+    if known is None or known.isbuiltin != 1:
         raise DTypeError(
             f"{argument} has dtype {dtype}, which NumPy does not know; view it as an integer dtype"
         )

@@ -17,6 +17,8 @@ from hypothesis import settings
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave GPU memory to the others
+
 REQUIRED = {name.strip() for name in os.environ.get("SBNET_REQUIRE", "").split(",") if name.strip()}
 DEMO_MODULES = ("skimage", "matplotlib", "rich")
 
@@ -71,12 +73,6 @@ def tf():
     return require("tensorflow")
 
 
-@pytest.fixture(params=FRAMEWORKS, scope="session")
-def lib(request):
-    """Every array library that comes through the DLPack door."""
-    return FRAMEWORKS[request.param](require(request.param))
-
-
 class Library:
     """An array library under test: how to get arrays into it and out again."""
 
@@ -105,11 +101,13 @@ class Library:
         return array if self.module is np else array.get()
 
 
+def _gpu_expected():
+    return "gpu" in REQUIRED or _find("gpu") is not None
+
+
 def _library_names():
-    names = ["numpy", "numpy-readonly"]
-    if "gpu" in REQUIRED or _find("gpu") is not None:
-        names.append(pytest.param("cupy", marks=pytest.mark.gpu))
-    return names
+    cupy = pytest.param("cupy", marks=pytest.mark.gpu)
+    return ["numpy", "numpy-readonly", *([cupy] if _gpu_expected() else [])]
 
 
 @pytest.fixture(params=_library_names(), scope="session")
@@ -118,3 +116,16 @@ def xp(request):
     if request.param == "cupy":
         return Library("cupy", require("gpu"))
     return Library(request.param, np, readonly=request.param == "numpy-readonly")
+
+
+def _framework_names():
+    cuda = [pytest.param(f"{name}-cuda", marks=pytest.mark.gpu) for name in ("torch", "jax")]
+    return [*FRAMEWORKS, *(cuda if _gpu_expected() else [])]
+
+
+@pytest.fixture(params=_framework_names(), scope="session")
+def lib(request):
+    """Every library that comes through the DLPack door, on the CPU and, if there is one, a GPU."""
+    name, _, device = request.param.partition("-")
+    module = require(name)
+    return FRAMEWORKS[name](module, device, require("gpu")) if device else FRAMEWORKS[name](module)

@@ -102,9 +102,10 @@ def bounded_add(a, b):
 
 
 def residual_unit(x, weights, strides=(1, 1), w_project=None, *, dtype, epsilon):
-    """``x + conv3(a3(conv2(a2(conv1(a1(x))))))``, every intermediate image rounded to ``dtype``.
+    """Return ``x + conv3(a3(conv2(a2(conv1(a1(x))))))`` and the shortcut, x or its projection.
 
-    ``weights`` are w1, w2, w3, scale1, shift1, scale2, shift2, scale3, shift3.
+    Every intermediate image is rounded to ``dtype``. ``weights`` are w1, w2, w3, scale1, shift1,
+    scale2, shift2, scale3, shift3.
     """
     w1, w2, w3, scale1, shift1, scale2, shift2, scale3, shift3 = weights
     options = {"epsilon": epsilon}

@@ -1,4 +1,4 @@
-"""The array libraries that come through the DLPack door, on the CPU, for the tests."""
+"""The array libraries that come through the DLPack door: how the tests make and inspect theirs."""
 
 import ctypes
 
@@ -11,14 +11,16 @@ class Torch:
 
     name = "torch"
 
-    def __init__(self, module):
-        self.module = module
+    def __init__(self, module, device="cpu", native=np):
+        self.module, self.device, self.native = module, device, native
 
     def make(self, array):
         array = np.array(array, order="C")
         if array.dtype == ml_dtypes.bfloat16:
-            return self.module.from_numpy(array.view(np.int16)).view(self.module.bfloat16)
-        return self.module.from_numpy(array)
+            tensor = self.module.from_numpy(array.view(np.int16)).view(self.module.bfloat16)
+        else:
+            tensor = self.module.from_numpy(array)
+        return tensor.to(self.device)
 
     def address(self, tensor):
         return tensor.data_ptr()
@@ -29,11 +31,12 @@ class Jax:
 
     name = "jax"
 
-    def __init__(self, module):
-        self.module = module
+    def __init__(self, module, device="cpu", native=np):
+        self.module, self.native = module, native
+        self.device = module.devices(device)[0]
 
     def make(self, array):
-        return self.module.numpy.asarray(np.array(array, order="C"))
+        return self.module.device_put(np.array(array, order="C"), self.device)
 
     def address(self, array):
         return array.unsafe_buffer_pointer()
@@ -44,8 +47,8 @@ class TensorFlow:
 
     name = "tensorflow"
 
-    def __init__(self, module):
-        self.module = module
+    def __init__(self, module, device="cpu", native=np):
+        self.module, self.native = module, native
 
     def make(self, array):
         return self.module.constant(np.array(array, order="C"))

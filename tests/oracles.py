@@ -136,8 +136,12 @@ def _relu(value):
     return np.where(value > 0, value, np.zeros_like(value))
 
 
+def _sigmoid(v):
+    return 1 / (1 + math.exp(-v)) if v > 0 else math.exp(v) / (1 + math.exp(v))
+
+
 def _silu(value):
-    return np.array([float(v) / (1 + math.exp(-float(v))) for v in value])
+    return np.array([float(v) * _sigmoid(float(v)) for v in value])
 
 
 def _gelu(value):

@@ -1,15 +1,19 @@
 """conv2d: loops = NumPy = CUDA, by both routes of the GPU, on drawn sizes, layouts and dtypes."""
 
+import contextlib
 import math
+import sys
 import tracemalloc
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import conv_oracles as oracles
+import fake_cuda_libraries as fake
 import numpy as np
 import pytest
 from assertions import assert_same, to_numpy
+from conftest import Library
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from strategies import FLOATS
@@ -18,7 +22,7 @@ from sbnet_cupy import DTypeError, ShapeError
 from sbnet_cupy._arrays import namespace
 from sbnet_cupy.ops import _cudnn, _im2col
 from sbnet_cupy.ops.activation import ACTIVATIONS, apply_activation, check_activation, erf
-from sbnet_cupy.ops.conv2d import conv2d, resolve_problem
+from sbnet_cupy.ops.conv2d import _conv2d_cuda, conv2d, resolve_problem
 
 ORDER = {"NHWC": (0, 1, 2, 3), "NCHW": (0, 3, 1, 2), "HWIO": (0, 1, 2, 3), "OIHW": (3, 2, 0, 1)}
 
@@ -32,7 +36,7 @@ class Case:
     channels: int = 5
     strides: tuple[int, int] = (1, 1)
     padding: Any = "SAME"
-    dtype: np.dtype = np.dtype("f4")
+    dtype: np.dtype = FLOATS[2]
     data_format: str = "NHWC"
     w_format: str = "HWIO"
     precision: str | None = None
@@ -177,6 +181,121 @@ def test_cudnn_takes_all_but_float64(xp, case):
         assert left == [slice(0, len(x))]
     else:  # a part may start where its address is not a multiple of 16 bytes
         assert all(x[part].data.ptr % 16 or out[part].data.ptr % 16 for part in left)
+
+
+@contextlib.contextmanager
+def fake_cudnn(supports=lambda graph: True):
+    """Run the code for cuDNN on NumPy arrays, against a front end that reads their pointers."""
+    cudnn = fake.Cudnn(supports)
+    caches = (_cudnn._graph, _cudnn._handle, _cudnn._kernel_cache, _cudnn.cudnn_available)
+    with (
+        mock.patch.dict(sys.modules, cudnn=cudnn),
+        mock.patch.object(_cudnn, "_current", lambda: (0, 5)),
+    ):
+        for cache in caches:
+            cache.cache_clear()
+        yield cudnn
+    for cache in caches:
+        cache.cache_clear()
+
+
+def run_fake(case, activation, scaled, biased):
+    """Convolve through the code for CUDA and compare with the loops."""
+    x, w = case.numbers()
+    scale, bias = case.tables()
+    scale, bias = scale if scaled else None, bias if biased else None
+    options = case.options | {"activation": activation}
+    arranged = case.arrange(x, w, Library("numpy", np))
+    problem = resolve_problem(*arranged, **options)
+    out = np.full((len(x), *problem.out_shape), np.nan, case.dtype)
+    if out.size:
+        _conv2d_cuda(*arranged, out, scale, bias, problem)
+    oracles.assert_within(out, case.oracle(x, w, scale, bias, activation))
+
+
+@given(
+    case=cases(),
+    activation=st.sampled_from(ACTIVATIONS),
+    scaled=st.booleans(),
+    biased=st.booleans(),
+)
+@example(case=Case(image=(17, 4, 4, 8), channels=8), activation="relu", scaled=True, biased=True)
+def test_what_cudnn_is_told(case, activation, scaled, biased):
+    with fake_cudnn() as cudnn:
+        run_fake(case, activation, scaled, biased)
+    for graph in cudnn.graphs:
+        fused = len(graph.nodes) > 1
+        assert graph.nodes[0] == "conv" and graph.dynamic == fused
+        single = case.dtype == np.float32
+        assert not (fused and single)  # what follows is applied in place, in float32 too
+        exact = single and case.precision != "tf32"
+        assert (fake.Note.TENSOR_CORE in graph.notes) == exact
+        assert (fake.Note.DOWN_CONVERT_INPUTS in graph.notes) == single
+        assert {fake.Note.NONDETERMINISTIC, fake.Note.WINOGRAD, fake.Note.FFT} <= {*graph.notes}
+    assert case.dtype != np.float64 or not cudnn.graphs
+
+
+@given(case=cases(), activation=st.sampled_from(ACTIVATIONS), biased=st.booleans())
+def test_what_cudnn_declines_is_done_all_the_same(case, activation, biased):
+    with fake_cudnn(supports=lambda graph: False) as cudnn:
+        run_fake(case, activation, True, biased)
+    assert not cudnn.executed
+
+
+def test_fused_kernels_without_dynamic_shapes():
+    case = Case(dtype=FLOATS[0], image=(2, 6, 7, 8), channels=8)
+    with fake_cudnn(supports=lambda graph: not graph.dynamic) as cudnn:
+        run_fake(case, "gelu", True, True)
+    assert [g.nodes for g in cudnn.executed] == [["conv", "mul", "add", "gelu"]]
+
+
+def test_graphs_and_compiled_kernels_are_kept():
+    """A new batch of a known length plans nothing; a new length shares the compiled kernels."""
+    with fake_cudnn() as cudnn:
+        for batch in (16, 16, 32, 48, 16, 47):  # 47 = 44 + 3
+            run_fake(Case(image=(batch, 3, 3, 8), dtype=FLOATS[0], channels=8), "relu", True, True)
+        assert len(cudnn.executed) == 7 and len(cudnn.graphs) == 5
+        assert len({id(graph.cache) for graph in cudnn.graphs}) == 1
+        run_fake(Case(image=(16, 3, 3, 8), dtype=FLOATS[0], channels=8), "silu", True, True)
+        assert len({id(graph.cache) for graph in cudnn.graphs}) == 2
+
+
+def test_misaligned_images_are_not_given_to_cudnn():
+    memory = np.ones(200, np.float16)[4:]
+    memory = memory[-(memory.ctypes.data // 2) % 8 + 1 :]  # two bytes off
+    x, w = memory[:128].reshape(1, 4, 4, 8), np.ones((1, 1, 8, 8), np.float16)
+    out = np.zeros((1, 4, 4, 8), np.float16)
+    assert x.ctypes.data % 16 == 2
+    with fake_cudnn() as cudnn:
+        _conv2d_cuda(x, w, out, None, None, resolve_problem(x, w, **options_of(Case())))
+    assert not cudnn.graphs and (out == 8).all()
+
+
+def options_of(case):
+    return case.options | {"activation": None}
+
+
+def test_without_the_front_end_or_its_library():
+    with fake_cudnn() as cudnn:
+        cudnn.backend_version = mock.Mock(side_effect=RuntimeError("Unable to find symbol"))
+        assert not _cudnn.cudnn_available()
+        run_fake(Case(), "relu", True, True)
+    with fake_cudnn(), mock.patch.dict(sys.modules, cudnn=None):
+        assert not _cudnn.cudnn_available()
+
+
+@given(case=cases(), limit=st.sampled_from([1, 2000, 1 << 27]))
+def test_what_cublas_is_told(case, limit):
+    cublas = fake.Cublas()
+    with (
+        mock.patch.object(_im2col, "_cublas_gemm", lambda: (cublas.gemm_ex, cublas.handle)),
+        mock.patch.object(_im2col, "is_cupy", lambda array: True),
+        mock.patch.object(_im2col, "CUPY_CHUNK_BYTES", limit),
+    ):
+        check_exact(case, Library("numpy", np), by_matrix_products)
+    tf32 = case.precision == "tf32" and case.dtype == np.float32
+    compute_type = 70 if case.dtype == np.float64 else 77 if tf32 else 68
+    assert cublas.compute_types <= {compute_type}
 
 
 @given(batch=st.integers(0, 5000), most=st.integers(1, 6000))

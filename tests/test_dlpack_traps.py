@@ -125,6 +125,7 @@ def test_other_layouts_devices_and_dtypes_are_refused(torch):
         sb.sparse_gather(meta[0], count, rows, bsize=4)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "complex32", "uint16"])
 def test_a_dtype_that_numpy_lacks_is_refused_or_copied(torch, name):
     count, rows = tensors(torch, COUNT, ROWS)
@@ -179,3 +180,24 @@ def test_a_tensorflow_variable_is_refused_or_read(tf):
         sb.sparse_gather(variable, *table, bsize=4)
     y = sb.sparse_gather(variable.value(), *table, bsize=4)
     assert_same(y, tf.constant(sb.sparse_gather(X, COUNT, ROWS, bsize=4)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", [False, True])
+def test_work_follows_the_stream_of_torch(torch, require, side):
+    """The input is late on the caller's stream: read on any other, it would still be zeros."""
+    require("gpu")
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    x = torch.zeros(2, 512, 512, 64, device="cuda")
+    count, rows = (t.cuda() for t in tensors(torch, COUNT, ROWS))
+    slow = torch.rand(4096, 4096, device="cuda")
+    for value in range(1, 11):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                slow = torch.tanh(slow @ slow)
+            x.fill_(value)
+            blocks = sb.sparse_gather(x, count, rows, bsize=32)
+            y = sb.sparse_scatter(blocks, count, rows, x, bsize=32, add=True)
+            total, doubled = blocks.sum().item(), (y == 2 * value).sum().item()
+        assert total == value * 3 * 32 * 32 * 64 and doubled == 3 * 32 * 32 * 64

@@ -60,9 +60,10 @@ def test_strictly_greater_than_a_tol_of_the_mask_s_own_precision(xp, dtype, avgp
     assert check(xp, above, one, tol=tol, avgpool=avgpool).count() == 1
 
 
+@pytest.mark.parametrize("dtype", strategies.FLOATS, ids=str)
 @pytest.mark.parametrize("avgpool", [False, True])
-def test_nan_is_not_above_any_tol(xp, avgpool):
-    mask = np.full((1, 4, 4), np.nan, np.float32)
+def test_nan_is_not_above_any_tol(xp, dtype, avgpool):
+    mask = np.full((1, 4, 4), np.nan, dtype)
     grid = Grid(1, (4, 4), (2, 2), (0, 0), None, (2, 2))
     assert check(xp, mask, grid, tol=-1.0, avgpool=avgpool).count() == 0
     mask[0, 0, 0] = 5

@@ -86,6 +86,21 @@ def test_atomic_add_is_the_sum_in_row_order_in_the_dtype_of_x(xp, case):
     check(xp, *arguments, **options, add=True, atomic=True)
 
 
+@pytest.mark.parametrize("dtype", ["f4", "f2", "i4"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_sixteen_blocks_on_every_pixel_add_up_in_row_order(xp, dtype, shuffled):
+    """Large enough for an unstable sort, or a race, to show."""
+    rng = np.random.default_rng(0)
+    grid = Grid(2, (40, 48), (8, 8), (-3, -1), (2, 2), (21, 24))
+    rows = np.argwhere(np.ones((2, 21, 24))).astype(np.int32)
+    rows = rng.permutation(rows) if shuffled else rows
+    image, stack = shapes(grid, 3, len(rows), "NHWC", False)
+    blocks, x = (10 * rng.standard_normal(shape).astype(dtype) for shape in (stack, image))
+    blocks, x = blocks.astype(dtype), x.astype(dtype)
+    check(xp, blocks, (np.array([len(rows)], np.int32), rows), x, grid, atomic=True, add=True)
+    check(xp, blocks, (np.array([len(rows)], np.int32), rows), x, grid)
+
+
 @given(case=cases(overlap=True, add=True))
 def test_overlapping_add_without_atomic_is_refused(xp, case):
     blocks, active, x, grid, options = case
@@ -188,8 +203,8 @@ def test_a_corrupt_row_is_dropped(xp, add, far, axis, step):
     rows[1, axis] = far
     blocks = np.arange(1, 25, dtype=np.int16).reshape(3, 2, 2, 2)
     x = np.zeros((2, 4, 4, 2), np.int16)
-    for offset in (0, -far * step, 2**31 - 1, -(2**31)):
-        if abs(offset) > 2**31:
+    for offset in (0, -far * step, INT32.max, -INT32.max):
+        if abs(offset) > INT32.max:
             continue
         boffset = (0, offset) if axis == 2 else (offset, 0)
         grid = Grid(2, (4, 4), (2, 2), boffset, (step, step), (2, 2))

@@ -45,9 +45,11 @@ def compare(mask, params, dense, sparse, *, terms):
     def list_blocks():
         return reduce_mask(mask, params.bcount, bsize=tile, bstride=tile)
 
-    indices, list_ms = best_time(list_blocks, like=mask)
-    sparse_result, sparse_ms = best_time(lambda: sparse(indices), like=mask)
-    dense_result, dense_ms = best_time(dense, like=mask)
+    indices = list_blocks()
+    sparse_result, dense_result = sparse(indices), dense()
+    list_ms, sparse_ms, dense_ms = best_times(
+        (list_blocks, lambda: sparse(indices), dense), _gpu_clock if is_cupy(mask) else _cpu_clock
+    )
     inside = _pixels_of(indices, tile, dense_result)
     difference = abs(dense_result - sparse_result) * inside[..., None]
     scale = float(abs(dense_result).max())
@@ -73,21 +75,22 @@ def _pixels_of(indices, tile, like):
     return sparse_scatter(ones, *indices, nothing, bsize=tile)[..., 0]
 
 
-def best_time(function, *, like, runs=20, seconds=1.5):
-    """Return ``function()`` and its best time in ms: warmed up, up to ``runs`` in ``seconds``."""
-    clock = _gpu_clock if is_cupy(like) else _cpu_clock
-    result, _ = clock(function)
+def best_times(functions, clock, rounds=20, seconds=4.0):
+    """Return the best time of each function in ms, from rounds that run each of them once.
+
+    In turn, so that whatever else the machine does meets them all alike.
+    """
     times = []
     start = time.perf_counter()
-    while len(times) < runs and (not times or time.perf_counter() - start < seconds):
-        times.append(clock(function)[1])
-    return result, min(times)
+    while not times or (len(times) < rounds and time.perf_counter() - start < seconds):
+        times.append([clock(function) for function in functions])
+    return [min(column) for column in zip(*times, strict=True)]
 
 
 def _cpu_clock(function):
     start = time.perf_counter()
-    result = function()
-    return result, (time.perf_counter() - start) * 1e3
+    function()
+    return (time.perf_counter() - start) * 1e3
 
 
 def _gpu_clock(function):
@@ -95,7 +98,7 @@ def _gpu_clock(function):
 
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     start.record()
-    result = function()
+    function()
     end.record()
     end.synchronize()
-    return result, cupy.cuda.get_elapsed_time(start, end)
+    return cupy.cuda.get_elapsed_time(start, end)

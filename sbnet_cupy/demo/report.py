@@ -153,9 +153,8 @@ class Panels:
         result = self.report.result
         difference = to_numpy(abs(result.dense - result.sparse).max(axis=3)[0])
         shown = np.ma.masked_array(difference, ~self.inside)
-        image = self._show(
-            axis, shown, cmap="viridis", vmin=0, vmax=self._highest(difference, 99.97)
-        )
+        highest = self._highest(difference, 99.97) if result.error else result.tolerance
+        image = self._show(axis, shown, cmap="viridis", vmin=0, vmax=highest or 1)
         self._bar(figure, axis, image)
         self._title(axis, f"|block-sparse - dense|: at most {result.error:.2g}, grey: not computed")
 

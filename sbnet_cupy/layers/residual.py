@@ -4,9 +4,9 @@ import numpy as np
 
 from .._arrays import array_function, check_out, namespace
 from ..blocks import calc_block_params_res_block, output_size, pair
+from ..ops._copy_plan import same_memory
 from ..ops.conv2d import check_precision, conv2d
 from ..ops.sparse_gather import sparse_gather
-from ..ops.sparse_scatter import _same_memory as same_memory
 from ..ops.sparse_scatter import sparse_scatter
 from .bottleneck_weights import check_unit
 from .sparse_conv import check_base, check_block_params, check_method, split_indices
@@ -104,14 +104,15 @@ def sparse_res_block_bottleneck(
     indices = split_indices(indices)
 
     residual = _residual(x, weights, indices, block_params, strides, precision)
-    scatter = {"bsize": block_params.bsize_out, "out": out}
+    bsize = block_params.bsize_out
     if base is not None:
-        residual += _shortcut_blocks(x, w_project, indices, block_params, strides, precision)
-        return sparse_scatter(residual, *indices, base, **scatter)
-    if w_project is not None:
-        x = conv2d(x, w_project, strides=strides, precision=precision, out=out)
-        scatter["out"] = x
-    return sparse_scatter(residual, *indices, x, add=True, **scatter)
+        blocks = _shortcut_blocks(x, w_project, indices, block_params, strides, precision)
+        out = shortcut = sparse_scatter(blocks, *indices, base, bsize=bsize, out=out)
+    elif w_project is not None:
+        out = shortcut = conv2d(x, w_project, strides=strides, precision=precision, out=out)
+    else:
+        shortcut = x
+    return sparse_scatter(residual, *indices, shortcut, bsize=bsize, add=True, out=out)
 
 
 def _residual(x, weights, indices, block_params, strides, precision):

@@ -181,7 +181,7 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
     y = conv2d(x, w, strides=strides, padding=padding, precision=precision)
     pooled = _max_pool(mask.reshape(mask.shape[:3]).astype(compute_dtype(x.dtype)), problem)
     with np.errstate(all="ignore"):  # infinity times 0 is NaN, with no warning, as on a GPU
-        y[...] = y * pooled[..., None]
+        y[...] = y.astype(pooled.dtype, copy=False) * pooled[..., None]
     return y
 
 

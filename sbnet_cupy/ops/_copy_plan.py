@@ -10,7 +10,7 @@ from .._arrays import is_cupy
 from .._kernels import vector_bytes
 
 THREADS = 256
-_RESIDENT = 8  # thread blocks of 256 threads that fill a multiprocessor
+_RESIDENT = 5  # thread blocks that a multiprocessor holds at once, about
 
 
 class CopyPlan(NamedTuple):
@@ -18,9 +18,9 @@ class CopyPlan(NamedTuple):
 
     style: str  # "runs" or "tiles"
     template: tuple
-    grid: int
+    grid: int  # thread blocks of work; a launch needs no more than the GPU holds at once
     block: int
-    arguments: tuple
+    scalars: tuple
 
     def kernel(self, direction):
         """Name of the kernel: gather_runs, scatter_tiles..."""
@@ -34,17 +34,17 @@ def plan_copy(image, stack, layout, grid, sm_count, *, element=None, per_channel
     ``per_channel`` says that the computation needs to know each element's channel, so that a
     vector must not span pixels.
     """
-    most = sm_count * _RESIDENT
+    most = sm_count * _RESIDENT  # thread blocks at once, about
     geometry = (stack.shape[0], layout.N, layout.C, layout.H, layout.W)
     geometry += (*grid.boffset, *grid.bstride)
     if layout.channels_last == layout.blocks_channels_last:
-        template, work, leading = _plan_runs(image, stack, layout, grid, per_channel)
-        return CopyPlan("runs", template, min(work, most), THREADS, (*leading, *geometry))
+        template, work, leading = _plan_runs(image, stack, layout, grid, per_channel, most)
+        return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
     template, work = _plan_tiles(image, stack, layout, grid, element)
-    return CopyPlan("tiles", template, min(work, most), THREADS, geometry)
+    return CopyPlan("tiles", template, work, THREADS, geometry)
 
 
-def _plan_runs(image, stack, layout, grid, per_channel):
+def _plan_runs(image, stack, layout, grid, per_channel, most):
     """Template of the runs kernels, thread blocks of work, and their leading arguments."""
     item = image.dtype.itemsize
     planes = 1 if layout.channels_last else layout.C
@@ -54,13 +54,33 @@ def _plan_runs(image, stack, layout, grid, per_channel):
         unit *= math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
     vector = vector_bytes(unit, address(image), address(stack))
     width = grid.bsize[1] * pixel_bytes // vector
-    lanes = min(max(1 << (width - 1).bit_length(), 4), 32)
-    columns = min(-(-width // lanes), 4)
-    runs = {1: 4, 2: 2}.get(columns, 1)
+    lanes, columns = _lanes_and_columns(width, 4 if vector > 4 else 8)
+    runs = max(1, (4 if vector > 4 else 8) // columns)
+    at_once = 32 // lanes * runs  # runs that a warp moves at a time; at most a warp full
+    runs, at_once = (runs, at_once) if at_once <= 32 else (lanes, 32)
     segments = -(-width // (lanes * columns))
-    work = stack.shape[0] * planes * grid.bsize[0] * segments
+    total = stack.shape[0] * planes * grid.bsize[0] * segments
+    batch = at_once  # runs that a warp finds at a time: more where there is work for all warps
+    while batch < 32 and total >= 2 * batch * most * (THREADS // 32):
+        batch *= 2
     template = (f"Bytes<{vector}>::type", *grid.bsize, lanes, runs, columns)
-    return template, -(-work // (THREADS // lanes * runs)), (planes, pixel_bytes, item)
+    work = -(-total // (batch * (THREADS // 32)))
+    return template, work, (batch, planes, pixel_bytes, item)
+
+
+def _lanes_and_columns(width, most_columns):
+    """Lanes that share a run of ``width`` vectors, and vectors each: few idle, then wide."""
+
+    def efficiency(choice):
+        lanes, columns = choice
+        span = lanes * columns
+        return width / (-(-width // span) * span), span
+
+    narrow = (4, 8, 16, 32) if width < 64 else (32,)
+    return max(
+        ((n, k) for n in narrow for k in range(1, most_columns + 1) if n * k < width + n),
+        key=efficiency,
+    )
 
 
 def _plan_tiles(image, stack, layout, grid, element):
@@ -101,3 +121,12 @@ def _tile_cost(tile_pixels, pixels, per_tile):
 def address(array):
     """Address of the first element of a native array."""
     return array.data.ptr if is_cupy(array) else array.ctypes.data
+
+
+def same_memory(a, b):
+    """Whether two arrays of one library are the same elements in the same order."""
+    return (
+        type(a) is type(b)
+        and (a.shape, a.dtype) == (b.shape, b.dtype)
+        and address(a) == address(b)
+    )

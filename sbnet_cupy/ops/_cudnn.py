@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._arrays import dtype_name, namespace
+from ._copy_plan import address
 from .activation import apply_affine
 
 _MINIMUM_VERSION = 90400  # the first with caches of kernels for dynamic shapes
@@ -114,7 +115,7 @@ def _key(arrays, dtype, problem, fuse):
     if problem.channels_last:
         x, w, y = (a.transpose(0, 3, 1, 2) for a in (x, w, y))
     return _Key(
-        device=x.data.device_id,
+        device=_current()[0],
         dtype=dtype,
         x=x.shape,
         w=w.shape,
@@ -132,9 +133,8 @@ def _key(arrays, dtype, problem, fuse):
 def _run(key, arrays):
     """Execute the graph on CuPy's current stream; False if cuDNN does not take these arrays."""
     import cudnn
-    import cupy
 
-    pointers = {uid: array.data.ptr for uid, array in arrays.items()}
+    pointers = {uid: address(array) for uid, array in arrays.items()}
     if any(pointer % _ALIGNMENT for pointer in pointers.values()):
         return False
     with _LOCK:
@@ -142,10 +142,17 @@ def _run(key, arrays):
         if graph is None:
             return False
         handle = _handle(key.device)
-        workspace = cupy.empty(graph.get_workspace_size(), np.uint8)
-        cudnn.set_stream(handle, cupy.cuda.get_current_stream().ptr)
-        graph.execute(pointers, workspace.data.ptr, handle=handle)
+        workspace = namespace(arrays[_X]).empty(graph.get_workspace_size(), np.uint8)
+        cudnn.set_stream(handle, _current()[1])
+        graph.execute(pointers, address(workspace), handle=handle)
     return True
+
+
+def _current():
+    """Return CuPy's current device and stream, as numbers."""
+    import cupy
+
+    return cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import numpy as np
 
 from .._arrays import compute_dtype, dtype_name, is_cupy, namespace
 from ..errors import DeviceError
+from ._copy_plan import address
 from .activation import apply_affine
 
 # Memory for the columns and products of one chunk; at least one output row is always taken.
@@ -144,6 +145,26 @@ def _multiply(a, b, out, tf32):
 
 def _multiply_cublas(a, b, out, tf32):
     """``cupy.matmul`` would round halves before the bias, and asks the process whether to TF32."""
+    xp = namespace(a)
+    a, b = xp.ascontiguousarray(a), xp.ascontiguousarray(b)  # usually they are
+    (m, k), n = a.shape, b.shape[1]
+    one, zero = np.ones(1, out.dtype), np.zeros(1, out.dtype)
+    if out.dtype == np.float64:
+        compute = _COMPUTE_64F
+    else:
+        compute = _COMPUTE_32F_FAST_TF32 if tf32 and a.dtype == np.float32 else _COMPUTE_32F
+    kind, out_kind = _CUBLAS_TYPE[dtype_name(a.dtype)], _CUBLAS_TYPE[dtype_name(out.dtype)]
+    gemm, handle = _cublas_gemm()
+    # cuBLAS is column-major: there our a, b, out are their transposes, and out' = b' a'.
+    gemm(
+        handle, 0, 0, n, m, k,
+        one.ctypes.data, address(b), kind, n, address(a), kind, k,
+        zero.ctypes.data, address(out), out_kind, n, compute, _GEMM_DEFAULT,
+    )  # fmt: skip
+
+
+def _cublas_gemm():
+    """Return cublasGemmEx, and the handle of the current device, which follows CuPy's stream."""
     import cupy
 
     try:
@@ -152,16 +173,4 @@ def _multiply_cublas(a, b, out, tf32):
         raise DeviceError(
             "conv2d on a GPU needs cuDNN or cuBLAS; pip install sbnet-cupy[cudnn] or nvidia-cublas"
         ) from error
-    (m, k), n = a.shape, b.shape[1]
-    one, zero = np.ones(1, out.dtype), np.zeros(1, out.dtype)
-    if out.dtype == np.float64:
-        compute = _COMPUTE_64F
-    else:
-        compute = _COMPUTE_32F_FAST_TF32 if tf32 and a.dtype == np.float32 else _COMPUTE_32F
-    kind, out_kind = _CUBLAS_TYPE[dtype_name(a.dtype)], _CUBLAS_TYPE[dtype_name(out.dtype)]
-    # cuBLAS is column-major: there our a, b, out are their transposes, and out' = b' a'.
-    cublas.gemmEx(
-        cupy.cuda.get_cublas_handle(), 0, 0, n, m, k,
-        one.ctypes.data, b.data.ptr, kind, n, a.data.ptr, kind, k,
-        zero.ctypes.data, out.data.ptr, out_kind, n, compute, _GEMM_DEFAULT,
-    )  # fmt: skip
+    return cublas.gemmEx, cupy.cuda.get_cublas_handle()

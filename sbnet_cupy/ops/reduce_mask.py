@@ -1,8 +1,9 @@
 """reduce_mask: from a mask to the list of active blocks."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,12 +24,14 @@ from ..blocks import is_integer, pair
 from ..errors import CapacityError, DTypeError, ShapeError
 from ._copy_plan import address
 from ._grid import resolve_grid
+from ._plans import Plans
 from ._workspace import workspace
 
 _THREADS = 256
 _MOST_BLOCKS = 2**31 - 1
+_OR = np.logical_or
 _PER_SM = 4  # thread blocks per multiprocessor: enough to fill it, few enough to look back at
-_LARGEST_CHUNK = 32 << 10  # bytes of shared memory, one per candidate block
+_MOST_WORDS = 2048  # per thread block; 8 bytes of shared memory each
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,24 +189,56 @@ def reduce_mask(
     >>> reduce_mask(mask, (2, 3), bsize=2).active_block_indices
     array([[0, 1, 0]], dtype=int32)
     """
-    grid = resolve_grid(bsize, boffset, bstride)
-    count_h, count_w = pair(block_count, "block_count", minimum=0)
+    options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+    key = _PLANS.key((mask,), options) if is_cupy(mask) else None
+    launch = _PLANS.get(key)
+    if launch is None:
+        grid = resolve_grid(bsize, boffset, bstride)
+        blocks = _check(mask, pair(block_count, "block_count", minimum=0), capacity)
+        threshold = _threshold(mask.dtype, _check_tol(tol))
+        image = mask.reshape(mask.shape[:3])
+        if not is_cupy(mask):
+            listed = _reduce_mask_numpy(image, blocks, grid, threshold, avgpool, capacity)
+            return ActiveBlocks(*listed, blocks)
+        launch = _reduce_mask_cuda(image, blocks, grid, threshold, avgpool, capacity)
+        _PLANS.keep(key, launch)
+    counts, indices = empty((1,), np.int32, mask), empty((launch.rows, 3), np.int32, mask)
+    if launch.run is None:
+        counts[...] = 0
+        indices[...] = -1
+    else:
+        launch.run(mask, counts, indices, workspace(namespace(mask), launch.slots))
+    if capacity is None:
+        indices = indices[: int(counts[0])]
+    return ActiveBlocks(counts, indices, launch.blocks)
+
+
+class _Launch(NamedTuple):
+    """A checked call: what to allocate, and the kernel with its parameters (None: no blocks)."""
+
+    blocks: tuple  # images, block rows, block columns
+    rows: int  # of the indices
+    slots: int  # of the workspace
+    run: Callable | None
+
+
+_PLANS = Plans()
+
+
+def _check(mask, block_count, capacity):
+    """Check the mask and the sizes; return the grid of blocks (N, h, w)."""
     check_array("mask", mask, ndim=(3, 4), kinds="biuf")
-    if mask.ndim == 4:
-        if mask.shape[3] != 1:
-            raise ShapeError(f"mask must have shape (N, H, W) or (N, H, W, 1), got {mask.shape}")
-        mask = mask.reshape(mask.shape[:3])
+    if mask.ndim == 4 and mask.shape[3] != 1:
+        raise ShapeError(f"mask must have shape (N, H, W) or (N, H, W, 1), got {mask.shape}")
     check_contiguous("mask", mask)
+    if max(mask.shape) >= 2**30:
+        raise ShapeError(f"mask must be under 2**30 along each axis, got {mask.shape}")
     if capacity is not None and (not is_integer(capacity) or not 0 <= capacity <= _MOST_BLOCKS):
         raise ShapeError(f"capacity must be a non-negative integer or None, got {capacity!r}")
-    tol = _check_tol(tol)
-    blocks = (mask.shape[0], count_h, count_w)
-    if max(mask.shape) > _MOST_BLOCKS:
-        raise ShapeError(f"mask must be under 2**31 along each axis, got {mask.shape}")
+    blocks = (mask.shape[0], *block_count)
     if math.prod(blocks) > _MOST_BLOCKS:
         raise ShapeError(f"block_count must give under 2**31 blocks, got {blocks} (N, h, w)")
-    body = _reduce_mask_cuda if is_cupy(mask) else _reduce_mask_numpy
-    return ActiveBlocks(*body(mask, blocks, grid, tol, avgpool, capacity), blocks)
+    return blocks
 
 
 def _check_tol(tol):
@@ -231,19 +266,19 @@ def _threshold(dtype, tol):
     return tol, int(min(max(least, low), high)), least > high
 
 
-def _reduce_mask_numpy(mask, blocks, grid, tol, avgpool, capacity):
+def _reduce_mask_numpy(mask, blocks, grid, thresholds, avgpool, capacity):
     """Pool rows, then columns: whole rows of blocks at a time."""
-    threshold, least, never = _threshold(mask.dtype, tol)
-    if avgpool:
-        wide = mask.dtype.kind in "biu" and mask.dtype.itemsize < 8
-        values, pool, start = mask, np.add, np.int64(0) if wide else np.float64(0)
-    else:
-        if dtype_kind(mask.dtype) == "f":
-            values = mask > np.asarray(threshold).astype(mask.dtype)
+    threshold, least, never = thresholds
+    with np.errstate(invalid="ignore"):  # NaN, also as inf - inf, is not above any threshold
+        if avgpool:
+            narrow = mask.dtype.kind in "biu" and mask.dtype.itemsize < 8
+            values, pool, start = mask, np.add, np.int64(0) if narrow else np.float64(0)
+        elif dtype_kind(mask.dtype) == "f":
+            values, pool, start = mask > np.asarray(threshold).astype(mask.dtype), _OR, np.False_
         else:
-            values = mask >= np.asarray(least).astype(mask.dtype) if not never else mask != mask
-        pool, start = np.logical_or, np.False_
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN, and NaN is not active
+            lowest = np.asarray(least).astype(mask.dtype)
+            values = np.zeros(mask.shape, bool) if never else mask >= lowest
+            pool, start = _OR, np.False_
         for axis in (0, 1):
             values = _pool_axis(values, axis + 1, blocks[axis + 1], grid, axis, pool, start)
     active = values / (grid.bsize[0] * grid.bsize[1]) > threshold if avgpool else values
@@ -278,54 +313,65 @@ def _pool_axis(values, axis, count, grid, side, pool, start):
     return pooled
 
 
-def _reduce_mask_cuda(mask, blocks, grid, tol, avgpool, capacity):
-    """Launch one kernel; without ``capacity`` wait for the count and cut the rows to it."""
-    xp = namespace(mask)
+def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
+    """Prepare one launch; see cuda_src/reduce_mask.cu."""
     candidates = math.prod(blocks)
     rows = candidates if capacity is None else capacity
-    counts, indices = empty((1,), np.int32, mask), empty((rows, 3), np.int32, mask)
     if not candidates:
-        counts[...] = 0
-        indices[...] = -1
-        return counts, indices
-    threshold, least, never = _threshold(mask.dtype, tol)
-    # One chunk of candidates per thread block; no more thread blocks than the GPU holds at once.
-    team = 1 if grid.bsize[0] * grid.bsize[1] <= 1024 else 8
-    chunk = max(-(-candidates // (_kernels.sm_count() * _PER_SM)), 8 // team)
-    chunk = min(chunk, _LARGEST_CHUNK)
-    thread_blocks = -(-candidates // chunk)
-    slots = workspace(xp, 1 + thread_blocks)
+        return _Launch(blocks, rows, 0, None)
+    threshold, least, never = thresholds
+    plan = _plan(mask, candidates, grid, _kernels.sm_count())
     type_name = _kernels.cpp_name(mask.dtype, "mask")
-    _kernels.launch(
+    if dtype_name(mask.dtype) == "bool":
+        type_name = "unsigned char"
+    sizes = (*mask.shape, *blocks[1:], *grid.boffset, *grid.bstride)
+    options = (threshold, _as_signed(least), int(never), rows, plan.batch, plan.words)
+    run = _kernels.prepare(
         "reduce_mask",
         "reduce_mask",
-        (
-            "unsigned char" if dtype_name(mask.dtype) == "bool" else type_name,
-            *grid.bsize,
-            bool(avgpool),
-            *_word(mask, grid),
-            team,
-        ),
-        thread_blocks,
+        (type_name, *grid.bsize, bool(avgpool), plan.word, plan.exact, plan.lanes),
+        plan.thread_blocks,
         _THREADS,
-        (
-            mask, counts, indices, slots, *mask.shape, *blocks[1:], *grid.boffset, *grid.bstride,
-            threshold, _as_signed(least), int(never), rows, chunk, int(capacity is not None),
-        ),
-        shared=chunk,
+        4,
+        (*sizes, *options, int(capacity is not None)),
+        shared=8 * plan.words,
     )
-    if capacity is None:
-        indices = indices[: int(counts[0])]
-    return counts, indices
+    return _Launch(blocks, rows, 1 + plan.thread_blocks, run)
 
 
-def _word(mask, grid):
-    """Return (elements read at a time, whether rows begin and end at such words)."""
+class _Plan(NamedTuple):
+    """How the candidates are shared out."""
+
+    word: int  # mask elements read at a time
+    exact: bool  # whether rows begin and end at such words
+    lanes: int  # that pool a candidate together
+    batch: int  # candidates per word of flags
+    words: int  # words of flags per thread block
+    thread_blocks: int
+
+
+def _plan(mask, candidates, grid, sm_count):
+    """Keep every warp busy, and give each as many candidates as are left."""
     item, base = mask.dtype.itemsize, address(mask)
     start = math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], mask.shape[2])
-    exact = vector_bytes(start * item, base) // item
-    word = max(vector_bytes(4, base) // item, 1)
-    return (word, False) if word > exact else (max(exact, 1), True)
+    whole = max(vector_bytes(start * item, base) // item, 1)
+    small = max(vector_bytes(4, base) // item, 1)
+    exact = whole >= small
+    word = whole if exact else small
+    per_row = grid.bsize[1] // word if exact else -(-(grid.bsize[1] + word - 1) // word)
+    reads = grid.bsize[0] * per_row
+    warps = sm_count * _PER_SM * (_THREADS // 32)
+    if reads > 256 and candidates < warps // 2:
+        lanes, batch, at_once = _THREADS, 1, 1
+    else:
+        lanes = min(max(1 << (reads - 1).bit_length(), 4), 32)
+        batch, at_once = 32 // lanes, _THREADS // 32
+        while batch < 32 and candidates >= 2 * batch * warps:
+            batch *= 2
+    total = -(-candidates // batch)
+    rounds = -(-total // (at_once * sm_count * _PER_SM))
+    words = min(at_once * rounds, _MOST_WORDS)
+    return _Plan(word, exact, lanes, batch, words, -(-total // words))
 
 
 def _as_signed(value):

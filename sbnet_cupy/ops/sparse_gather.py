@@ -1,10 +1,14 @@
 """sparse_gather: copy the active blocks of an image into a stack."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
 from .. import _kernels
 from .._arrays import (
     array_function,
+    check_apart,
     check_array,
     check_out,
     compute_dtype,
@@ -27,6 +31,7 @@ from ._grid import (
     split_inside,
     windows,
 )
+from ._plans import Plans
 from .activation import ACTIVATIONS, apply_activation, check_activation
 
 
@@ -107,6 +112,18 @@ def sparse_gather(
     array([[14., 15.],
            [20., 21.]])
     """
+    arrays = (x, bin_counts, active_block_indices, scale, shift)
+    options = (bsize, boffset, bstride, transpose, data_format, activation)
+    key = _PLANS.key((*arrays, out), options) if is_cupy(x) else None
+    launch = _PLANS.get(key)
+    if launch is not None:
+        if out is None:
+            out = empty(launch.shape, x.dtype, x)
+        else:
+            check_apart(out, zip(_ARRAY_NAMES, arrays, strict=True))
+        launch.run(x, bin_counts, active_block_indices, out, scale, shift)
+        return out
+
     grid = resolve_grid(bsize, boffset, bstride)
     check_image("x", x)
     check_indices(bin_counts, active_block_indices, like=x)
@@ -116,18 +133,32 @@ def sparse_gather(
     if out is None:
         out = empty(shape, x.dtype, x)
     else:
-        inputs = (("x", x), ("bin_counts", bin_counts), ("scale", scale), ("shift", shift))
-        inputs += (("active_block_indices", active_block_indices),)
-        check_out(out, shape, x.dtype, x, inputs)
-    affine = None
-    if scale is not None or shift is not None or activation is not None:
-        affine = (scale, shift, activation)
+        check_out(out, shape, x.dtype, x, zip(_ARRAY_NAMES, arrays, strict=True))
     if not x.size:
         out[...] = 0
-        return out
-    body = _sparse_gather_cuda if is_cupy(x) else _sparse_gather_numpy
-    body(x, bin_counts, active_block_indices, out, layout, grid, affine)
+    elif is_cupy(x):
+        scale, shift = _same_dtype(scale, shift, compute_dtype(x.dtype))
+        launch = _Launch(shape, _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation))
+        launch.run(x, bin_counts, active_block_indices, out, scale, shift)
+        if scale is arrays[3] and shift is arrays[4]:  # else they are converted at each call
+            _PLANS.keep(key, launch)
+    else:
+        affine = None
+        if scale is not None or shift is not None or activation is not None:
+            affine = (scale, shift, activation)
+        _sparse_gather_numpy(x, bin_counts, active_block_indices, out, layout, grid, affine)
     return out
+
+
+class _Launch(NamedTuple):
+    """A checked call: the shape of the blocks, and the kernel with its parameters."""
+
+    shape: tuple
+    run: Callable
+
+
+_PLANS = Plans()
+_ARRAY_NAMES = ("x", "bin_counts", "active_block_indices", "scale", "shift")
 
 
 def _check_affine(x, channels, scale, shift, activation):
@@ -185,26 +216,26 @@ def _apply_affine(blocks, layout, affine):
     return apply_activation(values, activation).astype(blocks.dtype)
 
 
-def _sparse_gather_cuda(x, bin_counts, active_block_indices, out, layout, grid, affine):
-    """Launch one kernel over all rows; see cuda_src/sparse_gather.cu."""
-    transform, element, tables = "Move", None, (None, None)
-    if affine is not None:
-        scale, shift, activation = affine
-        tables = _same_dtype(scale, shift, compute_dtype(x.dtype))
-        given = next((table for table in tables if table is not None), None)
-        parameter = "float" if given is None else _kernels.cpp_name(given.dtype, "scale")
+def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):
+    """Prepare one launch over all rows; see cuda_src/sparse_gather.cu."""
+    transform, element = "Move", None
+    tables = [table for table in (scale, shift) if table is not None]
+    if tables or activation is not None:
+        parameter = _kernels.cpp_name(tables[0].dtype, "scale") if tables else "float"
         element = _kernels.cpp_name(x.dtype, "x")
         transform = f"Affine<{element}, {parameter}, {ACTIVATIONS.index(activation)}>"
     plan = plan_copy(
-        x, out, layout, grid, _kernels.sm_count(), element=element, per_channel=affine is not None
+        x, out, layout, grid, _kernels.sm_count(), element=element, per_channel=element is not None
     )
-    _kernels.launch(
+    return _kernels.prepare(
         "sparse_gather",
         plan.kernel("gather"),
         (*plan.template, transform),
         plan.grid,
         plan.block,
-        (x, bin_counts, active_block_indices, out, *tables, *plan.arguments),
+        6,
+        plan.scalars,
+        persistent=True,
     )
 
 

@@ -3,9 +3,17 @@
 import numpy as np
 
 from .. import _kernels
-from .._arrays import array_function, check_array, check_out, empty, is_cupy, namespace
+from .._arrays import (
+    array_function,
+    check_apart,
+    check_array,
+    check_out,
+    empty,
+    is_cupy,
+    namespace,
+)
 from ..errors import DTypeError, ShapeError
-from ._copy_plan import THREADS, address, plan_copy
+from ._copy_plan import THREADS, plan_copy, same_memory
 from ._grid import (
     channels_last_view,
     check_image,
@@ -18,6 +26,7 @@ from ._grid import (
     split_inside,
     windows,
 )
+from ._plans import Plans
 
 
 @array_function
@@ -101,36 +110,38 @@ def sparse_scatter(
     array([[0., 0., 1., 1.],
            [0., 0., 1., 1.]])
     """
-    grid = resolve_grid(bsize, boffset, bstride)
-    check_image("x", x)
-    check_image("blocks", blocks, like=x)
-    check_indices(bin_counts, active_block_indices, like=x)
-    layout = resolve_layout(x, data_format, transpose)
-    check_array("blocks", blocks, shape=layout.blocks_shape(len(active_block_indices), grid.bsize))
-    if blocks.dtype != x.dtype:
-        raise DTypeError(f"blocks must have the dtype of x, {x.dtype}, got {blocks.dtype}")
-    if add and grid.overlaps and not atomic:
-        raise ShapeError(
-            f"atomic must be True to add blocks that overlap, got bstride {grid.bstride} under "
-            f"bsize {grid.bsize}; pass atomic=True (the result is reproducible all the same)"
-        )
+    arrays = (blocks, bin_counts, active_block_indices, x)
+    in_place = out is x or (out is not None and same_memory(out, x))
+    options = (bsize, boffset, bstride, add, atomic, transpose, data_format, in_place)
+    key = _PLANS.key((x, *arrays[:3], out), options) if is_cupy(x) else None
+    launch = _PLANS.get(key)
+    if launch is None:
+        layout, grid = _check(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format)
+    named = zip(_ARRAY_NAMES, arrays[: 3 if in_place else 4], strict=False)
     if out is None:
         out = empty(x.shape, x.dtype, x)
+    elif launch is None:
+        check_out(out, x.shape, x.dtype, x, named)
     else:
-        inputs = (("blocks", blocks), ("bin_counts", bin_counts))
-        inputs += (("active_block_indices", active_block_indices),)
-        if out is not x and not _same_memory(out, x):
-            inputs += (("x", x),)
-        check_out(out, x.shape, x.dtype, x, inputs)
-    if add:
-        _check_addable(x)
-    if out is not x and not _same_memory(out, x):
+        check_apart(out, named)
+    if not in_place:
         out[...] = x
-    if not x.size:
-        return out
-    body = _sparse_scatter_cuda if is_cupy(x) else _sparse_scatter_numpy
-    body(blocks, bin_counts, active_block_indices, out, layout, grid, add, grid.overlaps or atomic)
+    if launch is not None:
+        launch(out, bin_counts, active_block_indices, blocks)
+    elif not x.size or not blocks.size:
+        pass  # no pixel to write, or none to write it with
+    elif not is_cupy(x):
+        _sparse_scatter_numpy(*arrays[:3], out, layout, grid, add, grid.overlaps or atomic)
+    elif grid.overlaps or atomic:
+        _scatter_overlap_cuda(*arrays[:3], out, layout, grid, add)
+    else:
+        launch = _PLANS.keep(key, _sparse_scatter_cuda(blocks, out, layout, grid, add))
+        launch(out, bin_counts, active_block_indices, blocks)
     return out
+
+
+_PLANS = Plans()
+_ARRAY_NAMES = ("blocks", "bin_counts", "active_block_indices", "x")
 
 
 def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
@@ -164,13 +175,25 @@ def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
     return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
 
 
-def _same_memory(a, b):
-    """Whether two arrays of one library are the same elements in the same order."""
-    return (
-        type(a) is type(b)
-        and (a.shape, a.dtype) == (b.shape, b.dtype)
-        and address(a) == address(b)
-    )
+def _check(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format):
+    """Check all arguments but ``out``; return the layout and the grid."""
+    blocks, bin_counts, active_block_indices, x = arrays
+    grid = resolve_grid(bsize, boffset, bstride)
+    check_image("x", x)
+    check_image("blocks", blocks, like=x)
+    check_indices(bin_counts, active_block_indices, like=x)
+    layout = resolve_layout(x, data_format, transpose)
+    check_array("blocks", blocks, shape=layout.blocks_shape(len(active_block_indices), grid.bsize))
+    if blocks.dtype != x.dtype:
+        raise DTypeError(f"blocks must have the dtype of x, {x.dtype}, got {blocks.dtype}")
+    if add and grid.overlaps and not atomic:
+        raise ShapeError(
+            f"atomic must be True to add blocks that overlap, got bstride {grid.bstride} under "
+            f"bsize {grid.bsize}; pass atomic=True (the result is reproducible all the same)"
+        )
+    if add:
+        _check_addable(x)
+    return layout, grid
 
 
 def _check_addable(x):
@@ -221,28 +244,29 @@ def _add_in_order(image, flat, values, layout):
         image[index] = image[index] + values[now]
 
 
-def _sparse_scatter_cuda(blocks, bin_counts, active_block_indices, y, layout, grid, add, overlap):
-    """Launch one kernel, or for blocks that may overlap, link them by cell and then launch."""
+def _combination(y, add):
+    """Return (C++ type of the elements when they are computed with, name of the combination)."""
     element = _kernels.cpp_name(y.dtype, "x") if add else None
-    combine = f"Add<{element}>" if add else "Overwrite"
-    if overlap:
-        _scatter_overlap_cuda(blocks, bin_counts, active_block_indices, y, layout, grid,
-                              element or f"Bytes<{y.dtype.itemsize}>::type", combine)
-        return
+    return element, f"Add<{element}>" if add else "Overwrite"
+
+
+def _sparse_scatter_cuda(blocks, y, layout, grid, add):
+    """Prepare one launch, for blocks that share no pixel; see cuda_src/sparse_scatter.cu."""
+    element, combination = _combination(y, add)
     plan = plan_copy(y, blocks, layout, grid, _kernels.sm_count(), element=element)
-    _kernels.launch(
+    return _kernels.prepare(
         "sparse_scatter",
         plan.kernel("scatter"),
-        (*plan.template, combine),
+        (*plan.template, combination),
         plan.grid,
         plan.block,
-        (y, bin_counts, active_block_indices, blocks, *plan.arguments),
+        4,
+        plan.scalars,
+        persistent=True,
     )
 
 
-def _scatter_overlap_cuda(
-    blocks, bin_counts, active_block_indices, y, layout, grid, element, combine
-):
+def _scatter_overlap_cuda(blocks, bin_counts, active_block_indices, y, layout, grid, add):
     """Chain the stack's rows by the cell of their corner, then let each cell apply its own."""
     rows = len(active_block_indices)
     # Cells whose block meets the image: -bsize < boffset + bstride * index < size.
@@ -252,23 +276,32 @@ def _scatter_overlap_cuda(
     count = [max(end - begin + 1, 0) for begin, end in zip(first, last, strict=True)]
     reach = [-(-b // s) - 1 for b, _, s, _ in axes]
     cells = (*first, *count)
-    if not rows or 0 in count:
+    if 0 in count:
         return
     xp = namespace(y)
     heads = xp.full(layout.N * count[0] * count[1], -1, np.int32)
     links = xp.empty(rows, np.int32)
-    most = _kernels.sm_count() * 8
     _kernels.launch(
-        "sparse_scatter", "scatter_link", (0,), min(-(-rows // THREADS), most), THREADS,
+        "sparse_scatter",
+        "scatter_link",
+        (0,),
+        -(-rows // THREADS),
+        THREADS,
         (bin_counts, active_block_indices, heads, links, rows, layout.N, *cells),
+        persistent=True,
     )
     planes, pixel = (1, layout.C) if layout.channels_last else (layout.C, 1)
     area = grid.bsize[0] * grid.bsize[1]
     channel_step, pixel_step = (1, layout.C) if layout.blocks_channels_last else (area, 1)
-    regions = layout.N * (count[0] + reach[0]) * (count[1] + reach[1])
+    sizes = (planes, pixel, channel_step, pixel_step, channel_step, layout.N, layout.H, layout.W)
+    element, combination = _combination(y, add)
     _kernels.launch(
-        "sparse_scatter", "scatter_overlap", (element, *grid.bsize, combine),
-        min(regions, most), THREADS,
-        (y, active_block_indices, blocks, heads, links, planes, pixel, channel_step, pixel_step,
-         channel_step, layout.N, layout.H, layout.W, *grid.boffset, *grid.bstride, *cells, *reach),
+        "sparse_scatter",
+        "scatter_overlap",
+        (element or f"Bytes<{y.dtype.itemsize}>::type", *grid.bsize, combination),
+        layout.N * (count[0] + reach[0]) * (count[1] + reach[1]),
+        THREADS,
+        (y, active_block_indices, blocks, heads, links, *sizes, *grid.boffset, *grid.bstride,
+         *cells, *reach),
+        persistent=True,
     )

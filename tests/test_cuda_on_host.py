@@ -1,0 +1,157 @@
+"""The CUDA kernels equal the NumPy bodies: g++ compiles them, and they run on the CPU.
+
+Each call of kernel_cases.py runs twice: as on a large GPU, and on one so small that every thread
+block takes many turns, the threads in the opposite order. Results lie between guard bytes, in
+memory that held something else; inputs are read-only and end where their memory ends, which
+``python -m tests.host_cuda.sanitized tests/test_cuda_on_host.py`` watches.
+"""
+
+import contextlib
+import importlib
+import math
+
+import host_cuda
+import numpy as np
+import oracles
+import pytest
+from assertions import assert_close, assert_same
+from kernel_cases import COPIES, FUSED, MASKS, SMOOTH, Copy, Mask
+
+from sbnet_cupy import _kernels
+
+OPS = [
+    importlib.import_module(f"sbnet_cupy.ops.{stem}")
+    for stem in ("reduce_mask", "sparse_gather", "sparse_scatter")
+]
+GUARD, GUARD_BYTE = 256, 0x5A
+# order of the threads, multiprocessors, what results hold at first
+RUNS = (("forward", 132, 0xA5), ("reverse", 1, 0xFF))
+
+
+class Memory:
+    """Arrays for one run, placed so that accesses outside of them show."""
+
+    def __init__(self, poison=0):
+        self.poison = poison
+        self._guarded = []
+
+    def read_only(self, array, offset=0):
+        """Copy to memory that ends with the array, ``offset`` elements off a 16-byte boundary."""
+        skipped = offset * array.itemsize
+        copy = np.empty(skipped + array.nbytes, np.uint8)[skipped:].view(array.dtype)
+        copy = copy.reshape(array.shape)
+        copy[...] = array
+        copy.flags.writeable = False
+        return copy
+
+    def poisoned(self, shape, dtype, like=None, *, offset=0):
+        """Allocate a result of any old content between guard bytes."""
+        dtype = np.dtype(dtype)
+        size = math.prod(shape) * dtype.itemsize
+        memory = np.full(64 + 2 * GUARD + offset * dtype.itemsize + size, GUARD_BYTE, np.uint8)
+        start = -memory.ctypes.data % 64 + GUARD + offset * dtype.itemsize
+        self._guarded.append((memory, start, start + size))
+        content = memory[start : start + size]
+        content[:] = self.poison
+        return content.view(dtype).reshape(shape)
+
+    def check(self):
+        """Assert that nothing was written outside the results."""
+        for memory, start, end in self._guarded:
+            outside = np.r_[memory[:start], memory[end:]] != GUARD_BYTE
+            assert not outside.any(), f"written at {np.flatnonzero(outside) - start} of {end - start}"
+
+
+@contextlib.contextmanager
+def device(launch, multiprocessors, memory):
+    """Send the ops' CUDA launches to ``launch``; yield the list of what was launched."""
+    launched = []
+
+    def record(stem, kernel, template, *rest, **options):
+        launched.append((stem, kernel, template))
+        launch(stem, kernel, template, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kernels, "launch", record)
+        patch.setattr(_kernels, "sm_count", lambda: multiprocessors)
+        for module in OPS:
+            patch.setattr(module, "is_cupy", lambda array: True)
+            patch.setattr(module, "empty", memory.poisoned)
+        yield launched
+
+
+def arguments(case):
+    return (list(case.calls()),) if isinstance(case, Mask) else ()
+
+
+def instantiations(cases):
+    """What the cases would launch."""
+    found = {}
+    for case in cases:
+        for _, multiprocessors, _ in RUNS:
+            with device(lambda *launch, **options: None, multiprocessors, Memory()) as launched:
+                list(case.run(Memory(), *arguments(case)))
+            found |= dict.fromkeys(launched)
+    return list(found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled(request, require):
+    """Compile what the chosen tests need, together."""
+    require("g++")
+    items = [item for item in request.session.items if item.module is request.module]
+    cases = [item.callspec.params["case"] for item in items if hasattr(item, "callspec")]
+    host_cuda.prepare(instantiations(cases))
+
+
+def run_all(case, monkeypatch):
+    """Yield the results of each run, after checking that kernels made them."""
+    for order, multiprocessors, poison in RUNS:
+        monkeypatch.setenv("SBNET_HOST_ORDER", order)
+        memory, calls = Memory(poison), arguments(case)
+        with device(host_cuda.launch, multiprocessors, memory) as launched:
+            results = list(case.run(memory, *calls))
+        assert launched or not results[0].size or case.table == "empty", "no kernel ran"
+        memory.check()
+        yield results
+
+
+def check_same(case, monkeypatch, **options):
+    expected = list(case.run(Memory(), *arguments(case)))
+    for results in run_all(case, monkeypatch):
+        for actual, wanted in zip(results, expected, strict=True):
+            assert_same(actual, wanted, **options)
+
+
+@pytest.mark.parametrize("case", MASKS, ids=str)
+def test_reduce_mask(case, monkeypatch):
+    check_same(case, monkeypatch)
+
+
+@pytest.mark.parametrize("case", COPIES, ids=str)
+def test_copies(case, monkeypatch):
+    check_same(case, monkeypatch, allow_nan=True)
+
+
+@pytest.mark.parametrize("case", FUSED, ids=str)
+def test_exact_fused_arithmetic(case, monkeypatch):
+    check_same(case, monkeypatch, signed_zero=False)
+
+
+SMOOTH_ACTIVATIONS = {
+    "silu": lambda t: t / (1 + np.exp(-t)),
+    "gelu": lambda t: t / 2 * (1 + np.vectorize(math.erf)(t / math.sqrt(2))),
+}
+
+
+@pytest.mark.parametrize("case", SMOOTH, ids=str)
+def test_smooth_activations(case, monkeypatch):
+    """exp and erf of two libraries differ by a few roundings; see test_sparse_gather.py."""
+    image, _ = case.arrays
+    exact = case.keywords | {"rounded": False, "activation": None}
+    argument = oracles.sparse_gather(image, *case.active, **exact)
+    with np.errstate(over="ignore"):
+        expected = SMOOTH_ACTIVATIONS[case.options["activation"]](argument)
+    wide = np.float64 if image.dtype == np.float64 else np.float32
+    for (blocks,) in run_all(case, monkeypatch):
+        assert_close(blocks, expected, terms=8, dtype=wide, magnitude=abs(argument))
