@@ -16,16 +16,19 @@ struct Geometry {
     i64 off_h, off_w, str_h, str_w;
 };
 
-// The corner of block b, or n < 0 where the row is past the count or names no image.
+// The corner of a block, or n < 0 where its row is past the count or no pixel of it is in an image.
 struct Corner {
     i64 n, h0, w0;
 };
 
 // b must be under g.M. The row is read before the count is looked at: the two loads overlap.
+template <int BH, int BW>
 DEVICE Corner corner_of(i64 b, i64 count, const int* indices, const Geometry& g) {
     const int* row = indices + 3 * b;
     const int n = row[0], hi = row[1], wi = row[2];
-    return Corner{b < count && n < g.N ? n : -1, g.off_h + g.str_h * hi, g.off_w + g.str_w * wi};
+    const i64 h0 = g.off_h + g.str_h * hi, w0 = g.off_w + g.str_w * wi;
+    const bool meets = b < count && n >= 0 && n < g.N && h0 > -BH && h0 < g.H && w0 > -BW && w0 < g.W;
+    return meets ? Corner{n, h0, w0} : Corner{-1, 0, 0};
 }
 
 DEVICE i64 active_rows(const int* bin_counts, const Geometry& g) {
@@ -69,7 +72,7 @@ struct Runs {
         const i64 plane = bp - b * planes;
         const int i = static_cast<int>(row - bp * BH);
         const int first = static_cast<int>(index - row * segments) * SPAN;
-        const Corner corner = corner_of(b, count, indices, g);
+        const Corner corner = corner_of<BH, BW>(b, count, indices, g);
         const int width = in_vectors(BW);
         Run run{0, row * width + first, min(SPAN, width - first), 0, 0, 0};
         const i64 h = corner.h0 + i;
@@ -119,87 +122,133 @@ struct Runs {
 
 // ---------------------------------------------------------------------------- tiles
 
-// Where the pixels of block k lie in an image, in elements, and which of them exist.
-template <bool LAST, int BH, int BW>
-struct ImageSide {
-    i64 base, row_step, channel_step;
-    int pixel_step, i_begin, i_end, j_begin, j_end;
+// Steps through one side of the copy, in elements. Channels are contiguous where LAST. A row of the
+// image and a block have fewer than 2^31 elements.
+template <bool LAST>
+struct Steps {
+    int row, pixel;
+    i64 channel;
+    DEVICE i64 at(int i, int j, int c) const {
+        return static_cast<i64>(i) * row + (LAST ? j * pixel + c : j + c * channel);
+    }
+};
 
-    DEVICE ImageSide(const Corner& k, const Geometry& g)
-        : base((LAST ? ((k.n * g.H + k.h0) * g.W + k.w0) * g.C : (k.n * g.C * g.H + k.h0) * g.W + k.w0)),
-          row_step(LAST ? g.W * g.C : g.W),
-          channel_step(LAST ? 1 : g.H * g.W),
-          pixel_step(LAST ? static_cast<int>(g.C) : 1),
+template <bool LAST>
+DEVICE Steps<LAST> image_steps(const Geometry& g) {
+    const int W = static_cast<int>(g.W), C = static_cast<int>(g.C);
+    return LAST ? Steps<LAST>{W * C, C, 1} : Steps<LAST>{W, 1, g.H * g.W};
+}
+
+template <bool LAST, int BH, int BW>
+DEVICE Steps<LAST> stack_steps(const Geometry& g) {
+    const int C = static_cast<int>(g.C);
+    return LAST ? Steps<LAST>{BW * C, C, 1} : Steps<LAST>{BW, 1, BH * BW};
+}
+
+// A block: where its pixel (0, 0), channel 0 lies on both sides, and which of its pixels the image
+// has. The image offset may point outside; only pixels of the image are ever added to it.
+template <int BH, int BW>
+struct Block {
+    i64 image, stack;
+    int i_begin, i_end, j_begin, j_end;
+
+    template <bool LAST>
+    DEVICE Block(i64 b, const Corner& k, const Steps<LAST>& steps, const Geometry& g)
+        : image(k.n * g.C * g.H * g.W + k.h0 * steps.row + k.w0 * static_cast<i64>(steps.pixel)),
+          stack(b * g.C * (BH * BW)),
           i_begin(static_cast<int>(clamp(-k.h0, 0, BH))),
           i_end(k.n < 0 ? 0 : static_cast<int>(clamp(g.H - k.h0, 0, BH))),
           j_begin(static_cast<int>(clamp(-k.w0, 0, BW))),
           j_end(static_cast<int>(clamp(g.W - k.w0, 0, BW))) {}
 
-    // Offset of pixel p (= i * BW + j of the block), channel c; -1 where there is none.
-    DEVICE i64 at(int p, int c) const {
-        const int i = p / BW, j = p - i * BW;
-        if (i < i_begin || i >= i_end || j < j_begin || j >= j_end) return -1;
-        return base + i * row_step + j * static_cast<i64>(pixel_step) + c * channel_step;
+    DEVICE bool has(int i, int j) const {
+        return i >= i_begin && i < i_end && j >= j_begin && j < j_end;
     }
 };
 
-// The same for a block of the stack, where all pixels exist.
-template <bool LAST, int BH, int BW>
-struct StackSide {
-    i64 base, C;
-    DEVICE StackSide(i64 b, const Geometry& g) : base(b * g.C * BH * BW), C(g.C) {}
-    DEVICE i64 at(int p, int c) const {
-        return base + (LAST ? p * C + c : c * static_cast<i64>(BH * BW) + p);
-    }
-};
-
-// A tile of TP pixels x TC channels in shared memory, channel-major. THREADS threads fill it and
-// empty it, by vectors of channels (where channels are contiguous) or groups of G pixels (where
-// pixels are). Units of UNIT pixels are permuted by the channel's vector number, so that neither a
-// warp's column accesses nor its row accesses meet in a bank.
-template <typename T, typename V, int BH, int BW, int TP, int VC, int THREADS>
+// A tile of TI x TJ pixels x TC channels in shared memory, channel-major. The thread block fills it
+// and empties it, by vectors of channels (where channels are contiguous) or groups of G pixels
+// (where pixels are). Units of UNIT pixels are permuted by the channel's vector number, so that
+// neither a warp's column accesses nor its row accesses meet in a bank.
+template <typename T, typename V, int BH, int BW, int TI, int TJ, int VC, int THREADS>
 struct Tile {
     static constexpr int L = Elements<T, V>::COUNT;  // channels per vector
-    static constexpr int TC = VC * L;                // channels per tile
-    static constexpr int PIXELS = BH * BW;
-    static constexpr int PIXEL_TILES = ceil_div(PIXELS, TP);
+    static constexpr int TC = VC * L, PIXELS = TI * TJ, ROWS = TI, COLUMNS = TJ;
+    static constexpr int TILES_J = ceil_div(BW, TJ), TILES = ceil_div(BH, TI) * TILES_J;
     static constexpr int UNIT = sizeof(T) <= 4 ? 4 : 16 / sizeof(T);
-    static constexpr int PITCH = ceil_div(TP, 8 * UNIT) * 8 * UNIT;
-    static constexpr int VECTOR_SLOTS = ceil_div(TP * VC, THREADS);
+    static constexpr int PITCH = ceil_div(PIXELS, 8 * UNIT) * 8 * UNIT;
+    static constexpr int VECTOR_SLOTS = ceil_div(PIXELS * VC, THREADS);
     __host__ __device__ static constexpr int group_slots(int G) {
-        return ceil_div(TC * ceil_div(TP, G), THREADS);
+        return ceil_div(TC * ceil_div(PIXELS, G), THREADS);
     }
+    static_assert(TJ == BW || TI == 1, "the pixels of a tile are contiguous in the block");
 
-    int p0, c0, C;
+    int i0, j0, c0, C;  // corner of the tile in the block; channels there are
+    bool full;          // the tile lies inside the block and the image, and has all its channels
 
-    // Position in shared memory of pixel p of the tile in channel c = vector * L + e.
+    DEVICE Tile(int i, int j, int c, i64 channels, const Block<BH, BW>& block)
+        : i0(i), j0(j), c0(c), C(static_cast<int>(channels)),
+          full(c + TC <= C && i + TI <= BH && j + TJ <= BW && block.has(i, j) &&
+               block.has(i + TI - 1, j + TJ - 1)) {}
+
+    // Position in shared memory of the tile's pixel p in its channel c = vector * L + e.
     DEVICE static int position(int p, int c, int vector) {
         return c * PITCH + ((p / UNIT) ^ (vector & 7)) * UNIT + p % UNIT;
     }
+    DEVICE bool holds(int i, int j, int c) const {
+        return full || (i0 + i < BH && j0 + j < BW && c0 + c < C);
+    }
 
-    // Visit the vectors of this thread: body(slot, p, c, position). The position of the vector's
-    // element e is e * PITCH further.
+    // Visit the vectors of this thread in any tile: body(slot, i, j, c, position), in coordinates
+    // of the tile. The position of the vector's element e is e * PITCH further.
     template <class Body>
-    DEVICE void vectors(Body body) const {
+    DEVICE static void vectors(Body body) {
+        const int thread = recomputed(threadIdx.x);
 #pragma unroll
         for (int slot = 0; slot < VECTOR_SLOTS; ++slot) {
-            const int index = slot * THREADS + static_cast<int>(threadIdx.x);
+            const int index = slot * THREADS + thread;
             const int p = index / VC, vector = index - p * VC, c = vector * L;
-            if (p < TP && p0 + p < PIXELS && c0 + c < C)
-                body(slot, p0 + p, c0 + c, position(p, c, vector));
+            if (p < PIXELS) body(slot, p / TJ, p % TJ, c, position(p, c, vector));
         }
     }
-    // Visit the groups of G pixels of this thread: body(slot, p, c, position).
+    // Visit the groups of G pixels of this thread: body(slot, i, j, c, position).
     template <int G, class Body>
-    DEVICE void groups(Body body) const {
-        static_assert(UNIT % G == 0 && TP % G == 0 && PIXELS % G == 0, "a group is never cut");
-        constexpr int PER_ROW = TP / G;
+    DEVICE static void groups(Body body) {
+        static_assert(UNIT % G == 0 && PIXELS % G == 0, "a group is never cut by the tile");
+        static_assert(TI == 1 ? BW % G == 0 : BH * BW % G == 0, "nor by the block");
+        constexpr int PER_ROW = PIXELS / G;
+        const int thread = recomputed(threadIdx.x);
 #pragma unroll
         for (int slot = 0; slot < group_slots(G); ++slot) {
-            const int index = slot * THREADS + static_cast<int>(threadIdx.x);
+            const int index = slot * THREADS + thread;
             const int c = index / PER_ROW, p = (index - c * PER_ROW) * G;
-            if (c < TC && p0 + p < PIXELS && c0 + c < C)
-                body(slot, p0 + p, c0 + c, position(p, c, c / L));
+            if (c < TC) body(slot, p / TJ, p % TJ, c, position(p, c, c / L));
         }
     }
 };
+
+// Calls body(block, tile) for this thread block's share of the tiles of `blocks` stack rows:
+// consecutive ones, so that a block's corner is looked up once and not once a tile.
+template <class Shape, int BH, int BW, bool LAST, class Body>
+DEVICE void for_each_tile(i64 blocks, i64 count, const int* indices, const Steps<LAST>& image_step,
+                          const Geometry& g, Body body) {
+    const i64 channel_tiles = ceil_div<i64>(g.C, Shape::TC);
+    const i64 per_block = channel_tiles * Shape::TILES, tiles = blocks * per_block;
+    const i64 share = divide(tiles, gridDim.x), extra = tiles - share * gridDim.x;
+    i64 t = blockIdx.x * share + min(static_cast<i64>(blockIdx.x), extra);
+    const i64 end = t + share + (blockIdx.x < extra ? 1 : 0);
+    while (t < end) {
+        const i64 b = divide(t, per_block);
+        const Block<BH, BW> block(b, corner_of<BH, BW>(b, count, indices, g), image_step, g);
+        int rest = static_cast<int>(t - b * per_block);
+        const int stop = static_cast<int>(min(end - b * per_block, per_block));
+        t += stop - rest;
+        // Neighbouring tiles of a block first, then the next channels.
+        int ct = rest / Shape::TILES, it = rest - ct * Shape::TILES;
+        for (; rest < stop; ++rest) {
+            body(block, Shape(it / Shape::TILES_J * Shape::ROWS, it % Shape::TILES_J * Shape::COLUMNS,
+                              ct * Shape::TC, g.C, block));
+            if (++it == Shape::TILES) it = 0, ++ct;
+        }
+    }
+}

@@ -4,7 +4,7 @@
 // gather_runs:  same layout on both sides. LANES threads copy a run of COLS vectors each, RUNS runs
 //               at a time, so that several loads are in flight before the first store.
 // gather_tiles: the layout changes (IMAGE_LAST: NHWC image to NCHW blocks). One thread block turns
-//               TP pixels x VC vectors of channels in shared memory.
+//               TI x TJ pixels x VC vectors of channels in shared memory.
 // Launch: 256 threads, persistent grid. See cuda_src/README.md for the pictures.
 #include "block_copy.cuh"
 
@@ -58,7 +58,7 @@ struct Affine {
 // ---------------------------------------------------------------------------- kernels
 
 template <typename V, int BH, int BW, int LANES, int RUNS, int COLS, class F>
-__global__ void __launch_bounds__(THREADS, 5)
+__global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
     gather_runs(const V* __restrict__ x, const int* __restrict__ bin_counts,
                 const int* __restrict__ indices, V* __restrict__ blocks,
                 const typename F::Parameter* __restrict__ scale,
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(THREADS, 5)
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
     const Runs<BH, BW, sizeof(V), LANES, RUNS, COLS> runs(planes, pixel_bytes, element_bytes);
-    [[maybe_unused]] const bool by_plane = planes > 1;
+    [[maybe_unused]] const bool by_plane = planes > 1 || C == 1;  // one channel all along a run
     [[maybe_unused]] int hop[COLS];  // channels from a run's first element to this lane's vectors
     if constexpr (F::USES_CHANNEL)
 #pragma unroll
@@ -103,64 +103,65 @@ __global__ void __launch_bounds__(THREADS, 5)
     });
 }
 
-template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TP, int VC, int G, class F>
-__global__ void __launch_bounds__(THREADS)
+template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TI, int TJ, int VC, int G, int TILE_THREADS,
+          class F>
+__global__ void __launch_bounds__(TILE_THREADS, 3)
     gather_tiles(const T* __restrict__ x, const int* __restrict__ bin_counts,
                  const int* __restrict__ indices, T* __restrict__ blocks,
                  const typename F::Parameter* __restrict__ scale,
                  const typename F::Parameter* __restrict__ shift, i64 M, i64 N, i64 C, i64 H, i64 W,
                  i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
-    using Shape = Tile<T, V, BH, BW, TP, VC, THREADS>;
+    using Shape = Tile<T, V, BH, BW, TI, TJ, VC, TILE_THREADS>;
     using Group = typename Bytes<G * sizeof(T)>::type;
     __shared__ __align__(16) T shared[Shape::TC * Shape::PITCH];
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
-    const i64 count = active_rows(bin_counts, g);
-    const i64 channel_tiles = ceil_div<i64>(C, Shape::TC);
-    const i64 tiles = M * Shape::PIXEL_TILES * channel_tiles;
+    const auto of_image = image_steps<IMAGE_LAST>(g);
+    const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
 
-    for (i64 t = blockIdx.x; t < tiles; t += gridDim.x) {
-        const i64 bp = divide(t, channel_tiles), b = divide(bp, Shape::PIXEL_TILES);
-        const Shape tile{static_cast<int>(bp - b * Shape::PIXEL_TILES) * TP,
-                         static_cast<int>(t - bp * channel_tiles) * Shape::TC,
-                         static_cast<int>(C)};
-        const ImageSide<IMAGE_LAST, BH, BW> image(corner_of(b, count, indices, g), g);
-        const StackSide<!IMAGE_LAST, BH, BW> stack(b, g);
+    for_each_tile<Shape, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
+                                 [&](const Block<BH, BW>& block, const Shape& tile) {
+        const i64 from = block.image + of_image.at(tile.i0, tile.j0, tile.c0);
+        T* const to = blocks + block.stack + of_stack.at(tile.i0, tile.j0, tile.c0);
+        const auto inside = [&](int i, int j, int c) {
+            return tile.full || (tile.holds(i, j, c) && block.has(tile.i0 + i, tile.j0 + j));
+        };
         if constexpr (IMAGE_LAST) {
             V value[Shape::VECTOR_SLOTS];
-            tile.vectors([&](int slot, int p, int c, int) {
-                const i64 at = image.at(p, c);
-                value[slot] = at >= 0 ? *reinterpret_cast<const V*>(x + at) : zero<V>();
+            Shape::vectors([&](int slot, int i, int j, int c, int) {
+                value[slot] = inside(i, j, c) ? *reinterpret_cast<const V*>(x + (from + of_image.at(i, j, c)))
+                                              : zero<V>();
             });
-            tile.vectors([&](int slot, int p, int c, int position) {
-                if (F::USES_CHANNEL && image.at(p, c) >= 0) value[slot] = f(value[slot], c, 1);
+            Shape::vectors([&](int slot, int i, int j, int c, int position) {
+                if (F::USES_CHANNEL && inside(i, j, c)) value[slot] = f(value[slot], tile.c0 + c, 1);
                 const Elements<T, V> elements(value[slot]);
 #pragma unroll
                 for (int e = 0; e < Shape::L; ++e) shared[position + e * Shape::PITCH] = elements.element[e];
             });
             __syncthreads();
-            tile.template groups<G>([&](int, int p, int c, int position) {
-                *reinterpret_cast<Group*>(blocks + stack.at(p, c)) =
-                    *reinterpret_cast<const Group*>(shared + position);
+            Shape::template groups<G>([&](int slot, int i, int j, int c, int position) {
+                if (tile.holds(i, j, c))
+                    *reinterpret_cast<Group*>(to + of_stack.at(i, j, c)) =
+                        *reinterpret_cast<const Group*>(shared + position);
             });
         } else {
             T value[Shape::group_slots(1)];
-            tile.template groups<1>([&](int slot, int p, int c, int) {
-                const i64 at = image.at(p, c);
-                value[slot] = at >= 0 ? x[at] : zero<T>();
+            Shape::template groups<1>([&](int slot, int i, int j, int c, int) {
+                value[slot] = inside(i, j, c) ? x[from + of_image.at(i, j, c)] : zero<T>();
             });
-            tile.template groups<1>([&](int slot, int p, int c, int position) {
-                if (F::USES_CHANNEL && image.at(p, c) >= 0) value[slot] = f(value[slot], c, 1);
+            Shape::template groups<1>([&](int slot, int i, int j, int c, int position) {
+                if (F::USES_CHANNEL && inside(i, j, c)) value[slot] = f(value[slot], tile.c0 + c, 1);
                 shared[position] = value[slot];
             });
             __syncthreads();
-            tile.vectors([&](int, int p, int c, int position) {
+            Shape::vectors([&](int slot, int i, int j, int c, int position) {
+                if (!tile.holds(i, j, c)) return;
                 Elements<T, V> elements;
 #pragma unroll
                 for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[position + e * Shape::PITCH];
-                *reinterpret_cast<V*>(blocks + stack.at(p, c)) = elements.vector;
+                *reinterpret_cast<V*>(to + of_stack.at(i, j, c)) = elements.vector;
             });
         }
         __syncthreads();  // the next tile reuses the shared memory
-    }
+    });
 }

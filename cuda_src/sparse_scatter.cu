@@ -34,7 +34,7 @@ struct Add {
 // ---------------------------------------------------------------------------- no overlap
 
 template <typename V, int BH, int BW, int LANES, int RUNS, int COLS, class F>
-__global__ void __launch_bounds__(THREADS, 5)
+__global__ void __launch_bounds__(THREADS, F::READS ? 2 : 4)
     scatter_runs(V* __restrict__ y, const int* __restrict__ bin_counts,
                  const int* __restrict__ indices, const V* __restrict__ blocks, i64 batch, i64 planes,
                  i64 pixel_bytes, i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h,
@@ -65,74 +65,75 @@ __global__ void __launch_bounds__(THREADS, 5)
     });
 }
 
-template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TP, int VC, int G, class F>
-__global__ void __launch_bounds__(THREADS)
+template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TI, int TJ, int VC, int G, int TILE_THREADS,
+          class F>
+__global__ void __launch_bounds__(TILE_THREADS, 3)
     scatter_tiles(T* __restrict__ y, const int* __restrict__ bin_counts,
                   const int* __restrict__ indices, const T* __restrict__ blocks, i64 M, i64 N,
                   i64 C, i64 H, i64 W, i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
-    using Shape = Tile<T, V, BH, BW, TP, VC, THREADS>;
+    using Shape = Tile<T, V, BH, BW, TI, TJ, VC, TILE_THREADS>;
     using Group = typename Bytes<G * sizeof(T)>::type;
     __shared__ __align__(16) T shared[Shape::TC * Shape::PITCH];
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const i64 count = active_rows(bin_counts, g);
-    const i64 channel_tiles = ceil_div<i64>(C, Shape::TC);
-    const i64 tiles = count * Shape::PIXEL_TILES * channel_tiles;
+    const auto of_image = image_steps<IMAGE_LAST>(g);
+    const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
 
-    for (i64 t = blockIdx.x; t < tiles; t += gridDim.x) {
-        const i64 bp = divide(t, channel_tiles), b = divide(bp, Shape::PIXEL_TILES);
-        const Shape tile{static_cast<int>(bp - b * Shape::PIXEL_TILES) * TP,
-                         static_cast<int>(t - bp * channel_tiles) * Shape::TC,
-                         static_cast<int>(C)};
-        const ImageSide<IMAGE_LAST, BH, BW> image(corner_of(b, count, indices, g), g);
-        const StackSide<!IMAGE_LAST, BH, BW> stack(b, g);
+    for_each_tile<Shape, BH, BW>(count, count, indices, of_image, g,
+                                 [&](const Block<BH, BW>& block, const Shape& tile) {
+        const i64 to = block.image + of_image.at(tile.i0, tile.j0, tile.c0);
+        const T* const from = blocks + block.stack + of_stack.at(tile.i0, tile.j0, tile.c0);
+        const auto inside = [&](int i, int j, int c) {
+            return tile.full || (tile.holds(i, j, c) && block.has(tile.i0 + i, tile.j0 + j));
+        };
         if constexpr (IMAGE_LAST) {
             Group value[Shape::group_slots(G)];
             V old[Shape::VECTOR_SLOTS];
-            tile.template groups<G>([&](int slot, int p, int c, int) {
-                value[slot] = *reinterpret_cast<const Group*>(blocks + stack.at(p, c));
+            Shape::template groups<G>([&](int slot, int i, int j, int c, int) {
+                value[slot] = tile.holds(i, j, c) ? *reinterpret_cast<const Group*>(from + of_stack.at(i, j, c))
+                                                  : zero<Group>();
             });
             if constexpr (F::READS)
-                tile.vectors([&](int slot, int p, int c, int) {
-                    const i64 at = image.at(p, c);
-                    if (at >= 0) old[slot] = *reinterpret_cast<const V*>(y + at);
+                Shape::vectors([&](int slot, int i, int j, int c, int) {
+                    if (inside(i, j, c)) old[slot] = *reinterpret_cast<const V*>(y + (to + of_image.at(i, j, c)));
                 });
-            tile.template groups<G>([&](int slot, int, int, int position) {
+            Shape::template groups<G>([&](int slot, int, int, int, int position) {
                 *reinterpret_cast<Group*>(shared + position) = value[slot];
             });
             __syncthreads();
-            tile.vectors([&](int slot, int p, int c, int position) {
-                const i64 at = image.at(p, c);
-                if (at < 0) return;
+            Shape::vectors([&](int slot, int i, int j, int c, int position) {
+                if (!inside(i, j, c)) return;
                 Elements<T, V> elements;
 #pragma unroll
                 for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[position + e * Shape::PITCH];
-                *reinterpret_cast<V*>(y + at) =
+                *reinterpret_cast<V*>(y + (to + of_image.at(i, j, c))) =
                     F::READS ? F::combine(old[slot], elements.vector) : elements.vector;
             });
         } else {
             V value[Shape::VECTOR_SLOTS];
             T old[Shape::group_slots(1)];
-            tile.vectors([&](int slot, int p, int c, int) {
-                value[slot] = *reinterpret_cast<const V*>(blocks + stack.at(p, c));
+            Shape::vectors([&](int slot, int i, int j, int c, int) {
+                value[slot] = tile.holds(i, j, c) ? *reinterpret_cast<const V*>(from + of_stack.at(i, j, c))
+                                                  : zero<V>();
             });
             if constexpr (F::READS)
-                tile.template groups<1>([&](int slot, int p, int c, int) {
-                    const i64 at = image.at(p, c);
-                    if (at >= 0) old[slot] = y[at];
+                Shape::template groups<1>([&](int slot, int i, int j, int c, int) {
+                    if (inside(i, j, c)) old[slot] = y[to + of_image.at(i, j, c)];
                 });
-            tile.vectors([&](int slot, int, int, int position) {
+            Shape::vectors([&](int slot, int, int, int, int position) {
                 const Elements<T, V> elements(value[slot]);
 #pragma unroll
                 for (int e = 0; e < Shape::L; ++e) shared[position + e * Shape::PITCH] = elements.element[e];
             });
             __syncthreads();
-            tile.template groups<1>([&](int slot, int p, int c, int position) {
-                const i64 at = image.at(p, c);
-                if (at >= 0) y[at] = F::READS ? F::combine(old[slot], shared[position]) : shared[position];
+            Shape::template groups<1>([&](int slot, int i, int j, int c, int position) {
+                if (!inside(i, j, c)) return;
+                T& target = y[to + of_image.at(i, j, c)];
+                target = F::READS ? F::combine(old[slot], shared[position]) : shared[position];
             });
         }
         __syncthreads();  // the next tile reuses the shared memory
-    }
+    });
 }
 
 // ---------------------------------------------------------------------------- overlap

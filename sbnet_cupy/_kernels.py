@@ -64,9 +64,8 @@ def launch(stem, kernel, template, grid, block, args, shared=0, persistent=False
     """
     scalars = tuple(arg for arg in args if isinstance(arg, int | float))
     arrays = args[: len(args) - len(scalars)]
-    if grid:
-        sizes = (grid, block, len(arrays), scalars, shared, persistent)
-        prepare(stem, kernel, template, *sizes)(*arrays)
+    sizes = (grid, block, len(arrays), scalars, shared, persistent)
+    prepare(stem, kernel, template, *sizes)(*arrays)
 
 
 def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False):
@@ -111,10 +110,13 @@ class _Launch:
         )
         self._table = addresses.ctypes.data
         self._stream = cupy.cuda.get_current_stream
+        self._empty = grid == 0
         self._lock = threading.Lock()  # two threads must not fill in pointers at the same time
 
     def __call__(self, *arrays):
         """Launch on the current stream; None is a null pointer."""
+        if self._empty:
+            return
         values = self._values
         with self._lock:
             for position, array in enumerate(arrays):

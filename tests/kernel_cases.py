@@ -29,7 +29,8 @@ GRIDS = {
     "columns": Grid(1, (75, 5), (70, 2), (-3, 1), (35, 2), (3, 3)),
     "large": Grid(1, (50, 60), (40, 33), (-3, -4), (40, 33), (2, 2)),
     "over the edge": Grid(2, (4, 5), (16, 16), (-7, -6), (16, 16), (1, 1)),
-    "outside": Grid(1, (6, 6), (4, 4), (-40, 3), (4, 4), (12, 3)),
+    "above": Grid(1, (6, 6), (4, 4), (-40, 3), (4, 4), (12, 3)),
+    "left": Grid(1, (6, 6), (4, 4), (3, -40), (4, 4), (3, 12)),
     "stage 1": Grid(1, (40, 70), (18, 18), (-1, -1), (16, 16), (3, 5)),
     "stage 1 out": Grid(1, (40, 70), (16, 16), (0, 0), (16, 16), (3, 5)),
     "stage 2": Grid(1, (20, 35), (10, 10), (-1, -1), (8, 8), (3, 5)),
@@ -55,6 +56,11 @@ class Case:
     @property
     def geometry(self):
         return GRIDS[self.grid]
+
+    @property
+    def launches_nothing(self):
+        """Whether there is nothing to do."""
+        return False
 
     @property
     def rng(self):
@@ -149,8 +155,9 @@ def _masks():
     for grid in ("stage 1", "stage 2", "stage 4", "wide blocks"):
         yield Mask(dtype="float32", grid=grid, density=0.003)
     # Blocks outside the image; nothing and everything active.
-    yield Mask(dtype="uint8", grid="outside", density=1.0, tols=(0, -1))
-    yield Mask(dtype="float32", grid="outside", density=1.0, tols=(0.5, -1), avgpool=True)
+    for grid in ("above", "left"):
+        yield Mask(dtype="uint8", grid=grid, density=1.0, tols=(0, -1))
+        yield Mask(dtype="float32", grid=grid, density=1.0, tols=(0.5, -1), avgpool=True)
     yield Mask(dtype="float32", grid="over the edge")
     for grid in ("far", "far back"):
         yield Mask(dtype="float32", grid=grid, density=1.0)
@@ -187,12 +194,17 @@ class Copy(Case):
     channels: int = 3
     table: str = "some"
     stack_offset: int = 0
+    special: bool = False  # NaN, infinities, -0 and the largest and smallest numbers in the image
     options: dict = field(default_factory=dict)
 
     def __str__(self):
         text = f"{self.name} {self.op} {self.dtype} {self.layout} {self.grid} C={self.channels}"
         offsets = f"offset {self.offset} {self.stack_offset}" * bool(self.offset + self.stack_offset)
         return " ".join(f"{text} {offsets} {'' if self.table == 'some' else self.table}".split())
+
+    @property
+    def launches_nothing(self):
+        return self.table == "empty"
 
     @functools.cached_property
     def active(self):
@@ -225,7 +237,12 @@ class Copy(Case):
         stack = (rows, *grid.bsize, c) if last != transpose else (rows, c, *grid.bsize)
         computes = self.op == "add" or self.options
         make = numbers if computes else random_bits
-        return tuple(make(rng, shape, DTYPES[self.dtype]) for shape in (image, stack))
+        image, stack = (make(rng, shape, DTYPES[self.dtype]) for shape in (image, stack))
+        if self.special:
+            most = 3.3e38 if self.dtype in ("bfloat16", "float32") else 65504
+            for value in (math.nan, math.inf, -math.inf, -0.0, most, -most, 1e-7, -1e-40):
+                image[rng.random(image.shape) < 0.05] = value
+        return image, stack
 
     @functools.cached_property
     def keywords(self):
@@ -296,7 +313,7 @@ def _copies():
         ("float32", "NCHW to NHWC", 100, "rectangle"), ("float32", "NHWC", 32, "aligned halo"),
         ("float32", "NCHW", 1, "over the edge"), ("float32", "NHWC to NCHW", 100, "large"),
         ("int64", "NCHW to NHWC", 5, "halo"), ("int64", "NHWC", 32, "gaps"),
-        ("uint64", "NCHW", 1, "plain"), ("uint64", "NHWC to NCHW", 17, "outside"),
+        ("uint64", "NCHW", 1, "plain"), ("uint64", "NHWC to NCHW", 17, "left"),
         ("float64", "NHWC to NCHW", 17, "aligned"), ("float64", "NHWC", 3, "halo"),
         ("complex64", "NCHW to NHWC", 3, "plain"), ("complex64", "NHWC", 32, "gaps"),
         ("complex128", "NHWC to NCHW", 3, "rectangle"), ("complex128", "NHWC", 1, "plain"),
@@ -346,6 +363,12 @@ def _copies():
 
 
 COPIES = list(_copies())
+# Called again and again: on the same list of blocks, with other images.
+REPEATED = [
+    Copy(op=op, dtype="float32", channels=24, grid="plain", table="all", layout=layout)
+    for op in ("gather", "scatter", "add")
+    for layout in ("NHWC", "NHWC to NCHW")
+]
 
 
 def _fused():
@@ -365,6 +388,8 @@ def _fused():
         ("bfloat16", "float32", "float32", "relu", "NHWC", 32, "halo"),
         ("bfloat16", "bfloat16", None, None, "NCHW to NHWC", 17, "plain"),
         ("bfloat16", None, "float32", "relu", "NHWC to NCHW", 8, "aligned"),
+        ("float32", "float32", "float32", "relu", "NCHW", 1, "aligned"),
+        ("float16", "float16", None, None, "NHWC", 1, "aligned"),
         ("float64", "float64", "float64", "relu", "NHWC", 3, "halo"),
         ("float64", "float32", None, None, "NHWC to NCHW", 17, "aligned"),
         ("float64", "float16", "float32", "relu", "NCHW", 3, "plain"),
@@ -388,3 +413,8 @@ def _fused():
 _FUSED = list(_fused())
 SMOOTH = [case for case in _FUSED if case.options.get("activation") in ("silu", "gelu")]
 FUSED = [case for case in _FUSED if case not in SMOOTH]
+FUSED += [
+    replace(case, special=True, name=f"special {case.name}")
+    for case in FUSED
+    if case.grid in ("plain", "rectangle")
+]

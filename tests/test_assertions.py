@@ -14,7 +14,7 @@ def changed(array, at, value):
     return copy
 
 
-DTYPES = ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", "longdouble"]
+DTYPES = ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16"]
 DTYPES.append(ml_dtypes.bfloat16)
 
 

@@ -462,8 +462,8 @@ def test_unknown_activation(name):
         check_activation(name)
 
 
-def test_case_helper_lays_out_what_it_says(xp):
-    """The tests' own helper: NCHW and OIHW are transpositions of NHWC and HWIO."""
+def test_arrange_lays_out_what_it_says(xp):
+    """What Case.arrange does: NCHW and OIHW are transpositions of NHWC and HWIO."""
     case = replace(Case(), data_format="NCHW", w_format="OIHW")
     x, w = case.arrange(*case.integers(), xp)
     assert x.shape == (2, 3, 6, 7) and w.shape == (5, 3, 3, 3)

@@ -65,6 +65,22 @@ def test_bad_call(xp, function, argument, value, error):
         assert_same(array, copy)
 
 
+def test_a_refusal_does_not_depend_on_what_was_accepted_before(xp):
+    """Python has 4 == 4.0 and 1 == True: what a call remembers must not confuse them."""
+    for function, options in [
+        ("sparse_gather", {"bsize": 4.0}),
+        ("sparse_gather", {"boffset": (0.0, False)}),
+        ("sparse_scatter", {"bsize": 4.0}),
+        ("reduce_mask", {"block_count": (2.0, 2)}),
+        ("reduce_mask", {"bsize": (4, 4.0)}),
+    ]:
+        arguments = valid_call(xp, function)
+        for _ in range(2):
+            getattr(sbnet_cupy, function)(**arguments)
+            refuses(ShapeError, next(iter(options)), getattr(sbnet_cupy, function),
+                    **(arguments | options))  # fmt: skip
+
+
 def test_the_table_is_long_and_covers_every_function():
     assert len(BAD) >= 150
     assert {row[0] for row in BAD} == set(VALID)

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -191,9 +192,8 @@ def drawn():
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     folders = []
     for line in code_blocks(text, "text")[0].splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        for name in line.split("  ")[depth].split() if line.strip() else []:
-            folders[depth:] = []
+        folders[(len(line) - len(line.lstrip())) // 2 :] = []
+        for name in itertools.takewhile(re.compile(r"\.?[\w<>]+(\.\w+|/)").fullmatch, line.split()):
             yield "/".join([*folders, name.rstrip("/")])
             if name.endswith("/"):
                 folders.append(name.rstrip("/"))

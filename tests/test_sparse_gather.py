@@ -143,6 +143,16 @@ def test_empty_inputs(xp, shape, rows, data_format, transpose):
         check(xp, x, active, grid, data_format=data_format, transpose=transpose)
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i2", ">u8", "M8[s]", "S4", "V16"])
+def test_dtypes_that_only_numpy_has(dtype):
+    """Other byte orders, dates, text and raw bytes are copied like any element of their size."""
+    x = np.arange(2 * 6 * 6 * 3).reshape(2, 6, 6, 3).astype("S4" if dtype[0] == "S" else "i8")
+    x = x.astype("S16").view("V16") if dtype == "V16" else x.astype(dtype)
+    rows, count = np.array([[0, 1, 1], [1, 0, 2], [9, 0, 0]], np.int32), np.array([3], np.int32)
+    blocks = sparse_gather(x, count, rows, bsize=3)
+    assert_same(blocks, oracles.sparse_gather(x, count, rows, bsize=(3, 3)), allow_nan=True)
+
+
 def test_takes_what_reduce_mask_returns(xp):
     x = np.random.default_rng(0).random((2, 8, 8, 4), np.float32)
     active = reduce_mask(xp.asarray(x[..., 0] > 0.9), (4, 4), bsize=2, capacity=20)

@@ -126,11 +126,9 @@ def test_every_dtype_and_layout(xp, dtype, data_format, transpose, add, c):
     check(xp, blocks, active, x, grid, atomic=add, **options)
 
 
-@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", strategies.DTYPES[1:], ids=str)  # a bool has no spare bits
 def test_overwriting_keeps_every_bit(xp, dtype):
     """Random bits: NaN payloads, -0 and denormals pass unchanged, in the blocks and the base."""
-    if dtype.kind == "b":
-        pytest.skip("a bool has two values")
     rng = np.random.default_rng(0)
     grid = Grid(1, (8, 8), (3, 3), (0, 0), None, (3, 3))
     image, stack = shapes(grid, 5, 4, "NHWC", False)

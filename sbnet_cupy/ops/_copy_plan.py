@@ -10,6 +10,7 @@ from .._arrays import is_cupy
 from .._kernels import vector_bytes
 
 THREADS = 256
+_TILE_THREADS = 288  # at most, for a tile
 _RESIDENT = 5  # thread blocks that a multiprocessor holds at once, about
 
 
@@ -40,8 +41,8 @@ def plan_copy(image, stack, layout, grid, sm_count, *, element=None, per_channel
     if layout.channels_last == layout.blocks_channels_last:
         template, work, leading = _plan_runs(image, stack, layout, grid, per_channel, most)
         return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
-    template, work = _plan_tiles(image, stack, layout, grid, element)
-    return CopyPlan("tiles", template, work, THREADS, geometry)
+    template, work, threads = _plan_tiles(image, stack, layout, grid, element)
+    return CopyPlan("tiles", template, work, threads, geometry)
 
 
 def _plan_runs(image, stack, layout, grid, per_channel, most):
@@ -84,38 +85,65 @@ def _lanes_and_columns(width, most_columns):
 
 
 def _plan_tiles(image, stack, layout, grid, element):
-    """Template of the tiles kernels and the number of tiles."""
+    """Template of the tiles kernels, the number of tiles, and the threads for one."""
     item = image.dtype.itemsize
     channels_last = image if layout.channels_last else stack
     vector = max(vector_bytes(layout.C * item, address(channels_last)), item)
     vectors = -(-layout.C * item // vector)
-    per_tile = min(range(1, 9), key=lambda n: (-(-vectors // n) * n, -n))
-    pixels = grid.bsize[0] * grid.bsize[1]
-    tile_pixels = min(_tile_sizes(pixels), key=lambda n: _tile_cost(n, pixels, per_tile))
+    # Channels lie apart in an NCHW image and are read one element at a time: fewer per tile.
+    most = 8 if layout.channels_last else max(32 // (vector // item), 1)
+    per_tile = min(range(1, most + 1), key=lambda n: (-(-vectors // n) * n, -n))
+    height, width = grid.bsize
+    tile_i, tile_j, threads = _tile_size(height, width, per_tile)
     group = min(4, 16 // item)
-    if not layout.channels_last or pixels % group or address(stack) % (group * item):
+    whole = width if tile_i == 1 else height * width
+    if (
+        not layout.channels_last
+        or (tile_i * tile_j) % group
+        or whole % group
+        or address(stack) % (group * item)
+    ):
         group = 1
     template = (
         layout.channels_last,
         element or f"Bytes<{item}>::type",
         f"Bytes<{vector}>::type",
-        *grid.bsize,
-        tile_pixels,
+        height,
+        width,
+        tile_i,
+        tile_j,
         per_tile,
         group,
+        threads,
     )
-    return template, stack.shape[0] * -(-pixels // tile_pixels) * -(-vectors // per_tile)
+    tiles = -(-height // tile_i) * -(-width // tile_j) * -(-vectors // per_tile)
+    return template, stack.shape[0] * tiles, threads
 
 
-def _tile_sizes(pixels):
-    """Pixels per tile worth trying: multiples of 4 that cut the block evenly."""
-    return sorted({-(-pixels // (4 * n)) * 4 for n in range(-(-pixels // 256), pixels // 32 + 2)})
+def _tile_size(height, width, per_tile):
+    """Return rows and columns of a tile, and the threads that move it, up to 3 vectors each.
 
+    A tile is whole rows of the block, or part of a row where rows are long. Wanted is the fewest
+    loads in all, those of idle threads included; then large tiles.
+    """
+    most = 3 * _TILE_THREADS // per_tile
+    if width > most:
+        tiles = -(-width // most)
+        sizes = [(1, -(-width // (4 * tiles)) * 4)]
+    else:
+        rows = [n for n in range(1, height + 1) if n * width <= most]
+        sizes = [(n, width) for n in rows if n * width % 4 == 0] or [(n, width) for n in rows]
 
-def _tile_cost(tile_pixels, pixels, per_tile):
-    """Vector loads per thread and block, idle threads included; at most 4 a tile when possible."""
-    slots = -(-tile_pixels * per_tile // THREADS)
-    return (max(slots, 4), slots * -(-pixels // tile_pixels), tile_pixels)
+    def threads(size):
+        vectors = size[0] * size[1] * per_tile
+        return max(-(-vectors // (32 * -(-vectors // _TILE_THREADS))) * 32, 64)
+
+    def loads(size):
+        slots = -(-size[0] * size[1] * per_tile // threads(size))
+        return threads(size) * slots * -(-height // size[0]) * -(-width // size[1])
+
+    best = min(sizes, key=lambda size: (loads(size), -size[0]))
+    return *best, threads(best)
 
 
 def address(array):

@@ -3,6 +3,7 @@
 Block ``(n, hi, wi)`` has its corner at ``h0 = boffset_h + bstride_h * hi`` and ``w0`` likewise.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,10 @@ class Layout(NamedTuple):
 
     def blocks_shape(self, rows, bsize):
         """Shape of a stack of ``rows`` blocks."""
+        if math.prod(bsize) * self.C > _LARGEST:
+            raise ShapeError(
+                f"bsize must give blocks of under 2**31 elements, got {bsize} of {self.C} channels"
+            )
         if self.blocks_channels_last:
             return (rows, *bsize, self.C)
         return (rows, self.C, *bsize)
@@ -64,6 +69,8 @@ def resolve_layout(x, data_format, transpose):
         raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
     last = data_format == "NHWC"
     n, h, w, c = x.shape if last else (x.shape[0], *x.shape[2:], x.shape[1])
+    if w * c > _LARGEST or h > _LARGEST:
+        raise ShapeError(f"x must have under 2**31 elements a row and 2**31 rows, got {x.shape}")
     return Layout(n, h, w, c, last, last != bool(transpose))
 
 

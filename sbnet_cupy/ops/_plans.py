@@ -4,7 +4,7 @@ The key holds everything that checks and launch parameters depend on: shapes, dt
 and alignment of the arrays, and the options as they were given. Never an array's contents.
 """
 
-import contextlib
+import marshal
 
 from .._arrays import device_of, signature_of
 
@@ -19,21 +19,26 @@ class Plans:
 
     @staticmethod
     def key(arrays, options):
-        """Return the key of a call; the first of ``arrays`` says on which device."""
-        return (device_of(arrays[0]), *map(signature_of, arrays), options)
+        """Return the key of a call; the first of ``arrays`` says on which device.
+
+        Options are told apart by type as well: 1, 1.0 and True are equal in Python but not as a
+        size. Those that cannot be spelled out (an object of the user's) give None.
+        """
+        try:
+            spelled = marshal.dumps(options, 2)
+        except ValueError:
+            return None
+        return (device_of(arrays[0]), *map(signature_of, arrays), spelled)
 
     def get(self, key):
-        """Return the launch kept under ``key``, or None. Lists among the options are never kept."""
-        try:
-            return self._plans.get(key)
-        except TypeError:
-            return None
+        """Return the launch kept under ``key``, or None."""
+        return self._plans.get(key)
 
     def keep(self, key, launch):
-        """Keep ``launch``, unless an option cannot be hashed; return it."""
-        if len(self._plans) >= _MOST:
-            self._plans.clear()
-        with contextlib.suppress(TypeError):
+        """Keep ``launch`` unless the key is None; return it."""
+        if key is not None:
+            if len(self._plans) >= _MOST:
+                self._plans.clear()
             self._plans[key] = launch
         return launch
 

@@ -135,7 +135,7 @@ def sparse_gather(
     else:
         check_out(out, shape, x.dtype, x, zip(_ARRAY_NAMES, arrays, strict=True))
     if not x.size:
-        out[...] = 0
+        out[...] = 0 if is_cupy(out) else np.zeros((), out.dtype)
     elif is_cupy(x):
         scale, shift = _same_dtype(scale, shift, compute_dtype(x.dtype))
         launch = _Launch(shape, _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation))
@@ -179,7 +179,7 @@ def _sparse_gather_numpy(x, bin_counts, active_block_indices, out, layout, grid,
     """Copy windows of the image; blocks that cross its edge go pixel by pixel index."""
     corners = find_corners(bin_counts, active_block_indices, layout, grid)
     if len(corners.rows) < len(out):
-        out[...] = 0  # rows that no image fills
+        out[...] = np.zeros((), out.dtype)  # rows that no image fills
     inside, edge = split_inside(corners, layout, grid.bsize)
     block_bytes = out[:1].nbytes
     swap = (0, 3, 1, 2) if layout.channels_last else (0, 2, 3, 1)
@@ -197,7 +197,7 @@ def _sparse_gather_numpy(x, bin_counts, active_block_indices, out, layout, grid,
         blocks = image[n, hw // layout.W, hw % layout.W]
         if affine:
             blocks = _apply_affine(blocks, layout._replace(channels_last=True), affine)
-        blocks[~valid] = 0
+        blocks[~valid] = np.zeros((), blocks.dtype)
         out[part.rows] = blocks if layout.blocks_channels_last else blocks.transpose(0, 3, 1, 2)
 
 

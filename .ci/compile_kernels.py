@@ -1,0 +1,85 @@
+"""Compile kernels for every architecture, without a GPU; fail if registers spill.
+
+    python .ci/compile_kernels.py INSTANTIATIONS [ARCHITECTURE ...]
+
+INSTANTIATIONS is a file that the tests wrote: run them with SBNET_RECORD_INSTANTIATIONS naming it.
+spill_allowance.txt, beside this file, lists what may spill after all.
+"""
+
+import concurrent.futures
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from sbnet_cupy import _kernels
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+from host_cuda import read_instantiations  # noqa: E402
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+PER_PROGRAM = 24  # instantiations compiled together: a header is then read once for all
+FUNCTION = re.compile(
+    r"Function properties for (\S+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, "
+    r"(\d+) bytes spill loads"
+)
+
+
+def main(path, *architectures):
+    """Compile everything; return the exit status."""
+    programs = list(batches(read_instantiations(path)))
+    total = sum(len(expressions) for _, expressions in programs)
+    if not total:
+        sys.exit(f"{path} lists no instantiations")
+    allowed, failed = allowances(), False
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+        for arch in architectures or ARCHITECTURES:
+            start = time.perf_counter()
+            jobs = [pool.submit(compile_program, *program, arch) for program in programs]
+            kernels = [kernel for job in jobs for kernel in job.result()]
+            bad = [k for k in kernels if any(k[2:]) and not is_allowed(allowed, arch, *k)]
+            for stem, expression, stack, stores, loads in bad:
+                print(f"  {arch} {stem}: {expression}: {stack} bytes of stack, "
+                      f"spill stores {stores}, loads {loads}")  # fmt: skip
+            print(f"{arch}: {len(kernels)} kernels compiled in {time.perf_counter() - start:.1f} s, "
+                  f"{len(bad)} with spills or stack beyond the allowance", flush=True)  # fmt: skip
+            failed |= bool(bad) or len(kernels) != total
+    return int(failed)
+
+
+def batches(instantiations):
+    """Yield (stem, name expressions) of one program each."""
+    by_stem = {}
+    for stem, kernel, template in instantiations:
+        by_stem.setdefault(stem, []).append(_kernels.name_expression(kernel, template))
+    for stem, expressions in by_stem.items():
+        for start in range(0, len(expressions), PER_PROGRAM):
+            yield stem, expressions[start : start + PER_PROGRAM]
+
+
+def compile_program(stem, expressions, arch):
+    """Return (stem, expression, bytes of stack frame, spill stores, spill loads) of each kernel."""
+    _, symbols, log = _kernels.compile_cubin(stem, expressions, arch)
+    used = {symbol: tuple(map(int, numbers)) for symbol, *numbers in FUNCTION.findall(log)}
+    return [(stem, expression, *used[symbols[expression]]) for expression in expressions]
+
+
+def allowances():
+    """Read lines "ARCHITECTURE STACK STORES LOADS EXPRESSION": bytes that a kernel may use."""
+    lines = (HERE / "spill_allowance.txt").read_text(encoding="utf-8").splitlines()
+    rows = [line.split(maxsplit=4) for line in lines if line.strip() and line[0] != "#"]
+    return {(arch, expression): tuple(map(int, most)) for arch, *most, expression in rows}
+
+
+def is_allowed(allowed, arch, stem, expression, *used):
+    """Whether a kernel uses no more stack and spills than its line allows."""
+    most = allowed.get((arch, expression), (0, 0, 0))
+    return all(u <= m for u, m in zip(used, most, strict=True))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    sys.exit(main(*sys.argv[1:]))
