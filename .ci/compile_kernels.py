@@ -43,7 +43,8 @@ def main(path, *architectures):
             for stem, expression, stack, stores, loads in bad:
                 print(f"  {arch} {stem}: {expression}: {stack} bytes of stack, "
                       f"spill stores {stores}, loads {loads}")  # fmt: skip
-            print(f"{arch}: {len(kernels)} kernels compiled in {time.perf_counter() - start:.1f} s, "
+            seconds = time.perf_counter() - start
+            print(f"{arch}: {len(kernels)} kernels compiled in {seconds:.1f} s, "
                   f"{len(bad)} with spills or stack beyond the allowance", flush=True)  # fmt: skip
             failed |= bool(bad) or len(kernels) != total
     return int(failed)

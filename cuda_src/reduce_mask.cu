@@ -62,35 +62,16 @@ struct Element<double> : FloatElement<double> {};
 
 // ---------------------------------------------------------------------------- pooling
 
-// The mask is read in words of WORD elements. EXACT: rows of blocks and of the image begin and end
-// at word boundaries, and a word may be 16 bytes. Otherwise small elements are read as 4-byte words
-// of the whole array, and those that stick out of the row are left out.
-template <typename T, int WORD>
-struct Words {
-    using Bits = typename Bytes<WORD * sizeof(T)>::type;
-
-    // Elements [first, first + WORD) of the mask, which has `total`; first is a multiple of WORD.
-    DEVICE static Elements<T, Bits> load(const T* mask, i64 first, i64 total) {
-        if (first + WORD <= total)
-            return Elements<T, Bits>(*reinterpret_cast<const Bits*>(mask + first));
-        Elements<T, Bits> word(zero<Bits>());
-#pragma unroll
-        for (int e = 0; e < WORD; ++e)
-            if (first + e < total) word.element[e] = mask[first + e];
-        return word;
-    }
-};
-
 // Sizes [N, H, W] of the mask; each side is under 2^30, the product need not be.
 struct Image {
     int N, H, W;
 };
 
-// A candidate block: the offset of its corner's pixel, which may lie outside the image, and its
-// corner, (H, W) where no pixel of the block is in the image.
+// A candidate block: its corner, and the offset in the mask of column 0 of its first row. A block
+// with no pixel in the image has its corner at (H, W).
 struct Candidate {
-    i64 origin;
-    int n, h0, w0;
+    i64 row;
+    int h0, w0;
 };
 
 struct Raster {
@@ -102,49 +83,25 @@ struct Raster {
         const int per_image = count_h * count_w, n = id / per_image, rest = id - n * per_image;
         const int hi = rest / count_w, wi = rest - hi * count_w;
         const i64 h0 = off_h + str_h * hi, w0 = off_w + str_w * wi;
-        const bool meets = h0 > -BH && h0 < image.H && w0 > -BW && w0 < image.W;
-        return Candidate{(static_cast<i64>(n) * image.H + h0) * image.W + w0, n,
-                         meets ? static_cast<int>(h0) : image.H, meets ? static_cast<int>(w0) : image.W};
+        if (h0 <= -BH || h0 >= image.H || w0 <= -BW || w0 >= image.W)
+            return Candidate{0, image.H, image.W};
+        return Candidate{(static_cast<i64>(n) * image.H + h0) * image.W, static_cast<int>(h0),
+                         static_cast<int>(w0)};
     }
 };
 
-// Calls body(value) for this lane's share of the block's pixels that lie in the image.
-template <typename T, int BH, int BW, int WORD, bool EXACT, int LANES, class Body>
-DEVICE void visit(const T* mask, const Image& image, const Candidate& block, Body body) {
-    constexpr int PER_ROW = EXACT ? BW / WORD : ceil_div(BW + WORD - 1, WORD);
-    constexpr int SLOTS = ceil_div(BH * PER_ROW, LANES);
-    [[maybe_unused]] constexpr int UNROLL = SLOTS < 12 ? SLOTS : 8;
-    const int lane = threadIdx.x % LANES;
-    const int i_begin = max(-block.h0, 0), i_end = min(image.H - block.h0, BH);
-    const int j_begin = max(-block.w0, 0), j_end = min(image.W - block.w0, BW);
-    const i64 total = static_cast<i64>(image.N) * image.H * image.W;
-#pragma unroll UNROLL
-    for (int slot = 0; slot < SLOTS; ++slot) {
-        const int index = slot * LANES + lane;
-        const int i = index / PER_ROW, k = index - i * PER_ROW;
-        if (i < i_begin || i >= i_end) continue;
-        const i64 row = block.origin + static_cast<i64>(i) * image.W;
-        if constexpr (EXACT) {
-            if (k * WORD < j_begin || k * WORD >= j_end) continue;
-            const auto word = Words<T, WORD>::load(mask, row + k * WORD, total);
-#pragma unroll
-            for (int e = 0; e < WORD; ++e) body(word.element[e]);
-        } else {
-            const i64 begin = row + j_begin, first = (begin & ~static_cast<i64>(WORD - 1)) + k * WORD;
-            const int low = static_cast<int>(begin - first), high = static_cast<int>(row + j_end - first);
-            if (high <= 0) continue;
-            const auto word = Words<T, WORD>::load(mask, first, total);
-#pragma unroll
-            for (int e = 0; e < WORD; ++e)
-                if (e >= low && e < high) body(word.element[e]);
-        }
-    }
-}
-
-// The pooled values of candidates, compared with the threshold.
-template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int LANES>
+// The mask is read in words of WORD elements, which divide its rows: a word lies in the image or
+// not at all. EXACT: they divide the blocks' rows too. LANES lanes read a candidate together: ACROSS
+// of them lie along a row, and each goes down the rows with steps of LANES / ACROSS.
+template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int ACROSS, int LANES>
 struct Pool {
+    using Bits = typename Bytes<WORD * sizeof(T)>::type;
     using Sum = typename Element<T>::Sum;
+    static constexpr int PER_ROW = EXACT ? BW / WORD : ceil_div(BW + 2 * (WORD - 1), WORD);
+    static constexpr int DOWN = LANES / ACROSS, STEPS_DOWN = ceil_div(BH, DOWN);
+    static constexpr int STEPS_ACROSS = ceil_div(PER_ROW, ACROSS), STEPS = STEPS_DOWN * STEPS_ACROSS;
+    static constexpr int CHUNK = STEPS_DOWN < 12 ? STEPS_DOWN : 8;  // loads under way at a time
+    static constexpr int AT_ONCE = STEPS >= 6 ? 1 : (STEPS >= 3 ? 2 : 4);  // candidates in flight
     const T* mask;
     Image image;
     Raster raster;
@@ -152,18 +109,55 @@ struct Pool {
     i64 least;
     bool never;
 
+    // Calls body(elements, which), bit e of `which` telling whether element e belongs to the block.
+    // A lane's loads come first and unconditionally (of the mask's first word where there is nothing
+    // to read), so that they are all under way before the first is looked at.
+    template <class Body>
+    DEVICE void visit(const Candidate& block, Body body) const {
+        const int lane = threadIdx.x % LANES, across = lane % ACROSS, down = lane / ACROSS;
+        const int i_begin = max(-block.h0, 0), i_end = min(image.H - block.h0, BH);
+        const int left = max(block.w0, 0), right = min(block.w0 + BW, image.W);
+#pragma unroll
+        for (int k = 0; k < STEPS_ACROSS; ++k) {
+            const int word = k * ACROSS + across;
+            const int column = EXACT ? block.w0 + word * WORD : (block.w0 & ~(WORD - 1)) + word * WORD;
+            const int from = min(max(left - column, 0), WORD), to = min(max(right - column, 0), WORD);
+            const u32 which = word < PER_ROW && from < to ? ((1u << to) - 1) & ~((1u << from) - 1) : 0;
+            const T* const start = mask + (block.row + column);
+            for (int first = 0; first < STEPS_DOWN; first += CHUNK) {
+                Bits value[CHUNK];
+                u32 wanted[CHUNK];
+#pragma unroll
+                for (int s = 0; s < CHUNK; ++s) {
+                    const int i = (first + s) * DOWN + down;
+                    wanted[s] = i >= i_begin && i < i_end ? which : 0;
+                    value[s] = *reinterpret_cast<const Bits*>(
+                        wanted[s] ? start + static_cast<i64>(i) * image.W : mask);
+                }
+#pragma unroll
+                for (int s = 0; s < CHUNK; ++s) body(Elements<T, Bits>(value[s]), wanted[s]);
+            }
+        }
+    }
+
     DEVICE bool any(const Candidate& block) const {
-        bool found = false;
-        if (!never)
-            visit<T, BH, BW, WORD, EXACT, LANES>(mask, image, block, [&](T value) {
-                found |= Element<T>::exceeds(value, tol, least);
-            });
-        return found;
+        u32 found = 0;
+        visit(block, [&](const Elements<T, Bits>& word, u32 which) {
+            u32 hits = 0;
+#pragma unroll
+            for (int e = 0; e < WORD; ++e)
+                hits |= Element<T>::exceeds(word.element[e], tol, least) ? 1u << e : 0u;
+            found |= hits & which;
+        });
+        return found && !never;
     }
     DEVICE Sum sum(const Candidate& block) const {
         Sum total = 0;
-        visit<T, BH, BW, WORD, EXACT, LANES>(mask, image, block,
-                                             [&](T value) { total += Element<T>::term(value); });
+        visit(block, [&](const Elements<T, Bits>& word, u32 which) {
+#pragma unroll
+            for (int e = 0; e < WORD; ++e)
+                if (which >> e & 1u) total += Element<T>::term(word.element[e]);
+        });
         return total;
     }
     DEVICE bool exceeds(Sum total) const {
@@ -174,27 +168,39 @@ struct Pool {
     DEVICE u32 by_warp(int id, int size) const {
         constexpr int GROUPS = 32 / LANES;
         const int lane = threadIdx.x & 31;
-        Candidate mine{0, 0, image.H, image.W};
+        Candidate mine{0, image.H, image.W};
         if (lane < size) mine = raster.template find<BH, BW>(id + lane, image);
         u32 flags = 0;
-        for (int pass = 0; pass < size; pass += GROUPS) {
-            const int source = min(pass + lane / LANES, 31);
-            const Candidate block{__shfl_sync(ALL, mine.origin, source), 0,
-                                  __shfl_sync(ALL, mine.h0, source), __shfl_sync(ALL, mine.w0, source)};
-            bool active;
-            if constexpr (AVERAGE) {
-                Sum total = sum(block);
+        for (int pass = 0; pass < size; pass += GROUPS * AT_ONCE) {
+            using Value = typename Choose<AVERAGE, Sum, bool>::type;
+            Value pooled[AT_ONCE];
 #pragma unroll
-                for (int d = LANES / 2; d > 0; d /= 2) total += __shfl_xor_sync(ALL, total, d);
-                active = exceeds(total);
-            } else {
-                active = any(block);
+            for (int q = 0; q < AT_ONCE; ++q) {
+                const int source = min(pass + q * GROUPS + lane / LANES, 31);
+                const Candidate block{__shfl_sync(ALL, mine.row, source), __shfl_sync(ALL, mine.h0, source),
+                                      __shfl_sync(ALL, mine.w0, source)};
+                if constexpr (AVERAGE)
+                    pooled[q] = sum(block);
+                else
+                    pooled[q] = any(block);
             }
-            const u32 votes = __ballot_sync(ALL, active);
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                const u32 lanes = votes >> (group * LANES) & (ALL >> (32 - LANES));
-                if (lanes && pass + group < size) flags |= 1u << (pass + group);
+            for (int q = 0; q < AT_ONCE; ++q) {
+                if constexpr (AVERAGE)
+#pragma unroll
+                    for (int d = LANES / 2; d > 0; d /= 2) pooled[q] += __shfl_xor_sync(ALL, pooled[q], d);
+                bool active;
+                if constexpr (AVERAGE)
+                    active = exceeds(pooled[q]);
+                else
+                    active = pooled[q];
+                const u32 votes = __ballot_sync(ALL, active);
+#pragma unroll
+                for (int group = 0; group < GROUPS; ++group) {
+                    const int place = pass + q * GROUPS + group;
+                    const u32 lanes = votes >> (group * LANES) & (LANES < 32 ? (1u << LANES % 32) - 1 : ALL);
+                    if (lanes && place < size) flags |= 1u << place;
+                }
             }
         }
         return flags;
@@ -222,26 +228,28 @@ struct Pool {
 
 // ---------------------------------------------------------------------------- counting
 
-// Inclusive sum over the thread block; `scratch` holds WARPS + 1 ints. Returns this thread's
-// inclusive sum and leaves the total in `total`.
-DEVICE int inclusive_sum(int value, int* scratch, int& total) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// Sum of `value` over the threads before this one; the sum over all is left in `total`. `scratch`
+// holds WARPS ints; two barriers.
+DEVICE int sum_before(int value, int* scratch, int& total) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    int sum = value;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, value, d);
-        if (lane >= d) value += other;
+        const int other = __shfl_up_sync(ALL, sum, d);
+        if (lane >= d) sum += other;
     }
     __syncthreads();  // scratch may still be read from an earlier call
-    if (lane == 31) scratch[warp] = value;
+    if (lane == 31) scratch[warp] = sum;
     __syncthreads();
-    int before = 0;
-    total = 0;
+    int warps = lane < WARPS ? scratch[lane] : 0;  // inclusive sums of the warps' totals
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        if (w < warp) before += scratch[w];
-        total += scratch[w];
+    for (int d = 1; d < WARPS; d *= 2) {
+        const int other = __shfl_up_sync(ALL, warps, d);
+        if (lane >= d) warps += other;
     }
-    return value + before;
+    total = __shfl_sync(ALL, warps, WARPS - 1);
+    const int before = __shfl_sync(ALL, warps, warp ? warp - 1 : 0);
+    return sum - value + (warp ? before : 0);
 }
 
 // One 64-bit store carries tag and count, so that no fence is needed.
@@ -257,8 +265,8 @@ DEVICE int await_count(const u64* slot, u32 epoch) {
 // ---------------------------------------------------------------------------- kernel
 
 // mask [N, H, W]; bin_counts [1]; indices [capacity, 3]; workspace [1 + gridDim] (epoch, counts)
-template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int LANES>
-__global__ void __launch_bounds__(THREADS, 4)
+template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int ACROSS, int LANES>
+__global__ void __launch_bounds__(THREADS, 3)
     reduce_mask(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
                 u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
                 i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
@@ -270,7 +278,8 @@ __global__ void __launch_bounds__(THREADS, 4)
     __shared__ typename Element<T>::Sum partial[WARPS];
     const Image image{static_cast<int>(N), static_cast<int>(H), static_cast<int>(W)};
     const Raster raster{off_h, off_w, str_h, str_w, static_cast<int>(count_h), static_cast<int>(count_w)};
-    const Pool<T, BH, BW, AVERAGE, WORD, EXACT, LANES> pool{mask, image, raster, tol, least, never != 0};
+    const Pool<T, BH, BW, AVERAGE, WORD, EXACT, ACROSS, LANES> pool{mask, image, raster,
+                                                                    tol,  least, never != 0};
     const int candidates = static_cast<int>(N * count_h * count_w);
     const int per_word = static_cast<int>(batch), lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const i64 first = blockIdx.x * words * batch;  // candidate
@@ -299,7 +308,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     const int to = min(from + per_thread, my_words);
     int mine = 0, total = 0;
     for (int w = from; w < to; ++w) mine += __popc(flags[w]);
-    int rank = inclusive_sum(mine, scratch, total) - mine;
+    int rank = sum_before(mine, scratch, total);
     const u32 epoch = launch_epoch;
     if (threadIdx.x == 0)
         publish(workspace + 1 + blockIdx.x, (static_cast<u64>(epoch) << 32) | static_cast<u32>(total));
@@ -312,7 +321,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     int waited = 0, before = 0;
     for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS)
         waited += await_count(workspace + 1 + other, epoch);
-    inclusive_sum(waited, scratch, before);  // also makes ranks visible
+    sum_before(waited, scratch, before);  // its barriers also make the ranks visible
     const bool last = blockIdx.x == gridDim.x - 1;
     if (last && threadIdx.x == 0) {
         *bin_counts = before + total;

@@ -31,7 +31,7 @@ def expected(mask, x):
     table = (np.array([count], np.int32), rows)
     blocks = oracles.sparse_gather(x, *table, **GRID, transpose=True)
     added = oracles.sparse_scatter(blocks, *table, x, **GRID, transpose=True, add=True)
-    return *table, blocks, added, oracles.sparse_scatter(blocks, *table, 0 * x, **GRID,
+    return *table, blocks, added, oracles.sparse_scatter(blocks, *table, np.zeros_like(x), **GRID,
                                                          transpose=True)  # fmt: skip
 
 

@@ -47,8 +47,12 @@ class _Key(NamedTuple):
 
     @property
     def family(self):
-        """What the graphs that can share compiled kernels have in common."""
-        return (self.device, self.dtype, self.channels_last, self.tf32, *self[-3:])
+        """All but the batch: graphs that share compiled kernels.
+
+        A kernel compiled for one number of channels is not right for another (cuDNN 9.19 reuses it
+        and then misreads memory), so only the batch may change under a kernel cache.
+        """
+        return self._replace(x=(0, *self.x[1:]), y=(0, *self.y[1:]))
 
 
 @functools.cache
@@ -71,6 +75,9 @@ def convolve(x, w, out, scale, bias, problem):
     most = _MOST_ELEMENTS // max(x[0].size, out[0].size)
     if dtype == "float64" or not x.size or most == 0 or not cudnn_available():
         return [whole]
+    plain = scale is None and bias is None and problem.activation is None
+    if dtype != "float32" and not plain and not _fusible(x, out, problem):
+        return [whole]
     xp = namespace(x)
     order = "OHWI" if problem.channels_last else "OIHW"
     w = xp.ascontiguousarray(w.transpose(problem.weight_axes(order)))
@@ -85,6 +92,15 @@ def convolve(x, w, out, scale, bias, problem):
             axis = -1 if problem.channels_last else 1
             apply_affine(out[part], scale, bias, problem.activation, axis)
     return left
+
+
+def _fusible(x, out, problem):
+    """Whether a half-precision graph of several nodes is trusted with these arrays.
+
+    Its kernels are compiled at run time. With NCHW arrays and sizes of 1 they left elements of the
+    output unwritten (cuDNN 9.19); whole vectors of NHWC channels are what they are made for.
+    """
+    return problem.channels_last and x.shape[3] % 8 == 0 and out.shape[3] % 8 == 0
 
 
 def _tables(scale, bias, xp):

@@ -30,7 +30,7 @@ from ._workspace import workspace
 _THREADS = 256
 _MOST_BLOCKS = 2**31 - 1
 _OR = np.logical_or
-_PER_SM = 4  # thread blocks per multiprocessor: enough to fill it, few enough to look back at
+_PER_SM = 4  # thread blocks per multiprocessor: they fill it, and few wait for each other
 _MOST_WORDS = 2048  # per thread block; 8 bytes of shared memory each
 
 
@@ -197,9 +197,10 @@ def reduce_mask(
         blocks = _check(mask, pair(block_count, "block_count", minimum=0), capacity)
         threshold = _threshold(mask.dtype, _check_tol(tol))
         image = mask.reshape(mask.shape[:3])
-        if not is_cupy(mask):
-            listed = _reduce_mask_numpy(image, blocks, grid, threshold, avgpool, capacity)
-            return ActiveBlocks(*listed, blocks)
+        if not is_cupy(mask) or not mask.size:  # with no pixel there is nothing for a GPU to do
+            pixels = np.zeros(image.shape) if is_cupy(mask) else image
+            listed = _reduce_mask_numpy(pixels, blocks, grid, threshold, avgpool, capacity)
+            return ActiveBlocks(*map(namespace(mask).asarray, listed), blocks)
         launch = _reduce_mask_cuda(image, blocks, grid, threshold, avgpool, capacity)
         _PLANS.keep(key, launch)
     counts, indices = empty((1,), np.int32, mask), empty((launch.rows, 3), np.int32, mask)
@@ -317,7 +318,7 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
     """Prepare one launch; see cuda_src/reduce_mask.cu."""
     candidates = math.prod(blocks)
     rows = candidates if capacity is None else capacity
-    if not candidates:
+    if not candidates or not mask.size:
         return _Launch(blocks, rows, 0, None)
     threshold, least, never = thresholds
     plan = _plan(mask, candidates, grid, _kernels.sm_count())
@@ -329,7 +330,7 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
     run = _kernels.prepare(
         "reduce_mask",
         "reduce_mask",
-        (type_name, *grid.bsize, bool(avgpool), plan.word, plan.exact, plan.lanes),
+        (type_name, *grid.bsize, bool(avgpool), plan.word, plan.exact, plan.across, plan.lanes),
         plan.thread_blocks,
         _THREADS,
         4,
@@ -343,8 +344,9 @@ class _Plan(NamedTuple):
     """How the candidates are shared out."""
 
     word: int  # mask elements read at a time
-    exact: bool  # whether rows begin and end at such words
-    lanes: int  # that pool a candidate together
+    exact: bool  # whether blocks begin and end at such words
+    across: int  # lanes along a row of a candidate
+    lanes: int  # that read a candidate together
     batch: int  # candidates per word of flags
     words: int  # words of flags per thread block
     thread_blocks: int
@@ -352,26 +354,31 @@ class _Plan(NamedTuple):
 
 def _plan(mask, candidates, grid, sm_count):
     """Keep every warp busy, and give each as many candidates as are left."""
-    item, base = mask.dtype.itemsize, address(mask)
-    start = math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], mask.shape[2])
-    whole = max(vector_bytes(start * item, base) // item, 1)
-    small = max(vector_bytes(4, base) // item, 1)
-    exact = whole >= small
-    word = whole if exact else small
-    per_row = grid.bsize[1] // word if exact else -(-(grid.bsize[1] + word - 1) // word)
-    reads = grid.bsize[0] * per_row
+    item = mask.dtype.itemsize
+    word = max(vector_bytes(mask.shape[2] * item, address(mask)) // item, 1)
+    height, width = grid.bsize
+    fits = math.gcd(grid.boffset[1], grid.bstride[1], width, word)
+    exact = fits == word or fits * item >= 8  # narrower words rather than parts of wide ones
+    word = fits if exact else word
+    per_row = width // word if exact else -(-(width + 2 * (word - 1)) // word)
+    across = min(_power_of_two(per_row), 32)
+    lanes = min(max(across * _power_of_two(height), 4), 32)
     warps = sm_count * _PER_SM * (_THREADS // 32)
-    if reads > 256 and candidates < warps // 2:
+    if per_row * height > 1024 and candidates < warps // 4:
         lanes, batch, at_once = _THREADS, 1, 1
     else:
-        lanes = min(max(1 << (reads - 1).bit_length(), 4), 32)
         batch, at_once = 32 // lanes, _THREADS // 32
         while batch < 32 and candidates >= 2 * batch * warps:
             batch *= 2
     total = -(-candidates // batch)
     rounds = -(-total // (at_once * sm_count * _PER_SM))
     words = min(at_once * rounds, _MOST_WORDS)
-    return _Plan(word, exact, lanes, batch, words, -(-total // words))
+    return _Plan(word, exact, across, lanes, batch, words, -(-total // words))
+
+
+def _power_of_two(number):
+    """The smallest power of two that is not less."""
+    return 1 << (number - 1).bit_length()
 
 
 def _as_signed(value):
