@@ -68,7 +68,8 @@ struct Runs {
 
     // Run number `index` of [b][plane][i][segment], below total(g.M).
     DEVICE Run find(i64 index, i64 count, const int* indices, const Geometry& g) const {
-        const i64 row = divide(index, segments), bp = divide(row, BH), b = divide(bp, planes);
+        const i64 row = segments == 1 ? index : divide(index, segments), bp = divide(row, BH);
+        const i64 b = planes == 1 ? bp : divide(bp, planes);
         const i64 plane = bp - b * planes;
         const int i = static_cast<int>(row - bp * BH);
         const int first = static_cast<int>(index - row * segments) * SPAN;

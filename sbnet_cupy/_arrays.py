@@ -47,11 +47,23 @@ def array_function(function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         first = library = place = None
-        for array in _arrays_in((*args, *kwargs.values())):
-            if first is None:
-                first, library = array, library_of(array)
-                place = library.place(array)
-            elif library_of(array) is not library or library.place(array) != place:
+        for value in (*args, *kwargs.values()):
+            found = library_of(value)
+            if found is None:
+                if not isinstance(value, _CONTAINERS):
+                    continue
+                if type(value) is tuple and value and type(value[0]) is int:
+                    continue  # a size
+                for array in _arrays_in(value):
+                    if first is None:
+                        first, library = array, library_of(array)
+                        place = library.place(array)
+                    elif library_of(array) is not library or library.place(array) != place:
+                        raise _mixed(signature, args, kwargs)
+            elif first is None:
+                first, library = value, found
+                place = library.place(value)
+            elif found is not library or library.place(value) != place:
                 raise _mixed(signature, args, kwargs)
         if library is None or library is _libraries.NUMPY:
             return function(*args, **kwargs)
@@ -62,15 +74,18 @@ def array_function(function):
     return call
 
 
-def _arrays_in(values):
-    """Yield the arrays among ``values``, and those that containers among them hold."""
-    for value in values:
-        if library_of(value) is not None:
-            yield value
-        elif isinstance(value, ArrayContainer):
-            yield from _arrays_in(value._arrays())
-        elif isinstance(value, tuple | list):
-            yield from _arrays_in(value)
+_CONTAINERS = (tuple, list, ArrayContainer)
+
+
+def _arrays_in(value):
+    """Return the arrays in an argument: itself, or those of a container."""
+    if library_of(value) is not None:
+        return [value]
+    if isinstance(value, ArrayContainer):
+        return [array for item in value._arrays() for array in _arrays_in(item)]
+    if isinstance(value, tuple | list):
+        return [array for item in value for array in _arrays_in(item)]
+    return []
 
 
 def _map_value(value, function):
@@ -79,7 +94,7 @@ def _map_value(value, function):
         return function(value)
     if isinstance(value, ArrayContainer):
         return value._map_arrays(lambda x: function(x) if library_of(x) is not None else x)
-    if isinstance(value, tuple | list) and any(True for _ in _arrays_in(value)):
+    if isinstance(value, tuple | list) and _arrays_in(value):
         return type(value)(_map_value(item, function) for item in value)
     return value
 
@@ -120,7 +135,7 @@ def _mixed(signature, args, kwargs):
     """Build the error for arguments of different libraries or devices."""
     places = []
     for name, value in signature.bind(*args, **kwargs).arguments.items():
-        for array in _arrays_in((value,)):
+        for array in _arrays_in(value):
             place = _place_name(array)
             if place == "traced":  # beside concrete arrays: the error that names the adapter
                 library_of(array).enter(array, name)
@@ -245,10 +260,9 @@ def check_out(out, shape, dtype, like, inputs=()):
 
 def signature_of(array):
     """Return what checks and kernels see of a CuPy array, or of None: a hashable key."""
-    if not is_cupy(array):
-        return None if array is None else type(array)
-    dtype = array.dtype
-    return array.shape, dtype.num, array.flags.c_contiguous, array.data.ptr % 16
+    if library_of(array) is _libraries.CUPY:
+        return array.shape, array.dtype.num, array.flags.c_contiguous, array.data.ptr % 16
+    return None if array is None else type(array)
 
 
 def device_of(array):
@@ -258,14 +272,17 @@ def device_of(array):
 
 def check_apart(out, inputs):
     """Raise if ``out`` shares memory with one of the named ``inputs``."""
+    start, end = _extent(out)
     for name, value in inputs:
-        if value is not None and _overlap(out, value):
-            raise ShapeError(f"out must not share memory with {name}; pass a separate array")
+        if value is not None:
+            low, high = _extent(value)
+            if low < end and start < high:
+                raise ShapeError(f"out must not share memory with {name}; pass a separate array")
 
 
-def _overlap(a, b):
-    """Whether two native arrays of one library may share memory."""
-    if not is_cupy(a):
-        return np.may_share_memory(a, b)
-    a_start, b_start = a.data.ptr, b.data.ptr
-    return a_start < b_start + b.nbytes and b_start < a_start + a.nbytes
+def _extent(array):
+    """Return the first address of an array's memory and the one past its last; (0, 0) if empty."""
+    if library_of(array) is _libraries.CUPY:
+        start = array.data.ptr
+        return (start, start + array.nbytes) if array.nbytes else (0, 0)
+    return np.lib.array_utils.byte_bounds(array) if array.size else (0, 0)

@@ -29,6 +29,8 @@ GRIDS = {
     "columns": Grid(1, (75, 5), (70, 2), (-3, 1), (35, 2), (3, 3)),
     "large": Grid(1, (50, 60), (40, 33), (-3, -4), (40, 33), (2, 2)),
     "over the edge": Grid(2, (4, 5), (16, 16), (-7, -6), (16, 16), (1, 1)),
+    "no rows": Grid(2, (0, 16), (4, 4), (-2, -2), (4, 4), (3, 5)),
+    "no columns": Grid(2, (16, 0), (4, 4), (-2, -2), (4, 4), (5, 3)),
     "above": Grid(1, (6, 6), (4, 4), (-40, 3), (4, 4), (12, 3)),
     "left": Grid(1, (6, 6), (4, 4), (3, -40), (4, 4), (3, 12)),
     "stage 1": Grid(1, (40, 70), (18, 18), (-1, -1), (16, 16), (3, 5)),
@@ -83,6 +85,10 @@ class Mask(Case):
     def __str__(self):
         pool = "mean" if self.avgpool else "max"
         return f"{self.name} {self.dtype} {pool} {self.grid}".strip()
+
+    @property
+    def launches_nothing(self):
+        return not self.mask.size
 
     @functools.cached_property
     def mask(self):

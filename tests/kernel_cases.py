@@ -45,7 +45,7 @@ def _masks():
     for grid in ("stage 1", "stage 2", "stage 4", "wide blocks"):
         yield Mask(dtype="float32", grid=grid, density=0.003)
     # Blocks outside the image; nothing and everything active.
-    for grid in ("above", "left"):
+    for grid in ("above", "left", "no rows", "no columns"):
         yield Mask(dtype="uint8", grid=grid, density=1.0, tols=(0, -1))
         yield Mask(dtype="float32", grid=grid, density=1.0, tols=(0.5, -1), avgpool=True)
     yield Mask(dtype="float32", grid="over the edge")

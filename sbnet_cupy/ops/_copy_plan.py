@@ -90,8 +90,9 @@ def _plan_tiles(image, stack, layout, grid, element):
     channels_last = image if layout.channels_last else stack
     vector = max(vector_bytes(layout.C * item, address(channels_last)), item)
     vectors = -(-layout.C * item // vector)
-    # Channels lie apart in an NCHW image and are read one element at a time: fewer per tile.
-    most = 8 if layout.channels_last else max(32 // (vector // item), 1)
+    # 128 bytes of channels at a time; fewer from an NCHW image, where they lie apart and are read
+    # one element at a time.
+    most = 128 // vector if layout.channels_last else max(32 // (vector // item), 1)
     per_tile = min(range(1, most + 1), key=lambda n: (-(-vectors // n) * n, -n))
     height, width = grid.bsize
     tile_i, tile_j, threads = _tile_size(height, width, per_tile)
@@ -126,7 +127,7 @@ def _tile_size(height, width, per_tile):
     A tile is whole rows of the block, or part of a row where rows are long. Wanted is the fewest
     loads in all, those of idle threads included; then large tiles.
     """
-    most = 3 * _TILE_THREADS // per_tile
+    most = max(3 * _TILE_THREADS // per_tile, 4)
     if width > most:
         tiles = -(-width // most)
         sizes = [(1, -(-width // (4 * tiles)) * 4)]

@@ -1,0 +1,116 @@
+"""One row for each timing: what ran on what, how long it took, and what that means."""
+
+import csv
+from dataclasses import astuple, dataclass, fields
+
+OURS = "sbnet_cupy"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a CSV file; what does not apply is None, and empty in the file."""
+
+    gpu: str  # or the CPU's name
+    driver: str
+    cuda: str  # runtime
+    cupy: str
+    torch: str
+    numpy: str
+    commit: str
+    op: str
+    suite: str
+    shape: str  # of the image, NxHxWxC, or of the mask, NxHxW
+    dtype: str
+    block: str  # HxW, halo included
+    mask: str
+    density: float | None  # share of the mask's pixels that are set
+    blocks: int | None  # active
+    variant: str
+    implementation: str
+    timed_by: str  # graph (replays), events (around eager calls), host or wall (clock)
+    us: float  # median for one call
+    us_p10: float
+    us_p90: float
+    bytes: int | None
+    gb_per_s: float | None
+    percent_of_copy: float | None
+    original_us: float | None  # the original SBNet kernel on an H200
+    ratio_to_original: float | None  # original_us / us: above 1, this is faster
+    note: str = ""
+
+    @property
+    def ours(self):
+        """Whether this library was timed."""
+        return self.implementation == OURS
+
+    @property
+    def workload(self):
+        """What was computed, whoever did it."""
+        return (self.op, self.suite, self.shape, self.dtype, self.block, self.mask, self.variant)
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+
+
+def block_bytes(blocks, bsize, channels, itemsize):
+    """Bytes of a stack."""
+    return blocks * bsize[0] * bsize[1] * channels * itemsize
+
+
+def moved_bytes(variant, stack_bytes):
+    """Bytes that a gather or a scatter reads and writes; adding also reads the image."""
+    return stack_bytes * (3 if variant == "add" else 2)
+
+
+def gigabytes_per_second(count, us):
+    """Return 10^9 bytes per second."""
+    return count / us / 1e3
+
+
+def times_sign(sizes):
+    """Spell sizes: ``1x400x700x24``."""
+    return "x".join(map(str, sizes))
+
+
+class Writer:
+    """A CSV file that grows row by row, so that a run cut short leaves what it measured."""
+
+    def __init__(self, path):
+        self._file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115
+        self._csv = csv.writer(self._file, lineterminator="\n")
+        self._csv.writerow(COLUMNS)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+    def write(self, row):
+        """Append a row."""
+        self._csv.writerow(map(_spell, astuple(row)))
+        self._file.flush()
+
+
+def read(path):
+    """Return the rows of a CSV file."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return [_row(line) for line in csv.DictReader(file)]
+
+
+def _spell(value):
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else value
+
+
+def _row(line):
+    return Row(**{field.name: _parse(line[field.name], field.type) for field in fields(Row)})
+
+
+def _parse(text, kind):
+    if kind is str:
+        return text
+    if not text:
+        return None
+    return int(text) if "int" in str(kind) else float(text)
