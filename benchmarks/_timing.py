@@ -67,7 +67,7 @@ class GraphClock:
             graph = self._try_capture(calls) if contender.capturable else None
             if graph is None:
                 calls = calls[:LOOP_CALLS]
-                samples = self._samples(lambda: [None for call in calls if call() is None])
+                samples = self._samples(lambda: _run(calls))
             else:
                 replay, kept = graph
                 samples = self._samples(replay)
@@ -82,26 +82,28 @@ class GraphClock:
             return None
 
     def _samples(self, run):
-        samples, start = [], None
-        while len(samples) < self.rounds + WARM_UP:
-            if len(samples) == WARM_UP:
-                start = time.perf_counter()
-            elif start and len(samples) >= WARM_UP + 5:
-                if time.perf_counter() - start > self.seconds:
-                    break
+        for _ in range(WARM_UP):
+            self._between_events(run)
+        samples, end = [], time.perf_counter() + self.seconds
+        while len(samples) < 5 or (len(samples) < self.rounds and time.perf_counter() < end):
             samples.append(self._between_events(run))
-        return samples[WARM_UP:]
+        return samples
+
+
+def _run(calls):
+    for call in calls:
+        call()
 
 
 class CupyClock(GraphClock):
-    """Times work on one CuPy stream, which the whole run uses."""
+    """Times work on the one CuPy stream that the whole run makes current."""
 
     def __init__(self, cupy, stream, quick=False):
         super().__init__(quick)
         self.cuda, self.stream = cupy.cuda, stream
 
     def _streaming(self):
-        return self.stream
+        return contextlib.nullcontext()
 
     def _wait(self):
         self.cuda.Device().synchronize()

@@ -5,6 +5,7 @@ import importlib.util
 import platform
 import sys
 from importlib import metadata
+from pathlib import Path
 
 from . import __version__
 from .errors import DeviceError
@@ -16,6 +17,8 @@ examples:
   sbnet-cupy demo sky.png               ... in a picture of your own
   sbnet-cupy demo sky.png --mask m.png  ... where m.png is not black
   sbnet-cupy demo scan.bin --out /tmp   a residual unit over a LiDAR scan, seen from above
+  sbnet-cupy bench                      time the operations on the GPU, next to other libraries
+  sbnet-cupy bench --cpu --quick        ... some of them, on the CPU
 """
 
 DEMO = """\
@@ -32,6 +35,16 @@ ground that hold points are active; a residual unit runs over them only.
 Prints a table and writes one PNG: the picture with its active blocks, the mask, the response, and
 the difference from the dense run. The exit code is 0 when the two agree, 1 when they do not, and 2
 when the demo could not run.
+"""
+
+BENCH = """\
+Check and time the operations, next to what PyTorch, CuPy or NumPy indexing takes for the same.
+
+On a GPU: CUDA-graph replays with cold caches, held against the copy bandwidth that this very run
+measures. benchmarks/README.md has the method. Needs a checkout of the sources.
+
+Prints tables; writes a CSV file for each benchmark, and pictures. The exit code is 0 when all
+results were right, 1 when one of this library's was not, and 2 when nothing could run.
 """
 
 # what it is for, distributions that provide it, how to get it
@@ -72,6 +85,8 @@ def main(argv=None):
     options = _parser().parse_args(argv)
     if options.command == "info":
         return info()
+    if options.command == "bench":
+        return bench(options)
     from .demo import DemoError, run
 
     try:
@@ -91,6 +106,22 @@ def info():
         shown = ", ".join(f"{name} {version}" for name, version in found)
         print(f"  {purpose:<24}  {shown or f'-  {command}'}")
     return 0
+
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def bench(options):
+    """Run the benchmarks, which lie beside the package in a checkout; return the exit code."""
+    if not (BENCHMARKS / "bench_sparse_gather.py").is_file():
+        message = "benchmarks come with the source checkout, and this is an installed package"
+        print(f"sbnet-cupy bench: {message}", file=sys.stderr)
+        return 2
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.insert(0, str(BENCHMARKS))
+    import _run
+
+    return _run.run(options)
 
 
 def _gpu():
@@ -127,7 +158,7 @@ def _parser():
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | demo")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | demo | bench")
     commands.add_parser("info", help="the device, the versions, what is available")
     demo = commands.add_parser(
         "demo",
@@ -161,6 +192,19 @@ def _parser():
             help=f"what the grid covers along {axis} (default: {default[0]} {default[1]})",
         )
     grid.add_argument("--cell", type=float, default=0.1, help="side of a cell (default: 0.1)")
+    bench = commands.add_parser(
+        "bench",
+        help="time the operations: tables, CSV files and pictures",
+        description=BENCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
+    bench.add_argument("--list", action="store_true", help="say which there are")
+    bench.add_argument("--quick", action="store_true", help="few and small cases")
+    bench.add_argument("--cpu", action="store_true", help="on NumPy arrays")
+    bench.add_argument("--points", metavar="FILE", help="add the mask of a KITTI scan, a .bin file")
+    bench.add_argument("--out", metavar="DIR", help="folder of the CSV files (default: by device)")
+    bench.add_argument("--commit", metavar="TEXT", help="what rows name as commit (default: git's)")
     return parser
 
 

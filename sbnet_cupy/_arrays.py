@@ -128,7 +128,9 @@ def _through_door(library, first, function, signature, args, kwargs):
                 return originals[id(native)][1]
             return library.leave(native, first)
 
-        return _map_value(function(*bound.args, **bound.kwargs), leave)
+        result = _map_value(function(*bound.args, **bound.kwargs), leave)
+        library.finish([native for native, _ in originals.values()])
+        return result
 
 
 def _mixed(signature, args, kwargs):

@@ -5,6 +5,7 @@ Nothing is copied on the way in; on the way out nothing is copied either (fresh 
 imported only inside methods that run when one of its arrays is already here.
 """
 
+import collections
 import contextlib
 
 import numpy as np
@@ -77,6 +78,9 @@ class Torch:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
+    def finish(self, natives):
+        """Nothing to do: PyTorch reuses memory in the order of its stream, where our work is too."""
+
     def stream(self, value):
         """Enter the device and the stream that PyTorch would use now."""
         if value.device.type != "cuda":
@@ -127,6 +131,10 @@ class Jax:
         if isinstance(array, np.ndarray):
             return jax.device_put(array, next(iter(like.devices())), may_alias=True)
         return jax.dlpack.from_dlpack(array)
+
+    def finish(self, natives):
+        """JAX frees memory on a stream of its own: hold its arrays until ours is done."""
+        _HELD.hold(natives)
 
     def stream(self, value):
         """DLPack orders JAX's work before and after CuPy's current stream; choose the device."""
@@ -181,6 +189,9 @@ class TensorFlow:
             return tf.bitcast(share(array.view(np.uint16)), tf.bfloat16)
         return share(array)
 
+    def finish(self, natives):
+        """Nothing to do on the CPU."""
+
     def stream(self, value):
         """Nothing to enter on the CPU."""
         return contextlib.nullcontext()
@@ -211,6 +222,10 @@ class DLPack:
         """Results stay native: the library is unknown."""
         return array
 
+    def finish(self, natives):
+        """Hold the producer's arrays until our stream is done with them."""
+        _HELD.hold(natives)
+
     def stream(self, value):
         """DLPack orders the work of the producer before ours; choose its device."""
         kind, index = value.__dlpack_device__()
@@ -221,8 +236,32 @@ class DLPack:
         return cupy.cuda.Device(index)
 
 
+class _Held:
+    """Imported GPU arrays, held until the kernels that read them are done.
+
+    The producer may give memory to others as soon as we let go of it, and its stream is not ours.
+    """
+
+    def __init__(self):
+        self._waiting = collections.deque()
+
+    def hold(self, arrays):
+        """Hold the CuPy arrays until the current stream has done what is queued on it now."""
+        arrays = [array for array in arrays if not isinstance(array, np.ndarray)]
+        if not arrays:
+            return
+        import cupy
+
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record()
+        self._waiting.append((event, arrays))
+        while self._waiting and self._waiting[0][0].done:
+            self._waiting.popleft()
+
+
+_HELD = _Held()
 NUMPY, CUPY, DLPACK = NumPy(), CuPy(), DLPack()
-_FRAMEWORKS = {"torch": Torch(), "jax": Jax(), "jaxlib": Jax(), "tensorflow": TensorFlow()}
+_FRAMEWORKS = {"torch": Torch(), "jax": Jax(), "tensorflow": TensorFlow()}
 _FRAMEWORKS["jaxlib"] = _FRAMEWORKS["jax"]
 
 

@@ -1,7 +1,8 @@
 """Fixtures: the array libraries that every test runs on, and which optional parts must be there.
 
 ``SBNET_REQUIRE`` is a comma list of torch, jax, tensorflow, g++, demo, cupy and gpu: what it names
-must be present, and its absence fails where it would otherwise skip.
+must be present, and its absence fails where it would otherwise skip. ``HYPOTHESIS_PROFILE=few``
+draws fewer examples, for slow checkers such as compute-sanitizer.
 """
 
 import importlib
@@ -15,6 +16,7 @@ from frameworks import FRAMEWORKS
 from hypothesis import settings
 
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("few", deadline=None, derandomize=True, max_examples=8)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave GPU memory to the others
@@ -71,6 +73,13 @@ def jax():
 @pytest.fixture(scope="session")
 def tf():
     return require("tensorflow")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_memory_pool():
+    """SBNET_NO_POOL=1 gives each CuPy array its own allocation, for memory checkers."""
+    if os.environ.get("SBNET_NO_POOL") == "1":
+        require("gpu").cuda.set_allocator(None)
 
 
 class Library:

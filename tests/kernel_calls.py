@@ -26,6 +26,7 @@ GRIDS = {
     "aligned halo": Grid(1, (16, 32), (8, 8), (-4, -4), (4, 4), (4, 8)),
     "pixels": Grid(2, (5, 7), (1, 1), (0, 0), (1, 1), (5, 7)),
     "rows": Grid(1, (9, 50), (1, 40), (-2, -3), (3, 20), (4, 3)),
+    "long rows": Grid(1, (6, 310), (2, 301), (-1, -5), (2, 301), (3, 1)),
     "columns": Grid(1, (75, 5), (70, 2), (-3, 1), (35, 2), (3, 3)),
     "large": Grid(1, (50, 60), (40, 33), (-3, -4), (40, 33), (2, 2)),
     "over the edge": Grid(2, (4, 5), (16, 16), (-7, -6), (16, 16), (1, 1)),
@@ -175,7 +176,7 @@ class Copy(Case):
             "count 0": (0, rows),
             "count negative": (INT32.min, rows),
             "count too large": (INT32.max, rows),
-            "corrupt": (INT32.max, rng.permutation([*rows, *_CORRUPT])),
+            "corrupt": (INT32.max, rng.permutation([*rows, *_CORRUPT, (grid.batch, 0, 0)])),
             "shuffled": (len(rows), rng.permutation(rows)),
             "repeated": (3 * len(rows), rng.permutation([*rows, *rows, *rows])),
         }[self.table]

@@ -1,0 +1,152 @@
+"""What the rows should show, and whether they do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from _rows import Row
+
+COPIES = ("sparse_gather", "sparse_scatter")
+EVEN = "2x800x1400x32"  # the even channel count that odd ones are held against
+EVEN_BLOCK = "18x18"
+
+
+class Run:
+    """The rows of one run, by what they are."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.ours = [row for row in rows if row.ours]
+        self.by_workload = {}
+        for row in rows:
+            self.by_workload.setdefault(row.workload, []).append(row)
+
+    @property
+    def empty_us(self):
+        """Time of an empty kernel in a graph, 0 when it is not known."""
+        return min((row.us for row in self.rows if row.op == "empty"), default=0.0)
+
+    @property
+    def on_cpu(self):
+        """Whether the rows are those of a CPU."""
+        return any(row.timed_by == "wall" for row in self.rows)
+
+    def best_other(self, row, library=""):
+        """Return the fastest row of the same workload by someone else, or None."""
+        group = self.by_workload[row.workload]
+        others = [r for r in group if not r.ours and r.implementation.startswith(library)]
+        return min(others, key=lambda r: r.us, default=None)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that each of some rows must reach."""
+
+    text: str
+    applies: Callable[[Row, Run], bool]
+    value: Callable[[Row, Run], float | None]  # None: cannot be told from this run
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
+    excuse: Callable[[Row, Run], bool] = lambda row, run: False  # good enough all the same
+
+    def met(self, row, run, value):
+        """Whether a row with this value reaches it."""
+        reached = value >= self.at_least if self.at_most is None else value <= self.at_most
+        return reached or self.excuse(row, run)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a target on one row."""
+
+    target: Target
+    row: Row
+    value: float
+    met: bool
+
+
+def _suite(name, ops=COPIES, variants=None):
+    def applies(row, run):
+        wanted = variants is None or row.variant in variants
+        return row.suite == name and row.op in ops and wanted and not run.on_cpu
+
+    return applies
+
+
+def _percent(row, run):
+    return row.percent_of_copy
+
+
+def _times_original(row, run):
+    return row.ratio_to_original
+
+
+def _nearly_empty(row, run):
+    return bool(run.empty_us) and row.us <= run.empty_us + 1
+
+
+def _per_byte(row, run):
+    """Time per byte over that of the even channel count and square block of the same run."""
+    for even in run.ours:
+        same = (even.op, even.suite, even.dtype, even.variant) == (
+            row.op, row.suite, row.dtype, row.variant,
+        )  # fmt: skip
+        if same and (even.shape, even.block) == (EVEN, EVEN_BLOCK):
+            return (row.us / row.bytes) / (even.us / even.bytes)
+    return None
+
+
+def _times_torch(row, run):
+    other = run.best_other(row, "torch")
+    return other and other.us / row.us
+
+
+def _large_uint8(row, run):
+    return row.op == "reduce_mask" and row.suite == "large" and row.dtype == "uint8"
+
+
+TARGETS = [
+    Target("Large stacks, plain", _suite("large", variants=("plain",)), _percent,
+           "% of copy", at_least=80),
+    Target("Large stacks, fused", _suite("large", variants=("fused",)), _percent,
+           "% of copy", at_least=80),
+    Target("Large stacks, transposed", _suite("large", variants=("transposed",)), _percent,
+           "% of copy", at_least=70),
+    Target("Large stacks, add", _suite("large", variants=("add",)), _percent,
+           "% of copy", at_least=75),
+    Target("Stage rows: 2x the original, or within 1 us of an empty kernel",
+           lambda row, run: row.op in COPIES and row.ratio_to_original is not None,
+           _times_original, "x the original", at_least=2, excuse=_nearly_empty),
+    Target("reduce_mask, stage rows: 2x the original",
+           lambda row, run: row.op == "reduce_mask" and row.ratio_to_original is not None,
+           _times_original, "x the original", at_least=2),
+    Target("reduce_mask, 8x4096x4096 uint8",
+           lambda row, run: _large_uint8(row, run) and row.shape == "8x4096x4096",
+           _percent, "% of copy", at_least=50),
+    Target("Odd channel counts and rectangular blocks, time per byte",
+           lambda row, run: _suite("channels")(row, run)
+           and (row.shape, row.block) != (EVEN, EVEN_BLOCK),
+           _per_byte, "x the even ones", at_most=1.5),
+    Target("Host cost of a call",
+           lambda row, run: row.suite == "host" and row.timed_by == "host"
+           and row.op in ("reduce_mask", *COPIES) and "waits" not in row.variant,
+           lambda row, run: row.us, "us", at_most=12),
+    Target("On the CPU: no slower than the best PyTorch indexing on the same cores",
+           lambda row, run: run.on_cpu and run.best_other(row, "torch") is not None,
+           _times_torch, "x torch", at_least=1),
+]  # fmt: skip
+
+
+def evaluate(rows):
+    """Return a verdict for each target and each of our rows that it applies to."""
+    run = Run(rows)
+    verdicts = []
+    for target in TARGETS:
+        for row in run.ours:
+            if target.applies(row, run):
+                value = target.value(row, run)
+                if value is not None:
+                    verdicts.append(Verdict(target, row, value, target.met(row, run, value)))
+    return verdicts
+
+

@@ -1,0 +1,228 @@
+"""Writes the tables of README.md from the CSV files: ``python benchmarks/report.py``."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from _rows import OURS
+from _targets import COPIES, EVEN, EVEN_BLOCK, Run, evaluate
+from plot import STAGES_FILE, SWEEP_FILES, read_folder
+
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- results: begin, written by report.py -->", "<!-- results: end -->"
+NOTHING = "No run is committed yet: there is no CSV file under `results/`."
+PICTURES = {
+    STAGES_FILE: "Time of each stage, the original's kernel and ours",
+    SWEEP_FILES["sparse_gather"]: "sparse_gather by density, time and bandwidth",
+    SWEEP_FILES["sparse_scatter"]: "sparse_scatter by density, time and bandwidth",
+}
+
+
+def main(arguments=None):
+    """Rewrite what stands between the markers of the README."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="?", type=Path, default=HERE / "results")
+    parser.add_argument("--readme", type=Path, default=HERE / "README.md")
+    options = parser.parse_args(arguments)
+    text = options.readme.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    written = report(options.results, options.readme.resolve().parent)
+    options.readme.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
+    print(f"Wrote {options.readme}")
+    return 0
+
+
+def report(results, base):
+    """Return the Markdown for all devices under ``results``; links are relative to ``base``."""
+    folders = sorted(path for path in Path(results).glob("*") if any(path.glob("*.csv")))
+    return "\n\n".join(device(folder, base) for folder in folders) or NOTHING
+
+
+def device(folder, base):
+    """Return the Markdown for one device."""
+    run = Run(read_folder(folder))
+    parts = [_head(run, folder, base), *_targets(run.rows)]
+    for name, alt in PICTURES.items():
+        if (folder / name).is_file():
+            parts.append(f"![{alt}]({_link(folder / name, base)})")
+    parts += _stages(run) + _others(run)
+    parts += _suite(run, "large", "Large stacks, everything active", COPIES)
+    parts += _channels(run)
+    parts += _suite(run, "large", "reduce_mask, large masks", ("reduce_mask",))
+    parts += _host(run)
+    return "\n\n".join(parts)
+
+
+def _head(run, folder, base):
+    row = run.rows[0]
+    parts = [f"driver {row.driver}", f"CUDA {row.cuda}", f"CuPy {row.cupy}"] if row.cuda else []
+    parts += [f"PyTorch {row.torch}"] if row.torch else []
+    commits = sorted({row.commit for row in run.rows})
+    parts += [f"NumPy {row.numpy}", f"commit {', '.join(commits)}"]
+    lines = [f"### {row.gpu}", "", ", ".join(parts) + "."]
+    ceilings = [
+        f"{r.op} {r.us:,.2f} us{f', {r.gb_per_s:,.0f} GB/s' if r.gb_per_s else ''} "
+        f"({r.implementation})"
+        for r in {row.op: row for row in run.rows if row.op in ("copy", "empty")}.values()
+    ]
+    lines += ["Ceilings: " + "; ".join(ceilings) + "."] if ceilings else []
+    files = [f"[{path.name}]({_link(path, base)})" for path in sorted(folder.glob("*.csv"))]
+    return "\n".join([*lines, f"Rows: {', '.join(files)}."])
+
+
+def _targets(rows):
+    """Return the table of targets, and the list of rows that miss one."""
+    groups = {}
+    for verdict in evaluate(rows):
+        groups.setdefault(verdict.target, []).append(verdict)
+    lines, missed = [], []
+    for target, verdicts in groups.items():
+        if target.at_most:
+            wanted, worst = f"at most {target.at_most:g}", max(verdicts, key=lambda v: v.value)
+        else:
+            wanted, worst = f"at least {target.at_least:g}", min(verdicts, key=lambda v: v.value)
+        met = sum(verdict.met for verdict in verdicts)
+        result = "met" if met == len(verdicts) else "**missed**"
+        cells = [f"{wanted} {target.unit}", f"{met} of {len(verdicts)}", result]
+        lines.append([target.text, *cells, f"{worst.value:.3g}: {_name(worst.row)}"])
+        missed += [v for v in verdicts if not v.met]
+    parts = []
+    if lines:
+        heads = ["Target", "Each row", "Rows that meet it", "", "The worst"]
+        parts.append(_table(heads, lines))
+    if missed:
+        heads = ["Missed", "Row", "Is", "us"]
+        cells = [
+            [v.target.text, _name(v.row), f"{v.value:.3g} {v.target.unit}", f"{v.row.us:,.2f}"]
+            for v in missed
+        ]
+        parts.append(_table(heads, cells))
+    return parts
+
+
+def _stages(run):
+    """The rows of the original's table: us, GB/s of block bytes, times faster."""
+    compared = [row for row in run.ours if row.original_us]
+    columns = list(dict.fromkeys((row.op, row.variant) for row in compared))
+    grid = {}
+    for row in compared:
+        if row.op == "reduce_mask":  # which knows no channels: the same for all of an image's
+            keys = [key for key in _images(compared) if _is_of(key, row)] or [_image(row)]
+        else:
+            keys = [_image(row)]
+        for key in keys:
+            grid.setdefault(key, {})[row.op, row.variant] = row
+    lines = [
+        [key[0], key[1], key[2], *(_stage_cell(cells.get(column)) for column in columns)]
+        for key, cells in grid.items()
+    ]
+    heads = ["Image", "Block", "Mask"]
+    heads += [op if op == "reduce_mask" else f"{op} {variant}" for op, variant in columns]
+    title = "Stages of the paper in float32: us, GB/s, and times faster than the original's kernel."
+    return [title, _table(heads, lines)] if lines else []
+
+
+def _image(row):
+    return row.shape, row.block, row.mask
+
+
+def _images(rows):
+    return dict.fromkeys(_image(row) for row in rows if row.op != "reduce_mask")
+
+
+def _is_of(key, row):
+    return key[0].rpartition("x")[0] == row.shape and key[1:] == (row.block, row.mask)
+
+
+def _stage_cell(row):
+    if row is None:
+        return ""
+    rate = "" if row.op == "reduce_mask" else f" ({row.gb_per_s:,.0f})"
+    return f"{row.us:,.2f}{rate} **{row.ratio_to_original:.1f}x**"
+
+
+def _others(run):
+    """Ours and everyone else on the stages, float32, top-left mask."""
+    rows = [row for row in run.ours if (row.suite, row.dtype) == ("stages", "float32")]
+    rows = [row for row in rows if row.mask.startswith("top-left") and run.best_other(row)]
+    lines = []
+    for row in rows:
+        group = [r for r in run.by_workload[row.workload] if not r.ours]
+        cells = [
+            f"{r.implementation} {r.us:,.1f} ({r.us / row.us:.1f}x)"
+            for r in sorted(group, key=lambda r: r.us)
+        ]
+        lines.append([row.op, row.shape, row.block, row.variant, f"{row.us:,.2f}", *cells])
+    most = max(map(len, lines), default=0)
+    lines = [line + [""] * (most - len(line)) for line in lines]
+    heads = ["Op", "Image", "Block", "Variant", OURS, "others, from the fastest"]
+    heads += [""] * (most - len(heads))
+    title = "What a user would write instead, float32, 10% of the pixels active: us (of ours)."
+    return [title, _table(heads, lines)] if lines else []
+
+
+def _suite(run, suite, title, ops):
+    rows = [row for row in run.ours if row.suite == suite and row.op in ops]
+    heads = ["Op", "Image", "Type", "Block", "Mask", "Variant", "us", "p10..p90", "GB/s",
+             "% of copy", "best other"]  # fmt: skip
+    lines = [_line(run, row) for row in rows]
+    return [f"{title}.", _table(heads, lines)] if lines else []
+
+
+def _line(run, row):
+    other = run.best_other(row)
+    return [
+        row.op, row.shape, row.dtype, row.block, row.mask, row.variant, f"{row.us:,.2f}",
+        f"{row.us_p10:,.2f}..{row.us_p90:,.2f}", f"{row.gb_per_s:,.0f}",
+        f"{row.percent_of_copy:.0f}",
+        f"{other.implementation} {other.us / row.us:.1f}x" if other else "",
+    ]  # fmt: skip
+
+
+def _channels(run):
+    """Channel counts and a rectangular block: GB/s, and time per byte over the even one's."""
+    found = {}
+    for verdict in evaluate(run.rows):
+        if verdict.row.suite == "channels":
+            found[verdict.row] = f"{verdict.value:.2f}"
+    rows = [row for row in run.ours if row.suite == "channels"]
+    heads = ["Op", "Image", "Type", "Block", "Variant", "us", "GB/s", "% of copy", "time per byte"]
+    lines = [
+        [row.op, row.shape, row.dtype, row.block, row.variant, f"{row.us:,.1f}",
+         f"{row.gb_per_s:,.0f}", f"{row.percent_of_copy:.0f}", found.get(row, "1")]
+        for row in rows
+    ]  # fmt: skip
+    title = f"Channel counts, everything active; time per byte is that of {EVEN}, block "
+    return [f"{title}{EVEN_BLOCK}, times this.", _table(heads, lines)] if lines else []
+
+
+def _host(run):
+    rows = [row for row in run.rows if row.suite == "host"]
+    lines = [
+        [row.op, row.variant, row.implementation, f"{row.us:,.2f}",
+         f"{row.us_p10:,.2f}..{row.us_p90:,.2f}", row.timed_by, row.note]
+        for row in rows
+    ]  # fmt: skip
+    heads = ["Op", "Call", "By", "us", "p10..p90", "Timed by", ""]
+    title = "What a call costs the calling thread, and three ops in one graph."
+    return [title, _table(heads, lines)] if lines else []
+
+
+def _name(row):
+    parts = [row.op, row.shape, row.dtype, f"block {row.block}", row.mask, row.variant]
+    return " ".join(part for part in parts if part)
+
+
+def _table(heads, lines):
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def _link(path, base):
+    return Path(os.path.relpath(Path(path).resolve(), base)).as_posix()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
