@@ -4,6 +4,7 @@ import csv
 from dataclasses import astuple, dataclass, fields
 
 OURS = "sbnet_cupy"
+SAME_INPUTS = "from the same inputs"  # note of others that nothing was prepared for
 
 
 @dataclass(frozen=True)

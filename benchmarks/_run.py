@@ -152,7 +152,7 @@ def table(name, rows):
     for head in ("image", "type", "block", "mask", "variant"):
         shown.add_column(head, overflow="fold")
     for head in ("us", "p10..p90", "GB/s", "% copy", "x original", "best other", "x"):
-        shown.add_column(head, justify="right")
+        shown.add_column(head, justify="right", no_wrap=True)
     groups = {}
     for row in rows:
         groups.setdefault(row.workload, []).append(row)

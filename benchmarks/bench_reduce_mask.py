@@ -11,7 +11,8 @@ import numpy as np
 from _cases import KERNEL, make_mask, mask_cases
 from _check import MOST_STRIPS, PEER_STRIPS, WrongResult, check_indices
 from _inputs import pad_sets, to_host
-from _rows import OURS
+from _peers import WAITS
+from _rows import OURS, SAME_INPUTS
 from _session import Work
 from _timing import Contender
 
@@ -69,33 +70,35 @@ def _check(session, mask, bcount, grid, contender):
     check_indices(mask, to_host(session.native(found)), bcount, grid, most=most)
 
 
+def _contender(name, function, masks, clock="", note="padded beforehand"):
+    calls = [partial(function, mask) for mask in masks]
+    return Contender(name, calls, clock, capturable=False, note=f"{note}; {WAITS}")
+
+
 class Peers:
-    """The same list by pooling and nonzero, on masks that were padded beforehand."""
+    """The same list by pooling and nonzero; all but one on masks that were padded beforehand."""
 
     def __init__(self, session, masks, grid, bcount):
         self.session, self.xp, self.torch = session, session.xp, session.torch
-        self.grid, self.bcount = grid, bcount
-        self.masks = pad_sets(session, masks[..., None], grid, bcount).images[..., 0]
+        self.grid, self.bcount, self.masks = grid, bcount, masks
+        self.padded = pad_sets(session, masks[..., None], grid, bcount).images[..., 0]
 
     def contenders(self):
         """Return the contenders."""
         name = self.xp.__name__
-        found = [self._contender(f"{name} windows, max, argwhere", self._windows, self.masks)]
+        found = [_contender(f"{name} windows, max, argwhere", self._windows, self.padded)]
         if self.session.cpu:
-            found.append(self._contender("numpy loop", self._loop, self.masks))
+            found.append(_contender("numpy loop", self._loop, self.padded))
         if self.torch:
-            tensors = list(self.torch.from_dlpack(self.masks))
+            padded = self.torch.from_dlpack(self.padded)
+            masks = self.torch.from_dlpack(self.masks)
             found += [
-                self._contender("torch max_pool2d, nonzero", self._max_pool, tensors, "torch"),
-                self._contender("torch unfold, amax, nonzero", self._unfold, tensors, "torch"),
+                _contender("torch unfold, amax, nonzero", self._unfold, padded, "torch"),
+                _contender(
+                    "torch max_pool2d, nonzero", self._max_pool, masks, "torch", SAME_INPUTS
+                ),
             ]
         return found
-
-    @staticmethod
-    def _contender(name, function, masks, clock=""):
-        calls = [partial(function, mask) for mask in masks]
-        note = "padded beforehand; waits for the device, so no graph"
-        return Contender(name, calls, clock, capturable=False, note=note)
 
     def _windows(self, mask):
         (sh, sw), (n_step, h_step, w_step) = self.grid["bstride"], mask.strides
@@ -121,9 +124,11 @@ class Peers:
         """Integers are converted first, and that is timed: pooling takes floats."""
         if not mask.is_floating_point():
             mask = mask.to(self.torch.float32 if self.session.cpu else self.torch.float16)
-        pool = self.torch.nn.functional.max_pool2d
-        pooled = pool(mask[:, None], self.grid["bsize"], self.grid["bstride"])[:, 0]
-        return (pooled > 0).nonzero()
+        padding = tuple(-offset for offset in self.grid["boffset"])
+        pooled = self.torch.nn.functional.max_pool2d(
+            mask[:, None], self.grid["bsize"], self.grid["bstride"], padding, ceil_mode=True
+        )
+        return (pooled[:, 0, : self.bcount[0], : self.bcount[1]] > 0).nonzero()
 
     def _unfold(self, mask):
         (bh, bw), (sh, sw) = self.grid["bsize"], self.grid["bstride"]

@@ -7,7 +7,7 @@ from _cases import copy_cases
 from _check import MOST_STRIPS, PEER_STRIPS, check_gather
 from _inputs import fill, filled_sets, find_blocks
 from _peers import IndexPeers
-from _rows import OURS, block_bytes, moved_bytes
+from _rows import OURS, SAME_INPUTS, block_bytes, moved_bytes
 from _session import Work
 from _timing import Contender
 
@@ -83,6 +83,7 @@ class Peers(IndexPeers):
                 self.of_torch("torch index_select of pixels", made(self._index_select)),
                 self.of_torch("torch unfold, index", made(self._unfold_index)),
                 self.of_torch("torch unfold, mask", made(self._unfold_mask), capturable=False),
+                self.of_torch("torch index", made(self._from_rows), note=SAME_INPUTS),
             ]
         return found
 
@@ -116,3 +117,9 @@ class Peers(IndexPeers):
 
     def _unfold_mask(self, image, transposed):
         return self._unfold(image, transposed)[self.block_mask].contiguous()
+
+    def _from_rows(self, image, transposed):
+        (n, h, w), inside = self.torch_pixels_of(image)
+        nearest = h.clamp(0, image.shape[1] - 1), w.clamp(0, image.shape[2] - 1)
+        taken = image[n, *nearest].masked_fill_(~inside[..., None], 0)
+        return taken.permute(0, 3, 1, 2).contiguous() if transposed else taken

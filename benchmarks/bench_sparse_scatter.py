@@ -10,7 +10,7 @@ from _cases import copy_cases
 from _check import MOST_STRIPS, PEER_STRIPS, check_scatter
 from _inputs import filled_sets, find_blocks
 from _peers import IndexPeers
-from _rows import OURS, block_bytes, moved_bytes
+from _rows import OURS, SAME_INPUTS, block_bytes, moved_bytes
 from _session import Work
 from _timing import Contender
 
@@ -91,6 +91,12 @@ class Peers(IndexPeers):
                 self.of_torch(name, made(f), given, capturable=capturable, target=target)
                 for name, f, capturable in tensors
             ]
+            found.append(
+                self.of_torch(
+                    "torch index_put_", made(self._from_rows), given,
+                    capturable=False, target=self.image, note=SAME_INPUTS,
+                )
+            )  # fmt: skip
         return found
 
     def _index(self, image, stack, add, transposed):
@@ -126,3 +132,10 @@ class Peers(IndexPeers):
     def _masked(self, image, stack, add, transposed):
         view = self._blocked(image, transposed)
         view[self.block_mask] = view[self.block_mask] + stack if add else stack
+
+    def _from_rows(self, image, stack, add, transposed):
+        values = stack.permute(0, 2, 3, 1) if transposed else stack
+        (n, h, w), inside = self.torch_pixels_of(image)
+        index = tuple(part.expand(inside.shape)[inside] for part in (n, h, w))
+        values = values[inside]
+        image.index_put_(index, image[index] + values if add else values)

@@ -6,8 +6,9 @@ from .layers import masks
 from .layers.bottleneck_weights import BottleneckWeights
 from .layers.residual import sparse_res_block_bottleneck
 from .layers.sparse_conv import mask_conv2d, sparse_conv2d
+from .ops.active_blocks import ActiveBlocks
 from .ops.conv2d import conv2d
-from .ops.reduce_mask import ActiveBlocks, reduce_mask
+from .ops.reduce_mask import reduce_mask
 from .ops.sparse_gather import sparse_gather
 from .ops.sparse_scatter import sparse_scatter, sparse_scatter_var
 

@@ -79,7 +79,7 @@ class Torch:
         return torch.from_numpy(array)
 
     def finish(self, natives):
-        """Nothing to do: PyTorch reuses memory in the order of its stream, where our work is too."""
+        """Nothing to do: PyTorch reuses memory in the order of the stream that we work on."""
 
     def stream(self, value):
         """Enter the device and the stream that PyTorch would use now."""
