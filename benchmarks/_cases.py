@@ -98,10 +98,10 @@ def copy_cases(op, session):
     variants = VARIANTS[op]
     case = functools.partial(Case, op, variants=variants)
     if session.quick:
-        found = [case("stages", *_stage(row), *_mask(row)) for row in (ORIGINAL[4], ORIGINAL[5])]
-        shape = (1, 50, 88, 48)
-        return found + [
-            case("density", shape, "float32", (10, 10), "blobs", d) for d in (0.1, 0.5, 1.0)
+        sweep = functools.partial(case, "density", (1, 50, 88, 48), "float32", (10, 10), "blobs")
+        return [
+            case("stages", *_stage(ORIGINAL[5]), *_mask(ORIGINAL[5])),
+            *(sweep(density, variants=("plain",)) for density in (0.1, 0.5, 1.0)),
         ]
     found = []
     for row in ORIGINAL:
@@ -109,12 +109,11 @@ def copy_cases(op, session):
             for dtype in ("float32", "float16"):
                 if session.cpu and dtype == "float16" and mask != "top-left":
                     continue
-                peers = dtype == "float32" or mask == "top-left"
+                peers = mask == "top-left" or (mask, density, dtype) == ("blobs", 0.1, "float32")
                 found.append(case("stages", *_stage(row, dtype), mask, density, peers=peers))
+    sweep = functools.partial(case, "density", (1, 400, 700, 96), "float32", (18, 18), "blobs")
     for density in SWEEP[::3] if session.cpu else SWEEP:
-        found.append(
-            case("density", (1, 400, 700, 96), "float32", (18, 18), "blobs", density, ("plain",))
-        )
+        found.append(sweep(density, variants=("plain",)))
     return found + ([] if session.cpu else _large_cases(case) + _channel_cases(case))
 
 
@@ -145,15 +144,16 @@ def mask_cases(session):
     for shape, block in grids[-2:] if session.quick else grids:
         for mask, density in _stage_masks(session)[: 1 if session.quick else None]:
             for dtype in ("float32", "float16", "uint8", "bool"):
-                found.append(case("stages", shape, dtype, (block, block), mask, density))
+                peers = density == 0.1 and dtype in ("float32", "uint8")
+                found.append(
+                    case("stages", shape, dtype, (block, block), mask, density, peers=peers)
+                )
     large = (2, 512, 512) if session.quick or session.cpu else LARGE_MASK
     blocks = [(16, False)] if session.quick else [(n, n == 18) for n in (8, 16, 18, 32, 64)]
     for block, halo in blocks:
         for dtype in ("uint8", "float32"):
             for mask in ("speckle", "empty"):
-                found.append(
-                    case("large", large, dtype, (block, block), mask, 0.0, halo=halo)
-                )
+                found.append(case("large", large, dtype, (block, block), mask, 0.0, halo=halo))
     for density in (0.1, 1.0) if session.quick else (0.01, 0.1, 0.25, 0.5, 0.75, 1.0):
         found.append(
             case("density", large, "uint8", (16, 16), "top-left", density, peers=False, halo=False)

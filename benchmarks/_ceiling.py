@@ -28,6 +28,8 @@ extern "C" __global__ void copy16(const uint4* from, uint4* to, long long n) {
 """
 EMPTY_SOURCE = 'extern "C" __global__ void empty() {}'
 THREADS = 256
+GPU_BYTES = {False: 1_200_000_000, True: 300_000_000}  # of a buffer; True: a quick run
+CPU_BYTES = {False: 200_000_000, True: 20_000_000}
 
 
 def gpu_copies(cupy, torch, quick=False):
@@ -35,7 +37,7 @@ def gpu_copies(cupy, torch, quick=False):
 
     Sizes and distances of the buffers are no powers of two: those make channels collide.
     """
-    size = 300_000_000 if quick else 1_200_000_000
+    size = GPU_BYTES[quick]
     apart = size + 12_345 * 256
     whole = cupy.zeros(4 * apart, cupy.uint8)
     buffers = [whole[i * apart : i * apart + size] for i in range(4)]
@@ -79,7 +81,7 @@ def gpu_empty(cupy):
 
 def cpu_copies(torch, quick=False):
     """Return (bytes of a copy, contenders) for main memory."""
-    size = 20_000_000 if quick else 200_000_000
+    size = CPU_BYTES[quick]
     pairs = [(np.ones(size, np.uint8), np.zeros(size, np.uint8)) for _ in range(2)]
     contenders = [Contender("np.copyto", [lambda a=a, b=b: np.copyto(b, a) for a, b in pairs])]
     if torch:

@@ -148,5 +148,3 @@ def evaluate(rows):
                 if value is not None:
                     verdicts.append(Verdict(target, row, value, target.met(row, run, value)))
     return verdicts
-
-

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 WARM_UP = 3
-LOOP_CALLS = 32  # at most, in a round of calls that cannot be captured
+LOOP_CALLS = 8  # at most, in a round of calls that cannot be captured
 
 
 @dataclass(frozen=True)
@@ -196,17 +196,18 @@ class WallClock:
 
     def time_all(self, contenders):
         """Return a timing for each contender."""
-        for contender in contenders:
-            contender.calls[-1]()
         samples, start = [], time.perf_counter()
         while len(samples) < self.least or (
             len(samples) < self.most and time.perf_counter() - start < self.seconds
         ):
-            samples.append([self._once(c.calls[len(samples) % len(c.calls)]) for c in contenders])
+            samples.append([self._once(contender, len(samples)) for contender in contenders])
         return [spread(column, "wall") for column in np.transpose(samples)]
 
     @staticmethod
-    def _once(call):
+    def _once(contender, turn):
+        """Time one call, after one on other inputs: threads of the contender before go to rest."""
+        call, before = (contender.calls[(turn - i) % len(contender.calls)] for i in (0, 1))
+        before()
         start = time.perf_counter()
         kept = call()
         elapsed = (time.perf_counter() - start) * 1e6

@@ -71,17 +71,20 @@ def _gather(session, blocks, x):
     yield "new result", [_host(OURS, ours)], check
     yield "out=", [_host(OURS, partial(ours, out=out))], check
     yield "fused, out=", [_host(OURS, partial(ours, out=out, **fused))], partial(check, **fused)
-    others = [_host("cupy take", partial(session.xp.take, x, session.xp.arange(8), axis=2))]
+    yield "eight columns", _others(session, x), partial(_check_columns, session, x)
+
+
+def _others(session, x):
+    """Return one indexing call of each other library, for comparison."""
+    eight = session.xp.arange(8)
+    found = [_host("cupy take", partial(session.xp.take, x, eight, axis=2))]
     if session.torch:
-        image = session.torch.from_dlpack(x)
-        eight = session.torch.from_dlpack(session.xp.arange(8))
-        others.append(_host("torch index_select", partial(image.index_select, 2, eight)))
-    yield "another library's indexing", others, lambda contender: _first_columns(
-        session, x, contender
-    )
+        image, columns = map(session.torch.from_dlpack, (x, eight))
+        found.append(_host("torch index_select", partial(image.index_select, 2, columns)))
+    return found
 
 
-def _first_columns(session, x, contender):
+def _check_columns(session, x, contender):
     compare(to_host(session.native(contender.calls[0]())), to_host(x[:, :, :8]))
 
 

@@ -228,28 +228,31 @@ struct Tile {
     }
 };
 
-// Calls body(block, tile) for this thread block's share of the tiles of `blocks` stack rows:
-// consecutive ones, so that a block's corner is looked up once and not once a tile.
-template <class Shape, int BH, int BW, bool LAST, class Body>
+// Calls body(block, tile) for this thread block's share of the tiles of `blocks` stack rows, channel
+// tiles of the same pixels first. A share is consecutive tiles, so that a block's corner is looked
+// up once; or every gridDim-th with SPREAD and several channel tiles, so that thread blocks that run
+// at the same time read whole pixels together (for gather that is worth more).
+template <class Shape, bool SPREAD, int BH, int BW, bool LAST, class Body>
 DEVICE void for_each_tile(i64 blocks, i64 count, const int* indices, const Steps<LAST>& image_step,
                           const Geometry& g, Body body) {
-    const i64 channel_tiles = ceil_div<i64>(g.C, Shape::TC);
-    const i64 per_block = channel_tiles * Shape::TILES, tiles = blocks * per_block;
-    const i64 share = divide(tiles, gridDim.x), extra = tiles - share * gridDim.x;
-    i64 t = blockIdx.x * share + min(static_cast<i64>(blockIdx.x), extra);
-    const i64 end = t + share + (blockIdx.x < extra ? 1 : 0);
-    while (t < end) {
+    const int channel_tiles = ceil_div(static_cast<int>(g.C), Shape::TC);
+    const int per_block = channel_tiles * Shape::TILES;
+    const i64 tiles = blocks * per_block;
+    i64 t = blockIdx.x, step = gridDim.x, end = tiles;
+    if (!SPREAD || channel_tiles == 1) {
+        const i64 share = divide(tiles, gridDim.x), extra = tiles - share * gridDim.x;
+        t = blockIdx.x * share + min(static_cast<i64>(blockIdx.x), extra);
+        step = 1;
+        end = t + share + (blockIdx.x < extra ? 1 : 0);
+    }
+    Block<BH, BW> block(-1, Corner{-1, 0, 0}, image_step, g);
+    for (i64 current = -1; t < end; t += step) {
         const i64 b = divide(t, per_block);
-        const Block<BH, BW> block(b, corner_of<BH, BW>(b, count, indices, g), image_step, g);
-        int rest = static_cast<int>(t - b * per_block);
-        const int stop = static_cast<int>(min(end - b * per_block, per_block));
-        t += stop - rest;
-        // Neighbouring tiles of a block first, then the next channels.
-        int ct = rest / Shape::TILES, it = rest - ct * Shape::TILES;
-        for (; rest < stop; ++rest) {
-            body(block, Shape(it / Shape::TILES_J * Shape::ROWS, it % Shape::TILES_J * Shape::COLUMNS,
-                              ct * Shape::TC, g.C, block));
-            if (++it == Shape::TILES) it = 0, ++ct;
-        }
+        if (b != current)
+            block = Block<BH, BW>(b, corner_of<BH, BW>(b, count, indices, g), image_step, g);
+        current = b;
+        const int rest = static_cast<int>(t - b * per_block), place = rest / channel_tiles;
+        body(block, Shape(place / Shape::TILES_J * Shape::ROWS, place % Shape::TILES_J * Shape::COLUMNS,
+                          (rest - place * channel_tiles) * Shape::TC, g.C, block));
     }
 }

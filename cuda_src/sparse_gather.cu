@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 3)
     const auto of_image = image_steps<IMAGE_LAST>(g);
     const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
 
-    for_each_tile<Shape, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
+    for_each_tile<Shape, true, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
                                  [&](const Block<BH, BW>& block, const Shape& tile) {
         const i64 from = block.image + of_image.at(tile.i0, tile.j0, tile.c0);
         T* const to = blocks + block.stack + of_stack.at(tile.i0, tile.j0, tile.c0);

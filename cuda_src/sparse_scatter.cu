@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 3)
     const auto of_image = image_steps<IMAGE_LAST>(g);
     const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
 
-    for_each_tile<Shape, BH, BW>(count, count, indices, of_image, g,
+    for_each_tile<Shape, false, BH, BW>(count, count, indices, of_image, g,
                                  [&](const Block<BH, BW>& block, const Shape& tile) {
         const i64 to = block.image + of_image.at(tile.i0, tile.j0, tile.c0);
         const T* const from = blocks + block.stack + of_stack.at(tile.i0, tile.j0, tile.c0);

@@ -68,20 +68,26 @@ class Memory:
 
 
 class Workspace:
-    """Scratch that keeps what launches leave in it, as on a GPU."""
+    """Scratch that keeps what launches leave in it, as on a GPU: first of all their number."""
+
+    FIRST = 2**32 - 3  # wraps round after two launches
 
     def __init__(self):
         self.slots = np.zeros(1 << 16, np.uint64)
-        self.slots[0] = 2**32 - 3  # the launch number wraps round after two launches
+        self.slots[0] = self.FIRST
 
     def __call__(self, namespace, slots):
         return self.slots[:slots]
+
+    def check(self, launches):
+        """Assert that every launch left another number: it tells old counts from new ones."""
+        assert int(self.slots[0]) % 2**32 == (self.FIRST + launches) % 2**32
 
 
 @contextlib.contextmanager
 def device(launch, multiprocessors, memory):
     """Send what the ops launch to ``launch``; yield the lists of what was prepared and launched."""
-    prepared, launched = [], []
+    prepared, launched, workspace = [], [], Workspace()
 
     def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False):
         prepared.append((stem, kernel, template))
@@ -99,12 +105,14 @@ def device(launch, multiprocessors, memory):
         patch.setattr(_kernels, "sm_count", lambda: multiprocessors)
         patch.setattr(_plans, "device_of", lambda array: 0)
         patch.setattr(_plans, "signature_of", signature_of)
-        patch.setattr(OPS[0], "workspace", Workspace())
+        patch.setattr(OPS[0], "workspace", workspace)
         for module in OPS:
             patch.setattr(module, "is_cupy", lambda array: True)
             patch.setattr(module, "empty", memory.poisoned)
             patch.setattr(module, "_PLANS", _plans.Plans())
         yield prepared, launched
+    if launch is host_cuda.launch:
+        workspace.check(sum(stem == "reduce_mask" for stem, *_ in launched))
 
 
 def signature_of(array):

@@ -1,0 +1,452 @@
+"""The benchmarks: what they write, what they refuse, and the GPU's flow on a CuPy that is NumPy."""
+
+import contextlib
+import dataclasses
+import importlib
+import math
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sbnet_cupy
+from sbnet_cupy import __main__ as command
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ["reduce_mask", "sparse_gather", "sparse_scatter"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed(require):
+    require("demo")
+    require("torch")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def part(name):
+    """Import a module of the benchmarks."""
+    return importlib.import_module(name)
+
+
+def make_row(**changes):
+    values = dict.fromkeys(part("_rows").COLUMNS, "")
+    numbers = {
+        "density": 0.1, "blocks": 9, "us": 10.0, "us_p10": 9.0, "us_p90": 11.0, "bytes": 10**7,
+        "gb_per_s": 1000.0, "percent_of_copy": 50.0, "original_us": None, "ratio_to_original": None,
+    }  # fmt: skip
+    fixed = {"gpu": "NVIDIA H200", "implementation": "sbnet_cupy", "timed_by": "graph"}
+    return part("_rows").Row(**values | numbers | fixed | changes)
+
+
+# ------------------------------------------------------------------------------- on the CPU, whole
+
+
+@pytest.fixture(scope="module")
+def cpu_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results") / "cpu"
+    assert command.main(["bench", "--cpu", "--quick", "--out", str(folder)]) == 0
+    return folder
+
+
+def check_rows(rows, implementations):
+    """Every number is finite and positive, and rates are bytes over time."""
+    for row in rows:
+        for name in ("us", "us_p10", "us_p90", "bytes", "gb_per_s", "percent_of_copy"):
+            value = getattr(row, name)
+            if value is not None:
+                assert math.isfinite(value) and value > 0, (name, row)
+        assert row.us_p10 <= row.us <= row.us_p90
+        assert row.gpu and row.numpy == np.__version__ and row.commit
+        if row.bytes and row.op != "copy":
+            assert row.gb_per_s == pytest.approx(row.bytes / row.us / 1e3, rel=1e-3)
+    assert implementations <= {row.implementation for row in rows}
+
+
+def test_cpu_rows(cpu_run):
+    rows = part("_rows")
+    assert sorted(path.stem for path in cpu_run.glob("*.csv")) == NAMES
+    for name in NAMES:
+        found = rows.read(cpu_run / f"{name}.csv")
+        check_rows(found, {"sbnet_cupy", "numpy loop"})
+        assert {row.op for row in found} == {"copy", name}
+        assert {row.timed_by for row in found} == {"wall"}
+        assert any("torch" in row.implementation for row in found)
+        assert any(row.note.startswith(rows.SAME_INPUTS) for row in found)
+        assert all(row.original_us is None for row in found)
+        for workload in {row.workload for row in found if row.op == name}:
+            ours = [row for row in found if row.workload == workload and row.ours]
+            assert len(ours) == 1, workload
+        header = (cpu_run / f"{name}.csv").read_text("utf-8").splitlines()[0]
+        assert header == ",".join(rows.COLUMNS)
+
+
+def test_cpu_pictures_and_report(cpu_run, tmp_path):
+    report = part("report")
+    pictures = sorted(cpu_run.glob("*.png"))
+    assert [path.name for path in pictures] == ["density_gather.png", "density_scatter.png"]
+    for path in pictures:
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 200_000
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n", encoding="utf-8")
+    for _ in range(2):  # writing twice changes nothing
+        assert report.main([str(cpu_run.parent), "--readme", str(readme)]) == 0
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "stale" not in text
+    assert "sparse_scatter.csv" in text and "On the CPU" in text and "numpy loop" in text
+    assert text.count(report.BEGIN) == 1
+
+
+def test_the_readme_is_what_the_rows_say():
+    """The tables are those that report.py writes from the committed rows."""
+    report = part("report")
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    written = text.partition(report.BEGIN)[2].partition(report.END)[0].strip()
+    assert written == report.report(ROOT / "benchmarks" / "results", ROOT / "benchmarks")
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def test_list(capsys):
+    assert command.main(["bench", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*NAMES, "host_cost"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convolution"], "there is no benchmark 'convolution'; there are: reduce_mask"),
+        (["--cpu", "--points", "nowhere.bin"], "--points: nowhere.bin does not exist"),
+        (["--cpu", "--out", __file__], "--out: cannot write to"),
+        ([], "CuPy cannot be imported"),
+    ],
+)
+def test_a_mistake_gets_one_line(arguments, message, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert command.main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sbnet-cupy bench: ") and message in error and error.count("\n") == 1
+
+
+def test_an_installed_package_says_where_benchmarks_are(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "BENCHMARKS", tmp_path / "benchmarks")
+    assert command.main(["bench", "--list"]) == 2
+    message = "sbnet-cupy bench: benchmarks come with the source checkout"
+    assert capsys.readouterr().err.startswith(message)
+
+
+# ------------------------------------------------------------------------------------- arithmetic
+
+
+def test_bytes():
+    rows = part("_rows")
+    stack = rows.block_bytes(112, (18, 18), 24, 4)
+    assert stack == 3_483_648
+    assert rows.moved_bytes("plain", stack) == rows.moved_bytes("fused", stack) == 6_967_296
+    assert rows.moved_bytes("add", stack) == 10_450_944
+    # The original's row: 6.4 us at 1091 GB/s.
+    assert rows.gigabytes_per_second(6_967_296, 6.4) == pytest.approx(1089, rel=0.001)
+
+
+def test_sets_outgrow_the_cache():
+    session = part("_session").Session(cpu=True, quick=False)
+    session.cpu, session.cache_bytes = False, 60e6
+    assert session.sets(1.5e6, 4e6) * 1.5e6 > 2 * 60e6  # many small sets
+    assert session.sets(1e9, 4e9) == 2  # never fewer than two
+    assert session.sets(1, 1e9) * 1e9 <= 6e9  # and no more than there is memory for
+
+
+def test_a_row_survives_the_file(tmp_path):
+    rows = part("_rows")
+    row = make_row(original_us=6.4, note='a "note", with a comma')
+    with rows.Writer(tmp_path / "x.csv") as writer:
+        writer.write(row)
+        assert rows.read(tmp_path / "x.csv") == [row]  # flushed, should the run end here
+
+
+def test_strips_cover_all_or_both_ends():
+    strips = part("_check").strips
+    assert strips(2, 3, 1) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    some = strips(8, 512, 1e5)
+    assert some[0] == (0, 0) and some[-1] == (7, 511) and len(some) == 64
+    assert len(strips(1, 100, 1e9)) == 4
+
+
+def test_the_original_has_its_rows():
+    cases, session = part("_cases"), types.SimpleNamespace(cpu=False, quick=False, points=None)
+    for op, variant in cases.ORIGINAL_COLUMNS:
+        found = cases.mask_cases(session) if op == "reduce_mask" else cases.copy_cases(op, session)
+        times = [case.original_us(variant) for case in found if case.original_us(variant)]
+        assert len(times) == (5 if op == "reduce_mask" else 6), (op, variant)
+        assert len(found) == len(set(found))
+    case = next(c for c in found if c.original_us("plain") == 47.0)
+    assert (case.shape, case.bsize, case.mask) == ((1, 400, 700, 96), (34, 34), "blobs")
+    device = types.SimpleNamespace(xp=np, points=None)
+    assert part("_inputs").find_blocks(case, device).count == 112  # as many as the original had
+
+
+# ---------------------------------------------------------------------------------------- targets
+
+
+def verdicts(*rows):
+    return [(v.target.text, v.value, v.met) for v in part("_targets").evaluate(rows)]
+
+
+def test_targets_of_large_stacks():
+    large = {"op": "sparse_gather", "suite": "large"}
+    found = verdicts(
+        make_row(**large, variant="plain", percent_of_copy=80.0),
+        make_row(**large, variant="plain", percent_of_copy=79.9, dtype="float16"),
+        make_row(**large, variant="transposed", percent_of_copy=71.0),
+        make_row(**large, variant="plain", percent_of_copy=1.0, implementation="torch index"),
+    )
+    assert found == [
+        ("Large stacks, plain", 80.0, True),
+        ("Large stacks, plain", 79.9, False),
+        ("Large stacks, transposed", 71.0, True),
+    ]
+
+
+def test_targets_against_the_original():
+    empty = make_row(op="empty", us=0.5, implementation="empty kernel")
+    stage = {"suite": "stages", "variant": "plain", "original_us": 2.5}
+    slow = make_row(**stage, op="sparse_gather", us=1.6, ratio_to_original=2.5 / 1.6)
+    near = make_row(**stage, op="sparse_gather", us=1.5, ratio_to_original=2.5 / 1.5)
+    mask = make_row(**stage, op="reduce_mask", us=1.5, ratio_to_original=2.5 / 1.5)
+    assert [met for *_, met in verdicts(empty, slow, near, mask)] == [False, True, False]
+
+
+def test_targets_of_channels_host_and_masks():
+    channels = {"op": "sparse_scatter", "suite": "channels", "variant": "add", "block": "18x18"}
+    even = make_row(**channels, shape="2x800x1400x32", us=10.0, bytes=1000)
+    odd = make_row(**channels, shape="64x800x1400x1", us=16.0, bytes=1000)
+    host = {"suite": "host", "timed_by": "host", "op": "reduce_mask"}
+    calls = [make_row(**host, variant="capacity", us=12.5), make_row(**host, variant="waits")]
+    large = {"op": "reduce_mask", "suite": "large", "shape": "8x4096x4096", "dtype": "uint8"}
+    found = verdicts(even, odd, *calls, make_row(**large, percent_of_copy=50.0))
+    assert [(value, met) for _, value, met in found] == [(50.0, True), (1.6, False), (12.5, False)]
+
+
+# ------------------------------------------------------------------------------------ wrong results
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Runs of one small case, on small buffers."""
+    cases = part("_cases")
+    one = cases.Case(
+        "sparse_gather", "stages", (1, 20, 24, 8), "float32", (6, 6), "top-left", 0.3,
+        cases.VARIANTS["sparse_gather"],
+    )  # fmt: skip
+    monkeypatch.setattr(part("_ceiling"), "CPU_BYTES", {True: 1 << 16})
+    monkeypatch.setattr(part("_ceiling"), "GPU_BYTES", {True: 1 << 16})
+    monkeypatch.setattr(part("bench_sparse_gather"), "cases", lambda session: [one])
+    return one
+
+
+def test_a_wrong_result_is_refused(tiny, tmp_path, capsys, monkeypatch):
+    """Wrong in one element of the transposed stack: no row for it, and the exit code tells."""
+    right = sbnet_cupy.sparse_gather
+
+    def wrong(*args, out=None, **options):
+        stack = right(*args, out=out, **options)
+        if out is not None and options.get("transpose"):
+            stack[-1, -1, -1, -1] += 1
+        return stack
+
+    monkeypatch.setattr(sbnet_cupy, "sparse_gather", wrong)
+    arguments = ["bench", "sparse_gather", "--cpu", "--quick", "--out", str(tmp_path)]
+    assert command.main(arguments) == 1
+    rows = part("_rows").read(tmp_path / "sparse_gather.csv")
+    assert {row.variant for row in rows if row.ours} == {"plain", "fused"}
+    assert {row.variant for row in rows if not row.ours} >= {"plain", "transposed"}
+    output = " ".join(capsys.readouterr().out.split())
+    assert "sbnet_cupy is wrong and has no row" in output and "1 of" in output
+
+
+def test_checks_see_what_is_wrong():
+    check = part("_check")
+    session = types.SimpleNamespace(xp=np, points=None)
+    case = part("_cases").Case("", "", (2, 20, 24, 3), "float32", (6, 6), "blobs", 0.3)
+    blocks = part("_inputs").find_blocks(case, session)
+    x = part("_inputs").fill(np.empty(case.shape, np.float32), np, 1)
+    stack = sbnet_cupy.sparse_gather(x, *blocks.active, **blocks.gather_grid)
+    check.check_gather(x, stack, blocks, {})
+    with pytest.raises(check.WrongResult, match="blocks instead of"):
+        check.check_gather(x, stack[1:], blocks, {})
+    stack[0, 2, 2, 0] = np.nan
+    with pytest.raises(check.WrongResult, match="1 of"):
+        check.check_gather(x, stack, blocks, {}, tolerance=0.1)
+
+    tiles = part("_inputs").fill(np.empty((blocks.count, 4, 4, 3), np.float32), np, 2)
+    with pytest.raises(check.WrongResult):  # one pixel outside the blocks is written
+        check.check_scatter(x, tiles, blocks, {}, lambda: x.__setitem__((1, -1, -1), 9))
+    rows, sizes = blocks.indices, (blocks.params.bcount, blocks.gather_grid)
+    check.check_indices(blocks.mask, rows, *sizes)
+    for wrong in (rows[::-1], rows[1:], np.concatenate([rows, rows[-1:] + 100])):
+        with pytest.raises(check.WrongResult):
+            check.check_indices(blocks.mask, wrong, *sizes)
+
+
+# ----------------------------------------------------------------------- the GPU's flow, on the CPU
+
+
+class Clockwork:
+    """Streams, events and graphs that CuPy and PyTorch share in these tests; 1 ms at a time."""
+
+    now = 0.0
+    capturing = False
+    forbidden = ()  # names of functions that a capture does not allow
+
+
+class Stream:
+    ptr = 0
+
+    def __init__(self, non_blocking=True):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def begin_capture(self):
+        Clockwork.capturing = True
+
+    def end_capture(self):
+        Clockwork.capturing = False
+        return types.SimpleNamespace(launch=lambda stream: None)
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        pass
+
+    def record(self, stream):
+        Clockwork.now += 1.0
+        self.time = Clockwork.now
+
+    def synchronize(self):
+        assert not Clockwork.capturing
+
+    def elapsed_time(self, end):
+        return end.time - self.time
+
+
+class TorchGraph:
+    def capture_begin(self):
+        Clockwork.capturing = True
+
+    def capture_end(self):
+        Clockwork.capturing = False
+
+    def replay(self):
+        pass
+
+
+class FakeCupy(types.ModuleType):
+    """NumPy under CuPy's name, with what the benchmarks take from ``cupy.cuda``."""
+
+    __version__ = "14.2.0"
+    __file__ = None
+
+    def __init__(self):
+        super().__init__("cupy")
+        properties = {"name": b"NVIDIA H200"}
+        runtime = types.SimpleNamespace(
+            getDeviceProperties=lambda device: properties,
+            runtimeGetVersion=lambda: 13000,
+            driverGetVersion=lambda: 13000,
+        )
+        device = types.SimpleNamespace(
+            id=0, synchronize=self.synchronize,
+            attributes={"L2CacheSize": 1 << 20, "MultiProcessorCount": 4},
+        )  # fmt: skip
+        self.cuda = types.SimpleNamespace(
+            is_available=lambda: True, runtime=runtime, Device=lambda: device, Stream=Stream,
+            Event=Event, get_elapsed_time=lambda start, end: start.elapsed_time(end),
+        )  # fmt: skip
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    @staticmethod
+    def synchronize():
+        assert not Clockwork.capturing
+
+    @staticmethod
+    def RawKernel(source, name, options=()):
+        assert f"void {name}(" in source
+        return lambda grid, block, arguments: np.copyto(*arguments[1::-1]) if arguments else None
+
+    @staticmethod
+    def get_default_memory_pool():
+        return types.SimpleNamespace(free_all_blocks=lambda: None)
+
+
+@pytest.fixture
+def gpu(monkeypatch, torch):
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
+    fakes = {
+        "is_available": lambda: True, "Stream": Stream, "Event": Event, "CUDAGraph": TorchGraph,
+        "stream": lambda stream: contextlib.nullcontext(), "synchronize": FakeCupy.synchronize,
+        "empty_cache": lambda: None,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(part("_machine"), "_output", lambda command: None)
+
+
+def test_the_flow_on_a_gpu(gpu, tiny, tmp_path, monkeypatch):
+    small = dataclasses.replace(tiny, op="sparse_scatter", variants=("plain", "add"))
+    masks = dataclasses.replace(tiny, op="reduce_mask", shape=(1, 20, 24), variants=("max",))
+    monkeypatch.setattr(part("bench_sparse_scatter"), "cases", lambda session: [small])
+    monkeypatch.setattr(part("bench_reduce_mask"), "cases", lambda session: [masks])
+    stage = ((1, 20, 24, 8), 6, "top-left", 0)
+    monkeypatch.setattr(part("bench_host_cost"), "ORIGINAL", [stage] * 6)
+    arguments = ["bench", "--quick", "--out", str(tmp_path), "--commit", "abc"]
+    assert command.main(arguments) == 0
+    rows = part("plot").read_folder(tmp_path)
+    check_rows(rows, {"sbnet_cupy", "cupy take of pixels", "torch index", "empty kernel"})
+    assert {row.commit for row in rows} == {"abc"} and {row.cuda for row in rows} == {"13.0"}
+    assert {row.timed_by for row in rows if row.ours} == {"graph", "host"}
+    assert {row.timed_by for row in rows if "mask" in row.implementation} == {"events"}
+    assert {row.op for row in rows if row.ours} == {*NAMES, "chain"}
+    assert "chain" in part("report").device(tmp_path, tmp_path)
+
+
+def test_what_cannot_be_captured_is_timed_with_events(gpu, torch):
+    timing = part("_timing")
+
+    def waits():
+        if Clockwork.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    for clock in (timing.CupyClock(sys.modules["cupy"], Stream()), timing.TorchClock(torch)):
+        assert clock.time(timing.Contender("x", [lambda: 0] * 4), 1).timed_by == "graph"
+        measured = clock.time(timing.Contender("x", [waits] * 4), 1)
+        assert measured.timed_by == "events" and not Clockwork.capturing
+        assert measured.us == pytest.approx(1000 / 24)  # 1 ms for 6 rounds over 4 sets
+
+
+def test_pictures_of_a_gpu(tmp_path):
+    cases, draw = part("_cases"), part("plot").draw
+    with part("_rows").Writer(tmp_path / "sparse_gather.csv") as writer:
+        for shape, block, mask, times in cases.ORIGINAL:
+            for (op, variant), original in zip(cases.ORIGINAL_COLUMNS, times, strict=True):
+                writer.write(
+                    make_row(
+                        op=op, suite="stages", shape="x".join(map(str, shape)), mask=mask,
+                        block=f"{block}x{block}", variant=variant, us=original / 3,
+                        original_us=original, ratio_to_original=3.0,
+                    )
+                )  # fmt: skip
+    assert [line.split("/")[-1] for line in draw(tmp_path)] == ["stages.png"]
+    assert (tmp_path / "stages.png").stat().st_size < 200_000
+    assert "**3.0x**" in part("report").device(tmp_path, tmp_path)
