@@ -34,7 +34,8 @@ VARIANTS = {
     "sparse_scatter": ("plain", "transposed", "add"),
     "reduce_mask": ("max",),
 }
-SWEEP = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+# Shares of active pixels; of blobs, they make 2% to 100% of the blocks active.
+SWEEP = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 1.0)
 CHANNELS = ((1, 64), (3, 21), (17, 4), (100, 1), (32, 2))  # with the images of a batch; 32 is even
 LARGE_MASK = (8, 4096, 4096)
 
@@ -58,7 +59,7 @@ class Case:
     def mask_name(self):
         """Name of the mask: its kind and its share of active pixels."""
         if self.mask in ("top-left", "blobs"):
-            return f"{self.mask}, {self.density:.0%} active"
+            return f"{self.mask}, {100 * self.density:g}% active"
         return {"scan": "LiDAR scan", "all": "all active", "speckle": "1 pixel of 1024"}.get(
             self.mask, self.mask
         )

@@ -8,7 +8,7 @@ from _inputs import to_host
 
 import sbnet_cupy as sb
 
-CHECKED_BYTES = 128e6  # of images, per check
+CHECKED_BYTES = 64e6  # of images, per check
 MOST_STRIPS = 64
 PEER_STRIPS = 4  # of others than this library
 

@@ -12,7 +12,7 @@ from _rows import Writer
 from _session import Session
 
 HERE = Path(__file__).resolve().parent
-PIPED_WIDTH = 170  # columns, where no terminal says how wide it is
+PIPED_WIDTH = 190  # columns, where no terminal says how wide it is
 NAMES = ("reduce_mask", "sparse_gather", "sparse_scatter", "host_cost")
 
 

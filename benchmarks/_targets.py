@@ -64,6 +64,13 @@ class Verdict:
     value: float
     met: bool
 
+    @property
+    def margin(self):
+        """How far the value is on the good side; negative on the bad one."""
+        if self.target.at_most is None:
+            return self.value - self.target.at_least
+        return self.target.at_most - self.value
+
 
 def _suite(name, ops=COPIES, variants=None):
     def applies(row, run):
@@ -116,24 +123,24 @@ TARGETS = [
            "% of copy", at_least=75),
     Target("Stage rows: 2x the original, or within 1 us of an empty kernel",
            lambda row, run: row.op in COPIES and row.ratio_to_original is not None,
-           _times_original, "x the original", at_least=2, excuse=_nearly_empty),
+           _times_original, " x the original", at_least=2, excuse=_nearly_empty),
     Target("reduce_mask, stage rows: 2x the original",
            lambda row, run: row.op == "reduce_mask" and row.ratio_to_original is not None,
-           _times_original, "x the original", at_least=2),
+           _times_original, " x the original", at_least=2),
     Target("reduce_mask, 8x4096x4096 uint8",
            lambda row, run: _large_uint8(row, run) and row.shape == "8x4096x4096",
            _percent, "% of copy", at_least=50),
     Target("Odd channel counts and rectangular blocks, time per byte",
            lambda row, run: _suite("channels")(row, run)
            and (row.shape, row.block) != (EVEN, EVEN_BLOCK),
-           _per_byte, "x the even ones", at_most=1.5),
+           _per_byte, " x the even ones", at_most=1.5),
     Target("Host cost of a call",
            lambda row, run: row.suite == "host" and row.timed_by == "host"
            and row.op in ("reduce_mask", *COPIES) and "waits" not in row.variant,
-           lambda row, run: row.us, "us", at_most=12),
+           lambda row, run: row.us, " us", at_most=12),
     Target("On the CPU: no slower than PyTorch from the same inputs, on the same cores",
            lambda row, run: run.on_cpu and run.best_other(row, SAME_INPUTS) is not None,
-           _times_torch, "x torch", at_least=1),
+           _times_torch, " x torch", at_least=1),
 ]  # fmt: skip
 
 

@@ -7,8 +7,9 @@ from _rows import OURS, read
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e8ec"
 ACCENT, OTHER = "#0b6fb8", "#b6bfc9"
-PEERS = ["#d9822b", "#4c9a5f", "#a2589b", "#8a7a55", "#c0504d"]
-MARKS = ["s", "^", "D", "v", "P"]
+PEERS = ["#d9822b", "#4c9a5f", "#a2589b", "#8a7a55", "#c0504d", "#4a5a78"]
+SLOWER = "#c0392b"
+MARKS = ["s", "^", "D", "v", "P", "X"]
 SWEEP_FILES = {"sparse_gather": "density_gather.png", "sparse_scatter": "density_scatter.png"}
 STAGES_FILE = "stages.png"
 OP_NAMES = {"sparse_gather": "gather", "sparse_scatter": "scatter", "reduce_mask": "reduce_mask"}
@@ -46,36 +47,56 @@ def draw(folder):
 
 def _save(figure, folder, name):
     path = Path(folder) / name
-    figure.savefig(path, dpi=110, facecolor="white")
+    figure.savefig(path, dpi=100, facecolor="white", pil_kwargs={"optimize": True})
     return f"drew {path}"
 
 
-def _figure(width, height, **options):
+def _figure(width, height, title, under):
+    """Return a figure with a bold title and a muted line under it, and room for axes below."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, 2, **options)
-    for axis in axes:
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.spines["bottom"].set_color(MUTED)
-        axis.tick_params(colors=MUTED, labelsize=9, length=0)
-        axis.set_axisbelow(True)
-    return figure, axes
+    figure = Figure(figsize=(width, height))
+    left = 0.15 / width
+    figure.text(left, 1 - 0.33 / height, title, color=INK, fontsize=13.5, weight="bold")
+    figure.text(left, 1 - 0.6 / height, under, color=MUTED, fontsize=9.5)
+    return figure
 
 
-def _titles(figure, title, under):
-    """Set a bold title with a muted line under it."""
-    figure.suptitle(f"{title}\n", x=0.012, ha="left", color=INK, fontsize=13, weight="bold")
-    figure.text(0.012, 0.955, under, va="top", color=MUTED, fontsize=9.5)
+def _dress(axis, title, grid):
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.spines["bottom"].set_color(MUTED)
+    axis.tick_params(which="both", colors=MUTED, labelsize=9, length=0)
+    axis.set_axisbelow(True)
+    axis.grid(axis=grid, color=GRID, lw=0.8)
+    axis.set_title(title, loc="left", fontsize=10, color=INK)
+
+
+def _log_ticks(axis):
+    """Label a logarithmic axis with plain numbers: 1, 2, 5, 10..."""
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _sweep(rows, copy):
-    """Time and bandwidth against the share of active pixels; ours in front."""
-    figure, (time, rate) = _figure(11, 4.6)
+    """Time and bandwidth against the share of active blocks; ours in front."""
+    first, every = rows[0], max(row.blocks for row in rows)
+    what = f"{first.shape} {first.dtype}, block {first.block}, masks of blobs; {first.gpu}"
+    figure = _figure(11, 5, f"{first.op} by density", what)
+    time, rate = figure.subplots(
+        1,
+        2,
+        gridspec_kw={"left": 0.05, "right": 0.985, "bottom": 0.235, "top": 0.8, "wspace": 0.13},
+    )
+    _dress(time, "us per call", "y")
+    _dress(rate, "GB/s, block bytes read and written", "y")
     names = sorted({row.implementation for row in rows}, key=lambda name: (name != OURS, name))
     for position, name in enumerate(names):
-        line = sorted((r.density, r.us, r.gb_per_s) for r in rows if r.implementation == name)
-        density, us, gb_per_s = zip(*line, strict=True)
+        points = [(r.blocks / every, r.us, r.gb_per_s) for r in rows if r.implementation == name]
+        share, us, gb_per_s = zip(*sorted(points), strict=True)
         ours = name == OURS
         style = {
             "color": ACCENT if ours else PEERS[(position - 1) % len(PEERS)],
@@ -84,70 +105,71 @@ def _sweep(rows, copy):
             "ms": 5.5 if ours else 4,
             "zorder": 3 if ours else 2,
         }
-        percent = [100 * value for value in density]
+        percent = [100 * value for value in share]
         time.plot(percent, us, label=name, **style)
         rate.plot(percent, gb_per_s, **style)
     if copy:
         rate.axhline(copy, color=INK, lw=1, ls=(0, (4, 3)), zorder=1)
-        rate.text(100, copy * 0.985, "copy", color=INK, fontsize=9, ha="right", va="top")
+        edge = rate.get_yaxis_transform()
+        rate.text(1, copy, "copy", transform=edge, color=INK, fontsize=9, ha="right", va="bottom")
     time.set_yscale("log")
-    time.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _log_ticks(time.yaxis)
     rate.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     rate.set_ylim(bottom=0)
-    for axis, what in ((time, "us per call"), (rate, "GB/s, block bytes read and written")):
-        axis.grid(axis="y", color=GRID, lw=0.8)
-        axis.set_title(what, loc="left", fontsize=10, color=INK)
-        axis.set_xlabel("active pixels, %", color=MUTED, fontsize=9)
+    for axis in (time, rate):
+        axis.set_xlim(0, 102)
+        axis.set_xlabel("active blocks, %", color=MUTED, fontsize=9)
     figure.legend(
-        loc="outside lower left", ncols=min(len(names), 5), frameon=False, fontsize=9,
+        loc="lower left", bbox_to_anchor=(0.01, 0.005), ncols=4, frameon=False, fontsize=9,
         labelcolor=INK,
     )  # fmt: skip
-    first = rows[0]
-    what = f"{first.shape} {first.dtype}, block {first.block}, masks of blobs; {first.gpu}"
-    _titles(figure, f"{first.op} by density", what)
     return figure
 
 
 def _stages(rows):
-    """Bars: the original's kernels and ours on the same stages; reduce_mask apart."""
-    copies = [row for row in rows if row.op != "reduce_mask"]
-    listing = [row for row in rows if row.op == "reduce_mask"]
-    tallest = max(len(copies), len(listing))
-    figure, axes = _figure(12, 1.7 + 0.27 * tallest)
-    for axis, part, title in zip(
-        axes, (copies, listing), ("gather and scatter", "reduce_mask, float32"), strict=True
-    ):
-        _bars(axis, part, tallest, title)
-    _titles(
-        figure,
-        "Stages of the paper, 10% of the pixels active: us per call",
-        f"original SBNet kernels (grey) and {OURS} (blue, with times faster); {rows[0].gpu}",
+    """The original's kernels and ours on the same stages, each pair joined by a line."""
+    parts = {op: [row for row in rows if row.op == op] for op in OP_NAMES}
+    left = len(parts["sparse_gather"]) + len(parts["reduce_mask"]) + 3
+    height = 1.5 + 0.27 * max(left, len(parts["sparse_scatter"]))
+    under = f"grey: original SBNet kernels; blue: {OURS}, with times faster; {rows[0].gpu}"
+    title = "Stages of the paper, float32, 10% of the pixels active: us per call"
+    figure = _figure(12, height, title, under)
+    columns = figure.add_gridspec(
+        1, 2, left=0.2, right=0.985, bottom=0.5 / height, top=1 - 1.05 / height, wspace=0.64
     )
+    ratios = [max(len(parts[op]), 1) for op in ("sparse_gather", "reduce_mask")]
+    upper = columns[0].subgridspec(2, 1, height_ratios=ratios, hspace=3.4 / left * 2)
+    places = {"sparse_gather": upper[0], "reduce_mask": upper[1], "sparse_scatter": columns[1]}
+    for op, place in places.items():
+        if parts[op]:
+            _pairs(figure.add_subplot(place), parts[op])
     return figure
 
 
-def _bars(axis, rows, tallest, title):
+def _pairs(axis, rows):
+    _dress(axis, OP_NAMES[rows[0].op], "x")
     places = range(len(rows))
-    axis.barh(places, [row.original_us for row in rows], height=0.76, color=OTHER)
-    axis.barh(places, [row.us for row in rows], height=0.4, color=ACCENT)
-    axis.set_yticks(list(places), [_bar_label(row) for row in rows], color=INK, fontsize=8.5)
-    axis.set_ylim(tallest - 0.4, -0.6)
-    axis.set_xscale("symlog", linthresh=10)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.grid(axis="x", color=GRID, lw=0.8)
-    axis.set_title(title, loc="left", fontsize=10, color=INK)
     for place, row in zip(places, rows, strict=True):
+        slower = row.ratio_to_original < 1
+        axis.plot([row.us, row.original_us], [place] * 2, color=OTHER, lw=2.5, zorder=1)
         axis.annotate(
-            f"{row.ratio_to_original:.1f}x", (max(row.original_us, row.us), place), (4, 0),
-            textcoords="offset points", va="center", fontsize=8.5, color=INK,
+            f"{row.ratio_to_original:.1f}x", (max(row.original_us, row.us), place), (7, 0),
+            textcoords="offset points", va="center", fontsize=8.5, color=SLOWER if slower else INK,
         )  # fmt: skip
+    axis.scatter([row.original_us for row in rows], places, s=34, color=MUTED, zorder=2)
+    axis.scatter([row.us for row in rows], places, s=48, color=ACCENT, zorder=3)
+    axis.set_xscale("log")
+    _log_ticks(axis.xaxis)
+    low, high = min(min(r.us, r.original_us) for r in rows), max(r.original_us for r in rows)
+    axis.set_xlim(min(low / 1.3, 1), high * 1.6)
+    axis.set_yticks(list(places), [_pair_label(row) for row in rows], color=INK, fontsize=8.5)
+    axis.set_ylim(len(rows) - 0.4, -0.6)
 
 
-def _bar_label(row):
+def _pair_label(row):
     image = "x".join(row.shape.split("x")[1:])
-    block = row.block.split("x")[0]
-    variant = "" if row.op == "reduce_mask" else f"{OP_NAMES[row.op]} {row.variant}, "
-    return f"{variant}{image}, block {block}"
+    variant = "" if row.op == "reduce_mask" else f", {row.variant}"
+    return f"{image}, block {row.block.split('x')[0]}{variant}"
 
 
 if __name__ == "__main__":

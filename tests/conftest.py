@@ -76,10 +76,24 @@ def tf():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_memory_pool():
-    """SBNET_NO_POOL=1 gives each CuPy array its own allocation, for memory checkers."""
-    if os.environ.get("SBNET_NO_POOL") == "1":
-        require("gpu").cuda.set_allocator(None)
+def _memory_to_check():
+    """Make CuPy's memory show mistakes, for slow runs on a GPU.
+
+    SBNET_NO_POOL=1 gives each array its own allocation, so that memory checkers see its ends;
+    SBNET_POISON=1 also fills it with NaN, so that a read of what nobody wrote shows in the result.
+    """
+    poison = os.environ.get("SBNET_POISON") == "1"
+    if not poison and os.environ.get("SBNET_NO_POOL") != "1":
+        return
+    cupy = require("gpu")
+
+    def allocate(nbytes):
+        pointer = cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+        if poison and nbytes:
+            pointer.memset(0xFF, nbytes)
+        return pointer
+
+    cupy.cuda.set_allocator(allocate)
 
 
 class Library:

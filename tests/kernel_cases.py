@@ -28,11 +28,14 @@ def _masks():
         yield Mask(grid=grids[i], **options)
         yield Mask(grid=grids[(i + 2) % 7], avgpool=True, **options)
         yield Mask(grid=grids[(i + 4) % 7], avgpool=i % 2 == 0, offset=1, **options)
-    # Blocks over 1024 pixels are shared by the whole thread block.
-    yield Mask(dtype="bool", grid="large", density=0.001)
-    yield Mask(dtype="uint8", grid="large", density=0.001, avgpool=True, tols=(0, 0.002, 0.01))
-    yield Mask(dtype="float32", grid="wide blocks", density=0.001, tols=(0, 0.5))
-    yield Mask(dtype="float16", grid="large", density=0.1, avgpool=True, tols=(0, 0.05))
+    # Blocks that many lanes share, and blocks that a whole thread block shares.
+    for grid, density in (("large", 0.001), ("huge", 0.0001)):
+        yield Mask(dtype="bool", grid=grid, density=density)
+        yield Mask(dtype="float32", grid=grid, density=density, tols=(0, 0.5))
+        tols = tuple(np.arange(0.05, 0.45, 0.005))  # between the means of any two blocks
+        yield Mask(dtype="uint8", grid=grid, avgpool=True, tols=tols, capacities=False)
+        yield Mask(dtype="float16", grid=grid, avgpool=True, tols=(0, 0.01, 0.03))
+        yield Mask(dtype="float64", grid=grid, avgpool=True, tols=(0, 0.02))
     yield Mask(dtype="float64", grid="wide blocks", density=0.1, avgpool=True, tols=(0, 0.02))
     # Rows that begin and end anywhere within a word.
     for offset in (1, 2, 3):

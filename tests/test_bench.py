@@ -1,6 +1,5 @@
 """The benchmarks: what they write, what they refuse, and the GPU's flow on a CuPy that is NumPy."""
 
-import contextlib
 import dataclasses
 import importlib
 import math
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_cupy import TORCH_CUDA, Clockwork, FakeCupy, Stream
 
 import sbnet_cupy
 from sbnet_cupy import __main__ as command
@@ -296,109 +296,10 @@ def test_checks_see_what_is_wrong():
 # ----------------------------------------------------------------------- the GPU's flow, on the CPU
 
 
-class Clockwork:
-    """Streams, events and graphs that CuPy and PyTorch share in these tests; 1 ms at a time."""
-
-    now = 0.0
-    capturing = False
-    forbidden = ()  # names of functions that a capture does not allow
-
-
-class Stream:
-    ptr = 0
-
-    def __init__(self, non_blocking=True):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def begin_capture(self):
-        Clockwork.capturing = True
-
-    def end_capture(self):
-        Clockwork.capturing = False
-        return types.SimpleNamespace(launch=lambda stream: None)
-
-
-class Event:
-    def __init__(self, enable_timing=False):
-        pass
-
-    def record(self, stream):
-        Clockwork.now += 1.0
-        self.time = Clockwork.now
-
-    def synchronize(self):
-        assert not Clockwork.capturing
-
-    def elapsed_time(self, end):
-        return end.time - self.time
-
-
-class TorchGraph:
-    def capture_begin(self):
-        Clockwork.capturing = True
-
-    def capture_end(self):
-        Clockwork.capturing = False
-
-    def replay(self):
-        pass
-
-
-class FakeCupy(types.ModuleType):
-    """NumPy under CuPy's name, with what the benchmarks take from ``cupy.cuda``."""
-
-    __version__ = "14.2.0"
-    __file__ = None
-
-    def __init__(self):
-        super().__init__("cupy")
-        properties = {"name": b"NVIDIA H200"}
-        runtime = types.SimpleNamespace(
-            getDeviceProperties=lambda device: properties,
-            runtimeGetVersion=lambda: 13000,
-            driverGetVersion=lambda: 13000,
-        )
-        device = types.SimpleNamespace(
-            id=0, synchronize=self.synchronize,
-            attributes={"L2CacheSize": 1 << 20, "MultiProcessorCount": 4},
-        )  # fmt: skip
-        self.cuda = types.SimpleNamespace(
-            is_available=lambda: True, runtime=runtime, Device=lambda: device, Stream=Stream,
-            Event=Event, get_elapsed_time=lambda start, end: start.elapsed_time(end),
-        )  # fmt: skip
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-    @staticmethod
-    def synchronize():
-        assert not Clockwork.capturing
-
-    @staticmethod
-    def RawKernel(source, name, options=()):
-        assert f"void {name}(" in source
-        return lambda grid, block, arguments: np.copyto(*arguments[1::-1]) if arguments else None
-
-    @staticmethod
-    def get_default_memory_pool():
-        return types.SimpleNamespace(free_all_blocks=lambda: None)
-
-
 @pytest.fixture
 def gpu(monkeypatch, torch):
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
-    fakes = {
-        "is_available": lambda: True, "Stream": Stream, "Event": Event, "CUDAGraph": TorchGraph,
-        "stream": lambda stream: contextlib.nullcontext(), "synchronize": FakeCupy.synchronize,
-        "empty_cache": lambda: None,
-    }  # fmt: skip
-    for name, fake in fakes.items():
+    for name, fake in TORCH_CUDA.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(part("_machine"), "_output", lambda command: None)
 
@@ -432,7 +333,7 @@ def test_what_cannot_be_captured_is_timed_with_events(gpu, torch):
         assert clock.time(timing.Contender("x", [lambda: 0] * 4), 1).timed_by == "graph"
         measured = clock.time(timing.Contender("x", [waits] * 4), 1)
         assert measured.timed_by == "events" and not Clockwork.capturing
-        assert measured.us == pytest.approx(1000 / 24)  # 1 ms for 6 rounds over 4 sets
+        assert measured.us == pytest.approx(1000 / timing.LOOP_CALLS)  # 1 ms for all
 
 
 def test_pictures_of_a_gpu(tmp_path):

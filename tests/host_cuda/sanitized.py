@@ -36,8 +36,9 @@ def environment(reports=None):
     log = {"log_path": f"{reports}/report"} if reports else {}
     # Preload libstdc++ too: the sanitizer looks for it when it starts, before anyone loads it.
     preload = [_library("libasan.so"), _library("libstdc++.so"), os.environ.get("LD_PRELOAD")]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     return {
-        **os.environ,
+        **inherited,  # but this pytest is nobody's worker
         "SBNET_SANITIZE": "1",
         "LD_PRELOAD": " ".join(filter(None, preload)),
         "ASAN_OPTIONS": _joined({**_FLAGS, **_ADDRESS_FLAGS, **log}),
