@@ -12,8 +12,8 @@ from .._arrays import (
 )
 from ..blocks import BlockParams, calc_block_params
 from ..errors import DTypeError, ShapeError
-from ..ops.conv2d import conv2d, resolve_problem
 from ..ops.active_blocks import ActiveBlocks
+from ..ops.conv2d import conv2d, resolve_problem
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import sparse_scatter
 
