@@ -185,6 +185,15 @@ struct Choose<false, A, B> {
     using type = B;
 };
 
+template <typename A, typename B>
+struct Same {
+    static constexpr bool value = false;
+};
+template <typename A>
+struct Same<A, A> {
+    static constexpr bool value = true;
+};
+
 // ---------------------------------------------------------------------------- integers
 
 template <typename T>

@@ -140,8 +140,28 @@ struct Pool {
         }
     }
 
+    // Whether a byte of `which` is not 0, four bytes at a time.
+    DEVICE static u32 set_bytes(const Elements<T, Bits>& word, u32 which) {
+        const Elements<u32, Bits> quads(word.vector);
+        u32 found = 0;
+#pragma unroll
+        for (int q = 0; q < Elements<u32, Bits>::COUNT; ++q) {
+            // The four bits of `which` spread to four bytes: 0b1011 -> 0xff00ffff.
+            const u32 bytes = ((which >> 4 * q & 15u) * 0x00204081u & 0x01010101u) * 255u;
+            found |= quads.element[q] & (EXACT ? ~0u : bytes);
+        }
+        return which ? found : 0;
+    }
+
     DEVICE bool any(const Candidate& block) const {
         u32 found = 0;
+        if constexpr (Same<T, u8>::value && sizeof(Bits) >= 4)
+            if (least == 1) {  // bool, and bytes over a tol of 0
+                visit(block, [&](const Elements<T, Bits>& word, u32 which) {
+                    found |= set_bytes(word, which);
+                });
+                return found && !never;
+            }
         visit(block, [&](const Elements<T, Bits>& word, u32 which) {
             u32 hits = 0;
 #pragma unroll

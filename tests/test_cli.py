@@ -22,7 +22,7 @@ def test_info_names_versions_and_what_to_install(capsys):
     output = capsys.readouterr().out
     assert f"numpy {np.__version__}" in output
     assert "GPU: " in output
-    for part in ("cupy", "nvrtc", "cudnn", "torch", "jax", "tensorflow", "scikit-image"):
+    for part in ("cupy", "CUDA kernels", "cudnn", "torch", "jax", "tensorflow", "scikit-image"):
         assert part in output
     for line in output.splitlines():
         if "  -  " in line:

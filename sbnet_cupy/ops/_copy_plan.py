@@ -38,7 +38,7 @@ def plan_copy(image, stack, layout, grid, sm_count, *, element=None, per_channel
     most = sm_count * _RESIDENT  # thread blocks at once, about
     geometry = (stack.shape[0], layout.N, layout.C, layout.H, layout.W)
     geometry += (*grid.boffset, *grid.bstride)
-    if layout.channels_last == layout.blocks_channels_last:
+    if layout.channels_last == layout.blocks_channels_last or layout.C == 1:
         template, work, leading = _plan_runs(image, stack, layout, grid, per_channel, most)
         return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
     template, work, threads = _plan_tiles(image, stack, layout, grid, element)
