@@ -286,7 +286,7 @@ DEVICE int await_count(const u64* slot, u32 epoch) {
 
 // mask [N, H, W]; bin_counts [1]; indices [capacity, 3]; workspace [1 + gridDim] (epoch, counts)
 template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int ACROSS, int LANES>
-__global__ void __launch_bounds__(THREADS, 3)
+__global__ void __launch_bounds__(THREADS, LANES == THREADS ? 1 : (sizeof(T) == 1 || sizeof(T) == 8) ? 2 : 3)
     reduce_mask(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
                 u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
                 i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
