@@ -6,6 +6,7 @@
 // gather_tiles: the layout changes (IMAGE_LAST: NHWC image to NCHW blocks). One thread block turns
 //               TI x TJ pixels x VC vectors of channels in shared memory.
 // Launch: 256 threads, persistent grid. See cuda_src/README.md for the pictures.
+#include "activation.cuh"
 #include "block_copy.cuh"
 
 constexpr int THREADS = 256;
@@ -30,9 +31,6 @@ struct Affine {
 
     DEVICE Affine(const S* scale_, const S* shift_) : scale(scale_), shift(shift_) {}
 
-    DEVICE static float multiply(float a, float b) { return __fmul_rn(a, b); }
-    DEVICE static double multiply(double a, double b) { return __dmul_rn(a, b); }
-
     // Element e of the vector is of channel + e * step.
     template <typename V>
     DEVICE V operator()(V value, int channel, int step) const {
@@ -42,16 +40,9 @@ struct Affine {
             Compute t = to_compute<Compute>(elements.element[e]);
             if (scale) t = multiply(t, to_compute<Compute>(scale[channel + e * step]));
             if (shift) t = add(t, to_compute<Compute>(shift[channel + e * step]));
-            elements.element[e] = from_compute<T>(activate(t));
+            elements.element[e] = from_compute<T>(activate<ACTIVATION>(t));
         }
         return elements.vector;
-    }
-
-    DEVICE static Compute activate(Compute t) {
-        if constexpr (ACTIVATION == 1) return t < 0 ? Compute(0) : t;  // relu; NaN stays NaN
-        if constexpr (ACTIVATION == 2) return t / (Compute(1) + exp(-t));  // silu
-        if constexpr (ACTIVATION == 3) return t * Compute(0.5) * (Compute(1) + erf(t * Compute(0.70710678118654752440)));
-        return t;
     }
 };
 

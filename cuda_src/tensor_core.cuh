@@ -1,0 +1,366 @@
+// tensor_core.cuh: the vocabulary of kernels that multiply on tensor cores.
+//   Copies     copy_async_16/8/4, commit, wait: global to shared memory, past the registers
+//   Bulk       bulk_copy and its barrier: one thread, any number of bytes (compute capability 9.0)
+//   Fragments  ldmatrix_*: 8x8 matrices of 16-bit numbers from shared memory into a warp's registers
+//   Products   mma_16816 (Half, BFloat16), mma_1688_tf32: d += a * b, summed in float
+//   Launches   dependent_wait, dependent_launch: overlap with the kernel before and after
+// Source: the instructions of the same names in NVIDIA's PTX ISA. ldmatrix and mma are of the whole
+// warp: all 32 lanes call. What an architecture lacks is emulated, and so is everything on the host.
+#pragma once
+
+#include "common.cuh"
+
+#ifdef SBNET_HOST
+#define DEVICE_ARCHITECTURE 0
+constexpr bool HAS_BULK_COPY = true;
+#else
+#ifdef __CUDA_ARCH__
+#define DEVICE_ARCHITECTURE __CUDA_ARCH__
+#else
+#define DEVICE_ARCHITECTURE 0
+#endif
+constexpr bool HAS_BULK_COPY = DEVICE_ARCHITECTURE >= 900;
+#endif
+
+// The address in the window of shared memory, as PTX takes it. On the host: its low 32 bits.
+DEVICE u32 shared_address(const void* pointer) {
+#ifdef SBNET_HOST
+    return static_cast<u32>(reinterpret_cast<u64>(pointer));
+#else
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+#endif
+}
+
+// ---------------------------------------------------------------------------- copies
+
+// Begin to copy BYTES (4, 8 or 16, aligned to as many) into shared memory, or zeros if not inside;
+// then nothing is read. Seen by this thread after copy_async_wait, by others after a barrier too.
+template <int BYTES>
+DEVICE void copy_async(void* shared, const void* global, bool inside) {
+#ifdef SBNET_HOST
+    host_cuda::copy_later(shared, global, BYTES, inside);
+#elif DEVICE_ARCHITECTURE >= 800
+    const u32 to = shared_address(shared), read = inside ? BYTES : 0;
+    if constexpr (BYTES == 16)  // past the L1 cache too
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(read));
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;"
+                     ::"r"(to), "l"(global), "r"(read), "n"(BYTES));
+#else
+    using Vector = typename Bytes<BYTES>::type;
+    *static_cast<Vector*>(shared) = inside ? *static_cast<const Vector*>(global) : zero<Vector>();
+#endif
+}
+DEVICE void copy_async_16(void* shared, const void* global, bool inside) {
+    copy_async<16>(shared, global, inside);
+}
+DEVICE void copy_async_8(void* shared, const void* global, bool inside) {
+    copy_async<8>(shared, global, inside);
+}
+DEVICE void copy_async_4(void* shared, const void* global, bool inside) {
+    copy_async<4>(shared, global, inside);
+}
+
+// Close the group of this thread's copies since the last commit; it may be empty.
+DEVICE void copy_async_commit() {
+#ifdef SBNET_HOST
+    host_cuda::commit_copies();
+#elif DEVICE_ARCHITECTURE >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait until at most the N latest groups of this thread are under way.
+template <int N>
+DEVICE void copy_async_wait() {
+#ifdef SBNET_HOST
+    host_cuda::wait_for_copies(N);
+#elif DEVICE_ARCHITECTURE >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+// ---------------------------------------------------------------------------- bulk copies
+
+// Where HAS_BULK_COPY; elsewhere they trap. The barrier is 8 bytes of shared memory. One thread:
+//   barrier_init(bar, 1); barrier_init_fence();                             then __syncthreads
+//   barrier_expect(bar, bytes); bulk_copy(...) once or more, `bytes` in all
+// and whoever reads the bytes:  barrier_wait(bar, phase)     phase 0, then 1, 0, 1, ...
+
+// `count` calls of barrier_expect, and the bytes they announce, complete a phase.
+DEVICE void barrier_init(u64* bar, u32 count) {
+#ifdef SBNET_HOST
+    host_cuda::barrier_init(bar, count);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Show the initialised barrier, and what this thread wrote to shared memory, to the copy engine.
+DEVICE void barrier_init_fence() {
+#ifdef SBNET_HOST
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#else
+    __trap();
+#endif
+}
+
+// Arrive at the barrier and announce bytes that bulk copies will bring in this phase.
+DEVICE void barrier_expect(u64* bar, u32 bytes) {
+#ifdef SBNET_HOST
+    host_cuda::barrier_expect(bar, bytes);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Begin to copy bytes, a multiple of 16, between addresses that are multiples of 16.
+DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* bar) {
+#ifdef SBNET_HOST
+    host_cuda::bulk_copy(shared, global, bytes, bar);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Wait until the phase of this parity is complete: 0 for the first, 1 for the second, ...
+DEVICE void barrier_wait(u64* bar, u32 phase) {
+#ifdef SBNET_HOST
+    host_cuda::barrier_wait(bar, phase);
+#elif DEVICE_ARCHITECTURE >= 900
+    u32 done;
+    do {
+        asm volatile("{\n.reg .pred p;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done) : "r"(shared_address(bar)), "r"(phase) : "memory");
+    } while (!done);
+#else
+    __trap();
+#endif
+}
+
+// ---------------------------------------------------------------------------- ldmatrix
+
+// COUNT matrices of 8 x 8 numbers of 16 bits. Lane l passes the address of row l % 8 of matrix
+// l / 8: 16 bytes, aligned to 16; lanes past the last matrix may pass anything. Then in r[m], of
+// matrix m, low half first:
+//   plain       lane l holds row l / 4, columns l % 4 * 2 and the next
+//   transposed  lane l holds column l / 4, rows l % 4 * 2 and the next
+#ifdef SBNET_HOST
+template <bool TRANSPOSED, int COUNT>
+void ldmatrix(u32 (&r)[COUNT], const void* row, const char* operation, host_cuda::Site site) {
+    struct Lane {
+        const void* row;
+        u32* r;
+    } mine{row, r};
+    host_cuda::warp_meet(mine, operation, site, [](Lane* const* lanes) {
+        for (int i = 0; i < 8 * COUNT; ++i) host_cuda::check_aligned(lanes[i]->row, 16, "ldmatrix: a row");
+        for (int m = 0; m < COUNT; ++m)
+            for (int l = 0; l < 32; ++l) {
+                u32 pair = 0;
+                for (int e = 0; e < 2; ++e) {
+                    const int along = l % 4 * 2 + e, across = l / 4;
+                    const int i = TRANSPOSED ? along : across, j = TRANSPOSED ? across : along;
+                    pair |= u32(static_cast<const u16*>(lanes[8 * m + i]->row)[j]) << (16 * e);
+                }
+                lanes[l]->r[m] = pair;
+            }
+    });
+}
+DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row, host_cuda::Site site = host_cuda::Site::here()) {
+    ldmatrix<false>(r, row, "ldmatrix_x4", site);
+}
+DEVICE void ldmatrix_x2(u32 (&r)[2], const void* row, host_cuda::Site site = host_cuda::Site::here()) {
+    ldmatrix<false>(r, row, "ldmatrix_x2", site);
+}
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row, host_cuda::Site site = host_cuda::Site::here()) {
+    ldmatrix<true>(r, row, "ldmatrix_x4_trans", site);
+}
+DEVICE void ldmatrix_x2_trans(u32 (&r)[2], const void* row, host_cuda::Site site = host_cuda::Site::here()) {
+    ldmatrix<true>(r, row, "ldmatrix_x2_trans", site);
+}
+#else
+DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+DEVICE void ldmatrix_x2(u32 (&r)[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(row)));
+}
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+DEVICE void ldmatrix_x2_trans(u32 (&r)[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(row)));
+}
+#endif
+
+// ---------------------------------------------------------------------------- products
+
+// d[16, 8] += a[16, K] * b[K, 8], K = 16 for 16-bit numbers and 8 for tf32. Of lane l, with
+// g = l / 4 and t = l % 4; a register holds two 16-bit numbers, of neighbouring k, low half first.
+//
+//   16-bit   a        k = 2t, 2t+1   2t+8, 2t+9        b        n = g            d        n = 2t  2t+1
+//            row g      a[0]         a[2]              k 2t ..    b0             row g      d[0]  d[1]
+//            row g+8    a[1]         a[3]              k 2t+8 ..  b1             row g+8    d[2]  d[3]
+//
+//   tf32     a        k = t          t+4               b        n = g            d as above
+//            row g      a[0]         a[2]              k t        b0
+//            row g+8    a[1]         a[3]              k t+4      b1
+//
+// ldmatrix_x4 of a's 8 x 8 quarters (top left, bottom left, top right, bottom right) gives a[0..3];
+// ldmatrix_x2 of b stored [n, k], or ldmatrix_x2_trans of b stored [k, n], gives b0, b1.
+
+// The 19-bit float of the tensor cores, in the high bits of a float.
+struct TF32 {
+    static constexpr int PER_REGISTER = 1;
+    static DEVICE float number(u32 bits, int) { return __uint_as_float(bits & 0xffffe000u); }
+};
+template <typename T>
+struct Packed {
+    static constexpr int PER_REGISTER = 2;
+    static DEVICE float number(u32 bits, int i) {
+        return to_compute<float>(T{static_cast<u16>(bits >> (16 * i))});
+    }
+};
+
+// A lane's part of the product, k after k in float. `fetch(i, lane)` is a register of another lane:
+// a[i] for i < 4, then b0 and b1. N is Packed<Half>, Packed<BFloat16> or TF32.
+template <typename N, class Fetch>
+DEVICE void multiply_add(float (&d)[4], int lane, Fetch fetch) {
+    const int first_of_rows = lane / 4 * 4, first_of_columns = lane % 4 * 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            const u32 a0 = fetch(2 * half, first_of_rows + t), a1 = fetch(2 * half + 1, first_of_rows + t);
+            const u32 b0 = fetch(4 + half, first_of_columns + t), b1 = fetch(4 + half, first_of_columns + 4 + t);
+#pragma unroll
+            for (int e = 0; e < N::PER_REGISTER; ++e) {
+                const float top = N::number(a0, e), bottom = N::number(a1, e);
+                const float left = N::number(b0, e), right = N::number(b1, e);
+                d[0] = __fmaf_rn(top, left, d[0]);
+                d[1] = __fmaf_rn(top, right, d[1]);
+                d[2] = __fmaf_rn(bottom, left, d[2]);
+                d[3] = __fmaf_rn(bottom, right, d[3]);
+            }
+        }
+}
+
+// For hardware without the instruction: the lanes fetch by shuffle.
+template <typename N>
+DEVICE void mma_by_shuffles(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    multiply_add<N>(d, threadIdx.x % 32, [&](int i, int lane) {
+        return __shfl_sync(0xffffffffu, i < 4 ? a[i] : i == 4 ? b0 : b1, lane);
+    });
+}
+
+#ifdef SBNET_HOST
+// The same numbers: the last lane to come computes for all.
+template <typename N>
+void mma_at_once(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const char* operation, host_cuda::Site site) {
+    struct Lane {
+        float (&d)[4];
+        u32 registers[6];
+    } mine{d, {a[0], a[1], a[2], a[3], b0, b1}};
+    host_cuda::warp_meet(mine, operation, site, [](Lane* const* lanes) {
+        for (int l = 0; l < 32; ++l)
+            multiply_add<N>(lanes[l]->d, l, [&](int i, int lane) { return lanes[lane]->registers[i]; });
+    });
+}
+#endif
+
+#ifdef SBNET_HOST
+template <class T>
+DEVICE void mma_16816(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                      host_cuda::Site site = host_cuda::Site::here()) {
+    mma_at_once<Packed<T>>(d, a, b0, b1, "mma_16816", site);
+}
+DEVICE void mma_1688_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1,
+                          host_cuda::Site site = host_cuda::Site::here()) {
+    mma_at_once<TF32>(d, a, b0, b1, "mma_1688_tf32", site);
+}
+#else
+template <class T>
+DEVICE void mma_16816(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    static_assert(Same<T, Half>::value || Same<T, BFloat16>::value, "a 16-bit float");
+#if DEVICE_ARCHITECTURE >= 800
+    if constexpr (Same<T, Half>::value)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    if constexpr (Same<T, Half>::value) {
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[2]), "r"(a[3]), "r"(b1));
+    } else {
+        mma_by_shuffles<Packed<T>>(d, a, b0, b1);
+    }
+#endif
+}
+
+// The registers come from to_tf32.
+DEVICE void mma_1688_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if DEVICE_ARCHITECTURE >= 800
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    mma_by_shuffles<TF32>(d, a, b0, b1);
+#endif
+}
+#endif
+
+// A float rounded to tf32: to nearest, ties away from zero; the low 13 bits are zero. NaN stays NaN.
+DEVICE u32 to_tf32(float value) {
+#if DEVICE_ARCHITECTURE >= 800
+    u32 result;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
+    return result;
+#else
+    const u32 bits = bits_of(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (bits | 0x400000u) & 0xffffe000u;
+    return (bits + 0x1000u) & 0xffffe000u;
+#endif
+}
+
+// ---------------------------------------------------------------------------- launches
+
+// Wait for the kernels before this one on the stream, if it was launched to overlap with them.
+DEVICE void dependent_wait() {
+#if DEVICE_ARCHITECTURE >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Let the next kernel begin, if it was launched to overlap; it sees our results after its wait.
+DEVICE void dependent_launch() {
+#if DEVICE_ARCHITECTURE >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
