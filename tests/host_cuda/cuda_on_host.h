@@ -3,19 +3,20 @@
 //   runtime.h                         barriers, exchanges in a warp, errors: the base of the rest
 //   runtime.cpp, threads.h, fiber.h   the scheduler behind it
 //   vector_types.h                    uint4, float2, ... and dim3
+//   pending_copies.h, async_copy.h    cp.async and bulk copies, which land when waited for
 //   intrinsics.h                      barriers, shuffles, votes, atomics
 //   arithmetic.h                      bits, min and max, rounding, bit casts, cached loads
 //   this file                         CUDA's keywords and variables, and the launch of a kernel
 //
 // It finds wrong results, reads and writes out of bounds, undefined arithmetic (both under the
 // sanitizers), divergent barriers, warp operations that a lane misses, and shared memory used
-// before it was set. What it cannot do:
+// before it was set or before the copy into it was waited for. What it cannot do:
 //   - Races: threads take turns. Running them in reverse order, as launcher.py can, shows some.
 //   - Loops that poll memory which another thread of the block, or a later block, is to write: they
 //     hang, unless they call __nanosleep, which lets the others run and is counted.
 //   - Bounds inside one NumPy buffer: an argument that is a slice has no guard bytes of its own.
 //   - __shared__ in a __device__ function works, but holds what the last block left there.
-//   - __activemask, clusters, TMA, textures.
+//   - __activemask, clusters, tensor maps, textures.
 #pragma once
 
 #include <math.h>  // libstdc++'s: with overloads of isnan, abs, ... for every type, as CUDA has
@@ -31,6 +32,7 @@
 // After the standard headers: some of these words are theirs too.
 #include "arithmetic.h"
 #include "intrinsics.h"
+#include "async_copy.h"
 
 #define __host__
 #define __device__

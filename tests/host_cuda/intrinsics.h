@@ -25,7 +25,7 @@ inline int __syncthreads_and(int predicate, host_cuda::Site site = host_cuda::Si
 }
 inline void __syncwarp(unsigned mask = host_cuda::full_warp,
                        host_cuda::Site site = host_cuda::Site::here()) {
-  host_cuda::warp_collective(mask, "__syncwarp", site, nullptr, 0, nullptr);
+  host_cuda::warp_collective(mask, "__syncwarp", site, nullptr, nullptr);
 }
 inline void __threadfence_block() {}  // one CPU thread: memory is always in order
 inline void __threadfence() {}

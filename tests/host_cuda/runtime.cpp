@@ -14,10 +14,11 @@ namespace host_cuda {
 uint3 thread_index, block_index;
 dim3 block_dim, grid_dim;
 unsigned thread_rank;
+PendingCopies* copies;
+PendingCopies bulk_copies;
 
 namespace {
 
-constexpr int poison = 0xff;  // NaN as a float of any width, -1 as an integer
 constexpr int pause_limit = 10000;
 
 const Launch* launch;
@@ -47,7 +48,7 @@ bool release_barrier() {
   return true;
 }
 
-// If every lane that the thread's mask names has come, hand out the values and let them go.
+// If every lane that the thread's mask names has come, hold the meeting and let them go.
 bool release_warp(Thread& thread) {
   unsigned excused = launch->strict ? 0 : lanes_in(thread, State::exited) | ~lanes_of_warp(thread);
   unsigned group = thread.mask & ~excused;
@@ -55,22 +56,20 @@ bool release_warp(Thread& thread) {
     if (!(group >> lane & 1)) continue;
     const Thread& other = lane_thread(thread, lane);
     if (other.state != State::in_warp_operation || other.mask != thread.mask) return false;
-    if (!same_text(other.operation, thread.operation) || other.bytes != thread.bytes)
+    if (!same_text(other.operation, thread.operation) || other.meeting != thread.meeting)
       fail("%s (%s) meets %s of %s (%s): lanes of one mask must call the same operation",
            thread.operation, at(thread.site).c_str(), other.operation, name(other).c_str(),
            at(other.site).c_str());
   }
-  char* values = static_cast<char*>(thread.received);
+  void* lanes[warp_size] = {};
   for (unsigned lane = 0; lane < warp_size; ++lane)
-    if (thread.bytes && (group >> lane & 1))
-      memcpy(values + lane * thread.bytes, lane_thread(thread, lane).sent, thread.bytes);
+    if (group >> lane & 1) lanes[lane] = lane_thread(thread, lane).mine;
+  if (thread.meeting) thread.meeting(lanes);
   for (unsigned lane = 0; lane < warp_size; ++lane) {
     if (!(group >> lane & 1)) continue;
     Thread& other = lane_thread(thread, lane);
     other.state = State::ready;
     other.came = group;
-    if (thread.bytes && other.received != values)
-      memcpy(other.received, values, warp_size * thread.bytes);
   }
   return true;
 }
@@ -93,8 +92,10 @@ void thread_main() {
 
 void run_block() {
   barrier = {};
+  bulk_copies = {};
   for (unsigned i = 0; i < thread_count; ++i) {
     threads[i].state = State::ready;
+    threads[i].copies = {};
     threads[i].fiber.start(thread_main);
   }
   for (int idle_passes = 0; count_in(State::exited) < thread_count;) {
@@ -105,6 +106,7 @@ void run_block() {
       current->state = State::running;
       thread_index = current->index;
       thread_rank = current->rank;
+      copies = &current->copies;
       current->fiber.resume();
       if (!error.empty()) return;
       (current->state == State::paused ? paused : progress) = true;
@@ -115,6 +117,9 @@ void run_block() {
       return;
     }
   }
+  if (!bulk_copies.copies.empty())
+    error = format("block (%u, %u, %u) ended before %zu of its bulk copies were complete",
+                   block_index.x, block_index.y, block_index.z, bulk_copies.copies.size());
 }
 
 void prepare_threads() {
@@ -174,14 +179,13 @@ void pause_thread() {
 
 void* dynamic_shared() { return shared_memory; }
 
-unsigned warp_collective(unsigned mask, const char* operation, Site site, const void* sent,
-                         size_t bytes, void* received) {
+unsigned warp_collective(unsigned mask, const char* operation, Site site, void* mine,
+                         Meeting meeting) {
   current->operation = operation;
   current->site = site;
   current->mask = mask;
-  current->bytes = bytes;
-  current->sent = sent;
-  current->received = received;
+  current->mine = mine;
+  current->meeting = meeting;
   unsigned gone = mask & (lanes_in(*current, State::exited) | ~lanes_of_warp(*current));
   if (!(mask >> lane() & 1))
     fail("calls %s (%s) with mask 0x%08x, which leaves out its own lane %u", operation,

@@ -2,18 +2,18 @@
 //
 // One fiber per CUDA thread; the threads of a block take turns on one CPU thread, and a thread
 // gives up its turn only where it waits: at a block barrier or in a warp operation. All else in the
-// shim (shuffles, votes, later cp.async and mma) is written on the two primitives here:
+// shim (shuffles, votes, mma) is written on the primitives here:
 //   block_barrier(predicate)        all threads of the block meet; how many predicates were true
 //   warp_exchange(mask, value)      the lanes of a mask meet; every lane gets every lane's value
-// A wrapper in common.cuh for an instruction of a whole warp has a host body like
-//   auto all = host_cuda::warp_exchange(host_cuda::full_warp, Fragments{a, b}, "mma");
-//   ... all.from(lane).a ...
+//   warp_meet(value, body)          a whole warp meets; the last lane to come runs the body for all
+// The host body of an instruction of a whole warp, as in cuda_src/tensor_core.cuh, is one warp_meet.
 #pragma once
 
 #include <stddef.h>
 
 #include <type_traits>
 
+#include "pending_copies.h"
 #include "vector_types.h"
 
 namespace host_cuda {
@@ -39,6 +39,10 @@ inline unsigned lane() { return thread_rank % warp_size; }
 // Report an error of the running thread: it and its launch end, and Python raises the message.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
+// Copies that have begun: of cp.async, those of the thread that has the turn; bulk, of the block.
+extern PendingCopies* copies;
+extern PendingCopies bulk_copies;
+
 // Wait for all threads of the block; return how many of them gave a true predicate.
 unsigned block_barrier(bool predicate, const char* operation, Site site);
 
@@ -48,10 +52,12 @@ void pause_thread();
 // The block's dynamic shared memory: 128-byte aligned, fresh for each block, every byte 0xff.
 void* dynamic_shared();
 
-// Wait for the lanes of `mask`; `received[l]` becomes what lane l has in `sent`. Return the lanes
-// that came: all of `mask` if strict, else those that have not exited. Use warp_exchange.
-unsigned warp_collective(unsigned mask, const char* operation, Site site, const void* sent,
-                         size_t bytes, void* received);
+// Wait for the lanes of `mask`. The last to come runs `meeting`, for which lanes[l] is what lane l
+// calls `mine`, and null if it did not come; then all go on. Return the lanes that came: all of
+// `mask` if strict, else those that have not exited. Use warp_exchange or warp_meet.
+using Meeting = void (*)(void* const* lanes);
+unsigned warp_collective(unsigned mask, const char* operation, Site site, void* mine,
+                         Meeting meeting);
 
 template <class T>
 struct WarpValues {
@@ -69,9 +75,36 @@ template <class T>
 WarpValues<T> warp_exchange(unsigned mask, const T& value, const char* operation,
                             Site site = Site::here()) {
   static_assert(std::is_trivially_copyable<T>::value, "lanes exchange plain values");
-  WarpValues<T> all{mask};
-  all.mask = warp_collective(mask, operation, site, &value, sizeof(T), all.values);
-  return all;
+  struct Lane {
+    const T& sent;
+    WarpValues<T> all;
+  } mine{value, {mask}};
+  mine.all.mask = warp_collective(mask, operation, site, &mine, [](void* const* lanes) {
+    for (unsigned to = 0; to < warp_size; ++to)
+      for (unsigned from = 0; from < warp_size; ++from)
+        if (lanes[to] && lanes[from])
+          static_cast<Lane*>(lanes[to])->all.values[from] = static_cast<Lane*>(lanes[from])->sent;
+  });
+  return mine.all;
+}
+
+// Every lane of the warp brings `mine`; the last to come runs body(lanes), where lanes[l] points to
+// what lane l brought, and may change it.
+template <class T>
+void warp_meet(T& mine, const char* operation, Site site,
+               void (*body)(std::common_type_t<T>* const* lanes)) {
+  struct Lane {
+    T* mine;
+    decltype(body) run;
+  } lane{&mine, body};
+  warp_collective(full_warp, operation, site, &lane, [](void* const* lanes) {
+    T* all[warp_size];
+    for (unsigned i = 0; i < warp_size; ++i) {
+      if (!lanes[i]) fail("is in an operation of the whole warp, but lane %u is not", i);
+      all[i] = static_cast<Lane*>(lanes[i])->mine;
+    }
+    static_cast<Lane*>(lanes[0])->run(all);
+  });
 }
 
 // ---- launching ----

@@ -26,10 +26,10 @@ struct Thread {
   const char* operation;
   Site site;
   unsigned mask;
-  size_t bytes;
-  const void* sent;
-  void* received;
+  void* mine;
+  Meeting meeting;
   unsigned came;  // the lanes it met
+  PendingCopies copies;
 };
 
 std::deque<Thread> threads;  // of the running block; kept for later launches

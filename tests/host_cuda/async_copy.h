@@ -1,0 +1,105 @@
+// async_copy.h: copies into shared memory that land later: cp.async, and bulk copies on a barrier.
+//
+// A copy lands as late as it may: when the thread waits for it. Until then its place in shared
+// memory holds poison, so that whoever reads too early, or still needed what was there, computes
+// nonsense. Global memory is read at the beginning; it is an error if it has changed at the end.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include <vector>
+
+#include "runtime.h"
+
+namespace host_cuda {
+
+inline void check_aligned(const void* address, size_t bytes, const char* what) {
+  if (uintptr_t(address) % bytes)
+    fail("%s must be aligned to %zu bytes, got %p", what, bytes, address);
+}
+
+// ---- cp.async: each thread waits for its own ----
+
+inline void copy_later(void* shared, const void* global, size_t bytes, bool inside) {
+  check_aligned(shared, bytes, "copy_async: the place in shared memory");
+  check_aligned(global, bytes, "copy_async: the place in global memory");
+  copies->begin(shared, inside ? global : nullptr, bytes);
+}
+
+inline void commit_copies() { ++copies->groups; }
+
+inline void wait_for_copies(unsigned under_way) {
+  copies->land_if([=](const Copy& copy) { return copy.group + under_way < copies->groups; });
+}
+
+// ---- bulk copies: whoever waits at their barrier ----
+
+// The 8 bytes of a barrier in shared memory.
+struct Barrier {
+  uint64_t phase : 1, count : 20, pending : 20;
+  int64_t bytes : 23;  // announced and not yet here
+};
+static_assert(sizeof(Barrier) == 8, "as large as an mbarrier");
+constexpr unsigned max_barrier_count = (1 << 20) - 1;  // also what poison looks like
+
+inline Barrier load_barrier(const unsigned long long* address) {
+  check_aligned(address, 8, "a barrier");
+  Barrier barrier;
+  memcpy(&barrier, address, sizeof barrier);
+  if (barrier.count == max_barrier_count || barrier.count == 0)
+    fail("uses a barrier that nobody initialised");
+  return barrier;
+}
+
+// All arrived, all bytes here: the next phase begins.
+inline void store_barrier(unsigned long long* address, Barrier barrier) {
+  if (barrier.pending == 0 && barrier.bytes == 0) {
+    barrier.phase ^= 1;
+    barrier.pending = barrier.count;
+  }
+  memcpy(address, &barrier, sizeof barrier);
+}
+
+inline void barrier_init(unsigned long long* address, unsigned count) {
+  check_aligned(address, 8, "a barrier");
+  if (count == 0 || count >= max_barrier_count) fail("initialises a barrier for %u arrivals", count);
+  Barrier barrier{0, count, count, 0};
+  memcpy(address, &barrier, sizeof barrier);
+}
+
+inline void barrier_expect(unsigned long long* address, unsigned bytes) {
+  Barrier barrier = load_barrier(address);
+  if (barrier.pending == 0) fail("arrives at a barrier more often than its count");
+  barrier.pending = barrier.pending - 1;
+  barrier.bytes = barrier.bytes + bytes;
+  store_barrier(address, barrier);
+}
+
+inline void bulk_copy(void* shared, const void* global, unsigned bytes,
+                      unsigned long long* address) {
+  load_barrier(address);
+  check_aligned(shared, 16, "bulk_copy: the place in shared memory");
+  check_aligned(global, 16, "bulk_copy: the place in global memory");
+  if (bytes == 0 || bytes % 16) fail("bulk_copy: bytes must be a multiple of 16, got %u", bytes);
+  bulk_copies.begin(shared, global, bytes, address);
+}
+
+inline void barrier_wait(unsigned long long* address, unsigned parity) {
+  if (parity > 1) fail("waits for the phase of parity %u, which is neither 0 nor 1", parity);
+  for (;; pause_thread()) {
+    Barrier barrier = load_barrier(address);
+    if (barrier.phase != parity) return;
+    if (barrier.pending) continue;
+    bulk_copies.land_if([&](const Copy& copy) {
+      bool mine = copy.barrier == address;
+      if (mine) barrier.bytes = barrier.bytes - int64_t(copy.bytes);
+      return mine;
+    });
+    if (barrier.bytes < 0) fail("gets more bytes at a barrier than it was told to expect");
+    store_barrier(address, barrier);
+    if (barrier.bytes == 0) return;
+  }
+}
+
+}  // namespace host_cuda
