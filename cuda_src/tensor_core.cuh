@@ -153,7 +153,7 @@ DEVICE void barrier_wait(u64* bar, u32 phase) {
 // ---------------------------------------------------------------------------- ldmatrix
 
 // COUNT matrices of 8 x 8 numbers of 16 bits. Lane l passes the address of row l % 8 of matrix
-// l / 8: 16 bytes, aligned to 16; lanes past the last matrix may pass anything. Then in r[m], of
+// l / 8: 16 bytes, aligned to 16; lanes past the last matrix pass any such address. Then in r[m], of
 // matrix m, low half first:
 //   plain       lane l holds row l / 4, columns l % 4 * 2 and the next
 //   transposed  lane l holds column l / 4, rows l % 4 * 2 and the next
@@ -165,7 +165,7 @@ void ldmatrix(u32 (&r)[COUNT], const void* row, const char* operation, host_cuda
         u32* r;
     } mine{row, r};
     host_cuda::warp_meet(mine, operation, site, [](Lane* const* lanes) {
-        for (int i = 0; i < 8 * COUNT; ++i) host_cuda::check_aligned(lanes[i]->row, 16, "ldmatrix: a row");
+        for (int l = 0; l < 32; ++l) host_cuda::check_aligned(lanes[l]->row, 16, "ldmatrix: a row");
         for (int m = 0; m < COUNT; ++m)
             for (int l = 0; l < 32; ++l) {
                 u32 pair = 0;
@@ -336,7 +336,8 @@ DEVICE void mma_1688_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 #endif
 
-// A float rounded to tf32: to nearest, ties away from zero; the low 13 bits are zero. NaN stays NaN.
+// A float rounded to tf32: to nearest, ties away from zero; NaN stays NaN. The low 13 bits of the
+// result mean nothing: mma does not look at them.
 DEVICE u32 to_tf32(float value) {
 #if DEVICE_ARCHITECTURE >= 800
     u32 result;

@@ -19,6 +19,7 @@ PLANTED = {
     "shared_pointer": ((5,), "x, 4", "x, 5", 0, "global-buffer-overflow"),
     "dynamic_overflow": ((), "x, 4", "x, 5", 20, "heap-buffer-overflow"),
     "local_overflow": ((), "x, 3", "x, 4", 0, "stack-buffer-overflow"),
+    "late_copy": ((), "x, y, 2", "x, y, 3", 0, "heap-buffer-overflow"),
     "signed_overflow": ((), "i, 2**30 - 1", "i, 2**30", 0, "signed integer overflow"),
     "misaligned": ((), "b, i, 4", "b, i, 5", 0, "misaligned address"),
 }

@@ -16,7 +16,7 @@ namespace host_cuda {
 
 inline void check_aligned(const void* address, size_t bytes, const char* what) {
   if (uintptr_t(address) % bytes)
-    fail("%s must be aligned to %zu bytes, got %p", what, bytes, address);
+    fail("passes %p: %s must be aligned to %zu bytes", address, what, bytes);
 }
 
 // ---- cp.async: each thread waits for its own ----

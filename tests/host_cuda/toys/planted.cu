@@ -41,6 +41,14 @@ __global__ void local_overflow(float* y, long long i) {
   y[0] = p[i];
 }
 
+__global__ void late_copy(const float* x, float* y, long long i) {
+  __shared__ float value;
+  host_cuda::copy_later(&value, x + i, sizeof(float), true);
+  host_cuda::commit_copies();
+  host_cuda::wait_for_copies(0);
+  y[0] = value;
+}
+
 __global__ void signed_overflow(int* y, long long a) { y[0] = int(a) + int(a); }
 
 __global__ void misaligned(const unsigned char* x, unsigned* y, long long i) {
