@@ -1,6 +1,6 @@
-"""The wrappers of cuda_src/tensor_core.cuh: on the CPU, through the host shim, and on a GPU.
+"""The wrappers of async_copy.cuh and tensor_core.cuh, on the CPU and on a GPU.
 
-The same toy kernels run in both places. What goes wrong on purpose runs on the CPU alone.
+The same toy kernels run in both places, on the CPU through the host shim. What goes wrong on purpose runs on the CPU alone.
 """
 
 import shutil
@@ -25,8 +25,7 @@ def folder(tmp_path_factory):
     """A folder with the toy and the headers that it includes."""
     folder = tmp_path_factory.mktemp("tensor_core")
     toys = Path(host_cuda.__file__).parent / "toys"
-    headers = [host_cuda.CUDA_SRC / name for name in ("common.cuh", "tensor_core.cuh")]
-    for path in (toys / f"{STEM}.cu", *headers):
+    for path in (toys / f"{STEM}.cu", *host_cuda.CUDA_SRC.glob("*.cuh")):
         shutil.copy(path, folder)
     return folder
 
@@ -142,8 +141,9 @@ def test_what_is_not_waited_for_does_not_land(on_host, template, missing):
     assert_same(y, expected)
 
 
-def test_a_wait_is_of_one_thread(on_host):
+def test_a_wait_is_of_one_thread(on_host, monkeypatch):
     """Without a barrier, threads that come first do not see what later ones copied."""
+    monkeypatch.setenv("SBNET_HOST_ORDER", "forward")
     x, y = random_bytes(1, 96, 16), np.zeros((1, 96, 16), np.uint8)
     on_host("groups", (0, True, False), 96, (x, y, 1), x.size)
     assert (y[:, 48:] == POISON).all()
