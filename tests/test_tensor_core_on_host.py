@@ -1,6 +1,7 @@
 """The wrappers of async_copy.cuh and tensor_core.cuh, on the CPU and on a GPU.
 
-The same toy kernels run in both places, on the CPU through the host shim. What goes wrong on purpose runs on the CPU alone.
+The same toy kernels run in both places, on the CPU through the host shim. What goes
+wrong on purpose runs on the CPU alone.
 """
 
 import shutil
