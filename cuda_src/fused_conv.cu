@@ -7,7 +7,7 @@
 //               tile's input and the weights go to shared memory (halo_tile.cuh), an engine
 //               multiplies them, and lanes write the image.
 // pack_weights: lays weights, scale and bias out as fused_conv stages them, once for many calls.
-// Launch: WM * WN * WK warps, persistent grid. See cuda_src/README.md for the pictures.
+// Launch: WM * WN * WK warps; grid (blocks of the list, persistent; slices; tiles of a block). See cuda_src/README.md for the pictures.
 #include "activation.cuh"
 #include "halo_tile.cuh"
 
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(256)
 
 struct Problem {
     int M, N, C, H, W, K, P, Q;       // rows of the list; images; outputs
-    int block_h, block_w, top, left;  // of outputs; padding
+    int block_h, block_w, blocks_h, blocks_w;  // of outputs, and how many there are
+    int top, left;                    // padding
     int chunks;                       // of input channels
     bool channels_last;
 };
@@ -78,44 +79,37 @@ struct Tile {
     int n, p, q, rows, columns;
 };
 
-// Tiles of the list one after another, every `stride`-th; the index row of the next is on its way.
+// Blocks of the list one after another, every gridDim.x-th, and of each the same tile: number
+// blockIdx.z in raster order. The index row of the next block is on its way.
 template <int TH, int TW>
 struct Tiles {
     const Problem& g;
     const int* indices;
-    int across, each, stride;  // tiles in a row of a block, and in a block
-    i64 at, total;
+    int row, total, i, j;  // of the list; the tile in its block
     int next_n, next_h, next_w;
 
-    DEVICE Tiles(const Problem& g_, const int* indices_, int first, int stride_)
-        : g(g_), indices(indices_), stride(stride_), at(first) {
-        across = ceil_div(g.block_w, TW);
-        each = across * ceil_div(g.block_h, TH);
-        total = static_cast<i64>(g.M) * each;
+    DEVICE Tiles(const Problem& g_, const int* indices_) : g(g_), indices(indices_), row(blockIdx.x), total(g_.M) {
         look();
+        const int across = ceil_div(g.block_w, TW), tile = blockIdx.z;
+        i = tile / across * TH;
+        j = tile % across * TW;
     }
-    DEVICE void limit(int count) { total = clamp(count, 0, g.M) * each; }
-    DEVICE bool any() const { return at < total; }
-    DEVICE int row() const { return static_cast<int>(each == 1 ? at : divide(at, each)); }
+    DEVICE void limit(int count) { total = min(count, g.M); }
+    DEVICE bool any() const { return row < total; }
     DEVICE void look() {
-        if (at >= total) return;
-        const int* index = indices + 3 * static_cast<i64>(row());
+        if (row >= total) return;
+        const int* index = indices + 3 * static_cast<i64>(row);
         next_n = index[0], next_h = index[1], next_w = index[2];
     }
     // The tile at hand; then move on.
     DEVICE Tile take() {
-        const int inner = static_cast<int>(at - static_cast<i64>(row()) * each);
-        const int i = inner / across * TH, j = inner % across * TW;
-        // Corrupt numbers wrap round at worst; they are refused by their range.
-        const bool listed = next_n >= 0 && next_n < g.N && next_h >= 0 && next_h < ceil_div(g.P, g.block_h) &&
-                            next_w >= 0 && next_w < ceil_div(g.Q, g.block_w);
         Tile tile{0, 0, 0, 0, 0};
-        if (listed) {
+        if (next_n >= 0 && next_n < g.N && next_h >= 0 && next_h < g.blocks_h && next_w >= 0 && next_w < g.blocks_w) {
             tile.n = next_n, tile.p = next_h * g.block_h + i, tile.q = next_w * g.block_w + j;
             tile.rows = min(TH, min(g.block_h - i, g.P - tile.p));
             tile.columns = min(TW, min(g.block_w - j, g.Q - tile.q));
         }
-        at += stride;
+        row += gridDim.x;
         look();
         return tile;
     }
@@ -268,8 +262,8 @@ template <template <typename, class, int, int, int, int> class Engine, typename 
 __global__ void __launch_bounds__(WM * WN * WK * 32, BLOCKS)
     fused_conv(const T* __restrict__ x, const u8* __restrict__ packed, const T* __restrict__ residual,
                const int* __restrict__ bin_counts, const int* __restrict__ indices, T* __restrict__ y, i64 M,
-               i64 N, i64 C, i64 H_, i64 W_, i64 K, i64 P, i64 Q, i64 block_h, i64 block_w, i64 top, i64 left,
-               i64 slices, i64 chunks, i64 channels_last) {
+               i64 N, i64 C, i64 H_, i64 W_, i64 K, i64 P, i64 Q, i64 block_h, i64 block_w, i64 blocks_h,
+               i64 blocks_w, i64 top, i64 left, i64 chunks, i64 channels_last) {
     using H = Halo<TH, TW, R, S, SH, SW, PLANES>;
     using Product = Engine<T, H, NS, WM, WN, WK>;
     constexpr int THREADS = WM * WN * WK * 32, MT = Product::MT, NT = Product::NT;
@@ -288,18 +282,18 @@ __global__ void __launch_bounds__(WM * WN * WK * 32, BLOCKS)
 
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const Problem g{narrow(M), narrow(N), narrow(C), narrow(H_), narrow(W_), narrow(K), narrow(P), narrow(Q),
-                    narrow(block_h), narrow(block_w), narrow(top), narrow(left), narrow(chunks), channels_last != 0};
+                    narrow(block_h), narrow(block_w), narrow(blocks_h), narrow(blocks_w), narrow(top),
+                    narrow(left), narrow(chunks), channels_last != 0};
     const int warp = threadIdx.x / 32;
     const int wm = warp % WM, wn = warp / WM % WN, wk = warp / (WM * WN);
-    const int apart = narrow(slices), slice = blockIdx.x % apart;  // of output channels; the same all along
+    const int slice = blockIdx.y;  // of output channels
     const u8* const mine = packed + slice * Packed::bytes(g.chunks);
 
     dependent_wait();
-    Tiles<TH, TW> tiles(g, indices, blockIdx.x / apart, gridDim.x / apart);
+    Tiles<TH, TW> tiles(g, indices);
     tiles.limit(*bin_counts);
     dependent_launch();
-    const bool spare = blockIdx.x >= gridDim.x / apart * apart;  // beyond whole rounds of slices
-    if (spare || !tiles.any()) return;
+    if (!tiles.any()) return;
 
     // Tables, and resident weights, once.
     constexpr int ONCE = RESIDENT ? Packed::TABLES + Packed::CHUNK : Packed::TABLES;

@@ -4,6 +4,7 @@
 disk, loaded with ``cupy.RawModule`` and remembered per device. :func:`compile_cubin` needs no GPU.
 """
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -68,11 +69,14 @@ def launch(stem, kernel, template, grid, block, args, shared=0, persistent=False
     prepare(stem, kernel, template, *sizes)(*arrays)
 
 
-def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False):
+def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False, per_sm=0,
+            dependent=False):  # fmt: skip
     """Return a launch with all but its arrays decided, bound to CuPy's current device.
 
     Called with ``pointers`` arrays (or None), it runs the kernel on the current stream. Making one
-    costs far more than calling it: keep it.
+    costs far more than calling it: keep it. A ``persistent`` grid has at most ``per_sm`` thread
+    blocks on a multiprocessor, if that is not 0; of a grid of several numbers the first is cut. A ``dependent`` kernel begins before the one ahead
+    of it on the stream has ended, and itself waits for it (``dependent_wait`` of tensor_core.cuh).
     """
     import cupy
 
@@ -84,8 +88,13 @@ def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, pe
         resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
             module_function.kernel.ptr, block, shared
         )
-        grid = min(grid, max(resident, 1) * sm_count())
-    return _Launch(module_function, grid, block, shared, pointers, scalars)
+        most = max(min(resident, per_sm or resident), 1) * sm_count()
+        if isinstance(grid, tuple):
+            grid = (min(grid[0], max(most // math.prod(grid[1:]), 1)), *grid[1:])
+        else:
+            grid = min(grid, most)
+    kind = _DependentLaunch if dependent and has_dependent_launch() else _Launch
+    return kind(module_function, grid, block, shared, pointers, scalars)
 
 
 class _Launch:
@@ -106,11 +115,11 @@ class _Launch:
         addresses = values.ctypes.data + 8 * np.arange(len(values), dtype=np.int64)
         self._values, self._addresses = memoryview(values), addresses
         self._launch = functools.partial(
-            cupy.cuda.driver.launchKernel, function.kernel.ptr, grid, 1, 1, block, 1, 1, shared
+            cupy.cuda.driver.launchKernel, function.kernel.ptr, *_extent(grid), block, 1, 1, shared
         )
         self._table = addresses.ctypes.data
         self._stream = cupy.cuda.get_current_stream
-        self._empty = grid == 0
+        self._empty = 0 in _extent(grid)
         self._lock = threading.Lock()  # two threads must not fill in pointers at the same time
 
     def __call__(self, *arrays):
@@ -122,6 +131,67 @@ class _Launch:
             for position, array in enumerate(arrays):
                 values[position] = 0 if array is None else array.data.ptr
             self._launch(self._stream().ptr, self._table, 0)
+
+
+class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+class _DependentLaunch(_Launch):
+    """A launch that may overlap with the kernel before it; CuPy has no call for it."""
+
+    def __init__(self, function, grid, block, shared, pointers, scalars):
+        super().__init__(function, grid, block, shared, pointers, scalars)
+        self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
+        self._attribute.value[0] = 1
+        config = _LaunchConfig(
+            _extent(grid), (block, 1, 1), shared, None, ctypes.pointer(self._attribute), 1
+        )
+        call = _driver().cuLaunchKernelEx
+        where, kernel = ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr)
+
+        def launch(stream, table, extra):
+            config.stream = stream
+            status = call(where, kernel, ctypes.c_void_p(table), None)
+            if status:
+                raise RuntimeError(f"cuLaunchKernelEx failed with CUresult {status}")
+
+        self._launch = launch
+
+
+@functools.cache
+def _driver():
+    """Return the CUDA driver's library."""
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def has_dependent_launch():
+    """Whether the current device and the driver know dependent launches."""
+    import cupy
+
+    if int(cupy.cuda.Device().compute_capability) < 90:
+        return False
+    return hasattr(_driver(), "cuLaunchKernelEx")
+
+
+def _extent(grid):
+    """Return three numbers of thread blocks from one, or from up to three."""
+    grid = grid if isinstance(grid, tuple) else (grid,)
+    return grid + (1,) * (3 - len(grid))
 
 
 def sm_count():
