@@ -10,6 +10,7 @@
 // Launch: WM * WN * WK warps; grid (blocks of the list, persistent; slices; tiles of a block). See cuda_src/README.md for the pictures.
 #include "activation.cuh"
 #include "halo_tile.cuh"
+#include "listed_tiles.cuh"
 
 // ---------------------------------------------------------------------------- packed weights
 
@@ -19,18 +20,6 @@ template <class H, int NS>
 struct Slice {
     static constexpr int TABLES = 2 * NS * 4, CHUNK = H::STEPS * 2 * NS * 16;
     static __host__ __device__ i64 bytes(i64 chunks) { return TABLES + chunks * CHUNK; }
-};
-
-// Channels are stored so that a lane's results are neighbours: of GROUPS groups of 8 columns, a lane
-// holds two columns each, and these are 2 * GROUPS channels in a row.
-template <typename T, int NT>
-struct Columns {
-    static constexpr int VECTOR = 16 / sizeof(T) / 2;  // groups that fill 16 bytes
-    static constexpr int GROUPS = NT % VECTOR == 0 ? VECTOR : NT % 2 == 0 && VECTOR > 1 ? 2 : 1;
-    static __host__ __device__ constexpr int channel(int column) {
-        const int n = column / 8, t = column % 8 / 2, e = column % 2;
-        return n / GROUPS * (8 * GROUPS) + t * (2 * GROUPS) + n % GROUPS * 2 + e;
-    }
 };
 
 template <typename T, int PLANES, int NS, int WN, int R, int S, bool ROUND>
@@ -64,65 +53,15 @@ __global__ void __launch_bounds__(256)
     reinterpret_cast<uint4*>(out + Slice<H, NS>::TABLES)[i] = value.vector;
 }
 
-// ---------------------------------------------------------------------------- which tile
+// ---------------------------------------------------------------------------- sizes
 
-struct Problem {
-    int M, N, C, H, W, K, P, Q;       // rows of the list; images; outputs
-    int block_h, block_w, blocks_h, blocks_w;  // of outputs, and how many there are
-    int top, left;                    // padding
-    int chunks;                       // of input channels
+struct Problem : Blocks {
+    int C, H, W, K, top, left;  // of images; output channels; padding
+    int chunks;                 // of input channels
     bool channels_last;
 };
 
-// A tile: image n, outputs from (p, q), of which rows x columns count; none if rows <= 0.
-struct Tile {
-    int n, p, q, rows, columns;
-};
-
-// Blocks of the list one after another, every gridDim.x-th, and of each the same tile: number
-// blockIdx.z in raster order. The index row of the next block is on its way.
-template <int TH, int TW>
-struct Tiles {
-    const Problem& g;
-    const int* indices;
-    int row, total, i, j;  // of the list; the tile in its block
-    int next_n, next_h, next_w;
-
-    DEVICE Tiles(const Problem& g_, const int* indices_) : g(g_), indices(indices_), row(blockIdx.x), total(g_.M) {
-        look();
-        const int across = ceil_div(g.block_w, TW), tile = blockIdx.z;
-        i = tile / across * TH;
-        j = tile % across * TW;
-    }
-    DEVICE void limit(int count) { total = min(count, g.M); }
-    DEVICE bool any() const { return row < total; }
-    DEVICE void look() {
-        if (row >= total) return;
-        const int* index = indices + 3 * static_cast<i64>(row);
-        next_n = index[0], next_h = index[1], next_w = index[2];
-    }
-    // The tile at hand; then move on.
-    DEVICE Tile take() {
-        Tile tile{0, 0, 0, 0, 0};
-        if (next_n >= 0 && next_n < g.N && next_h >= 0 && next_h < g.blocks_h && next_w >= 0 && next_w < g.blocks_w) {
-            tile.n = next_n, tile.p = next_h * g.block_h + i, tile.q = next_w * g.block_w + j;
-            tile.rows = min(TH, min(g.block_h - i, g.P - tile.p));
-            tile.columns = min(TW, min(g.block_w - j, g.Q - tile.q));
-        }
-        row += gridDim.x;
-        look();
-        return tile;
-    }
-};
-
 // ---------------------------------------------------------------------------- staging
-
-template <typename T>
-DEVICE void round_to_tf32(T* shared) {
-    float4& four = *reinterpret_cast<float4*>(shared);
-    four = make_float4(__uint_as_float(to_tf32(four.x)), __uint_as_float(to_tf32(four.y)),
-                       __uint_as_float(to_tf32(four.z)), __uint_as_float(to_tf32(four.w)));
-}
 
 // Visit what this thread stages of a tile: visit(row, column of the input tile, plane).
 template <class H, int THREADS, bool PIXELS_FIRST, class Visit>
@@ -175,41 +114,6 @@ struct Stage {
 };
 
 // ---------------------------------------------------------------------------- the kernel
-
-// WK workers have summed parts of K; those of the first get the whole.
-template <int WORKERS, int WK, int MT, int NT>
-DEVICE void sum_partials(float (&acc)[MT][NT][4], float4* partials, int worker, int wk) {
-    const int lane = threadIdx.x % 32;
-    const auto place = [&](int k, int m, int n) {
-        return ((((k - 1) * WORKERS + worker) * MT + m) * NT + n) * 32 + lane;
-    };
-    if (wk > 0)
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-                partials[place(wk, m, n)] = make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
-    __syncthreads();
-    if (wk == 0)
-#pragma unroll
-        for (int k = 1; k < WK; ++k)
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    const float4 part = partials[place(k, m, n)];
-                    acc[m][n][0] += part.x, acc[m][n][1] += part.y;
-                    acc[m][n][2] += part.z, acc[m][n][3] += part.w;
-                }
-}
-
-template <int MT, int NT>
-DEVICE void clear(float (&acc)[MT][NT][4]) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
-}
 
 // A warp's results to the image, from channel k0 on; scale and bias are those of its channels, the
 // bias `slice` floats behind.
@@ -281,16 +185,17 @@ __global__ void __launch_bounds__(WM * WN * WK * 32, BLOCKS)
     u64* const arrived = reinterpret_cast<u64*>(partials + (WK - 1) * (TH * TW * NS / 4));
 
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
-    const Problem g{narrow(M), narrow(N), narrow(C), narrow(H_), narrow(W_), narrow(K), narrow(P), narrow(Q),
-                    narrow(block_h), narrow(block_w), narrow(blocks_h), narrow(blocks_w), narrow(top),
-                    narrow(left), narrow(chunks), channels_last != 0};
+    const Problem g{{narrow(M), narrow(N), narrow(P), narrow(Q), narrow(block_h), narrow(block_w),
+                     narrow(blocks_h), narrow(blocks_w)},
+                    narrow(C), narrow(H_), narrow(W_), narrow(K), narrow(top), narrow(left), narrow(chunks),
+                    channels_last != 0};
     const int warp = threadIdx.x / 32;
     const int wm = warp % WM, wn = warp / WM % WN, wk = warp / (WM * WN);
     const int slice = blockIdx.y;  // of output channels
     const u8* const mine = packed + slice * Packed::bytes(g.chunks);
 
     dependent_wait();
-    Tiles<TH, TW> tiles(g, indices);
+    Tiles<TH, TW> tiles(g, indices, blockIdx.x, gridDim.x);
     tiles.limit(*bin_counts);
     dependent_launch();
     if (!tiles.any()) return;

@@ -227,3 +227,60 @@ struct WarpGroup {
 #endif
     }
 };
+
+// ---------------------------------------------------------------------------- around the product
+
+// Channels are stored so that a lane's results are neighbours: of GROUPS groups of 8 columns, a lane
+// holds two columns each, and these are 2 * GROUPS channels in a row.
+template <typename T, int NT>
+struct Columns {
+    static constexpr int VECTOR = 16 / sizeof(T) / 2;  // groups that fill 16 bytes
+    static constexpr int GROUPS = NT % VECTOR == 0 ? VECTOR : NT % 2 == 0 && VECTOR > 1 ? 2 : 1;
+    static __host__ __device__ constexpr int channel(int column) {
+        const int n = column / 8, t = column % 8 / 2, e = column % 2;
+        return n / GROUPS * (8 * GROUPS) + t * (2 * GROUPS) + n % GROUPS * 2 + e;
+    }
+};
+
+// Four floats in shared memory, in place.
+DEVICE void round_to_tf32(void* shared) {
+    float4& four = *static_cast<float4*>(shared);
+    four = make_float4(__uint_as_float(to_tf32(four.x)), __uint_as_float(to_tf32(four.y)),
+                       __uint_as_float(to_tf32(four.z)), __uint_as_float(to_tf32(four.w)));
+}
+
+// Sums before the first product.
+template <int MT, int NT>
+DEVICE void clear(float (&acc)[MT][NT][4]) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
+}
+
+// WK workers have summed parts of K; those of the first get the whole.
+template <int WORKERS, int WK, int MT, int NT>
+DEVICE void sum_partials(float (&acc)[MT][NT][4], float4* partials, int worker, int wk) {
+    const int lane = threadIdx.x % 32;
+    const auto place = [&](int k, int m, int n) {
+        return ((((k - 1) * WORKERS + worker) * MT + m) * NT + n) * 32 + lane;
+    };
+    if (wk > 0)
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+                partials[place(wk, m, n)] = make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
+    __syncthreads();
+    if (wk == 0)
+#pragma unroll
+        for (int k = 1; k < WK; ++k)
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    const float4 part = partials[place(k, m, n)];
+                    acc[m][n][0] += part.x, acc[m][n][1] += part.y;
+                    acc[m][n][2] += part.z, acc[m][n][3] += part.w;
+                }
+}
