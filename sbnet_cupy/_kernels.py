@@ -70,13 +70,16 @@ def launch(stem, kernel, template, grid, block, args, shared=0, persistent=False
 
 
 def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False, per_sm=0,
-            dependent=False):  # fmt: skip
+            dependent=False, cluster=1):  # fmt: skip
     """Return a launch with all but its arrays decided, bound to CuPy's current device.
 
     Called with ``pointers`` arrays (or None), it runs the kernel on the current stream. Making one
-    costs far more than calling it: keep it. A ``persistent`` grid has at most ``per_sm`` thread
-    blocks on a multiprocessor, if that is not 0; of a grid of several numbers the first is cut. A ``dependent`` kernel begins before the one ahead
-    of it on the stream has ended, and itself waits for it (``dependent_wait`` of tensor_core.cuh).
+    costs far more than calling it: keep it.
+
+    A ``persistent`` grid is cut to what the GPU holds at once, with at most ``per_sm`` thread
+    blocks on a multiprocessor if that is not 0; of a grid of several numbers the first is cut. A
+    ``dependent`` kernel begins before the one ahead of it on the stream has ended, and itself waits
+    for it (``dependent_wait`` of async_copy.cuh). ``cluster`` blocks of a row form a cluster.
     """
     import cupy
 
@@ -89,12 +92,20 @@ def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, pe
             module_function.kernel.ptr, block, shared
         )
         most = max(min(resident, per_sm or resident), 1) * sm_count()
-        if isinstance(grid, tuple):
-            grid = (min(grid[0], max(most // math.prod(grid[1:]), 1)), *grid[1:])
-        else:
-            grid = min(grid, most)
-    kind = _DependentLaunch if dependent and has_dependent_launch() else _Launch
-    return kind(module_function, grid, block, shared, pointers, scalars)
+        if cluster > 1:
+            most = min(most, cluster * _active_clusters(module_function, block, shared, cluster))
+        grid = _cut(grid, most, cluster)
+    sizes = (module_function, grid, block, shared, pointers, scalars)
+    if cluster > 1 or (dependent and has_dependent_launch()):
+        return _ExtendedLaunch(*sizes, dependent, cluster)
+    return _Launch(*sizes)
+
+
+def _cut(grid, most, cluster):
+    """Return the grid with its first number lowered to ``most`` thread blocks, whole clusters."""
+    grid = _extent(grid)
+    first = max(most // (grid[1] * grid[2]) // cluster, 1) * cluster
+    return (min(grid[0], first), *grid[1:])
 
 
 class _Launch:
@@ -148,29 +159,57 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     )
 
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 
 
-class _DependentLaunch(_Launch):
-    """A launch that may overlap with the kernel before it; CuPy has no call for it."""
+def _launch_config(grid, block, shared, dependent, cluster):
+    """Return a CUlaunchConfig of attributes that CuPy has no argument for."""
+    values = {}
+    if cluster > 1:
+        values[_CLUSTER_DIMENSION] = (cluster, 1, 1)
+    if dependent:
+        values[_PROGRAMMATIC_STREAM_SERIALIZATION] = (1,)
+    attributes = (_LaunchAttribute * len(values))()
+    for attribute, (kind, value) in zip(attributes, values.items(), strict=True):
+        attribute.id = kind
+        attribute.value[: len(value)] = value
+    return _LaunchConfig(_extent(grid), (block, 1, 1), shared, None, attributes, len(values))
 
-    def __init__(self, function, grid, block, shared, pointers, scalars):
+
+def _active_clusters(function, block, shared, cluster):
+    """Return how many clusters of thread blocks the current device holds at once."""
+    config = _launch_config(cluster, block, shared, False, cluster)
+    count = ctypes.c_int()
+    kernel = ctypes.c_void_p(function.kernel.ptr)
+    _check(
+        _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel, ctypes.byref(config)),
+        "cuOccupancyMaxActiveClusters",
+    )
+    return max(count.value, 1)
+
+
+class _ExtendedLaunch(_Launch):
+    """A launch with attributes, through the driver's own call."""
+
+    def __init__(self, function, grid, block, shared, pointers, scalars, dependent, cluster):
         super().__init__(function, grid, block, shared, pointers, scalars)
-        self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
-        self._attribute.value[0] = 1
-        config = _LaunchConfig(
-            _extent(grid), (block, 1, 1), shared, None, ctypes.pointer(self._attribute), 1
-        )
+        config = _launch_config(grid, block, shared, dependent, cluster)
         call = _driver().cuLaunchKernelEx
         where, kernel = ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr)
+        table = ctypes.c_void_p(self._table)
 
-        def launch(stream, table, extra):
+        def launch(stream, _table, _extra):
             config.stream = stream
-            status = call(where, kernel, ctypes.c_void_p(table), None)
+            status = call(where, kernel, table, None)
             if status:
-                raise RuntimeError(f"cuLaunchKernelEx failed with CUresult {status}")
+                _check(status, "cuLaunchKernelEx")
 
         self._launch = launch
+
+
+def _check(status, name):
+    if status:
+        raise RuntimeError(f"{name} failed with CUresult {status}")
 
 
 @functools.cache

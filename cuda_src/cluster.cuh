@@ -1,0 +1,52 @@
+// cluster.cuh: thread blocks that share one tile, through each other's shared memory.
+// COUNT blocks in a row of the grid are a cluster; compute capability 9.0 and later. With COUNT == 1
+// everything is as in a plain launch, on any GPU and on the host.
+#pragma once
+#include "common.cuh"
+
+template <int COUNT>
+struct Cluster {
+    static DEVICE int rank() { return COUNT == 1 ? 0 : blockIdx.x % COUNT; }
+
+    // Every thread of every block of the cluster has come, and sees what was stored before.
+    static DEVICE void sync() {
+        if constexpr (COUNT == 1) __syncthreads();
+#ifndef SBNET_HOST
+        if constexpr (COUNT > 1)
+            asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    }
+
+    // sync() in two halves, of which the first only says that this block is there.
+    static DEVICE void arrive() {
+#ifndef SBNET_HOST
+        if constexpr (COUNT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+    }
+    static DEVICE void wait() {
+#ifndef SBNET_HOST
+        if constexpr (COUNT > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    }
+
+    // Store to the same place of the shared memory of every block of the cluster.
+    template <typename V>
+    static DEVICE void store(V* shared, V value) {
+        if constexpr (COUNT == 1) *shared = value;
+#ifndef SBNET_HOST
+        if constexpr (COUNT > 1) {
+            const u32 here = static_cast<u32>(__cvta_generic_to_shared(shared));
+#pragma unroll
+            for (int rank = 0; rank < COUNT; ++rank) {
+                u32 there;
+                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+                if constexpr (sizeof(V) == 8)
+                    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(there), "r"(value.x), "r"(value.y)
+                                 : "memory");
+                else
+                    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
+            }
+        }
+#endif
+    }
+};
