@@ -6,8 +6,10 @@ from .layers import masks
 from .layers.bottleneck_weights import BottleneckWeights
 from .layers.residual import sparse_res_block_bottleneck
 from .layers.sparse_conv import mask_conv2d, sparse_conv2d
+from .ops._packed_weights import PackedWeights
 from .ops.active_blocks import ActiveBlocks
 from .ops.conv2d import conv2d
+from .ops.fused_conv import fused_conv
 from .ops.reduce_mask import reduce_mask
 from .ops.sparse_gather import sparse_gather
 from .ops.sparse_scatter import sparse_scatter, sparse_scatter_var
@@ -21,10 +23,12 @@ __all__ = [
     "CapacityError",
     "DTypeError",
     "DeviceError",
+    "PackedWeights",
     "ShapeError",
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
+    "fused_conv",
     "mask_conv2d",
     "masks",
     "reduce_mask",

@@ -98,6 +98,36 @@ def halo_plane_bytes(tile, kernel, strides):
     return ((rows * pitch + 6) // 8 * 8 + 1) * _VECTOR
 
 
+@functools.cache
+def _device(number):
+    import cupy
+
+    device = cupy.cuda.Device(number)
+    capability = int(device.compute_capability)
+    return Device(
+        multiprocessors=device.attributes["MultiProcessorCount"],
+        shared_bytes=device.attributes["MaxSharedMemoryPerBlockOptin"],
+        hopper=capability == 90,
+        bulk_copy=capability >= 90,
+    )
+
+
+def current_device():
+    """Describe CuPy's current device."""
+    import cupy
+
+    return _device(cupy.cuda.runtime.getDevice())
+
+
+def plan_for(case, pixels, device):
+    """Return the plan for few or for many output pixels: counts change, and plans must not.
+
+    Few is up to four rounds of all multiprocessors, of 128 pixels each.
+    """
+    rounds = pixels / (128 * device.multiprocessors)
+    return plan_conv(case, (1 if rounds <= 4 else 16) * 128 * device.multiprocessors, device)
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_conv(case, pixels, device):
     """Return the best plan for about ``pixels`` output pixels, or None where none fits."""

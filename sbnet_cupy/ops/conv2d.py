@@ -126,14 +126,7 @@ def conv2d(
            [4., 6., 6., 4.]], dtype=float32)
     """
     problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
-    for name, value in (("scale", scale), ("bias", bias)):
-        if value is not None:
-            check_array(name, value, kinds="f", like=x)
-            if value.shape != (problem.channels_out,):
-                raise ShapeError(
-                    f"{name} must have shape ({problem.channels_out},), one value per output "
-                    f"channel of w, got {value.shape}"
-                )
+    check_per_channel(scale, bias, problem.channels_out, like=x)
     shape = (x.shape[0], *problem.out_shape)
     if out is None:
         out = empty(shape, x.dtype, x)
@@ -147,8 +140,8 @@ def conv2d(
 
 def resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision):
     """Check all arguments of conv2d but scale, bias and out; return them as a Problem."""
-    _check_choice("data_format", data_format, ("NHWC", "NCHW"))
-    _check_choice("w_format", w_format, ("HWIO", "OIHW"))
+    check_choice("data_format", data_format, ("NHWC", "NCHW"))
+    check_choice("w_format", w_format, ("HWIO", "OIHW"))
     check_precision(precision)
     check_activation(activation)
     check_array("x", x, ndim=4)
@@ -180,12 +173,25 @@ def resolve_problem(x, w, strides, padding, activation, data_format, w_format, p
     )
 
 
+def check_per_channel(scale, bias, channels_out, like):
+    """Raise unless ``scale`` and ``bias`` are None or hold a float per output channel."""
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None:
+            check_array(name, value, kinds="f", like=like)
+            if value.shape != (channels_out,):
+                raise ShapeError(
+                    f"{name} must have shape ({channels_out},), one value per output channel of "
+                    f"w, got {value.shape}"
+                )
+
+
 def check_precision(precision):
     """Raise ValueError unless ``precision`` is None, "ieee" or "tf32"."""
-    _check_choice("precision", precision, (None, "ieee", "tf32"))
+    check_choice("precision", precision, (None, "ieee", "tf32"))
 
 
-def _check_choice(name, value, allowed):
+def check_choice(name, value, allowed):
+    """Raise ValueError unless ``value`` is None or a string, and one of ``allowed``."""
     if not (value is None or isinstance(value, str)) or value not in allowed:
         raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
 

@@ -1,0 +1,322 @@
+"""fused_conv: a convolution at the active blocks, from image to image."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _kernels
+from .._arrays import (
+    array_function,
+    check_apart,
+    check_array,
+    check_contiguous,
+    check_out,
+    dtype_name,
+    empty,
+    is_cupy,
+)
+from ..blocks import is_integer
+from ..errors import DTypeError, ShapeError
+from ._copy_plan import address
+from ._fused_plan import Case, current_device, plan_for
+from ._grid import CHUNK_BYTES, check_indices, resolve_grid
+from ._packed_weights import PackedWeights, prepare_pack
+from ._plans import Plans
+from .activation import ACTIVATIONS, apply_activation
+from .conv2d import Problem, conv2d, resolve_problem
+from .sparse_gather import sparse_gather
+from .sparse_scatter import sparse_scatter
+
+
+@array_function
+def fused_conv(
+    x,
+    w,
+    bin_counts,
+    active_block_indices,
+    *,
+    bsize,
+    strides=(1, 1),
+    padding="SAME",
+    scale=None,
+    bias=None,
+    residual=None,
+    activation=None,
+    data_format="NHWC",
+    w_format="HWIO",
+    precision=None,
+    expected=None,
+    out=None,
+):
+    """Convolve an image at the active blocks of its result, with no block stack in between.
+
+    ``y[n, p, q, k] = activation(scale[k] * sum x[n, p * sh - top + r, q * sw - left + s, c] *
+    w[r, s, c, k] + bias[k] + residual[n, p, q, k])``, the sum over r, s and c, at every pixel
+    ``(p, q)`` of the active blocks; elsewhere 0, or what was in ``out``. Block ``(n, hi, wi)`` has
+    the pixels from ``(bsize[0] * hi, bsize[1] * wi)`` on. All is in float32 (float64 for float64)
+    and rounded once.
+
+    Parameters
+    ----------
+    x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
+        Images; float16, bfloat16, float32 or float64 (not on a GPU). C-contiguous.
+    w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``, or PackedWeights
+        Kernel, of the dtype of ``x``. An array is laid out anew at each call, a
+        :class:`PackedWeights` once.
+    bin_counts : int32 array, shape (1,)
+        Number of active blocks, as :func:`reduce_mask` returns it.
+    active_block_indices : int32 array, shape (M, 3)
+        Rows ``(n, hi, wi)``, as :func:`reduce_mask` returns them. Rows at or past ``bin_counts``
+        and rows of no block of the result are passed over.
+    bsize : int or (int, int)
+        Size of a block, in pixels of the result: ``BlockParams.bsize_out``.
+    strides, padding, activation, data_format
+        As for :func:`conv2d`.
+    scale, bias : float array, shape (K,), optional
+        Factor and offset per output channel; None where ``w`` is a PackedWeights, which has its
+        own.
+    residual : array of the shape and dtype of the result, optional
+        Added before the activation. Read at active pixels only.
+    w_format, precision
+        As for :func:`conv2d`; those of a PackedWeights hold without being given again.
+    expected : int, optional
+        About how many blocks will be active; M by default. On a GPU it chooses between a kernel
+        for few and one for many. Results differ by rounding at most.
+    out : array of the shape and dtype of the result, optional
+        Only its active pixels are written, and it is returned. It must share no memory with the
+        other arrays.
+
+    Returns
+    -------
+    y : array, shape (N, P, Q, K), or (N, K, P, Q)
+        In the dtype, in the library and on the device of ``x``.
+
+    Raises
+    ------
+    ShapeError
+        If sizes do not fit together, or an array is not contiguous.
+    DTypeError
+        If ``x`` is not of a floating dtype, or ``w`` or ``residual`` is of another one.
+    NotImplementedError
+        If there is no CUDA kernel for a call on CuPy arrays; the message says why.
+
+    Source: Chetlur et al. 2014, arXiv:1410.0759, for the implicit matrix product; Ren et al. 2018,
+    arXiv:1801.02108, for the list of blocks. Kernel: cuda_src/fused_conv.cu
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x, w = np.ones((1, 6, 6, 1), np.float32), np.ones((3, 3, 1, 1), np.float32)
+    >>> counts, indices = np.array([1], np.int32), np.array([[0, 0, 1]], np.int32)
+    >>> fused_conv(x, w, counts, indices, bsize=3)[0, :, :, 0]
+    array([[0., 0., 0., 6., 6., 4.],
+           [0., 0., 0., 9., 9., 6.],
+           [0., 0., 0., 9., 9., 6.],
+           [0., 0., 0., 0., 0., 0.],
+           [0., 0., 0., 0., 0., 0.],
+           [0., 0., 0., 0., 0., 0.]], dtype=float32)
+    """
+    packed = isinstance(w, PackedWeights)
+    inputs = (x, w.w if packed else w, bin_counts, active_block_indices, scale, bias, residual)
+    plans, key = _PLANS, None
+    if is_cupy(x):
+        options = (bsize, strides, padding, activation, data_format, w_format, precision, expected)
+        plans = w.launches if packed else _PLANS
+        key = plans.key((*inputs, out), options)
+    launch = plans.get(key)
+    if launch is None:
+        weights = _resolve_weights(w, scale, bias, w_format, precision)
+        call = _check(inputs, weights, bsize, strides, padding, activation, data_format, expected)
+    shape = (launch or call).shape
+    named = zip(_ARRAY_NAMES, inputs, strict=True)
+    if out is None:
+        out = empty(shape, x.dtype, x)
+        out.fill(0)
+    elif launch is None:
+        check_out(out, shape, x.dtype, x, named)
+    else:
+        check_apart(out, named)
+    if launch is not None:
+        launch(*inputs, out)
+    elif not out.size:
+        pass  # no pixel to write
+    elif is_cupy(x):
+        launch = _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, packed)
+        plans.keep(key, launch)(*inputs, out)
+    else:
+        _fused_conv_numpy(x, bin_counts, active_block_indices, residual, out, weights, call)
+    return out
+
+
+_PLANS = Plans()
+_ARRAY_NAMES = ("x", "w", "bin_counts", "active_block_indices", "scale", "bias", "residual")
+_MOST = 2**30  # of what a kernel counts in 32 bits
+_MOST_BLOCKS = 2**16 - 1  # thread blocks along an axis of a grid
+
+
+class _Call(NamedTuple):
+    """A checked call without its arrays."""
+
+    problem: Problem
+    bsize: tuple[int, int]  # no larger than the result
+    shape: tuple  # of the result
+    rows: int  # that are expected to be active
+
+
+def _resolve_weights(w, scale, bias, w_format, precision):
+    """Return the weights as a PackedWeights; what stands beside one must not contradict it."""
+    if not isinstance(w, PackedWeights):
+        return PackedWeights(w, scale=scale, bias=bias, w_format=w_format, precision=precision)
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None:
+            raise ValueError(f"{name} must be None where w is a PackedWeights; pass it to that one")
+    for name, value, default in (("w_format", w_format, "HWIO"), ("precision", precision, None)):
+        own = getattr(w, name)
+        if value != default and value != own:
+            raise ValueError(f"{name} must be {own!r}, that of the PackedWeights w, got {value!r}")
+    return w
+
+
+def _check(inputs, weights, bsize, strides, padding, activation, data_format, expected):
+    """Check all arguments but out; return them resolved."""
+    x, w, bin_counts, active_block_indices, *_, residual = inputs
+    options = (activation, data_format, weights.w_format, weights.precision)
+    problem = resolve_problem(x, w, strides, padding, *options)
+    check_indices(bin_counts, active_block_indices, like=x)
+    bsize = resolve_grid(bsize, (0, 0), None).bsize
+    bsize = tuple(max(min(b, n), 1) for b, n in zip(bsize, problem.out_size, strict=True))
+    shape = (len(x), *problem.out_shape)
+    if residual is not None:
+        check_array("residual", residual, shape=shape, like=x)
+        if residual.dtype != x.dtype:
+            raise DTypeError(
+                f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}; use astype"
+            )
+        check_contiguous("residual", residual)
+    if expected is None:
+        expected = len(active_block_indices)
+    elif not is_integer(expected) or expected < 0:
+        raise ShapeError(f"expected must be None or a non-negative integer, got {expected!r}")
+    return _Call(problem, bsize, shape, expected)
+
+
+def _fused_conv_numpy(x, bin_counts, active_block_indices, residual, out, weights, call):
+    """Gather, convolve in float32 or float64, scatter; some rows of the list at a time."""
+    problem, bsize = call.problem, call.bsize
+    w, scale, bias = weights.plain()
+    axes = list(zip(bsize, problem.kernel, problem.strides, strict=True))
+    grid = {
+        "bsize": tuple((b - 1) * s + k for b, k, s in axes),
+        "boffset": tuple(-before for before, _ in problem.pads),
+        "bstride": tuple(b * s for b, _, s in axes),
+    }
+    last = problem.channels_last
+    layout = {"data_format": "NHWC" if last else "NCHW", "transpose": not last}  # NHWC stacks
+    convolution = {"strides": problem.strides, "padding": "VALID", "scale": scale, "bias": bias}
+    count = min(max(int(bin_counts[0]), 0), len(active_block_indices))
+    elements = max(math.prod(grid["bsize"]) * w.shape[2], math.prod(bsize) * w.shape[3])
+    step = max(1, CHUNK_BYTES // (elements * w.itemsize))
+    for start in range(0, count, step):
+        rows = active_block_indices[start : min(start + step, count)]
+        active = np.array([len(rows)], np.int32), rows
+        blocks = sparse_gather(x, *active, **grid, **layout).astype(w.dtype, copy=False)
+        blocks = conv2d(blocks, w, **convolution)
+        with np.errstate(all="ignore"):  # infinities come with no warning, as on a GPU
+            if residual is not None:
+                blocks += sparse_gather(residual, *active, bsize=bsize, **layout)
+            blocks = apply_activation(blocks, problem.activation).astype(x.dtype, copy=False)
+        sparse_scatter(blocks, *active, out, bsize=bsize, **layout, out=out)
+
+
+def missing_kernel(x, problem, bsize, rows):
+    """Return for what there is no kernel; None where these CuPy arrays have one."""
+    if dtype_name(x.dtype) == "float64":
+        return "float64"
+    if not x.size:
+        return "images without channels"
+    sizes = (*x.shape, *problem.out_shape, *problem.kernel, *problem.strides)
+    if max(*sizes, *problem.pads[0], *problem.pads[1]) > _MOST:
+        return f"sizes above 2**30, such as those of x {x.shape} with padding {problem.pads}"
+    case = _case(x, problem)
+    plan = plan_for(case, rows * math.prod(bsize), current_device())
+    if plan is None:
+        return f"a window of {problem.kernel} pixels: it does not fit this GPU's shared memory"
+    if max(_tiles(bsize, plan), plan.slices(case)) > _MOST_BLOCKS:
+        return f"blocks as large as {bsize} with {problem.channels_out} output channels"
+    return None
+
+
+def _case(x, problem, vectors_in=False, vectors_out=False):
+    """Describe the convolution to the planner."""
+    return Case(
+        element=_kernels.cpp_name(x.dtype, "x"),
+        element_bytes=x.dtype.itemsize,
+        ieee=dtype_name(x.dtype) == "float32" and not problem.tf32,
+        channels=x.shape[3 if problem.channels_last else 1],
+        channels_out=problem.channels_out,
+        kernel=problem.kernel,
+        strides=problem.strides,
+        vectors_in=vectors_in,
+        vectors_out=vectors_out,
+        activation=ACTIVATIONS.index(problem.activation),
+    )
+
+
+def _tiles(bsize, plan):
+    """Tiles of a block."""
+    return math.prod(-(-b // t) for b, t in zip(bsize, plan.tile, strict=True))
+
+
+class _Launch(NamedTuple):
+    """A checked call: the shape of the result, where the weights are packed, and the kernel."""
+
+    shape: tuple
+    packed: Any  # array of bytes; None where weights are packed at each call
+    pack: Callable
+    run: Callable
+
+    def __call__(self, x, w, bin_counts, active_block_indices, scale, bias, residual, out):
+        packed = self.pack(w, scale, bias) if self.packed is None else self.packed
+        self.run(x, packed, residual, bin_counts, active_block_indices, out)
+
+
+def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep):
+    """Prepare one launch over the rows of the list; see cuda_src/fused_conv.cu."""
+    problem, bsize = call.problem, call.bsize
+    reason = missing_kernel(x, problem, bsize, call.rows)
+    if reason is not None:
+        raise NotImplementedError(
+            f"fused_conv has no CUDA kernel for {reason}; use sparse_conv2d with method='gather'"
+        )
+
+    def whole_vectors(channels, *arrays):
+        multiples = (channels * x.dtype.itemsize, *(address(a) for a in arrays if a is not None))
+        return problem.channels_last and _kernels.vector_bytes(*multiples) == 16
+
+    channels = x.shape[3 if problem.channels_last else 1]
+    vectors = whole_vectors(channels, x), whole_vectors(problem.channels_out, out, residual)
+    case = _case(x, problem, *vectors)
+    plan = plan_for(case, call.rows * math.prod(bsize), current_device())
+    rows = len(active_block_indices)
+    blocks = tuple(-(-n // b) for n, b in zip(problem.out_size, bsize, strict=True))
+    image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
+    sizes = (rows, len(x), channels, *image_hw, problem.channels_out, *problem.out_size)
+    (top, _), (left, _) = problem.pads
+    run = _kernels.prepare(
+        "fused_conv",
+        "fused_conv",
+        plan.template(case),
+        (rows, plan.slices(case), _tiles(bsize, plan)),
+        plan.threads,
+        6,
+        (*sizes, *bsize, *blocks, top, left, plan.chunks, int(problem.channels_last)),
+        shared=plan.shared_bytes(case),
+        persistent=True,
+        dependent=True,
+    )
+    pack, packed = prepare_pack(case, plan, weights.w_format), None
+    if keep:
+        packed = weights.packed(case, plan, pack)
+    return _Launch(call.shape, packed, pack, run)
