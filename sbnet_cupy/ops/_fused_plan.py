@@ -119,13 +119,17 @@ def current_device():
     return _device(cupy.cuda.runtime.getDevice())
 
 
-def plan_for(case, pixels, device):
-    """Return the plan for few or for many output pixels: counts change, and plans must not.
+def plan_for(case, pixels, all_pixels, device):
+    """Return the plan for few (a tenth) or for many (all) of the output pixels of the images.
 
-    Few is up to four rounds of all multiprocessors, of 128 pixels each.
+    Counts change from frame to frame, and plans must not: a plan is a kernel to compile.
     """
-    rounds = pixels / (128 * device.multiprocessors)
-    return plan_conv(case, (1 if rounds <= 4 else 16) * 128 * device.multiprocessors, device)
+    return plan_conv(case, expected_pixels(pixels, all_pixels), device)
+
+
+def expected_pixels(pixels, all_pixels):
+    """Round a number of active pixels to few or many."""
+    return all_pixels * (0.1 if 3 * pixels <= all_pixels else 1)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,81 +144,86 @@ def _fits(plan, case, device):
 
 
 def _candidates(case, device):
-    """Yield plans whose warps share the work evenly."""
+    """Yield plans whose warps share the work evenly, with weights that stay, or else in chunks."""
     lanes = _VECTOR // case.element_bytes
     planes = -(-case.channels // lanes)
     groups = -(-case.channels_out // 8)
-    slices = {g for g in range(1, 13) if groups % g == 0 or g in (4, 8)} & set(range(1, groups + 4))
-    chunked = _chunk_planes(planes)
-    for group in sorted(slices):
-        for own, resident in ((planes, True), *((p, False) for p in chunked)):
-            chunks = -(-planes // own)
-            for tile in ((8, 16), (8, 8), (4, 8)):
-                for warps in _warps(case, tile, group, own):
-                    for stages in (1, 2):
-                        if not resident and stages == 1:
-                            continue
-                        for engine in _engines(case, device, tile, warps, group):
-                            yield ConvPlan(
-                                engine, own, group * 8, tile, warps, stages, resident, chunks, 1
-                            )
-
-
-def _chunk_planes(planes):
-    return [p for p in (8, 4, 2) if p < planes]
-
-
-def _engines(case, device, tile, warps, group):
-    if case.ieee:
-        return ("Fma",)
-    wide = device.hopper and tile[0] == 8 and warps[0] * 16 == math.prod(tile)
-    return ("MmaSync", "WarpGroup") if wide and group // warps[1] in _WGMMA_GROUPS else ("MmaSync",)
-
-
-_WGMMA_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)  # the widths that wgmma.cuh knows, in groups of 8
-
-
-def _warps(case, tile, group, planes):
-    """Yield (pixels, channels, K) warps."""
-    rows = math.prod(tile) // 16
-    for wm in (2, 4, 8):
-        if rows % wm:
+    slices = sorted({-(-groups // parts) for parts in range(1, groups + 1) if -(-groups // parts) <= 12})
+    for own in (planes, 16, 8, 4, 2):
+        resident = own == planes
+        if not resident and own >= planes:
             continue
-        for wn in (1, 2, 3):
-            if group % wn or (rows // wm) * (group // wn) > 16:  # accumulators: 4 registers each
-                continue
-            for wk in (1, 2, 3, 4, 6, 8):
-                if wk > 1 and (planes % 2 or planes // 2 % wk):
-                    continue
-                if 4 <= wm * wn * wk <= 12:
-                    yield wm, wn, wk
+        found = False
+        for group in slices:
+            for tile, engine, warps in _shapes(case, device, group, own):
+                rows, width = math.prod(tile) // 16, group // warps[1]
+                if engine == "MmaSync" or engine == "Fma":
+                    rows = rows // warps[0]
+                    if rows * width > 16:  # accumulators: 4 registers each
+                        continue
+                for stages in (1, 2) if resident else (2,):
+                    plan = ConvPlan(
+                        engine, own, group * 8, tile, warps, stages, resident, -(-planes // own), 1
+                    )
+                    if _fits(plan, case, device):
+                        found = True
+                        yield plan._replace(blocks=_resident(plan, case, device))
+        if found:
+            return
+
+
+def _shapes(case, device, group, planes):
+    """Yield (tile, engine, warps): the warps share pixels, output channels and K."""
+    depths = [k for k in (1, 2, 3, 4, 6) if k == 1 or (planes % 2 == 0 and planes // 2 % k == 0)]
+    if device.hopper and not case.ieee:
+        if group in _WGMMA_GROUPS:
+            yield (8, 16), "WarpGroup", (8, 1, 1)
+        for depth in (k for k in depths if k <= 3):
+            if group in _WGMMA_GROUPS:
+                yield (8, 8), "WarpGroup", (4, 1, depth)
+    engine = "Fma" if case.ieee else "MmaSync"
+    for tile, pixels in (((4, 8), 2), ((8, 8), 2), ((8, 8), 4), ((8, 16), 4), ((8, 16), 8)):
+        for columns in (1, 2, 3):
+            for depth in depths:
+                if group % columns == 0 and 4 <= pixels * columns * depth <= 12:
+                    yield tile, engine, (pixels, columns, depth)
+
+
+_WGMMA_GROUPS = (1, 2, 3, 4, 6, 8, 12)  # the widths that wgmma.cuh knows, in groups of 8
+_REGISTERS = 65536  # of a multiprocessor
+
+
+def _resident(plan, case, device):
+    """Return for how many thread blocks a multiprocessor has room, at 128 registers."""
+    shared = (device.shared_bytes + 1024) // (plan.shared_bytes(case) + 1024)
+    return max(1, min(shared, _REGISTERS // (plan.threads * 128), 2048 // plan.threads))
 
 
 def _cost(plan, case, pixels, device):
-    """Estimate a time, in cycles of a multiprocessor: latency where there is little to do."""
+    """Estimate the cycles of a launch; the constants were fitted to runs on an H200."""
     tiles = max(1.0, pixels / math.prod(plan.tile)) * plan.slices(case)
-    resident = min(
-        device.shared_bytes // plan.shared_bytes(case), 2048 // plan.threads,
-        65536 // (plan.threads * (128 if plan.engine == "WarpGroup" else 112)), 16,
-    )  # fmt: skip
-    resident = max(1, resident)
-    spots = device.multiprocessors * resident
+    spots = device.multiprocessors * plan.blocks
     rounds = math.ceil(tiles / spots)
+    active = min(plan.blocks, math.ceil(tiles / device.multiprocessors))
     steps = plan.steps(case.kernel) * plan.chunks
-    wm, wn, wk = plan.warps
-    rows, groups = math.prod(plan.tile) // 16 // wm, plan.slice // 8 // wn
-    # One warp's share of a tile: fragments, products, and their latencies.
-    per_step = 24 + 8 * (rows + groups / 2) + 8 * rows * groups
+    rows, groups = math.prod(plan.tile) // 16 // plan.warps[0], plan.slice // 8 // plan.warps[1]
+    team = math.prod(plan.tile) // 64
     if plan.engine == "WarpGroup":
-        per_step = 16 + plan.slice // wn / 2
-    if plan.engine == "Fma":
-        per_step = 32 * rows * groups + 16 * (rows + groups)
-    latency = steps / wk * per_step + 400 * (wk > 1)
-    # All warps of a multiprocessor share its pipes.
-    traffic = steps * 2 * plan.slice * _VECTOR / 64 if not plan.resident else 0
-    work = steps / wk * math.prod(plan.warps) * (per_step - 20) / 4
-    copies = plan.planes * plan.chunks * halo_plane_bytes(plan.tile, case.kernel, case.strides) / 24
-    active = min(resident, math.ceil(tiles / device.multiprocessors))
-    staged = plan.steps(case.kernel) * 2 * plan.slice * _VECTOR / 40 * active
-    hidden = max(latency / active, work) if plan.stages == 2 or resident > 1 else latency
-    return staged + rounds * active * (hidden + copies + traffic + 300 / active)
+        step, pipe = 72 + plan.slice / 3, team * (14 + plan.slice / 3)
+    elif plan.engine == "MmaSync":
+        step, pipe = 20 + 6 * rows + 4 * groups + 6 * rows * groups, 4.0 * rows + 2.0 * groups
+        pipe = (pipe + 2 * rows * groups) * plan.warps[0] * plan.warps[1]
+    else:
+        step, pipe = 30 + 34 * rows * groups, 18 * rows * groups * plan.warps[0] * plan.warps[1]
+    weights = plan.steps(case.kernel) * 2 * plan.slice * _VECTOR
+    image = plan.planes * plan.chunks * halo_plane_bytes(plan.tile, case.kernel, case.strides)
+    results = math.prod(plan.tile) * plan.slice * case.element_bytes
+    exchange = 420 if plan.warps[2] > 1 else 0
+    latency = steps / plan.warps[2] * step + exchange + image / 16 + 500
+    wait = 300 if plan.stages == 2 else 500 if active > 1 else 900  # for the image of each further tile
+    work = steps * pipe + (image + results) / 20 + exchange
+    if not plan.resident:
+        work += weights * plan.chunks / 30
+    once = active * weights / 60 if plan.resident else 0
+    first = 100 * (plan.stages + plan.blocks)  # larger kernels start later
+    return first + once + rounds * max(latency, active * work) + (rounds - 1) * wait

@@ -240,7 +240,7 @@ def missing_kernel(x, problem, bsize, rows):
     if max(*sizes, *problem.pads[0], *problem.pads[1]) > _MOST:
         return f"sizes above 2**30, such as those of x {x.shape} with padding {problem.pads}"
     case = _case(x, problem)
-    plan = plan_for(case, rows * math.prod(bsize), current_device())
+    plan = plan_for(case, rows * math.prod(bsize), all_pixels(x, problem), current_device())
     if plan is None:
         return f"a window of {problem.kernel} pixels: it does not fit this GPU's shared memory"
     if max(_tiles(bsize, plan), plan.slices(case)) > _MOST_BLOCKS:
@@ -262,6 +262,11 @@ def _case(x, problem, vectors_in=False, vectors_out=False):
         vectors_out=vectors_out,
         activation=ACTIVATIONS.index(problem.activation),
     )
+
+
+def all_pixels(x, problem):
+    """Return the number of output pixels of all images."""
+    return len(x) * math.prod(problem.out_size)
 
 
 def _tiles(bsize, plan):
@@ -298,7 +303,8 @@ def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep
     channels = x.shape[3 if problem.channels_last else 1]
     vectors = whole_vectors(channels, x), whole_vectors(problem.channels_out, out, residual)
     case = _case(x, problem, *vectors)
-    plan = plan_for(case, call.rows * math.prod(bsize), current_device())
+    pixels = call.rows * math.prod(bsize)
+    plan = plan_for(case, pixels, all_pixels(x, problem), current_device())
     rows = len(active_block_indices)
     blocks = tuple(-(-n // b) for n, b in zip(problem.out_size, bsize, strict=True))
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
