@@ -3,12 +3,13 @@
 from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
 from .errors import CapacityError, DeviceError, DTypeError, ShapeError
 from .layers import masks
-from .layers.bottleneck_weights import BottleneckWeights
 from .layers.residual import sparse_res_block_bottleneck
 from .layers.sparse_conv import mask_conv2d, sparse_conv2d
 from .ops._packed_weights import PackedWeights
 from .ops.active_blocks import ActiveBlocks
+from .ops.bottleneck_weights import BottleneckWeights, PackedBottleneck
 from .ops.conv2d import conv2d
+from .ops.fused_bottleneck import fused_bottleneck
 from .ops.fused_conv import fused_conv
 from .ops.reduce_mask import reduce_mask
 from .ops.sparse_gather import sparse_gather
@@ -23,11 +24,13 @@ __all__ = [
     "CapacityError",
     "DTypeError",
     "DeviceError",
+    "PackedBottleneck",
     "PackedWeights",
     "ShapeError",
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
+    "fused_bottleneck",
     "fused_conv",
     "mask_conv2d",
     "masks",

@@ -69,8 +69,20 @@ def launch(stem, kernel, template, grid, block, args, shared=0, persistent=False
     prepare(stem, kernel, template, *sizes)(*arrays)
 
 
-def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False, per_sm=0,
-            dependent=False, cluster=1):  # fmt: skip
+def prepare(
+    stem,
+    kernel,
+    template,
+    grid,
+    block,
+    pointers,
+    scalars,
+    shared=0,
+    persistent=False,
+    per_sm=0,
+    dependent=False,
+    cluster=1,
+):
     """Return a launch with all but its arrays decided, bound to CuPy's current device.
 
     Called with ``pointers`` arrays (or None), it runs the kernel on the current stream. Making one

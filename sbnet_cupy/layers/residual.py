@@ -5,10 +5,10 @@ import numpy as np
 from .._arrays import array_function, check_out, namespace
 from ..blocks import calc_block_params_res_block, output_size, pair
 from ..ops._copy_plan import same_memory
+from ..ops.bottleneck_weights import check_unit
 from ..ops.conv2d import check_precision, conv2d
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import sparse_scatter
-from .bottleneck_weights import check_unit
 from .sparse_conv import check_base, check_block_params, check_method, split_indices
 
 _KERNELS = [1, 3, 1]

@@ -183,9 +183,9 @@ def _columns(out, teams, case, wide, warps, rows):
     else:
         sizes = (32,) if warps == 16 or case.element_bytes == 4 else (96, 64, 32)
     for size in sizes:
-        if out % size == 0 and rows * size // 8 * 4 <= 64:
-            if out // size >= teams or size == sizes[-1]:
-                return size
+        enough = out // size >= teams or size == sizes[-1]
+        if enough and out % size == 0 and rows * size // 2 <= 64:  # accumulators of a lane
+            return size
     return None
 
 

@@ -148,7 +148,7 @@ def _candidates(case, device):
     lanes = _VECTOR // case.element_bytes
     planes = -(-case.channels // lanes)
     groups = -(-case.channels_out // 8)
-    slices = sorted({-(-groups // parts) for parts in range(1, groups + 1) if -(-groups // parts) <= 12})
+    slices = sorted({-(-groups // parts) for parts in range(-(-groups // 12), groups + 1)})
     for own in (planes, 16, 8, 4, 2):
         resident = own == planes
         if not resident and own >= planes:
@@ -220,7 +220,7 @@ def _cost(plan, case, pixels, device):
     results = math.prod(plan.tile) * plan.slice * case.element_bytes
     exchange = 420 if plan.warps[2] > 1 else 0
     latency = steps / plan.warps[2] * step + exchange + image / 16 + 500
-    wait = 300 if plan.stages == 2 else 500 if active > 1 else 900  # for the image of each further tile
+    wait = 300 if plan.stages == 2 else 500 if active > 1 else 900  # for each further tile's image
     work = steps * pipe + (image + results) / 20 + exchange
     if not plan.resident:
         work += weights * plan.chunks / 30

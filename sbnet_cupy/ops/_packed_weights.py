@@ -5,23 +5,13 @@ import math
 import numpy as np
 
 from .. import _kernels
-from .._arrays import (
-    ArrayContainer,
-    array_function,
-    check_array,
-    compute_dtype,
-    empty,
-    is_float,
-    namespace,
-)
-from ..errors import DeviceError, DTypeError
-from ._plans import Plans
+from .._arrays import array_function, check_array, compute_dtype, empty, is_float, namespace
+from ..errors import DTypeError
+from ._packed import Packed, keep_if_capturing
 from .conv2d import check_choice, check_per_channel, check_precision
 
-_KEPT = []  # memory that captured graphs fill and read: they may be replayed as long as they like
 
-
-class PackedWeights(ArrayContainer):
+class PackedWeights(Packed):
     """Weights of a convolution, with the scale and bias after it, packed for :func:`fused_conv`.
 
     They are packed when a call first needs them and kept, in a form that suits the device. After
@@ -54,35 +44,20 @@ class PackedWeights(ArrayContainer):
     """
 
     def __init__(self, w, *, scale=None, bias=None, w_format="HWIO", precision=None):
+        super().__init__()
         check_choice("w_format", w_format, ("HWIO", "OIHW"))
         check_precision(precision)
         _check_weights(w, scale, bias, w_format)
         self.w, self.scale, self.bias = w, scale, bias
         self.w_format, self.precision = w_format, precision
-        self.launches = Plans()  # of fused_conv with these weights
-        self._packed = {}  # how -> (packed, function that packs)
-        self._entered = None  # these weights as the door lets them in, if they are not native
-
-    def refresh(self):
-        """Pack again, into the same memory, on the current stream; return nothing.
-
-        Graphs that were captured with these weights use the new values from then on.
-        """
-        _refresh(self)
-
-    def _arrays(self):
-        return tuple(array for array in (self.w, self.scale, self.bias) if array is not None)
-
-    def _map_arrays(self, function):
-        """Map the arrays once: what is packed must outlive the call."""
-        if self._entered is None:
-            w, scale, bias = (a if a is None else function(a) for a in self._given())
-            options = {"w_format": self.w_format, "precision": self.precision}
-            self._entered = PackedWeights(w, scale=scale, bias=bias, **options)
-        return self._entered
 
     def _given(self):
         return self.w, self.scale, self.bias
+
+    def _entered_with(self, function):
+        w, scale, bias = map(function, self._given())
+        options = {"w_format": self.w_format, "precision": self.precision}
+        return PackedWeights(w, scale=scale, bias=bias, **options)
 
     def plain(self):
         """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy."""
@@ -98,25 +73,7 @@ class PackedWeights(ArrayContainer):
                     copy[...] = array
             return copies
 
-        return self._once("plain", pack)
-
-    def packed(self, case, plan, pack):
-        """Return the bytes that the kernel of a plan reads, made by ``pack``."""
-        return self._once((*plan.pack_template(case), plan.chunks), pack)
-
-    def _once(self, how, pack):
-        """Return what ``pack`` makes of the weights: the same memory every time."""
-        if how not in self._packed:
-            if is_capturing(self.w):
-                raise DeviceError(
-                    "the PackedWeights w must be packed before a graph is captured; make the same "
-                    "call once before"
-                )
-            self._packed[how] = pack(*self._given()), pack
-            xp = namespace(self.w)
-            if xp is not np:  # once, so that other streams may use them too
-                xp.cuda.get_current_stream().synchronize()
-        return self._packed[how][0]
+        return self.packed("plain", pack)
 
 
 @array_function
@@ -126,19 +83,6 @@ def _check_weights(w, scale, bias, w_format):
     if not is_float(w.dtype):
         raise DTypeError(f"w must be float16, bfloat16, float32 or float64, got {w.dtype}")
     check_per_channel(scale, bias, w.shape[w_format.index("O")], like=w)
-
-
-@array_function
-def _refresh(weights):
-    """Pack again all that was packed, where it is."""
-    for packed, pack in weights._packed.values():
-        pack(*weights._given(), packed)
-
-
-def is_capturing(array):
-    """Whether the current stream is recording a CUDA graph."""
-    xp = namespace(array)
-    return xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr)
 
 
 def prepare_pack(case, plan, w_format):
@@ -167,8 +111,7 @@ def prepare_pack(case, plan, w_format):
         xp = namespace(w)
         if packed is None:
             packed = empty((plan.packed_bytes(case),), np.uint8, w)
-            if is_capturing(w):
-                _KEPT.append(packed)
+            keep_if_capturing(packed)
         tables = (None if t is None else xp.ascontiguousarray(t, np.float32) for t in (scale, bias))
         launch(xp.ascontiguousarray(w), *tables, packed)
         return packed

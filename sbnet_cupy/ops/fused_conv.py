@@ -324,5 +324,5 @@ def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep
     )
     pack, packed = prepare_pack(case, plan, weights.w_format), None
     if keep:
-        packed = weights.packed(case, plan, pack)
+        packed = weights.packed((*plan.pack_template(case), plan.chunks), pack)
     return _Launch(call.shape, packed, pack, run)

@@ -16,6 +16,8 @@ from .._arrays import (
     namespace,
 )
 from ..errors import DTypeError, ShapeError
+from ._packed import Packed
+from .conv2d import check_precision
 
 _TABLES = ("scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
 
@@ -112,6 +114,40 @@ class BottleneckWeights(ArrayContainer):
                 )
             tables += _fold(*norm, eps, name)
         return cls(w1, w2, w3, *tables)
+
+
+class PackedBottleneck(Packed):
+    """The weights of a residual unit, packed for :func:`fused_bottleneck`.
+
+    They are packed when a call first needs them and kept, in a form that suits the device. After
+    the arrays were changed in place call :meth:`refresh`; until then results are those of the old
+    weights, or, where a call is the first of its kind, of the new ones.
+
+    Parameters
+    ----------
+    weights : BottleneckWeights
+        Referred to, not copied.
+    precision : None, "ieee" or "tf32"
+        How float32 is multiplied, as for :func:`conv2d`.
+
+    Examples
+    --------
+    >>> PackedBottleneck(BottleneckWeights.random(32, 8), precision="tf32").weights.w2.shape
+    (3, 3, 8, 8)
+    """
+
+    def __init__(self, weights, *, precision=None):
+        super().__init__()
+        check_precision(precision)
+        if not isinstance(weights, BottleneckWeights):
+            raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
+        self.weights, self.precision = weights, precision
+
+    def _given(self):
+        return self.weights._arrays()
+
+    def _entered_with(self, function):
+        return PackedBottleneck(self.weights._map_arrays(function), precision=self.precision)
 
 
 @array_function

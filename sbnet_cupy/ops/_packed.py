@@ -1,0 +1,77 @@
+"""Packed: weights that are laid out for a kernel once, and kept for many calls."""
+
+import numpy as np
+
+from .._arrays import ArrayContainer, array_function, namespace
+from ..errors import DeviceError
+from ._plans import Plans
+
+
+class Packed(ArrayContainer):
+    """Base of PackedWeights and PackedBottleneck: what was packed, by how it was packed."""
+
+    def __init__(self):
+        self.launches = Plans()  # of the operation with these weights
+        self._packed = {}  # how -> (packed, function that packs)
+        self._entered = None  # these weights as the door lets them in, if they are not native
+
+    def refresh(self):
+        """Pack again, into the same memory, on the current stream; return nothing.
+
+        Graphs that were captured with these weights use the new values from then on.
+        """
+        _refresh(self)
+
+    def _given(self):
+        """Return the arrays to pack; some may be None."""
+        raise NotImplementedError
+
+    def _entered_with(self, function):
+        """Return the same weights with ``function`` applied to their arrays."""
+        raise NotImplementedError
+
+    def _arrays(self):
+        return tuple(array for array in self._given() if array is not None)
+
+    def _map_arrays(self, function):
+        """Map the arrays once: what is packed must outlive the call."""
+        if self._entered is None:
+            self._entered = self._entered_with(lambda a: a if a is None else function(a))
+        return self._entered
+
+    def packed(self, how, pack):
+        """Return what ``pack`` makes of the weights: the same memory every time."""
+        if how not in self._packed:
+            first = self._given()[0]
+            if is_capturing(first):
+                raise DeviceError(
+                    f"the {type(self).__name__} must be packed before a graph is captured; make "
+                    "the same call once before"
+                )
+            self._packed[how] = pack(*self._given()), pack
+            xp = namespace(first)
+            if xp is not np:  # once, so that other streams may use them too
+                xp.cuda.get_current_stream().synchronize()
+        return self._packed[how][0]
+
+
+@array_function
+def _refresh(weights):
+    """Pack again all that was packed, where it is."""
+    for packed, pack in weights._packed.values():
+        pack(*weights._given(), packed)
+
+
+def is_capturing(array):
+    """Whether the current stream is recording a CUDA graph."""
+    xp = namespace(array)
+    return xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr)
+
+
+_KEPT = []  # memory that captured graphs fill and read: they may be replayed as long as they like
+
+
+def keep_if_capturing(packed):
+    """Keep memory that a graph being captured refers to."""
+    if is_capturing(packed):
+        _KEPT.append(packed)

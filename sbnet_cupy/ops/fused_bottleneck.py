@@ -1,0 +1,311 @@
+"""fused_bottleneck: a pre-activation residual unit at the active blocks, from image to image."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _kernels
+from .._arrays import (
+    array_function,
+    check_apart,
+    check_out,
+    compute_dtype,
+    dtype_name,
+    empty,
+    is_cupy,
+)
+from ..blocks import is_integer
+from ..errors import ShapeError
+from ._bottleneck_plan import UnitCase, plan_bottleneck
+from ._copy_plan import address
+from ._fused_plan import current_device, expected_pixels
+from ._grid import CHUNK_BYTES, check_indices, resolve_grid
+from ._packed import keep_if_capturing
+from ._plans import Plans
+from .bottleneck_weights import PackedBottleneck, check_unit
+from .conv2d import check_precision, conv2d
+from .sparse_gather import sparse_gather
+from .sparse_scatter import sparse_scatter
+
+
+@array_function
+def fused_bottleneck(
+    x, weights, bin_counts, active_block_indices, *, bsize, precision=None, expected=None, out=None
+):
+    """Apply a residual unit at the active blocks of an image, on a GPU in one kernel.
+
+    ``y = x + conv3(a3(conv2(a2(conv1(a1(x))))))`` with ``a_i(t) = relu(t * scale_i + shift_i)`` at
+    every pixel of the active blocks, zeros padding ``a2(...)`` at image borders; elsewhere x, or
+    what was in ``out``. Block ``(n, hi, wi)`` has the pixels from ``(bsize[0] * hi, bsize[1] *
+    wi)`` on. Sums are in float32 (float64 for float64). On a GPU what goes into a product is
+    rounded to the dtype of ``x``, or to tf32.
+
+    Parameters
+    ----------
+    x : array, shape (N, H, W, C)
+        Images; float16, bfloat16, float32 or float64. C-contiguous.
+    weights : BottleneckWeights or PackedBottleneck
+        Kernels of the dtype of ``x``, C to C channels. BottleneckWeights are laid out anew at each
+        call, a :class:`PackedBottleneck` once.
+    bin_counts : int32 array, shape (1,)
+        Number of active blocks, as :func:`reduce_mask` returns it.
+    active_block_indices : int32 array, shape (M, 3)
+        Rows ``(n, hi, wi)``. Rows at or past ``bin_counts`` and rows of no block are passed over.
+    bsize : int or (int, int)
+        Size of a block in pixels: ``BlockParams.bsize_out``.
+    precision : None, "ieee" or "tf32"
+        How float32 is multiplied. On a GPU float32 needs "tf32"; that of a PackedBottleneck holds
+        without being given again.
+    expected : int, optional
+        About how many blocks will be active; M by default. On a GPU it chooses between a kernel
+        for few and one for many. Results differ by rounding at most.
+    out : array of the shape and dtype of ``x``, optional
+        Only its active pixels are written, and it is returned. It must share no memory with the
+        other arrays: a pixel's neighbours are read from ``x``.
+
+    Returns
+    -------
+    y : array, shape (N, H, W, C)
+        In the dtype, in the library and on the device of ``x``.
+
+    Raises
+    ------
+    ShapeError
+        If sizes do not fit together, or an array is not contiguous.
+    DTypeError
+        If dtypes differ or are not floating.
+    NotImplementedError
+        If there is no CUDA kernel for a call on CuPy arrays; the message says why.
+
+    Source: He et al. 2016, arXiv:1603.05027; Ren et al. 2018, arXiv:1801.02108, section 3.3.
+    Kernel: cuda_src/fused_bottleneck.cu
+
+    Examples
+    --------
+    >>> from sbnet_cupy import BottleneckWeights
+    >>> x = np.ones((1, 8, 8, 16), np.float32)
+    >>> counts, indices = np.array([1], np.int32), np.array([[0, 0, 1]], np.int32)
+    >>> y = fused_bottleneck(x, BottleneckWeights.random(16, 4), counts, indices, bsize=4)
+    >>> bool((y[:, :4, 4:] != x[:, :4, 4:]).any()), bool((y[:, 4:] == x[:, 4:]).all())
+    (True, True)
+    """
+    packed = isinstance(weights, PackedBottleneck)
+    plain = weights.weights if packed else weights
+    plans, key = _PLANS, None
+    if is_cupy(x):
+        plans = weights.launches if packed else _PLANS
+        arrays = (x, bin_counts, active_block_indices, *_arrays_of(plain), out)
+        key = plans.key(arrays, (bsize, precision, expected))
+    launch = plans.get(key)
+    if launch is None:
+        bsize, expected = _check(x, plain, bin_counts, active_block_indices, bsize, expected)
+        precision = _resolve_precision(weights, precision)
+    inputs = (("x", x), ("bin_counts", bin_counts), ("active_block_indices", active_block_indices))
+    inputs += tuple(("weights", array) for array in _arrays_of(plain))
+    if out is None:
+        out = empty(x.shape, x.dtype, x)
+        out[...] = x
+    elif launch is None:
+        check_out(out, x.shape, x.dtype, x, inputs)
+    else:
+        check_apart(out, inputs)
+    if launch is None and is_cupy(x) and out.size:
+        launch = _fused_bottleneck_cuda(
+            x, active_block_indices, out, weights, bsize, precision, expected, packed
+        )
+        plans.keep(key, launch)
+    if launch is not None:
+        launch(x, plain, bin_counts, active_block_indices, out)
+    elif out.size:
+        _fused_bottleneck_numpy(x, plain, bin_counts, active_block_indices, bsize, out)
+    return out
+
+
+_PLANS = Plans()
+_MOST = 2**30  # of what a kernel counts in 32 bits
+_MOST_BLOCKS = 2**16 - 1  # thread blocks along an axis of a grid
+
+
+def _arrays_of(weights):
+    """Return the arrays of a BottleneckWeights; what is no such thing is refused by the checks."""
+    return weights._arrays() if hasattr(weights, "_arrays") else ()
+
+
+def _check(x, weights, bin_counts, active_block_indices, bsize, expected):
+    """Check the arguments but out; return bsize, no larger than the image, and expected."""
+    check_unit(x, weights, None, (1, 1))
+    check_indices(bin_counts, active_block_indices, like=x)
+    bsize = resolve_grid(bsize, (0, 0), None).bsize
+    bsize = tuple(max(min(b, n), 1) for b, n in zip(bsize, x.shape[1:3], strict=True))
+    if expected is None:
+        expected = len(active_block_indices)
+    elif not is_integer(expected) or expected < 0:
+        raise ShapeError(f"expected must be None or a non-negative integer, got {expected!r}")
+    return bsize, expected
+
+
+def _resolve_precision(weights, precision):
+    """Return the precision of the call; a PackedBottleneck has its own."""
+    check_precision(precision)
+    own = getattr(weights, "precision", precision)
+    if precision is not None and precision != own:
+        raise ValueError(
+            f"precision must be {own!r}, that of the PackedBottleneck weights, got {precision!r}"
+        )
+    return own
+
+
+def _fused_bottleneck_numpy(x, weights, bin_counts, active_block_indices, bsize, out):
+    """Gather with a rim of one pixel, three products, scatter; some rows of the list at a time."""
+    wide = compute_dtype(x.dtype)
+    w1, w2, w3, *tables = (array.astype(wide, copy=False) for array in weights._arrays())
+    scale1, shift1, scale2, shift2, scale3, shift3 = tables
+    grid = {"bsize": tuple(b + 2 for b in bsize), "boffset": (-1, -1), "bstride": bsize}
+    relu = {"padding": "VALID", "activation": "relu"}
+    count = min(max(int(bin_counts[0]), 0), len(active_block_indices))
+    step = max(1, CHUNK_BYTES // (math.prod(grid["bsize"]) * x.shape[3] * wide.itemsize))
+    for start in range(0, count, step):
+        rows = active_block_indices[start : min(start + step, count)]
+        active = np.array([len(rows)], np.int32), rows
+        image = sparse_gather(x, *active, **grid).astype(wide, copy=False)
+        with np.errstate(all="ignore"):  # infinities come with no warning, as on a GPU
+            blocks = np.maximum(image * scale1 + shift1, wide.type(0))
+        blocks = conv2d(blocks, w1, scale=scale2, bias=shift2, **relu)
+        blocks[~_inside(rows, bsize, x.shape[1:3])] = 0  # the padding of conv2
+        blocks = conv2d(blocks, w2, scale=scale3, bias=shift3, **relu)
+        blocks = conv2d(blocks, w3, padding="VALID")
+        with np.errstate(all="ignore"):
+            blocks += image[:, 1:-1, 1:-1]
+            blocks = blocks.astype(x.dtype, copy=False)
+        sparse_scatter(blocks, *active, out, bsize=bsize, out=out)
+
+
+def _inside(rows, bsize, image_hw):
+    """Return bool ``[M, bh + 2, bw + 2]``: which pixels of blocks and rims lie in the image."""
+    axes = []
+    for axis, (block, size) in enumerate(zip(bsize, image_hw, strict=True)):
+        first = rows[:, 1 + axis].astype(np.int64) * block - 1
+        pixel = first[:, None] + np.arange(block + 2)
+        axes.append((pixel >= 0) & (pixel < size))
+    return axes[0][:, :, None] & axes[1][:, None, :]
+
+
+def missing_kernel(x, weights, bsize, rows, precision, out=None):
+    """Return for what there is no kernel; None where these CuPy arrays have one."""
+    name = dtype_name(x.dtype)
+    if name == "float64":
+        return "float64"
+    if name == "float32" and precision != "tf32":
+        return "IEEE float32; pass precision='tf32' if factors of 11 significant bits will do"
+    if not x.size:
+        return "images without channels"
+    pointers = [address(array) for array in (x, out) if array is not None]
+    if _kernels.vector_bytes(x.shape[3] * x.dtype.itemsize, *pointers) < 16:
+        return f"{x.shape[3]} channels of {name} that are not whole, aligned 16-byte vectors"
+    if max(x.shape) > _MOST:
+        return f"sizes above 2**30, such as those of x {x.shape}"
+    plan = _plan(x, weights, bsize, rows)
+    if plan is None:
+        return (
+            f"{x.shape[3]} and {weights.w1.shape[3]} channels of {name}: their weights do not fit "
+            "this GPU's shared memory"
+        )
+    if _tiles(bsize, plan) > _MOST_BLOCKS:
+        return f"blocks as large as {bsize}"
+    return None
+
+
+def _case(x, weights):
+    """Describe the unit to the planner."""
+    tables = {weights.scale1.dtype, weights.shift1.dtype}
+    return UnitCase(
+        element=_kernels.cpp_name(x.dtype, "x"),
+        element_bytes=x.dtype.itemsize,
+        channels=x.shape[3],
+        channels_mid=weights.w1.shape[3],
+        tight=x.dtype.itemsize == 2 and tables == {x.dtype},
+    )
+
+
+def _plan(x, weights, bsize, rows):
+    """Return the plan for about so many active rows."""
+    pixels = expected_pixels(rows * math.prod(bsize), math.prod(x.shape[:3]))
+    return plan_bottleneck(_case(x, weights), pixels, current_device())
+
+
+def _tiles(bsize, plan):
+    """Tiles of a block."""
+    return math.prod(-(-b // t) for b, t in zip(bsize, plan.tile, strict=True))
+
+
+class _Launch(NamedTuple):
+    """A checked call: where the weights are packed, and the kernel."""
+
+    packed: Any  # array of bytes; None where weights are packed at each call
+    pack: Callable
+    run: Callable
+
+    def __call__(self, x, weights, bin_counts, active_block_indices, out):
+        packed = self.pack(*weights._arrays()) if self.packed is None else self.packed
+        self.run(x, packed, bin_counts, active_block_indices, out)
+
+
+def _fused_bottleneck_cuda(
+    x, active_block_indices, out, weights, bsize, precision, expected, keep
+):
+    """Prepare one launch over the rows of the list; see cuda_src/fused_bottleneck.cu."""
+    plain = weights.weights if keep else weights
+    reason = missing_kernel(x, plain, bsize, expected, precision, out)
+    if reason is not None:
+        raise NotImplementedError(
+            f"fused_bottleneck has no CUDA kernel for {reason}; or use sparse_res_block_bottleneck "
+            "with method='gather'"
+        )
+    case, plan = _case(x, plain), _plan(x, plain, bsize, expected)
+    rows = len(active_block_indices)
+    blocks = tuple(-(-n // b) for n, b in zip(x.shape[1:3], bsize, strict=True))
+    n, h, w, c = x.shape
+    run = _kernels.prepare(
+        "fused_bottleneck",
+        "fused_bottleneck",
+        plan.template(case),
+        (rows * plan.cluster, 1, _tiles(bsize, plan)),
+        plan.threads,
+        5,
+        (rows, n, c, h, w, *bsize, *blocks),
+        shared=plan.shared_bytes(case),
+        persistent=True,
+        dependent=True,
+        cluster=plan.cluster,
+    )
+    pack = _prepare_pack(case, plan)
+    packed = weights.packed((plan.pack_template(case)), pack) if keep else None
+    return _Launch(packed, pack, run)
+
+
+def _prepare_pack(case, plan):
+    """Return a function that packs the arrays of a BottleneckWeights, into ``packed`` if given."""
+    each = plan.packed_bytes(case)
+    launch = _kernels.prepare(
+        "fused_bottleneck",
+        "pack_bottleneck",
+        plan.pack_template(case),
+        (-(-each // 4096), plan.cluster),
+        256,
+        10,
+        (case.channels, case.channels_mid),
+    )
+
+    def pack(w1, w2, w3, *rest):
+        tables, packed = rest[:6], rest[6] if len(rest) > 6 else None
+        if packed is None:
+            packed = empty((each * plan.cluster,), np.uint8, w1)
+            keep_if_capturing(packed)
+        kernels = (w if w.flags.c_contiguous else w.copy(order="C") for w in (w1, w2, w3))
+        wide = (t.astype(np.float32, order="C", copy=False) for t in tables)
+        launch(*kernels, *wide, packed)
+        return packed
+
+    return pack
