@@ -12,7 +12,9 @@ from .ops.conv2d import conv2d
 from .ops.fused_conv import fused_conv
 from .ops.reduce_mask import reduce_mask
 from .ops.sparse_gather import sparse_gather
+from .ops.sparse_gather_grad import sparse_gather_grad
 from .ops.sparse_scatter import sparse_scatter, sparse_scatter_var
+from .ops.sparse_scatter_grad import sparse_scatter_grad
 
 __version__ = "0.1.0"
 
@@ -34,7 +36,9 @@ __all__ = [
     "reduce_mask",
     "sparse_conv2d",
     "sparse_gather",
+    "sparse_gather_grad",
     "sparse_res_block_bottleneck",
     "sparse_scatter",
+    "sparse_scatter_grad",
     "sparse_scatter_var",
 ]

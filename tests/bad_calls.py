@@ -39,6 +39,7 @@ class Spoiled:
 PARAMS = calc_block_params((8, 8), 4, 3)
 INDICES = tuple(indices().values())
 SCATTER = {"blocks": ramp(3, 4, 4, 2)} | indices() | {"x": ramp(1, 8, 8, 2), "bsize": 4}
+GATHER_GRAD = {"grad_blocks": ramp(3, 4, 4, 2)} | indices() | {"x": ramp(1, 8, 8, 2), "bsize": 4}
 KERNELS = [ramp(1, 1, 2, 4), ramp(3, 3, 4, 4), ramp(1, 1, 4, 2)]
 WEIGHTS = KERNELS + [ramp(c) for c in (2, 2, 4, 4, 4, 4)]  # of a BottleneckWeights
 
@@ -55,6 +56,8 @@ VALID = {
     "sparse_gather": {"x": ramp(1, 8, 8, 2)} | indices() | {"bsize": 4},
     "sparse_scatter": SCATTER,
     "sparse_scatter_var": SCATTER,
+    "sparse_gather_grad": GATHER_GRAD,
+    "sparse_scatter_grad": {"grad_y": ramp(1, 8, 8, 2)} | indices() | {"bsize": 4},
     "conv2d": {"x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4)},
     "sparse_conv2d": {
         "x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4), "indices": INDICES, "block_params": PARAMS,
@@ -165,6 +168,37 @@ BAD = [
     ("sparse_scatter", "out", Spoiled("xp.zeros((1, 8, 8, 4), 'f4')[..., 1::2]"), S),
     ("sparse_scatter_var", "x", LIST, D),
     ("sparse_scatter_var", "blocks", Spoiled("v[:1]"), S),
+    # gradients of gather and scatter
+    ("sparse_gather_grad", "grad_blocks", LIST, D),
+    ("sparse_gather_grad", "grad_blocks", Spoiled("v[:2]"), S),
+    ("sparse_gather_grad", "grad_blocks", Spoiled("v.transpose(0, 3, 1, 2).copy()"), S),
+    ("sparse_gather_grad", "grad_blocks", Spoiled("v[0]"), S),
+    ("sparse_gather_grad", "grad_blocks", Spoiled("v.astype('f2')"), D),
+    ("sparse_gather_grad", "grad_blocks", STRIDED, S),
+    ("sparse_gather_grad", "bin_counts", Spoiled("v.astype('i8')"), D),
+    ("sparse_gather_grad", "active_block_indices", Spoiled("v[:, 0].copy()"), S),
+    ("sparse_gather_grad", "x", LIST, D),
+    ("sparse_gather_grad", "x", Spoiled("v[0]"), S),
+    ("sparse_gather_grad", "x", Spoiled("v.astype('i4')"), D),
+    ("sparse_gather_grad", "x", Spoiled("v.astype('c8')"), D),
+    ("sparse_gather_grad", "x", STRIDED, S),
+    *[("sparse_gather_grad", "bsize", v, S) for v in [0, 4.0, (4, 4.0)]],
+    ("sparse_gather_grad", "bstride", (0, 4), S),
+    ("sparse_gather_grad", "data_format", "HWC", V),
+    *[("sparse_gather_grad", "scale", v, D) for v in [2.0, ramp(2, dtype=np.int32)]],
+    ("sparse_gather_grad", "scale", ramp(3), S),
+    ("sparse_gather_grad", "shift", ramp(1, 2), S),
+    ("sparse_gather_grad", "activation", "tanh", V),
+    ("sparse_scatter_grad", "grad_y", LIST, D),
+    ("sparse_scatter_grad", "grad_y", Spoiled("v[0]"), S),
+    ("sparse_scatter_grad", "grad_y", Spoiled("v.astype('i4')"), D),
+    ("sparse_scatter_grad", "grad_y", STRIDED, S),
+    ("sparse_scatter_grad", "bin_counts", Spoiled("v.astype('i8')"), D),
+    ("sparse_scatter_grad", "active_block_indices", Spoiled("v[:, 0].copy()"), S),
+    *[("sparse_scatter_grad", "bsize", v, S) for v in [0, 4.0, (4, 4.0)]],
+    ("sparse_scatter_grad", "bstride", (0, 4), S),
+    ("sparse_scatter_grad", "boffset", (0, 0.5), S),
+    ("sparse_scatter_grad", "data_format", "HWC", V),
     # conv2d
     ("conv2d", "x", LIST, D),
     ("conv2d", "x", Spoiled("v[0]"), S),

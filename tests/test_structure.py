@@ -37,8 +37,10 @@ PUBLIC = {
     "reduce_mask",
     "sparse_conv2d",
     "sparse_gather",
+    "sparse_gather_grad",
     "sparse_res_block_bottleneck",
     "sparse_scatter",
+    "sparse_scatter_grad",
     "sparse_scatter_var",
 }
 FUNCTIONS = sorted(n for n in PUBLIC if inspect.isfunction(getattr(sbnet_cupy, n, None)))

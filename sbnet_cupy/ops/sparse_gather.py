@@ -128,7 +128,7 @@ def sparse_gather(
     check_image("x", x)
     check_indices(bin_counts, active_block_indices, like=x)
     layout = resolve_layout(x, data_format, transpose)
-    _check_affine(x, layout.C, scale, shift, activation)
+    check_affine(x, layout.C, scale, shift, activation)
     shape = layout.blocks_shape(len(active_block_indices), grid.bsize)
     if out is None:
         out = empty(shape, x.dtype, x)
@@ -161,7 +161,7 @@ _PLANS = Plans()
 _ARRAY_NAMES = ("x", "bin_counts", "active_block_indices", "scale", "shift")
 
 
-def _check_affine(x, channels, scale, shift, activation):
+def check_affine(x, channels, scale, shift, activation):
     """Check the fused transformation."""
     check_activation(activation)
     for name, value in (("scale", scale), ("shift", shift)):
