@@ -9,6 +9,7 @@ from .layers.sparse_conv import mask_conv2d, sparse_conv2d
 from .ops._packed_weights import PackedWeights
 from .ops.active_blocks import ActiveBlocks
 from .ops.conv2d import conv2d
+from .ops.conv2d_grad import conv2d_grad
 from .ops.fused_conv import fused_conv
 from .ops.reduce_mask import reduce_mask
 from .ops.sparse_gather import sparse_gather
@@ -30,6 +31,7 @@ __all__ = [
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
+    "conv2d_grad",
     "fused_conv",
     "mask_conv2d",
     "masks",

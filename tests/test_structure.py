@@ -32,6 +32,7 @@ PUBLIC = {
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
+    "conv2d_grad",
     "mask_conv2d",
     "masks",
     "reduce_mask",
