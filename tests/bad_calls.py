@@ -65,12 +65,20 @@ VALID = {
     "sparse_conv2d": {
         "x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4), "indices": INDICES, "block_params": PARAMS,
     },
+    "sparse_conv2d_grad": {
+        "grad_y": ramp(1, 8, 8, 4), "x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4),
+        "indices": INDICES, "block_params": PARAMS,
+    },
     "mask_conv2d": {
         "x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4), "mask": ramp(1, 8, 8), "strides": (1, 1),
         "padding": "SAME",
     },
     "sparse_res_block_bottleneck": {
         "x": ramp(1, 8, 8, 2), "weights": WEIGHTS, "indices": INDICES, "block_params": PARAMS,
+    },
+    "sparse_res_block_bottleneck_grad": {
+        "grad_y": ramp(1, 8, 8, 2), "x": ramp(1, 8, 8, 2), "weights": WEIGHTS, "indices": INDICES,
+        "block_params": PARAMS,
     },
 }  # fmt: skip
 
@@ -269,4 +277,32 @@ BAD = [
     ("sparse_res_block_bottleneck", "out", ramp(1, 8, 7, 2), S),
     ("sparse_res_block_bottleneck", "precision", "tf16", V),
     ("sparse_res_block_bottleneck", "method", "gathered", V),
+    # gradients of layers
+    ("sparse_conv2d_grad", "grad_y", LIST, D),
+    ("sparse_conv2d_grad", "grad_y", Spoiled("v[..., :3].copy()"), S),
+    ("sparse_conv2d_grad", "grad_y", Spoiled("v.astype('f8')"), D),
+    ("sparse_conv2d_grad", "grad_y", STRIDED, S),
+    ("sparse_conv2d_grad", "x", LIST, D),
+    ("sparse_conv2d_grad", "w", Spoiled("v[:, :, :1].copy()"), S),
+    ("sparse_conv2d_grad", "indices", None, T),
+    ("sparse_conv2d_grad", "block_params", (4, 4), T),
+    ("sparse_conv2d_grad", "strides", 0, S),
+    ("sparse_conv2d_grad", "padding", "same", V),
+    ("sparse_conv2d_grad", "bias", ramp(3), S),
+    ("sparse_conv2d_grad", "activation", "tanh", V),
+    ("sparse_conv2d_grad", "base", ramp(1, 8, 8, 3), S),
+    ("sparse_conv2d_grad", "data_format", "CHW", V),
+    ("sparse_conv2d_grad", "w_format", "OHWI", V),
+    ("sparse_conv2d_grad", "precision", "half", V),
+    *[("sparse_conv2d_grad", "wanted", v, V) for v in ["base", ("scale",), None]],
+    ("sparse_res_block_bottleneck_grad", "grad_y", Spoiled("v[:, 1:].copy()"), S),
+    ("sparse_res_block_bottleneck_grad", "grad_y", Spoiled("v.astype('f8')"), D),
+    ("sparse_res_block_bottleneck_grad", "grad_y", STRIDED, S),
+    ("sparse_res_block_bottleneck_grad", "x", Spoiled("xp.concatenate([v, v], -1)"), S),
+    ("sparse_res_block_bottleneck_grad", "weights", None, T),
+    ("sparse_res_block_bottleneck_grad", "indices", None, T),
+    ("sparse_res_block_bottleneck_grad", "block_params", (4, 4), T),
+    ("sparse_res_block_bottleneck_grad", "w_project", ramp(1, 1, 3, 2), S),
+    ("sparse_res_block_bottleneck_grad", "base", ramp(1, 8, 8, 3), S),
+    ("sparse_res_block_bottleneck_grad", "precision", "tf16", V),
 ]

@@ -108,7 +108,8 @@ def sparse_res_block_bottleneck_grad(
             )
         else:
             shortcut, dproject = grad_y, None
-        dx += shortcut
+        wide = compute_dtype(x.dtype)
+        dx[...] = dx.astype(wide, copy=False) + shortcut.astype(wide, copy=False)
     return BottleneckGradients(dx, dweights, dproject, dbase)
 
 

@@ -37,7 +37,7 @@ def weight_gradient(x, grad_y, dw, problem):
         for name in wanted:
             arrays = {X: x[part], W: sums[name], Y: grad_y[part]}
             if run(describe(arrays, W, problem), arrays):
-                dw += sums[name].transpose(to_hwio)
+                dw += sums[name].transpose(to_hwio).astype(dw.dtype, copy=False)
                 break
         else:
             left.append(part)
