@@ -7,8 +7,8 @@ from .layers.bottleneck_weights import BottleneckWeights
 from .layers.residual import sparse_res_block_bottleneck
 from .layers.residual_grad import sparse_res_block_bottleneck_grad
 from .layers.sparse_conv import mask_conv2d, sparse_conv2d
-from .ops._packed_weights import PackedWeights
 from .layers.sparse_conv_grad import sparse_conv2d_grad
+from .ops._packed_weights import PackedWeights
 from .ops.active_blocks import ActiveBlocks
 from .ops.conv2d import conv2d
 from .ops.conv2d_grad import conv2d_grad

@@ -229,6 +229,27 @@ def _gelu(value):
 ACTIVATIONS = {None: lambda value: value, "relu": _relu, "silu": _silu, "gelu": _gelu}
 
 
+def affine_grad(grad, x, scale, shift, activation, channels_last=True, inside=None):
+    """Return {"x", "scale", "shift"}: each the exact sum, and the sum of its terms' magnitudes."""
+    if not channels_last:
+        grad, x = grad.transpose(0, 2, 3, 1), x.transpose(0, 2, 3, 1)
+        inside = None if inside is None else inside.transpose(0, 2, 3, 1)
+    slope = np.vectorize(SLOPES[activation], otypes=[np.float64])
+    slopes = slope(fused_map(x, scale, shift, None)) if x.size else np.zeros(x.shape)
+    grad, x = grad.astype(np.float64), x.astype(np.float64)
+    if inside is not None:
+        grad = np.where(inside, grad, 0)
+    factor = 1.0 if scale is None else scale.astype(np.float64)
+    steepest = 1.0 if activation in (None, "relu") else 1.13
+    g = np.stack([grad * slopes, abs(grad) * steepest])  # values, sizes
+    terms = {"x": g * factor, "scale": g * x, "shift": g}
+    terms = {name: np.stack([t[0], abs(t[1])]) for name, t in terms.items()}
+    if not channels_last:
+        terms["x"] = terms["x"].transpose(0, 1, 4, 2, 3)
+    sums = {name: terms[name].sum(axis=(1, 2, 3)) for name in ("scale", "shift")}
+    return {"x": terms["x"]} | sums
+
+
 def _silu_slope(v):
     s = _sigmoid(v)
     return s * (1 + v * _sigmoid(-v))

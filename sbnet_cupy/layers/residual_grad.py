@@ -6,8 +6,8 @@ import numpy as np
 
 from .._arrays import array_function, compute_dtype, namespace
 from ..blocks import calc_block_params_res_block, output_size, pair
-from ..ops._affine_grad import affine_grad
 from ..ops.activation import apply_affine
+from ..ops.affine_grad import affine_grad
 from ..ops.conv2d import check_precision, conv2d
 from ..ops.conv2d_grad import check_grad, conv2d_grad
 from ..ops.sparse_gather import sparse_gather
@@ -136,11 +136,9 @@ def _residual_grad(grad, x, weights, indices, block_params, strides, precision):
     t3 = _activated(z2, *third)
 
     grad, dw3, *_ = conv2d_grad(grad, t3, weights.w3, **valid)
-    grad, dscale3, dshift3 = affine_grad(grad, z2, *third, "relu", -1)
-    grad = grad.astype(x.dtype, copy=False)
+    grad, dscale3, dshift3 = affine_grad(grad, z2, *third, "relu", True)
     grad, dw2, *_ = conv2d_grad(grad, t2, weights.w2, strides=strides, **valid)
-    grad, dscale2, dshift2 = affine_grad(grad, z1, *second, "relu", -1, inside)
-    grad = grad.astype(x.dtype, copy=False)
+    grad, dscale2, dshift2 = affine_grad(grad, z1, *second, "relu", True, inside)
     grad, dw1, *_ = conv2d_grad(grad, t1, weights.w1, **valid)
     dx, dscale1, dshift1 = sparse_gather_grad(grad, *indices, x, **first)
     tables = (dscale1, dshift1, dscale2, dshift2, dscale3, dshift3)

@@ -15,7 +15,7 @@ from .._arrays import (
 )
 from ..errors import DTypeError
 from . import _cudnn_grad, _im2col_grad
-from ._affine_grad import affine_grad
+from .affine_grad import affine_grad
 from .conv2d import check_per_channel, conv2d, resolve_problem
 
 
@@ -115,9 +115,7 @@ def conv2d_grad(
             if "scale" in wanted or activation is not None:
                 layout = {"data_format": data_format, "w_format": w_format}
                 z = conv2d(x, w, strides=strides, padding=padding, precision=precision, **layout)
-            axis = -1 if problem.channels_last else 1
-            grad, *sums = affine_grad(grad_y, z, scale, bias, activation, axis)
-            grad = grad_y if scale is activation is None else grad.astype(x.dtype, copy=False)
+            grad, *sums = affine_grad(grad_y, z, scale, bias, activation, problem.channels_last)
             tables = {n: s for n, s in zip(("scale", "bias"), sums, strict=True) if n in wanted}
         return ConvGradients(
             x=_data_gradient(grad, x, w, problem) if "x" in wanted else None,

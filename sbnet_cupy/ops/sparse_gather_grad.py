@@ -6,9 +6,9 @@ import numpy as np
 
 from .._arrays import array_function, check_array, empty, is_float
 from ..errors import DTypeError
-from ._affine_grad import affine_grad
 from ._cover import inside_image
 from ._grid import check_image, check_indices, resolve_grid, resolve_layout
+from .affine_grad import affine_grad
 from .sparse_gather import check_affine, sparse_gather
 from .sparse_scatter import sparse_scatter
 
@@ -103,10 +103,9 @@ def sparse_gather_grad(
             blocks = None
             if scale is not None or activation is not None:
                 blocks = sparse_gather(x, *indices, **options)
-            axis = -1 if layout.blocks_channels_last else 1
             inside = inside_image(*indices, layout, grid)
-            grad_blocks, dscale, dshift = affine_grad(grad_blocks, blocks, *tables, axis, inside)
-            grad_blocks = grad_blocks.astype(x.dtype, copy=False)
+            last = layout.blocks_channels_last
+            grad_blocks, dscale, dshift = affine_grad(grad_blocks, blocks, *tables, last, inside)
         dx = empty(x.shape, x.dtype, x)
         dx[...] = 0
         sparse_scatter(grad_blocks, *indices, dx, **options, add=True, atomic=True, out=dx)
