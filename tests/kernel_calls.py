@@ -12,7 +12,13 @@ import numpy as np
 import strategies
 from strategies import INT32, Grid
 
-from sbnet_cupy import reduce_mask, sparse_gather, sparse_scatter
+from sbnet_cupy import (
+    reduce_mask,
+    sparse_gather,
+    sparse_gather_grad,
+    sparse_scatter,
+    sparse_scatter_grad,
+)
 from sbnet_cupy.ops.affine_grad import affine_grad
 
 DTYPES = {dtype.name: dtype for dtype in strategies.DTYPES}
@@ -193,7 +199,7 @@ class Copy(Case):
         image = (grid.batch, *grid.size, c) if last else (grid.batch, c, *grid.size)
         rows = len(self.active[1])
         stack = (rows, *grid.bsize, c) if last != transpose else (rows, c, *grid.bsize)
-        computes = self.op == "add" or self.options
+        computes = self.op in ("add", "gather grad") or self.options
         make = numbers if computes else random_bits
         image, stack = (make(rng, shape, DTYPES[self.dtype]) for shape in (image, stack))
         if self.special:
@@ -234,6 +240,21 @@ class Copy(Case):
             yield sparse_scatter(
                 blocks, *active, y, **keywords, out=y, add=self.op == "add", atomic=atomic
             )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gradient(Copy):
+    """The gradients of gather and scatter, which are made of gathers and scatters."""
+
+    op: str = "gather grad"  # "scatter grad"
+
+    def run(self, memory):
+        image, stack = (memory.read_only(array, self.offset) for array in self.arrays)
+        active = list(map(memory.read_only, self.active))
+        if self.op == "gather grad":
+            yield sparse_gather_grad(stack, *active, image, **self.keywords).x
+        else:
+            yield from sparse_scatter_grad(image, *active, **self.keywords)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

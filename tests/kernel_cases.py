@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from kernel_calls import LAYOUTS, Affine, Copy, Mask
+from kernel_calls import LAYOUTS, Affine, Copy, Gradient, Mask
 
 
 def _masks():
@@ -224,3 +224,26 @@ def _affine():
 
 
 AFFINE = list(_affine())
+
+
+def _gradients():
+    """Overlap, layouts that change, rows listed twice, and index tables that hold anything."""
+    rows = [
+        ("float32", "NHWC", "halo", "some"),
+        ("float16", "NHWC to NCHW", "halo", "shuffled"),
+        ("bfloat16", "NCHW", "gaps", "corrupt"),
+        ("float64", "NCHW to NHWC", "aligned halo", "count too large"),
+        ("float32", "NHWC", "plain", "repeated"),
+    ]
+    for dtype, layout, grid, table in rows:
+        options = {"dtype": dtype, "layout": layout, "grid": grid, "table": table}
+        yield Gradient(**options)
+        yield Gradient(op="scatter grad", **options)
+        fused = {"scale": "float32", "shift": "float32", "activation": "relu"}
+        yield Gradient(name="fused", options=fused, **options)
+    yield Gradient(
+        name="add", op="scatter grad", dtype="float32", grid="halo", options={"add": True}
+    )
+
+
+GRADIENTS = list(_gradients())

@@ -17,7 +17,7 @@ import oracles
 import pytest
 from assertions import assert_close, assert_same
 from kernel_calls import Mask
-from kernel_cases import AFFINE, COPIES, FUSED, MASKS, REPEATED, SMOOTH
+from kernel_cases import AFFINE, COPIES, FUSED, GRADIENTS, MASKS, REPEATED, SMOOTH
 
 from sbnet_cupy import _kernels
 from sbnet_cupy.ops import _plans
@@ -205,6 +205,13 @@ def test_smooth_activations(case, monkeypatch):
     wide = np.float64 if image.dtype == np.float64 else np.float32
     for (blocks,) in run_all(case, monkeypatch):
         assert_close(blocks, expected, terms=8, dtype=wide, magnitude=abs(argument))
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradients_of_copies(case, monkeypatch):
+    """Bit by bit, through relu too, but for which zero it gives; NaN where bits are only moved."""
+    moves = case.op == "scatter grad"
+    check_same(case, monkeypatch, allow_nan=moves, signed_zero=moves)
 
 
 @pytest.mark.parametrize("case", AFFINE, ids=str)
