@@ -4,16 +4,21 @@ from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
 from .errors import CapacityError, DeviceError, DTypeError, ShapeError
 from .layers import masks
 from .layers.residual import sparse_res_block_bottleneck
+from .layers.residual_grad import sparse_res_block_bottleneck_grad
 from .layers.sparse_conv import mask_conv2d, sparse_conv2d
+from .layers.sparse_conv_grad import sparse_conv2d_grad
 from .ops._packed_weights import PackedWeights
 from .ops.active_blocks import ActiveBlocks
 from .ops.bottleneck_weights import BottleneckWeights, PackedBottleneck
 from .ops.conv2d import conv2d
+from .ops.conv2d_grad import conv2d_grad
 from .ops.fused_bottleneck import fused_bottleneck
 from .ops.fused_conv import fused_conv
 from .ops.reduce_mask import reduce_mask
 from .ops.sparse_gather import sparse_gather
+from .ops.sparse_gather_grad import sparse_gather_grad
 from .ops.sparse_scatter import sparse_scatter, sparse_scatter_var
+from .ops.sparse_scatter_grad import sparse_scatter_grad
 
 __version__ = "0.1.0"
 
@@ -30,14 +35,19 @@ __all__ = [
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
+    "conv2d_grad",
     "fused_bottleneck",
     "fused_conv",
     "mask_conv2d",
     "masks",
     "reduce_mask",
     "sparse_conv2d",
+    "sparse_conv2d_grad",
     "sparse_gather",
+    "sparse_gather_grad",
     "sparse_res_block_bottleneck",
+    "sparse_res_block_bottleneck_grad",
     "sparse_scatter",
+    "sparse_scatter_grad",
     "sparse_scatter_var",
 ]

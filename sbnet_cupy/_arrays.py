@@ -95,7 +95,8 @@ def _map_value(value, function):
     if isinstance(value, ArrayContainer):
         return value._map_arrays(lambda x: function(x) if library_of(x) is not None else x)
     if isinstance(value, tuple | list) and _arrays_in(value):
-        return type(value)(_map_value(item, function) for item in value)
+        items = [_map_value(item, function) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
 
 

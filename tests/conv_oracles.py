@@ -56,6 +56,33 @@ def conv2d(x, w, strides=(1, 1), padding="SAME"):
     return y
 
 
+def data_gradient(grad_y, w, size, strides=(1, 1), padding="SAME"):
+    """``dx[n, p*sh - top + r, q*sw - left + s, c] += grad_y[n, p, q, k] * w[r, s, c, k]``."""
+    grad_y, w = grad_y.astype(np.float64), w.astype(np.float64)
+    (top, _), (left, _) = pads(size, w.shape[:2], strides, padding)
+    dx = np.zeros((len(grad_y), *size, w.shape[2]))
+    for p, q in np.ndindex(grad_y.shape[1:3]):
+        for r, s in np.ndindex(w.shape[:2]):
+            h, v = p * strides[0] - top + r, q * strides[1] - left + s
+            if 0 <= h < size[0] and 0 <= v < size[1]:
+                dx[:, h, v] += grad_y[:, p, q] @ w[r, s].T
+    return dx
+
+
+def weight_gradient(grad_y, x, kernel, strides=(1, 1), padding="SAME"):
+    """``dw[r, s, c, k] += x[n, p*sh - top + r, q*sw - left + s, c] * grad_y[n, p, q, k]``."""
+    grad_y, x = grad_y.astype(np.float64), x.astype(np.float64)
+    size = x.shape[1:3]
+    (top, _), (left, _) = pads(size, kernel, strides, padding)
+    dw = np.zeros((*kernel, x.shape[3], grad_y.shape[3]))
+    for p, q in np.ndindex(grad_y.shape[1:3]):
+        for r, s in np.ndindex(*kernel):
+            h, v = p * strides[0] - top + r, q * strides[1] - left + s
+            if 0 <= h < size[0] and 0 <= v < size[1]:
+                dw[r, s] += x[:, h, v].T @ grad_y[:, p, q]
+    return dw
+
+
 def bounded_conv2d(x, w, strides=(1, 1), padding="SAME", *, epsilon):
     """Convolve bounded images.
 

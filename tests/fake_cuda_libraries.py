@@ -22,7 +22,7 @@ def memory(pointer, count, dtype):
 
 
 class Cublas:
-    """cublasGemmEx for row counts and leading dimensions without transposition."""
+    """cublasGemmEx for row counts, leading dimensions and transposition."""
 
     handle = 77
 
@@ -33,16 +33,24 @@ class Cublas:
         self, handle, transa, transb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb,
         beta, c, c_type, ldc, compute_type, algo,
     ):  # fmt: skip
-        """``C = alpha A B + beta C``, column-major: m x n, m x k and k x n."""
-        assert (handle, transa, transb, algo) == (self.handle, 0, 0, -1)
-        assert lda >= m and ldb >= k and ldc >= m
+        """``C = alpha op(A) op(B) + beta C``, column-major: m x n, m x k and k x n."""
+        assert (handle, algo) == (self.handle, -1) and {transa, transb} <= {0, 1}
+        assert lda >= (k if transa else m) and ldb >= (n if transb else k) and ldc >= m
         self.compute_types.add(compute_type)
         compute = {68: np.float32, 77: np.float32, 70: np.float64}[compute_type]
         assert memory(alpha, 1, compute)[0] == 1 and memory(beta, 1, compute)[0] == 0
-        left = memory(a, lda * k, CUBLAS_DTYPES[a_type]).reshape(k, lda)[:, :m].T
-        right = memory(b, ldb * n, CUBLAS_DTYPES[b_type]).reshape(n, ldb)[:, :k].T
+        left = self.operand(a, m, k, lda, CUBLAS_DTYPES[a_type], transa)
+        right = self.operand(b, k, n, ldb, CUBLAS_DTYPES[b_type], transb)
         product = left.astype(compute) @ right.astype(compute)
         memory(c, ldc * n, CUBLAS_DTYPES[c_type]).reshape(n, ldc)[:, :m] = product.T
+
+
+    @staticmethod
+    def operand(pointer, rows, columns, leading, dtype, transposed):
+        """View a matrix of ``rows`` x ``columns``, held column by column, or row by row."""
+        if transposed:
+            return memory(pointer, leading * rows, dtype).reshape(rows, leading)[:, :columns]
+        return memory(pointer, leading * columns, dtype).reshape(columns, leading)[:, :rows].T
 
 
 class GraphNotSupported(Exception):
@@ -159,6 +167,34 @@ class Graph:
             return y.astype(np.float32).transpose(0, 3, 1, 2)
 
         return self._node("conv", compute)
+
+    def conv_dgrad(self, *, loss, filter, pre_padding, post_padding, stride, dilation):
+        assert dilation == [1, 1]
+        padding = tuple(zip(pre_padding, post_padding, strict=True))
+
+        def compute(pointers):
+            grad, w = loss.compute(pointers), filter.compute(pointers)
+            dx = oracles.data_gradient(
+                grad.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), self.output.dim[2:],
+                stride, padding,
+            )  # fmt: skip
+            return dx.astype(np.float32).transpose(0, 3, 1, 2)
+
+        return self._node("dgrad", compute)
+
+    def conv_wgrad(self, *, image, loss, pre_padding, post_padding, stride, dilation):
+        assert dilation == [1, 1]
+        padding = tuple(zip(pre_padding, post_padding, strict=True))
+
+        def compute(pointers):
+            x, grad = image.compute(pointers), loss.compute(pointers)
+            dw = oracles.weight_gradient(
+                grad.transpose(0, 2, 3, 1), x.transpose(0, 2, 3, 1), self.output.dim[2:],
+                stride, padding,
+            )  # fmt: skip
+            return dw.astype(np.float32).transpose(3, 2, 0, 1)
+
+        return self._node("wgrad", compute)
 
     def _node(self, name, compute):
         self.nodes.append(name)

@@ -12,7 +12,14 @@ import numpy as np
 import strategies
 from strategies import INT32, Grid
 
-from sbnet_cupy import reduce_mask, sparse_gather, sparse_scatter
+from sbnet_cupy import (
+    reduce_mask,
+    sparse_gather,
+    sparse_gather_grad,
+    sparse_scatter,
+    sparse_scatter_grad,
+)
+from sbnet_cupy.ops.affine_grad import affine_grad
 
 DTYPES = {dtype.name: dtype for dtype in strategies.DTYPES}
 
@@ -192,7 +199,7 @@ class Copy(Case):
         image = (grid.batch, *grid.size, c) if last else (grid.batch, c, *grid.size)
         rows = len(self.active[1])
         stack = (rows, *grid.bsize, c) if last != transpose else (rows, c, *grid.bsize)
-        computes = self.op == "add" or self.options
+        computes = self.op in ("add", "gather grad") or self.options
         make = numbers if computes else random_bits
         image, stack = (make(rng, shape, DTYPES[self.dtype]) for shape in (image, stack))
         if self.special:
@@ -233,6 +240,67 @@ class Copy(Case):
             yield sparse_scatter(
                 blocks, *active, y, **keywords, out=y, add=self.op == "add", atomic=atomic
             )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gradient(Copy):
+    """The gradients of gather and scatter, which are made of gathers and scatters."""
+
+    op: str = "gather grad"  # "scatter grad"
+
+    def run(self, memory):
+        image, stack = (memory.read_only(array, self.offset) for array in self.arrays)
+        active = list(map(memory.read_only, self.active))
+        if self.op == "gather grad":
+            yield sparse_gather_grad(stack, *active, image, **self.keywords).x
+        else:
+            yield from sparse_scatter_grad(image, *active, **self.keywords)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Affine:
+    """Gradients of scale, shift and activation."""
+
+    dtype: str
+    shape: tuple  # (N, H, W, C)
+    layout: str = "NHWC"
+    scale: str | None = "float32"
+    shift: str | None = "float32"
+    activation: str | None = "relu"
+    inside: bool = False  # whether there is a mask of what was computed
+    given: bool = True  # whether x is
+    offset: int = 0
+    seed: int = 0
+
+    launches_nothing = False
+
+    def __str__(self):
+        words = [self.dtype, self.layout, *self.shape, self.scale, self.shift, self.activation]
+        marks = ["inside"] * self.inside + ["without x"] * (not self.given)
+        return " ".join(map(str, words + marks + [self.offset] * (self.offset > 0)))
+
+    @functools.cached_property
+    def arguments(self):
+        """The NumPy arguments of affine_grad."""
+        rng = np.random.default_rng(self.seed)
+        last = self.layout == "NHWC"
+        n, h, w, c = self.shape
+        shape = self.shape if last else (n, c, h, w)
+        grad, x = (numbers(rng, shape, DTYPES[self.dtype]) for _ in range(2))
+        tables = [
+            None if dtype is None else numbers(rng, (c,), DTYPES[dtype])
+            for dtype in (self.scale, self.shift)
+        ]
+        inside = rng.random((n, h, w, 1) if last else (n, 1, h, w)) < 0.7 if self.inside else None
+        return grad, x, *tables, self.activation, last, inside
+
+    def run(self, memory):
+        grad, x, *tables, activation, last, inside = self.arguments
+        grad = memory.read_only(grad, self.offset)
+        x = memory.read_only(x, self.offset) if self.given else None
+        tables = [None if table is None else memory.read_only(table) for table in tables]
+        inside = None if inside is None else memory.read_only(inside)
+        yield from affine_grad(grad, x, *tables, activation, last, inside)
 
 
 def random_bits(rng, shape, dtype):

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from kernel_calls import LAYOUTS, Copy, Mask
+from kernel_calls import LAYOUTS, Affine, Copy, Gradient, Mask
 
 
 def _masks():
@@ -187,3 +187,63 @@ FUSED += [
     for case in FUSED
     if case.grid in ("plain", "rectangle")
 ]
+
+
+def _affine():
+    """Vectors of every width, channels that fill a tile or do not, one group of pixels and many."""
+    images = ((2, 5, 7, 3), (1, 6, 8, 32), (3, 9, 4, 24), (1, 40, 50, 17), (2, 3, 4, 100))
+    rows = [
+        ("float32", "float32", "float32", "relu"),
+        ("float32", "float16", "float32", "silu"),
+        ("float32", None, "float32", None),
+        ("float32", None, None, "gelu"),
+        ("float16", "float32", "float32", "relu"),
+        ("float16", "float16", None, "silu"),
+        ("bfloat16", "float32", "float32", "relu"),
+        ("bfloat16", None, "bfloat16", "gelu"),
+        ("float64", "float64", "float64", "relu"),
+        ("float64", "float32", None, "gelu"),
+    ]
+    for i, (dtype, scale, shift, activation) in enumerate(rows):
+        options = {"dtype": dtype, "scale": scale, "shift": shift, "activation": activation}
+        for j, layout in enumerate(("NHWC", "NCHW")):
+            shape = images[(i + 2 * j) % 5]
+            yield Affine(shape=shape, layout=layout, inside=(i + j) % 2 == 0, seed=i, **options)
+    yield Affine(dtype="float16", shape=(1, 64, 64, 8), inside=True)  # 16 bytes, a lane alone
+    yield Affine(dtype="float16", shape=(4, 16, 16, 256))  # 16 bytes, a full tile
+    yield Affine(dtype="float16", shape=(2, 8, 8, 5), layout="NCHW", inside=True)
+    yield Affine(dtype="float16", shape=(2, 8, 8, 5), layout="NCHW", offset=2)
+    yield Affine(dtype="float32", shape=(1, 7, 7, 40), offset=1)
+    yield Affine(dtype="float32", shape=(1, 200, 210, 1))
+    for layout in ("NHWC", "NCHW"):  # the sums of a gradient alone, as for a bias
+        yield Affine(
+            dtype="float16", shape=(2, 20, 20, 24), layout=layout, scale=None, activation=None,
+            given=False,
+        )  # fmt: skip
+    yield Affine(dtype="float32", shape=(1, 9, 9, 8), shift=None, activation=None, given=False)
+
+
+AFFINE = list(_affine())
+
+
+def _gradients():
+    """Overlap, layouts that change, rows listed twice, and index tables that hold anything."""
+    rows = [
+        ("float32", "NHWC", "halo", "some"),
+        ("float16", "NHWC to NCHW", "halo", "shuffled"),
+        ("bfloat16", "NCHW", "gaps", "corrupt"),
+        ("float64", "NCHW to NHWC", "aligned halo", "count too large"),
+        ("float32", "NHWC", "plain", "repeated"),
+    ]
+    for dtype, layout, grid, table in rows:
+        options = {"dtype": dtype, "layout": layout, "grid": grid, "table": table}
+        yield Gradient(**options)
+        yield Gradient(op="scatter grad", **options)
+        fused = {"scale": "float32", "shift": "float32", "activation": "relu"}
+        yield Gradient(name="fused", options=fused, **options)
+    yield Gradient(
+        name="add", op="scatter grad", dtype="float32", grid="halo", options={"add": True}
+    )
+
+
+GRADIENTS = list(_gradients())

@@ -107,6 +107,84 @@ def sparse_scatter(
     return y
 
 
+def sparse_gather_grad(
+    grad_blocks,
+    bin_counts,
+    active_block_indices,
+    x,
+    *,
+    bsize,
+    boffset=(0, 0),
+    bstride=None,
+    transpose=False,
+    data_format="NHWC",
+    scale=None,
+    shift=None,
+    activation=None,
+):
+    """Return {"x", "scale", "shift"}: each the exact sum, and the sum of its terms' magnitudes."""
+    channels_last = data_format == "NHWC"
+    if not channels_last:
+        x = x.transpose(0, 2, 3, 1)
+    if transpose == channels_last:
+        grad_blocks = grad_blocks.transpose(0, 2, 3, 1)
+    bstride = bsize if bstride is None else bstride
+    c = x.shape[3]
+    sums = {name: np.zeros((2, *shape)) for name, shape in
+            (("x", x.shape), ("scale", (c,)), ("shift", (c,)))}  # fmt: skip
+    for b, n, i, j, h, w in _stack_pixels(
+        x.shape, bin_counts, active_block_indices, bsize, boffset, bstride
+    ):
+        before = fused_map(x[n, h, w], scale, shift, None)  # rounded as the forward pass does
+        slope = np.array([SLOPES[activation](float(v)) for v in before])
+        g, steepest = grad_blocks[b, i, j].astype(np.float64), max(activation is None, 1.13)
+        pixel, factor = x[n, h, w].astype(np.float64), 1.0 if scale is None else scale.astype("f8")
+        for name, where, times in (
+            ("x", (n, h, w), factor), ("scale", (), pixel), ("shift", (), np.ones(c))
+        ):  # fmt: skip
+            sums[name][(0, *where)] += g * slope * times
+            sums[name][(1, *where)] += abs(g * steepest * times)
+    if not channels_last:
+        sums["x"] = sums["x"].transpose(0, 1, 4, 2, 3)
+    return sums
+
+
+def sparse_scatter_grad(
+    grad_y,
+    bin_counts,
+    active_block_indices,
+    *,
+    bsize,
+    boffset=(0, 0),
+    bstride=None,
+    add=False,
+    transpose=False,
+    data_format="NHWC",
+):
+    """Return the gradients of the blocks and of x: each pixel goes to whoever wrote it last."""
+    channels_last = data_format == "NHWC"
+    if not channels_last:
+        grad_y = grad_y.transpose(0, 2, 3, 1)
+    bstride = bsize if bstride is None else bstride
+    blocks = np.zeros((len(active_block_indices), *bsize, grad_y.shape[3]), grad_y.dtype)
+    x = grad_y.copy()
+    last = {}
+    for b, n, i, j, h, w in _stack_pixels(
+        grad_y.shape, bin_counts, active_block_indices, bsize, boffset, bstride
+    ):
+        blocks[b, i, j] = grad_y[n, h, w]
+        if not add:
+            x[n, h, w] = 0
+            if (n, h, w) in last:
+                blocks[last[n, h, w]] = 0
+            last[n, h, w] = b, i, j
+    if transpose == channels_last:
+        blocks = blocks.transpose(0, 3, 1, 2)
+    if not channels_last:
+        x = x.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(blocks), np.ascontiguousarray(x)
+
+
 def _stack_pixels(shape, bin_counts, rows, bsize, boffset, bstride):
     """Yield (b, n, i, j, h, w) for every pixel of the stack that lies inside the image."""
     count = min(int(bin_counts[0]), len(rows))
@@ -149,6 +227,41 @@ def _gelu(value):
 
 
 ACTIVATIONS = {None: lambda value: value, "relu": _relu, "silu": _silu, "gelu": _gelu}
+
+
+def affine_grad(grad, x, scale, shift, activation, channels_last=True, inside=None):
+    """Return {"x", "scale", "shift"}: each the exact sum, and the sum of its terms' magnitudes."""
+    if not channels_last:
+        grad, x = grad.transpose(0, 2, 3, 1), x.transpose(0, 2, 3, 1)
+        inside = None if inside is None else inside.transpose(0, 2, 3, 1)
+    slope = np.vectorize(SLOPES[activation], otypes=[np.float64])
+    slopes = slope(fused_map(x, scale, shift, None)) if x.size else np.zeros(x.shape)
+    grad, x = grad.astype(np.float64), x.astype(np.float64)
+    if inside is not None:
+        grad = np.where(inside, grad, 0)
+    factor = 1.0 if scale is None else scale.astype(np.float64)
+    steepest = 1.0 if activation in (None, "relu") else 1.13
+    g = np.stack([grad * slopes, abs(grad) * steepest])  # values, sizes
+    terms = {"x": g * factor, "scale": g * x, "shift": g}
+    terms = {name: np.stack([t[0], abs(t[1])]) for name, t in terms.items()}
+    if not channels_last:
+        terms["x"] = terms["x"].transpose(0, 1, 4, 2, 3)
+    sums = {name: terms[name].sum(axis=(1, 2, 3)) for name in ("scale", "shift")}
+    return {"x": terms["x"]} | sums
+
+
+def _silu_slope(v):
+    s = _sigmoid(v)
+    return s * (1 + v * _sigmoid(-v))
+
+
+def _gelu_slope(v):
+    return 0.5 * math.erfc(-v / math.sqrt(2)) + v * math.exp(-v * v / 2) / math.sqrt(2 * math.pi)
+
+
+SLOPES = {
+    None: lambda v: 1.0, "relu": lambda v: float(v > 0), "silu": _silu_slope, "gelu": _gelu_slope,
+}  # fmt: skip
 
 
 def output_positions(n, k, s, padding):

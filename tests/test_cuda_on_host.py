@@ -17,14 +17,14 @@ import oracles
 import pytest
 from assertions import assert_close, assert_same
 from kernel_calls import Mask
-from kernel_cases import COPIES, FUSED, MASKS, REPEATED, SMOOTH
+from kernel_cases import AFFINE, COPIES, FUSED, GRADIENTS, MASKS, REPEATED, SMOOTH
 
 from sbnet_cupy import _kernels
 from sbnet_cupy.ops import _plans
 
 OPS = [
     importlib.import_module(f"sbnet_cupy.ops.{stem}")
-    for stem in ("reduce_mask", "sparse_gather", "sparse_scatter")
+    for stem in ("reduce_mask", "sparse_gather", "sparse_scatter", "affine_grad")
 ]
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
 GUARD, GUARD_BYTE = 256, 0x5A
@@ -205,6 +205,37 @@ def test_smooth_activations(case, monkeypatch):
     wide = np.float64 if image.dtype == np.float64 else np.float32
     for (blocks,) in run_all(case, monkeypatch):
         assert_close(blocks, expected, terms=8, dtype=wide, magnitude=abs(argument))
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradients_of_copies(case, monkeypatch):
+    """Bit by bit, through relu too, but for which zero it gives; NaN where bits are only moved."""
+    moves = case.op == "scatter grad"
+    check_same(case, monkeypatch, allow_nan=moves, signed_zero=moves)
+
+
+@pytest.mark.parametrize("case", AFFINE, ids=str)
+def test_affine_gradients(case, monkeypatch):
+    """See test_affine_grad.py. The sums have the same bits on a large GPU and on a small one."""
+    grad, x, scale, shift, *_ = case.arguments
+    expected = oracles.affine_grad(*case.arguments)
+    wide = np.float64 if grad.dtype == np.float64 else np.float32
+    of_numpy, before = list(case.run(Memory())), None
+    for results in run_all(case, monkeypatch):
+        for name, actual, like in zip(("x", "scale", "shift"), results, (x, scale, shift),
+                                      strict=True):  # fmt: skip
+            if actual is not None:
+                value, size = expected[name]
+                assert actual.dtype == like.dtype
+                terms = 8 if name == "x" else 8 + math.prod(case.shape[:3])
+                assert_close(actual, value, terms=terms, dtype=wide, magnitude=size)
+        if case.activation in (None, "relu"):
+            assert_same(results[0], of_numpy[0], signed_zero=False)
+        assert [r is None for r in results] == [r is None for r in of_numpy]
+        for now, then in zip(results, before or results, strict=True):
+            if now is not None:
+                assert_same(now, then)
+        before = results
 
 
 @pytest.mark.parametrize("case", REPEATED, ids=str)

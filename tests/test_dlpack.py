@@ -29,6 +29,14 @@ BLOCKS = np.random.default_rng(1).standard_normal((4, 4, 4, 3)).astype(np.float3
 KERNEL = np.random.default_rng(2).standard_normal((3, 3, 3, 5)).astype(np.float32)
 PARAMS = sb.calc_block_params((8, 8), 6, 3)
 
+Y = np.random.default_rng(3).standard_normal((2, 8, 8, 5)).astype(np.float32)
+
+
+def given(gradients):
+    """The gradients that are not None."""
+    return tuple(gradient for gradient in gradients if gradient is not None)
+
+
 CALLS = {
     "reduce_mask": lambda a: tuple(sb.reduce_mask(a(MASK), (2, 2), bsize=4)),
     "reduce_mask capacity": lambda a: tuple(sb.reduce_mask(a(MASK), (2, 2), bsize=4, capacity=9)),
@@ -47,6 +55,20 @@ CALLS = {
         a(X), a(KERNEL), sb.reduce_mask(a(MASK), PARAMS.bcount, bsize=4), PARAMS
     ),
     "sparse_conv2d pair": lambda a: sb.sparse_conv2d(a(X), a(KERNEL), (a(COUNT), a(ROWS)), PARAMS),
+    "gather grad": lambda a: given(
+        sb.sparse_gather_grad(
+            a(BLOCKS), a(COUNT), a(ROWS), a(X), bsize=4, scale=a(X[0, 0, 0]), activation="silu"
+        )
+    ),
+    "scatter grad": lambda a: sb.sparse_scatter_grad(a(X), a(COUNT), a(ROWS), bsize=4, bstride=3),
+    "conv2d grad": lambda a: given(
+        sb.conv2d_grad(a(Y), a(X), a(KERNEL), bias=a(KERNEL[0, 0, 0]), wanted=("w", "bias"))
+    ),
+    "sparse_conv2d grad": lambda a: given(
+        sb.sparse_conv2d_grad(
+            a(Y), a(X), a(KERNEL), (a(COUNT), a(ROWS)), PARAMS, base=a(Y), activation="relu"
+        )
+    ),
     "mask_conv2d": lambda a: sb.mask_conv2d(a(X), a(KERNEL), a(MASK), (1, 1), "SAME"),
 }  # fmt: skip
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from strategies import FLOATS
 
 from sbnet_cupy import DTypeError, ShapeError, calc_block_params_res_block
-from sbnet_cupy.ops.bottleneck_weights import BottleneckWeights
 from sbnet_cupy.layers.residual import sparse_res_block_bottleneck
+from sbnet_cupy.ops.bottleneck_weights import BottleneckWeights
 
 NAMES = ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
 

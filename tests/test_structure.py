@@ -32,13 +32,18 @@ PUBLIC = {
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
+    "conv2d_grad",
     "mask_conv2d",
     "masks",
     "reduce_mask",
     "sparse_conv2d",
+    "sparse_conv2d_grad",
     "sparse_gather",
+    "sparse_gather_grad",
     "sparse_res_block_bottleneck",
+    "sparse_res_block_bottleneck_grad",
     "sparse_scatter",
+    "sparse_scatter_grad",
     "sparse_scatter_var",
 }
 FUNCTIONS = sorted(n for n in PUBLIC if inspect.isfunction(getattr(sbnet_cupy, n, None)))

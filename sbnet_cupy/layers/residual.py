@@ -11,7 +11,7 @@ from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import sparse_scatter
 from .sparse_conv import check_base, check_block_params, check_method, split_indices
 
-_KERNELS = [1, 3, 1]
+KERNELS = [1, 3, 1]
 
 
 @array_function
@@ -95,7 +95,7 @@ def sparse_res_block_bottleneck(
     strides = pair(strides, "strides")
     cout = check_unit(x, weights, w_project, strides)
     image_hw = x.shape[1:3]
-    calculated = (image_hw, _KERNELS, strides, "SAME")
+    calculated = (image_hw, KERNELS, strides, "SAME")
     check_block_params(block_params, calc_block_params_res_block, *calculated)
     shape = (x.shape[0], *output_size(image_hw, (3, 3), strides, "SAME"), cout)
     check_base(base, shape, x)
@@ -130,14 +130,14 @@ def _residual(x, weights, indices, block_params, strides, precision):
     options = {"padding": "VALID", "precision": precision, "activation": "relu"}
     second = {"scale": weights.scale2, "bias": weights.shift2}
     blocks = conv2d(blocks, weights.w1, **second, **options)
-    outside = ~_inside(indices[1], block_params, x.shape[1:3])
+    outside = ~inside_image(indices[1], block_params, x.shape[1:3])
     namespace(x).copyto(blocks, 0.0, where=outside[..., None])  # the padding of conv2
     third = {"scale": weights.scale3, "bias": weights.shift3}
     blocks = conv2d(blocks, weights.w2, strides=strides, **third, **options)
     return conv2d(blocks, weights.w3, padding="VALID", precision=precision)
 
 
-def _inside(active_block_indices, block_params, image_hw):
+def inside_image(active_block_indices, block_params, image_hw):
     """Return bool ``[M, bh, bw]``: which pixels of the stack lie in the image."""
     xp = namespace(active_block_indices)
     axes = []
@@ -152,14 +152,20 @@ def _shortcut_blocks(x, w_project, indices, block_params, strides, precision):
     """Return the stack of the shortcut's values, one per output pixel of the active blocks."""
     if w_project is None:
         return sparse_gather(x, *indices, bsize=block_params.bsize_out)
-    step = block_params.bsize_out
-    blocks = sparse_gather(  # SAME pads a 1x1 kernel with nothing: output p reads input p * stride
-        x,
-        *indices,
-        bsize=tuple((n - 1) * s + 1 for n, s in zip(step, strides, strict=True)),
-        bstride=tuple(n * s for n, s in zip(step, strides, strict=True)),
-    )
+    blocks = sparse_gather(x, *indices, **shortcut_grid(block_params, strides))
     return conv2d(blocks, w_project, strides=strides, padding="VALID", precision=precision)
+
+
+def shortcut_grid(block_params, strides):
+    """Return the blocks of x that the projection reads.
+
+    SAME pads a 1x1 kernel with nothing: output p reads input p * stride.
+    """
+    axes = list(zip(block_params.bsize_out, strides, strict=True))
+    return {
+        "bsize": tuple((n - 1) * s + 1 for n, s in axes),
+        "bstride": tuple(n * s for n, s in axes),
+    }
 
 
 def _check_out(out, shape, x, weights, w_project, base):

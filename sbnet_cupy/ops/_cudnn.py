@@ -20,15 +20,17 @@ from .activation import apply_affine
 _MINIMUM_VERSION = 90400  # the first with caches of kernels for dynamic shapes
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor: not every engine has 64-bit offsets
 _ALIGNMENT = 16  # bytes, which the graphs promise of every pointer
-_X, _W, _SCALE, _BIAS, _Y = range(1, 6)  # tensor numbers
+X, W, SCALE, BIAS, Y = range(1, 6)  # tensor numbers; Y is the output, or its gradient
 _LOCK = threading.RLock()  # a handle serves one thread at a time
 
 
 class _Key(NamedTuple):
     """All that a graph depends on; tensor sizes in cuDNN's order NCHW and KCRS."""
 
+    result: int  # Y, or X or W: their gradients, from that of Y
     device: int
     dtype: str
+    result_dtype: str
     x: tuple[int, int, int, int]
     w: tuple[int, int, int, int]
     y: tuple[int, int, int, int]
@@ -72,8 +74,7 @@ def convolve(x, w, out, scale, bias, problem):
     """Convolve what cuDNN takes of the batch; return the slices of the batch that it does not."""
     whole = slice(0, len(x))
     dtype = dtype_name(x.dtype)
-    most = _MOST_ELEMENTS // max(x[0].size, out[0].size)
-    if dtype == "float64" or not x.size or most == 0 or not cudnn_available():
+    if not takes(x, out):
         return [whole]
     plain = scale is None and bias is None and problem.activation is None
     if dtype != "float32" and not plain and not _fusible(x, out, problem):
@@ -84,14 +85,21 @@ def convolve(x, w, out, scale, bias, problem):
     single = dtype == "float32"
     tables = {} if single else _tables(scale, bias, xp)
     left = []
-    for part in _parts(len(x), most):
-        pointers = {_X: x[part], _W: w, _Y: out[part], **tables}
-        if not _run(_key(pointers, dtype, problem, fuse=not single), pointers):
+    for part in parts_of(x, out):
+        pointers = {X: x[part], W: w, Y: out[part], **tables}
+        activation = None if single else problem.activation
+        if not run(describe(pointers, Y, problem, activation), pointers):
             left.append(part)
         elif single:
             axis = -1 if problem.channels_last else 1
             apply_affine(out[part], scale, bias, problem.activation, axis)
     return left
+
+
+def takes(x, y):
+    """Whether cuDNN is there and may take convolutions from images like x to images like y."""
+    within = x.size and y.size and max(x[0].size, y[0].size) <= _MOST_ELEMENTS
+    return bool(within) and dtype_name(x.dtype) != "float64" and cudnn_available()
 
 
 def _fusible(x, out, problem):
@@ -105,8 +113,13 @@ def _fusible(x, out, problem):
 
 def _tables(scale, bias, xp):
     """Return the per-channel arrays of the graph, in float32."""
-    given = ((_SCALE, scale), (_BIAS, bias))
+    given = ((SCALE, scale), (BIAS, bias))
     return {uid: xp.ascontiguousarray(a, np.float32) for uid, a in given if a is not None}
+
+
+def parts_of(x, y):
+    """Cut a batch into slices, each small enough for cuDNN."""
+    return _parts(len(x), _MOST_ELEMENTS // max(x[0].size, y[0].size))
 
 
 def _parts(batch, most):
@@ -125,14 +138,16 @@ def _parts(batch, most):
     return parts
 
 
-def _key(arrays, dtype, problem, fuse):
-    """Describe the graph for these arrays."""
-    x, w, y = arrays[_X], arrays[_W], arrays[_Y]
+def describe(arrays, result, problem, activation=None):
+    """Describe the graph that computes the tensor ``result`` of these arrays from the others."""
+    x, w, y = arrays[X], arrays[W], arrays[Y]
     if problem.channels_last:
         x, w, y = (a.transpose(0, 3, 1, 2) for a in (x, w, y))
     return _Key(
+        result=result,
         device=_current()[0],
-        dtype=dtype,
+        dtype=dtype_name((y if result == X else x).dtype),
+        result_dtype=dtype_name(arrays[result].dtype),
         x=x.shape,
         w=w.shape,
         y=y.shape,
@@ -140,13 +155,13 @@ def _key(arrays, dtype, problem, fuse):
         pads=problem.pads,
         channels_last=problem.channels_last,
         tf32=problem.tf32,
-        scale=_SCALE in arrays,
-        bias=_BIAS in arrays,
-        activation=problem.activation if fuse else None,
+        scale=SCALE in arrays,
+        bias=BIAS in arrays,
+        activation=activation,
     )
 
 
-def _run(key, arrays):
+def run(key, arrays):
     """Execute the graph on CuPy's current stream; False if cuDNN does not take these arrays."""
     import cudnn
 
@@ -158,7 +173,7 @@ def _run(key, arrays):
         if graph is None:
             return False
         handle = _handle(key.device)
-        workspace = namespace(arrays[_X]).empty(graph.get_workspace_size(), np.uint8)
+        workspace = namespace(arrays[X]).empty(graph.get_workspace_size(), np.uint8)
         cudnn.set_stream(handle, _current()[1])
         graph.execute(pointers, address(workspace), handle=handle)
     return True
@@ -209,11 +224,14 @@ def _plan(key, dynamic):
     options = {}
     if dynamic:
         options = {"kernel_cache": _kernel_cache(key.family), "is_dynamic_shape_enabled": True}
-    dtype = {
-        "float16": cudnn.data_type.HALF,
-        "bfloat16": cudnn.data_type.BFLOAT16,
-        "float32": cudnn.data_type.FLOAT,
-    }[key.dtype]
+    dtype, result_dtype = (
+        {
+            "float16": cudnn.data_type.HALF,
+            "bfloat16": cudnn.data_type.BFLOAT16,
+            "float32": cudnn.data_type.FLOAT,
+        }[name]
+        for name in (key.dtype, key.result_dtype)
+    )
     graph = cudnn.pygraph(
         io_data_type=dtype,
         intermediate_data_type=cudnn.data_type.FLOAT,
@@ -227,25 +245,31 @@ def _plan(key, dynamic):
         return graph.tensor(dim=list(sizes), stride=strides, data_type=data_type, uid=uid)
 
     (top, bottom), (left, right) = key.pads
-    y = graph.conv_fprop(
-        image=tensor(_X, key.x, dtype),
-        weight=tensor(_W, key.w, dtype),
-        pre_padding=[top, left],
-        post_padding=[bottom, right],
-        stride=list(key.strides),
-        dilation=[1, 1],
-    )
+    sizes = {X: key.x, W: key.w, Y: key.y}
+    inputs = {uid: tensor(uid, dim, dtype) for uid, dim in sizes.items() if uid != key.result}
+    geometry = {
+        "pre_padding": [top, left],
+        "post_padding": [bottom, right],
+        "stride": list(key.strides),
+        "dilation": [1, 1],
+    }
+    if key.result == X:
+        y = graph.conv_dgrad(loss=inputs[Y], filter=inputs[W], **geometry)
+    elif key.result == W:
+        y = graph.conv_wgrad(image=inputs[X], loss=inputs[Y], **geometry)
+    else:
+        y = graph.conv_fprop(image=inputs[X], weight=inputs[W], **geometry)
     per_channel = (1, key.y[1], 1, 1)
     if key.scale:
-        y = graph.mul(a=y, b=tensor(_SCALE, per_channel, cudnn.data_type.FLOAT))
+        y = graph.mul(a=y, b=tensor(SCALE, per_channel, cudnn.data_type.FLOAT))
     if key.bias:
-        y = graph.add(a=y, b=tensor(_BIAS, per_channel, cudnn.data_type.FLOAT))
+        y = graph.add(a=y, b=tensor(BIAS, per_channel, cudnn.data_type.FLOAT))
     if key.activation == "silu":
         y = graph.swish(input=y, swish_beta=1.0)
     elif key.activation is not None:
         y = {"relu": graph.relu, "gelu": graph.gelu}[key.activation](input=y)
-    y.set_output(True).set_data_type(dtype).set_uid(_Y)
-    y.set_dim(list(key.y)).set_stride(_strides(key.y, key.channels_last))
+    y.set_output(True).set_data_type(result_dtype).set_uid(key.result)
+    y.set_dim(list(sizes[key.result])).set_stride(_strides(sizes[key.result], key.channels_last))
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])

@@ -25,14 +25,14 @@ def convolve(x, w, out, scale, shift, problem):
     """Write ``activation(conv(x, w) * scale + shift)`` to ``out``; see conv2d for the arguments."""
     total = compute_dtype(x.dtype)
     operand = x.dtype if is_cupy(x) else total  # cuBLAS multiplies halves itself, BLAS does not
-    weights = _weight_matrix(w, problem).astype(operand, copy=False)
-    scratch = _Scratch(namespace(x))
+    weights = weight_matrix(w, problem).astype(operand, copy=False)
+    scratch = Scratch(namespace(x))
     terms, channels = w.size // problem.channels_out, problem.channels_out
     row_bytes = problem.out_size[1] * (terms * operand.itemsize + channels * total.itemsize)
     limit = CUPY_CHUNK_BYTES if is_cupy(x) else NUMPY_CHUNK_BYTES
-    for part, rows in _chunks(len(x), problem.out_size[0], row_bytes, limit):
-        source = _source_rows(x[part], rows, operand, problem, scratch)
-        columns = _columns(source, rows, problem, scratch)
+    for part, rows in chunks(len(x), problem.out_size[0], row_bytes, limit):
+        source = source_rows(x[part], rows, operand, problem, scratch)
+        columns = columns_of(source, rows, problem, scratch)
         if problem.channels_last:
             target = out[part, rows]
             shape, axis = (len(columns), channels), 1
@@ -42,15 +42,15 @@ def convolve(x, w, out, scale, shift, problem):
         direct = target.dtype == total and target.flags.c_contiguous
         product = target.reshape(shape) if direct else scratch.array("product", shape, total)
         if problem.channels_last:
-            _multiply(columns, weights, product, problem.tf32)
+            multiply(columns, weights, product, problem.tf32)
         else:
-            _multiply(weights, columns, product, problem.tf32)
+            multiply(weights, columns, product, problem.tf32)
         apply_affine(product, scale, shift, problem.activation, axis)
         if not direct:
             target[...] = product.reshape(target.shape)
 
 
-class _Scratch:
+class Scratch:
     """Named buffers that chunks share; a later chunk is never larger than the first."""
 
     def __init__(self, xp):
@@ -65,7 +65,7 @@ class _Scratch:
         return self._buffers[name][:size].reshape(shape)
 
 
-def _chunks(batch, rows, row_bytes, limit):
+def chunks(batch, rows, row_bytes, limit):
     """Yield (images, output rows) slices: several whole images, or rows of a single one."""
     step = max(1, limit // row_bytes)
     if step >= rows:
@@ -78,14 +78,14 @@ def _chunks(batch, rows, row_bytes, limit):
             yield slice(image, image + 1), slice(start, min(start + step, rows))
 
 
-def _weight_matrix(w, problem):
+def weight_matrix(w, problem):
     """Return ``[R*S*C, K]``, or ``[K, C*R*S]`` for NCHW: the axes in the order of the columns."""
     axes = problem.weight_axes("HWIO" if problem.channels_last else "OIHW")
     k = problem.channels_out
     return w.transpose(axes).reshape((-1, k) if problem.channels_last else (k, -1))
 
 
-def _source_rows(images, rows, operand, problem, scratch):
+def source_rows(images, rows, operand, problem, scratch):
     """Return the input rows that output rows need, axes in the order NHWC, padded with zeros.
 
     Without padding and in the right dtype that is a view.
@@ -112,7 +112,7 @@ def _source_rows(images, rows, operand, problem, scratch):
     return padded
 
 
-def _columns(source, rows, problem, scratch):
+def columns_of(source, rows, problem, scratch):
     """Return the matrix of windows: ``[(n, p, q), (r, s, c)]``, or its transpose for NCHW."""
     step, kernel = problem.strides, problem.kernel
     n, _, _, c = source.shape
@@ -133,7 +133,7 @@ def _columns(source, rows, problem, scratch):
     return columns
 
 
-def _multiply(a, b, out, tf32):
+def multiply(a, b, out, tf32):
     """Write the matrix product ``a @ b``, multiplied and added in the dtype of ``out``."""
     if not a.size:
         out[...] = 0
@@ -145,9 +145,9 @@ def _multiply(a, b, out, tf32):
 
 def _multiply_cublas(a, b, out, tf32):
     """``cupy.matmul`` would round halves before the bias, and asks the process whether to TF32."""
-    xp = namespace(a)
-    a, b = xp.ascontiguousarray(a), xp.ascontiguousarray(b)  # usually they are
     (m, k), n = a.shape, b.shape[1]
+    a, a_op, a_step = _operand(a)
+    b, b_op, b_step = _operand(b)
     one, zero = np.ones(1, out.dtype), np.zeros(1, out.dtype)
     if out.dtype == np.float64:
         compute = _COMPUTE_64F
@@ -157,10 +157,17 @@ def _multiply_cublas(a, b, out, tf32):
     gemm, handle = _cublas_gemm()
     # cuBLAS is column-major: there our a, b, out are their transposes, and out' = b' a'.
     gemm(
-        handle, 0, 0, n, m, k,
-        one.ctypes.data, address(b), kind, n, address(a), kind, k,
+        handle, b_op, a_op, n, m, k,
+        one.ctypes.data, address(b), kind, b_step, address(a), kind, a_step,
         zero.ctypes.data, address(out), out_kind, n, compute, _GEMM_DEFAULT,
     )  # fmt: skip
+
+
+def _operand(matrix):
+    """Return the matrix, whether cuBLAS must transpose it, and the length of its rows in memory."""
+    if matrix.flags.f_contiguous and not matrix.flags.c_contiguous:
+        return matrix, 1, matrix.shape[0]
+    return namespace(matrix).ascontiguousarray(matrix), 0, matrix.shape[1]  # usually it is
 
 
 def _cublas_gemm():

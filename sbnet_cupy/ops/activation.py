@@ -78,6 +78,35 @@ def apply_activation(array, name):
     return array
 
 
+def activation_grad(grad, array, name):
+    """Return ``grad`` times the activation's derivative at ``array``; both float32 or float64.
+
+    relu's derivative at 0 is 0, and 1 at NaN, as in PyTorch; silu's is ``s * (1 + x * (1 - s))``
+    with ``s = sigmoid(x)``, and gelu's ``(1 + erf(x / sqrt(2))) / 2 + x * exp(-x^2 / 2) /
+    sqrt(2 * pi)``.
+
+    Examples
+    --------
+    >>> activation_grad(np.ones(3), np.array([-2.0, 0.0, 2.0]), "relu")
+    array([0., 0., 1.])
+    """
+    xp = namespace(array)
+    if name == "relu":
+        return xp.where(array <= 0, grad.dtype.type(0), grad)
+    if name == "silu":
+        decay = xp.exp(-xp.abs(array))
+        larger, smaller = 1 / (1 + decay), decay / (1 + decay)  # sigmoid(|x|) and sigmoid(-|x|)
+        sigmoid = xp.where(array >= 0, larger, smaller)
+        complement = xp.where(array >= 0, smaller, larger)  # 1 - sigmoid, with no digit lost
+        return grad * (sigmoid * (1 + array * complement))
+    if name == "gelu":
+        half = array * array.dtype.type(0.5**0.5)
+        slope = (1 + erf(half)) * 0.5
+        slope += array * xp.exp(-half * half) * array.dtype.type(0.3989422804014327)  # (2 pi)**-0.5
+        return grad * slope
+    return grad
+
+
 def erf(array):
     """Return the error function of a float32 or float64 array, in its dtype.
 

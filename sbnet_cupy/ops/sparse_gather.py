@@ -128,7 +128,7 @@ def sparse_gather(
     check_image("x", x)
     check_indices(bin_counts, active_block_indices, like=x)
     layout = resolve_layout(x, data_format, transpose)
-    _check_affine(x, layout.C, scale, shift, activation)
+    check_affine(x, layout.C, scale, shift, activation)
     shape = layout.blocks_shape(len(active_block_indices), grid.bsize)
     if out is None:
         out = empty(shape, x.dtype, x)
@@ -137,7 +137,7 @@ def sparse_gather(
     if not x.size:
         out[...] = 0 if is_cupy(out) else np.zeros((), out.dtype)
     elif is_cupy(x):
-        scale, shift = _same_dtype(scale, shift, compute_dtype(x.dtype))
+        scale, shift = same_dtype(scale, shift, compute_dtype(x.dtype))
         launch = _Launch(shape, _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation))
         launch.run(x, bin_counts, active_block_indices, out, scale, shift)
         if scale is arrays[3] and shift is arrays[4]:  # else they are converted at each call
@@ -161,7 +161,7 @@ _PLANS = Plans()
 _ARRAY_NAMES = ("x", "bin_counts", "active_block_indices", "scale", "shift")
 
 
-def _check_affine(x, channels, scale, shift, activation):
+def check_affine(x, channels, scale, shift, activation):
     """Check the fused transformation."""
     check_activation(activation)
     for name, value in (("scale", scale), ("shift", shift)):
@@ -239,7 +239,7 @@ def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):
     )
 
 
-def _same_dtype(scale, shift, dtype):
+def same_dtype(scale, shift, dtype):
     """Bring scale and shift to one dtype when they differ; the usual case copies nothing."""
     if scale is None or shift is None or scale.dtype == shift.dtype:
         return scale, shift
