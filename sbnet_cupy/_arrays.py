@@ -176,6 +176,7 @@ def empty(shape, dtype, like):
     return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
+@functools.lru_cache(256)  # NumPy spells a name anew each time, which takes a microsecond
 def dtype_name(dtype):
     """Return the usual name of a dtype: "float16", "bfloat16", "uint8"..."""
     return np.dtype(dtype).name
@@ -193,7 +194,7 @@ def compute_dtype(dtype):
 
 def dtype_kind(dtype):
     """Return the NumPy kind letter of a dtype, with bfloat16 a float like the others."""
-    return "f" if dtype.name == "bfloat16" else dtype.kind
+    return "f" if dtype_name(dtype) == "bfloat16" else dtype.kind
 
 
 def check_array(name, value, *, ndim=None, shape=None, kinds=None, like=None):

@@ -142,7 +142,7 @@ def chunks(corners, bytes_per_row):
 
 
 def row_index(rows):
-    """Return ascending row numbers as a slice if they have no gaps: an index that copies nothing."""
+    """Return ascending row numbers as a slice, which copies nothing, if they have no gaps."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
@@ -152,10 +152,13 @@ def clear_outside(stack, corners, layout, bsize):
 
     Blocks that lose the same number of lines at one side lose them together.
     """
-    zero, axis = np.zeros((), stack.dtype), 1 if layout.blocks_channels_last else 2
-    # The numbers of images are cut like lines of pixels: a block of no image loses them all.
-    sides = ((axis, corners.n, 1, layout.N), (axis, corners.h0, bsize[0], layout.H))
-    for axis, start, size, length in (*sides, (axis + 1, corners.w0, bsize[1], layout.W)):
+    zero, lines_axis = np.zeros((), stack.dtype), 1 if layout.blocks_channels_last else 2
+    sides = (
+        (0, corners.n, 1, layout.N),  # a block of no image loses its only one
+        (lines_axis, corners.h0, bsize[0], layout.H),
+        (lines_axis + 1, corners.w0, bsize[1], layout.W),
+    )
+    for axis, start, size, length in sides:
         for lost, at_end in ((-start, False), (start + (size - length), True)):
             if np.maximum.reduce(lost) <= 0:
                 continue

@@ -30,7 +30,7 @@ from ._grid import (
     row_index,
     swap_layout,
 )
-from ._narrow import narrow, widen
+from ._narrow import widen
 from ._plans import Plans
 from .activation import ACTIVATIONS, apply_affine, check_activation
 
@@ -230,7 +230,7 @@ def _apply_affine(blocks, layout, affine):
     scale, shift, activation = affine
     wide = widen(blocks)
     axis = -1 if layout.channels_last else 1
-    return narrow(apply_affine(wide, scale, shift, activation, axis), blocks.dtype)
+    return apply_affine(wide, scale, shift, activation, axis).astype(blocks.dtype, copy=False)
 
 
 def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):
