@@ -110,6 +110,7 @@ class _Launch:
         )
         self._table = addresses.ctypes.data
         self._stream = cupy.cuda.get_current_stream
+        self._device = cupy.cuda.runtime.getDevice()
         self._empty = grid == 0
         self._lock = threading.Lock()  # two threads must not fill in pointers at the same time
 
@@ -121,7 +122,7 @@ class _Launch:
         with self._lock:
             for position, array in enumerate(arrays):
                 values[position] = 0 if array is None else array.data.ptr
-            self._launch(self._stream().ptr, self._table, 0)
+            self._launch(self._stream(self._device).ptr, self._table, 0)
 
 
 def sm_count():

@@ -244,7 +244,7 @@ def _any_lines(above, count, size, start, stride):
     """Combine the lines of each row of blocks: ``[n, lines, W]`` to ``[n, count, W]``."""
     n, lines, width = above.shape
     pooled = np.zeros((n, count, width), bool)
-    meets = range(max(-(start + size - 1) // stride, 0), min(-((start - lines) // stride), count))
+    meets = range(max(-((start + size - 1) // stride), 0), min(-((start - lines) // stride), count))
     # Rows of blocks inside the image go together, those that its edge cuts one by one.
     inside = range(max(-(start // stride), 0), min((lines - size - start) // stride + 1, count))
     if inside:

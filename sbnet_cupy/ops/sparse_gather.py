@@ -7,6 +7,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import (
+    apart,
     array_function,
     check_apart,
     check_array,
@@ -119,7 +120,7 @@ def sparse_gather(
     if launch is not None:
         if out is None:
             out = empty(launch.shape, x.dtype, x)
-        else:
+        elif not apart(out, arrays):
             check_apart(out, zip(_ARRAY_NAMES, arrays, strict=True))
         launch.run(x, bin_counts, active_block_indices, out, scale, shift)
         return out

@@ -4,6 +4,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import (
+    apart,
     array_function,
     check_apart,
     check_array,
@@ -121,13 +122,13 @@ def sparse_scatter(
     launch = _PLANS.get(key)
     if launch is None:
         layout, grid = _check(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format)
-    named = zip(_ARRAY_NAMES, arrays[: 3 if in_place else 4], strict=False)
+    others = arrays[: 3 if in_place else 4]
     if out is None:
         out = empty(x.shape, x.dtype, x)
     elif launch is None:
-        check_out(out, x.shape, x.dtype, x, named)
-    else:
-        check_apart(out, named)
+        check_out(out, x.shape, x.dtype, x, zip(_ARRAY_NAMES, others, strict=False))
+    elif not apart(out, others):
+        check_apart(out, zip(_ARRAY_NAMES, others, strict=False))
     if not in_place:
         out[...] = x
     if launch is not None:
