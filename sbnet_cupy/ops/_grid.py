@@ -225,7 +225,7 @@ def swap_layout(target, source):
     """
     rows, width = source.shape[1:]
     wide = 16 // source.itemsize
-    crowded = rows > 2 * _lines_held(source.strides[1])
+    crowded = rows >= 2 * _lines_held(source.strides[1])
     if not crowded or wide == 1 or width % wide or not source.flags.c_contiguous:
         np.copyto(target, source.transpose(0, 2, 1))
         return

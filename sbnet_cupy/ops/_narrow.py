@@ -10,7 +10,7 @@ import numpy as np
 
 from .._arrays import compute_dtype, dtype_name
 
-_PIECE = 1 << 16  # elements; the temporaries of a piece stay in the second-level cache
+_PIECE = 1 << 17  # elements; the temporaries of a piece stay in the second-level cache
 _MOVED_BITS = np.int32(0x8FFFE000 - 2**32)  # sign, exponent and fraction of a half that was moved
 _UNSCALE = np.float32(2.0**112)
 _SMALLEST = np.uint32(1).view(np.float32)
@@ -91,12 +91,9 @@ def _moved(halves):
 
 def _rounded(bits):
     """Round to the nearest halves, of two the even one, the inverse of :func:`_moved`, in place."""
-    other = bits >> 13
-    other &= 1
-    bits += other
+    added = bits >> 13  # brings the last bit that stays down to bit 0, the sign to bit 28 too
+    added &= 0x10000001  # where the exponent ends, and the sign of a half will be
+    bits += added
     bits += 0xFFF
-    np.right_shift(bits, 3, out=other)  # the sign, next to the exponent
-    other &= 0x10000000
-    bits |= other
     bits >>= 13
     return bits.astype(np.int16).view(np.float16)

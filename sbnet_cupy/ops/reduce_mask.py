@@ -181,20 +181,19 @@ def _threshold(dtype, tol):
 def _reduce_mask_numpy(mask, blocks, grid, thresholds, avgpool, capacity):
     """Pool along the lines, then along the columns: some rows of blocks at a time."""
     pool = _pool_average if avgpool else _pool_any
-    found = []  # numbers of active blocks
+    found = []  # (number of a first block, whether it and those after it are active)
     with np.errstate(invalid="ignore"):  # NaN, also as inf - inf, is not above any threshold
         for first, lines, rows, start in _parts(mask, blocks, grid, avgpool):
             sides = (rows, grid.bsize[0], start, grid.bstride[0])
             sides = sides, (blocks[2], grid.bsize[1], grid.boffset[1], grid.bstride[1])
-            active = pool(lines, *sides, thresholds)
-            found.append(active.reshape(-1).nonzero()[0] + first)
+            found.append((first, pool(lines, *sides, thresholds).reshape(-1)))
     counts = empty((1,), np.int32, mask)
-    counts[0] = sum(map(len, found))
+    counts[0] = sum(np.count_nonzero(active) for _, active in found)
     size = int(counts[0]) if capacity is None else capacity
     indices = empty((size, 3), np.int32, mask)
     done = 0
-    for numbers in found:
-        numbers = numbers[: size - done]
+    for first, active in found:
+        numbers = active.nonzero()[0][: size - done] + first
         rows = indices[done : done + len(numbers)]
         quotient, rows[:, 2] = np.divmod(numbers, blocks[2])
         rows[:, 0], rows[:, 1] = np.divmod(quotient, blocks[1])

@@ -189,9 +189,10 @@ def _sparse_gather_numpy(x, bin_counts, active_block_indices, out, layout, grid,
     firsts, offsets, pixel = _pixel_numbers(corners, layout, grid.bsize)
     image = x.reshape(-1, pixel)
     direct = affine is None and layout.channels_last == layout.blocks_channels_last
-    block_bytes = out[:1].nbytes
-    step = offsets.nbytes + (0 if direct else block_bytes)
-    for part in chunks(corners, step):
+    block_bytes = offsets.nbytes + (0 if direct else out[:1].nbytes)
+    if affine is not None:
+        block_bytes += out[0].size * _TRANSFORM_BYTES[affine[2]]
+    for part in chunks(corners, block_bytes):
         numbers = (firsts[row_index(part.rows), None] + offsets).reshape(-1)
         stack = out[row_index(part.rows)]
         taken = stack.reshape(-1, pixel) if direct else np.empty((len(numbers), pixel), x.dtype)
@@ -199,6 +200,10 @@ def _sparse_gather_numpy(x, bin_counts, active_block_indices, out, layout, grid,
         if not direct:
             _finish(taken, stack, layout, affine)
     clear_outside(out[:rows], corners, layout, grid.bsize)
+
+
+# Bytes that an element takes while it is transformed.
+_TRANSFORM_BYTES = {None: 8, "relu": 8, "silu": 24, "gelu": 56}
 
 
 def _pixel_numbers(corners, layout, bsize):
