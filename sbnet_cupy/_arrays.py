@@ -46,6 +46,9 @@ def array_function(function):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
+        device = _device_of_all(args, kwargs)
+        if device is not None and device == sys.modules["cupy"].cuda.runtime.getDevice():
+            return function(*args, **kwargs)
         first = library = place = None
         for value in (*args, *kwargs.values()):
             found = library_of(value)
@@ -75,6 +78,26 @@ def array_function(function):
 
 
 _CONTAINERS = (tuple, list, ArrayContainer)
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+def _device_of_all(args, kwargs):
+    """Return the device of arguments that are CuPy arrays on one device, and options.
+
+    None for others, and where arrays are in containers: this is the usual call of an op, at once.
+    """
+    device = None
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind in _PLAIN or (kind is tuple and value and type(value[0]) is int):
+            continue
+        if _LIBRARY_OF_TYPE.get(kind) is not _libraries.CUPY:
+            return None
+        if device is None:
+            device = value.data.device_id
+        elif device != value.data.device_id:
+            return None
+    return device
 
 
 def _arrays_in(value):
@@ -169,7 +192,7 @@ def namespace(array):
 def empty(shape, dtype, like):
     """Allocate an array of the library of ``like``; NumPy memory is 64-byte aligned."""
     if is_cupy(like):
-        return sys.modules["cupy"].empty(shape, dtype)
+        return sys.modules["cupy"].ndarray(shape, dtype)
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
@@ -177,6 +200,7 @@ def empty(shape, dtype, like):
     return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
+@functools.lru_cache(256)  # NumPy spells a name anew each time, which takes a microsecond
 def dtype_name(dtype):
     """Return the usual name of a dtype: "float16", "bfloat16", "uint8"..."""
     return np.dtype(dtype).name
@@ -194,7 +218,7 @@ def compute_dtype(dtype):
 
 def dtype_kind(dtype):
     """Return the NumPy kind letter of a dtype, with bfloat16 a float like the others."""
-    return "f" if dtype.name == "bfloat16" else dtype.kind
+    return "f" if dtype_name(dtype) == "bfloat16" else dtype.kind
 
 
 def check_array(name, value, *, ndim=None, shape=None, kinds=None, like=None):
@@ -263,14 +287,17 @@ def check_out(out, shape, dtype, like, inputs=()):
 
 def signature_of(array):
     """Return what checks and kernels see of a CuPy array, or of None: a hashable key."""
-    if library_of(array) is _libraries.CUPY:
-        return array.shape, array.dtype.num, array.flags.c_contiguous, array.data.ptr % 16
-    return None if array is None else type(array)
+    if array is None:
+        return None
+    try:
+        return array.shape, array.dtype, array._c_contiguous, array.data.ptr & 15
+    except AttributeError:  # no array: the checks will say so
+        return type(array)
 
 
 def device_of(array):
-    """Return the number of a CuPy array's device; -1 for the CPU."""
-    return array.data.device_id if is_cupy(array) else -1
+    """Return the number of a CuPy array's device."""
+    return array.data.device_id
 
 
 def check_apart(out, inputs):
@@ -281,6 +308,18 @@ def check_apart(out, inputs):
             low, high = _extent(value)
             if low < end and start < high:
                 raise ShapeError(f"out must not share memory with {name}; pass a separate array")
+
+
+def apart(out, inputs):
+    """Whether CuPy's ``out`` is surely apart from ``inputs``: :func:`check_apart`, at less cost."""
+    start = out.data.ptr
+    end = start + out.nbytes
+    for array in inputs:
+        if array is not None:
+            low = array.data.ptr
+            if low < end and start < low + array.nbytes:
+                return False
+    return True
 
 
 def _extent(array):

@@ -143,6 +143,7 @@ class _Launch:
         self._table = addresses.ctypes.data
         self._stream = cupy.cuda.get_current_stream
         self._empty = 0 in _extent(grid)
+        self._device = cupy.cuda.runtime.getDevice()
         self._lock = threading.Lock()  # two threads must not fill in pointers at the same time
 
     def __call__(self, *arrays):
@@ -153,7 +154,7 @@ class _Launch:
         with self._lock:
             for position, array in enumerate(arrays):
                 values[position] = 0 if array is None else array.data.ptr
-            self._launch(self._stream().ptr, self._table, 0)
+            self._launch(self._stream(self._device).ptr, self._table, 0)
 
 
 class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute

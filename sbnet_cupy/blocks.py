@@ -157,6 +157,13 @@ def is_integer(value):
 
 def pair(value, name, *, minimum=1):
     """Read an int, a pair or TensorFlow's ``[1, h, w, 1]`` as ``(h, w)``, or raise ShapeError."""
+    if (
+        type(value) is tuple
+        and len(value) == 2
+        and type(value[0]) is type(value[1]) is int
+        and (minimum is None or (value[0] >= minimum and value[1] >= minimum))
+    ):
+        return value  # the usual case, at once
     given = value
     if is_integer(value):
         value = (value, value)

@@ -301,7 +301,8 @@ def launches(require, monkeypatch):
         launches.append((function, *sizes, words))
 
     monkeypatch.setattr(cupy.cuda.driver, "launchKernel", launch_kernel)
-    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: SimpleNamespace(ptr=55))
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device: SimpleNamespace(ptr=55))
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
     return launches
 
 

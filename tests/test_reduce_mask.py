@@ -1,5 +1,7 @@
 """reduce_mask equals its loop oracle on every library; ActiveBlocks is what it says it is."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import oracles
@@ -248,3 +250,24 @@ def test_density_of_none_and_all(xp, grid):
     blocks = grid.batch * grid.bcount[0] * grid.bcount[1]
     assert active.density() == (active.count() / blocks if blocks else 0.0)
     assert int(xp.to_numpy(active.to_dense()).sum()) == active.count()
+
+
+@pytest.mark.parametrize("avgpool", [False, True], ids=["max", "mean"])
+@pytest.mark.parametrize("offset", range(-4, 5))
+def test_every_small_grid_along_one_axis(offset, avgpool):
+    """Blocks inside the image, across its edges and outside, along lines and along columns."""
+    sizes = itertools.product(range(1, 6), range(1, 7), (1, 2, 3), (1, 4))
+    for size, block, stride, count in sizes:
+        line = np.zeros(size, bool)
+        line[[0, -1]] = True
+        corners = [offset + stride * i for i in range(count)]
+        sums = [line[max(c, 0) : max(c + block, 0)].sum() for c in corners]
+        expected = np.flatnonzero(np.array(sums) / block > 0.25 if avgpool else sums)
+        for axis in (0, 1):
+            grid = {"bsize": [1, 1], "boffset": [0, 0], "bstride": [1, 1]}
+            grid["bsize"][axis], grid["boffset"][axis] = block, offset
+            grid["bstride"][axis] = stride
+            mask = np.expand_dims(line, (0, 2 - axis))
+            bcount = (count, 1) if axis == 0 else (1, count)
+            found = reduce_mask(mask, bcount, **grid, tol=avgpool / 4, avgpool=avgpool)
+            assert found.active_block_indices[:, 1 + axis].tolist() == expected.tolist()

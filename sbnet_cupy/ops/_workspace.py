@@ -18,7 +18,8 @@ def workspace(xp, slots):
     """Return at least ``slots`` 8-byte slots for a launch on the current stream."""
     if xp is np:
         return np.zeros(slots, np.uint64)
-    device, stream = xp.cuda.runtime.getDevice(), xp.cuda.get_current_stream().ptr
+    device = xp.cuda.runtime.getDevice()
+    stream = xp.cuda.get_current_stream(device).ptr
     if xp.cuda.runtime.streamIsCapturing(stream):
         return _captured(xp, device, slots)
     held = _OF_STREAM.get((device, stream))

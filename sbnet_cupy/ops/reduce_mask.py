@@ -1,5 +1,7 @@
 """reduce_mask: from a mask to the list of active blocks."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,14 +23,14 @@ from .._kernels import vector_bytes
 from ..blocks import is_integer, pair
 from ..errors import DTypeError, ShapeError
 from ._copy_plan import address
-from ._grid import resolve_grid
+from ._grid import CHUNK_BYTES, resolve_grid
+from ._narrow import greater
 from ._plans import Plans
 from ._workspace import workspace
 from .active_blocks import ActiveBlocks
 
 _THREADS = 256
 _MOST_BLOCKS = 2**31 - 1
-_OR = np.logical_or
 _PER_SM = 4  # thread blocks per multiprocessor: they fill it, and few wait for each other
 _MOST_WORDS = 2048  # per thread block; 8 bytes of shared memory each
 
@@ -160,6 +162,7 @@ def _check_tol(tol):
     return value
 
 
+@functools.lru_cache(256)
 def _threshold(dtype, tol):
     """Return (tol as a float mask sees it, least active integer, whether nothing can be active).
 
@@ -176,49 +179,161 @@ def _threshold(dtype, tol):
 
 
 def _reduce_mask_numpy(mask, blocks, grid, thresholds, avgpool, capacity):
-    """Pool rows, then columns: whole rows of blocks at a time."""
-    threshold, least, never = thresholds
+    """Pool along the lines, then along the columns: some rows of blocks at a time."""
+    pool = _pool_average if avgpool else _pool_any
+    found = []  # (number of a first block, whether it and those after it are active)
     with np.errstate(invalid="ignore"):  # NaN, also as inf - inf, is not above any threshold
-        if avgpool:
-            narrow = mask.dtype.kind in "biu" and mask.dtype.itemsize < 8
-            values, pool, start = mask, np.add, np.int64(0) if narrow else np.float64(0)
-        elif dtype_kind(mask.dtype) == "f":
-            values, pool, start = mask > np.asarray(threshold).astype(mask.dtype), _OR, np.False_
-        else:
-            lowest = np.asarray(least).astype(mask.dtype)
-            values = np.zeros(mask.shape, bool) if never else mask >= lowest
-            pool, start = _OR, np.False_
-        for axis in (0, 1):
-            values = _pool_axis(values, axis + 1, blocks[axis + 1], grid, axis, pool, start)
-    active = values / (grid.bsize[0] * grid.bsize[1]) > threshold if avgpool else values
-    rows = np.argwhere(active).astype(np.int32)
+        for first, lines, rows, start in _parts(mask, blocks, grid, avgpool):
+            sides = (rows, grid.bsize[0], start, grid.bstride[0])
+            sides = sides, (blocks[2], grid.bsize[1], grid.boffset[1], grid.bstride[1])
+            found.append((first, pool(lines, *sides, thresholds).reshape(-1)))
     counts = empty((1,), np.int32, mask)
-    counts[0] = len(rows)
-    size = len(rows) if capacity is None else capacity
+    counts[0] = sum(np.count_nonzero(active) for _, active in found)
+    size = int(counts[0]) if capacity is None else capacity
     indices = empty((size, 3), np.int32, mask)
-    kept = min(len(rows), size)
-    indices[:kept] = rows[:kept]
-    indices[kept:] = -1
+    done = 0
+    for first, active in found:
+        numbers = active.nonzero()[0][: size - done] + first
+        rows = indices[done : done + len(numbers)]
+        quotient, rows[:, 2] = np.divmod(numbers, blocks[2])
+        rows[:, 0], rows[:, 1] = np.divmod(quotient, blocks[1])
+        done += len(numbers)
+    indices[done:] = -1
     return counts, indices
 
 
-def _pool_axis(values, axis, count, grid, side, pool, start):
-    """Combine, along one axis, the ``bsize`` lines of each of ``count`` blocks."""
-    size = values.shape[axis]
+def _parts(mask, blocks, grid, avgpool):
+    """Yield (first block, lines, rows of blocks, corner of the first row in the lines).
+
+    A part is whole images, or rows of blocks of one image, and its temporaries fit in
+    ``CHUNK_BYTES``, unless those of one row of blocks do not.
+    """
+    images, rows, columns = blocks
+    if not math.prod(blocks):
+        return
+    (_, height, width), size = mask.shape, grid.bsize[0]
+    row_bytes = width * (32 if avgpool else 2 + grid.bstride[0]) + 16 * columns
+    step = max(CHUNK_BYTES // row_bytes, 1)
+    together = min(max(step // rows, 1), images)  # images
+    step = min(step, rows)
+    for n in range(0, images, together):
+        for row in range(0, rows, step):
+            count = min(step, rows - row)
+            start = grid.boffset[0] + grid.bstride[0] * row
+            low, high = min(max(start, 0), height), start + grid.bstride[0] * (count - 1) + size
+            lines = mask[n : n + together, low : max(high, low)]
+            yield (n * rows + row) * columns, lines, count, start - low
+
+
+def _pool_any(mask, vertical, horizontal, thresholds):
+    """Whether a pixel of each block is above the threshold."""
+    threshold, least, never = thresholds
+    if dtype_kind(mask.dtype) == "f":
+        above = greater(mask, threshold)
+    elif never:
+        above = np.zeros(mask.shape, bool)
+    elif mask.dtype.kind == "b":
+        above = mask if least else np.ones(mask.shape, bool)
+    else:
+        above = mask >= mask.dtype.type(least)
+    return _any_columns(_any_lines(above, *vertical), *horizontal)
+
+
+def _any_lines(above, count, size, start, stride):
+    """Combine the lines of each row of blocks: ``[n, lines, W]`` to ``[n, count, W]``."""
+    n, lines, width = above.shape
+    pooled = np.zeros((n, count, width), bool)
+    meets = range(max(-((start + size - 1) // stride), 0), min(-((start - lines) // stride), count))
+    # Rows of blocks inside the image go together, those that its edge cuts one by one.
+    inside = range(max(-(start // stride), 0), min((lines - size - start) // stride + 1, count))
+    if inside:
+        steps = above.strides
+        windows = np.lib.stride_tricks.as_strided(
+            above[:, start + stride * inside.start :],
+            (n, len(inside), size, width),
+            (steps[0], stride * steps[1], steps[1], steps[2]),
+        )
+        np.logical_or.reduce(windows, axis=2, out=pooled[:, inside.start : inside.stop])
+    cut = itertools.chain(range(meets.start, inside.start), range(inside.stop, meets.stop))
+    for row in cut if inside else meets:
+        low, high = max(start + stride * row, 0), start + stride * row + size
+        np.logical_or.reduce(above[:, low:high], axis=1, out=pooled[:, row])
+    return pooled
+
+
+def _any_columns(above, count, size, start, stride):
+    """Combine the columns of each block: ``[n, rows, W]`` to ``[n, rows, count]``."""
+    n, rows, width = above.shape
+    columns = _columns(width, count, size, start, stride)
+    if not len(columns.first):
+        return np.zeros((n, rows, count), bool)
+    if columns.before or columns.after:
+        padded = np.zeros((n, rows, columns.before + width + columns.after), bool)
+        padded[:, :, columns.before : columns.before + width] = above
+        above = padded
+    span = 1  # pixels that each element of ``above`` stands for
+    while 2 * span <= columns.size:
+        above = above[:, :, :-span] | above[:, :, span:]
+        span *= 2
+    pooled = above.take(columns.first, axis=2)
+    if span < columns.size:
+        pooled |= above.take(columns.first + (columns.size - span), axis=2)
+    if len(columns.first) == count:
+        return pooled
+    active = np.zeros((n, rows, count), bool)
+    active[:, :, columns.meets] = pooled
+    return active
+
+
+class _Columns(NamedTuple):
+    """Where blocks lie along a line."""
+
+    size: int  # of a block
+    first: np.ndarray  # pixel of each block that meets the line, from the first of the padding on
+    meets: np.ndarray  # which blocks those are
+    before: int  # pixels of padding that they need
+    after: int
+
+
+@functools.lru_cache(64)
+def _columns(width, count, size, start, stride):
+    """Place blocks along a line of ``width`` pixels."""
+    corners = start + stride * np.arange(count)
+    meets = (corners > -size) & (corners < width) & (width > 0)
+    # A block wider than the image is as good as one of its width, over the same pixels.
+    short = min(size, width)
+    first = np.where(corners < 0, np.minimum(corners + (size - short), 0), corners)[meets]
+    before = max(-int(first.min(initial=0)), 0)
+    after = max(int(first.max(initial=0)) + short - width, 0)
+    return _Columns(short, first + before, meets, before, after)
+
+
+def _pool_average(mask, vertical, horizontal, thresholds):
+    """Whether the sum over each block, divided by its size, is above the threshold."""
+    narrow = mask.dtype.kind in "biu" and mask.dtype.itemsize < 8
+    values = mask
+    for axis, side in ((1, vertical), (2, horizontal)):
+        values = _sum_axis(values, axis, *side, np.int64 if narrow else np.float64)
+    return values / (vertical[1] * horizontal[1]) > thresholds[0]
+
+
+def _sum_axis(values, axis, count, size, start, stride, dtype):
+    """Add up, along one axis, the lines of each of ``count`` blocks, from the first to the last."""
+    length = values.shape[axis]
     shape = list(values.shape)
     shape[axis] = count
-    pooled = np.full(shape, start)
-    corners = grid.boffset[side] + grid.bstride[side] * np.arange(count)
-    for i in range(grid.bsize[side]):
+    pooled = np.zeros(shape, dtype)
+    corners = start + stride * np.arange(count)
+    for i in range(max(-int(corners[-1]), 0), min(size, length - start)):
         lines = corners + i
-        low, high = np.searchsorted(lines, (0, size))
+        low, high = np.searchsorted(lines, (0, length))
         if low == high:
             continue
         cut = [slice(None)] * values.ndim
         taken = list(cut)
         cut[axis] = slice(low, high)
-        taken[axis] = slice(lines[low], lines[high - 1] + 1, grid.bstride[side])
-        pool(pooled[tuple(cut)], values[tuple(taken)], out=pooled[tuple(cut)])
+        taken[axis] = slice(lines[low], lines[high - 1] + 1, stride)
+        pooled[tuple(cut)] += values[tuple(taken)]
     return pooled
 
 

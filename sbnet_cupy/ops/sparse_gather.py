@@ -7,6 +7,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import (
+    apart,
     array_function,
     check_apart,
     check_array,
@@ -20,19 +21,19 @@ from .._arrays import (
 from ..errors import DTypeError, ShapeError
 from ._copy_plan import plan_copy
 from ._grid import (
-    channels_last_view,
     check_image,
     check_indices,
     chunks,
+    clear_outside,
     find_corners,
-    pixels,
     resolve_grid,
     resolve_layout,
-    split_inside,
-    windows,
+    row_index,
+    swap_layout,
 )
+from ._narrow import widen
 from ._plans import Plans
-from .activation import ACTIVATIONS, apply_activation, check_activation
+from .activation import ACTIVATIONS, apply_affine, check_activation
 
 
 @array_function
@@ -119,7 +120,7 @@ def sparse_gather(
     if launch is not None:
         if out is None:
             out = empty(launch.shape, x.dtype, x)
-        else:
+        elif not apart(out, arrays):
             check_apart(out, zip(_ARRAY_NAMES, arrays, strict=True))
         launch.run(x, bin_counts, active_block_indices, out, scale, shift)
         return out
@@ -176,44 +177,66 @@ def check_affine(x, channels, scale, shift, activation):
 
 
 def _sparse_gather_numpy(x, bin_counts, active_block_indices, out, layout, grid, affine):
-    """Copy windows of the image; blocks that cross its edge go pixel by pixel index."""
-    corners = find_corners(bin_counts, active_block_indices, layout, grid)
-    if len(corners.rows) < len(out):
-        out[...] = np.zeros((), out.dtype)  # rows that no image fills
-    inside, edge = split_inside(corners, layout, grid.bsize)
-    block_bytes = out[:1].nbytes
-    swap = (0, 3, 1, 2) if layout.channels_last else (0, 2, 3, 1)
-    keep = layout.channels_last == layout.blocks_channels_last
+    """Take pixels by their numbers, some blocks at a time, and clear what is outside the image.
 
-    if len(inside.rows):
-        every = windows(x, layout, grid.bsize)
-        for part in chunks(inside, block_bytes):
-            blocks = _apply_affine(every[part.n, part.h0, part.w0], layout, affine)
-            out[part.rows] = blocks if keep else blocks.transpose(swap)
-    image = channels_last_view(x, layout.channels_last)
-    for part in chunks(edge, block_bytes):
-        flat, valid = pixels(part, layout, grid.bsize)
-        n, hw = np.divmod(flat, layout.H * layout.W)
-        blocks = image[n, hw // layout.W, hw % layout.W]
-        if affine:
-            blocks = _apply_affine(blocks, layout._replace(channels_last=True), affine)
-        blocks[~valid] = np.zeros((), blocks.dtype)
-        out[part.rows] = blocks if layout.blocks_channels_last else blocks.transpose(0, 3, 1, 2)
+    A pixel is its ``C`` channels, or one element where the image has its channels first.
+    """
+    corners = find_corners(bin_counts, active_block_indices, grid)
+    rows = len(corners.rows)
+    out[rows:] = np.zeros((), out.dtype)
+    if not rows or not out.size:
+        return
+    firsts, offsets, pixel = _pixel_numbers(corners, layout, grid.bsize)
+    image = x.reshape(-1, pixel)
+    direct = affine is None and layout.channels_last == layout.blocks_channels_last
+    block_bytes = offsets.nbytes + (0 if direct else out[:1].nbytes)
+    if affine is not None:
+        block_bytes += out[0].size * _TRANSFORM_BYTES[affine[2]]
+    for part in chunks(corners, block_bytes):
+        numbers = (firsts[row_index(part.rows), None] + offsets).reshape(-1)
+        stack = out[row_index(part.rows)]
+        taken = stack.reshape(-1, pixel) if direct else np.empty((len(numbers), pixel), x.dtype)
+        np.take(image, numbers, axis=0, out=taken, mode="clip")
+        if not direct:
+            _finish(taken, stack, layout, affine)
+    clear_outside(out[:rows], corners, layout, grid.bsize)
+
+
+# Bytes that an element takes while it is transformed.
+_TRANSFORM_BYTES = {None: 8, "relu": 8, "silu": 24, "gelu": 56}
+
+
+def _pixel_numbers(corners, layout, bsize):
+    """Return (number of each block's first pixel, those of its others from there, pixel's size).
+
+    Numbers outside the image are those of other pixels, or of none.
+    """
+    images, pixel = (1, layout.C) if layout.channels_last else (layout.C, 1)
+    firsts = (corners.n * images * layout.H + corners.h0) * layout.W + corners.w0
+    offsets = np.arange(bsize[0])[:, None] * layout.W + np.arange(bsize[1])
+    planes = np.arange(images) * (layout.H * layout.W)
+    return firsts, (planes[:, None] + offsets.reshape(-1)).reshape(-1), pixel
+
+
+def _finish(taken, stack, layout, affine):
+    """Transform the pixels taken for some blocks, and lay them out as the stack has them."""
+    area = stack.size // (len(stack) * layout.C)
+    inner = (area, layout.C) if layout.channels_last else (layout.C, area)
+    taken = taken.reshape(len(stack), *inner)
+    if affine is not None:
+        taken = _apply_affine(taken, layout, affine)
+    if layout.channels_last == layout.blocks_channels_last:
+        stack.reshape(taken.shape)[...] = taken
+    else:
+        swap_layout(stack.reshape(len(stack), *inner[::-1]), taken)
 
 
 def _apply_affine(blocks, layout, affine):
     """Return ``activation(blocks * scale + shift)`` rounded to the blocks' dtype."""
-    if affine is None:
-        return blocks
     scale, shift, activation = affine
-    dtype = compute_dtype(blocks.dtype)
-    values = blocks.astype(dtype)
-    per_channel = (-1,) if layout.channels_last else (-1, 1, 1)
-    if scale is not None:
-        values *= scale.astype(dtype).reshape(per_channel)
-    if shift is not None:
-        values += shift.astype(dtype).reshape(per_channel)
-    return apply_activation(values, activation).astype(blocks.dtype)
+    wide = widen(blocks)
+    axis = -1 if layout.channels_last else 1
+    return apply_affine(wide, scale, shift, activation, axis).astype(blocks.dtype, copy=False)
 
 
 def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):

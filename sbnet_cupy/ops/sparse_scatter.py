@@ -4,6 +4,7 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import (
+    apart,
     array_function,
     check_apart,
     check_array,
@@ -20,12 +21,16 @@ from ._grid import (
     check_indices,
     chunks,
     find_corners,
+    inside_pieces,
+    meeting,
     pixels,
     resolve_grid,
     resolve_layout,
-    split_inside,
+    row_index,
+    swap_layout,
     windows,
 )
+from ._narrow import add_rounded
 from ._plans import Plans
 
 
@@ -117,13 +122,13 @@ def sparse_scatter(
     launch = _PLANS.get(key)
     if launch is None:
         layout, grid = _check(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format)
-    named = zip(_ARRAY_NAMES, arrays[: 3 if in_place else 4], strict=False)
+    others = arrays[: 3 if in_place else 4]
     if out is None:
         out = empty(x.shape, x.dtype, x)
     elif launch is None:
-        check_out(out, x.shape, x.dtype, x, named)
-    else:
-        check_apart(out, named)
+        check_out(out, x.shape, x.dtype, x, zip(_ARRAY_NAMES, others, strict=False))
+    elif not apart(out, others):
+        check_apart(out, zip(_ARRAY_NAMES, others, strict=False))
     if not in_place:
         out[...] = x
     if launch is not None:
@@ -203,28 +208,56 @@ def _check_addable(x):
 
 
 def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, grid, add, overlap):
-    """Write windows of the image; overlapping blocks and edges go by pixel index, in row order."""
-    corners = find_corners(bin_counts, active_block_indices, layout, grid)
-    stack = channels_last_view(blocks, layout.blocks_channels_last)
-    block_bytes = blocks[:1].nbytes
-    if not overlap and len(corners.rows):
-        inside, corners = split_inside(corners, layout, grid.bsize)
-        every = windows(y, layout, grid.bsize) if len(inside.rows) else None
-        for part in chunks(inside, block_bytes):
-            values = stack[part.rows]
-            values = values if layout.channels_last else values.transpose(0, 3, 1, 2)
-            if add:
-                values = every[part.n, part.h0, part.w0] + values
-            every[part.n, part.h0, part.w0] = values
+    """Write windows of the image; overlapping blocks go by pixel number, in row order."""
+    corners = find_corners(bin_counts, active_block_indices, grid)
+    corners = meeting(corners, layout, grid.bsize)
+    if not len(corners.rows):
+        return
+    if overlap:
+        _scatter_pixels(blocks, corners, y, layout, grid.bsize, add)
+        return
+    for (i0, i1), (j0, j1), cut in inside_pieces(corners, layout, grid.bsize):
+        every = windows(y, layout, (i1 - i0, j1 - j0))
+        inner = (slice(i0, i1), slice(j0, j1))
+        inner = (*inner, slice(None)) if layout.blocks_channels_last else (slice(None), *inner)
+        # A run of blocks that is only written needs no temporaries.
+        copied = add or layout.channels_last != layout.blocks_channels_last
+        copied = copied or not isinstance(row_index(cut.rows), slice)
+        for part in chunks(cut, blocks[:1].nbytes) if copied else [cut]:
+            values = blocks[(row_index(part.rows), *inner)]
+            if layout.channels_last != layout.blocks_channels_last:
+                values = _swapped(values, layout.blocks_channels_last)
+            place = part.n, part.h0 + i0, part.w0 + j0
+            every[place] = add_rounded(every[place], values) if add else values
+
+
+def _swapped(blocks, channels_last):
+    """Return a copy of ``blocks``, given with their channels last or first, the other way round."""
+    m, a, b, c = blocks.shape
+    given, swapped = ((a * b, c), (c, a, b)) if channels_last else ((a, b * c), (b, c, a))
+    copy = np.empty((m, *swapped), blocks.dtype)
+    swap_layout(copy.reshape(m, *given[::-1]), blocks.reshape(m, *given))
+    return copy
+
+
+def _scatter_pixels(blocks, corners, y, layout, bsize, add):
+    """Write or add pixel by pixel number, in the order of the stack's rows."""
     image = channels_last_view(y, layout.channels_last)
-    for part in chunks(corners, block_bytes):
-        flat, valid = pixels(part, layout, grid.bsize)
-        flat, values = flat[valid], stack[part.rows][valid]
+    stack = channels_last_view(blocks, layout.blocks_channels_last)
+    # beside the values, numbers and their order: some ten words for each pixel
+    for part in chunks(corners, blocks[:1].nbytes + 80 * bsize[0] * bsize[1]):
+        flat, valid = pixels(part, layout, bsize)
+        flat, values = flat[valid], stack[row_index(part.rows)][valid]
         if add:
             _add_in_order(image, flat, values, layout)
         else:
-            n, hw = np.divmod(flat, layout.H * layout.W)
-            image[n, hw // layout.W, hw % layout.W] = values
+            image[_position(flat, layout)] = values
+
+
+def _position(flat, layout):
+    """Return the index ``(n, h, w)`` of pixel numbers."""
+    n, hw = np.divmod(flat, layout.H * layout.W)
+    return n, *np.divmod(hw, layout.W)
 
 
 def _add_in_order(image, flat, values, layout):
@@ -239,9 +272,8 @@ def _add_in_order(image, flat, values, layout):
     turn = np.arange(len(order)) - np.repeat(starts, group_sizes)
     for k in range(int(group_sizes.max(initial=0))):
         now = order[turn == k]
-        n, hw = np.divmod(flat[now], layout.H * layout.W)
-        index = (n, hw // layout.W, hw % layout.W)
-        image[index] = image[index] + values[now]
+        index = _position(flat[now], layout)
+        image[index] = add_rounded(image[index], values[now])
 
 
 def _combination(y, add):
