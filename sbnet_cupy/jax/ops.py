@@ -202,8 +202,8 @@ def _gather(spec):
     """Return sparse_gather with these options."""
     plain = spec._replace(activation=None)
 
-    def forward(*arrays):
-        return _mapped_gather(spec)(*arrays), arrays
+    def forward(*arrays):  # through the gradient again, which may be asked for too
+        return _gather(spec)(*arrays), arrays
 
     def backward(arrays, grad):
         x, counts, indices, scale, shift = arrays
@@ -375,7 +375,7 @@ def _scatter(spec):
     """Return sparse_scatter with these options."""
 
     def forward(blocks, counts, indices, x):
-        return _mapped_scatter(spec)(blocks, counts, indices, x), (counts, indices)
+        return _scatter(spec)(blocks, counts, indices, x), (counts, indices)
 
     def backward(residuals, grad):
         counts, indices = residuals
