@@ -1,7 +1,10 @@
 """The JAX adapter: the package's bits inside jit, exact gradients, vmap, and no trap sprung."""
 
 import ctypes
+import doctest
 import functools
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -15,6 +18,7 @@ from bad_calls import BAD, VALID, Spoiled
 from conftest import _gpu_expected, require
 from frameworks import Jax
 from test_errors import spoil_id
+from test_structure import doctests_of
 
 import sbnet_cupy as sb
 from sbnet_cupy import DeviceError, DTypeError, ShapeError
@@ -488,7 +492,25 @@ def test_gradients_of_the_layers(sbj, place, check_grads, jax):
     assert type(gradient) is sb.BottleneckWeights and float(abs(gradient.w2).sum()) > 0
 
 
-# --------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------- documents and errors
+
+
+@pytest.mark.parametrize("name", ["", ".ops", ".layers"])
+def test_examples_run(sbj, name):
+    runner = doctest.DocTestRunner()
+    tests = list(doctests_of(importlib.import_module("sbnet_cupy.jax" + name)))
+    for test in tests:
+        runner.run(test)
+    assert not runner.summarize().failed and sum(len(test.examples) for test in tests) >= 5
+
+
+def test_arguments_are_those_of_the_package(sbj):
+    for name in sbj.__all__:
+        known = inspect.signature(getattr(sb, name)).parameters
+        taken = inspect.signature(getattr(sbj, name)).parameters
+        assert [*taken] == [parameter for parameter in known if parameter != "out"]
+        assert all(taken[parameter].default == known[parameter].default for parameter in taken)
+
 
 ELSEWHERE = re.compile(r"object|'U1'|'S3'|M8|masked|'[if]8'|float64|asfortran|::|np.float32\(1\)")
 

@@ -70,7 +70,7 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
         input_output_aliases=alias,
         command_buffer_compatible=True,
     )(*arrays)
-    return _varying(found[: len(results)], arrays)
+    return vary_alike(found[: len(results)], arrays)
 
 
 @functools.cache
@@ -85,15 +85,30 @@ def _callback(body, spec, has_scratch):
     return callback
 
 
-def _varying(results, arrays):
-    """Inside ``shard_map``, let results vary over the mesh axes that the arrays vary over."""
-    leaves = [array for array in arrays if array is not None]
-    axes = frozenset().union(*(getattr(jax.typeof(leaf), "vma", ()) for leaf in leaves))
+def vary_alike(arrays, examples=()):
+    """Inside ``shard_map``, let arrays vary over all mesh axes that one of them varies over.
+
+    JAX does so for its own operations, and sums gradients over these axes accordingly.
+    """
+    kinds = [jax.typeof(array) for array in (*arrays, *examples) if array is not None]
+    axes = frozenset().union(*map(_axes, kinds))
     if not axes:
-        return results
+        return arrays
+    return [array if array is None else _vary(array, axes) for array in arrays]
+
+
+def _axes(kind):
+    """Return the mesh axes that an array varies over; JAX has moved where it says so."""
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma
+
+
+def _vary(array, axes):
+    more = tuple(axes - _axes(jax.typeof(array)))
+    if not more:
+        return array
     if hasattr(jax.lax, "pcast"):
-        return [jax.lax.pcast(result, tuple(axes), to="varying") for result in results]
-    return [jax.lax.pvary(result, tuple(axes)) for result in results]
+        return jax.lax.pcast(array, more, to="varying")
+    return jax.lax.pvary(array, more)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from ..ops.sparse_gather import sparse_gather as core_gather
 from ..ops.sparse_scatter import resolve_scatter, scratch_sizes
 from ..ops.sparse_scatter import sparse_scatter as core_scatter
 from ._arguments import stand_ins
-from ._callbacks import allocating_from, call, piece_bytes
+from ._callbacks import allocating_from, call, piece_bytes, vary_alike
 from ._mapped import one_by_one, one_list, spread
 
 # -------------------------------------------------------------------------------- reduce_mask
@@ -223,7 +223,12 @@ def _gather(spec):
 
     gather = jax.custom_vjp(_mapped_gather(spec))
     gather.defvjp(forward, backward)
-    return jax.jit(gather)
+
+    @jax.jit
+    def sparse_gather(*arrays):
+        return gather(*vary_alike(arrays))
+
+    return sparse_gather
 
 
 @functools.cache
@@ -392,7 +397,12 @@ def _scatter(spec):
 
     scatter = jax.custom_vjp(_mapped_scatter(spec))
     scatter.defvjp(forward, backward)
-    return jax.jit(scatter)
+
+    @jax.jit
+    def sparse_scatter(*arrays):
+        return scatter(*vary_alike(arrays))
+
+    return sparse_scatter
 
 
 def _last(spec, counts, indices, x):
