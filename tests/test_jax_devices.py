@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 SHARDED = """
@@ -123,6 +125,40 @@ def test_shard_map_over_the_batch(jax):
     flags = "--xla_force_host_platform_device_count=2"
     run("import jax; jax.config.update('jax_platforms', 'cpu')"
         + SHARDED.replace("DEVICES", "2"), flags)  # fmt: skip
+
+
+class Buffer:
+    """What XLA hands over, on a GPU that is not there: memory of NumPy under its name."""
+
+    def __init__(self, array, dtype):
+        self._array, self.dtype, self.shape = array, np.dtype(dtype), array.shape
+
+    def __dlpack__(self):
+        return self._array.__dlpack__()
+
+
+def test_buffers_on_a_gpu_and_pieces_of_scratch(jax, require):
+    """Addresses, shapes and dtypes are right without a GPU too, as nothing is read or launched."""
+    cupy = require("cupy")
+    from sbnet_cupy.jax import _callbacks
+
+    memory = np.zeros((4, 512), np.uint16)
+    for dtype in (np.uint16, np.float16, ml_dtypes.bfloat16):
+        view = _callbacks._cupy_view(Buffer(memory, dtype), 0)
+        assert view.data.ptr == memory.ctypes.data and view.data.device_id == 0
+        assert (view.shape, view.dtype, view.nbytes) == ((4, 512), np.dtype(dtype), 4096)
+        assert view.flags.c_contiguous
+    assert _callbacks._cupy_view(None, 0) is None
+    scratch = _callbacks._cupy_view(Buffer(memory.view(np.uint8).reshape(-1), np.uint8), 0)
+    assert scratch.view("uint64").shape == (512,)
+    with _callbacks.allocating_from(scratch):
+        found = [cupy.empty(n, np.int32) for n in (1, 65, 1, 200)]
+        with pytest.raises(AssertionError, match="scratch"):
+            cupy.empty(10000, np.int32)
+    starts = [array.data.ptr - memory.ctypes.data for array in found]
+    assert starts == [0, 256, 768, 1024]
+    assert sum(_callbacks.piece_bytes(array.nbytes) for array in found) == 1024 + 1024
+    assert _callbacks._Stream(1234).__cuda_stream__() == (0, 1234)
 
 
 @pytest.mark.gpu
