@@ -22,6 +22,7 @@ from test_structure import doctests_of
 
 import sbnet_cupy as sb
 from sbnet_cupy import DeviceError, DTypeError, ShapeError
+from sbnet_cupy.ops import sparse_scatter as scatter_op
 from sbnet_cupy.ops._grid import Grid
 from sbnet_cupy.ops.reduce_mask import _plan, scratch_slots
 
@@ -244,6 +245,21 @@ def test_scratch_is_enough_for_any_gpu():
             mask = np.empty((1, side, side), np.uint8)
             plan = _plan(mask, side * side, Grid((1, 1), (0, 0), (1, 1)), sm_count)
             assert 1 + plan.thread_blocks <= scratch_slots(side * side)
+
+
+def test_scratch_is_enough_for_overlapping_blocks(monkeypatch):
+    """What the GPU body allocates is what XLA is asked for."""
+    launched = []
+    monkeypatch.setattr(scatter_op._kernels, "launch", lambda *a, **_: launched.append(a[5]))
+    for options in OPTIONS:
+        grid = Grid(*(options.get(name, zero) for name, zero in
+                      (("bsize", None), ("boffset", (0, 0)), ("bstride", options["bsize"]))))
+        x, blocks = image(options), stack(options)
+        layout = (options.get("data_format", "NHWC"), options.get("transpose", False))
+        layout = scatter_op.resolve_layout(x, *layout)
+        scatter_op._scatter_overlap_cuda(blocks, COUNT, ROWS, x, layout, grid, True)
+        heads, links = launched[-1][3:5]
+        assert (heads.nbytes, links.nbytes) == scatter_op.scratch_sizes(len(ROWS), layout, grid)
 
 
 def test_the_same_call_is_compiled_once(sbj, jax):
