@@ -13,7 +13,7 @@ from _session import Session
 
 HERE = Path(__file__).resolve().parent
 PIPED_WIDTH = 190  # columns, where no terminal says how wide it is
-NAMES = ("reduce_mask", "sparse_gather", "sparse_scatter", "host_cost")
+NAMES = ("reduce_mask", "sparse_gather", "sparse_scatter", "host_cost", "jax_host_cost")
 
 
 class BenchError(Exception):

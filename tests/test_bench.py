@@ -114,7 +114,7 @@ def test_the_readme_is_what_the_rows_say():
 def test_list(capsys):
     assert command.main(["bench", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [*NAMES, "host_cost"]
+    assert [line.split()[0] for line in lines] == [*NAMES, "host_cost", "jax_host_cost"]
 
 
 @pytest.mark.parametrize(
@@ -320,6 +320,21 @@ def test_the_flow_on_a_gpu(gpu, tiny, tmp_path, monkeypatch):
     assert {row.timed_by for row in rows if "mask" in row.implementation} == {"events"}
     assert {row.op for row in rows if row.ours} == {*NAMES, "chain"}
     assert "chain" in part("report").device(tmp_path, tmp_path)
+
+
+def test_the_calls_in_jax_are_checked_and_run(jax, tiny):
+    """Each jitted call gives what the package gives; on a GPU the same calls are timed."""
+    bench, session = part("bench_jax_host_cost"), types.SimpleNamespace(xp=np, points=None)
+    for op in ("reduce_mask", "sparse_gather", "sparse_scatter", "chain"):
+        case = dataclasses.replace(tiny, op=op)
+        ((_, count, work),) = bench.works(case, session)
+        assert count and [c.clock for c in work.contenders] == ["host"] * 2
+        for contender in work.contenders:
+            work.check(contender)
+        contender.calls[0] = lambda: jax.numpy.zeros(3)
+        with pytest.raises(part("_check").WrongResult):
+            work.check(contender)
+    assert bench.cases(types.SimpleNamespace(cpu=True)) == []
 
 
 def test_what_cannot_be_captured_is_timed_with_events(gpu, torch):

@@ -33,6 +33,7 @@ _THREADS = 256
 _MOST_BLOCKS = 2**31 - 1
 _PER_SM = 4  # thread blocks per multiprocessor: they fill it, and few wait for each other
 _MOST_WORDS = 2048  # per thread block; 8 bytes of shared memory each
+_MOST_SM = 512  # more multiprocessors than any GPU has
 
 
 @array_function
@@ -100,19 +101,12 @@ def reduce_mask(
     array([[0, 1, 0]], dtype=int32)
     """
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
-    key = _PLANS.key((mask,), options) if is_cupy(mask) else None
-    launch = _PLANS.get(key)
-    if launch is None:
-        grid = resolve_grid(bsize, boffset, bstride)
-        blocks = _check(mask, pair(block_count, "block_count", minimum=0), capacity)
-        threshold = _threshold(mask.dtype, _check_tol(tol))
-        image = mask.reshape(mask.shape[:3])
-        if not is_cupy(mask) or not mask.size:  # with no pixel there is nothing for a GPU to do
-            pixels = np.zeros(image.shape) if is_cupy(mask) else image
-            listed = _reduce_mask_numpy(pixels, blocks, grid, threshold, avgpool, capacity)
-            return ActiveBlocks(*map(namespace(mask).asarray, listed), blocks)
-        launch = _reduce_mask_cuda(image, blocks, grid, threshold, avgpool, capacity)
-        _PLANS.keep(key, launch)
+    if not is_cupy(mask) or not mask.size:  # with no pixel there is nothing for a GPU to do
+        image, blocks, *call = _resolve(mask, *options)
+        pixels = np.zeros(image.shape) if is_cupy(mask) else image
+        listed = _reduce_mask_numpy(pixels, blocks, *call)
+        return ActiveBlocks(*map(namespace(mask).asarray, listed), blocks)
+    launch = _launch(mask, options)
     counts, indices = empty((1,), np.int32, mask), empty((launch.rows, 3), np.int32, mask)
     if launch.run is None:
         counts[...] = 0
@@ -122,6 +116,54 @@ def reduce_mask(
     if capacity is None:
         indices = indices[: int(counts[0])]
     return ActiveBlocks(counts, indices, launch.blocks)
+
+
+def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset, bstride, **pool):
+    """Fill arrays that a framework owns, with as much capacity as ``indices`` has rows (not 0).
+
+    On a GPU nothing is allocated: ``scratch`` is a uint64 array of :func:`scratch_slots`, whatever
+    its contents. There must be a block, and the mask must have a pixel.
+    """
+    sizes, capacity = (block_count, bsize, boffset, bstride), len(indices)
+    if not is_cupy(mask):
+        image, *call = _resolve(mask, *sizes, pool["tol"], pool["avgpool"], capacity)
+        counts[...], indices[...] = _reduce_mask_numpy(image, *call)
+        return
+    launch = _launch(mask, (*sizes, pool["tol"], pool["avgpool"], capacity))
+    scratch = scratch[: launch.slots]
+    scratch.data.memset_async(0, scratch.nbytes)
+    launch.run(mask, counts, indices, scratch)
+
+
+def scratch_slots(candidates):
+    """Return how many 8-byte slots a launch over that many candidate blocks can need, on any GPU.
+
+    Enough thread blocks for all multiprocessors, or as many as have room for the words of flags.
+    """
+    return 1 + min(candidates, max(_PER_SM * _MOST_SM, -(-candidates // _MOST_WORDS)))
+
+
+def resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity):
+    """Check the arguments of reduce_mask; return (block grid (N, h, w), the grid, tol)."""
+    grid = resolve_grid(bsize, boffset, bstride)
+    blocks = _check(mask, pair(block_count, "block_count", minimum=0), capacity)
+    return blocks, grid, _check_tol(tol)
+
+
+def _resolve(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):
+    """Return the image and what the bodies need to know, all checked."""
+    blocks, grid, tol = resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity)
+    image = mask.reshape(mask.shape[:3])
+    return image, blocks, grid, _threshold(mask.dtype, tol), avgpool, capacity
+
+
+def _launch(mask, options):
+    """Return the launch for a CuPy mask with pixels, prepared or found."""
+    key = _PLANS.key((mask,), options)
+    launch = _PLANS.get(key)
+    if launch is None:
+        launch = _PLANS.keep(key, _reduce_mask_cuda(*_resolve(mask, *options)))
+    return launch
 
 
 class _Launch(NamedTuple):

@@ -125,12 +125,7 @@ def sparse_gather(
         launch.run(x, bin_counts, active_block_indices, out, scale, shift)
         return out
 
-    grid = resolve_grid(bsize, boffset, bstride)
-    check_image("x", x)
-    check_indices(bin_counts, active_block_indices, like=x)
-    layout = resolve_layout(x, data_format, transpose)
-    check_affine(x, layout.C, scale, shift, activation)
-    shape = layout.blocks_shape(len(active_block_indices), grid.bsize)
+    shape, layout, grid = resolve_gather(*arrays, *options)
     if out is None:
         out = empty(shape, x.dtype, x)
     else:
@@ -160,6 +155,19 @@ class _Launch(NamedTuple):
 
 _PLANS = Plans()
 _ARRAY_NAMES = ("x", "bin_counts", "active_block_indices", "scale", "shift")
+
+
+def resolve_gather(
+    x, bin_counts, active_block_indices, scale, shift,
+    bsize, boffset, bstride, transpose, data_format, activation,
+):  # fmt: skip
+    """Check all arguments but ``out``; return the shape of the blocks, the layout and the grid."""
+    grid = resolve_grid(bsize, boffset, bstride)
+    check_image("x", x)
+    check_indices(bin_counts, active_block_indices, like=x)
+    layout = resolve_layout(x, data_format, transpose)
+    check_affine(x, layout.C, scale, shift, activation)
+    return layout.blocks_shape(len(active_block_indices), grid.bsize), layout, grid
 
 
 def check_affine(x, channels, scale, shift, activation):

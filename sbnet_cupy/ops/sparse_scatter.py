@@ -121,7 +121,9 @@ def sparse_scatter(
     key = _PLANS.key((x, *arrays[:3], out), options) if is_cupy(x) else None
     launch = _PLANS.get(key)
     if launch is None:
-        layout, grid = _check(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format)
+        layout, grid = resolve_scatter(
+            arrays, bsize, boffset, bstride, add, atomic, transpose, data_format
+        )
     others = arrays[: 3 if in_place else 4]
     if out is None:
         out = empty(x.shape, x.dtype, x)
@@ -180,7 +182,7 @@ def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
     return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
 
 
-def _check(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format):
+def resolve_scatter(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format):
     """Check all arguments but ``out``; return the layout and the grid."""
     blocks, bin_counts, active_block_indices, x = arrays
     grid = resolve_grid(bsize, boffset, bstride)
@@ -301,12 +303,7 @@ def _sparse_scatter_cuda(blocks, y, layout, grid, add):
 def _scatter_overlap_cuda(blocks, bin_counts, active_block_indices, y, layout, grid, add):
     """Chain the stack's rows by the cell of their corner, then let each cell apply its own."""
     rows = len(active_block_indices)
-    # Cells whose block meets the image: -bsize < boffset + bstride * index < size.
-    axes = list(zip(grid.bsize, grid.boffset, grid.bstride, (layout.H, layout.W), strict=True))
-    first = [-((b + offset - 1) // s) for b, offset, s, _ in axes]
-    last = [(n - 1 - offset) // s for _, offset, s, n in axes]
-    count = [max(end - begin + 1, 0) for begin, end in zip(first, last, strict=True)]
-    reach = [-(-b // s) - 1 for b, _, s, _ in axes]
+    first, count, reach = _cells(layout, grid)
     cells = (*first, *count)
     if 0 in count:
         return
@@ -337,3 +334,21 @@ def _scatter_overlap_cuda(blocks, bin_counts, active_block_indices, y, layout, g
          *cells, *reach),
         persistent=True,
     )
+
+
+def _cells(layout, grid):
+    """Return, per axis, the first cell whose block meets the image, how many do, and their reach.
+
+    Those with ``-bsize < boffset + bstride * index < size``.
+    """
+    axes = list(zip(grid.bsize, grid.boffset, grid.bstride, (layout.H, layout.W), strict=True))
+    first = [-((b + offset - 1) // s) for b, offset, s, _ in axes]
+    last = [(n - 1 - offset) // s for _, offset, s, n in axes]
+    count = [max(end - begin + 1, 0) for begin, end in zip(first, last, strict=True)]
+    return first, count, [-(-b // s) - 1 for b, _, s, _ in axes]
+
+
+def scratch_sizes(rows, layout, grid):
+    """Return the bytes of each array that a GPU allocates to apply overlapping blocks in order."""
+    _, count, _ = _cells(layout, grid)
+    return 4 * layout.N * count[0] * count[1], 4 * rows

@@ -1,0 +1,49 @@
+"""The operations for JAX: inside ``jit``, differentiable, mapped, sharded, without a copy.
+
+The names, arguments and results are those of the package itself, for JAX arrays. XLA calls back
+into Python, which launches the CUDA kernels (on XLA's stream, on XLA's memory) or, on a CPU, runs
+the NumPy code. The layers gather and scatter this way; their convolutions are XLA's own.
+
+- ``jit``: shapes are static, so ``reduce_mask`` needs ``capacity``. Every operation can be part of
+  a command buffer (a CUDA graph): Python then runs when it is recorded, not when it is replayed.
+- ``grad``: reverse mode, of any order; the operations are linear in images and blocks, and their
+  gradients are the operations again. Forward mode (``jvp``, ``jacfwd``) is refused by JAX.
+- ``vmap``: the mapped axis joins N, one launch for all; ``reduce_mask``, and a ``scale`` or
+  ``shift`` that is mapped itself, run once for each member.
+- ``shard_map``: over the batch, each device its own images. Plain ``jit`` on sharded arrays brings
+  them together first, since XLA does not know that the operations work image by image.
+- ``sparse_scatter`` reuses the memory of ``x`` where XLA may, for example when it is donated.
+
+:class:`~sbnet_cupy.ActiveBlocks` and :class:`~sbnet_cupy.BottleneckWeights` become pytrees when
+this module is imported, and :class:`~sbnet_cupy.BlockParams` a static one, so that all of them can
+be arguments of a jitted function. There is no ``out``: JAX arrays are never written.
+
+Experimental: all of it stands on ``jax.experimental.buffer_callback``, which JAX may change. It
+does not run on TPUs, and compiled functions cannot be exported or kept in JAX's on-disk cache.
+
+Examples
+--------
+>>> import jax, jax.numpy as jnp
+>>> from sbnet_cupy.jax import reduce_mask, sparse_gather, sparse_scatter
+>>> @jax.jit
+... def double_where_set(x, mask):
+...     active = reduce_mask(mask, (2, 2), bsize=4, capacity=4)
+...     blocks = 2 * sparse_gather(x, *active, bsize=4)
+...     return sparse_scatter(blocks, *active, x, bsize=4)
+>>> mask = jnp.zeros((1, 8, 8), bool).at[0, 0, 7].set(True)
+>>> y = double_where_set(jnp.ones((1, 8, 8, 1)), mask)
+>>> int(y.sum())
+80
+"""
+
+from . import _callbacks  # noqa: F401 - first: it says what is missing
+from .layers import sparse_conv2d, sparse_res_block_bottleneck
+from .ops import reduce_mask, sparse_gather, sparse_scatter
+
+__all__ = [
+    "reduce_mask",
+    "sparse_conv2d",
+    "sparse_gather",
+    "sparse_res_block_bottleneck",
+    "sparse_scatter",
+]

@@ -1,0 +1,47 @@
+"""What JAX arrays must be, checked while they are traced: by shape and dtype alone."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from .._arrays import library_of
+from ..blocks import BlockParams
+from ..errors import DeviceError, DTypeError
+from ..ops.active_blocks import ActiveBlocks
+from ..ops.bottleneck_weights import BottleneckWeights
+
+jax.tree_util.register_dataclass(
+    ActiveBlocks, data_fields=["bin_counts", "active_block_indices"], meta_fields=["grid"]
+)
+jax.tree_util.register_dataclass(
+    BottleneckWeights,
+    data_fields=[field.name for field in dataclasses.fields(BottleneckWeights)],
+    meta_fields=[],
+)
+jax.tree_util.register_static(BlockParams)
+
+
+def stand_ins(**arrays):
+    """Return, for each named JAX array (or None), a NumPy array that the package's checks take.
+
+    It has the shape and the dtype, and no memory behind it: it must not be read.
+    """
+    return [value if value is None else _stand_in(name, value) for name, value in arrays.items()]
+
+
+def _stand_in(name, value):
+    if not isinstance(value, jax.Array):
+        if library_of(value) is None:
+            raise DTypeError(
+                f"{name} must be a JAX array, got {type(value).__name__}; use jax.numpy.asarray"
+            )
+        raise DeviceError(
+            f"{name} must be a JAX array, got one of {library_of(value).name}; convert it with "
+            "jax.numpy.asarray (which makes float64 float32 without jax_enable_x64)"
+        )
+    if not isinstance(value.dtype, np.dtype) or value.dtype.name.lstrip("u") in ("int2", "int4"):
+        raise DTypeError(f"{name} must have elements of whole bytes, got {value.dtype}; use astype")
+    steps = np.cumprod((1, *value.shape[:0:-1]))[::-1] * value.dtype.itemsize
+    strides = steps.tolist()[: value.ndim]
+    return np.lib.stride_tricks.as_strided(np.empty(1, value.dtype), value.shape, strides)

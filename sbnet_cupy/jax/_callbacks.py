@@ -1,0 +1,221 @@
+"""From XLA into our code: its buffers as NumPy or CuPy arrays, on its stream, in its memory.
+
+The only file that knows ``jax.experimental.buffer_callback``.
+"""
+
+import contextlib
+import ctypes
+import functools
+import inspect
+import math
+
+import numpy as np
+
+try:
+    import jax
+except ImportError as error:
+    raise ImportError("sbnet_cupy.jax needs JAX; pip install 'sbnet-cupy[jax]'") from error
+
+
+def _find_buffer_callback():
+    """Return ``buffer_callback``, or say which JAX has it."""
+    try:
+        from jax.experimental.buffer_callback import buffer_callback
+
+        known = inspect.signature(buffer_callback).parameters
+    except ImportError:
+        known = {}
+    if "command_buffer_compatible" not in known:
+        raise ImportError(
+            "sbnet_cupy.jax needs jax.experimental.buffer_callback with command_buffer_compatible, "
+            f"which JAX {jax.__version__} does not have; pip install -U 'jax>=0.7'"
+        )
+    return buffer_callback
+
+
+_buffer_callback = _find_buffer_callback()
+_PIECE = 256  # bytes; pieces of scratch begin at multiples of it
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+# Without touching the prototype that everybody shares through ctypes.pythonapi.
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def call(body, spec, results, arrays, *, scratch=0, alias=None):
+    """Have XLA run ``body(spec, results, scratch, *arrays)`` when it computes the results.
+
+    Parameters
+    ----------
+    body : function
+        Gets NumPy arrays on a CPU and CuPy arrays on a GPU, in XLA's memory, and fills the results.
+        It must allocate nothing on a GPU, except through :func:`allocating_from`.
+    spec : hashable
+        What else the body needs. The same body and spec are the same callback, compiled once.
+    results : sequence of jax.ShapeDtypeStruct
+        None of them empty: XLA would not call.
+    arrays : sequence of jax.Array or None
+        What the body reads.
+    scratch : int
+        Bytes of scratch, an extra result of which nobody reads the contents.
+    alias : dict, optional
+        Which array (by position) may be the memory of which result, and holds its first contents.
+    """
+    _check_gpu()
+    structs = [*results, jax.ShapeDtypeStruct((max(scratch, 1),), np.uint8)]
+    found = _buffer_callback(
+        _callback(body, spec, bool(scratch)),
+        structs if scratch else structs[:-1],
+        input_output_aliases=alias,
+        command_buffer_compatible=True,
+    )(*arrays)
+    return vary_alike(found[: len(results)], arrays)
+
+
+@functools.cache
+def _callback(body, spec, has_scratch):
+    """Return what XLA calls; the same object for the same body and spec."""
+
+    def callback(context, results, *arrays):
+        with _entered(context, (*results, *arrays)) as natives:
+            outs, inputs = natives[: len(results)], natives[len(results) :]
+            body(spec, outs, outs.pop() if has_scratch else None, *inputs)
+
+    return callback
+
+
+def vary_alike(arrays, examples=()):
+    """Inside ``shard_map``, let arrays vary over all mesh axes that one of them varies over.
+
+    JAX does so for its own operations, and sums gradients over these axes accordingly.
+    """
+    kinds = [jax.typeof(array) for array in (*arrays, *examples) if array is not None]
+    axes = frozenset().union(*map(_axes, kinds))
+    if not axes:
+        return arrays
+    return [array if array is None else _vary(array, axes) for array in arrays]
+
+
+def _axes(kind):
+    """Return the mesh axes that an array varies over; JAX has moved where it says so."""
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma
+
+
+def _vary(array, axes):
+    more = tuple(axes - _axes(jax.typeof(array)))
+    if not more:
+        return array
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(array, more, to="varying")
+    return jax.lax.pvary(array, more)
+
+
+@functools.cache
+def _check_gpu():
+    """Raise ImportError where JAX computes on a GPU and CuPy, which does it for us, is missing."""
+    if jax.default_backend() in ("gpu", "cuda"):
+        try:
+            import cupy  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "sbnet_cupy.jax needs CuPy for arrays on a GPU; pip install 'sbnet-cupy[cuda13x]'"
+            ) from error
+
+
+# ------------------------------------------------------------------------- inside the callback
+
+
+@contextlib.contextmanager
+def _entered(context, buffers):
+    """Give the buffers as native arrays, with XLA's device and stream current."""
+    kind, device = buffers[0].__dlpack_device__()
+    if int(kind) == 1:
+        yield [_numpy_view(buffer) for buffer in buffers]
+        return
+    import cupy
+
+    stream = cupy.cuda.Stream.from_external(_Stream(context.stream))
+    capturing = cupy.cuda.runtime.streamIsCapturing(stream.ptr)
+    with cupy.cuda.Device(device), stream, _relaxed() if capturing else contextlib.nullcontext():
+        yield [_cupy_view(buffer, device) for buffer in buffers]
+
+
+class _Stream:
+    """XLA's stream, as CuPy takes streams of others."""
+
+    def __init__(self, pointer):
+        self._pointer = pointer
+
+    def __cuda_stream__(self):
+        return 0, self._pointer
+
+
+def _numpy_view(buffer):
+    """View a buffer on the CPU as an array; what is an input is read-only."""
+    if buffer is None:
+        return None
+    array = np.asarray(buffer)
+    if not buffer.writeable:
+        array.flags.writeable = False
+    return array
+
+
+def _cupy_view(buffer, device):
+    """View a buffer on a GPU as a CuPy array."""
+    if buffer is None:
+        return None
+    import cupy
+
+    nbytes = math.prod(buffer.shape) * buffer.dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address(buffer), nbytes, buffer, device)
+    return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def address(buffer):
+    """Return where a buffer's memory begins: the first field of the DLTensor in its capsule.
+
+    ``__cuda_array_interface__`` says it too, but has no name for some dtypes.
+    """
+    capsule = buffer.__dlpack__()
+    return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value
+
+
+@contextlib.contextmanager
+def _relaxed():
+    """Let this thread load kernels while XLA records its stream: that work is not recorded."""
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+def allocating_from(scratch):
+    """Make CuPy allocate from a scratch array, until the end of a ``with``; NumPy has its own."""
+    if scratch is None or isinstance(scratch, np.ndarray):
+        return contextlib.nullcontext()
+    import cupy
+
+    return cupy.cuda.using_allocator(_Pieces(scratch))
+
+
+class _Pieces:
+    """An allocator of CuPy's kind: one piece of a scratch array after the other."""
+
+    def __init__(self, scratch):
+        self._next, self._left = scratch.data, scratch.nbytes
+
+    def __call__(self, nbytes):
+        size = piece_bytes(nbytes)
+        assert size <= self._left, f"scratch of {self._left} bytes left, {size} needed"
+        piece = self._next
+        self._next, self._left = piece + size, self._left - size
+        return piece
+
+
+def piece_bytes(nbytes):
+    """Return what an allocation of that many bytes takes of a scratch array."""
+    return -(-nbytes // _PIECE) * _PIECE

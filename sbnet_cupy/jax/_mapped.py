@@ -1,0 +1,41 @@
+"""What vmap does to a list of blocks: the images of all members become one batch."""
+
+import jax
+import jax.numpy as jnp
+
+
+def spread(size, is_mapped, array):
+    """Return ``size`` arrays ``[N, ...]``, mapped or all the same, as one ``[size * N, ...]``."""
+    if not is_mapped:
+        array = jnp.broadcast_to(array, (size, *array.shape))
+    return array.reshape(size * array.shape[1], *array.shape[2:])
+
+
+def one_list(size, mapped, counts, indices, images, step):
+    """Return the lists of all members as one: image n of member i becomes ``n + step * i``.
+
+    Rows past a member's count, and those that name none of its ``images``, become -1: operations
+    pass over them. So the count of the whole is that of all rows.
+    """
+    counts = counts if mapped[0] else jnp.broadcast_to(counts, (size, 1))
+    indices = indices if mapped[1] else jnp.broadcast_to(indices, (size, *indices.shape))
+    rows = indices.shape[1]
+    n = indices[..., 0]
+    there = (jnp.arange(rows, dtype=jnp.int32) < counts) & (n >= 0) & (n < images)
+    n = jnp.where(there, n + step * jnp.arange(size, dtype=jnp.int32)[:, None], -1)
+    indices = indices.at[..., 0].set(n).reshape(size * rows, 3)
+    return jnp.full(1, size * rows, jnp.int32), indices
+
+
+def one_by_one(function, mapped, args):
+    """Call a function once for each member of the mapped axis."""
+    over = [array for array, is_mapped in zip(args, mapped, strict=True) if is_mapped is True]
+
+    def member(own):
+        own = iter(own)
+        return function(
+            *(next(own) if is_mapped is True else array
+              for array, is_mapped in zip(args, mapped, strict=True))
+        )  # fmt: skip
+
+    return jax.lax.map(member, over)

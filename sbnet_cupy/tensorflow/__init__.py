@@ -1,0 +1,44 @@
+"""The operations for TensorFlow: eager and inside ``tf.function``, differentiable, without a copy.
+
+The names, arguments and results are those of the package itself, for TensorFlow's tensors (and
+variables, which are read). Tensors are on the CPU: the NumPy code runs on their memory. The layers
+gather and scatter this way; their convolutions are TensorFlow's own.
+
+- ``tf.function``: a graph holds a ``tf.numpy_function``. Sizes may be unknown while it is traced,
+  also the number of active blocks: ``reduce_mask`` needs no ``capacity``. What the arguments tell
+  about the shape of a result is kept.
+- ``tf.GradientTape``: gradients of any order; the operations are linear in images and blocks, and
+  their gradients are the operations again.
+- Results are TensorFlow tensors on memory of NumPy, through DLPack; their alignment is looked at
+  first, and a result that is not aligned is copied. Inputs are never copied.
+
+What it cannot do: compile with XLA (``jit_compile=True``), for which the calls back into Python
+have no kernel; run a ``SavedModel`` in another process, or in one without this package; compute on
+a GPU, where eager tensors are refused, and inside ``tf.function`` TensorFlow brings them to the
+CPU. There is no ``out``: tensors are never written.
+
+Examples
+--------
+>>> import tensorflow as tf
+>>> from sbnet_cupy.tensorflow import reduce_mask, sparse_gather, sparse_scatter
+>>> @tf.function
+... def double_where_set(x, mask):
+...     active = reduce_mask(mask, (2, 2), bsize=4)
+...     blocks = 2 * sparse_gather(x, *active, bsize=4)
+...     return sparse_scatter(blocks, *active, x, bsize=4)
+>>> y = double_where_set(tf.ones((1, 8, 8, 1)), tf.eye(8)[None] > 0)
+>>> int(tf.reduce_sum(y)), y.shape
+(96, TensorShape([1, 8, 8, 1]))
+"""
+
+from . import _tensors  # noqa: F401 - first: it says what is missing
+from .layers import sparse_conv2d, sparse_res_block_bottleneck
+from .ops import reduce_mask, sparse_gather, sparse_scatter
+
+__all__ = [
+    "reduce_mask",
+    "sparse_conv2d",
+    "sparse_gather",
+    "sparse_res_block_bottleneck",
+    "sparse_scatter",
+]

@@ -1,0 +1,100 @@
+"""Tensors, eager or symbolic: what they must be, and how our functions run on them."""
+
+import numpy as np
+
+try:
+    import tensorflow as tf
+except ImportError as error:
+    raise ImportError(
+        "sbnet_cupy.tensorflow needs TensorFlow; pip install 'sbnet-cupy[tensorflow]'"
+    ) from error
+
+from .._arrays import library_of
+from ..errors import DeviceError, DTypeError, ShapeError
+from ..ops.active_blocks import ActiveBlocks
+from ..ops.bottleneck_weights import BottleneckWeights
+
+_OLDEST = (2, 18)
+if tuple(map(int, tf.__version__.split(".")[:2])) < _OLDEST:
+    raise ImportError(
+        f"sbnet_cupy.tensorflow needs TensorFlow 2.18 or newer, got {tf.__version__}; "
+        "pip install -U 'tensorflow-cpu>=2.18'"
+    )
+
+
+def tensors(**values):
+    """Return the named values as tensors: variables are read, None stays, anything else raises."""
+    return [value if value is None else _tensor(name, value) for name, value in values.items()]
+
+
+def _tensor(name, value):
+    if isinstance(value, tf.Variable):
+        return value.read_value()
+    if tf.is_tensor(value) and isinstance(value, tf.Tensor):
+        return value
+    if library_of(value) is None:
+        raise DTypeError(
+            f"{name} must be a TensorFlow tensor, got {type(value).__name__}; use "
+            "tf.convert_to_tensor, or wrap the call in a layer to use it with symbolic inputs"
+        )
+    raise DeviceError(
+        f"{name} must be a TensorFlow tensor, got an array of {library_of(value).name}; convert it "
+        "with tf.convert_to_tensor"
+    )
+
+
+def stand_ins(*values, batch=1):
+    """Return a NumPy array for each tensor (or None) that the package's checks take; or None.
+
+    It has the shape and the dtype, and no memory behind it: it must not be read. Where the number
+    of images or blocks is not known it is ``batch``; where more is not known it is None.
+    """
+    return [value if value is None else _stand_in(value, batch) for value in values]
+
+
+def _stand_in(value, batch):
+    if value.shape.rank is None:
+        return None
+    shape = value.shape.as_list()
+    if len(shape) > 1 and shape[0] is None:
+        shape[0] = batch
+    dtype = np.dtype(value.dtype.as_numpy_dtype)
+    if None in shape:
+        return None
+    strides = (np.cumprod([1, *shape[:0:-1]])[::-1] * dtype.itemsize).tolist()[: len(shape)]
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)
+
+
+def run(function, values, dtypes, shapes):
+    """Call a function of the package on tensors, now or when the graph runs.
+
+    ``dtypes`` and ``shapes`` (static, None where a size is not known) are those of its results, a
+    list of them or one.
+    """
+    if tf.executing_eagerly():
+        return function(*values)
+    results = tf.numpy_function(function, values, dtypes)
+    if not isinstance(dtypes, list):
+        return tf.ensure_shape(results, shapes)
+    return [tf.ensure_shape(result, shape) for result, shape in zip(results, shapes, strict=True)]
+
+
+def _make_nested(kind):
+    """Let TensorFlow look inside a class that holds arrays, and build it again."""
+
+    def flatten(self):
+        grid = getattr(self, "grid", None)
+        return grid, self._arrays()
+
+    def unflatten(cls, grid, arrays):
+        return cls(*arrays) if grid is None else cls(*arrays, grid)
+
+    kind.__tf_flatten__ = flatten
+    kind.__tf_unflatten__ = classmethod(unflatten)
+
+
+for _kind in (ShapeError, DTypeError, DeviceError):  # or tf.function makes a StagingError of them
+    _kind.__init__ = Exception.__init__
+
+_make_nested(ActiveBlocks)
+_make_nested(BottleneckWeights)

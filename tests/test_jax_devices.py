@@ -1,0 +1,179 @@
+"""The JAX adapter on several devices, and what only a GPU has: streams and command buffers.
+
+Each test is a program of its own, because XLA reads its flags once.
+"""
+
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+import sbnet_cupy as sb, sbnet_cupy.jax as sbj
+
+devices = jax.devices()[:2]
+mesh = Mesh(np.array(devices), ("batch",))
+rng = np.random.default_rng(0)
+x = rng.standard_normal((4, 8, 8, 3)).astype(np.float32)
+mask = rng.random((4, 8, 8)) < 0.05
+w = rng.standard_normal((3, 3, 3, 5)).astype(np.float32)
+params = sb.calc_block_params(x.shape, 6, w.shape)
+grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+
+def convolve(x, mask, w):
+    active = sbj.reduce_mask(mask, params.bcount, capacity=16, **grid)
+    overlapping = sbj.sparse_gather(x, *active, **grid, activation="relu")
+    x = sbj.sparse_scatter(overlapping, *active, x, add=True, atomic=True, **grid)
+    return sbj.sparse_conv2d(x, w, active, params, activation="silu")
+
+def loss(w, x, mask):
+    y = convolve(x, mask, w)
+    return (y * y).sum()
+
+def shard_loss(w, x, mask):
+    return jax.lax.psum(loss(w, x, mask), "batch")
+
+whole = P("batch"), P("batch"), P()
+sharded = jax.jit(jax.shard_map(convolve, mesh=mesh, in_specs=whole, out_specs=P("batch")))
+expected = jax.jit(convolve)(x, mask, w)
+y = sharded(x, mask, w)
+assert len(y.sharding.device_set) == len(devices) == DEVICES, y.sharding
+np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))
+assert float(jnp.abs(expected).sum()) > 0
+
+specs = {"in_specs": (P(), P("batch"), P("batch")), "out_specs": P()}
+total = jax.shard_map(shard_loss, mesh=mesh, **specs)
+gradient = jax.jit(jax.grad(total))(w, x, mask)
+whole = jax.jit(jax.grad(loss))(w, x, mask)
+# Two partial sums are added where one sum was made: 4 * 64 products.
+bound = 257 * np.finfo(np.float32).eps * np.abs(whole).max() * 8
+np.testing.assert_allclose(np.asarray(gradient), np.asarray(whole), rtol=0, atol=bound)
+
+arrays = jax.device_put(x, jax.NamedSharding(mesh, P("batch"))), mask, w
+np.testing.assert_array_equal(np.asarray(jax.jit(convolve)(*arrays)), np.asarray(expected))
+print("passed")
+"""
+
+REPLAYED = """
+import jax, jax.numpy as jnp, numpy as np
+import sbnet_cupy as sb, sbnet_cupy.jax as sbj
+from sbnet_cupy.jax import _callbacks
+
+calls = []
+entered = _callbacks._entered
+_callbacks._entered = lambda *a: calls.append(1) or entered(*a)
+grid = {"bsize": 6, "boffset": (-1, -1), "bstride": 4}
+
+def chain(module, x, mask):
+    active = module.reduce_mask(mask, (8, 8), capacity=40, **grid)
+    blocks = module.sparse_gather(x, *active, activation="relu", **grid)
+    y = module.sparse_scatter(blocks, *active, x, **grid)
+    return module.sparse_scatter(blocks, *active, y, add=True, atomic=True, **grid)
+
+rng = np.random.default_rng(0)
+compiled = jax.jit(lambda x, mask: chain(sbj, x * 2, mask) + 1)
+for repeat in range(12):
+    x = rng.standard_normal((2, 32, 32, 8)).astype(np.float32)
+    mask = rng.random((2, 32, 32)) < 0.01
+    y = compiled(jnp.asarray(x), jnp.asarray(mask))
+    np.testing.assert_array_equal(np.asarray(y), chain(sb, x * 2, mask) + 1)
+    del y
+print(len(calls), "calls back of", 4 * 12)
+assert len(calls) < 4 * 12, "every call went through Python: nothing was replayed"
+print("passed")
+"""
+
+ORDERED = """
+import jax, jax.numpy as jnp, numpy as np
+import sbnet_cupy.jax as sbj
+
+counts, rows = jnp.array([3], jnp.int32), jnp.array([[0, 0, 0], [0, 1, 1], [1, 2, 3]], jnp.int32)
+
+@jax.jit
+def late(value, slow):
+    # What gather reads is late: on any stream but XLA's it would read something older.
+    for _ in range(5):
+        slow = jnp.tanh(slow @ slow)
+    x = jnp.full((2, 512, 512, 64), value) + 0 * slow[0, 0]
+    blocks = sbj.sparse_gather(x, counts, rows, bsize=32)
+    y = sbj.sparse_scatter(blocks, counts, rows, x, bsize=32, add=True)
+    return blocks.sum(), (y == 2 * value).sum()
+
+slow = jax.random.uniform(jax.random.key(0), (4096, 4096))
+for value in range(1, 11):
+    total, doubled = late(float(value), slow)
+    assert total == value * 3 * 32 * 32 * 64 and doubled == 3 * 32 * 32 * 64
+print("passed")
+"""
+
+
+def run(code, flags):
+    environment = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_shard_map_over_the_batch(jax):
+    flags = "--xla_force_host_platform_device_count=2"
+    run("import jax; jax.config.update('jax_platforms', 'cpu')"
+        + SHARDED.replace("DEVICES", "2"), flags)  # fmt: skip
+
+
+class Buffer:
+    """What XLA hands over, on a GPU that is not there: memory of NumPy under its name."""
+
+    def __init__(self, array, dtype):
+        self._array, self.dtype, self.shape = array, np.dtype(dtype), array.shape
+
+    def __dlpack__(self):
+        return self._array.__dlpack__()
+
+
+def test_buffers_on_a_gpu_and_pieces_of_scratch(jax, require):
+    """Addresses, shapes and dtypes are right without a GPU too, as nothing is read or launched."""
+    cupy = require("cupy")
+    from sbnet_cupy.jax import _callbacks
+
+    memory = np.zeros((4, 512), np.uint16)
+    for dtype in (np.uint16, np.float16, ml_dtypes.bfloat16):
+        view = _callbacks._cupy_view(Buffer(memory, dtype), 0)
+        assert view.data.ptr == memory.ctypes.data and view.data.device_id == 0
+        assert (view.shape, view.dtype, view.nbytes) == ((4, 512), np.dtype(dtype), 4096)
+        assert view.flags.c_contiguous
+    assert _callbacks._cupy_view(None, 0) is None
+    scratch = _callbacks._cupy_view(Buffer(memory.view(np.uint8).reshape(-1), np.uint8), 0)
+    assert scratch.view("uint64").shape == (512,)
+    with _callbacks.allocating_from(scratch):
+        found = [cupy.empty(n, np.int32) for n in (1, 65, 1, 200)]
+        with pytest.raises(AssertionError, match="scratch"):
+            cupy.empty(10000, np.int32)
+    starts = [array.data.ptr - memory.ctypes.data for array in found]
+    assert starts == [0, 256, 768, 1024]
+    assert sum(_callbacks.piece_bytes(array.nbytes) for array in found) == 1024 + 1024
+    assert _callbacks._Stream(1234).__cuda_stream__() == (0, 1234)
+
+
+@pytest.mark.gpu
+def test_shard_map_over_the_gpus(jax, require):
+    count = min(require("gpu").cuda.runtime.getDeviceCount(), 2)
+    run(SHARDED.replace("DEVICES", str(count)), "")
+
+
+@pytest.mark.gpu
+def test_command_buffers_are_replayed(jax, require):
+    require("gpu")
+    run(REPLAYED, "--xla_gpu_graph_min_graph_size=1")
+
+
+@pytest.mark.gpu
+def test_work_follows_the_stream_of_xla(jax, require):
+    require("gpu")
+    run(ORDERED, "")
