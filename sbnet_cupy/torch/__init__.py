@@ -8,9 +8,9 @@ tensors the CuPy kernels, on the memory of the tensors.
 ``nn`` holds modules, and ``sparsify`` makes the convolutions of a whole network sparse.
 """
 
-from ._version import check_version
+from ._version import check_version as _check_version
 
-check_version()
+_check_version()
 
 from . import nn  # noqa: E402  (nothing of ours can be imported before the check)
 from .layers import sparse_conv2d, sparse_res_block_bottleneck  # noqa: E402

@@ -4,10 +4,11 @@ from functools import partial
 
 import torch
 
+from ..blocks import BlockParams
 from ..layers.bottleneck_weights import BottleneckWeights
 from ..layers.residual import sparse_res_block_bottleneck as core_bottleneck
 from ._activation import wide
-from ._convolution import CONVOLVE, output_size_of, rebuild_params
+from ._convolution import CONVOLVE, Geometry, pairs
 from ._copies import GATHER, SCATTER, read_inside
 from ._native import check_contiguous, compute
 from ._registry import register
@@ -26,15 +27,19 @@ def _unit_into(x, *arguments):
     check_contiguous("out", out)
     compute(
         core_bottleneck, x, x, BottleneckWeights(*weights), (counts, indices),
-        rebuild_params(params), strides=strides, w_project=w_project, base=base, out=out,
+        BlockParams(*pairs(params)), strides=strides, w_project=w_project, base=base, out=out,
         precision=precision, method=method,
     )  # fmt: skip
 
 
 def _fake(x, w1, w2, w3, *arguments):
     strides = arguments[9]
-    size = output_size_of(x.shape[1:3], (3, 3), strides, "SAME")
-    return x.new_empty((x.shape[0], *size, w3.shape[3]))
+    return x.new_empty((x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]))
+
+
+def same_size(image_hw, strides):
+    """Size of the output under SAME padding; sizes may be symbolic."""
+    return tuple(-(-n // s) for n, s in zip(image_hw, strides, strict=True))
 
 
 def _unit(*arguments):
@@ -91,7 +96,7 @@ def shortcut_blocks(x, w_project, table, params, strides, precision):
 
 def _setup(ctx, inputs, output):
     *tensors, params, ctx.strides, w_project, base, ctx.precision, _ = inputs
-    ctx.params, ctx.out_hw = rebuild_params(params), output.shape[1:3]
+    ctx.params, ctx.out_hw = Geometry(*pairs(params)), output.shape[1:3]
     ctx.blocks_shape = (tensors[-1].shape[0], *ctx.params.bsize_out, output.shape[3])
     ctx.has_base = base is not None
     ctx.save_for_backward(*tensors, w_project)

@@ -6,10 +6,11 @@ that was asked for whatever ``torch.backends`` says.
 """
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 
-from ..blocks import BlockParams, output_size
+from ..blocks import BlockParams
 from ..layers.sparse_conv import sparse_conv2d as core_sparse_conv2d
 from ._activation import activation_backward, wide
 from ._copies import GATHER, SCATTER
@@ -19,18 +20,29 @@ from ._registry import register
 
 def flatten_params(params):
     """Return the ten integers of a BlockParams, which an operator can take."""
+    if not isinstance(params, BlockParams):
+        raise TypeError(
+            f"block_params must be a BlockParams, got {type(params).__name__}; build it with "
+            "calc_block_params"
+        )
     return (
         *params.bsize, *params.bsize_out, *params.boffset, *params.bcount, *params.bstride,
     )  # fmt: skip
 
 
-def rebuild_params(numbers):
-    """Return the BlockParams of ten integers."""
-    return BlockParams(*(tuple(numbers[i : i + 2]) for i in range(0, 10, 2)))
+def pairs(numbers):
+    """Return a flat sequence as pairs: the padding's, or the fields of a BlockParams."""
+    return tuple(tuple(numbers[i : i + 2]) for i in range(0, len(numbers), 2))
 
 
-def _pairs(padding):
-    return (tuple(padding[:2]), tuple(padding[2:]))
+class Geometry(NamedTuple):
+    """The fields of a BlockParams, which may be symbolic here."""
+
+    bsize: tuple
+    bsize_out: tuple
+    boffset: tuple
+    bcount: tuple
+    bstride: tuple
 
 
 # ------------------------------------------------------------------------- convolution of a stack
@@ -58,7 +70,7 @@ def _convolve(x, w, strides, precision):
 
 
 def _convolve_fake(x, w, strides, precision):
-    size = output_size_of(x.shape[1:3], w.shape[2:], strides, ((0, 0), (0, 0)))
+    size = output_size(x.shape[1:3], w.shape[2:], strides, (0, 0, 0, 0))
     return x.new_empty((x.shape[0], *size, w.shape[0]))
 
 
@@ -127,9 +139,12 @@ CONVOLVE_BACKWARD = register(
 )
 
 
-def output_size_of(image_hw, kernel, strides, pads):
-    """Size of a convolution's output; sizes may be symbolic."""
-    return output_size(tuple(image_hw), tuple(kernel), tuple(strides), pads)
+def output_size(image_hw, kernel, strides, padding):
+    """Size of a convolution's output; sizes may be symbolic. ``padding``: four numbers."""
+    return tuple(
+        torch.sym_max((n + before + after - k) // s + 1, 0)
+        for n, k, s, (before, after) in zip(image_hw, kernel, strides, pairs(padding), strict=True)
+    )
 
 
 # ----------------------------------------------------------------------------------- sparse_conv2d
@@ -138,9 +153,10 @@ def output_size_of(image_hw, kernel, strides, pads):
 def _sparse_conv2d(x, w, bin_counts, active_block_indices, params, strides, padding, bias,
                    activation, base, data_format, w_format, precision, method):  # fmt: skip
     return compute(
-        core_sparse_conv2d, x, x, w, (bin_counts, active_block_indices), rebuild_params(params),
-        strides=strides, padding=_pairs(padding), bias=bias, activation=activation, base=base,
-        data_format=data_format, w_format=w_format, precision=precision, method=method,
+        core_sparse_conv2d, x, x, w, (bin_counts, active_block_indices),
+        BlockParams(*pairs(params)), strides=strides, padding=pairs(padding), bias=bias,
+        activation=activation, base=base, data_format=data_format, w_format=w_format,
+        precision=precision, method=method,
     )  # fmt: skip
 
 
@@ -149,15 +165,15 @@ def _sparse_conv2d_fake(x, w, bin_counts, active_block_indices, params, strides,
     last = data_format == "NHWC"
     image_hw = x.shape[1:3] if last else x.shape[2:]
     kernel = [w.shape[w_format.index(letter)] for letter in "HW"]
-    size = output_size_of(image_hw, kernel, strides, _pairs(padding))
+    size = output_size(image_hw, kernel, strides, padding)
     channels = (w.shape[w_format.index("O")],)
     return x.new_empty((x.shape[0], *size, *channels) if last else (x.shape[0], *channels, *size))
 
 
 def _sparse_conv2d_setup(ctx, inputs, output):
-    (x, w, *table, params, strides, _, bias, ctx.activation, base, data_format, w_format,
+    (x, w, *table, params, strides, _, bias, ctx.activation, _, data_format, w_format,
      ctx.precision, _) = inputs  # fmt: skip
-    ctx.params, ctx.strides = rebuild_params(params), strides
+    ctx.params, ctx.strides = Geometry(*pairs(params)), strides
     ctx.data_format, ctx.w_format = data_format, w_format
     ctx.x_shape = x.shape
     ctx.bias_dtype = None if bias is None else bias.dtype

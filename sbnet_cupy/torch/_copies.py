@@ -173,7 +173,7 @@ def _scatter_fake(blocks, bin_counts, active_block_indices, x, *options):
 
 
 def _scatter_setup(ctx, inputs, output):
-    blocks, *table, x, bsize, boffset, bstride, add, atomic, transpose, data_format = inputs
+    blocks, *table, _, bsize, boffset, bstride, add, atomic, transpose, data_format = inputs
     ctx.grid = (bsize, boffset, bstride)
     ctx.layout = (transpose, data_format)
     ctx.add, ctx.shape = add, blocks.shape

@@ -90,7 +90,7 @@ def _enter(value):
 
 def _view(tensor):
     """View a tensor as a NumPy or CuPy array of the same memory; copy one that has gaps."""
-    dtype = numpy_dtype(tensor.dtype)
+    dtype = numpy_dtype(tensor.dtype, "tensor")
     tensor = tensor.detach().contiguous()
     if tensor.is_cuda:
         import cupy
@@ -104,8 +104,8 @@ def _view(tensor):
     return tensor.numpy()
 
 
-def numpy_dtype(dtype, argument="tensor"):
-    """Return NumPy's name for a torch dtype, or raise DTypeError."""
+def numpy_dtype(dtype, argument):
+    """Return NumPy's name for the torch dtype of an argument, or raise DTypeError."""
     try:
         return _DTYPES[dtype]
     except KeyError:
@@ -152,11 +152,12 @@ def check_tensors(**arguments):
             raise DeviceError(
                 f"all tensors must be on one device: {', '.join(places)}; use .to(device)"
             )
-        if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        if value.layout is not torch.strided:
             raise DTypeError(
-                f"{name} must be a plain strided tensor, got layout {value.layout}; call "
-                ".to_dense(), .resolve_conj() or .resolve_neg() first"
+                f"{name} must be a strided tensor, got layout {value.layout}; call .to_dense()"
             )
+        if not torch.compiler.is_compiling():
+            numpy_dtype(value.dtype, name)
 
 
 def check_contiguous(name, tensor):

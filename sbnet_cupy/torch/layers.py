@@ -2,12 +2,12 @@
 
 import torch
 
-from ..blocks import calc_block_params, calc_block_params_res_block, padding_pairs, pair
+from ..blocks import padding_pairs, pair
 from ..errors import DTypeError, ShapeError
 from ..layers.bottleneck_weights import BottleneckWeights
-from ..layers.sparse_conv import check_block_params, split_indices
-from ._bottleneck import UNIT, UNIT_INTO
-from ._convolution import SPARSE_CONV2D, flatten_params, output_size_of
+from ..layers.sparse_conv import split_indices
+from ._bottleneck import UNIT, UNIT_INTO, same_size
+from ._convolution import SPARSE_CONV2D, flatten_params
 from ._native import check_tensors
 from .ops import check_out, records_gradients
 
@@ -82,7 +82,6 @@ def sparse_conv2d(
     image_hw = tuple(x.shape[1:3] if data_format == "NHWC" else x.shape[2:])
     kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
     strides = pair(strides, "strides")
-    check_block_params(block_params, calc_block_params, image_hw, kernel, strides, padding)
     (top, bottom), (left, right) = padding_pairs(image_hw, kernel, strides, padding)
     return SPARSE_CONV2D(
         x, w, counts, table, flatten_params(block_params), strides, (top, bottom, left, right),
@@ -156,18 +155,13 @@ def sparse_res_block_bottleneck(
     w1, w2, w3, *tables = held.values()
     x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
     strides = pair(strides, "strides")
-    image_hw = tuple(x.shape[1:3])
-    check_block_params(
-        block_params, calc_block_params_res_block, image_hw, [1, 3, 1], strides, "SAME"
-    )
     arguments = (
         x, w1, w2, w3, *tables, counts, table, flatten_params(block_params), strides, w_project,
         base, precision, method,
     )  # fmt: skip
     if out is None:
         return UNIT(*arguments)
-    size = output_size_of(image_hw, (3, 3), strides, "SAME")
-    check_out(out, (x.shape[0], *size, w3.shape[3]), x)
+    check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
     if records_gradients(x, w1, w2, w3, *tables, w_project, base, out):
         return out.copy_(UNIT(*arguments))
     UNIT_INTO(*arguments, out)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..errors import DTypeError, ShapeError
 from ._conv_module import SparseConv2d, refusal
+from ._convolution import flatten_params
 from ._masks import check_nchw, find_active
 
 # Computed everywhere, and cheap: one pass over the image, or nothing.
@@ -171,10 +172,11 @@ class _Stages:
                 f"{tuple(mask.shape)}"
             )
         self.mask = (mask.reshape(n, 1, h, w) > 0).to(torch.float32)
+        self.masks, self.blocks = {}, {}
 
     def end(self):
         """Forget the call: its tensors must not outlive it."""
-        self.mask, self.masks, self.blocks = None, {}, {}
+        self.mask = self.masks = self.blocks = None
 
     def active(self, image, params):
         """Return the active blocks of a layer's grid."""
@@ -184,11 +186,12 @@ class _Stages:
                 "sparsify returned, with an image and a mask"
             )
         size = tuple(image.shape[2:])
-        if (size, params) not in self.blocks:
-            if size not in self.masks:
-                self.masks[size] = _pool(self.mask, size)
-            self.blocks[size, params] = find_active(self.masks[size], image, params, self.capacity)
-        return self.blocks[size, params]
+        if size not in self.masks:
+            self.masks[size] = _pool(self.mask, size)
+        key = (*size, *flatten_params(params))
+        if key not in self.blocks:
+            self.blocks[key] = find_active(self.masks[size], image, params, self.capacity)
+        return self.blocks[key]
 
 
 def _pool(mask, size):
