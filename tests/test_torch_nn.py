@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 from assertions import assert_close, assert_same
-from torch_cases import DEVICES, draw, grid, on_device
+from torch_cases import DEVICES, draw, on_device
 
 import sbnet_cupy as sb
 from sbnet_cupy import DTypeError, ShapeError
 
-HALF_CONV = 3 * 3 * 5  # terms of a 3x3 convolution of 5 channels
 UNIT_TERMS = 3 * 3 * 6 + 12 + 6
 
 
@@ -75,8 +74,8 @@ def test_a_convolution_has_the_dense_values_in_active_blocks(
     sparse = st.nn.SparseConv2d.from_dense(dense, block_size=block_size)
     x, mask = image(torch, device=device, last=last), masked(torch, device=device)
     expected, y = dense(x).detach(), sparse(x, mask).detach()
-    params = sparse.block_params(20, 18)
-    active = st.reduce_mask(mask, params.bcount, **grid(params))
+    active, params = sparse.active_blocks(x, mask)
+    assert params == sparse.block_params(20, 18)
     seen = shown(torch, active, params, expected.shape)
     assert seen.any() and not seen.all()
     terms = dense.weight[0].numel() + 1
@@ -106,14 +105,13 @@ def test_a_channels_last_image_is_used_where_it_lies(st, torch, monkeypatch):
 
 def test_base_activation_and_capacity(st, torch, device):
     conv = st.nn.SparseConv2d(
-        5, 7, 3, padding=1, block_size=8, activation="relu", capacity=3, device=device
+        5, 7, 3, padding=1, block_size=8, activation="relu", capacity=2, device=device
     )
     x, mask = image(torch, device=device, last=True), masked(torch, device=device)
     base = draw(torch, 2, 7, 20, 18, seed=3, device=device)
     y = conv(x, mask, base=base).detach()
-    params = conv.block_params(20, 18)
-    active = st.reduce_mask(mask, params.bcount, **grid(params))
-    assert active.count() == 3
+    active, params = conv.active_blocks(x, mask)
+    assert active.count() == active.capacity == 2
     seen = shown(torch, active, params, y.shape).expand_as(y)
     assert_same(y[~seen], base[~seen])
     assert (y[seen] >= 0).all() and (y[seen] > 0).any()
@@ -136,7 +134,7 @@ def test_from_dense_shares_parameters_and_mode(st, torch):
 
 
 def test_modules_refuse_what_they_cannot_do(st, torch):
-    conv = partial_conv = torch.nn.Conv2d
+    conv = torch.nn.Conv2d
     make = st.nn.SparseConv2d.from_dense
     for options, word in [
         ({"groups": 2}, "groups"),
@@ -144,12 +142,11 @@ def test_modules_refuse_what_they_cannot_do(st, torch):
         ({"padding_mode": "reflect", "padding": 1}, "reflect"),
     ]:
         with pytest.raises(NotImplementedError, match=word):
-            make(partial_conv(4, 4, 3, **options), block_size=8)
+            make(conv(4, 4, 3, **options), block_size=8)
         with pytest.raises(NotImplementedError, match=word):
             st.nn.SparseConv2d(4, 4, 3, **options, block_size=8)
     sparse, x, mask = make(conv(5, 7, 3, padding=1), block_size=8), image(torch), masked(torch)
-    params = sparse.block_params(20, 18)
-    active = st.reduce_mask(mask, params.bcount, **grid(params))
+    active, params = sparse.active_blocks(x, mask)
     for error, word, call in [
         (TypeError, "conv must be", lambda: make(torch.nn.Linear(3, 3), block_size=8)),
         (ShapeError, "block_size", lambda: make(conv(5, 7, 3), block_size=0)),
@@ -159,7 +156,7 @@ def test_modules_refuse_what_they_cannot_do(st, torch):
         (DTypeError, "mask must be a torch", lambda: sparse(x, mask.numpy())),
         (ShapeError, "mask must have shape", lambda: sparse(x, mask[:, 1:])),
         (TypeError, "params must be given", lambda: sparse(x, active)),
-        (ShapeError, "block_params must be", lambda: sparse(x[..., 1:], active, params)),
+        (ShapeError, "block_params must be", lambda: sparse(x[..., :9], active, params)),
     ]:
         with pytest.raises(error, match=word):
             call()
@@ -224,6 +221,9 @@ def test_a_unit_on_a_full_mask_is_the_dense_unit(st, torch, device, sizes, size,
         pairs.append((a.grad, e.grad))
     pairs += zip(sparse.buffers(), dense.buffers(), strict=True)
     for actual, expected in pairs:
+        if not expected.is_floating_point():
+            assert_same(actual, expected)
+            continue
         size = 64 * (1 + expected.abs().max().item())  # what is added up before it cancels
         terms = 2 * 20 * 18 + UNIT_TERMS
         assert_close(actual, expected, terms=terms, dtype="float64", magnitude=size)
@@ -238,8 +238,7 @@ def test_a_unit_has_the_dense_values_in_active_blocks(st, torch, device, sizes, 
     with torch.no_grad():
         expected, y = dense(x), sparse(x, mask)
         shortcut = x if dense.downsample is None else dense.downsample(x)
-    params = sparse.block_params(*size)
-    active = st.reduce_mask(mask, params.bcount, **grid(params))
+    active, params = sparse.active_blocks(x, mask)
     seen = shown(torch, active, params, expected.shape)
     assert seen.any() and not seen.all()
     assert_close(y, torch.where(seen, expected, shortcut), terms=4 * UNIT_TERMS, dtype="float32")
@@ -250,8 +249,7 @@ def test_training_statistics_are_those_of_the_active_pixels_each_counted_once(st
     """The first batch norm sees x itself: what it must count can be picked by hand."""
     sparse = st.nn.SparseBottleneck(6, 4, block_size=6, device=device)  # 4x4 tiles
     x, mask = image(torch, 2, 6, device=device), masked(torch, device=device)
-    params = sparse.block_params(20, 18)
-    active = st.reduce_mask(mask, params.bcount, **grid(params))
+    active, params = sparse.active_blocks(x, mask)
     seen = shown(torch, active, params, x.shape)[:, 0]
     sparse(x, mask)
     picked = x.permute(0, 2, 3, 1)[seen]
@@ -299,7 +297,10 @@ def test_batch_norm_options(st, torch, momentum, tracked):
         (sparse(x, full), dense(x)),
         *zip(sparse.buffers(), dense.buffers(), strict=True),
     ]:
-        assert_close(a.detach(), e.detach(), terms=1000, dtype="float64", magnitude=32.0)
+        if e.is_floating_point():
+            assert_close(a.detach(), e.detach(), terms=1000, dtype="float64", magnitude=32.0)
+        else:
+            assert_same(a, e)
 
 
 def test_dense_units_of_many_kinds_are_understood(st, torch):
@@ -342,7 +343,7 @@ def test_units_of_other_kinds_are_refused(st, torch):
         (TypeError, "got 2 modules", [nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1)]),
         (TypeError, "unit.bn2 must be a BatchNorm2d", changed(bn2=nn.Identity())),
         (TypeError, "unit.conv1 must be a Conv2d", changed(conv1=nn.Identity())),
-        (NotImplementedError, "unit.conv2", changed(conv2=nn.Conv2d(4, 4, 5, padding=2, bias=False))),
+        (NotImplementedError, "unit.conv2", changed(conv2=nn.Conv2d(4, 4, 3, bias=False))),
         (NotImplementedError, "unit.conv3", changed(conv3=nn.Conv2d(4, 6, 1))),
         (NotImplementedError, "shortcut",
          changed(downsample=nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6)))),

@@ -125,6 +125,10 @@ class SparseBottleneck(nn.Module):
         size = (height, width)
         return calc_block_params_res_block(size, bsize, _KERNELS, self.conv2.stride, _PADS)
 
+    def active_blocks(self, x, mask):
+        """Return what ``unit(x, mask)`` works on, to list it once: (active, params)."""
+        return resolve_blocks(mask, None, x, self.block_params, self.capacity)
+
     def forward(self, x, mask, params=None):
         """Apply the unit where ``mask`` is set, or in active blocks that were listed before.
 
@@ -138,9 +142,7 @@ class SparseBottleneck(nn.Module):
             That of the listed blocks.
         """
         check_nchw(x, self.conv1.in_channels)
-        table, params = resolve_blocks(
-            mask, params, x, lambda: self.block_params(*x.shape[2:]), self.capacity
-        )
+        table, params = resolve_blocks(mask, params, x, self.block_params, self.capacity)
         last = is_channels_last(x)
         image = x.permute(0, 2, 3, 1).contiguous()
         size, strides = tuple(x.shape[2:]), self.conv2.stride
@@ -225,10 +227,11 @@ def normalise(bn, z, counted):
     if bn.training and bn.running_mean is not None:
         with torch.no_grad():
             bn.num_batches_tracked.add_((number > 0).to(torch.int64))
-            share = bn.momentum
-            if share is None:  # the plain average of all batches
-                share = 1 / bn.num_batches_tracked.clamp(min=1).to(z.dtype)
-            share = torch.where(number > 0, share, 0.0).to(bn.running_mean.dtype)
+            share = (number > 0).to(bn.running_mean.dtype)
+            if bn.momentum is None:  # the plain average of all batches
+                share = share / bn.num_batches_tracked.clamp(min=1)
+            else:
+                share = share * bn.momentum
             unbiased = variance * (some / (some - 1).clamp(min=1))
             for kept, new in ((bn.running_mean, mean), (bn.running_var, unbiased)):
                 kept.add_(share * (new.to(kept.dtype) - kept))

@@ -113,6 +113,10 @@ class SparseConv2d(torch.nn.Conv2d):
         size = (height, width)
         return calc_block_params(size, bsize, self.kernel_size, self.stride, self._pads())
 
+    def active_blocks(self, x, mask):
+        """Return what ``conv(x, mask)`` works on, to list it once: (active, params)."""
+        return resolve_blocks(mask, None, x, self.block_params, self.capacity)
+
     def forward(self, x, mask, params=None, *, base=None):
         """Convolve ``x`` where ``mask`` is set, or in active blocks that were listed before.
 
@@ -128,9 +132,7 @@ class SparseConv2d(torch.nn.Conv2d):
             Result outside active blocks.
         """
         check_nchw(x, self.in_channels)
-        active, params = resolve_blocks(
-            mask, params, x, lambda: self.block_params(*x.shape[2:]), self.capacity
-        )
+        active, params = resolve_blocks(mask, params, x, self.block_params, self.capacity)
         last = is_channels_last(x)
         if last:
             x = x.permute(0, 2, 3, 1)

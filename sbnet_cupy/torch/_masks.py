@@ -34,7 +34,11 @@ def check_capacity(capacity):
 
 
 def find_active(mask, image, params, capacity):
-    """List the blocks, input windows with their halo, that touch a mask of the image's size."""
+    """List the blocks that touch a mask of the image's size.
+
+    A block touches with its input window, halo included; where strides skip pixels between the
+    windows, with the pixels up to the next one too, so that none is lost.
+    """
     if not isinstance(mask, torch.Tensor):
         raise DTypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
     n, _, h, w = image.shape
@@ -47,8 +51,9 @@ def find_active(mask, image, params, capacity):
         )
     if isinstance(capacity, float):
         capacity = math.ceil(capacity * n * params.bcount[0] * params.bcount[1])
+    window = tuple(map(max, params.bsize, params.bstride))
     return reduce_mask(
-        mask, params.bcount, bsize=params.bsize, boffset=params.boffset, bstride=params.bstride,
+        mask, params.bcount, bsize=window, boffset=params.boffset, bstride=params.bstride,
         capacity=capacity,
     )  # fmt: skip
 
@@ -56,8 +61,8 @@ def find_active(mask, image, params, capacity):
 def resolve_blocks(mask, params, image, calculate, capacity):
     """Return (active blocks, BlockParams) of a module's call.
 
-    ``mask`` may be the list of blocks already. ``calculate()`` gives the module's own BlockParams
-    for the image.
+    ``mask`` may be the list of blocks already. ``calculate(height, width)`` gives the module's own
+    BlockParams for the image.
     """
     listed = isinstance(mask, ActiveBlocks | tuple)
     if listed and params is not None:
@@ -67,7 +72,7 @@ def resolve_blocks(mask, params, image, calculate, capacity):
             "params must be given with a list of active blocks, got None; call module(x, active, "
             "params) with the BlockParams that reduce_mask was given, or module(x, mask)"
         )
-    params = calculate() if params is None else params
+    params = calculate(*image.shape[2:]) if params is None else params
     return find_active(mask, image, params, capacity), params
 
 
