@@ -203,10 +203,20 @@ def _pool(mask, size):
     full = tuple(mask.shape[2:])
     if full == size:
         return mask
-    factor = tuple(-(-n // m) for n, m in zip(full, size, strict=True))
-    if size == tuple(-(-n // f) for n, f in zip(full, factor, strict=True)):
-        return F.max_pool2d(mask, factor, factor, ceil_mode=True)
-    return F.adaptive_max_pool2d(mask, size)
+    factors = tuple(map(_stride_between, full, size))
+    if None in factors:
+        return F.adaptive_max_pool2d(mask, size)
+    return F.max_pool2d(mask, factors, factors, ceil_mode=True)
+
+
+def _stride_between(fine, coarse):
+    """Return the stride from one size to another, ``coarse = ceil(fine / stride)``, or None.
+
+    Where several would do, a power of two, as networks have them, else the smallest.
+    """
+    smallest = -(-fine // max(coarse, 1))
+    power = 1 << max(smallest - 1, 0).bit_length()
+    return next((s for s in (power, smallest) if s and -(-fine // s) == coarse), None)
 
 
 class _StageConv2d(SparseConv2d):
