@@ -60,12 +60,12 @@ class Torch:
                 ".to_dense(), .resolve_conj() or .resolve_neg() first"
             )
         if value.device.type == "cuda":
-            return _cupy_view(value, _torch_dtype(value.dtype, argument))
+            return _cupy_view(value, torch_dtype(value.dtype, argument))
         if value.device.type != "cpu":
             raise DeviceError(f"{argument} must be on a CPU or CUDA device, got {value.device}")
         if value.dtype is torch.bfloat16:
             return value.view(torch.int16).numpy().view(bfloat16(argument))
-        _torch_dtype(value.dtype, argument)
+        torch_dtype(value.dtype, argument)
         return value.numpy()
 
     def leave(self, array, like):
@@ -291,7 +291,7 @@ def bfloat16(argument):
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def _torch_dtype(dtype, argument):
+def torch_dtype(dtype, argument):
     """Return the NumPy type of a torch dtype, or raise DTypeError."""
     name = str(dtype).removeprefix("torch.")
     if name == "bfloat16":

@@ -2,7 +2,8 @@
 
 One workspace belongs to one stream, so that launches that could run at the same time never share
 one. A launch that is being captured in a CUDA graph gets one of its own for good, because the
-graph may be replayed at any time on any stream.
+graph may be replayed at any time on any stream. It outlives the call, so it comes from CuPy's own
+memory whatever allocator is current.
 """
 
 import numpy as np
@@ -25,8 +26,8 @@ def workspace(xp, slots):
     held = _OF_STREAM.get((device, stream))
     if held is None or held.size < slots:
         if device not in _SLAB:
-            _SLAB[device], _TAKEN[device] = xp.zeros(_SLAB_SLOTS, np.uint64), 0
-        held = _OF_STREAM[device, stream] = xp.zeros(max(2048, 2 * slots), np.uint64)
+            _SLAB[device], _TAKEN[device] = _zeros(xp, _SLAB_SLOTS), 0
+        held = _OF_STREAM[device, stream] = _zeros(xp, max(2048, 2 * slots))
     return held
 
 
@@ -34,7 +35,13 @@ def _captured(xp, device, slots):
     """Take a piece of the slab; once it is full, graphs clear their own memory."""
     taken = _TAKEN.get(device, _SLAB_SLOTS)
     if taken + slots > _SLAB_SLOTS:
-        _KEPT.append(xp.zeros(slots, np.uint64))
+        _KEPT.append(_zeros(xp, slots))
         return _KEPT[-1]
     _TAKEN[device] = taken + -(-slots // 32) * 32
     return _SLAB[device][taken : taken + slots]
+
+
+def _zeros(xp, slots):
+    """Allocate zeroed slots from CuPy's own memory."""
+    with xp.cuda.using_allocator():
+        return xp.zeros(slots, np.uint64)

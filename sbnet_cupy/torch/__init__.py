@@ -1,0 +1,29 @@
+"""The operations and layers for PyTorch: differentiable, compilable, on torch's current stream.
+
+The functions have the names and keywords of those of :mod:`sbnet_cupy`, and take tensors alone.
+Each is registered with PyTorch's dispatcher, so that autograd, ``torch.compile``, ``torch.export``,
+autocast and CUDA graphs see operators like PyTorch's own. CPU tensors run the NumPy bodies, CUDA
+tensors the CuPy kernels, on the memory of the tensors.
+
+``nn`` holds modules, and ``sparsify`` makes the convolutions of a whole network sparse.
+"""
+
+from ._version import check_version as _check_version
+
+_check_version()
+
+from . import nn  # noqa: E402  (nothing of ours can be imported before the check)
+from .layers import sparse_conv2d, sparse_res_block_bottleneck  # noqa: E402
+from .ops import reduce_mask, sparse_gather, sparse_scatter, sparse_scatter_var  # noqa: E402
+from .sparsify import sparsify  # noqa: E402
+
+__all__ = [
+    "nn",
+    "reduce_mask",
+    "sparse_conv2d",
+    "sparse_gather",
+    "sparse_res_block_bottleneck",
+    "sparse_scatter",
+    "sparse_scatter_var",
+    "sparsify",
+]

@@ -1,0 +1,302 @@
+"""SparseBottleneck: a pre-activation residual unit of ordinary modules, where a mask is set."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..blocks import calc_block_params_res_block, output_size, padding_pairs
+from ..errors import ShapeError
+from ..layers.bottleneck_weights import BottleneckWeights
+from ._bottleneck import affine, unit_stack
+from ._conv_module import refusal
+from ._convolution import CONVOLVE
+from ._copies import SCATTER
+from ._masks import (
+    check_block_size,
+    check_capacity,
+    check_nchw,
+    fit_block_size,
+    is_channels_last,
+    resolve_blocks,
+)
+from .layers import autocast, sparse_res_block_bottleneck
+
+_PARTS = ("bn1", "conv1", "bn2", "conv2", "bn3", "conv3")
+_KERNELS = [1, 3, 1]
+_PADS = ((1, 1), (1, 1))
+
+
+class SparseBottleneck(nn.Module):
+    """A pre-activation residual unit on active blocks.
+
+    ``x + conv3(relu(bn3(conv2(relu(bn2(conv1(relu(bn1(x)))))))))`` with kernels 1x1, 3x3 (padding
+    1, ``stride``) and 1x1, all without bias, as He et al. 2016 (arXiv:1603.05027) have it; where
+    the unit changes channels or size, the shortcut is ``downsample(x)``, a 1x1 convolution. Inside
+    active blocks the result is the dense unit's, elsewhere it is the shortcut.
+
+    In evaluation the batch norms are folded into the unit. In training they use the statistics of
+    the active pixels, each counted once, and keep running ones of them: on a full mask exactly what
+    the dense unit does. (Pixels outside active blocks are not computed, so they cannot count.)
+
+    Parameters
+    ----------
+    in_channels, mid_channels : int
+        Channels of the input and of the bottleneck.
+    out_channels : int, optional
+        ``in_channels`` by default.
+    stride : int or (int, int)
+        Of the 3x3 convolution and of the shortcut.
+    block_size, capacity, precision, method
+        As for :class:`SparseConv2d`; blocks are input windows of the whole unit.
+    device, dtype
+        Of the parameters.
+
+    The state dict has ``bn1, conv1, bn2, conv2, bn3, conv3`` and, where there is one,
+    ``downsample``.
+
+    Examples
+    --------
+    >>> unit = SparseBottleneck(16, 4, block_size=10).eval()
+    >>> x, mask = torch.randn(1, 16, 32, 32), torch.zeros(1, 32, 32, dtype=torch.bool)
+    >>> mask[:, 4, 4] = True
+    >>> y = unit(x, mask)
+    >>> torch.equal(y[:, :, 16:], x[:, :, 16:]), torch.equal(y, x)
+    (True, False)
+    """
+
+    def __init__(
+        self,
+        in_channels,
+        mid_channels,
+        out_channels=None,
+        stride=1,
+        *,
+        block_size,
+        capacity=None,
+        precision=None,
+        method="auto",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        out_channels = in_channels if out_channels is None else out_channels
+        kind = {"device": device, "dtype": dtype}
+        conv = partial(nn.Conv2d, bias=False, **kind)
+        self.bn1 = nn.BatchNorm2d(in_channels, **kind)
+        self.conv1 = conv(in_channels, mid_channels, 1)
+        self.bn2 = nn.BatchNorm2d(mid_channels, **kind)
+        self.conv2 = conv(mid_channels, mid_channels, 3, stride, padding=1)
+        self.bn3 = nn.BatchNorm2d(mid_channels, **kind)
+        self.conv3 = conv(mid_channels, out_channels, 1)
+        self.downsample = None
+        if out_channels != in_channels or self.conv2.stride != (1, 1):
+            self.downsample = conv(in_channels, out_channels, 1, stride)
+        self._configure(block_size, capacity, precision, method)
+
+    def _configure(self, block_size, capacity, precision, method):
+        self.block_size = check_block_size(block_size)
+        self.capacity = check_capacity(capacity)
+        self.precision = precision
+        self.method = method
+
+    @classmethod
+    def from_dense(cls, unit, *, block_size, capacity=None, precision=None, method="auto"):
+        """Make a sparse unit of a dense one; it shares the very modules, and their parameters.
+
+        ``unit`` is a module with the attributes ``bn1, conv1, bn2, conv2, bn3, conv3`` and, if the
+        shortcut is a convolution, ``downsample`` (or ``project`` or ``shortcut``); or a sequence of
+        the six modules and that convolution, in this order, in which ReLUs are passed over.
+        """
+        parts, shortcut = _parts_of(unit)
+        sparse = cls.__new__(cls)
+        nn.Module.__init__(sparse)
+        for name, module in zip(_PARTS, parts, strict=True):
+            setattr(sparse, name, module)
+        sparse.downsample = shortcut
+        _check_unit(sparse)
+        sparse._configure(block_size, capacity, precision, method)
+        sparse.training = parts[0].training
+        return sparse
+
+    def block_params(self, height, width):
+        """Return the BlockParams of an image of this size."""
+        bsize = fit_block_size(self.block_size, (3, 3), self.conv2.stride)
+        size = (height, width)
+        return calc_block_params_res_block(size, bsize, _KERNELS, self.conv2.stride, _PADS)
+
+    def active_blocks(self, x, mask):
+        """Return what ``unit(x, mask)`` works on, to list it once: (active, params)."""
+        return resolve_blocks(mask, None, x, self.block_params, self.capacity)
+
+    def forward(self, x, mask, params=None):
+        """Apply the unit where ``mask`` is set, or in active blocks that were listed before.
+
+        Parameters
+        ----------
+        x : tensor, shape (N, in_channels, H, W)
+            Best in channels_last memory, where it is used as it lies; else it is copied.
+        mask : tensor, shape (N, H, W) or (N, 1, H, W), or ActiveBlocks with ``params``
+            Where the image matters.
+        params : BlockParams, optional
+            That of the listed blocks.
+        """
+        check_nchw(x, self.conv1.in_channels)
+        table, params = resolve_blocks(mask, params, x, self.block_params, self.capacity)
+        last = is_channels_last(x)
+        image = x.permute(0, 2, 3, 1).contiguous()
+        size, strides = tuple(x.shape[2:]), self.conv2.stride
+        same = padding_pairs(size, (3, 3), strides, "SAME") == _PADS
+        batch = [self.training or bn.running_mean is None for bn in self._norms()]
+        if same and not any(batch):
+            y = self._folded(image, table, params)
+        else:
+            y = self._composed(image, table, params, batch)
+        y = y.permute(0, 3, 1, 2)
+        return y if last else y.contiguous()
+
+    def _norms(self):
+        return (self.bn1, self.bn2, self.bn3)
+
+    def _folded(self, image, table, params):
+        """One operator, the batch norms folded to a scale and a shift per channel."""
+        kernels = [conv.weight.permute(2, 3, 1, 0) for conv in self._convs()]
+        tables = [
+            value for bn in self._norms() for value in fold(bn, bn.running_mean, bn.running_var)
+        ]
+        project = self._project()
+        return sparse_res_block_bottleneck(
+            image, BottleneckWeights(*kernels, *tables), table, params, strides=self.conv2.stride,
+            w_project=None if project is None else project.permute(2, 3, 1, 0),
+            precision=self.precision, method=self.method,
+        )  # fmt: skip
+
+    def _composed(self, image, table, params, batch):
+        """Gather, torch's own arithmetic on the stack, scatter: for statistics of the batch.
+
+        Also for strides, where PyTorch pads one pixel on each side and SAME none before.
+        """
+        project = self._project()
+        kernels = [conv.weight for conv in self._convs()]
+        image, project, *kernels = autocast(image, project, *kernels)
+        strides = self.conv2.stride
+        norms = [
+            partial(normalise, bn)
+            if own
+            else partial(affine, *fold(bn, bn.running_mean, bn.running_var))
+            for bn, own in zip(self._norms(), batch, strict=True)
+        ]
+        out_hw = output_size(tuple(image.shape[1:3]), (3, 3), strides, _PADS)
+        stack = unit_stack(image, kernels, norms, table, params, strides, out_hw, self.precision)
+        shortcut = image
+        if project is not None:
+            shortcut = CONVOLVE(image, project, strides, self.precision)
+        tiles = (params.bsize_out, (0, 0), params.bsize_out)
+        return SCATTER(stack, *table, shortcut, *tiles, True, False, False, "NHWC")
+
+    def _convs(self):
+        return (self.conv1, self.conv2, self.conv3)
+
+    def _project(self):
+        """Return the kernel of the shortcut, OIHW, or None."""
+        return None if self.downsample is None else _only_conv(self.downsample).weight
+
+    def extra_repr(self):
+        """Say the size of the blocks."""
+        return f"block_size={self.block_size}"
+
+
+def fold(bn, mean, variance):
+    """Return the scale and shift per channel that a batch norm is, given its statistics."""
+    scale = torch.rsqrt(variance + bn.eps)
+    if bn.weight is not None:
+        scale = scale * bn.weight
+    shift = -mean * scale
+    return scale, shift if bn.bias is None else shift + bn.bias
+
+
+def normalise(bn, z, counted):
+    """Normalise a stack by the statistics of its counted pixels; keep running ones as bn does.
+
+    A mask with no active pixel leaves the running statistics as they are.
+    """
+    number = counted.sum()
+    some = number.clamp(min=1).to(z.dtype)
+    mean = torch.where(counted, z, 0).sum((0, 1, 2)) / some
+    variance = torch.where(counted, (z - mean).square(), 0).sum((0, 1, 2)) / some
+    if bn.training and bn.running_mean is not None:
+        with torch.no_grad():
+            bn.num_batches_tracked.add_((number > 0).to(torch.int64))
+            share = (number > 0).to(bn.running_mean.dtype)
+            if bn.momentum is None:  # the plain average of all batches
+                share = share / bn.num_batches_tracked.clamp(min=1)
+            else:
+                share = share * bn.momentum
+            unbiased = variance * (some / (some - 1).clamp(min=1))
+            for kept, new in ((bn.running_mean, mean), (bn.running_var, unbiased)):
+                kept.add_(share * (new.to(kept.dtype) - kept))
+    return affine(*fold(bn, mean, variance), z, counted)
+
+
+def _parts_of(unit):
+    """Return the six modules of a dense unit, and its shortcut or None."""
+    if all(hasattr(unit, name) for name in _PARTS):
+        names = [n for n in ("downsample", "project", "shortcut") if hasattr(unit, n)]
+        shortcut = getattr(unit, names[0]) if names else None
+        return [getattr(unit, name) for name in _PARTS], shortcut
+    try:
+        parts = [module for module in unit if not isinstance(module, nn.ReLU)]
+    except TypeError:
+        raise TypeError(
+            f"unit must have the attributes {', '.join(_PARTS)}, or hold those modules in order, "
+            f"got {type(unit).__name__}"
+        ) from None
+    if len(parts) not in (6, 7):
+        raise TypeError(
+            f"unit must hold {', '.join(_PARTS)} and perhaps a shortcut, got {len(parts)} modules"
+        )
+    return parts[:6], parts[6] if len(parts) == 7 else None
+
+
+def _only_conv(shortcut):
+    """Return the convolution that a shortcut is, or holds and nothing else."""
+    inner = [m for m in shortcut.modules() if not isinstance(m, nn.Sequential | nn.Identity)]
+    if len(inner) == 1 and isinstance(inner[0], nn.Conv2d):
+        return inner[0]
+    raise NotImplementedError(
+        "the shortcut of a SparseBottleneck must be one 1x1 convolution without bias, got "
+        f"{shortcut}; a batch norm in it can be folded into the convolution"
+    )
+
+
+def _check_unit(unit):
+    """Raise unless the modules are what a unit is made of."""
+    if isinstance(unit.downsample, nn.Identity) or (
+        isinstance(unit.downsample, nn.Sequential) and not len(unit.downsample)
+    ):
+        unit.downsample = None
+    for name, bn in zip(("bn1", "bn2", "bn3"), unit._norms(), strict=True):
+        if type(bn) is not nn.BatchNorm2d:
+            raise TypeError(f"unit.{name} must be a BatchNorm2d, got {type(bn).__name__}")
+    stride = unit.conv2.stride
+    wanted = [("conv1", (1, 1), (1, 1), (0, 0)), ("conv2", (3, 3), stride, (1, 1)),
+              ("conv3", (1, 1), (1, 1), (0, 0))]  # fmt: skip
+    convs = list(unit._convs())
+    if unit.downsample is not None:
+        wanted.append(("downsample", (1, 1), stride, (0, 0)))
+        convs.append(_only_conv(unit.downsample))
+    for (name, kernel, steps, padding), conv in zip(wanted, convs, strict=True):
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"unit.{name} must be a Conv2d, got {type(conv).__name__}")
+        found = (conv.kernel_size, conv.stride, conv.padding)
+        if found != (kernel, steps, padding) or conv.bias is not None or refusal(conv):
+            raise NotImplementedError(
+                f"unit.{name} must have kernel {kernel}, stride {steps}, padding {padding} and no "
+                f"bias, groups or dilation, got {conv}"
+            )
+    cin, cout = unit.conv1.in_channels, unit.conv3.out_channels
+    if unit.downsample is None and (cin != cout or stride != (1, 1)):
+        raise ShapeError(
+            f"unit.downsample must be given where the unit changes channels or size, got none for "
+            f"{cin} to {cout} channels and stride {stride}"
+        )

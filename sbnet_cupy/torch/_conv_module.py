@@ -1,0 +1,168 @@
+"""SparseConv2d: torch.nn.Conv2d where a mask is set."""
+
+import torch
+
+from ..blocks import calc_block_params
+from ._masks import (
+    check_block_size,
+    check_capacity,
+    check_nchw,
+    fit_block_size,
+    is_channels_last,
+    resolve_blocks,
+)
+from .layers import sparse_conv2d
+
+
+class SparseConv2d(torch.nn.Conv2d):
+    """A ``torch.nn.Conv2d`` that convolves active blocks only.
+
+    Inside them the result is that of the dense convolution, elsewhere it is 0 (without the bias),
+    or ``base``. A block is active when its input window, halo included, touches the mask.
+
+    Parameters
+    ----------
+    in_channels, out_channels, kernel_size, stride, padding, bias, device, dtype
+        As for ``torch.nn.Conv2d``; ``padding`` may be "same" or "valid". Groups, dilation and
+        padding modes other than zeros are refused.
+    block_size : int or (int, int)
+        Input block in pixels, halo included. Where kernel and stride do not fit into it, the next
+        larger size that fits is used.
+    activation : None, "relu", "silu" or "gelu"
+        Applied to the result inside active blocks.
+    capacity : None, int or float
+        Blocks to make room for, or the share of all blocks. None reads the number from the device;
+        with a capacity nothing waits, as ``torch.compile(fullgraph=True)`` and CUDA graphs need it,
+        and blocks past it are left out.
+    precision, method
+        As for :func:`sbnet_cupy.sparse_conv2d`.
+
+    The state dict is that of ``torch.nn.Conv2d``: ``weight`` and ``bias``.
+
+    Examples
+    --------
+    >>> conv = SparseConv2d(3, 8, 3, padding=1, block_size=10)
+    >>> x, mask = torch.randn(1, 3, 32, 32), torch.zeros(1, 32, 32, dtype=torch.bool)
+    >>> mask[:, 4, 4] = True
+    >>> y = conv(x, mask)
+    >>> y.shape, bool(y[:, :, 16:].any())
+    (torch.Size([1, 8, 32, 32]), False)
+    """
+
+    def __init__(
+        self,
+        in_channels,
+        out_channels,
+        kernel_size,
+        stride=1,
+        padding=0,
+        bias=True,
+        *,
+        block_size,
+        activation=None,
+        capacity=None,
+        precision=None,
+        method="auto",
+        dilation=1,
+        groups=1,
+        padding_mode="zeros",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
+            padding_mode, device, dtype,
+        )  # fmt: skip
+        self._configure(block_size, activation, capacity, precision, method)
+
+    def _configure(self, block_size, activation, capacity, precision, method):
+        why = refusal(self)
+        if why is not None:
+            raise NotImplementedError(f"SparseConv2d has no {why}; keep this convolution dense")
+        self.block_size = check_block_size(block_size)
+        self.activation = activation
+        self.capacity = check_capacity(capacity)
+        self.precision = precision
+        self.method = method
+
+    @classmethod
+    def from_dense(
+        cls, conv, *, block_size, activation=None, capacity=None, precision=None, method="auto"
+    ):
+        """Make a sparse convolution of a ``torch.nn.Conv2d``.
+
+        It shares the very parameters of ``conv``: training one trains the other. For parameters of
+        its own pass ``copy.deepcopy(conv)``.
+        """
+        if not isinstance(conv, torch.nn.Conv2d):
+            raise TypeError(f"conv must be a torch.nn.Conv2d, got {type(conv).__name__}")
+        why = refusal(conv)
+        if why is not None:
+            raise NotImplementedError(f"SparseConv2d has no {why}; keep this convolution dense")
+        sparse = cls(
+            conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding,
+            conv.bias is not None, block_size=block_size, activation=activation, capacity=capacity,
+            precision=precision, method=method, device="meta", dtype=conv.weight.dtype,
+        )  # fmt: skip
+        sparse.weight, sparse.bias = conv.weight, conv.bias
+        return sparse.train(conv.training)
+
+    def block_params(self, height, width):
+        """Return the BlockParams of an image of this size."""
+        bsize = fit_block_size(self.block_size, self.kernel_size, self.stride)
+        size = (height, width)
+        return calc_block_params(size, bsize, self.kernel_size, self.stride, self._pads())
+
+    def active_blocks(self, x, mask):
+        """Return what ``conv(x, mask)`` works on, to list it once: (active, params)."""
+        return resolve_blocks(mask, None, x, self.block_params, self.capacity)
+
+    def forward(self, x, mask, params=None, *, base=None):
+        """Convolve ``x`` where ``mask`` is set, or in active blocks that were listed before.
+
+        Parameters
+        ----------
+        x : tensor, shape (N, in_channels, H, W)
+            Contiguous or channels_last; one that is neither is copied.
+        mask : tensor, shape (N, H, W) or (N, 1, H, W), or ActiveBlocks with ``params``
+            Where the image matters.
+        params : BlockParams, optional
+            That of the listed blocks; its ``bsize`` may differ from ``block_size``.
+        base : tensor, shape (N, out_channels, H', W'), optional
+            Result outside active blocks.
+        """
+        check_nchw(x, self.in_channels)
+        active, params = resolve_blocks(mask, params, x, self.block_params, self.capacity)
+        last = is_channels_last(x)
+        if last:
+            x = x.permute(0, 2, 3, 1)
+            base = None if base is None else base.permute(0, 2, 3, 1)
+        y = sparse_conv2d(
+            x, self.weight, active, params, strides=self.stride, padding=self._pads(),
+            bias=self.bias, activation=self.activation, base=base,
+            data_format="NHWC" if last else "NCHW", w_format="OIHW", precision=self.precision,
+            method=self.method,
+        )  # fmt: skip
+        return y.permute(0, 3, 1, 2) if last else y
+
+    def _pads(self):
+        """Return the padding as ((top, bottom), (left, right))."""
+        if isinstance(self.padding, str):
+            totals = [k - 1 if self.padding == "same" else 0 for k in self.kernel_size]
+            return tuple((total // 2, total - total // 2) for total in totals)
+        return tuple((p, p) for p in self.padding)
+
+    def extra_repr(self):
+        """Describe the module as torch.nn.Conv2d does, and its blocks."""
+        return f"{super().extra_repr()}, block_size={self.block_size}"
+
+
+def refusal(conv):
+    """Return what of a ``torch.nn.Conv2d`` has no block-sparse form, or None."""
+    if conv.groups != 1:
+        return f"groups, got groups={conv.groups}"
+    if tuple(conv.dilation) != (1, 1):
+        return f"dilation, got dilation={conv.dilation}"
+    if conv.padding_mode != "zeros":
+        return f"padding but zeros, got padding_mode={conv.padding_mode!r}"
+    return None

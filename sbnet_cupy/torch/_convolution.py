@@ -1,0 +1,233 @@
+"""The operator sparse_conv2d, and the convolution of a stack that its gradient is made of.
+
+The forward pass is the library's own. The backward pass gathers the image again rather than keep
+the stack, and convolves backwards with PyTorch (cuDNN's dgrad and wgrad on a GPU), at the precision
+that was asked for whatever ``torch.backends`` says.
+"""
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+
+from ..blocks import BlockParams
+from ..layers.sparse_conv import sparse_conv2d as core_sparse_conv2d
+from ._activation import activation_backward, wide
+from ._copies import GATHER, SCATTER
+from ._native import compute
+from ._registry import register
+
+
+def flatten_params(params):
+    """Return the ten integers of a BlockParams, which an operator can take."""
+    if not isinstance(params, BlockParams):
+        raise TypeError(
+            f"block_params must be a BlockParams, got {type(params).__name__}; build it with "
+            "calc_block_params"
+        )
+    return (
+        *params.bsize, *params.bsize_out, *params.boffset, *params.bcount, *params.bstride,
+    )  # fmt: skip
+
+
+def pairs(numbers):
+    """Return a flat sequence as pairs: the padding's, or the fields of a BlockParams."""
+    return tuple(tuple(numbers[i : i + 2]) for i in range(0, len(numbers), 2))
+
+
+class Geometry(NamedTuple):
+    """The fields of a BlockParams, which may be symbolic here."""
+
+    bsize: tuple
+    bsize_out: tuple
+    boffset: tuple
+    bcount: tuple
+    bstride: tuple
+
+
+# ------------------------------------------------------------------------- convolution of a stack
+
+
+@contextlib.contextmanager
+def _exactly(precision, x):
+    """Let cuDNN multiply as ``precision`` says, reproducibly; nothing to say elsewhere."""
+    if not x.is_cuda:
+        yield
+        return
+    tf32 = precision == "tf32"
+    with torch.backends.cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32
+    ):
+        yield
+
+
+def _convolve(x, w, strides, precision):
+    with _exactly(precision, x):
+        y = torch.ops.aten.convolution(
+            x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1), False, (0, 0), 1
+        )
+    return y.permute(0, 2, 3, 1).contiguous()
+
+
+def _convolve_fake(x, w, strides, precision):
+    size = output_size(x.shape[1:3], w.shape[2:], strides, (0, 0, 0, 0))
+    return x.new_empty((x.shape[0], *size, w.shape[0]))
+
+
+def _convolve_setup(ctx, inputs, output):
+    x, w, ctx.strides, ctx.precision = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _convolve_backward(ctx, grad):
+    x, w = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:2])
+    for_x, for_w = CONVOLVE_BACKWARD(grad, x, w, ctx.strides, ctx.precision, *wanted)
+    return for_x if wanted[0] else None, for_w if wanted[1] else None, None, None
+
+
+def _backward(grad, x, w, strides, precision, for_x, for_w):
+    with _exactly(precision, x):
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1),
+            False, (0, 0), 1, (for_x, for_w, False),
+        )  # fmt: skip
+    return (
+        dx.permute(0, 2, 3, 1).contiguous() if for_x else x.new_empty(0),
+        dw.contiguous() if for_w else w.new_empty(0),
+    )
+
+
+def _backward_fake(grad, x, w, strides, precision, for_x, for_w):
+    return x.new_empty(x.shape if for_x else 0), w.new_empty(w.shape if for_w else 0)
+
+
+def _backward_setup(ctx, inputs, output):
+    grad, x, w, ctx.strides, ctx.precision, ctx.for_x, ctx.for_w = inputs
+    ctx.save_for_backward(grad, x, w)
+
+
+def _backward_backward(ctx, dx, dw):
+    """Both results are bilinear: dx in (grad, w), dw in (grad, x)."""
+    grad, x, w = ctx.saved_tensors
+    options = (ctx.strides, ctx.precision)
+    to_grad = to_x = to_w = None
+    if ctx.for_x:
+        to_grad = CONVOLVE(dx, w, *options)
+        to_w = CONVOLVE_BACKWARD(grad, dx, w, *options, False, True)[1]
+    if ctx.for_w:
+        more = CONVOLVE(x, dw, *options)
+        to_grad = more if to_grad is None else to_grad + more
+        to_x = CONVOLVE_BACKWARD(grad, x, dw, *options, True, False)[0]
+    return to_grad, to_x, to_w, None, None, None, None
+
+
+CONVOLVE = register(
+    "convolve(Tensor x, Tensor w, int[] strides, str? precision) -> Tensor",
+    _convolve,
+    _convolve_fake,
+    backward=_convolve_backward,
+    setup_context=_convolve_setup,
+)
+CONVOLVE_BACKWARD = register(
+    "convolve_backward(Tensor grad, Tensor x, Tensor w, int[] strides, str? precision, bool for_x, "
+    "bool for_w) -> (Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    backward=_backward_backward,
+    setup_context=_backward_setup,
+)
+
+
+def output_size(image_hw, kernel, strides, padding):
+    """Size of a convolution's output; sizes may be symbolic. ``padding``: four numbers."""
+    return tuple(
+        torch.sym_max((n + before + after - k) // s + 1, 0)
+        for n, k, s, (before, after) in zip(image_hw, kernel, strides, pairs(padding), strict=True)
+    )
+
+
+# ----------------------------------------------------------------------------------- sparse_conv2d
+
+
+def _sparse_conv2d(x, w, bin_counts, active_block_indices, params, strides, padding, bias,
+                   activation, base, data_format, w_format, precision, method):  # fmt: skip
+    return compute(
+        core_sparse_conv2d, x, x, w, (bin_counts, active_block_indices),
+        BlockParams(*pairs(params)), strides=strides, padding=pairs(padding), bias=bias,
+        activation=activation, base=base, data_format=data_format, w_format=w_format,
+        precision=precision, method=method,
+    )  # fmt: skip
+
+
+def _sparse_conv2d_fake(x, w, bin_counts, active_block_indices, params, strides, padding, bias,
+                        activation, base, data_format, w_format, precision, method):  # fmt: skip
+    last = data_format == "NHWC"
+    image_hw = x.shape[1:3] if last else x.shape[2:]
+    kernel = [w.shape[w_format.index(letter)] for letter in "HW"]
+    size = output_size(image_hw, kernel, strides, padding)
+    channels = (w.shape[w_format.index("O")],)
+    return x.new_empty((x.shape[0], *size, *channels) if last else (x.shape[0], *channels, *size))
+
+
+def _sparse_conv2d_setup(ctx, inputs, output):
+    (x, w, *table, params, strides, _, bias, ctx.activation, _, data_format, w_format,
+     ctx.precision, _) = inputs  # fmt: skip
+    ctx.params, ctx.strides = Geometry(*pairs(params)), strides
+    ctx.data_format, ctx.w_format = data_format, w_format
+    ctx.x_shape = x.shape
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    relu = output if ctx.activation == "relu" else None  # shows where relu let through
+    keep_bias = bias if ctx.activation in ("silu", "gelu") else None
+    ctx.save_for_backward(x, w, *table, keep_bias, relu)
+
+
+def _sparse_conv2d_backward(ctx, grad):
+    x, w, counts, indices, bias, result = ctx.saved_tensors
+    table, grads = (counts, indices), [None] * 14
+    transpose = ctx.data_format == "NCHW"  # stacks are NHWC
+    tiles = (ctx.params.bsize_out, (0, 0), ctx.params.bsize_out)
+    layout = (transpose, ctx.data_format)
+    if ctx.needs_input_grad[9]:
+        zeros = grad.new_zeros((indices.shape[0], *ctx.params.bsize_out, _channels(grad, ctx)))
+        grads[9] = SCATTER(zeros, *table, grad, *tiles, False, False, *layout)
+    if not any(ctx.needs_input_grad[i] for i in (0, 1, 7)):
+        return tuple(grads)
+
+    kernel = w.permute([ctx.w_format.index(letter) for letter in "OIHW"])
+    grad = GATHER(grad, *table, *tiles, *layout, None, None, None)
+    grid = (ctx.params.bsize, ctx.params.boffset, ctx.params.bstride)
+    blocks = GATHER(x, *table, *grid, *layout, None, None, None)
+    if result is not None:
+        shown = GATHER(result, *table, *tiles, *layout, None, None, None)
+        grad = activation_backward(grad, shown, "relu")
+    elif ctx.activation is not None:
+        z = wide(CONVOLVE(blocks, kernel, ctx.strides, ctx.precision))
+        z = z if bias is None else z + bias.to(z.dtype)
+        grad = activation_backward(wide(grad), z, ctx.activation).to(x.dtype)
+    if ctx.needs_input_grad[7]:
+        grads[7] = wide(grad).sum((0, 1, 2)).to(ctx.bias_dtype)
+    wanted = ctx.needs_input_grad[:2]
+    if any(wanted):
+        for_x, for_w = CONVOLVE_BACKWARD(grad, blocks, kernel, ctx.strides, ctx.precision, *wanted)
+        if wanted[0]:
+            zeros = x.new_zeros(ctx.x_shape)
+            grads[0] = SCATTER(for_x, *table, zeros, *grid, True, True, *layout)
+        if wanted[1]:
+            grads[1] = for_w.permute(["OIHW".index(letter) for letter in ctx.w_format])
+    return tuple(grads)
+
+
+def _channels(image, ctx):
+    return image.shape[3 if ctx.data_format == "NHWC" else 1]
+
+
+SPARSE_CONV2D = register(
+    "sparse_conv2d(Tensor x, Tensor w, Tensor bin_counts, Tensor active_block_indices, "
+    "SymInt[] params, int[] strides, SymInt[] padding, Tensor? bias, str? activation, "
+    "Tensor? base, str data_format, str w_format, str? precision, str method) -> Tensor",
+    _sparse_conv2d,
+    _sparse_conv2d_fake,
+    backward=_sparse_conv2d_backward,
+    setup_context=_sparse_conv2d_setup,
+)

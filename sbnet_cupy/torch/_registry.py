@@ -1,0 +1,27 @@
+"""How an operator is made known to PyTorch's dispatcher.
+
+``torch.library.Library`` and not ``custom_op``: the same operator, at two thirds of the host time.
+"""
+
+import torch
+
+_LIBRARY = torch.library.Library("sbnet_cupy", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
+def register(schema, body, fake, *, backward=None, setup_context=None):
+    """Define an operator; return it as a callable.
+
+    ``body`` computes on CPU and CUDA tensors, ``fake`` gives results of the right shape and dtype
+    with no data, ``backward`` and ``setup_context`` are those of ``torch.library``.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=_TAGS)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, body, key)
+    torch.library.register_fake(f"sbnet_cupy::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"sbnet_cupy::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
+    return getattr(torch.ops.sbnet_cupy, name).default

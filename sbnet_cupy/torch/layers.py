@@ -1,0 +1,192 @@
+"""sparse_conv2d and sparse_res_block_bottleneck on tensors."""
+
+import torch
+
+from ..blocks import padding_pairs, pair
+from ..errors import DTypeError, ShapeError
+from ..layers.bottleneck_weights import BottleneckWeights
+from ..layers.sparse_conv import split_indices
+from ._bottleneck import UNIT, UNIT_INTO, same_size
+from ._convolution import SPARSE_CONV2D, flatten_params
+from ._native import check_tensors
+from .ops import check_out, records_gradients
+
+
+def sparse_conv2d(
+    x,
+    w,
+    indices,
+    block_params,
+    *,
+    strides=(1, 1),
+    padding="SAME",
+    bias=None,
+    activation=None,
+    base=None,
+    data_format="NHWC",
+    w_format="HWIO",
+    precision=None,
+    method="auto",
+):
+    """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d` on tensors.
+
+    Differentiable, twice and more, with respect to ``x``, ``w``, ``bias`` and ``base``. The stack
+    is not kept for the backward pass but gathered again. Under ``torch.autocast`` the float tensors
+    are cast as for ``torch.nn.functional.conv2d``. Precision is what ``precision`` says, forwards
+    and backwards; ``torch.backends`` is not asked.
+
+    Parameters
+    ----------
+    x : tensor, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
+        Images. One that is not contiguous is copied. For an NCHW tensor in channels_last memory
+        pass ``x.permute(0, 2, 3, 1)``, which is contiguous, as ``nn.SparseConv2d`` does.
+    w : tensor, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
+        Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``.
+    indices, block_params, strides, padding, bias, activation, base
+        As for :func:`sbnet_cupy.sparse_conv2d`.
+    data_format, w_format, precision, method
+        As for :func:`sbnet_cupy.sparse_conv2d`.
+
+    Returns
+    -------
+    y : tensor, shape (N, H', W', K), or (N, K, H', W')
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, NotImplementedError
+        As :func:`sbnet_cupy.sparse_conv2d`; DTypeError also for what is no tensor.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.
+
+    Examples
+    --------
+    >>> from sbnet_cupy import calc_block_params
+    >>> x, w = torch.ones(1, 8, 8, 3), torch.ones(3, 3, 3, 5, requires_grad=True)
+    >>> params = calc_block_params((8, 8), 6, 3)
+    >>> mask = torch.zeros(1, 8, 8)
+    >>> mask[0, 1, 1] = 1
+    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+    >>> y = sparse_conv2d(x, w, reduce_mask(mask, params.bcount, **grid), params)
+    >>> y.sum().backward()
+    >>> w.grad[1, 1, 0, 0]
+    tensor(16.)
+    """
+    counts, table = split_indices(indices)
+    check_tensors(x=x, w=w, bin_counts=counts, active_block_indices=table, bias=bias, base=base)
+    _check_4d(x=x, w=w)
+    if data_format not in ("NHWC", "NCHW"):
+        raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
+    if w_format not in ("HWIO", "OIHW"):
+        raise ValueError(f"w_format must be 'HWIO' or 'OIHW', got {w_format!r}")
+    x, w, bias, base = autocast(x, w, bias, base)
+    image_hw = tuple(x.shape[1:3] if data_format == "NHWC" else x.shape[2:])
+    kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
+    strides = pair(strides, "strides")
+    (top, bottom), (left, right) = padding_pairs(image_hw, kernel, strides, padding)
+    return SPARSE_CONV2D(
+        x, w, counts, table, flatten_params(block_params), strides, (top, bottom, left, right),
+        bias, activation, base, data_format, w_format, precision, method,
+    )  # fmt: skip
+
+
+def sparse_res_block_bottleneck(
+    x,
+    weights,
+    indices,
+    block_params,
+    *,
+    strides=(1, 1),
+    w_project=None,
+    base=None,
+    out=None,
+    precision=None,
+    method="auto",
+):
+    """Apply a residual unit to active blocks: the function of :mod:`sbnet_cupy` on tensors.
+
+    Differentiable, twice and more, with respect to ``x``, all of ``weights``, ``w_project`` and
+    ``base``. The backward pass computes the unit's stacks again rather than keep them. Under
+    ``torch.autocast`` the image and the kernels are cast; scales and shifts are not.
+
+    Parameters
+    ----------
+    x : tensor, shape (N, H, W, Cin)
+        Images. One that is not contiguous is copied.
+    weights : BottleneckWeights
+        Of tensors.
+    indices, block_params, strides, w_project, base, precision, method
+        As for :func:`sbnet_cupy.sparse_res_block_bottleneck`.
+    out : tensor, optional
+        Receives the result, and is returned; contiguous. Where gradients are recorded it is written
+        by a copy.
+
+    Returns
+    -------
+    y : tensor, shape (N, H', W', Cout)
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, NotImplementedError
+        As :func:`sbnet_cupy.sparse_res_block_bottleneck`; DTypeError also for what is no tensor.
+
+    Source: He et al. 2016, arXiv:1603.05027; Ren et al. 2018, arXiv:1801.02108, section 3.3.
+
+    Examples
+    --------
+    >>> from sbnet_cupy import BottleneckWeights, calc_block_params_res_block
+    >>> x = torch.ones(1, 32, 32, 16)
+    >>> params = calc_block_params_res_block((32, 32), 10, [1, 3, 1])
+    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+    >>> active = reduce_mask(torch.eye(32)[None], params.bcount, **grid)
+    >>> arrays = BottleneckWeights.random(16, 4)
+    >>> weights = BottleneckWeights(*(torch.from_numpy(a) for a in vars(arrays).values()))
+    >>> sparse_res_block_bottleneck(x, weights, active, params).shape
+    torch.Size([1, 32, 32, 16])
+    """
+    if not isinstance(weights, BottleneckWeights):
+        raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
+    held = {name: getattr(weights, name) for name in _WEIGHTS}
+    counts, table = split_indices(indices)
+    check_tensors(
+        x=x, bin_counts=counts, active_block_indices=table, w_project=w_project, base=base, out=out,
+        **{f"weights.{name}": value for name, value in held.items()},
+    )  # fmt: skip
+    _check_4d(x=x, **{f"weights.{name}": held[name] for name in _WEIGHTS[:3]})
+    w1, w2, w3, *tables = held.values()
+    x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
+    strides = pair(strides, "strides")
+    arguments = (
+        x, w1, w2, w3, *tables, counts, table, flatten_params(block_params), strides, w_project,
+        base, precision, method,
+    )  # fmt: skip
+    if out is None:
+        return UNIT(*arguments)
+    check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
+    if records_gradients(x, w1, w2, w3, *tables, w_project, base, out):
+        return out.copy_(UNIT(*arguments))
+    UNIT_INTO(*arguments, out)
+    return out
+
+
+_WEIGHTS = ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
+
+
+def autocast(*tensors):
+    """Cast float tensors as torch's convolutions do under autocast; float64 stays."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )
+
+
+def _check_4d(**tensors):
+    """Check what the shapes of results are computed from; the rest is checked with the arrays."""
+    for name, value in tensors.items():
+        if value.dim() != 4:
+            raise ShapeError(f"{name} must have 4 dimensions, got shape {tuple(value.shape)}")
+        if not value.is_floating_point():
+            raise DTypeError(f"{name} must be of a float dtype, got {value.dtype}; use .to")

@@ -1,0 +1,261 @@
+"""reduce_mask, sparse_gather and sparse_scatter on tensors."""
+
+import torch
+
+from ..blocks import pair
+from ..errors import DTypeError, ShapeError
+from ..ops._grid import resolve_grid
+from ..ops.active_blocks import ActiveBlocks
+from ._copies import GATHER, GATHER_INTO, REDUCE_MASK, SCATTER, SCATTER_INTO, blocks_shape
+from ._native import check_contiguous, check_tensors
+
+
+def reduce_mask(
+    mask,
+    block_count,
+    *,
+    bsize,
+    boffset=(0, 0),
+    bstride=None,
+    tol=0.0,
+    avgpool=False,
+    capacity=None,
+):
+    """List the blocks of a grid where the mask is set: :func:`sbnet_cupy.reduce_mask` on a tensor.
+
+    Has no gradient. Without ``capacity`` the number of rows is data: on a GPU the call waits for
+    it, and ``torch.compile(fullgraph=True)`` needs ``torch._dynamo.config.
+    capture_dynamic_output_shape_ops = True``. With ``capacity`` neither is so.
+
+    Parameters
+    ----------
+    mask : tensor, shape (N, H, W) or (N, H, W, 1)
+        bool, any integer, or float16, bfloat16, float32, float64.
+    block_count, bsize, boffset, bstride, tol, avgpool, capacity
+        As for :func:`sbnet_cupy.reduce_mask`.
+
+    Returns
+    -------
+    ActiveBlocks
+        Unpacks as ``bin_counts, active_block_indices``: int32 tensors on the mask's device.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+        As :func:`sbnet_cupy.reduce_mask`; DTypeError also for what is no tensor.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.1.
+
+    Examples
+    --------
+    >>> active = reduce_mask(torch.eye(4)[None], (2, 2), bsize=2)
+    >>> active.active_block_indices
+    tensor([[0, 0, 0],
+            [0, 1, 1]], dtype=torch.int32)
+    """
+    check_tensors(mask=mask)
+    grid = resolve_grid(bsize, boffset, bstride)
+    block_count = pair(block_count, "block_count", minimum=0)
+    if mask.dim() not in (3, 4):
+        raise ShapeError(f"mask must have 3 or 4 dimensions, got shape {tuple(mask.shape)}")
+    counts, indices = REDUCE_MASK(mask.detach(), block_count, *grid, tol, avgpool, capacity)
+    return ActiveBlocks(counts, indices, (mask.shape[0], *block_count))
+
+
+def sparse_gather(
+    x,
+    bin_counts,
+    active_block_indices,
+    *,
+    bsize,
+    boffset=(0, 0),
+    bstride=None,
+    transpose=False,
+    data_format="NHWC",
+    scale=None,
+    shift=None,
+    activation=None,
+    out=None,
+):
+    """Copy the active blocks of an image into a stack: :func:`sbnet_cupy.sparse_gather` on tensors.
+
+    Differentiable, twice and more, with respect to ``x``, ``scale`` and ``shift``. The gradient of
+    ``x`` adds up, in the dtype of ``x``, what was read more than once.
+
+    Parameters
+    ----------
+    x : tensor, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
+        Image. One that is not contiguous is copied. For an NCHW tensor in channels_last memory pass
+        ``x.permute(0, 2, 3, 1)``, which is contiguous.
+    bin_counts, active_block_indices : int32 tensors
+        As :func:`reduce_mask` returns them.
+    bsize, boffset, bstride, transpose, data_format, scale, shift, activation
+        As for :func:`sbnet_cupy.sparse_gather`.
+    out : tensor, optional
+        Receives the blocks; contiguous. Where gradients are recorded it is written by a copy.
+
+    Returns
+    -------
+    blocks : tensor, shape (M, bsize[0], bsize[1], C), or (M, C, bsize[0], bsize[1])
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+        As :func:`sbnet_cupy.sparse_gather`; DTypeError also for what is no tensor.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.2.
+
+    Examples
+    --------
+    >>> x = torch.ones(1, 4, 4, 2, requires_grad=True)
+    >>> active = reduce_mask(torch.eye(4)[None], (2, 2), bsize=2)
+    >>> sparse_gather(x, *active, bsize=2).sum().backward()
+    >>> x.grad[0, :, :, 0]
+    tensor([[1., 1., 0., 0.],
+            [1., 1., 0., 0.],
+            [0., 0., 1., 1.],
+            [0., 0., 1., 1.]])
+    """
+    check_tensors(
+        x=x, bin_counts=bin_counts, active_block_indices=active_block_indices, scale=scale,
+        shift=shift, out=out,
+    )  # fmt: skip
+    grid = resolve_grid(bsize, boffset, bstride)
+    _check_4d("x", x, data_format)
+    arguments = (
+        x, bin_counts, active_block_indices, *grid, bool(transpose), data_format, scale, shift,
+        activation,
+    )  # fmt: skip
+    if out is None:
+        return GATHER(*arguments)
+    rows = active_block_indices.shape[0]
+    check_out(out, blocks_shape(x, rows, grid.bsize, bool(transpose), data_format), x)
+    if records_gradients(x, scale, shift, out):
+        return out.copy_(GATHER(*arguments))
+    GATHER_INTO(*arguments, out)
+    return out
+
+
+def sparse_scatter(
+    blocks,
+    bin_counts,
+    active_block_indices,
+    x,
+    *,
+    bsize,
+    boffset=(0, 0),
+    bstride=None,
+    add=False,
+    atomic=False,
+    transpose=False,
+    data_format="NHWC",
+    out=None,
+):
+    """Write blocks over an image, or add them to it: :func:`sbnet_cupy.sparse_scatter` on tensors.
+
+    Differentiable, twice and more, with respect to ``blocks`` and ``x``. Where blocks overlap and
+    overwrite each other, the gradient goes to the later row, whose value is seen. Under
+    ``torch.autocast`` both are brought to the wider of their dtypes, as ``torch.cat`` does.
+
+    Parameters
+    ----------
+    blocks, bin_counts, active_block_indices, x : tensors
+        As for :func:`sbnet_cupy.sparse_scatter`. Those that are not contiguous are copied.
+    bsize, boffset, bstride, add, atomic, transpose, data_format
+        As for :func:`sbnet_cupy.sparse_scatter`.
+    out : tensor, optional
+        Receives the result, and is returned; contiguous. ``out=x`` works in place. Where gradients
+        are recorded it is written by a copy.
+
+    Returns
+    -------
+    y : tensor of the shape and dtype of ``x``
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+        As :func:`sbnet_cupy.sparse_scatter`; DTypeError also for what is no tensor.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.2.
+
+    Examples
+    --------
+    >>> blocks, x = torch.ones(2, 2, 2, 1), torch.zeros(1, 4, 4, 1)
+    >>> active = reduce_mask(torch.eye(4)[None], (2, 2), bsize=2)
+    >>> sparse_scatter(blocks, *active, x, bsize=2)[0, :, :, 0]
+    tensor([[1., 1., 0., 0.],
+            [1., 1., 0., 0.],
+            [0., 0., 1., 1.],
+            [0., 0., 1., 1.]])
+    """
+    check_tensors(
+        blocks=blocks, bin_counts=bin_counts, active_block_indices=active_block_indices, x=x,
+        out=out,
+    )  # fmt: skip
+    grid = resolve_grid(bsize, boffset, bstride)
+    _check_4d("x", x, data_format)
+    in_place = out is x
+    if torch.is_autocast_enabled(x.device.type) and blocks.dtype != x.dtype:
+        widest = x.dtype if in_place else torch.promote_types(blocks.dtype, x.dtype)
+        blocks, x = blocks.to(widest), x.to(widest)
+    flags = (*grid, bool(add), bool(atomic), bool(transpose), data_format)
+    if out is None:
+        return SCATTER(blocks, bin_counts, active_block_indices, x, *flags)
+    check_out(out, x.shape, x)
+    if records_gradients(blocks, x, out):
+        return out.copy_(SCATTER(blocks, bin_counts, active_block_indices, x, *flags))
+    if not in_place:
+        out.copy_(x)
+    SCATTER_INTO(blocks, bin_counts, active_block_indices, out, *flags)
+    return out
+
+
+def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
+    """Scatter in place: :func:`sparse_scatter` with ``out=x``, under the original's name.
+
+    Parameters
+    ----------
+    blocks, bin_counts, active_block_indices, x, **options
+        As for :func:`sparse_scatter`; ``x`` is written, and ``out`` may not be given.
+
+    Returns
+    -------
+    x : tensor
+        The very tensor that was passed.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+        As :func:`sparse_scatter`.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.2.
+
+    Examples
+    --------
+    >>> x, one = torch.zeros(1, 2, 2, 1), torch.ones(1, dtype=torch.int32)
+    >>> sparse_scatter_var(torch.ones(1, 1, 1, 1), one, one.new_zeros(1, 3), x, bsize=1) is x
+    True
+    """
+    return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
+
+
+def records_gradients(*tensors):
+    """Whether autograd records what is done to these tensors now."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def check_out(out, shape, x):
+    """Raise unless ``out`` can receive a result of this shape and the dtype of ``x``."""
+    if tuple(out.shape) != tuple(shape):
+        raise ShapeError(f"out must have shape {tuple(shape)}, got {tuple(out.shape)}")
+    if out.dtype != x.dtype:
+        raise DTypeError(f"out must have dtype {x.dtype}, got {out.dtype}")
+    check_contiguous("out", out)
+
+
+def _check_4d(name, x, data_format):
+    """Check what the shapes of results are computed from; the rest is checked with the arrays."""
+    if x.dim() != 4:
+        raise ShapeError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
+    if data_format not in ("NHWC", "NCHW"):
+        raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
