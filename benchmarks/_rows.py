@@ -38,6 +38,8 @@ class Row:
     original_us: float | None  # the original SBNet kernel on an H200
     ratio_to_original: float | None  # original_us / us: above 1, this is faster
     note: str = ""
+    dense_us: float | None = None  # the best time for the whole image, same run and precision
+    ratio_to_dense: float | None = None  # dense_us / us: above 1, this is faster
 
     @property
     def ours(self):
@@ -106,7 +108,7 @@ def _spell(value):
 
 
 def _row(line):
-    return Row(**{field.name: _parse(line[field.name], field.type) for field in fields(Row)})
+    return Row(**{field.name: _parse(line.get(field.name, ""), field.type) for field in fields(Row)})
 
 
 def _parse(text, kind):
