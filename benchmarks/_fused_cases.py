@@ -1,4 +1,4 @@
-"""What is measured of the fused ops: the paper's stages, masks, dtypes, and a sweep of densities."""
+"""What is measured of the fused ops: stages of the paper, masks, dtypes, a sweep of densities."""
 
 import dataclasses
 from functools import partial

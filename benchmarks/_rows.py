@@ -108,7 +108,9 @@ def _spell(value):
 
 
 def _row(line):
-    return Row(**{field.name: _parse(line.get(field.name, ""), field.type) for field in fields(Row)})
+    return Row(
+        **{field.name: _parse(line.get(field.name, ""), field.type) for field in fields(Row)}
+    )
 
 
 def _parse(text, kind):

@@ -66,7 +66,7 @@ class Bottleneck:
         ``torch.compile`` in its default mode, on NHWC arrays, which it keeps as they are.
         """
         torch = self.session.torch
-        torch._dynamo.reset()  # or the third stage would meet the limit of recompilations
+        torch.compiler.reset()  # or the third stage would meet the limit of recompilations
         nhwc = [as_tensor(self.session, image).permute(0, 3, 1, 2) for image in images]
         nchw = [x.contiguous() for x in nhwc]
         unit = dense_unit(torch)
