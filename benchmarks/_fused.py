@@ -9,10 +9,10 @@ from functools import cache, partial
 
 import numpy as np
 from _check import WrongResult
-from _fused_cases import DENSE, GATHER, GIVEN, MOST_SETS, WITH_MASK
+from _fused_cases import MOST_SETS
 from _inputs import filled_sets, find_blocks
 from _machine import cpu_cores
-from _rows import OURS
+from _rows import DENSE, GATHER, GIVEN, OURS, WITH_MASK
 from _session import Work
 from _timing import Contender
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from _cases import Case
 from _exact import Arithmetic
-from _rows import OURS
+from _rows import DENSE
 
 from sbnet_cupy import _libraries
 
@@ -29,12 +29,10 @@ STAGES = (
     Stage(50, 88, 96, (384, 96), 8),
 )
 MASKS = (("top-left", 0.1), ("top-left", 0.25), ("top-left", 0.5), ("all", 1.0), ("blobs", 0.1))
-GATHERED = (("top-left", 0.1), ("all", 1.0))  # where the route through a stack is timed as well
+FEW_MASKS = (("top-left", 0.1), ("all", 1.0))
 SWEPT = (0, 2)  # stages of the density sweep
 SWEEP = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-SWEEP_GATHERED = (0.01, 0.1, 0.3, 0.6, 1.0)
-GIVEN, WITH_MASK, DENSE = "given blocks", "with reduce_mask", "dense"
-GATHER = f"{OURS} gather"  # the same layer through a stack of blocks
+SWEEP_GATHERED = (0.1, 0.5, 1.0)  # where the route through a stack is timed as well
 MOST_SETS = 512  # small images take more sets than others do to outgrow the cache
 
 
@@ -80,7 +78,9 @@ def fused_cases(op, session, dtypes):
         for dtype in dtypes:
             case = partial(stage_case, op, stage, dtype)
             found.append(case("stages", DENSE, 1.0))
-            found += [case("stages", *mask, peers=mask in GATHERED) for mask in _masks(session)]
+            for mask in _masks(session):
+                peers = mask == ("top-left", 0.1) or (mask[0], dtype) == ("all", "float16")
+                found.append(case("stages", *mask, peers=peers))
             if number in SWEPT and dtype == "float16":
                 found += [
                     case("density", "top-left", share, peers=share in SWEEP_GATHERED)
@@ -98,5 +98,5 @@ def stage_case(op, stage, dtype, suite, mask, density, peers=False):
 
 def _masks(session):
     if session.quick:
-        return GATHERED
+        return FEW_MASKS
     return MASKS + ((("scan", 0.0),) if session.points is not None else ())

@@ -4,6 +4,8 @@ import csv
 from dataclasses import astuple, dataclass, fields
 
 OURS = "sbnet_cupy"
+GATHER = f"{OURS} gather"  # a layer of ours, through a stack of blocks
+GIVEN, WITH_MASK, DENSE = "given blocks", "with reduce_mask", "dense"  # variants of a fused op
 SAME_INPUTS = "from the same inputs"  # note of others that nothing was prepared for
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from _fused_cases import GIVEN, STAGES, WITH_MASK, stage_case
-from _rows import SAME_INPUTS, Row, times_sign
+from _rows import GIVEN, SAME_INPUTS, WITH_MASK, Row
 
 COPIES = ("sparse_gather", "sparse_scatter")
-FUSED = ("fused_conv", "fused_bottleneck")
+FUSED = {  # images of the four stages
+    "fused_conv": ("1x400x700x24", "1x200x350x48", "1x100x175x64", "1x50x88x96"),
+    "fused_bottleneck": ("1x400x700x96", "1x200x350x192", "1x100x175x256", "1x50x88x384"),
+}
 EVEN = "2x800x1400x32"  # the even channel count that odd ones are held against
 EVEN_BLOCK = "18x18"
 
@@ -138,8 +140,7 @@ RATIOS_TO_DENSE = [
 def _against_dense():
     """Yield a target for each number of the table."""
     for op, mask, dtype, ratios in RATIOS_TO_DENSE:
-        for stage, ratio in zip(STAGES, ratios, strict=True):
-            shape = times_sign(stage_case(op, stage, dtype, "stages", "", 0).shape)
+        for shape, ratio in zip(FUSED[op], ratios, strict=True):
             yield _ratio_to_dense(op, mask, dtype, shape, ratio)
 
 

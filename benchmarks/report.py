@@ -5,8 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from _fused_cases import DENSE, GATHER, GIVEN
-from _rows import OURS, SAME_INPUTS
+from _rows import DENSE, GATHER, GIVEN, OURS, SAME_INPUTS
 from _targets import COPIES, EVEN, EVEN_BLOCK, FUSED, Run, evaluate
 from plot import FUSED_FILES, STAGES_FILE, SWEEP_FILES, crossover, read_folder
 
@@ -206,6 +205,7 @@ def _dense_name(row):
 def _others(run):
     """Ours and everyone else on the stages, float32, top-left mask."""
     rows = [row for row in run.ours if (row.suite, row.dtype) == ("stages", "float32")]
+    rows = [row for row in rows if row.op not in FUSED]
     rows = [row for row in rows if row.mask.startswith("top-left") and run.best_other(row)]
     lines = []
     for row in rows:

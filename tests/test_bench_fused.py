@@ -21,7 +21,6 @@ DTYPES = {
 @pytest.fixture
 def tiny(fake_gpu, monkeypatch, torch):
     """Stages of a few pixels, few masks, and nothing compiled."""
-    part("_targets")  # of the stages themselves
     cases = part("_fused_cases")
     monkeypatch.setattr(part("_timing"), "calls_per_round", lambda sets, byte_count: 1)
     monkeypatch.setattr(cases, "STAGES", (cases.Stage(12, 14, 8, (16, 8), 4),))
@@ -192,10 +191,11 @@ def fused_row(op, shape, dtype="float16", mask="top-left, 10% active", **changes
 
 
 def test_every_number_of_the_table_is_a_target():
-    shapes = {
-        "fused_conv": ("1x400x700x24", "1x200x350x48", "1x100x175x64", "1x50x88x96"),
-        "fused_bottleneck": ("1x400x700x96", "1x200x350x192", "1x100x175x256", "1x50x88x384"),
-    }
+    shapes = part("_targets").FUSED
+    session = types.SimpleNamespace(cpu=False, quick=False, points=None)
+    for op in OPS:
+        cases = part(f"bench_{op}").cases(session)
+        assert list(dict.fromkeys(case.columns["shape"] for case in cases)) == list(shapes[op])
     rows = [
         fused_row(op, shape, dtype, mask, ratio_to_dense=3.0)
         for op in OPS
