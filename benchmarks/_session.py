@@ -148,6 +148,8 @@ class Session:
                 rows.append(self._row(case, density, blocks, work, contender, timing))
         if work.dense and rows:
             self.dense_us[case.op, case.shape, case.dtype] = min(row.us for row in rows)
+        elif work.dense:
+            self.failures.append(f"{case.op}: {case.label}: no dense time, so no ratios")
         return rows
 
     def _passes(self, case, work, contender):
