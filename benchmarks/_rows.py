@@ -4,6 +4,8 @@ import csv
 from dataclasses import astuple, dataclass, fields
 
 OURS = "sbnet_cupy"
+GATHER = f"{OURS} gather"  # a layer of ours, through a stack of blocks
+GIVEN, WITH_MASK, DENSE = "given blocks", "with reduce_mask", "dense"  # variants of a fused op
 SAME_INPUTS = "from the same inputs"  # note of others that nothing was prepared for
 
 
@@ -38,6 +40,8 @@ class Row:
     original_us: float | None  # the original SBNet kernel on an H200
     ratio_to_original: float | None  # original_us / us: above 1, this is faster
     note: str = ""
+    dense_us: float | None = None  # the best time for the whole image, same run and precision
+    ratio_to_dense: float | None = None  # dense_us / us: above 1, this is faster
 
     @property
     def ours(self):
@@ -106,7 +110,9 @@ def _spell(value):
 
 
 def _row(line):
-    return Row(**{field.name: _parse(line[field.name], field.type) for field in fields(Row)})
+    return Row(
+        **{field.name: _parse(line.get(field.name, ""), field.type) for field in fields(Row)}
+    )
 
 
 def _parse(text, kind):

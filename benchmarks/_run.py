@@ -13,7 +13,10 @@ from _session import Session
 
 HERE = Path(__file__).resolve().parent
 PIPED_WIDTH = 190  # columns, where no terminal says how wide it is
-NAMES = ("reduce_mask", "sparse_gather", "sparse_scatter", "host_cost", "jax_host_cost")
+NAMES = (
+    "reduce_mask", "sparse_gather", "sparse_scatter", "fused_conv", "fused_bottleneck", "host_cost",
+    "jax_host_cost", "torch_host_cost",
+)  # fmt: skip
 
 
 class BenchError(Exception):
@@ -24,7 +27,7 @@ def run(options):
     """Run what the command line asks for; return the exit code."""
     if options.list:
         for name in NAMES:
-            print(f"{name:<16}{_module(name).__doc__.splitlines()[0]}")
+            print(f"{name:<18}{_module(name).__doc__.splitlines()[0]}")
         return 0
     try:
         names = _chosen(options.names)
@@ -120,6 +123,9 @@ def _run_one(name, module, cases, session, folder, progress, task):
     with Writer(folder / f"{name}.csv") as writer:
         for row in session.ceilings:
             writer.write(row)
+        if hasattr(module, "prepare"):
+            progress.update(task, description=f"{name}: compiling kernels")
+            module.prepare(session, cases)
         for case in cases:
             progress.update(task, description=_plain(f"{name}: {case.label}"))
             for row in _rows(module, case, session):
@@ -151,7 +157,7 @@ def table(name, rows):
     shown = Table(title=name, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
     for head in ("image", "type", "block", "mask", "variant"):
         shown.add_column(head, overflow="fold")
-    for head in ("us", "p10..p90", "GB/s", "% copy", "x original", "best other", "x"):
+    for head in ("us", "p10..p90", "GB/s", "% copy", "x original", "x dense", "best other", "x"):
         shown.add_column(head, justify="right", no_wrap=True)
     groups = {}
     for row in rows:
@@ -165,6 +171,7 @@ def table(name, rows):
                 row.shape, row.dtype, row.block, row.mask, row.variant, f"{row.us:,.2f}",
                 f"{row.us_p10:,.2f}..{row.us_p90:,.2f}", _number(row.gb_per_s, ",.0f"),
                 _number(row.percent_of_copy, ".0f"), _number(row.ratio_to_original, ".1f"),
+                _number(row.ratio_to_dense, ".1f"),
                 f"{best.us:,.2f} {best.implementation}" if best else "",
                 f"{best.us / row.us:.1f}" if best else "",
             )  # fmt: skip

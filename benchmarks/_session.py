@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import _ceiling
 import _machine
 import numpy as np
+from _check import WrongResult
 from _rows import OURS, Row, gigabytes_per_second
 from _timing import Contender, CupyClock, HostClock, TorchClock, WallClock
+
+from sbnet_cupy.ops import _workspace
 
 ORIGINAL_DEVICE = "H200"  # where the original's kernels were timed
 LARGEST = 6e9  # bytes of inputs that a case may rotate
@@ -27,6 +30,7 @@ class Work:
     contenders: list[Contender]
     check: Callable[[Contender], None]  # runs the first call; raises where the result is wrong
     original_us: float | None = None
+    dense: bool = False  # whether its best time is what others of the op, shape and dtype gain on
 
 
 class Session:
@@ -47,6 +51,7 @@ class Session:
         self.clocks = self._clocks()
         self.ceilings = []  # rows of the copy and the empty kernel
         self.copy_gb_per_s = None
+        self.dense_us = {}  # (op, shape, dtype) -> best time for the whole image
         self.failures, self.warnings = [], []  # ours; others'
 
     def __enter__(self):
@@ -77,18 +82,19 @@ class Session:
         if self.cpu:
             return
         self.synchronize()
+        _workspace.release()  # no graph is left that could use its scratch
         self.xp.get_default_memory_pool().free_all_blocks()
         if self.torch:
             self.torch.cuda.empty_cache()
 
-    def sets(self, touched, allocated):
+    def sets(self, touched, allocated, most=160):
         """Return how many sets of inputs to rotate, so that the cache holds none of the next.
 
         ``touched`` are the bytes that one call reads and writes, ``allocated`` those of a set.
         """
         wanted = int(2 * self.cache_bytes / max(touched, 1)) + 2
         room = int((1e9 if self.cpu else LARGEST) / max(allocated, 1))
-        return max(2, min(wanted, room, 4 if self.quick else 160))
+        return max(2, min(wanted, room, 4 if self.quick else most))
 
     def native(self, result):
         """View a result as an array of ``xp``, once the device is done with it."""
@@ -140,6 +146,10 @@ class Session:
                 continue
             for contender, timing in zip(group, timings, strict=True):
                 rows.append(self._row(case, density, blocks, work, contender, timing))
+        if work.dense and rows:
+            self.dense_us[case.op, case.shape, case.dtype] = min(row.us for row in rows)
+        elif work.dense:
+            self.failures.append(f"{case.op}: {case.label}: no dense time, so no ratios")
         return rows
 
     def _passes(self, case, work, contender):
@@ -147,17 +157,20 @@ class Session:
             work.check(contender)
             return True
         except Exception as error:  # an error is as bad as a wrong result
-            self._note(case, work, contender, "is wrong", error)
+            what = "is wrong" if isinstance(error, WrongResult) else "does not run"
+            self._note(case, work, contender, what, error)
             return False
 
     def _note(self, case, work, contender, what, error):
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         line = f"{contender.name} {what} and has no row: {case.label}, {work.variant}: {reason}"
-        (self.failures if contender.name == OURS else self.warnings).append(line)
+        ours = contender.name.startswith(OURS)
+        (self.failures if ours else self.warnings).append(line)
 
     def _row(self, case, density, blocks, work, contender, timing):
         same_device = contender.name == OURS and ORIGINAL_DEVICE in self.columns["gpu"]
         original = work.original_us if same_device else None
+        dense = None if work.dense else self.dense_us.get((case.op, case.shape, case.dtype))
         return Row(
             **self.columns,
             **case.columns,
@@ -169,6 +182,8 @@ class Session:
             original_us=original,
             ratio_to_original=original / timing.us if original else None,
             note=contender.note,
+            dense_us=dense,
+            ratio_to_dense=dense / timing.us if dense else None,
         )
 
     def _numbers(self, timing, byte_count):

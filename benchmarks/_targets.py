@@ -3,9 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from _rows import SAME_INPUTS, Row
+from _rows import GIVEN, SAME_INPUTS, WITH_MASK, Row
 
 COPIES = ("sparse_gather", "sparse_scatter")
+FUSED = {  # images of the four stages
+    "fused_conv": ("1x400x700x24", "1x200x350x48", "1x100x175x64", "1x50x88x96"),
+    "fused_bottleneck": ("1x400x700x96", "1x200x350x192", "1x100x175x256", "1x50x88x384"),
+}
 EVEN = "2x800x1400x32"  # the even channel count that odd ones are held against
 EVEN_BLOCK = "18x18"
 
@@ -35,6 +39,11 @@ class Run:
         group = self.by_workload[row.workload]
         others = [r for r in group if not r.ours and r.note.startswith(note)]
         return min(others, key=lambda r: r.us, default=None)
+
+    def given_blocks(self, row):
+        """Return our row of the same case without reduce_mask, or None."""
+        workload = (*row.workload[:-1], GIVEN)
+        return next((r for r in self.by_workload.get(workload, ()) if r.ours), None)
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,41 @@ def _large_uint8(row, run):
     return row.op == "reduce_mask" and row.suite == "large" and row.dtype == "uint8"
 
 
+def _mask_costs(row, run):
+    given = run.given_blocks(row)
+    return given and row.us - given.us
+
+
+# Times faster than the best dense time of the same run and precision, stage by stage.
+RATIOS_TO_DENSE = [
+    ("fused_conv", "10% active", "float16", (10, 6, 3.2, 2.7)),
+    ("fused_conv", "10% active", "tf32", (10, 6, 3, 2.5)),
+    ("fused_conv", "all active", "float16", (2, 1.7, 1.3, 1.2)),
+    ("fused_bottleneck", "10% active", "float16", (22, 14, 7, 5)),
+    ("fused_bottleneck", "10% active", "tf32", (20, 12, 6, 4)),
+    ("fused_bottleneck", "all active", "float16", (3.5, 2.5, 2, 1.5)),
+]
+
+
+def _against_dense():
+    """Yield a target for each number of the table."""
+    for op, mask, dtype, ratios in RATIOS_TO_DENSE:
+        for shape, ratio in zip(FUSED[op], ratios, strict=True):
+            yield _ratio_to_dense(op, mask, dtype, shape, ratio)
+
+
+def _ratio_to_dense(op, mask, dtype, shape, ratio):
+    wanted = (op, "stages", shape, dtype, GIVEN)
+    masks = (mask, f"top-left, {mask}")
+
+    def applies(row, run):
+        found = (row.op, row.suite, row.shape, row.dtype, row.variant)
+        return found == wanted and row.mask in masks
+
+    text = f"{op} {shape} {dtype}, {mask}, against dense"
+    return Target(text, applies, lambda row, run: row.ratio_to_dense, " x dense", at_least=ratio)
+
+
 TARGETS = [
     Target("Large stacks, plain", _suite("large", variants=("plain",)), _percent,
            "% of copy", at_least=80),
@@ -138,6 +182,13 @@ TARGETS = [
            lambda row, run: row.suite == "host" and row.timed_by == "host"
            and row.op in ("reduce_mask", *COPIES) and "waits" not in row.variant,
            lambda row, run: row.us, " us", at_most=12),
+    *_against_dense(),
+    Target("Fused ops, reduce_mask in the same graph",
+           lambda row, run: row.op in FUSED and row.variant == WITH_MASK,
+           _mask_costs, " us more", at_most=1.5),
+    Target("Host cost of a call of a fused op",
+           lambda row, run: row.suite == "host" and row.timed_by == "host" and row.op in FUSED,
+           lambda row, run: row.us, " us", at_most=15),
     Target("On the CPU: no slower than PyTorch from the same inputs, on the same cores",
            lambda row, run: run.on_cpu and run.best_other(row, SAME_INPUTS) is not None,
            _times_torch, " x torch", at_least=1),

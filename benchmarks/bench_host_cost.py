@@ -5,9 +5,13 @@ The image is small, so that the GPU keeps up; the device is idle when a batch of
 
 from functools import partial
 
+import bench_fused_bottleneck
+import bench_fused_conv
 import numpy as np
 from _cases import ORIGINAL, Case
 from _check import WrongResult, check_gather, check_indices, check_scatter, compare
+from _fused import Problem
+from _fused_cases import STAGES, stage_case
 from _inputs import filled_sets, find_blocks, to_host
 from _rows import OURS
 from _session import Work
@@ -16,6 +20,10 @@ from _timing import Contender
 import sbnet_cupy as sb
 
 OP = "host_cost"
+FUSED = {
+    "fused_conv": bench_fused_conv.Conv,
+    "fused_bottleneck": bench_fused_bottleneck.Bottleneck,
+}
 
 
 def cases(session):
@@ -26,12 +34,16 @@ def cases(session):
     return [
         Case(op, "host", shape, "float32", (block, block), mask, 0.1)
         for op in ("reduce_mask", "sparse_gather", "sparse_scatter", "chain")
-    ]
+    ] + [stage_case(op, STAGES[-1], "float16", "host", mask, 0.1) for op in FUSED]
 
 
 def works(case, session):
     """Yield (density, active blocks, workload) for each way to call the op of a case."""
     blocks = find_blocks(case, session)
+    if case.op in FUSED:
+        for variant, contenders, check in _fused(session, blocks, case):
+            yield blocks.density, blocks.count, Work(variant, None, contenders, check)
+        return
     x = filled_sets(session, 1, case.shape, np.dtype(case.dtype))[0]
     make = {
         "reduce_mask": _reduce_mask,
@@ -105,6 +117,20 @@ def _scatter(session, blocks, x):
     yield "in place", [_host(OURS, ours)], check
     add = partial(ours, add=True)
     yield "add, in place", [_host(OURS, add)], partial(check, add=True)
+
+
+def _fused(session, blocks, case):
+    problem = Problem(session, case, FUSED[case.op], sets=1)
+    x, y = problem.sets()[0]
+    ours = partial(problem.layer.call, x, blocks=blocks, active=blocks.active)
+    check = partial(problem.check, blocks)
+    yield "out=", [_host(OURS, partial(ours, out=y))], check
+
+    def check_new(contender):
+        y[...] = contender.calls[0]()
+        problem.compare(blocks)
+
+    yield "new result", [_host(OURS, ours)], check_new
 
 
 def _chain(session, blocks, x):

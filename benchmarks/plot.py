@@ -11,6 +11,10 @@ PEERS = ["#d9822b", "#4c9a5f", "#a2589b", "#8a7a55", "#c0504d", "#4a5a78"]
 SLOWER = "#c0392b"
 MARKS = ["s", "^", "D", "v", "P", "X"]
 SWEEP_FILES = {"sparse_gather": "density_gather.png", "sparse_scatter": "density_scatter.png"}
+FUSED_FILES = {
+    "fused_conv": "density_fused_conv.png",
+    "fused_bottleneck": "density_fused_bottleneck.png",
+}
 STAGES_FILE = "stages.png"
 OP_NAMES = {"sparse_gather": "gather", "sparse_scatter": "scatter", "reduce_mask": "reduce_mask"}
 
@@ -39,6 +43,10 @@ def draw(folder):
         if swept:
             copy = [r for r in rows if r.op == "copy"]
             lines.append(_save(_sweep(swept, copy[0].gb_per_s if copy else None), folder, name))
+    for op, name in FUSED_FILES.items():
+        swept = [row for row in rows if (row.op, row.suite) == (op, "density") and row.dense_us]
+        if swept:
+            lines.append(_save(_crossover(swept), folder, name))
     compared = [row for row in rows if row.original_us]
     if compared:
         lines.append(_save(_stages(compared), folder, STAGES_FILE))
@@ -124,6 +132,59 @@ def _sweep(rows, copy):
         labelcolor=INK,
     )  # fmt: skip
     return figure
+
+
+def _crossover(rows):
+    """Time against the share of active blocks, under the dense time: a panel for each image."""
+    panels = {}
+    for row in rows:
+        panels.setdefault(row.shape, []).append(row)
+    first = rows[0]
+    what = f"{first.dtype}, masks of a top-left rectangle; {first.gpu}"
+    figure = _figure(11, 4.6, f"{first.op} by density, next to the best dense time", what)
+    axes = figure.subplots(
+        1, len(panels), squeeze=False,
+        gridspec_kw={"left": 0.05, "right": 0.985, "bottom": 0.21, "top": 0.78, "wspace": 0.13},
+    )[0]  # fmt: skip
+    for axis, (shape, found) in zip(axes, panels.items(), strict=True):
+        _under_dense(axis, shape, found)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="lower left", bbox_to_anchor=(0.01, 0.005), ncols=3, frameon=False,
+        fontsize=9, labelcolor=INK,
+    )  # fmt: skip
+    return figure
+
+
+def _under_dense(axis, shape, rows):
+    every, dense = max(row.blocks for row in rows), rows[0].dense_us
+    _dress(axis, f"{shape}: us per call; {crossover(rows)}", "y")
+    for position, name in enumerate(sorted({r.implementation for r in rows})):
+        found = sorted((100 * r.blocks / every, r.us) for r in rows if r.implementation == name)
+        style = {"color": PEERS[0], "marker": MARKS[0], "lw": 1.3, "ms": 4}
+        if name == OURS:
+            style = {"color": ACCENT, "marker": "o", "lw": 2.4, "ms": 5.5}
+        axis.plot(*zip(*found, strict=True), label=name, zorder=3 - position, **style)
+    axis.axhline(dense, color=INK, lw=1, ls=(0, (4, 3)), zorder=1, label="dense, the best")
+    axis.set_yscale("log")
+    _log_ticks(axis.yaxis)
+    axis.set_xlim(0, 102)
+    axis.set_xlabel("active blocks, %", color=MUTED, fontsize=9)
+
+
+def crossover(rows):
+    """Say up to which share of active blocks the op is faster than the best dense time."""
+    every = max(row.blocks for row in rows)
+    points = sorted((100 * r.blocks / every, r.us, r.dense_us) for r in rows if r.ours)
+    before = None
+    for share, us, dense in points:
+        if us > dense:
+            if before is None:
+                return "dense is faster at every density"
+            low, low_us = before
+            return f"faster up to {low + (share - low) * (dense - low_us) / (us - low_us):.0f}%"
+        before = share, us
+    return "faster at every density"
 
 
 def _stages(rows):

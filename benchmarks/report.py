@@ -5,14 +5,16 @@ import os
 import sys
 from pathlib import Path
 
-from _rows import OURS, SAME_INPUTS
-from _targets import COPIES, EVEN, EVEN_BLOCK, Run, evaluate
-from plot import STAGES_FILE, SWEEP_FILES, read_folder
+from _rows import DENSE, GATHER, GIVEN, OURS, SAME_INPUTS
+from _targets import COPIES, EVEN, EVEN_BLOCK, FUSED, Run, evaluate
+from plot import FUSED_FILES, STAGES_FILE, SWEEP_FILES, crossover, read_folder
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- results: begin, written by report.py -->", "<!-- results: end -->"
 NOTHING = "No run is committed yet: there is no CSV file under `results/`."
 PICTURES = {
+    FUSED_FILES["fused_conv"]: "fused_conv by density, next to the best dense time",
+    FUSED_FILES["fused_bottleneck"]: "fused_bottleneck by density, next to the best dense time",
     STAGES_FILE: "Time of each stage, the original's kernel and ours",
     SWEEP_FILES["sparse_gather"]: "sparse_gather by density, time and bandwidth",
     SWEEP_FILES["sparse_scatter"]: "sparse_scatter by density, time and bandwidth",
@@ -47,6 +49,8 @@ def device(folder, base):
     for name, alt in PICTURES.items():
         if (folder / name).is_file():
             parts.append(f"![{alt}]({_link(folder / name, base)})")
+    for op in FUSED:
+        parts += _fused(run, op) + _dense(run, op)
     parts += _stages(run) + _others(run)
     parts += _suite(run, "large", "Large stacks, everything active", COPIES)
     parts += _channels(run)
@@ -142,9 +146,66 @@ def _stage_cell(row):
     return f"{row.us:,.2f}{rate} **{row.ratio_to_original:.1f}x**"
 
 
+def _fused(run, op):
+    """Stages, masks and dtypes of a fused op: us, times faster than dense, cost of reduce_mask."""
+    rows = [row for row in run.rows if (row.op, row.suite) == (op, "stages")]
+    ours = [row for row in rows if row.ours and row.variant == GIVEN]
+    if not ours:
+        return []
+    dtypes = list(dict.fromkeys(row.dtype for row in ours))
+    lines = {}
+    for row in ours:
+        key = (row.shape, row.note, row.block, row.mask, row.blocks)
+        lines.setdefault(key, {})[row.dtype] = _fused_cell(run, row)
+    heads = ["Image", "Channels", "Block", "Mask", "Blocks", *dtypes]
+    title = (
+        f"{op}: us, **times faster than the best dense time**, and what reduce_mask in the same\n"
+        "graph costs. Blocks with their halo, as reduce_mask sees them."
+    )
+    cells = [[*key, *(found.get(dtype, "") for dtype in dtypes)] for key, found in lines.items()]
+    return [title, _table(heads, cells)]
+
+
+def _fused_cell(run, row):
+    ratio = f" **{row.ratio_to_dense:.1f}x**" if row.ratio_to_dense else ""
+    masked = [r for r in run.ours if run.given_blocks(r) is row and r is not row]
+    cost = f" {masked[0].us - row.us:+.2f}" if masked else ""
+    return f"{row.us:,.2f}{ratio}{cost}"
+
+
+def _dense(run, op):
+    """What a fused op is held against: dense times, the stack of blocks, and the crossover."""
+    rows = [row for row in run.rows if row.op == op]
+    groups = {}
+    for row in rows:
+        if row.variant == DENSE or (row.implementation == GATHER and row.suite == "stages"):
+            groups.setdefault((row.shape, row.dtype), []).append(row)
+    lines = [
+        [*key, "; ".join(f"{_dense_name(row)} {row.us:,.1f}" for row in found)]
+        for key, found in groups.items()
+    ]
+    swept = {}
+    for row in rows:
+        if row.suite == "density" and row.ours and row.dense_us:
+            swept.setdefault((row.shape, row.dtype), []).append(row)
+    parts = []
+    if lines:
+        title = f"{op}: dense times, and the same layer through a stack of blocks; us."
+        parts += [title, _table(["Image", "Type", "Contenders"], lines)]
+    if swept:
+        said = [f"{shape} {dtype} {crossover(r)}" for (shape, dtype), r in swept.items()]
+        parts.append(f"{op} against dense, by density: {'; '.join(said)}.")
+    return parts
+
+
+def _dense_name(row):
+    return row.implementation if row.variant == DENSE else f"{row.implementation} ({row.mask})"
+
+
 def _others(run):
     """Ours and everyone else on the stages, float32, top-left mask."""
     rows = [row for row in run.ours if (row.suite, row.dtype) == ("stages", "float32")]
+    rows = [row for row in rows if row.op not in FUSED]
     rows = [row for row in rows if row.mask.startswith("top-left") and run.best_other(row)]
     lines = []
     for row in rows:

@@ -8,10 +8,13 @@ draws fewer examples, for slow checkers such as compute-sanitizer.
 import importlib
 import os
 import shutil
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_cupy import TORCH_CUDA, FakeCupy
 from frameworks import FRAMEWORKS
 from hypothesis import settings
 
@@ -22,6 +25,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave GPU memory to the others
 
 REQUIRED = {name.strip() for name in os.environ.get("SBNET_REQUIRE", "").split(",") if name.strip()}
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 DEMO_MODULES = ("skimage", "matplotlib", "rich")
 
 
@@ -152,3 +156,24 @@ def lib(request):
     name, _, device = request.param.partition("-")
     module = require(name)
     return FRAMEWORKS[name](module, device, require("gpu")) if device else FRAMEWORKS[name](module)
+
+
+@pytest.fixture(scope="module")
+def benchmarks():
+    """Modules of the benchmarks can be imported, and what they need is there."""
+    require("demo")
+    require("torch")
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def fake_gpu(benchmarks, monkeypatch, torch):
+    """A GPU's flow through the benchmarks, on a CuPy that is NumPy."""
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
+    for name, fake in TORCH_CUDA.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(importlib.import_module("_machine"), "_output", lambda command: None)
+    sizes = dict.fromkeys((True, False), 1 << 16)
+    monkeypatch.setattr(importlib.import_module("_ceiling"), "GPU_BYTES", sizes)

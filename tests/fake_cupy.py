@@ -78,7 +78,7 @@ class FakeCupy(types.ModuleType):
             driverGetVersion=lambda: 13000,
         )
         device = types.SimpleNamespace(
-            id=0, synchronize=self.synchronize,
+            id=0, synchronize=self.synchronize, use=lambda: None,
             attributes={"L2CacheSize": 1 << 20, "MultiProcessorCount": 4},
         )  # fmt: skip
         self.cuda = types.SimpleNamespace(

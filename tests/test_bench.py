@@ -1,69 +1,31 @@
 """The benchmarks: what they write, what they refuse, and the GPU's flow on a CuPy that is NumPy."""
 
 import dataclasses
-import importlib
-import math
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cupy import TORCH_CUDA, Clockwork, FakeCupy, Stream
+from bench_parts import ROOT, check_rows, make_row, part, verdicts
+from fake_cupy import Clockwork, Stream
 
 import sbnet_cupy
 from sbnet_cupy import __main__ as command
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("benchmarks")
+
 NAMES = ["reduce_mask", "sparse_gather", "sparse_scatter"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _installed(require):
-    require("demo")
-    require("torch")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield
-    sys.path.remove(str(ROOT / "benchmarks"))
-
-
-def part(name):
-    """Import a module of the benchmarks."""
-    return importlib.import_module(name)
-
-
-def make_row(**changes):
-    values = dict.fromkeys(part("_rows").COLUMNS, "")
-    numbers = {
-        "density": 0.1, "blocks": 9, "us": 10.0, "us_p10": 9.0, "us_p90": 11.0, "bytes": 10**7,
-        "gb_per_s": 1000.0, "percent_of_copy": 50.0, "original_us": None, "ratio_to_original": None,
-    }  # fmt: skip
-    fixed = {"gpu": "NVIDIA H200", "implementation": "sbnet_cupy", "timed_by": "graph"}
-    return part("_rows").Row(**values | numbers | fixed | changes)
+FUSED = ["fused_conv", "fused_bottleneck"]
 
 
 # ------------------------------------------------------------------------------- on the CPU, whole
 
 
 @pytest.fixture(scope="module")
-def cpu_run(tmp_path_factory):
+def cpu_run(benchmarks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("results") / "cpu"
     assert command.main(["bench", "--cpu", "--quick", "--out", str(folder)]) == 0
     return folder
-
-
-def check_rows(rows, implementations):
-    """Every number is finite and positive, and rates are bytes over time."""
-    for row in rows:
-        for name in ("us", "us_p10", "us_p90", "bytes", "gb_per_s", "percent_of_copy"):
-            value = getattr(row, name)
-            if value is not None:
-                assert math.isfinite(value) and value > 0, (name, row)
-        assert row.us_p10 <= row.us <= row.us_p90
-        assert row.gpu and row.numpy == np.__version__ and row.commit
-        if row.bytes and row.op != "copy":
-            assert row.gb_per_s == pytest.approx(row.bytes / row.us / 1e3, rel=1e-3)
-    assert implementations <= {row.implementation for row in rows}
 
 
 def test_cpu_rows(cpu_run):
@@ -114,7 +76,9 @@ def test_the_readme_is_what_the_rows_say():
 def test_list(capsys):
     assert command.main(["bench", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [*NAMES, "host_cost", "jax_host_cost"]
+    assert [line.split()[0] for line in lines] == [
+        *NAMES, *FUSED, "host_cost", "jax_host_cost", "torch_host_cost"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -193,10 +157,6 @@ def test_the_original_has_its_rows():
 # ---------------------------------------------------------------------------------------- targets
 
 
-def verdicts(*rows):
-    return [(v.target.text, v.value, v.met) for v in part("_targets").evaluate(rows)]
-
-
 def test_targets_of_large_stacks():
     large = {"op": "sparse_gather", "suite": "large"}
     found = verdicts(
@@ -244,7 +204,6 @@ def tiny(monkeypatch):
         cases.VARIANTS["sparse_gather"],
     )  # fmt: skip
     monkeypatch.setattr(part("_ceiling"), "CPU_BYTES", {True: 1 << 16})
-    monkeypatch.setattr(part("_ceiling"), "GPU_BYTES", {True: 1 << 16})
     monkeypatch.setattr(part("bench_sparse_gather"), "cases", lambda session: [one])
     return one
 
@@ -296,23 +255,16 @@ def test_checks_see_what_is_wrong():
 # ----------------------------------------------------------------------- the GPU's flow, on the CPU
 
 
-@pytest.fixture
-def gpu(monkeypatch, torch):
-    monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
-    for name, fake in TORCH_CUDA.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(part("_machine"), "_output", lambda command: None)
-
-
-def test_the_flow_on_a_gpu(gpu, tiny, tmp_path, monkeypatch):
+def test_the_flow_on_a_gpu(fake_gpu, tiny, tmp_path, monkeypatch):
     small = dataclasses.replace(tiny, op="sparse_scatter", variants=("plain", "add"))
     masks = dataclasses.replace(tiny, op="reduce_mask", shape=(1, 20, 24), variants=("max",))
     monkeypatch.setattr(part("bench_sparse_scatter"), "cases", lambda session: [small])
     monkeypatch.setattr(part("bench_reduce_mask"), "cases", lambda session: [masks])
     stage = ((1, 20, 24, 8), 6, "top-left", 0)
     monkeypatch.setattr(part("bench_host_cost"), "ORIGINAL", [stage] * 6)
-    arguments = ["bench", "--quick", "--out", str(tmp_path), "--commit", "abc"]
-    assert command.main(arguments) == 0
+    monkeypatch.setattr(part("bench_host_cost"), "FUSED", {})
+    arguments = ["bench", *NAMES, "host_cost", "--quick", "--out", str(tmp_path)]
+    assert command.main([*arguments, "--commit", "abc"]) == 0
     rows = part("plot").read_folder(tmp_path)
     check_rows(rows, {"sbnet_cupy", "cupy take of pixels", "torch index", "empty kernel"})
     assert {row.commit for row in rows} == {"abc"} and {row.cuda for row in rows} == {"13.0"}
@@ -337,7 +289,7 @@ def test_the_calls_in_jax_are_checked_and_run(jax, tiny):
     assert bench.cases(types.SimpleNamespace(cpu=True)) == []
 
 
-def test_what_cannot_be_captured_is_timed_with_events(gpu, torch):
+def test_what_cannot_be_captured_is_timed_with_events(fake_gpu, torch):
     timing = part("_timing")
 
     def waits():

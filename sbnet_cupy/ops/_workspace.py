@@ -31,6 +31,12 @@ def workspace(xp, slots):
     return held
 
 
+def release():
+    """Drop all scratch: where the device is idle and no captured graph will be replayed again."""
+    for kept in (_OF_STREAM, _SLAB, _TAKEN, _KEPT):
+        kept.clear()
+
+
 def _captured(xp, device, slots):
     """Take a piece of the slab; once it is full, graphs clear their own memory."""
     taken = _TAKEN.get(device, _SLAB_SLOTS)
