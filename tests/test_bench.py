@@ -77,7 +77,7 @@ def test_list(capsys):
     assert command.main(["bench", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
-        *NAMES, *FUSED, "host_cost", "jax_host_cost", "torch_host_cost"
+        *NAMES, *FUSED, "host_cost", "jax_host_cost"
     ]  # fmt: skip
 
 
