@@ -200,7 +200,7 @@ DEVICE u32 to_tf32(float value) {
 #if DEVICE_ARCHITECTURE >= 800
     u32 result;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
-    return result;
+    return value == value ? result : 0x7fc00000u;  // the instruction makes infinity of some NaN
 #else
     const u32 bits = bits_of(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (bits | 0x400000u) & 0xffffe000u;

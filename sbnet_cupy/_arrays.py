@@ -22,6 +22,8 @@ _LIBRARY_OF_TYPE = {}
 class ArrayContainer:
     """Base of the classes that hold arrays and pass through the door with them."""
 
+    cupy_device = None  # the device of a container that is known to hold CuPy arrays of one device
+
     def _arrays(self):
         """Return the arrays held."""
         raise NotImplementedError
@@ -84,19 +86,20 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def _device_of_all(args, kwargs):
     """Return the device of arguments that are CuPy arrays on one device, and options.
 
-    None for others, and where arrays are in containers: this is the usual call of an op, at once.
+    None for others, and for most containers: this is the usual call of an op, at once.
     """
     device = None
     for value in (*args, *kwargs.values()):
         kind = type(value)
         if kind in _PLAIN or (kind is tuple and value and type(value[0]) is int):
             continue
-        if _LIBRARY_OF_TYPE.get(kind) is not _libraries.CUPY:
+        if _LIBRARY_OF_TYPE.get(kind) is _libraries.CUPY:
+            own = value.data.device_id
+        else:
+            own = getattr(value, "cupy_device", None) if isinstance(value, ArrayContainer) else None
+        if own is None or device not in (None, own):
             return None
-        if device is None:
-            device = value.data.device_id
-        elif device != value.data.device_id:
-            return None
+        device = own
     return device
 
 
@@ -320,6 +323,18 @@ def apart(out, inputs):
             if low < end and start < low + array.nbytes:
                 return False
     return True
+
+
+def extents(arrays):
+    """Return where the arrays lie, for :func:`apart_from`."""
+    return tuple(_extent(array) for array in arrays)
+
+
+def apart_from(out, extents):
+    """Whether CuPy's ``out`` shares no memory with what lies at ``extents``."""
+    start = out.data.ptr
+    end = start + out.nbytes
+    return all(low >= end or high <= start for low, high in extents)
 
 
 def _extent(array):

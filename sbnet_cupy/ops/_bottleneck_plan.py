@@ -8,7 +8,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from ._fused_plan import halo_plane_bytes
+from ._fused_plan import halo_plane_bytes, tiles_of_block
 
 _CHUNK = 64  # bytes of channels of x that a lane group reads together
 _VECTOR = 16
@@ -92,33 +92,36 @@ def _rim_tiles(tile):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_bottleneck(case, pixels, device):
-    """Return a plan for about ``pixels`` active pixels, or None where none fits."""
-    for tile, warps, cluster, blocks, wide in _shapes(case, pixels, device):
+def plan_bottleneck(case, blocks, bsize, device):
+    """Return a plan for about so many active blocks, or None where none fits."""
+    for tile, warps, cluster, resident, wide in _shapes(case, blocks, bsize, device):
         plan = _plan(case, tile, warps, cluster, wide)
         if plan is None or plan.shared_bytes(case) > device.shared_bytes:
             continue
         room = (device.shared_bytes + 1024) // (plan.shared_bytes(case) + 1024)
-        if room >= blocks:
-            return plan._replace(blocks=blocks)
+        if room >= resident:
+            return plan._replace(blocks=resident)
     return None
 
 
-def _shapes(case, pixels, device):
+def _shapes(case, blocks, bsize, device):
     """Yield (tile, warps, cluster, thread blocks on a multiprocessor, wgmma), best first."""
     clusters = (1, 2, 4) if device.hopper else (1,)
     small = case.element_bytes == 2
-    tiles = pixels / 64
+    tiles = blocks * tiles_of_block(bsize, (8, 8))
+    broad = 8 * tiles_of_block(bsize, (8, 16)) < 6 * tiles_of_block(bsize, (8, 8))  # little waste
     if tiles < device.multiprocessors / 2:  # latency: small tiles, many warps, shared by clusters
         spread = [c for c in reversed(clusters) if 2 * tiles * c <= device.multiprocessors] or [1]
         for cluster in (*spread, *clusters):
             for warps in (12, 8, 4) if case.channels_mid % 3 == 0 else (8, 4):
                 yield (4, 8), warps, cluster, 1, False
     if tiles > device.multiprocessors:  # throughput: several thread blocks hide each other's waits
-        shapes = [((8, 8), 4, 4)] if small else [((8, 16), 8, 2)]
-        shapes += [((8, 16), 8, 2), ((8, 8), 8, 2)] if not device.hopper else [((8, 8), 8, 2)]
-        for tile, warps, blocks in shapes:
-            yield tile, warps, 1, blocks, device.hopper
+        shapes = [((8, 8), 4, 4)] if small else []
+        if broad and not (small and device.hopper):
+            shapes.append(((8, 16), 8, 2))
+        shapes.append(((8, 8), 8, 2))
+        for tile, warps, resident in shapes:
+            yield tile, warps, 1, resident, device.hopper
     for cluster in clusters:
         for warps in (12, 16, 8, 4):
             yield (8, 8), warps, cluster, 1, device.hopper

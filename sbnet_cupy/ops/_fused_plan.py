@@ -119,24 +119,30 @@ def current_device():
     return _device(cupy.cuda.runtime.getDevice())
 
 
-def plan_for(case, pixels, all_pixels, device):
+def plan_for(case, rows, bsize, all_pixels, device):
     """Return the plan for few (a tenth) or for many (all) of the output pixels of the images.
 
     Counts change from frame to frame, and plans must not: a plan is a kernel to compile.
     """
-    return plan_conv(case, expected_pixels(pixels, all_pixels), device)
+    return plan_conv(case, expected_blocks(rows, bsize, all_pixels), bsize, device)
 
 
-def expected_pixels(pixels, all_pixels):
-    """Round a number of active pixels to few or many."""
-    return all_pixels * (0.1 if 3 * pixels <= all_pixels else 1)
+def expected_blocks(rows, bsize, all_pixels):
+    """Round a number of active blocks to few or many."""
+    blocks = all_pixels / math.prod(bsize)
+    return blocks * (0.1 if 3 * rows <= blocks else 1)
+
+
+def tiles_of_block(bsize, tile):
+    """Return how many tiles cover a block."""
+    return math.prod(-(-b // t) for b, t in zip(bsize, tile, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_conv(case, pixels, device):
-    """Return the best plan for about ``pixels`` output pixels, or None where none fits."""
+def plan_conv(case, blocks, bsize, device):
+    """Return the best plan for about so many active blocks, or None where none fits."""
     plans = [plan for plan in _candidates(case, device) if _fits(plan, case, device)]
-    return min(plans, key=lambda plan: _cost(plan, case, pixels, device), default=None)
+    return min(plans, key=lambda plan: _cost(plan, case, blocks, bsize, device), default=None)
 
 
 def _fits(plan, case, device):
@@ -199,9 +205,9 @@ def _resident(plan, case, device):
     return max(1, min(shared, _REGISTERS // (plan.threads * 128), 2048 // plan.threads))
 
 
-def _cost(plan, case, pixels, device):
+def _cost(plan, case, blocks, bsize, device):
     """Estimate the cycles of a launch; the constants were fitted to runs on an H200."""
-    tiles = max(1.0, pixels / math.prod(plan.tile)) * plan.slices(case)
+    tiles = max(1.0, blocks) * tiles_of_block(bsize, plan.tile) * plan.slices(case)
     spots = device.multiprocessors * plan.blocks
     rounds = math.ceil(tiles / spots)
     active = min(plan.blocks, math.ceil(tiles / device.multiprocessors))
@@ -224,6 +230,6 @@ def _cost(plan, case, pixels, device):
     work = steps * pipe + (image + results) / 20 + exchange
     if not plan.resident:
         work += weights * plan.chunks / 30
-    once = active * weights / 60 if plan.resident else 0
+    once = active * weights / 80 if plan.resident else 0
     first = 100 * (plan.stages + plan.blocks)  # larger kernels start later
     return first + once + rounds * max(latency, active * work) + (rounds - 1) * wait

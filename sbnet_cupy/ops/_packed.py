@@ -1,8 +1,10 @@
 """Packed: weights that are laid out for a kernel once, and kept for many calls."""
 
+import functools
+
 import numpy as np
 
-from .._arrays import ArrayContainer, array_function, namespace
+from .._arrays import ArrayContainer, array_function, device_of, extents, namespace
 from ..errors import DeviceError
 from ._plans import Plans
 
@@ -21,6 +23,17 @@ class Packed(ArrayContainer):
         Graphs that were captured with these weights use the new values from then on.
         """
         _refresh(self)
+
+    @functools.cached_property
+    def cupy_device(self):
+        """Number of the device, where all arrays are CuPy's."""
+        devices = {device_of(array) for array in self._arrays()}
+        return devices.pop() if len(devices) == 1 and -1 not in devices else None
+
+    @functools.cached_property
+    def extents(self):
+        """Where the arrays lie in memory; of native arrays only."""
+        return extents(self._arrays())
 
     def _given(self):
         """Return the arrays to pack; some may be None."""

@@ -8,6 +8,8 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import (
+    apart,
+    apart_from,
     array_function,
     check_apart,
     check_out,
@@ -20,7 +22,7 @@ from ..blocks import is_integer
 from ..errors import ShapeError
 from ._bottleneck_plan import UnitCase, plan_bottleneck
 from ._copy_plan import address
-from ._fused_plan import current_device, expected_pixels
+from ._fused_plan import current_device, expected_blocks, tiles_of_block
 from ._grid import CHUNK_BYTES, check_indices, resolve_grid
 from ._packed import keep_if_capturing
 from ._plans import Plans
@@ -96,9 +98,15 @@ def fused_bottleneck(
     plans, key = _PLANS, None
     if is_cupy(x):
         plans = weights.launches if packed else _PLANS
-        arrays = (x, bin_counts, active_block_indices, *_arrays_of(plain), out)
+        own = () if packed else _arrays_of(plain)  # what is packed has its own plans
+        arrays = (x, bin_counts, active_block_indices, out, *own)
         key = plans.key(arrays, (bsize, precision, expected))
     launch = plans.get(key)
+    if launch is not None and packed and out is not None:
+        others = (x, bin_counts, active_block_indices)
+        if apart(out, others) and apart_from(out, weights.extents):
+            launch(x, plain, bin_counts, active_block_indices, out)
+            return out
     if launch is None:
         bsize, expected = _check(x, plain, bin_counts, active_block_indices, bsize, expected)
         precision = _resolve_precision(weights, precision)
@@ -212,7 +220,7 @@ def missing_kernel(x, weights, bsize, rows, precision, out=None):
             f"{x.shape[3]} and {weights.w1.shape[3]} channels of {name}: their weights do not fit "
             "this GPU's shared memory"
         )
-    if _tiles(bsize, plan) > _MOST_BLOCKS:
+    if tiles_of_block(bsize, plan.tile) > _MOST_BLOCKS:
         return f"blocks as large as {bsize}"
     return None
 
@@ -231,13 +239,8 @@ def _case(x, weights):
 
 def _plan(x, weights, bsize, rows):
     """Return the plan for about so many active rows."""
-    pixels = expected_pixels(rows * math.prod(bsize), math.prod(x.shape[:3]))
-    return plan_bottleneck(_case(x, weights), pixels, current_device())
-
-
-def _tiles(bsize, plan):
-    """Tiles of a block."""
-    return math.prod(-(-b // t) for b, t in zip(bsize, plan.tile, strict=True))
+    blocks = expected_blocks(rows, bsize, math.prod(x.shape[:3]))
+    return plan_bottleneck(_case(x, weights), blocks, bsize, current_device())
 
 
 class _Launch(NamedTuple):
@@ -271,7 +274,7 @@ def _fused_bottleneck_cuda(
         "fused_bottleneck",
         "fused_bottleneck",
         plan.template(case),
-        (rows * plan.cluster, 1, _tiles(bsize, plan)),
+        (rows * plan.cluster, 1, tiles_of_block(bsize, plan.tile)),
         plan.threads,
         5,
         (rows, n, c, h, w, *bsize, *blocks),

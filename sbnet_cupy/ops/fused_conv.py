@@ -8,6 +8,8 @@ import numpy as np
 
 from .. import _kernels
 from .._arrays import (
+    apart,
+    apart_from,
     array_function,
     check_apart,
     check_array,
@@ -20,7 +22,7 @@ from .._arrays import (
 from ..blocks import is_integer
 from ..errors import DTypeError, ShapeError
 from ._copy_plan import address
-from ._fused_plan import Case, current_device, plan_for
+from ._fused_plan import Case, current_device, plan_for, tiles_of_block
 from ._grid import CHUNK_BYTES, check_indices, resolve_grid
 from ._packed_weights import PackedWeights, prepare_pack
 from ._plans import Plans
@@ -124,8 +126,14 @@ def fused_conv(
     if is_cupy(x):
         options = (bsize, strides, padding, activation, data_format, w_format, precision, expected)
         plans = w.launches if packed else _PLANS
-        key = plans.key((*inputs, out), options)
+        own = () if packed else inputs[1:2]  # what is packed has its own plans
+        others = (x, bin_counts, active_block_indices, residual)
+        key = plans.key((*others, out, scale, bias, *own), options)
     launch = plans.get(key)
+    at_once = launch is not None and packed and out is not None
+    if at_once and apart(out, others) and apart_from(out, w.extents):
+        launch(*inputs, out)
+        return out
     if launch is None:
         weights = _resolve_weights(w, scale, bias, w_format, precision)
         call = _check(inputs, weights, bsize, strides, padding, activation, data_format, expected)
@@ -240,10 +248,10 @@ def missing_kernel(x, problem, bsize, rows):
     if max(*sizes, *problem.pads[0], *problem.pads[1]) > _MOST:
         return f"sizes above 2**30, such as those of x {x.shape} with padding {problem.pads}"
     case = _case(x, problem)
-    plan = plan_for(case, rows * math.prod(bsize), all_pixels(x, problem), current_device())
+    plan = plan_for(case, rows, bsize, all_pixels(x, problem), current_device())
     if plan is None:
         return f"a window of {problem.kernel} pixels: it does not fit this GPU's shared memory"
-    if max(_tiles(bsize, plan), plan.slices(case)) > _MOST_BLOCKS:
+    if max(tiles_of_block(bsize, plan.tile), plan.slices(case)) > _MOST_BLOCKS:
         return f"blocks as large as {bsize} with {problem.channels_out} output channels"
     return None
 
@@ -267,11 +275,6 @@ def _case(x, problem, vectors_in=False, vectors_out=False):
 def all_pixels(x, problem):
     """Return the number of output pixels of all images."""
     return len(x) * math.prod(problem.out_size)
-
-
-def _tiles(bsize, plan):
-    """Tiles of a block."""
-    return math.prod(-(-b // t) for b, t in zip(bsize, plan.tile, strict=True))
 
 
 class _Launch(NamedTuple):
@@ -303,8 +306,7 @@ def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep
     channels = x.shape[3 if problem.channels_last else 1]
     vectors = whole_vectors(channels, x), whole_vectors(problem.channels_out, out, residual)
     case = _case(x, problem, *vectors)
-    pixels = call.rows * math.prod(bsize)
-    plan = plan_for(case, pixels, all_pixels(x, problem), current_device())
+    plan = plan_for(case, call.rows, bsize, all_pixels(x, problem), current_device())
     rows = len(active_block_indices)
     blocks = tuple(-(-n // b) for n, b in zip(problem.out_size, bsize, strict=True))
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
@@ -314,7 +316,7 @@ def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep
         "fused_conv",
         "fused_conv",
         plan.template(case),
-        (rows, plan.slices(case), _tiles(bsize, plan)),
+        (rows, plan.slices(case), tiles_of_block(bsize, plan.tile)),
         plan.threads,
         6,
         (*sizes, *bsize, *blocks, top, left, plan.chunks, int(problem.channels_last)),

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from ..blocks import BlockParams
-from ..layers.bottleneck_weights import BottleneckWeights
 from ..layers.residual import sparse_res_block_bottleneck as core_bottleneck
+from ..ops.bottleneck_weights import BottleneckWeights
 from ._activation import wide
 from ._convolution import CONVOLVE, Geometry, pairs
 from ._copies import GATHER, SCATTER, read_inside
