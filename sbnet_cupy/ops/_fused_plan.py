@@ -220,7 +220,8 @@ def _cost(plan, case, blocks, bsize, device):
         step, pipe = 20 + 6 * rows + 4 * groups + 6 * rows * groups, 4.0 * rows + 2.0 * groups
         pipe = (pipe + 2 * rows * groups) * plan.warps[0] * plan.warps[1]
     else:
-        step, pipe = 30 + 34 * rows * groups, 18 * rows * groups * plan.warps[0] * plan.warps[1]
+        step = 60 + 34 * rows * groups + 20 * (rows + groups)
+        pipe = (9 * rows * groups + 8 * (rows + groups)) * plan.warps[0] * plan.warps[1]
     weights = plan.steps(case.kernel) * 2 * plan.slice * _VECTOR
     image = plan.planes * plan.chunks * halo_plane_bytes(plan.tile, case.kernel, case.strides)
     results = math.prod(plan.tile) * plan.slice * case.element_bytes
