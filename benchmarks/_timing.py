@@ -37,6 +37,8 @@ class Timing(NamedTuple):
     p10: float
     p90: float
     timed_by: str
+    ratio: float | None = None  # of the first contender's time to this one's, by rounds: the median
+    ratio_p90: float | None = None
 
 
 def spread(samples, timed_by):
@@ -201,7 +203,12 @@ class WallClock:
             len(samples) < self.most and time.perf_counter() - start < self.seconds
         ):
             samples.append([self._once(contender, len(samples)) for contender in contenders])
-        return [spread(column, "wall") for column in np.transpose(samples)]
+        table = np.array(samples)
+        ratios = np.percentile(table[:, :1] / table, (50, 90), axis=0).T.tolist()
+        return [
+            spread(column, "wall")._replace(ratio=median, ratio_p90=p90)
+            for column, (median, p90) in zip(table.T, ratios, strict=True)
+        ]
 
     @staticmethod
     def _once(contender, turn):
