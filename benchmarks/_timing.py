@@ -191,7 +191,10 @@ class HostClock:
 
 
 class WallClock:
-    """Times contenders on a CPU, in turn, so that what else the machine does meets all alike."""
+    """Times contenders on a CPU, in turn, so that what else the machine does meets all alike.
+
+    Ratios are those of the shorter half of the rounds: in the others, it did more.
+    """
 
     def __init__(self, quick=False):
         self.least, self.most, self.seconds = (3, 3, 0.0) if quick else (7, 60, 1.0)
@@ -204,7 +207,8 @@ class WallClock:
         ):
             samples.append([self._once(contender, len(samples)) for contender in contenders])
         table = np.array(samples)
-        ratios = np.percentile(table[:, :1] / table, (50, 90), axis=0).T.tolist()
+        quiet = table[np.argsort(table.sum(axis=1))[: -(-len(table) // 2)]]
+        ratios = np.percentile(quiet[:, :1] / quiet, (50, 90), axis=0).T.tolist()
         return [
             spread(column, "wall")._replace(ratio=median, ratio_p90=p90)
             for column, (median, p90) in zip(table.T, ratios, strict=True)
