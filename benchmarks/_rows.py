@@ -55,6 +55,33 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
+RATIOS_FILE = "ratios.csv"  # what a run on a CPU says: its times depend on the machine too much
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Our time for a workload over that of someone else in the same rounds of a run on a CPU."""
+
+    cpu: str
+    torch: str
+    numpy: str
+    commit: str
+    op: str
+    suite: str
+    shape: str
+    dtype: str
+    block: str
+    mask: str
+    variant: str
+    implementation: str  # the other one
+    note: str  # whether anything was prepared for it
+    ratio: float  # median over rounds; below 1, this library is faster
+    ratio_p90: float
+
+    @property
+    def workload(self):
+        """What was computed."""
+        return (self.op, self.suite, self.shape, self.dtype, self.block, self.mask, self.variant)
 
 
 def block_bytes(blocks, bsize, channels, itemsize):
@@ -80,10 +107,10 @@ def times_sign(sizes):
 class Writer:
     """A CSV file that grows row by row, so that a run cut short leaves what it measured."""
 
-    def __init__(self, path):
+    def __init__(self, path, kind=Row):
         self._file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115
         self._csv = csv.writer(self._file, lineterminator="\n")
-        self._csv.writerow(COLUMNS)
+        self._csv.writerow([field.name for field in fields(kind)])
 
     def __enter__(self):
         return self
@@ -97,10 +124,10 @@ class Writer:
         self._file.flush()
 
 
-def read(path):
+def read(path, kind=Row):
     """Return the rows of a CSV file."""
     with open(path, newline="", encoding="utf-8") as file:
-        return [_row(line) for line in csv.DictReader(file)]
+        return [_row(line, kind) for line in csv.DictReader(file)]
 
 
 def _spell(value):
@@ -109,9 +136,9 @@ def _spell(value):
     return f"{value:.5g}" if isinstance(value, float) else value
 
 
-def _row(line):
-    return Row(
-        **{field.name: _parse(line.get(field.name, ""), field.type) for field in fields(Row)}
+def _row(line, kind):
+    return kind(
+        **{field.name: _parse(line.get(field.name, ""), field.type) for field in fields(kind)}
     )
 
 

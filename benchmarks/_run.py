@@ -8,7 +8,7 @@ from pathlib import Path
 
 import _machine
 import plot
-from _rows import Writer
+from _rows import RATIOS_FILE, Ratio, Writer
 from _session import Session
 
 HERE = Path(__file__).resolve().parent
@@ -72,7 +72,8 @@ def _check_environment(options):
 
 
 def _folder(path, session):
-    folder = Path(path or HERE / "results" / _machine.folder_name(session.columns["gpu"]))
+    name = "cpu" if session.cpu else _machine.folder_name(session.columns["gpu"])
+    folder = Path(path or HERE / "results" / name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").touch()
@@ -107,6 +108,10 @@ def _run_all(names, session, folder):
             if cases:
                 rows = _run_one(name, module, cases, session, folder, progress, task)
                 console.print(table(name, rows))
+    if session.cpu:
+        with Writer(folder / RATIOS_FILE, Ratio) as writer:
+            for ratio in session.ratios:
+                writer.write(ratio)
     for line in plot.draw(folder):
         console.print(line)
     for line in session.warnings:

@@ -12,7 +12,7 @@ import _ceiling
 import _machine
 import numpy as np
 from _check import WrongResult
-from _rows import OURS, Row, gigabytes_per_second
+from _rows import OURS, Ratio, Row, gigabytes_per_second
 from _timing import Contender, CupyClock, HostClock, TorchClock, WallClock
 
 from sbnet_cupy.ops import _workspace
@@ -52,6 +52,7 @@ class Session:
         self.ceilings = []  # rows of the copy and the empty kernel
         self.copy_gb_per_s = None
         self.dense_us = {}  # (op, shape, dtype) -> best time for the whole image
+        self.ratios = []  # on a CPU: of our times to others'
         self.failures, self.warnings = [], []  # ours; others'
 
     def __enter__(self):
@@ -146,6 +147,8 @@ class Session:
                 continue
             for contender, timing in zip(group, timings, strict=True):
                 rows.append(self._row(case, density, blocks, work, contender, timing))
+                if self.cpu and group[0].name == OURS != contender.name:
+                    self.ratios.append(self._ratio(case, work, contender, timing))
         if work.dense and rows:
             self.dense_us[case.op, case.shape, case.dtype] = min(row.us for row in rows)
         elif work.dense:
@@ -184,6 +187,19 @@ class Session:
             note=contender.note,
             dense_us=dense,
             ratio_to_dense=dense / timing.us if dense else None,
+        )
+
+    def _ratio(self, case, work, contender, timing):
+        columns = {name: self.columns[name] for name in ("torch", "numpy", "commit")}
+        return Ratio(
+            cpu=self.columns["gpu"],
+            **columns,
+            **case.columns,
+            variant=work.variant,
+            implementation=contender.name,
+            note=contender.note,
+            ratio=timing.ratio,
+            ratio_p90=timing.ratio_p90,
         )
 
     def _numbers(self, timing, byte_count):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from _rows import GIVEN, SAME_INPUTS, WITH_MASK, Row
+from _rows import GIVEN, WITH_MASK, Row
 
 COPIES = ("sparse_gather", "sparse_scatter")
 FUSED = {  # images of the four stages
@@ -29,15 +29,9 @@ class Run:
         """Time of an empty kernel in a graph, 0 when it is not known."""
         return min((row.us for row in self.rows if row.op == "empty"), default=0.0)
 
-    @property
-    def on_cpu(self):
-        """Whether the rows are those of a CPU."""
-        return any(row.timed_by == "wall" for row in self.rows)
-
-    def best_other(self, row, note=""):
+    def best_other(self, row):
         """Return the fastest row of the same workload by someone else, or None."""
-        group = self.by_workload[row.workload]
-        others = [r for r in group if not r.ours and r.note.startswith(note)]
+        others = [r for r in self.by_workload[row.workload] if not r.ours]
         return min(others, key=lambda r: r.us, default=None)
 
     def given_blocks(self, row):
@@ -84,7 +78,7 @@ class Verdict:
 def _suite(name, ops=COPIES, variants=None):
     def applies(row, run):
         wanted = variants is None or row.variant in variants
-        return row.suite == name and row.op in ops and wanted and not run.on_cpu
+        return row.suite == name and row.op in ops and wanted
 
     return applies
 
@@ -110,11 +104,6 @@ def _per_byte(row, run):
         if same and (even.shape, even.block) == (EVEN, EVEN_BLOCK):
             return (row.us / row.bytes) / (even.us / even.bytes)
     return None
-
-
-def _times_torch(row, run):
-    other = run.best_other(row, SAME_INPUTS)
-    return other and other.us / row.us
 
 
 def _large_uint8(row, run):
@@ -189,9 +178,6 @@ TARGETS = [
     Target("Host cost of a call of a fused op",
            lambda row, run: row.suite == "host" and row.timed_by == "host" and row.op in FUSED,
            lambda row, run: row.us, " us", at_most=15),
-    Target("On the CPU: no slower than PyTorch from the same inputs, on the same cores",
-           lambda row, run: run.on_cpu and run.best_other(row, SAME_INPUTS) is not None,
-           _times_torch, " x torch", at_least=1),
 ]  # fmt: skip
 
 

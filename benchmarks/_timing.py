@@ -37,6 +37,8 @@ class Timing(NamedTuple):
     p10: float
     p90: float
     timed_by: str
+    ratio: float | None = None  # of the first contender's time to this one's, by rounds: the median
+    ratio_p90: float | None = None
 
 
 def spread(samples, timed_by):
@@ -189,7 +191,10 @@ class HostClock:
 
 
 class WallClock:
-    """Times contenders on a CPU, in turn, so that what else the machine does meets all alike."""
+    """Times contenders on a CPU, in turn, so that what else the machine does meets all alike.
+
+    Ratios are those of the shorter half of the rounds: in the others, it did more.
+    """
 
     def __init__(self, quick=False):
         self.least, self.most, self.seconds = (3, 3, 0.0) if quick else (7, 60, 1.0)
@@ -201,7 +206,13 @@ class WallClock:
             len(samples) < self.most and time.perf_counter() - start < self.seconds
         ):
             samples.append([self._once(contender, len(samples)) for contender in contenders])
-        return [spread(column, "wall") for column in np.transpose(samples)]
+        table = np.array(samples)
+        quiet = table[np.argsort(table.sum(axis=1))[: -(-len(table) // 2)]]
+        ratios = np.percentile(quiet[:, :1] / quiet, (50, 90), axis=0).T.tolist()
+        return [
+            spread(column, "wall")._replace(ratio=median, ratio_p90=p90)
+            for column, (median, p90) in zip(table.T, ratios, strict=True)
+        ]
 
     @staticmethod
     def _once(contender, turn):

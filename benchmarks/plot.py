@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from _rows import OURS, read
+from _rows import OURS, RATIOS_FILE, read
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e8ec"
 ACCENT, OTHER = "#0b6fb8", "#b6bfc9"
@@ -31,7 +31,8 @@ def main(arguments=None):
 
 def read_folder(folder):
     """Return all rows of a folder's CSV files."""
-    return [row for path in sorted(Path(folder).glob("*.csv")) for row in read(path)]
+    paths = sorted(path for path in Path(folder).glob("*.csv") if path.name != RATIOS_FILE)
+    return [row for path in paths for row in read(path)]
 
 
 def draw(folder):

@@ -5,7 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from _rows import DENSE, GATHER, GIVEN, OURS, SAME_INPUTS
+from _ratios import slower, summary
+from _rows import DENSE, GATHER, GIVEN, OURS, RATIOS_FILE, SAME_INPUTS, Ratio, read
 from _targets import COPIES, EVEN, EVEN_BLOCK, FUSED, Run, evaluate
 from plot import FUSED_FILES, STAGES_FILE, SWEEP_FILES, crossover, read_folder
 
@@ -44,6 +45,8 @@ def report(results, base):
 
 def device(folder, base):
     """Return the Markdown for one device."""
+    if (folder / RATIOS_FILE).is_file():
+        return "\n\n".join(_cpu(folder / RATIOS_FILE, base))
     run = Run(read_folder(folder))
     parts = [_head(run, folder, base), *_targets(run.rows)]
     for name, alt in PICTURES.items():
@@ -276,6 +279,27 @@ def _host(run):
     heads = ["Op", "Call", "By", "us", "p10..p90", "Timed by", ""]
     title = "What a call costs the calling thread, and three ops in one graph."
     return [title, _table(heads, lines)] if lines else []
+
+
+def _cpu(path, base):
+    """Ratios of times in a run on a CPU."""
+    ratios = read(path, Ratio)
+    first = ratios[0]
+    head = f"### NumPy arrays: {first.cpu}\n\nPyTorch {first.torch}, NumPy {first.numpy}, commit "
+    head += f"{first.commit}. Rows: [{path.name}]({_link(path, base)})."
+    about = (
+        "Our time over that of the fastest of the others, in the same rounds of one run: below 1,\n"
+        "we are faster. PyTorch has a thread for each core; this library has one in all."
+    )
+    lines = [
+        [*group, f"{met} of {count}", f"{median:.2f}", f"{worst.ratio:.2f}", _name(worst)]
+        for group, (met, count, median, worst) in summary(ratios).items()
+    ]
+    heads = ["Against", "Op", "Variant", "1 or below", "Median", "Worst", "The worst"]
+    parts = [head, about, _table(heads, lines)]
+    lines = [[_name(r), f"{r.ratio:.2f}", r.implementation] for r in slower(ratios)]
+    heads = ["PyTorch from the same inputs is faster", "Ratio", "By"]
+    return [*parts, _table(heads, lines)] if lines else parts
 
 
 def _name(row):
