@@ -212,9 +212,9 @@ def test_a_wrong_result_is_refused(tiny, tmp_path, capsys, monkeypatch):
     """Wrong in one element of the transposed stack: no row for it, and the exit code tells."""
     right = sbnet_cupy.sparse_gather
 
-    def wrong(*args, out=None, **options):
-        stack = right(*args, out=out, **options)
-        if out is not None and options.get("transpose"):
+    def wrong(*args, **options):
+        stack = right(*args, **options)
+        if len(stack) == 12 and options.get("transpose"):  # all blocks; checks take some at a time
             stack[-1, -1, -1, -1] += 1
         return stack
 
