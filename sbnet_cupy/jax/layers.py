@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from .._arrays import check_array
 from ..blocks import calc_block_params, calc_block_params_res_block, output_size, pair
 from ..layers.bottleneck_weights import BottleneckWeights, check_unit
-from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
+from ..layers.sparse_conv import check_base, check_block_params, split_indices
 from ..ops.conv2d import check_precision, resolve_problem
 from ._arguments import stand_ins
 from .ops import affine, sparse_gather, sparse_scatter
@@ -66,7 +66,7 @@ def sparse_conv2d(
     >>> int(grad[1, 1, 0, 0])
     16
     """
-    check_method(method)
+    _check_method(method)
     counts, rows = split_indices(indices)
     shown = stand_ins(x=x, w=w, bias=bias, base=base)
     options = (strides, padding, activation, data_format, w_format, precision)
@@ -136,7 +136,7 @@ def sparse_res_block_bottleneck(
     >>> y.shape, bool((y[:, :8, :8] != 1).all()), bool((y[:, 8:] == 1).all())
     ((1, 32, 32, 16), True, True)
     """
-    check_method(method)
+    _check_method(method)
     check_precision(precision)
     indices = split_indices(indices)
     image, projection, under = stand_ins(x=x, w_project=w_project, base=base)
@@ -167,6 +167,16 @@ def _weight_stand_ins(weights):
         return weights
     named = {f"weights.{name}": value for name, value in vars(weights).items()}
     return BottleneckWeights(*stand_ins(**named))
+
+
+def _check_method(method):
+    """Raise unless the gather route will do."""
+    if method == "fused":
+        raise NotImplementedError(
+            "method 'fused' has no kernel in sbnet_cupy.jax; use 'auto' or 'gather'"
+        )
+    if method not in ("auto", "gather"):
+        raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
 
 
 def _residual(x, weights, indices, block_params, strides, precision):
