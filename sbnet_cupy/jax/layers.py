@@ -1,5 +1,7 @@
 """sparse_conv2d and sparse_res_block_bottleneck for JAX: gather, XLA's convolution, scatter."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -30,7 +32,8 @@ def sparse_conv2d(
 ):
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d` for JAX.
 
-    Differentiable with respect to ``x``, ``w``, ``bias`` and ``base``.
+    Differentiable with respect to ``x``, ``w``, ``bias`` and ``base``. The convolution is XLA's,
+    with float32 sums; on a GPU half floats are rounded after it, and again after the activation.
 
     Parameters
     ----------
@@ -224,13 +227,23 @@ def _input_grid(block_params):
 
 
 def _convolve(x, w, strides, padding, precision, w_format="HWIO"):
-    """Convolve NHWC images or stacks; half floats give float32, not yet rounded."""
-    return jax.lax.conv_general_dilated(
-        x,
-        w,
-        strides,
-        padding,
+    """Convolve NHWC images or stacks; half floats give float32.
+
+    On a CPU that is not rounded yet. On a GPU it is: for half floats that give float32, XLA would
+    convert first, and miss the tensor cores.
+    """
+    convolve = functools.partial(
+        jax.lax.conv_general_dilated,
+        window_strides=strides,
+        padding=padding,
         dimension_numbers=("NHWC", w_format, "NHWC"),
         precision=jax.lax.Precision("default" if precision == "tf32" else "highest"),
-        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
     )
+    if x.dtype.itemsize > 2:
+        return convolve(x, w)
+    unrounded = functools.partial(convolve, preferred_element_type=jnp.float32)
+
+    def rounded(x, w):
+        return convolve(x, w).astype(jnp.float32)
+
+    return jax.lax.platform_dependent(x, w, cpu=unrounded, default=rounded)
