@@ -208,6 +208,7 @@ def test_no_byte_is_copied(sbj, place, jax, monkeypatch):
     kept = jax.jit(scatter)(blocks, count, rows, x).block_until_ready()
     assert place.address(kept) not in (place.address(x), place.address(blocks))
     same(x, X)
+    x = jax.jit(jax.numpy.copy)(x)  # XLA's own memory, and not maybe NumPy's, which it never reuses
     donated = place.address(x)
     y = jax.jit(scatter, donate_argnums=3)(blocks, count, rows, x).block_until_ready()
     assert seen["core_scatter"] == [*map(place.address, (blocks, count, rows, y, y))]
@@ -343,6 +344,29 @@ def test_gradients_pass_by_what_has_none(sbj, place, jax):
         jax.jvp(lambda x: sbj.sparse_gather(x, count, rows, bsize=4), (X,), (X,))
 
 
+def test_gradients_through_scan_and_checkpoint(sbj, place, jax):
+    """Frames one after the other, recomputed for the gradient: the sum of each frame's own."""
+    frames, masks = np.stack([X, X[::-1]]), np.stack([MASK, MASK[::-1]])
+    w = place.make(RNG.standard_normal((3, 3, 3, 2)).astype(np.float32))
+    params, _ = layer()
+    grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+
+    @jax.checkpoint
+    def frame(w, x, mask):
+        active = sbj.reduce_mask(mask, params.bcount, capacity=30, **grid)
+        return (sbj.sparse_conv2d(x, w, active, params) ** 2).sum()
+
+    def film(w):
+        step = lambda total, both: (total + frame(w, *both), None)  # noqa: E731
+        return jax.lax.scan(step, 0.0, (place.make(frames), place.make(masks)))[0]
+
+    actual = jax.jit(jax.grad(film))(w)
+    parts = [jax.grad(frame)(w, *map(place.make, both)) for both in zip(frames, masks, strict=True)]
+    wide = [to_numpy(part).astype(np.float64) for part in parts]
+    size = sum(map(np.abs, wide)).max() * np.sqrt(X.size)  # of what cancels in a part
+    assert_close(to_numpy(actual), sum(wide), terms=200, dtype=np.float32, magnitude=size)
+
+
 # ----------------------------------------------------------------------------------------- vmap
 
 MANY = RNG.standard_normal((4, *X.shape)).astype(np.float32)
@@ -452,8 +476,11 @@ def test_sparse_conv2d(sbj, place, jax, options, dtype):
     pair = tuple(map(place.make, active))
     arrays = {name: place.make(value) for name, value in arrays.items()}
     actual = function(place.make(x), place.make(w), pair, params, **arrays)
-    # 27 products and the bias; no activation has a slope above 1.13.
-    assert_close(to_numpy(actual), expected, terms=32, dtype=np.float32, magnitude=1.2 * size + 1)
+    # 27 products and the bias; no activation has a slope above 1.13. XLA rounds halves on a GPU.
+    sums = {"terms": 32, "dtype": np.float32}
+    if place.name == "cuda" and np.dtype(dtype).itemsize == 2:
+        sums = {"terms": 1, "dtype": dtype}
+    assert_close(to_numpy(actual), expected, magnitude=1.2 * size + 1, **sums)
 
 
 def abs_of(arrays):

@@ -1,11 +1,13 @@
 """sparse_conv2d and sparse_res_block_bottleneck for JAX: gather, XLA's convolution, scatter."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from .._arrays import check_array
 from ..blocks import calc_block_params, calc_block_params_res_block, output_size, pair
-from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
+from ..layers.sparse_conv import check_base, check_block_params, split_indices
 from ..ops.bottleneck_weights import BottleneckWeights, check_unit
 from ..ops.conv2d import check_precision, resolve_problem
 from ._arguments import stand_ins
@@ -30,7 +32,8 @@ def sparse_conv2d(
 ):
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d` for JAX.
 
-    Differentiable with respect to ``x``, ``w``, ``bias`` and ``base``.
+    Differentiable with respect to ``x``, ``w``, ``bias`` and ``base``. The convolution is XLA's,
+    with float32 sums; on a GPU half floats are rounded after it, and again after the activation.
 
     Parameters
     ----------
@@ -66,7 +69,7 @@ def sparse_conv2d(
     >>> int(grad[1, 1, 0, 0])
     16
     """
-    check_method(method)
+    _check_method(method)
     counts, rows = split_indices(indices)
     shown = stand_ins(x=x, w=w, bias=bias, base=base)
     options = (strides, padding, activation, data_format, w_format, precision)
@@ -136,7 +139,7 @@ def sparse_res_block_bottleneck(
     >>> y.shape, bool((y[:, :8, :8] != 1).all()), bool((y[:, 8:] == 1).all())
     ((1, 32, 32, 16), True, True)
     """
-    check_method(method)
+    _check_method(method)
     check_precision(precision)
     indices = split_indices(indices)
     image, projection, under = stand_ins(x=x, w_project=w_project, base=base)
@@ -167,6 +170,16 @@ def _weight_stand_ins(weights):
         return weights
     named = {f"weights.{name}": value for name, value in vars(weights).items()}
     return BottleneckWeights(*stand_ins(**named))
+
+
+def _check_method(method):
+    """Raise unless the gather route will do."""
+    if method == "fused":
+        raise NotImplementedError(
+            "method 'fused' has no kernel in sbnet_cupy.jax; use 'auto' or 'gather'"
+        )
+    if method not in ("auto", "gather"):
+        raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
 
 
 def _residual(x, weights, indices, block_params, strides, precision):
@@ -214,13 +227,23 @@ def _input_grid(block_params):
 
 
 def _convolve(x, w, strides, padding, precision, w_format="HWIO"):
-    """Convolve NHWC images or stacks; half floats give float32, not yet rounded."""
-    return jax.lax.conv_general_dilated(
-        x,
-        w,
-        strides,
-        padding,
+    """Convolve NHWC images or stacks; half floats give float32.
+
+    On a CPU that is not rounded yet. On a GPU it is: for half floats that give float32, XLA would
+    convert first, and miss the tensor cores.
+    """
+    convolve = functools.partial(
+        jax.lax.conv_general_dilated,
+        window_strides=strides,
+        padding=padding,
         dimension_numbers=("NHWC", w_format, "NHWC"),
         precision=jax.lax.Precision("default" if precision == "tf32" else "highest"),
-        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
     )
+    if x.dtype.itemsize > 2:
+        return convolve(x, w)
+    unrounded = functools.partial(convolve, preferred_element_type=jnp.float32)
+
+    def rounded(x, w):
+        return convolve(x, w).astype(jnp.float32)
+
+    return jax.lax.platform_dependent(x, w, cpu=unrounded, default=rounded)

@@ -5,7 +5,7 @@ import tensorflow as tf
 from .._arrays import check_array, compute_dtype
 from ..blocks import calc_block_params, calc_block_params_res_block, output_size, pair
 from ..errors import ShapeError
-from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
+from ..layers.sparse_conv import check_base, check_block_params, split_indices
 from ..ops.bottleneck_weights import BottleneckWeights, check_unit
 from ..ops.conv2d import check_precision, resolve_problem
 from ._tensors import stand_ins, tensors
@@ -69,7 +69,7 @@ def sparse_conv2d(
     >>> int(tape.gradient(y, w)[1, 1, 0, 0])
     64
     """
-    check_method(method)
+    _check_method(method)
     counts, rows = split_indices(indices)
     x, w, bias, base = tensors(x=x, w=w, bias=bias, base=base)
     shown = _known(x, *stand_ins(x, w, bias, base, batch=_images(x, base)))
@@ -142,7 +142,7 @@ def sparse_res_block_bottleneck(
     >>> y.shape, bool(tf.reduce_all(y[:, 8:] == 1))
     (TensorShape([1, 32, 32, 16]), True)
     """
-    check_method(method)
+    _check_method(method)
     check_precision(precision)
     indices = split_indices(indices)
     x, w_project, base = tensors(x=x, w_project=w_project, base=base)
@@ -188,6 +188,16 @@ def _known(x, *shown):
             f"got {x.shape}; call set_shape first"
         )
     return shown
+
+
+def _check_method(method):
+    """Raise unless the gather route will do."""
+    if method == "fused":
+        raise NotImplementedError(
+            "method 'fused' has no kernel in sbnet_cupy.tensorflow; use 'auto' or 'gather'"
+        )
+    if method not in ("auto", "gather"):
+        raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
 
 
 def _residual(x, weights, indices, block_params, strides):
