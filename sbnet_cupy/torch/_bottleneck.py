@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from ..blocks import BlockParams
-from ..layers.bottleneck_weights import BottleneckWeights
+from ..ops.bottleneck_weights import BottleneckWeights
 from ..layers.residual import sparse_res_block_bottleneck as core_bottleneck
 from ._activation import wide
 from ._convolution import CONVOLVE, Geometry, pairs

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..blocks import calc_block_params_res_block, output_size, padding_pairs
 from ..errors import ShapeError
-from ..layers.bottleneck_weights import BottleneckWeights
+from ..ops.bottleneck_weights import BottleneckWeights
 from ._bottleneck import affine, unit_stack
 from ._conv_module import refusal
 from ._convolution import CONVOLVE

@@ -4,7 +4,7 @@ import torch
 
 from ..blocks import padding_pairs, pair
 from ..errors import DTypeError, ShapeError
-from ..layers.bottleneck_weights import BottleneckWeights
+from ..ops.bottleneck_weights import BottleneckWeights
 from ..layers.sparse_conv import split_indices
 from ._bottleneck import UNIT, UNIT_INTO, same_size
 from ._convolution import SPARSE_CONV2D, flatten_params
