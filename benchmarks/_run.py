@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 PIPED_WIDTH = 190  # columns, where no terminal says how wide it is
 NAMES = (
     "reduce_mask", "sparse_gather", "sparse_scatter", "fused_conv", "fused_bottleneck", "host_cost",
-    "jax_host_cost",
+    "torch_host_cost", "jax_host_cost",
 )  # fmt: skip
 
 

@@ -58,7 +58,10 @@ def device(folder, base):
     parts += _suite(run, "large", "Large stacks, everything active", COPIES)
     parts += _channels(run)
     parts += _suite(run, "large", "reduce_mask, large masks", ("reduce_mask",))
-    parts += _host(run)
+    parts += _host(run, "host", "What a call costs the calling thread, and three ops in one graph.")
+    for name in ("torch", "jax"):
+        title = f"What a call of sbnet_cupy.{name} costs the calling thread."
+        parts += _host(run, f"{name} host", title)
     return "\n\n".join(parts)
 
 
@@ -269,15 +272,14 @@ def _channels(run):
     return [title, _table(heads, lines)] if lines else []
 
 
-def _host(run):
-    rows = [row for row in run.rows if row.suite == "host"]
+def _host(run, suite, title):
+    rows = [row for row in run.rows if row.suite == suite]
     lines = [
         [row.op, row.variant, row.implementation, f"{row.us:,.2f}",
          f"{row.us_p10:,.2f}..{row.us_p90:,.2f}", row.timed_by, row.note]
         for row in rows
     ]  # fmt: skip
     heads = ["Op", "Call", "By", "us", "p10..p90", "Timed by", ""]
-    title = "What a call costs the calling thread, and three ops in one graph."
     return [title, _table(heads, lines)] if lines else []
 
 

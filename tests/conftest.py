@@ -171,6 +171,7 @@ def benchmarks():
 @pytest.fixture
 def fake_gpu(benchmarks, monkeypatch, torch):
     """A GPU's flow through the benchmarks, on a CuPy that is NumPy."""
+    importlib.import_module("sbnet_cupy.torch")  # before: PyTorch looks into every module there is
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
     for name, fake in TORCH_CUDA.items():
         monkeypatch.setattr(torch.cuda, name, fake)

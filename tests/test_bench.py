@@ -92,7 +92,7 @@ def test_list(capsys):
     assert command.main(["bench", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
-        *NAMES, *FUSED, "host_cost", "jax_host_cost"
+        *NAMES, *FUSED, "host_cost", "torch_host_cost", "jax_host_cost"
     ]  # fmt: skip
 
 
@@ -276,16 +276,17 @@ def test_the_flow_on_a_gpu(fake_gpu, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(part("bench_sparse_scatter"), "cases", lambda session: [small])
     monkeypatch.setattr(part("bench_reduce_mask"), "cases", lambda session: [masks])
     stage = ((1, 20, 24, 8), 6, "top-left", 0)
-    monkeypatch.setattr(part("bench_host_cost"), "ORIGINAL", [stage] * 6)
+    for name in ("bench_host_cost", "bench_torch_host_cost"):
+        monkeypatch.setattr(part(name), "ORIGINAL", [stage] * 6)
     monkeypatch.setattr(part("bench_host_cost"), "FUSED", {})
-    arguments = ["bench", *NAMES, "host_cost", "--quick", "--out", str(tmp_path)]
+    arguments = ["bench", *NAMES, "host_cost", "torch_host_cost", "--quick", "--out", str(tmp_path)]
     assert command.main([*arguments, "--commit", "abc"]) == 0
     rows = part("plot").read_folder(tmp_path)
     check_rows(rows, {"sbnet_cupy", "cupy take of pixels", "torch index", "empty kernel"})
     assert {row.commit for row in rows} == {"abc"} and {row.cuda for row in rows} == {"13.0"}
     assert {row.timed_by for row in rows if row.ours} == {"graph", "host"}
     assert {row.timed_by for row in rows if "mask" in row.implementation} == {"events"}
-    assert {row.op for row in rows if row.ours} == {*NAMES, "chain"}
+    assert {row.op for row in rows if row.ours} == {*NAMES, "chain", "sparse_conv2d"}
     assert "chain" in part("report").device(tmp_path, tmp_path)
 
 

@@ -275,3 +275,23 @@ def test_the_same_bits_every_time(st, torch, device):
     for x, w in runs[1:]:
         assert_same(x, runs[0][0])
         assert_same(w, runs[0][1])
+
+
+def test_what_is_written_in_place_is_noticed(st, torch, device):
+    """A tensor that autograd has saved and an operator has written since raises, as ever."""
+    counts, rows = table(torch, device)
+    params = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
+    tensors = bottleneck_weights(torch, 3, 2, 3, device=device)
+    blocks = torch.ones(4, 4, 4, 3, device=device)
+    for write in (
+        lambda x: st.sparse_scatter_var(blocks, counts, rows, x, bsize=4),
+        lambda x: st.sparse_gather(x.clone(), counts[:1], rows[:2], bsize=8, out=x),
+        lambda x: st.sparse_res_block_bottleneck(
+            x, sb.BottleneckWeights(*tensors), (counts, rows), params, out=x
+        ),
+    ):
+        x = draw(torch, 2, 8, 8, 3, device=device)
+        y = x * torch.ones(1, device=device, requires_grad=True)
+        write(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()

@@ -276,6 +276,6 @@ def test_bad_calls(st, torch):
     ]:
         with pytest.raises(error, match=word):
             call()
-    with pytest.raises(DTypeError, match="w must have the dtype of x"):  # a failed call leaves nothing behind
+    with pytest.raises(DTypeError, match="w must have the dtype of x"):
         sparse(x.double(), mask)
-    sparse(x, mask)
+    sparse(x, mask)  # the failed call left nothing behind

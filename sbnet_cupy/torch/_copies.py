@@ -68,7 +68,7 @@ def _gather_into(x, bin_counts, active_block_indices, bsize, boffset, bstride, t
     compute(
         core_gather, x, x, bin_counts, active_block_indices, bsize=bsize, boffset=boffset,
         bstride=bstride, transpose=transpose, data_format=data_format, scale=scale, shift=shift,
-        activation=activation, out=out,
+        activation=activation, out=out, allocates=scale is not None,
     )  # fmt: skip
 
 
@@ -158,8 +158,13 @@ def _scatter_into(blocks, bin_counts, active_block_indices, x, bsize, boffset, b
     compute(
         core_scatter, x, blocks, bin_counts, active_block_indices, x, bsize=bsize, boffset=boffset,
         bstride=bstride, add=add, atomic=atomic, transpose=transpose, data_format=data_format,
-        out=x,
+        out=x, allocates=atomic or overlaps(bsize, bstride),
     )  # fmt: skip
+
+
+def overlaps(bsize, bstride):
+    """Whether neighbouring blocks share pixels."""
+    return bstride[0] < bsize[0] or bstride[1] < bsize[1]
 
 
 def _scatter(blocks, bin_counts, active_block_indices, x, *options):
@@ -177,7 +182,7 @@ def _scatter_setup(ctx, inputs, output):
     ctx.grid = (bsize, boffset, bstride)
     ctx.layout = (transpose, data_format)
     ctx.add, ctx.shape = add, blocks.shape
-    ctx.shared = not add and (atomic or any(s < b for s, b in zip(bstride, bsize, strict=True)))
+    ctx.shared = not add and (atomic or overlaps(bsize, bstride))
     ctx.save_for_backward(*table)
 
 

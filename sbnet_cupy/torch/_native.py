@@ -21,11 +21,11 @@ _STREAMS = {}  # (device, pointer) -> CuPy's object for torch's stream
 _CORES = {}  # function -> the same without its door: arrays here are native already
 
 
-def compute(function, like, /, *args, **kwargs):
+def compute(function, like, /, *args, allocates=True, **kwargs):
     """Call a function of the library with tensors viewed as arrays; its results are tensors.
 
     ``like`` says on which device. Tensors that are not contiguous are copied. With ``out`` there is
-    nothing to return.
+    nothing to return. ``allocates=False`` promises that the function needs no memory.
     """
     try:
         core = _CORES[function]
@@ -39,10 +39,10 @@ def compute(function, like, /, *args, **kwargs):
     import cupy
 
     device = like.device.index
-    if device != cupy.cuda.runtime.getDevice():
-        with cupy.cuda.Device(device), _stream(cupy, device), cupy.cuda.using_allocator(_allocate):
+    if not allocates and device == cupy.cuda.runtime.getDevice():
+        with _stream(cupy, device):
             return leave(core(*args, **kwargs))
-    with _stream(cupy, device), cupy.cuda.using_allocator(_allocate):
+    with cupy.cuda.Device(device), _stream(cupy, device), cupy.cuda.using_allocator(_allocate):
         return leave(core(*args, **kwargs))
 
 
@@ -91,7 +91,7 @@ def _enter(value):
 def _view(tensor):
     """View a tensor as a NumPy or CuPy array of the same memory; copy one that has gaps."""
     dtype = numpy_dtype(tensor.dtype, "tensor")
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.contiguous()
     if tensor.is_cuda:
         import cupy
 
@@ -99,6 +99,7 @@ def _view(tensor):
             tensor.data_ptr(), tensor.nbytes, tensor, tensor.device.index
         )
         return cupy.ndarray(tuple(tensor.shape), dtype, cupy.cuda.MemoryPointer(memory, 0))
+    tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(dtype)
     return tensor.numpy()

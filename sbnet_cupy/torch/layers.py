@@ -9,7 +9,8 @@ from ..ops.bottleneck_weights import BottleneckWeights
 from ._bottleneck import UNIT, UNIT_INTO, same_size
 from ._convolution import SPARSE_CONV2D, flatten_params
 from ._native import check_tensors
-from .ops import check_out, records_gradients
+from ._registry import apply
+from .ops import check_out, records_gradients, write
 
 
 def sparse_conv2d(
@@ -83,9 +84,11 @@ def sparse_conv2d(
     kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
     strides = pair(strides, "strides")
     (top, bottom), (left, right) = padding_pairs(image_hw, kernel, strides, padding)
-    return SPARSE_CONV2D(
-        x, w, counts, table, flatten_params(block_params), strides, (top, bottom, left, right),
-        bias, activation, base, data_format, w_format, precision, method,
+    recorded = records_gradients(x, w, bias, base)
+    return apply(
+        SPARSE_CONV2D, recorded, x, w, counts, table, flatten_params(block_params), strides,
+        (top, bottom, left, right), bias, activation, base, data_format, w_format, precision,
+        method,
     )  # fmt: skip
 
 
@@ -159,13 +162,13 @@ def sparse_res_block_bottleneck(
         x, w1, w2, w3, *tables, counts, table, flatten_params(block_params), strides, w_project,
         base, precision, method,
     )  # fmt: skip
+    recorded = records_gradients(x, w1, w2, w3, *tables, w_project, base, out)
     if out is None:
-        return UNIT(*arguments)
+        return apply(UNIT, recorded, *arguments)
     check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
-    if records_gradients(x, w1, w2, w3, *tables, w_project, base, out):
+    if recorded:
         return out.copy_(UNIT(*arguments))
-    UNIT_INTO(*arguments, out)
-    return out
+    return write(UNIT_INTO, out, *arguments, out)
 
 
 _WEIGHTS = ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")

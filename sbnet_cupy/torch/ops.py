@@ -1,5 +1,8 @@
 """reduce_mask, sparse_gather and sparse_scatter on tensors."""
 
+import functools
+import marshal
+
 import torch
 
 from ..blocks import pair
@@ -8,6 +11,7 @@ from ..ops._grid import resolve_grid
 from ..ops.active_blocks import ActiveBlocks
 from ._copies import GATHER, GATHER_INTO, REDUCE_MASK, SCATTER, SCATTER_INTO, blocks_shape
 from ._native import check_contiguous, check_tensors
+from ._registry import apply
 
 
 def reduce_mask(
@@ -54,11 +58,12 @@ def reduce_mask(
             [0, 1, 1]], dtype=torch.int32)
     """
     check_tensors(mask=mask)
-    grid = resolve_grid(bsize, boffset, bstride)
+    grid = _grid(bsize, boffset, bstride)
     block_count = pair(block_count, "block_count", minimum=0)
     if mask.dim() not in (3, 4):
         raise ShapeError(f"mask must have 3 or 4 dimensions, got shape {tuple(mask.shape)}")
-    counts, indices = REDUCE_MASK(mask.detach(), block_count, *grid, tol, avgpool, capacity)
+    options = (block_count, *grid, tol, avgpool, capacity)
+    counts, indices = apply(REDUCE_MASK, False, mask.detach(), *options)
     return ActiveBlocks(counts, indices, (mask.shape[0], *block_count))
 
 
@@ -120,20 +125,20 @@ def sparse_gather(
         x=x, bin_counts=bin_counts, active_block_indices=active_block_indices, scale=scale,
         shift=shift, out=out,
     )  # fmt: skip
-    grid = resolve_grid(bsize, boffset, bstride)
+    grid = _grid(bsize, boffset, bstride)
     _check_4d("x", x, data_format)
     arguments = (
         x, bin_counts, active_block_indices, *grid, bool(transpose), data_format, scale, shift,
         activation,
     )  # fmt: skip
+    recorded = records_gradients(x, scale, shift, out)
     if out is None:
-        return GATHER(*arguments)
+        return apply(GATHER, recorded, *arguments)
     rows = active_block_indices.shape[0]
     check_out(out, blocks_shape(x, rows, grid.bsize, bool(transpose), data_format), x)
-    if records_gradients(x, scale, shift, out):
+    if recorded:
         return out.copy_(GATHER(*arguments))
-    GATHER_INTO(*arguments, out)
-    return out
+    return write(GATHER_INTO, out, *arguments, out)
 
 
 def sparse_scatter(
@@ -192,22 +197,22 @@ def sparse_scatter(
         blocks=blocks, bin_counts=bin_counts, active_block_indices=active_block_indices, x=x,
         out=out,
     )  # fmt: skip
-    grid = resolve_grid(bsize, boffset, bstride)
+    grid = _grid(bsize, boffset, bstride)
     _check_4d("x", x, data_format)
     in_place = out is x
     if torch.is_autocast_enabled(x.device.type) and blocks.dtype != x.dtype:
         widest = x.dtype if in_place else torch.promote_types(blocks.dtype, x.dtype)
         blocks, x = blocks.to(widest), x.to(widest)
     flags = (*grid, bool(add), bool(atomic), bool(transpose), data_format)
+    recorded = records_gradients(blocks, x, out)
     if out is None:
-        return SCATTER(blocks, bin_counts, active_block_indices, x, *flags)
+        return apply(SCATTER, recorded, blocks, bin_counts, active_block_indices, x, *flags)
     check_out(out, x.shape, x)
-    if records_gradients(blocks, x, out):
+    if recorded:
         return out.copy_(SCATTER(blocks, bin_counts, active_block_indices, x, *flags))
     if not in_place:
         out.copy_(x)
-    SCATTER_INTO(blocks, bin_counts, active_block_indices, out, *flags)
-    return out
+    return write(SCATTER_INTO, out, blocks, bin_counts, active_block_indices, out, *flags)
 
 
 def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
@@ -239,6 +244,14 @@ def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
     return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
 
 
+def write(operator, out, *arguments):
+    """Call an operator that writes ``out``, and tell autograd that it did; return ``out``."""
+    apply(operator, False, *arguments)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
 def records_gradients(*tensors):
     """Whether autograd records what is done to these tensors now."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -251,6 +264,21 @@ def check_out(out, shape, x):
     if out.dtype != x.dtype:
         raise DTypeError(f"out must have dtype {x.dtype}, got {out.dtype}")
     check_contiguous("out", out)
+
+
+def _grid(bsize, boffset, bstride):
+    """Check and resolve the three arguments; what was spelled so before is remembered."""
+    if not torch.compiler.is_compiling():
+        try:
+            return _spelled_grid(marshal.dumps((bsize, boffset, bstride), 2))
+        except ValueError:  # not spelled in plain numbers
+            pass
+    return resolve_grid(bsize, boffset, bstride)
+
+
+@functools.lru_cache(1024)
+def _spelled_grid(spelled):
+    return resolve_grid(*marshal.loads(spelled))
 
 
 def _check_4d(name, x, data_format):
