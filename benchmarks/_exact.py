@@ -1,12 +1,13 @@
 """Convolutions in float64 on the device, with a bound on what a rounded computation may be off.
 
-Written from the definitions, on any array module, and importing nothing of the library.
+Written from the definitions, on any array module, and calling nothing of the library.
 """
 
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from _inputs import to_host
 
 # Unit roundoff, and half the smallest subnormal.
 ROUNDING = {
@@ -15,16 +16,16 @@ ROUNDING = {
     "float32": (2.0**-24, 2.0**-150),
 }
 # A sum of T products in float32, in any order: T * 2**-23 of the sum of their sizes where tensor
-# cores truncate (Higham 2002, section 3.1). TF32 truncates both factors, by 2**-10 each.
+# cores truncate (Higham 2002, section 3.1). TF32 rounds or truncates each factor.
 OF_A_TERM = 2.0**-23
-OF_TF32 = 2.0**-9 + 2.0**-20
+OF_TF32 = 2.0**-10
 
 
 class Bounded(NamedTuple):
     """Exact values, and how far their computed counterparts may be off."""
 
-    value: Any
-    error: Any
+    value: Any  # [N, H, W, C]
+    error: Any  # of each value; or of each pixel [N, H, W, 1], in the 2-norm over its channels
 
 
 class Arithmetic(NamedTuple):
@@ -35,15 +36,9 @@ class Arithmetic(NamedTuple):
     winograd: bool = False  # cuDNN may choose such an algorithm, which rounds transformed tiles
 
     def of_sums(self, terms):
-        """Error of a sum of products, relative to the sum of their sizes."""
+        """Error of a sum of so many products, relative to the sum of their sizes, TF32 apart."""
         transforms = 4 * ROUNDING[self.dtype][0] if self.winograd else 0.0
-        return terms * OF_A_TERM + transforms + (OF_TF32 if self.tf32 else 0.0)
-
-
-def exact(image):
-    """Input data: known without error."""
-    image = image.astype(np.float64)
-    return Bounded(image, 0 * image)
+        return terms * OF_A_TERM + transforms
 
 
 def conv(x, w, xp):
@@ -57,38 +52,63 @@ def conv(x, w, xp):
     return y.reshape(n, h, width, k)
 
 
-def bounded_conv(x, w, arithmetic, xp):
-    """Convolve, sums in float32, and round to the dtype; errors of x come in through ``|w|``."""
-    w = w.astype(np.float64)
-    size = xp.abs(w)
+def convolution(x, w, arithmetic, xp):
+    """Convolve an image; the sums are in float32 and rounded to the dtype. A bound per value."""
+    x, w = x.astype(np.float64), w.astype(np.float64)
     relative = arithmetic.of_sums(math.prod(w.shape[:3]))
-    error = conv((1 + relative) * x.error + relative * xp.abs(x.value), size, xp)
-    return rounded(Bounded(conv(x.value, w, xp), error), arithmetic, xp)
-
-
-def bounded_affine_relu(x, scale, shift, arithmetic, xp):
-    """``relu(x * scale + shift)``, rounded to the dtype.
-
-    Four roundings in float32: of scale and shift (a batch norm computes them), product and sum.
-    """
-    scale, shift = scale.astype(np.float64), shift.astype(np.float64)
-    size = (xp.abs(x.value) + x.error) * xp.abs(scale) + xp.abs(shift)
-    error = x.error * xp.abs(scale) + 4 * OF_A_TERM * size
-    value = xp.maximum(x.value * scale + shift, 0.0)
-    return rounded(Bounded(value, error), arithmetic, xp)
-
-
-def rounded(x, arithmetic, xp):
-    """Round to the dtype of the images."""
+    if arithmetic.tf32:
+        relative += (1 + OF_TF32) ** 2 - 1
+    y = conv(x, w, xp)
     unit, tiny = ROUNDING[arithmetic.dtype]
-    return Bounded(x.value, x.error + unit * (xp.abs(x.value) + x.error) + tiny)
+    error = relative * conv(xp.abs(x), xp.abs(w), xp)
+    return Bounded(y, error + unit * (xp.abs(y) + error) + tiny)
 
 
 def residual_unit(x, weights, arithmetic, xp):
-    """``x + conv3(a3(conv2(a2(conv1(a1(x))))))``; each step may be rounded to the dtype."""
-    t = exact(x)
+    """``x + conv3(a3(conv2(a2(conv1(a1(x))))))``; each step may be rounded to the dtype.
+
+    Bounds of single values would grow through three sums of absolute values, and say nothing in
+    the end. Norms of pixels grow by the largest singular values instead.
+    """
+    x = x.astype(np.float64)
+    t = Bounded(x, 0 * x[..., :1])
     for step in "123":
         scale, shift = (getattr(weights, f"{name}{step}") for name in ("scale", "shift"))
-        t = bounded_affine_relu(t, scale, shift, arithmetic, xp)
-        t = bounded_conv(t, getattr(weights, f"w{step}"), arithmetic, xp)
-    return rounded(Bounded(t.value + x.astype(np.float64), t.error), arithmetic, xp)
+        t = _affine_relu(t, scale.astype(np.float64), shift.astype(np.float64), arithmetic, xp)
+        t = _convolved(t, getattr(weights, f"w{step}").astype(np.float64), arithmetic, xp)
+    return _rounded(Bounded(x + t.value, t.error), arithmetic, xp)
+
+
+def norm(image, xp):
+    """Return the 2-norm of each pixel, ``[N, H, W, 1]``."""
+    return xp.sqrt((image * image).sum(axis=-1, keepdims=True))
+
+
+def _affine_relu(x, scale, shift, arithmetic, xp):
+    """``relu(x * scale + shift)``; four roundings, for a batch norm computes scale and shift."""
+    through = float(xp.abs(scale).max()) * x.error
+    size = norm(xp.abs(x.value * scale) + xp.abs(shift), xp) + through
+    value = xp.maximum(x.value * scale + shift, 0.0)
+    return _rounded(Bounded(value, through + 4 * OF_A_TERM * size), arithmetic, xp)
+
+
+def _convolved(x, w, arithmetic, xp):
+    """Convolve; TF32 is an error of x and one of w, that of the sums comes in through ``|w|``."""
+    matrix = to_host(w).reshape(-1, w.shape[3])
+    largest, largest_of_sizes = (np.linalg.norm(m, 2) for m in (matrix, abs(matrix)))
+    window = xp.ones((*w.shape[:2], 1, 1))
+    reach, error = (
+        xp.sqrt(conv(v * v, window, xp)) for v in (norm(x.value, xp) + x.error, x.error)
+    )
+    relative = arithmetic.of_sums(len(matrix)) * largest_of_sizes
+    if arithmetic.tf32:
+        relative += OF_TF32 * (largest + (1 + OF_TF32) * np.linalg.norm(matrix))
+    value = conv(x.value, w, xp)
+    return _rounded(Bounded(value, largest * error + relative * reach), arithmetic, xp)
+
+
+def _rounded(x, arithmetic, xp):
+    """Round to the dtype of the images."""
+    unit, tiny = ROUNDING[arithmetic.dtype]
+    error = unit * (norm(x.value, xp) + x.error) + tiny * math.sqrt(x.value.shape[-1])
+    return Bounded(x.value, x.error + error)

@@ -1,6 +1,7 @@
 """What is measured of the fused ops: stages of the paper, masks, dtypes, a sweep of densities."""
 
 import dataclasses
+import importlib.util
 from functools import partial
 from typing import NamedTuple
 
@@ -71,6 +72,9 @@ def fused_cases(op, session, dtypes):
         return []
     if session.quick:
         dtypes = dtypes[:1]
+    if "bfloat16" in dtypes and importlib.util.find_spec("ml_dtypes") is None:
+        session.warnings.append(f"{op}: no ml_dtypes, so nothing in bfloat16")
+        dtypes = [dtype for dtype in dtypes if dtype != "bfloat16"]
     found = []
     for number, stage in enumerate(STAGES):
         if session.quick and stage is not STAGES[-1]:

@@ -1,5 +1,6 @@
 """The benchmarks of the fused ops: cases, checks, dense times, targets, tables and pictures."""
 
+import functools
 import types
 
 import numpy as np
@@ -168,18 +169,37 @@ def test_bounds_hold_and_bite():
     exact, rng = part("_exact"), np.random.default_rng(0)
     x = rng.uniform(-1, 1, (1, 6, 7, 8)).astype(np.float32)
     w = rng.uniform(-1, 1, (3, 3, 8, 4)).astype(np.float32)
-    compare = part("_fused").compare_within
+    compare, wrong = part("_fused").compare_within, part("_check").WrongResult
     everywhere = np.ones(x.shape[:3], bool)
-    expected = exact.bounded_conv(exact.exact(x), w, exact.Arithmetic("float32"), np)
+    expected = exact.convolution(x, w, exact.Arithmetic("float32"), np)
     y = sbnet_cupy.conv2d(x, w)
-    compare(y, expected, everywhere)
-    with pytest.raises(part("_check").WrongResult, match="of 168 elements are out of bounds"):
-        compare(y.astype(np.float16).astype(np.float32), expected, everywhere)
-    half = exact.bounded_conv(exact.exact(x), w, exact.Arithmetic("float16"), np)
-    compare(y.astype(np.float16), half, everywhere)
+    compare(y, expected, everywhere, np)
+    with pytest.raises(wrong, match="of 168 values are out of bounds"):
+        compare(y.astype(np.float16).astype(np.float32), expected, everywhere, np)
+    half = exact.convolution(x, w, exact.Arithmetic("float16"), np)
+    compare(y.astype(np.float16), half, everywhere, np)
     y[0, 0, 0, 0] = np.nan
-    with pytest.raises(part("_check").WrongResult, match=r"1 of 168 .* at \(0, 0, 0, 0\): nan"):
-        compare(y, expected, everywhere)
+    with pytest.raises(wrong, match=r"1 of 168 .* at \(0, 0, 0, 0\): off by nan"):
+        compare(y, expected, everywhere, np)
+
+
+@pytest.mark.parametrize("dtype", DTYPES["fused_bottleneck"])
+def test_bounds_of_a_unit_bite(dtype):
+    """A unit lies within its bounds; one that saw less than all of w2 does not."""
+    fused, cases, exact = part("_fused"), part("_fused_cases"), part("_exact")
+    stage = cases.Stage(12, 12, 8, (64, 16), 12)
+    case = cases.stage_case("fused_bottleneck", stage, dtype, "stages", "all", 1.0)
+    arrays = {"xp": np, "dtype": case.array_dtype.name}
+    weights = sbnet_cupy.BottleneckWeights.random(64, 16, **arrays)
+    x = np.random.default_rng(1).standard_normal(case.shape).astype(case.array_dtype)
+    expected = exact.residual_unit(x, weights, case.arithmetic, np)
+    everywhere, one = np.ones(x.shape[:3], bool), np.zeros((1, 3), np.int32)
+    unit = functools.partial(sbnet_cupy.fused_bottleneck, x, bsize=12)
+    active = np.ones(1, np.int32), one
+    fused.compare_within(unit(weights, *active), expected, everywhere, np)
+    weights.w2[:, 2] = 0
+    with pytest.raises(part("_check").WrongResult, match="of 144 pixels are out of bounds"):
+        fused.compare_within(unit(weights, *active), expected, everywhere, np)
 
 
 # ------------------------------------------------------------------------------------------ targets
