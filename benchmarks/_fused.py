@@ -29,11 +29,8 @@ class Problem:
     ``exact`` and ``dense``.
     """
 
-    def __init__(self, session, case, layer, sets=None):
+    def __init__(self, session, case, layer, sets=MOST_SETS):
         self.session, self.xp = session, session.xp
-        image_bytes = int(np.prod(case.shape)) * case.array_dtype.itemsize
-        # So many sets that the cache holds none of the next, also where 10% of them are touched.
-        sets = sets or session.sets(0.2 * image_bytes, 2 * image_bytes, most=MOST_SETS)
         self.images = filled_sets(session, sets, case.shape, case.array_dtype)
         if case.array_dtype == np.float32:
             self.images *= np.float32(0.7310586)  # no longer exact in TF32

@@ -24,6 +24,7 @@ _HERE = Path(__file__).resolve().parent
 _INSTALLED, _CHECKOUT = _HERE / "cuda_src", _HERE.parent / "cuda_src"
 SOURCE_DIR = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 _LOADED = {}  # (device, stem, kernel, template, ...) -> cupy.RawKernel
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _SHARED_BY_DEFAULT = 48 << 10  # bytes of dynamic shared memory that need no permission
 
 # C++ names of the dtypes, as cuda_src/common.cuh defines them.
@@ -144,6 +145,7 @@ class _Launch:
         self._stream = cupy.cuda.get_current_stream
         self._empty = 0 in _extent(grid)
         self._device = cupy.cuda.runtime.getDevice()
+        self._error, self._enter = cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.setDevice
         self._lock = threading.Lock()  # two threads must not fill in pointers at the same time
 
     def __call__(self, *arrays):
@@ -154,7 +156,14 @@ class _Launch:
         with self._lock:
             for position, array in enumerate(arrays):
                 values[position] = 0 if array is None else array.data.ptr
-            self._launch(self._stream(self._device).ptr, self._table, 0)
+            try:
+                self._launch(self._stream(self._device).ptr, self._table, 0)
+            except self._error as error:
+                if error.status != _NO_CONTEXT:
+                    raise
+                # A thread that has not used CUDA, such as one of an autograd engine.
+                self._enter(self._device)
+                self._launch(self._stream(self._device).ptr, self._table, 0)
 
 
 class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute
@@ -194,10 +203,10 @@ def _active_clusters(function, block, shared, cluster):
     config = _launch_config(cluster, block, shared, False, cluster)
     count = ctypes.c_int()
     kernel = ctypes.c_void_p(function.kernel.ptr)
-    _check(
-        _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel, ctypes.byref(config)),
-        "cuOccupancyMaxActiveClusters",
-    )
+    query = _driver().cuOccupancyMaxActiveClusters
+    status = query(ctypes.byref(count), kernel, ctypes.byref(config))
+    if status:
+        raise RuntimeError(f"cuOccupancyMaxActiveClusters failed with CUresult {status}")
     return max(count.value, 1)
 
 
@@ -215,14 +224,9 @@ class _ExtendedLaunch(_Launch):
             config.stream = stream
             status = call(where, kernel, table, None)
             if status:
-                _check(status, "cuLaunchKernelEx")
+                raise self._error(status)
 
         self._launch = launch
-
-
-def _check(status, name):
-    if status:
-        raise RuntimeError(f"{name} failed with CUresult {status}")
 
 
 @functools.cache

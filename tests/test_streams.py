@@ -1,5 +1,7 @@
 """On a GPU: work goes to the caller's stream, and every op replays in a CUDA graph on new data."""
 
+import threading
+
 import numpy as np
 import oracles
 import pytest
@@ -117,3 +119,16 @@ def test_work_follows_the_current_stream(cupy):
             x.fill(value)
             blocks = sparse_gather(x, count, rows, bsize=32)
             assert float(blocks.sum()) == value * 2 * 32 * 32 * 64
+
+
+def test_a_thread_that_never_used_cuda_can_launch(cupy):
+    """As the threads of autograd engines: nothing but the launch makes the context theirs."""
+    x = cupy.arange(64, dtype=np.float32).reshape(1, 8, 8, 1)
+    active = cupy.ones(1, np.int32), cupy.zeros((1, 3), np.int32)
+    out, expected = (sparse_gather(x, *active, bsize=4) for _ in range(2))
+    out.fill(0)
+    cupy.cuda.Device().synchronize()
+    thread = threading.Thread(target=lambda: sparse_gather(x, *active, bsize=4, out=out))
+    thread.start()
+    thread.join()
+    assert_same(out, expected)

@@ -229,6 +229,8 @@ def _cost(plan, case, blocks, bsize, device):
     latency = steps / plan.warps[2] * step + exchange + image / 16 + 500
     wait = 300 if plan.stages == 2 else 500 if active > 1 else 900  # for each further tile's image
     work = steps * pipe + (image + results) / 20 + exchange
+    if plan.engine == "Fma":  # so many warps hide the latency of shared memory
+        work *= max(1.0, 10 / (active * math.prod(plan.warps)))
     if not plan.resident:
         work += weights * plan.chunks / 30
     once = active * weights / 80 if plan.resident else 0
