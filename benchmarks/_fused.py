@@ -29,8 +29,9 @@ class Problem:
     ``exact`` and ``dense``.
     """
 
-    def __init__(self, session, case, layer, sets=MOST_SETS):
+    def __init__(self, session, case, layer, sets=None):
         self.session, self.xp = session, session.xp
+        sets = sets or MOST_SETS
         self.images = filled_sets(session, sets, case.shape, case.array_dtype)
         if case.array_dtype == np.float32:
             self.images *= np.float32(0.7310586)  # no longer exact in TF32
