@@ -164,9 +164,11 @@ def device(launch, given, multiprocessors, memory):
         patch.setattr(_plans, "signature_of", signature_of)
         patch.setattr(op, "is_cupy", lambda array: True)
         patch.setattr(op, "_PLANS", _plans.Plans())
-        patch.setattr(op, "current_device", lambda: given)
-        if isinstance(given, ConvPlan):
+        planned = isinstance(given, ConvPlan)
+        patch.setattr(op, "current_device", lambda: BLACKWELL if planned else given)
+        if planned:
             patch.setattr(op, "plan_for", lambda *case: given)
+        patch.setattr(op, "apart", lambda *arrays: False)  # check_apart will say
         for module in (op, _packed_weights):
             patch.setattr(module, "empty", memory.poisoned)
         yield launched
