@@ -47,6 +47,11 @@ def cpu_cores():
     return os.cpu_count() or 1
 
 
+def is_busy():
+    """Whether more threads than there are cores wanted to run in the last five minutes, about."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[1] > cpu_cores() + 0.5
+
+
 def folder_name(device):
     """Return the name of a device's folder: ``NVIDIA H200`` is ``h200``."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-") or "device"

@@ -108,6 +108,8 @@ def _run_all(names, session, folder):
             if cases:
                 rows = _run_one(name, module, cases, session, folder, progress, task)
                 console.print(table(name, rows))
+    if session.cpu and _machine.is_busy():
+        session.warnings.append("the machine is busy: PyTorch's threads wait for each other")
     if session.cpu:
         with Writer(folder / RATIOS_FILE, Ratio) as writer:
             for ratio in session.ratios:
