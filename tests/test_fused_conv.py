@@ -313,7 +313,7 @@ def test_work_follows_the_current_stream(cupy):
 def test_what_has_no_kernel_says_why(cupy):
     for case, reason in (
         (Case(dtype="float64"), "float64"),
-        (Case(image=(1, 8, 8, 0)), "without channels"),
+        (Case(image=(1, 8, 8, 0)), "empty images"),
         (Case(kernel=(600, 600), padding=((600, 600), (600, 600))), "shared memory"),
     ):
         with pytest.raises(NotImplementedError, match=reason):

@@ -27,7 +27,8 @@ op = importlib.import_module("sbnet_cupy.ops.fused_conv")  # sbnet_cupy.fused_co
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
 # order of the threads, multiprocessors, what results hold at first
 RUNS = (("forward", 132, 0xA5), ("reverse", 1, 0xFF))
-TURING = Device(multiprocessors=40, shared_bytes=64 << 10, hopper=False, bulk_copy=False)
+TURING = Device(multiprocessors=40, shared_bytes=64 << 10, hopper=False, bulk_copy=False,
+                tensor_floats=False)  # fmt: skip
 AMPERE = Device(multiprocessors=84, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
 BLACKWELL = Device(multiprocessors=148, shared_bytes=227 << 10, hopper=False, bulk_copy=True)
 
@@ -114,6 +115,7 @@ def _runs():
         ("planned", BFLOAT, image(96, 40, (1, 11, 12), expected=1), AMPERE),
         ("planned", TF32, image(64, 64, (1, 17, 18), bsize=(8, 8), expected=10**7), AMPERE),
         ("planned", IEEE, image(50, 30, (1, 11, 12), expected=1), TURING),
+        ("planned", TF32, image(50, 30, (1, 11, 12), expected=1), TURING),  # IEEE there
         ("planned", HALF, image(48, 48, (1, 21, 19), bsize=(8, 8), expected=10**7), BLACKWELL),
     ]  # fmt: skip
     for name, number, sizes, plan_or_device in rows:
@@ -164,7 +166,7 @@ def device(launch, given, multiprocessors, memory):
         patch.setattr(op, "_PLANS", _plans.Plans())
         patch.setattr(op, "current_device", lambda: given)
         if isinstance(given, ConvPlan):
-            patch.setattr(op, "plan_for", lambda case, pixels, device: given)
+            patch.setattr(op, "plan_for", lambda *case: given)
         for module in (op, _packed_weights):
             patch.setattr(module, "empty", memory.poisoned)
         yield launched
@@ -260,11 +262,12 @@ def test_weights_are_packed_once_until_refreshed():
 def test_what_has_no_kernel_says_why():
     for case, reason in (
         (Case(dtype="float64"), "float64"),
-        (Case(image=(1, 8, 8, 0)), "without channels"),
+        (Case(dtype="bfloat16"), "bfloat16 on this GPU"),
+        (Case(image=(1, 8, 8, 0)), "empty images"),
         (Case(kernel=(600, 600), padding=((600, 600), (600, 600))), "shared memory"),
         (Case(image=(1, 8, 8, 1), padding=((2**30 + 1, 0), (0, 0)), strides=(2**30, 1)), "above"),
     ):
         refused = pytest.raises(NotImplementedError, match=reason)
-        with device(lambda *launch: None, AMPERE, 4, Memory()) as launched, refused:
+        with device(lambda *launch: None, TURING, 4, Memory()) as launched, refused:
             case.run(case.arrays(), np.array)
         assert not launched

@@ -18,6 +18,7 @@ class Device(NamedTuple):
     shared_bytes: int  # of dynamic shared memory that a thread block may have
     hopper: bool  # wgmma
     bulk_copy: bool  # cp.async.bulk
+    tensor_floats: bool = True  # tensor cores that take bfloat16 and tf32, not float16 alone
 
 
 class Case(NamedTuple):
@@ -110,6 +111,7 @@ def _device(number):
         shared_bytes=device.attributes["MaxSharedMemoryPerBlockOptin"],
         hopper=capability == 90,
         bulk_copy=capability >= 90,
+        tensor_floats=capability >= 80,
     )
 
 
