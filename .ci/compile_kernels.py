@@ -3,6 +3,7 @@
     python .ci/compile_kernels.py INSTANTIATIONS [ARCHITECTURE ...]
 
 INSTANTIATIONS is a file that the tests wrote: run them with SBNET_RECORD_INSTANTIATIONS naming it.
+To these come, for each architecture, those of paper_stages.py.
 spill_allowance.txt, beside this file, lists what may spill after all.
 """
 
@@ -13,13 +14,15 @@ import sys
 import time
 from pathlib import Path
 
+import paper_stages
+
 from sbnet_cupy import _kernels
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 from host_cuda import read_instantiations  # noqa: E402
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+ARCHITECTURES = tuple(paper_stages.DEVICES)
 PER_PROGRAM = 24  # instantiations compiled together: a header is then read once for all
 FUNCTION = re.compile(
     r"Function properties for (\S+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -29,14 +32,16 @@ FUNCTION = re.compile(
 
 def main(path, *architectures):
     """Compile everything; return the exit status."""
-    programs = list(batches(read_instantiations(path)))
-    total = sum(len(expressions) for _, expressions in programs)
-    if not total:
+    recorded = read_instantiations(path)
+    if not recorded:
         sys.exit(f"{path} lists no instantiations")
     allowed, failed = allowances(), False
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
         for arch in architectures or ARCHITECTURES:
             start = time.perf_counter()
+            here = {key for key in recorded if paper_stages.launched(arch, *key)}
+            programs = list(batches(here | set(paper_stages.instantiations(arch))))
+            total = sum(len(expressions) for _, expressions in programs)
             jobs = [pool.submit(compile_program, *program, arch) for program in programs]
             kernels = [kernel for job in jobs for kernel in job.result()]
             bad = [k for k in kernels if any(k[2:]) and not is_allowed(allowed, arch, *k)]
@@ -53,7 +58,7 @@ def main(path, *architectures):
 def batches(instantiations):
     """Yield (stem, name expressions) of one program each."""
     by_stem = {}
-    for stem, kernel, template in instantiations:
+    for stem, kernel, template in sorted(instantiations, key=repr):
         by_stem.setdefault(stem, []).append(_kernels.name_expression(kernel, template))
     for stem, expressions in by_stem.items():
         for start in range(0, len(expressions), PER_PROGRAM):

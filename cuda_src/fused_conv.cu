@@ -162,7 +162,7 @@ DEVICE void store(const float (&acc)[MT][NT][4], const float* scale, int slice, 
 
 template <template <typename, class, int, int, int, int> class Engine, typename T, int PLANES, int NS, int TH,
           int TW, int R, int S, int SH, int SW, int WM, int WN, int WK, int STAGES, bool RESIDENT, bool VECTOR_IN,
-          bool VECTOR_OUT, bool ROUND, int ACTIVATION, int BLOCKS>
+          bool VECTOR_OUT, bool ROUND, int ACTIVATION, int BLOCKS, bool BULK>
 __global__ void __launch_bounds__(WM * WN * WK * 32, BLOCKS)
     fused_conv(const T* __restrict__ x, const u8* __restrict__ packed, const T* __restrict__ residual,
                const int* __restrict__ bin_counts, const int* __restrict__ indices, T* __restrict__ y, i64 M,
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(WM * WN * WK * 32, BLOCKS)
 
     // Tables, and resident weights, once.
     constexpr int ONCE = RESIDENT ? Packed::TABLES + Packed::CHUNK : Packed::TABLES;
-    if constexpr (HAS_BULK_COPY) {
+    if constexpr (BULK) {
         if (threadIdx.x == 0) {
             barrier_init(arrived, 1);
             barrier_init_fence();
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(WM * WN * WK * 32, BLOCKS)
         if constexpr (Product::WANTS_FENCE) shared_fence();
 #endif
         __syncthreads();
-        if (HAS_BULK_COPY && first) barrier_wait(arrived, 0);
+        if (BULK && first) barrier_wait(arrived, 0);
 
         if (now.chunk == 0) clear(acc);
         Product::taps(acc, inputs + slot * H::BYTES, RESIDENT ? weights : weights + slot * Packed::CHUNK, zeros,

@@ -16,6 +16,7 @@ import numpy as np
 import oracles
 import pytest
 from assertions import assert_close, assert_same
+from host_memory import Memory, signature_of
 from kernel_calls import Mask
 from kernel_cases import AFFINE, COPIES, FUSED, GRADIENTS, MASKS, REPEATED, SMOOTH
 
@@ -27,44 +28,8 @@ OPS = [
     for stem in ("reduce_mask", "sparse_gather", "sparse_scatter", "affine_grad")
 ]
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
-GUARD, GUARD_BYTE = 256, 0x5A
 # order of the threads, multiprocessors, what results hold at first
 RUNS = (("forward", 132, 0xA5), ("reverse", 1, 0xFF))
-
-
-class Memory:
-    """Arrays for one run, placed so that accesses outside of them show."""
-
-    def __init__(self, poison=0):
-        self.poison = poison
-        self._guarded = []
-
-    def read_only(self, array, offset=0):
-        """Copy to memory that ends with the array, ``offset`` elements off a 16-byte boundary."""
-        skipped = offset * array.itemsize
-        copy = np.empty(skipped + array.nbytes, np.uint8)[skipped:].view(array.dtype)
-        copy = copy.reshape(array.shape)
-        copy[...] = array
-        copy.flags.writeable = False
-        return copy
-
-    def poisoned(self, shape, dtype, like=None, *, offset=0):
-        """Allocate a result of any old content between guard bytes."""
-        dtype = np.dtype(dtype)
-        size = math.prod(shape) * dtype.itemsize
-        memory = np.full(64 + 2 * GUARD + offset * dtype.itemsize + size, GUARD_BYTE, np.uint8)
-        start = -memory.ctypes.data % 64 + GUARD + offset * dtype.itemsize
-        self._guarded.append((memory, start, start + size))
-        content = memory[start : start + size]
-        content[:] = self.poison
-        return content.view(dtype).reshape(shape)
-
-    def check(self):
-        """Assert that nothing was written outside the results."""
-        for memory, start, end in self._guarded:
-            changed = memory != GUARD_BYTE
-            changed[start:end] = False
-            assert not changed.any(), f"byte {changed.argmax() - start} of {end - start} written"
 
 
 class Workspace:
@@ -114,13 +79,6 @@ def device(launch, multiprocessors, memory):
         yield prepared, launched
     if launch is host_cuda.launch:
         workspace.check(sum(stem == "reduce_mask" for stem, *_ in launched))
-
-
-def signature_of(array):
-    """What a plan may depend on, as for CuPy arrays."""
-    if array is None:
-        return None
-    return array.shape, array.dtype, array.flags.c_contiguous, array.ctypes.data % 16
 
 
 def arguments(case):

@@ -71,6 +71,7 @@ def test_a_refusal_does_not_depend_on_what_was_accepted_before(xp):
         ("sparse_gather", {"bsize": 4.0}),
         ("sparse_gather", {"boffset": (0.0, False)}),
         ("sparse_scatter", {"bsize": 4.0}),
+        ("fused_conv", {"bsize": 4.0}),
         ("reduce_mask", {"block_count": (2.0, 2)}),
         ("reduce_mask", {"bsize": (4, 4.0)}),
     ]:
@@ -125,7 +126,9 @@ def test_overlapping_add_needs_atomic(xp, function, bstride):
 
 
 def test_a_read_only_out_is_refused():
-    for function, shape in [("sparse_gather", (3, 4, 4, 2)), ("sparse_scatter", (1, 8, 8, 2))]:
+    shapes = [("fused_conv", (1, 8, 8, 4)), ("sparse_conv2d", (1, 8, 8, 4))]
+    shapes += [("sparse_gather", (3, 4, 4, 2)), ("sparse_scatter", (1, 8, 8, 2))]
+    for function, shape in shapes:
         out = ramp(*shape)
         out.flags.writeable = False
         arguments = dict(VALID[function])
@@ -146,6 +149,14 @@ def test_out_may_not_share_memory_with_an_input(xp):
     refuses(ShapeError, r"\bout\b.*blocks", scatter, blocks, **table, x=x, bsize=4, out=x)
     blocks = xp.asarray(ramp(3, 4, 4, 2))
     refuses(ShapeError, r"\bout\b.*\bx\b", scatter, blocks, **table, x=x, bsize=4, out=shifted)
+    arguments = valid_call(xp, "sparse_conv2d") | {"x": x}
+    base, out = whole[256:512].reshape(1, 8, 8, 4), whole[258:514].reshape(1, 8, 8, 4)
+    refuses(ShapeError, r"\bout\b.*\bbase\b", sbnet_cupy.sparse_conv2d, **arguments, base=base,
+            out=out)  # fmt: skip
+    out = whole[64:320].reshape(1, 8, 8, 4)
+    for function in ("sparse_conv2d", "fused_conv"):
+        arguments = valid_call(xp, function) | {"x": x, "out": out}
+        refuses(ShapeError, r"\bout\b.*\bx\b", getattr(sbnet_cupy, function), **arguments)
 
 
 def test_projection_is_needed_where_channels_change(xp):

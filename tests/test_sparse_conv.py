@@ -1,6 +1,7 @@
 """sparse_conv2d and mask_conv2d: the dense value on active blocks, the base elsewhere."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +9,12 @@ import conv_oracles as oracles
 import numpy as np
 import pytest
 from assertions import assert_same, to_numpy
+from conftest import Library
 from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import FLOATS, MASK_DTYPES
 
-from sbnet_cupy import ShapeError, calc_block_params, reduce_mask
+from sbnet_cupy import PackedWeights, ShapeError, calc_block_params, reduce_mask
 from sbnet_cupy.layers.sparse_conv import mask_conv2d, sparse_conv2d
 from sbnet_cupy.ops.activation import ACTIVATIONS
 
@@ -103,9 +105,18 @@ def cases(draw):
     )
 
 
-@given(case=cases(), based=st.booleans())
-@example(case=Case(strides=(2, 2), padding="VALID", density=1.0), based=True)
-def test_dense_where_active_and_base_elsewhere(xp, case, based):
+METHODS = st.sampled_from(["auto", "gather", "fused"])
+
+
+def method_on(xp, method):
+    """On a GPU each drawn case would compile a kernel; test_fused_conv.py has fixed ones."""
+    return "gather" if xp.name == "cupy" else method
+
+
+@given(case=cases(), based=st.booleans(), method=METHODS)
+@example(case=Case(strides=(2, 2), padding="VALID", density=1.0), based=True, method="auto")
+@example(case=Case(strides=(2, 2), padding="VALID", density=1.0), based=False, method="fused")
+def test_dense_where_active_and_base_elsewhere(xp, case, based, method):
     """The base is NaN: no inactive pixel is written, and every active one is."""
     x, w = case.data()
     dense = oracles.conv2d(x, w, case.strides, case.padding)
@@ -113,7 +124,7 @@ def test_dense_where_active_and_base_elsewhere(xp, case, based):
     elsewhere = np.full(dense.shape, np.nan if based else 0)
     order = ORDER[case.data_format]
     base = xp.asarray(elsewhere.astype(case.dtype).transpose(order)) if based else None
-    y = case.run(xp, x, w, base=base)
+    y = case.run(xp, x, w, base=base, method=method_on(xp, method))
     expected = np.where(active[..., None], dense, elsewhere).astype(case.dtype)
     assert_same(y, xp.writable(expected.transpose(order)), allow_nan=based, signed_zero=False)
     if based:
@@ -123,8 +134,10 @@ def test_dense_where_active_and_base_elsewhere(xp, case, based):
         assert active.all()
 
 
-@given(case=cases(), activation=st.sampled_from(ACTIVATIONS), biased=st.booleans())
-def test_bias_and_activation(xp, case, activation, biased):
+@given(
+    case=cases(), activation=st.sampled_from(ACTIVATIONS), biased=st.booleans(), method=METHODS
+)
+def test_bias_and_activation(xp, case, activation, biased, method):
     x, w = case.data(whole=False)
     bias = np.random.default_rng(case.seed).standard_normal(case.channels).astype(np.float32)
     bias = bias if biased else None
@@ -137,7 +150,7 @@ def test_bias_and_activation(xp, case, activation, biased):
     expected = oracles.Bounded(*(np.where(active, a, 0).transpose(ORDER[case.data_format])
                                  for a in z))  # fmt: skip
     bias = None if bias is None else xp.asarray(bias)
-    y = case.run(xp, x, w, bias=bias, activation=activation)
+    y = case.run(xp, x, w, bias=bias, activation=activation, method=method_on(xp, method))
     oracles.assert_within(to_numpy(y), expected)
 
 
@@ -163,13 +176,77 @@ def test_from_a_mask(xp, pixels, capacity):
         assert written[reached > 0].all()  # every output that a set pixel reaches
 
 
-@pytest.mark.parametrize("method", ["auto", "gather"])
+@pytest.mark.parametrize("method", ["auto", "gather", "fused"])
 @pytest.mark.parametrize("precision", [None, "ieee", "tf32"])
 def test_methods_and_precisions(xp, method, precision):
     case = Case(density=1.0)
     x, w = case.data()
     y = case.run(xp, x, w, method=method, precision=precision)
     assert_same(y, xp.writable(oracles.conv2d(x, w).astype(np.float32)), signed_zero=False)
+
+
+@pytest.mark.parametrize("method", ["auto", "gather", "fused"])
+@pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])
+def test_out_and_base(xp, method, data_format):
+    """``out`` receives everything; ``out=base`` keeps what is not active."""
+    case = Case(data_format=data_format)
+    x, w = case.data()
+    dense = oracles.conv2d(x, w)
+    active = oracles.active_outputs(dense.shape[:3], case.indices()[2], case.params.bsize_out)
+    order, nan = ORDER[data_format], np.full(dense.shape, np.nan, np.float32)
+
+    def expected(elsewhere):
+        image = np.where(active[..., None], dense, elsewhere).astype(np.float32)
+        return xp.writable(image.transpose(order))
+
+    out = xp.writable(nan.transpose(order))
+    assert case.run(xp, x, w, out=out, method=method) is out
+    assert_same(out, expected(0), signed_zero=False)
+    out = xp.writable(nan.transpose(order))
+    base = xp.asarray(np.full(dense.shape, 7, np.float32).transpose(order))
+    assert case.run(xp, x, w, base=base, out=out, method=method) is out
+    assert_same(out, expected(7), signed_zero=False)
+    assert (to_numpy(base) == 7).all()
+    out = xp.writable(nan.transpose(order))
+    assert case.run(xp, x, w, base=out, out=out, method=method) is out
+    assert_same(out, expected(np.nan), allow_nan=True, signed_zero=False)
+
+
+@pytest.mark.parametrize("method", ["auto", "gather", "fused"])
+def test_packed_weights(xp, method):
+    """With their own scale, bias, format and precision."""
+    case = Case(w_format="OIHW", image=(2, 9, 11, 8), channels=8)
+    x, w = case.data()
+    scale, bias = np.full(8, 2, np.float32), np.arange(8, dtype=np.float32)
+    tables = {"scale": xp.asarray(scale), "bias": xp.asarray(bias)}
+    w = xp.asarray(w.transpose(ORDER["OIHW"]))
+    weights = PackedWeights(w, **tables, w_format="OIHW", precision="tf32")
+    indices = tuple(map(xp.asarray, case.indices()[:2]))
+    dense = oracles.conv2d(*case.data()) * scale + bias
+    active = oracles.active_outputs(dense.shape[:3], case.indices()[2], case.params.bsize_out)
+    expected = xp.writable((dense * active[..., None]).astype(np.float32))
+    for _ in range(2):
+        y = sparse_conv2d(xp.asarray(x), weights, indices, case.params, method=method)
+        assert_same(y, expected, signed_zero=False)
+    with pytest.raises(ValueError, match="bias must be None"):
+        sparse_conv2d(xp.asarray(x), weights, indices, case.params, bias=tables["bias"])
+
+
+@pytest.mark.gpu
+def test_auto_is_fused_where_there_is_a_kernel(require, monkeypatch):
+    cupy = require("gpu")
+    module, called = sys.modules["sbnet_cupy.layers.sparse_conv"], []
+    fused_conv = module.fused_conv
+
+    def count_calls(*args, **options):
+        called.append(1)
+        return fused_conv(*args, **options)
+
+    monkeypatch.setattr(module, "fused_conv", count_calls)
+    for dtype, count in ((np.float16, 1), (np.float64, 1), (np.float32, 2)):
+        case = Case(dtype=np.dtype(dtype))
+        case.run(Library("cupy", cupy), *case.data())
+        assert len(called) == count
 
 
 def test_corrupt_rows_are_dropped(xp):

@@ -1,4 +1,4 @@
-"""Convolution of the active blocks of an image: gather, convolve the stack, scatter."""
+"""Convolution of the active blocks of an image: by one kernel, or gather, convolve, scatter."""
 
 import numpy as np
 
@@ -6,14 +6,20 @@ from .._arrays import (
     array_function,
     check_array,
     check_contiguous,
+    check_out,
     compute_dtype,
     empty,
+    is_cupy,
     namespace,
 )
 from ..blocks import BlockParams, calc_block_params
 from ..errors import DTypeError, ShapeError
+from ..ops._copy_plan import same_memory
+from ..ops._grid import check_indices
+from ..ops._packed_weights import resolve_weights
 from ..ops.active_blocks import ActiveBlocks
 from ..ops.conv2d import conv2d, resolve_problem
+from ..ops.fused_conv import fused_conv, missing_kernel, require_kernel
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import sparse_scatter
 
@@ -33,6 +39,7 @@ def sparse_conv2d(
     data_format="NHWC",
     w_format="HWIO",
     precision=None,
+    out=None,
     method="auto",
 ):
     """Convolve an image where its blocks are active.
@@ -45,8 +52,9 @@ def sparse_conv2d(
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
         Images; float16, bfloat16, float32 or float64. C-contiguous.
-    w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
-        Kernel, of the dtype of ``x``.
+    w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``, or PackedWeights
+        Kernel, of the dtype of ``x``. A :class:`PackedWeights` saves the fused method the work of
+        laying it out, and brings its own scale, bias, ``w_format`` and ``precision``.
     indices : ActiveBlocks or (bin_counts, active_block_indices)
         What :func:`reduce_mask` returns for the grid of ``block_params``.
     block_params : BlockParams
@@ -54,15 +62,21 @@ def sparse_conv2d(
     strides, padding, bias, activation, data_format, w_format, precision
         As for :func:`conv2d`.
     base : array of the shape and dtype of the result, optional
-        Values outside active blocks, for example the previous frame's result. Never modified.
+        Values outside active blocks, for example the previous frame's result. Modified only when
+        it is also ``out``.
+    out : array of the shape and dtype of the result, optional
+        Receives the result, and is returned. ``out=base`` works in place: outside active blocks
+        nothing is touched.
     method : "auto", "gather" or "fused"
-        "gather" gathers blocks, convolves the stack and scatters the results; "fused" would be a
-        single kernel, of which there is none yet; "auto" chooses.
+        "gather" gathers blocks, convolves the stack and scatters the results; "fused" is
+        :func:`fused_conv`, from image to image; "auto" is "fused" for CuPy arrays that it has a
+        kernel for, else "gather". "gather" takes the arrays of a PackedWeights as they are at the
+        time.
 
     Returns
     -------
     y : array, shape (N, H', W', K), or (N, K, H', W')
-        Fresh memory, in the dtype, in the library and on the device of ``x``.
+        In the dtype, in the library and on the device of ``x``.
 
     Raises
     ------
@@ -71,7 +85,7 @@ def sparse_conv2d(
     DTypeError
         If dtypes differ or are not floating.
     NotImplementedError
-        If ``method`` is "fused".
+        If ``method`` is "fused" and there is no such CUDA kernel; the message says why.
 
     Source: Ren et al. 2018, arXiv:1801.02108, section 3.
 
@@ -95,34 +109,65 @@ def sparse_conv2d(
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
     """
-    check_method(method)
-    problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
+    if method != "fused":
+        check_method(method)
+    weights = resolve_weights(w, None, bias, w_format, precision)
+    options = (activation, data_format, weights.w_format, weights.precision)
+    problem = resolve_problem(x, weights.w, strides, padding, *options)
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
     calculated = (image_hw, problem.kernel, problem.strides, padding)
     check_block_params(block_params, calc_block_params, *calculated)
     shape = (x.shape[0], *problem.out_shape)
     check_base(base, shape, x)
-    bin_counts, active_block_indices = split_indices(indices)
+    indices = split_indices(indices)
+    check_indices(*indices, like=x)
+    if out is not None:
+        _check_out(out, shape, x, weights, indices, base)
 
+    kernel_for = (x, problem, block_params.bsize_out, len(indices[1]))
+    if method == "auto":
+        method = "fused" if is_cupy(x) and missing_kernel(*kernel_for) is None else "gather"
+    elif method == "fused" and is_cupy(x):
+        require_kernel(*kernel_for)
+    y = _background(shape, x, base, out)
+    if method == "gather":
+        return _gathered(x, weights, indices, block_params, problem, y)
+    return fused_conv(
+        x, w, *indices, bsize=block_params.bsize_out, strides=strides, padding=padding, bias=bias,
+        activation=activation, data_format=data_format, w_format=w_format, precision=precision,
+        out=y,
+    )  # fmt: skip
+
+
+def _background(shape, x, base, out):
+    """Return ``out``, or fresh memory, holding the base, or 0."""
+    if out is None:
+        out = empty(shape, x.dtype, x)
+    if base is None:
+        out.fill(0)
+    elif not same_memory(out, base):
+        out[...] = base
+    return out
+
+
+def _gathered(x, weights, indices, block_params, problem, y):
+    """Gather blocks, convolve the stack, scatter the results over ``y``."""
+    data_format = "NHWC" if problem.channels_last else "NCHW"
     layout = {"data_format": data_format, "transpose": not problem.channels_last}  # NHWC stacks
     blocks = sparse_gather(
         x,
-        bin_counts,
-        active_block_indices,
+        *indices,
         bsize=block_params.bsize,
         boffset=block_params.boffset,
         bstride=block_params.bstride,
         **layout,
     )
-    options = {"bias": bias, "activation": activation, "precision": precision}
-    blocks = conv2d(blocks, w, strides=strides, padding="VALID", w_format=w_format, **options)
-    y = None
-    if base is None:
-        y = base = zeros(shape, x)
-    return sparse_scatter(
-        blocks, bin_counts, active_block_indices, base,
-        bsize=block_params.bsize_out, out=y, **layout,
+    blocks = conv2d(
+        blocks, weights.w, strides=problem.strides, padding="VALID", scale=weights.scale,
+        bias=weights.bias, activation=problem.activation, w_format=weights.w_format,
+        precision=weights.precision,
     )  # fmt: skip
+    return sparse_scatter(blocks, *indices, y, bsize=block_params.bsize_out, **layout, out=y)
 
 
 @array_function
@@ -248,8 +293,10 @@ def split_indices(indices):
     return indices
 
 
-def zeros(shape, like):
-    """Allocate zeros in the dtype and library of ``like``."""
-    array = empty(shape, like.dtype, like)
-    array[...] = 0
-    return array
+def _check_out(out, shape, x, weights, indices, base):
+    """Check ``out``: it may be base, and overlap nothing else."""
+    inputs = [("x", x), ("w", weights.w), ("bias", weights.bias), ("scale", weights.scale)]
+    inputs += zip(("bin_counts", "active_block_indices"), indices, strict=True)
+    if base is not None and not same_memory(out, base):
+        inputs.append(("base", base))
+    check_out(out, shape, x.dtype, x, inputs)

@@ -17,7 +17,8 @@ class Device(NamedTuple):
     multiprocessors: int
     shared_bytes: int  # of dynamic shared memory that a thread block may have
     hopper: bool  # wgmma
-    bulk_copy: bool = False
+    bulk_copy: bool  # cp.async.bulk
+    tensor_floats: bool = True  # tensor cores that take bfloat16 and tf32, not float16 alone
 
 
 class Case(NamedTuple):
@@ -47,6 +48,7 @@ class ConvPlan(NamedTuple):
     resident: bool
     chunks: int  # of input channels
     blocks: int  # thread blocks for which a multiprocessor must have registers
+    bulk_copy: bool  # whether one thread starts the copy of resident weights
 
     @property
     def threads(self):
@@ -82,7 +84,7 @@ class ConvPlan(NamedTuple):
             self.engine, case.element, self.planes, self.slice, *self.tile, *case.kernel,
             *case.strides, *self.warps, self.stages, self.resident, case.vectors_in,
             case.vectors_out, case.element == "float" and not case.ieee, case.activation,
-            self.blocks,
+            self.blocks, self.bulk_copy,
         )  # fmt: skip
 
     def pack_template(self, case):
@@ -109,6 +111,7 @@ def _device(number):
         shared_bytes=device.attributes["MaxSharedMemoryPerBlockOptin"],
         hopper=capability == 90,
         bulk_copy=capability >= 90,
+        tensor_floats=capability >= 80,
     )
 
 
@@ -169,8 +172,9 @@ def _candidates(case, device):
                         continue
                 for stages in (1, 2) if resident else (2,):
                     plan = ConvPlan(
-                        engine, own, group * 8, tile, warps, stages, resident, -(-planes // own), 1
-                    )
+                        engine, own, group * 8, tile, warps, stages, resident, -(-planes // own), 1,
+                        device.bulk_copy,
+                    )  # fmt: skip
                     if _fits(plan, case, device):
                         found = True
                         yield plan._replace(blocks=_resident(plan, case, device))

@@ -76,6 +76,20 @@ class PackedWeights(Packed):
         return self.packed("plain", pack)
 
 
+def resolve_weights(w, scale, bias, w_format, precision):
+    """Return the weights as a PackedWeights; what stands beside one must not contradict it."""
+    if not isinstance(w, PackedWeights):
+        return PackedWeights(w, scale=scale, bias=bias, w_format=w_format, precision=precision)
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None:
+            raise ValueError(f"{name} must be None where w is a PackedWeights; pass it to that one")
+    for name, value, default in (("w_format", w_format, "HWIO"), ("precision", precision, None)):
+        own = getattr(w, name)
+        if value != default and value != own:
+            raise ValueError(f"{name} must be {own!r}, that of the PackedWeights w, got {value!r}")
+    return w
+
+
 @array_function
 def _check_weights(w, scale, bias, w_format):
     """Check dtypes and shapes, of the arrays of any library."""

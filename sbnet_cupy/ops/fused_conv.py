@@ -24,7 +24,7 @@ from ..errors import DTypeError, ShapeError
 from ._copy_plan import address
 from ._fused_plan import Case, current_device, plan_for, tiles_of_block
 from ._grid import CHUNK_BYTES, check_indices, resolve_grid
-from ._packed_weights import PackedWeights, prepare_pack
+from ._packed_weights import PackedWeights, prepare_pack, resolve_weights
 from ._plans import Plans
 from .activation import ACTIVATIONS, apply_activation
 from .conv2d import Problem, conv2d, resolve_problem
@@ -135,7 +135,7 @@ def fused_conv(
         launch(*inputs, out)
         return out
     if launch is None:
-        weights = _resolve_weights(w, scale, bias, w_format, precision)
+        weights = resolve_weights(w, scale, bias, w_format, precision)
         call = _check(inputs, weights, bsize, strides, padding, activation, data_format, expected)
     shape = (launch or call).shape
     named = zip(_ARRAY_NAMES, inputs, strict=True)
@@ -173,28 +173,13 @@ class _Call(NamedTuple):
     rows: int  # that are expected to be active
 
 
-def _resolve_weights(w, scale, bias, w_format, precision):
-    """Return the weights as a PackedWeights; what stands beside one must not contradict it."""
-    if not isinstance(w, PackedWeights):
-        return PackedWeights(w, scale=scale, bias=bias, w_format=w_format, precision=precision)
-    for name, value in (("scale", scale), ("bias", bias)):
-        if value is not None:
-            raise ValueError(f"{name} must be None where w is a PackedWeights; pass it to that one")
-    for name, value, default in (("w_format", w_format, "HWIO"), ("precision", precision, None)):
-        own = getattr(w, name)
-        if value != default and value != own:
-            raise ValueError(f"{name} must be {own!r}, that of the PackedWeights w, got {value!r}")
-    return w
-
-
 def _check(inputs, weights, bsize, strides, padding, activation, data_format, expected):
     """Check all arguments but out; return them resolved."""
     x, w, bin_counts, active_block_indices, *_, residual = inputs
     options = (activation, data_format, weights.w_format, weights.precision)
     problem = resolve_problem(x, w, strides, padding, *options)
     check_indices(bin_counts, active_block_indices, like=x)
-    bsize = resolve_grid(bsize, (0, 0), None).bsize
-    bsize = tuple(max(min(b, n), 1) for b, n in zip(bsize, problem.out_size, strict=True))
+    bsize = _no_larger(resolve_grid(bsize, (0, 0), None).bsize, problem)
     shape = (len(x), *problem.out_shape)
     if residual is not None:
         check_array("residual", residual, shape=shape, like=x)
@@ -238,17 +223,25 @@ def _fused_conv_numpy(x, bin_counts, active_block_indices, residual, out, weight
         sparse_scatter(blocks, *active, out, bsize=bsize, **layout, out=out)
 
 
+def _no_larger(bsize, problem):
+    """Cut blocks to the size of the result, where there is one."""
+    return tuple(max(min(b, n), 1) for b, n in zip(bsize, problem.out_size, strict=True))
+
+
 def missing_kernel(x, problem, bsize, rows):
-    """Return for what there is no kernel; None where these CuPy arrays have one."""
-    if dtype_name(x.dtype) == "float64":
-        return "float64"
+    """Return for what there is no CUDA kernel; None where there is one for ``x``."""
+    if not len(x) or 0 in problem.out_size:
+        return None  # nor is one needed
+    name, device = dtype_name(x.dtype), current_device()
+    if name == "float64" or (name == "bfloat16" and not device.tensor_floats):
+        return f"{name} on this GPU"
     if not x.size:
-        return "images without channels"
+        return f"empty images, x {x.shape}"
     sizes = (*x.shape, *problem.out_shape, *problem.kernel, *problem.strides)
     if max(*sizes, *problem.pads[0], *problem.pads[1]) > _MOST:
         return f"sizes above 2**30, such as those of x {x.shape} with padding {problem.pads}"
-    case = _case(x, problem)
-    plan = plan_for(case, rows, bsize, all_pixels(x, problem), current_device())
+    case, bsize = _case(x, problem, device), _no_larger(bsize, problem)
+    plan = plan_for(case, rows, bsize, all_pixels(x, problem), device)
     if plan is None:
         return f"a window of {problem.kernel} pixels: it does not fit this GPU's shared memory"
     if max(tiles_of_block(bsize, plan.tile), plan.slices(case)) > _MOST_BLOCKS:
@@ -256,12 +249,22 @@ def missing_kernel(x, problem, bsize, rows):
     return None
 
 
-def _case(x, problem, vectors_in=False, vectors_out=False):
-    """Describe the convolution to the planner."""
+def require_kernel(x, problem, bsize, rows):
+    """Raise NotImplementedError, saying why, where there is no CUDA kernel for ``x``."""
+    missing = missing_kernel(x, problem, bsize, rows)
+    if missing is not None:
+        raise NotImplementedError(
+            f"fused_conv has no CUDA kernel for {missing}; use sparse_conv2d with method='gather'"
+        )
+
+
+def _case(x, problem, device, vectors_in=False, vectors_out=False):
+    """Describe the convolution to the planner; without tensor cores for tf32 it is IEEE."""
+    tf32 = problem.tf32 and device.tensor_floats
     return Case(
         element=_kernels.cpp_name(x.dtype, "x"),
         element_bytes=x.dtype.itemsize,
-        ieee=dtype_name(x.dtype) == "float32" and not problem.tf32,
+        ieee=dtype_name(x.dtype) == "float32" and not tf32,
         channels=x.shape[3 if problem.channels_last else 1],
         channels_out=problem.channels_out,
         kernel=problem.kernel,
@@ -293,11 +296,7 @@ class _Launch(NamedTuple):
 def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep):
     """Prepare one launch over the rows of the list; see cuda_src/fused_conv.cu."""
     problem, bsize = call.problem, call.bsize
-    reason = missing_kernel(x, problem, bsize, call.rows)
-    if reason is not None:
-        raise NotImplementedError(
-            f"fused_conv has no CUDA kernel for {reason}; use sparse_conv2d with method='gather'"
-        )
+    require_kernel(x, problem, bsize, call.rows)
 
     def whole_vectors(channels, *arrays):
         multiples = (channels * x.dtype.itemsize, *(address(a) for a in arrays if a is not None))
@@ -305,8 +304,9 @@ def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep
 
     channels = x.shape[3 if problem.channels_last else 1]
     vectors = whole_vectors(channels, x), whole_vectors(problem.channels_out, out, residual)
-    case = _case(x, problem, *vectors)
-    plan = plan_for(case, call.rows, bsize, all_pixels(x, problem), current_device())
+    device = current_device()
+    case = _case(x, problem, device, *vectors)
+    plan = plan_for(case, call.rows, bsize, all_pixels(x, problem), device)
     rows = len(active_block_indices)
     blocks = tuple(-(-n // b) for n, b in zip(problem.out_size, bsize, strict=True))
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]

@@ -1,0 +1,51 @@
+"""The instantiations of fused_conv for the paper's four stages, as each GPU's planner has them.
+
+They depend on the GPU: on its shared memory, its multiprocessors and its instructions.
+"""
+
+import itertools
+
+from sbnet_cupy.ops._fused_plan import Case, Device, plan_for
+
+_KIB = 1 << 10
+DEVICES = {  # of each architecture the most common
+    "sm_75": Device(40, 64 * _KIB, hopper=False, bulk_copy=False, tensor_floats=False),
+    "sm_80": Device(108, 163 * _KIB, hopper=False, bulk_copy=False),
+    "sm_86": Device(84, 99 * _KIB, hopper=False, bulk_copy=False),
+    "sm_89": Device(128, 99 * _KIB, hopper=False, bulk_copy=False),
+    "sm_90a": Device(132, 227 * _KIB, hopper=True, bulk_copy=True),
+    "sm_100": Device(148, 227 * _KIB, hopper=False, bulk_copy=True),
+    "sm_120": Device(170, 99 * _KIB, hopper=False, bulk_copy=True),
+}
+# Output pixels, block, channels of the 3x3 convolutions.
+STAGES = (
+    (400 * 700, (16, 16), 24),
+    (200 * 350, (8, 8), 48),
+    (100 * 175, (8, 8), 64),
+    (50 * 88, (6, 6), 96),
+)
+NUMBERS = (("Half", 2, False), ("BFloat16", 2, False), ("float", 4, False), ("float", 4, True))
+BLOCKS = (0, 1 << 30)  # few, many
+
+
+def instantiations(arch):
+    """Return the distinct (stem, kernel, template) for an architecture."""
+    found, device = {}, DEVICES[arch]
+    for (pixels, bsize, channels), number, blocks in itertools.product(STAGES, NUMBERS, BLOCKS):
+        case = Case(*number, channels, channels, (3, 3), (1, 1), True, True, 0)
+        plan = plan_for(case, blocks, bsize, pixels, device)
+        for key in (
+            ("fused_conv", "fused_conv", plan.template(case)),
+            ("fused_conv", "pack_weights", plan.pack_template(case)),
+        ):
+            if launched(arch, *key):
+                found[key] = None
+    return list(found)
+
+
+def launched(arch, stem, kernel, template):
+    """Whether the ops would launch an instantiation on the GPUs of an architecture."""
+    if kernel != "fused_conv" or DEVICES[arch].tensor_floats:
+        return True
+    engine, element = template[:2]
+    return engine == "Fma" or element == "Half"

@@ -1,0 +1,49 @@
+"""Memory for kernels that run on the host shim: it shows accesses outside of arrays."""
+
+import math
+
+import numpy as np
+
+GUARD, GUARD_BYTE = 256, 0x5A
+
+
+class Memory:
+    """Arrays for one run, placed so that accesses outside of them show."""
+
+    def __init__(self, poison=0):
+        self.poison = poison
+        self._guarded = []
+
+    def read_only(self, array, offset=0):
+        """Copy to memory that ends with the array, ``offset`` elements off a 16-byte boundary."""
+        skipped = offset * array.itemsize
+        copy = np.empty(skipped + array.nbytes, np.uint8)[skipped:].view(array.dtype)
+        copy = copy.reshape(array.shape)
+        copy[...] = array
+        copy.flags.writeable = False
+        return copy
+
+    def poisoned(self, shape, dtype, like=None, *, offset=0):
+        """Allocate a result of any old content between guard bytes."""
+        dtype = np.dtype(dtype)
+        size = math.prod(shape) * dtype.itemsize
+        memory = np.full(64 + 2 * GUARD + offset * dtype.itemsize + size, GUARD_BYTE, np.uint8)
+        start = -memory.ctypes.data % 64 + GUARD + offset * dtype.itemsize
+        self._guarded.append((memory, start, start + size))
+        content = memory[start : start + size]
+        content[:] = self.poison
+        return content.view(dtype).reshape(shape)
+
+    def check(self):
+        """Assert that nothing was written outside the results."""
+        for memory, start, end in self._guarded:
+            changed = memory != GUARD_BYTE
+            changed[start:end] = False
+            assert not changed.any(), f"byte {changed.argmax() - start} of {end - start} written"
+
+
+def signature_of(array):
+    """What a plan may depend on, as for CuPy arrays."""
+    if array is None:
+        return None
+    return array.shape, array.dtype, array.flags.c_contiguous, array.ctypes.data % 16
