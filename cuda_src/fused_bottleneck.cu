@@ -41,6 +41,10 @@ struct Unit3 {
 
 // ---------------------------------------------------------------------------- packed weights
 
+// Bottleneck channels that fill up MID are 0 whatever x holds, infinities included: their weights are 1
+// and their scale is -1, so that relu sees the negative of a sum of numbers >= 0. NaN alone comes through,
+// and reaches every channel anyway. With weights of 0 an infinity would become NaN.
+//
 // The words of a lane's 16 bytes of x are its fragments of two steps of K: in a chunk of 64 bytes,
 // word t of unit `u` (0..3) holds the numbers of word 4 t + u of the image.
 template <class U, typename T, bool ROUND>
@@ -51,7 +55,10 @@ DEVICE uint4 pack_unit(const T* __restrict__ w, i64 u, int column, i64 C, i64 K,
     for (int e = 0; e < U::LANES; ++e) {
         const int t = e / PER_WORD;
         const i64 c = u / 4 * (4 * U::LANES) + (4 * t + u % 4) * PER_WORD + e % PER_WORD;
-        if (c < C && first_column + column < K) value.element[e] = w[c * K + first_column + column];
+        if (first_column + column >= K)
+            value.element[e] = from_compute<T>(1.0f);
+        else if (c < C)
+            value.element[e] = w[c * K + first_column + column];
         if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
     }
     return value.vector;
@@ -66,7 +73,10 @@ DEVICE uint4 pack_tap(const T* __restrict__ w, int u, i64 k, i64 C, i64 K) {
 #pragma unroll
     for (int e = 0; e < LANES; ++e) {
         const i64 c = unit.plane * LANES + e;
-        if (u < H::UNITS && c < C && k < K) value.element[e] = w[(unit.tap * C + c) * K + k];
+        if (u < H::UNITS && k >= K)
+            value.element[e] = from_compute<T>(1.0f);
+        else if (u < H::UNITS && c < C)
+            value.element[e] = w[(unit.tap * C + c) * K + k];
         if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
     }
     return value.vector;
@@ -83,8 +93,8 @@ __global__ void __launch_bounds__(256)
     using Channels = ::Columns<T, COLUMNS / 8>;
     const int rank = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     u8* const out = packed + static_cast<i64>(rank) * U::PACKED;
-    const auto table = [&](int at, const float* values, i64 first, int count, i64 limit) {
-        if (i < count) reinterpret_cast<float*>(out)[at + i] = first + i < limit ? values[first + i] : 0.0f;
+    const auto table = [&](int at, const float* values, i64 first, int count, i64 limit, float beyond = 0.0f) {
+        if (i < count) reinterpret_cast<float*>(out)[at + i] = first + i < limit ? values[first + i] : beyond;
     };
     if constexpr (TIGHT) {  // each in the first half of its place
         if (i < U::CIN) {
@@ -95,9 +105,9 @@ __global__ void __launch_bounds__(256)
         table(0, scale1, 0, U::CIN, C);
         table(U::CIN, shift1, 0, U::CIN, C);
     }
-    table(2 * U::CIN, scale2, rank * U::NS, U::NS, Cmid);
+    table(2 * U::CIN, scale2, rank * U::NS, U::NS, Cmid, -1.0f);
     table(2 * U::CIN + U::NS, shift2, rank * U::NS, U::NS, Cmid);
-    table(2 * U::CIN + 2 * U::NS, scale3, rank * U::NS, U::NS, Cmid);
+    table(2 * U::CIN + 2 * U::NS, scale3, rank * U::NS, U::NS, Cmid, -1.0f);
     table(2 * U::CIN + 3 * U::NS, shift3, rank * U::NS, U::NS, Cmid);
     const int vector = i * 16 + U::W1;
     if (vector >= U::PACKED) return;
@@ -238,13 +248,14 @@ struct Residual {
 };
 
 // Wait for one of three groups of packed weights (tables and w1; w2; w3), the first time round.
+template <bool BULK>
 struct Arrival {
     u64* barriers;
     bool pending;
     template <int GROUP>
     DEVICE void wait() const {
         if (!pending) return;
-        if constexpr (HAS_BULK_COPY) {
+        if constexpr (BULK) {
             barrier_wait(barriers + GROUP, 0);
         } else {
             copy_async_wait<2 - GROUP>();
@@ -255,7 +266,7 @@ struct Arrival {
 
 template <template <typename, class, int, int, int, int> class Engine, typename T, int CHUNKS, int MID, int TH, int TW,
           int CLUSTER, int WARPS, int WK1, int WM2, int WN2, int WK2, int WM3, int COLUMNS, int AHEAD, bool TIGHT,
-          bool ROUND, int BLOCKS>
+          bool ROUND, int BLOCKS, bool BULK>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     fused_bottleneck(const T* __restrict__ x, const u8* __restrict__ packed, const int* __restrict__ bin_counts,
                      const int* __restrict__ indices, T* __restrict__ y, i64 M, i64 N, i64 C_, i64 H_, i64 W_,
@@ -293,7 +304,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     {
         const u8* const mine = packed + static_cast<i64>(rank) * U::PACKED;
         constexpr int begin[4] = {0, U::W2, U::W3, U::PACKED};
-        if constexpr (HAS_BULK_COPY) {
+        if constexpr (BULK) {
             if (threadIdx.x == 0) {
 #pragma unroll
                 for (int i = 0; i < 3; ++i) barrier_init(barriers + i, 1);
@@ -319,7 +330,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     __syncthreads();               // the barriers are there
     Cluster<CLUSTER>::arrive();  // h1 may be stored to other blocks once they have all come here
 
-    for (Arrival arrival{barriers, true};; arrival.pending = false) {
+    for (Arrival<BULK> arrival{barriers, true};; arrival.pending = false) {
         const Tile tile = tiles.take();
         const bool any = tile.rows > 0;
         const int y0 = tile.p - 1, x0 = tile.q - 1;

@@ -40,6 +40,7 @@ class UnitPlan(NamedTuple):
     columns: int  # output channels made at a time
     ahead: int  # chunks of x in flight
     blocks: int  # thread blocks on a multiprocessor
+    bulk_copy: bool  # whether one thread starts the copy of the weights
 
     @property
     def threads(self):
@@ -77,7 +78,7 @@ class UnitPlan(NamedTuple):
         return (
             self.engine, case.element, self.chunks, self.mid, *self.tile, self.cluster, self.warps,
             self.split1, *self.second, self.rows3, self.columns, self.ahead, case.tight,
-            case.element == "float", self.blocks,
+            case.element == "float", self.blocks, self.bulk_copy,
         )  # fmt: skip
 
     def pack_template(self, case):
@@ -100,7 +101,7 @@ def plan_bottleneck(case, blocks, bsize, device):
             continue
         room = (device.shared_bytes + 1024) // (plan.shared_bytes(case) + 1024)
         if room >= resident:
-            return plan._replace(blocks=resident)
+            return plan._replace(blocks=resident, bulk_copy=device.bulk_copy)
     return None
 
 
@@ -151,7 +152,7 @@ def _plan(case, tile, warps, cluster, wide):
     ahead = max(a for a in range(1, 7 if lanes == 8 else 5) if chunks // split1 % a == 0)
     return UnitPlan(
         "WarpGroup" if wide else "MmaSync", chunks, mid, tile, cluster, warps, split1, second,
-        rows3, columns, ahead, 1,
+        rows3, columns, ahead, 1, False,
     )  # fmt: skip
 
 
