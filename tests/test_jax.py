@@ -229,12 +229,13 @@ def test_inputs_are_read_only_and_their_address_is_known(jax, sbj):
         return np.asarray(buffer)
 
     _address = _callbacks.address
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_callbacks, "_numpy_view", address)
-        _callbacks.call(lambda *_: None, 0, [jax.ShapeDtypeStruct((3,), BFLOAT16)], ())
-        jax.effects_barrier()
-    (y,) = _callbacks.call(body, 0, [jax.ShapeDtypeStruct((3,), "f4")], (jax.numpy.ones(3),),
-                           scratch=7)  # fmt: skip
+    with jax.default_device(jax.devices("cpu")[0]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_callbacks, "_numpy_view", address)
+            half = jax.ShapeDtypeStruct((3,), BFLOAT16)
+            _callbacks.call(lambda *_: None, 0, [half], ())[0].block_until_ready()
+        single = jax.ShapeDtypeStruct((3,), np.float32)
+        (y,) = _callbacks.call(body, 0, [single], (jax.numpy.ones(3),), scratch=7)
     assert (y == 1).all() and found["writeable"] == [True, False, 7]
     assert found["address"][0] == found["address"][1]
 
@@ -261,6 +262,29 @@ def test_scratch_is_enough_for_overlapping_blocks(monkeypatch):
         scatter_op._scatter_overlap_cuda(blocks, COUNT, ROWS, x, layout, grid, True)
         heads, links = launched[-1][3:5]
         assert (heads.nbytes, links.nbytes) == scatter_op.scratch_sizes(len(ROWS), layout, grid)
+
+
+def test_the_cuda_kernels_inside_jit(sbj, jax, require):
+    """What a GPU would run, the kernels with our scratch, run on the CPU: the bits of NumPy."""
+    require("g++")
+    import host_cuda
+    from test_cuda_on_host import Memory, device
+
+    def chain(module, x, mask):
+        active = module.reduce_mask(mask, (4, 4), capacity=20, **OVERLAP)
+        blocks = module.sparse_gather(x, *active, activation="relu", **OVERLAP)
+        y = module.sparse_scatter(blocks, *active, x, **OVERLAP)
+        y = module.sparse_scatter(blocks, *active, y, add=True, atomic=True, **OVERLAP)
+        return module.sparse_scatter(blocks, *active, y, bsize=(4, 5))
+
+    expected = chain(sb, X, MASK)
+    jitted = jax.jit(functools.partial(chain, sbj))
+    x, mask = jax.device_put((X, MASK), jax.devices("cpu")[0])
+    with device(lambda *call: host_cuda.launch(*call), 132, Memory()) as (_, launched):
+        for _ in range(2):
+            same(jitted(x, mask).block_until_ready(), expected)
+    kernels = [kernel.partition("_")[0] for _, kernel, _ in launched]
+    assert kernels == ["reduce", "gather", *["scatter"] * 5] * 2  # overlap: link and apply
 
 
 def test_the_same_call_is_compiled_once(sbj, jax):

@@ -63,10 +63,10 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
         Which array (by position) may be the memory of which result, and holds its first contents.
     """
     _check_gpu()
-    structs = [*results, jax.ShapeDtypeStruct((max(scratch, 1),), np.uint8)]
+    extra = [jax.ShapeDtypeStruct((scratch,), np.uint8)] if scratch else []
     found = _buffer_callback(
         _callback(body, spec, bool(scratch)),
-        structs if scratch else structs[:-1],
+        [*results, *extra],
         input_output_aliases=alias,
         command_buffer_compatible=True,
     )(*arrays)

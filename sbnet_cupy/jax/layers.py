@@ -229,8 +229,8 @@ def _input_grid(block_params):
 def _convolve(x, w, strides, padding, precision, w_format="HWIO"):
     """Convolve NHWC images or stacks; half floats give float32.
 
-    On a CPU that is not rounded yet. On a GPU it is: for half floats that give float32, XLA would
-    convert first, and miss the tensor cores.
+    On a CPU that is not rounded yet. On a GPU it is: the tensor cores take half floats, and XLA has
+    them give half floats.
     """
     convolve = functools.partial(
         jax.lax.conv_general_dilated,
@@ -241,9 +241,11 @@ def _convolve(x, w, strides, padding, precision, w_format="HWIO"):
     )
     if x.dtype.itemsize > 2:
         return convolve(x, w)
-    unrounded = functools.partial(convolve, preferred_element_type=jnp.float32)
+
+    def widened(x, w):
+        return convolve(x.astype(jnp.float32), w.astype(jnp.float32))
 
     def rounded(x, w):
         return convolve(x, w).astype(jnp.float32)
 
-    return jax.lax.platform_dependent(x, w, cpu=unrounded, default=rounded)
+    return jax.lax.platform_dependent(x, w, cpu=widened, default=rounded)

@@ -130,7 +130,7 @@ def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset
         return
     launch = _launch(mask, (*sizes, pool["tol"], pool["avgpool"], capacity))
     scratch = scratch[: launch.slots]
-    scratch.data.memset_async(0, scratch.nbytes)
+    scratch.fill(0)
     launch.run(mask, counts, indices, scratch)
 
 
