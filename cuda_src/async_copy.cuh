@@ -162,3 +162,10 @@ DEVICE void dependent_launch() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// First of all in a kernel that may overlap with its neighbours on the stream: begin when the one
+// before has ended, and let the one after be brought in early.
+DEVICE void overlap_launches() {
+    dependent_wait();
+    dependent_launch();
+}

@@ -7,7 +7,7 @@
 //   tiles  the layout changes: a tile of pixels x channels turns in shared memory.
 // Every launch is a persistent grid; the number of active blocks is read on the device.
 #pragma once
-#include "common.cuh"
+#include "async_copy.cuh"
 
 // Geometry of one launch; every kernel takes these as trailing arguments.
 struct Geometry {

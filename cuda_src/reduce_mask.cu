@@ -14,7 +14,7 @@
 // never cleared: a count is valid when its tag is this launch's epoch, which the last thread block
 // advances when all have published. Thread blocks wait only for lower-numbered ones, which the
 // hardware starts first. Launch: 256 threads, `words` words per thread block.
-#include "common.cuh"
+#include "async_copy.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -291,6 +291,7 @@ __global__ void __launch_bounds__(THREADS, LANES == THREADS ? 1 : (sizeof(T) == 
                 u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
                 i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
                 i64 batch, i64 words, i64 fill) {
+    overlap_launches();
     DYNAMIC_SHARED(u32, flags);           // [words]
     int* const ranks = reinterpret_cast<int*>(flags + words);  // [words]: flags set before a word
     __shared__ int scratch[WARPS];

@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
                 const typename F::Parameter* __restrict__ shift, i64 batch, i64 planes,
                 i64 pixel_bytes, i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h,
                 i64 off_w, i64 str_h, i64 str_w) {
+    overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
     const Runs<BH, BW, sizeof(V), LANES, RUNS, COLS> runs(planes, pixel_bytes, element_bytes);
@@ -105,6 +106,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 3)
     using Shape = Tile<T, V, BH, BW, TI, TJ, VC, TILE_THREADS>;
     using Group = typename Bytes<G * sizeof(T)>::type;
     __shared__ __align__(16) T shared[Shape::TC * Shape::PITCH];
+    overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
     const auto of_image = image_steps<IMAGE_LAST>(g);

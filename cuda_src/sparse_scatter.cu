@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(THREADS, F::READS ? 2 : 4)
                  const int* __restrict__ indices, const V* __restrict__ blocks, i64 batch, i64 planes,
                  i64 pixel_bytes, i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h,
                  i64 off_w, i64 str_h, i64 str_w) {
+    overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const Runs<BH, BW, sizeof(V), LANES, RUNS, COLS> runs(planes, pixel_bytes, element_bytes);
     const i64 count = active_rows(bin_counts, g);
@@ -74,6 +75,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 3)
     using Shape = Tile<T, V, BH, BW, TI, TJ, VC, TILE_THREADS>;
     using Group = typename Bytes<G * sizeof(T)>::type;
     __shared__ __align__(16) T shared[Shape::TC * Shape::PITCH];
+    overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const i64 count = active_rows(bin_counts, g);
     const auto of_image = image_steps<IMAGE_LAST>(g);

@@ -54,7 +54,8 @@ def device(launch, multiprocessors, memory):
     """Send what the ops launch to ``launch``; yield the lists of what was prepared and launched."""
     prepared, launched, workspace = [], [], Workspace()
 
-    def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False):
+    def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False,
+                dependent=False):  # fmt: skip
         prepared.append((stem, kernel, template))
         grid = min(grid, RESIDENT * multiprocessors) if persistent else grid
 

@@ -288,6 +288,7 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
         4,
         (*sizes, *options, int(capacity is not None)),
         shared=8 * plan.words,
+        dependent=True,
     )
     return _Launch(blocks, rows, 1 + plan.thread_blocks, run)
 

@@ -267,6 +267,7 @@ def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):
         6,
         plan.scalars,
         persistent=True,
+        dependent=True,
     )
 
 

@@ -297,6 +297,7 @@ def _sparse_scatter_cuda(blocks, y, layout, grid, add):
         4,
         plan.scalars,
         persistent=True,
+        dependent=True,
     )
 
 
