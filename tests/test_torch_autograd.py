@@ -315,3 +315,16 @@ def test_precision_is_what_is_asked_for_whatever_torchs_flags_say(st, torch, pre
         assert (cudnn.conv.fp32_precision, cudnn.benchmark, cudnn.deterministic) == kept
     finally:
         cudnn.conv.fp32_precision = at_first
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func itself
+def test_forward_mode_is_refused(st, torch):
+    x, listed = image(torch, "NHWC"), table(torch)
+    for run in (
+        lambda: torch.func.jvp(lambda x: st.sparse_gather(x, *listed, **OVERLAP), (x,), (x,)),
+        lambda: torch.func.jvp(
+            lambda x: st.sparse_scatter(x[:1].expand(4, 5, 5, 2), *listed, x, bsize=5), (x,), (x,)
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            run()
