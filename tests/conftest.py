@@ -66,7 +66,9 @@ def _require():
 
 @pytest.fixture(scope="session")
 def torch():
-    return require("torch")
+    module = require("torch")
+    module.set_num_threads(1)  # threads that wait for a core cost more than tiny tensors gain
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Gradients of sbnet_cupy.torch, first and second: against differences, and PyTorch's own."""
 
 import importlib
+import types
 
 import pytest
 from assertions import assert_close, assert_same, to_numpy
@@ -295,3 +296,35 @@ def test_what_is_written_in_place_is_noticed(st, torch, device):
         write(x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("precision", [None, "ieee", "tf32"])
+@pytest.mark.parametrize("users", ["tf32", "ieee", "none"])
+def test_precision_is_what_is_asked_for_whatever_torchs_flags_say(st, torch, precision, users):
+    exactly = importlib.import_module("sbnet_cupy.torch._convolution")._exactly
+    cudnn = torch.backends.cudnn
+    if not hasattr(cudnn, "conv"):
+        pytest.skip("this PyTorch has allow_tf32 alone")
+    at_first = cudnn.conv.fp32_precision
+    try:
+        cudnn.conv.fp32_precision = users
+        kept = (cudnn.conv.fp32_precision, cudnn.benchmark, cudnn.deterministic)
+        with exactly(precision, types.SimpleNamespace(is_cuda=True)):
+            assert cudnn.conv.fp32_precision == (precision or "ieee")
+            assert cudnn.deterministic and not cudnn.benchmark
+        assert (cudnn.conv.fp32_precision, cudnn.benchmark, cudnn.deterministic) == kept
+    finally:
+        cudnn.conv.fp32_precision = at_first
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func itself
+def test_forward_mode_is_refused(st, torch):
+    x, listed = image(torch, "NHWC"), table(torch)
+    for run in (
+        lambda: torch.func.jvp(lambda x: st.sparse_gather(x, *listed, **OVERLAP), (x,), (x,)),
+        lambda: torch.func.jvp(
+            lambda x: st.sparse_scatter(x[:1].expand(4, 5, 5, 2), *listed, x, bsize=5), (x,), (x,)
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            run()

@@ -104,8 +104,7 @@ def close(actual, expected):
 
 @pytest.mark.parametrize("bottleneck", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("size", [(64, 64), (45, 51)], ids=str)
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("size", "last"), [((64, 64), True), ((45, 51), False)], ids=str)
 def test_on_a_full_mask_it_is_the_dense_network(
     st, torch, device, bottleneck, training, size, last
 ):

@@ -50,15 +50,27 @@ class Geometry(NamedTuple):
 
 @contextlib.contextmanager
 def _exactly(precision, x):
-    """Let cuDNN multiply as ``precision`` says, reproducibly; nothing to say elsewhere."""
+    """Let cuDNN multiply as ``precision`` says, reproducibly; nothing to say elsewhere.
+
+    ``torch.backends.cudnn.flags`` will not do: it fails where the user has set ``fp32_precision``.
+    """
     if not x.is_cuda:
         yield
         return
-    tf32 = precision == "tf32"
-    with torch.backends.cudnn.flags(
-        enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32
-    ):
+    cudnn = torch.backends.cudnn
+    wanted = [(cudnn, "benchmark", False), (cudnn, "deterministic", True)]
+    if hasattr(cudnn, "conv"):  # PyTorch 2.9 and newer
+        wanted.append((cudnn.conv, "fp32_precision", precision or "ieee"))
+    else:
+        wanted.append((cudnn, "allow_tf32", precision == "tf32"))
+    before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
+    try:
+        for holder, name, value in wanted:
+            setattr(holder, name, value)
         yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)
 
 
 def _convolve(x, w, strides, precision):

@@ -10,6 +10,7 @@ import inspect
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from .._arrays import ArrayContainer
 from .._libraries import torch_dtype
@@ -159,6 +160,11 @@ def check_tensors(**arguments):
             )
         if not torch.compiler.is_compiling():
             numpy_dtype(value.dtype, name)
+            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+                raise NotImplementedError(
+                    f"{name} has a forward-mode derivative, and the operators of sbnet_cupy have "
+                    "none; use reverse mode, .backward() or torch.autograd.grad"
+                )
 
 
 def check_contiguous(name, tensor):

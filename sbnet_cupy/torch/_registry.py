@@ -1,12 +1,21 @@
-"""How an operator is made known to PyTorch's dispatcher.
+"""How operators are made known to PyTorch's dispatcher, and our containers to its pytrees.
 
 ``torch.library.Library`` and not ``custom_op``: the same operator, at two thirds of the host time.
 """
 
 import torch
 
+from ..blocks import BlockParams
+from ..ops.active_blocks import ActiveBlocks
+from ..ops.bottleneck_weights import BottleneckWeights
+
 _LIBRARY = torch.library.Library("sbnet_cupy", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+for _container in (ActiveBlocks, BottleneckWeights):  # so that torch.export takes them as inputs
+    torch.export.register_dataclass(_container)
+if hasattr(torch.utils._pytree, "register_constant"):  # PyTorch 2.7 and newer
+    torch.utils._pytree.register_constant(BlockParams)
 
 
 def apply(operator, recorded, *arguments):
