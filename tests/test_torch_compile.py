@@ -40,10 +40,25 @@ def inputs(torch, device="cpu", seed=0, size=16):
 def chain(st, x, mask, w, capacity=9):
     """Every operator after another; returns tensors."""
     active = st.reduce_mask(mask, PARAMS.bcount, **GRID, capacity=capacity)
-    blocks = st.sparse_gather(x, *active, **GRID, transpose=True)
-    added = st.sparse_scatter(blocks * 2, *active, x, **GRID, add=True, atomic=True, transpose=True)
-    st.sparse_scatter_var(blocks, *active, added, **GRID, transpose=True)
+    pair = active.bin_counts, active.active_block_indices  # PyTorch 2.11 cannot compile *active
+    blocks = st.sparse_gather(x, *pair, **GRID, transpose=True)
+    added = st.sparse_scatter(blocks * 2, *pair, x, **GRID, add=True, atomic=True, transpose=True)
+    st.sparse_scatter_var(blocks, *pair, added, **GRID, transpose=True)
     return active, blocks, added, st.sparse_conv2d(x, w, active, PARAMS, activation="relu")
+
+
+def test_active_blocks_unpack_in_compiled_code(st, torch):
+    """From PyTorch 2.13 on; before, its two arrays are named, as ``chain`` does."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("this PyTorch cannot compile it")
+
+    def unpack(x, mask):
+        active = st.reduce_mask(mask, PARAMS.bcount, **GRID, capacity=9)
+        counts, indices = active
+        return st.sparse_gather(x, counts, indices, **GRID) - st.sparse_gather(x, *active, **GRID)
+
+    x, mask, _ = inputs(torch, "cpu", 0)
+    assert not compiled(torch, unpack)(x, mask).any()
 
 
 def compiled(torch, function, backend="aot_eager", **options):
