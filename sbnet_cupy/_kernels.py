@@ -96,7 +96,9 @@ def prepare(
     """
     import cupy
 
-    key = (cupy.cuda.runtime.getDevice(), stem, kernel, template, shared > _SHARED_BY_DEFAULT)
+    device = cupy.cuda.runtime.getDevice()
+    cupy.cuda.runtime.setDevice(device)  # makes its context this thread's, if the thread is new
+    key = (device, stem, kernel, template, shared > _SHARED_BY_DEFAULT)
     module_function = _LOADED.get(key)
     if module_function is None:
         module_function = _LOADED[key] = _load(stem, kernel, template, shared)
