@@ -108,10 +108,15 @@ def test_layers_equal_the_core(st, torch, device, dtype, data_format):
     active = table(torch, device)
     if data_format == "NCHW":
         x, base = (t.permute(0, 3, 1, 2).contiguous() for t in (x, base))
-    options = {"bias": base.flatten()[:5], "activation": "silu", "data_format": data_format}
+    options = {"bias": base.flatten()[:5].clone(), "activation": "silu", "data_format": data_format}
     for base_of in ({}, {"base": base}):
         expected = sb.sparse_conv2d(x, w, active, PARAMS, **options, **base_of)
         assert_same(st.sparse_conv2d(x, w, active, PARAMS, **options, **base_of), expected)
+        out = torch.empty_like(expected)
+        assert st.sparse_conv2d(x, w, active, PARAMS, **options, **base_of, out=out) is out
+        assert_same(out, expected)
+    assert st.sparse_conv2d(x, w, active, PARAMS, **options, base=base, out=base) is base
+    assert_same(base, expected)
 
 
 @pytest.mark.parametrize("strides", [1, 2])
@@ -402,6 +407,10 @@ def operators(torch, device):
     numbers = [n for pair in vars(PARAMS).values() for n in pair]
     yield ops.sparse_conv2d, (x, w, *listed, numbers, (1, 1), (1, 1, 1, 1), bias, "relu", base,
                               "NHWC", "HWIO", None, "auto")  # fmt: skip
+    plain_base = base.detach().clone()
+    yield ops.sparse_conv2d_into, (plain.clone(), w.detach(), *listed, numbers, (1, 1),
+                                   (1, 1, 1, 1), None, "relu", None, "NHWC", "HWIO", None, "auto",
+                                   plain_base)  # fmt: skip
     kernel = w.detach().permute(3, 2, 0, 1).contiguous().requires_grad_()
     yield ops.convolve, (blocks, kernel, (1, 1), None)
     grad = draw(torch, 4, 2, 2, 5, dtype=torch.float64, device=device).requires_grad_()
@@ -422,4 +431,4 @@ def test_opcheck(st, torch, device):
         results = torch.library.opcheck(operator.default, arguments)
         assert set(results.values()) == {"SUCCESS"}, (operator, results)
         checked.add(operator)
-    assert len(checked) == 10
+    assert len(checked) == 11

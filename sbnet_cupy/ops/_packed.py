@@ -85,6 +85,11 @@ _KEPT = []  # memory that captured graphs fill and read: they may be replayed as
 
 
 def keep_if_capturing(packed):
-    """Keep memory that a graph being captured refers to."""
-    if is_capturing(packed):
+    """Keep memory that a graph being captured refers to; a framework's own knows of its graphs."""
+    if is_capturing(packed) and not _is_borrowed(packed):
         _KEPT.append(packed)
+
+
+def _is_borrowed(array):
+    """Whether a CuPy array lies in memory that a framework's allocator gave."""
+    return isinstance(array.data.mem, namespace(array).cuda.UnownedMemory)

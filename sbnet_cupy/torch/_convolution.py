@@ -14,7 +14,7 @@ from ..blocks import BlockParams
 from ..layers.sparse_conv import sparse_conv2d as core_sparse_conv2d
 from ._activation import activation_backward, wide
 from ._copies import GATHER, SCATTER
-from ._native import compute
+from ._native import check_contiguous, compute
 from ._registry import register
 
 
@@ -162,24 +162,37 @@ def output_size(image_hw, kernel, strides, padding):
 # ----------------------------------------------------------------------------------- sparse_conv2d
 
 
-def _sparse_conv2d(x, w, bin_counts, active_block_indices, params, strides, padding, bias,
-                   activation, base, data_format, w_format, precision, method):  # fmt: skip
-    return compute(
+def _sparse_conv2d(*arguments):
+    out = _sparse_conv2d_fake(*arguments)
+    _sparse_conv2d_into(*arguments, out)
+    return out
+
+
+def _sparse_conv2d_into(x, w, bin_counts, active_block_indices, params, strides, padding, bias,
+                        activation, base, data_format, w_format, precision, method,
+                        out):  # fmt: skip
+    check_contiguous("out", out)
+    compute(
         core_sparse_conv2d, x, x, w, (bin_counts, active_block_indices),
         BlockParams(*pairs(params)), strides=strides, padding=pairs(padding), bias=bias,
         activation=activation, base=base, data_format=data_format, w_format=w_format,
-        precision=precision, method=method,
+        precision=precision, method=method, out=out,
     )  # fmt: skip
 
 
 def _sparse_conv2d_fake(x, w, bin_counts, active_block_indices, params, strides, padding, bias,
                         activation, base, data_format, w_format, precision, method):  # fmt: skip
+    return x.new_empty(result_shape(x, w, strides, padding, data_format, w_format))
+
+
+def result_shape(x, w, strides, padding, data_format, w_format):
+    """Shape of what a convolution gives; sizes may be symbolic."""
     last = data_format == "NHWC"
     image_hw = x.shape[1:3] if last else x.shape[2:]
     kernel = [w.shape[w_format.index(letter)] for letter in "HW"]
     size = output_size(image_hw, kernel, strides, padding)
     channels = (w.shape[w_format.index("O")],)
-    return x.new_empty((x.shape[0], *size, *channels) if last else (x.shape[0], *channels, *size))
+    return (x.shape[0], *size, *channels) if last else (x.shape[0], *channels, *size)
 
 
 def _sparse_conv2d_setup(ctx, inputs, output):
@@ -234,12 +247,20 @@ def _channels(image, ctx):
     return image.shape[3 if ctx.data_format == "NHWC" else 1]
 
 
+_ARGUMENTS = (
+    "Tensor x, Tensor w, Tensor bin_counts, Tensor active_block_indices, SymInt[] params, "
+    "int[] strides, SymInt[] padding, Tensor? bias, str? activation, Tensor? base, "
+    "str data_format, str w_format, str? precision, str method"
+)
 SPARSE_CONV2D = register(
-    "sparse_conv2d(Tensor x, Tensor w, Tensor bin_counts, Tensor active_block_indices, "
-    "SymInt[] params, int[] strides, SymInt[] padding, Tensor? bias, str? activation, "
-    "Tensor? base, str data_format, str w_format, str? precision, str method) -> Tensor",
+    f"sparse_conv2d({_ARGUMENTS}) -> Tensor",
     _sparse_conv2d,
     _sparse_conv2d_fake,
     backward=_sparse_conv2d_backward,
     setup_context=_sparse_conv2d_setup,
+)
+SPARSE_CONV2D_INTO = register(
+    f"sparse_conv2d_into({_ARGUMENTS}, Tensor(a!) out) -> ()",
+    _sparse_conv2d_into,
+    lambda *arguments: None,
 )

@@ -7,7 +7,7 @@ from ..errors import DTypeError, ShapeError
 from ..layers.sparse_conv import split_indices
 from ..ops.bottleneck_weights import BottleneckWeights
 from ._bottleneck import UNIT, UNIT_INTO, same_size
-from ._convolution import SPARSE_CONV2D, flatten_params
+from ._convolution import SPARSE_CONV2D, SPARSE_CONV2D_INTO, flatten_params, result_shape
 from ._native import check_tensors
 from ._registry import apply
 from .ops import check_out, records_gradients, write
@@ -27,6 +27,7 @@ def sparse_conv2d(
     data_format="NHWC",
     w_format="HWIO",
     precision=None,
+    out=None,
     method="auto",
 ):
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d` on tensors.
@@ -47,6 +48,9 @@ def sparse_conv2d(
         As for :func:`sbnet_cupy.sparse_conv2d`.
     data_format, w_format, precision, method
         As for :func:`sbnet_cupy.sparse_conv2d`.
+    out : tensor, optional
+        Receives the result, and is returned; contiguous. ``out=base`` works in place. Where
+        gradients are recorded it is written by a copy.
 
     Returns
     -------
@@ -73,7 +77,9 @@ def sparse_conv2d(
     tensor(16.)
     """
     counts, table = split_indices(indices)
-    check_tensors(x=x, w=w, bin_counts=counts, active_block_indices=table, bias=bias, base=base)
+    check_tensors(
+        x=x, w=w, bin_counts=counts, active_block_indices=table, bias=bias, base=base, out=out
+    )
     _check_4d(x=x, w=w)
     if data_format not in ("NHWC", "NCHW"):
         raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
@@ -84,12 +90,18 @@ def sparse_conv2d(
     kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
     strides = pair(strides, "strides")
     (top, bottom), (left, right) = padding_pairs(image_hw, kernel, strides, padding)
-    recorded = records_gradients(x, w, bias, base)
-    return apply(
-        SPARSE_CONV2D, recorded, x, w, counts, table, flatten_params(block_params), strides,
-        (top, bottom, left, right), bias, activation, base, data_format, w_format, precision,
-        method,
+    pads = (top, bottom, left, right)
+    arguments = (
+        x, w, counts, table, flatten_params(block_params), strides, pads, bias, activation, base,
+        data_format, w_format, precision, method,
     )  # fmt: skip
+    recorded = records_gradients(x, w, bias, base, out)
+    if out is None:
+        return apply(SPARSE_CONV2D, recorded, *arguments)
+    check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
+    if recorded:
+        return out.copy_(SPARSE_CONV2D(*arguments))
+    return write(SPARSE_CONV2D_INTO, out, *arguments, out)
 
 
 def sparse_res_block_bottleneck(
