@@ -49,12 +49,13 @@ struct Unit {
 
 // Do all steps of K: step(x, second, w) with where the first unit's pixels are, how far the second
 // unit's are from them, and where the weights are; alone(x, w) for a last step of one unit. WK
-// workers share the planes of each tap.
-template <class H, int WK, int STEP_BYTES, class Step, class Alone>
+// workers share the planes of each tap. UNROLLED taps have addresses that are constants; steps of many
+// instructions gain nothing by it, and their loads, drawn together, would spill registers.
+template <class H, int WK, int STEP_BYTES, bool UNROLLED, class Step, class Alone>
 DEVICE void for_each_step(int wk, Step step, Alone alone) {
     static_assert(WK == 1 || (H::PLANES % 2 == 0 && H::PAIRS % WK == 0), "WK workers share pairs of planes");
     constexpr int MINE = H::PAIRS / WK;
-    [[maybe_unused]] constexpr int TAPS_AT_ONCE = H::TAPS * MINE <= 64 ? H::TAPS : 1;
+    [[maybe_unused]] constexpr int TAPS_AT_ONCE = UNROLLED && H::TAPS * MINE <= 64 ? H::TAPS : 1;
 #pragma unroll TAPS_AT_ONCE
     for (int t = 0; t < H::TAPS; ++t)
 #pragma unroll
@@ -109,7 +110,7 @@ struct MmaSync {
 #pragma unroll
         for (int m = 0; m < MT; ++m) rows[m] = x + H::window(pixel(wm, m, lane % 16));
         w += wn * NT * 128;
-        for_each_step<H, WK, NS * 32>(
+        for_each_step<H, WK, NS * 32, true>(
             wk,
             [&](int at, int second, int weights) {
                 const int mine = at + (lane >= 16 ? second : 0);
@@ -178,7 +179,7 @@ struct Fma {
                         }
                 }
         };
-        for_each_step<H, WK, NS * 32>(
+        for_each_step<H, WK, NS * 32, false>(
             wk,
             [&](int at, int second, int weights) {
                 unit(at, weights);
@@ -212,7 +213,7 @@ struct WarpGroup {
         const u32 zero = shared_address(zeros);
         float* d = &acc[0][0][0];
         wgmma_fence();
-        for_each_step<H, WK, NS * 32>(
+        for_each_step<H, WK, NS * 32, true>(
             wk,
             [&](int at, int second, int weights) {
                 Wgmma<T, NT * 8>::shared(d, matrix_descriptor(a + at, second, ROWS),

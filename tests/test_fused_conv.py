@@ -1,17 +1,22 @@
 """fused_conv: loops = NumPy = CUDA, at every active pixel and at no other."""
 
+import math
+import sys
 from dataclasses import replace
 
 import conv_oracles as oracles
 import numpy as np
 import pytest
 from assertions import assert_same, to_numpy
+from conftest import Library
 from fused_cases import CASES, ORDER, SMOOTH, Case
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FLOATS
 
 from sbnet_cupy import PackedWeights, ShapeError, conv2d, fused_conv
+from sbnet_cupy.ops._fused_plan import ConvPlan
+from sbnet_cupy.ops._plans import Plans
 
 
 def check(case, y, expected, elsewhere, xp):
@@ -228,6 +233,68 @@ def test_other_libraries(require, library):
 @pytest.fixture(scope="module")
 def cupy(require):
     return require("gpu")
+
+
+def _four_warps():
+    """Rows of (image channels, output channels, options, planes, slice, tile, depth, stages)."""
+    relu = {"extras": ("scale", "bias", "residual"), "activation": "relu"}
+    rows = [
+        ("float16", None, 24, 24, {}, 3, 24, (8, 16), 1, 2),  # the last unit alone
+        ("float16", None, 48, 48, relu, 6, 48, (8, 8), 3, 1),  # four warps for each third of K
+        ("float16", None, 40, 72, {"strides": (2, 1)}, 2, 24, (8, 8), 1, 2),  # chunks
+        ("float16", None, 8, 9, {"kernel": (1, 1)}, 1, 16, (8, 16), 1, 1),  # one unit
+        ("bfloat16", None, 64, 64, relu, 8, 64, (8, 8), 2, 2),
+        ("bfloat16", None, 20, 96, {"data_format": "NCHW"}, 3, 96, (8, 16), 1, 1),
+        ("bfloat16", None, 17, 30, {"kernel": (5, 5), "strides": (1, 2)}, 3, 32, (8, 8), 1, 1),
+        ("float32", "tf32", 24, 24, relu, 6, 24, (8, 16), 1, 1),
+        ("float32", "tf32", 12, 8, {"kernel": (7, 7)}, 3, 8, (8, 8), 1, 1),
+        ("float32", "tf32", 96, 96, {}, 4, 48, (8, 16), 1, 2),  # chunks
+    ]
+    for dtype, precision, c, k, options, planes, part, tile, depth, stages in rows:
+        case = Case(image=(2, 21, 19, c), channels=k, dtype=dtype, precision=precision,
+                    bsize=(16, 16), packed=True, **options)  # fmt: skip
+        chunks = -(-c * case.type.itemsize // 16 // planes)
+        warps = (math.prod(tile) // 16, 1, depth)
+        yield case, ConvPlan(
+            "WarpGroup", planes, part, tile, warps, stages, chunks == 1, chunks, 1, True
+        )
+
+
+FOUR_WARPS = list(_four_warps())
+
+
+@pytest.fixture
+def hopper(cupy, monkeypatch):
+    """Make fused_conv take a plan, on a GPU that knows wgmma."""
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs compute capability 9.0")
+
+    def take(plan):
+        op = sys.modules["sbnet_cupy.ops.fused_conv"]
+        monkeypatch.setattr(op, "plan_for", lambda *_: plan)
+        monkeypatch.setattr(op, "_PLANS", Plans())
+        return Library("cupy", cupy)
+
+    return take
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "plan"), FOUR_WARPS, ids=str)
+def test_four_warps_together(hopper, case, plan):
+    """Planners seldom choose them for images as small as those above."""
+    test_whole_numbers_are_exact(hopper(plan), case)
+    test_other_numbers_within_the_bound(hopper(plan), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "plan"), FOUR_WARPS, ids=str)
+def test_nan_among_four_warps(hopper, case, plan):
+    options = {"strides": case.strides, "kernel": case.kernel, "data_format": case.data_format}
+    number = {"dtype": case.dtype, "precision": case.precision}
+    channels = case.image[3], case.channels
+    test_nan_reaches_exactly_the_windows_that_hold_it(
+        hopper(plan), number, np.nan, channels, options
+    )
 
 
 @pytest.mark.gpu
