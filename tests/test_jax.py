@@ -197,8 +197,8 @@ def test_no_byte_is_copied(sbj, place, jax, monkeypatch):
     def pointer(array):
         return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
-    watch(sys.modules["sbnet_cupy.jax.ops"], "core_gather")
-    watch(sys.modules["sbnet_cupy.jax.ops"], "core_scatter")
+    watch(sys.modules["sbnet_cupy.jax._operations"], "core_gather")
+    watch(sys.modules["sbnet_cupy.jax._operations"], "core_scatter")
     x, count, rows = map(place.make, (X, COUNT, ROWS))
     blocks = jax.jit(functools.partial(sbj.sparse_gather, **PLAIN))(x, count, rows)
     blocks.block_until_ready()
@@ -289,16 +289,16 @@ def test_the_cuda_kernels_inside_jit(sbj, jax, require):
 
 def test_the_same_call_is_compiled_once(sbj, jax):
     """Callbacks and traces are kept by their options, also outside jit."""
-    from sbnet_cupy.jax import ops
+    from sbnet_cupy.jax import _operations as operations
 
     x, count, rows = jax.numpy.asarray(X), jax.numpy.asarray(COUNT), jax.numpy.asarray(ROWS)
     for bsize in (5, (5, 5), [1, 5, 5, 1]):
         sbj.sparse_gather(x, count, rows, bsize=bsize)
-        made = ops._mapped_gather.cache_info().misses
+        made = operations._mapped_gather.cache_info().misses
         sbj.sparse_gather(x, count, rows, bsize=bsize)
-        assert ops._mapped_gather.cache_info().misses == made
-    function = ops._gather(ops.GatherSpec(Grid((5, 5), (0, 0), (5, 5)), False, "NHWC"))
-    assert function._cache_size() == 1
+        assert operations._mapped_gather.cache_info().misses == made
+    spec = operations.GatherSpec(Grid((5, 5), (0, 0), (5, 5)), False, "NHWC")
+    assert operations.gather_op(spec)._cache_size() == 1
 
 
 # ------------------------------------------------------------------------------------ gradients
@@ -646,7 +646,7 @@ def test_an_error_inside_a_callback_reaches_the_caller(sbj, jax, monkeypatch):
     def fail(*arrays, **options):
         raise RuntimeError("the message")
 
-    monkeypatch.setattr(sys.modules["sbnet_cupy.jax.ops"], "core_gather", fail)
+    monkeypatch.setattr(sys.modules["sbnet_cupy.jax._operations"], "core_gather", fail)
     table = jax.numpy.asarray(COUNT), jax.numpy.asarray(ROWS)
     with pytest.raises(jax.errors.JaxRuntimeError, match="the message"):
         sbj.sparse_gather(jax.numpy.asarray(X), *table, bsize=2).block_until_ready()

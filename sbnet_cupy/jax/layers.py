@@ -11,7 +11,8 @@ from ..layers.sparse_conv import check_base, check_block_params, split_indices
 from ..ops.bottleneck_weights import BottleneckWeights, check_unit
 from ..ops.conv2d import check_precision, resolve_problem
 from ._arguments import stand_ins
-from .ops import affine, sparse_gather, sparse_scatter
+from ._operations import affine
+from .ops import sparse_gather, sparse_scatter
 
 
 def sparse_conv2d(
@@ -58,6 +59,7 @@ def sparse_conv2d(
 
     Examples
     --------
+    >>> import jax, jax.numpy as jnp
     >>> from sbnet_cupy import calc_block_params
     >>> from sbnet_cupy.jax import reduce_mask
     >>> x, w = jnp.ones((1, 8, 8, 3)), jnp.ones((3, 3, 3, 5))
@@ -128,6 +130,7 @@ def sparse_res_block_bottleneck(
 
     Examples
     --------
+    >>> import jax, jax.numpy as jnp
     >>> from sbnet_cupy import BottleneckWeights, calc_block_params_res_block
     >>> from sbnet_cupy.jax import reduce_mask
     >>> x, weights = jnp.ones((1, 32, 32, 16)), BottleneckWeights.random(16, 4, xp=jnp)

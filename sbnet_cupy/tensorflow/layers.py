@@ -55,6 +55,7 @@ def sparse_conv2d(
 
     Examples
     --------
+    >>> import tensorflow as tf
     >>> from sbnet_cupy import calc_block_params
     >>> from sbnet_cupy.tensorflow import reduce_mask
     >>> x, w = tf.ones((1, 8, 8, 3)), tf.Variable(tf.ones((3, 3, 3, 5)))
@@ -130,6 +131,7 @@ def sparse_res_block_bottleneck(
 
     Examples
     --------
+    >>> import tensorflow as tf
     >>> from sbnet_cupy import BottleneckWeights, calc_block_params_res_block
     >>> from sbnet_cupy.tensorflow import reduce_mask
     >>> x = tf.ones((1, 32, 32, 16))

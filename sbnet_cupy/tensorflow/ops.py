@@ -52,6 +52,7 @@ def reduce_mask(
 
     Examples
     --------
+    >>> import tensorflow as tf
     >>> mask = tf.constant([[[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]])
     >>> reduce_mask(mask, (2, 2), bsize=2).active_block_indices.numpy().tolist()
     [[0, 1, 0]]
@@ -113,6 +114,7 @@ def sparse_gather(
 
     Examples
     --------
+    >>> import tensorflow as tf
     >>> x = tf.reshape(tf.range(16.0), (1, 4, 4, 1))
     >>> counts, indices = tf.constant([1]), tf.constant([[0, 1, 0]])
     >>> sparse_gather(x, counts, indices, bsize=2)[0, :, :, 0].numpy().tolist()
@@ -241,6 +243,7 @@ def sparse_scatter(
 
     Examples
     --------
+    >>> import tensorflow as tf
     >>> counts, indices = tf.constant([1]), tf.constant([[0, 0, 1]])
     >>> x = tf.zeros((1, 2, 4, 1))
     >>> y = sparse_scatter(tf.ones((1, 2, 2, 1)), counts, indices, x, bsize=2)
