@@ -77,23 +77,44 @@ class Case:
         return dense(*self.arrays())
 
     def bounded(self):
-        """Values and bounds for the other numbers: what enters a product may be rounded to 16 bits.
+        """The unit at every pixel for the other numbers, and a bound on each pixel's error.
 
-        Scales, shifts and the sum with x are computed in float also where factors are tf32.
+        Bounds of single values would grow through three sums of absolute values and say little.
+        Norms of pixels, over their channels, grow by the largest singular values. What enters a
+        product may be rounded, to 16 bits or tf32, as are weights to tf32; all else is in float.
         """
-        x, w1, w2, w3, *tables = self.arrays(whole=False)
-        tf32 = self.dtype == "float32" and self.precision == "tf32"
-        product = {"epsilon": oracles.epsilon_of_sums(self.type, tf32=tf32)}
-        plain = {"epsilon": oracles.epsilon_of_sums(self.type)}
-        t = oracles.exact(x)
-        for w, scale, shift in zip((w1, w2, w3), tables[::2], tables[1::2], strict=True):
-            t = oracles.bounded_affine(t, scale, shift, "relu", **plain)
-            if x.dtype.itemsize == 2:
-                t = oracles.bounded_round(t, x.dtype)
-            t = oracles.bounded_conv2d(t, w, **product)
-        t = oracles.bounded_add(t, oracles.exact(x))
-        t = t._replace(error=t.error + plain["epsilon"] * (abs(t.value) + t.error))
-        return oracles.bounded_round(t, x.dtype)
+        x, *weights = (a.astype(np.float64) for a in self.arrays(whole=False))
+        unit, tiny = oracles.rounding(self.type)
+        tf32 = 2.0**-11 if self.precision == "tf32" and self.dtype == "float32" else 0.0
+        factor = tf32 or (unit if self.type.itemsize == 2 else 0.0)
+        sums = oracles.epsilon_of_sums(self.type)
+        t, error = x, np.zeros_like(x[..., :1])
+        for w, scale, shift in zip(weights[:3], weights[3::2], weights[4::2], strict=True):
+            through = abs(scale).max() * error
+            error = through + 2 * sums * (_norm(abs(t * scale) + abs(shift)) + through)
+            t = np.maximum(t * scale + shift, 0)
+            error = error + factor * (_norm(t) + error) + tiny * math.sqrt(t.shape[-1])
+            matrix, window = w.reshape(-1, w.shape[3]), np.ones((*w.shape[:2], 1, 1))
+            reach, error = (
+                np.sqrt(oracles.conv2d(v * v, window)) for v in (_norm(t) + error, error)
+            )
+            relative = len(matrix) * sums * np.linalg.norm(abs(matrix), 2)
+            relative += tf32 * (1 + tf32) * np.linalg.norm(matrix)
+            error = np.linalg.norm(matrix, 2) * error + relative * reach
+            t = oracles.conv2d(t, w)
+        t = x + t
+        error = error + sums * (_norm(t) + error)
+        return t, error + unit * (_norm(t) + error) + tiny * math.sqrt(t.shape[-1])
+
+    def assert_within_bound(self, y):
+        """Raise unless every active pixel of ``y`` lies within its bound; NaN never does."""
+        value, error = self.bounded()
+        ratio = (_norm(np.asarray(y).astype(np.float64) - value) / error)[self.active()]
+        if not (ratio <= 1).all():
+            wrong = ~(ratio <= 1)
+            raise AssertionError(
+                f"{wrong.sum()} of {wrong.size} pixels beyond the bound, by up to {ratio.max():.3g}"
+            )
 
     def arguments(self, arrays, give):
         """Positional and keyword arguments of the call; ``give`` hands an array over."""
@@ -110,6 +131,11 @@ class Case:
         """Call fused_bottleneck."""
         positional, keywords = self.arguments(arrays, give)
         return fused_bottleneck(*positional, **keywords, **options)
+
+
+def _norm(image):
+    """The 2-norm of each pixel, [N, H, W, 1]."""
+    return np.linalg.norm(image, axis=-1, keepdims=True)
 
 
 def _sparse(rng, shape, count):
