@@ -10,7 +10,7 @@ from assertions import assert_same, to_numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FLOATS
-from unit_cases import CASES, NUMBERS, NUMPY_CASES, STAGES, Case, dense
+from unit_cases import CASES, NUMBERS, NUMPY_CASES, SPREADING, STAGES, Case, dense
 
 from sbnet_cupy import BottleneckWeights, PackedBottleneck, ShapeError, fused_bottleneck
 
@@ -101,25 +101,22 @@ def test_drawn_whole_numbers_are_exact(case):
     assert_same(out, expected, allow_nan=True, signed_zero=False)
 
 
-SPREADING = [Case(image=(2, 19, 17, cin), middle=cmid, expected=expected, **number)
+SPREAD_IN = [Case(image=(2, 19, 17, cin), middle=cmid, expected=expected, **number)
              for number in NUMBERS for expected in (0, 10**6)
              for cin, cmid in ((96, 24), (24, 20), (40, 3), (64, 64))]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SPREADING, ids=str)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
-def test_nan_and_infinities_spread_as_in_the_dense_unit(xp, case, value):
+@pytest.mark.parametrize("case", SPREAD_IN, ids=str)
+@pytest.mark.parametrize(("value", "signs"), SPREADING, ids=str)
+def test_nan_and_infinities_spread_as_in_the_dense_unit(xp, case, value, signs):
     """Not through channels that fill up vectors or planes; relu keeps NaN and cuts -inf off."""
-    x, *weights = case.arrays(whole=False)
-    rng = np.random.default_rng(3)
-    bad = rng.random(x.shape[:3]) < 0.03
-    bad[0, 0, 0] = bad[1, -1, -1] = True
-    x[bad, rng.integers(0, x.shape[3], bad.sum())] = value
-    y = to_numpy(run(case, xp, (x, *weights))).astype(np.float64)
-    expected = np.where(case.active()[..., None], dense(x, *weights), x.astype(np.float64))
+    arrays = case.spoiled(value, signs)
+    y = to_numpy(run(case, xp, arrays)).astype(np.float64)
+    x = arrays[0].astype(np.float64)
+    expected = np.where(case.active()[..., None], dense(*arrays), x)
     finite = np.isfinite(expected)
     assert 0.1 < finite.mean() < 1
-    assert_same(np.where(finite, 0, expected), np.where(np.isfinite(y), 0, y), allow_nan=True)
+    assert_same(np.where(np.isfinite(y), 0, y), np.where(finite, 0, expected), allow_nan=True)
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=str)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from assertions import assert_same
 from host_memory import Memory, signature_of
-from unit_cases import Case, dense
+from unit_cases import SPREADING, Case, dense
 
 from sbnet_cupy import _kernels
 from sbnet_cupy.ops import _plans
@@ -196,21 +196,15 @@ def test_other_numbers_within_the_bound(run, monkeypatch):
 
 
 @pytest.mark.parametrize("run", ONCE, ids=str)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
-def test_nan_and_infinities_spread_as_in_the_dense_unit(run, value, monkeypatch):
+@pytest.mark.parametrize(("value", "signs"), SPREADING, ids=str)
+def test_nan_and_infinities_spread_as_in_the_dense_unit(run, value, signs, monkeypatch):
     """Not through channels that fill up chunks or planes."""
-    x, *weights = run.case.arrays(whole=False)
-    rng = np.random.default_rng(3)
-    bad = rng.random(x.shape[:3]) < 0.03
-    bad[0, 0, 0] = True
-    x[bad, rng.integers(0, x.shape[3], bad.sum())] = value
-    active = run.case.active()
-    expected = dense(x, *weights)[active]
-    finite = np.isfinite(expected)
-    for out in run_all(run, (x, *weights), monkeypatch):
+    arrays, active = run.case.spoiled(value, signs), run.case.active()
+    expected = dense(*arrays)[active]
+    expected = np.where(np.isfinite(expected), 0, expected)
+    for out in run_all(run, arrays, monkeypatch):
         y = out[active].astype(np.float64)
-        kinds = np.where(np.isfinite(y), 0, y)
-        assert_same(kinds, np.where(finite, 0, expected), allow_nan=True)
+        assert_same(np.where(np.isfinite(y), 0, y), expected, allow_nan=True)
 
 
 def test_weights_are_packed_once_until_refreshed():

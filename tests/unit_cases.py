@@ -60,7 +60,7 @@ class Case:
         shapes = (1, 1, cin, cmid), (3, 3, cmid, cmid), (1, 1, cmid, cin)
         if whole:
             x = rng.integers(-3, 4, self.image)
-            kernels = [_sparse(rng, shape, count) for shape, count in zip(shapes, (4, 3, 3))]
+            kernels = [_sparse(rng, s, n) for s, n in zip(shapes, (4, 3, 3), strict=True)]
             tables = [rng.choice(v, c) for c in (cin, cmid, cmid) for v in ((-1, 1), (-2, 0, 1, 2))]
         else:
             x = rng.standard_normal(self.image)
@@ -71,6 +71,23 @@ class Case:
         first = self.type if self.tight else wide
         dtypes = [self.type] * 4 + [first] * 2 + [wide] * 4
         return tuple(a.astype(t) for a, t in zip((x, *kernels, *tables), dtypes, strict=True))
+
+    def spoiled(self, value, signs):
+        """Arrays with ``value`` in a few channels of a few pixels.
+
+        ``signs`` None leaves NaN of most infinities. Of the three kernels otherwise: with weights
+        of one sign a sum with an infinity is infinite, and relu cuts it off or not.
+        """
+        x, *weights = self.arrays(whole=False)
+        rng = np.random.default_rng(3)
+        bad = rng.random(x.shape[:3]) < 0.03
+        bad[0, 0, 0] = bad[-1, -1, -1] = True
+        x[bad, rng.integers(0, x.shape[3], bad.sum())] = value
+        if signs is not None:
+            weights[:3] = [
+                (sign * abs(w)).astype(w.dtype) for sign, w in zip(signs, weights[:3], strict=True)
+            ]
+        return x, *weights
 
     def exact(self):
         """The unit at every pixel for whole numbers, in float64."""
@@ -158,6 +175,10 @@ def dense(x, w1, w2, w3, scale1, shift1, scale2, shift2, scale3, shift3):
         return t + x
 
 
+SPREADING = [  # values, and signs of the kernels
+    (np.nan, None), (np.inf, None), (-np.inf, None),
+    (np.inf, (-1, 1, 1)), (np.inf, (1, -1, 1)), (np.inf, (1, 1, 1)), (np.inf, (1, 1, -1)),
+]  # fmt: skip
 NUMBERS = [
     {"dtype": "float16"}, {"dtype": "bfloat16"}, {"dtype": "float32", "precision": "tf32"},
 ]  # fmt: skip
@@ -194,7 +215,8 @@ def _cases():
 
 CASES = list(_cases())
 NUMPY_CASES = [  # for which a GPU has no kernel
-    Case(image=(2, 13, 11, channels), middle=middle, dtype=dtype, precision=precision, packed=packed)
+    Case(image=(2, 13, 11, channels), middle=middle, dtype=dtype, precision=precision,
+         packed=packed)
     for dtype, precision in (("float64", None), ("float32", None), ("float32", "ieee"),
                              ("float16", None), ("bfloat16", None))
     for channels, middle in (((8, 4), (17, 5), (1, 1)) if dtype[-2:] != "16" else ((17, 5), (1, 1)))
