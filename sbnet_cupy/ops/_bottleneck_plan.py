@@ -95,13 +95,14 @@ def _rim_tiles(tile):
 @functools.lru_cache(maxsize=1024)
 def plan_bottleneck(case, blocks, bsize, device):
     """Return a plan for about so many active blocks, or None where none fits."""
-    for tile, warps, cluster, resident, wide in _shapes(case, blocks, bsize, device):
-        plan = _plan(case, tile, warps, cluster, wide)
-        if plan is None or plan.shared_bytes(case) > device.shared_bytes:
-            continue
-        room = (device.shared_bytes + 1024) // (plan.shared_bytes(case) + 1024)
-        if room >= resident:
-            return plan._replace(blocks=resident, bulk_copy=device.bulk_copy)
+    for odd in (False, True):  # then with channels that the usual shapes do not divide
+        for tile, warps, cluster, resident, wide in _shapes(case, blocks, bsize, device):
+            plan = _plan(case, tile, warps, cluster, wide and not odd, odd)
+            if plan is None or plan.shared_bytes(case) > device.shared_bytes:
+                continue
+            room = (device.shared_bytes + 1024) // (plan.shared_bytes(case) + 1024)
+            if room >= resident:
+                return plan._replace(blocks=resident, bulk_copy=device.bulk_copy)
     return None
 
 
@@ -131,10 +132,12 @@ def _shapes(case, blocks, bsize, device):
             yield (4, 8), warps, cluster, 1, False
 
 
-def _plan(case, tile, warps, cluster, wide):
+def _plan(case, tile, warps, cluster, wide, odd):
     """Return the plan of a shape, or None if the work does not divide so."""
     lanes = _VECTOR // case.element_bytes
     chunks = -(-case.channels * case.element_bytes // _CHUNK)
+    if odd:
+        chunks = -(-chunks // cluster) * cluster
     # Whole groups of 8 channels for each block of the cluster, and whole planes.
     mid = -(-case.channels_mid // (8 * cluster)) * 8 * cluster
     if tile == (4, 8) and warps > 4:  # the workers of K take whole pairs of planes

@@ -149,6 +149,25 @@ class PackedBottleneck(Packed):
     def _entered_with(self, function):
         return PackedBottleneck(self.weights._map_arrays(function), precision=self.precision)
 
+    def plain(self):
+        """Return copies of the arrays in the dtype to compute in, for NumPy."""
+
+        def pack(*arrays):
+            arrays, copies = arrays[:9], arrays[9:]
+            if not copies:
+                return [array.copy() for array in widened(self.weights)]
+            for copy, array in zip(*copies, arrays, strict=True):
+                copy[...] = array
+            return copies[0]
+
+        return self.packed("plain", pack)
+
+
+def widened(weights):
+    """Return the arrays of a BottleneckWeights in the dtype to compute in."""
+    wide = compute_dtype(weights.w1.dtype)
+    return [array.astype(wide, copy=False) for array in weights._arrays()]
+
 
 @array_function
 def _fold(gamma, beta, mean, variance, eps, name):

@@ -26,7 +26,7 @@ from ._fused_plan import current_device, expected_blocks, tiles_of_block
 from ._grid import CHUNK_BYTES, check_indices, resolve_grid
 from ._packed import keep_if_capturing
 from ._plans import Plans
-from .bottleneck_weights import PackedBottleneck, check_unit
+from .bottleneck_weights import PackedBottleneck, check_unit, widened
 from .conv2d import check_precision, conv2d
 from .sparse_gather import sparse_gather
 from .sparse_scatter import sparse_scatter
@@ -127,7 +127,8 @@ def fused_bottleneck(
     if launch is not None:
         launch(x, plain, bin_counts, active_block_indices, out)
     elif out.size:
-        _fused_bottleneck_numpy(x, plain, bin_counts, active_block_indices, bsize, out)
+        arrays = weights.plain() if packed else widened(plain)
+        _fused_bottleneck_numpy(x, arrays, bin_counts, active_block_indices, bsize, out)
     return out
 
 
@@ -165,11 +166,10 @@ def _resolve_precision(weights, precision):
     return own
 
 
-def _fused_bottleneck_numpy(x, weights, bin_counts, active_block_indices, bsize, out):
+def _fused_bottleneck_numpy(x, arrays, bin_counts, active_block_indices, bsize, out):
     """Gather with a rim of one pixel, three products, scatter; some rows of the list at a time."""
     wide = compute_dtype(x.dtype)
-    w1, w2, w3, *tables = (array.astype(wide, copy=False) for array in weights._arrays())
-    scale1, shift1, scale2, shift2, scale3, shift3 = tables
+    w1, w2, w3, scale1, shift1, scale2, shift2, scale3, shift3 = arrays
     grid = {"bsize": tuple(b + 2 for b in bsize), "boffset": (-1, -1), "bstride": bsize}
     relu = {"padding": "VALID", "activation": "relu"}
     count = min(max(int(bin_counts[0]), 0), len(active_block_indices))
@@ -201,14 +201,16 @@ def _inside(rows, bsize, image_hw):
 
 
 def missing_kernel(x, weights, bsize, rows, precision, out=None):
-    """Return for what there is no kernel; None where these CuPy arrays have one."""
+    """Return for what there is no CUDA kernel; None where there is one, or none is needed."""
+    if not x.size:
+        return None
     name = dtype_name(x.dtype)
     if name == "float64":
         return "float64"
     if name == "float32" and precision != "tf32":
         return "IEEE float32; pass precision='tf32' if factors of 11 significant bits will do"
-    if not x.size:
-        return "images without channels"
+    if name != "float16" and not current_device().tensor_floats:
+        return f"{name} on this GPU, whose tensor cores take float16 alone"
     pointers = [address(array) for array in (x, out) if array is not None]
     if _kernels.vector_bytes(x.shape[3] * x.dtype.itemsize, *pointers) < 16:
         return f"{x.shape[3]} channels of {name} that are not whole, aligned 16-byte vectors"
