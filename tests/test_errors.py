@@ -72,6 +72,7 @@ def test_a_refusal_does_not_depend_on_what_was_accepted_before(xp):
         ("sparse_gather", {"boffset": (0.0, False)}),
         ("sparse_scatter", {"bsize": 4.0}),
         ("fused_conv", {"bsize": 4.0}),
+        ("fused_bottleneck", {"bsize": 4.0}),
         ("reduce_mask", {"block_count": (2.0, 2)}),
         ("reduce_mask", {"bsize": (4, 4.0)}),
     ]:
@@ -127,6 +128,7 @@ def test_overlapping_add_needs_atomic(xp, function, bstride):
 
 def test_a_read_only_out_is_refused():
     shapes = [("fused_conv", (1, 8, 8, 4)), ("sparse_conv2d", (1, 8, 8, 4))]
+    shapes += [("fused_bottleneck", (1, 8, 8, 2)), ("sparse_res_block_bottleneck", (1, 8, 8, 2))]
     shapes += [("sparse_gather", (3, 4, 4, 2)), ("sparse_scatter", (1, 8, 8, 2))]
     for function, shape in shapes:
         out = ramp(*shape)
