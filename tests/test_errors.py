@@ -128,7 +128,6 @@ def test_overlapping_add_needs_atomic(xp, function, bstride):
 
 def test_a_read_only_out_is_refused():
     shapes = [("fused_conv", (1, 8, 8, 4)), ("sparse_conv2d", (1, 8, 8, 4))]
-    shapes += [("fused_bottleneck", (1, 8, 8, 2)), ("sparse_res_block_bottleneck", (1, 8, 8, 2))]
     shapes += [("sparse_gather", (3, 4, 4, 2)), ("sparse_scatter", (1, 8, 8, 2))]
     for function, shape in shapes:
         out = ramp(*shape)
