@@ -1,10 +1,11 @@
-"""The instantiations of fused_conv for the paper's four stages, as each GPU's planner has them.
+"""The instantiations of the fused ops for the paper's four stages, as each GPU's planner has them.
 
 They depend on the GPU: on its shared memory, its multiprocessors and its instructions.
 """
 
 import itertools
 
+from sbnet_cupy.ops._bottleneck_plan import UnitCase, plan_bottleneck
 from sbnet_cupy.ops._fused_plan import Case, Device, plan_for
 
 _KIB = 1 << 10
@@ -17,13 +18,14 @@ DEVICES = {  # of each architecture the most common
     "sm_100": Device(148, 227 * _KIB, hopper=False, bulk_copy=True),
     "sm_120": Device(170, 99 * _KIB, hopper=False, bulk_copy=True),
 }
-# Output pixels, block, channels of the 3x3 convolutions.
+# Output pixels, block, channels of the 3x3 convolutions and of the units around them.
 STAGES = (
-    (400 * 700, (16, 16), 24),
-    (200 * 350, (8, 8), 48),
-    (100 * 175, (8, 8), 64),
-    (50 * 88, (6, 6), 96),
+    (400 * 700, (16, 16), 24, 96),
+    (200 * 350, (8, 8), 48, 192),
+    (100 * 175, (8, 8), 64, 256),
+    (50 * 88, (6, 6), 96, 384),
 )
+OTHER_UNITS = ((8, 8), (40, 20), (64, 64), (64, 128), (200, 56), (512, 128))
 NUMBERS = (("Half", 2, False), ("BFloat16", 2, False), ("float", 4, False), ("float", 4, True))
 BLOCKS = (0, 1 << 30)  # few, many
 
@@ -31,7 +33,8 @@ BLOCKS = (0, 1 << 30)  # few, many
 def instantiations(arch):
     """Return the distinct (stem, kernel, template) for an architecture."""
     found, device = {}, DEVICES[arch]
-    for (pixels, bsize, channels), number, blocks in itertools.product(STAGES, NUMBERS, BLOCKS):
+    for stage, number, blocks in itertools.product(STAGES, NUMBERS, BLOCKS):
+        pixels, bsize, channels, _ = stage
         case = Case(*number, channels, channels, (3, 3), (1, 1), True, True, 0)
         plan = plan_for(case, blocks, bsize, pixels, device)
         for key in (
@@ -40,12 +43,32 @@ def instantiations(arch):
         ):
             if launched(arch, *key):
                 found[key] = None
+    return list(found) + _units(arch)
+
+
+def _units(arch):
+    """Those of fused_bottleneck, of channels whose weights fit the shared memory."""
+    found, units = {}, [(wide, middle) for *_, middle, wide in STAGES]
+    numbers = [number[:2] for number in NUMBERS if not number[2]]
+    for channels, number, tight, blocks in itertools.product(
+        (*units, *OTHER_UNITS), numbers, (False, True), BLOCKS
+    ):
+        case = UnitCase(*number, *channels, tight)
+        plan = plan_bottleneck(case, blocks, (8, 8), DEVICES[arch])
+        if plan is None or (tight and case.element_bytes != 2):
+            continue
+        for key in (
+            ("fused_bottleneck", "fused_bottleneck", plan.template(case)),
+            ("fused_bottleneck", "pack_bottleneck", plan.pack_template(case)),
+        ):
+            if launched(arch, *key):
+                found[key] = None
     return list(found)
 
 
 def launched(arch, stem, kernel, template):
     """Whether the ops would launch an instantiation on the GPUs of an architecture."""
-    if kernel != "fused_conv" or DEVICES[arch].tensor_floats:
+    if kernel not in ("fused_conv", "fused_bottleneck") or DEVICES[arch].tensor_floats:
         return True
     engine, element = template[:2]
     return engine == "Fma" or element == "Half"

@@ -72,6 +72,7 @@ def test_a_refusal_does_not_depend_on_what_was_accepted_before(xp):
         ("sparse_gather", {"boffset": (0.0, False)}),
         ("sparse_scatter", {"bsize": 4.0}),
         ("fused_conv", {"bsize": 4.0}),
+        ("fused_bottleneck", {"bsize": 4.0}),
         ("reduce_mask", {"block_count": (2.0, 2)}),
         ("reduce_mask", {"bsize": (4, 4.0)}),
     ]:

@@ -241,6 +241,14 @@ def test_out_may_share_memory_with_nothing(xp):
         fused_bottleneck(image, packed, *active, **keywords, out=out)
 
 
+def test_a_read_only_out_is_refused():
+    case = Case(image=(1, 12, 12, 16))
+    out = np.zeros(case.shape, case.type)
+    out.flags.writeable = False
+    with pytest.raises(ShapeError, match=r"\bout\b.*read-only"):
+        case.run(case.arrays(), np.array, out=out)
+
+
 def test_inputs_are_left_alone(xp):
     case = Case(image=(1, 12, 12, 16))
     arrays = case.arrays()

@@ -170,10 +170,14 @@ def test_coming_from_sbnet(old, new, why):
 def test_the_limits_are_still_there():
     """What the README says is missing is missing: when it comes, the README must change."""
     x, weights = np.ones((1, 6, 6, 2), np.float32), sbnet_cupy.BottleneckWeights.random(2, 2)
+    project = np.ones((1, 1, 2, 2), np.float32)
     params = sbnet_cupy.calc_block_params_res_block(x.shape, 4, [1, 3, 1])
     active = sbnet_cupy.reduce_mask(np.ones((1, 6, 6), bool), params.bcount, bsize=2)
-    with pytest.raises(NotImplementedError):
-        sbnet_cupy.sparse_res_block_bottleneck(x, weights, active, params, method="fused")
+    for limit in ({"out": x}, {"w_project": project}):
+        with pytest.raises(NotImplementedError):
+            sbnet_cupy.sparse_res_block_bottleneck(
+                x, weights, active, params, method="fused", **limit
+            )
     for name in ("torch", "jax", "tensorflow"):
         assert f"`sbnet_cupy.{name}`" in section("## Status and limits")
         assert importlib.util.find_spec(f"sbnet_cupy.{name}") is not None

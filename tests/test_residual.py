@@ -1,12 +1,15 @@
 """sparse_res_block_bottleneck: the dense unit on active blocks, at every border, and no more."""
 
 import math
+import sys
 from dataclasses import dataclass
 
 import conv_oracles as oracles
 import numpy as np
 import pytest
+import unit_cases
 from assertions import assert_same, to_numpy
+from conftest import Library
 from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import FLOATS
@@ -119,16 +122,27 @@ def cases(draw):
 
 
 ALL = Case(density=1.0, spare=0)
+METHODS = st.sampled_from(["auto", "gather", "fused"])
 
 
-@given(case=cases())
-@example(case=ALL)
-@example(case=Case(image=(1, 2, 2, 4), density=1.0))  # every pixel at a border
-@example(case=Case(strides=(2, 2), channels=5, density=1.0))
-def test_dense_where_active_and_shortcut_elsewhere(xp, case):
+def method_for(xp, case, method):
+    """What the fused method does not cover is gathered.
+
+    On a GPU each drawn case would compile a kernel; test_fused_bottleneck.py has fixed ones.
+    """
+    return "gather" if xp.name == "cupy" or (method == "fused" and case.projects) else method
+
+
+@given(case=cases(), method=METHODS)
+@example(case=ALL, method="auto")
+@example(case=ALL, method="fused")
+@example(case=Case(image=(1, 2, 2, 4), density=1.0), method="auto")  # every pixel at a border
+@example(case=Case(image=(1, 2, 2, 4), density=1.0), method="fused")
+@example(case=Case(strides=(2, 2), channels=5, density=1.0), method="auto")
+def test_dense_where_active_and_shortcut_elsewhere(xp, case, method):
     x, weights, project = case.data()
     unit, shortcut, active = case.oracle(x, weights, project)
-    y = to_numpy(case.run(xp, x, weights, project))
+    y = to_numpy(case.run(xp, x, weights, project, method=method_for(xp, case, method)))
     assert y.dtype == case.dtype
     oracles.assert_within(y, select(active, unit, shortcut))
     if project is None:
@@ -137,22 +151,24 @@ def test_dense_where_active_and_shortcut_elsewhere(xp, case):
         assert active.all()
 
 
-@given(case=cases())
-def test_base_elsewhere(xp, case):
+@given(case=cases(), method=METHODS)
+def test_base_elsewhere(xp, case, method):
     """The base is NaN: no inactive pixel is written, and every active one is."""
     x, weights, project = case.data()
     unit, _, active = case.oracle(x, weights, project)
     base = np.full(unit.value.shape, np.nan, case.dtype)
     given = xp.asarray(base)
-    y = to_numpy(case.run(xp, x, weights, project, base=given))
+    method = method_for(xp, case, method)
+    y = to_numpy(case.run(xp, x, weights, project, base=given, method=method))
     oracles.assert_within(y[active], oracles.Bounded(*(a[active] for a in unit)))
     assert_same(y[~active], base[~active], allow_nan=True)
     assert_same(given, xp.writable(base), allow_nan=True)
 
 
-@given(case=cases(), over=st.sampled_from(["fresh", "x", "base", "base and x"]))
-@example(case=ALL, over="x")
-def test_out(xp, case, over):
+@given(case=cases(), over=st.sampled_from(["fresh", "x", "base", "base and x"]), method=METHODS)
+@example(case=ALL, over="x", method="auto")
+@example(case=ALL, over="base", method="fused")
+def test_out(xp, case, over, method):
     """The result is the same where out is x itself, the base itself, or fresh memory."""
     x, weights, project = case.data()
     if project is not None and "x" in over:
@@ -162,12 +178,14 @@ def test_out(xp, case, over):
     if "base" in over:
         shape = case.oracle(x, weights, project)[0].value.shape
         base = xp.writable(np.full(shape, 2, case.dtype))
-    expected = case.run(xp, image, weights, project, base=base, given=True)
+    method = method_for(xp, case, "gather" if "x" in over and method == "fused" else method)
+    options = {"base": base, "method": method, "given": True}
+    expected = case.run(xp, image, weights, project, **options)
     if over == "fresh":
         out = xp.writable(np.full(expected.shape, np.nan, case.dtype))
     else:
         out = base if over == "base" else image
-    y = case.run(xp, image, weights, project, base=base, out=out, given=True)
+    y = case.run(xp, image, weights, project, out=out, **options)
     assert y is out
     assert_same(out, expected)
     if out is not image:
@@ -189,6 +207,83 @@ def test_out_must_not_overlap(xp):
     image = xp.writable(x)
     with pytest.raises(ShapeError, match=r"out must not share memory with x\b"):
         projected.run(xp, image, weights, project, out=image, given=True)
+
+
+@pytest.mark.parametrize("method", ["auto", "gather", "fused"])
+@pytest.mark.parametrize("number", unit_cases.NUMBERS, ids=str)
+def test_methods_agree(xp, method, number):
+    """Where each has a kernel: over x, base and out, with packed weights and their precision."""
+    case = unit_cases.Case(image=(2, 19, 17, 32), middle=16, bsize=(8, 8), packed=True, **number)
+    (image, packed, *indices), _ = case.arguments(case.arrays(), xp.asarray)
+    params = calc_block_params_res_block(case.image, 10, [1, 3, 1])
+    exact, active = case.exact(), case.active()
+
+    def run(**options):
+        return sparse_res_block_bottleneck(
+            image, packed, tuple(indices), params, method=method, **options
+        )
+
+    def expect(y, elsewhere):
+        whole = np.where(active[..., None], exact, elsewhere).astype(case.type)
+        assert_same(y, xp.writable(whole), allow_nan=True, signed_zero=False)
+
+    base = xp.asarray(np.full(case.shape, 7, case.type))
+    for _ in range(2):
+        expect(run(), case.arrays()[0])
+        expect(run(base=base), 7)
+    for options, elsewhere in (({}, case.arrays()[0]), ({"base": base}, 7), ("base", np.nan)):
+        out = xp.writable(np.full(case.shape, np.nan, case.type))
+        options = {"base": out} if options == "base" else options
+        assert run(out=out, **options) is out
+        expect(out, elsewhere)
+    assert (to_numpy(base) == 7).all()
+    with pytest.raises(ValueError, match="precision must be"):
+        run(precision="ieee")
+
+
+def test_what_the_fused_method_does_not_cover(xp):
+    """It says so; "auto" gathers."""
+    for case, reason in (
+        (Case(project=True), "w_project must be None"),
+        (Case(strides=(2, 1)), r"strides: they must be \(1, 1\), got \(2, 1\)"),
+    ):
+        arrays = case.data()
+        with pytest.raises(NotImplementedError, match=reason):
+            case.run(xp, *arrays, method="fused")
+        assert_same(case.run(xp, *arrays), case.run(xp, *arrays, method="gather"))
+    x, weights, project = ALL.data()
+    image = xp.writable(x)
+    with pytest.raises(NotImplementedError, match="in place of x"):
+        ALL.run(xp, image, weights, project, out=image, given=True, method="fused")
+    assert_same(image, xp.writable(x))
+
+
+@pytest.mark.gpu
+def test_auto_is_fused_where_there_is_a_kernel(require, monkeypatch):
+    cupy = require("gpu")
+    module, called = sys.modules["sbnet_cupy.layers.residual"], []
+    fused_bottleneck = module.fused_bottleneck
+
+    def count_calls(*args, **options):
+        called.append(1)
+        return fused_bottleneck(*args, **options)
+
+    monkeypatch.setattr(module, "fused_bottleneck", count_calls)
+    sizes = {"image": (2, 9, 9, 16), "channels": 16}
+    for dtype, options, count in (
+        (np.float16, {}, 1), (np.float64, {}, 1), (np.float32, {}, 1),
+        (np.float32, {"precision": "tf32"}, 2), (np.float16, {"method": "gather"}, 2),
+    ):  # fmt: skip
+        case = Case(dtype=np.dtype(dtype), **sizes)
+        case.run(Library("cupy", cupy), *case.data(), **options)
+        assert len(called) == count
+    case = Case(dtype=np.dtype(np.float16), **sizes, project=True)
+    case.run(Library("cupy", cupy), *case.data())
+    assert len(called) == 2
+    for dtype, reason in ((np.float64, "float64"), (np.float32, "tf32")):
+        case = Case(dtype=np.dtype(dtype), **sizes)
+        with pytest.raises(NotImplementedError, match=reason):
+            case.run(Library("cupy", cupy), *case.data(), method="fused")
 
 
 def test_borders_differ_from_padding_the_image(xp):

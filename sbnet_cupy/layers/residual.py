@@ -1,12 +1,14 @@
-"""The residual unit of ResNet, pre-activation and with a bottleneck, on the active blocks only."""
+"""The residual unit of ResNet, pre-activation, with a bottleneck: by one kernel, or on a stack."""
 
 import numpy as np
 
-from .._arrays import array_function, check_out, namespace
+from .._arrays import array_function, check_out, empty, is_cupy, namespace
 from ..blocks import calc_block_params_res_block, output_size, pair
 from ..ops._copy_plan import same_memory
-from ..ops.bottleneck_weights import check_unit
-from ..ops.conv2d import check_precision, conv2d
+from ..ops._grid import check_indices
+from ..ops.bottleneck_weights import check_unit, plain_of, resolve_precision
+from ..ops.conv2d import conv2d
+from ..ops.fused_bottleneck import fused_bottleneck, missing_kernel, require_kernel
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import sparse_scatter
 from .sparse_conv import check_base, check_block_params, check_method, split_indices
@@ -38,8 +40,10 @@ def sparse_res_block_bottleneck(
     ----------
     x : array, shape (N, H, W, Cin)
         Images; float16, bfloat16, float32 or float64. C-contiguous.
-    weights : BottleneckWeights
-        Kernels of the dtype of ``x``; scales and shifts of any floating dtype.
+    weights : BottleneckWeights or PackedBottleneck
+        Kernels of the dtype of ``x``; scales and shifts of any floating dtype. A
+        :class:`PackedBottleneck` saves the fused method the work of laying them out, and brings its
+        own ``precision``.
     indices : ActiveBlocks or (bin_counts, active_block_indices)
         What :func:`reduce_mask` returns for the grid of ``block_params``.
     block_params : BlockParams
@@ -52,12 +56,16 @@ def sparse_res_block_bottleneck(
     base : array, shape (N, H', W', Cout), optional
         Values outside active blocks. Modified only when it is also ``out``.
     out : array, shape (N, H', W', Cout), optional
-        Receives the result, and is returned. ``out=x`` works in place where the shortcut is x;
-        ``out=base`` works always.
+        Receives the result, and is returned. ``out=base`` works in place: outside active blocks
+        nothing is touched. So does ``out=x`` where the shortcut is x, but not with the fused
+        method, which reads the neighbours of a pixel from x while it writes.
     precision : None, "ieee" or "tf32"
         As for :func:`conv2d`.
     method : "auto", "gather" or "fused"
-        As for :func:`sparse_conv2d`.
+        "gather" gathers blocks, computes on the stack and scatters the results; "fused" is
+        :func:`fused_bottleneck`, from image to image: strides 1, no projection, ``out`` not x.
+        "auto" is "fused" for CuPy arrays that it has a kernel for (float32: with "tf32"), else
+        "gather". "gather" takes the arrays of a PackedBottleneck as they are at the time.
 
     Returns
     -------
@@ -72,7 +80,7 @@ def sparse_res_block_bottleneck(
     DTypeError
         If dtypes differ or are not floating.
     NotImplementedError
-        If ``method`` is "fused".
+        If ``method`` is "fused" and does not cover the call; the message says why.
 
     Source: He et al. 2016, arXiv:1603.05027, for the unit; Ren et al. 2018, arXiv:1801.02108,
     section 3.3, for its block-sparse form.
@@ -91,20 +99,26 @@ def sparse_res_block_bottleneck(
     ((1, 32, 32, 16), True, True)
     """
     check_method(method)
-    check_precision(precision)
     strides = pair(strides, "strides")
+    given, weights = weights, plain_of(weights)
+    precision = resolve_precision(given, precision)
     cout = check_unit(x, weights, w_project, strides)
     image_hw = x.shape[1:3]
     calculated = (image_hw, KERNELS, strides, "SAME")
     check_block_params(block_params, calc_block_params_res_block, *calculated)
     shape = (x.shape[0], *output_size(image_hw, (3, 3), strides, "SAME"), cout)
     check_base(base, shape, x)
-    if out is not None:
-        _check_out(out, shape, x, weights, w_project, base)
     indices = split_indices(indices)
+    check_indices(*indices, like=x)
+    if out is not None:
+        _check_out(out, shape, x, weights, w_project, indices, base)
 
-    residual = _residual(x, weights, indices, block_params, strides, precision)
     bsize = block_params.bsize_out
+    kernel_for = (x, weights, bsize, len(indices[1]), precision, out)
+    if _is_fused(method, _uncovered(x, strides, w_project, out), kernel_for):
+        y = _background(x, base, out)
+        return fused_bottleneck(x, given, *indices, bsize=bsize, precision=precision, out=y)
+    residual = _residual(x, weights, indices, block_params, strides, precision)
     if base is not None:
         blocks = _shortcut_blocks(x, w_project, indices, block_params, strides, precision)
         out = shortcut = sparse_scatter(blocks, *indices, base, bsize=bsize, out=out)
@@ -113,6 +127,40 @@ def sparse_res_block_bottleneck(
     else:
         shortcut = x
     return sparse_scatter(residual, *indices, shortcut, bsize=bsize, add=True, out=out)
+
+
+def _uncovered(x, strides, w_project, out):
+    """Return what of a call fused_bottleneck does not cover, or None."""
+    if strides != (1, 1):
+        return f"strides: they must be (1, 1), got {strides}"
+    if w_project is not None:
+        return "projection: w_project must be None"
+    if out is not None and same_memory(out, x):
+        return "result in place of x: blocks read pixels of their neighbours from x"
+    return None
+
+
+def _is_fused(method, uncovered, kernel_for):
+    """Whether the call goes to fused_bottleneck; raise where it cannot and must."""
+    x = kernel_for[0]
+    if method == "fused":
+        if uncovered is not None:
+            raise NotImplementedError(f"method='fused' has no {uncovered}; use method='gather'")
+        if is_cupy(x):
+            require_kernel(*kernel_for)
+        return True
+    covered = method == "auto" and is_cupy(x) and uncovered is None
+    return covered and missing_kernel(*kernel_for) is None
+
+
+def _background(x, base, out):
+    """Return ``out``, or fresh memory, holding the base, or x."""
+    if out is None:
+        out = empty(x.shape, x.dtype, x)
+    below = x if base is None else base
+    if not same_memory(out, below):
+        out[...] = below
+    return out
 
 
 def _residual(x, weights, indices, block_params, strides, precision):
@@ -168,10 +216,11 @@ def shortcut_grid(block_params, strides):
     }
 
 
-def _check_out(out, shape, x, weights, w_project, base):
+def _check_out(out, shape, x, weights, w_project, indices, base):
     """Check ``out``: it may be base, or x where x is the shortcut, and overlap nothing else."""
     inputs = [("weights", array) for array in weights._arrays()]
     inputs.append(("w_project", w_project))
+    inputs += zip(("bin_counts", "active_block_indices"), indices, strict=True)
     if w_project is not None or not same_memory(out, x):
         inputs.append(("x", x))
     if base is not None and not same_memory(out, base):

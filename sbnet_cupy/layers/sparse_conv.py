@@ -109,8 +109,7 @@ def sparse_conv2d(
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
     """
-    if method != "fused":
-        check_method(method)
+    check_method(method)
     weights = resolve_weights(w, None, bias, w_format, precision)
     options = (activation, data_format, weights.w_format, weights.precision)
     problem = resolve_problem(x, weights.w, strides, padding, *options)
@@ -246,12 +245,8 @@ def _max_pool(mask, problem):
 
 
 def check_method(method):
-    """Raise unless the gather route will do."""
-    if method == "fused":
-        raise NotImplementedError(
-            "method 'fused' has no kernel yet; use 'auto' or 'gather', which give the same result"
-        )
-    if method not in ("auto", "gather"):
+    """Raise ValueError unless ``method`` is "auto", "gather" or "fused"."""
+    if method not in ("auto", "gather", "fused"):
         raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
 
 

@@ -163,6 +163,22 @@ class PackedBottleneck(Packed):
         return self.packed("plain", pack)
 
 
+def plain_of(weights):
+    """Return the BottleneckWeights; what is neither that nor packed is refused by the checks."""
+    return weights.weights if isinstance(weights, PackedBottleneck) else weights
+
+
+def resolve_precision(weights, precision):
+    """Return the precision of the call; a PackedBottleneck has its own."""
+    check_precision(precision)
+    own = getattr(weights, "precision", precision)
+    if precision is not None and precision != own:
+        raise ValueError(
+            f"precision must be {own!r}, that of the PackedBottleneck weights, got {precision!r}"
+        )
+    return own
+
+
 def widened(weights):
     """Return the arrays of a BottleneckWeights in the dtype to compute in."""
     wide = compute_dtype(weights.w1.dtype)
@@ -181,7 +197,7 @@ def _fold(gamma, beta, mean, variance, eps, name):
     return scale, beta - mean * scale
 
 
-def check_unit(x, weights, w_project, strides):
+def check_weights(x, weights):
     """Check x and the weights against each other; return the number of output channels."""
     check_array("x", x, ndim=4)
     check_contiguous("x", x)
@@ -199,6 +215,13 @@ def check_unit(x, weights, w_project, strides):
     for name in _TABLES:
         channels = cin if name.endswith("1") else cmid
         check_array(f"weights.{name}", getattr(weights, name), shape=(channels,), kinds="f", like=x)
+    return cout
+
+
+def check_unit(x, weights, w_project, strides):
+    """Check x, the weights and the projection; return the number of output channels."""
+    cout = check_weights(x, weights)
+    cin = x.shape[3]
     if w_project is not None:
         _check_kernel("w_project", w_project, (1, 1, cin, cout), x)
     elif cin != cout or strides != (1, 1):

@@ -26,8 +26,14 @@ from ._fused_plan import current_device, expected_blocks, tiles_of_block
 from ._grid import CHUNK_BYTES, check_indices, resolve_grid
 from ._packed import keep_if_capturing
 from ._plans import Plans
-from .bottleneck_weights import PackedBottleneck, check_unit, widened
-from .conv2d import check_precision, conv2d
+from .bottleneck_weights import (
+    PackedBottleneck,
+    check_weights,
+    plain_of,
+    resolve_precision,
+    widened,
+)
+from .conv2d import conv2d
 from .sparse_gather import sparse_gather
 from .sparse_scatter import sparse_scatter
 
@@ -94,7 +100,7 @@ def fused_bottleneck(
     (True, True)
     """
     packed = isinstance(weights, PackedBottleneck)
-    plain = weights.weights if packed else weights
+    plain = plain_of(weights)
     plans, key = _PLANS, None
     if is_cupy(x):
         plans = weights.launches if packed else _PLANS
@@ -109,7 +115,7 @@ def fused_bottleneck(
             return out
     if launch is None:
         bsize, expected = _check(x, plain, bin_counts, active_block_indices, bsize, expected)
-        precision = _resolve_precision(weights, precision)
+        precision = resolve_precision(weights, precision)
     inputs = (("x", x), ("bin_counts", bin_counts), ("active_block_indices", active_block_indices))
     inputs += tuple(("weights", array) for array in _arrays_of(plain))
     if out is None:
@@ -144,10 +150,14 @@ def _arrays_of(weights):
 
 def _check(x, weights, bin_counts, active_block_indices, bsize, expected):
     """Check the arguments but out; return bsize, no larger than the image, and expected."""
-    check_unit(x, weights, None, (1, 1))
+    cout = check_weights(x, weights)
+    if cout != x.shape[3]:
+        raise ShapeError(
+            f"weights.w3 must have as many output channels as x, {x.shape[3]}, got {cout}; or use "
+            "sparse_res_block_bottleneck with w_project"
+        )
     check_indices(bin_counts, active_block_indices, like=x)
-    bsize = resolve_grid(bsize, (0, 0), None).bsize
-    bsize = tuple(max(min(b, n), 1) for b, n in zip(bsize, x.shape[1:3], strict=True))
+    bsize = _no_larger(resolve_grid(bsize, (0, 0), None).bsize, x)
     if expected is None:
         expected = len(active_block_indices)
     elif not is_integer(expected) or expected < 0:
@@ -155,15 +165,9 @@ def _check(x, weights, bin_counts, active_block_indices, bsize, expected):
     return bsize, expected
 
 
-def _resolve_precision(weights, precision):
-    """Return the precision of the call; a PackedBottleneck has its own."""
-    check_precision(precision)
-    own = getattr(weights, "precision", precision)
-    if precision is not None and precision != own:
-        raise ValueError(
-            f"precision must be {own!r}, that of the PackedBottleneck weights, got {precision!r}"
-        )
-    return own
+def _no_larger(bsize, x):
+    """Cut blocks to the size of the image, where there is one."""
+    return tuple(max(min(b, n), 1) for b, n in zip(bsize, x.shape[1:3], strict=True))
 
 
 def _fused_bottleneck_numpy(x, arrays, bin_counts, active_block_indices, bsize, out):
@@ -216,6 +220,7 @@ def missing_kernel(x, weights, bsize, rows, precision, out=None):
         return f"{x.shape[3]} channels of {name} that are not whole, aligned 16-byte vectors"
     if max(x.shape) > _MOST:
         return f"sizes above 2**30, such as those of x {x.shape}"
+    bsize = _no_larger(bsize, x)
     plan = _plan(x, weights, bsize, rows)
     if plan is None:
         return (
@@ -225,6 +230,16 @@ def missing_kernel(x, weights, bsize, rows, precision, out=None):
     if tiles_of_block(bsize, plan.tile) > _MOST_BLOCKS:
         return f"blocks as large as {bsize}"
     return None
+
+
+def require_kernel(x, weights, bsize, rows, precision, out=None):
+    """Raise NotImplementedError, saying why, where there is no CUDA kernel for ``x``."""
+    missing = missing_kernel(x, weights, bsize, rows, precision, out)
+    if missing is not None:
+        raise NotImplementedError(
+            f"fused_bottleneck has no CUDA kernel for {missing}; or use "
+            "sparse_res_block_bottleneck with method='gather'"
+        )
 
 
 def _case(x, weights):
@@ -261,13 +276,8 @@ def _fused_bottleneck_cuda(
     x, active_block_indices, out, weights, bsize, precision, expected, keep
 ):
     """Prepare one launch over the rows of the list; see cuda_src/fused_bottleneck.cu."""
-    plain = weights.weights if keep else weights
-    reason = missing_kernel(x, plain, bsize, expected, precision, out)
-    if reason is not None:
-        raise NotImplementedError(
-            f"fused_bottleneck has no CUDA kernel for {reason}; or use sparse_res_block_bottleneck "
-            "with method='gather'"
-        )
+    plain = plain_of(weights)
+    require_kernel(x, plain, bsize, expected, precision, out)
     case, plan = _case(x, plain), _plan(x, plain, bsize, expected)
     rows = len(active_block_indices)
     blocks = tuple(-(-n // b) for n, b in zip(x.shape[1:3], bsize, strict=True))
