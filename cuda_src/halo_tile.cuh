@@ -196,6 +196,7 @@ struct WarpGroup {
     static constexpr bool WANTS_FENCE = true;
     static_assert(H::TH % 8 == 0 && H::TW % 8 == 0 && WM * 16 == H::TH * H::TW, "a warp has 16 pixels");
     static_assert(NT * 8 * WN == NS, "warps share the channels evenly");
+    static_assert(H::PLANES % 2 == 0 || H::SW == 1, "the second unit of a step lies behind the first");
 
     static DEVICE int corner(int wm) {  // of the four warps' 8 x 8 pixels
         const int block = wm / 4;

@@ -245,7 +245,7 @@ def _four_warps():
         ("float16", None, 8, 9, {"kernel": (1, 1)}, 1, 16, (8, 16), 1, 1),  # one unit
         ("bfloat16", None, 64, 64, relu, 8, 64, (8, 8), 2, 2),
         ("bfloat16", None, 20, 96, {"data_format": "NCHW"}, 3, 96, (8, 16), 1, 1),
-        ("bfloat16", None, 17, 30, {"kernel": (5, 5), "strides": (1, 2)}, 3, 32, (8, 8), 1, 1),
+        ("bfloat16", None, 17, 30, {"kernel": (5, 5), "strides": (1, 2)}, 4, 32, (8, 8), 1, 1),
         ("float32", "tf32", 24, 24, relu, 6, 24, (8, 16), 1, 1),
         ("float32", "tf32", 12, 8, {"kernel": (7, 7)}, 3, 8, (8, 8), 1, 1),
         ("float32", "tf32", 96, 96, {}, 4, 48, (8, 16), 1, 2),  # chunks

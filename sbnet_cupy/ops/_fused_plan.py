@@ -185,12 +185,11 @@ def _candidates(case, device):
 def _shapes(case, device, group, planes):
     """Yield (tile, engine, warps): the warps share pixels, output channels and K."""
     depths = [k for k in (1, 2, 3, 4, 6) if k == 1 or (planes % 2 == 0 and planes // 2 % k == 0)]
-    if device.hopper and not case.ieee:
-        if group in _WGMMA_GROUPS:
-            yield (8, 16), "WarpGroup", (8, 1, 1)
+    ascending = planes % 2 == 0 or case.strides[1] == 1  # the units of a step, in memory
+    if device.hopper and not case.ieee and ascending and group in _WGMMA_GROUPS:
+        yield (8, 16), "WarpGroup", (8, 1, 1)
         for depth in (k for k in depths if k <= 3):
-            if group in _WGMMA_GROUPS:
-                yield (8, 8), "WarpGroup", (4, 1, depth)
+            yield (8, 8), "WarpGroup", (4, 1, depth)
     engine = "Fma" if case.ieee else "MmaSync"
     for tile, pixels in (((4, 8), 2), ((8, 8), 2), ((8, 8), 4), ((8, 16), 4), ((8, 16), 8)):
         for columns in (1, 2, 3):
