@@ -125,7 +125,7 @@ def _shapes(case, blocks, bsize, device):
         for tile, warps, resident in shapes:
             yield tile, warps, 1, resident, device.hopper
     for cluster in clusters:
-        for warps in (12, 16, 8, 4):
+        for warps in (12, 16, 8, 4) if device.hopper else (12, 8, 4):  # 16 of MmaSync would spill
             yield (8, 8), warps, cluster, 1, device.hopper
     for cluster in clusters:
         for warps in (8, 4):
