@@ -10,7 +10,7 @@ from assertions import assert_same, to_numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FLOATS
-from unit_cases import CASES, NUMBERS, NUMPY_CASES, SPREADING, STAGES, Case, dense
+from unit_cases import CASES, NUMBERS, NUMPY_CASES, SPREADING, STAGES, Case, dense, kinds
 
 from sbnet_cupy import BottleneckWeights, PackedBottleneck, ShapeError, fused_bottleneck
 
@@ -116,12 +116,7 @@ def test_nan_and_infinities_spread_as_in_the_dense_unit(xp, case, value, signs):
     expected = np.where(case.active()[..., None], dense(*arrays), x)
     finite = np.isfinite(expected)
     assert 0.1 < finite.mean() < 1
-    assert_same(_kinds(y), _kinds(expected))
-
-
-def _kinds(y):
-    """Tell numbers, NaN (of any sign) and the infinities apart."""
-    return np.select([np.isnan(y), y == np.inf, y == -np.inf], [1, 2, 3])
+    assert_same(kinds(y), kinds(expected))
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=str)

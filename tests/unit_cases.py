@@ -175,6 +175,11 @@ def dense(x, w1, w2, w3, scale1, shift1, scale2, shift2, scale3, shift3):
         return t + x
 
 
+def kinds(y):
+    """Tell numbers, NaN (of any sign) and the infinities apart."""
+    return np.select([np.isnan(y), y == np.inf, y == -np.inf], [1, 2, 3])
+
+
 SPREADING = [  # values, and signs of the kernels
     (np.nan, None), (np.inf, None), (-np.inf, None),
     (np.inf, (-1, 1, 1)), (np.inf, (1, -1, 1)), (np.inf, (1, 1, 1)), (np.inf, (1, 1, -1)),
