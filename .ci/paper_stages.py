@@ -27,7 +27,7 @@ STAGES = (
 )
 OTHER_UNITS = ((8, 8), (40, 20), (64, 64), (64, 128), (200, 56), (512, 128))
 NUMBERS = (("Half", 2, False), ("BFloat16", 2, False), ("float", 4, False), ("float", 4, True))
-BLOCKS = (0, 1 << 30)  # few, many
+BLOCKS = (0, 100, 1 << 30)  # few, one for each multiprocessor, many
 
 
 def instantiations(arch):

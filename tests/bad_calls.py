@@ -42,6 +42,8 @@ SCATTER = {"blocks": ramp(3, 4, 4, 2)} | indices() | {"x": ramp(1, 8, 8, 2), "bs
 GATHER_GRAD = {"grad_blocks": ramp(3, 4, 4, 2)} | indices() | {"x": ramp(1, 8, 8, 2), "bsize": 4}
 KERNELS = [ramp(1, 1, 2, 4), ramp(3, 3, 4, 4), ramp(1, 1, 4, 2)]
 WEIGHTS = KERNELS + [ramp(c) for c in (2, 2, 4, 4, 4, 4)]  # of a BottleneckWeights
+UNIT = [ramp(1, 1, 4, 6), ramp(3, 3, 6, 6), ramp(1, 1, 6, 4)]
+UNIT += [ramp(c) for c in (4, 4, 6, 6, 6, 6)]
 
 VALID = {
     "calc_block_params": {
@@ -63,7 +65,8 @@ VALID = {
         "grad_y": ramp(1, 8, 8, 4), "x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4),
     },
     "fused_conv": {"x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4)} | indices() | {"bsize": 4},
-    "fused_bottleneck": {"x": ramp(1, 8, 8, 2), "weights": WEIGHTS} | indices() | {"bsize": 4},
+    "fused_bottleneck": {"x": ramp(1, 8, 8, 4), "weights": UNIT} | indices()
+    | {"bsize": 4, "precision": "tf32"},  # vectors and a precision that a GPU has a kernel for
     "sparse_conv2d": {
         "x": ramp(1, 8, 8, 2), "w": ramp(3, 3, 2, 4), "indices": INDICES, "block_params": PARAMS,
     },
@@ -291,6 +294,7 @@ BAD = [
     ("fused_bottleneck", "x", Spoiled("xp.concatenate([v, v], -1)"), S),
     *[("fused_bottleneck", "weights", v, T) for v in [None, 2.0, (ramp(1, 1, 2, 4),)]],
     ("fused_bottleneck", "weights", Spoiled("type(v)(v.w1[..., :3], *v._arrays()[1:])"), S),
+    ("fused_bottleneck", "weights", Spoiled("type(v)(v.w1[..., :0], *v._arrays()[1:])"), S),
     ("fused_bottleneck", "weights", Spoiled("type(v)(v.w1, v.w2, v.w2, *v._arrays()[3:])"), S),
     ("fused_bottleneck", "weights",
      Spoiled("type(v)(v.w1, v.w2, v.w3[..., :1], *v._arrays()[3:])"), S),
@@ -305,7 +309,7 @@ BAD = [
     ("fused_bottleneck", "precision", "fp8", V),
     *[("fused_bottleneck", "expected", v, S) for v in [-1, 2.5, "3", True, (2,)]],
     ("fused_bottleneck", "out", ramp(1, 8, 8, 3), S),
-    ("fused_bottleneck", "out", ramp(1, 8, 8, 2, dtype=np.float64), D),
+    ("fused_bottleneck", "out", ramp(1, 8, 8, 4, dtype=np.float64), D),
     ("fused_bottleneck", "out", Spoiled("xp.zeros((1, 8, 8, 4), 'f4')[..., ::2]"), S),
     ("fused_bottleneck", "out", [1, 2], D),
     # layers

@@ -84,7 +84,7 @@ def test_the_bound_sees_one_channel_go_missing():
         Case,
         image=st.tuples(st.sampled_from([1, 2, 0]), st.integers(0, 9), st.integers(0, 9),
                         st.sampled_from([1, 3, 8, 0])),
-        middle=st.sampled_from([1, 3, 8, 0]),
+        middle=st.sampled_from([1, 3, 8]),
         bsize=st.tuples(st.integers(1, 12), st.integers(1, 12)),
         dtype=st.sampled_from([dtype.name for dtype in FLOATS]),
         tight=st.booleans(),
@@ -391,6 +391,6 @@ def test_what_has_no_kernel_says_why(cupy):
             case.run(case.arrays(), cupy.asarray)
     case = Case(image=(1, 8, 8, 16))
     (x, *rest), keywords = case.arguments(case.arrays(), cupy.asarray)
-    shifted = cupy.empty(x.size + 1, x.dtype)[1:].reshape(x.shape)
+    shifted = cupy.zeros(x.size + 1, x.dtype)[1:].reshape(x.shape)
     with pytest.raises(NotImplementedError, match="aligned"):
         fused_bottleneck(shifted, *rest, **keywords)

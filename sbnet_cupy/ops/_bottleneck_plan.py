@@ -97,7 +97,7 @@ def plan_bottleneck(case, blocks, bsize, device):
     """Return a plan for about so many active blocks, or None where none fits."""
     for odd in (False, True):  # then with channels that the usual shapes do not divide
         for tile, warps, cluster, resident, wide in _shapes(case, blocks, bsize, device):
-            plan = _plan(case, tile, warps, cluster, wide and not odd, odd)
+            plan = _plan(case, tile, warps, cluster, resident, wide and not odd, odd)
             if plan is None or plan.shared_bytes(case) > device.shared_bytes:
                 continue
             room = (device.shared_bytes + 1024) // (plan.shared_bytes(case) + 1024)
@@ -125,14 +125,14 @@ def _shapes(case, blocks, bsize, device):
         for tile, warps, resident in shapes:
             yield tile, warps, 1, resident, device.hopper
     for cluster in clusters:
-        for warps in (12, 16, 8, 4) if device.hopper else (12, 8, 4):  # 16 of MmaSync would spill
+        for warps in (12, 8, 4):  # 16 would spill
             yield (8, 8), warps, cluster, 1, device.hopper
     for cluster in clusters:
         for warps in (8, 4):
             yield (4, 8), warps, cluster, 1, False
 
 
-def _plan(case, tile, warps, cluster, wide, odd):
+def _plan(case, tile, warps, cluster, resident, wide, odd):
     """Return the plan of a shape, or None if the work does not divide so."""
     lanes = _VECTOR // case.element_bytes
     chunks = -(-case.channels * case.element_bytes // _CHUNK)
@@ -152,7 +152,8 @@ def _plan(case, tile, warps, cluster, wide, odd):
     if second is None or columns is None or warps % rows3 or (wide and own // 8 > 16):
         return None
     split1 = _split1(warps, chunks, _rim_tiles(tile), wide)
-    ahead = max(a for a in range(1, 7 if lanes == 8 else 5) if chunks // split1 % a == 0)
+    most = _ahead(case, warps, resident) if wide else 6 if lanes == 8 else 4
+    ahead = max(a for a in range(1, most + 1) if chunks // split1 % a == 0)
     return UnitPlan(
         "WarpGroup" if wide else "MmaSync", chunks, mid, tile, cluster, warps, split1, second,
         rows3, columns, ahead, 1, False,
@@ -188,12 +189,21 @@ def _columns(out, teams, case, wide, warps, rows):
     if not wide:
         sizes = (32,) if case.element_bytes == 2 else (16,)
     else:
-        sizes = (32,) if warps == 16 or case.element_bytes == 4 else (96, 64, 32)
+        sizes = (32,) if case.element_bytes == 4 else (96, 64, 32) if warps == 4 else (64, 32)
     for size in sizes:
         enough = out // size >= teams or size == sizes[-1]
         if enough and out % size == 0 and rows * size // 2 <= 64:  # accumulators of a lane
             return size
     return None
+
+
+def _ahead(case, warps, resident):
+    """Return how many chunks of x a lane may have in flight: as registers allow."""
+    if resident == 1:
+        return 2 if warps > 8 else 4
+    if resident == 2:
+        return 3 if case.tight or case.element_bytes == 4 else 2
+    return 1
 
 
 def _split1(warps, chunks, tiles, wide):

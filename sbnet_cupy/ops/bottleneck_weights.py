@@ -209,6 +209,10 @@ def check_weights(x, weights):
     check_array("weights.w1", weights.w1, ndim=4, like=x)
     check_array("weights.w3", weights.w3, ndim=4, like=x)
     cmid, cout = weights.w1.shape[3], weights.w3.shape[3]
+    if not cmid:
+        raise ShapeError(
+            f"weights.w1 must have an output channel or more, got shape {weights.w1.shape}"
+        )
     _check_kernel("weights.w1", weights.w1, (1, 1, cin, cmid), x)
     _check_kernel("weights.w2", weights.w2, (3, 3, cmid, cmid), x)
     _check_kernel("weights.w3", weights.w3, (1, 1, cmid, cout), x)
