@@ -1,8 +1,8 @@
 """Fixtures: the array libraries that every test runs on, and which optional parts must be there.
 
-``SBNET_REQUIRE`` is a comma list of torch, jax, tensorflow, g++, demo, cupy and gpu: what it names
-must be present, and its absence fails where it would otherwise skip. ``HYPOTHESIS_PROFILE=few``
-draws fewer examples, for slow checkers such as compute-sanitizer.
+``SBNET_REQUIRE`` is a comma list of torch, jax, tensorflow, sklearn, g++, demo, cupy and gpu: what
+it names must be present, and its absence fails where it would otherwise skip.
+``HYPOTHESIS_PROFILE=few`` draws fewer examples, for slow checkers such as compute-sanitizer.
 """
 
 import importlib
