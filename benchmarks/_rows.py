@@ -32,8 +32,8 @@ class Row:
     implementation: str
     timed_by: str  # graph (replays), events (around eager calls), host or wall (clock)
     us: float  # median for one call
-    us_p10: float
-    us_p90: float
+    us_p10: float | None  # None where only the median was kept
+    us_p90: float | None
     bytes: int | None
     gb_per_s: float | None
     percent_of_copy: float | None
@@ -42,6 +42,11 @@ class Row:
     note: str = ""
     dense_us: float | None = None  # the best time for the whole image, same run and precision
     ratio_to_dense: float | None = None  # dense_us / us: above 1, this is faster
+
+    @property
+    def spread(self):
+        """The 10th and the 90th percentile, as tables have them."""
+        return "" if self.us_p10 is None else f"{self.us_p10:,.2f}..{self.us_p90:,.2f}"
 
     @property
     def ours(self):

@@ -176,7 +176,7 @@ def table(name, rows):
         for row in ours or [best]:
             shown.add_row(
                 row.shape, row.dtype, row.block, row.mask, row.variant, f"{row.us:,.2f}",
-                f"{row.us_p10:,.2f}..{row.us_p90:,.2f}", _number(row.gb_per_s, ",.0f"),
+                row.spread, _number(row.gb_per_s, ",.0f"),
                 _number(row.percent_of_copy, ".0f"), _number(row.ratio_to_original, ".1f"),
                 _number(row.ratio_to_dense, ".1f"),
                 f"{best.us:,.2f} {best.implementation}" if best else "",

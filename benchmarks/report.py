@@ -249,7 +249,7 @@ def _line(run, row):
     other = run.best_other(row)
     return [
         row.op, row.shape, row.dtype, row.block, row.mask, row.variant, f"{row.us:,.2f}",
-        f"{row.us_p10:,.2f}..{row.us_p90:,.2f}", f"{row.gb_per_s:,.0f}",
+        row.spread, f"{row.gb_per_s:,.0f}",
         f"{row.percent_of_copy:.0f}",
         f"{other.implementation} {other.us / row.us:.1f}x" if other else "",
     ]  # fmt: skip
@@ -276,7 +276,7 @@ def _host(run, suite, title):
     rows = [row for row in run.rows if row.suite == suite]
     lines = [
         [row.op, row.variant, row.implementation, f"{row.us:,.2f}",
-         f"{row.us_p10:,.2f}..{row.us_p90:,.2f}", row.timed_by, row.note]
+         row.spread, row.timed_by, row.note]
         for row in rows
     ]  # fmt: skip
     heads = ["Op", "Call", "By", "us", "p10..p90", "Timed by", ""]
