@@ -152,7 +152,7 @@ def _plan(case, tile, warps, cluster, resident, wide, odd):
     if second is None or columns is None or warps % rows3 or (wide and own // 8 > 16):
         return None
     split1 = _split1(warps, chunks, _rim_tiles(tile), wide)
-    most = _ahead(case, warps, resident) if wide else 6 if lanes == 8 else 4
+    most = _ahead(case, warps, cluster, resident, wide)
     ahead = max(a for a in range(1, most + 1) if chunks // split1 % a == 0)
     return UnitPlan(
         "WarpGroup" if wide else "MmaSync", chunks, mid, tile, cluster, warps, split1, second,
@@ -197,8 +197,11 @@ def _columns(out, teams, case, wide, warps, rows):
     return None
 
 
-def _ahead(case, warps, resident):
+def _ahead(case, warps, cluster, resident, wide):
     """Return how many chunks of x a lane may have in flight: as registers allow."""
+    if not wide:
+        small = case.element_bytes == 2 and (warps <= 8 or cluster > 1)
+        return 6 if small else 4
     if resident == 1:
         return 2 if warps > 8 else 4
     if resident == 2:
