@@ -7,7 +7,14 @@ import oracles
 import pytest
 from assertions import assert_same
 
-from sbnet_cupy import reduce_mask, sparse_gather, sparse_scatter, sparse_scatter_var
+from sbnet_cupy import (
+    calc_block_params,
+    reduce_mask,
+    sparse_conv2d,
+    sparse_gather,
+    sparse_scatter,
+    sparse_scatter_var,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -132,3 +139,27 @@ def test_a_thread_that_never_used_cuda_can_launch(cupy):
     thread.start()
     thread.join()
     assert_same(out, expected)
+
+
+@pytest.mark.parametrize("method", ["gather", "auto"])
+def test_what_a_captured_layer_allocates_is_not_given_out_again(cupy, method):
+    """A replay would overwrite it; and what others write there would spoil the replay."""
+    rng = np.random.default_rng(3)
+    x = cupy.asarray(rng.standard_normal((1, 40, 40, 16)), np.float32)
+    w = cupy.asarray(rng.standard_normal((3, 3, 16, 16)), np.float32)
+    params = calc_block_params(x.shape, 10, (3, 3))
+    active = reduce_mask(cupy.ones((1, 40, 40), bool), params.bcount, bsize=params.bsize_out)
+    expected, y = (sparse_conv2d(x, w, active, params, method=method) for _ in range(2))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        stream.begin_capture()
+        sparse_conv2d(x, w, active, params, method=method, out=y)
+        graph = stream.end_capture()
+        others = [cupy.full(size, 7, np.float32) for size in (6400, 12800, 25600, 40000) * 8]
+        for _ in range(3):
+            y.fill(0)
+            graph.launch(stream)
+            stream.synchronize()
+            assert_same(y, expected)
+            assert all(bool((other == 7).all()) for other in others)

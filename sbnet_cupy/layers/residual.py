@@ -4,6 +4,7 @@ import numpy as np
 
 from .._arrays import array_function, check_out, empty, is_cupy, namespace
 from ..blocks import calc_block_params_res_block, output_size, pair
+from ..ops._capture import memory_of_graphs
 from ..ops._copy_plan import same_memory
 from ..ops._grid import check_indices
 from ..ops.bottleneck_weights import check_unit, plain_of, resolve_precision
@@ -118,15 +119,16 @@ def sparse_res_block_bottleneck(
     if _is_fused(method, _uncovered(x, strides, w_project, out), kernel_for):
         y = _background(x, base, out)
         return fused_bottleneck(x, given, *indices, bsize=bsize, precision=precision, out=y)
-    residual = _residual(x, weights, indices, block_params, strides, precision)
-    if base is not None:
-        blocks = _shortcut_blocks(x, w_project, indices, block_params, strides, precision)
-        out = shortcut = sparse_scatter(blocks, *indices, base, bsize=bsize, out=out)
-    elif w_project is not None:
-        out = shortcut = conv2d(x, w_project, strides=strides, precision=precision, out=out)
-    else:
-        shortcut = x
-    return sparse_scatter(residual, *indices, shortcut, bsize=bsize, add=True, out=out)
+    with memory_of_graphs(x):
+        residual = _residual(x, weights, indices, block_params, strides, precision)
+        if base is not None:
+            blocks = _shortcut_blocks(x, w_project, indices, block_params, strides, precision)
+            out = shortcut = sparse_scatter(blocks, *indices, base, bsize=bsize, out=out)
+        elif w_project is not None:
+            out = shortcut = conv2d(x, w_project, strides=strides, precision=precision, out=out)
+        else:
+            shortcut = x
+        return sparse_scatter(residual, *indices, shortcut, bsize=bsize, add=True, out=out)
 
 
 def _uncovered(x, strides, w_project, out):

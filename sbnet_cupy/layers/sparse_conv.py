@@ -14,6 +14,7 @@ from .._arrays import (
 )
 from ..blocks import BlockParams, calc_block_params
 from ..errors import DTypeError, ShapeError
+from ..ops._capture import memory_of_graphs
 from ..ops._copy_plan import same_memory
 from ..ops._grid import check_indices
 from ..ops._packed_weights import resolve_weights
@@ -130,7 +131,8 @@ def sparse_conv2d(
         require_kernel(*kernel_for)
     y = _background(shape, x, base, out)
     if method == "gather":
-        return _gathered(x, weights, indices, block_params, problem, y)
+        with memory_of_graphs(x):
+            return _gathered(x, weights, indices, block_params, problem, y)
     return fused_conv(
         x, w, *indices, bsize=block_params.bsize_out, strides=strides, padding=padding, bias=bias,
         activation=activation, data_format=data_format, w_format=w_format, precision=precision,

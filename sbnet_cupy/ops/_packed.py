@@ -6,6 +6,7 @@ import numpy as np
 
 from .._arrays import ArrayContainer, array_function, device_of, extents, namespace
 from ..errors import DeviceError
+from ._capture import is_capturing
 from ._plans import Plans
 
 
@@ -73,23 +74,3 @@ def _refresh(weights):
     """Pack again all that was packed, where it is."""
     for packed, pack in weights._packed.values():
         pack(*weights._given(), packed)
-
-
-def is_capturing(array):
-    """Whether the current stream is recording a CUDA graph."""
-    xp = namespace(array)
-    return xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr)
-
-
-_KEPT = []  # memory that captured graphs fill and read: they may be replayed as long as they like
-
-
-def keep_if_capturing(packed):
-    """Keep memory that a graph being captured refers to; a framework's own knows of its graphs."""
-    if is_capturing(packed) and not _is_borrowed(packed):
-        _KEPT.append(packed)
-
-
-def _is_borrowed(array):
-    """Whether a CuPy array lies in memory that a framework's allocator gave."""
-    return isinstance(array.data.mem, namespace(array).cuda.UnownedMemory)

@@ -7,7 +7,8 @@ import numpy as np
 from .. import _kernels
 from .._arrays import array_function, check_array, compute_dtype, empty, is_float, namespace
 from ..errors import DTypeError
-from ._packed import Packed, keep_if_capturing
+from ._capture import keep_if_capturing
+from ._packed import Packed
 from .conv2d import check_choice, check_per_channel, check_precision
 
 

@@ -21,10 +21,10 @@ from .._arrays import (
 from ..blocks import is_integer
 from ..errors import ShapeError
 from ._bottleneck_plan import UnitCase, plan_bottleneck
+from ._capture import keep_if_capturing
 from ._copy_plan import address
 from ._fused_plan import current_device, expected_blocks, tiles_of_block
 from ._grid import CHUNK_BYTES, check_indices, resolve_grid
-from ._packed import keep_if_capturing
 from ._plans import Plans
 from .bottleneck_weights import (
     PackedBottleneck,
