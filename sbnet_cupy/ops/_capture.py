@@ -1,7 +1,7 @@
 """Memory that CUDA graphs use: what is allocated in a capture stays, as the graph may be replayed.
 
-CuPy's pool knows nothing of graphs: an array that a capture lets go of is given out again, to others
-that a replay would then overwrite.
+CuPy's pool knows nothing of graphs: an array that a capture lets go of is given out again, to what
+a replay would then overwrite.
 """
 
 import contextlib
