@@ -80,7 +80,6 @@ def prepare(
     scalars,
     shared=0,
     persistent=False,
-    per_sm=0,
     dependent=False,
     cluster=1,
 ):
@@ -89,10 +88,10 @@ def prepare(
     Called with ``pointers`` arrays (or None), it runs the kernel on the current stream. Making one
     costs far more than calling it: keep it.
 
-    A ``persistent`` grid is cut to what the GPU holds at once, with at most ``per_sm`` thread
-    blocks on a multiprocessor if that is not 0; of a grid of several numbers the first is cut. A
-    ``dependent`` kernel begins before the one ahead of it on the stream has ended, and itself waits
-    for it (``dependent_wait`` of async_copy.cuh). ``cluster`` blocks of a row form a cluster.
+    A ``persistent`` grid is cut to what the GPU holds at once; of a grid of several numbers the
+    first is cut. A ``dependent`` kernel begins before the one ahead of it on the stream has ended,
+    and itself waits for it (``dependent_wait`` of async_copy.cuh). ``cluster`` blocks of a row form
+    a cluster.
     """
     import cupy
 
@@ -106,7 +105,7 @@ def prepare(
         resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
             module_function.kernel.ptr, block, shared
         )
-        most = max(min(resident, per_sm or resident), 1) * sm_count()
+        most = max(resident, 1) * sm_count()
         if cluster > 1:
             most = min(most, cluster * _active_clusters(module_function, block, shared, cluster))
         grid = _cut(grid, most, cluster)

@@ -118,7 +118,7 @@ def device(launch, given, multiprocessors, memory):
     launched = []
 
     def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
-                persistent=False, per_sm=0, dependent=False, cluster=1):  # fmt: skip
+                persistent=False, dependent=False, cluster=1):  # fmt: skip
         assert cluster == 1
         if persistent:
             most = RESIDENT * multiprocessors // math.prod(grid[1:])

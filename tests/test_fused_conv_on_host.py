@@ -146,7 +146,7 @@ def device(launch, given, multiprocessors, memory):
     launched = []
 
     def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
-                persistent=False, per_sm=0, dependent=False):  # fmt: skip
+                persistent=False, dependent=False):  # fmt: skip
         if persistent:
             most = RESIDENT * multiprocessors // math.prod(grid[1:])
             grid = (min(grid[0], max(most, 1)), *grid[1:])

@@ -1,12 +1,11 @@
 """The residual unit of ResNet, pre-activation, with a bottleneck: by one kernel, or on a stack."""
 
-import numpy as np
 
 from .._arrays import array_function, check_out, empty, is_cupy, namespace
 from ..blocks import calc_block_params_res_block, output_size, pair
 from ..ops._capture import memory_of_graphs
 from ..ops._copy_plan import same_memory
-from ..ops._grid import check_indices
+from ..ops._grid import check_indices, inside_image
 from ..ops.bottleneck_weights import check_unit, plain_of, resolve_precision
 from ..ops.conv2d import conv2d
 from ..ops.fused_bottleneck import fused_bottleneck, missing_kernel, require_kernel
@@ -88,6 +87,7 @@ def sparse_res_block_bottleneck(
 
     Examples
     --------
+    >>> import numpy as np
     >>> from sbnet_cupy import BottleneckWeights, calc_block_params_res_block, reduce_mask
     >>> x = np.ones((1, 32, 32, 16), np.float32)
     >>> mask = np.zeros((1, 32, 32), bool)
@@ -185,17 +185,6 @@ def _residual(x, weights, indices, block_params, strides, precision):
     third = {"scale": weights.scale3, "bias": weights.shift3}
     blocks = conv2d(blocks, weights.w2, strides=strides, **third, **options)
     return conv2d(blocks, weights.w3, padding="VALID", precision=precision)
-
-
-def inside_image(active_block_indices, block_params, image_hw):
-    """Return bool ``[M, bh, bw]``: which pixels of the stack lie in the image."""
-    xp = namespace(active_block_indices)
-    axes = []
-    for axis, size in enumerate(image_hw):
-        first = active_block_indices[:, 1 + axis].astype(np.int64) * block_params.bstride[axis]
-        pixel = first[:, None] + (xp.arange(block_params.bsize[axis]) + block_params.boffset[axis])
-        axes.append((pixel >= 0) & (pixel < size))
-    return axes[0][:, :, None] & axes[1][:, None, :]
 
 
 def _shortcut_blocks(x, w_project, indices, block_params, strides, precision):

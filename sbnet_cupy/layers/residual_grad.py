@@ -6,6 +6,7 @@ import numpy as np
 
 from .._arrays import array_function, compute_dtype, namespace
 from ..blocks import calc_block_params_res_block, output_size, pair
+from ..ops._grid import inside_image
 from ..ops.activation import apply_affine
 from ..ops.affine_grad import affine_grad
 from ..ops.bottleneck_weights import BottleneckWeights, check_unit
@@ -13,7 +14,7 @@ from ..ops.conv2d import check_precision, conv2d
 from ..ops.conv2d_grad import check_grad, conv2d_grad
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_gather_grad import sparse_gather_grad
-from .residual import KERNELS, inside_image, shortcut_grid
+from .residual import KERNELS, shortcut_grid
 from .sparse_conv import check_base, check_block_params, split_indices
 from .sparse_conv_grad import split_gradient
 

@@ -10,7 +10,7 @@ from .sparse_gather import sparse_gather
 from .sparse_scatter import sparse_scatter
 
 
-def inside_image(bin_counts, active_block_indices, layout, grid):
+def pixels_read(bin_counts, active_block_indices, layout, grid):
     """Return which pixels of the stack a gather reads: bool, the stack's shape with one channel."""
     xp = namespace(active_block_indices)
     image = xp.ones((layout.N, layout.H, layout.W, 1), bool)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._arrays import check_array, check_contiguous
+from .._arrays import check_array, check_contiguous, namespace
 from ..blocks import pair
 from ..errors import DTypeError, ShapeError
 
@@ -41,6 +41,20 @@ def resolve_grid(bsize, boffset, bstride):
         if max(map(abs, value)) > _LARGEST:
             raise ShapeError(f"{name} must be under 2**31 on each axis, got {value}")
     return Grid(bsize, boffset, bstride)
+
+
+def inside_image(active_block_indices, grid, image_hw):
+    """Return bool ``[M, bh, bw]``: which pixels of blocks lie in the image.
+
+    ``grid`` is a Grid, or the BlockParams of the blocks.
+    """
+    xp = namespace(active_block_indices)
+    axes = []
+    for axis, size in enumerate(image_hw):
+        first = active_block_indices[:, 1 + axis].astype(np.int64) * grid.bstride[axis]
+        pixel = first[:, None] + (xp.arange(grid.bsize[axis]) + grid.boffset[axis])
+        axes.append((pixel >= 0) & (pixel < size))
+    return axes[0][:, :, None] & axes[1][:, None, :]
 
 
 class Layout(NamedTuple):

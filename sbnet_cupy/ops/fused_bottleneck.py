@@ -18,13 +18,13 @@ from .._arrays import (
     empty,
     is_cupy,
 )
-from ..blocks import is_integer
 from ..errors import ShapeError
 from ._bottleneck_plan import UnitCase, plan_bottleneck
 from ._capture import keep_if_capturing
 from ._copy_plan import address
+from ._fused_call import LARGEST, MOST_BLOCKS, cut_blocks, resolve_expected
 from ._fused_plan import current_device, expected_blocks, tiles_of_block
-from ._grid import CHUNK_BYTES, check_indices, resolve_grid
+from ._grid import CHUNK_BYTES, Grid, check_indices, inside_image, resolve_grid
 from ._plans import Plans
 from .bottleneck_weights import (
     PackedBottleneck,
@@ -105,14 +105,13 @@ def fused_bottleneck(
     if is_cupy(x):
         plans = weights.launches if packed else _PLANS
         own = () if packed else _arrays_of(plain)  # what is packed has its own plans
-        arrays = (x, bin_counts, active_block_indices, out, *own)
-        key = plans.key(arrays, (bsize, precision, expected))
-    launch = plans.get(key)
-    if launch is not None and packed and out is not None:
         others = (x, bin_counts, active_block_indices)
-        if apart(out, others) and apart_from(out, weights.extents):
-            launch(x, plain, bin_counts, active_block_indices, out)
-            return out
+        key = plans.key((*others, out, *own), (bsize, precision, expected))
+    launch = plans.get(key)
+    at_once = launch is not None and packed and out is not None
+    if at_once and apart(out, others) and apart_from(out, weights.extents):
+        launch(x, plain, bin_counts, active_block_indices, out)
+        return out
     if launch is None:
         bsize, expected = _check(x, plain, bin_counts, active_block_indices, bsize, expected)
         precision = resolve_precision(weights, precision)
@@ -139,8 +138,6 @@ def fused_bottleneck(
 
 
 _PLANS = Plans()
-_MOST = 2**30  # of what a kernel counts in 32 bits
-_MOST_BLOCKS = 2**16 - 1  # thread blocks along an axis of a grid
 
 
 def _arrays_of(weights):
@@ -157,51 +154,32 @@ def _check(x, weights, bin_counts, active_block_indices, bsize, expected):
             "sparse_res_block_bottleneck with w_project"
         )
     check_indices(bin_counts, active_block_indices, like=x)
-    bsize = _no_larger(resolve_grid(bsize, (0, 0), None).bsize, x)
-    if expected is None:
-        expected = len(active_block_indices)
-    elif not is_integer(expected) or expected < 0:
-        raise ShapeError(f"expected must be None or a non-negative integer, got {expected!r}")
-    return bsize, expected
-
-
-def _no_larger(bsize, x):
-    """Cut blocks to the size of the image, where there is one."""
-    return tuple(max(min(b, n), 1) for b, n in zip(bsize, x.shape[1:3], strict=True))
+    bsize = cut_blocks(resolve_grid(bsize, (0, 0), None).bsize, x.shape[1:3])
+    return bsize, resolve_expected(expected, active_block_indices)
 
 
 def _fused_bottleneck_numpy(x, arrays, bin_counts, active_block_indices, bsize, out):
     """Gather with a rim of one pixel, three products, scatter; some rows of the list at a time."""
     wide = compute_dtype(x.dtype)
     w1, w2, w3, scale1, shift1, scale2, shift2, scale3, shift3 = arrays
-    grid = {"bsize": tuple(b + 2 for b in bsize), "boffset": (-1, -1), "bstride": bsize}
+    grid = Grid(tuple(b + 2 for b in bsize), (-1, -1), bsize)
     relu = {"padding": "VALID", "activation": "relu"}
     count = min(max(int(bin_counts[0]), 0), len(active_block_indices))
-    step = max(1, CHUNK_BYTES // (math.prod(grid["bsize"]) * x.shape[3] * wide.itemsize))
+    step = max(1, CHUNK_BYTES // (math.prod(grid.bsize) * x.shape[3] * wide.itemsize))
     for start in range(0, count, step):
         rows = active_block_indices[start : min(start + step, count)]
         active = np.array([len(rows)], np.int32), rows
-        image = sparse_gather(x, *active, **grid).astype(wide, copy=False)
+        image = sparse_gather(x, *active, **grid._asdict()).astype(wide, copy=False)
         with np.errstate(all="ignore"):  # infinities come with no warning, as on a GPU
             blocks = np.maximum(image * scale1 + shift1, wide.type(0))
         blocks = conv2d(blocks, w1, scale=scale2, bias=shift2, **relu)
-        blocks[~_inside(rows, bsize, x.shape[1:3])] = 0  # the padding of conv2
+        blocks[~inside_image(rows, grid, x.shape[1:3])] = 0  # the padding of conv2
         blocks = conv2d(blocks, w2, scale=scale3, bias=shift3, **relu)
         blocks = conv2d(blocks, w3, padding="VALID")
         with np.errstate(all="ignore"):
             blocks += image[:, 1:-1, 1:-1]
             blocks = blocks.astype(x.dtype, copy=False)
         sparse_scatter(blocks, *active, out, bsize=bsize, out=out)
-
-
-def _inside(rows, bsize, image_hw):
-    """Return bool ``[M, bh + 2, bw + 2]``: which pixels of blocks and rims lie in the image."""
-    axes = []
-    for axis, (block, size) in enumerate(zip(bsize, image_hw, strict=True)):
-        first = rows[:, 1 + axis].astype(np.int64) * block - 1
-        pixel = first[:, None] + np.arange(block + 2)
-        axes.append((pixel >= 0) & (pixel < size))
-    return axes[0][:, :, None] & axes[1][:, None, :]
 
 
 def missing_kernel(x, weights, bsize, rows, precision, out=None):
@@ -218,16 +196,16 @@ def missing_kernel(x, weights, bsize, rows, precision, out=None):
     pointers = [address(array) for array in (x, out) if array is not None]
     if _kernels.vector_bytes(x.shape[3] * x.dtype.itemsize, *pointers) < 16:
         return f"{x.shape[3]} channels of {name} that are not whole, aligned 16-byte vectors"
-    if max(x.shape) > _MOST:
+    if max(x.shape) > LARGEST:
         return f"sizes above 2**30, such as those of x {x.shape}"
-    bsize = _no_larger(bsize, x)
+    bsize = cut_blocks(bsize, x.shape[1:3])
     plan = _plan(x, weights, bsize, rows)
     if plan is None:
         return (
             f"{x.shape[3]} and {weights.w1.shape[3]} channels of {name}: their weights do not fit "
             "this GPU's shared memory"
         )
-    if tiles_of_block(bsize, plan.tile) > _MOST_BLOCKS:
+    if tiles_of_block(bsize, plan.tile) > MOST_BLOCKS:
         return f"blocks as large as {bsize}"
     return None
 

@@ -19,9 +19,9 @@ from .._arrays import (
     empty,
     is_cupy,
 )
-from ..blocks import is_integer
-from ..errors import DTypeError, ShapeError
+from ..errors import DTypeError
 from ._copy_plan import address
+from ._fused_call import LARGEST, MOST_BLOCKS, cut_blocks, resolve_expected
 from ._fused_plan import Case, current_device, plan_for, tiles_of_block
 from ._grid import CHUNK_BYTES, check_indices, resolve_grid
 from ._packed_weights import PackedWeights, prepare_pack, resolve_weights
@@ -160,8 +160,6 @@ def fused_conv(
 
 _PLANS = Plans()
 _ARRAY_NAMES = ("x", "w", "bin_counts", "active_block_indices", "scale", "bias", "residual")
-_MOST = 2**30  # of what a kernel counts in 32 bits
-_MOST_BLOCKS = 2**16 - 1  # thread blocks along an axis of a grid
 
 
 class _Call(NamedTuple):
@@ -179,7 +177,7 @@ def _check(inputs, weights, bsize, strides, padding, activation, data_format, ex
     options = (activation, data_format, weights.w_format, weights.precision)
     problem = resolve_problem(x, w, strides, padding, *options)
     check_indices(bin_counts, active_block_indices, like=x)
-    bsize = _no_larger(resolve_grid(bsize, (0, 0), None).bsize, problem)
+    bsize = cut_blocks(resolve_grid(bsize, (0, 0), None).bsize, problem.out_size)
     shape = (len(x), *problem.out_shape)
     if residual is not None:
         check_array("residual", residual, shape=shape, like=x)
@@ -188,11 +186,7 @@ def _check(inputs, weights, bsize, strides, padding, activation, data_format, ex
                 f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}; use astype"
             )
         check_contiguous("residual", residual)
-    if expected is None:
-        expected = len(active_block_indices)
-    elif not is_integer(expected) or expected < 0:
-        raise ShapeError(f"expected must be None or a non-negative integer, got {expected!r}")
-    return _Call(problem, bsize, shape, expected)
+    return _Call(problem, bsize, shape, resolve_expected(expected, active_block_indices))
 
 
 def _fused_conv_numpy(x, bin_counts, active_block_indices, residual, out, weights, call):
@@ -223,11 +217,6 @@ def _fused_conv_numpy(x, bin_counts, active_block_indices, residual, out, weight
         sparse_scatter(blocks, *active, out, bsize=bsize, **layout, out=out)
 
 
-def _no_larger(bsize, problem):
-    """Cut blocks to the size of the result, where there is one."""
-    return tuple(max(min(b, n), 1) for b, n in zip(bsize, problem.out_size, strict=True))
-
-
 def missing_kernel(x, problem, bsize, rows):
     """Return for what there is no CUDA kernel; None where there is one for ``x``."""
     if not len(x) or 0 in problem.out_size:
@@ -238,13 +227,13 @@ def missing_kernel(x, problem, bsize, rows):
     if not x.size:
         return f"empty images, x {x.shape}"
     sizes = (*x.shape, *problem.out_shape, *problem.kernel, *problem.strides)
-    if max(*sizes, *problem.pads[0], *problem.pads[1]) > _MOST:
+    if max(*sizes, *problem.pads[0], *problem.pads[1]) > LARGEST:
         return f"sizes above 2**30, such as those of x {x.shape} with padding {problem.pads}"
-    case, bsize = _case(x, problem, device), _no_larger(bsize, problem)
+    case, bsize = _case(x, problem, device), cut_blocks(bsize, problem.out_size)
     plan = plan_for(case, rows, bsize, all_pixels(x, problem), device)
     if plan is None:
         return f"a window of {problem.kernel} pixels: it does not fit this GPU's shared memory"
-    if max(tiles_of_block(bsize, plan.tile), plan.slices(case)) > _MOST_BLOCKS:
+    if max(tiles_of_block(bsize, plan.tile), plan.slices(case)) > MOST_BLOCKS:
         return f"blocks as large as {bsize} with {problem.channels_out} output channels"
     return None
 

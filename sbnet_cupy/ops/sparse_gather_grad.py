@@ -6,7 +6,7 @@ import numpy as np
 
 from .._arrays import array_function, check_array, empty, is_float
 from ..errors import DTypeError
-from ._cover import inside_image
+from ._cover import pixels_read
 from ._grid import check_image, check_indices, resolve_grid, resolve_layout
 from .affine_grad import affine_grad
 from .sparse_gather import check_affine, sparse_gather
@@ -103,7 +103,7 @@ def sparse_gather_grad(
             blocks = None
             if scale is not None or activation is not None:
                 blocks = sparse_gather(x, *indices, **options)
-            inside = inside_image(*indices, layout, grid)
+            inside = pixels_read(*indices, layout, grid)
             last = layout.blocks_channels_last
             grad_blocks, dscale, dshift = affine_grad(grad_blocks, blocks, *tables, last, inside)
         dx = empty(x.shape, x.dtype, x)
