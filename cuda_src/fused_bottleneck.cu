@@ -166,10 +166,8 @@ DEVICE void multiply_chunk(float (&acc)[NT][4], const u32 (&low)[4], const u32 (
     for (int step = 0; step < 2; ++step) {
         const u32 a[4] = {low[2 * step], high[2 * step], low[2 * step + 1], high[2 * step + 1]};
         if constexpr (GROUP) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
             Wgmma<T, NT * 8>::registers(&acc[0][0], a,
                                         matrix_descriptor(shared_address(w) + step * NT * 256, NT * 128, 128));
-#endif
         } else {
             u32 b[NT][2];
             load_weights<NT, NT * 8>(b, w + step * NT * 256);
@@ -192,14 +190,6 @@ DEVICE void store_pair(u8* plane0, int plane_bytes, int pixel, int channel, floa
         const u32 pair = pack_relu<T>(a, b);
         Cluster<CLUSTER>::store(reinterpret_cast<u32*>(at), real ? pair : 0);
     }
-}
-
-// What this thread stored to shared memory becomes visible to wgmma, once a barrier is passed.
-template <bool GROUP>
-DEVICE void fence_for() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
-    if constexpr (GROUP) shared_fence();
-#endif
 }
 
 // What a warp adds its sums of NT groups of channels to, from channel k0 on: x of its pixels.
@@ -402,20 +392,16 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                                 for (int h = 0; h < 2; ++h)
                                     activate_words<T, TIGHT, ROUND>(words[k][h], value[k][h], scale, scale + 4 * U::CIN);
                             }
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
                         if constexpr (GROUP) wgmma_fence();
-#endif
 #pragma unroll
                         for (int k = 0; k < AHEAD; ++k)
                             if (first + k < MINE1)
                                 multiply_chunk<T, NT1, GROUP>(sum, words[k][0], words[k][1],
                                                               shared + U::W1 + (wk * MINE1 + first + k) * (64 * NS));
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
                         if constexpr (GROUP) {
                             wgmma_commit();
                             wgmma_wait();
                         }
-#endif
                     }
                 } else if (turn == 0) {
                     arrival.template wait<0>();
@@ -432,7 +418,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                         if (turn * WM1 + wm < TILES1) finish(acc[turn], turn * WM1 + wm);
             }
         }
-        fence_for<GROUP>();
+        if constexpr (GROUP) shared_fence();
         Cluster<CLUSTER>::sync();
         arrival.template wait<1>();
 
@@ -467,7 +453,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             Residual<TW, T, Third::MT, Third::NT> residual;
             int part = warp / WM3;
             if (part < U::PARTS) residual.load(image, tile, W, C, rank * U::OUT + part * COLUMNS, pixel);
-            fence_for<GROUP>();
+            if constexpr (GROUP) shared_fence();
             Cluster<CLUSTER>::sync();
             arrival.template wait<2>();
 #pragma unroll 1

@@ -248,9 +248,7 @@ __global__ void __launch_bounds__(WM * WN * WK * 32, BLOCKS)
         }
         copy_async_wait<STAGES - 1>();
         Input::finish(inputs + slot * H::BYTES);
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
         if constexpr (Product::WANTS_FENCE) shared_fence();
-#endif
         __syncthreads();
         if (BULK && first) barrier_wait(arrived, 0);
 

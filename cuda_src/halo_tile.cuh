@@ -208,7 +208,6 @@ struct WarpGroup {
     }
 
     static DEVICE void taps(float (&acc)[MT][NT][4], const u8* x, const u8* w, const u8* zeros, int wm, int wn, int wk) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
         constexpr int ROWS = H::SH * H::PITCH * 16;
         const u32 a = shared_address(x) + H::window(corner(wm)), b = shared_address(w) + wn * NT * 128;
         const u32 zero = shared_address(zeros);
@@ -226,7 +225,6 @@ struct WarpGroup {
             });
         wgmma_commit();
         wgmma_wait();
-#endif
     }
 };
 

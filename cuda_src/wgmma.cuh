@@ -5,13 +5,16 @@
 #pragma once
 #include "tensor_core.cuh"
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
-
 // Where core matrices begin, and how many bytes lie between two along K and between two along rows.
 DEVICE u64 matrix_descriptor(u32 address, u32 along_k, u32 along_rows) {
     return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(along_k >> 4) << 16 |
            static_cast<u64>(along_rows >> 4) << 32;
 }
+
+template <typename T, int N>
+struct Wgmma;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -32,9 +35,6 @@ DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "
 #define R8_40 "%40, %41, %42, %43, %44, %45, %46, %47"
 #define R8_48 "%48, %49, %50, %51, %52, %53, %54, %55"
 #define R8_56 "%56, %57, %58, %59, %60, %61, %62, %63"
-
-template <typename T, int N>
-struct Wgmma;
 
 // One specialisation: type T, K elements in 32 bytes, N columns; D's registers, their operands, and
 // the operand numbers after them. The tail ends the immediates: transposition, for 16 bits only.
@@ -78,5 +78,17 @@ struct Wgmma;
 WGMMA_OF(Half, 16, ".f32.f16.f16", ", 1, 1, 1, 0, 0;", ", 1, 1, 1, 0;")
 WGMMA_OF(BFloat16, 16, ".f32.bf16.bf16", ", 1, 1, 1, 0, 0;", ", 1, 1, 1, 0;")
 WGMMA_OF(float, 8, ".f32.tf32.tf32", ", 1, 1, 1;", ", 1, 1, 1;")
+
+#else  // kernels that use it are not launched; they only have to compile
+
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() {}
+DEVICE void wgmma_wait() {}
+DEVICE void shared_fence() {}
+template <typename T, int N>
+struct Wgmma {
+    DEVICE static void shared(float*, u64, u64) {}
+    DEVICE static void registers(float*, const u32*, u64) {}
+};
 
 #endif
