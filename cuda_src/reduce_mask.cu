@@ -3,22 +3,24 @@
 //   indices = the active (n, hi, wi) in raster order, -1 past the count;  bin_counts = their number
 // Source: Ren et al. 2018, section 3.1.  Python: sbnet_cupy/ops/reduce_mask.py
 //
-// The candidate blocks of the raster are cut into words of `batch` (up to 32), whose flags are one
-// 32-bit number. Each thread block takes `words` consecutive ones:
-//   1. pool      a warp finds the corners of a word's candidates, one a lane, and then pools them
-//                with LANES lanes each; large blocks are pooled by the whole thread block
-//   2. publish   the number of flags set goes to workspace[1 + blockIdx], tagged with the epoch
-//   3. look back the thread block waits for the counts of those before it and adds them: its place
+// A line is a row of candidate blocks: all of them cover the same rows of the mask. Each thread block
+// takes `lines` consecutive ones, or `span` consecutive candidates of one:
+//   1. read      each thread goes down some rows of a line, in one column of wide words; what it finds
+//                goes to shared memory: a bit for each column of pixels (max), or a sum (average)
+//   2. flags     a candidate looks at the columns that it covers; 32 flags make a word
+//   3. count     the thread block's place in the list is the number of flags set before it: none, where
+//                it is alone; TOGETHER of them in a cluster tell each other; else (0) each publishes
+//                its own in workspace[1 + blockIdx], tagged with the epoch, and waits for those before
 //   4. write     rows in raster order; inactive candidates fill the tail with -1 from the far end
-// No atomics and no second launch: the order is the raster's by construction. The workspace is
-// never cleared: a count is valid when its tag is this launch's epoch, which the last thread block
-// advances when all have published. Thread blocks wait only for lower-numbered ones, which the
-// hardware starts first. Launch: 256 threads, `words` words per thread block.
+// No second launch, and the order is the raster's by construction. The workspace is never cleared: a
+// count is valid when its tag is this launch's epoch, which the last thread block advances when all
+// have published. Thread blocks wait only for lower-numbered ones, which the hardware starts first.
+// A small mask is a matter of latency: what can be known before the mask is there is computed before
+// the wait for the kernel ahead, and no barrier is passed that need not be.
 #include "async_copy.cuh"
+#include "cluster.cuh"
 
-constexpr int THREADS = 256;
-constexpr int WARPS = THREADS / 32;
-constexpr u32 ALL = 0xffffffffu;  // lanes of a warp
+constexpr u32 ALL = 0xffffffffu;  // lanes of a warp, bits of a word
 
 // ---------------------------------------------------------------------------- comparing, summing
 
@@ -60,216 +62,237 @@ struct Element<float> : FloatElement<float> {};
 template <>
 struct Element<double> : FloatElement<double> {};
 
-// ---------------------------------------------------------------------------- pooling
+// ---------------------------------------------------------------------------- reading
 
 // Sizes [N, H, W] of the mask; each side is under 2^30, the product need not be.
 struct Image {
     int N, H, W;
 };
 
-// A candidate block: its corner, and the offset in the mask of column 0 of its first row. A block
-// with no pixel in the image has its corner at (H, W).
-struct Candidate {
-    i64 row;
-    int h0, w0;
-};
-
+// Candidate (hi, wi) of an image covers rows off_h + str_h * hi + [0, BH), and columns likewise.
 struct Raster {
     i64 off_h, off_w, str_h, str_w;
     int count_h, count_w;
+};
 
-    template <int BH, int BW>
-    DEVICE Candidate find(int id, const Image& image) const {
-        const int per_image = count_h * count_w, n = id / per_image, rest = id - n * per_image;
-        const int hi = rest / count_w, wi = rest - hi * count_w;
-        const i64 h0 = off_h + str_h * hi, w0 = off_w + str_w * wi;
-        if (h0 <= -BH || h0 >= image.H || w0 <= -BW || w0 >= image.W)
-            return Candidate{0, image.H, image.W};
-        return Candidate{(static_cast<i64>(n) * image.H + h0) * image.W, static_cast<int>(h0),
-                         static_cast<int>(w0)};
+// The columns [begin, end) of the mask that a thread block reads, and how many words hold them in any
+// row; `slots` of those have a place of their own in shared memory, from column `base` on.
+struct Extent {
+    int begin, end, base, words, slots;
+
+    DEVICE bool folded() const { return slots < words; }  // there is one candidate, and one sum of all
+    // Bit e: whether column + e is one of them. A word is never wholly beside them.
+    DEVICE u32 which(int column) const {
+        return (ALL << max(begin - column, 0)) & (ALL >> max(32 - (end - column), 0));
     }
 };
 
-// The mask is read in words of WORD elements, which divide its rows: a word lies in the image or
-// not at all. EXACT: they divide the blocks' rows too. LANES lanes read a candidate together: ACROSS
-// of them lie along a row, and each goes down the rows with steps of LANES / ACROSS.
-template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int ACROSS, int LANES>
-struct Pool {
+// A thread's part of a line: rows from, from + step, ... under `to` of image n, words of one slot.
+struct Part {
+    int n, from, to, step, line, slot, row;  // row: which line and which part of it
+};
+
+// Words of WORD elements. ALIGNED: they divide the mask's rows; else a row's first word begins before
+// the row, and its last ends after it.
+template <typename T, int BH, int WORD, bool ALIGNED>
+struct Reader {
     using Bits = typename Bytes<WORD * sizeof(T)>::type;
+    using Word = Elements<T, Bits>;
     using Sum = typename Element<T>::Sum;
-    static constexpr int PER_ROW = EXACT ? BW / WORD : ceil_div(BW + 2 * (WORD - 1), WORD);
-    static constexpr int DOWN = LANES / ACROSS, STEPS_DOWN = ceil_div(BH, DOWN);
-    static constexpr int STEPS_ACROSS = ceil_div(PER_ROW, ACROSS), STEPS = STEPS_DOWN * STEPS_ACROSS;
-    static constexpr int CHUNK = STEPS_DOWN < 12 ? STEPS_DOWN : 8;  // loads under way at a time
-    static constexpr int AT_ONCE = STEPS >= 6 ? 1 : (STEPS >= 3 ? 2 : 4);  // candidates in flight
+    // Loads under way at a time, all but the last time.
+    static constexpr int MOST = ALIGNED ? (sizeof(Bits) == 16 ? 6 : 8) : 4;
+    static constexpr int CHUNK = ceil_div(BH, ceil_div(BH, MOST));
+    static constexpr bool QUADS = Same<T, u8>::value && sizeof(Bits) >= 4;
     const T* mask;
     Image image;
-    Raster raster;
     double tol;
     i64 least;
-    bool never;
 
-    // Calls body(elements, which), bit e of `which` telling whether element e belongs to the block.
-    // A lane's loads come first and unconditionally (of the mask's first word where there is nothing
-    // to read), so that they are all under way before the first is looked at.
+    DEVICE const T* row_of(const Part& part, int i) const {
+        return mask + (static_cast<i64>(part.n) * image.H + i) * image.W;
+    }
+    DEVICE static const Bits& word_at(const T* start) { return *reinterpret_cast<const Bits*>(start); }
+
+    // Calls body(word) for the words of a part that begin at `column` of a row. ALIGNED.
     template <class Body>
-    DEVICE void visit(const Candidate& block, Body body) const {
-        const int lane = threadIdx.x % LANES, across = lane % ACROSS, down = lane / ACROSS;
-        const int i_begin = max(-block.h0, 0), i_end = min(image.H - block.h0, BH);
-        const int left = max(block.w0, 0), right = min(block.w0 + BW, image.W);
+    DEVICE void visit(const Part& part, int column, Body body) const {
+        const T* const start = row_of(part, 0) + column;
+        for (int first = part.from; first < part.to; first += CHUNK * part.step) {
+            Bits value[CHUNK];
 #pragma unroll
-        for (int k = 0; k < STEPS_ACROSS; ++k) {
-            const int word = k * ACROSS + across;
-            const int column = EXACT ? block.w0 + word * WORD : (block.w0 & ~(WORD - 1)) + word * WORD;
-            const int from = min(max(left - column, 0), WORD), to = min(max(right - column, 0), WORD);
-            const u32 which = word < PER_ROW && from < to ? ((1u << to) - 1) & ~((1u << from) - 1) : 0;
-            const T* const start = mask + (block.row + column);
-            for (int first = 0; first < STEPS_DOWN; first += CHUNK) {
-                Bits value[CHUNK];
-                u32 wanted[CHUNK];
-#pragma unroll
-                for (int s = 0; s < CHUNK; ++s) {
-                    const int i = (first + s) * DOWN + down;
-                    wanted[s] = i >= i_begin && i < i_end ? which : 0;
-                    value[s] = *reinterpret_cast<const Bits*>(
-                        wanted[s] ? start + static_cast<i64>(i) * image.W : mask);
-                }
-#pragma unroll
-                for (int s = 0; s < CHUNK; ++s) body(Elements<T, Bits>(value[s]), wanted[s]);
+            for (int s = 0; s < CHUNK; ++s) {
+                const int i = first + s * part.step;
+                if (i < part.to) value[s] = word_at(start + static_cast<i64>(i) * image.W);
             }
-        }
-    }
-
-    // Whether a byte of `which` is not 0, four bytes at a time.
-    DEVICE static u32 set_bytes(const Elements<T, Bits>& word, u32 which) {
-        const Elements<u32, Bits> quads(word.vector);
-        u32 found = 0;
 #pragma unroll
-        for (int q = 0; q < Elements<u32, Bits>::COUNT; ++q) {
-            // The four bits of `which` spread to four bytes: 0b1011 -> 0xff00ffff.
-            const u32 bytes = ((which >> 4 * q & 15u) * 0x00204081u & 0x01010101u) * 255u;
-            found |= quads.element[q] & (EXACT ? ~0u : bytes);
+            for (int s = 0; s < CHUNK; ++s)
+                if (first + s * part.step < part.to) body(Word(value[s]));
         }
-        return which ? found : 0;
     }
 
-    DEVICE bool any(const Candidate& block) const {
+    // Bit b: whether byte b is not 0. The product brings the bytes' lowest bits to the top four.
+    DEVICE static u32 set_bytes(u32 quad) {
+        const u32 high = (((quad & 0x7f7f7f7fu) + 0x7f7f7f7fu) | quad) & 0x80808080u;
+        return ((high >> 7) * 0x10204080u) >> 28;
+    }
+
+    // Bit e: whether element e exceeds the threshold.
+    DEVICE u32 exceeding(const Word& word) const {
         u32 found = 0;
-        if constexpr (Same<T, u8>::value && sizeof(Bits) >= 4)
-            if (least == 1) {  // bool, and bytes over a tol of 0
-                visit(block, [&](const Elements<T, Bits>& word, u32 which) {
-                    found |= set_bytes(word, which);
+        if constexpr (QUADS)
+            if (least == 1) {  // bool, and bytes over a tol of 0: four at a time
+                const Elements<u32, Bits> quads(word.vector);
+#pragma unroll
+                for (int q = 0; q < WORD / 4; ++q) found |= set_bytes(quads.element[q]) << 4 * q;
+                return found;
+            }
+#pragma unroll
+        for (int e = 0; e < WORD; ++e)
+            found |= Element<T>::exceeds(word.element[e], tol, least) ? 1u << e : 0u;
+        return found;
+    }
+
+    // Bit e: whether an element of column + e exceeds the threshold in a row of the part. ALIGNED.
+    DEVICE u32 exceeding_below(const Part& part, int column) const {
+        if constexpr (QUADS)
+            if (least == 1) {
+                Elements<u32, Bits> all(zero<Bits>());
+                visit(part, column, [&](const Word& next) {
+                    const Elements<u32, Bits> quads(next.vector);
+#pragma unroll
+                    for (int q = 0; q < WORD / 4; ++q) all.element[q] |= quads.element[q];
                 });
-                return found && !never;
+                return exceeding(Word(all.vector));
             }
-        visit(block, [&](const Elements<T, Bits>& word, u32 which) {
-            u32 hits = 0;
-#pragma unroll
-            for (int e = 0; e < WORD; ++e)
-                hits |= Element<T>::exceeds(word.element[e], tol, least) ? 1u << e : 0u;
-            found |= hits & which;
-        });
-        return found && !never;
-    }
-    DEVICE Sum sum(const Candidate& block) const {
-        Sum total = 0;
-        visit(block, [&](const Elements<T, Bits>& word, u32 which) {
-#pragma unroll
-            for (int e = 0; e < WORD; ++e)
-                if (which >> e & 1u) total += Element<T>::term(word.element[e]);
-        });
-        return total;
-    }
-    DEVICE bool exceeds(Sum total) const {
-        return static_cast<double>(total) / (static_cast<double>(BH) * BW) > tol;
+        u32 found = 0;
+        visit(part, column, [&](const Word& next) { found |= exceeding(next); });
+        return found;
     }
 
-    // Flags of candidates [id, id + size), size <= 32, pooled by one warp. Same in all its lanes.
-    DEVICE u32 by_warp(int id, int size) const {
-        constexpr int GROUPS = 32 / LANES;
-        const int lane = threadIdx.x & 31;
-        Candidate mine{0, image.H, image.W};
-        if (lane < size) mine = raster.template find<BH, BW>(id + lane, image);
-        u32 flags = 0;
-        for (int pass = 0; pass < size; pass += GROUPS * AT_ONCE) {
-            using Value = typename Choose<AVERAGE, Sum, bool>::type;
-            Value pooled[AT_ONCE];
+    // Calls put(column, bits): bit e says whether a row has an element in column + e that exceeds.
+    template <class Put>
+    DEVICE void any(const Part& part, const Extent& extent, int word, Put put) const {
+        if constexpr (ALIGNED) {
+            const int column = extent.base + word * WORD;
+            put(column, exceeding_below(part, column) & extent.which(column));
+        } else {
+            any_row_by_row(part, extent, word, put);
+        }
+    }
+
+    template <class Put>
+    DEVICE void any_row_by_row(const Part& part, const Extent& extent, int word, Put put) const {
+        const T* const end = mask + static_cast<i64>(image.N) * image.H * image.W;
+        const auto column_of = [&](int i) {  // the word's place, from the address of the row
+            const u64 address = reinterpret_cast<u64>(row_of(part, i) + extent.begin);
+            const int before = static_cast<int>(address % sizeof(Bits)) / static_cast<int>(sizeof(T));
+            return extent.begin - before + word * WORD;
+        };
+        const auto whole = [&](const T* start) { return start >= mask && start + WORD <= end; };
+        for (int first = part.from; first < part.to; first += CHUNK * part.step) {
+            Bits value[CHUNK];
 #pragma unroll
-            for (int q = 0; q < AT_ONCE; ++q) {
-                const int source = min(pass + q * GROUPS + lane / LANES, 31);
-                const Candidate block{__shfl_sync(ALL, mine.row, source), __shfl_sync(ALL, mine.h0, source),
-                                      __shfl_sync(ALL, mine.w0, source)};
-                if constexpr (AVERAGE)
-                    pooled[q] = sum(block);
-                else
-                    pooled[q] = any(block);
+            for (int s = 0; s < CHUNK; ++s) {
+                const int i = first + s * part.step, column = column_of(i);
+                const T* const start = row_of(part, i) + column;
+                if (i < part.to && column < extent.end && whole(start)) value[s] = word_at(start);
             }
 #pragma unroll
-            for (int q = 0; q < AT_ONCE; ++q) {
-                if constexpr (AVERAGE)
-#pragma unroll
-                    for (int d = LANES / 2; d > 0; d /= 2) pooled[q] += __shfl_xor_sync(ALL, pooled[q], d);
-                bool active;
-                if constexpr (AVERAGE)
-                    active = exceeds(pooled[q]);
-                else
-                    active = pooled[q];
-                const u32 votes = __ballot_sync(ALL, active);
-#pragma unroll
-                for (int group = 0; group < GROUPS; ++group) {
-                    const int place = pass + q * GROUPS + group;
-                    const u32 lanes = votes >> (group * LANES) & (LANES < 32 ? (1u << LANES % 32) - 1 : ALL);
-                    if (lanes && place < size) flags |= 1u << place;
+            for (int s = 0; s < CHUNK; ++s) {
+                const int i = first + s * part.step, column = column_of(i);
+                if (i >= part.to || column >= extent.end) continue;
+                const u32 which = extent.which(column);
+                const T* const start = row_of(part, i) + column;
+                u32 found = 0;
+                if (whole(start)) {
+                    found = exceeding(Word(value[s])) & which;
+                } else {  // the first or the last word of the mask sticks out of it
+#pragma unroll 1
+                    for (int e = 0; e < WORD; ++e)
+                        if (which >> e & 1u) found |= Element<T>::exceeds(start[e], tol, least) ? 1u << e : 0u;
                 }
+                put(column, found);
             }
         }
-        return flags;
     }
 
-    // Flag of candidate id, pooled by the whole thread block. Same in all its threads.
-    DEVICE bool by_block(int id, Sum* partial) const {
-        const Candidate block = raster.template find<BH, BW>(id, image);
+    // Adds to totals[e] what the rows hold in column e of a word. ALIGNED.
+    DEVICE void add(const Part& part, const Extent& extent, int word, Sum* totals) const {
+        const int column = extent.base + word * WORD;
+        const u32 which = extent.which(column);
+        visit(part, column, [&](const Word& next) {
+#pragma unroll
+            for (int e = 0; e < WORD; ++e)
+                if (which >> e & 1u) totals[e] += Element<T>::term(next.element[e]);
+        });
+    }
+};
+
+// ---------------------------------------------------------------------------- columns
+
+// What a thread block keeps of its lines in shared memory, `pitch` for each: words of bits (max), or
+// sums, of which each of `parts` threads has its own (average).
+template <typename Sum, bool AVERAGE>
+struct Columns {
+    u32* bits;
+    Sum* sums;
+    int pitch, parts;
+
+    // Columns 16 apart, of neighbouring candidates, lie in different banks.
+    DEVICE static int skewed(int column) { return column + (column >> 4); }
+
+    // Set the bits of columns at, at + 1, ..., of which the first `-at` are none if it is negative.
+    DEVICE void set(int line, int at, u32 found) const {
+        if (at < 0) {
+            found >>= -at;
+            at = 0;
+        }
+        if (!found) return;
+        u32* const word = bits + line * pitch + at / 32;
+        atomicOr(word, found << at % 32);
+        const u32 rest = at % 32 ? found >> (32 - at % 32) : 0;
+        if (rest) atomicOr(word + 1, rest);
+    }
+
+    // Whether the columns [low, high) of a line pool to more than tol over `area` pixels.
+    DEVICE bool exceed(int line, int low, int high, double area, double tol) const {
         if constexpr (AVERAGE) {
-            Sum total = sum(block);
-#pragma unroll
-            for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(ALL, total, d);
-            __syncthreads();  // partial may still be read
-            if ((threadIdx.x & 31) == 0) partial[threadIdx.x / 32] = total;
-            __syncthreads();
-            total = 0;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) total += partial[w];
-            return exceeds(total);
+            Sum total = 0;
+            for (int part = 0; part < parts; ++part) {
+                const Sum* const of_part = sums + (line * parts + part) * pitch;
+                for (int column = low; column < high; ++column) total += of_part[skewed(column)];
+            }
+            return static_cast<double>(total) / area > tol;
         } else {
-            return __syncthreads_or(any(block));
+            if (low >= high) return false;
+            const u32* const of_line = bits + line * pitch;
+            const int first = low / 32, last = (high - 1) / 32;
+            const u32 from = ALL << low % 32, to = ALL >> (31 - (high - 1) % 32);
+            if (first == last) return (of_line[first] & from & to) != 0;
+            u32 found = (of_line[first] & from) | (of_line[last] & to);
+            for (int w = first + 1; w < last; ++w) found |= of_line[w];
+            return found != 0;
         }
     }
 };
 
 // ---------------------------------------------------------------------------- counting
 
-// Sum of `value` over the threads before this one; the sum over all is left in `total`. `scratch`
-// holds WARPS ints; two barriers.
-DEVICE int sum_before(int value, int* scratch, int& total) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    int sum = value;
+DEVICE int warp_sum(int value) {
+#if DEVICE_ARCHITECTURE >= 800
+    return static_cast<int>(__reduce_add_sync(ALL, static_cast<u32>(value)));
+#else
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(ALL, sum, d);
-        if (lane >= d) sum += other;
-    }
-    __syncthreads();  // scratch may still be read from an earlier call
-    if (lane == 31) scratch[warp] = sum;
-    __syncthreads();
-    int warps = lane < WARPS ? scratch[lane] : 0;  // inclusive sums of the warps' totals
-#pragma unroll
-    for (int d = 1; d < WARPS; d *= 2) {
-        const int other = __shfl_up_sync(ALL, warps, d);
-        if (lane >= d) warps += other;
-    }
-    total = __shfl_sync(ALL, warps, WARPS - 1);
-    const int before = __shfl_sync(ALL, warps, warp ? warp - 1 : 0);
-    return sum - value + (warp ? before : 0);
+    for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(ALL, value, d);
+    return value;
+#endif
+}
+
+// Flags set in words [0, end), the same in all lanes of the warp.
+DEVICE int flags_in(const u32* flags, int end) {
+    int count = 0;
+    for (int w = threadIdx.x & 31; w < end; w += 32) count += __popc(flags[w]);
+    return warp_sum(count);
 }
 
 // One 64-bit store carries tag and count, so that no fence is needed.
@@ -282,89 +305,166 @@ DEVICE int await_count(const u64* slot, u32 epoch) {
     return static_cast<int>(static_cast<u32>(value));
 }
 
+// What the thread blocks before this one have published, the same in all threads; one barrier.
+template <int THREADS>
+DEVICE int look_back(const u64* counts, u32 epoch, int* scratch) {
+    int waited = 0;
+    for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS)
+        waited += await_count(counts + other, epoch);
+    waited = warp_sum(waited);
+    const int lane = threadIdx.x & 31;
+    if (lane == 0) scratch[threadIdx.x / 32] = waited;
+    __syncthreads();
+    return warp_sum(lane < THREADS / 32 ? scratch[lane] : 0);
+}
+
 // ---------------------------------------------------------------------------- kernel
 
-// mask [N, H, W]; bin_counts [1]; indices [capacity, 3]; workspace [1 + gridDim] (epoch, counts)
-template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool EXACT, int ACROSS, int LANES>
-__global__ void __launch_bounds__(THREADS, LANES == THREADS ? 1 : (sizeof(T) == 1 || sizeof(T) == 8) ? 2 : 3)
+// mask [N, H, W]; bin_counts [1]; indices [capacity, 3]; workspace [1 + gridDim] (epoch, counts),
+// unused unless TOGETHER is 0. Shared memory: columns_bytes for Columns, then the words of flags.
+template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool ALIGNED, int THREADS, int TOGETHER>
+__global__ void __launch_bounds__(THREADS, 768 / THREADS)
     reduce_mask(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
                 u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
                 i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
-                i64 batch, i64 words, i64 fill) {
-    overlap_launches();
-    DYNAMIC_SHARED(u32, flags);           // [words]
-    int* const ranks = reinterpret_cast<int*>(flags + words);  // [words]: flags set before a word
+                i64 lines, i64 span, i64 down, i64 slots, i64 columns_bytes, i64 fill) {
+    using Sum = typename Element<T>::Sum;
+    using Group = Cluster<TOGETHER ? TOGETHER : 1>;
+    constexpr int WARPS = THREADS / 32;
+    static_assert(ALIGNED || !AVERAGE, "sums are by columns of whole words");
+    DYNAMIC_SHARED(u32, shared);
     __shared__ int scratch[WARPS];
     __shared__ u32 launch_epoch;
-    __shared__ typename Element<T>::Sum partial[WARPS];
+    __shared__ int counts[TOGETHER ? TOGETHER : 1];  // of the cluster's thread blocks
+    if constexpr (TOGETHER > 1) Group::arrive();     // waited for before the first count is sent
     const Image image{static_cast<int>(N), static_cast<int>(H), static_cast<int>(W)};
     const Raster raster{off_h, off_w, str_h, str_w, static_cast<int>(count_h), static_cast<int>(count_w)};
-    const Pool<T, BH, BW, AVERAGE, WORD, EXACT, ACROSS, LANES> pool{mask, image, raster,
-                                                                    tol,  least, never != 0};
-    const int candidates = static_cast<int>(N * count_h * count_w);
-    const int per_word = static_cast<int>(batch), lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    const i64 first = blockIdx.x * words * batch;  // candidate
-    const int left = static_cast<int>(min(words * batch, candidates - first));
-    const int my_words = ceil_div(left, per_word);
-    if (threadIdx.x == 0) launch_epoch = static_cast<u32>(workspace[0]) + 1;
+    const Reader<T, BH, WORD, ALIGNED> reader{mask, image, tol, least};
+    const int all_lines = image.N * raster.count_h, candidates = all_lines * raster.count_w;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 
-    // 1. pool
-    if constexpr (LANES == THREADS) {
-        for (int w = 0; w < my_words; ++w) {  // batch is 1
-            const bool active = pool.by_block(static_cast<int>(first) + w, partial);
-            if (threadIdx.x == 0) flags[w] = active;
+    // This thread block: candidates [first, first + left) of the raster, `in_line` in each line.
+    const int per_line = ceil_div(raster.count_w, static_cast<int>(span));  // thread blocks
+    const int group = blockIdx.x / per_line, line0 = group * static_cast<int>(lines);
+    const int my_lines = min(max(all_lines - line0, 0), static_cast<int>(lines));
+    const int wi0 = (blockIdx.x - group * per_line) * static_cast<int>(span);
+    const int in_line = min(raster.count_w - wi0, static_cast<int>(span));
+    const int left = my_lines * in_line, flag_words = ceil_div(left, 32);
+    const int first = line0 * raster.count_w + wi0;
+
+    const i64 corner = raster.off_w + raster.str_w * wi0;
+    const int begin = static_cast<int>(clamp(corner, 0, W));
+    const int end = static_cast<int>(clamp(corner + raster.str_w * (in_line - 1) + BW, begin, W));
+    const int base = ALIGNED ? begin & ~(WORD - 1) : begin, margin = ALIGNED ? 0 : WORD - 1;
+    const int words = begin < end ? ceil_div(end - base + margin, WORD) : 0;
+    const Extent extent{begin, end, base, words, min(words, static_cast<int>(slots))};
+    const int stored = extent.slots * WORD, parts = static_cast<int>(down);
+    const Columns<Sum, AVERAGE> columns{shared, reinterpret_cast<Sum*>(shared),
+                                        AVERAGE ? stored + (stored >> 4) + 1 : ceil_div(stored, 32), parts};
+    u32* const flags = shared + columns_bytes / 4;
+    if constexpr (!AVERAGE)
+        for (int w = threadIdx.x; w < my_lines * columns.pitch; w += THREADS) shared[w] = 0;
+
+    // What to read, and what to look at.
+    const int items = my_lines * parts * extent.slots;
+    const auto part_of = [&](int item) {
+        Part part;
+        part.row = item / extent.slots;
+        part.slot = item - part.row * extent.slots;
+        part.line = part.row / parts;
+        const int line = line0 + part.line;
+        part.n = line / raster.count_h;
+        const i64 h0 = raster.off_h + raster.str_h * (line - part.n * raster.count_h);
+        part.from = static_cast<int>(clamp(h0, 0, H)) + part.row - part.line * parts;
+        part.to = static_cast<int>(clamp(h0 + BH, 0, H));
+        part.step = parts;
+        return part;
+    };
+    const auto columns_of = [&](int k, int& line, int& low, int& high) {  // of candidate k < left
+        line = k / in_line;
+        const i64 w0 = raster.off_w + raster.str_w * (wi0 + k - line * in_line);
+        low = extent.folded() ? 0 : static_cast<int>(clamp(w0, begin, end)) - base;
+        high = extent.folded() ? stored : static_cast<int>(clamp(w0 + BW, begin, end)) - base;
+    };
+    Part part{};
+    if (static_cast<int>(threadIdx.x) < items) part = part_of(threadIdx.x);
+    int line = 0, low = 0, high = 0;  // candidate threadIdx.x
+    if (static_cast<int>(threadIdx.x) < left) columns_of(threadIdx.x, line, low, high);
+    if constexpr (!AVERAGE) __syncthreads();
+    overlap_launches();
+    if (TOGETHER == 0 && threadIdx.x == 0) launch_epoch = static_cast<u32>(workspace[0]) + 1;
+
+    // 1. read
+    const bool gaps = raster.str_w > BW;
+    for (int item = threadIdx.x; item < items; item += THREADS) {
+        if (item >= THREADS) part = part_of(item);
+        Sum totals[AVERAGE ? WORD : 1] = {};
+        for (int word = part.slot; word < extent.words; word += extent.slots) {
+            if (gaps && ALIGNED) {  // between candidates there may be nothing to read
+                const i64 past = base + word * WORD + WORD - 1 - raster.off_w;
+                if (past - divide(past, raster.str_w) * raster.str_w >= BW + WORD - 1) continue;
+            }
+            if constexpr (AVERAGE)
+                reader.add(part, extent, word, totals);
+            else
+                reader.any(part, extent, word, [&](int column, u32 found) {
+                    columns.set(part.line, extent.folded() ? 0 : column - base, found);
+                });
         }
-    } else {
-        for (int w = warp; w < my_words; w += WARPS) {
-            const int size = min(per_word, left - w * per_word);
-            const u32 word = pool.by_warp(static_cast<int>(first) + w * per_word, size);
-            if (lane == 0) flags[w] = word;
-        }
+        if constexpr (AVERAGE)
+#pragma unroll
+            for (int e = 0; e < WORD; ++e)
+                columns.sums[part.row * columns.pitch + columns.skewed(part.slot * WORD + e)] = totals[e];
     }
     __syncthreads();
 
-    // 2. publish
-    const int per_thread = ceil_div(my_words, THREADS);
-    const int from = min(static_cast<int>(threadIdx.x) * per_thread, my_words);
-    const int to = min(from + per_thread, my_words);
-    int mine = 0, total = 0;
-    for (int w = from; w < to; ++w) mine += __popc(flags[w]);
-    int rank = sum_before(mine, scratch, total);
-    const u32 epoch = launch_epoch;
-    if (threadIdx.x == 0)
-        publish(workspace + 1 + blockIdx.x, (static_cast<u64>(epoch) << 32) | static_cast<u32>(total));
-    for (int w = from; w < to; ++w) {
-        ranks[w] = rank;
-        rank += __popc(flags[w]);
+    // 2. flags
+    for (int k = threadIdx.x; k < flag_words * 32; k += THREADS) {
+        if (k >= THREADS && k < left) columns_of(k, line, low, high);
+        const bool active = k < left && !never && columns.exceed(line, low, high, static_cast<double>(BH) * BW, tol);
+        const u32 votes = __ballot_sync(ALL, active);
+        if (lane == 0) flags[k / 32] = votes;
     }
+    __syncthreads();
 
-    // 3. look back
-    int waited = 0, before = 0;
-    for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS)
-        waited += await_count(workspace + 1 + other, epoch);
-    sum_before(waited, scratch, before);  // its barriers also make the ranks visible
-    const bool last = blockIdx.x == gridDim.x - 1;
-    if (last && threadIdx.x == 0) {
-        *bin_counts = before + total;
-        publish(workspace, epoch);  // all have published, so all have read the old epoch
+    // 3. count
+    const int total = flags_in(flags, flag_words);
+    int before = 0;  // flags set in the thread blocks before this one
+    if constexpr (TOGETHER == 0) {
+        const u32 epoch = launch_epoch;
+        if (threadIdx.x == 0)
+            publish(workspace + 1 + blockIdx.x, (static_cast<u64>(epoch) << 32) | static_cast<u32>(total));
+        before = look_back<THREADS>(workspace + 1, epoch, scratch);
+        if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
+            publish(workspace, epoch);  // all have published, so all have read the old epoch
+    } else if constexpr (TOGETHER > 1) {
+        Group::wait();
+        if (threadIdx.x == 0) Group::store(counts + Group::rank(), total);
+        Group::sync();
+        before = warp_sum(lane < Group::rank() ? counts[lane] : 0);
     }
+    const bool last = blockIdx.x == gridDim.x - 1;
+    if (last && threadIdx.x == 0) *bin_counts = before + total;
 
     // 4. write
-    for (int w = warp; w < my_words; w += WARPS) {
-        if (lane >= per_word || w * per_word + lane >= left) continue;
-        const int id = static_cast<int>(first) + w * per_word + lane;
+    const int each = ceil_div(flag_words, WARPS), from = warp * each, to = min(from + each, flag_words);
+    int place = from < to ? before + flags_in(flags, from) : 0;  // in the list, of a word's first flag
+    for (int w = from; w < to; ++w) {
+        const int k = w * 32 + lane, id = first + k;
         const u32 word = flags[w];
-        const i64 place = before + ranks[w] + __popc(word & ((1u << lane) - 1));
-        i64 at = place;
+        const i64 mine = place + __popc(word & ((1u << lane) - 1));
+        place += __popc(word);
+        if (k >= left) continue;
+        i64 at = mine;
         int n = -1, hi = -1, wi = -1;
         if (word >> lane & 1u) {
-            const int per_image = raster.count_h * raster.count_w;
-            n = id / per_image;
-            hi = (id - n * per_image) / raster.count_w;
-            wi = id - n * per_image - hi * raster.count_w;
+            const int of_line = id / raster.count_w;
+            n = of_line / raster.count_h;
+            hi = of_line - n * raster.count_h;
+            wi = id - of_line * raster.count_w;
         } else {  // the q-th inactive candidate fills the q-th row from the end
             if (!fill || capacity < candidates) continue;
-            at = candidates - 1 - (id - place);
+            at = candidates - 1 - (id - mine);
         }
         if (at < capacity) {
             int* row = indices + 3 * at;

@@ -245,6 +245,11 @@ def has_dependent_launch():
     return hasattr(_driver(), "cuLaunchKernelEx")
 
 
+def has_clusters():
+    """Whether thread blocks of the current device can share each other's shared memory."""
+    return has_dependent_launch()
+
+
 def _extent(grid):
     """Return three numbers of thread blocks from one, or from up to three."""
     grid = grid if isinstance(grid, tuple) else (grid,)

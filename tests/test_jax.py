@@ -244,9 +244,10 @@ def test_scratch_is_enough_for_any_gpu():
     """As many slots as the widest launch needs, whatever the multiprocessors and the alignment."""
     for sm_count in (1, 20, 132, 192):
         for side in (1, 7, 100, 2000):
-            mask = np.empty((1, side, side), np.uint8)
-            plan = _plan(mask, side * side, Grid((1, 1), (0, 0), (1, 1)), sm_count)
-            assert 1 + plan.thread_blocks <= scratch_slots(side * side)
+            mask = (1, side, side), 1, (1, side, side), Grid((1, 1), (0, 0), (1, 1))
+            for average in (False, True):
+                plan = _plan(*mask, average, sm_count, clusters=False)
+                assert 1 + plan.thread_blocks <= scratch_slots(*mask, average)
 
 
 def test_scratch_is_enough_for_overlapping_blocks(monkeypatch):

@@ -45,7 +45,8 @@ def mask_op(spec):
             return jnp.zeros(1, jnp.int32), jnp.full((spec.capacity, 3), -1, jnp.int32)
         rows = max(spec.capacity, 1)  # of no rows XLA would not call either
         results = [_struct((1,), jnp.int32), _struct((rows, 3), jnp.int32)]
-        slots = 8 * scratch_slots(candidates)
+        blocks = (mask.shape[0], *spec.block_count)
+        slots = 8 * scratch_slots(mask.shape, mask.dtype.itemsize, blocks, spec.grid, spec.avgpool)
         counts, indices = call(_mask_body, spec, results, (mask,), scratch=slots)
         return counts, indices[: spec.capacity]
 

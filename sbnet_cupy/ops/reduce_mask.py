@@ -28,10 +28,15 @@ from ._pool import any_above, average_above
 from ._workspace import workspace
 from .active_blocks import ActiveBlocks
 
-_THREADS = 256
 _MOST_BLOCKS = 2**31 - 1
-_PER_SM = 4  # thread blocks per multiprocessor: they fill it, and few wait for each other
-_MOST_WORDS = 2048  # per thread block; 8 bytes of shared memory each
+_THREADS = 256
+_PER_SM = 3  # thread blocks per multiprocessor: they fill it, and few wait for each other
+_SHARE_BYTES = 16 << 10  # of the mask, that a thread block is worth looking back for
+_THREADS_TOGETHER = 512  # of each thread block of a cluster, or of one alone
+_ALONE_BYTES = 24 << 10  # of the mask, that each of them reads at most
+_MOST_BITS = 1 << 16  # columns of a thread block in shared memory (max)
+_MOST_SUMS = 1 << 12  # likewise, 8 bytes each (average)
+_MOST_FLAGS = 1 << 14  # candidates of a thread block
 _MOST_SM = 512  # more multiprocessors than any GPU has
 
 
@@ -111,7 +116,8 @@ def reduce_mask(
         counts[...] = 0
         indices[...] = -1
     else:
-        launch.run(mask, counts, indices, workspace(namespace(mask), launch.slots))
+        scratch = workspace(namespace(mask), launch.slots) if launch.slots else counts
+        launch.run(mask, counts, indices, scratch)
     if capacity is None:
         indices = indices[: int(counts[0])]
     return ActiveBlocks(counts, indices, launch.blocks)
@@ -129,17 +135,13 @@ def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset
         counts[...], indices[...] = _reduce_mask_numpy(image, *call)
         return
     launch = _launch(mask, (*sizes, pool["tol"], pool["avgpool"], capacity))
-    scratch = scratch[: launch.slots]
-    scratch.fill(0)
+    scratch[: launch.slots].fill(0)
     launch.run(mask, counts, indices, scratch)
 
 
-def scratch_slots(candidates):
-    """Return how many 8-byte slots a launch over that many candidate blocks can need, on any GPU.
-
-    Enough thread blocks for all multiprocessors, or as many as have room for the words of flags.
-    """
-    return 1 + min(candidates, max(_PER_SM * _MOST_SM, -(-candidates // _MOST_WORDS)))
+def scratch_slots(shape, itemsize, blocks, grid, avgpool):
+    """Return how many 8-byte slots a launch for a mask can need, on any GPU."""
+    return 1 + _plan(shape, itemsize, blocks, grid, avgpool, _MOST_SM, False).thread_blocks
 
 
 def resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity):
@@ -273,65 +275,106 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
     if not candidates or not mask.size:
         return _Launch(blocks, rows, 0, None)
     threshold, least, never = thresholds
-    plan = _plan(mask, candidates, grid, _kernels.sm_count())
+    item = mask.dtype.itemsize
+    machine = _kernels.sm_count(), _kernels.has_clusters()
+    plan = _plan(mask.shape, item, blocks, grid, avgpool, *machine)
+    word = max(vector_bytes(mask.shape[2] * item, address(mask)) // item, 1)
+    aligned = avgpool or word * item == 16 or mask.shape[2] * item < 64
+    if avgpool:
+        word = min(word, 4)  # a thread has a sum for each
+    elif not aligned:
+        word = 16 // item
+    slots, kept = _shared_memory(plan, word, avgpool)
     type_name = _kernels.cpp_name(mask.dtype, "mask")
     if dtype_name(mask.dtype) == "bool":
         type_name = "unsigned char"
-    sizes = (*mask.shape, *blocks[1:], *grid.boffset, *grid.bstride)
-    options = (threshold, _as_signed(least), int(never), rows, plan.batch, plan.words)
+    sizes = (*mask.shape[:3], *blocks[1:], *grid.boffset, *grid.bstride)
+    options = (threshold, _as_signed(least), int(never), rows)
+    shares = (plan.lines, plan.span, plan.down, slots, kept)
     run = _kernels.prepare(
         "reduce_mask",
         "reduce_mask",
-        (type_name, *grid.bsize, bool(avgpool), plan.word, plan.exact, plan.across, plan.lanes),
+        (type_name, *grid.bsize, bool(avgpool), word, aligned, plan.threads, plan.together),
         plan.thread_blocks,
-        _THREADS,
+        plan.threads,
         4,
-        (*sizes, *options, int(capacity is not None)),
-        shared=8 * plan.words,
+        (*sizes, *options, *shares, int(capacity is not None)),
+        shared=kept + 4 * -(-plan.lines * plan.span // 32),
         dependent=True,
+        cluster=max(plan.together, 1),
     )
-    return _Launch(blocks, rows, 1 + plan.thread_blocks, run)
+    return _Launch(blocks, rows, 0 if plan.together else 1 + plan.thread_blocks, run)
 
 
 class _Plan(NamedTuple):
     """How the candidates are shared out."""
 
-    word: int  # mask elements read at a time
-    exact: bool  # whether blocks begin and end at such words
-    across: int  # lanes along a row of a candidate
-    lanes: int  # that read a candidate together
-    batch: int  # candidates per word of flags
-    words: int  # words of flags per thread block
+    lines: int  # rows of candidates of a thread block, and
+    span: int  # candidates of each; fewer than there are only where it has a single line
+    extent: int  # columns of the mask under them
+    stored: int  # columns that shared memory has room for
+    down: int  # threads that share the rows of the mask under a line
+    threads: int
+    together: int  # thread blocks of the one cluster, or 0: any number, which look back
     thread_blocks: int
 
 
-def _plan(mask, candidates, grid, sm_count):
-    """Keep every warp busy, and give each as many candidates as are left."""
-    item = mask.dtype.itemsize
-    word = max(vector_bytes(mask.shape[2] * item, address(mask)) // item, 1)
-    height, width = grid.bsize
-    fits = math.gcd(grid.boffset[1], grid.bstride[1], width, word)
-    exact = fits == word or fits * item >= 8  # narrower words rather than parts of wide ones
-    word = fits if exact else word
-    per_row = width // word if exact else -(-(width + 2 * (word - 1)) // word)
-    across = min(_power_of_two(per_row), 32)
-    lanes = min(max(across * _power_of_two(height), 4), 32)
-    warps = sm_count * _PER_SM * (_THREADS // 32)
-    if per_row * height > 1024 and candidates < warps // 4:
-        lanes, batch, at_once = _THREADS, 1, 1
+def _plan(shape, item, blocks, grid, average, sm_count, clusters):
+    """Share out the candidates of a mask with elements of ``item`` bytes.
+
+    A small mask goes to one thread block or to a cluster, which need not look back; a large one to
+    as many as keep all multiprocessors reading.
+    """
+    lines, count = blocks[0] * blocks[1], blocks[2]
+    rows = min(grid.bsize[0], shape[1])
+    read = lines * rows * _extent(shape, grid, count) * item
+    stored = _MOST_SUMS if average else _MOST_BITS
+    for together in (1, 2, 4, 8) if clusters else (1,):
+        share = _share(shape, blocks, grid, stored, together)
+        if read <= together * _ALONE_BYTES and share[2] <= together:
+            wanted, threads = together, _THREADS_TOGETHER
+            break
     else:
-        batch, at_once = 32 // lanes, _THREADS // 32
-        while batch < 32 and candidates >= 2 * batch * warps:
-            batch *= 2
-    total = -(-candidates // batch)
-    rounds = -(-total // (at_once * sm_count * _PER_SM))
-    words = min(at_once * rounds, _MOST_WORDS)
-    return _Plan(word, exact, across, lanes, batch, words, -(-total // words))
+        together, threads = 0, _THREADS
+        wanted = min(_PER_SM * sm_count, -(-read // _SHARE_BYTES))
+        share = _share(shape, blocks, grid, stored, wanted)
+    lines, span, thread_blocks = share
+    extent = _extent(shape, grid, span)
+    words = lines * -(-extent * item // 16)
+    most = min(rows, threads // words, stored // (lines * (extent + 32)) if average else rows)
+    down = max(most, 1)
+    return _Plan(lines, span, extent, stored, down, threads, together, together or thread_blocks)
 
 
-def _power_of_two(number):
-    """The smallest power of two that is not less."""
-    return 1 << (number - 1).bit_length()
+def _extent(shape, grid, span):
+    """Return how many columns of the mask so many candidates of a line cover."""
+    return min(grid.bstride[1] * (span - 1) + grid.bsize[1], shape[2])
+
+
+def _share(shape, blocks, grid, stored, wanted):
+    """Return (lines, candidates of each, thread blocks), about as many as wanted.
+
+    What a thread block has of the mask's columns must fit in ``stored``, and 32 more of each line;
+    only where it has a single candidate they need not.
+    """
+    lines, count = blocks[0] * blocks[1], blocks[2]
+    fit = min(stored // (_extent(shape, grid, count) + 32), _MOST_FLAGS // count)
+    share = min(-(-lines // wanted), max(fit, 1))
+    span = count
+    if share == 1:
+        span = min(-(-count // max(wanted // lines, 1)), _MOST_FLAGS)
+        if _extent(shape, grid, span) + 32 > stored:
+            span = max((stored - 32 - grid.bsize[1]) // grid.bstride[1] + 1, 1)
+    return share, span, -(-lines // share) * -(-count // span)
+
+
+def _shared_memory(plan, word, average):
+    """Return (words of a line that are kept apart, bytes for them) of a thread block."""
+    slots = plan.stored // word
+    columns = word * min(plan.extent // word + 2, slots)
+    if average:
+        return slots, 8 * plan.lines * plan.down * (columns + columns // 16 + 1)
+    return slots, -(-4 * plan.lines * -(-columns // 32) // 8) * 8
 
 
 def _as_signed(value):
