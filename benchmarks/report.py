@@ -174,7 +174,8 @@ def _fused(run, op):
     heads = ["Image", "Channels", "Block", "Mask", "Blocks", *dtypes]
     title = (
         f"{op}: us, **times faster than the best dense time**, and what reduce_mask in the same\n"
-        "graph costs. Blocks with their halo, as reduce_mask sees them."
+        "graph costs. Sizes of blocks include the halo; active is what holds a pixel of the mask\n"
+        "without it."
     )
     cells = [[*key, *(found.get(dtype, "") for dtype in dtypes)] for key, found in lines.items()]
     return [title, _table(heads, cells)]
