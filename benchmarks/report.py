@@ -103,7 +103,7 @@ def _targets(rows):
         heads = ["Target", "Each row", "Rows that meet it", "", "The worst"]
         parts.append(_table(heads, lines))
     if missed:
-        parts.append(f"Of each target the worst {MOST_MISSED} rows that miss it; the files have all.")
+        parts.append(f"The worst {MOST_MISSED} rows that miss each target; the files have all.")
         parts.append(_table(["Missed", "Row", "Is", "us"], missed))
     return parts
 
