@@ -50,7 +50,7 @@ class Problem:
 
     def ours_with_mask(self, blocks):
         """Return a call for each set: list the blocks, then the op."""
-        grid, bcount = blocks.gather_grid, blocks.params.bcount
+        grid, bcount = blocks.scatter_grid, blocks.params.bcount
         capacity = blocks.mask.shape[0] * bcount[0] * bcount[1]
 
         def run(x, y):
@@ -122,7 +122,7 @@ def fused_works(case, session, layer):
             bcount = sb.calc_block_params(case.shape, case.bsize, KERNEL).bcount
             yield 1.0, case.shape[0] * bcount[0] * bcount[1], work
         return
-    blocks = find_blocks(case, session)
+    blocks = find_blocks(case, session, halo=False)
     check, note = partial(problem.check, blocks), problem.layer.note
     contenders = [Contender(OURS, problem.ours(blocks), note=note)]
     if case.peers:
@@ -155,7 +155,7 @@ def _run_once(session, cases, layer):
     y = session.xp.empty_like(x)
     made = layer(session, cases[0])
     for case in cases:
-        blocks = find_blocks(case, session)
+        blocks = find_blocks(case, session, halo=False)
         made.call(x, blocks=blocks, active=blocks.active, out=y)
 
 

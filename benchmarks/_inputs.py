@@ -35,11 +35,16 @@ class Blocks(NamedTuple):
         return {"bsize": tile, "boffset": (0, 0), "bstride": tile}
 
 
-def find_blocks(case, session):
-    """Make the mask of a case and list its active blocks."""
+def find_blocks(case, session, halo=True):
+    """Make the mask of a case and list the blocks whose input holds a pixel of it.
+
+    Without ``halo``, those whose output does.
+    """
     params = sb.calc_block_params(case.shape, case.bsize, KERNEL)
     mask = make_mask(case, session)
     grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+    if not halo:
+        grid = {"bsize": params.bsize_out}
     active = sb.reduce_mask(mask, params.bcount, **grid)
     indices = to_host(active.active_block_indices)
     return Blocks(params, mask, active, indices, float(mask.mean()))

@@ -1,7 +1,9 @@
 """fused_bottleneck: residual units at the active blocks, against PyTorch and torch.compile."""
 
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 from _exact import residual_unit
 from _fused import as_tensor, compile_kernels, fused_works
 from _fused_cases import fused_cases
@@ -11,7 +13,7 @@ import sbnet_cupy as sb
 
 OP = "fused_bottleneck"
 DTYPES = ("float16", "bfloat16", "tf32")
-EPSILON = 1e-5  # of the dense unit's batch norms
+EPSILON = 2.0**-8  # of the dense unit's batch norms: 1 - EPSILON is exact in every dtype
 
 
 def cases(session):
@@ -30,14 +32,19 @@ def works(case, session):
 
 
 class Bottleneck:
-    """A residual unit: batch norm, ReLU and convolution, of 1x1, 3x3 and 1x1, plus its input."""
+    """A residual unit: batch norm, ReLU and convolution, of 1x1, 3x3 and 1x1, plus its input.
+
+    Scales and shifts are of the images' dtype, as those of a PyTorch module after ``half()``.
+    """
 
     def __init__(self, session, case):
         self.session, self.xp, self.precision = session, session.xp, case.precision
         cin, cmid = case.shape[3], case.middle
-        self.weights = sb.BottleneckWeights.random(
-            cin, cmid, xp=self.xp, dtype=case.array_dtype.name, seed=501
-        )
+        dtype = case.array_dtype
+        drawn = sb.BottleneckWeights.random(cin, cmid, xp=self.xp, dtype=dtype.name, seed=501)
+        self.weights = with_tables(drawn, lambda table: table.astype(dtype))
+        # The same numbers, as the route through a stack takes them without converting.
+        self.weights_of_stack = with_tables(self.weights, lambda table: table.astype(np.float32))
         self.packed = sb.PackedBottleneck(self.weights, precision=self.precision)
         self.note = f"unit {cin}-{cmid}-{cin}"
 
@@ -52,7 +59,7 @@ class Bottleneck:
     def gather(self, x, *, blocks, out):
         """Do the same through a stack of blocks."""
         return sb.sparse_res_block_bottleneck(
-            x, self.weights, blocks.active, blocks.params,
+            x, self.weights_of_stack, blocks.active, blocks.params,
             precision=self.precision, method="gather", out=out,
         )  # fmt: skip
 
@@ -100,6 +107,12 @@ class Bottleneck:
             for name in ("scale", "shift")
         )
         return torch.zeros_like(scale), torch.full_like(scale, 1 - EPSILON), scale, shift
+
+
+def with_tables(weights, convert):
+    """Return the weights with each scale and shift converted."""
+    names = [f"{name}{step}" for step in "123" for name in ("scale", "shift")]
+    return replace(weights, **{name: convert(getattr(weights, name)) for name in names})
 
 
 def dense_unit(torch):

@@ -207,6 +207,17 @@ def test_targets_of_channels_host_and_masks():
     assert [(value, met) for _, value, met in found] == [(50.0, True), (1.6, False), (12.5, False)]
 
 
+def test_the_worst_rows_that_miss_a_target():
+    large = {"op": "sparse_gather", "suite": "large", "variant": "plain"}
+    rows = [make_row(**large, percent_of_copy=percent) for percent in (81.0, 79.0, *range(71, 76))]
+    targets, title, missed = part("report")._targets(rows)
+    assert "| 1 of 7 | **missed** | 71% of copy: " in targets and title.startswith("The worst 5")
+    values = [line.split(" | ")[2] for line in missed.splitlines()[2:]]
+    assert values == [f"{percent}% of copy" for percent in range(71, 76)] + [""]
+    assert missed.splitlines()[-1] == "| Large stacks, plain | and 1 more |  |  |"
+    assert part("report")._missed(part("_targets").TARGETS[0], []) == []
+
+
 # ------------------------------------------------------------------------------------ wrong results
 
 

@@ -51,6 +51,7 @@ def test_the_flow(op, tiny, tmp_path):
     assert list(dict.fromkeys(row.dtype for row in rows)) == DTYPES[op]
     dense = [row for row in rows if row.variant == "dense"]
     contenders = {row.implementation for row in dense}
+    assert len(dense) == len(contenders) * len(DTYPES[op])
     assert {name.rpartition(", ")[2] for name in contenders} == {"channels_last", "NCHW"}
     assert any("compile" in name for name in contenders) == (op == "fused_bottleneck")
     assert all(row.dense_us is None for row in dense)
@@ -102,6 +103,18 @@ def test_cases_of_the_paper():
     ))[1]  # fmt: skip
     blocks = part("_inputs").find_blocks(case, session)
     assert (blocks.count, blocks.params.bsize_out) == (112, (16, 16))
+
+
+def test_ten_percent_are_ten_percent_of_the_blocks():
+    """Of the result: with its halo, a block more on each side would see the mask."""
+    cases, session = part("_fused_cases"), types.SimpleNamespace(xp=np, points=None)
+    for stage in cases.STAGES:
+        case = cases.stage_case("fused_conv", stage, "float16", "stages", "top-left", 0.1)
+        blocks = part("_inputs").find_blocks(case, session, halo=False)
+        assert blocks.count / np.prod(blocks.params.bcount) == pytest.approx(0.1, abs=0.005)
+        height, width = blocks.params.bsize_out
+        expected = {(0, i // height, j // width) for _, i, j in np.argwhere(blocks.mask)}
+        assert set(map(tuple, blocks.indices)) == expected
 
 
 # ------------------------------------------------------------------------------------ what is wrong
@@ -189,14 +202,17 @@ def test_bounds_of_a_unit_bite(dtype):
     fused, cases, exact = part("_fused"), part("_fused_cases"), part("_exact")
     stage = cases.Stage(12, 12, 8, (64, 16), 12)
     case = cases.stage_case("fused_bottleneck", stage, dtype, "stages", "all", 1.0)
-    arrays = {"xp": np, "dtype": case.array_dtype.name}
-    weights = sbnet_cupy.BottleneckWeights.random(64, 16, **arrays)
+    layer = part("bench_fused_bottleneck").Bottleneck(types.SimpleNamespace(xp=np), case)
+    weights = layer.weights
+    assert weights.scale1.dtype == weights.shift3.dtype == case.array_dtype
+    assert layer.weights_of_stack.scale1.dtype == np.float32
     x = np.random.default_rng(1).standard_normal(case.shape).astype(case.array_dtype)
     expected = exact.residual_unit(x, weights, case.arithmetic, np)
     everywhere, one = np.ones(x.shape[:3], bool), np.zeros((1, 3), np.int32)
     unit = functools.partial(sbnet_cupy.fused_bottleneck, x, bsize=12)
     active = np.ones(1, np.int32), one
     fused.compare_within(unit(weights, *active), expected, everywhere, np)
+    fused.compare_within(unit(layer.packed, *active), expected, everywhere, np)
     weights.w2[:, 2] = 0
     with pytest.raises(part("_check").WrongResult, match="of 144 pixels are out of bounds"):
         fused.compare_within(unit(weights, *active), expected, everywhere, np)

@@ -7,6 +7,12 @@ import conv_oracles as oracles
 import numpy as np
 import pytest
 from assertions import assert_same, to_numpy
+from fused_on_streams import (
+    check_capture_needs_packed_weights,
+    check_current_stream,
+    check_replays,
+    check_the_same_bits,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FLOATS
@@ -302,81 +308,31 @@ def hopper(cupy):
 def test_the_same_bits_on_every_run(hopper, number, stage, expected):
     case = Case(image=(1, 100, 88, stage[0]), middle=stage[1], bsize=(8, 8), packed=True,
                 expected=expected, **number)  # fmt: skip
-    positional, keywords = case.arguments(case.arrays(whole=False), hopper.asarray)
-    first = fused_bottleneck(*positional, **keywords)
-    for _ in range(100):
-        assert_same(fused_bottleneck(*positional, **keywords), first)
+    check_the_same_bits(hopper, fused_bottleneck, case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("expected", [0, 10**6])
 @pytest.mark.parametrize("stage", STAGES[::3], ids=str)  # without and with clusters
 def test_graphs_replay_on_new_masks_and_refreshed_weights(hopper, stage, expected):
-    cupy = hopper
     case = Case(image=(1, 64, 64, stage[0]), middle=stage[1], bsize=(8, 8), packed=True,
                 expected=expected)  # fmt: skip
-    (x, packed, counts, rows), keywords = case.arguments(case.arrays(), cupy.asarray)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.runtime.deviceSynchronize()
-    with stream:
-        fused_bottleneck(x, packed, counts, rows, **keywords)
-        fused_bottleneck(x, packed.weights, counts, rows, **keywords)
-        stream.begin_capture()
-        results = (
-            fused_bottleneck(x, packed, counts, rows, **keywords),
-            fused_bottleneck(x, packed.weights, counts, rows, **keywords),  # packs in the graph
-        )
-        graph = stream.end_capture()
-    rng = np.random.default_rng(0)
-    for step in range(6):
-        new = rng.permutation(rows.get())
-        rows.set(new)
-        counts.set(np.array([rng.integers(0, len(new))], np.int32))
-        if step % 2:
-            w3 = packed.weights.w3
-            w3.set(-w3.get())
-            packed.refresh()
-        cupy.cuda.runtime.deviceSynchronize()
-        weights = BottleneckWeights(*(a.get() for a in packed.weights._arrays()))
-        expected_y = fused_bottleneck(x.get(), weights, counts.get(), rows.get(), **keywords)
-        for _ in range(5):
-            graph.launch(stream)
-            stream.synchronize()
-            for y in results:
-                assert_same(y, cupy.asarray(expected_y), signed_zero=False)
+    check_replays(
+        hopper, fused_bottleneck, case, lambda packed: packed.weights,
+        lambda packed: packed.weights.w3,
+    )  # fmt: skip
 
 
 @pytest.mark.gpu
 def test_capture_needs_packed_weights(cupy):
     case = Case(image=(1, 32, 32, 32), packed=True)
-    positional, keywords = case.arguments(case.arrays(), cupy.asarray)
-    replace(case, packed=False).run(case.arrays(), cupy.asarray)  # compiles the kernels
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match="before a graph is captured"):
-            fused_bottleneck(*positional, **keywords)
-        stream.end_capture()
-    cupy.cuda.runtime.deviceSynchronize()
+    check_capture_needs_packed_weights(cupy, fused_bottleneck, case)
 
 
 @pytest.mark.gpu
 def test_work_follows_the_current_stream(cupy):
-    """The image is late on a side stream: read on any other, it would still be zeros."""
     case = Case(image=(2, 256, 256, 32), bsize=(16, 16), table="all", packed=True)
-    (x, packed, *active), keywords = case.arguments(case.arrays(), cupy.asarray)
-    ones = cupy.ones_like(x)
-    expected = fused_bottleneck(ones, packed, *active, **keywords)
-    slow = cupy.random.random((4096, 4096), np.float32)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    for _ in range(5):
-        x.fill(0)
-        cupy.cuda.runtime.deviceSynchronize()
-        with stream:
-            for _ in range(3):
-                slow = cupy.tanh(slow @ slow)
-            x[...] = ones
-            assert_same(fused_bottleneck(x, packed, *active, **keywords), expected)
+    check_current_stream(cupy, fused_bottleneck, case)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,12 @@ import pytest
 from assertions import assert_same, to_numpy
 from conftest import Library
 from fused_cases import CASES, ORDER, SMOOTH, Case
+from fused_on_streams import (
+    check_capture_needs_packed_weights,
+    check_current_stream,
+    check_replays,
+    check_the_same_bits,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FLOATS
@@ -303,77 +309,25 @@ def test_nan_among_four_warps(hopper, case, plan):
 def test_the_same_bits_on_every_run(cupy, number, expected):
     case = Case(image=(1, 200, 350, 48), channels=48, bsize=(8, 8), packed=True, expected=expected,
                 extras=("bias", "residual"), **number)  # fmt: skip
-    positional, keywords = case.arguments(case.arrays(whole=False), cupy.asarray)
-    first = fused_conv(*positional, **keywords)
-    for _ in range(100):
-        assert_same(fused_conv(*positional, **keywords), first)
+    check_the_same_bits(cupy, fused_conv, case)
 
 
 @pytest.mark.gpu
 def test_graphs_replay_on_new_masks_and_refreshed_weights(cupy):
     case = Case(image=(1, 64, 64, 24), channels=24, bsize=(8, 8), dtype="float16", packed=True)
-    (x, weights, counts, rows), keywords = case.arguments(case.arrays(), cupy.asarray)
-    plain = dict(keywords, w_format=case.w_format)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.runtime.deviceSynchronize()
-    with stream:
-        fused_conv(x, weights, counts, rows, **keywords)
-        fused_conv(x, weights.w, counts, rows, **plain)
-        stream.begin_capture()
-        results = (
-            fused_conv(x, weights, counts, rows, **keywords),
-            fused_conv(x, weights.w, counts, rows, **plain),  # packs in the graph
-        )
-        graph = stream.end_capture()
-    rng = np.random.default_rng(0)
-    for step in range(6):
-        new = rng.permutation(rows.get())
-        rows.set(new)
-        counts.set(np.array([rng.integers(0, len(new))], np.int32))
-        if step % 2:
-            weights.w.set(rng.integers(-1, 2, weights.w.shape).astype(np.float16))
-            weights.refresh()
-        cupy.cuda.runtime.deviceSynchronize()
-        host = (x.get(), weights.w.get(), counts.get(), rows.get())
-        expected = cupy.asarray(fused_conv(*host, **plain))
-        for _ in range(5):
-            graph.launch(stream)
-            stream.synchronize()
-            for y in results:
-                assert_same(y, expected, signed_zero=False)
+    check_replays(cupy, fused_conv, case, lambda packed: packed.w, lambda packed: packed.w)
 
 
 @pytest.mark.gpu
 def test_capture_needs_packed_weights(cupy):
     case = Case(image=(1, 32, 32, 24), channels=24, packed=True)
-    positional, keywords = case.arguments(case.arrays(), cupy.asarray)
-    replace(case, packed=False).run(case.arrays(), cupy.asarray)  # compiles the kernels
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match="before a graph is captured"):
-            fused_conv(*positional, **keywords)
-        stream.end_capture()
-    cupy.cuda.runtime.deviceSynchronize()
+    check_capture_needs_packed_weights(cupy, fused_conv, case)
 
 
 @pytest.mark.gpu
 def test_work_follows_the_current_stream(cupy):
-    """The image is late on a side stream: read on any other, it would still be zeros."""
     case = Case(image=(2, 256, 256, 32), channels=32, bsize=(16, 16), table="all", packed=True)
-    (x, weights, *active), keywords = case.arguments(case.arrays(), cupy.asarray)
-    ones = cupy.ones_like(x)
-    expected = fused_conv(ones, weights, *active, **keywords)
-    slow = cupy.random.random((4096, 4096), np.float32)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    for _ in range(5):
-        x.fill(0)
-        cupy.cuda.runtime.deviceSynchronize()
-        with stream:
-            for _ in range(3):
-                slow = cupy.tanh(slow @ slow)
-            x[...] = ones
-            assert_same(fused_conv(x, weights, *active, **keywords), expected)
+    check_current_stream(cupy, fused_conv, case)
 
 
 @pytest.mark.gpu

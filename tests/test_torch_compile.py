@@ -151,9 +151,16 @@ def test_modules_compile_whole(st, torch, device):
     for module in modules(st, torch, device):
         run = compiled(torch, module)
         for layout in (x, x.contiguous()):
-            y, expected = run(layout, mask), module(layout, mask)
+            y, computed = run(layout, mask), shares(module)
+            expected = module(layout, mask)
             assert y.is_contiguous() == expected.is_contiguous()
             assert_close(y.detach(), expected.detach(), terms=TERMS, dtype="float32")
+            assert computed == shares(module)
+
+
+def shares(module):
+    """What a network says that its last call computed."""
+    return module.computed() if hasattr(module, "computed") else {}
 
 
 @pytest.mark.filterwarnings("ignore")  # export warns about what it traces, in words that change
@@ -162,6 +169,7 @@ def test_modules_export(st, torch, device):
     x = x.permute(0, 3, 1, 2)
     for module in modules(st, torch, device):
         exported = torch.export.export(module, (x, mask)).module()
+        assert shares(module) == {}  # a trace computes nothing
         for seed in (0, 1):
             x, mask, _ = inputs(torch, device, seed)
             x = x.permute(0, 3, 1, 2)

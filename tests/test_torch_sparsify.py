@@ -154,6 +154,34 @@ def test_it_computes_only_active_blocks(st, torch, monkeypatch):
     assert {rows for (rows, _), _ in taken} == {0}
 
 
+def test_it_says_what_a_call_computed(st, torch, device):
+    """Of each sparse layer the share of its blocks; counts of the device, read when asked for."""
+    nn = torch.nn
+    shared = nn.Conv2d(4, 4, 3, padding=1)
+    dense = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), shared, nn.MaxPool2d(2), shared, nn.Conv2d(4, 4, 1, groups=2)
+    ).to(device)
+    x, mask = draw(torch, 2, 3, 32, 32, device=device), torch.zeros(2, 32, 32, device=device)
+    mask[1, 3:12, 3:6] = 1  # rows of two blocks of 10, one on each side of their halo
+    sparse = st.sparsify(dense, block_size=10)
+    assert sparse.computed() == {}
+    sparse(x, mask)
+    # 2 of 2 * 4 * 4 blocks; the shared one also 1 of 2 * 2 * 2
+    assert sparse.computed() == {"0": 2 / 32, "1": 3 / 40, "3": 3 / 40}
+    sparse(x, torch.ones_like(mask))
+    assert set(sparse.computed().values()) == {1.0}
+    sparse(x, torch.zeros_like(mask))
+    assert set(sparse.computed().values()) == {0.0}
+    sparse(x[:0], mask[:0])
+    assert set(sparse.computed().values()) == {0.0}
+    small = st.sparsify(dense, block_size=10, capacity=1)  # the others are left out
+    small(x, mask)
+    assert small.computed()["0"] == 1 / 32
+    assert copy.deepcopy(small).computed() == small.computed()
+    with pytest.raises(DTypeError):
+        small(x, mask.cpu().numpy())
+
+
 def test_active_pixels_far_from_the_edge_have_the_dense_values(st, torch, device):
     """Zeros outside active blocks reach as far as the receptive field, and no farther."""
     nn = torch.nn

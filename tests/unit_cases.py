@@ -49,6 +49,10 @@ class Case:
         """Of the result."""
         return self.image
 
+    def laid_out(self, image):
+        """An image in the layout of the result, which is NHWC."""
+        return image
+
     def arrays(self, *, whole=True):
         """Image, kernels, and the six scales and shifts.
 

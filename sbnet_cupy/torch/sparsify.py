@@ -1,6 +1,7 @@
 """sparsify: the convolutions of a whole network, on active blocks only."""
 
 import copy
+import math
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ def sparsify(model, *, block_size, capacity=None, precision=None, method="auto")
     for example, as it is. The mask of each stage is that of the input, max-pooled to the stage's
     size. Everything else stays as it is and computes everywhere; what of it is not elementwise is
     named in ``dense_layers``, with the reason, and ``print(sparse.table())`` shows every layer.
+    After a call ``sparse.computed()`` says which share of its blocks each convolution computed.
 
     On a full mask the result equals that of ``model``, up to rounding. On others, values outside
     active blocks are those that the layers make of zeros, and near a block's edge they enter the
@@ -83,7 +85,7 @@ def sparsify(model, *, block_size, capacity=None, precision=None, method="auto")
         if isinstance(module, nn.Conv2d) and module not in replaced:
             why = "a SparseConv2d already" if isinstance(module, SparseConv2d) else refusal(module)
             if why is None:
-                replaced[module] = _StageConv2d.of_stage(module, stages, options)
+                replaced[module] = _StageConv2d.of_stage(module, name, stages, options)
                 twin = _put(twin, name, replaced[module])
             runs[name] = (module, why)
         elif module in replaced:
@@ -118,6 +120,15 @@ class SparseModel(nn.Module):
         Names of the convolutions that compute active blocks only.
     dense_layers : dict of str to str
         Name of each layer that computes everywhere and is not elementwise, and why.
+
+    Examples
+    --------
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU())
+    >>> sparse, mask = sparsify(net, block_size=10), torch.zeros(1, 32, 32)
+    >>> mask[:, 3:12, 3:6] = 1
+    >>> y = sparse(torch.randn(1, 3, 32, 32), mask)
+    >>> sparse.computed()  # 2 of 4 times 4 blocks
+    {'0': 0.125}
     """
 
     def __init__(self, model, stages, runs):
@@ -129,6 +140,7 @@ class SparseModel(nn.Module):
             for name, (module, why) in runs.items()
         ]
         self.sparse_layers = [name for name, (_, why) in runs.items() if why is None]
+        self._layer_of = {name: model.get_submodule(name).layer for name in self.sparse_layers}
         self.dense_layers = {
             name: f"{type(module).__name__} {why}"
             for name, (module, why) in runs.items()
@@ -143,6 +155,21 @@ class SparseModel(nn.Module):
         finally:
             self._stages.end()
 
+    def computed(self):
+        """Return what of each sparse layer the last call computed, as a share of its blocks.
+
+        The calls only keep the counts, on the device, and never wait; this reads them, and does. A
+        replay of a CUDA graph counts as a call. Blocks that ``capacity`` left no room for were not
+        computed. A layer that ran more than once has one share for all its runs.
+
+        Returns
+        -------
+        shares : dict of str to float
+            For each name of ``sparse_layers`` that ran, 0 to 1; empty before the first call.
+        """
+        shares = {layer: _share(runs) for layer, runs in self._stages.listed.items()}
+        return {n: shares[layer] for n, layer in self._layer_of.items() if layer in shares}
+
     def table(self):
         """Return a table of all layers: name, kind, and whether and why they run dense."""
         rows = [("layer", "kind", "runs"), *self._rows]
@@ -150,14 +177,22 @@ class SparseModel(nn.Module):
         return "\n".join(f"{a:{widths[0]}}  {b:{widths[1]}}  {c}" for a, b, c in rows)
 
 
+def _share(runs):
+    """Return the share of blocks that were computed in runs (count, room, blocks)."""
+    computed = sum(min(int(count), room) for count, room, _ in runs)
+    return computed / max(sum(blocks for *_, blocks in runs), 1)
+
+
 class _Stages:
     """The mask of the call under way, pooled to the sizes asked for, and the blocks it activates.
 
-    Layers of one size and grid share one list of blocks.
+    Layers of one size and grid share one list of blocks. ``listed`` holds for each layer that ran
+    in the last call (count of active blocks on the device, room for blocks, blocks of the grid).
     """
 
     def __init__(self, capacity):
         self.capacity = capacity
+        self.listed = {}
         self.end()
 
     def begin(self, x, mask):
@@ -172,14 +207,14 @@ class _Stages:
                 f"{tuple(mask.shape)}"
             )
         self.mask = (mask.reshape(n, 1, h, w) > 0).to(torch.float32)
-        self.masks, self.blocks = {}, {}
+        self.masks, self.blocks, self.listed = {}, {}, {}
 
     def end(self):
-        """Forget the call: its tensors must not outlive it."""
+        """Forget the call: of its tensors, the counts alone outlive it."""
         self.mask = self.masks = self.blocks = None
 
-    def active(self, image, params):
-        """Return the active blocks of a layer's grid."""
+    def active(self, layer, image, params):
+        """Return the active blocks of a layer's grid, and note how many they are."""
         if self.mask is None:
             raise RuntimeError(
                 "a layer of a sparsified network was called on its own; call the network that "
@@ -191,7 +226,16 @@ class _Stages:
         key = (*size, *flatten_params(params))
         if key not in self.blocks:
             self.blocks[key] = find_active(self.masks[size], image, params, self.capacity)
-        return self.blocks[key]
+        found = self.blocks[key]
+        if not _is_exporting():
+            noted = found.bin_counts, found.active_block_indices.shape[0], math.prod(found.grid)
+            self.listed.setdefault(layer, []).append(noted)
+        return found
+
+
+def _is_exporting():
+    """Whether torch.export traces the call, with tensors that stand for no numbers."""
+    return getattr(torch.compiler, "is_exporting", bool)()  # PyTorch 2.6 cannot tell
 
 
 def _pool(mask, size):
@@ -223,17 +267,17 @@ class _StageConv2d(SparseConv2d):
     """A sparse convolution called like a dense one: the network's call knows the mask."""
 
     @classmethod
-    def of_stage(cls, conv, stages, options):
-        """Make one of a dense convolution."""
+    def of_stage(cls, conv, layer, stages, options):
+        """Make one of a dense convolution; ``layer`` is its first name."""
         sparse = cls.from_dense(conv, **options)
-        sparse._stages = stages
+        sparse.layer, sparse._stages = layer, stages
         return sparse
 
     def forward(self, x):
         """Convolve the active blocks of the call under way."""
         check_nchw(x, self.in_channels)
         params = self.block_params(*x.shape[2:])
-        return super().forward(x, self._stages.active(x, params), params)
+        return super().forward(x, self._stages.active(self.layer, x, params), params)
 
 
 def _put(root, name, module):
