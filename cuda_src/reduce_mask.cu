@@ -5,8 +5,9 @@
 //
 // A line is a row of candidate blocks: all of them cover the same rows of the mask. Each thread block
 // takes `lines` consecutive ones, or `span` consecutive candidates of one:
-//   1. read      each thread goes down some rows of a line, in one column of wide words; what it finds
-//                goes to shared memory: a bit for each column of pixels (max), or a sum (average)
+//   1. read      down some rows of a line, a thread in wide words or, where the mask is small or its
+//                rows begin anywhere, a warp in 32 columns; what they find goes to shared memory: a
+//                bit for each column of pixels (max), or a sum (average)
 //   2. flags     a candidate looks at the columns that it covers; 32 flags make a word
 //   3. count     the thread block's place in the list is the number of flags set before it: none, where
 //                it is alone; TOGETHER of them in a cluster tell each other; else (0) each publishes
@@ -75,7 +76,7 @@ struct Raster {
     int count_h, count_w;
 };
 
-// The columns [begin, end) of the mask that a thread block reads, and how many words hold them in any
+// The columns [begin, end) of the mask that a thread block reads, and how many words hold them in a
 // row; `slots` of those have a place of their own in shared memory, from column `base` on.
 struct Extent {
     int begin, end, base, words, slots;
@@ -87,42 +88,39 @@ struct Extent {
     }
 };
 
-// A thread's part of a line: rows from, from + step, ... under `to` of image n, words of one slot.
+// A part of a line: rows from, from + step, ... under `to` of image n, words of one slot.
 struct Part {
     int n, from, to, step, line, slot, row;  // row: which line and which part of it
 };
 
-// Words of WORD elements. ALIGNED: they divide the mask's rows; else a row's first word begins before
-// the row, and its last ends after it.
-template <typename T, int BH, int WORD, bool ALIGNED>
+// A thread reads words of WORD elements, which divide the mask's rows; or, with LANES, one column, and
+// its warp 32 neighbouring ones, which may begin anywhere. NONZERO: of bytes, where any but 0 exceeds
+// the threshold.
+template <typename T, int BH, int WORD, bool LANES, bool NONZERO>
 struct Reader {
     using Bits = typename Bytes<WORD * sizeof(T)>::type;
     using Word = Elements<T, Bits>;
     using Sum = typename Element<T>::Sum;
+    static constexpr bool QUADS = NONZERO && WORD >= 4;
     // Loads under way at a time, all but the last time.
-    static constexpr int MOST = ALIGNED ? (sizeof(Bits) == 16 ? 6 : 8) : 4;
+    static constexpr int MOST = LANES ? (sizeof(T) == 8 ? 12 : 20) : (sizeof(Bits) == 16 ? 6 : 8);
     static constexpr int CHUNK = ceil_div(BH, ceil_div(BH, MOST));
-    static constexpr bool QUADS = Same<T, u8>::value && sizeof(Bits) >= 4;
     const T* mask;
     Image image;
     double tol;
     i64 least;
 
-    DEVICE const T* row_of(const Part& part, int i) const {
-        return mask + (static_cast<i64>(part.n) * image.H + i) * image.W;
-    }
-    DEVICE static const Bits& word_at(const T* start) { return *reinterpret_cast<const Bits*>(start); }
-
-    // Calls body(word) for the words of a part that begin at `column` of a row. ALIGNED.
+    // Calls body(word) for the words of a part that begin at `column` of a row.
     template <class Body>
     DEVICE void visit(const Part& part, int column, Body body) const {
-        const T* const start = row_of(part, 0) + column;
+        const T* const start = mask + (static_cast<i64>(part.n) * image.H * image.W + column);
         for (int first = part.from; first < part.to; first += CHUNK * part.step) {
             Bits value[CHUNK];
 #pragma unroll
             for (int s = 0; s < CHUNK; ++s) {
                 const int i = first + s * part.step;
-                if (i < part.to) value[s] = word_at(start + static_cast<i64>(i) * image.W);
+                if (i < part.to)
+                    value[s] = *reinterpret_cast<const Bits*>(start + static_cast<i64>(i) * image.W);
             }
 #pragma unroll
             for (int s = 0; s < CHUNK; ++s)
@@ -136,90 +134,37 @@ struct Reader {
         return ((high >> 7) * 0x10204080u) >> 28;
     }
 
-    // Bit e: whether element e exceeds the threshold.
-    DEVICE u32 exceeding(const Word& word) const {
+    // Bit e: whether an element of column + e exceeds the threshold in a row of the part.
+    DEVICE u32 exceeding(const Part& part, int column) const {
         u32 found = 0;
-        if constexpr (QUADS)
-            if (least == 1) {  // bool, and bytes over a tol of 0: four at a time
-                const Elements<u32, Bits> quads(word.vector);
+        if constexpr (QUADS) {
+            Elements<u32, Bits> all(zero<Bits>());
+            visit(part, column, [&](const Word& next) {
+                const Elements<u32, Bits> quads(next.vector);
 #pragma unroll
-                for (int q = 0; q < WORD / 4; ++q) found |= set_bytes(quads.element[q]) << 4 * q;
-                return found;
-            }
+                for (int q = 0; q < WORD / 4; ++q) all.element[q] |= quads.element[q];
+            });
 #pragma unroll
-        for (int e = 0; e < WORD; ++e)
-            found |= Element<T>::exceeds(word.element[e], tol, least) ? 1u << e : 0u;
-        return found;
-    }
-
-    // Bit e: whether an element of column + e exceeds the threshold in a row of the part. ALIGNED.
-    DEVICE u32 exceeding_below(const Part& part, int column) const {
-        if constexpr (QUADS)
-            if (least == 1) {
-                Elements<u32, Bits> all(zero<Bits>());
-                visit(part, column, [&](const Word& next) {
-                    const Elements<u32, Bits> quads(next.vector);
-#pragma unroll
-                    for (int q = 0; q < WORD / 4; ++q) all.element[q] |= quads.element[q];
-                });
-                return exceeding(Word(all.vector));
-            }
-        u32 found = 0;
-        visit(part, column, [&](const Word& next) { found |= exceeding(next); });
-        return found;
-    }
-
-    // Calls put(column, bits): bit e says whether a row has an element in column + e that exceeds.
-    template <class Put>
-    DEVICE void any(const Part& part, const Extent& extent, int word, Put put) const {
-        if constexpr (ALIGNED) {
-            const int column = extent.base + word * WORD;
-            put(column, exceeding_below(part, column) & extent.which(column));
+            for (int q = 0; q < WORD / 4; ++q) found |= set_bytes(all.element[q]) << 4 * q;
         } else {
-            any_row_by_row(part, extent, word, put);
+            const i64 lowest = NONZERO ? 1 : least;
+            visit(part, column, [&](const Word& next) {
+#pragma unroll
+                for (int e = 0; e < WORD; ++e)
+                    found |= Element<T>::exceeds(next.element[e], tol, lowest) ? 1u << e : 0u;
+            });
         }
+        return found;
     }
 
-    template <class Put>
-    DEVICE void any_row_by_row(const Part& part, const Extent& extent, int word, Put put) const {
-        const T* const end = mask + static_cast<i64>(image.N) * image.H * image.W;
-        const auto column_of = [&](int i) {  // the word's place, from the address of the row
-            const u64 address = reinterpret_cast<u64>(row_of(part, i) + extent.begin);
-            const int before = static_cast<int>(address % sizeof(Bits)) / static_cast<int>(sizeof(T));
-            return extent.begin - before + word * WORD;
-        };
-        const auto whole = [&](const T* start) { return start >= mask && start + WORD <= end; };
-        for (int first = part.from; first < part.to; first += CHUNK * part.step) {
-            Bits value[CHUNK];
-#pragma unroll
-            for (int s = 0; s < CHUNK; ++s) {
-                const int i = first + s * part.step, column = column_of(i);
-                const T* const start = row_of(part, i) + column;
-                if (i < part.to && column < extent.end && whole(start)) value[s] = word_at(start);
-            }
-#pragma unroll
-            for (int s = 0; s < CHUNK; ++s) {
-                const int i = first + s * part.step, column = column_of(i);
-                if (i >= part.to || column >= extent.end) continue;
-                const u32 which = extent.which(column);
-                const T* const start = row_of(part, i) + column;
-                u32 found = 0;
-                if (whole(start)) {
-                    found = exceeding(Word(value[s])) & which;
-                } else {  // the first or the last word of the mask sticks out of it
-#pragma unroll 1
-                    for (int e = 0; e < WORD; ++e)
-                        if (which >> e & 1u) found |= Element<T>::exceeds(start[e], tol, least) ? 1u << e : 0u;
-                }
-                put(column, found);
-            }
-        }
+    // Likewise of the warp's columns, the same in all lanes. The part is the same too.
+    DEVICE u32 exceeding_lanes(const Part& part, const Extent& extent, int column) const {
+        const int mine = column + static_cast<int>(threadIdx.x & 31);
+        return __ballot_sync(ALL, mine < extent.end && exceeding(part, mine));
     }
 
-    // Adds to totals[e] what the rows hold in column e of a word. ALIGNED.
-    DEVICE void add(const Part& part, const Extent& extent, int word, Sum* totals) const {
-        const int column = extent.base + word * WORD;
-        const u32 which = extent.which(column);
+    // Adds to totals[e] what the rows hold in column + e, for the bits set in `which`.
+    DEVICE void add(const Part& part, int column, u32 which, Sum* totals) const {
         visit(part, column, [&](const Word& next) {
 #pragma unroll
             for (int e = 0; e < WORD; ++e)
@@ -229,6 +174,24 @@ struct Reader {
 };
 
 // ---------------------------------------------------------------------------- columns
+
+// The columns [low, high) of a line; first and last are their words of bits, of which `from` and `to`
+// belong to them.
+struct Window {
+    int line, low, high, first, last;
+    u32 from, to;
+
+    DEVICE Window() {}
+    DEVICE Window(int line_, int low_, int high_, int pitch)
+        : line(line_), low(low_), high(high_), first(line_ * pitch), last(first), from(0), to(0) {
+        if (low >= high) return;
+        from = ALL << low % 32;
+        to = ALL >> (31 - (high - 1) % 32);
+        last = first + (high - 1) / 32;
+        first += low / 32;
+        if (first == last) from = to = from & to;
+    }
+};
 
 // What a thread block keeps of its lines in shared memory, `pitch` for each: words of bits (max), or
 // sums, of which each of `parts` threads has its own (average).
@@ -241,36 +204,23 @@ struct Columns {
     // Columns 16 apart, of neighbouring candidates, lie in different banks.
     DEVICE static int skewed(int column) { return column + (column >> 4); }
 
-    // Set the bits of columns at, at + 1, ..., of which the first `-at` are none if it is negative.
+    // Set the bits of columns at, at + 1, ..., which lie in one word.
     DEVICE void set(int line, int at, u32 found) const {
-        if (at < 0) {
-            found >>= -at;
-            at = 0;
-        }
-        if (!found) return;
-        u32* const word = bits + line * pitch + at / 32;
-        atomicOr(word, found << at % 32);
-        const u32 rest = at % 32 ? found >> (32 - at % 32) : 0;
-        if (rest) atomicOr(word + 1, rest);
+        if (found) atomicOr(bits + line * pitch + at / 32, found << at % 32);
     }
 
-    // Whether the columns [low, high) of a line pool to more than tol over `area` pixels.
-    DEVICE bool exceed(int line, int low, int high, double area, double tol) const {
+    // Whether a window's columns pool to more than tol over `area` pixels.
+    DEVICE bool exceed(const Window& window, double area, double tol) const {
         if constexpr (AVERAGE) {
             Sum total = 0;
             for (int part = 0; part < parts; ++part) {
-                const Sum* const of_part = sums + (line * parts + part) * pitch;
-                for (int column = low; column < high; ++column) total += of_part[skewed(column)];
+                const Sum* const of_part = sums + (window.line * parts + part) * pitch;
+                for (int column = window.low; column < window.high; ++column) total += of_part[skewed(column)];
             }
             return static_cast<double>(total) / area > tol;
         } else {
-            if (low >= high) return false;
-            const u32* const of_line = bits + line * pitch;
-            const int first = low / 32, last = (high - 1) / 32;
-            const u32 from = ALL << low % 32, to = ALL >> (31 - (high - 1) % 32);
-            if (first == last) return (of_line[first] & from & to) != 0;
-            u32 found = (of_line[first] & from) | (of_line[last] & to);
-            for (int w = first + 1; w < last; ++w) found |= of_line[w];
+            u32 found = (bits[window.first] & window.from) | (bits[window.last] & window.to);
+            for (int w = window.first + 1; w < window.last; ++w) found |= bits[w];
             return found != 0;
         }
     }
@@ -288,12 +238,20 @@ DEVICE int warp_sum(int value) {
 #endif
 }
 
-// Flags set in words [0, end), the same in all lanes of the warp.
-DEVICE int flags_in(const u32* flags, int end) {
-    int count = 0;
-    for (int w = threadIdx.x & 31; w < end; w += 32) count += __popc(flags[w]);
-    return warp_sum(count);
-}
+// Flags set in all words, and in those before word `end`: the same in all lanes of the warp.
+struct Counted {
+    int all, before;
+    DEVICE Counted(const u32* flags, int words, int end) {
+        int sums[2] = {0, 0};
+        for (int w = threadIdx.x & 31; w < words; w += 32) {
+            const int set = __popc(flags[w]);
+            sums[0] += set;
+            sums[1] += w < end ? set : 0;
+        }
+        all = warp_sum(sums[0]);
+        before = warp_sum(sums[1]);
+    }
+};
 
 // One 64-bit store carries tag and count, so that no fence is needed.
 DEVICE void publish(u64* slot, u64 value) { *const_cast<volatile u64*>(slot) = value; }
@@ -322,7 +280,7 @@ DEVICE int look_back(const u64* counts, u32 epoch, int* scratch) {
 
 // mask [N, H, W]; bin_counts [1]; indices [capacity, 3]; workspace [1 + gridDim] (epoch, counts),
 // unused unless TOGETHER is 0. Shared memory: columns_bytes for Columns, then the words of flags.
-template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool ALIGNED, int THREADS, int TOGETHER>
+template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool LANES, bool NONZERO, int THREADS, int TOGETHER>
 __global__ void __launch_bounds__(THREADS, 768 / THREADS)
     reduce_mask(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
                 u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
@@ -331,17 +289,22 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
     using Sum = typename Element<T>::Sum;
     using Group = Cluster<TOGETHER ? TOGETHER : 1>;
     constexpr int WARPS = THREADS / 32;
-    static_assert(ALIGNED || !AVERAGE, "sums are by columns of whole words");
+    constexpr int STEP = LANES ? 32 : WORD;     // columns that are read together
+    constexpr int READERS = LANES ? WARPS : THREADS;  // by whom
+    static_assert(!LANES || (WORD == 1 && !AVERAGE), "a bit of each lane makes a word");
     DYNAMIC_SHARED(u32, shared);
     __shared__ int scratch[WARPS];
     __shared__ u32 launch_epoch;
     __shared__ int counts[TOGETHER ? TOGETHER : 1];  // of the cluster's thread blocks
-    if constexpr (TOGETHER > 1) Group::arrive();     // waited for before the first count is sent
+    if constexpr (TOGETHER > 1) {
+        if (threadIdx.x < TOGETHER) counts[threadIdx.x] = 0;
+        Group::sync();  // before another thread block sends its count
+    }
     const Image image{static_cast<int>(N), static_cast<int>(H), static_cast<int>(W)};
     const Raster raster{off_h, off_w, str_h, str_w, static_cast<int>(count_h), static_cast<int>(count_w)};
-    const Reader<T, BH, WORD, ALIGNED> reader{mask, image, tol, least};
+    const Reader<T, BH, WORD, LANES, NONZERO> reader{mask, image, tol, least};
     const int all_lines = image.N * raster.count_h, candidates = all_lines * raster.count_w;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
 
     // This thread block: candidates [first, first + left) of the raster, `in_line` in each line.
     const int per_line = ceil_div(raster.count_w, static_cast<int>(span));  // thread blocks
@@ -355,15 +318,15 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
     const i64 corner = raster.off_w + raster.str_w * wi0;
     const int begin = static_cast<int>(clamp(corner, 0, W));
     const int end = static_cast<int>(clamp(corner + raster.str_w * (in_line - 1) + BW, begin, W));
-    const int base = ALIGNED ? begin & ~(WORD - 1) : begin, margin = ALIGNED ? 0 : WORD - 1;
-    const int words = begin < end ? ceil_div(end - base + margin, WORD) : 0;
+    const int base = LANES ? begin : begin & ~(WORD - 1);
+    const int words = begin < end ? ceil_div(end - base, STEP) : 0;
     const Extent extent{begin, end, base, words, min(words, static_cast<int>(slots))};
-    const int stored = extent.slots * WORD, parts = static_cast<int>(down);
+    const int stored = extent.slots * STEP, parts = static_cast<int>(down);
     const Columns<Sum, AVERAGE> columns{shared, reinterpret_cast<Sum*>(shared),
                                         AVERAGE ? stored + (stored >> 4) + 1 : ceil_div(stored, 32), parts};
     u32* const flags = shared + columns_bytes / 4;
     if constexpr (!AVERAGE)
-        for (int w = threadIdx.x; w < my_lines * columns.pitch; w += THREADS) shared[w] = 0;
+        for (int w = thread; w < my_lines * columns.pitch; w += THREADS) shared[w] = 0;
 
     // What to read, and what to look at.
     const int items = my_lines * parts * extent.slots;
@@ -380,104 +343,121 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
         part.step = parts;
         return part;
     };
-    const auto columns_of = [&](int k, int& line, int& low, int& high) {  // of candidate k < left
-        line = k / in_line;
-        const i64 w0 = raster.off_w + raster.str_w * (wi0 + k - line * in_line);
-        low = extent.folded() ? 0 : static_cast<int>(clamp(w0, begin, end)) - base;
-        high = extent.folded() ? stored : static_cast<int>(clamp(w0 + BW, begin, end)) - base;
+    struct Found {
+        int n, hi, wi;
+    };
+    const auto candidate_of = [&](int k, Window& window) {  // k < left
+        const int line = k / in_line;
+        Found found;
+        found.n = (line0 + line) / raster.count_h;
+        found.hi = line0 + line - found.n * raster.count_h;
+        found.wi = wi0 + k - line * in_line;
+        const i64 w0 = raster.off_w + raster.str_w * found.wi;
+        const int low = static_cast<int>(clamp(w0, begin, end)) - base;
+        const int high = static_cast<int>(clamp(w0 + BW, begin, end)) - base;
+        window = extent.folded() ? Window(line, 0, stored, columns.pitch) : Window(line, low, high, columns.pitch);
+        return found;
     };
     Part part{};
-    if (static_cast<int>(threadIdx.x) < items) part = part_of(threadIdx.x);
-    int line = 0, low = 0, high = 0;  // candidate threadIdx.x
-    if (static_cast<int>(threadIdx.x) < left) columns_of(threadIdx.x, line, low, high);
+    const int reader_of = LANES ? warp : thread;
+    if (reader_of < items) part = part_of(reader_of);
+    Window window(0, 0, 0, 0);
+    Found candidate{};
+    if (thread < left) candidate = candidate_of(thread, window);
     if constexpr (!AVERAGE) __syncthreads();
     overlap_launches();
-    if (TOGETHER == 0 && threadIdx.x == 0) launch_epoch = static_cast<u32>(workspace[0]) + 1;
+    u64 old_epoch = 0;  // used once the mask is read, not to wait for it twice
+    if (TOGETHER == 0 && thread == 0) old_epoch = workspace[0];
 
     // 1. read
     const bool gaps = raster.str_w > BW;
-    for (int item = threadIdx.x; item < items; item += THREADS) {
-        if (item >= THREADS) part = part_of(item);
+    for (int item = reader_of; item < items; item += READERS) {
+        if (item >= READERS) part = part_of(item);
         Sum totals[AVERAGE ? WORD : 1] = {};
         for (int word = part.slot; word < extent.words; word += extent.slots) {
-            if (gaps && ALIGNED) {  // between candidates there may be nothing to read
-                const i64 past = base + word * WORD + WORD - 1 - raster.off_w;
-                if (past - divide(past, raster.str_w) * raster.str_w >= BW + WORD - 1) continue;
+            const int column = base + word * STEP;
+            if (gaps) {  // between candidates there may be nothing to read
+                const i64 past = column + STEP - 1 - raster.off_w;
+                if (past - divide(past, raster.str_w) * raster.str_w >= BW + STEP - 1) continue;
             }
-            if constexpr (AVERAGE)
-                reader.add(part, extent, word, totals);
-            else
-                reader.any(part, extent, word, [&](int column, u32 found) {
-                    columns.set(part.line, extent.folded() ? 0 : column - base, found);
-                });
+            if constexpr (AVERAGE) {
+                reader.add(part, column, extent.which(column), totals);
+            } else if constexpr (LANES) {
+                const u32 found = reader.exceeding_lanes(part, extent, column);
+                if (lane == 0) columns.set(part.line, part.slot * STEP, found);
+            } else {
+                columns.set(part.line, part.slot * STEP, reader.exceeding(part, column) & extent.which(column));
+            }
         }
         if constexpr (AVERAGE)
 #pragma unroll
             for (int e = 0; e < WORD; ++e)
                 columns.sums[part.row * columns.pitch + columns.skewed(part.slot * WORD + e)] = totals[e];
     }
+    if (TOGETHER == 0 && thread == 0) launch_epoch = static_cast<u32>(old_epoch) + 1;
     __syncthreads();
 
     // 2. flags
-    for (int k = threadIdx.x; k < flag_words * 32; k += THREADS) {
-        if (k >= THREADS && k < left) columns_of(k, line, low, high);
-        const bool active = k < left && !never && columns.exceed(line, low, high, static_cast<double>(BH) * BW, tol);
+    for (int k = thread; k < flag_words * 32; k += THREADS) {
+        if (k >= THREADS && k < left) candidate_of(k, window);
+        const bool active = k < left && !never && columns.exceed(window, static_cast<double>(BH) * BW, tol);
         const u32 votes = __ballot_sync(ALL, active);
         if (lane == 0) flags[k / 32] = votes;
     }
     __syncthreads();
 
     // 3. count
-    const int total = flags_in(flags, flag_words);
+    const int each = ceil_div(flag_words, WARPS), from = min(warp * each, flag_words);
+    const Counted counted(flags, flag_words, from);
+    const int total = counted.all;
     int before = 0;  // flags set in the thread blocks before this one
     if constexpr (TOGETHER == 0) {
         const u32 epoch = launch_epoch;
-        if (threadIdx.x == 0)
+        if (thread == 0)
             publish(workspace + 1 + blockIdx.x, (static_cast<u64>(epoch) << 32) | static_cast<u32>(total));
         before = look_back<THREADS>(workspace + 1, epoch, scratch);
-        if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
+        if (blockIdx.x == gridDim.x - 1 && thread == 0)
             publish(workspace, epoch);  // all have published, so all have read the old epoch
     } else if constexpr (TOGETHER > 1) {
-        Group::wait();
-        if (threadIdx.x == 0) Group::store(counts + Group::rank(), total);
-        Group::sync();
-        before = warp_sum(lane < Group::rank() ? counts[lane] : 0);
+        // Only to those that wait for it: none may end while another still writes to it. 0: not there yet.
+        if (thread == 0) Group::store(counts + Group::rank(), total + 1, Group::rank() + 1);
+        int count = 1;
+        if (lane < Group::rank())
+            do count = const_cast<volatile int*>(counts)[lane];
+            while (!count);
+        before = warp_sum(count - 1);
     }
     const bool last = blockIdx.x == gridDim.x - 1;
-    if (last && threadIdx.x == 0) *bin_counts = before + total;
+    if (last && thread == 0) *bin_counts = before + total;
 
     // 4. write
-    const int each = ceil_div(flag_words, WARPS), from = warp * each, to = min(from + each, flag_words);
-    int place = from < to ? before + flags_in(flags, from) : 0;  // in the list, of a word's first flag
-    for (int w = from; w < to; ++w) {
+    int place = before + counted.before;  // in the list, of a word's first flag
+    for (int w = from; w < min(from + each, flag_words); ++w) {
         const int k = w * 32 + lane, id = first + k;
         const u32 word = flags[w];
         const i64 mine = place + __popc(word & ((1u << lane) - 1));
         place += __popc(word);
         if (k >= left) continue;
         i64 at = mine;
-        int n = -1, hi = -1, wi = -1;
+        Found found{-1, -1, -1};
         if (word >> lane & 1u) {
-            const int of_line = id / raster.count_w;
-            n = of_line / raster.count_h;
-            hi = of_line - n * raster.count_h;
-            wi = id - of_line * raster.count_w;
+            found = k == thread ? candidate : candidate_of(k, window);
         } else {  // the q-th inactive candidate fills the q-th row from the end
             if (!fill || capacity < candidates) continue;
             at = candidates - 1 - (id - mine);
         }
         if (at < capacity) {
             int* row = indices + 3 * at;
-            row[0] = n, row[1] = hi, row[2] = wi;
+            row[0] = found.n, row[1] = found.hi, row[2] = found.wi;
         }
     }
     if (!fill) return;
     // Rows that no candidate can reach, and with a small capacity the whole tail.
-    i64 row = candidates + static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    i64 row = candidates + static_cast<i64>(blockIdx.x) * THREADS + thread;
     i64 step = static_cast<i64>(gridDim.x) * THREADS;
     if (capacity < candidates) {
         if (!last) return;
-        row = before + total + static_cast<i64>(threadIdx.x);
+        row = before + total + static_cast<i64>(thread);
         step = THREADS;
     }
     for (; row < capacity; row += step) indices[3 * row] = indices[3 * row + 1] = indices[3 * row + 2] = -1;

@@ -29,7 +29,7 @@ OPS = [
 ]
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
 # order of the threads, multiprocessors, what results hold at first
-LITTLE = {"_ALONE_BYTES": 0, "_SHARE_BYTES": 256, "_MOST_BITS": 96, "_MOST_SUMS": 80, "_MOST_FLAGS": 40}
+LITTLE = {"_GROUPS": (), "_MOST_BITS": 96, "_MOST_SUMS": 80, "_MOST_FLAGS": 40}
 RUNS = (("forward", 132, 0xA5), ("reverse", 1, 0xFF))
 
 

@@ -5,6 +5,7 @@ import doctest
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -244,10 +245,10 @@ def test_scratch_is_enough_for_any_gpu():
     """As many slots as the widest launch needs, whatever the multiprocessors and the alignment."""
     for sm_count in (1, 20, 132, 192):
         for side in (1, 7, 100, 2000):
-            mask = (1, side, side), 1, (1, side, side), Grid((1, 1), (0, 0), (1, 1))
-            for average in (False, True):
-                plan = _plan(*mask, average, sm_count, clusters=False)
-                assert 1 + plan.thread_blocks <= scratch_slots(*mask, average)
+            shape, blocks, grid = (1, side, side), (1, side, side), Grid((1, 1), (0, 0), (1, 1))
+            for word, average in itertools.product((1, 4, 16), (False, True)):
+                plan = _plan(shape, 1, word, blocks, grid, average, sm_count, clusters=False)
+                assert 1 + plan.thread_blocks <= scratch_slots(shape, blocks, grid, average)
 
 
 def test_scratch_is_enough_for_overlapping_blocks(monkeypatch):

@@ -46,7 +46,7 @@ def mask_op(spec):
         rows = max(spec.capacity, 1)  # of no rows XLA would not call either
         results = [_struct((1,), jnp.int32), _struct((rows, 3), jnp.int32)]
         blocks = (mask.shape[0], *spec.block_count)
-        slots = 8 * scratch_slots(mask.shape, mask.dtype.itemsize, blocks, spec.grid, spec.avgpool)
+        slots = 8 * scratch_slots(mask.shape, blocks, spec.grid, spec.avgpool)
         counts, indices = call(_mask_body, spec, results, (mask,), scratch=slots)
         return counts, indices[: spec.capacity]
 

@@ -31,9 +31,7 @@ from .active_blocks import ActiveBlocks
 _MOST_BLOCKS = 2**31 - 1
 _THREADS = 256
 _PER_SM = 3  # thread blocks per multiprocessor: they fill it, and few wait for each other
-_SHARE_BYTES = 16 << 10  # of the mask, that a thread block is worth looking back for
-_THREADS_TOGETHER = 512  # of each thread block of a cluster, or of one alone
-_ALONE_BYTES = 24 << 10  # of the mask, that each of them reads at most
+_GROUPS = ((1, 512), (8, 256), (8, 512))  # thread blocks together, and the threads of each
 _MOST_BITS = 1 << 16  # columns of a thread block in shared memory (max)
 _MOST_SUMS = 1 << 12  # likewise, 8 bytes each (average)
 _MOST_FLAGS = 1 << 14  # candidates of a thread block
@@ -139,9 +137,10 @@ def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset
     launch.run(mask, counts, indices, scratch)
 
 
-def scratch_slots(shape, itemsize, blocks, grid, avgpool):
+def scratch_slots(shape, blocks, grid, avgpool):
     """Return how many 8-byte slots a launch for a mask can need, on any GPU."""
-    return 1 + _plan(shape, itemsize, blocks, grid, avgpool, _MOST_SM, False).thread_blocks
+    fewest = _share(shape, blocks, grid, _MOST_SUMS if avgpool else _MOST_BITS, 1)[2]
+    return 1 + min(math.prod(blocks), max(_PER_SM * _MOST_SM, fewest))
 
 
 def resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity):
@@ -275,26 +274,22 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
     if not candidates or not mask.size:
         return _Launch(blocks, rows, 0, None)
     threshold, least, never = thresholds
-    item = mask.dtype.itemsize
-    machine = _kernels.sm_count(), _kernels.has_clusters()
-    plan = _plan(mask.shape, item, blocks, grid, avgpool, *machine)
-    word = max(vector_bytes(mask.shape[2] * item, address(mask)) // item, 1)
-    aligned = avgpool or word * item == 16 or mask.shape[2] * item < 64
-    if avgpool:
-        word = min(word, 4)  # a thread has a sum for each
-    elif not aligned:
-        word = 16 // item
-    slots, kept = _shared_memory(plan, word, avgpool)
     type_name = _kernels.cpp_name(mask.dtype, "mask")
     if dtype_name(mask.dtype) == "bool":
         type_name = "unsigned char"
+    item = mask.dtype.itemsize
+    word = max(vector_bytes(mask.shape[2] * item, address(mask)) // item, 1)
+    machine = _kernels.sm_count(), _kernels.has_clusters()
+    plan = _plan(mask.shape, item, word, blocks, grid, avgpool, *machine)
+    nonzero = not avgpool and type_name == "unsigned char" and least == 1
+    slots, kept = _shared_memory(plan, avgpool)
     sizes = (*mask.shape[:3], *blocks[1:], *grid.boffset, *grid.bstride)
     options = (threshold, _as_signed(least), int(never), rows)
     shares = (plan.lines, plan.span, plan.down, slots, kept)
     run = _kernels.prepare(
         "reduce_mask",
         "reduce_mask",
-        (type_name, *grid.bsize, bool(avgpool), word, aligned, plan.threads, plan.together),
+        (type_name, *grid.bsize, bool(avgpool), plan.word, plan.lanes, nonzero, plan.threads, plan.together),
         plan.thread_blocks,
         plan.threads,
         4,
@@ -313,37 +308,69 @@ class _Plan(NamedTuple):
     span: int  # candidates of each; fewer than there are only where it has a single line
     extent: int  # columns of the mask under them
     stored: int  # columns that shared memory has room for
-    down: int  # threads that share the rows of the mask under a line
+    word: int  # elements that a thread reads at a time
+    lanes: bool  # a warp reads 32 neighbouring ones
+    down: int  # readers, threads or warps, that share the rows of the mask under a line
     threads: int
     together: int  # thread blocks of the one cluster, or 0: any number, which look back
     thread_blocks: int
 
 
-def _plan(shape, item, blocks, grid, average, sm_count, clusters):
-    """Share out the candidates of a mask with elements of ``item`` bytes.
+def _plan(shape, item, word, blocks, grid, average, sm_count, clusters):
+    """Share out the candidates of a mask, whose rows divide into words of elements of ``item`` bytes.
 
-    A small mask goes to one thread block or to a cluster, which need not look back; a large one to
-    as many as keep all multiprocessors reading.
+    Where all of it can be read at once, by one thread block, by a cluster, or by as many as the GPU
+    holds, each reader has one round of loads: what counts is latency. Else each thread block takes
+    what keeps the memory busy.
+    """
+    stored = _MOST_SUMS if average else _MOST_BITS
+    word = min(word, 4) if average else word  # a thread has a sum for each
+    rows = min(grid.bsize[0], shape[1])
+    for lanes in (False,) if average or word * item == 16 else (True, False):
+        step, least = (32, 20) if lanes else (word, 6)
+        for together, threads in _GROUPS if clusters else _GROUPS[:1]:
+            readers = threads // 32 if lanes else threads
+            share = _share(shape, blocks, grid, stored, together)
+            words = share[0] * -(-_extent(shape, grid, share[1]) // step)
+            if share[2] <= together and words * -(-rows // least) <= readers:
+                return _finish(shape, grid, share, stored, word, lanes, rows, together, threads)
+        share = _all_at_once(shape, blocks, grid, step, -(-rows // least), lanes)
+        if share[2] <= _PER_SM * sm_count:
+            return _finish(shape, grid, share, stored, word, lanes, rows, 0, _THREADS)
+    share = _share(shape, blocks, grid, stored, _PER_SM * sm_count)
+    lanes = not average and word * item < 4
+    return _finish(shape, grid, share, stored, word, lanes, rows, 0, _THREADS)
+
+
+def _all_at_once(shape, blocks, grid, step, times, lanes):
+    """Return the share of thread blocks whose readers have one round of loads each.
+
+    A reader takes ``step`` columns of a line, and one of ``times`` parts of its rows.
     """
     lines, count = blocks[0] * blocks[1], blocks[2]
-    rows = min(grid.bsize[0], shape[1])
-    read = lines * rows * _extent(shape, grid, count) * item
-    stored = _MOST_SUMS if average else _MOST_BITS
-    for together in (1, 2, 4, 8) if clusters else (1,):
-        share = _share(shape, blocks, grid, stored, together)
-        if read <= together * _ALONE_BYTES and share[2] <= together:
-            wanted, threads = together, _THREADS_TOGETHER
-            break
-    else:
-        together, threads = 0, _THREADS
-        wanted = min(_PER_SM * sm_count, -(-read // _SHARE_BYTES))
-        share = _share(shape, blocks, grid, stored, wanted)
+    readers = _THREADS // 32 if lanes else _THREADS
+
+    def needed(span):
+        return -(-_extent(shape, grid, span) // step) * times
+
+    parts = -(-needed(count) // readers)
+    while needed(-(-count // parts)) > readers and parts < count:
+        parts += 1
+    share = min(max(readers // needed(count), 1), _MOST_FLAGS // count) if parts == 1 else 1
+    span = -(-count // parts)
+    return max(share, 1), span, -(-lines // max(share, 1)) * -(-count // span)
+
+
+def _finish(shape, grid, share, stored, word, lanes, rows, together, threads):
+    """Return the plan for a share."""
     lines, span, thread_blocks = share
     extent = _extent(shape, grid, span)
-    words = lines * -(-extent * item // 16)
-    most = min(rows, threads // words, stored // (lines * (extent + 32)) if average else rows)
-    down = max(most, 1)
-    return _Plan(lines, span, extent, stored, down, threads, together, together or thread_blocks)
+    word = 1 if lanes else word
+    words = lines * -(-extent // (32 if lanes else word))
+    readers = threads // 32 if lanes else threads
+    down = max(min(readers // words, rows, stored // (lines * (extent + 32))), 1)
+    thread_blocks = together or thread_blocks
+    return _Plan(lines, span, extent, stored, word, lanes, down, threads, together, thread_blocks)
 
 
 def _extent(shape, grid, span):
@@ -368,10 +395,11 @@ def _share(shape, blocks, grid, stored, wanted):
     return share, span, -(-lines // share) * -(-count // span)
 
 
-def _shared_memory(plan, word, average):
+def _shared_memory(plan, average):
     """Return (words of a line that are kept apart, bytes for them) of a thread block."""
-    slots = plan.stored // word
-    columns = word * min(plan.extent // word + 2, slots)
+    step = 32 if plan.lanes else plan.word
+    slots = plan.stored // step
+    columns = step * min(plan.extent // step + 2, slots)
     if average:
         return slots, 8 * plan.lines * plan.down * (columns + columns // 16 + 1)
     return slots, -(-4 * plan.lines * -(-columns // 32) // 8) * 8
