@@ -29,8 +29,10 @@ OPS = [
 ]
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
 # order of the threads, multiprocessors, what results hold at first
-LITTLE = {"_GROUPS": (), "_MOST_BITS": 96, "_MOST_SUMS": 80, "_MOST_FLAGS": 40}
 RUNS = (("forward", 132, 0xA5), ("reverse", 1, 0xFF))
+
+# Where there is one multiprocessor, reduce_mask has little room too: masks are cut into many parts.
+LITTLE = {"_GROUPS": (), "_MOST_BITS": 96, "_MOST_SUMS": 80, "_MOST_FLAGS": 40}
 
 
 class Workspace:
@@ -47,7 +49,8 @@ class Workspace:
 
     def check(self, launched):
         """Assert that every launch that looks back left another number: it tells old counts."""
-        launches = sum(stem == "reduce_mask" and template[-1] == 0 for stem, _, template in launched)
+        masks = [template for stem, _, template in launched if stem == "reduce_mask"]
+        launches = sum(template[-1] == 0 for template in masks)
         assert int(self.slots[0]) % 2**32 == (self.FIRST + launches) % 2**32
 
 
@@ -75,7 +78,7 @@ def device(launch, multiprocessors, memory):
         patch.setattr(_plans, "device_of", lambda array: 0)
         patch.setattr(_plans, "signature_of", signature_of)
         patch.setattr(OPS[0], "workspace", workspace)
-        if multiprocessors == 1:  # little room: masks are cut into many parts, which look back
+        if multiprocessors == 1:
             for name, little in LITTLE.items():
                 patch.setattr(OPS[0], name, little)
         for module in OPS:

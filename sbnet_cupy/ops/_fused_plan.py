@@ -131,9 +131,9 @@ def plan_for(case, rows, bsize, all_pixels, device):
 
 
 def expected_blocks(rows, bsize, all_pixels):
-    """Round a number of active blocks to few or many."""
+    """Round a number of active blocks to few or many: beyond a seventh, many was faster."""
     blocks = all_pixels / math.prod(bsize)
-    return blocks * (0.1 if 3 * rows <= blocks else 1)
+    return blocks * (0.1 if 7 * rows <= blocks else 1)
 
 
 def tiles_of_block(bsize, tile):

@@ -317,7 +317,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(shape, item, word, blocks, grid, average, sm_count, clusters):
-    """Share out the candidates of a mask, whose rows divide into words of elements of ``item`` bytes.
+    """Share out the candidates of a mask whose rows divide into words of ``item``-byte elements.
 
     Where all of it can be read at once, by one thread block, by a cluster, or by as many as the GPU
     holds, each reader has one round of loads: what counts is latency. Else each thread block takes
