@@ -47,7 +47,7 @@ def register(schema, body, fake, *, backward=None, setup_context=None):
     def call(*arguments):
         if not is_plain(arguments):
             return operator(*arguments)
-        return (recorded if records_gradients(*arguments) else body)(*arguments)
+        return (recorded if records_gradients(arguments) else body)(*arguments)
 
     return call
 
@@ -75,18 +75,23 @@ def is_plain(arguments):
     ):
         return False
     for value in arguments:
-        if isinstance(value, torch.Tensor):
+        kind = type(value)
+        if kind in _TENSORS:
             keys = torch._C._dispatch_keys(value).raw_repr()
-            if type(value) not in _TYPES or (keys & ~_CUDA_KEYS and keys & ~_CPU_KEYS):
+            if keys & ~_CUDA_KEYS and keys & ~_CPU_KEYS:
                 return False
+        elif kind not in _OPTIONS:
+            return False
     return True
 
 
-def records_gradients(*arguments):
-    """Whether autograd records what is done to the tensors among these arguments now."""
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in arguments
-    )
+def records_gradients(values):
+    """Whether autograd records what is done to the tensors among these values now."""
+    if torch.is_grad_enabled():
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def _keys(*names):
@@ -97,7 +102,8 @@ def _keys(*names):
     return bits
 
 
-_TYPES = (torch.Tensor, torch.nn.Parameter)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_OPTIONS = frozenset({type(None), bool, int, float, str, tuple, list})
 _USUAL_KEYS = _keys("BackendSelect", "ADInplaceOrView")  # no mode, transform or tracer among them
 _CPU_KEYS, _CUDA_KEYS = (
     _keys(kind, f"Autograd{kind}", f"Autocast{kind}", "ADInplaceOrView") for kind in ("CPU", "CUDA")
