@@ -13,7 +13,7 @@ from ..ops.sparse_gather import sparse_gather as core_gather
 from ..ops.sparse_scatter import launch_of_scatter
 from ..ops.sparse_scatter import sparse_scatter as core_scatter
 from ._activation import activation_backward, wide
-from ._launches import Launches, apart, run, run_with_workspace
+from ._launches import Launches, apart, run, scratch_of_stream
 from ._native import check_contiguous, compute
 from ._registry import register
 
@@ -37,7 +37,7 @@ def _reduce_mask(mask, block_count, bsize, boffset, bstride, tol, avgpool, capac
     launch = _MASKS.find((mask,), options)
     if launch:
         result = _reduce_mask_fake(mask, *options)
-        run_with_workspace(launch, mask, *result)
+        run(launch.run, mask, *result, scratch_of_stream(mask, launch.slots))
         return result
     result = compute(
         core_reduce_mask, mask, mask, list(block_count), bsize=bsize, boffset=boffset,

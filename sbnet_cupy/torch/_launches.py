@@ -14,7 +14,7 @@ import torch
 
 from ..ops._plans import Plans
 from ..ops._workspace import workspace
-from ._native import compute, native_stream, raw_stream, view
+from ._native import allocate, native_stream, raw_stream, view
 
 
 class Launches:
@@ -35,13 +35,13 @@ class Launches:
         first = tensors[0]
         if not first.is_cuda or first.get_device() != torch.cuda.current_device():
             return None
-        return self._kept.get(_key((*tensors, *weights), options))
+        return self._kept.get(_key(tensors, options, weights))
 
     def keep(self, tensors, options, weights=()):
         """Keep the launch that the core has left for these tensors, or that it left none."""
         if not tensors[0].is_cuda:
             return
-        key = _key((*tensors, *weights), options)
+        key = _key(tensors, options, weights)
         if self._kept.get(key) is None:
             launch = False
             if all(t is None or t.is_contiguous() for t in tensors):
@@ -50,13 +50,14 @@ class Launches:
             self._kept.keep(key, launch)
 
 
-def _key(tensors, options):
+def _key(tensors, options, weights):
     """Return the key of a call; None where options cannot be spelled out."""
     try:
         spelled = marshal.dumps(options, 2)
     except ValueError:
         return None
-    return (tensors[0].get_device(), *map(_signature, tensors), spelled)
+    kinds = [None if w is None else (w.shape, w.dtype) for w in weights]
+    return (tensors[0].get_device(), spelled, *map(_signature, tensors), *kinds)
 
 
 def _signature(tensor):
@@ -65,21 +66,22 @@ def _signature(tensor):
     return tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.data_ptr() & 15
 
 
-def run(kernel, *tensors):
-    """Launch on the addresses of tensors, on torch's current stream of the first one's device."""
-    stream = raw_stream(tensors[0].get_device())
-    kernel.on(stream, [0 if t is None else t.data_ptr() for t in tensors])
+def run(kernel, *arrays):
+    """Launch on tensors, or CuPy arrays, on torch's current stream of the first one's device."""
+    stream = raw_stream(arrays[0].get_device())
+    kernel.on(stream, [0 if array is None else _address(array) for array in arrays])
 
 
-def run_with_workspace(launch, *tensors):
-    """Launch reduce_mask, whose last array is the workspace of torch's current stream."""
+def _address(array):
+    return array.data_ptr() if isinstance(array, torch.Tensor) else array.data.ptr
+
+
+def scratch_of_stream(like, slots):
+    """Return the workspace of torch's current stream, a CuPy array."""
     import cupy
 
-    device = tensors[0].get_device()
-    with native_stream(device):
-        scratch = workspace(cupy, launch.slots)
-    addresses = [t.data_ptr() for t in tensors]
-    launch.run.on(raw_stream(device), [*addresses, scratch.data.ptr])
+    with native_stream(like.get_device()):
+        return workspace(cupy, slots)
 
 
 def apart(out, tensors):
@@ -94,33 +96,44 @@ def apart(out, tensors):
     return True
 
 
-_PACKED = {}  # what was packed, how, for which stream -> (weak references, state, packed)
+_PACKED = {}  # how, for which stream and tensors -> (weak references, state, what was packed)
 
 
 def packed(launch, *weights):
-    """Return the weights as the kernel of ``launch`` reads them.
+    """Return the weights as the kernel of ``launch`` reads them, a CuPy array.
 
-    Those that need no gradient are packed again only after a change: what an optimizer trains is
-    packed at each call. A change is one of memory or of autograd's version, as every operation of
-    PyTorch leaves it; raw writes must call ``torch.autograd.graph.increment_version``. What is
-    packed lives as long as the weights do, on the stream that it was packed on. Within a CUDA graph
-    it is packed in the graph, for the weights of each replay.
+    Weights that need no gradient are packed again only after a change: one of their memory or of
+    autograd's version, as every operation of PyTorch leaves it. After a write that PyTorch cannot
+    see, call ``torch.autograd.graph.increment_version``. Those that need a gradient are about to
+    change, by whatever trains them, and are packed at each call; so are all within a CUDA graph,
+    which packs them at each replay.
     """
     given = [w for w in weights if w is not None]
     if torch.cuda.is_current_stream_capturing() or any(
         w.requires_grad or w.is_inference() for w in given
     ):
-        return compute(launch.pack, weights[0], *weights)
+        return _pack(launch, weights)
+    # What is kept is of one stream: it is written, read and given back in the stream's order.
     key = (type(launch), launch.how, raw_stream(given[0].get_device()), *map(id, weights))
     state = [(w.data_ptr(), w._version) for w in given]
     held = _PACKED.get(key)
     if held is None or held[1] != state:
-        made = compute(launch.pack, weights[0], *weights)
-        drop = partial(_drop, key)
-        held = _PACKED[key] = [weakref.ref(w, drop) for w in given], state, made
+        forget = partial(_forget, key)
+        references = [weakref.ref(w, forget) for w in given]
+        held = _PACKED[key] = references, state, _pack(launch, weights, kept=True)
     return held[2]
 
 
-def _drop(key, reference):
-    """Forget what was packed of a tensor that is gone."""
+def _forget(key, reference):
+    """Drop what was packed of a tensor that is gone."""
     _PACKED.pop(key, None)
+
+
+def _pack(launch, weights, kept=False):
+    """Pack now, into memory of torch's; what is kept beyond the call is CuPy's own, as scratch."""
+    import cupy
+
+    views = [None if w is None else view(w) for w in weights]
+    allocator = cupy.get_default_memory_pool().malloc if kept else allocate
+    with native_stream(weights[0].get_device()), cupy.cuda.using_allocator(allocator):
+        return launch.pack(*views)

@@ -38,7 +38,7 @@ def compute(function, like, /, *args, allocates=True, **kwargs):
     if not allocates and device == cuda.runtime.getDevice():
         with native_stream(device):
             return leave(core(*args, **kwargs))
-    with cuda.Device(device), native_stream(device), cuda.using_allocator(_allocate):
+    with cuda.Device(device), native_stream(device), cuda.using_allocator(allocate):
         return leave(core(*args, **kwargs))
 
 
@@ -60,7 +60,7 @@ def native_stream(device):
         return _STREAMS.setdefault((device, pointer), stream)
 
 
-def _allocate(nbytes):
+def allocate(nbytes):
     """Allocate device memory for CuPy from PyTorch, on the current device and stream."""
     import cupy
 

@@ -45,9 +45,10 @@ def register(schema, body, fake, *, backward=None, setup_context=None):
     recorded = operator if backward is None else _recorded(name, body, backward, setup_context)
 
     def call(*arguments):
-        if not is_plain(arguments):
+        records = records_if_plain(arguments)
+        if records is None:
             return operator(*arguments)
-        return (recorded if records_gradients(arguments) else body)(*arguments)
+        return recorded(*arguments) if records else body(*arguments)
 
     return call
 
@@ -64,8 +65,8 @@ def _recorded(name, body, backward, setup_context):
     return type(name, (torch.autograd.Function,), parts).apply
 
 
-def is_plain(arguments):
-    """Whether the dispatcher would pass these arguments on to a body, and do nothing else."""
+def records_if_plain(arguments):
+    """Whether gradients are recorded; None where the dispatcher has something else to do."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_function_stack()
@@ -73,25 +74,24 @@ def is_plain(arguments):
         or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
     ):
-        return False
+        return None
+    requires_grad = False
     for value in arguments:
         kind = type(value)
-        if kind in _TENSORS:
-            keys = torch._C._dispatch_keys(value).raw_repr()
-            if keys & ~_CUDA_KEYS and keys & ~_CPU_KEYS:
-                return False
-        elif kind not in _OPTIONS:
-            return False
-    return True
+        if kind in _OPTIONS:
+            continue
+        if kind not in _TENSORS:
+            return None
+        keys = torch._C._dispatch_keys(value).raw_repr()
+        if keys & ~_CUDA_KEYS and keys & ~_CPU_KEYS:
+            return None
+        requires_grad = requires_grad or value.requires_grad
+    return requires_grad and torch.is_grad_enabled()
 
 
-def records_gradients(values):
-    """Whether autograd records what is done to the tensors among these values now."""
-    if torch.is_grad_enabled():
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                return True
-    return False
+def records_gradients(*tensors):
+    """Whether autograd records what is done to these tensors now."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _keys(*names):

@@ -98,7 +98,7 @@ def sparse_conv2d(
     if out is None:
         return SPARSE_CONV2D(*arguments)
     check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
-    if records_gradients((x, w, bias, base, out)):
+    if records_gradients(x, w, bias, base, out):
         return out.copy_(SPARSE_CONV2D(*arguments))
     return write(SPARSE_CONV2D_INTO, out, *arguments, out)
 
@@ -176,7 +176,7 @@ def sparse_res_block_bottleneck(
     if out is None:
         return UNIT(*arguments)
     check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
-    if records_gradients((x, w1, w2, w3, *tables, w_project, base, out)):
+    if records_gradients(x, w1, w2, w3, *tables, w_project, base, out):
         return out.copy_(UNIT(*arguments))
     return write(UNIT_INTO, out, *arguments, out)
 

@@ -135,7 +135,7 @@ def sparse_gather(
         return GATHER(*arguments)
     rows = active_block_indices.shape[0]
     check_out(out, blocks_shape(x, rows, grid.bsize, bool(transpose), data_format), x)
-    if records_gradients((x, scale, shift, out)):
+    if records_gradients(x, scale, shift, out):
         return out.copy_(GATHER(*arguments))
     return write(GATHER_INTO, out, *arguments, out)
 
@@ -206,7 +206,7 @@ def sparse_scatter(
     if out is None:
         return SCATTER(blocks, bin_counts, active_block_indices, x, *flags)
     check_out(out, x.shape, x)
-    if records_gradients((blocks, x, out)):
+    if records_gradients(blocks, x, out):
         return out.copy_(SCATTER(blocks, bin_counts, active_block_indices, x, *flags))
     if not in_place:
         out.copy_(x)
