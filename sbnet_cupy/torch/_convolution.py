@@ -155,9 +155,9 @@ CONVOLVE_BACKWARD = register(
 
 def output_size(image_hw, kernel, strides, padding):
     """Size of a convolution's output; sizes may be symbolic. ``padding``: four numbers."""
-    axes = zip(image_hw, kernel, strides, pairs(padding), strict=True)
-    sizes = [(n + before + after - k) // s + 1 for n, k, s, (before, after) in axes]
-    return tuple(max(n, 0) if type(n) is int else torch.sym_max(n, 0) for n in sizes)
+    axes = zip(image_hw, kernel, strides, padding[::2], padding[1::2], strict=True)
+    sizes = [(n + before + after - k) // s + 1 for n, k, s, before, after in axes]
+    return [max(n, 0) if type(n) is int else torch.sym_max(n, 0) for n in sizes]
 
 
 # ----------------------------------------------------------------------------------- sparse_conv2d

@@ -56,14 +56,15 @@ def _key(tensors, options, weights):
         spelled = marshal.dumps(options, 2)
     except ValueError:
         return None
-    kinds = [None if w is None else (w.shape, w.dtype) for w in weights]
-    return (tensors[0].get_device(), spelled, *map(_signature, tensors), *kinds)
+    kinds = [None if w is None else (w.shape, w.dtype, w.get_device()) for w in weights]
+    return (spelled, *map(_signature, tensors), *kinds)
 
 
 def _signature(tensor):
     if tensor is None:
         return None
-    return tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.data_ptr() & 15
+    contiguous, alignment = tensor.is_contiguous(), tensor.data_ptr() & 15
+    return tensor.shape, tensor.dtype, tensor.get_device(), contiguous, alignment
 
 
 def run(kernel, *arrays):

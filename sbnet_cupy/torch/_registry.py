@@ -70,7 +70,7 @@ def records_if_plain(arguments):
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_function_stack()
-        or torch._C._dispatch_tls_local_include_set().raw_repr() & ~_USUAL_KEYS
+        or torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL
         or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
     ):
@@ -82,8 +82,7 @@ def records_if_plain(arguments):
             continue
         if kind not in _TENSORS:
             return None
-        keys = torch._C._dispatch_keys(value).raw_repr()
-        if keys & ~_CUDA_KEYS and keys & ~_CPU_KEYS:
+        if torch._C._dispatch_keys(value).raw_repr() not in _PLAIN:
             return None
         requires_grad = requires_grad or value.requires_grad
     return requires_grad and torch.is_grad_enabled()
@@ -104,7 +103,10 @@ def _keys(*names):
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _OPTIONS = frozenset({type(None), bool, int, float, str, tuple, list})
-_USUAL_KEYS = _keys("BackendSelect", "ADInplaceOrView")  # no mode, transform or tracer among them
-_CPU_KEYS, _CUDA_KEYS = (
-    _keys(kind, f"Autograd{kind}", f"Autocast{kind}", "ADInplaceOrView") for kind in ("CPU", "CUDA")
-)
+# Keys of a thread, and of ordinary tensors: each as usual, and as in inference mode.
+_USUAL = {_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")}
+_PLAIN = {
+    _keys(kind, f"Autocast{kind}", *more)
+    for kind in ("CPU", "CUDA")
+    for more in ((), ("ADInplaceOrView", f"Autograd{kind}"))
+}

@@ -43,7 +43,10 @@ def sparse_conv2d(
         Images. One that is not contiguous is copied. For an NCHW tensor in channels_last memory
         pass ``x.permute(0, 2, 3, 1)``, which is contiguous, as ``nn.SparseConv2d`` does.
     w : tensor, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
-        Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``.
+        Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``. On a GPU the
+        fused method packs it: at each call if it requires grad, else only after a change that
+        autograd's version counter shows, as every operation of PyTorch does. After a write behind
+        it, such as to ``w.data``, call ``torch.autograd.graph.increment_version(w)``.
     indices, block_params, strides, padding, bias, activation, base
         As for :func:`sbnet_cupy.sparse_conv2d`.
     data_format, w_format, precision, method
@@ -127,7 +130,7 @@ def sparse_res_block_bottleneck(
     x : tensor, shape (N, H, W, Cin)
         Images. One that is not contiguous is copied.
     weights : BottleneckWeights
-        Of tensors.
+        Of tensors. Those that do not require grad are packed as those of :func:`sparse_conv2d`.
     indices, block_params, strides, w_project, base, precision, method
         As for :func:`sbnet_cupy.sparse_res_block_bottleneck`.
     out : tensor, optional
