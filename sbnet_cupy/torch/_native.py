@@ -140,6 +140,7 @@ def _leave(result):
 def check_tensors(**arguments):
     """Raise unless all arguments that are not None are plain tensors on one CPU or CUDA device."""
     device, compiling = None, torch.compiler.is_compiling()
+    forward_mode = not compiling and forward_ad._current_level >= 0
     for name, value in arguments.items():
         if value is None:
             continue
@@ -161,11 +162,9 @@ def check_tensors(**arguments):
             raise DTypeError(
                 f"{name} must be a strided tensor, got layout {value.layout}; call .to_dense()"
             )
-        if compiling:
-            continue
-        if value.dtype not in _DTYPES:
+        if not compiling and value.dtype not in _DTYPES:
             numpy_dtype(value.dtype, name)
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+        if forward_mode and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(
                 f"{name} has a forward-mode derivative, and the operators of sbnet_cupy have "
                 "none; use reverse mode, .backward() or torch.autograd.grad"
