@@ -33,15 +33,15 @@ _MASKS = Launches(launch_of_mask)
 
 
 def _reduce_mask(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):
-    options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+    options = (list(block_count), bsize, boffset, bstride, tol, avgpool, capacity)
     launch = _MASKS.find((mask,), options)
     if launch:
         result = _reduce_mask_fake(mask, *options)
         run(launch.run, mask, *result, scratch_of_stream(mask, launch.slots))
         return result
     result = compute(
-        core_reduce_mask, mask, mask, list(block_count), bsize=bsize, boffset=boffset,
-        bstride=bstride, tol=tol, avgpool=avgpool, capacity=capacity,
+        core_reduce_mask, mask, mask, options[0], bsize=bsize, boffset=boffset, bstride=bstride,
+        tol=tol, avgpool=avgpool, capacity=capacity,
     )  # fmt: skip
     if capacity and all(block_count) and mask.numel():
         _MASKS.keep((mask,), options)
