@@ -37,7 +37,8 @@ def _reduce_mask(mask, block_count, bsize, boffset, bstride, tol, avgpool, capac
     launch = _MASKS.find((mask,), options)
     if launch:
         result = _reduce_mask_fake(mask, *options)
-        run(launch.run, mask, *result, scratch_of_stream(mask, launch.slots))
+        scratch = scratch_of_stream(mask, launch.slots) if launch.slots else result[0]
+        run(launch.run, mask, *result, scratch)
         return result
     result = compute(
         core_reduce_mask, mask, mask, options[0], bsize=bsize, boffset=boffset, bstride=bstride,
