@@ -183,8 +183,9 @@ def test_memory_that_is_shared_is_refused_at_every_call(st, torch, device):
 
 
 def test_in_place_of_x_a_unit_reads_its_neighbours_first(st, torch, device):
-    x, listed = draw(torch, 2, 8, 8, 8, device=device), table(torch, device)
-    weights = sb.BottleneckWeights(*bottleneck_weights(torch, 8, 4, 8, device=device))
+    x, listed = draw(torch, 2, 8, 8, 32, device=device).half(), table(torch, device)
+    tensors = bottleneck_weights(torch, 32, 8, 32, device=device)
+    weights = sb.BottleneckWeights(*(t.half() for t in tensors[:3]), *tensors[3:])
     for _ in range(3):
         apart = st.sparse_res_block_bottleneck(x, weights, listed, UNIT, method="gather")
         st.sparse_res_block_bottleneck(x, weights, listed, UNIT)

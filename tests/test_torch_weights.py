@@ -196,8 +196,6 @@ def test_the_fused_kernels_see_weights_change(st, torch, require, dtype):
     tensors[:3] = [t.to(dtype) for t in tensors[:3]]
     weights, listed = sb.BottleneckWeights(*tensors), table(torch, "cuda")
     options = {"precision": "tf32", "method": "fused"}
-    for library in (st, sb):
-        library.sparse_conv2d(x, w, listed, PARAMS, **options)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     optimizer = torch.optim.SGD([w, *tensors], lr=0.1)
     for _ in range(4):

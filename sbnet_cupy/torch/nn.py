@@ -6,7 +6,7 @@ used where they lie, and the result is channels_last too.
 
 In evaluation, where no gradient is recorded, a module lays its weights out for the kernels once,
 and again after a change that autograd's version counters show. ``train()`` and ``eval()`` drop what
-was laid out, so that a change that they do not show, by ``.data`` for example, is seen from then on.
+was laid out: changes that the counters do not show, by ``.data`` for example, are seen from then.
 """
 
 from ._bottleneck_module import SparseBottleneck
