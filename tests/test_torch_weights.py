@@ -119,6 +119,11 @@ def test_a_module_sees_every_change_of_its_weights(st, torch, device):
             optimizer.step()
             module.eval()
 
+        def fused(module=module):  # fine-tuning in evaluation; this step leaves no version
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5, fused=True)
+            module(x, mask).square().mean().backward()
+            optimizer.step()
+
         def raw(module=module):  # as optimizers of other libraries write: autograd sees nothing
             module.train()
             next(module.parameters()).data.mul_(3)
@@ -138,8 +143,8 @@ def test_a_module_sees_every_change_of_its_weights(st, torch, device):
 
         results = []
         module.eval()
-        for change in (step, in_place, raw, replaced, loaded):
-            with torch.set_grad_enabled(change is step):
+        for change in (step, fused, in_place, raw, replaced, loaded):
+            with torch.set_grad_enabled(change in (step, fused)):
                 change()
             with torch.no_grad():
                 results += [module(x, mask), module(x, mask)]

@@ -7,8 +7,9 @@ class Frozen:
     """Base, beside ``torch.nn.Module``, of modules that keep what they make of their weights.
 
     It is kept in evaluation alone, where no gradient is recorded, and made again after a change of
-    the weights: of tensors, their memory or their autograd version. ``train()`` and ``eval()`` drop
-    it, so that whatever a training does is seen, and so do moves and copies of the module.
+    the weights: of tensors, their memory or their autograd version. Not all that trains weights
+    shows there: PyTorch's fused optimizers do not. So a call that records gradients drops what is
+    kept, and ``train()`` and ``eval()`` do, and moves and copies of the module.
     """
 
     _kept = None
@@ -16,12 +17,11 @@ class Frozen:
     def frozen(self, make, tensors, numbers=()):
         """Return ``make(*tensors)``, or what it returned for the same tensors; some may be None."""
         given = [t for t in tensors if t is not None]
-        if (
-            self.training
-            or records_if_plain(given) is not False
-            or any(t.is_inference() for t in given)  # these have no version
-        ):
-            return make(*tensors)
+        records = records_if_plain(given)
+        if records:
+            self._kept = None
+        if self.training or records is not False or any(t.is_inference() for t in given):
+            return make(*tensors)  # inference tensors have no version
         state = [(id(t), t.data_ptr(), t._version) for t in given], numbers
         if self._kept is None or self._kept[0] != state:
             held = [None if t is None else t.detach() for t in tensors]  # keeps the memory taken

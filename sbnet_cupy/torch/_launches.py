@@ -104,10 +104,10 @@ def packed(launch, *weights):
     """Return the weights as the kernel of ``launch`` reads them, a CuPy array.
 
     Weights that need no gradient are packed again only after a change: one of their memory or of
-    autograd's version, as every operation of PyTorch leaves it. After a write that PyTorch cannot
-    see, call ``torch.autograd.graph.increment_version``. Those that need a gradient are about to
-    change, by whatever trains them, and are packed at each call; so are all within a CUDA graph,
-    which packs them at each replay.
+    autograd's version, as PyTorch's operations leave it. After any other write, call
+    ``torch.autograd.graph.increment_version``. Those that need a gradient are packed at each call:
+    what trains them need not leave a version, as PyTorch's fused optimizers do not. So are all
+    within a CUDA graph, which packs them at each replay.
     """
     given = [w for w in weights if w is not None]
     if torch.cuda.is_current_stream_capturing() or any(
