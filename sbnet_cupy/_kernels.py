@@ -151,20 +151,25 @@ class _Launch:
 
     def __call__(self, *arrays):
         """Launch on the current stream; None is a null pointer."""
+        addresses = [0 if array is None else array.data.ptr for array in arrays]
+        self.on(self._stream(self._device).ptr, addresses)
+
+    def on(self, stream, addresses):
+        """Launch on a stream of the current device, with the arrays at these addresses."""
         if self._empty:
             return
         values = self._values
         with self._lock:
-            for position, array in enumerate(arrays):
-                values[position] = 0 if array is None else array.data.ptr
+            for position, address in enumerate(addresses):
+                values[position] = address
             try:
-                self._launch(self._stream(self._device).ptr, self._table, 0)
+                self._launch(stream, self._table, 0)
             except self._error as error:
                 if error.status != _NO_CONTEXT:
                     raise
                 # A thread that has not used CUDA, such as one of an autograd engine.
                 self._enter(self._device)
-                self._launch(self._stream(self._device).ptr, self._table, 0)
+                self._launch(stream, self._table, 0)
 
 
 class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute

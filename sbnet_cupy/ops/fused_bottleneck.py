@@ -140,6 +140,16 @@ def fused_bottleneck(
 _PLANS = Plans()
 
 
+def launch_of_bottleneck(x, bin_counts, active_block_indices, out, *weights, options):
+    """Return the launch that a call with plain weights left, or None.
+
+    Its ``pack`` takes the weights; ``run`` takes x, what that packed, bin_counts,
+    active_block_indices and out.
+    """
+    arrays = (x, bin_counts, active_block_indices, out, *weights)
+    return _PLANS.get(_PLANS.key(arrays, options))
+
+
 def _arrays_of(weights):
     """Return the arrays of a BottleneckWeights; what is no such thing is refused by the checks."""
     return weights._arrays() if hasattr(weights, "_arrays") else ()
@@ -241,6 +251,7 @@ def _plan(x, weights, bsize, rows):
 class _Launch(NamedTuple):
     """A checked call: where the weights are packed, and the kernel."""
 
+    how: tuple  # weights are packed
     packed: Any  # array of bytes; None where weights are packed at each call
     pack: Callable
     run: Callable
@@ -274,8 +285,9 @@ def _fused_bottleneck_cuda(
         cluster=plan.cluster,
     )
     pack = _prepare_pack(case, plan)
-    packed = weights.packed((plan.pack_template(case)), pack) if keep else None
-    return _Launch(packed, pack, run)
+    how = plan.pack_template(case)
+    packed = weights.packed(how, pack) if keep else None
+    return _Launch(how, packed, pack, run)
 
 
 def _prepare_pack(case, plan):

@@ -159,6 +159,18 @@ def fused_conv(
 
 
 _PLANS = Plans()
+
+
+def launch_of_conv(x, bin_counts, active_block_indices, out, w, bias, options):
+    """Return the launch that a call with plain weights left, or None.
+
+    Its ``pack`` takes w, scale and bias; ``run`` takes x, what that packed, the residual,
+    bin_counts, active_block_indices and out.
+    """
+    arrays = (x, bin_counts, active_block_indices, None, out, None, bias, w)
+    return _PLANS.get(_PLANS.key(arrays, options))
+
+
 _ARRAY_NAMES = ("x", "w", "bin_counts", "active_block_indices", "scale", "bias", "residual")
 
 
@@ -273,6 +285,7 @@ class _Launch(NamedTuple):
     """A checked call: the shape of the result, where the weights are packed, and the kernel."""
 
     shape: tuple
+    how: tuple  # weights are packed
     packed: Any  # array of bytes; None where weights are packed at each call
     pack: Callable
     run: Callable
@@ -314,6 +327,7 @@ def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep
         dependent=True,
     )
     pack, packed = prepare_pack(case, plan, weights.w_format), None
+    how = (*plan.pack_template(case), plan.chunks, weights.w_format)
     if keep:
-        packed = weights.packed((*plan.pack_template(case), plan.chunks), pack)
-    return _Launch(call.shape, packed, pack, run)
+        packed = weights.packed(how, pack)
+    return _Launch(call.shape, how, packed, pack, run)

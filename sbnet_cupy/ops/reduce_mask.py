@@ -108,7 +108,7 @@ def reduce_mask(
         pixels = np.zeros(image.shape) if is_cupy(mask) else image
         listed = _reduce_mask_numpy(pixels, blocks, *call)
         return ActiveBlocks(*map(namespace(mask).asarray, listed), blocks)
-    launch = _launch(mask, options)
+    launch = launch_of_mask(mask, options)
     counts, indices = empty((1,), np.int32, mask), empty((launch.rows, 3), np.int32, mask)
     if launch.run is None:
         counts[...] = 0
@@ -132,7 +132,7 @@ def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset
         image, *call = _resolve(mask, *sizes, pool["tol"], pool["avgpool"], capacity)
         counts[...], indices[...] = _reduce_mask_numpy(image, *call)
         return
-    launch = _launch(mask, (*sizes, pool["tol"], pool["avgpool"], capacity))
+    launch = launch_of_mask(mask, (*sizes, pool["tol"], pool["avgpool"], capacity))
     scratch[: launch.slots].fill(0)
     launch.run(mask, counts, indices, scratch)
 
@@ -157,7 +157,7 @@ def _resolve(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity)
     return image, blocks, grid, _threshold(mask.dtype, tol), avgpool, capacity
 
 
-def _launch(mask, options):
+def launch_of_mask(mask, options):
     """Return the launch for a CuPy mask with pixels, prepared or found."""
     key = _PLANS.key((mask,), options)
     launch = _PLANS.get(key)

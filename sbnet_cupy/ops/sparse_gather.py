@@ -154,6 +154,15 @@ class _Launch(NamedTuple):
 
 
 _PLANS = Plans()
+
+
+def launch_of_gather(x, bin_counts, active_block_indices, out, scale, shift, options):
+    """Return the launch that a call on such CuPy arrays left, or None; it takes them in order."""
+    arrays = (x, bin_counts, active_block_indices, scale, shift, out)
+    launch = _PLANS.get(_PLANS.key(arrays, options))
+    return launch and launch.run
+
+
 _ARRAY_NAMES = ("x", "bin_counts", "active_block_indices", "scale", "shift")
 
 

@@ -148,6 +148,14 @@ def sparse_scatter(
 
 
 _PLANS = Plans()
+
+
+def launch_of_scatter(y, bin_counts, active_block_indices, blocks, options):
+    """Return the launch that a call in place of y left, or None; it takes the arrays in order."""
+    arrays = (y, blocks, bin_counts, active_block_indices, y)
+    return _PLANS.get(_PLANS.key(arrays, (*options, True)))
+
+
 _ARRAY_NAMES = ("blocks", "bin_counts", "active_block_indices", "x")
 
 

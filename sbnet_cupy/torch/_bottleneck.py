@@ -7,9 +7,11 @@ import torch
 from ..blocks import BlockParams
 from ..layers.residual import sparse_res_block_bottleneck as core_bottleneck
 from ..ops.bottleneck_weights import BottleneckWeights
+from ..ops.fused_bottleneck import launch_of_bottleneck
 from ._activation import wide
-from ._convolution import CONVOLVE, Geometry, pairs
+from ._convolution import CONVOLVE, Geometry, lay, pairs
 from ._copies import GATHER, SCATTER, read_inside
+from ._launches import Launches, apart, packed, run
 from ._native import check_contiguous, compute
 from ._registry import register
 
@@ -22,14 +24,33 @@ _ARGUMENTS = (
 _PLAIN = (None, None, None)
 
 
+def _launch_of(x, counts, indices, out, base, *weights, options):
+    params, strides, is_plain, precision, method = options
+    if method == "gather" or not is_plain or tuple(strides) != (1, 1):
+        return None
+    options = (tuple(params[2:4]), precision, None)
+    return launch_of_bottleneck(x, counts, indices, out, *weights, options=options)
+
+
+_UNITS = Launches(_launch_of)
+
+
 def _unit_into(x, *arguments):
     *weights, counts, indices, params, strides, w_project, base, precision, method, out = arguments
     check_contiguous("out", out)
+    tensors = (x, counts, indices, out, base)
+    options = (params, strides, w_project is None, precision, method)
+    launch = _UNITS.find(tensors, options, weights)
+    below = x if base is None else base
+    if launch and apart(out, (x, counts, indices, *weights)) and lay(out, below):
+        run(launch.run, x, packed(launch, *weights), counts, indices, out)
+        return
     compute(
         core_bottleneck, x, x, BottleneckWeights(*weights), (counts, indices),
         BlockParams(*pairs(params)), strides=strides, w_project=w_project, base=base, out=out,
         precision=precision, method=method,
     )  # fmt: skip
+    _UNITS.keep(tensors, options, weights)
 
 
 def _fake(x, w1, w2, w3, *arguments):

@@ -12,6 +12,7 @@ from ._bottleneck import affine, unit_stack
 from ._conv_module import refusal
 from ._convolution import CONVOLVE
 from ._copies import SCATTER
+from ._frozen import Frozen
 from ._masks import (
     check_block_size,
     check_capacity,
@@ -27,7 +28,7 @@ _KERNELS = [1, 3, 1]
 _PADS = ((1, 1), (1, 1))
 
 
-class SparseBottleneck(nn.Module):
+class SparseBottleneck(Frozen, nn.Module):
     """A pre-activation residual unit on active blocks.
 
     ``x + conv3(relu(bn3(conv2(relu(bn2(conv1(relu(bn1(x)))))))))`` with kernels 1x1, 3x3 (padding
@@ -160,16 +161,27 @@ class SparseBottleneck(nn.Module):
 
     def _folded(self, image, table, params):
         """One operator, the batch norms folded to a scale and a shift per channel."""
-        kernels = [conv.weight.permute(2, 3, 1, 0) for conv in self._convs()]
-        tables = [
-            value for bn in self._norms() for value in fold(bn, bn.running_mean, bn.running_var)
-        ]
-        project = self._project()
+        norms = self._norms()
+        parts = [t for bn in norms for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var)]
+        kernels = [conv.weight for conv in self._convs()]
+        tensors = (*kernels, self._project(), *parts)
+        weights, project = self.frozen(self._fold, tensors, [bn.eps for bn in norms])
         return sparse_res_block_bottleneck(
-            image, BottleneckWeights(*kernels, *tables), table, params, strides=self.conv2.stride,
-            w_project=None if project is None else project.permute(2, 3, 1, 0),
+            image, weights, table, params, strides=self.conv2.stride, w_project=project,
             precision=self.precision, method=self.method,
         )  # fmt: skip
+
+    def _fold(self, w1, w2, w3, project, *parts):
+        """Return the BottleneckWeights and the kernel of the shortcut, or None, HWIO."""
+        kernels = [w.permute(2, 3, 1, 0).contiguous() for w in (w1, w2, w3)]
+        tables = [
+            value
+            for i, bn in enumerate(self._norms())
+            for value in fold(*parts[4 * i : 4 * i + 4], bn.eps)
+        ]
+        if project is not None:
+            project = project.permute(2, 3, 1, 0).contiguous()
+        return BottleneckWeights(*kernels, *tables), project
 
     def _composed(self, image, table, params, batch):
         """Gather, torch's own arithmetic on the stack, scatter: for statistics of the batch.
@@ -183,7 +195,7 @@ class SparseBottleneck(nn.Module):
         norms = [
             partial(normalise, bn)
             if own
-            else partial(affine, *fold(bn, bn.running_mean, bn.running_var))
+            else partial(affine, *fold(bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.eps))
             for bn, own in zip(self._norms(), batch, strict=True)
         ]
         out_hw = output_size(tuple(image.shape[1:3]), (3, 3), strides, _PADS)
@@ -206,13 +218,13 @@ class SparseBottleneck(nn.Module):
         return f"block_size={self.block_size}"
 
 
-def fold(bn, mean, variance):
-    """Return the scale and shift per channel that a batch norm is, given its statistics."""
-    scale = torch.rsqrt(variance + bn.eps)
-    if bn.weight is not None:
-        scale = scale * bn.weight
+def fold(weight, bias, mean, variance, eps):
+    """Return the scale and shift per channel that a batch norm is; weight and bias may be None."""
+    scale = torch.rsqrt(variance + eps)
+    if weight is not None:
+        scale = scale * weight
     shift = -mean * scale
-    return scale, shift if bn.bias is None else shift + bn.bias
+    return scale, shift if bias is None else shift + bias
 
 
 def normalise(bn, z, counted):
@@ -235,7 +247,7 @@ def normalise(bn, z, counted):
             unbiased = variance * (some / (some - 1).clamp(min=1))
             for kept, new in ((bn.running_mean, mean), (bn.running_var, unbiased)):
                 kept.add_(share * (new.to(kept.dtype) - kept))
-    return affine(*fold(bn, mean, variance), z, counted)
+    return affine(*fold(bn.weight, bn.bias, mean, variance, bn.eps), z, counted)
 
 
 def _parts_of(unit):

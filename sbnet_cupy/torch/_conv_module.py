@@ -3,6 +3,7 @@
 import torch
 
 from ..blocks import calc_block_params
+from ._frozen import Frozen
 from ._masks import (
     check_block_size,
     check_capacity,
@@ -14,7 +15,7 @@ from ._masks import (
 from .layers import sparse_conv2d
 
 
-class SparseConv2d(torch.nn.Conv2d):
+class SparseConv2d(Frozen, torch.nn.Conv2d):
     """A ``torch.nn.Conv2d`` that convolves active blocks only.
 
     Inside them the result is that of the dense convolution, elsewhere it is 0 (without the bias),
@@ -137,9 +138,10 @@ class SparseConv2d(torch.nn.Conv2d):
         if last:
             x = x.permute(0, 2, 3, 1)
             base = None if base is None else base.permute(0, 2, 3, 1)
+        weight, bias = self.frozen(lambda *tensors: tensors, (self.weight, self.bias))
         y = sparse_conv2d(
-            x, self.weight, active, params, strides=self.stride, padding=self._pads(),
-            bias=self.bias, activation=self.activation, base=base,
+            x, weight, active, params, strides=self.stride, padding=self._pads(),
+            bias=bias, activation=self.activation, base=base,
             data_format="NHWC" if last else "NCHW", w_format="OIHW", precision=self.precision,
             method=self.method,
         )  # fmt: skip

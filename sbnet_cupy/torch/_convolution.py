@@ -12,8 +12,10 @@ import torch
 
 from ..blocks import BlockParams
 from ..layers.sparse_conv import sparse_conv2d as core_sparse_conv2d
+from ..ops.fused_conv import launch_of_conv
 from ._activation import activation_backward, wide
 from ._copies import GATHER, SCATTER
+from ._launches import Launches, apart, packed, run
 from ._native import check_contiguous, compute
 from ._registry import register
 
@@ -153,13 +155,23 @@ CONVOLVE_BACKWARD = register(
 
 def output_size(image_hw, kernel, strides, padding):
     """Size of a convolution's output; sizes may be symbolic. ``padding``: four numbers."""
-    return tuple(
-        torch.sym_max((n + before + after - k) // s + 1, 0)
-        for n, k, s, (before, after) in zip(image_hw, kernel, strides, pairs(padding), strict=True)
-    )
+    axes = zip(image_hw, kernel, strides, padding[::2], padding[1::2], strict=True)
+    sizes = [(n + before + after - k) // s + 1 for n, k, s, before, after in axes]
+    return [max(n, 0) if type(n) is int else torch.sym_max(n, 0) for n in sizes]
 
 
 # ----------------------------------------------------------------------------------- sparse_conv2d
+
+
+def _launch_of(x, bin_counts, active_block_indices, out, base, w, bias, options):
+    params, strides, padding, *rest, method = options
+    if method == "gather":
+        return None
+    options = (tuple(params[2:4]), strides, pairs(padding), *rest, None)
+    return launch_of_conv(x, bin_counts, active_block_indices, out, w, bias, options)
+
+
+_CONVOLUTIONS = Launches(_launch_of)
 
 
 def _sparse_conv2d(*arguments):
@@ -172,12 +184,32 @@ def _sparse_conv2d_into(x, w, bin_counts, active_block_indices, params, strides,
                         activation, base, data_format, w_format, precision, method,
                         out):  # fmt: skip
     check_contiguous("out", out)
+    tensors, weights = (x, bin_counts, active_block_indices, out, base), (w, bias)
+    options = (
+        params, strides, padding, activation, data_format, w_format, precision, method
+    )  # fmt: skip
+    launch = _CONVOLUTIONS.find(tensors, options, weights)
+    if launch and apart(out, (x, bin_counts, active_block_indices, w, bias)) and lay(out, base):
+        run(launch.run, x, packed(launch, w, None, bias), None, *tensors[1:4])
+        return
     compute(
         core_sparse_conv2d, x, x, w, (bin_counts, active_block_indices),
         BlockParams(*pairs(params)), strides=strides, padding=pairs(padding), bias=bias,
         activation=activation, base=base, data_format=data_format, w_format=w_format,
         precision=precision, method=method, out=out,
     )  # fmt: skip
+    _CONVOLUTIONS.keep(tensors, options, weights)
+
+
+def lay(out, base):
+    """Fill ``out`` with the base, or 0; return False where they overlap, and leave it as it is."""
+    if base is None:
+        out.zero_()
+    elif base.data_ptr() != out.data_ptr():
+        if not apart(out, (base,)):
+            return False
+        out.copy_(base)
+    return True
 
 
 def _sparse_conv2d_fake(x, w, bin_counts, active_block_indices, params, strides, padding, bias,

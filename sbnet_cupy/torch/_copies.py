@@ -6,10 +6,14 @@ and can be differentiated again, any number of times.
 
 import torch
 
+from ..ops.reduce_mask import launch_of_mask
 from ..ops.reduce_mask import reduce_mask as core_reduce_mask
+from ..ops.sparse_gather import launch_of_gather
 from ..ops.sparse_gather import sparse_gather as core_gather
+from ..ops.sparse_scatter import launch_of_scatter
 from ..ops.sparse_scatter import sparse_scatter as core_scatter
 from ._activation import activation_backward, wide
+from ._launches import Launches, apart, run, scratch_of_stream
 from ._native import check_contiguous, compute
 from ._registry import register
 
@@ -25,11 +29,24 @@ _FLAGS = "bool add, bool atomic, bool transpose, str data_format"
 # ------------------------------------------------------------------------------------ reduce_mask
 
 
+_MASKS = Launches(launch_of_mask)
+
+
 def _reduce_mask(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):
-    return compute(
-        core_reduce_mask, mask, mask, list(block_count), bsize=bsize, boffset=boffset,
-        bstride=bstride, tol=tol, avgpool=avgpool, capacity=capacity,
+    options = (list(block_count), bsize, boffset, bstride, tol, avgpool, capacity)
+    launch = _MASKS.find((mask,), options)
+    if launch:
+        result = _reduce_mask_fake(mask, *options)
+        scratch = scratch_of_stream(mask, launch.slots) if launch.slots else result[0]
+        run(launch.run, mask, *result, scratch)
+        return result
+    result = compute(
+        core_reduce_mask, mask, mask, options[0], bsize=bsize, boffset=boffset, bstride=bstride,
+        tol=tol, avgpool=avgpool, capacity=capacity,
     )  # fmt: skip
+    if capacity and all(block_count) and mask.numel():
+        _MASKS.keep((mask,), options)
+    return result
 
 
 def _reduce_mask_fake(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):
@@ -62,14 +79,24 @@ def blocks_shape(x, rows, bsize, transpose, data_format):
     return (rows, channels, *bsize)
 
 
+_GATHERS = Launches(launch_of_gather)
+
+
 def _gather_into(x, bin_counts, active_block_indices, bsize, boffset, bstride, transpose,
                  data_format, scale, shift, activation, out):  # fmt: skip
     check_contiguous("out", out)
+    tensors = (x, bin_counts, active_block_indices, out, scale, shift)
+    options = (bsize, boffset, bstride, transpose, data_format, activation)
+    launch = _GATHERS.find(tensors, options)
+    if launch and apart(out, (x, bin_counts, active_block_indices, scale, shift)):
+        run(launch, *tensors)
+        return
     compute(
         core_gather, x, x, bin_counts, active_block_indices, bsize=bsize, boffset=boffset,
         bstride=bstride, transpose=transpose, data_format=data_format, scale=scale, shift=shift,
         activation=activation, out=out, allocates=scale is not None,
     )  # fmt: skip
+    _GATHERS.keep(tensors, options)
 
 
 def _gather_fake(x, bin_counts, active_block_indices, bsize, boffset, bstride, transpose,
@@ -152,14 +179,24 @@ GATHER_INTO = register(
 # --------------------------------------------------------------------------------- sparse_scatter
 
 
+_SCATTERS = Launches(launch_of_scatter)
+
+
 def _scatter_into(blocks, bin_counts, active_block_indices, x, bsize, boffset, bstride, add, atomic,
                   transpose, data_format):  # fmt: skip
     check_contiguous("out", x)
+    tensors = (x, bin_counts, active_block_indices, blocks)
+    options = (bsize, boffset, bstride, add, atomic, transpose, data_format)
+    launch = _SCATTERS.find(tensors, options)
+    if launch and apart(x, tensors[1:]):
+        run(launch, *tensors)
+        return
     compute(
         core_scatter, x, blocks, bin_counts, active_block_indices, x, bsize=bsize, boffset=boffset,
         bstride=bstride, add=add, atomic=atomic, transpose=transpose, data_format=data_format,
         out=x, allocates=atomic or overlaps(bsize, bstride),
     )  # fmt: skip
+    _SCATTERS.keep(tensors, options)
 
 
 def overlaps(bsize, bstride):

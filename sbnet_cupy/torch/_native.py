@@ -6,7 +6,6 @@ PyTorch's allocator, so that PyTorch knows of it: also in a CUDA graph, whose me
 """
 
 import functools
-import inspect
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from ..ops.active_blocks import ActiveBlocks
 
 _DTYPES = {}  # torch dtype -> NumPy dtype
 _STREAMS = {}  # (device, pointer) -> CuPy's object for torch's stream
-_CORES = {}  # function -> the same without its door: arrays here are native already
 
 
 def compute(function, like, /, *args, allocates=True, **kwargs):
@@ -28,36 +26,41 @@ def compute(function, like, /, *args, allocates=True, **kwargs):
     ``like`` says on which device. Tensors that are not contiguous are copied. With ``out`` there is
     nothing to return. ``allocates=False`` promises that the function needs no memory.
     """
-    try:
-        core = _CORES[function]
-    except KeyError:
-        core = _CORES.setdefault(function, inspect.unwrap(function))
+    core = getattr(function, "__wrapped__", function)  # without its door: arrays are native here
     args = [_enter(value) for value in args]
     kwargs = {name: _enter(value) for name, value in kwargs.items()}
     leave = _discard if "out" in kwargs else _leave
     if not like.is_cuda:
         return leave(core(*args, **kwargs))
-    import cupy
+    from cupy import cuda
 
     device = like.device.index
-    if not allocates and device == cupy.cuda.runtime.getDevice():
-        with _stream(cupy, device):
+    if not allocates and device == cuda.runtime.getDevice():
+        with native_stream(device):
             return leave(core(*args, **kwargs))
-    with cupy.cuda.Device(device), _stream(cupy, device), cupy.cuda.using_allocator(_allocate):
+    with cuda.Device(device), native_stream(device), cuda.using_allocator(allocate):
         return leave(core(*args, **kwargs))
 
 
-def _stream(cupy, device):
+def raw_stream(device):
+    """Return the address of torch's current stream on a device."""
+    # As torch's own generated code asks: torch.cuda.current_stream makes an object at each call.
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def native_stream(device):
     """Return torch's current stream on a device as CuPy's object."""
-    stream = torch.cuda.current_stream(device)
-    key = device, stream.cuda_stream
+    pointer = raw_stream(device)
     try:
-        return _STREAMS[key]
+        return _STREAMS[device, pointer]
     except KeyError:
-        return _STREAMS.setdefault(key, cupy.cuda.Stream.from_external(stream))
+        import cupy
+
+        stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
+        return _STREAMS.setdefault((device, pointer), stream)
 
 
-def _allocate(nbytes):
+def allocate(nbytes):
     """Allocate device memory for CuPy from PyTorch, on the current device and stream."""
     import cupy
 
@@ -81,15 +84,15 @@ def _memory_class():
 def _enter(value):
     """View a tensor, or those in a tuple or container, as native arrays; pass the rest."""
     if isinstance(value, torch.Tensor):
-        return _view(value)
+        return view(value)
     if isinstance(value, tuple) and value and isinstance(value[0], torch.Tensor):
-        return tuple(map(_view, value))
+        return tuple(map(view, value))
     if isinstance(value, ArrayContainer):
-        return value._map_arrays(_view)
+        return value._map_arrays(view)
     return value
 
 
-def _view(tensor):
+def view(tensor):
     """View a tensor as a NumPy or CuPy array of the same memory; copy one that has gaps."""
     dtype = numpy_dtype(tensor.dtype, "tensor")
     tensor = tensor.contiguous()
@@ -136,7 +139,8 @@ def _leave(result):
 
 def check_tensors(**arguments):
     """Raise unless all arguments that are not None are plain tensors on one CPU or CUDA device."""
-    device = None
+    device, compiling = None, torch.compiler.is_compiling()
+    forward_mode = not compiling and forward_ad._current_level >= 0
     for name, value in arguments.items():
         if value is None:
             continue
@@ -158,13 +162,13 @@ def check_tensors(**arguments):
             raise DTypeError(
                 f"{name} must be a strided tensor, got layout {value.layout}; call .to_dense()"
             )
-        if not torch.compiler.is_compiling():
+        if not compiling and value.dtype not in _DTYPES:
             numpy_dtype(value.dtype, name)
-            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-                raise NotImplementedError(
-                    f"{name} has a forward-mode derivative, and the operators of sbnet_cupy have "
-                    "none; use reverse mode, .backward() or torch.autograd.grad"
-                )
+        if forward_mode and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has a forward-mode derivative, and the operators of sbnet_cupy have "
+                "none; use reverse mode, .backward() or torch.autograd.grad"
+            )
 
 
 def check_contiguous(name, tensor):

@@ -1,9 +1,17 @@
-"""How operators are made known to PyTorch's dispatcher, and our containers to its pytrees.
+"""How operators are made known to PyTorch's dispatcher, called, and our containers to its pytrees.
 
 ``torch.library.Library`` and not ``custom_op``: the same operator, at two thirds of the host time.
+
+The dispatcher costs the calling thread more than most of our kernels take. So a call for which it
+would do nothing but pass the arguments on, a plain one, goes to the operator's body at once, or to
+an ``autograd.Function`` around it where gradients are recorded. Whether a call is plain is asked
+of the dispatcher's own state, and anything unusual is left to it: compiling, exporting, modes and
+subclasses of either protocol (fake tensors too), ``torch.func``, tracers, lazy conjugates,
+forward-mode derivatives, and a profiler, which sees operators only where they are dispatched.
 """
 
 import torch
+from torch.autograd import forward_ad
 
 from ..blocks import BlockParams
 from ..ops.active_blocks import ActiveBlocks
@@ -18,19 +26,8 @@ if hasattr(torch.utils._pytree, "register_constant"):  # PyTorch 2.7 and newer
     torch.utils._pytree.register_constant(BlockParams)
 
 
-def apply(operator, recorded, *arguments):
-    """Call an operator; ``recorded`` says whether autograd must see the call.
-
-    Where it need not, the call starts below autograd, which costs a third less on the host.
-    """
-    if recorded or torch.compiler.is_compiling():
-        return operator(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*arguments)
-
-
 def register(schema, body, fake, *, backward=None, setup_context=None):
-    """Define an operator; return it as a callable.
+    """Define an operator; return the function that calls it.
 
     ``body`` computes on CPU and CUDA tensors, ``fake`` gives results of the right shape and dtype
     with no data, ``backward`` and ``setup_context`` are those of ``torch.library``.
@@ -44,4 +41,72 @@ def register(schema, body, fake, *, backward=None, setup_context=None):
         torch.library.register_autograd(
             f"sbnet_cupy::{name}", backward, setup_context=setup_context, lib=_LIBRARY
         )
-    return getattr(torch.ops.sbnet_cupy, name).default
+    operator = getattr(torch.ops.sbnet_cupy, name).default
+    recorded = operator if backward is None else _recorded(name, body, backward, setup_context)
+
+    def call(*arguments):
+        records = records_if_plain(arguments)
+        if records is None:
+            return operator(*arguments)
+        return recorded(*arguments) if records else body(*arguments)
+
+    return call
+
+
+def _recorded(name, body, backward, setup_context):
+    """Return what ``torch.library`` makes autograd do with an operator, for plain calls."""
+
+    def forward(ctx, *arguments):
+        result = body(*arguments)
+        setup_context(ctx, arguments, result)
+        return result
+
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), parts).apply
+
+
+def records_if_plain(arguments):
+    """Whether gradients are recorded; None where the dispatcher has something else to do."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_function_stack()
+        or torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL
+        or forward_ad._current_level >= 0
+        or torch.autograd.profiler._is_profiler_enabled
+    ):
+        return None
+    requires_grad = False
+    for value in arguments:
+        kind = type(value)
+        if kind in _OPTIONS:
+            continue
+        if kind not in _TENSORS:
+            return None
+        if torch._C._dispatch_keys(value).raw_repr() not in _PLAIN:
+            return None
+        requires_grad = requires_grad or value.requires_grad
+    return requires_grad and torch.is_grad_enabled()
+
+
+def records_gradients(*tensors):
+    """Whether autograd records what is done to these tensors now."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _keys(*names):
+    """Return a set of dispatch keys as the bits of an integer."""
+    bits = 0
+    for name in names:
+        bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return bits
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_OPTIONS = frozenset({type(None), bool, int, float, str, tuple, list})
+# Keys of a thread, and of ordinary tensors: each as usual, and as in inference mode.
+_USUAL = {_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")}
+_PLAIN = {
+    _keys(kind, f"Autocast{kind}", *more)
+    for kind in ("CPU", "CUDA")
+    for more in ((), ("ADInplaceOrView", f"Autograd{kind}"))
+}

@@ -9,8 +9,8 @@ from ..ops.bottleneck_weights import BottleneckWeights
 from ._bottleneck import UNIT, UNIT_INTO, same_size
 from ._convolution import SPARSE_CONV2D, SPARSE_CONV2D_INTO, flatten_params, result_shape
 from ._native import check_tensors
-from ._registry import apply
-from .ops import check_out, records_gradients, write
+from ._registry import records_gradients
+from .ops import check_out, write
 
 
 def sparse_conv2d(
@@ -43,7 +43,10 @@ def sparse_conv2d(
         Images. One that is not contiguous is copied. For an NCHW tensor in channels_last memory
         pass ``x.permute(0, 2, 3, 1)``, which is contiguous, as ``nn.SparseConv2d`` does.
     w : tensor, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
-        Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``.
+        Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``. On a GPU the
+        fused method packs it: at each call if it requires grad, else only after a change that
+        autograd's version counter shows, as that of an operation does. After a write behind it,
+        such as to ``w.data``, call ``torch.autograd.graph.increment_version(w)``.
     indices, block_params, strides, padding, bias, activation, base
         As for :func:`sbnet_cupy.sparse_conv2d`.
     data_format, w_format, precision, method
@@ -95,11 +98,10 @@ def sparse_conv2d(
         x, w, counts, table, flatten_params(block_params), strides, pads, bias, activation, base,
         data_format, w_format, precision, method,
     )  # fmt: skip
-    recorded = records_gradients(x, w, bias, base, out)
     if out is None:
-        return apply(SPARSE_CONV2D, recorded, *arguments)
+        return SPARSE_CONV2D(*arguments)
     check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
-    if recorded:
+    if records_gradients(x, w, bias, base, out):
         return out.copy_(SPARSE_CONV2D(*arguments))
     return write(SPARSE_CONV2D_INTO, out, *arguments, out)
 
@@ -128,7 +130,7 @@ def sparse_res_block_bottleneck(
     x : tensor, shape (N, H, W, Cin)
         Images. One that is not contiguous is copied.
     weights : BottleneckWeights
-        Of tensors.
+        Of tensors. Those that do not require grad are packed as those of :func:`sparse_conv2d`.
     indices, block_params, strides, w_project, base, precision, method
         As for :func:`sbnet_cupy.sparse_res_block_bottleneck`.
     out : tensor, optional
@@ -174,11 +176,10 @@ def sparse_res_block_bottleneck(
         x, w1, w2, w3, *tables, counts, table, flatten_params(block_params), strides, w_project,
         base, precision, method,
     )  # fmt: skip
-    recorded = records_gradients(x, w1, w2, w3, *tables, w_project, base, out)
     if out is None:
-        return apply(UNIT, recorded, *arguments)
+        return UNIT(*arguments)
     check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
-    if recorded:
+    if records_gradients(x, w1, w2, w3, *tables, w_project, base, out):
         return out.copy_(UNIT(*arguments))
     return write(UNIT_INTO, out, *arguments, out)
 

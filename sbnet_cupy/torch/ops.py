@@ -11,7 +11,7 @@ from ..ops._grid import resolve_grid
 from ..ops.active_blocks import ActiveBlocks
 from ._copies import GATHER, GATHER_INTO, REDUCE_MASK, SCATTER, SCATTER_INTO, blocks_shape
 from ._native import check_contiguous, check_tensors
-from ._registry import apply
+from ._registry import records_gradients
 
 
 def reduce_mask(
@@ -63,7 +63,7 @@ def reduce_mask(
     if mask.dim() not in (3, 4):
         raise ShapeError(f"mask must have 3 or 4 dimensions, got shape {tuple(mask.shape)}")
     options = (block_count, *grid, tol, avgpool, capacity)
-    counts, indices = apply(REDUCE_MASK, False, mask.detach(), *options)
+    counts, indices = REDUCE_MASK(mask.detach(), *options)
     return ActiveBlocks(counts, indices, (mask.shape[0], *block_count))
 
 
@@ -131,12 +131,11 @@ def sparse_gather(
         x, bin_counts, active_block_indices, *grid, bool(transpose), data_format, scale, shift,
         activation,
     )  # fmt: skip
-    recorded = records_gradients(x, scale, shift, out)
     if out is None:
-        return apply(GATHER, recorded, *arguments)
+        return GATHER(*arguments)
     rows = active_block_indices.shape[0]
     check_out(out, blocks_shape(x, rows, grid.bsize, bool(transpose), data_format), x)
-    if recorded:
+    if records_gradients(x, scale, shift, out):
         return out.copy_(GATHER(*arguments))
     return write(GATHER_INTO, out, *arguments, out)
 
@@ -204,11 +203,10 @@ def sparse_scatter(
         widest = x.dtype if in_place else torch.promote_types(blocks.dtype, x.dtype)
         blocks, x = blocks.to(widest), x.to(widest)
     flags = (*grid, bool(add), bool(atomic), bool(transpose), data_format)
-    recorded = records_gradients(blocks, x, out)
     if out is None:
-        return apply(SCATTER, recorded, blocks, bin_counts, active_block_indices, x, *flags)
+        return SCATTER(blocks, bin_counts, active_block_indices, x, *flags)
     check_out(out, x.shape, x)
-    if recorded:
+    if records_gradients(blocks, x, out):
         return out.copy_(SCATTER(blocks, bin_counts, active_block_indices, x, *flags))
     if not in_place:
         out.copy_(x)
@@ -246,15 +244,10 @@ def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
 
 def write(operator, out, *arguments):
     """Call an operator that writes ``out``, and tell autograd that it did; return ``out``."""
-    apply(operator, False, *arguments)
+    operator(*arguments)
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(out)
     return out
-
-
-def records_gradients(*tensors):
-    """Whether autograd records what is done to these tensors now."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def check_out(out, shape, x):

@@ -1,0 +1,251 @@
+"""How calls of sbnet_cupy.torch reach the core: past the dispatcher, and by launches kept."""
+
+import importlib
+
+import pytest
+from assertions import assert_same
+from torch_cases import DEVICES, bottleneck_weights, draw, on_device, table
+
+import sbnet_cupy as sb
+from sbnet_cupy import ShapeError
+
+GRID = {"bsize": (4, 4), "boffset": (-1, 0), "bstride": (4, 4)}
+PARAMS = sb.calc_block_params((8, 8), 6, 3)
+UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
+
+
+@pytest.fixture
+def st(torch):
+    return importlib.import_module("sbnet_cupy.torch")
+
+
+@pytest.fixture
+def registry(st):
+    return importlib.import_module("sbnet_cupy.torch._registry")
+
+
+@pytest.fixture
+def launches(st):
+    return importlib.import_module("sbnet_cupy.torch._launches")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, require, torch):
+    return on_device(require, torch, request.param)
+
+
+# ----------------------------------------------------------- what the dispatcher must be shown
+
+
+def test_ordinary_tensors_need_no_dispatcher(registry, torch):
+    plain = registry.records_if_plain
+    x, w = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    assert plain((x, None, 1, 2.0, True, "NHWC", (1, 1), [1, 1])) is False
+    assert plain((x, w)) is True
+    with torch.no_grad():
+        assert plain((x, w)) is False
+    with torch.inference_mode():
+        assert plain((x, w, torch.ones(2))) is False
+    with torch.autocast("cpu"):
+        assert plain((x, w)) is True
+    found = []
+    w.register_hook(lambda grad: found.append(plain((x, grad))))
+    w.sum().backward()  # in a thread of autograd's own, or not
+    assert found == [False]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, functorch's prototypes warn
+def test_what_is_unusual_is_left_to_the_dispatcher(registry, torch):
+    plain, x = registry.records_if_plain, torch.ones(2)
+
+    def asked(value):
+        assert plain((value,)) is None
+        return value * 1
+
+    z = torch.ones(2, dtype=torch.complex64)
+    sparse, meta = x.to_sparse(), x.to("meta")
+    for odd in (z.conj(), z.conj().imag, sparse, meta, torch._efficientzerotensor(2)):
+        assert plain((odd,)) is None
+    assert plain((x, object())) is None
+    torch.vmap(asked)(x)
+    torch.func.functionalize(asked)(x)
+    torch.fx.experimental.proxy_tensor.make_fx(asked)(x)
+    torch.func.grad(lambda value: asked(value).sum())(x)
+    torch.func.jvp(asked, (x,), (x,))
+    torch.jit.trace(asked, x, check_trace=False)
+    with torch.autograd.forward_ad.dual_level():
+        asked(x)
+    flops = importlib.import_module("torch.utils.flop_counter").FlopCounterMode(display=False)
+    for mode in (torch.device("cpu"), flops):
+        with mode:
+            asked(x)
+    with torch._subclasses.FakeTensorMode() as mode:
+        asked(mode.from_tensor(x))
+    assert plain((x,)) is False
+
+
+def test_modes_and_profilers_see_the_operators(st, torch, device):
+    x, listed = draw(torch, 2, 8, 8, 3, device=device), table(torch, device)
+    seen = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        st.sparse_gather(x, *listed, **GRID)
+    assert seen == ["sbnet_cupy::sparse_gather"]
+    with torch.profiler.profile() as profile:
+        st.sparse_gather(x.requires_grad_(), *listed, **GRID)
+    assert "sbnet_cupy::sparse_gather" in {event.name for event in profile.events()}
+
+
+def test_a_lazy_conjugate_is_resolved(st, torch, device):
+    z = torch.complex(draw(torch, 2, 8, 8, 3, device=device), draw(torch, 2, 8, 8, 3, seed=1))
+    z, listed = z.to(device), table(torch, device)
+    for _ in range(2):
+        y = st.sparse_gather(z.conj(), *listed, **GRID)
+        assert_same(y, st.sparse_gather(z.conj().resolve_conj(), *listed, **GRID))
+
+
+def test_inference_mode(st, torch, device):
+    x, listed = draw(torch, 2, 8, 8, 3, device=device), table(torch, device)
+    expected = st.sparse_gather(x, *listed, **GRID)
+    with torch.inference_mode():
+        for _ in range(2):
+            y = st.sparse_gather(x, *listed, **GRID)
+            assert y.is_inference()
+            assert_same(y, expected)
+            written = st.sparse_scatter_var(y, *listed, y.new_zeros(x.shape), **GRID)
+            assert_same(written, sb.sparse_scatter(expected, *listed, torch.zeros_like(x), **GRID))
+
+
+# --------------------------------------------------------------- calls that look like earlier ones
+
+
+def calls(st, torch, device, dtype):
+    """Yield (function of fresh tensors, the core's), each with a call on earlier ones' shapes."""
+    listed = table(torch, device)
+    weights = bottleneck_weights(torch, 8, 4, 8, device=device)
+    weights[:3] = [w.to(dtype) for w in weights[:3]]
+    weights = sb.BottleneckWeights(*weights)
+    w = draw(torch, 3, 3, 8, 5, dtype=dtype, device=device)
+    bias = draw(torch, 5, device=device)
+
+    def each(library):
+        yield lambda x: library.reduce_mask(x[..., 0].contiguous() > 1, (2, 2), bsize=4, capacity=3)
+        yield lambda x: library.sparse_gather(x, *listed, **GRID)
+        yield lambda x: library.sparse_gather(x, *listed, **GRID, activation="relu")
+        yield lambda x: library.sparse_scatter(x[:1, :4, :4].expand(4, 4, 4, 8).contiguous(),
+                                               *listed, x, **GRID, add=True)  # fmt: skip
+        for method in ("auto", "gather"):
+            yield lambda x, method=method: library.sparse_conv2d(
+                x, w, listed, PARAMS, bias=bias, method=method
+            )
+            yield lambda x, method=method: library.sparse_res_block_bottleneck(
+                x, weights, listed, UNIT, precision="tf32", method=method
+            )
+
+    return zip(each(st), each(sb), strict=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_call_like_an_earlier_one_is_the_core_s(st, torch, device, dtype):
+    dtype = getattr(torch, dtype)
+    for ours, core in calls(st, torch, device, dtype):
+        for seed in range(3):
+            x = draw(torch, 2, 8, 8, 8, seed=seed, dtype=dtype, device=device)
+            odd = torch.empty(x.numel() + 1, dtype=dtype, device=device)[1:].view(x.shape).copy_(x)
+            for image in (x, odd):  # another alignment
+                result, expected = ours(image), core(image)
+                if isinstance(expected, sb.ActiveBlocks):
+                    for a, e in zip(result, expected, strict=True):
+                        assert_same(a, e)
+                else:
+                    assert_same(result, expected)
+
+
+def test_memory_that_is_shared_is_refused_at_every_call(st, torch, device):
+    x, listed = draw(torch, 2, 8, 8, 8, device=device), table(torch, device)
+    shared = x.view(-1)[: 4 * 4 * 4 * 8].view(4, 4, 4, 8)
+    apart = shared.clone()
+    w = draw(torch, 3, 3, 8, 8, device=device)
+    for _ in range(3):
+        st.sparse_gather(x, *listed, **GRID, out=apart)
+        with pytest.raises(ShapeError, match="out must not share memory with x"):
+            st.sparse_gather(x, *listed, **GRID, out=shared)
+        with pytest.raises(ShapeError, match="out must not share memory with blocks"):
+            st.sparse_scatter(shared, *listed, x, **GRID, out=x)
+        st.sparse_conv2d(x, w, listed, PARAMS, out=torch.empty_like(x))
+        with pytest.raises(ShapeError, match="out must not share memory with x"):
+            st.sparse_conv2d(x, w, listed, PARAMS, out=x)
+
+
+def test_in_place_of_x_a_unit_reads_its_neighbours_first(st, torch, device):
+    x, listed = draw(torch, 2, 8, 8, 32, device=device).half(), table(torch, device)
+    tensors = bottleneck_weights(torch, 32, 8, 32, device=device)
+    weights = sb.BottleneckWeights(*(t.half() for t in tensors[:3]), *tensors[3:])
+    for _ in range(3):
+        apart = st.sparse_res_block_bottleneck(x, weights, listed, UNIT, method="gather")
+        st.sparse_res_block_bottleneck(x, weights, listed, UNIT)
+        place = x.clone()
+        st.sparse_res_block_bottleneck(place, weights, listed, UNIT, out=place)
+        assert_same(place, apart)
+
+
+def test_launches_are_found_by_all_that_they_depend_on(launches, torch, monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def get_device(self):
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launches, "view", lambda tensor: tensor)
+    left = []
+
+    def launch_of(*views, options):
+        left.append(options)
+        return len(left) if options != ("none",) else None
+
+    def tensor(*shape, dtype=torch.float32, skip=0):
+        memory = torch.zeros(skip + torch.Size(shape).numel(), dtype=dtype)[skip:].view(shape)
+        return memory.as_subclass(OnGpu)
+
+    known, x, w = launches.Launches(launch_of), tensor(2, 3), tensor(4)
+    assert known.find((x,), (1,), (w,)) is None
+    known.keep((x,), (1,), (w,))
+    assert known.find((tensor(2, 3),), (1,), (tensor(4),)) == 1
+    for other, options, weight in (
+        (tensor(3, 2), (1,), w),
+        (tensor(2, 3, dtype=torch.int32), (1,), w),
+        (tensor(2, 3, skip=1), (1,), w),
+        (tensor(3, 2).T, (1,), w),
+        (x, (1.0,), w),
+        (x, (True,), w),
+        (x, (1,), tensor(5)),
+        (x, (1,), None),
+    ):
+        assert known.find((other,), options, (weight,)) is None, (other, options, weight)
+    known.keep((x,), ("none",))
+    known.keep((x,), ("none",))
+    assert known.find((x,), ("none",)) is False and len(left) == 2  # asked once
+    known.keep((tensor(3, 2).T,), (1,))
+    assert known.find((tensor(3, 2).T,), (1,)) is False and len(left) == 2  # memory with gaps
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert known.find((x,), (1,), (w,)) is None
+
+
+@pytest.mark.gpu
+def test_a_tensor_of_a_device_that_is_not_current(st, torch, require):
+    on_device(require, torch, "cuda")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for device in ("cuda:0", "cuda:1", "cuda:0", "cuda:1"):
+        x, listed = draw(torch, 2, 8, 8, 8, device=device), table(torch, device)
+        mask, options = x[..., 0].contiguous(), {"bsize": 4, "capacity": 4}
+        found = st.reduce_mask(mask, (2, 2), **options)
+        for a, e in zip(found, sb.reduce_mask(mask, (2, 2), **options), strict=True):
+            assert_same(a, e)
+        assert_same(st.sparse_gather(x, *listed, **GRID), sb.sparse_gather(x, *listed, **GRID))
