@@ -286,10 +286,11 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
     sizes = (*mask.shape[:3], *blocks[1:], *grid.boffset, *grid.bstride)
     options = (threshold, _as_signed(least), int(never), rows)
     shares = (plan.lines, plan.span, plan.down, slots, kept)
+    reads = (plan.word, plan.lanes, nonzero)
     run = _kernels.prepare(
         "reduce_mask",
         "reduce_mask",
-        (type_name, *grid.bsize, bool(avgpool), plan.word, plan.lanes, nonzero, plan.threads, plan.together),
+        (type_name, *grid.bsize, bool(avgpool), *reads, plan.threads, plan.together),
         plan.thread_blocks,
         plan.threads,
         4,
@@ -356,9 +357,9 @@ def _all_at_once(shape, blocks, grid, step, times, lanes):
     parts = -(-needed(count) // readers)
     while needed(-(-count // parts)) > readers and parts < count:
         parts += 1
-    share = min(max(readers // needed(count), 1), _MOST_FLAGS // count) if parts == 1 else 1
-    span = -(-count // parts)
-    return max(share, 1), span, -(-lines // max(share, 1)) * -(-count // span)
+    share = min(readers // needed(count), _MOST_FLAGS // count) if parts == 1 else 1
+    share, span = max(share, 1), min(-(-count // parts), _MOST_FLAGS)
+    return share, span, -(-lines // share) * -(-count // span)
 
 
 def _finish(shape, grid, share, stored, word, lanes, rows, together, threads):

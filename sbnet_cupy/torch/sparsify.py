@@ -235,6 +235,8 @@ class _Stages:
 
 def _is_exporting():
     """Whether torch.export traces the call, with tensors that stand for no numbers."""
+    if torch.compiler.is_dynamo_compiling():  # for which PyTorch 2.11 says that it exports
+        return False
     return getattr(torch.compiler, "is_exporting", bool)()  # PyTorch 2.6 cannot tell
 
 
