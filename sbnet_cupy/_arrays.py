@@ -5,6 +5,7 @@ TensorFlow and any other DLPack library, without a copy, on the caller's device 
 Inside such a function every array is native: ``numpy.ndarray`` or ``cupy.ndarray``.
 """
 
+import ctypes
 import functools
 import inspect
 import math
@@ -197,10 +198,9 @@ def empty(shape, dtype, like):
     if is_cupy(like):
         return sys.modules["cupy"].ndarray(shape, dtype)
     dtype = np.dtype(dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + nbytes].view(dtype).reshape(shape)
+    buffer = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # sooner than buffer.ctypes does
+    return np.ndarray(shape, dtype, buffer, -address % _ALIGNMENT)
 
 
 @functools.lru_cache(256)  # NumPy spells a name anew each time, which takes a microsecond

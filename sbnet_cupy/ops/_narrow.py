@@ -17,16 +17,26 @@ _SMALLEST = np.uint32(1).view(np.float32)
 _INFINITY = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}  # their bits
 
 
-def greater(array, threshold):
-    """Return ``array > threshold`` for a float array and a number that its dtype can hold."""
-    infinity = _INFINITY.get(dtype_name(array.dtype))
+def greater_than(dtype, threshold):
+    """Return a function ``(array, out)`` that writes ``array > threshold``.
+
+    ``array`` is of the float dtype, which can hold the threshold.
+    """
+    limit = np.asarray(threshold).astype(dtype)
+    infinity = _INFINITY.get(dtype_name(dtype)) if dtype.isnative else None
     if infinity is None:
-        return array > threshold
+        return lambda array, out: np.greater(array, limit, out)
     if threshold < 0:
-        return array > np.asarray(threshold).astype(array.dtype)
+
+        def greater(array, out):
+            with np.errstate(invalid="ignore"):  # NaN is not above any threshold
+                np.greater(array, limit, out)
+
+        return greater
     # From 0 on, floats are in the order of their bits: those above are in (threshold, infinity].
-    bits = np.asarray(abs(threshold)).astype(array.dtype).view(np.uint16)
-    return array.view(np.uint16) - (bits + np.uint16(1)) < infinity - bits
+    first = abs(limit).view(np.uint16) + np.uint16(1)
+    count = infinity - abs(limit).view(np.uint16)
+    return lambda array, out: np.less(array.view(np.uint16) - first, count, out)
 
 
 def add_rounded(a, b):

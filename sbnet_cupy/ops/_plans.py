@@ -6,16 +6,18 @@ and alignment of the arrays, and the options as they were given. Never an array'
 
 import marshal
 
+import numpy as np
+
 from .._arrays import device_of, signature_of
 
-_MOST = 4096  # launches kept per operation; then all are dropped and made again as needed
 
 
 class Plans:
     """The launches of one operation, by key."""
 
-    def __init__(self):
+    def __init__(self, most=4096):
         self._plans = {}
+        self._most = most  # kept; then all are dropped, and made again as needed
 
     @staticmethod
     def key(arrays, options):
@@ -30,6 +32,17 @@ class Plans:
             return None
         return (device_of(arrays[0]), *map(signature_of, arrays), spelled)
 
+    @staticmethod
+    def host_key(array, options):
+        """Return the key of a call with one NumPy array; None if it is nothing of the kind."""
+        if type(array) is not np.ndarray:
+            return None
+        try:
+            spelled = marshal.dumps(options, 2)
+        except ValueError:
+            return None
+        return array.shape, array.dtype, array.flags.c_contiguous, spelled
+
     def get(self, key):
         """Return the launch kept under ``key``, or None."""
         return self._plans.get(key)
@@ -37,7 +50,7 @@ class Plans:
     def keep(self, key, launch):
         """Keep ``launch`` unless the key is None; return it."""
         if key is not None:
-            if len(self._plans) >= _MOST:
+            if len(self._plans) >= self._most:
                 self._plans.clear()
             self._plans[key] = launch
         return launch
