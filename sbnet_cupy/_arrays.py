@@ -17,6 +17,7 @@ from . import _libraries
 from .errors import DeviceError, DTypeError, ShapeError
 
 _ALIGNMENT = 64  # bytes; what JAX and TensorFlow need to share NumPy's memory
+_address, _first_byte = ctypes.addressof, ctypes.c_char.from_buffer
 _LIBRARY_OF_TYPE = {}
 
 
@@ -50,7 +51,9 @@ def array_function(function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         device = _device_of_all(args, kwargs)
-        if device is not None and device == sys.modules["cupy"].cuda.runtime.getDevice():
+        if device is _HOST or (
+            device is not None and device == sys.modules["cupy"].cuda.runtime.getDevice()
+        ):
             return function(*args, **kwargs)
         first = library = place = None
         for value in (*args, *kwargs.values()):
@@ -82,19 +85,23 @@ def array_function(function):
 
 _CONTAINERS = (tuple, list, ArrayContainer)
 _PLAIN = frozenset({type(None), bool, int, float, str})
+_HOST = "host"
 
 
 def _device_of_all(args, kwargs):
     """Return the device of arguments that are CuPy arrays on one device, and options.
 
-    None for others, and for most containers: this is the usual call of an op, at once.
+    ``_HOST`` for NumPy arrays, and options. None for others, and for most containers: this is the
+    usual call of an op, at once.
     """
     device = None
     for value in (*args, *kwargs.values()):
         kind = type(value)
         if kind in _PLAIN or (kind is tuple and value and type(value[0]) is int):
             continue
-        if _LIBRARY_OF_TYPE.get(kind) is _libraries.CUPY:
+        if kind is np.ndarray:
+            own = _HOST
+        elif _LIBRARY_OF_TYPE.get(kind) is _libraries.CUPY:
             own = value.data.device_id
         else:
             own = getattr(value, "cupy_device", None) if isinstance(value, ArrayContainer) else None
@@ -199,8 +206,8 @@ def empty(shape, dtype, like):
         return sys.modules["cupy"].ndarray(shape, dtype)
     dtype = np.dtype(dtype)
     buffer = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # sooner than buffer.ctypes does
-    return np.ndarray(shape, dtype, buffer, -address % _ALIGNMENT)
+    # The address, at a quarter of what buffer.ctypes takes.
+    return np.ndarray(shape, dtype, buffer, -_address(_first_byte(buffer)) % _ALIGNMENT)
 
 
 @functools.lru_cache(256)  # NumPy spells a name anew each time, which takes a microsecond

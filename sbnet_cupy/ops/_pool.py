@@ -4,12 +4,16 @@
 what follows from these is found once, because calls with small masks are mostly overhead.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from .._arrays import dtype_kind
 from ._narrow import greater_than
+
+
+_SMALL = 1 << 15  # bytes that are cleared as one in less time than some of them
 
 
 class Side(NamedTuple):
@@ -122,21 +126,21 @@ def _bytes_above(shape, part, rows, compare):
         first = (part.images.start * height + part.lines.start) * width
         return lambda mask: mask, first, height * width
 
+    kind = bool if compare else np.uint8
+    write = compare or (lambda pixels, out: np.copyto(out, pixels.view(np.uint8)))
+    where, inside = (part.images, part.lines), (slice(None), slice(rows.before, end))
+    small = math.prod(padded) < _SMALL
+
     def read(mask):
-        pixels = mask[part.images, part.lines]
-        above = np.empty(padded, bool if compare else pixels.dtype)
-        if rows.before:
-            above[:, : rows.before] = 0
-        if rows.after:
-            above[:, end:] = 0
-        (compare or _copy)(pixels, above[:, rows.before : end])
+        if small:
+            above = np.zeros(padded, kind)
+        else:
+            above = np.empty(padded, kind)
+            above[:, : rows.before] = above[:, end:] = 0
+        write(mask[where], above[inside])
         return above
 
     return read, 0, padded[1] * width
-
-
-def _copy(pixels, out):
-    out[...] = pixels
 
 
 def _combine_lines(leading, rows, width, across, first, image):

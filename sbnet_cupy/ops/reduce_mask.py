@@ -227,15 +227,21 @@ def _reduce_mask_numpy(mask, options):
     if listing is None:
         listing = _LISTINGS.keep(key, _prepare_listing(*_resolve(mask, *options)))
     image = mask if mask.ndim == 3 else mask.reshape(mask.shape[:3])
-    found = [(first, pool(image).reshape(-1)) for first, pool in listing.parts]
-    counts = empty((1,), np.int32, mask)
-    counts[0] = count = sum(int(np.count_nonzero(active)) for _, active in found)
+    found, count = [], 0
+    for first, pool in listing.parts:
+        active = pool(image).reshape(-1)
+        count += np.count_nonzero(active)
+        found.append((first, active))
     size = count if listing.capacity is None else listing.capacity
-    indices = empty((size, 3), np.int32, mask)
+    memory = empty((_ALIGNED + 3 * size,), np.int32, mask)  # once for both costs less
+    counts, indices = memory[:1], memory[_ALIGNED:].reshape(size, 3)
+    counts[0] = count
     done = 0
     for first, active in found:
         numbers = active.nonzero()[0][: size - done]
-        _write_rows(numbers, first, indices[done : done + len(numbers)], listing)
+        if first:
+            numbers += first
+        _write_rows(numbers, indices[done : done + len(numbers)], listing)
         done += len(numbers)
     if done < size:
         indices[done:] = -1
@@ -253,6 +259,7 @@ class _Listing(NamedTuple):
 
 _LISTINGS = Plans(most=256)
 _FEW = 4096
+_ALIGNED = 16  # numbers of 4 bytes: 64
 
 
 def _prepare_listing(mask, blocks, grid, thresholds, avgpool, capacity):
@@ -268,17 +275,17 @@ def _prepare_listing(mask, blocks, grid, thresholds, avgpool, capacity):
     every = np.empty((math.prod(blocks), 3), np.int32) if math.prod(blocks) <= _FEW else None
     listing = _Listing(blocks, capacity, parts, None)
     if every is not None:
-        _write_rows(np.arange(len(every)), 0, every, listing)
+        _write_rows(np.arange(len(every)), every, listing)
     return listing._replace(rows=every)
 
 
-def _write_rows(numbers, first, rows, listing):
-    """Write the rows ``(n, hi, wi)`` of blocks that have these numbers, from ``first`` on."""
+def _write_rows(numbers, rows, listing):
+    """Write the rows ``(n, hi, wi)`` of the blocks that have these numbers."""
     if listing.rows is not None:
-        listing.rows[first:].take(numbers, 0, rows, "clip")
+        listing.rows.take(numbers, 0, rows, "clip")
         return
     _, height, width = listing.blocks
-    quotient, rows[:, 2] = np.divmod(numbers + first, width)
+    quotient, rows[:, 2] = np.divmod(numbers, width)
     rows[:, 0], rows[:, 1] = np.divmod(quotient, height)
 
 
