@@ -11,7 +11,10 @@ import numpy as np
 from .._arrays import compute_dtype, dtype_name
 
 _PIECE = 1 << 17  # elements; the temporaries of a piece stay in the second-level cache
+_DISTANCE = np.int32(13)
 _MOVED_BITS = np.int32(0x8FFFE000 - 2**32)  # sign, exponent and fraction of a half that was moved
+_LAST_AND_SIGN = np.int32(0x10000001)
+_BELOW_HALF = np.int32(0xFFF)
 _UNSCALE = np.float32(2.0**112)
 _SMALLEST = np.uint32(1).view(np.float32)
 _INFINITY = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}  # their bits
@@ -39,38 +42,43 @@ def greater_than(dtype, threshold):
     return lambda array, out: np.less(array.view(np.uint16) - first, count, out)
 
 
-def add_rounded(a, b):
-    """Return ``a + b`` for two arrays of one shape and dtype.
+def add_rounded(total, values):
+    """Add an array to a contiguous one of its shape and dtype, in place.
 
     16-bit floats are added in float32 and rounded to their dtype. Rounding twice is as good as
     once, because float32's 24 bits are at least two times 11, and 2 more (Figueroa 1995).
     """
-    name = dtype_name(a.dtype)
+    name = dtype_name(total.dtype)
     if name == "bfloat16":
-        return (a.astype(np.float32) + b.astype(np.float32)).astype(a.dtype)
-    if name != "float16" or _flushes_subnormals():
-        return a + b
-    total = np.empty(a.shape, a.dtype)
-    a, b, flat = np.ascontiguousarray(a).reshape(-1), b.reshape(-1), total.reshape(-1)
-    for piece in _pieces(flat):
-        if _all_below(a[piece], 0x7800) and _all_below(b[piece], 0x7800):
-            wide = _moved(a[piece])
-            wide += _moved(b[piece])
-            flat[piece] = _rounded(wide.view(np.int32))
+        total[...] = (total.astype(np.float32) + values.astype(np.float32)).astype(total.dtype)
+        return
+    if name != "float16" or not _moves(total.dtype):
+        np.add(total, values, out=total)
+        return
+    total, values = total.reshape(-1), values.reshape(-1)
+    memory = np.empty((2, min(len(total), _PIECE)), np.int32)
+    for piece in _pieces(total):
+        a, b = total[piece], values[piece]
+        if _all_below(a, 0x7800) and _all_below(b, 0x7800):
+            bits, others = memory[:, : len(a)]
+            wide = _move(a, bits)
+            wide += _move(b, others)
+            _round(bits, others, a)
         else:
-            np.add(a[piece], b[piece], out=flat[piece])
-    return total
+            np.add(a, b, out=a)
 
 
 def widen(array):
     """Return a fresh float32 copy of a float array, or float64 where it is float64."""
-    if dtype_name(array.dtype) != "float16" or _flushes_subnormals():
+    if dtype_name(array.dtype) != "float16" or not _moves(array.dtype):
         return array.astype(compute_dtype(array.dtype))
     wide = np.empty(array.shape, np.float32)
     array, flat = np.ascontiguousarray(array).reshape(-1), wide.reshape(-1)
     for piece in _pieces(flat):
         if _all_below(array[piece], 0x7C00):
-            np.multiply(_moved(array[piece]), _UNSCALE, out=flat[piece])
+            wide_piece = flat[piece]
+            _move(array[piece], wide_piece.view(np.int32))
+            wide_piece *= _UNSCALE
         else:
             flat[piece] = array[piece]
     return wide
@@ -80,30 +88,35 @@ def _pieces(flat):
     return [slice(start, start + _PIECE) for start in range(0, len(flat), _PIECE)]
 
 
-def _flushes_subnormals():
-    """Whether this thread's processor takes subnormal float32 for 0, as some programs ask it to."""
-    return _SMALLEST + _SMALLEST == 0
+def _moves(dtype):
+    """Whether halves can be moved: not where bytes are swapped, or where a float32 of their size is
+    0 to the processor, as some programs ask it to be.
+    """
+    return dtype.isnative and bool(_SMALLEST + _SMALLEST != 0)
 
 
 def _all_below(halves, bits):
     """Whether all numbers are less in size than the half with these bits."""
-    bits_without_sign = halves.view(np.uint16) << 1
-    return int(np.maximum.reduce(bits_without_sign)) < 2 * bits
+    largest, last = np.maximum.reduce(halves.view(np.int16)), np.maximum.reduce(halves.view(np.uint16))
+    return largest < bits and last < 0x8000 + bits  # the last is the largest of those below 0
 
 
-def _moved(halves):
-    """Return finite halves, times 2^-112, as float32."""
-    bits = halves.view(np.int16).astype(np.int32)
-    bits <<= 13
+def _move(halves, bits):
+    """Write finite halves, times 2^-112, as the bits of float32; return these."""
+    bits[...] = halves.view(np.int16)
+    bits <<= _DISTANCE
     bits &= _MOVED_BITS
     return bits.view(np.float32)
 
 
-def _rounded(bits):
-    """Round to the nearest halves, of two the even one, the inverse of :func:`_moved`, in place."""
-    added = bits >> 13  # brings the last bit that stays down to bit 0, the sign to bit 28 too
-    added &= 0x10000001  # where the exponent ends, and the sign of a half will be
+def _round(bits, added, halves):
+    """Write the nearest halves, of two the even one: the inverse of :func:`_move`.
+
+    ``bits`` is overwritten, and ``added``, of its size.
+    """
+    np.right_shift(bits, _DISTANCE, added)  # the last bit that stays down to bit 0, the sign to 28,
+    added &= _LAST_AND_SIGN  # where the exponent ends, and the sign of a half will be
     bits += added
-    bits += 0xFFF
-    bits >>= 13
-    return bits.astype(np.int16).view(np.float16)
+    bits += _BELOW_HALF
+    bits >>= _DISTANCE
+    halves.view(np.int16)[...] = bits

@@ -226,6 +226,8 @@ def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, g
     if overlap:
         _scatter_pixels(blocks, corners, y, layout, grid.bsize, add)
         return
+    # halves are added in words of four times their size
+    part_bytes = blocks[:1].nbytes * (3 if add and y.dtype == np.float16 else 1)
     for (i0, i1), (j0, j1), cut in inside_pieces(corners, layout, grid.bsize):
         every = windows(y, layout, (i1 - i0, j1 - j0))
         inner = (slice(i0, i1), slice(j0, j1))
@@ -233,12 +235,20 @@ def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, g
         # A run of blocks that is only written needs no temporaries.
         copied = add or layout.channels_last != layout.blocks_channels_last
         copied = copied or not isinstance(row_index(cut.rows), slice)
-        for part in chunks(cut, blocks[:1].nbytes) if copied else [cut]:
+        for part in chunks(cut, part_bytes) if copied else [cut]:
             values = blocks[(row_index(part.rows), *inner)]
             if layout.channels_last != layout.blocks_channels_last:
                 values = _swapped(values, layout.blocks_channels_last)
-            place = part.n, part.h0 + i0, part.w0 + j0
-            every[place] = add_rounded(every[place], values) if add else values
+            _put(every, (part.n, part.h0 + i0, part.w0 + j0), values, add)
+
+
+def _put(image, place, values, add):
+    """``image[place] = values``, or ``+=``, where no pixel comes twice."""
+    if add:
+        total = np.ascontiguousarray(image[place])
+        add_rounded(total, values)
+        values = total
+    image[place] = values
 
 
 def _swapped(blocks, channels_last):
@@ -282,8 +292,7 @@ def _add_in_order(image, flat, values, layout):
     turn = np.arange(len(order)) - np.repeat(starts, group_sizes)
     for k in range(int(group_sizes.max(initial=0))):
         now = order[turn == k]
-        index = _position(flat[now], layout)
-        image[index] = add_rounded(image[index], values[now])
+        _put(image, _position(flat[now], layout), values[now], add=True)
 
 
 def _combination(y, add):
