@@ -42,30 +42,43 @@ def greater_than(dtype, threshold):
     return lambda array, out: np.less(array.view(np.uint16) - first, count, out)
 
 
-def add_rounded(total, values):
-    """Add an array to a contiguous one of its shape and dtype, in place.
+def adder(dtype):
+    """Return a function ``(total, values)`` that adds to a contiguous array, in place.
 
-    16-bit floats are added in float32 and rounded to their dtype. Rounding twice is as good as
-    once, because float32's 24 bits are at least two times 11, and 2 more (Figueroa 1995).
+    Both are of the dtype and of one shape. 16-bit floats are added in float32 and rounded to their
+    dtype. Rounding twice is as good as once, because float32's 24 bits are at least two times 11,
+    and 2 more (Figueroa 1995).
     """
-    name = dtype_name(total.dtype)
+    name = dtype_name(dtype)
     if name == "bfloat16":
-        total[...] = (total.astype(np.float32) + values.astype(np.float32)).astype(total.dtype)
+        return _add_wide
+    if name != "float16" or not _moves(dtype):
+        return lambda total, values: np.add(total, values, total)
+    memory = np.empty((2, 0), np.int32)
+
+    def add(total, values):
+        nonlocal memory
+        if total.size > memory.shape[1]:
+            memory = np.empty((2, min(total.size, _PIECE)), np.int32)
+        total, values = total.reshape(-1), values.reshape(-1)
+        for piece in _pieces(total):
+            _add_halves(total[piece], values[piece], memory)
+
+    return add
+
+
+def _add_wide(total, values):
+    total[...] = (total.astype(np.float32) + values.astype(np.float32)).astype(total.dtype)
+
+
+def _add_halves(a, b, memory):
+    if not (_all_below(a, 0x7800) and _all_below(b, 0x7800)):
+        np.add(a, b, a)
         return
-    if name != "float16" or not _moves(total.dtype):
-        np.add(total, values, out=total)
-        return
-    total, values = total.reshape(-1), values.reshape(-1)
-    memory = np.empty((2, min(len(total), _PIECE)), np.int32)
-    for piece in _pieces(total):
-        a, b = total[piece], values[piece]
-        if _all_below(a, 0x7800) and _all_below(b, 0x7800):
-            bits, others = memory[:, : len(a)]
-            wide = _move(a, bits)
-            wide += _move(b, others)
-            _round(bits, others, a)
-        else:
-            np.add(a, b, out=a)
+    bits, others = memory[:, : len(a)]
+    wide = _move(a, bits)
+    wide += _move(b, others)
+    _round(bits, others, a)
 
 
 def widen(array):

@@ -30,7 +30,7 @@ from ._grid import (
     swap_layout,
     windows,
 )
-from ._narrow import add_rounded
+from ._narrow import adder
 from ._plans import Plans
 
 
@@ -223,6 +223,7 @@ def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, g
     corners = meeting(corners, layout, grid.bsize)
     if not len(corners.rows):
         return
+    add = adder(y.dtype) if add else None
     if overlap:
         _scatter_pixels(blocks, corners, y, layout, grid.bsize, add)
         return
@@ -243,10 +244,10 @@ def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, g
 
 
 def _put(image, place, values, add):
-    """``image[place] = values``, or ``+=``, where no pixel comes twice."""
+    """``image[place] = values``, or ``+=`` with a function that adds; no pixel comes twice."""
     if add:
         total = np.ascontiguousarray(image[place])
-        add_rounded(total, values)
+        add(total, values)
         values = total
     image[place] = values
 
@@ -269,7 +270,7 @@ def _scatter_pixels(blocks, corners, y, layout, bsize, add):
         flat, valid = pixels(part, layout, bsize)
         flat, values = flat[valid], stack[row_index(part.rows)][valid]
         if add:
-            _add_in_order(image, flat, values, layout)
+            _add_in_order(image, flat, values, layout, add)
         else:
             image[_position(flat, layout)] = values
 
@@ -280,7 +281,7 @@ def _position(flat, layout):
     return n, *np.divmod(hw, layout.W)
 
 
-def _add_in_order(image, flat, values, layout):
+def _add_in_order(image, flat, values, layout, add):
     """``image[flat] += values`` one after another where a pixel comes more than once.
 
     The k-th value of every pixel is added in the k-th round, so that each round meets a pixel once.
@@ -292,7 +293,7 @@ def _add_in_order(image, flat, values, layout):
     turn = np.arange(len(order)) - np.repeat(starts, group_sizes)
     for k in range(int(group_sizes.max(initial=0))):
         now = order[turn == k]
-        _put(image, _position(flat[now], layout), values[now], add=True)
+        _put(image, _position(flat[now], layout), values[now], add)
 
 
 def _combination(y, add):
