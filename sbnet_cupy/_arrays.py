@@ -312,12 +312,15 @@ def device_of(array):
 
 def check_apart(out, inputs):
     """Raise if ``out`` shares memory with one of the named ``inputs``."""
-    start, end = _extent(out)
+    overlap = _overlap_on_gpu if is_cupy(out) else np.may_share_memory
     for name, value in inputs:
-        if value is not None:
-            low, high = _extent(value)
-            if low < end and start < high:
-                raise ShapeError(f"out must not share memory with {name}; pass a separate array")
+        if value is not None and overlap(out, value):
+            raise ShapeError(f"out must not share memory with {name}; pass a separate array")
+
+
+def _overlap_on_gpu(a, b):
+    (start, end), (low, high) = _extent(a), _extent(b)
+    return low < end and start < high
 
 
 def apart(out, inputs):

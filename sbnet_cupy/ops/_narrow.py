@@ -110,8 +110,11 @@ def _moves(dtype):
 
 def _all_below(halves, bits):
     """Whether all numbers are less in size than the half with these bits."""
-    largest, last = np.maximum.reduce(halves.view(np.int16)), np.maximum.reduce(halves.view(np.uint16))
-    return largest < bits and last < 0x8000 + bits  # the last is the largest of those below 0
+    # As signed numbers, the positive ones come last; as unsigned ones, the negative ones do.
+    return bool(
+        np.maximum.reduce(halves.view(np.int16)) < bits
+        and np.maximum.reduce(halves.view(np.uint16)) < 0x8000 + bits
+    )
 
 
 def _move(halves, bits):

@@ -11,7 +11,6 @@ import numpy as np
 from .._arrays import device_of, signature_of
 
 
-
 class Plans:
     """The launches of one operation, by key."""
 
@@ -33,15 +32,20 @@ class Plans:
         return (device_of(arrays[0]), *map(signature_of, arrays), spelled)
 
     @staticmethod
-    def host_key(array, options):
-        """Return the key of a call with one NumPy array; None if it is nothing of the kind."""
-        if type(array) is not np.ndarray:
-            return None
+    def host_key(arrays, options):
+        """Return the key of a call with NumPy arrays, or None where one is something else."""
+        seen = []
+        for array in arrays:
+            if type(array) is np.ndarray:
+                seen.append((array.shape, array.dtype, array.flags.c_contiguous))
+            elif array is None:
+                seen.append(None)
+            else:
+                return None
         try:
-            spelled = marshal.dumps(options, 2)
+            return (*seen, marshal.dumps(options, 2))
         except ValueError:
             return None
-        return array.shape, array.dtype, array.flags.c_contiguous, spelled
 
     def get(self, key):
         """Return the launch kept under ``key``, or None."""

@@ -12,7 +12,6 @@ import numpy as np
 from .._arrays import dtype_kind
 from ._narrow import greater_than
 
-
 _SMALL = 1 << 15  # bytes that are cleared as one in less time than some of them
 
 
@@ -104,9 +103,9 @@ def _comparison(dtype, thresholds):
     threshold, least, _ = thresholds
     if dtype_kind(dtype) == "f":
         return greater_than(dtype, threshold)
-    if dtype == bool and not least:
+    if dtype.kind == "b" and not least:
         return lambda pixels, out: out.fill(True)
-    if dtype == bool or (dtype == np.uint8 and least == 1):
+    if dtype.kind == "b" or (dtype == np.uint8 and least == 1):
         return None
     least = np.array(least, dtype)
     return lambda pixels, out: np.greater_equal(pixels, least, out)

@@ -222,7 +222,7 @@ def _threshold(dtype, tol):
 
 def _reduce_mask_numpy(mask, options):
     """Pool some rows of blocks at a time, then list those that are active; also return the grid."""
-    key = _LISTINGS.host_key(mask, options)
+    key = _LISTINGS.host_key((mask,), options)
     listing = _LISTINGS.get(key)
     if listing is None:
         listing = _LISTINGS.keep(key, _prepare_listing(*_resolve(mask, *options)))

@@ -121,9 +121,7 @@ def sparse_scatter(
     key = _PLANS.key((x, *arrays[:3], out), options) if is_cupy(x) else None
     launch = _PLANS.get(key)
     if launch is None:
-        layout, grid = resolve_scatter(
-            arrays, bsize, boffset, bstride, add, atomic, transpose, data_format
-        )
+        layout, grid = _resolve(arrays, options[:-1])
     others = arrays[: 3 if in_place else 4]
     if out is None:
         out = empty(x.shape, x.dtype, x)
@@ -148,6 +146,7 @@ def sparse_scatter(
 
 
 _PLANS = Plans()
+_RESOLVED = Plans()  # layout and grid of calls with NumPy arrays
 
 
 def launch_of_scatter(y, bin_counts, active_block_indices, blocks, options):
@@ -188,6 +187,12 @@ def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
     True
     """
     return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
+
+
+def _resolve(arrays, options):
+    """Check all arguments but ``out``, unless the like of them were; return layout and grid."""
+    key = _RESOLVED.host_key(arrays, options)
+    return _RESOLVED.get(key) or _RESOLVED.keep(key, resolve_scatter(arrays, *options))
 
 
 def resolve_scatter(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format):
