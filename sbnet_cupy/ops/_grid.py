@@ -161,6 +161,13 @@ def row_index(rows):
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
 
+def row_runs(rows):
+    """Cut ascending row numbers where they have gaps; return slices."""
+    gaps = np.flatnonzero(rows[1:] - rows[:-1] != 1).tolist()
+    starts, ends = [0, *(gap + 1 for gap in gaps)], [*gaps, -1]
+    return [slice(int(rows[i]), int(rows[k]) + 1) for i, k in zip(starts, ends, strict=True)]
+
+
 def clear_outside(stack, corners, layout, bsize):
     """Make 0 what lies outside the image, in a stack that has one block for each corner.
 
