@@ -1,4 +1,5 @@
-"""Checked once: a call whose arrays and options look like an earlier one's reuses its launch.
+"""Checked once: a call whose arrays and options look like an earlier one's reuses its launch, or
+on NumPy arrays whatever its body needs to know.
 
 The key holds everything that checks and launch parameters depend on: shapes, dtypes, contiguity
 and alignment of the arrays, and the options as they were given. Never an array's contents.

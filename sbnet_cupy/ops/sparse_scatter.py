@@ -233,8 +233,8 @@ def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, g
     if overlap:
         _scatter_pixels(blocks, corners, y, layout, grid.bsize, add)
         return
-    # halves are added in words of four times their size
-    part_bytes = blocks[:1].nbytes * (3 if add and y.dtype == np.float16 else 1)
+    # Sums of halves take two words for each of them besides: fewer are added at a time.
+    part_bytes = blocks[:1].nbytes * (2 if add and y.dtype == np.float16 else 1)
     for (i0, i1), (j0, j1), cut in inside_pieces(corners, layout, grid.bsize):
         every = windows(y, layout, (i1 - i0, j1 - j0))
         inner = (slice(i0, i1), slice(j0, j1))
