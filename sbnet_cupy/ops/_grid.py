@@ -161,13 +161,6 @@ def row_index(rows):
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
 
-def row_runs(rows):
-    """Cut ascending row numbers where they have gaps; return slices."""
-    gaps = np.flatnonzero(rows[1:] - rows[:-1] != 1).tolist()
-    starts, ends = [0, *(gap + 1 for gap in gaps)], [*gaps, -1]
-    return [slice(int(rows[i]), int(rows[k]) + 1) for i, k in zip(starts, ends, strict=True)]
-
-
 def clear_outside(stack, corners, layout, bsize):
     """Make 0 what lies outside the image, in a stack that has one block for each corner.
 
@@ -241,20 +234,22 @@ def pixels(corners, layout, bsize):
 def swap_layout(target, source):
     """Copy ``source [m, A, B]`` to ``target [m, B, A]``.
 
-    Reading down a column touches a cache line in each row; so many rows are copied at a time that
-    a first-level cache can hold those lines, wherever they lie.
+    Reading down a column touches a cache line in each row. Where the rows lie so that a first-level
+    cache cannot hold those lines, fewer rows are copied at a time. (A line of narrow elements
+    serves more columns: it has to stay for longer.)
     """
-    rows = source.shape[1]
-    parts = -(-rows // _lines_held(source.strides[1]))
-    step = -(-rows // max(parts, 1))
+    rows, ways = source.shape[1], 12 if source.itemsize > 2 else 8
+    sets = _sets(source.strides[1])
+    parts = -(-rows // (ways * sets)) if rows >= 16 * sets else 1
+    step = -(-rows // parts)
     for start in range(0, rows, step):
         some = slice(start, start + step)
         np.copyto(target[:, :, some], source[:, some].transpose(0, 2, 1))
 
 
-def _lines_held(step):
-    """Lines, ``step`` bytes apart, that a cache of 64 sets of 12 lines of 64 bytes holds."""
-    return 12 * (64 // math.gcd(64, step // 64) if step % 64 == 0 else 64)
+def _sets(step):
+    """Of the 64 sets of lines in a cache, those that hold lines ``step`` bytes apart."""
+    return 64 // math.gcd(64, step // 64) if step % 64 == 0 else 64
 
 
 def channels_last_view(x, channels_last):

@@ -27,7 +27,6 @@ from ._grid import (
     resolve_grid,
     resolve_layout,
     row_index,
-    row_runs,
     swap_layout,
     windows,
 )
@@ -243,10 +242,9 @@ def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, g
         swapped = layout.channels_last != layout.blocks_channels_last
         copied = add or swapped or not isinstance(row_index(cut.rows), slice)
         for part in chunks(cut, part_bytes) if copied else [cut]:
+            values = blocks[(row_index(part.rows), *inner)]
             if swapped:
-                values = _swapped(blocks, part.rows, inner, layout.blocks_channels_last)
-            else:
-                values = blocks[(row_index(part.rows), *inner)]
+                values = _swapped(values, layout.blocks_channels_last)
             _put(every, (part.n, part.h0 + i0, part.w0 + j0), values, add)
 
 
@@ -259,25 +257,13 @@ def _put(image, place, values, add):
     image[place] = values
 
 
-def _swapped(blocks, rows, inner, channels_last):
-    """Return a copy of ``blocks[(rows, *inner)]``, which has its channels last or first, the other
-    way round.
-    """
-    runs = row_runs(rows)
-    if len(runs) > 1 and blocks[:1].nbytes * len(rows) < _RUN_BYTES * len(runs):
-        blocks, runs = blocks[rows], [slice(0, len(rows))]
-    _, a, b, c = blocks[(slice(0), *inner)].shape
+def _swapped(blocks, channels_last):
+    """Return a copy of ``blocks``, given with their channels last or first, the other way round."""
+    m, a, b, c = blocks.shape
     given, swapped = ((a * b, c), (c, a, b)) if channels_last else ((a, b * c), (b, c, a))
-    copy = np.empty((len(rows), *swapped), blocks.dtype)
-    target, done = copy.reshape(len(rows), *given[::-1]), 0
-    for run in runs:
-        source = blocks[(run, *inner)].reshape(-1, *given)
-        swap_layout(target[done : done + len(source)], source)
-        done += len(source)
+    copy = np.empty((m, *swapped), blocks.dtype)
+    swap_layout(copy.reshape(m, *given[::-1]), blocks.reshape(m, *given))
     return copy
-
-
-_RUN_BYTES = 32 << 10  # shorter runs take more time one by one than it takes to copy them together
 
 
 def _scatter_pixels(blocks, corners, y, layout, bsize, add):
