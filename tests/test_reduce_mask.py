@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sbnet_cupy import ActiveBlocks, CapacityError, ShapeError, reduce_mask
+from sbnet_cupy.ops import _listing
 
 
 def check(xp, mask, grid, **options):
@@ -306,7 +307,7 @@ def test_a_mask_is_pooled_in_parts(monkeypatch, dtype, avgpool, offset):
     module = sys.modules[inspect.unwrap(reduce_mask).__module__]
     for chunk in (1, 600, 1500, 4000, 8000, 30000):
         module._LISTINGS.clear()
-        monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(_listing, "CHUNK_BYTES", chunk)
         for capacity in (None, 9, 400):
             active = reduce_mask(mask, (8, 7), **grid, tol=0.03, capacity=capacity)
             rows = min(whole.count(), active.capacity)
