@@ -5,6 +5,7 @@ TensorFlow and any other DLPack library, without a copy, on the caller's device 
 Inside such a function every array is native: ``numpy.ndarray`` or ``cupy.ndarray``.
 """
 
+import ctypes
 import functools
 import inspect
 import math
@@ -16,6 +17,7 @@ from . import _libraries
 from .errors import DeviceError, DTypeError, ShapeError
 
 _ALIGNMENT = 64  # bytes; what JAX and TensorFlow need to share NumPy's memory
+_address, _first_byte = ctypes.addressof, ctypes.c_char.from_buffer
 _LIBRARY_OF_TYPE = {}
 
 
@@ -49,7 +51,9 @@ def array_function(function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         device = _device_of_all(args, kwargs)
-        if device is not None and device == sys.modules["cupy"].cuda.runtime.getDevice():
+        if device is _HOST or (
+            device is not None and device == sys.modules["cupy"].cuda.runtime.getDevice()
+        ):
             return function(*args, **kwargs)
         first = library = place = None
         for value in (*args, *kwargs.values()):
@@ -81,19 +85,23 @@ def array_function(function):
 
 _CONTAINERS = (tuple, list, ArrayContainer)
 _PLAIN = frozenset({type(None), bool, int, float, str})
+_HOST = "host"
 
 
 def _device_of_all(args, kwargs):
     """Return the device of arguments that are CuPy arrays on one device, and options.
 
-    None for others, and for most containers: this is the usual call of an op, at once.
+    ``_HOST`` for NumPy arrays, and options. None for others, and for most containers: this is the
+    usual call of an op, at once.
     """
     device = None
     for value in (*args, *kwargs.values()):
         kind = type(value)
         if kind in _PLAIN or (kind is tuple and value and type(value[0]) is int):
             continue
-        if _LIBRARY_OF_TYPE.get(kind) is _libraries.CUPY:
+        if kind is np.ndarray:
+            own = _HOST
+        elif _LIBRARY_OF_TYPE.get(kind) is _libraries.CUPY:
             own = value.data.device_id
         else:
             own = getattr(value, "cupy_device", None) if isinstance(value, ArrayContainer) else None
@@ -197,10 +205,9 @@ def empty(shape, dtype, like):
     if is_cupy(like):
         return sys.modules["cupy"].ndarray(shape, dtype)
     dtype = np.dtype(dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + nbytes].view(dtype).reshape(shape)
+    buffer = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
+    # The address, at a quarter of what buffer.ctypes takes.
+    return np.ndarray(shape, dtype, buffer, -_address(_first_byte(buffer)) % _ALIGNMENT)
 
 
 @functools.lru_cache(256)  # NumPy spells a name anew each time, which takes a microsecond
@@ -305,12 +312,15 @@ def device_of(array):
 
 def check_apart(out, inputs):
     """Raise if ``out`` shares memory with one of the named ``inputs``."""
-    start, end = _extent(out)
+    overlap = _overlap_on_gpu if is_cupy(out) else np.may_share_memory
     for name, value in inputs:
-        if value is not None:
-            low, high = _extent(value)
-            if low < end and start < high:
-                raise ShapeError(f"out must not share memory with {name}; pass a separate array")
+        if value is not None and overlap(out, value):
+            raise ShapeError(f"out must not share memory with {name}; pass a separate array")
+
+
+def _overlap_on_gpu(a, b):
+    (start, end), (low, high) = _extent(a), _extent(b)
+    return low < end and start < high
 
 
 def apart(out, inputs):

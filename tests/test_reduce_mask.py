@@ -1,6 +1,8 @@
 """reduce_mask equals its loop oracle on every library; ActiveBlocks is what it says it is."""
 
+import inspect
 import itertools
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +13,8 @@ from assertions import assert_same
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sbnet_cupy import ActiveBlocks, CapacityError, reduce_mask
+from sbnet_cupy import ActiveBlocks, CapacityError, ShapeError, reduce_mask
+from sbnet_cupy.ops import _listing
 
 
 def check(xp, mask, grid, **options):
@@ -271,3 +274,72 @@ def test_every_small_grid_along_one_axis(offset, avgpool):
             bcount = (count, 1) if axis == 0 else (1, count)
             found = reduce_mask(mask, bcount, **grid, tol=avgpool / 4, avgpool=avgpool)
             assert found.active_block_indices[:, 1 + axis].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("stride", [1, 7, 32])
+def test_blocks_of_any_length(axis, stride):
+    """One pixel is set, at each place: it is found by the blocks that hold it, and by no other."""
+    size, offset = 75, -9
+    mask = np.zeros((size, 2, size), bool)  # images, each with a pixel of its own
+    mask[range(size), 0, range(size)] = True
+    if axis == 0:
+        mask = np.ascontiguousarray(mask.transpose(0, 2, 1))
+    for block in (*range(1, 36), 63, 64, 65, 74, 75, 76, 90):
+        count = -(-(size - offset) // stride)
+        corners = offset + stride * np.arange(count)
+        pixels = np.arange(size)[:, None]
+        expected = (corners <= pixels) & (pixels < corners + block)
+        grid = {"bsize": (block, 2), "boffset": (offset, 0), "bstride": (stride, 2)}
+        grid = {name: pair if axis == 0 else pair[::-1] for name, pair in grid.items()}
+        active = reduce_mask(mask, (count, 1) if axis == 0 else (1, count), **grid)
+        assert_same(active.to_dense().reshape(size, count), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.float32], ids=str)
+@pytest.mark.parametrize("avgpool", [False, True], ids=["max", "mean"])
+@pytest.mark.parametrize("offset", [0, -1])
+def test_a_mask_is_pooled_in_parts(monkeypatch, dtype, avgpool, offset):
+    """Parts of several images, and of some rows of blocks of one, give what the whole does."""
+    mask = (np.random.default_rng(3).random((5, 23, 31)) < 0.05).astype(dtype)
+    grid = {"bsize": (4, 6), "boffset": (offset, offset), "bstride": (3, 5), "avgpool": avgpool}
+    whole = reduce_mask(mask, (8, 7), **grid, tol=0.03)
+    module = sys.modules[inspect.unwrap(reduce_mask).__module__]
+    for chunk in (1, 600, 1500, 4000, 8000, 30000):
+        module._LISTINGS.clear()
+        monkeypatch.setattr(_listing, "CHUNK_BYTES", chunk)
+        for capacity in (None, 9, 400):
+            active = reduce_mask(mask, (8, 7), **grid, tol=0.03, capacity=capacity)
+            rows = min(whole.count(), active.capacity)
+            assert_same(active.bin_counts, whole.bin_counts)
+            assert_same(
+                active.active_block_indices[:rows], whole.active_block_indices[:rows].copy()
+            )
+            assert (active.active_block_indices[rows:] == -1).all()
+    module._LISTINGS.clear()
+
+
+def test_more_blocks_than_a_table_holds():
+    mask = np.random.default_rng(4).random((2, 150, 90)) < 0.3
+    active = reduce_mask(mask, (150, 90), bsize=1)
+    assert_same(active.active_block_indices, np.argwhere(mask).astype(np.int32))
+
+
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">i2"])
+def test_numbers_of_swapped_bytes(dtype):
+    mask = np.array([[[0, 1, 2, 300]]], dtype)
+    for tol, expected in ((-1, [0, 1, 2, 3]), (0, [1, 2, 3]), (1, [2, 3]), (255, [3])):
+        active = reduce_mask(mask, (1, 4), bsize=1, tol=tol)
+        assert active.active_block_indices[:, 2].tolist() == expected
+
+
+def test_a_wrong_option_is_refused_after_a_right_one_that_is_equal():
+    mask = np.ones((1, 4, 4), bool)
+    for _ in range(2):
+        assert reduce_mask(mask, (2, 2), bsize=(2, 2), capacity=1).count() == 4
+        with pytest.raises(ShapeError, match="bsize"):
+            reduce_mask(mask, (2, 2), bsize=(2.0, 2), capacity=1)
+        with pytest.raises(ShapeError, match="capacity"):
+            reduce_mask(mask, (2, 2), bsize=(2, 2), capacity=True)
+        with pytest.raises(ShapeError, match="contiguous"):
+            reduce_mask(mask.transpose(0, 2, 1), (2, 2), bsize=(2, 2), capacity=1)

@@ -292,3 +292,22 @@ def test_an_image_of_more_than_two_to_the_31_elements(require):
     assert_same(sparse_gather(y, *active, bsize=16), (blocks + blocks).astype(cupy.int8))
     del x, y
     cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("c", [3, 256])
+def test_layouts_change_in_rows_with_gaps(data_format, add, c):
+    """Blocks so large that a gap cuts a copy in two, and so many channels that it goes in steps."""
+    rng = np.random.default_rng(6)
+    x = rng.random((1, 30, 30, c), np.float32)
+    indices = np.array([[0, 0, 1], [0, 0, 2], [7, 0, 0], [0, 1, 3], [0, 2, 0], [0, 3, 1]], np.int32)
+    where = np.array([len(indices)], np.int32), indices
+    blocks = rng.random((len(indices), 8, 8, c), np.float32)
+    expected = sparse_scatter(blocks, *where, x, bsize=8, add=add)
+    if data_format == "NHWC":
+        blocks = np.ascontiguousarray(blocks.transpose(0, 3, 1, 2))
+    else:
+        x, expected = (np.ascontiguousarray(a.transpose(0, 3, 1, 2)) for a in (x, expected))
+    options = {"bsize": 8, "add": add, "transpose": True, "data_format": data_format}
+    assert_same(sparse_scatter(blocks, *where, x, **options), expected)

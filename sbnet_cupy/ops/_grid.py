@@ -217,9 +217,9 @@ def windows(y, layout, size):
     else:
         c_step, h_step, w_step = steps
         inner, inner_steps = (layout.C, *size), (c_step, h_step, w_step)
-    return np.lib.stride_tricks.as_strided(
-        y, (layout.N, *positions, *inner), (n_step, h_step, w_step, *inner_steps)
-    )
+    memory = y.reshape(-1).view(np.uint8)
+    shape, steps = (layout.N, *positions, *inner), (n_step, h_step, w_step, *inner_steps)
+    return np.ndarray(shape, y.dtype, memory, 0, steps)
 
 
 def pixels(corners, layout, bsize):
@@ -235,24 +235,21 @@ def swap_layout(target, source):
     """Copy ``source [m, A, B]`` to ``target [m, B, A]``.
 
     Reading down a column touches a cache line in each row. Where the rows lie so that a first-level
-    cache cannot hold those lines, wide elements are moved first, and taken apart afterwards.
+    cache cannot hold those lines, fewer rows are copied at a time. (A line of narrow elements
+    serves more columns: it has to stay for longer.)
     """
-    rows, width = source.shape[1:]
-    wide = 16 // source.itemsize
-    crowded = rows >= 2 * _lines_held(source.strides[1])
-    if not crowded or wide == 1 or width % wide or not source.flags.c_contiguous:
-        np.copyto(target, source.transpose(0, 2, 1))
-        return
-    moved = np.empty((len(source), width // wide, rows), np.complex128)
-    np.copyto(moved, source.view(np.complex128).transpose(0, 2, 1))
-    taken_apart = moved.view(source.dtype).reshape(*moved.shape, wide)
-    grouped = target.reshape(len(source), width // wide, wide, rows)
-    np.copyto(grouped, taken_apart.transpose(0, 1, 3, 2))
+    rows, ways = source.shape[1], 12 if source.itemsize > 2 else 8
+    sets = _sets(source.strides[1])
+    parts = -(-rows // (ways * sets)) if rows >= 16 * sets else 1
+    step = -(-rows // parts)
+    for start in range(0, rows, step):
+        some = slice(start, start + step)
+        np.copyto(target[:, :, some], source[:, some].transpose(0, 2, 1))
 
 
-def _lines_held(step):
-    """Lines, ``step`` bytes apart, that a cache of 64 sets of 8 lines of 64 bytes holds."""
-    return 8 * (64 // math.gcd(64, step // 64) if step % 64 == 0 else 64)
+def _sets(step):
+    """Of the 64 sets of lines in a cache, those that hold lines ``step`` bytes apart."""
+    return 64 // math.gcd(64, step // 64) if step % 64 == 0 else 64
 
 
 def channels_last_view(x, channels_last):

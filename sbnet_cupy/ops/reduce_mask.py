@@ -22,9 +22,9 @@ from .._kernels import vector_bytes
 from ..blocks import is_integer, pair
 from ..errors import DTypeError, ShapeError
 from ._copy_plan import address
-from ._grid import CHUNK_BYTES, resolve_grid
+from ._grid import resolve_grid
+from ._listing import prepare_listing, write_rows
 from ._plans import Plans
-from ._pool import any_above, average_above
 from ._workspace import workspace
 from .active_blocks import ActiveBlocks
 
@@ -103,10 +103,10 @@ def reduce_mask(
     array([[0, 1, 0]], dtype=int32)
     """
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
-    if not is_cupy(mask) or not mask.size:  # with no pixel there is nothing for a GPU to do
-        image, blocks, *call = _resolve(mask, *options)
-        pixels = np.zeros(image.shape) if is_cupy(mask) else image
-        listed = _reduce_mask_numpy(pixels, blocks, *call)
+    if not is_cupy(mask):
+        return ActiveBlocks(*_reduce_mask_numpy(mask, options))
+    if not mask.size:  # there is nothing for a GPU to do
+        *listed, blocks = _reduce_mask_numpy(np.zeros(mask.shape, mask.dtype), options)
         return ActiveBlocks(*map(namespace(mask).asarray, listed), blocks)
     launch = launch_of_mask(mask, options)
     counts, indices = empty((1,), np.int32, mask), empty((launch.rows, 3), np.int32, mask)
@@ -129,8 +129,8 @@ def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset
     """
     sizes, capacity = (block_count, bsize, boffset, bstride), len(indices)
     if not is_cupy(mask):
-        image, *call = _resolve(mask, *sizes, pool["tol"], pool["avgpool"], capacity)
-        counts[...], indices[...] = _reduce_mask_numpy(image, *call)
+        options = (*sizes, pool["tol"], pool["avgpool"], capacity)
+        counts[...], indices[...], _ = _reduce_mask_numpy(mask, options)
         return
     launch = launch_of_mask(mask, (*sizes, pool["tol"], pool["avgpool"], capacity))
     scratch[: launch.slots].fill(0)
@@ -220,51 +220,36 @@ def _threshold(dtype, tol):
     return tol, int(min(max(least, low), high)), least > high
 
 
-def _reduce_mask_numpy(mask, blocks, grid, thresholds, avgpool, capacity):
-    """Pool along the lines, then along the columns: some rows of blocks at a time."""
-    pool = average_above if avgpool else any_above
-    found = []  # (number of a first block, whether it and those after it are active)
-    with np.errstate(invalid="ignore"):  # NaN, also as inf - inf, is not above any threshold
-        for first, lines, rows, start in _parts(mask, blocks, grid, avgpool):
-            sides = (rows, grid.bsize[0], start, grid.bstride[0])
-            sides = sides, (blocks[2], grid.bsize[1], grid.boffset[1], grid.bstride[1])
-            found.append((first, pool(lines, *sides, thresholds).reshape(-1)))
-    counts = empty((1,), np.int32, mask)
-    counts[0] = sum(np.count_nonzero(active) for _, active in found)
-    size = int(counts[0]) if capacity is None else capacity
-    indices = empty((size, 3), np.int32, mask)
+def _reduce_mask_numpy(mask, options):
+    """Pool some rows of blocks at a time, then list those that are active; also return the grid."""
+    key = _LISTINGS.host_key((mask,), options)
+    listing = _LISTINGS.get(key)
+    if listing is None:
+        listing = _LISTINGS.keep(key, prepare_listing(*_resolve(mask, *options)))
+    image = mask if mask.ndim == 3 else mask.reshape(mask.shape[:3])
+    found, count = [], 0
+    for first, pool in listing.parts:
+        active = pool(image).reshape(-1)
+        count += np.count_nonzero(active)
+        found.append((first, active))
+    size = count if listing.capacity is None else listing.capacity
+    memory = empty((_ALIGNED + 3 * size,), np.int32, mask)  # once for both costs less
+    counts, indices = memory[:1], memory[_ALIGNED:].reshape(size, 3)
+    counts[0] = count
     done = 0
     for first, active in found:
-        numbers = active.nonzero()[0][: size - done] + first
-        rows = indices[done : done + len(numbers)]
-        quotient, rows[:, 2] = np.divmod(numbers, blocks[2])
-        rows[:, 0], rows[:, 1] = np.divmod(quotient, blocks[1])
+        numbers = active.nonzero()[0][: size - done]
+        if first:
+            numbers += first
+        write_rows(numbers, indices[done : done + len(numbers)], listing)
         done += len(numbers)
-    indices[done:] = -1
-    return counts, indices
+    if done < size:
+        indices[done:] = -1
+    return counts, indices, listing.blocks
 
 
-def _parts(mask, blocks, grid, avgpool):
-    """Yield (first block, lines, rows of blocks, corner of the first row in the lines).
-
-    A part is whole images, or rows of blocks of one image, and its temporaries fit in
-    ``CHUNK_BYTES``, unless those of one row of blocks do not.
-    """
-    images, rows, columns = blocks
-    if not math.prod(blocks):
-        return
-    (_, height, width), size = mask.shape, grid.bsize[0]
-    row_bytes = width * (32 if avgpool else 2 + grid.bstride[0]) + 16 * columns
-    step = max(CHUNK_BYTES // row_bytes, 1)
-    together = min(max(step // rows, 1), images)  # images
-    step = min(step, rows)
-    for n in range(0, images, together):
-        for row in range(0, rows, step):
-            count = min(step, rows - row)
-            start = grid.boffset[0] + grid.bstride[0] * row
-            low, high = min(max(start, 0), height), start + grid.bstride[0] * (count - 1) + size
-            lines = mask[n : n + together, low : max(high, low)]
-            yield (n * rows + row) * columns, lines, count, start - low
+_LISTINGS = Plans(most=64)  # those of huge masks have hundreds of parts
+_ALIGNED = 16  # numbers of 4 bytes: 64
 
 
 def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):

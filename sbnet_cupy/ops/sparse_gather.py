@@ -125,7 +125,7 @@ def sparse_gather(
         launch.run(x, bin_counts, active_block_indices, out, scale, shift)
         return out
 
-    shape, layout, grid = resolve_gather(*arrays, *options)
+    shape, layout, grid = _resolve(arrays, options)
     if out is None:
         out = empty(shape, x.dtype, x)
     else:
@@ -154,6 +154,7 @@ class _Launch(NamedTuple):
 
 
 _PLANS = Plans()
+_RESOLVED = Plans()  # shape, layout and grid of calls with NumPy arrays
 
 
 def launch_of_gather(x, bin_counts, active_block_indices, out, scale, shift, options):
@@ -164,6 +165,12 @@ def launch_of_gather(x, bin_counts, active_block_indices, out, scale, shift, opt
 
 
 _ARRAY_NAMES = ("x", "bin_counts", "active_block_indices", "scale", "shift")
+
+
+def _resolve(arrays, options):
+    """Check all arguments but ``out``, unless the like of them were: see :func:`resolve_gather`."""
+    key = _RESOLVED.host_key(arrays, options)
+    return _RESOLVED.get(key) or _RESOLVED.keep(key, resolve_gather(*arrays, *options))
 
 
 def resolve_gather(

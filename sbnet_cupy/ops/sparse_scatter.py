@@ -30,7 +30,7 @@ from ._grid import (
     swap_layout,
     windows,
 )
-from ._narrow import add_rounded
+from ._narrow import adder
 from ._plans import Plans
 
 
@@ -121,9 +121,7 @@ def sparse_scatter(
     key = _PLANS.key((x, *arrays[:3], out), options) if is_cupy(x) else None
     launch = _PLANS.get(key)
     if launch is None:
-        layout, grid = resolve_scatter(
-            arrays, bsize, boffset, bstride, add, atomic, transpose, data_format
-        )
+        layout, grid = _resolve(arrays, options[:-1])
     others = arrays[: 3 if in_place else 4]
     if out is None:
         out = empty(x.shape, x.dtype, x)
@@ -148,6 +146,7 @@ def sparse_scatter(
 
 
 _PLANS = Plans()
+_RESOLVED = Plans()  # layout and grid of calls with NumPy arrays
 
 
 def launch_of_scatter(y, bin_counts, active_block_indices, blocks, options):
@@ -190,6 +189,12 @@ def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
     return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
 
 
+def _resolve(arrays, options):
+    """Check all arguments but ``out``, unless the like of them were; return layout and grid."""
+    key = _RESOLVED.host_key(arrays, options)
+    return _RESOLVED.get(key) or _RESOLVED.keep(key, resolve_scatter(arrays, *options))
+
+
 def resolve_scatter(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format):
     """Check all arguments but ``out``; return the layout and the grid."""
     blocks, bin_counts, active_block_indices, x = arrays
@@ -223,22 +228,33 @@ def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, g
     corners = meeting(corners, layout, grid.bsize)
     if not len(corners.rows):
         return
+    add = adder(y.dtype) if add else None
     if overlap:
         _scatter_pixels(blocks, corners, y, layout, grid.bsize, add)
         return
+    # Sums of halves take two words for each of them besides: fewer are added at a time.
+    part_bytes = blocks[:1].nbytes * (2 if add and y.dtype == np.float16 else 1)
     for (i0, i1), (j0, j1), cut in inside_pieces(corners, layout, grid.bsize):
         every = windows(y, layout, (i1 - i0, j1 - j0))
         inner = (slice(i0, i1), slice(j0, j1))
         inner = (*inner, slice(None)) if layout.blocks_channels_last else (slice(None), *inner)
         # A run of blocks that is only written needs no temporaries.
-        copied = add or layout.channels_last != layout.blocks_channels_last
-        copied = copied or not isinstance(row_index(cut.rows), slice)
-        for part in chunks(cut, blocks[:1].nbytes) if copied else [cut]:
+        swapped = layout.channels_last != layout.blocks_channels_last
+        copied = add or swapped or not isinstance(row_index(cut.rows), slice)
+        for part in chunks(cut, part_bytes) if copied else [cut]:
             values = blocks[(row_index(part.rows), *inner)]
-            if layout.channels_last != layout.blocks_channels_last:
+            if swapped:
                 values = _swapped(values, layout.blocks_channels_last)
-            place = part.n, part.h0 + i0, part.w0 + j0
-            every[place] = add_rounded(every[place], values) if add else values
+            _put(every, (part.n, part.h0 + i0, part.w0 + j0), values, add)
+
+
+def _put(image, place, values, add):
+    """``image[place] = values``, or ``+=`` with a function that adds; no pixel comes twice."""
+    if add:
+        total = np.ascontiguousarray(image[place])
+        add(total, values)
+        values = total
+    image[place] = values
 
 
 def _swapped(blocks, channels_last):
@@ -259,7 +275,7 @@ def _scatter_pixels(blocks, corners, y, layout, bsize, add):
         flat, valid = pixels(part, layout, bsize)
         flat, values = flat[valid], stack[row_index(part.rows)][valid]
         if add:
-            _add_in_order(image, flat, values, layout)
+            _add_in_order(image, flat, values, layout, add)
         else:
             image[_position(flat, layout)] = values
 
@@ -270,7 +286,7 @@ def _position(flat, layout):
     return n, *np.divmod(hw, layout.W)
 
 
-def _add_in_order(image, flat, values, layout):
+def _add_in_order(image, flat, values, layout, add):
     """``image[flat] += values`` one after another where a pixel comes more than once.
 
     The k-th value of every pixel is added in the k-th round, so that each round meets a pixel once.
@@ -282,8 +298,7 @@ def _add_in_order(image, flat, values, layout):
     turn = np.arange(len(order)) - np.repeat(starts, group_sizes)
     for k in range(int(group_sizes.max(initial=0))):
         now = order[turn == k]
-        index = _position(flat[now], layout)
-        image[index] = add_rounded(image[index], values[now])
+        _put(image, _position(flat[now], layout), values[now], add)
 
 
 def _combination(y, add):
