@@ -111,10 +111,15 @@ def _vary(array, axes):
     return jax.lax.pvary(array, more)
 
 
+def has_gpu():
+    """Whether JAX has a GPU, and so may call on one."""
+    return jax.default_backend() in ("gpu", "cuda")
+
+
 @functools.cache
 def _check_gpu():
     """Raise ImportError where JAX computes on a GPU and CuPy, which does it for us, is missing."""
-    if jax.default_backend() in ("gpu", "cuda"):
+    if has_gpu():
         try:
             import cupy  # noqa: F401
         except ImportError as error:

@@ -230,6 +230,14 @@ def require_kernel(x, weights, bsize, rows, precision, out=None):
         )
 
 
+def packed_bytes(x, weights, bsize, rows, precision):
+    """Return how many bytes the packed weights of a call take; 0 where there is no CUDA kernel."""
+    if not x.size or missing_kernel(x, weights, bsize, rows, precision) is not None:
+        return 0
+    plan = _plan(x, weights, cut_blocks(bsize, x.shape[1:3]), rows)
+    return plan.cluster * plan.packed_bytes(_case(x, weights))
+
+
 def _case(x, weights):
     """Describe the unit to the planner."""
     tables = {weights.scale1.dtype, weights.shift1.dtype}
