@@ -10,6 +10,7 @@ from ..blocks import BlockParams
 from ..errors import DeviceError, DTypeError
 from ..ops.active_blocks import ActiveBlocks
 from ..ops.bottleneck_weights import BottleneckWeights
+from ._callbacks import has_gpu
 
 jax.tree_util.register_dataclass(
     ActiveBlocks, data_fields=["bin_counts", "active_block_indices"], meta_fields=["grid"]
@@ -37,7 +38,7 @@ def computes_on_gpu(x):
     else:
         chosen = jax.config.jax_default_device
         platform = getattr(chosen, "platform", chosen) or jax.default_backend()
-    return platform in ("gpu", "cuda")
+    return platform in ("gpu", "cuda") and has_gpu()
 
 
 def _stand_in(name, value):

@@ -62,7 +62,7 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
     alias : dict, optional
         Which array (by position) may be the memory of which result, and holds its first contents.
     """
-    _check_gpu()
+    has_gpu()  # and CuPy, or this raises
     extra = [jax.ShapeDtypeStruct((scratch,), np.uint8)] if scratch else []
     found = _buffer_callback(
         _callback(body, spec, bool(scratch)),
@@ -111,21 +111,18 @@ def _vary(array, axes):
     return jax.lax.pvary(array, more)
 
 
-def has_gpu():
-    """Whether JAX has a GPU, and so may call on one."""
-    return jax.default_backend() in ("gpu", "cuda")
-
-
 @functools.cache
-def _check_gpu():
-    """Raise ImportError where JAX computes on a GPU and CuPy, which does it for us, is missing."""
-    if has_gpu():
-        try:
-            import cupy  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "sbnet_cupy.jax needs CuPy for arrays on a GPU; pip install 'sbnet-cupy[cuda13x]'"
-            ) from error
+def has_gpu():
+    """Whether JAX has a GPU; raise ImportError where CuPy, which computes there, is missing."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return False
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "sbnet_cupy.jax needs CuPy for arrays on a GPU; pip install 'sbnet-cupy[cuda13x]'"
+        ) from error
+    return True
 
 
 # ------------------------------------------------------------------------- inside the callback

@@ -6,6 +6,7 @@ from ..layers.residual import goes_fused as goes_fused_unit
 from ..layers.residual import what_is_uncovered
 from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
 from ..layers.sparse_conv import goes_fused as goes_fused_conv
+from ..ops._grid import check_indices
 from ..ops.bottleneck_weights import BottleneckWeights, check_unit
 from ..ops.conv2d import check_precision, resolve_problem
 from ._arguments import computes_on_gpu, stand_ins
@@ -73,7 +74,7 @@ def sparse_conv2d(
     16
     """
     check_method(method)
-    counts, rows = split_indices(indices)
+    indices = split_indices(indices)
     shown = stand_ins(x=x, w=w, bias=bias, base=base)
     options = (strides, padding, activation, data_format, w_format, precision)
     problem = resolve_problem(*shown[:2], *options)
@@ -84,9 +85,10 @@ def sparse_conv2d(
         check_array("bias", shown[2], shape=(problem.channels_out,), kinds="f")
     shape = (x.shape[0], *problem.out_shape)
     check_base(shown[3], shape, shown[0])
+    _check_indices(indices, shown[0])
 
-    kernel_for = (shown[0], problem, block_params.bsize_out, len(rows))
-    arrays = (base, x, counts, rows, w, bias)
+    kernel_for = (shown[0], problem, block_params.bsize_out, len(indices[1]))
+    arrays = (base, x, *indices, w, bias)
     spec = ConvSpec(problem, block_params, method)
     if goes_fused_conv(method, computes_on_gpu(x), kernel_for) and x.size:
         return conv_op(spec)(*arrays)
@@ -160,12 +162,20 @@ def sparse_res_block_bottleneck(
     shape = (x.shape[0], *output_size(image_hw, (3, 3), strides, "SAME"), cout)
     check_base(under, shape, image)
 
+    _check_indices(indices, image)
+
     kernel_for = (image, shown, block_params.bsize_out, len(indices[1]), precision)
     uncovered = what_is_uncovered(strides, w_project)
     spec = UnitSpec(block_params, strides, precision, method)
     if goes_fused_unit(method, computes_on_gpu(x), uncovered, kernel_for):
         return unit_op(spec)(base, x, *indices, *weights._arrays())
     return gathered_unit(spec, base, x, *indices, weights, w_project)
+
+
+def _check_indices(indices, image):
+    """Check the table of blocks."""
+    names = ("bin_counts", "active_block_indices")
+    check_indices(*stand_ins(**dict(zip(names, indices, strict=True))), like=image)
 
 
 def _weight_stand_ins(weights):
