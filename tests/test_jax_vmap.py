@@ -4,7 +4,20 @@ import functools
 
 import numpy as np
 import pytest
-from adapter_cases import COUNT, OVERLAP, PLAIN, ROWS, TWICE, X, normal, same, stack
+from adapter_cases import (
+    COUNT,
+    MASK,
+    OVERLAP,
+    PLAIN,
+    ROWS,
+    TWICE,
+    X,
+    grid_of,
+    layer,
+    normal,
+    same,
+    stack,
+)
 from assertions import to_numpy
 
 import sbnet_cupy as sb
@@ -72,3 +85,65 @@ def test_vmap_of_the_rest(sbj, place, jax):
     actual = twice(place.make(MANY.reshape(2, 2, *X.shape)))
     expected = np.stack([sb.sparse_gather(x, COUNT, ROWS, bsize=4) for x in MANY])
     same(actual, expected.reshape(2, 2, *expected.shape[1:]))
+
+
+def whole(*shape, seed=0):
+    """Return whole numbers, of which sums are exact in any order."""
+    return np.random.default_rng([4, seed]).integers(-2, 3, shape).astype(np.float32)
+
+
+def tables_of(active):
+    """Return four tables of as many rows: as they are, none, half of them, all in reverse."""
+    counts, rows = active
+    count = np.clip([counts, 0 * counts, counts // 2, 0 * counts + len(rows)], 0, len(rows))
+    return count.astype(np.int32), np.stack([rows, rows, rows, rows[::-1]])
+
+
+@pytest.mark.parametrize(
+    "in_axes",
+    [(0, None, None, None, None), (0, None, 0, 0, 0), (None, None, None, 0, None),
+     (None, None, None, None, 0), (0, 0, None, None, 0)],
+)  # fmt: skip
+def test_vmap_of_a_fused_conv(sbj, place, jax, in_axes):
+    """Mapped weights run once for each member; all else joins the images."""
+    params, active = layer()
+    one = whole(*X.shape), whole(3, 3, 3, 4), *active, whole(*X.shape[:3], 4)
+    many = (whole(4, *X.shape), whole(4, 3, 3, 3, 4), *tables_of(active),
+            whole(4, *X.shape[:3], 4))  # fmt: skip
+    arrays = [m if axis == 0 else o for axis, m, o in zip(in_axes, many, one, strict=True)]
+
+    def convolve(x, w, counts, rows, base=None):
+        return sbj.sparse_conv2d(x, w, (counts, rows), params, base=base, method="fused")
+
+    vmap_compare(place, jax, convolve, in_axes, *arrays)
+    if in_axes[:4] != (None,) * 4:
+        vmap_compare(place, jax, convolve, in_axes[:4], *arrays[:4])
+
+
+@pytest.mark.parametrize("mapped_weights", [False, True])
+@pytest.mark.parametrize("with_base", [False, True])
+def test_vmap_of_a_fused_unit_and_its_gradient(sbj, place, jax, mapped_weights, with_base):
+    shape = (2, 8, 9, 16)
+    params = sb.calc_block_params_res_block(shape, 5, [1, 3, 1])
+    active = sb.reduce_mask(MASK, params.bcount, capacity=30, **grid_of(params))
+    pair = tuple(map(place.make, active))
+    shapes = [(1, 1, 16, 4), (3, 3, 4, 4), (1, 1, 4, 16), (16,), (16,), *[(4,)] * 4]
+    many = (4,) if mapped_weights else ()
+    weights = [np.clip(whole(*many, *s, seed=i), -1, 1) for i, s in enumerate(shapes)]
+    arrays = whole(4, *shape), whole(4, *shape, seed=20), *weights
+
+    def unit(x, base, *weights):
+        options = {"base": base if with_base else None, "precision": "tf32", "method": "fused"}
+        return sbj.sparse_res_block_bottleneck(
+            x, sb.BottleneckWeights(*weights), pair, params, **options
+        )
+
+    def gradient(x, base, *weights):
+        def linear(*given):
+            return (base * unit(*given)).sum()
+
+        return jax.grad(linear, argnums=range(11))(x, base, *weights)
+
+    in_axes = (0, 0, *[0 if mapped_weights else None] * 9)
+    vmap_compare(place, jax, unit, in_axes, *arrays)
+    vmap_compare(place, jax, gradient, in_axes, *arrays)
