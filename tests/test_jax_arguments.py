@@ -126,4 +126,4 @@ def test_without_jax_or_with_an_old_one(jax, missing, message):
 def test_the_prototype_of_ctypes_is_left_alone(sbj):
     assert ctypes.pythonapi.PyCapsule_GetPointer is not sys.modules[
         "sbnet_cupy.jax._callbacks"
-    ]._capsule_pointer
+    ]._capsule_words

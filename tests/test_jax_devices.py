@@ -3,9 +3,11 @@
 Each test is a program of its own, because XLA reads its flags once.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
+import types
 
 import ml_dtypes
 import numpy as np
@@ -217,29 +219,21 @@ def test_shard_map_over_the_batch(jax):
         + SHARDED.replace("DEVICES", "2"), flags)  # fmt: skip
 
 
-class Buffer:
-    """What XLA hands over, on a GPU that is not there: memory of NumPy under its name."""
-
-    def __init__(self, array, dtype):
-        self._array, self.dtype, self.shape = array, np.dtype(dtype), array.shape
-
-    def __dlpack__(self):
-        return self._array.__dlpack__()
-
-
-def test_buffers_on_a_gpu_and_pieces_of_scratch(jax, require):
+def test_views_on_a_gpu_and_pieces_of_scratch(jax, require):
     """Addresses, shapes and dtypes are right without a GPU too, as nothing is read or launched."""
     cupy = require("cupy")
     from sbnet_cupy.jax import _callbacks
 
     memory = np.zeros((4, 512), np.uint16)
-    for dtype in (np.uint16, np.float16, ml_dtypes.bfloat16):
-        view = _callbacks._cupy_view(Buffer(memory, dtype), 0)
-        assert view.data.ptr == memory.ctypes.data and view.data.device_id == 0
-        assert (view.shape, view.dtype, view.nbytes) == ((4, 512), np.dtype(dtype), 4096)
+    place = memory.ctypes.data
+    assert _callbacks.address(memory) == place
+    for dtype in map(np.dtype, (np.uint16, np.float16, ml_dtypes.bfloat16)):
+        view = _callbacks._cupy_view(place, ((4, 512), dtype), 0)
+        assert view.data.ptr == place and view.data.device_id == 0
+        assert (view.shape, view.dtype, view.nbytes) == ((4, 512), dtype, 4096)
         assert view.flags.c_contiguous
-    assert _callbacks._cupy_view(None, 0) is None
-    scratch = _callbacks._cupy_view(Buffer(memory.view(np.uint8).reshape(-1), np.uint8), 0)
+    assert _callbacks._cupy_view(None, None, 0) is None
+    scratch = _callbacks._cupy_view(place, ((4096,), np.dtype(np.uint8)), 0)
     assert scratch.view("uint64").shape == (512,)
     with _callbacks.allocating_from(scratch):
         found = [cupy.empty(n, np.int32) for n in (1, 65, 1, 200)]
@@ -249,6 +243,55 @@ def test_buffers_on_a_gpu_and_pieces_of_scratch(jax, require):
     assert starts == [0, 256, 768, 1024]
     assert sum(_callbacks.piece_bytes(array.nbytes) for array in found) == 1024 + 1024
     assert _callbacks._Stream(1234).__cuda_stream__() == (0, 1234)
+
+
+class Buffer:
+    """What XLA hands over, on a GPU that is not there: memory of NumPy under its name."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self):
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+def test_views_are_made_once_for_the_same_memory(jax, require, monkeypatch):
+    """And for other memory anew, of which not more than some are kept."""
+    require("cupy")
+    from sbnet_cupy.jax import _callbacks
+
+    entered, seen = [], []
+    monkeypatch.setattr(
+        _callbacks, "_entered", lambda *where: entered.append(where) or contextlib.nullcontext()
+    )
+    monkeypatch.setattr(_callbacks, "_MOST_VIEWS", 2)
+    made = []
+    view = _callbacks._cupy_view
+    monkeypatch.setattr(_callbacks, "_cupy_view", lambda *a: made.append(a[0]) or view(*a))
+
+    def body(spec, results, scratch, x, nothing, y):
+        assert nothing is None and spec == "options"
+        seen.append([array.data.ptr for array in (*results, scratch, x, y)])
+
+    kind, byte = ((3, 4), np.dtype(np.float32)), np.dtype(np.uint8)
+    kinds = (kind, ((64,), byte), kind, None, ((48,), byte))
+    callback = _callbacks._callback(body, "options", kinds, 1, True)
+    context = types.SimpleNamespace(stream=7)
+    memory = np.zeros((4, 256), np.uint8)
+
+    def call(*lines):
+        out, scratch, x, y = (Buffer(memory[line]) for line in lines)
+        callback(context, [out, scratch], x, None, y)
+        assert seen[-1] == [memory[line].ctypes.data for line in lines]
+
+    for lines, views in (((0, 1, 2, 3), 5), ((0, 1, 2, 3), 5), ((1, 0, 2, 3), 10),
+                         ((0, 1, 2, 3), 10), ((3, 2, 1, 0), 15), ((0, 1, 2, 3), 20)):  # fmt: skip
+        call(*lines)
+        assert len(made) == views
+    assert entered == [(7, 0)] * 6
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ moment, also when a command buffer is replayed. Arguments have been checked.
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from ._arguments import stand_ins
 from ._callbacks import allocating_from, call, has_gpu, piece_bytes, vary_alike
 from ._gathered import gathered_conv, gathered_unit
 from ._mapped import one_by_one, one_list, spread
+
+core_conv, core_unit = map(inspect.unwrap, (fused_conv, fused_bottleneck))  # without their door
 
 
 def _differentiable(spec, fused, gathered, again):
@@ -110,7 +113,7 @@ def _conv_body(spec, results, scratch, base, x, counts, indices, w, bias):
     """Write the active pixels of the result, which holds the base already."""
     problem = spec.problem
     with allocating_from(scratch):
-        fused_conv(
+        core_conv(
             x, w, counts, indices, bsize=spec.block_params.bsize_out, strides=problem.strides,
             padding=problem.pads, bias=bias, activation=problem.activation,
             data_format="NHWC" if problem.channels_last else "NCHW", w_format=problem.w_format,
@@ -150,7 +153,7 @@ def unit_op(spec):
 def _unit_body(spec, results, scratch, base, x, counts, indices, *weights):
     """Write the active pixels of the result, which holds the base already."""
     with allocating_from(scratch):
-        fused_bottleneck(
+        core_unit(
             x, BottleneckWeights(*weights), counts, indices, bsize=spec.block_params.bsize_out,
             precision=spec.precision, out=results[0],
         )  # fmt: skip
