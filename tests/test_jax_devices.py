@@ -155,9 +155,9 @@ def small(*shape):
 
 @jax.jit
 def compute(x, mask, w, weights):
-    active = sbj.reduce_mask(mask, params.bcount, capacity=16, **grid)
+    active = sbj.reduce_mask(mask, params.bcount, capacity=32, **grid)
     y = sbj.sparse_conv2d(x, w, active, params, activation="relu", method=METHOD)
-    active = sbj.reduce_mask(mask, unit_params.bcount, capacity=16, **unit_grid)
+    active = sbj.reduce_mask(mask, unit_params.bcount, capacity=32, **unit_grid)
     return sbj.sparse_res_block_bottleneck(y, weights, active, unit_params, method=METHOD)
 
 for data in range(4):

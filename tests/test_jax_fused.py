@@ -7,6 +7,7 @@ import importlib
 import numpy as np
 import pytest
 from adapter_cases import BFLOAT16, COUNT, MASK, X, grid_of, layer, normal, same
+from assertions import assert_close, to_numpy
 
 import sbnet_cupy as sb
 
@@ -214,8 +215,7 @@ def test_gradient_of_conv_is_that_of_the_gathered_one(sbj, place, jax, dtype, op
         return jax.jit(jax.grad(linear, argnums=range(len(given))))(*given)
 
     for fused, gathered in zip(gradient("fused"), gradient("gather"), strict=True):
-        assert fused.dtype == gathered.dtype
-        same(fused, gathered)
+        alike(place, fused, gathered, dtype)
 
 
 @pytest.mark.parametrize("with_base", [False, True])
@@ -235,7 +235,19 @@ def test_gradient_of_the_unit_is_that_of_the_gathered_one(sbj, place, jax, with_
 
     fused, gathered = gradient("fused"), gradient("gather")
     assert type(fused[1]) is sb.BottleneckWeights
-    jax.tree_util.tree_map(same, fused, gathered)
+    jax.tree_util.tree_map(functools.partial(alike, place, dtype=np.float16), fused, gathered)
+
+
+def alike(place, actual, expected, dtype):
+    """The same bits where XLA convolves the same in two programs; on a GPU it may choose anew."""
+    if place.name == "cpu":
+        return same(actual, expected)
+    actual, expected = map(to_numpy, (actual, expected))
+    assert actual.dtype == expected.dtype
+    wide = expected.astype(np.float64)
+    size = np.full(wide.shape, np.abs(wide).max())
+    terms = 8 if np.dtype(dtype).itemsize == 2 else 27 * X.size  # rounded each; or sums of products
+    return assert_close(actual, wide, terms=terms, dtype=dtype, magnitude=size)
 
 
 def test_gradients_of_any_order(sbj, jax):
