@@ -3,11 +3,9 @@
 Each test is a program of its own, because XLA reads its flags once.
 """
 
-import contextlib
 import os
 import subprocess
 import sys
-import types
 
 import ml_dtypes
 import numpy as np
@@ -243,55 +241,6 @@ def test_views_on_a_gpu_and_pieces_of_scratch(jax, require):
     assert starts == [0, 256, 768, 1024]
     assert sum(_callbacks.piece_bytes(array.nbytes) for array in found) == 1024 + 1024
     assert _callbacks._Stream(1234).__cuda_stream__() == (0, 1234)
-
-
-class Buffer:
-    """What XLA hands over, on a GPU that is not there: memory of NumPy under its name."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack__(self):
-        return self._array.__dlpack__()
-
-    def __dlpack_device__(self):
-        return 2, 0
-
-
-def test_views_are_made_once_for_the_same_memory(jax, require, monkeypatch):
-    """And for other memory anew, of which not more than some are kept."""
-    require("cupy")
-    from sbnet_cupy.jax import _callbacks
-
-    entered, seen = [], []
-    monkeypatch.setattr(
-        _callbacks, "_entered", lambda *where: entered.append(where) or contextlib.nullcontext()
-    )
-    monkeypatch.setattr(_callbacks, "_MOST_VIEWS", 2)
-    made = []
-    view = _callbacks._cupy_view
-    monkeypatch.setattr(_callbacks, "_cupy_view", lambda *a: made.append(a[0]) or view(*a))
-
-    def body(spec, results, scratch, x, nothing, y):
-        assert nothing is None and spec == "options"
-        seen.append([array.data.ptr for array in (*results, scratch, x, y)])
-
-    kind, byte = ((3, 4), np.dtype(np.float32)), np.dtype(np.uint8)
-    kinds = (kind, ((64,), byte), kind, None, ((48,), byte))
-    callback = _callbacks._callback(body, "options", kinds, 1, True)
-    context = types.SimpleNamespace(stream=7)
-    memory = np.zeros((4, 256), np.uint8)
-
-    def call(*lines):
-        out, scratch, x, y = (Buffer(memory[line]) for line in lines)
-        callback(context, [out, scratch], x, None, y)
-        assert seen[-1] == [memory[line].ctypes.data for line in lines]
-
-    for lines, views in (((0, 1, 2, 3), 5), ((0, 1, 2, 3), 5), ((1, 0, 2, 3), 10),
-                         ((0, 1, 2, 3), 10), ((3, 2, 1, 0), 15), ((0, 1, 2, 3), 20)):  # fmt: skip
-        call(*lines)
-        assert len(made) == views
-    assert entered == [(7, 0)] * 6
 
 
 @pytest.mark.gpu

@@ -296,7 +296,7 @@ def test_what_is_not_covered_says_so(sbj, jax):
 @pytest.fixture
 def gpu_plans(monkeypatch):
     """Plans of a GPU that is not there; XLA computes on the CPU all the same."""
-    from test_fused_conv_on_host import AMPERE
+    from fused_on_host import AMPERE
 
     for name in ("fused_conv", "fused_bottleneck"):
         module = importlib.import_module(f"sbnet_cupy.ops.{name}")
@@ -340,18 +340,20 @@ def test_auto_asks_where_it_runs(sbj, jax, gpu_plans):
         jax.tree_util.tree_map(same, value_and_grad("auto"), value_and_grad("gather"))
 
 
+PACKS = ("_packed", "_packed_weights")
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=str)
 @pytest.mark.parametrize("name", ["conv", "unit"])
 def test_the_cuda_kernels_inside_jit(sbj, jax, require, gpu_plans, monkeypatch, name, dtype):
     """What a GPU would run, with weights packed in our scratch: exact for whole numbers."""
     require("g++")
     import host_cuda
+    from host_memory import Memory
 
-    hosted = importlib.import_module(
-        "test_fused_conv_on_host" if name == "conv" else "test_fused_bottleneck_on_host"
-    )
+    tests = "test_fused_conv_on_host" if name == "conv" else "test_fused_bottleneck_on_host"
+    hosted = importlib.import_module(tests).OP
     fused, pieces = importlib.import_module("sbnet_cupy.jax._fused"), []
-    spare = 2 * 256 if (name, dtype) == ("unit", np.float16) else 0  # CuPy widens two tables there
 
     @contextlib.contextmanager
     def allocating_from(scratch):
@@ -366,10 +368,11 @@ def test_the_cuda_kernels_inside_jit(sbj, jax, require, gpu_plans, monkeypatch, 
             return pieces[-1].view(dtype).reshape(shape)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hosted.op, "empty", empty)
-            patch.setattr(importlib.import_module("sbnet_cupy.ops._packed_weights"), "empty", empty)
+            packs = (importlib.import_module(f"sbnet_cupy.ops.{name}") for name in PACKS)
+            for module in (hosted.module, *packs):
+                patch.setattr(module, "empty", empty)
             yield
-        assert left[0].nbytes == spare  # what was asked for is what is needed
+        assert not left[0].nbytes  # what was asked for is what is needed
 
     monkeypatch.setattr(fused, "allocating_from", allocating_from)
     rng = np.random.default_rng(4)
@@ -390,12 +393,12 @@ def test_the_cuda_kernels_inside_jit(sbj, jax, require, gpu_plans, monkeypatch, 
     expected = call(sb, *given)
     with jax.default_device(jax.devices("cpu")[0]):
         arrays = hand_over(given, jax.numpy.asarray)
-        with hosted.device(host_cuda.launch, gpu_plans, 4, hosted.Memory()) as launched:
+        with hosted.device(host_cuda.launch, gpu_plans, 4, Memory()) as launched:
             compiled = jax.jit(functools.partial(call, sbj))
             for _ in range(2):
                 same(compiled(*arrays).block_until_ready(), expected)
     assert len(launched) == 4 and len({*launched}) == 2  # each time packed, each time computed
-    assert len(pieces) == 2
+    assert len(pieces) == (6 if (name, dtype) == ("unit", np.float16) else 2)  # with two tables
 
 
 def whole_weights(rng, dtype):

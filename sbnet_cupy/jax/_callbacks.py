@@ -17,6 +17,8 @@ try:
 except ImportError as error:
     raise ImportError("sbnet_cupy.jax needs JAX; pip install 'sbnet-cupy[jax]'") from error
 
+from .._kernels import recorded
+
 
 def _find_buffer_callback():
     """Return ``buffer_callback``, or say which JAX has it."""
@@ -36,7 +38,7 @@ def _find_buffer_callback():
 
 _buffer_callback = _find_buffer_callback()
 _PIECE = 256  # bytes; pieces of scratch begin at multiples of it
-_MOST_VIEWS = 64  # sets of addresses for which a callback keeps its arrays
+_MOST_PLACES = 64  # sets of addresses for which a callback keeps its launches
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 # Without touching the prototype that everybody shares through ctypes.pythonapi.
@@ -52,7 +54,8 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
     ----------
     body : function
         Gets NumPy arrays on a CPU and CuPy arrays on a GPU, in XLA's memory, and fills the results.
-        It must allocate nothing on a GPU, except through :func:`allocating_from`.
+        On a GPU it must allocate nothing, except through :func:`allocating_from`, and do nothing
+        but launch our kernels and what goes through ``enqueue``: that is what is done again.
     spec : hashable
         What else the body needs. The same body and spec are the same callback, compiled once.
     results : sequence of jax.ShapeDtypeStruct
@@ -80,9 +83,10 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
 def _callback(body, spec, kinds, results, has_scratch):
     """Return what XLA calls; the same object for the same body, spec, shapes and dtypes.
 
-    ``kinds`` are (shape, dtype) of so many results, scratch, and what is read.
+    ``kinds`` are (shape, dtype) of so many results, scratch, and what is read. XLA gives the same
+    memory again and again: what a body launched on it the first time is launched again.
     """
-    views = {}  # CuPy arrays by where their memory is: XLA gives the same again and again
+    known = {}  # the launches, by where the memory is
 
     def callback(context, outs, *arrays):
         buffers = (*outs, *arrays)
@@ -91,13 +95,17 @@ def _callback(body, spec, kinds, results, has_scratch):
             run(list(map(_numpy_view, buffers)))
             return
         places = (device, *(None if buffer is None else address(buffer) for buffer in buffers))
-        natives = views.get(places)
-        if natives is None:
-            if len(views) >= _MOST_VIEWS:
-                views.clear()
-            natives = views[places] = list(map(_cupy_view, places[1:], kinds, repeat(device)))
+        launches = known.get(places)
         with _entered(context.stream, device):
-            run(natives)
+            if launches is not None:
+                for launch, arguments in launches:
+                    launch(*arguments)
+                return
+            with recorded() as launches:
+                run(list(map(_cupy_view, places[1:], kinds, repeat(device))))
+        if len(known) >= _MOST_PLACES:
+            known.clear()
+        known[places] = launches
 
     def run(natives):
         first = results + has_scratch

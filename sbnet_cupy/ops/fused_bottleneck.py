@@ -25,6 +25,7 @@ from ._copy_plan import address
 from ._fused_call import LARGEST, MOST_BLOCKS, cut_blocks, resolve_expected
 from ._fused_plan import current_device, expected_blocks, tiles_of_block
 from ._grid import CHUNK_BYTES, Grid, check_indices, inside_image, resolve_grid
+from ._packed import laid_out
 from ._plans import Plans
 from .bottleneck_weights import (
     PackedBottleneck,
@@ -316,9 +317,8 @@ def _prepare_pack(case, plan):
         if packed is None:
             packed = empty((each * plan.cluster,), np.uint8, w1)
             keep_if_capturing(packed)
-        kernels = (w if w.flags.c_contiguous else w.copy(order="C") for w in (w1, w2, w3))
-        wide = (t.astype(np.float32, order="C", copy=False) for t in tables)
-        launch(*kernels, *wide, packed)
+        kernels = (laid_out(w, w.dtype) for w in (w1, w2, w3))
+        launch(*kernels, *(laid_out(table, np.float32) for table in tables), packed)
         return packed
 
     return pack
