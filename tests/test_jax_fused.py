@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import re
 
 import numpy as np
 import pytest
@@ -335,8 +336,11 @@ def test_auto_asks_where_it_runs(sbj, jax, gpu_plans):
 
             return jax.jit(jax.vmap(jax.value_and_grad(loss)))(jax.numpy.stack([w, 2 * w]))
 
-        auto = jax.make_jaxpr(functools.partial(convolution, sbj))(x, w, pair, params)
-        assert "platform_index" in str(auto)
+        traced = jax.jit(functools.partial(convolution, sbj)).trace(x, w, pair, params)
+        for platform, calls, convolutions in (("cuda", 1, 0), ("cpu", 2, 1)):
+            program = traced.lower(lowering_platforms=(platform,)).as_text()
+            assert len(re.findall(r"custom_call @xla_buffer_python", program)) == calls
+            assert len(re.findall(r"stablehlo\.convolution", program)) == convolutions
         jax.tree_util.tree_map(same, value_and_grad("auto"), value_and_grad("gather"))
 
 
