@@ -24,11 +24,15 @@ OPTIONS = [
     PLAIN | {"data_format": "NCHW"},
     OVERLAP | {"data_format": "NCHW", "transpose": True},
 ]
+CHANNELS = 16  # of units: whole 16-byte vectors, which their CUDA kernel needs
 
 
 def normal(*shape, seed=0, dtype=np.float32):
     """Return normal numbers, the same at every call."""
     return np.random.default_rng([3, seed]).standard_normal(shape).astype(dtype)
+
+
+IMAGE = normal(2, 8, 9, CHANNELS, seed=1)
 
 
 def image(options, dtype=np.float32):
@@ -62,3 +66,35 @@ def grid_of(params):
 def same(actual, expected):
     """Compare arrays of whatever library, bit for bit."""
     assert_same(to_numpy(actual), to_numpy(expected))
+
+
+def convolution(module, x, w, active, params, bias=None, base=None, **options):
+    """Call the layer with its optional arrays by position, as jit and grad want them."""
+    return module.sparse_conv2d(x, w, active, params, bias=bias, base=base, **options)
+
+
+def unit_weights(dtype, tables=np.float32, seed=0):
+    """Return the weights of a unit with kernels and tables in these dtypes."""
+    arrays = sb.BottleneckWeights.random(CHANNELS, 8, dtype="float64", seed=seed)._arrays()
+    dtypes = [dtype] * 3 + [tables] * 6
+    return sb.BottleneckWeights(*(a.astype(t) for a, t in zip(arrays, dtypes, strict=True)))
+
+
+def unit_layer():
+    """Return block parameters, and the active blocks of the mask, for a unit on IMAGE."""
+    params = sb.calc_block_params_res_block(IMAGE.shape, 5, [1, 3, 1])
+    return params, sb.reduce_mask(MASK, params.bcount, capacity=30, **grid_of(params))
+
+
+def hand_over(values, make):
+    """Return the values with each array, also those in pairs and containers, handed over."""
+    found = []
+    for value in values:
+        if isinstance(value, np.ndarray):
+            value = make(value)
+        elif isinstance(value, tuple):
+            value = tuple(map(make, value))
+        elif isinstance(value, sb.BottleneckWeights):
+            value = value._map_arrays(make)
+        found.append(value)
+    return found
