@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import types
 
 import host_cuda
@@ -165,3 +166,44 @@ def test_the_launches_done_again_do_the_whole_work(jax, require, call):
     assert any((a != o).any() for a, o in zip(again, old, strict=True))
     for a, expected in zip(again, results, strict=True):
         same(a, expected)
+
+
+@pytest.mark.parametrize(("capturing", "current"), [(0, 1), (0, 0), (1, 1)])
+def test_the_stream_of_xla_is_entered(jax, monkeypatch, capturing, current):
+    """Its object is made once; the device only where it is another, relaxed only in a capture."""
+    from sbnet_cupy.jax import _callbacks
+
+    said = []
+
+    class Context:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            said.append(self.name)
+
+        def __exit__(self, *error):
+            said.append(f"end of {self.name}")
+
+    def from_external(stream):
+        said.append("made")
+        return Context(f"stream {stream.__cuda_stream__()[1]}")
+
+    runtime = types.SimpleNamespace(
+        streamIsCapturing=lambda pointer: capturing, getDevice=lambda: current
+    )
+    stream = types.SimpleNamespace(from_external=from_external)
+    cuda = types.SimpleNamespace(
+        Device=lambda number: Context(f"device {number}"), Stream=stream, runtime=runtime
+    )
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(_callbacks, "_STREAMS", {})
+    monkeypatch.setattr(_callbacks, "_relaxed", lambda: Context("relaxed"))
+    for _ in range(2):
+        with _callbacks._entered(7, 1):
+            said.append("body")
+    outer = ["device 1"] if capturing or not current else []
+    inner = ["relaxed"] if capturing else []
+    entered = [*outer, "stream 7", *inner]
+    whole = [*entered, "body", *(f"end of {name}" for name in reversed(entered))]
+    assert said == ["device 1", "made", "end of device 1", *whole, *whole]

@@ -171,12 +171,12 @@ def _entered(pointer, device):
     capturing = cupy.cuda.runtime.streamIsCapturing(pointer)
     if not capturing and cupy.cuda.runtime.getDevice() == device:
         return stream
-    stack = contextlib.ExitStack()
-    stack.enter_context(cupy.cuda.Device(device))
-    stack.enter_context(stream)
-    if capturing:
-        stack.enter_context(_relaxed())
-    return stack
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cupy.cuda.Device(device))
+        stack.enter_context(stream)
+        if capturing:
+            stack.enter_context(_relaxed())
+        return stack.pop_all()
 
 
 _STREAMS = {}  # (device, pointer) -> CuPy's object for XLA's stream
