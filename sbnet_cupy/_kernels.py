@@ -4,6 +4,7 @@
 disk, loaded with ``cupy.RawModule`` and remembered per device. :func:`compile_cubin` needs no GPU.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -122,6 +123,35 @@ def _cut(grid, most, cluster):
     return (min(grid[0], first), *grid[1:])
 
 
+class _Recording(threading.local):
+    calls = None  # what this thread's calls put on a stream, while somebody records it
+
+
+_RECORDING = _Recording()
+
+
+@contextlib.contextmanager
+def recorded():
+    """Give a list of (function, arguments) of all that is put on a stream within.
+
+    To call them again on the same memory does the same work, with nothing checked or planned. That
+    holds for what comes from here: launches, and what goes through :func:`enqueue`.
+    """
+    before, calls = _RECORDING.calls, []
+    _RECORDING.calls = calls
+    try:
+        yield calls
+    finally:
+        _RECORDING.calls = before
+
+
+def enqueue(function, *arguments):
+    """Call a function of CuPy's that works on the current stream, so that it can be recorded."""
+    if _RECORDING.calls is not None:
+        _RECORDING.calls.append((function, arguments))
+    function(*arguments)
+
+
 class _Launch:
     """A kernel with its grid and scalars; call it with the arrays.
 
@@ -151,6 +181,8 @@ class _Launch:
 
     def __call__(self, *arrays):
         """Launch on the current stream; None is a null pointer."""
+        if _RECORDING.calls is not None and not self._empty:
+            _RECORDING.calls.append((self, arrays))
         addresses = [0 if array is None else array.data.ptr for array in arrays]
         self.on(self._stream(self._device).ptr, addresses)
 

@@ -9,6 +9,7 @@ import importlib
 import os
 import shutil
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -79,6 +80,16 @@ def jax():
 @pytest.fixture(scope="session")
 def tf():
     return require("tensorflow")
+
+
+@pytest.fixture(scope="session")
+def sbj(jax):
+    return importlib.import_module("sbnet_cupy.jax")
+
+
+@pytest.fixture(scope="session")
+def sbt(tf):
+    return importlib.import_module("sbnet_cupy.tensorflow")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -158,6 +169,41 @@ def lib(request):
     name, _, device = request.param.partition("-")
     module = require(name)
     return FRAMEWORKS[name](module, device, require("gpu")) if device else FRAMEWORKS[name](module)
+
+
+def _places():
+    return ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if _gpu_expected() else [])]
+
+
+@pytest.fixture(params=_places(), scope="session")
+def place(request, jax):
+    """A device of JAX, and the library whose results must be the same there."""
+    native = np if request.param == "cpu" else require("gpu")
+    lib = FRAMEWORKS["jax"](jax, request.param, native)
+    return types.SimpleNamespace(
+        name=request.param, make=lib.make, address=lib.address, native=native.asarray
+    )
+
+
+@pytest.fixture(params=["eager", "graph", "unknown sizes"])
+def call_tensors(request, tf):
+    """Ways to call a function of tensors with NumPy arrays."""
+
+    def wrap(function):
+        def with_tensors(*arrays):
+            tensors = [tf.constant(array) for array in arrays]
+            if request.param == "eager":
+                return function(*tensors)
+            specs = None
+            if request.param != "graph":  # a first size, of batch or list, that is not known
+                specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in tensors]
+                specs[1:2] = [tf.TensorSpec(t.shape, t.dtype) for t in tensors[1:2]]
+            return tf.function(function, input_signature=specs, autograph=False)(*tensors)
+
+        return with_tensors
+
+    wrap.static = request.param != "unknown sizes"
+    return wrap
 
 
 @pytest.fixture(scope="module")

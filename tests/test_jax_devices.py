@@ -54,6 +54,41 @@ whole = jax.jit(jax.grad(loss))(w, x, mask)
 bound = 257 * np.finfo(np.float32).eps * np.abs(whole).max() * 8
 np.testing.assert_allclose(np.asarray(gradient), np.asarray(whole), rtol=0, atol=bound)
 
+# The fused layers, with whole numbers: their sums are exact, and so are sums of partial sums.
+x, unit_x = (rng.integers(-2, 3, (4, 8, 8, c)).astype(np.float32) for c in (3, 16))
+w, base = (rng.integers(-2, 3, s).astype(np.float32) for s in (w.shape, (4, 8, 8, 5)))
+unit_params = sb.calc_block_params_res_block(unit_x.shape, 6, [1, 3, 1])
+unit_grid = {name: getattr(unit_params, name) for name in grid}
+shapes = (1, 1, 16, 4), (3, 3, 4, 4), (1, 1, 4, 16), (16,), (16,), (4,), (4,), (4,), (4,)
+weights = [np.clip(rng.integers(-1, 2, s), -1, 1).astype(np.float32) for s in shapes]
+weights = sb.BottleneckWeights(*weights)
+fused = {"precision": "tf32", "method": "fused"}
+
+def both(images, learned):
+    x, unit_x, mask, base = images
+    w, weights = learned
+    active = sbj.reduce_mask(mask, params.bcount, capacity=16, **grid)
+    y = sbj.sparse_conv2d(x, w, active, params, base=base, **fused)
+    active = sbj.reduce_mask(mask, unit_params.bcount, capacity=16, **unit_grid)
+    return y, sbj.sparse_res_block_bottleneck(unit_x, weights, active, unit_params, **fused)
+
+def total_of_both(learned, images):
+    return sum(y.sum() for y in both(images, learned))
+
+images, learned = (x, unit_x, mask, base), (w, weights)
+expected_both = jax.jit(both)(images, learned)
+options = {"mesh": mesh, "in_specs": (P("batch"), P()), "out_specs": P("batch")}
+found = jax.jit(jax.shard_map(both, **options))(images, learned)
+jax.tree_util.tree_map(np.testing.assert_array_equal, found, expected_both)
+assert all(len(y.sharding.device_set) == DEVICES for y in found)
+assert all((y != under).any() for y, under in zip(found, (base, unit_x)))
+options = {"mesh": mesh, "in_specs": (P(), P("batch")), "out_specs": P()}
+parts = jax.shard_map(lambda *a: jax.lax.psum(total_of_both(*a), "batch"), **options)
+jax.tree_util.tree_map(
+    np.testing.assert_array_equal,
+    jax.jit(jax.grad(parts))(learned, images), jax.jit(jax.grad(total_of_both))(learned, images),
+)
+
 apart = [jax.device_put(array, devices[-1]) for array in (np.ones(1, "i4"), np.zeros((1, 3), "i4"))]
 try:
     sbj.sparse_gather(jax.device_put(x, devices[0]), *apart, bsize=4)
@@ -62,8 +97,8 @@ except ValueError as error:
 else:
     assert len(devices) == 1
 
-arrays = jax.device_put(x, jax.NamedSharding(mesh, P("batch"))), mask, w
-np.testing.assert_array_equal(np.asarray(jax.jit(convolve)(*arrays)), np.asarray(expected))
+images = jax.device_put(images, jax.NamedSharding(mesh, P("batch")))
+jax.tree_util.tree_map(np.testing.assert_array_equal, jax.jit(both)(images, learned), expected_both)
 print("passed")
 """
 
@@ -92,6 +127,51 @@ for data in range(4):
     for repeat in range(6):  # in the same memory, so that XLA need not record again
         y = compiled(*given)
         np.testing.assert_array_equal(np.asarray(y), chain(sb, x * 2, mask) + 1)
+        del y
+print(len(calls), "calls back of", 4 * 24)
+assert len(calls) < 4 * 24, "every call went through Python: nothing was replayed"
+print("passed")
+"""
+
+REPLAYED_FUSED = """
+import jax, jax.numpy as jnp, numpy as np
+import sbnet_cupy as sb, sbnet_cupy.jax as sbj
+from sbnet_cupy.jax import _callbacks
+
+calls = []
+entered = _callbacks._entered
+_callbacks._entered = lambda *a: calls.append(1) or entered(*a)
+rng = np.random.default_rng(0)
+shape = (2, 32, 32, 32)
+params = sb.calc_block_params(shape, 10, 3)
+unit_params = sb.calc_block_params_res_block(shape, 10, [1, 3, 1])
+grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+unit_grid = {name: getattr(unit_params, name) for name in grid}
+
+def small(*shape):
+    return jnp.asarray(rng.integers(-1, 2, shape) * (rng.random(shape) < 0.1), jnp.float16)
+
+@jax.jit
+def compute(x, mask, w, weights):
+    active = sbj.reduce_mask(mask, params.bcount, capacity=32, **grid)
+    y = sbj.sparse_conv2d(x, w, active, params, activation="relu", method=METHOD)
+    active = sbj.reduce_mask(mask, unit_params.bcount, capacity=32, **unit_grid)
+    return sbj.sparse_res_block_bottleneck(y, weights, active, unit_params, method=METHOD)
+
+for data in range(4):
+    x, mask = small(*shape), jnp.asarray(rng.random(shape[:3]) < 0.01)
+    w = small(3, 3, 32, 32)
+    shapes = (1, 1, 32, 8), (3, 3, 8, 8), (1, 1, 8, 32), (32,), (32,), (8,), (8,), (8,), (8,)
+    weights = sb.BottleneckWeights(*(small(*s) for s in shapes))
+    arrays = [np.asarray(a) for a in (x, mask, w)]
+    native = weights._map_arrays(np.asarray)
+    active = sb.reduce_mask(arrays[1], params.bcount, **grid)
+    expected = sb.sparse_conv2d(arrays[0], arrays[2], active, params, activation="relu")
+    active = sb.reduce_mask(arrays[1], unit_params.bcount, **unit_grid)
+    expected = sb.sparse_res_block_bottleneck(expected, native, active, unit_params)
+    for repeat in range(6):  # in the same memory, so that XLA need not record again
+        y = compute(x, mask, w, weights)
+        np.testing.assert_array_equal(np.asarray(y), expected)  # whole numbers: exact
         del y
 print(len(calls), "calls back of", 4 * 24)
 assert len(calls) < 4 * 24, "every call went through Python: nothing was replayed"
@@ -137,29 +217,21 @@ def test_shard_map_over_the_batch(jax):
         + SHARDED.replace("DEVICES", "2"), flags)  # fmt: skip
 
 
-class Buffer:
-    """What XLA hands over, on a GPU that is not there: memory of NumPy under its name."""
-
-    def __init__(self, array, dtype):
-        self._array, self.dtype, self.shape = array, np.dtype(dtype), array.shape
-
-    def __dlpack__(self):
-        return self._array.__dlpack__()
-
-
-def test_buffers_on_a_gpu_and_pieces_of_scratch(jax, require):
+def test_views_on_a_gpu_and_pieces_of_scratch(jax, require):
     """Addresses, shapes and dtypes are right without a GPU too, as nothing is read or launched."""
     cupy = require("cupy")
     from sbnet_cupy.jax import _callbacks
 
     memory = np.zeros((4, 512), np.uint16)
-    for dtype in (np.uint16, np.float16, ml_dtypes.bfloat16):
-        view = _callbacks._cupy_view(Buffer(memory, dtype), 0)
-        assert view.data.ptr == memory.ctypes.data and view.data.device_id == 0
-        assert (view.shape, view.dtype, view.nbytes) == ((4, 512), np.dtype(dtype), 4096)
+    place = memory.ctypes.data
+    assert _callbacks.address(memory) == place
+    for dtype in map(np.dtype, (np.uint16, np.float16, ml_dtypes.bfloat16)):
+        view = _callbacks._cupy_view(place, ((4, 512), dtype), 0)
+        assert view.data.ptr == place and view.data.device_id == 0
+        assert (view.shape, view.dtype, view.nbytes) == ((4, 512), dtype, 4096)
         assert view.flags.c_contiguous
-    assert _callbacks._cupy_view(None, 0) is None
-    scratch = _callbacks._cupy_view(Buffer(memory.view(np.uint8).reshape(-1), np.uint8), 0)
+    assert _callbacks._cupy_view(None, None, 0) is None
+    scratch = _callbacks._cupy_view(place, ((4096,), np.dtype(np.uint8)), 0)
     assert scratch.view("uint64").shape == (512,)
     with _callbacks.allocating_from(scratch):
         found = [cupy.empty(n, np.int32) for n in (1, 65, 1, 200)]
@@ -181,6 +253,14 @@ def test_shard_map_over_the_gpus(jax, require):
 def test_command_buffers_are_replayed(jax, require):
     require("gpu")
     run(REPLAYED, "--xla_gpu_graph_min_graph_size=1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["auto", "fused"])
+def test_command_buffers_with_fused_layers_are_replayed(jax, require, method):
+    """With other weights each time: what is packed is part of the graph."""
+    require("gpu")
+    run(REPLAYED_FUSED.replace("METHOD", repr(method)), "--xla_gpu_graph_min_graph_size=1")
 
 
 @pytest.mark.gpu

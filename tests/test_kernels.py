@@ -323,3 +323,23 @@ def test_parameters_reach_the_kernel_as_its_64_bit_words(launches):
 def test_an_empty_grid_launches_nothing(launches):
     _kernels._Launch(FUNCTION, 0, 256, 0, 3, SCALARS)(ARRAY, None, None)
     assert launches == []
+
+
+def test_what_is_launched_can_be_recorded_and_done_again(launches):
+    run = _kernels._Launch(FUNCTION, 7, 256, 1024, 3, SCALARS)
+    empty = _kernels._Launch(FUNCTION, 0, 256, 0, 1, ())
+    filled = []
+    run(ARRAY, None, None)
+    with _kernels.recorded() as calls:
+        run(None, ARRAY, None)
+        empty(ARRAY)
+        _kernels.enqueue(filled.append, 3)
+        with _kernels.recorded() as inner:
+            run(ARRAY, ARRAY, ARRAY)
+    run(ARRAY, None, None)
+    assert [arguments for _, arguments in calls] == [(None, ARRAY, None), (3,)]
+    assert [arguments for _, arguments in inner] == [(ARRAY, ARRAY, ARRAY)]
+    done = list(launches)
+    for function, arguments in calls:
+        function(*arguments)
+    assert launches == [*done, done[1]] and filled == [3, 3]

@@ -2,17 +2,21 @@
 
 The names, arguments and results are those of the package itself, for JAX arrays. XLA calls back
 into Python, which launches the CUDA kernels (on XLA's stream, on XLA's memory) or, on a CPU, runs
-the NumPy code. The layers gather and scatter this way; their convolutions are XLA's own.
+the NumPy code. On a GPU the layers are one fused kernel where there is one; otherwise they gather
+and scatter this way, and their convolutions are XLA's own, as in all gradients.
 
 - ``jit``: shapes are static, so ``reduce_mask`` needs ``capacity``. Every operation can be part of
   a command buffer (a CUDA graph): Python then runs when it is recorded, not when it is replayed.
+  XLA leaves small programs alone: ``XLA_FLAGS=--xla_gpu_graph_min_graph_size=1`` has it record
+  those too.
 - ``grad``: reverse mode, of any order; the operations are linear in images and blocks, and their
   gradients are the operations again. Forward mode (``jvp``, ``jacfwd``) is refused by JAX.
-- ``vmap``: the mapped axis joins N, one launch for all; ``reduce_mask``, and a ``scale`` or
-  ``shift`` that is mapped itself, run once for each member.
+- ``vmap``: the mapped axis joins N, one launch for all; ``reduce_mask``, and a ``scale``, a
+  ``shift`` or weights of a fused layer that are mapped themselves, run once for each member.
 - ``shard_map``: over the batch, each device its own images. Plain ``jit`` on sharded arrays brings
   them together first, since XLA does not know that the operations work image by image.
-- ``sparse_scatter`` reuses the memory of ``x`` where XLA may, for example when it is donated.
+- ``sparse_scatter`` reuses the memory of ``x``, and a fused layer that of ``base``, where XLA may,
+  for example when it is donated.
 
 :class:`~sbnet_cupy.ActiveBlocks` and :class:`~sbnet_cupy.BottleneckWeights` become pytrees when
 this module is imported, and :class:`~sbnet_cupy.BlockParams` a static one, so that all of them can

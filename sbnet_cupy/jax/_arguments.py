@@ -5,11 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 
-from .._arrays import library_of
+from .._arrays import empty, library_of
 from ..blocks import BlockParams
 from ..errors import DeviceError, DTypeError
 from ..ops.active_blocks import ActiveBlocks
 from ..ops.bottleneck_weights import BottleneckWeights
+from ._callbacks import has_gpu
 
 jax.tree_util.register_dataclass(
     ActiveBlocks, data_fields=["bin_counts", "active_block_indices"], meta_fields=["grid"]
@@ -30,6 +31,16 @@ def stand_ins(**arrays):
     return [value if value is None else _stand_in(name, value) for name, value in arrays.items()]
 
 
+def computes_on_gpu(x):
+    """Whether JAX will compute with this array on a GPU, as far as is known while it traces."""
+    if not isinstance(x, jax.core.Tracer):
+        platform = next(iter(x.devices())).platform
+    else:
+        chosen = jax.config.jax_default_device
+        platform = getattr(chosen, "platform", chosen) or jax.default_backend()
+    return platform in ("gpu", "cuda") and has_gpu()
+
+
 def _stand_in(name, value):
     if not isinstance(value, jax.Array):
         if library_of(value) is None:
@@ -44,4 +55,5 @@ def _stand_in(name, value):
         raise DTypeError(f"{name} must have elements of whole bytes, got {value.dtype}; use astype")
     steps = np.cumprod((1, *value.shape[:0:-1]))[::-1] * value.dtype.itemsize
     strides = steps.tolist()[: value.ndim]
-    return np.lib.stride_tricks.as_strided(np.empty(1, value.dtype), value.shape, strides)
+    memory = empty((1,), value.dtype, np)  # aligned, as XLA's is
+    return np.lib.stride_tricks.as_strided(memory, value.shape, strides)

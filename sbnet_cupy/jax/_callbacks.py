@@ -8,6 +8,7 @@ import ctypes
 import functools
 import inspect
 import math
+from itertools import repeat
 
 import numpy as np
 
@@ -15,6 +16,8 @@ try:
     import jax
 except ImportError as error:
     raise ImportError("sbnet_cupy.jax needs JAX; pip install 'sbnet-cupy[jax]'") from error
+
+from .._kernels import recorded
 
 
 def _find_buffer_callback():
@@ -35,12 +38,13 @@ def _find_buffer_callback():
 
 _buffer_callback = _find_buffer_callback()
 _PIECE = 256  # bytes; pieces of scratch begin at multiples of it
+_MOST_PLACES = 64  # sets of addresses for which a callback keeps its launches
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 # Without touching the prototype that everybody shares through ctypes.pythonapi.
-_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
+_capsule_words = ctypes.PYFUNCTYPE(
+    ctypes.POINTER(ctypes.c_size_t), ctypes.py_object, ctypes.c_char_p
+)(("PyCapsule_GetPointer", ctypes.pythonapi))
 
 
 def call(body, spec, results, arrays, *, scratch=0, alias=None):
@@ -50,7 +54,8 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
     ----------
     body : function
         Gets NumPy arrays on a CPU and CuPy arrays on a GPU, in XLA's memory, and fills the results.
-        It must allocate nothing on a GPU, except through :func:`allocating_from`.
+        On a GPU it must allocate nothing, except through :func:`allocating_from`, and do nothing
+        but launch our kernels and what goes through ``enqueue``: that is what is done again.
     spec : hashable
         What else the body needs. The same body and spec are the same callback, compiled once.
     results : sequence of jax.ShapeDtypeStruct
@@ -62,11 +67,12 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
     alias : dict, optional
         Which array (by position) may be the memory of which result, and holds its first contents.
     """
-    _check_gpu()
-    extra = [jax.ShapeDtypeStruct((scratch,), np.uint8)] if scratch else []
+    has_gpu()  # and CuPy, or this raises
+    wanted = [*results, jax.ShapeDtypeStruct((scratch,), np.uint8)] if scratch else list(results)
+    kinds = tuple(None if a is None else (a.shape, a.dtype) for a in (*wanted, *arrays))
     found = _buffer_callback(
-        _callback(body, spec, bool(scratch)),
-        [*results, *extra],
+        _callback(body, spec, kinds, len(results), bool(scratch)),
+        wanted,
         input_output_aliases=alias,
         command_buffer_compatible=True,
     )(*arrays)
@@ -74,13 +80,37 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
 
 
 @functools.cache
-def _callback(body, spec, has_scratch):
-    """Return what XLA calls; the same object for the same body and spec."""
+def _callback(body, spec, kinds, results, has_scratch):
+    """Return what XLA calls; the same object for the same body, spec, shapes and dtypes.
 
-    def callback(context, results, *arrays):
-        with _entered(context, (*results, *arrays)) as natives:
-            outs, inputs = natives[: len(results)], natives[len(results) :]
-            body(spec, outs, outs.pop() if has_scratch else None, *inputs)
+    ``kinds`` are (shape, dtype) of so many results, scratch, and what is read. XLA gives the same
+    memory again and again: what a body launched on it the first time is launched again.
+    """
+    known = {}  # the launches, by where the memory is
+
+    def callback(context, outs, *arrays):
+        buffers = (*outs, *arrays)
+        kind, device = buffers[0].__dlpack_device__()
+        if int(kind) == 1:
+            run(list(map(_numpy_view, buffers)))
+            return
+        places = (device, *(None if buffer is None else address(buffer) for buffer in buffers))
+        launches = known.get(places)
+        with _entered(context.stream, device):
+            if launches is not None:
+                for launch, arguments in launches:
+                    launch(*arguments)
+                return
+            with recorded() as launches:
+                run(list(map(_cupy_view, places[1:], kinds, repeat(device))))
+        if len(known) >= _MOST_PLACES:
+            known.clear()
+        known[places] = launches
+
+    def run(natives):
+        first = results + has_scratch
+        scratch = natives[results] if has_scratch else None
+        body(spec, natives[:results], scratch, *natives[first:])
 
     return callback
 
@@ -112,33 +142,44 @@ def _vary(array, axes):
 
 
 @functools.cache
-def _check_gpu():
-    """Raise ImportError where JAX computes on a GPU and CuPy, which does it for us, is missing."""
-    if jax.default_backend() in ("gpu", "cuda"):
-        try:
-            import cupy  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "sbnet_cupy.jax needs CuPy for arrays on a GPU; pip install 'sbnet-cupy[cuda13x]'"
-            ) from error
+def has_gpu():
+    """Whether JAX has a GPU; raise ImportError where CuPy, which computes there, is missing."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return False
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "sbnet_cupy.jax needs CuPy for arrays on a GPU; pip install 'sbnet-cupy[cuda13x]'"
+        ) from error
+    return True
 
 
 # ------------------------------------------------------------------------- inside the callback
 
 
-@contextlib.contextmanager
-def _entered(context, buffers):
-    """Give the buffers as native arrays, with XLA's device and stream current."""
-    kind, device = buffers[0].__dlpack_device__()
-    if int(kind) == 1:
-        yield [_numpy_view(buffer) for buffer in buffers]
-        return
+def _entered(pointer, device):
+    """Return a context in which XLA's device and stream are current."""
     import cupy
 
-    stream = cupy.cuda.Stream.from_external(_Stream(context.stream))
-    capturing = cupy.cuda.runtime.streamIsCapturing(stream.ptr)
-    with cupy.cuda.Device(device), stream, _relaxed() if capturing else contextlib.nullcontext():
-        yield [_cupy_view(buffer, device) for buffer in buffers]
+    try:
+        stream = _STREAMS[device, pointer]
+    except KeyError:
+        with cupy.cuda.Device(device):
+            stream = cupy.cuda.Stream.from_external(_Stream(pointer))
+        _STREAMS[device, pointer] = stream
+    capturing = cupy.cuda.runtime.streamIsCapturing(pointer)
+    if not capturing and cupy.cuda.runtime.getDevice() == device:
+        return stream
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cupy.cuda.Device(device))
+        stack.enter_context(stream)
+        if capturing:
+            stack.enter_context(_relaxed())
+        return stack.pop_all()
+
+
+_STREAMS = {}  # (device, pointer) -> CuPy's object for XLA's stream
 
 
 class _Stream:
@@ -161,15 +202,16 @@ def _numpy_view(buffer):
     return array
 
 
-def _cupy_view(buffer, device):
-    """View a buffer on a GPU as a CuPy array."""
-    if buffer is None:
+def _cupy_view(pointer, kind, device):
+    """View a buffer's memory on a GPU as a CuPy array, which must not outlive the call."""
+    if pointer is None:
         return None
     import cupy
 
-    nbytes = math.prod(buffer.shape) * buffer.dtype.itemsize
-    memory = cupy.cuda.UnownedMemory(address(buffer), nbytes, buffer, device)
-    return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
+    shape, dtype = kind
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(pointer, nbytes, None, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def address(buffer):
@@ -177,8 +219,8 @@ def address(buffer):
 
     ``__cuda_array_interface__`` says it too, but has no name for some dtypes.
     """
-    capsule = buffer.__dlpack__()
-    return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value
+    capsule = buffer.__dlpack__()  # must outlive the look into it
+    return _capsule_words(capsule, b"dltensor")[0]
 
 
 @contextlib.contextmanager

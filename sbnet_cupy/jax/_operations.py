@@ -5,6 +5,7 @@ operations; and ``jit``. Arguments have been checked.
 """
 
 import functools
+import inspect
 import math
 from typing import NamedTuple
 
@@ -15,11 +16,13 @@ from jax.custom_batching import custom_vmap
 from .._arrays import compute_dtype
 from ..ops._grid import Grid, resolve_layout
 from ..ops.reduce_mask import reduce_mask_into, scratch_slots
-from ..ops.sparse_gather import sparse_gather as core_gather
-from ..ops.sparse_scatter import scratch_sizes
-from ..ops.sparse_scatter import sparse_scatter as core_scatter
+from ..ops.sparse_gather import sparse_gather
+from ..ops.sparse_scatter import scratch_sizes, sparse_scatter
 from ._callbacks import allocating_from, call, piece_bytes, vary_alike
 from ._mapped import one_by_one, one_list, spread
+
+# Without their door: what XLA hands over is native, on one device, which is the current one.
+core_gather, core_scatter = map(inspect.unwrap, (sparse_gather, sparse_scatter))
 
 # -------------------------------------------------------------------------------- reduce_mask
 
@@ -113,10 +116,10 @@ def gather_op(spec):
     gather.defvjp(forward, backward)
 
     @jax.jit
-    def sparse_gather(*arrays):
+    def varying(*arrays):
         return gather(*vary_alike(arrays))
 
-    return sparse_gather
+    return varying
 
 
 @functools.cache
@@ -233,10 +236,10 @@ def scatter_op(spec):
     scatter.defvjp(forward, backward)
 
     @jax.jit
-    def sparse_scatter(*arrays):
+    def varying(*arrays):
         return scatter(*vary_alike(arrays))
 
-    return sparse_scatter
+    return varying
 
 
 def _last(spec, counts, indices, x):

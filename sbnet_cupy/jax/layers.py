@@ -1,18 +1,17 @@
-"""sparse_conv2d and sparse_res_block_bottleneck for JAX: gather, XLA's convolution, scatter."""
-
-import functools
-
-import jax
-import jax.numpy as jnp
+"""sparse_conv2d and sparse_res_block_bottleneck for JAX: what they take, and which way they go."""
 
 from .._arrays import check_array
 from ..blocks import calc_block_params, calc_block_params_res_block, output_size, pair
-from ..layers.sparse_conv import check_base, check_block_params, split_indices
+from ..layers.residual import goes_fused as goes_fused_unit
+from ..layers.residual import what_is_uncovered
+from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
+from ..layers.sparse_conv import goes_fused as goes_fused_conv
+from ..ops._grid import check_indices
 from ..ops.bottleneck_weights import BottleneckWeights, check_unit
 from ..ops.conv2d import check_precision, resolve_problem
-from ._arguments import stand_ins
-from ._operations import affine
-from .ops import sparse_gather, sparse_scatter
+from ._arguments import computes_on_gpu, stand_ins
+from ._fused import conv_op, unit_op
+from ._gathered import ConvSpec, UnitSpec, gathered_conv, gathered_unit
 
 
 def sparse_conv2d(
@@ -33,8 +32,8 @@ def sparse_conv2d(
 ):
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d` for JAX.
 
-    Differentiable with respect to ``x``, ``w``, ``bias`` and ``base``. The convolution is XLA's,
-    with float32 sums; on a GPU half floats are rounded after it, and again after the activation.
+    Differentiable with respect to ``x``, ``w``, ``bias`` and ``base``. The gradient goes by way of
+    the stack, whatever the method; the image is gathered for it again.
 
     Parameters
     ----------
@@ -42,9 +41,12 @@ def sparse_conv2d(
     w, indices, block_params, strides, padding, bias, activation, base, data_format, w_format
         As for :func:`sbnet_cupy.sparse_conv2d`.
     precision : None, "ieee" or "tf32"
-        How a GPU multiplies float32: "tf32" lets XLA round the factors, None and "ieee" do not.
+        How a GPU multiplies float32: "tf32" rounds the factors, None and "ieee" do not.
     method : "auto", "gather" or "fused"
-        "fused" raises NotImplementedError.
+        "gather" gathers blocks, convolves the stack with XLA and scatters the results; on a GPU
+        half floats are rounded after the convolution, and again after the activation. "fused" is
+        :func:`sbnet_cupy.fused_conv`, from image to image, which lays ``w`` out anew whenever it
+        runs. "auto" is "fused" on a GPU where that has a kernel, else "gather".
 
     Returns
     -------
@@ -71,8 +73,8 @@ def sparse_conv2d(
     >>> int(grad[1, 1, 0, 0])
     16
     """
-    _check_method(method)
-    counts, rows = split_indices(indices)
+    check_method(method)
+    indices = split_indices(indices)
     shown = stand_ins(x=x, w=w, bias=bias, base=base)
     options = (strides, padding, activation, data_format, w_format, precision)
     problem = resolve_problem(*shown[:2], *options)
@@ -83,13 +85,14 @@ def sparse_conv2d(
         check_array("bias", shown[2], shape=(problem.channels_out,), kinds="f")
     shape = (x.shape[0], *problem.out_shape)
     check_base(shown[3], shape, shown[0])
+    _check_indices(indices, shown[0])
 
-    layout = {"data_format": data_format, "transpose": not problem.channels_last}  # NHWC stacks
-    blocks = sparse_gather(x, counts, rows, **_input_grid(block_params), **layout)
-    blocks = _convolve(blocks, w, problem.strides, "VALID", precision, w_format)
-    blocks = affine(blocks, None, bias, activation).astype(x.dtype)
-    base = jnp.zeros(shape, x.dtype) if base is None else base
-    return sparse_scatter(blocks, counts, rows, base, bsize=block_params.bsize_out, **layout)
+    kernel_for = (shown[0], problem, block_params.bsize_out, len(indices[1]))
+    arrays = (base, x, *indices, w, bias)
+    spec = ConvSpec(problem, block_params, method)
+    if goes_fused_conv(method, computes_on_gpu(x), kernel_for) and x.size:
+        return conv_op(spec)(*arrays)
+    return gathered_conv(spec, *arrays)
 
 
 def sparse_res_block_bottleneck(
@@ -114,8 +117,11 @@ def sparse_res_block_bottleneck(
     x : jax.Array, shape (N, H, W, Cin)
     weights, indices, block_params, strides, w_project, base
         As for :func:`sbnet_cupy.sparse_res_block_bottleneck`.
-    precision, method
+    precision
         As for :func:`sparse_conv2d`.
+    method : "auto", "gather" or "fused"
+        As for :func:`sparse_conv2d`, with :func:`sbnet_cupy.fused_bottleneck`: strides 1, no
+        projection, and on a GPU float32 with "tf32" only.
 
     Returns
     -------
@@ -142,12 +148,13 @@ def sparse_res_block_bottleneck(
     >>> y.shape, bool((y[:, :8, :8] != 1).all()), bool((y[:, 8:] == 1).all())
     ((1, 32, 32, 16), True, True)
     """
-    _check_method(method)
+    check_method(method)
     check_precision(precision)
     indices = split_indices(indices)
     image, projection, under = stand_ins(x=x, w_project=w_project, base=base)
     strides = pair(strides, "strides")
-    cout = check_unit(image, _weight_stand_ins(weights), projection, strides)
+    shown = _weight_stand_ins(weights)
+    cout = check_unit(image, shown, projection, strides)
     image_hw = x.shape[1:3]
     check_block_params(
         block_params, calc_block_params_res_block, image_hw, [1, 3, 1], strides, "SAME"
@@ -155,16 +162,20 @@ def sparse_res_block_bottleneck(
     shape = (x.shape[0], *output_size(image_hw, (3, 3), strides, "SAME"), cout)
     check_base(under, shape, image)
 
-    blocks = _residual(x, weights, indices, block_params, strides, precision)
-    bsize = block_params.bsize_out
-    if base is not None:
-        shortcut = _shortcut_blocks(x, w_project, indices, block_params, strides, precision)
-        shortcut = sparse_scatter(shortcut, *indices, base, bsize=bsize)
-    elif w_project is not None:
-        shortcut = _convolve(x, w_project, strides, "SAME", precision).astype(x.dtype)
-    else:
-        shortcut = x
-    return sparse_scatter(blocks, *indices, shortcut, bsize=bsize, add=True)
+    _check_indices(indices, image)
+
+    kernel_for = (image, shown, block_params.bsize_out, len(indices[1]), precision)
+    uncovered = what_is_uncovered(strides, w_project)
+    spec = UnitSpec(block_params, strides, precision, method)
+    if goes_fused_unit(method, computes_on_gpu(x), uncovered, kernel_for):
+        return unit_op(spec)(base, x, *indices, *weights._arrays())
+    return gathered_unit(spec, base, x, *indices, weights, w_project)
+
+
+def _check_indices(indices, image):
+    """Check the table of blocks."""
+    names = ("bin_counts", "active_block_indices")
+    check_indices(*stand_ins(**dict(zip(names, indices, strict=True))), like=image)
 
 
 def _weight_stand_ins(weights):
@@ -173,82 +184,3 @@ def _weight_stand_ins(weights):
         return weights
     named = {f"weights.{name}": value for name, value in vars(weights).items()}
     return BottleneckWeights(*stand_ins(**named))
-
-
-def _check_method(method):
-    """Raise unless the gather route will do."""
-    if method == "fused":
-        raise NotImplementedError(
-            "method 'fused' has no kernel in sbnet_cupy.jax; use 'auto' or 'gather'"
-        )
-    if method not in ("auto", "gather"):
-        raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
-
-
-def _residual(x, weights, indices, block_params, strides, precision):
-    """Return the stack ``conv3(a3(conv2(a2(conv1(a1(x))))))``, one value per output pixel."""
-    first = {"scale": weights.scale1, "shift": weights.shift1, "activation": "relu"}
-    blocks = sparse_gather(x, *indices, **_input_grid(block_params), **first)
-    blocks = _convolve(blocks, weights.w1, (1, 1), "VALID", precision)
-    blocks = affine(blocks, weights.scale2, weights.shift2, "relu")
-    inside = _inside(indices[1], block_params, x.shape[1:3])
-    blocks = jnp.where(inside[..., None], blocks, 0).astype(x.dtype)  # the padding of conv2
-    blocks = _convolve(blocks, weights.w2, strides, "VALID", precision)
-    blocks = affine(blocks, weights.scale3, weights.shift3, "relu").astype(x.dtype)
-    return _convolve(blocks, weights.w3, (1, 1), "VALID", precision).astype(x.dtype)
-
-
-def _shortcut_blocks(x, w_project, indices, block_params, strides, precision):
-    """Return the stack of the shortcut's values, one per output pixel of the active blocks."""
-    size = block_params.bsize_out
-    if w_project is None:
-        return sparse_gather(x, *indices, bsize=size)
-    axes = list(zip(size, strides, strict=True))
-    blocks = sparse_gather(  # SAME pads a 1x1 kernel with nothing: output p reads input p * stride
-        x,
-        *indices,
-        bsize=tuple((n - 1) * s + 1 for n, s in axes),
-        bstride=tuple(n * s for n, s in axes),
-    )
-    return _convolve(blocks, w_project, strides, "VALID", precision).astype(x.dtype)
-
-
-def _inside(active_block_indices, block_params, image_hw):
-    """Return bool ``[M, bh, bw]``: which pixels of the stack lie in the image."""
-    axes = []
-    for axis, size in enumerate(image_hw):
-        corner = active_block_indices[:, 1 + axis] * block_params.bstride[axis]
-        pixel = jnp.arange(block_params.bsize[axis], dtype=jnp.int32) + block_params.boffset[axis]
-        pixel = corner[:, None] + pixel
-        axes.append((pixel >= 0) & (pixel < size))
-    return axes[0][:, :, None] & axes[1][:, None, :]
-
-
-def _input_grid(block_params):
-    names = ("bsize", "boffset", "bstride")
-    return {name: getattr(block_params, name) for name in names}
-
-
-def _convolve(x, w, strides, padding, precision, w_format="HWIO"):
-    """Convolve NHWC images or stacks; half floats give float32.
-
-    On a CPU that is not rounded yet. On a GPU it is: the tensor cores take half floats, and XLA has
-    them give half floats.
-    """
-    convolve = functools.partial(
-        jax.lax.conv_general_dilated,
-        window_strides=strides,
-        padding=padding,
-        dimension_numbers=("NHWC", w_format, "NHWC"),
-        precision=jax.lax.Precision("default" if precision == "tf32" else "highest"),
-    )
-    if x.dtype.itemsize > 2:
-        return convolve(x, w)
-
-    def widened(x, w):
-        return convolve(x.astype(jnp.float32), w.astype(jnp.float32))
-
-    def rounded(x, w):
-        return convolve(x, w).astype(jnp.float32)
-
-    return jax.lax.platform_dependent(x, w, cpu=widened, default=rounded)

@@ -116,7 +116,8 @@ def sparse_res_block_bottleneck(
 
     bsize = block_params.bsize_out
     kernel_for = (x, weights, bsize, len(indices[1]), precision, out)
-    if _is_fused(method, _uncovered(x, strides, w_project, out), kernel_for):
+    uncovered = what_is_uncovered(strides, w_project, out is not None and same_memory(out, x))
+    if goes_fused(method, is_cupy(x), uncovered, kernel_for):
         y = _background(x, base, out)
         return fused_bottleneck(x, given, *indices, bsize=bsize, precision=precision, out=y)
     with memory_of_graphs(x):
@@ -131,27 +132,29 @@ def sparse_res_block_bottleneck(
         return sparse_scatter(residual, *indices, shortcut, bsize=bsize, add=True, out=out)
 
 
-def _uncovered(x, strides, w_project, out):
+def what_is_uncovered(strides, w_project, in_place=False):
     """Return what of a call fused_bottleneck does not cover, or None."""
     if strides != (1, 1):
         return f"strides: they must be (1, 1), got {strides}"
     if w_project is not None:
         return "projection: w_project must be None"
-    if out is not None and same_memory(out, x):
+    if in_place:
         return "result in place of x: blocks read pixels of their neighbours from x"
     return None
 
 
-def _is_fused(method, uncovered, kernel_for):
-    """Whether the call goes to fused_bottleneck; raise where it cannot and must."""
-    x = kernel_for[0]
+def goes_fused(method, on_gpu, uncovered, kernel_for):
+    """Whether a call goes to fused_bottleneck; raise NotImplementedError where it cannot and must.
+
+    ``kernel_for`` says what kernel a GPU would need: x, weights, size and number of blocks...
+    """
     if method == "fused":
         if uncovered is not None:
             raise NotImplementedError(f"method='fused' has no {uncovered}; use method='gather'")
-        if is_cupy(x):
+        if on_gpu:
             require_kernel(*kernel_for)
         return True
-    covered = method == "auto" and is_cupy(x) and uncovered is None
+    covered = method == "auto" and on_gpu and uncovered is None
     return covered and missing_kernel(*kernel_for) is None
 
 

@@ -125,12 +125,9 @@ def sparse_conv2d(
         _check_out(out, shape, x, weights, indices, base)
 
     kernel_for = (x, problem, block_params.bsize_out, len(indices[1]))
-    if method == "auto":
-        method = "fused" if is_cupy(x) and missing_kernel(*kernel_for) is None else "gather"
-    elif method == "fused" and is_cupy(x):
-        require_kernel(*kernel_for)
+    fused = goes_fused(method, is_cupy(x), kernel_for)
     y = _background(shape, x, base, out)
-    if method == "gather":
+    if not fused:
         with memory_of_graphs(x):
             return _gathered(x, weights, indices, block_params, problem, y)
     return fused_conv(
@@ -250,6 +247,18 @@ def check_method(method):
     """Raise ValueError unless ``method`` is "auto", "gather" or "fused"."""
     if method not in ("auto", "gather", "fused"):
         raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
+
+
+def goes_fused(method, on_gpu, kernel_for):
+    """Whether a call goes to fused_conv; raise NotImplementedError where it cannot and must.
+
+    ``kernel_for`` says what kernel a GPU would need: x, its problem, size and number of blocks.
+    """
+    if method == "auto":
+        return on_gpu and missing_kernel(*kernel_for) is None
+    if method == "fused" and on_gpu:
+        require_kernel(*kernel_for)
+    return method == "fused"
 
 
 def check_block_params(block_params, calculate, image_hw, kernel, strides, padding):

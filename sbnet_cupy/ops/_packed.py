@@ -4,9 +4,10 @@ import functools
 
 import numpy as np
 
-from .._arrays import ArrayContainer, array_function, device_of, extents, namespace
+from .. import _kernels
+from .._arrays import ArrayContainer, array_function, device_of, empty, extents, namespace
 from ..errors import DeviceError
-from ._capture import is_capturing
+from ._capture import is_capturing, keep_if_capturing
 from ._plans import Plans
 
 
@@ -67,6 +68,19 @@ class Packed(ArrayContainer):
             if xp is not np:  # once, so that other streams may use them too
                 xp.cuda.get_current_stream().synchronize()
         return self._packed[how][0]
+
+
+def laid_out(array, dtype):
+    """Return an array as a kernel that packs reads it: itself, or a C-contiguous copy of a dtype.
+
+    A copy that a captured graph reads is kept.
+    """
+    if array is None or (array.dtype == dtype and array.flags.c_contiguous):
+        return array
+    copy = empty(array.shape, dtype, array)
+    keep_if_capturing(copy)
+    _kernels.enqueue(copy.__setitem__, ..., array)
+    return copy
 
 
 @array_function

@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from .. import _kernels
-from .._arrays import array_function, check_array, compute_dtype, empty, is_float, namespace
+from .._arrays import array_function, check_array, compute_dtype, empty, is_float
 from ..errors import DTypeError
 from ._capture import keep_if_capturing
-from ._packed import Packed
+from ._packed import Packed, laid_out
 from .conv2d import check_choice, check_per_channel, check_precision
 
 
@@ -123,12 +123,11 @@ def prepare_pack(case, plan, w_format):
     )
 
     def pack(w, scale, bias, packed=None):
-        xp = namespace(w)
         if packed is None:
             packed = empty((plan.packed_bytes(case),), np.uint8, w)
             keep_if_capturing(packed)
-        tables = (None if t is None else xp.ascontiguousarray(t, np.float32) for t in (scale, bias))
-        launch(xp.ascontiguousarray(w), *tables, packed)
+        tables = (laid_out(table, np.float32) for table in (scale, bias))
+        launch(laid_out(w, w.dtype), *tables, packed)
         return packed
 
     return pack

@@ -25,6 +25,7 @@ from ._copy_plan import address
 from ._fused_call import LARGEST, MOST_BLOCKS, cut_blocks, resolve_expected
 from ._fused_plan import current_device, expected_blocks, tiles_of_block
 from ._grid import CHUNK_BYTES, Grid, check_indices, inside_image, resolve_grid
+from ._packed import laid_out
 from ._plans import Plans
 from .bottleneck_weights import (
     PackedBottleneck,
@@ -230,6 +231,14 @@ def require_kernel(x, weights, bsize, rows, precision, out=None):
         )
 
 
+def packed_bytes(x, weights, bsize, rows, precision):
+    """Return how many bytes the packed weights of a call take; 0 where there is no CUDA kernel."""
+    if not x.size or missing_kernel(x, weights, bsize, rows, precision) is not None:
+        return 0
+    plan = _plan(x, weights, cut_blocks(bsize, x.shape[1:3]), rows)
+    return plan.cluster * plan.packed_bytes(_case(x, weights))
+
+
 def _case(x, weights):
     """Describe the unit to the planner."""
     tables = {weights.scale1.dtype, weights.shift1.dtype}
@@ -308,9 +317,8 @@ def _prepare_pack(case, plan):
         if packed is None:
             packed = empty((each * plan.cluster,), np.uint8, w1)
             keep_if_capturing(packed)
-        kernels = (w if w.flags.c_contiguous else w.copy(order="C") for w in (w1, w2, w3))
-        wide = (t.astype(np.float32, order="C", copy=False) for t in tables)
-        launch(*kernels, *wide, packed)
+        kernels = (laid_out(w, w.dtype) for w in (w1, w2, w3))
+        launch(*kernels, *(laid_out(table, np.float32) for table in tables), packed)
         return packed
 
     return pack

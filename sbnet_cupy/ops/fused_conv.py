@@ -242,7 +242,7 @@ def missing_kernel(x, problem, bsize, rows):
     if max(*sizes, *problem.pads[0], *problem.pads[1]) > LARGEST:
         return f"sizes above 2**30, such as those of x {x.shape} with padding {problem.pads}"
     case, bsize = _case(x, problem, device), cut_blocks(bsize, problem.out_size)
-    plan = plan_for(case, rows, bsize, all_pixels(x, problem), device)
+    plan = _plan(case, x, problem, bsize, rows)
     if plan is None:
         return f"a window of {problem.kernel} pixels: it does not fit this GPU's shared memory"
     if max(tiles_of_block(bsize, plan.tile), plan.slices(case)) > MOST_BLOCKS:
@@ -257,6 +257,20 @@ def require_kernel(x, problem, bsize, rows):
         raise NotImplementedError(
             f"fused_conv has no CUDA kernel for {missing}; use sparse_conv2d with method='gather'"
         )
+
+
+def packed_bytes(x, problem, bsize, rows):
+    """Return how many bytes the packed weights of a call take; 0 where there is no CUDA kernel."""
+    if missing_kernel(x, problem, bsize, rows) is not None:
+        return 0
+    case, bsize = _case(x, problem, current_device()), cut_blocks(bsize, problem.out_size)
+    return _plan(case, x, problem, bsize, rows).packed_bytes(case)
+
+
+def _plan(case, x, problem, bsize, rows):
+    """Return the plan for about so many active rows; whether vectors are whole changes none."""
+    pixels = len(x) * math.prod(problem.out_size)
+    return plan_for(case, rows, bsize, pixels, current_device())
 
 
 def _case(x, problem, device, vectors_in=False, vectors_out=False):
@@ -274,11 +288,6 @@ def _case(x, problem, device, vectors_in=False, vectors_out=False):
         vectors_out=vectors_out,
         activation=ACTIVATIONS.index(problem.activation),
     )
-
-
-def all_pixels(x, problem):
-    """Return the number of output pixels of all images."""
-    return len(x) * math.prod(problem.out_size)
 
 
 class _Launch(NamedTuple):
@@ -308,7 +317,7 @@ def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep
     vectors = whole_vectors(channels, x), whole_vectors(problem.channels_out, out, residual)
     device = current_device()
     case = _case(x, problem, device, *vectors)
-    plan = plan_for(case, call.rows, bsize, all_pixels(x, problem), device)
+    plan = _plan(case, x, problem, bsize, call.rows)
     rows = len(active_block_indices)
     blocks = tuple(-(-n // b) for n, b in zip(problem.out_size, bsize, strict=True))
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]

@@ -133,7 +133,7 @@ def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset
         counts[...], indices[...], _ = _reduce_mask_numpy(mask, options)
         return
     launch = launch_of_mask(mask, (*sizes, pool["tol"], pool["avgpool"], capacity))
-    scratch[: launch.slots].fill(0)
+    _kernels.enqueue(scratch[: launch.slots].fill, 0)
     launch.run(mask, counts, indices, scratch)
 
 

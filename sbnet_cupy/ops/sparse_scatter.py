@@ -332,7 +332,8 @@ def _scatter_overlap_cuda(blocks, bin_counts, active_block_indices, y, layout, g
     if 0 in count:
         return
     xp = namespace(y)
-    heads = xp.full(layout.N * count[0] * count[1], -1, np.int32)
+    heads = xp.empty(layout.N * count[0] * count[1], np.int32)
+    _kernels.enqueue(heads.fill, -1)
     links = xp.empty(rows, np.int32)
     _kernels.launch(
         "sparse_scatter",

@@ -2,7 +2,7 @@
 
 The names, arguments and results are those of the package itself, for TensorFlow's tensors (and
 variables, which are read). Tensors are on the CPU: the NumPy code runs on their memory. The layers
-gather and scatter this way; their convolutions are TensorFlow's own.
+gather and scatter this way; their convolutions are TensorFlow's own, but with ``method="fused"``.
 
 - ``tf.function``: a graph holds a ``tf.numpy_function``. Sizes may be unknown while it is traced,
   also the number of active blocks: ``reduce_mask`` needs no ``capacity``. What the arguments tell

@@ -43,6 +43,11 @@ def _tensor(name, value):
     )
 
 
+def present(**values):
+    """Return the named values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def stand_ins(*values, batch=1):
     """Return a NumPy array for each tensor (or None) that the package's checks take; or None.
 

@@ -1,15 +1,19 @@
-"""sparse_conv2d and sparse_res_block_bottleneck for TensorFlow: gather, tf.nn.conv2d, scatter."""
+"""sparse_conv2d and sparse_res_block_bottleneck for TensorFlow: checks, and which way they go."""
 
 import tensorflow as tf
 
-from .._arrays import check_array, compute_dtype
+from .._arrays import check_array
 from ..blocks import calc_block_params, calc_block_params_res_block, output_size, pair
 from ..errors import ShapeError
-from ..layers.sparse_conv import check_base, check_block_params, split_indices
+from ..layers.residual import goes_fused, what_is_uncovered
+from ..layers.residual import sparse_res_block_bottleneck as core_unit
+from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
+from ..layers.sparse_conv import sparse_conv2d as core_conv2d
+from ..ops._grid import check_indices
 from ..ops.bottleneck_weights import BottleneckWeights, check_unit
 from ..ops.conv2d import check_precision, resolve_problem
-from ._tensors import stand_ins, tensors
-from .ops import affine, sparse_gather, sparse_scatter
+from ._gathered import gathered_conv, gathered_unit
+from ._tensors import present, run, stand_ins, tensors
 
 
 def sparse_conv2d(
@@ -30,8 +34,8 @@ def sparse_conv2d(
 ):
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d`.
 
-    Differentiable with respect to ``x``, ``w``, ``bias`` and ``base``. Half floats are convolved in
-    float32 and rounded once.
+    Differentiable with respect to ``x``, ``w``, ``bias`` and ``base``; the gradient goes by way of
+    the stack, whatever the method. Half floats are convolved in float32 and rounded once.
 
     Parameters
     ----------
@@ -42,7 +46,9 @@ def sparse_conv2d(
     precision : None, "ieee" or "tf32"
         No effect: a CPU has one.
     method : "auto", "gather" or "fused"
-        "fused" raises NotImplementedError.
+        "gather" gathers blocks, convolves the stack with TensorFlow and scatters the results;
+        "fused" is :func:`sbnet_cupy.fused_conv`, which on a CPU bounds the memory and saves no
+        time. "auto" is "gather", as for all arrays on a CPU.
 
     Returns
     -------
@@ -70,8 +76,8 @@ def sparse_conv2d(
     >>> int(tape.gradient(y, w)[1, 1, 0, 0])
     64
     """
-    _check_method(method)
-    counts, rows = split_indices(indices)
+    check_method(method)
+    indices = _checked_indices(indices)
     x, w, bias, base = tensors(x=x, w=w, bias=bias, base=base)
     shown = _known(x, *stand_ins(x, w, bias, base, batch=_images(x, base)))
     options = (strides, padding, activation, data_format, w_format, precision)
@@ -83,14 +89,21 @@ def sparse_conv2d(
         check_array("bias", shown[2], shape=(problem.channels_out,), kinds="f")
     check_base(shown[3], (shown[0].shape[0], *problem.out_shape), shown[0])
 
-    layout = {"data_format": data_format, "transpose": not problem.channels_last}  # NHWC stacks
-    blocks = sparse_gather(x, counts, rows, **_input_grid(block_params), **layout)
-    w = w if w_format == "HWIO" else tf.transpose(w, (2, 3, 1, 0))
-    blocks = affine(_convolve(blocks, w, problem.strides, "VALID"), None, bias, activation)
-    if base is None:
-        base = _zeros(x, problem.out_shape)
-    blocks = tf.cast(blocks, x.dtype)
-    return sparse_scatter(blocks, counts, rows, base, bsize=block_params.bsize_out, **layout)
+    given = {"x": x, "w": w} | present(bias=bias, base=base)
+
+    def gathered(x, w, **more):
+        return gathered_conv(x, w, indices, block_params, problem, **more)
+
+    if method != "fused":
+        return gathered(**given)
+
+    def fused(counts, rows, x, w, **more):
+        return core_conv2d(
+            x, w, (counts, rows), block_params, strides=strides, padding=padding, method="fused",
+            activation=activation, data_format=data_format, w_format=w_format, **more,
+        )  # fmt: skip
+
+    return _fused(fused, gathered, indices, given, (x.shape[0], *problem.out_shape))
 
 
 def sparse_res_block_bottleneck(
@@ -117,8 +130,11 @@ def sparse_res_block_bottleneck(
         Of tensors or variables.
     indices, block_params, strides, w_project, base
         As for :func:`sbnet_cupy.sparse_res_block_bottleneck`.
-    precision, method
+    precision
         As for :func:`sparse_conv2d`.
+    method : "auto", "gather" or "fused"
+        As for :func:`sparse_conv2d`, with :func:`sbnet_cupy.fused_bottleneck`: strides 1, no
+        projection.
 
     Returns
     -------
@@ -144,9 +160,9 @@ def sparse_res_block_bottleneck(
     >>> y.shape, bool(tf.reduce_all(y[:, 8:] == 1))
     (TensorShape([1, 32, 32, 16]), True)
     """
-    _check_method(method)
+    check_method(method)
     check_precision(precision)
-    indices = split_indices(indices)
+    indices = _checked_indices(indices)
     x, w_project, base = tensors(x=x, w_project=w_project, base=base)
     image, projection, under = _known(x, *stand_ins(x, w_project, base, batch=_images(x, base)))
     if isinstance(weights, BottleneckWeights):
@@ -164,16 +180,56 @@ def sparse_res_block_bottleneck(
     shape = (*output_size(image_hw, (3, 3), strides, "SAME"), cout)
     check_base(under, (image.shape[0], *shape), image)
 
-    blocks = _residual(x, weights, indices, block_params, strides)
-    bsize = block_params.bsize_out
-    if base is not None:
-        shortcut = _shortcut_blocks(x, w_project, indices, block_params, strides)
-        shortcut = sparse_scatter(shortcut, *indices, base, bsize=bsize)
-    elif w_project is not None:
-        shortcut = tf.cast(_convolve(x, w_project, strides, "SAME"), x.dtype)
-    else:
-        shortcut = x
-    return sparse_scatter(blocks, *indices, shortcut, bsize=bsize, add=True)
+    uncovered = what_is_uncovered(strides, w_project)
+    if not goes_fused(method, False, uncovered, ()):
+        return gathered_unit(x, weights, indices, block_params, strides, w_project, base)
+    given = {"x": x, **vars(weights)} | present(base=base)
+
+    def gathered(x, base=None, **weights):
+        weights = BottleneckWeights(**weights)
+        return gathered_unit(x, weights, indices, block_params, strides, base=base)
+
+    def fused(counts, rows, x, base=None, **weights):
+        weights = BottleneckWeights(**weights)
+        options = {"base": base, "precision": precision, "method": "fused"}
+        return core_unit(x, weights, (counts, rows), block_params, **options)
+
+    return _fused(fused, gathered, indices, given, (x.shape[0], *shape))
+
+
+def _fused(core, gathered, indices, given, shape):
+    """Call a layer of the package; its gradient is that of the same layer gathered.
+
+    ``core`` takes the indices and, by name, what is ``given``, as arrays; ``gathered`` takes the
+    latter as tensors.
+    """
+
+    @tf.custom_gradient
+    def layer(*tensors):
+        def named(counts, rows, *arrays):
+            return core(counts, rows, **dict(zip(given, arrays, strict=True)))
+
+        y = run(named, [*indices, *tensors], tensors[0].dtype, shape)
+
+        def backward(grad):
+            with tf.GradientTape() as tape:
+                tape.watch(tensors)
+                again = gathered(**dict(zip(given, tensors, strict=True)))
+            return tape.gradient(again, tensors, grad, tf.UnconnectedGradients.ZERO)
+
+        return y, backward
+
+    return layer(*given.values())
+
+
+def _checked_indices(indices):
+    """Return the table of blocks as tensors; what a graph does not know, it checks when it runs."""
+    counts, rows = split_indices(indices)
+    indices = tensors(bin_counts=counts, active_block_indices=rows)
+    shown = stand_ins(*indices)
+    if all(array is not None for array in shown):
+        check_indices(*shown, like=shown[0])
+    return indices
 
 
 def _images(*tensors):
@@ -190,69 +246,3 @@ def _known(x, *shown):
             f"got {x.shape}; call set_shape first"
         )
     return shown
-
-
-def _check_method(method):
-    """Raise unless the gather route will do."""
-    if method == "fused":
-        raise NotImplementedError(
-            "method 'fused' has no kernel in sbnet_cupy.tensorflow; use 'auto' or 'gather'"
-        )
-    if method not in ("auto", "gather"):
-        raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
-
-
-def _residual(x, weights, indices, block_params, strides):
-    """Return the stack ``conv3(a3(conv2(a2(conv1(a1(x))))))``, one value per output pixel."""
-    first = {"scale": weights.scale1, "shift": weights.shift1, "activation": "relu"}
-    blocks = sparse_gather(x, *indices, **_input_grid(block_params), **first)
-    blocks = _convolve(blocks, weights.w1, (1, 1), "VALID")
-    blocks = affine(blocks, weights.scale2, weights.shift2, "relu")
-    inside = _inside(indices[1], block_params, x.shape[1:3])
-    blocks = tf.where(inside[..., None], blocks, tf.zeros((), blocks.dtype))  # pads conv2
-    blocks = _convolve(tf.cast(blocks, x.dtype), weights.w2, strides, "VALID")
-    blocks = tf.cast(affine(blocks, weights.scale3, weights.shift3, "relu"), x.dtype)
-    return tf.cast(_convolve(blocks, weights.w3, (1, 1), "VALID"), x.dtype)
-
-
-def _shortcut_blocks(x, w_project, indices, block_params, strides):
-    """Return the stack of the shortcut's values, one per output pixel of the active blocks."""
-    size = block_params.bsize_out
-    if w_project is None:
-        return sparse_gather(x, *indices, bsize=size)
-    axes = list(zip(size, strides, strict=True))
-    blocks = sparse_gather(  # SAME pads a 1x1 kernel with nothing: output p reads input p * stride
-        x,
-        *indices,
-        bsize=tuple((n - 1) * s + 1 for n, s in axes),
-        bstride=tuple(n * s for n, s in axes),
-    )
-    return tf.cast(_convolve(blocks, w_project, strides, "VALID"), x.dtype)
-
-
-def _inside(active_block_indices, block_params, image_hw):
-    """Return bool ``[M, bh, bw]``: which pixels of the stack lie in the image."""
-    axes = []
-    for axis, size in enumerate(image_hw):
-        corner = active_block_indices[:, 1 + axis] * block_params.bstride[axis]
-        pixel = tf.range(block_params.bsize[axis]) + block_params.boffset[axis]
-        pixel = corner[:, None] + pixel
-        axes.append((pixel >= 0) & (pixel < size))
-    return axes[0][:, :, None] & axes[1][:, None, :]
-
-
-def _input_grid(block_params):
-    names = ("bsize", "boffset", "bstride")
-    return {name: getattr(block_params, name) for name in names}
-
-
-def _zeros(x, shape):
-    """Return zeros of a static shape but for the batch, which is that of x."""
-    zeros = tf.zeros(tf.stack([tf.shape(x)[0], *shape]), x.dtype)
-    return tf.ensure_shape(zeros, (x.shape[0], *shape))
-
-
-def _convolve(x, w, strides, padding):
-    """Convolve NHWC images or stacks; half floats give float32, not yet rounded."""
-    dtype = compute_dtype(x.dtype.as_numpy_dtype)
-    return tf.nn.conv2d(tf.cast(x, dtype), tf.cast(w, dtype), strides, padding)

@@ -14,7 +14,7 @@ from ..ops.sparse_gather import resolve_gather
 from ..ops.sparse_gather import sparse_gather as core_gather
 from ..ops.sparse_scatter import resolve_scatter
 from ..ops.sparse_scatter import sparse_scatter as core_scatter
-from ._tensors import run, stand_ins, tensors
+from ._tensors import present, run, stand_ins, tensors
 
 
 def reduce_mask(
@@ -127,10 +127,10 @@ def sparse_gather(
     shape = _blocks_shape(x, counts, rows, scale, shift, *options)
     layout = {"transpose": transpose, "data_format": data_format}
     plain = {"bsize": bsize, "boffset": boffset, "bstride": bstride, **layout}
-    names, tables = _given(scale=scale, shift=shift)
+    given = present(scale=scale, shift=shift)
 
     def core(x, counts, rows, *tables):
-        fused = dict(zip(names, tables, strict=True))
+        fused = dict(zip(given, tables, strict=True))
         return core_gather(x, counts, rows, activation=activation, **fused, **plain)
 
     @tf.custom_gradient
@@ -144,19 +144,13 @@ def sparse_gather(
             # The fused operation is the plain one followed by arithmetic: so is its gradient.
             with tf.GradientTape() as tape:
                 tape.watch([x, *tables])
-                fused = dict(zip(names, tables, strict=True))
+                fused = dict(zip(given, tables, strict=True))
                 y = _unfused(x, counts, rows, plain, activation, **fused)
             return tape.gradient(y, [x, *tables], grad, tf.UnconnectedGradients.ZERO)
 
         return blocks, backward
 
-    return gather(x, *tables)
-
-
-def _given(**tables):
-    """Return the names and the values of those that are not None."""
-    kept = {name: table for name, table in tables.items() if table is not None}
-    return list(kept), list(kept.values())
+    return gather(x, *given.values())
 
 
 def _blocks_shape(x, counts, rows, scale, shift, *options):
