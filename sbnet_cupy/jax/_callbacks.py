@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError("sbnet_cupy.jax needs JAX; pip install 'sbnet-cupy[jax]'") from error
 
-from .._kernels import recorded
+from .._kernels import enqueue, recorded
 
 
 def _find_buffer_callback():
@@ -65,13 +65,13 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
     scratch : int
         Bytes of scratch, an extra result of which nobody reads the contents.
     alias : dict, optional
-        Which array (by position) may be the memory of which result, and holds its first contents.
+        Which array (by position) holds a result's first contents, and should be its memory.
     """
     has_gpu()  # and CuPy, or this raises
     wanted = [*results, jax.ShapeDtypeStruct((scratch,), np.uint8)] if scratch else list(results)
     kinds = tuple(None if a is None else (a.shape, a.dtype) for a in (*wanted, *arrays))
     found = _buffer_callback(
-        _callback(body, spec, kinds, len(results), bool(scratch)),
+        _callback(body, spec, kinds, len(results), bool(scratch), tuple((alias or {}).items())),
         wanted,
         input_output_aliases=alias,
         command_buffer_compatible=True,
@@ -80,7 +80,7 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
 
 
 @functools.cache
-def _callback(body, spec, kinds, results, has_scratch):
+def _callback(body, spec, kinds, results, has_scratch, alias):
     """Return what XLA calls; the same object for the same body, spec, shapes and dtypes.
 
     ``kinds`` are (shape, dtype) of so many results, scratch, and what is read. XLA gives the same
@@ -110,9 +110,23 @@ def _callback(body, spec, kinds, results, has_scratch):
     def run(natives):
         first = results + has_scratch
         scratch = natives[results] if has_scratch else None
+        for source, target in alias:
+            _fill(natives[target], natives[first + source])
         body(spec, natives[:results], scratch, *natives[first:])
 
     return callback
+
+
+def _fill(result, array):
+    """Copy what a result is to hold at first, unless it is the same memory.
+
+    It should be: but XLA on a GPU hands over a slice, as of ``lax.map``, where it lies.
+    """
+    if isinstance(result, np.ndarray):
+        if not np.may_share_memory(result, array):
+            result[...] = array
+    elif result.data.ptr != array.data.ptr:
+        enqueue(result.data.copy_from_device_async, array.data, result.nbytes)
 
 
 def vary_alike(arrays, examples=()):

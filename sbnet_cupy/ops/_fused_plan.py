@@ -184,7 +184,7 @@ def _candidates(case, device):
 
 def _shapes(case, device, group, planes):
     """Yield (tile, engine, warps): the warps share pixels, output channels and K."""
-    depths = [k for k in (1, 2, 3, 4, 6) if k == 1 or (planes % 2 == 0 and planes // 2 % k == 0)]
+    depths = [k for k in _EXCHANGE if k == 1 or (planes % 2 == 0 and planes // 2 % k == 0)]
     ascending = planes % 2 == 0 or case.strides[1] == 1  # the units of a step, in memory
     if device.hopper and not case.ieee and ascending and group in _WGMMA_GROUPS:
         yield (8, 16), "WarpGroup", (8, 1, 1)
@@ -200,6 +200,7 @@ def _shapes(case, device, group, planes):
 
 _WGMMA_GROUPS = (1, 2, 3, 4, 6, 8, 12)  # the widths that wgmma.cuh knows, in groups of 8
 _REGISTERS = 65536  # of a multiprocessor
+_EXCHANGE = {1: 0, 2: 420, 3: 1000, 4: 420, 6: 1900}  # cycles, where so many warps share K
 
 
 def _resident(plan, case, device):
@@ -229,6 +230,8 @@ def _cost(plan, case, blocks, bsize, device):
     image = plan.planes * plan.chunks * halo_plane_bytes(plan.tile, case.kernel, case.strides)
     results = math.prod(plan.tile) * plan.slice * case.element_bytes
     exchange = 420 if plan.warps[2] > 1 else 0
+    if plan.engine == "MmaSync":
+        exchange = _EXCHANGE[plan.warps[2]] + 300 * (plan.warps[1] - 1)
     latency = steps / plan.warps[2] * step + exchange + image / 16 + 500
     wait = 300 if plan.stages == 2 else 500 if active > 1 else 900  # for each further tile's image
     work = steps * pipe + (image + results) / 20 + exchange
@@ -237,5 +240,5 @@ def _cost(plan, case, blocks, bsize, device):
     if not plan.resident:
         work += weights * plan.chunks / 30
     once = active * weights / 80 if plan.resident else 0
-    first = 100 * (plan.stages + plan.blocks)  # larger kernels start later
+    first = 100 * plan.stages + 40 * plan.blocks  # larger kernels start later
     return first + once + rounds * max(latency, active * work) + (rounds - 1) * wait

@@ -5,7 +5,15 @@ import functools
 import numpy as np
 
 from .. import _kernels
-from .._arrays import ArrayContainer, array_function, device_of, empty, extents, namespace
+from .._arrays import (
+    ArrayContainer,
+    array_function,
+    device_of,
+    empty,
+    extents,
+    is_cupy,
+    namespace,
+)
 from ..errors import DeviceError
 from ._capture import is_capturing, keep_if_capturing
 from ._plans import Plans
@@ -29,8 +37,8 @@ class Packed(ArrayContainer):
     @functools.cached_property
     def cupy_device(self):
         """Number of the device, where all arrays are CuPy's."""
-        devices = {device_of(array) for array in self._arrays()}
-        return devices.pop() if len(devices) == 1 and -1 not in devices else None
+        devices = {device_of(array) if is_cupy(array) else None for array in self._arrays()}
+        return devices.pop() if len(devices) == 1 else None
 
     @functools.cached_property
     def extents(self):
