@@ -95,66 +95,48 @@ __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
     });
 }
 
-template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TI, int TJ, int VC, int G, int TILE_THREADS,
-          class F>
-__global__ void __launch_bounds__(TILE_THREADS, 3)
+template <bool IMAGE_LAST, typename T, int FILL, int STORE, int BH, int BW, int PIXELS, int CHANNELS, int STAGES,
+          int TILE_THREADS, class F>
+__global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
     gather_tiles(const T* __restrict__ x, const int* __restrict__ bin_counts,
                  const int* __restrict__ indices, T* __restrict__ blocks,
                  const typename F::Parameter* __restrict__ scale,
                  const typename F::Parameter* __restrict__ shift, i64 M, i64 N, i64 C, i64 H, i64 W,
                  i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
-    using Shape = Tile<T, V, BH, BW, TI, TJ, VC, TILE_THREADS>;
-    using Group = typename Bytes<G * sizeof(T)>::type;
-    __shared__ __align__(16) T shared[Shape::TC * Shape::PITCH];
+    // A row is a pixel of an NHWC image, or a channel of an NCHW image: what is contiguous there.
+    using Shape = Tile<BH, BW, PIXELS, CHANNELS>;
+    using Matrix = Turn<T, IMAGE_LAST ? PIXELS : CHANNELS, IMAGE_LAST ? CHANNELS : PIXELS, FILL, STORE, TILE_THREADS>;
+    DYNAMIC_SHARED(u8, shared);
     overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
     const auto of_image = image_steps<IMAGE_LAST>(g);
     const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
+    const auto matrix = [&](int stage) { return reinterpret_cast<T*>(shared + stage * Matrix::BYTES); };
 
-    for_each_tile<Shape, true, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
-                                 [&](const Block<BH, BW>& block, const Shape& tile) {
-        const i64 from = block.image + of_image.at(tile.i0, tile.j0, tile.c0);
-        T* const to = blocks + block.stack + of_stack.at(tile.i0, tile.j0, tile.c0);
-        const auto inside = [&](int i, int j, int c) {
-            return tile.full || (tile.holds(i, j, c) && block.has(tile.i0 + i, tile.j0 + j));
-        };
-        if constexpr (IMAGE_LAST) {
-            V value[Shape::VECTOR_SLOTS];
-            Shape::vectors([&](int slot, int i, int j, int c, int) {
-                value[slot] = inside(i, j, c) ? *reinterpret_cast<const V*>(x + (from + of_image.at(i, j, c)))
-                                              : zero<V>();
-            });
-            Shape::vectors([&](int slot, int i, int j, int c, int position) {
-                if (F::USES_CHANNEL && inside(i, j, c)) value[slot] = f(value[slot], tile.c0 + c, 1);
-                const Elements<T, V> elements(value[slot]);
+    for_each_tile<Shape, STAGES, true, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
+    [&](const Shape& tile, int stage) {
+        const T* const from = x + (tile.block.image + of_image.at(0, 0, tile.c0));
+        Matrix::fill(matrix(stage), [&](int row, int column) {
+            const int p = IMAGE_LAST ? row : column, c = IMAGE_LAST ? column : row;
+            return Source<T>{from + of_image.at(tile.row(p), tile.column(p), c), tile.inside(p, c)};
+        });
+    },
+    [&](const Shape& tile, int stage) {
+        T* const to = blocks + (tile.block.stack + of_stack.at(0, tile.p0, tile.c0));
+        Matrix::empty(matrix(stage), [](int, int, int) {}, [&](int, int row, int column, auto vector) {
+            const int p = IMAGE_LAST ? row : column, c = IMAGE_LAST ? column : row;
+            if (!tile.holds(p, c)) return;
+            if constexpr (F::USES_CHANNEL) {
+                const Elements<T, typename Matrix::V> zeros(vector);
+                Elements<T, typename Matrix::V> result(f(vector, tile.c0 + c, IMAGE_LAST ? 0 : 1));
+                if (!tile.full)
 #pragma unroll
-                for (int e = 0; e < Shape::L; ++e) shared[position + e * Shape::PITCH] = elements.element[e];
-            });
-            __syncthreads();
-            Shape::template groups<G>([&](int slot, int i, int j, int c, int position) {
-                if (tile.holds(i, j, c))
-                    *reinterpret_cast<Group*>(to + of_stack.at(i, j, c)) =
-                        *reinterpret_cast<const Group*>(shared + position);
-            });
-        } else {
-            T value[Shape::group_slots(1)];
-            Shape::template groups<1>([&](int slot, int i, int j, int c, int) {
-                value[slot] = inside(i, j, c) ? x[from + of_image.at(i, j, c)] : zero<T>();
-            });
-            Shape::template groups<1>([&](int slot, int i, int j, int c, int position) {
-                if (F::USES_CHANNEL && inside(i, j, c)) value[slot] = f(value[slot], tile.c0 + c, 1);
-                shared[position] = value[slot];
-            });
-            __syncthreads();
-            Shape::vectors([&](int slot, int i, int j, int c, int position) {
-                if (!tile.holds(i, j, c)) return;
-                Elements<T, V> elements;
-#pragma unroll
-                for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[position + e * Shape::PITCH];
-                *reinterpret_cast<V*>(to + of_stack.at(i, j, c)) = elements.vector;
-            });
-        }
-        __syncthreads();  // the next tile reuses the shared memory
+                    for (int e = 0; e < Matrix::RUN; ++e)
+                        if (!tile.inside(IMAGE_LAST ? p + e : p, c)) result.element[e] = zeros.element[e];
+                vector = result.vector;
+            }
+            *reinterpret_cast<typename Matrix::V*>(to + of_stack.at(0, p, c)) = vector;
+        });
     });
 }

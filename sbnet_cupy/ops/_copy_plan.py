@@ -10,7 +10,11 @@ from .._arrays import is_cupy
 from .._kernels import vector_bytes
 
 THREADS = 256
-_TILE_THREADS = 288  # at most, for a tile
+_TILE_THREADS = 256  # at most, for a tile
+_TILE_BYTES = 24 << 10  # at most, for a tile of a large stack
+_LEAST_TILE_BYTES = 4 << 10
+_CHANNEL_BYTES = 256  # at most, of a pixel of a tile
+_STAGES = 1  # tiles that a thread block has in shared memory
 _RESIDENT = 5  # thread blocks that a multiprocessor holds at once, about
 
 
@@ -22,14 +26,15 @@ class CopyPlan(NamedTuple):
     grid: int  # thread blocks of work; a launch needs no more than the GPU holds at once
     block: int
     scalars: tuple
+    shared: int = 0  # bytes of shared memory
 
     def kernel(self, direction):
         """Name of the kernel: gather_runs, scatter_tiles..."""
         return f"{direction}_{self.style}"
 
 
-def plan_copy(image, stack, layout, grid, sm_count, *, element=None, per_channel=False):
-    """Plan the copy between an image and a stack, in either direction.
+def plan_copy(image, stack, layout, grid, sm_count, *, gathers, element=None, per_channel=False):
+    """Plan the copy from an image to a stack (``gathers``), or back.
 
     ``element`` is the C++ type of the elements when they are computed with and not only moved.
     ``per_channel`` says that the computation needs to know each element's channel, so that a
@@ -41,8 +46,10 @@ def plan_copy(image, stack, layout, grid, sm_count, *, element=None, per_channel
     if layout.channels_last == layout.blocks_channels_last or layout.C == 1:
         template, work, leading = _plan_runs(image, stack, layout, grid, per_channel, most)
         return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
-    template, work, threads = _plan_tiles(image, stack, layout, grid, element)
-    return CopyPlan("tiles", template, work, threads, geometry)
+    template, work, threads, shared = _plan_tiles(
+        image, stack, layout, grid, element, gathers, most
+    )
+    return CopyPlan("tiles", template, work, threads, geometry, shared)
 
 
 def _plan_runs(image, stack, layout, grid, per_channel, most):
@@ -84,67 +91,60 @@ def _lanes_and_columns(width, most_columns):
     )
 
 
-def _plan_tiles(image, stack, layout, grid, element):
-    """Template of the tiles kernels, the number of tiles, and the threads for one."""
-    item = image.dtype.itemsize
-    channels_last = image if layout.channels_last else stack
-    vector = max(vector_bytes(layout.C * item, address(channels_last)), item)
-    vectors = -(-layout.C * item // vector)
-    # 128 bytes of channels at a time; fewer from an NCHW image, where they lie apart and are read
-    # one element at a time.
-    most = 128 // vector if layout.channels_last else max(32 // (vector // item), 1)
-    per_tile = min(range(1, most + 1), key=lambda n: (-(-vectors // n) * n, -n))
-    height, width = grid.bsize
-    tile_i, tile_j, threads = _tile_size(height, width, per_tile)
-    group = min(4, 16 // item)
-    whole = width if tile_i == 1 else height * width
-    if (
-        not layout.channels_last
-        or (tile_i * tile_j) % group
-        or whole % group
-        or address(stack) % (group * item)
-    ):
-        group = 1
+def _plan_tiles(image, stack, layout, grid, element, gathers, most):
+    """Return the plan of a tiles kernel but for its geometry; see cuda_src/turn.cuh."""
+    item, area = image.dtype.itemsize, math.prod(grid.bsize)
+    pixels, channels = _tile_size(area, layout.C, item, stack.shape[0], most)
+    last = image if layout.channels_last else stack
+    of_pixel = max(vector_bytes(layout.C * item, channels * item, address(last)), item)
+    of_plane = item  # a row of an NCHW image may begin anywhere
+    if layout.channels_last:
+        of_plane = max(vector_bytes(area * item, pixels * item, address(stack)), item)
+    rows, columns = pixels, channels
+    fill, store = of_pixel, of_plane
+    if gathers != layout.channels_last:
+        rows, columns, fill, store = columns, rows, store, fill
+    fill = fill if fill >= 4 else item
+    threads = min(max(-(-rows * columns * item // (64 * 32)) * 32, 64), _TILE_THREADS)
+    stages = _STAGES
     template = (
         layout.channels_last,
         element or f"Bytes<{item}>::type",
-        f"Bytes<{vector}>::type",
-        height,
-        width,
-        tile_i,
-        tile_j,
-        per_tile,
-        group,
+        fill,
+        store,
+        *grid.bsize,
+        pixels,
+        channels,
+        stages,
         threads,
     )
-    tiles = -(-height // tile_i) * -(-width // tile_j) * -(-vectors // per_tile)
-    return template, stack.shape[0] * tiles, threads
+    tiles = -(-area // pixels) * -(-layout.C // channels)
+    shared = stages * _stage_bytes(rows, columns, item)
+    return template, stack.shape[0] * tiles, threads, shared
 
 
-def _tile_size(height, width, per_tile):
-    """Return rows and columns of a tile, and the threads that move it, up to 3 vectors each.
+def _tile_size(area, channels, item, rows, most):
+    """Return pixels and channels of a tile.
 
-    A tile is whole rows of the block, or part of a row where rows are long. Wanted is the fewest
-    loads in all, those of idle threads included; then large tiles.
+    A tile has whole pixels up to some bytes, and as much of the block as leaves work for all thread
+    blocks. Its pixels are a multiple of 32 or all, its channels of 16 bytes or all.
     """
-    most = max(3 * _TILE_THREADS // per_tile, 4)
-    if width > most:
-        tiles = -(-width // most)
-        sizes = [(1, -(-width // (4 * tiles)) * 4)]
-    else:
-        rows = [n for n in range(1, height + 1) if n * width <= most]
-        sizes = [(n, width) for n in rows if n * width % 4 == 0] or [(n, width) for n in rows]
+    place = 16 // item
+    count = -(-channels * item // _CHANNEL_BYTES)
+    width = -(-channels // (count * place)) * place if count > 1 else channels
+    share = rows * area * channels * item // most
+    budget = max(min(_TILE_BYTES, share), _LEAST_TILE_BYTES)
+    tiles = -(-area * width * item // budget)
+    pixels = -(-area // (tiles * 32)) * 32
+    return min(pixels, area), width
 
-    def threads(size):
-        vectors = size[0] * size[1] * per_tile
-        return max(-(-vectors // (32 * -(-vectors // _TILE_THREADS))) * 32, 64)
 
-    def loads(size):
-        slots = -(-size[0] * size[1] * per_tile // threads(size))
-        return threads(size) * slots * -(-height // size[0]) * -(-width // size[1])
-
-    best = min(sizes, key=lambda size: (loads(size), -size[0]))
-    return *best, threads(best)
+def _stage_bytes(rows, columns, item):
+    """Return the shared memory of a tile, as Turn::BYTES has it."""
+    place = 16 // item
+    pitch = -(-columns // place)
+    pitch, pad = (pitch | 1, 2) if item == 2 else (pitch, 1)
+    return 16 * (rows * pitch + -(-rows // place) * pad)
 
 
 def address(array):
