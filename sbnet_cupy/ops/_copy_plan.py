@@ -105,7 +105,7 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most):
     if gathers != layout.channels_last:
         rows, columns, fill, store = columns, rows, store, fill
     fill = fill if fill >= 4 else item
-    threads = min(max(-(-rows * columns * item // (64 * 32)) * 32, 64), _TILE_THREADS)
+    threads = _tile_threads(rows * columns * item)
     stages = _STAGES
     template = (
         layout.channels_last,
@@ -137,6 +137,11 @@ def _tile_size(area, channels, item, rows, most):
     tiles = -(-area * width * item // budget)
     pixels = -(-area // (tiles * 32)) * 32
     return min(pixels, area), width
+
+
+def _tile_threads(size):
+    """Return the threads for a tile of so many bytes: four vectors of 16 bytes each, about."""
+    return min(max(-(-size // (4 * 16 * 32)) * 32, 64), _TILE_THREADS)
 
 
 def _stage_bytes(rows, columns, item):
