@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
     },
     [&](const Shape& tile, int stage) {
         T* const to = blocks + (tile.block.stack + of_stack.at(0, tile.p0, tile.c0));
-        Matrix::empty(matrix(stage), [&](int, int, int) {}, [&](int, int row, int column, auto vector) {
+        Matrix::empty(matrix(stage), Nothing{}, [&](int, int row, int column, typename Matrix::V vector) {
             const int p = IMAGE_LAST ? row : column, c = IMAGE_LAST ? column : row;
             if (!tile.holds(p, c)) return;
             if constexpr (F::USES_CHANNEL) {

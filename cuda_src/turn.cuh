@@ -13,6 +13,12 @@ struct Source {
     bool inside;
 };
 
+// Nothing to do before a batch of vectors. A lambda without a body would be a host function to NVRTC
+// before 13.1.
+struct Nothing {
+    DEVICE void operator()(int, int, int) const {}
+};
+
 template <typename T, int ROWS, int COLUMNS, int FILL, int STORE, int THREADS>
 struct Turn {
     // 16 bytes of a row lie in one place. A square of PLACE x PLACE elements is a cell.
