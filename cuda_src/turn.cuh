@@ -14,7 +14,7 @@ struct Source {
 };
 
 // Nothing to do before a batch of vectors. A lambda without a body would be a host function to NVRTC
-// before 13.1.
+// 13.0 and older.
 struct Nothing {
     DEVICE void operator()(int, int, int) const {}
 };

@@ -11,9 +11,12 @@ from .._kernels import vector_bytes
 
 THREADS = 256
 _TILE_THREADS = 256  # at most, for a tile
-_TILE_BYTES = 24 << 10  # at most, for a tile of a large stack
+_TILE_BYTES = 20 << 10  # at most, for a tile of a large stack
+_WHOLE_BYTES = 52 << 10  # the same, where parts of a block would share sectors of global memory
 _LEAST_TILE_BYTES = 4 << 10
-_CHANNEL_BYTES = 256  # at most, of a pixel of a tile
+_SECTOR_BYTES = 32
+_SHARED_BYTES = 60 << 10  # at most, of shared memory: every GPU has 64 KiB
+_CHANNEL_BYTES = 512  # at most, of a pixel of a tile
 _STAGES = 1  # tiles that a thread block has in shared memory
 _RESIDENT = 5  # thread blocks that a multiprocessor holds at once, about
 
@@ -94,18 +97,17 @@ def _lanes_and_columns(width, most_columns):
 def _plan_tiles(image, stack, layout, grid, element, gathers, most):
     """Return the plan of a tiles kernel but for its geometry; see cuda_src/turn.cuh."""
     item, area = image.dtype.itemsize, math.prod(grid.bsize)
-    pixels, channels = _tile_size(area, layout.C, item, stack.shape[0], most)
-    last = image if layout.channels_last else stack
+    by_pixel = gathers == layout.channels_last  # a row of the matrix is a pixel, else a channel
+    pixels, channels = _tile_size(area, layout.C, item, stack.shape[0], most, by_pixel)
+    last, planes = (image, stack) if layout.channels_last else (stack, image)
     of_pixel = max(vector_bytes(layout.C * item, channels * item, address(last)), item)
-    of_plane = item  # a row of an NCHW image may begin anywhere
-    if layout.channels_last:
-        of_plane = max(vector_bytes(area * item, pixels * item, address(stack)), item)
-    rows, columns = pixels, channels
-    fill, store = of_pixel, of_plane
-    if gathers != layout.channels_last:
-        rows, columns, fill, store = columns, rows, store, fill
+    run = math.gcd(area, pixels)  # pixels that begin at its multiples lie together in a plane
+    if not layout.channels_last:
+        run = math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
+    of_plane = max(vector_bytes(run * item, address(planes)), item)
+    fill, store = (of_pixel, of_plane) if by_pixel else (of_plane, of_pixel)
     fill = fill if fill >= 4 else item
-    threads = _tile_threads(rows * columns * item)
+    threads = _tile_threads(pixels * channels * item)
     stages = _STAGES
     template = (
         layout.channels_last,
@@ -119,11 +121,11 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most):
         threads,
     )
     tiles = -(-area // pixels) * -(-layout.C // channels)
-    shared = stages * _stage_bytes(rows, columns, item)
+    shared = stages * _stage_bytes(pixels, channels, item, by_pixel)
     return template, stack.shape[0] * tiles, threads, shared
 
 
-def _tile_size(area, channels, item, rows, most):
+def _tile_size(area, channels, item, rows, most, by_pixel):
     """Return pixels and channels of a tile.
 
     A tile has whole pixels up to some bytes, and as much of the block as leaves work for all thread
@@ -133,10 +135,17 @@ def _tile_size(area, channels, item, rows, most):
     count = -(-channels * item // _CHANNEL_BYTES)
     width = -(-channels // (count * place)) * place if count > 1 else channels
     share = rows * area * channels * item // most
-    budget = max(min(_TILE_BYTES, share), _LEAST_TILE_BYTES)
-    tiles = -(-area * width * item // budget)
-    pixels = -(-area // (tiles * 32)) * 32
-    return min(pixels, area), width
+    largest = _WHOLE_BYTES if area * item % _SECTOR_BYTES else _TILE_BYTES
+    budget = max(min(largest, share), _LEAST_TILE_BYTES)
+
+    def too_large(pixels):
+        shared = _stage_bytes(pixels, width, item, by_pixel)
+        return pixels * width * item > budget or shared > _SHARED_BYTES
+
+    pixels = area
+    while pixels > 32 and too_large(pixels):
+        pixels = -(-pixels // 64) * 32  # half of them
+    return pixels, width
 
 
 def _tile_threads(size):
@@ -144,8 +153,9 @@ def _tile_threads(size):
     return min(max(-(-size // (4 * 16 * 32)) * 32, 64), _TILE_THREADS)
 
 
-def _stage_bytes(rows, columns, item):
+def _stage_bytes(pixels, channels, item, by_pixel):
     """Return the shared memory of a tile, as Turn::BYTES has it."""
+    rows, columns = (pixels, channels) if by_pixel else (channels, pixels)
     place = 16 // item
     pitch = -(-columns // place)
     pitch, pad = (pitch | 1, 2) if item == 2 else (pitch, 1)
