@@ -21,14 +21,28 @@ struct Corner {
     i64 n, h0, w0;
 };
 
+// Row b of the indices.
+struct Index {
+    int n, hi, wi;
+};
+
+// b must be under g.M.
+DEVICE Index index_of(i64 b, const int* indices) {
+    const int* row = indices + 3 * b;
+    return Index{row[0], row[1], row[2]};
+}
+
+template <int BH, int BW>
+DEVICE Corner corner_of(const Index& k, i64 b, i64 count, const Geometry& g) {
+    const i64 h0 = g.off_h + g.str_h * k.hi, w0 = g.off_w + g.str_w * k.wi;
+    const bool meets = b < count && k.n >= 0 && k.n < g.N && h0 > -BH && h0 < g.H && w0 > -BW && w0 < g.W;
+    return meets ? Corner{k.n, h0, w0} : Corner{-1, 0, 0};
+}
+
 // b must be under g.M. The row is read before the count is looked at: the two loads overlap.
 template <int BH, int BW>
 DEVICE Corner corner_of(i64 b, i64 count, const int* indices, const Geometry& g) {
-    const int* row = indices + 3 * b;
-    const int n = row[0], hi = row[1], wi = row[2];
-    const i64 h0 = g.off_h + g.str_h * hi, w0 = g.off_w + g.str_w * wi;
-    const bool meets = b < count && n >= 0 && n < g.N && h0 > -BH && h0 < g.H && w0 > -BW && w0 < g.W;
-    return meets ? Corner{n, h0, w0} : Corner{-1, 0, 0};
+    return corner_of<BH, BW>(index_of(b, indices), b, count, g);
 }
 
 DEVICE i64 active_rows(const int* bin_counts, const Geometry& g) {
@@ -192,36 +206,41 @@ struct Tile {
     DEVICE bool inside(int p, int c) const { return full || (holds(p, c) && block.has(row(p), column(p))); }
 };
 
-// Calls fill(tile, stage) and, when its copies have come, empty(tile, stage) for this thread
-// block's share of the tiles of `blocks` stack rows, channel tiles of the same pixels first. While
-// one stage is emptied the next STAGES - 1 tiles are on their way. A share is consecutive tiles, so
-// that a block's corner is looked up once; or every gridDim-th with SPREAD and several channel tiles,
-// so that thread blocks that run at the same time read whole pixels together (for gather that is
-// worth more).
-template <class Shape, int STAGES, bool SPREAD, int BH, int BW, bool LAST, class Fill, class Empty>
+// For this thread block's share of the tiles of `blocks` stack rows, channel tiles of the same pixels
+// first, calls fill(tile, stage); when its copies have come, empty(tile, stage); when all threads
+// have done that and the next tile is on its way, finish(tile). While one stage is emptied STAGES - 1
+// tiles are on their way. A share is consecutive tiles; or every gridDim-th with SPREAD, so that thread
+// blocks that run at the same time read neighbouring pixels of the image (for gather that is worth
+// more). The index row of the next block is read a tile ahead.
+template <class Shape, int STAGES, bool SPREAD, int BH, int BW, bool LAST, class Fill, class Empty, class Finish>
 DEVICE void for_each_tile(i64 blocks, i64 count, const int* indices, const Steps<LAST>& image_step,
-                          const Geometry& g, Fill fill, Empty empty) {
+                          const Geometry& g, Fill fill, Empty empty, Finish finish) {
     const int channel_tiles = ceil_div(static_cast<int>(g.C), Shape::ACROSS);
     const int per_block = channel_tiles * Shape::TILES;
     const i64 tiles = blocks * per_block;
     i64 t = blockIdx.x, step = gridDim.x, end = tiles;
-    if (!SPREAD || channel_tiles == 1) {
+    if (!SPREAD) {
         const i64 share = divide(tiles, gridDim.x), extra = tiles - share * gridDim.x;
         t = blockIdx.x * share + min(static_cast<i64>(blockIdx.x), extra);
         step = 1;
         end = t + share + (blockIdx.x < extra ? 1 : 0);
     }
-    Shape tile[STAGES];  // the next to be emptied first
+    if (t >= end) return;
+    Shape tile[STAGES], done;  // the next to be emptied first; the one to be finished
+    i64 b = divide(t, per_block), current = -1;
+    Index index = index_of(b, indices);
     Block<BH, BW> block;
-    i64 current = -1;
     const auto begin = [&](Shape& next, int stage) {
         if (t < end) {
-            const i64 b = divide(t, per_block);
             if (b != current)
-                block = Block<BH, BW>(b, corner_of<BH, BW>(b, count, indices, g), image_step, g);
+                block = Block<BH, BW>(b, corner_of<BH, BW>(index, b, count, g), image_step, g);
             current = b;
             const int rest = static_cast<int>(t - b * per_block), number = rest / channel_tiles;
             next = Shape(block, number, (rest - number * channel_tiles) * Shape::ACROSS, g.C);
+            if (t + step < end) {
+                b = divide(t + step, per_block);
+                if (b != current) index = index_of(b, indices);
+            }
             fill(next, stage);
         }
         copy_async_commit();
@@ -229,13 +248,18 @@ DEVICE void for_each_tile(i64 blocks, i64 count, const int* indices, const Steps
     };
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) begin(tile[s], s);
+    bool first = true;
     for (int stage = 0; t - (STAGES - 1) * step < end; stage = stage + 1 < STAGES ? stage + 1 : 0) {
         begin(tile[STAGES - 1], stage > 0 ? stage - 1 : STAGES - 1);
+        if (!first) finish(done);
+        first = false;
         copy_async_wait<STAGES - 1>();
         __syncthreads();
         empty(tile[0], stage);
         __syncthreads();  // the stage may be filled again
+        done = tile[0];
 #pragma unroll
         for (int s = 0; s < STAGES - 1; ++s) tile[s] = tile[s + 1];
     }
+    finish(done);
 }

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
 }
 
 template <bool IMAGE_LAST, typename T, int FILL, int STORE, int BH, int BW, int PIXELS, int CHANNELS, int STAGES,
-          int TILE_THREADS, class F>
+          int TILE_THREADS, int LINE, class F>
 __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
     gather_tiles(const T* __restrict__ x, const int* __restrict__ bin_counts,
                  const int* __restrict__ indices, T* __restrict__ blocks,
@@ -104,6 +104,9 @@ __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
                  const typename F::Parameter* __restrict__ shift, i64 M, i64 N, i64 C, i64 H, i64 W,
                  i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
     // A row is a pixel of an NHWC image, or a channel of an NCHW image: what is contiguous there.
+    // With LINE the tile's part of the stack is one line: it is put together in shared memory and
+    // stored by vectors of LINE bytes.
+    static_assert(LINE == 0 || (IMAGE_LAST && PIXELS == BH * BW), "whole planes follow each other");
     using Shape = Tile<BH, BW, PIXELS, CHANNELS>;
     using Matrix = Turn<T, IMAGE_LAST ? PIXELS : CHANNELS, IMAGE_LAST ? CHANNELS : PIXELS, FILL, STORE, TILE_THREADS>;
     DYNAMIC_SHARED(u8, shared);
@@ -113,6 +116,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
     const auto of_image = image_steps<IMAGE_LAST>(g);
     const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
     const auto matrix = [&](int stage) { return reinterpret_cast<T*>(shared + stage * Matrix::BYTES); };
+    T* const line = matrix(STAGES);
 
     for_each_tile<Shape, STAGES, true, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
     [&](const Shape& tile, int stage) {
@@ -123,7 +127,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
         });
     },
     [&](const Shape& tile, int stage) {
-        T* const to = blocks + (tile.block.stack + of_stack.at(0, tile.p0, tile.c0));
+        T* const to = LINE > 0 ? line : blocks + (tile.block.stack + of_stack.at(0, tile.p0, tile.c0));
         Matrix::empty(matrix(stage), Nothing{}, [&](int, int row, int column, typename Matrix::V vector) {
             const int p = IMAGE_LAST ? row : column, c = IMAGE_LAST ? column : row;
             if (!tile.holds(p, c)) return;
@@ -138,5 +142,16 @@ __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
             }
             *reinterpret_cast<typename Matrix::V*>(to + of_stack.at(0, p, c)) = vector;
         });
+    },
+    [&](const Shape& tile) {
+        if constexpr (LINE > 0) {
+            using Vector = typename Bytes<LINE>::type;
+            const auto to = reinterpret_cast<Vector*>(blocks + (tile.block.stack + of_stack.at(0, 0, tile.c0)));
+            constexpr int CHANNEL = BH * BW * sizeof(T);
+            const int vectors = min(CHANNELS, tile.C - tile.c0) * CHANNEL / LINE;
+#pragma unroll 4
+            for (int v = threadIdx.x; v < vectors; v += TILE_THREADS)
+                to[v] = reinterpret_cast<const Vector*>(line)[v];
+        }
     });
 }

@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(TILE_THREADS, (F::READS ? 768 : 1024) / TILE_T
         }, [&](int slot, int row, int column, V vector) {
             if (V* const at = target(row, column)) *at = F::READS ? F::combine(old[slot], vector) : vector;
         });
-    });
+    },
+    Nothing{});
 }
 
 // ---------------------------------------------------------------------------- overlap

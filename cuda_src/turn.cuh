@@ -13,10 +13,10 @@ struct Source {
     bool inside;
 };
 
-// Nothing to do before a batch of vectors. A lambda without a body would be a host function to NVRTC
-// 13.0 and older.
+// Nothing to do at a step. A lambda without a body would be a host function to NVRTC 13.0 and older.
 struct Nothing {
-    DEVICE void operator()(int, int, int) const {}
+    template <class... Arguments>
+    DEVICE void operator()(const Arguments&...) const {}
 };
 
 template <typename T, int ROWS, int COLUMNS, int FILL, int STORE, int THREADS>

@@ -16,6 +16,7 @@ _WHOLE_BYTES = 52 << 10  # the same, where parts of a block would share sectors 
 _LEAST_TILE_BYTES = 4 << 10
 _SECTOR_BYTES = 32
 _SHARED_BYTES = 60 << 10  # at most, of shared memory: every GPU has 64 KiB
+_LINE_BYTES = 54 << 10  # the same, of a tile and the line that it becomes: four fit into 227 KiB
 _CHANNEL_BYTES = 512  # at most, of a pixel of a tile
 _STAGES = 1  # tiles that a thread block has in shared memory
 _RESIDENT = 5  # thread blocks that a multiprocessor holds at once, about
@@ -98,7 +99,10 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most):
     """Return the plan of a tiles kernel but for its geometry; see cuda_src/turn.cuh."""
     item, area = image.dtype.itemsize, math.prod(grid.bsize)
     by_pixel = gathers == layout.channels_last  # a row of the matrix is a pixel, else a channel
-    pixels, channels = _tile_size(area, layout.C, item, stack.shape[0], most, by_pixel)
+    share = stack.shape[0] * area * layout.C * item // most  # bytes that a thread block moves
+    line = gathers and by_pixel and _fits_line(area, item)
+    tile_size = _line_size if line else _tile_size
+    pixels, channels = tile_size(area, layout.C, item, share, by_pixel)
     last, planes = (image, stack) if layout.channels_last else (stack, image)
     of_pixel = max(vector_bytes(layout.C * item, channels * item, address(last)), item)
     run = math.gcd(area, pixels)  # pixels that begin at its multiples lie together in a plane
@@ -120,12 +124,17 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most):
         stages,
         threads,
     )
-    tiles = -(-area // pixels) * -(-layout.C // channels)
     shared = stages * _stage_bytes(pixels, channels, item, by_pixel)
+    if gathers:
+        size = channels * area * item
+        vector = vector_bytes(size, layout.C * area * item, address(stack))
+        template += (max(vector, item) if line else 0,)
+        shared += line * size
+    tiles = -(-area // pixels) * -(-layout.C // channels)
     return template, stack.shape[0] * tiles, threads, shared
 
 
-def _tile_size(area, channels, item, rows, most, by_pixel):
+def _tile_size(area, channels, item, share, by_pixel):
     """Return pixels and channels of a tile.
 
     A tile has whole pixels up to some bytes, and as much of the block as leaves work for all thread
@@ -134,7 +143,6 @@ def _tile_size(area, channels, item, rows, most, by_pixel):
     place = 16 // item
     count = -(-channels * item // _CHANNEL_BYTES)
     width = -(-channels // (count * place)) * place if count > 1 else channels
-    share = rows * area * channels * item // most
     largest = _WHOLE_BYTES if area * item % _SECTOR_BYTES else _TILE_BYTES
     budget = max(min(largest, share), _LEAST_TILE_BYTES)
 
@@ -146,6 +154,32 @@ def _tile_size(area, channels, item, rows, most, by_pixel):
     while pixels > 32 and too_large(pixels):
         pixels = -(-pixels // 64) * 32  # half of them
     return pixels, width
+
+
+def _fits_line(area, item):
+    """Whether planes share sectors, so that tiles of whole planes are worth it, and they fit."""
+    return area * item % _SECTOR_BYTES > 0 and _line_bytes(area, 16 // item, item) <= _SHARED_BYTES
+
+
+def _line_size(area, channels, item, share, by_pixel):
+    """Return pixels and channels of a tile that is a line of the stack: all of the one.
+
+    Its channels are a multiple of 16 bytes or all: the fewest equal parts that fit and leave work
+    for all thread blocks.
+    """
+    place = 16 // item
+    budget = max(share, _LEAST_TILE_BYTES)
+    places = -(-channels // place)
+    for count in range(1, places + 1):
+        width = -(-places // count) * place if count > 1 else channels
+        if _line_bytes(area, width, item) <= _LINE_BYTES and area * width * item <= budget:
+            break
+    return area, width
+
+
+def _line_bytes(area, channels, item):
+    """Return the shared memory of a tile of whole planes and of the line that it becomes."""
+    return _STAGES * _stage_bytes(area, channels, item, True) + area * channels * item
 
 
 def _tile_threads(size):
