@@ -100,7 +100,7 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most):
     item, area = image.dtype.itemsize, math.prod(grid.bsize)
     by_pixel = gathers == layout.channels_last  # a row of the matrix is a pixel, else a channel
     share = stack.shape[0] * area * layout.C * item // most  # bytes that a thread block moves
-    line = gathers and by_pixel and _fits_line(area, item)
+    line = gathers and by_pixel and _fits_line(area, layout.C, item)
     tile_size = _line_size if line else _tile_size
     pixels, channels = tile_size(area, layout.C, item, share, by_pixel)
     last, planes = (image, stack) if layout.channels_last else (stack, image)
@@ -156,19 +156,20 @@ def _tile_size(area, channels, item, share, by_pixel):
     return pixels, width
 
 
-def _fits_line(area, item):
+def _fits_line(area, channels, item):
     """Whether planes share sectors, so that tiles of whole planes are worth it, and they fit."""
-    return area * item % _SECTOR_BYTES > 0 and _line_bytes(area, 16 // item, item) <= _SHARED_BYTES
+    least = min(channels, _SECTOR_BYTES // item)
+    return area * item % _SECTOR_BYTES > 0 and _line_bytes(area, least, item) <= _LINE_BYTES
 
 
 def _line_size(area, channels, item, share, by_pixel):
     """Return pixels and channels of a tile that is a line of the stack: all of the one.
 
-    Its channels are a multiple of 16 bytes or all: the fewest equal parts that fit and leave work
-    for all thread blocks.
+    Its channels are a multiple of 16 bytes or all: the fewest equal parts that fit, and that leave
+    work for all thread blocks as long as they have a sector of each pixel.
     """
     place = 16 // item
-    budget = max(share, _LEAST_TILE_BYTES)
+    budget = max(share, _LEAST_TILE_BYTES, area * _SECTOR_BYTES)
     places = -(-channels // place)
     for count in range(1, places + 1):
         width = -(-places // count) * place if count > 1 else channels
