@@ -4,8 +4,8 @@
 // gather_runs:  same layout on both sides. LANES threads copy a run of COLS vectors each, RUNS runs
 //               at a time, so that several loads are in flight before the first store.
 // gather_tiles: the layout changes (IMAGE_LAST: NHWC image to NCHW blocks). One thread block turns
-//               TI x TJ pixels x VC vectors of channels in shared memory.
-// Launch: 256 threads, persistent grid. See cuda_src/README.md for the pictures.
+//               PIXELS x CHANNELS in shared memory, and with LINE makes whole planes one line.
+// Launch: 256 threads, or TILE_THREADS; persistent grid. See cuda_src/README.md for the pictures.
 #include "activation.cuh"
 #include "block_copy.cuh"
 

@@ -130,8 +130,8 @@ def _copies():
 
 
 COPIES = list(_copies())
-# The layout changes: lines and tiles of a stack; tiles, and strips of them, that stick out of a block,
-# its channels or the image.
+# The layout changes: lines and tiles of a stack; tiles, and strips of them, that stick out of a
+# block, its channels or the image.
 TURNED = [
     Copy(op=op, dtype=dtype, channels=channels, layout=layout, grid=grid, table="corrupt")
     for op in ("gather", "scatter", "add")
