@@ -4,10 +4,10 @@
 // Two ways to move:
 //   runs   both sides have the same layout: block rows are contiguous in both, so a group of lanes
 //          moves a run of a row with wide accesses and no shared memory.
-//   tiles  the layout changes: a tile of pixels x channels turns in shared memory.
+//   tiles  the layout changes: a tile of pixels x channels turns in shared memory (turn.cuh).
 // Every launch is a persistent grid; the number of active blocks is read on the device.
 #pragma once
-#include "async_copy.cuh"
+#include "turn.cuh"
 
 // Geometry of one launch; every kernel takes these as trailing arguments.
 struct Geometry {
@@ -21,14 +21,28 @@ struct Corner {
     i64 n, h0, w0;
 };
 
+// Row b of the indices.
+struct Index {
+    int n, hi, wi;
+};
+
+// b must be under g.M.
+DEVICE Index index_of(i64 b, const int* indices) {
+    const int* row = indices + 3 * b;
+    return Index{row[0], row[1], row[2]};
+}
+
+template <int BH, int BW>
+DEVICE Corner corner_of(const Index& k, i64 b, i64 count, const Geometry& g) {
+    const i64 h0 = g.off_h + g.str_h * k.hi, w0 = g.off_w + g.str_w * k.wi;
+    const bool meets = b < count && k.n >= 0 && k.n < g.N && h0 > -BH && h0 < g.H && w0 > -BW && w0 < g.W;
+    return meets ? Corner{k.n, h0, w0} : Corner{-1, 0, 0};
+}
+
 // b must be under g.M. The row is read before the count is looked at: the two loads overlap.
 template <int BH, int BW>
 DEVICE Corner corner_of(i64 b, i64 count, const int* indices, const Geometry& g) {
-    const int* row = indices + 3 * b;
-    const int n = row[0], hi = row[1], wi = row[2];
-    const i64 h0 = g.off_h + g.str_h * hi, w0 = g.off_w + g.str_w * wi;
-    const bool meets = b < count && n >= 0 && n < g.N && h0 > -BH && h0 < g.H && w0 > -BW && w0 < g.W;
-    return meets ? Corner{n, h0, w0} : Corner{-1, 0, 0};
+    return corner_of<BH, BW>(index_of(b, indices), b, count, g);
 }
 
 DEVICE i64 active_rows(const int* bin_counts, const Geometry& g) {
@@ -153,6 +167,7 @@ struct Block {
     i64 image, stack;
     int i_begin, i_end, j_begin, j_end;
 
+    DEVICE Block() {}
     template <bool LAST>
     DEVICE Block(i64 b, const Corner& k, const Steps<LAST>& steps, const Geometry& g)
         : image(k.n * g.C * g.H * g.W + k.h0 * steps.row + k.w0 * static_cast<i64>(steps.pixel)),
@@ -162,97 +177,89 @@ struct Block {
           j_begin(static_cast<int>(clamp(-k.w0, 0, BW))),
           j_end(static_cast<int>(clamp(g.W - k.w0, 0, BW))) {}
 
+    DEVICE bool whole() const { return i_end - i_begin == BH && j_end - j_begin == BW; }
     DEVICE bool has(int i, int j) const {
         return i >= i_begin && i < i_end && j >= j_begin && j < j_end;
     }
 };
 
-// A tile of TI x TJ pixels x TC channels in shared memory, channel-major. The thread block fills it
-// and empties it, by vectors of channels (where channels are contiguous) or groups of G pixels
-// (where pixels are). Units of UNIT pixels are permuted by the channel's vector number, so that
-// neither a warp's column accesses nor its row accesses meet in a bank.
-template <typename T, typename V, int BH, int BW, int TI, int TJ, int VC, int THREADS>
+// A tile: PIXELS consecutive pixels of a block, row after row, by CHANNELS.
+template <int BH, int BW, int PIXELS, int CHANNELS>
 struct Tile {
-    static constexpr int L = Elements<T, V>::COUNT;  // channels per vector
-    static constexpr int TC = VC * L, PIXELS = TI * TJ, ROWS = TI, COLUMNS = TJ;
-    static constexpr int TILES_J = ceil_div(BW, TJ), TILES = ceil_div(BH, TI) * TILES_J;
-    static constexpr int UNIT = sizeof(T) <= 4 ? 4 : 16 / sizeof(T);
-    static constexpr int PITCH = ceil_div(PIXELS, 8 * UNIT) * 8 * UNIT;
-    static constexpr int VECTOR_SLOTS = ceil_div(PIXELS * VC, THREADS);
-    __host__ __device__ static constexpr int group_slots(int G) {
-        return ceil_div(TC * ceil_div(PIXELS, G), THREADS);
-    }
-    static_assert(TJ == BW || TI == 1, "the pixels of a tile are contiguous in the block");
+    static constexpr int AREA = BH * BW, ACROSS = CHANNELS, TILES = ceil_div(AREA, PIXELS);
 
-    int i0, j0, c0, C;  // corner of the tile in the block; channels there are
-    bool full;          // the tile lies inside the block and the image, and has all its channels
+    Block<BH, BW> block;
+    int p0, c0, C;  // its first pixel and channel; channels there are
+    bool full;      // it lies inside the block, its channels and the image
 
-    DEVICE Tile(int i, int j, int c, i64 channels, const Block<BH, BW>& block)
-        : i0(i), j0(j), c0(c), C(static_cast<int>(channels)),
-          full(c + TC <= C && i + TI <= BH && j + TJ <= BW && block.has(i, j) &&
-               block.has(i + TI - 1, j + TJ - 1)) {}
+    DEVICE Tile() {}
+    DEVICE Tile(const Block<BH, BW>& of, int number, int c, i64 channels)
+        : block(of), p0(number * PIXELS), c0(c), C(static_cast<int>(channels)),
+          full(of.whole() && p0 + PIXELS <= AREA && c0 + CHANNELS <= C) {}
 
-    // Position in shared memory of the tile's pixel p in its channel c = vector * L + e.
-    DEVICE static int position(int p, int c, int vector) {
-        return c * PITCH + ((p / UNIT) ^ (vector & 7)) * UNIT + p % UNIT;
+    // Of the tile's pixel p and channel c: its place in the block, whether the block has it, and the image.
+    DEVICE int row(int p) const { return (p0 + p) / BW; }
+    DEVICE int column(int p) const { return (p0 + p) % BW; }
+    DEVICE bool holds(int p, int c) const {
+        return full || ((AREA % PIXELS == 0 || p0 + p < AREA) && c0 + c < C);
     }
-    DEVICE bool holds(int i, int j, int c) const {
-        return full || (i0 + i < BH && j0 + j < BW && c0 + c < C);
-    }
-
-    // Visit the vectors of this thread in any tile: body(slot, i, j, c, position), in coordinates
-    // of the tile. The position of the vector's element e is e * PITCH further.
-    template <class Body>
-    DEVICE static void vectors(Body body) {
-        const int thread = recomputed(threadIdx.x);
-#pragma unroll
-        for (int slot = 0; slot < VECTOR_SLOTS; ++slot) {
-            const int index = slot * THREADS + thread;
-            const int p = index / VC, vector = index - p * VC, c = vector * L;
-            if (p < PIXELS) body(slot, p / TJ, p % TJ, c, position(p, c, vector));
-        }
-    }
-    // Visit the groups of G pixels of this thread: body(slot, i, j, c, position).
-    template <int G, class Body>
-    DEVICE static void groups(Body body) {
-        static_assert(UNIT % G == 0 && PIXELS % G == 0, "a group is never cut by the tile");
-        static_assert(TI == 1 ? BW % G == 0 : BH * BW % G == 0, "nor by the block");
-        constexpr int PER_ROW = PIXELS / G;
-        const int thread = recomputed(threadIdx.x);
-#pragma unroll
-        for (int slot = 0; slot < group_slots(G); ++slot) {
-            const int index = slot * THREADS + thread;
-            const int c = index / PER_ROW, p = (index - c * PER_ROW) * G;
-            if (c < TC) body(slot, p / TJ, p % TJ, c, position(p, c, c / L));
-        }
-    }
+    DEVICE bool inside(int p, int c) const { return full || (holds(p, c) && block.has(row(p), column(p))); }
 };
 
-// Calls body(block, tile) for this thread block's share of the tiles of `blocks` stack rows, channel
-// tiles of the same pixels first. A share is consecutive tiles, so that a block's corner is looked
-// up once; or every gridDim-th with SPREAD and several channel tiles, so that thread blocks that run
-// at the same time read whole pixels together (for gather that is worth more).
-template <class Shape, bool SPREAD, int BH, int BW, bool LAST, class Body>
+// For this thread block's share of the tiles of `blocks` stack rows, channel tiles of the same pixels
+// first, calls fill(tile, stage); when its copies have come, empty(tile, stage); when all threads
+// have done that and the next tile is on its way, finish(tile). While one stage is emptied STAGES - 1
+// tiles are on their way. A share is consecutive tiles; or every gridDim-th with SPREAD, so that thread
+// blocks that run at the same time read neighbouring pixels of the image (for gather that is worth
+// more). The index row of the next block is read a tile ahead.
+template <class Shape, int STAGES, bool SPREAD, int BH, int BW, bool LAST, class Fill, class Empty, class Finish>
 DEVICE void for_each_tile(i64 blocks, i64 count, const int* indices, const Steps<LAST>& image_step,
-                          const Geometry& g, Body body) {
-    const int channel_tiles = ceil_div(static_cast<int>(g.C), Shape::TC);
+                          const Geometry& g, Fill fill, Empty empty, Finish finish) {
+    const int channel_tiles = ceil_div(static_cast<int>(g.C), Shape::ACROSS);
     const int per_block = channel_tiles * Shape::TILES;
     const i64 tiles = blocks * per_block;
     i64 t = blockIdx.x, step = gridDim.x, end = tiles;
-    if (!SPREAD || channel_tiles == 1) {
+    if (!SPREAD) {
         const i64 share = divide(tiles, gridDim.x), extra = tiles - share * gridDim.x;
         t = blockIdx.x * share + min(static_cast<i64>(blockIdx.x), extra);
         step = 1;
         end = t + share + (blockIdx.x < extra ? 1 : 0);
     }
-    Block<BH, BW> block(-1, Corner{-1, 0, 0}, image_step, g);
-    for (i64 current = -1; t < end; t += step) {
-        const i64 b = divide(t, per_block);
-        if (b != current)
-            block = Block<BH, BW>(b, corner_of<BH, BW>(b, count, indices, g), image_step, g);
-        current = b;
-        const int rest = static_cast<int>(t - b * per_block), place = rest / channel_tiles;
-        body(block, Shape(place / Shape::TILES_J * Shape::ROWS, place % Shape::TILES_J * Shape::COLUMNS,
-                          (rest - place * channel_tiles) * Shape::TC, g.C, block));
+    if (t >= end) return;
+    Shape tile[STAGES], done;  // the next to be emptied first; the one to be finished
+    i64 b = divide(t, per_block), current = -1;
+    Index index = index_of(b, indices);
+    Block<BH, BW> block;
+    const auto begin = [&](Shape& next, int stage) {
+        if (t < end) {
+            if (b != current)
+                block = Block<BH, BW>(b, corner_of<BH, BW>(index, b, count, g), image_step, g);
+            current = b;
+            const int rest = static_cast<int>(t - b * per_block), number = rest / channel_tiles;
+            next = Shape(block, number, (rest - number * channel_tiles) * Shape::ACROSS, g.C);
+            if (t + step < end) {
+                b = divide(t + step, per_block);
+                if (b != current) index = index_of(b, indices);
+            }
+            fill(next, stage);
+        }
+        copy_async_commit();
+        t += step;
+    };
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) begin(tile[s], s);
+    bool first = true;
+    for (int stage = 0; t - (STAGES - 1) * step < end; stage = stage + 1 < STAGES ? stage + 1 : 0) {
+        begin(tile[STAGES - 1], stage > 0 ? stage - 1 : STAGES - 1);
+        if (!first) finish(done);
+        first = false;
+        copy_async_wait<STAGES - 1>();
+        __syncthreads();
+        empty(tile[0], stage);
+        __syncthreads();  // the stage may be filled again
+        done = tile[0];
+#pragma unroll
+        for (int s = 0; s < STAGES - 1; ++s) tile[s] = tile[s + 1];
     }
+    finish(done);
 }

@@ -4,8 +4,8 @@
 // gather_runs:  same layout on both sides. LANES threads copy a run of COLS vectors each, RUNS runs
 //               at a time, so that several loads are in flight before the first store.
 // gather_tiles: the layout changes (IMAGE_LAST: NHWC image to NCHW blocks). One thread block turns
-//               TI x TJ pixels x VC vectors of channels in shared memory.
-// Launch: 256 threads, persistent grid. See cuda_src/README.md for the pictures.
+//               PIXELS x CHANNELS in shared memory, and with LINE makes whole planes one line.
+// Launch: 256 threads, or TILE_THREADS; persistent grid. See cuda_src/README.md for the pictures.
 #include "activation.cuh"
 #include "block_copy.cuh"
 
@@ -95,66 +95,63 @@ __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
     });
 }
 
-template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TI, int TJ, int VC, int G, int TILE_THREADS,
-          class F>
-__global__ void __launch_bounds__(TILE_THREADS, 3)
+template <bool IMAGE_LAST, typename T, int FILL, int STORE, int BH, int BW, int PIXELS, int CHANNELS, int STAGES,
+          int TILE_THREADS, int LINE, class F>
+__global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
     gather_tiles(const T* __restrict__ x, const int* __restrict__ bin_counts,
                  const int* __restrict__ indices, T* __restrict__ blocks,
                  const typename F::Parameter* __restrict__ scale,
                  const typename F::Parameter* __restrict__ shift, i64 M, i64 N, i64 C, i64 H, i64 W,
                  i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
-    using Shape = Tile<T, V, BH, BW, TI, TJ, VC, TILE_THREADS>;
-    using Group = typename Bytes<G * sizeof(T)>::type;
-    __shared__ __align__(16) T shared[Shape::TC * Shape::PITCH];
+    // A row is a pixel of an NHWC image, or a channel of an NCHW image: what is contiguous there.
+    // With LINE the tile's part of the stack is one line: it is put together in shared memory and
+    // stored by vectors of LINE bytes.
+    static_assert(LINE == 0 || (IMAGE_LAST && PIXELS == BH * BW), "whole planes follow each other");
+    using Shape = Tile<BH, BW, PIXELS, CHANNELS>;
+    using Matrix = Turn<T, IMAGE_LAST ? PIXELS : CHANNELS, IMAGE_LAST ? CHANNELS : PIXELS, FILL, STORE, TILE_THREADS>;
+    DYNAMIC_SHARED(u8, shared);
     overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
     const auto of_image = image_steps<IMAGE_LAST>(g);
     const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
+    const auto matrix = [&](int stage) { return reinterpret_cast<T*>(shared + stage * Matrix::BYTES); };
+    T* const line = matrix(STAGES);
 
-    for_each_tile<Shape, true, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
-                                 [&](const Block<BH, BW>& block, const Shape& tile) {
-        const i64 from = block.image + of_image.at(tile.i0, tile.j0, tile.c0);
-        T* const to = blocks + block.stack + of_stack.at(tile.i0, tile.j0, tile.c0);
-        const auto inside = [&](int i, int j, int c) {
-            return tile.full || (tile.holds(i, j, c) && block.has(tile.i0 + i, tile.j0 + j));
-        };
-        if constexpr (IMAGE_LAST) {
-            V value[Shape::VECTOR_SLOTS];
-            Shape::vectors([&](int slot, int i, int j, int c, int) {
-                value[slot] = inside(i, j, c) ? *reinterpret_cast<const V*>(x + (from + of_image.at(i, j, c)))
-                                              : zero<V>();
-            });
-            Shape::vectors([&](int slot, int i, int j, int c, int position) {
-                if (F::USES_CHANNEL && inside(i, j, c)) value[slot] = f(value[slot], tile.c0 + c, 1);
-                const Elements<T, V> elements(value[slot]);
+    for_each_tile<Shape, STAGES, true, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
+    [&](const Shape& tile, int stage) {
+        const T* const from = x + (tile.block.image + of_image.at(0, 0, tile.c0));
+        Matrix::fill(matrix(stage), [&](int row, int column) {
+            const int p = IMAGE_LAST ? row : column, c = IMAGE_LAST ? column : row;
+            return Source<T>{from + of_image.at(tile.row(p), tile.column(p), c), tile.inside(p, c)};
+        });
+    },
+    [&](const Shape& tile, int stage) {
+        T* const to = LINE > 0 ? line : blocks + (tile.block.stack + of_stack.at(0, tile.p0, tile.c0));
+        Matrix::empty(matrix(stage), Nothing{}, [&](int, int row, int column, typename Matrix::V vector) {
+            const int p = IMAGE_LAST ? row : column, c = IMAGE_LAST ? column : row;
+            if (!tile.holds(p, c)) return;
+            if constexpr (F::USES_CHANNEL) {
+                const Elements<T, typename Matrix::V> zeros(vector);
+                Elements<T, typename Matrix::V> result(f(vector, tile.c0 + c, IMAGE_LAST ? 0 : 1));
+                if (!tile.full)
 #pragma unroll
-                for (int e = 0; e < Shape::L; ++e) shared[position + e * Shape::PITCH] = elements.element[e];
-            });
-            __syncthreads();
-            Shape::template groups<G>([&](int slot, int i, int j, int c, int position) {
-                if (tile.holds(i, j, c))
-                    *reinterpret_cast<Group*>(to + of_stack.at(i, j, c)) =
-                        *reinterpret_cast<const Group*>(shared + position);
-            });
-        } else {
-            T value[Shape::group_slots(1)];
-            Shape::template groups<1>([&](int slot, int i, int j, int c, int) {
-                value[slot] = inside(i, j, c) ? x[from + of_image.at(i, j, c)] : zero<T>();
-            });
-            Shape::template groups<1>([&](int slot, int i, int j, int c, int position) {
-                if (F::USES_CHANNEL && inside(i, j, c)) value[slot] = f(value[slot], tile.c0 + c, 1);
-                shared[position] = value[slot];
-            });
-            __syncthreads();
-            Shape::vectors([&](int slot, int i, int j, int c, int position) {
-                if (!tile.holds(i, j, c)) return;
-                Elements<T, V> elements;
-#pragma unroll
-                for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[position + e * Shape::PITCH];
-                *reinterpret_cast<V*>(to + of_stack.at(i, j, c)) = elements.vector;
-            });
+                    for (int e = 0; e < Matrix::RUN; ++e)
+                        if (!tile.inside(IMAGE_LAST ? p + e : p, c)) result.element[e] = zeros.element[e];
+                vector = result.vector;
+            }
+            *reinterpret_cast<typename Matrix::V*>(to + of_stack.at(0, p, c)) = vector;
+        });
+    },
+    [&](const Shape& tile) {
+        if constexpr (LINE > 0) {
+            using Vector = typename Bytes<LINE>::type;
+            const auto to = reinterpret_cast<Vector*>(blocks + (tile.block.stack + of_stack.at(0, 0, tile.c0)));
+            constexpr int CHANNEL = BH * BW * sizeof(T);
+            const int vectors = min(CHANNELS, tile.C - tile.c0) * CHANNEL / LINE;
+#pragma unroll 4
+            for (int v = threadIdx.x; v < vectors; v += TILE_THREADS)
+                to[v] = reinterpret_cast<const Vector*>(line)[v];
         }
-        __syncthreads();  // the next tile reuses the shared memory
     });
 }

@@ -66,76 +66,49 @@ __global__ void __launch_bounds__(THREADS, F::READS ? 2 : 4)
     });
 }
 
-template <bool IMAGE_LAST, typename T, typename V, int BH, int BW, int TI, int TJ, int VC, int G, int TILE_THREADS,
-          class F>
-__global__ void __launch_bounds__(TILE_THREADS, 3)
+template <bool IMAGE_LAST, typename T, int FILL, int STORE, int BH, int BW, int PIXELS, int CHANNELS, int STAGES,
+          int TILE_THREADS, class F>
+__global__ void __launch_bounds__(TILE_THREADS, (F::READS ? 768 : 1024) / TILE_THREADS)
     scatter_tiles(T* __restrict__ y, const int* __restrict__ bin_counts,
                   const int* __restrict__ indices, const T* __restrict__ blocks, i64 M, i64 N,
                   i64 C, i64 H, i64 W, i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
-    using Shape = Tile<T, V, BH, BW, TI, TJ, VC, TILE_THREADS>;
-    using Group = typename Bytes<G * sizeof(T)>::type;
-    __shared__ __align__(16) T shared[Shape::TC * Shape::PITCH];
+    // A row is a channel of an NCHW stack, or a pixel of an NHWC stack: what is contiguous there.
+    using Shape = Tile<BH, BW, PIXELS, CHANNELS>;
+    using Matrix = Turn<T, IMAGE_LAST ? CHANNELS : PIXELS, IMAGE_LAST ? PIXELS : CHANNELS, FILL, STORE, TILE_THREADS>;
+    using V = typename Matrix::V;
+    DYNAMIC_SHARED(u8, shared);
     overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const i64 count = active_rows(bin_counts, g);
     const auto of_image = image_steps<IMAGE_LAST>(g);
     const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
+    const auto matrix = [&](int stage) { return reinterpret_cast<T*>(shared + stage * Matrix::BYTES); };
 
-    for_each_tile<Shape, false, BH, BW>(count, count, indices, of_image, g,
-                                 [&](const Block<BH, BW>& block, const Shape& tile) {
-        const i64 to = block.image + of_image.at(tile.i0, tile.j0, tile.c0);
-        const T* const from = blocks + block.stack + of_stack.at(tile.i0, tile.j0, tile.c0);
-        const auto inside = [&](int i, int j, int c) {
-            return tile.full || (tile.holds(i, j, c) && block.has(tile.i0 + i, tile.j0 + j));
+    for_each_tile<Shape, STAGES, false, BH, BW>(count, count, indices, of_image, g,
+    [&](const Shape& tile, int stage) {
+        const T* const from = blocks + (tile.block.stack + of_stack.at(0, tile.p0, tile.c0));
+        Matrix::fill(matrix(stage), [&](int row, int column) {
+            const int p = IMAGE_LAST ? column : row, c = IMAGE_LAST ? row : column;
+            return Source<T>{from + of_stack.at(0, p, c), tile.holds(p, c)};
+        });
+    },
+    [&](const Shape& tile, int stage) {
+        const i64 to = tile.block.image + of_image.at(0, 0, tile.c0);
+        V old[Matrix::HELD];
+        // The vector of a row and column of the matrix, or null outside the image.
+        const auto target = [&](int row, int column) -> V* {
+            const int p = IMAGE_LAST ? column : row, c = IMAGE_LAST ? row : column;
+            if (!tile.inside(p, c)) return nullptr;
+            return reinterpret_cast<V*>(y + (to + of_image.at(tile.row(p), tile.column(p), c)));
         };
-        if constexpr (IMAGE_LAST) {
-            Group value[Shape::group_slots(G)];
-            V old[Shape::VECTOR_SLOTS];
-            Shape::template groups<G>([&](int slot, int i, int j, int c, int) {
-                value[slot] = tile.holds(i, j, c) ? *reinterpret_cast<const Group*>(from + of_stack.at(i, j, c))
-                                                  : zero<Group>();
-            });
+        Matrix::empty(matrix(stage), [&](int slot, int row, int column) {
             if constexpr (F::READS)
-                Shape::vectors([&](int slot, int i, int j, int c, int) {
-                    if (inside(i, j, c)) old[slot] = *reinterpret_cast<const V*>(y + (to + of_image.at(i, j, c)));
-                });
-            Shape::template groups<G>([&](int slot, int, int, int, int position) {
-                *reinterpret_cast<Group*>(shared + position) = value[slot];
-            });
-            __syncthreads();
-            Shape::vectors([&](int slot, int i, int j, int c, int position) {
-                if (!inside(i, j, c)) return;
-                Elements<T, V> elements;
-#pragma unroll
-                for (int e = 0; e < Shape::L; ++e) elements.element[e] = shared[position + e * Shape::PITCH];
-                *reinterpret_cast<V*>(y + (to + of_image.at(i, j, c))) =
-                    F::READS ? F::combine(old[slot], elements.vector) : elements.vector;
-            });
-        } else {
-            V value[Shape::VECTOR_SLOTS];
-            T old[Shape::group_slots(1)];
-            Shape::vectors([&](int slot, int i, int j, int c, int) {
-                value[slot] = tile.holds(i, j, c) ? *reinterpret_cast<const V*>(from + of_stack.at(i, j, c))
-                                                  : zero<V>();
-            });
-            if constexpr (F::READS)
-                Shape::template groups<1>([&](int slot, int i, int j, int c, int) {
-                    if (inside(i, j, c)) old[slot] = y[to + of_image.at(i, j, c)];
-                });
-            Shape::vectors([&](int slot, int, int, int, int position) {
-                const Elements<T, V> elements(value[slot]);
-#pragma unroll
-                for (int e = 0; e < Shape::L; ++e) shared[position + e * Shape::PITCH] = elements.element[e];
-            });
-            __syncthreads();
-            Shape::template groups<1>([&](int slot, int i, int j, int c, int position) {
-                if (!inside(i, j, c)) return;
-                T& target = y[to + of_image.at(i, j, c)];
-                target = F::READS ? F::combine(old[slot], shared[position]) : shared[position];
-            });
-        }
-        __syncthreads();  // the next tile reuses the shared memory
-    });
+                if (const V* const from = target(row, column)) old[slot] = *from;
+        }, [&](int slot, int row, int column, V vector) {
+            if (V* const at = target(row, column)) *at = F::READS ? F::combine(old[slot], vector) : vector;
+        });
+    },
+    Nothing{});
 }
 
 // ---------------------------------------------------------------------------- overlap

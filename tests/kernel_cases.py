@@ -130,6 +130,19 @@ def _copies():
 
 
 COPIES = list(_copies())
+# The layout changes: lines and tiles of a stack; tiles, and strips of them, that stick out of a
+# block, its channels or the image.
+TURNED = [
+    Copy(op=op, dtype=dtype, channels=channels, layout=layout, grid=grid, table="corrupt")
+    for op in ("gather", "scatter", "add")
+    for dtype, channels, layout, grid in (
+        ("float16", 40, "NHWC to NCHW", "stage 1"),
+        ("float16", 17, "NCHW to NHWC", "over the edge"),
+        ("float32", 20, "NHWC to NCHW", "halo"),
+        ("float32", 150, "NHWC to NCHW", "large"),
+    )
+    if op == "gather" or grid in ("large", "over the edge")  # blocks that share no pixels
+]
 # Called again and again: on the same list of blocks, with other images.
 REPEATED = [
     Copy(op=op, dtype="float32", channels=24, grid="plain", table="all", layout=layout)

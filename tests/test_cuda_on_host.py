@@ -18,10 +18,10 @@ import pytest
 from assertions import assert_close, assert_same
 from host_memory import Memory, signature_of
 from kernel_calls import Mask
-from kernel_cases import AFFINE, COPIES, FUSED, GRADIENTS, MASKS, REPEATED, SMOOTH
+from kernel_cases import AFFINE, COPIES, FUSED, GRADIENTS, MASKS, REPEATED, SMOOTH, TURNED
 
 from sbnet_cupy import _kernels
-from sbnet_cupy.ops import _plans
+from sbnet_cupy.ops import _copy_plan, _plans
 
 OPS = [
     importlib.import_module(f"sbnet_cupy.ops.{stem}")
@@ -141,6 +141,14 @@ def test_reduce_mask(case, monkeypatch):
 
 @pytest.mark.parametrize("case", COPIES, ids=str)
 def test_copies(case, monkeypatch):
+    check_same(case, monkeypatch, allow_nan=True)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("case", TURNED, ids=str)
+def test_copies_in_stages(case, stages, monkeypatch):
+    """While a tile is emptied, the next ones are on their way."""
+    monkeypatch.setattr(_copy_plan, "_STAGES", stages)
     check_same(case, monkeypatch, allow_nan=True)
 
 

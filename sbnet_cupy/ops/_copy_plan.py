@@ -10,7 +10,15 @@ from .._arrays import is_cupy
 from .._kernels import vector_bytes
 
 THREADS = 256
-_TILE_THREADS = 288  # at most, for a tile
+_TILE_THREADS = 256  # at most, for a tile
+_TILE_BYTES = 20 << 10  # at most, for a tile of a large stack
+_WHOLE_BYTES = 52 << 10  # the same, where parts of a block would share sectors of global memory
+_LEAST_TILE_BYTES = 4 << 10
+_SECTOR_BYTES = 32
+_SHARED_BYTES = 60 << 10  # at most, of shared memory: every GPU has 64 KiB
+_LINE_BYTES = 54 << 10  # the same, of a tile and the line that it becomes: four fit into 227 KiB
+_CHANNEL_BYTES = 512  # at most, of a pixel of a tile
+_STAGES = 1  # tiles that a thread block has in shared memory
 _RESIDENT = 5  # thread blocks that a multiprocessor holds at once, about
 
 
@@ -22,14 +30,15 @@ class CopyPlan(NamedTuple):
     grid: int  # thread blocks of work; a launch needs no more than the GPU holds at once
     block: int
     scalars: tuple
+    shared: int = 0  # bytes of shared memory
 
     def kernel(self, direction):
         """Name of the kernel: gather_runs, scatter_tiles..."""
         return f"{direction}_{self.style}"
 
 
-def plan_copy(image, stack, layout, grid, sm_count, *, element=None, per_channel=False):
-    """Plan the copy between an image and a stack, in either direction.
+def plan_copy(image, stack, layout, grid, sm_count, *, gathers, element=None, per_channel=False):
+    """Plan the copy from an image to a stack (``gathers``), or back.
 
     ``element`` is the C++ type of the elements when they are computed with and not only moved.
     ``per_channel`` says that the computation needs to know each element's channel, so that a
@@ -41,8 +50,10 @@ def plan_copy(image, stack, layout, grid, sm_count, *, element=None, per_channel
     if layout.channels_last == layout.blocks_channels_last or layout.C == 1:
         template, work, leading = _plan_runs(image, stack, layout, grid, per_channel, most)
         return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
-    template, work, threads = _plan_tiles(image, stack, layout, grid, element)
-    return CopyPlan("tiles", template, work, threads, geometry)
+    template, work, threads, shared = _plan_tiles(
+        image, stack, layout, grid, element, gathers, most
+    )
+    return CopyPlan("tiles", template, work, threads, geometry, shared)
 
 
 def _plan_runs(image, stack, layout, grid, per_channel, most):
@@ -84,67 +95,106 @@ def _lanes_and_columns(width, most_columns):
     )
 
 
-def _plan_tiles(image, stack, layout, grid, element):
-    """Template of the tiles kernels, the number of tiles, and the threads for one."""
-    item = image.dtype.itemsize
-    channels_last = image if layout.channels_last else stack
-    vector = max(vector_bytes(layout.C * item, address(channels_last)), item)
-    vectors = -(-layout.C * item // vector)
-    # 128 bytes of channels at a time; fewer from an NCHW image, where they lie apart and are read
-    # one element at a time.
-    most = 128 // vector if layout.channels_last else max(32 // (vector // item), 1)
-    per_tile = min(range(1, most + 1), key=lambda n: (-(-vectors // n) * n, -n))
-    height, width = grid.bsize
-    tile_i, tile_j, threads = _tile_size(height, width, per_tile)
-    group = min(4, 16 // item)
-    whole = width if tile_i == 1 else height * width
-    if (
-        not layout.channels_last
-        or (tile_i * tile_j) % group
-        or whole % group
-        or address(stack) % (group * item)
-    ):
-        group = 1
+def _plan_tiles(image, stack, layout, grid, element, gathers, most):
+    """Return the plan of a tiles kernel but for its geometry; see cuda_src/turn.cuh."""
+    item, area = image.dtype.itemsize, math.prod(grid.bsize)
+    by_pixel = gathers == layout.channels_last  # a row of the matrix is a pixel, else a channel
+    share = stack.shape[0] * area * layout.C * item // most  # bytes that a thread block moves
+    line = gathers and by_pixel and _fits_line(area, layout.C, item)
+    tile_size = _line_size if line else _tile_size
+    pixels, channels = tile_size(area, layout.C, item, share, by_pixel)
+    last, planes = (image, stack) if layout.channels_last else (stack, image)
+    of_pixel = max(vector_bytes(layout.C * item, channels * item, address(last)), item)
+    run = math.gcd(area, pixels)  # pixels that begin at its multiples lie together in a plane
+    if not layout.channels_last:
+        run = math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
+    of_plane = max(vector_bytes(run * item, address(planes)), item)
+    fill, store = (of_pixel, of_plane) if by_pixel else (of_plane, of_pixel)
+    fill = fill if fill >= 4 else item
+    threads = _tile_threads(pixels * channels * item)
+    stages = _STAGES
     template = (
         layout.channels_last,
         element or f"Bytes<{item}>::type",
-        f"Bytes<{vector}>::type",
-        height,
-        width,
-        tile_i,
-        tile_j,
-        per_tile,
-        group,
+        fill,
+        store,
+        *grid.bsize,
+        pixels,
+        channels,
+        stages,
         threads,
     )
-    tiles = -(-height // tile_i) * -(-width // tile_j) * -(-vectors // per_tile)
-    return template, stack.shape[0] * tiles, threads
+    shared = stages * _stage_bytes(pixels, channels, item, by_pixel)
+    if gathers:
+        size = channels * area * item
+        vector = vector_bytes(size, layout.C * area * item, address(stack))
+        template += (max(vector, item) if line else 0,)
+        shared += line * size
+    tiles = -(-area // pixels) * -(-layout.C // channels)
+    return template, stack.shape[0] * tiles, threads, shared
 
 
-def _tile_size(height, width, per_tile):
-    """Return rows and columns of a tile, and the threads that move it, up to 3 vectors each.
+def _tile_size(area, channels, item, share, by_pixel):
+    """Return pixels and channels of a tile.
 
-    A tile is whole rows of the block, or part of a row where rows are long. Wanted is the fewest
-    loads in all, those of idle threads included; then large tiles.
+    A tile has whole pixels up to some bytes, and as much of the block as leaves work for all thread
+    blocks. Its pixels are a multiple of 32 or all, its channels of 16 bytes or all.
     """
-    most = max(3 * _TILE_THREADS // per_tile, 4)
-    if width > most:
-        tiles = -(-width // most)
-        sizes = [(1, -(-width // (4 * tiles)) * 4)]
-    else:
-        rows = [n for n in range(1, height + 1) if n * width <= most]
-        sizes = [(n, width) for n in rows if n * width % 4 == 0] or [(n, width) for n in rows]
+    place = 16 // item
+    count = -(-channels * item // _CHANNEL_BYTES)
+    width = -(-channels // (count * place)) * place if count > 1 else channels
+    largest = _WHOLE_BYTES if area * item % _SECTOR_BYTES else _TILE_BYTES
+    budget = max(min(largest, share), _LEAST_TILE_BYTES)
 
-    def threads(size):
-        vectors = size[0] * size[1] * per_tile
-        return max(-(-vectors // (32 * -(-vectors // _TILE_THREADS))) * 32, 64)
+    def too_large(pixels):
+        shared = _stage_bytes(pixels, width, item, by_pixel)
+        return pixels * width * item > budget or shared > _SHARED_BYTES
 
-    def loads(size):
-        slots = -(-size[0] * size[1] * per_tile // threads(size))
-        return threads(size) * slots * -(-height // size[0]) * -(-width // size[1])
+    pixels = area
+    while pixels > 32 and too_large(pixels):
+        pixels = -(-pixels // 64) * 32  # half of them
+    return pixels, width
 
-    best = min(sizes, key=lambda size: (loads(size), -size[0]))
-    return *best, threads(best)
+
+def _fits_line(area, channels, item):
+    """Whether planes share sectors, so that tiles of whole planes are worth it, and they fit."""
+    least = min(channels, _SECTOR_BYTES // item)
+    return area * item % _SECTOR_BYTES > 0 and _line_bytes(area, least, item) <= _LINE_BYTES
+
+
+def _line_size(area, channels, item, share, by_pixel):
+    """Return pixels and channels of a tile that is a line of the stack: all of the one.
+
+    Its channels are a multiple of 16 bytes or all: the fewest equal parts that fit, and that leave
+    work for all thread blocks as long as they have a sector of each pixel.
+    """
+    place = 16 // item
+    budget = max(share, _LEAST_TILE_BYTES, area * _SECTOR_BYTES)
+    places = -(-channels // place)
+    for count in range(1, places + 1):
+        width = -(-places // count) * place if count > 1 else channels
+        if _line_bytes(area, width, item) <= _LINE_BYTES and area * width * item <= budget:
+            break
+    return area, width
+
+
+def _line_bytes(area, channels, item):
+    """Return the shared memory of a tile of whole planes and of the line that it becomes."""
+    return _STAGES * _stage_bytes(area, channels, item, True) + area * channels * item
+
+
+def _tile_threads(size):
+    """Return the threads for a tile of so many bytes: four vectors of 16 bytes each, about."""
+    return min(max(-(-size // (4 * 16 * 32)) * 32, 64), _TILE_THREADS)
+
+
+def _stage_bytes(pixels, channels, item, by_pixel):
+    """Return the shared memory of a tile, as Turn::BYTES has it."""
+    rows, columns = (pixels, channels) if by_pixel else (channels, pixels)
+    place = 16 // item
+    pitch = -(-columns // place)
+    pitch, pad = (pitch | 1, 2) if item == 2 else (pitch, 1)
+    return 16 * (rows * pitch + -(-rows // place) * pad)
 
 
 def address(array):

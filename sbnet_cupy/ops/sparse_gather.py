@@ -272,7 +272,14 @@ def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):
         element = _kernels.cpp_name(x.dtype, "x")
         transform = f"Affine<{element}, {parameter}, {ACTIVATIONS.index(activation)}>"
     plan = plan_copy(
-        x, out, layout, grid, _kernels.sm_count(), element=element, per_channel=element is not None
+        x,
+        out,
+        layout,
+        grid,
+        _kernels.sm_count(),
+        gathers=True,
+        element=element,
+        per_channel=element is not None,
     )
     return _kernels.prepare(
         "sparse_gather",
@@ -282,6 +289,7 @@ def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):
         plan.block,
         6,
         plan.scalars,
+        plan.shared,
         persistent=True,
         dependent=True,
     )

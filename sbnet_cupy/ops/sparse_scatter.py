@@ -310,7 +310,9 @@ def _combination(y, add):
 def _sparse_scatter_cuda(blocks, y, layout, grid, add):
     """Prepare one launch, for blocks that share no pixel; see cuda_src/sparse_scatter.cu."""
     element, combination = _combination(y, add)
-    plan = plan_copy(y, blocks, layout, grid, _kernels.sm_count(), element=element)
+    plan = plan_copy(
+        y, blocks, layout, grid, _kernels.sm_count(), gathers=False, element=element
+    )
     return _kernels.prepare(
         "sparse_scatter",
         plan.kernel("scatter"),
@@ -319,6 +321,7 @@ def _sparse_scatter_cuda(blocks, y, layout, grid, add):
         plan.block,
         4,
         plan.scalars,
+        plan.shared,
         persistent=True,
         dependent=True,
     )
