@@ -297,14 +297,21 @@ def sm_count():
     """Return the number of multiprocessors of CuPy's current device."""
     import cupy
 
-    return _sm_count(cupy.cuda.runtime.getDevice())
+    return _attribute(cupy.cuda.runtime.getDevice(), "MultiProcessorCount")
+
+
+def shared_bytes():
+    """Return the most shared memory that a thread block of CuPy's current device may have."""
+    import cupy
+
+    return _attribute(cupy.cuda.runtime.getDevice(), "MaxSharedMemoryPerBlockOptin")
 
 
 @functools.cache
-def _sm_count(device):
+def _attribute(device, name):
     import cupy
 
-    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+    return cupy.cuda.Device(device).attributes[name]
 
 
 def architecture(capability):

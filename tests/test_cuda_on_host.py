@@ -74,6 +74,7 @@ def device(launch, multiprocessors, memory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_kernels, "prepare", prepare)
         patch.setattr(_kernels, "sm_count", lambda: multiprocessors)
+        patch.setattr(_kernels, "shared_bytes", lambda: (64 if multiprocessors == 1 else 227) << 10)
         patch.setattr(_kernels, "has_clusters", lambda: False)
         patch.setattr(_plans, "device_of", lambda array: 0)
         patch.setattr(_plans, "signature_of", signature_of)

@@ -16,7 +16,7 @@ _WHOLE_BYTES = 52 << 10  # the same, where parts of a block would share sectors 
 _LEAST_TILE_BYTES = 4 << 10
 _SECTOR_BYTES = 32
 _SHARED_BYTES = 60 << 10  # at most, of shared memory: every GPU has 64 KiB
-_LINE_BYTES = 54 << 10  # the same, of a tile and the line that it becomes: four fit into 227 KiB
+_LINE_BYTES = 96 << 10  # the same, of a tile and the line that it becomes: two fit into 227 KiB
 _CHANNEL_BYTES = 512  # at most, of a pixel of a tile
 _STAGES = 1  # tiles that a thread block has in shared memory
 _RESIDENT = 5  # thread blocks that a multiprocessor holds at once, about
@@ -37,21 +37,24 @@ class CopyPlan(NamedTuple):
         return f"{direction}_{self.style}"
 
 
-def plan_copy(image, stack, layout, grid, sm_count, *, gathers, element=None, per_channel=False):
+def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_channel=False):
     """Plan the copy from an image to a stack (``gathers``), or back.
 
+    ``device`` is its number of multiprocessors, and the bytes of shared memory of a thread block.
     ``element`` is the C++ type of the elements when they are computed with and not only moved.
     ``per_channel`` says that the computation needs to know each element's channel, so that a
     vector must not span pixels.
     """
+    sm_count, shared_bytes = device
     most = sm_count * _RESIDENT  # thread blocks at once, about
     geometry = (stack.shape[0], layout.N, layout.C, layout.H, layout.W)
     geometry += (*grid.boffset, *grid.bstride)
     if layout.channels_last == layout.blocks_channels_last or layout.C == 1:
         template, work, leading = _plan_runs(image, stack, layout, grid, per_channel, most)
         return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
+    limit = min(shared_bytes, _LINE_BYTES) if gathers and layout.channels_last else 0
     template, work, threads, shared = _plan_tiles(
-        image, stack, layout, grid, element, gathers, most
+        image, stack, layout, grid, element, gathers, most, limit
     )
     return CopyPlan("tiles", template, work, threads, geometry, shared)
 
@@ -95,14 +98,19 @@ def _lanes_and_columns(width, most_columns):
     )
 
 
-def _plan_tiles(image, stack, layout, grid, element, gathers, most):
-    """Return the plan of a tiles kernel but for its geometry; see cuda_src/turn.cuh."""
+def _plan_tiles(image, stack, layout, grid, element, gathers, most, limit):
+    """Return the plan of a tiles kernel but for its geometry; see cuda_src/turn.cuh.
+
+    ``limit`` is of the shared memory for a tile of whole planes and the line that it becomes.
+    """
     item, area = image.dtype.itemsize, math.prod(grid.bsize)
     by_pixel = gathers == layout.channels_last  # a row of the matrix is a pixel, else a channel
     share = stack.shape[0] * area * layout.C * item // most  # bytes that a thread block moves
-    line = gathers and by_pixel and _fits_line(area, layout.C, item)
-    tile_size = _line_size if line else _tile_size
-    pixels, channels = tile_size(area, layout.C, item, share, by_pixel)
+    line = _line_bytes(area, min(layout.C, _SECTOR_BYTES // item), item) <= limit
+    if line:
+        pixels, channels = area, _line_channels(area, layout.C, item, share, limit)
+    else:
+        pixels, channels = _tile_size(area, layout.C, item, share, by_pixel)
     last, planes = (image, stack) if layout.channels_last else (stack, image)
     of_pixel = max(vector_bytes(layout.C * item, channels * item, address(last)), item)
     run = math.gcd(area, pixels)  # pixels that begin at its multiples lie together in a plane
@@ -111,7 +119,8 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most):
     of_plane = max(vector_bytes(run * item, address(planes)), item)
     fill, store = (of_pixel, of_plane) if by_pixel else (of_plane, of_pixel)
     fill = fill if fill >= 4 else item
-    threads = _tile_threads(pixels * channels * item)
+    size = pixels * channels * item
+    threads = _line_threads(size) if line else _tile_threads(size)
     stages = _STAGES
     template = (
         layout.channels_last,
@@ -126,8 +135,7 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most):
     )
     shared = stages * _stage_bytes(pixels, channels, item, by_pixel)
     if gathers:
-        size = channels * area * item
-        vector = vector_bytes(size, layout.C * area * item, address(stack))
+        vector = vector_bytes(channels * area * item, layout.C * area * item, address(stack))
         template += (max(vector, item) if line else 0,)
         shared += line * size
     tiles = -(-area // pixels) * -(-layout.C // channels)
@@ -156,26 +164,20 @@ def _tile_size(area, channels, item, share, by_pixel):
     return pixels, width
 
 
-def _fits_line(area, channels, item):
-    """Whether planes share sectors, so that tiles of whole planes are worth it, and they fit."""
-    least = min(channels, _SECTOR_BYTES // item)
-    return area * item % _SECTOR_BYTES > 0 and _line_bytes(area, least, item) <= _LINE_BYTES
+def _line_channels(area, channels, item, share, limit):
+    """Return the channels of a tile of whole planes, which is a line of the stack.
 
-
-def _line_size(area, channels, item, share, by_pixel):
-    """Return pixels and channels of a tile that is a line of the stack: all of the one.
-
-    Its channels are a multiple of 16 bytes or all: the fewest equal parts that fit, and that leave
-    work for all thread blocks as long as they have a sector of each pixel.
+    They are a multiple of 16 bytes or all: the fewest equal parts that fit, and that leave work for
+    all thread blocks as long as they have a sector of each pixel.
     """
     place = 16 // item
     budget = max(share, _LEAST_TILE_BYTES, area * _SECTOR_BYTES)
     places = -(-channels // place)
     for count in range(1, places + 1):
         width = -(-places // count) * place if count > 1 else channels
-        if _line_bytes(area, width, item) <= _LINE_BYTES and area * width * item <= budget:
+        if _line_bytes(area, width, item) <= limit and area * width * item <= budget:
             break
-    return area, width
+    return width
 
 
 def _line_bytes(area, channels, item):
@@ -186,6 +188,11 @@ def _line_bytes(area, channels, item):
 def _tile_threads(size):
     """Return the threads for a tile of so many bytes: four vectors of 16 bytes each, about."""
     return min(max(-(-size // (4 * 16 * 32)) * 32, 64), _TILE_THREADS)
+
+
+def _line_threads(size):
+    """Return the threads for a line of so many bytes: 16 vectors of 16 bytes each, about."""
+    return 32 if size < 8 << 10 else 128 if size < 36 << 10 else 256
 
 
 def _stage_bytes(pixels, channels, item, by_pixel):

@@ -276,7 +276,7 @@ def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):
         out,
         layout,
         grid,
-        _kernels.sm_count(),
+        (_kernels.sm_count(), _kernels.shared_bytes()),
         gathers=True,
         element=element,
         per_channel=element is not None,

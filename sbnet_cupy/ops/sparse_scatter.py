@@ -310,9 +310,8 @@ def _combination(y, add):
 def _sparse_scatter_cuda(blocks, y, layout, grid, add):
     """Prepare one launch, for blocks that share no pixel; see cuda_src/sparse_scatter.cu."""
     element, combination = _combination(y, add)
-    plan = plan_copy(
-        y, blocks, layout, grid, _kernels.sm_count(), gathers=False, element=element
-    )
+    device = _kernels.sm_count(), _kernels.shared_bytes()
+    plan = plan_copy(y, blocks, layout, grid, device, gathers=False, element=element)
     return _kernels.prepare(
         "sparse_scatter",
         plan.kernel("scatter"),
