@@ -90,7 +90,19 @@ class HostOp:
                 patch.setattr(op, self.planner, lambda *case: plan)
             patch.setattr(op, "apart", lambda *arrays: False)  # check_apart will say
             for module in (op, *self.packing):
-                patch.setattr(module, "empty", memory.poisoned)
+                patch.setattr(module, "empty", memory.poisoned, raising=False)
+
+            def filled(array, value):
+                array[...] = value
+                return array
+
+            patch.setattr(
+                op, "zeros", lambda *like: filled(memory.poisoned(*like), 0), raising=False
+            )
+            patch.setattr(
+                op, "copy_of", lambda x: filled(memory.poisoned(x.shape, x.dtype, x), x),
+                raising=False,
+            )  # fmt: skip
             yield launched
 
     def compile(self, request):

@@ -14,6 +14,7 @@ from .._arrays import (
     check_apart,
     check_out,
     compute_dtype,
+    copy_of,
     dtype_name,
     empty,
     is_cupy,
@@ -119,8 +120,7 @@ def fused_bottleneck(
     inputs = (("x", x), ("bin_counts", bin_counts), ("active_block_indices", active_block_indices))
     inputs += tuple(("weights", array) for array in _arrays_of(plain))
     if out is None:
-        out = empty(x.shape, x.dtype, x)
-        out[...] = x
+        out = copy_of(x)
     elif launch is None:
         check_out(out, x.shape, x.dtype, x, inputs)
     else:

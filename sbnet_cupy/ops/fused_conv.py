@@ -16,8 +16,8 @@ from .._arrays import (
     check_contiguous,
     check_out,
     dtype_name,
-    empty,
     is_cupy,
+    zeros,
 )
 from ..errors import DTypeError
 from ._copy_plan import address
@@ -140,8 +140,7 @@ def fused_conv(
     shape = (launch or call).shape
     named = zip(_ARRAY_NAMES, inputs, strict=True)
     if out is None:
-        out = empty(shape, x.dtype, x)
-        out.fill(0)
+        out = zeros(shape, x.dtype, x)
     elif launch is None:
         check_out(out, shape, x.dtype, x, named)
     else:
