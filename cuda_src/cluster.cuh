@@ -29,16 +29,15 @@ struct Cluster {
 #endif
     }
 
-    // Store to the same place of the shared memory of every block of the cluster, from rank `from` on.
+    // Store to the same place of the shared memory of every block of the cluster.
     template <typename V>
-    static DEVICE void store(V* shared, V value, int from = 0) {
+    static DEVICE void store(V* shared, V value) {
         if constexpr (COUNT == 1) *shared = value;
 #ifndef SBNET_HOST
         if constexpr (COUNT > 1) {
             const u32 here = static_cast<u32>(__cvta_generic_to_shared(shared));
 #pragma unroll
             for (int rank = 0; rank < COUNT; ++rank) {
-                if (rank < from) continue;
                 u32 there;
                 asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
                 if constexpr (sizeof(V) == 8)

@@ -296,10 +296,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
     __shared__ int scratch[WARPS];
     __shared__ u32 launch_epoch;
     __shared__ int counts[TOGETHER ? TOGETHER : 1];  // of the cluster's thread blocks
-    if constexpr (TOGETHER > 1) {
-        if (threadIdx.x < TOGETHER) counts[threadIdx.x] = 0;
-        Group::sync();  // before another thread block sends its count
-    }
+    if constexpr (TOGETHER > 1) Group::arrive();     // waited for before the first count is sent
     const Image image{static_cast<int>(N), static_cast<int>(H), static_cast<int>(W)};
     const Raster raster{off_h, off_w, str_h, str_w, static_cast<int>(count_h), static_cast<int>(count_w)};
     const Reader<T, BH, WORD, LANES, NONZERO> reader{mask, image, tol, least};
@@ -419,13 +416,10 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
         if (blockIdx.x == gridDim.x - 1 && thread == 0)
             publish(workspace, epoch);  // all have published, so all have read the old epoch
     } else if constexpr (TOGETHER > 1) {
-        // Only to those that wait for it: none may end while another still writes to it. 0: not there yet.
-        if (thread == 0) Group::store(counts + Group::rank(), total + 1, Group::rank() + 1);
-        int count = 1;
-        if (lane < Group::rank())
-            do count = const_cast<volatile int*>(counts)[lane];
-            while (!count);
-        before = warp_sum(count - 1);
+        Group::wait();  // the others are there
+        if (thread == 0) Group::store(counts + Group::rank(), total);
+        Group::sync();
+        before = warp_sum(lane < Group::rank() ? counts[lane] : 0);
     }
     const bool last = blockIdx.x == gridDim.x - 1;
     if (last && thread == 0) *bin_counts = before + total;
