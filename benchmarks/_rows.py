@@ -32,8 +32,8 @@ class Row:
     implementation: str
     timed_by: str  # graph (replays), events (around eager calls), host or wall (clock)
     us: float  # median for one call
-    us_p10: float | None  # None where only the median was kept
-    us_p90: float | None
+    us_p10: float
+    us_p90: float
     bytes: int | None
     gb_per_s: float | None
     percent_of_copy: float | None
@@ -46,7 +46,7 @@ class Row:
     @property
     def spread(self):
         """The 10th and the 90th percentile, as tables have them."""
-        return "" if self.us_p10 is None else f"{self.us_p10:,.2f}..{self.us_p90:,.2f}"
+        return f"{self.us_p10:,.2f}..{self.us_p90:,.2f}"
 
     @property
     def ours(self):
