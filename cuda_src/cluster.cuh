@@ -1,6 +1,8 @@
 // cluster.cuh: thread blocks that share one tile, through each other's shared memory.
 // COUNT blocks in a row of the grid are a cluster; compute capability 9.0 and later. With COUNT == 1
-// everything is as in a plain launch, on any GPU and on the host.
+// everything is as in a plain launch, on any GPU and on the host. On the host a cluster's blocks run one
+// after the other: what is stored to all of them reaches those of higher rank, if it lies in shared
+// memory of a __device__ function, which is the same for all.
 #pragma once
 #include "common.cuh"
 
@@ -10,8 +12,10 @@ struct Cluster {
 
     // Every thread of every block of the cluster has come, and sees what was stored before.
     static DEVICE void sync() {
+#ifdef SBNET_HOST
+        __syncthreads();
+#else
         if constexpr (COUNT == 1) __syncthreads();
-#ifndef SBNET_HOST
         if constexpr (COUNT > 1)
             asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
@@ -32,8 +36,10 @@ struct Cluster {
     // Store to the same place of the shared memory of every block of the cluster.
     template <typename V>
     static DEVICE void store(V* shared, V value) {
+#ifdef SBNET_HOST
+        *shared = value;
+#else
         if constexpr (COUNT == 1) *shared = value;
-#ifndef SBNET_HOST
         if constexpr (COUNT > 1) {
             const u32 here = static_cast<u32>(__cvta_generic_to_shared(shared));
 #pragma unroll

@@ -276,6 +276,13 @@ DEVICE int look_back(const u64* counts, u32 epoch, int* scratch) {
     return warp_sum(lane < THREADS / 32 ? scratch[lane] : 0);
 }
 
+// The flags of each thread block of a cluster, in the shared memory of each.
+template <int COUNT>
+DEVICE int* counts_of_cluster() {
+    __shared__ int counts[COUNT];
+    return counts;
+}
+
 // ---------------------------------------------------------------------------- kernel
 
 // mask [N, H, W]; bin_counts [1]; indices [capacity, 3]; workspace [1 + gridDim] (epoch, counts),
@@ -295,7 +302,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
     DYNAMIC_SHARED(u32, shared);
     __shared__ int scratch[WARPS];
     __shared__ u32 launch_epoch;
-    __shared__ int counts[TOGETHER ? TOGETHER : 1];  // of the cluster's thread blocks
+    int* const counts = counts_of_cluster<TOGETHER ? TOGETHER : 1>();
     if constexpr (TOGETHER > 1) Group::arrive();     // waited for before the first count is sent
     const Image image{static_cast<int>(N), static_cast<int>(H), static_cast<int>(W)};
     const Raster raster{off_h, off_w, str_h, str_w, static_cast<int>(count_h), static_cast<int>(count_w)};

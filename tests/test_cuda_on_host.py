@@ -75,7 +75,7 @@ def device(launch, multiprocessors, memory):
         patch.setattr(_kernels, "prepare", prepare)
         patch.setattr(_kernels, "sm_count", lambda: multiprocessors)
         patch.setattr(_kernels, "shared_bytes", lambda: (64 if multiprocessors == 1 else 227) << 10)
-        patch.setattr(_kernels, "has_clusters", lambda: False)
+        patch.setattr(_kernels, "has_clusters", lambda: True)
         patch.setattr(_plans, "device_of", lambda array: 0)
         patch.setattr(_plans, "signature_of", signature_of)
         patch.setattr(OPS[0], "workspace", workspace)
@@ -138,6 +138,21 @@ def check_same(case, monkeypatch, **options):
 @pytest.mark.parametrize("case", MASKS, ids=str)
 def test_reduce_mask(case, monkeypatch):
     check_same(case, monkeypatch)
+
+
+SMALL_MASKS = [mask for mask in MASKS if not (mask.avgpool or mask.launches_nothing)]
+
+
+@pytest.mark.parametrize("case", SMALL_MASKS[::6], ids=str)
+def test_reduce_mask_in_a_cluster(case, monkeypatch):
+    monkeypatch.setattr(OPS[0], "_GROUPS", ((8, 256), (8, 512)))
+    expected, memory = list(case.run(Memory(), *arguments(case))), Memory(0xA5)
+    with device(host_cuda.launch, 132, memory) as (prepared, _):
+        results = list(case.run(memory, *arguments(case)))
+    memory.check()
+    assert {template[-1] for *_, template in prepared} == {8}
+    for actual, wanted in zip(results, expected, strict=True):
+        assert_same(actual, wanted)
 
 
 @pytest.mark.parametrize("case", COPIES, ids=str)
