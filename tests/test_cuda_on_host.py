@@ -21,7 +21,7 @@ from kernel_calls import Mask
 from kernel_cases import AFFINE, COPIES, FUSED, GRADIENTS, MASKS, REPEATED, SMOOTH, TURNED
 
 from sbnet_cupy import _kernels
-from sbnet_cupy.ops import _copy_plan, _plans
+from sbnet_cupy.ops import _copy_plan, _mask_plan, _plans
 
 OPS = [
     importlib.import_module(f"sbnet_cupy.ops.{stem}")
@@ -81,7 +81,7 @@ def device(launch, multiprocessors, memory):
         patch.setattr(OPS[0], "workspace", workspace)
         if multiprocessors == 1:
             for name, little in LITTLE.items():
-                patch.setattr(OPS[0], name, little)
+                patch.setattr(_mask_plan, name, little)
         for module in OPS:
             patch.setattr(module, "is_cupy", lambda array: True)
             patch.setattr(module, "empty", memory.poisoned)
@@ -145,7 +145,7 @@ SMALL_MASKS = [mask for mask in MASKS if not (mask.avgpool or mask.launches_noth
 
 @pytest.mark.parametrize("case", SMALL_MASKS[::6], ids=str)
 def test_reduce_mask_in_a_cluster(case, monkeypatch):
-    monkeypatch.setattr(OPS[0], "_GROUPS", ((8, 256), (8, 512)))
+    monkeypatch.setattr(_mask_plan, "_GROUPS", ((8, 256), (8, 512)))
     expected, memory = list(case.run(Memory(), *arguments(case))), Memory(0xA5)
     with device(host_cuda.launch, 132, memory) as (prepared, _):
         results = list(case.run(memory, *arguments(case)))

@@ -23,7 +23,7 @@ from adapter_cases import (
 import sbnet_cupy as sb
 from sbnet_cupy.ops import sparse_scatter as scatter_op
 from sbnet_cupy.ops._grid import Grid
-from sbnet_cupy.ops.reduce_mask import _plan, scratch_slots
+from sbnet_cupy.ops._mask_plan import plan_mask, scratch_slots
 
 
 def test_no_byte_is_copied(sbj, place, jax, monkeypatch):
@@ -91,7 +91,7 @@ def test_scratch_is_enough_for_any_gpu():
         for side in (1, 7, 100, 2000):
             shape, blocks, grid = (1, side, side), (1, side, side), Grid((1, 1), (0, 0), (1, 1))
             for word, average in itertools.product((1, 4, 16), (False, True)):
-                plan = _plan(shape, 1, word, blocks, grid, average, sm_count, clusters=False)
+                plan = plan_mask(shape, 1, word, blocks, grid, average, sm_count, clusters=False)
                 assert 1 + plan.thread_blocks <= scratch_slots(shape, blocks, grid, average)
 
 

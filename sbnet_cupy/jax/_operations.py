@@ -15,7 +15,8 @@ from jax.custom_batching import custom_vmap
 
 from .._arrays import compute_dtype
 from ..ops._grid import Grid, resolve_layout
-from ..ops.reduce_mask import reduce_mask_into, scratch_slots
+from ..ops._mask_plan import scratch_slots
+from ..ops.reduce_mask import reduce_mask_into
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import scratch_sizes, sparse_scatter
 from ._callbacks import allocating_from, call, piece_bytes, vary_alike
