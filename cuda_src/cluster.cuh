@@ -1,10 +1,10 @@
 // cluster.cuh: thread blocks that share one tile, through each other's shared memory.
-// COUNT blocks in a row of the grid are a cluster; compute capability 9.0 and later. With COUNT == 1
+// COUNT blocks in a row of the grid are a cluster; compute capability 9.0, elsewhere they trap. With COUNT == 1
 // everything is as in a plain launch, on any GPU and on the host. On the host a cluster's blocks run one
 // after the other: what is stored to all of them reaches those of higher rank, if it lies in shared
 // memory of a __device__ function, which is the same for all.
 #pragma once
-#include "common.cuh"
+#include "async_copy.cuh"
 
 template <int COUNT>
 struct Cluster {
@@ -16,19 +16,24 @@ struct Cluster {
         __syncthreads();
 #else
         if constexpr (COUNT == 1) __syncthreads();
-        if constexpr (COUNT > 1)
+        if constexpr (COUNT > 1) {
+#if DEVICE_ARCHITECTURE >= 900
             asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+            __trap();
+#endif
+        }
 #endif
     }
 
     // sync() in two halves, of which the first only says that this block is there.
     static DEVICE void arrive() {
-#ifndef SBNET_HOST
+#if DEVICE_ARCHITECTURE >= 900
         if constexpr (COUNT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
     }
     static DEVICE void wait() {
-#ifndef SBNET_HOST
+#if DEVICE_ARCHITECTURE >= 900
         if constexpr (COUNT > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
     }
@@ -40,6 +45,7 @@ struct Cluster {
         *shared = value;
 #else
         if constexpr (COUNT == 1) *shared = value;
+#if DEVICE_ARCHITECTURE >= 900
         if constexpr (COUNT > 1) {
             const u32 here = static_cast<u32>(__cvta_generic_to_shared(shared));
 #pragma unroll
@@ -53,6 +59,7 @@ struct Cluster {
                     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
             }
         }
+#endif
 #endif
     }
 };
