@@ -80,7 +80,7 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
 
 
 @functools.cache
-def _callback(body, spec, kinds, results, has_scratch, alias):
+def _callback(body, spec, kinds, results, has_scratch, alias=()):
     """Return what XLA calls; the same object for the same body, spec, shapes and dtypes.
 
     ``kinds`` are (shape, dtype) of so many results, scratch, and what is read. XLA gives the same
