@@ -175,16 +175,6 @@ DEVICE V zero() {
     return V{};
 }
 
-// A if CONDITION, else B.
-template <bool CONDITION, typename A, typename B>
-struct Choose {
-    using type = A;
-};
-template <typename A, typename B>
-struct Choose<false, A, B> {
-    using type = B;
-};
-
 template <typename A, typename B>
 struct Same {
     static constexpr bool value = false;
