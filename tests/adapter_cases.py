@@ -1,8 +1,13 @@
 """What the tests of sbnet_cupy.jax and of sbnet_cupy.tensorflow share: images, blocks, options."""
 
+import doctest
+import importlib
+import inspect
+
 import ml_dtypes
 import numpy as np
 from assertions import assert_same, to_numpy
+from test_structure import doctests_of
 
 import sbnet_cupy as sb
 
@@ -98,3 +103,21 @@ def hand_over(values, make):
             value = value._map_arrays(make)
         found.append(value)
     return found
+
+
+def check_examples(module):
+    """Assert that the examples of an adapter's module run, and that there are some."""
+    runner = doctest.DocTestRunner()
+    tests = list(doctests_of(importlib.import_module(module)))
+    for test in tests:
+        runner.run(test)
+    assert not runner.summarize().failed and sum(len(test.examples) for test in tests) >= 5
+
+
+def check_parameters(adapter):
+    """Assert that an adapter's functions take what the package's take, but ``out``."""
+    for name in adapter.__all__:
+        known = inspect.signature(getattr(sb, name)).parameters
+        taken = inspect.signature(getattr(adapter, name)).parameters
+        assert [*taken] == [parameter for parameter in known if parameter != "out"]
+        assert all(taken[parameter].default == known[parameter].default for parameter in taken)

@@ -1,19 +1,15 @@
 """What the JAX adapter takes: the package's arguments and errors, while tracing; its documents."""
 
 import ctypes
-import doctest
-import importlib
-import inspect
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from adapter_cases import COUNT, MASK, ROWS, X, layer
+from adapter_cases import COUNT, MASK, ROWS, X, check_examples, check_parameters, layer
 from bad_calls import BAD, VALID, Spoiled
 from test_errors import spoil_id
-from test_structure import doctests_of
 
 import sbnet_cupy as sb
 from sbnet_cupy import DeviceError, DTypeError, ShapeError
@@ -21,19 +17,11 @@ from sbnet_cupy import DeviceError, DTypeError, ShapeError
 
 @pytest.mark.parametrize("name", ["", ".ops", ".layers"])
 def test_examples_run(sbj, name):
-    runner = doctest.DocTestRunner()
-    tests = list(doctests_of(importlib.import_module("sbnet_cupy.jax" + name)))
-    for test in tests:
-        runner.run(test)
-    assert not runner.summarize().failed and sum(len(test.examples) for test in tests) >= 5
+    check_examples("sbnet_cupy.jax" + name)
 
 
 def test_arguments_are_those_of_the_package(sbj):
-    for name in sbj.__all__:
-        known = inspect.signature(getattr(sb, name)).parameters
-        taken = inspect.signature(getattr(sbj, name)).parameters
-        assert [*taken] == [parameter for parameter in known if parameter != "out"]
-        assert all(taken[parameter].default == known[parameter].default for parameter in taken)
+    check_parameters(sbj)
 
 
 ELSEWHERE = re.compile(r"object|'U1'|'S3'|M8|masked|'[if]8'|float64|asfortran|::|np.float32\(1\)")

@@ -1,18 +1,14 @@
 """What the TensorFlow adapter takes: arguments and errors, also while tracing; its documents."""
 
-import doctest
-import importlib
-import inspect
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from adapter_cases import COUNT, MASK, ROWS, X, layer, same
+from adapter_cases import COUNT, MASK, ROWS, X, check_examples, check_parameters, layer, same
 from bad_calls import BAD, VALID, Spoiled
 from test_errors import spoil_id
-from test_structure import doctests_of
 
 import sbnet_cupy as sb
 from sbnet_cupy import DeviceError, DTypeError, ShapeError
@@ -20,19 +16,11 @@ from sbnet_cupy import DeviceError, DTypeError, ShapeError
 
 @pytest.mark.parametrize("name", ["", ".ops", ".layers"])
 def test_examples_run(sbt, name):
-    runner = doctest.DocTestRunner()
-    tests = list(doctests_of(importlib.import_module("sbnet_cupy.tensorflow" + name)))
-    for test in tests:
-        runner.run(test)
-    assert not runner.summarize().failed and sum(len(test.examples) for test in tests) >= 5
+    check_examples("sbnet_cupy.tensorflow" + name)
 
 
 def test_arguments_are_those_of_the_package(sbt):
-    for name in sbt.__all__:
-        known = inspect.signature(getattr(sb, name)).parameters
-        taken = inspect.signature(getattr(sbt, name)).parameters
-        assert [*taken] == [parameter for parameter in known if parameter != "out"]
-        assert all(taken[parameter].default == known[parameter].default for parameter in taken)
+    check_parameters(sbt)
 
 
 ELSEWHERE = re.compile(r"object|'U1'|'S3'|M8|masked|asfortran|::|np.float32\(1\)")
