@@ -8,6 +8,9 @@ from functools import partial
 import numpy as np
 from _cases import KERNEL, ORIGINAL, Case
 from _check import check_gather, check_indices, check_scatter, compare
+from _exact import residual_unit
+from _fused import active_pixels, as_tensor, compare_within
+from _fused_cases import STAGES, stage_case
 from _inputs import filled_sets, find_blocks, to_host
 from _rows import OURS
 from _session import Work
@@ -16,6 +19,7 @@ from _timing import Contender
 import sbnet_cupy as sb
 
 OP = "torch_host_cost"
+UNIT = "sparse_res_block_bottleneck"
 CHANNELS = 8  # of the convolution, in and out: the device must keep up with the calls
 
 
@@ -27,7 +31,7 @@ def cases(session):
     return [
         Case(op, "torch host", shape, "float32", (block, block), mask, 0.1)
         for op in ("reduce_mask", "sparse_gather", "sparse_scatter", "sparse_conv2d")
-    ]
+    ] + [stage_case(UNIT, STAGES[-1], "float16", "torch host", mask, 0.1)]
 
 
 def works(case, session):
@@ -37,6 +41,10 @@ def works(case, session):
     blocks = find_blocks(case, session)
     x = filled_sets(session, 1, case.shape, np.dtype(case.dtype))[0]
     session.synchronize()
+    if case.op == UNIT:
+        contender, check = _unit(session, st, blocks, x, case)
+        yield blocks.density, blocks.count, Work("new result", None, [contender], check)
+        return
     make = {
         "reduce_mask": _reduce_mask,
         "sparse_gather": _gather,
@@ -105,6 +113,25 @@ def _scatter(session, st, blocks, x):
 
     yield "in place", [_host(OURS, call)], check
     yield "add, in place", [_host(OURS, partial(call, add=True))], partial(check, add=True)
+
+
+def _unit(session, st, blocks, x, case):
+    dtype = x.dtype
+    weights = sb.BottleneckWeights.random(
+        case.shape[3], case.middle, xp=session.xp, dtype=dtype.name, seed=501
+    )._map_arrays(lambda array: array.astype(dtype))
+    image, *active = _tensors(session, x, *blocks.active)
+    tensors = weights._map_arrays(partial(as_tensor, session))
+    call = partial(st.sparse_res_block_bottleneck, image, tensors, tuple(active), blocks.params)
+
+    def check(contender):
+        found = session.native(contender.calls[0]())
+        expected = residual_unit(x, weights, case.arithmetic, session.xp)
+        shown = active_pixels(blocks, x.shape, session.xp)
+        compare_within(found, expected, shown, session.xp)
+        compare(to_host(found[~shown]), to_host(x[~shown]))
+
+    return _host(OURS, call), check
 
 
 def _conv2d(session, st, blocks, x):

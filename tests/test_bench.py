@@ -290,6 +290,8 @@ def test_the_flow_on_a_gpu(fake_gpu, tiny, tmp_path, monkeypatch):
     for name in ("bench_host_cost", "bench_torch_host_cost"):
         monkeypatch.setattr(part(name), "ORIGINAL", [stage] * 6)
     monkeypatch.setattr(part("bench_host_cost"), "FUSED", {})
+    unit = part("_fused_cases").Stage(20, 24, 8, (8, 4), 4)
+    monkeypatch.setattr(part("bench_torch_host_cost"), "STAGES", [unit])
     arguments = ["bench", *NAMES, "host_cost", "torch_host_cost", "--quick", "--out", str(tmp_path)]
     assert command.main([*arguments, "--commit", "abc"]) == 0
     rows = part("plot").read_folder(tmp_path)
@@ -297,7 +299,8 @@ def test_the_flow_on_a_gpu(fake_gpu, tiny, tmp_path, monkeypatch):
     assert {row.commit for row in rows} == {"abc"} and {row.cuda for row in rows} == {"13.0"}
     assert {row.timed_by for row in rows if row.ours} == {"graph", "host"}
     assert {row.timed_by for row in rows if "mask" in row.implementation} == {"events"}
-    assert {row.op for row in rows if row.ours} == {*NAMES, "chain", "sparse_conv2d"}
+    layers = {"sparse_conv2d", "sparse_res_block_bottleneck"}
+    assert {row.op for row in rows if row.ours} == {*NAMES, "chain", *layers}
     assert "chain" in part("report").device(tmp_path, tmp_path)
 
 

@@ -1,6 +1,7 @@
 """How calls of sbnet_cupy.torch reach the core: past the dispatcher, and by launches kept."""
 
 import importlib
+import types
 
 import pytest
 from assertions import assert_same
@@ -194,7 +195,10 @@ def test_in_place_of_x_a_unit_reads_its_neighbours_first(st, torch, device):
         assert_same(place, apart)
 
 
-def test_launches_are_found_by_all_that_they_depend_on(launches, torch, monkeypatch):
+@pytest.fixture
+def fake(torch, launches, monkeypatch):
+    """Return a function that makes tensors on a GPU that is not there."""
+
     class OnGpu(torch.Tensor):
         is_cuda = True
 
@@ -202,16 +206,25 @@ def test_launches_are_found_by_all_that_they_depend_on(launches, torch, monkeypa
             return 0
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launches, "view", lambda tensor: tensor)
-    left = []
-
-    def launch_of(*views, options):
-        left.append(options)
-        return len(left) if options != ("none",) else None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launches, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(launches, "thread_is_plain", lambda: True)
+    monkeypatch.setattr(launches, "is_plain", lambda value: isinstance(value, torch.Tensor))
 
     def tensor(*shape, dtype=torch.float32, skip=0):
         memory = torch.zeros(skip + torch.Size(shape).numel(), dtype=dtype)[skip:].view(shape)
         return memory.as_subclass(OnGpu)
+
+    return tensor
+
+
+def test_launches_are_found_by_all_that_they_depend_on(launches, torch, monkeypatch, fake):
+    monkeypatch.setattr(launches, "view", lambda tensor: tensor)
+    tensor, left = fake, []
+
+    def launch_of(*views, options):
+        left.append(options)
+        return len(left) if options != ("none",) else None
 
     known, x, w = launches.Launches(launch_of), tensor(2, 3), tensor(4)
     assert known.find((x,), (1,), (w,)) is None
@@ -235,6 +248,83 @@ def test_launches_are_found_by_all_that_they_depend_on(launches, torch, monkeypa
     assert known.find((tensor(3, 2).T,), (1,)) is False and len(left) == 2  # memory with gaps
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert known.find((x,), (1,), (w,)) is None
+
+
+def test_a_call_is_done_at_once_if_nothing_is_new(launches, torch, monkeypatch, fake):
+    """With tensors alike, the same weights unchanged, and nobody to be told."""
+    x, counts, table, w, bias = fake(1, 4, 4, 2), fake(1), fake(3, 3), fake(3), fake(2)
+    done, laid, state = [], [], {"stream": 7, "capturing": False}
+    monkeypatch.setattr(launches, "raw_stream", lambda device: state["stream"])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(launches, "_pack", lambda *a, **k: f"packed {len(done)}")
+    monkeypatch.setattr(launches, "run", lambda *arguments: done.append(arguments))
+    monkeypatch.setattr(launches, "lay", lambda out, base: laid.append((out, base)) or True)
+    launch = types.SimpleNamespace(how=(1,), run="kernel")
+    at_once = launches.Calls()
+
+    def call(image=x, weights=(w, None, bias), options=("same",), base=None, out=None):
+        key = at_once.key((image, counts, table, base, out), weights, options)
+        before = len(done)
+        y = at_once(key, image, weights, counts, table, base, out, None)
+        assert len(done) == before + (y is not None)
+        return key, y
+
+    def keep(result=None, **options):
+        key, y = call(**options)
+        assert key is not None and y is None
+        at_once.keep(key, launch, fake(1, 4, 4, 5) if result is None else result, (w, None, bias))
+
+    keep()
+    assert call()[1] is None  # the weights have not been packed yet
+    launches.packed(launch, w, None, bias)
+    _, y = call(image=fake(1, 4, 4, 2))
+    assert y.shape == (1, 4, 4, 5) and laid[-1][0] is y and laid[-1][1] is None
+    kernel, image, packed, nothing, *active, out = done[-1]
+    assert (kernel, packed, nothing) == ("kernel", "packed 0", None) and out is y
+    assert active[0] is counts and active[1] is table and image.shape == x.shape
+
+    for change in (
+        {"image": fake(1, 4, 2, 4)},
+        {"image": fake(1, 4, 4, 2, skip=1)},
+        {"weights": (w.clone(), None, bias)},
+        {"options": ("other",)},
+        {"base": fake(1, 4, 4, 5)},
+        {"out": fake(1, 4, 4, 5)},
+    ):
+        assert call(**change)[1] is None, change
+    for name, value in (("stream", 8), ("capturing", True)):
+        before, state[name] = state[name], value
+        assert call()[1] is None, name
+        state[name] = before
+    for module, name, value in (
+        (torch, "is_autocast_enabled", True),
+        (torch.cuda, "current_device", 1),
+        (launches, "thread_is_plain", False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_, value=value: value)
+            assert call() == (None, None), name
+    learns = fake(1, 4, 4, 2).requires_grad_()
+    assert call(image=learns) == (None, None)
+    with torch.no_grad():
+        assert call(image=learns)[1] is not None
+    assert call()[1] is not None
+
+    out = fake(1, 4, 4, 5)
+    keep(out=out)
+    version = out._version
+    assert call(out=out)[1] is out and out._version == version + 1
+    whole = fake(200)
+    apart, shared = whole[80:160].view(1, 4, 4, 5), whole[:80].view(1, 4, 4, 5)
+    image = whole[:32].view(1, 4, 4, 2)
+    assert call(image=image, out=apart)[1] is apart
+    assert call(image=image, out=shared)[1] is None
+
+    for change in (lambda: bias.add_(1), lambda: w.requires_grad_()):
+        change()
+        assert call()[1] is None
+        launches.packed(launch, w, None, bias)
+        assert (call()[1] is None) is w.requires_grad
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """The weights of a residual unit: drawn at random, folded from batch norms, and checked."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,10 @@ class BottleneckWeights(ArrayContainer):
     shift3: Any
 
     def _arrays(self):
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return (
+            self.w1, self.w2, self.w3, self.scale1, self.shift1, self.scale2, self.shift2,
+            self.scale3, self.shift3,
+        )  # fmt: skip
 
     def _map_arrays(self, function):
         return BottleneckWeights(*map(function, self._arrays()))

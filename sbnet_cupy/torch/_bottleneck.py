@@ -9,9 +9,9 @@ from ..layers.residual import sparse_res_block_bottleneck as core_bottleneck
 from ..ops.bottleneck_weights import BottleneckWeights
 from ..ops.fused_bottleneck import launch_of_bottleneck
 from ._activation import wide
-from ._convolution import CONVOLVE, Geometry, lay, pairs
+from ._convolution import CONVOLVE, Geometry, pairs
 from ._copies import GATHER, SCATTER, read_inside
-from ._launches import Launches, apart, packed, run
+from ._launches import Calls, Launches, apart, lay, packed, run
 from ._native import check_contiguous, compute
 from ._registry import register
 
@@ -33,6 +33,7 @@ def _launch_of(x, counts, indices, out, base, *weights, options):
 
 
 _UNITS = Launches(_launch_of)
+CALLS = Calls()
 
 
 def _unit_into(x, *arguments):
@@ -51,6 +52,13 @@ def _unit_into(x, *arguments):
         precision=precision, method=method,
     )  # fmt: skip
     _UNITS.keep(tensors, options, weights)
+
+
+def launch_left(x, *arguments, out):
+    """Return the launch that a call with these arguments used or left, if any."""
+    *weights, counts, indices, params, strides, w_project, base, precision, method = arguments
+    options = (params, strides, w_project is None, precision, method)
+    return _UNITS.find((x, counts, indices, out, base), options, weights)
 
 
 def _fake(x, w1, w2, w3, *arguments):

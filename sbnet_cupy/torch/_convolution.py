@@ -15,7 +15,7 @@ from ..layers.sparse_conv import sparse_conv2d as core_sparse_conv2d
 from ..ops.fused_conv import launch_of_conv
 from ._activation import activation_backward, wide
 from ._copies import GATHER, SCATTER
-from ._launches import Launches, apart, packed, run
+from ._launches import Calls, Launches, apart, lay, packed, run
 from ._native import check_contiguous, compute
 from ._registry import register
 
@@ -172,6 +172,7 @@ def _launch_of(x, bin_counts, active_block_indices, out, base, w, bias, options)
 
 
 _CONVOLUTIONS = Launches(_launch_of)
+CALLS = Calls()
 
 
 def _sparse_conv2d(*arguments):
@@ -201,15 +202,11 @@ def _sparse_conv2d_into(x, w, bin_counts, active_block_indices, params, strides,
     _CONVOLUTIONS.keep(tensors, options, weights)
 
 
-def lay(out, base):
-    """Fill ``out`` with the base, or 0; return False where they overlap, and leave it as it is."""
-    if base is None:
-        out.zero_()
-    elif base.data_ptr() != out.data_ptr():
-        if not apart(out, (base,)):
-            return False
-        out.copy_(base)
-    return True
+def launch_left(x, w, bin_counts, active_block_indices, params, strides, padding, bias, activation,
+                base, *rest, out):  # fmt: skip
+    """Return the launch that a call with these arguments used or left, if any."""
+    tensors = (x, bin_counts, active_block_indices, out, base)
+    return _CONVOLUTIONS.find(tensors, (params, strides, padding, activation, *rest), (w, bias))
 
 
 def _sparse_conv2d_fake(x, w, bin_counts, active_block_indices, params, strides, padding, bias,

@@ -15,6 +15,7 @@ import torch
 from ..ops._plans import Plans
 from ..ops._workspace import workspace
 from ._native import allocate, native_stream, raw_stream, view
+from ._registry import is_plain, thread_is_plain
 
 
 class Launches:
@@ -70,10 +71,12 @@ def _signature(tensor):
 def run(kernel, *arrays):
     """Launch on tensors, or CuPy arrays, on torch's current stream of the first one's device."""
     stream = raw_stream(arrays[0].get_device())
-    kernel.on(stream, [0 if array is None else _address(array) for array in arrays])
+    kernel.on(stream, [_address(array) for array in arrays])
 
 
 def _address(array):
+    if array is None:
+        return 0
     return array.data_ptr() if isinstance(array, torch.Tensor) else array.data.ptr
 
 
@@ -97,6 +100,93 @@ def apart(out, tensors):
     return True
 
 
+def lay(out, base):
+    """Fill ``out`` with the base, or 0; return False where they overlap, and leave it as it is."""
+    from cupy.cuda import runtime
+
+    start, stream = out.data_ptr(), raw_stream(out.get_device())
+    if base is None:
+        runtime.memsetAsync(start, 0, out.nbytes, stream)
+    elif base.data_ptr() != start:
+        if not apart(out, (base,)):
+            return False
+        runtime.memcpyAsync(start, base.data_ptr(), out.nbytes, runtime.memcpyDeviceToDevice, stream)
+    return True
+
+
+class Calls:
+    """Calls of one layer that pass the same weights and otherwise the like of an earlier call.
+
+    They are done at once, with nothing checked, resolved or packed again: those on a GPU for which
+    the dispatcher has nothing to do, that record no gradient and are not captured.
+    """
+
+    def __init__(self):
+        self._kept = Plans()  # key -> launch, shape of the result, where the weights are packed
+
+    def __call__(self, key, x, weights, counts, indices, base, out, *more):
+        """Do a call; return its result, or None if there was none like it.
+
+        ``more`` is what the kernel takes between the weights and the list of blocks.
+        """
+        found = self._find(key, weights)
+        if found is None:
+            return None
+        launch, shape, packed = found
+        given = out is not None
+        if not given:
+            out = x.new_empty(shape)
+        elif not apart(out, (x, counts, indices, *weights)):
+            return None
+        if not lay(out, base):
+            return None
+        run(launch.run, x, packed, *more, counts, indices, out)
+        if given:
+            torch.autograd.graph.increment_version(out)
+        return out
+
+    @staticmethod
+    def key(tensors, weights, options):
+        """Return the key of a call with ``tensors``, an image first, or None if it is not plain."""
+        x = tensors[0]
+        if not thread_is_plain() or not is_plain(x) or not x.is_cuda:
+            return None
+        device = x.get_device()
+        if (
+            device != torch.cuda.current_device()
+            or torch.is_autocast_enabled("cuda")
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            return None
+        signatures, learns = [], torch.is_grad_enabled()
+        for tensor in tensors:
+            if tensor is not None and (not is_plain(tensor) or learns and tensor.requires_grad):
+                return None
+            signatures.append(_signature(tensor))
+        try:
+            spelled = marshal.dumps(options, 2)
+        except ValueError:
+            return None
+        return (spelled, raw_stream(device), *signatures, *map(id, weights))
+
+    def _find(self, key, weights):
+        """Return the launch, the shape of the result and the packed weights, if all are kept."""
+        kept = self._kept.get(key)
+        if kept is None:
+            return None
+        launch, shape, place = kept
+        held = _PACKED.get(place)
+        # What is packed of these very tensors was packed of plain ones.
+        if held is None or held[1] != _state(weights):
+            return None
+        return launch, shape, held[2]
+
+    def keep(self, key, launch, result, weights):
+        """Keep the launch of a call with such a result."""
+        if key is not None and launch:
+            self._kept.keep(key, (launch, result.shape, _place(launch, weights)))
+
+
 _PACKED = {}  # how, for which stream and tensors -> (weak references, state, what was packed)
 
 
@@ -109,20 +199,35 @@ def packed(launch, *weights):
     what trains them need not leave a version, as PyTorch's fused optimizers do not. So are all
     within a CUDA graph, which packs them at each replay.
     """
-    given = [w for w in weights if w is not None]
-    if torch.cuda.is_current_stream_capturing() or any(
-        w.requires_grad or w.is_inference() for w in given
-    ):
+    state = None if torch.cuda.is_current_stream_capturing() else _state(weights)
+    if state is None:
         return _pack(launch, weights)
-    # What is kept is of one stream: it is written, read and given back in the stream's order.
-    key = (type(launch), launch.how, raw_stream(given[0].get_device()), *map(id, weights))
-    state = [(w.data_ptr(), w._version) for w in given]
+    key = _place(launch, weights)
     held = _PACKED.get(key)
     if held is None or held[1] != state:
         forget = partial(_forget, key)
-        references = [weakref.ref(w, forget) for w in given]
+        references = [weakref.ref(w, forget) for w in weights if w is not None]
         held = _PACKED[key] = references, state, _pack(launch, weights, kept=True)
     return held[2]
+
+
+def _place(launch, weights):
+    """Return where these tensors are kept as ``launch`` packs them.
+
+    What is kept is of one stream: it is written, read and given back in the stream's order.
+    """
+    return (type(launch), launch.how, raw_stream(weights[0].get_device()), *map(id, weights))
+
+
+def _state(weights):
+    """Return what tells that tensors have changed; None where nothing does."""
+    state = []
+    for w in weights:
+        if w is not None:
+            if w.requires_grad or w.is_inference():
+                return None
+            state += (w.data_ptr(), w._version, w.shape)
+    return state
 
 
 def _forget(key, reference):

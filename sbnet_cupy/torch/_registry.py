@@ -67,25 +67,32 @@ def _recorded(name, body, backward, setup_context):
 
 def records_if_plain(arguments):
     """Whether gradients are recorded; None where the dispatcher has something else to do."""
-    if (
+    if not thread_is_plain():
+        return None
+    requires_grad = False
+    for value in arguments:
+        if type(value) in _OPTIONS:
+            continue
+        if not is_plain(value):
+            return None
+        requires_grad = requires_grad or value.requires_grad
+    return requires_grad and torch.is_grad_enabled()
+
+
+def thread_is_plain():
+    """Whether the dispatcher would pass ordinary tensors of this thread on."""
+    return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_function_stack()
         or torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL
         or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
-    ):
-        return None
-    requires_grad = False
-    for value in arguments:
-        kind = type(value)
-        if kind in _OPTIONS:
-            continue
-        if kind not in _TENSORS:
-            return None
-        if torch._C._dispatch_keys(value).raw_repr() not in _PLAIN:
-            return None
-        requires_grad = requires_grad or value.requires_grad
-    return requires_grad and torch.is_grad_enabled()
+    )
+
+
+def is_plain(value):
+    """Whether a value is an ordinary tensor."""
+    return type(value) in _TENSORS and torch._C._dispatch_keys(value).raw_repr() in _PLAIN
 
 
 def records_gradients(*tensors):

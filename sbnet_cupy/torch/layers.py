@@ -6,6 +6,7 @@ from ..blocks import padding_pairs, pair
 from ..errors import DTypeError, ShapeError
 from ..layers.sparse_conv import split_indices
 from ..ops.bottleneck_weights import BottleneckWeights
+from . import _bottleneck, _convolution
 from ._bottleneck import UNIT, UNIT_INTO, same_size
 from ._convolution import SPARSE_CONV2D, SPARSE_CONV2D_INTO, flatten_params, result_shape
 from ._native import check_tensors
@@ -80,6 +81,12 @@ def sparse_conv2d(
     tensor(16.)
     """
     counts, table = split_indices(indices)
+    params, weights, calls = flatten_params(block_params), (w, None, bias), _convolution.CALLS
+    options = (params, strides, padding, activation, data_format, w_format, precision, method)
+    key = calls.key((x, counts, table, base, out), weights, options)
+    y = calls(key, x, weights, counts, table, base, out, None)
+    if y is not None:
+        return y
     check_tensors(
         x=x, w=w, bin_counts=counts, active_block_indices=table, bias=bias, base=base, out=out
     )
@@ -95,15 +102,19 @@ def sparse_conv2d(
     (top, bottom), (left, right) = padding_pairs(image_hw, kernel, strides, padding)
     pads = (top, bottom, left, right)
     arguments = (
-        x, w, counts, table, flatten_params(block_params), strides, pads, bias, activation, base,
-        data_format, w_format, precision, method,
+        x, w, counts, table, params, strides, pads, bias, activation, base, data_format, w_format,
+        precision, method,
     )  # fmt: skip
     if out is None:
-        return SPARSE_CONV2D(*arguments)
-    check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
-    if records_gradients(x, w, bias, base, out):
-        return out.copy_(SPARSE_CONV2D(*arguments))
-    return write(SPARSE_CONV2D_INTO, out, *arguments, out)
+        y = SPARSE_CONV2D(*arguments)
+    else:
+        check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
+        if records_gradients(x, w, bias, base, out):
+            return out.copy_(SPARSE_CONV2D(*arguments))
+        y = write(SPARSE_CONV2D_INTO, out, *arguments, out)
+    if key is not None and not y.requires_grad:
+        calls.keep(key, _convolution.launch_left(*arguments, out=y), y, weights)
+    return y
 
 
 def sparse_res_block_bottleneck(
@@ -162,8 +173,16 @@ def sparse_res_block_bottleneck(
     """
     if not isinstance(weights, BottleneckWeights):
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
-    held = {name: getattr(weights, name) for name in _WEIGHTS}
     counts, table = split_indices(indices)
+    params, given, calls = flatten_params(block_params), weights._arrays(), _bottleneck.CALLS
+    key = None
+    if w_project is None:
+        options = (params, strides, precision, method)
+        key = calls.key((x, counts, table, base, out), given, options)
+        y = calls(key, x, given, counts, table, x if base is None else base, out)
+        if y is not None:
+            return y
+    held = dict(zip(_WEIGHTS, given, strict=True))
     check_tensors(
         x=x, bin_counts=counts, active_block_indices=table, w_project=w_project, base=base, out=out,
         **{f"weights.{name}": value for name, value in held.items()},
@@ -173,15 +192,18 @@ def sparse_res_block_bottleneck(
     x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
     strides = pair(strides, "strides")
     arguments = (
-        x, w1, w2, w3, *tables, counts, table, flatten_params(block_params), strides, w_project,
-        base, precision, method,
+        x, w1, w2, w3, *tables, counts, table, params, strides, w_project, base, precision, method,
     )  # fmt: skip
     if out is None:
-        return UNIT(*arguments)
-    check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
-    if records_gradients(x, w1, w2, w3, *tables, w_project, base, out):
-        return out.copy_(UNIT(*arguments))
-    return write(UNIT_INTO, out, *arguments, out)
+        y = UNIT(*arguments)
+    else:
+        check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
+        if records_gradients(x, w1, w2, w3, *tables, w_project, base, out):
+            return out.copy_(UNIT(*arguments))
+        y = write(UNIT_INTO, out, *arguments, out)
+    if key is not None and not y.requires_grad:
+        calls.keep(key, _bottleneck.launch_left(*arguments, out=y), y, given)
+    return y
 
 
 _WEIGHTS = ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
