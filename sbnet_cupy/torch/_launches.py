@@ -104,13 +104,13 @@ def lay(out, base):
     """Fill ``out`` with the base, or 0; return False where they overlap, and leave it as it is."""
     from cupy.cuda import runtime
 
-    start, stream = out.data_ptr(), raw_stream(out.get_device())
+    to, size, stream = out.data_ptr(), out.nbytes, raw_stream(out.get_device())
     if base is None:
-        runtime.memsetAsync(start, 0, out.nbytes, stream)
-    elif base.data_ptr() != start:
+        runtime.memsetAsync(to, 0, size, stream)
+    elif base.data_ptr() != to:
         if not apart(out, (base,)):
             return False
-        runtime.memcpyAsync(start, base.data_ptr(), out.nbytes, runtime.memcpyDeviceToDevice, stream)
+        runtime.memcpyAsync(to, base.data_ptr(), size, runtime.memcpyDeviceToDevice, stream)
     return True
 
 
@@ -160,7 +160,7 @@ class Calls:
             return None
         signatures, learns = [], torch.is_grad_enabled()
         for tensor in tensors:
-            if tensor is not None and (not is_plain(tensor) or learns and tensor.requires_grad):
+            if tensor is not None and (not is_plain(tensor) or (learns and tensor.requires_grad)):
                 return None
             signatures.append(_signature(tensor))
         try:
