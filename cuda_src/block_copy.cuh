@@ -1,10 +1,11 @@
 // block_copy.cuh: how gather and scatter find their way between an image and a block stack.
 //   stack[b][i][j][c]  <->  image[n][h0 + i][w0 + j][c]    (n, hi, wi) = indices[b]
 //                            h0 = off_h + str_h * hi,  w0 = off_w + str_w * wi
-// Two ways to move:
+// Three ways to move:
 //   runs   both sides have the same layout: block rows are contiguous in both, so a group of lanes
 //          moves a run of a row with wide accesses and no shared memory.
 //   tiles  the layout changes: a tile of pixels x channels turns in shared memory (turn.cuh).
+//   windows  pixels are no whole vectors: blocks pass through shared memory (windows.cuh).
 // Every launch is a persistent grid; the number of active blocks is read on the device.
 #pragma once
 #include "turn.cuh"
@@ -177,9 +178,9 @@ struct Block {
           j_begin(static_cast<int>(clamp(-k.w0, 0, BW))),
           j_end(static_cast<int>(clamp(g.W - k.w0, 0, BW))) {}
 
-    DEVICE bool whole() const { return i_end - i_begin == BH && j_end - j_begin == BW; }
+    DEVICE bool whole() const { return ((i_end - i_begin - BH) | (j_end - j_begin - BW)) == 0; }
     DEVICE bool has(int i, int j) const {
-        return i >= i_begin && i < i_end && j >= j_begin && j < j_end;
+        return (i >= i_begin) & (i < i_end) & (j >= j_begin) & (j < j_end);
     }
 };
 

@@ -5,9 +5,11 @@
 //               at a time, so that several loads are in flight before the first store.
 // gather_tiles: the layout changes (IMAGE_LAST: NHWC image to NCHW blocks). One thread block turns
 //               PIXELS x CHANNELS in shared memory, and with LINE makes whole planes one line.
+// gather_windows: either way, pixels that are no whole vectors. GROUP blocks at a time pass through shared
+//               memory, read by 16 bytes and stored by VECTOR bytes.
 // Launch: 256 threads, or TILE_THREADS; persistent grid. See cuda_src/README.md for the pictures.
 #include "activation.cuh"
-#include "block_copy.cuh"
+#include "windows.cuh"
 
 constexpr int THREADS = 256;
 
@@ -30,6 +32,17 @@ struct Affine {
     const S *scale, *shift;  // [C], or null
 
     DEVICE Affine(const S* scale_, const S* shift_) : scale(scale_), shift(shift_) {}
+
+    // What changes no number, -0 neither, where there is no table.
+    DEVICE Compute scale_of(int channel) const {
+        return scale ? to_compute<Compute>(scale[channel]) : static_cast<Compute>(1);
+    }
+    DEVICE Compute shift_of(int channel) const {
+        return shift ? to_compute<Compute>(shift[channel]) : static_cast<Compute>(-0.0);
+    }
+    DEVICE static T apply(T value, Compute scale, Compute shift) {
+        return from_compute<T>(activate<ACTIVATION>(add(multiply(to_compute<Compute>(value), scale), shift)));
+    }
 
     // Element e of the vector is of channel + e * step.
     template <typename V>
@@ -56,7 +69,6 @@ __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
                 const typename F::Parameter* __restrict__ shift, i64 batch, i64 planes,
                 i64 pixel_bytes, i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h,
                 i64 off_w, i64 str_h, i64 str_w) {
-    overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
     const Runs<BH, BW, sizeof(V), LANES, RUNS, COLS> runs(planes, pixel_bytes, element_bytes);
@@ -68,6 +80,7 @@ __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
             hop[k] = static_cast<int>((threadIdx.x % LANES + k * LANES) *
                                       static_cast<u32>(sizeof(V) / element_bytes) % static_cast<u32>(C));
 
+    overlap_launches();
     runs.visit(runs.total(M), batch, active_rows(bin_counts, g), indices, g, [&](const Run* run, int lane) {
         V value[RUNS][COLS];
 #pragma unroll
@@ -110,7 +123,6 @@ __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
     using Shape = Tile<BH, BW, PIXELS, CHANNELS>;
     using Matrix = Turn<T, IMAGE_LAST ? PIXELS : CHANNELS, IMAGE_LAST ? CHANNELS : PIXELS, FILL, STORE, TILE_THREADS>;
     DYNAMIC_SHARED(u8, shared);
-    overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
     const auto of_image = image_steps<IMAGE_LAST>(g);
@@ -118,6 +130,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
     const auto matrix = [&](int stage) { return reinterpret_cast<T*>(shared + stage * Matrix::BYTES); };
     T* const line = matrix(STAGES);
 
+    overlap_launches();
     for_each_tile<Shape, STAGES, true, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
     [&](const Shape& tile, int stage) {
         const T* const from = x + (tile.block.image + of_image.at(0, 0, tile.c0));
@@ -152,6 +165,70 @@ __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
 #pragma unroll 4
             for (int v = threadIdx.x; v < vectors; v += TILE_THREADS)
                 to[v] = reinterpret_cast<const Vector*>(line)[v];
+        }
+    });
+}
+
+template <typename C>
+struct alignas(2 * sizeof(C)) Pair {
+    C scale, shift;
+};
+
+template <bool IMAGE_LAST, bool STACK_LAST, typename T, int BH, int BW, int CHANNELS, int GROUP, int VECTOR,
+          int WINDOW_THREADS, class F>
+__global__ void __launch_bounds__(WINDOW_THREADS, 1024 / WINDOW_THREADS)
+    gather_windows(const T* __restrict__ x, const int* __restrict__ bin_counts,
+                   const int* __restrict__ indices, T* __restrict__ blocks,
+                   const typename F::Parameter* __restrict__ scale,
+                   const typename F::Parameter* __restrict__ shift, i64 M, i64 N, i64 C, i64 H, i64 W,
+                   i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
+    using Image = Window<IMAGE_LAST, T, BH, BW, CHANNELS>;
+    using V = typename Bytes<VECTOR>::type;
+    constexpr int RUN = VECTOR / sizeof(T), VECTORS = BH * BW * CHANNELS / RUN;
+    static_assert(VECTORS * RUN == BH * BW * CHANNELS, "a block has whole vectors");
+    DYNAMIC_SHARED(u8, shared);
+    auto* const found = reinterpret_cast<Block<BH, BW>*>(shared);
+    u8* const windows = shared + 2 * GROUP * sizeof(Block<BH, BW>);
+    [[maybe_unused]] u8* const tables = windows + GROUP * Image::BYTES;  // scale and shift of each channel
+    const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
+    const Image image(x, g);
+
+    overlap_launches();
+    if constexpr (F::USES_CHANNEL) {
+        const F f(scale, shift);
+        for (int c = threadIdx.x; c < CHANNELS; c += WINDOW_THREADS)
+            reinterpret_cast<Pair<typename F::Compute>*>(tables)[c] = {f.scale_of(c), f.shift_of(c)};
+    }
+    for_each_group<GROUP, IMAGE_LAST>(found, M, active_rows(bin_counts, g), indices, g,
+    [&](const Block<BH, BW>* block, i64, int held) {
+        image.template fill<WINDOW_THREADS, true>(windows, block, held);
+    },
+    [&](const Block<BH, BW>* block, i64 row, int held) {
+        V* const to = reinterpret_cast<V*>(blocks) + row * VECTORS;
+        const u32 vectors = held * VECTORS;
+        for (u32 v = threadIdx.x; v < vectors; v += WINDOW_THREADS) {
+            const int which = v / VECTORS;
+            const u8* const from = windows + which * Image::BYTES + image.first(block[which]);
+            const Walk<STACK_LAST, BH, BW, CHANNELS, RUN> walk(v % VECTORS * RUN, image.steps);
+            Elements<T, V> value;
+            const auto make = [&](bool all) {  // apply f to all, or to what the image has
+#pragma unroll
+                for (int e = 0; e < RUN; ++e) {
+                    const Spot spot = walk[e];
+                    T element = *reinterpret_cast<const T*>(from + spot.at);
+                    if constexpr (F::USES_CHANNEL) {
+                        const auto pair = reinterpret_cast<const Pair<typename F::Compute>*>(tables)[spot.c];
+                        const T computed = F::apply(element, pair.scale, pair.shift);
+                        if (all || block[which].has(spot.i, spot.j)) element = computed;
+                    }
+                    value.element[e] = element;
+                }
+            };
+            if (!F::USES_CHANNEL || block[which].whole())
+                make(true);
+            else
+                make(false);
+            to[v] = value.vector;
         }
     });
 }

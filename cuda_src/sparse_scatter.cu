@@ -3,12 +3,12 @@
 //   y[n, h0 + i, w0 + j, c] += blocks[b, i, j, c]           Add<T>
 // Rows past the count, rows that name no image and pixels outside the image are dropped.
 // Source: Ren et al. 2018, section 3.2.  Python: sbnet_cupy/ops/sparse_scatter.py
-// scatter_runs, scatter_tiles: blocks that share no pixels; the mirror images of sparse_gather.cu.
+// scatter_runs, _tiles, _windows: blocks that share no pixels; the mirror images of sparse_gather.cu.
 // scatter_link, scatter_overlap: blocks that may. Instead of atomics, whose order would decide the
 //   rounding, each stride-sized cell of the image belongs to one thread block, which applies the
 //   stack's rows that cover it in ascending order: later rows win, sums are the same every time.
 // Launch: 256 threads, persistent grid. See cuda_src/README.md for the pictures.
-#include "block_copy.cuh"
+#include "windows.cuh"
 
 constexpr int THREADS = 256;
 
@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(THREADS, F::READS ? 2 : 4)
                  const int* __restrict__ indices, const V* __restrict__ blocks, i64 batch, i64 planes,
                  i64 pixel_bytes, i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h,
                  i64 off_w, i64 str_h, i64 str_w) {
-    overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const Runs<BH, BW, sizeof(V), LANES, RUNS, COLS> runs(planes, pixel_bytes, element_bytes);
-    const i64 count = active_rows(bin_counts, g);
 
+    overlap_launches();
+    const i64 count = active_rows(bin_counts, g);
     runs.visit(runs.total(count), batch, count, indices, g, [&](const Run* run, int lane) {
         V value[RUNS][COLS], old[RUNS][COLS];
 #pragma unroll
@@ -77,13 +77,13 @@ __global__ void __launch_bounds__(TILE_THREADS, (F::READS ? 768 : 1024) / TILE_T
     using Matrix = Turn<T, IMAGE_LAST ? CHANNELS : PIXELS, IMAGE_LAST ? PIXELS : CHANNELS, FILL, STORE, TILE_THREADS>;
     using V = typename Matrix::V;
     DYNAMIC_SHARED(u8, shared);
-    overlap_launches();
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
-    const i64 count = active_rows(bin_counts, g);
     const auto of_image = image_steps<IMAGE_LAST>(g);
     const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
     const auto matrix = [&](int stage) { return reinterpret_cast<T*>(shared + stage * Matrix::BYTES); };
 
+    overlap_launches();
+    const i64 count = active_rows(bin_counts, g);
     for_each_tile<Shape, STAGES, false, BH, BW>(count, count, indices, of_image, g,
     [&](const Shape& tile, int stage) {
         const T* const from = blocks + (tile.block.stack + of_stack.at(0, tile.p0, tile.c0));
@@ -109,6 +109,60 @@ __global__ void __launch_bounds__(TILE_THREADS, (F::READS ? 768 : 1024) / TILE_T
         });
     },
     Nothing{});
+}
+
+template <bool IMAGE_LAST, bool STACK_LAST, typename T, int BH, int BW, int CHANNELS, int GROUP, int FILL,
+          int WINDOW_THREADS, class F>
+__global__ void __launch_bounds__(WINDOW_THREADS, 1024 / WINDOW_THREADS)
+    scatter_windows(T* y, const int* __restrict__ bin_counts,
+                    const int* __restrict__ indices, const T* __restrict__ blocks, i64 M, i64 N,
+                    i64 C, i64 H, i64 W, i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
+    using Image = Window<IMAGE_LAST, T, BH, BW, CHANNELS>;
+    constexpr int ITEM = sizeof(T), BYTES = BH * BW * CHANNELS * ITEM, LANES = Image::LANES;
+    static_assert(BYTES % FILL == 0, "a block has whole vectors");
+    DYNAMIC_SHARED(u8, shared);
+    auto* const found = reinterpret_cast<Block<BH, BW>*>(shared);
+    u8* const windows = shared + 2 * GROUP * sizeof(Block<BH, BW>);  // of the image, where it is read
+    u8* const stack = windows + (F::READS ? GROUP * Image::BYTES : 0);
+    const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
+    const Image image(y, g);
+    const ByteSteps dense = dense_steps<STACK_LAST, T, BH, BW, CHANNELS>();
+
+    overlap_launches();
+    const i64 count = active_rows(bin_counts, g);
+    for_each_group<GROUP, IMAGE_LAST>(found, count, count, indices, g,
+    [&](const Block<BH, BW>* block, i64 row, int held) {
+        const u8* const from = reinterpret_cast<const u8*>(blocks) + row * BYTES;
+        for (int at = threadIdx.x * FILL; at < held * BYTES; at += WINDOW_THREADS * FILL) {
+            if constexpr (FILL >= 4)
+                copy_async<FILL>(stack + at, from + at, true);
+            else
+                *reinterpret_cast<T*>(stack + at) = *reinterpret_cast<const T*>(from + at);
+        }
+        if constexpr (F::READS) image.template fill<WINDOW_THREADS, false>(windows, block, held);
+    },
+    [&](const Block<BH, BW>* block, i64, int held) {
+        image.template for_each_chunk<WINDOW_THREADS>(block, held, [&](const typename Image::Chunk& chunk) {
+            if (chunk.begin >= chunk.end) return;
+            u8* const to = reinterpret_cast<u8*>(y) + chunk.image;
+            const u8 *const mine = stack + chunk.which * BYTES, *const old = windows + chunk.shared;
+            const Walk<IMAGE_LAST, BH, BW, CHANNELS, LANES> walk((chunk.line * Image::LENGTH + chunk.begin) / ITEM, dense);
+            const auto element = [&](int e) {  // number e of those that this thread writes
+                const T value = *reinterpret_cast<const T*>(mine + walk[e].at);
+                if constexpr (!F::READS) return value;
+                return F::combine(*reinterpret_cast<const T*>(old + chunk.begin - chunk.low + e * ITEM), value);
+            };
+            if (chunk.whole()) {
+                Elements<T, uint4> result;
+#pragma unroll
+                for (int e = 0; e < LANES; ++e) result.element[e] = element(e);
+                *reinterpret_cast<uint4*>(to) = result.vector;
+            } else {
+                T* const elements = reinterpret_cast<T*>(to + chunk.begin - chunk.low);
+                for (int e = 0; e < (chunk.end - chunk.begin) / ITEM; ++e) elements[e] = element(e);
+            }
+        });
+    });
 }
 
 // ---------------------------------------------------------------------------- overlap

@@ -108,6 +108,10 @@ def _copies():
             options = {"layout": layout, "offset": offset, "stack_offset": stack_offset}
             op = ("gather", "scatter", "add")[offset]
             yield Copy(op=op, dtype="float16", channels=32, grid="aligned", **options)
+    # Colours: lines that begin and end within 16 bytes.
+    for dtype, channels in (("uint8", 3), ("float16", 1), ("float16", 3)):
+        for op in ("gather", "scatter", "add"):
+            yield Copy(op=op, dtype=dtype, channels=channels, layout="NHWC", grid="plain")
     # Index tables of every kind, on kernels that are there already.
     tables = ("all", "empty", "count 0", "count negative", "count too large", "corrupt")
     for i, layout in enumerate(LAYOUTS):

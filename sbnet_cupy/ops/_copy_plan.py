@@ -20,12 +20,17 @@ _LINE_BYTES = 96 << 10  # the same, of a tile and the line that it becomes: two 
 _CHANNEL_BYTES = 512  # at most, of a pixel of a tile
 _STAGES = 1  # tiles that a thread block has in shared memory
 _RESIDENT = 5  # thread blocks that a multiprocessor holds at once, about
+_SHORT_LINE = 128  # bytes: shorter ones keep too few lanes of a warp busy
+_GATHERED_BYTES = 16 << 10  # of blocks that a thread block moves through windows at a time, about
+_SCATTERED_BYTES = 8 << 10
+_LEAST_WINDOW = 128  # bytes of a block: smaller ones are not worth their corner
+_BLOCK_BYTES = 32  # sizeof(Block)
 
 
 class CopyPlan(NamedTuple):
     """Everything a launch needs besides the arrays."""
 
-    style: str  # "runs" or "tiles"
+    style: str  # "runs", "tiles" or "windows"
     template: tuple
     grid: int  # thread blocks of work; a launch needs no more than the GPU holds at once
     block: int
@@ -49,8 +54,18 @@ def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_
     most = sm_count * _RESIDENT  # thread blocks at once, about
     geometry = (stack.shape[0], layout.N, layout.C, layout.H, layout.W)
     geometry += (*grid.boffset, *grid.bstride)
-    if layout.channels_last == layout.blocks_channels_last or layout.C == 1:
+    same = layout.channels_last == layout.blocks_channels_last or layout.C == 1
+    if same:
         template, work, leading = _plan_runs(image, stack, layout, grid, per_channel, most)
+        narrow = _needs_windows(int(template[0][6:-7]), image, layout, grid, element, gathers)
+    else:
+        pixel = layout.C * image.dtype.itemsize
+        narrow = vector_bytes(pixel, address(image), address(stack)) < 8
+    if narrow:
+        plan = _plan_windows(image, stack, layout, grid, element, gathers, sm_count)
+        if plan is not None:
+            return plan._replace(scalars=geometry)
+    if same:
         return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
     limit = min(shared_bytes, _LINE_BYTES) if gathers and layout.channels_last else 0
     template, work, threads, shared = _plan_tiles(
@@ -140,6 +155,55 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most, limit):
         shared += line * size
     tiles = -(-area // pixels) * -(-layout.C // channels)
     return template, stack.shape[0] * tiles, threads, shared
+
+
+def _needs_windows(vector, image, layout, grid, element, gathers):
+    """Whether lines are moved faster through windows than by vectors of so many bytes."""
+    if gathers:
+        return vector <= (2 if element is None else 4)
+    line = grid.bsize[1] * image.dtype.itemsize * (layout.C if layout.channels_last else 1)
+    return vector <= 2 or (element is not None and line < _SHORT_LINE)
+
+
+def _plan_windows(image, stack, layout, grid, element, gathers, sm_count):
+    """Return the plan of a windows kernel but for its geometry, or None: see cuda_src/windows.cuh."""
+    item, area = image.dtype.itemsize, math.prod(grid.bsize)
+    size = area * layout.C * item
+    if item > 4 or size < _LEAST_WINDOW:
+        return None
+    vector = max(vector_bytes(size, address(stack)), item)
+    window = _window_bytes(layout, grid.bsize, item)
+    each = 2 * _BLOCK_BYTES  # of shared memory, for one block of the stack
+    each += window if gathers else -(-size // 16) * 16 + (window if element else 0)
+    rows = stack.shape[0]
+    group, most = 1, _GATHERED_BYTES if gathers else _SCATTERED_BYTES
+    while 2 * group * size <= most and 2 * group * each <= _SHARED_BYTES and group < 32:
+        if rows < 2 * group * sm_count * _RESIDENT:
+            break  # work for all thread blocks first
+        group *= 2
+    if each > _SHARED_BYTES or layout.W * layout.C * item >= 1 << 31:
+        return None
+    threads = 128 if group * size <= _GATHERED_BYTES else 256
+    template = (
+        layout.channels_last,
+        layout.blocks_channels_last,
+        element or f"Bytes<{item}>::type",
+        *grid.bsize,
+        layout.C,
+        group,
+        min(vector, 8) if gathers else vector if vector >= 4 else item,
+        threads,
+    )
+    tables = 8 * layout.C if gathers and element else 0  # float32: float64 has no windows
+    return CopyPlan("windows", template, -(-rows // group), threads, (), group * each + tables)
+
+
+def _window_bytes(layout, bsize, item):
+    """Return ``Window::BYTES`` of cuda_src/windows.cuh."""
+    last = layout.channels_last
+    length = bsize[1] * item * (layout.C if last else 1)
+    plane = -(-bsize[0] * (-(-length // 16) * 16 + 16 + 15) // 16) * 16
+    return 16 + (plane if last else layout.C * (plane + 16))
 
 
 def _tile_size(area, channels, item, share, by_pixel):

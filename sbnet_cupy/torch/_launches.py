@@ -15,7 +15,7 @@ import torch
 from ..ops._plans import Plans
 from ..ops._workspace import workspace
 from ._native import allocate, native_stream, raw_stream, view
-from ._registry import is_plain, thread_is_plain
+from ._registry import is_plain, records_gradients, thread_is_plain
 
 
 class Launches:
@@ -134,8 +134,8 @@ class Calls:
             return None
         launch, shape, packed = found
         given = out is not None
-        if not given:
-            out = x.new_empty(shape)
+        if not given:  # empty_like takes the calling thread half as long
+            out = torch.empty_like(x) if shape == x.shape else x.new_empty(shape)
         elif not apart(out, (x, counts, indices, *weights)):
             return None
         if not lay(out, base):
@@ -149,25 +149,26 @@ class Calls:
     def key(tensors, weights, options):
         """Return the key of a call with ``tensors``, an image first, or None if it is not plain."""
         x = tensors[0]
-        if not thread_is_plain() or not is_plain(x) or not x.is_cuda:
-            return None
-        device = x.get_device()
         if (
-            device != torch.cuda.current_device()
+            not thread_is_plain()
+            or not is_plain(x)
+            or not x.is_cuda
+            or x.get_device() != torch.cuda.current_device()
             or torch.is_autocast_enabled("cuda")
             or torch.cuda.is_current_stream_capturing()
         ):
             return None
-        signatures, learns = [], torch.is_grad_enabled()
         for tensor in tensors:
-            if tensor is not None and (not is_plain(tensor) or (learns and tensor.requires_grad)):
+            if tensor is not None and not (tensor is x or is_plain(tensor)):
                 return None
-            signatures.append(_signature(tensor))
+        if records_gradients(*tensors):
+            return None
         try:
             spelled = marshal.dumps(options, 2)
         except ValueError:
             return None
-        return (spelled, raw_stream(device), *signatures, *map(id, weights))
+        stream = raw_stream(x.get_device())
+        return (spelled, stream, *map(_signature, tensors), *map(id, weights))
 
     def _find(self, key, weights):
         """Return the launch, the shape of the result and the packed weights, if all are kept."""

@@ -11,6 +11,11 @@ forward-mode derivatives, and a profiler, which sees operators only where they a
 """
 
 import torch
+from torch._C import (
+    _dispatch_keys,
+    _dispatch_tls_local_include_set,
+    _len_torch_function_stack,
+)
 from torch.autograd import forward_ad
 
 from ..blocks import BlockParams
@@ -83,8 +88,8 @@ def thread_is_plain():
     """Whether the dispatcher would pass ordinary tensors of this thread on."""
     return not (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_function_stack()
-        or torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL
+        or _len_torch_function_stack()
+        or _dispatch_tls_local_include_set().raw_repr() not in _USUAL
         or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
     )
@@ -92,7 +97,7 @@ def thread_is_plain():
 
 def is_plain(value):
     """Whether a value is an ordinary tensor."""
-    return type(value) in _TENSORS and torch._C._dispatch_keys(value).raw_repr() in _PLAIN
+    return type(value) in _TENSORS and _dispatch_keys(value).raw_repr() in _PLAIN
 
 
 def records_gradients(*tensors):
