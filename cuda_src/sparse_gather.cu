@@ -50,10 +50,8 @@ struct Affine {
         Elements<T, V> elements(value);
 #pragma unroll
         for (int e = 0; e < Elements<T, V>::COUNT; ++e) {
-            Compute t = to_compute<Compute>(elements.element[e]);
-            if (scale) t = multiply(t, to_compute<Compute>(scale[channel + e * step]));
-            if (shift) t = add(t, to_compute<Compute>(shift[channel + e * step]));
-            elements.element[e] = from_compute<T>(activate<ACTIVATION>(t));
+            const int c = channel + e * step;
+            elements.element[e] = apply(elements.element[e], scale_of(c), shift_of(c));
         }
         return elements.vector;
     }

@@ -56,8 +56,8 @@ def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_
     geometry += (*grid.boffset, *grid.bstride)
     same = layout.channels_last == layout.blocks_channels_last or layout.C == 1
     if same:
-        template, work, leading = _plan_runs(image, stack, layout, grid, per_channel, most)
-        narrow = _needs_windows(int(template[0][6:-7]), image, layout, grid, element, gathers)
+        vector = _runs_vector(image, stack, layout, grid, per_channel)
+        narrow = _needs_windows(vector, image, layout, grid, element, gathers)
     else:
         pixel = layout.C * image.dtype.itemsize
         narrow = vector_bytes(pixel, address(image), address(stack)) < 8
@@ -66,6 +66,7 @@ def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_
         if plan is not None:
             return plan._replace(scalars=geometry)
     if same:
+        template, work, leading = _plan_runs(image, stack, layout, grid, vector, most)
         return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
     limit = min(shared_bytes, _LINE_BYTES) if gathers and layout.channels_last else 0
     template, work, threads, shared = _plan_tiles(
@@ -74,15 +75,19 @@ def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_
     return CopyPlan("tiles", template, work, threads, geometry, shared)
 
 
-def _plan_runs(image, stack, layout, grid, per_channel, most):
+def _runs_vector(image, stack, layout, grid, per_channel):
+    """Return the bytes of the vectors that the runs kernels can move."""
+    unit = image.dtype.itemsize * (layout.C if layout.channels_last else 1)
+    if not (per_channel and layout.channels_last):  # wider than a pixel where runs start aligned
+        unit *= math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
+    return vector_bytes(unit, address(image), address(stack))
+
+
+def _plan_runs(image, stack, layout, grid, vector, most):
     """Template of the runs kernels, thread blocks of work, and their leading arguments."""
     item = image.dtype.itemsize
     planes = 1 if layout.channels_last else layout.C
     pixel_bytes = item * (layout.C if layout.channels_last else 1)
-    unit = pixel_bytes
-    if not (per_channel and layout.channels_last):  # wider than a pixel where runs start aligned
-        unit *= math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
-    vector = vector_bytes(unit, address(image), address(stack))
     width = grid.bsize[1] * pixel_bytes // vector
     lanes, columns = _lanes_and_columns(width, 4 if vector > 4 else 8)
     runs = max(1, (4 if vector > 4 else 8) // columns)
@@ -166,7 +171,10 @@ def _needs_windows(vector, image, layout, grid, element, gathers):
 
 
 def _plan_windows(image, stack, layout, grid, element, gathers, sm_count):
-    """Return the plan of a windows kernel but for its geometry, or None: see cuda_src/windows.cuh."""
+    """Return the plan of a windows kernel but for its geometry; None where a block is too large.
+
+    See cuda_src/windows.cuh.
+    """
     item, area = image.dtype.itemsize, math.prod(grid.bsize)
     size = area * layout.C * item
     if item > 4 or size < _LEAST_WINDOW:
