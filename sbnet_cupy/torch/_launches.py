@@ -15,7 +15,7 @@ import torch
 from ..ops._plans import Plans
 from ..ops._workspace import workspace
 from ._native import allocate, native_stream, raw_stream, view
-from ._registry import is_plain, records_gradients, thread_is_plain
+from ._registry import is_plain, thread_is_plain
 
 
 class Launches:
@@ -127,7 +127,7 @@ class Calls:
     def __call__(self, key, x, weights, counts, indices, base, out, *more):
         """Do a call; return its result, or None if there was none like it.
 
-        ``more`` is what the kernel takes between the weights and the list of blocks.
+        ``more`` is what the kernel takes between the weights and the list of blocks: null pointers.
         """
         found = self._find(key, weights)
         if found is None:
@@ -140,7 +140,8 @@ class Calls:
             return None
         if not lay(out, base):
             return None
-        run(launch.run, x, packed, *more, counts, indices, out)
+        active = counts.data_ptr(), indices.data_ptr()
+        launch.run.on(key[1], (x.data_ptr(), packed.data.ptr, *more, *active, out.data_ptr()))
         if given:
             torch.autograd.graph.increment_version(out)
         return out
@@ -149,26 +150,28 @@ class Calls:
     def key(tensors, weights, options):
         """Return the key of a call with ``tensors``, an image first, or None if it is not plain."""
         x = tensors[0]
+        if not thread_is_plain() or not is_plain(x) or not x.is_cuda:
+            return None
+        device, learns = x.get_device(), torch.is_grad_enabled()
         if (
-            not thread_is_plain()
-            or not is_plain(x)
-            or not x.is_cuda
-            or x.get_device() != torch.cuda.current_device()
+            device != torch.cuda.current_device()
             or torch.is_autocast_enabled("cuda")
             or torch.cuda.is_current_stream_capturing()
         ):
             return None
-        for tensor in tensors:
-            if tensor is not None and not (tensor is x or is_plain(tensor)):
-                return None
-        if records_gradients(*tensors):
-            return None
         try:
-            spelled = marshal.dumps(options, 2)
+            key = [marshal.dumps(options, 2), raw_stream(device)]
         except ValueError:
             return None
-        stream = raw_stream(x.get_device())
-        return (spelled, stream, *map(_signature, tensors), *map(id, weights))
+        for t in tensors:  # written out for speed: _signature and records_gradients
+            if t is None:
+                key.append(None)
+                continue
+            if (learns and t.requires_grad) or not (t is x or is_plain(t)):
+                return None
+            place = t.get_device(), t.is_contiguous(), t.data_ptr() & 15
+            key.append((t.shape, t.dtype, place))
+        return (*key, *map(id, weights))
 
     def _find(self, key, weights):
         """Return the launch, the shape of the result and the packed weights, if all are kept."""

@@ -84,7 +84,7 @@ def sparse_conv2d(
     params, weights, calls = flatten_params(block_params), (w, None, bias), _convolution.CALLS
     options = (params, strides, padding, activation, data_format, w_format, precision, method)
     key = calls.key((x, counts, table, base, out), weights, options)
-    y = calls(key, x, weights, counts, table, base, out, None)
+    y = calls(key, x, weights, counts, table, base, out, 0)  # no residual
     if y is not None:
         return y
     check_tensors(
