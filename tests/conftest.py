@@ -18,6 +18,7 @@ import pytest
 from fake_cupy import TORCH_CUDA, FakeCupy
 from frameworks import FRAMEWORKS
 from hypothesis import settings
+from torch_cases import DEVICES, on_device
 
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("few", deadline=None, derandomize=True, max_examples=8)
@@ -80,6 +81,17 @@ def jax():
 @pytest.fixture(scope="session")
 def tf():
     return require("tensorflow")
+
+
+@pytest.fixture(scope="session")
+def st(torch):
+    return importlib.import_module("sbnet_cupy.torch")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, torch):
+    """Of tensors: for "cuda" both libraries need a GPU."""
+    return on_device(require, torch, request.param)
 
 
 @pytest.fixture(scope="session")

@@ -5,22 +5,12 @@ import types
 
 import pytest
 from assertions import assert_close, assert_same, to_numpy
-from torch_cases import DEVICES, bottleneck_weights, draw, grid, on_device, table
+from torch_cases import bottleneck_weights, draw, grid, table
 
 import sbnet_cupy as sb
 
 OVERLAP = {"bsize": (4, 3), "boffset": (-1, 0), "bstride": (3, 2)}
 LAYOUTS = [("NHWC", False), ("NHWC", True), ("NCHW", False), ("NCHW", True)]
-
-
-@pytest.fixture
-def st(torch):
-    return importlib.import_module("sbnet_cupy.torch")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, require, torch):
-    return on_device(require, torch, request.param)
 
 
 def check(torch, function, *inputs):

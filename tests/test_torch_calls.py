@@ -5,7 +5,7 @@ import types
 
 import pytest
 from assertions import assert_same
-from torch_cases import DEVICES, bottleneck_weights, draw, on_device, table
+from torch_cases import bottleneck_weights, draw, on_device, table
 
 import sbnet_cupy as sb
 from sbnet_cupy import ShapeError
@@ -16,11 +16,6 @@ UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
 
 
 @pytest.fixture
-def st(torch):
-    return importlib.import_module("sbnet_cupy.torch")
-
-
-@pytest.fixture
 def registry(st):
     return importlib.import_module("sbnet_cupy.torch._registry")
 
@@ -28,11 +23,6 @@ def registry(st):
 @pytest.fixture
 def launches(st):
     return importlib.import_module("sbnet_cupy.torch._launches")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, require, torch):
-    return on_device(require, torch, request.param)
 
 
 # ----------------------------------------------------------- what the dispatcher must be shown

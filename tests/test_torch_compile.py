@@ -1,27 +1,16 @@
 """sbnet_cupy.torch under torch.compile, torch.export, CUDA graphs and side streams."""
 
-import importlib
 
 import numpy as np
 import pytest
 from assertions import assert_close, assert_same
-from torch_cases import DEVICES, bottleneck_weights, draw, grid, on_device
+from torch_cases import bottleneck_weights, draw, grid, on_device
 
 import sbnet_cupy as sb
 
 PARAMS = sb.calc_block_params((16, 16), 8, 3)
 GRID = grid(PARAMS)
 TERMS = 3 * 3 * 4
-
-
-@pytest.fixture
-def st(torch):
-    return importlib.import_module("sbnet_cupy.torch")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, require, torch):
-    return on_device(require, torch, request.param)
 
 
 @pytest.fixture(autouse=True)

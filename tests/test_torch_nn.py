@@ -1,7 +1,6 @@
 """SparseConv2d and SparseBottleneck: the dense modules' values, parameters, training."""
 
 import copy
-import importlib
 import os
 import pickle
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from assertions import assert_close, assert_same
-from torch_cases import DEVICES, draw, on_device
+from torch_cases import draw, on_device
 
 import sbnet_cupy as sb
 from sbnet_cupy import DTypeError, ShapeError
@@ -19,15 +18,9 @@ from sbnet_cupy import DTypeError, ShapeError
 UNIT_TERMS = 3 * 3 * 6 + 12 + 6
 
 
-@pytest.fixture
-def st(torch):
+@pytest.fixture(autouse=True)
+def _weights_are_the_same(torch):
     torch.manual_seed(0)
-    return importlib.import_module("sbnet_cupy.torch")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, require, torch):
-    return on_device(require, torch, request.param)
 
 
 def image(torch, n=2, c=5, h=20, w=18, device="cpu", last=False, **options):

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from assertions import assert_same
-from torch_cases import DEVICES, bottleneck_weights, draw, on_device, table
+from torch_cases import bottleneck_weights, draw, on_device, table
 
 import sbnet_cupy as sb
 from sbnet_cupy import DeviceError, DTypeError, ShapeError
@@ -28,16 +28,6 @@ PUBLIC = {
 PARAMS = sb.calc_block_params((8, 8), 6, 3)
 UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
 GRID = {"bsize": (4, 4), "boffset": (-1, 0), "bstride": (3, 2)}
-
-
-@pytest.fixture
-def st(torch):
-    return importlib.import_module("sbnet_cupy.torch")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, require, torch):
-    return on_device(require, torch, request.param)
 
 
 def make(torch, device, dtype):

@@ -1,27 +1,20 @@
 """sparsify: ResNets as torchvision writes them, on masks; what stays dense is named."""
 
 import copy
-import importlib
 import pickle
 import sys
 
 import pytest
 from assertions import assert_close, assert_same
-from torch_cases import DEVICES, draw, on_device
+from torch_cases import draw
 
 import sbnet_cupy as sb
 from sbnet_cupy import DTypeError, ShapeError
 
 
-@pytest.fixture
-def st(torch):
+@pytest.fixture(autouse=True)
+def _weights_are_the_same(torch):
     torch.manual_seed(0)
-    return importlib.import_module("sbnet_cupy.torch")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, require, torch):
-    return on_device(require, torch, request.param)
 
 
 def resnet(torch, bottleneck):
