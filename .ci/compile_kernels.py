@@ -4,7 +4,7 @@
 
 INSTANTIATIONS is a file that the tests wrote: run them with SBNET_RECORD_INSTANTIATIONS naming it.
 To these come, for each architecture, those of paper_stages.py.
-spill_allowance.txt, beside this file, lists what may spill after all.
+spill_allowance.txt, beside this file, lists what may spill after all, and nothing that is gone.
 """
 
 import concurrent.futures
@@ -36,6 +36,7 @@ def main(path, *architectures):
     if not recorded:
         sys.exit(f"{path} lists no instantiations")
     allowed, failed = allowances(), False
+    unused = {key for key in allowed if key[0] in (architectures or ARCHITECTURES)}
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
         for arch in architectures or ARCHITECTURES:
             start = time.perf_counter()
@@ -45,6 +46,7 @@ def main(path, *architectures):
             jobs = [pool.submit(compile_program, *program, arch) for program in programs]
             kernels = [kernel for job in jobs for kernel in job.result()]
             bad = [k for k in kernels if any(k[2:]) and not is_allowed(allowed, arch, *k)]
+            unused -= {(arch, k[1]) for k in kernels}
             for stem, expression, stack, stores, loads in bad:
                 print(f"  {arch} {stem}: {expression}: {stack} bytes of stack, "
                       f"spill stores {stores}, loads {loads}")  # fmt: skip
@@ -52,7 +54,9 @@ def main(path, *architectures):
             print(f"{arch}: {len(kernels)} kernels compiled in {seconds:.1f} s, "
                   f"{len(bad)} with spills or stack beyond the allowance", flush=True)  # fmt: skip
             failed |= bool(bad) or len(kernels) != total
-    return int(failed)
+    for arch, expression in sorted(unused):
+        print(f"  {arch}: {expression} has an allowance and is launched no more")
+    return int(failed or bool(unused))
 
 
 def batches(instantiations):
