@@ -63,7 +63,8 @@ struct Window {
     static constexpr int ITEM = sizeof(T), LANES = 16 / ITEM;
     static constexpr int LINES = LAST ? BH : C * BH, PIXEL = LAST ? C * ITEM : ITEM, LENGTH = BW * PIXEL;
     static constexpr int CHUNKS = ceil_div(LENGTH + 16 - ITEM, 16);  // of 16 bytes, that a line may touch
-    // From line to line, the misalignment that it adds apart. No two touch the same chunk.
+    // Bytes from a line to the next, besides what the image's rows add to the misalignment: no two lines
+    // touch the same chunk.
     static constexpr int APART = ceil_div(LENGTH, 16) * 16 + 16, PLANE = ceil_div(BH * (APART + 15), 16) * 16;
     static constexpr int BYTES = 16 + (LAST ? PLANE : C * (PLANE + 16));
     static_assert(LANES * ITEM == 16, "chunks hold whole elements");
@@ -86,12 +87,13 @@ struct Window {
     // Where the first line of a block begins, in its window.
     DEVICE int first(const Block<BH, BW>& block) const { return past(block.image * ITEM); }
 
-    // 16 bytes of a line that begin `low` bytes into it, in the image and in shared memory. Bytes
-    // begin to end of the line are its, and the image has them.
+    // 16 bytes that a line of block `which` touches, from byte `low` of the line on; those from `begin` to
+    // `end` are the line's, and lie in the image.
     struct Chunk {
-        int which, line, shared, low, begin, end;
-        i64 image;
-        bool inside;  // the image has all that it has of the line
+        int which, line, low, begin, end;
+        int shared;   // where it lies in the windows
+        i64 image;    // and in the images
+        bool inside;  // all that is the line's lies in the image
         DEVICE bool whole() const { return begin == low && end == low + 16; }
     };
 
