@@ -15,6 +15,7 @@ from _inputs import filled_sets, find_blocks, to_host
 from _rows import OURS
 from _session import Work
 from _timing import Contender
+from bench_fused_bottleneck import Bottleneck
 
 import sbnet_cupy as sb
 
@@ -116,10 +117,7 @@ def _scatter(session, st, blocks, x):
 
 
 def _unit(session, st, blocks, x, case):
-    dtype = x.dtype
-    weights = sb.BottleneckWeights.random(
-        case.shape[3], case.middle, xp=session.xp, dtype=dtype.name, seed=501
-    )._map_arrays(lambda array: array.astype(dtype))
+    weights = Bottleneck(session, case).weights
     image, *active = _tensors(session, x, *blocks.active)
     tensors = weights._map_arrays(partial(as_tensor, session))
     call = partial(st.sparse_res_block_bottleneck, image, tensors, tuple(active), blocks.params)

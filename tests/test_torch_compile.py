@@ -1,6 +1,5 @@
 """sbnet_cupy.torch under torch.compile, torch.export, CUDA graphs and side streams."""
 
-
 import numpy as np
 import pytest
 from assertions import assert_close, assert_same

@@ -62,9 +62,10 @@ def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_
         pixel = layout.C * image.dtype.itemsize
         narrow = vector_bytes(pixel, address(image), address(stack)) < 8
     if narrow:
-        plan = _plan_windows(image, stack, layout, grid, element, gathers, sm_count)
+        plan = _plan_windows(image, stack, layout, grid, element, gathers, most)
         if plan is not None:
-            return plan._replace(scalars=geometry)
+            template, work, threads, shared = plan
+            return CopyPlan("windows", template, work, threads, geometry, shared)
     if same:
         template, work, leading = _plan_runs(image, stack, layout, grid, vector, most)
         return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
@@ -170,27 +171,29 @@ def _needs_windows(vector, image, layout, grid, element, gathers):
     return vector <= 2 or (element is not None and line < _SHORT_LINE)
 
 
-def _plan_windows(image, stack, layout, grid, element, gathers, sm_count):
-    """Return the plan of a windows kernel but for its geometry; None where a block is too large.
+def _plan_windows(image, stack, layout, grid, element, gathers, most):
+    """Return the plan of a windows kernel but for its geometry; None where there can be none.
 
     See cuda_src/windows.cuh.
     """
     item, area = image.dtype.itemsize, math.prod(grid.bsize)
     size = area * layout.C * item
-    if item > 4 or size < _LEAST_WINDOW:
-        return None
-    vector = max(vector_bytes(size, address(stack)), item)
     window = _window_bytes(layout, grid.bsize, item)
     each = 2 * _BLOCK_BYTES  # of shared memory, for one block of the stack
     each += window if gathers else -(-size // 16) * 16 + (window if element else 0)
-    rows = stack.shape[0]
-    group, most = 1, _GATHERED_BYTES if gathers else _SCATTERED_BYTES
-    while 2 * group * size <= most and 2 * group * each <= _SHARED_BYTES and group < 32:
-        if rows < 2 * group * sm_count * _RESIDENT:
-            break  # work for all thread blocks first
-        group *= 2
-    if each > _SHARED_BYTES or layout.W * layout.C * item >= 1 << 31:
+    row = layout.W * layout.C * item
+    if item > 4 or size < _LEAST_WINDOW or each > _SHARED_BYTES or row >= 1 << 31:
         return None
+    vector = max(vector_bytes(size, address(stack)), item)
+    rows, group = stack.shape[0], 1
+    at_once = _GATHERED_BYTES if gathers else _SCATTERED_BYTES
+    while (
+        2 * group * size <= at_once
+        and 2 * group * each <= _SHARED_BYTES
+        and 2 * group * most <= rows  # work for all thread blocks first
+        and group < 32
+    ):
+        group *= 2
     threads = 128 if group * size <= _GATHERED_BYTES else 256
     template = (
         layout.channels_last,
@@ -203,7 +206,7 @@ def _plan_windows(image, stack, layout, grid, element, gathers, sm_count):
         threads,
     )
     tables = 8 * layout.C if gathers and element else 0  # float32: float64 has no windows
-    return CopyPlan("windows", template, -(-rows // group), threads, (), group * each + tables)
+    return template, -(-rows // group), threads, group * each + tables
 
 
 def _window_bytes(layout, bsize, item):

@@ -159,19 +159,14 @@ class Calls:
             or torch.cuda.is_current_stream_capturing()
         ):
             return None
+        for t in tensors:
+            if t is not None and ((learns and t.requires_grad) or not (t is x or is_plain(t))):
+                return None
         try:
-            key = [marshal.dumps(options, 2), raw_stream(device)]
+            spelled = marshal.dumps(options, 2)
         except ValueError:
             return None
-        for t in tensors:  # written out for speed: _signature and records_gradients
-            if t is None:
-                key.append(None)
-                continue
-            if (learns and t.requires_grad) or not (t is x or is_plain(t)):
-                return None
-            place = t.get_device(), t.is_contiguous(), t.data_ptr() & 15
-            key.append((t.shape, t.dtype, place))
-        return (*key, *map(id, weights))
+        return (spelled, raw_stream(device), *map(_signature, tensors), *map(id, weights))
 
     def _find(self, key, weights):
         """Return the launch, the shape of the result and the packed weights, if all are kept."""

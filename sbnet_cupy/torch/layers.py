@@ -105,13 +105,9 @@ def sparse_conv2d(
         x, w, counts, table, params, strides, pads, bias, activation, base, data_format, w_format,
         precision, method,
     )  # fmt: skip
-    if out is None:
-        y = SPARSE_CONV2D(*arguments)
-    else:
+    if out is not None:
         check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
-        if records_gradients(x, w, bias, base, out):
-            return out.copy_(SPARSE_CONV2D(*arguments))
-        y = write(SPARSE_CONV2D_INTO, out, *arguments, out)
+    y = _call(SPARSE_CONV2D, SPARSE_CONV2D_INTO, arguments, (x, w, bias, base), out)
     if key is not None and not y.requires_grad:
         calls.keep(key, _convolution.launch_left(*arguments, out=y), y, weights)
     return y
@@ -194,16 +190,22 @@ def sparse_res_block_bottleneck(
     arguments = (
         x, w1, w2, w3, *tables, counts, table, params, strides, w_project, base, precision, method,
     )  # fmt: skip
-    if out is None:
-        y = UNIT(*arguments)
-    else:
+    if out is not None:
         check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
-        if records_gradients(x, w1, w2, w3, *tables, w_project, base, out):
-            return out.copy_(UNIT(*arguments))
-        y = write(UNIT_INTO, out, *arguments, out)
+    learning = (x, w1, w2, w3, *tables, w_project, base)
+    y = _call(UNIT, UNIT_INTO, arguments, learning, out)
     if key is not None and not y.requires_grad:
         calls.keep(key, _bottleneck.launch_left(*arguments, out=y), y, given)
     return y
+
+
+def _call(operator, into, arguments, learning, out):
+    """Call a layer's operator, or the one that writes ``out``; return the result."""
+    if out is None:
+        return operator(*arguments)
+    if records_gradients(*learning, out):
+        return out.copy_(operator(*arguments))
+    return write(into, out, *arguments, out)
 
 
 _WEIGHTS = ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
