@@ -111,7 +111,7 @@ def _copies():
     # Colours: lines that begin and end within 16 bytes.
     for dtype, channels in (("uint8", 3), ("float16", 1), ("float16", 3)):
         for op in ("gather", "scatter", "add"):
-            yield Copy(op=op, dtype=dtype, channels=channels, layout="NHWC", grid="plain")
+            yield Copy(op=op, dtype=dtype, channels=channels, layout="NHWC", grid="stage 2 out")
     # Index tables of every kind, on kernels that are there already.
     tables = ("all", "empty", "count 0", "count negative", "count too large", "corrupt")
     for i, layout in enumerate(LAYOUTS):

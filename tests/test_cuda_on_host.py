@@ -17,7 +17,7 @@ import oracles
 import pytest
 from assertions import assert_close, assert_same
 from host_memory import Memory, signature_of
-from kernel_calls import Mask
+from kernel_calls import Copy, Mask
 from kernel_cases import AFFINE, COPIES, FUSED, GRADIENTS, MASKS, REPEATED, SMOOTH, TURNED
 
 from sbnet_cupy import _kernels
@@ -158,6 +158,25 @@ def test_reduce_mask_in_a_cluster(case, monkeypatch):
 @pytest.mark.parametrize("case", COPIES, ids=str)
 def test_copies(case, monkeypatch):
     check_same(case, monkeypatch, allow_nan=True)
+
+
+STYLES = [
+    (Copy(op=op, dtype=dtype, channels=channels, layout=layout, grid="stage 2 out"), style)
+    for layout, channels, dtype, style in (
+        ("NHWC", 3, "uint8", "windows"), ("NHWC", 1, "float16", "windows"),
+        ("NHWC to NCHW", 17, "float16", "windows"), ("NHWC to NCHW", 3, "float32", "windows"),
+        ("NHWC", 24, "float32", "runs"), ("NHWC to NCHW", 24, "float32", "tiles"),
+    )
+    for op in ("gather", "scatter", "add")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "style"), STYLES, ids=str)
+def test_odd_pixels_pass_through_windows(case, style):
+    with device(lambda *launch: None, 132, Memory()) as (_, launched):
+        list(case.run(Memory()))
+    direction = "gather" if case.op == "gather" else "scatter"
+    assert [kernel for _, kernel, _ in launched] == [f"{direction}_{style}"]
 
 
 @pytest.mark.parametrize("stages", [2, 3])
