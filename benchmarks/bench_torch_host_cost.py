@@ -138,14 +138,19 @@ def _conv2d(session, st, blocks, x):
     session.synchronize()
     image, kernel, *active = _tensors(session, x, w, *blocks.active)
     call = partial(st.sparse_conv2d, image, kernel, tuple(active), blocks.params)
+    learned = partial(
+        st.sparse_conv2d, image, kernel.clone().requires_grad_(), tuple(active), blocks.params
+    )
 
     def check(contender):
         arrays = (to_host(x), to_host(w), tuple(map(to_host, blocks.active)), blocks.params)
         terms = w[..., 0].size  # products of at most 1/4 each
         tolerance = (terms + 2) * float(np.finfo(np.float32).eps) * terms / 4
-        compare(to_host(session.native(contender.calls[0]())), sb.sparse_conv2d(*arrays), tolerance)
+        found = to_host(session.native(contender.calls[0]().detach()))
+        compare(found, sb.sparse_conv2d(*arrays), tolerance)
 
     yield "new result", [_host(OURS, call)], check
+    yield "new result, gradient recorded", [_host(OURS, learned)], check
     dense = partial(
         session.torch.nn.functional.conv2d,
         image.permute(0, 3, 1, 2),

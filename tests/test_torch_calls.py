@@ -25,6 +25,21 @@ def launches(st):
     return importlib.import_module("sbnet_cupy.torch._launches")
 
 
+@pytest.fixture
+def calling(st):
+    return importlib.import_module("sbnet_cupy.torch._calls")
+
+
+@pytest.fixture
+def packing(st):
+    return importlib.import_module("sbnet_cupy.torch._packed")
+
+
+@pytest.fixture
+def copies(st):
+    return importlib.import_module("sbnet_cupy.torch._copies")
+
+
 # ----------------------------------------------------------- what the dispatcher must be shown
 
 
@@ -186,7 +201,7 @@ def test_in_place_of_x_a_unit_reads_its_neighbours_first(st, torch, device):
 
 
 @pytest.fixture
-def fake(torch, launches, monkeypatch):
+def fake(torch, launches, calling, packing, monkeypatch):
     """Return a function that makes tensors on a GPU that is not there."""
 
     class OnGpu(torch.Tensor):
@@ -195,11 +210,13 @@ def fake(torch, launches, monkeypatch):
         def get_device(self):
             return 0
 
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launches, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(launches, "thread_is_plain", lambda: True)
-    monkeypatch.setattr(launches, "is_plain", lambda value: isinstance(value, torch.Tensor))
+    for module in (launches, calling, packing):
+        monkeypatch.setattr(module, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(calling, "thread_is_plain", lambda: True)
+    monkeypatch.setattr(calling, "is_plain", lambda value: isinstance(value, torch.Tensor))
 
     def tensor(*shape, dtype=torch.float32, skip=0):
         memory = torch.zeros(skip + torch.Size(shape).numel(), dtype=dtype)[skip:].view(shape)
@@ -240,39 +257,54 @@ def test_launches_are_found_by_all_that_they_depend_on(launches, torch, monkeypa
     assert known.find((x,), (1,), (w,)) is None
 
 
-def test_a_call_is_done_at_once_if_nothing_is_new(launches, torch, monkeypatch, fake):
+class Kernel:
+    """A launch, and the kernel it launches, that counts what it is called with."""
+
+    slots = 0
+    how = (1,)
+
+    def __init__(self):
+        self.run, self.done = self, []
+
+    def on(self, stream, addresses):
+        self.done.append((stream, *addresses))
+
+
+def test_a_layer_is_done_at_once_if_nothing_is_new(calling, packing, torch, monkeypatch, fake):
     """With tensors alike, the same weights unchanged, and nobody to be told."""
     x, counts, table, w, bias = fake(1, 4, 4, 2), fake(1), fake(3, 3), fake(3), fake(2)
-    done, laid, state = [], [], {"stream": 7, "capturing": False}
-    monkeypatch.setattr(launches, "raw_stream", lambda device: state["stream"])
+    laid, state = [], {"stream": 7, "capturing": False}
+    for module in (calling, packing):
+        monkeypatch.setattr(module, "raw_stream", lambda device: state["stream"])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
     packed = types.SimpleNamespace(data=types.SimpleNamespace(ptr=1024))
-    monkeypatch.setattr(launches, "_pack", lambda *a, **k: packed)
-    monkeypatch.setattr(launches, "lay", lambda out, base: laid.append((out, base)) or True)
-    kernel = types.SimpleNamespace(on=lambda stream, addresses: done.append((stream, addresses)))
-    launch = types.SimpleNamespace(how=(1,), run=kernel)
-    at_once = launches.Calls()
+    monkeypatch.setattr(packing, "_pack", lambda *a, **k: packed)
+    monkeypatch.setattr(calling, "lay", lambda out, base, new: laid.append((out, base)) or True)
+    launch, at_once = Kernel(), calling.LayerCalls()
+    done = launch.done
 
     def call(image=x, weights=(w, None, bias), options=("same",), base=None, out=None):
-        key = at_once.key((image, counts, table, base, out), weights, options)
-        before = len(done)
-        y = at_once(key, image, weights, counts, table, base, out, 0)
+        key, known = at_once.find((image, counts, table, base, out), options, weights)
+        before, y = len(done), None
+        if known is not None:
+            y = at_once.again(key, known, image, weights, counts, table, base, out, 0)
         assert len(done) == before + (y is not None)
         return key, y
 
     def keep(result=None, **options):
         key, y = call(**options)
         assert key is not None and y is None
-        at_once.keep(key, launch, fake(1, 4, 4, 5) if result is None else result, (w, None, bias))
+        result = fake(1, 4, 4, 5) if result is None else result
+        at_once.keep(key, launch, x, result, (w, None, bias))
 
     keep()
     assert call()[1] is None  # the weights have not been packed yet
-    launches.packed(launch, w, None, bias)
+    packing.packed(launch, w, None, bias)
     other = fake(1, 4, 4, 2)
     _, y = call(image=other)
     assert y.shape == (1, 4, 4, 5) and laid[-1][0] is y and laid[-1][1] is None
     pointers = other.data_ptr(), 1024, 0, counts.data_ptr(), table.data_ptr(), y.data_ptr()
-    assert done[-1] == (7, pointers)
+    assert done[-1] == (7, *pointers)
 
     for change in (
         {"image": fake(1, 4, 2, 4)},
@@ -283,19 +315,23 @@ def test_a_call_is_done_at_once_if_nothing_is_new(launches, torch, monkeypatch, 
         {"out": fake(1, 4, 4, 5)},
     ):
         assert call(**change)[1] is None, change
-    for name, value in (("stream", 8), ("capturing", True)):
-        before, state[name] = state[name], value
-        assert call()[1] is None, name
-        state[name] = before
+    state["stream"] = 8
+    assert call()[1] is None
+    state["stream"] = 7
     for module, name, value in (
         (torch, "is_autocast_enabled", True),
-        (torch.cuda, "current_device", 1),
-        (launches, "thread_is_plain", False),
+        (torch.cuda, "is_current_stream_capturing", True),
+        (torch._C, "_cuda_getDevice", 1),
+        (calling, "thread_is_plain", False),
+        (calling, "is_plain", False),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *_, value=value: value)
             assert call() == (None, None), name
     learns = fake(1, 4, 4, 2).requires_grad_()
+    key, y = call(image=learns)
+    assert y is None
+    at_once.keep(key, launch, x, x, (w, None, bias))  # its result records a gradient
     assert call(image=learns) == (None, None)
     with torch.no_grad():
         assert call(image=learns)[1] is not None
@@ -311,11 +347,128 @@ def test_a_call_is_done_at_once_if_nothing_is_new(launches, torch, monkeypatch, 
     assert call(image=image, out=apart)[1] is apart
     assert call(image=image, out=shared)[1] is None
 
-    for change in (lambda: bias.add_(1), lambda: w.requires_grad_()):
+    for change in (lambda: bias.add_(1), lambda: bias.requires_grad_(), lambda: w.requires_grad_()):
         change()
         assert call()[1] is None
-        launches.packed(launch, w, None, bias)
-        assert (call()[1] is None) is w.requires_grad
+        packing.packed(launch, w, None, bias)
+        assert (call()[1] is None) is bias.requires_grad
+    assert call() == (None, None)  # a kernel that learns is not even looked up
+
+
+def test_a_layer_that_has_no_kernel_is_not_looked_up_again(calling, fake):
+    at_once, x, w = calling.LayerCalls(), fake(1, 4, 4, 2), fake(3)
+    key, known = at_once.find((x,), ("gather",), (w,))
+    assert key is not None and known is None
+    at_once.keep(key, False, x, x, (w,))
+    assert at_once.find((x,), ("gather",), (w,)) == (None, None)
+    assert at_once.find((x,), (object(),), (w,)) == (None, None)  # an option that is not spelled
+
+
+@pytest.fixture
+def kernel(copies, calling, monkeypatch):
+    """Let every launch of the three operations be found, and be this one."""
+    kernel = Kernel()
+    monkeypatch.setattr(copies.Launches, "find", lambda *arguments: kernel)
+    monkeypatch.setattr(copies.Launches, "keep", lambda *arguments: None)
+    monkeypatch.setattr(copies, "run", lambda launch, *tensors: kernel.done.append(None))
+    monkeypatch.setattr(copies, "compute", lambda *a, **options: kernel.done.append("checked"))
+    for name in ("MASK_CALLS", "GATHER_CALLS", "SCATTER_CALLS"):
+        monkeypatch.setattr(getattr(copies, name), "_kept", calling.Plans())
+    return kernel
+
+
+def address(tensor):
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def test_a_mask_is_reduced_at_once(st, torch, fake, kernel):
+    mask = fake(2, 8, 8, dtype=torch.bool)
+    first = st.reduce_mask(mask, (2, 2), bsize=4, capacity=3)
+    assert kernel.done == [None]  # the whole way
+    other = fake(2, 8, 8, dtype=torch.bool)
+    found = st.reduce_mask(other, (2, 2), bsize=4, capacity=3)
+    shapes = [(part.shape, part.dtype) for part in found]
+    assert shapes == [((1,), torch.int32), ((3, 3), torch.int32)]
+    assert found.grid == first.grid == (2, 2, 2)
+    counts, table = map(address, found)
+    assert kernel.done[1:] == [(7, address(other), counts, table, counts)]
+    st.reduce_mask(mask, (2, 2), bsize=4, capacity=4)
+    st.reduce_mask(mask, (2, 2), bsize=4, capacity=3, avgpool=True)
+    assert kernel.done[2:] == [None, None]
+
+
+def test_a_gather_is_done_at_once(st, torch, fake, kernel):
+    x, counts, table = fake(2, 8, 8, 3), fake(1, dtype=torch.int32), fake(4, 3, dtype=torch.int32)
+    scale = fake(3)
+    whole, given = 0, (counts, table)
+    for options in ({}, {"scale": scale, "activation": "relu"}, {"out": fake(4, 4, 4, 3)}):
+        for again in range(3):
+            y = st.sparse_gather(x, *given, **GRID, **options)
+            assert y.shape == (4, 4, 4, 3)
+            if not again:
+                assert kernel.done[whole] is None
+                continue
+            scaled = (address(options.get("scale")), 0)
+            expected = (7, address(x), *map(address, given), address(y), *scaled)
+            assert kernel.done[-1] == expected
+        whole = len(kernel.done)
+    out = options["out"]
+    version = out._version
+    assert st.sparse_gather(x, *given, **GRID, out=out) is out and out._version == version + 1
+    shared = x.view(-1)[: out.numel()].view(out.shape)
+    st.sparse_gather(x, *given, **GRID, out=shared)
+    assert kernel.done[-1] == "checked"  # by the core, which refuses it
+
+
+def test_a_scatter_is_done_at_once(st, torch, fake, kernel, copies, monkeypatch):
+    laid = []
+    monkeypatch.setattr(copies, "lay", lambda out, base, new: laid.append((out, base)) or True)
+    x, counts, table = fake(2, 8, 8, 3), fake(1, dtype=torch.int32), fake(4, 3, dtype=torch.int32)
+    blocks, given = fake(4, 4, 4, 3), (counts, table)
+    for out in (None, x, fake(2, 8, 8, 3)):
+        for again in range(3):
+            y = st.sparse_scatter(blocks, *given, x, **GRID, out=out)
+            if again:
+                assert kernel.done[-1] == (7, address(y), *map(address, given), address(blocks))
+                assert laid.pop() == (y, x) or y is x
+            else:
+                assert kernel.done[-1] is None
+        assert out is None or y is out
+        assert y.shape == x.shape
+    for change in ({"add": True}, {"atomic": True}, {"bstride": (5, 5)}):
+        st.sparse_scatter(blocks, *given, x, **{**GRID, **change}, out=x)
+        assert kernel.done[-1] is None
+
+
+def test_what_is_done_at_once_is_recorded(st, torch, fake, kernel, copies, monkeypatch):
+    """Results of calls done at once hang in autograd's graph as all others do."""
+    monkeypatch.setattr(copies, "lay", lambda out, base, new: True)
+    counts, table = fake(1, dtype=torch.int32), fake(4, 3, dtype=torch.int32)
+    for again in range(3):
+        x, blocks = fake(2, 8, 8, 3).requires_grad_(), fake(4, 4, 4, 3).requires_grad_()
+        y = st.sparse_gather(x, counts, table, **GRID)
+        z = st.sparse_scatter(blocks, counts, table, x, **GRID)
+        for result, name in ((y, "sparse_gather"), (z, "sparse_scatter")):
+            assert result.requires_grad and not result.is_leaf
+            assert not again or result.grad_fn.name() == f"{name}Backward"
+        with torch.no_grad():
+            assert not st.sparse_gather(x, counts, table, **GRID).requires_grad
+    assert len([one for one in kernel.done if one]) == 6  # of the nine, three went the whole way
+
+
+def test_a_result_that_is_there_already_is_recorded(torch, copies):
+    x = draw(torch, 2, 8, 8, 3).requires_grad_()
+    scale = draw(torch, 3, seed=1).requires_grad_()
+    given = (x, *table(torch, "cpu"), *GRID.values(), False, "NHWC", scale, None, "relu")
+    y = copies.GATHER(*given)
+    made = y.detach().clone()
+    z = copies.GATHER.recorded(*given, [made])
+    assert z is made and z.requires_grad
+    weight = draw(torch, *y.shape, seed=2)
+    first, second = (torch.autograd.grad((r * weight).sum(), (x, scale)) for r in (y, z))
+    for a, b in zip(first, second, strict=True):
+        assert b.any()
+        assert_same(a, b)
 
 
 @pytest.mark.gpu

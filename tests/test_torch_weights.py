@@ -17,32 +17,32 @@ UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
 
 
 @pytest.fixture
-def launches(st):
-    return importlib.import_module("sbnet_cupy.torch._launches")
+def packing(st):
+    return importlib.import_module("sbnet_cupy.torch._packed")
 
 
 # ------------------------------------------------------------------------------- packed weights
 
 
 @pytest.fixture
-def packs(launches, torch, monkeypatch):
+def packs(packing, torch, monkeypatch):
     """Count what is packed, as if on a GPU."""
     made, capturing = [], []
-    monkeypatch.setattr(launches, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(packing, "raw_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
 
     def pack(launch, weights, kept=False):
         made.append(kept)
         return [w.clone() for w in weights if w is not None]
 
-    monkeypatch.setattr(launches, "_pack", pack)
+    monkeypatch.setattr(packing, "_pack", pack)
     launch = types.SimpleNamespace(how=1)
     return types.SimpleNamespace(made=made, capturing=capturing, launch=launch)
 
 
-def test_weights_are_packed_again_after_a_change_only(launches, packs, torch):
+def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
     w, bias = torch.ones(3), torch.zeros(3)
-    before = len(launches._PACKED)
+    before = len(packing.PACKED)
     changes = [
         lambda: None,
         lambda: w.mul_(2),
@@ -54,32 +54,32 @@ def test_weights_are_packed_again_after_a_change_only(launches, packs, torch):
     for number, change in enumerate(changes, 1):
         change()
         for _ in range(3):
-            found = launches.packed(packs.launch, w, None, bias)
+            found = packing.packed(packs.launch, w, None, bias)
             assert_same(found[0], w)
             assert_same(found[1], bias)
         assert packs.made == [True] * number
-    launches.packed(packs.launch, w, bias)
-    launches.packed(types.SimpleNamespace(how=2), w, None, bias)
-    assert len(packs.made) == len(changes) + 2 and len(launches._PACKED) == before + 3
+    packing.packed(packs.launch, w, bias)
+    packing.packed(types.SimpleNamespace(how=2), w, None, bias)
+    assert len(packs.made) == len(changes) + 2 and len(packing.PACKED) == before + 3
     del bias
     gc.collect()
-    assert len(launches._PACKED) == before
+    assert len(packing.PACKED) == before
 
 
-def test_weights_in_training_and_in_graphs_are_packed_at_each_call(launches, packs, torch):
-    before, w = len(launches._PACKED), torch.ones(3, requires_grad=True)
+def test_weights_in_training_and_in_graphs_are_packed_at_each_call(packing, packs, torch):
+    before, w = len(packing.PACKED), torch.ones(3, requires_grad=True)
     for _ in range(2):
         w.data.mul_(2)  # as optimizers of other libraries write: autograd sees nothing
-        assert_same(launches.packed(packs.launch, w)[0], w.detach())
+        assert_same(packing.packed(packs.launch, w)[0], w.detach())
     with torch.inference_mode():
         made = torch.ones(3)
         for _ in range(2):
-            launches.packed(packs.launch, made)
+            packing.packed(packs.launch, made)
     packs.capturing.append(True)
     w = w.detach()
     for _ in range(2):
-        launches.packed(packs.launch, w)
-    assert packs.made == [False] * 6 and len(launches._PACKED) == before
+        packing.packed(packs.launch, w)
+    assert packs.made == [False] * 6 and len(packing.PACKED) == before
 
 
 # -------------------------------------------------------------------------- weights of modules

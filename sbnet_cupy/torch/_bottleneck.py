@@ -9,10 +9,12 @@ from ..layers.residual import sparse_res_block_bottleneck as core_bottleneck
 from ..ops.bottleneck_weights import BottleneckWeights
 from ..ops.fused_bottleneck import launch_of_bottleneck
 from ._activation import wide
+from ._calls import LayerCalls
 from ._convolution import CONVOLVE, Geometry, pairs
 from ._copies import GATHER, SCATTER, read_inside
-from ._launches import Calls, Launches, apart, lay, packed, run
+from ._launches import Launches, apart, lay, run
 from ._native import check_contiguous, compute
+from ._packed import packed
 from ._registry import register
 
 _WEIGHTS = ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
@@ -33,7 +35,7 @@ def _launch_of(x, counts, indices, out, base, *weights, options):
 
 
 _UNITS = Launches(_launch_of)
-CALLS = Calls()
+CALLS = LayerCalls()
 
 
 def _unit_into(x, *arguments):

@@ -14,9 +14,11 @@ from ..blocks import BlockParams
 from ..layers.sparse_conv import sparse_conv2d as core_sparse_conv2d
 from ..ops.fused_conv import launch_of_conv
 from ._activation import activation_backward, wide
+from ._calls import LayerCalls
 from ._copies import GATHER, SCATTER
-from ._launches import Calls, Launches, apart, lay, packed, run
+from ._launches import Launches, apart, lay, run
 from ._native import check_contiguous, compute
+from ._packed import packed
 from ._registry import register
 
 
@@ -172,7 +174,7 @@ def _launch_of(x, bin_counts, active_block_indices, out, base, w, bias, options)
 
 
 _CONVOLUTIONS = Launches(_launch_of)
-CALLS = Calls()
+CALLS = LayerCalls()
 
 
 def _sparse_conv2d(*arguments):

@@ -6,6 +6,7 @@ and can be differentiated again, any number of times.
 
 import torch
 
+from ..ops.active_blocks import ActiveBlocks
 from ..ops.reduce_mask import launch_of_mask
 from ..ops.reduce_mask import reduce_mask as core_reduce_mask
 from ..ops.sparse_gather import launch_of_gather
@@ -13,7 +14,8 @@ from ..ops.sparse_gather import sparse_gather as core_gather
 from ..ops.sparse_scatter import launch_of_scatter
 from ..ops.sparse_scatter import sparse_scatter as core_scatter
 from ._activation import activation_backward, wide
-from ._launches import Launches, apart, run, scratch_of_stream
+from ._calls import Calls, other_shape, pointers, room
+from ._launches import Launches, apart, lay, run, scratch_of_stream
 from ._native import check_contiguous, compute
 from ._registry import register
 
@@ -30,6 +32,22 @@ _FLAGS = "bool add, bool atomic, bool transpose, str data_format"
 
 
 _MASKS = Launches(launch_of_mask)
+MASK_CALLS = Calls()
+
+
+def mask_again(key, known, mask):
+    """Do a call that is known."""
+    launch, counts_and_rows, grid = known
+    counts, indices = (mask.new_empty(shape, dtype=torch.int32) for shape in counts_and_rows)
+    scratch = scratch_of_stream(mask, launch.slots).data.ptr if launch.slots else counts.data_ptr()
+    launch.run.on(key[0], (*pointers(mask, counts, indices), scratch))
+    return ActiveBlocks(counts, indices, grid)
+
+
+def keep_mask(key, mask, options, active):
+    """Keep the launch of a call of which these blocks are the result."""
+    shapes = [tuple(part.shape) for part in active]
+    MASK_CALLS.keep(key, _MASKS.find((mask,), options), shapes, active.grid)
 
 
 def _reduce_mask(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):
@@ -80,6 +98,31 @@ def blocks_shape(x, rows, bsize, transpose, data_format):
 
 
 _GATHERS = Launches(launch_of_gather)
+GATHER_CALLS = Calls()
+
+
+def gather_again(key, known, x, bin_counts, active_block_indices, out, scale, shift):
+    """Do a call that is known; return its result, or None where it must go the whole way."""
+    launch, shape, options, activation = known
+    stream, records = key[:2]
+    given = (x, bin_counts, active_block_indices)
+    blocks = None if records and out is not None else room(x, shape, out, (*given, scale, shift))
+    if blocks is None:
+        return None
+    launch.on(stream, pointers(*given, blocks, scale, shift))
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
+    if records:
+        return GATHER.recorded(*given, *options, scale, shift, activation, [blocks])
+    return blocks
+
+
+def keep_gather(key, arguments, blocks):
+    """Keep the launch of a call of the operator that had this result."""
+    *tensors, bsize, boffset, bstride, transpose, data_format, scale, shift, activation = arguments
+    options = (bsize, boffset, bstride, transpose, data_format)
+    launch = _GATHERS.find((*tensors, blocks, scale, shift), (*options, activation))
+    GATHER_CALLS.keep(key, launch, other_shape(blocks, tensors[0]), options, activation)
 
 
 def _gather_into(x, bin_counts, active_block_indices, bsize, boffset, bstride, transpose,
@@ -180,6 +223,31 @@ GATHER_INTO = register(
 
 
 _SCATTERS = Launches(launch_of_scatter)
+SCATTER_CALLS = Calls()
+
+
+def scatter_again(key, known, x, bin_counts, active_block_indices, blocks, out):
+    """Do a call that is known; return its result, or None where it must go the whole way."""
+    launch, options = known
+    stream, records = key[:2]
+    given = (bin_counts, active_block_indices, blocks)
+    y = None if records and out is not None else room(x, None, out, given)
+    if y is None or not lay(y, x, new=out is None):
+        return None
+    launch.on(stream, pointers(y, *given))
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
+    if records:
+        return SCATTER.recorded(blocks, *given[:2], x, *options, [y])
+    return y
+
+
+def keep_scatter(key, arguments, y):
+    """Keep the launch of a call of the operator that had this result."""
+    blocks, bin_counts, active_block_indices, x, *options = arguments
+    alike = x.is_contiguous() and x.dtype == blocks.dtype
+    tensors = (y, bin_counts, active_block_indices, blocks)
+    SCATTER_CALLS.keep(key, alike and _SCATTERS.find(tensors, tuple(options)), options)
 
 
 def _scatter_into(blocks, bin_counts, active_block_indices, x, bsize, boffset, bstride, add, atomic,

@@ -47,27 +47,39 @@ def register(schema, body, fake, *, backward=None, setup_context=None):
             f"sbnet_cupy::{name}", backward, setup_context=setup_context, lib=_LIBRARY
         )
     operator = getattr(torch.ops.sbnet_cupy, name).default
-    recorded = operator if backward is None else _recorded(name, body, backward, setup_context)
+    recorded = None if backward is None else _recorded(name, body, backward, setup_context)
 
     def call(*arguments):
         records = records_if_plain(arguments)
         if records is None:
             return operator(*arguments)
-        return recorded(*arguments) if records else body(*arguments)
+        if records and recorded:
+            return recorded(*arguments, None)
+        return body(*arguments)
 
+    call.recorded = recorded
     return call
 
 
 def _recorded(name, body, backward, setup_context):
-    """Return what ``torch.library`` makes autograd do with an operator, for plain calls."""
+    """Return what ``torch.library`` makes autograd do with an operator, for plain calls.
 
-    def forward(ctx, *arguments):
-        result = body(*arguments)
+    After the arguments it takes None, or a list of the result, if that is there already.
+    """
+
+    def forward(ctx, *given):
+        *arguments, made = given
+        result = body(*arguments) if made is None else made[0]
         setup_context(ctx, arguments, result)
         return result
 
-    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), parts).apply
+    def each(ctx, *grads):
+        return (*backward(ctx, *grads), None)
+
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(each)}
+    function = type(name, (torch.autograd.Function,), parts)
+    # Not its own apply, which looks for torch.func in the arguments: none is plain there.
+    return super(torch.autograd.Function, function).apply
 
 
 def records_if_plain(arguments):

@@ -10,8 +10,7 @@ from . import _bottleneck, _convolution
 from ._bottleneck import UNIT, UNIT_INTO, same_size
 from ._convolution import SPARSE_CONV2D, SPARSE_CONV2D_INTO, flatten_params, result_shape
 from ._native import check_tensors
-from ._registry import records_gradients
-from .ops import check_out, write
+from .ops import call, check_out
 
 
 def sparse_conv2d(
@@ -83,10 +82,11 @@ def sparse_conv2d(
     counts, table = split_indices(indices)
     params, weights, calls = flatten_params(block_params), (w, None, bias), _convolution.CALLS
     options = (params, strides, padding, activation, data_format, w_format, precision, method)
-    key = calls.key((x, counts, table, base, out), weights, options)
-    y = calls(key, x, weights, counts, table, base, out, 0)  # no residual
-    if y is not None:
-        return y
+    key, known = calls.find((x, counts, table, base, out), options, weights)
+    if known is not None:
+        y = calls.again(key, known, x, weights, counts, table, base, out, 0)  # no residual
+        if y is not None:
+            return y
     check_tensors(
         x=x, w=w, bin_counts=counts, active_block_indices=table, bias=bias, base=base, out=out
     )
@@ -107,9 +107,9 @@ def sparse_conv2d(
     )  # fmt: skip
     if out is not None:
         check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
-    y = _call(SPARSE_CONV2D, SPARSE_CONV2D_INTO, arguments, (x, w, bias, base), out)
-    if key is not None and not y.requires_grad:
-        calls.keep(key, _convolution.launch_left(*arguments, out=y), y, weights)
+    y = call(SPARSE_CONV2D, SPARSE_CONV2D_INTO, arguments, (x, w, bias, base), out)
+    if key is not None and known is None:
+        calls.keep(key, _convolution.launch_left(*arguments, out=y), x, y, weights)
     return y
 
 
@@ -171,11 +171,10 @@ def sparse_res_block_bottleneck(
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
     counts, table = split_indices(indices)
     params, given, calls = flatten_params(block_params), weights._arrays(), _bottleneck.CALLS
-    key = None
-    if w_project is None:
-        options = (params, strides, precision, method)
-        key = calls.key((x, counts, table, base, out), given, options)
-        y = calls(key, x, given, counts, table, x if base is None else base, out)
+    options = (params, strides, precision, method)
+    key, known = calls.find((x, counts, table, base, out, w_project), options, given)
+    if known is not None:
+        y = calls.again(key, known, x, given, counts, table, x if base is None else base, out)
         if y is not None:
             return y
     held = dict(zip(_WEIGHTS, given, strict=True))
@@ -193,19 +192,10 @@ def sparse_res_block_bottleneck(
     if out is not None:
         check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
     learning = (x, w1, w2, w3, *tables, w_project, base)
-    y = _call(UNIT, UNIT_INTO, arguments, learning, out)
-    if key is not None and not y.requires_grad:
-        calls.keep(key, _bottleneck.launch_left(*arguments, out=y), y, given)
+    y = call(UNIT, UNIT_INTO, arguments, learning, out)
+    if key is not None and known is None:
+        calls.keep(key, _bottleneck.launch_left(*arguments, out=y), x, y, given)
     return y
-
-
-def _call(operator, into, arguments, learning, out):
-    """Call a layer's operator, or the one that writes ``out``; return the result."""
-    if out is None:
-        return operator(*arguments)
-    if records_gradients(*learning, out):
-        return out.copy_(operator(*arguments))
-    return write(into, out, *arguments, out)
 
 
 _WEIGHTS = ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")

@@ -9,7 +9,23 @@ from ..blocks import pair
 from ..errors import DTypeError, ShapeError
 from ..ops._grid import resolve_grid
 from ..ops.active_blocks import ActiveBlocks
-from ._copies import GATHER, GATHER_INTO, REDUCE_MASK, SCATTER, SCATTER_INTO, blocks_shape
+from ._copies import (
+    GATHER,
+    GATHER_CALLS,
+    GATHER_INTO,
+    MASK_CALLS,
+    REDUCE_MASK,
+    SCATTER,
+    SCATTER_CALLS,
+    SCATTER_INTO,
+    blocks_shape,
+    gather_again,
+    keep_gather,
+    keep_mask,
+    keep_scatter,
+    mask_again,
+    scatter_again,
+)
 from ._native import check_contiguous, check_tensors
 from ._registry import records_gradients
 
@@ -57,6 +73,12 @@ def reduce_mask(
     tensor([[0, 0, 0],
             [0, 1, 1]], dtype=torch.int32)
     """
+    key = known = None
+    if capacity is not None:
+        given = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+        key, known = MASK_CALLS.find((mask,), given)
+        if known is not None:
+            return mask_again(key, known, mask)
     check_tensors(mask=mask)
     grid = _grid(bsize, boffset, bstride)
     block_count = pair(block_count, "block_count", minimum=0)
@@ -64,7 +86,10 @@ def reduce_mask(
         raise ShapeError(f"mask must have 3 or 4 dimensions, got shape {tuple(mask.shape)}")
     options = (block_count, *grid, tol, avgpool, capacity)
     counts, indices = REDUCE_MASK(mask.detach(), *options)
-    return ActiveBlocks(counts, indices, (mask.shape[0], *block_count))
+    active = ActiveBlocks(counts, indices, (mask.shape[0], *block_count))
+    if key is not None:
+        keep_mask(key, mask, options, active)
+    return active
 
 
 def sparse_gather(
@@ -121,6 +146,13 @@ def sparse_gather(
             [0., 0., 1., 1.],
             [0., 0., 1., 1.]])
     """
+    tensors = (x, bin_counts, active_block_indices, out, scale, shift)
+    given = (bsize, boffset, bstride, transpose, data_format, activation)
+    key, known = GATHER_CALLS.find(tensors, given)
+    if known is not None:
+        blocks = gather_again(key, known, *tensors)
+        if blocks is not None:
+            return blocks
     check_tensors(
         x=x, bin_counts=bin_counts, active_block_indices=active_block_indices, scale=scale,
         shift=shift, out=out,
@@ -131,13 +163,13 @@ def sparse_gather(
         x, bin_counts, active_block_indices, *grid, bool(transpose), data_format, scale, shift,
         activation,
     )  # fmt: skip
-    if out is None:
-        return GATHER(*arguments)
-    rows = active_block_indices.shape[0]
-    check_out(out, blocks_shape(x, rows, grid.bsize, bool(transpose), data_format), x)
-    if records_gradients(x, scale, shift, out):
-        return out.copy_(GATHER(*arguments))
-    return write(GATHER_INTO, out, *arguments, out)
+    if out is not None:
+        rows = active_block_indices.shape[0]
+        check_out(out, blocks_shape(x, rows, grid.bsize, bool(transpose), data_format), x)
+    blocks = call(GATHER, GATHER_INTO, arguments, (x, scale, shift), out)
+    if key is not None and known is None:
+        keep_gather(key, arguments, blocks)
+    return blocks
 
 
 def sparse_scatter(
@@ -192,25 +224,38 @@ def sparse_scatter(
             [0., 0., 1., 1.],
             [0., 0., 1., 1.]])
     """
+    in_place = out is x
+    given = (bsize, boffset, bstride, add, atomic, transpose, data_format, in_place)
+    tensors = (x, bin_counts, active_block_indices, blocks, None if in_place else out)
+    key, known = SCATTER_CALLS.find(tensors, given)
+    if known is not None:
+        y = scatter_again(key, known, *tensors[:4], out)
+        if y is not None:
+            return y
     check_tensors(
         blocks=blocks, bin_counts=bin_counts, active_block_indices=active_block_indices, x=x,
         out=out,
     )  # fmt: skip
     grid = _grid(bsize, boffset, bstride)
     _check_4d("x", x, data_format)
-    in_place = out is x
     if torch.is_autocast_enabled(x.device.type) and blocks.dtype != x.dtype:
         widest = x.dtype if in_place else torch.promote_types(blocks.dtype, x.dtype)
         blocks, x = blocks.to(widest), x.to(widest)
+    listed = (blocks, bin_counts, active_block_indices)
     flags = (*grid, bool(add), bool(atomic), bool(transpose), data_format)
+    if out is not None:
+        check_out(out, x.shape, x)
     if out is None:
-        return SCATTER(blocks, bin_counts, active_block_indices, x, *flags)
-    check_out(out, x.shape, x)
-    if records_gradients(blocks, x, out):
-        return out.copy_(SCATTER(blocks, bin_counts, active_block_indices, x, *flags))
-    if not in_place:
-        out.copy_(x)
-    return write(SCATTER_INTO, out, blocks, bin_counts, active_block_indices, out, *flags)
+        y = SCATTER(*listed, x, *flags)
+    elif records_gradients(blocks, x, out):
+        y = out.copy_(SCATTER(*listed, x, *flags))
+    else:
+        if not in_place:
+            out.copy_(x)
+        y = _write(SCATTER_INTO, out, *listed, out, *flags)
+    if key is not None and known is None:
+        keep_scatter(key, (*listed, x, *flags), y)
+    return y
 
 
 def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
@@ -242,7 +287,19 @@ def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
     return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
 
 
-def write(operator, out, *arguments):
+def call(operator, into, arguments, learning, out):
+    """Call an operator, or the one that writes ``out``; return the result.
+
+    ``learning`` are the arguments for which it has gradients.
+    """
+    if out is None:
+        return operator(*arguments)
+    if records_gradients(*learning, out):
+        return out.copy_(operator(*arguments))
+    return _write(into, out, *arguments, out)
+
+
+def _write(operator, out, *arguments):
     """Call an operator that writes ``out``, and tell autograd that it did; return ``out``."""
     operator(*arguments)
     if not torch.compiler.is_compiling():

@@ -1,0 +1,119 @@
+"""Calls done at once, from a public function to the kernel, because they are like earlier ones.
+
+Checking arguments, spelling options and asking the dispatcher take the calling thread longer than
+most kernels run. A call that differs from an earlier one in no more than the contents of tensors
+needs none of it. Here such calls are told; every other one goes the whole way.
+"""
+
+import marshal
+
+import torch
+
+from ..ops._plans import Plans
+from ._launches import apart, lay
+from ._native import raw_stream
+from ._packed import PACKED, place, state
+from ._registry import is_plain, thread_is_plain
+
+
+class Calls:
+    """What is known of the calls of one function, with tensors on the current GPU."""
+
+    def __init__(self):
+        self._kept = Plans()
+
+    def find(self, tensors, options, weights=()):
+        """Return ``(key, known)`` of a call with an image, or a mask, first among its tensors.
+
+        The key is None where the call must go the whole way: compiled or traced, with anything but
+        ordinary tensors, or with weights that need gradients, are cast or are packed in a graph.
+        It begins with the stream and whether gradients are recorded. ``known`` is what :meth:`keep`
+        was told of a call with this key, or None.
+
+        Weights are told apart by identity, other tensors by shape, dtype, contiguity and alignment,
+        options by value and type.
+        """
+        x, nothing = tensors[0], (None, None)
+        if not thread_is_plain() or not isinstance(x, torch.Tensor) or not x.is_cuda:
+            return nothing
+        device, records, parts = x.get_device(), False, []
+        if device != torch._C._cuda_getDevice():
+            return nothing
+        for t in tensors:
+            if t is None:
+                parts.append(None)
+            elif is_plain(t):
+                records = records or t.requires_grad
+                parts += (t.shape, t.dtype, t.get_device(), t.is_contiguous(), t.data_ptr() & 15)
+            else:
+                return nothing
+        if weights:
+            if (
+                weights[0].requires_grad
+                or torch.is_autocast_enabled("cuda")
+                or torch.cuda.is_current_stream_capturing()
+            ):
+                return nothing
+            parts += map(id, weights)
+        try:
+            spelled = marshal.dumps(options, 2)
+        except ValueError:
+            return nothing
+        records = records and torch.is_grad_enabled()
+        key = (raw_stream(device), records, spelled, *parts)
+        known = self._kept.get(key)
+        return nothing if known is False else (key, known)
+
+    def keep(self, key, launch, *more):
+        """Keep ``(launch, *more)`` for calls with a key of :meth:`find`, or that none was left."""
+        self._kept.keep(key, (launch, *more) if launch else False)
+
+
+def room(like, shape, out, inputs):
+    """Return what receives a result: new memory, or ``out``, or None where inputs share it.
+
+    A ``shape`` of None is that of ``like``.
+    """
+    if out is None:  # empty_like takes the calling thread less time, new_empty less with a tuple
+        return torch.empty_like(like) if shape is None else like.new_empty(shape)
+    return out if apart(out, inputs) else None
+
+
+def other_shape(result, like):
+    """Return the shape of a result as :func:`room` takes it."""
+    return None if result.shape == like.shape else tuple(result.shape)
+
+
+def pointers(*tensors):
+    """Return the addresses of tensors; that of None is 0."""
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+class LayerCalls(Calls):
+    """The calls of a layer, whose weights are packed for its kernel."""
+
+    def again(self, key, known, x, weights, counts, indices, base, out, *more):
+        """Do a call that is known; return its result, or None where it must go the whole way.
+
+        ``more`` is what the kernel takes between the weights and the list of blocks: null pointers.
+        """
+        launch, shape, where = known
+        held = PACKED.get(where)
+        # What is packed of these very tensors was packed of plain ones.
+        if held is None or held[1] != state(weights):
+            return None
+        y = room(x, shape, out, (x, counts, indices, *weights))
+        if y is None or not lay(y, base, new=out is None):
+            return None
+        active = counts.data_ptr(), indices.data_ptr()
+        launch.run.on(key[0], (x.data_ptr(), held[2].data.ptr, *more, *active, y.data_ptr()))
+        if out is not None:
+            torch.autograd.graph.increment_version(out)
+        return y
+
+    def keep(self, key, launch, x, y, weights):
+        """Keep the launch of a call with such a result, if it recorded no gradient."""
+        if key[1] or not launch:
+            super().keep(key, None)
+        else:
+            super().keep(key, launch, other_shape(y, x), place(launch, weights))
