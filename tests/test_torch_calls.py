@@ -201,7 +201,7 @@ def test_in_place_of_x_a_unit_reads_its_neighbours_first(st, torch, device):
 
 
 @pytest.fixture
-def fake(torch, launches, calling, packing, monkeypatch):
+def fake(torch, launches, calling, packing, registry, monkeypatch):
     """Return a function that makes tensors on a GPU that is not there."""
 
     class OnGpu(torch.Tensor):
@@ -215,8 +215,9 @@ def fake(torch, launches, calling, packing, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for module in (launches, calling, packing):
         monkeypatch.setattr(module, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(calling, "thread_is_plain", lambda: True)
-    monkeypatch.setattr(calling, "is_plain", lambda value: isinstance(value, torch.Tensor))
+    for module in (calling, registry):
+        monkeypatch.setattr(module, "thread_is_plain", lambda: True)
+        monkeypatch.setattr(module, "is_plain", lambda value: isinstance(value, torch.Tensor))
 
     def tensor(*shape, dtype=torch.float32, skip=0):
         memory = torch.zeros(skip + torch.Size(shape).numel(), dtype=dtype)[skip:].view(shape)
@@ -258,7 +259,7 @@ def test_launches_are_found_by_all_that_they_depend_on(launches, torch, monkeypa
 
 
 class Kernel:
-    """A launch, and the kernel it launches, that counts what it is called with."""
+    """A launch, and the kernels it launches, that counts what they are called with."""
 
     slots = 0
     how = (1,)
@@ -270,41 +271,62 @@ class Kernel:
         self.done.append((stream, *addresses))
 
 
-def test_a_layer_is_done_at_once_if_nothing_is_new(calling, packing, torch, monkeypatch, fake):
-    """With tensors alike, the same weights unchanged, and nobody to be told."""
+class LayerKernel(Kernel):
+    """A launch with a kernel that packs a kernel, and tables."""
+
+    def __init__(self):
+        super().__init__()
+        self.pack = types.SimpleNamespace(launch=Kernel(), nbytes=40, kernels=1)
+
+
+def address(tensor):
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@pytest.fixture
+def layer(calling, packing, torch, monkeypatch, fake):
+    """A layer's calls on a GPU that is not there; ``call`` and ``keep`` have arguments alike."""
     x, counts, table, w, bias = fake(1, 4, 4, 2), fake(1), fake(3, 3), fake(3), fake(2)
-    laid, state = [], {"stream": 7, "capturing": False}
-    for module in (calling, packing):
-        monkeypatch.setattr(module, "raw_stream", lambda device: state["stream"])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    at_once, launch, laid = calling.LayerCalls(), LayerKernel(), []
     packed = types.SimpleNamespace(data=types.SimpleNamespace(ptr=1024))
     monkeypatch.setattr(packing, "_pack", lambda *a, **k: packed)
     monkeypatch.setattr(calling, "lay", lambda out, base, new: laid.append((out, base)) or True)
-    launch, at_once = Kernel(), calling.LayerCalls()
-    done = launch.done
 
     def call(image=x, weights=(w, None, bias), options=("same",), base=None, out=None):
         key, known = at_once.find((image, counts, table, base, out), options, weights)
-        before, y = len(done), None
+        before, y = len(launch.done), None
         if known is not None:
             y = at_once.again(key, known, image, weights, counts, table, base, out, 0)
-        assert len(done) == before + (y is not None)
+        assert len(launch.done) == before + (y is not None)
         return key, y
 
-    def keep(result=None, **options):
-        key, y = call(**options)
+    def keep(weights=(w, None, bias), launch=launch, **options):
+        key, y = call(weights=weights, **options)
         assert key is not None and y is None
-        result = fake(1, 4, 4, 5) if result is None else result
-        at_once.keep(key, launch, x, result, (w, None, bias))
+        at_once.keep(key, launch, x, fake(1, 4, 4, 5), weights, ())
 
+    def pack():
+        packing.packed(launch, w, None, bias)
+
+    return types.SimpleNamespace(**locals())
+
+
+def test_a_layer_is_done_at_once_if_nothing_is_new(
+    layer, calling, packing, torch, monkeypatch, fake
+):
+    """With tensors alike, the same weights unchanged, and nobody to be told."""
+    stream = [7]
+    for module in (calling, packing):
+        monkeypatch.setattr(module, "raw_stream", lambda device: stream[0])
+    w, bias, call, keep = layer.w, layer.bias, layer.call, layer.keep
     keep()
     assert call()[1] is None  # the weights have not been packed yet
-    packing.packed(launch, w, None, bias)
+    layer.pack()
     other = fake(1, 4, 4, 2)
     _, y = call(image=other)
-    assert y.shape == (1, 4, 4, 5) and laid[-1][0] is y and laid[-1][1] is None
-    pointers = other.data_ptr(), 1024, 0, counts.data_ptr(), table.data_ptr(), y.data_ptr()
-    assert done[-1] == (7, *pointers)
+    assert y.shape == (1, 4, 4, 5) and layer.laid[-1][0] is y and layer.laid[-1][1] is None
+    active = map(address, (layer.counts, layer.table))
+    assert layer.launch.done[-1] == (7, address(other), 1024, 0, *active, address(y))
 
     for change in (
         {"image": fake(1, 4, 2, 4)},
@@ -315,9 +337,9 @@ def test_a_layer_is_done_at_once_if_nothing_is_new(calling, packing, torch, monk
         {"out": fake(1, 4, 4, 5)},
     ):
         assert call(**change)[1] is None, change
-    state["stream"] = 8
+    stream[0] = 8
     assert call()[1] is None
-    state["stream"] = 7
+    stream[0] = 7
     for module, name, value in (
         (torch, "is_autocast_enabled", True),
         (torch.cuda, "is_current_stream_capturing", True),
@@ -329,62 +351,91 @@ def test_a_layer_is_done_at_once_if_nothing_is_new(calling, packing, torch, monk
             patch.setattr(module, name, lambda *_, value=value: value)
             assert call() == (None, None), name
     learns = fake(1, 4, 4, 2).requires_grad_()
-    key, y = call(image=learns)
-    assert y is None
-    at_once.keep(key, launch, x, x, (w, None, bias))  # its result records a gradient
-    assert call(image=learns) == (None, None)
+    assert call(image=learns)[1] is None  # records, which no call like it did
     with torch.no_grad():
         assert call(image=learns)[1] is not None
-    assert call()[1] is not None
+    keep(image=learns)
+    assert call(image=learns)[1] is not None and call()[1] is not None
 
     out = fake(1, 4, 4, 5)
     keep(out=out)
     version = out._version
     assert call(out=out)[1] is out and out._version == version + 1
+    assert call(image=learns, out=out)[1] is None
     whole = fake(200)
     apart, shared = whole[80:160].view(1, 4, 4, 5), whole[:80].view(1, 4, 4, 5)
     image = whole[:32].view(1, 4, 4, 2)
     assert call(image=image, out=apart)[1] is apart
     assert call(image=image, out=shared)[1] is None
 
-    for change in (lambda: bias.add_(1), lambda: bias.requires_grad_(), lambda: w.requires_grad_()):
+    for change in (
+        lambda: bias.add_(1),
+        lambda: setattr(w, "data", w.data[:2]),
+        lambda: setattr(w, "data", w.data.clone()),
+    ):
         change()
         assert call()[1] is None
-        packing.packed(launch, w, None, bias)
-        assert (call()[1] is None) is bias.requires_grad
-    assert call() == (None, None)  # a kernel that learns is not even looked up
+        layer.pack()
+        assert call()[1] is not None
+    assert not layer.launch.pack.launch.done
 
 
-def test_a_layer_that_has_no_kernel_is_not_looked_up_again(calling, fake):
-    at_once, x, w = calling.LayerCalls(), fake(1, 4, 4, 2), fake(3)
-    key, known = at_once.find((x,), ("gather",), (w,))
-    assert key is not None and known is None
-    at_once.keep(key, False, x, x, (w,))
-    assert at_once.find((x,), ("gather",), (w,)) == (None, None)
-    assert at_once.find((x,), (object(),), (w,)) == (None, None)  # an option that is not spelled
+def test_weights_that_learn_are_packed_in_each_call(layer, torch, fake):
+    weights = layer.w.requires_grad_(), None, layer.bias
+    layer.keep(weights)
+    for number in range(1, 4):
+        with torch.no_grad():
+            weights[0].data = fake(3)  # as optimizers of other libraries write
+        key, y = layer.call(weights=weights)
+        assert key[1] and y is not None
+        (stream, *read, memory), (_, _, packed, *_) = (
+            kernel.done[-1] for kernel in (layer.launch.pack.launch, layer.launch)
+        )
+        assert (stream, read, memory) == (7, [*map(address, weights)], packed)
+        assert len(layer.launch.pack.launch.done) == number
+    with torch.no_grad():
+        assert layer.call(weights=weights)[1] is None
+        layer.keep(weights)
+        assert layer.call(weights=weights)[1] is not None
+    for other in ((fake(4), None, layer.bias), (fake(3, dtype=torch.float16), None, layer.bias)):
+        assert layer.call(weights=(other[0].requires_grad_(), *other[1:]))[1] is None
+    for odd in ((weights[0], None, fake(2, dtype=torch.float16)), (weights[0], None, fake(4)[::2])):
+        layer.keep(odd)  # the kernel that packs would read a copy
+        assert layer.call(weights=odd) == (None, None)
+
+
+def test_a_layer_that_has_no_kernel_is_not_looked_up_again(layer):
+    layer.keep(launch=False, options=("gather",))
+    assert layer.call(options=("gather",)) == (None, None)
+    assert layer.call(options=(object(),)) == (None, None)  # an option that is not spelled
 
 
 @pytest.fixture
-def kernel(copies, calling, monkeypatch):
-    """Let every launch of the three operations be found, and be this one."""
+def kernel(copies, launches, calling, torch, fake, monkeypatch):
+    """Let the core leave this one launch for all calls of the three operations."""
     kernel = Kernel()
-    monkeypatch.setattr(copies.Launches, "find", lambda *arguments: kernel)
-    monkeypatch.setattr(copies.Launches, "keep", lambda *arguments: None)
-    monkeypatch.setattr(copies, "run", lambda launch, *tensors: kernel.done.append(None))
-    monkeypatch.setattr(copies, "compute", lambda *a, **options: kernel.done.append("checked"))
+
+    def compute(function, *arguments, **options):
+        kernel.done.append("the whole way")
+        if function is copies.core_reduce_mask:
+            return fake(1, dtype=torch.int32), fake(options["capacity"], 3, dtype=torch.int32)
+        return None
+
+    monkeypatch.setattr(copies, "compute", compute)
+    monkeypatch.setattr(copies, "run", lambda *arguments: kernel.done.append("the whole way"))
+    monkeypatch.setattr(launches, "view", lambda tensor: tensor)
+    for name in ("_MASKS", "_GATHERS", "_SCATTERS"):
+        kept = launches.Launches(lambda *views, options: kernel)
+        monkeypatch.setattr(copies, name, kept)
     for name in ("MASK_CALLS", "GATHER_CALLS", "SCATTER_CALLS"):
         monkeypatch.setattr(getattr(copies, name), "_kept", calling.Plans())
     return kernel
 
 
-def address(tensor):
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def test_a_mask_is_reduced_at_once(st, torch, fake, kernel):
     mask = fake(2, 8, 8, dtype=torch.bool)
     first = st.reduce_mask(mask, (2, 2), bsize=4, capacity=3)
-    assert kernel.done == [None]  # the whole way
+    assert kernel.done == ["the whole way"]
     other = fake(2, 8, 8, dtype=torch.bool)
     found = st.reduce_mask(other, (2, 2), bsize=4, capacity=3)
     shapes = [(part.shape, part.dtype) for part in found]
@@ -394,7 +445,7 @@ def test_a_mask_is_reduced_at_once(st, torch, fake, kernel):
     assert kernel.done[1:] == [(7, address(other), counts, table, counts)]
     st.reduce_mask(mask, (2, 2), bsize=4, capacity=4)
     st.reduce_mask(mask, (2, 2), bsize=4, capacity=3, avgpool=True)
-    assert kernel.done[2:] == [None, None]
+    assert kernel.done[2:] == ["the whole way"] * 2
 
 
 def test_a_gather_is_done_at_once(st, torch, fake, kernel):
@@ -406,7 +457,7 @@ def test_a_gather_is_done_at_once(st, torch, fake, kernel):
             y = st.sparse_gather(x, *given, **GRID, **options)
             assert y.shape == (4, 4, 4, 3)
             if not again:
-                assert kernel.done[whole] is None
+                assert kernel.done[whole] == "the whole way"
                 continue
             scaled = (address(options.get("scale")), 0)
             expected = (7, address(x), *map(address, given), address(y), *scaled)
@@ -417,7 +468,7 @@ def test_a_gather_is_done_at_once(st, torch, fake, kernel):
     assert st.sparse_gather(x, *given, **GRID, out=out) is out and out._version == version + 1
     shared = x.view(-1)[: out.numel()].view(out.shape)
     st.sparse_gather(x, *given, **GRID, out=shared)
-    assert kernel.done[-1] == "checked"  # by the core, which refuses it
+    assert kernel.done[-1] == "the whole way"  # to the core, which refuses it
 
 
 def test_a_scatter_is_done_at_once(st, torch, fake, kernel, copies, monkeypatch):
@@ -432,12 +483,12 @@ def test_a_scatter_is_done_at_once(st, torch, fake, kernel, copies, monkeypatch)
                 assert kernel.done[-1] == (7, address(y), *map(address, given), address(blocks))
                 assert laid.pop() == (y, x) or y is x
             else:
-                assert kernel.done[-1] is None
+                assert kernel.done[-1] == "the whole way"
         assert out is None or y is out
         assert y.shape == x.shape
     for change in ({"add": True}, {"atomic": True}, {"bstride": (5, 5)}):
         st.sparse_scatter(blocks, *given, x, **{**GRID, **change}, out=x)
-        assert kernel.done[-1] is None
+        assert kernel.done[-1] == "the whole way"
 
 
 def test_what_is_done_at_once_is_recorded(st, torch, fake, kernel, copies, monkeypatch):
@@ -453,7 +504,7 @@ def test_what_is_done_at_once_is_recorded(st, torch, fake, kernel, copies, monke
             assert not again or result.grad_fn.name() == f"{name}Backward"
         with torch.no_grad():
             assert not st.sparse_gather(x, counts, table, **GRID).requires_grad
-    assert len([one for one in kernel.done if one]) == 6  # of the nine, three went the whole way
+    assert kernel.done.count("the whole way") == 3 and len(kernel.done) == 9
 
 
 def test_a_result_that_is_there_already_is_recorded(torch, copies):

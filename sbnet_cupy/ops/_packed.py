@@ -78,14 +78,40 @@ class Packed(ArrayContainer):
         return self._packed[how][0]
 
 
-def laid_out(array, dtype):
-    """Return an array as a kernel that packs reads it: itself, or a C-contiguous copy of a dtype.
+class Pack:
+    """A kernel that packs weights: ``kernels`` arrays of their own dtype, then float32 tables."""
+
+    def __init__(self, launch, nbytes, kernels, tables):
+        self.launch = launch  # of all these arrays, contiguous, and the memory to pack into
+        self.nbytes, self.kernels = nbytes, kernels
+        self._dtypes = (None,) * kernels + (np.float32,) * tables
+
+    def __call__(self, *arrays):
+        """Pack arrays, of which tables may be None; return the bytes.
+
+        One more array is the memory to use; without it there is fresh memory.
+        """
+        given = arrays[: len(self._dtypes)]
+        if len(arrays) > len(given):
+            packed = arrays[-1]
+        else:
+            packed = empty((self.nbytes,), np.uint8, given[0])
+            keep_if_capturing(packed)
+        read = (_laid_out(a, dtype) for a, dtype in zip(given, self._dtypes, strict=True))
+        self.launch(*read, packed)
+        return packed
+
+
+def _laid_out(array, dtype):
+    """Return an array as a kernel that packs reads it: itself, or a C-contiguous copy.
+
+    ``dtype`` None is the array's own.
 
     A copy that a captured graph reads is kept.
     """
-    if array is None or (array.dtype == dtype and array.flags.c_contiguous):
+    if array is None or (dtype in (None, array.dtype) and array.flags.c_contiguous):
         return array
-    copy = empty(array.shape, dtype, array)
+    copy = empty(array.shape, dtype or array.dtype, array)
     keep_if_capturing(copy)
     _kernels.enqueue(copy.__setitem__, ..., array)
     return copy

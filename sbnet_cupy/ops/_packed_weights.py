@@ -5,10 +5,9 @@ import math
 import numpy as np
 
 from .. import _kernels
-from .._arrays import array_function, check_array, compute_dtype, empty, is_float
+from .._arrays import array_function, check_array, compute_dtype, is_float
 from ..errors import DTypeError
-from ._capture import keep_if_capturing
-from ._packed import Packed, laid_out
+from ._packed import Pack, Packed
 from .conv2d import check_choice, check_per_channel, check_precision
 
 
@@ -101,10 +100,7 @@ def _check_weights(w, scale, bias, w_format):
 
 
 def prepare_pack(case, plan, w_format):
-    """Return a function that packs w, scale and bias, into fresh memory unless some is given.
-
-    See pack_weights in cuda_src/fused_conv.cu.
-    """
+    """Return what packs w, scale and bias; see pack_weights in cuda_src/fused_conv.cu."""
     slices = plan.slices(case)
     units = plan.chunks * plan.steps(case.kernel) * 2 * plan.slice
     sizes = dict(zip("HWIO", (*case.kernel, case.channels, case.channels_out), strict=True))
@@ -121,13 +117,4 @@ def prepare_pack(case, plan, w_format):
         4,
         (slices, plan.chunks, case.channels, case.channels_out, *map(steps.get, "HWIO")),
     )
-
-    def pack(w, scale, bias, packed=None):
-        if packed is None:
-            packed = empty((plan.packed_bytes(case),), np.uint8, w)
-            keep_if_capturing(packed)
-        tables = (laid_out(table, np.float32) for table in (scale, bias))
-        launch(laid_out(w, w.dtype), *tables, packed)
-        return packed
-
-    return pack
+    return Pack(launch, plan.packed_bytes(case), 1, 2)

@@ -16,17 +16,15 @@ from .._arrays import (
     compute_dtype,
     copy_of,
     dtype_name,
-    empty,
     is_cupy,
 )
 from ..errors import ShapeError
 from ._bottleneck_plan import UnitCase, plan_bottleneck
-from ._capture import keep_if_capturing
 from ._copy_plan import address
 from ._fused_call import LARGEST, MOST_BLOCKS, cut_blocks, resolve_expected
 from ._fused_plan import current_device, expected_blocks, tiles_of_block
 from ._grid import CHUNK_BYTES, Grid, check_indices, inside_image, resolve_grid
-from ._packed import laid_out
+from ._packed import Pack
 from ._plans import Plans
 from .bottleneck_weights import (
     PackedBottleneck,
@@ -300,7 +298,7 @@ def _fused_bottleneck_cuda(
 
 
 def _prepare_pack(case, plan):
-    """Return a function that packs the arrays of a BottleneckWeights, into ``packed`` if given."""
+    """Return what packs the arrays of a BottleneckWeights."""
     each = plan.packed_bytes(case)
     launch = _kernels.prepare(
         "fused_bottleneck",
@@ -311,14 +309,4 @@ def _prepare_pack(case, plan):
         10,
         (case.channels, case.channels_mid),
     )
-
-    def pack(w1, w2, w3, *rest):
-        tables, packed = rest[:6], rest[6] if len(rest) > 6 else None
-        if packed is None:
-            packed = empty((each * plan.cluster,), np.uint8, w1)
-            keep_if_capturing(packed)
-        kernels = (laid_out(w, w.dtype) for w in (w1, w2, w3))
-        launch(*kernels, *(laid_out(table, np.float32) for table in tables), packed)
-        return packed
-
-    return pack
+    return Pack(launch, each * plan.cluster, 3, 6)

@@ -38,6 +38,24 @@ _UNITS = Launches(_launch_of)
 CALLS = LayerCalls()
 
 
+def unit_again(key, known, x, weights, counts, indices, base, out):
+    """Do a call that is known; return its result, or None where it must go the whole way."""
+    y = CALLS.again(key, known, x, weights, counts, indices, x if base is None else base, out)
+    if y is None or not key[1]:
+        return y
+    params, strides, precision, method = known[3]
+    rest = (params, strides, None, base, precision, method)
+    return UNIT.recorded(x, *weights, counts, indices, *rest, [y])
+
+
+def keep_unit(key, arguments, y):
+    """Keep the launch of a call of the operator that had this result."""
+    x, *weights, counts, indices, params, strides, w_project, base, precision, method = arguments
+    options = (params, strides, w_project is None, precision, method)
+    launch = _UNITS.find((x, counts, indices, y, base), options, weights)
+    CALLS.keep(key, launch, x, y, weights, (params, strides, precision, method))
+
+
 def _unit_into(x, *arguments):
     *weights, counts, indices, params, strides, w_project, base, precision, method, out = arguments
     check_contiguous("out", out)
@@ -54,13 +72,6 @@ def _unit_into(x, *arguments):
         precision=precision, method=method,
     )  # fmt: skip
     _UNITS.keep(tensors, options, weights)
-
-
-def launch_left(x, *arguments, out):
-    """Return the launch that a call with these arguments used or left, if any."""
-    *weights, counts, indices, params, strides, w_project, base, precision, method = arguments
-    options = (params, strides, w_project is None, precision, method)
-    return _UNITS.find((x, counts, indices, out, base), options, weights)
 
 
 def _fake(x, w1, w2, w3, *arguments):

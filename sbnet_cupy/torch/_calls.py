@@ -10,9 +10,9 @@ import marshal
 import torch
 
 from ..ops._plans import Plans
-from ._launches import apart, lay
+from ._launches import apart, lay, signature
 from ._native import raw_stream
-from ._packed import PACKED, place, state
+from ._packed import PACKED, learn, place, state
 from ._registry import is_plain, thread_is_plain
 
 
@@ -26,12 +26,12 @@ class Calls:
         """Return ``(key, known)`` of a call with an image, or a mask, first among its tensors.
 
         The key is None where the call must go the whole way: compiled or traced, with anything but
-        ordinary tensors, or with weights that need gradients, are cast or are packed in a graph.
-        It begins with the stream and whether gradients are recorded. ``known`` is what :meth:`keep`
-        was told of a call with this key, or None.
+        ordinary tensors, or with weights that are cast, or packed in a graph. It begins with the
+        stream and whether gradients are recorded. ``known`` is what :meth:`keep` was told of a call
+        with this key, or None.
 
-        Weights are told apart by identity, other tensors by shape, dtype, contiguity and alignment,
-        options by value and type.
+        Options are told apart by value and type, tensors by shape, dtype, contiguity and alignment;
+        weights of which none needs a gradient by identity, because they are packed once.
         """
         x, nothing = tensors[0], (None, None)
         if not thread_is_plain() or not isinstance(x, torch.Tensor) or not x.is_cuda:
@@ -48,13 +48,15 @@ class Calls:
             else:
                 return nothing
         if weights:
-            if (
-                weights[0].requires_grad
-                or torch.is_autocast_enabled("cuda")
-                or torch.cuda.is_current_stream_capturing()
-            ):
+            if torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing():
                 return nothing
-            parts += map(id, weights)
+            if learn(weights):
+                if not all(w is None or is_plain(w) for w in weights):
+                    return nothing
+                parts += map(signature, weights)
+                records = True
+            else:
+                parts += map(id, weights)
         try:
             spelled = marshal.dumps(options, 2)
         except ValueError:
@@ -97,23 +99,43 @@ class LayerCalls(Calls):
 
         ``more`` is what the kernel takes between the weights and the list of blocks: null pointers.
         """
-        launch, shape, where = known
-        held = PACKED.get(where)
-        # What is packed of these very tensors was packed of plain ones.
-        if held is None or held[1] != state(weights):
+        stream, records = key[:2]
+        launch, shape, where, _ = known
+        if where is not None:
+            held = PACKED.get(where)
+            # What is packed of these very tensors was packed of plain ones.
+            if held is None or held[1] != state(weights):
+                return None
+        if records and out is not None:
             return None
         y = room(x, shape, out, (x, counts, indices, *weights))
         if y is None or not lay(y, base, new=out is None):
             return None
+        if where is not None:
+            packed = held[2].data.ptr
+        else:
+            memory = x.new_empty((launch.pack.nbytes,), dtype=torch.uint8)
+            packed = memory.data_ptr()
+            launch.pack.launch.on(stream, (*pointers(*weights), packed))
         active = counts.data_ptr(), indices.data_ptr()
-        launch.run.on(key[0], (x.data_ptr(), held[2].data.ptr, *more, *active, y.data_ptr()))
+        launch.run.on(stream, (x.data_ptr(), packed, *more, *active, y.data_ptr()))
         if out is not None:
             torch.autograd.graph.increment_version(out)
         return y
 
-    def keep(self, key, launch, x, y, weights):
-        """Keep the launch of a call with such a result, if it recorded no gradient."""
-        if key[1] or not launch:
-            super().keep(key, None)
-        else:
-            super().keep(key, launch, other_shape(y, x), place(launch, weights))
+    def keep(self, key, launch, x, y, weights, options):
+        """Keep the launch of a call with such a result, and the operator's options."""
+        where = None
+        if launch and not learn(weights):
+            where = place(launch, weights)
+        elif launch and not _readable(weights, launch.pack.kernels):
+            launch = None
+        super().keep(key, launch, other_shape(y, x), where, options)
+
+
+def _readable(weights, kernels):
+    """Whether a kernel that packs can read weights where they are, and as they are."""
+    return all(
+        w is None or (w.is_contiguous() and (number < kernels or w.dtype is torch.float32))
+        for number, w in enumerate(weights)
+    )

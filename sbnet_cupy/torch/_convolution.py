@@ -177,6 +177,26 @@ _CONVOLUTIONS = Launches(_launch_of)
 CALLS = LayerCalls()
 
 
+def conv_again(key, known, x, w, bin_counts, active_block_indices, bias, base, out):
+    """Do a call that is known; return its result, or None where it must go the whole way."""
+    table, no_residual = (bin_counts, active_block_indices), 0
+    y = CALLS.again(key, known, x, (w, None, bias), *table, base, out, no_residual)
+    if y is None or not key[1]:
+        return y
+    params, strides, padding, activation, *rest = known[3]
+    return SPARSE_CONV2D.recorded(
+        x, w, *table, params, strides, padding, bias, activation, base, *rest, [y]
+    )
+
+
+def keep_conv(key, arguments, y):
+    """Keep the launch of a call of the operator that had this result."""
+    x, w, counts, indices, params, strides, padding, bias, activation, base, *rest = arguments
+    options = (params, strides, padding, activation, *rest)
+    launch = _CONVOLUTIONS.find((x, counts, indices, y, base), options, (w, bias))
+    CALLS.keep(key, launch, x, y, (w, None, bias), options)
+
+
 def _sparse_conv2d(*arguments):
     out = _sparse_conv2d_fake(*arguments)
     _sparse_conv2d_into(*arguments, out)
@@ -202,13 +222,6 @@ def _sparse_conv2d_into(x, w, bin_counts, active_block_indices, params, strides,
         precision=precision, method=method, out=out,
     )  # fmt: skip
     _CONVOLUTIONS.keep(tensors, options, weights)
-
-
-def launch_left(x, w, bin_counts, active_block_indices, params, strides, padding, bias, activation,
-                base, *rest, out):  # fmt: skip
-    """Return the launch that a call with these arguments used or left, if any."""
-    tensors = (x, bin_counts, active_block_indices, out, base)
-    return _CONVOLUTIONS.find(tensors, (params, strides, padding, activation, *rest), (w, bias))
 
 
 def _sparse_conv2d_fake(x, w, bin_counts, active_block_indices, params, strides, padding, bias,

@@ -47,7 +47,8 @@ def mask_again(key, known, mask):
 def keep_mask(key, mask, options, active):
     """Keep the launch of a call of which these blocks are the result."""
     shapes = [tuple(part.shape) for part in active]
-    MASK_CALLS.keep(key, _MASKS.find((mask,), options), shapes, active.grid)
+    launch = _MASKS.find((mask,), (list(options[0]), *options[1:]))
+    MASK_CALLS.keep(key, launch, shapes, active.grid)
 
 
 def _reduce_mask(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):

@@ -55,10 +55,11 @@ def _key(tensors, options, weights):
     except ValueError:
         return None
     kinds = [None if w is None else (w.shape, w.dtype, w.get_device()) for w in weights]
-    return (spelled, *map(_signature, tensors), *kinds)
+    return (spelled, *map(signature, tensors), *kinds)
 
 
-def _signature(tensor):
+def signature(tensor):
+    """Return what a launch depends on of a tensor, or None."""
     if tensor is None:
         return None
     contiguous, alignment = tensor.is_contiguous(), tensor.data_ptr() & 15

@@ -21,10 +21,8 @@ def packed(launch, *weights):
     """
     given = [w for w in weights if w is not None]
     # Inference tensors have no version.
-    changing = torch.cuda.is_current_stream_capturing() or any(
-        w.requires_grad or w.is_inference() for w in given
-    )
-    if changing:
+    changing = learn(given) or any(w.is_inference() for w in given)
+    if changing or torch.cuda.is_current_stream_capturing():
         return _pack(launch, weights)
     key, now = place(launch, weights), state(weights)
     held = PACKED.get(key)
@@ -43,11 +41,14 @@ def place(launch, weights):
     return (type(launch), launch.how, raw_stream(weights[0].get_device()), *map(id, weights))
 
 
+def learn(weights):
+    """Whether some of the weights need a gradient."""
+    return True in [w is not None and w.requires_grad for w in weights]
+
+
 def state(weights):
-    """Return what tells that tensors have changed, or have come to need a gradient."""
-    return [
-        None if w is None else (w.data_ptr(), w._version, w.shape, w.requires_grad) for w in weights
-    ]
+    """Return what tells that weights have changed of which none needs a gradient."""
+    return [None if w is None else (w.data_ptr(), w._version, w.shape) for w in weights]
 
 
 def _forget(key, reference):

@@ -6,9 +6,17 @@ from ..blocks import padding_pairs, pair
 from ..errors import DTypeError, ShapeError
 from ..layers.sparse_conv import split_indices
 from ..ops.bottleneck_weights import BottleneckWeights
-from . import _bottleneck, _convolution
-from ._bottleneck import UNIT, UNIT_INTO, same_size
-from ._convolution import SPARSE_CONV2D, SPARSE_CONV2D_INTO, flatten_params, result_shape
+from ._bottleneck import CALLS as UNIT_CALLS
+from ._bottleneck import UNIT, UNIT_INTO, keep_unit, same_size, unit_again
+from ._convolution import CALLS as CONV_CALLS
+from ._convolution import (
+    SPARSE_CONV2D,
+    SPARSE_CONV2D_INTO,
+    conv_again,
+    flatten_params,
+    keep_conv,
+    result_shape,
+)
 from ._native import check_tensors
 from .ops import call, check_out
 
@@ -80,11 +88,11 @@ def sparse_conv2d(
     tensor(16.)
     """
     counts, table = split_indices(indices)
-    params, weights, calls = flatten_params(block_params), (w, None, bias), _convolution.CALLS
+    params = flatten_params(block_params)
     options = (params, strides, padding, activation, data_format, w_format, precision, method)
-    key, known = calls.find((x, counts, table, base, out), options, weights)
+    key, known = CONV_CALLS.find((x, counts, table, base, out), options, (w, None, bias))
     if known is not None:
-        y = calls.again(key, known, x, weights, counts, table, base, out, 0)  # no residual
+        y = conv_again(key, known, x, w, counts, table, bias, base, out)
         if y is not None:
             return y
     check_tensors(
@@ -109,7 +117,7 @@ def sparse_conv2d(
         check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
     y = call(SPARSE_CONV2D, SPARSE_CONV2D_INTO, arguments, (x, w, bias, base), out)
     if key is not None and known is None:
-        calls.keep(key, _convolution.launch_left(*arguments, out=y), x, y, weights)
+        keep_conv(key, arguments, y)
     return y
 
 
@@ -170,11 +178,11 @@ def sparse_res_block_bottleneck(
     if not isinstance(weights, BottleneckWeights):
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
     counts, table = split_indices(indices)
-    params, given, calls = flatten_params(block_params), weights._arrays(), _bottleneck.CALLS
+    params, given = flatten_params(block_params), weights._arrays()
     options = (params, strides, precision, method)
-    key, known = calls.find((x, counts, table, base, out, w_project), options, given)
+    key, known = UNIT_CALLS.find((x, counts, table, base, out, w_project), options, given)
     if known is not None:
-        y = calls.again(key, known, x, given, counts, table, x if base is None else base, out)
+        y = unit_again(key, known, x, given, counts, table, base, out)
         if y is not None:
             return y
     held = dict(zip(_WEIGHTS, given, strict=True))
@@ -194,7 +202,7 @@ def sparse_res_block_bottleneck(
     learning = (x, w1, w2, w3, *tables, w_project, base)
     y = call(UNIT, UNIT_INTO, arguments, learning, out)
     if key is not None and known is None:
-        calls.keep(key, _bottleneck.launch_left(*arguments, out=y), x, y, given)
+        keep_unit(key, arguments, y)
     return y
 
 
