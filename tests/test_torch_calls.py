@@ -378,6 +378,10 @@ def test_a_layer_is_done_at_once_if_nothing_is_new(
         layer.pack()
         assert call()[1] is not None
     assert not layer.launch.pack.launch.done
+    bias.requires_grad_()  # alone
+    assert call()[1] is None
+    keep(options=("bias learns",))
+    assert call(options=("bias learns",)) == (None, None)
 
 
 def test_weights_that_learn_are_packed_in_each_call(layer, torch, fake):

@@ -31,7 +31,7 @@ class Calls:
         with this key, or None.
 
         Options are told apart by value and type, tensors by shape, dtype, contiguity and alignment;
-        weights of which none needs a gradient by identity, because they are packed once.
+        weights by identity, unless the first needs a gradient: then they are packed at each call.
         """
         x, nothing = tensors[0], (None, None)
         if not thread_is_plain() or not isinstance(x, torch.Tensor) or not x.is_cuda:
@@ -50,7 +50,7 @@ class Calls:
         if weights:
             if torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing():
                 return nothing
-            if learn(weights):
+            if weights[0].requires_grad:
                 if not all(w is None or is_plain(w) for w in weights):
                     return nothing
                 parts += map(signature, weights)
@@ -128,7 +128,7 @@ class LayerCalls(Calls):
         where = None
         if launch and not learn(weights):
             where = place(launch, weights)
-        elif launch and not _readable(weights, launch.pack.kernels):
+        elif launch and not (weights[0].requires_grad and _readable(weights, launch.pack.kernels)):
             launch = None
         super().keep(key, launch, other_shape(y, x), where, options)
 

@@ -47,8 +47,10 @@ def learn(weights):
 
 
 def state(weights):
-    """Return what tells that weights have changed of which none needs a gradient."""
-    return [None if w is None else (w.data_ptr(), w._version, w.shape) for w in weights]
+    """Return what tells that weights have changed, or have come to need a gradient."""
+    return [
+        None if w is None else (w.data_ptr(), w._version, w.shape, w.requires_grad) for w in weights
+    ]
 
 
 def _forget(key, reference):
