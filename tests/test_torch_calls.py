@@ -1,5 +1,6 @@
 """How calls of sbnet_cupy.torch reach the core: past the dispatcher, and by launches kept."""
 
+import ctypes
 import importlib
 import types
 
@@ -141,6 +142,7 @@ def calls(st, torch, device, dtype):
 
     def each(library):
         yield lambda x: library.reduce_mask(x[..., 0].contiguous() > 1, (2, 2), bsize=4, capacity=3)
+        yield lambda x: library.reduce_mask(x[..., 0].contiguous() > 1, (2, 2), bsize=4)
         yield lambda x: library.sparse_gather(x, *listed, **GRID)
         yield lambda x: library.sparse_gather(x, *listed, **GRID, activation="relu")
         yield lambda x: library.sparse_scatter(x[:1, :4, :4].expand(4, 4, 4, 8).contiguous(),
@@ -261,8 +263,7 @@ def test_launches_are_found_by_all_that_they_depend_on(launches, torch, monkeypa
 class Kernel:
     """A launch, and the kernels it launches, that counts what they are called with."""
 
-    slots = 0
-    how = (1,)
+    slots, rows, how = 0, 3, (1,)
 
     def __init__(self):
         self.run, self.done = self, []
@@ -422,7 +423,7 @@ def kernel(copies, launches, calling, torch, fake, monkeypatch):
     def compute(function, *arguments, **options):
         kernel.done.append("the whole way")
         if function is copies.core_reduce_mask:
-            return fake(1, dtype=torch.int32), fake(options["capacity"], 3, dtype=torch.int32)
+            return fake(1, dtype=torch.int32), fake(kernel.rows, 3, dtype=torch.int32)
         return None
 
     monkeypatch.setattr(copies, "compute", compute)
@@ -436,7 +437,7 @@ def kernel(copies, launches, calling, torch, fake, monkeypatch):
     return kernel
 
 
-def test_a_mask_is_reduced_at_once(st, torch, fake, kernel):
+def test_a_mask_is_reduced_at_once(st, torch, fake, kernel, monkeypatch):
     mask = fake(2, 8, 8, dtype=torch.bool)
     first = st.reduce_mask(mask, (2, 2), bsize=4, capacity=3)
     assert kernel.done == ["the whole way"]
@@ -447,9 +448,16 @@ def test_a_mask_is_reduced_at_once(st, torch, fake, kernel):
     assert found.grid == first.grid == (2, 2, 2)
     counts, table = map(address, found)
     assert kernel.done[1:] == [(7, address(other), counts, table, counts)]
-    st.reduce_mask(mask, (2, 2), bsize=4, capacity=4)
-    st.reduce_mask(mask, (2, 2), bsize=4, capacity=3, avgpool=True)
-    assert kernel.done[2:] == ["the whole way"] * 2
+    for change in ({"capacity": 4}, {"avgpool": True}, {"capacity": None}):
+        st.reduce_mask(mask, (2, 2), **{"bsize": 4, "capacity": 3, **change})
+    assert kernel.done[2:] == ["the whole way"] * 3
+
+    def count(stream, addresses):  # of the active blocks
+        ctypes.cast(addresses[1], ctypes.POINTER(ctypes.c_int32))[0] = 2
+
+    monkeypatch.setattr(kernel, "on", count)
+    found = st.reduce_mask(mask, (2, 2), bsize=4)
+    assert found.active_block_indices.shape == (2, 3) and found.grid == (2, 2, 2)
 
 
 def test_a_gather_is_done_at_once(st, torch, fake, kernel):

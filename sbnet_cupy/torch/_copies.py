@@ -16,7 +16,7 @@ from ..ops.sparse_scatter import sparse_scatter as core_scatter
 from ._activation import activation_backward, wide
 from ._calls import Calls, other_shape, pointers, room
 from ._launches import Launches, apart, lay, run, scratch_of_stream
-from ._native import check_contiguous, compute
+from ._native import check_contiguous, compute, raw_stream
 from ._registry import register
 
 _GRID = "int[] bsize, int[] boffset, int[] bstride"
@@ -37,33 +37,35 @@ MASK_CALLS = Calls()
 
 def mask_again(key, known, mask):
     """Do a call that is known."""
-    launch, counts_and_rows, grid = known
-    counts, indices = (mask.new_empty(shape, dtype=torch.int32) for shape in counts_and_rows)
-    scratch = scratch_of_stream(mask, launch.slots).data.ptr if launch.slots else counts.data_ptr()
-    launch.run.on(key[0], (*pointers(mask, counts, indices), scratch))
-    return ActiveBlocks(counts, indices, grid)
+    launch, capacity, grid = known
+    return ActiveBlocks(*_list_blocks(launch, mask, capacity, key[0]), grid)
 
 
-def keep_mask(key, mask, options, active):
-    """Keep the launch of a call of which these blocks are the result."""
-    shapes = [tuple(part.shape) for part in active]
+def keep_mask(key, mask, options, grid):
+    """Keep the launch of a call of the operator that found the blocks of such a grid."""
     launch = _MASKS.find((mask,), (list(options[0]), *options[1:]))
-    MASK_CALLS.keep(key, launch, shapes, active.grid)
+    MASK_CALLS.keep(key, launch, options[-1], grid)
+
+
+def _list_blocks(launch, mask, capacity, stream):
+    """Launch; return the count and the list. Without a capacity this waits for the count."""
+    counts = mask.new_empty((1,), dtype=torch.int32)
+    indices = mask.new_empty((launch.rows, 3), dtype=torch.int32)
+    scratch = scratch_of_stream(mask, launch.slots).data.ptr if launch.slots else counts.data_ptr()
+    launch.run.on(stream, (*pointers(mask, counts, indices), scratch))
+    return counts, indices if capacity is not None else indices[: int(counts)]
 
 
 def _reduce_mask(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):
     options = (list(block_count), bsize, boffset, bstride, tol, avgpool, capacity)
     launch = _MASKS.find((mask,), options)
     if launch:
-        result = _reduce_mask_fake(mask, *options)
-        scratch = scratch_of_stream(mask, launch.slots) if launch.slots else result[0]
-        run(launch.run, mask, *result, scratch)
-        return result
+        return _list_blocks(launch, mask, capacity, raw_stream(mask.get_device()))
     result = compute(
         core_reduce_mask, mask, mask, options[0], bsize=bsize, boffset=boffset, bstride=bstride,
         tol=tol, avgpool=avgpool, capacity=capacity,
     )  # fmt: skip
-    if capacity and all(block_count) and mask.numel():
+    if capacity != 0 and all(block_count) and mask.numel():
         _MASKS.keep((mask,), options)
     return result
 

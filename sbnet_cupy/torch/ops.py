@@ -73,23 +73,21 @@ def reduce_mask(
     tensor([[0, 0, 0],
             [0, 1, 1]], dtype=torch.int32)
     """
-    key = known = None
-    if capacity is not None:
-        given = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
-        key, known = MASK_CALLS.find((mask,), given)
-        if known is not None:
-            return mask_again(key, known, mask)
+    given = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+    key, known = MASK_CALLS.find((mask,), given)
+    if known is not None:
+        return mask_again(key, known, mask)
     check_tensors(mask=mask)
-    grid = _grid(bsize, boffset, bstride)
+    sizes = _grid(bsize, boffset, bstride)
     block_count = pair(block_count, "block_count", minimum=0)
     if mask.dim() not in (3, 4):
         raise ShapeError(f"mask must have 3 or 4 dimensions, got shape {tuple(mask.shape)}")
-    options = (block_count, *grid, tol, avgpool, capacity)
+    options = (block_count, *sizes, tol, avgpool, capacity)
     counts, indices = REDUCE_MASK(mask.detach(), *options)
-    active = ActiveBlocks(counts, indices, (mask.shape[0], *block_count))
+    grid = (mask.shape[0], *block_count)
     if key is not None:
-        keep_mask(key, mask, options, active)
-    return active
+        keep_mask(key, mask, options, grid)
+    return ActiveBlocks(counts, indices, grid)
 
 
 def sparse_gather(
