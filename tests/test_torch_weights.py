@@ -42,7 +42,7 @@ def packs(packing, torch, monkeypatch):
 
 def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
     w, bias = torch.ones(3), torch.zeros(3)
-    before = len(packing.PACKED)
+    before = len(packing._KEPT)
     changes = [
         lambda: None,
         lambda: w.mul_(2),
@@ -60,14 +60,17 @@ def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
         assert packs.made == [True] * number
     packing.packed(packs.launch, w, bias)
     packing.packed(types.SimpleNamespace(how=2), w, None, bias)
-    assert len(packs.made) == len(changes) + 2 and len(packing.PACKED) == before + 3
+    assert len(packs.made) == len(changes) + 2 and len(packing._KEPT) == before + 3
+    held = packing.kept_of(packs.launch, (w, None, bias))
+    assert held.is_of((w, None, bias))
     del bias
     gc.collect()
-    assert len(packing.PACKED) == before
+    assert len(packing._KEPT) == before
+    assert held.packed is None and not held.is_of((w, None, torch.zeros(3)))
 
 
 def test_weights_in_training_and_in_graphs_are_packed_at_each_call(packing, packs, torch):
-    before, w = len(packing.PACKED), torch.ones(3, requires_grad=True)
+    before, w = len(packing._KEPT), torch.ones(3, requires_grad=True)
     for _ in range(2):
         w.data.mul_(2)  # as optimizers of other libraries write: autograd sees nothing
         assert_same(packing.packed(packs.launch, w)[0], w.detach())
@@ -79,7 +82,7 @@ def test_weights_in_training_and_in_graphs_are_packed_at_each_call(packing, pack
     w = w.detach()
     for _ in range(2):
         packing.packed(packs.launch, w)
-    assert packs.made == [False] * 6 and len(packing.PACKED) == before
+    assert packs.made == [False] * 6 and len(packing._KEPT) == before
 
 
 # -------------------------------------------------------------------------- weights of modules

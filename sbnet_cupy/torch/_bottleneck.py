@@ -137,9 +137,7 @@ def shortcut_blocks(x, w_project, table, params, strides, precision):
 
 
 def _setup(ctx, inputs, output):
-    *tensors, params, ctx.strides, w_project, base, ctx.precision, _ = inputs
-    ctx.params, ctx.out_hw = Geometry(*pairs(params)), output.shape[1:3]
-    ctx.blocks_shape = (tensors[-1].shape[0], *ctx.params.bsize_out, output.shape[3])
+    *tensors, ctx.params, ctx.strides, w_project, base, ctx.precision, _ = inputs
     ctx.has_base = base is not None
     ctx.save_for_backward(*tensors, w_project)
 
@@ -148,10 +146,11 @@ def _backward(ctx, grad):
     """Differentiate the unit made of differentiable operators, recomputed: no stack is kept."""
     *tensors, counts, indices, w_project = ctx.saved_tensors
     table, again = (counts, indices), torch.is_grad_enabled()
-    tiles = (ctx.params.bsize_out, (0, 0), ctx.params.bsize_out)
+    params = Geometry(*pairs(ctx.params))
+    tiles = (params.bsize_out, (0, 0), params.bsize_out)
     grads = [None] * 18
     if ctx.has_base and ctx.needs_input_grad[15]:
-        zeros = grad.new_zeros(ctx.blocks_shape)
+        zeros = grad.new_zeros((indices.shape[0], *params.bsize_out, grad.shape[3]))
         grads[15] = SCATTER(zeros, *table, grad, *tiles, False, False, False, "NHWC")
     places = [i for i in (*range(10), 14) if ctx.needs_input_grad[i]]
     if not places:
@@ -159,7 +158,7 @@ def _backward(ctx, grad):
     with torch.enable_grad():
         used = [*tensors, None, None, None, None, w_project]
         used = [used[i].view_as(used[i]) if i in places else used[i] for i in range(15)]
-        outputs, of_outputs = _linear_parts(ctx, grad, table, tiles, used)
+        outputs, of_outputs = _linear_parts(ctx, params, grad, table, used)
         found = torch.autograd.grad(
             outputs, [used[i] for i in places], of_outputs, create_graph=again
         )
@@ -168,18 +167,19 @@ def _backward(ctx, grad):
     return tuple(grads)
 
 
-def _linear_parts(ctx, grad, table, tiles, used):
+def _linear_parts(ctx, params, grad, table, used):
     """Return what the result is linear in, the stack and the shortcut, and their gradients."""
     x, *kernels, s1, b1, s2, b2, s3, b3 = used[:10]
     w_project = used[14]
     kernels = [w.permute(3, 2, 0, 1) for w in kernels]
     norms = [partial(affine, *pair) for pair in ((s1, b1), (s2, b2), (s3, b3))]
     options = (ctx.strides, ctx.precision)
-    stack = unit_stack(x, kernels, norms, table, ctx.params, ctx.strides, ctx.out_hw, ctx.precision)
+    tiles, out_hw = (params.bsize_out, (0, 0), params.bsize_out), grad.shape[1:3]
+    stack = unit_stack(x, kernels, norms, table, params, ctx.strides, out_hw, ctx.precision)
     of_stack = GATHER(grad, *table, *tiles, False, "NHWC", *_PLAIN)
     w_project = None if w_project is None else w_project.permute(3, 2, 0, 1)
     if ctx.has_base:
-        return (stack + shortcut_blocks(x, w_project, table, ctx.params, *options),), (of_stack,)
+        return (stack + shortcut_blocks(x, w_project, table, params, *options),), (of_stack,)
     shortcut = x if w_project is None else CONVOLVE(x, w_project, *options)
     if not shortcut.requires_grad:
         return (stack,), (of_stack,)

@@ -12,7 +12,7 @@ import torch
 from ..ops._plans import Plans
 from ._launches import apart, lay, signature
 from ._native import raw_stream
-from ._packed import PACKED, learn, place, state
+from ._packed import kept_of, learn
 from ._registry import is_plain, thread_is_plain
 
 
@@ -100,19 +100,16 @@ class LayerCalls(Calls):
         ``more`` is what the kernel takes between the weights and the list of blocks: null pointers.
         """
         stream, records = key[:2]
-        launch, shape, where, _ = known
-        if where is not None:
-            held = PACKED.get(where)
-            # What is packed of these very tensors was packed of plain ones.
-            if held is None or held[1] != state(weights):
-                return None
-        if records and out is not None:
+        launch, shape, kept, _ = known
+        # What is kept of these very tensors was packed of plain ones.
+        if (kept is not None and not kept.is_of(weights)) or (records and out is not None):
             return None
-        y = room(x, shape, out, (x, counts, indices, *weights))
+        inputs = () if out is None else (x, counts, indices, *weights)
+        y = room(x, shape, out, inputs)
         if y is None or not lay(y, base, new=out is None):
             return None
-        if where is not None:
-            packed = held[2].data.ptr
+        if kept is not None:
+            packed = kept.packed.data.ptr
         else:
             memory = x.new_empty((launch.pack.nbytes,), dtype=torch.uint8)
             packed = memory.data_ptr()
@@ -125,12 +122,12 @@ class LayerCalls(Calls):
 
     def keep(self, key, launch, x, y, weights, options):
         """Keep the launch of a call with such a result, and the operator's options."""
-        where = None
+        kept = None
         if launch and not learn(weights):
-            where = place(launch, weights)
+            kept = kept_of(launch, weights)
         elif launch and not (weights[0].requires_grad and _readable(weights, launch.pack.kernels)):
             launch = None
-        super().keep(key, launch, other_shape(y, x), where, options)
+        super().keep(key, launch, other_shape(y, x), kept, options)
 
 
 def _readable(weights, kernels):

@@ -240,11 +240,8 @@ def result_shape(x, w, strides, padding, data_format, w_format):
 
 
 def _sparse_conv2d_setup(ctx, inputs, output):
-    (x, w, *table, params, strides, _, bias, ctx.activation, _, data_format, w_format,
-     ctx.precision, _) = inputs  # fmt: skip
-    ctx.params, ctx.strides = Geometry(*pairs(params)), strides
-    ctx.data_format, ctx.w_format = data_format, w_format
-    ctx.x_shape = x.shape
+    (x, w, *table, ctx.params, ctx.strides, _, bias, ctx.activation, _, ctx.data_format,
+     ctx.w_format, ctx.precision, _) = inputs  # fmt: skip
     ctx.bias_dtype = None if bias is None else bias.dtype
     relu = output if ctx.activation == "relu" else None  # shows where relu let through
     keep_bias = bias if ctx.activation in ("silu", "gelu") else None
@@ -254,18 +251,19 @@ def _sparse_conv2d_setup(ctx, inputs, output):
 def _sparse_conv2d_backward(ctx, grad):
     x, w, counts, indices, bias, result = ctx.saved_tensors
     table, grads = (counts, indices), [None] * 14
+    params = Geometry(*pairs(ctx.params))
     transpose = ctx.data_format == "NCHW"  # stacks are NHWC
-    tiles = (ctx.params.bsize_out, (0, 0), ctx.params.bsize_out)
+    tiles = (params.bsize_out, (0, 0), params.bsize_out)
     layout = (transpose, ctx.data_format)
     if ctx.needs_input_grad[9]:
-        zeros = grad.new_zeros((indices.shape[0], *ctx.params.bsize_out, _channels(grad, ctx)))
+        zeros = grad.new_zeros((indices.shape[0], *params.bsize_out, _channels(grad, ctx)))
         grads[9] = SCATTER(zeros, *table, grad, *tiles, False, False, *layout)
     if not any(ctx.needs_input_grad[i] for i in (0, 1, 7)):
         return tuple(grads)
 
     kernel = w.permute([ctx.w_format.index(letter) for letter in "OIHW"])
     grad = GATHER(grad, *table, *tiles, *layout, None, None, None)
-    grid = (ctx.params.bsize, ctx.params.boffset, ctx.params.bstride)
+    grid = (params.bsize, params.boffset, params.bstride)
     blocks = GATHER(x, *table, *grid, *layout, None, None, None)
     if result is not None:
         shown = GATHER(result, *table, *tiles, *layout, None, None, None)
@@ -280,7 +278,7 @@ def _sparse_conv2d_backward(ctx, grad):
     if any(wanted):
         for_x, for_w = CONVOLVE_BACKWARD(grad, blocks, kernel, ctx.strides, ctx.precision, *wanted)
         if wanted[0]:
-            zeros = x.new_zeros(ctx.x_shape)
+            zeros = x.new_zeros(x.shape)
             grads[0] = SCATTER(for_x, *table, zeros, *grid, True, True, *layout)
         if wanted[1]:
             grads[1] = for_w.permute(["OIHW".index(letter) for letter in ctx.w_format])

@@ -6,6 +6,7 @@ the tensors themselves, under a key of the same parts: device, shapes, dtypes, c
 and options, never contents. What this does not cover goes to the core, with its checks and words.
 """
 
+import functools
 import marshal
 
 import torch
@@ -98,14 +99,20 @@ def apart(out, tensors):
     return True
 
 
+@functools.cache
+def _runtime():
+    from cupy.cuda import runtime
+
+    return runtime
+
+
 def lay(out, base, new=False):
     """Fill ``out`` with the base, or 0; return False where they overlap, and leave it as it is.
 
     ``new`` memory overlaps nothing.
     """
-    from cupy.cuda import runtime
-
-    to, size, stream = out.data_ptr(), out.nbytes, raw_stream(out.get_device())
+    runtime, stream = _runtime(), raw_stream(out.get_device())
+    to, size = out.data_ptr(), out.nbytes
     if base is None:
         runtime.memsetAsync(to, 0, size, stream)
     elif base.data_ptr() != to:

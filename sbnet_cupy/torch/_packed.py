@@ -7,7 +7,38 @@ import torch
 
 from ._native import allocate, native_stream, raw_stream, view
 
-PACKED = {}  # how, for which stream and tensors -> (weak references, state, what was packed)
+
+class Kept:
+    """What was packed of some weights, and what they were like; None of both once one is gone."""
+
+    def __init__(self, weights, forget):
+        self._references = [weakref.ref(w, forget) for w in weights if w is not None]
+        self.packed = self._seen = None
+
+    def renew(self, packed, weights):
+        """Keep what was packed of the weights as they are now."""
+        self.packed = packed
+        self._seen = [None if w is None else (w.data_ptr(), w._version, w.shape) for w in weights]
+
+    def is_of(self, weights):
+        """Whether the weights are as they were, and none has come to need a gradient."""
+        if self._seen is None:
+            return False
+        for w, seen in zip(weights, self._seen, strict=True):
+            if w is not None:
+                place, version, shape = seen
+                if w.data_ptr() != place or w._version != version or w.requires_grad:
+                    return False
+                if w.shape != shape:
+                    return False
+        return True
+
+    def drop(self):
+        """Let go of the memory."""
+        self.packed = self._seen = None
+
+
+_KEPT = {}  # how, for which stream and tensors
 
 
 def packed(launch, *weights):
@@ -24,21 +55,22 @@ def packed(launch, *weights):
     changing = learn(given) or any(w.is_inference() for w in given)
     if changing or torch.cuda.is_current_stream_capturing():
         return _pack(launch, weights)
-    key, now = place(launch, weights), state(weights)
-    held = PACKED.get(key)
-    if held is None or held[1] != now:
-        forget = partial(_forget, key)
-        references = [weakref.ref(w, forget) for w in given]
-        held = PACKED[key] = references, now, _pack(launch, weights, kept=True)
-    return held[2]
+    kept = kept_of(launch, weights)
+    if not kept.is_of(weights):
+        kept.renew(_pack(launch, weights, kept=True), weights)
+    return kept.packed
 
 
-def place(launch, weights):
-    """Return where these tensors are kept as ``launch`` packs them.
+def kept_of(launch, weights):
+    """Return what is, or will be, kept of weights as ``launch`` packs them.
 
-    What is kept is of one stream: it is written, read and given back in the stream's order.
+    It is of one stream: it is written, read and given back in the stream's order.
     """
-    return (type(launch), launch.how, raw_stream(weights[0].get_device()), *map(id, weights))
+    key = (type(launch), launch.how, raw_stream(weights[0].get_device()), *map(id, weights))
+    kept = _KEPT.get(key)
+    if kept is None:
+        kept = _KEPT[key] = Kept(weights, partial(_forget, key))
+    return kept
 
 
 def learn(weights):
@@ -46,16 +78,11 @@ def learn(weights):
     return True in [w is not None and w.requires_grad for w in weights]
 
 
-def state(weights):
-    """Return what tells that weights have changed, or have come to need a gradient."""
-    return [
-        None if w is None else (w.data_ptr(), w._version, w.shape, w.requires_grad) for w in weights
-    ]
-
-
 def _forget(key, reference):
     """Drop what was packed of a tensor that is gone."""
-    PACKED.pop(key, None)
+    kept = _KEPT.pop(key, None)
+    if kept is not None:
+        kept.drop()
 
 
 def _pack(launch, weights, kept=False):

@@ -116,7 +116,7 @@ def sparse_conv2d(
     if out is not None:
         check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
     y = call(SPARSE_CONV2D, SPARSE_CONV2D_INTO, arguments, (x, w, bias, base), out)
-    if key is not None and known is None:
+    if key is not None:
         keep_conv(key, arguments, y)
     return y
 
@@ -201,7 +201,7 @@ def sparse_res_block_bottleneck(
         check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
     learning = (x, w1, w2, w3, *tables, w_project, base)
     y = call(UNIT, UNIT_INTO, arguments, learning, out)
-    if key is not None and known is None:
+    if key is not None:
         keep_unit(key, arguments, y)
     return y
 

@@ -165,7 +165,7 @@ def sparse_gather(
         rows = active_block_indices.shape[0]
         check_out(out, blocks_shape(x, rows, grid.bsize, bool(transpose), data_format), x)
     blocks = call(GATHER, GATHER_INTO, arguments, (x, scale, shift), out)
-    if key is not None and known is None:
+    if key is not None:
         keep_gather(key, arguments, blocks)
     return blocks
 
@@ -251,7 +251,7 @@ def sparse_scatter(
         if not in_place:
             out.copy_(x)
         y = _write(SCATTER_INTO, out, *listed, out, *flags)
-    if key is not None and known is None:
+    if key is not None:
         keep_scatter(key, (*listed, x, *flags), y)
     return y
 
