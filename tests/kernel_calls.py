@@ -19,7 +19,9 @@ from sbnet_cupy import (
     sparse_scatter,
     sparse_scatter_grad,
 )
+from sbnet_cupy.ops._grid import Grid as Blocks
 from sbnet_cupy.ops.affine_grad import affine_grad
+from sbnet_cupy.ops.zero_outside import zero_outside
 
 DTYPES = {dtype.name: dtype for dtype in strategies.DTYPES}
 
@@ -255,6 +257,21 @@ class Gradient(Copy):
             yield sparse_gather_grad(stack, *active, image, **self.keywords).x
         else:
             yield from sparse_scatter_grad(image, *active, **self.keywords)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outside(Copy):
+    """What of a stack lies outside the image becomes 0."""
+
+    op: str = "zero outside"
+
+    def run(self, memory):
+        _, stack = self.arrays
+        blocks = memory.poisoned(stack.shape, stack.dtype, offset=self.stack_offset)
+        blocks[...] = stack
+        grid = Blocks(*self.geometry.blocks.values())
+        zero_outside(blocks, *map(memory.read_only, self.active), grid, self.geometry.size)
+        yield blocks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

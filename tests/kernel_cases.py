@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from kernel_calls import LAYOUTS, Affine, Copy, Gradient, Mask
+from kernel_calls import LAYOUTS, Affine, Copy, Gradient, Mask, Outside
 
 
 def _masks():
@@ -264,3 +264,20 @@ def _gradients():
 
 
 GRADIENTS = list(_gradients())
+
+
+def _outside():
+    """Vectors of every width, blocks within the image and over each of its edges."""
+    for i, grid in enumerate(("plain", "halo", "rectangle", "gaps", "aligned", "pixels", "rows")):
+        dtype, channels = (("float32", 24), ("float16", 5), ("uint8", 3), ("float64", 1))[i % 4]
+        yield Outside(grid=grid, dtype=dtype, channels=channels, seed=i)
+    for grid in ("over the edge", "above", "left", "far", "far back", "huge", "stage 1"):
+        yield Outside(grid=grid, dtype="float16", channels=8, table="all")
+    tables = ("count 0", "count negative", "count too large", "corrupt", "shuffled", "repeated")
+    for table in tables:
+        yield Outside(grid="halo", dtype="bfloat16", channels=2, table=table)
+    yield Outside(grid="halo", dtype="float32", channels=16, stack_offset=1)
+    yield Outside(grid="no rows", dtype="float32", channels=4, table="all")
+
+
+OUTSIDE = list(_outside())

@@ -18,14 +18,24 @@ import pytest
 from assertions import assert_close, assert_same
 from host_memory import Memory, signature_of
 from kernel_calls import Copy, Mask
-from kernel_cases import AFFINE, COPIES, FUSED, GRADIENTS, MASKS, REPEATED, SMOOTH, TURNED
+from kernel_cases import (
+    AFFINE,
+    COPIES,
+    FUSED,
+    GRADIENTS,
+    MASKS,
+    OUTSIDE,
+    REPEATED,
+    SMOOTH,
+    TURNED,
+)
 
 from sbnet_cupy import _kernels
 from sbnet_cupy.ops import _copy_plan, _mask_plan, _plans
 
 OPS = [
     importlib.import_module(f"sbnet_cupy.ops.{stem}")
-    for stem in ("reduce_mask", "sparse_gather", "sparse_scatter", "affine_grad")
+    for stem in ("reduce_mask", "sparse_gather", "sparse_scatter", "affine_grad", "zero_outside")
 ]
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
 # order of the threads, multiprocessors, what results hold at first
@@ -84,7 +94,7 @@ def device(launch, multiprocessors, memory):
                 patch.setattr(_mask_plan, name, little)
         for module in OPS:
             patch.setattr(module, "is_cupy", lambda array: True)
-            patch.setattr(module, "empty", memory.poisoned)
+            patch.setattr(module, "empty", memory.poisoned, raising=False)
             patch.setattr(module, "apart", lambda *arrays: False, raising=False)  # check_apart will
             patch.setattr(module, "_PLANS", _plans.Plans())
         yield prepared, launched
@@ -248,6 +258,11 @@ def test_affine_gradients(case, monkeypatch):
             if now is not None:
                 assert_same(now, then)
         before = results
+
+
+@pytest.mark.parametrize("case", OUTSIDE, ids=str)
+def test_what_is_outside_becomes_zero(case, monkeypatch):
+    check_same(case, monkeypatch, allow_nan=True)
 
 
 @pytest.mark.parametrize("case", REPEATED, ids=str)

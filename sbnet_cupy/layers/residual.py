@@ -1,16 +1,17 @@
 """The residual unit of ResNet, pre-activation, with a bottleneck: by one kernel, or on a stack."""
 
-
-from .._arrays import array_function, check_out, empty, is_cupy, namespace
+from .._arrays import array_function, check_out, copy_into, empty, is_cupy
 from ..blocks import calc_block_params_res_block, output_size, pair
 from ..ops._capture import memory_of_graphs
 from ..ops._copy_plan import same_memory
-from ..ops._grid import check_indices, inside_image
+from ..ops._grid import check_indices
 from ..ops.bottleneck_weights import check_unit, plain_of, resolve_precision
 from ..ops.conv2d import conv2d
 from ..ops.fused_bottleneck import fused_bottleneck, missing_kernel, require_kernel
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import sparse_scatter
+from ..ops.stack_conv import stack_conv2d
+from ..ops.zero_outside import zero_outside
 from .sparse_conv import check_base, check_block_params, check_method, split_indices
 
 KERNELS = [1, 3, 1]
@@ -164,7 +165,7 @@ def _background(x, base, out):
         out = empty(x.shape, x.dtype, x)
     below = x if base is None else base
     if not same_memory(out, below):
-        out[...] = below
+        copy_into(out, below)
     return out
 
 
@@ -180,14 +181,13 @@ def _residual(x, weights, indices, block_params, strides, precision):
         shift=weights.shift1,
         activation="relu",
     )
-    options = {"padding": "VALID", "precision": precision, "activation": "relu"}
+    count, options = indices[0], {"precision": precision, "activation": "relu"}
     second = {"scale": weights.scale2, "bias": weights.shift2}
-    blocks = conv2d(blocks, weights.w1, **second, **options)
-    outside = ~inside_image(indices[1], block_params, x.shape[1:3])
-    namespace(x).copyto(blocks, 0.0, where=outside[..., None])  # the padding of conv2
+    blocks = stack_conv2d(blocks, weights.w1, count, **second, **options)
+    zero_outside(blocks, *indices, block_params, x.shape[1:3])  # the padding of conv2
     third = {"scale": weights.scale3, "bias": weights.shift3}
-    blocks = conv2d(blocks, weights.w2, strides=strides, **third, **options)
-    return conv2d(blocks, weights.w3, padding="VALID", precision=precision)
+    blocks = stack_conv2d(blocks, weights.w2, count, strides=strides, **third, **options)
+    return stack_conv2d(blocks, weights.w3, count, precision=precision)
 
 
 def _shortcut_blocks(x, w_project, indices, block_params, strides, precision):
@@ -195,7 +195,7 @@ def _shortcut_blocks(x, w_project, indices, block_params, strides, precision):
     if w_project is None:
         return sparse_gather(x, *indices, bsize=block_params.bsize_out)
     blocks = sparse_gather(x, *indices, **shortcut_grid(block_params, strides))
-    return conv2d(blocks, w_project, strides=strides, padding="VALID", precision=precision)
+    return stack_conv2d(blocks, w_project, indices[0], strides=strides, precision=precision)
 
 
 def shortcut_grid(block_params, strides):

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import array_function, compute_dtype, namespace
+from .._arrays import array_function, compute_dtype
 from ..blocks import calc_block_params_res_block, output_size, pair
 from ..ops._grid import inside_image
 from ..ops.activation import apply_affine
@@ -14,6 +14,7 @@ from ..ops.conv2d import check_precision, conv2d
 from ..ops.conv2d_grad import check_grad, conv2d_grad
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_gather_grad import sparse_gather_grad
+from ..ops.zero_outside import zero_outside
 from .residual import KERNELS, shortcut_grid
 from .sparse_conv import check_base, check_block_params, split_indices
 from .sparse_conv_grad import split_gradient
@@ -132,7 +133,7 @@ def _residual_grad(grad, x, weights, indices, block_params, strides, precision):
     t1 = sparse_gather(x, *indices, **first)
     z1 = conv2d(t1, weights.w1, **valid)
     t2 = _activated(z1, *second)
-    namespace(x).copyto(t2, 0.0, where=~inside)  # the padding of conv2
+    zero_outside(t2, *indices, block_params, x.shape[1:3])  # the padding of conv2
     z2 = conv2d(t2, weights.w2, strides=strides, **valid)
     t3 = _activated(z2, *third)
 

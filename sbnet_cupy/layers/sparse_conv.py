@@ -8,6 +8,7 @@ from .._arrays import (
     check_contiguous,
     check_out,
     compute_dtype,
+    copy_into,
     empty,
     is_cupy,
     namespace,
@@ -144,7 +145,7 @@ def _background(shape, x, base, out):
     if base is None:
         out.fill(0)
     elif not same_memory(out, base):
-        out[...] = base
+        copy_into(out, base)
     return out
 
 

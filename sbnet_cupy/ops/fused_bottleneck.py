@@ -23,7 +23,7 @@ from ._bottleneck_plan import UnitCase, plan_bottleneck
 from ._copy_plan import address
 from ._fused_call import LARGEST, MOST_BLOCKS, cut_blocks, resolve_expected
 from ._fused_plan import current_device, expected_blocks, tiles_of_block
-from ._grid import CHUNK_BYTES, Grid, check_indices, inside_image, resolve_grid
+from ._grid import CHUNK_BYTES, Grid, check_indices, resolve_grid
 from ._packed import Pack
 from ._plans import Plans
 from .bottleneck_weights import (
@@ -36,6 +36,7 @@ from .bottleneck_weights import (
 from .conv2d import conv2d
 from .sparse_gather import sparse_gather
 from .sparse_scatter import sparse_scatter
+from .zero_outside import zero_outside
 
 
 @array_function
@@ -182,7 +183,7 @@ def _fused_bottleneck_numpy(x, arrays, bin_counts, active_block_indices, bsize, 
         with np.errstate(all="ignore"):  # infinities come with no warning, as on a GPU
             blocks = np.maximum(image * scale1 + shift1, wide.type(0))
         blocks = conv2d(blocks, w1, scale=scale2, bias=shift2, **relu)
-        blocks[~inside_image(rows, grid, x.shape[1:3])] = 0  # the padding of conv2
+        zero_outside(blocks, *active, grid, x.shape[1:3])  # the padding of conv2
         blocks = conv2d(blocks, w2, scale=scale3, bias=shift3, **relu)
         blocks = conv2d(blocks, w3, padding="VALID")
         with np.errstate(all="ignore"):

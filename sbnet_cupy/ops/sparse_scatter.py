@@ -9,6 +9,7 @@ from .._arrays import (
     check_apart,
     check_array,
     check_out,
+    copy_into,
     empty,
     is_cupy,
     namespace,
@@ -130,7 +131,7 @@ def sparse_scatter(
     elif not apart(out, others):
         check_apart(out, zip(_ARRAY_NAMES, others, strict=False))
     if not in_place:
-        out[...] = x
+        copy_into(out, x)
     if launch is not None:
         launch(out, bin_counts, active_block_indices, blocks)
     elif not x.size or not blocks.size:
