@@ -1,8 +1,11 @@
 """Convolution of the active blocks of an image: by one kernel, or gather, convolve, scatter."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .._arrays import (
+    apart,
     array_function,
     check_array,
     check_contiguous,
@@ -18,9 +21,10 @@ from ..errors import DTypeError, ShapeError
 from ..ops._capture import memory_of_graphs
 from ..ops._copy_plan import same_memory
 from ..ops._grid import check_indices
-from ..ops._packed_weights import resolve_weights
+from ..ops._packed_weights import PackedWeights, resolve_weights
+from ..ops._plans import Plans
 from ..ops.active_blocks import ActiveBlocks
-from ..ops.conv2d import conv2d, resolve_problem
+from ..ops.conv2d import Problem, conv2d, resolve_problem
 from ..ops.fused_conv import fused_conv, missing_kernel, require_kernel
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import sparse_scatter
@@ -111,6 +115,43 @@ def sparse_conv2d(
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
     """
+    indices = split_indices(indices)
+    packed = isinstance(w, PackedWeights)
+    inputs = (x, *(w._given() if packed else (w, None)), bias, *indices)
+    options = (strides, padding, activation, data_format, w_format, precision, method)
+    own = (w.w_format, w.precision) if packed else None
+    key = call_key((*inputs, base, out), block_params, (options, own))
+    plan = _PLANS.get(key)
+    if plan is None or not stays_apart(out, inputs, base):
+        plan = _checked(x, w, indices, block_params, bias, base, out, *options)
+        _PLANS.keep(key, plan)
+
+    y = _background(plan.shape, x, base, out)
+    if not plan.fused:
+        weights = resolve_weights(w, None, bias, w_format, precision)
+        with memory_of_graphs(x):
+            return _gathered(x, weights, indices, block_params, plan.problem, y)
+    return fused_conv(
+        x, w, *indices, bsize=block_params.bsize_out, strides=strides, padding=padding, bias=bias,
+        activation=activation, data_format=data_format, w_format=w_format, precision=precision,
+        out=y,
+    )  # fmt: skip
+
+
+_PLANS = Plans()  # calls that were checked
+
+
+class _Plan(NamedTuple):
+    """A checked call without its arrays."""
+
+    problem: Problem
+    shape: tuple  # of the result
+    fused: bool  # by one kernel, or else on a stack
+
+
+def _checked(x, w, indices, block_params, bias, base, out, strides, padding, activation,
+             data_format, w_format, precision, method):  # fmt: skip
+    """Check all arguments; return what is to be done."""
     check_method(method)
     weights = resolve_weights(w, None, bias, w_format, precision)
     options = (activation, data_format, weights.w_format, weights.precision)
@@ -120,22 +161,26 @@ def sparse_conv2d(
     check_block_params(block_params, calc_block_params, *calculated)
     shape = (x.shape[0], *problem.out_shape)
     check_base(base, shape, x)
-    indices = split_indices(indices)
     check_indices(*indices, like=x)
     if out is not None:
         _check_out(out, shape, x, weights, indices, base)
-
     kernel_for = (x, problem, block_params.bsize_out, len(indices[1]))
-    fused = goes_fused(method, is_cupy(x), kernel_for)
-    y = _background(shape, x, base, out)
-    if not fused:
-        with memory_of_graphs(x):
-            return _gathered(x, weights, indices, block_params, problem, y)
-    return fused_conv(
-        x, w, *indices, bsize=block_params.bsize_out, strides=strides, padding=padding, bias=bias,
-        activation=activation, data_format=data_format, w_format=w_format, precision=precision,
-        out=y,
-    )  # fmt: skip
+    return _Plan(problem, shape, goes_fused(method, is_cupy(x), kernel_for))
+
+
+def call_key(arrays, block_params, options):
+    """Return the key of a layer's call with CuPy arrays, x first; None if there are none."""
+    if not is_cupy(arrays[0]) or not isinstance(block_params, BlockParams):
+        return None
+    return Plans.key(arrays, (*vars(block_params).values(), options))
+
+
+def stays_apart(out, inputs, base):
+    """Whether ``out`` surely shares no memory with CuPy arrays; the base may be it."""
+    if out is None:
+        return True
+    others = inputs if base is None or same_memory(out, base) else (*inputs, base)
+    return apart(out, others)
 
 
 def _background(shape, x, base, out):

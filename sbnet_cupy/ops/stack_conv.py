@@ -8,6 +8,7 @@ import numpy as np
 
 from .._arrays import empty, is_cupy, namespace
 from ._capture import is_capturing
+from ._plans import Plans
 from .conv2d import conv2d, resolve_problem
 from .fused_conv import fused_conv, missing_kernel
 
@@ -21,15 +22,27 @@ def stack_conv2d(blocks, w, bin_counts, *, strides=(1, 1), precision=None, **epi
     ``epilogue`` is its scale, bias and activation. What other rows hold is not defined.
     """
     if is_cupy(blocks):
-        options = ("VALID", epilogue.get("activation"), "NHWC", "HWIO", precision)
-        problem = resolve_problem(blocks, w, strides, *options)
-        if missing_kernel(blocks, problem, problem.out_size, len(blocks)) is None:
+        key = _PLANS.key((blocks, w), (strides, precision))
+        shape = _PLANS.get(key) or _PLANS.keep(key, _shape(blocks, w, strides, precision))
+        if shape != _NO_KERNEL:
             return fused_conv(
-                blocks, w, bin_counts, _numbers(blocks), bsize=problem.out_size, strides=strides,
+                blocks, w, bin_counts, _numbers(blocks), bsize=shape[1:3], strides=strides,
                 padding="VALID", precision=precision, **epilogue,
-                out=empty((len(blocks), *problem.out_shape), blocks.dtype, blocks),
+                out=empty(shape, blocks.dtype, blocks),
             )  # fmt: skip
     return conv2d(blocks, w, strides=strides, padding="VALID", precision=precision, **epilogue)
+
+
+_PLANS = Plans()
+_NO_KERNEL = "none"
+
+
+def _shape(blocks, w, strides, precision):
+    """Return the shape of the result, or that there is no kernel for it."""
+    problem = resolve_problem(blocks, w, strides, "VALID", None, "NHWC", "HWIO", precision)
+    if missing_kernel(blocks, problem, problem.out_size, len(blocks)) is not None:
+        return _NO_KERNEL
+    return (len(blocks), *problem.out_shape)
 
 
 def _numbers(blocks):
