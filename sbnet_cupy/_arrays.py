@@ -220,24 +220,6 @@ def zeros(shape, dtype, like):
     return out
 
 
-def copy_of(array):
-    """Allocate a copy of a contiguous array likewise."""
-    out = empty(array.shape, array.dtype, array)
-    copy_into(out, array)
-    return out
-
-
-def copy_into(out, array):
-    """Copy a contiguous array into another of its shape and dtype.
-
-    Not by assignment: CuPy's moves an element a thread, halves at a fifth of the bandwidth.
-    """
-    if is_cupy(out):
-        out.data.copy_from_device_async(array.data, array.nbytes)
-    else:
-        out[...] = array
-
-
 @functools.lru_cache(256)  # NumPy spells a name anew each time, which takes a microsecond
 def dtype_name(dtype):
     """Return the usual name of a dtype: "float16", "bfloat16", "uint8"..."""

@@ -21,6 +21,7 @@ from sbnet_cupy import (
 )
 from sbnet_cupy.ops._grid import Grid as Blocks
 from sbnet_cupy.ops.affine_grad import affine_grad
+from sbnet_cupy.ops.copy_image import copy_image
 from sbnet_cupy.ops.zero_outside import zero_outside
 
 DTYPES = {dtype.name: dtype for dtype in strategies.DTYPES}
@@ -272,6 +273,22 @@ class Outside(Copy):
         grid = Blocks(*self.geometry.blocks.values())
         zero_outside(blocks, *map(memory.read_only, self.active), grid, self.geometry.size)
         yield blocks
+
+
+@dataclass(frozen=True)
+class CopyImage:
+    """The copy of an image, of so many bytes."""
+
+    size: int
+    offset: int = 0
+    launches_nothing = False
+
+    def __str__(self):
+        return f"{self.size} bytes"
+
+    def run(self, memory):
+        array = np.frombuffer(np.random.default_rng(5).bytes(self.size), np.uint8)
+        yield copy_image(memory.read_only(array), memory.poisoned(array.shape, array.dtype))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from kernel_calls import LAYOUTS, Affine, Copy, Gradient, Mask, Outside
+from kernel_calls import LAYOUTS, Affine, Copy, CopyImage, Gradient, Mask, Outside
 
 
 def _masks():
@@ -281,3 +281,5 @@ def _outside():
 
 
 OUTSIDE = list(_outside())
+
+IMAGES = [CopyImage(size) for size in (16, 16 * 255, 16 * 256, 16 * 1000)]

@@ -23,6 +23,7 @@ from kernel_cases import (
     COPIES,
     FUSED,
     GRADIENTS,
+    IMAGES,
     MASKS,
     OUTSIDE,
     REPEATED,
@@ -258,6 +259,18 @@ def test_affine_gradients(case, monkeypatch):
             if now is not None:
                 assert_same(now, then)
         before = results
+
+
+@pytest.mark.parametrize("case", IMAGES, ids=str)
+def test_images_are_copied(case, monkeypatch):
+    (expected,) = case.run(Memory())
+    module = importlib.import_module("sbnet_cupy.ops.copy_image")
+    monkeypatch.setattr(module, "is_cupy", lambda array: True)
+    monkeypatch.setattr(module, "device_of", lambda array: 0)
+    monkeypatch.setattr(module, "_LEAST", 0)
+    for (actual,) in run_all(case, monkeypatch):
+        assert_same(actual, expected)
+        monkeypatch.setattr(module, "_PLANS", _plans.Plans())
 
 
 @pytest.mark.parametrize("case", OUTSIDE, ids=str)

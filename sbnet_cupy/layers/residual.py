@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from .._arrays import array_function, check_out, copy_into, empty, is_cupy
+from .._arrays import array_function, check_out, empty, is_cupy
 from ..blocks import calc_block_params_res_block, output_size, pair
 from ..ops._capture import memory_of_graphs
 from ..ops._copy_plan import same_memory
@@ -15,6 +15,7 @@ from ..ops.bottleneck_weights import (
     resolve_precision,
 )
 from ..ops.conv2d import conv2d
+from ..ops.copy_image import copy_image
 from ..ops.fused_bottleneck import fused_bottleneck, missing_kernel, require_kernel
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import sparse_scatter
@@ -208,7 +209,7 @@ def _background(x, base, out):
         out = empty(x.shape, x.dtype, x)
     below = x if base is None else base
     if not same_memory(out, below):
-        copy_into(out, below)
+        copy_image(below, out)
     return out
 
 

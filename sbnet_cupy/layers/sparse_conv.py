@@ -11,7 +11,6 @@ from .._arrays import (
     check_contiguous,
     check_out,
     compute_dtype,
-    copy_into,
     empty,
     is_cupy,
     namespace,
@@ -25,6 +24,7 @@ from ..ops._packed_weights import PackedWeights, resolve_weights
 from ..ops._plans import Plans
 from ..ops.active_blocks import ActiveBlocks
 from ..ops.conv2d import Problem, conv2d, resolve_problem
+from ..ops.copy_image import copy_image
 from ..ops.fused_conv import fused_conv, missing_kernel, require_kernel
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_scatter import sparse_scatter
@@ -190,7 +190,7 @@ def _background(shape, x, base, out):
     if base is None:
         out.fill(0)
     elif not same_memory(out, base):
-        copy_into(out, base)
+        copy_image(base, out)
     return out
 
 

@@ -14,7 +14,6 @@ from .._arrays import (
     check_apart,
     check_out,
     compute_dtype,
-    copy_of,
     dtype_name,
     is_cupy,
 )
@@ -34,6 +33,7 @@ from .bottleneck_weights import (
     widened,
 )
 from .conv2d import conv2d
+from .copy_image import copy_image
 from .sparse_gather import sparse_gather
 from .sparse_scatter import sparse_scatter
 from .zero_outside import zero_outside
@@ -119,7 +119,7 @@ def fused_bottleneck(
     inputs = (("x", x), ("bin_counts", bin_counts), ("active_block_indices", active_block_indices))
     inputs += tuple(("weights", array) for array in _arrays_of(plain))
     if out is None:
-        out = copy_of(x)
+        out = copy_image(x)
     elif launch is None:
         check_out(out, x.shape, x.dtype, x, inputs)
     else:

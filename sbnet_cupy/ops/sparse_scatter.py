@@ -9,7 +9,6 @@ from .._arrays import (
     check_apart,
     check_array,
     check_out,
-    copy_into,
     empty,
     is_cupy,
     namespace,
@@ -33,6 +32,7 @@ from ._grid import (
 )
 from ._narrow import adder
 from ._plans import Plans
+from .copy_image import copy_image
 
 
 @array_function
@@ -131,7 +131,7 @@ def sparse_scatter(
     elif not apart(out, others):
         check_apart(out, zip(_ARRAY_NAMES, others, strict=False))
     if not in_place:
-        copy_into(out, x)
+        copy_image(x, out)
     if launch is not None:
         launch(out, bin_counts, active_block_indices, blocks)
     elif not x.size or not blocks.size:

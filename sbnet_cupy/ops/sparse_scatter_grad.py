@@ -2,10 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from .._arrays import array_function, copy_of, is_float, namespace
+from .._arrays import array_function, is_float, namespace
 from ..errors import DTypeError
 from ._cover import last_writers
 from ._grid import check_image, check_indices, resolve_grid, resolve_layout
+from .copy_image import copy_image
 from .sparse_gather import sparse_gather
 
 
@@ -100,6 +101,6 @@ def sparse_scatter_grad(
     xp = namespace(grad_y)
     covered, stays = last_writers(*indices, layout, grid)
     xp.copyto(blocks, 0.0, where=~stays)
-    x = copy_of(grad_y)
+    x = copy_image(grad_y)
     xp.copyto(x, 0.0, where=covered)
     return ScatterGradients(blocks, x)

@@ -13,6 +13,7 @@ import torch
 
 from ..ops._plans import Plans
 from ..ops._workspace import workspace
+from ..ops.copy_image import launch_of_copy
 from ._native import native_stream, raw_stream, view
 
 
@@ -111,12 +112,17 @@ def lay(out, base, new=False):
 
     ``new`` memory overlaps nothing.
     """
-    runtime, stream = _runtime(), raw_stream(out.get_device())
-    to, size = out.data_ptr(), out.nbytes
+    runtime, device = _runtime(), out.get_device()
+    to, size, stream = out.data_ptr(), out.nbytes, raw_stream(device)
     if base is None:
         runtime.memsetAsync(to, 0, size, stream)
     elif base.data_ptr() != to:
         if not new and not apart(out, (base,)):
             return False
-        runtime.memcpyAsync(to, base.data_ptr(), size, runtime.memcpyDeviceToDevice, stream)
+        source = base.data_ptr()
+        launch = launch_of_copy(device, size, source | to)
+        if launch is None:
+            runtime.memcpyAsync(to, source, size, runtime.memcpyDeviceToDevice, stream)
+        else:
+            launch.on(stream, (source, to))
     return True
