@@ -40,11 +40,11 @@ def test_equals_the_convolution(xp, dtype, size, channels, kernel, strides, prec
     )
     options = {"strides": strides, "precision": precision}
     given = [xp.asarray(array) for array in (blocks, w, count)]
-    found = to_numpy(stack_conv2d(*given, **options))[:COUNT]
+    found = to_numpy(stack_conv2d(*given, **options)[:COUNT])
     oracles.assert_within(found, oracles.bounded_round(plain, dtype))
 
     tables = {"scale": xp.asarray(scale), "bias": xp.asarray(bias)}
-    found = to_numpy(stack_conv2d(*given, **tables, activation="relu", **options))[:COUNT]
+    found = to_numpy(stack_conv2d(*given, **tables, activation="relu", **options)[:COUNT])
     mapped = oracles.bounded_affine(plain, scale, bias, "relu", epsilon=epsilon)
     oracles.assert_within(found, oracles.bounded_round(mapped, dtype))
 
@@ -63,10 +63,11 @@ def test_the_list_of_blocks_grows_and_is_kept(require):
     w = cupy.ones((1, 1, 8, 8), np.float16)
     stack_conv._NUMBERS.clear()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
-    results = []
+    results, given = [], []
     for rows in (3, 300, 200, 1000):
         blocks = cupy.full((rows, 2, 2, 8), 0.5, np.float16)
         count = cupy.array([rows], np.int32)
+        given.append((blocks, count))  # other streams read them
         cupy.cuda.Device().synchronize()
         for stream in streams:
             with stream:
