@@ -202,6 +202,35 @@ def test_in_place_of_x_a_unit_reads_its_neighbours_first(st, torch, device):
         assert_same(place, apart)
 
 
+def test_weights_that_learn_are_seen_at_every_call(st, torch, device):
+    """In training: the result is that of the weights as they are, and so are the gradients."""
+    x, listed = draw(torch, 2, 8, 8, 8, device=device), table(torch, device)
+    w, bias = draw(torch, 3, 3, 8, 8, device=device), draw(torch, 8, device=device)
+    unit = bottleneck_weights(torch, 8, 4, 8, device=device)
+
+    def conv(library, w, bias, **options):
+        return library.sparse_conv2d(x, w, listed, PARAMS, bias=bias, precision="tf32", **options)
+
+    def residual(library, *weights, **options):
+        weights = sb.BottleneckWeights(*weights)
+        return library.sparse_res_block_bottleneck(
+            x, weights, listed, UNIT, precision="tf32", **options
+        )
+
+    for layer, weights in ((conv, (w, bias)), (residual, unit)):
+        for weight in weights:
+            weight.requires_grad_()
+        for _ in range(4):
+            y = layer(st, *weights)
+            assert_same(y.detach(), layer(sb, *(weight.detach() for weight in weights)))
+            found = torch.autograd.grad(y.sum(), weights)
+            expected = torch.autograd.grad(layer(st, *weights, method="gather").sum(), weights)
+            for a, e in zip(found, expected, strict=True):
+                assert_same(a, e)
+            with torch.no_grad():
+                weights[0].data.mul_(1.5)  # leaves no version, as fused optimizers do not
+
+
 @pytest.fixture
 def fake(torch, launches, calling, packing, registry, monkeypatch):
     """Return a function that makes tensors on a GPU that is not there."""
