@@ -427,6 +427,15 @@ def test_weights_that_learn_are_packed_in_each_call(layer, torch, fake):
         )
         assert (stream, read, memory) == (7, [*map(address, weights)], packed)
         assert len(layer.launch.pack.launch.done) == number
+    weights[0].requires_grad_(False)
+    layer.keep(weights, options=("frozen",))
+    layer.pack()
+    assert layer.call(weights=weights, options=("frozen",))[1] is not None
+    weights[0].requires_grad_()
+    assert layer.call(weights=weights)[1] is not None
+    weights[0].requires_grad_(False)  # after a step that left no version, for all one knows
+    assert layer.call(weights=weights, options=("frozen",))[1] is None
+    weights[0].requires_grad_()
     with torch.no_grad():
         assert layer.call(weights=weights)[1] is None
         layer.keep(weights)

@@ -40,9 +40,14 @@ def packs(packing, torch, monkeypatch):
     return types.SimpleNamespace(made=made, capturing=capturing, launch=launch)
 
 
+def held(packing):
+    """Return for how many weights, and ways to pack them, something is kept."""
+    return sum(map(len, packing._KEPT.values()))
+
+
 def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
     w, bias = torch.ones(3), torch.zeros(3)
-    before = len(packing._KEPT)
+    before = held(packing)
     changes = [
         lambda: None,
         lambda: w.mul_(2),
@@ -60,17 +65,17 @@ def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
         assert packs.made == [True] * number
     packing.packed(packs.launch, w, bias)
     packing.packed(types.SimpleNamespace(how=2), w, None, bias)
-    assert len(packs.made) == len(changes) + 2 and len(packing._KEPT) == before + 3
-    held = packing.kept_of(packs.launch, (w, None, bias))
-    assert held.is_of((w, None, bias))
+    assert len(packs.made) == len(changes) + 2 and held(packing) == before + 3
+    kept = packing.kept_of(packs.launch, (w, None, bias))
+    assert kept.is_of((w, None, bias))
     del bias
     gc.collect()
-    assert len(packing._KEPT) == before
-    assert held.packed is None and not held.is_of((w, None, torch.zeros(3)))
+    assert held(packing) == before
+    assert kept.packed is None and not kept.is_of((w, None, torch.zeros(3)))
 
 
 def test_weights_in_training_and_in_graphs_are_packed_at_each_call(packing, packs, torch):
-    before, w = len(packing._KEPT), torch.ones(3, requires_grad=True)
+    before, w = held(packing), torch.ones(3, requires_grad=True)
     for _ in range(2):
         w.data.mul_(2)  # as optimizers of other libraries write: autograd sees nothing
         assert_same(packing.packed(packs.launch, w)[0], w.detach())
@@ -82,7 +87,23 @@ def test_weights_in_training_and_in_graphs_are_packed_at_each_call(packing, pack
     w = w.detach()
     for _ in range(2):
         packing.packed(packs.launch, w)
-    assert packs.made == [False] * 6 and len(packing._KEPT) == before
+    assert packs.made == [False] * 6 and held(packing) == before
+
+
+@pytest.mark.parametrize("learning", [0, 1])
+def test_weights_that_learned_for_a_while_are_packed_anew(packing, packs, torch, learning):
+    """Frozen, trained by what leaves no version, and frozen again."""
+    weights = torch.ones(3), None, torch.zeros(3)
+    kept = packing.kept_of(packs.launch, weights)
+    for number in range(1, 4):
+        for _ in range(2):
+            assert_same(packing.packed(packs.launch, *weights)[0], weights[0])
+        chosen = weights[2 * learning].requires_grad_()
+        packing.packed(packs.launch, *weights)
+        weights[0].data.mul_(2)
+        chosen.requires_grad_(False)
+        assert packs.made == [True, False] * number
+        assert kept.packed is None and held(packing) == 0
 
 
 # -------------------------------------------------------------------------- weights of modules

@@ -12,7 +12,7 @@ import torch
 from ..ops._plans import Plans
 from ._launches import apart, lay, signature
 from ._native import raw_stream
-from ._packed import kept_of, learn
+from ._packed import kept_of, learn, unkeep
 from ._registry import is_plain, thread_is_plain
 
 
@@ -111,6 +111,7 @@ class LayerCalls(Calls):
         if kept is not None:
             packed = kept.packed.data.ptr
         else:
+            unkeep(weights)
             memory = x.new_empty((launch.pack.nbytes,), dtype=torch.uint8)
             packed = memory.data_ptr()
             launch.pack.launch.on(stream, (*pointers(*weights), packed))

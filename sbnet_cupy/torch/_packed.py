@@ -35,10 +35,11 @@ class Kept:
 
     def drop(self):
         """Let go of the memory."""
+        self._references = ()
         self.packed = self._seen = None
 
 
-_KEPT = {}  # how, for which stream and tensors
+_KEPT = {}  # id of the first weight -> {how, for which stream and weights: Kept}
 
 
 def packed(launch, *weights):
@@ -47,12 +48,14 @@ def packed(launch, *weights):
     Weights that need no gradient are packed again only after a change: one of their memory or of
     autograd's version, as PyTorch's operations leave it. After any other write, call
     ``torch.autograd.graph.increment_version``. Those that need a gradient are packed at each call:
-    what trains them need not leave a version, as PyTorch's fused optimizers do not. So are all
-    within a CUDA graph, which packs them at each replay.
+    what trains them need not leave a version, as PyTorch's fused optimizers do not; so nothing is
+    kept that was packed before. Packed at each call are also all within a CUDA graph, which packs
+    them at each replay.
     """
-    given = [w for w in weights if w is not None]
-    # Inference tensors have no version.
-    changing = learn(given) or any(w.is_inference() for w in given)
+    if learn(weights):
+        unkeep(weights)
+        return _pack(launch, weights)
+    changing = any(w is not None and w.is_inference() for w in weights)  # these have no version
     if changing or torch.cuda.is_current_stream_capturing():
         return _pack(launch, weights)
     kept = kept_of(launch, weights)
@@ -66,11 +69,18 @@ def kept_of(launch, weights):
 
     It is of one stream: it is written, read and given back in the stream's order.
     """
-    key = (type(launch), launch.how, raw_stream(weights[0].get_device()), *map(id, weights))
-    kept = _KEPT.get(key)
+    first = weights[0]
+    key = (type(launch), launch.how, raw_stream(first.get_device()), *map(id, weights))
+    group = _KEPT.setdefault(id(first), {})
+    kept = group.get(key)
     if kept is None:
-        kept = _KEPT[key] = Kept(weights, partial(_forget, key))
+        kept = group[key] = Kept(weights, partial(_forget, id(first)))
     return kept
+
+
+def unkeep(weights):
+    """Drop what is kept of weights that need gradients now: they may change and not show it."""
+    _drop(id(weights[0]))
 
 
 def learn(weights):
@@ -78,10 +88,13 @@ def learn(weights):
     return True in [w is not None and w.requires_grad for w in weights]
 
 
-def _forget(key, reference):
-    """Drop what was packed of a tensor that is gone."""
-    kept = _KEPT.pop(key, None)
-    if kept is not None:
+def _forget(first, reference):
+    """Drop what was packed of tensors of which one is gone, and all else of the first."""
+    _drop(first)
+
+
+def _drop(first):
+    for kept in _KEPT.pop(first, {}).values():
         kept.drop()
 
 

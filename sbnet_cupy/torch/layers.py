@@ -52,9 +52,10 @@ def sparse_conv2d(
         pass ``x.permute(0, 2, 3, 1)``, which is contiguous, as ``nn.SparseConv2d`` does.
     w : tensor, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
         Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``. On a GPU the
-        fused method packs it: at each call if it requires grad, else only after a change that
-        autograd's version counter shows, as that of an operation does. After a write behind it,
-        such as to ``w.data``, call ``torch.autograd.graph.increment_version(w)``.
+        fused method packs it: at each call if it requires grad, else after a call in which it did,
+        and after a change that autograd's version counter shows, as that of an operation does.
+        After a write behind it, such as to ``w.data``, call
+        ``torch.autograd.graph.increment_version(w)``.
     indices, block_params, strides, padding, bias, activation, base
         As for :func:`sbnet_cupy.sparse_conv2d`.
     data_format, w_format, precision, method
