@@ -43,7 +43,7 @@ class Sequence:
     def layer(self, dtype):
         """Return weights of one of a few layers, of which some have changed since."""
         torch, key = self.torch, (dtype, self.random.randrange(3))
-        if key not in self.weights or self.chance(0.05):
+        if key not in self.weights or self.chance(0.01):
             cin, mid = CHANNELS, MIDDLE
             kernels = ((3, 3, cin, cin), (1, 1, cin, mid), (3, 3, mid, mid), (1, 1, mid, cin))
             tables = [self.numbers(n).abs() for n in (cin, cin, mid, mid, mid, mid)]
@@ -51,16 +51,18 @@ class Sequence:
             bias = self.numbers(cin) if self.chance(0.5) else None
             self.weights[key] = made[0], bias, made[1:] + tables
         w, bias, unit = self.weights[key]
-        for weight in (w, self.random.choice(unit)):
-            change = self.random.randrange(20)
+        for group in ([w], unit):
+            weight, change = self.random.choice(group), self.random.randrange(40)
             if change == 0:
                 with torch.no_grad():
                     weight.mul_(0.9)
             elif change == 1:
                 weight.data = weight.data * 1.1
-            elif change <= 4:
-                weight.requires_grad_(not weight.requires_grad)
-            elif weight.requires_grad and change <= 7:
+            elif change < 10:
+                learns, several = not weight.requires_grad, self.chance(0.8)
+                for other in group if several else [weight]:
+                    other.requires_grad_(learns)
+            elif weight.requires_grad and change < 20:
                 weight.data.mul_(0.95)  # as a fused optimizer writes: autograd sees nothing
         return w, bias, unit
 
