@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import types
 
+import numpy as np
 import pytest
 from assertions import assert_same
 from torch_cases import bottleneck_weights, draw, on_device, table
@@ -445,6 +446,17 @@ def test_weights_that_learn_are_packed_in_each_call(layer, torch, fake):
     for odd in ((weights[0], None, fake(2, dtype=torch.float16)), (weights[0], None, fake(4)[::2])):
         layer.keep(odd)  # the kernel that packs would read a copy
         assert layer.call(weights=odd) == (None, None)
+
+
+def test_what_is_no_tensor_goes_the_whole_way(layer, torch):
+    """To where it is refused by name."""
+    w, bias, numbers = layer.w, layer.bias, np.ones(3)
+    for learns in (False, True):
+        w.requires_grad_(learns)
+        for weights in ((numbers, None, bias), ([1], None, None), (w, None, numbers), (None, w, 1)):
+            assert layer.call(weights=weights)[1] is None
+    for change in ({"image": numbers}, {"image": None}, {"base": numbers}, {"out": [1]}):
+        assert layer.call(**change) == (None, None)
 
 
 def test_a_layer_that_has_no_kernel_is_not_looked_up_again(layer):

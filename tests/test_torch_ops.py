@@ -241,6 +241,8 @@ def test_bad_input_is_refused_by_name(st, torch):
         (TypeError, "indices", conv, (x, w, rows, PARAMS), {}),
         (TypeError, "block_params must be a BlockParams", conv, (x, w, active, (4, 4)), {}),
         (ShapeError, "block_params must be", conv, (x, w, active, UNIT), {"padding": "VALID"}),
+        (DTypeError, "w must be a torch", conv, (x, w.numpy(), active, PARAMS), {}),
+        (DTypeError, "bias must be a torch", conv, (x, w, active, PARAMS), {"bias": bias.numpy()}),
         (DTypeError, "w must have the dtype of x", conv, (x, w.double(), active, PARAMS), {}),
         (DTypeError, "x must be of a float dtype", conv, (x.int(), w.int(), active, PARAMS), {}),
         (ShapeError, "w must have shape", conv, (x, w[:, :, :2], active, PARAMS), {}),

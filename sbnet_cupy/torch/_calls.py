@@ -50,7 +50,7 @@ class Calls:
         if weights:
             if torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing():
                 return nothing
-            if weights[0].requires_grad:
+            if getattr(weights[0], "requires_grad", False):  # it may be no tensor
                 if not all(w is None or is_plain(w) for w in weights):
                     return nothing
                 parts += map(signature, weights)
