@@ -20,7 +20,7 @@ from assertions import assert_same
 from host_memory import Memory, signature_of
 
 from sbnet_cupy import _kernels
-from sbnet_cupy.ops import _plans
+from sbnet_cupy.ops import _packed, _plans
 from sbnet_cupy.ops._fused_plan import Device
 
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
@@ -52,7 +52,6 @@ class HostOp:
     stem: str
     planner: str  # name of the function in whose place a plan of ours is given
     pack: str  # the kernel that packs weights
-    packing: tuple = ()  # modules besides the op's that allocate
 
     @property
     def module(self):
@@ -89,8 +88,7 @@ class HostOp:
             if not planned:
                 patch.setattr(op, self.planner, lambda *case: plan)
             patch.setattr(op, "apart", lambda *arrays: False)  # check_apart will say
-            for module in (op, *self.packing):
-                patch.setattr(module, "empty", memory.poisoned, raising=False)
+            patch.setattr(_packed, "empty", memory.poisoned)
 
             def filled(array, value):
                 array[...] = value
@@ -100,7 +98,7 @@ class HostOp:
                 op, "zeros", lambda *like: filled(memory.poisoned(*like), 0), raising=False
             )
             patch.setattr(
-                op, "copy_of", lambda x: filled(memory.poisoned(x.shape, x.dtype, x), x),
+                op, "copy_image", lambda x: filled(memory.poisoned(x.shape, x.dtype, x), x),
                 raising=False,
             )  # fmt: skip
             yield launched

@@ -9,10 +9,9 @@ import pytest
 from fused_cases import Case
 from fused_on_host import AMPERE, BLACKWELL, TABLES, TURING, HostOp, Run
 
-from sbnet_cupy.ops import _packed_weights
 from sbnet_cupy.ops._fused_plan import ConvPlan
 
-OP = HostOp("fused_conv", "plan_for", "pack_weights", packing=(_packed_weights,))
+OP = HostOp("fused_conv", "plan_for", "pack_weights")
 
 
 def plan(engine="MmaSync", *, planes, slice, tile=(8, 8), warps=(4, 1, 1), stages=1, chunks=1,
