@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 from assertions import assert_same
-from torch_cases import bottleneck_weights, draw, on_device, table
+from torch_cases import bottleneck_weights, draw, internal, on_device, table
 
 import sbnet_cupy as sb
 from sbnet_cupy import ShapeError
@@ -16,30 +16,8 @@ GRID = {"bsize": (4, 4), "boffset": (-1, 0), "bstride": (4, 4)}
 PARAMS = sb.calc_block_params((8, 8), 6, 3)
 UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
 
-
-@pytest.fixture
-def registry(st):
-    return importlib.import_module("sbnet_cupy.torch._registry")
-
-
-@pytest.fixture
-def launches(st):
-    return importlib.import_module("sbnet_cupy.torch._launches")
-
-
-@pytest.fixture
-def calling(st):
-    return importlib.import_module("sbnet_cupy.torch._calls")
-
-
-@pytest.fixture
-def packing(st):
-    return importlib.import_module("sbnet_cupy.torch._packed")
-
-
-@pytest.fixture
-def copies(st):
-    return importlib.import_module("sbnet_cupy.torch._copies")
+registry, launches = internal("_registry"), internal("_launches")
+calling, packing, copies = internal("_calls"), internal("_packed"), internal("_copies")
 
 
 # ----------------------------------------------------------- what the dispatcher must be shown

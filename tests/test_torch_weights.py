@@ -2,23 +2,19 @@
 
 import copy
 import gc
-import importlib
 import pickle
 import types
 
 import pytest
 from assertions import assert_same
-from torch_cases import bottleneck_weights, draw, on_device, table
+from torch_cases import bottleneck_weights, draw, internal, on_device, table
 
 import sbnet_cupy as sb
 
 PARAMS = sb.calc_block_params((8, 8), 6, 3)
 UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
 
-
-@pytest.fixture
-def packing(st):
-    return importlib.import_module("sbnet_cupy.torch._packed")
+packing = internal("_packed")
 
 
 # ------------------------------------------------------------------------------- packed weights

@@ -1,5 +1,7 @@
 """What the tests of sbnet_cupy.torch share: devices, tensors, a list of blocks."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,16 @@ def on_device(require, torch, device):
         if not torch.cuda.is_available():
             pytest.skip("needs a PyTorch that sees the GPU")
     return device
+
+
+def internal(name):
+    """Return a fixture: a module of sbnet_cupy.torch that is not public."""
+
+    @pytest.fixture
+    def module(st):
+        return importlib.import_module(f"sbnet_cupy.torch.{name}")
+
+    return module
 
 
 def table(torch, device="cpu"):

@@ -163,18 +163,24 @@ def _checked(x, given, indices, block_params, strides, w_project, base, out, pre
     strides = pair(strides, "strides")
     weights = plain_of(given)
     precision = resolve_precision(given, precision)
-    cout = check_unit(x, weights, w_project, strides)
-    image_hw = x.shape[1:3]
-    calculated = (image_hw, KERNELS, strides, "SAME")
-    check_block_params(block_params, calc_block_params_res_block, *calculated)
-    shape = (x.shape[0], *output_size(image_hw, (3, 3), strides, "SAME"), cout)
-    check_base(base, shape, x)
+    shape = check_sizes(x, weights, w_project, strides, block_params, base)
     check_indices(*indices, like=x)
     if out is not None:
         _check_out(out, shape, x, weights, w_project, indices, base)
     kernel_for = (x, weights, block_params.bsize_out, len(indices[1]), precision, out)
     uncovered = what_is_uncovered(strides, w_project, out is not None and same_memory(out, x))
     return _Plan(strides, precision, goes_fused(method, is_cupy(x), uncovered, kernel_for))
+
+
+def check_sizes(x, weights, w_project, strides, block_params, base):
+    """Check what a unit and its gradient take alike; return the shape of the result."""
+    cout = check_unit(x, weights, w_project, strides)
+    image_hw = x.shape[1:3]
+    calculated = (image_hw, KERNELS, strides, "SAME")
+    check_block_params(block_params, calc_block_params_res_block, *calculated)
+    shape = (x.shape[0], *output_size(image_hw, (3, 3), strides, "SAME"), cout)
+    check_base(base, shape, x)
+    return shape
 
 
 def what_is_uncovered(strides, w_project, in_place=False):

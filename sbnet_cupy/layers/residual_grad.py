@@ -5,18 +5,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import array_function, compute_dtype
-from ..blocks import calc_block_params_res_block, output_size, pair
+from ..blocks import pair
 from ..ops._grid import inside_image
 from ..ops.activation import apply_affine
 from ..ops.affine_grad import affine_grad
-from ..ops.bottleneck_weights import BottleneckWeights, check_unit
+from ..ops.bottleneck_weights import BottleneckWeights
 from ..ops.conv2d import check_precision, conv2d
 from ..ops.conv2d_grad import check_grad, conv2d_grad
 from ..ops.sparse_gather import sparse_gather
 from ..ops.sparse_gather_grad import sparse_gather_grad
 from ..ops.zero_outside import zero_outside
-from .residual import KERNELS, shortcut_grid
-from .sparse_conv import check_base, check_block_params, split_indices
+from .residual import check_sizes, shortcut_grid
+from .sparse_conv import split_indices
 from .sparse_conv_grad import split_gradient
 
 
@@ -89,12 +89,7 @@ def sparse_res_block_bottleneck_grad(
     """
     check_precision(precision)
     strides = pair(strides, "strides")
-    cout = check_unit(x, weights, w_project, strides)
-    image_hw = x.shape[1:3]
-    calculated = (image_hw, KERNELS, strides, "SAME")
-    check_block_params(block_params, calc_block_params_res_block, *calculated)
-    shape = (x.shape[0], *output_size(image_hw, (3, 3), strides, "SAME"), cout)
-    check_base(base, shape, x)
+    shape = check_sizes(x, weights, w_project, strides, block_params, base)
     check_grad("grad_y", grad_y, shape, x)
     indices = split_indices(indices)
 

@@ -40,13 +40,11 @@ class Calls:
         if device != torch._C._cuda_getDevice():
             return nothing
         for t in tensors:
-            if t is None:
-                parts.append(None)
-            elif is_plain(t):
+            if t is not None:
+                if not is_plain(t):
+                    return nothing
                 records = records or t.requires_grad
-                parts += (t.shape, t.dtype, t.get_device(), t.is_contiguous(), t.data_ptr() & 15)
-            else:
-                return nothing
+            parts.append(signature(t))
         if weights:
             if torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing():
                 return nothing
@@ -71,14 +69,15 @@ class Calls:
         self._kept.keep(key, (launch, *more) if launch else False)
 
 
-def room(like, shape, out, inputs):
-    """Return what receives a result: new memory, or ``out``, or None where inputs share it.
+def room(like, shape, out, inputs, records):
+    """Return what receives a result: new memory, or ``out``.
 
-    A ``shape`` of None is that of ``like``.
+    None where ``out`` must be written by a copy, because gradients are recorded, or where inputs
+    share its memory. A ``shape`` of None is that of ``like``.
     """
     if out is None:  # empty_like takes the calling thread less time, new_empty less with a tuple
         return torch.empty_like(like) if shape is None else like.new_empty(shape)
-    return out if apart(out, inputs) else None
+    return None if records or not apart(out, inputs) else out
 
 
 def other_shape(result, like):
@@ -102,10 +101,9 @@ class LayerCalls(Calls):
         stream, records = key[:2]
         launch, shape, kept, _ = known
         # What is kept of these very tensors was packed of plain ones.
-        if (kept is not None and not kept.is_of(weights)) or (records and out is not None):
+        if kept is not None and not kept.is_of(weights):
             return None
-        inputs = () if out is None else (x, counts, indices, *weights)
-        y = room(x, shape, out, inputs)
+        y = room(x, shape, out, (x, counts, indices, *weights), records)
         if y is None or not lay(y, base, new=out is None):
             return None
         if kept is not None:

@@ -109,7 +109,7 @@ def gather_again(key, known, x, bin_counts, active_block_indices, out, scale, sh
     launch, shape, options, activation = known
     stream, records = key[:2]
     given = (x, bin_counts, active_block_indices)
-    blocks = None if records and out is not None else room(x, shape, out, (*given, scale, shift))
+    blocks = room(x, shape, out, (*given, scale, shift), records)
     if blocks is None:
         return None
     launch.on(stream, pointers(*given, blocks, scale, shift))
@@ -234,7 +234,7 @@ def scatter_again(key, known, x, bin_counts, active_block_indices, blocks, out):
     launch, options = known
     stream, records = key[:2]
     given = (bin_counts, active_block_indices, blocks)
-    y = None if records and out is not None else room(x, None, out, given)
+    y = room(x, None, out, given, records)
     if y is None or not lay(y, x, new=out is None):
         return None
     launch.on(stream, pointers(y, *given))

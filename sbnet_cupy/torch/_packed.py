@@ -27,9 +27,8 @@ class Kept:
         for w, seen in zip(weights, self._seen, strict=True):
             if w is not None:
                 place, version, shape = seen
-                if w.data_ptr() != place or w._version != version or w.requires_grad:
-                    return False
-                if w.shape != shape:
+                moved = w.data_ptr() != place or w.shape != shape
+                if moved or w._version != version or w.requires_grad:
                     return False
         return True
 
@@ -80,7 +79,7 @@ def kept_of(launch, weights):
 
 def unkeep(weights):
     """Drop what is kept of weights that need gradients now: they may change and not show it."""
-    _drop(id(weights[0]))
+    _forget(id(weights[0]))
 
 
 def learn(weights):
@@ -88,12 +87,8 @@ def learn(weights):
     return True in [w is not None and w.requires_grad for w in weights]
 
 
-def _forget(first, reference):
-    """Drop what was packed of tensors of which one is gone, and all else of the first."""
-    _drop(first)
-
-
-def _drop(first):
+def _forget(first, reference=None):
+    """Drop all that is kept under a first weight; called too when a tensor of it is gone."""
     for kept in _KEPT.pop(first, {}).values():
         kept.drop()
 
