@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._onednn import step_to_one_column
 from ..blocks import BlockParams
 from ..layers.sparse_conv import sparse_conv2d as core_sparse_conv2d
 from ..ops.fused_conv import launch_of_conv
@@ -78,6 +79,9 @@ def _exactly(precision, x):
 
 
 def _convolve(x, w, strides, precision):
+    step = None if x.is_cuda else step_to_one_column(x.shape[3], x.shape[2], w.shape[3], strides)
+    if step is not None:
+        x, strides = x[:, :, : w.shape[3]], step
     with _exactly(precision, x):
         y = torch.ops.aten.convolution(
             x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1), False, (0, 0), 1
@@ -103,6 +107,8 @@ def _convolve_backward(ctx, grad):
 
 
 def _backward(grad, x, w, strides, precision, for_x, for_w):
+    if not x.is_cuda:
+        w = w.contiguous()  # the CPU's own convolution refuses others where it has to find dw
     with _exactly(precision, x):
         dx, dw, _ = torch.ops.aten.convolution_backward(
             grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1),
