@@ -54,8 +54,8 @@ FUNCTIONS = sorted(n for n in PUBLIC if inspect.isfunction(getattr(sbnet_cupy, n
 
 # Who may import whom: a module imports from lower levels, or from siblings, never in a circle.
 LEVELS = {
-    "errors": 0, "blocks": 0,
-    "_libraries": 1, "_arrays": 1, "_kernels": 1,
+    "errors": 0, "blocks": 0, "_onednn": 0,
+    "_byte_order": 1, "_libraries": 1, "_arrays": 1, "_kernels": 1,
     "ops": 2,
     "layers": 3,
     "torch": 4, "jax": 4, "tensorflow": 4, "demo": 4,

@@ -17,9 +17,9 @@ def test_one_output_channel(torch, st, dtype, w_format, kernel):
     w = normal(*kernel, 3, 1, dtype=dtype)
     w = w if w_format == "HWIO" else np.ascontiguousarray(w.transpose(3, 2, 0, 1))
     params = sb.calc_block_params(X.shape, (4, 5), kernel)
-    mask = np.zeros(X.shape[:3], bool)
-    mask[0, 0, 0] = True
-    for mask in (mask, np.ones(X.shape[:3], bool)):
+    corner = np.zeros(X.shape[:3], bool)
+    corner[0, 0, 0] = True
+    for mask in (corner, np.ones(X.shape[:3], bool)):
         active = sb.reduce_mask(mask, params.bcount, **grid(params))
         x = X.astype(dtype)
         leaves = [torch.from_numpy(x.copy()).requires_grad_(), torch.from_numpy(w).requires_grad_()]

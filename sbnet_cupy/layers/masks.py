@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from .._arrays import array_function, check_array, is_float, namespace
+from .._byte_order import check_byte_orders
 from ..blocks import is_integer, pair
 from ..errors import DTypeError, ShapeError
 from .birds_eye import birds_eye, number
@@ -171,6 +172,7 @@ def change(previous, current, level):
     _check_picture("current", current)
     check_array("current", current, shape=previous.shape, like=previous)
     if current.dtype != previous.dtype:
+        check_byte_orders({"previous": previous, "current": current})
         raise DTypeError(
             f"current must have the dtype of previous, {previous.dtype}, got {current.dtype}; "
             "convert one with .astype"

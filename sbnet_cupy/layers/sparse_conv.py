@@ -15,6 +15,7 @@ from .._arrays import (
     is_cupy,
     namespace,
 )
+from .._byte_order import check_byte_orders
 from ..blocks import BlockParams, calc_block_params
 from ..errors import DTypeError, ShapeError
 from ..ops._capture import memory_of_graphs
@@ -331,6 +332,7 @@ def check_base(base, shape, x):
         return
     check_array("base", base, shape=shape, like=x)
     if base.dtype != x.dtype:
+        check_byte_orders({"x": x, "base": base})
         raise DTypeError(f"base must have the dtype of x, {x.dtype}, got {base.dtype}; use astype")
     check_contiguous("base", base)
 

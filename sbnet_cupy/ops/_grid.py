@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._arrays import check_array, check_contiguous, namespace
+from .._byte_order import check_byte_order
 from ..blocks import pair
 from ..errors import DTypeError, ShapeError
 
@@ -112,6 +113,7 @@ def check_indices(bin_counts, active_block_indices, like):
         )
     for name, value in (("active_block_indices", active_block_indices), ("bin_counts", bin_counts)):
         if value.dtype != np.int32:
+            check_byte_order({name: value})
             raise DTypeError(f"{name} must be int32, got {value.dtype}; build it with reduce_mask")
         check_contiguous(name, value)
 

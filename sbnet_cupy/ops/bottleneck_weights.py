@@ -15,6 +15,7 @@ from .._arrays import (
     is_float,
     namespace,
 )
+from .._byte_order import check_byte_orders
 from ..errors import DTypeError, ShapeError
 from ._packed import Packed
 from .conv2d import check_precision
@@ -247,4 +248,5 @@ def _check_kernel(name, kernel, shape, x):
             f"{name} must have shape {shape}, for x of {x.shape[3]} channels, got {kernel.shape}"
         )
     if kernel.dtype != x.dtype:
+        check_byte_orders({"x": x, name: kernel})
         raise DTypeError(f"{name} must have the dtype of x, {x.dtype}, got {kernel.dtype}")

@@ -13,6 +13,7 @@ from .._arrays import (
     is_cupy,
     is_float,
 )
+from .._byte_order import check_byte_orders
 from ..blocks import output_size, padding_pairs, pair
 from ..errors import DTypeError, ShapeError
 from . import _cudnn, _im2col
@@ -150,6 +151,7 @@ def resolve_problem(x, w, strides, padding, activation, data_format, w_format, p
     check_contiguous("x", x)
     check_array("w", w, ndim=4, like=x)
     if w.dtype != x.dtype:
+        check_byte_orders({"x": x, "w": w})
         raise DTypeError(f"w must have the dtype of x, {x.dtype}, got {w.dtype}; use astype")
     r, s, c, k = (w.shape[w_format.index(letter)] for letter in "HWIO")
     h, width, channels = (x.shape[data_format.index(letter)] for letter in "HWC")

@@ -13,6 +13,7 @@ from .._arrays import (
     is_cupy,
     namespace,
 )
+from .._byte_order import check_byte_orders
 from ..errors import DTypeError
 from . import _cudnn_grad, _im2col_grad
 from .affine_grad import affine_grad
@@ -136,6 +137,7 @@ def check_grad(name, grad, shape, x):
     """Raise unless ``grad`` is the gradient of a result of this shape, in the dtype of ``x``."""
     check_array(name, grad, shape=shape, like=x)
     if grad.dtype != x.dtype:
+        check_byte_orders({"x": x, name: grad})
         raise DTypeError(
             f"{name} must have the dtype of x, {x.dtype}, got {grad.dtype}; use astype"
         )

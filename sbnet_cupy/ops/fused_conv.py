@@ -19,6 +19,7 @@ from .._arrays import (
     is_cupy,
     zeros,
 )
+from .._byte_order import check_byte_orders
 from ..errors import DTypeError
 from ._copy_plan import address
 from ._fused_call import LARGEST, MOST_BLOCKS, cut_blocks, resolve_expected
@@ -193,6 +194,7 @@ def _check(inputs, weights, bsize, strides, padding, activation, data_format, ex
     if residual is not None:
         check_array("residual", residual, shape=shape, like=x)
         if residual.dtype != x.dtype:
+            check_byte_orders({"x": x, "residual": residual})
             raise DTypeError(
                 f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}; use astype"
             )

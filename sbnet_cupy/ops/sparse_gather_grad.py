@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import array_function, check_array, empty, is_float
+from .._byte_order import check_byte_orders
 from ..errors import DTypeError
 from ._cover import pixels_read
 from ._grid import check_image, check_indices, resolve_grid, resolve_layout
@@ -124,6 +125,7 @@ def _check(grad_blocks, indices, x, tables, bsize, boffset, bstride, transpose, 
     check_affine(x, layout.C, *tables)
     check_array("grad_blocks", grad_blocks, shape=layout.blocks_shape(len(indices[1]), grid.bsize))
     if grad_blocks.dtype != x.dtype:
+        check_byte_orders({"x": x, "grad_blocks": grad_blocks})
         raise DTypeError(
             f"grad_blocks must have the dtype of x, {x.dtype}, got {grad_blocks.dtype}; use astype"
         )

@@ -13,6 +13,7 @@ from .._arrays import (
     is_cupy,
     namespace,
 )
+from .._byte_order import check_byte_orders
 from ..errors import DTypeError, ShapeError
 from ._copy_plan import THREADS, plan_copy, same_memory
 from ._grid import (
@@ -206,6 +207,7 @@ def resolve_scatter(arrays, bsize, boffset, bstride, add, atomic, transpose, dat
     layout = resolve_layout(x, data_format, transpose)
     check_array("blocks", blocks, shape=layout.blocks_shape(len(active_block_indices), grid.bsize))
     if blocks.dtype != x.dtype:
+        check_byte_orders({"x": x, "blocks": blocks})
         raise DTypeError(f"blocks must have the dtype of x, {x.dtype}, got {blocks.dtype}")
     if add and grid.overlaps and not atomic:
         raise ShapeError(
