@@ -6,6 +6,7 @@ from ..layers.residual import goes_fused as goes_fused_unit
 from ..layers.residual import what_is_uncovered
 from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
 from ..layers.sparse_conv import goes_fused as goes_fused_conv
+from ..ops._active_grid import check_active_grid
 from ..ops._grid import check_indices
 from ..ops.bottleneck_weights import BottleneckWeights, check_unit
 from ..ops.conv2d import check_precision, resolve_problem
@@ -83,6 +84,7 @@ def sparse_conv2d(
     check_block_params(block_params, calc_block_params, *calculated)
     if bias is not None:
         check_array("bias", shown[2], shape=(problem.channels_out,), kinds="f")
+    check_active_grid(indices, x.shape[0], block_params.bcount)
     shape = (x.shape[0], *problem.out_shape)
     check_base(shown[3], shape, shown[0])
     _check_indices(indices, shown[0])
@@ -159,6 +161,7 @@ def sparse_res_block_bottleneck(
     check_block_params(
         block_params, calc_block_params_res_block, image_hw, [1, 3, 1], strides, "SAME"
     )
+    check_active_grid(indices, x.shape[0], block_params.bcount)
     shape = (x.shape[0], *output_size(image_hw, (3, 3), strides, "SAME"), cout)
     check_base(under, shape, image)
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from .._arrays import array_function, check_out, empty, is_cupy
 from ..blocks import calc_block_params_res_block, output_size, pair
+from ..ops._active_grid import check_active_grid
 from ..ops._capture import memory_of_graphs
 from ..ops._copy_plan import same_memory
 from ..ops._grid import check_indices
@@ -129,6 +130,7 @@ def sparse_res_block_bottleneck(
         plan = _checked(x, given, indices, block_params, strides, w_project, base, out, precision,
                         method)  # fmt: skip
         _PLANS.keep(key, plan)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
 
     strides, precision, bsize = plan.strides, plan.precision, block_params.bsize_out
     if plan.fused:

@@ -6,6 +6,7 @@ import numpy as np
 
 from .._arrays import array_function, compute_dtype
 from ..blocks import pair
+from ..ops._active_grid import check_active_grid
 from ..ops._grid import inside_image
 from ..ops.activation import apply_affine
 from ..ops.affine_grad import affine_grad
@@ -92,6 +93,7 @@ def sparse_res_block_bottleneck_grad(
     shape = check_sizes(x, weights, w_project, strides, block_params, base)
     check_grad("grad_y", grad_y, shape, x)
     indices = split_indices(indices)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
 
     with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
         grad, dbase = split_gradient(grad_y, indices, block_params, base is not None)

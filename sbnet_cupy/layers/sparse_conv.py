@@ -18,6 +18,7 @@ from .._arrays import (
 from .._byte_order import check_byte_orders
 from ..blocks import BlockParams, calc_block_params
 from ..errors import DTypeError, ShapeError
+from ..ops._active_grid import check_active_grid
 from ..ops._capture import memory_of_graphs
 from ..ops._copy_plan import same_memory
 from ..ops._grid import check_indices
@@ -126,6 +127,7 @@ def sparse_conv2d(
     if plan is None or not stays_apart(out, inputs, base):
         plan = _checked(x, w, indices, block_params, bias, base, out, *options)
         _PLANS.keep(key, plan)
+    check_active_grid(indices, plan.shape[0], block_params.bcount)
 
     y = _background(plan.shape, x, base, out)
     if not plan.fused:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from .._arrays import array_function
 from ..blocks import calc_block_params
+from ..ops._active_grid import check_active_grid
 from ..ops.conv2d import check_per_channel, resolve_problem
 from ..ops.conv2d_grad import check_grad, check_wanted, conv2d_grad
 from ..ops.sparse_gather import sparse_gather
@@ -111,6 +112,7 @@ def sparse_conv2d_grad(
     check_wanted(wanted, SparseConvGradients._fields)
     check_grad("grad_y", grad_y, shape, x)
     indices = split_indices(indices)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
 
     layout = {"data_format": data_format, "transpose": not problem.channels_last}  # NHWC stacks
     grad_blocks, dbase = split_gradient(

@@ -9,6 +9,7 @@ from ..layers.residual import goes_fused, what_is_uncovered
 from ..layers.residual import sparse_res_block_bottleneck as core_unit
 from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
 from ..layers.sparse_conv import sparse_conv2d as core_conv2d
+from ..ops._active_grid import check_active_grid
 from ..ops._grid import check_indices
 from ..ops.bottleneck_weights import BottleneckWeights, check_unit
 from ..ops.conv2d import check_precision, resolve_problem
@@ -77,7 +78,7 @@ def sparse_conv2d(
     64
     """
     check_method(method)
-    indices = _checked_indices(indices)
+    listed, indices = indices, _checked_indices(indices)
     x, w, bias, base = tensors(x=x, w=w, bias=bias, base=base)
     shown = _known(x, *stand_ins(x, w, bias, base, batch=_images(x, base)))
     options = (strides, padding, activation, data_format, w_format, precision)
@@ -85,6 +86,7 @@ def sparse_conv2d(
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
     calculated = (tuple(image_hw), problem.kernel, problem.strides, padding)
     check_block_params(block_params, calc_block_params, *calculated)
+    check_active_grid(listed, x.shape[0], block_params.bcount)
     if bias is not None:
         check_array("bias", shown[2], shape=(problem.channels_out,), kinds="f")
     check_base(shown[3], (shown[0].shape[0], *problem.out_shape), shown[0])
@@ -162,7 +164,7 @@ def sparse_res_block_bottleneck(
     """
     check_method(method)
     check_precision(precision)
-    indices = _checked_indices(indices)
+    listed, indices = indices, _checked_indices(indices)
     x, w_project, base = tensors(x=x, w_project=w_project, base=base)
     image, projection, under = _known(x, *stand_ins(x, w_project, base, batch=_images(x, base)))
     if isinstance(weights, BottleneckWeights):
@@ -177,6 +179,7 @@ def sparse_res_block_bottleneck(
     check_block_params(
         block_params, calc_block_params_res_block, image_hw, [1, 3, 1], strides, "SAME"
     )
+    check_active_grid(listed, x.shape[0], block_params.bcount)
     shape = (*output_size(image_hw, (3, 3), strides, "SAME"), cout)
     check_base(under, (image.shape[0], *shape), image)
 

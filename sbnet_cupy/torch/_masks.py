@@ -6,6 +6,7 @@ import torch
 
 from ..blocks import pair
 from ..errors import DTypeError, ShapeError
+from ..ops._active_grid import check_active_grid
 from ..ops.active_blocks import ActiveBlocks
 from .ops import reduce_mask
 
@@ -66,6 +67,7 @@ def resolve_blocks(mask, params, image, calculate, capacity):
     """
     listed = isinstance(mask, ActiveBlocks | tuple)
     if listed and params is not None:
+        check_active_grid(mask, image.shape[0], params.bcount)
         return mask, params
     if listed:
         raise TypeError(

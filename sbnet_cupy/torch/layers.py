@@ -5,6 +5,7 @@ import torch
 from ..blocks import padding_pairs, pair
 from ..errors import DTypeError, ShapeError
 from ..layers.sparse_conv import split_indices
+from ..ops._active_grid import check_active_grid, grid_of
 from ..ops.bottleneck_weights import BottleneckWeights
 from ._bottleneck import CALLS as UNIT_CALLS
 from ._bottleneck import UNIT, UNIT_INTO, keep_unit, same_size, unit_again
@@ -88,10 +89,11 @@ def sparse_conv2d(
     >>> w.grad[1, 1, 0, 0]
     tensor(16.)
     """
-    counts, table = split_indices(indices)
+    (counts, table), made_for = split_indices(indices), grid_of(indices)
     params = flatten_params(block_params)
     options = (params, strides, padding, activation, data_format, w_format, precision, method)
-    key, known = CONV_CALLS.find((x, counts, table, base, out), options, (w, None, bias))
+    tensors, spelled = (x, counts, table, base, out), (*options, made_for)
+    key, known = CONV_CALLS.find(tensors, spelled, (w, None, bias))
     if known is not None:
         y = conv_again(key, known, x, w, counts, table, bias, base, out)
         if y is not None:
@@ -100,6 +102,7 @@ def sparse_conv2d(
         x=x, w=w, bin_counts=counts, active_block_indices=table, bias=bias, base=base, out=out
     )
     _check_4d(x=x, w=w)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
     if data_format not in ("NHWC", "NCHW"):
         raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
     if w_format not in ("HWIO", "OIHW"):
@@ -178,10 +181,11 @@ def sparse_res_block_bottleneck(
     """
     if not isinstance(weights, BottleneckWeights):
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
-    counts, table = split_indices(indices)
+    (counts, table), made_for = split_indices(indices), grid_of(indices)
     params, given = flatten_params(block_params), weights._arrays()
     options = (params, strides, precision, method)
-    key, known = UNIT_CALLS.find((x, counts, table, base, out, w_project), options, given)
+    tensors, spelled = (x, counts, table, base, out, w_project), (*options, made_for)
+    key, known = UNIT_CALLS.find(tensors, spelled, given)
     if known is not None:
         y = unit_again(key, known, x, given, counts, table, base, out)
         if y is not None:
@@ -192,6 +196,7 @@ def sparse_res_block_bottleneck(
         **{f"weights.{name}": value for name, value in held.items()},
     )  # fmt: skip
     _check_4d(x=x, **{f"weights.{name}": held[name] for name in _WEIGHTS[:3]})
+    check_active_grid(indices, x.shape[0], block_params.bcount)
     w1, w2, w3, *tables = held.values()
     x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
     strides = pair(strides, "strides")
