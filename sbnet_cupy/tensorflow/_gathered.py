@@ -5,8 +5,8 @@ Also the gradient of the layers, however they were computed: TensorFlow differen
 
 import tensorflow as tf
 
-from .._arrays import compute_dtype
-from .._onednn import step_to_one_column
+from ..core.arrays import compute_dtype
+from ..dense.onednn import step_to_one_column
 from ._empty_batch import convolve_any_number
 from .ops import affine, sparse_gather, sparse_scatter
 

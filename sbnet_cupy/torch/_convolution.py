@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from .._onednn import step_to_one_column
-from ..blocks import BlockParams
-from ..layers.sparse_conv import sparse_conv2d as core_sparse_conv2d
-from ..ops.fused_conv import launch_of_conv
+from ..block_sparse.block_params import BlockParams
+from ..block_sparse.conv.fused_conv import launch_of_conv
+from ..block_sparse.conv.sparse_conv2d import sparse_conv2d as core_sparse_conv2d
+from ..dense.onednn import step_to_one_column
 from ._activation import activation_backward, wide
 from ._calls import LayerCalls
 from ._copies import GATHER, SCATTER

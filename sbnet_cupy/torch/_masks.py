@@ -4,10 +4,10 @@ import math
 
 import torch
 
-from ..blocks import pair
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.active_grid import check_active_grid
+from ..core.sizes import pair
 from ..errors import DTypeError, ShapeError
-from ..ops._active_grid import check_active_grid
-from ..ops.active_blocks import ActiveBlocks
 from .ops import reduce_mask
 
 
