@@ -1,6 +1,7 @@
 """Packed: weights that are laid out for a kernel once, and kept for many calls."""
 
 import functools
+from functools import partial
 
 import numpy as np
 
@@ -110,7 +111,7 @@ def _laid_out(array, dtype):
     return copy
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def _refresh(weights):
     """Pack again all that was packed, where it is."""
     for packed, pack in weights._packed.values():

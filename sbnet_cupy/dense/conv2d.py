@@ -71,12 +71,12 @@ def conv2d(
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images; float16, bfloat16, float32 or float64. C-contiguous.
+        Images; float16, bfloat16, float32 or float64. C-contiguous on a GPU.
     w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
         Kernel, of the dtype of ``x``. Copied when it has to be laid out anew.
     strides : int or (int, int)
         Steps between output pixels.
-    padding : "SAME", "VALID" or ((top, bottom), (left, right))
+    padding : "SAME", "VALID", int, (int, int) or ((top, bottom), (left, right))
         SAME is TensorFlow's: ceil(n / stride) outputs, the odd pixel of padding at the end.
     scale, bias : float array, shape (K,), optional
         Factor and offset per output channel, for example a folded batch norm.

@@ -45,6 +45,8 @@ def find_active(mask, image, params, capacity):
     n, _, h, w = image.shape
     if mask.dim() == 4 and mask.shape[1] == 1:
         mask = mask[:, 0]
+    elif mask.dim() == 2 and n == 1:
+        mask = mask[None]
     if tuple(mask.shape) != (n, h, w):
         raise ShapeError(
             f"mask must have shape ({n}, {h}, {w}) or ({n}, 1, {h}, {w}), the size of x, got "

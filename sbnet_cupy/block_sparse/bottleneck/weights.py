@@ -1,6 +1,7 @@
 """The weights of a residual unit: drawn at random, folded from batch norms, and checked."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,7 +183,7 @@ def widened(weights):
     return [array.astype(wide, copy=False) for array in weights._arrays()]
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def _fold(gamma, beta, mean, variance, eps, name):
     """Return scale and shift of a batch norm, in float32 or float64."""
     check_array(f"{name} gamma", gamma, ndim=1, kinds="f")
