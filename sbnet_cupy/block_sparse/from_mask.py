@@ -49,7 +49,10 @@ def takes_blocks_from(indices, bsize, capacity):
 
 def is_mask(indices):
     """Whether the third argument of a layer is an array like a mask, of any library."""
-    return library_of(indices) is not None and len(indices.shape) in (2, 3, 4)
+    if library_of(indices) is None:
+        return False
+    rank = getattr(indices.shape, "rank", -1)  # TensorFlow's; None where it is not known
+    return (len(indices.shape) if rank == -1 else rank) in (2, 3, 4)
 
 
 def find_blocks(indices, block_params, bsize, capacity, convolution, reduce_mask):
