@@ -48,8 +48,8 @@ def library_of(value):
 def array_function(function, takes_strided=False):
     """Make a function of native arrays take and return the arrays of any library.
 
-    NumPy arrays that are not C-contiguous are copied on the way in, but for ``out`` and what shares
-    its memory; unless the function ``takes_strided`` arrays.
+    NumPy arrays that are not C-contiguous are copied, but for ``out`` and what shares its memory;
+    unless the function ``takes_strided`` arrays. Those of other libraries are left to the checks.
     """
     signature = inspect.signature(function)
 
@@ -85,7 +85,7 @@ def array_function(function, takes_strided=False):
             return function(*args, **kwargs)
         if library is libraries.CUPY:
             return _on_device(place, function, args, kwargs)
-        return _through_door(library, first, function, signature, args, kwargs, takes_strided)
+        return _through_door(library, first, function, signature, args, kwargs)
 
     return call
 
@@ -175,7 +175,7 @@ def _on_device(device, function, args, kwargs):
         return function(*args, **kwargs)
 
 
-def _through_door(library, first, function, signature, args, kwargs, takes_strided):
+def _through_door(library, first, function, signature, args, kwargs):
     """Import the arguments, call, and export the results."""
     bound = signature.bind(*args, **kwargs)
     originals = {}
@@ -195,10 +195,7 @@ def _through_door(library, first, function, signature, args, kwargs, takes_strid
                 return originals[id(native)][1]
             return library.leave(native, first)
 
-        args, kwargs = bound.args, bound.kwargs
-        if not takes_strided:
-            args, kwargs = contiguous_inputs(args, kwargs)
-        result = _map_value(function(*args, **kwargs), leave)
+        result = _map_value(function(*bound.args, **bound.kwargs), leave)
         library.finish([native for native, _ in originals.values()])
         return result
 

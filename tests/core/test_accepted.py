@@ -143,15 +143,6 @@ def test_strided_lists_are_copied():
                                       | {"active_block_indices": strided}).x)  # fmt: skip
 
 
-def test_strided_tensors_of_the_core(torch):
-    x = torch.arange(128.0).reshape(1, 2, 8, 8)
-    counts, rows = torch.ones(1, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int32)
-    view = x.permute(0, 2, 3, 1)
-    assert not view.is_contiguous()
-    blocks = sb.sparse_gather(view, counts, rows, bsize=4)
-    assert torch.equal(blocks, view[:, :4, :4])
-
-
 def test_what_is_written_is_not_copied():
     """A strided ``out`` is refused, and so is what shares its memory."""
     arguments = call_of("sparse_scatter")
