@@ -6,10 +6,10 @@ from functools import partial
 import numpy as np
 
 from ..errors import DeviceError
-from . import launch as kernels
 from .arrays import ArrayContainer, array_function, device_of, empty, is_cupy, namespace
 from .checks import extents
 from .graph_memory import is_capturing, keep_if_capturing
+from .launch import enqueue
 from .plans import Plans
 
 
@@ -107,7 +107,7 @@ def _laid_out(array, dtype):
         return array
     copy = empty(array.shape, dtype or array.dtype, array)
     keep_if_capturing(copy)
-    kernels.enqueue(copy.__setitem__, ..., array)
+    enqueue(copy.__setitem__, ..., array)
     return copy
 
 
