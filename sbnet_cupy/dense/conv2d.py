@@ -71,7 +71,8 @@ def conv2d(
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images; float16, bfloat16, float32 or float64. C-contiguous on a GPU.
+        Images; float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that is not is
+        copied.
     w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
         Kernel, of the dtype of ``x``. Copied when it has to be laid out anew.
     strides : int or (int, int)

@@ -54,8 +54,8 @@ def conv2d_grad(
     Parameters
     ----------
     grad_y : array, shape (N, P, Q, K), or (N, K, P, Q) with ``data_format="NCHW"``
-        Gradient of the result of :func:`conv2d` with these arguments, in its dtype.
-        C-contiguous on a GPU.
+        Gradient of the result of :func:`conv2d` with these arguments, in its dtype. C-contiguous; a
+        NumPy array that is not is copied.
     x, w : array
         As they were given to :func:`conv2d`.
     strides, padding, data_format, w_format, precision, activation

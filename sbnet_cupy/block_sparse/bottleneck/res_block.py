@@ -50,7 +50,8 @@ def sparse_res_block_bottleneck(
     Parameters
     ----------
     x : array, shape (N, H, W, Cin)
-        Images; float16, bfloat16, float32 or float64. C-contiguous on a GPU.
+        Images; float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that is not is
+        copied.
     weights : BottleneckWeights or PackedBottleneck
         Kernels of the dtype of ``x``; scales and shifts of any floating dtype. A
         :class:`PackedBottleneck` saves the fused method the work of laying them out, and brings its

@@ -57,7 +57,7 @@ def sparse_res_block_bottleneck_grad(
     ----------
     grad_y : array, shape (N, H', W', Cout)
         Gradient of the result of :func:`sparse_res_block_bottleneck` with these arguments, in its
-        dtype. C-contiguous on a GPU.
+        dtype. C-contiguous; a NumPy array that is not is copied.
     x, weights, indices, block_params, bsize, strides, w_project, base, capacity
         As they were given to :func:`sparse_res_block_bottleneck`; ``indices`` lists a block once.
         With ``out=x`` or ``out=base`` the values from before the call.

@@ -56,7 +56,8 @@ def fused_conv(
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images; float16, bfloat16, float32 or float64 (not on a GPU). C-contiguous on a GPU.
+        Images; float16, bfloat16, float32 or float64 (not on a GPU). C-contiguous; a NumPy array
+        that is not is copied.
     w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``, or PackedWeights
         Kernel, of the dtype of ``x``. An array is laid out anew at each call, a
         :class:`PackedWeights` once.

@@ -51,7 +51,8 @@ def sparse_conv2d(
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images; float16, bfloat16, float32 or float64. C-contiguous on a GPU.
+        Images; float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that is not is
+        copied.
     w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``, or PackedWeights
         Kernel, of the dtype of ``x``. A :class:`PackedWeights` saves the fused method the work of
         laying it out, and brings its own scale, bias, ``w_format`` and ``precision``.

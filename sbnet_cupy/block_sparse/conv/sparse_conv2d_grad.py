@@ -56,7 +56,7 @@ def sparse_conv2d_grad(
     ----------
     grad_y : array, shape (N, H', W', K), or (N, K, H', W') with ``data_format="NCHW"``
         Gradient of the result of :func:`sparse_conv2d` with these arguments, in its dtype.
-        C-contiguous on a GPU.
+        C-contiguous; a NumPy array that is not is copied.
     x, w, indices, block_params, bsize, capacity
         As they were given to :func:`sparse_conv2d`; ``indices`` lists a block once.
     strides, padding, bias, activation, data_format, w_format, precision

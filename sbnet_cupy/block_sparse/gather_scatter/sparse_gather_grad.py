@@ -58,8 +58,8 @@ def sparse_gather_grad(
     Parameters
     ----------
     grad_blocks : array, shape (M, bsize[0], bsize[1], C), or (M, C, bsize[0], bsize[1])
-        Gradient of the blocks that ``sparse_gather`` gave with these options. C-contiguous on a
-        GPU.
+        Gradient of the blocks that ``sparse_gather`` gave with these options. C-contiguous; a NumPy
+        array that is not is copied.
     bin_counts : int32 array, shape (1,)
         As it was given to ``sparse_gather``.
     active_block_indices : int32 array, shape (M, 3)

@@ -65,13 +65,15 @@ def sparse_scatter(
     ----------
     blocks : array, shape (M, bsize[0], bsize[1], C), or (M, C, bsize[0], bsize[1])
         Block stack, laid out as :func:`sparse_gather` with the same ``transpose`` and
-        ``data_format`` gives it; of the dtype of ``x``. C-contiguous on a GPU.
+        ``data_format`` gives it; of the dtype of ``x``. C-contiguous; a NumPy array that is not is
+        copied.
     bin_counts : int32 array, shape (1,)
         Number of active blocks, as :func:`reduce_mask` returns it.
     active_block_indices : int32 array, shape (M, 3)
         Rows ``(n, hi, wi)``, as :func:`reduce_mask` returns them: no row twice, unless ``atomic``.
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Image under the blocks. C-contiguous on a GPU. Modified only when it is also ``out``.
+        Image under the blocks. C-contiguous; a NumPy array that is not is copied. Modified only
+        when it is also ``out``.
     bsize : int or (int, int)
         Block size ``(h, w)`` in pixels.
     boffset : (int, int)

@@ -55,8 +55,8 @@ def reduce_mask(
     Parameters
     ----------
     mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
-        bool, any integer, float16, bfloat16, float32 or float64. C-contiguous on a
-        GPU.
+        bool, any integer, float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that
+        is not is copied.
     block_count : int or (int, int)
         Number of blocks along ``H`` and ``W``: ``BlockParams.bcount``.
     bsize : int or (int, int)
