@@ -61,7 +61,8 @@ def _check_environment(options):
     if missing:
         raise BenchError(f'needs {", ".join(missing)}; pip install "sbnet-cupy[demo]"')
     if options.points is not None:
-        from sbnet_cupy.demo.inputs import DemoError, read_points
+        from sbnet_cupy.demo.inputs import DemoError
+        from sbnet_cupy.demo.scan_file import read_points
 
         try:
             read_points(options.points)
