@@ -102,17 +102,16 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 def main(argv=None):
     """Run the command line; return its exit code."""
-    options = _parser().parse_args(argv)
     try:
-        code = _run(options)
-        sys.stdout.flush()  # where the reader of a pipe has gone, this is where it shows
-        return code
+        try:
+            return _run(_parser().parse_args(argv))
+        finally:
+            sys.stdout.flush()  # where the reader of a pipe has gone, this is where it shows
     except KeyboardInterrupt:
-        print(f"sbnet-cupy {options.command}: interrupted", file=sys.stderr)
+        print("sbnet-cupy: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # what is still buffered goes there, at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return PIPE_CLOSED
 
 
@@ -145,9 +144,12 @@ def info():
 
 def _print_folded(head, text):
     """Print ``head`` and ``text``, folded under itself where a terminal is narrower."""
-    width = max(shutil.get_terminal_size(fallback=(UNLIMITED, 24)).columns - len(head), 20)
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-    print(head + ("\n" + " " * len(head)).join(lines))
+    width = max(shutil.get_terminal_size(fallback=(UNLIMITED, 24)).columns, len(head) + 20)
+    indent = " " * len(head)
+    lines = textwrap.wrap(
+        text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+    )
+    print("\n".join(lines))
 
 
 CHECKOUT = Path(__file__).resolve().parent.parent

@@ -13,6 +13,7 @@
 ``torch_dense``   the dense computation by PyTorch, to be timed as well
 ``picture``       a source detector: differences of Gaussians
 ``points``        a residual unit over a LiDAR scan seen from above
+``interrupts``    holds Ctrl-C back where it must not interrupt
 ``progress``      a progress bar for what takes long
 ``report``        what a demo found
 ``table``         ... as a table on the terminal

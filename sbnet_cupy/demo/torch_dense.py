@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core.arrays import is_cupy, namespace
+from .interrupts import held_back
 
 NCHW, CHANNELS_LAST = "NCHW", "channels_last"
 
@@ -61,7 +62,7 @@ def _prepared(image, parameters, function):
 def import_torch(image):
     """Return PyTorch if it is installed and can compute where ``image`` is, else None."""
     try:
-        with warnings.catch_warnings():
+        with held_back(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own, at import
             import torch
     except (ImportError, OSError):  # OSError: one of its libraries cannot be loaded
