@@ -15,11 +15,11 @@ from .errors import DeviceError
 
 EXAMPLES = """\
 examples:
-  sbnet-cupy info                       what is installed, what to install for more
-  sbnet-cupy demo                       find the sources in the Hubble deep field
+  sbnet-cupy info                       what is installed here, and what is not
+  sbnet-cupy demo                       find sources in the Hubble deep field
   sbnet-cupy demo sky.png               ... in a picture of your own
   sbnet-cupy demo sky.png --mask m.png  ... where m.png is not black
-  sbnet-cupy demo scan.bin --out /tmp   a residual unit over a LiDAR scan from above
+  sbnet-cupy demo scan.bin --out /tmp   a residual unit over a LiDAR scan
   sbnet-cupy bench                      time the operations on the GPU
   sbnet-cupy bench --cpu --quick        ... some of them, on the CPU
 """

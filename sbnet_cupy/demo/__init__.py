@@ -44,10 +44,15 @@ def run(options):
 
     with Progress() as progress:
         found = _compute(options, xp, progress)
+        progress.step("drawing the picture")
+        try:
+            figure.save_picture(found, target)
+            problem = None
+        except DemoError as error:  # a full disk, say: the table is worth printing all the same
+            problem = error
     table.print_table(found, device)
-    with Progress() as progress:
-        progress.step("drawing the picture", of=1)
-        figure.save_picture(found, target)
+    if problem:
+        raise problem
     print(f"Wrote {target}")
     return 0 if found.result.agrees else 1
 

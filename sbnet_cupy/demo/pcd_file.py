@@ -82,7 +82,7 @@ def _from_ascii(header, body):
     _check_length(len(values), header.points * width, "values")
     table = values[: header.points * width].reshape(header.points, width)
     first = np.cumsum([0, *header.counts])
-    return [table[:, first[i]] for i in header.wanted()]
+    return [table[:, first[i]].astype(header.formats[i]) for i in header.wanted()]
 
 
 def _from_binary(header, body):

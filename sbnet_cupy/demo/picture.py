@@ -23,7 +23,7 @@ BLOCK_SIZE = 22
 def run(path, mask_path, block_size, xp, progress):
     """Run the detector on a picture file, or on the Hubble deep field when ``path`` is None."""
     name = "Hubble deep field" if path is None else Path(path).name
-    progress.step(f"reading {name}", of=STEPS + 2)
+    progress.step(f"reading {name}", of=STEPS + 3)
     picture = hubble_deep_field() if path is None else read_picture(path)
     check_size(name, picture.pixels.shape, block_size)
     values, unit = above_sky(grey(picture.pixels))

@@ -27,7 +27,7 @@ MOST_CELLS = 2e7
 def run(path, columns, mask_path, block_size, xp, grid, progress):
     """Run the residual unit on a scan; ``grid`` holds x_range, y_range and cell in metres."""
     _check_grid(**grid)
-    progress.step(f"reading {Path(path).name}", of=STEPS + 1)
+    progress.step(f"reading {Path(path).name}", of=STEPS + 2)
     points = read_points(path, columns)
     index, shape = cell_index(points, **grid)
     check_size("the grid", shape, block_size)

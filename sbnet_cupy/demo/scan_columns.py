@@ -42,7 +42,8 @@ def check_whole(data, columns, default):
 
 def check_plausible(values, columns):
     """Raise DemoError, with the reason, where values do not look like points of ``columns``."""
-    values = values[: MOST_READ - MOST_READ % columns].astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        values = values[: MOST_READ - MOST_READ % columns].astype(np.float64)
     likely = likely_columns(values, columns)
     reading = f"does not look like points of {columns} float32 columns, as its name says"
     anyway = f"--columns {columns} reads it so all the same"

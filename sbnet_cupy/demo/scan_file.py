@@ -61,20 +61,22 @@ def _raw(path, columns):
 
 def _numpy_array(path):
     """Return the array of a .npy file, or the one of a .npz file that holds the points."""
-    loaded = np.load(path, allow_pickle=False)
-    if isinstance(loaded, np.ndarray):
-        return loaded
-    with loaded as arrays:
-        names = set(arrays.files)
-        if len(names) == 1 or "points" in names:
-            return arrays["points" if "points" in names else names.pop()]
-        if {"x", "y", "z"} <= names:
-            axes = [arrays[name].ravel() for name in _present(names)]
-            return np.stack(axes, axis=1)
-        raise DemoError(
-            "must hold one array, or one named points, or x, y and z, "
-            f"got {', '.join(sorted(names)) or 'none'}"
-        )
+    with Path(path).open("rb") as file:  # np.load does not close what it cannot read
+        loaded = np.load(file, allow_pickle=False)
+        return loaded if isinstance(loaded, np.ndarray) else _points_of(loaded)
+
+
+def _points_of(arrays):
+    """Return the points among the arrays of a .npz file."""
+    names = set(arrays.files)
+    if len(names) == 1 or "points" in names:
+        return arrays["points" if "points" in names else names.pop()]
+    if {"x", "y", "z"} <= names:
+        return np.stack([arrays[name].ravel() for name in _present(names)], axis=1)
+    raise DemoError(
+        "must hold one array, or one named points, or x, y and z, "
+        f"got {', '.join(sorted(names)) or 'none'}"
+    )
 
 
 def _present(names):
