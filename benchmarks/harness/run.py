@@ -80,7 +80,8 @@ def _check_environment(options):
         try:
             read_points(options.points)
         except DemoError as error:
-            raise BenchError(f"--points: {error}") from error
+            reason = str(error).partition(";")[0]  # without the demo's options
+            raise BenchError(f"--points: {reason}") from error
     if options.cpu:
         return
     try:

@@ -72,8 +72,14 @@ def import_torch(image):
 
 @contextlib.contextmanager
 def _settings(torch):
-    with torch.inference_mode(), torch.backends.cudnn.flags(benchmark=True, allow_tf32=False):
-        yield
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.allow_tf32
+    cudnn.benchmark, cudnn.allow_tf32 = True, False
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        cudnn.benchmark, cudnn.allow_tf32 = before
 
 
 def _tensor(torch, array):

@@ -92,3 +92,32 @@ def test_without_pytorch_the_demo_compares_the_same(monkeypatch):
         result = picture.detect(values, values[None] > 2, 22, np, progress)
     assert result.peer is None
     assert result.agrees
+
+
+def test_settings_are_those_of_ieee_float32_and_are_restored(torch):
+    cudnn = torch.backends.cudnn
+    image, kernels = np.ones((1, 20, 20, 1), np.float32), np.ones((3, 3, 1, 1), np.float32)
+    before = cudnn.enabled, cudnn.benchmark, cudnn.allow_tf32
+    with torch_dense.convolution(image, kernels).settings():
+        assert (cudnn.enabled, cudnn.benchmark, cudnn.allow_tf32) == (before[0], True, False)
+        assert torch.is_inference_mode_enabled()
+    assert (cudnn.enabled, cudnn.benchmark, cudnn.allow_tf32) == before
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(require, torch):
+    cupy = require("gpu")
+    if not torch.cuda.is_available():
+        pytest.skip("needs PyTorch with CUDA")
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((200, 300)).astype(np.float32)
+    summary = rng.standard_normal((90, 110, 4)).astype(np.float32)
+    with Progress() as progress:
+        found = [
+            picture.detect(values, values[None] > 3, 22, cupy, progress),
+            points.refine(summary, summary[None, :, :, 0] > 3, 18, cupy, progress)[1],
+        ]
+    for result in found:
+        assert result.agrees
+        assert result.peer.ms > 0
+        assert result.peer.error <= result.tolerance

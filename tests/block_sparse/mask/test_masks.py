@@ -188,6 +188,25 @@ def test_birds_eye_of_a_lidar_grid_has_its_usual_size():
     assert np.argwhere(mask).tolist() == [[0, 0, 0], [0, 703, 799]]
 
 
+@pytest.mark.parametrize("columns", range(3, 8))
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int16", "uint8", ">f4"])
+def test_birds_eye_takes_points_of_any_layout(columns, dtype):
+    rng = np.random.default_rng(columns)
+    points = rng.uniform(0, 9, (60, columns)).astype(dtype)
+    points[:, 3:] = rng.integers(0, 200, (60, columns - 3))  # further columns do not matter
+    grid = {"x_range": (0, 9), "y_range": (1, 8), "cell": 1.5}
+    expected = np.zeros((1, 6, 5), bool)
+    for x, y, _ in points[:, :3].tolist():
+        if x < 9 and 1 <= y < 8:
+            expected[0, int(x / 1.5), int((y - 1) / 1.5)] = True
+    spread = np.full((60, 2 * columns), 77, dtype)
+    spread[:, ::2] = points
+    for view in (points, np.asfortranarray(points), points[::-1], spread[:, ::2], points[:, :3]):
+        before = view.copy()
+        assert_same(masks.birds_eye(view, **grid), expected)
+        assert np.array_equal(view, before)
+
+
 # --- from a mask --------------------------------------------------------------------------------
 
 
