@@ -46,7 +46,8 @@ def save_picture(report, path):
         fontsize=17,
         weight="bold",
     )
-    figure.text(0.5 / total_w, 1 - 0.72 / total_h, report.task, color=MUTED, fontsize=12)
+    task = f"{report.task}; {report.sizes()}" if report.reduced_from else report.task
+    figure.text(0.5 / total_w, 1 - 0.72 / total_h, task, color=MUTED, fontsize=12)
     try:
         figure.savefig(path, dpi=120, facecolor=BACKGROUND)
     except OSError as error:
