@@ -127,7 +127,7 @@ def _locked(path):
 
 @functools.cache
 def _cache_dir():
-    """Return the folder of the libraries, in which only the user may write: code is loaded from it."""
+    """Return the libraries' folder. Code is loaded from it, so only the user may write there."""
     default = Path(tempfile.gettempdir()) / f"sbnet-host-cuda-{os.getuid()}"
     path = Path(os.environ.get("SBNET_HOST_CACHE") or default).resolve()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

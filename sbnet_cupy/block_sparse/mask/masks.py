@@ -282,7 +282,7 @@ def _check_picture(name, value):
 
 
 def _mask(value):
-    """Check a mask; return it with a batch axis."""
+    """Return a checked mask as that of a batch."""
     check_array("mask", value, ndim=(2, 3), kinds="b")
     return value if value.ndim == 3 else value[None]
 
