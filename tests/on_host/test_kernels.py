@@ -21,6 +21,7 @@ from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import plans
 from support import oracles
 from support.assertions import assert_close, assert_same
+from support.exhaustive import thinned
 from support.host_memory import Memory, signature_of
 from support.kernel_calls import Copy, Mask
 from support.kernel_cases import (
@@ -155,7 +156,7 @@ def check_same(case, monkeypatch, **options):
             assert_same(actual, wanted, **options)
 
 
-@pytest.mark.parametrize("case", MASKS, ids=str)
+@pytest.mark.parametrize("case", thinned(MASKS, 6), ids=str)
 def test_reduce_mask(case, monkeypatch):
     check_same(case, monkeypatch)
 
@@ -163,7 +164,7 @@ def test_reduce_mask(case, monkeypatch):
 SMALL_MASKS = [mask for mask in MASKS if not (mask.avgpool or mask.launches_nothing)]
 
 
-@pytest.mark.parametrize("case", SMALL_MASKS[::6], ids=str)
+@pytest.mark.parametrize("case", thinned(SMALL_MASKS[::6], 7), ids=str)
 def test_reduce_mask_in_a_cluster(case, monkeypatch):
     monkeypatch.setattr(mask_plan, "_GROUPS", ((8, 256), (8, 512)))
     expected, memory = list(case.run(Memory(), *arguments(case))), Memory(0xA5)
@@ -175,7 +176,7 @@ def test_reduce_mask_in_a_cluster(case, monkeypatch):
         assert_same(actual, wanted)
 
 
-@pytest.mark.parametrize("case", COPIES, ids=str)
+@pytest.mark.parametrize("case", thinned(COPIES, 11), ids=str)
 def test_copies(case, monkeypatch):
     check_same(case, monkeypatch, allow_nan=True)
 
@@ -199,6 +200,7 @@ def test_odd_pixels_pass_through_windows(case, style):
     assert [kernel for _, kernel, _ in launched] == [f"{direction}_{style}"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("case", TURNED, ids=str)
 def test_copies_in_stages(case, stages, monkeypatch):
@@ -207,7 +209,7 @@ def test_copies_in_stages(case, stages, monkeypatch):
     check_same(case, monkeypatch, allow_nan=True)
 
 
-@pytest.mark.parametrize("case", FUSED, ids=str)
+@pytest.mark.parametrize("case", thinned(FUSED, 5), ids=str)
 def test_exact_fused_arithmetic(case, monkeypatch):
     """Bit by bit, but for which zero relu gives and which NaN an operation gives."""
     with np.errstate(over="ignore"):
@@ -226,7 +228,7 @@ SMOOTH_ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("case", SMOOTH, ids=str)
+@pytest.mark.parametrize("case", thinned(SMOOTH, 4), ids=str)
 def test_smooth_activations(case, monkeypatch):
     """exp and erf of two libraries differ by a few roundings; see test_sparse_gather.py."""
     image, _ = case.arrays
@@ -239,14 +241,14 @@ def test_smooth_activations(case, monkeypatch):
         assert_close(blocks, expected, terms=8, dtype=wide, magnitude=abs(argument))
 
 
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+@pytest.mark.parametrize("case", thinned(GRADIENTS, 5), ids=str)
 def test_gradients_of_copies(case, monkeypatch):
     """Bit by bit, through relu too, but for which zero it gives; NaN where bits are only moved."""
     moves = case.op == "scatter grad"
     check_same(case, monkeypatch, allow_nan=moves, signed_zero=moves)
 
 
-@pytest.mark.parametrize("case", AFFINE, ids=str)
+@pytest.mark.parametrize("case", thinned(AFFINE, 7), ids=str)
 def test_affine_gradients(case, monkeypatch):
     """See test_affine_grad.py. The sums have the same bits on a large GPU and on a small one."""
     grad, x, scale, shift, *_ = case.arguments
@@ -282,12 +284,12 @@ def test_images_are_copied(case, monkeypatch):
         monkeypatch.setattr(module, "_PLANS", plans.Plans())
 
 
-@pytest.mark.parametrize("case", OUTSIDE, ids=str)
+@pytest.mark.parametrize("case", thinned(OUTSIDE, 5), ids=str)
 def test_what_is_outside_becomes_zero(case, monkeypatch):
     check_same(case, monkeypatch, allow_nan=True)
 
 
-@pytest.mark.parametrize("case", REPEATED, ids=str)
+@pytest.mark.parametrize("case", thinned(REPEATED, 3), ids=str)
 def test_a_second_call_needs_no_second_plan(case, monkeypatch):
     """The same launch on other data and other memory, and with the same alignment only."""
     cases = [case, replace(case, seed=7), replace(case, offset=2, stack_offset=2)]
