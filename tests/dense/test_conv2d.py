@@ -1,11 +1,9 @@
 """conv2d: loops = NumPy = CUDA, by both routes of the GPU, on drawn sizes, layouts and dtypes."""
 
-import contextlib
 import math
 import sys
 import tracemalloc
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -23,90 +21,9 @@ from sbnet_cupy.dense.conv2d import _conv2d_cuda, conv2d, resolve_problem
 from support import conv_oracles as oracles
 from support import fake_cuda_libraries as fake
 from support.assertions import assert_same, to_numpy
+from support.conv_cases import Case, cases
+from support.fake_cudnn import fake_cudnn
 from support.strategies import FLOATS
-
-ORDER = {"NHWC": (0, 1, 2, 3), "NCHW": (0, 3, 1, 2), "HWIO": (0, 1, 2, 3), "OIHW": (3, 2, 0, 1)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A convolution: sizes, options and the seed of its data."""
-
-    image: tuple[int, int, int, int] = (2, 6, 7, 3)
-    kernel: tuple[int, int] = (3, 3)
-    channels: int = 5
-    strides: tuple[int, int] = (1, 1)
-    padding: Any = "SAME"
-    dtype: np.dtype = FLOATS[2]
-    data_format: str = "NHWC"
-    w_format: str = "HWIO"
-    precision: str | None = None
-    seed: int = 0
-
-    @property
-    def options(self):
-        names = ("strides", "padding", "data_format", "w_format", "precision")
-        return {name: getattr(self, name) for name in names}
-
-    def integers(self):
-        """Small whole numbers: products and sums are exact in every dtype, and with TF32."""
-        rng = np.random.default_rng(self.seed)
-        w_shape = (*self.kernel, self.image[3], self.channels)
-        x, w = rng.integers(-3, 4, self.image), rng.integers(-1, 2, w_shape)
-        return x.astype(self.dtype), w.astype(self.dtype)
-
-    def numbers(self):
-        """Normally distributed images and kernels that keep their size."""
-        rng = np.random.default_rng(self.seed)
-        w_shape = (*self.kernel, self.image[3], self.channels)
-        w = rng.standard_normal(w_shape) / math.sqrt(max(math.prod(w_shape[:3]), 1))
-        return rng.standard_normal(self.image).astype(self.dtype), w.astype(self.dtype)
-
-    def tables(self):
-        """Scale and bias per channel, some in another dtype than the image."""
-        rng = np.random.default_rng(self.seed + 1)
-        scale = rng.uniform(0.5, 1.5, self.channels).astype(np.float32)
-        return scale, rng.standard_normal(self.channels).astype(self.dtype)
-
-    def arrange(self, x, w, xp):
-        """Lay image and kernel out as the options say."""
-        return (
-            xp.asarray(x.transpose(ORDER[self.data_format])),
-            xp.asarray(w.transpose(ORDER[self.w_format])),
-        )
-
-    def oracle(self, x, w, scale=None, bias=None, activation=None):
-        """Values and bounds, in the layout of the result."""
-        options = {"epsilon": oracles.epsilon_of_sums(self.dtype, tf32=self.precision == "tf32")}
-        y = oracles.bounded_conv2d(oracles.exact(x), w, self.strides, self.padding, **options)
-        y = oracles.bounded_affine(y, scale, bias, activation, **options)
-        y = oracles.bounded_round(y, self.dtype)
-        return oracles.Bounded(*(a.transpose(ORDER[self.data_format]) for a in y))
-
-
-def _pairs(low, high):
-    return st.tuples(st.integers(low, high), st.integers(low, high))
-
-
-@st.composite
-def cases(draw):
-    """Draw kernels of any shape, larger than the image too; empty batches, images, channels."""
-    return Case(
-        image=(
-            draw(st.sampled_from([1, 2, 3, 0])),
-            *draw(_pairs(0, 8)),
-            draw(st.sampled_from([1, 3, 8, 17, 0])),
-        ),
-        kernel=draw(_pairs(1, 4)),
-        channels=draw(st.sampled_from([1, 3, 8])),
-        strides=draw(_pairs(1, 3)),
-        padding=draw(st.sampled_from(["SAME", "VALID"]) | st.tuples(_pairs(0, 4), _pairs(0, 4))),
-        dtype=draw(st.sampled_from(FLOATS)),
-        data_format=draw(st.sampled_from(["NHWC", "NCHW"])),
-        w_format=draw(st.sampled_from(["HWIO", "OIHW"])),
-        precision=draw(st.sampled_from([None, "ieee", "tf32"])),
-        seed=draw(st.integers(0, 2**32 - 1)),
-    )
 
 
 def check_exact(case, xp, convolve=conv2d):
@@ -182,23 +99,6 @@ def test_cudnn_takes_all_but_float64(xp, case):
         assert left == [slice(0, len(x))]
     else:  # a part may start where its address is not a multiple of 16 bytes
         assert all(x[part].data.ptr % 16 or out[part].data.ptr % 16 for part in left)
-
-
-@contextlib.contextmanager
-def fake_cudnn(supports=lambda graph: True):
-    """Run the code for cuDNN on NumPy arrays, against a front end that reads their pointers."""
-    cudnn = fake.Cudnn(supports)
-    names = ("_graph", "_handle", "_kernel_cache", "cudnn_available")
-    caches = [getattr(dense_cudnn, name) for name in names]
-    with (
-        mock.patch.dict(sys.modules, cudnn=cudnn),
-        mock.patch.object(dense_cudnn, "_current", lambda: (0, 5)),
-    ):
-        for cache in caches:
-            cache.cache_clear()
-        yield cudnn
-    for cache in caches:
-        cache.cache_clear()
 
 
 def run_fake(case, activation, scaled, biased):

@@ -8,7 +8,7 @@ import pytest
 import sbnet_cupy
 from sbnet_cupy import DTypeError, ShapeError
 from support.assertions import assert_same
-from support.bad_calls import BAD, VALID, Spoiled, indices, ramp
+from support.bad_calls import BAD, VALID, Spoiled, indices, ramp, spoil_id
 
 NUMPY_ONLY = re.compile(r"object|'U1'|'S3'|M8|masked_array")  # CuPy has no such arrays
 
@@ -36,12 +36,6 @@ def arrays_in(arguments):
             plain = hasattr(item, "strides") and not isinstance(item, np.generic)
             if plain and not item.dtype.hasobject:
                 yield item, item.copy()
-
-
-def spoil_id(value):
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{list(value.shape)}".replace(" ", "")
-    return value.__name__ if isinstance(value, type) else str(value).replace(" ", "")
 
 
 @pytest.mark.parametrize("function", VALID)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import sbnet_cupy
+from support.doctests import doctests_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(sbnet_cupy.__file__).resolve().parent
@@ -204,16 +205,6 @@ def test_every_public_function_is_documented(name):
 def documented_modules():
     names = [m.name for m in pkgutil.walk_packages([str(PACKAGE)], "sbnet_cupy.")]
     return [n for n in names if n.split(".")[1] not in ("torch", "jax", "tensorflow", "__main__")]
-
-
-def doctests_of(module):
-    """Every example of a module; decorated functions too, which doctest would pass over."""
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    globs = vars(sbnet_cupy) | vars(module)
-    yield from finder.find(module, globs=globs)
-    for name, value in vars(module).items():
-        if hasattr(value, "__wrapped__") and value.__module__ == module.__name__:
-            yield from finder.find(inspect.unwrap(value), f"{module.__name__}.{name}", globs=globs)
 
 
 @pytest.mark.parametrize("name", ["sbnet_cupy", *documented_modules()])

@@ -6,7 +6,6 @@ memory that held something else; inputs are read-only and end where their memory
 ``python -m tests.host_cuda.sanitized tests/on_host/test_kernels.py`` watches.
 """
 
-import contextlib
 import importlib
 import math
 from dataclasses import replace
@@ -17,12 +16,11 @@ import pytest
 import host_cuda
 from sbnet_cupy.block_sparse.gather_scatter import plan as copy_plan
 from sbnet_cupy.block_sparse.mask import plan as mask_plan
-from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import plans
 from support import oracles
 from support.assertions import assert_close, assert_same
 from support.exhaustive import thinned
-from support.host_memory import Memory, signature_of
+from support.host_memory import Memory
 from support.kernel_calls import Copy, Mask
 from support.kernel_cases import (
     AFFINE,
@@ -36,81 +34,10 @@ from support.kernel_cases import (
     SMOOTH,
     TURNED,
 )
+from support.kernels_on_host import device
 
-OPS = [
-    importlib.import_module(f"sbnet_cupy.{name}")
-    for name in (
-        "block_sparse.mask.reduce_mask",
-        "block_sparse.gather_scatter.sparse_gather",
-        "block_sparse.gather_scatter.sparse_scatter",
-        "dense.affine_grad",
-        "block_sparse.gather_scatter.zero_outside",
-    )
-]
-RESIDENT = 2  # thread blocks that a multiprocessor holds at once
 # order of the threads, multiprocessors, what results hold at first
 RUNS = (("forward", 132, 0xA5), ("reverse", 1, 0xFF))
-
-# Where there is one multiprocessor, reduce_mask has little room too: masks are cut into many parts.
-LITTLE = {"_GROUPS": (), "_MOST_BITS": 96, "_MOST_SUMS": 80, "_MOST_FLAGS": 40}
-
-
-class Workspace:
-    """Scratch that keeps what launches leave in it, as on a GPU: first of all their number."""
-
-    FIRST = 2**32 - 3  # wraps round after two launches
-
-    def __init__(self):
-        self.slots = np.zeros(1 << 16, np.uint64)
-        self.slots[0] = self.FIRST
-
-    def __call__(self, namespace, slots):
-        return self.slots[:slots]
-
-    def check(self, launched):
-        """Assert that every launch that looks back left another number: it tells old counts."""
-        masks = [template for _, kernel, template in launched if kernel == "reduce_mask"]
-        launches = sum(template[-1] == 0 for template in masks)
-        assert int(self.slots[0]) % 2**32 == (self.FIRST + launches) % 2**32
-
-
-@contextlib.contextmanager
-def device(launch, multiprocessors, memory):
-    """Send what the ops launch to ``launch``; yield the lists of what was prepared and launched."""
-    prepared, launched, workspace = [], [], Workspace()
-    shared = (64 if multiprocessors == 1 else 227) << 10
-
-    def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False,
-                dependent=False, cluster=1):  # fmt: skip
-        prepared.append((stem, kernel, template))
-        grid = min(grid, RESIDENT * multiprocessors) if persistent else grid
-
-        def run(*arrays):
-            assert len(arrays) == pointers
-            launched.append((stem, kernel, template))
-            launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "prepare", prepare)
-        patch.setattr(plans, "device_of", lambda array: 0)
-        patch.setattr(plans, "signature_of", signature_of)
-        patch.setattr(OPS[0], "workspace", workspace)
-        if multiprocessors == 1:
-            for name, little in LITTLE.items():
-                patch.setattr(mask_plan, name, little)
-        for module in OPS:
-            patch.setattr(module, "is_cupy", lambda array: True)
-            patch.setattr(module, "sm_count", lambda: multiprocessors, raising=False)
-            patch.setattr(module, "shared_bytes", lambda: shared, raising=False)
-            patch.setattr(module, "has_clusters", lambda: True, raising=False)
-            patch.setattr(module, "empty", memory.poisoned, raising=False)
-            patch.setattr(module, "apart", lambda *arrays: False, raising=False)  # check_apart will
-            patch.setattr(module, "_PLANS", plans.Plans())
-        yield prepared, launched
-    if launch is host_cuda.launch:
-        workspace.check(launched)
 
 
 def arguments(case):

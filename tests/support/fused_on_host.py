@@ -167,3 +167,7 @@ class HostOp:
         with self.device(lambda *launch: None, device, 4, Memory()) as launched, refused:
             case.run(case.arrays(), np.array)
         assert not launched
+
+
+CONV = HostOp("conv", "fused_conv", "plan_for", "pack_weights")
+UNIT = HostOp("bottleneck", "fused_bottleneck", "plan_bottleneck", "pack_bottleneck")

@@ -114,7 +114,8 @@ def test_the_cuda_kernels_inside_jit(sbj, jax, require):
     """What a GPU would run, the kernels with our scratch, run on the CPU: the bits of NumPy."""
     require("g++")
     import host_cuda
-    from on_host.test_kernels import Memory, device
+    from support.host_memory import Memory
+    from support.kernels_on_host import device
 
     def chain(module, x, mask):
         active = module.reduce_mask(mask, (4, 4), capacity=20, **OVERLAP)

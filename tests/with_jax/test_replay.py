@@ -10,15 +10,13 @@ import pytest
 
 import host_cuda
 import sbnet_cupy as sb
-from on_host.test_fused_bottleneck import OP as UNIT
-from on_host.test_fused_conv import OP as CONV
-from on_host.test_kernels import device
 from sbnet_cupy.block_sparse.grid import Grid
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.dense.conv2d import resolve_problem
 from support.adapter_cases import COUNT, ROWS, X, normal, same
-from support.fused_on_host import AMPERE
+from support.fused_on_host import AMPERE, CONV, UNIT
 from support.host_memory import Memory
+from support.kernels_on_host import device
 
 
 class Buffer:
