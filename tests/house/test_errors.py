@@ -40,7 +40,7 @@ def arrays_in(arguments):
 
 @pytest.mark.parametrize("function", VALID)
 def test_the_valid_call_works(xp, function):
-    getattr(sbnet_cupy, function)(**valid_call(xp, function))
+    assert getattr(sbnet_cupy, function)(**valid_call(xp, function)) is not None
 
 
 @pytest.mark.parametrize(("function", "argument", "value", "error"), BAD, ids=spoil_id)
