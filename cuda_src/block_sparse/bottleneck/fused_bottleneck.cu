@@ -39,6 +39,15 @@ struct Unit3 {
     static constexpr int PARTIALS = ZEROS + (Rim::LAST_ALONE || Middle::LAST_ALONE ? Rim::PLANE : 0);
 };
 
+// What lies behind it: sums of workers that share the K of the first product, or of the second, 16 bytes
+// each; then three barriers.
+template <class U, int WARPS, int WK1, int WK2>
+struct Behind {
+    static constexpr int WM1 = WARPS / WK1, TILES1 = ceil_div(U::RIM, 16), TURNS1 = ceil_div(TILES1, WM1);
+    static constexpr int PARTS1 = (WK1 - 1) * WM1 * TURNS1 * (U::NS / 8) * 32, PARTS2 = (WK2 - 1) * U::TILE * U::NS / 4;
+    static constexpr int BARRIERS = U::PARTIALS + (PARTS1 > PARTS2 ? PARTS1 : PARTS2) * 16, BYTES = BARRIERS + 3 * 8;
+};
+
 // ---------------------------------------------------------------------------- packed weights
 
 // Bottleneck channels that fill up MID are 0 whatever x holds, infinities included: their weights are 1
@@ -266,8 +275,9 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     using Second = Engine<T, Rim, U::NS, WM2, WN2, WK2>;
     using Third = Engine<T, typename U::Middle, COLUMNS, WM3, 1, 1>;
     constexpr bool GROUP = Second::WANTS_FENCE;
-    constexpr int THREADS = WARPS * 32, NS = U::NS, NT1 = NS / 8, WM1 = WARPS / WK1;
-    constexpr int TILES1 = ceil_div(U::RIM, 16), TURNS1 = ceil_div(TILES1, WM1), MINE1 = CHUNKS / WK1;
+    using Rest = Behind<U, WARPS, WK1, WK2>;
+    constexpr int THREADS = WARPS * 32, NS = U::NS, NT1 = NS / 8, MINE1 = CHUNKS / WK1;
+    constexpr int WM1 = Rest::WM1, TILES1 = Rest::TILES1, TURNS1 = Rest::TURNS1;
     static_assert(WM1 * WK1 == WARPS && MINE1 * WK1 == CHUNKS, "warps share pixels and chunks evenly");
     static_assert(WM2 * WN2 * WK2 == WARPS && WARPS % WM3 == 0, "warps share the products evenly");
     static_assert(!GROUP || (WM1 % 4 == 0 && WM2 % 4 == 0 && WM3 % 4 == 0), "four warps multiply together");
@@ -276,8 +286,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const float* const tables = reinterpret_cast<const float*>(shared);
     const float *const table2 = tables + 2 * U::CIN, *const table3 = table2 + 2 * NS;
     float4* const partials = reinterpret_cast<float4*>(shared + U::PARTIALS);
-    constexpr int PARTS1 = (WK1 - 1) * WM1 * TURNS1 * NT1 * 32, PARTS2 = (WK2 - 1) * U::TILE * NS / 4;
-    u64* const barriers = reinterpret_cast<u64*>(partials + (PARTS1 > PARTS2 ? PARTS1 : PARTS2));
+    u64* const barriers = reinterpret_cast<u64*>(shared + Rest::BARRIERS);
 
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const int C = narrow(C_), H = narrow(H_), W = narrow(W_);

@@ -203,6 +203,10 @@ struct Columns {
 
     // Columns 16 apart, of neighbouring candidates, lie in different banks.
     DEVICE static int skewed(int column) { return column + (column >> 4); }
+    // For so many columns: of words, or of sums.
+    static __host__ __device__ constexpr int pitch_of(int stored) {
+        return AVERAGE ? stored + (stored >> 4) + 1 : ceil_div(stored, 32);
+    }
 
     // Set the bits of columns at, at + 1, ..., which lie in one word.
     DEVICE void set(int line, int at, u32 found) const {
@@ -327,7 +331,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
     const Extent extent{begin, end, base, words, min(words, static_cast<int>(slots))};
     const int stored = extent.slots * STEP, parts = static_cast<int>(down);
     const Columns<Sum, AVERAGE> columns{shared, reinterpret_cast<Sum*>(shared),
-                                        AVERAGE ? stored + (stored >> 4) + 1 : ceil_div(stored, 32), parts};
+                                        Columns<Sum, AVERAGE>::pitch_of(stored), parts};
     u32* const flags = shared + columns_bytes / 4;
     if constexpr (!AVERAGE)
         for (int w = thread; w < my_lines * columns.pitch; w += THREADS) shared[w] = 0;
