@@ -9,7 +9,7 @@
 // pack_weights: lays weights, scale and bias out as fused_conv stages them, once for many calls.
 // Launch: WM * WN * WK warps; grid (blocks of the list, persistent; slices; tiles of a block). See cuda_src/README.md for the pictures.
 #include "dense/activation.cuh"
-#include "block_sparse/conv/halo_tile.cuh"
+#include "block_sparse/conv/engines.cuh"
 #include "block_sparse/tile_scheduler.cuh"
 
 // ---------------------------------------------------------------------------- packed weights
