@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conftest import Library
 from sbnet_cupy import PackedWeights, ShapeError, conv2d, fused_conv
 from sbnet_cupy.block_sparse.conv.plan import ConvPlan
-from sbnet_cupy.core.plans import Plans
+from sbnet_cupy.core import operator
 from support import conv_oracles as oracles
 from support.assertions import assert_same, to_numpy
 from support.fused_cases import CASES, ORDER, SMOOTH, Case
@@ -278,7 +278,7 @@ def hopper(cupy, monkeypatch):
     def take(plan):
         op = sys.modules["sbnet_cupy.block_sparse.conv.fused_conv"]
         monkeypatch.setattr(op, "plan_for", lambda *_: plan)
-        monkeypatch.setattr(op, "_PLANS", Plans())
+        monkeypatch.setattr(operator, "_PLANS", {})
         return Library("cupy", cupy)
 
     return take
