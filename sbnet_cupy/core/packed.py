@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import DeviceError
 from . import launch as kernels
-from .arrays import ArrayContainer, array_function, device_of, empty, is_cupy, namespace
+from .arrays import ArrayContainer, array_function, device_of_all, empty, namespace
 from .graph_memory import is_capturing, keep_if_capturing
 from .operator import Plan
 
@@ -27,10 +27,9 @@ class Packed(ArrayContainer):
         _refresh(self)
 
     @functools.cached_property
-    def cupy_device(self):
-        """Number of the device, where all arrays are CuPy's."""
-        devices = {device_of(array) if is_cupy(array) else None for array in self._arrays()}
-        return devices.pop() if len(devices) == 1 else None
+    def device(self):
+        """Where the arrays are, which does not change."""
+        return device_of_all(self._arrays())
 
 
 

@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
     def weight_axes(self, order):
         """Axes that bring the weights from ``w_format`` to ``order``, for example "OHWI"."""
-        return tuple(self.w_format.index(letter) for letter in order)
+        return tuple(map(self.w_format.index, order))
 
 
 @array_function
