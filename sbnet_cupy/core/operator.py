@@ -76,11 +76,10 @@ class Plan:
     scratch: int = 0
     base: tuple | None = None
     weight: int = 1
+    shape: tuple = field(init=False)  # of the first result
 
-    @property
-    def shape(self):
-        """Shape of the only result."""
-        return self.results[0].shape
+    def __post_init__(self):
+        self.shape = self.results[0].shape if self.results and self.results[0] else ()
 
 
 @dataclass(eq=False, frozen=True, slots=True)

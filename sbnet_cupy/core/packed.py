@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import DeviceError
-from . import launch as kernels
 from .arrays import ArrayContainer, array_function, device_of_all, empty, namespace
 from .graph_memory import is_capturing, keep_if_capturing
+from .launch import enqueue
 from .operator import Plan
 
 
@@ -122,7 +122,7 @@ def _laid_out(array, dtype):
         return array
     copy = empty(array.shape, dtype or array.dtype, array)
     keep_if_capturing(copy)
-    kernels.enqueue(copy.__setitem__, ..., array)
+    enqueue(copy.__setitem__, ..., array)
     return copy
 
 
