@@ -105,7 +105,9 @@ def _fields_of_other(value):
 def spec_of(array):
     """Return the ArraySpec of a NumPy or CuPy array; anything else comes back as it is.
 
-    The checks, which take specs, then name the type of what is no array.
+    The checks, which take specs, then name the type of what is no array. A spec comes back, too.
     """
+    if type(array) is ArraySpec:
+        return array
     fields = fields_of(array)
     return ArraySpec(*fields) if type(fields) is tuple else array

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import array_function, compute_dtype, dtype_name, empty, vector_bytes
-from ...core.checks import check_out, check_written
+from ...core.checks import check_result, check_written
 from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import current_device
@@ -141,7 +141,7 @@ def _resolve(specs, options):
     bsize = cut_blocks(resolve_grid(bsize, (0, 0), None).bsize, x.shape[1:3])
     rows = resolve_expected(expected, active_block_indices)
     result = x.new(x.shape)
-    check_out(out, result)
+    check_result(out, result)
     return result, Unit(weights, bsize, rows, precision)
 
 

@@ -4,7 +4,7 @@ import functools
 from dataclasses import replace
 
 from ...core.arrays import array_function, empty, same_memory
-from ...core.checks import check_out, check_written
+from ...core.checks import check_result, check_written
 from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
 from ...core.operator import Operator, Plan
@@ -156,7 +156,7 @@ def _resolve(specs, options):
     shape = check_sizes(x, weights, w_project, strides, block_params, base)
     check_indices(bin_counts, active_block_indices, like=x)
     result = x.new(shape)
-    check_out(out, result)
+    check_result(out, result)
     return result, block_params, strides
 
 

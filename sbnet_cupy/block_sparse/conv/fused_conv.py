@@ -9,7 +9,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import array_function, dtype_name, empty, vector_bytes, zeros
-from ...core.checks import check_array, check_contiguous, check_out, check_written
+from ...core.checks import check_array, check_contiguous, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.device import current_device
 from ...core.operator import Operator, Plan, whole_pieces
@@ -166,7 +166,7 @@ def _resolve(specs, options):
             )
         check_contiguous("residual", residual)
     rows = resolve_expected(expected, active_block_indices)
-    check_out(out, result)
+    check_result(out, result)
     return result, Convolution(problem, bsize, rows)
 
 

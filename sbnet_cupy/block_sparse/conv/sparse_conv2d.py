@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...core.arrays import array_function, compute_dtype, empty, namespace, same_memory
-from ...core.checks import check_array, check_out, check_written
+from ...core.checks import check_array, check_result, check_written
 from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
 from ...core.operator import Operator, Plan
@@ -159,7 +159,7 @@ def _resolve(specs, options):
     result = x.new((x.shape[0], *problem.out_shape))
     check_base(base, result.shape, x)
     check_indices(bin_counts, active_block_indices, like=x)
-    check_out(out, result)
+    check_result(out, result)
     return result, problem, block_params
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import array_function, compute_dtype, empty, is_cupy, is_float, namespace
-from ...core.checks import check_array, check_out, check_written
+from ...core.checks import check_array, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.device import shared_bytes, sm_count
 from ...core.half_floats import widen
@@ -121,7 +121,7 @@ def _resolve(specs, options):
     layout = resolve_layout(x, data_format, transpose)
     check_affine(x, layout.C, scale, shift, activation)
     blocks = x.new(layout.blocks_shape(active_block_indices.shape[0], grid.bsize))
-    check_out(out, blocks)
+    check_result(out, blocks)
     return blocks, layout, grid
 
 

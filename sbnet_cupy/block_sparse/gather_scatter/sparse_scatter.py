@@ -12,7 +12,7 @@ from ...core.arrays import (
     namespace,
     same_memory,
 )
-from ...core.checks import check_array, check_out, check_written
+from ...core.checks import check_array, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import shared_bytes, sm_count
@@ -186,7 +186,7 @@ def _resolve(specs, options):
         )
     if add:
         _check_addable(x)
-    check_out(out, x.new(x.shape))
+    check_result(out, x.new(x.shape))
     return layout, grid
 
 
