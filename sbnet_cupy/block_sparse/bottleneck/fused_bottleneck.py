@@ -19,12 +19,12 @@ from ...dense.conv2d import Problem, check_precision
 from ...dense.im2col import convolve
 from ...errors import ShapeError
 from ..checks import LARGEST, MOST_BLOCKS, check_indices, cut_blocks, resolve_expected
-from ..conv.plan import expected_blocks, tiles_of_block
+from ..conv.config import expected_blocks, tiles_of_block
 from ..corners import CHUNK_BYTES
 from ..gather_scatter.sparse_gather import gather_numpy
 from ..gather_scatter.sparse_scatter import scatter_numpy
 from ..grid import Grid, Layout, inside_image, resolve_grid
-from .plan import UnitCase, plan_bottleneck
+from .config import UnitCase, configure_bottleneck
 from .weights import (
     WEIGHTS,
     BottleneckWeights,
@@ -303,7 +303,7 @@ def _case(x, weights):
 def _configuration(x, weights, bsize, rows):
     """Return the instance for about so many active rows."""
     blocks = expected_blocks(rows, bsize, math.prod(x.shape[:3]))
-    return plan_bottleneck(_case(x, weights), blocks, bsize, current_device())
+    return configure_bottleneck(_case(x, weights), blocks, bsize, current_device())
 
 
 def _fused_bottleneck_cuda(x, rows, out, result, unit):

@@ -23,7 +23,7 @@ from ..corners import CHUNK_BYTES
 from ..gather_scatter.sparse_gather import gather_numpy
 from ..gather_scatter.sparse_scatter import scatter_numpy
 from ..grid import Grid, Layout, resolve_grid
-from .plan import Case, plan_for, tiles_of_block
+from .config import Case, configure_conv, tiles_of_block
 from .weights import (
     PackedWeights,
     arrays_of_weights,
@@ -313,7 +313,7 @@ def packed_bytes(x, problem, bsize, rows):
 def _configuration(case, x, problem, bsize, rows):
     """Return the instance for about so many active rows; whether vectors are whole changes none."""
     pixels = x.shape[0] * math.prod(problem.out_size)
-    return plan_for(case, rows, bsize, pixels, current_device())
+    return configure_conv(case, rows, bsize, pixels, current_device())
 
 
 def _case(x, problem, device, vectors_in=False, vectors_out=False):

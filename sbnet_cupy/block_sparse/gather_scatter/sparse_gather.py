@@ -16,7 +16,7 @@ from ...errors import DTypeError, ShapeError
 from ..checks import check_image, check_indices
 from ..corners import chunks, clear_outside, find_corners, row_index, swap_layout
 from ..grid import resolve_grid, resolve_layout
-from .plan import plan_copy
+from .config import configure_copy
 
 
 @array_function
@@ -257,7 +257,7 @@ def _sparse_gather_cuda(x, out, layout, grid, dtype, tables, activation):
         parameter = cpp_name(dtype, "scale") if tables else "float"
         element = cpp_name(x.dtype, "x")
         transform = f"Affine<{element}, {parameter}, {ACTIVATIONS.index(activation)}>"
-    plan = plan_copy(
+    config = configure_copy(
         x,
         out,
         layout,
@@ -269,13 +269,13 @@ def _sparse_gather_cuda(x, out, layout, grid, dtype, tables, activation):
     )
     return kernels.prepare(
         "block_sparse/gather_scatter/sparse_gather",
-        plan.kernel("gather"),
-        (*plan.template, transform),
-        plan.grid,
-        plan.block,
+        config.kernel("gather"),
+        (*config.template, transform),
+        config.grid,
+        config.block,
         6,
-        plan.scalars,
-        plan.shared,
+        config.scalars,
+        config.shared,
         persistent=True,
         dependent=True,
     )

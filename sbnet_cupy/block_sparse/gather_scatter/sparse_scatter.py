@@ -33,7 +33,7 @@ from ..corners import (
     windows,
 )
 from ..grid import resolve_grid, resolve_layout
-from .plan import plan_copy
+from .config import configure_copy
 
 
 @array_function
@@ -337,16 +337,16 @@ def _sparse_scatter_cuda(blocks, y, layout, grid, add):
     """Prepare one launch, for blocks that share no pixel; see sparse_scatter.cu."""
     element, combination = _combination(y, add)
     device = sm_count(), shared_bytes()
-    plan = plan_copy(y, blocks, layout, grid, device, gathers=False, element=element)
+    config = configure_copy(y, blocks, layout, grid, device, gathers=False, element=element)
     return kernels.prepare(
         "block_sparse/gather_scatter/sparse_scatter",
-        plan.kernel("scatter"),
-        (*plan.template, combination),
-        plan.grid,
-        plan.block,
+        config.kernel("scatter"),
+        (*config.template, combination),
+        config.grid,
+        config.block,
         4,
-        plan.scalars,
-        plan.shared,
+        config.scalars,
+        config.shared,
         persistent=True,
         dependent=True,
     )
