@@ -112,7 +112,7 @@ class Operator:
     linear: tuple = ()
 
     def plan_for(self, arrays, options):
-        """Return the plan of a call with NumPy or CuPy arrays on the current device."""
+        """Return the plan of a call with NumPy or CuPy arrays, or specs, on the current device."""
         try:
             key = (self.name, *map(fields_of, arrays), marshal.dumps(options, 2))
         except ValueError:  # an option that is no plain value

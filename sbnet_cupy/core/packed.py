@@ -10,6 +10,7 @@ from .arrays import ArrayContainer, array_function, device_of_all, empty, namesp
 from .graph_memory import is_capturing, keep_if_capturing
 from .launch import enqueue
 from .operator import Plan
+from .spec import spec_of
 
 
 class Packed(ArrayContainer):
@@ -32,6 +33,11 @@ class Packed(ArrayContainer):
         return device_of_all(self._arrays())
 
 
+
+    @functools.cached_property
+    def specs(self):
+        """The specs of the arrays to pack, which do not change."""
+        return tuple(map(spec_of, self._given()))
 
     def _given(self):
         """Return the arrays to pack; some may be None."""

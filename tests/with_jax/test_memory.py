@@ -106,7 +106,8 @@ def test_scratch_is_enough_for_overlapping_blocks(monkeypatch):
         x, blocks = image(options), stack(options)
         layout = (options.get("data_format", "NHWC"), options.get("transpose", False))
         layout = scatter_op.resolve_layout(x, *layout)
-        scatter_op._scatter_overlap_cuda(blocks, COUNT, ROWS, x, layout, grid, True)
+        fixed = {"layout": layout, "grid": grid, "add": True}
+        scatter_op._scatter_overlap_cuda(blocks, COUNT, ROWS, None, x, **fixed)
         heads, links = launched[-1][3:5]
         assert (heads.nbytes, links.nbytes) == scatter_op.scratch_sizes(len(ROWS), layout, grid)
 

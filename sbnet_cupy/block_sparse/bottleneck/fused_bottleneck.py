@@ -100,20 +100,19 @@ def fused_bottleneck(
     """
     precision = resolve_precision(weights, precision)
     plain = arrays_of_unit(x, plain_of(weights))
-    options = (bsize, precision, expected)
-    arrays = (x, *plain, bin_counts, active_block_indices, out)
-    plan = FUSED_BOTTLENECK.plan_for(arrays, options)
+    packed = isinstance(weights, PackedBottleneck)
+    arrays = (x, *(weights.specs if packed else plain), bin_counts, active_block_indices, out)
+    plan = FUSED_BOTTLENECK.plan_for(arrays, (bsize, precision, expected))
     if out is None:
         out = copy_image(x)
     else:
-        read = (x, bin_counts, active_block_indices, *plain)
-        check_written(out, ("x", "bin_counts", "active_block_indices", *_WEIGHTS), read)
-    first = weights if isinstance(weights, PackedBottleneck) else plain[0]
+        check_written(out, _READ, (x, bin_counts, active_block_indices, *plain))
+    first = weights if packed else plain[0]
     plan.run(x, first, *plain[1:], bin_counts, active_block_indices, out)
     return out
 
 
-_WEIGHTS = ("weights",) * len(WEIGHTS)
+_READ = ("x", "bin_counts", "active_block_indices", *["weights"] * len(WEIGHTS))
 
 
 class Unit(NamedTuple):
