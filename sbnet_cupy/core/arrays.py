@@ -25,7 +25,7 @@ class ArrayContainer:
     """Base of the classes that hold arrays and pass through the door with them."""
 
     @property
-    def device(self):
+    def _device(self):
         """Where the arrays are, as :func:`device_of_all` tells it."""
         return device_of_all(self._arrays())
 
@@ -105,7 +105,7 @@ def device_of_all(values):
         if kind is np.ndarray:
             own = _HOST
         elif isinstance(value, ArrayContainer):
-            own = value.device
+            own = value._device
         elif kind is tuple or kind is list:
             own = device_of_all(value)
         else:
@@ -250,21 +250,6 @@ def compute_dtype(dtype):
 def dtype_kind(dtype):
     """Return the NumPy kind letter of a dtype, with bfloat16 a float like the others."""
     return "f" if dtype_name(dtype) == "bfloat16" else dtype.kind
-
-
-def signature_of(array):
-    """Return what checks and kernels see of a CuPy array, or of None: a hashable key."""
-    if array is None:
-        return None
-    try:
-        return array.shape, array.dtype, array._c_contiguous, array.data.ptr & 15
-    except AttributeError:  # no array: the checks will say so
-        return type(array)
-
-
-def device_of(array):
-    """Return the number of a CuPy array's device."""
-    return array.data.device_id
 
 
 def address(array):

@@ -28,7 +28,7 @@ class Packed(ArrayContainer):
         _refresh(self)
 
     @functools.cached_property
-    def device(self):
+    def _device(self):
         """Where the arrays are, which does not change."""
         return device_of_all(self._arrays())
 

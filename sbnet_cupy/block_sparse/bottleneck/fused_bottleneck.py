@@ -378,7 +378,10 @@ class _Launch(NamedTuple):
 def launch_of_bottleneck(x, bin_counts, active_block_indices, out, *weights, options):
     """Return the launch of a call on a GPU: for adapters that do not plan themselves."""
     arrays = (x, *weights, bin_counts, active_block_indices, out)
-    plan = FUSED_BOTTLENECK.plan_for(arrays, options)
+    try:
+        plan = FUSED_BOTTLENECK.plan_for(arrays, options)
+    except NotImplementedError:  # the call went by way of the stack
+        return None
     if isinstance(plan, PackedPlan):
         return _Launch(plan.how, plan.pack, plan.launch)
     return None

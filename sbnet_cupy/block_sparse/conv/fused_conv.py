@@ -403,7 +403,10 @@ class _Launch(NamedTuple):
 def launch_of_conv(x, bin_counts, active_block_indices, out, w, bias, options):
     """Return the launch of a call on a GPU: for adapters that do not plan themselves."""
     arrays = (x, w, bin_counts, active_block_indices, None, bias, None, out)
-    plan = FUSED_CONV.plan_for(arrays, options)
+    try:
+        plan = FUSED_CONV.plan_for(arrays, options)
+    except NotImplementedError:  # the call went by way of the stack
+        return None
     if isinstance(plan, PackedPlan):
         return _Launch(plan.how, plan.pack, plan.launch)
     return None
