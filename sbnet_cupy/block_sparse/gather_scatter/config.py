@@ -6,7 +6,7 @@ Pure arithmetic on shapes and alignments, never on the mask: nothing here depend
 import math
 from typing import NamedTuple
 
-from ...core.arrays import address, vector_bytes
+from ...core.arrays import vector_bytes
 from ...core.launch import THREADS
 
 _TILE_THREADS = 256  # at most, for a tile
@@ -26,7 +26,7 @@ _LEAST_WINDOW = 128  # bytes of a block: smaller ones are not worth their corner
 _BLOCK_BYTES = 32  # sizeof(Block)
 
 
-class CopyPlan(NamedTuple):
+class CopyConfig(NamedTuple):
     """Everything a launch needs besides the arrays."""
 
     style: str  # "runs", "tiles" or "windows"
@@ -41,10 +41,11 @@ class CopyPlan(NamedTuple):
         return f"{direction}_{self.style}"
 
 
-def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_channel=False):
+def configure_copy(image, stack, layout, grid, device, *, gathers, element=None, per_channel=False):
     """Plan the copy from an image to a stack (``gathers``), or back.
 
-    ``device`` is its number of multiprocessors, and the bytes of shared memory of a thread block.
+    ``image`` and ``stack`` are specs. ``device`` is its number of multiprocessors, and the bytes of
+    shared memory of a thread block.
     ``element`` is the C++ type of the elements when they are computed with and not only moved.
     ``per_channel`` says that the computation needs to know each element's channel, so that a
     vector must not span pixels.
@@ -59,20 +60,20 @@ def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_
         narrow = _needs_windows(vector, image, layout, grid, element, gathers)
     else:
         pixel = layout.C * image.dtype.itemsize
-        narrow = vector_bytes(pixel, address(image), address(stack)) < 8
+        narrow = vector_bytes(pixel, image.alignment, stack.alignment) < 8
     if narrow:
-        plan = _plan_windows(image, stack, layout, grid, element, gathers, most)
-        if plan is not None:
-            template, work, threads, shared = plan
-            return CopyPlan("windows", template, work, threads, geometry, shared)
+        config = _configure_windows(image, stack, layout, grid, element, gathers, most)
+        if config is not None:
+            template, work, threads, shared = config
+            return CopyConfig("windows", template, work, threads, geometry, shared)
     if same:
-        template, work, leading = _plan_runs(image, stack, layout, grid, vector, most)
-        return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
+        template, work, leading = _configure_runs(image, stack, layout, grid, vector, most)
+        return CopyConfig("runs", template, work, THREADS, (*leading, *geometry))
     limit = min(shared_bytes, _LINE_BYTES) if gathers and layout.channels_last else 0
-    template, work, threads, shared = _plan_tiles(
+    template, work, threads, shared = _configure_tiles(
         image, stack, layout, grid, element, gathers, most, limit
     )
-    return CopyPlan("tiles", template, work, threads, geometry, shared)
+    return CopyConfig("tiles", template, work, threads, geometry, shared)
 
 
 def _runs_vector(image, stack, layout, grid, per_channel):
@@ -80,10 +81,10 @@ def _runs_vector(image, stack, layout, grid, per_channel):
     unit = image.dtype.itemsize * (layout.C if layout.channels_last else 1)
     if not (per_channel and layout.channels_last):  # wider than a pixel where runs start aligned
         unit *= math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
-    return vector_bytes(unit, address(image), address(stack))
+    return vector_bytes(unit, image.alignment, stack.alignment)
 
 
-def _plan_runs(image, stack, layout, grid, vector, most):
+def _configure_runs(image, stack, layout, grid, vector, most):
     """Template of the runs kernels, thread blocks of work, and their leading arguments."""
     item = image.dtype.itemsize
     planes = 1 if layout.channels_last else layout.C
@@ -118,9 +119,10 @@ def _lanes_and_columns(width, most_columns):
     )
 
 
-def _plan_tiles(image, stack, layout, grid, element, gathers, most, limit):
-    """Return the plan of a tiles kernel but for its geometry; see core/shared_transpose.cuh.
+def _configure_tiles(image, stack, layout, grid, element, gathers, most, limit):
+    """Return the configuration of a tiles kernel but for its geometry.
 
+    See cuda_src/core/shared_transpose.cuh.
     ``limit`` is of the shared memory for a tile of whole planes and the line that it becomes.
     """
     item, area = image.dtype.itemsize, math.prod(grid.bsize)
@@ -132,11 +134,11 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most, limit):
     else:
         pixels, channels = _tile_size(area, layout.C, item, share, by_pixel)
     last, planes = (image, stack) if layout.channels_last else (stack, image)
-    of_pixel = max(vector_bytes(layout.C * item, channels * item, address(last)), item)
+    of_pixel = max(vector_bytes(layout.C * item, channels * item, last.alignment), item)
     run = math.gcd(area, pixels)  # pixels that begin at its multiples lie together in a plane
     if not layout.channels_last:
         run = math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
-    of_plane = max(vector_bytes(run * item, address(planes)), item)
+    of_plane = max(vector_bytes(run * item, planes.alignment), item)
     fill, store = (of_pixel, of_plane) if by_pixel else (of_plane, of_pixel)
     fill = fill if fill >= 4 else item
     size = pixels * channels * item
@@ -155,7 +157,7 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most, limit):
     )
     shared = stages * _stage_bytes(pixels, channels, item, by_pixel)
     if gathers:
-        vector = vector_bytes(channels * area * item, layout.C * area * item, address(stack))
+        vector = vector_bytes(channels * area * item, layout.C * area * item, stack.alignment)
         template += (max(vector, item) if line else 0,)
         shared += line * size
     tiles = -(-area // pixels) * -(-layout.C // channels)
@@ -170,8 +172,8 @@ def _needs_windows(vector, image, layout, grid, element, gathers):
     return vector <= 2 or (element is not None and line < _SHORT_LINE)
 
 
-def _plan_windows(image, stack, layout, grid, element, gathers, most):
-    """Return the plan of a windows kernel but for its geometry; None where there can be none.
+def _configure_windows(image, stack, layout, grid, element, gathers, most):
+    """Return the configuration of a windows kernel but for its geometry, or None for no kernel.
 
     See cuda_src/block_sparse/gather_scatter/block_staging.cuh.
     """
@@ -183,7 +185,7 @@ def _plan_windows(image, stack, layout, grid, element, gathers, most):
     row = layout.W * layout.C * item
     if item > 4 or size < _LEAST_WINDOW or each > _SHARED_BYTES or row >= 1 << 31:
         return None
-    vector = max(vector_bytes(size, address(stack)), item)
+    vector = max(vector_bytes(size, stack.alignment), item)
     rows, group = stack.shape[0], 1
     at_once = _GATHERED_BYTES if gathers else _SCATTERED_BYTES
     while (
