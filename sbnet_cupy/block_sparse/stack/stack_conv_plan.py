@@ -1,0 +1,195 @@
+"""Which instance of ``stack_conv``: engine, tile, stages, and how many thread blocks share K.
+
+Template arguments depend on dtype, channels, kernel and on how many blocks are expected; never on
+the count itself.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+from ...ops._fused_plan import Device
+
+PANEL = 64  # output channels that are packed together
+ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
+_UNITS = 8  # of 16 bytes, in a chunk
+_MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
+
+
+class StackConv(NamedTuple):
+    """A convolution from a stack of blocks to a stack of blocks.
+
+    Blocks of x are ``block`` pixels of images of ``image`` pixels; those of y are ``block_out``
+    pixels, ``block / strides``, of images of ``image_out`` pixels.
+    """
+
+    element: str  # C++ type: Half, BFloat16, or float, which is multiplied as tf32
+    rows: int  # of the stacks: their capacity
+    images: int
+    grid: tuple[int, int]  # blocks of an image
+    block: tuple[int, int]
+    block_out: tuple[int, int]
+    image: tuple[int, int]
+    image_out: tuple[int, int]
+    channels: int
+    channels_out: int
+    kernel: tuple[int, int]
+    strides: tuple[int, int]
+    dilation: tuple[int, int]
+    pads: tuple[int, int]  # pixels above and to the left
+    activation: int
+    vectors_in: bool  # pixels of x are whole vectors of 16 bytes, aligned
+    vectors_out: bool  # those of y and the residual
+    expected: int  # about how many rows will be active
+
+    @property
+    def element_bytes(self):
+        """Bytes of a number."""
+        return 4 if self.element == "float" else 2
+
+    @property
+    def pointwise(self):
+        """Whether pixel p of y reads pixel p of x, and no other."""
+        return self.kernel == self.strides == (1, 1) and self.pads == (0, 0)
+
+    @property
+    def chunks(self):
+        """Chunks of K: of 8 units of channels one for each tap; the rest tap by tap."""
+        units = -(-self.channels * self.element_bytes // 16)
+        taps = math.prod(self.kernel)
+        return units // _UNITS * taps + -(-units % _UNITS * taps // _UNITS)
+
+    @property
+    def panels(self):
+        """Panels of the packed weights."""
+        return -(-self.channels_out // PANEL)
+
+    @property
+    def packed_bytes(self):
+        """Bytes of the packed weights; the same for every plan."""
+        return self.panels * PANEL * (2 * 4 + self.chunks * ROW)
+
+
+class StackPlan(NamedTuple):
+    """Template arguments of ``stack_conv``, in words."""
+
+    engine: str  # TileMma or TileWgmma
+    tile: tuple[int, int]  # output pixels and output channels of a thread block
+    warps: tuple[int, int]  # that share them; groups of four warps for TileWgmma
+    stages: int
+    split: int  # thread blocks that share the chunks of a tile
+    partials: bool  # which then add up in memory, not in a cluster
+    bulk_copy: bool
+    blocks: int  # thread blocks for which a multiprocessor must have registers
+
+    @property
+    def threads(self):
+        """Number of threads of a thread block."""
+        return math.prod(self.warps) * (128 if self.engine == "TileWgmma" else 32)
+
+    def shared_bytes(self, conv):
+        """Dynamic shared memory of a thread block; the sums of ``stack_conv`` in stack_conv.cu."""
+        pixels, columns = self.tile
+        taps = 0 if conv.pointwise else math.prod(conv.kernel)
+        ring = self.stages * (pixels + columns) * ROW
+        return 1024 + ring + 8 * columns + 8 * self.stages + pixels * 4 * (7 + taps)
+
+    def tiles(self, conv, rows):
+        """Number of tiles of so many rows of the stack."""
+        pixels = -(-rows * math.prod(conv.block_out) // self.tile[0])
+        return pixels * -(-conv.channels_out // self.tile[1])
+
+    def template(self, conv):
+        """Return the template arguments."""
+        rounded = conv.element == "float"
+        return (
+            self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
+            self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
+            conv.activation, self.bulk_copy, self.blocks,
+        )  # fmt: skip
+
+    def partial_floats(self, conv):
+        """Floats of memory for the sums of thread blocks that share K and are no cluster."""
+        if not self.partials:
+            return 0
+        width = -(-conv.channels_out // self.tile[1]) * self.tile[1]
+        return conv.rows * math.prod(conv.block_out) * self.split * width
+
+
+def missing_kernel(conv, device):
+    """Return for what there is no CUDA kernel; None where there is one."""
+    sizes = (*conv.block, *conv.image, *conv.image_out, *conv.kernel, *conv.dilation, *conv.pads)
+    if max(*sizes, conv.channels, conv.channels_out) > 2**24:
+        return "sizes above 2**24"
+    largest = max(math.prod(conv.block), math.prod(conv.block_out))
+    if conv.rows * largest >= 2**31 - 512:
+        return f"stacks of {conv.rows * largest} pixels, which is 2**31 or more"
+    if conv.element != "Half" and not device.tensor_floats:
+        return f"{conv.element} on this GPU"
+    if plan_stack_conv(conv, device) is None:
+        return f"a window of {conv.kernel} pixels: it does not fit this GPU's shared memory"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_stack_conv(conv, device):
+    """Return the best plan, or None where none fits."""
+    plans = list(candidates(conv, device))
+    return min(plans, key=lambda plan: _cost(plan, conv, device), default=None)
+
+
+_WGMMA_TILES = (((64, 64), (1, 1)), ((64, 128), (1, 1)), ((128, 64), (2, 1)), ((128, 128), (2, 1)))
+_MMA_TILES = (((64, 64), (2, 2)), ((128, 64), (4, 2)), ((128, 128), (4, 2)))
+
+
+def candidates(conv, device):
+    """Yield plans that fit the device."""
+    engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
+    offsets = 0 if conv.pointwise else math.prod(conv.kernel) * 4
+    for tile, warps in tiles:
+        if tile[0] * offsets > _MOST_OFFSETS:
+            continue
+        for split in (1, 2, 4, 8):
+            if split > 1 and conv.chunks < 2 * split:
+                break
+            for blocks in (1, 2, 3):
+                plan = _with_stages(engine, tile, warps, split, blocks, conv, device)
+                if plan is not None:
+                    yield plan
+
+
+def _with_stages(engine, tile, warps, split, blocks, conv, device):
+    """Return the plan with the most stages that leave room for so many thread blocks, or None."""
+    ahead = 2 if engine == "TileWgmma" else 1  # stages that are not on their way
+    wanted = min(8, -(-conv.chunks // split) + ahead)
+    room = (device.shared_bytes + 1024) // blocks - 1024
+    for stages in range(max(wanted, ahead + 1), ahead, -1):
+        plan = StackPlan(
+            engine, tile, warps, stages, split, split > 1 and not device.hopper,
+            device.bulk_copy, blocks,
+        )  # fmt: skip
+        fits = plan.shared_bytes(conv) <= room and plan.threads * blocks <= 1024
+        sums = tile[0] * (tile[1] + 4) * 4 if split > 1 and not plan.partials else 0
+        if fits and sums <= stages * sum(tile) * ROW:
+            return plan
+    return None
+
+
+def _cost(plan, conv, device):
+    """Estimate the cycles of a launch."""
+    tiles = max(1, plan.tiles(conv, conv.expected)) * plan.split
+    spots = device.multiprocessors * plan.blocks
+    rounds = math.ceil(tiles / spots)
+    active = min(plan.blocks, math.ceil(tiles / device.multiprocessors))
+    chunks = math.ceil(conv.chunks / plan.split)
+    pixels, columns = plan.tile
+    # The second-level cache delivers about 28 bytes a cycle to each multiprocessor, more to few.
+    busy = min(1.0, tiles / device.multiprocessors)
+    chunk = max(sum(plan.tile) * ROW / (28 / max(busy, 0.5)), pixels * columns / 32)
+    results = pixels * columns * conv.element_bytes / 24
+    exchange = 0 if plan.split == 1 else 600 + 100 * plan.split
+    if plan.partials:
+        exchange = 6000
+    latency = 1500 + chunks * max(chunk, 100) + results + exchange
+    work = chunks * chunk + results + exchange / 2
+    return rounds * max(latency, active * work) + 20 * plan.blocks
