@@ -57,7 +57,7 @@ class StackConv(NamedTuple):
         """Chunks of K: of 8 units of channels one for each tap; the rest tap by tap."""
         units = -(-self.channels * self.element_bytes // 16)
         taps = math.prod(self.kernel)
-        return units // _UNITS * taps + -(-units % _UNITS * taps // _UNITS)
+        return units // _UNITS * taps + -(-(units % _UNITS * taps) // _UNITS)
 
     @property
     def panels(self):
@@ -88,7 +88,7 @@ class StackPlan(NamedTuple):
         return math.prod(self.warps) * (128 if self.engine == "TileWgmma" else 32)
 
     def shared_bytes(self, conv):
-        """Dynamic shared memory of a thread block; the sums of ``stack_conv`` in stack_conv.cu."""
+        """Dynamic shared memory of a thread block; the sums of ``stack_conv`` in stack_conv2d.cu."""
         pixels, columns = self.tile
         taps = 0 if conv.pointwise else math.prod(conv.kernel)
         ring = self.stages * (pixels + columns) * ROW

@@ -46,7 +46,7 @@ def prepare_stack_pack(conv, w_format):
         for i, letter in enumerate(w_format)
     }
     launch = _kernels.prepare(
-        "block_sparse/stack/stack_conv",
+        "block_sparse/stack/stack_conv2d",
         "pack_stack_weights",
         (conv.element, conv.element == "float"),
         min(-(-conv.panels * conv.chunks * 512 // 256), 2**16),
@@ -70,7 +70,7 @@ def prepare_stack_conv(conv, settled=False, plan=None):
         *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
     )  # fmt: skip
     run = _kernels.prepare(
-        "block_sparse/stack/stack_conv",
+        "block_sparse/stack/stack_conv2d",
         "stack_conv",
         plan.template(conv),
         plan.tiles(conv, conv.rows) * plan.split,
@@ -96,7 +96,7 @@ def _with_partials(conv, plan, run):
     width = plan.partial_floats(conv) // (conv.rows * math.prod(conv.block_out) * plan.split)
     items = conv.rows * math.prod(conv.block_out) * conv.channels_out * conv.element_bytes // 16
     add_up = _kernels.prepare(
-        "block_sparse/stack/stack_conv",
+        "block_sparse/stack/stack_conv2d",
         "stack_conv_sum",
         (conv.element, plan.split, conv.vectors_out, conv.activation),
         -(-items // 256) + 1,

@@ -1,4 +1,4 @@
-// stack_conv.cu: a convolution from a stack of blocks to a stack of blocks.
+// stack_conv2d.cu: a convolution from a stack of blocks to a stack of blocks.
 //   y[m, i, j, k] = activation(scale[k] * sum(x at (i * SH - top + r * DH, j * SW - left + s * DW) of block m, c] * w[r, s, c, k])
 //                              + bias[k] + residual[m, i, j, k])
 // Positions outside block m lie in its neighbours, which the table finds; what lies in no active block, or outside the
