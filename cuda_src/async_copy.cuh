@@ -51,6 +51,15 @@ DEVICE void copy_async(void* shared, const void* global, bool inside) {
 DEVICE void copy_async_16(void* shared, const void* global, bool inside) {
     copy_async<16>(shared, global, inside);
 }
+// Through the L1 cache: for vectors that this thread block copies several times.
+DEVICE void copy_async_16_cached(void* shared, const void* global, bool inside) {
+#if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(inside ? 16 : 0));
+#else
+    copy_async<16>(shared, global, inside);
+#endif
+}
 DEVICE void copy_async_8(void* shared, const void* global, bool inside) {
     copy_async<8>(shared, global, inside);
 }
@@ -74,6 +83,13 @@ DEVICE void copy_async_wait() {
     host_cuda::wait_for_copies(N);
 #elif DEVICE_ARCHITECTURE >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+// Have the line of memory at this address brought to the L2 cache.
+DEVICE void prefetch_line(const void* global) {
+#if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 800
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 #endif
 }
 

@@ -154,9 +154,10 @@ DEVICE void finish(const float (&sums)[COUNT], const float* scale, const float* 
 //   VECTOR_IN    pixels of x are whole vectors of 16 bytes, aligned; VECTOR_OUT: those of y and the residual
 //   ROUND        x is float, rounded to tf32 in shared memory
 //   BULK         weights come by the bulk copy engine
+//   CACHED       pixels come through the L1 cache, since taps read the same ones
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool BULK, int BLOCKS>
+          bool BULK, bool CACHED, int BLOCKS>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS)
     stack_conv(const T* __restrict__ x, const u8* __restrict__ packed, const T* __restrict__ residual,
                const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
@@ -281,6 +282,13 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS)
             overlap_launches();
             waited = true;
         }
+        if (residual && VECTOR_OUT) {  // it is read at the end
+            constexpr int LINES = BN * sizeof(T) / 128;
+            for (int i = threadIdx.x + rank * THREADS; i < BM * LINES; i += THREADS * SPLIT) {
+                const int row = i / LINES, k = k0 + i % LINES * (128 / static_cast<int>(sizeof(T)));
+                if (p0 + row < pixels && k < g.K) prefetch_line(residual + static_cast<i64>(p0 + row) * g.K + k);
+            }
+        }
         __syncthreads();
 
         // Begin to copy the next chunk.
@@ -305,7 +313,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS)
                 }
                 const bool there = real && pixel >= 0;
                 const T* const from = x + (there ? pixel * g.C + c : 0);
-                if constexpr (VECTOR_IN) {
+                if constexpr (VECTOR_IN && CACHED) {
+                    copy_async_16_cached(at + pass * (PASS * TILE_ROW), from, there && c < g.C);
+                } else if constexpr (VECTOR_IN) {
                     copy_async_16(at + pass * (PASS * TILE_ROW), from, there && c < g.C);
                 } else {
                     Elements<T, uint4> value(zero<uint4>());

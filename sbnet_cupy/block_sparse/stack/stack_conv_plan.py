@@ -80,6 +80,7 @@ class StackPlan(NamedTuple):
     split: int  # thread blocks that share the chunks of a tile
     partials: bool  # which then add up in memory, not in a cluster
     bulk_copy: bool
+    cached: bool  # whether pixels come through the L1 cache
     blocks: int  # thread blocks for which a multiprocessor must have registers
 
     @property
@@ -105,7 +106,7 @@ class StackPlan(NamedTuple):
         return (
             self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
             self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
-            conv.activation, self.bulk_copy, self.blocks,
+            conv.activation, self.bulk_copy, self.cached, self.blocks,
         )  # fmt: skip
 
     def partial_floats(self, conv):
@@ -138,7 +139,8 @@ def plan_stack_conv(conv, device):
     return min(plans, key=lambda plan: _cost(plan, conv, device), default=None)
 
 
-_WGMMA_TILES = (((64, 64), (1, 1)), ((64, 128), (1, 1)), ((128, 64), (2, 1)), ((128, 128), (2, 1)))
+_WGMMA_TILES = (((64, 64), (1, 1)), ((64, 128), (1, 1)), ((128, 64), (2, 1)), ((128, 128), (2, 1)),
+                ((256, 128), (2, 1)), ((256, 64), (2, 1)))  # fmt: skip
 _MMA_TILES = (((64, 64), (2, 2)), ((128, 64), (4, 2)), ((128, 128), (4, 2)))
 
 
@@ -166,7 +168,7 @@ def _with_stages(engine, tile, warps, split, blocks, conv, device):
     for stages in range(max(wanted, ahead + 1), ahead, -1):
         plan = StackPlan(
             engine, tile, warps, stages, split, split > 1 and not device.hopper,
-            device.bulk_copy, blocks,
+            device.bulk_copy, not conv.pointwise, blocks,
         )  # fmt: skip
         fits = plan.shared_bytes(conv) <= room and plan.threads * blocks <= 1024
         sums = tile[0] * (tile[1] + 4) * 4 if split > 1 and not plan.partials else 0
