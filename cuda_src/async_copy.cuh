@@ -122,6 +122,13 @@ DEVICE void barrier_init_fence() {
 #endif
 }
 
+// What was written to shared memory, and is seen by this thread, becomes visible to the copy engine and to wgmma.
+DEVICE void shared_fence() {
+#if DEVICE_ARCHITECTURE >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Arrive at the barrier and announce bytes that bulk copies will bring in this phase.
 DEVICE void barrier_expect(u64* bar, u32 bytes) {
 #ifdef SBNET_HOST
@@ -129,6 +136,30 @@ DEVICE void barrier_expect(u64* bar, u32 bytes) {
 #elif DEVICE_ARCHITECTURE >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Arrive at the barrier; what this thread wrote before is seen by those who wait.
+DEVICE void barrier_arrive(u64* bar) {
+#ifdef SBNET_HOST
+    host_cuda::barrier_expect(bar, 0);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Arrive at the barrier once all copies of this thread so far (copy_async_*) have landed; do not wait for that.
+DEVICE void copies_arrive(u64* bar) {
+#ifdef SBNET_HOST
+    host_cuda::commit_copies();
+    host_cuda::wait_for_copies(0);
+    host_cuda::barrier_expect(bar, 0);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(bar)) : "memory");
 #else
     __trap();
 #endif

@@ -385,7 +385,7 @@ def _cubin_on_disk(stem, expression, arch):
     digest = hashlib.sha256(
         json.dumps([stem, expression, _options(arch), nvrtc.getVersion(), _source_hash()]).encode()
     ).hexdigest()
-    cubin = _cache_dir() / f"{stem}-{digest[:32]}.cubin"
+    cubin = _cache_dir() / f"{Path(stem).name}-{digest[:32]}.cubin"
     note = cubin.with_suffix(".json")
     try:
         known = json.loads(note.read_text(encoding="utf-8"))
@@ -404,7 +404,7 @@ def _cubin_on_disk(stem, expression, arch):
 def _source_hash():
     """Hash of every source and header: a changed header changes every kernel's key."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCE_DIR.glob("*.cu*")):
+    for path in sorted(SOURCE_DIR.rglob("*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

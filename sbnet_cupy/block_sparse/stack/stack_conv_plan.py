@@ -71,7 +71,7 @@ class StackConv(NamedTuple):
 
 
 class StackPlan(NamedTuple):
-    """Template arguments of ``stack_conv``, in words."""
+    """Template arguments of ``stack_conv_pipelined`` or ``stack_conv``, in words."""
 
     engine: str  # TileMma or TileWgmma
     tile: tuple[int, int]  # output pixels and output channels of a thread block
@@ -79,21 +79,28 @@ class StackPlan(NamedTuple):
     stages: int
     split: int  # thread blocks that share the chunks of a tile
     partials: bool  # which then add up in memory, not in a cluster
-    bulk_copy: bool
+    pipelined: bool  # some warps copy, the others multiply
     cached: bool  # whether pixels come through the L1 cache
     blocks: int  # thread blocks for which a multiprocessor must have registers
 
     @property
     def threads(self):
         """Number of threads of a thread block."""
-        return math.prod(self.warps) * (128 if self.engine == "TileWgmma" else 32)
+        multipliers = math.prod(self.warps) * (128 if self.engine == "TileWgmma" else 32)
+        return multipliers + (128 if self.pipelined else 0)
+
+    @property
+    def kernel(self):
+        """Name of the kernel."""
+        return "stack_conv_pipelined" if self.pipelined else "stack_conv"
 
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of ``stack_conv`` in stack_conv2d.cu."""
         pixels, columns = self.tile
         taps = 0 if conv.pointwise else math.prod(conv.kernel)
         ring = self.stages * (pixels + columns) * ROW
-        return 1024 + ring + 8 * columns + 8 * self.stages + pixels * 4 * (7 + taps)
+        barriers = 1024 + 8 * (2 * self.stages + 2) if self.pipelined else 0
+        return ring + 8 * columns + barriers + pixels * 4 * (1 + taps)
 
     def tiles(self, conv, rows):
         """Number of tiles of so many rows of the stack."""
@@ -106,7 +113,7 @@ class StackPlan(NamedTuple):
         return (
             self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
             self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
-            conv.activation, self.bulk_copy, self.cached, self.blocks,
+            conv.activation, self.cached, self.blocks,
         )  # fmt: skip
 
     def partial_floats(self, conv):
@@ -139,22 +146,29 @@ def plan_stack_conv(conv, device):
     return min(plans, key=lambda plan: _cost(plan, conv, device), default=None)
 
 
-_WGMMA_TILES = (((64, 64), (1, 1)), ((64, 128), (1, 1)), ((128, 64), (2, 1)), ((128, 128), (2, 1)),
-                ((256, 128), (2, 1)), ((256, 64), (2, 1)))  # fmt: skip
-_MMA_TILES = (((64, 64), (2, 2)), ((128, 64), (4, 2)), ((128, 128), (4, 2)))
+# (pixels, output channels), warps or groups of four warps, most thread blocks of a multiprocessor
+_WGMMA_TILES = (
+    ((64, 64), (1, 1), 3),
+    ((64, 128), (1, 1), 2),
+    ((128, 64), (2, 1), 2),
+    ((128, 128), (2, 1), 1),
+    ((256, 64), (2, 1), 1),
+    ((256, 128), (2, 1), 1),
+)
+_MMA_TILES = (((64, 64), (2, 2), 3), ((128, 64), (4, 2), 2), ((128, 128), (4, 2), 1))
 
 
 def candidates(conv, device):
     """Yield plans that fit the device."""
     engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
     offsets = 0 if conv.pointwise else math.prod(conv.kernel) * 4
-    for tile, warps in tiles:
+    for tile, warps, most in tiles:
         if tile[0] * offsets > _MOST_OFFSETS:
             continue
         for split in (1, 2, 4, 8):
             if split > 1 and conv.chunks < 2 * split:
                 break
-            for blocks in (1, 2, 3):
+            for blocks in range(1, most + 1):
                 plan = _with_stages(engine, tile, warps, split, blocks, conv, device)
                 if plan is not None:
                     yield plan
@@ -162,17 +176,15 @@ def candidates(conv, device):
 
 def _with_stages(engine, tile, warps, split, blocks, conv, device):
     """Return the plan with the most stages that leave room for so many thread blocks, or None."""
-    ahead = 2 if engine == "TileWgmma" else 1  # stages that are not on their way
-    wanted = min(8, -(-conv.chunks // split) + ahead)
+    pipelined, clusters = device.bulk_copy, device.bulk_copy
     room = (device.shared_bytes + 1024) // blocks - 1024
-    for stages in range(max(wanted, ahead + 1), ahead, -1):
+    for stages in range(min(8, max(2, -(-conv.chunks // split) + 1)), 1, -1):
         plan = StackPlan(
-            engine, tile, warps, stages, split, split > 1 and not device.hopper,
-            device.bulk_copy, not conv.pointwise, blocks,
+            engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
+            not conv.pointwise, blocks,
         )  # fmt: skip
-        fits = plan.shared_bytes(conv) <= room and plan.threads * blocks <= 1024
-        sums = tile[0] * (tile[1] + 4) * 4 if split > 1 and not plan.partials else 0
-        if fits and sums <= stages * sum(tile) * ROW:
+        sums = tile[0] * (tile[1] + 4) * 4 if split > 1 and clusters else 0
+        if plan.shared_bytes(conv) <= room and sums <= stages * sum(tile) * ROW:
             return plan
     return None
 

@@ -71,7 +71,7 @@ def prepare_stack_conv(conv, settled=False, plan=None):
     )  # fmt: skip
     run = _kernels.prepare(
         "block_sparse/stack/stack_conv2d",
-        "stack_conv",
+        plan.kernel,
         plan.template(conv),
         plan.tiles(conv, conv.rows) * plan.split,
         plan.threads,
