@@ -222,6 +222,7 @@ struct Result {
     const float *scale, *bias;  // of the tile's columns
     const int* inside;          // of the tile's rows; null if all are
     int p0, pixels, k0, K;
+    using Sums = const float (&)[Columns<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
 
     template <int ACTIVATION, bool VECTOR, class Product, int MT, int NT>
     DEVICE void store(const float (&acc)[MT][NT][4]) const {
@@ -231,19 +232,31 @@ struct Result {
             uint4 add_to[2][VECTORS];  // all are loaded before the first is used
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, const auto&) {
+                for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, Sums) {
                     const bool there = p0 + row < pixels && k0 + column < K;
                     add_to[half][v] = residual_at<VECTOR>(residual, static_cast<i64>(p0 + row) * K + k0 + column, there);
                 });
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, const auto& sums) {
+                for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, Sums sums) {
                     if (p0 + row < pixels)
                         finish<T, ACTIVATION, VECTOR>(sums, scale + column, bias + column, add_to[half][v], residual, y,
                                                       static_cast<i64>(p0 + row) * K + k0 + column, K - k0 - column,
                                                       !inside || inside[row]);
                 });
         }
+    }
+
+    // Leave the sums in shared memory, in rows of PITCH floats.
+    template <class Product, int PITCH, int MT, int NT>
+    DEVICE void store_sums(const float (&acc)[MT][NT][4], float* sums) const {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, Sums values) {
+                    store_floats(sums + row * PITCH + column, values);
+                });
     }
 
     // Leave the sums in memory, for stack_conv_sum.
@@ -253,7 +266,7 @@ struct Result {
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, const auto& sums) {
+                for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, Sums sums) {
                     if (p0 + row < pixels)
                         store_floats(partials + (static_cast<i64>(p0 + row) * split + rank) * width + k0 + column, sums);
                 });

@@ -279,18 +279,13 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 result.template store<ACTIVATION, VECTOR_OUT, Product>(acc);
             } else {
                 float* const sums = reinterpret_cast<float*>(shared.ring);
-#pragma unroll
-                for (int m = 0; m < MT; ++m)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half)
-                        for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, const auto& values) {
-                            store_floats(sums + row * PITCH + column, values);
-                        });
+                result.template store_sums<Product, PITCH>(acc, sums);
                 __syncwarp();
                 Sums::sync();
-                constexpr int MINE = BM / SPLIT, VECTORS = BN / LANES;  // rows that this thread block finishes
-                for (int i = threadIdx.x; i < MINE * VECTORS; i += MULTIPLIERS) {
-                    const int row = rank * MINE + i / VECTORS, column = i % VECTORS * LANES, p = p0 + row;
+                constexpr int VECTORS = BN / LANES;
+                const int from = BM * rank / SPLIT, to = BM * (rank + 1) / SPLIT;  // rows that this thread block finishes
+                for (int i = threadIdx.x; i < (to - from) * VECTORS; i += MULTIPLIERS) {
+                    const int row = from + i / VECTORS, column = i % VECTORS * LANES, p = p0 + row;
                     if (p >= pixels || k0 + column >= g.K) continue;
                     const i64 at = static_cast<i64>(p) * g.K + k0 + column;
                     const uint4 add_to = residual_at<VECTOR_OUT>(residual, at, true);

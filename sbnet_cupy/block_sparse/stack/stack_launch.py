@@ -35,6 +35,7 @@ from ...ops._fused_plan import current_device
 from ...ops._packed import Pack
 from .stack_conv_plan import plan_stack_conv
 
+CARVE = True
 FILLS = ("zero", "lowest", "nearest", "mirror", "repeat")  # as in stack_halo.cu
 
 
@@ -82,6 +83,8 @@ def prepare_stack_conv(conv, settled=False, plan=None):
         dependent=True,
         cluster=1 if plan.partials else plan.split,
     )
+    if plan.cached:  # what shared memory leaves is L1 cache
+        run._function.preferred_shared_memory_carveout = min(100, -(-(plan.shared_bytes(conv) + 1024) * plan.blocks * 100 // (228 << 10))) if CARVE else -1
     if not plan.partials:
 
         def launch(x, packed, residual, bin_counts, indices, grid, out):
