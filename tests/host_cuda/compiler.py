@@ -56,7 +56,8 @@ def kernel_library(name, text, source_dir):
     """Return the path of the library made from ``text``, which includes files of ``source_dir``."""
     options = _OPTIONS + (_SANITIZER_OPTIONS if SANITIZE else [])
     runtime = _runtime_library()
-    inputs = [*sorted(source_dir.rglob("*.cu*")), *sorted(source_dir.glob("*.h")), *_shim_headers()]
+    sources = sorted(path for kind in ("*.cu*", "*.h") for path in source_dir.rglob(kind))
+    inputs = [*sources, *_shim_headers()]
     command = [*options, f"-I{HERE}", f"-I{source_dir}", "-x", "c++", "-", "-x", "none"]
     return _library(name, text, [*command, str(runtime)], inputs)
 
@@ -82,7 +83,7 @@ def _library(name, text, command, inputs):
     digest = hashlib.sha256("\0".join([text, *command, _version()]).encode())
     for path in inputs:
         digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
-    library = _cache_dir() / f"{name.replace(chr(47), chr(45))}-{digest.hexdigest()[:24]}.so"
+    library = _cache_dir() / f"{name}-{digest.hexdigest()[:24]}.so"
     if library.exists():
         return library
     with _locked(library.with_suffix(".lock")):

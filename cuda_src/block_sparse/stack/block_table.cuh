@@ -4,7 +4,7 @@
 // blocks that stick out; what lies in memory for their outer pixels is never used.
 #pragma once
 
-#include "common.cuh"
+#include "core/common.cuh"
 
 struct BlockTable {
     const int* __restrict__ indices;  // [M, 3]: n, hi, wi

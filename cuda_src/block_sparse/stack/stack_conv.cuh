@@ -1,7 +1,7 @@
 // stack_conv.cuh: what the two kernels of stack_conv2d.cu share: the order of K, where pixels lie, and the result.
 #pragma once
 
-#include "activation.cuh"
+#include "dense/activation.cuh"
 #include "block_sparse/stack/block_table.cuh"
 #include "block_sparse/stack/swizzled_tile.cuh"
 

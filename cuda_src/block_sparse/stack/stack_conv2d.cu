@@ -13,7 +13,7 @@
 // pack_stack_weights:   lays weights, scale and bias out as these stage them, once for many calls.
 // Launch: a persistent grid, SPLIT thread blocks for each tile. See cuda_src/README.md for the pictures.
 #include "block_sparse/stack/stack_conv.cuh"
-#include "cluster.cuh"
+#include "core/cluster.cuh"
 
 template <typename T, bool ROUND>
 __global__ void __launch_bounds__(256)

@@ -5,7 +5,7 @@
 // image that repeats itself. Rows of y past the count are not written.
 // Python: sbnet_cupy/block_sparse/stack/stack_halo.py
 // A group of LANES threads moves a pixel of y at a time, by vectors V of channels, and has AT_ONCE pixels in flight.
-#include "async_copy.cuh"
+#include "core/async_copy.cuh"
 #include "block_sparse/stack/block_table.cuh"
 
 enum Fill { ZERO, LOWEST, NEAREST, MIRROR, REPEAT };

@@ -7,7 +7,7 @@
 // A warp holds acc[MT][NT][4]: MT groups of 16 rows, NT groups of 8 columns, as mma.sync leaves them (tensor_core.cuh).
 #pragma once
 
-#include "wgmma.cuh"
+#include "core/wgmma.cuh"
 
 constexpr int TILE_ROW = 128;  // bytes
 

@@ -8,7 +8,6 @@ import functools
 import math
 from typing import NamedTuple
 
-from ...ops._fused_plan import Device
 
 PANEL = 64  # output channels that are packed together
 ROW = 128  # bytes of a tile's row in shared memory: a chunk of K

@@ -28,11 +28,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ... import _kernels
-from ..._arrays import empty
-from ...ops._capture import keep_if_capturing
-from ...ops._fused_plan import current_device
-from ...ops._packed import Pack
+from ...core import launch as kernels
+from ...core.arrays import empty, vector_bytes
+from ...core.device import current_device
+from ...core.graph_memory import keep_if_capturing
+from ...core.packed import Pack
 from .stack_conv_plan import plan_stack_conv
 
 CARVE = True
@@ -46,7 +46,7 @@ def prepare_stack_pack(conv, w_format):
         letter: math.prod(sizes[inner] for inner in w_format[i + 1 :])
         for i, letter in enumerate(w_format)
     }
-    launch = _kernels.prepare(
+    launch = kernels.prepare(
         "block_sparse/stack/stack_conv2d",
         "pack_stack_weights",
         (conv.element, conv.element == "float"),
@@ -70,7 +70,7 @@ def prepare_stack_conv(conv, settled=False, plan=None):
         *blocks, conv.channels, conv.channels_out, *conv.block, *conv.block_out, *conv.image,
         *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
     )  # fmt: skip
-    run = _kernels.prepare(
+    run = kernels.prepare(
         "block_sparse/stack/stack_conv2d",
         plan.kernel,
         plan.template(conv),
@@ -98,7 +98,7 @@ def _with_partials(conv, plan, run):
     """Return the launch of thread blocks that leave sums in memory, and of what adds them up."""
     width = plan.partial_floats(conv) // (conv.rows * math.prod(conv.block_out) * plan.split)
     items = conv.rows * math.prod(conv.block_out) * conv.channels_out * conv.element_bytes // 16
-    add_up = _kernels.prepare(
+    add_up = kernels.prepare(
         "block_sparse/stack/stack_conv2d",
         "stack_conv_sum",
         (conv.element, plan.split, conv.vectors_out, conv.activation),
@@ -156,12 +156,12 @@ def prepare_stack_halo(halo, pixel_bytes, alignment=16):
     ``pixel_bytes`` are those of a pixel's channels; ``alignment`` is what the addresses of x and out
     are multiples of, in bytes.
     """
-    width = _kernels.vector_bytes(pixel_bytes, alignment)
+    width = vector_bytes(pixel_bytes, alignment)
     vectors = pixel_bytes // width
     lanes = min(32, 1 << max(0, math.ceil(math.log2(vectors))))
     size = tuple(a + b + c for a, b, c in zip(halo.before, halo.block, halo.after, strict=True))
     vector = {16: "uint4", 8: "uint2", 4: "u32", 2: "u16", 1: "u8"}[width]
-    return _kernels.prepare(
+    return kernels.prepare(
         "block_sparse/stack/stack_halo",
         "stack_halo",
         (vector, lanes, FILLS.index(halo.fill)),
