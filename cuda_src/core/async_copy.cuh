@@ -93,6 +93,13 @@ DEVICE void prefetch_line(const void* global) {
 #endif
 }
 
+// The same for a range of bytes, a multiple of 16 from a multiple of 16 on; compute capability 9.0.
+DEVICE void prefetch_bulk(const void* global, u32 bytes) {
+#if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+
 // ---------------------------------------------------------------------------- bulk copies
 
 // Where HAS_BULK_COPY; elsewhere they trap. The barrier is 8 bytes of shared memory. One thread:

@@ -138,6 +138,12 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         barrier_init(shared.copiers, COPIERS);
         barrier_init(shared.multipliers, MULTIPLIERS);
         barrier_init_fence();
+        // The first tile of pixels brings its weights, all there are, to the L2 cache while the kernel ahead still runs.
+        // A prefetch may come too early: what is copied later is what is there then.
+        const int k0 = static_cast<int>(blockIdx.x) / SPLIT * BN;
+        for (int panel = k0 / PANEL; k0 < g.K && panel < panels && panel < k0 / PANEL + PANELS; ++panel)
+            prefetch_bulk(packed + tables_bytes(g.K) + (static_cast<i64>(panel) * order.chunks + first) * PANEL_CHUNK,
+                          count * PANEL_CHUNK);
     }
     if (!settled) overlap_launches();
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;

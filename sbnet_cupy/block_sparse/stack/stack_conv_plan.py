@@ -12,6 +12,7 @@ from typing import NamedTuple
 PANEL = 64  # output channels that are packed together
 ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
 _UNITS = 8  # of 16 bytes, in a chunk
+_MULTIPROCESSOR_SHARED = 228 << 10  # bytes, on the GPUs that let part of it be L1 cache
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
 
 
@@ -100,6 +101,16 @@ class StackPlan(NamedTuple):
         ring = self.stages * (pixels + columns) * ROW
         barriers = 1024 + 8 * (2 * self.stages + 2) if self.pipelined else 0
         return ring + 8 * columns + barriers + pixels * 4 * (1 + taps)
+
+    def carveout(self, conv):
+        """Percentage of a multiprocessor's memory that should be shared memory; None: any.
+
+        Shared memory of ``blocks`` thread blocks, and no more, so that the L1 cache keeps pixels.
+        """
+        if not self.cached:
+            return None
+        needed = (self.shared_bytes(conv) + 1024) * self.blocks
+        return min(100, -(-100 * needed // _MULTIPROCESSOR_SHARED))
 
     def tiles(self, conv, rows):
         """Number of tiles of so many rows of the stack."""

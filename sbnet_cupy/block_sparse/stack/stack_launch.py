@@ -16,6 +16,9 @@ Rows of ``out`` past the count are not written; those of ``x`` and ``residual`` 
     run = prepare_stack_conv(conv, settled=False)           keep it: it costs more than a call
     run(x, packed, residual, bin_counts, active_block_indices, grid, out)
 
+    run = prepare_stack_depthwise(conv, "HWIO", itemsize)   conv.channels_out == conv.channels
+    run(x, w, scale, bias, residual, bin_counts, active_block_indices, grid, out)
+
     run = prepare_stack_halo(halo, x.itemsize * C)          StackHalo: sizes and fill
     run(x, bin_counts, active_block_indices, grid, out)
 
@@ -82,9 +85,8 @@ def prepare_stack_conv(conv, settled=False, plan=None):
         persistent=True,
         dependent=True,
         cluster=1 if plan.partials else plan.split,
+        carveout=plan.carveout(conv) if CARVE else -1,
     )
-    if plan.cached:  # what shared memory leaves is L1 cache
-        run._function.preferred_shared_memory_carveout = min(100, -(-(plan.shared_bytes(conv) + 1024) * plan.blocks * 100 // (228 << 10))) if CARVE else -1
     if not plan.partials:
 
         def launch(x, packed, residual, bin_counts, indices, grid, out):
@@ -120,6 +122,44 @@ def _with_partials(conv, plan, run):
         add_up(partials, packed, residual, bin_counts, indices, grid, out)
 
     return launch
+
+
+def prepare_stack_depthwise(conv, w_format, alignment=16):
+    """Return the launch of a depthwise convolution on a stack; w, scale and bias are as they are.
+
+    w is (R, S, 1, C) or (C, 1, R, S), of the dtype of x; scale and bias are float32 or None. Floats
+    are multiplied as IEEE. ``alignment`` is what the addresses of x, out and the residual are
+    multiples of, in bytes. None where the window does not fit this GPU's shared memory.
+    """
+    itemsize, taps = conv.element_bytes, math.prod(conv.kernel)
+    vector = vector_bytes(conv.channels * itemsize, alignment) // itemsize
+    channels = 8 * vector
+    shared = 4 * ((taps + 2) * channels + (taps + 1) * _DEPTHWISE_PIXELS)
+    if shared > current_device().shared_bytes:
+        return None
+    steps = (conv.kernel[1] * conv.channels, conv.channels, 1)
+    if w_format == "OIHW":
+        steps = (conv.kernel[1], 1, taps)
+    slices = -(-conv.channels // channels)
+    return kernels.prepare(
+        "block_sparse/stack/stack_depthwise",
+        "stack_depthwise",
+        (conv.element, vector, conv.activation),
+        (-(-conv.rows * math.prod(conv.block_out) // _DEPTHWISE_PIXELS), slices),
+        256,
+        9,
+        (
+            conv.rows, conv.images, *conv.grid, conv.channels, *conv.block, *conv.block_out,
+            *conv.image, *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
+            *steps,
+        ),
+        shared=shared,
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip
+
+
+_DEPTHWISE_PIXELS = 64  # of a tile, as in stack_depthwise.cu
 
 
 class StackHalo(NamedTuple):
