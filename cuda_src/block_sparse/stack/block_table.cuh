@@ -42,3 +42,18 @@ struct Along {
         }
     }
 };
+
+// Write zeros to elements `from` up to `to` of y, of which VECTOR says that they are whole vectors of 16 bytes: the rows past
+// the count. All threads of the grid share the work.
+template <bool VECTOR, typename T>
+DEVICE void clear_rest(T* __restrict__ y, i64 from, i64 to) {
+    constexpr int LANES = VECTOR ? 16 / sizeof(T) : 1;
+    const i64 block = static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x;
+    const i64 step = static_cast<i64>(gridDim.x) * gridDim.y * blockDim.x * LANES;
+    for (i64 i = from + (block * blockDim.x + threadIdx.x) * LANES; i < to; i += step) {
+        if constexpr (VECTOR)
+            *reinterpret_cast<uint4*>(y + i) = zero<uint4>();
+        else
+            y[i] = zero<T>();
+    }
+}

@@ -2,7 +2,7 @@
 //   y[m, i, j, k] = activation(scale[k] * sum(x at (i * SH - top + r * DH, j * SW - left + s * DW) of block m, c] * w[r, s, c, k])
 //                              + bias[k] + residual[m, i, j, k])
 // Positions outside block m lie in its neighbours, which the table finds; what lies in no active block, or outside the
-// image, is 0. Pixels of y outside the image are 0. Rows of y past the count are not written.
+// image, is 0. Pixels of y outside the image are 0. Rows of y past the count are not written, or become 0.
 // Source: the implicit matrix product of cuDNN (Chetlur et al. 2014, arXiv:1410.0759).
 // Python: sbnet_cupy/block_sparse/stack/stack_launch.py
 // Rows of the product are output pixels in the order of the stack, so that a tile of BM of them takes in several small
@@ -55,12 +55,13 @@ __global__ void __launch_bounds__(256)
 //   PARTIALS     thread blocks that share K leave their sums in memory; else they are a cluster and add up
 //   CACHED       pixels come through the L1 cache, since taps read the same ones
 //   settled      the kernel just ahead writes neither the table nor the weights
+//   clear_rows   rows of y past the count become 0
 #define STACK_CONV_PARAMETERS                                                                                          \
     const T *__restrict__ x, const u8 *__restrict__ packed, const T *__restrict__ residual,                           \
         const int *__restrict__ bin_counts, const int *__restrict__ indices, const int *__restrict__ grid,            \
         float *__restrict__ partials, T *__restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 K, i64 bh, i64 bw,  \
         i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left,  \
-        i64 settled
+        i64 settled, i64 clear_rows
 
 // ---------------------------------------------------------------------------- copying warps and multiplying warps
 
@@ -318,6 +319,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         }
         if (!waited) overlap_launches();
     }
+    if (clear_rows && !PARTIALS) clear_rest<VECTOR_OUT>(y, static_cast<i64>(pixels) * g.K, M * g.ph * g.pw * g.K);
 }
 
 // ---------------------------------------------------------------------------- all threads copy and multiply
@@ -422,6 +424,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
             result.template store<ACTIVATION, VECTOR_OUT, Product>(acc);
         __syncthreads();
     }
+    if (clear_rows && !PARTIALS) clear_rest<VECTOR_OUT>(y, static_cast<i64>(pixels) * g.K, M * g.ph * g.pw * g.K);
 }
 
 // Add up the SPLIT sums of each pixel and channel, in their order. `width` floats are a row of sums.
@@ -429,7 +432,8 @@ template <typename T, int SPLIT, bool VECTOR_OUT, int ACTIVATION>
 __global__ void __launch_bounds__(256)
     stack_conv_sum(const float* __restrict__ partials, const u8* __restrict__ packed, const T* __restrict__ residual,
                    const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
-                   T* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 ph, i64 pw, i64 P, i64 Q, i64 width) {
+                   T* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 ph, i64 pw, i64 P, i64 Q, i64 width,
+                   i64 clear_rows) {
     constexpr int COUNT = Columns<T>::COUNT;
     overlap_launches();
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
@@ -456,4 +460,5 @@ __global__ void __launch_bounds__(256)
         finish<T, ACTIVATION, VECTOR_OUT>(sums, scale + k, bias + k, residual_at<VECTOR_OUT>(residual, p * K + k, true),
                                           residual, y, p * K + k, narrow(K) - k, inside);
     }
+    if (clear_rows) clear_rest<VECTOR_OUT>(y, rows * ph * pw * K, M * ph * pw * K);
 }

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(256)
                     const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
                     T* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 bh, i64 bw, i64 ph, i64 pw, i64 H,
                     i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 step_r,
-                    i64 step_s, i64 step_c) {
+                    i64 step_s, i64 step_c, i64 clear_rows) {
     constexpr int PIXELS = 64, LANES = 8, SLICE = LANES * V, EACH = PIXELS / (256 / LANES);
     using Vector = typename Bytes<V * sizeof(T)>::type;
     DYNAMIC_SHARED(float, shared);
@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(256)
     overlap_launches();
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
+    if (clear_rows)
+        clear_rest<V * sizeof(T) == 16>(y, static_cast<i64>(pixels) * g.C, M * g.ph * g.pw * g.C);
     if (static_cast<i64>(blockIdx.x) * PIXELS >= pixels) return;
 
     for (int i = threadIdx.x; i < taps * SLICE; i += 256) {

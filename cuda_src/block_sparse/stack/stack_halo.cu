@@ -2,7 +2,7 @@
 //   y[m, i, j, c] = x at (i - top, j - left) of block m, c
 // A position outside block m lies in its neighbours, which the table finds; what lies in no active block is 0. A position
 // outside the image is FILL: 0, the lowest value, or a pixel of the image: the nearest, its mirror image, or that of an
-// image that repeats itself. Rows of y past the count are not written.
+// image that repeats itself. Rows of y past the count are not written, or become 0.
 // Python: sbnet_cupy/block_sparse/stack/stack_halo.py
 // A group of LANES threads moves a pixel of y at a time, by vectors V of channels, and has AT_ONCE pixels in flight.
 #include "core/async_copy.cuh"
@@ -30,13 +30,14 @@ template <typename V, int LANES, int FILL>
 __global__ void __launch_bounds__(256)
     stack_halo(const V* __restrict__ x, const int* __restrict__ bin_counts, const int* __restrict__ indices,
                const int* __restrict__ grid, V* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 vectors, i64 bh,
-               i64 bw, i64 H, i64 W, i64 oh, i64 ow, i64 top, i64 left, i64 lowest) {
+               i64 bw, i64 H, i64 W, i64 oh, i64 ow, i64 top, i64 left, i64 lowest, i64 clear_rows) {
     constexpr int AT_ONCE = 4, GROUPS = 256 / LANES;
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     overlap_launches();
     const int rows = narrow(clamp(*bin_counts, 0, M));
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
     const int BH = narrow(bh), BW = narrow(bw), OW = narrow(ow), size = narrow(oh * ow);
+    if (clear_rows) clear_rest<false>(y, static_cast<i64>(rows) * size * vectors, M * size * vectors);
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const i64 pixels = static_cast<i64>(rows) * size;
     Elements<u32, uint4> pattern(zero<uint4>());

@@ -7,13 +7,14 @@ What they take, for all of them CuPy arrays of one device, C-contiguous, that th
     active_block_indices      int32 [M, 3], rows (n, hi, wi); what lies past the count is not read
     grid                      int32 [N, hb, wb], the row of the stack of each block, or -1
 
-Rows of ``out`` past the count are not written; those of ``x`` and ``residual`` are not used. Pixels of
-``x`` outside its image are not used; those of ``out`` become 0.
+Rows of ``out`` past the count become 0 with ``clear_rows``, and are not written without; those of
+``x`` and ``residual`` are not used. Pixels of ``x`` outside its image are not used; those of ``out``
+become 0.
 
     conv = StackConv(...)                                   sizes, see stack_conv_plan.py
     missing_kernel(conv, current_device())                  None, or why there is no kernel
     pack = prepare_stack_pack(conv, "HWIO")                 Pack: packed = pack(w, scale, bias)
-    run = prepare_stack_conv(conv, settled=False)           keep it: it costs more than a call
+    run = prepare_stack_conv(conv)                          keep it: it costs more than a call
     run(x, packed, residual, bin_counts, active_block_indices, grid, out)
 
     run = prepare_stack_depthwise(conv, "HWIO", itemsize)   conv.channels_out == conv.channels
@@ -61,7 +62,7 @@ def prepare_stack_pack(conv, w_format):
     return Pack(launch, conv.packed_bytes, 1, 2)
 
 
-def prepare_stack_conv(conv, settled=False, plan=None):
+def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
     """Return the launch of a convolution on a stack.
 
     ``settled`` promises that the kernel just ahead on the stream writes neither the table nor the
@@ -80,7 +81,7 @@ def prepare_stack_conv(conv, settled=False, plan=None):
         plan.tiles(conv, conv.rows) * plan.split,
         plan.threads,
         8,
-        (*sizes, int(settled)),
+        (*sizes, int(settled), int(clear_rows)),
         shared=plan.shared_bytes(conv),
         persistent=True,
         dependent=True,
@@ -93,10 +94,10 @@ def prepare_stack_conv(conv, settled=False, plan=None):
             run(x, packed, residual, bin_counts, indices, grid, None, out)
 
         return launch
-    return _with_partials(conv, plan, run)
+    return _with_partials(conv, plan, run, clear_rows)
 
 
-def _with_partials(conv, plan, run):
+def _with_partials(conv, plan, run, clear_rows):
     """Return the launch of thread blocks that leave sums in memory, and of what adds them up."""
     width = plan.partial_floats(conv) // (conv.rows * math.prod(conv.block_out) * plan.split)
     items = conv.rows * math.prod(conv.block_out) * conv.channels_out * conv.element_bytes // 16
@@ -109,7 +110,7 @@ def _with_partials(conv, plan, run):
         7,
         (
             conv.rows, conv.images, *conv.grid, conv.channels_out, *conv.block_out,
-            *conv.image_out, width,
+            *conv.image_out, width, int(clear_rows),
         ),
         persistent=True,
         dependent=True,
@@ -124,7 +125,7 @@ def _with_partials(conv, plan, run):
     return launch
 
 
-def prepare_stack_depthwise(conv, w_format, alignment=16):
+def prepare_stack_depthwise(conv, w_format, alignment=16, clear_rows=True):
     """Return the launch of a depthwise convolution on a stack; w, scale and bias are as they are.
 
     w is (R, S, 1, C) or (C, 1, R, S), of the dtype of x; scale and bias are float32 or None. Floats
@@ -151,7 +152,7 @@ def prepare_stack_depthwise(conv, w_format, alignment=16):
         (
             conv.rows, conv.images, *conv.grid, conv.channels, *conv.block, *conv.block_out,
             *conv.image, *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
-            *steps,
+            *steps, int(clear_rows),
         ),
         shared=shared,
         persistent=True,
@@ -190,7 +191,7 @@ def lowest_bits(dtype):
     return int(np.frombuffer(pattern * (8 // len(pattern)), np.int64)[0])
 
 
-def prepare_stack_halo(halo, pixel_bytes, alignment=16):
+def prepare_stack_halo(halo, pixel_bytes, alignment=16, clear_rows=True):
     """Return the launch that copies blocks with their rim.
 
     ``pixel_bytes`` are those of a pixel's channels; ``alignment`` is what the addresses of x and out
@@ -210,7 +211,7 @@ def prepare_stack_halo(halo, pixel_bytes, alignment=16):
         5,
         (
             halo.rows, halo.images, *halo.grid, vectors, *halo.block, *halo.image, *size,
-            *halo.before, halo.lowest,
+            *halo.before, halo.lowest, int(clear_rows),
         ),
         persistent=True,
         dependent=True,
