@@ -39,7 +39,6 @@ from ...core.graph_memory import keep_if_capturing
 from ...core.packed import Pack
 from .stack_conv_plan import plan_stack_conv
 
-CARVE = True
 FILLS = ("zero", "lowest", "nearest", "mirror", "repeat")  # as in stack_halo.cu
 
 
@@ -86,7 +85,6 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         persistent=True,
         dependent=True,
         cluster=1 if plan.partials else plan.split,
-        carveout=plan.carveout(conv) if CARVE else -1,
     )
     if not plan.partials:
 
