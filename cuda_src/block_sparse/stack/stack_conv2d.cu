@@ -4,15 +4,17 @@
 // Positions outside block m lie in its neighbours, which the table finds; what lies in no active block, or outside the
 // image, is 0. Pixels of y outside the image are 0. Rows of y past the count are not written, or become 0.
 // Source: the implicit matrix product of cuDNN (Chetlur et al. 2014, arXiv:1410.0759).
-// Python: sbnet_cupy/block_sparse/stack/stack_launch.py
+// Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py, which launches it through stack_launch.py
 // Rows of the product are output pixels in the order of the stack, so that a tile of BM of them takes in several small
 // blocks; columns are BN output channels; K is cut into chunks of 128 bytes. SPLIT thread blocks may share K.
 // stack_conv_pipelined: some warps copy, the others multiply. Compute capability 9.0 and newer.
 // stack_conv:           all threads copy, and all multiply.
 // stack_conv_sum:       adds up what thread blocks that share K left in memory, where they are no cluster.
+// stack_depthwise:      each channel by itself, in stack_depthwise.cuh.
 // pack_stack_weights:   lays weights, scale and bias out as these stage them, once for many calls.
 // Launch: a persistent grid, SPLIT thread blocks for each tile. See cuda_src/README.md for the pictures.
 #include "block_sparse/stack/stack_conv.cuh"
+#include "block_sparse/stack/stack_depthwise.cuh"
 #include "core/cluster.cuh"
 
 template <typename T, bool ROUND>

@@ -1,0 +1,1 @@
+"""A stack of blocks as the activations of a network."""

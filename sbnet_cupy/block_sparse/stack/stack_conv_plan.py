@@ -8,10 +8,10 @@ import functools
 import math
 from typing import NamedTuple
 
-
 PANEL = 64  # output channels that are packed together
 ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
 _UNITS = 8  # of 16 bytes, in a chunk
+_MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
 
 
@@ -94,7 +94,7 @@ class StackPlan(NamedTuple):
         return "stack_conv_pipelined" if self.pipelined else "stack_conv"
 
     def shared_bytes(self, conv):
-        """Dynamic shared memory of a thread block; the sums of ``stack_conv`` in stack_conv2d.cu."""
+        """Dynamic shared memory of a thread block; the sums of stack_conv2d.cu."""
         pixels, columns = self.tile
         taps = 0 if conv.pointwise else math.prod(conv.kernel)
         ring = self.stages * (pixels + columns) * ROW
@@ -125,12 +125,15 @@ class StackPlan(NamedTuple):
 
 def missing_kernel(conv, device):
     """Return for what there is no CUDA kernel; None where there is one."""
-    sizes = (*conv.block, *conv.image, *conv.image_out, *conv.kernel, *conv.dilation, *conv.pads)
-    if max(*sizes, conv.channels, conv.channels_out) > 2**24:
-        return "sizes above 2**24"
-    largest = max(math.prod(conv.block), math.prod(conv.block_out))
-    if conv.rows * largest >= 2**31 - 512:
-        return f"stacks of {conv.rows * largest} pixels, which is 2**31 or more"
+    reach = [(k - 1) * d for k, d in zip(conv.kernel, conv.dilation, strict=True)]
+    if max(*conv.block, *conv.block_out, *reach, *conv.pads) > _MOST_PIXELS:
+        return f"blocks, windows or padding of more than {_MOST_PIXELS} pixels"
+    if max(*conv.image, *conv.image_out) >= 2**31 - 2**16 or max(conv.channels_out, 1) > 2**24:
+        return f"images as large as {conv.image}, or {conv.channels_out} channels"
+    pixels = conv.rows * max(math.prod(conv.block), math.prod(conv.block_out))
+    vectors = -(-conv.channels * conv.element_bytes // 16)
+    if pixels * vectors >= 2**31 - 2**16:  # offsets count vectors
+        return f"stacks of {conv.rows} blocks of {conv.block} pixels with {conv.channels} channels"
     if conv.element != "Half" and not device.tensor_floats:
         return f"{conv.element} on this GPU"
     if plan_stack_conv(conv, device) is None:
