@@ -23,7 +23,7 @@ they are not written, which costs no time.
     run = prepare_stack_halo(halo, x.itemsize * C)    StackHalo: sizes and fill
     run(x, bin_counts, active_block_indices, grid, out)
 
-scale, bias and residual may be None. ``packed`` depends on w, scale, bias and their dtype alone: the
+scale, bias and residual may be None. ``packed`` depends on w, scale, bias and the dtype alone: the
 same bytes serve all plans, strides, dilations and block sizes.
 """
 
