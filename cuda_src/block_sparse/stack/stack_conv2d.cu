@@ -10,11 +10,9 @@
 // stack_conv_pipelined: some warps copy, the others multiply. Compute capability 9.0 and newer.
 // stack_conv:           all threads copy, and all multiply.
 // stack_conv_sum:       adds up what thread blocks that share K left in memory, where they are no cluster.
-// stack_depthwise:      each channel by itself, in stack_depthwise.cuh.
 // pack_stack_weights:   lays weights, scale and bias out as these stage them, once for many calls.
 // Launch: a persistent grid, SPLIT thread blocks for each tile. See cuda_src/README.md for the pictures.
 #include "block_sparse/stack/stack_conv.cuh"
-#include "block_sparse/stack/stack_depthwise.cuh"
 #include "core/cluster.cuh"
 
 template <typename T, bool ROUND>

@@ -141,7 +141,7 @@ def prepare_stack_depthwise(conv, w_format, alignment=16, clear_rows=True):
         steps = (conv.kernel[1], 1, taps)
     slices = -(-conv.channels // channels)
     return kernels.prepare(
-        "block_sparse/stack/stack_conv2d",
+        "block_sparse/stack/stack_depthwise",
         "stack_depthwise",
         (conv.element, vector, conv.activation),
         (-(-conv.rows * math.prod(conv.block_out) // _DEPTHWISE_PIXELS), slices),
@@ -158,7 +158,7 @@ def prepare_stack_depthwise(conv, w_format, alignment=16, clear_rows=True):
     )  # fmt: skip
 
 
-_DEPTHWISE_PIXELS = 128  # of a tile, as in stack_depthwise.cuh
+_DEPTHWISE_PIXELS = 128  # of a tile, as in stack_depthwise.cu
 
 
 class StackHalo(NamedTuple):
