@@ -1,5 +1,11 @@
 """Block-sparse convolution on CuPy and NumPy arrays: compute only where a mask says it matters."""
 
+from .block_sparse.stack.block_table import BlockTable, block_table
+from .block_sparse.stack.stack_conv2d import stack_conv2d
+from .block_sparse.stack.stack_from_image import stack_from_image
+from .block_sparse.stack.stack_halo import stack_halo
+from .block_sparse.stack.stack_pixel_mask import stack_pixel_mask
+from .block_sparse.stack.stack_to_image import stack_to_image
 from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
 from .errors import CapacityError, DeviceError, DTypeError, ShapeError
 from .layers import masks
@@ -25,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActiveBlocks",
     "BlockParams",
+    "BlockTable",
     "BottleneckWeights",
     "CapacityError",
     "DTypeError",
@@ -32,6 +39,7 @@ __all__ = [
     "PackedBottleneck",
     "PackedWeights",
     "ShapeError",
+    "block_table",
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
@@ -50,4 +58,9 @@ __all__ = [
     "sparse_scatter",
     "sparse_scatter_grad",
     "sparse_scatter_var",
+    "stack_conv2d",
+    "stack_from_image",
+    "stack_halo",
+    "stack_pixel_mask",
+    "stack_to_image",
 ]

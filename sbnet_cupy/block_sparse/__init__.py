@@ -1,0 +1,1 @@
+"""SBNet: blocks of activations, computed only where a mask is set."""
