@@ -14,7 +14,14 @@ from ...ops._grid import check_indices
 from ...ops._plans import Plans
 from ...ops.active_blocks import ActiveBlocks
 from ...ops.reduce_mask import reduce_mask
-from .stages import Stage, check_covered, default_image_size, resolve_transposed, resolve_window
+from .stages import (
+    Stage,
+    check_covered,
+    default_image_size,
+    new_stage,
+    resolve_transposed,
+    resolve_window,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +164,10 @@ class BlockTable(ArrayContainer):
         """Return the table of the stage after a transposed convolution with these options."""
         options = (kernel, strides, padding, dilation, output_padding)
         return self.at(*resolve_transposed(self, *options).fine)
+
+    def after_interpolate(self, scale_factor, size=None):
+        """Return the table of the stage after :func:`stack_interpolate` with these options."""
+        return self.at(*new_stage(self, scale_factor, size))
 
 
 @array_function

@@ -5,6 +5,7 @@ rim, one tap of a convolution, every second pixel. ``add_back`` is its transpose
 inactive neighbours, of the image's edge and of corrupt rows; nothing else here has to.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,8 @@ class Axis(NamedTuple):
             start = stop
 
 
-class Places(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Places:
     """Where some rows of a stack lie, checked."""
 
     table: Any
@@ -68,14 +70,15 @@ class Places(NamedTuple):
         """Keep a slice of these rows."""
         start = self.rows.start
         kept = slice(start + rows.start, start + rows.stop)
-        return Places(self.table, kept, self.limit, *(field[rows] for field in self[3:]))
+        fields = (self.n, self.hi, self.wi, self.valid)
+        return Places(self.table, kept, self.limit, *(field[rows] for field in fields))
 
     def __len__(self):
         return self.rows.stop - self.rows.start
 
     def at(self, table):
         """Return the same places at another stage."""
-        return self._replace(table=table)
+        return replace(self, table=table)
 
     def neighbour(self, down, right):
         """Return (row of the block so many places away, whether it is there) for each of ours."""

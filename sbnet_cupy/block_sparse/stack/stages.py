@@ -5,6 +5,7 @@ Every stage has the same blocks. A layer with stride ``s`` makes them ``s`` time
 reads the pixels ``p * s - before + r * dilation`` of its input, wherever they lie.
 """
 
+from fractions import Fraction
 from typing import NamedTuple
 
 from ...blocks import is_integer, output_size, padding_pairs, pair
@@ -79,6 +80,39 @@ def resolve_transposed(table, kernel, strides, padding, dilation, output_padding
     fine = Stage(tuple(b * s for b, s in zip(block, strides, strict=True)), out)
     check_covered(fine, blocks, "padding")
     return Window(kernel, strides, dilation, pads, fine, Stage(block, image))
+
+
+def new_stage(table, scale_factor, size):
+    """Return the stage after an interpolation, whose blocks are ``scale_factor`` times as large."""
+    factors = _pair_of(scale_factor)
+    blocks = tuple(map(_whole_block, table.block_size, factors))
+    image = tuple(int(n * f) for n, f in zip(table.image_size, factors, strict=True))
+    stage = Stage(blocks, image if size is None else pair(size, "size", minimum=0))
+    check_covered(stage, table.grid.shape[1:], "size")
+    return stage
+
+
+def _pair_of(scale_factor):
+    """Read a positive number or a pair of them, exactly."""
+    both = scale_factor if isinstance(scale_factor, tuple | list) else (scale_factor,) * 2
+    good = len(both) == 2 and all(
+        (is_integer(f) or isinstance(f, float)) and 0 < f < float("inf") for f in both
+    )
+    if not good:
+        raise ShapeError(
+            f"scale_factor must be a positive number or two, got {scale_factor!r}; with a size, it "
+            "says how much larger the blocks become"
+        )
+    return tuple(map(Fraction, both))
+
+
+def _whole_block(block, factor):
+    new = block * factor
+    if new.denominator > 1:
+        raise ShapeError(
+            f"scale_factor must make whole blocks, got {float(factor)} for blocks of {block} pixels"
+        )
+    return int(new)
 
 
 def check_covered(stage, blocks, argument):

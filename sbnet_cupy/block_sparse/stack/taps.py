@@ -167,9 +167,7 @@ def clear_unlisted(out, places):
     if known < len(out):
         out[known:] = xp.zeros((), out.dtype)
     if is_cupy(out) or not places.valid.all():
-        xp.copyto(
-            out[:known], xp.zeros((), out.dtype), where=~places.valid[:, None, None, None]
-        )
+        xp.copyto(out[:known], xp.zeros((), out.dtype), where=~places.valid[:, None, None, None])
 
 
 def _convolve(source, w, places, taps, call, out):
@@ -262,8 +260,9 @@ class _Reader:
         """Return what a kernel of one pixel reads: the stack itself, where that is possible."""
         down, across = (axis.tap(0) for axis in self._taps)
         block = self._places.table.block_size
-        whole = across == Axis(0, 1, block[1]) and down.first >= 0 and down.step == 1
-        if not clean and whole and down.first + down.count <= block[0] and self._source.dtype == self._dtype:
+        own = across == Axis(0, 1, block[1]) and down.first >= 0 and down.step == 1
+        own = own and down.first + down.count <= block[0]
+        if own and not clean and self._source.dtype == self._dtype:
             return self._source[self._places.rows, down.first : down.first + down.count]
         return self._read("read", down, across)
 
@@ -332,4 +331,3 @@ def swap_channels(w, groups):
     r, s, c, k = w.shape
     apart = w.reshape(r, s, c, groups, k // groups)
     return apart.transpose(0, 1, 4, 3, 2).reshape(r, s, k // groups, groups * c)
-
