@@ -1,1 +1,1 @@
-"""SBNet: blocks of activations, computed only where a mask is set."""
+"""SBNet: convolution at the active blocks of an image."""

@@ -6,7 +6,7 @@
 //         whole list for rows that lie there. One thread block serves the networks of ordinary images.
 // Why:    fill and scatter in one launch need no barrier across the GPU, and the list may be in any order:
 //         a row that is no place of the grid writes nothing, and of equal rows the largest stays.
-#include "async_copy.cuh"
+#include "core/async_copy.cuh"
 
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)

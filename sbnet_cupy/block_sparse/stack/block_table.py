@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from ... import _kernels
-from ..._arrays import ArrayContainer, array_function, check_contiguous, empty, is_cupy
-from ...blocks import is_integer, pair
+from ...core import launch as kernels
+from ...core.arrays import ArrayContainer, array_function, empty, is_cupy
+from ...core.checks import check_contiguous
+from ...core.device import sm_count
+from ...core.plans import Plans
+from ...core.sizes import is_integer, pair
 from ...errors import CapacityError, DTypeError, ShapeError
-from ...ops._grid import check_indices
-from ...ops._plans import Plans
-from ...ops.active_blocks import ActiveBlocks
-from ...ops.reduce_mask import reduce_mask
+from ..active_blocks import ActiveBlocks
+from ..checks import check_indices
+from ..mask.reduce_mask import reduce_mask
 from .stages import (
     Stage,
     check_covered,
@@ -276,16 +278,17 @@ def _fill_grid_cuda(bin_counts, active_block_indices, grid):
     key = _PLANS.key((bin_counts, active_block_indices, grid), ())
     launch = _PLANS.get(key)
     if launch is None:
-        thread_blocks = min(-(-grid.size // _PLACES), _kernels.sm_count())
+        thread_blocks = min(-(-grid.size // _PLACES), sm_count())
         sizes = (len(active_block_indices), *grid.shape, -(-grid.size // thread_blocks))
-        launch = _PLANS.keep(
-            key,
-            _kernels.prepare(
-                "block_table", "block_table", (_THREADS,), thread_blocks, _THREADS, 3, sizes,
-                dependent=True,
-            ),
-        )  # fmt: skip
+        launch = _PLANS.keep(key, _prepare(thread_blocks, sizes))
     launch(bin_counts, active_block_indices, grid)
+
+
+def _prepare(thread_blocks, sizes):
+    stem, template = "block_sparse/stack/block_table", (_THREADS,)
+    return kernels.prepare(
+        stem, "block_table", template, thread_blocks, _THREADS, 3, sizes, dependent=True
+    )
 
 
 def check_table(table):

@@ -1,6 +1,7 @@
 """What the stack operations check alike."""
 
-from ..._arrays import check_array, check_contiguous, is_float
+from ...core.arrays import is_float
+from ...core.checks import check_array, check_contiguous
 from ...errors import DTypeError
 from .block_table import check_table
 

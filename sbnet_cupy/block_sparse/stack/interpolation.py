@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._arrays import namespace
-from ...ops.conv2d import check_choice
+from ...core.arrays import namespace
+from ...dense.conv2d import check_choice
 from .checks import check_stack
 from .neighbours import Axis
 from .stages import Stage, new_stage

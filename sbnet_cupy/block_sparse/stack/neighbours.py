@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._arrays import is_cupy, namespace
+from ...core.arrays import is_cupy, namespace
 
 
 class Axis(NamedTuple):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..._arrays import is_cupy, namespace
+from ...core.arrays import is_cupy, namespace
 
 _MOST_BYTES = 256 << 20  # of values laid out by place, on a GPU
 

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from ..._arrays import check_out, compute_dtype, empty, is_cupy, namespace
+from ...core.arrays import compute_dtype, empty, is_cupy, namespace
+from ...core.checks import check_out
 from ...errors import ShapeError
-from ...ops._grid import CHUNK_BYTES
+from ..corners import CHUNK_BYTES
 from .checks import check_like, check_stack
 from .neighbours import Places, add_back, fetch
 from .stages import resolve_window

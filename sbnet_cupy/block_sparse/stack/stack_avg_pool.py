@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..._arrays import array_function, compute_dtype, namespace
+from ...core.arrays import array_function, compute_dtype, namespace
 from .neighbours import Places
 from .pooling import (
     check_divisor,

@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._arrays import array_function, check_array, check_out, empty, is_cupy
-from ...blocks import is_integer
+from ...core.arrays import array_function, empty, is_cupy
+from ...core.checks import check_array, check_out
+from ...core.sizes import is_integer
+from ...dense.activation import check_activation
+from ...dense.conv2d import check_choice, check_per_channel, check_precision, conv2d
 from ...errors import ShapeError
-from ...ops.activation import check_activation
-from ...ops.conv2d import check_choice, check_per_channel, check_precision, conv2d
 from . import taps
 from .checks import check_like, check_stack
 from .neighbours import Places, fetch

@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._arrays import array_function, compute_dtype, empty, namespace
-from ...ops.activation import activation_grad
-from ...ops.affine_grad import affine_grad
-from ...ops.conv2d_grad import check_wanted
+from ...core.arrays import array_function, compute_dtype, empty, namespace
+from ...dense.activation import activation_grad
+from ...dense.affine_grad import affine_grad
+from ...dense.conv2d_grad import check_wanted
 from . import taps
 from .checks import check_like, check_stack
 from .neighbours import Places

@@ -1,9 +1,9 @@
 """stack_from_image: the active blocks of whole images, as a stack."""
 
-from ..._arrays import array_function
+from ...core.arrays import array_function
 from ...errors import ShapeError
-from ...ops._grid import check_image
-from ...ops.sparse_gather import sparse_gather
+from ..checks import check_image
+from ..gather_scatter.sparse_gather import sparse_gather
 from .block_table import check_table
 
 

@@ -1,6 +1,6 @@
 """stack_from_image_grad: from the gradient of a stack to that of the images it was taken from."""
 
-from ..._arrays import array_function
+from ...core.arrays import array_function
 from .stack_to_image import stack_to_image
 
 

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 
-from ..._arrays import array_function, check_out, compute_dtype, empty, is_cupy, namespace
-from ...ops._grid import CHUNK_BYTES
-from ...ops.conv2d import check_choice
+from ...core.arrays import array_function, compute_dtype, empty, is_cupy, namespace
+from ...core.checks import check_out
+from ...dense.conv2d import check_choice
+from ..corners import CHUNK_BYTES
 from .checks import check_stack
 from .neighbours import Axis, Places, fetch
 from .per_image import reduce_rows

@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 
-from ..._arrays import array_function, check_array, compute_dtype, empty, namespace
-from ...ops.conv2d import check_choice
+from ...core.arrays import array_function, compute_dtype, empty, namespace
+from ...core.checks import check_array
+from ...dense.conv2d import check_choice
 from .checks import check_like, check_stack
 from .neighbours import Places
 from .per_image import reduce_rows, rows_of

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from ..._arrays import array_function, check_out, empty
-from ...blocks import is_integer, pair
+from ...core.arrays import array_function, empty
+from ...core.checks import check_out
+from ...core.sizes import is_integer, pair
 from ...errors import ShapeError
 from .checks import check_stack
 from .neighbours import Axis, Places, fetch

@@ -2,15 +2,8 @@
 
 import numpy as np
 
-from ..._arrays import (
-    array_function,
-    check_array,
-    check_contiguous,
-    compute_dtype,
-    empty,
-    is_float,
-    namespace,
-)
+from ...core.arrays import array_function, compute_dtype, empty, is_float, namespace
+from ...core.checks import check_array, check_contiguous
 from ...errors import DTypeError
 from .block_table import check_table
 from .neighbours import Places, add_back

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..._arrays import array_function, compute_dtype, namespace
+from ...core.arrays import array_function, compute_dtype, namespace
 from .interpolation import phases, resolve_resize
 from .neighbours import Axis, Places, fetch
 from .pooling import prepare_out, slices_of

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..._arrays import array_function, compute_dtype, empty, namespace
+from ...core.arrays import array_function, compute_dtype, empty, namespace
 from .checks import check_like, check_stack
 from .interpolation import phases, resolve_resize
 from .neighbours import Axis, Places, add_back

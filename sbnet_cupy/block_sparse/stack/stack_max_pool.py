@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..._arrays import array_function, is_cupy, namespace
+from ...core.arrays import array_function, is_cupy, namespace
 from .neighbours import Places
 from .pooling import (
     parts,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..._arrays import array_function, compute_dtype, namespace
+from ...core.arrays import array_function, compute_dtype, namespace
 from .neighbours import Places
 from .pooling import check_pool_grad, parts, resolve_pool, spread, tap_slices
 from .stack_max_pool import largest

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from ..._arrays import array_function, check_array, check_out, compute_dtype, empty, namespace
+from ...core.arrays import array_function, compute_dtype, empty, namespace
+from ...core.checks import check_array, check_out
 from .block_table import check_table
 from .checks import check_stack
 from .neighbours import Places

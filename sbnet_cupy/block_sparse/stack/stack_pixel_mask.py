@@ -1,6 +1,6 @@
 """stack_pixel_mask: which pixels of a stack are pixels of an image."""
 
-from ..._arrays import array_function, namespace
+from ...core.arrays import array_function, namespace
 from .block_table import check_table
 from .neighbours import Axis, Places
 

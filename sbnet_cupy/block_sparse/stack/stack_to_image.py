@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from ..._arrays import array_function, check_array, check_out, empty, library_of, namespace
+from ...core.arrays import array_function, empty, library_of, namespace
+from ...core.checks import check_array, check_out
 from ...errors import DTypeError, ShapeError
-from ...ops.sparse_scatter import sparse_scatter
+from ..gather_scatter.sparse_scatter import sparse_scatter
 from .checks import check_stack
 from .stack_from_image import check_images
 

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from ..._arrays import array_function, empty, zeros
-from ...ops.sparse_scatter import sparse_scatter
+from ...core.arrays import array_function, empty, zeros
+from ..gather_scatter.sparse_scatter import sparse_scatter
 from .block_table import check_table
 from .stack_from_image import check_images, stack_from_image
 

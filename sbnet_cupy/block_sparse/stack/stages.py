@@ -8,7 +8,7 @@ reads the pixels ``p * s - before + r * dilation`` of its input, wherever they l
 from fractions import Fraction
 from typing import NamedTuple
 
-from ...blocks import is_integer, output_size, padding_pairs, pair
+from ...core.sizes import is_integer, output_size, padding_pairs, pair
 from ...errors import ShapeError
 
 

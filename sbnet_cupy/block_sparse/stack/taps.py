@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._arrays import compute_dtype, is_cupy, namespace
-from ...ops import _im2col
-from ...ops.activation import apply_activation, apply_affine
+from ...core.arrays import compute_dtype, is_cupy, namespace
+from ...dense import im2col
+from ...dense.activation import apply_activation, apply_affine
 from .neighbours import Axis, fetch
 
 
@@ -137,7 +137,7 @@ def weight_gradient(fine, coarse, places, window, groups, tf32):
     ]
     depthwise = _is_depthwise(c, k, groups)
     operand = _operand(fine, depthwise)
-    scratch = _im2col.Scratch(xp)
+    scratch = im2col.Scratch(xp)
     terms = window.kernel[0] * window.kernel[1] * fine.shape[3]
     coarse_places = places.at(places.table.at(*window.coarse))
     product = xp.empty((groups, dw[0].size // (k // groups), k // groups), total)
@@ -155,7 +155,7 @@ def weight_gradient(fine, coarse, places, window, groups, tf32):
         columns = reader.columns(groups, clean=True)
         by_group = grad.reshape(-1, groups, k // groups).transpose(1, 0, 2)
         for group in range(groups):
-            _im2col.multiply(columns[group].T, by_group[group], product[group], tf32)
+            im2col.multiply(columns[group].T, by_group[group], product[group], tf32)
         dw += product.reshape(dw.shape)
     return dw.transpose(1, 2, 3, 0, 4).reshape(*window.kernel, c, k)
 
@@ -179,7 +179,7 @@ def _convolve(source, w, places, taps, call, out):
     operand = _operand(source, depthwise)
     weights = w.astype(operand, copy=False)
     weights = weights if depthwise else _weight_matrices(weights, groups)
-    scratch, residual = _im2col.Scratch(xp), epilogue.residual
+    scratch, residual = im2col.Scratch(xp), epilogue.residual
     rows, cols = taps[0].outputs, taps[1].outputs
     terms = 3 if depthwise else w.shape[0] * w.shape[1]
     row_bytes = cols * (terms * source.shape[3] * operand.itemsize + channels * total.itemsize)
@@ -200,8 +200,8 @@ def _convolve(source, w, places, taps, call, out):
 
 
 def _chunks(places, rows, row_bytes, like):
-    limit = _im2col.CUPY_CHUNK_BYTES if is_cupy(like) else _im2col.NUMPY_CHUNK_BYTES
-    return _im2col.chunks(len(places), rows, max(row_bytes, 1), limit)
+    limit = im2col.CUPY_CHUNK_BYTES if is_cupy(like) else im2col.NUMPY_CHUNK_BYTES
+    return im2col.chunks(len(places), rows, max(row_bytes, 1), limit)
 
 
 def _operand(source, depthwise):
@@ -311,11 +311,11 @@ def _multiply_groups(columns, weights, product, tf32, scratch):
     """Multiply each group's columns by its weights into its channels of ``product``."""
     groups = len(weights)
     if groups == 1:
-        _im2col.multiply(columns[0], weights[0], product, tf32)
+        im2col.multiply(columns[0], weights[0], product, tf32)
         return
     apart = scratch.array("groups", (groups, len(product), weights.shape[2]), product.dtype)
     for group in range(groups):
-        _im2col.multiply(columns[group], weights[group], apart[group], tf32)
+        im2col.multiply(columns[group], weights[group], apart[group], tf32)
     product.reshape(len(product), groups, -1)[...] = apart.transpose(1, 0, 2)
 
 
