@@ -1,4 +1,4 @@
-"""Layers of a network on whole images, as plain loops in float64, and the stack that they must give.
+"""Layers of a network on whole images, as plain loops in float64, and stacks of their blocks.
 
 Images are NHWC, already 0 outside of the active blocks; kernels [R, S, C / groups, K]. Imports
 nothing of the library under test.
