@@ -15,7 +15,7 @@ def reduce_rows(values, places, ufunc, identity):
     xp, table = namespace(values), places.table
     result = xp.empty((table.batch, values.shape[1]), values.dtype)
     result[...] = identity
-    if not result.size or not table.grid.size:
+    if not result.size or not table.grid.size or not len(values):
         return result
     if not is_cupy(values):
         rows = np.flatnonzero(places.valid)

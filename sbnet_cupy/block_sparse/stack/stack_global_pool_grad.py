@@ -82,6 +82,6 @@ def _first_largest(x, table, places):
     column = places.first_pixels(1)[:, None] + xp.arange(bw)
     number = (line[:, :, None] * width + column[:, None, :])[..., None]
     none = np.iinfo(np.int64).max
-    first = xp.where(same, number, none).reshape(len(same), bh * bw, -1).min(axis=1)
+    first = xp.where(same, number, none).reshape(len(same), bh * bw, x.shape[3]).min(axis=1)
     winner = rows_of(reduce_rows(first, places, xp.minimum, none), places)
     return same & (number == winner[:, None, None])

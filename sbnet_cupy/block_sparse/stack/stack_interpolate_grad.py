@@ -67,7 +67,7 @@ def stack_interpolate_grad(
             _by_position(grad, places, resize, sums)
         elif mode == "nearest":
             (bh, bw), (fh, fw) = resize.old.block_size, resize.factors
-            sums += grad.reshape(len(grad), bh, fh, bw, fw, -1).sum(axis=(2, 4))
+            sums += grad.reshape(len(grad), bh, fh, bw, fw, x.shape[3]).sum(axis=(2, 4))
         else:
             _by_phase(grad, places, resize, sums)
         dx[: len(places)] = sums
