@@ -5,10 +5,10 @@ import functools
 import numpy as np
 
 from ..errors import DeviceError
-from . import launch as kernels
 from .arrays import ArrayContainer, array_function, device_of, empty, is_cupy, namespace
 from .checks import extents
 from .graph_memory import is_capturing, keep_if_capturing
+from .launch import enqueue
 from .plans import Plans
 
 
@@ -106,7 +106,7 @@ def _laid_out(array, dtype):
         return array
     copy = empty(array.shape, dtype or array.dtype, array)
     keep_if_capturing(copy)
-    kernels.enqueue(copy.__setitem__, ..., array)
+    enqueue(copy.__setitem__, ..., array)
     return copy
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from conftest import Library
 from sbnet_cupy import DTypeError, ShapeError
 from sbnet_cupy.core.arrays import namespace
-from sbnet_cupy.dense import cudnn, im2col
+from sbnet_cupy.dense import cudnn as dense_cudnn
+from sbnet_cupy.dense import im2col
 from sbnet_cupy.dense.activation import ACTIVATIONS, apply_activation, check_activation, erf
 from sbnet_cupy.dense.conv2d import _conv2d_cuda, conv2d, resolve_problem
 from support import conv_oracles as oracles
@@ -170,13 +171,13 @@ def by_matrix_products(x, w, *, strides, padding, data_format, w_format, precisi
 @given(case=cases())
 def test_cudnn_takes_all_but_float64(xp, case):
     """Else the fast route is not run, and nothing would tell."""
-    if xp.name != "cupy" or not cudnn.cudnn_available():
+    if xp.name != "cupy" or not dense_cudnn.cudnn_available():
         pytest.skip("needs a GPU with cuDNN")
     x, w = case.arrange(*case.integers(), xp)
     problem = resolve_problem(x, w, activation=None, **case.options)
     assume(x.size and math.prod(problem.out_shape))
     out = xp.module.full((len(x), *problem.out_shape), xp.module.nan, x.dtype)
-    left = cudnn.convolve(x, w, out, None, None, problem)
+    left = dense_cudnn.convolve(x, w, out, None, None, problem)
     if case.dtype == np.float64:
         assert left == [slice(0, len(x))]
     else:  # a part may start where its address is not a multiple of 16 bytes
@@ -187,10 +188,11 @@ def test_cudnn_takes_all_but_float64(xp, case):
 def fake_cudnn(supports=lambda graph: True):
     """Run the code for cuDNN on NumPy arrays, against a front end that reads their pointers."""
     cudnn = fake.Cudnn(supports)
-    caches = (cudnn._graph, cudnn._handle, cudnn._kernel_cache, cudnn.cudnn_available)
+    names = ("_graph", "_handle", "_kernel_cache", "cudnn_available")
+    caches = [getattr(dense_cudnn, name) for name in names]
     with (
         mock.patch.dict(sys.modules, cudnn=cudnn),
-        mock.patch.object(cudnn, "_current", lambda: (0, 5)),
+        mock.patch.object(dense_cudnn, "_current", lambda: (0, 5)),
     ):
         for cache in caches:
             cache.cache_clear()
@@ -278,10 +280,10 @@ def options_of(case):
 def test_without_the_front_end_or_its_library():
     with fake_cudnn() as cudnn:
         cudnn.backend_version = mock.Mock(side_effect=RuntimeError("Unable to find symbol"))
-        assert not cudnn.cudnn_available()
+        assert not dense_cudnn.cudnn_available()
         run_fake(Case(), "relu", True, True)
     with fake_cudnn(), mock.patch.dict(sys.modules, cudnn=None):
-        assert not cudnn.cudnn_available()
+        assert not dense_cudnn.cudnn_available()
 
 
 @given(case=cases(), limit=st.sampled_from([1, 2000, 1 << 27]))
@@ -300,7 +302,7 @@ def test_what_cublas_is_told(case, limit):
 
 @given(batch=st.integers(0, 5000), most=st.integers(1, 6000))
 def test_parts_cover_a_batch_with_few_lengths(batch, most):
-    parts = cudnn._parts(batch, most)
+    parts = dense_cudnn._parts(batch, most)
     assert [i for part in parts for i in range(batch)[part]] == list(range(batch))
     lengths = [part.stop - part.start for part in parts]
     assert all(0 < n <= most and n % (1 << max(n.bit_length() - 4, 0)) == 0 for n in lengths)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from conftest import Library
 from dense.test_conv2d import ORDER, Case, cases, fake_cudnn
 from sbnet_cupy import conv2d, conv2d_grad
-from sbnet_cupy.dense import cudnn, cudnn_grad, im2col
+from sbnet_cupy.dense import cudnn as dense_cudnn
+from sbnet_cupy.dense import cudnn_grad, im2col
 from sbnet_cupy.dense.activation import ACTIVATIONS
 from support import conv_oracles as oracles
 from support import fake_cuda_libraries as fake
@@ -390,18 +391,18 @@ def test_what_cublas_is_told(case):
 @given(case=cases())
 def test_cudnn_takes_all_but_float64(xp, case):
     """Else the fast route is not run, and nothing would tell."""
-    if xp.name != "cupy" or not cudnn.cudnn_available():
+    if xp.name != "cupy" or not dense_cudnn.cudnn_available():
         pytest.skip("needs a GPU with cuDNN")
     assume(case.dtype != np.float64 and np.prod(case.image) and np.prod(output_shape(case)))
     declined = []
 
     def recorded(key, arrays):
-        taken = cudnn.run(key, arrays)
+        taken = dense_cudnn.run(key, arrays)
         aligned = all(array.data.ptr % 16 == 0 for array in arrays.values())
         declined.extend([key] if aligned and not taken else [])
         return taken
 
     with mock.patch.object(cudnn_grad, "run", recorded):
         check_exact(case, xp)
-    assert not [key for key in declined if key.result != cudnn.W]
+    assert not [key for key in declined if key.result != dense_cudnn.W]
     assert not [key for key in declined if key.dtype == key.result_dtype]

@@ -114,7 +114,7 @@ def test_a_mistake_gets_one_line(arguments, message, capsys, monkeypatch):
 
 
 def test_an_installed_package_says_where_benchmarks_are(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(command, "CHECKOUT", tmp_path)
     assert command.main(["bench", "--list"]) == 2
     message = "sbnet-cupy bench: benchmarks come with the source checkout"
     assert capsys.readouterr().err.startswith(message)
