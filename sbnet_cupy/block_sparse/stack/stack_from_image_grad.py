@@ -1,6 +1,7 @@
 """stack_from_image_grad: from the gradient of a stack to that of the images it was taken from."""
 
 from ...core.arrays import array_function
+from .checks import check_stack
 from .stack_to_image import stack_to_image
 
 
@@ -37,4 +38,5 @@ def stack_from_image_grad(grad_stack, table, *, data_format="NHWC"):
     >>> stack_from_image_grad(np.ones((1, 2, 2, 1)), table)[0, 0, :, 0]
     array([0., 0., 1.])
     """
+    check_stack("grad_stack", grad_stack, table, floats=False)
     return stack_to_image(grad_stack, table, data_format=data_format)
