@@ -3,6 +3,7 @@
 import numpy as np
 
 from ...core.arrays import array_function, compute_dtype, namespace
+from .checks import computing
 from .neighbours import Places
 from .pooling import (
     check_divisor,
@@ -79,14 +80,15 @@ def stack_avg_pool(
     out = prepare_out(out, (len(x), *window.coarse.block_size, x.shape[3]), x, table)
     if not out.size:
         return out
-    xp, total, places = namespace(x), compute_dtype(x.dtype), Places.of(table)
-    with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
+    xp, total = namespace(x), compute_dtype(x.dtype)
+    with computing(x):
+        places = Places.of(table)
         for part in parts(places, x, window):
             rows = places.part(part)
             sums = reduce_windows(read_windows(x, rows, window, total), window, xp.add)
             sums /= divisors(rows, window, count_include_pad, divisor, total)
             out[part] = sums
-    clear_unlisted(out, places)
+        clear_unlisted(out, places)
     return out
 
 
