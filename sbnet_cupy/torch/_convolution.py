@@ -13,6 +13,7 @@ import torch
 from ..block_sparse.block_params import BlockParams
 from ..block_sparse.conv.fused_conv import launch_of_conv
 from ..block_sparse.conv.sparse_conv2d import sparse_conv2d as core_sparse_conv2d
+from ..dense.onednn import step_to_one_column
 from ._activation import activation_backward, wide
 from ._calls import LayerCalls
 from ._copies import GATHER, SCATTER
@@ -78,6 +79,9 @@ def _exactly(precision, x):
 
 
 def _convolve(x, w, strides, precision):
+    step = None if x.is_cuda else step_to_one_column(x.shape[3], x.shape[2], w.shape[3], strides)
+    if step is not None:
+        x, strides = x[:, :, : w.shape[3]], step
     with _exactly(precision, x):
         y = torch.ops.aten.convolution(
             x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1), False, (0, 0), 1
@@ -103,6 +107,8 @@ def _convolve_backward(ctx, grad):
 
 
 def _backward(grad, x, w, strides, precision, for_x, for_w):
+    if not x.is_cuda:
+        w = w.contiguous()  # the CPU's own convolution refuses others where it has to find dw
     with _exactly(precision, x):
         dx, dw, _ = torch.ops.aten.convolution_backward(
             grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1),
