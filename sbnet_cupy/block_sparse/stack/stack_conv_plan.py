@@ -87,7 +87,7 @@ class StackPlan(NamedTuple):
     def threads(self):
         """Number of threads of a thread block."""
         multipliers = math.prod(self.warps) * (128 if self.engine == "TileWgmma" else 32)
-        return multipliers + (128 if self.pipelined else 0)
+        return multipliers + (160 if self.pipelined else 0)
 
     @property
     def kernel(self):

@@ -160,7 +160,7 @@ def prepare_stack_depthwise(conv, w_format, alignment=16, clear_rows=True):
     )  # fmt: skip
 
 
-_DEPTHWISE_PIXELS = 64  # of a tile, as in stack_depthwise.cu
+_DEPTHWISE_PIXELS = 128  # of a tile, as in stack_depthwise.cu
 
 
 class StackHalo(NamedTuple):
