@@ -144,7 +144,8 @@ def stack_conv2d(
         If ``activation``, ``w_format`` or ``precision`` is none of those above.
 
     Source: the dense layer on masked images; V. Dumoulin, F. Visin, "A guide to convolution
-    arithmetic for deep learning", arXiv:1603.07285, for the transposed one.
+    arithmetic for deep learning", arXiv:1603.07285, for the transposed one. Kernels:
+    cuda_src/block_sparse/stack/stack_conv2d.cu, stack_depthwise.cu
 
     Examples
     --------

@@ -2,14 +2,13 @@
 
 import math
 
-import numpy as np
-
 from ...core.arrays import address, dtype_name, vector_bytes
 from ...core.compile import cpp_name
 from ...core.device import current_device
 from ...dense.activation import ACTIVATIONS
 from .stack_conv_plan import StackConv, missing_kernel
-from .stack_launch import prepare_stack_conv, prepare_stack_depthwise, prepare_stack_pack
+from .stack_depthwise import depthwise_launch, is_depthwise
+from .stack_launch import prepare_stack_conv, prepare_stack_pack
 
 
 def prepare_launch(x, w, table, problem, residual, out, weights):
@@ -20,17 +19,14 @@ def prepare_launch(x, w, table, problem, residual, out, weights):
     which what is packed is kept, or None.
     """
     name, channels = dtype_name(x.dtype), x.shape[3]
-    depthwise = problem.groups == channels == problem.channels_out and channels > 1
+    depthwise = is_depthwise(problem, channels)
     if name == "float64" or problem.transposed or not (depthwise or problem.groups == 1):
         return None
     if not (w.flags.c_contiguous and x.size and out.size and table.grid.size):
         return None
     conv, device = describe(x, table, problem, residual, out), current_device()
     if depthwise:
-        arrays = [a for a in (x, residual, out) if a is not None]
-        alignment = vector_bytes(16, *map(address, arrays))
-        run = prepare_stack_depthwise(conv, problem.w_format, alignment)
-        return None if run is None else _depthwise(run)
+        return depthwise_launch(conv, problem.w_format, (x, residual, out))
     if (name == "float32" and not problem.tf32) or missing_kernel(conv, device) is not None:
         return None
     pack, run = prepare_stack_pack(conv, problem.w_format), prepare_stack_conv(conv)
@@ -83,18 +79,6 @@ def _packed(packed, run):
         run(x, packed, epilogue.residual, *table._arrays(), out)
 
     return launch
-
-
-def _depthwise(run):
-    def launch(x, w, table, epilogue, out):
-        tables = map(_as_float32, (epilogue.scale, epilogue.bias))
-        run(x, w, *tables, epilogue.residual, *table._arrays(), out)
-
-    return launch
-
-
-def _as_float32(array):
-    return array if array is None or array.dtype == np.float32 else array.astype(np.float32)
 
 
 def as_forward(problem, w):

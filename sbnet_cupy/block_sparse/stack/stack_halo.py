@@ -51,7 +51,7 @@ def stack_halo(x, table, pads, *, fill=0, out=None):
         If ``fill`` is none of those above.
 
     Source: the block with its halo of Ren et al. 2018, arXiv:1801.02108, section 3.1, read from a
-    stack instead of an image.
+    stack instead of an image. Kernel: cuda_src/block_sparse/stack/stack_halo.cu
 
     Examples
     --------
