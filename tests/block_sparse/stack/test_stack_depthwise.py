@@ -8,9 +8,9 @@ from support import stack_cases, stack_oracles
 from support.assertions import assert_close, to_numpy
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("many", [1, 2])
-@pytest.mark.parametrize("channels", [2, 63, 64, 100])
+@pytest.mark.parametrize("channels", [3, 64])
 @pytest.mark.parametrize("options", [{}, {"strides": 2, "padding": 1}, {"dilation": 4}], ids=str)
 def test_few_channels_and_many(xp, body, channels, many, options, dtype):
     """On NumPy arrays they are summed in different ways."""

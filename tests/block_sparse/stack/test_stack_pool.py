@@ -69,6 +69,7 @@ def own(body, data):
     return None if body == "own body" else data.draw(st.sampled_from(["f4", "f8"]))
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_max_pool(xp, body, data):
     """To the bit: what is in no active block is 0 and counts, outside the image is nothing."""
@@ -88,6 +89,7 @@ def test_max_pool(xp, body, data):
     assert abs(to_numpy(y).astype(np.float64)).max(initial=0) <= abs(finite).max(initial=0)
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_max_pool_gradient(xp, body, data):
     case = data.draw(poolings(xp.asarray, dilated=True, dtype=own(body, data), largest=9))
@@ -115,6 +117,7 @@ COUNTING = [{}, {"count_include_pad": False}, {"divisor": 3.0}]
 
 
 @pytest.mark.parametrize("counting", COUNTING, ids=str)
+@stack_cases.FEW
 @given(data=st.data())
 def test_avg_pool(xp, body, counting, data):
     case = data.draw(poolings(xp.asarray, dilated=False, dtype=own(body, data)))
@@ -132,6 +135,7 @@ def test_avg_pool(xp, body, counting, data):
 
 
 @pytest.mark.parametrize("counting", COUNTING, ids=str)
+@stack_cases.FEW
 @given(data=st.data())
 def test_avg_pool_gradient(xp, body, counting, data):
     case = data.draw(poolings(xp.asarray, dilated=False, dtype=own(body, data), largest=7))
