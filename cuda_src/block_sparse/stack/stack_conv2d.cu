@@ -4,7 +4,7 @@
 // Positions outside block m lie in its neighbours, which the table finds; what lies in no active block, or outside the
 // image, is 0. Pixels of y outside the image are 0. Rows of y past the count are not written, or become 0.
 // Source: the implicit matrix product of cuDNN (Chetlur et al. 2014, arXiv:1410.0759).
-// Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py, which launches it through stack_launch.py
+// Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
 // Rows of the product are output pixels in the order of the stack, so that a tile of BM of them takes in several small
 // blocks; columns are BN output channels; K is cut into chunks of 128 bytes. SPLIT thread blocks may share K.
 // stack_conv_pipelined: some warps copy, the others multiply. Compute capability 9.0 and newer.

@@ -2,6 +2,7 @@
 //   y[m, i, j, c] = activation(scale[c] * sum(x[at (i * SH - top + r * DH, j * SW - left + s * DW) of block m, c] * w[r, s, c])
 //                              + bias[c] + residual[m, i, j, c])
 // What lies around a block is as in stack_conv2d.cu, and so are the results outside the image and past the count.
+// Python: sbnet_cupy/block_sparse/stack/stack_depthwise.py; launched by stack_launch.py
 // A thread block takes tiles of 128 output pixels, in the order of the stack, of a slice of 8 * V channels (blockIdx.y),
 // whose weights stay in shared memory. A thread computes V channels of four pixels.
 #include "block_sparse/stack/stack_conv.cuh"

@@ -1,1 +1,1 @@
-"""A stack of blocks as the activations of a network."""
+"""A network on a stack of blocks: what looks at neighbours finds them through a BlockTable."""
