@@ -166,9 +166,14 @@ def candidates(conv, device):
     """Yield plans that fit the device."""
     engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
     offsets = 0 if conv.pointwise else math.prod(conv.kernel) * 4
+    simple = conv.vectors_in and conv.element != "float"
     for tile, warps, most in tiles:
         if tile[0] * offsets > _MOST_OFFSETS:
             continue
+        if not simple:  # such copies, and rounding to tf32, take more registers
+            most = 2 if sum(tile) == 128 else 1
+            if tile == (192, 128):
+                continue
         for split in _SPLITS:
             if split > 1 and conv.chunks < 2 * split:
                 break
