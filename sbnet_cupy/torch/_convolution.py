@@ -6,6 +6,7 @@ that was asked for whatever ``torch.backends`` says.
 """
 
 import contextlib
+import threading
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,9 @@ class Geometry(NamedTuple):
 # ------------------------------------------------------------------------- convolution of a stack
 
 
+_FLAGS = threading.RLock()  # the flags are the process's: one thread at a time sets them
+
+
 @contextlib.contextmanager
 def _exactly(precision, x):
     """Let cuDNN multiply as ``precision`` says, reproducibly; nothing to say elsewhere.
@@ -68,14 +72,15 @@ def _exactly(precision, x):
         wanted.append((cudnn.conv, "fp32_precision", precision or "ieee"))
     else:
         wanted.append((cudnn, "allow_tf32", precision == "tf32"))
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
-    try:
-        for holder, name, value in wanted:
-            setattr(holder, name, value)
-        yield
-    finally:
-        for holder, name, value in before:
-            setattr(holder, name, value)
+    with _FLAGS:
+        before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
+        try:
+            for holder, name, value in wanted:
+                setattr(holder, name, value)
+            yield
+        finally:
+            for holder, name, value in before:
+                setattr(holder, name, value)
 
 
 def _convolve(x, w, strides, precision):
