@@ -96,10 +96,10 @@ struct Finder {
 
     // The pixel of x that each tap of each of BM pixels of y reads, times `units`, or -1. Pixel `row` of tap t goes to
     // offsets[t * BM + row % PASS * (BM / PASS) + row / PASS]: neighbours are what a thread copies that takes every
-    // PASS-th row. `threads` threads share the work.
-    template <int BM, int PASS>
+    // PASS-th row. `threads` threads share the work; each has ITEMS rows of windows under way.
+    template <int BM, int PASS, int ITEMS>
     DEVICE void find(int p0, int units, int* offsets, int thread, int threads) const {
-        constexpr int ITEMS = 2, TAPS = 3;  // searches under way: rows of windows, taps of each
+        constexpr int TAPS = 3;  // of a row of a window, under way
         const int row0 = static_cast<int>(static_cast<u32>(p0) / size.d), rest = p0 - row0 * static_cast<int>(size.d);
         for (int i0 = thread; i0 < BM * g.R; i0 += ITEMS * threads) {
             BlockTable::Block block[ITEMS];
@@ -142,24 +142,6 @@ struct Finder {
 
 // ---------------------------------------------------------------------------- one chunk of a tile
 
-// Which tap and channel a thread copies of the chunks, one after another: unit `unit` of each.
-struct ChunkWalk {
-    int chunk, tap, group;
-    DEVICE ChunkWalk(const Order& order, int first) : chunk(first), tap(first % order.taps), group(first / order.taps) {}
-    // The tap, and the first channel; false past the end of K.
-    DEVICE bool at(const Order& order, int unit, int lanes, int& its_tap, int& channel) const {
-        its_tap = tap, channel = (group * 8 + unit) * lanes;
-        if (chunk < order.groups * order.taps) return true;
-        order.of_rest(chunk, unit, its_tap, channel);
-        channel *= lanes;
-        return its_tap < order.taps;
-    }
-    DEVICE void advance(const Order& order) {
-        ++chunk;
-        if (++tap == order.taps) tap = 0, ++group;
-    }
-};
-
 // How many units a pixel of x has, as offsets count them: vectors of 16 bytes, or one pixel.
 template <typename T, bool VECTOR>
 DEVICE int units_of_pixel(const Problem& g) {
@@ -171,11 +153,9 @@ template <bool VECTOR, bool CACHED, typename T>
 DEVICE void copy_channels(u8* to, const T* __restrict__ x, int offset, int c, int C) {
     constexpr int LANES = 16 / sizeof(T);
     if constexpr (VECTOR) {
-        const T* const from = x + c + static_cast<u64>(static_cast<u32>(offset)) * LANES;
-        if constexpr (CACHED)
-            copy_async_16_cached(to, from, offset >= 0);
-        else
-            copy_async_16(to, from, offset >= 0);
+        // One instruction for the address, if the compiler does not see what it is made of.
+        const u8* const base = reinterpret_cast<const u8*>(computed_once(reinterpret_cast<i64>(x + c)));
+        copy_async_16_unless_negative<CACHED>(to, base + static_cast<u64>(static_cast<u32>(offset)) * 16, offset);
     } else {
         Elements<T, uint4> value(zero<uint4>());
         const T* const from = x + static_cast<i64>(offset) * C + c;
@@ -186,40 +166,67 @@ DEVICE void copy_channels(u8* to, const T* __restrict__ x, int offset, int c, in
     }
 }
 
-// Begin to copy one thread's part of a chunk of BM pixels: of every PASS-th row one vector, channels c and up of tap `tap`.
-// `real`: there are such channels.
+// How a thread copies its part of a tile's chunks, one chunk after another: of every PASS-th row of BM one vector.
 template <bool POINTWISE, bool VECTOR, bool CACHED, int BM, int PASS, typename T>
-DEVICE void copy_chunk(u8* to, const T* __restrict__ x, const int* offsets, int first_row, int p0, int pixels, int tap, int c,
-                       bool real, const Problem& g) {
-    constexpr int PASSES = BM / PASS;
-    int mine[PASSES];
-    if constexpr (POINTWISE) {
-        const int units = units_of_pixel<T, VECTOR>(g);
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            const int row = p0 + first_row + pass * PASS;
-            mine[pass] = real && row < pixels ? row * units : -1;
-        }
-    } else {
-        const int* const its = offsets + (real ? tap : 0) * BM + first_row * PASSES;
-        if constexpr (PASSES % 4 == 0) {
-#pragma unroll
-            for (int pass = 0; pass < PASSES; pass += 4) {
-                const int4 four = *reinterpret_cast<const int4*>(its + pass);
-                mine[pass] = four.x, mine[pass + 1] = four.y, mine[pass + 2] = four.z, mine[pass + 3] = four.w;
-            }
+struct ChunkCopier {
+    static constexpr int PASSES = BM / PASS, LANES = 16 / sizeof(T);
+    const T* __restrict__ x;
+    const int* offsets;  // of the thread's rows, at the first tap
+    const Order& order;
+    int unit, C, units;  // its unit of each chunk; channels; units of a pixel as offsets count them
+    int row, pixels;     // its first row's pixel of the stack y; how many there are
+    int chunk, tap, group;
+
+    DEVICE ChunkCopier(const T* x, const int* all_offsets, const Order& order, const Problem& g, int thread, int p0,
+                       int pixels, int first)
+        : x(x), offsets(all_offsets + thread / 8 * PASSES), order(order), unit(thread % 8), C(g.C),
+          units(units_of_pixel<T, VECTOR>(g)), row(p0 + thread / 8), pixels(pixels), chunk(first),
+          tap(first % order.taps), group(first / order.taps) {}
+
+    // Begin to copy the next chunk; `to` is where its first row's vector goes.
+    DEVICE void copy(u8* to) {
+        if (group < order.groups) {
+            vectors<false>(to, tap, (group * 8 + unit) * LANES);
         } else {
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass) mine[pass] = its[pass];
+            int its_tap, its_unit;
+            order.of_rest(chunk, unit, its_tap, its_unit);
+            vectors<true>(to, its_tap < order.taps ? its_tap : -1, its_unit * LANES);
         }
-        if (!real)
+        ++chunk;
+        if (++tap == order.taps) tap = 0, ++group;
+    }
+
+private:
+    // Channels c and up, at a tap; if PARTLY, tap is -1 past the end of K.
+    template <bool PARTLY>
+    DEVICE void vectors(u8* to, int its_tap, int c) const {
+        const bool real = !PARTLY || (its_tap >= 0 && c < C);
+        int mine[PASSES];
+        if constexpr (POINTWISE) {
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass)
+                mine[pass] = row + pass * PASS < pixels ? (row + pass * PASS) * units : -1;
+        } else {
+            const int* const its = offsets + (real ? its_tap : 0) * BM;
+            if constexpr (PASSES % 4 == 0) {
+#pragma unroll
+                for (int pass = 0; pass < PASSES; pass += 4) {
+                    const int4 four = *reinterpret_cast<const int4*>(its + pass);
+                    mine[pass] = four.x, mine[pass + 1] = four.y, mine[pass + 2] = four.z, mine[pass + 3] = four.w;
+                }
+            } else {
+#pragma unroll
+                for (int pass = 0; pass < PASSES; ++pass) mine[pass] = its[pass];
+            }
+        }
+        if (PARTLY && !real)
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass) mine[pass] = -1;
-    }
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass)
-        copy_channels<VECTOR, CACHED>(to + pass * (PASS * TILE_ROW), x, mine[pass], c, g.C);
-}
+        for (int pass = 0; pass < PASSES; ++pass)
+            copy_channels<VECTOR, CACHED>(to + pass * (PASS * TILE_ROW), x, mine[pass], c, C);
+    }
+};
 
 // Four floats in shared memory to tf32, in place.
 DEVICE void round_four(u8* shared) {
@@ -303,21 +310,20 @@ struct Result {
         constexpr int VECTORS = NT / Columns<T>::GROUPS;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            uint4 add_to[2][VECTORS];  // all are loaded before the first is used
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int half = 0; half < 2; ++half) {
+                uint4 add_to[VECTORS];  // all are loaded before the first is used
                 for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, Sums) {
                     const bool there = p0 + row < pixels && k0 + column < K;
-                    add_to[half][v] = residual_at<VECTOR>(residual, static_cast<i64>(p0 + row) * K + k0 + column, there);
+                    add_to[v] = residual_at<VECTOR>(residual, static_cast<i64>(p0 + row) * K + k0 + column, there);
                 });
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
                 for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, Sums sums) {
                     if (p0 + row < pixels)
-                        finish<T, ACTIVATION, VECTOR>(sums, scale + column, bias + column, add_to[half][v], residual, y,
+                        finish<T, ACTIVATION, VECTOR>(sums, scale + column, bias + column, add_to[v], residual, y,
                                                       static_cast<i64>(p0 + row) * K + k0 + column, K - k0 - column,
                                                       !inside || inside[row]);
                 });
+            }
         }
     }
 

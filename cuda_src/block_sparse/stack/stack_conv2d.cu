@@ -33,14 +33,14 @@ __global__ void __launch_bounds__(256)
         const int u = static_cast<int>(i % 8), column = static_cast<int>(i / 8 % PANEL);
         const i64 slice = i / (8 * PANEL);
         const int chunk = static_cast<int>(slice % order.chunks), panel = static_cast<int>(slice / order.chunks);
-        int tap, c0;
-        const bool real = ChunkWalk(order, chunk).at(order, u, LANES, tap, c0);
+        int tap = chunk % order.taps, unit = chunk / order.taps * 8 + u;
+        if (chunk >= order.groups * order.taps) order.of_rest(chunk, u, tap, unit);
         const i64 k = panel * PANEL + Columns<T>::channel(column);
         Elements<T, uint4> value(zero<uint4>());
 #pragma unroll
         for (int e = 0; e < LANES; ++e) {
-            const i64 c = c0 + e;
-            if (real && c < C && k < K)
+            const i64 c = static_cast<i64>(unit) * LANES + e;
+            if (tap < order.taps && c < C && k < K)
                 value.element[e] = w[tap / S * step_r + tap % S * step_s + c * step_c + k * step_k];
             if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
         }
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(256)
 
 // ---------------------------------------------------------------------------- copying warps and multiplying warps
 
-constexpr int COPIERS = 128, LOADERS = 32;  // threads that copy pixels, and a warp of which one thread copies weights
+constexpr int COPIERS = 128;  // threads that copy
 
 // Shared memory, from a multiple of 1024 bytes on.
 template <int BM, int BN, int STAGES>
@@ -113,7 +113,7 @@ struct Stage {
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
           bool CACHED, int BLOCKS>
-__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS + LOADERS, BLOCKS)
+__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, BLOCKS)
     stack_conv_pipelined(STACK_CONV_PARAMETERS) {
     using Product = Engine<T, BM, BN, WM, WN>;
     using Memory = PipelineMemory<BM, BN, STAGES>;
@@ -156,69 +156,56 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS +
         waited = true;
     };
 
-    if (threadIdx.x >= MULTIPLIERS + COPIERS) {
-        Stage<STAGES> stage;
-        for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
-            const int k0 = tile % across * BN, here = min(PANELS, panels - k0 / PANEL);
-            const u8* const weights =
-                packed + tables_bytes(g.K) + (static_cast<i64>(k0 / PANEL) * order.chunks + first) * PANEL_CHUNK;
-            if (threadIdx.x == MULTIPLIERS + COPIERS)
-                for (int i = 0; i < count; ++i) {
-                    barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                    u64* const full = shared.full + stage.slot;
-                    u8* const at = shared.ring + stage.slot * Memory::STAGE + Memory::A;
-                    barrier_expect(full, here * PANEL_CHUNK);
-#pragma unroll
-                    for (int j = 0; j < PANELS; ++j)
-                        if (j < here)
-                            bulk_copy(at + j * PANEL_CHUNK, weights + (static_cast<i64>(j) * order.chunks + i) * PANEL_CHUNK,
-                                      PANEL_CHUNK, full);
-                    stage.advance();
-                }
-            if constexpr (CLUSTERED) {  // while the others add up
-                __syncwarp();
-                Sums::sync();
-                Sums::sync();
-            }
-        }
-        wait();
-    } else if (threadIdx.x >= MULTIPLIERS) {
+    if (threadIdx.x >= MULTIPLIERS) {
         constexpr int PASS = COPIERS / 8;  // rows that are copied at once, a multiple of 8
-        const int thread = threadIdx.x - MULTIPLIERS, unit = thread % 8, first_row = thread / 8;
-        u8* const to = shared.ring + swizzled(first_row, unit);  // in the first stage; the same place in every pass
+        using Copier = ChunkCopier<POINTWISE, VECTOR_IN, CACHED, BM, PASS, T>;
+        const int thread = threadIdx.x - MULTIPLIERS;
+        u8* const to = shared.ring + swizzled(thread / 8, thread % 8);  // in the first stage; the same place in every pass
         const Finder finder(table, g);
         Meeting all(shared.copiers);
         Stage<STAGES> stage;
         for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
-            const int tile_m = tile / across, p0 = tile_m * BM;
+            const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
+            const int here = min(PANELS, panels - k0 / PANEL);  // panels of weights
+            const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
+            const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + static_cast<i64>(first) * PANEL_CHUNK;
+            const auto copy_weights = [&](int slot) {
+                u64* const full = shared.full + slot;
+                u8* const at = shared.ring + slot * Memory::STAGE + Memory::A;
+                barrier_expect(full, here * PANEL_CHUNK);
+#pragma unroll
+                for (int j = 0; j < PANELS; ++j)
+                    if (j < here) bulk_copy(at + j * PANEL_CHUNK, weights + j * panel_step, PANEL_CHUNK, full);
+                weights += PANEL_CHUNK;
+            };
+            const bool is_first = tile == static_cast<int>(blockIdx.x) / SPLIT;
+            const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
+            if (thread == 0)
+#pragma unroll 1
+                for (int s = 0; s < ahead; ++s) copy_weights(s);
             if constexpr (!POINTWISE) {
-                if (tile != static_cast<int>(blockIdx.x) / SPLIT) all.sync();  // the last tile's offsets are read
-                finder.find<BM, PASS>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
+                if (!is_first) all.sync();  // the last tile's offsets are read
+                finder.find<BM, PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
                 all.sync();
             }
             wait();
-            ChunkWalk walk(order, first);
+            Copier copier(x, shared.offsets, order, g, thread, p0, pixels, first);
             for (int i = 0; i < count; ++i) {
-                int tap, c;
-                const bool real = walk.at(order, unit, LANES, tap, c) && c < g.C;
                 barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                copy_chunk<POINTWISE, VECTOR_IN, CACHED, BM, PASS>(to + stage.slot * Memory::STAGE, x, shared.offsets,
-                                                                   first_row, p0, pixels, tap, c, real, g);
+                if (thread == 0 && i >= ahead) copy_weights(stage.slot);
+                copier.copy(to + stage.slot * Memory::STAGE);
                 if constexpr (VECTOR_IN) {
                     copies_arrive(shared.full + stage.slot);
                 } else {
                     shared_fence();
                     barrier_arrive(shared.full + stage.slot);
                 }
-                walk.advance(order);
                 stage.advance();
             }
-            if (residual && !PARTIALS) {  // it is read at the end
-                const int k0 = (tile - tile_m * across) * BN;
+            if (residual && !PARTIALS)  // it is read at the end
                 Result<T>{residual, y, nullptr, nullptr, nullptr, p0, pixels, k0, g.K}.template prefetch<BM, BN>(
                     thread + rank * COPIERS, COPIERS * SPLIT);
-            }
-            if constexpr (CLUSTERED) {
+            if constexpr (CLUSTERED) {  // while the others add up
                 __syncwarp();
                 Sums::sync();
                 Sums::sync();
@@ -227,7 +214,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS +
         wait();
     } else {
         const int lane = threadIdx.x % 32;
-        const Finder finder(table, g);
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         const bool whole = g.whole();
@@ -238,8 +224,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS +
                 const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
                 shared.scale[i] = k < g.K ? its[k] : 0.0f;
             }
-            if (!whole)
+            if (!whole) {
+                const Finder finder(table, g);
                 for (int i = threadIdx.x; i < BM; i += MULTIPLIERS) shared.inside[i] = finder.is_inside(p0, i);
+            }
             wait();
 
             float acc[MT][NT][4];
@@ -342,8 +330,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     const int tiles = ceil_div(pixels, BM) * across;
-    const int unit = threadIdx.x % 8, first_row = threadIdx.x / 8;
-    const int to = swizzled(first_row, unit);  // PASS is a multiple of 8: the same place in every pass
+    const int to = swizzled(threadIdx.x / 8, threadIdx.x % 8);  // PASS is a multiple of 8: the same place in every pass
     const bool whole = g.whole();
     const Finder finder(table, g);
 
@@ -357,12 +344,12 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
         if (!whole)
             for (int i = threadIdx.x; i < BM; i += THREADS) inside[i] = finder.is_inside(p0, i);
         if constexpr (!POINTWISE)
-            finder.find<BM, PASS>(p0, units_of_pixel<T, VECTOR_IN>(g), offsets, threadIdx.x, THREADS);
+            finder.find<BM, PASS, 1>(p0, units_of_pixel<T, VECTOR_IN>(g), offsets, threadIdx.x, THREADS);
         __syncthreads();
 
         const u8* const weights =
             packed + tables_bytes(g.K) + (static_cast<i64>(k0 / PANEL) * order.chunks + first) * PANEL_CHUNK;
-        ChunkWalk walk(order, first);
+        ChunkCopier<POINTWISE, VECTOR_IN, CACHED, BM, PASS, T> copier(x, offsets, order, g, threadIdx.x, p0, pixels, first);
         const auto copy_next = [&](int chunk, int slot) {
             u8* const at = ring + slot * STAGE;
 #pragma unroll
@@ -372,10 +359,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
                     const i64 from = (static_cast<i64>(j) * order.chunks + chunk) * PANEL_CHUNK + i;
                     copy_async_16(at + A + j * PANEL_CHUNK + i, weights + (there ? from : 0), there);
                 }
-            int tap, c;
-            const bool real = walk.at(order, unit, LANES, tap, c) && c < g.C;
-            copy_chunk<POINTWISE, VECTOR_IN, CACHED, BM, PASS>(at + to, x, offsets, first_row, p0, pixels, tap, c, real, g);
-            walk.advance(order);
+            copier.copy(at + to);
         };
         int fill = 0, slot = 0;
         for (int s = 0; s < AHEAD; ++s) {

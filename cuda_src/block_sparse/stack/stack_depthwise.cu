@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(256)
     const Finder finder(table, g);
     const int c = c0 + lane * V;
     for (int p0 = blockIdx.x * PIXELS; p0 < pixels; p0 += gridDim.x * PIXELS) {
-        finder.find<PIXELS, PASS>(p0, 1, offsets, threadIdx.x, 256);
+        finder.find<PIXELS, PASS, 2>(p0, 1, offsets, threadIdx.x, 256);
         if (!whole)
             for (int i = threadIdx.x; i < PIXELS; i += 256) inside[i] = finder.is_inside(p0, i);
         __syncthreads();
