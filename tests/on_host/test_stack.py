@@ -21,7 +21,16 @@ from support.strategies import BFLOAT16
 
 MODULES = [
     importlib.import_module(f"sbnet_cupy.block_sparse.stack.{name}")
-    for name in ("neighbours", "stack_conv2d", "stack_conv_launch", "stack_launch", "stack_halo")
+    for name in (
+        "neighbours",
+        "stack_conv2d",
+        "stack_conv_launch",
+        "stack_launch",
+        "stack_halo",
+        "pooling",
+        "stack_max_pool",
+        "stack_avg_pool",
+    )
 ]
 FLOAT16, FLOAT32 = np.dtype("f2"), np.dtype("f4")
 
@@ -71,6 +80,19 @@ def drawn(dtype, channels, block=(8, 8), size=(29, 20), seed=0, spare=2):
     return blocks, table, blocks.stack(images, table), rng
 
 
+def by_numpy(function, *arguments, **options):
+    """Call with the NumPy bodies."""
+    with pytest.MonkeyPatch.context() as back:
+        for module in MODULES:
+            back.setattr(module, "is_cupy", lambda array: False, raising=False)
+        return function(*arguments, **options)
+
+
+def in_the_image(y, table):
+    """The pixels that are the image's; 0 in place of the others."""
+    return np.where(sb.stack_pixel_mask(table)[..., None], y, np.zeros((), y.dtype))
+
+
 CONVOLUTIONS = [
     # dtype, channels in and out, kernel, options
     (FLOAT16, 16, 24, 3, {}),
@@ -116,12 +138,9 @@ def test_convolution(on_shim, dtype, c, k, size, options, w_format):
         wide_epilogue = {
             name: v if isinstance(v, str) else v.astype(np.float64) for name, v in epilogue.items()
         }
-        with pytest.MonkeyPatch.context() as back:
-            for module in MODULES:
-                back.setattr(module, "is_cupy", lambda array: False, raising=False)
-            expected = sb.stack_conv2d(*wide, table, **plain, **wide_epilogue)
-            bounds = {n: v if isinstance(v, str) else abs(v) for n, v in wide_epilogue.items()}
-            magnitude = sb.stack_conv2d(*large, table, **plain, **bounds)
+        expected = by_numpy(sb.stack_conv2d, *wide, table, **plain, **wide_epilogue)
+        bounds = {n: v if isinstance(v, str) else abs(v) for n, v in wide_epilogue.items()}
+        magnitude = by_numpy(sb.stack_conv2d, *large, table, **plain, **bounds)
         on_shim.clear()
         y = sb.stack_conv2d(x, given_w, table, w_format=w_format, **options, **epilogue)
         assert on_shim, "no kernel was launched"
@@ -154,10 +173,59 @@ def test_packed_weights(on_shim):
 @pytest.mark.parametrize("channels, block", [(8, (8, 8)), (3, (4, 2)), (1, (1, 1))], ids=str)
 def test_halo(on_shim, fill, dtype, channels, block):
     _, table, x, _ = drawn(dtype, channels, block, (13, 9))
-    with pytest.MonkeyPatch.context() as back:
-        for module in MODULES:
-            back.setattr(module, "is_cupy", lambda array: False, raising=False)
-        expected = sb.stack_halo(x, table, ((1, 3), (0, 5)), fill=fill)
+    expected = by_numpy(sb.stack_halo, x, table, ((1, 3), (0, 5)), fill=fill)
     y = sb.stack_halo(x, table, ((1, 3), (0, 5)), fill=fill)
     assert [kernel for _, kernel in on_shim] == ["stack_halo"]
     assert_same(y, expected)
+
+
+POOLS = [
+    # kernel, strides, padding, ceil_mode
+    (3, 2, 1, False), (2, 2, 0, False), (3, 1, 1, False), ((5, 1), (4, 1), ((2, 1), (0, 0)), True),
+]  # fmt: skip
+SIZES = [(8, (8, 8)), (3, (4, 2)), (17, (4, 4))]
+DTYPES = [FLOAT16, BFLOAT16, FLOAT32, np.dtype("f8")]
+
+
+@pytest.mark.parametrize("channels, block", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("kernel, strides, padding, ceil_mode", POOLS, ids=str)
+def test_max_pool(on_shim, kernel, strides, padding, ceil_mode, dilation, dtype, channels, block):
+    _, table, x, _ = drawn(dtype, channels, block, (13, 9))
+    window = {"strides": strides, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+    after = table.after_conv(kernel, **window)
+    expected = by_numpy(sb.stack_max_pool, x, table, kernel=kernel, **window)
+    y = sb.stack_max_pool(x, table, kernel=kernel, **window)
+    assert [name for _, name in on_shim] == ["stack_max_pool"]
+    assert not y[table.count() :].any()
+    assert_same(in_the_image(y, after), in_the_image(expected, after), signed_zero=False)
+
+
+@pytest.mark.parametrize("channels, block", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counting", [{}, {"count_include_pad": False}, {"divisor": 3}], ids=str)
+@pytest.mark.parametrize("kernel, strides, padding, ceil_mode", POOLS, ids=str)
+def test_avg_pool(on_shim, kernel, strides, padding, ceil_mode, counting, dtype, channels, block):
+    _, table, x, _ = drawn(dtype, channels, block, (13, 9))
+    window = {"strides": strides, "padding": padding, "ceil_mode": ceil_mode}
+    after = table.after_conv(kernel, **window)
+    options = {"kernel": kernel, **window, **counting}
+    wide = x.astype(np.float64)
+    expected, size = (
+        in_the_image(by_numpy(sb.stack_avg_pool, a, table, **options), after)
+        for a in (wide, abs(wide))
+    )
+    y = sb.stack_avg_pool(x, table, **options)
+    assert [name for _, name in on_shim] == ["stack_avg_pool"]
+    assert not y[table.count() :].any()
+    assert_close(in_the_image(y, after), expected, terms=10, magnitude=size,
+                 dtype=stack_cases.sum_dtype(dtype))  # fmt: skip
+
+
+def test_nan_wins_in_max_pooling(on_shim):
+    x = np.zeros((4, 2, 2, 8), FLOAT32)
+    x[0, 1, 1, 3] = np.nan
+    table = sb.block_table(np.ones((1, 4, 4), bool), 2)
+    y = sb.stack_max_pool(x, table, kernel=2)
+    assert np.argwhere(np.isnan(y)).tolist() == [[0, 0, 0, 3]]

@@ -1,5 +1,6 @@
 """BlockTable: where the blocks of a stack lie, and which block is at each place of the image."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...core import launch as kernels
-from ...core.arrays import ArrayContainer, array_function, empty, is_cupy
+from ...core.arrays import ArrayContainer, array_function, device_of, empty, is_cupy
 from ...core.checks import check_contiguous
 from ...core.device import sm_count
 from ...core.plans import Plans
@@ -76,6 +77,8 @@ class BlockTable(ArrayContainer):
     block_size: tuple[int, int]
     image_size: tuple[int, int]
 
+    copies_strided = True
+
     def __post_init__(self):
         set_field = object.__setattr__
         set_field(self, "block_size", pair(self.block_size, "block_size"))
@@ -97,6 +100,12 @@ class BlockTable(ArrayContainer):
 
     def _map_arrays(self, function):
         return BlockTable(*map(function, self._arrays()), self.block_size, self.image_size)
+
+    @functools.cached_property
+    def cupy_device(self):
+        """Number of the device, where all arrays are CuPy's."""
+        devices = {device_of(a) if is_cupy(a) else None for a in self._arrays()}
+        return devices.pop() if len(devices) == 1 else None
 
     @property
     def capacity(self):
@@ -182,8 +191,8 @@ def block_table(mask, block_size=32, *, image_size=None, tol=0.0, avgpool=False,
 
     Parameters
     ----------
-    mask : array, shape (N, H, W) or (N, H, W, 1), or ActiveBlocks
-        bool, any integer or a float. Or blocks that are known already, in a grid with no gaps.
+    mask : array, shape (N, H, W), (N, H, W, 1) or (H, W), or ActiveBlocks
+        bool, any integer or a float; (H, W) is one image. Or blocks that are known already, in a grid with no gaps.
     block_size : int or (int, int)
         Pixels of a block. Divisible by the product of the network's strides.
     image_size : (int, int), optional
@@ -255,7 +264,8 @@ def _known(active, tol, avgpool, capacity):
 def _image_of(mask, block):
     """Return the size of the mask's images, and the number of blocks that cover it."""
     shape = tuple(getattr(mask, "shape", ()))
-    image = shape[1:3] if len(shape) in (3, 4) else (1, 1)  # reduce_mask refuses the others
+    image = shape[-2:] if len(shape) in (2, 3) else shape[1:3]
+    image = image if len(image) == 2 else (1, 1)  # which reduce_mask refuses
     return image, tuple(-(-n // b) for n, b in zip(image, block, strict=True))
 
 

@@ -238,7 +238,7 @@ def _fetch_by_number(x, places, axes, out, fill):
     if fill != "edge":
         meets = inside[0][:, :, None] & inside[1][:, None, :]
         outside = places.valid[:, None, None] & ~meets
-        value = xp.where(outside[..., None], xp.asarray(fill).astype(x.dtype), value)
+        value = xp.where(outside[..., None], xp.full((), fill, x.dtype), value)
     out[...] = value
 
 

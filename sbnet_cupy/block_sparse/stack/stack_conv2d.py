@@ -99,7 +99,7 @@ def stack_conv2d(
         They must divide the block size; the blocks of the result are that much smaller, or larger
         if ``transposed``.
     padding : int, (int, int), ((top, bottom), (left, right)), "SAME" or "VALID"
-        As for :func:`conv2d`, also any number of pixels on all sides, as in PyTorch. Pixel
+        As for :func:`conv2d`. Pixel
         ``(p, q)`` of the result belongs to block ``(p // b_h, q // b_w)``, ``b`` its block size,
         and all must: of a result larger than the blocks there is nowhere to keep the rest. For a
         transposed convolution it is that of the convolution it transposes, and "SAME" gives

@@ -6,6 +6,7 @@ from ...core.arrays import array_function, is_cupy, namespace
 from .checks import computing
 from .neighbours import Places
 from .pooling import (
+    launch_pool,
     parts,
     pixels_in_windows,
     prepare_out,
@@ -60,7 +61,8 @@ def stack_max_pool(
     DTypeError
         If ``x`` is not of a floating dtype, or ``table`` no BlockTable.
 
-    Source: the dense layer on masked images.
+    Source: the dense layer on masked images. Kernel:
+    cuda_src/block_sparse/stack/stack_max_pool.cu
 
     Examples
     --------
@@ -74,6 +76,9 @@ def stack_max_pool(
     window = resolve_pool(x, table, kernel, strides, padding, dilation, ceil_mode)
     out = prepare_out(out, (len(x), *window.coarse.block_size, x.shape[3]), x, table)
     if not out.size:
+        return out
+    options = (*window.strides, *window.dilation, *window.before)
+    if is_cupy(x) and launch_pool("stack_max_pool", x, table, window, out, options):
         return out
     with computing(x):
         places = Places.of(table)

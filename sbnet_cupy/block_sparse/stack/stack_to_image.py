@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...core.arrays import array_function, empty, library_of, namespace
+from ...core.arrays import array_function, empty, library_of
 from ...core.checks import check_array, check_out
 from ...errors import DTypeError, ShapeError
 from ..gather_scatter.sparse_scatter import sparse_scatter
@@ -81,10 +81,10 @@ def stack_to_image(stack, table, *, background=0, data_format="NHWC", out=None):
     else:
         check_out(out, shape, stack.dtype, stack, (("stack", stack),))
     if out is not background:
-        value = background
         if library_of(background) is None:
-            value = namespace(stack).asarray(background).astype(stack.dtype)
-        out[...] = value
+            out.fill(background)
+        else:
+            out[...] = background
     if not stack.size:
         return out
     return sparse_scatter(

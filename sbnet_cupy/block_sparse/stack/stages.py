@@ -50,7 +50,7 @@ def resolve_window(table, kernel, strides, padding, dilation, *, ceil_mode=False
             f"{block} pixels; make the table with a larger block_size"
         )
     extent = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True))
-    pads = pad_pairs(image, extent, strides, padding)
+    pads = padding_pairs(image, extent, strides, padding)
     if ceil_mode:
         out = tuple(map(_ceil_size, image, extent, strides, pads))
     else:
@@ -72,7 +72,7 @@ def resolve_transposed(table, kernel, strides, padding, dilation, output_padding
         pads = tuple((total // 2, total - total // 2) for total in totals)
         out = tuple(n * s + m for n, s, m in zip(image, strides, more, strict=True))
     else:
-        pads = pad_pairs(image, extent, strides, padding)
+        pads = padding_pairs(image, extent, strides, padding)
         out = tuple(
             max((n - 1) * s - sum(p) + e + m, 0) if n else 0
             for n, s, p, e, m in zip(image, strides, pads, extent, more, strict=True)
@@ -126,16 +126,9 @@ def check_covered(stage, blocks, argument):
         )
 
 
-def pad_pairs(image, extent, strides, padding):
-    """Resolve an int, a pair, "SAME", "VALID" or explicit padding to ((t, b), (l, r))."""
-    if is_integer(padding):
-        padding = (padding, padding)
-    return padding_pairs(image, extent, strides, padding)
-
-
 def is_same(padding):
-    """Whether padding is "SAME"."""
-    return isinstance(padding, str) and padding == "SAME"
+    """Whether padding is "SAME", in capitals or not."""
+    return isinstance(padding, str) and padding in ("SAME", "same")
 
 
 def _ceil_size(n, extent, stride, pads):

@@ -9,8 +9,8 @@ from sbnet_cupy.core import plans
 from support.host_memory import signature_of
 
 MODULES = (
-    "neighbours", "taps", "per_image", "pooling", "stack_max_pool", "stack_global_pool",
-    "stack_conv2d",
+    "neighbours", "taps", "per_image", "pooling", "stack_max_pool", "stack_avg_pool",
+    "stack_global_pool", "stack_conv2d",
 )  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def body(request, xp):
             for name in MODULES:
                 module = importlib.import_module(f"sbnet_cupy.block_sparse.stack.{name}")
                 patch.setattr(module, "is_cupy", lambda array: True)
-                for kernel in ("is_rim", "prepare_launch"):
+                for kernel in ("is_rim", "prepare_launch", "launch_pool"):
                     patch.setattr(module, kernel, lambda *arguments: None, raising=False)
             if xp.module is np:
                 patch.setattr(plans, "device_of", lambda array: 0)

@@ -64,6 +64,14 @@ def test_blocks_past_the_capacity_are_left_out(xp):
     assert block_table(xp.asarray(np.ones((1, 4, 4), bool)), 2, capacity=0).overflowed
 
 
+def test_the_mask_of_one_image(xp):
+    mask = np.zeros((5, 9), bool)
+    mask[4, 8] = True
+    table = block_table(xp.asarray(mask), 4)
+    assert to_numpy(table.active_block_indices).tolist() == [[0, 1, 2]]
+    assert (table.image_size, table.grid.shape) == ((5, 9), (1, 2, 3))
+
+
 def test_images_without_pixels(xp):
     for shape in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
         table = block_table(xp.asarray(np.ones(shape, bool)), 2)
