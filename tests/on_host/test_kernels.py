@@ -29,11 +29,12 @@ from support.kernel_cases import (
     IMAGES,
     MASKS,
     OUTSIDE,
+    PLACES,
     REPEATED,
     SMOOTH,
     TURNED,
 )
-from support.kernels_on_host import device
+from support.kernels_on_host import OPS, device
 
 # order of the threads, multiprocessors, what results hold at first
 RUNS = (("forward", 132, 0xA5), ("reverse", 1, 0xFF))
@@ -165,6 +166,14 @@ def test_smooth_activations(case, monkeypatch):
     wide = np.float64 if image.dtype == np.float64 else np.float32
     for (blocks,) in run_all(case, monkeypatch):
         assert_close(blocks, expected, terms=8, dtype=wide, magnitude=abs(argument))
+
+
+@pytest.mark.parametrize("case", PLACES, ids=str)
+def test_places_of_blocks(case, monkeypatch):
+    """One thread block, and several that each look after a few places."""
+    check_same(case, monkeypatch)
+    monkeypatch.setattr(OPS[-1], "_PLACES", 7)
+    check_same(case, monkeypatch)
 
 
 @pytest.mark.parametrize("case", thinned(GRADIENTS, 5), ids=str)

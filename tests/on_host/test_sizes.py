@@ -127,7 +127,8 @@ def test_columns_of_a_mask(average):
     """Bytes of shared memory: for each line as many words, or sums of each part, as C++ strides."""
     expected = {}
     for width, word, lanes in ((700, 4, False), (88, 1, False), (3000, 1, True)):
-        plan = mask_config.MaskConfig(3, 5, width, 1 << 12, word, lanes and not average, 4, 256, 0, 7)
+        lanes = lanes and not average
+        plan = mask_config.MaskConfig(3, 5, width, 1 << 12, word, lanes, 4, 256, 0, 7)
         slots, kept = mask_config.shared_memory(plan, average)
         step = 32 if plan.lanes else word
         stored = step * min(width // step + 2, slots)

@@ -19,6 +19,7 @@ OPS = [
         "block_sparse.gather_scatter.sparse_scatter",
         "dense.affine_grad",
         "block_sparse.gather_scatter.zero_outside",
+        "block_sparse.stack.block_table",
     )
 ]
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
