@@ -110,6 +110,21 @@ def test_the_planned_instance_is_right(device, settled, monkeypatch):
     case.run(launch, clear_rows=True)
 
 
+@pytest.mark.parametrize("element", ["Half", "BFloat16", "float"])
+@pytest.mark.parametrize("channels", [1, 3, 13])
+def test_channels_that_are_no_whole_vectors_are_padded(element, channels, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL)
+    case = ConvCase(element, Blocks(block=(8, 6)), channels, 17, (5, 3), (2, 2))
+
+    def launch(x, w, scale, bias, residual, table, out):
+        conv = case.sizes(len(x))
+        assert not conv.vectors_in
+        run = prepare_stack_conv(conv)
+        run(x, prepare_stack_pack(conv, "HWIO")(w, scale, bias), residual, *table, out)
+
+    case.run(launch, clear_rows=True)
+
+
 @pytest.mark.parametrize("case", DEPTHWISE, ids=str)
 def test_depthwise_convolution_of_whole_numbers_is_exact(case, monkeypatch):
     use_shim(monkeypatch, BLACKWELL)

@@ -10,6 +10,7 @@
 // stack_conv_pipelined: some warps copy, the others multiply. Compute capability 9.0 and newer.
 // stack_conv:           all threads copy, and all multiply.
 // stack_conv_sum:       adds up what thread blocks that share K left in memory, where they are no cluster.
+// pad_stack_channels:   copies a stack whose pixels are no whole vectors of 16 bytes into one whose pixels are.
 // pack_stack_weights:   lays weights, scale and bias out as these stage them, once for many calls.
 // Launch: a persistent grid, SPLIT thread blocks for each tile. See cuda_src/README.md for the pictures.
 #include "block_sparse/stack/stack_conv.cuh"
@@ -45,6 +46,25 @@ __global__ void __launch_bounds__(256)
             if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
         }
         *reinterpret_cast<uint4*>(packed + tables + slice * PANEL_CHUNK + swizzled(column, u)) = value.vector;
+    }
+}
+
+// padded[m, i, j, c] = x[m, i, j, c], and 0 for channels from C up to a multiple of 16 bytes, in rows below the count.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    pad_stack_channels(const T* __restrict__ x, const int* __restrict__ bin_counts, uint4* __restrict__ padded, i64 M,
+                       i64 pixels, i64 C) {
+    constexpr int LANES = 16 / sizeof(T);
+    overlap_launches();
+    const i64 units = ceil_div<i64>(C, LANES), total = clamp(*bin_counts, 0, M) * pixels * units;
+    for (i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; i < total; i += static_cast<i64>(gridDim.x) * 256) {
+        const i64 pixel = divide(i, units);
+        const int c = static_cast<int>(i - pixel * units) * LANES;
+        Elements<T, uint4> value(zero<uint4>());
+#pragma unroll
+        for (int e = 0; e < LANES; ++e)
+            if (c + e < C) value.element[e] = x[pixel * C + c + e];
+        padded[i] = value.vector;
     }
 }
 

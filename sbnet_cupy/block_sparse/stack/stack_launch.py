@@ -66,7 +66,11 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
 
     ``settled`` promises that the kernel just ahead on the stream writes neither the table nor the
     packed weights (one before it may): then they are read while that kernel still runs.
+
+    Pixels that are no whole vectors of 16 bytes are copied first, with channels of 0 added.
     """
+    if not conv.vectors_in and plan is None:
+        return _with_padded_channels(conv, clear_rows)
     plan = plan or plan_stack_conv(conv, current_device())
     blocks = (conv.rows, conv.images, *conv.grid)
     sizes = (
@@ -93,6 +97,36 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
 
         return launch
     return _with_partials(conv, plan, run, clear_rows)
+
+
+def _with_padded_channels(conv, clear_rows):
+    """Return the launch of a copy with more channels, and of the convolution of that.
+
+    The packed weights are the same: they hold zeros for these channels.
+    """
+    lanes = 16 // conv.element_bytes
+    channels, pixels = -(-conv.channels // lanes) * lanes, math.prod(conv.block)
+    pad = kernels.prepare(
+        "block_sparse/stack/stack_conv2d",
+        "pad_stack_channels",
+        (conv.element,),
+        -(-conv.rows * pixels * channels // (256 * lanes)),
+        256,
+        3,
+        (conv.rows, pixels, conv.channels),
+        persistent=True,
+        dependent=True,
+    )
+    # The copy just ahead writes neither table nor weights.
+    run = prepare_stack_conv(conv._replace(channels=channels, vectors_in=True), True, clear_rows)
+
+    def launch(x, packed, residual, bin_counts, indices, grid, out):
+        padded = empty((conv.rows * pixels * channels,), x.dtype, x)
+        keep_if_capturing(padded)
+        pad(x, bin_counts, padded)
+        run(padded, packed, residual, bin_counts, indices, grid, out)
+
+    return launch
 
 
 def _with_partials(conv, plan, run, clear_rows):
