@@ -192,7 +192,8 @@ def block_table(mask, block_size=32, *, image_size=None, tol=0.0, avgpool=False,
     Parameters
     ----------
     mask : array, shape (N, H, W), (N, H, W, 1) or (H, W), or ActiveBlocks
-        bool, any integer or a float; (H, W) is one image. Or blocks that are known already, in a grid with no gaps.
+        bool, any integer or a float; (H, W) is one image. Or blocks that are known already, in a
+        grid with no gaps.
     block_size : int or (int, int)
         Pixels of a block. Divisible by the product of the network's strides.
     image_size : (int, int), optional

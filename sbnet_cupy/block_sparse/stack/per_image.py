@@ -7,10 +7,11 @@ from ...core.arrays import is_cupy, namespace
 _MOST_BYTES = 256 << 20  # of values laid out by place, on a GPU
 
 
-def reduce_rows(values, places, ufunc, identity):
+def reduce_rows(values, places, how, identity):
     """Reduce values [m, C] of blocks to [N, C] of images, in a fixed order.
 
-    Rows that are no block do not count; an image without blocks gets ``identity``.
+    ``how`` is "add", "maximum" or "minimum". Rows that are no block do not count; an image without
+    blocks gets ``identity``.
     """
     xp, table = namespace(values), places.table
     result = xp.empty((table.batch, values.shape[1]), values.dtype)
@@ -22,11 +23,11 @@ def reduce_rows(values, places, ufunc, identity):
         if len(rows):
             rows = rows[np.argsort(places.n[rows], kind="stable")]
             images, starts = np.unique(places.n[rows], return_index=True)
-            result[images] = ufunc.reduceat(values[rows], starts, axis=0)
+            result[images] = getattr(np, how).reduceat(values[rows], starts, axis=0)
         return result
     grid = table.grid.reshape(table.batch, -1)
     active = ((grid >= 0) & (grid < places.limit))[..., None]
-    reduce = {"add": xp.sum, "maximum": xp.max, "minimum": xp.min}[ufunc.__name__.split("_")[-1]]
+    reduce = {"add": xp.sum, "maximum": xp.max, "minimum": xp.min}[how]
     row = xp.where(active[..., 0], grid, 0)
     step = max(1, _MOST_BYTES // (grid.size * values.dtype.itemsize))
     for start in range(0, values.shape[1], step):

@@ -77,7 +77,7 @@ def stack_global_pool(x, table, *, mode="mean", out=None):
 
 def _sums(x, places, total, mode, xp):
     values = _of_blocks(x, places, total, lambda pixels: pixels.sum(axis=1, dtype=total), 0)
-    sums = reduce_rows(values, places, xp.add, 0)
+    sums = reduce_rows(values, places, "add", 0)
     return sums / max(math.prod(places.table.image_size), 1) if mode == "mean" else sums
 
 
@@ -85,17 +85,17 @@ def _largest(x, places):
     """Maximum of the active pixels, and of 0 where an image has others."""
     xp = namespace(x)
     values = _of_blocks(x, places, x.dtype, lambda pixels: pixels.max(axis=1), -np.inf)
-    result = reduce_rows(values, places, xp.maximum, -np.inf)
+    result = reduce_rows(values, places, "maximum", -np.inf)
     zero = xp.zeros((), x.dtype)
     return xp.where(all_active(places), result, xp.maximum(result, zero))
 
 
 def all_active(places):
     """Return bool [N, 1]: whether an image has pixels and all are in active blocks."""
-    xp, table = namespace(places.n), places.table
+    table = places.table
     counts = inside(places).sum(axis=(1, 2), dtype=np.int64)
     pixels = math.prod(table.image_size)
-    return (reduce_rows(counts, places, xp.add, 0) == pixels) & (pixels > 0)
+    return (reduce_rows(counts, places, "add", 0) == pixels) & (pixels > 0)
 
 
 def _of_blocks(x, places, dtype, reduce, fill):

@@ -84,5 +84,5 @@ def _first_largest(x, table, places):
     number = (line[:, :, None] * width + column[:, None, :])[..., None]
     none = np.iinfo(np.int64).max
     first = xp.where(same, number, none).reshape(len(same), bh * bw, x.shape[3]).min(axis=1)
-    winner = rows_of(reduce_rows(first, places, xp.minimum, none), places)
+    winner = rows_of(reduce_rows(first, places, "minimum", none), places)
     return same & (number == winner[:, None, None])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...core.arrays import array_function, compute_dtype, empty, namespace
+from ...core.arrays import array_function, compute_dtype, empty
 from ...core.checks import check_array, check_out
 from .block_table import check_table
 from .checks import check_stack, computing
@@ -101,7 +101,7 @@ def stack_per_block_grad(grad_y, table):
     with computing(grad_y):
         places = Places.of(table)
         values = grad_y[places.rows, 0, 0].astype(total, copy=False)
-        sums = reduce_rows(values, places, namespace(grad_y).add, 0)
+        sums = reduce_rows(values, places, "add", 0)
     dvalues = empty(sums.shape, grad_y.dtype, grad_y)
     dvalues[...] = sums
     return dvalues
