@@ -20,7 +20,7 @@ def cut_blocks(bsize, size):
 def resolve_expected(expected, active_block_indices):
     """Return about how many blocks will be active: by default all that are listed."""
     if expected is None:
-        return len(active_block_indices)
+        return active_block_indices.shape[0]
     if not is_integer(expected) or expected < 0:
         raise ShapeError(f"expected must be None or a non-negative integer, got {expected!r}")
     return expected
@@ -59,13 +59,22 @@ def check_method(method):
         raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
 
 
-def check_block_params(block_params, calculate, image_hw, kernel, strides, padding):
-    """Raise unless ``block_params`` is what ``calculate`` gives for this convolution."""
+def plain_params(block_params, calculate):
+    """Return the fields of a BlockParams, which are an option of a layer; raise for anything else.
+
+    ``calculate`` is the function that makes BlockParams for the layer.
+    """
     if not isinstance(block_params, BlockParams):
         raise TypeError(
             f"block_params must be a BlockParams, got {type(block_params).__name__}; build it with "
             f"{calculate.__name__}"
         )
+    return tuple(vars(block_params).values())
+
+
+def check_block_params(block_params, calculate, image_hw, kernel, strides, padding):
+    """Raise unless ``block_params`` is what ``calculate`` gives for this convolution."""
+    plain_params(block_params, calculate)
     try:
         expected = calculate(image_hw, block_params.bsize, kernel, strides, padding)
     except ShapeError as error:

@@ -1,12 +1,13 @@
 """copy_image: what a result shows where no block is active is a copy of another image."""
 
+import functools
+
 from . import launch as kernels
-from .arrays import address, device_of, empty, is_cupy
+from .arrays import empty, is_cupy
 from .launch import THREADS
-from .plans import Plans
+from .operator import Operator, Plan
 
 _VECTOR = 16  # bytes
-_PLANS = Plans()
 _LEAST = 1 << 20  # bytes; less, the driver copies in less time
 
 
@@ -27,12 +28,26 @@ def copy_image(array, out=None):
     if not is_cupy(array):
         out[...] = array
         return out
-    launch = launch_of_copy(device_of(out), array.nbytes, address(array) | address(out))
-    if launch is None:
-        out.data.copy_from_device_async(array.data, array.nbytes)
-    else:
-        launch(array, out)
+    COPY_IMAGE.plan_for((array, out), ()).run(array, out)
     return out
+
+
+def _infer(specs, options):
+    """Return the spec of the copy."""
+    return (specs[0].new(specs[0].shape),)
+
+
+def _plan(specs, options):
+    """Return the plan of a copy on a GPU."""
+    array, out = specs
+    launch = launch_of_copy(array.device, array.nbytes, array.alignment | out.alignment)
+    if launch is None:
+        return Plan(_infer(specs, options), _copy_by_driver)
+    return Plan(_infer(specs, options), launch, launch, operands=(0, 1))
+
+
+def _copy_by_driver(array, out):
+    out.data.copy_from_device_async(array.data, array.nbytes)
 
 
 def launch_of_copy(device, nbytes, addresses):
@@ -43,13 +58,18 @@ def launch_of_copy(device, nbytes, addresses):
     """
     if nbytes < _LEAST or nbytes % _VECTOR or addresses % _VECTOR:
         return None
-    launch = _PLANS.get((device, nbytes))
-    if launch is None:
-        count = nbytes // _VECTOR
-        launch = kernels.prepare(
-            "core/copy_image", "copy_image", (f"Bytes<{_VECTOR}>::type",), -(-count // THREADS),
-            THREADS,
-            2, (count,), dependent=True,
-        )  # fmt: skip
-        _PLANS.keep((device, nbytes), launch)
-    return launch
+    return _launch(device, nbytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(device, nbytes):
+    count = nbytes // _VECTOR
+    return kernels.prepare(
+        "core/copy_image", "copy_image", (f"Bytes<{_VECTOR}>::type",), -(-count // THREADS),
+        THREADS, 2, (count,), dependent=True,
+    )  # fmt: skip
+
+
+COPY_IMAGE = Operator(
+    "copy_image", arrays=("array", "out"), options=(), infer=_infer, plan=_plan, linear=("array",)
+)

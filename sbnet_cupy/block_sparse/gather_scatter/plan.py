@@ -6,7 +6,7 @@ Pure arithmetic on shapes and alignments, never on the mask: nothing here depend
 import math
 from typing import NamedTuple
 
-from ...core.arrays import address, vector_bytes
+from ...core.arrays import vector_bytes
 from ...core.launch import THREADS
 
 _TILE_THREADS = 256  # at most, for a tile
@@ -44,7 +44,8 @@ class CopyPlan(NamedTuple):
 def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_channel=False):
     """Plan the copy from an image to a stack (``gathers``), or back.
 
-    ``device`` is its number of multiprocessors, and the bytes of shared memory of a thread block.
+    ``image`` and ``stack`` are specs. ``device`` is its number of multiprocessors, and the bytes of
+    shared memory of a thread block.
     ``element`` is the C++ type of the elements when they are computed with and not only moved.
     ``per_channel`` says that the computation needs to know each element's channel, so that a
     vector must not span pixels.
@@ -59,7 +60,7 @@ def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_
         narrow = _needs_windows(vector, image, layout, grid, element, gathers)
     else:
         pixel = layout.C * image.dtype.itemsize
-        narrow = vector_bytes(pixel, address(image), address(stack)) < 8
+        narrow = vector_bytes(pixel, image.alignment, stack.alignment) < 8
     if narrow:
         plan = _plan_windows(image, stack, layout, grid, element, gathers, most)
         if plan is not None:
@@ -80,7 +81,7 @@ def _runs_vector(image, stack, layout, grid, per_channel):
     unit = image.dtype.itemsize * (layout.C if layout.channels_last else 1)
     if not (per_channel and layout.channels_last):  # wider than a pixel where runs start aligned
         unit *= math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
-    return vector_bytes(unit, address(image), address(stack))
+    return vector_bytes(unit, image.alignment, stack.alignment)
 
 
 def _plan_runs(image, stack, layout, grid, vector, most):
@@ -132,11 +133,11 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most, limit):
     else:
         pixels, channels = _tile_size(area, layout.C, item, share, by_pixel)
     last, planes = (image, stack) if layout.channels_last else (stack, image)
-    of_pixel = max(vector_bytes(layout.C * item, channels * item, address(last)), item)
+    of_pixel = max(vector_bytes(layout.C * item, channels * item, last.alignment), item)
     run = math.gcd(area, pixels)  # pixels that begin at its multiples lie together in a plane
     if not layout.channels_last:
         run = math.gcd(grid.boffset[1], grid.bstride[1], grid.bsize[1], layout.W)
-    of_plane = max(vector_bytes(run * item, address(planes)), item)
+    of_plane = max(vector_bytes(run * item, planes.alignment), item)
     fill, store = (of_pixel, of_plane) if by_pixel else (of_plane, of_pixel)
     fill = fill if fill >= 4 else item
     size = pixels * channels * item
@@ -155,7 +156,7 @@ def _plan_tiles(image, stack, layout, grid, element, gathers, most, limit):
     )
     shared = stages * _stage_bytes(pixels, channels, item, by_pixel)
     if gathers:
-        vector = vector_bytes(channels * area * item, layout.C * area * item, address(stack))
+        vector = vector_bytes(channels * area * item, layout.C * area * item, stack.alignment)
         template += (max(vector, item) if line else 0,)
         shared += line * size
     tiles = -(-area // pixels) * -(-layout.C // channels)
@@ -183,7 +184,7 @@ def _plan_windows(image, stack, layout, grid, element, gathers, most):
     row = layout.W * layout.C * item
     if item > 4 or size < _LEAST_WINDOW or each > _SHARED_BYTES or row >= 1 << 31:
         return None
-    vector = max(vector_bytes(size, address(stack)), item)
+    vector = max(vector_bytes(size, stack.alignment), item)
     rows, group = stack.shape[0], 1
     at_once = _GATHERED_BYTES if gathers else _SCATTERED_BYTES
     while (

@@ -11,6 +11,7 @@ import numpy as np
 from ...core.arrays import array_function, is_float, namespace
 from ...core.checks import check_array
 from ...core.sizes import is_integer, pair
+from ...core.spec import spec_of
 from ...errors import DTypeError, ShapeError
 from .birds_eye import birds_eye, number
 
@@ -170,7 +171,7 @@ def change(previous, current, level):
     """
     _check_picture("previous", previous)
     _check_picture("current", current)
-    check_array("current", current, shape=previous.shape, like=previous)
+    check_array("current", spec_of(current), shape=previous.shape, like=spec_of(previous))
     if current.dtype != previous.dtype:
         raise DTypeError(
             f"current must have the dtype of previous, {previous.dtype}, got {current.dtype}; "
@@ -273,11 +274,11 @@ def _distance(a, b):
 
 
 def _check_picture(name, value):
-    check_array(name, value, ndim=(2, 3, 4), kinds="biuf")
+    check_array(name, spec_of(value), ndim=(2, 3, 4), kinds="biuf")
 
 
 def _check_mask(value):
-    check_array("mask", value, ndim=3, kinds="b")
+    check_array("mask", spec_of(value), ndim=3, kinds="b")
 
 
 def _mask_shape(shape):
