@@ -1,6 +1,6 @@
 """Frozen: what a module makes of its weights before it computes, kept while it is evaluated."""
 
-from ._registry import records_if_plain
+from ._dispatch_state import records_if_plain
 
 
 class Frozen:
