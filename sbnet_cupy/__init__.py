@@ -6,7 +6,8 @@ from .block_sparse.bottleneck.res_block import sparse_res_block_bottleneck
 from .block_sparse.bottleneck.res_block_grad import sparse_res_block_bottleneck_grad
 from .block_sparse.bottleneck.weights import BottleneckWeights, PackedBottleneck
 from .block_sparse.conv.fused_conv import fused_conv
-from .block_sparse.conv.sparse_conv2d import mask_conv2d, sparse_conv2d
+from .block_sparse.conv.mask_conv2d import mask_conv2d
+from .block_sparse.conv.sparse_conv2d import sparse_conv2d
 from .block_sparse.conv.sparse_conv2d_grad import sparse_conv2d_grad
 from .block_sparse.conv.weights import PackedWeights
 from .block_sparse.gather_scatter.sparse_gather import sparse_gather

@@ -98,6 +98,8 @@ def check_base(base, shape, x):
 
 def split_indices(indices):
     """Return ``bin_counts, active_block_indices``."""
+    if type(indices) is ActiveBlocks:
+        return indices.bin_counts, indices.active_block_indices
     if not isinstance(indices, ActiveBlocks | tuple | list) or len(indices) != 2:
         raise TypeError(
             "indices must be an ActiveBlocks or a pair (bin_counts, active_block_indices), got "

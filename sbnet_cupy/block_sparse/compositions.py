@@ -15,8 +15,8 @@ CuPy's is :mod:`.native`; each adapter has its own, whose operations are differe
 - ``affine(values, scale, shift, activation, channels_last)``: ``activation(values * scale +
   shift)`` in float32, or float64 for float64;
 - ``where(condition, values, 0)``, ``cast(values, dtype)``, ``zeros(shape, dtype, like)``,
-  ``ones(shape, dtype, like)``, ``arange(size, like)`` of int32, ``full(shape, value, dtype,
-  like)`` and ``move_channels_first(stack)``.
+  ``ones(shape, dtype, like)``, ``arange(size, like)`` of int32, and
+  ``move_channels_first(stack)``.
 
 ``out`` receives the result where the library writes in place; others ignore it. All options have
 the defaults of the public functions.
@@ -113,13 +113,13 @@ def last_writer(
 ):
     """Return which pixels of a stack the image shows: those that no later row overwrites.
 
-    Each row scatters its own number and gathers what came to lie on top. The result is bool, of
-    the shape of the stack with one channel.
+    Each row scatters its own number, from 1 on, and gathers what came to lie on top. The result is
+    bool, of the shape of the stack with one channel.
     """
     active, rows = (bin_counts, active_block_indices), active_block_indices.shape[0]
-    numbers = ops.arange(rows, like=x).reshape(-1, 1, 1, 1)
+    numbers = ops.arange(rows, like=x)[:, None, None, None] + 1
     numbers = numbers + ops.zeros((rows, *grid[0], 1), numbers.dtype, like=x)
-    nobody = ops.full((x.shape[0], *_size(x, data_format), 1), -1, numbers.dtype, like=x)
+    nobody = ops.zeros((x.shape[0], *_size(x, data_format), 1), numbers.dtype, like=x)
     top = ops.scatter(numbers, *active, nobody, *grid, atomic=True)
     shows = ops.gather(top, *active, *grid) == numbers
     channels_last = (data_format == "NHWC") != bool(transpose)

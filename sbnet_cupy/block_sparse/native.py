@@ -69,11 +69,6 @@ def ones(shape, dtype, like):
     return namespace(like).ones(shape, dtype)
 
 
-def full(shape, value, dtype, like):
-    """Return an array of one value."""
-    return namespace(like).full(shape, value, dtype)
-
-
 def arange(size, like):
     """Return 0, 1, 2... as int32."""
     return namespace(like).arange(size, dtype="int32")

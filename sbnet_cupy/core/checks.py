@@ -1,13 +1,14 @@
 """What an array argument must look like: library, device, shape, dtype, contiguity, memory.
 
-The checks take an :class:`ArraySpec`, or whatever was passed where an array belongs.
+The checks take the :class:`ArraySpec` of an array, or whatever was passed where an array belongs:
+they work where there is no memory yet. (An array will do, and is described first.)
 """
 
 import numpy as np
 
 from ..errors import DeviceError, DTypeError, ShapeError
 from .arrays import dtype_kind
-from .spec import ArraySpec
+from .spec import ArraySpec, spec_of
 
 
 def check_array(name, spec, *, ndim=None, shape=None, kinds=None, like=None):
@@ -16,6 +17,7 @@ def check_array(name, spec, *, ndim=None, shape=None, kinds=None, like=None):
     ``ndim`` is an int or a tuple of allowed ones; ``shape`` may hold None where any size will do;
     ``kinds`` are NumPy's letters; ``like`` is the spec whose library and device it must share.
     """
+    spec, like = spec_of(spec), spec_of(like)
     if not isinstance(spec, ArraySpec):
         raise DTypeError(
             f"{name} must be an array (NumPy, CuPy, PyTorch, JAX or DLPack), "
@@ -52,6 +54,7 @@ def _library_and_place(spec):
 
 def check_contiguous(name, spec):
     """Raise unless an array is C-contiguous."""
+    spec = spec_of(spec)
     if not spec.contiguous:
         raise ShapeError(
             f"{name} must be C-contiguous, got shape {spec.shape} with strides {spec.strides}; "
@@ -59,7 +62,7 @@ def check_contiguous(name, spec):
         )
 
 
-def check_out(out, result):
+def check_result(out, result):
     """Raise unless ``out``, if it is given, can receive a result: both are specs."""
     if out is None:
         return
@@ -69,6 +72,16 @@ def check_out(out, result):
     if out.dtype != result.dtype:
         raise DTypeError(f"out must have dtype {result.dtype}, got {out.dtype}")
     check_contiguous("out", out)
+
+
+def check_out(out, shape, dtype, like, inputs=()):
+    """Raise unless the array ``out`` can receive a result and is apart from the named ``inputs``.
+
+    For functions that are no operators: :func:`check_result`, then :func:`check_written`.
+    """
+    check_result(spec_of(out), spec_of(like).new(shape, dtype))
+    inputs = list(inputs)
+    check_written(out, [name for name, _ in inputs], [array for _, array in inputs])
 
 
 def check_written(out, names, inputs):

@@ -1,11 +1,12 @@
 """copy_image: what a result shows where no block is active is a copy of another image."""
 
-import functools
+import numpy as np
 
 from . import launch as kernels
 from .arrays import empty, is_cupy
 from .launch import THREADS
 from .operator import Operator, Plan
+from .spec import ArraySpec
 
 _VECTOR = 16  # bytes
 _LEAST = 1 << 20  # bytes; less, the driver copies in less time
@@ -40,9 +41,10 @@ def _infer(specs, options):
 def _plan(specs, options):
     """Return the plan of a copy on a GPU."""
     array, out = specs
-    launch = launch_of_copy(array.device, array.nbytes, array.alignment | out.alignment)
-    if launch is None:
+    whole = array.nbytes % _VECTOR == array.alignment == out.alignment == 0
+    if array.nbytes < _LEAST or not whole:
         return Plan(_infer(specs, options), _copy_by_driver)
+    launch = _copy_image_cuda(array.nbytes)
     return Plan(_infer(specs, options), launch, launch, operands=(0, 1))
 
 
@@ -50,19 +52,8 @@ def _copy_by_driver(array, out):
     out.data.copy_from_device_async(array.data, array.nbytes)
 
 
-def launch_of_copy(device, nbytes, addresses):
-    """Return the launch that copies so many bytes, or None: the driver had better copy them.
-
-    It takes the source and the copy. ``addresses`` is the bitwise or of both. ``device`` is the
-    current one.
-    """
-    if nbytes < _LEAST or nbytes % _VECTOR or addresses % _VECTOR:
-        return None
-    return _launch(device, nbytes)
-
-
-@functools.lru_cache(maxsize=1024)
-def _launch(device, nbytes):
+def _copy_image_cuda(nbytes):
+    """Prepare one launch; see copy_image.cu."""
     count = nbytes // _VECTOR
     return kernels.prepare(
         "core/copy_image", "copy_image", (f"Bytes<{_VECTOR}>::type",), -(-count // THREADS),
@@ -73,3 +64,12 @@ def _launch(device, nbytes):
 COPY_IMAGE = Operator(
     "copy_image", arrays=("array", "out"), options=(), infer=_infer, plan=_plan, linear=("array",)
 )
+
+
+def launch_of_copy(device, nbytes, addresses):
+    """Return the launch that copies so many bytes, or None: for adapters.
+
+    ``addresses`` is the bitwise or of those of source and copy.
+    """
+    spec = ArraySpec((nbytes,), np.dtype(np.uint8), device, None, addresses % _VECTOR)
+    return COPY_IMAGE.plan_of((spec, spec), ()).launch

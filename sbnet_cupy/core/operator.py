@@ -76,11 +76,10 @@ class Plan:
     scratch: int = 0
     base: tuple | None = None
     weight: int = 1
+    shape: tuple = field(init=False)  # of the first result
 
-    @property
-    def shape(self):
-        """Shape of the only result."""
-        return self.results[0].shape
+    def __post_init__(self):
+        self.shape = self.results[0].shape if self.results and self.results[0] else ()
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -113,7 +112,7 @@ class Operator:
     linear: tuple = ()
 
     def plan_for(self, arrays, options):
-        """Return the plan of a call with NumPy or CuPy arrays on the current device."""
+        """Return the plan of a call with NumPy or CuPy arrays, or specs, on the current device."""
         try:
             key = (self.name, *map(fields_of, arrays), marshal.dumps(options, 2))
         except ValueError:  # an option that is no plain value

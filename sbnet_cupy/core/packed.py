@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import DeviceError
-from .arrays import ArrayContainer, array_function, device_of, empty, is_cupy, namespace
+from .arrays import ArrayContainer, array_function, device_of_all, empty, namespace
 from .graph_memory import is_capturing, keep_if_capturing
 from .launch import enqueue
 from .operator import Plan
+from .spec import spec_of
 
 
 class Packed(ArrayContainer):
@@ -27,12 +28,16 @@ class Packed(ArrayContainer):
         _refresh(self)
 
     @functools.cached_property
-    def cupy_device(self):
-        """Number of the device, where all arrays are CuPy's."""
-        devices = {device_of(array) if is_cupy(array) else None for array in self._arrays()}
-        return devices.pop() if len(devices) == 1 else None
+    def _device(self):
+        """Where the arrays are, which does not change."""
+        return device_of_all(self._arrays())
 
 
+
+    @functools.cached_property
+    def specs(self):
+        """The specs of the arrays to pack, which do not change."""
+        return tuple(map(spec_of, self._given()))
 
     def _given(self):
         """Return the arrays to pack; some may be None."""

@@ -59,6 +59,8 @@ def apply_activation(array, name):
     ``relu(x) = max(x, 0)`` (NaN stays NaN), ``silu(x) = x * sigmoid(x)`` and
     ``gelu(x) = x * (1 + erf(x / sqrt(2))) / 2``, exact, not the tanh approximation.
     """
+    if name is None:
+        return array
     xp = namespace(array)
     if name == "relu":
         return xp.maximum(array, 0, out=array)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.arrays import array_function, empty, is_float
-from ..core.checks import check_array, check_contiguous, check_out, check_written
+from ..core.checks import check_array, check_contiguous, check_result, check_written
 from ..core.operator import Operator, Plan
 from ..core.sizes import output_size, padding_pairs, pair
 from ..errors import DTypeError, ShapeError
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
     def weight_axes(self, order):
         """Axes that bring the weights from ``w_format`` to ``order``, for example "OHWI"."""
-        return tuple(self.w_format.index(letter) for letter in order)
+        return tuple(map(self.w_format.index, order))
 
 
 @array_function
@@ -136,7 +136,7 @@ def _resolve(specs, options):
     problem = resolve_problem(x, w, *options)
     check_per_channel(scale, bias, problem.channels_out, like=x)
     result = x.new((x.shape[0], *problem.out_shape))
-    check_out(out, result)
+    check_result(out, result)
     return result, problem
 
 

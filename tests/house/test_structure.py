@@ -59,7 +59,7 @@ ORDER = (
     ("core",),
     ("dense",),
     ("block_sparse", "submanifold", "block_weights", "sparse_kernel"),
-    ("networks", "blocks"),
+    ("networks", "blocks", "operators"),
     ("torch", "jax", "tensorflow"),
     ("dask", "demo", "__main__"),
 )

@@ -8,19 +8,19 @@ import math
 import numpy as np
 import pytest
 
-from sbnet_cupy.block_sparse.bottleneck.plan import UnitPlan
+from sbnet_cupy.block_sparse.bottleneck.config import UnitConfig
 from support.assertions import assert_same
 from support.fused_on_host import AMPERE, BLACKWELL, TABLES, TURING, HostOp, Run
 from support.unit_cases import SPREADING, Case, dense, kinds
 
-OP = HostOp("bottleneck", "fused_bottleneck", "plan_bottleneck", "pack_bottleneck")
+OP = HostOp("bottleneck", "fused_bottleneck", "configure_bottleneck", "pack_bottleneck")
 
 
 def plan(chunks, mid, tile=(8, 8), warps=4, split1=1, second=(4, 1, 1), columns=32, ahead=1,
          bulk=True):  # fmt: skip
     """Return a plan of the engine MmaSync without clusters."""
     rows3 = math.gcd(math.prod(tile) // 16, warps)
-    return UnitPlan(
+    return UnitConfig(
         "MmaSync", chunks, mid, tile, 1, warps, split1, second, rows3, columns, ahead, 1, bulk
     )
 

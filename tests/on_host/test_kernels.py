@@ -18,10 +18,9 @@ import host_cuda
 from sbnet_cupy.block_sparse.gather_scatter import plan as copy_plan
 from sbnet_cupy.block_sparse.mask import plan as mask_plan
 from sbnet_cupy.core import launch as kernels
-from sbnet_cupy.core import plans
 from support import oracles
 from support.assertions import assert_close, assert_same
-from support.host_memory import Memory, signature_of
+from support.host_memory import Memory, plan_as_on_a_gpu
 from support.kernel_calls import Copy, Mask
 from support.kernel_cases import (
     AFFINE,
@@ -93,20 +92,16 @@ def device(launch, multiprocessors, memory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "prepare", prepare)
-        patch.setattr(plans, "device_of", lambda array: 0)
-        patch.setattr(plans, "signature_of", signature_of)
+        plan_as_on_a_gpu(patch)
         patch.setattr(OPS[0], "workspace", workspace)
         if multiprocessors == 1:
             for name, little in LITTLE.items():
                 patch.setattr(mask_plan, name, little)
         for module in OPS:
-            patch.setattr(module, "is_cupy", lambda array: True)
             patch.setattr(module, "sm_count", lambda: multiprocessors, raising=False)
             patch.setattr(module, "shared_bytes", lambda: shared, raising=False)
             patch.setattr(module, "has_clusters", lambda: True, raising=False)
             patch.setattr(module, "empty", memory.poisoned, raising=False)
-            patch.setattr(module, "apart", lambda *arrays: False, raising=False)  # check_apart will
-            patch.setattr(module, "_PLANS", plans.Plans())
         yield prepared, launched
     if launch is host_cuda.launch:
         workspace.check(launched)
@@ -275,11 +270,9 @@ def test_images_are_copied(case, monkeypatch):
     (expected,) = case.run(Memory())
     module = importlib.import_module("sbnet_cupy.core.copy_image")
     monkeypatch.setattr(module, "is_cupy", lambda array: True)
-    monkeypatch.setattr(module, "device_of", lambda array: 0)
     monkeypatch.setattr(module, "_LEAST", 0)
     for (actual,) in run_all(case, monkeypatch):
         assert_same(actual, expected)
-        monkeypatch.setattr(module, "_PLANS", plans.Plans())
 
 
 @pytest.mark.parametrize("case", OUTSIDE, ids=str)

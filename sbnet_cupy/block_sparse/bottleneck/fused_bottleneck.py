@@ -9,7 +9,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import array_function, compute_dtype, dtype_name, empty, vector_bytes
-from ...core.checks import check_out, check_written
+from ...core.checks import check_result, check_written
 from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import current_device
@@ -19,12 +19,12 @@ from ...dense.conv2d import Problem, check_precision
 from ...dense.im2col import convolve
 from ...errors import ShapeError
 from ..checks import LARGEST, MOST_BLOCKS, check_indices, cut_blocks, resolve_expected
-from ..conv.plan import expected_blocks, tiles_of_block
+from ..conv.config import expected_blocks, tiles_of_block
 from ..corners import CHUNK_BYTES
 from ..gather_scatter.sparse_gather import gather_numpy
 from ..gather_scatter.sparse_scatter import scatter_numpy
 from ..grid import Grid, Layout, inside_image, resolve_grid
-from .plan import UnitCase, plan_bottleneck
+from .config import UnitCase, configure_bottleneck
 from .weights import (
     WEIGHTS,
     BottleneckWeights,
@@ -100,20 +100,19 @@ def fused_bottleneck(
     """
     precision = resolve_precision(weights, precision)
     plain = arrays_of_unit(x, plain_of(weights))
-    options = (bsize, precision, expected)
-    arrays = (x, *plain, bin_counts, active_block_indices, out)
-    plan = FUSED_BOTTLENECK.plan_for(arrays, options)
+    packed = isinstance(weights, PackedBottleneck)
+    arrays = (x, *(weights.specs if packed else plain), bin_counts, active_block_indices, out)
+    plan = FUSED_BOTTLENECK.plan_for(arrays, (bsize, precision, expected))
     if out is None:
         out = copy_image(x)
     else:
-        read = (x, bin_counts, active_block_indices, *plain)
-        check_written(out, ("x", "bin_counts", "active_block_indices", *_WEIGHTS), read)
-    first = weights if isinstance(weights, PackedBottleneck) else plain[0]
+        check_written(out, _READ, (x, bin_counts, active_block_indices, *plain))
+    first = weights if packed else plain[0]
     plan.run(x, first, *plain[1:], bin_counts, active_block_indices, out)
     return out
 
 
-_WEIGHTS = ("weights",) * len(WEIGHTS)
+_READ = ("x", "bin_counts", "active_block_indices", *["weights"] * len(WEIGHTS))
 
 
 class Unit(NamedTuple):
@@ -141,7 +140,7 @@ def _resolve(specs, options):
     bsize = cut_blocks(resolve_grid(bsize, (0, 0), None).bsize, x.shape[1:3])
     rows = resolve_expected(expected, active_block_indices)
     result = x.new(x.shape)
-    check_out(out, result)
+    check_result(out, result)
     return result, Unit(weights, bsize, rows, precision)
 
 
@@ -303,7 +302,7 @@ def _case(x, weights):
 def _configuration(x, weights, bsize, rows):
     """Return the instance for about so many active rows."""
     blocks = expected_blocks(rows, bsize, math.prod(x.shape[:3]))
-    return plan_bottleneck(_case(x, weights), blocks, bsize, current_device())
+    return configure_bottleneck(_case(x, weights), blocks, bsize, current_device())
 
 
 def _fused_bottleneck_cuda(x, rows, out, result, unit):
@@ -379,7 +378,10 @@ class _Launch(NamedTuple):
 def launch_of_bottleneck(x, bin_counts, active_block_indices, out, *weights, options):
     """Return the launch of a call on a GPU: for adapters that do not plan themselves."""
     arrays = (x, *weights, bin_counts, active_block_indices, out)
-    plan = FUSED_BOTTLENECK.plan_for(arrays, options)
+    try:
+        plan = FUSED_BOTTLENECK.plan_for(arrays, options)
+    except NotImplementedError:  # the call went by way of the stack
+        return None
     if isinstance(plan, PackedPlan):
         return _Launch(plan.how, plan.pack, plan.launch)
     return None

@@ -4,7 +4,7 @@ import functools
 from dataclasses import replace
 
 from ...core.arrays import array_function, empty, same_memory
-from ...core.checks import check_out, check_written
+from ...core.checks import check_result, check_written
 from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
 from ...core.operator import Operator, Plan
@@ -124,7 +124,9 @@ def sparse_res_block_bottleneck(
     precision = resolve_precision(weights, precision)
     plain = arrays_of_unit(x, plain_of(weights))
     in_place = out is not None and (out is x or same_memory(out, x))
-    arrays = (x, *plain, w_project, bin_counts, active_block_indices, base, out)
+    packed = isinstance(weights, PackedBottleneck)
+    given = (x, *(weights.specs if packed else plain), w_project)
+    arrays = (*given, bin_counts, active_block_indices, base, out)
     params = plain_params(block_params, calc_block_params_res_block)
     plan = RES_BLOCK.plan_for(arrays, (params, strides, precision, method, in_place))
     if out is None:
@@ -132,16 +134,16 @@ def sparse_res_block_bottleneck(
     else:
         x_is_read = w_project is not None or not in_place
         base_is_read = base is not None and not same_memory(out, base)
-        read = (*plain, w_project, bin_counts, active_block_indices)
+        read = (w_project, bin_counts, active_block_indices)
         read += (x if x_is_read else None, base if base_is_read else None)
-        check_written(out, _READ, read)
-    first = weights if isinstance(weights, PackedBottleneck) else plain[0]
+        check_written(out, _READ, (*read, *plain))
+    first = weights if packed else plain[0]
     plan.run(x, first, *plain[1:], w_project, bin_counts, active_block_indices, base, out)
     return out
 
 
-_READ = ("weights",) * len(WEIGHTS)
-_READ += ("w_project", "bin_counts", "active_block_indices", "x", "base")
+_READ = ("w_project", "bin_counts", "active_block_indices", "x", "base")
+_READ += ("weights",) * len(WEIGHTS)
 
 
 def _resolve(specs, options):
@@ -156,7 +158,7 @@ def _resolve(specs, options):
     shape = check_sizes(x, weights, w_project, strides, block_params, base)
     check_indices(bin_counts, active_block_indices, like=x)
     result = x.new(shape)
-    check_out(out, result)
+    check_result(out, result)
     return result, block_params, strides
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import array_function, dtype_name, empty, vector_bytes, zeros
-from ...core.checks import check_array, check_contiguous, check_out, check_written
+from ...core.checks import check_array, check_contiguous, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.device import current_device
 from ...core.operator import Operator, Plan, whole_pieces
@@ -23,7 +23,7 @@ from ..corners import CHUNK_BYTES
 from ..gather_scatter.sparse_gather import gather_numpy
 from ..gather_scatter.sparse_scatter import scatter_numpy
 from ..grid import Grid, Layout, resolve_grid
-from .plan import Case, plan_for, tiles_of_block
+from .config import Case, configure_conv, tiles_of_block
 from .weights import (
     PackedWeights,
     arrays_of_weights,
@@ -166,7 +166,7 @@ def _resolve(specs, options):
             )
         check_contiguous("residual", residual)
     rows = resolve_expected(expected, active_block_indices)
-    check_out(out, result)
+    check_result(out, result)
     return result, Convolution(problem, bsize, rows)
 
 
@@ -313,7 +313,7 @@ def packed_bytes(x, problem, bsize, rows):
 def _configuration(case, x, problem, bsize, rows):
     """Return the instance for about so many active rows; whether vectors are whole changes none."""
     pixels = x.shape[0] * math.prod(problem.out_size)
-    return plan_for(case, rows, bsize, pixels, current_device())
+    return configure_conv(case, rows, bsize, pixels, current_device())
 
 
 def _case(x, problem, device, vectors_in=False, vectors_out=False):
@@ -403,7 +403,10 @@ class _Launch(NamedTuple):
 def launch_of_conv(x, bin_counts, active_block_indices, out, w, bias, options):
     """Return the launch of a call on a GPU: for adapters that do not plan themselves."""
     arrays = (x, w, bin_counts, active_block_indices, None, bias, None, out)
-    plan = FUSED_CONV.plan_for(arrays, options)
+    try:
+        plan = FUSED_CONV.plan_for(arrays, options)
+    except NotImplementedError:  # the call went by way of the stack
+        return None
     if isinstance(plan, PackedPlan):
         return _Launch(plan.how, plan.pack, plan.launch)
     return None

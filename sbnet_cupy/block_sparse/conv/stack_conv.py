@@ -66,7 +66,7 @@ def _plan(specs, options):
 
 
 STACK_CONV2D = Operator(
-    "stack_conv2d",
+    "stack_conv",
     arrays=("blocks", "w", "bin_counts", "scale", "bias"),
     options=("strides", "activation", "precision"),
     infer=_infer,

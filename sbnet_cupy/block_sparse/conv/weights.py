@@ -70,7 +70,11 @@ def plain_weights(w, scale, bias, copies=None, *, w_format):
     dtype = compute_dtype(w.dtype)
     arrays = (w.transpose(tuple(map(w_format.index, "HWIO"))), scale, bias)
     if copies is None:
-        return [None if a is None else np.array(a, dtype, order="C") for a in arrays]
+        copies = list(arrays)
+        for i, array in enumerate(arrays):
+            if array is not None:
+                copies[i] = np.array(array, dtype, order="C")
+        return copies
     for copy, array in zip(copies, arrays, strict=True):
         if copy is not None:
             copy[...] = array

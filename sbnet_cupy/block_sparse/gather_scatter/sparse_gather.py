@@ -6,7 +6,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import array_function, compute_dtype, empty, is_cupy, is_float, namespace
-from ...core.checks import check_array, check_out, check_written
+from ...core.checks import check_array, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.device import shared_bytes, sm_count
 from ...core.half_floats import widen
@@ -16,7 +16,7 @@ from ...errors import DTypeError, ShapeError
 from ..checks import check_image, check_indices
 from ..corners import chunks, clear_outside, find_corners, row_index, swap_layout
 from ..grid import resolve_grid, resolve_layout
-from .plan import plan_copy
+from .config import configure_copy
 
 
 @array_function
@@ -121,7 +121,7 @@ def _resolve(specs, options):
     layout = resolve_layout(x, data_format, transpose)
     check_affine(x, layout.C, scale, shift, activation)
     blocks = x.new(layout.blocks_shape(active_block_indices.shape[0], grid.bsize))
-    check_out(out, blocks)
+    check_result(out, blocks)
     return blocks, layout, grid
 
 
@@ -257,7 +257,7 @@ def _sparse_gather_cuda(x, out, layout, grid, dtype, tables, activation):
         parameter = cpp_name(dtype, "scale") if tables else "float"
         element = cpp_name(x.dtype, "x")
         transform = f"Affine<{element}, {parameter}, {ACTIVATIONS.index(activation)}>"
-    plan = plan_copy(
+    config = configure_copy(
         x,
         out,
         layout,
@@ -269,13 +269,13 @@ def _sparse_gather_cuda(x, out, layout, grid, dtype, tables, activation):
     )
     return kernels.prepare(
         "block_sparse/gather_scatter/sparse_gather",
-        plan.kernel("gather"),
-        (*plan.template, transform),
-        plan.grid,
-        plan.block,
+        config.kernel("gather"),
+        (*config.template, transform),
+        config.grid,
+        config.block,
         6,
-        plan.scalars,
-        plan.shared,
+        config.scalars,
+        config.shared,
         persistent=True,
         dependent=True,
     )

@@ -12,7 +12,7 @@ from ...core.arrays import (
     namespace,
     same_memory,
 )
-from ...core.checks import check_array, check_out, check_written
+from ...core.checks import check_array, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import shared_bytes, sm_count
@@ -33,7 +33,7 @@ from ..corners import (
     windows,
 )
 from ..grid import resolve_grid, resolve_layout
-from .plan import plan_copy
+from .config import configure_copy
 
 
 @array_function
@@ -186,7 +186,7 @@ def _resolve(specs, options):
         )
     if add:
         _check_addable(x)
-    check_out(out, x.new(x.shape))
+    check_result(out, x.new(x.shape))
     return layout, grid
 
 
@@ -340,16 +340,16 @@ def _sparse_scatter_cuda(blocks, y, layout, grid, add):
     """Prepare one launch, for blocks that share no pixel; see sparse_scatter.cu."""
     element, combination = _combination(y, add)
     device = sm_count(), shared_bytes()
-    plan = plan_copy(y, blocks, layout, grid, device, gathers=False, element=element)
+    config = configure_copy(y, blocks, layout, grid, device, gathers=False, element=element)
     return kernels.prepare(
         "block_sparse/gather_scatter/sparse_scatter",
-        plan.kernel("scatter"),
-        (*plan.template, combination),
-        plan.grid,
-        plan.block,
+        config.kernel("scatter"),
+        (*config.template, combination),
+        config.grid,
+        config.block,
         4,
-        plan.scalars,
-        plan.shared,
+        config.scalars,
+        config.shared,
         persistent=True,
         dependent=True,
     )

@@ -59,7 +59,7 @@ def _zero_outside_numpy(blocks, bin_counts, active_block_indices, *, grid, image
 
 
 def _zero_outside_cuda(blocks, numbers):
-    """Prepare the launch; see zero_outside.cu."""
+    """Prepare the launch; see cuda_src/block_sparse/gather_scatter/zero_outside.cu."""
     rows, bh, bw, channels = blocks.shape
     item = blocks.dtype.itemsize
     vector = vector_bytes(channels * item, blocks.alignment)

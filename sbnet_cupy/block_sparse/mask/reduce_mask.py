@@ -25,8 +25,8 @@ from ...core.workspace import workspace
 from ...errors import DTypeError, ShapeError
 from ..active_blocks import ActiveBlocks
 from ..grid import resolve_grid
+from .config import configure_mask, shared_memory
 from .listing import prepare_listing, write_rows
-from .plan import plan_mask, shared_memory
 
 _MOST_BLOCKS = 2**31 - 1
 
@@ -259,26 +259,26 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
     item = mask.dtype.itemsize
     word = max(vector_bytes(mask.shape[2] * item, mask.alignment) // item, 1)
     machine = sm_count(), has_clusters()
-    plan = plan_mask(mask.shape, item, word, blocks, grid, avgpool, *machine)
+    config = configure_mask(mask.shape, item, word, blocks, grid, avgpool, *machine)
     nonzero = not avgpool and type_name == "unsigned char" and least == 1
-    slots, kept = shared_memory(plan, avgpool)
+    slots, kept = shared_memory(config, avgpool)
     sizes = (*mask.shape[:3], *blocks[1:], *grid.boffset, *grid.bstride)
     options = (threshold, _as_signed(least), int(never), rows)
-    shares = (plan.lines, plan.span, plan.down, slots, kept)
-    reads = (plan.word, plan.lanes, nonzero)
+    shares = (config.lines, config.span, config.down, slots, kept)
+    reads = (config.word, config.lanes, nonzero)
     launch = kernels.prepare(
         "block_sparse/mask/reduce_mask",
         "reduce_mask",
-        (type_name, *grid.bsize, bool(avgpool), *reads, plan.threads, plan.together),
-        plan.thread_blocks,
-        plan.threads,
+        (type_name, *grid.bsize, bool(avgpool), *reads, config.threads, config.together),
+        config.thread_blocks,
+        config.threads,
         4,
         (*sizes, *options, *shares, int(capacity is not None)),
-        shared=kept + 4 * -(-plan.lines * plan.span // 32),
+        shared=kept + 4 * -(-config.lines * config.span // 32),
         dependent=True,
-        cluster=max(plan.together, 1),
+        cluster=max(config.together, 1),
     )
-    slots = 0 if plan.together else 1 + plan.thread_blocks
+    slots = 0 if config.together else 1 + config.thread_blocks
 
     def run(mask):
         counts, indices = empty((1,), np.int32, mask), empty((rows, 3), np.int32, mask)

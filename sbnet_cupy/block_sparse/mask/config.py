@@ -21,7 +21,7 @@ def scratch_slots(shape, blocks, grid, average):
     return 1 + min(math.prod(blocks), max(_PER_SM * _MOST_SM, fewest))
 
 
-class MaskPlan(NamedTuple):
+class MaskConfig(NamedTuple):
     """How the candidates are shared out."""
 
     lines: int  # rows of candidates of a thread block, and
@@ -36,7 +36,7 @@ class MaskPlan(NamedTuple):
     thread_blocks: int
 
 
-def plan_mask(shape, item, word, blocks, grid, average, sm_count, clusters):
+def configure_mask(shape, item, word, blocks, grid, average, sm_count, clusters):
     """Share out the candidates of a mask whose rows divide into words of ``item``-byte elements.
 
     Where all of it can be read at once, by one thread block, by a cluster, or by as many as the GPU
@@ -82,7 +82,7 @@ def _all_at_once(shape, blocks, grid, step, times, lanes):
 
 
 def _finish(shape, grid, share, stored, word, lanes, rows, together, threads):
-    """Return the plan for a share."""
+    """Return the configuration for a share."""
     lines, span, thread_blocks = share
     extent = _extent(shape, grid, span)
     word = 1 if lanes else word
@@ -90,7 +90,7 @@ def _finish(shape, grid, share, stored, word, lanes, rows, together, threads):
     readers = threads // 32 if lanes else threads
     down = max(min(readers // words, rows, stored // (lines * (extent + 32))), 1)
     reads = extent, stored, word, lanes, down
-    return MaskPlan(lines, span, *reads, threads, together, together or thread_blocks)
+    return MaskConfig(lines, span, *reads, threads, together, together or thread_blocks)
 
 
 def _extent(shape, grid, span):
@@ -115,11 +115,11 @@ def _share(shape, blocks, grid, stored, wanted):
     return share, span, -(-lines // share) * -(-count // span)
 
 
-def shared_memory(plan, average):
+def shared_memory(config, average):
     """Return (words of a line that are kept apart, bytes for them) of a thread block."""
-    step = 32 if plan.lanes else plan.word
-    slots = plan.stored // step
-    columns = step * min(plan.extent // step + 2, slots)
+    step = 32 if config.lanes else config.word
+    slots = config.stored // step
+    columns = step * min(config.extent // step + 2, slots)
     if average:
-        return slots, 8 * plan.lines * plan.down * (columns + columns // 16 + 1)
-    return slots, -(-4 * plan.lines * -(-columns // 32) // 8) * 8
+        return slots, 8 * config.lines * config.down * (columns + columns // 16 + 1)
+    return slots, -(-4 * config.lines * -(-columns // 32) // 8) * 8

@@ -26,7 +26,7 @@ _LEAST_WINDOW = 128  # bytes of a block: smaller ones are not worth their corner
 _BLOCK_BYTES = 32  # sizeof(Block)
 
 
-class CopyPlan(NamedTuple):
+class CopyConfig(NamedTuple):
     """Everything a launch needs besides the arrays."""
 
     style: str  # "runs", "tiles" or "windows"
@@ -41,7 +41,7 @@ class CopyPlan(NamedTuple):
         return f"{direction}_{self.style}"
 
 
-def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_channel=False):
+def configure_copy(image, stack, layout, grid, device, *, gathers, element=None, per_channel=False):
     """Plan the copy from an image to a stack (``gathers``), or back.
 
     ``image`` and ``stack`` are specs. ``device`` is its number of multiprocessors, and the bytes of
@@ -62,18 +62,18 @@ def plan_copy(image, stack, layout, grid, device, *, gathers, element=None, per_
         pixel = layout.C * image.dtype.itemsize
         narrow = vector_bytes(pixel, image.alignment, stack.alignment) < 8
     if narrow:
-        plan = _plan_windows(image, stack, layout, grid, element, gathers, most)
-        if plan is not None:
-            template, work, threads, shared = plan
-            return CopyPlan("windows", template, work, threads, geometry, shared)
+        config = _configure_windows(image, stack, layout, grid, element, gathers, most)
+        if config is not None:
+            template, work, threads, shared = config
+            return CopyConfig("windows", template, work, threads, geometry, shared)
     if same:
-        template, work, leading = _plan_runs(image, stack, layout, grid, vector, most)
-        return CopyPlan("runs", template, work, THREADS, (*leading, *geometry))
+        template, work, leading = _configure_runs(image, stack, layout, grid, vector, most)
+        return CopyConfig("runs", template, work, THREADS, (*leading, *geometry))
     limit = min(shared_bytes, _LINE_BYTES) if gathers and layout.channels_last else 0
-    template, work, threads, shared = _plan_tiles(
+    template, work, threads, shared = _configure_tiles(
         image, stack, layout, grid, element, gathers, most, limit
     )
-    return CopyPlan("tiles", template, work, threads, geometry, shared)
+    return CopyConfig("tiles", template, work, threads, geometry, shared)
 
 
 def _runs_vector(image, stack, layout, grid, per_channel):
@@ -84,7 +84,7 @@ def _runs_vector(image, stack, layout, grid, per_channel):
     return vector_bytes(unit, image.alignment, stack.alignment)
 
 
-def _plan_runs(image, stack, layout, grid, vector, most):
+def _configure_runs(image, stack, layout, grid, vector, most):
     """Template of the runs kernels, thread blocks of work, and their leading arguments."""
     item = image.dtype.itemsize
     planes = 1 if layout.channels_last else layout.C
@@ -119,9 +119,10 @@ def _lanes_and_columns(width, most_columns):
     )
 
 
-def _plan_tiles(image, stack, layout, grid, element, gathers, most, limit):
-    """Return the plan of a tiles kernel but for its geometry; see core/shared_transpose.cuh.
+def _configure_tiles(image, stack, layout, grid, element, gathers, most, limit):
+    """Return the configuration of a tiles kernel but for its geometry.
 
+    See cuda_src/core/shared_transpose.cuh.
     ``limit`` is of the shared memory for a tile of whole planes and the line that it becomes.
     """
     item, area = image.dtype.itemsize, math.prod(grid.bsize)
@@ -171,8 +172,8 @@ def _needs_windows(vector, image, layout, grid, element, gathers):
     return vector <= 2 or (element is not None and line < _SHORT_LINE)
 
 
-def _plan_windows(image, stack, layout, grid, element, gathers, most):
-    """Return the plan of a windows kernel but for its geometry; None where there can be none.
+def _configure_windows(image, stack, layout, grid, element, gathers, most):
+    """Return the configuration of a windows kernel but for its geometry, or None for no kernel.
 
     See cuda_src/block_sparse/gather_scatter/block_staging.cuh.
     """

@@ -26,7 +26,7 @@ class Case(NamedTuple):
     activation: int
 
 
-class ConvPlan(NamedTuple):
+class ConvConfig(NamedTuple):
     """Template arguments of ``fused_conv``, in words."""
 
     engine: str  # MmaSync, WarpGroup or Fma
@@ -90,12 +90,12 @@ def halo_plane_bytes(tile, kernel, strides):
     return ((rows * pitch + 6) // 8 * 8 + 1) * _VECTOR
 
 
-def plan_for(case, rows, bsize, all_pixels, device):
-    """Return the plan for few (a tenth) or for many (all) of the output pixels of the images.
+def configure_conv(case, rows, bsize, all_pixels, device):
+    """Return the configuration for few (a tenth) or many (all) of the images' output pixels.
 
-    Counts change from frame to frame, and plans must not: a plan is a kernel to compile.
+    Counts change from frame to frame, and configurations must not: each is a kernel to compile.
     """
-    return plan_conv(case, expected_blocks(rows, bsize, all_pixels), bsize, device)
+    return configure_blocks(case, expected_blocks(rows, bsize, all_pixels), bsize, device)
 
 
 def expected_blocks(rows, bsize, all_pixels):
@@ -110,18 +110,21 @@ def tiles_of_block(bsize, tile):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_conv(case, blocks, bsize, device):
-    """Return the best plan for about so many active blocks, or None where none fits."""
-    plans = [plan for plan in _candidates(case, device) if _fits(plan, case, device)]
-    return min(plans, key=lambda plan: _cost(plan, case, blocks, bsize, device), default=None)
+def configure_blocks(case, blocks, bsize, device):
+    """Return the best configuration for about so many active blocks, or None where none fits."""
+    configs = [config for config in _candidates(case, device) if _fits(config, case, device)]
+    return min(configs, key=lambda config: _cost(config, case, blocks, bsize, device), default=None)
 
 
-def _fits(plan, case, device):
-    return plan.shared_bytes(case) <= device.shared_bytes
+def _fits(config, case, device):
+    return config.shared_bytes(case) <= device.shared_bytes
 
 
 def _candidates(case, device):
-    """Yield plans whose warps share the work evenly, with weights that stay, or else in chunks."""
+    """Yield configurations whose warps share the work evenly.
+
+    The weights stay in shared memory or, where they do not fit, come in chunks.
+    """
     lanes = _VECTOR // case.element_bytes
     planes = -(-case.channels // lanes)
     groups = -(-case.channels_out // 8)
@@ -139,13 +142,13 @@ def _candidates(case, device):
                     if rows * width > 16:  # accumulators: 4 registers each
                         continue
                 for stages in (1, 2) if resident else (2,):
-                    plan = ConvPlan(
+                    config = ConvConfig(
                         engine, own, group * 8, tile, warps, stages, resident, -(-planes // own), 1,
                         device.bulk_copy,
                     )  # fmt: skip
-                    if _fits(plan, case, device):
+                    if _fits(config, case, device):
                         found = True
-                        yield plan._replace(blocks=_resident(plan, case, device))
+                        yield config._replace(blocks=_resident(config, case, device))
         if found:
             return
 
@@ -171,42 +174,44 @@ _REGISTERS = 65536  # of a multiprocessor
 _EXCHANGE = {1: 0, 2: 420, 3: 1000, 4: 420, 6: 1900}  # cycles, where so many warps share K
 
 
-def _resident(plan, case, device):
+def _resident(config, case, device):
     """Return for how many thread blocks a multiprocessor has room, at 128 registers."""
-    shared = (device.shared_bytes + 1024) // (plan.shared_bytes(case) + 1024)
-    return max(1, min(shared, _REGISTERS // (plan.threads * 128), 2048 // plan.threads))
+    shared = (device.shared_bytes + 1024) // (config.shared_bytes(case) + 1024)
+    return max(1, min(shared, _REGISTERS // (config.threads * 128), 2048 // config.threads))
 
 
-def _cost(plan, case, blocks, bsize, device):
+def _cost(config, case, blocks, bsize, device):
     """Estimate the cycles of a launch; the constants were fitted to runs on an H200."""
-    tiles = max(1.0, blocks) * tiles_of_block(bsize, plan.tile) * plan.slices(case)
-    spots = device.multiprocessors * plan.blocks
+    tiles = max(1.0, blocks) * tiles_of_block(bsize, config.tile) * config.slices(case)
+    spots = device.multiprocessors * config.blocks
     rounds = math.ceil(tiles / spots)
-    active = min(plan.blocks, math.ceil(tiles / device.multiprocessors))
-    steps = plan.steps(case.kernel) * plan.chunks
-    rows, groups = math.prod(plan.tile) // 16 // plan.warps[0], plan.slice // 8 // plan.warps[1]
-    team = math.prod(plan.tile) // 64
-    if plan.engine == "WarpGroup":
-        step, pipe = 72 + plan.slice / 3, team * (14 + plan.slice / 3)
-    elif plan.engine == "MmaSync":
+    active = min(config.blocks, math.ceil(tiles / device.multiprocessors))
+    steps = config.steps(case.kernel) * config.chunks
+    rows = math.prod(config.tile) // 16 // config.warps[0]
+    groups = config.slice // 8 // config.warps[1]
+    team = math.prod(config.tile) // 64
+    if config.engine == "WarpGroup":
+        step, pipe = 72 + config.slice / 3, team * (14 + config.slice / 3)
+    elif config.engine == "MmaSync":
         step, pipe = 20 + 6 * rows + 4 * groups + 6 * rows * groups, 4.0 * rows + 2.0 * groups
-        pipe = (pipe + 2 * rows * groups) * plan.warps[0] * plan.warps[1]
+        pipe = (pipe + 2 * rows * groups) * config.warps[0] * config.warps[1]
     else:
         step = 60 + 34 * rows * groups + 20 * (rows + groups)
-        pipe = (9 * rows * groups + 8 * (rows + groups)) * plan.warps[0] * plan.warps[1]
-    weights = plan.steps(case.kernel) * 2 * plan.slice * _VECTOR
-    image = plan.planes * plan.chunks * halo_plane_bytes(plan.tile, case.kernel, case.strides)
-    results = math.prod(plan.tile) * plan.slice * case.element_bytes
-    exchange = 420 if plan.warps[2] > 1 else 0
-    if plan.engine == "MmaSync":
-        exchange = _EXCHANGE[plan.warps[2]] + 300 * (plan.warps[1] - 1)
-    latency = steps / plan.warps[2] * step + exchange + image / 16 + 500
-    wait = 300 if plan.stages == 2 else 500 if active > 1 else 900  # for each further tile's image
+        pipe = (9 * rows * groups + 8 * (rows + groups)) * config.warps[0] * config.warps[1]
+    weights = config.steps(case.kernel) * 2 * config.slice * _VECTOR
+    image = config.planes * config.chunks * halo_plane_bytes(config.tile, case.kernel, case.strides)
+    results = math.prod(config.tile) * config.slice * case.element_bytes
+    exchange = 420 if config.warps[2] > 1 else 0
+    if config.engine == "MmaSync":
+        exchange = _EXCHANGE[config.warps[2]] + 300 * (config.warps[1] - 1)
+    latency = steps / config.warps[2] * step + exchange + image / 16 + 500
+    # for the image of each further tile
+    wait = 300 if config.stages == 2 else 500 if active > 1 else 900
     work = steps * pipe + (image + results) / 20 + exchange
-    if plan.engine == "Fma":  # so many warps hide the latency of shared memory
-        work *= max(1.0, 10 / (active * math.prod(plan.warps)))
-    if not plan.resident:
-        work += weights * plan.chunks / 30
-    once = active * weights / 80 if plan.resident else 0
-    first = 100 * plan.stages + 40 * plan.blocks  # larger kernels start later
+    if config.engine == "Fma":  # so many warps hide the latency of shared memory
+        work *= max(1.0, 10 / (active * math.prod(config.warps)))
+    if not config.resident:
+        work += weights * config.chunks / 30
+    once = active * weights / 80 if config.resident else 0
+    first = 100 * config.stages + 40 * config.blocks  # larger kernels start later
     return first + once + rounds * max(latency, active * work) + (rounds - 1) * wait

@@ -8,7 +8,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from ..conv.plan import halo_plane_bytes, tiles_of_block
+from ..conv.config import halo_plane_bytes, tiles_of_block
 
 _CHUNK = 64  # bytes of channels of x that a lane group reads together
 _VECTOR = 16
@@ -25,7 +25,7 @@ class UnitCase(NamedTuple):
     tight: bool  # the first scale and shift are of the element type
 
 
-class UnitPlan(NamedTuple):
+class UnitConfig(NamedTuple):
     """Template arguments of ``fused_bottleneck``, in words."""
 
     engine: str  # MmaSync or WarpGroup
@@ -93,16 +93,16 @@ def _rim_tiles(tile):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_bottleneck(case, blocks, bsize, device):
-    """Return a plan for about so many active blocks, or None where none fits."""
+def configure_bottleneck(case, blocks, bsize, device):
+    """Return a configuration for about so many active blocks, or None where none fits."""
     for odd in (False, True):  # then with channels that the usual shapes do not divide
         for tile, warps, cluster, resident, wide in _shapes(case, blocks, bsize, device):
-            plan = _plan(case, tile, warps, cluster, resident, wide and not odd, odd)
-            if plan is None or plan.shared_bytes(case) > device.shared_bytes:
+            config = _configuration(case, tile, warps, cluster, resident, wide and not odd, odd)
+            if config is None or config.shared_bytes(case) > device.shared_bytes:
                 continue
-            room = (device.shared_bytes + 1024) // (plan.shared_bytes(case) + 1024)
-            if room >= resident:
-                return plan._replace(blocks=resident, bulk_copy=device.bulk_copy)
+            fitting = (device.shared_bytes + 1024) // (config.shared_bytes(case) + 1024)
+            if fitting >= resident:
+                return config._replace(blocks=resident, bulk_copy=device.bulk_copy)
     return None
 
 
@@ -132,8 +132,8 @@ def _shapes(case, blocks, bsize, device):
             yield (4, 8), warps, cluster, 1, False
 
 
-def _plan(case, tile, warps, cluster, resident, wide, odd):
-    """Return the plan of a shape, or None if the work does not divide so."""
+def _configuration(case, tile, warps, cluster, resident, wide, odd):
+    """Return the configuration of a shape, or None if the work does not divide so."""
     lanes = _VECTOR // case.element_bytes
     chunks = -(-case.channels * case.element_bytes // _CHUNK)
     if odd:
@@ -154,7 +154,7 @@ def _plan(case, tile, warps, cluster, resident, wide, odd):
     split1 = _split1(warps, chunks, _rim_tiles(tile), wide)
     most = _ahead(case, warps, cluster, resident, wide)
     ahead = max(a for a in range(1, most + 1) if chunks // split1 % a == 0)
-    return UnitPlan(
+    return UnitConfig(
         "WarpGroup" if wide else "MmaSync", chunks, mid, tile, cluster, warps, split1, second,
         rows3, columns, ahead, 1, False,
     )  # fmt: skip
