@@ -1,4 +1,4 @@
-"""Which calls of sbnet_cupy.torch pass the dispatcher by, and that they give what the core gives."""
+"""Which calls of sbnet_cupy.torch pass by the dispatcher, and that all give what the core gives."""
 
 import importlib
 

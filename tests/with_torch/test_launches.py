@@ -163,30 +163,34 @@ def test_gradients_are_recorded(st, torch, gpu, image, listed, monkeypatch):
     """A call with a gradient launches what one without launches, and so do gradients."""
     monkeypatch.setattr(gpu.calling, "compute", gpu.compute)  # of the sum that adds up in order
     stack, kernel = whole(torch, 4, 4, 4, 16, seed=1), whole(torch, 3, 3, 16, 8, seed=2)
+    on_cpu, active = listed
+    scattered = sb.sparse_scatter_grad(image, *on_cpu, **GRID)
+    expected = [
+        sb.sparse_gather(image, *on_cpu, **GRID),
+        sb.sparse_scatter(stack, *on_cpu, image, **GRID),
+        sb.sparse_gather_grad(stack, *on_cpu, image, **GRID).x,
+        scattered.blocks,
+        scattered.x,
+    ]
     for _ in range(2):
-        found = []
-        for tensor, active in ((gpu.tensor, listed[1]), (torch.clone, listed[0])):
-            x, blocks, w = (tensor(t).requires_grad_() for t in (image, stack, kernel))
-            y = st.sparse_gather(x, *active, **GRID)
-            z = st.sparse_scatter(blocks, *active, x, **GRID)
-            with torch.no_grad():
-                assert not st.sparse_gather(x, *active, **GRID).requires_grad
-            names = [result.grad_fn.name() for result in (y, z)]
-            assert names == ["sparse_gatherBackward", "sparse_scatterBackward"]
-            gradients = torch.autograd.grad(y, x, tensor(stack))
-            gradients += torch.autograd.grad(z, (blocks, x), tensor(image))
-            found.append([y, z, *gradients])
-            if tensor is torch.clone:
-                continue
-            assert gpu.kernels() == [
-                "gather_runs", "scatter_runs", "gather_runs", "scatter_link", "scatter_overlap",
-                "gather_runs", "scatter_runs",
-            ]  # fmt: skip
-            conv = st.sparse_conv2d(x, w, active, PARAMS)
-            assert conv.grad_fn.name() == "sparse_conv2dBackward"
-            assert gpu.kernels() == ["pack_weights", "fused_conv"]
-        for actual, expected in zip(*found, strict=True):
-            assert_same(plain(actual), plain(expected))
+        x, blocks, w = (gpu.tensor(t).requires_grad_() for t in (image, stack, kernel))
+        y = st.sparse_gather(x, *active, **GRID)
+        z = st.sparse_scatter(blocks, *active, x, **GRID)
+        with torch.no_grad():
+            assert not st.sparse_gather(x, *active, **GRID).requires_grad
+        names = [result.grad_fn.name() for result in (y, z)]
+        assert names == ["sparse_gatherBackward", "sparse_scatterBackward"]
+        gradients = torch.autograd.grad(y, x, gpu.tensor(stack))
+        gradients += torch.autograd.grad(z, (blocks, x), gpu.tensor(image))
+        assert gpu.kernels() == [
+            "gather_runs", "scatter_runs", "gather_runs", "scatter_link", "scatter_overlap",
+            "gather_runs", "scatter_runs",
+        ]  # fmt: skip
+        conv = st.sparse_conv2d(x, w, active, PARAMS)
+        assert conv.grad_fn.name() == "sparse_conv2dBackward"
+        assert gpu.kernels() == ["pack_weights", "fused_conv"]
+        for actual, wanted in zip((y, z, *gradients), expected, strict=True):
+            assert_same(plain(actual), wanted)
 
 
 def test_plans_are_found_by_all_that_they_depend_on(st, torch, gpu, image, listed):

@@ -45,7 +45,7 @@ def held(packing):
 
 
 def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
-    w, bias = torch.ones(3), torch.zeros(3)
+    w, given = torch.ones(3), [torch.zeros(3)]
     changes = [
         lambda: None,
         lambda: w.mul_(2),
@@ -53,23 +53,23 @@ def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
         lambda: w.detach().copy_(torch.arange(3.0)),
         lambda: setattr(w, "data", w.data * 3),
         lambda: torch.autograd.graph.increment_version(w),
-        lambda: bias.add_(1),
-        lambda: setattr(bias, "data", bias.data[:2]),
+        lambda: given[0].add_(1),
+        lambda: setattr(given[0], "data", given[0].data[:2]),
     ]
     for number, change in enumerate(changes, 1):
         change()
         for _ in range(3):
-            found = packs.packed(w, None, bias)
+            found = packs.packed(w, None, given[0])
             assert_same(found[0], w)
-            assert_same(found[1], bias)
+            assert_same(found[1], given[0])
         assert packs.made == [True] * number
-    packs.packed(w, bias)
-    packs.packed(w, None, bias, how=2)
-    packs.packed(w, None, bias, stream=8)
+    packs.packed(w, given[0])
+    packs.packed(w, None, given[0], how=2)
+    packs.packed(w, None, given[0], stream=8)
     assert len(packs.made) == len(changes) + 3 and held(packing) == 4
-    kept = packing.kept_of(types.SimpleNamespace(how=1), (w, None, bias), 7)
-    assert kept.is_of((w, None, bias))
-    del bias
+    kept = packing.kept_of(types.SimpleNamespace(how=1), (w, None, given[0]), 7)
+    assert kept.is_of((w, None, given[0]))
+    given.clear()
     gc.collect()
     assert held(packing) == 0
     assert kept.packed is None and not kept.is_of((w, None, torch.zeros(3)))
