@@ -7,6 +7,7 @@ ends in :func:`run`, too.
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,24 +28,53 @@ def call(operation, tensors, options):
     """
     place = operation.place
     out = None if place is None else tensors[place]
-    records = state.records_if_plain(tensors)
-    plain = records is not None
-    if not plain:
+    described = describe(tensors, state.is_plain) if state.thread_is_plain() else None
+    if described is None:
         operation.check(tensors)
-        records = out is not None and _needs_gradient(tensors)
+        records = _needs_gradient(tensors)
+    else:
+        records = described.requires_grad and torch.is_grad_enabled()
     if records and out is not None:
         operation.check(tensors)
         y = call(operation, (*tensors[:place], None, *tensors[place + 1 :]), options)
         _check_out(out, y)
         return out.copy_(y)
-    if not plain:
+    if described is None:
         return operation.dispatch(tensors, options)
     if records and operation.gradient is not None:
-        return operation.recorded(options, *tensors)
-    y = run(operation, tensors, options)
+        return operation.recorded(options, described, *tensors)
+    y = run(operation, tensors, options, described)
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return y
+
+
+class Description(NamedTuple):
+    """What a plan depends on of some tensors, and whether one of them requires a gradient."""
+
+    fields: list  # of their specs, as they are once gaps are closed
+    gaps: bool  # whether one is not contiguous
+    requires_grad: bool
+
+
+def describe(tensors, is_plain=None):
+    """Describe tensors, of which some may be None; return None if one is not plain."""
+    fields, gaps, requires_grad = [], False, False
+    for t in tensors:
+        if t is None:
+            fields.append(None)
+            continue
+        if is_plain is not None and not is_plain(t):
+            return None
+        requires_grad = requires_grad or t.requires_grad
+        device, alignment = t.get_device(), 0
+        if not t.is_contiguous():
+            gaps = True
+        elif device >= 0:
+            alignment = t.data_ptr() & 15
+        place = device if device >= 0 else CPU
+        fields.append((t.shape, DTYPES.get(t.dtype), place, None, alignment))
+    return Description(fields, gaps, requires_grad)
 
 
 def _needs_gradient(tensors):
@@ -60,45 +90,27 @@ def _check_out(out, y):
     check_contiguous("out", out)
 
 
-def run(operation, tensors, options):
+def run(operation, tensors, options, described=None):
     """Compute a call on tensors with data; gradients are not its concern."""
     if tensors[0] is None:
         operation.check(tensors)
     device = tensors[0].get_device()
     if device >= 0 and device != state.current_device():
         with torch.cuda.device(device):
-            return run(operation, tensors, options)
+            return run(operation, tensors, options, described)
     if operation.tells_in_place:
         options = (*options, _is_in_place(operation, tensors))
-    specs, gaps = _fields_of(tensors)
-    plan = operation.operator.find(specs, options)
+    fields, gaps, _ = described or describe(tensors)
+    plan = operation.operator.find(fields, options)
     if plan is None:
         operation.check(tensors)
-        specs = [s and ArraySpec(tuple(s[0]), *s[1:]) for s in _fields_of(tensors)[0]]
+        specs = [f and ArraySpec(tuple(f[0]), *f[1:]) for f in describe(tensors).fields]
         plan = operation.operator.plan_of(specs, options)
     if gaps:
         tensors = _without_gaps(operation, plan, tensors)
     if operation.place is None:
         return _list_blocks(plan, *tensors, options[-1])
     return _compute(operation, plan, tensors)
-
-
-def _fields_of(tensors):
-    """Return the fields of the tensors' specs, as they are once gaps are closed; are there gaps?"""
-    specs, gaps = [], False
-    for t in tensors:
-        if t is None:
-            specs.append(None)
-            continue
-        device, alignment = t.get_device(), 0
-        contiguous = t.is_contiguous()
-        if device < 0:
-            device = CPU
-        elif contiguous:
-            alignment = t.data_ptr() & 15
-        gaps = gaps or not contiguous
-        specs.append((t.shape, DTYPES.get(t.dtype), device, None, alignment))
-    return specs, gaps
 
 
 def _is_in_place(operation, tensors):
@@ -193,9 +205,11 @@ def _copy(source, out, stream):
     addresses = source.data_ptr(), out.data_ptr()
     if addresses[0] == addresses[1]:
         return
-    alignment = (addresses[0] | addresses[1]) & 15
-    spec = ArraySpec((source.nbytes,), _BYTE, out.get_device(), None, alignment)
-    launch = COPY_IMAGE.plan_of((spec, spec), ()).launch
+    fields = (source.nbytes,), _BYTE, out.get_device(), None, (addresses[0] | addresses[1]) & 15
+    plan = COPY_IMAGE.find((fields, fields), ())
+    if plan is None:
+        plan = COPY_IMAGE.plan_of((ArraySpec(*fields),) * 2, ())
+    launch = plan.launch
     if launch is None:
         out.copy_(source)
     else:

@@ -133,15 +133,15 @@ class Operation:
     def _define_function(self):
         """Return what makes plain calls with gradients, as the dispatcher would make them."""
 
-        def forward(ctx, options, *tensors):
-            result = run(self, tensors, options)
+        def forward(ctx, options, described, *tensors):
+            result = run(self, tensors, options, described)
             self._save(ctx, tensors, options, result)
             return result
 
         def backward(ctx, grad):
-            needs = zip(self._arrays, ctx.needs_input_grad[1:], strict=True)
+            needs = zip(self._arrays, ctx.needs_input_grad[2:], strict=True)
             found = self._gradients(ctx, grad, {name for name, need in needs if need})
-            return (None, *map(found.get, self._arrays))
+            return (None, None, *map(found.get, self._arrays))
 
         return make_function(self.operator.name, forward, backward)
 

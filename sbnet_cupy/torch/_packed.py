@@ -24,13 +24,14 @@ class Kept:
         self._seen = [None if w is None else (w.data_ptr(), w._version, w.shape) for w in weights]
 
     def is_of(self, weights):
-        """Whether the weights are as they were."""
+        """Whether the weights are as they were, and none has come to need a gradient."""
         if self._seen is None:
             return False
         for w, seen in zip(weights, self._seen, strict=True):
             if w is not None:
                 place, version, shape = seen
-                if w.data_ptr() != place or w._version != version or w.shape != shape:
+                moved = w.data_ptr() != place or w.shape != shape
+                if moved or w._version != version or w.requires_grad:
                     return False
         return True
 
@@ -53,18 +54,19 @@ def packed(plan, weights, stream):
     kept that was packed before. Packed at each call are also all within a CUDA graph, which packs
     them at each replay.
     """
-    inference = False
-    for w in weights:
-        if w is not None:
-            if w.requires_grad:
-                forget(id(weights[0]))
-                return _packed_now(plan, weights, stream)
-            inference = inference or w.is_inference()  # these have no version
-    if inference or torch.cuda.is_current_stream_capturing():
+    capturing = torch.cuda.is_current_stream_capturing()
+    if not capturing:
+        kept = _KEPT.get(id(weights[0]), {}).get((plan.how, stream, *map(id, weights)))
+        if kept is not None and kept.is_of(weights):
+            return kept.packed
+    given = [w for w in weights if w is not None]
+    if any(w.requires_grad for w in given):
+        forget(id(weights[0]))
+        return _packed_now(plan, weights, stream)
+    if capturing or any(w.is_inference() for w in given):  # the latter have no version
         return _packed_now(plan, weights, stream)
     kept = kept_of(plan, weights, stream)
-    if not kept.is_of(weights):
-        kept.renew(_pack(plan, weights, kept=True), weights)
+    kept.renew(_pack(plan, weights, kept=True), weights)
     return kept.packed
 
 

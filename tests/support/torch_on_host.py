@@ -69,8 +69,8 @@ class Gpu:
             def get_device(self):
                 return 0
 
-        self._kind, self._fields_of = OnGpu, self.calling._fields_of
-        patch.setattr(self.calling, "_fields_of", self._fields_on_gpu)
+        self._kind, self._describe = OnGpu, self.calling.describe
+        patch.setattr(self.calling, "describe", self._described)
         patch.setattr(self.state, "thread_is_plain", lambda: True)
         patch.setattr(self.state, "is_plain", lambda value: isinstance(value, torch.Tensor))
         patch.setattr(self.state, "current_device", lambda: 0)
@@ -85,10 +85,10 @@ class Gpu:
         patch.setattr(self.packing, "_pack", self._pack)
         patch.setattr(self.packing, "_KEPT", {})
 
-    def _fields_on_gpu(self, tensors):
-        """What plans depend on; of gradients too, which autograd makes plain tensors."""
-        given = (t if t is None else t.as_subclass(self._kind) for t in tensors)
-        return self._fields_of(given)
+    def _described(self, tensors, is_plain=None):
+        """Describe tensors as those of a GPU: also gradients, which autograd makes plain ones."""
+        on_gpu = (t.as_subclass(self._kind) if hasattr(t, "as_subclass") else t for t in tensors)
+        return self._describe(on_gpu, is_plain)
 
     def _prepare(self, stem, kernel, template, grid, block, pointers, scalars, shared=0,
                  persistent=False, dependent=False, cluster=1):  # fmt: skip
