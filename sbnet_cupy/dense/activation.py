@@ -50,7 +50,7 @@ def apply_affine(array, scale, shift, activation, channel_axis=-1):
         array *= scale.astype(array.dtype, copy=False).reshape(per_channel)
     if shift is not None:
         array += shift.astype(array.dtype, copy=False).reshape(per_channel)
-    return apply_activation(array, activation)
+    return array if activation is None else apply_activation(array, activation)
 
 
 def apply_activation(array, name):

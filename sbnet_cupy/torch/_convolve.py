@@ -8,6 +8,7 @@ import contextlib
 
 import torch
 
+from ..dense.onednn import step_to_one_column
 from . import _dispatch_state as state
 from ._operation import define, make_function
 
@@ -67,6 +68,9 @@ def _define(schema, body, fake, backward, setup_context):
 
 
 def _forward(x, w, strides, precision):
+    step = None if x.is_cuda else step_to_one_column(x.shape[3], x.shape[2], w.shape[3], strides)
+    if step is not None:
+        x, strides = x[:, :, : w.shape[3]], step
     with exactly(precision, x):
         y = torch.ops.aten.convolution(
             x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1), False, (0, 0), 1
@@ -94,6 +98,8 @@ def _forward_backward(ctx, grad):
 
 
 def _backward(grad, x, w, strides, precision, for_x, for_w):
+    if not x.is_cuda:
+        w = w.contiguous()  # the CPU's own convolution refuses others where it has to find dw
     with exactly(precision, x):
         dx, dw, _ = torch.ops.aten.convolution_backward(
             grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1),

@@ -19,10 +19,10 @@ from ..block_sparse.grid import resolve_grid
 from ..core.sizes import padding_pairs, pair
 from ..core.spec import CPU, ArraySpec
 from ..dense.conv2d import check_choice
-from ..errors import DTypeError, ShapeError
+from ..errors import DTypeError
 from . import _dispatch_state as state
 from ._call import run
-from ._native import check_tensors, numpy_dtype
+from ._native import check_images, check_tensors, numpy_dtype
 
 _LIBRARY = torch.library.Library("sbnet_cupy", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -160,12 +160,7 @@ class Operation:
             if tensors[i] is None and self._arrays[i] not in _OPTIONAL:
                 raise DTypeError(f"{self.names[i]} must be a torch.Tensor, got None")
         check_tensors(**named)
-        for name in self._floats:
-            value = named[name]
-            if value.dim() != 4:
-                raise ShapeError(f"{name} must have 4 dimensions, got shape {tuple(value.shape)}")
-            if not value.is_floating_point():
-                raise DTypeError(f"{name} must be of a float dtype, got {value.dtype}; use .to")
+        check_images(**{name: named[name] for name in self._floats})
 
     def dispatch(self, tensors, options):
         """Call the operator by way of PyTorch's dispatcher."""

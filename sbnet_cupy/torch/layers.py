@@ -2,19 +2,27 @@
 
 import torch
 
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import BlockParams
 from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..block_sparse.checks import split_indices
+from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
+from ..core.sizes import padding_pairs, pair
+from ..dense.conv2d import check_choice
 from ._call import call
 from ._layers import SPARSE_CONV2D, UNIT
+from ._native import check_images, check_tensors
+from .ops import reduce_mask
 
 
 def sparse_conv2d(
     x,
     w,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     padding="SAME",
     bias=None,
@@ -25,6 +33,7 @@ def sparse_conv2d(
     precision=None,
     out=None,
     method="auto",
+    capacity=None,
 ):
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d` on tensors.
 
@@ -44,8 +53,9 @@ def sparse_conv2d(
         and after a change that autograd's version counter shows, as that of an operation does.
         After a write behind it, such as to ``w.data``, call
         ``torch.autograd.graph.increment_version(w)``.
-    indices, block_params, strides, padding, bias, activation, base
-        As for :func:`sbnet_cupy.sparse_conv2d`.
+    indices, block_params, bsize, strides, padding, bias, activation, base, capacity
+        As for :func:`sbnet_cupy.sparse_conv2d`. ``indices`` may be a mask on the device of ``x``;
+        without ``capacity`` the call then waits for a GPU, as :func:`reduce_mask` does.
     data_format, w_format, precision, method
         As for :func:`sbnet_cupy.sparse_conv2d`.
     out : tensor, optional
@@ -65,19 +75,24 @@ def sparse_conv2d(
 
     Examples
     --------
-    >>> from sbnet_cupy import calc_block_params
     >>> x, w = torch.ones(1, 8, 8, 3), torch.ones(3, 3, 3, 5, requires_grad=True)
-    >>> params = calc_block_params((8, 8), 6, 3)
     >>> mask = torch.zeros(1, 8, 8)
     >>> mask[0, 1, 1] = 1
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
-    >>> y = sparse_conv2d(x, w, reduce_mask(mask, params.bcount, **grid), params)
+    >>> y = sparse_conv2d(x, w, mask, bsize=4)
     >>> y.sum().backward()
     >>> w.grad[1, 1, 0, 0]
     tensor(16.)
     """
-    active = split_indices(indices)
-    params = fields_of(block_params)
+    if takes_blocks_from(indices, bsize, capacity):
+        check_tensors(w=w)
+        check_images(w=w)
+        check_choice("data_format", data_format, ("NHWC", "NCHW"))
+        check_choice("w_format", w_format, ("HWIO", "OIHW"))
+        kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
+        where = (x, data_format, kernel, strides, padding)
+        indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
+    active, params = split_indices(indices), fields_of(block_params)
+    _check_grid(indices, x, block_params)
     if _is_autocast():
         x, w, bias, base = autocast(x, w, bias, base)
     options = (
@@ -90,14 +105,16 @@ def sparse_res_block_bottleneck(
     x,
     weights,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     w_project=None,
     base=None,
     out=None,
     precision=None,
     method="auto",
+    capacity=None,
 ):
     """Apply a residual unit to active blocks: the function of :mod:`sbnet_cupy` on tensors.
 
@@ -111,8 +128,8 @@ def sparse_res_block_bottleneck(
         Images. One that is not contiguous is copied.
     weights : BottleneckWeights
         Of tensors. Those that do not require grad are packed as those of :func:`sparse_conv2d`.
-    indices, block_params, strides, w_project, base, precision, method
-        As for :func:`sbnet_cupy.sparse_res_block_bottleneck`.
+    indices, block_params, bsize, strides, w_project, base, precision, method, capacity
+        As for :func:`sbnet_cupy.sparse_res_block_bottleneck`; a mask as for :func:`sparse_conv2d`.
     out : tensor, optional
         Receives the result, and is returned; contiguous. Where gradients are recorded it is written
         by a copy.
@@ -130,20 +147,21 @@ def sparse_res_block_bottleneck(
 
     Examples
     --------
-    >>> from sbnet_cupy import BottleneckWeights, calc_block_params_res_block
+    >>> from sbnet_cupy import BottleneckWeights
     >>> x = torch.ones(1, 32, 32, 16)
-    >>> params = calc_block_params_res_block((32, 32), 10, [1, 3, 1])
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
-    >>> active = reduce_mask(torch.eye(32)[None], params.bcount, **grid)
     >>> arrays = BottleneckWeights.random(16, 4)
     >>> weights = BottleneckWeights(*(torch.from_numpy(a) for a in vars(arrays).values()))
-    >>> sparse_res_block_bottleneck(x, weights, active, params).shape
+    >>> sparse_res_block_bottleneck(x, weights, torch.eye(32), bsize=8).shape
     torch.Size([1, 32, 32, 16])
     """
     if not isinstance(weights, BottleneckWeights):
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
-    active = split_indices(indices)
-    params, given = fields_of(block_params), weights._arrays()
+    if takes_blocks_from(indices, bsize, capacity):
+        where = (x, "NHWC", (3, 3), strides, "SAME")
+        indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
+    active, params = split_indices(indices), fields_of(block_params)
+    _check_grid(indices, x, block_params)
+    given = weights._arrays()
     if _is_autocast():
         x, *kernels, w_project, base = autocast(x, *given[:3], w_project, base)
         given = (*kernels, *given[3:])
@@ -166,6 +184,24 @@ def fields_of(block_params):
 
 def _is_autocast():
     return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+def _check_grid(indices, x, block_params):
+    """Raise where the blocks were listed for another grid; other checks say what x must be."""
+    if isinstance(indices, ActiveBlocks) and isinstance(x, torch.Tensor) and x.dim():
+        check_active_grid(indices, x.shape[0], block_params.bcount)
+
+
+def _blocks(x, data_format, kernel, strides, padding, indices, *given):
+    """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
+    mask = indices if is_mask(indices) else None
+    check_tensors(x=x, indices=mask)
+    check_images(x=x)
+    image_hw = tuple(x.shape[1:3] if data_format == "NHWC" else x.shape[2:])
+    strides = pair(strides, "strides")
+    pads = padding_pairs(image_hw, kernel, strides, padding)
+    convolution = ((x.shape[0], *image_hw), kernel, strides, pads)
+    return find_blocks(indices, *given, convolution, reduce_mask)
 
 
 def autocast(*tensors):

@@ -31,7 +31,7 @@ def reduce_mask(
 
     Parameters
     ----------
-    mask : tensor, shape (N, H, W) or (N, H, W, 1)
+    mask : tensor, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
         bool, any integer, or float16, bfloat16, float32, float64.
     block_count, bsize, boffset, bstride, tol, avgpool, capacity
         As for :func:`sbnet_cupy.reduce_mask`.
@@ -55,6 +55,8 @@ def reduce_mask(
     tensor([[0, 0, 0],
             [0, 1, 1]], dtype=torch.int32)
     """
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        mask = mask[None]
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
     active = call(_MASK, (mask,), options)
     return ActiveBlocks(*active, (mask.shape[0], *pair(block_count, "block_count", minimum=0)))

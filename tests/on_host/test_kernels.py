@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import host_cuda
-from sbnet_cupy.block_sparse.gather_scatter import plan as copy_plan
-from sbnet_cupy.block_sparse.mask import plan as mask_plan
+from sbnet_cupy.block_sparse.gather_scatter import config as copy_config
+from sbnet_cupy.block_sparse.mask import config as mask_config
 from sbnet_cupy.core import launch as kernels
 from support import oracles
 from support.assertions import assert_close, assert_same
@@ -96,7 +96,7 @@ def device(launch, multiprocessors, memory):
         patch.setattr(OPS[0], "workspace", workspace)
         if multiprocessors == 1:
             for name, little in LITTLE.items():
-                patch.setattr(mask_plan, name, little)
+                patch.setattr(mask_config, name, little)
         for module in OPS:
             patch.setattr(module, "sm_count", lambda: multiprocessors, raising=False)
             patch.setattr(module, "shared_bytes", lambda: shared, raising=False)
@@ -160,7 +160,7 @@ SMALL_MASKS = [mask for mask in MASKS if not (mask.avgpool or mask.launches_noth
 
 @pytest.mark.parametrize("case", SMALL_MASKS[::6], ids=str)
 def test_reduce_mask_in_a_cluster(case, monkeypatch):
-    monkeypatch.setattr(mask_plan, "_GROUPS", ((8, 256), (8, 512)))
+    monkeypatch.setattr(mask_config, "_GROUPS", ((8, 256), (8, 512)))
     expected, memory = list(case.run(Memory(), *arguments(case))), Memory(0xA5)
     with device(host_cuda.launch, 132, memory) as (prepared, _):
         results = list(case.run(memory, *arguments(case)))
@@ -198,7 +198,7 @@ def test_odd_pixels_pass_through_windows(case, style):
 @pytest.mark.parametrize("case", TURNED, ids=str)
 def test_copies_in_stages(case, stages, monkeypatch):
     """While a tile is emptied, the next ones are on their way."""
-    monkeypatch.setattr(copy_plan, "_STAGES", stages)
+    monkeypatch.setattr(copy_config, "_STAGES", stages)
     check_same(case, monkeypatch, allow_nan=True)
 
 

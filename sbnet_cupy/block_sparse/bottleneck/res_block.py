@@ -4,25 +4,29 @@ import functools
 from dataclasses import replace
 
 from ...core.arrays import array_function, empty, same_memory
-from ...core.checks import check_result, check_written
+from ...core.checks import check_array, check_result, check_written
 from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
 from ...core.operator import Operator, Plan
 from ...core.packed import PackedPlan
 from ...core.sizes import output_size, pair
+from ...core.spec import spec_of
 from ...dense.conv2d import check_precision
 from .. import native
+from ..active_grid import check_active_grid
 from ..block_params import BlockParams, calc_block_params_res_block
 from ..checks import (
+    arrays_of_list,
     check_base,
     check_block_params,
     check_indices,
     check_method,
     cut_blocks,
     plain_params,
-    split_indices,
 )
 from ..compositions import residual_unit
+from ..from_mask import find_blocks, is_mask, takes_blocks_from
+from ..mask.reduce_mask import reduce_mask
 from .fused_bottleneck import Unit, missing_kernel, plan_fused_bottleneck, require_kernel
 from .weights import (
     WEIGHTS,
@@ -42,14 +46,16 @@ def sparse_res_block_bottleneck(
     x,
     weights,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     w_project=None,
     base=None,
     out=None,
     precision=None,
     method="auto",
+    capacity=None,
 ):
     """Apply a residual unit where the blocks of an image are active.
 
@@ -60,15 +66,21 @@ def sparse_res_block_bottleneck(
     Parameters
     ----------
     x : array, shape (N, H, W, Cin)
-        Images; float16, bfloat16, float32 or float64. C-contiguous.
+        Images; float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that is not is
+        copied.
     weights : BottleneckWeights or PackedBottleneck
         Kernels of the dtype of ``x``; scales and shifts of any floating dtype. A
         :class:`PackedBottleneck` saves the fused method the work of laying them out, and brings its
         own ``precision``.
-    indices : ActiveBlocks or (bin_counts, active_block_indices)
-        What :func:`reduce_mask` returns for the grid of ``block_params``.
-    block_params : BlockParams
-        ``calc_block_params_res_block(x.shape, bsize, [1, 3, 1], strides)``.
+    indices : ActiveBlocks, (bin_counts, active_block_indices), or a mask
+        What :func:`reduce_mask` returns for the grid of ``block_params``. A mask of shape (N, H, W)
+        or (N, H, W, 1), or (H, W) for one image, is listed as :meth:`ActiveBlocks.from_mask` does:
+        a block is active where a pixel under its output pixels is greater than 0.
+    block_params : BlockParams, optional
+        ``calc_block_params_res_block(x.shape, block, [1, 3, 1], strides)``, where ``block`` is the
+        size of an input block. Not needed with ``bsize``.
+    bsize : int or (int, int), optional
+        Size of a block in pixels of the result; takes the place of ``block_params``.
     strides : int or (int, int)
         Strides of ``conv2``, and of the projection.
     w_project : array, shape (1, 1, Cin, Cout), optional
@@ -87,6 +99,9 @@ def sparse_res_block_bottleneck(
         :func:`fused_bottleneck`, from image to image: strides 1, no projection, ``out`` not x.
         "auto" is "fused" for CuPy arrays that it has a kernel for (float32: with "tf32"), else
         "gather". "gather" takes the arrays of a PackedBottleneck as they are at the time.
+    capacity : int, optional
+        With a mask, the number of blocks to make room for, as for :func:`reduce_mask`. Without it
+        the call waits for a GPU to tell that number.
 
     Returns
     -------
@@ -109,26 +124,27 @@ def sparse_res_block_bottleneck(
     Examples
     --------
     >>> import numpy as np
-    >>> from sbnet_cupy import BottleneckWeights, calc_block_params_res_block, reduce_mask
+    >>> from sbnet_cupy import BottleneckWeights
     >>> x = np.ones((1, 32, 32, 16), np.float32)
     >>> mask = np.zeros((1, 32, 32), bool)
     >>> mask[0, 5, 5] = True
-    >>> params = calc_block_params_res_block(x.shape, 10, [1, 3, 1])
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
-    >>> active = reduce_mask(mask, params.bcount, **grid)
-    >>> y = sparse_res_block_bottleneck(x, BottleneckWeights.random(16, 4), active, params)
+    >>> y = sparse_res_block_bottleneck(x, BottleneckWeights.random(16, 4), mask, bsize=8)
     >>> y.shape, bool((y != x).any()), bool((y[:, 8:] == x[:, 8:]).all())
     ((1, 32, 32, 16), True, True)
     """
-    bin_counts, active_block_indices = split_indices(indices)
     precision = resolve_precision(weights, precision)
     plain = arrays_of_unit(x, plain_of(weights))
+    if takes_blocks_from(indices, bsize, capacity):
+        given = (indices, block_params, bsize, capacity)
+        indices, block_params = blocks_of_unit(x, plain_of(weights), strides, w_project, *given)
+    bin_counts, active_block_indices = arrays_of_list(indices)
     in_place = out is not None and (out is x or same_memory(out, x))
     packed = isinstance(weights, PackedBottleneck)
     given = (x, *(weights.specs if packed else plain), w_project)
     arrays = (*given, bin_counts, active_block_indices, base, out)
     params = plain_params(block_params, calc_block_params_res_block)
     plan = RES_BLOCK.plan_for(arrays, (params, strides, precision, method, in_place))
+    check_active_grid(indices, x.shape[0], block_params.bcount)
     if out is None:
         out = empty(plan.shape, x.dtype, x)
     else:
@@ -209,6 +225,18 @@ def _gathered(x, w1, *arrays, block_params, strides, precision):
     options = {"strides": strides, "precision": precision, "out": out}
     with memory_of_graphs(x):
         residual_unit(native, x, weights, w_project, indices, block_params, base, **options)
+
+
+def blocks_of_unit(x, weights, strides, w_project, indices, block_params, bsize, capacity):
+    """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
+    strides = pair(strides, "strides")
+    if isinstance(weights, BottleneckWeights):
+        weights = weights._map_arrays(spec_of)
+    check_unit(spec_of(x), weights, spec_of(w_project), strides)
+    if is_mask(indices):
+        check_array("indices", indices, kinds="biuf", like=x)
+    convolution = (x.shape[:3], (3, 3), strides, "SAME")
+    return find_blocks(indices, block_params, bsize, capacity, convolution, reduce_mask)
 
 
 def check_sizes(x, weights, w_project, strides, block_params, base):

@@ -12,15 +12,17 @@ from ...dense.activation import apply_affine
 from ...dense.affine_grad import affine_grad
 from ...dense.conv2d import check_precision, conv2d
 from ...dense.conv2d_grad import check_grad, conv2d_grad
+from ..active_grid import check_active_grid
 from ..block_params import BlockParams, calc_block_params_res_block
-from ..checks import check_indices, plain_params, split_indices
+from ..checks import arrays_of_list, check_indices, plain_params
 from ..compositions import shortcut_grid
 from ..conv.sparse_conv2d_grad import split_gradient
+from ..from_mask import takes_blocks_from
 from ..gather_scatter.sparse_gather import sparse_gather
 from ..gather_scatter.sparse_gather_grad import sparse_gather_grad
 from ..gather_scatter.zero_outside import zero_outside
 from ..grid import inside_image
-from .res_block import check_sizes
+from .res_block import blocks_of_unit, check_sizes
 from .weights import WEIGHTS, BottleneckWeights, arrays_of_unit
 
 
@@ -39,12 +41,14 @@ def sparse_res_block_bottleneck_grad(
     x,
     weights,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     w_project=None,
     base=None,
     precision=None,
+    capacity=None,
 ):
     """Compute the gradients of sparse_res_block_bottleneck from the gradient of its result.
 
@@ -57,8 +61,8 @@ def sparse_res_block_bottleneck_grad(
     ----------
     grad_y : array, shape (N, H', W', Cout)
         Gradient of the result of :func:`sparse_res_block_bottleneck` with these arguments, in its
-        dtype. C-contiguous.
-    x, weights, indices, block_params, strides, w_project, base
+        dtype. C-contiguous; a NumPy array that is not is copied.
+    x, weights, indices, block_params, bsize, strides, w_project, base, capacity
         As they were given to :func:`sparse_res_block_bottleneck`; ``indices`` lists a block once.
         With ``out=x`` or ``out=base`` the values from before the call.
     precision : None, "ieee" or "tf32"
@@ -91,11 +95,16 @@ def sparse_res_block_bottleneck_grad(
     >>> gradients.x.shape, gradients.weights.w2.shape, gradients.base
     ((1, 32, 32, 16), (3, 3, 4, 4), None)
     """
-    bin_counts, active_block_indices = split_indices(indices)
     plain = arrays_of_unit(x, weights)
+    if takes_blocks_from(indices, bsize, capacity):
+        given = (indices, block_params, bsize, capacity)
+        indices, block_params = blocks_of_unit(x, weights, strides, w_project, *given)
+    bin_counts, active_block_indices = arrays_of_list(indices)
     arrays = (grad_y, x, *plain, w_project, bin_counts, active_block_indices, base)
     params = plain_params(block_params, calc_block_params_res_block)
-    return RES_BLOCK_GRAD.plan_for(arrays, (params, strides, precision)).run(*arrays)
+    plan = RES_BLOCK_GRAD.plan_for(arrays, (params, strides, precision))
+    check_active_grid(indices, x.shape[0], block_params.bcount)
+    return plan.run(*arrays)
 
 
 def _resolve(specs, options):

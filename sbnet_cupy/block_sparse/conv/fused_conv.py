@@ -9,6 +9,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import array_function, dtype_name, empty, vector_bytes, zeros
+from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array, check_contiguous, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.device import current_device
@@ -64,7 +65,8 @@ def fused_conv(
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images; float16, bfloat16, float32 or float64 (not on a GPU). C-contiguous.
+        Images; float16, bfloat16, float32 or float64 (not on a GPU). C-contiguous; a NumPy array
+        that is not is copied.
     w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``, or PackedWeights
         Kernel, of the dtype of ``x``. An array is laid out anew at each call, a
         :class:`PackedWeights` once.
@@ -161,6 +163,7 @@ def _resolve(specs, options):
     if residual is not None:
         check_array("residual", residual, shape=result.shape, like=x)
         if residual.dtype != x.dtype:
+            check_byte_orders({"x": x, "residual": residual})
             raise DTypeError(
                 f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}; use astype"
             )
@@ -268,7 +271,9 @@ def _fused_conv_numpy(
                 shown = empty(blocks.shape, x.dtype, x)
                 stack.gather_residual(residual, *active, shown, None, None)
                 blocks += shown
-            blocks = apply_activation(blocks, stack.activation).astype(x.dtype, copy=False)
+            if stack.activation is not None:
+                blocks = apply_activation(blocks, stack.activation)
+            blocks = blocks.astype(x.dtype, copy=False)
         stack.scatter(blocks, *active, None, out)
 
 

@@ -7,6 +7,7 @@ from ...core.checks import check_array
 from ...core.spec import spec_of
 from ...dense.conv2d import conv2d, resolve_problem
 from ...errors import ShapeError
+from ..from_mask import batch_of_one
 
 
 @array_function
@@ -23,11 +24,11 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
         Images; float16, bfloat16, float32 or float64.
     w : array, shape (R, S, C, K)
         Kernel, of the dtype of ``x``.
-    mask : array, shape (N, H, W) or (N, H, W, 1)
+    mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
         bool, integer or float. The pooled value itself is the factor: 0 or 1 for a bool mask.
     strides : int or (int, int)
         Steps between output pixels.
-    padding : "SAME", "VALID" or ((top, bottom), (left, right))
+    padding : "SAME", "VALID", int, (int, int) or ((top, bottom), (left, right))
         As for :func:`conv2d`.
     precision : None, "ieee" or "tf32"
         As for :func:`conv2d`.
@@ -54,6 +55,7 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
            [0., 2., 0.],
            [0., 0., 2.]])
     """
+    mask = batch_of_one(mask)
     image, shown = spec_of(x), spec_of(mask)
     options = (strides, padding, None, "NHWC", "HWIO", precision)
     problem = resolve_problem(image, spec_of(w), *options)

@@ -5,25 +5,29 @@ from dataclasses import replace
 import numpy as np
 
 from ...core.arrays import array_function, empty, same_memory
-from ...core.checks import check_result, check_written
+from ...core.checks import check_array, check_result, check_written
 from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
 from ...core.operator import Operator, Plan
 from ...core.packed import PackedPlan
+from ...core.spec import spec_of
 from ...dense.conv2d import plan_conv2d, resolve_problem
+from ..active_grid import check_active_grid
 from ..block_params import BlockParams, calc_block_params
 from ..checks import (
+    arrays_of_list,
     check_base,
     check_block_params,
     check_indices,
     check_method,
     cut_blocks,
     plain_params,
-    split_indices,
 )
+from ..from_mask import find_blocks, is_mask, takes_blocks_from
 from ..gather_scatter.sparse_gather import plan_gather
 from ..gather_scatter.sparse_scatter import plan_scatter
 from ..grid import Grid, resolve_layout
+from ..mask.reduce_mask import reduce_mask
 from .fused_conv import (
     Convolution,
     missing_kernel,
@@ -39,8 +43,9 @@ def sparse_conv2d(
     x,
     w,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     padding="SAME",
     bias=None,
@@ -51,24 +56,31 @@ def sparse_conv2d(
     precision=None,
     out=None,
     method="auto",
+    capacity=None,
 ):
     """Convolve an image where its blocks are active.
 
     At every output pixel of an active block the value is that of ``conv2d(x, w, ...)``; elsewhere
     it is ``base``, or 0. Nothing waits for the device, also with more rows in ``indices`` than
-    active blocks.
+    active blocks; but a mask without ``capacity`` on a GPU does, for the number of its blocks.
 
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images; float16, bfloat16, float32 or float64. C-contiguous.
+        Images; float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that is not is
+        copied.
     w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``, or PackedWeights
         Kernel, of the dtype of ``x``. A :class:`PackedWeights` saves the fused method the work of
         laying it out, and brings its own scale, bias, ``w_format`` and ``precision``.
-    indices : ActiveBlocks or (bin_counts, active_block_indices)
-        What :func:`reduce_mask` returns for the grid of ``block_params``.
-    block_params : BlockParams
-        ``calc_block_params(x.shape, bsize, (R, S), strides, padding)``.
+    indices : ActiveBlocks, (bin_counts, active_block_indices), or a mask
+        What :func:`reduce_mask` returns for the grid of ``block_params``. A mask of shape (N, H, W)
+        or (N, H, W, 1), or (H, W) for one image, is listed as :meth:`ActiveBlocks.from_mask` does:
+        a block is active where a pixel under its output pixels is greater than 0.
+    block_params : BlockParams, optional
+        ``calc_block_params(x.shape, block, (R, S), strides, padding)``, where ``block`` is the size
+        of an input block. Not needed with ``bsize``.
+    bsize : int or (int, int), optional
+        Size of a block in pixels of the result; takes the place of ``block_params``.
     strides, padding, bias, activation, data_format, w_format, precision
         As for :func:`conv2d`.
     base : array of the shape and dtype of the result, optional
@@ -82,6 +94,8 @@ def sparse_conv2d(
         :func:`fused_conv`, from image to image; "auto" is "fused" for CuPy arrays that it has a
         kernel for, else "gather". "gather" takes the arrays of a PackedWeights as they are at the
         time.
+    capacity : int, optional
+        With a mask, the number of blocks to make room for, as for :func:`reduce_mask`.
 
     Returns
     -------
@@ -102,13 +116,10 @@ def sparse_conv2d(
     Examples
     --------
     >>> import numpy as np
-    >>> from sbnet_cupy import calc_block_params, reduce_mask
     >>> x, w = np.ones((1, 8, 8, 3), np.float32), np.ones((3, 3, 3, 5), np.float32)
     >>> mask = np.zeros((1, 8, 8), bool)
     >>> mask[0, 1, 1] = True
-    >>> params = calc_block_params(x.shape, 6, w.shape)
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
-    >>> y = sparse_conv2d(x, w, reduce_mask(mask, params.bcount, **grid), params)
+    >>> y = sparse_conv2d(x, w, mask, bsize=4)
     >>> y[0, :, :, 0]
     array([[12., 18., 18., 18.,  0.,  0.,  0.,  0.],
            [18., 27., 27., 27.,  0.,  0.,  0.,  0.],
@@ -118,17 +129,33 @@ def sparse_conv2d(
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
+
+    The same from a list of blocks, which several layers can share:
+
+    >>> from sbnet_cupy import calc_block_params, reduce_mask
+    >>> params = calc_block_params(x.shape, 6, w.shape)
+    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+    >>> active = reduce_mask(mask, params.bcount, **grid)
+    >>> bool((sparse_conv2d(x, w, active, params) == y).all())
+    True
     """
-    bin_counts, active_block_indices = split_indices(indices)
     w_array, scale, bias_array, w_format, precision = arrays_of_weights(
         w, None, bias, w_format, precision
     )
+    if takes_blocks_from(indices, bsize, capacity):
+        weights = map(spec_of, (w_array, scale, bias_array))
+        options = (strides, padding, activation, data_format, w_format, precision)
+        problem = _resolve_problem(spec_of(x), *weights, options)
+        given = (indices, block_params, bsize, capacity)
+        indices, block_params = blocks_of_problem(x, problem, *given)
+    bin_counts, active_block_indices = arrays_of_list(indices)
     read = (x, w_array, bin_counts, active_block_indices, scale, bias_array)
     options = (
         plain_params(block_params, calc_block_params), strides, padding, activation, data_format,
         w_format, precision, method,
     )  # fmt: skip
     plan = SPARSE_CONV2D.plan_for((*read, base, out), options)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
     if out is None:
         out = empty(plan.shape, x.dtype, x)
     elif base is None or same_memory(out, base):
@@ -146,12 +173,10 @@ def _resolve(specs, options):
     """Check all arguments; return the spec of the result, the Problem and the BlockParams."""
     x, w, bin_counts, active_block_indices, scale, bias, base, out = specs
     block_params, *convolution, method = options
-    _, padding, _, _, w_format, precision = convolution
     check_method(method)
-    check_weights(w, scale, bias, w_format, precision)
-    problem = resolve_problem(x, w, *convolution)
+    problem = _resolve_problem(x, w, scale, bias, convolution)
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
-    calculated = (image_hw, problem.kernel, problem.strides, padding)
+    calculated = (image_hw, problem.kernel, problem.strides, convolution[1])
     block_params = BlockParams(*block_params)
     check_block_params(block_params, calc_block_params, *calculated)
     result = x.new((x.shape[0], *problem.out_shape))
@@ -159,6 +184,21 @@ def _resolve(specs, options):
     check_indices(bin_counts, active_block_indices, like=x)
     check_result(out, result)
     return result, problem, block_params
+
+
+def _resolve_problem(x, w, scale, bias, options):
+    """Check the image and the weights; return the Problem."""
+    check_weights(w, scale, bias, *options[-2:])
+    return resolve_problem(x, w, *options)
+
+
+def blocks_of_problem(x, problem, indices, block_params, bsize, capacity):
+    """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
+    if is_mask(indices):
+        check_array("indices", indices, kinds="biuf", like=x)
+    image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
+    convolution = ((x.shape[0], *image_hw), problem.kernel, problem.strides, problem.pads)
+    return find_blocks(indices, block_params, bsize, capacity, convolution, reduce_mask)
 
 
 def _infer(specs, options):

@@ -4,20 +4,24 @@ from typing import Any, NamedTuple
 
 from ...core.arrays import array_function
 from ...core.operator import Operator, Plan
+from ...core.spec import spec_of
 from ...dense.conv2d import check_per_channel, resolve_problem
 from ...dense.conv2d_grad import check_grad, check_wanted, convolution_gradients
+from ..active_grid import check_active_grid
 from ..block_params import BlockParams, calc_block_params
 from ..checks import (
+    arrays_of_list,
     check_base,
     check_block_params,
     check_indices,
     plain_params,
-    split_indices,
 )
+from ..from_mask import takes_blocks_from
 from ..gather_scatter.sparse_gather import sparse_gather
 from ..gather_scatter.sparse_gather_grad import sparse_gather_grad
 from ..gather_scatter.sparse_scatter_grad import sparse_scatter_grad
 from .fused_conv import stack_problem
+from .sparse_conv2d import blocks_of_problem
 
 
 class SparseConvGradients(NamedTuple):
@@ -35,8 +39,9 @@ def sparse_conv2d_grad(
     x,
     w,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     padding="SAME",
     bias=None,
@@ -46,6 +51,7 @@ def sparse_conv2d_grad(
     w_format="HWIO",
     precision=None,
     wanted=("x", "w", "bias", "base"),
+    capacity=None,
 ):
     """Compute the gradients of sparse_conv2d from the gradient of its result.
 
@@ -59,8 +65,8 @@ def sparse_conv2d_grad(
     ----------
     grad_y : array, shape (N, H', W', K), or (N, K, H', W') with ``data_format="NCHW"``
         Gradient of the result of :func:`sparse_conv2d` with these arguments, in its dtype.
-        C-contiguous.
-    x, w, indices, block_params
+        C-contiguous; a NumPy array that is not is copied.
+    x, w, indices, block_params, bsize, capacity
         As they were given to :func:`sparse_conv2d`; ``indices`` lists a block once.
     strides, padding, bias, activation, data_format, w_format, precision
         As for :func:`sparse_conv2d`.
@@ -109,13 +115,20 @@ def sparse_conv2d_grad(
            [6., 9., 9.],
            [6., 9., 9.]])
     """
-    bin_counts, active_block_indices = split_indices(indices)
+    if takes_blocks_from(indices, bsize, capacity):
+        options = (strides, padding, activation, data_format, w_format, precision)
+        problem = resolve_problem(spec_of(x), spec_of(w), *options)
+        given = (indices, block_params, bsize, capacity)
+        indices, block_params = blocks_of_problem(x, problem, *given)
+    bin_counts, active_block_indices = arrays_of_list(indices)
     arrays = (grad_y, x, w, bin_counts, active_block_indices, bias, base)
     options = (
         plain_params(block_params, calc_block_params), strides, padding, activation, data_format,
         w_format, precision, wanted,
     )  # fmt: skip
-    return SPARSE_CONV2D_GRAD.plan_for(arrays, options).run(*arrays)
+    plan = SPARSE_CONV2D_GRAD.plan_for(arrays, options)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
+    return plan.run(*arrays)
 
 
 def _resolve(specs, options):

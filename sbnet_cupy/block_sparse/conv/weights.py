@@ -2,6 +2,7 @@
 
 import functools
 import math
+from functools import partial
 
 import numpy as np
 
@@ -98,7 +99,7 @@ def arrays_of_weights(w, scale, bias, w_format, precision):
     return w.w, w.scale, w.bias, w.w_format, w.precision
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def _check_arrays(w, scale, bias, w_format, precision):
     """Check weights that are arrays of any library."""
     check_weights(*map(spec_of, (w, scale, bias)), w_format, precision)

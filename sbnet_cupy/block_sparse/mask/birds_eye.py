@@ -1,6 +1,7 @@
 """The bird's-eye mask: which cells of the ground a point cloud occupies. Public in ``masks``."""
 
 import math
+from functools import partial
 from numbers import Real
 
 import numpy as np
@@ -12,7 +13,7 @@ from ...core.spec import spec_of
 from ...errors import ShapeError
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
     """Activate the cells of a ground grid that hold points of a point cloud, seen from above.
 

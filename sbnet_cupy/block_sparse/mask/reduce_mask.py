@@ -24,6 +24,7 @@ from ...core.sizes import is_integer, pair
 from ...core.workspace import workspace
 from ...errors import DTypeError, ShapeError
 from ..active_blocks import ActiveBlocks
+from ..from_mask import batch_of_one
 from ..grid import resolve_grid
 from .config import configure_mask, shared_memory
 from .listing import prepare_listing, write_rows
@@ -51,8 +52,9 @@ def reduce_mask(
 
     Parameters
     ----------
-    mask : array, shape (N, H, W) or (N, H, W, 1)
-        bool, any integer, float16, bfloat16, float32 or float64. C-contiguous.
+    mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
+        bool, any integer, float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that
+        is not is copied.
     block_count : int or (int, int)
         Number of blocks along ``H`` and ``W``: ``BlockParams.bcount``.
     bsize : int or (int, int)
@@ -97,6 +99,7 @@ def reduce_mask(
     array([[0, 1, 0]], dtype=int32)
     """
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+    mask = batch_of_one(mask)
     plan = REDUCE_MASK.plan_for((mask,), options)
     return ActiveBlocks(*plan.run(mask), plan.blocks)
 
