@@ -75,7 +75,8 @@ class ActiveBlocks(ArrayContainer):
         Parameters
         ----------
         mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
-            bool, integer or float, of the size of the convolution's image; of any library.
+            bool, integer or float, of the size of the convolution's image; of any library. Where
+            JAX or TensorFlow traces, give the layer the mask instead.
         bsize : int or (int, int)
             Size of a block in pixels of the result, as the layers take it.
         ksize : int or (int, int)

@@ -111,6 +111,11 @@ def _as_batch(mask, image):
         if len(shape) == 4:
             return mask[..., 0] if sizes == (h, w, 1) else mask[:, 0]
         return mask
+    if len(shape) == 2 and shape[1] == 3:
+        raise TypeError(
+            "indices must be an ActiveBlocks, a pair (bin_counts, active_block_indices) or a mask, "
+            f"got an array of shape {shape}, as active_block_indices alone; give the pair"
+        )
     raise ShapeError(
         f"indices, where it is a mask, must have shape ({n}, {h}, {w}) or ({n}, {h}, {w}, 1), the "
         f"size of x, or ({h}, {w}) for one image, got {shape}"

@@ -229,9 +229,10 @@ def _with_native_mask(call, signature, args, kwargs):
         return call(*bound.args, **bound.kwargs)
     native = libraries.DLPACK.enter(mask, name)  # CuPy's current stream waits for the mask
     bound.arguments[name] = native
-    result = call(*bound.args, **bound.kwargs)
-    libraries.DLPACK.finish([native])
-    return result
+    try:
+        return call(*bound.args, **bound.kwargs)
+    finally:
+        libraries.DLPACK.finish([native])
 
 
 def _mixed(signature, args, kwargs):

@@ -5,6 +5,7 @@ PyTorch computes it (cuDNN on a GPU), at the precision that was asked for whatev
 """
 
 import contextlib
+import threading
 
 import torch
 
@@ -28,14 +29,18 @@ def exactly(precision, x):
         wanted.append((cudnn.conv, "fp32_precision", precision or "ieee"))
     else:
         wanted.append((cudnn, "allow_tf32", precision == "tf32"))
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
-    try:
-        for holder, name, value in wanted:
-            setattr(holder, name, value)
-        yield
-    finally:
-        for holder, name, value in before:
-            setattr(holder, name, value)
+    with _FLAGS:
+        before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
+        try:
+            for holder, name, value in wanted:
+                setattr(holder, name, value)
+            yield
+        finally:
+            for holder, name, value in before:
+                setattr(holder, name, value)
+
+
+_FLAGS = threading.RLock()  # the flags are the process's: one thread at a time sets them
 
 
 def convolve(x, w, strides, precision):

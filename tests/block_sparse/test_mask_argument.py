@@ -297,6 +297,10 @@ def test_refusals():
     refuses(ShapeError, r"^indices.*got \(13, 17\)$", indices=MASK[0])
     refuses(ShapeError, "^indices", indices=MASK[:1])
     refuses(TypeError, "^indices must be", indices=np.ones(3, bool))
+    rows = active.active_block_indices
+    refuses(TypeError, "^indices must be .* give the pair$", indices=rows)
+    refuses(TypeError, "^indices must be .* give the pair$", indices=rows, bsize=None,
+            block_params=params)  # fmt: skip
     refuses(DTypeError, "^indices", indices=MASK.astype(complex))
     refuses(TypeError, "indices must be", indices=MASK.tolist())
     refuses(ShapeError, "^indices must list blocks of the grid", indices=active, bsize=3)

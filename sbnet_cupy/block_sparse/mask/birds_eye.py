@@ -24,8 +24,9 @@ def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
     Parameters
     ----------
     points : array, shape (P, 3) or more columns
-        x, y, z in metres, float or integer; further columns are ignored. Points outside the ranges,
-        and those with a NaN or an infinity among x, y and z, are dropped.
+        x, y, z in metres, float or integer, with any strides; further columns, such as intensity
+        and ring, are ignored. Points outside the ranges, and those with a NaN or an infinity among
+        x, y and z, are dropped.
     x_range, y_range : (float, float)
         What the grid covers, in metres.
     cell : float
