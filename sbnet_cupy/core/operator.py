@@ -36,6 +36,7 @@ or none: then it calls ``plan.run``.
 """
 
 import marshal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,14 +52,15 @@ class Plan:
     Parameters
     ----------
     results : tuple of ArraySpec
-        What the call gives.
+        What the call gives; None for a gradient that is not computed.
     run : function
         Takes all arrays of the operator in order, those that receive the results among them, and
-        computes on the current device and stream.
+        computes on the current device and stream. If no array of the operator receives results, it
+        returns them.
     launch : object, optional
         The one kernel that ``run`` launches, with ``on(stream, addresses)``.
     operands : tuple of int
-        Positions of the arrays that ``launch`` takes, in its order.
+        Positions of the arrays that ``launch`` takes, in its order; None for a null pointer.
     scratch : int
         Bytes that ``run`` allocates with CuPy's current allocator, in :func:`whole_pieces`. They
         are not needed after the call.
@@ -95,7 +97,8 @@ class Operator:
     infer, plan : function
         Of specs and options: the specs of the results, and the :class:`Plan`.
     results : tuple of str
-        Names of those arrays that receive the results; they may be None in a call.
+        Names of those arrays that receive the results; they may be None in a call. Empty for an
+        operation that returns fresh arrays, as gradients do, or that writes its argument.
     gradient : function, optional
         Of a namespace, arrays, options, the gradient of the result and the wanted names.
     linear : tuple of str
@@ -123,13 +126,18 @@ class Operator:
         return plan
 
     def plan_of(self, specs, options):
-        """Return the plan of a call with arrays of these specs (or None) on the current device."""
+        """Return the plan of a call with arrays of these specs (or None) on the current device.
+
+        Plain tuples of the fields of the specs will do.
+        """
         try:
             key = (self.name, *specs, marshal.dumps(options, 2))
         except ValueError:
-            return self.plan(specs, options)
+            return self.plan(_specs(specs, specs), options)
         plan = _PLANS.get(key)
-        return _keep(key, self.plan(specs, options)) if plan is None else plan
+        if plan is None:
+            plan = _keep(key, self.plan(_specs(specs, specs), options))
+        return plan
 
     def find(self, specs, options):
         """Return the plan that is kept for such specs, or tuples equal to them, and options.
@@ -147,6 +155,8 @@ class Operator:
         Results that are None among ``arrays`` are allocated. Several results come as a tuple.
         """
         plan = self.plan_for(arrays, options)
+        if not self.results:
+            return plan.run(*arrays)
         given = list(arrays)
         places = [self.arrays.index(name) for name in self.results]
         for place, spec in zip(places, plan.results, strict=True):
@@ -175,21 +185,24 @@ def _specs(fields, arrays):
 # 1.0 and True are equal in Python but not as a size.
 _PLANS = {}
 _MOST = 4096  # total weight
+_LOCK = threading.RLock()  # of the weight; a look-up needs none
 _weight = 0
 
 
 def _keep(key, plan):
     """Keep a plan under a key; return it."""
     global _weight
-    if _weight + plan.weight > _MOST:
-        clear_plans()
-    _weight += plan.weight
-    _PLANS[key] = plan
+    with _LOCK:
+        if _weight + plan.weight > _MOST:
+            clear_plans()
+        _weight += plan.weight
+        _PLANS[key] = plan
     return plan
 
 
 def clear_plans():
     """Drop all plans."""
     global _weight
-    _PLANS.clear()
-    _weight = 0
+    with _LOCK:
+        _PLANS.clear()
+        _weight = 0

@@ -78,13 +78,10 @@ def test_what_is_inferred_is_what_is_planned_and_computed(name):
     assert declared.plan_of(specs, options) is plan is declared.find(specs, options)
     if name == "reduce_mask":  # infers room for all blocks, and cuts the list to their number
         return
-    if declared.results:
-        results = declared(arrays, options)
-        results = results if isinstance(results, tuple) else (results,)
-    else:
-        results = list(plan.run(*arrays))
-        if name == "sparse_res_block_bottleneck_grad":
-            results[1:2] = results[1]._arrays()
+    results = declared(arrays, options)
+    results = list(results) if isinstance(results, tuple) else [results]
+    if name == "sparse_res_block_bottleneck_grad":
+        results[1:2] = results[1]._arrays()
     for spec, result in zip(inferred, results, strict=True):
         assert (spec is None) == (result is None)
         if spec is not None:
