@@ -449,11 +449,6 @@ SCATTER = Operator(
 )
 
 
-def launch_of_scatter(y, bin_counts, active_block_indices, blocks, options):
-    """Return the launch of a call in place of y: for adapters that do not plan themselves."""
-    return SCATTER.plan_for((blocks, bin_counts, active_block_indices, y, y), options).launch
-
-
 def resolve_scatter(specs, *options):
     """Check; return the layout and the grid: for adapters."""
     return _resolve((*specs, None), options)
