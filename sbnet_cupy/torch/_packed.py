@@ -21,24 +21,21 @@ class Kept:
     def renew(self, packed, weights):
         """Keep what was packed of the weights as they are now."""
         self.packed = packed
-        self._seen = [None if w is None else (w.data_ptr(), w._version, w.shape) for w in weights]
+        self._seen = list(map(_state, weights))
 
     def is_of(self, weights):
         """Whether the weights are as they were, and none has come to need a gradient."""
-        if self._seen is None:
-            return False
-        for w, seen in zip(weights, self._seen, strict=True):
-            if w is not None:
-                place, version, shape = seen
-                moved = w.data_ptr() != place or w.shape != shape
-                if moved or w._version != version or w.requires_grad:
-                    return False
-        return True
+        return self._seen is not None and self._seen == list(map(_state, weights))
 
     def drop(self):
         """Release the memory."""
         self._references = ()
         self.packed = self._seen = None
+
+
+def _state(w):
+    """Return what shows a change of a weight, which may be None."""
+    return w if w is None else (w.data_ptr(), w._version, w.shape, w.requires_grad)
 
 
 _KEPT = {}  # id of the first weight -> {how, for which stream and weights: Kept}
