@@ -7,18 +7,17 @@ ends in :func:`run`, too.
 """
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..core.copy_image import COPY_IMAGE
-from ..core.spec import CPU, ArraySpec
+from ..core.spec import ArraySpec
 from ..core.workspace import workspace
 from ..errors import DTypeError, ShapeError
 from . import _dispatch_state as state
-from ._native import DTYPES, check_contiguous, compute, native_stream, to_tensor
-from ._packed import packed
+from ._native import check_contiguous, compute, describe, native_stream, to_tensor
+from ._packed import known_fields, packed
 
 
 def call(operation, tensors, options):
@@ -28,7 +27,10 @@ def call(operation, tensors, options):
     """
     place = operation.place
     out = None if place is None else tensors[place]
-    described = describe(tensors, state.is_plain) if state.thread_is_plain() else None
+    described = None
+    if state.thread_is_plain():
+        known = known_fields(tensors, operation.weights) if operation.weights else {}
+        described = describe(tensors, state.is_plain, known)
     if described is None:
         operation.check(tensors)
         records = _needs_gradient(tensors)
@@ -47,34 +49,6 @@ def call(operation, tensors, options):
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return y
-
-
-class Description(NamedTuple):
-    """What a plan depends on of some tensors, and whether one of them requires a gradient."""
-
-    fields: list  # of their specs, as they are once gaps are closed
-    gaps: bool  # whether one is not contiguous
-    requires_grad: bool
-
-
-def describe(tensors, is_plain=None):
-    """Describe tensors, of which some may be None; return None if one is not plain."""
-    fields, gaps, requires_grad = [], False, False
-    for t in tensors:
-        if t is None:
-            fields.append(None)
-            continue
-        if is_plain is not None and not is_plain(t):
-            return None
-        requires_grad = requires_grad or t.requires_grad
-        device, alignment = t.get_device(), 0
-        if not t.is_contiguous():
-            gaps = True
-        elif device >= 0:
-            alignment = t.data_ptr() & 15
-        place = device if device >= 0 else CPU
-        fields.append((t.shape, DTYPES.get(t.dtype), place, None, alignment))
-    return Description(fields, gaps, requires_grad)
 
 
 def _needs_gradient(tensors):

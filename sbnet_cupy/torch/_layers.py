@@ -116,4 +116,5 @@ UNIT = Operation(
     saves=_unit_saves,
     prefixes=dict.fromkeys(WEIGHTS, "weights."),
     floats=("x", "weights.w1", "weights.w2", "weights.w3"),
+    weights=WEIGHTS,
 )

@@ -6,12 +6,14 @@ in a CUDA graph, whose memory is its own.
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.autograd import forward_ad
 
 from ..core.libraries import torch_dtype
+from ..core.spec import CPU
 from ..errors import DeviceError, DTypeError, ShapeError
 from . import _dispatch_state as state
 
@@ -93,6 +95,37 @@ def to_tensor(array):
         return torch.empty(array.shape, dtype=dtype, device=owner.device)
     start = array.data.ptr - owner.data_ptr()
     return owner[start : start + array.nbytes].view(dtype).view(array.shape)
+
+
+class Description(NamedTuple):
+    """What a plan depends on of some tensors, and whether one of them requires a gradient."""
+
+    fields: list  # of their specs, as they are once gaps are closed
+    gaps: bool  # whether one is not contiguous
+    requires_grad: bool
+
+
+def describe(tensors, is_plain=None, known=()):
+    """Describe tensors, of which some may be None; return None if one is not plain.
+
+    ``known`` may hold the fields of some, by position: they are plain and require no gradient.
+    """
+    fields, gaps, requires_grad = [], False, False
+    for number, t in enumerate(tensors):
+        if t is None or number in known:
+            fields.append(None if t is None else known[number])
+            continue
+        if is_plain is not None and not is_plain(t):
+            return None
+        requires_grad = requires_grad or t.requires_grad
+        device, alignment = t.get_device(), 0
+        if not t.is_contiguous():
+            gaps = True  # a copy is aligned
+        elif device >= 0:
+            alignment = t.data_ptr() & 15
+        place = device if device >= 0 else CPU
+        fields.append((t.shape, DTYPES.get(t.dtype), place, None, alignment))
+    return Description(fields, gaps, requires_grad)
 
 
 def numpy_dtype(dtype, argument):

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from ._native import allocate, native_stream, view
+from ._native import allocate, describe, native_stream, view
 
 
 class Kept:
@@ -16,12 +16,13 @@ class Kept:
 
     def __init__(self, weights, forget):
         self._references = [weakref.ref(w, forget) for w in weights if w is not None]
-        self.packed = self._seen = None
+        self.packed = self._seen = self.fields = None
 
     def renew(self, packed, weights):
         """Keep what was packed of the weights as they are now."""
         self.packed = packed
         self._seen = list(map(_state, weights))
+        self.fields = describe(weights).fields
 
     def is_of(self, weights):
         """Whether the weights are as they were, and none has come to need a gradient."""
@@ -30,7 +31,17 @@ class Kept:
     def drop(self):
         """Release the memory."""
         self._references = ()
-        self.packed = self._seen = None
+        self.packed = self._seen = self.fields = None
+
+
+def known_fields(tensors, positions):
+    """Return the fields of the specs of weights that are as they were when packed, by position."""
+    weights = [tensors[i] for i in positions]
+    ids = tuple(map(id, weights))
+    for key, kept in list(_KEPT.get(ids[0], {}).items()):
+        if key[2:] == ids and kept.is_of(weights):
+            return dict(zip(positions, kept.fields, strict=True))
+    return {}
 
 
 def _state(w):

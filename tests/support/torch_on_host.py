@@ -70,7 +70,8 @@ class Gpu:
                 return 0
 
         self._kind, self._describe = OnGpu, self.calling.describe
-        patch.setattr(self.calling, "describe", self._described)
+        for module in (self.calling, self.packing):
+            patch.setattr(module, "describe", self._described)
         patch.setattr(self.state, "thread_is_plain", lambda: True)
         patch.setattr(self.state, "is_plain", lambda value: isinstance(value, torch.Tensor))
         patch.setattr(self.state, "current_device", lambda: 0)
@@ -85,10 +86,10 @@ class Gpu:
         patch.setattr(self.packing, "_pack", self._pack)
         patch.setattr(self.packing, "_KEPT", {})
 
-    def _described(self, tensors, is_plain=None):
+    def _described(self, tensors, is_plain=None, known=()):
         """Describe tensors as those of a GPU: also gradients, which autograd makes plain ones."""
         on_gpu = (t.as_subclass(self._kind) if hasattr(t, "as_subclass") else t for t in tensors)
-        return self._describe(on_gpu, is_plain)
+        return self._describe(on_gpu, is_plain, known)
 
     def _prepare(self, stem, kernel, template, grid, block, pointers, scalars, shared=0,
                  persistent=False, dependent=False, cluster=1):  # fmt: skip
