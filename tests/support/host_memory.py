@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from sbnet_cupy.core import operator
+from sbnet_cupy.core.spec import ArraySpec
 
 GUARD, GUARD_BYTE = 256, 0x5A
 
@@ -54,5 +55,7 @@ def _fields_on_a_gpu(array):
     """What a plan may depend on, as for CuPy arrays."""
     if array is None:
         return None
+    if isinstance(array, ArraySpec):  # of packed weights
+        return tuple(array._replace(device=0))
     strides = None if array.flags.c_contiguous else array.strides
     return array.shape, array.dtype, 0, strides, array.ctypes.data % 16
