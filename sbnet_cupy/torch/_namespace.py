@@ -92,11 +92,6 @@ def ones(shape, dtype, like):
     return like.new_ones(shape, dtype=torch.bool if dtype is bool else dtype)
 
 
-def full(shape, value, dtype, like):
-    """Return a tensor of one value."""
-    return like.new_full(shape, value, dtype=dtype)
-
-
 def arange(size, like):
     """Return 0, 1, 2... as int32."""
     return torch.arange(size, dtype=torch.int32, device=like.device)

@@ -7,6 +7,7 @@ as on a GPU, and runs the kernel that g++ compiled on the memory at these addres
 import ctypes
 import importlib
 import math
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,10 +18,6 @@ from sbnet_cupy.core import operator
 from support.fused_on_host import BLACKWELL
 
 STREAM = 7
-_MODULES = (
-    "mask.reduce_mask", "gather_scatter.sparse_gather", "gather_scatter.sparse_scatter",
-    "conv.fused_conv", "bottleneck.fused_bottleneck",
-)  # fmt: skip
 _FACTS = {
     "sm_count": lambda: BLACKWELL.multiprocessors,
     "shared_bytes": lambda: BLACKWELL.shared_bytes,
@@ -79,10 +76,9 @@ class Gpu:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(kernels, "prepare", self._prepare)
         patch.setattr(operator, "_PLANS", {})
-        for name in _MODULES:
-            module = importlib.import_module(f"sbnet_cupy.block_sparse.{name}")
-            for fact, value in _FACTS.items():
-                patch.setattr(module, fact, value, raising=False)
+        for name in [name for name in sys.modules if name.startswith("sbnet_cupy.block_sparse")]:
+            for fact in _FACTS.keys() & vars(sys.modules[name]).keys():
+                patch.setattr(sys.modules[name], fact, _FACTS[fact])
         patch.setattr(self.packing, "_pack", self._pack)
         patch.setattr(self.packing, "_KEPT", {})
 
