@@ -1,12 +1,10 @@
 """copy_image: what a result shows where no block is active is a copy of another image."""
 
-import numpy as np
 
 from . import launch as kernels
 from .arrays import empty, is_cupy
 from .launch import THREADS
 from .operator import Operator, Plan
-from .spec import ArraySpec
 
 _VECTOR = 16  # bytes
 _LEAST = 1 << 20  # bytes; less, the driver copies in less time
@@ -64,12 +62,3 @@ def _copy_image_cuda(nbytes):
 COPY_IMAGE = Operator(
     "copy_image", arrays=("array", "out"), options=(), infer=_infer, plan=_plan, linear=("array",)
 )
-
-
-def launch_of_copy(device, nbytes, addresses):
-    """Return the launch that copies so many bytes, or None: for adapters.
-
-    ``addresses`` is the bitwise or of those of source and copy.
-    """
-    spec = ArraySpec((nbytes,), np.dtype(np.uint8), device, None, addresses % _VECTOR)
-    return COPY_IMAGE.plan_of((spec, spec), ()).launch

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from ..errors import DTypeError, ShapeError
 from ._conv_module import SparseConv2d, refusal
-from ._convolution import flatten_params
 from ._masks import check_nchw, find_active
+from .layers import fields_of
 
 # Computed everywhere, and cheap: one pass over the image, or nothing.
 _ELEMENTWISE = (
@@ -223,7 +223,7 @@ class _Stages:
         size = tuple(image.shape[2:])
         if size not in self.masks:
             self.masks[size] = _pool(self.mask, size)
-        key = (*size, *flatten_params(params))
+        key = (*size, fields_of(params))
         if key not in self.blocks:
             self.blocks[key] = find_active(self.masks[size], image, params, self.capacity)
         found = self.blocks[key]

@@ -197,7 +197,8 @@ def _plan(specs, options):
         unit = Unit(weights, bsize, rows, precision)
         return _plan_fused(plan_fused_bottleneck(inner, result, unit))
     fixed = {"block_params": block_params, "strides": strides, "precision": precision}
-    return Plan((result,), functools.partial(_gathered, **fixed), base=(13, 0))
+    base = (13, 0) if w_project is None else (13,)  # x itself is projected
+    return Plan((result,), functools.partial(_gathered, **fixed), base=base)
 
 
 def _plan_fused(plan):

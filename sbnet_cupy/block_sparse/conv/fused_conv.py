@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -397,21 +397,3 @@ FUSED_CONV = Operator(
     infer=_infer,
     plan=_plan,
 )  # fmt: skip
-
-
-class _Launch(NamedTuple):
-    how: tuple
-    pack: Any
-    run: Any
-
-
-def launch_of_conv(x, bin_counts, active_block_indices, out, w, bias, options):
-    """Return the launch of a call on a GPU: for adapters that do not plan themselves."""
-    arrays = (x, w, bin_counts, active_block_indices, None, bias, None, out)
-    try:
-        plan = FUSED_CONV.plan_for(arrays, options)
-    except NotImplementedError:  # the call went by way of the stack
-        return None
-    if isinstance(plan, PackedPlan):
-        return _Launch(plan.how, plan.pack, plan.launch)
-    return None

@@ -313,12 +313,6 @@ GATHER = Operator(
 )
 
 
-def launch_of_gather(x, bin_counts, active_block_indices, out, scale, shift, options):
-    """Return the launch of a call on a GPU: for adapters that do not plan themselves."""
-    arrays = (x, bin_counts, active_block_indices, out, scale, shift)
-    return GATHER.plan_for(arrays, options).launch
-
-
 def resolve_gather(*specs_and_options):
     """Check; return the shape of the blocks, the layout and the grid: for adapters."""
     x, bin_counts, active_block_indices, scale, shift, *options = specs_and_options

@@ -226,17 +226,21 @@ def plan_scatter(specs, layout, grid, add, overlap):
     launch = _sparse_scatter_cuda(blocks, out or results[0], layout, grid, add)
 
     def run(blocks, bin_counts, active_block_indices, x, out):
-        if x is not None:
-            copy_image(x, out)
+        _copy_below(x, out)
         launch(out, bin_counts, active_block_indices, blocks)
 
     return Plan(results, run, launch, operands=(4, 1, 2, 0), base=(3,))
 
 
+def _copy_below(x, out):
+    """Copy the image below the blocks, unless it is there already."""
+    if x is not None and not same_memory(x, out):
+        copy_image(x, out)
+
+
 def _nothing_scattered(blocks, bin_counts, active_block_indices, x, out):
     """Copy the image: there is no pixel of a block."""
-    if x is not None:
-        copy_image(x, out)
+    _copy_below(x, out)
 
 
 def _check_addable(x):
@@ -252,8 +256,7 @@ def scatter_numpy(
 
     ``x`` is None where ``y`` holds it already.
     """
-    if x is not None:
-        copy_image(x, y)
+    _copy_below(x, y)
     corners = find_corners(bin_counts, active_block_indices, grid)
     corners = meeting(corners, layout, grid.bsize)
     if not len(corners.rows):
@@ -360,8 +363,7 @@ def _scatter_overlap_cuda(
     blocks, bin_counts, active_block_indices, x, y, *, layout, grid, add
 ):  # fmt: skip
     """Chain the stack's rows by the cell of their corner, then let each cell apply its own."""
-    if x is not None:
-        copy_image(x, y)
+    _copy_below(x, y)
     rows = len(active_block_indices)
     first, count, reach = _cells(layout, grid)
     cells = (*first, *count)
@@ -445,11 +447,6 @@ SCATTER = Operator(
     gradient=_gradient,
     linear=("blocks", "x"),
 )
-
-
-def launch_of_scatter(y, bin_counts, active_block_indices, blocks, options):
-    """Return the launch of a call in place of y: for adapters that do not plan themselves."""
-    return SCATTER.plan_for((blocks, bin_counts, active_block_indices, y, y), options).launch
 
 
 def resolve_scatter(specs, *options):

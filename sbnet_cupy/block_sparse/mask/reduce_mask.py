@@ -3,7 +3,6 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -314,16 +313,3 @@ REDUCE_MASK = Operator(
     plan=_plan,
     results=(),
 )
-
-
-class _MaskLaunch(NamedTuple):
-    blocks: tuple
-    rows: int
-    slots: int
-    run: Any
-
-
-def launch_of_mask(mask, options):
-    """Return the launch for a CuPy mask with pixels: for adapters that do not plan themselves."""
-    plan = REDUCE_MASK.plan_for((mask,), options)
-    return _MaskLaunch(plan.blocks, plan.results[1].shape[0], plan.workspace, plan.launch)
