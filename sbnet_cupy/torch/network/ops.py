@@ -1,0 +1,193 @@
+"""The seam to kernels: rims through the table, and convolution with all that follows it.
+
+Everything that computes on the stack and looks at neighbours comes through :func:`halo` and
+:func:`conv`. Here they are plain PyTorch operations: the reference, and what a CPU runs. A stack is
+``[M, C, b, b]`` and lies in memory as ``[M, b, b, C]``.
+"""
+
+import torch
+from torch.nn import functional as F
+
+ACTIVATIONS = {
+    "relu": (F.relu, torch.relu_),
+    "relu6": (F.relu6, lambda x: F.relu6(x, inplace=True)),
+    "silu": (F.silu, lambda x: F.silu(x, inplace=True)),
+    "gelu": (F.gelu, F.gelu),
+    "hardswish": (F.hardswish, lambda x: F.hardswish(x, inplace=True)),
+    "hardsigmoid": (F.hardsigmoid, lambda x: F.hardsigmoid(x, inplace=True)),
+    "sigmoid": (torch.sigmoid, torch.sigmoid_),
+    "tanh": (torch.tanh, torch.tanh_),
+}
+
+# A rim of a few pixels around a small block is most of what a convolution would read: below this
+# many pixels a block, the CPU makes rows of all pixels under the kernel, one for each output.
+_COLUMNS_BELOW = 36
+
+
+def halo(x, table, block, size, pads, fill=0.0, mode="zeros"):
+    """Return each block with its rim: ``[M, C, b, b]`` to ``[M, C, top + b + bottom, ...]``.
+
+    Parameters
+    ----------
+    x : tensor, shape (M, C, *block)
+        The stack.
+    table : BlockTable
+        Where its blocks lie.
+    block, size : (int, int)
+        A block and the image, in pixels of this stage.
+    pads : (int, int, int, int)
+        Rim at the top, bottom, left and right; negative numbers cut pixels off.
+    fill : float
+        What lies outside the image; what lies in no active block is 0.
+    mode : {"zeros", "replicate", "reflect", "circular"}
+        What lies outside the image: ``fill``, or pixels of the image.
+    """
+    index, held, inside = table.window(block, size, pads, mode)
+    taken = _take(x, table, index, held, ("window", block, size, pads, mode))
+    if fill != 0 and mode == "zeros":
+        taken = torch.where(inside[..., None], taken, fill)
+    return taken.permute(0, 3, 1, 2)
+
+
+def _take(x, table, index, held, key):
+    """Return pixels of the stack at ``index [M, ...]``, 0 where nothing is held: ``[M, ..., C]``."""
+    pixels = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+    taken = pixels.index_select(0, index.reshape(-1)).view(*index.shape, x.shape[1])
+    if x.is_cuda:
+        return torch.where(held[..., None], taken, 0)
+    missing = table.keep(("missing", *key), lambda: (~held).reshape(-1).nonzero()[:, 0])
+    if missing.numel():
+        taken.view(-1, x.shape[1]).index_fill_(0, missing, 0)
+    return taken
+
+
+def conv(
+    x, table, block, size, weight, bias, *, stride=(1, 1), pads=(0, 0, 0, 0), dilation=(1, 1),
+    groups=1, fill=0.0, mode="zeros", residual=None, activation=None,
+):  # fmt: skip
+    """Convolve a stack: ``activation(conv(x) + bias + residual)``, ``[M, Cout, b / s, b / s]``.
+
+    Parameters
+    ----------
+    weight : tensor, shape (Cout, Cin / groups, kh, kw)
+        channels_last in memory where speed matters.
+    bias : tensor, shape (Cout,), or None
+        Any scale is in the weight already.
+    stride, dilation : (int, int)
+        Strides divide the block.
+    residual : tensor, shape (M, Cout, b / s, b / s), or None
+        Added before the activation.
+    activation : str or None
+        A name in ``ACTIVATIONS``.
+    """
+    if table.whole:
+        y = _conv_picture(x, weight, bias, stride, pads, dilation, groups, fill, mode)
+    else:
+        y = _conv_stack(
+            x, table, block, size, weight, bias, stride, pads, dilation, groups, fill, mode
+        )
+    return finish(y, residual, activation)
+
+
+def finish(y, residual, activation):
+    """Add a residual to a result that nobody else has, and apply an activation."""
+    plain = not (torch.is_grad_enabled() and y.requires_grad)
+    if residual is not None:
+        y = y.add_(residual) if plain and residual.dtype == y.dtype else y + residual
+    if activation is None:
+        return y
+    return ACTIVATIONS[activation][plain](y)
+
+
+def _conv_picture(x, weight, bias, stride, pads, dilation, groups, fill, mode):
+    top, bottom, left, right = pads
+    if mode == "zeros" and fill == 0 and top == bottom and left == right:
+        return F.conv2d(x, weight, bias, stride, (top, left), dilation, groups)
+    around = (left, right, top, bottom)
+    x = F.pad(x, around, value=fill) if mode == "zeros" else F.pad(x, around, mode=mode)
+    return F.conv2d(x, weight, bias, stride, 0, dilation, groups)
+
+
+def _conv_stack(x, table, block, size, weight, bias, stride, pads, dilation, groups, fill, mode):
+    kernel = tuple(weight.shape[2:])
+    if kernel == (1, 1) and not any(pads) and groups == 1:
+        if stride != (1, 1):
+            x = x[:, :, :: stride[0], :: stride[1]]
+        return _pointwise(x, weight, bias)
+    rims = rim(kernel, stride, pads, dilation)
+    out = (block[0] // stride[0], block[1] // stride[1])
+    few = out[0] * out[1] < _COLUMNS_BELOW and kernel != (1, 1)
+    if few and groups == 1 and fill == 0 and not x.is_cuda:
+        columns = _columns(x, table, block, size, rims, mode, kernel, stride, dilation)
+        flat = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
+        y = F.conv2d(columns, flat, bias)
+        return y.permute(0, 2, 3, 1).reshape(-1, *out, y.shape[1]).permute(0, 3, 1, 2)
+    x = halo(x, table, block, size, rims, fill, mode)
+    return F.conv2d(x, weight, bias, stride, 0, dilation, groups)
+
+
+def rim(kernel, stride, pads, dilation):
+    """Return the rim (top, bottom, left, right) that a window needs around a block."""
+    reach = [d * (k - 1) + 1 - s for k, d, s in zip(kernel, dilation, stride, strict=True)]
+    return pads[0], reach[0] - pads[0], pads[2], reach[1] - pads[2]
+
+
+def _pointwise(x, weight, bias):
+    """Convolve single pixels, all blocks as one picture."""
+    m, c, h, w = x.shape
+    rows = x.permute(0, 2, 3, 1).reshape(1, m * h, w, c).permute(0, 3, 1, 2)
+    y = F.conv2d(rows, weight, bias)
+    return y.permute(0, 2, 3, 1).reshape(m, h, w, -1).permute(0, 3, 1, 2)
+
+
+def _columns(x, table, block, size, rims, mode, kernel, stride, dilation):
+    """Return the pixels under the kernel for each output: ``[1, kh * kw * C, M * h', w']``."""
+    key = ("columns", block, size, rims, mode, kernel, stride, dilation)
+
+    def make():
+        index, held, _ = table.window(block, size, rims, mode)
+        return [_under(t, kernel, stride, dilation) for t in (index, held)]
+
+    index, held = table.keep(key, make)
+    taken = _take(x, table, index, held, key)  # [M, h', w', kh, kw, C]
+    m, h, w = index.shape[:3]
+    return taken.reshape(1, m * h, w, -1).permute(0, 3, 1, 2)
+
+
+def _under(index, kernel, stride, dilation):
+    """Return what lies under the kernel at each place: ``[M, h', w', kh, kw]``."""
+    span = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    windows = index.unfold(1, span[0], stride[0]).unfold(2, span[1], stride[1])
+    return windows[..., :: dilation[0], :: dilation[1]].contiguous()
+
+
+def conv_transpose(
+    x, table, block, size, weight, bias, *, stride, padding, dilation, groups, out_size
+):
+    """Convolve a stack transposed: ``[M, Cout, b * s, b * s]``."""
+    if table.whole:
+        spans = [
+            (n - 1) * s - 2 * p + d * (k - 1) + 1
+            for n, s, p, d, k in zip(
+                size, stride, padding, dilation, weight.shape[2:], strict=True
+            )
+        ]
+        extra = [o - s for o, s in zip(out_size, spans, strict=True)]
+        return F.conv_transpose2d(x, weight, bias, stride, padding, extra, groups, dilation)
+    before, after = [], []
+    for b, k, s, p, d in zip(block, weight.shape[2:], stride, padding, dilation, strict=True):
+        before.append(max(-(-(d * (k - 1) - p) // s), 0))
+        after.append(max((b * s - 1 + p) // s - (b - 1), 0))
+    rims = (before[0], after[0], before[1], after[1])
+    x = halo(x, table, block, size, rims) if any(rims) else x
+    y = F.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
+    starts = [p + r * s for p, r, s in zip(padding, before, stride, strict=True)]
+    wanted = [b * s for b, s in zip(block, stride, strict=True)]
+    short = [
+        max(a + w - n, 0) for a, w, n in zip(starts, wanted, y.shape[2:], strict=True)
+    ]
+    if any(short):
+        y = F.pad(y, (0, short[1], 0, short[0]))
+    y = y[:, :, starts[0] : starts[0] + wanted[0], starts[1] : starts[1] + wanted[1]]
+    y = y if bias is None else y + bias[:, None, None]
+    return y.contiguous(memory_format=torch.channels_last)

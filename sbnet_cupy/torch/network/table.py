@@ -1,0 +1,264 @@
+"""Where the blocks of a call lie: the list, the grid, and the pixels that windows read.
+
+A table is made once from the mask. The image is cut into blocks of ``block`` input pixels; after a
+stride the same blocks are smaller, so one list of blocks serves all stages of a network.
+"""
+
+import torch
+from torch.nn import functional as F
+
+INSIDE_MODES = ("replicate", "reflect", "circular")
+
+
+class Table:
+    """What the two kinds of tables share: the batch, the grid, and the active blocks in it.
+
+    Attributes
+    ----------
+    batch : int
+        Images.
+    grid : (int, int)
+        Blocks of an image, down and across.
+    on : bool tensor, shape (N, *grid)
+        The active blocks.
+    full : bool
+        Whether every block is known on the host to be active.
+    """
+
+    whole = False
+
+    def __init__(self, on, block, size, full):
+        self.batch, *grid = on.shape
+        self.grid = tuple(grid)
+        self.on, self.block, self.size, self.full = on, block, size, full
+        self.device = on.device
+        self.block_of = {size: block}  # of each size of an image that a stage has
+        self.kept = {}
+        self.plans = {}
+        self.trace = None
+        self.weights = None
+        self.borders = False
+        self.reduced = None
+
+    def keep(self, key, make):
+        """Return what ``make()`` returned for this key, made once in a call."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def fits(self, block, size):
+        """Whether the blocks of the grid cover an image of this size."""
+        return all(s <= g * b for s, g, b in zip(size, self.grid, block, strict=True))
+
+    def active_map(self, block, size):
+        """Return which pixels of a stage lie in active blocks: bool ``[N, H, W]``."""
+
+        def make():
+            rows = self.on.repeat_interleave(block[0], 1)[:, : size[0]]
+            return rows.repeat_interleave(block[1], 2)[:, :, : size[1]]
+
+        return self.keep(("map", block, size), make)
+
+    def active_pixels(self, block, size):
+        """Return how many pixels of each image lie in active blocks: int64 ``[N]``."""
+        return self.keep(
+            ("pixels", block, size), lambda: self.active_map(block, size).sum((1, 2))
+        )
+
+
+class BlockTable(Table):
+    """Active blocks as rows of a stack ``[M, C, b, b]``.
+
+    Parameters
+    ----------
+    on : bool tensor, shape (N, *grid)
+        The active blocks.
+    room : int
+        Rows of the stack, at least 1. Active blocks past them are left out.
+    count : int or None
+        How many are active, where the host knows it.
+    block, size : (int, int)
+        A block and the image in input pixels.
+    """
+
+    def __init__(self, on, room, count, block, size):
+        super().__init__(on, block, size, full=False)
+        self.rows, self.count = room, count
+        flat = on.reshape(-1)
+        ranks = flat.cumsum(0) - 1
+        self.taken = flat & (ranks < room)
+        place = torch.where(self.taken, ranks, room)  # row of each block, `room` for none
+        cells = torch.arange(flat.numel(), device=on.device)
+        listed = torch.full((room + 1,), flat.numel(), device=on.device).scatter_(0, place, cells)
+        self.cells = listed[:room]  # block of each row, past the last block for none
+        self.live = self.cells < flat.numel()
+        self.known_live = count is not None and count >= room
+        self.place = place.view(on.shape)
+        if not self.known_live:
+            self.on = self.taken.view(on.shape)
+        inner = self.cells.clamp(max=max(flat.numel() - 1, 0))
+        gh, gw = self.grid
+        self.image = inner // (gh * gw)
+        self.down, self.across = inner // gw % gh, inner % gw
+
+    def inside(self, block, size):
+        """Return which pixels of the stack lie in the image and in a listed block."""
+
+        def make():
+            rows = self._pixels(self.down, block[0], 0, 0) < size[0]
+            columns = self._pixels(self.across, block[1], 0, 0) < size[1]
+            return rows[:, :, None] & columns[:, None, :] & self.live[:, None, None]
+
+        return self.keep(("inside", block, size), make)
+
+    @staticmethod
+    def _pixels(cell, length, before, after):
+        offsets = torch.arange(-before, length + after, device=cell.device)
+        return cell[:, None] * length + offsets
+
+    def window(self, block, size, pads, mode="zeros"):
+        """Return where each pixel of a block with its rim lies in the flattened stack.
+
+        ``pads`` is (top, bottom, left, right), where negative numbers cut off. Returns int64 indices
+        ``[M, h, w]``, 0 where there is nothing; which of them hold something; and which lie inside
+        the image.
+        """
+        return self.keep(
+            ("window", block, size, pads, mode), lambda: self._window(block, size, pads, mode)
+        )
+
+    def _window(self, block, size, pads, mode):
+        top, bottom, left, right = pads
+        y, rows = _into(self._pixels(self.down, block[0], top, bottom), size[0], mode)
+        x, columns = _into(self._pixels(self.across, block[1], left, right), size[1], mode)
+        return self.at(block, y, x, rows, columns)
+
+    def at(self, block, y, x, rows, columns):
+        """Return the indices of pixels ``y [M, h]`` by ``x [M, w]`` of each row's image."""
+        place = self.place[
+            self.image[:, None, None], (y // block[0])[:, :, None], (x // block[1])[:, None, :]
+        ]
+        inside = rows[:, :, None] & columns[:, None, :] & self.live[:, None, None]
+        held = inside & (place < self.rows)
+        offset = (y % block[0] * block[1])[:, :, None] + (x % block[1])[:, None, :]
+        return torch.where(held, place * (block[0] * block[1]) + offset, 0), held, inside
+
+    def gather(self, image, block, hw):
+        """Cut an image ``[N, ...]`` with height and width at ``hw`` into the stack's blocks."""
+        order = _to_front(image.dim(), hw)
+        y = image.permute(order)
+        short = [g * b - s for g, b, s in zip(self.grid, block, y.shape[1:3], strict=True)]
+        if any(short):
+            y = F.pad(y, [0, 0] * (y.dim() - 3) + [0, short[1], 0, short[0]])
+        y = y.unflatten(1, (self.grid[0], block[0])).unflatten(3, (self.grid[1], block[1]))
+        y = y.transpose(2, 3)[self.image, self.down, self.across]
+        return y.permute(_inverse(order))
+
+    def scatter(self, value, block, size, hw):
+        """Lay a stack out as an image, 0 where no listed block lies."""
+        order = _to_front(value.dim(), hw)
+        y, (gh, gw) = value.permute(order), self.grid
+        rest = y.shape[3:]
+        if self.known_live:
+            out = y.new_zeros(self.batch, gh, block[0], gw, block[1], *rest)
+            out.transpose(2, 3)[self.image, self.down, self.across] = y
+            out = out.flatten(3, 4).flatten(1, 2)
+        else:  # rows past the count fall into one more block, which is dropped
+            out = y.new_zeros(self.batch * gh * gw + 1, *block, *rest)
+            out = out.index_copy(0, self.cells, y)[:-1].unflatten(0, (self.batch, gh, gw))
+            out = out.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return out[:, : size[0], : size[1]].permute(_inverse(order))
+
+    def spread(self, per_image):
+        """Repeat what is given for each image for each of its rows."""
+        return per_image.index_select(0, self.image)
+
+    def sum_pixels(self, value, block, size, hw):
+        """Sum active pixels inside the image: ``[M, ...]`` to ``[N, ...]`` without ``hw``."""
+        inside = self.inside(block, size)
+        shape = [value.shape[0]] + [1] * (value.dim() - 1)
+        shape[hw[0]], shape[hw[1]] = block
+        rows = torch.where(inside.view(shape), value, 0).sum(hw)
+        zero = rows.new_zeros(1, *rows.shape[1:])
+        return torch.cat([rows, zero])[self.place.view(self.batch, -1)].sum(1)
+
+    def mean_inside(self, value, block, size):
+        """Return the mean and biased variance of each channel, over active pixels inside."""
+        inside = self.inside(block, size)[:, None]
+        return _moments(value, inside)
+
+
+class PictureTable(Table):
+    """Whole images in place of blocks, kept 0 outside the active blocks: for well filled masks."""
+
+    whole = True
+
+    def __init__(self, on, block, size, full, count):
+        super().__init__(on, block, size, full)
+        self.count, self.rows = count, on[0].numel() * self.batch
+        self.known_live = full
+
+    def _mask(self, value, block, size, hw):
+        shape = [self.batch] + [1] * (value.dim() - 1)
+        shape[hw[0]], shape[hw[1]] = size
+        return self.active_map(block, size).view(shape)
+
+    def gather(self, image, block, hw):
+        """Zero an image outside active blocks."""
+        if self.full:
+            return image
+        size = (image.shape[hw[0]], image.shape[hw[1]])
+        return torch.where(self._mask(image, block, size, hw), image, 0)
+
+    def scatter(self, value, block, size, hw):
+        """Zero an image outside active blocks."""
+        return self.gather(value, block, hw)
+
+    def spread(self, per_image):
+        """Return what is given for each image."""
+        return per_image
+
+    def sum_pixels(self, value, block, size, hw):
+        """Sum active pixels."""
+        return self.gather(value, block, hw).sum(hw)
+
+    def mean_inside(self, value, block, size):
+        """Return the mean and biased variance of each channel, over active pixels."""
+        return _moments(value, self._mask(value, block, size, (2, 3)))
+
+
+def _moments(value, inside):
+    wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    count = inside.sum().clamp(min=1)
+    mean = torch.where(inside, wide, 0).sum((0, 2, 3)) / count
+    apart = torch.where(inside, wide - mean[:, None, None], 0)
+    return mean, apart.square().sum((0, 2, 3)) / count, count
+
+
+def _into(at, length, mode):
+    """Map positions into ``0 .. length - 1``; say which of them are pixels of the image."""
+    inside = (at >= 0) & (at < length)
+    if mode == "zeros":
+        return at.clamp(0, length - 1), inside
+    if mode == "reflect":
+        at = (length - 1 - (length - 1 - at.abs()).abs()).clamp(0, length - 1)
+    elif mode == "circular":
+        at = at % length
+    return at.clamp(0, length - 1), torch.ones_like(inside)
+
+
+def _to_front(dims, hw):
+    return (0, *hw, *(i for i in range(1, dims) if i not in hw))
+
+
+def _inverse(order):
+    return tuple(order.index(i) for i in range(len(order)))
+
+
+def active_blocks(mask, block):
+    """Return which blocks of a mask ``[N, H, W]`` hold a set pixel: bool ``[N, gh, gw]``."""
+    n, h, w = mask.shape
+    grid = (-(-h // block[0]), -(-w // block[1]))
+    short = (0, grid[1] * block[1] - w, 0, grid[0] * block[0] - h)
+    mask = F.pad(mask, short) if any(short) else mask
+    return mask.view(n, grid[0], block[0], grid[1], block[1]).any(4).any(2)
