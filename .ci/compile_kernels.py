@@ -16,7 +16,7 @@ from pathlib import Path
 
 import paper_stages
 
-from sbnet_cupy import _kernels
+from sbnet_cupy.core import compile as compiling
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -63,7 +63,7 @@ def batches(instantiations):
     """Yield (stem, name expressions) of one program each."""
     by_stem = {}
     for stem, kernel, template in sorted(instantiations, key=repr):
-        by_stem.setdefault(stem, []).append(_kernels.name_expression(kernel, template))
+        by_stem.setdefault(stem, []).append(compiling.name_expression(kernel, template))
     for stem, expressions in by_stem.items():
         for start in range(0, len(expressions), PER_PROGRAM):
             yield stem, expressions[start : start + PER_PROGRAM]
@@ -71,7 +71,7 @@ def batches(instantiations):
 
 def compile_program(stem, expressions, arch):
     """Return (stem, expression, bytes of stack frame, spill stores, spill loads) of each kernel."""
-    _, symbols, log = _kernels.compile_cubin(stem, expressions, arch)
+    _, symbols, log = compiling.compile_cubin(stem, expressions, arch)
     used = {symbol: tuple(map(int, numbers)) for symbol, *numbers in FUNCTION.findall(log)}
     return [(stem, expression, *used[symbols[expression]]) for expression in expressions]
 

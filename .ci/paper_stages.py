@@ -5,9 +5,12 @@ They depend on the GPU: on its shared memory, its multiprocessors and its instru
 
 import itertools
 
-from sbnet_cupy.ops._bottleneck_plan import UnitCase, plan_bottleneck
-from sbnet_cupy.ops._fused_plan import Case, Device, plan_for
+from sbnet_cupy.block_sparse.bottleneck.plan import UnitCase, plan_bottleneck
+from sbnet_cupy.block_sparse.conv.plan import Case, plan_for
+from sbnet_cupy.core.device import Device
 
+CONV = "block_sparse/conv/fused_conv"
+UNIT = "block_sparse/bottleneck/fused_bottleneck"
 _KIB = 1 << 10
 DEVICES = {  # of each architecture the most common
     "sm_75": Device(40, 64 * _KIB, hopper=False, bulk_copy=False, tensor_floats=False),
@@ -38,8 +41,8 @@ def instantiations(arch):
         case = Case(*number, channels, channels, (3, 3), (1, 1), True, True, 0)
         plan = plan_for(case, blocks, bsize, pixels, device)
         for key in (
-            ("fused_conv", "fused_conv", plan.template(case)),
-            ("fused_conv", "pack_weights", plan.pack_template(case)),
+            (CONV, "fused_conv", plan.template(case)),
+            (CONV, "pack_weights", plan.pack_template(case)),
         ):
             if launched(arch, *key):
                 found[key] = None
@@ -58,8 +61,8 @@ def _units(arch):
         if plan is None or (tight and case.element_bytes != 2):
             continue
         for key in (
-            ("fused_bottleneck", "fused_bottleneck", plan.template(case)),
-            ("fused_bottleneck", "pack_bottleneck", plan.pack_template(case)),
+            (UNIT, "fused_bottleneck", plan.template(case)),
+            (UNIT, "pack_bottleneck", plan.pack_template(case)),
         ):
             if launched(arch, *key):
                 found[key] = None

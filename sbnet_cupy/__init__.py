@@ -1,24 +1,24 @@
 """Block-sparse convolution on CuPy and NumPy arrays: compute only where a mask says it matters."""
 
+from .block_sparse.active_blocks import ActiveBlocks
+from .block_sparse.bottleneck.fused_bottleneck import fused_bottleneck
+from .block_sparse.bottleneck.res_block import sparse_res_block_bottleneck
+from .block_sparse.bottleneck.res_block_grad import sparse_res_block_bottleneck_grad
+from .block_sparse.bottleneck.weights import BottleneckWeights, PackedBottleneck
+from .block_sparse.conv.fused_conv import fused_conv
+from .block_sparse.conv.sparse_conv2d import mask_conv2d, sparse_conv2d
+from .block_sparse.conv.sparse_conv2d_grad import sparse_conv2d_grad
+from .block_sparse.conv.weights import PackedWeights
+from .block_sparse.gather_scatter.sparse_gather import sparse_gather
+from .block_sparse.gather_scatter.sparse_gather_grad import sparse_gather_grad
+from .block_sparse.gather_scatter.sparse_scatter import sparse_scatter, sparse_scatter_var
+from .block_sparse.gather_scatter.sparse_scatter_grad import sparse_scatter_grad
+from .block_sparse.mask import masks
+from .block_sparse.mask.reduce_mask import reduce_mask
 from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
+from .dense.conv2d import conv2d
+from .dense.conv2d_grad import conv2d_grad
 from .errors import CapacityError, DeviceError, DTypeError, ShapeError
-from .layers import masks
-from .layers.residual import sparse_res_block_bottleneck
-from .layers.residual_grad import sparse_res_block_bottleneck_grad
-from .layers.sparse_conv import mask_conv2d, sparse_conv2d
-from .layers.sparse_conv_grad import sparse_conv2d_grad
-from .ops._packed_weights import PackedWeights
-from .ops.active_blocks import ActiveBlocks
-from .ops.bottleneck_weights import BottleneckWeights, PackedBottleneck
-from .ops.conv2d import conv2d
-from .ops.conv2d_grad import conv2d_grad
-from .ops.fused_bottleneck import fused_bottleneck
-from .ops.fused_conv import fused_conv
-from .ops.reduce_mask import reduce_mask
-from .ops.sparse_gather import sparse_gather
-from .ops.sparse_gather_grad import sparse_gather_grad
-from .ops.sparse_scatter import sparse_scatter, sparse_scatter_var
-from .ops.sparse_scatter_grad import sparse_scatter_grad
 
 __version__ = "0.1.0"
 

@@ -108,20 +108,20 @@ def info():
     return 0
 
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def bench(options):
     """Run the benchmarks, which lie beside the package in a checkout; return the exit code."""
-    if not (BENCHMARKS / "bench_sparse_gather.py").is_file():
+    if not (CHECKOUT / "benchmarks" / "harness" / "run.py").is_file():
         message = "benchmarks come with the source checkout, and this is an installed package"
         print(f"sbnet-cupy bench: {message}", file=sys.stderr)
         return 2
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.insert(0, str(BENCHMARKS))
-    import _run
+    if sys.path[0] != str(CHECKOUT):  # before any other package of that name
+        sys.path.insert(0, str(CHECKOUT))
+    from benchmarks.harness import run
 
-    return _run.run(options)
+    return run.run(options)
 
 
 def _gpu():

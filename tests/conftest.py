@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cupy import TORCH_CUDA, FakeCupy
-from frameworks import FRAMEWORKS
 from hypothesis import settings
-from torch_cases import DEVICES, on_device
+
+from support.fake_cupy import TORCH_CUDA, FakeCupy
+from support.frameworks import FRAMEWORKS
+from support.torch_cases import DEVICES, on_device
 
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("few", deadline=None, derandomize=True, max_examples=8)
@@ -27,7 +28,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave GPU memory to the others
 
 REQUIRED = {name.strip() for name in os.environ.get("SBNET_REQUIRE", "").split(",") if name.strip()}
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODULES = ("skimage", "matplotlib", "rich")
 
 
@@ -223,9 +224,9 @@ def benchmarks():
     """Modules of the benchmarks can be imported, and what they need is there."""
     require("demo")
     require("torch")
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path.insert(0, str(ROOT))
     yield
-    sys.path.remove(str(BENCHMARKS))
+    sys.path.remove(str(ROOT))
 
 
 @pytest.fixture
@@ -235,6 +236,7 @@ def fake_gpu(benchmarks, monkeypatch, torch):
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy())
     for name, fake in TORCH_CUDA.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(importlib.import_module("_machine"), "_output", lambda command: None)
+    machine = importlib.import_module("benchmarks.harness.machine")
+    monkeypatch.setattr(machine, "_output", lambda command: None)
     sizes = dict.fromkeys((True, False), 1 << 16)
-    monkeypatch.setattr(importlib.import_module("_ceiling"), "GPU_BYTES", sizes)
+    monkeypatch.setattr(importlib.import_module("benchmarks.harness.ceiling"), "GPU_BYTES", sizes)

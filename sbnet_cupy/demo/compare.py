@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import reduce_mask, sparse_scatter
-from .._arrays import is_cupy, namespace
+from ..core.arrays import is_cupy, namespace
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from .. import (
     masks,
     sparse_res_block_bottleneck,
 )
-from ..layers.birds_eye import cell_index
+from ..block_sparse.mask.birds_eye import cell_index
 from .compare import compare
 from .inputs import DemoError, check_size, read_mask, read_points
 from .report import Report

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 
-from .._arrays import empty, library_of
-from ..blocks import BlockParams
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.block_params import BlockParams
+from ..block_sparse.bottleneck.weights import BottleneckWeights
+from ..core.arrays import empty, library_of
 from ..errors import DeviceError, DTypeError
-from ..ops.active_blocks import ActiveBlocks
-from ..ops.bottleneck_weights import BottleneckWeights
 from ._callbacks import has_gpu
 
 jax.tree_util.register_dataclass(

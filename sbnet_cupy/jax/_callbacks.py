@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError("sbnet_cupy.jax needs JAX; pip install 'sbnet-cupy[jax]'") from error
 
-from .._kernels import enqueue, recorded
+from ..core.launch import enqueue, recorded
 
 
 def _find_buffer_callback():

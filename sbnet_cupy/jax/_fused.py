@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from .._arrays import compute_dtype
-from ..ops.bottleneck_weights import BottleneckWeights
-from ..ops.fused_bottleneck import fused_bottleneck
-from ..ops.fused_bottleneck import packed_bytes as packed_unit_bytes
-from ..ops.fused_conv import fused_conv
-from ..ops.fused_conv import packed_bytes as packed_conv_bytes
+from ..block_sparse.bottleneck.fused_bottleneck import fused_bottleneck
+from ..block_sparse.bottleneck.fused_bottleneck import packed_bytes as packed_unit_bytes
+from ..block_sparse.bottleneck.weights import BottleneckWeights
+from ..block_sparse.conv.fused_conv import fused_conv
+from ..block_sparse.conv.fused_conv import packed_bytes as packed_conv_bytes
+from ..core.arrays import compute_dtype
 from ._arguments import stand_ins
 from ._callbacks import allocating_from, call, has_gpu, piece_bytes, vary_alike
 from ._gathered import gathered_conv, gathered_unit

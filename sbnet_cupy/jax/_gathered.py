@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..blocks import BlockParams
-from ..ops.conv2d import Problem
+from ..block_sparse.block_params import BlockParams
+from ..dense.conv2d import Problem
 from ._operations import affine
 from .ops import sparse_gather, sparse_scatter
 

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from .._arrays import compute_dtype
-from ..ops._grid import Grid, resolve_layout
-from ..ops._mask_plan import scratch_slots
-from ..ops.reduce_mask import reduce_mask_into
-from ..ops.sparse_gather import sparse_gather
-from ..ops.sparse_scatter import scratch_sizes, sparse_scatter
+from ..block_sparse.gather_scatter.sparse_gather import sparse_gather
+from ..block_sparse.gather_scatter.sparse_scatter import scratch_sizes, sparse_scatter
+from ..block_sparse.grid import Grid, resolve_layout
+from ..block_sparse.mask.plan import scratch_slots
+from ..block_sparse.mask.reduce_mask import reduce_mask_into
+from ..core.arrays import compute_dtype
 from ._callbacks import allocating_from, call, piece_bytes, vary_alike
 from ._mapped import one_by_one, one_list, spread
 

@@ -1,14 +1,20 @@
 """sparse_conv2d and sparse_res_block_bottleneck for JAX: what they take, and which way they go."""
 
-from .._arrays import check_array
-from ..blocks import calc_block_params, calc_block_params_res_block, output_size, pair
-from ..layers.residual import goes_fused as goes_fused_unit
-from ..layers.residual import what_is_uncovered
-from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
-from ..layers.sparse_conv import goes_fused as goes_fused_conv
-from ..ops._grid import check_indices
-from ..ops.bottleneck_weights import BottleneckWeights, check_unit
-from ..ops.conv2d import check_precision, resolve_problem
+from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
+from ..block_sparse.bottleneck.res_block import goes_fused as goes_fused_unit
+from ..block_sparse.bottleneck.res_block import what_is_uncovered
+from ..block_sparse.bottleneck.weights import BottleneckWeights, check_unit
+from ..block_sparse.checks import (
+    check_base,
+    check_block_params,
+    check_indices,
+    check_method,
+    split_indices,
+)
+from ..block_sparse.conv.sparse_conv2d import goes_fused as goes_fused_conv
+from ..core.checks import check_array
+from ..core.sizes import output_size, pair
+from ..dense.conv2d import check_precision, resolve_problem
 from ._arguments import computes_on_gpu, stand_ins
 from ._fused import conv_op, unit_op
 from ._gathered import ConvSpec, UnitSpec, gathered_conv, gathered_unit

@@ -4,12 +4,12 @@ import math
 
 import jax
 
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.gather_scatter.sparse_gather import resolve_gather
+from ..block_sparse.gather_scatter.sparse_scatter import resolve_scatter
+from ..block_sparse.mask.reduce_mask import reduce_mask as core_reduce_mask
+from ..block_sparse.mask.reduce_mask import resolve_mask
 from ..errors import ShapeError
-from ..ops.active_blocks import ActiveBlocks
-from ..ops.reduce_mask import reduce_mask as core_reduce_mask
-from ..ops.reduce_mask import resolve_mask
-from ..ops.sparse_gather import resolve_gather
-from ..ops.sparse_scatter import resolve_scatter
 from ._arguments import stand_ins
 from ._operations import GatherSpec, MaskSpec, ScatterSpec, gather_op, mask_op, scatter_op
 

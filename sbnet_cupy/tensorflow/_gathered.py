@@ -5,7 +5,7 @@ Also the gradient of the layers, however they were computed: TensorFlow differen
 
 import tensorflow as tf
 
-from .._arrays import compute_dtype
+from ..core.arrays import compute_dtype
 from .ops import affine, sparse_gather, sparse_scatter
 
 

@@ -9,10 +9,10 @@ except ImportError as error:
         "sbnet_cupy.tensorflow needs TensorFlow; pip install 'sbnet-cupy[tensorflow]'"
     ) from error
 
-from .._arrays import library_of
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.bottleneck.weights import BottleneckWeights
+from ..core.arrays import library_of
 from ..errors import DeviceError, DTypeError, ShapeError
-from ..ops.active_blocks import ActiveBlocks
-from ..ops.bottleneck_weights import BottleneckWeights
 
 _OLDEST = (2, 18)
 if tuple(map(int, tf.__version__.split(".")[:2])) < _OLDEST:

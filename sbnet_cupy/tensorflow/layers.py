@@ -2,16 +2,22 @@
 
 import tensorflow as tf
 
-from .._arrays import check_array
-from ..blocks import calc_block_params, calc_block_params_res_block, output_size, pair
+from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
+from ..block_sparse.bottleneck.res_block import goes_fused, what_is_uncovered
+from ..block_sparse.bottleneck.res_block import sparse_res_block_bottleneck as core_unit
+from ..block_sparse.bottleneck.weights import BottleneckWeights, check_unit
+from ..block_sparse.checks import (
+    check_base,
+    check_block_params,
+    check_indices,
+    check_method,
+    split_indices,
+)
+from ..block_sparse.conv.sparse_conv2d import sparse_conv2d as core_conv2d
+from ..core.checks import check_array
+from ..core.sizes import output_size, pair
+from ..dense.conv2d import check_precision, resolve_problem
 from ..errors import ShapeError
-from ..layers.residual import goes_fused, what_is_uncovered
-from ..layers.residual import sparse_res_block_bottleneck as core_unit
-from ..layers.sparse_conv import check_base, check_block_params, check_method, split_indices
-from ..layers.sparse_conv import sparse_conv2d as core_conv2d
-from ..ops._grid import check_indices
-from ..ops.bottleneck_weights import BottleneckWeights, check_unit
-from ..ops.conv2d import check_precision, resolve_problem
 from ._gathered import gathered_conv, gathered_unit
 from ._tensors import present, run, stand_ins, tensors
 

@@ -4,16 +4,16 @@ import functools
 
 import tensorflow as tf
 
-from .._arrays import compute_dtype
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.gather_scatter.sparse_gather import resolve_gather
+from ..block_sparse.gather_scatter.sparse_gather import sparse_gather as core_gather
+from ..block_sparse.gather_scatter.sparse_scatter import resolve_scatter
+from ..block_sparse.gather_scatter.sparse_scatter import sparse_scatter as core_scatter
+from ..block_sparse.grid import resolve_grid
+from ..block_sparse.mask.reduce_mask import reduce_mask as core_reduce_mask
+from ..block_sparse.mask.reduce_mask import resolve_mask
+from ..core.arrays import compute_dtype
 from ..errors import ShapeError
-from ..ops._grid import resolve_grid
-from ..ops.active_blocks import ActiveBlocks
-from ..ops.reduce_mask import reduce_mask as core_reduce_mask
-from ..ops.reduce_mask import resolve_mask
-from ..ops.sparse_gather import resolve_gather
-from ..ops.sparse_gather import sparse_gather as core_gather
-from ..ops.sparse_scatter import resolve_scatter
-from ..ops.sparse_scatter import sparse_scatter as core_scatter
 from ._tensors import present, run, stand_ins, tensors
 
 

@@ -4,10 +4,10 @@ from functools import partial
 
 import torch
 
-from ..blocks import BlockParams
-from ..layers.residual import sparse_res_block_bottleneck as core_bottleneck
-from ..ops.bottleneck_weights import BottleneckWeights
-from ..ops.fused_bottleneck import launch_of_bottleneck
+from ..block_sparse.block_params import BlockParams
+from ..block_sparse.bottleneck.fused_bottleneck import launch_of_bottleneck
+from ..block_sparse.bottleneck.res_block import sparse_res_block_bottleneck as core_bottleneck
+from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ._activation import wide
 from ._calls import LayerCalls
 from ._convolution import CONVOLVE, Geometry, pairs

@@ -5,9 +5,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..blocks import calc_block_params_res_block, output_size, padding_pairs
+from ..block_sparse.block_params import calc_block_params_res_block
+from ..block_sparse.bottleneck.weights import BottleneckWeights
+from ..core.sizes import output_size, padding_pairs
 from ..errors import ShapeError
-from ..ops.bottleneck_weights import BottleneckWeights
 from ._bottleneck import affine, unit_stack
 from ._conv_module import refusal
 from ._convolution import CONVOLVE

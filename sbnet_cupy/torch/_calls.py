@@ -9,7 +9,7 @@ import marshal
 
 import torch
 
-from ..ops._plans import Plans
+from ..core.plans import Plans
 from ._launches import apart, lay, signature
 from ._native import raw_stream
 from ._packed import kept_of, learn, unkeep

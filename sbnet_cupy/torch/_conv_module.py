@@ -2,7 +2,7 @@
 
 import torch
 
-from ..blocks import calc_block_params
+from ..block_sparse.block_params import calc_block_params
 from ._frozen import Frozen
 from ._masks import (
     check_block_size,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..blocks import BlockParams
-from ..layers.sparse_conv import sparse_conv2d as core_sparse_conv2d
-from ..ops.fused_conv import launch_of_conv
+from ..block_sparse.block_params import BlockParams
+from ..block_sparse.conv.fused_conv import launch_of_conv
+from ..block_sparse.conv.sparse_conv2d import sparse_conv2d as core_sparse_conv2d
 from ._activation import activation_backward, wide
 from ._calls import LayerCalls
 from ._copies import GATHER, SCATTER

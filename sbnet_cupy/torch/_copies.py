@@ -6,13 +6,13 @@ and can be differentiated again, any number of times.
 
 import torch
 
-from ..ops.active_blocks import ActiveBlocks
-from ..ops.reduce_mask import launch_of_mask
-from ..ops.reduce_mask import reduce_mask as core_reduce_mask
-from ..ops.sparse_gather import launch_of_gather
-from ..ops.sparse_gather import sparse_gather as core_gather
-from ..ops.sparse_scatter import launch_of_scatter
-from ..ops.sparse_scatter import sparse_scatter as core_scatter
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.gather_scatter.sparse_gather import launch_of_gather
+from ..block_sparse.gather_scatter.sparse_gather import sparse_gather as core_gather
+from ..block_sparse.gather_scatter.sparse_scatter import launch_of_scatter
+from ..block_sparse.gather_scatter.sparse_scatter import sparse_scatter as core_scatter
+from ..block_sparse.mask.reduce_mask import launch_of_mask
+from ..block_sparse.mask.reduce_mask import reduce_mask as core_reduce_mask
 from ._activation import activation_backward, wide
 from ._calls import Calls, other_shape, pointers, room
 from ._launches import Launches, apart, lay, run, scratch_of_stream

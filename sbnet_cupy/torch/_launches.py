@@ -1,6 +1,6 @@
 """CUDA calls that look like earlier ones: at once the launch that the core left, on addresses.
 
-The core checks a call and prepares its launch once, for all calls alike (``ops/_plans.py``). Views
+The core checks a call and prepares its launch once, for all calls alike (``core/plans.py``). Views
 of tensors are needed to find it there, and they take longer than all the rest. Here it is found by
 the tensors themselves, under a key of the same parts: device, shapes, dtypes, contiguity, alignment
 and options, never contents. What this does not cover goes to the core, with its checks and words.
@@ -11,9 +11,9 @@ import marshal
 
 import torch
 
-from ..ops._plans import Plans
-from ..ops._workspace import workspace
-from ..ops.copy_image import launch_of_copy
+from ..core.copy_image import launch_of_copy
+from ..core.plans import Plans
+from ..core.workspace import workspace
 from ._native import native_stream, raw_stream, view
 
 

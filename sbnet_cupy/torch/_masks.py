@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from ..blocks import pair
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..core.sizes import pair
 from ..errors import DTypeError, ShapeError
-from ..ops.active_blocks import ActiveBlocks
 from .ops import reduce_mask
 
 

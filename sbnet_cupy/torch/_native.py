@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from .._arrays import ArrayContainer
-from .._libraries import torch_dtype
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..core.arrays import ArrayContainer
+from ..core.libraries import torch_dtype
 from ..errors import DeviceError, DTypeError, ShapeError
-from ..ops.active_blocks import ActiveBlocks
 
 _DTYPES = {}  # torch dtype -> NumPy dtype
 _STREAMS = {}  # (device, pointer) -> CuPy's object for torch's stream

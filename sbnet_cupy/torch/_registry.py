@@ -18,9 +18,9 @@ from torch._C import (
 )
 from torch.autograd import forward_ad
 
-from ..blocks import BlockParams
-from ..ops.active_blocks import ActiveBlocks
-from ..ops.bottleneck_weights import BottleneckWeights
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.block_params import BlockParams
+from ..block_sparse.bottleneck.weights import BottleneckWeights
 
 _LIBRARY = torch.library.Library("sbnet_cupy", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)

@@ -2,10 +2,10 @@
 
 import torch
 
-from ..blocks import padding_pairs, pair
+from ..block_sparse.bottleneck.weights import BottleneckWeights
+from ..block_sparse.checks import split_indices
+from ..core.sizes import padding_pairs, pair
 from ..errors import DTypeError, ShapeError
-from ..layers.sparse_conv import split_indices
-from ..ops.bottleneck_weights import BottleneckWeights
 from ._bottleneck import CALLS as UNIT_CALLS
 from ._bottleneck import UNIT, UNIT_INTO, keep_unit, same_size, unit_again
 from ._convolution import CALLS as CONV_CALLS

@@ -5,10 +5,10 @@ import marshal
 
 import torch
 
-from ..blocks import pair
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.grid import resolve_grid
+from ..core.sizes import pair
 from ..errors import DTypeError, ShapeError
-from ..ops._grid import resolve_grid
-from ..ops.active_blocks import ActiveBlocks
 from ._copies import (
     GATHER,
     GATHER_CALLS,

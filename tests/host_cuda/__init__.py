@@ -1,8 +1,9 @@
 """Run the CUDA kernels of ``cuda_src`` on the CPU: g++ compiles them against a shim.
 
-    host_cuda.launch("sparse_gather", "gather_rows", ("uint4", 18, 32), grid, 256, args)
+    stem = "block_sparse/gather_scatter/sparse_gather"
+    host_cuda.launch(stem, "gather_rows", ("uint4", 18, 32), grid, 256, args)
 
-is ``sbnet_cupy._kernels.launch`` for NumPy arrays; a test replaces the one by the other.
+is ``sbnet_cupy.core.launch.launch`` for NumPy arrays; a test replaces the one by the other.
 
 - ``compiler.py`` makes shared libraries with g++ and keeps them on disk;
 - ``launcher.py`` checks the arguments and runs a kernel;

@@ -56,7 +56,8 @@ def kernel_library(name, text, source_dir):
     """Return the path of the library made from ``text``, which includes files of ``source_dir``."""
     options = _OPTIONS + (_SANITIZER_OPTIONS if SANITIZE else [])
     runtime = _runtime_library()
-    inputs = [*sorted(source_dir.glob("*.cu*")), *sorted(source_dir.glob("*.h")), *_shim_headers()]
+    sources = sorted(path for kind in ("*.cu*", "*.h") for path in source_dir.rglob(kind))
+    inputs = [*sources, *_shim_headers()]
     command = [*options, f"-I{HERE}", f"-I{source_dir}", "-x", "c++", "-", "-x", "none"]
     return _library(name, text, [*command, str(runtime)], inputs)
 

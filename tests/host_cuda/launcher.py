@@ -1,4 +1,4 @@
-"""Run an instantiation of a kernel on NumPy arrays: the CPU's ``sbnet_cupy._kernels.launch``."""
+"""Run an instantiation of a kernel on NumPy arrays: the CPU's ``sbnet_cupy.core.launch.launch``."""
 
 import concurrent.futures
 import ctypes
@@ -57,7 +57,7 @@ class _Kernel:
 def launch(stem, kernel, template, grid, block, args, shared=0, *, source_dir=None, strict=True):
     """Run ``kernel<template...>`` of ``cuda_src/<stem>.cu`` on the CPU.
 
-    Arguments as in ``sbnet_cupy._kernels.launch``; grid and block may also be tuples (x, y, z).
+    Arguments as in ``sbnet_cupy.core.launch.launch``; grid and block may also be tuples (x, y, z).
     ``source_dir`` replaces ``cuda_src``. Not ``strict``: as on GPUs since Volta, a barrier does
     not wait for threads that have exited and may be met at two places in the source.
     ``SBNET_HOST_ORDER=reverse`` gives the threads of a block their turns from last to first, which
@@ -169,7 +169,7 @@ def _load(instantiations, source_dir):
         names = [_expression(kernel, template) for _, _, kernel, template in missing]
         lines = ['#include "cuda_on_host.h"', f'#include "{stem}.cu"']
         lines += [f"HOST_CUDA_ENTRY({i}, {name})" for i, name in enumerate(names)]
-        path = compiler.kernel_library(stem, "\n".join(lines) + "\n", directory)
+        path = compiler.kernel_library(Path(stem).name, "\n".join(lines) + "\n", directory)
         _LOADED.update(zip(missing, _open(path, names), strict=True))
     return [_LOADED[key] for key in keys]
 

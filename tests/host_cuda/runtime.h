@@ -6,7 +6,7 @@
 //   block_barrier(predicate)        all threads of the block meet; how many predicates were true
 //   warp_exchange(mask, value)      the lanes of a mask meet; every lane gets every lane's value
 //   warp_meet(value, body)          a whole warp meets; the last lane to come runs the body for all
-// The host body of an instruction of a whole warp, as in cuda_src/tensor_core.cuh, is one warp_meet.
+// The host body of an instruction of a whole warp, as in cuda_src/core/tensor_core.cuh, is one warp_meet.
 #pragma once
 
 #include <stddef.h>

@@ -1,6 +1,6 @@
 """Run pytest with the kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-    python -m tests.host_cuda.sanitized -q tests/test_sparse_gather.py
+    python -m tests.host_cuda.sanitized -q tests/block_sparse/gather_scatter/test_sparse_gather.py
 
 What a sanitizer finds ends the process: pytest prints which test ran, this prints the report, and
 the exit status is not 0. ``environment`` is for a test that starts such a process itself.

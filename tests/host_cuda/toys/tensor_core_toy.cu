@@ -1,6 +1,6 @@
-// tensor_core_toy.cu: toy kernels, one for each wrapper of cuda_src/async_copy.cuh and
+// tensor_core_toy.cu: toy kernels, one for each wrapper of cuda_src/core/async_copy.cuh and
 // tensor_core.cuh, which run on the host and on GPUs; and ways to go wrong with them, which the host must see.
-#include "tensor_core.cuh"
+#include "core/tensor_core.cuh"
 
 constexpr u32 EVERY_LANE = 0xffffffffu;
 

@@ -1,0 +1,1 @@
+"""Benchmarks of the operations; ``sbnet-cupy bench`` runs them."""

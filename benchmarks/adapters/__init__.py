@@ -1,0 +1,1 @@
+"""What a call costs the calling thread in PyTorch and in JAX."""

@@ -1,0 +1,1 @@
+"""What the benchmarks share: cases, arrays, checks, clocks, rows, tables, pictures."""

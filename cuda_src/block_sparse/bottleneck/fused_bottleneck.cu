@@ -1,0 +1,472 @@
+// fused_bottleneck.cu: a pre-activation residual unit at the active blocks, in one kernel.
+//   y = x + w3 * a3(w2 * a2(w1 * a1(x)))     a_i(t) = relu(t * scale_i + shift_i), w2 3 x 3
+// Source: He et al. 2016, arXiv:1603.05027; Ren et al. 2018.  Python: sbnet_cupy/block_sparse/bottleneck/fused_bottleneck.py
+// fused_bottleneck: a thread block takes tiles of TH x TW pixels, one after another:
+//     1  h1 = a2(w1 * a1(x)) over the tile and a rim of one pixel. A comes from global memory straight
+//        into registers. Zero outside the image: that is the padding of the 3 x 3 convolution.
+//     2  h2 = a3(w2 * h1) over the tile, by the engine of halo_tile.cuh
+//     3  y = x + w3 * h2
+//   h1 and h2 stay in shared memory; x is read once (and its middle again, from the cache).
+//   A CLUSTER of thread blocks may share a tile: each has a part of the weights, makes a part of the
+//   channels of h1, h2 and y, and stores its h1 and h2 in all of them.
+// pack_bottleneck:  lays weights and tables out as they are staged, once for many calls.
+// Launch: WARPS warps; grid (blocks of the list x CLUSTER, persistent; 1; tiles of a block).
+#include "dense/activation.cuh"
+#include "core/cluster.cuh"
+#include "block_sparse/conv/halo_tile.cuh"
+#include "block_sparse/tile_scheduler.cuh"
+
+// ---------------------------------------------------------------------------- sizes
+
+// Cin in CHUNKS of 64 bytes, MID bottleneck channels, both rounded up; COLUMNS output channels are
+// made at a time. What one thread block of a cluster holds.
+template <typename T, int CHUNKS_, int MID_, int TH_, int TW_, int CLUSTER_, int COLUMNS_>
+struct Unit3 {
+    static constexpr int CHUNKS = CHUNKS_, MID = MID_, TH = TH_, TW = TW_, CLUSTER = CLUSTER_, COLUMNS = COLUMNS_;
+    static constexpr int LANES = 16 / sizeof(T);
+    static constexpr int CIN = CHUNKS * 4 * LANES, NS = MID / CLUSTER, OUT = CIN / CLUSTER, PARTS = OUT / COLUMNS;
+    static constexpr int PLANES = MID / LANES;
+    using Rim = Halo<TH, TW, 3, 3, 1, 1, PLANES>;     // h1
+    using Middle = Halo<TH, TW, 1, 1, 1, 1, PLANES>;  // h2
+    static constexpr int RIM = Rim::IH * Rim::IW, TILE = TH * TW;
+    static_assert(NS % 8 == 0 && OUT % COLUMNS == 0 && MID % LANES == 0, "parts of whole groups");
+
+    // Packed weights of one block of the cluster, and shared memory, in bytes from their begin.
+    static constexpr int TABLES = (2 * CIN + 4 * NS) * 4;
+    static constexpr int W1 = TABLES, W2 = W1 + CHUNKS * 4 * NS * 16, W3 = W2 + Rim::STEPS * 2 * NS * 16;
+    static constexpr int W3_PART = Middle::STEPS * 2 * COLUMNS * 16, PACKED = W3 + PARTS * W3_PART;
+    static constexpr int H1 = PACKED, H2 = H1 + Rim::BYTES, ZEROS = H2 + Middle::BYTES;
+    static constexpr int PARTIALS = ZEROS + (Rim::LAST_ALONE || Middle::LAST_ALONE ? Rim::PLANE : 0);
+};
+
+// ---------------------------------------------------------------------------- packed weights
+
+// Bottleneck channels that fill up MID are 0 whatever x holds, infinities included: their weights are 1
+// and their scale is -1, so that relu sees the negative of a sum of numbers >= 0. NaN alone comes through,
+// and reaches every channel anyway. With weights of 0 an infinity would become NaN.
+//
+// The words of a lane's 16 bytes of x are its fragments of two steps of K: in a chunk of 64 bytes,
+// word t of unit `u` (0..3) holds the numbers of word 4 t + u of the image.
+template <class U, typename T, bool ROUND>
+DEVICE uint4 pack_unit(const T* __restrict__ w, i64 u, int column, i64 C, i64 K, i64 first_column) {
+    constexpr int PER_WORD = 4 / sizeof(T);
+    Elements<T, uint4> value(zero<uint4>());
+#pragma unroll
+    for (int e = 0; e < U::LANES; ++e) {
+        const int t = e / PER_WORD;
+        const i64 c = u / 4 * (4 * U::LANES) + (4 * t + u % 4) * PER_WORD + e % PER_WORD;
+        if (first_column + column >= K)
+            value.element[e] = from_compute<T>(1.0f);
+        else if (c < C)
+            value.element[e] = w[c * K + first_column + column];
+        if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
+    }
+    return value.vector;
+}
+
+// Weights of a plain convolution, HWIO, in the order of K of halo_tile.cuh.
+template <class H, typename T, bool ROUND>
+DEVICE uint4 pack_tap(const T* __restrict__ w, int u, i64 k, i64 C, i64 K) {
+    constexpr int LANES = 16 / sizeof(T);
+    const Unit<H> unit(u);
+    Elements<T, uint4> value(zero<uint4>());
+#pragma unroll
+    for (int e = 0; e < LANES; ++e) {
+        const i64 c = unit.plane * LANES + e;
+        if (u < H::UNITS && k >= K)
+            value.element[e] = from_compute<T>(1.0f);
+        else if (u < H::UNITS && c < C)
+            value.element[e] = w[(unit.tap * C + c) * K + k];
+        if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
+    }
+    return value.vector;
+}
+
+template <typename T, int CHUNKS, int MID, int CLUSTER, int COLUMNS, bool TIGHT, bool ROUND>
+__global__ void __launch_bounds__(256)
+    pack_bottleneck(const T* __restrict__ w1, const T* __restrict__ w2, const T* __restrict__ w3,
+                    const float* __restrict__ scale1, const float* __restrict__ shift1,
+                    const float* __restrict__ scale2, const float* __restrict__ shift2,
+                    const float* __restrict__ scale3, const float* __restrict__ shift3, u8* __restrict__ packed,
+                    i64 C, i64 Cmid) {
+    using U = Unit3<T, CHUNKS, MID, 8, 8, CLUSTER, COLUMNS>;  // packed the same for every tile
+    using Channels = ::Columns<T, COLUMNS / 8>;
+    const int rank = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
+    u8* const out = packed + static_cast<i64>(rank) * U::PACKED;
+    const auto table = [&](int at, const float* values, i64 first, int count, i64 limit, float beyond = 0.0f) {
+        if (i < count) reinterpret_cast<float*>(out)[at + i] = first + i < limit ? values[first + i] : beyond;
+    };
+    if constexpr (TIGHT) {  // each in the first half of its place
+        if (i < U::CIN) {
+            reinterpret_cast<T*>(out)[i] = from_compute<T>(i < C ? scale1[i] : 0.0f);
+            reinterpret_cast<T*>(out)[2 * U::CIN + i] = from_compute<T>(i < C ? shift1[i] : 0.0f);
+        }
+    } else {
+        table(0, scale1, 0, U::CIN, C);
+        table(U::CIN, shift1, 0, U::CIN, C);
+    }
+    table(2 * U::CIN, scale2, rank * U::NS, U::NS, Cmid, -1.0f);
+    table(2 * U::CIN + U::NS, shift2, rank * U::NS, U::NS, Cmid);
+    table(2 * U::CIN + 2 * U::NS, scale3, rank * U::NS, U::NS, Cmid, -1.0f);
+    table(2 * U::CIN + 3 * U::NS, shift3, rank * U::NS, U::NS, Cmid);
+    const int vector = i * 16 + U::W1;
+    if (vector >= U::PACKED) return;
+    uint4 value;
+    if (vector < U::W2) {
+        const int at = (vector - U::W1) / 16;
+        value = pack_unit<U, T, ROUND>(w1, at / U::NS, at % U::NS, C, Cmid, rank * U::NS);
+    } else if (vector < U::W3) {
+        const int at = (vector - U::W2) / 16;
+        value = pack_tap<typename U::Rim, T, ROUND>(w2, at / U::NS, rank * U::NS + at % U::NS, Cmid, Cmid);
+    } else {
+        const int at = (vector - U::W3) / 16, part = at / (U::W3_PART / 16), inner = at % (U::W3_PART / 16);
+        const int k = rank * U::OUT + part * COLUMNS + Channels::channel(inner % COLUMNS);
+        value = pack_tap<typename U::Middle, T, ROUND>(w3, inner / COLUMNS, k, Cmid, C);
+    }
+    *reinterpret_cast<uint4*>(out + vector) = value;
+}
+
+// ---------------------------------------------------------------------------- the three products
+
+// relu(t * scale + shift) of a lane's 16 bytes of x, as fragments of A: four words. TIGHT: scale and
+// shift are of type T too, else float.
+template <typename T, bool TIGHT, bool ROUND>
+DEVICE void activate_words(u32 (&words)[4], uint4 x, const u8* scale, const u8* shift) {
+    if constexpr (TIGHT) {
+        const uint4 a = *reinterpret_cast<const uint4*>(scale), b = *reinterpret_cast<const uint4*>(shift);
+        words[0] = fma_relu<T>(x.x, a.x, b.x), words[1] = fma_relu<T>(x.y, a.y, b.y);
+        words[2] = fma_relu<T>(x.z, a.z, b.z), words[3] = fma_relu<T>(x.w, a.w, b.w);
+    } else {
+        constexpr int LANES = 16 / sizeof(T);
+        const Elements<T, uint4> in(x);
+        float sums[LANES];
+#pragma unroll
+        for (int e = 0; e < LANES; e += 4) {
+            const float4 a = *reinterpret_cast<const float4*>(scale + 4 * e);
+            const float4 b = *reinterpret_cast<const float4*>(shift + 4 * e);
+            sums[e] = __fmaf_rn(to_compute<float>(in.element[e]), a.x, b.x);
+            sums[e + 1] = __fmaf_rn(to_compute<float>(in.element[e + 1]), a.y, b.y);
+            sums[e + 2] = __fmaf_rn(to_compute<float>(in.element[e + 2]), a.z, b.z);
+            sums[e + 3] = __fmaf_rn(to_compute<float>(in.element[e + 3]), a.w, b.w);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (sizeof(T) == 2)
+                words[i] = pack_relu<T>(sums[2 * i], sums[2 * i + 1]);
+            else
+                words[i] = ROUND ? to_tf32(relu(sums[i])) : bits_of(relu(sums[i]));
+        }
+    }
+}
+
+// Two steps of K with A in registers: `low` of rows l / 4, `high` of rows l / 4 + 8.
+template <typename T, int NT, bool GROUP>
+DEVICE void multiply_chunk(float (&acc)[NT][4], const u32 (&low)[4], const u32 (&high)[4], const u8* w) {
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+        const u32 a[4] = {low[2 * step], high[2 * step], low[2 * step + 1], high[2 * step + 1]};
+        if constexpr (GROUP) {
+            Wgmma<T, NT * 8>::registers(&acc[0][0], a,
+                                        matrix_descriptor(shared_address(w) + step * NT * 256, NT * 128, 128));
+        } else {
+            u32 b[NT][2];
+            load_weights<NT, NT * 8>(b, w + step * NT * 256);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) multiply_accumulate<T>(acc[n], a, b[n][0], b[n][1]);
+        }
+    }
+}
+
+// relu of two neighbouring channels of a pixel, or zeros, into planes of 16 bytes, in every block of
+// the cluster.
+template <typename T, int CLUSTER, bool ROUND>
+DEVICE void store_pair(u8* plane0, int plane_bytes, int pixel, int channel, float a, float b, bool real) {
+    constexpr int LANES = 16 / sizeof(T);
+    u8* const at = plane0 + channel / LANES * plane_bytes + pixel * 16 + channel % LANES * sizeof(T);
+    if constexpr (sizeof(T) == 4) {
+        const u32 first = ROUND ? to_tf32(relu(a)) : bits_of(relu(a)), second = ROUND ? to_tf32(relu(b)) : bits_of(relu(b));
+        Cluster<CLUSTER>::store(reinterpret_cast<uint2*>(at), make_uint2(real ? first : 0, real ? second : 0));
+    } else {
+        const u32 pair = pack_relu<T>(a, b);
+        Cluster<CLUSTER>::store(reinterpret_cast<u32*>(at), real ? pair : 0);
+    }
+}
+
+// What a warp adds its sums of NT groups of channels to, from channel k0 on: x of its pixels.
+template <int TW, typename T, int MT, int NT>
+struct Residual {
+    static constexpr int GROUPS = Columns<T, NT>::GROUPS, COUNT = 2 * GROUPS;
+    using Vector = typename Bytes<COUNT * sizeof(T)>::type;
+    Vector x[MT][2][NT / GROUPS];
+
+    // visit(m, half, group, offset in the image) for all that lies in the tile and in the image
+    template <class Pixel, class Visit>
+    static DEVICE void for_each(const Tile& tile, int W, int C, int k0, Pixel pixel, Visit visit) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int at = pixel(m, lane / 4 + 8 * half), i = at / TW, j = at % TW;
+                const bool real = i < tile.rows && j < tile.columns;
+                const i64 origin = (static_cast<i64>(tile.p + i) * W + tile.q + j) * C;
+#pragma unroll
+                for (int group = 0; group < NT / GROUPS; ++group) {
+                    const int k = k0 + group * 8 * GROUPS + lane % 4 * COUNT;
+                    if (real && k < C) visit(m, half, group, origin + k);
+                }
+            }
+    }
+    template <class Pixel>
+    DEVICE void load(const T* __restrict__ image, const Tile& tile, int W, int C, int k0, Pixel pixel) {
+        for_each(tile, W, C, k0, pixel, [&](int m, int half, int group, i64 at) {
+            x[m][half][group] = __ldg(reinterpret_cast<const Vector*>(image + at));
+        });
+    }
+    template <class Pixel>
+    DEVICE void add_and_store(const float (&acc)[MT][NT][4], T* __restrict__ image, const Tile& tile, int W, int C,
+                              int k0, Pixel pixel) const {
+        for_each(tile, W, C, k0, pixel, [&](int m, int half, int group, i64 at) {
+            Elements<T, Vector> value(x[m][half][group]);
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e)
+                value.element[e] = from_compute<T>(to_compute<float>(value.element[e]) +
+                                                   acc[m][group * GROUPS + e / 2][2 * half + e % 2]);
+            *reinterpret_cast<Vector*>(image + at) = value.vector;
+        });
+    }
+};
+
+// Wait for one of three groups of packed weights (tables and w1; w2; w3), the first time round.
+template <bool BULK>
+struct Arrival {
+    u64* barriers;
+    bool pending;
+    template <int GROUP>
+    DEVICE void wait() const {
+        if (!pending) return;
+        if constexpr (BULK) {
+            barrier_wait(barriers + GROUP, 0);
+        } else {
+            copy_async_wait<2 - GROUP>();
+            __syncthreads();
+        }
+    }
+};
+
+template <template <typename, class, int, int, int, int> class Engine, typename T, int CHUNKS, int MID, int TH, int TW,
+          int CLUSTER, int WARPS, int WK1, int WM2, int WN2, int WK2, int WM3, int COLUMNS, int AHEAD, bool TIGHT,
+          bool ROUND, int BLOCKS, bool BULK>
+__global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+    fused_bottleneck(const T* __restrict__ x, const u8* __restrict__ packed, const int* __restrict__ bin_counts,
+                     const int* __restrict__ indices, T* __restrict__ y, i64 M, i64 N, i64 C_, i64 H_, i64 W_,
+                     i64 block_h, i64 block_w, i64 blocks_h, i64 blocks_w) {
+    using U = Unit3<T, CHUNKS, MID, TH, TW, CLUSTER, COLUMNS>;
+    using Rim = typename U::Rim;
+    using Second = Engine<T, Rim, U::NS, WM2, WN2, WK2>;
+    using Third = Engine<T, typename U::Middle, COLUMNS, WM3, 1, 1>;
+    constexpr bool GROUP = Second::WANTS_FENCE;
+    constexpr int THREADS = WARPS * 32, NS = U::NS, NT1 = NS / 8, WM1 = WARPS / WK1;
+    constexpr int TILES1 = ceil_div(U::RIM, 16), TURNS1 = ceil_div(TILES1, WM1), MINE1 = CHUNKS / WK1;
+    static_assert(WM1 * WK1 == WARPS && MINE1 * WK1 == CHUNKS, "warps share pixels and chunks evenly");
+    static_assert(WM2 * WN2 * WK2 == WARPS && WARPS % WM3 == 0, "warps share the products evenly");
+    static_assert(!GROUP || (WM1 % 4 == 0 && WM2 % 4 == 0 && WM3 % 4 == 0), "four warps multiply together");
+
+    DYNAMIC_SHARED(u8, shared);
+    const float* const tables = reinterpret_cast<const float*>(shared);
+    const float *const table2 = tables + 2 * U::CIN, *const table3 = table2 + 2 * NS;
+    float4* const partials = reinterpret_cast<float4*>(shared + U::PARTIALS);
+    constexpr int PARTS1 = (WK1 - 1) * WM1 * TURNS1 * NT1 * 32, PARTS2 = (WK2 - 1) * U::TILE * NS / 4;
+    u64* const barriers = reinterpret_cast<u64*>(partials + (PARTS1 > PARTS2 ? PARTS1 : PARTS2));
+
+    const auto narrow = [](i64 value) { return static_cast<int>(value); };
+    const int C = narrow(C_), H = narrow(H_), W = narrow(W_);
+    const Blocks g{narrow(M), narrow(N), H, W, narrow(block_h), narrow(block_w), narrow(blocks_h), narrow(blocks_w)};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
+    const int rank = Cluster<CLUSTER>::rank();
+
+    dependent_wait();
+    Tiles<TH, TW> tiles(g, indices, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
+    tiles.limit(*bin_counts);
+    dependent_launch();
+    if (!tiles.any()) return;  // the whole cluster leaves together
+
+    {
+        const u8* const mine = packed + static_cast<i64>(rank) * U::PACKED;
+        constexpr int begin[4] = {0, U::W2, U::W3, U::PACKED};
+        if constexpr (BULK) {
+            if (threadIdx.x == 0) {
+#pragma unroll
+                for (int i = 0; i < 3; ++i) barrier_init(barriers + i, 1);
+                barrier_init_fence();
+#pragma unroll
+                for (int i = 0; i < 3; ++i) {
+                    barrier_expect(barriers + i, begin[i + 1] - begin[i]);
+                    bulk_copy(shared + begin[i], mine + begin[i], begin[i + 1] - begin[i], barriers + i);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 3; ++i) {
+                for (int at = begin[i] + threadIdx.x * 16; at < begin[i + 1]; at += THREADS * 16)
+                    copy_async_16(shared + at, mine + at, true);
+                copy_async_commit();
+            }
+        }
+    }
+    if constexpr (GROUP && U::PARTIALS > U::ZEROS)
+        for (int i = threadIdx.x * 16; i < Rim::PLANE; i += THREADS * 16)
+            *reinterpret_cast<uint4*>(shared + U::ZEROS + i) = zero<uint4>();
+    __syncthreads();               // the barriers are there
+    Cluster<CLUSTER>::arrive();  // h1 may be stored to other blocks once they have all come here
+
+    for (Arrival<BULK> arrival{barriers, true};; arrival.pending = false) {
+        const Tile tile = tiles.take();
+        const bool any = tile.rows > 0;
+        const int y0 = tile.p - 1, x0 = tile.q - 1;
+        const T* const image = x + static_cast<i64>(tile.n) * H * W * C;
+        // Of pixel number q of the rim: is it in the image?
+        const auto inside = [&](int q) {
+            return any && q < U::RIM && static_cast<u32>(y0 + q / Rim::IW) < static_cast<u32>(H) &&
+                   static_cast<u32>(x0 + q % Rim::IW) < static_cast<u32>(W);
+        };
+
+        // ---- 1: h1 = a2(w1 * a1(x))
+        {
+            const int wm = warp % WM1, wk = warp / WM1;
+            float acc[WK1 > 1 ? TURNS1 : 1][NT1][4];
+            const auto finish = [&](const float (&sum)[NT1][4], int tile16) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int q = tile16 * 16 + row + 8 * half;
+                    if (q >= U::RIM) continue;
+                    const bool real = inside(q);
+#pragma unroll
+                    for (int n = 0; n < NT1; ++n) {
+                        const int c = n * 8 + 2 * t;
+                        const float2 scale = *reinterpret_cast<const float2*>(table2 + c);
+                        const float2 shift = *reinterpret_cast<const float2*>(table2 + NS + c);
+                        store_pair<T, CLUSTER, ROUND>(shared + U::H1, Rim::PLANE, q, rank * NS + c,
+                                                      __fmaf_rn(sum[n][2 * half], scale.x, shift.x),
+                                                      __fmaf_rn(sum[n][2 * half + 1], scale.y, shift.y), real);
+                    }
+                }
+            };
+#pragma unroll
+            for (int turn = 0; turn < TURNS1; ++turn) {
+                const int tile16 = turn * WM1 + wm;
+                float(&sum)[NT1][4] = acc[WK1 > 1 ? turn : 0];
+#pragma unroll
+                for (int n = 0; n < NT1; ++n) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.0f;
+                const bool work = (GROUP ? tile16 / 4 * 4 : tile16) < TILES1;
+                if (work) {
+                    const int q[2] = {tile16 * 16 + row, tile16 * 16 + row + 8};
+                    const T* from[2];
+                    bool real[2];
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        real[h] = inside(q[h]);
+                        const i64 pixel = static_cast<i64>(y0 + q[h] / Rim::IW) * W + (x0 + q[h] % Rim::IW);
+                        from[h] = image + pixel * C + t * U::LANES;
+                    }
+#pragma unroll
+                    for (int first = 0; first < MINE1; first += AHEAD) {
+                        uint4 value[AHEAD][2];
+#pragma unroll
+                        for (int k = 0; k < AHEAD; ++k)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h) {
+                                const int c = (wk * MINE1 + first + k) * (4 * U::LANES);
+                                const bool load = first + k < MINE1 && real[h] && c + t * U::LANES < C;
+                                value[k][h] = load ? __ldg(reinterpret_cast<const uint4*>(from[h] + c)) : zero<uint4>();
+                            }
+                        if (turn == 0 && first == 0) arrival.template wait<0>();
+                        u32 words[AHEAD][2][4];
+#pragma unroll
+                        for (int k = 0; k < AHEAD; ++k)
+                            if (first + k < MINE1) {
+                                constexpr int BYTES = TIGHT ? sizeof(T) : 4;  // of an entry of the tables
+                                const u8* scale =
+                                    shared + ((wk * MINE1 + first + k) * (4 * U::LANES) + t * U::LANES) * BYTES;
+#pragma unroll
+                                for (int h = 0; h < 2; ++h)
+                                    activate_words<T, TIGHT, ROUND>(words[k][h], value[k][h], scale, scale + 4 * U::CIN);
+                            }
+                        if constexpr (GROUP) wgmma_fence();
+#pragma unroll
+                        for (int k = 0; k < AHEAD; ++k)
+                            if (first + k < MINE1)
+                                multiply_chunk<T, NT1, GROUP>(sum, words[k][0], words[k][1],
+                                                              shared + U::W1 + (wk * MINE1 + first + k) * (64 * NS));
+                        if constexpr (GROUP) {
+                            wgmma_commit();
+                            wgmma_wait();
+                        }
+                    }
+                } else if (turn == 0) {
+                    arrival.template wait<0>();
+                }
+                if (turn == 0 && arrival.pending) Cluster<CLUSTER>::wait();
+                if constexpr (WK1 == 1)
+                    if (work) finish(sum, tile16);
+            }
+            if constexpr (WK1 > 1) {
+                sum_partials<WM1, WK1>(acc, partials, wm, wk);
+                if (wk == 0)
+#pragma unroll
+                    for (int turn = 0; turn < TURNS1; ++turn)
+                        if (turn * WM1 + wm < TILES1) finish(acc[turn], turn * WM1 + wm);
+            }
+        }
+        if constexpr (GROUP) shared_fence();
+        Cluster<CLUSTER>::sync();
+        arrival.template wait<1>();
+
+        // ---- 2: h2 = a3(w2 * h1)
+        {
+            const int wm = warp % WM2, wn = warp / WM2 % WN2, wk = warp / (WM2 * WN2);
+            float acc[Second::MT][Second::NT][4];
+            clear(acc);
+            Second::taps(acc, shared + U::H1, shared + U::W2, shared + U::ZEROS, wm, wn, wk);
+            if constexpr (WK2 > 1) sum_partials<WM2 * WN2, WK2>(acc, partials, wn * WM2 + wm, wk);
+            if (wk == 0)
+#pragma unroll
+                for (int m = 0; m < Second::MT; ++m)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int p = Second::pixel(wm, m, row + 8 * half);
+#pragma unroll
+                        for (int n = 0; n < Second::NT; ++n) {
+                            const int c = (wn * Second::NT + n) * 8 + 2 * t;
+                            const float2 scale = *reinterpret_cast<const float2*>(table3 + c);
+                            const float2 shift = *reinterpret_cast<const float2*>(table3 + NS + c);
+                            store_pair<T, CLUSTER, ROUND>(shared + U::H2, U::Middle::PLANE, p, rank * NS + c,
+                                                          __fmaf_rn(acc[m][n][2 * half], scale.x, shift.x),
+                                                          __fmaf_rn(acc[m][n][2 * half + 1], scale.y, shift.y), true);
+                        }
+                    }
+        }
+        // ---- 3: y = x + w3 * h2, COLUMNS channels at a time; x is fetched ahead of the product
+        {
+            const int wm = warp % WM3;
+            const auto pixel = [&](int m, int r) { return Third::pixel(wm, m, r); };
+            Residual<TW, T, Third::MT, Third::NT> residual;
+            int part = warp / WM3;
+            if (part < U::PARTS) residual.load(image, tile, W, C, rank * U::OUT + part * COLUMNS, pixel);
+            if constexpr (GROUP) shared_fence();
+            Cluster<CLUSTER>::sync();
+            arrival.template wait<2>();
+#pragma unroll 1
+            for (; part < U::PARTS; part += WARPS / WM3) {
+                const int k0 = rank * U::OUT + part * COLUMNS;
+                float acc[Third::MT][Third::NT][4];
+                clear(acc);
+                Third::taps(acc, shared + U::H2, shared + U::W3 + part * U::W3_PART, shared + U::ZEROS, wm, 0, 0);
+                residual.add_and_store(acc, y + static_cast<i64>(tile.n) * H * W * C, tile, W, C, k0, pixel);
+                if (part + WARPS / WM3 < U::PARTS)
+                    residual.load(image, tile, W, C, k0 + WARPS / WM3 * COLUMNS, pixel);
+            }
+        }
+        if (!tiles.any()) break;
+    }
+}

@@ -1,0 +1,171 @@
+// async_copy.cuh: copies from global to shared memory, past the registers, while the thread goes on.
+//   Copies     copy_async_16/8/4, commit, wait: each thread its own
+//   Bulk       bulk_copy and its barrier: one thread, any number of bytes (compute capability 9.0)
+//   Launches   dependent_wait, dependent_launch: overlap with the kernel before and after
+// Source: cp.async, mbarrier, cp.async.bulk and griddepcontrol of NVIDIA's PTX ISA. Compute capability
+// 7.5 copies at once. On the host a copy lands as late as it may (tests/host_cuda/async_copy.h).
+#pragma once
+
+#include "core/common.cuh"
+
+#ifdef __CUDA_ARCH__
+#define DEVICE_ARCHITECTURE __CUDA_ARCH__  // 100 * major + 10 * minor
+#else
+#define DEVICE_ARCHITECTURE 0
+#endif
+#ifdef SBNET_HOST
+constexpr bool HAS_BULK_COPY = true;
+#else
+constexpr bool HAS_BULK_COPY = DEVICE_ARCHITECTURE >= 900;
+#endif
+
+// The address in the window of shared memory, as PTX takes it. On the host: its low 32 bits.
+DEVICE u32 shared_address(const void* pointer) {
+#ifdef SBNET_HOST
+    return static_cast<u32>(reinterpret_cast<u64>(pointer));
+#else
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+#endif
+}
+
+// ---------------------------------------------------------------------------- copies
+
+// Begin to copy BYTES (4, 8 or 16, aligned to as many) into shared memory, or zeros if not inside;
+// then nothing is read. Seen by this thread after copy_async_wait, by others after a barrier too.
+template <int BYTES>
+DEVICE void copy_async(void* shared, const void* global, bool inside) {
+#ifdef SBNET_HOST
+    host_cuda::copy_later(shared, global, BYTES, inside);
+#elif DEVICE_ARCHITECTURE >= 800
+    const u32 to = shared_address(shared), read = inside ? BYTES : 0;
+    if constexpr (BYTES == 16)  // past the L1 cache too
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(read));
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;"
+                     ::"r"(to), "l"(global), "r"(read), "n"(BYTES));
+#else
+    using Vector = typename Bytes<BYTES>::type;
+    *static_cast<Vector*>(shared) = inside ? *static_cast<const Vector*>(global) : zero<Vector>();
+#endif
+}
+DEVICE void copy_async_16(void* shared, const void* global, bool inside) {
+    copy_async<16>(shared, global, inside);
+}
+DEVICE void copy_async_8(void* shared, const void* global, bool inside) {
+    copy_async<8>(shared, global, inside);
+}
+DEVICE void copy_async_4(void* shared, const void* global, bool inside) {
+    copy_async<4>(shared, global, inside);
+}
+
+// Close the group of this thread's copies since the last commit; it may be empty.
+DEVICE void copy_async_commit() {
+#ifdef SBNET_HOST
+    host_cuda::commit_copies();
+#elif DEVICE_ARCHITECTURE >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait until at most the N latest groups of this thread are under way.
+template <int N>
+DEVICE void copy_async_wait() {
+#ifdef SBNET_HOST
+    host_cuda::wait_for_copies(N);
+#elif DEVICE_ARCHITECTURE >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+// ---------------------------------------------------------------------------- bulk copies
+
+// Where HAS_BULK_COPY; elsewhere they trap. The barrier is 8 bytes of shared memory. One thread:
+//   barrier_init(bar, 1); barrier_init_fence();                             then __syncthreads
+//   barrier_expect(bar, bytes); bulk_copy(...) once or more, `bytes` in all
+// and whoever reads the bytes:  barrier_wait(bar, phase)     phase 0, then 1, 0, 1, ...
+
+// `count` calls of barrier_expect, and the bytes they announce, complete a phase.
+DEVICE void barrier_init(u64* bar, u32 count) {
+#ifdef SBNET_HOST
+    host_cuda::barrier_init(bar, count);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Show the initialised barrier, and what this thread wrote to shared memory, to the copy engine.
+DEVICE void barrier_init_fence() {
+#ifdef SBNET_HOST
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#else
+    __trap();
+#endif
+}
+
+// Arrive at the barrier and announce bytes that bulk copies will bring in this phase.
+DEVICE void barrier_expect(u64* bar, u32 bytes) {
+#ifdef SBNET_HOST
+    host_cuda::barrier_expect(bar, bytes);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Begin to copy bytes, a multiple of 16, between addresses that are multiples of 16.
+DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* bar) {
+#ifdef SBNET_HOST
+    host_cuda::bulk_copy(shared, global, bytes, bar);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Wait until the phase of this parity is complete: 0 for the first, 1 for the second, ...
+DEVICE void barrier_wait(u64* bar, u32 phase) {
+#ifdef SBNET_HOST
+    host_cuda::barrier_wait(bar, phase);
+#elif DEVICE_ARCHITECTURE >= 900
+    u32 done;
+    do {
+        asm volatile("{\n.reg .pred p;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done) : "r"(shared_address(bar)), "r"(phase) : "memory");
+    } while (!done);
+#else
+    __trap();
+#endif
+}
+
+// ---------------------------------------------------------------------------- launches
+
+// Wait for the kernels before this one on the stream, if it was launched to overlap with them.
+DEVICE void dependent_wait() {
+#if DEVICE_ARCHITECTURE >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Let the next kernel begin, if it was launched to overlap; it sees our results after its wait.
+DEVICE void dependent_launch() {
+#if DEVICE_ARCHITECTURE >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// First of all in a kernel that may overlap with its neighbours on the stream: begin when the one
+// before has ended, and let the one after be brought in early.
+DEVICE void overlap_launches() {
+    dependent_wait();
+    dependent_launch();
+}

@@ -1,0 +1,65 @@
+// cluster.cuh: thread blocks that share one tile, through each other's shared memory.
+// COUNT blocks in a row of the grid are a cluster; compute capability 9.0, elsewhere they trap. With COUNT == 1
+// everything is as in a plain launch, on any GPU and on the host. On the host a cluster's blocks run one
+// after the other: what is stored to all of them reaches those of higher rank, if it lies in shared
+// memory of a __device__ function, which is the same for all.
+#pragma once
+#include "core/async_copy.cuh"
+
+template <int COUNT>
+struct Cluster {
+    static DEVICE int rank() { return COUNT == 1 ? 0 : blockIdx.x % COUNT; }
+
+    // Every thread of every block of the cluster has come, and sees what was stored before.
+    static DEVICE void sync() {
+#ifdef SBNET_HOST
+        __syncthreads();
+#else
+        if constexpr (COUNT == 1) __syncthreads();
+        if constexpr (COUNT > 1) {
+#if DEVICE_ARCHITECTURE >= 900
+            asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+            __trap();
+#endif
+        }
+#endif
+    }
+
+    // sync() in two halves, of which the first only says that this block is there.
+    static DEVICE void arrive() {
+#if DEVICE_ARCHITECTURE >= 900
+        if constexpr (COUNT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+    }
+    static DEVICE void wait() {
+#if DEVICE_ARCHITECTURE >= 900
+        if constexpr (COUNT > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    }
+
+    // Store to the same place of the shared memory of every block of the cluster.
+    template <typename V>
+    static DEVICE void store(V* shared, V value) {
+#ifdef SBNET_HOST
+        *shared = value;
+#else
+        if constexpr (COUNT == 1) *shared = value;
+#if DEVICE_ARCHITECTURE >= 900
+        if constexpr (COUNT > 1) {
+            const u32 here = static_cast<u32>(__cvta_generic_to_shared(shared));
+#pragma unroll
+            for (int rank = 0; rank < COUNT; ++rank) {
+                u32 there;
+                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+                if constexpr (sizeof(V) == 8)
+                    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(there), "r"(value.x), "r"(value.y)
+                                 : "memory");
+                else
+                    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
+            }
+        }
+#endif
+#endif
+    }
+};

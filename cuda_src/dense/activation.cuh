@@ -1,0 +1,62 @@
+// activation.cuh: what may follow a read or a convolution, in float or double.
+// ACTIVATION is an index into ACTIVATIONS of sbnet_cupy/dense/activation.py: none, relu, silu, gelu.
+#pragma once
+
+#include "core/common.cuh"
+
+// Rounded by itself, never fused with an addition, as NumPy does.
+DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+DEVICE double multiply(double a, double b) { return __dmul_rn(a, b); }
+
+template <int ACTIVATION, typename C>
+DEVICE C activate(C t) {
+    if constexpr (ACTIVATION == 1) return t < 0 ? C(0) : t;  // relu; NaN stays NaN
+    if constexpr (ACTIVATION == 2) return t / (C(1) + exp(-t));  // silu
+    if constexpr (ACTIVATION == 3) return t * C(0.5) * (C(1) + erf(t * C(0.70710678118654752440)));
+    return t;
+}
+
+// relu in one instruction; NaN stays NaN.
+DEVICE float relu(float t) {
+#if !defined(SBNET_HOST) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float result;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(t));
+    return result;
+#else
+    return activate<1>(t);
+#endif
+}
+
+// Two numbers through relu, rounded to T, the first in the low half.
+template <typename T>
+DEVICE u32 pack_relu(float low, float high) {
+#if !defined(SBNET_HOST) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    u32 result;
+    if constexpr (Same<T, Half>::value)
+        asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+#else
+    return from_compute<T>(activate<1>(low)).bits | static_cast<u32>(from_compute<T>(activate<1>(high)).bits) << 16;
+#endif
+}
+
+// relu(t * scale + shift) of two numbers of T, rounded once.
+template <typename T>
+DEVICE u32 fma_relu(u32 t, u32 scale, u32 shift) {
+#if !defined(SBNET_HOST) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    u32 result;
+    if constexpr (Same<T, Half>::value)
+        asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(t), "r"(scale), "r"(shift));
+    else
+        asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(t), "r"(scale), "r"(shift));
+    return result;
+#else
+    const Elements<T, u32> x(t), a(scale), b(shift);
+    float sums[2];
+    for (int i = 0; i < 2; ++i)
+        sums[i] = __fmaf_rn(to_compute<float>(x.element[i]), to_compute<float>(a.element[i]), to_compute<float>(b.element[i]));
+    return pack_relu<T>(sums[0], sums[1]);
+#endif
+}

@@ -1,0 +1,1 @@
+"""SBNet: convolution at the active blocks of an image."""

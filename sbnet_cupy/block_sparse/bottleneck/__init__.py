@@ -1,0 +1,1 @@
+"""The residual unit at the active blocks."""

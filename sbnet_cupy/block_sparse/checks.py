@@ -1,0 +1,97 @@
+"""What operations and layers on blocks check alike: images, lists of blocks, geometry, limits."""
+
+import numpy as np
+
+from ..core.checks import check_array, check_contiguous
+from ..core.sizes import is_integer
+from ..errors import DTypeError, ShapeError
+from .active_blocks import ActiveBlocks
+from .block_params import BlockParams
+
+LARGEST = 2**30  # size that a kernel counts in 32 bits
+MOST_BLOCKS = 2**16 - 1  # thread blocks along an axis of a grid
+
+
+def cut_blocks(bsize, size):
+    """Return blocks no larger than the image, ``size``, where there is one."""
+    return tuple(max(min(b, n), 1) for b, n in zip(bsize, size, strict=True))
+
+
+def resolve_expected(expected, active_block_indices):
+    """Return about how many blocks will be active: by default all that are listed."""
+    if expected is None:
+        return len(active_block_indices)
+    if not is_integer(expected) or expected < 0:
+        raise ShapeError(f"expected must be None or a non-negative integer, got {expected!r}")
+    return expected
+
+
+def check_image(name, x, like=None):
+    """Check an image or stack whose elements are only moved: 4-D, contiguous, 1 to 16 bytes."""
+    check_array(name, x, ndim=4, like=like)
+    check_contiguous(name, x)
+    if x.dtype.hasobject or x.dtype.itemsize not in (1, 2, 4, 8, 16):
+        raise DTypeError(f"{name} must have elements of 1, 2, 4, 8 or 16 bytes, got {x.dtype}")
+
+
+def check_indices(bin_counts, active_block_indices, like):
+    """Check the pair that reduce_mask returns."""
+    check_array("active_block_indices", active_block_indices, like=like)
+    if active_block_indices.ndim != 2 or active_block_indices.shape[1] != 3:
+        raise ShapeError(
+            "active_block_indices must have shape (M, 3), got "
+            f"{active_block_indices.shape}; build it with reduce_mask"
+        )
+    check_array("bin_counts", bin_counts, like=like)
+    if bin_counts.shape != (1,):
+        raise ShapeError(
+            f"bin_counts must have shape (1,), got {bin_counts.shape}; build it with reduce_mask"
+        )
+    for name, value in (("active_block_indices", active_block_indices), ("bin_counts", bin_counts)):
+        if value.dtype != np.int32:
+            raise DTypeError(f"{name} must be int32, got {value.dtype}; build it with reduce_mask")
+        check_contiguous(name, value)
+
+
+def check_method(method):
+    """Raise ValueError unless ``method`` is "auto", "gather" or "fused"."""
+    if method not in ("auto", "gather", "fused"):
+        raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
+
+
+def check_block_params(block_params, calculate, image_hw, kernel, strides, padding):
+    """Raise unless ``block_params`` is what ``calculate`` gives for this convolution."""
+    if not isinstance(block_params, BlockParams):
+        raise TypeError(
+            f"block_params must be a BlockParams, got {type(block_params).__name__}; build it with "
+            f"{calculate.__name__}"
+        )
+    try:
+        expected = calculate(image_hw, block_params.bsize, kernel, strides, padding)
+    except ShapeError as error:
+        raise ShapeError(f"block_params does not fit this convolution: {error}") from None
+    if block_params != expected:
+        raise ShapeError(
+            f"block_params must be {expected} for this size of x, kernel, strides and padding, got "
+            f"{block_params}; build it with {calculate.__name__}"
+        )
+
+
+def check_base(base, shape, x):
+    """Raise unless ``base`` is None or can lie under a result of this shape."""
+    if base is None:
+        return
+    check_array("base", base, shape=shape, like=x)
+    if base.dtype != x.dtype:
+        raise DTypeError(f"base must have the dtype of x, {x.dtype}, got {base.dtype}; use astype")
+    check_contiguous("base", base)
+
+
+def split_indices(indices):
+    """Return ``bin_counts, active_block_indices``."""
+    if not isinstance(indices, ActiveBlocks | tuple | list) or len(indices) != 2:
+        raise TypeError(
+            "indices must be an ActiveBlocks or a pair (bin_counts, active_block_indices), got "
+            f"{type(indices).__name__}; build it with reduce_mask"
+        )
+    return indices

@@ -1,0 +1,1 @@
+"""Convolution at the active blocks."""

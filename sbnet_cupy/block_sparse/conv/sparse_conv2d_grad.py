@@ -1,0 +1,149 @@
+"""Gradients of sparse_conv2d: gather, differentiate the convolution of the stack, add up."""
+
+from typing import Any, NamedTuple
+
+from ...core.arrays import array_function
+from ...dense.conv2d import check_per_channel, resolve_problem
+from ...dense.conv2d_grad import check_grad, check_wanted, conv2d_grad
+from ..block_params import calc_block_params
+from ..checks import check_base, check_block_params, split_indices
+from ..gather_scatter.sparse_gather import sparse_gather
+from ..gather_scatter.sparse_gather_grad import sparse_gather_grad
+from ..gather_scatter.sparse_scatter_grad import sparse_scatter_grad
+
+
+class SparseConvGradients(NamedTuple):
+    """Gradients of the arguments of :func:`sparse_conv2d`; None for what was None or not wanted."""
+
+    x: Any = None
+    w: Any = None
+    bias: Any = None
+    base: Any = None
+
+
+@array_function
+def sparse_conv2d_grad(
+    grad_y,
+    x,
+    w,
+    indices,
+    block_params,
+    *,
+    strides=(1, 1),
+    padding="SAME",
+    bias=None,
+    activation=None,
+    base=None,
+    data_format="NHWC",
+    w_format="HWIO",
+    precision=None,
+    wanted=("x", "w", "bias", "base"),
+):
+    """Compute the gradients of sparse_conv2d from the gradient of its result.
+
+    Only pixels of active blocks contribute to those of ``x``, ``w`` and ``bias``, which are the
+    dense convolution's for a ``grad_y`` that is 0 elsewhere; the rest of ``grad_y`` is the gradient
+    of ``base``. Where the halos of blocks overlap, ``dx`` is added up row after row in the dtype of
+    ``x``. With ``activation`` the convolution is computed again. Nothing waits for the device; same
+    input, same bits.
+
+    Parameters
+    ----------
+    grad_y : array, shape (N, H', W', K), or (N, K, H', W') with ``data_format="NCHW"``
+        Gradient of the result of :func:`sparse_conv2d` with these arguments, in its dtype.
+        C-contiguous.
+    x, w, indices, block_params
+        As they were given to :func:`sparse_conv2d`; ``indices`` lists a block once.
+    strides, padding, bias, activation, data_format, w_format, precision
+        As for :func:`sparse_conv2d`.
+    base : array, optional
+        As it was given to :func:`sparse_conv2d`; its presence asks for its gradient.
+    wanted : tuple of "x", "w", "bias" and "base"
+        The gradients to compute; the others are None.
+
+    Returns
+    -------
+    gradients : SparseConvGradients(x, w, bias, base)
+        Fresh arrays of the shapes and dtypes of the arguments; None for a ``bias`` or ``base`` of
+        None.
+
+    Raises
+    ------
+    ShapeError
+        If ``block_params`` does not belong to this convolution, or sizes do not fit together.
+    DTypeError
+        If dtypes differ or are not floating.
+    ValueError
+        If ``wanted`` or an option is none of those above.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sbnet_cupy import calc_block_params, reduce_mask
+    >>> x, w = np.ones((1, 6, 6, 1)), np.ones((3, 3, 1, 1))
+    >>> mask = np.zeros((1, 6, 6), bool)
+    >>> mask[0, 0, 0] = True
+    >>> params = calc_block_params(x.shape, 5, w.shape)
+    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+    >>> active = reduce_mask(mask, params.bcount, **grid)
+    >>> gradients = sparse_conv2d_grad(np.ones((1, 6, 6, 1)), x, w, active, params)
+    >>> gradients.x[0, :, :, 0]
+    array([[4., 6., 4., 2., 0., 0.],
+           [6., 9., 6., 3., 0., 0.],
+           [4., 6., 4., 2., 0., 0.],
+           [2., 3., 2., 1., 0., 0.],
+           [0., 0., 0., 0., 0., 0.],
+           [0., 0., 0., 0., 0., 0.]])
+    >>> gradients.w[:, :, 0, 0]
+    array([[4., 6., 6.],
+           [6., 9., 9.],
+           [6., 9., 9.]])
+    """
+    problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
+    image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
+    calculated = (image_hw, problem.kernel, problem.strides, padding)
+    check_block_params(block_params, calc_block_params, *calculated)
+    shape = (x.shape[0], *problem.out_shape)
+    check_per_channel(None, bias, problem.channels_out, like=x)
+    check_base(base, shape, x)
+    check_wanted(wanted, SparseConvGradients._fields)
+    check_grad("grad_y", grad_y, shape, x)
+    indices = split_indices(indices)
+
+    layout = {"data_format": data_format, "transpose": not problem.channels_last}  # NHWC stacks
+    grad_blocks, dbase = split_gradient(
+        grad_y, indices, block_params, base is not None and "base" in wanted, **layout
+    )
+    grid = {
+        "bsize": block_params.bsize,
+        "boffset": block_params.boffset,
+        "bstride": block_params.bstride,
+    }
+    gradients = conv2d_grad(
+        grad_blocks,
+        sparse_gather(x, *indices, **grid, **layout),
+        w,
+        strides=strides,
+        padding="VALID",
+        bias=bias,
+        activation=activation,
+        w_format=w_format,
+        precision=precision,
+        wanted=tuple(name for name in wanted if name != "base"),
+    )
+    dx = gradients.x
+    if dx is not None:
+        dx = sparse_gather_grad(dx, *indices, x, **grid, **layout).x
+    return SparseConvGradients(dx, gradients.w, gradients.bias, dbase)
+
+
+def split_gradient(grad_y, indices, block_params, base_wanted, **layout):
+    """Return the stack of the active blocks' gradients, and the gradient of what lies elsewhere.
+
+    The latter is None unless wanted.
+    """
+    if base_wanted:
+        return sparse_scatter_grad(grad_y, *indices, bsize=block_params.bsize_out, **layout)
+    return sparse_gather(grad_y, *indices, bsize=block_params.bsize_out, **layout), None

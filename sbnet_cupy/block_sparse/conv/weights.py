@@ -1,0 +1,121 @@
+"""PackedWeights: the weights of a fused convolution, laid out once for many calls."""
+
+import math
+
+import numpy as np
+
+from ...core import launch as kernels
+from ...core.arrays import array_function, compute_dtype, is_float
+from ...core.checks import check_array
+from ...core.packed import Pack, Packed
+from ...dense.conv2d import check_choice, check_per_channel, check_precision
+from ...errors import DTypeError
+
+
+class PackedWeights(Packed):
+    """Weights of a convolution, with the scale and bias after it, packed for :func:`fused_conv`.
+
+    They are packed when a call first needs them and kept, in a form that suits the device. After
+    the arrays were changed in place call :meth:`refresh`; until then results are those of the old
+    weights, or, where a call is the first of its kind, of the new ones.
+
+    Parameters
+    ----------
+    w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
+        Kernel; float16, bfloat16, float32 or float64. Referred to, not copied.
+    scale, bias : float array, shape (K,), optional
+        Factor and offset per output channel, for example a folded batch norm.
+    w_format : "HWIO" or "OIHW"
+        Layout of ``w``.
+    precision : None, "ieee" or "tf32"
+        How float32 is multiplied, as for :func:`conv2d`.
+
+    Raises
+    ------
+    ShapeError
+        If ``w`` has not four dimensions, or ``scale`` or ``bias`` not one value per channel.
+    DTypeError
+        If a dtype is not floating.
+
+    Examples
+    --------
+    >>> weights = PackedWeights(np.ones((3, 3, 2, 4), np.float32), bias=np.ones(4, np.float32))
+    >>> weights.w.shape, weights.scale is None
+    ((3, 3, 2, 4), True)
+    """
+
+    def __init__(self, w, *, scale=None, bias=None, w_format="HWIO", precision=None):
+        super().__init__()
+        check_choice("w_format", w_format, ("HWIO", "OIHW"))
+        check_precision(precision)
+        _check_weights(w, scale, bias, w_format)
+        self.w, self.scale, self.bias = w, scale, bias
+        self.w_format, self.precision = w_format, precision
+
+    def _given(self):
+        return self.w, self.scale, self.bias
+
+    def _entered_with(self, function):
+        w, scale, bias = map(function, self._given())
+        options = {"w_format": self.w_format, "precision": self.precision}
+        return PackedWeights(w, scale=scale, bias=bias, **options)
+
+    def plain(self):
+        """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy."""
+        dtype = compute_dtype(self.w.dtype)
+        axes = tuple(map(self.w_format.index, "HWIO"))
+
+        def pack(w, scale, bias, copies=None):
+            arrays = (w.transpose(axes), scale, bias)
+            if copies is None:
+                return [None if a is None else np.array(a, dtype, order="C") for a in arrays]
+            for copy, array in zip(copies, arrays, strict=True):
+                if copy is not None:
+                    copy[...] = array
+            return copies
+
+        return self.packed("plain", pack)
+
+
+def resolve_weights(w, scale, bias, w_format, precision):
+    """Return the weights as a PackedWeights; what stands beside one must not contradict it."""
+    if not isinstance(w, PackedWeights):
+        return PackedWeights(w, scale=scale, bias=bias, w_format=w_format, precision=precision)
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None:
+            raise ValueError(f"{name} must be None where w is a PackedWeights; pass it to that one")
+    for name, value, default in (("w_format", w_format, "HWIO"), ("precision", precision, None)):
+        own = getattr(w, name)
+        if value != default and value != own:
+            raise ValueError(f"{name} must be {own!r}, that of the PackedWeights w, got {value!r}")
+    return w
+
+
+@array_function
+def _check_weights(w, scale, bias, w_format):
+    """Check dtypes and shapes, of the arrays of any library."""
+    check_array("w", w, ndim=4)
+    if not is_float(w.dtype):
+        raise DTypeError(f"w must be float16, bfloat16, float32 or float64, got {w.dtype}")
+    check_per_channel(scale, bias, w.shape[w_format.index("O")], like=w)
+
+
+def prepare_pack(case, plan, w_format):
+    """Return what packs w, scale and bias; see pack_weights in fused_conv.cu."""
+    slices = plan.slices(case)
+    units = plan.chunks * plan.steps(case.kernel) * 2 * plan.slice
+    sizes = dict(zip("HWIO", (*case.kernel, case.channels, case.channels_out), strict=True))
+    steps = {
+        letter: math.prod(sizes[inner] for inner in w_format[i + 1 :])
+        for i, letter in enumerate(w_format)
+    }
+    launch = kernels.prepare(
+        "block_sparse/conv/fused_conv",
+        "pack_weights",
+        plan.pack_template(case),
+        (-(-units // 256), slices),
+        256,
+        4,
+        (slices, plan.chunks, case.channels, case.channels_out, *map(steps.get, "HWIO")),
+    )
+    return Pack(launch, plan.packed_bytes(case), 1, 2)

@@ -1,0 +1,1 @@
+"""From an image to a stack of blocks and back, with the gradients."""

@@ -1,0 +1,382 @@
+"""sparse_scatter: put a block stack back into an image."""
+
+import numpy as np
+
+from ...core import launch as kernels
+from ...core.arrays import (
+    array_function,
+    channels_last_view,
+    empty,
+    is_cupy,
+    namespace,
+    same_memory,
+)
+from ...core.checks import apart, check_apart, check_array, check_out
+from ...core.compile import cpp_name
+from ...core.copy_image import copy_image
+from ...core.device import shared_bytes, sm_count
+from ...core.half_floats import adder
+from ...core.launch import THREADS
+from ...core.plans import Plans
+from ...errors import DTypeError, ShapeError
+from ..checks import check_image, check_indices
+from ..corners import (
+    chunks,
+    find_corners,
+    inside_pieces,
+    meeting,
+    pixels,
+    row_index,
+    swap_layout,
+    windows,
+)
+from ..grid import resolve_grid, resolve_layout
+from .plan import plan_copy
+
+
+@array_function
+def sparse_scatter(
+    blocks,
+    bin_counts,
+    active_block_indices,
+    x,
+    *,
+    bsize,
+    boffset=(0, 0),
+    bstride=None,
+    add=False,
+    atomic=False,
+    transpose=False,
+    data_format="NHWC",
+    out=None,
+):
+    """Write the blocks over a copy of an image, or add them to it.
+
+    ``y[n, h0 + i, w0 + j, c] = blocks[b, i, j, c]`` (``+=`` with ``add``) with
+    ``(n, hi, wi) = active_block_indices[b]``, ``h0 = boffset[0] + bstride[0] * hi``; elsewhere
+    ``y`` is ``x``. What falls outside the image is dropped, and so are rows at or past
+    ``bin_counts`` and rows whose ``n`` is not an image of the batch.
+
+    Where blocks overlap, the later row wins; with ``add`` the rows are added one after another, in
+    their order and in the dtype of ``x``. Either way the result is the same bits on every run.
+
+    Parameters
+    ----------
+    blocks : array, shape (M, bsize[0], bsize[1], C), or (M, C, bsize[0], bsize[1])
+        Block stack, laid out as :func:`sparse_gather` with the same ``transpose`` and
+        ``data_format`` gives it. C-contiguous, of the dtype of ``x``.
+    bin_counts : int32 array, shape (1,)
+        Number of active blocks, as :func:`reduce_mask` returns it.
+    active_block_indices : int32 array, shape (M, 3)
+        Rows ``(n, hi, wi)``, as :func:`reduce_mask` returns them: no row twice, unless ``atomic``.
+    x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
+        Image under the blocks. C-contiguous. Modified only when it is also ``out``.
+    bsize : int or (int, int)
+        Block size ``(h, w)`` in pixels.
+    boffset : (int, int)
+        Corner of block (0, 0) in the image; negative for padding.
+    bstride : (int, int), optional
+        Distance between block corners; ``bsize`` by default.
+    add : bool
+        Add the blocks to the image instead of writing over it.
+    atomic : bool
+        The same pixel may be written more than once. Needed with ``add`` where blocks overlap
+        (``bstride < bsize``); and for a list of indices that holds a row twice.
+    transpose : bool
+        The blocks have the other layout: NCHW blocks for an NHWC image, and the reverse.
+    data_format : "NHWC" or "NCHW"
+        Layout of ``x``.
+    out : array, optional
+        Receives the result, and is returned; ``out=x`` works in place, with no copy.
+
+    Returns
+    -------
+    y : array of the shape and dtype of ``x``
+        In the library and on the device of ``x``.
+
+    Raises
+    ------
+    ShapeError
+        If a size is wrong, an array is not contiguous, ``out`` does not fit, or overlapping blocks
+        are added without ``atomic``.
+    DTypeError
+        If ``blocks`` and ``x`` differ in dtype, or the dtype cannot be added.
+    DeviceError
+        If arrays belong to different libraries or devices.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.2.
+    Kernel: cuda_src/block_sparse/gather_scatter/sparse_scatter.cu
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> counts, indices = np.array([1], np.int32), np.array([[0, 0, 1]], np.int32)
+    >>> y = sparse_scatter(np.ones((1, 2, 2, 1)), counts, indices, np.zeros((1, 2, 4, 1)), bsize=2)
+    >>> y[0, :, :, 0]
+    array([[0., 0., 1., 1.],
+           [0., 0., 1., 1.]])
+    """
+    arrays = (blocks, bin_counts, active_block_indices, x)
+    in_place = out is x or (out is not None and same_memory(out, x))
+    options = (bsize, boffset, bstride, add, atomic, transpose, data_format, in_place)
+    key = _PLANS.key((x, *arrays[:3], out), options) if is_cupy(x) else None
+    launch = _PLANS.get(key)
+    if launch is None:
+        layout, grid = _resolve(arrays, options[:-1])
+    others = arrays[: 3 if in_place else 4]
+    if out is None:
+        out = empty(x.shape, x.dtype, x)
+    elif launch is None:
+        check_out(out, x.shape, x.dtype, x, zip(_ARRAY_NAMES, others, strict=False))
+    elif not apart(out, others):
+        check_apart(out, zip(_ARRAY_NAMES, others, strict=False))
+    if not in_place:
+        copy_image(x, out)
+    if launch is not None:
+        launch(out, bin_counts, active_block_indices, blocks)
+    elif not x.size or not blocks.size:
+        pass  # no pixel to write, or none to write it with
+    elif not is_cupy(x):
+        _sparse_scatter_numpy(*arrays[:3], out, layout, grid, add, grid.overlaps or atomic)
+    elif grid.overlaps or atomic:
+        _scatter_overlap_cuda(*arrays[:3], out, layout, grid, add)
+    else:
+        launch = _PLANS.keep(key, _sparse_scatter_cuda(blocks, out, layout, grid, add))
+        launch(out, bin_counts, active_block_indices, blocks)
+    return out
+
+
+_PLANS = Plans()
+_RESOLVED = Plans()  # layout and grid of calls with NumPy arrays
+
+
+def launch_of_scatter(y, bin_counts, active_block_indices, blocks, options):
+    """Return the launch that a call in place of y left, or None; it takes the arrays in order."""
+    arrays = (y, blocks, bin_counts, active_block_indices, y)
+    return _PLANS.get(_PLANS.key(arrays, (*options, True)))
+
+
+_ARRAY_NAMES = ("blocks", "bin_counts", "active_block_indices", "x")
+
+
+def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
+    """Scatter in place: :func:`sparse_scatter` with ``out=x``, under the original's name.
+
+    Parameters
+    ----------
+    blocks, bin_counts, active_block_indices, x, **options
+        As for :func:`sparse_scatter`; ``x`` is written, and ``out`` may not be given.
+
+    Returns
+    -------
+    x : array
+        The very array that was passed.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+        As :func:`sparse_scatter`.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.zeros((1, 2, 2, 1))
+    >>> counts, indices = np.array([1], np.int32), np.zeros((1, 3), np.int32)
+    >>> sparse_scatter_var(np.ones((1, 1, 1, 1)), counts, indices, x, bsize=1) is x
+    True
+    """
+    return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
+
+
+def _resolve(arrays, options):
+    """Check all arguments but ``out``, unless the like of them were; return layout and grid."""
+    key = _RESOLVED.host_key(arrays, options)
+    return _RESOLVED.get(key) or _RESOLVED.keep(key, resolve_scatter(arrays, *options))
+
+
+def resolve_scatter(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format):
+    """Check all arguments but ``out``; return the layout and the grid."""
+    blocks, bin_counts, active_block_indices, x = arrays
+    grid = resolve_grid(bsize, boffset, bstride)
+    check_image("x", x)
+    check_image("blocks", blocks, like=x)
+    check_indices(bin_counts, active_block_indices, like=x)
+    layout = resolve_layout(x, data_format, transpose)
+    check_array("blocks", blocks, shape=layout.blocks_shape(len(active_block_indices), grid.bsize))
+    if blocks.dtype != x.dtype:
+        raise DTypeError(f"blocks must have the dtype of x, {x.dtype}, got {blocks.dtype}")
+    if add and grid.overlaps and not atomic:
+        raise ShapeError(
+            f"atomic must be True to add blocks that overlap, got bstride {grid.bstride} under "
+            f"bsize {grid.bsize}; pass atomic=True (the result is reproducible all the same)"
+        )
+    if add:
+        _check_addable(x)
+    return layout, grid
+
+
+def _check_addable(x):
+    """Raise unless elements of the dtype can be added."""
+    if x.dtype.name != "bfloat16" and x.dtype.kind not in "buifc":
+        raise DTypeError(f"x must be of a number dtype to add to it, got {x.dtype}")
+
+
+def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, grid, add, overlap):
+    """Write windows of the image; overlapping blocks go by pixel number, in row order."""
+    corners = find_corners(bin_counts, active_block_indices, grid)
+    corners = meeting(corners, layout, grid.bsize)
+    if not len(corners.rows):
+        return
+    add = adder(y.dtype) if add else None
+    if overlap:
+        _scatter_pixels(blocks, corners, y, layout, grid.bsize, add)
+        return
+    # Sums of halves take two words for each of them besides: fewer are added at a time.
+    part_bytes = blocks[:1].nbytes * (2 if add and y.dtype == np.float16 else 1)
+    for (i0, i1), (j0, j1), cut in inside_pieces(corners, layout, grid.bsize):
+        every = windows(y, layout, (i1 - i0, j1 - j0))
+        inner = (slice(i0, i1), slice(j0, j1))
+        inner = (*inner, slice(None)) if layout.blocks_channels_last else (slice(None), *inner)
+        # A run of blocks that is only written needs no temporaries.
+        swapped = layout.channels_last != layout.blocks_channels_last
+        copied = add or swapped or not isinstance(row_index(cut.rows), slice)
+        for part in chunks(cut, part_bytes) if copied else [cut]:
+            values = blocks[(row_index(part.rows), *inner)]
+            if swapped:
+                values = _swapped(values, layout.blocks_channels_last)
+            _put(every, (part.n, part.h0 + i0, part.w0 + j0), values, add)
+
+
+def _put(image, place, values, add):
+    """``image[place] = values``, or ``+=`` with a function that adds; no pixel comes twice."""
+    if add:
+        total = np.ascontiguousarray(image[place])
+        add(total, values)
+        values = total
+    image[place] = values
+
+
+def _swapped(blocks, channels_last):
+    """Return a copy of ``blocks``, given with their channels last or first, the other way round."""
+    m, a, b, c = blocks.shape
+    given, swapped = ((a * b, c), (c, a, b)) if channels_last else ((a, b * c), (b, c, a))
+    copy = np.empty((m, *swapped), blocks.dtype)
+    swap_layout(copy.reshape(m, *given[::-1]), blocks.reshape(m, *given))
+    return copy
+
+
+def _scatter_pixels(blocks, corners, y, layout, bsize, add):
+    """Write or add pixel by pixel number, in the order of the stack's rows."""
+    image = channels_last_view(y, layout.channels_last)
+    stack = channels_last_view(blocks, layout.blocks_channels_last)
+    # beside the values, numbers and their order: some ten words for each pixel
+    for part in chunks(corners, blocks[:1].nbytes + 80 * bsize[0] * bsize[1]):
+        flat, valid = pixels(part, layout, bsize)
+        flat, values = flat[valid], stack[row_index(part.rows)][valid]
+        if add:
+            _add_in_order(image, flat, values, layout, add)
+        else:
+            image[_position(flat, layout)] = values
+
+
+def _position(flat, layout):
+    """Return the index ``(n, h, w)`` of pixel numbers."""
+    n, hw = np.divmod(flat, layout.H * layout.W)
+    return n, *np.divmod(hw, layout.W)
+
+
+def _add_in_order(image, flat, values, layout, add):
+    """``image[flat] += values`` one after another where a pixel comes more than once.
+
+    The k-th value of every pixel is added in the k-th round, so that each round meets a pixel once.
+    """
+    order = np.argsort(flat, kind="stable")
+    ordered = flat[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(order) else order
+    group_sizes = np.diff(np.r_[starts, len(order)])
+    turn = np.arange(len(order)) - np.repeat(starts, group_sizes)
+    for k in range(int(group_sizes.max(initial=0))):
+        now = order[turn == k]
+        _put(image, _position(flat[now], layout), values[now], add)
+
+
+def _combination(y, add):
+    """Return (C++ type of the elements when they are computed with, name of the combination)."""
+    element = cpp_name(y.dtype, "x") if add else None
+    return element, f"Add<{element}>" if add else "Overwrite"
+
+
+def _sparse_scatter_cuda(blocks, y, layout, grid, add):
+    """Prepare one launch, for blocks that share no pixel; see sparse_scatter.cu."""
+    element, combination = _combination(y, add)
+    device = sm_count(), shared_bytes()
+    plan = plan_copy(y, blocks, layout, grid, device, gathers=False, element=element)
+    return kernels.prepare(
+        "block_sparse/gather_scatter/sparse_scatter",
+        plan.kernel("scatter"),
+        (*plan.template, combination),
+        plan.grid,
+        plan.block,
+        4,
+        plan.scalars,
+        plan.shared,
+        persistent=True,
+        dependent=True,
+    )
+
+
+def _scatter_overlap_cuda(blocks, bin_counts, active_block_indices, y, layout, grid, add):
+    """Chain the stack's rows by the cell of their corner, then let each cell apply its own."""
+    rows = len(active_block_indices)
+    first, count, reach = _cells(layout, grid)
+    cells = (*first, *count)
+    if 0 in count:
+        return
+    xp = namespace(y)
+    heads = xp.empty(layout.N * count[0] * count[1], np.int32)
+    kernels.enqueue(heads.fill, -1)
+    links = xp.empty(rows, np.int32)
+    kernels.launch(
+        "block_sparse/gather_scatter/sparse_scatter",
+        "scatter_link",
+        (0,),
+        -(-rows // THREADS),
+        THREADS,
+        (bin_counts, active_block_indices, heads, links, rows, layout.N, *cells),
+        persistent=True,
+    )
+    planes, pixel = (1, layout.C) if layout.channels_last else (layout.C, 1)
+    area = grid.bsize[0] * grid.bsize[1]
+    channel_step, pixel_step = (1, layout.C) if layout.blocks_channels_last else (area, 1)
+    sizes = (planes, pixel, channel_step, pixel_step, channel_step, layout.N, layout.H, layout.W)
+    element, combination = _combination(y, add)
+    kernels.launch(
+        "block_sparse/gather_scatter/sparse_scatter",
+        "scatter_overlap",
+        (element or f"Bytes<{y.dtype.itemsize}>::type", *grid.bsize, combination),
+        layout.N * (count[0] + reach[0]) * (count[1] + reach[1]),
+        THREADS,
+        (y, active_block_indices, blocks, heads, links, *sizes, *grid.boffset, *grid.bstride,
+         *cells, *reach),
+        persistent=True,
+    )
+
+
+def _cells(layout, grid):
+    """Return, per axis, the first cell whose block meets the image, how many do, and their reach.
+
+    Those with ``-bsize < boffset + bstride * index < size``.
+    """
+    axes = list(zip(grid.bsize, grid.boffset, grid.bstride, (layout.H, layout.W), strict=True))
+    first = [-((b + offset - 1) // s) for b, offset, s, _ in axes]
+    last = [(n - 1 - offset) // s for _, offset, s, n in axes]
+    count = [max(end - begin + 1, 0) for begin, end in zip(first, last, strict=True)]
+    return first, count, [-(-b // s) - 1 for b, _, s, _ in axes]
+
+
+def scratch_sizes(rows, layout, grid):
+    """Return the bytes of each array that a GPU allocates to apply overlapping blocks in order."""
+    _, count, _ = _cells(layout, grid)
+    return 4 * layout.N * count[0] * count[1], 4 * rows

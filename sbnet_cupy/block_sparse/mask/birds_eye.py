@@ -1,0 +1,103 @@
+"""The bird's-eye mask: which cells of the ground a point cloud occupies. Public in ``masks``."""
+
+import math
+from numbers import Real
+
+import numpy as np
+
+from ...core.arrays import array_function, namespace
+from ...core.checks import check_array
+from ...core.sizes import is_integer
+from ...errors import ShapeError
+
+
+@array_function
+def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
+    """Activate the cells of a ground grid that hold points of a point cloud, seen from above.
+
+    Rows run along x and columns along y: cell ``(i, j)`` holds the points with
+    ``floor((x - x_range[0]) / cell) == i`` and ``floor((y - y_range[0]) / cell) == j``, so row 0 is
+    the smallest x and column 0 the smallest y. Ranges are half-open, ``low <= value < high``.
+
+    Parameters
+    ----------
+    points : array, shape (P, 3) or more columns
+        x, y, z in metres, float or integer; further columns are ignored. Points outside the ranges,
+        and those with a NaN or an infinity among x, y and z, are dropped.
+    x_range, y_range : (float, float)
+        What the grid covers, in metres.
+    cell : float
+        Side of a square cell, in metres. The last row and column may reach past the range.
+    z_range : (float, float), optional
+        Heights to keep; every finite height when None.
+    min_points : int, default 1
+        Points a cell needs to be active.
+
+    Returns
+    -------
+    mask : array of bool, shape (1, H, W)
+        ``H = ceil((x_range[1] - x_range[0]) / cell)``, likewise W from y, a millionth forgiven.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueError
+        If ``points`` is no list of points, or a range or a size is empty.
+
+    Source: Yang et al. 2018, PIXOR, arXiv:1902.06326, section 3.1 (the grid SBNet's LiDAR runs on).
+
+    Examples
+    --------
+    >>> points = np.array([[0.2, -0.9, 0.1], [1.5, 0.5, 0.0], [2.0, 0.0, 0.0]], np.float32)
+    >>> birds_eye(points, x_range=(0, 2), y_range=(-1, 1), cell=1.0)
+    array([[[ True, False],
+            [False,  True]]])
+    """
+    check_array("points", points, ndim=2, kinds="fiu")
+    if not is_integer(min_points) or min_points < 1:
+        raise ValueError(f"min_points must be a positive integer, got {min_points!r}")
+    index, (h, w) = cell_index(points, x_range, y_range, cell, z_range)
+    xp = namespace(points)
+    counts = xp.zeros(h * w + 1, dtype=np.int32)
+    xp.add.at(counts, index, 1)
+    return (counts[: h * w] >= min_points).reshape(1, h, w)
+
+
+def cell_index(points, x_range, y_range, cell, z_range=None):
+    """Return the flat cell of each point, and the grid's (H, W); dropped points get H * W.
+
+    One cell more than the grid has collects what is dropped, so no size depends on the data.
+    """
+    if points.shape[1] < 3:
+        raise ShapeError(f"points must have shape (P, 3 or more), got {points.shape}; pass x, y, z")
+    if not 0 < number(cell, "cell") < math.inf:
+        raise ValueError(f"cell must be a positive number of metres, got {cell!r}")
+    ranges = [_range(x_range, "x_range"), _range(y_range, "y_range"), (-math.inf, math.inf)]
+    if z_range is not None:
+        ranges[2] = _range(z_range, "z_range")
+    xp = namespace(points)
+    xyz = [points[:, axis].astype(np.float64) for axis in range(3)]
+    kept = xp.ones(len(points), dtype=bool)
+    for value, (low, high) in zip(xyz, ranges, strict=True):
+        kept &= xp.isfinite(value) & (value >= low) & (value < high)
+    h, w = (max(math.ceil((high - low) / cell - 1e-6), 1) for low, high in ranges[:2])
+    row, column = (
+        xp.clip(xp.floor(xp.where(kept, value - low, 0) / cell).astype(np.int64), 0, size - 1)
+        for value, (low, _), size in zip(xyz[:2], ranges[:2], (h, w), strict=True)
+    )
+    return xp.where(kept, row * w + column, h * w), (h, w)
+
+
+def number(value, name):
+    """Return ``value`` when it is a real number, or raise ValueError."""
+    if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(value):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return value
+
+
+def _range(value, name):
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"{name} must be a pair (low, high) in metres, got {value!r}")
+    low, high = (float(number(v, name)) for v in value)
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(f"{name} must be finite with low < high, got {value!r}")
+    return low, high

@@ -1,0 +1,282 @@
+"""reduce_mask: from a mask to the list of active blocks."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core import launch as kernels
+from ...core.arrays import (
+    address,
+    array_function,
+    dtype_kind,
+    dtype_name,
+    empty,
+    is_cupy,
+    namespace,
+    vector_bytes,
+)
+from ...core.checks import check_array, check_contiguous
+from ...core.compile import cpp_name
+from ...core.device import has_clusters, sm_count
+from ...core.plans import Plans
+from ...core.sizes import is_integer, pair
+from ...core.workspace import workspace
+from ...errors import DTypeError, ShapeError
+from ..active_blocks import ActiveBlocks
+from ..grid import resolve_grid
+from .listing import prepare_listing, write_rows
+from .plan import plan_mask, shared_memory
+
+_MOST_BLOCKS = 2**31 - 1
+
+
+@array_function
+def reduce_mask(
+    mask,
+    block_count,
+    *,
+    bsize,
+    boffset=(0, 0),
+    bstride=None,
+    tol=0.0,
+    avgpool=False,
+    capacity=None,
+):
+    """List the blocks of a grid where the mask is set.
+
+    Block ``(n, hi, wi)`` covers ``mask[n, h0 : h0 + bsize[0], w0 : w0 + bsize[1]]`` with
+    ``h0 = boffset[0] + bstride[0] * hi``, ``w0 = boffset[1] + bstride[1] * wi``. It is active when
+    its pooled value is greater than ``tol``.
+
+    Parameters
+    ----------
+    mask : array, shape (N, H, W) or (N, H, W, 1)
+        bool, any integer, float16, bfloat16, float32 or float64. C-contiguous.
+    block_count : int or (int, int)
+        Number of blocks along ``H`` and ``W``: ``BlockParams.bcount``.
+    bsize : int or (int, int)
+        Block size ``(h, w)`` in pixels.
+    boffset : (int, int)
+        Corner of block (0, 0) in the mask; negative for padding.
+    bstride : (int, int), optional
+        Distance between block corners; ``bsize`` by default.
+    tol : float
+        Threshold. For a float mask it is rounded to the mask's dtype before the comparison.
+    avgpool : bool
+        Pool by the sum over the block divided by ``bsize[0] * bsize[1]``, pixels outside the image
+        counting 0. By default by the maximum over the pixels inside the image; NaN is never
+        greater, and a block wholly outside is inactive.
+    capacity : int, optional
+        Number of rows to return. Rows past the count are -1, blocks past the capacity are left out
+        (:attr:`ActiveBlocks.overflowed` tells), and nothing waits for the device, so that the call
+        can be captured in a CUDA graph. Without it the count is read, and the rows are as many.
+
+    Returns
+    -------
+    ActiveBlocks
+        Unpacks as ``bin_counts`` (int32, shape (1,)) and ``active_block_indices`` (int32, shape
+        (M, 3), rows ``(n, hi, wi)`` in raster order). In the library and on the device of ``mask``.
+
+    Raises
+    ------
+    ShapeError
+        If a size is wrong or the mask is not contiguous.
+    DTypeError
+        If the mask is complex or no array.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.1.
+    Kernel: cuda_src/block_sparse/mask/reduce_mask.cu
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> mask = np.zeros((1, 4, 6), bool)
+    >>> mask[0, 3, 1] = True
+    >>> reduce_mask(mask, (2, 3), bsize=2).active_block_indices
+    array([[0, 1, 0]], dtype=int32)
+    """
+    options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+    if not is_cupy(mask):
+        return ActiveBlocks(*_reduce_mask_numpy(mask, options))
+    if not mask.size:  # there is nothing for a GPU to do
+        *listed, blocks = _reduce_mask_numpy(np.zeros(mask.shape, mask.dtype), options)
+        return ActiveBlocks(*map(namespace(mask).asarray, listed), blocks)
+    launch = launch_of_mask(mask, options)
+    counts, indices = empty((1,), np.int32, mask), empty((launch.rows, 3), np.int32, mask)
+    if launch.run is None:
+        counts[...] = 0
+        indices[...] = -1
+    else:
+        scratch = workspace(namespace(mask), launch.slots) if launch.slots else counts
+        launch.run(mask, counts, indices, scratch)
+    if capacity is None:
+        indices = indices[: int(counts[0])]
+    return ActiveBlocks(counts, indices, launch.blocks)
+
+
+def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset, bstride, **pool):
+    """Fill arrays that a framework owns, with as much capacity as ``indices`` has rows (not 0).
+
+    On a GPU nothing is allocated: ``scratch`` is a uint64 array of :func:`scratch_slots`, whatever
+    its contents. There must be a block, and the mask must have a pixel.
+    """
+    sizes, capacity = (block_count, bsize, boffset, bstride), len(indices)
+    if not is_cupy(mask):
+        options = (*sizes, pool["tol"], pool["avgpool"], capacity)
+        counts[...], indices[...], _ = _reduce_mask_numpy(mask, options)
+        return
+    launch = launch_of_mask(mask, (*sizes, pool["tol"], pool["avgpool"], capacity))
+    kernels.enqueue(scratch[: launch.slots].fill, 0)
+    launch.run(mask, counts, indices, scratch)
+
+
+def resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity):
+    """Check the arguments of reduce_mask; return (block grid (N, h, w), the grid, tol)."""
+    grid = resolve_grid(bsize, boffset, bstride)
+    blocks = _check(mask, pair(block_count, "block_count", minimum=0), capacity)
+    return blocks, grid, _check_tol(tol)
+
+
+def _resolve(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):
+    """Return the image and what the bodies need to know, all checked."""
+    blocks, grid, tol = resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity)
+    image = mask.reshape(mask.shape[:3])
+    return image, blocks, grid, _threshold(mask.dtype, tol), avgpool, capacity
+
+
+def launch_of_mask(mask, options):
+    """Return the launch for a CuPy mask with pixels, prepared or found."""
+    key = _PLANS.key((mask,), options)
+    launch = _PLANS.get(key)
+    if launch is None:
+        launch = _PLANS.keep(key, _reduce_mask_cuda(*_resolve(mask, *options)))
+    return launch
+
+
+class _Launch(NamedTuple):
+    """A checked call: what to allocate, and the kernel with its parameters (None: no blocks)."""
+
+    blocks: tuple  # images, block rows, block columns
+    rows: int  # of the indices
+    slots: int  # of the workspace
+    run: Callable | None
+
+
+_PLANS = Plans()
+
+
+def _check(mask, block_count, capacity):
+    """Check the mask and the sizes; return the grid of blocks (N, h, w)."""
+    check_array("mask", mask, ndim=(3, 4), kinds="biuf")
+    if mask.ndim == 4 and mask.shape[3] != 1:
+        raise ShapeError(f"mask must have shape (N, H, W) or (N, H, W, 1), got {mask.shape}")
+    check_contiguous("mask", mask)
+    if max(mask.shape) >= 2**30:
+        raise ShapeError(f"mask must be under 2**30 along each axis, got {mask.shape}")
+    if capacity is not None and (not is_integer(capacity) or not 0 <= capacity <= _MOST_BLOCKS):
+        raise ShapeError(f"capacity must be a non-negative integer or None, got {capacity!r}")
+    blocks = (mask.shape[0], *block_count)
+    if math.prod(blocks) > _MOST_BLOCKS:
+        raise ShapeError(f"block_count must give under 2**31 blocks, got {blocks} (N, h, w)")
+    return blocks
+
+
+def _check_tol(tol):
+    try:
+        value = float(tol)
+    except (TypeError, ValueError):
+        raise DTypeError(f"tol must be a number, got {tol!r}") from None
+    if math.isnan(value):
+        raise ValueError("tol must not be NaN, got nan; use 0 for 'any pixel set'")
+    return value
+
+
+@functools.lru_cache(256)
+def _threshold(dtype, tol):
+    """Return (tol as a float mask sees it, least active integer, whether nothing can be active).
+
+    A whole number is greater than tol when it is at least ``floor(tol) + 1``.
+    """
+    if dtype_kind(dtype) == "f":
+        with np.errstate(over="ignore"):
+            return float(np.asarray(tol).astype(dtype)), 0, False
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if math.isinf(tol):
+        return tol, low, tol > 0
+    least = math.floor(tol) + 1
+    return tol, int(min(max(least, low), high)), least > high
+
+
+def _reduce_mask_numpy(mask, options):
+    """Pool some rows of blocks at a time, then list those that are active; also return the grid."""
+    key = _LISTINGS.host_key((mask,), options)
+    listing = _LISTINGS.get(key)
+    if listing is None:
+        listing = _LISTINGS.keep(key, prepare_listing(*_resolve(mask, *options)))
+    image = mask if mask.ndim == 3 else mask.reshape(mask.shape[:3])
+    found, count = [], 0
+    for first, pool in listing.parts:
+        active = pool(image).reshape(-1)
+        count += np.count_nonzero(active)
+        found.append((first, active))
+    size = count if listing.capacity is None else listing.capacity
+    memory = empty((_ALIGNED + 3 * size,), np.int32, mask)  # once for both costs less
+    counts, indices = memory[:1], memory[_ALIGNED:].reshape(size, 3)
+    counts[0] = count
+    done = 0
+    for first, active in found:
+        numbers = active.nonzero()[0][: size - done]
+        if first:
+            numbers += first
+        write_rows(numbers, indices[done : done + len(numbers)], listing)
+        done += len(numbers)
+    if done < size:
+        indices[done:] = -1
+    return counts, indices, listing.blocks
+
+
+_LISTINGS = Plans(most=64)  # those of huge masks have hundreds of parts
+_ALIGNED = 16  # numbers of 4 bytes: 64
+
+
+def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
+    """Prepare one launch; see cuda_src/block_sparse/mask/reduce_mask.cu."""
+    candidates = math.prod(blocks)
+    rows = candidates if capacity is None else capacity
+    if not candidates or not mask.size:
+        return _Launch(blocks, rows, 0, None)
+    threshold, least, never = thresholds
+    type_name = cpp_name(mask.dtype, "mask")
+    if dtype_name(mask.dtype) == "bool":
+        type_name = "unsigned char"
+    item = mask.dtype.itemsize
+    word = max(vector_bytes(mask.shape[2] * item, address(mask)) // item, 1)
+    machine = sm_count(), has_clusters()
+    plan = plan_mask(mask.shape, item, word, blocks, grid, avgpool, *machine)
+    nonzero = not avgpool and type_name == "unsigned char" and least == 1
+    slots, kept = shared_memory(plan, avgpool)
+    sizes = (*mask.shape[:3], *blocks[1:], *grid.boffset, *grid.bstride)
+    options = (threshold, _as_signed(least), int(never), rows)
+    shares = (plan.lines, plan.span, plan.down, slots, kept)
+    reads = (plan.word, plan.lanes, nonzero)
+    run = kernels.prepare(
+        "block_sparse/mask/reduce_mask",
+        "reduce_mask",
+        (type_name, *grid.bsize, bool(avgpool), *reads, plan.threads, plan.together),
+        plan.thread_blocks,
+        plan.threads,
+        4,
+        (*sizes, *options, *shares, int(capacity is not None)),
+        shared=kept + 4 * -(-plan.lines * plan.span // 32),
+        dependent=True,
+        cluster=max(plan.together, 1),
+    )
+    return _Launch(blocks, rows, 0 if plan.together else 1 + plan.thread_blocks, run)
+
+
+def _as_signed(value):
+    """Return the signed 64-bit number with the bits of an unsigned one."""
+    return value - 2**64 if value >= 2**63 else value

@@ -1,0 +1,283 @@
+"""Arrays at the door: which library they belong to, where they are, how they pass.
+
+``@array_function`` lets a function written for NumPy and CuPy arrays take those of PyTorch, JAX,
+TensorFlow and any other DLPack library, without a copy, on the caller's device and stream.
+Inside such a function every array is native: ``numpy.ndarray`` or ``cupy.ndarray``.
+"""
+
+import ctypes
+import functools
+import inspect
+import math
+import sys
+
+import numpy as np
+
+from ..errors import DeviceError
+from . import libraries
+
+_ALIGNMENT = 64  # bytes; what JAX and TensorFlow need to share NumPy's memory
+_address, _first_byte = ctypes.addressof, ctypes.c_char.from_buffer
+_LIBRARY_OF_TYPE = {}
+
+
+class ArrayContainer:
+    """Base of the classes that hold arrays and pass through the door with them."""
+
+    cupy_device = None  # the device of a container that is known to hold CuPy arrays of one device
+
+    def _arrays(self):
+        """Return the arrays held."""
+        raise NotImplementedError
+
+    def _map_arrays(self, function):
+        """Return a copy with ``function`` applied to every array held."""
+        raise NotImplementedError
+
+
+def library_of(value):
+    """Return the array library that ``value`` belongs to, or None when it is not an array."""
+    kind = type(value)
+    try:
+        return _LIBRARY_OF_TYPE[kind]
+    except KeyError:
+        return _LIBRARY_OF_TYPE.setdefault(kind, libraries.classify(kind))
+
+
+def array_function(function):
+    """Make a function of native arrays take and return the arrays of any library."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        device = _device_of_all(args, kwargs)
+        if device is _HOST or (
+            device is not None and device == sys.modules["cupy"].cuda.runtime.getDevice()
+        ):
+            return function(*args, **kwargs)
+        first = library = place = None
+        for value in (*args, *kwargs.values()):
+            found = library_of(value)
+            if found is None:
+                if not isinstance(value, _CONTAINERS):
+                    continue
+                if type(value) is tuple and value and type(value[0]) is int:
+                    continue  # a size
+                for array in _arrays_in(value):
+                    if first is None:
+                        first, library = array, library_of(array)
+                        place = library.place(array)
+                    elif library_of(array) is not library or library.place(array) != place:
+                        raise _mixed(signature, args, kwargs)
+            elif first is None:
+                first, library = value, found
+                place = library.place(value)
+            elif found is not library or library.place(value) != place:
+                raise _mixed(signature, args, kwargs)
+        if library is None or library is libraries.NUMPY:
+            return function(*args, **kwargs)
+        if library is libraries.CUPY:
+            return _on_device(place, function, args, kwargs)
+        return _through_door(library, first, function, signature, args, kwargs)
+
+    return call
+
+
+_CONTAINERS = (tuple, list, ArrayContainer)
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_HOST = "host"
+
+
+def _device_of_all(args, kwargs):
+    """Return the device of arguments that are CuPy arrays on one device, and options.
+
+    ``_HOST`` for NumPy arrays, and options. None for others, and for most containers: this is the
+    usual call of an op, at once.
+    """
+    device = None
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind in _PLAIN or (kind is tuple and value and type(value[0]) is int):
+            continue
+        if kind is np.ndarray:
+            own = _HOST
+        elif _LIBRARY_OF_TYPE.get(kind) is libraries.CUPY:
+            own = value.data.device_id
+        else:
+            own = getattr(value, "cupy_device", None) if isinstance(value, ArrayContainer) else None
+        if own is None or device not in (None, own):
+            return None
+        device = own
+    return device
+
+
+def _arrays_in(value):
+    """Return the arrays in an argument: itself, or those of a container."""
+    if library_of(value) is not None:
+        return [value]
+    if isinstance(value, ArrayContainer):
+        return [array for item in value._arrays() for array in _arrays_in(item)]
+    if isinstance(value, tuple | list):
+        return [array for item in value for array in _arrays_in(item)]
+    return []
+
+
+def _map_value(value, function):
+    """Return ``value`` with ``function`` applied to the arrays in it."""
+    if library_of(value) is not None:
+        return function(value)
+    if isinstance(value, ArrayContainer):
+        return value._map_arrays(lambda x: function(x) if library_of(x) is not None else x)
+    if isinstance(value, tuple | list) and _arrays_in(value):
+        items = [_map_value(item, function) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    return value
+
+
+def _on_device(device, function, args, kwargs):
+    """Call with CuPy arrays, on their device if it is not the current one."""
+    cupy = sys.modules["cupy"]
+    if device == cupy.cuda.runtime.getDevice():
+        return function(*args, **kwargs)
+    with cupy.cuda.Device(device):
+        return function(*args, **kwargs)
+
+
+def _through_door(library, first, function, signature, args, kwargs):
+    """Import the arguments, call, and export the results."""
+    bound = signature.bind(*args, **kwargs)
+    originals = {}
+
+    with library.stream(first):
+        for name, value in bound.arguments.items():
+
+            def enter(array, name=name):
+                native = library.enter(array, name)
+                originals[id(native)] = (native, array)
+                return native
+
+            bound.arguments[name] = _map_value(value, enter)
+
+        def leave(native):
+            if id(native) in originals:  # an argument comes back as the caller's own object
+                return originals[id(native)][1]
+            return library.leave(native, first)
+
+        result = _map_value(function(*bound.args, **bound.kwargs), leave)
+        library.finish([native for native, _ in originals.values()])
+        return result
+
+
+def _mixed(signature, args, kwargs):
+    """Build the error for arguments of different libraries or devices."""
+    places = []
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for array in _arrays_in(value):
+            place = place_name(array)
+            if place == "traced":  # beside concrete arrays: the error that names the adapter
+                library_of(array).enter(array, name)
+            places.append(f"{name} is {library_of(array).name} on {place}")
+    return DeviceError(
+        "all arrays must belong to one library and be on one device: "
+        + ", ".join(places)
+        + "; convert them first"
+    )
+
+
+def place_name(array):
+    """Return where an array is, for messages."""
+    place = library_of(array).place(array)
+    return f"cuda:{place}" if is_cupy(array) else place
+
+
+def is_cupy(array):
+    """Whether a native array is CuPy's."""
+    return library_of(array) is libraries.CUPY
+
+
+def namespace(array):
+    """Return the module, numpy or cupy, that a native array belongs to."""
+    return sys.modules["cupy"] if is_cupy(array) else np
+
+
+def empty(shape, dtype, like):
+    """Allocate an array of the library of ``like``; NumPy memory is 64-byte aligned."""
+    if is_cupy(like):
+        return sys.modules["cupy"].ndarray(shape, dtype)
+    dtype = np.dtype(dtype)
+    buffer = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
+    # The address, at a quarter of what buffer.ctypes takes.
+    return np.ndarray(shape, dtype, buffer, -_address(_first_byte(buffer)) % _ALIGNMENT)
+
+
+def zeros(shape, dtype, like):
+    """Allocate zeros likewise; on a GPU at a third of what CuPy's own take the calling thread."""
+    out = empty(shape, dtype, like)
+    if is_cupy(like):
+        out.data.memset_async(0, out.nbytes)
+    else:
+        out.fill(0)
+    return out
+
+
+@functools.lru_cache(256)  # NumPy spells a name anew each time, which takes a microsecond
+def dtype_name(dtype):
+    """Return the usual name of a dtype: "float16", "bfloat16", "uint8"..."""
+    return np.dtype(dtype).name
+
+
+def is_float(dtype):
+    """Whether a dtype is float16, bfloat16, float32 or float64."""
+    return dtype_name(dtype) in ("float16", "bfloat16", "float32", "float64")
+
+
+def compute_dtype(dtype):
+    """Return the dtype to accumulate in: float64 for float64, float32 for the smaller floats."""
+    return np.dtype(np.float64 if dtype_name(dtype) == "float64" else np.float32)
+
+
+def dtype_kind(dtype):
+    """Return the NumPy kind letter of a dtype, with bfloat16 a float like the others."""
+    return "f" if dtype_name(dtype) == "bfloat16" else dtype.kind
+
+
+def signature_of(array):
+    """Return what checks and kernels see of a CuPy array, or of None: a hashable key."""
+    if array is None:
+        return None
+    try:
+        return array.shape, array.dtype, array._c_contiguous, array.data.ptr & 15
+    except AttributeError:  # no array: the checks will say so
+        return type(array)
+
+
+def device_of(array):
+    """Return the number of a CuPy array's device."""
+    return array.data.device_id
+
+
+def address(array):
+    """Address of the first element of a native array."""
+    return array.data.ptr if is_cupy(array) else array.ctypes.data
+
+
+def same_memory(a, b):
+    """Whether two arrays of one library are the same elements in the same order."""
+    return (
+        type(a) is type(b)
+        and (a.shape, a.dtype) == (b.shape, b.dtype)
+        and address(a) == address(b)
+    )
+
+
+def vector_bytes(*multiples):
+    """Return the widest access, up to 16 bytes, that divides every one of the byte counts."""
+    combined = 16
+    for value in multiples:
+        combined = math.gcd(combined, value)
+    return combined
+
+
+def channels_last_view(x, channels_last):
+    """View an image or stack as ``[..., C]`` whatever its layout."""
+    return x if channels_last else x.transpose(0, 2, 3, 1)

@@ -1,0 +1,236 @@
+"""Launches of CUDA kernels: grid, scalars and attributes decided once, pointers at each call.
+
+This file and ``compile.py`` are the only ones that know how kernels are made and launched.
+"""
+
+import contextlib
+import ctypes
+import functools
+import threading
+
+import numpy as np
+
+from .compile import SHARED_BY_DEFAULT, load
+from .device import driver, has_dependent_launch, sm_count
+
+THREADS = 256  # of a thread block, where nothing speaks for another number
+_LOADED = {}  # (device, stem, kernel, template, ...) -> cupy.RawKernel
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+def launch(stem, kernel, template, grid, block, args, shared=0, persistent=False):
+    """Run ``kernel<template...>`` of ``cuda_src/<stem>.cu`` on CuPy's current device and stream.
+
+    ``stem`` is the path of a file below ``cuda_src``, such as ``"dense/affine_grad"``.
+    ``args`` holds CuPy arrays or None (a null pointer), then int (``long long``) and float
+    (``double``). ``grid`` and ``block`` are numbers of thread blocks and of threads; an empty grid
+    launches nothing, and a ``persistent`` one is cut to what the GPU holds at once.
+    """
+    scalars = tuple(arg for arg in args if isinstance(arg, int | float))
+    arrays = args[: len(args) - len(scalars)]
+    sizes = (grid, block, len(arrays), scalars, shared, persistent)
+    prepare(stem, kernel, template, *sizes)(*arrays)
+
+
+def prepare(
+    stem,
+    kernel,
+    template,
+    grid,
+    block,
+    pointers,
+    scalars,
+    shared=0,
+    persistent=False,
+    dependent=False,
+    cluster=1,
+):
+    """Return a launch with all but its arrays decided, bound to CuPy's current device.
+
+    Called with ``pointers`` arrays (or None), it runs the kernel on the current stream. Making one
+    costs far more than calling it: keep it.
+
+    A ``persistent`` grid is cut to what the GPU holds at once; of a grid of several numbers the
+    first is cut. A ``dependent`` kernel begins before the one ahead of it on the stream has ended,
+    and itself waits for it (``dependent_wait`` of async_copy.cuh). ``cluster`` blocks of a row form
+    a cluster.
+    """
+    import cupy
+
+    device = cupy.cuda.runtime.getDevice()
+    cupy.cuda.runtime.setDevice(device)  # makes its context this thread's, if the thread is new
+    key = (device, stem, kernel, template, shared > SHARED_BY_DEFAULT)
+    module_function = _LOADED.get(key)
+    if module_function is None:
+        module_function = _LOADED[key] = load(stem, kernel, template, shared)
+    if persistent:
+        resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            module_function.kernel.ptr, block, shared
+        )
+        most = max(resident, 1) * sm_count()
+        if cluster > 1:
+            most = min(most, cluster * _active_clusters(module_function, block, shared, cluster))
+        grid = _cut(grid, most, cluster)
+    sizes = (module_function, grid, block, shared, pointers, scalars)
+    if cluster > 1 or (dependent and has_dependent_launch()):
+        return _ExtendedLaunch(*sizes, dependent, cluster)
+    return _Launch(*sizes)
+
+
+def _cut(grid, most, cluster):
+    """Return the grid with its first number lowered to ``most`` thread blocks, whole clusters."""
+    grid = _extent(grid)
+    first = max(most // (grid[1] * grid[2]) // cluster, 1) * cluster
+    return (min(grid[0], first), *grid[1:])
+
+
+class _Recording(threading.local):
+    calls = None  # what this thread's calls put on a stream, while somebody records it
+
+
+_RECORDING = _Recording()
+
+
+@contextlib.contextmanager
+def recorded():
+    """Give a list of (function, arguments) of all that is put on a stream within.
+
+    To call them again on the same memory does the same work, with nothing checked or planned. That
+    holds for what comes from here: launches, and what goes through :func:`enqueue`.
+    """
+    before, calls = _RECORDING.calls, []
+    _RECORDING.calls = calls
+    try:
+        yield calls
+    finally:
+        _RECORDING.calls = before
+
+
+def enqueue(function, *arguments):
+    """Call a function of CuPy's that works on the current stream, so that it can be recorded."""
+    if _RECORDING.calls is not None:
+        _RECORDING.calls.append((function, arguments))
+    function(*arguments)
+
+
+class _Launch:
+    """A kernel with its grid and scalars; call it with the arrays.
+
+    Every parameter of our kernels is 8 bytes (a pointer, long long or double), so that one block of
+    numbers holds them all and only the pointers change from call to call.
+    """
+
+    def __init__(self, function, grid, block, shared, pointers, scalars):
+        import cupy
+
+        self._function = function  # keeps the module loaded
+        values = np.zeros(pointers + len(scalars), np.int64)
+        for position, scalar in enumerate(scalars, pointers):
+            kind = np.float64 if isinstance(scalar, float) else np.int64
+            values[position] = np.array(scalar, kind).view(np.int64)
+        addresses = values.ctypes.data + 8 * np.arange(len(values), dtype=np.int64)
+        self._values, self._addresses = memoryview(values), addresses
+        self._launch = functools.partial(
+            cupy.cuda.driver.launchKernel, function.kernel.ptr, *_extent(grid), block, 1, 1, shared
+        )
+        self._table = addresses.ctypes.data
+        self._stream = cupy.cuda.get_current_stream
+        self._empty = 0 in _extent(grid)
+        self._device = cupy.cuda.runtime.getDevice()
+        self._error, self._enter = cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.setDevice
+        self._lock = threading.Lock()  # two threads must not fill in pointers at the same time
+
+    def __call__(self, *arrays):
+        """Launch on the current stream; None is a null pointer."""
+        if _RECORDING.calls is not None and not self._empty:
+            _RECORDING.calls.append((self, arrays))
+        addresses = [0 if array is None else array.data.ptr for array in arrays]
+        self.on(self._stream(self._device).ptr, addresses)
+
+    def on(self, stream, addresses):
+        """Launch on a stream of the current device, with the arrays at these addresses."""
+        if self._empty:
+            return
+        values = self._values
+        with self._lock:
+            for position, address in enumerate(addresses):
+                values[position] = address
+            try:
+                self._launch(stream, self._table, 0)
+            except self._error as error:
+                if error.status != _NO_CONTEXT:
+                    raise
+                # A thread that has not used CUDA, such as one of an autograd engine.
+                self._enter(self._device)
+                self._launch(stream, self._table, 0)
+
+
+class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
+
+
+def _launch_config(grid, block, shared, dependent, cluster):
+    """Return a CUlaunchConfig of attributes that CuPy has no argument for."""
+    values = {}
+    if cluster > 1:
+        values[_CLUSTER_DIMENSION] = (cluster, 1, 1)
+    if dependent:
+        values[_PROGRAMMATIC_STREAM_SERIALIZATION] = (1,)
+    attributes = (_LaunchAttribute * len(values))()
+    for attribute, (kind, value) in zip(attributes, values.items(), strict=True):
+        attribute.id = kind
+        attribute.value[: len(value)] = value
+    return _LaunchConfig(_extent(grid), (block, 1, 1), shared, None, attributes, len(values))
+
+
+def _active_clusters(function, block, shared, cluster):
+    """Return how many clusters of thread blocks the current device holds at once."""
+    config = _launch_config(cluster, block, shared, False, cluster)
+    count = ctypes.c_int()
+    kernel = ctypes.c_void_p(function.kernel.ptr)
+    query = driver().cuOccupancyMaxActiveClusters
+    status = query(ctypes.byref(count), kernel, ctypes.byref(config))
+    if status:
+        raise RuntimeError(f"cuOccupancyMaxActiveClusters failed with CUresult {status}")
+    return max(count.value, 1)
+
+
+class _ExtendedLaunch(_Launch):
+    """A launch with attributes, through the driver's own call."""
+
+    def __init__(self, function, grid, block, shared, pointers, scalars, dependent, cluster):
+        super().__init__(function, grid, block, shared, pointers, scalars)
+        config = _launch_config(grid, block, shared, dependent, cluster)
+        call = driver().cuLaunchKernelEx
+        where, kernel = ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr)
+        table = ctypes.c_void_p(self._table)
+
+        def launch(stream, _table, _extra):
+            config.stream = stream
+            status = call(where, kernel, table, None)
+            if status:
+                raise self._error(status)
+
+        self._launch = launch
+
+
+def _extent(grid):
+    """Return three numbers of thread blocks from one, or from up to three."""
+    grid = grid if isinstance(grid, tuple) else (grid,)
+    return grid + (1,) * (3 - len(grid))
+
+

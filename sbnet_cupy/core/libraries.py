@@ -1,0 +1,319 @@
+"""One class per array library: how its arrays enter as NumPy or CuPy arrays, and how results leave.
+
+Nothing is copied on the way in; on the way out nothing is copied either (fresh NumPy memory is
+64-byte aligned, which is what JAX and TensorFlow need to share it). A framework's module is
+imported only inside methods that run when one of its arrays is already here.
+"""
+
+import collections
+import contextlib
+
+import numpy as np
+
+from ..errors import DeviceError, DTypeError
+
+
+class NumPy:
+    """NumPy arrays are native: they pass as they are."""
+
+    name = "numpy"
+    native = True
+
+    def place(self, value):
+        """Return a key that tells devices apart."""
+        return "cpu"
+
+
+class CuPy:
+    """CuPy arrays are native: they pass as they are."""
+
+    name = "cupy"
+    native = True
+
+    def place(self, value):
+        """Return a key that tells devices apart."""
+        return value.data.device_id
+
+
+class Torch:
+    """PyTorch tensors: NumPy views on the CPU, CuPy views of the same memory on a GPU."""
+
+    name = "torch"
+    native = False
+
+    def place(self, value):
+        """Return a key that tells devices apart."""
+        return str(value.device)
+
+    def enter(self, value, argument):
+        """View a tensor as a NumPy or CuPy array of the same memory."""
+        import torch
+
+        if value.requires_grad:
+            raise DTypeError(
+                f"{argument} requires grad, and these functions record no gradients; call "
+                "sbnet_cupy.torch for differentiable ones, or pass tensor.detach()"
+            )
+        if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            raise DTypeError(
+                f"{argument} must be a plain strided tensor, got layout {value.layout}; call "
+                ".to_dense(), .resolve_conj() or .resolve_neg() first"
+            )
+        if value.device.type == "cuda":
+            return _cupy_view(value, torch_dtype(value.dtype, argument))
+        if value.device.type != "cpu":
+            raise DeviceError(f"{argument} must be on a CPU or CUDA device, got {value.device}")
+        if value.dtype is torch.bfloat16:
+            return value.view(torch.int16).numpy().view(bfloat16(argument))
+        torch_dtype(value.dtype, argument)
+        return value.numpy()
+
+    def leave(self, array, like):
+        """Hand a native array to PyTorch."""
+        import torch
+
+        if not isinstance(array, np.ndarray):
+            return torch.from_dlpack(array)
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    def finish(self, natives):
+        """Nothing to do: PyTorch reuses memory in the order of the stream that we work on."""
+
+    def stream(self, value):
+        """Enter the device and the stream that PyTorch would use now."""
+        if value.device.type != "cuda":
+            return contextlib.nullcontext()
+        import cupy
+        import torch
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(cupy.cuda.Device(value.device.index))
+        current = torch.cuda.current_stream(value.device)
+        stack.enter_context(cupy.cuda.Stream.from_external(current))
+        return stack
+
+
+class Jax:
+    """JAX arrays: read-only NumPy views on the CPU, CuPy views through DLPack on a GPU."""
+
+    name = "jax"
+    native = False
+
+    def place(self, value):
+        """Return a key that tells devices apart."""
+        import jax
+
+        return "traced" if isinstance(value, jax.core.Tracer) else str(value.device)
+
+    def enter(self, value, argument):
+        """View an array as a NumPy or CuPy array of the same memory."""
+        import jax
+
+        if isinstance(value, jax.core.Tracer):
+            raise DTypeError(
+                f"{argument} is traced by JAX (jit, grad or vmap); call sbnet_cupy.jax there, or "
+                "this function outside the transformation"
+            )
+        if len(value.devices()) != 1:
+            raise DeviceError(f"{argument} must be on one device, got {value.devices()}")
+        if next(iter(value.devices())).platform == "cpu":
+            return np.asarray(value)
+        import cupy
+
+        return cupy.from_dlpack(value)
+
+    def leave(self, array, like):
+        """Hand a native array to JAX."""
+        import jax
+
+        if isinstance(array, np.ndarray):
+            return jax.device_put(array, next(iter(like.devices())), may_alias=True)
+        return jax.dlpack.from_dlpack(array)
+
+    def finish(self, natives):
+        """JAX frees memory on a stream of its own: hold its arrays until ours is done."""
+        _HELD.hold(natives)
+
+    def stream(self, value):
+        """DLPack orders JAX's work before and after CuPy's current stream; choose the device."""
+        import jax
+
+        if isinstance(value, jax.core.Tracer):  # refused by enter, which knows the argument's name
+            return contextlib.nullcontext()
+        device = next(iter(value.devices()))
+        if device.platform == "cpu":
+            return contextlib.nullcontext()
+        import cupy
+
+        return cupy.cuda.Device(device.local_hardware_id)
+
+
+class TensorFlow:
+    """Eager TensorFlow tensors on the CPU: read-only NumPy views."""
+
+    name = "tensorflow"
+    native = False
+
+    def place(self, value):
+        """Return a key that tells devices apart."""
+        return str(value.device) if hasattr(value, "_numpy") else "traced"
+
+    def enter(self, value, argument):
+        """View an eager tensor as a read-only NumPy array of the same memory."""
+        if not hasattr(value, "_numpy"):
+            raise DTypeError(
+                f"{argument} must be an eager TensorFlow tensor, got {type(value).__name__}; call "
+                "sbnet_cupy.tensorflow inside tf.function, or pass variable.value()"
+            )
+        if "CPU" not in value.device:
+            raise DeviceError(
+                f"{argument} must be on the CPU, got {value.device}: TensorFlow tensors on a GPU "
+                "are not taken; convert with cupy.from_dlpack"
+            )
+        array = np.asarray(value).view()
+        array.flags.writeable = False
+        return array
+
+    def leave(self, array, like):
+        """Hand a native array to TensorFlow."""
+        import tensorflow as tf
+
+        def share(aligned):
+            if aligned.ctypes.data % 64 or not aligned.size:
+                return tf.convert_to_tensor(aligned)
+            return tf.experimental.dlpack.from_dlpack(aligned.__dlpack__())
+
+        if array.dtype.name == "bfloat16":
+            return tf.bitcast(share(array.view(np.uint16)), tf.bfloat16)
+        return share(array)
+
+    def finish(self, natives):
+        """Nothing to do on the CPU."""
+
+    def stream(self, value):
+        """Nothing to enter on the CPU."""
+        return contextlib.nullcontext()
+
+
+class DLPack:
+    """Any other object with ``__dlpack__``: results are NumPy or CuPy arrays."""
+
+    name = "dlpack"
+    native = False
+
+    def place(self, value):
+        """Return a key that tells devices apart."""
+        return str(value.__dlpack_device__())
+
+    def enter(self, value, argument):
+        """Import the object as a NumPy or CuPy array of the same memory."""
+        kind = int(value.__dlpack_device__()[0])
+        if kind == 1:
+            return np.from_dlpack(value)
+        if kind == 2:
+            import cupy
+
+            return cupy.from_dlpack(value)
+        raise DeviceError(f"{argument} must be on a CPU or CUDA device, got DLPack device {kind}")
+
+    def leave(self, array, like):
+        """Results stay native: the library is unknown."""
+        return array
+
+    def finish(self, natives):
+        """Hold the producer's arrays until our stream is done with them."""
+        _HELD.hold(natives)
+
+    def stream(self, value):
+        """DLPack orders the work of the producer before ours; choose its device."""
+        kind, index = value.__dlpack_device__()
+        if int(kind) == 1:
+            return contextlib.nullcontext()
+        import cupy
+
+        return cupy.cuda.Device(index)
+
+
+class _Held:
+    """Imported GPU arrays, held until the kernels that read them are done.
+
+    The producer may give memory to others as soon as we let go of it, and its stream is not ours.
+    """
+
+    def __init__(self):
+        self._waiting = collections.deque()
+
+    def hold(self, arrays):
+        """Hold the CuPy arrays until the current stream has done what is queued on it now."""
+        arrays = [array for array in arrays if not isinstance(array, np.ndarray)]
+        if not arrays:
+            return
+        import cupy
+
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record()
+        self._waiting.append((event, arrays))
+        while self._waiting and self._waiting[0][0].done:
+            self._waiting.popleft()
+
+
+_HELD = _Held()
+NUMPY, CUPY, DLPACK = NumPy(), CuPy(), DLPack()
+_FRAMEWORKS = {"torch": Torch(), "jax": Jax(), "tensorflow": TensorFlow()}
+_FRAMEWORKS["jaxlib"] = _FRAMEWORKS["jax"]
+
+
+def classify(kind):
+    """Return the library whose arrays are of type ``kind``, or None for other types."""
+    if issubclass(kind, np.ma.MaskedArray):
+        return None
+    if issubclass(kind, np.ndarray):
+        return NUMPY
+    roots = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if "cupy" in roots and hasattr(kind, "__cuda_array_interface__"):
+        return CUPY
+    is_array = hasattr(kind, "__dlpack__") or ("tensorflow" in roots and hasattr(kind, "dtype"))
+    if not is_array:
+        return None
+    return next((_FRAMEWORKS[root] for root in roots if root in _FRAMEWORKS), DLPACK)
+
+
+def bfloat16(argument):
+    """Return NumPy's bfloat16 type, which ml_dtypes supplies, or raise DTypeError."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise DTypeError(
+            f"{argument} is bfloat16, which NumPy knows only with ml_dtypes; pip install ml_dtypes"
+        ) from None
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def torch_dtype(dtype, argument):
+    """Return the NumPy type of a torch dtype, or raise DTypeError."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "bfloat16":
+        return bfloat16(argument)
+    try:
+        known = np.dtype(name)
+    except TypeError:
+        known = None
+    if known is None or known.isbuiltin != 1:
+        raise DTypeError(
+            f"{argument} has dtype {dtype}, which NumPy does not know; view it as an integer dtype"
+        )
+    return known
+
+
+def _cupy_view(tensor, dtype):
+    """View a CUDA tensor as a CuPy array; the view keeps the tensor alive."""
+    import cupy
+
+    strides = tuple(step * dtype.itemsize for step in tensor.stride())
+    extent = sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
+    nbytes = extent + dtype.itemsize if tensor.numel() else 0
+    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), nbytes, tensor, tensor.device.index)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(tuple(tensor.shape), dtype, pointer, strides)

@@ -1,0 +1,117 @@
+"""Packed: weights that are laid out for a kernel once, and kept for many calls."""
+
+import functools
+
+import numpy as np
+
+from ..errors import DeviceError
+from .arrays import ArrayContainer, array_function, device_of, empty, is_cupy, namespace
+from .checks import extents
+from .graph_memory import is_capturing, keep_if_capturing
+from .launch import enqueue
+from .plans import Plans
+
+
+class Packed(ArrayContainer):
+    """Base of PackedWeights and PackedBottleneck: what was packed, by how it was packed."""
+
+    def __init__(self):
+        self.launches = Plans()  # of the operation with these weights
+        self._packed = {}  # how -> (packed, function that packs)
+        self._entered = None  # these weights as the door lets them in, if they are not native
+
+    def refresh(self):
+        """Pack again, into the same memory, on the current stream; return nothing.
+
+        Graphs that were captured with these weights use the new values from then on.
+        """
+        _refresh(self)
+
+    @functools.cached_property
+    def cupy_device(self):
+        """Number of the device, where all arrays are CuPy's."""
+        devices = {device_of(array) if is_cupy(array) else None for array in self._arrays()}
+        return devices.pop() if len(devices) == 1 else None
+
+    @functools.cached_property
+    def extents(self):
+        """Where the arrays lie in memory; of native arrays only."""
+        return extents(self._arrays())
+
+    def _given(self):
+        """Return the arrays to pack; some may be None."""
+        raise NotImplementedError
+
+    def _entered_with(self, function):
+        """Return the same weights with ``function`` applied to their arrays."""
+        raise NotImplementedError
+
+    def _arrays(self):
+        return tuple(array for array in self._given() if array is not None)
+
+    def _map_arrays(self, function):
+        """Map the arrays once: what is packed must outlive the call."""
+        if self._entered is None:
+            self._entered = self._entered_with(lambda a: a if a is None else function(a))
+        return self._entered
+
+    def packed(self, how, pack):
+        """Return what ``pack`` makes of the weights: the same memory every time."""
+        if how not in self._packed:
+            first = self._given()[0]
+            if is_capturing(first):
+                raise DeviceError(
+                    f"the {type(self).__name__} must be packed before a graph is captured; make "
+                    "the same call once before"
+                )
+            self._packed[how] = pack(*self._given()), pack
+            xp = namespace(first)
+            if xp is not np:  # once, so that other streams may use them too
+                xp.cuda.get_current_stream().synchronize()
+        return self._packed[how][0]
+
+
+class Pack:
+    """A kernel that packs weights: ``kernels`` arrays of their own dtype, then float32 tables."""
+
+    def __init__(self, launch, nbytes, kernels, tables):
+        self.launch = launch  # of all these arrays, contiguous, and the memory to pack into
+        self.nbytes, self.kernels = nbytes, kernels
+        self._dtypes = (None,) * kernels + (np.float32,) * tables
+
+    def __call__(self, *arrays):
+        """Pack arrays, of which tables may be None; return the bytes.
+
+        One more array is the memory to use; without it there is fresh memory.
+        """
+        given = arrays[: len(self._dtypes)]
+        if len(arrays) > len(given):
+            packed = arrays[-1]
+        else:
+            packed = empty((self.nbytes,), np.uint8, given[0])
+            keep_if_capturing(packed)
+        read = (_laid_out(a, dtype) for a, dtype in zip(given, self._dtypes, strict=True))
+        self.launch(*read, packed)
+        return packed
+
+
+def _laid_out(array, dtype):
+    """Return an array as a kernel that packs reads it: itself, or a C-contiguous copy.
+
+    ``dtype`` None is the array's own.
+
+    A copy that a captured graph reads is kept.
+    """
+    if array is None or (dtype in (None, array.dtype) and array.flags.c_contiguous):
+        return array
+    copy = empty(array.shape, dtype or array.dtype, array)
+    keep_if_capturing(copy)
+    enqueue(copy.__setitem__, ..., array)
+    return copy
+
+
+@array_function
+def _refresh(weights):
+    """Pack again all that was packed, where it is."""
+    for packed, pack in weights._packed.values():
+        pack(*weights._given(), packed)

@@ -1,0 +1,80 @@
+"""Sizes as users write them, and the size of a convolution's output. Integers only, no arrays."""
+
+from numbers import Integral
+
+from ..errors import ShapeError
+
+
+def is_integer(value):
+    """Whether ``value`` is a whole number of an integer type; bool is not one."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def pair(value, name, *, minimum=1):
+    """Read an int, a pair or TensorFlow's ``[1, h, w, 1]`` as ``(h, w)``, or raise ShapeError."""
+    if (
+        type(value) is tuple
+        and len(value) == 2
+        and type(value[0]) is type(value[1]) is int
+        and (minimum is None or (value[0] >= minimum and value[1] >= minimum))
+    ):
+        return value  # the usual case, at once
+    given = value
+    if is_integer(value):
+        value = (value, value)
+    elif isinstance(value, list | tuple) and len(value) == 4 and value[0] == 1 == value[3]:
+        value = value[1:3]
+    if (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(is_integer(v) for v in value)
+        and (minimum is None or min(value) >= minimum)
+    ):
+        return int(value[0]), int(value[1])
+    kind = {1: "positive ", 0: "non-negative ", None: ""}[minimum]
+    raise ShapeError(f"{name} must be two {kind}integers, got {given!r}")
+
+
+def kernel_pair(ksize, name="ksize"):
+    """Read an int, a pair or ``[kh, kw, cin, cout]`` as ``(kh, kw)``, or raise ShapeError."""
+    if isinstance(ksize, list | tuple) and len(ksize) == 4 and all(is_integer(v) for v in ksize):
+        return pair(tuple(ksize[:2]), name)
+    return pair(ksize, name)
+
+
+def image_size(in_size):
+    """Read ``(N, H, W, C)`` or ``(H, W)`` as ``(H, W)``, or raise ShapeError."""
+    if (
+        isinstance(in_size, list | tuple)
+        and len(in_size) in (2, 4)
+        and all(is_integer(v) and v >= 0 for v in in_size)
+    ):
+        h, w = in_size if len(in_size) == 2 else in_size[1:3]
+        return int(h), int(w)
+    raise ShapeError(f"in_size must be (N, H, W, C) or (H, W), non-negative, got {in_size!r}")
+
+
+def padding_pairs(in_hw, ksize, strides, padding):
+    """Resolve "SAME", "VALID" or explicit padding to ``((top, bottom), (left, right))``."""
+    if padding == "VALID":
+        return (0, 0), (0, 0)
+    if padding == "SAME":
+        totals = [
+            max((-(-n // s) - 1) * s + k - n, 0) if n else 0
+            for n, k, s in zip(in_hw, ksize, strides, strict=True)
+        ]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    if isinstance(padding, list | tuple) and len(padding) == 2:
+        return tuple(pair(axis, "padding", minimum=0) for axis in padding)
+    raise ShapeError(
+        f"padding must be 'SAME', 'VALID' or ((top, bottom), (left, right)), got {padding!r}"
+    )
+
+
+def output_size(in_hw, ksize, strides, padding):
+    """Size ``(H', W')`` of the convolution's output; 0 where the kernel does not fit."""
+    pads = padding_pairs(in_hw, ksize, strides, padding)
+    return tuple(
+        max((n + before + after - k) // s + 1, 0)
+        for n, k, s, (before, after) in zip(in_hw, ksize, strides, pads, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Dense convolution and activation of images and stacks, with their gradients."""

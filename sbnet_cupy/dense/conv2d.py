@@ -1,0 +1,205 @@
+"""Dense two-dimensional convolution of images and of block stacks."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.arrays import array_function, empty, is_cupy, is_float
+from ..core.checks import check_array, check_contiguous, check_out
+from ..core.sizes import output_size, padding_pairs, pair
+from ..errors import DTypeError, ShapeError
+from . import cudnn, im2col
+from .activation import check_activation
+
+
+class Problem(NamedTuple):
+    """A convolution without its arrays: sizes and options, resolved and checked."""
+
+    kernel: tuple[int, int]
+    strides: tuple[int, int]
+    pads: tuple[tuple[int, int], tuple[int, int]]
+    out_size: tuple[int, int]
+    channels_out: int
+    channels_last: bool
+    w_format: str
+    activation: str | None
+    tf32: bool
+
+    @property
+    def out_shape(self):
+        """Shape of one image of the result."""
+        channels = (self.channels_out,)
+        return self.out_size + channels if self.channels_last else channels + self.out_size
+
+    @property
+    def is_matrix_product(self):
+        """Whether the image itself, as a matrix ``[N*H*W, C]``, is multiplied by the weights."""
+        plain = self.kernel == self.strides == (1, 1) and not any(map(any, self.pads))
+        return plain and self.channels_last
+
+    def weight_axes(self, order):
+        """Axes that bring the weights from ``w_format`` to ``order``, for example "OHWI"."""
+        return tuple(self.w_format.index(letter) for letter in order)
+
+
+@array_function
+def conv2d(
+    x,
+    w,
+    *,
+    strides=(1, 1),
+    padding="SAME",
+    scale=None,
+    bias=None,
+    activation=None,
+    data_format="NHWC",
+    w_format="HWIO",
+    precision=None,
+    out=None,
+):
+    """Convolve a batch of images, or a block stack, with a dense kernel.
+
+    ``y[n, p, q, k] = activation(scale[k] * sum x[n, p * sh - top + r, q * sw - left + s, c] *
+    w[r, s, c, k] + bias[k])``, the sum over r, s and c: the cross-correlation of deep learning,
+    with zeros outside the image. The sum, scale, bias and activation are in float32 (float64 for
+    float64), and the result is rounded once.
+
+    On a GPU this is cuDNN where its Python front end is installed, else cuBLAS. Before capturing a
+    CUDA graph, call it once with the same shapes.
+
+    Parameters
+    ----------
+    x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
+        Images; float16, bfloat16, float32 or float64. C-contiguous.
+    w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
+        Kernel, of the dtype of ``x``. Copied when it has to be laid out anew.
+    strides : int or (int, int)
+        Steps between output pixels.
+    padding : "SAME", "VALID" or ((top, bottom), (left, right))
+        SAME is TensorFlow's: ceil(n / stride) outputs, the odd pixel of padding at the end.
+    scale, bias : float array, shape (K,), optional
+        Factor and offset per output channel, for example a folded batch norm.
+    activation : None, "relu", "silu" or "gelu"
+        Applied last; gelu is the exact one.
+    data_format : "NHWC" or "NCHW"
+        Layout of ``x`` and of the result.
+    w_format : "HWIO" or "OIHW"
+        Layout of ``w``.
+    precision : None, "ieee" or "tf32"
+        How float32 is multiplied. "tf32" lets a GPU round the factors to 11 significant bits;
+        "ieee" and None do not. No effect on other dtypes and on the CPU.
+    out : array, optional
+        Receives the result; it is returned, and must share no memory with the inputs.
+
+    Returns
+    -------
+    y : array, shape (N, P, Q, K), or (N, K, P, Q)
+        In the dtype, in the library and on the device of ``x``.
+
+    Raises
+    ------
+    ShapeError
+        If sizes do not fit together, or ``x`` or ``out`` is not contiguous.
+    DTypeError
+        If ``x`` is not of a floating dtype, or ``w`` is of another one.
+    ValueError
+        If ``activation``, ``data_format``, ``w_format`` or ``precision`` is none of those above.
+
+    Source: K. Chellapilla, S. Puri, P. Simard, "High Performance Convolutional Neural Networks for
+    Document Processing", 2006, for the convolution as a matrix product.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.ones((1, 4, 4, 1), np.float32)
+    >>> conv2d(x, np.ones((3, 3, 1, 1), np.float32))[0, :, :, 0]
+    array([[4., 6., 6., 4.],
+           [6., 9., 9., 6.],
+           [6., 9., 9., 6.],
+           [4., 6., 6., 4.]], dtype=float32)
+    """
+    problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
+    check_per_channel(scale, bias, problem.channels_out, like=x)
+    shape = (x.shape[0], *problem.out_shape)
+    if out is None:
+        out = empty(shape, x.dtype, x)
+    else:
+        check_out(out, shape, x.dtype, x, (("x", x), ("w", w), ("scale", scale), ("bias", bias)))
+    if out.size:
+        body = _conv2d_cuda if is_cupy(x) else _conv2d_numpy
+        body(x, w, out, scale, bias, problem)
+    return out
+
+
+def resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision):
+    """Check all arguments of conv2d but scale, bias and out; return them as a Problem."""
+    check_choice("data_format", data_format, ("NHWC", "NCHW"))
+    check_choice("w_format", w_format, ("HWIO", "OIHW"))
+    check_precision(precision)
+    check_activation(activation)
+    check_array("x", x, ndim=4)
+    if not is_float(x.dtype):
+        raise DTypeError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    check_contiguous("x", x)
+    check_array("w", w, ndim=4, like=x)
+    if w.dtype != x.dtype:
+        raise DTypeError(f"w must have the dtype of x, {x.dtype}, got {w.dtype}; use astype")
+    r, s, c, k = (w.shape[w_format.index(letter)] for letter in "HWIO")
+    h, width, channels = (x.shape[data_format.index(letter)] for letter in "HWC")
+    if min(r, s, k) < 1 or c != channels:
+        raise ShapeError(
+            f"w must have shape (R, S, {channels}, K) in {w_format} order, for x of {channels} "
+            f"channels, got {w.shape}"
+        )
+    strides = pair(strides, "strides")
+    pads = padding_pairs((h, width), (r, s), strides, padding)
+    return Problem(
+        kernel=(r, s),
+        strides=strides,
+        pads=pads,
+        out_size=output_size((h, width), (r, s), strides, pads),
+        channels_out=k,
+        channels_last=data_format == "NHWC",
+        w_format=w_format,
+        activation=activation,
+        tf32=precision == "tf32",
+    )
+
+
+def check_per_channel(scale, bias, channels_out, like):
+    """Raise unless ``scale`` and ``bias`` are None or hold a float per output channel."""
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None:
+            check_array(name, value, kinds="f", like=like)
+            if value.shape != (channels_out,):
+                raise ShapeError(
+                    f"{name} must have shape ({channels_out},), one value per output channel of "
+                    f"w, got {value.shape}"
+                )
+
+
+def check_precision(precision):
+    """Raise ValueError unless ``precision`` is None, "ieee" or "tf32"."""
+    check_choice("precision", precision, (None, "ieee", "tf32"))
+
+
+def check_choice(name, value, allowed):
+    """Raise ValueError unless ``value`` is None or a string, and one of ``allowed``."""
+    if not (value is None or isinstance(value, str)) or value not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _conv2d_numpy(x, w, out, scale, bias, problem):
+    """Matrix products; what overflows a float is infinite, with no warning, as on a GPU."""
+    with np.errstate(all="ignore"):
+        im2col.convolve(x, w, out, scale, bias, problem)
+
+
+def _conv2d_cuda(x, w, out, scale, bias, problem):
+    """Let cuDNN take what it can of the batch; the rest goes through matrix products."""
+    if x.dtype == np.float32 and problem.is_matrix_product:  # for which cuDNN would go by NCHW
+        left = [slice(None)]
+    else:
+        left = cudnn.convolve(x, w, out, scale, bias, problem)
+    for part in left:
+        im2col.convolve(x[part], w, out[part], scale, bias, problem)

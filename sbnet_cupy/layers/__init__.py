@@ -1,1 +1,0 @@
-"""Compositions of the ops: block-sparse convolution, the residual unit, and masks."""

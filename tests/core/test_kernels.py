@@ -1,0 +1,355 @@
+"""From a template to machine code, without a GPU: names, NVRTC, the cache on disk, parameters."""
+
+import ctypes
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import sbnet_cupy
+from sbnet_cupy import DeviceError, DTypeError
+from sbnet_cupy.core import arrays
+from sbnet_cupy.core import compile as compiling
+from sbnet_cupy.core import launch as kernels
+from support import strategies
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+TOY = """#include "core/common.cuh"
+template <int ADDED> __global__ void toy(int* x) { x[threadIdx.x] += ADDED + FROM_HEADER; }
+"""
+
+
+STEMS = sorted(
+    path.relative_to(compiling.SOURCE_DIR).with_suffix("").as_posix()
+    for path in compiling.SOURCE_DIR.rglob("*.cu")
+)
+
+
+@pytest.fixture(scope="module")
+def nvrtc(require):
+    """NVRTC through CuPy; neither needs a GPU."""
+    require("cupy")
+    from cupy.cuda import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # whatever CuPy raises when it finds no library
+        if "cupy" in os.environ.get("SBNET_REQUIRE", "").split(","):
+            raise
+        pytest.skip(f"needs NVRTC: {error}")
+    return nvrtc
+
+
+@pytest.fixture
+def forget():
+    """Make compile.py look at the environment and the sources again, now and after the test."""
+
+    def forget():
+        compiling._cache_dir.cache_clear()
+        compiling._source_hash.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch, forget):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sbnet_cupy"
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch, forget):
+    """A folder of sources with the one kernel ``toy``."""
+    folder = tmp_path / "sources"
+    (folder / "core").mkdir(parents=True)
+    (folder / "toy.cu").write_text(TOY)
+    (folder / "core" / "common.cuh").write_text("constexpr int FROM_HEADER = 1;\n")
+    monkeypatch.setattr(compiling, "SOURCE_DIR", folder)
+    return folder
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The list of compilations that happen."""
+    calls, compile_cubin = [], compiling.compile_cubin
+
+    def record(*arguments):
+        calls.append(arguments)
+        return compile_cubin(*arguments)
+
+    monkeypatch.setattr(compiling, "compile_cubin", record)
+    return calls
+
+
+# ---------------------------------------------------------------------------- names
+
+
+def test_name_expression():
+    template = ("Bytes<16>::type", 18, -1, True, False, "Add<float>")
+    expected = "gather<Bytes<16>::type, 18, -1, true, false, Add<float>>"
+    assert compiling.name_expression("gather", template) == expected
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+def test_every_dtype_has_a_cpp_name(dtype):
+    assert re.fullmatch(r"[\w <>]+", compiling.cpp_name(dtype, "x"))
+
+
+def test_cpp_names_differ():
+    names = [compiling.cpp_name(dtype, "x") for dtype in strategies.DTYPES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "m8[s]", "V4", "S2", "U1", "g", "O"])
+def test_a_dtype_without_a_cpp_name_is_refused(dtype):
+    with pytest.raises(DTypeError, match=r"^weights must be one of bool, .*complex128 on a GPU"):
+        compiling.cpp_name(np.dtype(dtype), "weights")
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [("75", "sm_75"), ("80", "sm_80"), ("86", "sm_86"), ("89", "sm_89"), ("90", "sm_90a"),
+     ("100", "sm_100"), ("103", "sm_103"), ("120", "sm_120")],
+)  # fmt: skip
+def test_architecture(capability, name):
+    assert compiling.architecture(capability) == name
+
+
+@pytest.mark.parametrize("capability", ["35", "60", "72"])
+def test_an_old_gpu_is_refused(capability):
+    with pytest.raises(DeviceError, match=rf"7\.5 or newer, got {capability}; use NumPy"):
+        compiling.architecture(capability)
+
+
+@pytest.mark.parametrize(
+    ("multiples", "expected"),
+    [((32,), 16), ((6,), 2), ((16, 24), 8), ((0, 4), 4), ((3,), 1), ((), 16)],
+)
+def test_vector_bytes(multiples, expected):
+    assert arrays.vector_bytes(*multiples) == expected
+
+
+# ---------------------------------------------------------------------------- compiling
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiles_for_every_architecture(nvrtc, toy, arch):
+    cubin, symbols, log = compiling.compile_cubin("toy", ["toy<1>"], arch)
+    assert cubin.startswith(b"\x7fELF")
+    assert list(symbols) == ["toy<1>"]
+    assert symbols["toy<1>"].encode() in cubin
+    assert f"'{symbols['toy<1>']}' for '{arch}'" in log
+    assert "registers" in log
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_source_compiles_alone(nvrtc, stem, arch):
+    """The templates of it; .ci/compile_kernels.py compiles instantiations."""
+    compiling.compile_cubin(stem, [], arch)
+
+
+def test_several_instantiations_of_one_program(nvrtc, toy):
+    expressions = [f"toy<{i}>" for i in (1, 2, 3)]
+    cubin, symbols, _ = compiling.compile_cubin("toy", expressions, "sm_80")
+    assert list(symbols) == expressions
+    assert all(symbol.encode() in cubin for symbol in symbols.values())
+
+
+def test_a_compile_error_names_the_file_and_the_line(nvrtc, toy):
+    (toy / "toy.cu").write_text(TOY + "\nvoid broken( {}\n")
+    with pytest.raises(RuntimeError) as info:
+        compiling.compile_cubin("toy", ["toy<1>"], "sm_80")
+    assert str(info.value).startswith(f"NVRTC could not compile {toy / 'toy.cu'} for sm_80")
+    assert f"{(toy / 'toy.cu').as_posix()}(4): error" in str(info.value)
+
+
+def test_an_unknown_kernel_is_an_error(nvrtc, toy):
+    with pytest.raises(RuntimeError, match="no_such_kernel"):
+        compiling.compile_cubin("toy", ["no_such_kernel<1>"], "sm_80")
+
+
+# ---------------------------------------------------------------------------- cache on disk
+
+
+def on_disk(expression="toy<1>", arch="sm_80"):
+    return compiling._cubin_on_disk("toy", expression, arch)
+
+
+def test_a_kernel_is_compiled_once(nvrtc, toy, cache, compiled, forget):
+    path, symbol = on_disk()
+    assert path.parent == cache
+    assert symbol.encode() in path.read_bytes()
+    forget()
+    assert on_disk() == (path, symbol)
+    assert compiled == [("toy", ["toy<1>"], "sm_80")]
+    assert sorted(file.suffix for file in cache.iterdir()) == [".cubin", ".json"]
+
+
+def damage(path, how):
+    content = path.read_bytes()
+    path.write_bytes({
+        "truncated": content[: len(content) // 2],
+        "longer": content + b"\0",
+        "empty": b"",
+        "foreign": b"\x7fELF" + bytes(len(content) - 4),
+    }[how])  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["truncated", "longer", "empty", "foreign"])
+@pytest.mark.parametrize("suffix", [".cubin", ".json"])
+def test_a_damaged_file_is_never_trusted(nvrtc, toy, cache, compiled, how, suffix):
+    path, symbol = on_disk()
+    before = path.read_bytes()
+    damage(path.with_suffix(suffix), how)
+    assert on_disk() == (path, symbol)
+    assert len(compiled) == 2
+    assert path.read_bytes() == before
+    assert on_disk() == (path, symbol)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("note", ["", "null", "[]", "3", "{}", '{"sha256": 1}', "\udc80"])
+def test_a_strange_note_is_never_trusted(nvrtc, toy, cache, compiled, note):
+    path, symbol = on_disk()
+    path.with_suffix(".json").write_bytes(note.encode(errors="surrogateescape"))
+    assert on_disk() == (path, symbol)
+    assert len(compiled) == 2
+
+
+def test_a_missing_file_is_made_again(nvrtc, toy, cache, compiled):
+    path, symbol = on_disk()
+    for missing in (path, path.with_suffix(".json")):
+        missing.unlink()
+        assert on_disk() == (path, symbol)
+        assert path.is_file()
+    assert len(compiled) == 3
+
+
+def test_whatever_matters_changes_the_key(nvrtc, toy, cache, compiled, forget, monkeypatch):
+    """A changed source or header, another expression, architecture or NVRTC: another file."""
+    paths = [on_disk()[0], on_disk("toy<2>")[0], on_disk(arch="sm_90a")[0]]
+    (toy / "common.cuh").write_text("constexpr int FROM_HEADER = 2;\n")
+    forget()
+    paths.append(on_disk()[0])
+    (toy / "toy.cu").write_text(TOY + "// changed\n")
+    forget()
+    paths.append(on_disk()[0])
+    (toy / "other.cuh").write_text("\n")
+    forget()
+    paths.append(on_disk()[0])
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: (99, 9))
+    paths.append(on_disk()[0])
+    assert len(set(paths)) == len(compiled) == 7
+
+
+def test_the_cache_belongs_to_the_user_alone(cache):
+    assert compiling._cache_dir() == cache
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_the_cache_is_in_the_home_folder_by_default(tmp_path, monkeypatch, forget):
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiling._cache_dir() == tmp_path / ".cupy" / "kernel_cache" / "sbnet_cupy"
+
+
+def temporary(path):
+    """Whether a folder is a fresh one of this user's own."""
+    made = path.name.startswith("sbnet_cupy-") and stat.S_IMODE(path.stat().st_mode) == 0o700
+    shutil.rmtree(path)
+    return made
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
+def test_a_folder_that_others_may_write_is_not_used(cache, mode):
+    cache.mkdir(parents=True)
+    cache.chmod(mode)
+    assert temporary(compiling._cache_dir())
+
+
+def test_without_a_place_for_the_cache_a_temporary_one_does(cache):
+    cache.parent.parent.mkdir(exist_ok=True)
+    cache.parent.write_text("a file where the folder should be")
+    assert temporary(compiling._cache_dir())
+
+
+def test_a_temporary_cache_works(nvrtc, toy, cache, compiled):
+    cache.parent.write_text("a file where the folder should be")
+    first = on_disk()
+    assert on_disk() == first
+    assert len(compiled) == 1
+    shutil.rmtree(first[0].parent)
+
+
+def test_sources_are_found_beside_the_package_or_in_it():
+    package = Path(sbnet_cupy.__file__).resolve().parent
+    assert compiling.SOURCE_DIR in (package / "cuda_src", package.parent / "cuda_src")
+    assert (compiling.SOURCE_DIR / "core" / "common.cuh").is_file()
+
+
+# ---------------------------------------------------------------------------- launching
+
+
+@pytest.fixture
+def launches(require, monkeypatch):
+    """What reaches the driver: a function's address, sizes, stream, and the words it is given."""
+    cupy = require("cupy")
+    launches = []
+
+    def launch_kernel(function, *rest):
+        *sizes, table, _ = rest
+        addresses = (ctypes.c_void_p * 10).from_address(table)
+        words = [ctypes.c_int64.from_address(address).value for address in addresses]
+        launches.append((function, *sizes, words))
+
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", launch_kernel)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device: SimpleNamespace(ptr=55))
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
+    return launches
+
+
+FUNCTION = SimpleNamespace(kernel=SimpleNamespace(ptr=44))
+ARRAY = SimpleNamespace(data=SimpleNamespace(ptr=2**47))
+SCALARS = (-1, 2**62, -(2**63), True, 0.1, -0.0, float("inf"))
+
+
+def test_parameters_reach_the_kernel_as_its_64_bit_words(launches):
+    run = kernels._Launch(FUNCTION, 7, 256, 1024, 3, SCALARS)
+    run(ARRAY, None, ARRAY)
+    run(None, ARRAY, None)
+    words = [-1, 2**62, -(2**63), 1, *np.array(SCALARS[4:]).view(np.int64).tolist()]
+    fixed = (44, 7, 1, 1, 256, 1, 1, 1024, 55)
+    assert launches == [(*fixed, [2**47, 0, 2**47, *words]), (*fixed, [0, 2**47, 0, *words])]
+
+
+def test_an_empty_grid_launches_nothing(launches):
+    kernels._Launch(FUNCTION, 0, 256, 0, 3, SCALARS)(ARRAY, None, None)
+    assert launches == []
+
+
+def test_what_is_launched_can_be_recorded_and_done_again(launches):
+    run = kernels._Launch(FUNCTION, 7, 256, 1024, 3, SCALARS)
+    empty = kernels._Launch(FUNCTION, 0, 256, 0, 1, ())
+    filled = []
+    run(ARRAY, None, None)
+    with kernels.recorded() as calls:
+        run(None, ARRAY, None)
+        empty(ARRAY)
+        kernels.enqueue(filled.append, 3)
+        with kernels.recorded() as inner:
+            run(ARRAY, ARRAY, ARRAY)
+    run(ARRAY, None, None)
+    assert [arguments for _, arguments in calls] == [(None, ARRAY, None), (3,)]
+    assert [arguments for _, arguments in inner] == [(ARRAY, ARRAY, ARRAY)]
+    done = list(launches)
+    for function, arguments in calls:
+        function(*arguments)
+    assert launches == [*done, done[1]] and filled == [3, 3]

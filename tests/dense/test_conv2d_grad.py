@@ -1,0 +1,408 @@
+"""conv2d_grad: loops = NumPy = CUDA, by both routes of the GPU; central differences; transposes."""
+
+import math
+import tracemalloc
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from conftest import Library
+from dense.test_conv2d import ORDER, Case, cases, fake_cudnn
+from sbnet_cupy import conv2d, conv2d_grad
+from sbnet_cupy.dense import cudnn as dense_cudnn
+from sbnet_cupy.dense import cudnn_grad, im2col
+from sbnet_cupy.dense.activation import ACTIVATIONS
+from support import conv_oracles as oracles
+from support import fake_cuda_libraries as fake
+from support.assertions import assert_same, to_numpy
+from support.strategies import FLOATS
+
+NUMPY = Library("numpy", np)
+
+
+def output_shape(case):
+    """NHWC shape of the convolution's result."""
+    return oracles.conv2d(np.zeros(case.image), case.numbers()[1], case.strides, case.padding).shape
+
+
+def gradient_of(case, *, whole):
+    """NHWC gradient of the result: whole numbers, or normally distributed ones."""
+    rng, shape = np.random.default_rng(case.seed + 2), output_shape(case)
+    grad = rng.integers(-2, 3, shape) if whole else rng.standard_normal(shape)
+    return grad.astype(case.dtype)
+
+
+def gradients_by_loops(case, grad, x, w):
+    """dx and dw, laid out as the options say."""
+    options = (case.strides, case.padding)
+    dx = oracles.data_gradient(grad, w, x.shape[1:3], *options)
+    dw = oracles.weight_gradient(grad, x, w.shape[:2], *options)
+    return dx.transpose(ORDER[case.data_format]), dw.transpose(ORDER[case.w_format])
+
+
+def run(case, xp, grad, x, w, **options):
+    """Call with arrays of the library, and see that nothing was modified."""
+    originals = [
+        np.ascontiguousarray(a.transpose(ORDER[order]))
+        for a, order in ((grad, case.data_format), (x, case.data_format), (w, case.w_format))
+    ]
+    inputs = [xp.asarray(a) for a in originals]
+    tables = {k: xp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    gradients = conv2d_grad(*inputs, **case.options, **tables)
+    for array, original in zip(inputs, originals, strict=True):
+        assert_same(array, xp.writable(original), allow_nan=True)
+    return gradients
+
+
+def check_exact(case, xp):
+    """The gradients of whole numbers equal the loops to the bit, where they fit the dtype."""
+    x, w = case.integers()
+    grad = gradient_of(case, whole=True)
+    bias = np.zeros(case.channels, np.float32)
+    gradients = run(case, xp, grad, x, w, bias=bias)
+    dx, dw = gradients_by_loops(case, grad, x, w)
+    db = grad.astype(np.float64).sum(axis=(0, 1, 2))
+    for actual, expected, dtype in (
+        (gradients.x, dx, case.dtype), (gradients.w, dw, case.dtype), (gradients.bias, db, "f4")
+    ):  # fmt: skip
+        assert_same(actual, xp.writable(expected.astype(dtype)), signed_zero=False)
+    assert gradients.scale is None
+
+
+EXAMPLES = (
+    Case(image=(1, 0, 0, 2), padding=((2, 2), (2, 2))),  # made of padding only
+    Case(image=(1, 5, 5, 0)),  # no channels
+    Case(image=(2, 7, 8, 3), kernel=(2, 2), strides=(3, 3), padding="VALID"),  # pixels not read
+    Case(image=(17, 4, 4, 8), channels=8, dtype=np.dtype("f2")),  # batches 16 + 1
+    Case(image=(2, 4, 4, 3), kernel=(1, 1), data_format="NCHW", w_format="OIHW"),
+    Case(image=(1, 5, 5, 2), padding=((4, 0), (0, 3))),  # more padding than kernel
+)
+
+
+def with_examples(test):
+    for case in EXAMPLES:
+        test = example(case=case)(test)
+    return test
+
+
+@with_examples
+@given(case=cases())
+def test_whole_numbers_are_exact(xp, case):
+    check_exact(case, xp)
+
+
+@given(case=cases(), limit=st.sampled_from([1, 300, 2000, 20000]))
+@example(case=Case(image=(5, 3, 3, 2), padding="VALID"), limit=300)
+@example(case=Case(image=(2, 9, 5, 2), strides=(2, 1)), limit=1)  # row by row
+def test_any_chunk_gives_the_same(xp, case, limit):
+    with (
+        mock.patch.object(im2col, "NUMPY_CHUNK_BYTES", limit),
+        mock.patch.object(im2col, "CUPY_CHUNK_BYTES", limit),
+        mock.patch.object(cudnn_grad, "takes", lambda x, y: False),
+    ):
+        check_exact(case, xp)
+
+
+@given(case=cases())
+def test_numbers(xp, case):
+    """Sums of T products in the compute dtype, rounded once; see bounded_conv2d.
+
+    On a GPU partial sums of dw may have been rounded to the dtype of x: one more roundoff of the
+    sum of sizes.
+    """
+    x, w = case.numbers()
+    grad = gradient_of(case, whole=False)
+    gradients = run(case, xp, grad, x, w)
+    exact, size = (gradients_by_loops(case, *a) for a in ((grad, x, w), map(abs, (grad, x, w))))
+    epsilon = oracles.epsilon_of_sums(case.dtype, tf32=case.precision == "tf32")
+    terms = (math.prod(case.kernel) * case.channels, math.prod(grad.shape[:3]))
+    unit, tiny = oracles.rounding(case.dtype)
+    for name, value, sizes, count in zip("xw", exact, size, terms, strict=True):
+        error = count * epsilon * sizes
+        if name == "w" and xp.name == "cupy":
+            error = error + unit * sizes + count * tiny
+        expected = oracles.bounded_round(oracles.Bounded(value, error), case.dtype)
+        oracles.assert_within(to_numpy(getattr(gradients, name)), expected)
+
+
+@given(case=cases())
+def test_they_are_the_transposes_of_the_convolution(xp, case):
+    """<conv(x, w), g> == <x, dx> == <w, dw>, exactly: all numbers are whole."""
+    case = replace(case, dtype=np.dtype("f8"))
+    x, w = case.integers()
+    grad = gradient_of(case, whole=True)
+    y = to_numpy(conv2d(*case.arrange(x, w, xp), **case.options))
+    product = (y * grad.transpose(ORDER[case.data_format])).sum()
+    gradients = run(case, xp, grad, x, w)
+    dx, dw = to_numpy(gradients.x), to_numpy(gradients.w)
+    assert product == (x.transpose(ORDER[case.data_format]) * dx).sum()
+    assert product == (w.transpose(ORDER[case.w_format]) * dw).sum()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("case", [
+    Case(dtype=np.dtype("f8"), strides=(2, 1)),
+    Case(dtype=np.dtype("f8"), data_format="NCHW", w_format="OIHW", padding="VALID"),
+    Case(dtype=np.dtype("f8"), kernel=(1, 1)),
+])  # fmt: skip
+def test_central_differences(xp, case, activation):
+    """Of <y, g> along a random direction; the bound is that of test_sparse_gather_grad.py."""
+    rng = np.random.default_rng(3)
+    point = [*case.numbers(), rng.uniform(0.5, 1.5, case.channels), rng.standard_normal(5)]
+    direction = [rng.uniform(-1, 1, a.shape) for a in point]
+    grad = gradient_of(case, whole=False)
+    x, w, scale, bias = point
+    z = oracles.conv2d(x, w, case.strides, case.padding) * scale + bias
+    assert abs(z).min() > 1e-4  # nowhere near relu's kink
+
+    def value(step):
+        x, w, scale, bias = (a + step * d for a, d in zip(point, direction, strict=True))
+        tables = {"scale": xp.asarray(scale), "bias": xp.asarray(bias)}
+        arrays = case.arrange(x, w, xp)
+        y = to_numpy(conv2d(*arrays, **case.options, **tables, activation=activation))
+        terms = y * grad.transpose(ORDER[case.data_format])
+        return terms.sum(), abs(terms).sum()
+
+    (above, size), (below, _) = value(1e-5), value(-1e-5)
+    gradients = run(case, xp, grad, x, w, scale=scale, bias=bias, activation=activation)
+    orders = (ORDER[case.data_format], ORDER[case.w_format], (0,), (0,))
+    named = (gradients.x, gradients.w, gradients.scale, gradients.bias)
+    slope = sum(
+        (to_numpy(g) * d.transpose(order)).sum()
+        for g, d, order in zip(named, direction, orders, strict=True)
+    )
+    assert abs(slope - (above - below) / 2e-5) < 1e-8 * size
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_tables_have_gradients_of_their_own_dtype(xp, dtype, activation):
+    """In every dtype the result is that of float64, off by roundings of conv(x, w) and of the end.
+
+    z is rounded to the dtype before the activation, whose slope changes by at most 1.13 of that.
+    """
+    case = replace(Case(), dtype=dtype)
+    x, w = case.numbers()
+    scale, bias = case.tables()
+    grad = gradient_of(case, whole=False)
+    if activation == "relu":
+        bias += np.asarray(9, dtype)  # away from the kink, where a rounding is a jump
+    options = {"scale": scale, "bias": bias, "activation": activation}
+    gradients = run(case, xp, grad, x, w, **options)
+    wide = [a.astype(np.float64) for a in (grad, x, w)]
+    tables = {k: v.astype(np.float64) for k, v in options.items() if k != "activation"}
+    exact = run(replace(case, dtype=np.dtype("f8")), NUMPY, *wide, **tables, activation=activation)
+    unit = oracles.rounding(dtype)[0]
+    z = abs(oracles.conv2d(abs(x), abs(w)))
+    slope = 1.13 * (1 + z.max() * 1.5)  # of the gradient by z, and by the change of slope
+    sizes = {
+        "scale": (abs(grad) * slope * z).sum(axis=(0, 1, 2)),
+        "bias": (abs(grad) * slope).sum(axis=(0, 1, 2)),
+        "x": oracles.data_gradient(abs(grad) * slope * 1.5, abs(w), x.shape[1:3]),
+        "w": oracles.weight_gradient(abs(grad) * slope * 1.5, abs(x), (3, 3)),
+    }
+    for name, like in (("x", x), ("w", w), ("scale", scale), ("bias", bias)):
+        actual = to_numpy(getattr(gradients, name))
+        assert (actual.dtype, actual.shape) == (like.dtype, like.shape)
+        wanted = oracles.Bounded(getattr(exact, name), 8 * unit * sizes[name])
+        oracles.assert_within(actual, oracles.bounded_round(wanted, actual.dtype))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_only_what_is_wanted_is_computed(xp, activation):
+    case = Case()
+    x, w = case.numbers()
+    scale, bias = case.tables()
+    grad = gradient_of(case, whole=False)
+    options = {"scale": scale, "bias": bias, "activation": activation}
+    whole = run(case, xp, grad, x, w, **options)
+    for wanted in ((), ("x",), ["w"], {"bias"}, frozenset({"scale"}), ("w", "bias")):
+        gradients = run(case, xp, grad, x, w, **options, wanted=wanted)
+        for name in gradients._fields:
+            actual = getattr(gradients, name)
+            if name in wanted:
+                assert_same(actual, getattr(whole, name))
+            else:
+                assert actual is None
+    assert run(case, xp, grad, x, w, wanted=("bias", "scale")) == (None,) * 4
+
+
+@given(case=cases())
+def test_twice_gives_the_same_bits(xp, case):
+    x, w = case.numbers()
+    grad = gradient_of(case, whole=False)
+    bias = np.ones(case.channels, case.dtype)
+    first, second = (run(case, xp, grad, x, w, bias=bias) for _ in range(2))
+    for a, b in zip(first[:3], second[:3], strict=True):
+        assert_same(a, b)
+
+
+def test_halves_are_summed_in_float32(xp):
+    """4096 ones would stop at 2048; and 60000 + 60000 - 60000 be infinite."""
+    x, w = np.ones((1, 64, 64, 8), np.float16), np.ones((1, 1, 8, 8), np.float16)
+    gradients = run(Case(padding="VALID"), xp, np.ones_like(x), x, w, bias=np.ones(8, np.float16))
+    assert_same(gradients.w, xp.writable(np.full_like(w, 4096)))
+    assert_same(gradients.bias, xp.writable(np.full(8, 4096, np.float16)))
+    big = np.full((1, 1, 3, 8), 60000, np.float16)
+    big[0, 0, 2] = -60000
+    dw = run(Case(padding="VALID"), xp, big, np.ones_like(big), w).w
+    assert_same(dw, xp.writable(np.full_like(w, 60000)))
+
+
+def test_what_overflows_is_infinite(xp):
+    big = np.full((1, 1, 4, 8), 60000, np.float16)
+    w = np.ones((1, 1, 8, 8), np.float16)
+    gradients = run(Case(padding="VALID"), xp, big, np.ones_like(big), w, bias=w[0, 0, 0])
+    for gradient in gradients[:3]:
+        assert np.isinf(to_numpy(gradient)).all()
+
+
+def test_an_empty_batch_has_gradients_of_zero(xp):
+    case = Case(image=(0, 5, 5, 3))
+    x, w = case.numbers()
+    bias = np.ones(5, np.float32)
+    gradients = run(case, xp, gradient_of(case, whole=True), x, w, bias=bias, activation="silu")
+    assert gradients.x.shape == x.shape
+    assert_same(gradients.w, xp.writable(np.zeros_like(w)))
+    assert_same(gradients.bias, xp.writable(np.zeros_like(bias)))
+
+
+@pytest.mark.parametrize("kernel", [3, 1])
+@pytest.mark.parametrize("dtype", ["f4", "f2"])
+def test_memory_is_bounded(kernel, dtype):
+    """All columns of these images would take 9 times their 16 MiB; one image, padded, is 1 MiB."""
+    x, w = np.ones((16, 128, 128, 16), dtype), np.ones((kernel, kernel, 16, 16), dtype)
+    grad = np.ones_like(x)
+    tracemalloc.start()
+    try:
+        conv2d_grad(grad, x, w)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < x.nbytes + 4 * im2col.NUMPY_CHUNK_BYTES
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_other_libraries(require, library):
+    module = require(library)
+    asarray = module.asarray if library == "torch" else module.numpy.asarray
+    case = Case()
+    arrays = gradient_of(case, whole=True), *case.integers()
+    bias = np.ones(5, np.float32)
+    expected = conv2d_grad(*arrays, bias=bias)
+    gradients = conv2d_grad(*map(asarray, arrays), bias=asarray(bias))
+    assert gradients.scale is None
+    for actual, wanted in zip(gradients[:3], expected[:3], strict=True):
+        assert type(actual).__module__.startswith(library)
+        assert_same(np.asarray(actual), wanted)
+
+
+def test_pytorch_agrees(torch):
+    """The same gradients as those of an implementation that others wrote, strides and all."""
+    case = Case(dtype=np.dtype("f8"), strides=(2, 3), padding=((2, 1), (1, 2)), data_format="NCHW",
+                w_format="OIHW")  # fmt: skip
+    x, w = case.arrange(*case.integers(), NUMPY)
+    tensors = [torch.tensor(a, requires_grad=True) for a in (x, w)]
+    padded = torch.nn.functional.pad(tensors[0], (1, 2, 2, 1))
+    y = torch.nn.functional.conv2d(padded, tensors[1], stride=(2, 3))
+    grad = gradient_of(case, whole=True)
+    y.backward(torch.tensor(grad.transpose(0, 3, 1, 2).copy()))
+    gradients = run(case, NUMPY, grad, *case.integers())
+    for actual, tensor in zip(gradients[:2], tensors, strict=True):
+        assert_same(actual, tensor.grad.numpy(), signed_zero=False)
+
+
+# ------------------------------------------------------------------- what the GPU's libraries see
+
+
+def run_fake(case):
+    """Compute through the code for CUDA and compare with the loops, to the bit."""
+    x, w = case.integers()
+    grad = gradient_of(case, whole=True)
+    with mock.patch.dict(conv2d_grad.__wrapped__.__globals__, is_cupy=lambda array: True):
+        gradients = run(case, NUMPY, grad, x, w)
+    for actual, expected in zip(gradients[:2], gradients_by_loops(case, grad, x, w), strict=True):
+        assert_same(actual, expected.astype(case.dtype), signed_zero=False)
+
+
+@with_examples
+@given(case=cases())
+def test_what_cudnn_is_told(case):
+    with fake_cudnn() as cudnn:
+        run_fake(case)
+    single = case.dtype == np.float32
+    for graph in cudnn.graphs:
+        assert graph.nodes in (["dgrad"], ["wgrad"]) and not graph.dynamic
+        exact = single and case.precision != "tf32"
+        assert (fake.Note.TENSOR_CORE in graph.notes) == exact
+        assert (fake.Note.DOWN_CONVERT_INPUTS in graph.notes) == single
+        assert {fake.Note.NONDETERMINISTIC, fake.Note.WINOGRAD, fake.Note.FFT} <= {*graph.notes}
+        assert graph.nodes == ["dgrad"] or graph.output.data_type is fake.DataType.FLOAT
+    assert case.dtype != np.float64 or not cudnn.graphs
+
+
+@with_examples
+@given(case=cases())
+def test_what_cudnn_declines_is_done_all_the_same(case):
+    with fake_cudnn(supports=lambda graph: False) as cudnn:
+        run_fake(case)
+    assert not cudnn.executed
+
+
+@given(case=cases())
+def test_where_cudnn_sums_halves_to_halves_only(case):
+    def supports(graph):
+        return graph.output.data_type is graph.io_data_type
+
+    with fake_cudnn(supports) as cudnn:
+        run_fake(case)
+    kinds = {graph.output.data_type for graph in cudnn.executed}
+    assert kinds <= {graph.io_data_type for graph in cudnn.executed}
+
+
+def test_graphs_are_kept():
+    with fake_cudnn() as cudnn:
+        for batch in (16, 16, 32, 48, 16, 47):  # 47 = 44 + 3
+            run_fake(Case(image=(batch, 3, 3, 8), dtype=FLOATS[0], channels=8))
+        assert len(cudnn.executed) == 14 and len(cudnn.graphs) == 10
+
+
+@with_examples
+@given(case=cases())
+def test_what_cublas_is_told(case):
+    cublas = fake.Cublas()
+    with (
+        fake_cudnn(supports=lambda graph: False),
+        mock.patch.object(im2col, "_cublas_gemm", lambda: (cublas.gemm_ex, cublas.handle)),
+        mock.patch.object(im2col, "is_cupy", lambda array: True),
+        mock.patch("sbnet_cupy.dense.im2col_grad.is_cupy", lambda array: True),
+    ):
+        run_fake(case)
+    tf32 = case.precision == "tf32" and case.dtype == np.float32
+    compute_type = 70 if case.dtype == np.float64 else 77 if tf32 else 68
+    assert cublas.compute_types <= {compute_type}
+
+
+@pytest.mark.gpu
+@given(case=cases())
+def test_cudnn_takes_all_but_float64(xp, case):
+    """Else the fast route is not run, and nothing would tell."""
+    if xp.name != "cupy" or not dense_cudnn.cudnn_available():
+        pytest.skip("needs a GPU with cuDNN")
+    assume(case.dtype != np.float64 and np.prod(case.image) and np.prod(output_shape(case)))
+    declined = []
+
+    def recorded(key, arrays):
+        taken = dense_cudnn.run(key, arrays)
+        aligned = all(array.data.ptr % 16 == 0 for array in arrays.values())
+        declined.extend([key] if aligned and not taken else [])
+        return taken
+
+    with mock.patch.object(cudnn_grad, "run", recorded):
+        check_exact(case, xp)
+    assert not [key for key in declined if key.result != dense_cudnn.W]
+    assert not [key for key in declined if key.dtype == key.result_dtype]

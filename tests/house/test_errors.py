@@ -1,0 +1,198 @@
+"""Every public function refuses bad input: the exception, the argument's name, nothing modified."""
+
+import re
+
+import numpy as np
+import pytest
+
+import sbnet_cupy
+from sbnet_cupy import DTypeError, ShapeError
+from support.assertions import assert_same
+from support.bad_calls import BAD, VALID, Spoiled, indices, ramp
+
+NUMPY_ONLY = re.compile(r"object|'U1'|'S3'|M8|masked_array")  # CuPy has no such arrays
+
+
+def give(xp, function, argument, value):
+    """Hand the NumPy arrays in an argument to the library under test."""
+    if isinstance(value, np.ndarray):
+        written = argument == "out" or (function, argument) == ("sparse_scatter_var", "x")
+        return xp.writable(value) if written else xp.asarray(value)
+    if argument == "weights" and isinstance(value, list):
+        return sbnet_cupy.BottleneckWeights(*map(xp.asarray, value))
+    if isinstance(value, tuple | list) and any(isinstance(v, np.ndarray) for v in value):
+        return tuple(map(xp.asarray, value))
+    return value
+
+
+def valid_call(xp, function):
+    return {name: give(xp, function, name, value) for name, value in VALID[function].items()}
+
+
+def arrays_in(arguments):
+    """Every array of a call, copied, to compare afterwards."""
+    for value in arguments.values():
+        for item in value if isinstance(value, tuple) else [value]:
+            plain = hasattr(item, "strides") and not isinstance(item, np.generic)
+            if plain and not item.dtype.hasobject:
+                yield item, item.copy()
+
+
+def spoil_id(value):
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}".replace(" ", "")
+    return value.__name__ if isinstance(value, type) else str(value).replace(" ", "")
+
+
+@pytest.mark.parametrize("function", VALID)
+def test_the_valid_call_works(xp, function):
+    getattr(sbnet_cupy, function)(**valid_call(xp, function))
+
+
+@pytest.mark.parametrize(("function", "argument", "value", "error"), BAD, ids=spoil_id)
+def test_bad_call(xp, function, argument, value, error):
+    if xp.name == "cupy" and NUMPY_ONLY.search(str(value)):
+        pytest.skip("no such CuPy array")
+    arguments = valid_call(xp, function)
+    if isinstance(value, Spoiled):
+        arguments[argument] = value.of(arguments.get(argument), xp.module)
+    else:
+        arguments[argument] = give(xp, function, argument, value)
+    before = list(arrays_in(arguments))
+    with pytest.raises(error, match=rf"\b{argument}\b"):
+        getattr(sbnet_cupy, function)(**arguments)
+    for array, copy in before:
+        assert_same(array, copy)
+
+
+def test_a_refusal_does_not_depend_on_what_was_accepted_before(xp):
+    """Python has 4 == 4.0 and 1 == True: what a call remembers must not confuse them."""
+    for function, options in [
+        ("sparse_gather", {"bsize": 4.0}),
+        ("sparse_gather", {"boffset": (0.0, False)}),
+        ("sparse_scatter", {"bsize": 4.0}),
+        ("fused_conv", {"bsize": 4.0}),
+        ("fused_bottleneck", {"bsize": 4.0}),
+        ("reduce_mask", {"block_count": (2.0, 2)}),
+        ("reduce_mask", {"bsize": (4, 4.0)}),
+    ]:
+        arguments = valid_call(xp, function)
+        for _ in range(2):
+            getattr(sbnet_cupy, function)(**arguments)
+            refuses(ShapeError, next(iter(options)), getattr(sbnet_cupy, function),
+                    **(arguments | options))  # fmt: skip
+
+
+def test_the_table_is_long_and_covers_every_function():
+    assert len(BAD) >= 150
+    assert {row[0] for row in BAD} == set(VALID)
+
+
+def refuses(error, match, function, *arguments, **options):
+    """The call raises and modifies nothing."""
+    before = list(arrays_in(options | dict(enumerate(arguments))))
+    with pytest.raises(error, match=match):
+        function(*arguments, **options)
+    for array, copy in before:
+        assert_same(array, copy)
+
+
+def test_messages_say_what_came_and_what_to_do():
+    with pytest.raises(ShapeError) as error:
+        sbnet_cupy.calc_block_params((20, 20), (4, 2.5), 3)
+    assert str(error.value) == "bsize must be two positive integers, got (4, 2.5)"
+    x = ramp(1, 8, 8, 2)
+    with pytest.raises(ShapeError) as error:
+        sbnet_cupy.sparse_gather(x, np.array([1], "i4"), np.zeros((7, 2), "i4"), bsize=4)
+    assert str(error.value) == (
+        "active_block_indices must have shape (M, 3), got (7, 2); build it with reduce_mask"
+    )
+
+
+@pytest.mark.parametrize("option", ["scale", "shift", "activation"])
+@pytest.mark.parametrize("dtype", ["i4", "u1", "?", "c8"])
+def test_fusing_needs_a_float_image(xp, option, dtype):
+    arguments = valid_call(xp, "sparse_gather")
+    arguments["x"] = xp.asarray(ramp(1, 8, 8, 2, dtype=dtype))
+    value = "relu" if option == "activation" else xp.asarray(ramp(2))
+    refuses(DTypeError, option, sbnet_cupy.sparse_gather, **arguments, **{option: value})
+
+
+@pytest.mark.parametrize("function", ["sparse_scatter", "sparse_scatter_var"])
+@pytest.mark.parametrize("bstride", [1, 3, (3, 4), (4, 3)], ids=str)
+def test_overlapping_add_needs_atomic(xp, function, bstride):
+    arguments = valid_call(xp, function) | {"bstride": bstride, "add": True}
+    refuses(ShapeError, "atomic", getattr(sbnet_cupy, function), **arguments)
+    getattr(sbnet_cupy, function)(**arguments, atomic=True)
+
+
+def test_a_read_only_out_is_refused():
+    shapes = [("fused_conv", (1, 8, 8, 4)), ("sparse_conv2d", (1, 8, 8, 4))]
+    shapes += [("sparse_gather", (3, 4, 4, 2)), ("sparse_scatter", (1, 8, 8, 2))]
+    for function, shape in shapes:
+        out = ramp(*shape)
+        out.flags.writeable = False
+        arguments = dict(VALID[function])
+        refuses(
+            ValueError, r"\bout\b.*read-only", getattr(sbnet_cupy, function), **arguments, out=out
+        )
+    arguments["x"] = out
+    refuses(ValueError, "read-only", sbnet_cupy.sparse_scatter_var, **arguments)
+
+
+def test_out_may_not_share_memory_with_an_input(xp):
+    whole = xp.writable(ramp(4096))
+    x, out = whole[:128].reshape(1, 8, 8, 2), whole[64:160].reshape(3, 4, 4, 2)
+    table = {name: xp.asarray(value) for name, value in indices().items()}
+    refuses(ShapeError, r"\bout\b.*\bx\b", sbnet_cupy.sparse_gather, x, **table, bsize=4, out=out)
+    scatter = sbnet_cupy.sparse_scatter
+    blocks, shifted = out, whole[2:130].reshape(1, 8, 8, 2)
+    refuses(ShapeError, r"\bout\b.*blocks", scatter, blocks, **table, x=x, bsize=4, out=x)
+    blocks = xp.asarray(ramp(3, 4, 4, 2))
+    refuses(ShapeError, r"\bout\b.*\bx\b", scatter, blocks, **table, x=x, bsize=4, out=shifted)
+    arguments = valid_call(xp, "sparse_conv2d") | {"x": x}
+    base, out = whole[256:512].reshape(1, 8, 8, 4), whole[258:514].reshape(1, 8, 8, 4)
+    refuses(ShapeError, r"\bout\b.*\bbase\b", sbnet_cupy.sparse_conv2d, **arguments, base=base,
+            out=out)  # fmt: skip
+    out = whole[64:320].reshape(1, 8, 8, 4)
+    for function in ("sparse_conv2d", "fused_conv"):
+        arguments = valid_call(xp, function) | {"x": x, "out": out}
+        refuses(ShapeError, r"\bout\b.*\bx\b", getattr(sbnet_cupy, function), **arguments)
+
+
+def test_projection_is_needed_where_channels_change(xp):
+    arguments = valid_call(xp, "sparse_res_block_bottleneck")
+    arguments["weights"] = sbnet_cupy.BottleneckWeights(
+        *map(xp.asarray, [ramp(1, 1, 2, 4), ramp(3, 3, 4, 4), ramp(1, 1, 4, 6)]),
+        *(xp.asarray(ramp(c)) for c in (2, 2, 4, 4, 4, 4)),
+    )
+    refuses(ShapeError, "w_project", sbnet_cupy.sparse_res_block_bottleneck, **arguments)
+
+
+def test_strides_must_be_those_of_the_block_params(xp):
+    arguments = valid_call(xp, "sparse_conv2d")
+    refuses(ShapeError, "block_params|strides", sbnet_cupy.sparse_conv2d, **arguments, strides=2)
+
+
+@pytest.mark.parametrize("value", [2**31, 2**40, 2**62, 2**63, 2**70, 10**30])
+@pytest.mark.parametrize("argument", ["bstride", "boffset"])
+@pytest.mark.parametrize("function", ["sparse_gather", "sparse_scatter", "reduce_mask"])
+def test_sizes_beyond_64_bits_do_not_wrap_round(xp, function, argument, value):
+    """They are refused by name, or mean what they say: blocks far outside the image."""
+    far = {"bstride": (value, value), "boffset": (-value, value)}[argument]
+    arguments = valid_call(xp, function) | {argument: far}
+    if function != "reduce_mask":
+        table = np.array([[0, 1, 2], [0, 2**31 - 1, 2**31 - 1], [0, -(2**31), 4]], np.int32)
+        arguments["active_block_indices"] = xp.asarray(table)
+        arguments["bin_counts"] = xp.asarray(np.array([3], np.int32))
+    try:
+        result = getattr(sbnet_cupy, function)(**arguments)
+    except ShapeError as error:
+        assert argument in str(error)
+        return
+    if function == "sparse_gather":
+        assert not xp.to_numpy(result).any()
+    elif function == "sparse_scatter":
+        assert_same(result, xp.writable(VALID[function]["x"]))
+    else:
+        assert result.count() == (argument == "bstride")  # block (0, 0) is where it was

@@ -1,0 +1,130 @@
+"""What the TensorFlow adapter takes: arguments and errors, also while tracing; its documents."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from house.test_errors import spoil_id
+from sbnet_cupy import DeviceError, DTypeError, ShapeError
+from support.adapter_cases import (
+    COUNT,
+    MASK,
+    ROWS,
+    X,
+    check_examples,
+    check_parameters,
+    layer,
+    same,
+)
+from support.bad_calls import BAD, VALID, Spoiled
+
+
+@pytest.mark.parametrize("name", ["", ".ops", ".layers"])
+def test_examples_run(sbt, name):
+    check_examples("sbnet_cupy.tensorflow" + name)
+
+
+def test_arguments_are_those_of_the_package(sbt):
+    check_parameters(sbt)
+
+
+ELSEWHERE = re.compile(r"object|'U1'|'S3'|M8|masked|asfortran|::|np.float32\(1\)")
+
+
+def give(value):
+    """Hand what a table of NumPy calls holds to TensorFlow."""
+    import tensorflow as tf
+
+    if isinstance(value, np.ndarray):
+        return tf.constant(value)
+    if isinstance(value, tuple | list) and any(isinstance(v, np.ndarray) for v in value):
+        return tuple(map(give, value))
+    return value
+
+
+def bad_calls():
+    known = ("reduce_mask", "sparse_gather", "sparse_scatter", "sparse_conv2d",
+             "sparse_res_block_bottleneck")  # fmt: skip
+    for function, argument, value, error in BAD:
+        if function in known and argument != "out" and not ELSEWHERE.search(str(value)):
+            yield function, argument, value, error
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(("function", "argument", "value", "error"), [*bad_calls()], ids=spoil_id)
+def test_bad_call(tf, sbt, function, argument, value, error, graph):
+    """The errors are those of the package, also while tracing, where shapes are known."""
+    arguments = {name: give(value) for name, value in VALID[function].items()}
+    if "weights" in arguments:
+        arguments["weights"] = sb.BottleneckWeights(*map(give, VALID[function]["weights"]))
+    if isinstance(value, Spoiled):
+        value = value.of(VALID[function].get(argument), np)
+    arguments[argument] = give(value)
+
+    def call():
+        return getattr(sbt, function)(**arguments)
+
+    with pytest.raises(error, match=rf"\b{argument}\b"):
+        (tf.function(call) if graph else call)()
+
+
+def test_mixed_libraries_are_refused(tf, sbt, torch):
+    x, count, rows = tf.constant(X), tf.constant(COUNT), tf.constant(ROWS)
+    with pytest.raises(DeviceError, match=r"^x must be a TensorFlow tensor, got .*numpy.*convert"):
+        sbt.sparse_gather(X, count, rows, bsize=4)
+    with pytest.raises(DeviceError, match=r"^bin_counts .* torch"):
+        sbt.sparse_gather(x, torch.from_numpy(COUNT.copy()), rows, bsize=4)
+    with pytest.raises(DeviceError, match=r"^weights\.w1 .*numpy"):
+        weights = sb.BottleneckWeights.random(3, 4)
+        sbt.sparse_res_block_bottleneck(x, weights, (count, rows), layer(bottleneck=True)[0])
+    with pytest.raises(TypeError, match="out"):
+        sbt.sparse_gather(x, count, rows, bsize=4, out=x)
+
+
+def test_what_a_graph_cannot_know_it_asks_for_or_finds_when_it_runs(tf, sbt):
+    unknown = tf.TensorSpec(None, tf.float32)
+    with pytest.raises(ShapeError, match=r"mask must have a known height .*set_shape"):
+        tf.function(lambda m: sbt.reduce_mask(m, (2, 2), bsize=4), [unknown])(MASK)
+    params, active = layer()
+    table, w = active._map_arrays(tf.constant), tf.ones((3, 3, 3, 2))
+    with pytest.raises(ShapeError, match=r"x must have a known height, .*set_shape"):
+        tf.function(lambda x: sbt.sparse_conv2d(x, w, table, params), [unknown])(X)
+    pair = tf.constant(COUNT), tf.constant(ROWS)
+    late = tf.function(lambda x: sbt.sparse_gather(x, *pair, bsize=4), [unknown])
+    same(late(X), sb.sparse_gather(X, COUNT, ROWS, bsize=4))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="x must have 4 dimensions"):
+        late(X[0])
+
+
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        ("sys.modules['tensorflow'] = None", "needs TensorFlow; pip install"),
+        ("m = types.ModuleType('tensorflow'); m.__version__ = '2.9.1'; "
+         "sys.modules['tensorflow'] = m", "needs TensorFlow 2.18 or newer, got 2.9.1"),
+    ],
+)  # fmt: skip
+def test_without_tensorflow_or_with_an_old_one(tf, setup, message):
+    code = f"import sys, types; {setup}; import sbnet_cupy.tensorflow"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and message in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].startswith("ImportError")
+
+
+def test_xla_says_that_it_cannot(tf, sbt):
+    table = tf.constant(COUNT), tf.constant(ROWS)
+    gather = tf.function(lambda x: sbt.sparse_gather(x, *table, bsize=4), jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="PyFunc"):
+        gather(tf.constant(X))
+
+
+def test_a_dtype_error_is_a_dtype_error(tf, sbt):
+    with pytest.raises(DTypeError, match=r"^blocks must have the dtype of x"):
+        sbt.sparse_scatter(
+            tf.zeros((6, 4, 4, 3), tf.float16), tf.constant(COUNT), tf.constant(ROWS),
+            tf.constant(X), bsize=4,
+        )  # fmt: skip
