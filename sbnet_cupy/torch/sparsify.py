@@ -1,35 +1,147 @@
-"""sparsify: a whole network on active blocks only."""
+"""sparsify: a whole network that computes only where a mask is set."""
 
-import math
+
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map
-from ..blocks import pair
-from .network import tensor as T
-from .network.table import BlockTable, PictureTable, active_blocks
-from .network.weights import Weights
 
-def sparsify(model, block_size=32, capacity=None):
-    return SparseModel(model, pair(block_size, "block_size"), capacity)
+from ..core.sizes import pair
+from .network.model import SparseModel, check_outside
+from .network.table import active_blocks
+from .nn import SparseBottleneck, SparseConv2d
 
-class SparseModel(nn.Module):
-    def __init__(self, model, block, capacity):
-        super().__init__()
-        self.model, self.block_size, self.capacity = model, block, capacity
-        self.break_even = 0.75
-        self._weights = Weights()
+_CANDIDATES = (32, 64, 128)
 
-    def forward(self, x, mask):
-        n, _, h, w = x.shape
-        mask = mask.reshape(n, h, w) > 0
-        on = active_blocks(mask, self.block_size)
-        size = (h, w)
-        count = int(on.sum())
-        if count >= self.break_even * on.numel():
-            table = PictureTable(on, self.block_size, size, count == on.numel(), count)
-        else:
-            table = BlockTable(on, max(count, 1), count, self.block_size, size)
-        table.weights = self._weights
-        value = table.gather(x.contiguous(memory_format=torch.channels_last), self.block_size, (2, 3))
-        y = self.model(T.StackTensor(value, table, self.block_size, size))
-        return tree_map(T.dense, y)
+
+def sparsify(
+    model, block_size=32, capacity=None, *, halo="zero", outside=0.0, sample_masks=None
+):
+    """Return a network that computes only in blocks in which a mask of its input is set.
+
+    The image is cut into blocks of ``block_size`` pixels once, and blocks that hold a pixel of the
+    mask are active. Activations are a stack of the active blocks, ``[M, C, b, b]``, where b shrinks
+    with every stride. Layers that look at one pixel run on the stack as they are; those that look
+    at neighbours read a rim from the blocks around; those that reduce over an image count active
+    pixels. The image is whole at both ends alone.
+
+    The result is that of ``model`` in which every activation outside the active blocks is 0, the
+    input included, and the result too, up to rounding; on a full mask that of ``model``. In
+    training, batch norms take the statistics of active pixels.
+
+    The network is not changed: its modules are called with a tensor of the image's shape that holds
+    the stack. A function that has no form for it is computed on the whole image, and named in
+    :meth:`SparseModel.table`; one that cannot be is refused with its name. From a layer whose
+    result fits no grid of blocks (a stride that does not divide the block) the rest is dense.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Called with one image ``[N, C, H, W]``. It is held, not copied, as
+        ``DistributedDataParallel`` does.
+    block_size : int, (int, int) or "auto"
+        Block of the input in pixels, best a multiple of the network's total stride. "auto" takes
+        32, 64 or 128 by the ``sample_masks``.
+    capacity : None, int, float or "auto"
+        Blocks to make room for, or the share of all blocks. None reads the number from the device;
+        with a capacity nothing waits, as CUDA graphs need it, and blocks past it are left out:
+        ``sparse.overflowed`` says so. "auto" is the largest share of the ``sample_masks`` and a
+        quarter more.
+    halo : {"zero", "exact"}
+        With "exact" blocks are active as far around the mask as the network looks, so that the
+        result at the mask's pixels is that of ``model``. For shallow networks: the receptive field
+        of deep ones covers the image. It is known after the first call, which runs twice.
+    outside : number, "bias" or tensor
+        What the result holds outside active blocks: "bias" is what the last convolution makes of
+        zeros; a tensor has the shape of the result.
+    sample_masks : list of tensors ``[N, H, W]``, optional
+        Usual masks, for "auto".
+
+    Returns
+    -------
+    SparseModel
+        Called as ``sparse(x, mask)``; ``sparse.model`` is the network.
+
+    Raises
+    ------
+    TypeError
+        If ``model`` is no module.
+    ValueError
+        If it is sparse already, or an option is none of the above.
+
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3, for one layer.
+
+    Examples
+    --------
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2, padding=1), torch.nn.ReLU()).eval()
+    >>> sparse = sparsify(net, block_size=16)
+    >>> x, full = torch.randn(1, 3, 64, 64), torch.ones(1, 64, 64, dtype=torch.bool)
+    >>> torch.allclose(sparse(x, full), net(x), atol=1e-5)
+    True
+    >>> corner = torch.zeros(1, 64, 64, dtype=torch.bool)
+    >>> corner[:, :20, :10] = True  # 2 of 16 blocks
+    >>> y = sparse(x, corner)
+    >>> print(sparse.table())
+    layer  function  runs                    GFLOP  computed
+    0      conv2d    stack, blocks of 16x16  0.000  12.5%
+    1      relu      stack, blocks of 8x8           12.5%
+    """
+    _check_model(model)
+    if halo not in ("zero", "exact"):
+        raise ValueError(f'halo must be "zero" or "exact", got {halo!r}')
+    masks = _samples(sample_masks, block_size, capacity)
+    if isinstance(block_size, str):
+        block_size = _best_block(masks)
+    block_size = pair(block_size, "block_size")
+    if isinstance(capacity, str):
+        capacity = min(1.25 * max(_share(mask, block_size) for mask in masks), 1.0)
+        capacity = max(capacity, 1e-6)
+    return SparseModel(model, block_size, _check_capacity(capacity), halo, check_outside(outside))
+
+
+def _check_model(model):
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, SparseModel | SparseConv2d | SparseBottleneck):
+            where = f"in {name!r} " if name else ""
+            raise ValueError(
+                f"model must be dense, got a {type(module).__name__} {where}that is sparse already"
+            )
+
+
+def _check_capacity(capacity):
+    valid = capacity is None or (type(capacity) is int and capacity >= 0)
+    if not valid and not (isinstance(capacity, float) and 0 < capacity <= 1):
+        raise ValueError(
+            "capacity must be None, a number of blocks (int), a share of them (float over 0, up to "
+            f'1) or "auto", got {capacity!r}'
+        )
+    return capacity
+
+
+def _samples(masks, block_size, capacity):
+    """Return the sample masks as bool ``[N, H, W]``, or raise where "auto" has none."""
+    for name, value in (("block_size", block_size), ("capacity", capacity)):
+        if isinstance(value, str) and value != "auto":
+            raise ValueError(f'{name} must be numbers or "auto", got {value!r}')
+        if value == "auto" and not masks:
+            raise ValueError(f'{name}="auto" needs sample_masks, a list of masks [N, H, W]')
+    found = []
+    for mask in masks or ():
+        if not isinstance(mask, torch.Tensor) or mask.dim() not in (3, 4):
+            got = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise ValueError(f"sample_masks must be tensors [N, H, W], got {got}")
+        found.append(mask.reshape(-1, *mask.shape[-2:]) > 0)
+    return found
+
+
+def _share(mask, block):
+    return active_blocks(mask, block).float().mean().item()
+
+
+def _best_block(masks):
+    """Return the block with the least estimated work: active area, and rims of a few pixels."""
+
+    def work(block):
+        active = sum(_share(mask, (block, block)) for mask in masks)
+        return active * (1 + 5 / block)
+
+    return min(_CANDIDATES, key=work)

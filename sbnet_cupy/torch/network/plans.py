@@ -49,3 +49,17 @@ class Plan:
         if table.trace is None:
             return ops.conv(*call, **options)
         return table.trace.timed(self.name, ops.conv, *call, **options)
+
+    @property
+    def rest(self):
+        """A function that returns what the result holds where the input is 0, for each channel."""
+        weights = self.facts[0].weights
+        weight, bias, norm, activation = self.weight, self.bias, self.norm, self.activation
+
+        def make():
+            constant = weights.folded(weight, bias, norm)[1]
+            if constant is None:
+                constant = weight.new_zeros(weight.shape[0])
+            return ops.finish(constant.clone(), None, activation)
+
+        return make

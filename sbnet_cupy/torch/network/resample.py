@@ -32,7 +32,8 @@ def interpolate(
         value = F.interpolate(
             T.picture(input), size, scale_factor, *options, recompute_scale_factor
         )
-        return T.StackTensor(value, table, to, new, (2, 3), reach)
+        out = T.StackTensor(value, table, to, new, (2, 3), reach)
+        return T.with_rest(out, T.rest_of(input))
     factors = tuple(t / b for t, b in zip(to, block, strict=True))
     value = T.value_of(input)
     exact = all(n == o * f and f >= 1 for n, o, f in zip(new, old, factors, strict=True))
@@ -47,7 +48,8 @@ def interpolate(
     else:
         value = _anywhere(value, table, block, old, to, new, scales, mode, align_corners)
     value = value.contiguous(memory_format=torch.channels_last)
-    return T.StackTensor(value, table, to, new, (2, 3), reach)
+    out = T.StackTensor(value, table, to, new, (2, 3), reach)
+    return T.with_rest(out, T.rest_of(input))
 
 
 def scales_are(scales, factors):

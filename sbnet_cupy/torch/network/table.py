@@ -74,7 +74,7 @@ class BlockTable(Table):
     on : bool tensor, shape (N, *grid)
         The active blocks.
     room : int
-        Rows of the stack, at least 1. Active blocks past them are left out.
+        Active blocks past these are left out. The stack has one row at least.
     count : int or None
         How many are active, where the host knows it.
     block, size : (int, int)
@@ -83,16 +83,17 @@ class BlockTable(Table):
 
     def __init__(self, on, room, count, block, size):
         super().__init__(on, block, size, full=False)
+        limit, room = room, max(room, 1)
         self.rows, self.count = room, count
         flat = on.reshape(-1)
         ranks = flat.cumsum(0) - 1
-        self.taken = flat & (ranks < room)
+        self.taken = flat & (ranks < limit)
         place = torch.where(self.taken, ranks, room)  # row of each block, `room` for none
         cells = torch.arange(flat.numel(), device=on.device)
         listed = torch.full((room + 1,), flat.numel(), device=on.device).scatter_(0, place, cells)
         self.cells = listed[:room]  # block of each row, past the last block for none
         self.live = self.cells < flat.numel()
-        self.known_live = count is not None and count >= room
+        self.known_live = count is not None and min(count, limit) >= room
         self.place = place.view(on.shape)
         if not self.known_live:
             self.on = self.taken.view(on.shape)
@@ -183,7 +184,7 @@ class BlockTable(Table):
         return torch.cat([rows, zero])[self.place.view(self.batch, -1)].sum(1)
 
     def mean_inside(self, value, block, size):
-        """Return the mean and biased variance of each channel, over active pixels inside."""
+        """Return mean and biased variance of each channel over active pixels inside, and their number."""
         inside = self.inside(block, size)[:, None]
         return _moments(value, inside)
 
@@ -223,7 +224,7 @@ class PictureTable(Table):
         return self.gather(value, block, hw).sum(hw)
 
     def mean_inside(self, value, block, size):
-        """Return the mean and biased variance of each channel, over active pixels."""
+        """Return mean and biased variance of each channel over active pixels, and their number."""
         return _moments(value, self._mask(value, block, size, (2, 3)))
 
 

@@ -99,6 +99,7 @@ def _compute(x, own):
         own["_value"] = own["_step"](value_of(parent))
     else:
         own["_value"] = plan.run()
+        own["_rest"] = plan.rest
     facts(x)[0].plans.pop(id(x), None)
     own["_plan"] = own["_parent"] = own["_step"] = None
 
@@ -336,3 +337,25 @@ def global_mean(x, over, keepdim, total=False):
         for i in sorted(over):
             sums = sums.unsqueeze(i)
     return sums
+
+
+def resting(x):
+    """Return what a convolution's result holds where its input is 0: its bias, as an image."""
+    rest = object.__getattribute__(x, "__dict__").get("_rest")
+    if rest is None:
+        raise ValueError(
+            "outside='bias' needs a network that returns the result of a convolution, with no more "
+            "than a batch norm, an activation or an interpolation after it"
+        )
+    return rest()[:, None, None]
+
+
+def rest_of(x):
+    """Return the function that makes what :func:`resting` returns, or None."""
+    return object.__getattribute__(x, "__dict__").get("_rest")
+
+
+def with_rest(x, rest):
+    """Note what a result holds where its input is 0."""
+    object.__getattribute__(x, "__dict__")["_rest"] = rest
+    return x
