@@ -39,7 +39,7 @@ class SparseModel(nn.Module):
 
     def __init__(self, model, block_size, capacity=None, halo="zero", outside=0.0):
         super().__init__()
-        self.model = model
+        self.model, self.training = model, model.training
         self.block_size, self.capacity = block_size, capacity
         self.halo, self.outside = halo, outside
         self.break_even = None
@@ -196,7 +196,7 @@ class SparseModel(nn.Module):
         if self._last is None:
             kinds = [(name, type(m).__name__) for name, m in self.model.named_modules()]
             width = max(len(name) for name, _ in kinds)
-            return "\n".join(f"{name:{width}}  {kind}  not called yet" for name, kind in kinds)
+            return "\n".join(f"{name:{width}}  {kind}, not called yet" for name, kind in kinds)
         return lines(self._seen[self._last[0]].rows, self._share(), self.model)
 
     @torch.no_grad()

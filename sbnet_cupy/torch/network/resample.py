@@ -21,8 +21,8 @@ def interpolate(
     new, scales = _sizes(old, size, scale_factor, recompute_scale_factor)
     if new is None or min(new) < 1:
         return NotImplemented
-    to = _block(table, block, old, new)
-    if to is None or not table.fits(to, new):
+    to = block if new == old else table.stage(block, old, new)
+    if to is None:
         return NotImplemented
     table.block_of.setdefault(new, to)
     jump = max(i / b for i, b in zip(table.block, block, strict=True))
@@ -66,23 +66,6 @@ def _sizes(old, size, scale, recompute):
         return None, None
     new = tuple(int(o * s) for o, s in zip(old, scale, strict=True))
     return new, (None, None) if recompute else tuple(map(float, scale))
-
-
-def _block(table, block, old, new):
-    """Return the block of a stage of size ``new``: one that was seen, or by a whole factor."""
-    if new == old:
-        return block
-    if new in table.block_of:
-        return table.block_of[new]
-    out = []
-    for b, o, n in zip(block, old, new, strict=True):
-        if n >= o and n % o == 0:
-            out.append(b * (n // o))
-        elif n < o and o // n and b % round(o / n) == 0:
-            out.append(b // round(o / n))
-        else:
-            return None
-    return tuple(out)
 
 
 def _anywhere(x, table, block, old, to, new, scales, mode, corners):

@@ -50,6 +50,27 @@ class Table:
         """Whether the blocks of the grid cover an image of this size."""
         return all(s <= g * b for s, g, b in zip(size, self.grid, block, strict=True))
 
+    def stage(self, block, size, new):
+        """Return the block of a stage of size ``new``: one that was seen, or by a whole factor."""
+        if new in self.block_of:
+            return self.block_of[new]
+        out = []
+        for b, old, n in zip(block, size, new, strict=True):
+            times = max(round(n / old), 1) if old else 1
+            parts = max(round(old / n), 1) if n else 1
+            if old * times == n:
+                out.append(b * times)
+            elif n and old // parts == n and b % parts == 0:
+                out.append(b // parts)
+            else:
+                return None
+        return tuple(out) if self.fits(out, new) else None
+
+    def filled(self, block, size):
+        """Whether every pixel of the stack is known to be one of an image."""
+        exact = all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
+        return exact and self.known_live
+
     def active_map(self, block, size):
         """Return which pixels of a stage lie in active blocks: bool ``[N, H, W]``."""
 
@@ -196,7 +217,7 @@ class PictureTable(Table):
 
     def __init__(self, on, block, size, full, count):
         super().__init__(on, block, size, full)
-        self.count, self.rows = count, on[0].numel() * self.batch
+        self.count, self.rows = count, on.numel()
         self.known_live = full
 
     def _mask(self, value, block, size, hw):
@@ -209,7 +230,7 @@ class PictureTable(Table):
         if self.full:
             return image
         size = (image.shape[hw[0]], image.shape[hw[1]])
-        return torch.where(self._mask(image, block, size, hw), image, 0)
+        return image.masked_fill(~self._mask(image, block, size, hw), 0)
 
     def scatter(self, value, block, size, hw):
         """Zero an image outside active blocks."""
@@ -230,7 +251,7 @@ class PictureTable(Table):
 
 def _moments(value, inside):
     wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    count = inside.sum().clamp(min=1)
+    count = inside.sum().clamp(min=1).to(wide.dtype)
     mean = torch.where(inside, wide, 0).sum((0, 2, 3)) / count
     apart = torch.where(inside, wide - mean[:, None, None], 0)
     return mean, apart.square().sum((0, 2, 3)) / count, count

@@ -167,8 +167,8 @@ def dense(x):
 
 
 def map_dense(tree):
-    """Replace the StackTensors in arguments by images."""
-    return tree_map(dense, tree)
+    """Replace the StackTensors in arguments by images that can be viewed as they like."""
+    return tree_map(lambda x: dense(x).contiguous() if isinstance(x, StackTensor) else x, tree)
 
 
 def first_stack(*trees):
@@ -187,7 +187,7 @@ def first_stack(*trees):
     return None
 
 
-def gathered(image, like, why=None):
+def gathered(image, like):
     """Return the StackTensor of an image that has the place of one of the call's stages, or it."""
     table, block, size, hw, _ = facts(like)
     if not isinstance(image, torch.Tensor) or isinstance(image, StackTensor):
@@ -196,9 +196,9 @@ def gathered(image, like, why=None):
         return image
     got = (image.shape[hw[0]], image.shape[hw[1]])
     if got != size:
-        if image.dim() != 4 or hw != (2, 3) or got not in table.block_of:
+        block = table.stage(block, size, got) if image.dim() == 4 and hw == (2, 3) else None
+        if block is None:
             return image
-        block = table.block_of[got]
     value = table.gather(image, block, hw)
     return StackTensor(value, table, block, got, hw, float("inf"))
 
@@ -208,7 +208,7 @@ def dispatch(func, args, kwargs):
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return _attribute(func, args)
-    handler = HANDLERS.get(func)
+    handler = None if kwargs.get("out") is not None else HANDLERS.get(func)
     if handler is not None and handler not in BORDERED and _has_border(args):
         handler = None
     if handler is not None:
@@ -222,10 +222,10 @@ def dispatch(func, args, kwargs):
     if name in METADATA:
         with _PLAIN():
             return func(*args, **kwargs)
-    if name in REFUSED or "out" in kwargs:
+    if name in REFUSED or kwargs.get("out") is not None:
+        with_out = " with out=" if kwargs.get("out") is not None else ""
         raise NotImplementedError(
-            f"{name} cannot be used on an activation of a sparsified network"
-            + (" with out=" if "out" in kwargs else "")
+            f"{name} cannot be used{with_out} on an activation of a sparsified network"
         )
     return on_image(func, name, args, kwargs)
 

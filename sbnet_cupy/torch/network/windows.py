@@ -156,6 +156,8 @@ def max_pool2d(
     if not is_image(input) or return_indices:
         return NotImplemented
     kernel, stride, p = two(kernel_size), two(stride or kernel_size), two(padding)
+    if any(2 * a > k for a, k in zip(p, kernel, strict=True)):
+        return NotImplemented  # PyTorch says what is wrong
     dilation = two(dilation)
     window = Window(input, kernel, stride, (p[0], p[0], p[1], p[1]), dilation, ceil_mode)
     border = T.border_of(input)
@@ -174,7 +176,11 @@ def max_pool2d(
         if border and ceil_mode:
             return NotImplemented
         value = ops.halo(value, table, window.block, window.size, rims, fill)
-    return window.wrap(F.max_pool2d(value, kernel, stride, 0, dilation))
+    value = F.max_pool2d(value, kernel, stride, 0, dilation)
+    if value.requires_grad and not table.filled(window.out_block, window.out_size):
+        # of nothing there is no largest number: keep infinity out of the gradients of weights
+        value = torch.where(table.inside(window.out_block, window.out_size)[:, None], value, 0)
+    return window.wrap(value)
 
 
 def _bordered(value, border):
@@ -193,9 +199,11 @@ def avg_pool2d(
     divisor_override=None,
 ):  # fmt: skip
     """Pool the stack: sums over windows, divided as the dense layer does at its border."""
-    if not is_image(input) or T.border_of(input):
+    if not is_image(input):
         return NotImplemented
     kernel, stride, p = two(kernel_size), two(stride or kernel_size), two(padding)
+    if any(2 * a > k for a, k in zip(p, kernel, strict=True)):
+        return NotImplemented  # PyTorch says what is wrong
     window = Window(input, kernel, stride, (p[0], p[0], p[1], p[1]), (1, 1), ceil_mode)
     if not window.fits:
         return NotImplemented
