@@ -31,6 +31,7 @@ from support.kernel_cases import (
     IMAGES,
     MASKS,
     OUTSIDE,
+    PLACES,
     REPEATED,
     SMOOTH,
     TURNED,
@@ -44,6 +45,7 @@ OPS = [
         "block_sparse.gather_scatter.sparse_scatter",
         "dense.affine_grad",
         "block_sparse.gather_scatter.zero_outside",
+        "block_sparse.stack.block_table",
     )
 ]
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
@@ -237,6 +239,14 @@ def test_smooth_activations(case, monkeypatch):
     wide = np.float64 if image.dtype == np.float64 else np.float32
     for (blocks,) in run_all(case, monkeypatch):
         assert_close(blocks, expected, terms=8, dtype=wide, magnitude=abs(argument))
+
+
+@pytest.mark.parametrize("case", PLACES, ids=str)
+def test_places_of_blocks(case, monkeypatch):
+    """One thread block, and several that each look after a few places."""
+    check_same(case, monkeypatch)
+    monkeypatch.setattr(OPS[-1], "_PLACES", 7)
+    check_same(case, monkeypatch)
 
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)

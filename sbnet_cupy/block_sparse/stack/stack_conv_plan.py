@@ -1,0 +1,219 @@
+"""Which instance of ``stack_conv``: engine, tile, stages, and how many thread blocks share K.
+
+Template arguments depend on dtype, channels, kernel and on how many blocks are expected; never on
+the count itself.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+
+PANEL = 64  # output channels that are packed together
+ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
+_UNITS = 8  # of 16 bytes, in a chunk
+_MULTIPROCESSOR_SHARED = 228 << 10  # bytes, on the GPUs that let part of it be L1 cache
+_MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
+
+
+class StackConv(NamedTuple):
+    """A convolution from a stack of blocks to a stack of blocks.
+
+    Blocks of x are ``block`` pixels of images of ``image`` pixels; those of y are ``block_out``
+    pixels, ``block / strides``, of images of ``image_out`` pixels.
+    """
+
+    element: str  # C++ type: Half, BFloat16, or float, which is multiplied as tf32
+    rows: int  # of the stacks: their capacity
+    images: int
+    grid: tuple[int, int]  # blocks of an image
+    block: tuple[int, int]
+    block_out: tuple[int, int]
+    image: tuple[int, int]
+    image_out: tuple[int, int]
+    channels: int
+    channels_out: int
+    kernel: tuple[int, int]
+    strides: tuple[int, int]
+    dilation: tuple[int, int]
+    pads: tuple[int, int]  # pixels above and to the left
+    activation: int
+    vectors_in: bool  # pixels of x are whole vectors of 16 bytes, aligned
+    vectors_out: bool  # those of y and the residual
+    expected: int  # about how many rows will be active
+
+    @property
+    def element_bytes(self):
+        """Bytes of a number."""
+        return 4 if self.element == "float" else 2
+
+    @property
+    def pointwise(self):
+        """Whether pixel p of y reads pixel p of x, and no other."""
+        return self.kernel == self.strides == (1, 1) and self.pads == (0, 0)
+
+    @property
+    def chunks(self):
+        """Chunks of K: of 8 units of channels one for each tap; the rest tap by tap."""
+        units = -(-self.channels * self.element_bytes // 16)
+        taps = math.prod(self.kernel)
+        return units // _UNITS * taps + -(-(units % _UNITS * taps) // _UNITS)
+
+    @property
+    def panels(self):
+        """Panels of the packed weights."""
+        return -(-self.channels_out // PANEL)
+
+    @property
+    def packed_bytes(self):
+        """Bytes of the packed weights; the same for every plan."""
+        return self.panels * PANEL * (2 * 4 + self.chunks * ROW)
+
+
+class StackPlan(NamedTuple):
+    """Template arguments of ``stack_conv_pipelined`` or ``stack_conv``, in words."""
+
+    engine: str  # TileMma or TileWgmma
+    tile: tuple[int, int]  # output pixels and output channels of a thread block
+    warps: tuple[int, int]  # that share them; groups of four warps for TileWgmma
+    stages: int
+    split: int  # thread blocks that share the chunks of a tile
+    partials: bool  # which then add up in memory, not in a cluster
+    pipelined: bool  # some warps copy, the others multiply
+    cached: bool  # whether pixels come through the L1 cache
+    blocks: int  # thread blocks for which a multiprocessor must have registers
+
+    @property
+    def threads(self):
+        """Number of threads of a thread block."""
+        multipliers = math.prod(self.warps) * (128 if self.engine == "TileWgmma" else 32)
+        return multipliers + (128 if self.pipelined else 0)
+
+    @property
+    def kernel(self):
+        """Name of the kernel."""
+        return "stack_conv_pipelined" if self.pipelined else "stack_conv"
+
+    def shared_bytes(self, conv):
+        """Dynamic shared memory of a thread block; the sums of ``stack_conv`` in stack_conv2d.cu."""
+        pixels, columns = self.tile
+        taps = 0 if conv.pointwise else math.prod(conv.kernel)
+        ring = self.stages * (pixels + columns) * ROW
+        barriers = 1024 + 8 * (2 * self.stages + 2) if self.pipelined else 0
+        return ring + 8 * columns + barriers + pixels * 4 * (1 + taps)
+
+    def carveout(self, conv):
+        """Percentage of a multiprocessor's memory that should be shared memory; None: any.
+
+        Shared memory of ``blocks`` thread blocks, and no more, so that the L1 cache keeps pixels.
+        """
+        if not self.cached:
+            return None
+        needed = (self.shared_bytes(conv) + 1024) * self.blocks
+        return min(100, -(-100 * needed // _MULTIPROCESSOR_SHARED))
+
+    def tiles(self, conv, rows):
+        """Number of tiles of so many rows of the stack."""
+        pixels = -(-rows * math.prod(conv.block_out) // self.tile[0])
+        return pixels * -(-conv.channels_out // self.tile[1])
+
+    def template(self, conv):
+        """Return the template arguments."""
+        rounded = conv.element == "float"
+        return (
+            self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
+            self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
+            conv.activation, self.cached, self.blocks,
+        )  # fmt: skip
+
+    def partial_floats(self, conv):
+        """Floats of memory for the sums of thread blocks that share K and are no cluster."""
+        if not self.partials:
+            return 0
+        width = -(-conv.channels_out // self.tile[1]) * self.tile[1]
+        return conv.rows * math.prod(conv.block_out) * self.split * width
+
+
+def missing_kernel(conv, device):
+    """Return for what there is no CUDA kernel; None where there is one."""
+    sizes = (*conv.block, *conv.image, *conv.image_out, *conv.kernel, *conv.dilation, *conv.pads)
+    if max(*sizes, conv.channels, conv.channels_out) > 2**24:
+        return "sizes above 2**24"
+    largest = max(math.prod(conv.block), math.prod(conv.block_out))
+    if conv.rows * largest >= 2**31 - 512:
+        return f"stacks of {conv.rows * largest} pixels, which is 2**31 or more"
+    if conv.element != "Half" and not device.tensor_floats:
+        return f"{conv.element} on this GPU"
+    if plan_stack_conv(conv, device) is None:
+        return f"a window of {conv.kernel} pixels: it does not fit this GPU's shared memory"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_stack_conv(conv, device):
+    """Return the best plan, or None where none fits."""
+    plans = list(candidates(conv, device))
+    return min(plans, key=lambda plan: _cost(plan, conv, device), default=None)
+
+
+# (pixels, output channels), warps or groups of four warps, most thread blocks of a multiprocessor
+_WGMMA_TILES = (
+    ((64, 64), (1, 1), 3),
+    ((64, 128), (1, 1), 2),
+    ((128, 64), (2, 1), 2),
+    ((128, 128), (2, 1), 1),
+    ((256, 64), (2, 1), 1),
+    ((256, 128), (2, 1), 1),
+)
+_MMA_TILES = (((64, 64), (2, 2), 3), ((128, 64), (4, 2), 2), ((128, 128), (4, 2), 1))
+
+
+def candidates(conv, device):
+    """Yield plans that fit the device."""
+    engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
+    offsets = 0 if conv.pointwise else math.prod(conv.kernel) * 4
+    for tile, warps, most in tiles:
+        if tile[0] * offsets > _MOST_OFFSETS:
+            continue
+        for split in (1, 2, 4, 8):
+            if split > 1 and conv.chunks < 2 * split:
+                break
+            for blocks in range(1, most + 1):
+                plan = _with_stages(engine, tile, warps, split, blocks, conv, device)
+                if plan is not None:
+                    yield plan
+
+
+def _with_stages(engine, tile, warps, split, blocks, conv, device):
+    """Return the plan with the most stages that leave room for so many thread blocks, or None."""
+    pipelined, clusters = device.bulk_copy, device.bulk_copy
+    room = (device.shared_bytes + 1024) // blocks - 1024
+    for stages in range(min(8, max(2, -(-conv.chunks // split) + 1)), 1, -1):
+        plan = StackPlan(
+            engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
+            not conv.pointwise, blocks,
+        )  # fmt: skip
+        sums = tile[0] * (tile[1] + 4) * 4 if split > 1 and clusters else 0
+        if plan.shared_bytes(conv) <= room and sums <= stages * sum(tile) * ROW:
+            return plan
+    return None
+
+
+def _cost(plan, conv, device):
+    """Estimate the cycles of a launch."""
+    tiles = max(1, plan.tiles(conv, conv.expected)) * plan.split
+    spots = device.multiprocessors * plan.blocks
+    rounds = math.ceil(tiles / spots)
+    active = min(plan.blocks, math.ceil(tiles / device.multiprocessors))
+    chunks = math.ceil(conv.chunks / plan.split)
+    pixels, columns = plan.tile
+    # The second-level cache delivers about 28 bytes a cycle to each multiprocessor, more to few.
+    busy = min(1.0, tiles / device.multiprocessors)
+    chunk = max(sum(plan.tile) * ROW / (28 / max(busy, 0.5)), pixels * columns / 32)
+    results = pixels * columns * conv.element_bytes / 24
+    exchange = 0 if plan.split == 1 else 600 + 100 * plan.split
+    if plan.partials:
+        exchange = 6000
+    latency = 1500 + chunks * max(chunk, 100) + results + exchange
+    work = chunks * chunk + results + exchange / 2
+    return rounds * max(latency, active * work) + 20 * plan.blocks
