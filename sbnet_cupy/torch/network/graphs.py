@@ -86,7 +86,7 @@ def receptive_field(sparse, x):
         x.shape[0], *(-(-s // b) for s, b in zip(x.shape[2:], twin.block_size, strict=True)),
         dtype=torch.bool, device=x.device,
     )  # fmt: skip
-    table = BlockTable(on, 0, 0, twin.block_size, tuple(x.shape[2:]))
+    table = BlockTable.of_blocks(on, 0, 0, twin.block_size, tuple(x.shape[2:]))
     value = table.gather(x, table.block, (2, 3)).contiguous(memory_format=torch.channels_last)
     table.weights = twin._weights
     out = twin.model(T.StackTensor(value, table, table.block, table.size))
@@ -116,13 +116,13 @@ def tune(sparse, x):
     on = torch.ones(n, *grid, dtype=torch.bool, device=x.device)
     partly = on.clone()
     partly.view(-1)[-1] = total < 2
-    make = [("dense", lambda: PictureTable(partly, sparse.block_size, (h, w), False, None))]
+    make = [("dense", lambda: PictureTable(partly, sparse.block_size, (h, w), False))]
     order = torch.arange(total, device=x.device).view(n, *grid)
     for share in (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0):
         rows = max(round(share * total), 1)
         chosen = order < rows  # whole rows of blocks, as blobs have neighbours
         make.append(
-            (share, lambda c=chosen, r=rows: BlockTable(c, r, r, sparse.block_size, (h, w)))
+            (share, lambda c=chosen, r=rows: BlockTable.of_blocks(c, r, r, sparse.block_size, (h, w)))
         )
     times = {name: [] for name, _ in make}
     for _ in range(5):

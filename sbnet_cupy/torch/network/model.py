@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ...errors import CapacityError, DeviceError, DTypeError, ShapeError
-from . import graphs
+from . import cuda, graphs
 from . import tensor as T
 from .table import BlockTable, PictureTable, active_blocks
 from .trace import Trace, lines
@@ -98,21 +98,42 @@ class SparseModel(nn.Module):
         size = tuple(x.shape[2:])
         if self.halo == "exact":
             mask = self._widened(mask, x, size)
-        on = active_blocks(mask, self.block_size)
-        total, room = on.numel(), self._room(on.numel())
+        grid = tuple(-(-s // b) for s, b in zip(size, self.block_size, strict=True))
+        total = x.shape[0] * grid[0] * grid[1]
+        room = self._room(total)
         share = BREAK_EVEN.get(x.device.type, 1.0) if self.break_even is None else self.break_even
-        known = not x.is_cuda or room is None
-        if known and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if x.is_cuda and x.shape[0]:
+            return self._table_on_gpu(mask, size, total, room, share)
+        on = active_blocks(mask, self.block_size)
+        count = int(on.sum())
+        room = total if room is None else room
+        if x.shape[0] == 0 or min(room, count) >= share * total and room >= count:
+            return PictureTable(on, self.block_size, size, count == total), (count, total)
+        table = BlockTable.of_blocks(on, min(room, count), count, self.block_size, size)
+        return table, (count, room)
+
+    def _table_on_gpu(self, mask, size, total, room, share):
+        """Return the table of a call on a GPU; the host waits for nothing where it knows the room."""
+        if room is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "capacity must be given where a CUDA graph is captured, got None; without one the "
                 "number of active blocks is read from the device"
             )
-        count = int(on.sum()) if known else None
-        used = min(total if room is None else room, total if count is None else count)
-        if x.shape[0] == 0 or (used >= share * total and (room is None or room >= (count or 0))):
-            return PictureTable(on, self.block_size, size, count == total, count), (count, total)
-        table = BlockTable(on, used, count, self.block_size, size)
-        return table, (on.sum() if count is None else count, used if room is None else room)
+        if room is None or room < max(share * total, 1):
+            listed = cuda.list_blocks(mask, self.block_size, room)
+            rows = listed[1].shape[0]
+            if 0 < rows < max(share * total, 1):
+                known = room is None
+                table = BlockTable(*listed, self.block_size, size, known)
+                return table, (rows if known else listed[0], rows)
+            if room == 0 or rows == 0:
+                on = torch.zeros_like(listed[2], dtype=torch.bool)
+                table = BlockTable.of_blocks(on, 0, 0, self.block_size, size)
+                return table, (0 if room is None else listed[0], 0)
+            room = rows
+        on = active_blocks(mask, self.block_size)
+        full = room == total and self.capacity is None
+        return PictureTable(on, self.block_size, size, full), (on.sum(), total)
 
     def _room(self, total):
         capacity = self.capacity

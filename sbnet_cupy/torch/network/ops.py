@@ -8,6 +8,8 @@ Everything that computes on the stack and looks at neighbours comes through :fun
 import torch
 from torch.nn import functional as F
 
+from . import cuda
+
 ACTIVATIONS = {
     "relu": (F.relu, torch.relu_),
     "relu6": (F.relu6, lambda x: F.relu6(x, inplace=True)),
@@ -42,6 +44,10 @@ def halo(x, table, block, size, pads, fill=0.0, mode="zeros"):
     mode : {"zeros", "replicate", "reflect", "circular"}
         What lies outside the image: ``fill``, or pixels of the image.
     """
+    if cuda.serves(x):
+        taken = cuda.halo(x, table, block, size, pads, fill, mode)
+        if taken is not None:
+            return taken
     index, held, inside = table.window(block, size, pads, mode)
     taken = _take(x, table, index, held, ("window", block, size, pads, mode))
     if fill != 0 and mode == "zeros":
@@ -80,6 +86,13 @@ def conv(
     activation : str or None
         A name in ``ACTIVATIONS``.
     """
+    if cuda.serves(x) and not table.whole and mode == "zeros" and fill == 0:
+        y = cuda.conv(
+            x, table, block, size, weight, bias, stride, pads, dilation, groups, residual,
+            activation,
+        )  # fmt: skip
+        if y is not None:
+            return y
     if table.whole:
         y = _conv_picture(x, weight, bias, stride, pads, dilation, groups, fill, mode)
     else:

@@ -4,6 +4,8 @@ A table is made once from the mask. The image is cut into blocks of ``block`` in
 stride the same blocks are smaller, so one list of blocks serves all stages of a network.
 """
 
+import functools
+
 import torch
 from torch.nn import functional as F
 
@@ -21,17 +23,14 @@ class Table:
         Blocks of an image, down and across.
     on : bool tensor, shape (N, *grid)
         The active blocks.
-    full : bool
-        Whether every block is known on the host to be active.
     """
 
     whole = False
 
-    def __init__(self, on, block, size, full):
-        self.batch, *grid = on.shape
+    def __init__(self, blocks, block, size, device):
+        self.batch, *grid = blocks
         self.grid = tuple(grid)
-        self.on, self.block, self.size, self.full = on, block, size, full
-        self.device = on.device
+        self.block, self.size, self.device = block, size, device
         self.block_of = {size: block}  # of each size of an image that a stage has
         self.kept = {}
         self.plans = {}
@@ -92,36 +91,93 @@ class BlockTable(Table):
 
     Parameters
     ----------
-    on : bool tensor, shape (N, *grid)
-        The active blocks.
-    room : int
-        Active blocks past these are left out. The stack has one row at least.
-    count : int or None
-        How many are active, where the host knows it.
+    counts : int32 tensor, shape (1,)
+        Number of active blocks, also where there is no row for each.
+    indices : int32 tensor, shape (M, 3)
+        Rows (n, hi, wi); -1 past the count. One row at least.
+    places : int32 tensor, shape (N, *grid)
+        Row of the block at each place, or -1.
     block, size : (int, int)
         A block and the image in input pixels.
+    known_live : bool
+        Whether every row is known on the host to be a block.
     """
 
-    def __init__(self, on, room, count, block, size):
-        super().__init__(on, block, size, full=False)
-        limit, room = room, max(room, 1)
-        self.rows, self.count = room, count
-        flat = on.reshape(-1)
-        ranks = flat.cumsum(0) - 1
-        self.taken = flat & (ranks < limit)
-        place = torch.where(self.taken, ranks, room)  # row of each block, `room` for none
-        cells = torch.arange(flat.numel(), device=on.device)
-        listed = torch.full((room + 1,), flat.numel(), device=on.device).scatter_(0, place, cells)
-        self.cells = listed[:room]  # block of each row, past the last block for none
-        self.live = self.cells < flat.numel()
-        self.known_live = count is not None and min(count, limit) >= room
-        self.place = place.view(on.shape)
-        if not self.known_live:
-            self.on = self.taken.view(on.shape)
-        inner = self.cells.clamp(max=max(flat.numel() - 1, 0))
+    def __init__(self, counts, indices, places, block, size, known_live=False):
+        super().__init__(places.shape, block, size, places.device)
+        self.counts, self.indices, self.places = counts, indices, places
+        self.rows, self.known_live = indices.shape[0], known_live
+
+    @classmethod
+    def of_blocks(cls, on, room, count, block, size):
+        """List active blocks, bool ``[N, *grid]``; those past ``room`` are left out.
+
+        ``count`` is their number where the host knows it.
+        """
+        flat, rows = on.reshape(-1), max(room, 1)
+        if count is not None and count <= room:
+            listed = on.nonzero()
+            if count == 0:
+                listed = listed.new_full((1, 3), -1)
+        else:
+            listed = on.new_full((rows + 1, 3), 0, dtype=torch.int64)
+            ranks = flat.cumsum(0) - 1
+            at = torch.where(flat & (ranks < room), ranks, rows)
+            n, h, w = on.shape
+            cells = torch.arange(flat.numel(), device=on.device)
+            triples = torch.stack([cells // (h * w), cells // w % h, cells % w], 1)
+            listed = torch.full_like(listed, -1).index_copy_(0, at, triples)[:rows]
+        return cls.of_rows(listed, on, room, count, block, size)
+
+    @classmethod
+    def of_rows(cls, listed, on, room, count, block, size):
+        """Make the grid of a list of rows, int64 ``[M, 3]``."""
+        flat, ranks = on.reshape(-1), on.reshape(-1).cumsum(0) - 1
+        places = torch.where(flat & (ranks < room), ranks, -1).to(torch.int32).view(on.shape)
+        counts = flat.sum(dtype=torch.int32).view(1)
+        known = count is not None and min(count, room) >= max(room, 1)
+        return cls(counts, listed.to(torch.int32).contiguous(), places, block, size, known)
+
+    @functools.cached_property
+    def on(self):
+        """The blocks that have a row: bool ``[N, *grid]``."""
+        return self.places >= 0
+
+    @functools.cached_property
+    def place(self):
+        """Row of the block at each place, and the number of rows where there is none."""
+        return torch.where(self.places < 0, self.rows, self.places).long()
+
+    @functools.cached_property
+    def live(self):
+        """Which rows are blocks."""
+        return self.indices[:, 0] >= 0
+
+    @functools.cached_property
+    def _triples(self):
+        return self.indices.long().clamp_(min=0).unbind(1)
+
+    @property
+    def image(self):
+        """The image of each row."""
+        return self._triples[0]
+
+    @property
+    def down(self):
+        """Which block each row is, from the top."""
+        return self._triples[1]
+
+    @property
+    def across(self):
+        """Which block each row is, from the left."""
+        return self._triples[2]
+
+    @functools.cached_property
+    def cells(self):
+        """Number of the block of each row among all blocks; past the last one for none."""
         gh, gw = self.grid
-        self.image = inner // (gh * gw)
-        self.down, self.across = inner // gw % gh, inner % gw
+        at = (self.image * gh + self.down) * gw + self.across
+        return torch.where(self.live, at, self.batch * gh * gw)
 
     def inside(self, block, size):
         """Return which pixels of the stack lie in the image and in a listed block."""
@@ -215,10 +271,10 @@ class PictureTable(Table):
 
     whole = True
 
-    def __init__(self, on, block, size, full, count):
-        super().__init__(on, block, size, full)
-        self.count, self.rows = count, on.numel()
-        self.known_live = full
+    def __init__(self, on, block, size, full):
+        super().__init__(on.shape, block, size, on.device)
+        self.on, self.rows = on, on.numel()
+        self.full = self.known_live = full
 
     def _mask(self, value, block, size, hw):
         shape = [self.batch] + [1] * (value.dim() - 1)
