@@ -16,8 +16,9 @@ def graphed(sparse, x, mask):
     """Return ``run(x, mask)``, which replays a CUDA graph of one call.
 
     The graph holds the whole call, from the image and the mask to the result, which is copied out
-    of it. Without ``capacity`` there is room for every block, so that every mask is right and none
-    is faster than a full one. On a CPU there is no graph, and ``run`` calls the network.
+    of it; ``run.graph`` is the graph. Without ``capacity`` there is room for every block, so that every mask is right and none
+    is faster than a full one. On a CPU there is no graph, and
+    ``run`` calls the network.
     """
     if sparse.training:
         raise RuntimeError(
@@ -39,6 +40,7 @@ def graphed(sparse, x, mask):
             )
         return replay(x, mask)
 
+    run.graph = getattr(replay, "graph", None)
     return run
 
 
@@ -71,7 +73,7 @@ def _captured(sparse, x, mask):
         copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tree_unflatten(copies, tree)
 
-    replay.graph, replay.x, replay.mask, replay.result = graph, own_x, own_mask, result
+    replay.graph = graph
     return replay
 
 
