@@ -48,6 +48,7 @@ class SparseModel(nn.Module):
         self._seen = {}
         self._last = None
 
+    @torch.compiler.disable  # Dynamo cannot follow the tensor that stands for an image
     def forward(self, x, mask, *args, outside=None, **kwargs):
         """Run the network where ``mask`` is set.
 
@@ -71,6 +72,8 @@ class SparseModel(nn.Module):
         if self.training or torch.is_grad_enabled():
             self._weights.clear()
         table, counted = self._table(x, mask)
+        if is_tracing():
+            return self._run(table, x, args, kwargs, outside)
         key = (tuple(x.shape), x.dtype, self.training, table.whole)
         if key not in self._seen:
             table.trace = Trace(self.model)
@@ -84,14 +87,11 @@ class SparseModel(nn.Module):
     def _run(self, table, x, args=(), kwargs=None, outside=0.0):
         """Run the network on a table's blocks."""
         trained = self.training or torch.is_grad_enabled()
-        table.weights = self._weights if not trained or self._untrained(x) else None
+        table.weights = None if trained else Weights() if is_tracing() else self._weights
         value = table.gather(x, table.block, (2, 3))
         value = value.contiguous(memory_format=torch.channels_last)
         y = self.model(T.StackTensor(value, table, table.block, table.size), *args, **kwargs or {})
         return tree_map(lambda out: finished(out, outside), y)
-
-    def _untrained(self, x):
-        return not self.training and not torch.is_grad_enabled()
 
     def _table(self, x, mask):
         """Return the table of a call, and (count of active blocks, room)."""
@@ -105,12 +105,27 @@ class SparseModel(nn.Module):
         if x.is_cuda and x.shape[0]:
             return self._table_on_gpu(mask, size, total, room, share)
         on = active_blocks(mask, self.block_size)
+        if is_tracing():
+            return self._table_of_trace(on, size, total, room, share)
         count = int(on.sum())
         room = total if room is None else room
         if x.shape[0] == 0 or min(room, count) >= share * total and room >= count:
             return PictureTable(on, self.block_size, size, count == total), (count, total)
         table = BlockTable.of_blocks(on, min(room, count), count, self.block_size, size)
         return table, (count, room)
+
+    def _table_of_trace(self, on, size, total, room, share):
+        """Return the table of a call of which torch.export makes a graph: no number is known."""
+        if room is None:
+            raise RuntimeError(
+                "capacity must be given to export a sparsified network, got None; without one the "
+                "number of active blocks is data"
+            )
+        if room >= share * total:
+            return PictureTable(on, self.block_size, size, False), (None, total)
+        table = BlockTable.of_blocks(on, room, None, self.block_size, size)
+        table.static = True
+        return table, (None, room)
 
     def _table_on_gpu(self, mask, size, total, room, share):
         """Return the table of a call on a GPU; the host waits for nothing where it knows the room."""
@@ -280,6 +295,11 @@ class SparseModel(nn.Module):
         return twin
 
 
+def is_tracing():
+    """Whether torch.export traces the call, with tensors that stand for no numbers."""
+    return getattr(torch.compiler, "is_exporting", bool)()  # PyTorch 2.6 cannot tell
+
+
 def finished(out, outside):
     """Return what a network gave as an image, with what is wanted outside active blocks."""
     if not isinstance(out, T.StackTensor):
@@ -334,7 +354,8 @@ def check_call(x, mask):
         )
     if mask.device != x.device:
         raise DeviceError(f"mask must be on the device of x, {x.device}, got {mask.device}")
-    return mask.reshape(n, h, w) > 0
+    mask = mask.reshape(n, h, w)
+    return mask if mask.dtype == torch.bool else mask > 0
 
 
 def check_outside(outside):

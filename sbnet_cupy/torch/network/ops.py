@@ -59,7 +59,7 @@ def _take(x, table, index, held, key):
     """Return pixels of the stack at ``index [M, ...]``, 0 where nothing is held: ``[M, ..., C]``."""
     pixels = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
     taken = pixels.index_select(0, index.reshape(-1)).view(*index.shape, x.shape[1])
-    if x.is_cuda:
+    if x.is_cuda or table.static:
         return torch.where(held[..., None], taken, 0)
     missing = table.keep(("missing", *key), lambda: (~held).reshape(-1).nonzero()[:, 0])
     if missing.numel():
@@ -155,23 +155,10 @@ def _pointwise(x, weight, bias):
 
 def _columns(x, table, block, size, rims, mode, kernel, stride, dilation):
     """Return the pixels under the kernel for each output: ``[1, kh * kw * C, M * h', w']``."""
-    key = ("columns", block, size, rims, mode, kernel, stride, dilation)
-
-    def make():
-        index, held, _ = table.window(block, size, rims, mode)
-        return [_under(t, kernel, stride, dilation) for t in (index, held)]
-
-    index, held = table.keep(key, make)
+    key, (index, held) = table.columns(block, size, rims, mode, kernel, stride, dilation)
     taken = _take(x, table, index, held, key)  # [M, h', w', kh, kw, C]
     m, h, w = index.shape[:3]
     return taken.reshape(1, m * h, w, -1).permute(0, 3, 1, 2)
-
-
-def _under(index, kernel, stride, dilation):
-    """Return what lies under the kernel at each place: ``[M, h', w', kh, kw]``."""
-    span = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    windows = index.unfold(1, span[0], stride[0]).unfold(2, span[1], stride[1])
-    return windows[..., :: dilation[0], :: dilation[1]].contiguous()
 
 
 def conv_transpose(

@@ -1,35 +1,21 @@
 """Plan: a convolution of a stack that waits for the batch norm, sum and activation after it."""
 
-from dataclasses import dataclass, replace
-
-import torch
+import copy
 
 from . import ops
 
 
-@dataclass(frozen=True)
 class Plan:
     """A convolution and what follows it: ``activation(norm(conv(x)) + residual)``.
 
     ``facts`` are those of the stack that it reads, ``options`` the keywords of ``ops.conv``.
     """
 
-    source: torch.Tensor
-    facts: tuple
-    weight: torch.Tensor
-    bias: torch.Tensor
-    options: dict
-    dtype: torch.dtype
-    channels: int
-    name: str = ""
-    norm: tuple = None
-    residual: torch.Tensor = None
-    activation: str = None
-
-    @property
-    def shape(self):
-        """The shape of the result, but for images and pixels."""
-        return (0, self.channels, 0, 0)
+    def __init__(self, source, facts, weight, bias, options, dtype, row=None):
+        self.source, self.facts, self.weight, self.bias = source, facts, weight, bias
+        self.options, self.dtype, self.row = options, dtype, row
+        self.norm = self.residual = self.activation = None
+        self.shape = (0, weight.shape[0], 0, 0)
 
     @property
     def device(self):
@@ -38,7 +24,9 @@ class Plan:
 
     def then(self, **changes):
         """Return the plan with one more step."""
-        return replace(self, **changes)
+        plan = copy.copy(self)
+        vars(plan).update(changes)
+        return plan
 
     def run(self):
         """Compute."""
@@ -48,7 +36,7 @@ class Plan:
         options = self.options | {"residual": self.residual, "activation": self.activation}
         if table.trace is None:
             return ops.conv(*call, **options)
-        return table.trace.timed(self.name, ops.conv, *call, **options)
+        return table.trace.timed(self.row, ops.conv, *call, **options)
 
     @property
     def rest(self):

@@ -26,6 +26,7 @@ class Table:
     """
 
     whole = False
+    static = False  # whether no number of the mask may be read
 
     def __init__(self, blocks, block, size, device):
         self.batch, *grid = blocks
@@ -206,10 +207,56 @@ class BlockTable(Table):
         )
 
     def _window(self, block, size, pads, mode):
+        if mode == "zeros" and self._whole_blocks(block, size):
+            near, places, offsets = self._known(_pattern, block, pads, self.device)
+            index, held, inside = self._near(block, near, places.view(-1), offsets.view(-1))
+            shape = (-1, *places.shape)
+            return index.view(shape), held.view(shape), inside.view(shape)
         top, bottom, left, right = pads
         y, rows = _into(self._pixels(self.down, block[0], top, bottom), size[0], mode)
         x, columns = _into(self._pixels(self.across, block[1], left, right), size[1], mode)
         return self.at(block, y, x, rows, columns)
+
+    def columns(self, block, size, pads, mode, kernel, stride, dilation):
+        """Return where the pixels under the kernel lie: indices ``[M, h', w', kh, kw]``, and which
+        of them hold something."""
+        key = ("columns", block, size, pads, mode, kernel, stride, dilation)
+
+        def make():
+            if mode == "zeros" and self._whole_blocks(block, size):
+                what = (block, pads, kernel, stride, dilation, self.device)
+                near, places, offsets = self._known(_pattern_of_columns, *what)
+                index, held, _ = self._near(block, near, places.view(-1), offsets.view(-1))
+                shape = (-1, *places.shape)
+                return index.view(shape), held.view(shape)
+            index, held, _ = self.window(block, size, pads, mode)
+            return tuple(_under(t, kernel, stride, dilation) for t in (index, held))
+
+        return key, self.keep(key, make)
+
+    def _known(self, make, *what):
+        """Return what does not depend on the mask: on a CPU kept from call to call."""
+        kept = self.device.type == "cpu" and not self.static
+        return (make if kept else make.__wrapped__)(*what)
+
+    def _whole_blocks(self, block, size):
+        return all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
+
+    def _near(self, block, near, places, offsets):
+        """Return indices of pixels, each ``offsets`` into the block at ``places`` of those near."""
+
+        def make():
+            top, bottom, left, right = near
+            around = F.pad(self.place, (left, right, top, bottom), value=self.rows + 1)
+            down = torch.arange(top + bottom + 1, device=self.device)
+            across = torch.arange(left + right + 1, device=self.device)
+            y, x = self.down[:, None] + down, self.across[:, None] + across
+            found = around[self.image[:, None, None], y[:, :, None], x[:, None, :]].flatten(1)
+            return found if self.known_live else found.masked_fill(~self.live[:, None], self.rows + 1)
+
+        rows = self.keep(("near", near), make).index_select(1, places)
+        held = rows < self.rows
+        return torch.where(held, rows * (block[0] * block[1]) + offsets, 0), held, rows <= self.rows
 
     def at(self, block, y, x, rows, columns):
         """Return the indices of pixels ``y [M, h]`` by ``x [M, w]`` of each row's image."""
@@ -253,10 +300,13 @@ class BlockTable(Table):
 
     def sum_pixels(self, value, block, size, hw):
         """Sum active pixels inside the image: ``[M, ...]`` to ``[N, ...]`` without ``hw``."""
-        inside = self.inside(block, size)
-        shape = [value.shape[0]] + [1] * (value.dim() - 1)
-        shape[hw[0]], shape[hw[1]] = block
-        rows = torch.where(inside.view(shape), value, 0).sum(hw)
+        if not self.filled(block, size):
+            shape = [value.shape[0]] + [1] * (value.dim() - 1)
+            shape[hw[0]], shape[hw[1]] = block
+            value = torch.where(self.inside(block, size).view(shape), value, 0)
+        rows = value.sum(hw)
+        if self.batch == 1:
+            return rows.sum(0, keepdim=True)
         zero = rows.new_zeros(1, *rows.shape[1:])
         return torch.cat([rows, zero])[self.place.view(self.batch, -1)].sum(1)
 
@@ -325,6 +375,36 @@ def _into(at, length, mode):
     return at.clamp(0, length - 1), torch.ones_like(inside)
 
 
+@functools.lru_cache(maxsize=1024)
+def _pattern(block, pads, device):
+    """Return for a block with its rim how many blocks near it has (top, bottom, left, right), which
+    of them each pixel lies in, and where in it: ``[h, w]``."""
+    (top, bottom), (left, right) = (
+        (max(-(-a // b), 0), max(-(-z // b), 0))
+        for a, z, b in ((pads[0], pads[1], block[0]), (pads[2], pads[3], block[1]))
+    )
+    y = torch.arange(-pads[0], block[0] + pads[1], device=device) + top * block[0]
+    x = torch.arange(-pads[2], block[1] + pads[3], device=device) + left * block[1]
+    places = (y // block[0])[:, None] * (left + right + 1) + x // block[1]
+    offsets = (y % block[0] * block[1])[:, None] + x % block[1]
+    return (top, bottom, left, right), places, offsets
+
+
+@functools.lru_cache(maxsize=1024)
+def _pattern_of_columns(block, pads, kernel, stride, dilation, device):
+    """Return what :func:`_pattern` does, for the pixels under a kernel: ``[h', w', kh, kw]``."""
+    near, places, offsets = _pattern.__wrapped__(block, pads, device)
+    both = (_under(t[None], kernel, stride, dilation)[0] for t in (places, offsets))
+    return near, *both
+
+
+def _under(index, kernel, stride, dilation):
+    """Return what lies under the kernel at each place: ``[M, h', w', kh, kw]``."""
+    span = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    windows = index.unfold(1, span[0], stride[0]).unfold(2, span[1], stride[1])
+    return windows[..., :: dilation[0], :: dilation[1]].contiguous()
+
+
 def _to_front(dims, hw):
     return (0, *hw, *(i for i in range(1, dims) if i not in hw))
 
@@ -339,4 +419,7 @@ def active_blocks(mask, block):
     grid = (-(-h // block[0]), -(-w // block[1]))
     short = (0, grid[1] * block[1] - w, 0, grid[0] * block[0] - h)
     mask = F.pad(mask, short) if any(short) else mask
+    if block[1] % 8 == 0 and mask.is_contiguous() and mask.storage_offset() % 8 == 0:
+        mask = mask.view(torch.int64) != 0  # eight pixels at once
+        block = (block[0], block[1] // 8)
     return mask.view(n, grid[0], block[0], grid[1], block[1]).any(4).any(2)

@@ -40,7 +40,7 @@ class Trace:
         self.running, self.inner = [], []
 
     @property
-    def name(self):
+    def row(self):
         """The row of the function under way."""
         return self.running[-1] if self.running else None
 

@@ -1,5 +1,7 @@
 """Functions that look at windows of pixels: convolution, pooling, padding."""
 
+import functools
+
 import torch
 from torch.nn import functional as F
 
@@ -27,24 +29,15 @@ class Window:
     def __init__(self, x, kernel, stride, padding, dilation, ceil=False):
         self.table, self.block, self.size, self.hw, reach = T.facts(x)
         border = T.border_of(x)
-        self.mode, self.fill = (border[4], border[5]) if border else ("zeros", None)
-        around = border[:4] if border else (0, 0, 0, 0)
-        self.pads = tuple(a + b for a, b in zip(around, padding, strict=True))
+        self.mode, self.fill, self.pads = "zeros", None, padding
+        if border:
+            self.mode, self.fill = border[4:]
+            self.pads = tuple(a + b for a, b in zip(border[:4], padding, strict=True))
         self.kernel, self.stride, self.dilation = kernel, stride, dilation
-        ends = [(self.pads[0], self.pads[1]), (self.pads[2], self.pads[3])]
-        each = zip(self.size, ends, kernel, stride, dilation, strict=True)
-        self.out_size = tuple(_out(*one, ceil) for one in each)
-        self.fits = all(b % s == 0 for b, s in zip(self.block, stride, strict=True))
-        self.out_block = tuple(b // s for b, s in zip(self.block, stride, strict=True))
-        self.fits = self.fits and min(self.out_size) > 0
-        self.fits = self.fits and self.table.fits(self.out_block, self.out_size)
-        jump = [i / b for i, b in zip(self.table.block, self.block, strict=True)]
-        spans = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        looks = [
-            j * max(before, span - before, 0)
-            for j, (before, _), span in zip(jump, ends, spans, strict=True)
-        ]
-        self.reach = reach + max(looks)
+        stage = (self.table.block, self.table.grid, self.block, self.size)
+        found = _geometry(*stage, kernel, stride, self.pads, dilation, ceil)
+        self.out_block, self.out_size, self.fits, looks = found
+        self.reach = reach + looks
 
     def wrap(self, value):
         """Return the StackTensor of a result."""
@@ -54,6 +47,22 @@ class Window:
     def note(self):
         """Remember that a stage has this size."""
         self.table.block_of.setdefault(self.out_size, self.out_block)
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(whole, grid, block, size, kernel, stride, pads, dilation, ceil):
+    """Return the block and the size of a result, whether it fits the grid, and how far it looks."""
+    ends = (pads[:2], pads[2:])
+    each = zip(size, ends, kernel, stride, dilation, strict=True)
+    out_size = tuple(_out(*one, ceil) for one in each)
+    out_block = tuple(b // s for b, s in zip(block, stride, strict=True))
+    fits = all(b % s == 0 for b, s in zip(block, stride, strict=True)) and min(out_size) > 0
+    fits = fits and all(n <= g * b for n, g, b in zip(out_size, grid, out_block, strict=True))
+    looks = [
+        i / b * max(before, d * (k - 1) - before, 0)
+        for i, b, (before, _), k, d in zip(whole, block, ends, kernel, dilation, strict=True)
+    ]
+    return out_block, out_size, fits, max(looks)
 
 
 def _out(length, pads, kernel, stride, dilation, ceil):
@@ -104,10 +113,8 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     dtype = source.dtype
     if torch.is_autocast_enabled(source.device.type):
         dtype = torch.get_autocast_dtype(source.device.type)
-    name = table.trace.name if table.trace is not None else ""
-    plan = Plan(
-        source, T.facts(input), weight, bias, options, dtype, weight.shape[0], name
-    )
+    row = None if table.trace is None else table.trace.row
+    plan = Plan(source, T.facts(input), weight, bias, options, dtype, row)
     return T.postpone(table, plan, window.out_block, window.out_size, window.reach)
 
 
