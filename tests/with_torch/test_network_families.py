@@ -84,6 +84,24 @@ def _torchvision():
         pytest.skip(f"torchvision does not import: {error}")
 
 
+@pytest.mark.parametrize("name", networks.FAMILIES)
+@torch.no_grad()
+def test_single_precision(st, name):
+    """On a CPU oneDNN's convolutions, with weights that are laid out once, again after changes."""
+    size = (60, 84) if name == "csp" else (61, 84)
+    dense = networks.network(name)
+    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    on, mask = networks.blocks((2, *size), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    for _ in range(2):
+        expected = networks.oracle(dense, x, on, 16)
+        for break_even in (2.0, 0.0):
+            sparse.break_even = break_even
+            close(sparse(x, mask), expected, "float32")
+        for parameter in dense.parameters():
+            parameter.mul_(1.1)
+
+
 @pytest.mark.parametrize("name", ["resnet_basic", "fcn", "mobilenet"])
 @torch.no_grad()
 def test_half_precision(st, device, name):

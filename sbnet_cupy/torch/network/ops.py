@@ -8,7 +8,7 @@ Everything that computes on the stack and looks at neighbours comes through :fun
 import torch
 from torch.nn import functional as F
 
-from . import cuda
+from . import cuda, onednn
 
 ACTIVATIONS = {
     "relu": (F.relu, torch.relu_),
@@ -94,11 +94,27 @@ def conv(
         if y is not None:
             return y
     if table.whole:
-        y = _conv_picture(x, weight, bias, stride, pads, dilation, groups, fill, mode)
+        y = _conv_picture(
+            x, weight, bias, stride, pads, dilation, groups, fill, mode, residual, activation
+        )
     else:
         y = _conv_stack(
-            x, table, block, size, weight, bias, stride, pads, dilation, groups, fill, mode
-        )
+            x, table, block, size, weight, bias, stride, pads, dilation, groups, fill, mode,
+            residual, activation,
+        )  # fmt: skip
+    return y
+
+
+def _convolve(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat=False):
+    """Convolve a batch of pictures; ``flat`` weights are those of one pixel with all under it."""
+    y = onednn.conv(
+        x, weight, bias, stride, padding, dilation, groups, residual, activation, flat
+    )
+    if y is not None:
+        return y
+    if flat:
+        weight = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
+    y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     return finish(y, residual, activation)
 
 
@@ -112,45 +128,55 @@ def finish(y, residual, activation):
     return ACTIVATIONS[activation][plain](y)
 
 
-def _conv_picture(x, weight, bias, stride, pads, dilation, groups, fill, mode):
+def _conv_picture(
+    x, weight, bias, stride, pads, dilation, groups, fill, mode, residual, activation
+):
     top, bottom, left, right = pads
-    if mode == "zeros" and fill == 0 and top == bottom and left == right:
-        return F.conv2d(x, weight, bias, stride, (top, left), dilation, groups)
-    around = (left, right, top, bottom)
-    x = F.pad(x, around, value=fill) if mode == "zeros" else F.pad(x, around, mode=mode)
-    return F.conv2d(x, weight, bias, stride, 0, dilation, groups)
+    padding = (top, left)
+    if mode != "zeros" or fill != 0 or top != bottom or left != right:
+        around, padding = (left, right, top, bottom), (0, 0)
+        x = F.pad(x, around, value=fill) if mode == "zeros" else F.pad(x, around, mode=mode)
+    return _convolve(x, weight, bias, stride, padding, dilation, groups, residual, activation)
 
 
-def _conv_stack(x, table, block, size, weight, bias, stride, pads, dilation, groups, fill, mode):
+def _conv_stack(
+    x, table, block, size, weight, bias, stride, pads, dilation, groups, fill, mode, residual,
+    activation,
+):  # fmt: skip
     kernel = tuple(weight.shape[2:])
+    out = (block[0] // stride[0], block[1] // stride[1])
+    one = (1, 1), (0, 0), (1, 1)
     if kernel == (1, 1) and not any(pads) and groups == 1:
         if stride != (1, 1):
             x = x[:, :, :: stride[0], :: stride[1]]
-        return _pointwise(x, weight, bias)
+        rows, residual = as_picture(x), residual if residual is None else as_picture(residual)
+        return as_stack(_convolve(rows, weight, bias, *one, 1, residual, activation), out)
     rims = rim(kernel, stride, pads, dilation)
-    out = (block[0] // stride[0], block[1] // stride[1])
     few = out[0] * out[1] < _COLUMNS_BELOW and kernel != (1, 1)
     if few and groups == 1 and fill == 0 and not x.is_cuda:
         columns = _columns(x, table, block, size, rims, mode, kernel, stride, dilation)
-        flat = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
-        y = F.conv2d(columns, flat, bias)
-        return y.permute(0, 2, 3, 1).reshape(-1, *out, y.shape[1]).permute(0, 3, 1, 2)
+        residual = residual if residual is None else as_picture(residual)
+        y = _convolve(columns, weight, bias, *one, 1, residual, activation, flat=True)
+        return as_stack(y, out)
     x = halo(x, table, block, size, rims, fill, mode)
-    return F.conv2d(x, weight, bias, stride, 0, dilation, groups)
+    return _convolve(x, weight, bias, stride, (0, 0), dilation, groups, residual, activation)
+
+
+def as_picture(x):
+    """Return all blocks of a stack as one picture, one below the other: a view where it can be."""
+    m, c, h, w = x.shape
+    return x.permute(0, 2, 3, 1).reshape(1, m * h, w, c).permute(0, 3, 1, 2)
+
+
+def as_stack(x, block):
+    """Return the stack of a picture of blocks one below the other."""
+    return x.permute(0, 2, 3, 1).reshape(-1, *block, x.shape[1]).permute(0, 3, 1, 2)
 
 
 def rim(kernel, stride, pads, dilation):
     """Return the rim (top, bottom, left, right) that a window needs around a block."""
     reach = [d * (k - 1) + 1 - s for k, d, s in zip(kernel, dilation, stride, strict=True)]
     return pads[0], reach[0] - pads[0], pads[2], reach[1] - pads[2]
-
-
-def _pointwise(x, weight, bias):
-    """Convolve single pixels, all blocks as one picture."""
-    m, c, h, w = x.shape
-    rows = x.permute(0, 2, 3, 1).reshape(1, m * h, w, c).permute(0, 3, 1, 2)
-    y = F.conv2d(rows, weight, bias)
-    return y.permute(0, 2, 3, 1).reshape(m, h, w, -1).permute(0, 3, 1, 2)
 
 
 def _columns(x, table, block, size, rims, mode, kernel, stride, dilation):

@@ -33,6 +33,7 @@ class Weights:
         if found is None or found[0] != state:
             held = [t.detach() for t in given]  # keeps the memory taken, and the tensors alive
             found = state, (held, given), fold(weight, bias, norm)
+            found[2][0].is_kept = True  # what is made of it may be kept beside it
             self.kept[key] = found
         return found[2]
 
