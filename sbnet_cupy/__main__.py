@@ -2,8 +2,11 @@
 
 import argparse
 import importlib.util
+import os
 import platform
+import shutil
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
@@ -12,40 +15,53 @@ from .errors import DeviceError
 
 EXAMPLES = """\
 examples:
-  sbnet-cupy info                       what is installed here, and what to install for more
-  sbnet-cupy demo                       find the sources in the Hubble deep field
+  sbnet-cupy info                       what is installed here, and what is not
+  sbnet-cupy demo                       find sources in the Hubble deep field
   sbnet-cupy demo sky.png               ... in a picture of your own
   sbnet-cupy demo sky.png --mask m.png  ... where m.png is not black
-  sbnet-cupy demo scan.bin --out /tmp   a residual unit over a LiDAR scan, seen from above
-  sbnet-cupy bench                      time the operations on the GPU, next to other libraries
+  sbnet-cupy demo scan.bin --out /tmp   a residual unit over a LiDAR scan
+  sbnet-cupy bench                      time the operations on the GPU
   sbnet-cupy bench --cpu --quick        ... some of them, on the CPU
 """
 
 DEMO = """\
 Run a convolution densely and block-sparsely, compare the two, and time them.
+Where PyTorch is installed, its dense convolution is timed as well.
 
-Without an argument: the Hubble deep field, which ships inside scikit-image. Blocks that hold light
-are active; a source detector (differences of Gaussians) runs over them only.
+Without an argument: the Hubble deep field, which ships inside scikit-image.
+Blocks that hold light are active; a source detector (differences of Gaussians)
+runs over them only.
 
-IMAGE: the same on a picture of your own, in any format that Pillow reads.
+IMAGE: the same on a picture of your own, in any format that Pillow reads. One
+of more than 16.8 million pixels is reduced, and the table says to what size.
 
-POINTS: a LiDAR scan whose name ends in .bin, as in KITTI: float32 x, y, z, intensity. Blocks of the
-ground that hold points are active; a residual unit runs over them only.
+POINTS: a LiDAR scan. Blocks of the ground that hold points are active; a
+residual unit runs over them only. The name decides how it is read:
+  .bin          float32 x, y, z, intensity for each point, as in KITTI
+  .pcd.bin      the same and a fifth value, as in nuScenes
+  .pcd          ascii, binary or binary_compressed, with fields x, y and z
+  .npy, .npz    an array [points, 3 or more columns], or arrays x, y and z
 
-Prints a table and writes one PNG: the picture with its active blocks, the mask, the response, and
-the difference from the dense run. The exit code is 0 when the two agree, 1 when they do not, and 2
-when the demo could not run.
+Prints a table and writes one PNG: the picture with its active blocks, the
+mask, the response, and the difference from the dense run. The exit code is 0
+when the two agree, 1 when they do not, 2 when the demo could not run, and 130
+when it was interrupted.
 """
 
 BENCH = """\
-Check and time the operations, next to what PyTorch, CuPy or NumPy indexing takes for the same.
+Check and time the operations, next to what PyTorch, CuPy or NumPy indexing
+takes for the same.
 
-On a GPU: CUDA-graph replays with cold caches, held against the copy bandwidth that this very run
-measures. benchmarks/README.md has the method. Needs a checkout of the sources.
+On a GPU: CUDA-graph replays with cold caches, held against the copy bandwidth
+that this very run measures. benchmarks/README.md has the method. Needs a
+checkout of the sources.
 
-Prints tables; writes a CSV file for each benchmark, and pictures. The exit code is 0 when all
-results were right, 1 when one of this library's was not, and 2 when nothing could run.
+Prints tables; writes a CSV file for each benchmark, and pictures. The exit
+code is 0 when all results were right, 1 when one of this library's was not,
+and 2 when nothing could run.
 """
+
+CUDA = 'pip install "sbnet-cupy[cuda13x]" (CUDA 12: [cuda12x])'
 
 # what it is for, distributions that provide it, how to get it
 PARTS = [
@@ -54,12 +70,12 @@ PARTS = [
     (
         "arrays on the GPU",
         ["cupy-cuda13x", "cupy-cuda12x", "cupy"],
-        'pip install "sbnet-cupy[cuda13x]" (CUDA 12: [cuda12x])',
+        CUDA,
     ),
     (
         "compiling CUDA kernels",
         ["nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"],
-        'pip install "sbnet-cupy[cuda13x]" (CUDA 12: [cuda12x])',
+        CUDA,
     ),
     ("faster GPU convolutions", ["nvidia-cudnn-frontend"], 'pip install "sbnet-cupy[cudnn]"'),
     (
@@ -80,9 +96,26 @@ PARTS = [
 ]
 
 
+UNLIMITED = 10_000  # columns, where there is no terminal
+INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports SIGINT and SIGPIPE
+
+
 def main(argv=None):
     """Run the command line; return its exit code."""
-    options = _parser().parse_args(argv)
+    try:
+        try:
+            return _run(_parser().parse_args(argv))
+        finally:
+            sys.stdout.flush()  # where the reader of a pipe has gone, this is where it shows
+    except KeyboardInterrupt:
+        print("sbnet-cupy: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        return PIPE_CLOSED
+
+
+def _run(options):
     if options.command == "info":
         return info()
     if options.command == "bench":
@@ -100,12 +133,23 @@ def info():
     """Print the device, the versions of what is installed, and how to get the rest."""
     print(f"sbnet-cupy {__version__}")
     print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
-    print(f"GPU: {_gpu()}\n")
+    _print_folded("GPU: ", _gpu())
+    print()
     for purpose, distributions, command in PARTS:
         found = [(name, _version(name)) for name in distributions if _version(name)]
         shown = ", ".join(f"{name} {version}" for name, version in found)
-        print(f"  {purpose:<24}  {shown or f'-  {command}'}")
+        _print_folded(f"  {purpose:<24}  ", shown or f"-  {command}")
     return 0
+
+
+def _print_folded(head, text):
+    """Print ``head`` and ``text``, folded under itself where a terminal is narrower."""
+    width = max(shutil.get_terminal_size(fallback=(UNLIMITED, 24)).columns, len(head) + 20)
+    indent = " " * len(head)
+    lines = textwrap.wrap(
+        text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+    )
+    print("\n".join(lines))
 
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -166,7 +210,7 @@ def _parser():
         description=DEMO,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    demo.add_argument("input", nargs="?", metavar="IMAGE|POINTS", help="a picture or a .bin scan")
+    demo.add_argument("input", nargs="?", metavar="IMAGE|POINTS", help="a picture or a scan")
     demo.add_argument("--mask", metavar="M", help="a picture, as large: where not 0, it matters")
     demo.add_argument("--out", metavar="DIR", default=".", help="folder of the PNG (default: here)")
     demo.add_argument(
@@ -181,17 +225,22 @@ def _parser():
         metavar="B",
         help="side of a block in pixels, halo included (default: 22, for POINTS 18)",
     )
-    grid = demo.add_argument_group("the grid of POINTS, in metres")
-    for axis, default in (("x", (0.0, 70.4)), ("y", (-40.0, 40.0))):
-        grid.add_argument(
+    scan = demo.add_argument_group("POINTS, and their grid in metres")
+    scan.add_argument(
+        "--columns",
+        type=int,
+        metavar="N",
+        help="values for each point in a .bin file (default: 4, for .pcd.bin 5)",
+    )
+    for axis, default in (("x", "0 70.4"), ("y", "-40 40")):
+        scan.add_argument(
             f"--{axis}-range",
             type=float,
             nargs=2,
-            default=default,
             metavar=("LOW", "HIGH"),
-            help=f"what the grid covers along {axis} (default: {default[0]} {default[1]})",
+            help=f"what the grid covers along {axis} (default: {default})",
         )
-    grid.add_argument("--cell", type=float, default=0.1, help="side of a cell (default: 0.1)")
+    scan.add_argument("--cell", type=float, help="side of a cell (default: 0.1)")
     bench = commands.add_parser(
         "bench",
         help="time the operations: tables, CSV files and pictures",

@@ -202,7 +202,7 @@ def _blobs(n, h, w, density):
 @functools.cache
 def _scan(path, factor):
     """The ground that a KITTI scan hits, 40 m ahead and 35 m to each side, at a coarser stage."""
-    from sbnet_cupy.demo.inputs import read_points
+    from sbnet_cupy.demo.scan_file import read_points
 
     mask = masks.birds_eye(read_points(path), x_range=(0, 40), y_range=(-35, 35), cell=0.1)
     return masks.downsample(mask, factor)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import sbnet_cupy
+from sbnet_cupy.demo.interrupts import held_back
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +74,8 @@ def cpu_cache_bytes():
 def import_torch(cpu):
     """Return PyTorch set up for this run, or None where it cannot take part."""
     try:
-        import torch
+        with held_back():
+            import torch
     except ImportError:
         return None
     if cpu:

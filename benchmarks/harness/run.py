@@ -2,11 +2,14 @@
 
 import importlib
 import importlib.util
+import os
+import shutil
 import sys
+import textwrap
 import time
 from pathlib import Path
 
-from benchmarks.harness import machine, plot
+from benchmarks.harness import machine, plot, table
 from benchmarks.harness.rows import RATIOS_FILE, Ratio, Writer
 from benchmarks.harness.session import Session
 
@@ -33,7 +36,7 @@ def run(options):
     """Run what the command line asks for; return the exit code."""
     if options.list:
         for name in NAMES:
-            print(f"{name:<18}{_module(name).__doc__.splitlines()[0]}")
+            _print_folded(f"{name:<18}", _module(name).__doc__.splitlines()[0])
         return 0
     try:
         names = _chosen(options.names)
@@ -41,12 +44,22 @@ def run(options):
         session = Session(
             cpu=options.cpu, quick=options.quick, points=options.points, commit=options.commit
         )
-        folder = _folder(options.out, session)
+        folder = _folder(options.out, session, names)
     except BenchError as error:
         print(f"sbnet-cupy bench: {error}", file=sys.stderr)
         return 2
     with session:
         return _run_all(names, session, folder)
+
+
+def _print_folded(head, text):
+    """Print ``head`` and ``text``, folded under itself where a terminal is narrower."""
+    width = shutil.get_terminal_size(fallback=(table.UNLIMITED, 24)).columns
+    indent = " " * len(head)
+    lines = textwrap.wrap(
+        text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+    )
+    print("\n".join(lines))
 
 
 def _chosen(names):
@@ -61,12 +74,14 @@ def _check_environment(options):
     if missing:
         raise BenchError(f'needs {", ".join(missing)}; pip install "sbnet-cupy[demo]"')
     if options.points is not None:
-        from sbnet_cupy.demo.inputs import DemoError, read_points
+        from sbnet_cupy.demo.inputs import DemoError
+        from sbnet_cupy.demo.scan_file import read_points
 
         try:
             read_points(options.points)
         except DemoError as error:
-            raise BenchError(f"--points: {error}") from error
+            reason = str(error).partition(";")[0]  # without the demo's options
+            raise BenchError(f"--points: {reason}") from error
     if options.cpu:
         return
     try:
@@ -77,15 +92,20 @@ def _check_environment(options):
         raise BenchError("CuPy finds no CUDA device; --cpu runs on NumPy")
 
 
-def _folder(path, session):
+def _folder(path, session, names):
+    """Create the folder to write to; raise BenchError unless the files can be written there."""
     name = "cpu" if session.cpu else machine.folder_name(session.columns["gpu"])
     folder = Path(path or BENCHMARKS / "results" / name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").touch()
         (folder / ".writable").unlink()
+        for path in (folder / f"{name}.csv" for name in (*names, Path(RATIOS_FILE).stem)):
+            if path.exists():
+                path.open("ab").close()
     except OSError as error:
-        raise BenchError(f"--out: cannot write to {folder}: {error.strerror}") from error
+        place = error.filename or folder
+        raise BenchError(f"--out: cannot write to {place}: {error.strerror}") from error
     return folder
 
 
@@ -95,7 +115,8 @@ def _run_all(names, session, folder):
     from rich.progress import TimeElapsedColumn as Elapsed
 
     console, start = Console(highlight=False), time.perf_counter()
-    if not console.is_terminal:
+    console.on_broken_pipe = _pipe_closed
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPED_WIDTH
     columns = session.columns
     versions = (f"{name} {columns[name]}" for name in ("driver", "cuda", "cupy", "torch", "numpy"))
@@ -113,8 +134,8 @@ def _run_all(names, session, folder):
         for name, (module, cases) in work.items():
             if cases:
                 rows = _run_one(name, module, cases, session, folder, progress, task)
-                console.print(table(name, rows))
-    if session.cpu and machine.is_busy():
+                console.print(table.fitting(name, rows, console))
+    if session.cpu and session.torch and machine.is_busy():
         session.warnings.append("the machine is busy: PyTorch's threads wait for each other")
     if session.cpu:
         with Writer(folder / RATIOS_FILE, Ratio) as writer:
@@ -128,6 +149,11 @@ def _run_all(names, session, folder):
         console.print(f"[bold red]{_plain(line)}[/]")
     console.print(f"Wrote {folder} in {time.perf_counter() - start:.0f} s")
     return 1 if session.failures else 0
+
+
+def _pipe_closed():
+    """Leave it to the command line: rich would end the process with the exit code of a failure."""
+    raise BrokenPipeError
 
 
 def _run_one(name, module, cases, session, folder, progress, task):
@@ -160,39 +186,6 @@ def _rows(module, case, session):
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         session.failures.append(f"{case.op}: {case.label}: {reason}")
-
-
-def table(name, rows):
-    """Return a table with a line for each workload: ours, and the best of the others."""
-    from rich import box
-    from rich.table import Table
-
-    shown = Table(title=name, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
-    for head in ("image", "type", "block", "mask", "variant"):
-        shown.add_column(head, overflow="fold")
-    for head in ("us", "p10..p90", "GB/s", "% copy", "x original", "x dense", "best other", "x"):
-        shown.add_column(head, justify="right", no_wrap=True)
-    groups = {}
-    for row in rows:
-        groups.setdefault(row.workload, []).append(row)
-    for group in groups.values():
-        ours = [row for row in group if row.ours]
-        others = [row for row in group if not row.ours]
-        best = min(others, key=lambda row: row.us, default=None)
-        for row in ours or [best]:
-            shown.add_row(
-                row.shape, row.dtype, row.block, row.mask, row.variant, f"{row.us:,.2f}",
-                row.spread, _number(row.gb_per_s, ",.0f"),
-                _number(row.percent_of_copy, ".0f"), _number(row.ratio_to_original, ".1f"),
-                _number(row.ratio_to_dense, ".1f"),
-                f"{best.us:,.2f} {best.implementation}" if best else "",
-                f"{best.us / row.us:.1f}" if best else "",
-            )  # fmt: skip
-    return shown
-
-
-def _number(value, form):
-    return "" if value is None else format(value, form)
 
 
 def _plain(text):

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.arrays import ArrayContainer, array_function, namespace
+from ..core.sizes import kernel_pair, pair
 from ..errors import CapacityError
+from .from_mask import grid_on_mask, params_of_output
+from .picture import describe
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ActiveBlocks(ArrayContainer):
     """The active blocks of a mask, as ``reduce_mask`` finds them.
 
@@ -36,6 +39,8 @@ class ActiveBlocks(ArrayContainer):
     [[0, 0, 0], [0, 1, 1]]
     """
 
+    copies_strided = True
+
     bin_counts: Any
     active_block_indices: Any
     grid: tuple[int, int, int]
@@ -56,6 +61,71 @@ class ActiveBlocks(ArrayContainer):
         return ActiveBlocks(
             function(self.bin_counts), function(self.active_block_indices), self.grid
         )
+
+    @classmethod
+    def from_mask(cls, mask, *, bsize, ksize, strides=(1, 1), padding="SAME", capacity=None):
+        """List the blocks of a convolution's result that lie under a mask of its image.
+
+        With stride ``s`` and SAME padding the block ``(n, hi, wi)`` covers the pixels
+        ``mask[n, s * bsize * hi : s * bsize * (hi + 1), ...]``, on both axes; it is active where
+        one of them is greater than 0. The halo that the convolution reads does not count. With
+        VALID padding those pixels are moved by half a kernel, as the result is: a mask pixel at the
+        very edge, which is the middle of no window, activates no block.
+
+        Parameters
+        ----------
+        mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
+            bool, integer or float, of the size of the convolution's image; of any library. Where
+            JAX or TensorFlow traces, give the layer the mask instead.
+        bsize : int or (int, int)
+            Size of a block in pixels of the result, as the layers take it.
+        ksize : int or (int, int)
+            Size of the kernel; 3 for the residual unit.
+        strides, padding
+            Those of the convolution.
+        capacity : int, optional
+            Number of rows to make room for, as for :func:`reduce_mask`. Without it the call waits
+            for a GPU to tell the number of active blocks.
+
+        Returns
+        -------
+        ActiveBlocks
+            For any layer with this geometry, called with the same ``bsize``.
+
+        Raises
+        ------
+        ShapeError, DTypeError
+            If a size is wrong, or the mask is complex or no array.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> mask = np.zeros((1, 32, 48), bool)
+        >>> mask[0, 20, 16:40] = True
+        >>> ActiveBlocks.from_mask(mask, bsize=8, ksize=3)
+        ActiveBlocks: 3 of 24 blocks active (12.5%), grid (1, 4, 6), capacity 3
+        ......
+        ......
+        ..###.
+        ......
+        """
+        # Not at the top: reduce_mask returns an ActiveBlocks.
+        from .mask.reduce_mask import reduce_mask
+
+        if len(getattr(mask, "shape", ())) not in (2, 3, 4):
+            return reduce_mask(mask, 1, bsize=1)  # which says what a mask must be
+        image_hw = tuple(mask.shape if len(mask.shape) == 2 else mask.shape[1:3])
+        params = params_of_output(image_hw, bsize, ksize, strides, padding)
+        grid = grid_on_mask(params, kernel_pair(ksize), pair(strides, "strides"))
+        return reduce_mask(mask, params.bcount, capacity=capacity, **grid)
+
+    def __repr__(self):
+        """Draw the grid: # is an active block; in a large grid a character stands for several.
+
+        Reads the list, and so waits for a GPU. While a framework traces, or a CUDA graph is
+        captured, it reads nothing.
+        """
+        return describe(self)
 
     @property
     def capacity(self):

@@ -68,7 +68,7 @@ def calc_block_params(in_size, bsize, ksize, strides=(1, 1), padding="SAME"):
         Size of the convolution kernel.
     strides : int or (int, int) or [1, int, int, 1]
         Strides of the convolution.
-    padding : "SAME", "VALID" or ((top, bottom), (left, right))
+    padding : "SAME", "VALID", int, (int, int) or ((top, bottom), (left, right))
         Padding of the convolution; SAME is TensorFlow's, with the odd pixel at the end.
 
     Returns

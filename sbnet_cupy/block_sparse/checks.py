@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..core.byte_order import check_byte_order, check_byte_orders
 from ..core.checks import check_array, check_contiguous
 from ..core.sizes import is_integer
 from ..errors import DTypeError, ShapeError
@@ -49,6 +50,7 @@ def check_indices(bin_counts, active_block_indices, like):
         )
     for name, value in (("active_block_indices", active_block_indices), ("bin_counts", bin_counts)):
         if value.dtype != np.int32:
+            check_byte_order({name: value})
             raise DTypeError(f"{name} must be int32, got {value.dtype}; build it with reduce_mask")
         check_contiguous(name, value)
 
@@ -83,6 +85,7 @@ def check_base(base, shape, x):
         return
     check_array("base", base, shape=shape, like=x)
     if base.dtype != x.dtype:
+        check_byte_orders({"x": x, "base": base})
         raise DTypeError(f"base must have the dtype of x, {x.dtype}, got {base.dtype}; use astype")
     check_contiguous("base", base)
 

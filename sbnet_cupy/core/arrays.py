@@ -25,6 +25,7 @@ class ArrayContainer:
     """Base of the classes that hold arrays and pass through the door with them."""
 
     cupy_device = None  # the device of a container that is known to hold CuPy arrays of one device
+    copies_strided = False  # whether NumPy arrays in it are copied where they are not contiguous
 
     def _arrays(self):
         """Return the arrays held."""
@@ -44,8 +45,12 @@ def library_of(value):
         return _LIBRARY_OF_TYPE.setdefault(kind, libraries.classify(kind))
 
 
-def array_function(function):
-    """Make a function of native arrays take and return the arrays of any library."""
+def array_function(function, takes_strided=False):
+    """Make a function of native arrays take and return the arrays of any library.
+
+    NumPy arrays that are not C-contiguous are copied, but for ``out`` and what shares its memory;
+    unless the function ``takes_strided`` arrays. Those of other libraries are left to the checks.
+    """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -68,19 +73,46 @@ def array_function(function):
                         first, library = array, library_of(array)
                         place = library.place(array)
                     elif library_of(array) is not library or library.place(array) != place:
-                        raise _mixed(signature, args, kwargs)
+                        return _with_native_mask(call, signature, args, kwargs)
             elif first is None:
                 first, library = value, found
                 place = library.place(value)
             elif found is not library or library.place(value) != place:
-                raise _mixed(signature, args, kwargs)
+                return _with_native_mask(call, signature, args, kwargs)
         if library is None or library is libraries.NUMPY:
+            if not takes_strided:
+                args, kwargs = contiguous_inputs(args, kwargs)
             return function(*args, **kwargs)
         if library is libraries.CUPY:
             return _on_device(place, function, args, kwargs)
         return _through_door(library, first, function, signature, args, kwargs)
 
     return call
+
+
+def contiguous_inputs(args, kwargs):
+    """Copy the NumPy arrays that are not C-contiguous, but for ``out`` and what shares its memory.
+
+    The checks refuse those: a copy would not be written, or would hide that the original is.
+    """
+    out = kwargs.get("out")
+    native_out = library_of(out) is libraries.NUMPY
+
+    def is_strided(array):
+        return library_of(array) is libraries.NUMPY and not array.flags.c_contiguous
+
+    def copied(array):
+        if not is_strided(array) or (native_out and np.may_share_memory(out, array)):
+            return array
+        return np.ascontiguousarray(array)
+
+    def mapped(value):
+        looked_into = not isinstance(value, ArrayContainer) or value.copies_strided
+        if looked_into and any(map(is_strided, _arrays_in(value))):
+            return _map_value(value, copied)
+        return value
+
+    return [mapped(value) for value in args], {k: mapped(value) for k, value in kwargs.items()}
 
 
 _CONTAINERS = (tuple, list, ArrayContainer)
@@ -91,8 +123,8 @@ _HOST = "host"
 def _device_of_all(args, kwargs):
     """Return the device of arguments that are CuPy arrays on one device, and options.
 
-    ``_HOST`` for NumPy arrays, and options. None for others, and for most containers: this is the
-    usual call of an op, at once.
+    ``_HOST`` for C-contiguous NumPy arrays, and options. None for others, and for most containers:
+    this is the usual call of an op, at once.
     """
     device = None
     for value in (*args, *kwargs.values()):
@@ -100,7 +132,7 @@ def _device_of_all(args, kwargs):
         if kind in _PLAIN or (kind is tuple and value and type(value[0]) is int):
             continue
         if kind is np.ndarray:
-            own = _HOST
+            own = _HOST if value.flags.c_contiguous else None
         elif _LIBRARY_OF_TYPE.get(kind) is libraries.CUPY:
             own = value.data.device_id
         else:
@@ -166,6 +198,31 @@ def _through_door(library, first, function, signature, args, kwargs):
         result = _map_value(function(*bound.args, **bound.kwargs), leave)
         library.finish([native for native, _ in originals.values()])
         return result
+
+
+def _with_native_mask(call, signature, args, kwargs):
+    """Call again with a mask of another library, beside native arrays of its device, as native.
+
+    PyTorch's masks are so: its place names are those of native arrays. All else is an error.
+    """
+    bound = signature.bind(*args, **kwargs)
+    name = next((name for name in ("indices", "mask") if name in bound.arguments), None)
+    mask = bound.arguments.get(name)
+    library = library_of(mask)
+    arrays = [a for key, v in bound.arguments.items() if key != name for a in _arrays_in(v)]
+    if library is None or library.native or not all(library_of(a).native for a in arrays):
+        raise _mixed(signature, args, kwargs)
+    if {place_name(array) for array in arrays} != {place_name(mask)}:
+        raise _mixed(signature, args, kwargs)
+    if not is_cupy(arrays[0]):
+        bound.arguments[name] = library.enter(mask, name)
+        return call(*bound.args, **bound.kwargs)
+    native = libraries.DLPACK.enter(mask, name)  # CuPy's current stream waits for the mask
+    bound.arguments[name] = native
+    try:
+        return call(*bound.args, **bound.kwargs)
+    finally:
+        libraries.DLPACK.finish([native])
 
 
 def _mixed(signature, args, kwargs):

@@ -1,6 +1,8 @@
 """Packed: weights that are laid out for a kernel once, and kept for many calls."""
 
 import functools
+import threading
+from functools import partial
 
 import numpy as np
 
@@ -10,6 +12,8 @@ from .checks import extents
 from .graph_memory import is_capturing, keep_if_capturing
 from .launch import enqueue
 from .plans import Plans
+
+_LOCK = threading.RLock()  # of threads that pack the same weights at once, one packs
 
 
 class Packed(ArrayContainer):
@@ -52,23 +56,32 @@ class Packed(ArrayContainer):
     def _map_arrays(self, function):
         """Map the arrays once: what is packed must outlive the call."""
         if self._entered is None:
-            self._entered = self._entered_with(lambda a: a if a is None else function(a))
+            with _LOCK:
+                if self._entered is None:
+                    self._entered = self._entered_with(lambda a: a if a is None else function(a))
         return self._entered
 
     def packed(self, how, pack):
         """Return what ``pack`` makes of the weights: the same memory every time."""
         if how not in self._packed:
-            first = self._given()[0]
-            if is_capturing(first):
-                raise DeviceError(
-                    f"the {type(self).__name__} must be packed before a graph is captured; make "
-                    "the same call once before"
-                )
-            self._packed[how] = pack(*self._given()), pack
-            xp = namespace(first)
-            if xp is not np:  # once, so that other streams may use them too
-                xp.cuda.get_current_stream().synchronize()
+            with _LOCK:
+                if how not in self._packed:
+                    self._packed[how] = self._pack(pack), pack
         return self._packed[how][0]
+
+    def _pack(self, pack):
+        """Pack for the first time."""
+        first = self._given()[0]
+        if is_capturing(first):
+            raise DeviceError(
+                f"the {type(self).__name__} must be packed before a graph is captured; make "
+                "the same call once before"
+            )
+        packed = pack(*self._given())
+        xp = namespace(first)
+        if xp is not np:  # once, so that other streams may use them too
+            xp.cuda.get_current_stream().synchronize()
+        return packed
 
 
 class Pack:
@@ -110,7 +123,7 @@ def _laid_out(array, dtype):
     return copy
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def _refresh(weights):
     """Pack again all that was packed, where it is."""
     for packed, pack in weights._packed.values():

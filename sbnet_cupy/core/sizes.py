@@ -55,19 +55,27 @@ def image_size(in_size):
 
 
 def padding_pairs(in_hw, ksize, strides, padding):
-    """Resolve "SAME", "VALID" or explicit padding to ``((top, bottom), (left, right))``."""
-    if padding == "VALID":
+    """Resolve padding to ``((top, bottom), (left, right))``.
+
+    It is "SAME" or "VALID", also in lower case; an int for all four sides; a pair of ints, for the
+    rows and the columns; or the four numbers.
+    """
+    name = padding if isinstance(padding, str) else None
+    if name in ("VALID", "valid"):
         return (0, 0), (0, 0)
-    if padding == "SAME":
+    if name in ("SAME", "same"):
         totals = [
             max((-(-n // s) - 1) * s + k - n, 0) if n else 0
             for n, k, s in zip(in_hw, ksize, strides, strict=True)
         ]
         return tuple((total // 2, total - total // 2) for total in totals)
+    if is_integer(padding):
+        padding = (padding, padding)
     if isinstance(padding, list | tuple) and len(padding) == 2:
         return tuple(pair(axis, "padding", minimum=0) for axis in padding)
     raise ShapeError(
-        f"padding must be 'SAME', 'VALID' or ((top, bottom), (left, right)), got {padding!r}"
+        "padding must be 'SAME', 'VALID', an int, (int, int) or ((top, bottom), (left, right)), "
+        f"got {padding!r}"
     )
 
 

@@ -6,8 +6,11 @@ graph may be replayed at any time on any stream. It outlives the call, so it com
 memory whatever allocator is current.
 """
 
+import threading
+
 import numpy as np
 
+_LOCK = threading.Lock()  # no two graphs may get the same piece of the slab
 _SLAB_SLOTS = 1 << 17  # 1 MiB, zeroed at the first launch on a device
 _OF_STREAM = {}  # (device, stream) -> array of 8-byte slots
 _SLAB = {}  # device -> zeroed array; captured launches take pieces of it, which never return
@@ -22,12 +25,14 @@ def workspace(xp, slots):
     device = xp.cuda.runtime.getDevice()
     stream = xp.cuda.get_current_stream(device).ptr
     if xp.cuda.runtime.streamIsCapturing(stream):
-        return _captured(xp, device, slots)
+        with _LOCK:
+            return _captured(xp, device, slots)
     held = _OF_STREAM.get((device, stream))
     if held is None or held.size < slots:
-        if device not in _SLAB:
-            _SLAB[device], _TAKEN[device] = _zeros(xp, _SLAB_SLOTS), 0
-        held = _OF_STREAM[device, stream] = _zeros(xp, max(2048, 2 * slots))
+        with _LOCK:
+            if device not in _SLAB:
+                _SLAB[device], _TAKEN[device] = _zeros(xp, _SLAB_SLOTS), 0
+            held = _OF_STREAM[device, stream] = _zeros(xp, max(2048, 2 * slots))
     return held
 
 

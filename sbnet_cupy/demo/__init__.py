@@ -1,17 +1,31 @@
 """``sbnet-cupy demo``: block-sparse against dense, on a picture or a point cloud of your own.
 
-=============  =====================================================================
-``inputs``     files in, with one clear error for each way a file can be wrong
-``compare``    the same computation densely and block-sparsely; error and times
-``picture``    a source detector: differences of Gaussians
-``points``     a residual unit over a LiDAR scan seen from above
-``report``     the table and the picture file
-=============  =====================================================================
+================  ==================================================================
+``options``       which options go with which input
+``inputs``        what the demo needs and accepts; ``DemoError``
+``output``        where the picture goes
+``picture_file``  picture files of any size, in bounded memory
+``scan_file``     LiDAR scans: .bin, .npy, .npz, .pcd
+``scan_columns``  whether raw values are points of so many columns
+``pcd_file``      the format of the Point Cloud Library; ``lzf`` is its compression
+``reduction``     means and maxima of squares of pixels
+``compare``       the same computation densely and block-sparsely; error and times
+``torch_dense``   the dense computation by PyTorch, to be timed as well
+``picture``       a source detector: differences of Gaussians
+``points``        a residual unit over a LiDAR scan seen from above
+``interrupts``    holds Ctrl-C back where it must not interrupt
+``progress``      a progress bar for what takes long
+``report``        what a demo found
+``table``         ... as a table on the terminal
+``figure``        ... as a picture file
+================  ==================================================================
 """
 
 from pathlib import Path
 
-from .inputs import DemoError, check_extras, output_folder
+from .inputs import DemoError, check_extras, check_file
+from .options import check_options, grid_of
+from .output import png_target
 
 __all__ = ["DemoError", "run"]
 
@@ -19,23 +33,42 @@ __all__ = ["DemoError", "run"]
 def run(options):
     """Run the demo that the command line's options ask for; return the exit code."""
     check_extras()
-    folder = output_folder(options.out)
-    xp, device = choose_device(options.device)
-    from . import picture, points, report
-
+    check_options(options)
     path = options.input
-    if path is not None and path.lower().endswith(".bin"):
-        size = _block_size(options.block_size, points.BLOCK_SIZE, 3)
-        grid = {"x_range": options.x_range, "y_range": options.y_range, "cell": options.cell}
-        found = points.run(path, options.mask, size, xp, grid)
-    else:
-        size = _block_size(options.block_size, picture.BLOCK_SIZE, picture.KERNEL)
-        found = picture.run(path, options.mask, size, xp)
-    report.print_table(found, device)
-    target = folder / f"sbnet_demo_{'hubble' if path is None else Path(path).stem}.png"
-    report.save_picture(found, target)
+    if path is not None:
+        check_file(path)
+    target = png_target(options.out, "hubble" if path is None else Path(path).stem)
+    xp, device = choose_device(options.device)
+    from . import figure, table
+    from .progress import Progress
+
+    with Progress() as progress:
+        found = _compute(options, xp, progress)
+        progress.step("drawing the picture")
+        try:
+            figure.save_picture(found, target)
+            problem = None
+        except DemoError as error:  # a full disk, say: the table is worth printing all the same
+            problem = error
+    table.print_table(found, device)
+    if problem:
+        raise problem
     print(f"Wrote {target}")
     return 0 if found.result.agrees else 1
+
+
+def _compute(options, xp, progress):
+    """Run the demo for the kind of input; return its Report."""
+    from . import picture, points
+    from .scan_file import is_scan
+
+    path, size = options.input, options.block_size
+    if path is not None and is_scan(path):
+        size = _block_size(size, points.BLOCK_SIZE, 3)
+        grid = grid_of(options)
+        return points.run(path, options.columns, options.mask, size, xp, grid, progress)
+    size = _block_size(size, picture.BLOCK_SIZE, picture.KERNEL)
+    return picture.run(path, options.mask, size, xp, progress)
 
 
 def choose_device(wanted):

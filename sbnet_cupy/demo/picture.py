@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from .. import calc_block_params, conv2d, masks, sparse_conv2d
-from .compare import compare
-from .inputs import check_size, grey, hubble_deep_field, read_mask, read_picture
+from . import torch_dense
+from .compare import STEPS, compare
+from .inputs import check_size
+from .picture_file import grey, hubble_deep_field, read_mask, read_picture
 from .report import Report
 
 KERNEL = 11  # pixels
@@ -18,45 +20,63 @@ PEAK_RADIUS = 2  # pixels between a peak and any higher pixel
 BLOCK_SIZE = 22
 
 
-def run(path, mask_path, block_size, xp):
+def run(path, mask_path, block_size, xp, progress):
     """Run the detector on a picture file, or on the Hubble deep field when ``path`` is None."""
-    pixels = hubble_deep_field() if path is None else read_picture(path)
     name = "Hubble deep field" if path is None else Path(path).name
-    check_size(name, pixels.shape, block_size)
-    values, unit = above_sky(grey(pixels))
+    progress.step(f"reading {name}", of=STEPS + 3)
+    picture = hubble_deep_field() if path is None else read_picture(path)
+    check_size(name, picture.pixels.shape, block_size)
+    values, unit = above_sky(grey(picture.pixels))
     if mask_path is None:
         mask = masks.threshold(values, LIGHT)
     else:
-        mask = read_mask(mask_path, values.shape)[None]
-    image, mask = xp.asarray(values[None, :, :, None]), xp.asarray(mask)
-    kernels = xp.asarray(difference_of_gaussians())
+        mask = read_mask(mask_path, picture.file_size, picture.factor)[None]
+        unit = Path(mask_path).name
+    shown, reduced_from = picture.for_screen(), (*picture.file_size, picture.factor)
+    del picture  # its pixels take four times as much where they are means
+    result = detect(values, mask, block_size, xp, progress)
+    progress.step("finding the sources")
+    return Report(
+        name=name,
+        task=f"{len(SCALES) - 1} differences of Gaussians, {KERNEL} x {KERNEL}, float32",
+        picture=shown,
+        picture_label="picture",
+        mask=mask[0],
+        mask_label=f"mask: {unit}",
+        response_label="response of the best of the kernels, sources circled",
+        result=result,
+        reduced_from=reduced_from if reduced_from[2] > 1 else None,
+        **_sources(result, xp),
+    )
+
+
+def detect(values, mask, block_size, xp, progress):
+    """Convolve float32 [H, W] with the kernels, densely and at the blocks of a mask [1, H, W]."""
+    image, kernels = xp.asarray(values[None, :, :, None]), xp.asarray(difference_of_gaussians())
     params = calc_block_params(image.shape, block_size, KERNEL)
-    result = compare(
-        mask,
+    return compare(
+        xp.asarray(mask),
         params,
         dense=lambda: conv2d(image, kernels),
         sparse=lambda indices: sparse_conv2d(image, kernels, indices, params),
         terms=KERNEL * KERNEL,
+        progress=progress,
+        torch_dense=torch_dense.convolution(image, kernels),
     )
-    responses = [answer[0].max(axis=2) for answer in (result.dense, result.sparse)]
-    found = [peaks(response, xp) for response in responses]
-    counts = [int(peak.sum()) for peak in found]
-    return Report(
-        name=name,
-        task=f"{len(SCALES) - 1} differences of Gaussians, {KERNEL} x {KERNEL}, float32",
-        picture=pixels,
-        picture_label="picture",
-        mask=mask[0],
-        mask_label=f"mask: {unit}" if mask_path is None else f"mask: {Path(mask_path).name}",
-        response=responses[1],
-        response_label="response of the best of the kernels, sources circled",
-        points=xp.argwhere(found[1]),
-        result=result,
-        rows=[
-            ("sources found", *counts),
+
+
+def _sources(result, xp):
+    """Return what a Report says of the sources in the dense and in the block-sparse result."""
+    dense, sparse = (answer[0].max(axis=2) for answer in (result.dense, result.sparse))
+    found = [peaks(response, xp) for response in (dense, sparse)]
+    return {
+        "response": sparse,
+        "points": xp.argwhere(found[1]),
+        "rows": [
+            ("sources found", *(int(peak.sum()) for peak in found)),
             ("... by both", "", int((found[0] & found[1]).sum())),
         ],
-    )
+    }
 
 
 def above_sky(values):

@@ -12,44 +12,38 @@ from .. import (
     sparse_res_block_bottleneck,
 )
 from ..block_sparse.mask.birds_eye import cell_index
-from .compare import compare
-from .inputs import DemoError, check_size, read_mask, read_points
+from . import torch_dense
+from .compare import STEPS, compare
+from .inputs import DemoError, check_size
+from .picture_file import read_mask
 from .report import Report
+from .scan_file import read_points
 
 CHANNELS, BOTTLENECK = 32, 16
 BLOCK_SIZE = 18
 MOST_CELLS = 2e7
 
 
-def run(path, mask_path, block_size, xp, grid):
-    """Run the residual unit on a KITTI scan; ``grid`` holds x_range, y_range and cell in metres."""
+def run(path, columns, mask_path, block_size, xp, grid, progress):
+    """Run the residual unit on a scan; ``grid`` holds x_range, y_range and cell in metres."""
     _check_grid(**grid)
-    points = read_points(path)
+    progress.step(f"reading {Path(path).name}", of=STEPS + 2)
+    points = read_points(path, columns)
     index, shape = cell_index(points, **grid)
     check_size("the grid", shape, block_size)
     inside = index < shape[0] * shape[1]
     if not inside.any():
         raise DemoError(
             f"{path} must have points within x {_range(grid['x_range'])} and "
-            f"y {_range(grid['y_range'])} metres, got none of {len(points)}; "
-            "is it float32 x, y, z, intensity? see also --x-range and --y-range"
+            f"y {_range(grid['y_range'])} metres, got none of {len(points):,}, which have "
+            f"{_extent(points)}; see --x-range and --y-range"
         )
     if mask_path is None:
         mask = masks.birds_eye(points, **grid)
     else:
         mask = read_mask(mask_path, shape)[None]
     summary = summarise(points[inside], index[inside], shape)
-    projection = np.random.default_rng(0).standard_normal((summary.shape[2], CHANNELS)) / 2
-    features = xp.asarray((summary @ projection.astype(np.float32))[None])
-    weights = BottleneckWeights.random(CHANNELS, BOTTLENECK, xp=xp)
-    params = calc_block_params_res_block(features.shape, block_size, [1, 3, 1])
-    result = compare(
-        xp.asarray(mask),
-        params,
-        dense=lambda: dense_unit(features, weights, xp),
-        sparse=lambda indices: sparse_res_block_bottleneck(features, weights, indices, params),
-        terms=CHANNELS + 9 * BOTTLENECK + BOTTLENECK,
-    )
+    features, result = refine(summary, mask, block_size, xp, progress)
     return Report(
         name=Path(path).name,
         task=f"residual unit, {CHANNELS} channels over {BOTTLENECK}, float32",
@@ -66,6 +60,24 @@ def run(path, mask_path, block_size, xp, grid):
         ],
         extent=(*grid["y_range"], *grid["x_range"]),
     )
+
+
+def refine(summary, mask, block_size, xp, progress):
+    """Run the unit on random features of [H, W, 4]; return the features and the comparison."""
+    projection = np.random.default_rng(0).standard_normal((summary.shape[2], CHANNELS)) / 2
+    features = xp.asarray((summary @ projection.astype(np.float32))[None])
+    weights = BottleneckWeights.random(CHANNELS, BOTTLENECK, xp=xp)
+    params = calc_block_params_res_block(features.shape, block_size, [1, 3, 1])
+    result = compare(
+        xp.asarray(mask),
+        params,
+        dense=lambda: dense_unit(features, weights, xp),
+        sparse=lambda indices: sparse_res_block_bottleneck(features, weights, indices, params),
+        terms=CHANNELS + 9 * BOTTLENECK + BOTTLENECK,
+        progress=progress,
+        torch_dense=torch_dense.residual_unit(features, weights),
+    )
+    return features, result
 
 
 def summarise(points, index, shape):
@@ -120,3 +132,8 @@ def _check_grid(x_range, y_range, cell):
 
 def _range(pair):
     return f"{pair[0]:g}..{pair[1]:g}"
+
+
+def _extent(points):
+    ranges = zip("xy", points[:, :2].min(axis=0), points[:, :2].max(axis=0), strict=True)
+    return " and ".join(f"{name} {_range((low, high))}" for name, low, high in ranges)

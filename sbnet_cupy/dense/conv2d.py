@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.arrays import array_function, empty, is_cupy, is_float
+from ..core.byte_order import check_byte_orders
 from ..core.checks import check_array, check_contiguous, check_out
 from ..core.sizes import output_size, padding_pairs, pair
 from ..errors import DTypeError, ShapeError
@@ -70,12 +71,13 @@ def conv2d(
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images; float16, bfloat16, float32 or float64. C-contiguous.
+        Images; float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that is not is
+        copied.
     w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
         Kernel, of the dtype of ``x``. Copied when it has to be laid out anew.
     strides : int or (int, int)
         Steps between output pixels.
-    padding : "SAME", "VALID" or ((top, bottom), (left, right))
+    padding : "SAME", "VALID", int, (int, int) or ((top, bottom), (left, right))
         SAME is TensorFlow's: ceil(n / stride) outputs, the odd pixel of padding at the end.
     scale, bias : float array, shape (K,), optional
         Factor and offset per output channel, for example a folded batch norm.
@@ -143,6 +145,7 @@ def resolve_problem(x, w, strides, padding, activation, data_format, w_format, p
     check_contiguous("x", x)
     check_array("w", w, ndim=4, like=x)
     if w.dtype != x.dtype:
+        check_byte_orders({"x": x, "w": w})
         raise DTypeError(f"w must have the dtype of x, {x.dtype}, got {w.dtype}; use astype")
     r, s, c, k = (w.shape[w_format.index(letter)] for letter in "HWIO")
     h, width, channels = (x.shape[data_format.index(letter)] for letter in "HWC")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import array_function, compute_dtype, empty, is_cupy, namespace
+from ..core.byte_order import check_byte_orders
 from ..core.checks import check_array, check_contiguous
 from ..errors import DTypeError
 from . import cudnn_grad, im2col_grad
@@ -53,7 +54,8 @@ def conv2d_grad(
     Parameters
     ----------
     grad_y : array, shape (N, P, Q, K), or (N, K, P, Q) with ``data_format="NCHW"``
-        Gradient of the result of :func:`conv2d` with these arguments, in its dtype. C-contiguous.
+        Gradient of the result of :func:`conv2d` with these arguments, in its dtype. C-contiguous; a
+        NumPy array that is not is copied.
     x, w : array
         As they were given to :func:`conv2d`.
     strides, padding, data_format, w_format, precision, activation
@@ -129,6 +131,7 @@ def check_grad(name, grad, shape, x):
     """Raise unless ``grad`` is the gradient of a result of this shape, in the dtype of ``x``."""
     check_array(name, grad, shape=shape, like=x)
     if grad.dtype != x.dtype:
+        check_byte_orders({"x": x, name: grad})
         raise DTypeError(
             f"{name} must have the dtype of x, {x.dtype}, got {grad.dtype}; use astype"
         )

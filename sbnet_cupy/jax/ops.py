@@ -5,6 +5,7 @@ import math
 import jax
 
 from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.from_mask import batch_of_one
 from ..block_sparse.gather_scatter.sparse_gather import resolve_gather
 from ..block_sparse.gather_scatter.sparse_scatter import resolve_scatter
 from ..block_sparse.mask.reduce_mask import reduce_mask as core_reduce_mask
@@ -31,7 +32,7 @@ def reduce_mask(
 
     Parameters
     ----------
-    mask : jax.Array, shape (N, H, W) or (N, H, W, 1)
+    mask : jax.Array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
     block_count, bsize, boffset, bstride, tol, avgpool
         As for :func:`sbnet_cupy.reduce_mask`.
     capacity : int
@@ -58,6 +59,7 @@ def reduce_mask(
     >>> reduce_mask(mask, (2, 3), bsize=2, capacity=2).active_block_indices.tolist()
     [[0, 1, 0], [-1, -1, -1]]
     """
+    mask = batch_of_one(mask)
     (image,) = stand_ins(mask=mask)
     blocks, grid, tol = resolve_mask(image, block_count, bsize, boffset, bstride, tol, capacity)
     if capacity is None:

@@ -6,6 +6,8 @@ Also the gradient of the layers, however they were computed: TensorFlow differen
 import tensorflow as tf
 
 from ..core.arrays import compute_dtype
+from ..dense.onednn import step_to_one_column
+from ._empty_batch import convolve_any_number
 from .ops import affine, sparse_gather, sparse_scatter
 
 
@@ -89,4 +91,9 @@ def _zeros(x, shape):
 def _convolve(x, w, strides, padding):
     """Convolve NHWC images or stacks; half floats give float32, not yet rounded."""
     dtype = compute_dtype(x.dtype.as_numpy_dtype)
-    return tf.nn.conv2d(tf.cast(x, dtype), tf.cast(w, dtype), strides, padding)
+    x, w = tf.cast(x, dtype), tf.cast(w, dtype)
+    kernel_width = w.shape[1]
+    step = step_to_one_column(x.shape[3], x.shape[2], kernel_width, strides)
+    if step is not None and padding == "VALID":
+        x, strides = x[:, :, :kernel_width], step
+    return convolve_any_number(x, w, strides, padding)

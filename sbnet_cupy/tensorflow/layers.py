@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from ..block_sparse.bottleneck.res_block import goes_fused, what_is_uncovered
 from ..block_sparse.bottleneck.res_block import sparse_res_block_bottleneck as core_unit
@@ -14,20 +15,23 @@ from ..block_sparse.checks import (
     split_indices,
 )
 from ..block_sparse.conv.sparse_conv2d import sparse_conv2d as core_conv2d
+from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.checks import check_array
 from ..core.sizes import output_size, pair
 from ..dense.conv2d import check_precision, resolve_problem
 from ..errors import ShapeError
 from ._gathered import gathered_conv, gathered_unit
 from ._tensors import present, run, stand_ins, tensors
+from .ops import reduce_mask
 
 
 def sparse_conv2d(
     x,
     w,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     padding="SAME",
     bias=None,
@@ -37,6 +41,7 @@ def sparse_conv2d(
     w_format="HWIO",
     precision=None,
     method="auto",
+    capacity=None,
 ):
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d`.
 
@@ -47,7 +52,9 @@ def sparse_conv2d(
     ----------
     x : tf.Tensor, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
         In a graph only N may be unknown.
-    w, indices, block_params, strides, padding, bias, activation, base, data_format, w_format
+    w, indices, block_params, bsize, strides, padding, bias, activation, base, capacity
+        As for :func:`sbnet_cupy.sparse_conv2d`.
+    data_format, w_format
         As for :func:`sbnet_cupy.sparse_conv2d`.
     precision : None, "ieee" or "tf32"
         No effect: a CPU has one.
@@ -68,29 +75,25 @@ def sparse_conv2d(
     Examples
     --------
     >>> import tensorflow as tf
-    >>> from sbnet_cupy import calc_block_params
-    >>> from sbnet_cupy.tensorflow import reduce_mask
     >>> x, w = tf.ones((1, 8, 8, 3)), tf.Variable(tf.ones((3, 3, 3, 5)))
-    >>> params = calc_block_params((8, 8), 6, 3)
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
-    >>> active = reduce_mask(tf.eye(8)[None, ::-1] * tf.eye(8), params.bcount, **grid)
-    >>> active.count()
-    0
-    >>> active = reduce_mask(tf.ones((1, 8, 8)), params.bcount, **grid)
+    >>> mask = tf.ones((1, 8, 8))
     >>> with tf.GradientTape() as tape:
-    ...     y = tf.reduce_sum(sparse_conv2d(x, w, active, params))
+    ...     y = tf.reduce_sum(sparse_conv2d(x, w, mask, bsize=4))
     >>> int(tape.gradient(y, w)[1, 1, 0, 0])
     64
     """
     check_method(method)
-    indices = _checked_indices(indices)
     x, w, bias, base = tensors(x=x, w=w, bias=bias, base=base)
     shown = _known(x, *stand_ins(x, w, bias, base, batch=_images(x, base)))
     options = (strides, padding, activation, data_format, w_format, precision)
     problem = resolve_problem(*shown[:2], *options)
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
+    where = ((x.shape[0], *image_hw), problem.kernel, problem.strides, problem.pads)
+    listed, block_params = _blocks(where, indices, block_params, bsize, capacity)
+    indices = _checked_indices(listed)
     calculated = (tuple(image_hw), problem.kernel, problem.strides, padding)
     check_block_params(block_params, calc_block_params, *calculated)
+    check_active_grid(listed, x.shape[0], block_params.bcount)
     if bias is not None:
         check_array("bias", shown[2], shape=(problem.channels_out,), kinds="f")
     check_base(shown[3], (shown[0].shape[0], *problem.out_shape), shown[0])
@@ -116,13 +119,15 @@ def sparse_res_block_bottleneck(
     x,
     weights,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     w_project=None,
     base=None,
     precision=None,
     method="auto",
+    capacity=None,
 ):
     """Apply a residual unit on active blocks: :func:`sbnet_cupy.sparse_res_block_bottleneck`.
 
@@ -134,7 +139,7 @@ def sparse_res_block_bottleneck(
         In a graph only N may be unknown.
     weights : BottleneckWeights
         Of tensors or variables.
-    indices, block_params, strides, w_project, base
+    indices, block_params, bsize, strides, w_project, base, capacity
         As for :func:`sbnet_cupy.sparse_res_block_bottleneck`.
     precision
         As for :func:`sparse_conv2d`.
@@ -154,21 +159,16 @@ def sparse_res_block_bottleneck(
     Examples
     --------
     >>> import tensorflow as tf
-    >>> from sbnet_cupy import BottleneckWeights, calc_block_params_res_block
-    >>> from sbnet_cupy.tensorflow import reduce_mask
+    >>> from sbnet_cupy import BottleneckWeights
     >>> x = tf.ones((1, 32, 32, 16))
     >>> weights = BottleneckWeights(*map(tf.Variable, BottleneckWeights.random(16, 4)._arrays()))
-    >>> params = calc_block_params_res_block((32, 32), 10, [1, 3, 1])
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
     >>> mask = tf.one_hot([5], 32)[:, :, None] * tf.one_hot([5], 32)[:, None]
-    >>> active = reduce_mask(mask, params.bcount, **grid)
-    >>> y = sparse_res_block_bottleneck(x, weights, active, params)
+    >>> y = sparse_res_block_bottleneck(x, weights, mask, bsize=8)
     >>> y.shape, bool(tf.reduce_all(y[:, 8:] == 1))
     (TensorShape([1, 32, 32, 16]), True)
     """
     check_method(method)
     check_precision(precision)
-    indices = _checked_indices(indices)
     x, w_project, base = tensors(x=x, w_project=w_project, base=base)
     image, projection, under = _known(x, *stand_ins(x, w_project, base, batch=_images(x, base)))
     if isinstance(weights, BottleneckWeights):
@@ -180,9 +180,13 @@ def sparse_res_block_bottleneck(
     strides = pair(strides, "strides")
     cout = check_unit(image, shown, projection, strides)
     image_hw = image.shape[1:3]
+    where = ((x.shape[0], *image_hw), (3, 3), strides, "SAME")
+    listed, block_params = _blocks(where, indices, block_params, bsize, capacity)
+    indices = _checked_indices(listed)
     check_block_params(
         block_params, calc_block_params_res_block, image_hw, [1, 3, 1], strides, "SAME"
     )
+    check_active_grid(listed, x.shape[0], block_params.bcount)
     shape = (*output_size(image_hw, (3, 3), strides, "SAME"), cout)
     check_base(under, (image.shape[0], *shape), image)
 
@@ -226,6 +230,15 @@ def _fused(core, gathered, indices, given, shape):
         return y, backward
 
     return layer(*given.values())
+
+
+def _blocks(where, indices, *given):
+    """Return the list of blocks and the BlockParams of a call, which may give a mask."""
+    if not takes_blocks_from(indices, *given[1:]):
+        return indices, given[0]
+    if is_mask(indices):
+        (indices,) = tensors(indices=indices)
+    return find_blocks(indices, *given, where, reduce_mask)
 
 
 def _checked_indices(indices):

@@ -34,7 +34,7 @@ def reduce_mask(
 
     Parameters
     ----------
-    mask : tf.Tensor, shape (N, H, W) or (N, H, W, 1)
+    mask : tf.Tensor, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
     block_count, bsize, boffset, bstride, tol, avgpool, capacity
         As for :func:`sbnet_cupy.reduce_mask`.
 
@@ -58,6 +58,8 @@ def reduce_mask(
     [[0, 1, 0]]
     """
     (mask,) = tensors(mask=mask)
+    if mask is not None and mask.shape.rank == 2:
+        mask = mask[None]
     sizes = {"bsize": bsize, "boffset": boffset, "bstride": bstride}
     options = {**sizes, "tol": tol, "avgpool": avgpool, "capacity": capacity}
     (shown,) = stand_ins(mask)

@@ -139,7 +139,7 @@ class SparseBottleneck(Frozen, nn.Module):
         x : tensor, shape (N, in_channels, H, W)
             Best in channels_last memory, where it is used as it lies; else it is copied.
         mask : tensor, shape (N, H, W) or (N, 1, H, W), or ActiveBlocks with ``params``
-            Where the image matters.
+            Where the image matters; also (H, W) for one image.
         params : BlockParams, optional
             That of the listed blocks.
         """

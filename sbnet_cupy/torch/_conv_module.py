@@ -126,7 +126,7 @@ class SparseConv2d(Frozen, torch.nn.Conv2d):
         x : tensor, shape (N, in_channels, H, W)
             Contiguous or channels_last; one that is neither is copied.
         mask : tensor, shape (N, H, W) or (N, 1, H, W), or ActiveBlocks with ``params``
-            Where the image matters.
+            Where the image matters; also (H, W) for one image.
         params : BlockParams, optional
             That of the listed blocks; its ``bsize`` may differ from ``block_size``.
         base : tensor, shape (N, out_channels, H', W'), optional

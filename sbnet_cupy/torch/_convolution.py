@@ -6,6 +6,7 @@ that was asked for whatever ``torch.backends`` says.
 """
 
 import contextlib
+import threading
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from ..block_sparse.block_params import BlockParams
 from ..block_sparse.conv.fused_conv import launch_of_conv
 from ..block_sparse.conv.sparse_conv2d import sparse_conv2d as core_sparse_conv2d
+from ..dense.onednn import step_to_one_column
 from ._activation import activation_backward, wide
 from ._calls import LayerCalls
 from ._copies import GATHER, SCATTER
@@ -52,6 +54,9 @@ class Geometry(NamedTuple):
 # ------------------------------------------------------------------------- convolution of a stack
 
 
+_FLAGS = threading.RLock()  # the flags are the process's: one thread at a time sets them
+
+
 @contextlib.contextmanager
 def _exactly(precision, x):
     """Let cuDNN multiply as ``precision`` says, reproducibly; nothing to say elsewhere.
@@ -67,17 +72,21 @@ def _exactly(precision, x):
         wanted.append((cudnn.conv, "fp32_precision", precision or "ieee"))
     else:
         wanted.append((cudnn, "allow_tf32", precision == "tf32"))
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
-    try:
-        for holder, name, value in wanted:
-            setattr(holder, name, value)
-        yield
-    finally:
-        for holder, name, value in before:
-            setattr(holder, name, value)
+    with _FLAGS:
+        before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
+        try:
+            for holder, name, value in wanted:
+                setattr(holder, name, value)
+            yield
+        finally:
+            for holder, name, value in before:
+                setattr(holder, name, value)
 
 
 def _convolve(x, w, strides, precision):
+    step = None if x.is_cuda else step_to_one_column(x.shape[3], x.shape[2], w.shape[3], strides)
+    if step is not None:
+        x, strides = x[:, :, : w.shape[3]], step
     with _exactly(precision, x):
         y = torch.ops.aten.convolution(
             x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1), False, (0, 0), 1
@@ -103,6 +112,8 @@ def _convolve_backward(ctx, grad):
 
 
 def _backward(grad, x, w, strides, precision, for_x, for_w):
+    if not x.is_cuda:
+        w = w.contiguous()  # the CPU's own convolution refuses others where it has to find dw
     with _exactly(precision, x):
         dx, dw, _ = torch.ops.aten.convolution_backward(
             grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1),

@@ -5,6 +5,7 @@ import math
 import torch
 
 from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.active_grid import check_active_grid
 from ..core.sizes import pair
 from ..errors import DTypeError, ShapeError
 from .ops import reduce_mask
@@ -44,6 +45,8 @@ def find_active(mask, image, params, capacity):
     n, _, h, w = image.shape
     if mask.dim() == 4 and mask.shape[1] == 1:
         mask = mask[:, 0]
+    elif mask.dim() == 2 and n == 1:
+        mask = mask[None]
     if tuple(mask.shape) != (n, h, w):
         raise ShapeError(
             f"mask must have shape ({n}, {h}, {w}) or ({n}, 1, {h}, {w}), the size of x, got "
@@ -66,6 +69,7 @@ def resolve_blocks(mask, params, image, calculate, capacity):
     """
     listed = isinstance(mask, ActiveBlocks | tuple)
     if listed and params is not None:
+        check_active_grid(mask, image.shape[0], params.bcount)
         return mask, params
     if listed:
         raise TypeError(

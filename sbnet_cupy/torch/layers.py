@@ -2,8 +2,10 @@
 
 import torch
 
+from ..block_sparse.active_grid import check_active_grid, grid_of
 from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..block_sparse.checks import split_indices
+from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.sizes import padding_pairs, pair
 from ..errors import DTypeError, ShapeError
 from ._bottleneck import CALLS as UNIT_CALLS
@@ -18,15 +20,16 @@ from ._convolution import (
     result_shape,
 )
 from ._native import check_tensors
-from .ops import call, check_out
+from .ops import call, check_out, reduce_mask
 
 
 def sparse_conv2d(
     x,
     w,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     padding="SAME",
     bias=None,
@@ -37,6 +40,7 @@ def sparse_conv2d(
     precision=None,
     out=None,
     method="auto",
+    capacity=None,
 ):
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d` on tensors.
 
@@ -56,8 +60,9 @@ def sparse_conv2d(
         and after a change that autograd's version counter shows, as that of an operation does.
         After a write behind it, such as to ``w.data``, call
         ``torch.autograd.graph.increment_version(w)``.
-    indices, block_params, strides, padding, bias, activation, base
-        As for :func:`sbnet_cupy.sparse_conv2d`.
+    indices, block_params, bsize, strides, padding, bias, activation, base, capacity
+        As for :func:`sbnet_cupy.sparse_conv2d`. ``indices`` may be a mask on the device of ``x``;
+        without ``capacity`` the call then waits for a GPU, as :func:`reduce_mask` does.
     data_format, w_format, precision, method
         As for :func:`sbnet_cupy.sparse_conv2d`.
     out : tensor, optional
@@ -77,21 +82,25 @@ def sparse_conv2d(
 
     Examples
     --------
-    >>> from sbnet_cupy import calc_block_params
     >>> x, w = torch.ones(1, 8, 8, 3), torch.ones(3, 3, 3, 5, requires_grad=True)
-    >>> params = calc_block_params((8, 8), 6, 3)
     >>> mask = torch.zeros(1, 8, 8)
     >>> mask[0, 1, 1] = 1
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
-    >>> y = sparse_conv2d(x, w, reduce_mask(mask, params.bcount, **grid), params)
+    >>> y = sparse_conv2d(x, w, mask, bsize=4)
     >>> y.sum().backward()
     >>> w.grad[1, 1, 0, 0]
     tensor(16.)
     """
-    counts, table = split_indices(indices)
+    if takes_blocks_from(indices, bsize, capacity):
+        check_tensors(w=w)
+        _check_4d(w=w)
+        _check_formats(data_format, w_format)
+        where = (x, data_format, _kernel_size(w, w_format), strides, padding)
+        indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
+    (counts, table), made_for = split_indices(indices), grid_of(indices)
     params = flatten_params(block_params)
     options = (params, strides, padding, activation, data_format, w_format, precision, method)
-    key, known = CONV_CALLS.find((x, counts, table, base, out), options, (w, None, bias))
+    tensors, spelled = (x, counts, table, base, out), (*options, made_for)
+    key, known = CONV_CALLS.find(tensors, spelled, (w, None, bias))
     if known is not None:
         y = conv_again(key, known, x, w, counts, table, bias, base, out)
         if y is not None:
@@ -100,13 +109,11 @@ def sparse_conv2d(
         x=x, w=w, bin_counts=counts, active_block_indices=table, bias=bias, base=base, out=out
     )
     _check_4d(x=x, w=w)
-    if data_format not in ("NHWC", "NCHW"):
-        raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
-    if w_format not in ("HWIO", "OIHW"):
-        raise ValueError(f"w_format must be 'HWIO' or 'OIHW', got {w_format!r}")
+    check_active_grid(indices, x.shape[0], block_params.bcount)
+    _check_formats(data_format, w_format)
     x, w, bias, base = autocast(x, w, bias, base)
-    image_hw = tuple(x.shape[1:3] if data_format == "NHWC" else x.shape[2:])
-    kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
+    image_hw = _image_hw(x, data_format)
+    kernel = _kernel_size(w, w_format)
     strides = pair(strides, "strides")
     (top, bottom), (left, right) = padding_pairs(image_hw, kernel, strides, padding)
     pads = (top, bottom, left, right)
@@ -126,14 +133,16 @@ def sparse_res_block_bottleneck(
     x,
     weights,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     w_project=None,
     base=None,
     out=None,
     precision=None,
     method="auto",
+    capacity=None,
 ):
     """Apply a residual unit to active blocks: the function of :mod:`sbnet_cupy` on tensors.
 
@@ -147,8 +156,8 @@ def sparse_res_block_bottleneck(
         Images. One that is not contiguous is copied.
     weights : BottleneckWeights
         Of tensors. Those that do not require grad are packed as those of :func:`sparse_conv2d`.
-    indices, block_params, strides, w_project, base, precision, method
-        As for :func:`sbnet_cupy.sparse_res_block_bottleneck`.
+    indices, block_params, bsize, strides, w_project, base, precision, method, capacity
+        As for :func:`sbnet_cupy.sparse_res_block_bottleneck`; a mask as for :func:`sparse_conv2d`.
     out : tensor, optional
         Receives the result, and is returned; contiguous. Where gradients are recorded it is written
         by a copy.
@@ -166,22 +175,23 @@ def sparse_res_block_bottleneck(
 
     Examples
     --------
-    >>> from sbnet_cupy import BottleneckWeights, calc_block_params_res_block
+    >>> from sbnet_cupy import BottleneckWeights
     >>> x = torch.ones(1, 32, 32, 16)
-    >>> params = calc_block_params_res_block((32, 32), 10, [1, 3, 1])
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
-    >>> active = reduce_mask(torch.eye(32)[None], params.bcount, **grid)
     >>> arrays = BottleneckWeights.random(16, 4)
     >>> weights = BottleneckWeights(*(torch.from_numpy(a) for a in vars(arrays).values()))
-    >>> sparse_res_block_bottleneck(x, weights, active, params).shape
+    >>> sparse_res_block_bottleneck(x, weights, torch.eye(32), bsize=8).shape
     torch.Size([1, 32, 32, 16])
     """
     if not isinstance(weights, BottleneckWeights):
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
-    counts, table = split_indices(indices)
+    if takes_blocks_from(indices, bsize, capacity):
+        where = (x, "NHWC", (3, 3), strides, "SAME")
+        indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
+    (counts, table), made_for = split_indices(indices), grid_of(indices)
     params, given = flatten_params(block_params), weights._arrays()
     options = (params, strides, precision, method)
-    key, known = UNIT_CALLS.find((x, counts, table, base, out, w_project), options, given)
+    tensors, spelled = (x, counts, table, base, out, w_project), (*options, made_for)
+    key, known = UNIT_CALLS.find(tensors, spelled, given)
     if known is not None:
         y = unit_again(key, known, x, given, counts, table, base, out)
         if y is not None:
@@ -192,6 +202,7 @@ def sparse_res_block_bottleneck(
         **{f"weights.{name}": value for name, value in held.items()},
     )  # fmt: skip
     _check_4d(x=x, **{f"weights.{name}": held[name] for name in _WEIGHTS[:3]})
+    check_active_grid(indices, x.shape[0], block_params.bcount)
     w1, w2, w3, *tables = held.values()
     x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
     strides = pair(strides, "strides")
@@ -208,6 +219,32 @@ def sparse_res_block_bottleneck(
 
 
 _WEIGHTS = ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
+
+
+def _check_formats(data_format, w_format="HWIO"):
+    if data_format not in ("NHWC", "NCHW"):
+        raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
+    if w_format not in ("HWIO", "OIHW"):
+        raise ValueError(f"w_format must be 'HWIO' or 'OIHW', got {w_format!r}")
+
+
+def _image_hw(x, data_format):
+    return tuple(x.shape[1:3] if data_format == "NHWC" else x.shape[2:])
+
+
+def _kernel_size(w, w_format):
+    return tuple(w.shape[w_format.index(letter)] for letter in "HW")
+
+
+def _blocks(x, data_format, kernel, strides, padding, indices, *given):
+    """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
+    mask = indices if is_mask(indices) else None
+    check_tensors(x=x, indices=mask)
+    _check_4d(x=x)
+    image_hw, strides = _image_hw(x, data_format), pair(strides, "strides")
+    pads = padding_pairs(image_hw, kernel, strides, padding)
+    convolution = ((x.shape[0], *image_hw), kernel, strides, pads)
+    return find_blocks(indices, *given, convolution, reduce_mask)
 
 
 def autocast(*tensors):

@@ -49,7 +49,7 @@ def reduce_mask(
 
     Parameters
     ----------
-    mask : tensor, shape (N, H, W) or (N, H, W, 1)
+    mask : tensor, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
         bool, any integer, or float16, bfloat16, float32, float64.
     block_count, bsize, boffset, bstride, tol, avgpool, capacity
         As for :func:`sbnet_cupy.reduce_mask`.
@@ -74,6 +74,8 @@ def reduce_mask(
             [0, 1, 1]], dtype=torch.int32)
     """
     given = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        mask = mask[None]
     key, known = MASK_CALLS.find((mask,), given)
     if known is not None:
         return mask_again(key, known, mask)

@@ -1,6 +1,7 @@
 """The benchmarks: what they write, what they refuse, and the GPU's flow on a CuPy that is NumPy."""
 
 import dataclasses
+import io
 import sys
 import types
 
@@ -10,6 +11,7 @@ import pytest
 import sbnet_cupy
 from sbnet_cupy import __main__ as command
 from support.bench_parts import ROOT, check_rows, make_row, part, verdicts
+from support.demo_files import lidar
 from support.fake_cupy import Clockwork, Stream
 
 pytestmark = pytest.mark.usefixtures("benchmarks")
@@ -103,14 +105,53 @@ def test_list(capsys):
         (["convolution"], "there is no benchmark 'convolution'; there are: reduce_mask"),
         (["--cpu", "--points", "nowhere.bin"], "--points: nowhere.bin does not exist"),
         (["--cpu", "--out", __file__], "--out: cannot write to"),
+        (["--cpu", "--out", "taken"], "taken/reduce_mask.csv: Is a directory"),
+        (["--cpu", "--points", "five.bin"], "values 5 apart are alike, values 4 apart are not\n"),
         ([], "CuPy cannot be imported"),
     ],
 )
-def test_a_mistake_gets_one_line(arguments, message, capsys, monkeypatch):
+def test_a_mistake_gets_one_line(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken" / "reduce_mask.csv").mkdir(parents=True)
+    lidar(5).tofile("five.bin")
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert command.main(["bench", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("sbnet-cupy bench: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_busy_machine_matters_to_pytorch(installed, capsys, monkeypatch, tmp_path):
+    """Without PyTorch there are no threads of its to warn of."""
+    monkeypatch.setattr(part("harness.machine"), "is_busy", lambda: True)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "torch", None)
+    arguments = ["bench", "--cpu", "--quick", "reduce_mask", "--out", str(tmp_path)]
+    assert command.main(arguments) == 0
+    assert ("PyTorch's threads" in capsys.readouterr().out) == installed
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 190])
+def test_every_number_is_shown_in_a_terminal_of_any_width(width):
+    from rich.console import Console
+
+    rows = [
+        make_row(shape=shape, dtype="float32", block="18x18", mask="top-left, 10% active",
+                 variant="transposed", op="sparse_gather", us=us, implementation=name)
+        for shape in ("1x100x176x384", "8x720x1280x96")
+        for us, name in ((123_456.78, "sbnet_cupy"), (54_321.09, "torch index_select of pixels"))
+    ]  # fmt: skip
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(part("harness.table").fitting("sparse_gather", rows, console))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    for word in ("1x100x176x384", "8x720x1280x96", "18x18", "top-left, 10% active", "transposed",
+                 "123,456.78", "9.00..11.00", "1,000", "50", "0.4", "sparse_gather",
+                 "54,321.09 torch index_select of pixels"):  # fmt: skip
+        assert word in text, word
+    for line in lines:  # no number is cut in two
+        assert not line.endswith((",", "."))
 
 
 def test_an_installed_package_says_where_benchmarks_are(capsys, monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sbnet_cupy.__main__ import main
-from support.demo_files import sky, write_png, write_scan
+from support.demo_files import lidar, sky, write_png, write_scan
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +80,24 @@ def scan_of(count):
     return make
 
 
+def five_columns(name, *options):
+    def make(folder):
+        lidar(5).tofile(folder / name)
+        return [str(folder / name), *options]
+
+    return make
+
+
+def all_nan(folder):
+    np.full((5, 4), np.nan, np.float32).tofile(folder / "nan.bin")
+    return [str(folder / "nan.bin")]
+
+
+def text_as_bin(folder):
+    (folder / "text.bin").write_text("x y z\n1 2 3\n")
+    return [str(folder / "text.bin")]
+
+
 def far_away(folder):
     np.full((5, 4), 900, np.float32).tofile(folder / "far.bin")
     return [str(folder / "far.bin")]
@@ -123,7 +141,16 @@ def out_taken(folder):
         (lambda folder: [write_png(folder / "s.png", sky((9, 40)))], "at least 22 x 22 pixels"),
         (scan_of(0), "got 0 bytes"),
         (scan_of(1001), "whole points of 16 bytes"),
-        (far_away, "got none of 5"),
+        (far_away, "got none of 5, which have x 900..900 and y 900..900; see --x-range"),
+        (all_nan, "nan.bin must hold points with finite x, y and z, got 5 points, all with a NaN"),
+        (text_as_bin, "text.bin must hold raw float32 values, got text"),
+        (five_columns("s.bin"), "s.bin does not look like points of 4 float32 columns"),
+        (five_columns("s.bin", "--columns", "7"), "must hold whole points of 28 bytes"),
+        (five_columns("s.bin", "--columns", "2"), "--columns must be at least 3"),
+        (five_columns("s.npy", "--columns", "5"), "--columns applies to .bin files"),
+        (with_options("--x-range", "0", "1"), "--x-range applies to a scan, and"),
+        (with_options("--cell", "0.1"), "--cell applies to a scan, and"),
+        (with_options("--columns", "4"), "--columns applies to a scan, and"),
         (with_mask(np.ones((64, 91), np.uint8)), "--mask must be as large"),
         (with_options("--mask", "nowhere.png"), "nowhere.png does not exist"),
         (with_options("--block-size", "10"), "--block-size must be at least the kernel, 11"),
@@ -146,6 +173,38 @@ def test_demo_answers_a_mistake_with_one_line(make, message, tmp_path, capsys, m
     assert error.startswith("sbnet-cupy demo: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("block", ["a folder", "a file", "read-only"])
+def test_demo_finds_out_before_it_computes_that_it_cannot_write(
+    block, tmp_path, capsys, monkeypatch
+):
+    from sbnet_cupy.demo import compare
+
+    monkeypatch.setattr(compare, "best_times", lambda *args: pytest.fail("it has computed"))
+    picture, out = write_png(tmp_path / "sky.png", sky()), tmp_path / "out"
+    target = out / "sbnet_demo_sky.png"
+    if block == "a file":
+        out.touch()
+    else:
+        out.mkdir()
+    if block == "a folder":
+        target.mkdir()
+    if block == "read-only":  # as for a user who is not root
+        monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert main(["demo", picture, "--out", str(out), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith("sbnet-cupy demo: --out: cannot ")
+
+
+def test_demo_leaves_an_old_picture_when_it_fails(tmp_path, capsys):
+    (tmp_path / "sky.png").write_text("not a picture")
+    target = tmp_path / "sbnet_demo_sky.png"
+    for old in (None, b"an old one"):
+        if old:
+            target.write_bytes(old)
+        assert main(["demo", str(tmp_path / "sky.png"), "--out", str(tmp_path)]) == 2
+        assert (target.read_bytes() if target.exists() else None) == old
+    capsys.readouterr()
 
 
 def test_demo_in_a_process_prints_no_traceback(tmp_path):

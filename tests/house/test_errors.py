@@ -14,7 +14,7 @@ from support.bad_calls import Spoiled, indices, ramp
 VALID = bad_calls.VALID | stack_bad_calls.VALID
 BAD = bad_calls.BAD + stack_bad_calls.BAD
 NUMPY_ONLY = re.compile(r"object|'U1'|'S3'|M8|masked_array")  # CuPy has no such arrays
-
+STRIDES = re.compile(r"::|asfortranarray")
 
 def give(xp, function, argument, value):
     """Hand the NumPy arrays in an argument to the library under test."""
@@ -58,6 +58,8 @@ def test_the_valid_call_works(xp, function):
 def test_bad_call(xp, function, argument, value, error):
     if xp.name == "cupy" and NUMPY_ONLY.search(str(value)):
         pytest.skip("no such CuPy array")
+    if xp.name != "cupy" and argument != "out" and STRIDES.search(str(value)):
+        pytest.skip("NumPy arrays of any strides are copied")
     arguments = valid_call(xp, function)
     if isinstance(value, Spoiled):
         arguments[argument] = value.of(arguments.get(argument), xp.module)

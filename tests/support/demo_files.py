@@ -31,3 +31,27 @@ def write_scan(path, points=4000, seed=0):
     scan[:3] = [[np.nan, 0, 0, 0], [500, 0, 0, 0], [5, 0, np.inf, 0]]
     scan.tofile(path)
     return str(path)
+
+
+def lidar(columns=4, beams=16, turns=120, seed=0):
+    """Points of a turning sensor before walls, float32 [P, columns], in the order of a scan.
+
+    x, y, z, intensity 0 to 255, ring, azimuth.
+    """
+    rng = np.random.default_rng(seed)
+    azimuth, height = np.meshgrid(
+        np.linspace(-np.pi, np.pi, turns, endpoint=False), np.linspace(-0.4, 0.05, beams)
+    )
+    wall = (8 + 10 * abs(np.sin(3 * azimuth))) / np.cos(height)
+    ground = np.where(height < 0, 1.7 / np.sin(np.maximum(-height, 1e-3)), np.inf)
+    distance = np.minimum(wall, ground) + rng.normal(0, 0.02, wall.shape)
+    ring = np.broadcast_to(np.arange(beams)[:, None], wall.shape)
+    table = [
+        distance * np.cos(height) * np.cos(azimuth),
+        distance * np.cos(height) * np.sin(azimuth),
+        distance * np.sin(height),
+        np.floor(255 * rng.beta(1, 4, wall.shape)),
+        ring,
+        azimuth,
+    ]
+    return np.stack(table, axis=-1).reshape(-1, 6)[:, :columns].astype(np.float32)

@@ -126,7 +126,7 @@ def test_gradient_of_the_unit_is_that_of_the_gathered_one(tf, sbt, graph, dtype,
 
 def test_what_is_not_covered_says_so(tf, sbt):
     params, active = layer(2, bottleneck=True)
-    x, table = tf.constant(X), active._map_arrays(tf.constant)
+    x, table = tf.constant(X), tuple(active._map_arrays(tf.constant))  # for both grids
     weights = sb.BottleneckWeights.random(3, 4)._map_arrays(tf.constant)
     project = tf.zeros((1, 1, 3, 3))
 

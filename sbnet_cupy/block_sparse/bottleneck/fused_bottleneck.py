@@ -42,7 +42,8 @@ def fused_bottleneck(
     Parameters
     ----------
     x : array, shape (N, H, W, C)
-        Images; float16, bfloat16, float32 or float64. C-contiguous.
+        Images; float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that is not is
+        copied.
     weights : BottleneckWeights or PackedBottleneck
         Kernels of the dtype of ``x``, C to C channels. BottleneckWeights are laid out anew at each
         call, a :class:`PackedBottleneck` once.

@@ -3,19 +3,22 @@
 from typing import NamedTuple
 
 from ...core.arrays import array_function, empty, is_cupy, same_memory
-from ...core.checks import check_out
+from ...core.checks import check_array, check_out
 from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
 from ...core.plans import Plans
 from ...core.sizes import output_size, pair
 from ...dense.conv2d import conv2d
+from ..active_grid import check_active_grid
 from ..block_params import calc_block_params_res_block
 from ..checks import check_base, check_block_params, check_indices, check_method, split_indices
 from ..conv.sparse_conv2d import call_key, stays_apart
 from ..conv.stack_conv import stack_conv2d
+from ..from_mask import find_blocks, is_mask, takes_blocks_from
 from ..gather_scatter.sparse_gather import sparse_gather
 from ..gather_scatter.sparse_scatter import sparse_scatter
 from ..gather_scatter.zero_outside import zero_outside
+from ..mask.reduce_mask import reduce_mask
 from .fused_bottleneck import fused_bottleneck, missing_kernel, require_kernel
 from .weights import BottleneckWeights, check_unit, plain_of, resolve_precision
 
@@ -27,14 +30,16 @@ def sparse_res_block_bottleneck(
     x,
     weights,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     w_project=None,
     base=None,
     out=None,
     precision=None,
     method="auto",
+    capacity=None,
 ):
     """Apply a residual unit where the blocks of an image are active.
 
@@ -45,15 +50,21 @@ def sparse_res_block_bottleneck(
     Parameters
     ----------
     x : array, shape (N, H, W, Cin)
-        Images; float16, bfloat16, float32 or float64. C-contiguous.
+        Images; float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that is not is
+        copied.
     weights : BottleneckWeights or PackedBottleneck
         Kernels of the dtype of ``x``; scales and shifts of any floating dtype. A
         :class:`PackedBottleneck` saves the fused method the work of laying them out, and brings its
         own ``precision``.
-    indices : ActiveBlocks or (bin_counts, active_block_indices)
-        What :func:`reduce_mask` returns for the grid of ``block_params``.
-    block_params : BlockParams
-        ``calc_block_params_res_block(x.shape, bsize, [1, 3, 1], strides)``.
+    indices : ActiveBlocks, (bin_counts, active_block_indices), or a mask
+        What :func:`reduce_mask` returns for the grid of ``block_params``. A mask of shape (N, H, W)
+        or (N, H, W, 1), or (H, W) for one image, is listed as :meth:`ActiveBlocks.from_mask` does:
+        a block is active where a pixel under its output pixels is greater than 0.
+    block_params : BlockParams, optional
+        ``calc_block_params_res_block(x.shape, block, [1, 3, 1], strides)``, where ``block`` is the
+        size of an input block. Not needed with ``bsize``.
+    bsize : int or (int, int), optional
+        Size of a block in pixels of the result; takes the place of ``block_params``.
     strides : int or (int, int)
         Strides of ``conv2``, and of the projection.
     w_project : array, shape (1, 1, Cin, Cout), optional
@@ -72,6 +83,9 @@ def sparse_res_block_bottleneck(
         :func:`fused_bottleneck`, from image to image: strides 1, no projection, ``out`` not x.
         "auto" is "fused" for CuPy arrays that it has a kernel for (float32: with "tf32"), else
         "gather". "gather" takes the arrays of a PackedBottleneck as they are at the time.
+    capacity : int, optional
+        With a mask, the number of blocks to make room for, as for :func:`reduce_mask`. Without it
+        the call waits for a GPU to tell that number.
 
     Returns
     -------
@@ -94,17 +108,17 @@ def sparse_res_block_bottleneck(
     Examples
     --------
     >>> import numpy as np
-    >>> from sbnet_cupy import BottleneckWeights, calc_block_params_res_block, reduce_mask
+    >>> from sbnet_cupy import BottleneckWeights
     >>> x = np.ones((1, 32, 32, 16), np.float32)
     >>> mask = np.zeros((1, 32, 32), bool)
     >>> mask[0, 5, 5] = True
-    >>> params = calc_block_params_res_block(x.shape, 10, [1, 3, 1])
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
-    >>> active = reduce_mask(mask, params.bcount, **grid)
-    >>> y = sparse_res_block_bottleneck(x, BottleneckWeights.random(16, 4), active, params)
+    >>> y = sparse_res_block_bottleneck(x, BottleneckWeights.random(16, 4), mask, bsize=8)
     >>> y.shape, bool((y != x).any()), bool((y[:, 8:] == x[:, 8:]).all())
     ((1, 32, 32, 16), True, True)
     """
+    if takes_blocks_from(indices, bsize, capacity):
+        given = (indices, block_params, bsize, capacity)
+        indices, block_params = blocks_of_unit(x, plain_of(weights), strides, w_project, *given)
     indices = split_indices(indices)
     given, weights = weights, plain_of(weights)
     arrays = weights._arrays() if isinstance(weights, BottleneckWeights) else (weights,)
@@ -118,6 +132,7 @@ def sparse_res_block_bottleneck(
         plan = _checked(x, given, indices, block_params, strides, w_project, base, out, precision,
                         method)  # fmt: skip
         _PLANS.keep(key, plan)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
 
     strides, precision, bsize = plan.strides, plan.precision, block_params.bsize_out
     if plan.fused:
@@ -159,6 +174,16 @@ def _checked(x, given, indices, block_params, strides, w_project, base, out, pre
     kernel_for = (x, weights, block_params.bsize_out, len(indices[1]), precision, out)
     uncovered = what_is_uncovered(strides, w_project, out is not None and same_memory(out, x))
     return _Plan(strides, precision, goes_fused(method, is_cupy(x), uncovered, kernel_for))
+
+
+def blocks_of_unit(x, weights, strides, w_project, indices, block_params, bsize, capacity):
+    """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
+    strides = pair(strides, "strides")
+    check_unit(x, weights, w_project, strides)
+    if is_mask(indices):
+        check_array("indices", indices, kinds="biuf", like=x)
+    convolution = (x.shape[:3], (3, 3), strides, "SAME")
+    return find_blocks(indices, block_params, bsize, capacity, convolution, reduce_mask)
 
 
 def check_sizes(x, weights, w_project, strides, block_params, base):

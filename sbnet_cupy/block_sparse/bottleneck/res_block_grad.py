@@ -10,13 +10,15 @@ from ...dense.activation import apply_affine
 from ...dense.affine_grad import affine_grad
 from ...dense.conv2d import check_precision, conv2d
 from ...dense.conv2d_grad import check_grad, conv2d_grad
+from ..active_grid import check_active_grid
 from ..checks import split_indices
 from ..conv.sparse_conv2d_grad import split_gradient
+from ..from_mask import takes_blocks_from
 from ..gather_scatter.sparse_gather import sparse_gather
 from ..gather_scatter.sparse_gather_grad import sparse_gather_grad
 from ..gather_scatter.zero_outside import zero_outside
 from ..grid import inside_image
-from .res_block import check_sizes, shortcut_grid
+from .res_block import blocks_of_unit, check_sizes, shortcut_grid
 from .weights import BottleneckWeights
 
 
@@ -35,12 +37,14 @@ def sparse_res_block_bottleneck_grad(
     x,
     weights,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     w_project=None,
     base=None,
     precision=None,
+    capacity=None,
 ):
     """Compute the gradients of sparse_res_block_bottleneck from the gradient of its result.
 
@@ -53,8 +57,8 @@ def sparse_res_block_bottleneck_grad(
     ----------
     grad_y : array, shape (N, H', W', Cout)
         Gradient of the result of :func:`sparse_res_block_bottleneck` with these arguments, in its
-        dtype. C-contiguous.
-    x, weights, indices, block_params, strides, w_project, base
+        dtype. C-contiguous; a NumPy array that is not is copied.
+    x, weights, indices, block_params, bsize, strides, w_project, base, capacity
         As they were given to :func:`sparse_res_block_bottleneck`; ``indices`` lists a block once.
         With ``out=x`` or ``out=base`` the values from before the call.
     precision : None, "ieee" or "tf32"
@@ -89,9 +93,13 @@ def sparse_res_block_bottleneck_grad(
     """
     check_precision(precision)
     strides = pair(strides, "strides")
+    if takes_blocks_from(indices, bsize, capacity):
+        given = (indices, block_params, bsize, capacity)
+        indices, block_params = blocks_of_unit(x, weights, strides, w_project, *given)
     shape = check_sizes(x, weights, w_project, strides, block_params, base)
     check_grad("grad_y", grad_y, shape, x)
     indices = split_indices(indices)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
 
     with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
         grad, dbase = split_gradient(grad_y, indices, block_params, base is not None)

@@ -1,12 +1,14 @@
 """The weights of a residual unit: drawn at random, folded from batch norms, and checked."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...core import libraries
 from ...core.arrays import ArrayContainer, array_function, compute_dtype, is_float, namespace
+from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array, check_contiguous
 from ...core.packed import Packed
 from ...dense.conv2d import check_precision
@@ -181,7 +183,7 @@ def widened(weights):
     return [array.astype(wide, copy=False) for array in weights._arrays()]
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def _fold(gamma, beta, mean, variance, eps, name):
     """Return scale and shift of a batch norm, in float32 or float64."""
     check_array(f"{name} gamma", gamma, ndim=1, kinds="f")
@@ -240,4 +242,5 @@ def _check_kernel(name, kernel, shape, x):
             f"{name} must have shape {shape}, for x of {x.shape[3]} channels, got {kernel.shape}"
         )
     if kernel.dtype != x.dtype:
+        check_byte_orders({"x": x, name: kernel})
         raise DTypeError(f"{name} must have the dtype of x, {x.dtype}, got {kernel.dtype}")

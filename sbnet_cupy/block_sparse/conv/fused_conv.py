@@ -8,6 +8,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import address, array_function, dtype_name, is_cupy, vector_bytes, zeros
+from ...core.byte_order import check_byte_orders
 from ...core.checks import apart, apart_from, check_apart, check_array, check_contiguous, check_out
 from ...core.compile import cpp_name
 from ...core.device import current_device
@@ -55,7 +56,8 @@ def fused_conv(
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images; float16, bfloat16, float32 or float64 (not on a GPU). C-contiguous.
+        Images; float16, bfloat16, float32 or float64 (not on a GPU). C-contiguous; a NumPy array
+        that is not is copied.
     w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``, or PackedWeights
         Kernel, of the dtype of ``x``. An array is laid out anew at each call, a
         :class:`PackedWeights` once.
@@ -185,6 +187,7 @@ def _check(inputs, weights, bsize, strides, padding, activation, data_format, ex
     if residual is not None:
         check_array("residual", residual, shape=shape, like=x)
         if residual.dtype != x.dtype:
+            check_byte_orders({"x": x, "residual": residual})
             raise DTypeError(
                 f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}; use astype"
             )

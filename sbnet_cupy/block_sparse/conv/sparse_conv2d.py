@@ -11,10 +11,13 @@ from ...core.graph_memory import memory_of_graphs
 from ...core.plans import Plans
 from ...dense.conv2d import Problem, conv2d, resolve_problem
 from ...errors import ShapeError
+from ..active_grid import check_active_grid
 from ..block_params import BlockParams, calc_block_params
 from ..checks import check_base, check_block_params, check_indices, check_method, split_indices
+from ..from_mask import batch_of_one, find_blocks, is_mask, takes_blocks_from
 from ..gather_scatter.sparse_gather import sparse_gather
 from ..gather_scatter.sparse_scatter import sparse_scatter
+from ..mask.reduce_mask import reduce_mask
 from .fused_conv import fused_conv, missing_kernel, require_kernel
 from .weights import PackedWeights, resolve_weights
 
@@ -24,8 +27,9 @@ def sparse_conv2d(
     x,
     w,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     padding="SAME",
     bias=None,
@@ -36,24 +40,31 @@ def sparse_conv2d(
     precision=None,
     out=None,
     method="auto",
+    capacity=None,
 ):
     """Convolve an image where its blocks are active.
 
     At every output pixel of an active block the value is that of ``conv2d(x, w, ...)``; elsewhere
     it is ``base``, or 0. Nothing waits for the device, also with more rows in ``indices`` than
-    active blocks.
+    active blocks; but a mask without ``capacity`` on a GPU does, for the number of its blocks.
 
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images; float16, bfloat16, float32 or float64. C-contiguous.
+        Images; float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that is not is
+        copied.
     w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``, or PackedWeights
         Kernel, of the dtype of ``x``. A :class:`PackedWeights` saves the fused method the work of
         laying it out, and brings its own scale, bias, ``w_format`` and ``precision``.
-    indices : ActiveBlocks or (bin_counts, active_block_indices)
-        What :func:`reduce_mask` returns for the grid of ``block_params``.
-    block_params : BlockParams
-        ``calc_block_params(x.shape, bsize, (R, S), strides, padding)``.
+    indices : ActiveBlocks, (bin_counts, active_block_indices), or a mask
+        What :func:`reduce_mask` returns for the grid of ``block_params``. A mask of shape (N, H, W)
+        or (N, H, W, 1), or (H, W) for one image, is listed as :meth:`ActiveBlocks.from_mask` does:
+        a block is active where a pixel under its output pixels is greater than 0.
+    block_params : BlockParams, optional
+        ``calc_block_params(x.shape, block, (R, S), strides, padding)``, where ``block`` is the size
+        of an input block. Not needed with ``bsize``.
+    bsize : int or (int, int), optional
+        Size of a block in pixels of the result; takes the place of ``block_params``.
     strides, padding, bias, activation, data_format, w_format, precision
         As for :func:`conv2d`.
     base : array of the shape and dtype of the result, optional
@@ -67,6 +78,8 @@ def sparse_conv2d(
         :func:`fused_conv`, from image to image; "auto" is "fused" for CuPy arrays that it has a
         kernel for, else "gather". "gather" takes the arrays of a PackedWeights as they are at the
         time.
+    capacity : int, optional
+        With a mask, the number of blocks to make room for, as for :func:`reduce_mask`.
 
     Returns
     -------
@@ -87,13 +100,10 @@ def sparse_conv2d(
     Examples
     --------
     >>> import numpy as np
-    >>> from sbnet_cupy import calc_block_params, reduce_mask
     >>> x, w = np.ones((1, 8, 8, 3), np.float32), np.ones((3, 3, 3, 5), np.float32)
     >>> mask = np.zeros((1, 8, 8), bool)
     >>> mask[0, 1, 1] = True
-    >>> params = calc_block_params(x.shape, 6, w.shape)
-    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
-    >>> y = sparse_conv2d(x, w, reduce_mask(mask, params.bcount, **grid), params)
+    >>> y = sparse_conv2d(x, w, mask, bsize=4)
     >>> y[0, :, :, 0]
     array([[12., 18., 18., 18.,  0.,  0.,  0.,  0.],
            [18., 27., 27., 27.,  0.,  0.,  0.,  0.],
@@ -103,7 +113,22 @@ def sparse_conv2d(
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.],
            [ 0.,  0.,  0.,  0.,  0.,  0.,  0.,  0.]], dtype=float32)
+
+    The same from a list of blocks, which several layers can share:
+
+    >>> from sbnet_cupy import calc_block_params, reduce_mask
+    >>> params = calc_block_params(x.shape, 6, w.shape)
+    >>> grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
+    >>> active = reduce_mask(mask, params.bcount, **grid)
+    >>> bool((sparse_conv2d(x, w, active, params) == y).all())
+    True
     """
+    if takes_blocks_from(indices, bsize, capacity):
+        weights = resolve_weights(w, None, bias, w_format, precision)
+        options = (activation, data_format, weights.w_format, weights.precision)
+        problem = resolve_problem(x, weights.w, strides, padding, *options)
+        given = (indices, block_params, bsize, capacity)
+        indices, block_params = blocks_of_problem(x, problem, *given)
     indices = split_indices(indices)
     packed = isinstance(w, PackedWeights)
     inputs = (x, *(w._given() if packed else (w, None)), bias, *indices)
@@ -114,6 +139,7 @@ def sparse_conv2d(
     if plan is None or not stays_apart(out, inputs, base):
         plan = _checked(x, w, indices, block_params, bias, base, out, *options)
         _PLANS.keep(key, plan)
+    check_active_grid(indices, plan.shape[0], block_params.bcount)
 
     y = _background(plan.shape, x, base, out)
     if not plan.fused:
@@ -155,6 +181,15 @@ def _checked(x, w, indices, block_params, bias, base, out, strides, padding, act
         _check_out(out, shape, x, weights, indices, base)
     kernel_for = (x, problem, block_params.bsize_out, len(indices[1]))
     return _Plan(problem, shape, goes_fused(method, is_cupy(x), kernel_for))
+
+
+def blocks_of_problem(x, problem, indices, block_params, bsize, capacity):
+    """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
+    if is_mask(indices):
+        check_array("indices", indices, kinds="biuf", like=x)
+    image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
+    convolution = ((x.shape[0], *image_hw), problem.kernel, problem.strides, problem.pads)
+    return find_blocks(indices, block_params, bsize, capacity, convolution, reduce_mask)
 
 
 def call_key(arrays, block_params, options):
@@ -217,11 +252,11 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
         Images; float16, bfloat16, float32 or float64.
     w : array, shape (R, S, C, K)
         Kernel, of the dtype of ``x``.
-    mask : array, shape (N, H, W) or (N, H, W, 1)
+    mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
         bool, integer or float. The pooled value itself is the factor: 0 or 1 for a bool mask.
     strides : int or (int, int)
         Steps between output pixels.
-    padding : "SAME", "VALID" or ((top, bottom), (left, right))
+    padding : "SAME", "VALID", int, (int, int) or ((top, bottom), (left, right))
         As for :func:`conv2d`.
     precision : None, "ieee" or "tf32"
         As for :func:`conv2d`.
@@ -249,6 +284,7 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
            [0., 0., 2.]])
     """
     problem = resolve_problem(x, w, strides, padding, None, "NHWC", "HWIO", precision)
+    mask = batch_of_one(mask)
     check_array("mask", mask, ndim=(3, 4), kinds="biuf", like=x)
     if mask.shape[:3] != x.shape[:3] or mask.shape[3:] not in ((), (1,)):
         n, h, width, _ = x.shape

@@ -5,11 +5,14 @@ from typing import Any, NamedTuple
 from ...core.arrays import array_function
 from ...dense.conv2d import check_per_channel, resolve_problem
 from ...dense.conv2d_grad import check_grad, check_wanted, conv2d_grad
+from ..active_grid import check_active_grid
 from ..block_params import calc_block_params
 from ..checks import check_base, check_block_params, split_indices
+from ..from_mask import takes_blocks_from
 from ..gather_scatter.sparse_gather import sparse_gather
 from ..gather_scatter.sparse_gather_grad import sparse_gather_grad
 from ..gather_scatter.sparse_scatter_grad import sparse_scatter_grad
+from .sparse_conv2d import blocks_of_problem
 
 
 class SparseConvGradients(NamedTuple):
@@ -27,8 +30,9 @@ def sparse_conv2d_grad(
     x,
     w,
     indices,
-    block_params,
+    block_params=None,
     *,
+    bsize=None,
     strides=(1, 1),
     padding="SAME",
     bias=None,
@@ -38,6 +42,7 @@ def sparse_conv2d_grad(
     w_format="HWIO",
     precision=None,
     wanted=("x", "w", "bias", "base"),
+    capacity=None,
 ):
     """Compute the gradients of sparse_conv2d from the gradient of its result.
 
@@ -51,8 +56,8 @@ def sparse_conv2d_grad(
     ----------
     grad_y : array, shape (N, H', W', K), or (N, K, H', W') with ``data_format="NCHW"``
         Gradient of the result of :func:`sparse_conv2d` with these arguments, in its dtype.
-        C-contiguous.
-    x, w, indices, block_params
+        C-contiguous; a NumPy array that is not is copied.
+    x, w, indices, block_params, bsize, capacity
         As they were given to :func:`sparse_conv2d`; ``indices`` lists a block once.
     strides, padding, bias, activation, data_format, w_format, precision
         As for :func:`sparse_conv2d`.
@@ -102,6 +107,9 @@ def sparse_conv2d_grad(
            [6., 9., 9.]])
     """
     problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
+    if takes_blocks_from(indices, bsize, capacity):
+        given = (indices, block_params, bsize, capacity)
+        indices, block_params = blocks_of_problem(x, problem, *given)
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
     calculated = (image_hw, problem.kernel, problem.strides, padding)
     check_block_params(block_params, calc_block_params, *calculated)
@@ -111,6 +119,7 @@ def sparse_conv2d_grad(
     check_wanted(wanted, SparseConvGradients._fields)
     check_grad("grad_y", grad_y, shape, x)
     indices = split_indices(indices)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
 
     layout = {"data_format": data_format, "transpose": not problem.channels_last}  # NHWC stacks
     grad_blocks, dbase = split_gradient(

@@ -1,6 +1,7 @@
 """PackedWeights: the weights of a fused convolution, laid out once for many calls."""
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -91,7 +92,7 @@ def resolve_weights(w, scale, bias, w_format, precision):
     return w
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def _check_weights(w, scale, bias, w_format):
     """Check dtypes and shapes, of the arrays of any library."""
     check_array("w", w, ndim=4)

@@ -49,7 +49,8 @@ def sparse_gather(
     Parameters
     ----------
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Image. Any dtype of 1, 2, 4, 8 or 16 bytes. C-contiguous.
+        Image. Any dtype of 1, 2, 4, 8 or 16 bytes. C-contiguous; a NumPy array that is not is
+        copied.
     bin_counts : int32 array, shape (1,)
         Number of active blocks, as :func:`reduce_mask` returns it.
     active_block_indices : int32 array, shape (M, 3)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.arrays import array_function, empty, is_float
+from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array
 from ...dense.affine_grad import affine_grad
 from ...errors import DTypeError
@@ -57,7 +58,8 @@ def sparse_gather_grad(
     Parameters
     ----------
     grad_blocks : array, shape (M, bsize[0], bsize[1], C), or (M, C, bsize[0], bsize[1])
-        Gradient of the blocks that ``sparse_gather`` gave with these options. C-contiguous.
+        Gradient of the blocks that ``sparse_gather`` gave with these options. C-contiguous; a NumPy
+        array that is not is copied.
     bin_counts : int32 array, shape (1,)
         As it was given to ``sparse_gather``.
     active_block_indices : int32 array, shape (M, 3)
@@ -126,6 +128,7 @@ def _check(grad_blocks, indices, x, tables, bsize, boffset, bstride, transpose, 
     check_affine(x, layout.C, *tables)
     check_array("grad_blocks", grad_blocks, shape=layout.blocks_shape(len(indices[1]), grid.bsize))
     if grad_blocks.dtype != x.dtype:
+        check_byte_orders({"x": x, "grad_blocks": grad_blocks})
         raise DTypeError(
             f"grad_blocks must have the dtype of x, {x.dtype}, got {grad_blocks.dtype}; use astype"
         )

@@ -11,6 +11,7 @@ from ...core.arrays import (
     namespace,
     same_memory,
 )
+from ...core.byte_order import check_byte_orders
 from ...core.checks import apart, check_apart, check_array, check_out
 from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
@@ -64,13 +65,15 @@ def sparse_scatter(
     ----------
     blocks : array, shape (M, bsize[0], bsize[1], C), or (M, C, bsize[0], bsize[1])
         Block stack, laid out as :func:`sparse_gather` with the same ``transpose`` and
-        ``data_format`` gives it. C-contiguous, of the dtype of ``x``.
+        ``data_format`` gives it; of the dtype of ``x``. C-contiguous; a NumPy array that is not is
+        copied.
     bin_counts : int32 array, shape (1,)
         Number of active blocks, as :func:`reduce_mask` returns it.
     active_block_indices : int32 array, shape (M, 3)
         Rows ``(n, hi, wi)``, as :func:`reduce_mask` returns them: no row twice, unless ``atomic``.
     x : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Image under the blocks. C-contiguous. Modified only when it is also ``out``.
+        Image under the blocks. C-contiguous; a NumPy array that is not is copied. Modified only
+        when it is also ``out``.
     bsize : int or (int, int)
         Block size ``(h, w)`` in pixels.
     boffset : (int, int)
@@ -206,6 +209,7 @@ def resolve_scatter(arrays, bsize, boffset, bstride, add, atomic, transpose, dat
     layout = resolve_layout(x, data_format, transpose)
     check_array("blocks", blocks, shape=layout.blocks_shape(len(active_block_indices), grid.bsize))
     if blocks.dtype != x.dtype:
+        check_byte_orders({"x": x, "blocks": blocks})
         raise DTypeError(f"blocks must have the dtype of x, {x.dtype}, got {blocks.dtype}")
     if add and grid.overlaps and not atomic:
         raise ShapeError(

@@ -48,7 +48,7 @@ def sparse_scatter_grad(
     ----------
     grad_y : array, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
         Gradient of the result of ``sparse_scatter``: float16, bfloat16, float32 or float64.
-        C-contiguous.
+        C-contiguous; a NumPy array that is not is copied.
     bin_counts : int32 array, shape (1,)
         As it was given to ``sparse_scatter``.
     active_block_indices : int32 array, shape (M, 3)

@@ -1,6 +1,7 @@
 """The bird's-eye mask: which cells of the ground a point cloud occupies. Public in ``masks``."""
 
 import math
+from functools import partial
 from numbers import Real
 
 import numpy as np
@@ -11,7 +12,7 @@ from ...core.sizes import is_integer
 from ...errors import ShapeError
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
     """Activate the cells of a ground grid that hold points of a point cloud, seen from above.
 
@@ -22,8 +23,9 @@ def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
     Parameters
     ----------
     points : array, shape (P, 3) or more columns
-        x, y, z in metres, float or integer; further columns are ignored. Points outside the ranges,
-        and those with a NaN or an infinity among x, y and z, are dropped.
+        x, y, z in metres, float or integer, with any strides; further columns, such as intensity
+        and ring, are ignored. Points outside the ranges, and those with a NaN or an infinity among
+        x, y and z, are dropped.
     x_range, y_range : (float, float)
         What the grid covers, in metres.
     cell : float

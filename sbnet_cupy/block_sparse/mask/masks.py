@@ -5,10 +5,12 @@ Made up: ``top_left``, ``blobs``. From data: ``threshold`` of a picture, ``chang
 """
 
 import math
+from functools import partial
 
 import numpy as np
 
 from ...core.arrays import array_function, is_float, namespace
+from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array
 from ...core.sizes import is_integer, pair
 from ...errors import DTypeError, ShapeError
@@ -108,7 +110,7 @@ def blobs(shape, density, *, sigma=8.0, seed=0, xp=np, dtype=bool):
     return _library(xp).asarray(mask.reshape(n, h, w))
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def threshold(picture, level):
     """Activate the pixels of a picture that are brighter than a level.
 
@@ -139,7 +141,7 @@ def threshold(picture, level):
     return _exceeds(picture, level)
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def change(previous, current, level):
     """Activate the pixels that differ between two frames by more than a level.
 
@@ -172,6 +174,7 @@ def change(previous, current, level):
     _check_picture("current", current)
     check_array("current", current, shape=previous.shape, like=previous)
     if current.dtype != previous.dtype:
+        check_byte_orders({"previous": previous, "current": current})
         raise DTypeError(
             f"current must have the dtype of previous, {previous.dtype}, got {current.dtype}; "
             "convert one with .astype"
@@ -179,13 +182,13 @@ def change(previous, current, level):
     return _exceeds(_distance(previous, current), level)
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def dilate(mask, radius):
     """Grow a mask: a pixel is active when one within ``radius`` of it, along both axes, is.
 
     Parameters
     ----------
-    mask : array of bool, shape (N, H, W)
+    mask : array of bool, shape (N, H, W), or (H, W) for one image
     radius : int or (int, int)
         Half the structuring element, which is ``2 * radius + 1`` pixels high and wide. 0 copies.
 
@@ -200,7 +203,7 @@ def dilate(mask, radius):
     >>> dilate(np.array([[[0, 0, 0, 0, 1]]], dtype=bool), 2).astype(int)
     array([[[0, 0, 1, 1, 1]]])
     """
-    _check_mask(mask)
+    mask = _mask(mask)
     xp = namespace(mask)
     for axis, reach in enumerate(pair(radius, "radius", minimum=0), start=1):
         reach = min(reach, mask.shape[axis])
@@ -216,7 +219,7 @@ def dilate(mask, radius):
     return xp.ascontiguousarray(mask)
 
 
-@array_function
+@partial(array_function, takes_strided=True)
 def downsample(mask, factor):
     """Shrink a mask to a coarser stage: a coarse pixel is active when any pixel under it is.
 
@@ -225,7 +228,7 @@ def downsample(mask, factor):
 
     Parameters
     ----------
-    mask : array of bool, shape (N, H, W)
+    mask : array of bool, shape (N, H, W), or (H, W) for one image
     factor : int or (int, int)
         Stride of the coarser stage along rows and columns.
 
@@ -240,7 +243,7 @@ def downsample(mask, factor):
     >>> downsample(np.array([[[0, 0, 0, 0, 1]]], dtype=bool), (1, 2)).astype(int)
     array([[[0, 0, 1]]])
     """
-    _check_mask(mask)
+    mask = _mask(mask)
     fh, fw = pair(factor, "factor")
     n, h, w = mask.shape
     out_h, out_w = -(-h // fh), -(-w // fw)
@@ -276,8 +279,10 @@ def _check_picture(name, value):
     check_array(name, value, ndim=(2, 3, 4), kinds="biuf")
 
 
-def _check_mask(value):
-    check_array("mask", value, ndim=3, kinds="b")
+def _mask(value):
+    """Return a checked mask as that of a batch."""
+    check_array("mask", value, ndim=(2, 3), kinds="b")
+    return value if value.ndim == 3 else value[None]
 
 
 def _mask_shape(shape):

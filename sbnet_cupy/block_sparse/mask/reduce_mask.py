@@ -26,6 +26,7 @@ from ...core.sizes import is_integer, pair
 from ...core.workspace import workspace
 from ...errors import DTypeError, ShapeError
 from ..active_blocks import ActiveBlocks
+from ..from_mask import batch_of_one
 from ..grid import resolve_grid
 from .listing import prepare_listing, write_rows
 from .plan import plan_mask, shared_memory
@@ -53,8 +54,9 @@ def reduce_mask(
 
     Parameters
     ----------
-    mask : array, shape (N, H, W) or (N, H, W, 1)
-        bool, any integer, float16, bfloat16, float32 or float64. C-contiguous.
+    mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
+        bool, any integer, float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that
+        is not is copied.
     block_count : int or (int, int)
         Number of blocks along ``H`` and ``W``: ``BlockParams.bcount``.
     bsize : int or (int, int)
@@ -99,6 +101,7 @@ def reduce_mask(
     array([[0, 1, 0]], dtype=int32)
     """
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+    mask = batch_of_one(mask)
     if not is_cupy(mask):
         return ActiveBlocks(*_reduce_mask_numpy(mask, options))
     if not mask.size:  # there is nothing for a GPU to do

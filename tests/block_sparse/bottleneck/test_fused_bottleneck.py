@@ -203,7 +203,7 @@ def test_plain_weights_are_never_stale(xp):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_arrays_of_any_strides_and_tables_of_any_width(xp, packed):
-    """Weights are copied where they are not contiguous; an image is refused."""
+    """Weights are copied where they are not contiguous; an image on a GPU is refused."""
     case = Case(image=(1, 16, 16, 32), middle=16, packed=packed)
     arrays = case.arrays()
     (x, weights, *active), keywords = case.arguments(arrays, xp.asarray)
@@ -215,8 +215,12 @@ def test_arrays_of_any_strides_and_tables_of_any_width(xp, packed):
         given = PackedBottleneck(given) if packed else given
         for _ in range(2):
             assert_same(fused_bottleneck(x, given, *active, **keywords), y, signed_zero=False)
-    with pytest.raises(ShapeError, match="contiguous"):
-        fused_bottleneck(xp.module.asfortranarray(x), weights, *active, **keywords)
+    x = xp.module.asfortranarray(x)
+    if xp.name == "cupy":
+        with pytest.raises(ShapeError, match="contiguous"):
+            fused_bottleneck(x, weights, *active, **keywords)
+    else:
+        assert_same(fused_bottleneck(x, weights, *active, **keywords), y)
 
 
 def test_packed_weights_have_their_own_precision(xp):

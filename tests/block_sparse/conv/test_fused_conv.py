@@ -175,7 +175,7 @@ def test_plain_weights_are_never_stale(xp):
 
 
 def test_kernel_of_any_strides(xp):
-    """A kernel is copied where it is not contiguous; an image is refused."""
+    """A kernel is copied where it is not contiguous; an image on a GPU is refused."""
     case = Case(image=(1, 16, 16, 8), channels=8)
     (x, w, *active), keywords = case.arguments(case.arrays(), xp.asarray)
     y = fused_conv(x, w, *active, **keywords)
@@ -184,8 +184,12 @@ def test_kernel_of_any_strides(xp):
         assert_same(fused_conv(x, fortran, *active, **keywords), y)
     weights = PackedWeights(fortran)
     assert_same(fused_conv(x, weights, *active, **keywords | {"precision": None}), y)
-    with pytest.raises(ShapeError, match="contiguous"):
-        fused_conv(xp.module.asfortranarray(x), w, *active, **keywords)
+    x = xp.module.asfortranarray(x)
+    if xp.name == "cupy":
+        with pytest.raises(ShapeError, match="contiguous"):
+            fused_conv(x, w, *active, **keywords)
+    else:
+        assert_same(fused_conv(x, w, *active, **keywords), y)
 
 
 def test_packed_weights_have_their_own_options(xp):

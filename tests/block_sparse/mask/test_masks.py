@@ -188,6 +188,25 @@ def test_birds_eye_of_a_lidar_grid_has_its_usual_size():
     assert np.argwhere(mask).tolist() == [[0, 0, 0], [0, 703, 799]]
 
 
+@pytest.mark.parametrize("columns", range(3, 8))
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int16", "uint8", ">f4"])
+def test_birds_eye_takes_points_of_any_layout(columns, dtype):
+    rng = np.random.default_rng(columns)
+    points = rng.uniform(0, 9, (60, columns)).astype(dtype)
+    points[:, 3:] = rng.integers(0, 200, (60, columns - 3))  # further columns do not matter
+    grid = {"x_range": (0, 9), "y_range": (1, 8), "cell": 1.5}
+    expected = np.zeros((1, 6, 5), bool)
+    for x, y, _ in points[:, :3].tolist():
+        if x < 9 and 1 <= y < 8:
+            expected[0, int(x / 1.5), int((y - 1) / 1.5)] = True
+    spread = np.full((60, 2 * columns), 77, dtype)
+    spread[:, ::2] = points
+    for view in (points, np.asfortranarray(points), points[::-1], spread[:, ::2], points[:, :3]):
+        before = view.copy()
+        assert_same(masks.birds_eye(view, **grid), expected)
+        assert np.array_equal(view, before)
+
+
 # --- from a mask --------------------------------------------------------------------------------
 
 
@@ -278,11 +297,11 @@ MASK = np.zeros((1, 3, 3), bool)
         (masks.birds_eye, (POINTS,), GRID | {"z_range": (0, None)}, ValueError, "z_range"),
         (masks.birds_eye, (POINTS,), GRID | {"min_points": 0}, ValueError, "min_points"),
         (masks.birds_eye, (POINTS,), GRID | {"min_points": 1.5}, ValueError, "min_points"),
-        (masks.dilate, (MASK[0], 1), {}, ShapeError, "mask"),
+        (masks.dilate, (MASK[0, 0], 1), {}, ShapeError, "mask"),
         (masks.dilate, (MASK.astype(int), 1), {}, DTypeError, "mask"),
         (masks.dilate, (MASK, -1), {}, ShapeError, "radius"),
         (masks.dilate, (MASK, 1.5), {}, ShapeError, "radius"),
-        (masks.downsample, (MASK[0], 2), {}, ShapeError, "mask"),
+        (masks.downsample, (MASK[0, 0], 2), {}, ShapeError, "mask"),
         (masks.downsample, (MASK.astype(np.uint8), 2), {}, DTypeError, "mask"),
         (masks.downsample, (MASK, 0), {}, ShapeError, "factor"),
         (masks.downsample, (MASK, (2, 2, 2)), {}, ShapeError, "factor"),

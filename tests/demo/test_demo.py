@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sbnet_cupy.__main__ import main
-from support.demo_files import sky, write_png, write_scan
+from sbnet_cupy.demo import picture_file
+from support.demo_files import lidar, sky, write_png, write_scan
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 GRID = ["--x-range", "0", "10", "--y-range", "-4", "4"]
@@ -116,6 +118,80 @@ def test_demo_on_a_scan_with_a_mask(tmp_path, capsys):
     mask = write_png(tmp_path / "mask.png", np.eye(100, 80, dtype=np.uint8))
     output, _ = demo(capsys, tmp_path, scan, *GRID, "--mask", mask)
     assert cells(output, "blocks computed (16 x 16 pixels)")[1] == "5"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("s.pcd.bin", []), ("s.bin", ["--columns", "5"]), ("s.npy", [])]
+)
+def test_demo_on_a_scan_of_five_columns(name, options, tmp_path, capsys):
+    table = lidar(5)
+    if name.endswith(".npy"):
+        np.save(tmp_path / name, table)
+    else:
+        table.tofile(tmp_path / name)
+    output, png = demo(capsys, tmp_path, str(tmp_path / name), *options, "--cell", "0.5")
+    assert png.name == f"sbnet_demo_{Path(name).stem}.png"
+    inside = ((table[:, 0] >= 0) & (table[:, 0] < 70.4) & (abs(table[:, 1]) < 40)).sum()
+    assert cells(output, "points in the grid") == [str(inside), "of", "1,920"]
+
+
+def test_demo_times_pytorch_as_well(tmp_path, capsys, torch):
+    picture = write_png(tmp_path / "sky.png", sky())
+    scan = write_scan(tmp_path / "scan.bin")
+    for arguments in ([picture], [scan, *GRID]):
+        output, png = demo(capsys, tmp_path, *arguments)
+        png.unlink()
+        assert f"dense, PyTorch {torch.__version__.partition('+')[0]}" in output
+        assert len(cells(output, "time: convolve")) == 6  # three times in ms
+        assert cells(output, "... in the faster layout")[0] in ("NCHW", "channels_last")
+
+
+def test_demo_without_pytorch(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    output, _ = demo(capsys, tmp_path, write_png(tmp_path / "sky.png", sky()))
+    assert "PyTorch" not in output
+    assert len(cells(output, "time: convolve")) == 4
+
+
+def test_demo_on_a_large_picture_says_the_size_it_computed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(picture_file, "MOST_COMPUTED", 60 * 100)
+    picture = write_png(tmp_path / "sky.png", sky((130, 190)))
+    mask = write_png(tmp_path / "mask.png", np.eye(130, 190, dtype=np.uint8))
+    output, _ = demo(capsys, tmp_path, picture, "--mask", mask)
+    assert "130 x 190, computed at 33 x 48: means of 4 x 4 pixels" in " ".join(output.split())
+    assert cells(output, "blocks computed (12 x 12 pixels)")[1:4] == ["3", "of", "12"]
+
+
+HIGHEST = """
+import sys
+from pathlib import Path
+from sbnet_cupy.__main__ import main
+code = main(sys.argv[1:])
+status = Path("/proc/self/status").read_text()
+print("peak", status.partition("VmHWM:")[2].split()[0])
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_demo_on_a_picture_of_a_hundred_million_pixels_takes_bounded_memory(tmp_path):
+    from PIL import Image
+
+    picture = np.random.default_rng(0).integers(0, 9, (1, 12_000, 3), np.uint8).repeat(9000, axis=0)
+    for row in range(50, 9000, 400):
+        picture[row : row + 20, row : row + 20] = 255
+    Image.fromarray(picture).save(tmp_path / "big.png", compress_level=1)
+    del picture
+    done = subprocess.run(
+        [sys.executable, "-c", HIGHEST, "demo", str(tmp_path / "big.png"), "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "9000 x 12000, computed at 2250 x 3000" in " ".join(done.stdout.split())
+    assert int(cells(done.stdout, "peak")[0]) < 2_000_000  # kB
+    assert (tmp_path / "sbnet_demo_big.png").read_bytes().startswith(PNG_START)
 
 
 def test_demo_reports_a_disagreement_with_exit_code_1(tmp_path, capsys, monkeypatch):
