@@ -71,7 +71,12 @@ def _units(arch):
 
 def launched(arch, stem, kernel, template):
     """Whether the ops would launch an instantiation on the GPUs of an architecture."""
-    if kernel not in ("fused_conv", "fused_bottleneck") or DEVICES[arch].tensor_floats:
+    if kernel in ("stack_conv", "stack_conv_pipelined"):
+        if (kernel == "stack_conv_pipelined") != DEVICES[arch].bulk_copy:
+            return False
+    elif kernel not in ("fused_conv", "fused_bottleneck"):
+        return True
+    if DEVICES[arch].tensor_floats:
         return True
     engine, element = template[:2]
     return engine == "Fma" or element == "Half"

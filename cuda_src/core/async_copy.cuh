@@ -51,13 +51,19 @@ DEVICE void copy_async(void* shared, const void* global, bool inside) {
 DEVICE void copy_async_16(void* shared, const void* global, bool inside) {
     copy_async<16>(shared, global, inside);
 }
-// Through the L1 cache: for vectors that this thread block copies several times.
-DEVICE void copy_async_16_cached(void* shared, const void* global, bool inside) {
+// 16 bytes, or zeros where `offset` is negative: the test is one instruction. CACHED: through the L1 cache, for vectors
+// that a thread block copies several times.
+template <bool CACHED>
+DEVICE void copy_async_16_unless_negative(void* shared, const void* global, int offset) {
 #if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 800
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
-                 ::"r"(shared_address(shared)), "l"(global), "r"(inside ? 16 : 0));
+    if constexpr (CACHED)
+        asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, 0;\ncp.async.ca.shared.global [%0], [%1], 16, p;\n}"
+                     ::"r"(shared_address(shared)), "l"(global), "r"(offset));
+    else
+        asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, p;\n}"
+                     ::"r"(shared_address(shared)), "l"(global), "r"(offset));
 #else
-    copy_async<16>(shared, global, inside);
+    copy_async<16>(shared, global, offset >= 0);
 #endif
 }
 DEVICE void copy_async_8(void* shared, const void* global, bool inside) {

@@ -28,12 +28,6 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int COUNT = 0>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(COUNT) : "memory"); }
 
-// All warps of a warp group give registers up, or take what others gave up.
-template <int COUNT>
-DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int COUNT>
-DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-
 // D as operands: eight registers, from register number i of the array and of the instruction.
 #define D8(d, i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
@@ -97,10 +91,6 @@ DEVICE void wgmma_fence() {}
 DEVICE void wgmma_commit() {}
 template <int COUNT = 0>
 DEVICE void wgmma_wait() {}
-template <int COUNT>
-DEVICE void fewer_registers() {}
-template <int COUNT>
-DEVICE void more_registers() {}
 template <typename T, int N>
 struct Wgmma {
     DEVICE static void shared(float*, u64, u64) {}

@@ -44,7 +44,6 @@ def prepare(
     persistent=False,
     dependent=False,
     cluster=1,
-    carveout=None,
 ):
     """Return a launch with all but its arrays decided, bound to CuPy's current device.
 
@@ -54,8 +53,7 @@ def prepare(
     A ``persistent`` grid is cut to what the GPU holds at once; of a grid of several numbers the
     first is cut. A ``dependent`` kernel begins before the one ahead of it on the stream has ended,
     and itself waits for it (``dependent_wait`` of async_copy.cuh). ``cluster`` blocks of a row form
-    a cluster. ``carveout`` is the percentage of a multiprocessor's memory to prefer as shared
-    memory; the rest is its L1 cache. By default the driver chooses.
+    a cluster.
     """
     import cupy
 
@@ -65,8 +63,6 @@ def prepare(
     module_function = _LOADED.get(key)
     if module_function is None:
         module_function = _LOADED[key] = load(stem, kernel, template, shared)
-    if carveout is not None:
-        module_function.preferred_shared_memory_carveout = carveout
     if persistent:
         resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
             module_function.kernel.ptr, block, shared

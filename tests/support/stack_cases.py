@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 import sbnet_cupy
 from support import stack_oracles
 from support.strategies import FLOATS
+
+FEW = settings(max_examples=25)  # these tests run on two bodies and two libraries each
 
 
 @dataclass(frozen=True)

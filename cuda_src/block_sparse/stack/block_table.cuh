@@ -16,30 +16,29 @@ struct BlockTable {
     struct Block {
         int n, hi, wi;
     };
+    // (Both load something whatever is asked, so that several searches are under way together.)
     DEVICE Block block(int row) const {
-        if (row >= rows) return Block{-1, 0, 0};
-        const int* const at = indices + static_cast<i64>(row) * 3;
+        const int* const at = indices + static_cast<i64>(row < rows ? row : 0) * 3;
         const Block b{at[0], at[1], at[2]};
-        const bool inside = static_cast<u32>(b.n) < static_cast<u32>(N) && static_cast<u32>(b.hi) < static_cast<u32>(GH) &&
-                            static_cast<u32>(b.wi) < static_cast<u32>(GW);
+        const bool inside = row < rows && static_cast<u32>(b.n) < static_cast<u32>(N) &&
+                            static_cast<u32>(b.hi) < static_cast<u32>(GH) && static_cast<u32>(b.wi) < static_cast<u32>(GW);
         return inside ? b : Block{-1, 0, 0};
     }
     // The row of the stack of a block of the image; -1 where it is not active.
     DEVICE int row(int n, int hi, int wi) const {
-        if (static_cast<u32>(hi) >= static_cast<u32>(GH) || static_cast<u32>(wi) >= static_cast<u32>(GW)) return -1;
-        const int found = grid[(static_cast<i64>(n) * GH + hi) * GW + wi];
-        return static_cast<u32>(found) < static_cast<u32>(rows) ? found : -1;
+        const bool inside = static_cast<u32>(n) < static_cast<u32>(N) && static_cast<u32>(hi) < static_cast<u32>(GH) &&
+                            static_cast<u32>(wi) < static_cast<u32>(GW);
+        const int found = grid[inside ? (static_cast<i64>(n) * GH + hi) * GW + wi : 0];
+        return inside && static_cast<u32>(found) < static_cast<u32>(rows) ? found : -1;
     }
 };
 
-// Along one axis: which block position `at` lies in, counted from the block whose pixels are 0 .. size - 1, and where.
-struct Along {
-    int block, at;
-    DEVICE Along(int position, int size) : block(0), at(position) {
-        if (static_cast<u32>(position) >= static_cast<u32>(size)) {
-            block = position < 0 ? -((size - 1 - position) / size) : position / size;
-            at = position - block * size;
-        }
+// Division by a number that is known when the kernel begins, exact where n * d < 2^32.
+struct Divisor {
+    u32 d, reciprocal;
+    DEVICE explicit Divisor(int d) : d(d), reciprocal(d > 1 ? 0xffffffffu / static_cast<u32>(d) + 1 : 0) {}
+    DEVICE int of(int n) const {
+        return d == 1 ? n : static_cast<int>(static_cast<u64>(static_cast<u32>(n)) * reciprocal >> 32);
     }
 };
 

@@ -63,89 +63,170 @@ struct Problem {
     static DEVICE int narrow(i64 value) { return static_cast<int>(value); }
 };
 
-// Pixel number p of the stack y: in which block, and where.
-struct Pixel {
-    int row, i, j;  // of the stack, of the block
-    DEVICE Pixel(int p, int ph, int pw) {
-        const u32 size = static_cast<u32>(ph) * static_cast<u32>(pw);
-        row = static_cast<int>(static_cast<u32>(p) / size);
-        const int rest = p - row * static_cast<int>(size);
-        i = static_cast<int>(static_cast<u32>(rest) / static_cast<u32>(pw));
-        j = rest - i * pw;
+// Where the pixels that a tile of y reads lie in the stack x.
+struct Finder {
+    const BlockTable& table;
+    const Problem& g;
+    Divisor size, width, down, across;  // of blocks of y; of blocks of x
+    int above, beside;                  // blocks that the window can reach upwards and to the left
+
+    DEVICE Finder(const BlockTable& table, const Problem& g)
+        : table(table), g(g), size(g.ph * g.pw), width(g.pw), down(g.bh), across(g.bw),
+          above(g.top > 0 ? ceil_div(g.top, g.bh) : 0), beside(g.left > 0 ? ceil_div(g.left, g.bw) : 0) {}
+
+    // A pixel of the stack y.
+    struct Pixel {
+        int row, i, j;
+    };
+    // Pixel number `at` of a tile of at most 256 pixels that begins at pixel `rest` of a row of the stack.
+    DEVICE Pixel pixel(int row, int rest, int at) const {
+        const int number = rest + at, pixels = static_cast<int>(size.d);
+        const int step = pixels >= 256 ? number >= pixels : size.of(number);
+        const int in_block = number - step * pixels;
+        const int i = pixels <= 1 << 16 ? width.of(in_block) : in_block / g.pw;
+        return Pixel{row + step, i, in_block - i * g.pw};
+    }
+    // Whether pixel `at` of the tile that begins at p0 lies in its image.
+    DEVICE bool is_inside(int p0, int at) const {
+        const int row = static_cast<int>(static_cast<u32>(p0) / size.d);
+        const Pixel p = pixel(row, p0 - row * static_cast<int>(size.d), at);
+        const BlockTable::Block block = table.block(p.row);
+        return block.n >= 0 && block.hi * g.ph + p.i < g.P && block.wi * g.pw + p.j < g.Q;
+    }
+
+    // The pixel of x that each tap of each of BM pixels of y reads, times `units`, or -1. Pixel `row` of tap t goes to
+    // offsets[t * BM + row % PASS * (BM / PASS) + row / PASS]: neighbours are what a thread copies that takes every
+    // PASS-th row. `threads` threads share the work; each has ITEMS rows of windows under way.
+    template <int BM, int PASS, int ITEMS>
+    DEVICE void find(int p0, int units, int* offsets, int thread, int threads) const {
+        constexpr int TAPS = 3;  // of a row of a window, under way
+        const int row0 = static_cast<int>(static_cast<u32>(p0) / size.d), rest = p0 - row0 * static_cast<int>(size.d);
+        for (int i0 = thread; i0 < BM * g.R; i0 += ITEMS * threads) {
+            BlockTable::Block block[ITEMS];
+            Pixel p[ITEMS];
+            int r[ITEMS], at[ITEMS];
+#pragma unroll
+            for (int e = 0; e < ITEMS; ++e) {
+                const int i = i0 + e * threads;
+                r[e] = i / BM, at[e] = i - r[e] * BM;
+                p[e] = pixel(row0, rest, at[e]);
+                block[e] = table.block(p[e].row);
+            }
+            for (int s0 = 0; s0 < g.S; s0 += TAPS) {
+                int found[ITEMS][TAPS], place[ITEMS][TAPS];
+#pragma unroll
+                for (int e = 0; e < ITEMS; ++e) {
+                    const int y = p[e].i * g.SH - g.top + r[e] * g.DH + above * g.bh, v = down.of(y);
+                    const int in_y = y - v * g.bh, hi = block[e].hi + v - above;
+                    const bool inside_y = block[e].n >= 0 && static_cast<u32>(hi * g.bh + in_y) < static_cast<u32>(g.H);
+#pragma unroll
+                    for (int t = 0; t < TAPS; ++t) {
+                        const int x = p[e].j * g.SW - g.left + (s0 + t) * g.DW + beside * g.bw, h = across.of(x);
+                        const int in_x = x - h * g.bw, wi = block[e].wi + h - beside;
+                        const bool inside = inside_y && static_cast<u32>(wi * g.bw + in_x) < static_cast<u32>(g.W);
+                        found[e][t] = table.row(inside ? block[e].n : -1, hi, wi);
+                        place[e][t] = in_y * g.bw + in_x;
+                    }
+                }
+#pragma unroll
+                for (int e = 0; e < ITEMS; ++e)
+#pragma unroll
+                    for (int t = 0; t < TAPS; ++t)
+                        if (r[e] < g.R && s0 + t < g.S)
+                            offsets[(r[e] * g.S + s0 + t) * BM + at[e] % PASS * (BM / PASS) + at[e] / PASS] =
+                                found[e][t] < 0 ? -1 : (found[e][t] * g.bh * g.bw + place[e][t]) * units;
+            }
+        }
     }
 };
-
-// Whether pixel p of the stack y lies in its image.
-DEVICE bool is_inside(const BlockTable& table, int p, int ph, int pw, int P, int Q) {
-    const Pixel pixel(p, ph, pw);
-    const BlockTable::Block block = table.block(pixel.row);
-    return block.n >= 0 && block.hi * ph + pixel.i < P && block.wi * pw + pixel.j < Q;
-}
-
-// Row r of the window of pixel p: for each of its S taps the pixel of the stack x that it reads, or -1, to
-// offsets[s * step].
-DEVICE void find_taps(const BlockTable& table, const Problem& g, int p, int r, int* offsets, int step) {
-    constexpr int AT_ONCE = 3;  // searches under way
-    const Pixel pixel(p, g.ph, g.pw);
-    const BlockTable::Block block = table.block(pixel.row);
-    const Along v(pixel.i * g.SH - g.top + r * g.DH, g.bh);
-    const int hi = block.hi + v.block, y = hi * g.bh + v.at, x0 = pixel.j * g.SW - g.left;
-    const bool row_inside = block.n >= 0 && static_cast<u32>(y) < static_cast<u32>(g.H);
-    for (int s0 = 0; s0 < g.S; s0 += AT_ONCE) {
-        int found[AT_ONCE], at[AT_ONCE];
-#pragma unroll
-        for (int e = 0; e < AT_ONCE; ++e) {
-            const Along h(x0 + (s0 + e) * g.DW, g.bw);
-            const int wi = block.wi + h.block, x = wi * g.bw + h.at;
-            at[e] = v.at * g.bw + h.at;
-            found[e] = -1;
-            if (row_inside && static_cast<u32>(x) < static_cast<u32>(g.W) && s0 + e < g.S)
-                found[e] = v.block == 0 && h.block == 0 ? pixel.row : table.row(block.n, hi, wi);
-        }
-#pragma unroll
-        for (int e = 0; e < AT_ONCE; ++e)
-            if (s0 + e < g.S) offsets[(s0 + e) * step] = found[e] < 0 ? -1 : found[e] * g.bh * g.bw + at[e];
-    }
-}
 
 // ---------------------------------------------------------------------------- one chunk of a tile
 
-// Which tap and channel a thread copies of the chunks, one after another: unit `unit` of each.
-struct ChunkWalk {
-    int chunk, tap, group;
-    DEVICE ChunkWalk(const Order& order, int first) : chunk(first), tap(first % order.taps), group(first / order.taps) {}
-    // The tap, and the first channel; false past the end of K.
-    DEVICE bool at(const Order& order, int unit, int lanes, int& its_tap, int& channel) const {
-        its_tap = tap, channel = (group * 8 + unit) * lanes;
-        if (chunk < order.groups * order.taps) return true;
-        order.of_rest(chunk, unit, its_tap, channel);
-        channel *= lanes;
-        return its_tap < order.taps;
-    }
-    DEVICE void advance(const Order& order) {
-        ++chunk;
-        if (++tap == order.taps) tap = 0, ++group;
-    }
-};
+// How many units a pixel of x has, as offsets count them: vectors of 16 bytes, or one pixel.
+template <typename T, bool VECTOR>
+DEVICE int units_of_pixel(const Problem& g) {
+    return VECTOR ? g.C / static_cast<int>(16 / sizeof(T)) : 1;
+}
 
-// Begin to copy 16 bytes of channels, from channel c of a pixel of the stack (or -1) on; past channel C come zeros.
+// Begin to copy 16 bytes of channels, from channel c of the pixel at an offset (or -1) on; zeros past channel C.
 template <bool VECTOR, bool CACHED, typename T>
-DEVICE void copy_channels(u8* to, const T* __restrict__ x, i64 pixel, int c, int C) {
+DEVICE void copy_channels(u8* to, const T* __restrict__ x, int offset, int c, int C) {
     constexpr int LANES = 16 / sizeof(T);
-    const bool there = pixel >= 0 && c < C;
-    const T* const from = x + (there ? pixel * C + c : 0);
-    if constexpr (VECTOR && CACHED) {
-        copy_async_16_cached(to, from, there);
-    } else if constexpr (VECTOR) {
-        copy_async_16(to, from, there);
+    if constexpr (VECTOR) {
+        // One instruction for the address, if the compiler does not see what it is made of.
+        const u8* const base = reinterpret_cast<const u8*>(computed_once(reinterpret_cast<i64>(x + c)));
+        copy_async_16_unless_negative<CACHED>(to, base + static_cast<u64>(static_cast<u32>(offset)) * 16, offset);
     } else {
         Elements<T, uint4> value(zero<uint4>());
+        const T* const from = x + static_cast<i64>(offset) * C + c;
 #pragma unroll
         for (int e = 0; e < LANES; ++e)
-            if (there && c + e < C) value.element[e] = from[e];
+            if (offset >= 0 && c + e < C) value.element[e] = from[e];
         *reinterpret_cast<uint4*>(to) = value.vector;
     }
 }
+
+// How a thread copies its part of a tile's chunks, one chunk after another: of every PASS-th row of BM one vector.
+template <bool POINTWISE, bool VECTOR, bool CACHED, int BM, int PASS, typename T>
+struct ChunkCopier {
+    static constexpr int PASSES = BM / PASS, LANES = 16 / sizeof(T);
+    const T* __restrict__ x;
+    const int* offsets;  // of the thread's rows, at the first tap
+    const Order& order;
+    int unit, C, units;  // its unit of each chunk; channels; units of a pixel as offsets count them
+    int row, pixels;     // its first row's pixel of the stack y; how many there are
+    int chunk, tap, group;
+
+    DEVICE ChunkCopier(const T* x, const int* all_offsets, const Order& order, const Problem& g, int thread, int p0,
+                       int pixels, int first)
+        : x(x), offsets(all_offsets + thread / 8 * PASSES), order(order), unit(thread % 8), C(g.C),
+          units(units_of_pixel<T, VECTOR>(g)), row(p0 + thread / 8), pixels(pixels), chunk(first),
+          tap(first % order.taps), group(first / order.taps) {}
+
+    // Begin to copy the next chunk; `to` is where its first row's vector goes.
+    DEVICE void copy(u8* to) {
+        if (group < order.groups) {
+            vectors<false>(to, tap, (group * 8 + unit) * LANES);
+        } else {
+            int its_tap, its_unit;
+            order.of_rest(chunk, unit, its_tap, its_unit);
+            vectors<true>(to, its_tap < order.taps ? its_tap : -1, its_unit * LANES);
+        }
+        ++chunk;
+        if (++tap == order.taps) tap = 0, ++group;
+    }
+
+private:
+    // Channels c and up, at a tap; if PARTLY, tap is -1 past the end of K.
+    template <bool PARTLY>
+    DEVICE void vectors(u8* to, int its_tap, int c) const {
+        const bool real = !PARTLY || (its_tap >= 0 && c < C);
+        int mine[PASSES];
+        if constexpr (POINTWISE) {
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass)
+                mine[pass] = row + pass * PASS < pixels ? (row + pass * PASS) * units : -1;
+        } else {
+            const int* const its = offsets + (real ? its_tap : 0) * BM;
+            if constexpr (PASSES % 4 == 0) {
+#pragma unroll
+                for (int pass = 0; pass < PASSES; pass += 4) {
+                    const int4 four = *reinterpret_cast<const int4*>(its + pass);
+                    mine[pass] = four.x, mine[pass + 1] = four.y, mine[pass + 2] = four.z, mine[pass + 3] = four.w;
+                }
+            } else {
+#pragma unroll
+                for (int pass = 0; pass < PASSES; ++pass) mine[pass] = its[pass];
+            }
+        }
+        if (PARTLY && !real)
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass) mine[pass] = -1;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass)
+            copy_channels<VECTOR, CACHED>(to + pass * (PASS * TILE_ROW), x, mine[pass], c, C);
+    }
+};
 
 // Four floats in shared memory to tf32, in place.
 DEVICE void round_four(u8* shared) {
@@ -229,21 +310,20 @@ struct Result {
         constexpr int VECTORS = NT / Columns<T>::GROUPS;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            uint4 add_to[2][VECTORS];  // all are loaded before the first is used
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int half = 0; half < 2; ++half) {
+                uint4 add_to[VECTORS];  // all are loaded before the first is used
                 for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, Sums) {
                     const bool there = p0 + row < pixels && k0 + column < K;
-                    add_to[half][v] = residual_at<VECTOR>(residual, static_cast<i64>(p0 + row) * K + k0 + column, there);
+                    add_to[v] = residual_at<VECTOR>(residual, static_cast<i64>(p0 + row) * K + k0 + column, there);
                 });
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
                 for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, Sums sums) {
                     if (p0 + row < pixels)
-                        finish<T, ACTIVATION, VECTOR>(sums, scale + column, bias + column, add_to[half][v], residual, y,
+                        finish<T, ACTIVATION, VECTOR>(sums, scale + column, bias + column, add_to[v], residual, y,
                                                       static_cast<i64>(p0 + row) * K + k0 + column, K - k0 - column,
                                                       !inside || inside[row]);
                 });
+            }
         }
     }
 

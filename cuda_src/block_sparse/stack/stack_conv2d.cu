@@ -4,7 +4,7 @@
 // Positions outside block m lie in its neighbours, which the table finds; what lies in no active block, or outside the
 // image, is 0. Pixels of y outside the image are 0. Rows of y past the count are not written, or become 0.
 // Source: the implicit matrix product of cuDNN (Chetlur et al. 2014, arXiv:1410.0759).
-// Python: sbnet_cupy/block_sparse/stack/stack_launch.py
+// Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
 // Rows of the product are output pixels in the order of the stack, so that a tile of BM of them takes in several small
 // blocks; columns are BN output channels; K is cut into chunks of 128 bytes. SPLIT thread blocks may share K.
 // stack_conv_pipelined: some warps copy, the others multiply. Compute capability 9.0 and newer.
@@ -33,14 +33,14 @@ __global__ void __launch_bounds__(256)
         const int u = static_cast<int>(i % 8), column = static_cast<int>(i / 8 % PANEL);
         const i64 slice = i / (8 * PANEL);
         const int chunk = static_cast<int>(slice % order.chunks), panel = static_cast<int>(slice / order.chunks);
-        int tap, c0;
-        const bool real = ChunkWalk(order, chunk).at(order, u, LANES, tap, c0);
+        int tap = chunk % order.taps, unit = chunk / order.taps * 8 + u;
+        if (chunk >= order.groups * order.taps) order.of_rest(chunk, u, tap, unit);
         const i64 k = panel * PANEL + Columns<T>::channel(column);
         Elements<T, uint4> value(zero<uint4>());
 #pragma unroll
         for (int e = 0; e < LANES; ++e) {
-            const i64 c = c0 + e;
-            if (real && c < C && k < K)
+            const i64 c = static_cast<i64>(unit) * LANES + e;
+            if (tap < order.taps && c < C && k < K)
                 value.element[e] = w[tap / S * step_r + tap % S * step_s + c * step_c + k * step_k];
             if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
         }
@@ -121,8 +121,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = BN / PANEL, PITCH = BN + 4;  // floats of a row of sums in shared memory
     constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
-    // Registers of a warp group that multiplies, where the copying one must give up some of its own.
-    constexpr int ACC = MT * NT * 4, MANY = ACC >= 128 ? 224 : 0;
     static_assert(!CLUSTERED || BM * PITCH * 4 <= STAGES * Memory::STAGE, "sums lie where the stages were");
 
     DYNAMIC_SHARED(u8, unaligned);
@@ -133,7 +131,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     const int rank = blockIdx.x % SPLIT, first = order.first(rank, SPLIT), count = order.first(rank + 1, SPLIT) - first;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(shared.full + s, COPIERS + 1);  // the last one announces the weights
+            barrier_init(shared.full + s, COPIERS + 1);
             barrier_init(shared.empty + s, MULTIPLIERS / 32);
         }
         barrier_init(shared.copiers, COPIERS);
@@ -152,88 +150,73 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     __syncthreads();
     const int tiles = ceil_div(pixels, BM) * across, step = gridDim.x / SPLIT;
 
+    bool waited = !settled;
+    const auto wait = [&] {  // before x, the residual, and the memory of y
+        if (!waited) overlap_launches();
+        waited = true;
+    };
+
     if (threadIdx.x >= MULTIPLIERS) {
-        if constexpr (MANY > 0) fewer_registers<56>();
-        const int thread = threadIdx.x - MULTIPLIERS, unit = thread % 8, first_row = thread / 8;
-        constexpr int PASS = COPIERS / 8, PASSES = BM / PASS;  // rows that are copied at once
-        const int to = swizzled(first_row, unit);              // PASS is a multiple of 8: the same in every pass
+        constexpr int PASS = COPIERS / 8;  // rows that are copied at once, a multiple of 8
+        using Copier = ChunkCopier<POINTWISE, VECTOR_IN, CACHED, BM, PASS, T>;
+        const int thread = threadIdx.x - MULTIPLIERS;
+        u8* const to = shared.ring + swizzled(thread / 8, thread % 8);  // in the first stage; the same place in every pass
+        const Finder finder(table, g);
         Meeting all(shared.copiers);
         Stage<STAGES> stage;
-        bool waited = !settled;
         for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
-            const bool is_first = tile == static_cast<int>(blockIdx.x) / SPLIT;
             const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
-            const u8* const weights =
-                packed + tables_bytes(g.K) + (static_cast<i64>(k0 / PANEL) * order.chunks + first) * PANEL_CHUNK;
-            const auto copy_weights = [&](int chunk, int slot) {
+            const int here = min(PANELS, panels - k0 / PANEL);  // panels of weights
+            const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
+            const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + static_cast<i64>(first) * PANEL_CHUNK;
+            const auto copy_weights = [&](int slot) {
+                u64* const full = shared.full + slot;
                 u8* const at = shared.ring + slot * Memory::STAGE + Memory::A;
-                int here = 0;
-#pragma unroll
-                for (int j = 0; j < PANELS; ++j) here += k0 / PANEL + j < panels;
-                barrier_expect(shared.full + slot, here * PANEL_CHUNK);
+                barrier_expect(full, here * PANEL_CHUNK);
 #pragma unroll
                 for (int j = 0; j < PANELS; ++j)
-                    if (j < here)
-                        bulk_copy(at + j * PANEL_CHUNK,
-                                  weights + (static_cast<i64>(j) * order.chunks + chunk) * PANEL_CHUNK, PANEL_CHUNK,
-                                  shared.full + slot);
+                    if (j < here) bulk_copy(at + j * PANEL_CHUNK, weights + j * panel_step, PANEL_CHUNK, full);
+                weights += PANEL_CHUNK;
             };
-            if (is_first && thread == 0)  // while the others look for pixels; the ring is empty
-                for (int s = 0; s < STAGES && s < count; ++s) copy_weights(s, s);
+            const bool is_first = tile == static_cast<int>(blockIdx.x) / SPLIT;
+            const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
+            if (thread == 0)
+#pragma unroll 1
+                for (int s = 0; s < ahead; ++s) copy_weights(s);
             if constexpr (!POINTWISE) {
-                if (!is_first) all.sync();  // nobody needs the offsets of the last tile any more
-                for (int i = thread; i < BM * g.R; i += COPIERS)
-                    find_taps(table, g, p0 + i % BM, i / BM, shared.offsets + i / BM * g.S * BM + i % BM, BM);
+                if (!is_first) all.sync();  // the last tile's offsets are read
+                finder.find<BM, PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
                 all.sync();
             }
-            if (!waited) {  // table and weights were there before; x and the residual may not be
-                overlap_launches();
-                waited = true;
-            }
-            ChunkWalk walk(order, first);
+            wait();
+            Copier copier(x, shared.offsets, order, g, thread, p0, pixels, first);
             for (int i = 0; i < count; ++i) {
                 barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                if (thread == 0 && !(is_first && i < STAGES)) copy_weights(i, stage.slot);
-                u8* const at = shared.ring + stage.slot * Memory::STAGE + to;
-                int tap, c;
-                const bool real = walk.at(order, unit, LANES, tap, c);
-#pragma unroll
-                for (int pass = 0; pass < PASSES; ++pass) {
-                    const int row = first_row + pass * PASS;
-                    int pixel = -1;
-                    if constexpr (POINTWISE) {
-                        if (real && p0 + row < pixels) pixel = p0 + row;
-                    } else {
-                        if (real) pixel = shared.offsets[tap * BM + row];
-                    }
-                    copy_channels<VECTOR_IN, CACHED>(at + pass * (PASS * TILE_ROW), x, pixel, c, g.C);
-                }
+                if (thread == 0 && i >= ahead) copy_weights(stage.slot);
+                copier.copy(to + stage.slot * Memory::STAGE);
                 if constexpr (VECTOR_IN) {
                     copies_arrive(shared.full + stage.slot);
                 } else {
                     shared_fence();
                     barrier_arrive(shared.full + stage.slot);
                 }
-                walk.advance(order);
                 stage.advance();
-                if (i == 0 && residual && !PARTIALS)
-                    Result<T>{residual, y, nullptr, nullptr, nullptr, p0, pixels, k0, g.K}.template prefetch<BM, BN>(
-                        thread + rank * COPIERS, COPIERS * SPLIT);
             }
+            if (residual && !PARTIALS)  // it is read at the end
+                Result<T>{residual, y, nullptr, nullptr, nullptr, p0, pixels, k0, g.K}.template prefetch<BM, BN>(
+                    thread + rank * COPIERS, COPIERS * SPLIT);
             if constexpr (CLUSTERED) {  // while the others add up
                 __syncwarp();
                 Sums::sync();
                 Sums::sync();
             }
         }
-        if (!waited) overlap_launches();
+        wait();
     } else {
-        if constexpr (MANY > 0) more_registers<MANY>();
         const int lane = threadIdx.x % 32;
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         const bool whole = g.whole();
-        bool waited = !settled;
         for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
             const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
             for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS) {
@@ -241,13 +224,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
                 shared.scale[i] = k < g.K ? its[k] : 0.0f;
             }
-            if (!whole)
-                for (int i = threadIdx.x; i < BM; i += MULTIPLIERS)
-                    shared.inside[i] = is_inside(table, p0 + i, g.ph, g.pw, g.P, g.Q);
-            if (!waited) {
-                overlap_launches();
-                waited = true;
+            if (!whole) {
+                const Finder finder(table, g);
+                for (int i = threadIdx.x; i < BM; i += MULTIPLIERS) shared.inside[i] = finder.is_inside(p0, i);
             }
+            wait();
 
             float acc[MT][NT][4];
             clear(acc);
@@ -317,7 +298,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             }
             if (tile + step < tiles) all.sync();  // scale, bias and inside may be overwritten
         }
-        if (!waited) overlap_launches();
+        wait();
     }
     if (clear_rows && !PARTIALS) clear_rest<VECTOR_OUT>(y, static_cast<i64>(pixels) * g.K, M * g.ph * g.pw * g.K);
 }
@@ -349,9 +330,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     const int tiles = ceil_div(pixels, BM) * across;
-    const int unit = threadIdx.x % 8, first_row = threadIdx.x / 8;
-    const int to = swizzled(first_row, unit);  // PASS is a multiple of 8: the same place in every pass
+    const int to = swizzled(threadIdx.x / 8, threadIdx.x % 8);  // PASS is a multiple of 8: the same place in every pass
     const bool whole = g.whole();
+    const Finder finder(table, g);
 
     for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
         const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
@@ -361,16 +342,14 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
             scale[i] = k < g.K ? its[k] : 0.0f;
         }
         if (!whole)
-            for (int i = threadIdx.x; i < BM; i += THREADS)
-                inside[i] = is_inside(table, p0 + i, g.ph, g.pw, g.P, g.Q);
+            for (int i = threadIdx.x; i < BM; i += THREADS) inside[i] = finder.is_inside(p0, i);
         if constexpr (!POINTWISE)
-            for (int i = threadIdx.x; i < BM * g.R; i += THREADS)
-                find_taps(table, g, p0 + i % BM, i / BM, offsets + i / BM * g.S * BM + i % BM, BM);
+            finder.find<BM, PASS, 1>(p0, units_of_pixel<T, VECTOR_IN>(g), offsets, threadIdx.x, THREADS);
         __syncthreads();
 
         const u8* const weights =
             packed + tables_bytes(g.K) + (static_cast<i64>(k0 / PANEL) * order.chunks + first) * PANEL_CHUNK;
-        ChunkWalk walk(order, first);
+        ChunkCopier<POINTWISE, VECTOR_IN, CACHED, BM, PASS, T> copier(x, offsets, order, g, threadIdx.x, p0, pixels, first);
         const auto copy_next = [&](int chunk, int slot) {
             u8* const at = ring + slot * STAGE;
 #pragma unroll
@@ -380,20 +359,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
                     const i64 from = (static_cast<i64>(j) * order.chunks + chunk) * PANEL_CHUNK + i;
                     copy_async_16(at + A + j * PANEL_CHUNK + i, weights + (there ? from : 0), there);
                 }
-            int tap, c;
-            const bool real = walk.at(order, unit, LANES, tap, c);
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass) {
-                const int row = first_row + pass * PASS;
-                int pixel = -1;
-                if constexpr (POINTWISE) {
-                    if (real && p0 + row < pixels) pixel = p0 + row;
-                } else {
-                    if (real) pixel = offsets[tap * BM + row];
-                }
-                copy_channels<VECTOR_IN, CACHED>(at + to + pass * (PASS * TILE_ROW), x, pixel, c, g.C);
-            }
-            walk.advance(order);
+            copier.copy(at + to);
         };
         int fill = 0, slot = 0;
         for (int s = 0; s < AHEAD; ++s) {
@@ -439,7 +405,9 @@ __global__ void __launch_bounds__(256)
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const int rows = narrow(clamp(*bin_counts, 0, M));
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
-    const bool whole = P % ph == 0 && Q % pw == 0;
+    const Problem g(0, K, 1, 1, ph, pw, 0, 0, P, Q, 1, 1, 1, 1, 1, 1, 0, 0);
+    const Finder finder(table, g);
+    const bool whole = g.whole();
     const i64 across = ceil_div<i64>(K, COUNT), total = rows * ph * pw * across;
     const float* const scale = reinterpret_cast<const float*>(packed);
     const float* const bias = scale + ceil_div<i64>(K, PANEL) * PANEL;
@@ -456,7 +424,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
                 for (int v = 0; v < 4; ++v) sums[e + v] = q == 0 ? values[v] : sums[e + v] + values[v];
             }
-        const bool inside = whole || is_inside(table, narrow(p), narrow(ph), narrow(pw), narrow(P), narrow(Q));
+        const bool inside = whole || finder.is_inside(narrow(p), 0);
         finish<T, ACTIVATION, VECTOR_OUT>(sums, scale + k, bias + k, residual_at<VECTOR_OUT>(residual, p * K + k, true),
                                           residual, y, p * K + k, narrow(K) - k, inside);
     }

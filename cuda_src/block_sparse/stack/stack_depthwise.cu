@@ -2,9 +2,9 @@
 //   y[m, i, j, c] = activation(scale[c] * sum(x[at (i * SH - top + r * DH, j * SW - left + s * DW) of block m, c] * w[r, s, c])
 //                              + bias[c] + residual[m, i, j, c])
 // What lies around a block is as in stack_conv2d.cu, and so are the results outside the image and past the count.
-// Python: sbnet_cupy/block_sparse/stack/stack_launch.py
-// A thread block takes tiles of 64 output pixels, in the order of the stack, of a slice of 8 * V channels (blockIdx.y),
-// whose weights stay in shared memory. A thread computes V channels of two pixels.
+// Python: sbnet_cupy/block_sparse/stack/stack_depthwise.py; launched by stack_launch.py
+// A thread block takes tiles of 128 output pixels, in the order of the stack, of a slice of 8 * V channels (blockIdx.y),
+// whose weights stay in shared memory. A thread computes V channels of four pixels.
 #include "block_sparse/stack/stack_conv.cuh"
 
 template <typename T, int V, int ACTIVATION>
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(256)
                     T* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 bh, i64 bw, i64 ph, i64 pw, i64 H,
                     i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 step_r,
                     i64 step_s, i64 step_c, i64 clear_rows) {
-    constexpr int PIXELS = 64, LANES = 8, SLICE = LANES * V, EACH = PIXELS / (256 / LANES);
+    constexpr int PIXELS = 128, LANES = 8, SLICE = LANES * V, PASS = 256 / LANES, EACH = PIXELS / PASS;
     using Vector = typename Bytes<V * sizeof(T)>::type;
     DYNAMIC_SHARED(float, shared);
     const Problem g(C, C, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
@@ -41,13 +41,12 @@ __global__ void __launch_bounds__(256)
         tables[i] = its && c < g.C ? its[c] : i < SLICE ? 1.0f : 0.0f;
     }
     const bool whole = g.whole();
+    const Finder finder(table, g);
     const int c = c0 + lane * V;
     for (int p0 = blockIdx.x * PIXELS; p0 < pixels; p0 += gridDim.x * PIXELS) {
-        for (int i = threadIdx.x; i < PIXELS * g.R; i += 256)
-            find_taps(table, g, p0 + i % PIXELS, i / PIXELS, offsets + i / PIXELS * g.S * PIXELS + i % PIXELS, PIXELS);
+        finder.find<PIXELS, PASS, 2>(p0, 1, offsets, threadIdx.x, 256);
         if (!whole)
-            for (int i = threadIdx.x; i < PIXELS; i += 256)
-                inside[i] = is_inside(table, p0 + i, g.ph, g.pw, g.P, g.Q);
+            for (int i = threadIdx.x; i < PIXELS; i += 256) inside[i] = finder.is_inside(p0, i);
         __syncthreads();
         float sums[EACH][V];
 #pragma unroll
@@ -55,12 +54,12 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int e = 0; e < V; ++e) sums[a][e] = 0.0f;
         if (c < g.C) {
-#pragma unroll 4
+#pragma unroll 2
             for (int tap = 0; tap < taps; ++tap) {
                 Elements<T, Vector> values[EACH];
 #pragma unroll
                 for (int a = 0; a < EACH; ++a) {
-                    const int offset = offsets[tap * PIXELS + first_row + a * (256 / LANES)];
+                    const int offset = offsets[tap * PIXELS + first_row * EACH + a];
                     values[a].vector = zero<Vector>();
                     if (offset >= 0)
                         values[a].vector = *reinterpret_cast<const Vector*>(x + static_cast<i64>(offset) * g.C + c);
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(256)
             }
 #pragma unroll
             for (int a = 0; a < EACH; ++a) {
-                const int row = first_row + a * (256 / LANES);
+                const int row = first_row + a * PASS;
                 if (p0 + row >= pixels) continue;
                 const i64 to = static_cast<i64>(p0 + row) * g.C + c;
                 Elements<T, Vector> add_to(zero<Vector>()), result(zero<Vector>());

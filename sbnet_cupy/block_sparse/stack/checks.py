@@ -1,9 +1,21 @@
 """What the stack operations check alike."""
 
+import contextlib
+
+import numpy as np
+
 from ...core.arrays import is_float
 from ...core.checks import check_array, check_contiguous
+from ...core.graph_memory import memory_of_graphs
 from ...errors import DTypeError
 from .block_table import check_table
+
+
+@contextlib.contextmanager
+def computing(like):
+    """Within, overflow is infinity with no warning, and a captured graph keeps all memory."""
+    with memory_of_graphs(like), np.errstate(all="ignore"):
+        yield
 
 
 def check_stack(name, x, table, *, channels=None, floats=True):

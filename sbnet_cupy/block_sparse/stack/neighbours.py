@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import is_cupy, namespace
+from ...core.arrays import address, empty, is_cupy, namespace, vector_bytes
+from ...core.plans import Plans
+from .stack_launch import StackHalo, lowest_bits, prepare_stack_halo
 
 
 class Axis(NamedTuple):
@@ -113,8 +115,55 @@ def fetch(x, places, down, across, out, fill=0):
     if not places.table.grid.size:
         out[...] = np.zeros((), out.dtype) if not is_cupy(out) else 0
         return
-    body = _fetch_by_number if is_cupy(x) else _fetch_by_slices
+    body = _fetch_by_slices
+    if is_cupy(x):
+        whole = len(places) == len(x) and is_rim(places.table, down, across)
+        body = fetch_rim if whole else _fetch_by_number
     body(x, places, (down, across), out, fill)
+
+
+def is_rim(table, down, across):
+    """Whether two Axis name whole blocks with what is around them."""
+    return all(
+        axis.step == 1 and axis.first <= 0 and axis.first + axis.count >= size
+        for axis, size in zip((down, across), table.block_size, strict=True)
+    )
+
+
+def fetch_rim(x, places, axes, out, fill):
+    """CuPy: whole blocks with a rim, by a kernel; see cuda_src/block_sparse/stack/stack_halo.cu."""
+    table = places.table
+    same = out.dtype == x.dtype and out.flags.c_contiguous
+    target = out if same else empty(out.shape, x.dtype, x)
+    arrays = (x, *table._arrays(), target)
+    options = ("edge" if fill == "edge" else float(fill), *axes[0], *axes[1])
+    key = _PLANS.key(arrays, (*options, table.block_size, table.image_size))
+    launch = _PLANS.get(key) or _PLANS.keep(key, _prepare_rim(x, table, axes, target, fill))
+    launch(*arrays)
+    if not same:
+        out[...] = target
+
+
+_PLANS = Plans()
+
+
+def _prepare_rim(x, table, axes, out, fill):
+    halo = StackHalo(
+        rows=table.capacity,
+        images=table.batch,
+        grid=tuple(map(int, table.grid.shape[1:])),
+        block=table.block_size,
+        image=table.image_size,
+        before=tuple(-axis.first for axis in axes),
+        after=tuple(a.first + a.count - b for a, b in zip(axes, table.block_size, strict=True)),
+        fill=_KERNEL_FILLS[fill],
+        lowest=lowest_bits(x.dtype),
+    )
+    pixel_bytes = x.shape[3] * x.dtype.itemsize
+    return prepare_stack_halo(halo, pixel_bytes, vector_bytes(16, address(x), address(out)))
+
+
+_KERNEL_FILLS = {0: "zero", -np.inf: "lowest", "edge": "nearest"}
 
 
 def _fetch_by_slices(x, places, axes, out, fill):

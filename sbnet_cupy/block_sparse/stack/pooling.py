@@ -2,8 +2,18 @@
 
 import numpy as np
 
-from ...core.arrays import compute_dtype, empty, is_cupy, namespace
+from ...core import launch as kernels
+from ...core.arrays import (
+    address,
+    compute_dtype,
+    empty,
+    is_cupy,
+    namespace,
+    vector_bytes,
+)
 from ...core.checks import check_out
+from ...core.compile import cpp_name
+from ...core.plans import Plans
 from ...errors import ShapeError
 from ..corners import CHUNK_BYTES
 from .checks import check_like, check_stack
@@ -100,6 +110,41 @@ def pixels_in_windows(places, window, axis, padded=False):
         pixel = start + taps.dilation * tap
         count += (pixel >= 0) & (pixel < size)
     return count
+
+
+_PLANS = Plans()
+_LARGEST = 2**24  # of sizes in pixels, so that those of images and windows stay below 2**31
+
+
+def launch_pool(name, x, table, window, out, options=()):
+    """Launch the kernel of a pooling on CuPy arrays; return False where its sizes are too large.
+
+    ``options`` are its own numbers, after the sizes.
+    """
+    sizes = (*window.fine, *window.coarse, *window[:3], *window.pads)
+    if max(n for pair in sizes for n in pair) > _LARGEST or table.capacity >= 2**31:
+        return False
+    arrays = (x, *table._arrays(), out)
+    key = _PLANS.key(arrays, (name, sizes, options))
+    launch = _PLANS.get(key)
+    if launch is None:
+        launch = _PLANS.keep(key, _prepare_pool(name, x, table, window, out, options))
+    launch(*arrays)
+    return True
+
+
+def _prepare_pool(name, x, table, window, out, options):
+    itemsize, channels = x.dtype.itemsize, x.shape[3]
+    vector = vector_bytes(channels * itemsize, address(x), address(out))
+    width = channels * itemsize // vector
+    grid = map(int, table.grid.shape)
+    sizes = (table.capacity, *grid, width, *window.fine.block_size, *window.fine.image_size)
+    template = (cpp_name(x.dtype, "x"), f"Bytes<{vector}>::type")
+    return kernels.prepare(
+        f"block_sparse/stack/{name}", name, template, -(-out.nbytes // vector // kernels.THREADS),
+        kernels.THREADS, 5, (*sizes, *window.coarse.block_size, *window.kernel, *options),
+        persistent=True, dependent=True,
+    )  # fmt: skip
 
 
 def check_pool_grad(grad_y, x, table, window):

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from ...core.arrays import array_function, compute_dtype, namespace
+from ...core.arrays import array_function, compute_dtype, is_cupy, namespace
+from .checks import computing
 from .neighbours import Places
 from .pooling import (
     check_divisor,
+    launch_pool,
     parts,
     pixels_in_windows,
     prepare_out,
@@ -63,7 +65,8 @@ def stack_avg_pool(
     DTypeError
         If ``x`` is not of a floating dtype, or ``table`` no BlockTable.
 
-    Source: the dense layer on masked images; the divisors are those of PyTorch's AvgPool2d.
+    Source: the dense layer on masked images; the divisors are those of PyTorch's AvgPool2d. Kernel:
+    cuda_src/block_sparse/stack/stack_avg_pool.cu
 
     Examples
     --------
@@ -79,14 +82,20 @@ def stack_avg_pool(
     out = prepare_out(out, (len(x), *window.coarse.block_size, x.shape[3]), x, table)
     if not out.size:
         return out
-    xp, total, places = namespace(x), compute_dtype(x.dtype), Places.of(table)
-    with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
+    (top, bottom), (left, right) = window.pads
+    counting = int(count_include_pad), float(divisor or 0)
+    options = (*window.strides, top, left, bottom, right, *counting)
+    if is_cupy(x) and launch_pool("stack_avg_pool", x, table, window, out, options):
+        return out
+    xp, total = namespace(x), compute_dtype(x.dtype)
+    with computing(x):
+        places = Places.of(table)
         for part in parts(places, x, window):
             rows = places.part(part)
             sums = reduce_windows(read_windows(x, rows, window, total), window, xp.add)
             sums /= divisors(rows, window, count_include_pad, divisor, total)
             out[part] = sums
-    clear_unlisted(out, places)
+        clear_unlisted(out, places)
     return out
 
 

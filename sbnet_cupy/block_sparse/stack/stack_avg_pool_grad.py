@@ -1,8 +1,7 @@
 """stack_avg_pool_grad: from the gradient of the averages to that of the stack."""
 
-import numpy as np
-
 from ...core.arrays import array_function, compute_dtype, namespace
+from .checks import computing
 from .neighbours import Places
 from .pooling import check_pool_grad, resolve_pool, spread, tap_slices, window_taps
 from .stack_avg_pool import check_counting, divisors
@@ -53,10 +52,11 @@ def stack_avg_pool_grad(
     window = resolve_pool(x, table, kernel, strides, padding, 1, ceil_mode)
     check_counting(count_include_pad, divisor)
     after = check_pool_grad(grad_y, x, table, window)
-    xp, total, places = namespace(x), compute_dtype(x.dtype), Places.of(table)
+    xp, total = namespace(x), compute_dtype(x.dtype)
     if not x.size:
         return xp.zeros(x.shape, x.dtype)
-    with np.errstate(all="ignore"):
+    with computing(x):
+        places = Places.of(table)
         counted = inside(places.at(after))
         grad = xp.where(counted, grad_y[places.rows].astype(total, copy=False), total.type(0))
         grad = grad / divisors(places, window, count_include_pad, divisor, total)

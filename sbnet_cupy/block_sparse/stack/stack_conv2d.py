@@ -4,15 +4,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.arrays import array_function, empty, is_cupy
+from ...core.arrays import array_function, empty, is_cupy, namespace
 from ...core.checks import check_array, check_out
+from ...core.plans import Plans
 from ...core.sizes import is_integer
 from ...dense.activation import check_activation
 from ...dense.conv2d import check_choice, check_per_channel, check_precision, conv2d
 from ...errors import ShapeError
+from ..conv.weights import PackedWeights, resolve_weights
 from . import taps
-from .checks import check_like, check_stack
+from .checks import check_like, check_stack, computing
 from .neighbours import Places, fetch
+from .stack_conv_launch import as_forward, prepare_launch
 from .stack_halo import halo_axes
 from .stages import Window, resolve_transposed, resolve_window
 
@@ -87,8 +90,9 @@ def stack_conv2d(
     ----------
     x : array, shape (M, b_h, b_w, C)
         Stack; float16, bfloat16, float32 or float64. C-contiguous.
-    w : array
+    w : array or PackedWeights
         Kernel, of the dtype of ``x``, in ``w_format``. A depthwise convolution has ``groups=C``.
+        On a GPU an array is laid out anew at each call, a :class:`PackedWeights` once.
     table : BlockTable
         Of the stage of ``x``.
     strides : int or (int, int)
@@ -109,7 +113,8 @@ def stack_conv2d(
     output_padding : int or (int, int)
         Rows and columns more that a transposed convolution gives at the end.
     scale, bias : float array, shape (K,), optional
-        Factor and offset per output channel, for example a folded batch norm.
+        Factor and offset per output channel, for example a folded batch norm; None where ``w`` is
+        a PackedWeights, which has its own.
     residual : array, shape of the result, optional
         Stack that is added before the activation, of the dtype of ``x``.
     activation : None, "relu", "silu" or "gelu"
@@ -118,7 +123,7 @@ def stack_conv2d(
         ``(R, S, C / groups, K)``, ``(K, C / groups, R, S)``, or ``(C, K / groups, R, S)``, which
         is PyTorch's for a transposed convolution and only for those.
     precision : None, "ieee" or "tf32"
-        As for :func:`conv2d`.
+        As for :func:`conv2d`. That and the format of a PackedWeights hold without being given.
     out : array, optional
         Receives the result; it is returned, and must share no memory with the inputs.
 
@@ -139,7 +144,8 @@ def stack_conv2d(
         If ``activation``, ``w_format`` or ``precision`` is none of those above.
 
     Source: the dense layer on masked images; V. Dumoulin, F. Visin, "A guide to convolution
-    arithmetic for deep learning", arXiv:1603.07285, for the transposed one.
+    arithmetic for deep learning", arXiv:1603.07285, for the transposed one. Kernels:
+    cuda_src/block_sparse/stack/stack_conv2d.cu, stack_depthwise.cu
 
     Examples
     --------
@@ -151,6 +157,11 @@ def stack_conv2d(
     array([[4., 6.],
            [6., 9.]])
     """
+    weights = None
+    if isinstance(w, PackedWeights):
+        weights = resolve_weights(w, scale, bias, w_format, precision)
+        w, scale, bias = weights.w, weights.scale, weights.bias
+        w_format, precision = weights.w_format, weights.precision
     problem = resolve_stack_conv(
         x, w, table, strides, padding, dilation, groups, transposed, output_padding, activation,
         w_format, precision,
@@ -165,8 +176,11 @@ def stack_conv2d(
         check_out(out, shape, x.dtype, x, zip(names, arrays, strict=True))
     if out.size:
         epilogue = taps.Epilogue(scale, bias, residual, activation)
-        body = _stack_conv2d_cuda if is_cupy(x) else _stack_conv2d_numpy
-        body(x, w, table, problem, epilogue, out)
+        with computing(x):
+            if is_cupy(x):
+                _stack_conv2d_cuda(x, w, table, problem, epilogue, out, weights)
+            else:
+                convolve(x, w, table, problem, epilogue, out)
     return out
 
 
@@ -225,12 +239,6 @@ def check_epilogue(x, table, problem, scale, bias, residual):
         check_like("residual", residual, x)
 
 
-def _stack_conv2d_numpy(x, w, table, problem, epilogue, out):
-    """Matrix products; what overflows a float is infinite, with no warning, as on a GPU."""
-    with np.errstate(all="ignore"):
-        convolve(x, w, table, problem, epilogue, out)
-
-
 def convolve(x, w, table, problem, epilogue, out):
     """Write the convolution to ``out`` by matrix products over the taps, on NumPy or CuPy."""
     places = Places.of(table)
@@ -239,7 +247,39 @@ def convolve(x, w, table, problem, epilogue, out):
     body(x, kernel, places, problem.window, problem.groups, problem.tf32, epilogue, out)
 
 
-def _stack_conv2d_cuda(x, w, table, problem, epilogue, out):
+_PLANS = Plans()
+_NO_KERNEL = "none"
+
+
+def _stack_conv2d_cuda(x, w, table, problem, epilogue, out, weights=None):
+    """One kernel, where there is one; see cuda_src/block_sparse/stack/stack_conv2d.cu."""
+    arrays = (x, table.bin_counts, table.active_block_indices, table.grid, epilogue.residual, out)
+    plans, own = (_PLANS, (w,)) if weights is None else (weights.launches, ())
+    key = plans.key((*arrays, *own), ("stack_conv2d", *_spelled(problem)))
+    launch = plans.get(key)
+    if launch is None:
+        launch = prepare_launch(x, w, table, problem, epilogue.residual, out, weights)
+        launch = plans.keep(key, launch or _NO_KERNEL)
+    if launch is not _NO_KERNEL:
+        launch(x, w, table, epilogue, out)
+        return
+    forward = as_forward(problem, w)
+    if forward is None:
+        _by_library(x, w, table, problem, epilogue, out)
+    else:  # a kernel again, perhaps
+        problem, kernel = forward
+        kernel = namespace(x).ascontiguousarray(kernel)
+        _stack_conv2d_cuda(x, kernel, table, problem, epilogue, out)
+
+
+def _spelled(problem):
+    """Return a problem as plain tuples."""
+    window = problem.window
+    stages = (*window.fine, *window.coarse)
+    return (*window[:4], *stages, *problem[1:])
+
+
+def _by_library(x, w, table, problem, epilogue, out):
     """Blocks with their rims, convolved by the dense ``conv2d``, where it has such convolutions."""
     window = problem.window
     plain = not problem.transposed and problem.groups == 1 and window.dilation == (1, 1)

@@ -2,14 +2,12 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ...core.arrays import array_function, compute_dtype, empty, namespace
 from ...dense.activation import activation_grad
 from ...dense.affine_grad import affine_grad
 from ...dense.conv2d_grad import check_wanted
 from . import taps
-from .checks import check_like, check_stack
+from .checks import check_like, check_stack, computing
 from .neighbours import Places
 from .stack_conv2d import check_epilogue, convolve, resolve_stack_conv
 from .stack_pixel_mask import inside
@@ -113,7 +111,7 @@ def stack_conv2d_grad(
     check_like("grad_y", grad_y, x)
     given = {"x": x, "w": w, "scale": scale, "bias": bias, "residual": residual}
     wanted = {name for name in wanted if given[name] is not None}
-    with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
+    with computing(x):
         places = Places.of(table)
         epilogue = taps.Epilogue(scale, bias, residual, activation)
         grad, tables = _through_epilogue(grad_y, x, w, table, problem, epilogue, places, wanted)

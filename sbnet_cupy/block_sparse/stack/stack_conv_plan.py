@@ -8,11 +8,10 @@ import functools
 import math
 from typing import NamedTuple
 
-
 PANEL = 64  # output channels that are packed together
 ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
 _UNITS = 8  # of 16 bytes, in a chunk
-_MULTIPROCESSOR_SHARED = 228 << 10  # bytes, on the GPUs that let part of it be L1 cache
+_MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
 
 
@@ -95,22 +94,12 @@ class StackPlan(NamedTuple):
         return "stack_conv_pipelined" if self.pipelined else "stack_conv"
 
     def shared_bytes(self, conv):
-        """Dynamic shared memory of a thread block; the sums of ``stack_conv`` in stack_conv2d.cu."""
+        """Dynamic shared memory of a thread block; the sums of stack_conv2d.cu."""
         pixels, columns = self.tile
         taps = 0 if conv.pointwise else math.prod(conv.kernel)
         ring = self.stages * (pixels + columns) * ROW
         barriers = 1024 + 8 * (2 * self.stages + 2) if self.pipelined else 0
         return ring + 8 * columns + barriers + pixels * 4 * (1 + taps)
-
-    def carveout(self, conv):
-        """Percentage of a multiprocessor's memory that should be shared memory; None: any.
-
-        Shared memory of ``blocks`` thread blocks, and no more, so that the L1 cache keeps pixels.
-        """
-        if not self.cached:
-            return None
-        needed = (self.shared_bytes(conv) + 1024) * self.blocks
-        return min(100, -(-100 * needed // _MULTIPROCESSOR_SHARED))
 
     def tiles(self, conv, rows):
         """Number of tiles of so many rows of the stack."""
@@ -136,12 +125,15 @@ class StackPlan(NamedTuple):
 
 def missing_kernel(conv, device):
     """Return for what there is no CUDA kernel; None where there is one."""
-    sizes = (*conv.block, *conv.image, *conv.image_out, *conv.kernel, *conv.dilation, *conv.pads)
-    if max(*sizes, conv.channels, conv.channels_out) > 2**24:
-        return "sizes above 2**24"
-    largest = max(math.prod(conv.block), math.prod(conv.block_out))
-    if conv.rows * largest >= 2**31 - 512:
-        return f"stacks of {conv.rows * largest} pixels, which is 2**31 or more"
+    reach = [(k - 1) * d for k, d in zip(conv.kernel, conv.dilation, strict=True)]
+    if max(*conv.block, *conv.block_out, *reach, *conv.pads) > _MOST_PIXELS:
+        return f"blocks, windows or padding of more than {_MOST_PIXELS} pixels"
+    if max(*conv.image, *conv.image_out) >= 2**31 - 2**16 or max(conv.channels_out, 1) > 2**24:
+        return f"images as large as {conv.image}, or {conv.channels_out} channels"
+    pixels = conv.rows * max(math.prod(conv.block), math.prod(conv.block_out))
+    vectors = -(-conv.channels * conv.element_bytes // 16)
+    if pixels * vectors >= 2**31 - 2**16:  # offsets count vectors
+        return f"stacks of {conv.rows} blocks of {conv.block} pixels with {conv.channels} channels"
     if conv.element != "Half" and not device.tensor_floats:
         return f"{conv.element} on this GPU"
     if plan_stack_conv(conv, device) is None:
@@ -162,20 +154,27 @@ _WGMMA_TILES = (
     ((64, 128), (1, 1), 2),
     ((128, 64), (2, 1), 2),
     ((128, 128), (2, 1), 1),
+    ((192, 128), (3, 1), 1),
     ((256, 64), (2, 1), 1),
-    ((256, 128), (2, 1), 1),
 )
-_MMA_TILES = (((64, 64), (2, 2), 3), ((128, 64), (4, 2), 2), ((128, 128), (4, 2), 1))
+_MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2), 1))
+_SPLITS = (1, 2, 3, 4, 6, 8)
+_MOST_STAGES = 6  # more were no faster, and leave no room for the next kernel's thread blocks
 
 
 def candidates(conv, device):
     """Yield plans that fit the device."""
     engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
     offsets = 0 if conv.pointwise else math.prod(conv.kernel) * 4
+    simple = conv.vectors_in and conv.element != "float"
     for tile, warps, most in tiles:
         if tile[0] * offsets > _MOST_OFFSETS:
             continue
-        for split in (1, 2, 4, 8):
+        if not simple:  # such copies, and rounding to tf32, take more registers
+            most = 2 if sum(tile) == 128 else 1
+            if tile == (192, 128):
+                continue
+        for split in _SPLITS:
             if split > 1 and conv.chunks < 2 * split:
                 break
             for blocks in range(1, most + 1):
@@ -186,9 +185,9 @@ def candidates(conv, device):
 
 def _with_stages(engine, tile, warps, split, blocks, conv, device):
     """Return the plan with the most stages that leave room for so many thread blocks, or None."""
-    pipelined, clusters = device.bulk_copy, device.bulk_copy
+    pipelined = clusters = device.bulk_copy
     room = (device.shared_bytes + 1024) // blocks - 1024
-    for stages in range(min(8, max(2, -(-conv.chunks // split) + 1)), 1, -1):
+    for stages in range(min(_MOST_STAGES, max(2, -(-conv.chunks // split) + 1)), 1, -1):
         plan = StackPlan(
             engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
             not conv.pointwise, blocks,
@@ -200,20 +199,23 @@ def _with_stages(engine, tile, warps, split, blocks, conv, device):
 
 
 def _cost(plan, conv, device):
-    """Estimate the cycles of a launch."""
-    tiles = max(1, plan.tiles(conv, conv.expected)) * plan.split
-    spots = device.multiprocessors * plan.blocks
-    rounds = math.ceil(tiles / spots)
-    active = min(plan.blocks, math.ceil(tiles / device.multiprocessors))
-    chunks = math.ceil(conv.chunks / plan.split)
+    """Estimate the cycles of a launch; the constants were fitted to runs on an H200."""
     pixels, columns = plan.tile
-    # The second-level cache delivers about 28 bytes a cycle to each multiprocessor, more to few.
-    busy = min(1.0, tiles / device.multiprocessors)
-    chunk = max(sum(plan.tile) * ROW / (28 / max(busy, 0.5)), pixels * columns / 32)
-    results = pixels * columns * conv.element_bytes / 24
-    exchange = 0 if plan.split == 1 else 600 + 100 * plan.split
-    if plan.partials:
-        exchange = 6000
-    latency = 1500 + chunks * max(chunk, 100) + results + exchange
-    work = chunks * chunk + results + exchange / 2
-    return rounds * max(latency, active * work) + 20 * plan.blocks
+    blocks = max(1, plan.tiles(conv, conv.expected)) * plan.split  # thread blocks in all
+    spots = device.multiprocessors * plan.blocks
+    rounds = math.ceil(blocks / spots)
+    active = min(plan.blocks, math.ceil(blocks / device.multiprocessors))
+    chunks = math.ceil(conv.chunks / plan.split)
+    # A chunk: the instructions that copy it, its products, and a pause of those who multiply.
+    product = pixels * columns / (32 if plan.engine == "TileWgmma" else 16)
+    chunk = max(280 + 2 * pixels, 1.1 * active * product, 300)
+    search = 0 if conv.pointwise else 1500 + pixels * math.prod(conv.kernel) / 128
+    results = 940 + pixels * columns * conv.element_bytes * active / 20
+    exchange = 0 if plan.split == 1 else 1400 + 1300 * plan.split
+    path = rounds * (chunks * chunk + results) + (rounds - 1) * 0.6 * search
+    # What the second-level cache, and memory, deliver to all.
+    brought = blocks * chunks * sum(plan.tile) * ROW / (31 * device.multiprocessors)
+    numbers = math.prod(conv.block) * conv.channels
+    numbers += math.prod(conv.block_out) * conv.channels_out
+    memory = (conv.expected * numbers * conv.element_bytes + conv.packed_bytes) / 2300
+    return 2600 + search + max(path, brought, memory) + exchange

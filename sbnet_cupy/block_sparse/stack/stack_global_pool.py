@@ -8,7 +8,7 @@ from ...core.arrays import array_function, compute_dtype, empty, is_cupy, namesp
 from ...core.checks import check_out
 from ...dense.conv2d import check_choice
 from ..corners import CHUNK_BYTES
-from .checks import check_stack
+from .checks import check_stack, computing
 from .neighbours import Axis, Places, fetch
 from .per_image import reduce_rows
 from .stack_pixel_mask import inside
@@ -64,12 +64,13 @@ def stack_global_pool(x, table, *, mode="mean", out=None):
     check_choice("mode", mode, MODES)
     check_stack("x", x, table)
     xp, total = namespace(x), compute_dtype(x.dtype)
-    shape, places = (table.batch, x.shape[3]), Places.of(table)
+    shape = (table.batch, x.shape[3])
     if out is None:
         out = empty(shape, x.dtype, x)
     else:
         check_out(out, shape, x.dtype, x, (("x", x), ("table", table.grid)))
-    with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
+    with computing(x):
+        places = Places.of(table)
         out[...] = _largest(x, places) if mode == "max" else _sums(x, places, total, mode, xp)
     return out
 

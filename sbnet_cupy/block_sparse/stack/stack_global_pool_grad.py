@@ -7,7 +7,7 @@ import numpy as np
 from ...core.arrays import array_function, compute_dtype, empty, namespace
 from ...core.checks import check_array
 from ...dense.conv2d import check_choice
-from .checks import check_like, check_stack
+from .checks import check_like, check_stack, computing
 from .neighbours import Places
 from .per_image import reduce_rows, rows_of
 from .stack_global_pool import MODES, stack_global_pool
@@ -57,12 +57,13 @@ def stack_global_pool_grad(grad_y, x, table, *, mode="mean"):
     check_stack("x", x, table)
     check_array("grad_y", grad_y, shape=(table.batch, x.shape[3]), like=x)
     check_like("grad_y", grad_y, x)
-    xp, total, places = namespace(x), compute_dtype(x.dtype), Places.of(table)
+    xp, total = namespace(x), compute_dtype(x.dtype)
     dx = empty(x.shape, x.dtype, x)
     dx[...] = xp.zeros((), x.dtype)
     if not x.size:
         return dx
-    with np.errstate(all="ignore"):
+    with computing(x):
+        places = Places.of(table)
         grad = grad_y.astype(total, copy=False)
         if mode == "mean":
             grad = grad / max(math.prod(table.image_size), 1)

@@ -6,7 +6,7 @@ from ...core.arrays import array_function, empty
 from ...core.checks import check_out
 from ...core.sizes import is_integer, pair
 from ...errors import ShapeError
-from .checks import check_stack
+from .checks import check_stack, computing
 from .neighbours import Axis, Places, fetch
 
 FILLS = (0, "-inf", "edge")
@@ -51,7 +51,7 @@ def stack_halo(x, table, pads, *, fill=0, out=None):
         If ``fill`` is none of those above.
 
     Source: the block with its halo of Ren et al. 2018, arXiv:1801.02108, section 3.1, read from a
-    stack instead of an image.
+    stack instead of an image. Kernel: cuda_src/block_sparse/stack/stack_halo.cu
 
     Examples
     --------
@@ -71,11 +71,13 @@ def stack_halo(x, table, pads, *, fill=0, out=None):
         out = empty(shape, x.dtype, x)
     else:
         check_out(out, shape, x.dtype, x, (("x", x), ("table", table.grid)))
-    places = Places.of(table)
-    known = len(places)
-    if known < len(out):
-        out[known:] = np.zeros((), out.dtype)
-    fetch(x, places, *axes, out[:known], fill_value(fill))
+    fill = fill_value(fill)
+    with computing(x):
+        places = Places.of(table)
+        known = len(places)
+        if known < len(out):
+            out[known:] = np.zeros((), out.dtype)
+        fetch(x, places, *axes, out[:known], fill)
     return out
 
 

@@ -1,11 +1,10 @@
 """stack_halo_grad: from the gradient of blocks with their rims to that of the stack."""
 
-import numpy as np
-
 from ...core.arrays import array_function, compute_dtype, empty, is_float, namespace
 from ...core.checks import check_array, check_contiguous
 from ...errors import DTypeError
 from .block_table import check_table
+from .checks import computing
 from .neighbours import Places, add_back
 from .stack_halo import fill_value, halo_axes, resolve_pads
 
@@ -56,10 +55,11 @@ def stack_halo_grad(grad_y, table, pads, *, fill=0):
     check_contiguous("grad_y", grad_y)
     if not is_float(grad_y.dtype):
         raise DTypeError(f"grad_y must be of a floating dtype, got {grad_y.dtype}; use astype")
-    xp, total, places = namespace(grad_y), compute_dtype(grad_y.dtype), Places.of(table)
+    xp, total = namespace(grad_y), compute_dtype(grad_y.dtype)
     shape = (table.capacity, *table.block_size, grad_y.shape[3])
-    sums = xp.zeros((len(places), *shape[1:]), total)
-    with np.errstate(all="ignore"):
+    with computing(grad_y):
+        places = Places.of(table)
+        sums = xp.zeros((len(places), *shape[1:]), total)
         add_back(grad_y[places.rows].astype(total, copy=False), places, *axes, sums, fill)
         dx = empty(shape, grad_y.dtype, grad_y)
         dx[: len(places)] = sums

@@ -1,8 +1,7 @@
 """stack_interpolate: a stack with more, or fewer, pixels in each block."""
 
-import numpy as np
-
 from ...core.arrays import array_function, compute_dtype, namespace
+from .checks import computing
 from .interpolation import phases, resolve_resize
 from .neighbours import Axis, Places, fetch
 from .pooling import prepare_out, slices_of
@@ -70,15 +69,15 @@ def stack_interpolate(
     out = prepare_out(out, (len(x), *resize.new.block_size, x.shape[3]), x, table)
     if not out.size:
         return out
-    places = Places.of(table)
     body = _by_position
     if resize.factors is not None:
         body = _repeat if mode == "nearest" else _by_phase
     row_bytes = 3 * out[0].size * compute_dtype(x.dtype).itemsize
-    with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
+    with computing(x):
+        places = Places.of(table)
         for part in slices_of(places, x, row_bytes):
             body(x, places.part(part), resize, out[part])
-    clear_unlisted(out, places)
+        clear_unlisted(out, places)
     return out
 
 

@@ -1,9 +1,7 @@
 """stack_interpolate_grad: from the gradient of a resized stack to that of the stack."""
 
-import numpy as np
-
 from ...core.arrays import array_function, compute_dtype, empty, namespace
-from .checks import check_like, check_stack
+from .checks import check_like, check_stack, computing
 from .interpolation import phases, resolve_resize
 from .neighbours import Axis, Places, add_back
 from .stack_pixel_mask import inside
@@ -54,12 +52,13 @@ def stack_interpolate_grad(
     after = table.at(*resize.new)
     check_stack("grad_y", grad_y, after, channels=x.shape[3])
     check_like("grad_y", grad_y, x)
-    xp, total, places = namespace(x), compute_dtype(x.dtype), Places.of(table)
+    xp, total = namespace(x), compute_dtype(x.dtype)
     dx = empty(x.shape, x.dtype, x)
     dx[...] = xp.zeros((), x.dtype)
     if not x.size or not grad_y.size:
         return dx
-    with np.errstate(all="ignore"):
+    with computing(x):
+        places = Places.of(table)
         grad = grad_y[places.rows].astype(total, copy=False)
         grad = xp.where(inside(places.at(after)), grad, total.type(0))
         sums = xp.zeros((len(places), *x.shape[1:]), total)

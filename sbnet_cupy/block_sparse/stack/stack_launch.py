@@ -1,30 +1,30 @@
-"""Launches of the CUDA kernels on a stack: ``stack_conv``, its packed weights, ``stack_halo``.
+"""Launches of the CUDA kernels on a stack of blocks: convolutions, and blocks with their rims.
 
-What they take, for all of them CuPy arrays of one device, C-contiguous, that the caller has checked:
+All take CuPy arrays of one device, C-contiguous, that the caller has checked:
 
-    x, out, residual          stacks [M, b_h, b_w, C] (the memory of channels_last [M, C, b_h, b_w])
-    bin_counts                int32 [1], the count, read on the device
-    active_block_indices      int32 [M, 3], rows (n, hi, wi); what lies past the count is not read
+    x, out, residual          stacks [M, b_h, b_w, C], the memory of channels_last [M, C, b_h, b_w]
+    bin_counts                int32 [1], the count, which is read on the device
+    active_block_indices      int32 [M, 3], rows (n, hi, wi); M is at least 1
     grid                      int32 [N, hb, wb], the row of the stack of each block, or -1
 
-Rows of ``out`` past the count become 0 with ``clear_rows``, and are not written without; those of
-``x`` and ``residual`` are not used. Pixels of ``x`` outside its image are not used; those of ``out``
-become 0.
+Rows of x and of the residual past the count are not used, nor pixels outside their image. Pixels of
+out outside its image become 0. Rows of out past the count become 0 with ``clear_rows``; without it
+they are not written, which costs no time.
 
-    conv = StackConv(...)                                   sizes, see stack_conv_plan.py
-    missing_kernel(conv, current_device())                  None, or why there is no kernel
-    pack = prepare_stack_pack(conv, "HWIO")                 Pack: packed = pack(w, scale, bias)
-    run = prepare_stack_conv(conv)                          keep it: it costs more than a call
+    conv = StackConv(...)                             sizes, see stack_conv_plan.py
+    missing_kernel(conv, current_device())            None, or why there is no kernel
+    pack = prepare_stack_pack(conv, "HWIO")           packed = pack(w, scale, bias): bytes
+    run = prepare_stack_conv(conv)                    keep it: it costs more than a call
     run(x, packed, residual, bin_counts, active_block_indices, grid, out)
 
-    run = prepare_stack_depthwise(conv, "HWIO", itemsize)   conv.channels_out == conv.channels
+    run = prepare_stack_depthwise(conv, "HWIO")       conv.channels_out == conv.channels
     run(x, w, scale, bias, residual, bin_counts, active_block_indices, grid, out)
 
-    run = prepare_stack_halo(halo, x.itemsize * C)          StackHalo: sizes and fill
+    run = prepare_stack_halo(halo, x.itemsize * C)    StackHalo: sizes and fill
     run(x, bin_counts, active_block_indices, grid, out)
 
-``packed`` depends on w, scale, bias, the dtype, the kernel and the channels alone: all plans, and all
-strides, dilations and block sizes, read the same bytes. residual may be None.
+scale, bias and residual may be None. ``packed`` depends on w, scale, bias and the dtype alone: the
+same bytes serve all plans, strides, dilations and block sizes.
 """
 
 import math
@@ -39,7 +39,6 @@ from ...core.graph_memory import keep_if_capturing
 from ...core.packed import Pack
 from .stack_conv_plan import plan_stack_conv
 
-CARVE = True
 FILLS = ("zero", "lowest", "nearest", "mirror", "repeat")  # as in stack_halo.cu
 
 
@@ -86,7 +85,6 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         persistent=True,
         dependent=True,
         cluster=1 if plan.partials else plan.split,
-        carveout=plan.carveout(conv) if CARVE else -1,
     )
     if not plan.partials:
 
@@ -129,8 +127,8 @@ def prepare_stack_depthwise(conv, w_format, alignment=16, clear_rows=True):
     """Return the launch of a depthwise convolution on a stack; w, scale and bias are as they are.
 
     w is (R, S, 1, C) or (C, 1, R, S), of the dtype of x; scale and bias are float32 or None. Floats
-    are multiplied as IEEE. ``alignment`` is what the addresses of x, out and the residual are
-    multiples of, in bytes. None where the window does not fit this GPU's shared memory.
+    are multiplied as IEEE. The addresses of x, out and the residual are multiples of ``alignment``
+    bytes. Return None where the window does not fit this GPU's shared memory.
     """
     itemsize, taps = conv.element_bytes, math.prod(conv.kernel)
     vector = vector_bytes(conv.channels * itemsize, alignment) // itemsize
@@ -160,7 +158,7 @@ def prepare_stack_depthwise(conv, w_format, alignment=16, clear_rows=True):
     )  # fmt: skip
 
 
-_DEPTHWISE_PIXELS = 64  # of a tile, as in stack_depthwise.cu
+_DEPTHWISE_PIXELS = 128  # of a tile, as in stack_depthwise.cu
 
 
 class StackHalo(NamedTuple):
@@ -194,8 +192,8 @@ def lowest_bits(dtype):
 def prepare_stack_halo(halo, pixel_bytes, alignment=16, clear_rows=True):
     """Return the launch that copies blocks with their rim.
 
-    ``pixel_bytes`` are those of a pixel's channels; ``alignment`` is what the addresses of x and out
-    are multiples of, in bytes.
+    ``pixel_bytes`` are those of a pixel's channels. The addresses of x and out are multiples of
+    ``alignment`` bytes.
     """
     width = vector_bytes(pixel_bytes, alignment)
     vectors = pixel_bytes // width

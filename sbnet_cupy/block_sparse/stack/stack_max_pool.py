@@ -3,8 +3,10 @@
 import numpy as np
 
 from ...core.arrays import array_function, is_cupy, namespace
+from .checks import computing
 from .neighbours import Places
 from .pooling import (
+    launch_pool,
     parts,
     pixels_in_windows,
     prepare_out,
@@ -59,7 +61,8 @@ def stack_max_pool(
     DTypeError
         If ``x`` is not of a floating dtype, or ``table`` no BlockTable.
 
-    Source: the dense layer on masked images.
+    Source: the dense layer on masked images. Kernel:
+    cuda_src/block_sparse/stack/stack_max_pool.cu
 
     Examples
     --------
@@ -74,10 +77,14 @@ def stack_max_pool(
     out = prepare_out(out, (len(x), *window.coarse.block_size, x.shape[3]), x, table)
     if not out.size:
         return out
-    places = Places.of(table)
-    for part in parts(places, x, window):
-        out[part] = largest(x, places.part(part), window)[1]
-    clear_unlisted(out, places)
+    options = (*window.strides, *window.dilation, *window.before)
+    if is_cupy(x) and launch_pool("stack_max_pool", x, table, window, out, options):
+        return out
+    with computing(x):
+        places = Places.of(table)
+        for part in parts(places, x, window):
+            out[part] = largest(x, places.part(part), window)[1]
+        clear_unlisted(out, places)
     return out
 
 
@@ -85,8 +92,7 @@ def largest(x, places, window):
     """Return the blocks of some rows with their rims, and the maximum of each window."""
     xp = namespace(x)
     halo = read_windows(x, places, window, x.dtype, fill=-np.inf)
-    with np.errstate(invalid="ignore"):  # NaN
-        y = reduce_windows(halo, window, xp.maximum)
+    y = reduce_windows(halo, window, xp.maximum)
     empty_lines = [pixels_in_windows(places, window, axis) == 0 for axis in (0, 1)]
     missed = empty_lines[0][:, :, None] | empty_lines[1][:, None, :]
     if is_cupy(x) or missed.any():

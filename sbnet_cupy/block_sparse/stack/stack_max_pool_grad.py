@@ -1,8 +1,7 @@
 """stack_max_pool_grad: from the gradient of the maxima to that of the stack."""
 
-import numpy as np
-
 from ...core.arrays import array_function, compute_dtype, namespace
+from .checks import computing
 from .neighbours import Places
 from .pooling import check_pool_grad, parts, resolve_pool, spread, tap_slices
 from .stack_max_pool import largest
@@ -52,6 +51,12 @@ def stack_max_pool_grad(
     """
     window = resolve_pool(x, table, kernel, strides, padding, dilation, ceil_mode)
     after = check_pool_grad(grad_y, x, table, window)
+    with computing(x):
+        return _through_maxima(grad_y, x, table, window, after)
+
+
+def _through_maxima(grad_y, x, table, window, after):
+    """Give each window's gradient to its first largest pixel, block by block with rims."""
     xp, total = namespace(x), compute_dtype(x.dtype)
     places = Places.of(table)
     counted = inside(places.at(after))
@@ -70,5 +75,4 @@ def stack_max_pool_grad(
                 waiting &= ~chosen
     if grad_halo is None:
         return xp.zeros(x.shape, x.dtype)
-    with np.errstate(all="ignore"):
-        return spread(grad_halo, x, table, window)
+    return spread(grad_halo, x, table, window)

@@ -5,7 +5,7 @@ import numpy as np
 from ...core.arrays import array_function, compute_dtype, empty, namespace
 from ...core.checks import check_array, check_out
 from .block_table import check_table
-from .checks import check_stack
+from .checks import check_stack, computing
 from .neighbours import Places
 from .per_image import reduce_rows, rows_of
 
@@ -54,9 +54,11 @@ def stack_per_block(values, table, *, out=None):
         out = empty(shape, values.dtype, values)
     else:
         check_out(out, shape, values.dtype, values, (("values", values), ("table", table.grid)))
-    places = Places.of(table)
-    out[: len(places), 0, 0] = rows_of(values, places)
-    out[len(places) :] = np.zeros((), out.dtype) if len(places) < len(out) else 0
+    with computing(values):
+        places = Places.of(table)
+        out[: len(places), 0, 0] = rows_of(values, places)
+        if len(places) < len(out):
+            out[len(places) :] = np.zeros((), out.dtype)
     return out
 
 
@@ -95,9 +97,10 @@ def stack_per_block_grad(grad_y, table):
     """
     check_table(table)
     check_stack("grad_y", grad_y, table.at((1, 1), (0, 0)))
-    total, places = compute_dtype(grad_y.dtype), Places.of(table)
-    values = grad_y[places.rows, 0, 0].astype(total, copy=False)
-    with np.errstate(all="ignore"):
+    total = compute_dtype(grad_y.dtype)
+    with computing(grad_y):
+        places = Places.of(table)
+        values = grad_y[places.rows, 0, 0].astype(total, copy=False)
         sums = reduce_rows(values, places, namespace(grad_y).add, 0)
     dvalues = empty(sums.shape, grad_y.dtype, grad_y)
     dvalues[...] = sums

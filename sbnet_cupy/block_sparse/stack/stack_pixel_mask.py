@@ -1,6 +1,7 @@
 """stack_pixel_mask: which pixels of a stack are pixels of an image."""
 
 from ...core.arrays import array_function, namespace
+from ...core.graph_memory import memory_of_graphs
 from .block_table import check_table
 from .neighbours import Axis, Places
 
@@ -36,9 +37,11 @@ def stack_pixel_mask(table):
     [[[1, 1], [1, 1]], [[1, 0], [1, 0]]]
     """
     check_table(table)
-    xp, places = namespace(table.grid), Places.of(table)
+    xp = namespace(table.grid)
     mask = xp.zeros((table.capacity, *table.block_size), bool)
-    mask[: len(places)] = inside(places)[..., 0]
+    with memory_of_graphs(mask):
+        places = Places.of(table)
+        mask[: len(places)] = inside(places)[..., 0]
     return mask
 
 

@@ -27,6 +27,7 @@ def loop(count, rows, shape):
     return grid
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_of_a_mask(xp, data):
     """The list is that of reduce_mask on blocks that cover the image; the grid is its inverse."""
@@ -41,6 +42,7 @@ def test_of_a_mask(xp, data):
     assert table.density() == pytest.approx(blocks.active.mean() if blocks.active.size else 0)
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_of_known_blocks(xp, data):
     """Corrupt rows and counts leave nothing in the grid; of equal rows the last stays."""

@@ -16,6 +16,7 @@ ACTIVATIONS = (None, "relu", "silu", "gelu")
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "transposed"])
+@stack_cases.FEW
 @given(data=st.data())
 def test_equals_the_dense_layer(xp, body, transposed, data):
     """NaN lies where nothing may be read: in rows past the count and outside the image."""
@@ -28,6 +29,7 @@ def test_equals_the_dense_layer(xp, body, transposed, data):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "transposed"])
+@stack_cases.FEW
 @given(data=st.data())
 def test_epilogue(xp, body, transposed, data):
     """Scale, bias, residual, activation, in this order, and one rounding at the end."""
@@ -55,6 +57,7 @@ def test_epilogue(xp, body, transposed, data):
     assert_result(case, y, conv_oracles.bounded_round(value, case.dtype))
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_layouts_of_the_kernel(xp, data):
     """They are the same kernel: the results are the same to the bit."""

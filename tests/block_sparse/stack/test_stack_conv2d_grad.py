@@ -21,6 +21,7 @@ def gradients_of(case, grad, x, w):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "transposed"])
+@stack_cases.FEW
 @given(data=st.data())
 def test_equals_the_dense_layer(xp, body, transposed, data):
     """NaN lies where nothing may be read, in the gradient as well as in x."""

@@ -13,6 +13,7 @@ MODES = {"mean": np.mean, "sum": np.sum, "max": np.max}
 
 
 @pytest.mark.parametrize("mode", MODES)
+@stack_cases.FEW
 @given(data=st.data())
 def test_equals_the_dense_layer(xp, body, mode, data):
     """Of all pixels of the image: those in no active block are 0."""
@@ -36,6 +37,7 @@ def test_equals_the_dense_layer(xp, body, mode, data):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@stack_cases.FEW
 @given(data=st.data())
 def test_gradient(xp, body, mode, data):
     blocks, rng = data.draw(stack_cases.blocks()), data.draw(stack_cases.generators())
@@ -63,6 +65,7 @@ def test_gradient(xp, body, mode, data):
                  magnitude=abs(expected))  # fmt: skip
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_per_block(xp, body, data):
     blocks, rng = data.draw(stack_cases.blocks()), data.draw(stack_cases.generators())

@@ -36,6 +36,7 @@ def rims():
     return st.tuples(st.tuples(pixels, pixels), st.tuples(pixels, pixels))
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_equals_the_loop(xp, body, data):
     blocks, pads = data.draw(stack_cases.blocks()), data.draw(rims())
@@ -61,6 +62,7 @@ def test_pads_can_be_short(xp):
     assert sb.stack_halo(x, table, ((1, 0), (0, 3))).shape == (4, 3, 5, 1)
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_any_lattice_by_both_bodies(data):
     """Steps of several pixels, lattices that begin inside a block; both ways give the same bits."""
@@ -88,6 +90,7 @@ def test_any_lattice_by_both_bodies(data):
         assert_same(*results)
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_corrupt_tables_read_nothing_else(xp, body, data):
     """Whatever counts, rows and grid hold, a result has 0 or a pixel of the stack."""
@@ -106,6 +109,7 @@ def test_corrupt_tables_read_nothing_else(xp, body, data):
     assert np.isfinite(dx).all()
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_gradient_is_the_transpose(xp, body, data):
     """<g, halo(x)> = <halo_grad(g), x>, pixel by pixel: x runs through the unit vectors."""

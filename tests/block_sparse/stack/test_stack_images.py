@@ -13,6 +13,7 @@ FORMATS = {"NHWC": lambda x: x, "NCHW": lambda x: np.ascontiguousarray(x.transpo
 
 
 @pytest.mark.parametrize("data_format", FORMATS)
+@stack_cases.FEW
 @given(data=st.data())
 def test_from_image(xp, data_format, data):
     blocks = data.draw(stack_cases.blocks())
@@ -25,6 +26,7 @@ def test_from_image(xp, data_format, data):
 
 
 @pytest.mark.parametrize("data_format", FORMATS)
+@stack_cases.FEW
 @given(data=st.data())
 def test_to_image(xp, data_format, data):
     """What sticks out and rows past the count are left out, whatever they hold."""
@@ -64,6 +66,7 @@ def test_into_the_background(xp):
 
 
 @pytest.mark.parametrize("data_format", FORMATS)
+@stack_cases.FEW
 @given(data=st.data())
 def test_gradients(xp, data_format, data):
     blocks = data.draw(stack_cases.blocks())
@@ -81,6 +84,7 @@ def test_gradients(xp, data_format, data):
     assert_same(to_numpy(back), order(np.where(mask[..., None], grad, np.float32(0))))
 
 
+@stack_cases.FEW
 @given(data=st.data())
 def test_pixel_mask(xp, body, data):
     blocks = data.draw(stack_cases.blocks())

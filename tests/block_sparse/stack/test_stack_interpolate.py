@@ -39,6 +39,7 @@ def oracle(blocks, after, resize, mode, align_corners):
 
 
 @pytest.mark.parametrize("mode, align_corners", MODES)
+@stack_cases.FEW
 @given(data=st.data())
 def test_equals_the_dense_layer(xp, body, mode, align_corners, data):
     blocks, dtype = data.draw(stack_cases.blocks(largest=9)), data.draw(stack_cases.float_dtypes())
@@ -64,6 +65,7 @@ def test_equals_the_dense_layer(xp, body, mode, align_corners, data):
 
 
 @pytest.mark.parametrize("mode, align_corners", MODES)
+@stack_cases.FEW
 @given(data=st.data())
 def test_gradient(xp, body, mode, align_corners, data):
     blocks = data.draw(stack_cases.blocks(largest=6))
