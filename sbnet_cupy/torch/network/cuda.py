@@ -1,7 +1,8 @@
 """The CUDA kernels of a stack of blocks, on tensors: what ops.py asks for where there is one.
 
 Each function returns None where no kernel serves the call; then PyTorch's operations do. What is
-decided once for all calls alike is kept under the sizes of the call.
+decided once for all calls alike is kept under the sizes of the call. Rows of a stack past the count
+may hold anything: nothing reads them, and reductions and the scatter leave them out.
 """
 
 import contextlib
@@ -133,14 +134,14 @@ def _prepare_conv(
     )  # fmt: skip
     if depthwise:
         width = math.gcd(16, channels * itemsize)
-        launch = stack_launch.prepare_stack_depthwise(conv, "OIHW", width)
+        launch = stack_launch.prepare_stack_depthwise(conv, "OIHW", width, False)
         return None if launch is None else (launch, None, True)
     device = current_device()
     if missing_kernel(conv, device) is not None:
         return None
     plain = not plan_stack_conv(conv, device).partials
     pack = stack_launch.prepare_stack_pack(conv, "OIHW")
-    return stack_launch.prepare_stack_conv(conv), pack, plain
+    return stack_launch.prepare_stack_conv(conv, clear_rows=False), pack, plain
 
 
 def _packed(weight, bias, pack):
@@ -195,7 +196,7 @@ def _prepare_halo(dtype, shape, images, grid, block, image, pads, kind):
         before=(pads[0], pads[2]), after=(pads[1], pads[3]), fill=kind,
         lowest=_lowest(names[dtype]),
     )  # fmt: skip
-    return stack_launch.prepare_stack_halo(sizes, pixel, math.gcd(16, pixel))
+    return stack_launch.prepare_stack_halo(sizes, pixel, math.gcd(16, pixel), False)
 
 
 def _lowest(name):
