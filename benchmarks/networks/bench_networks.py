@@ -121,7 +121,8 @@ def on_gpu(name, batch, options, columns):
             f"= {wall / eager:.2f}x; {used:,.0f} MB",
             flush=True,
         )
-        note = f"peak {used:.0f} MB, dense {peak:.0f} MB; eager call {eager:.0f} us, dense {wall:.0f} us"
+        memory = f"peak {used:.0f} MB, dense {peak:.0f} MB"
+        note = f"{memory}; eager call {eager:.0f} us, dense {wall:.0f} us"
         yield row_of(
             columns, name, (batch, *size, 3), "float16", options, share, count, f"batch {batch}",
             timed_by="graph", us=middle, us_p10=us[len(us) // 10], us_p90=us[-1 - len(us) // 10],
@@ -219,12 +220,11 @@ def on_cpu(name, batch, options, columns):
     counts = {}
     for share in options.shares:
         mask, counts[share] = blobs(batch, size, share, options.block)
-        calls[share] = lambda s=sparsify(model, options.block), m=mask: s(x, m)
+        sparse = sparsify(model, options.block)
+        calls[share] = lambda s=sparse, m=mask: s(x, m)
     times = {key: [] for key in calls}
     deadline = time.perf_counter() + 20
-    while len(times["dense"]) < 5 or (
-        time.perf_counter() < deadline and len(times["dense"]) < 60
-    ):
+    while len(times["dense"]) < 5 or (time.perf_counter() < deadline and len(times["dense"]) < 60):
         for key, call in calls.items():
             start = time.perf_counter()
             call()
@@ -240,7 +240,10 @@ def on_cpu(name, batch, options, columns):
             us_p90=us[-1 - len(us) // 10], dense_us=best, ratio_to_dense=best / us[0],
             note=f"{options.threads} threads; the least of {len(us)} calls in turns",
         )  # fmt: skip
-    print(f"{name}: dense {best / 1e3:,.1f} ms; blocks of {options.block}: {', '.join(shown)}", flush=True)
+    print(
+        f"{name}: dense {best / 1e3:,.1f} ms; blocks of {options.block}: {', '.join(shown)}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -83,14 +83,10 @@ class UNet(nn.Module):
     def __init__(self, widths=(64, 128, 256, 512)):
         super().__init__()
         pairs = zip((3, *widths), widths, strict=False)
-        self.down = nn.ModuleList(
-            nn.Sequential(conv_norm(a, b), conv_norm(b, b)) for a, b in pairs
-        )
+        self.down = nn.ModuleList(nn.Sequential(conv_norm(a, b), conv_norm(b, b)) for a, b in pairs)
         ups = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.grow = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in ups)
-        self.up = nn.ModuleList(
-            nn.Sequential(conv_norm(2 * b, b), conv_norm(b, b)) for _, b in ups
-        )
+        self.up = nn.ModuleList(nn.Sequential(conv_norm(2 * b, b), conv_norm(b, b)) for _, b in ups)
         self.head = nn.Conv2d(widths[0], 2, 1)
 
     def forward(self, x):

@@ -1,6 +1,5 @@
 """sparsify: a whole network that computes only where a mask is set."""
 
-
 import torch
 
 from ..core.sizes import pair
@@ -11,9 +10,7 @@ from .nn import SparseBottleneck, SparseConv2d
 _CANDIDATES = (32, 64, 128)
 
 
-def sparsify(
-    model, block_size=32, capacity=None, *, halo="zero", outside=0.0, sample_masks=None
-):
+def sparsify(model, block_size=32, capacity=None, *, halo="zero", outside=0.0, sample_masks=None):
     """Return a network that computes only in blocks in which a mask of its input is set.
 
     The image is cut into blocks of ``block_size`` pixels once, and blocks that hold a pixel of the

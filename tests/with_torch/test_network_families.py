@@ -4,9 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.assertions import assert_close  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 BLOCK_SIZES = {(64, 96): 16, (60, 84): 16, (61, 83): 16, (20, 24): 32}
 TORCHVISION = [
@@ -122,7 +123,7 @@ def test_half_precision(st, device, name):
 @torch.no_grad()
 def test_nothing_is_read_where_nothing_may_be(sparsified, device):
     """NaN in inactive blocks of the image, and in rows past the count, reach no result."""
-    dense, sparse = sparsified("fcn", 16, 2.0)
+    _, sparse = sparsified("fcn", 16, 2.0)
     on, mask = (t.to(device) for t in networks.blocks((2, 61, 83), 16, 0.4))
     x = torch.randn(2, 3, 61, 83, dtype=torch.float64, device=device)
     expected = sparse(x, mask)["out"]
@@ -134,7 +135,7 @@ def test_nothing_is_read_where_nothing_may_be(sparsified, device):
 
 @torch.no_grad()
 def test_same_input_same_bits(sparsified, device):
-    dense, sparse = sparsified("mobilenet", 16)
+    _, sparse = sparsified("mobilenet", 16)
     _, mask = (t.to(device) for t in networks.blocks((2, 61, 83), 16, 0.3))
     x = torch.randn(2, 3, 61, 83, dtype=torch.float64, device=device)
     first = sparse(x, mask)

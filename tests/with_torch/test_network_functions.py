@@ -4,10 +4,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support import networks  # noqa: E402  (needs PyTorch)
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from support import networks  # noqa: E402  (needs PyTorch)
 from with_torch.test_network_families import close  # noqa: E402
 
 conv, pool, grow, resize = F.conv2d, F.max_pool2d, F.conv_transpose2d, F.interpolate
@@ -95,7 +96,9 @@ STACK = {
     "pad and pool": lambda x: pool(F.pad(x, (0, 1, 0, 1), value=-float("inf")), 3, 2),
     "group norm": lambda x: F.group_norm(x, 2, BIAS, BIAS),
     "instance norm": lambda x: F.instance_norm(x),
-    "layer norm": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (4,), BIAS, BIAS).permute(0, 3, 1, 2),
+    "layer norm": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (4,), BIAS, BIAS).permute(
+        0, 3, 1, 2
+    ),
     "local response norm": lambda x: F.local_response_norm(x, 3),
     "batch norm": lambda x: F.batch_norm(x, BIAS, BIAS.abs() + 1, BIAS, BIAS),
     "normalize": lambda x: F.normalize(x),
@@ -147,7 +150,8 @@ IMAGE = {
     "one image": lambda x: x[:1].sum((2, 3)),
     "double batch": lambda x: torch.cat([x, x], 0).sum((2, 3)),
     "grid sample": lambda x: F.grid_sample(
-        x, torch.linspace(-1, 1, 2 * 64, dtype=x.dtype).view(1, 8, 8, 2).expand(2, -1, -1, -1),
+        x,
+        torch.linspace(-1, 1, 2 * 64, dtype=x.dtype).view(1, 8, 8, 2).expand(2, -1, -1, -1),
         align_corners=False,
     ),
     "lp pool": lambda x: F.lp_pool2d(x, 2, 2),
@@ -200,7 +204,10 @@ def test_functions(st, name):
                 sparse = st.sparsify(dense, block)
                 sparse.break_even = break_even
                 result = sparse(x, mask)
-                assert all(r.shape == e.shape for r, e in zip(*map(tree_leaves, (result, expected))))
+                assert all(
+                    r.shape == e.shape
+                    for r, e in zip(*map(tree_leaves, (result, expected)), strict=True)
+                )
                 close(result, expected)
                 if size == (48, 64):
                     assert bool(sparse.dense_layers) == (name in IMAGE)

@@ -6,10 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support import networks  # noqa: E402  (needs PyTorch)
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.nn.utils import parametrizations, prune  # noqa: E402
+
+from support import networks  # noqa: E402  (needs PyTorch)
 from with_torch.test_network_families import close  # noqa: E402
 
 SIZE, BLOCK = (48, 64), 16
@@ -32,7 +33,9 @@ class SameConv(nn.Conv2d):
     def forward(self, x):
         """Pad as TensorFlow does, and convolve."""
         pads = []
-        for size, k, s in zip(x.shape[:1:-1], self.kernel_size[::-1], self.stride[::-1]):
+        for size, k, s in zip(
+            x.shape[:1:-1], self.kernel_size[::-1], self.stride[::-1], strict=True
+        ):
             total = max((-(-size // s) - 1) * s + k - size, 0)
             pads += [total // 2, total - total // 2]
         return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride)

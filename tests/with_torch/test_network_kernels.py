@@ -34,11 +34,14 @@ def asked(st, monkeypatch):
             assert (x.shape[0], places.shape[0], tuple(places.shape[1:])) == (rows, images, grid)
             after = [
                 (o - 1) * s + d * (k - 1) + 1 - n - p
-                for o, s, d, k, n, p in zip(image_out, strides, dilation, kernel, image, pads)
+                for o, s, d, k, n, p in zip(
+                    image_out, strides, dilation, kernel, image, pads, strict=True
+                )
             ]
+            padding = [(p, max(a, 0)) for p, a in zip(pads, after, strict=True)]
             y = sb.stack_conv2d(
                 x.numpy(), weight.numpy(), table, strides=strides,
-                padding=tuple(zip(pads, [max(a, 0) for a in after])), dilation=dilation,
+                padding=tuple(padding), dilation=dilation,
                 groups=channels if depthwise else 1, w_format="OIHW", scale=None,
                 bias=None if bias is None else bias.numpy(),
                 residual=None if residual is None else residual.numpy(),
@@ -90,7 +93,9 @@ def test_what_is_asked_of_kernels(st, asked, name):
     sparse.break_even = 2.0
     expected = networks.oracle(dense, x, on, block)
     close(sparse(x, mask), expected, "float32")
-    assert "conv" in asked and ("depthwise" in asked) == (name in ("mobilenet", "convnext", "shuffle"))
+    assert "conv" in asked and ("depthwise" in asked) == (
+        name in ("mobilenet", "convnext", "shuffle")
+    )
 
 
 @torch.no_grad()
@@ -100,7 +105,7 @@ def test_rows_past_the_count(st, asked):
 
     dense = networks.network("mobilenet")
     x = torch.randn(2, 3, 61, 84, generator=torch.Generator().manual_seed(1))
-    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    on, _ = networks.blocks((2, 61, 84), 16, 0.4)
     sparse = st.sparsify(dense, 16)
     exact = BlockTable.of_blocks(on, 48, int(on.sum()), (16, 16), (61, 84))
     spare = torch.full((7, 3), -1, dtype=torch.int32)

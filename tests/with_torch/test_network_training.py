@@ -6,10 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support import networks  # noqa: E402  (needs PyTorch)
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from support import networks  # noqa: E402  (needs PyTorch)
 from with_torch.test_network_families import close  # noqa: E402
 
 SIZE, BLOCK = (61, 84), 16
@@ -27,8 +28,8 @@ def learn(module, call, x):
     y = [leaf for leaf in tree_leaves(call(x)) if leaf.is_floating_point()]
     sum(leaf.square().sum() for leaf in y).backward()
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return {"y": [leaf.detach() for leaf in y], "x": x.grad} | gradients | dict(
-        module.named_buffers()
+    return (
+        {"y": [leaf.detach() for leaf in y], "x": x.grad} | gradients | dict(module.named_buffers())
     )
 
 
@@ -81,7 +82,7 @@ def test_batch_norm_takes_active_pixels_inside_the_image(st, break_even):
     sparse = st.sparsify(copy.deepcopy(dense), BLOCK).train()
     sparse.break_even = break_even
     x = image()
-    on, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
     y = sparse(x, mask)
     with torch.no_grad():
         pixels = dense[0](x * mask[:, None]).movedim(1, -1)[mask]

@@ -7,9 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 from sbnet_cupy import CapacityError, DTypeError, ShapeError  # noqa: E402
 from support import networks  # noqa: E402  (needs PyTorch)
-from torch import nn  # noqa: E402
 from with_torch.test_network_families import close  # noqa: E402
 
 SIZE, BLOCK = (61, 84), 16
@@ -58,7 +59,7 @@ def test_exact_halos_need_a_network_that_looks_at_pixels_near(st):
 @torch.no_grad()
 def test_what_the_result_holds_outside(st):
     dense, x = networks.network("fcn").double(), image()
-    on, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
     zero = st.sparsify(dense, BLOCK)(x, mask)["out"]
     base = torch.randn(2, 2, *SIZE, dtype=torch.float64)
     bias = dense.head.bias[:, None, None]
@@ -68,7 +69,12 @@ def test_what_the_result_holds_outside(st):
             return dense(x)["out"]
 
     output = Output().eval()
-    for outside, expected in ((0, 0 * base), (2.5, 0 * base + 2.5), ("bias", 0 * base + bias), (base, base)):
+    for outside, expected in (
+        (0, 0 * base),
+        (2.5, 0 * base + 2.5),
+        ("bias", 0 * base + bias),
+        (base, base),
+    ):
         expected = torch.where(mask[:, None], zero, expected)
         assert torch.equal(st.sparsify(output, BLOCK, outside=outside)(x, mask), expected)
         assert torch.equal(st.sparsify(output, BLOCK)(x, mask, outside=outside), expected)
@@ -142,12 +148,12 @@ def test_it_says_what_a_call_computed(st):
     assert sparse.computed() == {"0": 2 / 48, "4": 1.0}
     assert sparse.dense_layers == {"4": "adaptive_avg_pool2d"}
     assert [line.split() for line in sparse.table().splitlines()] == [
-        "layer function runs GFLOP computed".split(),
-        "0 conv2d stack, blocks of 16x16 0.003 4.2%".split(),
-        "1 batch_norm stack, blocks of 16x16 4.2%".split(),
-        "2 relu stack, blocks of 16x16 4.2%".split(),
-        "3 max_pool2d stack, blocks of 16x16 4.2%".split(),
-        "4 adaptive_avg_pool2d dense: on the whole image 100.0%".split(),
+        ["layer", "function", "runs", "GFLOP", "computed"],
+        ["0", "conv2d", "stack,", "blocks", "of", "16x16", "0.003", "4.2%"],
+        ["1", "batch_norm", "stack,", "blocks", "of", "16x16", "4.2%"],
+        ["2", "relu", "stack,", "blocks", "of", "16x16", "4.2%"],
+        ["3", "max_pool2d", "stack,", "blocks", "of", "16x16", "4.2%"],
+        ["4", "adaptive_avg_pool2d", "dense:", "on", "the", "whole", "image", "100.0%"],
     ]
     profile = sparse.profile(image(2, (64, 96)).float(), mask).splitlines()
     assert profile[0].split()[-1] == "ms" and len(profile) == 6

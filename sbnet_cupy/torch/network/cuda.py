@@ -13,6 +13,7 @@ import torch
 from ...core.device import current_device
 from .._native import allocate, compute, native_stream, view
 from ..ops import reduce_mask
+from .epilogue import finish
 
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
 _CODES = {None: 0, "relu": 1, "silu": 2, "gelu": 3}  # as ACTIVATIONS of dense/activation.py
@@ -107,9 +108,7 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     y = out.permute(0, 3, 1, 2)
     if activation in _CODES:
         return y
-    from .ops import ACTIVATIONS
-
-    return ACTIVATIONS[activation][1](y)
+    return finish(y, None, activation)
 
 
 def _prepare_conv(
@@ -201,5 +200,9 @@ def _prepare_halo(dtype, shape, images, grid, block, image, pads, kind):
 
 def _lowest(name):
     """Return the bits of minus infinity of a dtype, repeated up to 8 bytes, as an int64."""
-    bits = {"float16": 0xFC00FC00FC00FC00, "bfloat16": 0xFF80FF80FF80FF80, "float32": 0xFF800000FF800000}
+    bits = {
+        "float16": 0xFC00FC00FC00FC00,
+        "bfloat16": 0xFF80FF80FF80FF80,
+        "float32": 0xFF800000FF800000,
+    }
     return bits[name] - (1 << 64)

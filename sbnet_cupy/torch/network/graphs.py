@@ -16,19 +16,16 @@ def graphed(sparse, x, mask):
     """Return ``run(x, mask)``, which replays a CUDA graph of one call.
 
     The graph holds the whole call, from the image and the mask to the result, which is copied out
-    of it; ``run.graph`` is the graph. Without ``capacity`` there is room for every block, so that every mask is right and none
-    is faster than a full one. On a CPU there is no graph, and
-    ``run`` calls the network.
+    of it; ``run.graph`` is the graph. Without ``capacity`` there is room for every block, so that
+    every mask is right and none is faster than a full one. On a CPU there is no graph, and ``run``
+    calls the network.
     """
     if sparse.training:
         raise RuntimeError(
             "graphed needs a network in evaluation, got one in training; call .eval() first"
         )
     given = (x.shape, x.dtype, x.device, mask.shape, mask.dtype)
-    if x.is_cuda:
-        replay = _captured(sparse, x, mask)
-    else:
-        replay = torch.no_grad()(sparse.__call__)
+    replay = _captured(sparse, x, mask) if x.is_cuda else torch.no_grad()(sparse.__call__)
 
     def run(x, mask):
         got = (x.shape, x.dtype, x.device, mask.shape, mask.dtype)
@@ -124,7 +121,10 @@ def tune(sparse, x):
         rows = max(round(share * total), 1)
         chosen = order < rows  # whole rows of blocks, as blobs have neighbours
         make.append(
-            (share, lambda c=chosen, r=rows: BlockTable.of_blocks(c, r, r, sparse.block_size, (h, w)))
+            (
+                share,
+                lambda c=chosen, r=rows: BlockTable.of_blocks(c, r, r, sparse.block_size, (h, w)),
+            )
         )
     times = {name: [] for name, _ in make}
     for _ in range(5):

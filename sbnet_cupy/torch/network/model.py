@@ -109,7 +109,7 @@ class SparseModel(nn.Module):
             return self._table_of_trace(on, size, total, room, share)
         count = int(on.sum())
         room = total if room is None else room
-        if x.shape[0] == 0 or min(room, count) >= share * total and room >= count:
+        if x.shape[0] == 0 or (min(room, count) >= share * total and room >= count):
             return PictureTable(on, self.block_size, size, count == total), (count, total)
         table = BlockTable.of_blocks(on, min(room, count), count, self.block_size, size)
         return table, (count, room)
@@ -128,7 +128,7 @@ class SparseModel(nn.Module):
         return table, (None, room)
 
     def _table_on_gpu(self, mask, size, total, room, share):
-        """Return the table of a call on a GPU; the host waits for nothing where it knows the room."""
+        """Return the table of a call on a GPU; with a capacity the host waits for nothing."""
         if room is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "capacity must be given where a CUDA graph is captured, got None; without one the "
@@ -211,6 +211,12 @@ class SparseModel(nn.Module):
                 here = share if row.where == "stack" else 1.0
                 worst[row.name] = max(worst.get(row.name, 0.0), here)
         return worst
+
+    @property
+    def sparse_layers(self):
+        """Names of the layers of the last call that multiplied on the stack."""
+        rows = [] if self._last is None else self._seen[self._last[0]].rows
+        return list(dict.fromkeys(r.name for r in rows if r.flops and r.where == "stack"))
 
     @property
     def dense_layers(self):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from . import tensor as T
 from .handlers import handles
-from .pointwise import step
+from .pointwise import pointwise, step
 from .windows import is_image
 
 
@@ -28,7 +28,9 @@ def batch_norm(
     )
     waits = plan is not None and not (plan.norm or plan.activation or plan.residual is not None)
     if waits and not trained:
-        return step(input, plan.then(norm=norm), False, lambda v: F.batch_norm(v, *norm[:4], eps=eps))
+        return step(
+            input, plan.then(norm=norm), False, lambda v: F.batch_norm(v, *norm[:4], eps=eps)
+        )
     value = F.batch_norm(T.value_of(input), *norm[:4], False, momentum, eps)
     return T.wrap(value, input)
 
@@ -180,14 +182,28 @@ def total(func, input, dim=None, keepdim=False, *, dtype=None, **rest):
 
 
 @handles(
-    "max", "min", "amax", "amin", "argmax", "argmin", "std", "var", "prod", "logsumexp", "any",
-    "all", "median", "std_mean", "var_mean", "sort", "argsort", "topk_",
+    "max",
+    "min",
+    "amax",
+    "amin",
+    "argmax",
+    "argmin",
+    "std",
+    "var",
+    "prod",
+    "logsumexp",
+    "any",
+    "all",
+    "median",
+    "std_mean",
+    "var_mean",
+    "sort",
+    "argsort",
+    "topk_",
 )
 def reduce_channels(func, input, dim=None, *args, **kwargs):
     """Reduce dimensions of channels."""
     if isinstance(dim, torch.Tensor):  # maximum of two tensors
-        from .pointwise import pointwise
-
         return pointwise(func, input, dim, *args, **kwargs)
     over = None if dim is None else _normal(dim, T.dims(input))
     if over is None or not over or not set(over) <= set(own_dims(input)):

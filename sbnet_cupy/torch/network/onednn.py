@@ -7,6 +7,8 @@ PyTorch lacks them, :func:`conv` returns None.
 
 import torch
 
+from .epilogue import finish
+
 _NAMES = {
     None: "none", "relu": "relu", "silu": "swish", "hardswish": "hardswish", "sigmoid": "sigmoid",
     "tanh": "tanh", "hardsigmoid": "hardsigmoid",
@@ -47,8 +49,6 @@ def conv(x, weight, bias, stride, padding, dilation, groups, residual, activatio
     run = torch.ops.mkldnn._convolution_pointwise
     if residual is None and name is not None:
         return run(x, packed, bias, *options, name, [], "")
-    from .ops import finish
-
     return finish(run(x, packed, bias, *options, "none", [], ""), residual, activation)
 
 

@@ -9,17 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from . import cuda, onednn
-
-ACTIVATIONS = {
-    "relu": (F.relu, torch.relu_),
-    "relu6": (F.relu6, lambda x: F.relu6(x, inplace=True)),
-    "silu": (F.silu, lambda x: F.silu(x, inplace=True)),
-    "gelu": (F.gelu, F.gelu),
-    "hardswish": (F.hardswish, lambda x: F.hardswish(x, inplace=True)),
-    "hardsigmoid": (F.hardsigmoid, lambda x: F.hardsigmoid(x, inplace=True)),
-    "sigmoid": (torch.sigmoid, torch.sigmoid_),
-    "tanh": (torch.tanh, torch.tanh_),
-}
+from .epilogue import finish
 
 # A rim of a few pixels around a small block is most of what a convolution would read: below this
 # many pixels a block, the CPU makes rows of all pixels under the kernel, one for each output.
@@ -56,7 +46,7 @@ def halo(x, table, block, size, pads, fill=0.0, mode="zeros"):
 
 
 def _take(x, table, index, held, key):
-    """Return pixels of the stack at ``index [M, ...]``, 0 where nothing is held: ``[M, ..., C]``."""
+    """Return pixels of the stack at ``index [M, ...]``, 0 where nothing is: ``[M, ..., C]``."""
     pixels = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
     taken = pixels.index_select(0, index.reshape(-1)).view(*index.shape, x.shape[1])
     if x.is_cuda or table.static:
@@ -107,25 +97,13 @@ def conv(
 
 def _convolve(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat=False):
     """Convolve a batch of pictures; ``flat`` weights are those of one pixel with all under it."""
-    y = onednn.conv(
-        x, weight, bias, stride, padding, dilation, groups, residual, activation, flat
-    )
+    y = onednn.conv(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat)
     if y is not None:
         return y
     if flat:
         weight = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
     y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     return finish(y, residual, activation)
-
-
-def finish(y, residual, activation):
-    """Add a residual to a result that nobody else has, and apply an activation."""
-    plain = not (torch.is_grad_enabled() and y.requires_grad)
-    if residual is not None:
-        y = y.add_(residual) if plain and residual.dtype == y.dtype else y + residual
-    if activation is None:
-        return y
-    return ACTIVATIONS[activation][plain](y)
 
 
 def _conv_picture(
@@ -194,9 +172,7 @@ def conv_transpose(
     if table.whole:
         spans = [
             (n - 1) * s - 2 * p + d * (k - 1) + 1
-            for n, s, p, d, k in zip(
-                size, stride, padding, dilation, weight.shape[2:], strict=True
-            )
+            for n, s, p, d, k in zip(size, stride, padding, dilation, weight.shape[2:], strict=True)
         ]
         extra = [o - s for o, s in zip(out_size, spans, strict=True)]
         return F.conv_transpose2d(x, weight, bias, stride, padding, extra, groups, dilation)
@@ -209,9 +185,7 @@ def conv_transpose(
     y = F.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
     starts = [p + r * s for p, r, s in zip(padding, before, stride, strict=True)]
     wanted = [b * s for b, s in zip(block, stride, strict=True)]
-    short = [
-        max(a + w - n, 0) for a, w, n in zip(starts, wanted, y.shape[2:], strict=True)
-    ]
+    short = [max(a + w - n, 0) for a, w, n in zip(starts, wanted, y.shape[2:], strict=True)]
     if any(short):
         y = F.pad(y, (0, short[1], 0, short[0]))
     y = y[:, :, starts[0] : starts[0] + wanted[0], starts[1] : starts[1] + wanted[1]]

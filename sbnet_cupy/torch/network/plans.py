@@ -3,6 +3,7 @@
 import copy
 
 from . import ops
+from .epilogue import finish
 
 
 class Plan:
@@ -48,6 +49,6 @@ class Plan:
             constant = weights.folded(weight, bias, norm)[1]
             if constant is None:
                 constant = weight.new_zeros(weight.shape[0])
-            return ops.finish(constant.clone(), None, activation)
+            return finish(constant.clone(), None, activation)
 
         return make

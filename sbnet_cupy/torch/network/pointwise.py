@@ -105,7 +105,9 @@ def conform(a, like):
             return a
     shape = [1] * (dims - a.dim()) + list(a.shape)
     got = (shape[hw[0]], shape[hw[1]])
-    if shape[0] not in (1, table.batch) or any(g not in (1, s) for g, s in zip(got, size)):
+    if shape[0] not in (1, table.batch) or any(
+        g not in (1, s) for g, s in zip(got, size, strict=True)
+    ):
         return None
     a = a.view(shape)
     if got == (1, 1):
@@ -135,7 +137,7 @@ handles(*_ACTIVATIONS)(_activation)
 
 
 def step(x, plan, inplace, run):
-    """Return the StackTensor of a plan with one more step, which is x itself where it is in place."""
+    """Return the StackTensor of a plan with one more step: x itself, where it is in place."""
     table, block, size, _, reach = T.facts(x)
     if inplace:
         T.flush(table, but=x)

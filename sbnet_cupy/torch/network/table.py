@@ -82,9 +82,7 @@ class Table:
 
     def active_pixels(self, block, size):
         """Return how many pixels of each image lie in active blocks: int64 ``[N]``."""
-        return self.keep(
-            ("pixels", block, size), lambda: self.active_map(block, size).sum((1, 2))
-        )
+        return self.keep(("pixels", block, size), lambda: self.active_map(block, size).sum((1, 2)))
 
 
 class BlockTable(Table):
@@ -124,7 +122,7 @@ class BlockTable(Table):
             listed = on.new_full((rows + 1, 3), 0, dtype=torch.int64)
             ranks = flat.cumsum(0) - 1
             at = torch.where(flat & (ranks < room), ranks, rows)
-            n, h, w = on.shape
+            _, h, w = on.shape
             cells = torch.arange(flat.numel(), device=on.device)
             triples = torch.stack([cells // (h * w), cells // w % h, cells % w], 1)
             listed = torch.full_like(listed, -1).index_copy_(0, at, triples)[:rows]
@@ -198,9 +196,9 @@ class BlockTable(Table):
     def window(self, block, size, pads, mode="zeros"):
         """Return where each pixel of a block with its rim lies in the flattened stack.
 
-        ``pads`` is (top, bottom, left, right), where negative numbers cut off. Returns int64 indices
-        ``[M, h, w]``, 0 where there is nothing; which of them hold something; and which lie inside
-        the image.
+        ``pads`` is (top, bottom, left, right), where negative numbers cut off. Returns int64
+        indices ``[M, h, w]``, 0 where there is nothing; which of them hold something; and which
+        lie inside the image.
         """
         return self.keep(
             ("window", block, size, pads, mode), lambda: self._window(block, size, pads, mode)
@@ -219,7 +217,8 @@ class BlockTable(Table):
 
     def columns(self, block, size, pads, mode, kernel, stride, dilation):
         """Return where the pixels under the kernel lie: indices ``[M, h', w', kh, kw]``, and which
-        of them hold something."""
+        of them hold something.
+        """
         key = ("columns", block, size, pads, mode, kernel, stride, dilation)
 
         def make():
@@ -252,7 +251,9 @@ class BlockTable(Table):
             across = torch.arange(left + right + 1, device=self.device)
             y, x = self.down[:, None] + down, self.across[:, None] + across
             found = around[self.image[:, None, None], y[:, :, None], x[:, None, :]].flatten(1)
-            return found if self.known_live else found.masked_fill(~self.live[:, None], self.rows + 1)
+            return (
+                found if self.known_live else found.masked_fill(~self.live[:, None], self.rows + 1)
+            )
 
         rows = self.keep(("near", near), make).index_select(1, places)
         held = rows < self.rows
@@ -311,7 +312,7 @@ class BlockTable(Table):
         return torch.cat([rows, zero])[self.place.view(self.batch, -1)].sum(1)
 
     def mean_inside(self, value, block, size):
-        """Return mean and biased variance of each channel over active pixels inside, and their number."""
+        """Return mean and biased variance of each channel over active pixels, and their number."""
         inside = self.inside(block, size)[:, None]
         return _moments(value, inside)
 
@@ -378,7 +379,8 @@ def _into(at, length, mode):
 @functools.lru_cache(maxsize=1024)
 def _pattern(block, pads, device):
     """Return for a block with its rim how many blocks near it has (top, bottom, left, right), which
-    of them each pixel lies in, and where in it: ``[h, w]``."""
+    of them each pixel lies in, and where in it: ``[h, w]``.
+    """
     (top, bottom), (left, right) = (
         (max(-(-a // b), 0), max(-(-z // b), 0))
         for a, z, b in ((pads[0], pads[1], block[0]), (pads[2], pads[3], block[1]))

@@ -35,6 +35,7 @@ class StackTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value, table, block, size, hw=(2, 3), reach=0.0, plan=None):
+        """Make one of a stack, or of a plan that is to be computed when it is read."""
         shape = list(value.shape if plan is None else plan.shape)
         shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
         like = value if plan is None else plan
@@ -48,6 +49,7 @@ class StackTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Run a function of PyTorch that was called with one."""
         return dispatch(func, args, kwargs or {})
 
     @classmethod
@@ -58,7 +60,7 @@ class StackTensor(torch.Tensor):
         )
 
     def __repr__(self, **_):
-        table, block, size, hw, _ = facts(self)
+        table, block, _, hw, _ = facts(self)
         with _PLAIN():
             shape = tuple(self.shape)
         return f"StackTensor(shape={shape}, block={block}, blocks={table.rows}, hw={hw})"
@@ -70,7 +72,7 @@ class StackTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol):
         raise NotImplementedError(
-            "an activation of a sparsified network cannot be pickled or copied deeply; take .clone()"
+            "an activation of a sparsified network can be neither pickled nor copied deeply"
         )
 
     __deepcopy__ = __reduce_ex__
@@ -146,9 +148,7 @@ def flush(table, but=None):
 def wrap(value, like, *, block=None, size=None, hw=None, reach=None):
     """Return a StackTensor of a stack, with the facts of another where none are given."""
     table, b, s, d, r = facts(like)
-    return StackTensor(
-        value, table, block or b, size or s, hw or d, r if reach is None else reach
-    )
+    return StackTensor(value, table, block or b, size or s, hw or d, r if reach is None else reach)
 
 
 def dense(x):

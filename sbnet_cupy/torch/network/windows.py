@@ -120,7 +120,9 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
 
 def _conv_pads(padding, kernel, stride, dilation):
     if isinstance(padding, str):
-        totals = [d * (k - 1) if padding == "same" else 0 for k, d in zip(kernel, dilation)]
+        totals = [
+            d * (k - 1) if padding == "same" else 0 for k, d in zip(kernel, dilation, strict=True)
+        ]
         (top, left) = (t // 2 for t in totals)
         return (top, totals[0] - top, left, totals[1] - left)
     p = two(padding)
@@ -222,7 +224,9 @@ def avg_pool2d(
         rims = ops.rim(kernel, stride, window.pads, (1, 1))
         value = ops.halo(value, table, window.block, window.size, rims)
     if divisor_override is not None or not (ceil_mode or any(p)):
-        return window.wrap(F.avg_pool2d(value, kernel, stride, 0, divisor_override=divisor_override))
+        return window.wrap(
+            F.avg_pool2d(value, kernel, stride, 0, divisor_override=divisor_override)
+        )
     sums = F.avg_pool2d(value, kernel, stride, 0, divisor_override=1)
     down = _counts(window, 0, table.down, p[0], count_include_pad)
     across = _counts(window, 1, table.across, p[1], count_include_pad)
@@ -248,7 +252,12 @@ def adaptive_avg_pool2d(func, input, output_size):
     return T.global_mean(input, (2, 3), True)
 
 
-_MODES = {"constant": "zeros", "replicate": "replicate", "reflect": "reflect", "circular": "circular"}
+_MODES = {
+    "constant": "zeros",
+    "replicate": "replicate",
+    "reflect": "reflect",
+    "circular": "circular",
+}
 
 
 @handles("pad", "_pad")
@@ -266,7 +275,8 @@ def pad(func, input, pad, mode="constant", value=None):
     if min(pads) < 0:
         return NotImplemented
     if mode != "constant" and any(
-        p > s - (mode == "reflect") for p, s in zip((top, bottom, left, right), (size[0],) * 2 + (size[1],) * 2)
+        p > s - (mode == "reflect")
+        for p, s in zip((top, bottom, left, right), (size[0],) * 2 + (size[1],) * 2, strict=True)
     ):
         return NotImplemented
     value = 0.0 if value is None else float(value)
