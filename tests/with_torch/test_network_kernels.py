@@ -98,6 +98,15 @@ def test_what_is_asked_of_kernels(st, asked, name):
     )
 
 
+def test_kernels_take_no_part_where_gradients_are_recorded(st, asked):
+    """Not even for the first convolution, whose input has none."""
+    dense = networks.network("resnet_basic").train()
+    sparse = st.sparsify(dense, 16)
+    _, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse(torch.randn(2, 3, 61, 84), mask).sum().backward()
+    assert "conv" not in asked and all(p.grad is not None for p in sparse.parameters())
+
+
 @torch.no_grad()
 def test_rows_past_the_count(st, asked):
     """A list with room to spare, as a capacity leaves it on a GPU."""

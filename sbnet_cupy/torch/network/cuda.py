@@ -31,7 +31,12 @@ class _At:
 
 def serves(x):
     """Whether a stack may go to kernels: on a GPU, of a dtype they have, with no gradient."""
-    return x.is_cuda and x.dtype in _ELEMENTS and not (torch.is_grad_enabled() and x.requires_grad)
+    return x.is_cuda and x.dtype in _ELEMENTS and not records(x)
+
+
+def records(*tensors):
+    """Whether gradients of any of them are recorded; some may be None."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def list_blocks(mask, block, capacity):
@@ -70,6 +75,8 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     channels, out_channels = x.shape[1], weight.shape[0]
     depthwise = groups == channels == out_channels and channels > 1
     if not (depthwise or groups == 1) or x.dtype != weight.dtype:
+        return None
+    if records(weight, bias, residual):
         return None
     if x.dtype == torch.float32 and not depthwise and not torch.backends.cudnn.allow_tf32:
         return None
@@ -144,23 +151,27 @@ def _prepare_conv(
 
 
 def _packed(weight, bias, pack):
-    """Return weights as the kernel reads them, kept beside the weight; a CuPy array."""
+    """Return weights as the kernel reads them, kept beside a weight that is kept."""
     found = getattr(weight, "_stack_packed", None)
     if found is None or found[0] is not bias:
         from cupy import cuda
 
         with cuda.using_allocator(allocate):
             packed = pack(view(weight), None, None if bias is None else view(bias.float()))
-        found = weight._stack_packed = (bias, packed)
+        found = (bias, packed)
+        if getattr(weight, "is_kept", False):
+            weight._stack_packed = found
     return found[1]
 
 
 def _depthwise_weights(weight, bias):
-    """Return contiguous weights and float32 biases, kept beside the weight."""
+    """Return contiguous weights and float32 biases, kept beside a weight that is kept."""
     found = getattr(weight, "_stack_depthwise", None)
     if found is None or found[0] is not bias:
         wide = None if bias is None else bias.float().contiguous()
-        found = weight._stack_depthwise = (bias, weight.contiguous(), wide)
+        found = (bias, weight.contiguous(), wide)
+        if getattr(weight, "is_kept", False):
+            weight._stack_depthwise = found
     return found[1:]
 
 
