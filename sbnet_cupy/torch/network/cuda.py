@@ -160,6 +160,8 @@ def _packed(weight, bias, pack):
             packed = pack(view(weight), None, None if bias is None else view(bias.float()))
         found = (bias, packed)
         if getattr(weight, "is_kept", False):
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()  # once: other streams may use them too
             weight._stack_packed = found
     return found[1]
 
