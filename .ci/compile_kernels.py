@@ -1,9 +1,11 @@
 """Compile kernels for every architecture, without a GPU; fail if registers spill.
 
-    python .ci/compile_kernels.py INSTANTIATIONS [ARCHITECTURE ...]
+    python .ci/compile_kernels.py [--all] INSTANTIATIONS [ARCHITECTURE ...]
 
 INSTANTIATIONS is a file that the tests wrote: run them with SBNET_RECORD_INSTANTIATIONS naming it.
-To these come, for each architecture, those of paper_stages.py.
+Each of these is compiled for two architectures: for sm_90a, and for one of the others, which share
+them out so that every kernel is compiled for every architecture; with --all, for all of them. To
+these come, for each architecture, those of paper_stages.py and those of the allowance.
 spill_allowance.txt, beside this file, lists what may spill after all, and nothing that is gone.
 """
 
@@ -23,6 +25,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from host_cuda import read_instantiations  # noqa: E402
 
 ARCHITECTURES = tuple(paper_stages.DEVICES)
+WHOLE = "sm_90a"  # that of the benchmarks
 PER_PROGRAM = 24  # instantiations compiled together: a header is then read once for all
 FUNCTION = re.compile(
     r"Function properties for (\S+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -30,8 +33,8 @@ FUNCTION = re.compile(
 )
 
 
-def main(path, *architectures):
-    """Compile everything; return the exit status."""
+def main(path, *architectures, everything=False):
+    """Compile for each architecture what it has of the instantiations; return the exit status."""
     recorded = read_instantiations(path)
     if not recorded:
         sys.exit(f"{path} lists no instantiations")
@@ -40,7 +43,8 @@ def main(path, *architectures):
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
         for arch in architectures or ARCHITECTURES:
             start = time.perf_counter()
-            here = {key for key in recorded if paper_stages.launched(arch, *key)}
+            here = recorded if everything or arch == WHOLE else share(recorded, arch, allowed)
+            here = {key for key in here if paper_stages.launched(arch, *key)}
             programs = list(batches(here | set(paper_stages.instantiations(arch))))
             total = sum(len(expressions) for _, expressions in programs)
             jobs = [pool.submit(compile_program, *program, arch) for program in programs]
@@ -57,6 +61,19 @@ def main(path, *architectures):
     for arch, expression in sorted(unused):
         print(f"  {arch}: {expression} has an allowance and is launched no more")
     return int(failed or bool(unused))
+
+
+def share(recorded, arch, allowed):
+    """Return an architecture's part of the instantiations: some of each kernel, and the allowed."""
+    others = [other for other in ARCHITECTURES if other != WHOLE]
+    place, by_kernel = others.index(arch), {}
+    for key in recorded:
+        by_kernel.setdefault(key[:2], []).append(key)
+    for keys in by_kernel.values():
+        yield from keys[place :: len(others)] or [keys[place % len(keys)]]
+    for key in recorded:
+        if (arch, compiling.name_expression(*key[1:])) in allowed:
+            yield key
 
 
 def batches(instantiations):
@@ -90,6 +107,7 @@ def is_allowed(allowed, arch, stem, expression, *used):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    arguments = [argument for argument in sys.argv[1:] if argument != "--all"]
+    if not arguments:
         sys.exit(__doc__)
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(*arguments, everything="--all" in sys.argv))

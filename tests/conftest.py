@@ -2,9 +2,12 @@
 
 ``SBNET_REQUIRE`` is a comma list of torch, jax, tensorflow, sklearn, g++, demo, cupy and gpu: what
 it names must be present, and its absence fails where it would otherwise skip.
-``HYPOTHESIS_PROFILE=few`` draws fewer examples, for slow checkers such as compute-sanitizer.
+``HYPOTHESIS_PROFILE`` says how many examples a test draws: few (for slow checkers such as
+compute-sanitizer), quick (the default) or exhaustive. A test that is marked exhaustive runs where
+``-m`` asks for it: ``pytest -m ""`` runs everything.
 """
 
+import collections
 import importlib
 import os
 import shutil
@@ -21,15 +24,33 @@ from support.fake_cupy import TORCH_CUDA, FakeCupy
 from support.frameworks import FRAMEWORKS
 from support.torch_cases import DEVICES, on_device
 
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.register_profile("few", deadline=None, derandomize=True, max_examples=8)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+for _profile, _examples in (("few", 8), ("quick", 25), ("exhaustive", 100)):
+    settings.register_profile(
+        _profile, deadline=None, derandomize=True, print_blob=True, max_examples=_examples
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave GPU memory to the others
 
 REQUIRED = {name.strip() for name in os.environ.get("SBNET_REQUIRE", "").split(",") if name.strip()}
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODULES = ("skimage", "matplotlib", "rich")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say why tests were skipped: a line for each reason, in place of one for each test."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = collections.Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in skipped
+        if isinstance(report.longrepr, tuple)  # (file, line, reason)
+    )
+    if reasons:
+        terminalreporter.section("skipped")
+    for reason, count in reasons.most_common(20):
+        terminalreporter.write_line(f"{count:6} {reason}")
+    if len(reasons) > 20:
+        terminalreporter.write_line(f"       and {len(reasons) - 20} other reasons: pytest -rs")
 
 
 def require(name):
@@ -160,7 +181,8 @@ def _gpu_expected():
 
 def _library_names():
     cupy = pytest.param("cupy", marks=pytest.mark.gpu)
-    return ["numpy", "numpy-readonly", *([cupy] if _gpu_expected() else [])]
+    writable = pytest.param("numpy", marks=pytest.mark.exhaustive)  # the other sees more mistakes
+    return [writable, "numpy-readonly", *([cupy] if _gpu_expected() else [])]
 
 
 @pytest.fixture(params=_library_names(), scope="session")

@@ -22,13 +22,13 @@ _GEMM_DEFAULT = -1
 
 def convolve(x, w, out, scale, shift, problem):
     """Write ``activation(conv(x, w) * scale + shift)`` to ``out``; see conv2d for the arguments."""
-    total = compute_dtype(x.dtype)
-    operand = x.dtype if is_cupy(x) else total  # cuBLAS multiplies halves itself, BLAS does not
+    total, on_gpu = compute_dtype(x.dtype), is_cupy(x)
+    operand = x.dtype if on_gpu else total  # cuBLAS multiplies halves itself, BLAS does not
     weights = weight_matrix(w, problem).astype(operand, copy=False)
     scratch = Scratch(namespace(x))
     terms, channels = w.size // problem.channels_out, problem.channels_out
     row_bytes = problem.out_size[1] * (terms * operand.itemsize + channels * total.itemsize)
-    limit = CUPY_CHUNK_BYTES if is_cupy(x) else NUMPY_CHUNK_BYTES
+    limit = CUPY_CHUNK_BYTES if on_gpu else NUMPY_CHUNK_BYTES
     for part, rows in chunks(len(x), problem.out_size[0], row_bytes, limit):
         source = source_rows(x[part], rows, operand, problem, scratch)
         columns = columns_of(source, rows, problem, scratch)

@@ -15,17 +15,13 @@ from sbnet_cupy import DeviceError, ShapeError
 from sbnet_cupy.core.arrays import array_function, empty
 from support.assertions import assert_same, to_numpy
 from support.frameworks import FRAMEWORKS
+from support.small_arrays import BLOCKS, COUNT, MASK, ROWS, X
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = ["f4", "f2", "f8", "i1", "u1", "i4", "i8", "?", "c8", BFLOAT16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-X = np.random.default_rng(0).standard_normal((2, 8, 8, 3)).astype(np.float32)
-MASK = (X[..., 0] > 1).astype(np.float32)
-ROWS = np.array([[0, 0, 1], [1, 1, 1], [0, 0, 0], [-1, -1, -1]], np.int32)
-COUNT = np.array([3], np.int32)
-BLOCKS = np.random.default_rng(1).standard_normal((4, 4, 4, 3)).astype(np.float32)
 KERNEL = np.random.default_rng(2).standard_normal((3, 3, 3, 5)).astype(np.float32)
 PARAMS = sb.calc_block_params((8, 8), 6, 3)
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
-from core.test_dlpack import BLOCKS, COUNT, MASK, ROWS, X
 from sbnet_cupy import DeviceError, DTypeError, ShapeError
 from support.assertions import assert_same
+from support.small_arrays import BLOCKS, COUNT, MASK, ROWS, X
 
 
 def tensors(torch, *arrays):

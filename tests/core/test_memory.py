@@ -13,7 +13,8 @@ from sbnet_cupy import calc_block_params, reduce_mask, sparse_gather, sparse_sca
 from sbnet_cupy.block_sparse.corners import CHUNK_BYTES
 
 SIZE, CHANNELS = (440, 632), 24  # no multiples of the tiles: some are cut
-DTYPES = [np.dtype("f4"), np.dtype("f2")]
+DTYPES = [np.dtype("f4"), pytest.param(np.dtype("f2"), marks=pytest.mark.exhaustive)]
+ACTIVATIONS = ["none", pytest.param("relu", marks=pytest.mark.exhaustive), "gelu"]
 LAYOUTS = list(itertools.product(("NHWC", "NCHW"), (False, True)))
 MOST = 6 * CHUNK_BYTES  # a call has several chunks at a time
 P = calc_block_params(SIZE, 18, 3)
@@ -57,7 +58,9 @@ class TestCopies:
     """A row of blocks is 1/25 of these images."""
 
     @pytest.mark.parametrize("given", [False, True], ids=["", "out"])
-    @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+    @pytest.mark.parametrize(
+        "activation", ["none", pytest.param("relu", marks=pytest.mark.exhaustive), "gelu"]
+    )
     def test_gather(self, active, dtype, data_format, transpose, activation, given):
         options = {"transpose": transpose, "data_format": data_format} | GRID
         if activation != "none":

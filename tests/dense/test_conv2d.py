@@ -1,11 +1,9 @@
 """conv2d: loops = NumPy = CUDA, by both routes of the GPU, on drawn sizes, layouts and dtypes."""
 
-import contextlib
 import math
 import sys
 import tracemalloc
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 from conftest import Library
 from sbnet_cupy import DTypeError, ShapeError
 from sbnet_cupy.core.arrays import namespace
+from sbnet_cupy.core.spec import spec_of
 from sbnet_cupy.dense import cudnn as dense_cudnn
 from sbnet_cupy.dense import im2col
 from sbnet_cupy.dense.activation import ACTIVATIONS, apply_activation, check_activation, erf
@@ -23,90 +22,9 @@ from sbnet_cupy.dense.conv2d import _conv2d_cuda, conv2d, resolve_problem
 from support import conv_oracles as oracles
 from support import fake_cuda_libraries as fake
 from support.assertions import assert_same, to_numpy
+from support.conv_cases import Case, cases
+from support.fake_cudnn import fake_cudnn
 from support.strategies import FLOATS
-
-ORDER = {"NHWC": (0, 1, 2, 3), "NCHW": (0, 3, 1, 2), "HWIO": (0, 1, 2, 3), "OIHW": (3, 2, 0, 1)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A convolution: sizes, options and the seed of its data."""
-
-    image: tuple[int, int, int, int] = (2, 6, 7, 3)
-    kernel: tuple[int, int] = (3, 3)
-    channels: int = 5
-    strides: tuple[int, int] = (1, 1)
-    padding: Any = "SAME"
-    dtype: np.dtype = FLOATS[2]
-    data_format: str = "NHWC"
-    w_format: str = "HWIO"
-    precision: str | None = None
-    seed: int = 0
-
-    @property
-    def options(self):
-        names = ("strides", "padding", "data_format", "w_format", "precision")
-        return {name: getattr(self, name) for name in names}
-
-    def integers(self):
-        """Small whole numbers: products and sums are exact in every dtype, and with TF32."""
-        rng = np.random.default_rng(self.seed)
-        w_shape = (*self.kernel, self.image[3], self.channels)
-        x, w = rng.integers(-3, 4, self.image), rng.integers(-1, 2, w_shape)
-        return x.astype(self.dtype), w.astype(self.dtype)
-
-    def numbers(self):
-        """Normally distributed images and kernels that keep their size."""
-        rng = np.random.default_rng(self.seed)
-        w_shape = (*self.kernel, self.image[3], self.channels)
-        w = rng.standard_normal(w_shape) / math.sqrt(max(math.prod(w_shape[:3]), 1))
-        return rng.standard_normal(self.image).astype(self.dtype), w.astype(self.dtype)
-
-    def tables(self):
-        """Scale and bias per channel, some in another dtype than the image."""
-        rng = np.random.default_rng(self.seed + 1)
-        scale = rng.uniform(0.5, 1.5, self.channels).astype(np.float32)
-        return scale, rng.standard_normal(self.channels).astype(self.dtype)
-
-    def arrange(self, x, w, xp):
-        """Lay image and kernel out as the options say."""
-        return (
-            xp.asarray(x.transpose(ORDER[self.data_format])),
-            xp.asarray(w.transpose(ORDER[self.w_format])),
-        )
-
-    def oracle(self, x, w, scale=None, bias=None, activation=None):
-        """Values and bounds, in the layout of the result."""
-        options = {"epsilon": oracles.epsilon_of_sums(self.dtype, tf32=self.precision == "tf32")}
-        y = oracles.bounded_conv2d(oracles.exact(x), w, self.strides, self.padding, **options)
-        y = oracles.bounded_affine(y, scale, bias, activation, **options)
-        y = oracles.bounded_round(y, self.dtype)
-        return oracles.Bounded(*(a.transpose(ORDER[self.data_format]) for a in y))
-
-
-def _pairs(low, high):
-    return st.tuples(st.integers(low, high), st.integers(low, high))
-
-
-@st.composite
-def cases(draw):
-    """Draw kernels of any shape, larger than the image too; empty batches, images, channels."""
-    return Case(
-        image=(
-            draw(st.sampled_from([1, 2, 3, 0])),
-            *draw(_pairs(0, 8)),
-            draw(st.sampled_from([1, 3, 8, 17, 0])),
-        ),
-        kernel=draw(_pairs(1, 4)),
-        channels=draw(st.sampled_from([1, 3, 8])),
-        strides=draw(_pairs(1, 3)),
-        padding=draw(st.sampled_from(["SAME", "VALID"]) | st.tuples(_pairs(0, 4), _pairs(0, 4))),
-        dtype=draw(st.sampled_from(FLOATS)),
-        data_format=draw(st.sampled_from(["NHWC", "NCHW"])),
-        w_format=draw(st.sampled_from(["HWIO", "OIHW"])),
-        precision=draw(st.sampled_from([None, "ieee", "tf32"])),
-        seed=draw(st.integers(0, 2**32 - 1)),
-    )
 
 
 def check_exact(case, xp, convolve=conv2d):
@@ -159,7 +77,8 @@ def test_any_chunk_gives_the_same(xp, case, limit):
 
 def by_matrix_products(x, w, *, strides, padding, data_format, w_format, precision):
     """The route of the CPU, and of a GPU without cuDNN."""
-    problem = resolve_problem(x, w, strides, padding, None, data_format, w_format, precision)
+    options = (strides, padding, None, data_format, w_format, precision)
+    problem = resolve_problem(spec_of(x), spec_of(w), *options)
     xp = namespace(x)
     out = xp.full((len(x), *problem.out_shape), xp.nan, x.dtype)
     if out.size:
@@ -174,7 +93,7 @@ def test_cudnn_takes_all_but_float64(xp, case):
     if xp.name != "cupy" or not dense_cudnn.cudnn_available():
         pytest.skip("needs a GPU with cuDNN")
     x, w = case.arrange(*case.integers(), xp)
-    problem = resolve_problem(x, w, activation=None, **case.options)
+    problem = resolve_problem(spec_of(x), spec_of(w), activation=None, **case.options)
     assume(x.size and math.prod(problem.out_shape))
     out = xp.module.full((len(x), *problem.out_shape), xp.module.nan, x.dtype)
     left = dense_cudnn.convolve(x, w, out, None, None, problem)
@@ -184,23 +103,6 @@ def test_cudnn_takes_all_but_float64(xp, case):
         assert all(x[part].data.ptr % 16 or out[part].data.ptr % 16 for part in left)
 
 
-@contextlib.contextmanager
-def fake_cudnn(supports=lambda graph: True):
-    """Run the code for cuDNN on NumPy arrays, against a front end that reads their pointers."""
-    cudnn = fake.Cudnn(supports)
-    names = ("_graph", "_handle", "_kernel_cache", "cudnn_available")
-    caches = [getattr(dense_cudnn, name) for name in names]
-    with (
-        mock.patch.dict(sys.modules, cudnn=cudnn),
-        mock.patch.object(dense_cudnn, "_current", lambda: (0, 5)),
-    ):
-        for cache in caches:
-            cache.cache_clear()
-        yield cudnn
-    for cache in caches:
-        cache.cache_clear()
-
-
 def run_fake(case, activation, scaled, biased):
     """Convolve through the code for CUDA and compare with the loops."""
     x, w = case.numbers()
@@ -208,10 +110,10 @@ def run_fake(case, activation, scaled, biased):
     scale, bias = scale if scaled else None, bias if biased else None
     options = case.options | {"activation": activation}
     arranged = case.arrange(x, w, Library("numpy", np))
-    problem = resolve_problem(*arranged, **options)
+    problem = resolve_problem(*map(spec_of, arranged), **options)
     out = np.full((len(x), *problem.out_shape), np.nan, case.dtype)
     if out.size:
-        _conv2d_cuda(*arranged, out, scale, bias, problem)
+        _conv2d_cuda(*arranged, scale, bias, out, problem=problem)
     oracles.assert_within(out, case.oracle(x, w, scale, bias, activation))
 
 
@@ -269,7 +171,8 @@ def test_misaligned_images_are_not_given_to_cudnn():
     out = np.zeros((1, 4, 4, 8), np.float16)
     assert x.ctypes.data % 16 == 2
     with fake_cudnn() as cudnn:
-        _conv2d_cuda(x, w, out, None, None, resolve_problem(x, w, **options_of(Case())))
+        problem = resolve_problem(spec_of(x), spec_of(w), **options_of(Case()))
+        _conv2d_cuda(x, w, None, None, out, problem=problem)
     assert not cudnn.graphs and (out == 8).all()
 
 

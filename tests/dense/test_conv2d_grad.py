@@ -11,7 +11,6 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from conftest import Library
-from dense.test_conv2d import ORDER, Case, cases, fake_cudnn
 from sbnet_cupy import conv2d, conv2d_grad
 from sbnet_cupy.dense import cudnn as dense_cudnn
 from sbnet_cupy.dense import cudnn_grad, im2col
@@ -19,6 +18,8 @@ from sbnet_cupy.dense.activation import ACTIVATIONS
 from support import conv_oracles as oracles
 from support import fake_cuda_libraries as fake
 from support.assertions import assert_same, to_numpy
+from support.conv_cases import ORDER, Case, cases
+from support.fake_cudnn import fake_cudnn
 from support.strategies import FLOATS
 
 NUMPY = Library("numpy", np)

@@ -105,6 +105,21 @@ def prepare(instantiations, *, source_dir=None):
         list(pool.map(lambda batch: _load(batch, source_dir), batches))
 
 
+def constants(stem, expressions):
+    """Return the values of C++ constant expressions, of integers, in ``cuda_src/<stem>.cu``."""
+    lines = ['#include "cuda_on_host.h"', f'#include "{stem}.cu"']
+    lines += [
+        f'extern "C" __attribute__((visibility("default"))) const long long constant_{i} = {text};'
+        for i, text in enumerate(expressions)
+    ]
+    name = stem.rpartition("/")[2]
+    path = compiler.kernel_library(f"{name}-constants", "\n".join(lines) + "\n", CUDA_SRC)
+    library = ctypes.CDLL(str(path))
+    return [
+        ctypes.c_longlong.in_dll(library, f"constant_{i}").value for i in range(len(expressions))
+    ]
+
+
 def sm_count():
     """Return a number of multiprocessors: small, so that persistent grids take several turns."""
     return 4

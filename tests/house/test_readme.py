@@ -86,7 +86,7 @@ def test_the_code_runs_and_prints_what_it_says(library, require):
     assert run(BLOCKS, library, "README.md") >= 5
 
 
-@pytest.mark.parametrize("name", ["operations.md"])
+@pytest.mark.parametrize("name", ["operations.md", "stack.md"])
 def test_the_code_of_a_guide_runs(name, require):
     """Each guide of docs/ runs from its own first line."""
     blocks = code_blocks((ROOT / "docs" / name).read_text(encoding="utf-8"), "python")

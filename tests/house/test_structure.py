@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import sbnet_cupy
+from support.doctests import doctests_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(sbnet_cupy.__file__).resolve().parent
@@ -24,6 +25,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PUBLIC = {
     "ActiveBlocks",
     "BlockParams",
+    "BlockTable",
     "BottleneckWeights",
     "CapacityError",
     "DTypeError",
@@ -31,6 +33,7 @@ PUBLIC = {
     "PackedBottleneck",
     "PackedWeights",
     "ShapeError",
+    "block_table",
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
@@ -49,6 +52,25 @@ PUBLIC = {
     "sparse_scatter",
     "sparse_scatter_grad",
     "sparse_scatter_var",
+    "stack_avg_pool",
+    "stack_avg_pool_grad",
+    "stack_conv2d",
+    "stack_conv2d_grad",
+    "stack_from_image",
+    "stack_from_image_grad",
+    "stack_global_pool",
+    "stack_global_pool_grad",
+    "stack_halo",
+    "stack_halo_grad",
+    "stack_interpolate",
+    "stack_interpolate_grad",
+    "stack_max_pool",
+    "stack_max_pool_grad",
+    "stack_per_block",
+    "stack_per_block_grad",
+    "stack_pixel_mask",
+    "stack_to_image",
+    "stack_to_image_grad",
 }
 FUNCTIONS = sorted(n for n in PUBLIC if inspect.isfunction(getattr(sbnet_cupy, n, None)))
 
@@ -59,7 +81,7 @@ ORDER = (
     ("core",),
     ("dense",),
     ("block_sparse", "submanifold", "block_weights", "sparse_kernel"),
-    ("networks", "blocks"),
+    ("networks", "blocks", "operators"),
     ("torch", "jax", "tensorflow"),
     ("dask", "demo", "__main__"),
 )
@@ -212,16 +234,6 @@ def test_every_public_function_is_documented(name):
 def documented_modules():
     names = [m.name for m in pkgutil.walk_packages([str(PACKAGE)], "sbnet_cupy.")]
     return [n for n in names if n.split(".")[1] not in ("torch", "jax", "tensorflow", "__main__")]
-
-
-def doctests_of(module):
-    """Every example of a module; decorated functions too, which doctest would pass over."""
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    globs = vars(sbnet_cupy) | vars(module)
-    yield from finder.find(module, globs=globs)
-    for name, value in vars(module).items():
-        if hasattr(value, "__wrapped__") and value.__module__ == module.__name__:
-            yield from finder.find(inspect.unwrap(value), f"{module.__name__}.{name}", globs=globs)
 
 
 @pytest.mark.parametrize("name", ["sbnet_cupy", *documented_modules()])

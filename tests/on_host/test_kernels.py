@@ -6,7 +6,6 @@ memory that held something else; inputs are read-only and end where their memory
 ``python -m tests.host_cuda.sanitized tests/on_host/test_kernels.py`` watches.
 """
 
-import contextlib
 import importlib
 import math
 from dataclasses import replace
@@ -15,13 +14,12 @@ import numpy as np
 import pytest
 
 import host_cuda
-from sbnet_cupy.block_sparse.gather_scatter import plan as copy_plan
-from sbnet_cupy.block_sparse.mask import plan as mask_plan
-from sbnet_cupy.core import launch as kernels
-from sbnet_cupy.core import plans
+from sbnet_cupy.block_sparse.gather_scatter import config as copy_config
+from sbnet_cupy.block_sparse.mask import config as mask_config
 from support import oracles
 from support.assertions import assert_close, assert_same
-from support.host_memory import Memory, signature_of
+from support.exhaustive import thinned
+from support.host_memory import Memory
 from support.kernel_calls import Copy, Mask
 from support.kernel_cases import (
     AFFINE,
@@ -31,85 +29,15 @@ from support.kernel_cases import (
     IMAGES,
     MASKS,
     OUTSIDE,
+    PLACES,
     REPEATED,
     SMOOTH,
     TURNED,
 )
+from support.kernels_on_host import OPS, device
 
-OPS = [
-    importlib.import_module(f"sbnet_cupy.{name}")
-    for name in (
-        "block_sparse.mask.reduce_mask",
-        "block_sparse.gather_scatter.sparse_gather",
-        "block_sparse.gather_scatter.sparse_scatter",
-        "dense.affine_grad",
-        "block_sparse.gather_scatter.zero_outside",
-    )
-]
-RESIDENT = 2  # thread blocks that a multiprocessor holds at once
 # order of the threads, multiprocessors, what results hold at first
 RUNS = (("forward", 132, 0xA5), ("reverse", 1, 0xFF))
-
-# Where there is one multiprocessor, reduce_mask has little room too: masks are cut into many parts.
-LITTLE = {"_GROUPS": (), "_MOST_BITS": 96, "_MOST_SUMS": 80, "_MOST_FLAGS": 40}
-
-
-class Workspace:
-    """Scratch that keeps what launches leave in it, as on a GPU: first of all their number."""
-
-    FIRST = 2**32 - 3  # wraps round after two launches
-
-    def __init__(self):
-        self.slots = np.zeros(1 << 16, np.uint64)
-        self.slots[0] = self.FIRST
-
-    def __call__(self, namespace, slots):
-        return self.slots[:slots]
-
-    def check(self, launched):
-        """Assert that every launch that looks back left another number: it tells old counts."""
-        masks = [template for _, kernel, template in launched if kernel == "reduce_mask"]
-        launches = sum(template[-1] == 0 for template in masks)
-        assert int(self.slots[0]) % 2**32 == (self.FIRST + launches) % 2**32
-
-
-@contextlib.contextmanager
-def device(launch, multiprocessors, memory):
-    """Send what the ops launch to ``launch``; yield the lists of what was prepared and launched."""
-    prepared, launched, workspace = [], [], Workspace()
-    shared = (64 if multiprocessors == 1 else 227) << 10
-
-    def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False,
-                dependent=False, cluster=1):  # fmt: skip
-        prepared.append((stem, kernel, template))
-        grid = min(grid, RESIDENT * multiprocessors) if persistent else grid
-
-        def run(*arrays):
-            assert len(arrays) == pointers
-            launched.append((stem, kernel, template))
-            launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "prepare", prepare)
-        patch.setattr(plans, "device_of", lambda array: 0)
-        patch.setattr(plans, "signature_of", signature_of)
-        patch.setattr(OPS[0], "workspace", workspace)
-        if multiprocessors == 1:
-            for name, little in LITTLE.items():
-                patch.setattr(mask_plan, name, little)
-        for module in OPS:
-            patch.setattr(module, "is_cupy", lambda array: True)
-            patch.setattr(module, "sm_count", lambda: multiprocessors, raising=False)
-            patch.setattr(module, "shared_bytes", lambda: shared, raising=False)
-            patch.setattr(module, "has_clusters", lambda: True, raising=False)
-            patch.setattr(module, "empty", memory.poisoned, raising=False)
-            patch.setattr(module, "apart", lambda *arrays: False, raising=False)  # check_apart will
-            patch.setattr(module, "_PLANS", plans.Plans())
-        yield prepared, launched
-    if launch is host_cuda.launch:
-        workspace.check(launched)
 
 
 def arguments(case):
@@ -155,7 +83,7 @@ def check_same(case, monkeypatch, **options):
             assert_same(actual, wanted, **options)
 
 
-@pytest.mark.parametrize("case", MASKS, ids=str)
+@pytest.mark.parametrize("case", thinned(MASKS, 6), ids=str)
 def test_reduce_mask(case, monkeypatch):
     check_same(case, monkeypatch)
 
@@ -163,9 +91,9 @@ def test_reduce_mask(case, monkeypatch):
 SMALL_MASKS = [mask for mask in MASKS if not (mask.avgpool or mask.launches_nothing)]
 
 
-@pytest.mark.parametrize("case", SMALL_MASKS[::6], ids=str)
+@pytest.mark.parametrize("case", thinned(SMALL_MASKS[::6], 7), ids=str)
 def test_reduce_mask_in_a_cluster(case, monkeypatch):
-    monkeypatch.setattr(mask_plan, "_GROUPS", ((8, 256), (8, 512)))
+    monkeypatch.setattr(mask_config, "_GROUPS", ((8, 256), (8, 512)))
     expected, memory = list(case.run(Memory(), *arguments(case))), Memory(0xA5)
     with device(host_cuda.launch, 132, memory) as (prepared, _):
         results = list(case.run(memory, *arguments(case)))
@@ -175,7 +103,7 @@ def test_reduce_mask_in_a_cluster(case, monkeypatch):
         assert_same(actual, wanted)
 
 
-@pytest.mark.parametrize("case", COPIES, ids=str)
+@pytest.mark.parametrize("case", thinned(COPIES, 11), ids=str)
 def test_copies(case, monkeypatch):
     check_same(case, monkeypatch, allow_nan=True)
 
@@ -199,15 +127,16 @@ def test_odd_pixels_pass_through_windows(case, style):
     assert [kernel for _, kernel, _ in launched] == [f"{direction}_{style}"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("case", TURNED, ids=str)
 def test_copies_in_stages(case, stages, monkeypatch):
     """While a tile is emptied, the next ones are on their way."""
-    monkeypatch.setattr(copy_plan, "_STAGES", stages)
+    monkeypatch.setattr(copy_config, "_STAGES", stages)
     check_same(case, monkeypatch, allow_nan=True)
 
 
-@pytest.mark.parametrize("case", FUSED, ids=str)
+@pytest.mark.parametrize("case", thinned(FUSED, 5), ids=str)
 def test_exact_fused_arithmetic(case, monkeypatch):
     """Bit by bit, but for which zero relu gives and which NaN an operation gives."""
     with np.errstate(over="ignore"):
@@ -226,7 +155,7 @@ SMOOTH_ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("case", SMOOTH, ids=str)
+@pytest.mark.parametrize("case", thinned(SMOOTH, 4), ids=str)
 def test_smooth_activations(case, monkeypatch):
     """exp and erf of two libraries differ by a few roundings; see test_sparse_gather.py."""
     image, _ = case.arrays
@@ -239,14 +168,22 @@ def test_smooth_activations(case, monkeypatch):
         assert_close(blocks, expected, terms=8, dtype=wide, magnitude=abs(argument))
 
 
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+@pytest.mark.parametrize("case", PLACES, ids=str)
+def test_places_of_blocks(case, monkeypatch):
+    """One thread block, and several that each look after a few places."""
+    check_same(case, monkeypatch)
+    monkeypatch.setattr(OPS[-1], "_PLACES", 7)
+    check_same(case, monkeypatch)
+
+
+@pytest.mark.parametrize("case", thinned(GRADIENTS, 5), ids=str)
 def test_gradients_of_copies(case, monkeypatch):
     """Bit by bit, through relu too, but for which zero it gives; NaN where bits are only moved."""
     moves = case.op == "scatter grad"
     check_same(case, monkeypatch, allow_nan=moves, signed_zero=moves)
 
 
-@pytest.mark.parametrize("case", AFFINE, ids=str)
+@pytest.mark.parametrize("case", thinned(AFFINE, 7), ids=str)
 def test_affine_gradients(case, monkeypatch):
     """See test_affine_grad.py. The sums have the same bits on a large GPU and on a small one."""
     grad, x, scale, shift, *_ = case.arguments
@@ -275,19 +212,17 @@ def test_images_are_copied(case, monkeypatch):
     (expected,) = case.run(Memory())
     module = importlib.import_module("sbnet_cupy.core.copy_image")
     monkeypatch.setattr(module, "is_cupy", lambda array: True)
-    monkeypatch.setattr(module, "device_of", lambda array: 0)
     monkeypatch.setattr(module, "_LEAST", 0)
     for (actual,) in run_all(case, monkeypatch):
         assert_same(actual, expected)
-        monkeypatch.setattr(module, "_PLANS", plans.Plans())
 
 
-@pytest.mark.parametrize("case", OUTSIDE, ids=str)
+@pytest.mark.parametrize("case", thinned(OUTSIDE, 5), ids=str)
 def test_what_is_outside_becomes_zero(case, monkeypatch):
     check_same(case, monkeypatch, allow_nan=True)
 
 
-@pytest.mark.parametrize("case", REPEATED, ids=str)
+@pytest.mark.parametrize("case", thinned(REPEATED, 3), ids=str)
 def test_a_second_call_needs_no_second_plan(case, monkeypatch):
     """The same launch on other data and other memory, and with the same alignment only."""
     cases = [case, replace(case, seed=7), replace(case, offset=2, stack_offset=2)]

@@ -9,6 +9,7 @@ import pytest
 import host_cuda
 from host_cuda import sanitized
 
+pytestmark = pytest.mark.exhaustive
 TESTS = Path(__file__).resolve().parents[1]
 TOYS = Path(host_cuda.__file__).parent / "toys"
 

@@ -76,7 +76,7 @@ def test_shared_memory_starts_poisoned_in_every_block():
 
 
 def test_empty_grid_launches_nothing():
-    launch("no_such_file", "none", (), 0, 32, ())
+    assert launch("no_such_file", "none", (), 0, 32, ()) is None
 
 
 def test_many_threads():

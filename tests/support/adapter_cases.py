@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 
 import sbnet_cupy as sb
-from house.test_structure import doctests_of
 from support.assertions import assert_same, to_numpy
+from support.doctests import doctests_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _RNG = np.random.default_rng(0)

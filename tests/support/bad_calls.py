@@ -371,3 +371,9 @@ BAD = [
     ("sparse_res_block_bottleneck_grad", "base", ramp(1, 8, 8, 3), S),
     ("sparse_res_block_bottleneck_grad", "precision", "tf16", V),
 ]
+
+
+def spoil_id(value):
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}".replace(" ", "")
+    return value.__name__ if isinstance(value, type) else str(value).replace(" ", "")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
-from house.test_errors import spoil_id
 from sbnet_cupy import DeviceError, DTypeError, ShapeError
 from support.adapter_cases import (
     COUNT,
@@ -20,7 +19,7 @@ from support.adapter_cases import (
     layer,
     same,
 )
-from support.bad_calls import BAD, VALID, Spoiled
+from support.bad_calls import BAD, VALID, Spoiled, spoil_id
 
 
 @pytest.mark.parametrize("name", ["", ".ops", ".layers"])

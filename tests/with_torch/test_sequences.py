@@ -80,7 +80,7 @@ class Sequence:
             stack.enter_context(mode())
             yield
 
-    def call(self):
+    def check_a_call(self):
         """Make a call, of the core too, and compare."""
         dtype = getattr(self.torch, self.random.choice(("float32", "float16")))
         size = self.random.choice((16, 24))
@@ -174,4 +174,4 @@ def plain(tensor):
 def test_calls_in_any_order(st, torch, device, seed):
     sequence = Sequence(st, torch, device, seed)
     for _ in range(CALLS):
-        sequence.call()
+        sequence.check_a_call()

@@ -4,127 +4,18 @@
 // fused_bottleneck: a thread block takes tiles of TH x TW pixels, one after another:
 //     1  h1 = a2(w1 * a1(x)) over the tile and a rim of one pixel. A comes from global memory straight
 //        into registers. Zero outside the image: that is the padding of the 3 x 3 convolution.
-//     2  h2 = a3(w2 * h1) over the tile, by the engine of halo_tile.cuh
+//     2  h2 = a3(w2 * h1) over the tile, by an engine of engines.cuh
 //     3  y = x + w3 * h2
 //   h1 and h2 stay in shared memory; x is read once (and its middle again, from the cache).
 //   A CLUSTER of thread blocks may share a tile: each has a part of the weights, makes a part of the
 //   channels of h1, h2 and y, and stores its h1 and h2 in all of them.
-// pack_bottleneck:  lays weights and tables out as they are staged, once for many calls.
+// pack_bottleneck (unit_packing.cuh) lays weights and tables out as they are staged, once for many calls.
 // Launch: WARPS warps; grid (blocks of the list x CLUSTER, persistent; 1; tiles of a block).
 #include "dense/activation.cuh"
 #include "core/cluster.cuh"
-#include "block_sparse/conv/halo_tile.cuh"
+#include "block_sparse/bottleneck/unit_packing.cuh"
+#include "block_sparse/conv/engines.cuh"
 #include "block_sparse/tile_scheduler.cuh"
-
-// ---------------------------------------------------------------------------- sizes
-
-// Cin in CHUNKS of 64 bytes, MID bottleneck channels, both rounded up; COLUMNS output channels are
-// made at a time. What one thread block of a cluster holds.
-template <typename T, int CHUNKS_, int MID_, int TH_, int TW_, int CLUSTER_, int COLUMNS_>
-struct Unit3 {
-    static constexpr int CHUNKS = CHUNKS_, MID = MID_, TH = TH_, TW = TW_, CLUSTER = CLUSTER_, COLUMNS = COLUMNS_;
-    static constexpr int LANES = 16 / sizeof(T);
-    static constexpr int CIN = CHUNKS * 4 * LANES, NS = MID / CLUSTER, OUT = CIN / CLUSTER, PARTS = OUT / COLUMNS;
-    static constexpr int PLANES = MID / LANES;
-    using Rim = Halo<TH, TW, 3, 3, 1, 1, PLANES>;     // h1
-    using Middle = Halo<TH, TW, 1, 1, 1, 1, PLANES>;  // h2
-    static constexpr int RIM = Rim::IH * Rim::IW, TILE = TH * TW;
-    static_assert(NS % 8 == 0 && OUT % COLUMNS == 0 && MID % LANES == 0, "parts of whole groups");
-
-    // Packed weights of one block of the cluster, and shared memory, in bytes from their begin.
-    static constexpr int TABLES = (2 * CIN + 4 * NS) * 4;
-    static constexpr int W1 = TABLES, W2 = W1 + CHUNKS * 4 * NS * 16, W3 = W2 + Rim::STEPS * 2 * NS * 16;
-    static constexpr int W3_PART = Middle::STEPS * 2 * COLUMNS * 16, PACKED = W3 + PARTS * W3_PART;
-    static constexpr int H1 = PACKED, H2 = H1 + Rim::BYTES, ZEROS = H2 + Middle::BYTES;
-    static constexpr int PARTIALS = ZEROS + (Rim::LAST_ALONE || Middle::LAST_ALONE ? Rim::PLANE : 0);
-};
-
-// ---------------------------------------------------------------------------- packed weights
-
-// Bottleneck channels that fill up MID are 0 whatever x holds, infinities included: their weights are 1
-// and their scale is -1, so that relu sees the negative of a sum of numbers >= 0. NaN alone comes through,
-// and reaches every channel anyway. With weights of 0 an infinity would become NaN.
-//
-// The words of a lane's 16 bytes of x are its fragments of two steps of K: in a chunk of 64 bytes,
-// word t of unit `u` (0..3) holds the numbers of word 4 t + u of the image.
-template <class U, typename T, bool ROUND>
-DEVICE uint4 pack_unit(const T* __restrict__ w, i64 u, int column, i64 C, i64 K, i64 first_column) {
-    constexpr int PER_WORD = 4 / sizeof(T);
-    Elements<T, uint4> value(zero<uint4>());
-#pragma unroll
-    for (int e = 0; e < U::LANES; ++e) {
-        const int t = e / PER_WORD;
-        const i64 c = u / 4 * (4 * U::LANES) + (4 * t + u % 4) * PER_WORD + e % PER_WORD;
-        if (first_column + column >= K)
-            value.element[e] = from_compute<T>(1.0f);
-        else if (c < C)
-            value.element[e] = w[c * K + first_column + column];
-        if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
-    }
-    return value.vector;
-}
-
-// Weights of a plain convolution, HWIO, in the order of K of halo_tile.cuh.
-template <class H, typename T, bool ROUND>
-DEVICE uint4 pack_tap(const T* __restrict__ w, int u, i64 k, i64 C, i64 K) {
-    constexpr int LANES = 16 / sizeof(T);
-    const Unit<H> unit(u);
-    Elements<T, uint4> value(zero<uint4>());
-#pragma unroll
-    for (int e = 0; e < LANES; ++e) {
-        const i64 c = unit.plane * LANES + e;
-        if (u < H::UNITS && k >= K)
-            value.element[e] = from_compute<T>(1.0f);
-        else if (u < H::UNITS && c < C)
-            value.element[e] = w[(unit.tap * C + c) * K + k];
-        if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
-    }
-    return value.vector;
-}
-
-template <typename T, int CHUNKS, int MID, int CLUSTER, int COLUMNS, bool TIGHT, bool ROUND>
-__global__ void __launch_bounds__(256)
-    pack_bottleneck(const T* __restrict__ w1, const T* __restrict__ w2, const T* __restrict__ w3,
-                    const float* __restrict__ scale1, const float* __restrict__ shift1,
-                    const float* __restrict__ scale2, const float* __restrict__ shift2,
-                    const float* __restrict__ scale3, const float* __restrict__ shift3, u8* __restrict__ packed,
-                    i64 C, i64 Cmid) {
-    using U = Unit3<T, CHUNKS, MID, 8, 8, CLUSTER, COLUMNS>;  // packed the same for every tile
-    using Channels = ::Columns<T, COLUMNS / 8>;
-    const int rank = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
-    u8* const out = packed + static_cast<i64>(rank) * U::PACKED;
-    const auto table = [&](int at, const float* values, i64 first, int count, i64 limit, float beyond = 0.0f) {
-        if (i < count) reinterpret_cast<float*>(out)[at + i] = first + i < limit ? values[first + i] : beyond;
-    };
-    if constexpr (TIGHT) {  // each in the first half of its place
-        if (i < U::CIN) {
-            reinterpret_cast<T*>(out)[i] = from_compute<T>(i < C ? scale1[i] : 0.0f);
-            reinterpret_cast<T*>(out)[2 * U::CIN + i] = from_compute<T>(i < C ? shift1[i] : 0.0f);
-        }
-    } else {
-        table(0, scale1, 0, U::CIN, C);
-        table(U::CIN, shift1, 0, U::CIN, C);
-    }
-    table(2 * U::CIN, scale2, rank * U::NS, U::NS, Cmid, -1.0f);
-    table(2 * U::CIN + U::NS, shift2, rank * U::NS, U::NS, Cmid);
-    table(2 * U::CIN + 2 * U::NS, scale3, rank * U::NS, U::NS, Cmid, -1.0f);
-    table(2 * U::CIN + 3 * U::NS, shift3, rank * U::NS, U::NS, Cmid);
-    const int vector = i * 16 + U::W1;
-    if (vector >= U::PACKED) return;
-    uint4 value;
-    if (vector < U::W2) {
-        const int at = (vector - U::W1) / 16;
-        value = pack_unit<U, T, ROUND>(w1, at / U::NS, at % U::NS, C, Cmid, rank * U::NS);
-    } else if (vector < U::W3) {
-        const int at = (vector - U::W2) / 16;
-        value = pack_tap<typename U::Rim, T, ROUND>(w2, at / U::NS, rank * U::NS + at % U::NS, Cmid, Cmid);
-    } else {
-        const int at = (vector - U::W3) / 16, part = at / (U::W3_PART / 16), inner = at % (U::W3_PART / 16);
-        const int k = rank * U::OUT + part * COLUMNS + Channels::channel(inner % COLUMNS);
-        value = pack_tap<typename U::Middle, T, ROUND>(w3, inner / COLUMNS, k, Cmid, C);
-    }
-    *reinterpret_cast<uint4*>(out + vector) = value;
-}
 
 // ---------------------------------------------------------------------------- the three products
 
@@ -266,8 +157,9 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     using Second = Engine<T, Rim, U::NS, WM2, WN2, WK2>;
     using Third = Engine<T, typename U::Middle, COLUMNS, WM3, 1, 1>;
     constexpr bool GROUP = Second::WANTS_FENCE;
-    constexpr int THREADS = WARPS * 32, NS = U::NS, NT1 = NS / 8, WM1 = WARPS / WK1;
-    constexpr int TILES1 = ceil_div(U::RIM, 16), TURNS1 = ceil_div(TILES1, WM1), MINE1 = CHUNKS / WK1;
+    using Rest = Behind<U, WARPS, WK1, WK2>;
+    constexpr int THREADS = WARPS * 32, NS = U::NS, NT1 = NS / 8, MINE1 = CHUNKS / WK1;
+    constexpr int WM1 = Rest::WM1, TILES1 = Rest::TILES1, TURNS1 = Rest::TURNS1;
     static_assert(WM1 * WK1 == WARPS && MINE1 * WK1 == CHUNKS, "warps share pixels and chunks evenly");
     static_assert(WM2 * WN2 * WK2 == WARPS && WARPS % WM3 == 0, "warps share the products evenly");
     static_assert(!GROUP || (WM1 % 4 == 0 && WM2 % 4 == 0 && WM3 % 4 == 0), "four warps multiply together");
@@ -276,8 +168,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const float* const tables = reinterpret_cast<const float*>(shared);
     const float *const table2 = tables + 2 * U::CIN, *const table3 = table2 + 2 * NS;
     float4* const partials = reinterpret_cast<float4*>(shared + U::PARTIALS);
-    constexpr int PARTS1 = (WK1 - 1) * WM1 * TURNS1 * NT1 * 32, PARTS2 = (WK2 - 1) * U::TILE * NS / 4;
-    u64* const barriers = reinterpret_cast<u64*>(partials + (PARTS1 > PARTS2 ? PARTS1 : PARTS2));
+    u64* const barriers = reinterpret_cast<u64*>(shared + Rest::BARRIERS);
 
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const int C = narrow(C_), H = narrow(H_), W = narrow(W_);

@@ -9,7 +9,7 @@
 // pack_weights: lays weights, scale and bias out as fused_conv stages them, once for many calls.
 // Launch: WM * WN * WK warps; grid (blocks of the list, persistent; slices; tiles of a block). See cuda_src/README.md for the pictures.
 #include "dense/activation.cuh"
-#include "block_sparse/conv/halo_tile.cuh"
+#include "block_sparse/conv/engines.cuh"
 #include "block_sparse/tile_scheduler.cuh"
 
 // ---------------------------------------------------------------------------- packed weights
@@ -115,6 +115,17 @@ struct Stage {
 
 // ---------------------------------------------------------------------------- the kernel
 
+// Dynamic shared memory of fused_conv, in bytes from its begin: tables, weights, input tiles, a plane of
+// zeros, sums of K workers, a barrier.
+template <class Product, class H, int NS, int WK, int STAGES, bool RESIDENT>
+struct Memory {
+    static constexpr bool HAS_ZEROS = Product::WANTS_FENCE && H::LAST_ALONE;
+    static constexpr int WEIGHTS = Slice<H, NS>::TABLES;
+    static constexpr int INPUTS = WEIGHTS + (RESIDENT ? 1 : STAGES) * Slice<H, NS>::CHUNK;
+    static constexpr int ZEROS = INPUTS + STAGES * H::BYTES, PARTIALS = ZEROS + (HAS_ZEROS ? H::PLANE : 0);
+    static constexpr int BARRIER = PARTIALS + (WK - 1) * (H::TH * H::TW * NS * 4), BYTES = BARRIER + 16;
+};
+
 // A warp's results to the image, from channel k0 on; scale and bias are those of its channels, the
 // bias `slice` floats behind.
 template <bool VECTOR, int ACTIVATION, int TW, typename T, int MT, int NT, class Pixel>
@@ -173,16 +184,15 @@ __global__ void __launch_bounds__(WM * WN * WK * 32, BLOCKS)
     constexpr int THREADS = WM * WN * WK * 32, MT = Product::MT, NT = Product::NT;
     using Packed = Slice<H, NS>;
     using Input = Stage<T, H, THREADS, VECTOR_IN, ROUND>;
-    constexpr int WEIGHTS = RESIDENT ? Packed::CHUNK : STAGES * Packed::CHUNK;
-    constexpr bool ZEROS = Product::WANTS_FENCE && H::LAST_ALONE;
+    using At = Memory<Product, H, NS, WK, STAGES, RESIDENT>;
 
     DYNAMIC_SHARED(u8, shared);
     const float* const tables = reinterpret_cast<const float*>(shared);
-    u8* const weights = shared + Packed::TABLES;
-    u8* const inputs = weights + WEIGHTS;
-    u8* const zeros = inputs + STAGES * H::BYTES;
-    float4* const partials = reinterpret_cast<float4*>(zeros + (ZEROS ? H::PLANE : 0));
-    u64* const arrived = reinterpret_cast<u64*>(partials + (WK - 1) * (TH * TW * NS / 4));
+    u8* const weights = shared + At::WEIGHTS;
+    u8* const inputs = shared + At::INPUTS;
+    u8* const zeros = shared + At::ZEROS;
+    float4* const partials = reinterpret_cast<float4*>(shared + At::PARTIALS);
+    u64* const arrived = reinterpret_cast<u64*>(shared + At::BARRIER);
 
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const Problem g{{narrow(M), narrow(N), narrow(P), narrow(Q), narrow(block_h), narrow(block_w),
@@ -212,7 +222,7 @@ __global__ void __launch_bounds__(WM * WN * WK * 32, BLOCKS)
     } else {
         for (int i = threadIdx.x * 16; i < ONCE; i += THREADS * 16) copy_async_16(shared + i, mine + i, true);
     }
-    if constexpr (ZEROS)
+    if constexpr (At::HAS_ZEROS)
         for (int i = threadIdx.x * 16; i < H::PLANE; i += THREADS * 16)
             *reinterpret_cast<uint4*>(zeros + i) = zero<uint4>();
 

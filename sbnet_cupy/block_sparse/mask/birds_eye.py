@@ -9,6 +9,7 @@ import numpy as np
 from ...core.arrays import array_function, namespace
 from ...core.checks import check_array
 from ...core.sizes import is_integer
+from ...core.spec import spec_of
 from ...errors import ShapeError
 
 
@@ -55,7 +56,7 @@ def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
     array([[[ True, False],
             [False,  True]]])
     """
-    check_array("points", points, ndim=2, kinds="fiu")
+    check_array("points", spec_of(points), ndim=2, kinds="fiu")
     if not is_integer(min_points) or min_points < 1:
         raise ValueError(f"min_points must be a positive integer, got {min_points!r}")
     index, (h, w) = cell_index(points, x_range, y_range, cell, z_range)

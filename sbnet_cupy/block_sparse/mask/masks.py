@@ -13,6 +13,7 @@ from ...core.arrays import array_function, is_float, namespace
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array
 from ...core.sizes import is_integer, pair
+from ...core.spec import spec_of
 from ...errors import DTypeError, ShapeError
 from .birds_eye import birds_eye, number
 
@@ -173,7 +174,7 @@ def change(previous, current, level):
     """
     _check_picture("previous", previous)
     _check_picture("current", current)
-    check_array("current", current, shape=previous.shape, like=previous)
+    check_array("current", spec_of(current), shape=previous.shape, like=spec_of(previous))
     if current.dtype != previous.dtype:
         check_byte_orders({"previous": previous, "current": current})
         raise DTypeError(
@@ -278,12 +279,12 @@ def _distance(a, b):
 
 
 def _check_picture(name, value):
-    check_array(name, value, ndim=(2, 3, 4), kinds="biuf")
+    check_array(name, spec_of(value), ndim=(2, 3, 4), kinds="biuf")
 
 
 def _mask(value):
     """Return a checked mask as that of a batch."""
-    check_array("mask", value, ndim=(2, 3), kinds="b")
+    check_array("mask", spec_of(value), ndim=(2, 3), kinds="b")
     return value if value.ndim == 3 else value[None]
 
 

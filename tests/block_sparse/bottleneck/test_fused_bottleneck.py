@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sbnet_cupy import BottleneckWeights, PackedBottleneck, ShapeError, fused_bottleneck
 from support import conv_oracles as oracles
 from support.assertions import assert_same, to_numpy
+from support.exhaustive import thinned
 from support.fused_on_streams import (
     check_capture_needs_packed_weights,
     check_current_stream,
@@ -55,18 +56,18 @@ def check_other_numbers(case, xp):
     case.assert_within_bound(y)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 5), ids=str)
 def test_whole_numbers_are_exact(xp, case):
     check_whole_numbers(case, xp)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if min(case.shape)], ids=str)
+@pytest.mark.parametrize("case", thinned([c for c in CASES if min(c.shape)], 5), ids=str)
 def test_other_numbers_within_the_bound(xp, case):
     """Three roundings to 16 bits or tf32, one at the end, and the sums' own; see unit_cases.py."""
     check_other_numbers(case, xp)
 
 
-@pytest.mark.parametrize("case", NUMPY_CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(NUMPY_CASES, 5), ids=str)
 def test_what_has_no_kernel_runs_on_numpy(xp, case):
     if xp.name == "cupy":
         reason = case.dtype if case.dtype == "float64" else r"precision='tf32'|16-byte vectors"
@@ -112,7 +113,7 @@ SPREAD_IN = [Case(image=(2, 19, 17, cin), middle=cmid, expected=expected, **numb
              for cin, cmid in ((96, 24), (24, 20), (40, 3), (64, 64))]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SPREAD_IN, ids=str)
+@pytest.mark.parametrize("case", thinned(SPREAD_IN, 5), ids=str)
 @pytest.mark.parametrize(("value", "signs"), SPREADING, ids=str)
 def test_nan_and_infinities_spread_as_in_the_dense_unit(xp, case, value, signs):
     """Not through channels that fill up vectors or planes; relu keeps NaN and cuts -inf off."""

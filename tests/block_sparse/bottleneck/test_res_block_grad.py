@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from block_sparse.bottleneck.test_res_block import ALL, NAMES, Case, cases
 from conftest import Library
 from sbnet_cupy import BottleneckWeights, sparse_res_block_bottleneck_grad
 from support import conv_oracles as oracles
 from support.assertions import assert_same, to_numpy
+from support.res_block_cases import ALL, NAMES, Case, cases
 from support.strategies import FLOATS
 
 NUMPY = Library("numpy", np)

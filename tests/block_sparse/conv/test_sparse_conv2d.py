@@ -1,9 +1,6 @@
 """sparse_conv2d and mask_conv2d: the dense value on active blocks, the base elsewhere."""
 
-import math
 import sys
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,98 +9,14 @@ from hypothesis import strategies as st
 
 from conftest import Library
 from sbnet_cupy import PackedWeights, ShapeError, calc_block_params, reduce_mask
-from sbnet_cupy.block_sparse.conv.sparse_conv2d import mask_conv2d, sparse_conv2d
+from sbnet_cupy.block_sparse.conv.mask_conv2d import mask_conv2d
+from sbnet_cupy.block_sparse.conv.sparse_conv2d import sparse_conv2d
 from sbnet_cupy.dense.activation import ACTIVATIONS
 from support import conv_oracles as oracles
 from support.assertions import assert_same, to_numpy
+from support.conv_cases import ORDER, pairs
+from support.sparse_conv_cases import Case, cases
 from support.strategies import FLOATS, MASK_DTYPES
-
-ORDER = {"NHWC": (0, 1, 2, 3), "NCHW": (0, 3, 1, 2), "HWIO": (0, 1, 2, 3), "OIHW": (3, 2, 0, 1)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A sparse convolution: sizes, options and the seed of its data and active blocks."""
-
-    image: tuple[int, int, int, int] = (2, 9, 11, 3)
-    kernel: tuple[int, int] = (3, 3)
-    channels: int = 5
-    strides: tuple[int, int] = (1, 1)
-    steps: tuple[int, int] = (3, 2)  # a block of these many outputs, less one, per axis
-    padding: Any = "SAME"
-    dtype: np.dtype = FLOATS[2]
-    data_format: str = "NHWC"
-    w_format: str = "HWIO"
-    density: float = 0.4
-    spare: int = 2  # rows of the index table past the count
-    seed: int = 0
-
-    @property
-    def options(self):
-        names = ("strides", "padding", "data_format", "w_format")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def params(self):
-        bsize = tuple(
-            k + s * n for k, s, n in zip(self.kernel, self.strides, self.steps, strict=True)
-        )
-        return calc_block_params(self.image, bsize, self.kernel, self.strides, self.padding)
-
-    def indices(self):
-        """Active blocks in any order, and rows of -1 past their count."""
-        rng = np.random.default_rng(self.seed)
-        grid = (self.image[0], *self.params.bcount)
-        rows = rng.permutation(np.argwhere(rng.random(grid) < self.density)).astype(np.int32)
-        table = np.concatenate([rows, np.full((self.spare, 3), -1, np.int32)])
-        return np.array([len(rows)], np.int32), table, rows
-
-    def data(self, *, whole=True):
-        """Image and kernel; whole numbers, whose products and sums are exact in every dtype."""
-        rng = np.random.default_rng(self.seed + 1)
-        w_shape = (*self.kernel, self.image[3], self.channels)
-        if whole:
-            x, w = rng.integers(-3, 4, self.image), rng.integers(-1, 2, w_shape)
-        else:
-            x = rng.standard_normal(self.image)
-            w = rng.standard_normal(w_shape) / math.sqrt(math.prod(w_shape[:3]))
-        return x.astype(self.dtype), w.astype(self.dtype)
-
-    def run(self, xp, x, w, **options):
-        counts, table, _ = self.indices()
-        arrays = x.transpose(ORDER[self.data_format]), w.transpose(ORDER[self.w_format])
-        indices = (xp.asarray(counts), xp.asarray(table))
-        return sparse_conv2d(
-            *map(xp.asarray, arrays), indices, self.params, **self.options, **options
-        )
-
-
-def _pairs(low, high):
-    return st.tuples(st.integers(low, high), st.integers(low, high))
-
-
-@st.composite
-def cases(draw):
-    """Draw blocks larger than the image, any stride, even kernels, none and all active."""
-    return Case(
-        image=(
-            draw(st.sampled_from([1, 2, 0])),
-            *draw(_pairs(0, 10)),
-            draw(st.sampled_from([1, 3, 8])),
-        ),
-        kernel=draw(_pairs(1, 4)),
-        channels=draw(st.sampled_from([1, 3, 8])),
-        strides=draw(_pairs(1, 3)),
-        steps=draw(_pairs(0, 4)),
-        padding=draw(st.sampled_from(["SAME", "VALID"]) | st.tuples(_pairs(0, 2), _pairs(0, 2))),
-        dtype=draw(st.sampled_from(FLOATS)),
-        data_format=draw(st.sampled_from(["NHWC", "NCHW"])),
-        w_format=draw(st.sampled_from(["HWIO", "OIHW"])),
-        density=draw(st.sampled_from([0.4, 0.0, 1.0])),
-        spare=draw(st.integers(0, 3)),
-        seed=draw(st.integers(0, 2**32 - 1)),
-    )
-
 
 METHODS = st.sampled_from(["auto", "gather", "fused"])
 
@@ -295,9 +208,9 @@ def test_other_libraries(require, library):
 
 
 @given(
-    size=_pairs(0, 7),
-    kernel=_pairs(1, 4),
-    strides=_pairs(1, 3),
+    size=pairs(0, 7),
+    kernel=pairs(1, 4),
+    strides=pairs(1, 3),
     padding=st.sampled_from(["SAME", "VALID", ((3, 0), (1, 3))]),
     dtype=st.sampled_from(FLOATS),
     mask_dtype=st.sampled_from(MASK_DTYPES),

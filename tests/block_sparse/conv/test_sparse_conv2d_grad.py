@@ -7,12 +7,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from block_sparse.conv.test_sparse_conv2d import ORDER, Case, cases
 from conftest import Library
 from sbnet_cupy import ShapeError, calc_block_params, sparse_conv2d_grad
 from sbnet_cupy.dense.activation import ACTIVATIONS
 from support import conv_oracles as oracles
 from support.assertions import assert_same, to_numpy
+from support.conv_cases import ORDER
+from support.sparse_conv_cases import Case, cases
 from support.strategies import FLOATS
 
 NUMPY = Library("numpy", np)

@@ -1,0 +1,116 @@
+"""stack_avg_pool: average pooling of a stack, across the borders of blocks."""
+
+import numpy as np
+
+from ...core.arrays import array_function, compute_dtype, is_cupy, namespace
+from .checks import computing
+from .neighbours import Places
+from .pooling import (
+    check_divisor,
+    launch_pool,
+    parts,
+    pixels_in_windows,
+    prepare_out,
+    read_windows,
+    reduce_windows,
+    resolve_pool,
+)
+from .taps import clear_unlisted
+
+
+@array_function
+def stack_avg_pool(
+    x, table, *, kernel, strides=None, padding=0, ceil_mode=False, count_include_pad=True,
+    divisor=None, out=None,
+):  # fmt: skip
+    """Average each window of a stack.
+
+    ``y[p, q, c] = (sum x[p * sh - top + r, q * sw - left + s, c]) / d`` for all ``(p, q)`` of
+    active blocks. Pixels in no active block count as 0, those outside the image are not summed. The
+    divisor ``d`` is the number of the window's pixels that are in the image or its padding; those
+    in the image alone, with ``count_include_pad=False``; or ``divisor``. The sum is in float32
+    (float64 for float64) and rounded once. The result is the stack of the stage
+    ``table.after_conv(kernel, strides, padding, ceil_mode=ceil_mode)``.
+
+    Parameters
+    ----------
+    x : array, shape (M, b_h, b_w, C)
+        Stack; float16, bfloat16, float32 or float64. C-contiguous.
+    table : BlockTable
+        Of the stage of ``x``.
+    kernel : int or (int, int)
+        Size of the window.
+    strides : int or (int, int), optional
+        Steps between windows, which must divide the block size; ``kernel`` by default.
+    padding : int, (int, int), ((top, bottom), (left, right)), "SAME" or "VALID"
+        As for :func:`stack_conv2d`.
+    ceil_mode : bool
+        Also take a last window that sticks out at the end, as in PyTorch.
+    count_include_pad : bool
+        Whether pixels of the padding count in the divisor.
+    divisor : number, optional
+        Divides every sum instead.
+    out : array, optional
+        Receives the result; it is returned.
+
+    Returns
+    -------
+    y : array, shape (M, b_h / sh, b_w / sw, C)
+        In the dtype and library of ``x``. Rows that are no block are 0.
+
+    Raises
+    ------
+    ShapeError
+        If a size is wrong, or the result is larger than the blocks.
+    DTypeError
+        If ``x`` is not of a floating dtype, or ``table`` no BlockTable.
+
+    Source: the dense layer on masked images; the divisors are those of PyTorch's AvgPool2d. Kernel:
+    cuda_src/block_sparse/stack/stack_avg_pool.cu
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = block_table(np.ones((1, 2, 2)), 2)
+    >>> x = np.ones((1, 2, 2, 1))
+    >>> stack_avg_pool(x, table, kernel=3, strides=1, padding=1)[0, :, :, 0]
+    array([[0.44444444, 0.44444444],
+           [0.44444444, 0.44444444]])
+    """
+    window = resolve_pool(x, table, kernel, strides, padding, 1, ceil_mode)
+    check_counting(count_include_pad, divisor)
+    out = prepare_out(out, (len(x), *window.coarse.block_size, x.shape[3]), x, table)
+    if not out.size:
+        return out
+    (top, bottom), (left, right) = window.pads
+    counting = int(count_include_pad), float(divisor or 0)
+    options = (*window.strides, top, left, bottom, right, *counting)
+    if is_cupy(x) and launch_pool("stack_avg_pool", x, table, window, out, options):
+        return out
+    xp, total = namespace(x), compute_dtype(x.dtype)
+    with computing(x):
+        places = Places.of(table)
+        for part in parts(places, x, window):
+            rows = places.part(part)
+            sums = reduce_windows(read_windows(x, rows, window, total), window, xp.add)
+            sums /= divisors(rows, window, count_include_pad, divisor, total)
+            out[part] = sums
+        clear_unlisted(out, places)
+    return out
+
+
+def check_counting(count_include_pad, divisor):
+    """Check the options that decide the divisor."""
+    if not isinstance(count_include_pad, bool | np.bool_):
+        raise ValueError(f"count_include_pad must be True or False, got {count_include_pad!r}")
+    check_divisor(divisor)
+
+
+def divisors(places, window, count_include_pad, divisor, dtype):
+    """Return what the sums are divided by: [m, P, Q, 1], or a number; 1 for an empty window."""
+    if divisor is not None:
+        return dtype.type(divisor)
+    xp = namespace(places.n)
+    counts = [pixels_in_windows(places, window, axis, bool(count_include_pad)) for axis in (0, 1)]
+    area = counts[0][:, :, None] * counts[1][:, None, :]
+    return xp.maximum(area, 1).astype(dtype)[..., None]

@@ -1,0 +1,160 @@
+"""Sizes that Python computes are those of the C++ code: g++ evaluates its constants."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import host_cuda
+from sbnet_cupy.block_sparse.bottleneck.config import UnitCase, configure_bottleneck
+from sbnet_cupy.block_sparse.conv.config import Case, configure_conv, halo_plane_bytes
+from sbnet_cupy.block_sparse.gather_scatter import config as copy_config
+from sbnet_cupy.block_sparse.mask import config as mask_config
+from sbnet_cupy.core.compile import cpp_name
+from sbnet_cupy.core.device import Device
+from sbnet_cupy.core.launch import THREADS
+from support.fused_on_host import AMPERE, BLACKWELL, TURING
+
+HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
+DEVICES = (TURING, AMPERE, BLACKWELL, HOPPER)
+NUMBERS = (("Half", 2, False), ("BFloat16", 2, False), ("float", 4, False), ("float", 4, True))
+GATHER_SCATTER = "block_sparse/gather_scatter"
+
+
+@pytest.fixture(autouse=True)
+def _gpp(require):
+    require("g++")
+
+
+def check(stem, expected):
+    """Compare a dictionary from C++ expressions to the numbers that Python has for them."""
+    found = host_cuda.constants(stem, list(expected))
+    wrong = {
+        expression: (value, number)
+        for (expression, number), value in zip(expected.items(), found, strict=True)
+        if value != number
+    }
+    assert not wrong, "(C++, Python) differ"
+
+
+def joined(*arguments):
+    """Spell template arguments."""
+    return ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in arguments)
+
+
+def test_planes_of_a_tile():
+    expected = {}
+    tiles, kernels = ((4, 8), (8, 8), (8, 16)), ((1, 1), (3, 3), (2, 5), (7, 7))
+    for tile, kernel, strides in itertools.product(tiles, kernels, ((1, 1), (2, 2), (1, 3))):
+        halo = f"Halo<{joined(*tile, *kernel, *strides, 2)}>"
+        expected[f"{halo}::PLANE"] = halo_plane_bytes(tile, kernel, strides)
+    check("block_sparse/conv/fused_conv", expected)
+
+
+def test_fused_conv():
+    """Packed weights, steps of K, and shared memory of every kind of plan."""
+    expected, engines = {}, set()
+    shapes = ((24, 24, (3, 3)), (256, 96, (3, 3)), (5, 7, (5, 2)), (16, 64, (1, 1)))
+    for number, (channels, out, kernel), strides, blocks, device in itertools.product(
+        NUMBERS, shapes, ((1, 1), (2, 2)), (0, 1 << 30), DEVICES
+    ):
+        case = Case(*number, channels, out, kernel, strides, True, True, 0)
+        plan = configure_conv(case, blocks, (8, 8), 280000, device)
+        tile = joined(*plan.tile, *kernel, *strides, plan.planes)
+        halo, packed = f"Halo<{tile}>", f"Slice<Halo<{tile}>, {plan.slice}>"
+        engine = joined(case.element, halo, plan.slice, *plan.warps)
+        memory = joined(
+            f"{plan.engine}<{engine}>", halo, plan.slice, plan.warps[2], plan.stages, plan.resident
+        )
+        expected[f"{halo}::STEPS"] = plan.steps(kernel)
+        expected[f"{plan.slices(case)} * {packed}::bytes({plan.chunks})"] = plan.packed_bytes(case)
+        expected[f"Memory<{memory}>::BYTES"] = plan.shared_bytes(case)
+        engines.add((plan.engine, plan.resident, plan.stages, plan.warps[2] > 1))
+    assert {"MmaSync", "WarpGroup", "Fma"} == {engine for engine, *_ in engines}
+    assert len(engines) > 6
+    check("block_sparse/conv/fused_conv", expected)
+
+
+def test_fused_bottleneck():
+    """Packed weights and shared memory, with clusters and without."""
+    expected, kinds = {}, set()
+    units = ((96, 24), (192, 48), (256, 64), (384, 96), (8, 8), (40, 20), (64, 128), (200, 56))
+    for number, unit, blocks, device in itertools.product(
+        NUMBERS[:3], units, (0, 100, 1 << 30), DEVICES
+    ):
+        case = UnitCase(*number[:2], *unit, False)
+        plan = configure_bottleneck(case, blocks, (8, 8), device)
+        if plan is None:
+            continue
+        sizes = joined(case.element, plan.chunks, plan.mid, *plan.tile, plan.cluster, plan.columns)
+        shares = joined(plan.warps, plan.split1, plan.second[2])
+        expected[f"Unit3<{sizes}>::PACKED"] = plan.packed_bytes(case)
+        expected[f"Behind<Unit3<{sizes}>, {shares}>::BYTES"] = plan.shared_bytes(case)
+        kinds.add((plan.engine, plan.cluster > 1, plan.split1 > 1, plan.second[2] > 1))
+    assert len(kinds) > 4
+    check("block_sparse/bottleneck/fused_bottleneck", expected)
+
+
+def test_tiles_that_turn():
+    expected = {}
+    for item, rows, columns in itertools.product((1, 2, 4, 8, 16), (1, 36, 100), (3, 16, 24, 100)):
+        turn = joined(f"Bytes<{item}>::type", rows, columns, item, item, 64)
+        # rows are pixels, columns are channels
+        expected[f"Turn<{turn}>::BYTES"] = copy_config._stage_bytes(rows, columns, item, True)
+    check(f"{GATHER_SCATTER}/sparse_gather", expected)
+
+
+def test_windows_of_blocks():
+    expected = {"sizeof(Block<6, 5>)": copy_config._BLOCK_BYTES}
+    for last, item, bsize, channels in itertools.product(
+        (True, False), (1, 2, 4), ((6, 5), (18, 18), (1, 40)), (1, 3, 17)
+    ):
+        window = joined(last, f"Bytes<{item}>::type", *bsize, channels)
+        layout = Layout(last, channels)
+        expected[f"Window<{window}>::BYTES"] = copy_config._window_bytes(layout, bsize, item)
+    check(f"{GATHER_SCATTER}/sparse_gather", expected)
+
+
+class Layout:
+    """What a window needs to know of a layout."""
+
+    def __init__(self, channels_last, channels):
+        self.channels_last, self.C = channels_last, channels
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["max", "mean"])
+def test_columns_of_a_mask(average):
+    """Bytes of shared memory: for each line as many words, or sums of each part, as C++ strides."""
+    expected = {}
+    for width, word, lanes in ((700, 4, False), (88, 1, False), (3000, 1, True)):
+        lanes = lanes and not average
+        plan = mask_config.MaskConfig(3, 5, width, 1 << 12, word, lanes, 4, 256, 0, 7)
+        slots, kept = mask_config.shared_memory(plan, average)
+        step = 32 if plan.lanes else word
+        stored = step * min(width // step + 2, slots)
+        pitch = f"Columns<double, {joined(average)}>::pitch_of({stored})"
+        parts = plan.down if average else 1
+        size = f"{plan.lines} * {parts} * {pitch} * {8 if average else 4}"
+        expected[f"ceil_div({size}, 8) * 8"] = kept
+    check("block_sparse/mask/reduce_mask", expected)
+
+
+@pytest.mark.parametrize(
+    "stem",
+    [
+        f"{GATHER_SCATTER}/sparse_gather",
+        f"{GATHER_SCATTER}/sparse_scatter",
+        f"{GATHER_SCATTER}/zero_outside",
+        "dense/affine_grad",
+        "core/copy_image",
+    ],
+)
+def test_threads_of_a_thread_block(stem):
+    check(stem, {"THREADS": THREADS})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int16", "uint8"])
+def test_elements(dtype):
+    """The C++ type of a dtype has its size."""
+    name = cpp_name(np.dtype(dtype), "x")
+    check("core/copy_image", {f"sizeof({name})": np.dtype(dtype).itemsize})
