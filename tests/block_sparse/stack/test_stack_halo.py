@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sbnet_cupy as sb
-from sbnet_cupy.block_sparse.stack.neighbours import Axis, Places, fetch
+from sbnet_cupy.block_sparse.stack.fetch import fetch
+from sbnet_cupy.block_sparse.stack.neighbours import Axis, Places
 from support import stack_cases, strategies
 from support.assertions import assert_close, assert_same, to_numpy
 
