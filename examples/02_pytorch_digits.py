@@ -124,8 +124,8 @@ print(f"dense: {accuracy(expected):.1%} of the test sheets are right")
 # %% [markdown]
 # ## The sparse network
 #
-# The sheet is cut into 5 x 5 blocks of 16 pixels. After a call the table says of every layer where it
-# ran, and how much of it was computed; `dense_layers` names what needs the whole image.
+# The sheet is cut into 5 x 5 blocks of 16 pixels. After a call the table says of every layer where
+# it ran, and how much of it was computed; `dense_layers` names what needs the whole image.
 
 # %%
 sparse = st.sparsify(dense, block_size=16)

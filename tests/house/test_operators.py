@@ -14,8 +14,9 @@ from sbnet_cupy.core import operator
 from sbnet_cupy.core.operator import Operator
 from sbnet_cupy.core.spec import ArraySpec, spec_of
 from sbnet_cupy.operators import OPERATORS
-from support.bad_calls import VALID
+from support import bad_calls, stack_bad_calls
 
+VALID = bad_calls.VALID | stack_bad_calls.VALID
 ROOT = Path(sbnet_cupy.__file__).resolve().parent.parent
 ADAPTERS = ("torch", "jax", "tensorflow", "demo", "__main__")
 PUBLIC = [name for name in OPERATORS if hasattr(sbnet_cupy, name)]
@@ -23,7 +24,8 @@ KERNELS = ("reduce_mask", "sparse_gather", "sparse_scatter", "fused_conv", "fuse
 
 # An argument of a public function, and the arrays or options of the operator that it becomes.
 UNITS = {"weights": ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")}
-BECOMES = UNITS | {"indices": ("bin_counts", "active_block_indices")}
+TABLE = ("bin_counts", "active_block_indices", "grid", "block_size", "image_size")
+BECOMES = UNITS | {"indices": ("bin_counts", "active_block_indices"), "table": TABLE}
 
 
 def modules():
@@ -60,6 +62,8 @@ def call_of(name):
     given = {p: v.default for p, v in parameters.items() if v.default is not v.empty}
     for argument, value in VALID[name].items():
         parts = BECOMES.get(argument, (argument,))
+        if argument == "table":
+            value = (*value._arrays(), value.block_size, value.image_size)
         given |= dict(zip(parts, value if len(parts) > 1 else (value,), strict=True))
     if "block_params" in given:
         given["block_params"] = tuple(vars(given["block_params"]).values())

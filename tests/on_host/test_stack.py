@@ -12,16 +12,17 @@ import pytest
 import host_cuda
 import sbnet_cupy as sb
 from sbnet_cupy.core import launch as kernels
-from sbnet_cupy.core import packed, plans
+from sbnet_cupy.core import packed
 from support import stack_cases
 from support.assertions import assert_close, assert_same
 from support.fused_on_host import AMPERE, RESIDENT
-from support.host_memory import Memory, signature_of
+from support.host_memory import Memory, OnAGpu, plan_some_as_on_a_gpu
 from support.strategies import BFLOAT16
 
 MODULES = [
     importlib.import_module(f"sbnet_cupy.block_sparse.stack.{name}")
     for name in (
+        "fetch",
         "neighbours",
         "stack_conv2d",
         "stack_conv_launch",
@@ -57,15 +58,13 @@ def on_shim(request, monkeypatch, require):
         return run
 
     monkeypatch.setattr(kernels, "prepare", prepare)
-    monkeypatch.setattr(plans, "device_of", lambda array: 0)
-    monkeypatch.setattr(plans, "signature_of", signature_of)
+    plan_some_as_on_a_gpu(monkeypatch, *MODULES)
     monkeypatch.setattr(packed, "empty", memory.poisoned)
     device = AMPERE._replace(multiprocessors=request.param)
     for module in MODULES:
         monkeypatch.setattr(module, "is_cupy", lambda array: True, raising=False)
         monkeypatch.setattr(module, "current_device", lambda: device, raising=False)
         monkeypatch.setattr(module, "empty", memory.poisoned, raising=False)
-        monkeypatch.setattr(module, "_PLANS", plans.Plans(), raising=False)
     yield launched
     memory.check()
 
@@ -83,6 +82,7 @@ def drawn(dtype, channels, block=(8, 8), size=(29, 20), seed=0, spare=2):
 def by_numpy(function, *arguments, **options):
     """Call with the NumPy bodies."""
     with pytest.MonkeyPatch.context() as back:
+        back.setattr(OnAGpu, "active", False)
         for module in MODULES:
             back.setattr(module, "is_cupy", lambda array: False, raising=False)
         return function(*arguments, **options)
@@ -159,9 +159,6 @@ def test_packed_weights(on_shim):
     w = rng.standard_normal((3, 3, 16, 8)).astype(FLOAT16)
     bias = rng.standard_normal(8).astype(np.float32)
     weights = sb.PackedWeights(w, bias=bias)
-    weights.packed = lambda how, pack, kept={}: kept.setdefault(how, None) or kept.update(
-        {how: pack(*weights._given())}
-    ) or kept[how]  # fmt: skip
     first = sb.stack_conv2d(x, w, table, bias=bias)
     for _ in range(2):
         assert_same(sb.stack_conv2d(x, weights, table), first)

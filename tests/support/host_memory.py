@@ -51,6 +51,34 @@ def plan_as_on_a_gpu(patch):
     patch.setattr(operator, "_PLANS", {})
 
 
+class OnAGpu:
+    """Plays an operator that plans calls with NumPy arrays as if these were CuPy's on device 0."""
+
+    active = True
+
+    def __init__(self, declared):
+        self.declared = declared
+
+    def plan_for(self, arrays, options):
+        if OnAGpu.active:
+            arrays = [
+                ArraySpec(*_fields_on_a_gpu(a)) if isinstance(a, np.ndarray) else a for a in arrays
+            ]
+        return self.declared.plan_for(arrays, options)
+
+    def __call__(self, arrays, options):
+        self.plan_for(arrays, options).run(*arrays)
+
+
+def plan_some_as_on_a_gpu(patch, *modules):
+    """The same for the operators that these modules call; other calls are planned as ever."""
+    patch.setattr(operator, "_PLANS", {})
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, operator.Operator):
+                patch.setattr(module, name, OnAGpu(value))
+
+
 def _fields_on_a_gpu(array):
     """What a plan may depend on, as for CuPy arrays."""
     if array is None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import sbnet_cupy
 from support import stack_oracles
+from support.assertions import to_numpy
 from support.strategies import FLOATS
 
 FEW = settings(max_examples=25)  # these tests run on two bodies and two libraries each
@@ -61,8 +62,8 @@ class Blocks:
     def unstack(self, stack, table):
         """Bring a result back to images of float64, 0 outside; its spare rows must be 0."""
         assert stack.shape[:3] == (self.capacity, *table.block_size)
-        assert not np.asarray(stack[len(self.rows) :]).astype(np.float64).any()
-        stack = np.asarray(stack).astype(np.float64)
+        assert not to_numpy(stack[len(self.rows) :]).astype(np.float64).any()
+        stack = to_numpy(stack).astype(np.float64)
         at = (table.block_size, table.image_size, self.batch)
         return stack_oracles.to_image(stack, self.rows, *at)
 
@@ -70,7 +71,7 @@ class Blocks:
         """Assert that a gradient is 0 in the pixels that stick out of the image."""
         ones = np.ones((self.batch, *table.image_size, 1))
         inside = stack_oracles.to_stack(ones, self.rows, table.block_size, self.capacity) > 0
-        assert not np.where(inside, 0, np.asarray(stack).astype(np.float64)).any()
+        assert not np.where(inside, 0, to_numpy(stack).astype(np.float64)).any()
 
 
 @st.composite

@@ -25,7 +25,7 @@ def stack_conv2d(
     What other rows hold is not defined.
     """
     arrays = (blocks, w, bin_counts, scale, bias)
-    plan = STACK_CONV2D.plan_for(arrays, (strides, activation, precision))
+    plan = STACK_CONV.plan_for(arrays, (strides, activation, precision))
     out = empty(plan.shape, blocks.dtype, blocks)
     plan.run(*arrays, out)
     return out
@@ -65,7 +65,7 @@ def _plan(specs, options):
     return Plan((result,), run_fused)
 
 
-STACK_CONV2D = Operator(
+STACK_CONV = Operator(
     "stack_conv",
     arrays=("blocks", "w", "bin_counts", "scale", "bias"),
     options=("strides", "activation", "precision"),

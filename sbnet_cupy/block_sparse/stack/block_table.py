@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...core import launch as kernels
-from ...core.arrays import ArrayContainer, array_function, device_of, empty, is_cupy
+from ...core.arrays import ArrayContainer, array_function, device_of_all, empty
 from ...core.checks import check_contiguous
 from ...core.device import sm_count
-from ...core.plans import Plans
+from ...core.operator import Operator, Plan
 from ...core.sizes import is_integer, pair
 from ...errors import CapacityError, DTypeError, ShapeError
 from ..active_blocks import ActiveBlocks
@@ -102,10 +102,9 @@ class BlockTable(ArrayContainer):
         return BlockTable(*map(function, self._arrays()), self.block_size, self.image_size)
 
     @functools.cached_property
-    def cupy_device(self):
-        """Number of the device, where all arrays are CuPy's."""
-        devices = {device_of(a) if is_cupy(a) else None for a in self._arrays()}
-        return devices.pop() if len(devices) == 1 else None
+    def _device(self):
+        """Where the arrays are, which does not change."""
+        return device_of_all(self._arrays())
 
     @property
     def capacity(self):
@@ -244,9 +243,7 @@ def block_table(mask, block_size=32, *, image_size=None, tol=0.0, avgpool=False,
         pool = {"tol": tol, "avgpool": avgpool, "capacity": capacity}
         active = reduce_mask(mask, blocks, bsize=block, **pool)
     grid = empty(active.grid, np.int32, active.bin_counts)
-    if grid.size:
-        body = _fill_grid_cuda if is_cupy(grid) else _fill_grid_numpy
-        body(*active, grid)
+    FILL_GRID((*active, grid), tuple(map(int, active.grid)))
     return BlockTable(*active, grid, block, image)
 
 
@@ -279,35 +276,62 @@ def _fill_grid_numpy(bin_counts, active_block_indices, grid):
     grid[tuple(rows[inside].T)] = np.flatnonzero(inside)
 
 
-_PLANS = Plans()
 _THREADS = 1024
 _PLACES = 8 << 10  # that a thread block looks after: one will do for most networks
 
 
-def _fill_grid_cuda(bin_counts, active_block_indices, grid):
-    """One launch; see cuda_src/block_sparse/stack/block_table.cu."""
-    key = _PLANS.key((bin_counts, active_block_indices, grid), ())
-    launch = _PLANS.get(key)
-    if launch is None:
-        thread_blocks = min(-(-grid.size // _PLACES), sm_count())
-        sizes = (len(active_block_indices), *grid.shape, -(-grid.size // thread_blocks))
-        launch = _PLANS.keep(key, _prepare(thread_blocks, sizes))
-    launch(bin_counts, active_block_indices, grid)
+def _infer(specs, options):
+    """Return the spec of the grid."""
+    return (specs[0].new(options, np.int32),)
 
 
-def _prepare(thread_blocks, sizes):
+def _plan(specs, options):
+    """Return the plan of the call, whose arguments are checked."""
+    (grid,) = results = _infer(specs, options)
+    if not grid.size:
+        return Plan(results, lambda *arrays: None)
+    if not grid.on_gpu:
+        return Plan(results, _fill_grid_numpy)
+    launch = _fill_grid_cuda(specs[1].shape[0], grid)
+    return Plan(results, launch, launch, operands=(0, 1, 2))
+
+
+def _fill_grid_cuda(rows, grid):
+    """Prepare one launch; see cuda_src/block_sparse/stack/block_table.cu."""
+    thread_blocks = min(-(-grid.size // _PLACES), sm_count())
+    sizes = (rows, *grid.shape, -(-grid.size // thread_blocks))
     stem, template = "block_sparse/stack/block_table", (_THREADS,)
     return kernels.prepare(
         stem, "block_table", template, thread_blocks, _THREADS, 3, sizes, dependent=True
     )
 
 
-def check_table(table):
-    """Raise unless ``table`` is a BlockTable of native arrays that fit each other."""
+FILL_GRID = Operator(
+    "fill_grid",
+    arrays=("bin_counts", "active_block_indices", "grid"),
+    options=("images", "blocks_h", "blocks_w"),
+    infer=_infer,
+    plan=_plan,
+    results=("grid",),
+)
+
+# What an operator takes in place of a table: among its arrays, and first among its options.
+TABLE_ARRAYS = ("bin_counts", "active_block_indices", "grid")
+TABLE_SIZES = ("block_size", "image_size")
+
+
+def split_table(table):
+    """Return the arrays and the sizes of a table; raise DTypeError for anything else."""
     if not isinstance(table, BlockTable):
         raise DTypeError(
             f"table must be a BlockTable, got {type(table).__name__}; make one with block_table"
         )
+    return table._arrays(), (table.block_size, table.image_size)
+
+
+def check_table(table):
+    """Raise unless ``table`` is a BlockTable of native arrays that fit each other."""
+    split_table(table)
     check_indices(table.bin_counts, table.active_block_indices, like=table.grid)
     if table.grid.dtype != np.int32:
         raise DTypeError(f"table.grid must be int32, got {table.grid.dtype}; use block_table")

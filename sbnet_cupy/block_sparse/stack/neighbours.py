@@ -1,8 +1,9 @@
 """Pixels of a stack with those of neighbouring blocks: how all stack operations read.
 
-``fetch`` reads, for each block, a regular lattice of pixels around its corner: the block with a
-rim, one tap of a convolution, every second pixel. ``add_back`` is its transpose. Both know of
-inactive neighbours, of the image's edge and of corrupt rows; nothing else here has to.
+``fetch`` (fetch.py) reads, for each block, a regular lattice of pixels around its corner: the block
+with a rim, one tap of a convolution, every second pixel; its bodies are here. ``add_back`` is its
+transpose. All know of inactive neighbours, of the image's edge and of corrupt rows; nothing else
+has to.
 """
 
 from dataclasses import dataclass, replace
@@ -10,9 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import address, empty, is_cupy, namespace, vector_bytes
-from ...core.plans import Plans
-from .stack_launch import StackHalo, lowest_bits, prepare_stack_halo
+from ...core.arrays import is_cupy, namespace
 
 
 class Axis(NamedTuple):
@@ -103,70 +102,7 @@ class Places:
         return (pixel >= 0) & (pixel < self.table.image_size[axis])
 
 
-def fetch(x, places, down, across, out, fill=0):
-    """Write the pixels that two Axis name, around each block, to ``out`` [m, P, Q, C].
-
-    What is in no active block is 0; outside the image is ``fill``: a number, or "edge" for the
-    nearest pixel of the image (the steps are 1 then; where a lattice misses the image there is
-    none, and nothing is defined). ``out`` may be of a wider dtype. Rows that are no block are 0.
-    """
-    if not out.size:
-        return
-    if not places.table.grid.size:
-        out[...] = np.zeros((), out.dtype) if not is_cupy(out) else 0
-        return
-    body = _fetch_by_slices
-    if is_cupy(x):
-        whole = len(places) == len(x) and is_rim(places.table, down, across)
-        body = fetch_rim if whole else _fetch_by_number
-    body(x, places, (down, across), out, fill)
-
-
-def is_rim(table, down, across):
-    """Whether two Axis name whole blocks with what is around them."""
-    return all(
-        axis.step == 1 and axis.first <= 0 and axis.first + axis.count >= size
-        for axis, size in zip((down, across), table.block_size, strict=True)
-    )
-
-
-def fetch_rim(x, places, axes, out, fill):
-    """CuPy: whole blocks with a rim, by a kernel; see cuda_src/block_sparse/stack/stack_halo.cu."""
-    table = places.table
-    same = out.dtype == x.dtype and out.flags.c_contiguous
-    target = out if same else empty(out.shape, x.dtype, x)
-    arrays = (x, *table._arrays(), target)
-    options = ("edge" if fill == "edge" else float(fill), *axes[0], *axes[1])
-    key = _PLANS.key(arrays, (*options, table.block_size, table.image_size))
-    launch = _PLANS.get(key) or _PLANS.keep(key, _prepare_rim(x, table, axes, target, fill))
-    launch(*arrays)
-    if not same:
-        out[...] = target
-
-
-_PLANS = Plans()
-
-
-def _prepare_rim(x, table, axes, out, fill):
-    halo = StackHalo(
-        rows=table.capacity,
-        images=table.batch,
-        grid=tuple(map(int, table.grid.shape[1:])),
-        block=table.block_size,
-        image=table.image_size,
-        before=tuple(-axis.first for axis in axes),
-        after=tuple(a.first + a.count - b for a, b in zip(axes, table.block_size, strict=True)),
-        fill=_KERNEL_FILLS[fill],
-        lowest=lowest_bits(x.dtype),
-    )
-    pixel_bytes = x.shape[3] * x.dtype.itemsize
-    return prepare_stack_halo(halo, pixel_bytes, vector_bytes(16, address(x), address(out)))
-
-
-_KERNEL_FILLS = {0: "zero", -np.inf: "lowest", "edge": "nearest"}
-
-
-def _fetch_by_slices(x, places, axes, out, fill):
+def fetch_by_slices(x, places, axes, out, fill):
     """NumPy: copy strips from the blocks around, then correct those at the image's edge."""
     bh, bw = places.table.block_size
     for dh, into_h, from_h in axes[0].pieces(bh):
@@ -216,7 +152,7 @@ def _fill_outside(out, places, axis, lattice, fill):
             lines[rows, high:] = lines[rows, high - 1 : high]
 
 
-def _fetch_by_number(x, places, axes, out, fill):
+def fetch_by_number(x, places, axes, out, fill):
     """CuPy: number every pixel of the result, and take them at once; nothing waits."""
     xp, table = namespace(x), places.table
     block, offset, inside = [], [], []
@@ -243,7 +179,7 @@ def _fetch_by_number(x, places, axes, out, fill):
 
 
 def add_back(grad, places, down, across, out, fill=0):
-    """Add to each pixel of ``out`` what the reads of it by :func:`fetch` hold in ``grad``.
+    """Add to each pixel of ``out`` what its reads by ``fetch`` hold in ``grad``.
 
     ``out`` [m, b_h, b_w, C] has one block for each of ``places``, which must be all rows, and
     begins at 0. A pixel that several blocks read gets their sum in a fixed order. Pixels outside

@@ -4,20 +4,21 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import (
-    address,
     compute_dtype,
     empty,
     is_cupy,
     namespace,
     vector_bytes,
 )
-from ...core.checks import check_out
+from ...core.checks import check_out, check_result, check_written
 from ...core.compile import cpp_name
-from ...core.plans import Plans
+from ...core.operator import Plan
 from ...errors import ShapeError
 from ..corners import CHUNK_BYTES
-from .checks import check_like, check_stack
-from .neighbours import Places, add_back, fetch
+from .block_table import TABLE_ARRAYS, BlockTable, split_table
+from .checks import check_like, check_stack, computing
+from .fetch import fetch
+from .neighbours import Places, add_back
 from .stages import resolve_window
 from .taps import Taps
 
@@ -36,6 +37,49 @@ def prepare_out(out, shape, x, table):
     if out is None:
         return empty(shape, x.dtype, x)
     check_out(out, shape, x.dtype, x, (("x", x), ("table", table.grid)))
+    return out
+
+
+def resolve_call(specs, sizes, window_options):
+    """Check the arguments of a pooling; return the specs of result and table, and the Window."""
+    x, *arrays, out = specs
+    table = BlockTable(*arrays, *sizes)
+    window = resolve_pool(x, table, *window_options)
+    result = x.new((x.shape[0], *window.coarse.block_size, x.shape[3]))
+    check_result(out, result)
+    return result, table, window
+
+
+def plan_call(specs, resolved, name, body, options):
+    """Return the plan of a checked pooling: its kernel ``name``, or array code.
+
+    ``body`` takes x, the table and the receiving array; ``options`` are the kernel's own numbers.
+    """
+    result, table, window = resolved
+    if not result.size:
+        return Plan((result,), lambda *arrays: None)
+    x, *_, out = specs
+    launch = prepare_pool(name, x, table, window, out or result, options) if x.on_gpu else None
+    if launch is not None:
+        return Plan((result,), launch, launch, operands=(0, 1, 2, 3, 4))
+    sizes = table.block_size, table.image_size
+
+    def run(x, bin_counts, active_block_indices, grid, out):
+        with computing(x):
+            body(x, BlockTable(bin_counts, active_block_indices, grid, *sizes), out)
+
+    return Plan((result,), run)
+
+
+def call_pool(operator, x, table, options, out):
+    """Call the operator of a pooling on native arrays."""
+    arrays, sizes = split_table(table)
+    plan = operator.plan_for((x, *arrays, out), (*sizes, *options))
+    if out is None:
+        out = empty(plan.shape, x.dtype, x)
+    else:
+        check_written(out, ("x", *TABLE_ARRAYS), (x, *arrays))
+    plan.run(x, *arrays, out)
     return out
 
 
@@ -112,30 +156,19 @@ def pixels_in_windows(places, window, axis, padded=False):
     return count
 
 
-_PLANS = Plans()
 _LARGEST = 2**24  # of sizes in pixels, so that those of images and windows stay below 2**31
 
 
-def launch_pool(name, x, table, window, out, options=()):
-    """Launch the kernel of a pooling on CuPy arrays; return False where its sizes are too large.
+def prepare_pool(name, x, table, window, out, options):
+    """Prepare the launch of a pooling's kernel; None where its sizes are too large.
 
     ``options`` are its own numbers, after the sizes.
     """
     sizes = (*window.fine, *window.coarse, *window[:3], *window.pads)
     if max(n for pair in sizes for n in pair) > _LARGEST or table.capacity >= 2**31:
-        return False
-    arrays = (x, *table._arrays(), out)
-    key = _PLANS.key(arrays, (name, sizes, options))
-    launch = _PLANS.get(key)
-    if launch is None:
-        launch = _PLANS.keep(key, _prepare_pool(name, x, table, window, out, options))
-    launch(*arrays)
-    return True
-
-
-def _prepare_pool(name, x, table, window, out, options):
+        return None
     itemsize, channels = x.dtype.itemsize, x.shape[3]
-    vector = vector_bytes(channels * itemsize, address(x), address(out))
+    vector = vector_bytes(channels * itemsize, x.alignment, out.alignment)
     width = channels * itemsize // vector
     grid = map(int, table.grid.shape)
     sizes = (table.capacity, *grid, width, *window.fine.block_size, *window.fine.image_size)

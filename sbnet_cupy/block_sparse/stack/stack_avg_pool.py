@@ -1,19 +1,22 @@
 """stack_avg_pool: average pooling of a stack, across the borders of blocks."""
 
+import functools
+
 import numpy as np
 
-from ...core.arrays import array_function, compute_dtype, is_cupy, namespace
-from .checks import computing
+from ...core.arrays import array_function, compute_dtype, namespace
+from ...core.operator import Operator
+from .block_table import TABLE_ARRAYS, TABLE_SIZES
 from .neighbours import Places
 from .pooling import (
+    call_pool,
     check_divisor,
-    launch_pool,
     parts,
     pixels_in_windows,
-    prepare_out,
+    plan_call,
     read_windows,
     reduce_windows,
-    resolve_pool,
+    resolve_call,
 )
 from .taps import clear_unlisted
 
@@ -77,26 +80,46 @@ def stack_avg_pool(
     array([[0.44444444, 0.44444444],
            [0.44444444, 0.44444444]])
     """
-    window = resolve_pool(x, table, kernel, strides, padding, 1, ceil_mode)
-    check_counting(count_include_pad, divisor)
-    out = prepare_out(out, (len(x), *window.coarse.block_size, x.shape[3]), x, table)
-    if not out.size:
-        return out
+    options = (kernel, strides, padding, ceil_mode, count_include_pad, divisor)
+    return call_pool(STACK_AVG_POOL, x, table, options, out)
+
+
+def _resolve(specs, options):
+    """Check all arguments; return the specs of result and table, and the Window."""
+    block_size, image_size, kernel, strides, padding, ceil_mode, *counting = options
+    window_options = (kernel, strides, padding, 1, ceil_mode)
+    resolved = resolve_call(specs, (block_size, image_size), window_options)
+    check_counting(*counting)
+    return resolved
+
+
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    resolved, (count_include_pad, divisor) = _resolve(specs, options), options[-2:]
+    window = resolved[2]
     (top, bottom), (left, right) = window.pads
+    numbers = (*window.strides, top, left, bottom, right)
     counting = int(count_include_pad), float(divisor or 0)
-    options = (*window.strides, top, left, bottom, right, *counting)
-    if is_cupy(x) and launch_pool("stack_avg_pool", x, table, window, out, options):
-        return out
-    xp, total = namespace(x), compute_dtype(x.dtype)
-    with computing(x):
-        places = Places.of(table)
-        for part in parts(places, x, window):
-            rows = places.part(part)
-            sums = reduce_windows(read_windows(x, rows, window, total), window, xp.add)
-            sums /= divisors(rows, window, count_include_pad, divisor, total)
-            out[part] = sums
-        clear_unlisted(out, places)
-    return out
+    body = functools.partial(
+        _avg_pool, window=window, count_include_pad=count_include_pad, divisor=divisor
+    )
+    return plan_call(specs, resolved, "stack_avg_pool", body, (*numbers, *counting))
+
+
+def _avg_pool(x, table, out, *, window, count_include_pad, divisor):
+    """Sum blocks with their rims, some rows at a time, and divide."""
+    xp, total, places = namespace(x), compute_dtype(x.dtype), Places.of(table)
+    for part in parts(places, x, window):
+        rows = places.part(part)
+        sums = reduce_windows(read_windows(x, rows, window, total), window, xp.add)
+        sums /= divisors(rows, window, count_include_pad, divisor, total)
+        out[part] = sums
+    clear_unlisted(out, places)
 
 
 def check_counting(count_include_pad, divisor):
@@ -114,3 +137,14 @@ def divisors(places, window, count_include_pad, divisor, dtype):
     counts = [pixels_in_windows(places, window, axis, bool(count_include_pad)) for axis in (0, 1)]
     area = counts[0][:, :, None] * counts[1][:, None, :]
     return xp.maximum(area, 1).astype(dtype)[..., None]
+
+
+STACK_AVG_POOL = Operator(
+    "stack_avg_pool",
+    arrays=("x", *TABLE_ARRAYS, "out"),
+    options=(
+        *TABLE_SIZES, "kernel", "strides", "padding", "ceil_mode", "count_include_pad", "divisor",
+    ),
+    infer=_infer,
+    plan=_plan,
+)  # fmt: skip

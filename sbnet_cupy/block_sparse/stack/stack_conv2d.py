@@ -4,18 +4,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.arrays import array_function, empty, is_cupy, namespace
-from ...core.checks import check_array, check_out
-from ...core.plans import Plans
+from ...core.arrays import array_function, empty, namespace
+from ...core.checks import check_array, check_result, check_written
+from ...core.operator import Operator, Plan
 from ...core.sizes import is_integer
 from ...dense.activation import check_activation
 from ...dense.conv2d import check_choice, check_per_channel, check_precision, conv2d
 from ...errors import ShapeError
-from ..conv.weights import PackedWeights, resolve_weights
+from ..conv.weights import PackedWeights, arrays_of_weights
 from . import taps
+from .block_table import TABLE_ARRAYS, TABLE_SIZES, BlockTable, split_table
 from .checks import check_like, check_stack, computing
-from .neighbours import Places, fetch
-from .stack_conv_launch import as_forward, prepare_launch
+from .fetch import fetch
+from .neighbours import Places
+from .stack_conv_launch import as_forward, forward_kernel, plan_kernel
 from .stack_halo import halo_axes
 from .stages import Window, resolve_transposed, resolve_window
 
@@ -157,31 +159,25 @@ def stack_conv2d(
     array([[4., 6.],
            [6., 9.]])
     """
-    weights = None
-    if isinstance(w, PackedWeights):
-        weights = resolve_weights(w, scale, bias, w_format, precision)
-        w, scale, bias = weights.w, weights.scale, weights.bias
-        w_format, precision = weights.w_format, weights.precision
-    problem = resolve_stack_conv(
-        x, w, table, strides, padding, dilation, groups, transposed, output_padding, activation,
+    tables, sizes = split_table(table)
+    w_array, scale_array, bias_array, w_format, precision = arrays_of_weights(
+        w, scale, bias, w_format, precision
+    )
+    read = (x, w_array, *tables, scale_array, bias_array, residual)
+    options = (
+        *sizes, strides, padding, dilation, groups, transposed, output_padding, activation,
         w_format, precision,
     )  # fmt: skip
-    check_epilogue(x, table, problem, scale, bias, residual)
-    shape = (len(x), *problem.stage_out.block_size, problem.channels_out)
+    plan = STACK_CONV2D.plan_for((*read, out), options)
     if out is None:
-        out = empty(shape, x.dtype, x)
+        out = empty(plan.shape, x.dtype, x)
     else:
-        names = ("x", "w", "scale", "bias", "residual", "table")
-        arrays = (x, w, scale, bias, residual, table.grid)
-        check_out(out, shape, x.dtype, x, zip(names, arrays, strict=True))
-    if out.size:
-        epilogue = taps.Epilogue(scale, bias, residual, activation)
-        with computing(x):
-            if is_cupy(x):
-                _stack_conv2d_cuda(x, w, table, problem, epilogue, out, weights)
-            else:
-                convolve(x, w, table, problem, epilogue, out)
+        check_written(out, _READ, read)
+    plan.run(x, w, *tables, scale, bias, residual, out)
     return out
+
+
+_READ = ("x", "w", *TABLE_ARRAYS, "scale", "bias", "residual")
 
 
 def resolve_stack_conv(
@@ -247,36 +243,70 @@ def convolve(x, w, table, problem, epilogue, out):
     body(x, kernel, places, problem.window, problem.groups, problem.tf32, epilogue, out)
 
 
-_PLANS = Plans()
-_NO_KERNEL = "none"
+def _resolve(specs, options):
+    """Check all arguments; return the spec of the result, the table's and the StackProblem."""
+    x, w, *arrays, scale, bias, residual, out = specs
+    *sizes, w_format, precision = options
+    table = BlockTable(*arrays, *sizes[:2])
+    problem = resolve_stack_conv(x, w, table, *sizes[2:], w_format, precision)
+    check_epilogue(x, table, problem, scale, bias, residual)
+    result = x.new((x.shape[0], *problem.stage_out.block_size, problem.channels_out))
+    check_result(out, result)
+    return result, table, problem
 
 
-def _stack_conv2d_cuda(x, w, table, problem, epilogue, out, weights=None):
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    result, table, problem = _resolve(specs, options)
+    if not result.size:
+        return Plan((result,), lambda *arrays: None)
+    if specs[0].on_gpu:
+        return _plan_cuda(specs, result, table, problem)
+    return Plan((result,), _body(convolve, table, problem))
+
+
+def _body(function, table, problem):
+    """Return what a plan runs: ``function`` of x, w, table, problem, epilogue and out."""
+    sizes = table.block_size, table.image_size
+
+    def run(x, w, bin_counts, active_block_indices, grid, scale, bias, residual, out):
+        if isinstance(w, PackedWeights):
+            w, scale, bias = w._given()
+        epilogue = taps.Epilogue(scale, bias, residual, problem.activation)
+        with computing(x):
+            table = BlockTable(bin_counts, active_block_indices, grid, *sizes)
+            function(x, w, table, problem, epilogue, out)
+
+    return run
+
+
+def _plan_cuda(specs, result, table, problem):
     """One kernel, where there is one; see cuda_src/block_sparse/stack/stack_conv2d.cu."""
-    arrays = (x, table.bin_counts, table.active_block_indices, table.grid, epilogue.residual, out)
-    plans, own = (_PLANS, (w,)) if weights is None else (weights.launches, ())
-    key = plans.key((*arrays, *own), ("stack_conv2d", *_spelled(problem)))
-    launch = plans.get(key)
-    if launch is None:
-        launch = prepare_launch(x, w, table, problem, epilogue.residual, out, weights)
-        launch = plans.keep(key, launch or _NO_KERNEL)
-    if launch is not _NO_KERNEL:
-        launch(x, w, table, epilogue, out)
-        return
-    forward = as_forward(problem, w)
+    x, w, *_, residual, out = specs
+    plan = plan_kernel(x, w, table, problem, residual, out or result, result)
+    if plan is not None:
+        return plan
+    forward = as_forward(problem)
     if forward is None:
-        _by_library(x, w, table, problem, epilogue, out)
-    else:  # a kernel again, perhaps
-        problem, kernel = forward
-        kernel = namespace(x).ascontiguousarray(kernel)
-        _stack_conv2d_cuda(x, kernel, table, problem, epilogue, out)
+        return Plan((result,), _body(_by_library, table, problem))
+    shape = (*problem.window.kernel, x.shape[3], problem.channels_out)
+    turned = _plan_cuda((x, w.new(shape), *specs[2:]), result, table, forward)
 
+    def run(x, w, bin_counts, active_block_indices, grid, scale, bias, residual, out):
+        if isinstance(w, PackedWeights):
+            w, scale, bias = w._given()
+        with computing(x):
+            w = namespace(x).ascontiguousarray(forward_kernel(problem, w))
+            turned.run(
+                x, w, bin_counts, active_block_indices, grid, scale, bias, residual, out
+            )  # fmt: skip
 
-def _spelled(problem):
-    """Return a problem as plain tuples."""
-    window = problem.window
-    stages = (*window.fine, *window.coarse)
-    return (*window[:4], *stages, *problem[1:])
+    return Plan((result,), run)
 
 
 def _by_library(x, w, table, problem, epilogue, out):
@@ -308,3 +338,15 @@ def _reach(window):
             window.before, window.kernel, window.dilation, window.strides, strict=True
         )
     )
+
+
+STACK_CONV2D = Operator(
+    "stack_conv2d",
+    arrays=(*_READ, "out"),
+    options=(
+        *TABLE_SIZES, "strides", "padding", "dilation", "groups", "transposed", "output_padding",
+        "activation", "w_format", "precision",
+    ),
+    infer=_infer,
+    plan=_plan,
+)  # fmt: skip

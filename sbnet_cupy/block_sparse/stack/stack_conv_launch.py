@@ -2,46 +2,50 @@
 
 import math
 
-from ...core.arrays import address, dtype_name, vector_bytes
+from ...core.arrays import dtype_name, vector_bytes
 from ...core.compile import cpp_name
 from ...core.device import current_device
+from ...core.packed import PackedPlan
 from ...dense.activation import ACTIVATIONS
+from ..conv.weights import PackedWeights
 from .stack_conv_plan import StackConv, missing_kernel
-from .stack_depthwise import depthwise_launch, is_depthwise
+from .stack_depthwise import is_depthwise, plan_depthwise
 from .stack_launch import prepare_stack_conv, prepare_stack_pack
 
 
-def prepare_launch(x, w, table, problem, residual, out, weights):
-    """Return a function of (x, w, table, epilogue, out) that launches a kernel, or None.
+def plan_kernel(x, w, table, problem, residual, out, result):
+    """Return the plan of a call of stack_conv2d by its kernels; None where there is none.
 
     There is none for float64, for float32 that must be multiplied as IEEE and is not depthwise, for
-    groups of several channels and for transposed convolutions. ``weights`` is a PackedWeights, of
-    which what is packed is kept, or None.
+    groups of several channels and for transposed convolutions. All arrays are specs.
     """
     name, channels = dtype_name(x.dtype), x.shape[3]
     depthwise = is_depthwise(problem, channels)
     if name == "float64" or problem.transposed or not (depthwise or problem.groups == 1):
         return None
-    if not (w.flags.c_contiguous and x.size and out.size and table.grid.size):
+    if not (w.contiguous and x.size and out.size and table.grid.size):
         return None
     conv, device = describe(x, table, problem, residual, out), current_device()
     if depthwise:
-        return depthwise_launch(conv, problem.w_format, (x, residual, out))
+        return plan_depthwise(conv, problem.w_format, (x, residual, out), result)
     if (name == "float32" and not problem.tf32) or missing_kernel(conv, device) is not None:
         return None
-    pack, run = prepare_stack_pack(conv, problem.w_format), prepare_stack_conv(conv)
-    if weights is None:
-        return _packing(pack, run)
+    pack, launch = prepare_stack_pack(conv, problem.w_format), prepare_stack_conv(conv)
     how = ("stack_conv2d", name, problem.w_format)
-    return _packed(weights.packed(how, pack), run)
+
+    def run(x, w, bin_counts, active_block_indices, grid, scale, bias, residual, out):
+        packed = w.packed(how, pack) if isinstance(w, PackedWeights) else pack(w, scale, bias)
+        launch(x, packed, residual, bin_counts, active_block_indices, grid, out)
+
+    return PackedPlan((result,), run, pack=pack, how=how, weights=(1, 5, 6))
 
 
 def describe(x, table, problem, residual, out):
-    """Return the convolution as its planner sees it."""
+    """Return the convolution of these specs as its planner sees it."""
     window, itemsize = problem.window, x.dtype.itemsize
 
-    def whole_vectors(channels, *arrays):
-        multiples = (channels * itemsize, *(address(a) for a in arrays if a is not None))
+    def whole_vectors(channels, *specs):
+        multiples = (channels * itemsize, *(s.alignment for s in specs if s is not None))
         return vector_bytes(*multiples) == 16
 
     return StackConv(
@@ -66,25 +70,11 @@ def describe(x, table, problem, residual, out):
     )
 
 
-def _packing(pack, run):
-    def launch(x, w, table, epilogue, out):
-        packed = pack(w, epilogue.scale, epilogue.bias)
-        run(x, packed, epilogue.residual, *table._arrays(), out)
+def as_forward(problem):
+    """Return a transposed convolution of stride 1 as a convolution of :func:`forward_kernel`.
 
-    return launch
-
-
-def _packed(packed, run):
-    def launch(x, w, table, epilogue, out):
-        run(x, packed, epilogue.residual, *table._arrays(), out)
-
-    return launch
-
-
-def as_forward(problem, w):
-    """Return a transposed convolution of stride 1 as a convolution, and its kernel; or None.
-
-    The taps come in the opposite order, and what was padding before is what the extent leaves.
+    The taps come in the opposite order, and what was padding before is what the extent leaves. None
+    where it is no such convolution.
     """
     window = problem.window
     extents = [(k - 1) * d for k, d in zip(window.kernel, window.dilation, strict=True)]
@@ -95,8 +85,11 @@ def as_forward(problem, w):
         return None
     pads = tuple((b, 0) for b in before)  # what comes after follows from the sizes
     stages = {"fine": window.coarse, "coarse": window.fine}
-    kernel = problem.fine_to_coarse(w)[::-1, ::-1].transpose(0, 1, 3, 2)
-    forward = problem._replace(
+    return problem._replace(
         window=window._replace(pads=pads, **stages), transposed=False, w_format="HWIO"
     )
-    return forward, kernel
+
+
+def forward_kernel(problem, w):
+    """View the kernel of a transposed convolution as that of :func:`as_forward`."""
+    return problem.fine_to_coarse(w)[::-1, ::-1].transpose(0, 1, 3, 2)

@@ -5,7 +5,10 @@ Part of stack_conv2d, whose checks are done. Kernel: cuda_src/block_sparse/stack
 
 import numpy as np
 
-from ...core.arrays import address, vector_bytes
+from ...core.arrays import namespace, vector_bytes
+from ...core.graph_memory import memory_of_graphs
+from ...core.operator import Plan
+from ..conv.weights import PackedWeights
 from .stack_launch import prepare_stack_depthwise
 
 
@@ -14,22 +17,28 @@ def is_depthwise(problem, channels):
     return problem.groups == channels == problem.channels_out and channels > 1
 
 
-def depthwise_launch(conv, w_format, stacks):
-    """Return a function of (x, w, table, epilogue, out) that launches the kernel, or None.
+def plan_depthwise(conv, w_format, stacks, result):
+    """Return the plan of a call of stack_conv2d by the kernel; None where it does not fit.
 
-    ``stacks`` are x, residual and out, of which the residual may be None.
+    ``stacks`` are the specs of x, residual and out, of which the residual may be None.
     """
-    alignment = vector_bytes(16, *(address(a) for a in stacks if a is not None))
-    run = prepare_stack_depthwise(conv, w_format, alignment)
-    if run is None:
+    alignment = vector_bytes(16, *(s.alignment for s in stacks if s is not None))
+    launch = prepare_stack_depthwise(conv, w_format, alignment)
+    if launch is None:
         return None
 
-    def launch(x, w, table, epilogue, out):
-        tables = map(_as_float32, (epilogue.scale, epilogue.bias))
-        run(x, w, *tables, epilogue.residual, *table._arrays(), out)
+    def run(x, w, bin_counts, active_block_indices, grid, scale, bias, residual, out):
+        if isinstance(w, PackedWeights):
+            w, scale, bias = w._given()
+        with memory_of_graphs(x):
+            tables = map(_as_float32, (scale, bias))
+            launch(x, w, *tables, residual, bin_counts, active_block_indices, grid, out)
 
-    return launch
+    return Plan((result,), run)
 
 
 def _as_float32(array):
-    return array if array is None or array.dtype == np.float32 else array.astype(np.float32)
+    """Return a scale or bias, if there is one, as the kernel reads it."""
+    if array is None or (array.dtype == np.float32 and array.flags.c_contiguous):
+        return array
+    return namespace(array).ascontiguousarray(array, np.float32)

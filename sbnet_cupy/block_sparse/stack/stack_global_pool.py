@@ -9,7 +9,8 @@ from ...core.checks import check_out
 from ...dense.conv2d import check_choice
 from ..corners import CHUNK_BYTES
 from .checks import check_stack, computing
-from .neighbours import Axis, Places, fetch
+from .fetch import fetch
+from .neighbours import Axis, Places
 from .per_image import reduce_rows
 from .stack_pixel_mask import inside
 

@@ -1,13 +1,18 @@
 """stack_halo: each block with a rim of pixels from the blocks around it."""
 
+import functools
+
 import numpy as np
 
-from ...core.arrays import array_function, empty
-from ...core.checks import check_out
+from ...core.arrays import array_function, empty, is_cupy, vector_bytes
+from ...core.checks import check_result, check_written
+from ...core.operator import Operator, Plan
 from ...core.sizes import is_integer, pair
 from ...errors import ShapeError
+from .block_table import TABLE_ARRAYS, TABLE_SIZES, BlockTable, split_table
 from .checks import check_stack, computing
-from .neighbours import Axis, Places, fetch
+from .neighbours import Axis, Places, fetch_by_slices
+from .stack_launch import StackHalo, lowest_bits, prepare_stack_halo
 
 FILLS = (0, "-inf", "edge")
 
@@ -64,20 +69,14 @@ def stack_halo(x, table, pads, *, fill=0, out=None):
            [0., 4., 5., 6.],
            [0., 0., 0., 0.]])
     """
-    check_stack("x", x, table)
-    axes = halo_axes(table.block_size, resolve_pads(pads))
-    shape = (len(x), axes[0].count, axes[1].count, x.shape[3])
+    arrays, sizes = split_table(table)
+    options = (*sizes, pads, fill)
+    plan = STACK_HALO.plan_for((x, *arrays, out), options)
     if out is None:
-        out = empty(shape, x.dtype, x)
+        out = empty(plan.shape, x.dtype, x)
     else:
-        check_out(out, shape, x.dtype, x, (("x", x), ("table", table.grid)))
-    fill = fill_value(fill)
-    with computing(x):
-        places = Places.of(table)
-        known = len(places)
-        if known < len(out):
-            out[known:] = np.zeros((), out.dtype)
-        fetch(x, places, *axes, out[:known], fill)
+        check_written(out, ("x", *TABLE_ARRAYS), (x, *arrays))
+    plan.run(x, *arrays, out)
     return out
 
 
@@ -102,3 +101,79 @@ def fill_value(fill):
     if isinstance(fill, bool) or not any(type(fill) is type(f) and fill == f for f in FILLS):
         raise ValueError(f"fill must be 0, '-inf' or 'edge', got {fill!r}")
     return -np.inf if fill == "-inf" else fill
+
+
+def _resolve(specs, options):
+    """Check all arguments; return the spec of the result, the table's, the axes and the fill."""
+    x, *arrays, out = specs
+    *sizes, pads, fill = options
+    table = BlockTable(*arrays, *sizes)
+    check_stack("x", x, table)
+    axes = halo_axes(table.block_size, resolve_pads(pads))
+    result = x.new((x.shape[0], axes[0].count, axes[1].count, x.shape[3]))
+    check_result(out, result)
+    return result, table, axes, fill_value(fill)
+
+
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    x, *_, out = specs
+    result, table, axes, fill = _resolve(specs, options)
+    if not result.size:
+        return Plan((result,), lambda *arrays: None)
+    if not table.grid.size:
+        return Plan((result,), _no_blocks)
+    if x.on_gpu:
+        launch = _stack_halo_cuda(x, table, axes, out or result, fill)
+        return Plan((result,), launch, launch, operands=(0, 1, 2, 3, 4))
+    body = functools.partial(_stack_halo_numpy, sizes=options[:2], axes=axes, fill=fill)
+    return Plan((result,), body)
+
+
+def _no_blocks(*arrays):
+    """Write a result with no blocks."""
+    *_, out = arrays
+    out[...] = 0 if is_cupy(out) else np.zeros((), out.dtype)
+
+
+def _stack_halo_numpy(x, bin_counts, active_block_indices, grid, out, *, sizes, axes, fill):
+    """Copy strips from the blocks around."""
+    places = Places.of(BlockTable(bin_counts, active_block_indices, grid, *sizes))
+    known = len(places)
+    out[known:] = np.zeros((), out.dtype)
+    with computing(x):
+        fetch_by_slices(x, places, axes, out[:known], fill)
+
+
+def _stack_halo_cuda(x, table, axes, out, fill):
+    """Prepare one launch; see cuda_src/block_sparse/stack/stack_halo.cu."""
+    halo = StackHalo(
+        rows=table.capacity,
+        images=table.batch,
+        grid=tuple(map(int, table.grid.shape[1:])),
+        block=table.block_size,
+        image=table.image_size,
+        before=tuple(-axis.first for axis in axes),
+        after=tuple(a.first + a.count - b for a, b in zip(axes, table.block_size, strict=True)),
+        fill=_KERNEL_FILLS[fill],
+        lowest=lowest_bits(x.dtype),
+    )
+    pixel_bytes = x.shape[3] * x.dtype.itemsize
+    return prepare_stack_halo(halo, pixel_bytes, vector_bytes(16, x.alignment, out.alignment))
+
+
+_KERNEL_FILLS = {0: "zero", -np.inf: "lowest", "edge": "nearest"}
+
+
+STACK_HALO = Operator(
+    "stack_halo",
+    arrays=("x", *TABLE_ARRAYS, "out"),
+    options=(*TABLE_SIZES, "pads", "fill"),
+    infer=_infer,
+    plan=_plan,
+)

@@ -2,8 +2,9 @@
 
 from ...core.arrays import array_function, compute_dtype, namespace
 from .checks import computing
+from .fetch import fetch
 from .interpolation import phases, resolve_resize
-from .neighbours import Axis, Places, fetch
+from .neighbours import Axis, Places
 from .pooling import prepare_out, slices_of
 from .taps import clear_unlisted
 

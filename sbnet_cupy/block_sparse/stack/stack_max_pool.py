@@ -1,18 +1,21 @@
 """stack_max_pool: max pooling of a stack, across the borders of blocks."""
 
+import functools
+
 import numpy as np
 
 from ...core.arrays import array_function, is_cupy, namespace
-from .checks import computing
+from ...core.operator import Operator
+from .block_table import TABLE_ARRAYS, TABLE_SIZES
 from .neighbours import Places
 from .pooling import (
-    launch_pool,
+    call_pool,
     parts,
     pixels_in_windows,
-    prepare_out,
+    plan_call,
     read_windows,
     reduce_windows,
-    resolve_pool,
+    resolve_call,
 )
 from .taps import clear_unlisted
 
@@ -73,19 +76,30 @@ def stack_max_pool(
     >>> y[:, 0, 0, 0]
     array([-1., -2., -5., -6.])
     """
-    window = resolve_pool(x, table, kernel, strides, padding, dilation, ceil_mode)
-    out = prepare_out(out, (len(x), *window.coarse.block_size, x.shape[3]), x, table)
-    if not out.size:
-        return out
-    options = (*window.strides, *window.dilation, *window.before)
-    if is_cupy(x) and launch_pool("stack_max_pool", x, table, window, out, options):
-        return out
-    with computing(x):
-        places = Places.of(table)
-        for part in parts(places, x, window):
-            out[part] = largest(x, places.part(part), window)[1]
-        clear_unlisted(out, places)
-    return out
+    options = (kernel, strides, padding, dilation, ceil_mode)
+    return call_pool(STACK_MAX_POOL, x, table, options, out)
+
+
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return resolve_call(specs, options[:2], options[2:])[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    resolved = resolve_call(specs, options[:2], options[2:])
+    window = resolved[2]
+    numbers = (*window.strides, *window.dilation, *window.before)
+    body = functools.partial(_max_pool, window=window)
+    return plan_call(specs, resolved, "stack_max_pool", body, numbers)
+
+
+def _max_pool(x, table, out, *, window):
+    """Reduce blocks with their rims, some rows at a time."""
+    places = Places.of(table)
+    for part in parts(places, x, window):
+        out[part] = largest(x, places.part(part), window)[1]
+    clear_unlisted(out, places)
 
 
 def largest(x, places, window):
@@ -98,3 +112,14 @@ def largest(x, places, window):
     if is_cupy(x) or missed.any():
         xp.copyto(y, xp.zeros((), y.dtype), where=missed[..., None])
     return halo, y
+
+
+STACK_MAX_POOL = Operator(
+    "stack_max_pool",
+    arrays=("x", *TABLE_ARRAYS, "out"),
+    options=(
+        *TABLE_SIZES, "kernel", "strides", "padding", "dilation", "ceil_mode",
+    ),
+    infer=_infer,
+    plan=_plan,
+)  # fmt: skip

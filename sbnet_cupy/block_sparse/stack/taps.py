@@ -19,7 +19,8 @@ import numpy as np
 from ...core.arrays import compute_dtype, is_cupy, namespace
 from ...dense import im2col
 from ...dense.activation import apply_activation, apply_affine
-from .neighbours import Axis, fetch
+from .fetch import fetch
+from .neighbours import Axis
 
 
 class Taps(NamedTuple):

@@ -2,14 +2,14 @@
 
 import importlib
 
-import numpy as np
 import pytest
 
-from sbnet_cupy.core import plans
-from support.host_memory import signature_of
+from sbnet_cupy.block_sparse.stack import stack_conv2d
+from sbnet_cupy.core import operator
+from support.host_memory import plan_some_as_on_a_gpu
 
 MODULES = (
-    "neighbours", "taps", "per_image", "pooling", "stack_max_pool", "stack_avg_pool",
+    "fetch", "neighbours", "taps", "per_image", "pooling", "stack_max_pool", "stack_avg_pool",
     "stack_global_pool", "stack_conv2d",
 )  # fmt: skip
 
@@ -24,11 +24,9 @@ def body(request, xp):
         if request.param == "body for CuPy":
             for name in MODULES:
                 module = importlib.import_module(f"sbnet_cupy.block_sparse.stack.{name}")
-                patch.setattr(module, "is_cupy", lambda array: True)
-                for kernel in ("is_rim", "prepare_launch", "launch_pool"):
+                patch.setattr(module, "is_cupy", lambda array: True, raising=False)
+                for kernel in ("is_rim", "plan_kernel", "prepare_pool"):
                     patch.setattr(module, kernel, lambda *arguments: None, raising=False)
-            if xp.module is np:
-                patch.setattr(plans, "device_of", lambda array: 0)
-                patch.setattr(plans, "signature_of", signature_of)
-            patch.setattr(module, "_PLANS", plans.Plans())
+            plan_some_as_on_a_gpu(patch, stack_conv2d)
+        patch.setattr(operator, "_PLANS", {})
         yield request.param

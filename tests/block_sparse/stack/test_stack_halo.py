@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sbnet_cupy as sb
-from sbnet_cupy.block_sparse.stack.neighbours import Axis, Places, fetch
+from sbnet_cupy.block_sparse.stack.fetch import fetch
+from sbnet_cupy.block_sparse.stack.neighbours import Axis, Places
 from support import stack_cases, strategies
 from support.assertions import assert_close, assert_same, to_numpy
 
@@ -81,7 +82,7 @@ def test_any_lattice_by_both_bodies(data):
     ]
     fill = data.draw(st.sampled_from([0, -np.inf]))
     places, results = Places.of(table), []
-    for body in (neighbours._fetch_by_slices, neighbours._fetch_by_number):
+    for body in (neighbours.fetch_by_slices, neighbours.fetch_by_number):
         out = np.full((len(places), axes[0].count, axes[1].count, 2), np.nan)
         if out.size and table.grid.size:
             body(x, places, axes, out, fill)
