@@ -17,7 +17,7 @@ from .trace import Trace, lines
 from .weights import Weights
 
 # Share of active blocks from which whole images, 0 outside active blocks, are faster than a stack.
-BREAK_EVEN = {"cpu": 0.5, "cuda": 0.75}
+BREAK_EVEN = {"cpu": 0.7, "cuda": 0.75}
 
 
 class SparseModel(nn.Module):

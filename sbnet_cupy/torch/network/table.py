@@ -339,6 +339,17 @@ class PictureTable(Table):
         size = (image.shape[hw[0]], image.shape[hw[1]])
         return image.masked_fill(~self._mask(image, block, size, hw), 0)
 
+    def zero(self, value, block, hw):
+        """Zero an activation outside active blocks: in place, where it is what it holds anyway."""
+        size = (value.shape[2], value.shape[3]) if hw == (2, 3) else None
+        whole = size and all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
+        if self.full or torch.is_grad_enabled() or value.is_cuda or not whole:
+            return self.gather(value, block, hw)
+        blocks = value.unflatten(2, (self.grid[0], block[0])).unflatten(4, (self.grid[1], block[1]))
+        off = self.keep("off", lambda: (~self.on).nonzero().unbind(1))
+        blocks.permute(0, 2, 4, 3, 5, 1)[off] = 0
+        return value
+
     def scatter(self, value, block, size, hw):
         """Zero an image outside active blocks."""
         return self.gather(value, block, hw)
