@@ -17,7 +17,9 @@ from .trace import Trace, lines
 from .weights import Weights
 
 # Share of active blocks from which whole images, 0 outside active blocks, are faster than a stack.
+# Where CUDA kernels compute the stack they are faster at any share.
 BREAK_EVEN = {"cpu": 0.7, "cuda": 0.75}
+_NEVER = 2.0
 
 
 class SparseModel(nn.Module):
@@ -33,8 +35,8 @@ class SparseModel(nn.Module):
         Blocks that there is room for, or the share of all.
     break_even : float or None
         Share of active blocks from which whole images are computed, 0 outside active blocks, which
-        gives the same numbers up to rounding; None is a usual value of the device. :meth:`tune`
-        measures it.
+        gives the same numbers up to rounding. None is a usual value of the device: on a GPU, over 1
+        (never) in evaluation where CUDA kernels compute the stack. :meth:`tune` measures it.
     """
 
     def __init__(self, model, block_size, capacity=None, halo="zero", outside=0.0):
@@ -101,7 +103,7 @@ class SparseModel(nn.Module):
         grid = tuple(-(-s // b) for s, b in zip(size, self.block_size, strict=True))
         total = x.shape[0] * grid[0] * grid[1]
         room = self._room(total)
-        share = BREAK_EVEN.get(x.device.type, 1.0) if self.break_even is None else self.break_even
+        share = self._break_even(x)
         if x.is_cuda and x.shape[0]:
             return self._table_on_gpu(mask, size, total, room, share)
         on = active_blocks(mask, self.block_size)
@@ -113,6 +115,15 @@ class SparseModel(nn.Module):
             return PictureTable(on, self.block_size, size, count == total), (count, total)
         table = BlockTable.of_blocks(on, min(room, count), count, self.block_size, size)
         return table, (count, room)
+
+    def _break_even(self, x):
+        """Return the share of active blocks from which whole images are computed."""
+        if self.break_even is not None:
+            return self.break_even
+        trained = self.training or torch.is_grad_enabled()
+        if x.is_cuda and not trained and cuda.convolves(x.dtype):
+            return _NEVER
+        return BREAK_EVEN.get(x.device.type, 1.0)
 
     def _table_of_trace(self, on, size, total, room, share):
         """Return the table of a call of which torch.export makes a graph: no number is known."""
