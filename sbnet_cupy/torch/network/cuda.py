@@ -117,7 +117,14 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         else:
             given = (rows, _packed(weight, bias, pack), last, *lists, out)
         take = _At if plain else view
-        launch(*(g if g is None or not isinstance(g, torch.Tensor) else take(g) for g in given))
+        given = [take(g) if isinstance(g, torch.Tensor) else g for g in given]
+        if plain:
+            launch(*given)
+        else:  # which takes memory for sums
+            from cupy import cuda
+
+            with cuda.using_allocator(allocate):
+                launch(*given)
         table.settled = True  # what wrote the table lies behind a kernel that waited for it
     y = out.permute(0, 3, 1, 2)
     if activation in _CODES:

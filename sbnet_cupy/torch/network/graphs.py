@@ -5,6 +5,7 @@ import math
 import time
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...errors import ShapeError
@@ -41,37 +42,83 @@ def graphed(sparse, x, mask):
     return run
 
 
-def _captured(sparse, x, mask):
+def _captured(sparse, x, mask, outside=None):
     """Capture a call in a CUDA graph; return a function that replays it."""
     own_x, own_mask = x.detach().clone(memory_format=torch.preserve_format), mask.clone()
     capacity = sparse.capacity
     sparse.capacity = 1.0 if capacity is None else capacity
     try:
-        with torch.no_grad(), torch.cuda.device(x.device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    sparse(own_x, own_mask)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                result = sparse(own_x, own_mask)
-            noted = sparse._last
+        with torch.no_grad():
+            graph, result = _capture(lambda: sparse._call(own_x, own_mask, outside=outside), own_x)
+        noted = sparse._last
     finally:
         sparse.capacity = capacity
     leaves, tree = tree_flatten(result)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor | str | bool | int | float | None):
+            raise TypeError(
+                "the network's result must be made of tensors in tuples, lists and dicts to be "
+                f"copied out of a CUDA graph, got a {type(leaf).__name__}"
+            )
+    weights = list(sparse._weights.kept.values())
 
     def replay(x, mask):
-        own_x.copy_(x)
-        own_mask.copy_(mask)
-        graph.replay()
-        sparse._last = noted
-        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with torch.cuda.device(own_x.device):
+            own_x.copy_(x)
+            own_mask.copy_(mask)
+            graph.replay()
+            sparse._last = noted
+            copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tree_unflatten(copies, tree)
 
-    replay.graph = graph
+    replay.graph, replay.weights = graph, weights  # the graph reads their memory
     return replay
+
+
+def _capture(run, x):
+    """Capture ``run()`` on the device of x; return (graph, what ``run`` returned)."""
+    with torch.cuda.device(x.device):
+        before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                run()
+                with _NoSynchronization():
+                    run()
+                run()
+        finally:
+            before.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may go on meanwhile.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                result = run()
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own
+    return graph, result
+
+
+_SYNCHRONIZING = {
+    "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero",
+    "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+}  # fmt: skip
+
+
+class _NoSynchronization(TorchDispatchMode):
+    """Raises where the host would wait for the device, ahead of a capture that would break."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run a function of PyTorch that does not wait."""
+        name, result = func._schema.name, None
+        waits = name in _SYNCHRONIZING and args[0].is_cuda
+        if not waits:
+            result = func(*args, **kwargs or {})
+            if name in ("aten::_to_copy", "aten::copy_"):
+                source = args[1] if name == "aten::copy_" else args[0]
+                waits = source.is_cuda and not result.is_cuda
+        if waits:
+            raise RuntimeError(f"the network waits for the device, in {name}")
+        return result
 
 
 @torch.no_grad()
