@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...errors import ShapeError
+from . import cuda
 from . import tensor as T
 from .table import BlockTable, PictureTable
 
@@ -117,8 +118,12 @@ class _NoSynchronization(TorchDispatchMode):
                 source = args[1] if name == "aten::copy_" else args[0]
                 waits = source.is_cuda and not result.is_cuda
         if waits:
-            raise RuntimeError(f"the network waits for the device, in {name}")
+            raise _Waits(f"the network waits for the device, in {name}")
         return result
+
+
+class _Waits(RuntimeError):
+    """The host would wait for the device."""
 
 
 @torch.no_grad()
@@ -153,51 +158,90 @@ def receptive_field(sparse, x):
 
 @torch.no_grad()
 def tune(sparse, x):
-    """Measure whole images against stacks of some shares; set and return what was found."""
+    """Measure whole images against stacks of some shares; set and return what was found.
+
+    On a GPU these are times of CUDA graphs, which hold no time of the host.
+    """
     if sparse.training:
         raise RuntimeError("tune needs a network in evaluation, got one in training")
     n, _, h, w = x.shape
     grid = tuple(-(-s // b) for s, b in zip((h, w), sparse.block_size, strict=True))
     total = n * grid[0] * grid[1]
-    on = torch.ones(n, *grid, dtype=torch.bool, device=x.device)
-    partly = on.clone()
+    partly = torch.ones(n, *grid, dtype=torch.bool, device=x.device)
     partly.view(-1)[-1] = total < 2
-    make = [("dense", lambda: PictureTable(partly, sparse.block_size, (h, w), False))]
+    make = {"dense": lambda: PictureTable(partly, sparse.block_size, (h, w), False)}
     order = torch.arange(total, device=x.device).view(n, *grid)
     for share in (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0):
         rows = max(round(share * total), 1)
         chosen = order < rows  # whole rows of blocks, as blobs have neighbours
-        make.append(
-            (
-                share,
-                lambda c=chosen, r=rows: BlockTable.of_blocks(c, r, r, sparse.block_size, (h, w)),
-            )
-        )
-    times = {name: [] for name, _ in make}
-    for _ in range(5):
-        for name, table in make:
-            times[name].append(_milliseconds(lambda t=table: sparse._run(t(), x), x))
-    best = {name: min(values[1:]) for name, values in times.items()}
+        make[share] = _stack_of(sparse, chosen, rows, (h, w))
+    runs = {name: lambda t=table: sparse._run(t(), x) for name, table in make.items()}
+    best = _times_on_gpu(runs, x) if x.is_cuda else _times_on_cpu(runs)
     sparse.break_even = _crossing(best)
     return best
 
 
+def _stack_of(sparse, chosen, rows, size):
+    """Return a function that makes the table of chosen blocks; on a GPU nothing in it waits."""
+    block = sparse.block_size
+    if not chosen.is_cuda:
+        return lambda: BlockTable.of_blocks(chosen, rows, rows, block, size)
+    mask = chosen.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
+    mask = mask[:, : size[0], : size[1]].contiguous()
+    return lambda: BlockTable(*cuda.list_blocks(mask, block, rows), block, size)
+
+
 def _crossing(times):
-    """Return the share at which a stack takes as long as whole images."""
+    """Return the share at which a stack takes as long as whole images; over 1 if at none."""
     dense, last = times["dense"], (0.0, 0.0)
     for share, time_ in ((s, t) for s, t in times.items() if s != "dense"):
         if time_ >= dense:
             (a, t), span = last, time_ - last[1]
             return a + (share - a) * (dense - t) / span if span > 0 else share
         last = share, time_
-    return 1.0
+    return 2.0
 
 
-def _milliseconds(run, x):
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+def _times_on_cpu(runs):
+    """Return milliseconds of each of some functions, in turns."""
+    times = {name: [] for name in runs}
+    for _ in range(5):
+        for name, run in runs.items():
+            times[name].append(_milliseconds(run))
+    return {name: min(values[1:]) for name, values in times.items()}
+
+
+def _times_on_gpu(runs, x):
+    """Return milliseconds of a CUDA graph of each of some functions; one graph is there at a time.
+
+    A network that waits for the device has no graph, and is measured with the host's time.
+    """
+    times = {}
+    for name, run in runs.items():
+        try:
+            graph, result = _capture(run, x)
+        except _Waits:
+            again, result = run, None
+        else:
+            again = graph.replay
+        with torch.cuda.device(x.device):
+            times[name] = min(_device_milliseconds(again) for _ in range(5))
+        graph = again = result = None  # noqa: F841 (their memory is the next one's)
+    return times
+
+
+def _device_milliseconds(run, calls=10):
+    run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def _milliseconds(run):
     start = time.perf_counter()
     run()
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
     return (time.perf_counter() - start) * 1e3
