@@ -145,6 +145,23 @@ def test_which_convolutions_may_read_ahead(st, asked):
     assert len(kernels) > 2
 
 
+@pytest.mark.parametrize(
+    ("channels", "dtype", "kernels"),
+    [(3, "float16", ["halo zero"]), (4, "float16", ["conv"]), (3, "float32", ["conv"])],
+)
+@torch.no_grad()
+def test_first_layers_of_few_channels(st, asked, channels, dtype, kernels):
+    """Where a kernel would mostly multiply zeros, blocks get rims and cuDNN multiplies."""
+    dtype = getattr(torch, dtype)
+    dense = torch.nn.Conv2d(channels, 8, 7, 2, padding=3).to(dtype).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    x = torch.randn(2, channels, 64, 96).to(dtype)
+    y = sparse(x, torch.ones(2, 64, 96))
+    assert asked == kernels
+    close(y.float(), dense(x).float(), "float16" if dtype == torch.float16 else "float32")
+
+
 def test_bits_of_the_lowest_value():
     from sbnet_cupy.block_sparse.stack.stack_launch import lowest_bits
     from sbnet_cupy.torch.network.cuda import _lowest

@@ -118,11 +118,11 @@ class _NoSynchronization(TorchDispatchMode):
                 source = args[1] if name == "aten::copy_" else args[0]
                 waits = source.is_cuda and not result.is_cuda
         if waits:
-            raise _Waits(f"the network waits for the device, in {name}")
+            raise WaitsForDevice(f"the network waits for the device, in {name}")
         return result
 
 
-class _Waits(RuntimeError):
+class WaitsForDevice(RuntimeError):
     """The host would wait for the device."""
 
 
@@ -220,7 +220,7 @@ def _times_on_gpu(runs, x):
     for name, run in runs.items():
         try:
             graph, result = _capture(run, x)
-        except _Waits:
+        except WaitsForDevice:
             again, result = run, None
         else:
             again = graph.replay
