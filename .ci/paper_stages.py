@@ -5,8 +5,8 @@ They depend on the GPU: on its shared memory, its multiprocessors and its instru
 
 import itertools
 
-from sbnet_cupy.block_sparse.bottleneck.plan import UnitCase, plan_bottleneck
-from sbnet_cupy.block_sparse.conv.plan import Case, plan_for
+from sbnet_cupy.block_sparse.bottleneck.config import UnitCase, configure_bottleneck
+from sbnet_cupy.block_sparse.conv.config import Case, configure_conv
 from sbnet_cupy.core.device import Device
 
 CONV = "block_sparse/conv/fused_conv"
@@ -39,7 +39,7 @@ def instantiations(arch):
     for stage, number, blocks in itertools.product(STAGES, NUMBERS, BLOCKS):
         pixels, bsize, channels, _ = stage
         case = Case(*number, channels, channels, (3, 3), (1, 1), True, True, 0)
-        plan = plan_for(case, blocks, bsize, pixels, device)
+        plan = configure_conv(case, blocks, bsize, pixels, device)
         for key in (
             (CONV, "fused_conv", plan.template(case)),
             (CONV, "pack_weights", plan.pack_template(case)),
@@ -57,7 +57,7 @@ def _units(arch):
         (*units, *OTHER_UNITS), numbers, (False, True), BLOCKS
     ):
         case = UnitCase(*number, *channels, tight)
-        plan = plan_bottleneck(case, blocks, (8, 8), DEVICES[arch])
+        plan = configure_bottleneck(case, blocks, (8, 8), DEVICES[arch])
         if plan is None or (tight and case.element_bytes != 2):
             continue
         for key in (
@@ -71,7 +71,12 @@ def _units(arch):
 
 def launched(arch, stem, kernel, template):
     """Whether the ops would launch an instantiation on the GPUs of an architecture."""
-    if kernel not in ("fused_conv", "fused_bottleneck") or DEVICES[arch].tensor_floats:
+    if kernel in ("stack_conv", "stack_conv_pipelined"):
+        if (kernel == "stack_conv_pipelined") != DEVICES[arch].bulk_copy:
+            return False
+    elif kernel not in ("fused_conv", "fused_bottleneck"):
+        return True
+    if DEVICES[arch].tensor_floats:
         return True
     engine, element = template[:2]
     return engine == "Fma" or element == "Half"

@@ -12,8 +12,8 @@
 # # A ResNet in PyTorch, made sparse
 #
 # A handwritten digit lies somewhere on a large, empty sheet, and a small ResNet says which one it
-# is. `sparsify` makes a network of it that computes only where there is ink: the same weights, the
-# same modules around them, and the mask as a second argument. Here it is compared with the dense
+# is. `sparsify` makes a network of it that computes only where there is ink: the same modules and
+# weights, and the mask as a second argument. Here it is compared with the dense
 # network, and trained.
 #
 # Needs `pip install "sbnet-cupy[examples]"`. It uses a GPU where PyTorch and CuPy have one.
@@ -124,11 +124,12 @@ print(f"dense: {accuracy(expected):.1%} of the test sheets are right")
 # %% [markdown]
 # ## The sparse network
 #
-# `sparsify` replaces each convolution that it can, and shares the parameters. The table says of
-# every layer how it runs, `dense_layers` what has no block-sparse form.
+# The sheet is cut into 5 x 5 blocks of 16 pixels. After a call the table says of every layer where
+# it ran, and how much of it was computed; `dense_layers` names what needs the whole image.
 
 # %%
-sparse = st.sparsify(dense, block_size=6)
+sparse = st.sparsify(dense, block_size=16)
+inked = predict(sparse, images, ink)
 print(sparse.table())
 print()
 for name, why in sparse.dense_layers.items():
@@ -153,31 +154,13 @@ print(f"largest difference of a logit: {difference:.0e}, within {rounding:.0e}")
 # %% [markdown]
 # ## Only where there is ink
 #
-# The mask of each stage is that of the sheet, max-pooled to the stage's size; a block is active
-# when its window, halo included, touches it. The hook below asks each convolution for its blocks.
+# A block is active when it holds ink, and stays so in all layers.
 
 # %%
-work = []
-
-
-def count(conv, inputs, output):
-    (x,) = inputs
-    mask = nn.functional.adaptive_max_pool2d(ink[test, None].float(), x.shape[2:])
-    active, _ = conv.active_blocks(x, mask)
-    work.append((active.density(), output[:, :1].numel(), conv.weight.numel()))
-
-
-layers = [sparse.model.get_submodule(name) for name in sparse.sparse_layers]
-hooks = [layer.register_forward_hook(count) for layer in layers]
 inked = predict(sparse, images, ink)
-for hook in hooks:
-    hook.remove()
-
-density, pixels, weights = np.array(work).T
-for name, share in zip(sparse.sparse_layers, density, strict=True):
-    print(f"{name:12} computes {share:.1%} of its blocks")
-print(f"pixels computed: {np.average(density, weights=pixels):.1%}")
-print(f"multiplications: {np.average(density, weights=pixels * weights):.1%}")
+computed = sparse.computed()
+for name in sparse.sparse_layers:
+    print(f"{name:14} computes {computed[name]:.1%} of its blocks")
 print(f"ink mask: {accuracy(inked):.1%} of the test sheets are right")
 
 # %% [markdown]
@@ -198,12 +181,12 @@ print(f"ink mask: {accuracy(tuned):.1%} of the test sheets are right")
 # %% [markdown]
 # ## The picture
 #
-# The blocks shown are those of the first convolution.
+# The active blocks, in pixels of the sheet.
 
 # %%
 shown = slice(test.start, test.start + 4)
-active, params = layers[0].active_blocks(images[shown], ink[shown])
-step = params.bstride
+step = sparse.block_size
+active = st.reduce_mask(ink[shown], (5, 5), bsize=step)
 figure, axes = plt.subplots(2, 4, figsize=(8, 4.4), layout="constrained")
 for number, (above, below) in enumerate(axes.T):
     sheet = shown.start + number

@@ -32,7 +32,10 @@ def cases(session):
     return [
         Case(op, "torch host", shape, "float32", (block, block), mask, 0.1)
         for op in ("reduce_mask", "sparse_gather", "sparse_scatter", "sparse_conv2d")
-    ] + [stage_case(UNIT, STAGES[-1], "float16", "torch host", mask, 0.1)]
+    ] + [
+        stage_case(op, STAGES[-1], "float16", "torch host", mask, 0.1)
+        for op in (UNIT, "SparseConv2d", "SparseBottleneck")
+    ]
 
 
 def works(case, session):
@@ -45,6 +48,10 @@ def works(case, session):
     if case.op == UNIT:
         contender, check = _unit(session, st, blocks, x, case)
         yield blocks.density, blocks.count, Work("new result", None, [contender], check)
+        return
+    if case.op in ("SparseConv2d", "SparseBottleneck"):
+        for variant, contender, check in _modules(session, st, blocks, x, case):
+            yield blocks.density, blocks.count, Work(variant, None, [contender], check)
         return
     make = {
         "reduce_mask": _reduce_mask,
@@ -130,6 +137,52 @@ def _unit(session, st, blocks, x, case):
         compare(to_host(found[~shown]), to_host(x[~shown]))
 
     return _host(OURS, call), check
+
+
+def _modules(session, st, blocks, x, case):
+    """Yield a module's calls, in evaluation: with a list of blocks, and with a mask."""
+    torch, channels = session.torch, x.shape[3]
+    image, mask = _tensors(session, x, blocks.mask)
+    torch.manual_seed(0)
+    if case.op == "SparseConv2d":
+        make = partial(st.nn.SparseConv2d, channels, channels, KERNEL, padding=1)
+    else:
+        make = partial(st.nn.SparseBottleneck, channels, case.middle)
+    module = make(block_size=case.bsize, capacity=1.0).to(image.device, image.dtype).eval()
+    seen = image.permute(0, 3, 1, 2)  # in channels_last memory
+    with torch.no_grad():
+        active, params = module.active_blocks(seen, mask)
+
+    def evaluated(*given):
+        with torch.no_grad():
+            return module(seen, *given)
+
+    def check(contender):
+        """A module gives what its function gives; that has a check of its own."""
+        with torch.no_grad():
+            expected = _function(st, case, module, image, active, params)
+        found = contender.calls[0]().permute(0, 2, 3, 1)
+        compare(to_host(session.native(found)), to_host(session.native(expected)))
+
+    yield "list of blocks", _host(OURS, partial(evaluated, active, params)), check
+    yield "mask, capacity", _host(OURS, partial(evaluated, mask)), check
+
+
+def _function(st, case, module, image, active, params):
+    """Call the function that a module calls."""
+    if case.op == "SparseConv2d":
+        options = {"bias": module.bias, "w_format": "OIHW", "padding": ((1, 1), (1, 1))}
+        return st.sparse_conv2d(image, module.weight, active, params, **options)
+    kernels = [
+        conv.weight.permute(2, 3, 1, 0).contiguous()
+        for conv in (module.conv1, module.conv2, module.conv3)
+    ]
+    tables = []
+    for norm in (module.bn1, module.bn2, module.bn3):
+        scale = (norm.running_var + norm.eps).rsqrt() * norm.weight
+        tables += [scale, norm.bias - norm.running_mean * scale]
+    weights = sb.BottleneckWeights(*kernels, *tables)
+    return st.sparse_res_block_bottleneck(image, weights, active, params)
 
 
 def _conv2d(session, st, blocks, x):

@@ -51,6 +51,21 @@ DEVICE void copy_async(void* shared, const void* global, bool inside) {
 DEVICE void copy_async_16(void* shared, const void* global, bool inside) {
     copy_async<16>(shared, global, inside);
 }
+// 16 bytes, or zeros where `offset` is negative: the test is one instruction. CACHED: through the L1 cache, for vectors
+// that a thread block copies several times.
+template <bool CACHED>
+DEVICE void copy_async_16_unless_negative(void* shared, const void* global, int offset) {
+#if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 800
+    if constexpr (CACHED)
+        asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, 0;\ncp.async.ca.shared.global [%0], [%1], 16, p;\n}"
+                     ::"r"(shared_address(shared)), "l"(global), "r"(offset));
+    else
+        asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, p;\n}"
+                     ::"r"(shared_address(shared)), "l"(global), "r"(offset));
+#else
+    copy_async<16>(shared, global, offset >= 0);
+#endif
+}
 DEVICE void copy_async_8(void* shared, const void* global, bool inside) {
     copy_async<8>(shared, global, inside);
 }
@@ -74,6 +89,20 @@ DEVICE void copy_async_wait() {
     host_cuda::wait_for_copies(N);
 #elif DEVICE_ARCHITECTURE >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+// Have the line of memory at this address brought to the L2 cache.
+DEVICE void prefetch_line(const void* global) {
+#if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 800
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+#endif
+}
+
+// The same for a range of bytes, a multiple of 16 from a multiple of 16 on; compute capability 9.0.
+DEVICE void prefetch_bulk(const void* global, u32 bytes) {
+#if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 #endif
 }
 
@@ -106,6 +135,13 @@ DEVICE void barrier_init_fence() {
 #endif
 }
 
+// What was written to shared memory, and is seen by this thread, becomes visible to the copy engine and to wgmma.
+DEVICE void shared_fence() {
+#if DEVICE_ARCHITECTURE >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Arrive at the barrier and announce bytes that bulk copies will bring in this phase.
 DEVICE void barrier_expect(u64* bar, u32 bytes) {
 #ifdef SBNET_HOST
@@ -113,6 +149,30 @@ DEVICE void barrier_expect(u64* bar, u32 bytes) {
 #elif DEVICE_ARCHITECTURE >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Arrive at the barrier; what this thread wrote before is seen by those who wait.
+DEVICE void barrier_arrive(u64* bar) {
+#ifdef SBNET_HOST
+    host_cuda::barrier_expect(bar, 0);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Arrive at the barrier once all copies of this thread so far (copy_async_*) have landed; do not wait for that.
+DEVICE void copies_arrive(u64* bar) {
+#ifdef SBNET_HOST
+    host_cuda::commit_copies();
+    host_cuda::wait_for_copies(0);
+    host_cuda::barrier_expect(bar, 0);
+#elif DEVICE_ARCHITECTURE >= 900
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(bar)) : "memory");
 #else
     __trap();
 #endif

@@ -38,6 +38,21 @@ struct Cluster {
 #endif
     }
 
+    // Load from the same place of the shared memory of one block of the cluster.
+    static DEVICE float4 load(const float4* shared, int rank) {
+#if DEVICE_ARCHITECTURE >= 900
+        if constexpr (COUNT > 1) {
+            float4 value;
+            u32 there;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(rank));
+            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(there) : "memory");
+            return value;
+        }
+#endif
+        return *shared;
+    }
+
     // Store to the same place of the shared memory of every block of the cluster.
     template <typename V>
     static DEVICE void store(V* shared, V value) {

@@ -11,6 +11,12 @@ DEVICE u64 matrix_descriptor(u32 address, u32 along_k, u32 along_rows) {
            static_cast<u64>(along_rows >> 4) << 32;
 }
 
+// The same for rows of 128 bytes in the 128-byte swizzle: 8 rows are 1024 bytes, aligned to as many. A step along K
+// of 32 bytes is 32 bytes in the address.
+DEVICE u64 swizzled_descriptor(u32 address) {
+    return static_cast<u64>((address & 0x3ffffu) >> 4) | 1ull << 16 | static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
+}
+
 template <typename T, int N>
 struct Wgmma;
 
@@ -18,9 +24,9 @@ struct Wgmma;
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-// What ordinary stores wrote to shared memory becomes visible to the tensor cores.
-DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Wait until at most the COUNT latest groups of products are under way.
+template <int COUNT = 0>
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(COUNT) : "memory"); }
 
 // D as operands: eight registers, from register number i of the array and of the instruction.
 #define D8(d, i) \
@@ -83,8 +89,8 @@ WGMMA_OF(float, 8, ".f32.tf32.tf32", ", 1, 1, 1;", ", 1, 1, 1;")
 
 DEVICE void wgmma_fence() {}
 DEVICE void wgmma_commit() {}
+template <int COUNT = 0>
 DEVICE void wgmma_wait() {}
-DEVICE void shared_fence() {}
 template <typename T, int N>
 struct Wgmma {
     DEVICE static void shared(float*, u64, u64) {}

@@ -14,10 +14,11 @@ def check_active_grid(indices, images, bcount):
 
     In a TensorFlow graph the number of images may be None, and is then not compared.
     """
-    grid = grid_of(indices)
-    if grid is None or grid == (images, *bcount):
+    if not isinstance(indices, ActiveBlocks):
         return
-    expected = (images, *bcount)
+    grid, expected = indices.grid, (images, *bcount)
+    if grid == expected:
+        return
     if any(None not in (a, b) and a != b for a, b in zip(grid, expected, strict=True)):
         raise ShapeError(
             f"indices must list blocks of the grid {expected} (images, block rows, block columns) "

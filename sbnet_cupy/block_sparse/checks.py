@@ -21,7 +21,7 @@ def cut_blocks(bsize, size):
 def resolve_expected(expected, active_block_indices):
     """Return about how many blocks will be active: by default all that are listed."""
     if expected is None:
-        return len(active_block_indices)
+        return active_block_indices.shape[0]
     if not is_integer(expected) or expected < 0:
         raise ShapeError(f"expected must be None or a non-negative integer, got {expected!r}")
     return expected
@@ -61,13 +61,22 @@ def check_method(method):
         raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
 
 
-def check_block_params(block_params, calculate, image_hw, kernel, strides, padding):
-    """Raise unless ``block_params`` is what ``calculate`` gives for this convolution."""
+def plain_params(block_params, calculate):
+    """Return the fields of a BlockParams, which are an option of a layer; raise for anything else.
+
+    ``calculate`` is the function that makes BlockParams for the layer.
+    """
     if not isinstance(block_params, BlockParams):
         raise TypeError(
             f"block_params must be a BlockParams, got {type(block_params).__name__}; build it with "
             f"{calculate.__name__}"
         )
+    return tuple(vars(block_params).values())
+
+
+def check_block_params(block_params, calculate, image_hw, kernel, strides, padding):
+    """Raise unless ``block_params`` is what ``calculate`` gives for this convolution."""
+    plain_params(block_params, calculate)
     try:
         expected = calculate(image_hw, block_params.bsize, kernel, strides, padding)
     except ShapeError as error:
@@ -91,10 +100,18 @@ def check_base(base, shape, x):
 
 
 def split_indices(indices):
-    """Return ``bin_counts, active_block_indices``."""
+    """Return the ActiveBlocks or the pair, or raise where it is neither."""
     if not isinstance(indices, ActiveBlocks | tuple | list) or len(indices) != 2:
         raise TypeError(
             "indices must be an ActiveBlocks or a pair (bin_counts, active_block_indices), got "
             f"{type(indices).__name__}; build it with reduce_mask"
         )
     return indices
+
+
+def arrays_of_list(indices):
+    """Return ``bin_counts`` and ``active_block_indices`` of a list of blocks."""
+    if type(indices) is ActiveBlocks:
+        return indices.bin_counts, indices.active_block_indices
+    bin_counts, active_block_indices = split_indices(indices)
+    return bin_counts, active_block_indices

@@ -15,7 +15,7 @@ The frame itself lies under no output pixel, and has no owner. A larger padding 
 other way.
 """
 
-from ..core.arrays import library_of
+from ..core.arrays import ArrayContainer, library_of
 from ..core.sizes import kernel_pair, pair
 from ..errors import ShapeError
 from .block_params import BlockParams, calc_block_params
@@ -44,7 +44,12 @@ def grid_on_mask(block_params, ksize, strides):
 
 def takes_blocks_from(indices, bsize, capacity):
     """Whether a call of a layer gives a mask, or ``bsize``, so that :func:`find_blocks` is due."""
-    return bsize is not None or capacity is not None or is_mask(indices)
+    if bsize is not None or capacity is not None:
+        return True
+    return not isinstance(indices, _LISTS) and is_mask(indices)
+
+
+_LISTS = (ArrayContainer, tuple, list)  # no mask: the usual argument, told at once
 
 
 def is_mask(indices):

@@ -24,8 +24,12 @@ _LIBRARY_OF_TYPE = {}
 class ArrayContainer:
     """Base of the classes that hold arrays and pass through the door with them."""
 
-    cupy_device = None  # the device of a container that is known to hold CuPy arrays of one device
     copies_strided = False  # whether NumPy arrays in it are copied where they are not contiguous
+
+    @property
+    def _device(self):
+        """Where the arrays are, as :func:`device_of_all` tells it."""
+        return device_of_all(self._arrays())
 
     def _arrays(self):
         """Return the arrays held."""
@@ -55,10 +59,10 @@ def array_function(function, takes_strided=False):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        device = _device_of_all(args, kwargs)
-        if device is _HOST or (
+        device = device_of_all((*args, *kwargs.values()))
+        if device is _HOST or device is _NOWHERE or (
             device is not None and device == sys.modules["cupy"].cuda.runtime.getDevice()
-        ):
+        ):  # fmt: skip
             return function(*args, **kwargs)
         first = library = place = None
         for value in (*args, *kwargs.values()):
@@ -117,29 +121,35 @@ def contiguous_inputs(args, kwargs):
 
 _CONTAINERS = (tuple, list, ArrayContainer)
 _PLAIN = frozenset({type(None), bool, int, float, str})
-_HOST = "host"
+_HOST, _NOWHERE = "host", "nowhere"
 
 
-def _device_of_all(args, kwargs):
-    """Return the device of arguments that are CuPy arrays on one device, and options.
+def device_of_all(values):
+    """Return the device of the arrays among some arguments, if they are the usual ones.
 
-    ``_HOST`` for C-contiguous NumPy arrays, and options. None for others, and for most containers:
-    this is the usual call of an op, at once.
+    These are CuPy arrays on one device (its number), or C-contiguous NumPy arrays (``_HOST``),
+    alone, in tuples and in containers; or no arrays (``_NOWHERE``). For anything else it is None.
     """
-    device = None
-    for value in (*args, *kwargs.values()):
+    device = _NOWHERE
+    for value in values:
         kind = type(value)
         if kind in _PLAIN or (kind is tuple and value and type(value[0]) is int):
             continue
         if kind is np.ndarray:
             own = _HOST if value.flags.c_contiguous else None
-        elif _LIBRARY_OF_TYPE.get(kind) is libraries.CUPY:
-            own = value.data.device_id
+        elif isinstance(value, ArrayContainer):
+            own = value._device
+        elif kind is tuple or kind is list:
+            own = device_of_all(value)
         else:
-            own = getattr(value, "cupy_device", None) if isinstance(value, ArrayContainer) else None
-        if own is None or device not in (None, own):
+            library = _LIBRARY_OF_TYPE.get(kind, libraries.DLPACK)
+            if library is None:
+                continue  # an option
+            own = value.data.device_id if library is libraries.CUPY else None
+        if own is None or (own is not device and device is not _NOWHERE and own != device):
             return None
-        device = own
+        if own is not _NOWHERE:
+            device = own
     return device
 
 
@@ -249,17 +259,19 @@ def place_name(array):
 
 def is_cupy(array):
     """Whether a native array is CuPy's."""
-    return library_of(array) is libraries.CUPY
+    return type(array) is not np.ndarray and library_of(array) is libraries.CUPY
 
 
 def namespace(array):
     """Return the module, numpy or cupy, that a native array belongs to."""
-    return sys.modules["cupy"] if is_cupy(array) else np
+    if type(array) is np.ndarray or not is_cupy(array):
+        return np
+    return sys.modules["cupy"]
 
 
 def empty(shape, dtype, like):
     """Allocate an array of the library of ``like``; NumPy memory is 64-byte aligned."""
-    if is_cupy(like):
+    if type(like) is not np.ndarray and is_cupy(like):
         return sys.modules["cupy"].ndarray(shape, dtype)
     dtype = np.dtype(dtype)
     buffer = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
@@ -296,21 +308,6 @@ def compute_dtype(dtype):
 def dtype_kind(dtype):
     """Return the NumPy kind letter of a dtype, with bfloat16 a float like the others."""
     return "f" if dtype_name(dtype) == "bfloat16" else dtype.kind
-
-
-def signature_of(array):
-    """Return what checks and kernels see of a CuPy array, or of None: a hashable key."""
-    if array is None:
-        return None
-    try:
-        return array.shape, array.dtype, array._c_contiguous, array.data.ptr & 15
-    except AttributeError:  # no array: the checks will say so
-        return type(array)
-
-
-def device_of(array):
-    """Return the number of a CuPy array's device."""
-    return array.data.device_id
 
 
 def address(array):

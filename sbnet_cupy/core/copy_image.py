@@ -1,12 +1,12 @@
 """copy_image: what a result shows where no block is active is a copy of another image."""
 
+
 from . import launch as kernels
-from .arrays import address, device_of, empty, is_cupy
+from .arrays import empty, is_cupy
 from .launch import THREADS
-from .plans import Plans
+from .operator import Operator, Plan
 
 _VECTOR = 16  # bytes
-_PLANS = Plans()
 _LEAST = 1 << 20  # bytes; less, the driver copies in less time
 
 
@@ -27,29 +27,38 @@ def copy_image(array, out=None):
     if not is_cupy(array):
         out[...] = array
         return out
-    launch = launch_of_copy(device_of(out), array.nbytes, address(array) | address(out))
-    if launch is None:
-        out.data.copy_from_device_async(array.data, array.nbytes)
-    else:
-        launch(array, out)
+    COPY_IMAGE.plan_for((array, out), ()).run(array, out)
     return out
 
 
-def launch_of_copy(device, nbytes, addresses):
-    """Return the launch that copies so many bytes, or None: the driver had better copy them.
+def _infer(specs, options):
+    """Return the spec of the copy."""
+    return (specs[0].new(specs[0].shape),)
 
-    It takes the source and the copy. ``addresses`` is the bitwise or of both. ``device`` is the
-    current one.
-    """
-    if nbytes < _LEAST or nbytes % _VECTOR or addresses % _VECTOR:
-        return None
-    launch = _PLANS.get((device, nbytes))
-    if launch is None:
-        count = nbytes // _VECTOR
-        launch = kernels.prepare(
-            "core/copy_image", "copy_image", (f"Bytes<{_VECTOR}>::type",), -(-count // THREADS),
-            THREADS,
-            2, (count,), dependent=True,
-        )  # fmt: skip
-        _PLANS.keep((device, nbytes), launch)
-    return launch
+
+def _plan(specs, options):
+    """Return the plan of a copy on a GPU."""
+    array, out = specs
+    whole = array.nbytes % _VECTOR == array.alignment == out.alignment == 0
+    if array.nbytes < _LEAST or not whole:
+        return Plan(_infer(specs, options), _copy_by_driver)
+    launch = _copy_image_cuda(array.nbytes)
+    return Plan(_infer(specs, options), launch, launch, operands=(0, 1))
+
+
+def _copy_by_driver(array, out):
+    out.data.copy_from_device_async(array.data, array.nbytes)
+
+
+def _copy_image_cuda(nbytes):
+    """Prepare one launch; see copy_image.cu."""
+    count = nbytes // _VECTOR
+    return kernels.prepare(
+        "core/copy_image", "copy_image", (f"Bytes<{_VECTOR}>::type",), -(-count // THREADS),
+        THREADS, 2, (count,), dependent=True,
+    )  # fmt: skip
+
+
+COPY_IMAGE = Operator(
+    "copy_image", arrays=("array", "out"), options=(), infer=_infer, plan=_plan, linear=("array",)
+)

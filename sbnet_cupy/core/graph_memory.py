@@ -1,7 +1,7 @@
-"""Memory that CUDA graphs use: what is allocated in a capture stays, as the graph may be replayed.
+"""Keep memory that CUDA graphs use: what is allocated during a capture is never freed.
 
-CuPy's pool knows nothing of graphs: an array that a capture lets go of is given out again, to what
-a replay would then overwrite.
+CuPy's memory pool does not know about graphs. If an array that a captured graph uses were freed,
+the pool would hand out its memory again, and a replay would overwrite the new owner's data.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import numpy as np
 
 from .arrays import namespace
 
-_KEPT = []  # for good: graphs may be replayed as long as they like
+_KEPT = []  # never freed: a graph may be replayed at any time
 
 
 def is_capturing(array):
@@ -20,14 +20,14 @@ def is_capturing(array):
 
 
 def keep_if_capturing(array):
-    """Keep an array's memory if a graph is being captured."""
+    """Keep an array's memory for good if a graph is being captured."""
     if is_capturing(array):
         _keep(namespace(array), array.data)
 
 
 @contextlib.contextmanager
 def memory_of_graphs(like):
-    """Within, keep all that CuPy allocates, if a graph is being captured."""
+    """While in this context, keep everything that CuPy allocates if a graph is being captured."""
     if not is_capturing(like):
         yield
         return
@@ -44,6 +44,6 @@ def memory_of_graphs(like):
 
 
 def _keep(xp, memory):
-    """Keep memory, unless it is of a framework's allocator: that knows of its graphs."""
+    """Keep memory, unless a framework allocated it: those know about their graphs."""
     if not isinstance(memory.mem, xp.cuda.UnownedMemory):
         _KEPT.append(memory)

@@ -1,18 +1,18 @@
-"""float16 and bfloat16 in NumPy, by operations on whole vectors.
+"""Vectorised arithmetic on float16 and bfloat16 in NumPy.
 
-NumPy converts halves one at a time, and knows bfloat16 only through ml_dtypes. Here the bits of a
-half are moved up by 13, which makes them a float32 that is 2^-112 times the half: exactly, for the
-subnormal ones too. Every result is NumPy's, bit by bit; pieces with numbers that need more care
-(infinities, NaN, sums near overflow) are left to it.
+NumPy converts half floats one at a time, and supports bfloat16 only through ml_dtypes. Here the
+bits of a half are shifted left by 13, which gives a float32 that is exactly 2^-112 times the half,
+for subnormal numbers too. Every result has the same bits as NumPy's. Pieces with numbers that need
+more care (infinities, NaN, sums near overflow) are left to NumPy.
 """
 
 import numpy as np
 
 from .arrays import compute_dtype, dtype_name
 
-_PIECE = 1 << 17  # elements; the temporaries of a piece stay in the second-level cache
+_PIECE = 1 << 17  # elements; the temporaries of a piece fit in the second-level cache
 _DISTANCE = np.int32(13)
-_MOVED_BITS = np.int32(0x8FFFE000 - 2**32)  # sign, exponent and fraction of a half that was moved
+_MOVED_BITS = np.int32(0x8FFFE000 - 2**32)  # sign, exponent and fraction of a shifted half
 _LAST_AND_SIGN = np.int32(0x10000001)
 _BELOW_HALF = np.int32(0xFFF)
 _UNSCALE = np.float32(2.0**112)
@@ -23,7 +23,7 @@ _INFINITY = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}  # the
 def greater_than(dtype, threshold):
     """Return a function ``(array, out)`` that writes ``array > threshold``.
 
-    ``array`` is of the float dtype, which can hold the threshold.
+    ``array`` has the float dtype ``dtype``, which can represent the threshold.
     """
     limit = np.asarray(threshold).astype(dtype)
     infinity = _INFINITY.get(dtype_name(dtype)) if dtype.isnative else None
@@ -36,18 +36,18 @@ def greater_than(dtype, threshold):
                 np.greater(array, limit, out)
 
         return greater
-    # From 0 on, floats are in the order of their bits: those above are in (threshold, infinity].
+    # Non-negative floats are ordered like their bits: those above are in (threshold, infinity].
     first = abs(limit).view(np.uint16) + np.uint16(1)
     count = infinity - abs(limit).view(np.uint16)
     return lambda array, out: np.less(array.view(np.uint16) - first, count, out)
 
 
 def adder(dtype):
-    """Return a function ``(total, values)`` that adds to a contiguous array, in place.
+    """Return a function ``(total, values)`` that adds ``values`` to a contiguous array in place.
 
-    Both are of the dtype and of one shape. 16-bit floats are added in float32 and rounded to their
-    dtype. Rounding twice is as good as once, because float32's 24 bits are at least two times 11,
-    and 2 more (Figueroa 1995).
+    Both have this dtype and the same shape. 16-bit floats are added in float32 and rounded to their
+    dtype. The result is as if rounded once, because float32's 24 bits are at least 2 * 11 + 2
+    (Figueroa 1995).
     """
     name = dtype_name(dtype)
     if name == "bfloat16":
@@ -82,7 +82,7 @@ def _add_halves(a, b, memory):
 
 
 def widen(array):
-    """Return a fresh float32 copy of a float array, or float64 where it is float64."""
+    """Return a new float32 copy of a float array; float64 for float64."""
     if dtype_name(array.dtype) != "float16" or not _moves(array.dtype):
         return array.astype(compute_dtype(array.dtype))
     wide = np.empty(array.shape, np.float32)
@@ -102,15 +102,17 @@ def _pieces(flat):
 
 
 def _moves(dtype):
-    """Whether halves can be moved: not where bytes are swapped, or where a float32 of their size is
-    0 to the processor, as some programs ask it to be.
+    """Whether half floats can be shifted into float32.
+
+    Not if their bytes are swapped, or if the processor flushes small float32 numbers to 0, which
+    some programs switch on.
     """
     return dtype.isnative and bool(_SMALLEST + _SMALLEST != 0)
 
 
 def _all_below(halves, bits):
-    """Whether all numbers are less in size than the half with these bits."""
-    # As signed numbers, the positive ones come last; as unsigned ones, the negative ones do.
+    """Whether all magnitudes are less than that of the half with these bits."""
+    # The bits as signed integers have the positive halves last; as unsigned ones, the negative.
     return bool(
         np.maximum.reduce(halves.view(np.int16)) < bits
         and np.maximum.reduce(halves.view(np.uint16)) < 0x8000 + bits
@@ -118,7 +120,7 @@ def _all_below(halves, bits):
 
 
 def _move(halves, bits):
-    """Write finite halves, times 2^-112, as the bits of float32; return these."""
+    """Write finite halves times 2^-112 as the bits of float32; return them as float32."""
     bits[...] = halves.view(np.int16)
     bits <<= _DISTANCE
     bits &= _MOVED_BITS
@@ -126,9 +128,9 @@ def _move(halves, bits):
 
 
 def _round(bits, added, halves):
-    """Write the nearest halves, of two the even one: the inverse of :func:`_move`.
+    """Round to the nearest halves, ties to even, and write them: the inverse of :func:`_move`.
 
-    ``bits`` is overwritten, and ``added``, of its size.
+    ``bits`` and ``added``, which has the same size, are overwritten.
     """
     np.right_shift(bits, _DISTANCE, added)  # the last bit that stays down to bit 0, the sign to 28,
     added &= _LAST_AND_SIGN  # where the exponent ends, and the sign of a half will be

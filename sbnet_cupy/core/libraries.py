@@ -1,8 +1,8 @@
-"""One class per array library: how its arrays enter as NumPy or CuPy arrays, and how results leave.
+"""One class per array library: how its arrays become NumPy or CuPy arrays, and results its arrays.
 
-Nothing is copied on the way in; on the way out nothing is copied either (fresh NumPy memory is
-64-byte aligned, which is what JAX and TensorFlow need to share it). A framework's module is
-imported only inside methods that run when one of its arrays is already here.
+Nothing is copied in either direction. (New NumPy memory is 64-byte aligned, as JAX and TensorFlow
+need it to share it.) A framework is imported only in methods that run when one of its arrays has
+been passed.
 """
 
 import collections
@@ -69,7 +69,7 @@ class Torch:
         return value.numpy()
 
     def leave(self, array, like):
-        """Hand a native array to PyTorch."""
+        """Return a native array as a PyTorch tensor."""
         import torch
 
         if not isinstance(array, np.ndarray):
@@ -79,10 +79,10 @@ class Torch:
         return torch.from_numpy(array)
 
     def finish(self, natives):
-        """Nothing to do: PyTorch reuses memory in the order of the stream that we work on."""
+        """Do nothing: PyTorch reuses memory in the order of the stream that we work on."""
 
     def stream(self, value):
-        """Enter the device and the stream that PyTorch would use now."""
+        """Return a context in which PyTorch's current device and stream are CuPy's."""
         if value.device.type != "cuda":
             return contextlib.nullcontext()
         import cupy
@@ -125,7 +125,7 @@ class Jax:
         return cupy.from_dlpack(value)
 
     def leave(self, array, like):
-        """Hand a native array to JAX."""
+        """Return a native array as a JAX array."""
         import jax
 
         if isinstance(array, np.ndarray):
@@ -133,14 +133,14 @@ class Jax:
         return jax.dlpack.from_dlpack(array)
 
     def finish(self, natives):
-        """JAX frees memory on a stream of its own: hold its arrays until ours is done."""
+        """Hold JAX's arrays until our stream is done: JAX frees memory on a stream of its own."""
         _HELD.hold(natives)
 
     def stream(self, value):
-        """DLPack orders JAX's work before and after CuPy's current stream; choose the device."""
+        """Return a context of the array's device; DLPack orders JAX's work and ours."""
         import jax
 
-        if isinstance(value, jax.core.Tracer):  # refused by enter, which knows the argument's name
+        if isinstance(value, jax.core.Tracer):  # enter refuses it; it knows the argument's name
             return contextlib.nullcontext()
         device = next(iter(value.devices()))
         if device.platform == "cpu":
@@ -177,7 +177,7 @@ class TensorFlow:
         return array
 
     def leave(self, array, like):
-        """Hand a native array to TensorFlow."""
+        """Return a native array as a TensorFlow tensor."""
         import tensorflow as tf
 
         def share(aligned):
@@ -190,10 +190,10 @@ class TensorFlow:
         return share(array)
 
     def finish(self, natives):
-        """Nothing to do on the CPU."""
+        """Do nothing on a CPU."""
 
     def stream(self, value):
-        """Nothing to enter on the CPU."""
+        """Return an empty context: there is no stream on a CPU."""
         return contextlib.nullcontext()
 
 
@@ -219,7 +219,7 @@ class DLPack:
         raise DeviceError(f"{argument} must be on a CPU or CUDA device, got DLPack device {kind}")
 
     def leave(self, array, like):
-        """Results stay native: the library is unknown."""
+        """Return the native array: the library is unknown."""
         return array
 
     def finish(self, natives):
@@ -227,7 +227,7 @@ class DLPack:
         _HELD.hold(natives)
 
     def stream(self, value):
-        """DLPack orders the work of the producer before ours; choose its device."""
+        """Return a context of the array's device; DLPack orders the producer's work before ours."""
         kind, index = value.__dlpack_device__()
         if int(kind) == 1:
             return contextlib.nullcontext()
@@ -237,16 +237,16 @@ class DLPack:
 
 
 class _Held:
-    """Imported GPU arrays, held until the kernels that read them are done.
+    """Holds imported GPU arrays until the kernels that read them are done.
 
-    The producer may give memory to others as soon as we let go of it, and its stream is not ours.
+    The producer may reuse the memory as soon as the array is released, and on another stream.
     """
 
     def __init__(self):
         self._waiting = collections.deque()
 
     def hold(self, arrays):
-        """Hold the CuPy arrays until the current stream has done what is queued on it now."""
+        """Hold the CuPy arrays until the current stream has done the work queued on it."""
         arrays = [array for array in arrays if not isinstance(array, np.ndarray)]
         if not arrays:
             return

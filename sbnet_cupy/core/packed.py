@@ -2,16 +2,17 @@
 
 import functools
 import threading
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from ..errors import DeviceError
-from .arrays import ArrayContainer, array_function, device_of, empty, is_cupy, namespace
-from .checks import extents
+from .arrays import ArrayContainer, array_function, device_of_all, empty, namespace
 from .graph_memory import is_capturing, keep_if_capturing
 from .launch import enqueue
-from .plans import Plans
+from .operator import Plan
+from .spec import spec_of
 
 _LOCK = threading.RLock()  # of threads that pack the same weights at once, one packs
 
@@ -20,7 +21,6 @@ class Packed(ArrayContainer):
     """Base of PackedWeights and PackedBottleneck: what was packed, by how it was packed."""
 
     def __init__(self):
-        self.launches = Plans()  # of the operation with these weights
         self._packed = {}  # how -> (packed, function that packs)
         self._entered = None  # these weights as the door lets them in, if they are not native
 
@@ -32,15 +32,16 @@ class Packed(ArrayContainer):
         _refresh(self)
 
     @functools.cached_property
-    def cupy_device(self):
-        """Number of the device, where all arrays are CuPy's."""
-        devices = {device_of(array) if is_cupy(array) else None for array in self._arrays()}
-        return devices.pop() if len(devices) == 1 else None
+    def _device(self):
+        """Where the arrays are, which does not change."""
+        return device_of_all(self._arrays())
+
+
 
     @functools.cached_property
-    def extents(self):
-        """Where the arrays lie in memory; of native arrays only."""
-        return extents(self._arrays())
+    def specs(self):
+        """The specs of the arrays to pack, which do not change."""
+        return tuple(map(spec_of, self._given()))
 
     def _given(self):
         """Return the arrays to pack; some may be None."""
@@ -82,6 +83,27 @@ class Packed(ArrayContainer):
         if xp is not np:  # once, so that other streams may use them too
             xp.cuda.get_current_stream().synchronize()
         return packed
+
+
+@dataclass(eq=False, slots=True)
+class PackedPlan(Plan):
+    """The plan of a call whose weights are packed before they are read.
+
+    Among the ``operands`` of the launch, the packed weights come as if they were one array more.
+
+    Parameters
+    ----------
+    pack : Pack
+        What packs them.
+    how : tuple
+        Names the form: what was packed for one plan will do for any plan of the same form.
+    weights : tuple of int
+        Positions of the arrays that ``pack`` takes, in its order.
+    """
+
+    pack: "Pack | None" = None
+    how: tuple = ()
+    weights: tuple = ()
 
 
 class Pack:

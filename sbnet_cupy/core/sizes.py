@@ -2,12 +2,19 @@
 
 from numbers import Integral
 
+import numpy as np
+
 from ..errors import ShapeError
 
 
 def is_integer(value):
     """Whether ``value`` is a whole number of an integer type; bool is not one."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _plain(value):
+    """Return NumPy's integers as int; others, which may be symbolic in a trace, as they are."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def pair(value, name, *, minimum=1):
@@ -30,7 +37,7 @@ def pair(value, name, *, minimum=1):
         and all(is_integer(v) for v in value)
         and (minimum is None or min(value) >= minimum)
     ):
-        return int(value[0]), int(value[1])
+        return _plain(value[0]), _plain(value[1])
     kind = {1: "positive ", 0: "non-negative ", None: ""}[minimum]
     raise ShapeError(f"{name} must be two {kind}integers, got {given!r}")
 
@@ -50,7 +57,7 @@ def image_size(in_size):
         and all(is_integer(v) and v >= 0 for v in in_size)
     ):
         h, w = in_size if len(in_size) == 2 else in_size[1:3]
-        return int(h), int(w)
+        return _plain(h), _plain(w)
     raise ShapeError(f"in_size must be (N, H, W, C) or (H, W), non-negative, got {in_size!r}")
 
 

@@ -1,21 +1,21 @@
-"""Device scratch that kernels keep between launches: zero when new, never cleared again.
+"""Device scratch that kernels keep between launches: zeroed when allocated, never cleared again.
 
-One workspace belongs to one stream, so that launches that could run at the same time never share
-one. A launch that is being captured in a CUDA graph gets one of its own for good, because the
-graph may be replayed at any time on any stream. It outlives the call, so it comes from CuPy's own
-memory whatever allocator is current.
+Each stream has its own workspace, so launches that could run at the same time never share one. A
+launch that is captured in a CUDA graph gets its own for good, because the graph may be replayed at
+any time on any stream. A workspace outlives the call, so it is allocated by CuPy's own allocator,
+whatever allocator is current.
 """
 
 import threading
 
 import numpy as np
 
-_LOCK = threading.Lock()  # no two graphs may get the same piece of the slab
+_LOCK = threading.Lock()  # so that no two graphs get the same piece of the slab
 _SLAB_SLOTS = 1 << 17  # 1 MiB, zeroed at the first launch on a device
 _OF_STREAM = {}  # (device, stream) -> array of 8-byte slots
-_SLAB = {}  # device -> zeroed array; captured launches take pieces of it, which never return
-_TAKEN = {}  # device -> slots of the slab that are taken
-_KEPT = []  # memory of graphs that found the slab full: they may be replayed as long as they like
+_SLAB = {}  # device -> zeroed array; captured launches take pieces of it for good
+_TAKEN = {}  # device -> number of slots of the slab that are taken
+_KEPT = []  # memory of graphs that were captured when the slab was full; never freed
 
 
 def workspace(xp, slots):
@@ -37,13 +37,13 @@ def workspace(xp, slots):
 
 
 def release():
-    """Drop all scratch: where the device is idle and no captured graph will be replayed again."""
+    """Free all scratch. The device must be idle, and no captured graph may be replayed again."""
     for kept in (_OF_STREAM, _SLAB, _TAKEN, _KEPT):
         kept.clear()
 
 
 def _captured(xp, device, slots):
-    """Take a piece of the slab; once it is full, graphs clear their own memory."""
+    """Take a piece of the slab, or if it is full, new memory that the graph itself clears."""
     taken = _TAKEN.get(device, _SLAB_SLOTS)
     if taken + slots > _SLAB_SLOTS:
         _KEPT.append(_zeros(xp, slots))
@@ -53,6 +53,6 @@ def _captured(xp, device, slots):
 
 
 def _zeros(xp, slots):
-    """Allocate zeroed slots from CuPy's own memory."""
+    """Allocate zeroed slots with CuPy's own allocator."""
     with xp.cuda.using_allocator():
         return xp.zeros(slots, np.uint64)

@@ -50,7 +50,7 @@ def apply_affine(array, scale, shift, activation, channel_axis=-1):
         array *= scale.astype(array.dtype, copy=False).reshape(per_channel)
     if shift is not None:
         array += shift.astype(array.dtype, copy=False).reshape(per_channel)
-    return apply_activation(array, activation)
+    return array if activation is None else apply_activation(array, activation)
 
 
 def apply_activation(array, name):
@@ -59,6 +59,8 @@ def apply_activation(array, name):
     ``relu(x) = max(x, 0)`` (NaN stays NaN), ``silu(x) = x * sigmoid(x)`` and
     ``gelu(x) = x * (1 + erf(x / sqrt(2))) / 2``, exact, not the tanh approximation.
     """
+    if name is None:
+        return array
     xp = namespace(array)
     if name == "relu":
         return xp.maximum(array, 0, out=array)

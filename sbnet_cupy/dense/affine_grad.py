@@ -3,16 +3,17 @@
 A building block of the ops' gradients: their checks are done, and so none are made here.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core import launch as kernels
-from ..core.arrays import address, compute_dtype, empty, is_cupy, namespace, vector_bytes
+from ..core.arrays import compute_dtype, empty, namespace, vector_bytes
 from ..core.compile import cpp_name
 from ..core.launch import THREADS
-from ..core.plans import Plans
-from .activation import ACTIVATIONS, activation_grad, same_dtype
+from ..core.operator import Operator, Plan
+from .activation import ACTIVATIONS, activation_grad
 
 _GROUPS = 1024  # sums of one channel that are added up at the end, about
 
@@ -40,23 +41,40 @@ def affine_grad(grad, x, scale, shift, activation, channels_last, inside=None):
     >>> affine_grad(ones, 2 * ones, np.array([3.0]), np.array([0.5]), "relu", True)[1:]
     (array([6.]), array([3.]))
     """
-    same = scale is None and activation is None and inside is None
-    if same and shift is None:
+    if scale is None and shift is None and activation is None and inside is None:
         return AffineGradients(grad, None, None)
-    body = _affine_grad_cuda if is_cupy(grad) and grad.size else _affine_grad_numpy
-    dx, dscale, dshift = body(grad, x, scale, shift, activation, channels_last, inside, same)
+    arrays = (grad, x, scale, shift, inside)
+    dx, dscale, dshift = AFFINE_GRAD.plan_for(arrays, (activation, channels_last)).run(*arrays)
     return AffineGradients(
-        x=grad if same else dx,
+        x=grad if dx is None else dx,
         scale=None if scale is None or x is None else dscale.astype(scale.dtype, copy=False),
         shift=None if shift is None else dshift.astype(shift.dtype, copy=False),
     )
 
 
-_PLANS = Plans()
+def _infer(specs, options):
+    """Return the specs of the gradients of x, scale and shift; None where there is none."""
+    grad, x, scale, shift, _ = specs
+    return (
+        grad.new(grad.shape),
+        None if scale is None or x is None else scale.new(scale.shape),
+        None if shift is None else shift.new(shift.shape),
+    )
+
+
+def _plan(specs, options):
+    """Return the plan of the call, whose sums are not rounded yet; dx is None where it is grad."""
+    grad, _, scale, _, inside = specs
+    activation, channels_last = options
+    same = scale is None and activation is None and inside is None
+    fixed = {"activation": activation, "channels_last": channels_last, "same": same}
+    if grad.on_gpu and grad.size:
+        return Plan(_infer(specs, options), _affine_grad_cuda(specs, **fixed))
+    return Plan(_infer(specs, options), functools.partial(_affine_grad_numpy, **fixed))
 
 
 @np.errstate(all="ignore")  # what overflows is infinite, with no warning, as on a GPU
-def _affine_grad_numpy(grad, x, scale, shift, activation, channels_last, inside, same):
+def _affine_grad_numpy(grad, x, scale, shift, inside, *, activation, channels_last, same):
     """Return dx, dscale and dshift, the sums not yet rounded."""
     xp, wide = namespace(grad), compute_dtype(grad.dtype)
     per_channel = (-1,) if channels_last else (-1, 1, 1)
@@ -83,37 +101,41 @@ def _channel_sums(array, channels_last):
     return array.reshape(-1)
 
 
-def _affine_grad_cuda(grad, x, scale, shift, activation, channels_last, inside, same):
+def _affine_grad_cuda(specs, *, activation, channels_last, same):
     """One pass that writes dx, and sums over groups of pixels; then the groups are added up."""
-    wide = compute_dtype(grad.dtype)
-    scale, shift = same_dtype(scale, shift, wide)
-    dx = None if same else empty(grad.shape, grad.dtype, grad)
-    channels = grad.shape[3 if channels_last else 1]
-    arrays = (grad, x, scale, shift, inside, dx)
-    key = _PLANS.key(arrays, (activation, channels_last))
-    plan = _PLANS.get(key) or _PLANS.keep(key, _plan(*arrays, activation, channels, channels_last))
-    sums = None
-    if scale is not None or shift is not None:
-        sums = empty((2, plan.groups, channels), wide, grad)
-    plan.run(*arrays, sums)
-    return (dx, None, None) if sums is None else (dx, *sums.sum(axis=1))
+    grad, x, scale, shift, _ = specs
+    wide, channels = compute_dtype(grad.dtype), grad.shape[3 if channels_last else 1]
+    tables = [table for table in (scale, shift) if table is not None]
+    dtype = tables[0].dtype if tables else np.dtype(np.float32)
+    as_they_are = all(table.dtype == dtype and table.contiguous for table in tables)
+    dtype = dtype if as_they_are else wide
+    groups, launch = _prepare(grad, x, dtype, activation, channels, channels_last)
+
+    def run(grad, x, scale, shift, inside):
+        if not as_they_are:
+            xp = namespace(grad)
+            scale, shift = (
+                t if t is None else xp.ascontiguousarray(t, wide) for t in (scale, shift)
+            )
+        dx = None if same else empty(grad.shape, grad.dtype, grad)
+        sums = empty((2, groups, channels), wide, grad) if tables else None
+        launch(grad, x, scale, shift, inside, dx, sums)
+        return (dx, None, None) if sums is None else (dx, *sums.sum(axis=1))
+
+    return run
 
 
-class _Launch(NamedTuple):
-    """The kernel with its parameters, and how many groups of pixels it sums up."""
+def _prepare(grad, x, dtype, activation, channels, channels_last):
+    """Return how many groups of pixels are summed up, and the launch.
 
-    groups: int
-    run: Any
-
-
-def _plan(grad, x, scale, shift, inside, dx, activation, channels, channels_last):
-    """Choose vectors and groups by shapes and alignments alone."""
+    ``dtype`` is that of scale and shift. The choice depends on shapes and alignments alone.
+    """
     item = grad.dtype.itemsize
     pixels = grad.size // channels
     area = grad.shape[1] * grad.shape[2] if channels_last else grad.shape[2] * grad.shape[3]
     contiguous = channels if channels_last else area
-    addresses = [address(array) for array in (grad, x, dx) if array is not None]
-    vector = max(vector_bytes(contiguous * item, *addresses), item)
+    alignments = [spec.alignment for spec in (grad, x) if spec is not None]
+    vector = max(vector_bytes(contiguous * item, *alignments), item)
     count = vector // item
     width, steps = (channels // count, pixels) if channels_last else (channels, pixels // count)
     lanes = min(32, 1 << (width - 1).bit_length()) if channels_last else 1
@@ -122,11 +144,10 @@ def _plan(grad, x, scale, shift, inside, dx, activation, channels, channels_last
     # At least four loads for each thread, and enough groups of all tiles to fill a GPU.
     group = max(4 * rows, -(-steps * tiles // (_GROUPS * rows)) * rows)
     groups = -(-steps // group)
-    table = scale if scale is not None else shift
     template = (
         cpp_name(grad.dtype, "grad"),
         f"Bytes<{vector}>::type",
-        "float" if table is None else cpp_name(table.dtype, "scale"),
+        cpp_name(dtype, "scale"),
         ACTIVATIONS.index(activation),
         channels_last,
         lanes,
@@ -135,5 +156,15 @@ def _plan(grad, x, scale, shift, inside, dx, activation, channels, channels_last
     launch = kernels.prepare(
         "dense/affine_grad", "affine_grad", template, tiles * groups, THREADS, 7, sizes,
         persistent=True,
-    )
-    return _Launch(groups, launch)
+    )  # fmt: skip
+    return groups, launch
+
+
+AFFINE_GRAD = Operator(
+    "affine_grad",
+    arrays=("grad", "x", "scale", "shift", "inside"),
+    options=("activation", "channels_last"),
+    infer=_infer,
+    plan=_plan,
+    results=(),
+)

@@ -1,12 +1,14 @@
 """Dense two-dimensional convolution of images and of block stacks."""
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from ..core.arrays import array_function, empty, is_cupy, is_float
+from ..core.arrays import array_function, empty, is_float
 from ..core.byte_order import check_byte_orders
-from ..core.checks import check_array, check_contiguous, check_out
+from ..core.checks import check_array, check_contiguous, check_result, check_written
+from ..core.operator import Operator, Plan
 from ..core.sizes import output_size, padding_pairs, pair
 from ..errors import DTypeError, ShapeError
 from . import cudnn, im2col
@@ -40,7 +42,7 @@ class Problem(NamedTuple):
 
     def weight_axes(self, order):
         """Axes that bring the weights from ``w_format`` to ``order``, for example "OHWI"."""
-        return tuple(self.w_format.index(letter) for letter in order)
+        return tuple(map(self.w_format.index, order))
 
 
 @array_function
@@ -120,21 +122,53 @@ def conv2d(
            [6., 9., 9., 6.],
            [4., 6., 6., 4.]], dtype=float32)
     """
-    problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
-    check_per_channel(scale, bias, problem.channels_out, like=x)
-    shape = (x.shape[0], *problem.out_shape)
+    options = (strides, padding, activation, data_format, w_format, precision)
+    plan = CONV2D.plan_for((x, w, scale, bias, out), options)
     if out is None:
-        out = empty(shape, x.dtype, x)
+        out = empty(plan.shape, x.dtype, x)
     else:
-        check_out(out, shape, x.dtype, x, (("x", x), ("w", w), ("scale", scale), ("bias", bias)))
-    if out.size:
-        body = _conv2d_cuda if is_cupy(x) else _conv2d_numpy
-        body(x, w, out, scale, bias, problem)
+        check_written(out, ("x", "w", "scale", "bias"), (x, w, scale, bias))
+    plan.run(x, w, scale, bias, out)
     return out
 
 
+def _resolve(specs, options):
+    """Check all arguments; return the spec of the result and the Problem."""
+    x, w, scale, bias, out = specs
+    problem = resolve_problem(x, w, *options)
+    check_per_channel(scale, bias, problem.channels_out, like=x)
+    result = x.new((x.shape[0], *problem.out_shape))
+    check_result(out, result)
+    return result, problem
+
+
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    return plan_conv2d(*_resolve(specs, options))
+
+
+def plan_conv2d(result, problem):
+    """Return the plan of a checked convolution."""
+    if not result.size:
+        return Plan((result,), _nothing_convolved)
+    body = _conv2d_cuda if result.on_gpu else _conv2d_numpy
+    return Plan((result,), functools.partial(body, problem=problem))
+
+
+def _nothing_convolved(x, w, scale, bias, out):
+    """Write a result with no elements."""
+
+
 def resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision):
-    """Check all arguments of conv2d but scale, bias and out; return them as a Problem."""
+    """Check all arguments of conv2d but scale, bias and out; return them as a Problem.
+
+    ``x`` and ``w`` are specs.
+    """
     check_choice("data_format", data_format, ("NHWC", "NCHW"))
     check_choice("w_format", w_format, ("HWIO", "OIHW"))
     check_precision(precision)
@@ -192,13 +226,13 @@ def check_choice(name, value, allowed):
         raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
 
 
-def _conv2d_numpy(x, w, out, scale, bias, problem):
+def _conv2d_numpy(x, w, scale, bias, out, *, problem):
     """Matrix products; what overflows a float is infinite, with no warning, as on a GPU."""
     with np.errstate(all="ignore"):
         im2col.convolve(x, w, out, scale, bias, problem)
 
 
-def _conv2d_cuda(x, w, out, scale, bias, problem):
+def _conv2d_cuda(x, w, scale, bias, out, *, problem):
     """Let cuDNN take what it can of the batch; the rest goes through matrix products."""
     if x.dtype == np.float32 and problem.is_matrix_product:  # for which cuDNN would go by NCHW
         left = [slice(None)]
@@ -206,3 +240,12 @@ def _conv2d_cuda(x, w, out, scale, bias, problem):
         left = cudnn.convolve(x, w, out, scale, bias, problem)
     for part in left:
         im2col.convolve(x[part], w, out[part], scale, bias, problem)
+
+
+CONV2D = Operator(
+    "conv2d",
+    arrays=("x", "w", "scale", "bias", "out"),
+    options=("strides", "padding", "activation", "data_format", "w_format", "precision"),
+    infer=_infer,
+    plan=_plan,
+)

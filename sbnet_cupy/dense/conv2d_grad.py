@@ -1,5 +1,6 @@
 """conv2d_grad: from the gradient of a convolution's result to those of images, kernel and bias."""
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -7,10 +8,12 @@ import numpy as np
 from ..core.arrays import array_function, compute_dtype, empty, is_cupy, namespace
 from ..core.byte_order import check_byte_orders
 from ..core.checks import check_array, check_contiguous
+from ..core.operator import Operator, Plan
+from ..core.spec import spec_of
 from ..errors import DTypeError
 from . import cudnn_grad, im2col_grad
 from .affine_grad import affine_grad
-from .conv2d import check_per_channel, conv2d, resolve_problem
+from .conv2d import check_per_channel, plan_conv2d, resolve_problem
 
 
 class ConvGradients(NamedTuple):
@@ -96,27 +99,64 @@ def conv2d_grad(
     array([[4., 4.],
            [4., 4.]])
     """
-    problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
+    arrays = (grad_y, x, w, scale, bias)
+    options = (strides, padding, activation, data_format, w_format, precision, wanted)
+    return CONV2D_GRAD.plan_for(arrays, options).run(*arrays)
+
+
+def _resolve(specs, options):
+    """Check all arguments; return the Problem and the names of the gradients to compute."""
+    grad_y, x, w, scale, bias = specs
+    *options, wanted = options
+    problem = resolve_problem(x, w, *options)
     check_per_channel(scale, bias, problem.channels_out, like=x)
     check_wanted(wanted, ConvGradients._fields)
     check_grad("grad_y", grad_y, (x.shape[0], *problem.out_shape), x)
     given = {"x": x, "w": w, "bias": bias, "scale": scale}
-    wanted = {name for name in wanted if given[name] is not None}
+    return problem, {name for name in wanted if given[name] is not None}
 
+
+def _infer(specs, options):
+    """Check all arguments; return the specs of the gradients, None for those not computed."""
+    _, wanted = _resolve(specs, options)
+    given = dict(zip(("x", "w", "scale", "bias"), specs[1:], strict=True))
+    return tuple(
+        given[name].new(given[name].shape) if name in wanted else None
+        for name in ConvGradients._fields
+    )
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    problem, wanted = _resolve(specs, options)
+    run = functools.partial(convolution_gradients, problem=problem, wanted=wanted)
+    return Plan(_infer(specs, options), run)
+
+
+def convolution_gradients(grad_y, x, w, scale, bias, *, problem, wanted):
+    """Return the wanted gradients of a checked convolution."""
     with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
         grad, tables = grad_y, {}
-        if scale is not None or activation is not None or "bias" in wanted:
+        if scale is not None or problem.activation is not None or "bias" in wanted:
             z = None
-            if "scale" in wanted or activation is not None:
-                layout = {"data_format": data_format, "w_format": w_format}
-                z = conv2d(x, w, strides=strides, padding=padding, precision=precision, **layout)
-            grad, *sums = affine_grad(grad_y, z, scale, bias, activation, problem.channels_last)
+            if "scale" in wanted or problem.activation is not None:
+                z = _convolved(x, w, problem)
+            grad, *sums = affine_grad(
+                grad_y, z, scale, bias, problem.activation, problem.channels_last
+            )
             tables = {n: s for n, s in zip(("scale", "bias"), sums, strict=True) if n in wanted}
         return ConvGradients(
             x=_data_gradient(grad, x, w, problem) if "x" in wanted else None,
             w=_weight_gradient(grad, x, w, problem) if "w" in wanted else None,
             **tables,
         )
+
+
+def _convolved(x, w, problem):
+    """Return the convolution with no scale, bias or activation."""
+    z = empty((x.shape[0], *problem.out_shape), x.dtype, x)
+    plan_conv2d(spec_of(z), problem._replace(activation=None)).run(x, w, None, None, z)
+    return z
 
 
 def check_wanted(wanted, names):
@@ -170,3 +210,13 @@ def _weight_gradient(grad_y, x, w, problem):
 def _by_cublas(x, problem):
     """Whether cuBLAS is the better choice: where cuDNN would go by NCHW."""
     return x.dtype == np.float32 and problem.is_matrix_product
+
+
+CONV2D_GRAD = Operator(
+    "conv2d_grad",
+    arrays=("grad_y", "x", "w", "scale", "bias"),
+    options=("strides", "padding", "activation", "data_format", "w_format", "precision", "wanted"),
+    infer=_infer,
+    plan=_plan,
+    results=(),
+)

@@ -1,8 +1,9 @@
 """cuDNN through its Python front end, ``import cudnn``: the fast dense convolution on a GPU.
 
-float32 is convolved into the output, and scale, bias and activation follow in place. float16 and
-bfloat16 must be rounded once, so there they are nodes of the same graph. Such fused kernels are
-compiled at run time; a cache per kind of graph keeps them across shapes.
+For float32 the convolution writes the output, and scale, bias and activation are applied to it in
+place. float16 and bfloat16 results must be rounded only once, so for them scale, bias and
+activation are nodes of the same graph. cuDNN compiles such fused kernels at run time; graphs that
+differ in the batch size alone share a cache of compiled kernels.
 
 Source: NVIDIA cuDNN front end, https://github.com/NVIDIA/cudnn-frontend (graph API).
 """
@@ -16,17 +17,17 @@ import numpy as np
 from ..core.arrays import address, dtype_name, namespace
 from .activation import apply_affine
 
-_MINIMUM_VERSION = 90400  # the first with caches of kernels for dynamic shapes
-_MOST_ELEMENTS = 2**31 - 1  # of one tensor: not every engine has 64-bit offsets
-_ALIGNMENT = 16  # bytes, which the graphs promise of every pointer
-X, W, SCALE, BIAS, Y = range(1, 6)  # tensor numbers; Y is the output, or its gradient
-_LOCK = threading.RLock()  # a handle serves one thread at a time
+_MINIMUM_VERSION = 90400  # the first with kernel caches for dynamic shapes
+_MOST_ELEMENTS = 2**31 - 1  # elements of one tensor; not every engine has 64-bit offsets
+_ALIGNMENT = 16  # bytes; graphs assume it of every pointer
+X, W, SCALE, BIAS, Y = range(1, 6)  # tensor numbers; Y is the output or its gradient
+_LOCK = threading.RLock()  # only one thread at a time may use a handle
 
 
 class _Key(NamedTuple):
-    """All that a graph depends on; tensor sizes in cuDNN's order NCHW and KCRS."""
+    """Everything that a graph depends on; tensor sizes in cuDNN's order, NCHW and KCRS."""
 
-    result: int  # Y, or X or W: their gradients, from that of Y
+    result: int  # Y for the convolution; X or W for their gradients, computed from that of Y
     device: int
     dtype: str
     result_dtype: str
@@ -43,22 +44,22 @@ class _Key(NamedTuple):
 
     @property
     def fused(self):
-        """Whether the graph is more than the convolution."""
+        """Whether the graph has nodes besides the convolution."""
         return self.scale or self.bias or self.activation is not None
 
     @property
     def family(self):
-        """All but the batch: graphs that share compiled kernels.
+        """The key without the batch size; graphs of a family share compiled kernels.
 
-        A kernel compiled for one number of channels is not right for another (cuDNN 9.19 reuses it
-        and then misreads memory), so only the batch may change under a kernel cache.
+        A kernel compiled for one number of channels must not be used for another: cuDNN 9.19 reuses
+        it and then misreads memory. So only the batch may vary under one kernel cache.
         """
         return self._replace(x=(0, *self.x[1:]), y=(0, *self.y[1:]))
 
 
 @functools.cache
 def cudnn_available():
-    """Whether the front end and a cuDNN library recent enough for it are installed."""
+    """Whether the front end and a recent enough cuDNN library are installed."""
     try:
         import cudnn
 
@@ -70,7 +71,7 @@ def cudnn_available():
 
 
 def convolve(x, w, out, scale, bias, problem):
-    """Convolve what cuDNN takes of the batch; return the slices of the batch that it does not."""
+    """Convolve the parts of the batch that cuDNN supports; return the slices that are left."""
     whole = slice(0, len(x))
     dtype = dtype_name(x.dtype)
     if not takes(x, out):
@@ -96,16 +97,16 @@ def convolve(x, w, out, scale, bias, problem):
 
 
 def takes(x, y):
-    """Whether cuDNN is there and may take convolutions from images like x to images like y."""
+    """Whether cuDNN is installed and supports convolutions from images like x to images like y."""
     within = x.size and y.size and max(x[0].size, y[0].size) <= _MOST_ELEMENTS
     return bool(within) and dtype_name(x.dtype) != "float64" and cudnn_available()
 
 
 def _fusible(x, out, problem):
-    """Whether a half-precision graph of several nodes is trusted with these arrays.
+    """Whether a half-precision graph of several nodes can be trusted with these arrays.
 
     Its kernels are compiled at run time. With NCHW arrays and sizes of 1 they left elements of the
-    output unwritten (cuDNN 9.19); whole vectors of NHWC channels are what they are made for.
+    output unwritten (cuDNN 9.19). They are made for NHWC with whole vectors of channels.
     """
     return problem.channels_last and x.shape[3] % 8 == 0 and out.shape[3] % 8 == 0
 
@@ -122,7 +123,7 @@ def parts_of(x, y):
 
 
 def _parts(batch, most):
-    """Cut a batch into slices of few different lengths, so that graphs are soon all known.
+    """Cut a batch into slices of few different lengths, so that few graphs are needed.
 
     The number of active blocks changes with every frame, and planning a graph takes milliseconds.
     Lengths have at most four significant bits, as in 1000 = 960 + 40: eight lengths per octave.
@@ -138,7 +139,7 @@ def _parts(batch, most):
 
 
 def describe(arrays, result, problem, activation=None):
-    """Describe the graph that computes the tensor ``result`` of these arrays from the others."""
+    """Return the key of the graph that computes the array ``result`` from the others."""
     x, w, y = arrays[X], arrays[W], arrays[Y]
     if problem.channels_last:
         x, w, y = (a.transpose(0, 3, 1, 2) for a in (x, w, y))
@@ -161,7 +162,7 @@ def describe(arrays, result, problem, activation=None):
 
 
 def run(key, arrays):
-    """Execute the graph on CuPy's current stream; False if cuDNN does not take these arrays."""
+    """Execute the graph on CuPy's current stream; return False if cuDNN does not support it."""
     import cudnn
 
     pointers = {uid: address(array) for uid, array in arrays.items()}
@@ -179,7 +180,7 @@ def run(key, arrays):
 
 
 def _current():
-    """Return CuPy's current device and stream, as numbers."""
+    """Return the numbers of CuPy's current device and stream."""
     import cupy
 
     return cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr
@@ -187,7 +188,7 @@ def _current():
 
 @functools.cache
 def _handle(device):
-    """Return the handle of a device, which is the current one."""
+    """Return the handle of a device, which must be the current one."""
     import cudnn
 
     return cudnn.create_handle()
@@ -195,7 +196,7 @@ def _handle(device):
 
 @functools.cache
 def _kernel_cache(family):
-    """Return the cache of compiled kernels that a family of graphs shares."""
+    """Return the kernel cache that a family of graphs shares."""
     import cudnn
 
     return cudnn.create_kernel_cache()
@@ -203,11 +204,11 @@ def _kernel_cache(family):
 
 @functools.lru_cache(maxsize=1024)
 def _graph(key):
-    """Return a graph ready to execute, or None where cuDNN has no kernel for it."""
+    """Return a graph ready to execute, or None if cuDNN has no kernel for it."""
     import cudnn
 
-    # A convolution alone has the best kernels, ready-made, for fixed shapes. Fused ones are
-    # compiled, 0.3 s each, which dynamic shapes make once per family.
+    # For a plain convolution the fastest kernels are precompiled ones, for fixed shapes. Fused
+    # kernels are compiled, in 0.3 s each; with dynamic shapes this happens once for a family.
     for dynamic in (True, False) if key.fused else (False,):
         try:
             return _plan(key, dynamic)
@@ -217,7 +218,7 @@ def _graph(key):
 
 
 def _plan(key, dynamic):
-    """Describe the convolution to cuDNN and let it choose a kernel."""
+    """Build the graph and let cuDNN choose a kernel."""
     import cudnn
 
     options = {}
@@ -279,14 +280,16 @@ def _plan(key, dynamic):
 
 
 def _strides(sizes, channels_last):
-    """Strides in elements of a packed tensor whose sizes are in the order NCHW."""
+    """Return the strides, in elements, of a packed tensor whose sizes are in NCHW order."""
     _, c, h, w = sizes
     return [c * h * w, 1, c * w, c] if channels_last else [c * h * w, h * w, w, 1]
 
 
 def _unwanted(key, note):
-    """Properties of kernels that would break a promise: same bits on every run, and the accuracy
-    of a plain sum; for float32 also IEEE products, unless TF32 is asked for.
+    """Return the properties of kernels that must not be chosen.
+
+    They would break reproducibility or the accuracy of a plain sum, or for float32, unless TF32 is
+    requested, IEEE products.
     """
     unwanted = [note.NONDETERMINISTIC, note.REDUCED_PRECISION_REDUCTION, note.FFT, note.WINOGRAD]
     unwanted += [note.WINOGRAD_TILE_4x4, note.WINOGRAD_TILE_6x6, note.WINOGRAD_TILE_13x13]

@@ -1,16 +1,16 @@
-"""The gradients of a convolution by cuDNN: a graph of one node each, dgrad and wgrad."""
+"""Gradients of a convolution by cuDNN: graphs with one node each, dgrad and wgrad."""
 
 from ..core.arrays import dtype_name, namespace
 from .cudnn import W, X, Y, describe, parts_of, run, takes
 
 
 def data_gradient(grad_y, w, dx, problem):
-    """Write the gradient of the images to ``dx``; return the slices of the batch still to do."""
+    """Write the gradient of the images to ``dx``; return the slices of the batch that are left."""
     if not takes(dx, grad_y):
         return [slice(0, len(dx))]
     xp = namespace(dx)
     w = xp.ascontiguousarray(w.transpose(problem.weight_axes(_order(problem))))
-    dx[...] = 0  # whatever a kernel does with pixels that no window reads
+    dx[...] = 0  # kernels may leave pixels that no output reads unwritten
     left = []
     for part in parts_of(dx, grad_y):
         arrays = {X: dx[part], W: w, Y: grad_y[part]}
@@ -20,9 +20,9 @@ def data_gradient(grad_y, w, dx, problem):
 
 
 def weight_gradient(x, grad_y, dw, problem):
-    """Add the gradient of the kernel to ``dw``, HWIO; return the slices of the batch still to do.
+    """Add the gradient of the kernel to ``dw``, which is HWIO; return the slices that are left.
 
-    Each part of the batch gives a sum in float32 where there is a kernel for that, else one that
+    The sum over each part of the batch is in float32 if cuDNN has a kernel for that, otherwise it
     is rounded to the dtype of ``x``.
     """
     if not takes(x, grad_y):
@@ -45,5 +45,5 @@ def weight_gradient(x, grad_y, dw, problem):
 
 
 def _order(problem):
-    """Axes of the kernel as the graphs have them: packed like the images."""
+    """Return the order of the kernel's axes in the graphs: packed like the images."""
     return "OHWI" if problem.channels_last else "OIHW"

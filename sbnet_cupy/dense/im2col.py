@@ -1,7 +1,7 @@
-"""Convolution as matrix products: windows of the image become rows of a matrix, a chunk at a time.
+"""Convolution as matrix products: patches of the image become rows of a matrix, a chunk at a time.
 
 NHWC: ``columns[(n, p, q), (r, s, c)] @ weights[(r, s, c), k]``; NCHW: the transposed product.
-Runs on NumPy (BLAS) and, where cuDNN is missing or declines, on CuPy (cuBLAS).
+It runs on NumPy (BLAS) and, if cuDNN is missing or does not support the call, on CuPy (cuBLAS).
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ from ..core.arrays import address, compute_dtype, dtype_name, is_cupy, namespace
 from ..errors import DeviceError
 from .activation import apply_affine
 
-# Memory for the columns and products of one chunk; at least one output row is always taken.
-NUMPY_CHUNK_BYTES = 4 << 20  # fits a core's cache: the product reads what the copy just wrote
+# Memory for the columns and products of one chunk, which has at least one output row.
+NUMPY_CHUNK_BYTES = 4 << 20  # fits a core's cache: the product reads what the copy has just written
 CUPY_CHUNK_BYTES = 128 << 20
 
-# cublasGemmEx: element types, and the type to multiply and add in.
+# cublasGemmEx: element types, and types of the products and sums.
 _CUBLAS_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 _COMPUTE_32F, _COMPUTE_64F, _COMPUTE_32F_FAST_TF32 = 68, 70, 77
 _GEMM_DEFAULT = -1
@@ -22,13 +22,13 @@ _GEMM_DEFAULT = -1
 
 def convolve(x, w, out, scale, shift, problem):
     """Write ``activation(conv(x, w) * scale + shift)`` to ``out``; see conv2d for the arguments."""
-    total = compute_dtype(x.dtype)
-    operand = x.dtype if is_cupy(x) else total  # cuBLAS multiplies halves itself, BLAS does not
+    total, on_gpu = compute_dtype(x.dtype), is_cupy(x)
+    operand = x.dtype if on_gpu else total  # cuBLAS multiplies halves itself, BLAS does not
     weights = weight_matrix(w, problem).astype(operand, copy=False)
     scratch = Scratch(namespace(x))
     terms, channels = w.size // problem.channels_out, problem.channels_out
     row_bytes = problem.out_size[1] * (terms * operand.itemsize + channels * total.itemsize)
-    limit = CUPY_CHUNK_BYTES if is_cupy(x) else NUMPY_CHUNK_BYTES
+    limit = CUPY_CHUNK_BYTES if on_gpu else NUMPY_CHUNK_BYTES
     for part, rows in chunks(len(x), problem.out_size[0], row_bytes, limit):
         source = source_rows(x[part], rows, operand, problem, scratch)
         columns = columns_of(source, rows, problem, scratch)
@@ -50,14 +50,14 @@ def convolve(x, w, out, scale, shift, problem):
 
 
 class Scratch:
-    """Named buffers that chunks share; a later chunk is never larger than the first."""
+    """Named buffers shared by the chunks; the first chunk is the largest."""
 
     def __init__(self, xp):
         self._xp = xp
         self._buffers = {}
 
     def array(self, name, shape, dtype):
-        """Return uninitialised memory of the shape."""
+        """Return uninitialised memory of this shape."""
         size = int(np.prod(shape))
         if name not in self._buffers:
             self._buffers[name] = self._xp.empty(size, dtype)
@@ -65,7 +65,7 @@ class Scratch:
 
 
 def chunks(batch, rows, row_bytes, limit):
-    """Yield (images, output rows) slices: several whole images, or rows of a single one."""
+    """Yield slices (images, output rows): several whole images, or some rows of one image."""
     step = max(1, limit // row_bytes)
     if step >= rows:
         images = step // rows
@@ -78,16 +78,16 @@ def chunks(batch, rows, row_bytes, limit):
 
 
 def weight_matrix(w, problem):
-    """Return ``[R*S*C, K]``, or ``[K, C*R*S]`` for NCHW: the axes in the order of the columns."""
+    """Return ``[R*S*C, K]``, or ``[K, C*R*S]`` for NCHW: axes in the order of the columns."""
     axes = problem.weight_axes("HWIO" if problem.channels_last else "OIHW")
     k = problem.channels_out
     return w.transpose(axes).reshape((-1, k) if problem.channels_last else (k, -1))
 
 
 def source_rows(images, rows, operand, problem, scratch):
-    """Return the input rows that output rows need, axes in the order NHWC, padded with zeros.
+    """Return the input rows that the output rows need, as NHWC, padded with zeros.
 
-    Without padding and in the right dtype that is a view.
+    If no padding and no other dtype is needed, the result is a view.
     """
     (top, _), (left, _) = problem.pads
     step, kernel = problem.strides, problem.kernel
@@ -112,7 +112,7 @@ def source_rows(images, rows, operand, problem, scratch):
 
 
 def columns_of(source, rows, problem, scratch):
-    """Return the matrix of windows: ``[(n, p, q), (r, s, c)]``, or its transpose for NCHW."""
+    """Return the matrix of patches: ``[(n, p, q), (r, s, c)]``, or its transpose for NCHW."""
     step, kernel = problem.strides, problem.kernel
     n, _, _, c = source.shape
     n_bytes, h_bytes, w_bytes, c_bytes = source.strides
@@ -133,7 +133,7 @@ def columns_of(source, rows, problem, scratch):
 
 
 def multiply(a, b, out, tf32):
-    """Write the matrix product ``a @ b``, multiplied and added in the dtype of ``out``."""
+    """Write the matrix product ``a @ b``, computed in the dtype of ``out``."""
     if not a.size:
         out[...] = 0
     elif not is_cupy(a):
@@ -143,7 +143,11 @@ def multiply(a, b, out, tf32):
 
 
 def _multiply_cublas(a, b, out, tf32):
-    """``cupy.matmul`` would round halves before the bias, and asks the process whether to TF32."""
+    """Multiply by cuBLAS.
+
+    ``cupy.matmul`` would round half floats before the bias is added, and takes the choice of TF32
+    from a setting of the whole process.
+    """
     (m, k), n = a.shape, b.shape[1]
     a, a_op, a_step = _operand(a)
     b, b_op, b_step = _operand(b)
@@ -154,7 +158,7 @@ def _multiply_cublas(a, b, out, tf32):
         compute = _COMPUTE_32F_FAST_TF32 if tf32 and a.dtype == np.float32 else _COMPUTE_32F
     kind, out_kind = _CUBLAS_TYPE[dtype_name(a.dtype)], _CUBLAS_TYPE[dtype_name(out.dtype)]
     gemm, handle = _cublas_gemm()
-    # cuBLAS is column-major: there our a, b, out are their transposes, and out' = b' a'.
+    # cuBLAS is column-major: it sees a, b and out transposed, so the product is out' = b' a'.
     gemm(
         handle, b_op, a_op, n, m, k,
         one.ctypes.data, address(b), kind, b_step, address(a), kind, a_step,
@@ -163,14 +167,14 @@ def _multiply_cublas(a, b, out, tf32):
 
 
 def _operand(matrix):
-    """Return the matrix, whether cuBLAS must transpose it, and the length of its rows in memory."""
+    """Return the matrix, whether cuBLAS must transpose it, and the stride of its rows in memory."""
     if matrix.flags.f_contiguous and not matrix.flags.c_contiguous:
         return matrix, 1, matrix.shape[0]
-    return namespace(matrix).ascontiguousarray(matrix), 0, matrix.shape[1]  # usually it is
+    return namespace(matrix).ascontiguousarray(matrix), 0, matrix.shape[1]  # usually no copy
 
 
 def _cublas_gemm():
-    """Return cublasGemmEx, and the handle of the current device, which follows CuPy's stream."""
+    """Return cublasGemmEx and the current device's handle, which uses CuPy's current stream."""
     import cupy
 
     try:

@@ -1,9 +1,9 @@
-"""The gradients of a convolution as matrix products, a chunk of the batch at a time.
+"""Gradients of a convolution as matrix products, a chunk of the batch at a time.
 
-With the windows of the images as rows of a matrix, ``dw = columns.T @ grad_y``, and
-``grad_y @ w.T`` are the windows' gradients, which are added up where the windows were read.
-Runs on NumPy (BLAS) and, where cuDNN is missing or declines, on CuPy (cuBLAS). NCHW arrays are
-seen as NHWC.
+The patches of the images are the rows of a matrix ``columns``. Then ``dw = columns.T @ grad_y``,
+and ``grad_y @ w.T`` is the gradient of the patches, which is added up where they were read. It runs
+on NumPy (BLAS) and, if cuDNN is missing or does not support the call, on CuPy (cuBLAS). NCHW arrays
+are viewed as NHWC.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ def data_gradient(grad_y, w, dx, problem):
 
 
 def weight_gradient(x, grad_y, dw, problem):
-    """Add the gradient of the kernel to ``dw``, HWIO, in its dtype."""
+    """Add the gradient of the kernel to ``dw``, which is HWIO, in the dtype of ``dw``."""
     plan = _Plan(x, grad_y, dw, problem)
     product = namespace(x).empty((dw.size // dw.shape[3], dw.shape[3]), dw.dtype)
     for part, rows in plan.chunks():
@@ -47,19 +47,19 @@ def weight_gradient(x, grad_y, dw, problem):
 
 
 class _Plan:
-    """The arrays as NHWC, the dtypes to compute with, and how the batch is cut."""
+    """The arrays as NHWC, the dtypes to compute in, and how the batch is cut into chunks."""
 
     def __init__(self, x, grad_y, w, problem):
         self.x = channels_last_view(x, problem.channels_last)
         self.grad_y = channels_last_view(grad_y, problem.channels_last)
         self.problem = problem._replace(channels_last=True)
         self.total = compute_dtype(x.dtype)
-        self.operand = x.dtype if is_cupy(x) else self.total  # BLAS does not multiply halves
+        self.operand = x.dtype if is_cupy(x) else self.total  # BLAS does not multiply half floats
         self.scratch = im2col.Scratch(namespace(x))
         self._terms = w.size // problem.channels_out
 
     def chunks(self):
-        """Yield (images, output rows) slices."""
+        """Yield slices (images, output rows)."""
         row = self._terms * self.total.itemsize + self.problem.channels_out * self.operand.itemsize
         limit = im2col.CUPY_CHUNK_BYTES if is_cupy(self.x) else im2col.NUMPY_CHUNK_BYTES
         rows, columns = self.problem.out_size
@@ -72,7 +72,7 @@ class _Plan:
 
 
 def _pointwise_data_gradient(grad_y, w, dx, problem):
-    """Multiply each pixel's gradient by the transposed weights: a convolution as well."""
+    """Multiply each pixel's gradient by the transposed weights, which is also a convolution."""
     axes = [problem.w_format.index(letter) for letter in "OI"]
     channels = dx.shape[3 if problem.channels_last else 1]
     transposed = problem._replace(channels_out=channels, activation=None)
@@ -80,7 +80,7 @@ def _pointwise_data_gradient(grad_y, w, dx, problem):
 
 
 def _add_windows(padded, product, rows, problem):
-    """Add gradients of windows, ``[(n, p, q), (r, s, c)]``, to the padded images they lie in."""
+    """Add the gradients of patches, ``[(n, p, q), (r, s, c)]``, to the padded images."""
     (step_h, step_w), columns = problem.strides, problem.out_size[1]
     count = rows.stop - rows.start
     product = product.reshape(len(padded), count, columns, *problem.kernel, padded.shape[3])

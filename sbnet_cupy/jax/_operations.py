@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 from ..block_sparse.gather_scatter.sparse_gather import sparse_gather
 from ..block_sparse.gather_scatter.sparse_scatter import scratch_sizes, sparse_scatter
 from ..block_sparse.grid import Grid, resolve_layout
-from ..block_sparse.mask.plan import scratch_slots
+from ..block_sparse.mask.config import scratch_slots
 from ..block_sparse.mask.reduce_mask import reduce_mask_into
 from ..core.arrays import compute_dtype
 from ._callbacks import allocating_from, call, piece_bytes, vary_alike

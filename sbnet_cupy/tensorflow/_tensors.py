@@ -12,6 +12,7 @@ except ImportError as error:
 from ..block_sparse.active_blocks import ActiveBlocks
 from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..core.arrays import library_of
+from ..core.spec import ArraySpec
 from ..errors import DeviceError, DTypeError, ShapeError
 
 _OLDEST = (2, 18)
@@ -49,10 +50,10 @@ def present(**values):
 
 
 def stand_ins(*values, batch=1):
-    """Return a NumPy array for each tensor (or None) that the package's checks take; or None.
+    """Return the spec of each tensor (or None), which the package's checks take; or None.
 
-    It has the shape and the dtype, and no memory behind it: it must not be read. Where the number
-    of images or blocks is not known it is ``batch``; where more is not known it is None.
+    Where the number of images or blocks is not known it is ``batch``; where more is not known the
+    spec is None.
     """
     return [value if value is None else _stand_in(value, batch) for value in values]
 
@@ -66,8 +67,7 @@ def _stand_in(value, batch):
     dtype = np.dtype(value.dtype.as_numpy_dtype)
     if None in shape:
         return None
-    strides = (np.cumprod([1, *shape[:0:-1]])[::-1] * dtype.itemsize).tolist()[: len(shape)]
-    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)
+    return ArraySpec(tuple(shape), dtype)
 
 
 def run(function, values, dtypes, shapes):

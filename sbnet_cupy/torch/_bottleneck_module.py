@@ -2,17 +2,15 @@
 
 from functools import partial
 
-import torch
 from torch import nn
 
 from ..block_sparse.block_params import calc_block_params_res_block
 from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..core.sizes import output_size, padding_pairs
 from ..errors import ShapeError
-from ._bottleneck import affine, unit_stack
+from ._batch_norm import fold, folded, normalise, normalised_stack
 from ._conv_module import refusal
-from ._convolution import CONVOLVE
-from ._copies import SCATTER
+from ._convolve import convolve
 from ._frozen import Frozen
 from ._masks import (
     check_block_size,
@@ -22,6 +20,7 @@ from ._masks import (
     is_channels_last,
     resolve_blocks,
 )
+from ._namespace import scatter
 from .layers import autocast, sparse_res_block_bottleneck
 
 _PARTS = ("bn1", "conv1", "bn2", "conv2", "bn3", "conv3")
@@ -194,18 +193,16 @@ class SparseBottleneck(Frozen, nn.Module):
         image, project, *kernels = autocast(image, project, *kernels)
         strides = self.conv2.stride
         norms = [
-            partial(normalise, bn)
-            if own
-            else partial(affine, *fold(bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.eps))
+            partial(normalise, bn) if own else folded(bn)
             for bn, own in zip(self._norms(), batch, strict=True)
         ]
         out_hw = output_size(tuple(image.shape[1:3]), (3, 3), strides, _PADS)
-        stack = unit_stack(image, kernels, norms, table, params, strides, out_hw, self.precision)
+        options = (table, params, strides, out_hw, self.precision)
+        stack = normalised_stack(image, kernels, norms, *options)
         shortcut = image
         if project is not None:
-            shortcut = CONVOLVE(image, project, strides, self.precision)
-        tiles = (params.bsize_out, (0, 0), params.bsize_out)
-        return SCATTER(stack, *table, shortcut, *tiles, True, False, False, "NHWC")
+            shortcut = convolve(image, project, strides, self.precision)
+        return scatter(stack, *table, shortcut, params.bsize_out, add=True)
 
     def _convs(self):
         return (self.conv1, self.conv2, self.conv3)
@@ -217,38 +214,6 @@ class SparseBottleneck(Frozen, nn.Module):
     def extra_repr(self):
         """Say the size of the blocks."""
         return f"block_size={self.block_size}"
-
-
-def fold(weight, bias, mean, variance, eps):
-    """Return the scale and shift per channel that a batch norm is; weight and bias may be None."""
-    scale = torch.rsqrt(variance + eps)
-    if weight is not None:
-        scale = scale * weight
-    shift = -mean * scale
-    return scale, shift if bias is None else shift + bias
-
-
-def normalise(bn, z, counted):
-    """Normalise a stack by the statistics of its counted pixels; keep running ones as bn does.
-
-    A mask with no active pixel leaves the running statistics as they are.
-    """
-    number = counted.sum()
-    some = number.clamp(min=1).to(z.dtype)
-    mean = torch.where(counted, z, 0).sum((0, 1, 2)) / some
-    variance = torch.where(counted, (z - mean).square(), 0).sum((0, 1, 2)) / some
-    if bn.training and bn.running_mean is not None:
-        with torch.no_grad():
-            bn.num_batches_tracked.add_((number > 0).to(torch.int64))
-            share = (number > 0).to(bn.running_mean.dtype)
-            if bn.momentum is None:  # the plain average of all batches
-                share = share / bn.num_batches_tracked.clamp(min=1)
-            else:
-                share = share * bn.momentum
-            unbiased = variance * (some / (some - 1).clamp(min=1))
-            for kept, new in ((bn.running_mean, mean), (bn.running_var, unbiased)):
-                kept.add_(share * (new.to(kept.dtype) - kept))
-    return affine(*fold(bn.weight, bn.bias, mean, variance, bn.eps), z, counted)
 
 
 def _parts_of(unit):

@@ -1,6 +1,8 @@
 """Frozen: what a module makes of its weights before it computes, kept while it is evaluated."""
 
-from ._registry import records_if_plain
+import torch
+
+from . import _dispatch_state as state
 
 
 class Frozen:
@@ -17,15 +19,19 @@ class Frozen:
     def frozen(self, make, tensors, numbers=()):
         """Return ``make(*tensors)``, or what it returned for the same tensors; some may be None."""
         given = [t for t in tensors if t is not None]
-        records = records_if_plain(given)
+        if not state.thread_is_plain():
+            return make(*tensors)
+        records = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         if records:
             self._kept = None
-        if self.training or records is not False or any(t.is_inference() for t in given):
+        if self.training or records or any(t.is_inference() for t in given):
             return make(*tensors)  # inference tensors have no version
-        state = [(id(t), t.data_ptr(), t._version) for t in given], numbers
-        if self._kept is None or self._kept[0] != state:
+        seen = [(id(t), t.data_ptr(), t._version) for t in given], numbers
+        if self._kept is None or self._kept[0] != seen:
+            if not all(map(state.is_plain, given)):
+                return make(*tensors)
             held = [None if t is None else t.detach() for t in tensors]  # keeps the memory taken
-            self._kept = state, held, make(*held)
+            self._kept = seen, held, make(*held)
         return self._kept[2]
 
     def train(self, mode=True):

@@ -1,56 +1,43 @@
 """Tensors as native arrays: views of the same memory, torch's stream, torch's allocator.
 
-A body calls :func:`compute` with tensors; the function of the library that it names sees NumPy
-arrays, or CuPy arrays on torch's current stream. What that function allocates on a GPU comes from
-PyTorch's allocator, so that PyTorch knows of it: also in a CUDA graph, whose memory is its own.
+A body that has no single kernel to launch sees NumPy arrays, or CuPy arrays on torch's current
+stream. What it allocates on a GPU comes from PyTorch's allocator, so that PyTorch knows of it: also
+in a CUDA graph, whose memory is its own.
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from ..block_sparse.active_blocks import ActiveBlocks
-from ..core.arrays import ArrayContainer
 from ..core.libraries import torch_dtype
+from ..core.spec import CPU
 from ..errors import DeviceError, DTypeError, ShapeError
+from . import _dispatch_state as state
 
-_DTYPES = {}  # torch dtype -> NumPy dtype
+DTYPES = {}  # torch dtype -> NumPy dtype, for those that were asked for
 _STREAMS = {}  # (device, pointer) -> CuPy's object for torch's stream
 
 
-def compute(function, like, /, *args, allocates=True, **kwargs):
-    """Call a function of the library with tensors viewed as arrays; its results are tensors.
+def compute(function, tensors):
+    """Call a function of native arrays with tensors of the current device, or None, viewed so.
 
-    ``like`` says on which device. Tensors that are not contiguous are copied. With ``out`` there is
-    nothing to return. ``allocates=False`` promises that the function needs no memory.
+    Tensors that are not contiguous are copied.
     """
-    core = getattr(function, "__wrapped__", function)  # without its door: arrays are native here
-    args = [_enter(value) for value in args]
-    kwargs = {name: _enter(value) for name, value in kwargs.items()}
-    leave = _discard if "out" in kwargs else _leave
-    if not like.is_cuda:
-        return leave(core(*args, **kwargs))
+    views = [None if tensor is None else view(tensor) for tensor in tensors]
+    if not tensors[0].is_cuda:
+        return function(*views)
     from cupy import cuda
 
-    device = like.device.index
-    if not allocates and device == cuda.runtime.getDevice():
-        with native_stream(device):
-            return leave(core(*args, **kwargs))
-    with cuda.Device(device), native_stream(device), cuda.using_allocator(allocate):
-        return leave(core(*args, **kwargs))
-
-
-def raw_stream(device):
-    """Return the address of torch's current stream on a device."""
-    # As torch's own generated code asks: torch.cuda.current_stream makes an object at each call.
-    return torch._C._cuda_getCurrentRawStream(device)
+    with native_stream(tensors[0].get_device()), cuda.using_allocator(allocate):
+        return function(*views)
 
 
 def native_stream(device):
     """Return torch's current stream on a device as CuPy's object."""
-    pointer = raw_stream(device)
+    pointer = state.current_stream(device)
     try:
         return _STREAMS[device, pointer]
     except KeyError:
@@ -81,17 +68,6 @@ def _memory_class():
     return TensorMemory
 
 
-def _enter(value):
-    """View a tensor, or those in a tuple or container, as native arrays; pass the rest."""
-    if isinstance(value, torch.Tensor):
-        return view(value)
-    if isinstance(value, tuple) and value and isinstance(value[0], torch.Tensor):
-        return tuple(map(view, value))
-    if isinstance(value, ArrayContainer):
-        return value._map_arrays(view)
-    return value
-
-
 def view(tensor):
     """View a tensor as a NumPy or CuPy array of the same memory; copy one that has gaps."""
     dtype = numpy_dtype(tensor.dtype, "tensor")
@@ -109,38 +85,61 @@ def view(tensor):
     return tensor.numpy()
 
 
+def to_tensor(array):
+    """Return the tensor behind a native array that :func:`compute` allocated."""
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array)
+    owner = array.data.mem.tensor
+    dtype = getattr(torch, array.dtype.name)
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype, device=owner.device)
+    start = array.data.ptr - owner.data_ptr()
+    return owner[start : start + array.nbytes].view(dtype).view(array.shape)
+
+
+class Description(NamedTuple):
+    """What a plan depends on of some tensors, and whether one of them requires a gradient."""
+
+    fields: list  # of their specs, as they are once gaps are closed
+    gaps: bool  # whether one is not contiguous
+    requires_grad: bool
+
+
+def describe(tensors, is_plain=None, known=()):
+    """Describe tensors, of which some may be None; return None if one is not plain.
+
+    ``known`` may hold the fields of some, by position: they are plain and require no gradient.
+    """
+    fields, gaps, requires_grad = [], False, False
+    for number, t in enumerate(tensors):
+        if t is None or number in known:
+            fields.append(None if t is None else known[number])
+            continue
+        if is_plain is not None and not is_plain(t):
+            return None
+        requires_grad = requires_grad or t.requires_grad
+        device, alignment = t.get_device(), 0
+        if not t.is_contiguous():
+            gaps = True  # a copy is aligned
+        elif device >= 0:
+            alignment = t.data_ptr() & 15
+        place = device if device >= 0 else CPU
+        fields.append((t.shape, DTYPES.get(t.dtype), place, None, alignment))
+    return Description(fields, gaps, requires_grad)
+
+
 def numpy_dtype(dtype, argument):
     """Return NumPy's name for the torch dtype of an argument, or raise DTypeError."""
     try:
-        return _DTYPES[dtype]
+        return DTYPES[dtype]
     except KeyError:
-        return _DTYPES.setdefault(dtype, torch_dtype(dtype, argument))
-
-
-def _discard(result):
-    """Return nothing: the result is the caller's own tensor."""
-
-
-def _leave(result):
-    """Return the tensors behind arrays that a function made; pass what is no array."""
-    if isinstance(result, np.ndarray):
-        if result.dtype.name == "bfloat16":
-            return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(result)
-    if isinstance(result, tuple | ActiveBlocks):
-        return tuple(map(_leave, result))
-    owner = result.data.mem.tensor
-    dtype = getattr(torch, result.dtype.name)
-    if not result.size:
-        return torch.empty(result.shape, dtype=dtype, device=owner.device)
-    start = result.data.ptr - owner.data_ptr()
-    return owner[start : start + result.nbytes].view(dtype).view(result.shape)
+        return DTYPES.setdefault(dtype, torch_dtype(dtype, argument))
 
 
 def check_tensors(**arguments):
     """Raise unless all arguments that are not None are plain tensors on one CPU or CUDA device."""
     device, compiling = None, torch.compiler.is_compiling()
-    forward_mode = not compiling and forward_ad._current_level >= 0
+    forward_mode = not compiling and state.has_forward_mode()
     for name, value in arguments.items():
         if value is None:
             continue
@@ -162,7 +161,7 @@ def check_tensors(**arguments):
             raise DTypeError(
                 f"{name} must be a strided tensor, got layout {value.layout}; call .to_dense()"
             )
-        if not compiling and value.dtype not in _DTYPES:
+        if not compiling and value.dtype not in DTYPES:
             numpy_dtype(value.dtype, name)
         if forward_mode and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(
@@ -178,3 +177,12 @@ def check_contiguous(name, tensor):
             f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides "
             f"{tensor.stride()}; make it with torch.empty, or call .contiguous()"
         )
+
+
+def check_images(**tensors):
+    """Raise unless tensors have 4 dimensions and a float dtype."""
+    for name, value in tensors.items():
+        if value.dim() != 4:
+            raise ShapeError(f"{name} must have 4 dimensions, got shape {tuple(value.shape)}")
+        if not value.is_floating_point():
+            raise DTypeError(f"{name} must be of a float dtype, got {value.dtype}; use .to")

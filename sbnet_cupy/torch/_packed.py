@@ -5,44 +5,55 @@ from functools import partial
 
 import torch
 
-from ._native import allocate, native_stream, raw_stream, view
+from ._native import allocate, describe, native_stream, view
 
 
 class Kept:
-    """What was packed of some weights, and what they were like; None of both once one is gone."""
+    """What was packed of some weights, and what they were like then.
+
+    There is neither before the first call, nor after one of the weights was deleted.
+    """
 
     def __init__(self, weights, forget):
         self._references = [weakref.ref(w, forget) for w in weights if w is not None]
-        self.packed = self._seen = None
+        self.packed = self._seen = self.fields = None
 
     def renew(self, packed, weights):
         """Keep what was packed of the weights as they are now."""
         self.packed = packed
-        self._seen = [None if w is None else (w.data_ptr(), w._version, w.shape) for w in weights]
+        self._seen = list(map(_state, weights))
+        self.fields = describe(weights).fields
 
     def is_of(self, weights):
         """Whether the weights are as they were, and none has come to need a gradient."""
-        if self._seen is None:
-            return False
-        for w, seen in zip(weights, self._seen, strict=True):
-            if w is not None:
-                place, version, shape = seen
-                moved = w.data_ptr() != place or w.shape != shape
-                if moved or w._version != version or w.requires_grad:
-                    return False
-        return True
+        return self._seen is not None and self._seen == list(map(_state, weights))
 
     def drop(self):
-        """Let go of the memory."""
+        """Release the memory."""
         self._references = ()
-        self.packed = self._seen = None
+        self.packed = self._seen = self.fields = None
+
+
+def known_fields(tensors, positions):
+    """Return the fields of the specs of weights that are as they were when packed, by position."""
+    weights = [tensors[i] for i in positions]
+    ids = tuple(map(id, weights))
+    for key, kept in list(_KEPT.get(ids[0], {}).items()):
+        if key[2:] == ids and kept.is_of(weights):
+            return dict(zip(positions, kept.fields, strict=True))
+    return {}
+
+
+def _state(w):
+    """Return what shows a change of a weight, which may be None."""
+    return w if w is None else (w.data_ptr(), w._version, w.shape, w.requires_grad)
 
 
 _KEPT = {}  # id of the first weight -> {how, for which stream and weights: Kept}
 
 
-def packed(launch, *weights):
-    """Return the weights as the kernel of ``launch`` reads them, a CuPy array.
+def packed(plan, weights, stream):
+    """Return the weights as the kernel of ``plan`` reads them: a tensor or a CuPy array of bytes.
 
     Weights that need no gradient are packed again only after a change: one of their memory or of
     autograd's version, as PyTorch's operations leave it. After any other write, call
@@ -51,53 +62,63 @@ def packed(launch, *weights):
     kept that was packed before. Packed at each call are also all within a CUDA graph, which packs
     them at each replay.
     """
-    if learn(weights):
-        unkeep(weights)
-        return _pack(launch, weights)
-    changing = any(w is not None and w.is_inference() for w in weights)  # these have no version
-    if changing or torch.cuda.is_current_stream_capturing():
-        return _pack(launch, weights)
-    kept = kept_of(launch, weights)
-    if not kept.is_of(weights):
-        kept.renew(_pack(launch, weights, kept=True), weights)
+    capturing = torch.cuda.is_current_stream_capturing()
+    if not capturing:
+        kept = _KEPT.get(id(weights[0]), {}).get((plan.how, stream, *map(id, weights)))
+        if kept is not None and kept.is_of(weights):
+            return kept.packed
+    given = [w for w in weights if w is not None]
+    if any(w.requires_grad for w in given):
+        forget(id(weights[0]))
+        return _packed_now(plan, weights, stream)
+    if capturing or any(w.is_inference() for w in given):  # the latter have no version
+        return _packed_now(plan, weights, stream)
+    kept = kept_of(plan, weights, stream)
+    kept.renew(_pack(plan, weights, kept=True), weights)
     return kept.packed
 
 
-def kept_of(launch, weights):
-    """Return what is, or will be, kept of weights as ``launch`` packs them.
+def kept_of(plan, weights, stream):
+    """Return what is, or will be, kept of weights as ``plan`` packs them.
 
-    It is of one stream: it is written, read and given back in the stream's order.
+    It belongs to one stream: it is written, read and freed in the stream's order.
     """
-    first = weights[0]
-    key = (type(launch), launch.how, raw_stream(first.get_device()), *map(id, weights))
-    group = _KEPT.setdefault(id(first), {})
+    key = (plan.how, stream, *map(id, weights))
+    group = _KEPT.setdefault(id(weights[0]), {})
     kept = group.get(key)
     if kept is None:
-        kept = group[key] = Kept(weights, partial(_forget, id(first)))
+        kept = group[key] = Kept(weights, partial(forget, id(weights[0])))
     return kept
 
 
-def unkeep(weights):
-    """Drop what is kept of weights that need gradients now: they may change and not show it."""
-    _forget(id(weights[0]))
-
-
-def learn(weights):
-    """Whether some of the weights need a gradient."""
-    return True in [w is not None and w.requires_grad for w in weights]
-
-
-def _forget(first, reference=None):
-    """Drop all that is kept under a first weight; called too when a tensor of it is gone."""
+def forget(first, reference=None):
+    """Drop all that is kept under the id of a first weight; called too when a weight is deleted."""
     for kept in _KEPT.pop(first, {}).values():
         kept.drop()
 
 
-def _pack(launch, weights, kept=False):
-    """Pack now, into memory of torch's; what is kept beyond the call is CuPy's own, as scratch."""
+def _packed_now(plan, weights, stream):
+    """Pack for one call. Where the kernel can read the weights as they are, it is launched at once.
+
+    It reads contiguous memory, and tables of float32.
+    """
+    pack = plan.pack
+    for number, w in enumerate(weights):
+        if w is not None and not (
+            w.is_contiguous() and (number < pack.kernels or w.dtype is torch.float32)
+        ):
+            return _pack(plan, weights)
+    memory = weights[0].new_empty((pack.nbytes,), dtype=torch.uint8)
+    addresses = [0 if w is None else w.data_ptr() for w in weights]
+    pack.launch.on(stream, (*addresses, memory.data_ptr()))
+    return memory
+
+
+def _pack(plan, weights, kept=False):
+    """Pack into memory of torch's; what is kept beyond the call is CuPy's own, as scratch."""
     import cupy
 
     views = [None if w is None else view(w) for w in weights]
     allocator = cupy.get_default_memory_pool().malloc if kept else allocate
     with native_stream(weights[0].get_device()), cupy.cuda.using_allocator(allocator):
-        return launch.pack(*views)
+        return plan.pack(*views)

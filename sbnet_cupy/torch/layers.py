@@ -2,25 +2,18 @@
 
 import torch
 
-from ..block_sparse.active_grid import check_active_grid, grid_of
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.active_grid import check_active_grid
+from ..block_sparse.block_params import BlockParams
 from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..block_sparse.checks import split_indices
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.sizes import padding_pairs, pair
-from ..errors import DTypeError, ShapeError
-from ._bottleneck import CALLS as UNIT_CALLS
-from ._bottleneck import UNIT, UNIT_INTO, keep_unit, same_size, unit_again
-from ._convolution import CALLS as CONV_CALLS
-from ._convolution import (
-    SPARSE_CONV2D,
-    SPARSE_CONV2D_INTO,
-    conv_again,
-    flatten_params,
-    keep_conv,
-    result_shape,
-)
-from ._native import check_tensors
-from .ops import call, check_out, reduce_mask
+from ..dense.conv2d import check_choice
+from ._call import call
+from ._layers import SPARSE_CONV2D, UNIT
+from ._native import check_images, check_tensors
+from .ops import reduce_mask
 
 
 def sparse_conv2d(
@@ -92,41 +85,20 @@ def sparse_conv2d(
     """
     if takes_blocks_from(indices, bsize, capacity):
         check_tensors(w=w)
-        _check_4d(w=w)
-        _check_formats(data_format, w_format)
-        where = (x, data_format, _kernel_size(w, w_format), strides, padding)
+        check_images(w=w)
+        check_choice("data_format", data_format, ("NHWC", "NCHW"))
+        check_choice("w_format", w_format, ("HWIO", "OIHW"))
+        kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
+        where = (x, data_format, kernel, strides, padding)
         indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
-    (counts, table), made_for = split_indices(indices), grid_of(indices)
-    params = flatten_params(block_params)
-    options = (params, strides, padding, activation, data_format, w_format, precision, method)
-    tensors, spelled = (x, counts, table, base, out), (*options, made_for)
-    key, known = CONV_CALLS.find(tensors, spelled, (w, None, bias))
-    if known is not None:
-        y = conv_again(key, known, x, w, counts, table, bias, base, out)
-        if y is not None:
-            return y
-    check_tensors(
-        x=x, w=w, bin_counts=counts, active_block_indices=table, bias=bias, base=base, out=out
-    )
-    _check_4d(x=x, w=w)
-    check_active_grid(indices, x.shape[0], block_params.bcount)
-    _check_formats(data_format, w_format)
-    x, w, bias, base = autocast(x, w, bias, base)
-    image_hw = _image_hw(x, data_format)
-    kernel = _kernel_size(w, w_format)
-    strides = pair(strides, "strides")
-    (top, bottom), (left, right) = padding_pairs(image_hw, kernel, strides, padding)
-    pads = (top, bottom, left, right)
-    arguments = (
-        x, w, counts, table, params, strides, pads, bias, activation, base, data_format, w_format,
-        precision, method,
+    active, params = split_indices(indices), fields_of(block_params)
+    _check_grid(indices, x, block_params)
+    if _is_autocast():
+        x, w, bias, base = autocast(x, w, bias, base)
+    options = (
+        params, strides, padding, activation, data_format, w_format, precision, method
     )  # fmt: skip
-    if out is not None:
-        check_out(out, result_shape(x, w, strides, pads, data_format, w_format), x)
-    y = call(SPARSE_CONV2D, SPARSE_CONV2D_INTO, arguments, (x, w, bias, base), out)
-    if key is not None:
-        keep_conv(key, arguments, y)
-    return y
+    return call(SPARSE_CONV2D, (x, w, *active, None, bias, base, out), options)
 
 
 def sparse_res_block_bottleneck(
@@ -187,61 +159,46 @@ def sparse_res_block_bottleneck(
     if takes_blocks_from(indices, bsize, capacity):
         where = (x, "NHWC", (3, 3), strides, "SAME")
         indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
-    (counts, table), made_for = split_indices(indices), grid_of(indices)
-    params, given = flatten_params(block_params), weights._arrays()
-    options = (params, strides, precision, method)
-    tensors, spelled = (x, counts, table, base, out, w_project), (*options, made_for)
-    key, known = UNIT_CALLS.find(tensors, spelled, given)
-    if known is not None:
-        y = unit_again(key, known, x, given, counts, table, base, out)
-        if y is not None:
-            return y
-    held = dict(zip(_WEIGHTS, given, strict=True))
-    check_tensors(
-        x=x, bin_counts=counts, active_block_indices=table, w_project=w_project, base=base, out=out,
-        **{f"weights.{name}": value for name, value in held.items()},
+    active, params = split_indices(indices), fields_of(block_params)
+    _check_grid(indices, x, block_params)
+    given = weights._arrays()
+    if _is_autocast():
+        x, *kernels, w_project, base = autocast(x, *given[:3], w_project, base)
+        given = (*kernels, *given[3:])
+    tensors = (x, *given, w_project, *active, base, out)
+    return call(UNIT, tensors, (params, strides, precision, method))
+
+
+def fields_of(block_params):
+    """Return the fields of a BlockParams, as the core takes them for an option."""
+    if not isinstance(block_params, BlockParams):
+        raise TypeError(
+            f"block_params must be a BlockParams, got {type(block_params).__name__}; build it with "
+            "calc_block_params"
+        )
+    return (
+        block_params.bsize, block_params.bsize_out, block_params.boffset, block_params.bcount,
+        block_params.bstride,
     )  # fmt: skip
-    _check_4d(x=x, **{f"weights.{name}": held[name] for name in _WEIGHTS[:3]})
-    check_active_grid(indices, x.shape[0], block_params.bcount)
-    w1, w2, w3, *tables = held.values()
-    x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
-    strides = pair(strides, "strides")
-    arguments = (
-        x, w1, w2, w3, *tables, counts, table, params, strides, w_project, base, precision, method,
-    )  # fmt: skip
-    if out is not None:
-        check_out(out, (x.shape[0], *same_size(x.shape[1:3], strides), w3.shape[3]), x)
-    learning = (x, w1, w2, w3, *tables, w_project, base)
-    y = call(UNIT, UNIT_INTO, arguments, learning, out)
-    if key is not None:
-        keep_unit(key, arguments, y)
-    return y
 
 
-_WEIGHTS = ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
+def _is_autocast():
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 
 
-def _check_formats(data_format, w_format="HWIO"):
-    if data_format not in ("NHWC", "NCHW"):
-        raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
-    if w_format not in ("HWIO", "OIHW"):
-        raise ValueError(f"w_format must be 'HWIO' or 'OIHW', got {w_format!r}")
-
-
-def _image_hw(x, data_format):
-    return tuple(x.shape[1:3] if data_format == "NHWC" else x.shape[2:])
-
-
-def _kernel_size(w, w_format):
-    return tuple(w.shape[w_format.index(letter)] for letter in "HW")
+def _check_grid(indices, x, block_params):
+    """Raise where the blocks were listed for another grid; other checks say what x must be."""
+    if isinstance(indices, ActiveBlocks) and isinstance(x, torch.Tensor) and x.dim():
+        check_active_grid(indices, x.shape[0], block_params.bcount)
 
 
 def _blocks(x, data_format, kernel, strides, padding, indices, *given):
     """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
     mask = indices if is_mask(indices) else None
     check_tensors(x=x, indices=mask)
-    _check_4d(x=x)
-    image_hw, strides = _image_hw(x, data_format), pair(strides, "strides")
+    check_images(x=x)
+    image_hw = tuple(x.shape[1:3] if data_format == "NHWC" else x.shape[2:])
+    strides = pair(strides, "strides")
     pads = padding_pairs(image_hw, kernel, strides, padding)
     convolution = ((x.shape[0], *image_hw), kernel, strides, pads)
     return find_blocks(indices, *given, convolution, reduce_mask)
@@ -249,20 +206,13 @@ def _blocks(x, data_format, kernel, strides, padding, indices, *given):
 
 def autocast(*tensors):
     """Cast float tensors as torch's convolutions do under autocast; float64 stays."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    kind = getattr(getattr(tensors[0], "device", None), "type", None)  # it may be no tensor
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        t.to(dtype)
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        else t
         for t in tensors
     )
-
-
-def _check_4d(**tensors):
-    """Check what the shapes of results are computed from; the rest is checked with the arrays."""
-    for name, value in tensors.items():
-        if value.dim() != 4:
-            raise ShapeError(f"{name} must have 4 dimensions, got shape {tuple(value.shape)}")
-        if not value.is_floating_point():
-            raise DTypeError(f"{name} must be of a float dtype, got {value.dtype}; use .to")

@@ -1,33 +1,15 @@
 """reduce_mask, sparse_gather and sparse_scatter on tensors."""
 
-import functools
-import marshal
-
 import torch
 
 from ..block_sparse.active_blocks import ActiveBlocks
-from ..block_sparse.grid import resolve_grid
+from ..block_sparse.mask.reduce_mask import REDUCE_MASK
 from ..core.sizes import pair
-from ..errors import DTypeError, ShapeError
-from ._copies import (
-    GATHER,
-    GATHER_CALLS,
-    GATHER_INTO,
-    MASK_CALLS,
-    REDUCE_MASK,
-    SCATTER,
-    SCATTER_CALLS,
-    SCATTER_INTO,
-    blocks_shape,
-    gather_again,
-    keep_gather,
-    keep_mask,
-    keep_scatter,
-    mask_again,
-    scatter_again,
-)
-from ._native import check_contiguous, check_tensors
-from ._registry import records_gradients
+from ._call import call
+from ._namespace import GATHER, SCATTER
+from ._operation import Operation
+
+_MASK = Operation(REDUCE_MASK)
 
 
 def reduce_mask(
@@ -73,23 +55,11 @@ def reduce_mask(
     tensor([[0, 0, 0],
             [0, 1, 1]], dtype=torch.int32)
     """
-    given = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         mask = mask[None]
-    key, known = MASK_CALLS.find((mask,), given)
-    if known is not None:
-        return mask_again(key, known, mask)
-    check_tensors(mask=mask)
-    sizes = _grid(bsize, boffset, bstride)
-    block_count = pair(block_count, "block_count", minimum=0)
-    if mask.dim() not in (3, 4):
-        raise ShapeError(f"mask must have 3 or 4 dimensions, got shape {tuple(mask.shape)}")
-    options = (block_count, *sizes, tol, avgpool, capacity)
-    counts, indices = REDUCE_MASK(mask.detach(), *options)
-    grid = (mask.shape[0], *block_count)
-    if key is not None:
-        keep_mask(key, mask, options, grid)
-    return ActiveBlocks(counts, indices, grid)
+    options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+    active = call(_MASK, (mask,), options)
+    return ActiveBlocks(*active, (mask.shape[0], *pair(block_count, "block_count", minimum=0)))
 
 
 def sparse_gather(
@@ -147,29 +117,8 @@ def sparse_gather(
             [0., 0., 1., 1.]])
     """
     tensors = (x, bin_counts, active_block_indices, out, scale, shift)
-    given = (bsize, boffset, bstride, transpose, data_format, activation)
-    key, known = GATHER_CALLS.find(tensors, given)
-    if known is not None:
-        blocks = gather_again(key, known, *tensors)
-        if blocks is not None:
-            return blocks
-    check_tensors(
-        x=x, bin_counts=bin_counts, active_block_indices=active_block_indices, scale=scale,
-        shift=shift, out=out,
-    )  # fmt: skip
-    grid = _grid(bsize, boffset, bstride)
-    _check_4d("x", x, data_format)
-    arguments = (
-        x, bin_counts, active_block_indices, *grid, bool(transpose), data_format, scale, shift,
-        activation,
-    )  # fmt: skip
-    if out is not None:
-        rows = active_block_indices.shape[0]
-        check_out(out, blocks_shape(x, rows, grid.bsize, bool(transpose), data_format), x)
-    blocks = call(GATHER, GATHER_INTO, arguments, (x, scale, shift), out)
-    if key is not None:
-        keep_gather(key, arguments, blocks)
-    return blocks
+    options = (bsize, boffset, bstride, transpose, data_format, activation)
+    return call(GATHER, tensors, options)
 
 
 def sparse_scatter(
@@ -224,38 +173,21 @@ def sparse_scatter(
             [0., 0., 1., 1.],
             [0., 0., 1., 1.]])
     """
-    in_place = out is x
-    given = (bsize, boffset, bstride, add, atomic, transpose, data_format, in_place)
-    tensors = (x, bin_counts, active_block_indices, blocks, None if in_place else out)
-    key, known = SCATTER_CALLS.find(tensors, given)
-    if known is not None:
-        y = scatter_again(key, known, *tensors[:4], out)
-        if y is not None:
-            return y
-    check_tensors(
-        blocks=blocks, bin_counts=bin_counts, active_block_indices=active_block_indices, x=x,
-        out=out,
-    )  # fmt: skip
-    grid = _grid(bsize, boffset, bstride)
-    _check_4d("x", x, data_format)
-    if torch.is_autocast_enabled(x.device.type) and blocks.dtype != x.dtype:
-        widest = x.dtype if in_place else torch.promote_types(blocks.dtype, x.dtype)
-        blocks, x = blocks.to(widest), x.to(widest)
-    listed = (blocks, bin_counts, active_block_indices)
-    flags = (*grid, bool(add), bool(atomic), bool(transpose), data_format)
-    if out is not None:
-        check_out(out, x.shape, x)
-    if out is None:
-        y = SCATTER(*listed, x, *flags)
-    elif records_gradients(blocks, x, out):
-        y = out.copy_(SCATTER(*listed, x, *flags))
-    else:
-        if not in_place:
-            out.copy_(x)
-        y = _write(SCATTER_INTO, out, *listed, out, *flags)
-    if key is not None:
-        keep_scatter(key, (*listed, x, *flags), y)
-    return y
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        blocks, x = _widest(blocks, x, out)
+    options = (bsize, boffset, bstride, add, atomic, transpose, data_format)
+    return call(SCATTER, (blocks, bin_counts, active_block_indices, x, out), options)
+
+
+def _widest(blocks, x, out):
+    """Return blocks and x, under autocast in the wider dtype of both, unless x is written."""
+    tensors = (blocks, x)
+    if not all(
+        isinstance(t, torch.Tensor) and torch.is_autocast_enabled(t.device.type) for t in tensors
+    ):
+        return tensors
+    widest = x.dtype if out is x else torch.promote_types(blocks.dtype, x.dtype)
+    return blocks.to(widest), x.to(widest)
 
 
 def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
@@ -285,55 +217,3 @@ def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
     True
     """
     return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
-
-
-def call(operator, into, arguments, learning, out):
-    """Call an operator, or the one that writes ``out``; return the result.
-
-    ``learning`` are the arguments for which it has gradients.
-    """
-    if out is None:
-        return operator(*arguments)
-    if records_gradients(*learning, out):
-        return out.copy_(operator(*arguments))
-    return _write(into, out, *arguments, out)
-
-
-def _write(operator, out, *arguments):
-    """Call an operator that writes ``out``, and tell autograd that it did; return ``out``."""
-    operator(*arguments)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(out)
-    return out
-
-
-def check_out(out, shape, x):
-    """Raise unless ``out`` can receive a result of this shape and the dtype of ``x``."""
-    if tuple(out.shape) != tuple(shape):
-        raise ShapeError(f"out must have shape {tuple(shape)}, got {tuple(out.shape)}")
-    if out.dtype != x.dtype:
-        raise DTypeError(f"out must have dtype {x.dtype}, got {out.dtype}")
-    check_contiguous("out", out)
-
-
-def _grid(bsize, boffset, bstride):
-    """Check and resolve the three arguments; what was spelled so before is remembered."""
-    if not torch.compiler.is_compiling():
-        try:
-            return _spelled_grid(marshal.dumps((bsize, boffset, bstride), 2))
-        except ValueError:  # not spelled in plain numbers
-            pass
-    return resolve_grid(bsize, boffset, bstride)
-
-
-@functools.lru_cache(1024)
-def _spelled_grid(spelled):
-    return resolve_grid(*marshal.loads(spelled))
-
-
-def _check_4d(name, x, data_format):
-    """Check what the shapes of results are computed from; the rest is checked with the arrays."""
-    if x.dim() != 4:
-        raise ShapeError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
-    if data_format not in ("NHWC", "NCHW"):
-        raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")

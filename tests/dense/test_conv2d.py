@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from conftest import Library
 from sbnet_cupy import DTypeError, ShapeError
 from sbnet_cupy.core.arrays import namespace
+from sbnet_cupy.core.spec import spec_of
 from sbnet_cupy.dense import cudnn as dense_cudnn
 from sbnet_cupy.dense import im2col
 from sbnet_cupy.dense.activation import ACTIVATIONS, apply_activation, check_activation, erf
@@ -76,7 +77,8 @@ def test_any_chunk_gives_the_same(xp, case, limit):
 
 def by_matrix_products(x, w, *, strides, padding, data_format, w_format, precision):
     """The route of the CPU, and of a GPU without cuDNN."""
-    problem = resolve_problem(x, w, strides, padding, None, data_format, w_format, precision)
+    options = (strides, padding, None, data_format, w_format, precision)
+    problem = resolve_problem(spec_of(x), spec_of(w), *options)
     xp = namespace(x)
     out = xp.full((len(x), *problem.out_shape), xp.nan, x.dtype)
     if out.size:
@@ -91,7 +93,7 @@ def test_cudnn_takes_all_but_float64(xp, case):
     if xp.name != "cupy" or not dense_cudnn.cudnn_available():
         pytest.skip("needs a GPU with cuDNN")
     x, w = case.arrange(*case.integers(), xp)
-    problem = resolve_problem(x, w, activation=None, **case.options)
+    problem = resolve_problem(spec_of(x), spec_of(w), activation=None, **case.options)
     assume(x.size and math.prod(problem.out_shape))
     out = xp.module.full((len(x), *problem.out_shape), xp.module.nan, x.dtype)
     left = dense_cudnn.convolve(x, w, out, None, None, problem)
@@ -108,10 +110,10 @@ def run_fake(case, activation, scaled, biased):
     scale, bias = scale if scaled else None, bias if biased else None
     options = case.options | {"activation": activation}
     arranged = case.arrange(x, w, Library("numpy", np))
-    problem = resolve_problem(*arranged, **options)
+    problem = resolve_problem(*map(spec_of, arranged), **options)
     out = np.full((len(x), *problem.out_shape), np.nan, case.dtype)
     if out.size:
-        _conv2d_cuda(*arranged, out, scale, bias, problem)
+        _conv2d_cuda(*arranged, scale, bias, out, problem=problem)
     oracles.assert_within(out, case.oracle(x, w, scale, bias, activation))
 
 
@@ -169,7 +171,8 @@ def test_misaligned_images_are_not_given_to_cudnn():
     out = np.zeros((1, 4, 4, 8), np.float16)
     assert x.ctypes.data % 16 == 2
     with fake_cudnn() as cudnn:
-        _conv2d_cuda(x, w, out, None, None, resolve_problem(x, w, **options_of(Case())))
+        problem = resolve_problem(spec_of(x), spec_of(w), **options_of(Case()))
+        _conv2d_cuda(x, w, None, None, out, problem=problem)
     assert not cudnn.graphs and (out == 8).all()
 
 

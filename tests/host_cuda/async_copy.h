@@ -1,8 +1,9 @@
 // async_copy.h: copies into shared memory that land later: cp.async, and bulk copies on a barrier.
 //
-// A copy lands as late as it may: when the thread waits for it. Until then its place in shared
-// memory holds poison, so that whoever reads too early, or still needed what was there, computes
-// nonsense. Global memory is read at the beginning; it is an error if it has changed at the end.
+// A copy lands as late as possible: when the thread waits for it. Until then its destination in
+// shared memory holds poison, so that code that reads too early, or that still needed the old
+// contents, computes nonsense. Global memory is read at the start of the copy; it is an error if it
+// has changed when the copy lands.
 #pragma once
 
 #include <stdint.h>
@@ -19,7 +20,7 @@ inline void check_aligned(const void* address, size_t bytes, const char* what) {
     fail("passes %p: %s must be aligned to %zu bytes", address, what, bytes);
 }
 
-// ---- cp.async: each thread waits for its own ----
+// ---- cp.async: each thread waits for its own copies ----
 
 inline void copy_later(void* shared, const void* global, size_t bytes, bool inside) {
   check_aligned(shared, bytes, "copy_async: the place in shared memory");
@@ -33,12 +34,12 @@ inline void wait_for_copies(unsigned under_way) {
   copies->land_if([=](const Copy& copy) { return copy.group + under_way < copies->groups; });
 }
 
-// ---- bulk copies: whoever waits at their barrier ----
+// ---- bulk copies: threads wait at the copy's barrier ----
 
 // The 8 bytes of a barrier in shared memory.
 struct Barrier {
   uint64_t phase : 1, count : 20, pending : 20;
-  int64_t bytes : 23;  // announced and not yet here
+  int64_t bytes : 23;  // announced but not yet landed
 };
 static_assert(sizeof(Barrier) == 8, "as large as an mbarrier");
 constexpr unsigned max_barrier_count = (1 << 20) - 1;  // also what poison looks like
@@ -52,7 +53,7 @@ inline Barrier load_barrier(const unsigned long long* address) {
   return barrier;
 }
 
-// All arrived, all bytes here: the next phase begins.
+// All threads arrived and all bytes landed: the next phase begins.
 inline void store_barrier(unsigned long long* address, Barrier barrier) {
   if (barrier.pending == 0 && barrier.bytes == 0) {
     barrier.phase ^= 1;

@@ -1,7 +1,7 @@
-"""Compile a kernel file with g++ into a shared library, once: the libraries stay on disk.
+"""Compile a kernel file with g++ into a shared library, once; libraries are kept on disk.
 
-A library's name is a hash of all that went into it: sources, headers, options, compiler.
-``SBNET_HOST_CACHE`` names the folder; otherwise it is one of this user's own under the system's
+A library's name is a hash of everything it was made from: sources, headers, options, compiler.
+``SBNET_HOST_CACHE`` names the folder; the default is a private folder of the user in the system's
 temporary folder. ``SBNET_SANITIZE=1`` compiles with the sanitizers, see ``sanitized.py``;
 ``SBNET_HOST_UCONTEXT=1`` switches fibers the portable way even on x86-64, see ``fiber.h``.
 """
@@ -26,7 +26,7 @@ _OPTIONS = [
     "-g",
     "-fPIC",
     "-fvisibility=hidden",
-    "-fno-gnu-unique",  # one library's shared variables are not another's
+    "-fno-gnu-unique",  # libraries must not share variables
     "-fno-strict-aliasing",  # kernels read arrays as wide vectors
     "-ffp-contract=off",
     "-fno-omit-frame-pointer",
@@ -48,7 +48,7 @@ class CompileError(RuntimeError):
 
 
 def available():
-    """Say whether g++ is there, on a system that the shim knows: Linux."""
+    """Return whether g++ is installed and the system is supported: Linux."""
     return sys.platform == "linux" and shutil.which("g++") is not None
 
 
@@ -64,7 +64,7 @@ def kernel_library(name, text, source_dir):
 
 @functools.cache
 def _runtime_library():
-    """Return the path of the scheduler, which kernel libraries link to."""
+    """Return the path of the scheduler's library, which kernel libraries link to."""
     options = ["-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Werror"]
     if SANITIZE:
         options.append("-DHOST_CUDA_ASAN")
@@ -79,7 +79,7 @@ def _shim_headers():
 
 
 def _library(name, text, command, inputs):
-    """Run g++ unless the library is there already; two processes do not do it twice."""
+    """Run g++ unless the library exists; two processes do not compile the same library."""
     digest = hashlib.sha256("\0".join([text, *command, _version()]).encode())
     for path in inputs:
         digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
@@ -127,7 +127,7 @@ def _locked(path):
 
 @functools.cache
 def _cache_dir():
-    """Return the folder of the libraries. We load code from it: nobody else may write there."""
+    """Return the libraries' folder. Code is loaded from it, so only the user may write there."""
     default = Path(tempfile.gettempdir()) / f"sbnet-host-cuda-{os.getuid()}"
     path = Path(os.environ.get("SBNET_HOST_CACHE") or default).resolve()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -11,9 +11,9 @@
 // It finds wrong results, reads and writes out of bounds, undefined arithmetic (both under the
 // sanitizers), divergent barriers, warp operations that a lane misses, and shared memory used
 // before it was set or before the copy into it was waited for. What it cannot do:
-//   - Races: threads take turns. Running them in reverse order, as launcher.py can, shows some.
-//   - Loops that poll memory which another thread of the block, or a later block, is to write: they
-//     hang, unless they call __nanosleep, which lets the others run and is counted.
+//   - Races, because threads take turns. Running them in reverse order, as launcher.py can, shows some.
+//   - Loops that poll memory which another thread of the block, or a later block, writes: they hang,
+//     unless they call __nanosleep, which lets the others run and is counted.
 //   - Bounds inside one NumPy buffer: an argument that is a slice has no guard bytes of its own.
 //   - __shared__ in a __device__ function works, but holds what the last block left there.
 //   - __activemask, clusters, tensor maps, textures.
@@ -29,7 +29,7 @@
 
 #include "runtime.h"
 #include "vector_types.h"
-// After the standard headers: some of these words are theirs too.
+// After the standard headers, which use some of these names too.
 #include "arithmetic.h"
 #include "intrinsics.h"
 #include "async_copy.h"

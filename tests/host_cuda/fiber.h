@@ -1,8 +1,8 @@
-// fiber.h: a stack of its own that a function runs on, and switching to it and back.
+// fiber.h: runs a function on its own stack, and switches to it and back.
 //
-// On x86-64 the switch is a dozen instructions; elsewhere, or with HOST_CUDA_UCONTEXT, ucontext,
-// which makes a system call per switch. AddressSanitizer is told of each switch, or it would take
-// the new stack pointer for a stack overflow.
+// On x86-64 a switch takes a dozen instructions. Elsewhere, or with HOST_CUDA_UCONTEXT, ucontext is
+// used, which makes a system call at each switch. AddressSanitizer is told of each switch; otherwise
+// it would report the new stack pointer as a stack overflow.
 #pragma once
 
 #include <stddef.h>
@@ -84,7 +84,7 @@ struct Context {
 class Fiber {
  public:
   Fiber() {
-    // Pages cost memory only once touched. The lowest one stays closed: an overflow is a fault.
+    // Pages use memory only once touched. The lowest one is protected, so an overflow faults.
     void* memory = mmap(nullptr, guard_bytes + stack_bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -101,7 +101,7 @@ class Fiber {
   // The next resume() calls `entry`, which must call entered() first and finish() last.
   void start(void (*entry)()) { context_.start(stack_, stack_bytes, entry); }
 
-  // From outside: run the fiber until it suspends or finishes.
+  // Called from outside: runs the fiber until it suspends or finishes.
   void resume() {
     void* fake_stack = nullptr;
     __sanitizer_start_switch_fiber(&fake_stack, stack_, stack_bytes);
@@ -109,7 +109,7 @@ class Fiber {
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
   }
 
-  // From inside.
+  // Called from inside.
   void entered() {
     __sanitizer_finish_switch_fiber(nullptr, &outside_stack_, &outside_stack_bytes_);
   }

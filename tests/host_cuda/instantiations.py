@@ -3,13 +3,13 @@
 import json
 import os
 
-INSTANTIATIONS = {}  # (stem, kernel, template) -> None: a set that keeps the order
+INSTANTIATIONS = {}  # (stem, kernel, template) -> None: an ordered set
 
 
 def record(stem, kernel, template):
-    """Remember an instantiation. ``SBNET_RECORD_INSTANTIATIONS`` names a file it is added to.
+    """Record an instantiation, also in the file that ``SBNET_RECORD_INSTANTIATIONS`` names.
 
-    One line for each, at once: processes that run in parallel, or crash, lose nothing.
+    Each is written at once, as one line, so processes that run in parallel or crash lose nothing.
     """
     key = (stem, kernel, tuple(template))
     if key in INSTANTIATIONS:
@@ -22,7 +22,7 @@ def record(stem, kernel, template):
 
 
 def read_instantiations(path):
-    """Return the distinct (stem, kernel, template) of a recorded file, sorted."""
+    """Return the distinct (stem, kernel, template) in a recorded file, sorted."""
     with open(path, encoding="utf-8") as file:
         keys = {(stem, kernel, tuple(template)) for stem, kernel, template in map(json.loads, file)}
     return sorted(keys, key=repr)

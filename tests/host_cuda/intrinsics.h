@@ -1,7 +1,8 @@
 // intrinsics.h: the CUDA functions that kernels call, for the host.
 //
-// Only what the product uses or may soon use. Each behaves as CUDA documents it; what CUDA leaves
-// undefined (a shuffle from a lane outside its mask, a width that is no power of two) is an error.
+// It has only the functions that the kernels use or may soon use. Each behaves as CUDA documents it;
+// what CUDA leaves undefined (a shuffle from a lane outside its mask, a width that is not a power of
+// two) is an error.
 #pragma once
 
 

@@ -1,4 +1,4 @@
-// pending_copies.h: copies that have begun and not landed. Part of runtime.h.
+// pending_copies.h: copies that have begun but not landed. Part of runtime.h.
 #pragma once
 
 #include <stddef.h>
@@ -17,7 +17,7 @@ struct Copy {
   char* to;
   const char* from;  // null: zeros
   size_t bytes;
-  unsigned group;       // of cp.async: how many were committed before
+  unsigned group;       // of cp.async: number of groups committed before
   const void* barrier;  // of bulk copies
   std::vector<char> value;
 

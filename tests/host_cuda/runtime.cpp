@@ -38,7 +38,7 @@ void wait_as(State state) {
   current->fiber.suspend();
 }
 
-// If every thread that has to come is at the barrier, let them all go.
+// If every thread that must arrive is at the barrier, release them all.
 bool release_barrier() {
   unsigned excused = launch->strict ? 0 : count_in(State::exited);
   if (barrier.waiting == 0 || barrier.waiting + excused < thread_count) return false;
@@ -48,7 +48,7 @@ bool release_barrier() {
   return true;
 }
 
-// If every lane that the thread's mask names has come, hold the meeting and let them go.
+// If every lane in the thread's mask has arrived, run the meeting and release them.
 bool release_warp(Thread& thread) {
   unsigned excused = launch->strict ? 0 : lanes_in(thread, State::exited) | ~lanes_of_warp(thread);
   unsigned group = thread.mask & ~excused;
@@ -74,7 +74,7 @@ bool release_warp(Thread& thread) {
   return true;
 }
 
-// Hardware does not wait for threads that have exited: those that wait may now be complete.
+// Hardware does not wait for exited threads: a barrier or meeting may now be complete.
 void release_after_exit(const Thread& thread) {
   release_barrier();
   for (unsigned lane = 0; lane < warp_size; ++lane)
@@ -134,7 +134,7 @@ void prepare_threads() {
   }
 }
 
-// No block may rely on what an earlier one, or the loader, left in shared memory.
+// No block may rely on what an earlier block, or the loader, left in shared memory.
 void prepare_shared() {
   size_t bytes = launch->dynamic_shared_bytes;
   if (posix_memalign(&shared_memory, 128, bytes)) abort();

@@ -1,11 +1,11 @@
-// runtime.h: what a kernel on the host needs of the scheduler in runtime.cpp.
+// runtime.h: what kernels on the host use of the scheduler in runtime.cpp.
 //
 // One fiber per CUDA thread; the threads of a block take turns on one CPU thread, and a thread
-// gives up its turn only where it waits: at a block barrier or in a warp operation. All else in the
-// shim (shuffles, votes, mma) is written on the primitives here:
-//   block_barrier(predicate)        all threads of the block meet; how many predicates were true
+// gives up its turn only where it waits: at a block barrier or in a warp operation. Everything else
+// in the shim (shuffles, votes, mma) is built on the primitives here:
+//   block_barrier(predicate)        all threads of the block meet; returns how many predicates were true
 //   warp_exchange(mask, value)      the lanes of a mask meet; every lane gets every lane's value
-//   warp_meet(value, body)          a whole warp meets; the last lane to come runs the body for all
+//   warp_meet(value, body)          a whole warp meets; the last lane to arrive runs the body for all
 // The host body of an instruction of a whole warp, as in cuda_src/core/tensor_core.cuh, is one warp_meet.
 #pragma once
 
@@ -21,7 +21,7 @@ namespace host_cuda {
 constexpr unsigned warp_size = 32;
 constexpr unsigned full_warp = 0xffffffffu;
 
-// Where in the source a thread waits, for error messages. As a default argument it is the caller's.
+// Where in the source a thread waits, for error messages. As a default argument: the caller's place.
 struct Site {
   const char* file;
   int line;
@@ -30,20 +30,20 @@ struct Site {
   }
 };
 
-// The thread that has the turn. Set by the scheduler before each turn.
+// The thread whose turn it is. Set by the scheduler before each turn.
 extern uint3 thread_index, block_index;
 extern dim3 block_dim, grid_dim;
 extern unsigned thread_rank;  // x fastest
 inline unsigned lane() { return thread_rank % warp_size; }
 
-// Report an error of the running thread: it and its launch end, and Python raises the message.
+// Report an error of the running thread: the launch ends, and Python raises the message.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Copies that have begun: of cp.async, those of the thread that has the turn; bulk, of the block.
+// Copies that have begun: cp.async of the running thread; bulk copies of the block.
 extern PendingCopies* copies;
 extern PendingCopies bulk_copies;
 
-// Wait for all threads of the block; return how many of them gave a true predicate.
+// Wait for all threads of the block; return how many passed a true predicate.
 unsigned block_barrier(bool predicate, const char* operation, Site site);
 
 // Let the other threads run. For loops that poll memory; endless polling is reported.
@@ -52,17 +52,17 @@ void pause_thread();
 // The block's dynamic shared memory: 128-byte aligned, fresh for each block, every byte 0xff.
 void* dynamic_shared();
 
-// Wait for the lanes of `mask`. The last to come runs `meeting`, for which lanes[l] is what lane l
-// calls `mine`, and null if it did not come; then all go on. Return the lanes that came: all of
-// `mask` if strict, else those that have not exited. Use warp_exchange or warp_meet.
+// Wait for the lanes of `mask`. The last to arrive runs `meeting`, for which lanes[l] is what lane l
+// passed as `mine`, or null if it did not arrive; then all go on. Return the lanes that arrived: all
+// of `mask` if strict, otherwise those that have not exited. Use warp_exchange or warp_meet.
 using Meeting = void (*)(void* const* lanes);
 unsigned warp_collective(unsigned mask, const char* operation, Site site, void* mine,
                          Meeting meeting);
 
 template <class T>
 struct WarpValues {
-  unsigned mask;          // lanes that came
-  T values[warp_size]{};  // zero for a lane that did not
+  unsigned mask;          // lanes that arrived
+  T values[warp_size]{};  // zero for lanes that did not
 
   const T& from(unsigned source) const {
     if (!(mask >> source & 1)) fail("reads lane %u, but only lanes 0x%08x came", source, mask);
@@ -70,7 +70,7 @@ struct WarpValues {
   }
 };
 
-// Every lane of `mask` gives a value and gets all of them. `operation` is the name for messages.
+// Every lane of `mask` passes a value and gets all of them. `operation` is the name for messages.
 template <class T>
 WarpValues<T> warp_exchange(unsigned mask, const T& value, const char* operation,
                             Site site = Site::here()) {
@@ -88,8 +88,8 @@ WarpValues<T> warp_exchange(unsigned mask, const T& value, const char* operation
   return mine.all;
 }
 
-// Every lane of the warp brings `mine`; the last to come runs body(lanes), where lanes[l] points to
-// what lane l brought, and may change it.
+// Every lane of the warp passes `mine`; the last to arrive runs body(lanes), where lanes[l] points to
+// what lane l passed, and may change it.
 template <class T>
 void warp_meet(T& mine, const char* operation, Site site,
                void (*body)(std::common_type_t<T>* const* lanes)) {
@@ -114,13 +114,13 @@ struct Region {
   size_t bytes;
 };
 
-// As launcher.py fills it.
+// Filled in by launcher.py.
 struct Launch {
   unsigned grid[3], block[3];
   size_t dynamic_shared_bytes;
   const Region* shared_variables;  // the kernel's static __shared__ variables
   size_t shared_variable_count;
-  unsigned strict;    // a barrier that an exited thread misses, or met at two places, is an error
+  unsigned strict;    // error if an exited thread misses a barrier, or threads meet at two of them
   unsigned reversed;  // threads take turns from last to first
 };
 

@@ -2,8 +2,8 @@
 
     python -m tests.host_cuda.sanitized -q tests/block_sparse/gather_scatter/test_sparse_gather.py
 
-What a sanitizer finds ends the process: pytest prints which test ran, this prints the report, and
-the exit status is not 0. ``environment`` is for a test that starts such a process itself.
+A finding of a sanitizer ends the process: pytest prints which test ran, this module prints the
+report, and the exit status is not 0. ``environment`` is for tests that start such a process.
 """
 
 import os
@@ -16,20 +16,20 @@ from pathlib import Path
 from .compiler import plain_environment
 
 _FLAGS = {
-    "abort_on_error": "1",  # a signal, on which pytest prints the Python stack
+    "abort_on_error": "1",  # raises a signal, at which pytest prints the Python stack
     "print_stacktrace": "1",
-    "handle_segv": "2",  # ours, not pytest's handler
+    "handle_segv": "2",  # replaces pytest's handler
 }
 _ADDRESS_FLAGS = {
     "detect_leaks": "0",  # Python leaks
-    "alloc_dealloc_mismatch": "0",  # of other libraries in the process
-    "use_sigaltstack": "0",  # fibers have stacks of their own
+    "alloc_dealloc_mismatch": "0",  # other libraries in the process mismatch
+    "use_sigaltstack": "0",  # fibers have their own stacks
 }
 _FINDINGS = ("ERROR: AddressSanitizer", "runtime error:")
 
 
 def environment(reports=None):
-    """Return the variables that put the sanitizers into a Python process.
+    """Return the environment variables that load the sanitizers into a Python process.
 
     ``reports`` is a folder for the reports; without it they go to stderr.
     """
@@ -38,7 +38,7 @@ def environment(reports=None):
     preload = [_library("libasan.so"), _library("libstdc++.so"), os.environ.get("LD_PRELOAD")]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     return {
-        **inherited,  # but this pytest is nobody's worker
+        **inherited,  # but the new pytest is not an xdist worker
         "SBNET_SANITIZE": "1",
         "LD_PRELOAD": " ".join(filter(None, preload)),
         "ASAN_OPTIONS": _joined({**_FLAGS, **_ADDRESS_FLAGS, **log}),

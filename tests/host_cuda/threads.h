@@ -1,4 +1,4 @@
-// threads.h: the threads of the running block, what each waits for, and words for it.
+// threads.h: the threads of the running block, what each waits for, and how to say so.
 // Part of runtime.cpp, which alone includes it.
 #pragma once
 
@@ -62,7 +62,7 @@ unsigned count_in(State state) {
   return count;
 }
 
-// ---- words ----
+// ---- messages ----
 
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
 std::string format_list(const char* pattern, va_list values) {
@@ -93,7 +93,7 @@ bool same_place(const Thread& a, const Thread& b) {
   return a.site.line == b.site.line && same_text(a.site.file, b.site.file);
 }
 
-// Nobody can go on. Say who waits where: one line for each place and mask.
+// No thread can go on. Say which wait where: one line for each place and mask.
 std::string describe_deadlock() {
   std::string text = format("deadlock in block (%u, %u, %u) of %u threads", block_index.x,
                             block_index.y, block_index.z, thread_count);

@@ -343,7 +343,7 @@ def test_the_flow_on_a_gpu(fake_gpu, tiny, tmp_path, monkeypatch):
     assert {row.commit for row in rows} == {"abc"} and {row.cuda for row in rows} == {"13.0"}
     assert {row.timed_by for row in rows if row.ours} == {"graph", "host"}
     assert {row.timed_by for row in rows if "mask" in row.implementation} == {"events"}
-    layers = {"sparse_conv2d", "sparse_res_block_bottleneck"}
+    layers = {"sparse_conv2d", "sparse_res_block_bottleneck", "SparseConv2d", "SparseBottleneck"}
     assert {row.op for row in rows if row.ours} == {*NAMES, "chain", *layers}
     assert "chain" in part("harness.report").device(tmp_path, tmp_path)
 

@@ -17,9 +17,11 @@ import sbnet_cupy
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FOLDERS = (".", "cuda_src", "benchmarks", "examples")
+FOLDERS = (".", "cuda_src", "benchmarks", "examples", "docs", "docs/design")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 COMMANDS = ['pip install -e ".[demo]" && sbnet-cupy demo', 'pip install -e ".[test]" && pytest']
+REFERENCE, GEOMETRY = "docs/reference.md", "docs/operations.md"
+SBNET = "docs/coming_from_sbnet.md"
 OPTIONAL = {"cupy": "gpu", "torch": "torch", "jax": "jax", "tensorflow": "tensorflow"}
 
 
@@ -31,14 +33,14 @@ def without_code(text):
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-TEXT = without_code(README)
 BLOCKS = code_blocks(README, "python")
 
 
-def section(title):
-    """Return what stands under a heading of the README, up to the next of its level."""
+def section(title, document="README.md"):
+    """Return what stands under a heading of a document, up to the next of its level."""
     level = title.partition(" ")[0]
-    rest = TEXT.partition(f"\n{title}\n")[2]
+    text = "\n" + without_code((ROOT / document).read_text(encoding="utf-8"))
+    rest = text.partition(f"\n{title}\n")[2]
     return re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -61,22 +63,37 @@ def promised(code):
     return re.findall(r"^print\(.*\)(?:  |\n)# (.+)$", code, re.MULTILINE)
 
 
+def run(blocks, library, name):
+    """Run the blocks that need NumPy or this library; return how many lines they print."""
+    namespace, count = {}, 0
+    for code in blocks:
+        if library_of(code) not in (None, library):
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, name, "exec"), namespace)
+        assert code.count("print(") == len(promised(code))
+        assert printed.getvalue().splitlines() == promised(code)
+        count += len(promised(code))
+    return count
+
+
 @pytest.mark.parametrize("library", sorted(set(map(library_of, BLOCKS)), key=str))
 def test_the_code_runs_and_prints_what_it_says(library, require):
     """Run the blocks in their order: those that need NumPy alone, then one library's own."""
     if library is not None:
         require(OPTIONAL[library])
-    namespace, count = {}, 0
-    for code in BLOCKS:
-        if library_of(code) not in (None, library):
-            continue
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "README.md", "exec"), namespace)
-        assert code.count("print(") == len(promised(code))
-        assert printed.getvalue().splitlines() == promised(code)
-        count += len(promised(code))
-    assert count >= 5
+    assert run(BLOCKS, library, "README.md") >= 5
+
+
+@pytest.mark.parametrize("name", ["operations.md", "stack.md"])
+def test_the_code_of_a_guide_runs(name, require):
+    """Each guide of docs/ runs from its own first line."""
+    blocks = code_blocks((ROOT / "docs" / name).read_text(encoding="utf-8"), "python")
+    assert run(blocks, None, name) >= 3
+    for library in sorted(set(map(library_of, blocks)) - {None}):
+        require(OPTIONAL[library])
+        assert run(blocks, library, name) >= 4
 
 
 def test_the_readme_shows_numpy_cupy_and_torch():
@@ -122,9 +139,11 @@ def test_links_resolve(path):
 
 
 def test_every_public_name_is_mentioned():
-    names = set(re.findall(r"`(\w+)[`(.]", README))
+    text = section("## Functions", REFERENCE) + section("## Errors", REFERENCE)
+    names = set(re.findall(r"`(\w+)[`(.]", text))
     assert set(sbnet_cupy.__all__) <= names
-    (makers,) = (cell for name, cell in rows(section("## Layers")) if name == "`masks`")
+    functions = [line for line in text.splitlines() if line.startswith("| `masks` |")]
+    (makers,) = (line.strip("|").partition("|")[2] for line in functions)
     assert sorted(re.findall(r"`(\w+)`", makers)) == sorted(sbnet_cupy.masks.__all__)
 
 
@@ -137,13 +156,13 @@ def test_the_extras_are_those_of_the_project():
 def test_the_arguments_are_those_of_the_ops():
     ops = [getattr(sbnet_cupy, n) for n in ("reduce_mask", "sparse_gather", "sparse_scatter")]
     known = {name for op in ops for name in inspect.signature(op).parameters}
-    cells = [cells[0] for cells in rows(section("### What the arguments mean"))]
+    cells = [cells[0] for cells in rows(section("## What the arguments mean", GEOMETRY))]
     named = set(re.findall(r"`(\w+)`", " ".join(cells)))
     assert named == known - {"mask", "x", "blocks"}
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "why"), rows(section("## Coming from SBNet")), ids=lambda cell: cell[:40]
+    ("old", "new", "why"), rows(section("# Coming from SBNet", SBNET)), ids=lambda cell: cell[:40]
 )
 def test_coming_from_sbnet(old, new, why):
     """Each new name exists and takes the arguments that the table passes."""

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from sbnet_cupy.block_sparse.bottleneck.plan import UnitPlan
+from sbnet_cupy.block_sparse.bottleneck.config import UnitConfig
 from support.assertions import assert_same
 from support.exhaustive import all_but
 from support.fused_on_host import AMPERE, BLACKWELL, TABLES, TURING, UNIT, Run
@@ -19,7 +19,7 @@ def plan(chunks, mid, tile=(8, 8), warps=4, split1=1, second=(4, 1, 1), columns=
          bulk=True):  # fmt: skip
     """Return a plan of the engine MmaSync without clusters."""
     rows3 = math.gcd(math.prod(tile) // 16, warps)
-    return UnitPlan(
+    return UnitConfig(
         "MmaSync", chunks, mid, tile, 1, warps, split1, second, rows3, columns, ahead, 1, bulk
     )
 

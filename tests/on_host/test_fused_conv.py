@@ -6,7 +6,7 @@ How they get there, and what of them does not: fused_on_host.py.
 import numpy as np
 import pytest
 
-from sbnet_cupy.block_sparse.conv.plan import ConvPlan
+from sbnet_cupy.block_sparse.conv.config import ConvConfig
 from support import conv_oracles as oracles
 from support.exhaustive import all_but
 from support.fused_cases import Case
@@ -17,7 +17,7 @@ def plan(engine="MmaSync", *, planes, slice, tile=(8, 8), warps=(4, 1, 1), stage
          bulk=True):  # fmt: skip
     """Return a plan; weights of several chunks are not resident."""
     resident = chunks == 1
-    return ConvPlan(engine, planes, slice, tile, warps, stages, resident, chunks, 1, bulk)
+    return ConvConfig(engine, planes, slice, tile, warps, stages, resident, chunks, 1, bulk)
 
 
 EXTRAS = ("scale", "bias", "residual")

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 import host_cuda
-from sbnet_cupy.block_sparse.gather_scatter import plan as copy_plan
-from sbnet_cupy.block_sparse.mask import plan as mask_plan
-from sbnet_cupy.core import plans
+from sbnet_cupy.block_sparse.gather_scatter import config as copy_config
+from sbnet_cupy.block_sparse.mask import config as mask_config
 from support import oracles
 from support.assertions import assert_close, assert_same
 from support.exhaustive import thinned
@@ -30,11 +29,12 @@ from support.kernel_cases import (
     IMAGES,
     MASKS,
     OUTSIDE,
+    PLACES,
     REPEATED,
     SMOOTH,
     TURNED,
 )
-from support.kernels_on_host import device
+from support.kernels_on_host import OPS, device
 
 # order of the threads, multiprocessors, what results hold at first
 RUNS = (("forward", 132, 0xA5), ("reverse", 1, 0xFF))
@@ -93,7 +93,7 @@ SMALL_MASKS = [mask for mask in MASKS if not (mask.avgpool or mask.launches_noth
 
 @pytest.mark.parametrize("case", thinned(SMALL_MASKS[::6], 7), ids=str)
 def test_reduce_mask_in_a_cluster(case, monkeypatch):
-    monkeypatch.setattr(mask_plan, "_GROUPS", ((8, 256), (8, 512)))
+    monkeypatch.setattr(mask_config, "_GROUPS", ((8, 256), (8, 512)))
     expected, memory = list(case.run(Memory(), *arguments(case))), Memory(0xA5)
     with device(host_cuda.launch, 132, memory) as (prepared, _):
         results = list(case.run(memory, *arguments(case)))
@@ -132,7 +132,7 @@ def test_odd_pixels_pass_through_windows(case, style):
 @pytest.mark.parametrize("case", TURNED, ids=str)
 def test_copies_in_stages(case, stages, monkeypatch):
     """While a tile is emptied, the next ones are on their way."""
-    monkeypatch.setattr(copy_plan, "_STAGES", stages)
+    monkeypatch.setattr(copy_config, "_STAGES", stages)
     check_same(case, monkeypatch, allow_nan=True)
 
 
@@ -166,6 +166,14 @@ def test_smooth_activations(case, monkeypatch):
     wide = np.float64 if image.dtype == np.float64 else np.float32
     for (blocks,) in run_all(case, monkeypatch):
         assert_close(blocks, expected, terms=8, dtype=wide, magnitude=abs(argument))
+
+
+@pytest.mark.parametrize("case", PLACES, ids=str)
+def test_places_of_blocks(case, monkeypatch):
+    """One thread block, and several that each look after a few places."""
+    check_same(case, monkeypatch)
+    monkeypatch.setattr(OPS[-1], "_PLACES", 7)
+    check_same(case, monkeypatch)
 
 
 @pytest.mark.parametrize("case", thinned(GRADIENTS, 5), ids=str)
@@ -204,11 +212,9 @@ def test_images_are_copied(case, monkeypatch):
     (expected,) = case.run(Memory())
     module = importlib.import_module("sbnet_cupy.core.copy_image")
     monkeypatch.setattr(module, "is_cupy", lambda array: True)
-    monkeypatch.setattr(module, "device_of", lambda array: 0)
     monkeypatch.setattr(module, "_LEAST", 0)
     for (actual,) in run_all(case, monkeypatch):
         assert_same(actual, expected)
-        monkeypatch.setattr(module, "_PLANS", plans.Plans())
 
 
 @pytest.mark.parametrize("case", thinned(OUTSIDE, 5), ids=str)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import host_cuda
-from sbnet_cupy.block_sparse.bottleneck.plan import UnitCase, plan_bottleneck
-from sbnet_cupy.block_sparse.conv.plan import Case, halo_plane_bytes, plan_for
-from sbnet_cupy.block_sparse.gather_scatter import plan as copy_plan
-from sbnet_cupy.block_sparse.mask import plan as mask_plan
+from sbnet_cupy.block_sparse.bottleneck.config import UnitCase, configure_bottleneck
+from sbnet_cupy.block_sparse.conv.config import Case, configure_conv, halo_plane_bytes
+from sbnet_cupy.block_sparse.gather_scatter import config as copy_config
+from sbnet_cupy.block_sparse.mask import config as mask_config
 from sbnet_cupy.core.compile import cpp_name
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.core.launch import THREADS
@@ -59,7 +59,7 @@ def test_fused_conv():
         NUMBERS, shapes, ((1, 1), (2, 2)), (0, 1 << 30), DEVICES
     ):
         case = Case(*number, channels, out, kernel, strides, True, True, 0)
-        plan = plan_for(case, blocks, (8, 8), 280000, device)
+        plan = configure_conv(case, blocks, (8, 8), 280000, device)
         tile = joined(*plan.tile, *kernel, *strides, plan.planes)
         halo, packed = f"Halo<{tile}>", f"Slice<Halo<{tile}>, {plan.slice}>"
         engine = joined(case.element, halo, plan.slice, *plan.warps)
@@ -83,7 +83,7 @@ def test_fused_bottleneck():
         NUMBERS[:3], units, (0, 100, 1 << 30), DEVICES
     ):
         case = UnitCase(*number[:2], *unit, False)
-        plan = plan_bottleneck(case, blocks, (8, 8), device)
+        plan = configure_bottleneck(case, blocks, (8, 8), device)
         if plan is None:
             continue
         sizes = joined(case.element, plan.chunks, plan.mid, *plan.tile, plan.cluster, plan.columns)
@@ -100,18 +100,18 @@ def test_tiles_that_turn():
     for item, rows, columns in itertools.product((1, 2, 4, 8, 16), (1, 36, 100), (3, 16, 24, 100)):
         turn = joined(f"Bytes<{item}>::type", rows, columns, item, item, 64)
         # rows are pixels, columns are channels
-        expected[f"Turn<{turn}>::BYTES"] = copy_plan._stage_bytes(rows, columns, item, True)
+        expected[f"Turn<{turn}>::BYTES"] = copy_config._stage_bytes(rows, columns, item, True)
     check(f"{GATHER_SCATTER}/sparse_gather", expected)
 
 
 def test_windows_of_blocks():
-    expected = {"sizeof(Block<6, 5>)": copy_plan._BLOCK_BYTES}
+    expected = {"sizeof(Block<6, 5>)": copy_config._BLOCK_BYTES}
     for last, item, bsize, channels in itertools.product(
         (True, False), (1, 2, 4), ((6, 5), (18, 18), (1, 40)), (1, 3, 17)
     ):
         window = joined(last, f"Bytes<{item}>::type", *bsize, channels)
         layout = Layout(last, channels)
-        expected[f"Window<{window}>::BYTES"] = copy_plan._window_bytes(layout, bsize, item)
+        expected[f"Window<{window}>::BYTES"] = copy_config._window_bytes(layout, bsize, item)
     check(f"{GATHER_SCATTER}/sparse_gather", expected)
 
 
@@ -127,8 +127,9 @@ def test_columns_of_a_mask(average):
     """Bytes of shared memory: for each line as many words, or sums of each part, as C++ strides."""
     expected = {}
     for width, word, lanes in ((700, 4, False), (88, 1, False), (3000, 1, True)):
-        plan = mask_plan.MaskPlan(3, 5, width, 1 << 12, word, lanes and not average, 4, 256, 0, 7)
-        slots, kept = mask_plan.shared_memory(plan, average)
+        lanes = lanes and not average
+        plan = mask_config.MaskConfig(3, 5, width, 1 << 12, word, lanes, 4, 256, 0, 7)
+        slots, kept = mask_config.shared_memory(plan, average)
         step = 32 if plan.lanes else word
         stored = step * min(width // step + 2, slots)
         pitch = f"Columns<double, {joined(average)}>::pitch_of({stored})"

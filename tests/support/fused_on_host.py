@@ -19,10 +19,9 @@ import pytest
 import host_cuda
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import packed as core_packed
-from sbnet_cupy.core import plans
 from sbnet_cupy.core.device import Device
 from support.assertions import assert_same
-from support.host_memory import Memory, signature_of
+from support.host_memory import Memory, plan_as_on_a_gpu
 
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
 # order of the threads, multiprocessors, what results hold at first
@@ -82,14 +81,10 @@ class HostOp:
         op, planned = self.module, isinstance(plan, Device)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "prepare", prepare)
-            patch.setattr(plans, "device_of", lambda array: 0)
-            patch.setattr(plans, "signature_of", signature_of)
-            patch.setattr(op, "is_cupy", lambda array: True)
-            patch.setattr(op, "_PLANS", plans.Plans())
+            plan_as_on_a_gpu(patch)
             patch.setattr(op, "current_device", lambda: plan if planned else BLACKWELL)
             if not planned:
                 patch.setattr(op, self.planner, lambda *case: plan)
-            patch.setattr(op, "apart", lambda *arrays: False)  # check_apart will say
             patch.setattr(core_packed, "empty", memory.poisoned)
 
             def filled(array, value):
@@ -169,5 +164,5 @@ class HostOp:
         assert not launched
 
 
-CONV = HostOp("conv", "fused_conv", "plan_for", "pack_weights")
-UNIT = HostOp("bottleneck", "fused_bottleneck", "plan_bottleneck", "pack_bottleneck")
+CONV = HostOp("conv", "fused_conv", "configure_conv", "pack_weights")
+UNIT = HostOp("bottleneck", "fused_bottleneck", "configure_bottleneck", "pack_bottleneck")

@@ -4,6 +4,9 @@ import math
 
 import numpy as np
 
+from sbnet_cupy.core import operator
+from sbnet_cupy.core.spec import ArraySpec
+
 GUARD, GUARD_BYTE = 256, 0x5A
 
 
@@ -42,8 +45,45 @@ class Memory:
             assert not changed.any(), f"byte {changed.argmax() - start} of {end - start} written"
 
 
-def signature_of(array):
+def plan_as_on_a_gpu(patch):
+    """Make operators plan calls with NumPy arrays as if these were CuPy's on device 0."""
+    patch.setattr(operator, "fields_of", _fields_on_a_gpu)
+    patch.setattr(operator, "_PLANS", {})
+
+
+class OnAGpu:
+    """Plays an operator that plans calls with NumPy arrays as if these were CuPy's on device 0."""
+
+    active = True
+
+    def __init__(self, declared):
+        self.declared = declared
+
+    def plan_for(self, arrays, options):
+        if OnAGpu.active:
+            arrays = [
+                ArraySpec(*_fields_on_a_gpu(a)) if isinstance(a, np.ndarray) else a for a in arrays
+            ]
+        return self.declared.plan_for(arrays, options)
+
+    def __call__(self, arrays, options):
+        self.plan_for(arrays, options).run(*arrays)
+
+
+def plan_some_as_on_a_gpu(patch, *modules):
+    """The same for the operators that these modules call; other calls are planned as ever."""
+    patch.setattr(operator, "_PLANS", {})
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, operator.Operator):
+                patch.setattr(module, name, OnAGpu(value))
+
+
+def _fields_on_a_gpu(array):
     """What a plan may depend on, as for CuPy arrays."""
     if array is None:
         return None
-    return array.shape, array.dtype, array.flags.c_contiguous, array.ctypes.data % 16
+    if isinstance(array, ArraySpec):  # of packed weights
+        return tuple(array._replace(device=0))
+    strides = None if array.flags.c_contiguous else array.strides
+    return array.shape, array.dtype, 0, strides, array.ctypes.data % 16

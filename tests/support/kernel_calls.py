@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sbnet_cupy import (
+    ActiveBlocks,
+    block_table,
     reduce_mask,
     sparse_gather,
     sparse_gather_grad,
@@ -273,6 +275,20 @@ class Outside(Copy):
         grid = Blocks(*self.geometry.blocks.values())
         zero_outside(blocks, *map(memory.read_only, self.active), grid, self.geometry.size)
         yield blocks
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Places(Copy):
+    """The row of each block at its place, of a list in any order that may hold anything."""
+
+    op: str = "places"
+    dtype: str = "float32"
+    launches_nothing = False
+
+    def run(self, memory):
+        shape = (self.geometry.batch, *self.geometry.bcount)
+        active = ActiveBlocks(*map(memory.read_only, self.active), shape)
+        yield block_table(active, self.geometry.bsize).grid
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from support.kernel_calls import LAYOUTS, Affine, Copy, CopyImage, Gradient, Mask, Outside
+from support.kernel_calls import (
+    LAYOUTS,
+    Affine,
+    Copy,
+    CopyImage,
+    Gradient,
+    Mask,
+    Outside,
+    Places,
+)
 
 
 def _masks():
@@ -282,5 +291,12 @@ def _outside():
 
 
 OUTSIDE = list(_outside())
+
+PLACES = [Places(grid=grid, table="all") for grid in ("plain", "gaps", "many", "pixels")]
+PLACES += [
+    Places(grid="plain", table=table)
+    for table in ("some", "empty", "count 0", "count negative", "count too large", "corrupt",
+                  "shuffled", "repeated")
+]  # fmt: skip
 
 IMAGES = [CopyImage(size) for size in (16, 16 * 255, 16 * 256, 16 * 1000)]

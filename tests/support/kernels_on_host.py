@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import host_cuda
-from sbnet_cupy.block_sparse.mask import plan as mask_plan
+from sbnet_cupy.block_sparse.mask import config as mask_config
 from sbnet_cupy.core import launch as kernels
-from sbnet_cupy.core import plans
-from support.host_memory import signature_of
+from support.host_memory import plan_as_on_a_gpu
 
 OPS = [
     importlib.import_module(f"sbnet_cupy.{name}")
@@ -20,6 +19,7 @@ OPS = [
         "block_sparse.gather_scatter.sparse_scatter",
         "dense.affine_grad",
         "block_sparse.gather_scatter.zero_outside",
+        "block_sparse.stack.block_table",
     )
 ]
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
@@ -67,20 +67,16 @@ def device(launch, multiprocessors, memory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "prepare", prepare)
-        patch.setattr(plans, "device_of", lambda array: 0)
-        patch.setattr(plans, "signature_of", signature_of)
+        plan_as_on_a_gpu(patch)
         patch.setattr(OPS[0], "workspace", workspace)
         if multiprocessors == 1:
             for name, little in LITTLE.items():
-                patch.setattr(mask_plan, name, little)
+                patch.setattr(mask_config, name, little)
         for module in OPS:
-            patch.setattr(module, "is_cupy", lambda array: True)
             patch.setattr(module, "sm_count", lambda: multiprocessors, raising=False)
             patch.setattr(module, "shared_bytes", lambda: shared, raising=False)
             patch.setattr(module, "has_clusters", lambda: True, raising=False)
             patch.setattr(module, "empty", memory.poisoned, raising=False)
-            patch.setattr(module, "apart", lambda *arrays: False, raising=False)  # check_apart will
-            patch.setattr(module, "_PLANS", plans.Plans())
         yield prepared, launched
     if launch is host_cuda.launch:
         workspace.check(launched)

@@ -10,7 +10,7 @@ import pytest
 import sbnet_cupy as sb
 from sbnet_cupy.block_sparse.gather_scatter import sparse_scatter as scatter_op
 from sbnet_cupy.block_sparse.grid import Grid
-from sbnet_cupy.block_sparse.mask.plan import plan_mask, scratch_slots
+from sbnet_cupy.block_sparse.mask.config import configure_mask, scratch_slots
 from support.adapter_cases import (
     BFLOAT16,
     COUNT,
@@ -91,8 +91,9 @@ def test_scratch_is_enough_for_any_gpu():
         for side in (1, 7, 100, 2000):
             shape, blocks, grid = (1, side, side), (1, side, side), Grid((1, 1), (0, 0), (1, 1))
             for word, average in itertools.product((1, 4, 16), (False, True)):
-                plan = plan_mask(shape, 1, word, blocks, grid, average, sm_count, clusters=False)
-                assert 1 + plan.thread_blocks <= scratch_slots(shape, blocks, grid, average)
+                sizes = (shape, 1, word, blocks, grid, average)
+                config = configure_mask(*sizes, sm_count, clusters=False)
+                assert 1 + config.thread_blocks <= scratch_slots(shape, blocks, grid, average)
 
 
 def test_scratch_is_enough_for_overlapping_blocks(monkeypatch):
@@ -105,7 +106,8 @@ def test_scratch_is_enough_for_overlapping_blocks(monkeypatch):
         x, blocks = image(options), stack(options)
         layout = (options.get("data_format", "NHWC"), options.get("transpose", False))
         layout = scatter_op.resolve_layout(x, *layout)
-        scatter_op._scatter_overlap_cuda(blocks, COUNT, ROWS, x, layout, grid, True)
+        fixed = {"layout": layout, "grid": grid, "add": True}
+        scatter_op._scatter_overlap_cuda(blocks, COUNT, ROWS, None, x, **fixed)
         heads, links = launched[-1][3:5]
         assert (heads.nbytes, links.nbytes) == scatter_op.scratch_sizes(len(ROWS), layout, grid)
 

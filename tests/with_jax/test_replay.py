@@ -12,6 +12,7 @@ import host_cuda
 import sbnet_cupy as sb
 from sbnet_cupy.block_sparse.grid import Grid
 from sbnet_cupy.core import launch as kernels
+from sbnet_cupy.core.spec import spec_of
 from sbnet_cupy.dense.conv2d import resolve_problem
 from support.adapter_cases import COUNT, ROWS, X, normal, same
 from support.fused_on_host import AMPERE, CONV, UNIT
@@ -111,7 +112,7 @@ def changing_calls():
     x, w = rng.integers(-2, 3, (2, 8, 9, 16)), rng.integers(-1, 2, (3, 3, 16, 8))
     x, w, bias = x.astype(np.float16), w.astype(np.float16), np.ones(8, np.float32)
     params = sb.calc_block_params(x.shape, 5, 3)
-    problem = resolve_problem(x, w, 1, "SAME", "relu", "NHWC", "HWIO", None)
+    problem = resolve_problem(spec_of(x), spec_of(w), 1, "SAME", "relu", "NHWC", "HWIO", None)
     spec = ConvSpec(problem, params, "fused")
     base = np.zeros((2, 8, 9, 8), np.float16)
     yield "fused_conv", _fused._conv_body, spec, [base.copy()], (base, x, *table, w, bias)

@@ -292,7 +292,7 @@ def test_what_is_written_in_place_is_noticed(st, torch, device):
 @pytest.mark.parametrize("precision", [None, "ieee", "tf32"])
 @pytest.mark.parametrize("users", ["tf32", "ieee", "none"])
 def test_precision_is_what_is_asked_for_whatever_torchs_flags_say(st, torch, precision, users):
-    exactly = importlib.import_module("sbnet_cupy.torch._convolution")._exactly
+    exactly = importlib.import_module("sbnet_cupy.torch._convolve").exactly
     cudnn = torch.backends.cudnn
     if not hasattr(cudnn, "conv"):
         pytest.skip("this PyTorch has allow_tf32 alone")

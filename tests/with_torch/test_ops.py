@@ -153,28 +153,34 @@ def test_empty_images_and_lists(st, torch, device):
 
 def test_no_byte_is_copied_on_the_way_in_or_out(st, torch, device):
     native = importlib.import_module("sbnet_cupy.torch._native")
-    from sbnet_cupy.core.arrays import empty
 
     def address(array):
         return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
     for dtype in (torch.float32, torch.bfloat16, torch.bool):
-        seen = {}
+        x = draw(torch, 30, 100).to(device=device, dtype=dtype)
+        x.requires_grad_(dtype.is_floating_point)
+        y, seen = torch.empty_like(x, requires_grad=False), []
 
-        def double(x, seen=seen):
-            y = empty(x.shape, x.dtype, x)
+        def copy(x, nothing, y, seen=seen):
             y[...] = x
-            seen.update(x=address(x), y=address(y))
-            return y
+            seen += [address(x), nothing, address(y)]
 
-        x = (
-            draw(torch, 30, 100)
-            .to(device=device, dtype=dtype)
-            .requires_grad_(dtype.is_floating_point)
-        )
-        y = native.compute(double, x, x)
-        assert (seen["x"], seen["y"]) == (x.data_ptr(), y.data_ptr())
+        native.compute(copy, (x, None, y))
+        assert seen == [x.data_ptr(), None, y.data_ptr()]
         assert_same(y, x.detach())
+    made = []
+
+    def allocate(x):
+        from sbnet_cupy.core.arrays import empty
+
+        made.append(empty((5, 3), np.int32, x))
+        made[0].fill(7)
+        return made[0]
+
+    tensor = native.to_tensor(native.compute(allocate, (y,)))
+    assert tensor.data_ptr() == address(made[0]) and tensor.device == y.device
+    assert tensor.shape == (5, 3) and (tensor == 7).all()
 
 
 def test_out_and_in_place_write_the_callers_memory(st, torch, device):
@@ -385,24 +391,25 @@ def operators(torch, device):
     mask = draw(torch, 2, 8, 8, device=device)
     for capacity in (None, 5):
         yield ops.reduce_mask, (mask, (2, 2), (4, 4), (0, 0), (4, 4), 1.0, False, capacity)
-    affine = (x.detach()[0, 0, 0].requires_grad_(), x.detach()[0, 0, 1].requires_grad_(), "gelu")
-    for extra in ((None, None, None), affine):
-        yield ops.sparse_gather, (x, *listed, *geometry, True, "NHWC", *extra)
+    affine = (x.detach()[0, 0, 0].requires_grad_(), x.detach()[0, 0, 1].requires_grad_())
+    layout = (True, "NHWC")
+    yield ops.sparse_gather, (x, *listed, None, None, *geometry, *layout, None)
+    yield ops.sparse_gather, (x, *listed, *affine, *geometry, *layout, "gelu")
     out, plain = blocks.detach().clone(), x.detach().clone()
-    yield ops.sparse_gather_into, (plain, *listed, *geometry, False, "NHWC", None, None, None, out)
+    layout = (False, "NHWC")
+    yield ops.sparse_gather_into, (plain, *listed, None, None, *geometry, *layout, None, out)
     for flags in ((False, False), (True, True)):
-        yield ops.sparse_scatter, (blocks, *listed, x, *geometry, *flags, False, "NHWC")
-    yield (
-        ops.sparse_scatter_,
-        (blocks.detach(), *listed, plain, *geometry, False, False, False, "NHWC"),
-    )
+        yield ops.sparse_scatter, (blocks, *listed, x, *geometry, *flags, *layout)
+    written = (False, False, *layout)
+    for image in (plain, plain.clone()):
+        yield ops.sparse_scatter_into, (out, *listed, image, *geometry, *written, plain)
     numbers = [n for pair in vars(PARAMS).values() for n in pair]
-    yield ops.sparse_conv2d, (x, w, *listed, numbers, (1, 1), (1, 1, 1, 1), bias, "relu", base,
-                              "NHWC", "HWIO", None, "auto")  # fmt: skip
-    plain_base = base.detach().clone()
-    yield ops.sparse_conv2d_into, (plain.clone(), w.detach(), *listed, numbers, (1, 1),
-                                   (1, 1, 1, 1), None, "relu", None, "NHWC", "HWIO", None, "auto",
-                                   plain_base)  # fmt: skip
+    options = (numbers, (1, 1), (1, 1, 1, 1), "relu", "NHWC", "HWIO", None, "auto")
+    yield ops.sparse_conv2d, (x, w, *listed, bias, base, *options)
+    result, plain_base = base.detach().clone(), base.detach().clone()
+    for under in (None, plain_base, result):
+        arrays = (plain.clone(), w.detach(), *listed, None, under)
+        yield ops.sparse_conv2d_into, (*arrays, *options, result)
     kernel = w.detach().permute(3, 2, 0, 1).contiguous().requires_grad_()
     yield ops.convolve, (blocks, kernel, (1, 1), None)
     grad = draw(torch, 4, 2, 2, 5, dtype=torch.float64, device=device).requires_grad_()
@@ -410,11 +417,10 @@ def operators(torch, device):
     tensors = bottleneck_weights(torch, 3, 2, 3, dtype=torch.float64, device=device)
     weights = [t.requires_grad_() for t in tensors]
     numbers = [n for pair in vars(UNIT).values() for n in pair]
-    yield ops.sparse_res_block_bottleneck, (x, *weights, *listed, numbers, (1, 1), None, None, None,
-                                            "auto")  # fmt: skip
+    rest = (None, *listed, None, numbers, (1, 1), None, "auto")
+    yield ops.sparse_res_block_bottleneck, (x, *weights, *rest)
     weights = [t.detach() for t in weights]
-    yield ops.sparse_res_block_bottleneck_into, (x.detach(), *weights, *listed, numbers, (1, 1),
-                                                 None, None, None, "auto", plain)  # fmt: skip
+    yield ops.sparse_res_block_bottleneck_into, (x.detach(), *weights, *rest, plain)
 
 
 def test_opcheck(st, torch, device):

@@ -22,18 +22,21 @@ packing = internal("_packed")
 
 @pytest.fixture
 def packs(packing, torch, monkeypatch):
-    """Count what is packed, as if on a GPU."""
+    """Count what is packed, as if on a GPU, for calls whose plan packs in the way ``how``."""
     made, capturing = [], []
-    monkeypatch.setattr(packing, "raw_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(packing, "_KEPT", {})
 
-    def pack(launch, weights, kept=False):
+    def pack(plan, weights, kept=False):
         made.append(kept)
         return [w.clone() for w in weights if w is not None]
 
+    def packed(*weights, how=1, stream=7):
+        return packing.packed(types.SimpleNamespace(how=how), weights, stream)
+
     monkeypatch.setattr(packing, "_pack", pack)
-    launch = types.SimpleNamespace(how=1)
-    return types.SimpleNamespace(made=made, capturing=capturing, launch=launch)
+    monkeypatch.setattr(packing, "_packed_now", lambda plan, weights, stream: pack(plan, weights))
+    return types.SimpleNamespace(made=made, capturing=capturing, packed=packed)
 
 
 def held(packing):
@@ -42,8 +45,7 @@ def held(packing):
 
 
 def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
-    w, bias = torch.ones(3), torch.zeros(3)
-    before = held(packing)
+    w, given = torch.ones(3), [torch.zeros(3)]
     changes = [
         lambda: None,
         lambda: w.mul_(2),
@@ -51,51 +53,54 @@ def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
         lambda: w.detach().copy_(torch.arange(3.0)),
         lambda: setattr(w, "data", w.data * 3),
         lambda: torch.autograd.graph.increment_version(w),
+        lambda: given[0].add_(1),
+        lambda: setattr(given[0], "data", given[0].data[:2]),
     ]
     for number, change in enumerate(changes, 1):
         change()
         for _ in range(3):
-            found = packing.packed(packs.launch, w, None, bias)
+            found = packs.packed(w, None, given[0])
             assert_same(found[0], w)
-            assert_same(found[1], bias)
+            assert_same(found[1], given[0])
         assert packs.made == [True] * number
-    packing.packed(packs.launch, w, bias)
-    packing.packed(types.SimpleNamespace(how=2), w, None, bias)
-    assert len(packs.made) == len(changes) + 2 and held(packing) == before + 3
-    kept = packing.kept_of(packs.launch, (w, None, bias))
-    assert kept.is_of((w, None, bias))
-    del bias
+    packs.packed(w, given[0])
+    packs.packed(w, None, given[0], how=2)
+    packs.packed(w, None, given[0], stream=8)
+    assert len(packs.made) == len(changes) + 3 and held(packing) == 4
+    kept = packing.kept_of(types.SimpleNamespace(how=1), (w, None, given[0]), 7)
+    assert kept.is_of((w, None, given[0]))
+    given.clear()
     gc.collect()
-    assert held(packing) == before
+    assert held(packing) == 0
     assert kept.packed is None and not kept.is_of((w, None, torch.zeros(3)))
 
 
 def test_weights_in_training_and_in_graphs_are_packed_at_each_call(packing, packs, torch):
-    before, w = held(packing), torch.ones(3, requires_grad=True)
+    w = torch.ones(3, requires_grad=True)
     for _ in range(2):
         w.data.mul_(2)  # as optimizers of other libraries write: autograd sees nothing
-        assert_same(packing.packed(packs.launch, w)[0], w.detach())
+        assert_same(packs.packed(w)[0], w.detach())
     with torch.inference_mode():
         made = torch.ones(3)
         for _ in range(2):
-            packing.packed(packs.launch, made)
+            packs.packed(made)
     packs.capturing.append(True)
     w = w.detach()
     for _ in range(2):
-        packing.packed(packs.launch, w)
-    assert packs.made == [False] * 6 and held(packing) == before
+        packs.packed(w)
+    assert packs.made == [False] * 6 and held(packing) == 0
 
 
 @pytest.mark.parametrize("learning", [0, 1])
 def test_weights_that_learned_for_a_while_are_packed_anew(packing, packs, torch, learning):
     """Frozen, trained by what leaves no version, and frozen again."""
     weights = torch.ones(3), None, torch.zeros(3)
-    kept = packing.kept_of(packs.launch, weights)
     for number in range(1, 4):
         for _ in range(2):
-            assert_same(packing.packed(packs.launch, *weights)[0], weights[0])
+            assert_same(packs.packed(*weights)[0], weights[0])
+        kept = packing.kept_of(types.SimpleNamespace(how=1), weights, 7)
         chosen = weights[2 * learning].requires_grad_()
-        packing.packed(packs.launch, *weights)
+        packs.packed(*weights)
         weights[0].data.mul_(2)
         chosen.requires_grad_(False)
         assert packs.made == [True, False] * number

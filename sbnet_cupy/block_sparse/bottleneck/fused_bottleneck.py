@@ -1,30 +1,40 @@
 """fused_bottleneck: a pre-activation residual unit at the active blocks, from image to image."""
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ...core import launch as kernels
-from ...core.arrays import address, array_function, compute_dtype, dtype_name, is_cupy, vector_bytes
-from ...core.checks import apart, apart_from, check_apart, check_out
+from ...core.arrays import array_function, compute_dtype, dtype_name, empty, vector_bytes
+from ...core.checks import check_result, check_written
 from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import current_device
-from ...core.packed import Pack
-from ...core.plans import Plans
-from ...dense.conv2d import conv2d
+from ...core.operator import Operator, Plan, whole_pieces
+from ...core.packed import Pack, PackedPlan
+from ...dense.conv2d import Problem, check_precision
+from ...dense.im2col import convolve
 from ...errors import ShapeError
 from ..checks import LARGEST, MOST_BLOCKS, check_indices, cut_blocks, resolve_expected
-from ..conv.plan import expected_blocks, tiles_of_block
+from ..conv.config import expected_blocks, tiles_of_block
 from ..corners import CHUNK_BYTES
-from ..gather_scatter.sparse_gather import sparse_gather
-from ..gather_scatter.sparse_scatter import sparse_scatter
-from ..gather_scatter.zero_outside import zero_outside
-from ..grid import Grid, resolve_grid
-from .plan import UnitCase, plan_bottleneck
-from .weights import PackedBottleneck, check_weights, plain_of, resolve_precision, widened
+from ..gather_scatter.sparse_gather import gather_numpy
+from ..gather_scatter.sparse_scatter import scatter_numpy
+from ..grid import Grid, Layout, inside_image, resolve_grid
+from .config import UnitCase, configure_bottleneck
+from .weights import (
+    WEIGHTS,
+    BottleneckWeights,
+    PackedBottleneck,
+    arrays_of_unit,
+    check_weights,
+    plain_of,
+    resolve_precision,
+    widened,
+)
 
 
 @array_function
@@ -89,63 +99,38 @@ def fused_bottleneck(
     >>> bool((y[:, :4, 4:] != x[:, :4, 4:]).any()), bool((y[:, 4:] == x[:, 4:]).all())
     (True, True)
     """
+    precision = resolve_precision(weights, precision)
+    plain = arrays_of_unit(x, plain_of(weights))
     packed = isinstance(weights, PackedBottleneck)
-    plain = plain_of(weights)
-    plans, key = _PLANS, None
-    if is_cupy(x):
-        plans = weights.launches if packed else _PLANS
-        own = () if packed else _arrays_of(plain)  # what is packed has its own plans
-        others = (x, bin_counts, active_block_indices)
-        key = plans.key((*others, out, *own), (bsize, precision, expected))
-    launch = plans.get(key)
-    at_once = launch is not None and packed and out is not None
-    if at_once and apart(out, others) and apart_from(out, weights.extents):
-        launch(x, plain, bin_counts, active_block_indices, out)
-        return out
-    if launch is None:
-        bsize, expected = _check(x, plain, bin_counts, active_block_indices, bsize, expected)
-        precision = resolve_precision(weights, precision)
-    inputs = (("x", x), ("bin_counts", bin_counts), ("active_block_indices", active_block_indices))
-    inputs += tuple(("weights", array) for array in _arrays_of(plain))
+    arrays = (x, *(weights.specs if packed else plain), bin_counts, active_block_indices, out)
+    plan = FUSED_BOTTLENECK.plan_for(arrays, (bsize, precision, expected))
     if out is None:
         out = copy_image(x)
-    elif launch is None:
-        check_out(out, x.shape, x.dtype, x, inputs)
     else:
-        check_apart(out, inputs)
-    if launch is None and is_cupy(x) and out.size:
-        launch = _fused_bottleneck_cuda(
-            x, active_block_indices, out, weights, bsize, precision, expected, packed
-        )
-        plans.keep(key, launch)
-    if launch is not None:
-        launch(x, plain, bin_counts, active_block_indices, out)
-    elif out.size:
-        arrays = weights.plain() if packed else widened(plain)
-        _fused_bottleneck_numpy(x, arrays, bin_counts, active_block_indices, bsize, out)
+        check_written(out, _READ, (x, bin_counts, active_block_indices, *plain))
+    first = weights if packed else plain[0]
+    plan.run(x, first, *plain[1:], bin_counts, active_block_indices, out)
     return out
 
 
-_PLANS = Plans()
+_READ = ("x", "bin_counts", "active_block_indices", *["weights"] * len(WEIGHTS))
 
 
-def launch_of_bottleneck(x, bin_counts, active_block_indices, out, *weights, options):
-    """Return the launch that a call with plain weights left, or None.
+class Unit(NamedTuple):
+    """A checked residual unit at active blocks, without its arrays."""
 
-    Its ``pack`` takes the weights; ``run`` takes x, what that packed, bin_counts,
-    active_block_indices and out.
-    """
-    arrays = (x, bin_counts, active_block_indices, out, *weights)
-    return _PLANS.get(_PLANS.key(arrays, options))
-
-
-def _arrays_of(weights):
-    """Return the arrays of a BottleneckWeights; what is no such thing is refused by the checks."""
-    return weights._arrays() if hasattr(weights, "_arrays") else ()
+    weights: BottleneckWeights  # of specs
+    bsize: tuple[int, int]  # no larger than the image
+    rows: int  # that are expected to be active
+    precision: str | None
 
 
-def _check(x, weights, bin_counts, active_block_indices, bsize, expected):
-    """Check the arguments but out; return bsize, no larger than the image, and expected."""
+def _resolve(specs, options):
+    """Check all arguments; return the spec of the result and the Unit."""
+    x, *weights, bin_counts, active_block_indices, out = specs
+    bsize, precision, expected = options
+    check_precision(precision)
+    weights = BottleneckWeights(*weights)
     cout = check_weights(x, weights)
     if cout != x.shape[3]:
         raise ShapeError(
@@ -154,31 +139,107 @@ def _check(x, weights, bin_counts, active_block_indices, bsize, expected):
         )
     check_indices(bin_counts, active_block_indices, like=x)
     bsize = cut_blocks(resolve_grid(bsize, (0, 0), None).bsize, x.shape[1:3])
-    return bsize, resolve_expected(expected, active_block_indices)
+    rows = resolve_expected(expected, active_block_indices)
+    result = x.new(x.shape)
+    check_result(out, result)
+    return result, Unit(weights, bsize, rows, precision)
 
 
-def _fused_bottleneck_numpy(x, arrays, bin_counts, active_block_indices, bsize, out):
-    """Gather with a rim of one pixel, three products, scatter; some rows of the list at a time."""
-    wide = compute_dtype(x.dtype)
-    w1, w2, w3, scale1, shift1, scale2, shift2, scale3, shift3 = arrays
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    return plan_fused_bottleneck(specs, *_resolve(specs, options))
+
+
+def plan_fused_bottleneck(specs, result, unit):
+    """Return the plan of a checked call; its ``run`` takes a PackedBottleneck, too, as ``w1``."""
+    x, *_, active_block_indices, out = specs
+    if not result.size:
+        return Plan((result,), _nothing_computed)
+    if x.on_gpu:
+        rows = active_block_indices.shape[0]
+        return _fused_bottleneck_cuda(x, rows, out or result, result, unit)
+    return Plan((result,), functools.partial(_fused_bottleneck_numpy, stack=_plan_stack(x, unit)))
+
+
+def _nothing_computed(*arrays):
+    """Write a result with no elements."""
+
+
+class _Stack(NamedTuple):
+    """How the NumPy body reads, convolves and writes some rows of the list."""
+
+    gather: Callable
+    scatter: Callable
+    problems: tuple  # of the three convolutions
+    grid: Grid
+
+
+def _plan_stack(x, unit):
+    """Plan the copies and the convolutions of the stack, with a rim of one pixel."""
+    bsize, weights = unit.bsize, unit.weights
     grid = Grid(tuple(b + 2 for b in bsize), (-1, -1), bsize)
-    relu = {"padding": "VALID", "activation": "relu"}
+    image = Layout(*x.shape, True, True)
+    middle, channels = weights.w1.shape[3], x.shape[3]
+
+    def problem(kernel, out_size, channels_out, activation):
+        return Problem(
+            kernel, (1, 1), ((0, 0), (0, 0)), out_size, channels_out, True, "HWIO", activation,
+            False,
+        )  # fmt: skip
+
+    return _Stack(
+        functools.partial(gather_numpy, layout=image, grid=grid, activation=None),
+        functools.partial(
+            scatter_numpy, layout=image, grid=Grid(bsize, (0, 0), bsize), add=False, overlap=False
+        ),
+        (
+            problem((1, 1), grid.bsize, middle, "relu"),
+            problem((3, 3), bsize, middle, "relu"),
+            problem((1, 1), bsize, channels, None),
+        ),
+        grid,
+    )
+
+
+def _fused_bottleneck_numpy(x, w1, *arrays, stack):
+    """Gather with a rim of one pixel, three products, scatter; some rows of the list at a time."""
+    *weights, bin_counts, active_block_indices, out = arrays
+    if isinstance(w1, PackedBottleneck):
+        arrays = w1.plain()
+    else:
+        arrays = widened(BottleneckWeights(w1, *weights))
+    w1, w2, w3, scale1, shift1, scale2, shift2, scale3, shift3 = arrays
+    wide, grid = compute_dtype(x.dtype), stack.grid
+    first, second, third = stack.problems
     count = min(max(int(bin_counts[0]), 0), len(active_block_indices))
     step = max(1, CHUNK_BYTES // (math.prod(grid.bsize) * x.shape[3] * wide.itemsize))
     for start in range(0, count, step):
         rows = active_block_indices[start : min(start + step, count)]
         active = np.array([len(rows)], np.int32), rows
-        image = sparse_gather(x, *active, **grid._asdict()).astype(wide, copy=False)
+        read = empty((len(rows), *grid.bsize, x.shape[3]), x.dtype, x)
+        stack.gather(x, *active, read, None, None)
+        image = read.astype(wide, copy=False)
         with np.errstate(all="ignore"):  # infinities come with no warning, as on a GPU
             blocks = np.maximum(image * scale1 + shift1, wide.type(0))
-        blocks = conv2d(blocks, w1, scale=scale2, bias=shift2, **relu)
-        zero_outside(blocks, *active, grid, x.shape[1:3])  # the padding of conv2
-        blocks = conv2d(blocks, w2, scale=scale3, bias=shift3, **relu)
-        blocks = conv2d(blocks, w3, padding="VALID")
-        with np.errstate(all="ignore"):
+            blocks = _convolved(blocks, w1, scale2, shift2, first)
+            blocks[~inside_image(rows, grid, x.shape[1:3])] = 0  # the padding of conv2
+            blocks = _convolved(blocks, w2, scale3, shift3, second)
+            blocks = _convolved(blocks, w3, None, None, third)
             blocks += image[:, 1:-1, 1:-1]
             blocks = blocks.astype(x.dtype, copy=False)
-        sparse_scatter(blocks, *active, out, bsize=bsize, out=out)
+        stack.scatter(blocks, *active, None, out)
+
+
+def _convolved(blocks, w, scale, bias, problem):
+    """Return the convolution of a stack in the dtype to compute in."""
+    out = empty((len(blocks), *problem.out_shape), blocks.dtype, blocks)
+    convolve(blocks, w, out, scale, bias, problem)
+    return out
 
 
 def missing_kernel(x, weights, bsize, rows, precision, out=None):
@@ -192,19 +253,19 @@ def missing_kernel(x, weights, bsize, rows, precision, out=None):
         return "IEEE float32; pass precision='tf32' if factors of 11 significant bits will do"
     if name != "float16" and not current_device().tensor_floats:
         return f"{name} on this GPU, whose tensor cores take float16 alone"
-    pointers = [address(array) for array in (x, out) if array is not None]
+    pointers = [spec.alignment for spec in (x, out) if spec is not None]
     if vector_bytes(x.shape[3] * x.dtype.itemsize, *pointers) < 16:
         return f"{x.shape[3]} channels of {name} that are not whole, aligned 16-byte vectors"
     if max(x.shape) > LARGEST:
         return f"sizes above 2**30, such as those of x {x.shape}"
     bsize = cut_blocks(bsize, x.shape[1:3])
-    plan = _plan(x, weights, bsize, rows)
-    if plan is None:
+    config = _configuration(x, weights, bsize, rows)
+    if config is None:
         return (
             f"{x.shape[3]} and {weights.w1.shape[3]} channels of {name}: their weights do not fit "
             "this GPU's shared memory"
         )
-    if tiles_of_block(bsize, plan.tile) > MOST_BLOCKS:
+    if tiles_of_block(bsize, config.tile) > MOST_BLOCKS:
         return f"blocks as large as {bsize}"
     return None
 
@@ -223,8 +284,8 @@ def packed_bytes(x, weights, bsize, rows, precision):
     """Return how many bytes the packed weights of a call take; 0 where there is no CUDA kernel."""
     if not x.size or missing_kernel(x, weights, bsize, rows, precision) is not None:
         return 0
-    plan = _plan(x, weights, cut_blocks(bsize, x.shape[1:3]), rows)
-    return plan.cluster * plan.packed_bytes(_case(x, weights))
+    config = _configuration(x, weights, cut_blocks(bsize, x.shape[1:3]), rows)
+    return config.cluster * config.packed_bytes(_case(x, weights))
 
 
 def _case(x, weights):
@@ -239,67 +300,71 @@ def _case(x, weights):
     )
 
 
-def _plan(x, weights, bsize, rows):
-    """Return the plan for about so many active rows."""
+def _configuration(x, weights, bsize, rows):
+    """Return the instance for about so many active rows."""
     blocks = expected_blocks(rows, bsize, math.prod(x.shape[:3]))
-    return plan_bottleneck(_case(x, weights), blocks, bsize, current_device())
+    return configure_bottleneck(_case(x, weights), blocks, bsize, current_device())
 
 
-class _Launch(NamedTuple):
-    """A checked call: where the weights are packed, and the kernel."""
-
-    how: tuple  # weights are packed
-    packed: Any  # array of bytes; None where weights are packed at each call
-    pack: Callable
-    run: Callable
-
-    def __call__(self, x, weights, bin_counts, active_block_indices, out):
-        packed = self.pack(*weights._arrays()) if self.packed is None else self.packed
-        self.run(x, packed, bin_counts, active_block_indices, out)
-
-
-def _fused_bottleneck_cuda(
-    x, active_block_indices, out, weights, bsize, precision, expected, keep
-):
-    """Prepare one launch over the rows of the list.
-
-    See cuda_src/block_sparse/bottleneck/fused_bottleneck.cu.
-    """
-    plain = plain_of(weights)
-    require_kernel(x, plain, bsize, expected, precision, out)
-    case, plan = _case(x, plain), _plan(x, plain, bsize, expected)
-    rows = len(active_block_indices)
+def _fused_bottleneck_cuda(x, rows, out, result, unit):
+    """Prepare one launch over the rows of the list; see fused_bottleneck.cu."""
+    weights, bsize, expected, precision = unit
+    require_kernel(x, weights, bsize, expected, precision, out)
+    case, config = _case(x, weights), _configuration(x, weights, bsize, expected)
     blocks = tuple(-(-n // b) for n, b in zip(x.shape[1:3], bsize, strict=True))
     n, h, w, c = x.shape
-    run = kernels.prepare(
+    launch = kernels.prepare(
         "block_sparse/bottleneck/fused_bottleneck",
         "fused_bottleneck",
-        plan.template(case),
-        (rows * plan.cluster, 1, tiles_of_block(bsize, plan.tile)),
-        plan.threads,
+        config.template(case),
+        (rows * config.cluster, 1, tiles_of_block(bsize, config.tile)),
+        config.threads,
         5,
         (rows, n, c, h, w, *bsize, *blocks),
-        shared=plan.shared_bytes(case),
+        shared=config.shared_bytes(case),
         persistent=True,
         dependent=True,
-        cluster=plan.cluster,
+        cluster=config.cluster,
     )
-    pack = _prepare_pack(case, plan)
-    how = plan.pack_template(case)
-    packed = weights.packed(how, pack) if keep else None
-    return _Launch(how, packed, pack, run)
+    pack, how = _prepare_pack(case, config), config.pack_template(case)
+
+    def run(x, w1, *arrays):
+        *others, bin_counts, active_block_indices, out = arrays
+        packed = w1.packed(how, pack) if isinstance(w1, PackedBottleneck) else pack(w1, *others)
+        launch(x, packed, bin_counts, active_block_indices, out)
+
+    return PackedPlan(
+        (result,),
+        run,
+        launch,
+        operands=(0, 13, 10, 11, 12),
+        scratch=whole_pieces(pack.nbytes),
+        base=(0,),
+        pack=pack,
+        how=how,
+        weights=tuple(range(1, 10)),
+    )
 
 
-def _prepare_pack(case, plan):
+def _prepare_pack(case, config):
     """Return what packs the arrays of a BottleneckWeights."""
-    each = plan.packed_bytes(case)
+    each = config.packed_bytes(case)
     launch = kernels.prepare(
         "block_sparse/bottleneck/fused_bottleneck",
         "pack_bottleneck",
-        plan.pack_template(case),
-        (-(-each // 4096), plan.cluster),
+        config.pack_template(case),
+        (-(-each // 4096), config.cluster),
         256,
         10,
         (case.channels, case.channels_mid),
     )
-    return Pack(launch, each * plan.cluster, 3, 6)
+    return Pack(launch, each * config.cluster, 3, 6)
+
+
+FUSED_BOTTLENECK = Operator(
+    "fused_bottleneck",
+    arrays=("x", *WEIGHTS, "bin_counts", "active_block_indices", "out"),
+    options=("bsize", "precision", "expected"),
+    infer=_infer,
+    plan=_plan,
+)

@@ -1,26 +1,42 @@
 """The residual unit of ResNet, pre-activation, with a bottleneck: by one kernel, or on a stack."""
 
-from typing import NamedTuple
+import functools
+from dataclasses import replace
 
-from ...core.arrays import array_function, empty, is_cupy, same_memory
-from ...core.checks import check_array, check_out
+from ...core.arrays import array_function, empty, same_memory
+from ...core.checks import check_array, check_result, check_written
 from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
-from ...core.plans import Plans
+from ...core.operator import Operator, Plan
+from ...core.packed import PackedPlan
 from ...core.sizes import output_size, pair
-from ...dense.conv2d import conv2d
+from ...core.spec import spec_of
+from ...dense.conv2d import check_precision
+from .. import native
 from ..active_grid import check_active_grid
-from ..block_params import calc_block_params_res_block
-from ..checks import check_base, check_block_params, check_indices, check_method, split_indices
-from ..conv.sparse_conv2d import call_key, stays_apart
-from ..conv.stack_conv import stack_conv2d
+from ..block_params import BlockParams, calc_block_params_res_block
+from ..checks import (
+    arrays_of_list,
+    check_base,
+    check_block_params,
+    check_indices,
+    check_method,
+    cut_blocks,
+    plain_params,
+)
+from ..compositions import residual_unit
 from ..from_mask import find_blocks, is_mask, takes_blocks_from
-from ..gather_scatter.sparse_gather import sparse_gather
-from ..gather_scatter.sparse_scatter import sparse_scatter
-from ..gather_scatter.zero_outside import zero_outside
 from ..mask.reduce_mask import reduce_mask
-from .fused_bottleneck import fused_bottleneck, missing_kernel, require_kernel
-from .weights import BottleneckWeights, check_unit, plain_of, resolve_precision
+from .fused_bottleneck import Unit, missing_kernel, plan_fused_bottleneck, require_kernel
+from .weights import (
+    WEIGHTS,
+    BottleneckWeights,
+    PackedBottleneck,
+    arrays_of_unit,
+    check_unit,
+    plain_of,
+    resolve_precision,
+)
 
 KERNELS = [1, 3, 1]
 
@@ -116,70 +132,107 @@ def sparse_res_block_bottleneck(
     >>> y.shape, bool((y != x).any()), bool((y[:, 8:] == x[:, 8:]).all())
     ((1, 32, 32, 16), True, True)
     """
+    precision = resolve_precision(weights, precision)
+    plain = arrays_of_unit(x, plain_of(weights))
     if takes_blocks_from(indices, bsize, capacity):
         given = (indices, block_params, bsize, capacity)
         indices, block_params = blocks_of_unit(x, plain_of(weights), strides, w_project, *given)
-    indices = split_indices(indices)
-    given, weights = weights, plain_of(weights)
-    arrays = weights._arrays() if isinstance(weights, BottleneckWeights) else (weights,)
-    in_place = out is not None and is_cupy(x) and is_cupy(out) and same_memory(out, x)
-    own = given is not weights, getattr(given, "precision", None), in_place
-    inputs = (x, *arrays, w_project, *indices)
-    key = call_key((*inputs, base, out), block_params, (strides, precision, method, own))
-    plan = _PLANS.get(key)
-    others = inputs[1:] if in_place and w_project is None else inputs
-    if plan is None or not stays_apart(out, others, base):
-        plan = _checked(x, given, indices, block_params, strides, w_project, base, out, precision,
-                        method)  # fmt: skip
-        _PLANS.keep(key, plan)
+    bin_counts, active_block_indices = arrays_of_list(indices)
+    in_place = out is not None and (out is x or same_memory(out, x))
+    packed = isinstance(weights, PackedBottleneck)
+    given = (x, *(weights.specs if packed else plain), w_project)
+    arrays = (*given, bin_counts, active_block_indices, base, out)
+    params = plain_params(block_params, calc_block_params_res_block)
+    plan = RES_BLOCK.plan_for(arrays, (params, strides, precision, method, in_place))
     check_active_grid(indices, x.shape[0], block_params.bcount)
-
-    strides, precision, bsize = plan.strides, plan.precision, block_params.bsize_out
-    if plan.fused:
-        y = _background(x, base, out)
-        return fused_bottleneck(x, given, *indices, bsize=bsize, precision=precision, out=y)
-    with memory_of_graphs(x):
-        residual = _residual(x, weights, indices, block_params, strides, precision)
-        if base is not None:
-            blocks = _shortcut_blocks(x, w_project, indices, block_params, strides, precision)
-            out = shortcut = sparse_scatter(blocks, *indices, base, bsize=bsize, out=out)
-        elif w_project is not None:
-            out = shortcut = conv2d(x, w_project, strides=strides, precision=precision, out=out)
-        else:
-            shortcut = x
-        return sparse_scatter(residual, *indices, shortcut, bsize=bsize, add=True, out=out)
+    if out is None:
+        out = empty(plan.shape, x.dtype, x)
+    else:
+        x_is_read = w_project is not None or not in_place
+        base_is_read = base is not None and not same_memory(out, base)
+        read = (w_project, bin_counts, active_block_indices)
+        read += (x if x_is_read else None, base if base_is_read else None)
+        check_written(out, _READ, (*read, *plain))
+    first = weights if packed else plain[0]
+    plan.run(x, first, *plain[1:], w_project, bin_counts, active_block_indices, base, out)
+    return out
 
 
-_PLANS = Plans()  # calls that were checked
+_READ = ("w_project", "bin_counts", "active_block_indices", "x", "base")
+_READ += ("weights",) * len(WEIGHTS)
 
 
-class _Plan(NamedTuple):
-    """A checked call without its arrays."""
-
-    strides: tuple[int, int]
-    precision: str | None
-    fused: bool  # by one kernel, or else on a stack
-
-
-def _checked(x, given, indices, block_params, strides, w_project, base, out, precision, method):
-    """Check all arguments; return what is to be done."""
+def _resolve(specs, options):
+    """Check all arguments; return the spec of the result, the BlockParams and the strides."""
+    x, *weights, w_project, bin_counts, active_block_indices, base, out = specs
+    block_params, strides, precision, method, _ = options
     check_method(method)
     strides = pair(strides, "strides")
-    weights = plain_of(given)
-    precision = resolve_precision(given, precision)
+    check_precision(precision)
+    block_params = BlockParams(*block_params)
+    weights = BottleneckWeights(*weights)
     shape = check_sizes(x, weights, w_project, strides, block_params, base)
-    check_indices(*indices, like=x)
-    if out is not None:
-        _check_out(out, shape, x, weights, w_project, indices, base)
-    kernel_for = (x, weights, block_params.bsize_out, len(indices[1]), precision, out)
-    uncovered = what_is_uncovered(strides, w_project, out is not None and same_memory(out, x))
-    return _Plan(strides, precision, goes_fused(method, is_cupy(x), uncovered, kernel_for))
+    check_indices(bin_counts, active_block_indices, like=x)
+    result = x.new(shape)
+    check_result(out, result)
+    return result, block_params, strides
+
+
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call, which holds those of its operations."""
+    x, *weights, w_project, bin_counts, active_block_indices, _, out = specs
+    result, block_params, strides = _resolve(specs, options)
+    _, _, precision, method, in_place = options
+    rows, weights = active_block_indices.shape[0], BottleneckWeights(*weights)
+    kernel_for = (x, weights, block_params.bsize_out, rows, precision, out)
+    uncovered = what_is_uncovered(strides, w_project, in_place)
+    if goes_fused(method, x.on_gpu, uncovered, kernel_for):
+        bsize = cut_blocks(block_params.bsize_out, x.shape[1:3])
+        inner = (x, *specs[1:10], bin_counts, active_block_indices, out)
+        unit = Unit(weights, bsize, rows, precision)
+        return _plan_fused(plan_fused_bottleneck(inner, result, unit))
+    fixed = {"block_params": block_params, "strides": strides, "precision": precision}
+    base = (13, 0) if w_project is None else (13,)  # x itself is projected
+    return Plan((result,), functools.partial(_gathered, **fixed), base=base)
+
+
+def _plan_fused(plan):
+    """Return the plan of the layer from that of :func:`fused_bottleneck`."""
+
+    def run(x, *arrays):
+        *weights, _, bin_counts, active_block_indices, base, out = arrays
+        below = x if base is None else base
+        if not same_memory(out, below):
+            copy_image(below, out)
+        plan.run(x, *weights, bin_counts, active_block_indices, out)
+
+    if not isinstance(plan, PackedPlan):
+        return Plan(plan.results, run, base=(13, 0))
+    # of the layer: x, packed weights, bin_counts, active_block_indices, out
+    return replace(plan, run=run, operands=(0, 15, 11, 12, 14), base=(13, 0))
+
+
+def _gathered(x, w1, *arrays, block_params, strides, precision):
+    """Compute on the stack of the active blocks."""
+    *others, w_project, bin_counts, active_block_indices, base, out = arrays
+    weights = plain_of(w1) if isinstance(w1, PackedBottleneck) else BottleneckWeights(w1, *others)
+    indices = (bin_counts, active_block_indices)
+    options = {"strides": strides, "precision": precision, "out": out}
+    with memory_of_graphs(x):
+        residual_unit(native, x, weights, w_project, indices, block_params, base, **options)
 
 
 def blocks_of_unit(x, weights, strides, w_project, indices, block_params, bsize, capacity):
     """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
     strides = pair(strides, "strides")
-    check_unit(x, weights, w_project, strides)
+    if isinstance(weights, BottleneckWeights):
+        weights = weights._map_arrays(spec_of)
+    check_unit(spec_of(x), weights, spec_of(w_project), strides)
     if is_mask(indices):
         check_array("indices", indices, kinds="biuf", like=x)
     convolution = (x.shape[:3], (3, 3), strides, "SAME")
@@ -223,64 +276,10 @@ def goes_fused(method, on_gpu, uncovered, kernel_for):
     return covered and missing_kernel(*kernel_for) is None
 
 
-def _background(x, base, out):
-    """Return ``out``, or fresh memory, holding the base, or x."""
-    if out is None:
-        out = empty(x.shape, x.dtype, x)
-    below = x if base is None else base
-    if not same_memory(out, below):
-        copy_image(below, out)
-    return out
-
-
-def _residual(x, weights, indices, block_params, strides, precision):
-    """Return the stack ``conv3(a3(conv2(a2(conv1(a1(x))))))``, one value per output pixel."""
-    blocks = sparse_gather(
-        x,
-        *indices,
-        bsize=block_params.bsize,
-        boffset=block_params.boffset,
-        bstride=block_params.bstride,
-        scale=weights.scale1,
-        shift=weights.shift1,
-        activation="relu",
-    )
-    count, options = indices[0], {"precision": precision, "activation": "relu"}
-    second = {"scale": weights.scale2, "bias": weights.shift2}
-    blocks = stack_conv2d(blocks, weights.w1, count, **second, **options)
-    zero_outside(blocks, *indices, block_params, x.shape[1:3])  # the padding of conv2
-    third = {"scale": weights.scale3, "bias": weights.shift3}
-    blocks = stack_conv2d(blocks, weights.w2, count, strides=strides, **third, **options)
-    return stack_conv2d(blocks, weights.w3, count, precision=precision)
-
-
-def _shortcut_blocks(x, w_project, indices, block_params, strides, precision):
-    """Return the stack of the shortcut's values, one per output pixel of the active blocks."""
-    if w_project is None:
-        return sparse_gather(x, *indices, bsize=block_params.bsize_out)
-    blocks = sparse_gather(x, *indices, **shortcut_grid(block_params, strides))
-    return stack_conv2d(blocks, w_project, indices[0], strides=strides, precision=precision)
-
-
-def shortcut_grid(block_params, strides):
-    """Return the blocks of x that the projection reads.
-
-    SAME pads a 1x1 kernel with nothing: output p reads input p * stride.
-    """
-    axes = list(zip(block_params.bsize_out, strides, strict=True))
-    return {
-        "bsize": tuple((n - 1) * s + 1 for n, s in axes),
-        "bstride": tuple(n * s for n, s in axes),
-    }
-
-
-def _check_out(out, shape, x, weights, w_project, indices, base):
-    """Check ``out``: it may be base, or x where x is the shortcut, and overlap nothing else."""
-    inputs = [("weights", array) for array in weights._arrays()]
-    inputs.append(("w_project", w_project))
-    inputs += zip(("bin_counts", "active_block_indices"), indices, strict=True)
-    if w_project is not None or not same_memory(out, x):
-        inputs.append(("x", x))
-    if base is not None and not same_memory(out, base):
-        inputs.append(("base", base))
-    check_out(out, shape, x.dtype, x, inputs)
+RES_BLOCK = Operator(
+    "sparse_res_block_bottleneck",
+    arrays=("x", *WEIGHTS, "w_project", "bin_counts", "active_block_indices", "base", "out"),
+    options=("block_params", "strides", "precision", "method", "in_place"),
+    infer=_infer,
+    plan=_plan,
+)

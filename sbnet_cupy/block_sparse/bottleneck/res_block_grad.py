@@ -1,25 +1,29 @@
 """Gradients of the residual unit, on the active blocks only."""
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...core.arrays import array_function, compute_dtype
+from ...core.operator import Operator, Plan
 from ...core.sizes import pair
 from ...dense.activation import apply_affine
 from ...dense.affine_grad import affine_grad
 from ...dense.conv2d import check_precision, conv2d
 from ...dense.conv2d_grad import check_grad, conv2d_grad
 from ..active_grid import check_active_grid
-from ..checks import split_indices
+from ..block_params import BlockParams, calc_block_params_res_block
+from ..checks import arrays_of_list, check_indices, plain_params
+from ..compositions import shortcut_grid
 from ..conv.sparse_conv2d_grad import split_gradient
 from ..from_mask import takes_blocks_from
 from ..gather_scatter.sparse_gather import sparse_gather
 from ..gather_scatter.sparse_gather_grad import sparse_gather_grad
 from ..gather_scatter.zero_outside import zero_outside
 from ..grid import inside_image
-from .res_block import blocks_of_unit, check_sizes, shortcut_grid
-from .weights import BottleneckWeights
+from .res_block import blocks_of_unit, check_sizes
+from .weights import WEIGHTS, BottleneckWeights, arrays_of_unit
 
 
 class BottleneckGradients(NamedTuple):
@@ -91,31 +95,76 @@ def sparse_res_block_bottleneck_grad(
     >>> gradients.x.shape, gradients.weights.w2.shape, gradients.base
     ((1, 32, 32, 16), (3, 3, 4, 4), None)
     """
-    check_precision(precision)
-    strides = pair(strides, "strides")
+    plain = arrays_of_unit(x, weights)
     if takes_blocks_from(indices, bsize, capacity):
         given = (indices, block_params, bsize, capacity)
         indices, block_params = blocks_of_unit(x, weights, strides, w_project, *given)
+    bin_counts, active_block_indices = arrays_of_list(indices)
+    arrays = (grad_y, x, *plain, w_project, bin_counts, active_block_indices, base)
+    params = plain_params(block_params, calc_block_params_res_block)
+    plan = RES_BLOCK_GRAD.plan_for(arrays, (params, strides, precision))
+    check_active_grid(indices, x.shape[0], block_params.bcount)
+    return plan.run(*arrays)
+
+
+def _resolve(specs, options):
+    """Check all arguments; return the BlockParams and the strides."""
+    grad_y, x, *weights, w_project, bin_counts, active_block_indices, base = specs
+    block_params, strides, precision = options
+    check_precision(precision)
+    strides = pair(strides, "strides")
+    block_params, weights = BlockParams(*block_params), BottleneckWeights(*weights)
     shape = check_sizes(x, weights, w_project, strides, block_params, base)
     check_grad("grad_y", grad_y, shape, x)
-    indices = split_indices(indices)
-    check_active_grid(indices, x.shape[0], block_params.bcount)
+    check_indices(bin_counts, active_block_indices, like=x)
+    return block_params, strides
 
-    with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
-        grad, dbase = split_gradient(grad_y, indices, block_params, base is not None)
-        options = (block_params, strides, precision)
-        dx, dweights = _residual_grad(grad, x, weights, indices, *options)
-        if base is not None:
-            shortcut, dproject = _shortcut_blocks_grad(grad, x, w_project, indices, *options)
-        elif w_project is not None:
-            shortcut, dproject, *_ = conv2d_grad(
-                grad_y, x, w_project, strides=strides, precision=precision
-            )
-        else:
-            shortcut, dproject = grad_y, None
-        wide = compute_dtype(x.dtype)
-        dx[...] = dx.astype(wide, copy=False) + shortcut.astype(wide, copy=False)
+
+def _infer(specs, options):
+    """Check all arguments; return the specs of the gradients, None for arguments of None."""
+    _resolve(specs, options)
+    _, x, *weights, w_project, _, _, base = specs
+    return tuple(spec and spec.new(spec.shape) for spec in (x, *weights, w_project, base))
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    block_params, strides = _resolve(specs, options)
+    fixed = {"block_params": block_params, "strides": strides, "precision": options[-1]}
+    return Plan(_infer(specs, options), functools.partial(_gradients, **fixed))
+
+
+@np.errstate(all="ignore")  # what overflows is infinite, with no warning, as on a GPU
+def _gradients(grad_y, x, *arrays, block_params, strides, precision):
+    """Return the gradients of a checked unit."""
+    *weights, w_project, bin_counts, active_block_indices, base = arrays
+    weights, indices = BottleneckWeights(*weights), (bin_counts, active_block_indices)
+    grad, dbase = split_gradient(grad_y, indices, block_params, base is not None)
+    options = (block_params, strides, precision)
+    dx, dweights = _residual_grad(grad, x, weights, indices, *options)
+    if base is not None:
+        shortcut, dproject = _shortcut_blocks_grad(grad, x, w_project, indices, *options)
+    elif w_project is not None:
+        shortcut, dproject, *_ = conv2d_grad(
+            grad_y, x, w_project, strides=strides, precision=precision
+        )
+    else:
+        shortcut, dproject = grad_y, None
+    wide = compute_dtype(x.dtype)
+    dx[...] = dx.astype(wide, copy=False) + shortcut.astype(wide, copy=False)
     return BottleneckGradients(dx, dweights, dproject, dbase)
+
+
+RES_BLOCK_GRAD = Operator(
+    "sparse_res_block_bottleneck_grad",
+    arrays=(
+        "grad_y", "x", *WEIGHTS, "w_project", "bin_counts", "active_block_indices", "base",
+    ),
+    options=("block_params", "strides", "precision"),
+    infer=_infer,
+    plan=_plan,
+    results=(),
+)  # fmt: skip
 
 
 def _residual_grad(grad, x, weights, indices, block_params, strides, precision):
@@ -160,7 +209,8 @@ def _shortcut_blocks_grad(grad, x, w_project, indices, block_params, strides, pr
     """Return the gradients of x and of the projection for the shortcut's stack."""
     if w_project is None:
         return sparse_gather_grad(grad, *indices, x, bsize=block_params.bsize_out).x, None
-    grid = shortcut_grid(block_params, strides)
+    names = ("bsize", "boffset", "bstride")
+    grid = dict(zip(names, shortcut_grid(block_params, strides), strict=True))
     blocks = sparse_gather(x, *indices, **grid)
     options = {"strides": strides, "padding": "VALID", "precision": precision}
     dblocks, dproject, *_ = conv2d_grad(grad, blocks, w_project, **options)

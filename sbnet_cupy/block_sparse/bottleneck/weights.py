@@ -11,10 +11,12 @@ from ...core.arrays import ArrayContainer, array_function, compute_dtype, is_flo
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array, check_contiguous
 from ...core.packed import Packed
+from ...core.spec import spec_of
 from ...dense.conv2d import check_precision
 from ...errors import DTypeError, ShapeError
 
 _TABLES = ("scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
+WEIGHTS = ("w1", "w2", "w3", *_TABLES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,11 +168,18 @@ def plain_of(weights):
     return weights.weights if isinstance(weights, PackedBottleneck) else weights
 
 
+def arrays_of_unit(x, weights):
+    """Return the arrays of the weights of a unit on the image x; raise where they are none."""
+    if not isinstance(weights, BottleneckWeights):
+        check_weights(spec_of(x), weights)
+    return weights._arrays()
+
+
 def resolve_precision(weights, precision):
     """Return the precision of the call; a PackedBottleneck has its own."""
-    check_precision(precision)
     own = getattr(weights, "precision", precision)
-    if precision is not None and precision != own:
+    if precision is not None and precision is not own and precision != own:
+        check_precision(precision)
         raise ValueError(
             f"precision must be {own!r}, that of the PackedBottleneck weights, got {precision!r}"
         )
@@ -186,9 +195,10 @@ def widened(weights):
 @partial(array_function, takes_strided=True)
 def _fold(gamma, beta, mean, variance, eps, name):
     """Return scale and shift of a batch norm, in float32 or float64."""
-    check_array(f"{name} gamma", gamma, ndim=1, kinds="f")
+    like = spec_of(gamma)
+    check_array(f"{name} gamma", like, ndim=1, kinds="f")
     for part, value in (("beta", beta), ("mean", mean), ("variance", variance)):
-        check_array(f"{name} {part}", value, shape=gamma.shape, kinds="f", like=gamma)
+        check_array(f"{name} {part}", spec_of(value), shape=like.shape, kinds="f", like=like)
     xp, wide = namespace(gamma), compute_dtype(gamma.dtype)
     gamma, beta, mean, variance = (a.astype(wide) for a in (gamma, beta, mean, variance))
     scale = gamma / xp.sqrt(variance + wide.type(eps))

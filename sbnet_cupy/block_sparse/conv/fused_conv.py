@@ -1,28 +1,37 @@
 """fused_conv: a convolution at the active blocks, from image to image."""
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ...core import launch as kernels
-from ...core.arrays import address, array_function, dtype_name, is_cupy, vector_bytes, zeros
+from ...core.arrays import array_function, dtype_name, empty, vector_bytes, zeros
 from ...core.byte_order import check_byte_orders
-from ...core.checks import apart, apart_from, check_apart, check_array, check_contiguous, check_out
+from ...core.checks import check_array, check_contiguous, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.device import current_device
-from ...core.plans import Plans
+from ...core.operator import Operator, Plan, whole_pieces
+from ...core.packed import PackedPlan
 from ...dense.activation import ACTIVATIONS, apply_activation
-from ...dense.conv2d import Problem, conv2d, resolve_problem
+from ...dense.conv2d import Problem, resolve_problem
+from ...dense.im2col import convolve
 from ...errors import DTypeError
 from ..checks import LARGEST, MOST_BLOCKS, check_indices, cut_blocks, resolve_expected
 from ..corners import CHUNK_BYTES
-from ..gather_scatter.sparse_gather import sparse_gather
-from ..gather_scatter.sparse_scatter import sparse_scatter
-from ..grid import resolve_grid
-from .plan import Case, plan_for, tiles_of_block
-from .weights import PackedWeights, prepare_pack, resolve_weights
+from ..gather_scatter.sparse_gather import gather_numpy
+from ..gather_scatter.sparse_scatter import scatter_numpy
+from ..grid import Grid, Layout, resolve_grid
+from .config import Case, configure_conv, tiles_of_block
+from .weights import (
+    PackedWeights,
+    arrays_of_weights,
+    check_weights,
+    plain_weights,
+    prepare_pack,
+)
 
 
 @array_function
@@ -114,118 +123,163 @@ def fused_conv(
            [0., 0., 0., 0., 0., 0.],
            [0., 0., 0., 0., 0., 0.]], dtype=float32)
     """
-    packed = isinstance(w, PackedWeights)
-    inputs = (x, w.w if packed else w, bin_counts, active_block_indices, scale, bias, residual)
-    plans, key = _PLANS, None
-    if is_cupy(x):
-        options = (bsize, strides, padding, activation, data_format, w_format, precision, expected)
-        plans = w.launches if packed else _PLANS
-        own = () if packed else inputs[1:2]  # what is packed has its own plans
-        others = (x, bin_counts, active_block_indices, residual)
-        key = plans.key((*others, out, scale, bias, *own), options)
-    launch = plans.get(key)
-    at_once = launch is not None and packed and out is not None
-    if at_once and apart(out, others) and apart_from(out, w.extents):
-        launch(*inputs, out)
-        return out
-    if launch is None:
-        weights = resolve_weights(w, scale, bias, w_format, precision)
-        call = _check(inputs, weights, bsize, strides, padding, activation, data_format, expected)
-    shape = (launch or call).shape
-    named = zip(_ARRAY_NAMES, inputs, strict=True)
+    w_array, scale_array, bias_array, w_format, precision = arrays_of_weights(
+        w, scale, bias, w_format, precision
+    )
+    read = (
+        x, w_array, bin_counts, active_block_indices, scale_array, bias_array, residual
+    )  # fmt: skip
+    options = (bsize, strides, padding, activation, data_format, w_format, precision, expected)
+    plan = FUSED_CONV.plan_for((*read, out), options)
     if out is None:
-        out = zeros(shape, x.dtype, x)
-    elif launch is None:
-        check_out(out, shape, x.dtype, x, named)
+        out = zeros(plan.shape, x.dtype, x)
     else:
-        check_apart(out, named)
-    if launch is not None:
-        launch(*inputs, out)
-    elif not out.size:
-        pass  # no pixel to write
-    elif is_cupy(x):
-        launch = _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, packed)
-        plans.keep(key, launch)(*inputs, out)
-    else:
-        _fused_conv_numpy(x, bin_counts, active_block_indices, residual, out, weights, call)
+        check_written(out, _READ, read)
+    plan.run(x, w, bin_counts, active_block_indices, scale, bias, residual, out)
     return out
 
 
-_PLANS = Plans()
+_READ = ("x", "w", "bin_counts", "active_block_indices", "scale", "bias", "residual")
 
 
-def launch_of_conv(x, bin_counts, active_block_indices, out, w, bias, options):
-    """Return the launch that a call with plain weights left, or None.
-
-    Its ``pack`` takes w, scale and bias; ``run`` takes x, what that packed, the residual,
-    bin_counts, active_block_indices and out.
-    """
-    arrays = (x, bin_counts, active_block_indices, None, out, None, bias, w)
-    return _PLANS.get(_PLANS.key(arrays, options))
-
-
-_ARRAY_NAMES = ("x", "w", "bin_counts", "active_block_indices", "scale", "bias", "residual")
-
-
-class _Call(NamedTuple):
-    """A checked call without its arrays."""
+class Convolution(NamedTuple):
+    """A checked convolution at active blocks, without its arrays."""
 
     problem: Problem
     bsize: tuple[int, int]  # no larger than the result
-    shape: tuple  # of the result
     rows: int  # that are expected to be active
 
 
-def _check(inputs, weights, bsize, strides, padding, activation, data_format, expected):
-    """Check all arguments but out; return them resolved."""
-    x, w, bin_counts, active_block_indices, *_, residual = inputs
-    options = (activation, data_format, weights.w_format, weights.precision)
-    problem = resolve_problem(x, w, strides, padding, *options)
+def _resolve(specs, options):
+    """Check all arguments; return the spec of the result and the Convolution."""
+    x, w, bin_counts, active_block_indices, scale, bias, residual, out = specs
+    bsize, *convolution, expected = options
+    *_, w_format, precision = convolution
+    check_weights(w, scale, bias, w_format, precision)
+    problem = resolve_problem(x, w, *convolution)
     check_indices(bin_counts, active_block_indices, like=x)
     bsize = cut_blocks(resolve_grid(bsize, (0, 0), None).bsize, problem.out_size)
-    shape = (len(x), *problem.out_shape)
+    result = x.new((x.shape[0], *problem.out_shape))
     if residual is not None:
-        check_array("residual", residual, shape=shape, like=x)
+        check_array("residual", residual, shape=result.shape, like=x)
         if residual.dtype != x.dtype:
             check_byte_orders({"x": x, "residual": residual})
             raise DTypeError(
                 f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}; use astype"
             )
         check_contiguous("residual", residual)
-    return _Call(problem, bsize, shape, resolve_expected(expected, active_block_indices))
+    rows = resolve_expected(expected, active_block_indices)
+    check_result(out, result)
+    return result, Convolution(problem, bsize, rows)
 
 
-def _fused_conv_numpy(x, bin_counts, active_block_indices, residual, out, weights, call):
-    """Gather, convolve in float32 or float64, scatter; some rows of the list at a time."""
-    problem, bsize = call.problem, call.bsize
-    w, scale, bias = weights.plain()
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    return plan_fused_conv(specs, *_resolve(specs, options))
+
+
+def plan_fused_conv(specs, result, convolution):
+    """Return the plan of a checked call. What it runs takes a PackedWeights, too, in place of w."""
+    x, _, _, active_block_indices, _, _, residual, out = specs
+    if not result.size:
+        return Plan((result,), _nothing_convolved)
+    if x.on_gpu:
+        rows, out = active_block_indices.shape[0], out or result
+        return _plan_cuda(x, rows, residual, out, result, convolution)
+    stack = _plan_stack(x, convolution)
+    return Plan((result,), functools.partial(_fused_conv_numpy, stack=stack))
+
+
+def _nothing_convolved(*arrays):
+    """Write a result with no elements."""
+
+
+class _Stack(NamedTuple):
+    """How the NumPy body reads, convolves and writes some rows of the list."""
+
+    gather: Callable
+    gather_residual: Callable
+    scatter: Callable
+    problem: Problem
+    w_format: str
+    activation: str | None
+    bsize: tuple[int, int]  # of a block that is read
+    bsize_out: tuple[int, int]
+
+
+def _plan_stack(x, convolution):
+    """Plan the copies and the convolution of the stack, which is NHWC whatever the image is."""
+    problem, bsize, _ = convolution
     axes = list(zip(bsize, problem.kernel, problem.strides, strict=True))
-    grid = {
-        "bsize": tuple((b - 1) * s + k for b, k, s in axes),
-        "boffset": tuple(-before for before, _ in problem.pads),
-        "bstride": tuple(b * s for b, _, s in axes),
-    }
-    last = problem.channels_last
-    layout = {"data_format": "NHWC" if last else "NCHW", "transpose": not last}  # NHWC stacks
-    convolution = {"strides": problem.strides, "padding": "VALID", "scale": scale, "bias": bias}
+    grid = Grid(
+        bsize=tuple((b - 1) * s + k for b, k, s in axes),
+        boffset=tuple(-before for before, _ in problem.pads),
+        bstride=tuple(b * s for b, _, s in axes),
+    )
+    last, images = problem.channels_last, x.shape[0]
+    (height, width), channels = (x.shape[1:3], x.shape[3]) if last else (x.shape[2:], x.shape[1])
+    image = Layout(images, height, width, channels, last, True)
+    result = Layout(images, *problem.out_size, problem.channels_out, last, True)
+    written = Grid(bsize, (0, 0), bsize)
+    return _Stack(
+        functools.partial(gather_numpy, layout=image, grid=grid, activation=None),
+        functools.partial(gather_numpy, layout=result, grid=written, activation=None),
+        functools.partial(scatter_numpy, layout=result, grid=written, add=False, overlap=False),
+        stack_problem(problem, bsize)._replace(w_format="HWIO", activation=None),
+        problem.w_format,
+        problem.activation,
+        grid.bsize,
+        bsize,
+    )
+
+
+def stack_problem(problem, bsize_out):
+    """Return the convolution of a stack whose blocks give ``bsize_out`` pixels: with no padding."""
+    return problem._replace(pads=((0, 0), (0, 0)), out_size=tuple(bsize_out), channels_last=True)
+
+
+def _fused_conv_numpy(
+    x, w, bin_counts, active_block_indices, scale, bias, residual, out, *, stack
+):
+    """Gather, convolve in float32 or float64, scatter; some rows of the list at a time."""
+    if isinstance(w, PackedWeights):
+        w, scale, bias = w.plain()
+    else:
+        w, scale, bias = plain_weights(w, scale, bias, w_format=stack.w_format)
+    channels, channels_out = w.shape[2:]
     count = min(max(int(bin_counts[0]), 0), len(active_block_indices))
-    elements = max(math.prod(grid["bsize"]) * w.shape[2], math.prod(bsize) * w.shape[3])
+    elements = max(math.prod(stack.bsize) * channels, math.prod(stack.bsize_out) * channels_out)
     step = max(1, CHUNK_BYTES // (elements * w.itemsize))
     for start in range(0, count, step):
         rows = active_block_indices[start : min(start + step, count)]
         active = np.array([len(rows)], np.int32), rows
-        blocks = sparse_gather(x, *active, **grid, **layout).astype(w.dtype, copy=False)
-        blocks = conv2d(blocks, w, **convolution)
+        read = empty((len(rows), *stack.bsize, channels), x.dtype, x)
+        blocks = empty((len(rows), *stack.bsize_out, channels_out), w.dtype, x)
         with np.errstate(all="ignore"):  # infinities come with no warning, as on a GPU
+            if x.size:
+                stack.gather(x, *active, read, None, None)
+            else:
+                read[...] = 0
+            read = read.astype(w.dtype, copy=False)
+            convolve(read, w, blocks, scale, bias, stack.problem)
             if residual is not None:
-                blocks += sparse_gather(residual, *active, bsize=bsize, **layout)
-            blocks = apply_activation(blocks, problem.activation).astype(x.dtype, copy=False)
-        sparse_scatter(blocks, *active, out, bsize=bsize, **layout, out=out)
+                shown = empty(blocks.shape, x.dtype, x)
+                stack.gather_residual(residual, *active, shown, None, None)
+                blocks += shown
+            if stack.activation is not None:
+                blocks = apply_activation(blocks, stack.activation)
+            blocks = blocks.astype(x.dtype, copy=False)
+        stack.scatter(blocks, *active, None, out)
 
 
 def missing_kernel(x, problem, bsize, rows):
-    """Return for what there is no CUDA kernel; None where there is one for ``x``."""
-    if not len(x) or 0 in problem.out_size:
+    """Return for what there is no CUDA kernel; None where there is one for the spec ``x``."""
+    if not x.shape[0] or 0 in problem.out_size:
         return None  # nor is one needed
     name, device = dtype_name(x.dtype), current_device()
     if name == "float64" or (name == "bfloat16" and not device.tensor_floats):
@@ -236,10 +290,10 @@ def missing_kernel(x, problem, bsize, rows):
     if max(*sizes, *problem.pads[0], *problem.pads[1]) > LARGEST:
         return f"sizes above 2**30, such as those of x {x.shape} with padding {problem.pads}"
     case, bsize = _case(x, problem, device), cut_blocks(bsize, problem.out_size)
-    plan = _plan(case, x, problem, bsize, rows)
-    if plan is None:
+    config = _configuration(case, x, problem, bsize, rows)
+    if config is None:
         return f"a window of {problem.kernel} pixels: it does not fit this GPU's shared memory"
-    if max(tiles_of_block(bsize, plan.tile), plan.slices(case)) > MOST_BLOCKS:
+    if max(tiles_of_block(bsize, config.tile), config.slices(case)) > MOST_BLOCKS:
         return f"blocks as large as {bsize} with {problem.channels_out} output channels"
     return None
 
@@ -258,13 +312,13 @@ def packed_bytes(x, problem, bsize, rows):
     if missing_kernel(x, problem, bsize, rows) is not None:
         return 0
     case, bsize = _case(x, problem, current_device()), cut_blocks(bsize, problem.out_size)
-    return _plan(case, x, problem, bsize, rows).packed_bytes(case)
+    return _configuration(case, x, problem, bsize, rows).packed_bytes(case)
 
 
-def _plan(case, x, problem, bsize, rows):
-    """Return the plan for about so many active rows; whether vectors are whole changes none."""
-    pixels = len(x) * math.prod(problem.out_size)
-    return plan_for(case, rows, bsize, pixels, current_device())
+def _configuration(case, x, problem, bsize, rows):
+    """Return the instance for about so many active rows; whether vectors are whole changes none."""
+    pixels = x.shape[0] * math.prod(problem.out_size)
+    return configure_conv(case, rows, bsize, pixels, current_device())
 
 
 def _case(x, problem, device, vectors_in=False, vectors_out=False):
@@ -284,56 +338,62 @@ def _case(x, problem, device, vectors_in=False, vectors_out=False):
     )
 
 
-class _Launch(NamedTuple):
-    """A checked call: the shape of the result, where the weights are packed, and the kernel."""
+def _plan_cuda(x, rows, residual, out, result, convolution):
+    """Prepare one launch over the rows of the list; see fused_conv.cu."""
+    problem, bsize, expected = convolution
+    require_kernel(x, problem, bsize, expected)
 
-    shape: tuple
-    how: tuple  # weights are packed
-    packed: Any  # array of bytes; None where weights are packed at each call
-    pack: Callable
-    run: Callable
-
-    def __call__(self, x, w, bin_counts, active_block_indices, scale, bias, residual, out):
-        packed = self.pack(w, scale, bias) if self.packed is None else self.packed
-        self.run(x, packed, residual, bin_counts, active_block_indices, out)
-
-
-def _fused_conv_cuda(x, active_block_indices, residual, out, weights, call, keep):
-    """Prepare one launch over the rows of the list.
-
-    See cuda_src/block_sparse/conv/fused_conv.cu.
-    """
-    problem, bsize = call.problem, call.bsize
-    require_kernel(x, problem, bsize, call.rows)
-
-    def whole_vectors(channels, *arrays):
-        multiples = (channels * x.dtype.itemsize, *(address(a) for a in arrays if a is not None))
+    def whole_vectors(channels, *specs):
+        multiples = (channels * x.dtype.itemsize, *(s.alignment for s in specs if s is not None))
         return problem.channels_last and vector_bytes(*multiples) == 16
 
     channels = x.shape[3 if problem.channels_last else 1]
     vectors = whole_vectors(channels, x), whole_vectors(problem.channels_out, out, residual)
-    device = current_device()
-    case = _case(x, problem, device, *vectors)
-    plan = _plan(case, x, problem, bsize, call.rows)
-    rows = len(active_block_indices)
+    case = _case(x, problem, current_device(), *vectors)
+    config = _configuration(case, x, problem, bsize, expected)
     blocks = tuple(-(-n // b) for n, b in zip(problem.out_size, bsize, strict=True))
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
-    sizes = (rows, len(x), channels, *image_hw, problem.channels_out, *problem.out_size)
+    sizes = (rows, x.shape[0], channels, *image_hw, problem.channels_out, *problem.out_size)
     (top, _), (left, _) = problem.pads
-    run = kernels.prepare(
+    launch = kernels.prepare(
         "block_sparse/conv/fused_conv",
         "fused_conv",
-        plan.template(case),
-        (rows, plan.slices(case), tiles_of_block(bsize, plan.tile)),
-        plan.threads,
+        config.template(case),
+        (rows, config.slices(case), tiles_of_block(bsize, config.tile)),
+        config.threads,
         6,
-        (*sizes, *bsize, *blocks, top, left, plan.chunks, int(problem.channels_last)),
-        shared=plan.shared_bytes(case),
+        (*sizes, *bsize, *blocks, top, left, config.chunks, int(problem.channels_last)),
+        shared=config.shared_bytes(case),
         persistent=True,
         dependent=True,
     )
-    pack, packed = prepare_pack(case, plan, weights.w_format), None
-    how = (*plan.pack_template(case), plan.chunks, weights.w_format)
-    if keep:
-        packed = weights.packed(how, pack)
-    return _Launch(call.shape, how, packed, pack, run)
+    pack = prepare_pack(case, config, problem.w_format)
+    how = (*config.pack_template(case), config.chunks, problem.w_format)
+
+    def run(x, w, bin_counts, active_block_indices, scale, bias, residual, out):
+        packed = w.packed(how, pack) if isinstance(w, PackedWeights) else pack(w, scale, bias)
+        launch(x, packed, residual, bin_counts, active_block_indices, out)
+
+    return PackedPlan(
+        (result,),
+        run,
+        launch,
+        operands=(0, 8, 6, 2, 3, 7),
+        scratch=whole_pieces(pack.nbytes),
+        base=(),
+        pack=pack,
+        how=how,
+        weights=(1, 4, 5),
+    )
+
+
+FUSED_CONV = Operator(
+    "fused_conv",
+    arrays=(*_READ, "out"),
+    options=(
+        "bsize", "strides", "padding", "activation", "data_format", "w_format", "precision",
+        "expected",
+    ),
+    infer=_infer,
+    plan=_plan,
+)  # fmt: skip

@@ -1,25 +1,41 @@
 """Convolution of the active blocks of an image: by one kernel, or gather, convolve, scatter."""
 
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
-from ...core.arrays import array_function, compute_dtype, empty, is_cupy, namespace, same_memory
-from ...core.checks import apart, check_array, check_out
+from ...core.arrays import array_function, empty, same_memory
+from ...core.checks import check_array, check_result, check_written
 from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
-from ...core.plans import Plans
-from ...dense.conv2d import Problem, conv2d, resolve_problem
-from ...errors import ShapeError
+from ...core.operator import Operator, Plan
+from ...core.packed import PackedPlan
+from ...core.spec import spec_of
+from ...dense.conv2d import plan_conv2d, resolve_problem
 from ..active_grid import check_active_grid
 from ..block_params import BlockParams, calc_block_params
-from ..checks import check_base, check_block_params, check_indices, check_method, split_indices
-from ..from_mask import batch_of_one, find_blocks, is_mask, takes_blocks_from
-from ..gather_scatter.sparse_gather import sparse_gather
-from ..gather_scatter.sparse_scatter import sparse_scatter
+from ..checks import (
+    arrays_of_list,
+    check_base,
+    check_block_params,
+    check_indices,
+    check_method,
+    cut_blocks,
+    plain_params,
+)
+from ..from_mask import find_blocks, is_mask, takes_blocks_from
+from ..gather_scatter.sparse_gather import plan_gather
+from ..gather_scatter.sparse_scatter import plan_scatter
+from ..grid import Grid, resolve_layout
 from ..mask.reduce_mask import reduce_mask
-from .fused_conv import fused_conv, missing_kernel, require_kernel
-from .weights import PackedWeights, resolve_weights
+from .fused_conv import (
+    Convolution,
+    missing_kernel,
+    plan_fused_conv,
+    require_kernel,
+    stack_problem,
+)
+from .weights import PackedWeights, arrays_of_weights, check_weights
 
 
 @array_function
@@ -123,64 +139,57 @@ def sparse_conv2d(
     >>> bool((sparse_conv2d(x, w, active, params) == y).all())
     True
     """
+    w_array, scale, bias_array, w_format, precision = arrays_of_weights(
+        w, None, bias, w_format, precision
+    )
     if takes_blocks_from(indices, bsize, capacity):
-        weights = resolve_weights(w, None, bias, w_format, precision)
-        options = (activation, data_format, weights.w_format, weights.precision)
-        problem = resolve_problem(x, weights.w, strides, padding, *options)
+        weights = map(spec_of, (w_array, scale, bias_array))
+        options = (strides, padding, activation, data_format, w_format, precision)
+        problem = _resolve_problem(spec_of(x), *weights, options)
         given = (indices, block_params, bsize, capacity)
         indices, block_params = blocks_of_problem(x, problem, *given)
-    indices = split_indices(indices)
-    packed = isinstance(w, PackedWeights)
-    inputs = (x, *(w._given() if packed else (w, None)), bias, *indices)
-    options = (strides, padding, activation, data_format, w_format, precision, method)
-    own = (w.w_format, w.precision) if packed else None
-    key = call_key((*inputs, base, out), block_params, (options, own))
-    plan = _PLANS.get(key)
-    if plan is None or not stays_apart(out, inputs, base):
-        plan = _checked(x, w, indices, block_params, bias, base, out, *options)
-        _PLANS.keep(key, plan)
-    check_active_grid(indices, plan.shape[0], block_params.bcount)
-
-    y = _background(plan.shape, x, base, out)
-    if not plan.fused:
-        weights = resolve_weights(w, None, bias, w_format, precision)
-        with memory_of_graphs(x):
-            return _gathered(x, weights, indices, block_params, plan.problem, y)
-    return fused_conv(
-        x, w, *indices, bsize=block_params.bsize_out, strides=strides, padding=padding, bias=bias,
-        activation=activation, data_format=data_format, w_format=w_format, precision=precision,
-        out=y,
+    bin_counts, active_block_indices = arrays_of_list(indices)
+    read = (x, w_array, bin_counts, active_block_indices, scale, bias_array)
+    options = (
+        plain_params(block_params, calc_block_params), strides, padding, activation, data_format,
+        w_format, precision, method,
     )  # fmt: skip
+    plan = SPARSE_CONV2D.plan_for((*read, base, out), options)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
+    if out is None:
+        out = empty(plan.shape, x.dtype, x)
+    elif base is None or same_memory(out, base):
+        check_written(out, _READ[:-1], read)
+    else:
+        check_written(out, _READ, (*read, base))
+    plan.run(x, w, bin_counts, active_block_indices, scale, bias, base, out)
+    return out
 
 
-_PLANS = Plans()  # calls that were checked
+_READ = ("x", "w", "bin_counts", "active_block_indices", "scale", "bias", "base")
 
 
-class _Plan(NamedTuple):
-    """A checked call without its arrays."""
-
-    problem: Problem
-    shape: tuple  # of the result
-    fused: bool  # by one kernel, or else on a stack
-
-
-def _checked(x, w, indices, block_params, bias, base, out, strides, padding, activation,
-             data_format, w_format, precision, method):  # fmt: skip
-    """Check all arguments; return what is to be done."""
+def _resolve(specs, options):
+    """Check all arguments; return the spec of the result, the Problem and the BlockParams."""
+    x, w, bin_counts, active_block_indices, scale, bias, base, out = specs
+    block_params, *convolution, method = options
     check_method(method)
-    weights = resolve_weights(w, None, bias, w_format, precision)
-    options = (activation, data_format, weights.w_format, weights.precision)
-    problem = resolve_problem(x, weights.w, strides, padding, *options)
+    problem = _resolve_problem(x, w, scale, bias, convolution)
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
-    calculated = (image_hw, problem.kernel, problem.strides, padding)
+    calculated = (image_hw, problem.kernel, problem.strides, convolution[1])
+    block_params = BlockParams(*block_params)
     check_block_params(block_params, calc_block_params, *calculated)
-    shape = (x.shape[0], *problem.out_shape)
-    check_base(base, shape, x)
-    check_indices(*indices, like=x)
-    if out is not None:
-        _check_out(out, shape, x, weights, indices, base)
-    kernel_for = (x, problem, block_params.bsize_out, len(indices[1]))
-    return _Plan(problem, shape, goes_fused(method, is_cupy(x), kernel_for))
+    result = x.new((x.shape[0], *problem.out_shape))
+    check_base(base, result.shape, x)
+    check_indices(bin_counts, active_block_indices, like=x)
+    check_result(out, result)
+    return result, problem, block_params
+
+
+def _resolve_problem(x, w, scale, bias, options):
+    """Check the image and the weights; return the Problem."""
+    check_weights(w, scale, bias, *options[-2:])
+    return resolve_problem(x, w, *options)
 
 
 def blocks_of_problem(x, problem, indices, block_params, bsize, capacity):
@@ -192,126 +201,76 @@ def blocks_of_problem(x, problem, indices, block_params, bsize, capacity):
     return find_blocks(indices, block_params, bsize, capacity, convolution, reduce_mask)
 
 
-def call_key(arrays, block_params, options):
-    """Return the key of a layer's call with CuPy arrays, x first; None if there are none."""
-    if not is_cupy(arrays[0]) or not isinstance(block_params, BlockParams):
-        return None
-    return Plans.key(arrays, (*vars(block_params).values(), options))
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
 
 
-def stays_apart(out, inputs, base):
-    """Whether ``out`` surely shares no memory with CuPy arrays; the base may be it."""
-    if out is None:
-        return True
-    others = inputs if base is None or same_memory(out, base) else (*inputs, base)
-    return apart(out, others)
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call, which holds those of its operations."""
+    x, w, bin_counts, active_block_indices, scale, bias, _, out = specs
+    result, problem, block_params = _resolve(specs, options)
+    rows, method = active_block_indices.shape[0], options[-1]
+    if goes_fused(method, x.on_gpu, (x, problem, block_params.bsize_out, rows)):
+        bsize = cut_blocks(block_params.bsize_out, problem.out_size)
+        inner = (x, w, bin_counts, active_block_indices, scale, bias, None, out)
+        return _plan_fused(plan_fused_conv(inner, result, Convolution(problem, bsize, rows)))
+    return _plan_gathered(x, rows, out or result, result, problem, block_params)
 
 
-def _background(shape, x, base, out):
-    """Return ``out``, or fresh memory, holding the base, or 0."""
-    if out is None:
-        out = empty(shape, x.dtype, x)
+def _plan_fused(plan):
+    """Return the plan of the layer from that of :func:`fused_conv`."""
+
+    def run(x, w, bin_counts, active_block_indices, scale, bias, base, out):
+        fill_background(base, out)
+        plan.run(x, w, bin_counts, active_block_indices, scale, bias, None, out)
+
+    if not isinstance(plan, PackedPlan):
+        return Plan(plan.results, run, base=(6,))
+    operands = (*plan.operands[:2], None, *plan.operands[3:])  # no residual
+    return replace(plan, run=run, operands=operands, base=(6,))
+
+
+def _plan_gathered(x, rows, out, result, problem, block_params):
+    """Plan to gather blocks, convolve the stack, and scatter the results over ``out``."""
+    last = problem.channels_last
+    image = resolve_layout(x, "NHWC" if last else "NCHW", not last)  # NHWC stacks
+    shown = resolve_layout(result, "NHWC" if last else "NCHW", not last)
+    grid = Grid(block_params.bsize, block_params.boffset, block_params.bstride)
+    written = Grid(block_params.bsize_out, (0, 0), block_params.bsize_out)
+    read = x.new(image.blocks_shape(rows, grid.bsize))
+    made = x.new(shown.blocks_shape(rows, written.bsize))
+    gather = plan_gather((x, None, None, read, None, None), read, image, grid, None)
+    convolve = plan_conv2d(made, stack_problem(problem, written.bsize))
+    table = x.new((rows, 3), np.int32)
+    scatter = plan_scatter((made, None, table, result, out), shown, written, False, False)
+
+    def run(x, w, bin_counts, active_block_indices, scale, bias, base, out):
+        if isinstance(w, PackedWeights):
+            w, scale, bias = w.w, w.scale, w.bias
+        fill_background(base, out)
+        blocks = empty(read.shape, x.dtype, x)
+        gather.run(x, bin_counts, active_block_indices, blocks, None, None)
+        results = empty(made.shape, x.dtype, x)
+        convolve.run(blocks, w, scale, bias, results)
+        scatter.run(results, bin_counts, active_block_indices, None, out)
+
+    if not x.on_gpu:
+        return Plan((result,), run, base=(6,))
+
+    def run_on_gpu(x, *arrays):
+        with memory_of_graphs(x):
+            run(x, *arrays)
+
+    return Plan((result,), run_on_gpu, base=(6,))
+
+
+def fill_background(base, out):
+    """Write the base to ``out``, or zeros; nothing where they are the same memory."""
     if base is None:
         out.fill(0)
-    elif not same_memory(out, base):
+    elif base is not out and not same_memory(out, base):
         copy_image(base, out)
-    return out
-
-
-def _gathered(x, weights, indices, block_params, problem, y):
-    """Gather blocks, convolve the stack, scatter the results over ``y``."""
-    data_format = "NHWC" if problem.channels_last else "NCHW"
-    layout = {"data_format": data_format, "transpose": not problem.channels_last}  # NHWC stacks
-    blocks = sparse_gather(
-        x,
-        *indices,
-        bsize=block_params.bsize,
-        boffset=block_params.boffset,
-        bstride=block_params.bstride,
-        **layout,
-    )
-    blocks = conv2d(
-        blocks, weights.w, strides=problem.strides, padding="VALID", scale=weights.scale,
-        bias=weights.bias, activation=problem.activation, w_format=weights.w_format,
-        precision=weights.precision,
-    )  # fmt: skip
-    return sparse_scatter(blocks, *indices, y, bsize=block_params.bsize_out, **layout, out=y)
-
-
-@array_function
-def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
-    """Convolve densely, then multiply by the mask pooled with the kernel's window.
-
-    What a sparse convolution should compute where its mask is set, at the full price: a check, not
-    the fast path. The pooled mask is the maximum over the window, with the strides and padding of
-    the convolution; pixels outside the image are skipped, and a window wholly outside gives 0.
-
-    Parameters
-    ----------
-    x : array, shape (N, H, W, C)
-        Images; float16, bfloat16, float32 or float64.
-    w : array, shape (R, S, C, K)
-        Kernel, of the dtype of ``x``.
-    mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
-        bool, integer or float. The pooled value itself is the factor: 0 or 1 for a bool mask.
-    strides : int or (int, int)
-        Steps between output pixels.
-    padding : "SAME", "VALID", int, (int, int) or ((top, bottom), (left, right))
-        As for :func:`conv2d`.
-    precision : None, "ieee" or "tf32"
-        As for :func:`conv2d`.
-
-    Returns
-    -------
-    y : array, shape (N, H', W', K)
-        In the dtype, in the library and on the device of ``x``.
-
-    Raises
-    ------
-    ShapeError
-        If the sizes of ``mask`` and ``x`` differ.
-
-    Source: Ren et al. 2018, arXiv:1801.02108; ``mask_conv2d`` of its reference implementation.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> mask = np.eye(3, dtype=bool)[None]
-    >>> y = mask_conv2d(np.ones((1, 3, 3, 2)), np.ones((1, 1, 2, 1)), mask, 1, "VALID")
-    >>> y[0, :, :, 0]
-    array([[2., 0., 0.],
-           [0., 2., 0.],
-           [0., 0., 2.]])
-    """
-    problem = resolve_problem(x, w, strides, padding, None, "NHWC", "HWIO", precision)
-    mask = batch_of_one(mask)
-    check_array("mask", mask, ndim=(3, 4), kinds="biuf", like=x)
-    if mask.shape[:3] != x.shape[:3] or mask.shape[3:] not in ((), (1,)):
-        n, h, width, _ = x.shape
-        raise ShapeError(
-            f"mask must have shape ({n}, {h}, {width}) or ({n}, {h}, {width}, 1), the size of x, "
-            f"got {mask.shape}"
-        )
-    y = conv2d(x, w, strides=strides, padding=padding, precision=precision)
-    pooled = _max_pool(mask.reshape(mask.shape[:3]).astype(compute_dtype(x.dtype)), problem)
-    with np.errstate(all="ignore"):  # infinity times 0 is NaN, with no warning, as on a GPU
-        y[...] = y.astype(pooled.dtype, copy=False) * pooled[..., None]
-    return y
-
-
-def _max_pool(mask, problem):
-    """Pool a float mask ``[N, H, W]`` with the window, strides and padding of a convolution."""
-    xp = namespace(mask)
-    n, h, w = mask.shape
-    (top, bottom), (left, right) = problem.pads
-    padded = xp.full((n, h + top + bottom, w + left + right), -xp.inf, mask.dtype)
-    padded[:, top : top + h, left : left + w] = mask
-    pooled = xp.full((n, *problem.out_size), -xp.inf, mask.dtype)
-    (step_h, step_w), (rows, columns) = problem.strides, problem.out_size
-    for r, s in np.ndindex(problem.kernel):
-        window = padded[:, r : r + rows * step_h : step_h, s : s + columns * step_w : step_w]
-        xp.maximum(pooled, window[:, :rows, :columns], out=pooled)
-    return xp.where(pooled == -xp.inf, mask.dtype.type(0), pooled)
 
 
 def goes_fused(method, on_gpu, kernel_for):
@@ -326,10 +285,13 @@ def goes_fused(method, on_gpu, kernel_for):
     return method == "fused"
 
 
-def _check_out(out, shape, x, weights, indices, base):
-    """Check ``out``: it may be base, and overlap nothing else."""
-    inputs = [("x", x), ("w", weights.w), ("bias", weights.bias), ("scale", weights.scale)]
-    inputs += zip(("bin_counts", "active_block_indices"), indices, strict=True)
-    if base is not None and not same_memory(out, base):
-        inputs.append(("base", base))
-    check_out(out, shape, x.dtype, x, inputs)
+SPARSE_CONV2D = Operator(
+    "sparse_conv2d",
+    arrays=(*_READ, "out"),
+    options=(
+        "block_params", "strides", "padding", "activation", "data_format", "w_format", "precision",
+        "method",
+    ),
+    infer=_infer,
+    plan=_plan,
+)  # fmt: skip

@@ -3,15 +3,24 @@
 from typing import Any, NamedTuple
 
 from ...core.arrays import array_function
+from ...core.operator import Operator, Plan
+from ...core.spec import spec_of
 from ...dense.conv2d import check_per_channel, resolve_problem
-from ...dense.conv2d_grad import check_grad, check_wanted, conv2d_grad
+from ...dense.conv2d_grad import check_grad, check_wanted, convolution_gradients
 from ..active_grid import check_active_grid
-from ..block_params import calc_block_params
-from ..checks import check_base, check_block_params, split_indices
+from ..block_params import BlockParams, calc_block_params
+from ..checks import (
+    arrays_of_list,
+    check_base,
+    check_block_params,
+    check_indices,
+    plain_params,
+)
 from ..from_mask import takes_blocks_from
 from ..gather_scatter.sparse_gather import sparse_gather
 from ..gather_scatter.sparse_gather_grad import sparse_gather_grad
 from ..gather_scatter.sparse_scatter_grad import sparse_scatter_grad
+from .fused_conv import stack_problem
 from .sparse_conv2d import blocks_of_problem
 
 
@@ -106,46 +115,95 @@ def sparse_conv2d_grad(
            [6., 9., 9.],
            [6., 9., 9.]])
     """
-    problem = resolve_problem(x, w, strides, padding, activation, data_format, w_format, precision)
     if takes_blocks_from(indices, bsize, capacity):
+        options = (strides, padding, activation, data_format, w_format, precision)
+        problem = resolve_problem(spec_of(x), spec_of(w), *options)
         given = (indices, block_params, bsize, capacity)
         indices, block_params = blocks_of_problem(x, problem, *given)
+    bin_counts, active_block_indices = arrays_of_list(indices)
+    arrays = (grad_y, x, w, bin_counts, active_block_indices, bias, base)
+    options = (
+        plain_params(block_params, calc_block_params), strides, padding, activation, data_format,
+        w_format, precision, wanted,
+    )  # fmt: skip
+    plan = SPARSE_CONV2D_GRAD.plan_for(arrays, options)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
+    return plan.run(*arrays)
+
+
+def _resolve(specs, options):
+    """Check all arguments; return the Problem and the BlockParams."""
+    grad_y, x, w, bin_counts, active_block_indices, bias, base = specs
+    block_params, *convolution, wanted = options
+    problem = resolve_problem(x, w, *convolution)
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
-    calculated = (image_hw, problem.kernel, problem.strides, padding)
+    calculated = (image_hw, problem.kernel, problem.strides, convolution[1])
+    block_params = BlockParams(*block_params)
     check_block_params(block_params, calc_block_params, *calculated)
     shape = (x.shape[0], *problem.out_shape)
     check_per_channel(None, bias, problem.channels_out, like=x)
     check_base(base, shape, x)
     check_wanted(wanted, SparseConvGradients._fields)
     check_grad("grad_y", grad_y, shape, x)
-    indices = split_indices(indices)
-    check_active_grid(indices, x.shape[0], block_params.bcount)
+    check_indices(bin_counts, active_block_indices, like=x)
+    return problem, block_params
 
-    layout = {"data_format": data_format, "transpose": not problem.channels_last}  # NHWC stacks
-    grad_blocks, dbase = split_gradient(
-        grad_y, indices, block_params, base is not None and "base" in wanted, **layout
+
+def _infer(specs, options):
+    """Check all arguments; return the specs of the gradients, None for those not computed."""
+    _resolve(specs, options)
+    _, x, w, _, _, bias, base = specs
+    given = (("x", x), ("w", w), ("bias", bias), ("base", base))
+    return tuple(
+        spec.new(spec.shape) if spec is not None and name in options[-1] else None
+        for name, spec in given
     )
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    problem, block_params = _resolve(specs, options)
+    wanted = options[-1]
+    layout = {
+        "data_format": "NHWC" if problem.channels_last else "NCHW",
+        "transpose": not problem.channels_last,  # NHWC stacks
+    }
     grid = {
         "bsize": block_params.bsize,
         "boffset": block_params.boffset,
         "bstride": block_params.bstride,
     }
-    gradients = conv2d_grad(
-        grad_blocks,
-        sparse_gather(x, *indices, **grid, **layout),
-        w,
-        strides=strides,
-        padding="VALID",
-        bias=bias,
-        activation=activation,
-        w_format=w_format,
-        precision=precision,
-        wanted=tuple(name for name in wanted if name != "base"),
-    )
-    dx = gradients.x
-    if dx is not None:
-        dx = sparse_gather_grad(dx, *indices, x, **grid, **layout).x
-    return SparseConvGradients(dx, gradients.w, gradients.bias, dbase)
+    stack = stack_problem(problem, block_params.bsize_out)
+
+    def run(grad_y, x, w, bin_counts, active_block_indices, bias, base):
+        indices = (bin_counts, active_block_indices)
+        base_wanted = base is not None and "base" in wanted
+        grad_blocks, dbase = split_gradient(grad_y, indices, block_params, base_wanted, **layout)
+        given = {"x": x, "w": w, "bias": bias}
+        names = {name for name in given if given[name] is not None and name in wanted}
+        blocks = sparse_gather(x, *indices, **grid, **layout)
+        gradients = convolution_gradients(
+            grad_blocks, blocks, w, None, bias, problem=stack, wanted=names
+        )
+        dx = gradients.x
+        if dx is not None:
+            dx = sparse_gather_grad(dx, *indices, x, **grid, **layout).x
+        return SparseConvGradients(dx, gradients.w, gradients.bias, dbase)
+
+    return Plan(_infer(specs, options), run)
+
+
+SPARSE_CONV2D_GRAD = Operator(
+    "sparse_conv2d_grad",
+    arrays=("grad_y", "x", "w", "bin_counts", "active_block_indices", "bias", "base"),
+    options=(
+        "block_params", "strides", "padding", "activation", "data_format", "w_format", "precision",
+        "wanted",
+    ),
+    infer=_infer,
+    plan=_plan,
+    results=(),
+)  # fmt: skip
 
 
 def split_gradient(grad_y, indices, block_params, base_wanted, **layout):

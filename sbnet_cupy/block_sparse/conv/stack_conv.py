@@ -6,43 +6,73 @@ the calling thread a tenth of the time of a library's graph, and leaves rows pas
 
 import numpy as np
 
-from ...core.arrays import empty, is_cupy, namespace
+from ...core.arrays import empty, namespace
 from ...core.graph_memory import is_capturing
-from ...core.plans import Plans
-from ...dense.conv2d import conv2d, resolve_problem
-from .fused_conv import fused_conv, missing_kernel
+from ...core.operator import Operator, Plan
+from ...dense.conv2d import plan_conv2d, resolve_problem
+from ..checks import cut_blocks
+from .fused_conv import Convolution, missing_kernel, plan_fused_conv
 
 _NUMBERS = {}  # device -> rows (b, 0, 0), the most that were needed
 _OUTGROWN = []  # other streams may still read them
 
 
-def stack_conv2d(blocks, w, bin_counts, *, strides=(1, 1), precision=None, **epilogue):
+def stack_conv2d(
+    blocks, w, bin_counts, *, strides=(1, 1), precision=None, scale=None, bias=None, activation=None
+):
     """Convolve the blocks below the count: :func:`conv2d` with ``padding="VALID"``.
 
-    ``epilogue`` is its scale, bias and activation. What other rows hold is not defined.
+    What other rows hold is not defined.
     """
-    if is_cupy(blocks):
-        key = _PLANS.key((blocks, w), (strides, precision))
-        shape = _PLANS.get(key) or _PLANS.keep(key, _shape(blocks, w, strides, precision))
-        if shape != _NO_KERNEL:
-            return fused_conv(
-                blocks, w, bin_counts, _numbers(blocks), bsize=shape[1:3], strides=strides,
-                padding="VALID", precision=precision, **epilogue,
-                out=empty(shape, blocks.dtype, blocks),
-            )  # fmt: skip
-    return conv2d(blocks, w, strides=strides, padding="VALID", precision=precision, **epilogue)
+    arrays = (blocks, w, bin_counts, scale, bias)
+    plan = STACK_CONV.plan_for(arrays, (strides, activation, precision))
+    out = empty(plan.shape, blocks.dtype, blocks)
+    plan.run(*arrays, out)
+    return out
 
 
-_PLANS = Plans()
-_NO_KERNEL = "none"
+def _infer(specs, options):
+    """Return the spec of the result."""
+    blocks, w, *_ = specs
+    return (blocks.new((blocks.shape[0], *_problem(blocks, w, *options).out_shape)),)
 
 
-def _shape(blocks, w, strides, precision):
-    """Return the shape of the result, or that there is no kernel for it."""
-    problem = resolve_problem(blocks, w, strides, "VALID", None, "NHWC", "HWIO", precision)
-    if missing_kernel(blocks, problem, problem.out_size, len(blocks)) is not None:
-        return _NO_KERNEL
-    return (len(blocks), *problem.out_shape)
+def _problem(blocks, w, strides, activation, precision):
+    return resolve_problem(blocks, w, strides, "VALID", activation, "NHWC", "HWIO", precision)
+
+
+def _plan(specs, options):
+    """Return the plan of the call."""
+    blocks, w, bin_counts, scale, bias = specs
+    problem, rows = _problem(blocks, w, *options), blocks.shape[0]
+    (result,) = _infer(specs, options)
+    kernel_for = (blocks, problem, problem.out_size, rows)
+    if not blocks.on_gpu or missing_kernel(*kernel_for) is not None:
+        dense = plan_conv2d(result, problem)
+
+        def run(blocks, w, bin_counts, scale, bias, out):
+            dense.run(blocks, w, scale, bias, out)
+
+        return Plan((result,), run)
+    table = blocks.new((rows, 3), np.int32)
+    convolution = Convolution(problem, cut_blocks(problem.out_size, problem.out_size), rows)
+    given = (blocks, w, bin_counts, table, scale, bias, None, result)
+    fused = plan_fused_conv(given, result, convolution)
+
+    def run_fused(blocks, w, bin_counts, scale, bias, out):
+        fused.run(blocks, w, bin_counts, _numbers(blocks), scale, bias, None, out)
+
+    return Plan((result,), run_fused)
+
+
+STACK_CONV = Operator(
+    "stack_conv",
+    arrays=("blocks", "w", "bin_counts", "scale", "bias"),
+    options=("strides", "activation", "precision"),
+    infer=_infer,
+    plan=_plan,
+    results=(),
+)
 
 
 def _numbers(blocks):

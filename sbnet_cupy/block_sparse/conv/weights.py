@@ -1,5 +1,6 @@
 """PackedWeights: the weights of a fused convolution, laid out once for many calls."""
 
+import functools
 import math
 from functools import partial
 
@@ -9,6 +10,7 @@ from ...core import launch as kernels
 from ...core.arrays import array_function, compute_dtype, is_float
 from ...core.checks import check_array
 from ...core.packed import Pack, Packed
+from ...core.spec import spec_of
 from ...dense.conv2d import check_choice, check_per_channel, check_precision
 from ...errors import DTypeError
 
@@ -47,9 +49,7 @@ class PackedWeights(Packed):
 
     def __init__(self, w, *, scale=None, bias=None, w_format="HWIO", precision=None):
         super().__init__()
-        check_choice("w_format", w_format, ("HWIO", "OIHW"))
-        check_precision(precision)
-        _check_weights(w, scale, bias, w_format)
+        _check_arrays(w, scale, bias, w_format, precision)
         self.w, self.scale, self.bias = w, scale, bias
         self.w_format, self.precision = w_format, precision
 
@@ -63,25 +63,32 @@ class PackedWeights(Packed):
 
     def plain(self):
         """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy."""
-        dtype = compute_dtype(self.w.dtype)
-        axes = tuple(map(self.w_format.index, "HWIO"))
-
-        def pack(w, scale, bias, copies=None):
-            arrays = (w.transpose(axes), scale, bias)
-            if copies is None:
-                return [None if a is None else np.array(a, dtype, order="C") for a in arrays]
-            for copy, array in zip(copies, arrays, strict=True):
-                if copy is not None:
-                    copy[...] = array
-            return copies
-
-        return self.packed("plain", pack)
+        return self.packed("plain", functools.partial(plain_weights, w_format=self.w_format))
 
 
-def resolve_weights(w, scale, bias, w_format, precision):
-    """Return the weights as a PackedWeights; what stands beside one must not contradict it."""
+def plain_weights(w, scale, bias, copies=None, *, w_format):
+    """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy, or fill ``copies``."""
+    dtype = compute_dtype(w.dtype)
+    arrays = (w.transpose(tuple(map(w_format.index, "HWIO"))), scale, bias)
+    if copies is None:
+        copies = list(arrays)
+        for i, array in enumerate(arrays):
+            if array is not None:
+                copies[i] = np.array(array, dtype, order="C")
+        return copies
+    for copy, array in zip(copies, arrays, strict=True):
+        if copy is not None:
+            copy[...] = array
+    return copies
+
+
+def arrays_of_weights(w, scale, bias, w_format, precision):
+    """Return w, scale, bias, w_format and precision: those of a PackedWeights, or else as given.
+
+    What stands beside a PackedWeights must not contradict it.
+    """
     if not isinstance(w, PackedWeights):
-        return PackedWeights(w, scale=scale, bias=bias, w_format=w_format, precision=precision)
+        return w, scale, bias, w_format, precision
     for name, value in (("scale", scale), ("bias", bias)):
         if value is not None:
             raise ValueError(f"{name} must be None where w is a PackedWeights; pass it to that one")
@@ -89,12 +96,19 @@ def resolve_weights(w, scale, bias, w_format, precision):
         own = getattr(w, name)
         if value != default and value != own:
             raise ValueError(f"{name} must be {own!r}, that of the PackedWeights w, got {value!r}")
-    return w
+    return w.w, w.scale, w.bias, w.w_format, w.precision
 
 
 @partial(array_function, takes_strided=True)
-def _check_weights(w, scale, bias, w_format):
-    """Check dtypes and shapes, of the arrays of any library."""
+def _check_arrays(w, scale, bias, w_format, precision):
+    """Check weights that are arrays of any library."""
+    check_weights(*map(spec_of, (w, scale, bias)), w_format, precision)
+
+
+def check_weights(w, scale, bias, w_format, precision=None):
+    """Check weights, which are specs, and their options."""
+    check_choice("w_format", w_format, ("HWIO", "OIHW"))
+    check_precision(precision)
     check_array("w", w, ndim=4)
     if not is_float(w.dtype):
         raise DTypeError(f"w must be float16, bfloat16, float32 or float64, got {w.dtype}")

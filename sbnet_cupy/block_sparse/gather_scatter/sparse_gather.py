@@ -1,23 +1,22 @@
 """sparse_gather: copy the active blocks of an image into a stack."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
 
 import numpy as np
 
 from ...core import launch as kernels
-from ...core.arrays import array_function, compute_dtype, empty, is_cupy, is_float
-from ...core.checks import apart, check_apart, check_array, check_out
+from ...core.arrays import array_function, compute_dtype, empty, is_cupy, is_float, namespace
+from ...core.checks import check_array, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.device import shared_bytes, sm_count
 from ...core.half_floats import widen
-from ...core.plans import Plans
-from ...dense.activation import ACTIVATIONS, apply_affine, check_activation, same_dtype
+from ...core.operator import Operator, Plan
+from ...dense.activation import ACTIVATIONS, apply_affine, check_activation
 from ...errors import DTypeError, ShapeError
 from ..checks import check_image, check_indices
 from ..corners import chunks, clear_outside, find_corners, row_index, swap_layout
 from ..grid import resolve_grid, resolve_layout
-from .plan import plan_copy
+from .config import configure_copy
 
 
 @array_function
@@ -99,77 +98,72 @@ def sparse_gather(
     array([[14., 15.],
            [20., 21.]])
     """
-    arrays = (x, bin_counts, active_block_indices, scale, shift)
+    arrays = (x, bin_counts, active_block_indices, out, scale, shift)
     options = (bsize, boffset, bstride, transpose, data_format, activation)
-    key = _PLANS.key((*arrays, out), options) if is_cupy(x) else None
-    launch = _PLANS.get(key)
-    if launch is not None:
-        if out is None:
-            out = empty(launch.shape, x.dtype, x)
-        elif not apart(out, arrays):
-            check_apart(out, zip(_ARRAY_NAMES, arrays, strict=True))
-        launch.run(x, bin_counts, active_block_indices, out, scale, shift)
-        return out
-
-    shape, layout, grid = _resolve(arrays, options)
+    plan = GATHER.plan_for(arrays, options)
     if out is None:
-        out = empty(shape, x.dtype, x)
+        out = empty(plan.shape, x.dtype, x)
     else:
-        check_out(out, shape, x.dtype, x, zip(_ARRAY_NAMES, arrays, strict=True))
-    if not x.size:
-        out[...] = 0 if is_cupy(out) else np.zeros((), out.dtype)
-    elif is_cupy(x):
-        scale, shift = same_dtype(scale, shift, compute_dtype(x.dtype))
-        launch = _Launch(shape, _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation))
-        launch.run(x, bin_counts, active_block_indices, out, scale, shift)
-        if scale is arrays[3] and shift is arrays[4]:  # else they are converted at each call
-            _PLANS.keep(key, launch)
-    else:
-        affine = None
-        if scale is not None or shift is not None or activation is not None:
-            affine = (scale, shift, activation)
-        _sparse_gather_numpy(x, bin_counts, active_block_indices, out, layout, grid, affine)
+        check_written(out, _READ, (x, bin_counts, active_block_indices, scale, shift))
+    plan.run(x, bin_counts, active_block_indices, out, scale, shift)
     return out
 
 
-class _Launch(NamedTuple):
-    """A checked call: the shape of the blocks, and the kernel with its parameters."""
-
-    shape: tuple
-    run: Callable
+_READ = ("x", "bin_counts", "active_block_indices", "scale", "shift")
 
 
-_PLANS = Plans()
-_RESOLVED = Plans()  # shape, layout and grid of calls with NumPy arrays
-
-
-def launch_of_gather(x, bin_counts, active_block_indices, out, scale, shift, options):
-    """Return the launch that a call on such CuPy arrays left, or None; it takes them in order."""
-    arrays = (x, bin_counts, active_block_indices, scale, shift, out)
-    launch = _PLANS.get(_PLANS.key(arrays, options))
-    return launch and launch.run
-
-
-_ARRAY_NAMES = ("x", "bin_counts", "active_block_indices", "scale", "shift")
-
-
-def _resolve(arrays, options):
-    """Check all arguments but ``out``, unless the like of them were: see :func:`resolve_gather`."""
-    key = _RESOLVED.host_key(arrays, options)
-    return _RESOLVED.get(key) or _RESOLVED.keep(key, resolve_gather(*arrays, *options))
-
-
-def resolve_gather(
-    x, bin_counts, active_block_indices, scale, shift,
-    bsize, boffset, bstride, transpose, data_format, activation,
-):  # fmt: skip
-    """Check all arguments but ``out``; return the shape of the blocks, the layout and the grid."""
+def _resolve(specs, options):
+    """Check all arguments; return the spec of the blocks, the layout and the grid."""
+    x, bin_counts, active_block_indices, out, scale, shift = specs
+    bsize, boffset, bstride, transpose, data_format, activation = options
     grid = resolve_grid(bsize, boffset, bstride)
     check_image("x", x)
     check_indices(bin_counts, active_block_indices, like=x)
     layout = resolve_layout(x, data_format, transpose)
     check_affine(x, layout.C, scale, shift, activation)
-    return layout.blocks_shape(len(active_block_indices), grid.bsize), layout, grid
+    blocks = x.new(layout.blocks_shape(active_block_indices.shape[0], grid.bsize))
+    check_result(out, blocks)
+    return blocks, layout, grid
+
+
+def _infer(specs, options):
+    """Check all arguments; return the spec of the blocks."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    return plan_gather(specs, *_resolve(specs, options), options[-1])
+
+
+def plan_gather(specs, blocks, layout, grid, activation):
+    """Return the plan of a checked call that gives such blocks."""
+    x, _, _, out, scale, shift = specs
+    if not x.size:
+        return Plan((blocks,), _nothing_gathered)
+    if not x.on_gpu:
+        fixed = {"layout": layout, "grid": grid, "activation": activation}
+        return Plan((blocks,), functools.partial(gather_numpy, **fixed))
+    wide = compute_dtype(x.dtype)
+    tables = [table for table in (scale, shift) if table is not None]
+    dtype = tables[0].dtype if tables else wide
+    if all(table.dtype == dtype and table.contiguous for table in tables):
+        launch = _sparse_gather_cuda(x, out or blocks, layout, grid, dtype, tables, activation)
+        return Plan((blocks,), launch, launch, operands=tuple(range(6)))
+    launch = _sparse_gather_cuda(x, out or blocks, layout, grid, wide, tables, activation)
+
+    def run(x, bin_counts, active_block_indices, out, scale, shift):
+        """Bring the tables to one dtype, and to contiguous memory, before the launch."""
+        xp = namespace(x)
+        tables = (t if t is None else xp.ascontiguousarray(t, wide) for t in (scale, shift))
+        launch(x, bin_counts, active_block_indices, out, *tables)
+
+    return Plan((blocks,), run)
+
+
+def _nothing_gathered(x, bin_counts, active_block_indices, out, scale, shift):
+    """Gather from an image with no pixels."""
+    out[...] = 0 if is_cupy(out) else np.zeros((), out.dtype)
 
 
 def check_affine(x, channels, scale, shift, activation):
@@ -186,11 +180,16 @@ def check_affine(x, channels, scale, shift, activation):
         raise DTypeError(f"{given[0]} must be None for an image x of dtype {x.dtype}; use floats")
 
 
-def _sparse_gather_numpy(x, bin_counts, active_block_indices, out, layout, grid, affine):
+def gather_numpy(
+    x, bin_counts, active_block_indices, out, scale, shift, *, layout, grid, activation
+):
     """Take pixels by their numbers, some blocks at a time, and clear what is outside the image.
 
     A pixel is its ``C`` channels, or one element where the image has its channels first.
     """
+    affine = None
+    if scale is not None or shift is not None or activation is not None:
+        affine = (scale, shift, activation)
     corners = find_corners(bin_counts, active_block_indices, grid)
     rows = len(corners.rows)
     out[rows:] = np.zeros((), out.dtype)
@@ -249,15 +248,17 @@ def _apply_affine(blocks, layout, affine):
     return apply_affine(wide, scale, shift, activation, axis).astype(blocks.dtype, copy=False)
 
 
-def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):
-    """Prepare one launch over all rows; see sparse_gather.cu."""
+def _sparse_gather_cuda(x, out, layout, grid, dtype, tables, activation):
+    """Prepare one launch over all rows; see sparse_gather.cu.
+
+    ``dtype`` is that of the ``tables``: of the scale and the shift that there are.
+    """
     transform, element = "Move", None
-    tables = [table for table in (scale, shift) if table is not None]
     if tables or activation is not None:
-        parameter = cpp_name(tables[0].dtype, "scale") if tables else "float"
+        parameter = cpp_name(dtype, "scale") if tables else "float"
         element = cpp_name(x.dtype, "x")
         transform = f"Affine<{element}, {parameter}, {ACTIVATIONS.index(activation)}>"
-    plan = plan_copy(
+    config = configure_copy(
         x,
         out,
         layout,
@@ -269,15 +270,52 @@ def _sparse_gather_cuda(x, out, layout, grid, scale, shift, activation):
     )
     return kernels.prepare(
         "block_sparse/gather_scatter/sparse_gather",
-        plan.kernel("gather"),
-        (*plan.template, transform),
-        plan.grid,
-        plan.block,
+        config.kernel("gather"),
+        (*config.template, transform),
+        config.grid,
+        config.block,
         6,
-        plan.scalars,
-        plan.shared,
+        config.scalars,
+        config.shared,
         persistent=True,
         dependent=True,
     )
 
 
+
+
+def _gradient(ops, arrays, options, grad, wanted):
+    """Return the gradient of x for a gather with no scale, shift or activation.
+
+    Blocks are added up where they were read. A gather may list a block twice, hence ``atomic``.
+    """
+    x, bin_counts, active_block_indices, *_ = arrays
+    *grid, transpose, data_format, _ = options
+    if "x" not in wanted:
+        return {}
+    image = ops.zeros(x.shape, x.dtype, like=grad)
+    layout = {"transpose": transpose, "data_format": data_format}
+    return {
+        "x": ops.scatter(
+            grad, bin_counts, active_block_indices, image, *grid, add=True, atomic=True, **layout
+        )
+    }
+
+
+GATHER = Operator(
+    "sparse_gather",
+    arrays=("x", "bin_counts", "active_block_indices", "out", "scale", "shift"),
+    options=("bsize", "boffset", "bstride", "transpose", "data_format", "activation"),
+    infer=_infer,
+    plan=_plan,
+    gradient=_gradient,
+    linear=("x",),
+)
+
+
+def resolve_gather(*specs_and_options):
+    """Check; return the shape of the blocks, the layout and the grid: for adapters."""
+    x, bin_counts, active_block_indices, scale, shift, *options = specs_and_options
+    specs = (x, bin_counts, active_block_indices, None, scale, shift)
+    blocks, layout, grid = _resolve(specs, options)
+    return blocks.shape, layout, grid

@@ -7,13 +7,14 @@ import numpy as np
 from ...core.arrays import array_function, empty, is_float
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array
+from ...core.operator import Operator, Plan
 from ...dense.affine_grad import affine_grad
 from ...errors import DTypeError
 from ..checks import check_image, check_indices
 from ..grid import resolve_grid, resolve_layout
 from .coverage import pixels_read
-from .sparse_gather import check_affine, sparse_gather
-from .sparse_scatter import sparse_scatter
+from .sparse_gather import check_affine, plan_gather
+from .sparse_scatter import plan_scatter
 
 
 class GatherGradients(NamedTuple):
@@ -96,40 +97,73 @@ def sparse_gather_grad(
     array([[1., 2., 1.],
            [1., 2., 1.]])
     """
-    indices = (bin_counts, active_block_indices)
-    tables = (scale, shift, activation)
-    layout, grid = _check(grad_blocks, indices, x, tables, bsize, boffset, bstride, transpose,
-                          data_format)  # fmt: skip
-    options = grid._asdict() | {"transpose": transpose, "data_format": data_format}
-    dscale = dshift = None
-    with np.errstate(all="ignore"):  # what overflows is infinite, with no warning, as on a GPU
-        if any(option is not None for option in tables):
-            blocks = None
-            if scale is not None or activation is not None:
-                blocks = sparse_gather(x, *indices, **options)
-            inside = pixels_read(*indices, layout, grid)
-            last = layout.blocks_channels_last
-            grad_blocks, dscale, dshift = affine_grad(grad_blocks, blocks, *tables, last, inside)
-        dx = empty(x.shape, x.dtype, x)
-        dx[...] = 0
-        sparse_scatter(grad_blocks, *indices, dx, **options, add=True, atomic=True, out=dx)
-    return GatherGradients(dx, dscale, dshift)
+    arrays = (grad_blocks, bin_counts, active_block_indices, x, scale, shift)
+    options = (bsize, boffset, bstride, transpose, data_format, activation)
+    return GATHER_GRAD.plan_for(arrays, options).run(*arrays)
 
 
-def _check(grad_blocks, indices, x, tables, bsize, boffset, bstride, transpose, data_format):
+def _resolve(specs, options):
     """Check all arguments; return the layout and the grid."""
+    grad_blocks, bin_counts, active_block_indices, x, scale, shift = specs
+    bsize, boffset, bstride, transpose, data_format, activation = options
     grid = resolve_grid(bsize, boffset, bstride)
     check_image("x", x)
     if not is_float(x.dtype):
         raise DTypeError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
     check_image("grad_blocks", grad_blocks, like=x)
-    check_indices(*indices, like=x)
+    check_indices(bin_counts, active_block_indices, like=x)
     layout = resolve_layout(x, data_format, transpose)
-    check_affine(x, layout.C, *tables)
-    check_array("grad_blocks", grad_blocks, shape=layout.blocks_shape(len(indices[1]), grid.bsize))
+    check_affine(x, layout.C, scale, shift, activation)
+    rows = active_block_indices.shape[0]
+    check_array("grad_blocks", grad_blocks, shape=layout.blocks_shape(rows, grid.bsize))
     if grad_blocks.dtype != x.dtype:
         check_byte_orders({"x": x, "grad_blocks": grad_blocks})
         raise DTypeError(
             f"grad_blocks must have the dtype of x, {x.dtype}, got {grad_blocks.dtype}; use astype"
         )
     return layout, grid
+
+
+def _infer(specs, options):
+    """Check all arguments; return the specs of the gradients of x, scale and shift."""
+    _resolve(specs, options)
+    return tuple(spec and spec.new(spec.shape) for spec in specs[3:])
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    layout, grid = _resolve(specs, options)
+    *_, activation = options
+    blocks, x = specs[0].new(specs[0].shape), specs[3].new(specs[3].shape)
+    gather = plan_gather((specs[3], None, None, None, None, None), blocks, layout, grid, None)
+    scatter = plan_scatter((blocks, None, specs[2], x, x), layout, grid, add=True, overlap=True)
+    results = tuple(spec and spec.new(spec.shape) for spec in specs[3:])
+
+    @np.errstate(all="ignore")  # what overflows is infinite, with no warning, as on a GPU
+    def run(grad_blocks, bin_counts, active_block_indices, x, scale, shift):
+        indices = (bin_counts, active_block_indices)
+        dscale = dshift = None
+        if scale is not None or shift is not None or activation is not None:
+            read = None
+            if scale is not None or activation is not None:
+                read = empty(blocks.shape, x.dtype, x)
+                gather.run(x, *indices, read, None, None)
+            inside = pixels_read(*indices, layout, grid)
+            tables, last = (scale, shift, activation), layout.blocks_channels_last
+            grad_blocks, dscale, dshift = affine_grad(grad_blocks, read, *tables, last, inside)
+        dx = empty(x.shape, x.dtype, x)
+        dx[...] = 0
+        scatter.run(grad_blocks, *indices, None, dx)
+        return GatherGradients(dx, dscale, dshift)
+
+    return Plan(results, run)
+
+
+GATHER_GRAD = Operator(
+    "sparse_gather_grad",
+    arrays=("grad_blocks", "bin_counts", "active_block_indices", "x", "scale", "shift"),
+    options=("bsize", "boffset", "bstride", "transpose", "data_format", "activation"),
+    infer=_infer,
+    plan=_plan,
+    results=(),
+)

@@ -1,5 +1,7 @@
 """sparse_scatter: put a block stack back into an image."""
 
+import functools
+
 import numpy as np
 
 from ...core import launch as kernels
@@ -7,20 +9,20 @@ from ...core.arrays import (
     array_function,
     channels_last_view,
     empty,
-    is_cupy,
     namespace,
     same_memory,
 )
 from ...core.byte_order import check_byte_orders
-from ...core.checks import apart, check_apart, check_array, check_out
+from ...core.checks import check_array, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import shared_bytes, sm_count
 from ...core.half_floats import adder
 from ...core.launch import THREADS
-from ...core.plans import Plans
+from ...core.operator import Operator, Plan, whole_pieces
 from ...errors import DTypeError, ShapeError
 from ..checks import check_image, check_indices
+from ..compositions import last_writer
 from ..corners import (
     chunks,
     find_corners,
@@ -32,7 +34,7 @@ from ..corners import (
     windows,
 )
 from ..grid import resolve_grid, resolve_layout
-from .plan import plan_copy
+from .config import configure_copy
 
 
 @array_function
@@ -119,47 +121,21 @@ def sparse_scatter(
     array([[0., 0., 1., 1.],
            [0., 0., 1., 1.]])
     """
-    arrays = (blocks, bin_counts, active_block_indices, x)
-    in_place = out is x or (out is not None and same_memory(out, x))
-    options = (bsize, boffset, bstride, add, atomic, transpose, data_format, in_place)
-    key = _PLANS.key((x, *arrays[:3], out), options) if is_cupy(x) else None
-    launch = _PLANS.get(key)
-    if launch is None:
-        layout, grid = _resolve(arrays, options[:-1])
-    others = arrays[: 3 if in_place else 4]
+    options = (bsize, boffset, bstride, add, atomic, transpose, data_format)
+    plan = SCATTER.plan_for((blocks, bin_counts, active_block_indices, x, out), options)
+    under = x
     if out is None:
-        out = empty(x.shape, x.dtype, x)
-    elif launch is None:
-        check_out(out, x.shape, x.dtype, x, zip(_ARRAY_NAMES, others, strict=False))
-    elif not apart(out, others):
-        check_apart(out, zip(_ARRAY_NAMES, others, strict=False))
-    if not in_place:
-        copy_image(x, out)
-    if launch is not None:
-        launch(out, bin_counts, active_block_indices, blocks)
-    elif not x.size or not blocks.size:
-        pass  # no pixel to write, or none to write it with
-    elif not is_cupy(x):
-        _sparse_scatter_numpy(*arrays[:3], out, layout, grid, add, grid.overlaps or atomic)
-    elif grid.overlaps or atomic:
-        _scatter_overlap_cuda(*arrays[:3], out, layout, grid, add)
+        out = empty(plan.shape, x.dtype, x)
+    elif out is x or same_memory(out, x):
+        check_written(out, _READ[:3], (blocks, bin_counts, active_block_indices))
+        under = None  # it is there already
     else:
-        launch = _PLANS.keep(key, _sparse_scatter_cuda(blocks, out, layout, grid, add))
-        launch(out, bin_counts, active_block_indices, blocks)
+        check_written(out, _READ, (blocks, bin_counts, active_block_indices, x))
+    plan.run(blocks, bin_counts, active_block_indices, under, out)
     return out
 
 
-_PLANS = Plans()
-_RESOLVED = Plans()  # layout and grid of calls with NumPy arrays
-
-
-def launch_of_scatter(y, bin_counts, active_block_indices, blocks, options):
-    """Return the launch that a call in place of y left, or None; it takes the arrays in order."""
-    arrays = (y, blocks, bin_counts, active_block_indices, y)
-    return _PLANS.get(_PLANS.key(arrays, (*options, True)))
-
-
-_ARRAY_NAMES = ("blocks", "bin_counts", "active_block_indices", "x")
+_READ = ("blocks", "bin_counts", "active_block_indices", "x")
 
 
 def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
@@ -193,21 +169,17 @@ def sparse_scatter_var(blocks, bin_counts, active_block_indices, x, **options):
     return sparse_scatter(blocks, bin_counts, active_block_indices, x, out=x, **options)
 
 
-def _resolve(arrays, options):
-    """Check all arguments but ``out``, unless the like of them were; return layout and grid."""
-    key = _RESOLVED.host_key(arrays, options)
-    return _RESOLVED.get(key) or _RESOLVED.keep(key, resolve_scatter(arrays, *options))
-
-
-def resolve_scatter(arrays, bsize, boffset, bstride, add, atomic, transpose, data_format):
-    """Check all arguments but ``out``; return the layout and the grid."""
-    blocks, bin_counts, active_block_indices, x = arrays
+def _resolve(specs, options):
+    """Check all arguments; return the layout and the grid."""
+    blocks, bin_counts, active_block_indices, x, out = specs
+    bsize, boffset, bstride, add, atomic, transpose, data_format = options
     grid = resolve_grid(bsize, boffset, bstride)
     check_image("x", x)
     check_image("blocks", blocks, like=x)
     check_indices(bin_counts, active_block_indices, like=x)
     layout = resolve_layout(x, data_format, transpose)
-    check_array("blocks", blocks, shape=layout.blocks_shape(len(active_block_indices), grid.bsize))
+    rows = active_block_indices.shape[0]
+    check_array("blocks", blocks, shape=layout.blocks_shape(rows, grid.bsize))
     if blocks.dtype != x.dtype:
         check_byte_orders({"x": x, "blocks": blocks})
         raise DTypeError(f"blocks must have the dtype of x, {x.dtype}, got {blocks.dtype}")
@@ -218,7 +190,57 @@ def resolve_scatter(arrays, bsize, boffset, bstride, add, atomic, transpose, dat
         )
     if add:
         _check_addable(x)
+    check_result(out, x.new(x.shape))
     return layout, grid
+
+
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    _resolve(specs, options)
+    return (specs[3].new(specs[3].shape),)
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    layout, grid = _resolve(specs, options)
+    _, _, _, add, atomic, _, _ = options
+    return plan_scatter(specs, layout, grid, bool(add), bool(grid.overlaps or atomic))
+
+
+def plan_scatter(specs, layout, grid, add, overlap):
+    """Return the plan of a checked call; blocks may share pixels where ``overlap`` is set.
+
+    What it runs takes None in place of x where ``out`` holds it already.
+    """
+    blocks, _, active_block_indices, x, out = specs
+    results, fixed = (x.new(x.shape),), {"layout": layout, "grid": grid, "add": add}
+    if not x.size or not blocks.size:  # no pixel to write, or none to write it with
+        return Plan(results, _nothing_scattered, base=(3,))
+    if not x.on_gpu:
+        run = functools.partial(scatter_numpy, **fixed, overlap=overlap)
+        return Plan(results, run, base=(3,))
+    if overlap:
+        sizes = scratch_sizes(active_block_indices.shape[0], layout, grid)
+        run = functools.partial(_scatter_overlap_cuda, **fixed)
+        return Plan(results, run, scratch=sum(map(whole_pieces, sizes)), base=(3,))
+    launch = _sparse_scatter_cuda(blocks, out or results[0], layout, grid, add)
+
+    def run(blocks, bin_counts, active_block_indices, x, out):
+        _copy_below(x, out)
+        launch(out, bin_counts, active_block_indices, blocks)
+
+    return Plan(results, run, launch, operands=(4, 1, 2, 0), base=(3,))
+
+
+def _copy_below(x, out):
+    """Copy the image below the blocks, unless it is there already."""
+    if x is not None and not same_memory(x, out):
+        copy_image(x, out)
+
+
+def _nothing_scattered(blocks, bin_counts, active_block_indices, x, out):
+    """Copy the image: there is no pixel of a block."""
+    _copy_below(x, out)
 
 
 def _check_addable(x):
@@ -227,8 +249,14 @@ def _check_addable(x):
         raise DTypeError(f"x must be of a number dtype to add to it, got {x.dtype}")
 
 
-def _sparse_scatter_numpy(blocks, bin_counts, active_block_indices, y, layout, grid, add, overlap):
-    """Write windows of the image; overlapping blocks go by pixel number, in row order."""
+def scatter_numpy(
+    blocks, bin_counts, active_block_indices, x, y, *, layout, grid, add, overlap
+):  # fmt: skip
+    """Write parts of the image; overlapping blocks go by pixel number, in row order.
+
+    ``x`` is None where ``y`` holds it already.
+    """
+    _copy_below(x, y)
     corners = find_corners(bin_counts, active_block_indices, grid)
     corners = meeting(corners, layout, grid.bsize)
     if not len(corners.rows):
@@ -316,23 +344,26 @@ def _sparse_scatter_cuda(blocks, y, layout, grid, add):
     """Prepare one launch, for blocks that share no pixel; see sparse_scatter.cu."""
     element, combination = _combination(y, add)
     device = sm_count(), shared_bytes()
-    plan = plan_copy(y, blocks, layout, grid, device, gathers=False, element=element)
+    config = configure_copy(y, blocks, layout, grid, device, gathers=False, element=element)
     return kernels.prepare(
         "block_sparse/gather_scatter/sparse_scatter",
-        plan.kernel("scatter"),
-        (*plan.template, combination),
-        plan.grid,
-        plan.block,
+        config.kernel("scatter"),
+        (*config.template, combination),
+        config.grid,
+        config.block,
         4,
-        plan.scalars,
-        plan.shared,
+        config.scalars,
+        config.shared,
         persistent=True,
         dependent=True,
     )
 
 
-def _scatter_overlap_cuda(blocks, bin_counts, active_block_indices, y, layout, grid, add):
+def _scatter_overlap_cuda(
+    blocks, bin_counts, active_block_indices, x, y, *, layout, grid, add
+):  # fmt: skip
     """Chain the stack's rows by the cell of their corner, then let each cell apply its own."""
+    _copy_below(x, y)
     rows = len(active_block_indices)
     first, count, reach = _cells(layout, grid)
     cells = (*first, *count)
@@ -384,3 +415,40 @@ def scratch_sizes(rows, layout, grid):
     """Return the bytes of each array that a GPU allocates to apply overlapping blocks in order."""
     _, count, _ = _cells(layout, grid)
     return 4 * layout.N * count[0] * count[1], 4 * rows
+
+
+def _gradient(ops, arrays, options, grad, wanted):
+    """Return the gradients of blocks and x: each pixel's goes to what the result shows there."""
+    blocks, bin_counts, active_block_indices, *_ = arrays
+    *grid, add, atomic, transpose, data_format = options
+    active = (bin_counts, active_block_indices)
+    layout = {"transpose": transpose, "data_format": data_format}
+    overlap = bool(atomic) or resolve_grid(*grid).overlaps
+    gradients = {}
+    if "blocks" in wanted:
+        gradients["blocks"] = ops.gather(grad, *active, *grid, **layout)
+        if overlap and not add:
+            last = last_writer(ops, grad, *active, *grid, **layout)
+            gradients["blocks"] = ops.where(last, gradients["blocks"], 0)
+    if "x" in wanted and add:
+        gradients["x"] = grad
+    elif "x" in wanted:
+        zeros = ops.zeros(blocks.shape, blocks.dtype, like=grad)
+        gradients["x"] = ops.scatter(zeros, *active, grad, *grid, atomic=overlap, **layout)
+    return gradients
+
+
+SCATTER = Operator(
+    "sparse_scatter",
+    arrays=(*_READ, "out"),
+    options=("bsize", "boffset", "bstride", "add", "atomic", "transpose", "data_format"),
+    infer=_infer,
+    plan=_plan,
+    gradient=_gradient,
+    linear=("blocks", "x"),
+)
+
+
+def resolve_scatter(specs, *options):
+    """Check; return the layout and the grid: for adapters."""
+    return _resolve((*specs, None), options)

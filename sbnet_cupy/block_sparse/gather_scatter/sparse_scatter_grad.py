@@ -2,13 +2,14 @@
 
 from typing import Any, NamedTuple
 
-from ...core.arrays import array_function, is_float, namespace
+from ...core.arrays import array_function, empty, is_float, namespace
 from ...core.copy_image import copy_image
+from ...core.operator import Operator, Plan
 from ...errors import DTypeError
 from ..checks import check_image, check_indices
 from ..grid import resolve_grid, resolve_layout
 from .coverage import last_writers
-from .sparse_gather import sparse_gather
+from .sparse_gather import plan_gather
 
 
 class ScatterGradients(NamedTuple):
@@ -86,22 +87,59 @@ def sparse_scatter_grad(
     array([[1., 2., 0., 0.],
            [5., 6., 0., 0.]])
     """
-    indices = (bin_counts, active_block_indices)
+    arrays = (grad_y, bin_counts, active_block_indices)
+    options = (bsize, boffset, bstride, add, transpose, data_format)
+    return SCATTER_GRAD.plan_for(arrays, options).run(*arrays)
+
+
+def _resolve(specs, options):
+    """Check all arguments; return the spec of the blocks' gradient, the layout and the grid."""
+    grad_y, bin_counts, active_block_indices = specs
+    bsize, boffset, bstride, _, transpose, data_format = options
     grid = resolve_grid(bsize, boffset, bstride)
     check_image("grad_y", grad_y)
     if not is_float(grad_y.dtype):
         raise DTypeError(
             f"grad_y must be float16, bfloat16, float32 or float64, got {grad_y.dtype}"
         )
-    check_indices(*indices, like=grad_y)
+    check_indices(bin_counts, active_block_indices, like=grad_y)
     layout = resolve_layout(grad_y, data_format, transpose)
-    options = grid._asdict() | {"transpose": transpose, "data_format": data_format}
-    blocks = sparse_gather(grad_y, *indices, **options)
-    if add:
-        return ScatterGradients(blocks, grad_y)
-    xp = namespace(grad_y)
-    covered, stays = last_writers(*indices, layout, grid)
-    xp.copyto(blocks, 0.0, where=~stays)
-    x = copy_image(grad_y)
-    xp.copyto(x, 0.0, where=covered)
-    return ScatterGradients(blocks, x)
+    shape = layout.blocks_shape(active_block_indices.shape[0], grid.bsize)
+    return grad_y.new(shape), layout, grid
+
+
+def _infer(specs, options):
+    """Check all arguments; return the specs of the gradients of the blocks and of x."""
+    blocks, *_ = _resolve(specs, options)
+    return blocks, specs[0].new(specs[0].shape)
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    blocks, layout, grid = _resolve(specs, options)
+    add = options[3]
+    gather = plan_gather((specs[0], None, None, None, None, None), blocks, layout, grid, None)
+
+    def run(grad_y, *indices):
+        dblocks = empty(blocks.shape, grad_y.dtype, grad_y)
+        gather.run(grad_y, *indices, dblocks, None, None)
+        if add:
+            return ScatterGradients(dblocks, grad_y)
+        xp = namespace(grad_y)
+        covered, stays = last_writers(*indices, layout, grid)
+        xp.copyto(dblocks, 0.0, where=~stays)
+        dx = copy_image(grad_y)
+        xp.copyto(dx, 0.0, where=covered)
+        return ScatterGradients(dblocks, dx)
+
+    return Plan((blocks, specs[0].new(specs[0].shape)), run)
+
+
+SCATTER_GRAD = Operator(
+    "sparse_scatter_grad",
+    arrays=("grad_y", "bin_counts", "active_block_indices"),
+    options=("bsize", "boffset", "bstride", "add", "transpose", "data_format"),
+    infer=_infer,
+    plan=_plan,
+    results=(),
+)

@@ -1,4 +1,4 @@
-"""The bird's-eye mask: which cells of the ground a point cloud occupies. Public in ``masks``."""
+"""The bird's-eye mask: the ground cells that a point cloud occupies. Public in ``masks``."""
 
 import math
 from functools import partial
@@ -9,6 +9,7 @@ import numpy as np
 from ...core.arrays import array_function, namespace
 from ...core.checks import check_array
 from ...core.sizes import is_integer
+from ...core.spec import spec_of
 from ...errors import ShapeError
 
 
@@ -23,27 +24,28 @@ def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
     Parameters
     ----------
     points : array, shape (P, 3) or more columns
-        x, y, z in metres, float or integer, with any strides; further columns, such as intensity
-        and ring, are ignored. Points outside the ranges, and those with a NaN or an infinity among
+        x, y, z in metres, float or integer, with any strides. Other columns, such as intensity and
+        ring, are ignored. Points outside the ranges, and those with a NaN or an infinity among
         x, y and z, are dropped.
     x_range, y_range : (float, float)
-        What the grid covers, in metres.
+        Extent of the grid, in metres.
     cell : float
-        Side of a square cell, in metres. The last row and column may reach past the range.
+        Side of a square cell, in metres. The last row and column may extend beyond the range.
     z_range : (float, float), optional
-        Heights to keep; every finite height when None.
+        Heights to keep; None keeps every finite height.
     min_points : int, default 1
-        Points a cell needs to be active.
+        Number of points that make a cell active.
 
     Returns
     -------
     mask : array of bool, shape (1, H, W)
-        ``H = ceil((x_range[1] - x_range[0]) / cell)``, likewise W from y, a millionth forgiven.
+        ``H = ceil((x_range[1] - x_range[0]) / cell)``, likewise W from y. An excess of up
+        to a millionth of a cell is ignored.
 
     Raises
     ------
     ShapeError, DTypeError, ValueError
-        If ``points`` is no list of points, or a range or a size is empty.
+        If ``points`` is not a list of points, or a range or a size is empty.
 
     Source: Yang et al. 2018, PIXOR, arXiv:1902.06326, section 3.1 (the grid SBNet's LiDAR runs on).
 
@@ -54,7 +56,7 @@ def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
     array([[[ True, False],
             [False,  True]]])
     """
-    check_array("points", points, ndim=2, kinds="fiu")
+    check_array("points", spec_of(points), ndim=2, kinds="fiu")
     if not is_integer(min_points) or min_points < 1:
         raise ValueError(f"min_points must be a positive integer, got {min_points!r}")
     index, (h, w) = cell_index(points, x_range, y_range, cell, z_range)
@@ -65,9 +67,9 @@ def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
 
 
 def cell_index(points, x_range, y_range, cell, z_range=None):
-    """Return the flat cell of each point, and the grid's (H, W); dropped points get H * W.
+    """Return the flat cell number of each point, and the grid's (H, W).
 
-    One cell more than the grid has collects what is dropped, so no size depends on the data.
+    Dropped points get the number H * W, one past the last cell, so no size depends on the data.
     """
     if points.shape[1] < 3:
         raise ShapeError(f"points must have shape (P, 3 or more), got {points.shape}; pass x, y, z")
@@ -90,7 +92,7 @@ def cell_index(points, x_range, y_range, cell, z_range=None):
 
 
 def number(value, name):
-    """Return ``value`` when it is a real number, or raise ValueError."""
+    """Return ``value`` if it is a real number; raise ValueError otherwise."""
     if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(value):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return value

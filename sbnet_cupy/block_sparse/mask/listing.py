@@ -1,6 +1,6 @@
-"""How reduce_mask lists blocks in NumPy: which parts of a mask are pooled together, and the rows.
+"""How reduce_mask lists blocks in NumPy: the parts that it pools a mask in, and the index rows.
 
-A listing depends on shapes and options only, and is made once for calls that look alike.
+A listing depends on shapes and options only, so calls with the same ones share it.
 """
 
 import math
@@ -17,15 +17,15 @@ class Listing(NamedTuple):
 
     blocks: tuple  # images, block rows, block columns
     capacity: int | None
-    parts: list  # (number of a first block, function that tells which are active from there on)
-    rows: np.ndarray | None  # of all blocks, where they are few
+    parts: list  # (number of the first block, function that says which of its blocks are active)
+    rows: np.ndarray | None  # index rows of all blocks, if there are few
 
 
-_FEW = 4096  # blocks; of so many, all rows are kept ready
+_FEW = 4096  # up to so many blocks, the index rows of all of them are kept
 
 
 def prepare_listing(mask, blocks, grid, thresholds, avgpool, capacity):
-    """Find what does not depend on the contents of the mask."""
+    """Compute everything that does not depend on the contents of the mask."""
     columns = Side(blocks[2], grid.bsize[1], grid.boffset[1], grid.bstride[1])
     parts = []
     for first, part in _parts(mask, blocks, grid, avgpool):
@@ -42,7 +42,7 @@ def prepare_listing(mask, blocks, grid, thresholds, avgpool, capacity):
 
 
 def write_rows(numbers, rows, listing):
-    """Write the rows ``(n, hi, wi)`` of the blocks that have these numbers."""
+    """Write the index rows ``(n, hi, wi)`` of the blocks with these numbers."""
     if listing.rows is not None:
         listing.rows.take(numbers, 0, rows, "clip")
         return
@@ -54,7 +54,7 @@ def write_rows(numbers, rows, listing):
 def _parts(mask, blocks, grid, avgpool):
     """Yield (number of the first block, Part).
 
-    The temporaries of a part fit in ``CHUNK_BYTES``, unless those of one row of blocks do not.
+    The temporaries of a part fit in ``CHUNK_BYTES``, unless a single row of blocks needs more.
     """
     images, rows, columns = blocks
     if not math.prod(blocks):

@@ -1,6 +1,6 @@
 """Masks: where a picture matters. Each function returns a fresh ``[N, H, W]`` array, True = active.
 
-Made up: ``top_left``, ``blobs``. From data: ``threshold`` of a picture, ``change`` between frames,
+Drawn: ``top_left``, ``blobs``. From data: ``threshold`` of a picture, ``change`` between frames,
 ``birds_eye`` of a point cloud. From a mask: ``dilate``, ``downsample`` to a coarser stage.
 """
 
@@ -13,6 +13,7 @@ from ...core.arrays import array_function, is_float, namespace
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array
 from ...core.sizes import is_integer, pair
+from ...core.spec import spec_of
 from ...errors import DTypeError, ShapeError
 from .birds_eye import birds_eye, number
 
@@ -22,7 +23,7 @@ __all__ = ["birds_eye", "blobs", "change", "dilate", "downsample", "threshold", 
 def top_left(shape, density, *, xp=np, dtype=bool):
     """Activate the top-left rectangle that holds a given share of the image.
 
-    Both sides are ``sqrt(density)`` of the image's, rounded up, so the rectangle keeps its aspect.
+    Each side is ``sqrt(density)`` times the image's, rounded up, so the rectangle keeps its aspect.
 
     Parameters
     ----------
@@ -33,7 +34,7 @@ def top_left(shape, density, *, xp=np, dtype=bool):
     xp : module, default numpy
         ``numpy`` or ``cupy``: the library of the result.
     dtype : data type, default bool
-        Element type of the result; active is 1.
+        Element type of the result; active pixels are 1.
 
     Returns
     -------
@@ -70,11 +71,11 @@ def blobs(shape, density, *, sigma=8.0, seed=0, xp=np, dtype=bool):
     Parameters
     ----------
     shape, xp, dtype
-        As for :func:`top_left`. Each image gets blobs of its own.
+        As for :func:`top_left`. Each image has its own blobs.
     density : float
         Share of active pixels, 0 to 1. Exactly ``round(density * H * W)`` pixels are active.
     sigma : float, default 8
-        Standard deviation of the Gaussian in pixels; larger means fewer and larger blobs.
+        Standard deviation of the Gaussian in pixels; a larger one gives fewer and larger blobs.
     seed : int, default 0
         The same seed gives the same mask, in NumPy and in CuPy.
 
@@ -117,9 +118,10 @@ def threshold(picture, level):
     Parameters
     ----------
     picture : array, shape (H, W), (H, W, C) or (N, H, W, C)
-        Bool, integer or float. A pixel is active when any of its channels is; NaN is not.
+        Bool, integer or float. A pixel is active when any of its channels exceeds the level; NaN
+        does not.
     level : float
-        Active is strictly greater.
+        Active pixels are strictly greater.
 
     Returns
     -------
@@ -129,7 +131,7 @@ def threshold(picture, level):
     Raises
     ------
     ShapeError, DTypeError, ValueError
-        If ``picture`` is no picture, or ``level`` no number.
+        If ``picture`` is not a picture, or ``level`` is not a number.
 
     Examples
     --------
@@ -150,7 +152,7 @@ def change(previous, current, level):
     previous, current : array, shape (H, W), (H, W, C) or (N, H, W, C)
         Two frames of one shape and element type. Differences of integers do not wrap around.
     level : float
-        Active is ``abs(current - previous) > level`` in any channel; NaN is not.
+        Pixels with ``abs(current - previous) > level`` in any channel are active; NaN is not.
 
     Returns
     -------
@@ -159,7 +161,7 @@ def change(previous, current, level):
     Raises
     ------
     ShapeError, DTypeError, DeviceError, ValueError
-        If the frames do not match, or ``level`` is no number.
+        If the frames do not match, or ``level`` is not a number.
 
     Source: frame differencing; for convolutions, Parger et al. 2022, DeltaCNN, arXiv:2203.03996.
 
@@ -172,7 +174,7 @@ def change(previous, current, level):
     """
     _check_picture("previous", previous)
     _check_picture("current", current)
-    check_array("current", current, shape=previous.shape, like=previous)
+    check_array("current", spec_of(current), shape=previous.shape, like=spec_of(previous))
     if current.dtype != previous.dtype:
         check_byte_orders({"previous": previous, "current": current})
         raise DTypeError(
@@ -184,13 +186,14 @@ def change(previous, current, level):
 
 @partial(array_function, takes_strided=True)
 def dilate(mask, radius):
-    """Grow a mask: a pixel is active when one within ``radius`` of it, along both axes, is.
+    """Grow a mask: a pixel becomes active if any pixel within ``radius`` along both axes is active.
 
     Parameters
     ----------
     mask : array of bool, shape (N, H, W), or (H, W) for one image
     radius : int or (int, int)
-        Half the structuring element, which is ``2 * radius + 1`` pixels high and wide. 0 copies.
+        Radius of the structuring element, which is ``2 * radius + 1`` pixels high and wide; 0
+        copies the mask.
 
     Returns
     -------
@@ -221,10 +224,10 @@ def dilate(mask, radius):
 
 @partial(array_function, takes_strided=True)
 def downsample(mask, factor):
-    """Shrink a mask to a coarser stage: a coarse pixel is active when any pixel under it is.
+    """Shrink a mask to a coarser stage: a coarse pixel is active if any pixel that it covers is.
 
     Coarse pixel ``(i, j)`` covers ``mask[:, fh*i : fh*(i+1), fw*j : fw*(j+1)]``. Sizes round up, as
-    those of a convolution with strides ``(fh, fw)`` and SAME padding do.
+    they do for a convolution with strides ``(fh, fw)`` and SAME padding.
 
     Parameters
     ----------
@@ -252,11 +255,11 @@ def downsample(mask, factor):
 
 
 def _exceeds(picture, level):
-    """``picture > level`` in any channel, as [N, H, W] whatever the picture's number of axes."""
+    """Return ``picture > level`` in any channel, as [N, H, W] for any number of axes."""
     level = float(number(level, "level"))
     if picture.dtype.itemsize == 2 and is_float(picture.dtype):
-        picture = picture.astype(np.float32)  # exact, and holds any level that half cannot
-    with np.errstate(over="ignore"):  # a level past float32 becomes infinite, which compares right
+        picture = picture.astype(np.float32)  # exact, and float32 holds levels that half cannot
+    with np.errstate(over="ignore"):  # a level beyond float32 becomes infinite: right too
         mask = picture > level
     if mask.ndim > 2:
         mask = mask.any(axis=-1)
@@ -264,11 +267,11 @@ def _exceeds(picture, level):
 
 
 def _distance(a, b):
-    """``abs(a - b)`` without wrap-around, overflow of half floats, or warnings about infinities."""
+    """Return ``abs(a - b)`` without wrap-around, overflow of half floats, or warnings."""
     xp = namespace(a)
     if a.dtype == bool:
         return a ^ b
-    if a.dtype.kind in "iu":  # the difference fits the unsigned type, in which it wraps to right
+    if a.dtype.kind in "iu":  # the difference fits the unsigned type and wraps to the right value
         return (xp.maximum(a, b) - xp.minimum(a, b)).view(f"u{a.dtype.itemsize}")
     wide = np.float64 if a.dtype == np.float64 else np.float32
     with np.errstate(invalid="ignore", over="ignore"):
@@ -276,12 +279,12 @@ def _distance(a, b):
 
 
 def _check_picture(name, value):
-    check_array(name, value, ndim=(2, 3, 4), kinds="biuf")
+    check_array(name, spec_of(value), ndim=(2, 3, 4), kinds="biuf")
 
 
 def _mask(value):
     """Return a checked mask as that of a batch."""
-    check_array("mask", value, ndim=(2, 3), kinds="b")
+    check_array("mask", spec_of(value), ndim=(2, 3), kinds="b")
     return value if value.ndim == 3 else value[None]
 
 

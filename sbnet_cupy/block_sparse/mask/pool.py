@@ -1,7 +1,8 @@
-"""Pooling a mask over a grid of blocks, in NumPy: along the lines first, then along the columns.
+"""Pool a mask over a grid of blocks in NumPy: along the lines first, then along the columns.
 
-``any_above`` and ``average_above`` make the functions that do it, for masks of one shape and dtype:
-what follows from these is found once, because calls with small masks are mostly overhead.
+``any_above`` and ``average_above`` return functions that pool masks of one shape and dtype.
+Everything that follows from the shape and the dtype is computed once, because for small masks a
+call is mostly overhead.
 """
 
 import math
@@ -12,30 +13,30 @@ import numpy as np
 from ...core.arrays import dtype_kind
 from ...core.half_floats import greater_than
 
-_SMALL = 1 << 15  # bytes that are cleared as one in less time than some of them
+_SMALL = 1 << 15  # bytes; clearing all of so few is faster than clearing only the padding
 
 
 class Side(NamedTuple):
-    """How blocks lie along an axis; any of their pixels may be outside."""
+    """The positions of blocks along an axis; any of their pixels may lie outside the image."""
 
     count: int
     size: int
-    start: int  # of the first block
+    start: int  # position of the first block
     stride: int
 
 
 class Part(NamedTuple):
-    """What is pooled at a time: whole images, or some rows of blocks of one."""
+    """What is pooled at a time: whole images, or some rows of blocks of one image."""
 
     images: slice
-    lines: slice  # of these images
-    rows: Side  # of blocks, along these lines
+    lines: slice  # lines of these images
+    rows: Side  # rows of blocks along these lines
 
 
 def any_above(shape, dtype, part, columns, thresholds):
-    """Return a function of the mask: whether blocks have a pixel above the threshold, in order.
+    """Return a function of a mask that says which of its blocks have a pixel above the threshold.
 
-    Pixels become bytes, which are 0 unless the pixel is above.
+    Pixels become bytes that are 0 unless the pixel is above the threshold.
     """
     images, lines, width = _length(part.images), _length(part.lines), shape[2]
     rows, across = _meeting(part.rows, lines, shape[1]), _meeting(columns, width, width)
@@ -44,7 +45,7 @@ def any_above(shape, dtype, part, columns, thresholds):
         return lambda mask: np.zeros(blocks, bool)
     if (rows.count, across.count) != blocks[1:]:
         meets = slice(None), rows.blocks, across.blocks
-    leading = (images,) if images > 1 else ()  # one axis less takes less time
+    leading = (images,) if images > 1 else ()  # NumPy is faster with one axis less
     read, first, image = _bytes_above(shape, part, rows, _comparison(dtype, thresholds))
     combine_lines = _combine_lines(leading, rows, width, across, first, image)
     combine_columns = _combine_columns((*leading, rows.count), width, across)
@@ -65,23 +66,23 @@ def _length(part):
 
 
 class _Meeting(NamedTuple):
-    """The blocks that have a pixel of an axis, and zeros, with which they have all of theirs."""
+    """The blocks that overlap an axis, and the zeros that pad it so that all their pixels exist."""
 
-    blocks: slice  # which they are
+    blocks: slice  # which blocks
     count: int
     size: int
     stride: int
-    first: int  # where the first of them begins, behind the zeros before the axis
-    before: int  # zeros
-    after: int
+    first: int  # where the first one begins, counted from the first padding zero
+    before: int  # number of zeros before the axis
+    after: int  # and after it
     ends: np.ndarray | None  # see _meeting
 
 
 def _meeting(side, length, whole):
-    """Find the blocks that meet ``length`` pixels of an axis of ``whole``; None if none does.
+    """Find the blocks that overlap ``length`` pixels of an axis of ``whole``; None if none does.
 
-    Blocks longer than the axis would take many zeros. Instead ``ends`` tells which pixels they
-    have: the first of each block and the one past its last, of an axis with one zero more.
+    Blocks longer than the axis would need much padding. For them ``ends`` holds the first pixel of
+    each block and the one past its last, and the axis is padded with a single zero.
     """
     count, size, start, stride = side
     low = max(-((start + size - 1) // stride), 0)
@@ -99,7 +100,7 @@ def _meeting(side, length, whole):
 
 
 def _comparison(dtype, thresholds):
-    """Return a function ``(pixels, out)`` that tells which are above; None where bytes do."""
+    """Return a function ``(pixels, out)`` that marks pixels above; None if the bytes already do."""
     threshold, least, _ = thresholds
     if dtype_kind(dtype) == "f":
         return greater_than(dtype, threshold)
@@ -112,10 +113,10 @@ def _comparison(dtype, thresholds):
 
 
 def _bytes_above(shape, part, rows, compare):
-    """Return (function of the mask, number of a first byte, bytes of an image).
+    """Return (function of the mask, number of the first byte, bytes of an image).
 
-    The function returns bytes that tell of the pixels of the part, from the first one on: the mask
-    itself where it can, else a copy of the lines with zeros before and after them.
+    The function returns bytes that mark the pixels of the part, beginning with the first one: the
+    mask itself if possible, otherwise a copy of the lines padded with zeros.
     """
     _, height, width = shape
     lines, images = _length(part.lines), _length(part.images)
@@ -143,9 +144,9 @@ def _bytes_above(shape, part, rows, compare):
 
 
 def _combine_lines(leading, rows, width, across, first, image):
-    """Return a function of bytes: those of the lines of each row of blocks, combined.
+    """Return a function that combines the bytes of the lines of each row of blocks by "or".
 
-    Zeros come before and after them, as the columns of blocks want it.
+    Its result is padded with zeros as the columns of blocks need it.
     """
     combined = (*leading, rows.count, across.before + width + across.after)
     allocate = np.zeros if across.before or across.after else np.empty
@@ -168,10 +169,10 @@ def _combine_lines(leading, rows, width, across, first, image):
 
 
 def _combine_columns(leading, width, across):
-    """Return a function of the combined lines: whether a byte of each block is not 0.
+    """Return a function that says for each block of the combined lines whether any byte is not 0.
 
-    Words of 8 bytes or less, at any address, take the bytes of a block together. Where blocks are
-    longer, each byte is combined with those after it first, in the line or past it.
+    The bytes of a block are read as one word of up to 8 bytes, at any address. For longer blocks,
+    each byte is first combined with those that follow it.
     """
     size, padded = across.size, across.before + width + across.after
     word = span = min(1 << (size.bit_length() - 1), 8)
@@ -197,7 +198,7 @@ def _combine_columns(leading, width, across):
 
 
 def average_above(part, columns, thresholds):
-    """Return a function of the mask: whether sums over blocks, divided by their size, are above."""
+    """Return a function of a mask that says which of its blocks average above the threshold."""
 
     def pool(mask):
         values = mask[part.images, part.lines]
@@ -211,7 +212,7 @@ def average_above(part, columns, thresholds):
 
 
 def _sum_axis(values, axis, count, size, start, stride, dtype):
-    """Add up, along one axis, the lines of each of ``count`` blocks, from the first to the last."""
+    """Add up the lines of each of ``count`` blocks along one axis, from first to last."""
     length = values.shape[axis]
     shape = list(values.shape)
     shape[axis] = count

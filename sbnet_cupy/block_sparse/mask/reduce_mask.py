@@ -2,34 +2,31 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import (
-    address,
     array_function,
     dtype_kind,
     dtype_name,
     empty,
-    is_cupy,
     namespace,
     vector_bytes,
 )
 from ...core.checks import check_array, check_contiguous
 from ...core.compile import cpp_name
 from ...core.device import has_clusters, sm_count
-from ...core.plans import Plans
+from ...core.operator import Operator, Plan
 from ...core.sizes import is_integer, pair
 from ...core.workspace import workspace
 from ...errors import DTypeError, ShapeError
 from ..active_blocks import ActiveBlocks
 from ..from_mask import batch_of_one
 from ..grid import resolve_grid
+from .config import configure_mask, shared_memory
 from .listing import prepare_listing, write_rows
-from .plan import plan_mask, shared_memory
 
 _MOST_BLOCKS = 2**31 - 1
 
@@ -102,22 +99,8 @@ def reduce_mask(
     """
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
     mask = batch_of_one(mask)
-    if not is_cupy(mask):
-        return ActiveBlocks(*_reduce_mask_numpy(mask, options))
-    if not mask.size:  # there is nothing for a GPU to do
-        *listed, blocks = _reduce_mask_numpy(np.zeros(mask.shape, mask.dtype), options)
-        return ActiveBlocks(*map(namespace(mask).asarray, listed), blocks)
-    launch = launch_of_mask(mask, options)
-    counts, indices = empty((1,), np.int32, mask), empty((launch.rows, 3), np.int32, mask)
-    if launch.run is None:
-        counts[...] = 0
-        indices[...] = -1
-    else:
-        scratch = workspace(namespace(mask), launch.slots) if launch.slots else counts
-        launch.run(mask, counts, indices, scratch)
-    if capacity is None:
-        indices = indices[: int(counts[0])]
-    return ActiveBlocks(counts, indices, launch.blocks)
+    plan = REDUCE_MASK.plan_for((mask,), options)
+    return ActiveBlocks(*plan.run(mask), plan.blocks)
 
 
 def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset, bstride, **pool):
@@ -126,14 +109,13 @@ def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset
     On a GPU nothing is allocated: ``scratch`` is a uint64 array of :func:`scratch_slots`, whatever
     its contents. There must be a block, and the mask must have a pixel.
     """
-    sizes, capacity = (block_count, bsize, boffset, bstride), len(indices)
-    if not is_cupy(mask):
-        options = (*sizes, pool["tol"], pool["avgpool"], capacity)
-        counts[...], indices[...], _ = _reduce_mask_numpy(mask, options)
+    options = (block_count, bsize, boffset, bstride, pool["tol"], pool["avgpool"], len(indices))
+    plan = REDUCE_MASK.plan_for((mask,), options)
+    if plan.launch is None:
+        counts[...], indices[...] = plan.run(mask)
         return
-    launch = launch_of_mask(mask, (*sizes, pool["tol"], pool["avgpool"], capacity))
-    kernels.enqueue(scratch[: launch.slots].fill, 0)
-    launch.run(mask, counts, indices, scratch)
+    kernels.enqueue(scratch[: plan.workspace].fill, 0)
+    plan.launch(mask, counts, indices, scratch)
 
 
 def resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity):
@@ -143,32 +125,56 @@ def resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity):
     return blocks, grid, _check_tol(tol)
 
 
-def _resolve(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):
-    """Return the image and what the bodies need to know, all checked."""
-    blocks, grid, tol = resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity)
-    image = mask.reshape(mask.shape[:3])
-    return image, blocks, grid, _threshold(mask.dtype, tol), avgpool, capacity
+@dataclass(eq=False, slots=True)
+class MaskPlan(Plan):
+    """The plan of a call; what it runs returns the count and the list.
+
+    ``launch`` takes the mask, the count, the list and a workspace.
+
+    Parameters
+    ----------
+    blocks : (int, int, int)
+        Images, block rows and block columns.
+    workspace : int
+        Slots of 8 bytes that are 0 at first, and that each launch leaves ready for the next one.
+        Where there are none, any memory will do.
+    """
+
+    blocks: tuple = ()
+    workspace: int = 0
 
 
-def launch_of_mask(mask, options):
-    """Return the launch for a CuPy mask with pixels, prepared or found."""
-    key = _PLANS.key((mask,), options)
-    launch = _PLANS.get(key)
-    if launch is None:
-        launch = _PLANS.keep(key, _reduce_mask_cuda(*_resolve(mask, *options)))
-    return launch
+def _infer(specs, options):
+    """Check all arguments; return the specs of the count and of the list with room for all."""
+    (mask,), (*sizes, tol, _, capacity) = specs, options
+    blocks, _, _ = resolve_mask(mask, *sizes, tol, capacity)
+    rows = math.prod(blocks) if capacity is None else capacity
+    return mask.new((1,), np.int32), mask.new((rows, 3), np.int32)
 
 
-class _Launch(NamedTuple):
-    """A checked call: what to allocate, and the kernel with its parameters (None: no blocks)."""
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    (mask,), (*sizes, tol, avgpool, capacity) = specs, options
+    blocks, grid, tol = resolve_mask(mask, *sizes, tol, capacity)
+    mask = mask._replace(shape=mask.shape[:3])
+    call = (mask, blocks, grid, _threshold(mask.dtype, tol), avgpool, capacity)
+    if mask.on_gpu and mask.size:
+        return _reduce_mask_cuda(*call)
+    listing = prepare_listing(*call)
+    rows = math.prod(blocks) if capacity is None else capacity
+    results = (mask.new((1,), np.int32), mask.new((rows, 3), np.int32))
+    body = _list_nothing if mask.on_gpu else _reduce_mask_numpy
+    run = functools.partial(body, listing=listing)
+    return MaskPlan(results, run, weight=_WEIGHT, blocks=blocks)
 
-    blocks: tuple  # images, block rows, block columns
-    rows: int  # of the indices
-    slots: int  # of the workspace
-    run: Callable | None
+
+_WEIGHT = 64  # listings of huge masks have hundreds of parts
 
 
-_PLANS = Plans()
+def _list_nothing(mask, *, listing):
+    """List the blocks of a mask with no pixel: there is nothing for a GPU to do."""
+    listed = _reduce_mask_numpy(np.zeros(mask.shape, mask.dtype), listing=listing)
+    return tuple(map(namespace(mask).asarray, listed))
 
 
 def _check(mask, block_count, capacity):
@@ -213,12 +219,8 @@ def _threshold(dtype, tol):
     return tol, int(min(max(least, low), high)), least > high
 
 
-def _reduce_mask_numpy(mask, options):
-    """Pool some rows of blocks at a time, then list those that are active; also return the grid."""
-    key = _LISTINGS.host_key((mask,), options)
-    listing = _LISTINGS.get(key)
-    if listing is None:
-        listing = _LISTINGS.keep(key, prepare_listing(*_resolve(mask, *options)))
+def _reduce_mask_numpy(mask, *, listing):
+    """Pool some rows of blocks at a time, then list those that are active."""
     image = mask if mask.ndim == 3 else mask.reshape(mask.shape[:3])
     found, count = [], 0
     for first, pool in listing.parts:
@@ -238,10 +240,9 @@ def _reduce_mask_numpy(mask, options):
         done += len(numbers)
     if done < size:
         indices[done:] = -1
-    return counts, indices, listing.blocks
+    return counts, indices
 
 
-_LISTINGS = Plans(most=64)  # those of huge masks have hundreds of parts
 _ALIGNED = 16  # numbers of 4 bytes: 64
 
 
@@ -249,37 +250,66 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
     """Prepare one launch; see cuda_src/block_sparse/mask/reduce_mask.cu."""
     candidates = math.prod(blocks)
     rows = candidates if capacity is None else capacity
-    if not candidates or not mask.size:
-        return _Launch(blocks, rows, 0, None)
+    results = (mask.new((1,), np.int32), mask.new((rows, 3), np.int32))
+    if not candidates:
+        run = functools.partial(_no_blocks, rows=rows)
+        return MaskPlan(results, run, blocks=blocks)
     threshold, least, never = thresholds
     type_name = cpp_name(mask.dtype, "mask")
     if dtype_name(mask.dtype) == "bool":
         type_name = "unsigned char"
     item = mask.dtype.itemsize
-    word = max(vector_bytes(mask.shape[2] * item, address(mask)) // item, 1)
+    word = max(vector_bytes(mask.shape[2] * item, mask.alignment) // item, 1)
     machine = sm_count(), has_clusters()
-    plan = plan_mask(mask.shape, item, word, blocks, grid, avgpool, *machine)
+    config = configure_mask(mask.shape, item, word, blocks, grid, avgpool, *machine)
     nonzero = not avgpool and type_name == "unsigned char" and least == 1
-    slots, kept = shared_memory(plan, avgpool)
+    slots, kept = shared_memory(config, avgpool)
     sizes = (*mask.shape[:3], *blocks[1:], *grid.boffset, *grid.bstride)
     options = (threshold, _as_signed(least), int(never), rows)
-    shares = (plan.lines, plan.span, plan.down, slots, kept)
-    reads = (plan.word, plan.lanes, nonzero)
-    run = kernels.prepare(
+    shares = (config.lines, config.span, config.down, slots, kept)
+    reads = (config.word, config.lanes, nonzero)
+    launch = kernels.prepare(
         "block_sparse/mask/reduce_mask",
         "reduce_mask",
-        (type_name, *grid.bsize, bool(avgpool), *reads, plan.threads, plan.together),
-        plan.thread_blocks,
-        plan.threads,
+        (type_name, *grid.bsize, bool(avgpool), *reads, config.threads, config.together),
+        config.thread_blocks,
+        config.threads,
         4,
         (*sizes, *options, *shares, int(capacity is not None)),
-        shared=kept + 4 * -(-plan.lines * plan.span // 32),
+        shared=kept + 4 * -(-config.lines * config.span // 32),
         dependent=True,
-        cluster=max(plan.together, 1),
+        cluster=max(config.together, 1),
     )
-    return _Launch(blocks, rows, 0 if plan.together else 1 + plan.thread_blocks, run)
+    slots = 0 if config.together else 1 + config.thread_blocks
+
+    def run(mask):
+        counts, indices = empty((1,), np.int32, mask), empty((rows, 3), np.int32, mask)
+        launch(mask, counts, indices, workspace(namespace(mask), slots) if slots else counts)
+        return counts, indices[: int(counts[0])] if capacity is None else indices
+
+    return MaskPlan(
+        results, run, launch, operands=(0, 1, 2, 3), blocks=blocks, workspace=slots
+    )
+
+
+def _no_blocks(mask, *, rows):
+    """List the blocks of a grid that has none."""
+    counts, indices = empty((1,), np.int32, mask), empty((rows, 3), np.int32, mask)
+    counts[...] = 0
+    indices[...] = -1
+    return counts, indices
 
 
 def _as_signed(value):
     """Return the signed 64-bit number with the bits of an unsigned one."""
     return value - 2**64 if value >= 2**63 else value
+
+
+REDUCE_MASK = Operator(
+    "reduce_mask",
+    arrays=("mask",),
+    options=("block_count", "bsize", "boffset", "bstride", "tol", "avgpool", "capacity"),
+    infer=_infer,
+    plan=_plan,
+    results=(),
+)

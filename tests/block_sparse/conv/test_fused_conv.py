@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from conftest import Library
 from sbnet_cupy import PackedWeights, ShapeError, conv2d, fused_conv
-from sbnet_cupy.block_sparse.conv.plan import ConvPlan
-from sbnet_cupy.core.plans import Plans
+from sbnet_cupy.block_sparse.conv.config import ConvConfig
+from sbnet_cupy.core import operator
 from support import conv_oracles as oracles
 from support.assertions import assert_same, to_numpy
 from support.exhaustive import thinned
@@ -266,7 +266,7 @@ def _four_warps():
                     bsize=(16, 16), packed=True, **options)  # fmt: skip
         chunks = -(-c * case.type.itemsize // 16 // planes)
         warps = (math.prod(tile) // 16, 1, depth)
-        yield case, ConvPlan(
+        yield case, ConvConfig(
             "WarpGroup", planes, part, tile, warps, stages, chunks == 1, chunks, 1, True
         )
 
@@ -282,8 +282,8 @@ def hopper(cupy, monkeypatch):
 
     def take(plan):
         op = sys.modules["sbnet_cupy.block_sparse.conv.fused_conv"]
-        monkeypatch.setattr(op, "plan_for", lambda *_: plan)
-        monkeypatch.setattr(op, "_PLANS", Plans())
+        monkeypatch.setattr(op, "configure_conv", lambda *_: plan)
+        monkeypatch.setattr(operator, "_PLANS", {})
         return Library("cupy", cupy)
 
     return take

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from conftest import Library
 from sbnet_cupy import PackedWeights, ShapeError, calc_block_params, reduce_mask
-from sbnet_cupy.block_sparse.conv.sparse_conv2d import mask_conv2d, sparse_conv2d
+from sbnet_cupy.block_sparse.conv.mask_conv2d import mask_conv2d
+from sbnet_cupy.block_sparse.conv.sparse_conv2d import sparse_conv2d
 from sbnet_cupy.dense.activation import ACTIVATIONS
 from support import conv_oracles as oracles
 from support.assertions import assert_same, to_numpy

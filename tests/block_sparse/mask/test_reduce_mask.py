@@ -1,8 +1,6 @@
 """reduce_mask equals its loop oracle on every library; ActiveBlocks is what it says it is."""
 
-import inspect
 import itertools
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from sbnet_cupy import ActiveBlocks, CapacityError, ShapeError, reduce_mask
 from sbnet_cupy.block_sparse.mask import listing
+from sbnet_cupy.core.operator import clear_plans
 from support import oracles, strategies
 from support.assertions import assert_same
 
@@ -303,9 +302,8 @@ def test_a_mask_is_pooled_in_parts(monkeypatch, dtype, avgpool, offset):
     mask = (np.random.default_rng(3).random((5, 23, 31)) < 0.05).astype(dtype)
     grid = {"bsize": (4, 6), "boffset": (offset, offset), "bstride": (3, 5), "avgpool": avgpool}
     whole = reduce_mask(mask, (8, 7), **grid, tol=0.03)
-    module = sys.modules[inspect.unwrap(reduce_mask).__module__]
     for chunk in (1, 600, 1500, 4000, 8000, 30000):
-        module._LISTINGS.clear()
+        clear_plans()
         monkeypatch.setattr(listing, "CHUNK_BYTES", chunk)
         for capacity in (None, 9, 400):
             active = reduce_mask(mask, (8, 7), **grid, tol=0.03, capacity=capacity)
@@ -315,7 +313,7 @@ def test_a_mask_is_pooled_in_parts(monkeypatch, dtype, avgpool, offset):
                 active.active_block_indices[:rows], whole.active_block_indices[:rows].copy()
             )
             assert (active.active_block_indices[rows:] == -1).all()
-    module._LISTINGS.clear()
+    clear_plans()
 
 
 def test_more_blocks_than_a_table_holds():

@@ -1,0 +1,82 @@
+// swizzled_tile.cuh: the product of two tiles in shared memory, D[BM][BN] += A[BM][k] * B[BN][k].
+// A row of a tile is 128 bytes of k: 64 numbers of 2 bytes, or 32 floats. It is 8 units of 16 bytes, and unit u of
+// row r lies at place u ^ (r % 8), so that units in a column lie in different banks. That is the 128-byte swizzle of
+// wgmma; ldmatrix reads the same tiles.
+//   TileMma    the product by mma.sync, warp by warp, on any tensor core
+//   TileWgmma  the same by wgmma, four warps together, on compute capability 9.0
+// A warp holds acc[MT][NT][4]: MT groups of 16 rows, NT groups of 8 columns, as mma.sync leaves them (tensor_core.cuh).
+#pragma once
+
+#include "core/wgmma.cuh"
+
+constexpr int TILE_ROW = 128;  // bytes
+
+// Where unit `unit` of row `row` lies in its tile, in bytes.
+DEVICE int swizzled(int row, int unit) { return row * TILE_ROW + ((unit ^ (row & 7)) << 4); }
+
+// WM x WN warps share the rows and the columns.
+template <typename T, int BM, int BN, int WM_, int WN_>
+struct TileMma {
+    static constexpr int WM = WM_, WN = WN_, THREADS = WM * WN * 32, MT = BM / WM / 16, NT = BN / WN / 8;
+    static constexpr bool ASYNC = false;
+    static_assert(MT * WM * 16 == BM && NT * WN * 8 == BN && NT % 4 == 0, "warps share the tile evenly");
+
+    static DEVICE int row(int m) { return (threadIdx.x / 32 % WM * MT + m) * 16; }
+    static DEVICE int column() { return threadIdx.x / 32 / WM * (NT * 8); }
+
+    static DEVICE void multiply(float (&acc)[MT][NT][4], const u8* a, const u8* b) {
+        const int lane = threadIdx.x % 32;
+        const int a_row = row(0) + lane % 16, b_row = column() + lane / 16 * 8 + lane % 8;
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            const u8* const a_at = a + swizzled(a_row, 2 * step + lane / 16);
+            const u8* const b_at = b + swizzled(b_row, 2 * step + lane / 8 % 2);
+            u32 right[NT][2];
+#pragma unroll
+            for (int n = 0; n < NT; n += 2) {
+                u32 two[4];
+                ldmatrix_x4(two, b_at + n * 8 * TILE_ROW);
+                right[n][0] = two[0], right[n][1] = two[1], right[n + 1][0] = two[2], right[n + 1][1] = two[3];
+            }
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                u32 left[4];
+                ldmatrix_x4(left, a_at + m * 16 * TILE_ROW);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    if constexpr (Same<T, float>::value)
+                        mma_1688_tf32(acc[m][n], left, right[n][0], right[n][1]);
+                    else
+                        mma_16816<T>(acc[m][n], left, right[n][0], right[n][1]);
+                }
+            }
+        }
+    }
+};
+
+// WM x WN groups of four warps share the rows, 64 at a time, and the columns.
+template <typename T, int BM, int BN, int WM_, int WN_>
+struct TileWgmma {
+    static constexpr int WM = WM_, WN = WN_, THREADS = WM * WN * 128, MT = BM / WM / 64, NT = BN / WN / 8;
+    static constexpr bool ASYNC = true;
+    static_assert(MT * WM * 64 == BM && NT * WN * 8 == BN && NT % 4 == 0, "warps share the tile evenly");
+
+    static DEVICE int group() { return threadIdx.x / 128; }
+    static DEVICE int row(int m) { return (group() % WM * MT + m) * 64 + threadIdx.x / 32 % 4 * 16; }
+    static DEVICE int column() { return group() / WM * (NT * 8); }
+
+    // Begins the product; wgmma_wait ends it.
+    static DEVICE void multiply(float (&acc)[MT][NT][4], const u8* a, const u8* b) {
+        const u32 left = __shfl_sync(0xffffffffu, shared_address(a) + group() % WM * (MT * 64 * TILE_ROW), 0);
+        const u32 right = __shfl_sync(0xffffffffu, shared_address(b) + group() / WM * (NT * 8 * TILE_ROW), 0);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+                Wgmma<T, NT * 8>::shared(&acc[m][0][0],
+                                         swizzled_descriptor(left + m * (64 * TILE_ROW) + step * 32),
+                                         swizzled_descriptor(right + step * 32));
+        wgmma_commit();
+    }
+};

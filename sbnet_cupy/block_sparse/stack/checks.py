@@ -1,0 +1,36 @@
+"""What the stack operations check alike."""
+
+import contextlib
+
+import numpy as np
+
+from ...core.arrays import is_float
+from ...core.checks import check_array, check_contiguous
+from ...core.graph_memory import memory_of_graphs
+from ...errors import DTypeError
+from .block_table import check_table
+
+
+@contextlib.contextmanager
+def computing(like):
+    """Within, overflow is infinity with no warning, and a captured graph keeps all memory."""
+    with memory_of_graphs(like), np.errstate(all="ignore"):
+        yield
+
+
+def check_stack(name, x, table, *, channels=None, floats=True):
+    """Raise unless ``x`` is a stack ``[M, b_h, b_w, C]`` of the stage of ``table``."""
+    check_table(table)
+    check_array(name, x, ndim=4, like=table.grid)
+    check_array(name, x, shape=(table.capacity, *table.block_size, channels))
+    check_contiguous(name, x)
+    if floats and not is_float(x.dtype):
+        raise DTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+
+
+def check_like(name, value, x):
+    """Raise unless ``value`` has the dtype of ``x``."""
+    if value.dtype != x.dtype:
+        raise DTypeError(
+            f"{name} must have the dtype of x, {x.dtype}, got {value.dtype}; use astype"
+        )

@@ -1,0 +1,229 @@
+"""Which instance of ``stack_conv``: engine, tile, stages, and how many thread blocks share K.
+
+Template arguments depend on dtype, channels, kernel and on how many blocks are expected; never on
+the count itself.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+PANEL = 64  # output channels that are packed together
+ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
+_UNITS = 8  # of 16 bytes, in a chunk
+_MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
+_MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
+
+
+class StackConv(NamedTuple):
+    """A convolution from a stack of blocks to a stack of blocks.
+
+    Blocks of x are ``block`` pixels of images of ``image`` pixels; those of y are ``block_out``
+    pixels, ``block / strides``, of images of ``image_out`` pixels.
+    """
+
+    element: str  # C++ type: Half, BFloat16, or float, which is multiplied as tf32
+    rows: int  # of the stacks: their capacity
+    images: int
+    grid: tuple[int, int]  # blocks of an image
+    block: tuple[int, int]
+    block_out: tuple[int, int]
+    image: tuple[int, int]
+    image_out: tuple[int, int]
+    channels: int
+    channels_out: int
+    kernel: tuple[int, int]
+    strides: tuple[int, int]
+    dilation: tuple[int, int]
+    pads: tuple[int, int]  # pixels above and to the left
+    activation: int
+    vectors_in: bool  # pixels of x are whole vectors of 16 bytes, aligned
+    vectors_out: bool  # those of y and the residual
+    expected: int  # about how many rows will be active
+
+    @property
+    def element_bytes(self):
+        """Bytes of a number."""
+        return 4 if self.element == "float" else 2
+
+    @property
+    def pointwise(self):
+        """Whether pixel p of y reads pixel p of x, and no other."""
+        return self.kernel == self.strides == (1, 1) and self.pads == (0, 0)
+
+    @property
+    def chunks(self):
+        """Chunks of K: of 8 units of channels one for each tap; the rest tap by tap."""
+        units = -(-self.channels * self.element_bytes // 16)
+        taps = math.prod(self.kernel)
+        return units // _UNITS * taps + -(-(units % _UNITS * taps) // _UNITS)
+
+    @property
+    def panels(self):
+        """Panels of the packed weights."""
+        return -(-self.channels_out // PANEL)
+
+    @property
+    def packed_bytes(self):
+        """Bytes of the packed weights; the same for every plan."""
+        return self.panels * PANEL * (2 * 4 + self.chunks * ROW)
+
+
+class StackPlan(NamedTuple):
+    """Template arguments of ``stack_conv_pipelined`` or ``stack_conv``, in words."""
+
+    engine: str  # TileMma or TileWgmma
+    tile: tuple[int, int]  # output pixels and output channels of a thread block
+    warps: tuple[int, int]  # that share them; groups of four warps for TileWgmma
+    stages: int
+    split: int  # thread blocks that share the chunks of a tile
+    partials: bool  # which then add up in memory, not in a cluster
+    pipelined: bool  # some warps copy, the others multiply
+    cached: bool  # whether pixels come through the L1 cache
+    blocks: int  # thread blocks for which a multiprocessor must have registers
+
+    @property
+    def threads(self):
+        """Number of threads of a thread block."""
+        multipliers = math.prod(self.warps) * (128 if self.engine == "TileWgmma" else 32)
+        return multipliers + (128 if self.pipelined else 0)
+
+    @property
+    def kernel(self):
+        """Name of the kernel."""
+        return "stack_conv_pipelined" if self.pipelined else "stack_conv"
+
+    def shared_bytes(self, conv):
+        """Dynamic shared memory of a thread block; the sums of stack_conv2d.cu."""
+        pixels, columns = self.tile
+        taps = 0 if conv.pointwise else math.prod(conv.kernel)
+        ring = self.stages * (pixels + columns) * ROW
+        barriers = 1024 + 8 * (2 * self.stages + 2) if self.pipelined else 0
+        return ring + 8 * columns + barriers + pixels * 4 * (1 + taps)
+
+    def tiles(self, conv, rows):
+        """Number of tiles of so many rows of the stack."""
+        pixels = -(-rows * math.prod(conv.block_out) // self.tile[0])
+        return pixels * -(-conv.channels_out // self.tile[1])
+
+    def template(self, conv):
+        """Return the template arguments."""
+        rounded = conv.element == "float"
+        return (
+            self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
+            self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
+            conv.activation, self.cached, self.blocks,
+        )  # fmt: skip
+
+    def partial_floats(self, conv):
+        """Floats of memory for the sums of thread blocks that share K and are no cluster."""
+        if not self.partials:
+            return 0
+        width = -(-conv.channels_out // self.tile[1]) * self.tile[1]
+        return conv.rows * math.prod(conv.block_out) * self.split * width
+
+
+def missing_kernel(conv, device):
+    """Return for what there is no CUDA kernel; None where there is one."""
+    reach = [(k - 1) * d for k, d in zip(conv.kernel, conv.dilation, strict=True)]
+    if max(*conv.block, *conv.block_out, *reach, *conv.pads) > _MOST_PIXELS:
+        return f"blocks, windows or padding of more than {_MOST_PIXELS} pixels"
+    if max(*conv.image, *conv.image_out) >= 2**31 - 2**16 or max(conv.channels_out, 1) > 2**24:
+        return f"images as large as {conv.image}, or {conv.channels_out} channels"
+    pixels = conv.rows * max(math.prod(conv.block), math.prod(conv.block_out))
+    vectors = -(-conv.channels * conv.element_bytes // 16)
+    if pixels * vectors >= 2**31 - 2**16:  # offsets count vectors
+        return f"stacks of {conv.rows} blocks of {conv.block} pixels with {conv.channels} channels"
+    if conv.element != "Half" and not device.tensor_floats:
+        return f"{conv.element} on this GPU"
+    if plan_stack_conv(conv, device) is None:
+        return f"a window of {conv.kernel} pixels: it does not fit this GPU's shared memory"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_stack_conv(conv, device):
+    """Return the best plan, or None where none fits."""
+    plans = list(candidates(conv, device))
+    return min(plans, key=lambda plan: _cost(plan, conv, device), default=None)
+
+
+# (pixels, output channels), warps or groups of four warps, most thread blocks of a multiprocessor
+_WGMMA_TILES = (
+    ((64, 64), (1, 1), 3),
+    ((64, 128), (1, 1), 2),
+    ((128, 64), (2, 1), 2),
+    ((128, 128), (2, 1), 1),
+    ((192, 128), (3, 1), 1),
+    ((256, 64), (2, 1), 1),
+)
+_MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2), 1))
+_SPLITS = (1, 2, 3, 4, 6, 8)
+# Of an H200's 132 multiprocessors: how many clusters of so many thread blocks can use at once.
+_CLUSTERED = {2: 128, 3: 120, 4: 120, 6: 108, 8: 112}
+_MOST_STAGES = 6  # more were no faster, and leave no room for the next kernel's thread blocks
+
+
+def candidates(conv, device):
+    """Yield plans that fit the device."""
+    engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
+    offsets = 0 if conv.pointwise else math.prod(conv.kernel) * 4
+    simple = conv.vectors_in and conv.element != "float"
+    for tile, warps, most in tiles:
+        if tile[0] * offsets > _MOST_OFFSETS:
+            continue
+        if not simple:  # such copies, and rounding to tf32, take more registers
+            most = 2 if sum(tile) == 128 else 1
+            if tile == (192, 128):
+                continue
+        for split in _SPLITS:
+            if split > 1 and conv.chunks < 2 * split:
+                break
+            for blocks in range(1, most + 1 if split == 1 else 2):
+                plan = _with_stages(engine, tile, warps, split, blocks, conv, device)
+                if plan is not None:
+                    yield plan
+
+
+def _with_stages(engine, tile, warps, split, blocks, conv, device):
+    """Return the plan with the most stages that leave room for so many thread blocks, or None."""
+    pipelined = clusters = device.bulk_copy
+    room = (device.shared_bytes + 1024) // blocks - 1024
+    for stages in range(min(_MOST_STAGES, max(2, -(-conv.chunks // split) + 1)), 1, -1):
+        plan = StackPlan(
+            engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
+            not conv.pointwise, blocks,
+        )  # fmt: skip
+        sums = tile[0] * (tile[1] + 4) * 4 if split > 1 and clusters else 0
+        if plan.shared_bytes(conv) <= room and sums <= stages * sum(tile) * ROW:
+            return plan
+    return None
+
+
+def _cost(plan, conv, device):
+    """Estimate the cycles of a launch.
+
+    The constants were fitted to runs on an H200, except those for copying a chunk and for the
+    search: the code of both has become shorter since, and theirs are counted instructions.
+    """
+    pixels, columns = plan.tile
+    blocks = max(1, plan.tiles(conv, conv.expected)) * plan.split  # thread blocks in all
+    spots = device.multiprocessors * plan.blocks
+    if plan.split > 1 and not plan.partials:
+        spots = spots * _CLUSTERED[plan.split] // 132
+    rounds = math.ceil(blocks / spots)
+    active = min(plan.blocks, math.ceil(blocks / device.multiprocessors))
+    chunks = math.ceil(conv.chunks / plan.split)
+    # A chunk: the instructions that copy it, its products, and a pause of those who multiply.
+    product = pixels * columns / (32 if plan.engine == "TileWgmma" else 16)
+    chunk = max(280 + 2 * pixels, 1.1 * active * product, 300)
+    search = 0 if conv.pointwise else 1500 + pixels * math.prod(conv.kernel) / 128
+    results = 990 + pixels * columns * conv.element_bytes * active / 19
+    exchange = 0 if plan.split == 1 else 1400 + 630 * plan.split
+    path = rounds * (chunks * chunk + results) + (rounds - 1) * 0.6 * search
+    # What the second-level cache, and memory, deliver to all.
+    brought = blocks * chunks * sum(plan.tile) * ROW / (30 * device.multiprocessors)
+    numbers = math.prod(conv.block) * conv.channels
+    numbers += math.prod(conv.block_out) * conv.channels_out
+    memory = (conv.expected * numbers * conv.element_bytes + conv.packed_bytes) / 2300
+    return 2700 + search + max(path, brought, memory) + exchange

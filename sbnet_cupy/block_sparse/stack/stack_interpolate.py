@@ -1,0 +1,129 @@
+"""stack_interpolate: a stack with more, or fewer, pixels in each block."""
+
+from ...core.arrays import array_function, compute_dtype, namespace
+from .checks import computing
+from .fetch import fetch
+from .interpolation import phases, resolve_resize
+from .neighbours import Axis, Places
+from .pooling import prepare_out, slices_of
+from .taps import clear_unlisted
+
+
+@array_function
+def stack_interpolate(
+    x, table, *, scale_factor, size=None, mode="nearest", align_corners=False, out=None
+):
+    """Resize the images that a stack is part of, as PyTorch's ``interpolate`` does.
+
+    Pixel ``p`` of the result lies at ``s = (p + 0.5) * n / n' - 0.5`` of the ``n`` old pixels, or
+    at ``s = p * (n - 1) / (n' - 1)`` with ``align_corners``. "bilinear" mixes the pixels
+    ``floor(s)`` and ``floor(s) + 1`` in the shares of their nearness, along both axes, with ``s``
+    clamped to the image; "nearest" takes pixel ``floor(p * n / n')``. Without ``size``, ``n / n'``
+    is ``1 / scale_factor``. Pixels in no active block are 0. The mean is computed in float32
+    (float64 for float64) and rounded once.
+
+    Parameters
+    ----------
+    x : array, shape (M, b_h, b_w, C)
+        Stack; float16, bfloat16, float32 or float64. C-contiguous.
+    table : BlockTable
+        Of the stage of ``x``; ``table.after_interpolate(scale_factor, size)`` is the result's.
+    scale_factor : number, or two
+        How many times larger the blocks become; their new sizes must be whole.
+    size : (int, int), optional
+        Size ``(H', W')`` of the new images: ``floor(n * scale_factor)`` by default. One that is
+        smaller, as that of an input whose stage was rounded up, is reached by a resize by a factor
+        that is not whole. All its pixels must lie in blocks.
+    mode : "nearest" or "bilinear"
+        How pixels are made.
+    align_corners : bool
+        Whether the centres of the first and last pixels keep their places. Only for "bilinear".
+    out : array, optional
+        Receives the result; it is returned.
+
+    Returns
+    -------
+    y : array, shape (M, b_h * scale_factor, b_w * scale_factor, C)
+        In the dtype and library of ``x``. Rows that are no block are 0.
+
+    Raises
+    ------
+    ShapeError
+        If blocks would not be whole, or ``size`` is larger than the blocks.
+    DTypeError
+        If ``x`` is not of a floating dtype, or ``table`` no BlockTable.
+    ValueError
+        If ``mode`` or ``align_corners`` is none of those above.
+
+    Source: the dense layer on masked images.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = block_table(np.ones((1, 1, 2)), 1)
+    >>> x = np.array([1.0, 3.0]).reshape(2, 1, 1, 1)
+    >>> y = stack_interpolate(x, table, scale_factor=2, mode="bilinear")
+    >>> stack_to_image(y, table.after_interpolate(2))[0, 0, :, 0]
+    array([1. , 1.5, 2.5, 3. ])
+    """
+    resize = resolve_resize(x, table, scale_factor, size, mode, align_corners)
+    out = prepare_out(out, (len(x), *resize.new.block_size, x.shape[3]), x, table)
+    if not out.size:
+        return out
+    body = _by_position
+    if resize.factors is not None:
+        body = _repeat if mode == "nearest" else _by_phase
+    row_bytes = 3 * out[0].size * compute_dtype(x.dtype).itemsize
+    with computing(x):
+        places = Places.of(table)
+        for part in slices_of(places, x, row_bytes):
+            body(x, places.part(part), resize, out[part])
+        clear_unlisted(out, places)
+    return out
+
+
+def _repeat(x, places, resize, out):
+    """Nearest, by whole factors: each pixel several times."""
+    (m, *_, c), (bh, bw), (fh, fw) = out.shape, resize.old.block_size, resize.factors
+    out.reshape(m, bh, fh, bw, fw, c)[...] = x[places.rows][:, :, None, :, None]
+
+
+def _by_phase(x, places, resize, out):
+    """Bilinear, by whole factors: the new pixels of an old one have the same shares everywhere."""
+    xp, (bh, bw), (fh, fw) = namespace(x), resize.old.block_size, resize.factors
+    total = compute_dtype(x.dtype)
+    halo = xp.empty((len(out), bh + 2, bw + 2, x.shape[3]), total)
+    fetch(x, places, Axis(-1, 1, bh + 2), Axis(-1, 1, bw + 2), halo, "edge")
+    lines = xp.empty((len(out), bh * fh, bw + 2, x.shape[3]), total)
+    for phase, line, share in phases(fh):
+        lines[:, phase::fh] = _mix(halo[:, line : line + bh], halo[:, line + 1 :][:, :bh], share)
+    for phase, line, share in phases(fw):
+        first, second = lines[:, :, line : line + bw], lines[:, :, line + 1 :][:, :, :bw]
+        out[:, :, phase::fw] = _mix(first, second, share)
+
+
+def _mix(first, second, share):
+    """Return the mean of two pixels; one that has no share does not count, whatever it holds."""
+    return first if share == 0 else (1 - share) * first + share * second
+
+
+def _by_position(x, places, resize, out):
+    """In general: each line of each block has its own two old lines."""
+    xp, total = namespace(x), compute_dtype(x.dtype)
+    lattices = [resize.lattice(axis) for axis in (0, 1)]
+    halo = xp.empty((len(out), lattices[0].count, lattices[1].count, x.shape[3]), total)
+    fetch(x, places, *lattices, halo)
+    rows = xp.arange(len(out))[:, None]
+    low, high, share = resize.positions(places, 0, lattices[0], total)
+    lines = _mix_some(halo[rows, low], lambda: halo[rows, high], share[:, :, None, None], resize)
+    low, high, share = resize.positions(places, 1, lattices[1], total)
+    lines = lines.swapaxes(1, 2)
+    mixed = _mix_some(lines[rows, low], lambda: lines[rows, high], share[:, :, None, None], resize)
+    out[...] = mixed.swapaxes(1, 2)
+
+
+def _mix_some(first, second, share, resize):
+    if resize.mode == "nearest":
+        return first
+    mixed = (1 - share) * first + share * second()
+    return namespace(first).where(share == 0, first, mixed)

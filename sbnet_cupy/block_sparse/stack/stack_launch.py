@@ -1,0 +1,250 @@
+"""Launches of the CUDA kernels on a stack of blocks: convolutions, and blocks with their rims.
+
+All take CuPy arrays of one device, C-contiguous, that the caller has checked:
+
+    x, out, residual          stacks [M, b_h, b_w, C], the memory of channels_last [M, C, b_h, b_w]
+    bin_counts                int32 [1], the count, which is read on the device
+    active_block_indices      int32 [M, 3], rows (n, hi, wi); M is at least 1
+    grid                      int32 [N, hb, wb], the row of the stack of each block, or -1
+
+Rows of x and of the residual past the count are not used, nor pixels outside their image. Pixels of
+out outside its image become 0. Rows of out past the count become 0 with ``clear_rows``; without it
+they are not written, which costs no time.
+
+    conv = StackConv(...)                             sizes, see stack_conv_plan.py
+    missing_kernel(conv, current_device())            None, or why there is no kernel
+    pack = prepare_stack_pack(conv, "HWIO")           packed = pack(w, scale, bias): bytes
+    run = prepare_stack_conv(conv)                    keep it: it costs more than a call
+    run(x, packed, residual, bin_counts, active_block_indices, grid, out)
+
+    run = prepare_stack_depthwise(conv, "HWIO")       conv.channels_out == conv.channels
+    run(x, w, scale, bias, residual, bin_counts, active_block_indices, grid, out)
+
+    run = prepare_stack_halo(halo, x.itemsize * C)    StackHalo: sizes and fill
+    run(x, bin_counts, active_block_indices, grid, out)
+
+scale, bias and residual may be None. ``packed`` depends on w, scale, bias and the dtype alone: the
+same bytes serve all plans, strides, dilations and block sizes.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core import launch as kernels
+from ...core.arrays import empty, vector_bytes
+from ...core.device import current_device
+from ...core.graph_memory import keep_if_capturing
+from ...core.packed import Pack
+from .stack_conv_plan import plan_stack_conv
+
+FILLS = ("zero", "lowest", "nearest", "mirror", "repeat")  # as in stack_halo.cu
+
+
+def prepare_stack_pack(conv, w_format):
+    """Return what packs w (HWIO or OIHW), scale and bias (float32 or None) into bytes."""
+    sizes = dict(zip("HWIO", (*conv.kernel, conv.channels, conv.channels_out), strict=True))
+    steps = {
+        letter: math.prod(sizes[inner] for inner in w_format[i + 1 :])
+        for i, letter in enumerate(w_format)
+    }
+    launch = kernels.prepare(
+        "block_sparse/stack/stack_conv2d",
+        "pack_stack_weights",
+        (conv.element, conv.element == "float"),
+        min(-(-conv.panels * conv.chunks * 512 // 256), 2**16),
+        256,
+        4,
+        (conv.channels, conv.channels_out, *conv.kernel, *map(steps.get, "HWIO")),
+    )
+    return Pack(launch, conv.packed_bytes, 1, 2)
+
+
+def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
+    """Return the launch of a convolution on a stack.
+
+    ``settled`` promises that the kernel just ahead on the stream writes neither the table nor the
+    packed weights (one before it may): then they are read while that kernel still runs.
+
+    Pixels that are no whole vectors of 16 bytes are copied first, with channels of 0 added.
+    """
+    if not conv.vectors_in and plan is None:
+        return _with_padded_channels(conv, clear_rows)
+    plan = plan or plan_stack_conv(conv, current_device())
+    blocks = (conv.rows, conv.images, *conv.grid)
+    sizes = (
+        *blocks, conv.channels, conv.channels_out, *conv.block, *conv.block_out, *conv.image,
+        *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
+    )  # fmt: skip
+    run = kernels.prepare(
+        "block_sparse/stack/stack_conv2d",
+        plan.kernel,
+        plan.template(conv),
+        plan.tiles(conv, conv.rows) * plan.split,
+        plan.threads,
+        8,
+        (*sizes, int(settled), int(clear_rows)),
+        shared=plan.shared_bytes(conv),
+        persistent=True,
+        dependent=True,
+        cluster=1 if plan.partials else plan.split,
+    )
+    if not plan.partials:
+
+        def launch(x, packed, residual, bin_counts, indices, grid, out):
+            run(x, packed, residual, bin_counts, indices, grid, None, out)
+
+        return launch
+    return _with_partials(conv, plan, run, clear_rows)
+
+
+def _with_padded_channels(conv, clear_rows):
+    """Return the launch of a copy with more channels, and of the convolution of that.
+
+    The packed weights are the same: they hold zeros for these channels.
+    """
+    lanes = 16 // conv.element_bytes
+    channels, pixels = -(-conv.channels // lanes) * lanes, math.prod(conv.block)
+    pad = kernels.prepare(
+        "block_sparse/stack/stack_conv2d",
+        "pad_stack_channels",
+        (conv.element,),
+        -(-conv.rows * pixels * channels // (256 * lanes)),
+        256,
+        3,
+        (conv.rows, pixels, conv.channels),
+        persistent=True,
+        dependent=True,
+    )
+    # The copy just ahead writes neither table nor weights.
+    run = prepare_stack_conv(conv._replace(channels=channels, vectors_in=True), True, clear_rows)
+
+    def launch(x, packed, residual, bin_counts, indices, grid, out):
+        padded = empty((conv.rows * pixels * channels,), x.dtype, x)
+        keep_if_capturing(padded)
+        pad(x, bin_counts, padded)
+        run(padded, packed, residual, bin_counts, indices, grid, out)
+
+    return launch
+
+
+def _with_partials(conv, plan, run, clear_rows):
+    """Return the launch of thread blocks that leave sums in memory, and of what adds them up."""
+    width = plan.partial_floats(conv) // (conv.rows * math.prod(conv.block_out) * plan.split)
+    items = conv.rows * math.prod(conv.block_out) * conv.channels_out * conv.element_bytes // 16
+    add_up = kernels.prepare(
+        "block_sparse/stack/stack_conv2d",
+        "stack_conv_sum",
+        (conv.element, plan.split, conv.vectors_out, conv.activation),
+        -(-items // 256) + 1,
+        256,
+        7,
+        (
+            conv.rows, conv.images, *conv.grid, conv.channels_out, *conv.block_out,
+            *conv.image_out, width, int(clear_rows),
+        ),
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip
+
+    def launch(x, packed, residual, bin_counts, indices, grid, out):
+        partials = empty((plan.partial_floats(conv),), np.float32, x)
+        keep_if_capturing(partials)
+        run(x, packed, None, bin_counts, indices, grid, partials, out)
+        add_up(partials, packed, residual, bin_counts, indices, grid, out)
+
+    return launch
+
+
+def prepare_stack_depthwise(conv, w_format, alignment=16, clear_rows=True):
+    """Return the launch of a depthwise convolution on a stack; w, scale and bias are as they are.
+
+    w is (R, S, 1, C) or (C, 1, R, S), of the dtype of x; scale and bias are float32 or None. Floats
+    are multiplied as IEEE. The addresses of x, out and the residual are multiples of ``alignment``
+    bytes. Return None where the window does not fit this GPU's shared memory.
+    """
+    itemsize, taps = conv.element_bytes, math.prod(conv.kernel)
+    vector = vector_bytes(conv.channels * itemsize, alignment) // itemsize
+    channels = 8 * vector
+    shared = 4 * ((taps + 2) * channels + (taps + 1) * _DEPTHWISE_PIXELS)
+    if shared > current_device().shared_bytes:
+        return None
+    steps = (conv.kernel[1] * conv.channels, conv.channels, 1)
+    if w_format == "OIHW":
+        steps = (conv.kernel[1], 1, taps)
+    slices = -(-conv.channels // channels)
+    return kernels.prepare(
+        "block_sparse/stack/stack_depthwise",
+        "stack_depthwise",
+        (conv.element, vector, conv.activation),
+        (-(-conv.rows * math.prod(conv.block_out) // _DEPTHWISE_PIXELS), slices),
+        256,
+        9,
+        (
+            conv.rows, conv.images, *conv.grid, conv.channels, *conv.block, *conv.block_out,
+            *conv.image, *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
+            *steps, int(clear_rows),
+        ),
+        shared=shared,
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip
+
+
+_DEPTHWISE_PIXELS = 128  # of a tile, as in stack_depthwise.cu
+
+
+class StackHalo(NamedTuple):
+    """Blocks with a rim: sizes in pixels, as for StackConv."""
+
+    rows: int
+    images: int
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    image: tuple[int, int]
+    before: tuple[int, int]  # pixels of the rim above and to the left
+    after: tuple[int, int]  # below and to the right
+    fill: str = "zero"  # what lies outside the image: one of FILLS
+    lowest: int = 0  # the bits of the lowest value, repeated up to 8 bytes
+
+
+def lowest_bits(dtype):
+    """Return the bits of the lowest value of a dtype, repeated up to 8 bytes, as an int64."""
+    name = np.dtype(dtype).name
+    if name == "bfloat16":
+        pattern = np.uint16(0xFF80).tobytes()
+    elif np.dtype(dtype).kind == "f":
+        pattern = np.array(-np.inf, dtype).tobytes()
+    elif np.dtype(dtype).kind == "b":
+        pattern = b"\0"
+    else:
+        pattern = np.array(np.iinfo(dtype).min, dtype).tobytes()
+    return int(np.frombuffer(pattern * (8 // len(pattern)), np.int64)[0])
+
+
+def prepare_stack_halo(halo, pixel_bytes, alignment=16, clear_rows=True):
+    """Return the launch that copies blocks with their rim.
+
+    ``pixel_bytes`` are those of a pixel's channels. The addresses of x and out are multiples of
+    ``alignment`` bytes.
+    """
+    width = vector_bytes(pixel_bytes, alignment)
+    vectors = pixel_bytes // width
+    lanes = min(32, 1 << max(0, math.ceil(math.log2(vectors))))
+    size = tuple(a + b + c for a, b, c in zip(halo.before, halo.block, halo.after, strict=True))
+    vector = {16: "uint4", 8: "uint2", 4: "u32", 2: "u16", 1: "u8"}[width]
+    return kernels.prepare(
+        "block_sparse/stack/stack_halo",
+        "stack_halo",
+        (vector, lanes, FILLS.index(halo.fill)),
+        -(-halo.rows * math.prod(size) // (256 // lanes * 4)),
+        256,
+        5,
+        (
+            halo.rows, halo.images, *halo.grid, vectors, *halo.block, *halo.image, *size,
+            *halo.before, halo.lowest, int(clear_rows),
+        ),
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip

@@ -1,0 +1,208 @@
+"""Operator: an operation declared once, for the core and for every adapter.
+
+An operation stands in one file: its public function, its checks and shape rules, its NumPy body,
+its CUDA launch. At the end of the file an :class:`Operator` says what these are called, so that an
+adapter (PyTorch, JAX, TensorFlow) can drive the operation without the public function::
+
+    GATHER = Operator(
+        "sparse_gather",
+        arrays=("x", "bin_counts", "active_block_indices", "out", "scale", "shift"),
+        options=("bsize", "boffset", "bstride", "transpose", "data_format", "activation"),
+        infer=_infer, plan=_plan, gradient=_gradient, linear=("x",),
+    )
+
+``arrays`` and ``options`` are names. A call is two tuples in the order of these names: arrays, or
+their :class:`ArraySpec`, with None for what is not given; and options, as the caller spelled them.
+
+- ``infer(specs, options)`` makes all checks of the public function and returns the specs of the
+  results. It only compares sizes, so it works while a framework traces.
+- ``plan(specs, options)`` makes the same checks and returns a :class:`Plan`: the specs of the
+  results, and how to compute them. On a GPU it compiles the kernel and prepares its launch.
+- ``gradient(ops, arrays, options, grad, wanted)`` returns ``{name: gradient}`` for the names in
+  ``wanted``, made of the operations of a namespace ``ops`` (see ``block_sparse/compositions.py``).
+  It is there for operations that are linear in the arrays named in ``linear``.
+
+:meth:`Operator.plan_for` keeps plans, in one bounded cache for all operations, under the specs, the
+options and the device. A warm call is a look-up::
+
+    plan = GATHER.plan_for((x, counts, indices, out, scale, shift), options)
+    plan.run(x, counts, indices, out, scale, shift)
+
+The public functions do just this. An adapter whose tensors are no native arrays passes their specs
+to :meth:`Operator.plan_of` and finds the same plans. On a GPU it may then launch the kernel itself,
+on its own stream: ``plan.launch.on(stream, addresses)`` with the addresses of the arrays at the
+positions ``plan.operands``, 0 for None. ``launch`` is None where a call needs more than one kernel,
+or none: then it calls ``plan.run``.
+"""
+
+import marshal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .arrays import empty
+from .spec import ArraySpec, fields_of
+
+
+@dataclass(eq=False, slots=True)
+class Plan:
+    """How to compute calls whose arrays have certain specs, with certain options.
+
+    Parameters
+    ----------
+    results : tuple of ArraySpec
+        What the call gives; None for a gradient that is not computed.
+    run : function
+        Takes all arrays of the operator in order, those that receive the results among them, and
+        computes on the current device and stream. If no array of the operator receives results, it
+        returns them.
+    launch : object, optional
+        The one kernel that ``run`` launches, with ``on(stream, addresses)``.
+    operands : tuple of int
+        Positions of the arrays that ``launch`` takes, in its order; None for a null pointer.
+    scratch : int
+        Bytes that ``run`` allocates with CuPy's current allocator, in :func:`whole_pieces`. They
+        are not needed after the call.
+    base : tuple of int, optional
+        Positions of arrays: the first one that is given must be in the result before ``launch``,
+        which writes only a part of it, or zeros if none is given. ``run`` sees to it by itself.
+    weight : int
+        How much of the cache the plan takes; most take 1.
+    """
+
+    results: tuple
+    run: Callable
+    launch: Any = None
+    operands: tuple = ()
+    scratch: int = 0
+    base: tuple | None = None
+    weight: int = 1
+    shape: tuple = field(init=False)  # of the first result
+
+    def __post_init__(self):
+        self.shape = self.results[0].shape if self.results and self.results[0] else ()
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Operator:
+    """The declaration of an operation; see the head of this file.
+
+    Parameters
+    ----------
+    name : str
+        Name of the public function.
+    arrays, options : tuple of str
+        Names of the arguments, in the order in which everything here takes them.
+    infer, plan : function
+        Of specs and options: the specs of the results, and the :class:`Plan`.
+    results : tuple of str
+        Names of those arrays that receive the results; they may be None in a call. Empty for an
+        operation that returns fresh arrays, as gradients do, or that writes its argument.
+    gradient : function, optional
+        Of a namespace, arrays, options, the gradient of the result and the wanted names.
+    linear : tuple of str
+        The arrays in which the operation is linear, with no other option than those that move data.
+    """
+
+    name: str
+    arrays: tuple
+    options: tuple
+    infer: Callable = field(repr=False)
+    plan: Callable = field(repr=False)
+    results: tuple = ("out",)
+    gradient: Callable | None = field(default=None, repr=False)
+    linear: tuple = ()
+
+    def plan_for(self, arrays, options):
+        """Return the plan of a call with NumPy or CuPy arrays, or specs, on the current device."""
+        try:
+            key = (self.name, *map(fields_of, arrays), marshal.dumps(options, 2))
+        except ValueError:  # an option that is no plain value
+            return self.plan(_specs(map(fields_of, arrays), arrays), options)
+        plan = _PLANS.get(key)
+        if plan is None:
+            plan = _keep(key, self.plan(_specs(key[1:-1], arrays), options))
+        return plan
+
+    def plan_of(self, specs, options):
+        """Return the plan of a call with arrays of these specs (or None) on the current device.
+
+        Plain tuples of the fields of the specs will do.
+        """
+        try:
+            key = (self.name, *specs, marshal.dumps(options, 2))
+        except ValueError:
+            return self.plan(_specs(specs, specs), options)
+        plan = _PLANS.get(key)
+        if plan is None:
+            plan = _keep(key, self.plan(_specs(specs, specs), options))
+        return plan
+
+    def find(self, specs, options):
+        """Return the plan that is kept for such specs, or tuples equal to them, and options.
+
+        None if there is none yet.
+        """
+        try:
+            return _PLANS.get((self.name, *specs, marshal.dumps(options, 2)))
+        except ValueError:
+            return None
+
+    def __call__(self, arrays, options):
+        """Compute a call on native arrays, which are trusted to share no memory; return its result.
+
+        Results that are None among ``arrays`` are allocated. Several results come as a tuple.
+        """
+        plan = self.plan_for(arrays, options)
+        if not self.results:
+            return plan.run(*arrays)
+        given = list(arrays)
+        places = [self.arrays.index(name) for name in self.results]
+        for place, spec in zip(places, plan.results, strict=True):
+            if given[place] is None:
+                given[place] = empty(spec.shape, spec.dtype, given[0])
+        plan.run(*given)
+        found = tuple(given[place] for place in places)
+        return found if len(found) > 1 else found[0]
+
+
+def whole_pieces(nbytes):
+    """Return the bytes that an allocation takes of scratch: a multiple of 256."""
+    return -(-nbytes // 256) * 256
+
+
+def _specs(fields, arrays):
+    """Return the specs of arrays from their fields; what is no array stays for the checks."""
+    return tuple(
+        ArraySpec(*f) if type(f) is tuple else array
+        for f, array in zip(fields, arrays, strict=True)
+    )
+
+
+# The plans of all operations. They are dropped when they are many, and made again as needed.
+# Options are told apart by type as well as by value, which is why they are spelled by marshal: 1,
+# 1.0 and True are equal in Python but not as a size.
+_PLANS = {}
+_MOST = 4096  # total weight
+_LOCK = threading.RLock()  # of the weight; a look-up needs none
+_weight = 0
+
+
+def _keep(key, plan):
+    """Keep a plan under a key; return it."""
+    global _weight
+    with _LOCK:
+        if _weight + plan.weight > _MOST:
+            clear_plans()
+        _weight += plan.weight
+        _PLANS[key] = plan
+    return plan
+
+
+def clear_plans():
+    """Drop all plans."""
+    global _weight
+    with _LOCK:
+        _PLANS.clear()
+        _weight = 0

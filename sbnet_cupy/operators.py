@@ -1,0 +1,52 @@
+"""The table of all operators, by name: what an adapter can drive, and what tests walk through."""
+
+from .block_sparse.bottleneck.fused_bottleneck import FUSED_BOTTLENECK
+from .block_sparse.bottleneck.res_block import RES_BLOCK
+from .block_sparse.bottleneck.res_block_grad import RES_BLOCK_GRAD
+from .block_sparse.conv.fused_conv import FUSED_CONV
+from .block_sparse.conv.sparse_conv2d import SPARSE_CONV2D
+from .block_sparse.conv.sparse_conv2d_grad import SPARSE_CONV2D_GRAD
+from .block_sparse.conv.stack_conv import STACK_CONV
+from .block_sparse.gather_scatter.sparse_gather import GATHER
+from .block_sparse.gather_scatter.sparse_gather_grad import GATHER_GRAD
+from .block_sparse.gather_scatter.sparse_scatter import SCATTER
+from .block_sparse.gather_scatter.sparse_scatter_grad import SCATTER_GRAD
+from .block_sparse.gather_scatter.zero_outside import ZERO_OUTSIDE
+from .block_sparse.mask.reduce_mask import REDUCE_MASK
+from .block_sparse.stack.block_table import FILL_GRID
+from .block_sparse.stack.stack_avg_pool import STACK_AVG_POOL
+from .block_sparse.stack.stack_conv2d import STACK_CONV2D
+from .block_sparse.stack.stack_halo import STACK_HALO
+from .block_sparse.stack.stack_max_pool import STACK_MAX_POOL
+from .core.copy_image import COPY_IMAGE
+from .dense.affine_grad import AFFINE_GRAD
+from .dense.conv2d import CONV2D
+from .dense.conv2d_grad import CONV2D_GRAD
+
+OPERATORS = {
+    operator.name: operator
+    for operator in (
+        COPY_IMAGE,
+        CONV2D,
+        CONV2D_GRAD,
+        AFFINE_GRAD,
+        REDUCE_MASK,
+        GATHER,
+        GATHER_GRAD,
+        SCATTER,
+        SCATTER_GRAD,
+        ZERO_OUTSIDE,
+        FUSED_CONV,
+        STACK_CONV,
+        SPARSE_CONV2D,
+        SPARSE_CONV2D_GRAD,
+        FUSED_BOTTLENECK,
+        RES_BLOCK,
+        RES_BLOCK_GRAD,
+        FILL_GRID,
+        STACK_HALO,
+        STACK_CONV2D,
+        STACK_MAX_POOL,
+        STACK_AVG_POOL,
+    )
+}

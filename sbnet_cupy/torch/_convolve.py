@@ -1,0 +1,157 @@
+"""The convolution of a stack of blocks, as an operator of PyTorch with derivatives of any order.
+
+PyTorch computes it (cuDNN on a GPU), at the precision that was asked for whatever
+``torch.backends`` says.
+"""
+
+import contextlib
+import threading
+
+import torch
+
+from ..dense.onednn import step_to_one_column
+from . import _dispatch_state as state
+from ._operation import define, make_function
+
+
+@contextlib.contextmanager
+def exactly(precision, x):
+    """Let cuDNN multiply as ``precision`` says, reproducibly; nothing to say elsewhere.
+
+    ``torch.backends.cudnn.flags`` will not do: it fails where the user has set ``fp32_precision``.
+    """
+    if not x.is_cuda:
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    wanted = [(cudnn, "benchmark", False), (cudnn, "deterministic", True)]
+    if hasattr(cudnn, "conv"):  # PyTorch 2.9 and newer
+        wanted.append((cudnn.conv, "fp32_precision", precision or "ieee"))
+    else:
+        wanted.append((cudnn, "allow_tf32", precision == "tf32"))
+    with _FLAGS:
+        before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
+        try:
+            for holder, name, value in wanted:
+                setattr(holder, name, value)
+            yield
+        finally:
+            for holder, name, value in before:
+                setattr(holder, name, value)
+
+
+_FLAGS = threading.RLock()  # the flags are the process's: one thread at a time sets them
+
+
+def convolve(x, w, strides, precision):
+    """Return the convolution, without padding, of an NHWC stack with an OIHW kernel."""
+    return _call(_CONVOLVE, x, w, strides, precision)
+
+
+def convolve_backward(grad, x, w, strides, precision, for_x, for_w):
+    """Return the gradients of x and w; one that is not asked for has no elements."""
+    return _call(_BACKWARD, grad, x, w, strides, precision, for_x, for_w)
+
+
+def _call(operator, *arguments):
+    """Call an operator: at once, or by way of the dispatcher."""
+    records = state.records_if_plain([a for a in arguments if isinstance(a, torch.Tensor)])
+    dispatched, body, recorded = operator
+    if records is None:
+        return dispatched(*arguments)
+    return recorded(*arguments) if records else body(*arguments)
+
+
+def _define(schema, body, fake, backward, setup_context):
+    def forward(ctx, *arguments):
+        result = body(*arguments)
+        setup_context(ctx, arguments, result)
+        return result
+
+    function = make_function(schema.partition("(")[0], forward, backward)
+    return define(schema, body, fake, backward, setup_context), body, function
+
+
+def _forward(x, w, strides, precision):
+    step = None if x.is_cuda else step_to_one_column(x.shape[3], x.shape[2], w.shape[3], strides)
+    if step is not None:
+        x, strides = x[:, :, : w.shape[3]], step
+    with exactly(precision, x):
+        y = torch.ops.aten.convolution(
+            x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1), False, (0, 0), 1
+        )
+    return y.permute(0, 2, 3, 1).contiguous()
+
+
+def _forward_fake(x, w, strides, precision):
+    axes = zip(x.shape[1:3], w.shape[2:], strides, strict=True)
+    sizes = [(n - k) // s + 1 for n, k, s in axes]
+    sizes = [max(n, 0) if type(n) is int else torch.sym_max(n, 0) for n in sizes]
+    return x.new_empty((x.shape[0], *sizes, w.shape[0]))
+
+
+def _forward_setup(ctx, inputs, output):
+    x, w, ctx.strides, ctx.precision = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _forward_backward(ctx, grad):
+    x, w = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:2])
+    for_x, for_w = convolve_backward(grad, x, w, ctx.strides, ctx.precision, *wanted)
+    return for_x if wanted[0] else None, for_w if wanted[1] else None, None, None
+
+
+def _backward(grad, x, w, strides, precision, for_x, for_w):
+    if not x.is_cuda:
+        w = w.contiguous()  # the CPU's own convolution refuses others where it has to find dw
+    with exactly(precision, x):
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1),
+            False, (0, 0), 1, (for_x, for_w, False),
+        )  # fmt: skip
+    return (
+        dx.permute(0, 2, 3, 1).contiguous() if for_x else x.new_empty(0),
+        dw.contiguous() if for_w else w.new_empty(0),
+    )
+
+
+def _backward_fake(grad, x, w, strides, precision, for_x, for_w):
+    return x.new_empty(x.shape if for_x else 0), w.new_empty(w.shape if for_w else 0)
+
+
+def _backward_setup(ctx, inputs, output):
+    grad, x, w, ctx.strides, ctx.precision, ctx.for_x, ctx.for_w = inputs
+    ctx.save_for_backward(grad, x, w)
+
+
+def _backward_backward(ctx, dx, dw):
+    """Both results are bilinear: dx in (grad, w), dw in (grad, x)."""
+    grad, x, w = ctx.saved_tensors
+    options = (ctx.strides, ctx.precision)
+    to_grad = to_x = to_w = None
+    if ctx.for_x:
+        to_grad = convolve(dx, w, *options)
+        to_w = convolve_backward(grad, dx, w, *options, False, True)[1]
+    if ctx.for_w:
+        more = convolve(x, dw, *options)
+        to_grad = more if to_grad is None else to_grad + more
+        to_x = convolve_backward(grad, x, dw, *options, True, False)[0]
+    return to_grad, to_x, to_w, None, None, None, None
+
+
+_CONVOLVE = _define(
+    "convolve(Tensor x, Tensor w, int[] strides, str? precision) -> Tensor",
+    _forward,
+    _forward_fake,
+    _forward_backward,
+    _forward_setup,
+)
+_BACKWARD = _define(
+    "convolve_backward(Tensor grad, Tensor x, Tensor w, int[] strides, str? precision, bool for_x, "
+    "bool for_w) -> (Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    _backward_backward,
+    _backward_setup,
+)

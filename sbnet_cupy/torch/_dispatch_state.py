@@ -1,0 +1,125 @@
+"""Private names of PyTorch: all of them, and what serves instead where one is missing.
+
+The dispatcher costs the calling thread more than most of our kernels take. A *plain* call is one
+for which it would do nothing but pass the arguments on; such a call goes to the kernel at once.
+PyTorch has no public way to ask whether a call is plain. Where one of the private names is gone, no
+call is: all go through the dispatcher, with the same results.
+
+Not plain are compiling, exporting, modes and subclasses of either protocol (fake tensors too),
+``torch.func``, tracers, lazy conjugates, forward-mode derivatives, and a profiler, which sees
+operators only where they are dispatched.
+"""
+
+import torch
+from torch.autograd import forward_ad, profiler
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _dispatch_keys():
+    """Return (keys of a thread, keys of tensors) where the dispatcher has nothing to do, or None.
+
+    Each as the bits of an integer, and each as usual and as in inference mode.
+    """
+
+    def keys(*names):
+        bits = 0
+        for name in names:
+            bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+        return bits
+
+    try:
+        usual = {keys("BackendSelect", "ADInplaceOrView"), keys("BackendSelect")}
+        plain = {
+            keys(kind, f"Autocast{kind}", *more)
+            for kind in ("CPU", "CUDA")
+            for more in ((), ("ADInplaceOrView", f"Autograd{kind}"))
+        }
+    except AttributeError:  # this PyTorch has them no more, or under other names
+        return None
+    return usual, plain
+
+
+_keys_of = getattr(torch._C, "_dispatch_keys", None)
+_keys_of_thread = getattr(torch._C, "_dispatch_tls_local_include_set", None)
+_function_modes = getattr(torch._C, "_len_torch_function_stack", None)
+_has_profiler = hasattr(profiler, "_is_profiler_enabled")
+_has_level = hasattr(forward_ad, "_current_level")
+_found = _dispatch_keys()
+
+if None not in (_keys_of, _keys_of_thread, _function_modes, _found) and _has_profiler:
+    _usual, _plain = _found
+
+    def thread_is_plain():
+        """Whether the dispatcher would pass ordinary tensors of this thread on."""
+        return not (
+            torch.compiler.is_compiling()
+            or _function_modes()
+            or _keys_of_thread().raw_repr() not in _usual
+            or has_forward_mode()
+            or profiler._is_profiler_enabled
+        )
+
+    def is_plain(value):
+        """Whether a value is an ordinary tensor."""
+        return type(value) in _TENSORS and _keys_of(value).raw_repr() in _plain
+
+else:
+
+    def thread_is_plain():
+        """Whether the dispatcher would pass ordinary tensors of this thread on: unknown here."""
+        return False
+
+    def is_plain(value):
+        """Whether a value is an ordinary tensor: unknown here."""
+        return False
+
+
+def has_forward_mode():
+    """Whether tensors may have forward-mode derivatives: yes, where there is no telling."""
+    return not _has_level or forward_ad._current_level >= 0
+
+
+def records_if_plain(tensors):
+    """Whether gradients are recorded; None where the dispatcher has something else to do.
+
+    Some of the tensors may be None.
+    """
+    if not thread_is_plain():
+        return None
+    requires_grad = False
+    for value in tensors:
+        if value is not None:
+            if not is_plain(value):
+                return None
+            requires_grad = requires_grad or value.requires_grad
+    return requires_grad and torch.is_grad_enabled()
+
+
+def direct_apply(function):
+    """Return ``apply`` of a ``torch.autograd.Function`` that is called with plain tensors.
+
+    Its own looks for ``torch.func`` in the arguments first; the one that it ends in does not.
+    """
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
+def _device_of_runtime():
+    return torch.cuda.current_device()
+
+
+def _stream_of_runtime(device):
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# Number of the current GPU, and address of torch's current stream on a GPU. The public ways make an
+# object, or see to it that CUDA is initialised, at each call.
+current_device = getattr(torch._C, "_cuda_getDevice", _device_of_runtime)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_runtime)
+
+
+def register_constant(kind):
+    """Let torch.compile and torch.export take instances of a class as constants, if they can."""
+    register = getattr(torch.utils._pytree, "register_constant", None)  # PyTorch 2.7 and newer
+    if register is not None:
+        register(kind)

@@ -1,0 +1,165 @@
+"""The namespace of ``block_sparse/compositions.py`` for tensors; all of it can be differentiated.
+
+Gather and scatter are linear, and each other's transposes: their gradients, which the core
+declares, are made of themselves, and can be differentiated again, any number of times.
+"""
+
+import sys
+
+import torch
+
+from ..block_sparse import compositions
+from ..block_sparse.gather_scatter import sparse_gather, sparse_scatter
+from ._call import call
+from ._convolve import convolve as _convolve
+from ._operation import Operation
+
+
+def gather(
+    x, bin_counts, active_block_indices, bsize, boffset=(0, 0), bstride=None, *,
+    transpose=False, data_format="NHWC", scale=None, shift=None, activation=None,
+):  # fmt: skip
+    """Return the active blocks of an image; a transformation is made by torch's arithmetic."""
+    grid, layout = (bsize, boffset, bstride), (transpose, data_format)
+    if scale is None and shift is None and activation is None:
+        tensors = (x, bin_counts, active_block_indices, None, None, None)
+        return call(GATHER, tensors, (*grid, *layout, None))
+    return compositions.transformed_gather(
+        sys.modules[__name__], x, bin_counts, active_block_indices, *grid, transpose=transpose,
+        data_format=data_format, scale=scale, shift=shift, activation=activation,
+    )  # fmt: skip
+
+
+def scatter(
+    blocks, bin_counts, active_block_indices, x, bsize, boffset=(0, 0), bstride=None, *,
+    add=False, atomic=False, transpose=False, data_format="NHWC", out=None,
+):  # fmt: skip
+    """Return an image with the blocks in it."""
+    tensors = (blocks, bin_counts, active_block_indices, x, out)
+    return call(SCATTER, tensors, (bsize, boffset, bstride, add, atomic, transpose, data_format))
+
+
+def convolve(
+    x, w, *, strides=(1, 1), padding="VALID", scale=None, bias=None, activation=None,
+    w_format="HWIO", precision=None, bin_counts=None, out=None,
+):  # fmt: skip
+    """Return the convolution of an NHWC stack, or of an image with a 1x1 kernel: with no padding.
+
+    All blocks are computed, and the result is new.
+    """
+    kernel = w.permute([w_format.index(letter) for letter in "OIHW"])
+    y = _convolve(x, kernel, strides, precision)
+    if scale is None and bias is None and activation is None:
+        return y
+    return cast(affine(y, scale, bias, activation), x.dtype)
+
+
+def zero_outside(blocks, bin_counts, active_block_indices, grid, image_hw):
+    """Return the NHWC stack with zeros where it is outside the image."""
+    inside = compositions.inside(sys.modules[__name__], active_block_indices, grid, image_hw)
+    return where(inside[..., None], blocks, 0)
+
+
+def affine(values, scale, shift, activation, channels_last=True):
+    """Return ``activation(values * scale + shift)`` in the dtype to compute in."""
+    return activate(_scaled(wide(values), scale, shift, channels_last), activation)
+
+
+def _scaled(z, scale, shift, channels_last):
+    per_channel = (-1,) if channels_last else (-1, 1, 1)
+    if scale is not None:
+        z = z * scale.to(z.dtype).view(per_channel)
+    return z if shift is None else z + shift.to(z.dtype).view(per_channel)
+
+
+def where(condition, values, other):
+    """Return the values where the condition holds, elsewhere a number."""
+    return torch.where(condition, values, other)
+
+
+def cast(values, dtype):
+    """Return the values in a dtype."""
+    return values.to(dtype)
+
+
+def zeros(shape, dtype, like):
+    """Return zeros."""
+    return like.new_zeros(shape, dtype=dtype)
+
+
+def ones(shape, dtype, like):
+    """Return ones; a dtype may be Python's bool."""
+    return like.new_ones(shape, dtype=torch.bool if dtype is bool else dtype)
+
+
+def arange(size, like):
+    """Return 0, 1, 2... as int32."""
+    return torch.arange(size, dtype=torch.int32, device=like.device)
+
+
+def move_channels_first(stack):
+    """Return an NHWC stack as NCHW."""
+    return stack.permute(0, 3, 1, 2)
+
+
+def wide(tensor):
+    """Return a tensor in the dtype to compute in: float64 as it is, all others float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+
+
+def activate(z, name):
+    """Return the activation of a tensor; None is the identity."""
+    if name is None:
+        return z
+    functional = torch.nn.functional
+    return {"relu": torch.relu, "silu": functional.silu, "gelu": functional.gelu}[name](z)
+
+
+def activation_backward(grad, z, name):
+    """Return the gradient at z of ``activate(z, name)``; the derivative of relu at 0 is 0."""
+    if name == "relu":
+        return torch.where(z > 0, grad, 0)
+    if name == "silu":
+        s = torch.sigmoid(z)  # aten.silu_backward cannot be differentiated again
+        return grad * (s * (1 + z * (1 - s)))
+    if name == "gelu":
+        return torch.ops.aten.gelu_backward(grad, z)
+    return grad
+
+
+# ------------------------------------------------------------------------- gradients of the copies
+
+
+def _gather_saves(arrays, options):
+    if arrays["scale"] is arrays["shift"] is options["activation"] is None:
+        return {"bin_counts", "active_block_indices"}
+    return {"x", "bin_counts", "active_block_indices", "scale", "shift"}
+
+
+def _gather_gradient(arrays, options, grad, wanted, result):
+    """Return the gradients of ``activation(t * scale + shift)`` for the stack t that is read."""
+    x, bin_counts, active_block_indices, _, scale, shift = arrays
+    *grid, transpose, data_format, activation = options
+    gradients, ops = {}, sys.modules[__name__]
+    if not (scale is shift is activation is None):
+        active = (bin_counts, active_block_indices)
+        last = (data_format == "NHWC") != transpose
+        t = wide(gather(x, *active, *grid, transpose=transpose, data_format=data_format))
+        z, pixels = _scaled(t, scale, shift, last), (0, 1, 2) if last else (0, 2, 3)
+        read = compositions.pixels_read(ops, x, *active, *grid, data_format=data_format)
+        grad = torch.where(read if last else move_channels_first(read), wide(grad), 0)
+        grad = activation_backward(grad, z, activation)
+        if "scale" in wanted:
+            gradients["scale"] = (grad * t).sum(pixels).to(scale.dtype)
+        if "shift" in wanted:
+            gradients["shift"] = grad.sum(pixels).to(shift.dtype)
+        grad = _scaled(grad, scale, None, last).to(x.dtype)
+    return gradients | GATHER.operator.gradient(ops, arrays, options, grad, wanted)
+
+
+def _scatter_gradient(arrays, options, grad, wanted, result):
+    return SCATTER.operator.gradient(sys.modules[__name__], arrays, options, grad, wanted)
+
+
+GATHER = Operation(sparse_gather.GATHER, gradient=_gather_gradient, saves=_gather_saves)
+SCATTER = Operation(sparse_scatter.SCATTER, gradient=_scatter_gradient)

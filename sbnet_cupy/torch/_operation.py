@@ -1,0 +1,287 @@
+"""Operation: an operation of the core as an operator of PyTorch, made from its declaration.
+
+The core's :class:`~sbnet_cupy.core.operator.Operator` names the arrays and options of an operation,
+and has its checks, shape rules, plans and, where it is linear, its gradient. From these come here
+the schema, the bodies, the kernels for fake tensors and the registration with autograd.
+
+``torch.library.Library`` and not ``custom_op``: the same operator, at two thirds of the host time.
+"""
+
+from numbers import Integral
+from typing import NamedTuple
+
+import torch
+
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.block_params import BlockParams
+from ..block_sparse.bottleneck.weights import BottleneckWeights
+from ..block_sparse.grid import resolve_grid
+from ..core.sizes import padding_pairs, pair
+from ..core.spec import CPU, ArraySpec
+from ..dense.conv2d import check_choice
+from ..errors import DTypeError
+from . import _dispatch_state as state
+from ._call import run
+from ._native import check_images, check_tensors, numpy_dtype
+
+_LIBRARY = torch.library.Library("sbnet_cupy", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+for _container in (ActiveBlocks, BottleneckWeights):  # so that torch.export takes them as inputs
+    torch.export.register_dataclass(_container)
+state.register_constant(BlockParams)
+Integral.register(torch.SymInt)  # for the checks of sizes, which are symbolic in a trace
+
+_OPTIONAL = {"scale", "shift", "bias", "base", "w_project"}
+_TYPES = {
+    "block_count": "SymInt[]", "bsize": "int[]", "boffset": "int[]", "bstride": "int[]",
+    "tol": "float", "avgpool": "bool", "capacity": "SymInt?",
+    "add": "bool", "atomic": "bool", "transpose": "bool", "data_format": "str",
+    "block_params": "SymInt[]", "strides": "int[]", "padding": "SymInt[]", "activation": "str?",
+    "w_format": "str", "precision": "str?", "method": "str",
+}  # fmt: skip
+
+
+class Like(NamedTuple):
+    """What a gradient needs to know of a tensor whose values it does not need."""
+
+    shape: tuple
+    dtype: torch.dtype
+
+
+class Operation:
+    """An operator of PyTorch made from one of the core.
+
+    Parameters
+    ----------
+    operator : Operator
+        The declaration.
+    gradient : function, optional
+        Of arrays, options, the gradient of the result, the wanted names and the result: returns
+        ``{name: gradient}``. Arrays whose values were not saved are a :class:`Like`.
+    saves : function, optional
+        Of arrays by name and options by name: the names of those whose values the gradient needs,
+        with "result" for the result.
+    prefixes : dict
+        Words before the names of some arrays in errors.
+    floats : tuple of str
+        Arrays that must have 4 dimensions and a float dtype.
+    weights : tuple of str
+        Arrays that a plan may want packed, in its order, if they are so many that it saves time to
+        ask first whether they are known.
+    """
+
+    def __init__(
+        self, operator, *, gradient=None, saves=None, prefixes=None, floats=(), weights=()
+    ):
+        self.weights = tuple(map(operator.arrays.index, weights))
+        self.operator, self.gradient, self._saves = operator, gradient, saves
+        self._floats, self._arrays = floats, operator.arrays
+        self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
+        self.tells_in_place = "in_place" in operator.options
+        self._options = [name for name in operator.options if name != "in_place"]
+        self.place = operator.arrays.index("out") if operator.results else None
+        hidden = ("out", "scale") if "w" in operator.arrays else ("out",)
+        self._inputs = [i for i, name in enumerate(operator.arrays) if name not in hidden]
+        self._operator = self._define()
+        self._into = None if self.place is None else self._define_into()
+        self.recorded = None if gradient is None else self._define_function()
+
+    # ------------------------------------------------------------------------------ registration
+
+    def _schema(self, name, *more):
+        arrays = [self._arrays[i] for i in self._inputs]
+        tensors = [f"Tensor{'?' * (name in _OPTIONAL)} {name}" for name in arrays]
+        options = [f"{_TYPES[name]} {name}" for name in self._options]
+        return f"{name}({', '.join((*tensors, *options, *more))})"
+
+    def _define(self):
+        def body(*arguments):
+            return run(self, *self._taken_apart(arguments))
+
+        def fake(*arguments):
+            tensors, options = self._taken_apart(arguments)
+            specs = self._infer(tensors, options)
+            if self.place is not None:
+                return tensors[0].new_empty(specs[0].shape)
+            rows = (
+                torch.library.get_ctx().new_dynamic_size() if options[-1] is None else options[-1]
+            )
+            return tuple(
+                tensors[0].new_empty(shape, dtype=torch.int32) for shape in ((1,), (rows, 3))
+            )
+
+        def setup_context(ctx, inputs, output):
+            self._save(ctx, *self._taken_apart(inputs), output)
+
+        def backward(ctx, grad):
+            needs = zip(self._inputs, ctx.needs_input_grad, strict=False)
+            found = self._gradients(ctx, grad, {self._arrays[i] for i, need in needs if need})
+            given = [found.get(self._arrays[i]) for i in self._inputs]
+            return (*given, *[None] * len(self._options))
+
+        name = self.operator.name
+        results = "Tensor" if self.place is not None else "(Tensor, Tensor)"
+        autograd = (backward, setup_context) if self.gradient else ()
+        return define(f"{self._schema(name)} -> {results}", body, fake, *autograd)
+
+    def _define_into(self):
+        def body(*arguments):
+            tensors, options = self._taken_apart(arguments[:-1], out=arguments[-1])
+            run(self, tensors, options)
+
+        def fake(*arguments):
+            self._infer(*self._taken_apart(arguments[:-1], out=arguments[-1]))
+
+        schema = self._schema(f"{self.operator.name}_into", "Tensor(a!) out")
+        return define(f"{schema} -> ()", body, fake)
+
+    def _define_function(self):
+        """Return what makes plain calls with gradients, as the dispatcher would make them."""
+
+        def forward(ctx, options, described, *tensors):
+            result = run(self, tensors, options, described)
+            self._save(ctx, tensors, options, result)
+            return result
+
+        def backward(ctx, grad):
+            needs = zip(self._arrays, ctx.needs_input_grad[2:], strict=True)
+            found = self._gradients(ctx, grad, {name for name, need in needs if need})
+            return (None, None, *map(found.get, self._arrays))
+
+        return make_function(self.operator.name, forward, backward)
+
+    def _infer(self, tensors, options):
+        """Check fake tensors; return the specs of the results."""
+        specs = [None if t is None else _spec(t) for t in tensors]
+        options = (*options, False) if self.tells_in_place else options
+        return self.operator.infer(specs, options)
+
+    # ---------------------------------------------------------------------------------- arguments
+
+    def check(self, tensors):
+        """Check what the core does not know of: what makes arrays of tensors."""
+        named = dict(zip(self.names, tensors, strict=True))
+        for i in self._inputs:
+            if tensors[i] is None and self._arrays[i] not in _OPTIONAL:
+                raise DTypeError(f"{self.names[i]} must be a torch.Tensor, got None")
+        check_tensors(**named)
+        check_images(**{name: named[name] for name in self._floats})
+
+    def dispatch(self, tensors, options):
+        """Call the operator by way of PyTorch's dispatcher."""
+        if self.gradient is None:
+            tensors = [None if t is None else t.detach() for t in tensors]
+        arguments = [tensors[i] for i in self._inputs] + self._spelled(tensors, options)
+        out = None if self.place is None else tensors[self.place]
+        if out is None:
+            return self._operator(*arguments)
+        self._into(*arguments, out)
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(out)
+        return out
+
+    def _spelled(self, tensors, options):
+        """Return the options as the schema has them."""
+        named = dict(zip(self._options, options, strict=True))
+        if "bsize" in named:
+            grid = resolve_grid(named["bsize"], named["boffset"], named["bstride"])
+            named["bsize"], named["boffset"], named["bstride"] = grid
+        if "block_count" in named:
+            named["block_count"] = pair(named["block_count"], "block_count", minimum=0)
+        if "strides" in named:
+            named["strides"] = pair(named["strides"], "strides")
+        if "padding" in named:
+            named["padding"] = _flat(_paddings(tensors[0], tensors[1], named))
+        if "block_params" in named:
+            named["block_params"] = _flat(named["block_params"])
+        for name in named:
+            if _TYPES[name] == "bool":
+                named[name] = bool(named[name])
+        return [named[name] for name in self._options]
+
+    def _taken_apart(self, arguments, out=None):
+        """Return the tensors and options of the core from arguments of the schema."""
+        tensors, count = [None] * len(self._arrays), len(self._inputs)
+        for i, tensor in zip(self._inputs, arguments, strict=False):
+            tensors[i] = tensor
+        if self.place is not None:
+            tensors[self.place] = out
+        named = zip(self._options, arguments[count:], strict=True)
+        return tuple(tensors), tuple(_of_core(name, value) for name, value in named)
+
+    # ---------------------------------------------------------------------------------- gradients
+
+    def _save(self, ctx, tensors, options, result):
+        """Keep what the gradient needs: values of some tensors, shape and dtype of the others."""
+        given = dict(zip(self._arrays, tensors, strict=True))
+        if self._saves is None:
+            names = set(self._arrays) - set(self.operator.linear)
+        else:
+            names = self._saves(given, dict(zip(self._options, options, strict=True)))
+        ctx.sb_options = options
+        ctx.sb_others = [
+            None if t is None or name in names else Like(t.shape, t.dtype)
+            for name, t in given.items()
+        ]
+        saved = [t if name in names else None for name, t in given.items()]
+        ctx.save_for_backward(*saved, result if "result" in names else None)
+
+    def _gradients(self, ctx, grad, wanted):
+        """Return the gradients of the wanted arrays by name."""
+        *saved, result = ctx.saved_tensors
+        pairs = zip(saved, ctx.sb_others, strict=True)
+        arrays = [other if value is None else value for value, other in pairs]
+        spelled = zip(self._options, self._spelled(arrays, ctx.sb_options), strict=True)
+        options = tuple(_of_core(name, value) for name, value in spelled)
+        return self.gradient(arrays, options, grad, wanted, result)
+
+
+def define(schema, body, fake, backward=None, setup_context=None):
+    """Define an operator of the dispatcher; return it.
+
+    ``body`` computes on CPU and CUDA tensors, ``fake`` gives results of the right shape and dtype
+    with no data, ``backward`` and ``setup_context`` are those of ``torch.library``.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=_TAGS)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, body, key)
+    torch.library.register_fake(f"sbnet_cupy::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"sbnet_cupy::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
+    return getattr(torch.ops.sbnet_cupy, name).default
+
+
+def make_function(name, forward, backward):
+    """Return ``apply`` of a ``torch.autograd.Function`` for plain tensors."""
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return state.direct_apply(type(name, (torch.autograd.Function,), parts))
+
+
+def _spec(tensor):
+    """Return the spec of a tensor that may be fake, its gaps closed."""
+    device = tensor.device.index if tensor.device.type == "cuda" else CPU
+    return ArraySpec(tuple(tensor.shape), numpy_dtype(tensor.dtype, "tensor"), device)
+
+
+def _paddings(x, w, named):
+    """Return the padding of a convolution as pairs; sizes may be symbolic."""
+    check_choice("data_format", named["data_format"], ("NHWC", "NCHW"))
+    check_choice("w_format", named["w_format"], ("HWIO", "OIHW"))
+    image_hw = tuple(x.shape[1:3] if named["data_format"] == "NHWC" else x.shape[2:])
+    kernel = tuple(w.shape[named["w_format"].index(letter)] for letter in "HW")
+    return padding_pairs(image_hw, kernel, named["strides"], named["padding"])
+
+
+def _flat(pairs):
+    return [number for two in pairs for number in two]
+
+
+def _of_core(name, value):
+    """Return an option as the core takes it."""
+    if name in ("block_params", "padding"):
+        return tuple((value[i], value[i + 1]) for i in range(0, len(value), 2))
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,221 @@
+"""The CUDA kernels of a stack of blocks, on tensors: what ops.py asks for where there is one.
+
+Each function returns None where no kernel serves the call; then PyTorch's operations do. What is
+decided once for all calls alike is kept under the sizes of the call. Rows of a stack past the count
+may hold anything: nothing reads them, and reductions and the scatter leave them out.
+"""
+
+import contextlib
+import math
+
+import torch
+
+from ...core.device import current_device
+from .._native import allocate, compute, native_stream, view
+from ..ops import reduce_mask
+from .epilogue import finish
+
+_ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
+_CODES = {None: 0, "relu": 1, "silu": 2, "gelu": 3}  # as ACTIVATIONS of dense/activation.py
+_PLANS = {}  # (device, sizes) -> what launches a kernel, or None
+
+
+class _At:
+    """An address where a launch takes an array."""
+
+    __slots__ = ("data", "ptr")
+
+    def __init__(self, tensor):
+        self.data, self.ptr = self, tensor.data_ptr()
+
+
+def serves(x):
+    """Whether a stack may go to kernels: on a GPU, of a dtype they have, with no gradient."""
+    return x.is_cuda and x.dtype in _ELEMENTS and not records(x)
+
+
+def records(*tensors):
+    """Whether gradients of any of them are recorded; some may be None."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def list_blocks(mask, block, capacity):
+    """Return (count, rows, grid) of a mask on a GPU, as int32 tensors: two kernels."""
+    from ...block_sparse.stack.block_table import _fill_grid_cuda
+
+    n, h, w = mask.shape
+    shape = (-(-h // block[0]), -(-w // block[1]))
+    counts, rows = reduce_mask(mask.contiguous(), shape, bsize=block, capacity=capacity)
+    grid = torch.empty(n, *shape, dtype=torch.int32, device=mask.device)
+    compute(_fill_grid_into, mask, counts, rows, out=grid, fill=_fill_grid_cuda)
+    return counts, rows, grid
+
+
+def _fill_grid_into(counts, indices, *, out, fill):
+    fill(counts, indices, out)
+
+
+@contextlib.contextmanager
+def _at_home(x):
+    """Make the device and stream of a tensor CuPy's."""
+    from cupy import cuda
+
+    device = x.get_device()
+    with cuda.Device(device), native_stream(device):
+        yield device
+
+
+def _rows(x):
+    """Return the memory of a stack as ``[M, h, w, C]``, contiguous."""
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, residual, activation):
+    """Convolve by one kernel: ``activation(conv(x) + bias + residual)``, or return None."""
+    channels, out_channels = x.shape[1], weight.shape[0]
+    depthwise = groups == channels == out_channels and channels > 1
+    if not (depthwise or groups == 1) or x.dtype != weight.dtype:
+        return None
+    if records(weight, bias, residual):
+        return None
+    if x.dtype == torch.float32 and not depthwise and not torch.backends.cudnn.allow_tf32:
+        return None
+    if residual is not None and residual.dtype != x.dtype:
+        return None
+    rows = _rows(x)
+    block_out = tuple(b // s for b, s in zip(block, stride, strict=True))
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    totals = (pads[0] + pads[1], pads[2] + pads[3])
+    size_out = tuple(
+        (n + p - span) // s + 1 for n, p, span, s in zip(size, totals, spans, stride, strict=True)
+    )
+    out = torch.empty(x.shape[0], *block_out, out_channels, dtype=x.dtype, device=x.device)
+    last = None if residual is None else _rows(residual)
+    facts = (
+        rows.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
+        channels, out_channels, tuple(weight.shape[2:]), stride, dilation, (pads[0], pads[2]),
+        _CODES.get(activation, 0), depthwise,
+    )  # fmt: skip
+    with _at_home(x) as device:
+        key = (device, facts)
+        if key not in _PLANS:
+            _PLANS[key] = _prepare_conv(*facts)
+        run = _PLANS[key]
+        if run is None:
+            return None
+        launch, pack, plain = run
+        lists = (table.counts, table.indices, table.places)
+        if depthwise:
+            values = _depthwise_weights(weight, bias)
+            given = (rows, values[0], None, values[1], last, *lists, out)
+        else:
+            given = (rows, _packed(weight, bias, pack), last, *lists, out)
+        take = _At if plain else view
+        launch(*(g if g is None or not isinstance(g, torch.Tensor) else take(g) for g in given))
+    y = out.permute(0, 3, 1, 2)
+    if activation in _CODES:
+        return y
+    return finish(y, None, activation)
+
+
+def _prepare_conv(
+    dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
+    strides, dilation, pads, activation, depthwise,
+):  # fmt: skip
+    """Return (launch, pack, whether addresses are enough) for the current device, or None."""
+    from ...block_sparse.stack import stack_launch
+    from ...block_sparse.stack.stack_conv_plan import (
+        StackConv,
+        missing_kernel,
+        plan_stack_conv,
+    )
+
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    conv = StackConv(
+        element=_ELEMENTS[dtype], rows=rows, images=images, grid=grid, block=block,
+        block_out=block_out, image=image, image_out=image_out, channels=channels,
+        channels_out=channels_out, kernel=kernel, strides=strides, dilation=dilation, pads=pads,
+        activation=activation, vectors_in=channels * itemsize % 16 == 0,
+        vectors_out=channels_out * itemsize % 16 == 0, expected=rows,
+    )  # fmt: skip
+    if depthwise:
+        width = math.gcd(16, channels * itemsize)
+        launch = stack_launch.prepare_stack_depthwise(conv, "OIHW", width, False)
+        return None if launch is None else (launch, None, True)
+    device = current_device()
+    if missing_kernel(conv, device) is not None:
+        return None
+    plain = not plan_stack_conv(conv, device).partials
+    pack = stack_launch.prepare_stack_pack(conv, "OIHW")
+    return stack_launch.prepare_stack_conv(conv, clear_rows=False), pack, plain
+
+
+def _packed(weight, bias, pack):
+    """Return weights as the kernel reads them, kept beside a weight that is kept."""
+    found = getattr(weight, "_stack_packed", None)
+    if found is None or found[0] is not bias:
+        from cupy import cuda
+
+        with cuda.using_allocator(allocate):
+            packed = pack(view(weight), None, None if bias is None else view(bias.float()))
+        found = (bias, packed)
+        if getattr(weight, "is_kept", False):
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()  # once: other streams may use them too
+            weight._stack_packed = found
+    return found[1]
+
+
+def _depthwise_weights(weight, bias):
+    """Return contiguous weights and float32 biases, kept beside a weight that is kept."""
+    found = getattr(weight, "_stack_depthwise", None)
+    if found is None or found[0] is not bias:
+        wide = None if bias is None else bias.float().contiguous()
+        found = (bias, weight.contiguous(), wide)
+        if getattr(weight, "is_kept", False):
+            weight._stack_depthwise = found
+    return found[1:]
+
+
+_FILLS = {"replicate": "nearest", "reflect": "mirror", "circular": "repeat"}
+
+
+def halo(x, table, block, size, pads, fill, mode):
+    """Give each block its rim by one kernel, or return None."""
+    if min(pads) < 0 or fill not in (0, -math.inf):
+        return None
+    kind = _FILLS.get(mode) or ("zero" if fill == 0 else "lowest")
+    rows = _rows(x)
+    shape = (block[0] + pads[0] + pads[1], block[1] + pads[2] + pads[3])
+    facts = (rows.dtype, tuple(rows.shape), table.batch, table.grid, block, size, pads, kind)
+    out = torch.empty(rows.shape[0], *shape, rows.shape[3], dtype=x.dtype, device=x.device)
+    with _at_home(x) as device:
+        key = (device, facts)
+        if key not in _PLANS:
+            _PLANS[key] = _prepare_halo(*facts)
+        given = (rows, table.counts, table.indices, table.places, out)
+        _PLANS[key](*map(_At, given))
+    return out.permute(0, 3, 1, 2)
+
+
+def _prepare_halo(dtype, shape, images, grid, block, image, pads, kind):
+    from ...block_sparse.stack import stack_launch
+
+    names = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    pixel = shape[3] * torch.empty(0, dtype=dtype).element_size()
+    sizes = stack_launch.StackHalo(
+        rows=shape[0], images=images, grid=grid, block=block, image=image,
+        before=(pads[0], pads[2]), after=(pads[1], pads[3]), fill=kind,
+        lowest=_lowest(names[dtype]),
+    )  # fmt: skip
+    return stack_launch.prepare_stack_halo(sizes, pixel, math.gcd(16, pixel), False)
+
+
+def _lowest(name):
+    """Return the bits of minus infinity of a dtype, repeated up to 8 bytes, as an int64."""
+    bits = {
+        "float16": 0xFC00FC00FC00FC00,
+        "bfloat16": 0xFF80FF80FF80FF80,
+        "float32": 0xFF800000FF800000,
+    }
+    return bits[name] - (1 << 64)

@@ -1,0 +1,39 @@
+"""The functions that a StackTensor knows, by the function objects that PyTorch hands over."""
+
+import torch
+from torch.nn import functional as F
+
+HANDLERS = {}
+BORDERED = set()  # handlers of functions that know a padding that was put off
+
+# Told from the wrapper alone, which has the image's shape, dtype and device.
+METADATA = {
+    "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "stride",
+    "element_size", "is_contiguous", "get_device", "__hash__", "__len__", "storage_offset",
+    "is_signed", "is_inference", "is_pinned", "is_shared", "has_names", "type_as_metadata",
+    "_is_view", "is_conj", "is_neg", "result_type", "is_same_size", "is_tensor", "is_storage",
+    "is_nonzero_metadata",
+}  # fmt: skip
+
+# What has no meaning for a tensor whose memory holds blocks.
+REFUSED = {
+    "data_ptr", "untyped_storage", "storage", "_typed_storage", "set_", "resize_", "resize_as_",
+    "share_memory_", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",
+    "retain_grad", "as_strided", "as_strided_", "__dlpack__", "__cuda_array_interface__", "apply_",
+    "map_", "swapaxes_", "swapdims_", "transpose_", "squeeze_", "unsqueeze_", "t_",
+}  # fmt: skip
+
+_SPACES = (torch, torch.Tensor, F, torch._C._nn, torch.special)
+
+
+def handles(*names):
+    """Register a function for all PyTorch functions and methods of some names."""
+
+    def register(handler):
+        for name in names:
+            found = [getattr(space, name) for space in _SPACES if hasattr(space, name)]
+            for func in found:
+                HANDLERS[func] = handler
+        return handler
+
+    return register

@@ -1,0 +1,373 @@
+"""SparseModel: a network that is called with an image and a mask."""
+
+import copy
+import math
+import warnings
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from ...errors import CapacityError, DeviceError, DTypeError, ShapeError
+from . import cuda, graphs
+from . import tensor as T
+from .table import BlockTable, PictureTable, active_blocks
+from .trace import Trace, lines
+from .weights import Weights
+
+# Share of active blocks from which whole images, 0 outside active blocks, are faster than a stack.
+BREAK_EVEN = {"cpu": 0.5, "cuda": 0.75}
+
+
+class SparseModel(nn.Module):
+    """What :func:`sbnet_cupy.torch.sparsify` returns.
+
+    Attributes
+    ----------
+    model : torch.nn.Module
+        The network that was given, unchanged.
+    block_size : (int, int)
+        Pixels of a block in the input.
+    capacity : None, int or float
+        Blocks that there is room for, or the share of all.
+    break_even : float or None
+        Share of active blocks from which whole images are computed, 0 outside active blocks, which
+        gives the same numbers up to rounding; None is a usual value of the device. :meth:`tune`
+        measures it.
+    """
+
+    def __init__(self, model, block_size, capacity=None, halo="zero", outside=0.0):
+        super().__init__()
+        self.model, self.training = model, model.training
+        self.block_size, self.capacity = block_size, capacity
+        self.halo, self.outside = halo, outside
+        self.break_even = None
+        self._weights = Weights()
+        self._reaches = {}
+        self._seen = {}
+        self._last = None
+
+    @torch.compiler.disable  # Dynamo cannot follow the tensor that stands for an image
+    def forward(self, x, mask, *args, outside=None, **kwargs):
+        """Run the network where ``mask`` is set.
+
+        Parameters
+        ----------
+        x : tensor, shape (N, C, H, W)
+            The image.
+        mask : tensor, shape (N, H, W) or (N, 1, H, W)
+            Where it matters: over 0, or True.
+        outside : number, "bias" or tensor, optional
+            In place of that of :func:`sparsify`, for this call.
+        args, kwargs
+            What else the network takes, handed to it as it is.
+
+        Returns
+        -------
+        What the network returns, images in place of stacks.
+        """
+        mask = check_call(x, mask)
+        outside = check_outside(self.outside if outside is None else outside)
+        if self.training or torch.is_grad_enabled():
+            self._weights.clear()
+        table, counted = self._table(x, mask)
+        if is_tracing():
+            return self._run(table, x, args, kwargs, outside)
+        key = (tuple(x.shape), x.dtype, self.training, table.whole)
+        if key not in self._seen:
+            table.trace = Trace(self.model)
+        result = self._run(table, x, args, kwargs, outside)
+        if table.trace is not None:
+            self._seen[key] = table.trace
+        self._last = key, counted, table.grid[0] * table.grid[1] * table.batch
+        _warn(*counted)
+        return result
+
+    def _run(self, table, x, args=(), kwargs=None, outside=0.0):
+        """Run the network on a table's blocks."""
+        trained = self.training or torch.is_grad_enabled()
+        table.weights = None if trained else Weights() if is_tracing() else self._weights
+        value = table.gather(x, table.block, (2, 3))
+        value = value.contiguous(memory_format=torch.channels_last)
+        y = self.model(T.StackTensor(value, table, table.block, table.size), *args, **kwargs or {})
+        return tree_map(lambda out: finished(out, outside), y)
+
+    def _table(self, x, mask):
+        """Return the table of a call, and (count of active blocks, room)."""
+        size = tuple(x.shape[2:])
+        if self.halo == "exact":
+            mask = self._widened(mask, x, size)
+        grid = tuple(-(-s // b) for s, b in zip(size, self.block_size, strict=True))
+        total = x.shape[0] * grid[0] * grid[1]
+        room = self._room(total)
+        share = BREAK_EVEN.get(x.device.type, 1.0) if self.break_even is None else self.break_even
+        if x.is_cuda and x.shape[0]:
+            return self._table_on_gpu(mask, size, total, room, share)
+        on = active_blocks(mask, self.block_size)
+        if is_tracing():
+            return self._table_of_trace(on, size, total, room, share)
+        count = int(on.sum())
+        room = total if room is None else room
+        if x.shape[0] == 0 or (min(room, count) >= share * total and room >= count):
+            return PictureTable(on, self.block_size, size, count == total), (count, total)
+        table = BlockTable.of_blocks(on, min(room, count), count, self.block_size, size)
+        return table, (count, room)
+
+    def _table_of_trace(self, on, size, total, room, share):
+        """Return the table of a call of which torch.export makes a graph: no number is known."""
+        if room is None:
+            raise RuntimeError(
+                "capacity must be given to export a sparsified network, got None; without one the "
+                "number of active blocks is data"
+            )
+        if room >= share * total:
+            return PictureTable(on, self.block_size, size, False), (None, total)
+        table = BlockTable.of_blocks(on, room, None, self.block_size, size)
+        table.static = True
+        return table, (None, room)
+
+    def _table_on_gpu(self, mask, size, total, room, share):
+        """Return the table of a call on a GPU; with a capacity the host waits for nothing."""
+        if room is None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "capacity must be given where a CUDA graph is captured, got None; without one the "
+                "number of active blocks is read from the device"
+            )
+        if room is None or room < max(share * total, 1):
+            listed = cuda.list_blocks(mask, self.block_size, room)
+            rows = listed[1].shape[0]
+            if 0 < rows < max(share * total, 1):
+                known = room is None
+                table = BlockTable(*listed, self.block_size, size, known)
+                return table, (rows if known else listed[0], rows)
+            if room == 0 or rows == 0:
+                on = torch.zeros_like(listed[2], dtype=torch.bool)
+                table = BlockTable.of_blocks(on, 0, 0, self.block_size, size)
+                return table, (0 if room is None else listed[0], 0)
+            room = rows
+        on = active_blocks(mask, self.block_size)
+        full = room == total and self.capacity is None
+        return PictureTable(on, self.block_size, size, full), (on.sum(), total)
+
+    def _room(self, total):
+        capacity = self.capacity
+        if isinstance(capacity, float):
+            capacity = math.ceil(capacity * total)
+        return None if capacity is None else min(capacity, total)
+
+    def _widened(self, mask, x, size):
+        """Widen a mask by what the network's result at one pixel depends on."""
+        key = (size, x.shape[1], x.dtype, x.device)
+        if key not in self._reaches:
+            self._reaches[key] = graphs.receptive_field(self, x)
+        reach = self._reaches[key]
+        wide = mask[:, None].to(torch.float32)
+        wide = F.max_pool2d(wide, (2 * reach + 1, 1), 1, (reach, 0))
+        return F.max_pool2d(wide, (1, 2 * reach + 1), 1, (0, reach))[:, 0] > 0
+
+    @property
+    def overflowed(self):
+        """Whether more blocks were active in the last call than ``capacity`` has room for.
+
+        Waits for the device. False before the first call.
+        """
+        if self._last is None or self._last[1][0] is None:
+            return False
+        count, room = self._last[1]
+        return int(count) > room
+
+    def check(self):
+        """Raise CapacityError if the last call had more active blocks than room for them."""
+        if self.overflowed:
+            count, room = self._last[1]
+            raise CapacityError(
+                f"capacity must have room for all active blocks; {int(count)} were active in the "
+                f"last call, and there is room for {room}"
+            )
+
+    def _share(self):
+        """Return which share of all blocks the last call computed."""
+        (_, _, _, whole), (count, room), total = self._last
+        return 1.0 if whole or not total else min(int(count), room) / total
+
+    def computed(self):
+        """Return which share of its blocks each layer computed in the last call.
+
+        Waits for the device. Layers that ran on the whole image have 1, as all have where so many
+        blocks were active that whole images were faster.
+
+        Returns
+        -------
+        shares : dict of str to float
+            By the layer's name; empty before the first call.
+        """
+        if self._last is None:
+            return {}
+        share, rows = self._share(), self._seen[self._last[0]].rows
+        worst = {}
+        for row in rows:
+            if row.flops or row.where == "image":
+                here = share if row.where == "stack" else 1.0
+                worst[row.name] = max(worst.get(row.name, 0.0), here)
+        return worst
+
+    @property
+    def sparse_layers(self):
+        """Names of the layers of the last call that multiplied on the stack."""
+        rows = [] if self._last is None else self._seen[self._last[0]].rows
+        return list(dict.fromkeys(r.name for r in rows if r.flops and r.where == "stack"))
+
+    @property
+    def dense_layers(self):
+        """Name of each layer of the last call that ran on the whole image, and its functions."""
+        rows = [] if self._last is None else self._seen[self._last[0]].rows
+        found = {}
+        for row in rows:
+            if row.where == "image" and row.kind not in found.setdefault(row.name, []):
+                found[row.name].append(row.kind)
+        return {name: ", ".join(kinds) for name, kinds in found.items()}
+
+    def table(self):
+        """Return a table of the last call's layers as text.
+
+        Each has its function, whether it ran on the stack or on the whole image, the work of the
+        dense layer and the share of it that was computed. Before the first call the modules are
+        listed alone.
+        """
+        if self._last is None:
+            kinds = [(name, type(m).__name__) for name, m in self.model.named_modules()]
+            width = max(len(name) for name, _ in kinds)
+            return "\n".join(f"{name:{width}}  {kind}, not called yet" for name, kind in kinds)
+        return lines(self._seen[self._last[0]].rows, self._share(), self.model)
+
+    @torch.no_grad()
+    def profile(self, x, mask, *args, **kwargs):
+        """Return the table of one call with the time of each layer.
+
+        On a GPU every layer is waited for, so the sum is more than the time of a call.
+        """
+        self(x, mask, *args, **kwargs)
+        table, counted = self._table(x, check_call(x, mask))
+        table.trace = Trace(self.model, timing=True)
+        self._run(table, x, args, kwargs)
+        whole = 1.0 if table.whole else min(int(counted[0]), counted[1]) / max(table.on.numel(), 1)
+        return lines(table.trace.rows, whole, self.model, profile=True)
+
+    def graphed(self, x, mask):
+        """Return a function like this network that replays a CUDA graph: no host time is left.
+
+        It takes images and masks of the shape, dtype and device of these; see
+        :func:`sbnet_cupy.torch.network.graphs.graphed`.
+        """
+        return graphs.graphed(self, x, mask)
+
+    def tune(self, x, masks=None):
+        """Measure from which share of active blocks whole images are faster, and use them there.
+
+        Parameters
+        ----------
+        x : tensor, shape (N, C, H, W)
+            An image of the usual size.
+        masks : list of tensors, optional
+            Not needed; the share alone counts.
+
+        Returns
+        -------
+        times : dict
+            Milliseconds: "dense" for whole images, and a number for each share of active blocks.
+        """
+        return graphs.tune(self, x)
+
+    def train(self, mode=True):
+        """Set the network to training or evaluation."""
+        self._weights.clear()
+        return super().train(mode)
+
+    def _apply(self, *args, **kwargs):
+        self._weights.clear()
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self):
+        state = dict(vars(self))
+        state.update(_weights=Weights(), _seen={}, _last=None, _reaches={})
+        return state
+
+    def __deepcopy__(self, memo):
+        twin = SparseModel.__new__(SparseModel)
+        memo[id(self)] = twin
+        nn.Module.__init__(twin)
+        twin.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__getstate__().items()})
+        return twin
+
+
+def is_tracing():
+    """Whether torch.export traces the call, with tensors that stand for no numbers."""
+    return getattr(torch.compiler, "is_exporting", bool)()  # PyTorch 2.6 cannot tell
+
+
+def finished(out, outside):
+    """Return what a network gave as an image, with what is wanted outside active blocks."""
+    if not isinstance(out, T.StackTensor):
+        return out
+    table, block, size, hw, _ = T.facts(out)
+    image = T.dense(out)
+    if isinstance(outside, str):
+        outside = T.resting(out)
+    elif isinstance(outside, torch.Tensor):
+        if outside.shape != image.shape:
+            raise ShapeError(
+                f"outside must have the shape of the result, {tuple(image.shape)}, got "
+                f"{tuple(outside.shape)}"
+            )
+    elif outside == 0:
+        return image
+    shape = [table.batch] + [1] * (image.dim() - 1)
+    shape[hw[0]], shape[hw[1]] = size
+    return torch.where(table.active_map(block, size).view(shape), image, outside)
+
+
+def _warn(count, room):
+    """Warn of blocks left out, where the host knows their number."""
+    if isinstance(count, int) and count > room:
+        warnings.warn(
+            f"{count} blocks are active, and capacity has room for {room}: the result lacks the "
+            "others",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def check_call(x, mask):
+    """Return the mask as bool ``[N, H, W]``, or raise what is wrong with the call."""
+    for name, value in (("x", x), ("mask", mask)):
+        if not isinstance(value, torch.Tensor):
+            raise DTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if isinstance(x, T.StackTensor):
+        raise TypeError(
+            "x must be an image, got an activation of a sparsified network; a network in which one "
+            "part is sparsified already must be called with images there"
+        )
+    if x.dim() != 4 or min(x.shape[2:]) < 1:
+        raise ShapeError(f"x must have shape (N, C, H, W), got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise DTypeError(f"x must be of floating point, got {x.dtype}")
+    n, _, h, w = x.shape
+    if tuple(mask.shape) not in ((n, h, w), (n, 1, h, w)):
+        raise ShapeError(
+            f"mask must have shape ({n}, {h}, {w}) or ({n}, 1, {h}, {w}), the size of x, got "
+            f"{tuple(mask.shape)}"
+        )
+    if mask.device != x.device:
+        raise DeviceError(f"mask must be on the device of x, {x.device}, got {mask.device}")
+    mask = mask.reshape(n, h, w)
+    return mask if mask.dtype == torch.bool else mask > 0
+
+
+def check_outside(outside):
+    """Return what is wanted outside active blocks, or raise."""
+    if outside == "bias" if isinstance(outside, str) else isinstance(outside, torch.Tensor):
+        return outside
+    if isinstance(outside, bool) or not isinstance(outside, (int, float)):
+        raise ValueError(f'outside must be a number, "bias" or a tensor, got {outside!r}')
+    return outside

@@ -1,0 +1,238 @@
+"""Functions that reduce: batch norm and its like over pixels, sums and others over channels."""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from . import tensor as T
+from .handlers import handles
+from .pointwise import pointwise, step
+from .windows import is_image
+
+
+@handles("batch_norm")
+def batch_norm(
+    func, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1,
+    eps=1e-5,
+):  # fmt: skip
+    """Normalize channels: folded into a convolution that waits, or by active pixels in training."""
+    if not is_image(input):
+        return NotImplemented
+    if training:
+        return _train(input, running_mean, running_var, weight, bias, momentum, eps)
+    norm = (running_mean, running_var, weight, bias, float(eps))
+    plan = T.plan_of(input)
+    trained = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (weight, bias)
+    )
+    waits = plan is not None and not (plan.norm or plan.activation or plan.residual is not None)
+    if waits and not trained:
+        return step(
+            input, plan.then(norm=norm), False, lambda v: F.batch_norm(v, *norm[:4], eps=eps)
+        )
+    value = F.batch_norm(T.value_of(input), *norm[:4], False, momentum, eps)
+    return T.wrap(value, input)
+
+
+def _train(x, running_mean, running_var, weight, bias, momentum, eps):
+    """Normalize by the mean and variance of active pixels inside the image."""
+    table, block, size, _, _ = T.facts(x)
+    value = T.value_of(x)
+    mean, variance, count = table.mean_inside(value, block, size)
+    if running_mean is not None:
+        with torch.no_grad():
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            _follow(running_mean, mean, momentum)
+            _follow(running_var, unbiased, momentum)
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    wide = value.to(scale.dtype)
+    out = wide * scale[:, None, None] + shift[:, None, None]
+    return T.wrap(out.to(value.dtype), x)
+
+
+def _follow(running, new, momentum):
+    running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+
+
+@handles("group_norm")
+def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
+    """Normalize groups of channels of an image, in which inactive pixels are 0."""
+    if not is_image(input):
+        return NotImplemented
+    table, block, size, _, _ = T.facts(input)
+    value = T.value_of(input)
+    n, c = T.shape(input)[:2]
+    wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    total = size[0] * size[1] * (c // num_groups)
+    sums = table.sum_pixels(wide, block, size, (2, 3)).view(n, num_groups, -1)
+    mean = sums.sum(2) / total
+    each = mean.repeat_interleave(c // num_groups, 1)
+    apart = wide - table.spread(each)[:, :, None, None]
+    squares = table.sum_pixels(apart.square(), block, size, (2, 3)).view(n, num_groups, -1).sum(2)
+    zeros = size[0] * size[1] - table.active_pixels(block, size)
+    squares = squares + zeros[:, None] * mean.square() * (c // num_groups)
+    scale = torch.rsqrt(squares / total + eps).repeat_interleave(c // num_groups, 1)
+    table.reduced = table.reduced or "a norm over the image"
+    out = apart * table.spread(scale)[:, :, None, None]
+    out = out if weight is None else out * weight[:, None, None]
+    out = out if bias is None else out + bias[:, None, None]
+    return T.wrap(out.to(value.dtype), input, reach=float("inf"))
+
+
+@handles("instance_norm")
+def instance_norm(
+    func, input, running_mean=None, running_var=None, weight=None, bias=None,
+    use_input_stats=True, momentum=0.1, eps=1e-5,
+):  # fmt: skip
+    """Normalize channels of an image, in which inactive pixels are 0."""
+    if not is_image(input) or not use_input_stats or running_mean is not None:
+        return NotImplemented
+    return group_norm(func, input, T.shape(input)[1], weight, bias, eps)
+
+
+def own_dims(x):
+    """Return the dimensions of a StackTensor that are neither images nor pixels."""
+    hw = T.facts(x)[3]
+    return [i for i in range(1, T.dims(x)) if i not in hw]
+
+
+def _normal(dim, count):
+    """Return dimensions as a tuple of numbers from 0, or None."""
+    given = (dim,) if isinstance(dim, int) else dim
+    if not isinstance(given, (tuple, list)) or not all(isinstance(d, int) for d in given):
+        return None
+    return tuple(d % count for d in given)
+
+
+@handles("layer_norm")
+def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, **rest):
+    """Normalize over the last dimensions, where they are channels."""
+    last = T.dims(input) - len(normalized_shape)
+    if not isinstance(input, T.StackTensor) or last <= max(T.facts(input)[3]):
+        return NotImplemented
+    return T.wrap(func(T.value_of(input), normalized_shape, weight, bias, eps), input)
+
+
+@handles("rms_norm")
+def rms_norm(func, input, normalized_shape, weight=None, eps=None):
+    """Normalize over the last dimensions, where they are channels."""
+    last = T.dims(input) - len(normalized_shape)
+    if not isinstance(input, T.StackTensor) or last <= max(T.facts(input)[3]):
+        return NotImplemented
+    return T.wrap(func(T.value_of(input), normalized_shape, weight, eps), input)
+
+
+@handles("linear")
+def linear(func, input, weight, bias=None):
+    """Multiply the last dimension, where it is one of channels."""
+    if not isinstance(input, T.StackTensor) or isinstance(weight, T.StackTensor):
+        return NotImplemented
+    if T.dims(input) - 1 in T.facts(input)[3]:
+        return NotImplemented
+    trace = T.facts(input)[0].trace
+    if trace is not None:
+        trace.linear(func.__name__, weight, input)
+    return T.wrap(F.linear(T.value_of(input), weight, bias), input)
+
+
+@handles("matmul", "__matmul__")
+def matmul(func, a, b):
+    """Multiply the last dimension by a matrix, where it is one of channels."""
+    if not isinstance(a, T.StackTensor) or isinstance(b, T.StackTensor) or b.dim() != 2:
+        return NotImplemented
+    if T.dims(a) - 1 in T.facts(a)[3]:
+        return NotImplemented
+    return T.wrap(torch.matmul(T.value_of(a), b), a)
+
+
+@handles("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "glu", "flip")
+def along_channels(func, input, dim=None, *args, **kwargs):
+    """Run a function along dimensions of channels."""
+    dim = kwargs.pop("dims", dim)
+    over = None if dim is None else _normal(dim, T.dims(input))
+    if over is None or not set(over) <= set(own_dims(input)):
+        return NotImplemented
+    return T.wrap(func(T.value_of(input), dim, *args, **kwargs), input)
+
+
+@handles("normalize")
+def normalize(func, input, p=2.0, dim=1, eps=1e-12, out=None):
+    """Divide by the norm over channels."""
+    over = _normal(dim, T.dims(input))
+    if over is None or out is not None or not set(over) <= set(own_dims(input)):
+        return NotImplemented
+    return T.wrap(func(T.value_of(input), p, dim, eps), input)
+
+
+@handles("sum", "mean")
+def total(func, input, dim=None, keepdim=False, *, dtype=None, **rest):
+    """Sum or average channels, or whole images."""
+    mean = func.__name__ == "mean"
+    dim = rest.pop("axis", dim)
+    if rest or dtype is not None or not isinstance(input, T.StackTensor):
+        return NotImplemented
+    hw = T.facts(input)[3]
+    over = None if dim is None else _normal(dim, T.dims(input))
+    if over is not None and sorted(over) == sorted(hw) and input.is_floating_point():
+        return T.global_mean(input, hw, keepdim, not mean)
+    return reduce_channels(func, input, dim, keepdim)
+
+
+@handles(
+    "max",
+    "min",
+    "amax",
+    "amin",
+    "argmax",
+    "argmin",
+    "std",
+    "var",
+    "prod",
+    "logsumexp",
+    "any",
+    "all",
+    "median",
+    "std_mean",
+    "var_mean",
+    "sort",
+    "argsort",
+    "topk_",
+)
+def reduce_channels(func, input, dim=None, *args, **kwargs):
+    """Reduce dimensions of channels."""
+    if isinstance(dim, torch.Tensor):  # maximum of two tensors
+        return pointwise(func, input, dim, *args, **kwargs)
+    over = None if dim is None else _normal(dim, T.dims(input))
+    if over is None or not over or not set(over) <= set(own_dims(input)):
+        return NotImplemented
+    hw, before = T.facts(input)[3], T.dims(input)
+    result = func(T.value_of(input), dim, *args, **kwargs)
+
+    def back(value):
+        gone = before - value.dim()
+        moved = tuple(i - sum(o < i for o in over) if gone else i for i in hw)
+        return T.wrap(value, input, hw=moved)
+
+    return torch.utils._pytree.tree_map(back, result)
+
+
+@handles("linalg_norm_", "norm")
+def norm(func, input, p="fro", dim=None, keepdim=False, **rest):
+    """Take the norm over channels."""
+    over = None if dim is None else _normal(dim, T.dims(input))
+    if rest or over is None or not set(over) <= set(own_dims(input)):
+        return NotImplemented
+    hw = T.facts(input)[3]
+    value = torch.linalg.vector_norm(
+        T.value_of(input), 2 if p in ("fro", None) else p, over, keepdim
+    )
+    moved = hw if keepdim else tuple(i - sum(o < i for o in over) for i in hw)
+    return T.wrap(value, input, hw=moved)
+
+
+def share(table):
+    """Return the share of blocks that there is room for."""
+    return table.rows / max(math.prod(table.grid) * table.batch, 1)

@@ -1,0 +1,64 @@
+"""Convolution on a CPU with weights that oneDNN laid out once.
+
+PyTorch's own convolution lays out its weights in each call, which for few blocks takes as long as
+the products. These are the operators that torch.compile uses for frozen weights; where a build of
+PyTorch lacks them, :func:`conv` returns None.
+"""
+
+import torch
+
+from .epilogue import finish
+
+_NAMES = {
+    None: "none", "relu": "relu", "silu": "swish", "hardswish": "hardswish", "sigmoid": "sigmoid",
+    "tanh": "tanh", "hardsigmoid": "hardsigmoid",
+}  # fmt: skip
+
+
+def _is_there():
+    return torch.backends.mkldnn.is_available() and all(
+        hasattr(torch.ops.mkldnn, name)
+        for name in ("_convolution_pointwise", "_reorder_convolution_weight")
+    )
+
+
+_AVAILABLE = _is_there()
+
+
+def conv(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat):
+    """Convolve; return None where oneDNN's operators do not serve the call."""
+    serves = (
+        _AVAILABLE
+        and getattr(weight, "is_kept", False)
+        and x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and torch.backends.mkldnn.enabled
+        and min(x.shape) > 0
+    )
+    if not serves:
+        return None
+    options = list(padding), list(stride), list(dilation), groups
+    packed = _packed(x, weight, options, flat)
+    name = _NAMES.get(activation)
+    if residual is not None and activation in (None, "relu"):
+        run = torch.ops.mkldnn._convolution_pointwise.binary
+        last = None if activation is None else "relu"
+        return run(x, residual, packed, bias, *options, "add", None, last, [], None)
+    run = torch.ops.mkldnn._convolution_pointwise
+    if residual is None and name is not None:
+        return run(x, packed, bias, *options, name, [], "")
+    return finish(run(x, packed, bias, *options, "none", [], ""), residual, activation)
+
+
+def _packed(x, weight, options, flat):
+    """Return the weights as oneDNN wants them for such a convolution, kept beside the weights."""
+    kept = vars(weight).setdefault("packed_for", {})
+    key = (*map(str, options), flat)
+    if key not in kept:
+        given = weight
+        if flat:
+            given = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
+        kept[key] = torch.ops.mkldnn._reorder_convolution_weight(given, *options, list(x.shape))
+    return kept[key]

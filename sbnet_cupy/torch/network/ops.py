@@ -1,0 +1,193 @@
+"""The seam to kernels: rims through the table, and convolution with all that follows it.
+
+Everything that computes on the stack and looks at neighbours comes through :func:`halo` and
+:func:`conv`. Here they are plain PyTorch operations: the reference, and what a CPU runs. A stack is
+``[M, C, b, b]`` and lies in memory as ``[M, b, b, C]``.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from . import cuda, onednn
+from .epilogue import finish
+
+# A rim of a few pixels around a small block is most of what a convolution would read: below this
+# many pixels a block, the CPU makes rows of all pixels under the kernel, one for each output.
+_COLUMNS_BELOW = 36
+
+
+def halo(x, table, block, size, pads, fill=0.0, mode="zeros"):
+    """Return each block with its rim: ``[M, C, b, b]`` to ``[M, C, top + b + bottom, ...]``.
+
+    Parameters
+    ----------
+    x : tensor, shape (M, C, *block)
+        The stack.
+    table : BlockTable
+        Where its blocks lie.
+    block, size : (int, int)
+        A block and the image, in pixels of this stage.
+    pads : (int, int, int, int)
+        Rim at the top, bottom, left and right; negative numbers cut pixels off.
+    fill : float
+        What lies outside the image; what lies in no active block is 0.
+    mode : {"zeros", "replicate", "reflect", "circular"}
+        What lies outside the image: ``fill``, or pixels of the image.
+    """
+    if cuda.serves(x):
+        taken = cuda.halo(x, table, block, size, pads, fill, mode)
+        if taken is not None:
+            return taken
+    index, held, inside = table.window(block, size, pads, mode)
+    taken = _take(x, table, index, held, ("window", block, size, pads, mode))
+    if fill != 0 and mode == "zeros":
+        taken = torch.where(inside[..., None], taken, fill)
+    return taken.permute(0, 3, 1, 2)
+
+
+def _take(x, table, index, held, key):
+    """Return pixels of the stack at ``index [M, ...]``, 0 where nothing is: ``[M, ..., C]``."""
+    pixels = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+    taken = pixels.index_select(0, index.reshape(-1)).view(*index.shape, x.shape[1])
+    if x.is_cuda or table.static:
+        return torch.where(held[..., None], taken, 0)
+    missing = table.keep(("missing", *key), lambda: (~held).reshape(-1).nonzero()[:, 0])
+    if missing.numel():
+        taken.view(-1, x.shape[1]).index_fill_(0, missing, 0)
+    return taken
+
+
+def conv(
+    x, table, block, size, weight, bias, *, stride=(1, 1), pads=(0, 0, 0, 0), dilation=(1, 1),
+    groups=1, fill=0.0, mode="zeros", residual=None, activation=None,
+):  # fmt: skip
+    """Convolve a stack: ``activation(conv(x) + bias + residual)``, ``[M, Cout, b / s, b / s]``.
+
+    Parameters
+    ----------
+    weight : tensor, shape (Cout, Cin / groups, kh, kw)
+        channels_last in memory where speed matters.
+    bias : tensor, shape (Cout,), or None
+        Any scale is in the weight already.
+    stride, dilation : (int, int)
+        Strides divide the block.
+    residual : tensor, shape (M, Cout, b / s, b / s), or None
+        Added before the activation.
+    activation : str or None
+        A name in ``ACTIVATIONS``.
+    """
+    if cuda.serves(x) and not table.whole and mode == "zeros" and fill == 0:
+        y = cuda.conv(
+            x, table, block, size, weight, bias, stride, pads, dilation, groups, residual,
+            activation,
+        )  # fmt: skip
+        if y is not None:
+            return y
+    if table.whole:
+        y = _conv_picture(
+            x, weight, bias, stride, pads, dilation, groups, fill, mode, residual, activation
+        )
+    else:
+        y = _conv_stack(
+            x, table, block, size, weight, bias, stride, pads, dilation, groups, fill, mode,
+            residual, activation,
+        )  # fmt: skip
+    return y
+
+
+def _convolve(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat=False):
+    """Convolve a batch of pictures; ``flat`` weights are those of one pixel with all under it."""
+    y = onednn.conv(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat)
+    if y is not None:
+        return y
+    if flat:
+        weight = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
+    y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    return finish(y, residual, activation)
+
+
+def _conv_picture(
+    x, weight, bias, stride, pads, dilation, groups, fill, mode, residual, activation
+):
+    top, bottom, left, right = pads
+    padding = (top, left)
+    if mode != "zeros" or fill != 0 or top != bottom or left != right:
+        around, padding = (left, right, top, bottom), (0, 0)
+        x = F.pad(x, around, value=fill) if mode == "zeros" else F.pad(x, around, mode=mode)
+    return _convolve(x, weight, bias, stride, padding, dilation, groups, residual, activation)
+
+
+def _conv_stack(
+    x, table, block, size, weight, bias, stride, pads, dilation, groups, fill, mode, residual,
+    activation,
+):  # fmt: skip
+    kernel = tuple(weight.shape[2:])
+    out = (block[0] // stride[0], block[1] // stride[1])
+    one = (1, 1), (0, 0), (1, 1)
+    if kernel == (1, 1) and not any(pads) and groups == 1:
+        if stride != (1, 1):
+            x = x[:, :, :: stride[0], :: stride[1]]
+        rows, residual = as_picture(x), residual if residual is None else as_picture(residual)
+        return as_stack(_convolve(rows, weight, bias, *one, 1, residual, activation), out)
+    rims = rim(kernel, stride, pads, dilation)
+    few = out[0] * out[1] < _COLUMNS_BELOW and kernel != (1, 1)
+    if few and groups == 1 and fill == 0 and not x.is_cuda:
+        columns = _columns(x, table, block, size, rims, mode, kernel, stride, dilation)
+        residual = residual if residual is None else as_picture(residual)
+        y = _convolve(columns, weight, bias, *one, 1, residual, activation, flat=True)
+        return as_stack(y, out)
+    x = halo(x, table, block, size, rims, fill, mode)
+    return _convolve(x, weight, bias, stride, (0, 0), dilation, groups, residual, activation)
+
+
+def as_picture(x):
+    """Return all blocks of a stack as one picture, one below the other: a view where it can be."""
+    m, c, h, w = x.shape
+    return x.permute(0, 2, 3, 1).reshape(1, m * h, w, c).permute(0, 3, 1, 2)
+
+
+def as_stack(x, block):
+    """Return the stack of a picture of blocks one below the other."""
+    return x.permute(0, 2, 3, 1).reshape(-1, *block, x.shape[1]).permute(0, 3, 1, 2)
+
+
+def rim(kernel, stride, pads, dilation):
+    """Return the rim (top, bottom, left, right) that a window needs around a block."""
+    reach = [d * (k - 1) + 1 - s for k, d, s in zip(kernel, dilation, stride, strict=True)]
+    return pads[0], reach[0] - pads[0], pads[2], reach[1] - pads[2]
+
+
+def _columns(x, table, block, size, rims, mode, kernel, stride, dilation):
+    """Return the pixels under the kernel for each output: ``[1, kh * kw * C, M * h', w']``."""
+    key, (index, held) = table.columns(block, size, rims, mode, kernel, stride, dilation)
+    taken = _take(x, table, index, held, key)  # [M, h', w', kh, kw, C]
+    m, h, w = index.shape[:3]
+    return taken.reshape(1, m * h, w, -1).permute(0, 3, 1, 2)
+
+
+def conv_transpose(
+    x, table, block, size, weight, bias, *, stride, padding, dilation, groups, out_size
+):
+    """Convolve a stack transposed: ``[M, Cout, b * s, b * s]``."""
+    if table.whole:
+        spans = [
+            (n - 1) * s - 2 * p + d * (k - 1) + 1
+            for n, s, p, d, k in zip(size, stride, padding, dilation, weight.shape[2:], strict=True)
+        ]
+        extra = [o - s for o, s in zip(out_size, spans, strict=True)]
+        return F.conv_transpose2d(x, weight, bias, stride, padding, extra, groups, dilation)
+    before, after = [], []
+    for b, k, s, p, d in zip(block, weight.shape[2:], stride, padding, dilation, strict=True):
+        before.append(max(-(-(d * (k - 1) - p) // s), 0))
+        after.append(max((b * s - 1 + p) // s - (b - 1), 0))
+    rims = (before[0], after[0], before[1], after[1])
+    x = halo(x, table, block, size, rims) if any(rims) else x
+    y = F.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
+    starts = [p + r * s for p, r, s in zip(padding, before, stride, strict=True)]
+    wanted = [b * s for b, s in zip(block, stride, strict=True)]
+    short = [max(a + w - n, 0) for a, w, n in zip(starts, wanted, y.shape[2:], strict=True)]
+    if any(short):
+        y = F.pad(y, (0, short[1], 0, short[0]))
+    y = y[:, :, starts[0] : starts[0] + wanted[0], starts[1] : starts[1] + wanted[1]]
+    y = y if bias is None else y + bias[:, None, None]
+    return y.contiguous(memory_format=torch.channels_last)

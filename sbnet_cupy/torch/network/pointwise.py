@@ -1,0 +1,193 @@
+"""Functions that look at one pixel: they run on the stack as on any batch."""
+
+import torch
+from torch.nn import functional as F
+
+from . import tensor as T
+from .handlers import HANDLERS, handles
+
+_ACTIVATIONS = {
+    "relu": "relu", "relu_": "relu", "relu6": "relu6", "silu": "silu", "gelu": "gelu",
+    "hardswish": "hardswish", "hardsigmoid": "hardsigmoid", "sigmoid": "sigmoid",
+    "sigmoid_": "sigmoid", "tanh": "tanh", "tanh_": "tanh",
+}  # fmt: skip
+
+_UNARY = """
+    elu leaky_relu leaky_relu_ hardtanh hardtanh_ selu selu_ celu celu_ rrelu rrelu_ mish softplus
+    softsign tanhshrink softshrink hardshrink logsigmoid threshold threshold_ elu_ prelu
+    dropout alpha_dropout clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_
+    exp exp_ expm1 log log_ log1p log2 log10 sqrt sqrt_ rsqrt rsqrt_ square square_ abs abs_
+    neg neg_ negative sign sin cos tan atan asin acos sinh cosh erf erfc reciprocal reciprocal_
+    floor floor_ ceil round trunc frac logit nan_to_num isnan isinf isfinite positive
+    logical_not logical_not_ bitwise_not __neg__ __pos__ __abs__ __invert__ absolute exp2 sgn
+    to type float double half bfloat16 int long bool clone detach contiguous zeros_like ones_like
+    full_like empty_like rand_like randn_like requires_grad_ type_as local_response_norm pow_
+    feature_alpha_dropout_pointwise float_power
+"""
+
+_BINARY = """
+    add sub subtract mul multiply div divide true_divide pow maximum minimum fmax fmin where lerp
+    addcmul addcdiv eq ne lt le gt ge not_equal greater less greater_equal less_equal logical_and
+    logical_or logical_xor fmod remainder floor_divide atan2 rsub masked_fill copysign hypot
+    bitwise_and bitwise_or bitwise_xor xlogy logaddexp
+    add_ sub_ mul_ div_ masked_fill_ addcmul_ addcdiv_ lerp_ copy_ multiply_ divide_ subtract_
+    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
+    __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __pow__ __rpow__ __ipow__ __eq__ __ne__
+    __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __mod__ __floordiv__ __iand__ __ior__
+    fill_ zero_
+"""
+
+
+@handles(*_UNARY.split(), *_BINARY.split())
+def pointwise(func, *args, **kwargs):
+    """Run an elementwise function on the stacks of its arguments."""
+    found = align(args, kwargs)
+    if found is None:
+        return NotImplemented
+    like, inner, inner_kwargs = found
+    table = T.facts(like)[0]
+    name = func.__name__
+    writes = T._writes(name, kwargs)
+    if writes and not isinstance(args[0], T.StackTensor):
+        return NotImplemented
+    if writes:
+        T.flush(table)
+    if kwargs.get("memory_format") is torch.contiguous_format or name == "contiguous":
+        inner_kwargs.pop("memory_format", None)
+        if name == "contiguous":
+            return args[0]
+    result = func(*inner, **inner_kwargs)
+    if writes or result is inner[0]:
+        return args[0]
+    if result.device != table.device:
+        return T.dense(args[0]).to(result.device)
+    return T.wrap(result, like, reach=_reach(args, kwargs))
+
+
+def _reach(args, kwargs):
+    stacks = [a for a in (*args, *kwargs.values()) if isinstance(a, T.StackTensor)]
+    return max(T.facts(x)[4] for x in stacks)
+
+
+def align(args, kwargs):
+    """Return (a StackTensor, args, kwargs), all tensors as stacks of its kind; None if it can't."""
+    everything = (*args, *kwargs.values())
+    stacks = [a for a in everything if isinstance(a, T.StackTensor)]
+    if not stacks:
+        return None
+    like = max(stacks, key=torch.Tensor.dim)
+    dims = max(a.dim() for a in everything if isinstance(a, torch.Tensor))
+    if like.dim() != dims:
+        return None
+    converted = []
+    for a in everything:
+        a = conform(a, like) if isinstance(a, torch.Tensor) else a
+        if a is None:
+            return None
+        converted.append(a)
+    inner = converted[: len(args)]
+    return like, inner, dict(zip(kwargs, converted[len(args) :], strict=True))
+
+
+def conform(a, like):
+    """Return a tensor as a stack that lies as that of ``like``; None if it cannot be one."""
+    table, block, size, hw, _ = T.facts(like)
+    dims = like.dim()
+    if isinstance(a, T.StackTensor):
+        _, b, s, d, _ = T.facts(a)
+        if a.dim() != dims or d != hw or s != size:
+            return None
+        return T.value_of(a) if b == block else table.gather(T.dense(a), block, hw)
+    if a.dim() == 0 or a.dim() <= dims - hw[0]:
+        ahead = dims - a.dim()
+        spatial = [a.shape[i - ahead] for i in hw if i >= ahead]
+        if all(n == 1 for n in spatial):
+            return a
+    shape = [1] * (dims - a.dim()) + list(a.shape)
+    got = (shape[hw[0]], shape[hw[1]])
+    if shape[0] not in (1, table.batch) or any(
+        g not in (1, s) for g, s in zip(got, size, strict=True)
+    ):
+        return None
+    a = a.view(shape)
+    if got == (1, 1):
+        return a if shape[0] == 1 else table.spread(a)
+    shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
+    return table.gather(a.expand(shape), block, hw)
+
+
+def _activation(func, x, *args, **kwargs):
+    """Put an activation at the end of a convolution that waits, or run it."""
+    plan = T.plan_of(x)
+    inplace = kwargs.get("inplace", bool(args and args[0] is True)) or func.__name__.endswith("_")
+    plain = not args or args == (inplace,)
+    plain = plain and kwargs.get("approximate", "none") == "none"
+    name = _ACTIVATIONS[func.__name__]
+    if plan is None or plan.activation is not None or not plain:
+        return pointwise(func, x, *args, **kwargs)
+    return step(x, plan.then(activation=name), inplace, lambda v: ACT[name](v))
+
+
+ACT = {
+    "relu": F.relu, "relu6": F.relu6, "silu": F.silu, "gelu": F.gelu, "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
+}  # fmt: skip
+
+handles(*_ACTIVATIONS)(_activation)
+
+
+def step(x, plan, inplace, run):
+    """Return the StackTensor of a plan with one more step: x itself, where it is in place."""
+    table, block, size, _, reach = T.facts(x)
+    if inplace:
+        T.flush(table, but=x)
+        T.replace_plan(x, plan)
+        return x
+    return T.postpone(table, plan, block, size, reach, x, run)
+
+
+@handles("add", "add_", "__add__", "__radd__", "__iadd__")
+def add(func, a, b, **kwargs):
+    """Add to a convolution that waits, or run."""
+    inplace = func.__name__ in ("add_", "__iadd__")
+    if kwargs.get("alpha", 1) == 1 and "out" not in kwargs:
+        pairs = [(a, b)] if inplace else [(a, b), (b, a)]
+        for x, other in pairs:
+            plan = T.plan_of(x)
+            if plan is None or plan.activation is not None or plan.residual is not None:
+                continue
+            if other is x or not isinstance(other, T.StackTensor):
+                continue
+            if T.facts(other)[:4] != T.facts(x)[:4] or other.shape != x.shape:
+                continue
+            residual = T.value_of(other)
+            if T.plan_of(x) is None or residual.dtype != plan.dtype:
+                break
+            return _with_residual(x, plan, residual, inplace, other)
+    return pointwise(func, a, b, **kwargs)
+
+
+def _with_residual(x, plan, residual, inplace, other):
+    table, block, size, _, reach = T.facts(x)
+    reach = max(reach, T.facts(other)[4])
+    done = step(x, plan.then(residual=residual), inplace, lambda v: v + residual)
+    object.__getattribute__(done, "__dict__")["_facts"] = table, block, size, (2, 3), reach
+    return done
+
+
+@handles("dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout", "dropout1d")
+def channel_dropout(func, x, p=0.5, training=True, inplace=False):
+    """Drop whole channels of images: the same in all blocks of an image."""
+    if not training or p == 0 or not isinstance(x, T.StackTensor):
+        return x
+    if "alpha" in func.__name__ or x.dim() != 4:
+        return NotImplemented
+    table, value = T.facts(x)[0], T.value_of(x)
+    kept = func(value.new_ones(table.batch, x.shape[1], 1, 1), p, training)
+    return pointwise(torch.Tensor.mul_ if inplace else torch.mul, x, kept)
+
+
+def alias(handler, *funcs):
+    """Register more functions for a handler."""
+    for func in funcs:
+        HANDLERS[func] = handler

@@ -1,0 +1,117 @@
+"""Interpolation of a stack: nearest and bilinear, by any factor that has a stage."""
+
+import torch
+from torch.nn import functional as F
+
+from . import ops
+from . import tensor as T
+from .handlers import handles
+from .windows import is_image, two
+
+
+@handles("interpolate")
+def interpolate(
+    func, input, size=None, scale_factor=None, mode="nearest", align_corners=None,
+    recompute_scale_factor=None, antialias=False,
+):  # fmt: skip
+    """Interpolate as the dense function does, from the pixels of neighbouring blocks."""
+    if not is_image(input) or mode not in ("nearest", "bilinear", "nearest-exact") or antialias:
+        return NotImplemented
+    table, block, old, _, reach = T.facts(input)
+    new, scales = _sizes(old, size, scale_factor, recompute_scale_factor)
+    if new is None or min(new) < 1:
+        return NotImplemented
+    to = block if new == old else table.stage(block, old, new)
+    if to is None:
+        return NotImplemented
+    table.block_of.setdefault(new, to)
+    jump = max(i / b for i, b in zip(table.block, block, strict=True))
+    reach = reach + jump * (mode == "bilinear" or to != block)
+    options = (mode, align_corners)
+    if table.whole:
+        value = F.interpolate(
+            T.picture(input), size, scale_factor, *options, recompute_scale_factor
+        )
+        out = T.StackTensor(value, table, to, new, (2, 3), reach)
+        return T.with_rest(out, T.rest_of(input))
+    factors = tuple(t / b for t, b in zip(to, block, strict=True))
+    value = T.value_of(input)
+    exact = all(n == o * f and f >= 1 for n, o, f in zip(new, old, factors, strict=True))
+    exact = exact and all(f.is_integer() for f in factors) and scales_are(scales, factors)
+    if exact and mode != "bilinear":
+        value = F.interpolate(value, scale_factor=factors, mode=mode)
+    elif exact and not align_corners:
+        wide = ops.halo(value, table, block, old, (1, 1, 1, 1), mode="replicate")
+        value = F.interpolate(wide, scale_factor=factors, mode=mode, align_corners=False)
+        (a, b) = map(int, factors)
+        value = value[:, :, a:-a, b:-b]
+    else:
+        value = _anywhere(value, table, block, old, to, new, scales, mode, align_corners)
+    value = value.contiguous(memory_format=torch.channels_last)
+    out = T.StackTensor(value, table, to, new, (2, 3), reach)
+    return T.with_rest(out, T.rest_of(input))
+
+
+def scales_are(scales, factors):
+    """Whether the factors that were given, if any, are those of the blocks."""
+    return all(s is None or s == f for s, f in zip(scales, factors, strict=True))
+
+
+def _sizes(old, size, scale, recompute):
+    """Return the new size, and the factors that PyTorch computes positions with, or None."""
+    if size is not None:
+        return two(size), (None, None)
+    scale = (scale, scale) if isinstance(scale, (int, float)) else tuple(scale)
+    if not all(isinstance(s, (int, float)) for s in scale):
+        return None, None
+    new = tuple(int(o * s) for o, s in zip(old, scale, strict=True))
+    return new, (None, None) if recompute else tuple(map(float, scale))
+
+
+def _anywhere(x, table, block, old, to, new, scales, mode, corners):
+    """Interpolate by gathering the pixels around each place."""
+    precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = _places(table.down, to[0], old[0], new[0], scales[0], mode, corners, precise)
+    across = _places(table.across, to[1], old[1], new[1], scales[1], mode, corners, precise)
+    if mode != "bilinear":
+        return _at(x, table, block, y[0], across[0]).permute(0, 3, 1, 2)
+    top = _mix(x, table, block, y[0], across)
+    bottom = _mix(x, table, block, y[1], across)
+    weight = y[2][:, :, None, None].to(x.dtype)
+    return (top * (1 - weight) + bottom * weight).permute(0, 3, 1, 2)
+
+
+def _mix(x, table, block, y, across):
+    weight = across[2][:, None, :, None].to(x.dtype)
+    left, right = _at(x, table, block, y, across[0]), _at(x, table, block, y, across[1])
+    return left * (1 - weight) + right * weight
+
+
+def _at(x, table, block, y, across):
+    """Return pixels of the stack, 0 in inactive blocks: ``[M, h, w, C]``."""
+    yes = torch.ones_like(y, dtype=torch.bool), torch.ones_like(across, dtype=torch.bool)
+    index, held, _ = table.at(block, y, across, *yes)
+    pixels = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+    taken = pixels.index_select(0, index.reshape(-1)).view(*index.shape, x.shape[1])
+    return torch.where(held[..., None], taken, 0)
+
+
+def _places(cell, length, old, new, scale, mode, corners, dtype):
+    """Return for each output pixel of a block the two pixels that it lies between, and how far."""
+    at = cell[:, None] * length + torch.arange(length, device=cell.device)
+    at = at.clamp(max=new - 1).to(dtype)
+    if mode == "bilinear" and corners:
+        step = (old - 1) / (new - 1) if new > 1 else 0.0
+        source = at * step
+    else:
+        step = 1 / scale if scale else old / new
+        step = torch.tensor(step, dtype=dtype).item()
+        if mode == "nearest":
+            source = at * step
+        elif mode == "nearest-exact":
+            source = (at + 0.5) * step
+        else:
+            source = ((at + 0.5) * step - 0.5).clamp(min=0)
+    low = source.floor().long().clamp(max=old - 1)
+    high = (low + 1).clamp(max=old - 1)
+    return low, high, (source - low).clamp(0, 1)

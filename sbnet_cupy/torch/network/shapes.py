@@ -1,0 +1,293 @@
+"""Functions that move numbers about: joining and splitting channels, views, slices, shuffles."""
+
+import math
+
+import torch
+
+from . import tensor as T
+from .handlers import handles
+from .norms import own_dims
+from .pointwise import conform
+from .windows import is_image, two
+
+
+@handles("cat", "concat", "concatenate")
+def cat(func, tensors, dim=0, **rest):
+    """Join along channels."""
+    dim = rest.pop("axis", dim)
+    like = T.first_stack(tensors)
+    if rest or any(isinstance(t, T.StackTensor) and T.border_of(t) for t in tensors):
+        return NotImplemented
+    dims = T.dims(like)
+    dim = dim % dims
+    if dim not in own_dims(like):
+        return NotImplemented
+    stacks, table = [], T.facts(like)[0]
+    for t in tensors:
+        value = conform(t, like) if t.dim() == dims else None
+        if value is None or value.shape[0] != _rows(table) or t.shape[2:] != like.shape[2:]:
+            return NotImplemented
+        stacks.append(value)
+    reach = max(T.facts(t)[4] for t in tensors if isinstance(t, T.StackTensor))
+    return T.wrap(torch.cat(stacks, dim), like, reach=reach)
+
+
+def _rows(table):
+    return table.batch if table.whole else table.rows
+
+
+@handles("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
+def split(func, input, sections, dim=0):
+    """Split along channels."""
+    if not isinstance(input, T.StackTensor) or dim % T.dims(input) not in own_dims(input):
+        return NotImplemented
+    parts = func(T.value_of(input), sections, dim=dim)
+    return type(parts)(T.wrap(part, input) for part in parts)
+
+
+@handles("unbind")
+def unbind(func, input, dim=0):
+    """Take channels apart."""
+    if dim % T.dims(input) not in own_dims(input):
+        return NotImplemented
+    return tuple(select(func, input, dim, i) for i in range(T.shape(input)[dim]))
+
+
+@handles("select")
+def select(func, input, dim, index):
+    """Take one channel."""
+    dim = dim % T.dims(input)
+    if dim not in own_dims(input):
+        return NotImplemented
+    hw = tuple(i - (dim < i) for i in T.facts(input)[3])
+    return T.wrap(T.value_of(input).select(dim, index), input, hw=hw)
+
+
+@handles("narrow")
+def narrow(func, input, dim, start, length):
+    """Take some channels."""
+    if dim % T.dims(input) not in own_dims(input):
+        return NotImplemented
+    return T.wrap(T.value_of(input).narrow(dim, start, length), input)
+
+
+@handles("index_select")
+def index_select(func, input, dim, index):
+    """Take listed channels."""
+    if isinstance(index, T.StackTensor) or dim % T.dims(input) not in own_dims(input):
+        return NotImplemented
+    return T.wrap(T.value_of(input).index_select(dim, index), input)
+
+
+@handles("permute")
+def permute(func, input, *order):
+    """Reorder dimensions; images stay first."""
+    order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
+    count = T.dims(input)
+    order = tuple(i % count for i in order)
+    if not order or order[0] != 0:
+        return NotImplemented
+    hw = tuple(order.index(i) for i in T.facts(input)[3])
+    if hw[0] > hw[1]:
+        return NotImplemented
+    return T.wrap(T.value_of(input).permute(order), input, hw=hw)
+
+
+@handles("transpose", "swapaxes", "swapdims")
+def transpose(func, input, a, b):
+    """Swap two dimensions."""
+    order = list(range(T.dims(input)))
+    order[a], order[b] = order[b], order[a]
+    return permute(func, input, order)
+
+
+@handles("movedim", "moveaxis")
+def movedim(func, input, source, destination):
+    """Move a dimension."""
+    if not isinstance(source, int) or not isinstance(destination, int):
+        return NotImplemented
+    count = T.dims(input)
+    order = [i for i in range(count) if i != source % count]
+    order.insert(destination % count, source % count)
+    return permute(func, input, order)
+
+
+@handles("unsqueeze")
+def unsqueeze(func, input, dim):
+    """Add a dimension of 1 after the first."""
+    dim = dim % (T.dims(input) + 1)
+    if dim == 0:
+        return NotImplemented
+    hw = tuple(i + (dim <= i) for i in T.facts(input)[3])
+    return T.wrap(T.value_of(input).unsqueeze(dim), input, hw=hw)
+
+
+@handles("squeeze")
+def squeeze(func, input, dim=None):
+    """Drop a dimension of 1."""
+    if not isinstance(dim, int) or dim % T.dims(input) not in own_dims(input):
+        return NotImplemented
+    dim = dim % T.dims(input)
+    if T.shape(input)[dim] != 1:
+        return input
+    hw = tuple(i - (dim < i) for i in T.facts(input)[3])
+    return T.wrap(T.value_of(input).squeeze(dim), input, hw=hw)
+
+
+@handles("view", "reshape")
+def view(func, input, *sizes, **rest):
+    """Split or join dimensions of channels; all others are kept."""
+    sizes = rest.pop("shape", rest.pop("size", sizes))
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        sizes = sizes[0]
+    if rest or isinstance(sizes, torch.dtype) or not all(isinstance(s, int) for s in sizes):
+        return NotImplemented
+    shape, sizes = T.shape(input), list(sizes)
+    if -1 in sizes:
+        known = -math.prod(sizes)
+        if not known:
+            return NotImplemented
+        sizes[sizes.index(-1)] = math.prod(shape) // known
+    if math.prod(sizes) != math.prod(shape) or not sizes or sizes[0] != shape[0]:
+        return NotImplemented
+    if tuple(sizes) == shape:
+        return input
+    table, block, size, hw, _ = T.facts(input)
+    if hw == (len(shape) - 2, len(shape) - 1) and tuple(sizes[-2:]) == size and len(sizes) > 3:
+        new, inner = (len(sizes) - 2, len(sizes) - 1), [-1, *sizes[1:-2], *block]
+    elif hw == (1, 2) and tuple(sizes[1:3]) == size and len(sizes) > 3:
+        new, inner = hw, [-1, *block, *sizes[3:]]
+    else:
+        return NotImplemented
+    value = T.value_of(input)
+    inner[0] = value.shape[0]
+    if table.whole:
+        inner[new[0]], inner[new[1]] = size
+    return T.wrap(value.reshape(inner), input, hw=new)
+
+
+@handles("unflatten")
+def unflatten(func, input, dim, sizes):
+    """Split a dimension of channels."""
+    dim = dim % T.dims(input)
+    if dim not in own_dims(input):
+        return NotImplemented
+    hw = tuple(i + (len(sizes) - 1) * (dim < i) for i in T.facts(input)[3])
+    return T.wrap(T.value_of(input).unflatten(dim, sizes), input, hw=hw)
+
+
+@handles("flatten")
+def flatten(func, input, start_dim=0, end_dim=-1):
+    """Join dimensions of channels."""
+    count = T.dims(input)
+    joined = set(range(start_dim % count, end_dim % count + 1))
+    if len(joined) == 1:
+        return input
+    if not joined <= set(own_dims(input)):
+        return NotImplemented
+    gone = len(joined) - 1
+    hw = tuple(i - gone * (start_dim % count < i) for i in T.facts(input)[3])
+    return T.wrap(T.value_of(input).flatten(start_dim, end_dim), input, hw=hw)
+
+
+@handles("__getitem__")
+def getitem(func, input, index):
+    """Slice channels; take every so many pixels; cut pixels off at the right and the bottom."""
+    if not isinstance(input, T.StackTensor):
+        return NotImplemented
+    index = list(index) if isinstance(index, tuple) else [index]
+    count = T.dims(input)
+    if any(i is None or isinstance(i, (bool, T.StackTensor)) for i in index):
+        return NotImplemented
+    if any(i is Ellipsis for i in index):
+        at = next(k for k, i in enumerate(index) if i is Ellipsis)
+        index[at : at + 1] = [slice(None)] * (count - len(index) + 1)
+    index += [slice(None)] * (count - len(index))
+    if len(index) != count or any(i is Ellipsis for i in index) or index[0] != slice(None):
+        return NotImplemented
+    table, block, size, hw, _ = T.facts(input)
+    block, size = list(block), list(size)
+    for axis, at in enumerate(hw):
+        cut = _pixels(index[at], block[axis], size[axis], table.whole)
+        if cut is None:
+            return NotImplemented
+        index[at], block[axis], size[axis] = cut
+    others = [index[i] for i in own_dims(input)]
+    if sum(not isinstance(i, (int, slice)) for i in others) > 1:
+        return NotImplemented
+    if any(not isinstance(i, (int, slice, list, torch.Tensor)) for i in others):
+        return NotImplemented
+    if any(isinstance(i, torch.Tensor) and i.dim() != 1 for i in others):
+        return NotImplemented
+    if any(isinstance(i, (list, torch.Tensor)) for i in others) and any(
+        isinstance(i, int) for i in others
+    ):
+        return NotImplemented
+    gone = [i for i in own_dims(input) if isinstance(index[i], int)]
+    moved = tuple(i - sum(g < i for g in gone) for i in hw)
+    value = T.value_of(input)[tuple(index)]
+    table.block_of.setdefault(tuple(size), tuple(block))
+    return T.wrap(value, input, block=tuple(block), size=tuple(size), hw=moved)
+
+
+def _pixels(item, block, size, whole):
+    """Return (index of the block, its new length, the image's) for a slice of pixels, or None."""
+    if item == slice(None):
+        return item, block, size
+    if not isinstance(item, slice):
+        return None
+    start, stop, step = item.start or 0, item.stop, item.step or 1
+    if start < 0 or step < 1 or start >= step or block % step:
+        return None
+    end = size if stop is None else min(stop + size if stop < 0 else stop, size)
+    if end <= start or (end < size and step > 1):
+        return None
+    length = -(-(end - start) // step)
+    if whole:
+        return slice(start, end, step), block // step, length
+    return slice(start, None, step), block // step, length
+
+
+@handles("pixel_shuffle")
+def pixel_shuffle(func, input, upscale_factor):
+    """Turn channels into pixels: blocks grow."""
+    if not is_image(input):
+        return NotImplemented
+    return _scaled(input, func(T.value_of(input), upscale_factor), upscale_factor)
+
+
+def _scaled(x, value, factor):
+    table, block, size, _, reach = T.facts(x)
+    block, size = (tuple(n * f for n, f in zip(v, two(factor), strict=True)) for v in (block, size))
+    table.block_of.setdefault(size, block)
+    return T.StackTensor(value, table, block, size, (2, 3), reach)
+
+
+@handles("pixel_unshuffle")
+def pixel_unshuffle(func, input, downscale_factor):
+    """Turn pixels into channels: blocks shrink."""
+    if not is_image(input):
+        return NotImplemented
+    table, block, size, _, reach = T.facts(input)
+    f = downscale_factor
+    if any(n % f for n in (*block, *size)):
+        return NotImplemented
+    value = func(T.value_of(input), f)
+    block, size = (tuple(n // f for n in v) for v in (block, size))
+    table.block_of.setdefault(size, block)
+    return T.StackTensor(value, table, block, size, (2, 3), reach)
+
+
+@handles("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(func, input, groups):
+    """Reorder channels."""
+    if not is_image(input):
+        return NotImplemented
+    return T.wrap(func(T.value_of(input), groups), input)
+
+
+@handles("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+def new(func, input, *args, **kwargs):
+    """Make a tensor of the same dtype and device."""
+    kwargs.setdefault("dtype", input.dtype)
+    return func(torch.empty(0, device=input.device), *args, **kwargs)

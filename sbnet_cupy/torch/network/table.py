@@ -1,0 +1,427 @@
+"""Where the blocks of a call lie: the list, the grid, and the pixels that windows read.
+
+A table is made once from the mask. The image is cut into blocks of ``block`` input pixels; after a
+stride the same blocks are smaller, so one list of blocks serves all stages of a network.
+"""
+
+import functools
+
+import torch
+from torch.nn import functional as F
+
+INSIDE_MODES = ("replicate", "reflect", "circular")
+
+
+class Table:
+    """What the two kinds of tables share: the batch, the grid, and the active blocks in it.
+
+    Attributes
+    ----------
+    batch : int
+        Images.
+    grid : (int, int)
+        Blocks of an image, down and across.
+    on : bool tensor, shape (N, *grid)
+        The active blocks.
+    """
+
+    whole = False
+    static = False  # whether no number of the mask may be read
+
+    def __init__(self, blocks, block, size, device):
+        self.batch, *grid = blocks
+        self.grid = tuple(grid)
+        self.block, self.size, self.device = block, size, device
+        self.block_of = {size: block}  # of each size of an image that a stage has
+        self.kept = {}
+        self.plans = {}
+        self.trace = None
+        self.weights = None
+        self.borders = False
+        self.reduced = None
+
+    def keep(self, key, make):
+        """Return what ``make()`` returned for this key, made once in a call."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def fits(self, block, size):
+        """Whether the blocks of the grid cover an image of this size."""
+        return all(s <= g * b for s, g, b in zip(size, self.grid, block, strict=True))
+
+    def stage(self, block, size, new):
+        """Return the block of a stage of size ``new``: one that was seen, or by a whole factor."""
+        if new in self.block_of:
+            return self.block_of[new]
+        out = []
+        for b, old, n in zip(block, size, new, strict=True):
+            times = max(round(n / old), 1) if old else 1
+            parts = max(round(old / n), 1) if n else 1
+            if old * times == n:
+                out.append(b * times)
+            elif n and old // parts == n and b % parts == 0:
+                out.append(b // parts)
+            else:
+                return None
+        return tuple(out) if self.fits(out, new) else None
+
+    def filled(self, block, size):
+        """Whether every pixel of the stack is known to be one of an image."""
+        exact = all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
+        return exact and self.known_live
+
+    def active_map(self, block, size):
+        """Return which pixels of a stage lie in active blocks: bool ``[N, H, W]``."""
+
+        def make():
+            rows = self.on.repeat_interleave(block[0], 1)[:, : size[0]]
+            return rows.repeat_interleave(block[1], 2)[:, :, : size[1]]
+
+        return self.keep(("map", block, size), make)
+
+    def active_pixels(self, block, size):
+        """Return how many pixels of each image lie in active blocks: int64 ``[N]``."""
+        return self.keep(("pixels", block, size), lambda: self.active_map(block, size).sum((1, 2)))
+
+
+class BlockTable(Table):
+    """Active blocks as rows of a stack ``[M, C, b, b]``.
+
+    Parameters
+    ----------
+    counts : int32 tensor, shape (1,)
+        Number of active blocks, also where there is no row for each.
+    indices : int32 tensor, shape (M, 3)
+        Rows (n, hi, wi); -1 past the count. One row at least.
+    places : int32 tensor, shape (N, *grid)
+        Row of the block at each place, or -1.
+    block, size : (int, int)
+        A block and the image in input pixels.
+    known_live : bool
+        Whether every row is known on the host to be a block.
+    """
+
+    def __init__(self, counts, indices, places, block, size, known_live=False):
+        super().__init__(places.shape, block, size, places.device)
+        self.counts, self.indices, self.places = counts, indices, places
+        self.rows, self.known_live = indices.shape[0], known_live
+
+    @classmethod
+    def of_blocks(cls, on, room, count, block, size):
+        """List active blocks, bool ``[N, *grid]``; those past ``room`` are left out.
+
+        ``count`` is their number where the host knows it.
+        """
+        flat, rows = on.reshape(-1), max(room, 1)
+        if count is not None and count <= room:
+            listed = on.nonzero()
+            if count == 0:
+                listed = listed.new_full((1, 3), -1)
+        else:
+            listed = on.new_full((rows + 1, 3), 0, dtype=torch.int64)
+            ranks = flat.cumsum(0) - 1
+            at = torch.where(flat & (ranks < room), ranks, rows)
+            _, h, w = on.shape
+            cells = torch.arange(flat.numel(), device=on.device)
+            triples = torch.stack([cells // (h * w), cells // w % h, cells % w], 1)
+            listed = torch.full_like(listed, -1).index_copy_(0, at, triples)[:rows]
+        return cls.of_rows(listed, on, room, count, block, size)
+
+    @classmethod
+    def of_rows(cls, listed, on, room, count, block, size):
+        """Make the grid of a list of rows, int64 ``[M, 3]``."""
+        flat, ranks = on.reshape(-1), on.reshape(-1).cumsum(0) - 1
+        places = torch.where(flat & (ranks < room), ranks, -1).to(torch.int32).view(on.shape)
+        counts = flat.sum(dtype=torch.int32).view(1)
+        known = count is not None and min(count, room) >= max(room, 1)
+        return cls(counts, listed.to(torch.int32).contiguous(), places, block, size, known)
+
+    @functools.cached_property
+    def on(self):
+        """The blocks that have a row: bool ``[N, *grid]``."""
+        return self.places >= 0
+
+    @functools.cached_property
+    def place(self):
+        """Row of the block at each place, and the number of rows where there is none."""
+        return torch.where(self.places < 0, self.rows, self.places).long()
+
+    @functools.cached_property
+    def live(self):
+        """Which rows are blocks."""
+        return self.indices[:, 0] >= 0
+
+    @functools.cached_property
+    def _triples(self):
+        return self.indices.long().clamp_(min=0).unbind(1)
+
+    @property
+    def image(self):
+        """The image of each row."""
+        return self._triples[0]
+
+    @property
+    def down(self):
+        """Which block each row is, from the top."""
+        return self._triples[1]
+
+    @property
+    def across(self):
+        """Which block each row is, from the left."""
+        return self._triples[2]
+
+    @functools.cached_property
+    def cells(self):
+        """Number of the block of each row among all blocks; past the last one for none."""
+        gh, gw = self.grid
+        at = (self.image * gh + self.down) * gw + self.across
+        return torch.where(self.live, at, self.batch * gh * gw)
+
+    def inside(self, block, size):
+        """Return which pixels of the stack lie in the image and in a listed block."""
+
+        def make():
+            rows = self._pixels(self.down, block[0], 0, 0) < size[0]
+            columns = self._pixels(self.across, block[1], 0, 0) < size[1]
+            return rows[:, :, None] & columns[:, None, :] & self.live[:, None, None]
+
+        return self.keep(("inside", block, size), make)
+
+    @staticmethod
+    def _pixels(cell, length, before, after):
+        offsets = torch.arange(-before, length + after, device=cell.device)
+        return cell[:, None] * length + offsets
+
+    def window(self, block, size, pads, mode="zeros"):
+        """Return where each pixel of a block with its rim lies in the flattened stack.
+
+        ``pads`` is (top, bottom, left, right), where negative numbers cut off. Returns int64
+        indices ``[M, h, w]``, 0 where there is nothing; which of them hold something; and which
+        lie inside the image.
+        """
+        return self.keep(
+            ("window", block, size, pads, mode), lambda: self._window(block, size, pads, mode)
+        )
+
+    def _window(self, block, size, pads, mode):
+        if mode == "zeros" and self._whole_blocks(block, size):
+            near, places, offsets = self._known(_pattern, block, pads, self.device)
+            index, held, inside = self._near(block, near, places.view(-1), offsets.view(-1))
+            shape = (-1, *places.shape)
+            return index.view(shape), held.view(shape), inside.view(shape)
+        top, bottom, left, right = pads
+        y, rows = _into(self._pixels(self.down, block[0], top, bottom), size[0], mode)
+        x, columns = _into(self._pixels(self.across, block[1], left, right), size[1], mode)
+        return self.at(block, y, x, rows, columns)
+
+    def columns(self, block, size, pads, mode, kernel, stride, dilation):
+        """Return where the pixels under the kernel lie: indices ``[M, h', w', kh, kw]``, and which
+        of them hold something.
+        """
+        key = ("columns", block, size, pads, mode, kernel, stride, dilation)
+
+        def make():
+            if mode == "zeros" and self._whole_blocks(block, size):
+                what = (block, pads, kernel, stride, dilation, self.device)
+                near, places, offsets = self._known(_pattern_of_columns, *what)
+                index, held, _ = self._near(block, near, places.view(-1), offsets.view(-1))
+                shape = (-1, *places.shape)
+                return index.view(shape), held.view(shape)
+            index, held, _ = self.window(block, size, pads, mode)
+            return tuple(_under(t, kernel, stride, dilation) for t in (index, held))
+
+        return key, self.keep(key, make)
+
+    def _known(self, make, *what):
+        """Return what does not depend on the mask: on a CPU kept from call to call."""
+        kept = self.device.type == "cpu" and not self.static
+        return (make if kept else make.__wrapped__)(*what)
+
+    def _whole_blocks(self, block, size):
+        return all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
+
+    def _near(self, block, near, places, offsets):
+        """Return indices of pixels, each ``offsets`` into the block at ``places`` of those near."""
+
+        def make():
+            top, bottom, left, right = near
+            around = F.pad(self.place, (left, right, top, bottom), value=self.rows + 1)
+            down = torch.arange(top + bottom + 1, device=self.device)
+            across = torch.arange(left + right + 1, device=self.device)
+            y, x = self.down[:, None] + down, self.across[:, None] + across
+            found = around[self.image[:, None, None], y[:, :, None], x[:, None, :]].flatten(1)
+            return (
+                found if self.known_live else found.masked_fill(~self.live[:, None], self.rows + 1)
+            )
+
+        rows = self.keep(("near", near), make).index_select(1, places)
+        held = rows < self.rows
+        return torch.where(held, rows * (block[0] * block[1]) + offsets, 0), held, rows <= self.rows
+
+    def at(self, block, y, x, rows, columns):
+        """Return the indices of pixels ``y [M, h]`` by ``x [M, w]`` of each row's image."""
+        place = self.place[
+            self.image[:, None, None], (y // block[0])[:, :, None], (x // block[1])[:, None, :]
+        ]
+        inside = rows[:, :, None] & columns[:, None, :] & self.live[:, None, None]
+        held = inside & (place < self.rows)
+        offset = (y % block[0] * block[1])[:, :, None] + (x % block[1])[:, None, :]
+        return torch.where(held, place * (block[0] * block[1]) + offset, 0), held, inside
+
+    def gather(self, image, block, hw):
+        """Cut an image ``[N, ...]`` with height and width at ``hw`` into the stack's blocks."""
+        order = _to_front(image.dim(), hw)
+        y = image.permute(order)
+        short = [g * b - s for g, b, s in zip(self.grid, block, y.shape[1:3], strict=True)]
+        if any(short):
+            y = F.pad(y, [0, 0] * (y.dim() - 3) + [0, short[1], 0, short[0]])
+        y = y.unflatten(1, (self.grid[0], block[0])).unflatten(3, (self.grid[1], block[1]))
+        y = y.transpose(2, 3)[self.image, self.down, self.across]
+        return y.permute(_inverse(order))
+
+    def scatter(self, value, block, size, hw):
+        """Lay a stack out as an image, 0 where no listed block lies."""
+        order = _to_front(value.dim(), hw)
+        y, (gh, gw) = value.permute(order), self.grid
+        rest = y.shape[3:]
+        if self.known_live:
+            out = y.new_zeros(self.batch, gh, block[0], gw, block[1], *rest)
+            out.transpose(2, 3)[self.image, self.down, self.across] = y
+            out = out.flatten(3, 4).flatten(1, 2)
+        else:  # rows past the count fall into one more block, which is dropped
+            out = y.new_zeros(self.batch * gh * gw + 1, *block, *rest)
+            out = out.index_copy(0, self.cells, y)[:-1].unflatten(0, (self.batch, gh, gw))
+            out = out.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return out[:, : size[0], : size[1]].permute(_inverse(order))
+
+    def spread(self, per_image):
+        """Repeat what is given for each image for each of its rows."""
+        return per_image.index_select(0, self.image)
+
+    def sum_pixels(self, value, block, size, hw):
+        """Sum active pixels inside the image: ``[M, ...]`` to ``[N, ...]`` without ``hw``."""
+        if not self.filled(block, size):
+            shape = [value.shape[0]] + [1] * (value.dim() - 1)
+            shape[hw[0]], shape[hw[1]] = block
+            value = torch.where(self.inside(block, size).view(shape), value, 0)
+        rows = value.sum(hw)
+        if self.batch == 1:
+            return rows.sum(0, keepdim=True)
+        zero = rows.new_zeros(1, *rows.shape[1:])
+        return torch.cat([rows, zero])[self.place.view(self.batch, -1)].sum(1)
+
+    def mean_inside(self, value, block, size):
+        """Return mean and biased variance of each channel over active pixels, and their number."""
+        inside = self.inside(block, size)[:, None]
+        return _moments(value, inside)
+
+
+class PictureTable(Table):
+    """Whole images in place of blocks, kept 0 outside the active blocks: for well filled masks."""
+
+    whole = True
+
+    def __init__(self, on, block, size, full):
+        super().__init__(on.shape, block, size, on.device)
+        self.on, self.rows = on, on.numel()
+        self.full = self.known_live = full
+
+    def _mask(self, value, block, size, hw):
+        shape = [self.batch] + [1] * (value.dim() - 1)
+        shape[hw[0]], shape[hw[1]] = size
+        return self.active_map(block, size).view(shape)
+
+    def gather(self, image, block, hw):
+        """Zero an image outside active blocks."""
+        if self.full:
+            return image
+        size = (image.shape[hw[0]], image.shape[hw[1]])
+        return image.masked_fill(~self._mask(image, block, size, hw), 0)
+
+    def scatter(self, value, block, size, hw):
+        """Zero an image outside active blocks."""
+        return self.gather(value, block, hw)
+
+    def spread(self, per_image):
+        """Return what is given for each image."""
+        return per_image
+
+    def sum_pixels(self, value, block, size, hw):
+        """Sum active pixels."""
+        return self.gather(value, block, hw).sum(hw)
+
+    def mean_inside(self, value, block, size):
+        """Return mean and biased variance of each channel over active pixels, and their number."""
+        return _moments(value, self._mask(value, block, size, (2, 3)))
+
+
+def _moments(value, inside):
+    wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    count = inside.sum().clamp(min=1).to(wide.dtype)
+    mean = torch.where(inside, wide, 0).sum((0, 2, 3)) / count
+    apart = torch.where(inside, wide - mean[:, None, None], 0)
+    return mean, apart.square().sum((0, 2, 3)) / count, count
+
+
+def _into(at, length, mode):
+    """Map positions into ``0 .. length - 1``; say which of them are pixels of the image."""
+    inside = (at >= 0) & (at < length)
+    if mode == "zeros":
+        return at.clamp(0, length - 1), inside
+    if mode == "reflect":
+        at = (length - 1 - (length - 1 - at.abs()).abs()).clamp(0, length - 1)
+    elif mode == "circular":
+        at = at % length
+    return at.clamp(0, length - 1), torch.ones_like(inside)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pattern(block, pads, device):
+    """Return for a block with its rim how many blocks near it has (top, bottom, left, right), which
+    of them each pixel lies in, and where in it: ``[h, w]``.
+    """
+    (top, bottom), (left, right) = (
+        (max(-(-a // b), 0), max(-(-z // b), 0))
+        for a, z, b in ((pads[0], pads[1], block[0]), (pads[2], pads[3], block[1]))
+    )
+    y = torch.arange(-pads[0], block[0] + pads[1], device=device) + top * block[0]
+    x = torch.arange(-pads[2], block[1] + pads[3], device=device) + left * block[1]
+    places = (y // block[0])[:, None] * (left + right + 1) + x // block[1]
+    offsets = (y % block[0] * block[1])[:, None] + x % block[1]
+    return (top, bottom, left, right), places, offsets
+
+
+@functools.lru_cache(maxsize=1024)
+def _pattern_of_columns(block, pads, kernel, stride, dilation, device):
+    """Return what :func:`_pattern` does, for the pixels under a kernel: ``[h', w', kh, kw]``."""
+    near, places, offsets = _pattern.__wrapped__(block, pads, device)
+    both = (_under(t[None], kernel, stride, dilation)[0] for t in (places, offsets))
+    return near, *both
+
+
+def _under(index, kernel, stride, dilation):
+    """Return what lies under the kernel at each place: ``[M, h', w', kh, kw]``."""
+    span = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    windows = index.unfold(1, span[0], stride[0]).unfold(2, span[1], stride[1])
+    return windows[..., :: dilation[0], :: dilation[1]].contiguous()
+
+
+def _to_front(dims, hw):
+    return (0, *hw, *(i for i in range(1, dims) if i not in hw))
+
+
+def _inverse(order):
+    return tuple(order.index(i) for i in range(len(order)))
+
+
+def active_blocks(mask, block):
+    """Return which blocks of a mask ``[N, H, W]`` hold a set pixel: bool ``[N, gh, gw]``."""
+    n, h, w = mask.shape
+    grid = (-(-h // block[0]), -(-w // block[1]))
+    short = (0, grid[1] * block[1] - w, 0, grid[0] * block[0] - h)
+    mask = F.pad(mask, short) if any(short) else mask
+    if block[1] % 8 == 0 and mask.is_contiguous() and mask.storage_offset() % 8 == 0:
+        mask = mask.view(torch.int64) != 0  # eight pixels at once
+        block = (block[0], block[1] // 8)
+    return mask.view(n, grid[0], block[0], grid[1], block[1]).any(4).any(2)

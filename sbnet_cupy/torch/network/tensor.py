@@ -1,0 +1,361 @@
+"""StackTensor: what the modules of a network see in place of an image.
+
+It has the shape of the image, ``[N, C, H, W]``, and holds the stack of its active blocks. PyTorch
+hands every function that is called with one to ``__torch_function__``: those that are known run on
+the stack, all others on the whole image between a scatter and a gather, and are named. So a network
+needs no change, whatever its modules do, and none gets a wrong number in silence.
+"""
+
+import weakref
+
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from .handlers import BORDERED, HANDLERS, METADATA, REFUSED
+
+_PLAIN = torch._C.DisableTorchFunctionSubclass
+_INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
+
+
+class StackTensor(torch.Tensor):
+    """An image of which the active blocks alone are there.
+
+    Attributes
+    ----------
+    table : Table
+        Where the blocks lie.
+    block, size : (int, int)
+        A block and the image, in pixels of this stage.
+    hw : (int, int)
+        The dimensions of height and width. The first dimension is that of images or blocks.
+    reach : float
+        How far, in pixels of the input, a value looks around its block.
+    """
+
+    @staticmethod
+    def __new__(cls, value, table, block, size, hw=(2, 3), reach=0.0, plan=None):
+        """Make one of a stack, or of a plan that is to be computed when it is read."""
+        shape = list(value.shape if plan is None else plan.shape)
+        shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
+        like = value if plan is None else plan
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=table.device,
+            requires_grad=plan is None and value.requires_grad,
+        )  # fmt: skip
+        self._value, self._plan, self._parent = value, plan, None
+        self._facts = table, block, size, hw, reach
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Run a function of PyTorch that was called with one."""
+        return dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(
+            f"{func} was called below PyTorch's functions with an activation of a sparsified "
+            "network; keep the module that does this out of sparsify"
+        )
+
+    def __repr__(self, **_):
+        table, block, _, hw, _ = facts(self)
+        with _PLAIN():
+            shape = tuple(self.shape)
+        return f"StackTensor(shape={shape}, block={block}, blocks={table.rows}, hw={hw})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec):
+        return format(repr(self), spec)
+
+    def __reduce_ex__(self, protocol):
+        raise NotImplementedError(
+            "an activation of a sparsified network can be neither pickled nor copied deeply"
+        )
+
+    __deepcopy__ = __reduce_ex__
+
+
+def facts(x):
+    """Return (table, block, size, hw, reach) of a StackTensor, past PyTorch's hooks."""
+    return object.__getattribute__(x, "__dict__")["_facts"]
+
+
+def value_of(x):
+    """Return the stack that a StackTensor holds; computes what was put off."""
+    own = object.__getattribute__(x, "__dict__")
+    if own["_value"] is None:
+        _compute(x, own)
+    elif torch.is_grad_enabled():
+        _check_gradient(x)
+    return own["_value"]
+
+
+def _compute(x, own):
+    """Run a convolution that was put off, with what was found to follow it."""
+    plan, parent = own["_plan"], own["_parent"]
+    parent = parent and parent()
+    if parent is not None and parent is not x:  # what this one was made of is wanted too
+        own["_value"] = own["_step"](value_of(parent))
+    else:
+        own["_value"] = plan.run()
+        own["_rest"] = plan.rest
+    facts(x)[0].plans.pop(id(x), None)
+    own["_plan"] = own["_parent"] = own["_step"] = None
+
+
+def _check_gradient(x):
+    with _PLAIN():
+        made_by = x.grad_fn
+    if made_by is not None:
+        raise NotImplementedError(
+            f"{type(made_by).__name__} is an autograd function of its own, whose gradient cannot "
+            "pass through a sparsified network; use PyTorch's functions in its place"
+        )
+
+
+def plan_of(x):
+    """Return the convolution that was put off, or None."""
+    return object.__getattribute__(x, "__dict__")["_plan"] if isinstance(x, StackTensor) else None
+
+
+def postpone(table, plan, block, size, reach, parent=None, step=None):
+    """Return a StackTensor of a convolution that waits for what follows it."""
+    out = StackTensor(None, table, block, size, (2, 3), reach, plan)
+    own = object.__getattribute__(out, "__dict__")
+    if parent is not None:
+        own["_parent"], own["_step"] = weakref.ref(parent), step
+    table.plans[id(out)] = weakref.ref(out)
+    return out
+
+
+def replace_plan(x, plan):
+    """Add a step in place to a convolution that waits."""
+    own = object.__getattribute__(x, "__dict__")
+    own["_plan"], own["_parent"], own["_step"] = plan, None, None
+
+
+def flush(table, but=None):
+    """Compute all that waits: something is about to be written that it may read."""
+    for ref in list(table.plans.values()):
+        waiting = ref()
+        if waiting is not None and waiting is not but:
+            value_of(waiting)
+
+
+def wrap(value, like, *, block=None, size=None, hw=None, reach=None):
+    """Return a StackTensor of a stack, with the facts of another where none are given."""
+    table, b, s, d, r = facts(like)
+    return StackTensor(value, table, block or b, size or s, hw or d, r if reach is None else reach)
+
+
+def dense(x):
+    """Return the whole image of a StackTensor, 0 outside active blocks; others as they are."""
+    if not isinstance(x, StackTensor):
+        return x
+    table, block, size, hw, _ = facts(x)
+    image = table.scatter(value_of(x), block, size, hw)
+    border = border_of(x)
+    if border is None:
+        return image
+    top, bottom, left, right, mode, value = border
+    if mode == "zeros":
+        return F.pad(image, (left, right, top, bottom), value=value)
+    return F.pad(image, (left, right, top, bottom), mode=mode)
+
+
+def map_dense(tree):
+    """Replace the StackTensors in arguments by images that can be viewed as they like."""
+    return tree_map(lambda x: dense(x).contiguous() if isinstance(x, StackTensor) else x, tree)
+
+
+def first_stack(*trees):
+    """Return the first StackTensor in arguments, lists of them included."""
+    for item in trees:
+        if isinstance(item, StackTensor):
+            return item
+        if isinstance(item, (list, tuple)):
+            found = first_stack(*item)
+        elif isinstance(item, dict):
+            found = first_stack(*item.values())
+        else:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def gathered(image, like):
+    """Return the StackTensor of an image that has the place of one of the call's stages, or it."""
+    table, block, size, hw, _ = facts(like)
+    if not isinstance(image, torch.Tensor) or isinstance(image, StackTensor):
+        return image
+    if image.dim() <= max(hw) or image.shape[0] != table.batch:
+        return image
+    got = (image.shape[hw[0]], image.shape[hw[1]])
+    if got != size:
+        block = table.stage(block, size, got) if image.dim() == 4 and hw == (2, 3) else None
+        if block is None:
+            return image
+    value = table.gather(image, block, hw)
+    return StackTensor(value, table, block, got, hw, float("inf"))
+
+
+def dispatch(func, args, kwargs):
+    """Run a function that was called with a StackTensor."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return _attribute(func, args)
+    handler = None if kwargs.get("out") is not None else HANDLERS.get(func)
+    if handler is not None and handler not in BORDERED and _has_border(args):
+        handler = None
+    if handler is not None:
+        trace = _trace_of(args, kwargs)
+        if trace is None:
+            result = handler(func, *args, **kwargs)
+        else:
+            result = trace.around(name, handler, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if name in METADATA:
+        with _PLAIN():
+            return func(*args, **kwargs)
+    if name in REFUSED or kwargs.get("out") is not None:
+        with_out = " with out=" if kwargs.get("out") is not None else ""
+        raise NotImplementedError(
+            f"{name} cannot be used{with_out} on an activation of a sparsified network"
+        )
+    return on_image(func, name, args, kwargs)
+
+
+def _has_border(args):
+    return any(isinstance(a, StackTensor) and border_of(a) for a in args)
+
+
+def _trace_of(args, kwargs):
+    like = first_stack(args, kwargs)
+    return None if like is None else facts(like)[0].trace
+
+
+def _attribute(func, args):
+    """Read an attribute: sizes of the image, and the gradient's of the stack."""
+    name, x = func.__self__.__name__, args[0]
+    if name in _INNER_ATTRIBUTES:
+        if plan_of(x) is not None:
+            return {"requires_grad": False, "grad_fn": None, "is_leaf": True}[name]
+        return getattr(value_of(x), name)
+    if name == "data":
+        return HANDLERS[torch.Tensor.detach](torch.Tensor.detach, x)
+    if name in ("T", "mT", "H", "mH", "real", "imag"):
+        return on_image(func, name, args, {})
+    with _PLAIN():
+        return func(*args)
+
+
+def on_image(func, name, args, kwargs):
+    """Run a function on whole images, and take its result back to the stack where it fits."""
+    like = first_stack(args, kwargs)
+    table = facts(like)[0]
+    inplace = _writes(name, kwargs)
+    flush(table)
+    if table.trace is not None:
+        table.trace.on_image(name, like)
+    if inplace and isinstance(args[0], StackTensor):
+        target = args[0]
+        _, block, _, hw, _ = facts(target)
+        image = dense(target).clone()
+        func(image, *map_dense(args[1:]), **map_dense(kwargs))
+        value_of(target).copy_(table.gather(image, block, hw))
+        return None if name == "__setitem__" else target
+    result = func(*map_dense(args), **map_dense(kwargs))
+    if inplace:
+        return result
+    return tree_map(lambda image: gathered(image, like), result)
+
+
+def _writes(name, kwargs):
+    """Whether a function changes its first argument."""
+    if name == "__setitem__" or kwargs.get("inplace"):
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return name.endswith("_")
+
+
+def dims(x):
+    """Return the number of dimensions of a tensor, past PyTorch's hooks."""
+    with _PLAIN():
+        return x.dim()
+
+
+def shape(x):
+    """Return the shape of a tensor, past PyTorch's hooks."""
+    with _PLAIN():
+        return tuple(x.shape)
+
+
+def picture(x):
+    """Return the stack of a StackTensor for functions that look at neighbours.
+
+    Where whole images stand for blocks, they are 0 outside active blocks.
+    """
+    table, block, _, hw, _ = facts(x)
+    value = value_of(x)
+    return table.gather(value, block, hw) if table.whole else value
+
+
+def border_of(x):
+    """Return the padding that was put off, (top, bottom, left, right, mode, value), or None."""
+    return object.__getattribute__(x, "__dict__").get("_border")
+
+
+def with_border(x, border):
+    """Return a StackTensor whose image is padded when it is next read."""
+    table, block, size, hw, reach = facts(x)
+    top, bottom, left, right = border[:4]
+    value = value_of(x)
+    out = StackTensor(
+        value, table, block, (size[0] + top + bottom, size[1] + left + right), hw, reach
+    )
+    own = object.__getattribute__(out, "__dict__")
+    own["_border"], own["_facts"] = border, (table, block, size, hw, reach)
+    table.borders = True
+    return out
+
+
+def global_mean(x, over, keepdim, total=False):
+    """Average (or sum) whole images: a tensor with one value for each image and channel."""
+    table, block, size, hw, _ = facts(x)
+    sums = table.sum_pixels(value_of(x), block, size, hw)
+    if table.reduced is None:
+        table.reduced = "a mean over the image"
+    if not total:
+        sums = sums / (size[0] * size[1])
+    if keepdim:
+        for i in sorted(over):
+            sums = sums.unsqueeze(i)
+    return sums
+
+
+def resting(x):
+    """Return what a convolution's result holds where its input is 0: its bias, as an image."""
+    rest = object.__getattribute__(x, "__dict__").get("_rest")
+    if rest is None:
+        raise ValueError(
+            "outside='bias' needs a network that returns the result of a convolution, with no more "
+            "than a batch norm, an activation or an interpolation after it"
+        )
+    return rest()[:, None, None]
+
+
+def rest_of(x):
+    """Return the function that makes what :func:`resting` returns, or None."""
+    return object.__getattribute__(x, "__dict__").get("_rest")
+
+
+def with_rest(x, rest):
+    """Note what a result holds where its input is 0."""
+    object.__getattribute__(x, "__dict__")["_rest"] = rest
+    return x

@@ -1,0 +1,127 @@
+"""Trace: what the layers of one call were, where they ran, how much they computed, how long."""
+
+import sys
+import time
+
+import torch
+
+from . import tensor as T
+
+
+class Row:
+    """One layer of a call.
+
+    Attributes
+    ----------
+    name, kind : str
+        The module's name in the network, and the function.
+    where : str
+        "stack" or "image".
+    block : (int, int) or None
+        Pixels of a block at this stage.
+    flops : int
+        Of the dense layer: two for each multiplication and addition of a convolution.
+    seconds : float
+        In a profile, the time of the layer alone.
+    """
+
+    def __init__(self, name, kind, where, block):
+        self.name, self.kind, self.where, self.block = name, kind, where, block
+        self.flops, self.seconds = 0, 0.0
+
+
+class Trace:
+    """Collects the layers of a call, and their times where ``timing`` is asked for."""
+
+    def __init__(self, model, timing=False):
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.timing = timing
+        self.rows = []
+        self.running, self.inner = [], []
+
+    @property
+    def row(self):
+        """The row of the function under way."""
+        return self.running[-1] if self.running else None
+
+    def _module(self):
+        """Return the name of the innermost module that is running."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, torch.nn.Module) and id(owner) in self.names:
+                return self.names[id(owner)]
+            frame = frame.f_back
+        return ""
+
+    def around(self, kind, handler, func, args, kwargs):
+        """Run a handler, as a row of the table."""
+        like = T.first_stack(args, kwargs)
+        row = Row(self._module(), kind, "stack", T.facts(like)[1])
+        at = len(self.rows)
+        result = self.timed(row, handler, func, *args, **kwargs)
+        if result is not NotImplemented and (row.flops or kind not in _SMALL):
+            self.rows.insert(at, row)
+        return result
+
+    def timed(self, row, run, *args, **kwargs):
+        """Run a function for a row, and give it the time that no other row takes."""
+        self.running.append(row)
+        self.inner.append(0.0)
+        start = self._now()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            spent = self._now() - start
+            self.running.pop()
+            row.seconds += spent - self.inner.pop()
+            if self.inner:
+                self.inner[-1] += spent
+
+    def _now(self):
+        if not self.timing:
+            return 0.0
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_image(self, name, like):
+        """Note a function that was computed on the whole image."""
+        self.rows.append(Row(self._module(), name, "image", None))
+
+    def convolution(self, kind, weight, window, groups):
+        """Note the work of a convolution."""
+        out = window.out_size[0] * window.out_size[1] * window.table.batch
+        self.running[-1].flops += 2 * out * weight.numel()
+
+    def transposed(self, kind, weight, size, out, block, groups):
+        """Note the work of a transposed convolution."""
+        self.running[-1].flops += 2 * size[0] * size[1] * weight.numel()
+
+    def linear(self, kind, weight, x):
+        """Note the work of a matrix product."""
+        shape = T.shape(x)
+        self.running[-1].flops += 2 * weight.numel() * (torch.Size(shape).numel() // shape[-1])
+
+
+_SMALL = {
+    "size", "dim", "permute", "transpose", "view", "reshape", "flatten", "contiguous", "chunk",
+    "split", "__getitem__", "select", "unsqueeze", "squeeze", "detach", "to", "new_zeros",
+    "dropout", "new_ones",
+}  # fmt: skip
+
+
+def lines(rows, share, modules, profile=False):
+    """Return a table as text: each layer, where it runs, its work, and the share computed."""
+    head = ["layer", "function", "runs", "GFLOP", "computed"] + (["ms"] if profile else [])
+    body = [head]
+    for row in rows:
+        stack = row.where == "stack"
+        how = "stack, blocks of {}x{}".format(*row.block) if stack else "dense: on the whole image"
+        work = f"{row.flops / 1e9:.3f}" if row.flops else ""
+        line = [row.name, row.kind, how, work, f"{share if stack else 1:.1%}"]
+        body.append(line + ([f"{row.seconds * 1e3:.3f}"] if profile else []))
+    widths = [max(len(line[i]) for line in body) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in body
+    )

@@ -1,0 +1,61 @@
+"""Weights as convolutions on a stack take them: batch norm folded in, channels_last, kept."""
+
+import torch
+
+
+class Weights:
+    """What was made of a network's weights, kept while it is evaluated.
+
+    A change shows in the memory of a tensor or its autograd version. Not all that trains weights
+    shows there, so a call that records gradients, ``train()`` and ``eval()`` drop everything.
+    """
+
+    def __init__(self):
+        self.kept = {}
+
+    def clear(self):
+        """Forget everything."""
+        self.kept = {}
+
+    def folded(self, weight, bias, norm):
+        """Return (weight, bias) with a batch norm in them; ``norm`` is None or its five values.
+
+        With ``s = gamma / sqrt(var + eps)``: ``weight * s`` and ``(bias - mean) * s + beta``, made
+        in float32 for tensors of half precision.
+        """
+        tensors = [weight, bias, *(norm[:4] if norm else ())]
+        given = [t for t in tensors if t is not None]
+        if not isinstance(weight, torch.nn.Parameter) or any(t.is_inference() for t in given):
+            return fold(weight, bias, norm)  # made anew in each call, or without a version
+        key = (tuple(map(id, tensors)), norm and norm[4])
+        state = [(t.data_ptr(), t._version) for t in given]
+        found = self.kept.get(key)
+        if found is None or found[0] != state:
+            held = [t.detach() for t in given]  # keeps the memory taken, and the tensors alive
+            found = state, (held, given), fold(weight, bias, norm)
+            found[2][0].is_kept = True  # what is made of it may be kept beside it
+            self.kept[key] = found
+        return found[2]
+
+
+def fold(weight, bias, norm):
+    """Return (weight, bias) with a batch norm folded in, channels_last."""
+    with torch.no_grad():
+        dtype = weight.dtype
+        if norm is not None:
+            mean, variance, gamma, beta, eps = (
+                t if t is None or isinstance(t, float) else _wide(t) for t in norm
+            )
+            scale = torch.rsqrt(variance + eps)
+            scale = scale if gamma is None else scale * gamma
+            shift = -mean if bias is None else _wide(bias) - mean
+            shift = shift * scale
+            bias = (shift if beta is None else shift + beta).to(dtype)
+            weight = (_wide(weight) * scale[:, None, None, None]).to(dtype)
+        weight = weight.detach()
+        weight = weight.contiguous(memory_format=torch.channels_last)
+        return weight, None if bias is None else bias.detach()
+
+
+def _wide(tensor):
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

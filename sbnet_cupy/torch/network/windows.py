@@ -1,0 +1,294 @@
+"""Functions that look at windows of pixels: convolution, pooling, padding."""
+
+import functools
+
+import torch
+from torch.nn import functional as F
+
+from . import ops
+from . import tensor as T
+from .handlers import BORDERED, handles
+from .plans import Plan
+
+
+def two(value):
+    """Return an int or a sequence of one or two as a pair."""
+    if isinstance(value, int):
+        return (value, value)
+    value = tuple(value)
+    return value * 2 if len(value) == 1 else value
+
+
+class Window:
+    """Where a window op reads and what it makes: the geometry of one call.
+
+    ``fits`` is False where its result has no place on the grid: the block is no multiple of the
+    stride, or the result is larger than the blocks cover.
+    """
+
+    def __init__(self, x, kernel, stride, padding, dilation, ceil=False):
+        self.table, self.block, self.size, self.hw, reach = T.facts(x)
+        border = T.border_of(x)
+        self.mode, self.fill, self.pads = "zeros", None, padding
+        if border:
+            self.mode, self.fill = border[4:]
+            self.pads = tuple(a + b for a, b in zip(border[:4], padding, strict=True))
+        self.kernel, self.stride, self.dilation = kernel, stride, dilation
+        stage = (self.table.block, self.table.grid, self.block, self.size)
+        found = _geometry(*stage, kernel, stride, self.pads, dilation, ceil)
+        self.out_block, self.out_size, self.fits, looks = found
+        self.reach = reach + looks
+
+    def wrap(self, value):
+        """Return the StackTensor of a result."""
+        self.note()
+        return T.StackTensor(value, self.table, self.out_block, self.out_size, (2, 3), self.reach)
+
+    def note(self):
+        """Remember that a stage has this size."""
+        self.table.block_of.setdefault(self.out_size, self.out_block)
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(whole, grid, block, size, kernel, stride, pads, dilation, ceil):
+    """Return the block and the size of a result, whether it fits the grid, and how far it looks."""
+    ends = (pads[:2], pads[2:])
+    each = zip(size, ends, kernel, stride, dilation, strict=True)
+    out_size = tuple(_out(*one, ceil) for one in each)
+    out_block = tuple(b // s for b, s in zip(block, stride, strict=True))
+    fits = all(b % s == 0 for b, s in zip(block, stride, strict=True)) and min(out_size) > 0
+    fits = fits and all(n <= g * b for n, g, b in zip(out_size, grid, out_block, strict=True))
+    looks = [
+        i / b * max(before, d * (k - 1) - before, 0)
+        for i, b, (before, _), k, d in zip(whole, block, ends, kernel, dilation, strict=True)
+    ]
+    return out_block, out_size, fits, max(looks)
+
+
+def _out(length, pads, kernel, stride, dilation, ceil):
+    """Return the length of a result as PyTorch computes it."""
+    room = length + sum(pads) - dilation * (kernel - 1) - 1
+    out = -(-room // stride) + 1 if ceil else room // stride + 1
+    if ceil and (out - 1) * stride >= length + pads[0]:
+        out -= 1
+    return out
+
+
+def is_image(x):
+    """Whether x is a StackTensor in the order N, C, H, W."""
+    return isinstance(x, T.StackTensor) and T.facts(x)[3] == (2, 3) and T.dims(x) == 4
+
+
+@handles("conv2d")
+def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """Convolve the stack; in evaluation wait for what follows."""
+    if not is_image(input) or isinstance(weight, T.StackTensor):
+        return NotImplemented
+    stride, dilation, kernel = two(stride), two(dilation), tuple(weight.shape[2:])
+    pads = _conv_pads(padding, kernel, stride, dilation)
+    border = T.border_of(input)
+    if border and any(pads) and (border[4] != "zeros" or border[5] != 0):
+        return NotImplemented
+    window = Window(input, kernel, stride, pads, dilation)
+    if not window.fits or T.shape(input)[1] != weight.shape[1] * groups:
+        return NotImplemented
+    alone = kernel == (1, 1) and not any(window.pads)
+    source = T.value_of(input) if alone else T.picture(input)
+    options = {
+        "stride": stride, "pads": window.pads, "dilation": dilation, "groups": groups,
+        "fill": window.fill or 0.0, "mode": window.mode,
+    }  # fmt: skip
+    table = window.table
+    if table.trace is not None:
+        table.trace.convolution(func.__name__, weight, window, groups)
+    trained = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (source, weight, bias)
+    )
+    if trained or table.weights is None:
+        call = (source, table, window.block, window.size, weight, bias)
+        out = window.wrap(ops.conv(*call, **options))
+        constant = weight.new_zeros(weight.shape[0]) if bias is None else bias
+        return T.with_rest(out, lambda: constant)
+    window.note()
+    dtype = source.dtype
+    if torch.is_autocast_enabled(source.device.type):
+        dtype = torch.get_autocast_dtype(source.device.type)
+    row = None if table.trace is None else table.trace.row
+    plan = Plan(source, T.facts(input), weight, bias, options, dtype, row)
+    return T.postpone(table, plan, window.out_block, window.out_size, window.reach)
+
+
+def _conv_pads(padding, kernel, stride, dilation):
+    if isinstance(padding, str):
+        totals = [
+            d * (k - 1) if padding == "same" else 0 for k, d in zip(kernel, dilation, strict=True)
+        ]
+        (top, left) = (t // 2 for t in totals)
+        return (top, totals[0] - top, left, totals[1] - left)
+    p = two(padding)
+    return (p[0], p[0], p[1], p[1])
+
+
+@handles("conv_transpose2d")
+def conv_transpose2d(
+    func, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
+):
+    """Convolve the stack transposed: blocks grow by the stride."""
+    if not is_image(input) or isinstance(weight, T.StackTensor):
+        return NotImplemented
+    table, block, size, _, reach = T.facts(input)
+    stride, padding, extra, dilation = map(two, (stride, padding, output_padding, dilation))
+    kernel = tuple(weight.shape[2:])
+    each = list(zip(size, kernel, stride, padding, extra, dilation, strict=True))
+    out = tuple((n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, e, d in each)
+    out_block = tuple(b * s for b, s in zip(block, stride, strict=True))
+    if min(out) < 1 or not table.fits(out_block, out):
+        return NotImplemented
+    if table.trace is not None:
+        table.trace.transposed(func.__name__, weight, size, out, block, groups)
+    y = ops.conv_transpose(
+        T.picture(input), table, block, size, weight, bias, stride=stride, padding=padding,
+        dilation=dilation, groups=groups, out_size=out,
+    )  # fmt: skip
+    table.block_of.setdefault(out, out_block)
+    jump = max(i / b for i, b in zip(table.block, block, strict=True))
+    reach += jump * max(-(-d * (k - 1) // s) for _, k, s, _, _, d in each)
+    return T.StackTensor(y, table, out_block, out, (2, 3), reach)
+
+
+@handles("max_pool2d")
+def max_pool2d(
+    func, input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False,
+    return_indices=False,
+):  # fmt: skip
+    """Pool the stack: 0 in inactive blocks, nothing outside the image."""
+    if not is_image(input) or return_indices:
+        return NotImplemented
+    kernel, stride, p = two(kernel_size), two(stride or kernel_size), two(padding)
+    if any(2 * a > k for a, k in zip(p, kernel, strict=True)):
+        return NotImplemented  # PyTorch says what is wrong
+    dilation = two(dilation)
+    window = Window(input, kernel, stride, (p[0], p[0], p[1], p[1]), dilation, ceil_mode)
+    border = T.border_of(input)
+    if not window.fits or (border and (any(p) or border[4] != "zeros")):
+        return NotImplemented
+    if not input.is_floating_point():
+        return NotImplemented
+    table, value = window.table, T.picture(input)
+    if table.whole:
+        value = _bordered(value, border)
+        return window.wrap(F.max_pool2d(value, kernel, stride, p, dilation, ceil_mode))
+    inside = not any(window.pads) and not ceil_mode and kernel == stride and dilation == (1, 1)
+    if not inside:
+        rims = ops.rim(kernel, stride, window.pads, dilation)
+        fill = float("-inf") if window.fill is None or ceil_mode else window.fill
+        if border and ceil_mode:
+            return NotImplemented
+        value = ops.halo(value, table, window.block, window.size, rims, fill)
+    value = F.max_pool2d(value, kernel, stride, 0, dilation)
+    if value.requires_grad and not table.filled(window.out_block, window.out_size):
+        # of nothing there is no largest number: keep infinity out of the gradients of weights
+        value = torch.where(table.inside(window.out_block, window.out_size)[:, None], value, 0)
+    return window.wrap(value)
+
+
+def _bordered(value, border):
+    """Pad a picture as F.pad put off."""
+    if border is None:
+        return value
+    top, bottom, left, right, mode, fill = border
+    if mode == "zeros":
+        return F.pad(value, (left, right, top, bottom), value=fill)
+    return F.pad(value, (left, right, top, bottom), mode=mode)
+
+
+@handles("avg_pool2d")
+def avg_pool2d(
+    func, input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True,
+    divisor_override=None,
+):  # fmt: skip
+    """Pool the stack: sums over windows, divided as the dense layer does at its border."""
+    if not is_image(input):
+        return NotImplemented
+    kernel, stride, p = two(kernel_size), two(stride or kernel_size), two(padding)
+    if any(2 * a > k for a, k in zip(p, kernel, strict=True)):
+        return NotImplemented  # PyTorch says what is wrong
+    window = Window(input, kernel, stride, (p[0], p[0], p[1], p[1]), (1, 1), ceil_mode)
+    if not window.fits:
+        return NotImplemented
+    table, value = window.table, T.picture(input)
+    if table.whole:
+        options = (kernel, stride, p, ceil_mode, count_include_pad, divisor_override)
+        return window.wrap(F.avg_pool2d(value, *options))
+    if any(p) or ceil_mode or kernel != stride:
+        rims = ops.rim(kernel, stride, window.pads, (1, 1))
+        value = ops.halo(value, table, window.block, window.size, rims)
+    if divisor_override is not None or not (ceil_mode or any(p)):
+        return window.wrap(
+            F.avg_pool2d(value, kernel, stride, 0, divisor_override=divisor_override)
+        )
+    sums = F.avg_pool2d(value, kernel, stride, 0, divisor_override=1)
+    down = _counts(window, 0, table.down, p[0], count_include_pad)
+    across = _counts(window, 1, table.across, p[1], count_include_pad)
+    return window.wrap(sums / (down[:, None, :, None] * across[:, None, None, :]).to(sums.dtype))
+
+
+def _counts(window, axis, cell, pad, include):
+    """Return how many pixels each window of a row counts along an axis: ``[M, b]``."""
+    at = window.table._pixels(cell, window.out_block[axis], 0, 0)
+    start = at * window.stride[axis] - pad
+    end = torch.clamp(start + window.kernel[axis], max=window.size[axis] + pad)
+    if not include:
+        start, end = start.clamp(min=0), end.clamp(max=window.size[axis])
+    return (end - start).clamp(min=1)
+
+
+@handles("adaptive_avg_pool2d", "_adaptive_avg_pool2d")
+def adaptive_avg_pool2d(func, input, output_size):
+    """Average whole images; other sizes are computed on the image."""
+    sizes = two(output_size)
+    if not is_image(input) or sizes not in ((1, 1),):
+        return NotImplemented
+    return T.global_mean(input, (2, 3), True)
+
+
+_MODES = {
+    "constant": "zeros",
+    "replicate": "replicate",
+    "reflect": "reflect",
+    "circular": "circular",
+}
+
+
+@handles("pad", "_pad")
+def pad(func, input, pad, mode="constant", value=None):
+    """Pad the image: kept for the convolution or pooling that follows."""
+    pads = tuple(pad) + (0,) * (4 - len(pad))
+    if not is_image(input) or T.border_of(input) or len(pads) != 4 or mode not in _MODES:
+        return NotImplemented
+    if not all(isinstance(p, int) for p in pads):
+        return NotImplemented
+    left, right, top, bottom = pads
+    table, block, size, _, reach = T.facts(input)
+    if not any(pads):
+        return input
+    if min(pads) < 0:
+        return NotImplemented
+    if mode != "constant" and any(
+        p > s - (mode == "reflect")
+        for p, s in zip((top, bottom, left, right), (size[0],) * 2 + (size[1],) * 2, strict=True)
+    ):
+        return NotImplemented
+    value = 0.0 if value is None else float(value)
+    padded = (size[0] + top + bottom, size[1] + left + right)
+    if mode == "constant" and value == 0 and top == left == 0 and table.fits(block, padded):
+        if table.whole:
+            stack = F.pad(T.picture(input), pads)
+        else:
+            stack = torch.where(table.inside(block, size)[:, None], T.value_of(input), 0)
+        table.block_of.setdefault(padded, block)
+        return T.StackTensor(stack, table, block, padded, (2, 3), reach)
+    return T.with_border(input, (top, bottom, left, right, _MODES[mode], value))
+
+
+BORDERED.update((conv2d, max_pool2d))

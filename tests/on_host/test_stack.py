@@ -1,0 +1,228 @@
+"""stack_conv2d and stack_halo by their CUDA kernels, on the shim: the NumPy bodies' results.
+
+Half-precision products are exact in float32; sums come in another order than NumPy's, so that
+results are compared within the bound of such sums.
+"""
+
+import importlib
+
+import numpy as np
+import pytest
+
+import host_cuda
+import sbnet_cupy as sb
+from sbnet_cupy.core import launch as kernels
+from sbnet_cupy.core import packed
+from support import stack_cases
+from support.assertions import assert_close, assert_same
+from support.fused_on_host import AMPERE, RESIDENT
+from support.host_memory import Memory, OnAGpu, plan_some_as_on_a_gpu
+from support.strategies import BFLOAT16
+
+MODULES = [
+    importlib.import_module(f"sbnet_cupy.block_sparse.stack.{name}")
+    for name in (
+        "fetch",
+        "neighbours",
+        "stack_conv2d",
+        "stack_conv_launch",
+        "stack_launch",
+        "stack_halo",
+        "pooling",
+        "stack_max_pool",
+        "stack_avg_pool",
+    )
+]
+FLOAT16, FLOAT32 = np.dtype("f2"), np.dtype("f4")
+
+
+@pytest.fixture(params=[84, 1], ids=["large", "tiny"])
+def on_shim(request, monkeypatch, require):
+    """Send launches to the shim, as on a GPU of many multiprocessors or one."""
+    require("g++")
+    memory, launched = Memory(0xFF), []
+
+    def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
+                persistent=False, dependent=False, cluster=1, carveout=-1):  # fmt: skip
+        assert cluster == 1
+        grid = grid if isinstance(grid, tuple) else (grid,)
+        if persistent:
+            most = max(RESIDENT * request.param // int(np.prod(grid[1:])), 1)
+            grid = (min(grid[0], most), *grid[1:])
+
+        def run(*arrays):
+            assert len(arrays) == pointers
+            launched.append((stem, kernel))
+            host_cuda.launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
+
+        return run
+
+    monkeypatch.setattr(kernels, "prepare", prepare)
+    plan_some_as_on_a_gpu(monkeypatch, *MODULES)
+    monkeypatch.setattr(packed, "empty", memory.poisoned)
+    device = AMPERE._replace(multiprocessors=request.param)
+    for module in MODULES:
+        monkeypatch.setattr(module, "is_cupy", lambda array: True, raising=False)
+        monkeypatch.setattr(module, "current_device", lambda: device, raising=False)
+        monkeypatch.setattr(module, "empty", memory.poisoned, raising=False)
+    yield launched
+    memory.check()
+
+
+def drawn(dtype, channels, block=(8, 8), size=(29, 20), seed=0, spare=2):
+    """Blocks of two images whose sides are no multiples, and a poisoned stack."""
+    rng = np.random.default_rng(seed)
+    shape = (2, *(-(-n // b) for n, b in zip(size, block, strict=True)))
+    blocks = stack_cases.Blocks(rng.random(shape) < 0.6, block, size, spare)
+    table = blocks.table()
+    images = blocks.images(table, channels, rng, dtype)
+    return blocks, table, blocks.stack(images, table), rng
+
+
+def by_numpy(function, *arguments, **options):
+    """Call with the NumPy bodies."""
+    with pytest.MonkeyPatch.context() as back:
+        back.setattr(OnAGpu, "active", False)
+        for module in MODULES:
+            back.setattr(module, "is_cupy", lambda array: False, raising=False)
+        return function(*arguments, **options)
+
+
+def in_the_image(y, table):
+    """The pixels that are the image's; 0 in place of the others."""
+    return np.where(sb.stack_pixel_mask(table)[..., None], y, np.zeros((), y.dtype))
+
+
+CONVOLUTIONS = [
+    # dtype, channels in and out, kernel, options
+    (FLOAT16, 16, 24, 3, {}),
+    (FLOAT16, 16, 24, 3, {"strides": 2, "padding": 1}),
+    (FLOAT16, 3, 8, 7, {"strides": 2, "padding": 3}),
+    (FLOAT16, 64, 64, 1, {}),
+    (FLOAT16, 8, 8, 3, {"dilation": 3}),
+    (FLOAT16, 5, 7, 2, {"padding": ((0, 1), (1, 0))}),
+    (BFLOAT16, 32, 16, 3, {}),
+    (FLOAT32, 16, 8, 3, {"precision": "tf32"}),
+    (FLOAT16, 24, 24, 3, {"groups": 24}),
+    (FLOAT16, 10, 10, 5, {"groups": 10, "strides": 2, "padding": 2}),
+    (FLOAT32, 16, 16, 7, {"groups": 16, "padding": 3}),
+    (FLOAT16, 16, 24, 3, {"transposed": True, "padding": 1}),
+    (FLOAT16, 8, 8, 3, {"transposed": True, "padding": ((1, 3), (2, 2)), "dilation": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    "dtype, c, k, size, options, w_format",
+    [(*row, "HWIO") for row in CONVOLUTIONS] + [(*row, "OIHW") for row in CONVOLUTIONS[::4]],
+    ids=str,
+)
+def test_convolution(on_shim, dtype, c, k, size, options, w_format):
+    """With and without an epilogue; what sticks out is 0, and so are rows past the count."""
+    blocks, table, x, rng = drawn(dtype, c)
+    groups = options.get("groups", 1)
+    w = (rng.standard_normal((size, size, c // groups, k)) / size).astype(dtype)
+    sizes = {name: options[name] for name in ("strides", "padding", "dilation") if name in options}
+    after = table.after_transposed if options.get("transposed") else table.after_conv
+    after = after(size, **sizes)
+    residual = blocks.stack(blocks.images(after, k, rng, dtype), after)
+    scale, bias = rng.uniform(0.5, 1.5, (2, k)).astype(np.float32)
+    epilogues = [
+        {}, {"scale": scale, "bias": bias, "residual": residual, "activation": "relu"}
+    ]  # fmt: skip
+    given_w = w if w_format == "HWIO" else np.ascontiguousarray(w.transpose(3, 2, 0, 1))
+    wide = [a.astype(np.float64) for a in (x, w)]
+    large = [abs(a) for a in wide]
+    plain = {name: value for name, value in options.items() if name != "precision"}
+    tf32 = "precision" in options
+    for epilogue in epilogues:
+        wide_epilogue = {
+            name: v if isinstance(v, str) else v.astype(np.float64) for name, v in epilogue.items()
+        }
+        expected = by_numpy(sb.stack_conv2d, *wide, table, **plain, **wide_epilogue)
+        bounds = {n: v if isinstance(v, str) else abs(v) for n, v in wide_epilogue.items()}
+        magnitude = by_numpy(sb.stack_conv2d, *large, table, **plain, **bounds)
+        on_shim.clear()
+        y = sb.stack_conv2d(x, given_w, table, w_format=w_format, **options, **epilogue)
+        assert on_shim, "no kernel was launched"
+        inside = sb.stack_pixel_mask(after)[..., None]
+        assert not np.where(inside, 0, y.astype(np.float32)).any()
+        expected, magnitude = (np.where(inside, a, 0) for a in (expected, magnitude))
+        terms = size * size * c // groups + 3
+        if tf32:  # factors of 11 significant bits
+            magnitude, terms = magnitude * 2.0**14, 1
+        assert_close(y, expected, terms=terms, dtype=np.float32, magnitude=magnitude)
+
+
+def test_packed_weights(on_shim):
+    """Packed once; the same bits as packed at the call."""
+    _, table, x, rng = drawn(FLOAT16, 16)
+    w = rng.standard_normal((3, 3, 16, 8)).astype(FLOAT16)
+    bias = rng.standard_normal(8).astype(np.float32)
+    weights = sb.PackedWeights(w, bias=bias)
+    first = sb.stack_conv2d(x, w, table, bias=bias)
+    for _ in range(2):
+        assert_same(sb.stack_conv2d(x, weights, table), first)
+    assert [kernel for _, kernel in on_shim].count("pack_stack_weights") == 2
+
+
+@pytest.mark.parametrize("fill", [0, "-inf", "edge"])
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32, np.dtype("f8")], ids=str)
+@pytest.mark.parametrize("channels, block", [(8, (8, 8)), (3, (4, 2)), (1, (1, 1))], ids=str)
+def test_halo(on_shim, fill, dtype, channels, block):
+    _, table, x, _ = drawn(dtype, channels, block, (13, 9))
+    expected = by_numpy(sb.stack_halo, x, table, ((1, 3), (0, 5)), fill=fill)
+    y = sb.stack_halo(x, table, ((1, 3), (0, 5)), fill=fill)
+    assert [kernel for _, kernel in on_shim] == ["stack_halo"]
+    assert_same(y, expected)
+
+
+POOLS = [
+    # kernel, strides, padding, ceil_mode
+    (3, 2, 1, False), (2, 2, 0, False), (3, 1, 1, False), ((5, 1), (4, 1), ((2, 1), (0, 0)), True),
+]  # fmt: skip
+SIZES = [(8, (8, 8)), (3, (4, 2)), (17, (4, 4))]
+DTYPES = [FLOAT16, BFLOAT16, FLOAT32, np.dtype("f8")]
+
+
+@pytest.mark.parametrize("channels, block", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("kernel, strides, padding, ceil_mode", POOLS, ids=str)
+def test_max_pool(on_shim, kernel, strides, padding, ceil_mode, dilation, dtype, channels, block):
+    _, table, x, _ = drawn(dtype, channels, block, (13, 9))
+    window = {"strides": strides, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+    after = table.after_conv(kernel, **window)
+    expected = by_numpy(sb.stack_max_pool, x, table, kernel=kernel, **window)
+    y = sb.stack_max_pool(x, table, kernel=kernel, **window)
+    assert [name for _, name in on_shim] == ["stack_max_pool"]
+    assert not y[table.count() :].any()
+    assert_same(in_the_image(y, after), in_the_image(expected, after), signed_zero=False)
+
+
+@pytest.mark.parametrize("channels, block", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counting", [{}, {"count_include_pad": False}, {"divisor": 3}], ids=str)
+@pytest.mark.parametrize("kernel, strides, padding, ceil_mode", POOLS, ids=str)
+def test_avg_pool(on_shim, kernel, strides, padding, ceil_mode, counting, dtype, channels, block):
+    _, table, x, _ = drawn(dtype, channels, block, (13, 9))
+    window = {"strides": strides, "padding": padding, "ceil_mode": ceil_mode}
+    after = table.after_conv(kernel, **window)
+    options = {"kernel": kernel, **window, **counting}
+    wide = x.astype(np.float64)
+    expected, size = (
+        in_the_image(by_numpy(sb.stack_avg_pool, a, table, **options), after)
+        for a in (wide, abs(wide))
+    )
+    y = sb.stack_avg_pool(x, table, **options)
+    assert [name for _, name in on_shim] == ["stack_avg_pool"]
+    assert not y[table.count() :].any()
+    assert_close(in_the_image(y, after), expected, terms=10, magnitude=size,
+                 dtype=stack_cases.sum_dtype(dtype))  # fmt: skip
+
+
+def test_nan_wins_in_max_pooling(on_shim):
+    x = np.zeros((4, 2, 2, 8), FLOAT32)
+    x[0, 1, 1, 3] = np.nan
+    table = sb.block_table(np.ones((1, 4, 4), bool), 2)
+    y = sb.stack_max_pool(x, table, kernel=2)
+    assert np.argwhere(np.isnan(y)).tolist() == [[0, 0, 0, 3]]

@@ -1,0 +1,195 @@
+"""The CUDA kernels on a stack of blocks, on the CPU: convolutions and blocks with their rims.
+
+The shim has neither wgmma nor clusters: TileWgmma and sums in a cluster run on a GPU alone.
+"""
+
+import numpy as np
+import pytest
+
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import (
+    StackPlan,
+    candidates,
+    missing_kernel,
+    plan_stack_conv,
+)
+from sbnet_cupy.block_sparse.stack.stack_launch import (
+    FILLS,
+    StackHalo,
+    lowest_bits,
+    prepare_stack_conv,
+    prepare_stack_depthwise,
+    prepare_stack_halo,
+    prepare_stack_pack,
+)
+from sbnet_cupy.core.device import Device
+from support.stack_on_host import AMPERE, BLACKWELL, Blocks, ConvCase, use_shim
+
+HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
+SMALL, TALL, WIDE = ((64, 64), (2, 2)), ((128, 64), (4, 2)), ((128, 128), (4, 2))
+
+
+def plan(tile, stages, split=1):
+    """Return tile, stages and split of a plan; the kernel is the test's."""
+    return (*tile, stages, split)
+
+
+CASES = [
+    (ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8))), plan(SMALL, 3)),
+    (ConvCase(channels=72, channels_out=72), plan(SMALL, 4, 4)),
+    (ConvCase(blocks=Blocks(image=(13, 18)), channels=64, channels_out=64), plan(TALL, 3)),
+    (ConvCase(blocks=Blocks(image=(13, 18), block=(1, 1)), channels_out=200), plan(WIDE, 2)),
+    (ConvCase(blocks=Blocks(block=(2, 2)), channels=128, kernel=(1, 1)), plan(SMALL, 3, 2)),
+    (ConvCase(blocks=Blocks(block=(8, 8)), channels=24, strides=(2, 2)), plan(SMALL, 3, 2)),
+    (ConvCase(kernel=(1, 1), strides=(2, 2), residual=False), plan(SMALL, 2)),
+    (ConvCase("Half", Blocks(block=(7, 5)), 5, 13, dilation=(3, 2)), plan(SMALL, 3)),
+    (ConvCase("Half", Blocks(block=(1, 1)), 8, kernel=(5, 7), dilation=(3, 2)), plan(SMALL, 3)),
+    (ConvCase("BFloat16", Blocks(block=(2, 4)), channels=40, kernel=(2, 3)), plan(SMALL, 3, 2)),
+    (ConvCase("float", Blocks(block=(2, 4)), channels=20, kernel=(2, 3)), plan(SMALL, 3, 2)),
+    (ConvCase("float", Blocks(block=(2, 4)), channels=21, channels_out=43), plan(SMALL, 3)),
+    (ConvCase(blocks=Blocks(share=0.0)), plan(SMALL, 3)),
+    (ConvCase(blocks=Blocks(share=1.0, spare=0), activation=0), plan(SMALL, 3)),
+]  # fmt: skip
+DEPTHWISE = [
+    ConvCase(depthwise=True, channels_out=16),
+    ConvCase(depthwise=True, blocks=Blocks(block=(2, 2)), channels=24, kernel=(7, 7)),
+    ConvCase("BFloat16", Blocks(block=(8, 4)), 13, 13, (5, 5), (2, 2), depthwise=True),
+    ConvCase("float", Blocks(block=(1, 1)), 70, 70, (3, 5), dilation=(2, 3), depthwise=True),
+    ConvCase(depthwise=True, blocks=Blocks(block=(7, 5), share=1.0, spare=0), channels_out=16),
+]
+HALOS = [  # dtype, block, pixels before and after, channels
+    ("float16", (8, 8), (1, 1), (1, 1), 16),
+    ("float32", (1, 1), (3, 2), (2, 3), 3),
+    ("uint8", (4, 6), (5, 1), (0, 7), 5),
+    ("int16", (2, 2), (1, 1), (1, 1), 2),
+    ("float64", (7, 5), (0, 0), (4, 4), 70),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler(require):
+    require("g++")
+
+
+def full_plan(case, given, pipelined):
+    """Return the StackPlan of a case."""
+    tile, warps, stages, split = given
+    return StackPlan("TileMma", tile, warps, stages, split, split > 1, pipelined, True, 1)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize(("case", "given"), CASES, ids=str)
+def test_convolution_of_whole_numbers_is_exact(case, given, pipelined, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL if pipelined else AMPERE)
+    clear_rows = pipelined
+
+    def launch(x, w, scale, bias, residual, table, out):
+        conv = case.sizes(len(x))
+        packed = prepare_stack_pack(conv, "HWIO")(w, scale, bias)
+        turned = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
+        np.testing.assert_array_equal(packed, prepare_stack_pack(conv, "OIHW")(turned, scale, bias))
+        run = prepare_stack_conv(
+            conv, clear_rows=clear_rows, plan=full_plan(case, given, pipelined)
+        )
+        run(x, packed, residual, *table, out)
+
+    case.run(launch, clear_rows)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("device", [AMPERE, BLACKWELL], ids=["ampere", "blackwell"])
+def test_the_planned_instance_is_right(device, settled, monkeypatch):
+    use_shim(monkeypatch, device, thread_blocks=2)
+    case = ConvCase(blocks=Blocks(image=(30, 30), block=(3, 3)), channels_out=72)
+
+    def launch(x, w, scale, bias, residual, table, out):
+        conv = case.sizes(len(x))
+        assert missing_kernel(conv, device) is None
+        run = prepare_stack_conv(conv, settled=settled)
+        run(x, prepare_stack_pack(conv, "HWIO")(w, scale, bias), residual, *table, out)
+
+    case.run(launch, clear_rows=True)
+
+
+@pytest.mark.parametrize("element", ["Half", "BFloat16", "float"])
+@pytest.mark.parametrize("channels", [1, 3, 13])
+def test_channels_that_are_no_whole_vectors_are_padded(element, channels, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL)
+    case = ConvCase(element, Blocks(block=(8, 6)), channels, 17, (5, 3), (2, 2))
+
+    def launch(x, w, scale, bias, residual, table, out):
+        conv = case.sizes(len(x))
+        assert not conv.vectors_in
+        run = prepare_stack_conv(conv)
+        run(x, prepare_stack_pack(conv, "HWIO")(w, scale, bias), residual, *table, out)
+
+    case.run(launch, clear_rows=True)
+
+
+@pytest.mark.parametrize("case", DEPTHWISE, ids=str)
+def test_depthwise_convolution_of_whole_numbers_is_exact(case, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL)
+
+    def launch(x, w, scale, bias, residual, table, out):
+        run = prepare_stack_depthwise(case.sizes(len(x)), "OIHW")
+        w = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
+        run(x, w, scale, bias, residual, *table, out)
+
+    case.run(launch, clear_rows=True)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize(("dtype", "block", "before", "after", "channels"), HALOS)
+def test_halo_is_what_numpy_pads(fill, dtype, block, before, after, channels, monkeypatch):
+    use_shim(monkeypatch, AMPERE)
+    blocks = Blocks(block=block)
+    bin_counts, indices, grid = blocks.table()
+    count = int(bin_counts[0])
+    floating = np.dtype(dtype).kind == "f"
+    x = np.random.default_rng(2).integers(1, 50, (len(indices), *block, channels)).astype(dtype)
+    blocks.spoil(x, indices[:count], np.nan if floating else 77)
+    lowest = -np.inf if floating else np.iinfo(dtype).min
+    how = {
+        "zero": {"mode": "constant"},
+        "lowest": {"mode": "constant", "constant_values": lowest},
+        "nearest": {"mode": "edge"},
+        "mirror": {"mode": "reflect"},
+        "repeat": {"mode": "wrap"},
+    }[fill]
+    image, far = blocks.to_image(x, indices[:count]), 50
+    padded = np.pad(image, ((0, 0), (far, far), (far, far), (0, 0)), **how).astype(dtype)
+    size = tuple(map(sum, zip(before, block, after, strict=True)))
+    halo = StackHalo(
+        len(x), blocks.images, blocks.grid_size, block, blocks.image, before, after, fill,
+        lowest_bits(dtype),
+    )  # fmt: skip
+    out = np.full((len(x), *size, channels), 99, dtype)
+    prepare_stack_halo(halo, channels * x.itemsize)(x, bin_counts, indices, grid, out)
+    for row, (n, hi, wi) in enumerate(indices[:count]):
+        top, left = far + hi * block[0] - before[0], far + wi * block[1] - before[1]
+        expected = padded[n, top : top + size[0], left : left + size[1]]
+        np.testing.assert_array_equal(out[row], expected)
+    assert not out[count:].any()
+
+
+@pytest.mark.parametrize(
+    "device", [AMPERE, BLACKWELL, HOPPER], ids=["ampere", "blackwell", "hopper"]
+)
+@pytest.mark.parametrize("case", [case for case, _ in CASES], ids=str)
+def test_plans_fit_the_device(case, device):
+    conv = case.sizes(1000)
+    plans = list(candidates(conv, device))
+    assert plan_stack_conv(conv, device) in plans
+    for one in plans:
+        assert one.shared_bytes(conv) <= device.shared_bytes
+        assert one.threads <= 1024
+        assert one.partials == (one.split > 1 and not device.bulk_copy)
+
+
+def test_what_has_no_kernel_says_why():
+    conv = ConvCase().sizes(10)
+    assert missing_kernel(conv, AMPERE) is None
+    assert "shared memory" in missing_kernel(conv._replace(kernel=(200, 200)), AMPERE)
+    assert "stacks of" in missing_kernel(conv._replace(rows=2**28), AMPERE)
+    assert "8192" in missing_kernel(conv._replace(pads=(9000, 1)), AMPERE)
+    turing = AMPERE._replace(tensor_floats=False)
+    assert "on this GPU" in missing_kernel(conv._replace(element="BFloat16"), turing)

@@ -1,0 +1,205 @@
+"""Kernels on a stack of blocks, on the host shim: tables, the stack as an image, and runs.
+
+Whole numbers small enough that every sum is exact, so that results are compared bit for bit. What
+must not be read is NaN: rows past the count, and pixels of blocks that lie outside their image.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import host_cuda
+from sbnet_cupy.block_sparse.stack import stack_launch
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv
+from sbnet_cupy.core import launch as kernels
+from sbnet_cupy.core.device import Device
+
+# With the bulk copy engine, whose kernel the shim runs too, and without.
+BLACKWELL = Device(multiprocessors=4, shared_bytes=227 << 10, hopper=False, bulk_copy=True)
+AMPERE = Device(multiprocessors=4, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
+UNWRITTEN = 777.0
+ACTIVATIONS = (lambda t: t, lambda t: np.maximum(t, 0))  # numbered as in activation.cuh
+
+
+def use_shim(monkeypatch, device, thread_blocks=5):
+    """Send launches to the shim; a persistent grid gets few thread blocks, which take turns."""
+
+    def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
+                persistent=False, dependent=False, cluster=1):  # fmt: skip
+        assert cluster == 1
+        grid = grid if isinstance(grid, tuple) else (grid,)
+        if persistent:
+            grid = (min(grid[0], thread_blocks), *grid[1:])
+
+        def run(*arrays):
+            assert len(arrays) == pointers
+            host_cuda.launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
+
+        return run
+
+    monkeypatch.setattr(kernels, "prepare", prepare)
+    monkeypatch.setattr(stack_launch, "current_device", lambda: device)
+
+
+def stored(values, element):
+    """Return float64 values as the kernel's elements; bfloat16 as the bits of uint16."""
+    if element == "Half":
+        return values.astype(np.float16)
+    if element == "float":
+        return values.astype(np.float32)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def loaded(array, element):
+    """Return elements as float64."""
+    if element == "BFloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return array.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Some active blocks of images, with more rows than are active."""
+
+    images: int = 2
+    image: tuple = (27, 18)
+    block: tuple = (4, 4)
+    share: float = 0.5
+    spare: int = 3
+    seed: int = 0
+
+    @property
+    def grid_size(self):
+        """Blocks of an image."""
+        return tuple(-(-n // b) for n, b in zip(self.image, self.block, strict=True))
+
+    def table(self):
+        """Return bin_counts, indices and grid."""
+        rng = np.random.default_rng(self.seed)
+        active = rng.random((self.images, *self.grid_size)) < self.share
+        listed = np.argwhere(active).astype(np.int32)
+        indices = np.full((len(listed) + self.spare, 3), -1, np.int32)
+        indices[: len(listed)] = listed
+        grid = np.full(active.shape, -1, np.int32)
+        grid[tuple(listed.T)] = np.arange(len(listed))
+        return np.array([len(listed)], np.int32), indices, grid
+
+    def to_image(self, stack, listed):
+        """Lay the active blocks into images of zeros."""
+        down, across = self.block
+        whole = np.zeros((self.images, *np.multiply(self.grid_size, self.block), stack.shape[3]))
+        for (n, hi, wi), block in zip(listed, stack, strict=False):
+            rows, columns = slice(hi * down, (hi + 1) * down), slice(wi * across, (wi + 1) * across)
+            whole[n, rows, columns] = block
+        return whole[:, : self.image[0], : self.image[1]]
+
+    def spoil(self, stack, listed, value):
+        """Write ``value`` where nobody may read: past the count, and outside the image."""
+        stack[len(listed) :] = value
+        for (_, hi, wi), block in zip(listed, stack, strict=False):
+            block[max(self.image[0] - hi * self.block[0], 0) :] = value
+            block[:, max(self.image[1] - wi * self.block[1], 0) :] = value
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """A convolution of a stack."""
+
+    element: str = "Half"
+    blocks: Blocks = Blocks()
+    channels: int = 16
+    channels_out: int = 24
+    kernel: tuple = (3, 3)
+    strides: tuple = (1, 1)
+    dilation: tuple = (1, 1)
+    activation: int = 1
+    residual: bool = True
+    depthwise: bool = False
+
+    def sizes(self, rows):
+        """Return the StackConv."""
+        per_vector = 4 if self.element == "float" else 8
+        block = self.blocks.block
+        return StackConv(
+            element=self.element,
+            rows=rows,
+            images=self.blocks.images,
+            grid=self.blocks.grid_size,
+            block=block,
+            block_out=tuple(b // s for b, s in zip(block, self.strides, strict=True)),
+            image=self.blocks.image,
+            image_out=tuple(
+                -(-n // s) for n, s in zip(self.blocks.image, self.strides, strict=True)
+            ),
+            channels=self.channels,
+            channels_out=self.channels_out,
+            kernel=self.kernel,
+            strides=self.strides,
+            dilation=self.dilation,
+            pads=tuple((k - 1) * d // 2 for k, d in zip(self.kernel, self.dilation, strict=True)),
+            activation=self.activation,
+            vectors_in=self.channels % per_vector == 0,
+            vectors_out=self.channels_out % per_vector == 0,
+            expected=rows,
+        )
+
+    def arrays(self):
+        """Return x, w, scale, bias and the residual, as float64 and float32."""
+        rng = np.random.default_rng(self.blocks.seed + 1)
+        rows = len(self.blocks.table()[1])
+        conv = self.sizes(rows)
+        inner = 1 if self.depthwise else self.channels
+        x = rng.integers(-3, 4, (rows, *conv.block, self.channels)).astype(np.float64)
+        w = rng.integers(-2, 3, (*self.kernel, inner, self.channels_out)).astype(np.float64)
+        scale = rng.choice([0.5, 1, 2], self.channels_out).astype(np.float32)
+        bias = rng.integers(-4, 5, self.channels_out).astype(np.float32)
+        residual = rng.integers(-4, 5, (rows, *conv.block_out, self.channels_out)).astype(float)
+        return x, w, scale, bias, residual
+
+    def expected(self):
+        """Return the result by the definition, as the elements of the listed rows."""
+        _, indices, _ = self.blocks.table()
+        listed = indices[indices[:, 0] >= 0]
+        conv, (x, w, scale, bias, residual) = self.sizes(len(indices)), self.arrays()
+        image = self.blocks.to_image(x, listed)
+        pad = 2 * sum(conv.block) + max(np.multiply(self.kernel, self.dilation))
+        padded = np.pad(image, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+        result = np.zeros((len(image), *conv.image_out, self.channels_out))
+        for r, s in np.ndindex(self.kernel):
+            top = pad - conv.pads[0] + r * self.dilation[0]
+            left = pad - conv.pads[1] + s * self.dilation[1]
+            rows = slice(top, top + conv.image_out[0] * self.strides[0], self.strides[0])
+            columns = slice(left, left + conv.image_out[1] * self.strides[1], self.strides[1])
+            window = padded[:, rows, columns]
+            result += window * w[r, s, 0] if self.depthwise else window @ w[r, s]
+        result = result * scale + bias
+        down, across = conv.block_out
+        expected = np.zeros((len(listed), down, across, self.channels_out))
+        for row, (n, hi, wi) in enumerate(listed):
+            block = result[n, hi * down :, wi * across :][:down, :across]
+            height, width = block.shape[:2]
+            if self.residual:
+                block = block + residual[row, :height, :width]
+            expected[row, :height, :width] = ACTIVATIONS[self.activation](block)
+        return loaded(stored(expected, self.element), self.element)
+
+    def run(self, launch, clear_rows):
+        """Run ``launch(x, w, scale, bias, residual, table, out)``; compare its result."""
+        bin_counts, indices, _ = table = self.blocks.table()
+        count = int(bin_counts[0])
+        x, w, scale, bias, residual = self.arrays()
+        conv = self.sizes(len(indices))
+        self.blocks.spoil(x, indices[:count], np.nan)
+        residual[count:] = np.nan
+        out = stored(
+            np.full((len(indices), *conv.block_out, self.channels_out), UNWRITTEN), self.element
+        )
+        before = out.copy()
+        given = [stored(array, self.element) for array in (x, w, residual)]
+        launch(given[0], given[1], scale, bias, given[2] if self.residual else None, table, out)
+        np.testing.assert_array_equal(loaded(out[:count], self.element), self.expected())
+        np.testing.assert_array_equal(
+            out[count:], np.zeros_like(before[count:]) if clear_rows else before[count:]
+        )

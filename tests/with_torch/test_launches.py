@@ -1,0 +1,300 @@
+"""The way of a call to its kernel on a GPU, run on the CPU: see support/torch_on_host.py.
+
+The kernels are those of GPUs, so that an address in the wrong place, a result that does not start
+as it should, or weights that are packed too seldom give a wrong result here.
+"""
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from sbnet_cupy import DTypeError, ShapeError
+from support.assertions import assert_same
+from support.torch_cases import bottleneck_weights, draw, table
+from support.torch_on_host import Gpu
+
+pytestmark = pytest.mark.usefixtures("compiler")
+GRID = {"bsize": (4, 4), "boffset": (-1, 0), "bstride": (4, 4)}
+PARAMS = sb.calc_block_params((8, 8), 6, 3)
+UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
+
+
+@pytest.fixture(scope="module")
+def compiler(require):
+    require("g++")
+
+
+@pytest.fixture
+def gpu(st, torch, monkeypatch):
+    return Gpu(torch, monkeypatch)
+
+
+def whole(torch, *shape, seed=0):
+    """Return whole numbers in halves, of which sums of a few are exact in any order."""
+    return (2 * draw(torch, *shape, seed=seed)).round().half()
+
+
+@pytest.fixture
+def image(torch):
+    return whole(torch, 2, 8, 8, 16)
+
+
+@pytest.fixture
+def listed(torch, gpu):
+    """The list of blocks on the CPU, and on the GPU."""
+    return table(torch), tuple(map(gpu.tensor, table(torch)))
+
+
+def plain(tensor):
+    """Return a tensor of the GPU as one of the CPU."""
+    import torch
+
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def test_masks_are_reduced(st, torch, gpu):
+    for seed in range(2):
+        mask = draw(torch, 2, 8, 8, seed=seed) > 1.3
+        for capacity in (3, 20, None):
+            options = {"bsize": 4, "capacity": capacity}
+            found = st.reduce_mask(gpu.tensor(mask), (2, 2), **options)
+            expected = sb.reduce_mask(mask, (2, 2), **options)
+            assert gpu.kernels() == ["reduce_mask"] and found.grid == expected.grid
+            for actual, wanted in zip(found, expected, strict=True):
+                assert_same(plain(actual), wanted)
+    assert len(gpu.planned) == 3
+    for change in ({"avgpool": True}, {"tol": 1.0}, {"bsize": 3}):
+        st.reduce_mask(gpu.tensor(mask), (2, 2), **{"bsize": 4, "capacity": 3} | change)
+    assert len(gpu.planned) == 6
+
+
+def test_blocks_are_gathered(st, torch, gpu, image, listed):
+    there, here = gpu.tensor(image), listed[1]
+    scale = gpu.tensor(draw(torch, 16))
+    for options in ({}, {"scale": scale, "activation": "relu"}, {"transpose": True}):
+        on_cpu = options | ({"scale": plain(scale)} if "scale" in options else {})
+        expected = sb.sparse_gather(image, *listed[0], **GRID, **on_cpu)
+        planned = len(gpu.planned)
+        for _ in range(3):
+            y = st.sparse_gather(there, *here, **GRID, **options)
+            assert_same(plain(y), expected, signed_zero=False)
+        out = gpu.tensor(torch.zeros_like(expected))
+        version = out._version
+        for number in (1, 2):
+            assert st.sparse_gather(there, *here, **GRID, **options, out=out) is out
+            assert out._version == version + number
+        assert_same(plain(out), expected, signed_zero=False)
+        assert len(gpu.kernels()) == 5 and len(gpu.planned) <= planned + 2
+    whole_image = gpu.tensor(torch.zeros(4, 8, 8, 16).half())
+    shared, there = whole_image, whole_image[:2]
+    with pytest.raises(ShapeError, match="out must not share memory with x"):
+        st.sparse_gather(there, *here, bsize=8, bstride=1, out=shared)
+    assert not gpu.kernels()
+
+
+def test_blocks_are_scattered(st, torch, gpu, image, listed):
+    there, here = gpu.tensor(image), listed[1]
+    blocks = whole(torch, 4, 4, 4, 16, seed=1)
+    for options in ({}, {"add": True}, {"transpose": True}):
+        stack = blocks.permute(0, 3, 1, 2).contiguous() if options.get("transpose") else blocks
+        expected = sb.sparse_scatter(stack, *listed[0], image, **GRID, **options)
+        for _ in range(2):
+            y = st.sparse_scatter(gpu.tensor(stack), *here, there, **GRID, **options)
+            assert_same(plain(y), expected)
+        other, same = gpu.tensor(torch.zeros_like(image)), gpu.tensor(image)
+        for out, x in ((other, there), (same, same), (gpu.tensor(image), None)):
+            x = out.view(out.shape) if x is None else x  # the same memory, another tensor
+            assert st.sparse_scatter(gpu.tensor(stack), *here, x, **GRID, **options, out=out) is out
+            assert_same(plain(out), expected)
+        assert_same(plain(there), image)
+        assert len(gpu.kernels()) == 5
+
+
+def test_blocks_that_overlap_are_scattered(st, torch, gpu, image, listed, monkeypatch):
+    """By two kernels: no single launch is planned."""
+    monkeypatch.setattr(gpu.calling, "compute", gpu.compute)
+    grid, blocks = {"bsize": 4, "bstride": 2}, whole(torch, 4, 4, 4, 16, seed=1)
+    expected = sb.sparse_scatter(blocks, *listed[0], image, **grid, add=True, atomic=True)
+    for _ in range(2):
+        x = gpu.tensor(image)
+        y = st.sparse_scatter(gpu.tensor(blocks), *listed[1], x, **grid, add=True, atomic=True)
+        assert_same(plain(y), expected)
+        assert gpu.kernels() == ["scatter_link", "scatter_overlap"]
+
+
+def test_images_are_convolved(st, torch, gpu, image, listed):
+    w, bias = whole(torch, 3, 3, 16, 8, seed=2), draw(torch, 8).round()
+    base, there = whole(torch, 2, 8, 8, 8, seed=3), gpu.tensor(image)
+    for with_bias, with_base in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        given = {"bias": bias} if with_bias else {}
+        given |= {"base": base} if with_base else {}
+        expected = sb.sparse_conv2d(image, w, listed[0], PARAMS, **given, activation="relu")
+        kernel, given = gpu.tensor(w), {name: gpu.tensor(t) for name, t in given.items()}
+        for number in range(3):
+            y = st.sparse_conv2d(there, kernel, listed[1], PARAMS, **given, activation="relu")
+            assert_same(plain(y), expected)
+            assert gpu.kernels() == ["pack_weights"] * (not number) + ["fused_conv"]
+        out = given.get("base", gpu.tensor(torch.ones_like(base)))
+        options = given | {"activation": "relu", "out": out}
+        assert st.sparse_conv2d(there, kernel, listed[1], PARAMS, **options) is out
+        assert_same(plain(out), expected)
+        assert gpu.kernels() == ["fused_conv"]
+
+
+def test_units_are_computed(st, torch, gpu, image, listed):
+    arrays = bottleneck_weights(torch, 16, 8, 16)
+    arrays = [(4 * t).round().half() if i < 3 else t.round() for i, t in enumerate(arrays)]
+    arrays[:3] = [t.clamp(-1, 1) for t in arrays[:3]]
+    weights = sb.BottleneckWeights(*arrays)
+    there, base = gpu.tensor(image), whole(torch, 2, 8, 8, 16, seed=3)
+    tensors = weights._map_arrays(gpu.tensor)
+    for given in ({}, {"base": base}):
+        options = {"method": "fused"} | given
+        expected = sb.sparse_res_block_bottleneck(image, weights, listed[0], UNIT, **options)
+        options |= {name: gpu.tensor(t) for name, t in given.items()}
+        for number in range(2):
+            y = st.sparse_res_block_bottleneck(there, tensors, listed[1], UNIT, **options)
+            assert_same(plain(y), expected)
+            packs = ["pack_bottleneck"] * (not number and not given)
+            assert gpu.kernels() == [*packs, "fused_bottleneck"]
+
+
+def test_gradients_are_recorded(st, torch, gpu, image, listed, monkeypatch):
+    """A call with a gradient launches what one without launches, and so do gradients."""
+    monkeypatch.setattr(gpu.calling, "compute", gpu.compute)  # of the sum that adds up in order
+    stack, kernel = whole(torch, 4, 4, 4, 16, seed=1), whole(torch, 3, 3, 16, 8, seed=2)
+    on_cpu, active = listed
+    scattered = sb.sparse_scatter_grad(image, *on_cpu, **GRID)
+    expected = [
+        sb.sparse_gather(image, *on_cpu, **GRID),
+        sb.sparse_scatter(stack, *on_cpu, image, **GRID),
+        sb.sparse_gather_grad(stack, *on_cpu, image, **GRID).x,
+        scattered.blocks,
+        scattered.x,
+    ]
+    for _ in range(2):
+        x, blocks, w = (gpu.tensor(t).requires_grad_() for t in (image, stack, kernel))
+        y = st.sparse_gather(x, *active, **GRID)
+        z = st.sparse_scatter(blocks, *active, x, **GRID)
+        with torch.no_grad():
+            assert not st.sparse_gather(x, *active, **GRID).requires_grad
+        names = [result.grad_fn.name() for result in (y, z)]
+        assert names == ["sparse_gatherBackward", "sparse_scatterBackward"]
+        gradients = torch.autograd.grad(y, x, gpu.tensor(stack))
+        gradients += torch.autograd.grad(z, (blocks, x), gpu.tensor(image))
+        assert gpu.kernels() == [
+            "gather_runs", "scatter_runs", "gather_runs", "scatter_link", "scatter_overlap",
+            "gather_runs", "scatter_runs",
+        ]  # fmt: skip
+        conv = st.sparse_conv2d(x, w, active, PARAMS)
+        assert conv.grad_fn.name() == "sparse_conv2dBackward"
+        assert gpu.kernels() == ["pack_weights", "fused_conv"]
+        for actual, wanted in zip((y, z, *gradients), expected, strict=True):
+            assert_same(plain(actual), wanted)
+
+
+def test_plans_are_found_by_all_that_they_depend_on(st, torch, gpu, image, listed):
+    there, active = gpu.tensor(image), listed[1]
+    st.sparse_gather(there, *active, **GRID)
+    planned = len(gpu.planned)
+    st.sparse_gather(gpu.tensor(image), *active, **GRID)
+    assert len(gpu.planned) == planned
+    for x, change in (
+        (gpu.tensor(image, skip=1), {}),
+        (gpu.tensor(image[:1]), {}),
+        (gpu.tensor(image.float()), {}),
+        (there, {"transpose": True}),
+        (there, {"bsize": (4, 3)}),
+        (there, {"activation": "relu"}),
+    ):
+        expected = sb.sparse_gather(plain(x), *listed[0], **GRID | change)
+        planned += 1
+        for _ in range(2):
+            y = st.sparse_gather(x, *active, **GRID | change)
+            assert_same(plain(y), expected, signed_zero=False)
+            assert len(gpu.planned) == planned, change
+    gaps = gpu.tensor(image).permute(0, 2, 1, 3)
+    expected = sb.sparse_gather(plain(gaps).contiguous(), *listed[0], **GRID)
+    assert_same(plain(st.sparse_gather(gaps, *active, **GRID)), expected)
+    assert len(gpu.planned) == planned
+
+
+def test_weights_are_packed_for_a_stream_and_again_after_a_change(st, torch, gpu, image, listed):
+    there, kernel = gpu.tensor(image), gpu.tensor(whole(torch, 3, 3, 16, 8, seed=2))
+    learning = kernel.detach().clone().requires_grad_()
+
+    def convolve(w):
+        y = st.sparse_conv2d(there, w, listed[1], PARAMS)
+        assert_same(plain(y), sb.sparse_conv2d(image, plain(w).contiguous(), listed[0], PARAMS))
+        return gpu.kernels().count("pack_weights")
+
+    assert [convolve(kernel), convolve(kernel)] == [1, 0]
+    for change in (
+        lambda: kernel.mul_(2),
+        lambda: setattr(kernel, "data", gpu.tensor(plain(kernel) + 1)),
+        lambda: setattr(gpu, "stream", 8),
+    ):
+        change()
+        assert [convolve(kernel), convolve(kernel)] == [1, 0]
+    gpu.stream = 7
+    gpu.capturing = True
+    assert [convolve(kernel), convolve(kernel)] == [1, 1]
+    gpu.capturing = False
+    for _ in range(2):
+        learning.data.mul_(2)  # as optimizers of other libraries write: autograd sees nothing
+        assert convolve(learning) == 1
+    turned = gpu.tensor(whole(torch, 3, 8, 16, 3, seed=2)).permute(0, 3, 2, 1)  # has gaps
+    assert [convolve(turned), convolve(turned)] == [1, 0]
+    assert convolve(turned.requires_grad_()) == 1
+
+
+def test_bad_calls_are_refused_when_warm_too(st, torch, gpu, image, listed):
+    there, active = gpu.tensor(image), listed[1]
+    blocks = st.sparse_gather(there, *active, **GRID)
+    numbers = np.ones((2, 8, 8, 16), np.float16)
+    shared = there.view(-1)[: blocks.numel()].view(blocks.shape)
+    bad = [
+        (DTypeError, "x must be a torch.Tensor", (numbers, *active), {}),
+        (DTypeError, "x must be a torch.Tensor", (None, *active), {}),
+        (DTypeError, "bin_counts must be", (there, None, active[1]), {}),
+        (DTypeError, "out must be a torch.Tensor", (there, *active), {"out": [1]}),
+        (DTypeError, "bin_counts must be int32", (there, active[0].long(), active[1]), {}),
+        (ShapeError, "bsize must be two", (there, *active), {"bsize": (4, 2.5)}),
+        (ShapeError, "bsize must be two", (there, *active), {"bsize": (4, object())}),
+        (ShapeError, "out must have shape", (there, *active), {"out": blocks[:1]}),
+        (ShapeError, "out must be contiguous", (there, *active),
+         {"out": blocks.permute(0, 2, 1, 3)}),
+        (ShapeError, "out must not share memory with x", (there, *active), {"out": shared}),
+    ]  # fmt: skip
+    gpu.kernels()
+    for _ in range(2):
+        for error, message, arguments, change in bad:
+            with pytest.raises(error, match=message):
+                st.sparse_gather(*arguments, **GRID | change)
+    assert not gpu.kernels()
+
+
+def test_a_unit_in_place_of_x_goes_by_the_stack(st, torch, gpu, image, listed, monkeypatch):
+    """A block reads its neighbours' pixels from x. Other tensors on the same memory count, too."""
+    arrays = bottleneck_weights(torch, 16, 8, 16)
+    arrays[:3] = [t.half() for t in arrays[:3]]
+    weights = sb.BottleneckWeights(*arrays)
+    plans = []
+    monkeypatch.setattr(gpu.calling, "compute", lambda run, tensors: plans.append(run))
+    tensors = weights._map_arrays(gpu.tensor)
+    for _ in range(2):
+        x = gpu.tensor(image)
+        for out in (x, x.view(x.shape)):
+            st.sparse_res_block_bottleneck(x, tensors, listed[1], UNIT, out=out)
+            assert not gpu.kernels() and plans.pop()
+        project = gpu.tensor(arrays[2].new_ones(1, 1, 16, 16))
+        with pytest.raises(ShapeError, match="out must not share memory with x"):
+            st.sparse_res_block_bottleneck(x, tensors, listed[1], UNIT, w_project=project, out=x)
+        with pytest.raises(ShapeError, match="out must not share memory with weights"):
+            inside = tensors.w1.view(-1)
+            big = gpu.tensor(torch.zeros(2 * 8 * 8 * 16 + 128).half())
+            odd = big[:128].view(1, 1, 16, 8).copy_(tensors.w1)
+            assert inside.numel() == 128
+            held = sb.BottleneckWeights(odd, *tensors._arrays()[1:])
+            out = big[: x.numel()].view(x.shape)
+            st.sparse_res_block_bottleneck(x, held, listed[1], UNIT, out=out)

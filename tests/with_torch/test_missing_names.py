@@ -1,0 +1,122 @@
+"""Private names of PyTorch that are missing make calls slower, and change no result."""
+
+import importlib
+
+import pytest
+
+import sbnet_cupy as sb
+from support.assertions import assert_same
+from support.torch_cases import bottleneck_weights, draw, grid, internal, table
+
+PARAMS = sb.calc_block_params((8, 8), 6, 3)
+UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
+NAMES = [
+    "torch._C._dispatch_keys",
+    "torch._C._dispatch_tls_local_include_set",
+    "torch._C._len_torch_function_stack",
+    "torch._C.DispatchKeySet",
+    "torch._C.DispatchKey",
+    "torch._C._cuda_getDevice",
+    "torch._C._cuda_getCurrentRawStream",
+    "torch.autograd.forward_ad._current_level",
+    "torch.autograd.profiler._is_profiler_enabled",
+    "torch.utils._pytree.register_constant",
+]
+DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
+
+state = internal("_dispatch_state")
+
+
+@pytest.fixture(params=NAMES)
+def missing(request, state, torch, monkeypatch):
+    """Import the file of private names in a PyTorch that lacks one; return its name."""
+    owner, _, name = request.param.rpartition(".")
+    owner = importlib.import_module(owner)
+    with monkeypatch.context() as patch:
+        patch.delattr(owner, name, raising=False)  # some only a PyTorch with CUDA has
+        importlib.reload(state)
+    yield request.param
+    importlib.reload(state)
+
+
+def results(st, torch):
+    """Yield results, and gradients, of every function."""
+    x, listed = draw(torch, 2, 8, 8, 8).requires_grad_(), table(torch)
+    w = draw(torch, 3, 3, 8, 5).requires_grad_()
+    unit = bottleneck_weights(torch, 8, 4, 8)
+    yield from st.reduce_mask(x.detach()[..., 0].contiguous() > 1, (2, 2), bsize=4)
+    out = torch.empty(4, 4, 4, 8)
+    for learns in (True, False):
+        x, w = x.detach().requires_grad_(learns), w.detach().requires_grad_(learns)
+        made = [
+            st.sparse_gather(x, *listed, **grid(PARAMS), activation="relu"),
+            st.sparse_gather(x, *listed, bsize=4, out=out),
+            st.sparse_scatter(x[:1, :4, :4].expand(4, 4, 4, 8), *listed, x, bsize=4),
+            st.sparse_conv2d(x, w, listed, PARAMS, activation="relu"),
+            st.sparse_res_block_bottleneck(x, sb.BottleneckWeights(*unit), listed, UNIT),
+        ]
+        yield from (y.detach().clone() for y in made)
+        if learns:
+            loss = sum((y * y).sum() for y in made)
+            yield from torch.autograd.grad(loss, (x, w))
+            out = out.detach()
+
+
+def test_results_are_the_same(st, torch, state, missing):
+    actual = list(results(st, torch))
+    assert (state.records_if_plain((torch.ones(1),)) is None) == (missing in DISPATCHING)
+    importlib.reload(state)
+    assert state.records_if_plain((torch.ones(1),)) is False
+    for a, e in zip(actual, results(st, torch), strict=True):
+        assert_same(a, e)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own
+def test_forward_mode_is_refused(st, torch, missing):
+    x, listed = torch.ones(2, 8, 8, 3), table(torch)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            st.sparse_gather(dual, *listed, bsize=4)
+
+
+def test_compiled_code_has_the_operators(st, torch, missing):
+    torch._dynamo.reset()
+    x, listed = draw(torch, 2, 8, 8, 3), table(torch)
+
+    def gather(x):
+        return st.sparse_gather(x, *listed, bsize=4) * 2
+
+    compiled = torch.compile(gather, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(x), gather(x))
+
+
+def test_devices_and_streams_are_asked_for_in_public(state, torch, missing, monkeypatch):
+    stream = type("Stream", (), {"cuda_stream": 7})()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    if missing.endswith("_cuda_getDevice"):
+        assert state.current_device() == 3
+    if missing.endswith("_cuda_getCurrentRawStream"):
+        assert state.current_stream(0) == 7
+
+
+def test_functions_have_an_apply_of_their_own(st, torch, state, monkeypatch):
+    """The one that ``torch.autograd.Function`` ends in is not public either."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    for missing in (False, True):
+        if missing:
+            monkeypatch.setattr(state, "super", lambda *_: object(), raising=False)
+        y = state.direct_apply(Double)(x)
+        assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2, 2]
+        assert y.tolist() == [2, 2]

@@ -1,0 +1,143 @@
+"""sparsify on networks of many families: a full mask is the dense network, others the oracle's."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from support import networks  # noqa: E402  (needs PyTorch)
+from support.assertions import assert_close  # noqa: E402
+
+BLOCK_SIZES = {(64, 96): 16, (60, 84): 16, (61, 83): 16, (20, 24): 32}
+TORCHVISION = [
+    "resnet18", "resnet50", "resnext50_32x4d", "vgg11_bn", "fcn_resnet50", "deeplabv3_resnet50",
+    "mobilenet_v3_small", "efficientnet_b0", "convnext_tiny", "regnet_y_400mf", "densenet121",
+    "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "lraspp_mobilenet_v3_large",
+]  # fmt: skip
+
+
+def close(actual, expected, dtype="float64", terms=1 << 14):
+    """Networks of many layers: what rounding can do, with room for cancellation."""
+    for a, e in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+        size = 1 + e.abs().max().item()
+        if a.is_floating_point():
+            assert_close(a, e, terms=terms, dtype=dtype, magnitude=size)
+        else:
+            assert torch.equal(a, e)
+
+
+@pytest.fixture
+def sparsified(st, device):
+    """Return a function that makes a network of double precision, dense and sparse."""
+
+    def make(name, block, break_even=None):
+        dense = networks.network(name).double().to(device)
+        sparse = st.sparsify(dense, block)
+        sparse.break_even = break_even
+        return dense, sparse
+
+    return make
+
+
+@pytest.mark.parametrize("name", networks.FAMILIES)
+@pytest.mark.parametrize("size", BLOCK_SIZES, ids=str)
+@torch.no_grad()
+def test_families(sparsified, device, name, size):
+    """On the stack and on whole images, batches of 2, sides that are no multiples of the block."""
+    if name == "csp" and size[0] % 2:
+        pytest.skip("the dense network, too, joins maps of unlike sizes")
+    block = BLOCK_SIZES[size]
+    dense, sparse = sparsified(name, block)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, *size, dtype=torch.float64, generator=generator).to(device)
+    for share in (1.0, 0.4, 0.0):
+        on, mask = (t.to(device) for t in networks.blocks((2, *size), block, share))
+        expected = dense(x) if share == 1 else networks.oracle(dense, x, on, block)
+        for break_even in (2.0, 0.0):  # never whole images, always
+            sparse.break_even = break_even
+            close(sparse(x, mask), expected)
+    named = {"vgg": {"6": "adaptive_avg_pool2d"}}.get(name, {})
+    assert sparse.dense_layers == named
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+@torch.no_grad()
+def test_torchvision(st, device, name):
+    models = _torchvision()
+    make = getattr(models, name, None) or getattr(models.segmentation, name)
+    options = {} if hasattr(models, name) else {"weights_backbone": None}
+    torch.manual_seed(0)
+    dense = networks.random_statistics(make(weights=None, **options)).eval().double().to(device)
+    sparse = st.sparsify(dense)
+    x = torch.randn(1, 3, 130, 161, dtype=torch.float64, device=device)
+    full = torch.ones(1, 130, 161, dtype=torch.bool, device=device)
+    sparse.break_even = 2.0
+    close(sparse(x, full), dense(x))
+    on, mask = (t.to(device) for t in networks.blocks((1, 130, 161), 32, 0.5))
+    close(sparse(x, mask), networks.oracle(dense, x, on, 32))
+
+
+def _torchvision():
+    try:
+        return pytest.importorskip("torchvision").models
+    except RuntimeError as error:  # built for another PyTorch
+        pytest.skip(f"torchvision does not import: {error}")
+
+
+@pytest.mark.parametrize("name", networks.FAMILIES)
+@torch.no_grad()
+def test_single_precision(st, name):
+    """On a CPU oneDNN's convolutions, with weights that are laid out once, again after changes."""
+    size = (60, 84) if name == "csp" else (61, 84)
+    dense = networks.network(name)
+    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    on, mask = networks.blocks((2, *size), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    for _ in range(2):
+        expected = networks.oracle(dense, x, on, 16)
+        for break_even in (2.0, 0.0):
+            sparse.break_even = break_even
+            close(sparse(x, mask), expected, "float32")
+        for parameter in dense.parameters():
+            parameter.mul_(1.1)
+
+
+@pytest.mark.parametrize("name", ["resnet_basic", "fcn", "mobilenet"])
+@torch.no_grad()
+def test_half_precision(st, device, name):
+    """Each layer rounds once, to bfloat16, by at most half a unit; errors grow with the depth."""
+    dense = networks.network(name).to(device)
+    x = torch.randn(2, 3, 64, 64, device=device)
+    full = torch.ones(2, 64, 64, device=device)
+    expected = tree_leaves(dense(x.bfloat16().float()))[0]
+    sparse = st.sparsify(dense.bfloat16(), 16)
+    sparse.break_even = 2.0
+    actual = tree_leaves(sparse(x.bfloat16(), full))[0]
+    depth = sum(isinstance(m, torch.nn.Conv2d) for m in dense.modules())
+    bound = 2 * depth * torch.finfo(torch.bfloat16).eps * (1 + expected.abs().max())
+    assert actual.dtype == torch.bfloat16
+    assert (actual.float() - expected).abs().max() <= bound
+
+
+@torch.no_grad()
+def test_nothing_is_read_where_nothing_may_be(sparsified, device):
+    """NaN in inactive blocks of the image, and in rows past the count, reach no result."""
+    _, sparse = sparsified("fcn", 16, 2.0)
+    on, mask = (t.to(device) for t in networks.blocks((2, 61, 83), 16, 0.4))
+    x = torch.randn(2, 3, 61, 83, dtype=torch.float64, device=device)
+    expected = sparse(x, mask)["out"]
+    poisoned = torch.where(mask[:, None], x, float("nan"))
+    for capacity in (None, 1.0, int(on.sum()) + 5):
+        sparse.capacity = capacity
+        close(sparse(poisoned, mask)["out"], expected)
+
+
+@torch.no_grad()
+def test_same_input_same_bits(sparsified, device):
+    _, sparse = sparsified("mobilenet", 16)
+    _, mask = (t.to(device) for t in networks.blocks((2, 61, 83), 16, 0.3))
+    x = torch.randn(2, 3, 61, 83, dtype=torch.float64, device=device)
+    first = sparse(x, mask)
+    for _ in range(3):
+        assert torch.equal(sparse(x, mask), first)

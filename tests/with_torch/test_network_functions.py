@@ -1,0 +1,213 @@
+"""Every function that a StackTensor knows, and some that it does not, against the oracle."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from support import networks  # noqa: E402  (needs PyTorch)
+from with_torch.test_network_families import close  # noqa: E402
+
+conv, pool, grow, resize = F.conv2d, F.max_pool2d, F.conv_transpose2d, F.interpolate
+
+
+def weights(*shape):
+    """Return random numbers, the same for a shape."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+W1, W2, W3, W5 = (weights(4, 4, k, k) for k in (1, 2, 3, 5))
+DEPTHWISE, GROUPS, BIAS = weights(4, 1, 3, 3), weights(8, 2, 3, 3), weights(4)
+
+
+def set_item(x):
+    """Write into a copy."""
+    y = x * 1
+    y[:, :, 3:5, 2:30] = 7.0
+    return y
+
+
+def half(x):
+    """Return an image of half the size, rounded up."""
+    return pool(x, 2, ceil_mode=True)
+
+
+# What runs on the stack alone.
+STACK = {
+    "conv": lambda x: conv(x, W3, BIAS, 1, 1),
+    "conv stride 2": lambda x: conv(x, W3, BIAS, 2, 1),
+    "conv valid": lambda x: conv(x, W3),
+    "conv same": lambda x: conv(x, W3, padding="same"),
+    "conv same even": lambda x: conv(x, W2, None, 1, "same", 2),
+    "conv dilated": lambda x: conv(x, W3, BIAS, 1, 2, 2),
+    "conv dilated over blocks": lambda x: conv(x, W3, None, 1, 18, 18),
+    "conv 5x5 stride 4": lambda x: conv(x, W5, BIAS, 4, 2),
+    "conv 2x2 stride 4": lambda x: conv(x, W2, None, 4),
+    "conv 1x1 stride 2": lambda x: conv(x, W1, BIAS, 2),
+    "conv depthwise": lambda x: conv(x, DEPTHWISE, BIAS, 1, 1, 1, 4),
+    "conv depthwise stride 2": lambda x: conv(x, DEPTHWISE, BIAS, 2, 1, 1, 4),
+    "conv groups": lambda x: conv(x, GROUPS, None, 1, 1, 1, 2),
+    "conv 1x7": lambda x: conv(x, weights(4, 4, 1, 7), None, 1, (0, 3)),
+    "max pool 2": lambda x: pool(x, 2),
+    "max pool 3": lambda x: pool(x, 3, 2, 1),
+    "max pool 3 ceil": lambda x: pool(x, 3, 2, ceil_mode=True),
+    "max pool 2 ceil": half,
+    "max pool 5": lambda x: pool(x, 5, 1, 2),
+    "max pool dilated": lambda x: pool(x, 3, 1, 1, 2),
+    "avg pool 2": lambda x: F.avg_pool2d(x, 2),
+    "avg pool 3": lambda x: F.avg_pool2d(x, 3, 2, 1),
+    "avg pool 3 inside": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "avg pool 3 ceil": lambda x: F.avg_pool2d(x, 3, 2, 0, True),
+    "avg pool divisor": lambda x: F.avg_pool2d(x, 3, 1, 1, divisor_override=5),
+    "avg pool valid": lambda x: F.avg_pool2d(x, 3, 1),
+    "global mean": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "mean": lambda x: x.mean((2, 3)),
+    "mean kept": lambda x: x.mean((-1, -2), keepdim=True),
+    "sum": lambda x: x.sum((2, 3)),
+    "nearest": lambda x: resize(x, scale_factor=2),
+    "nearest exact": lambda x: resize(x, scale_factor=2, mode="nearest-exact"),
+    "bilinear 2": lambda x: resize(x, scale_factor=2, mode="bilinear"),
+    "bilinear 3": lambda x: resize(x, scale_factor=3, mode="bilinear"),
+    "bilinear corners": lambda x: resize(x, scale_factor=2, mode="bilinear", align_corners=True),
+    "bilinear down": lambda x: resize(x, scale_factor=0.5, mode="bilinear"),
+    "bilinear to a size": lambda x: resize(half(x), size=x.shape[2:], mode="bilinear"),
+    "nearest to a size": lambda x: resize(half(half(x)), size=x.shape[2:]),
+    "bilinear of a mean": lambda x: (
+        resize(F.adaptive_avg_pool2d(x, 1), size=x.shape[2:], mode="bilinear") + x
+    ),
+    "transposed 2": lambda x: grow(x, W2, BIAS, 2),
+    "transposed 3": lambda x: grow(x, W3, BIAS, 2, 1, 1),
+    "transposed 4": lambda x: grow(x, weights(4, 4, 4, 4), BIAS, 2, 1),
+    "transposed stride 1": lambda x: grow(x, W3, BIAS, 1, 1),
+    "transposed 5": lambda x: grow(x, W5, None, 2, 2, 1),
+    "transposed 1 stride 2": lambda x: grow(x, W1, None, 2),
+    "transposed dilated": lambda x: grow(x, W3, BIAS, 1, 2, 0, 1, 2),
+    "transposed depthwise": lambda x: grow(x, DEPTHWISE, BIAS, 2, 1, 1, 4),
+    "pad": lambda x: conv(F.pad(x, (1, 1, 1, 1)), W3),
+    "pad one side": lambda x: conv(F.pad(x, (0, 1, 0, 1)), W3, None, 2),
+    "pad reflect": lambda x: conv(F.pad(x, (1, 1, 1, 1), mode="reflect"), W3),
+    "pad replicate": lambda x: conv(F.pad(x, (2, 2, 2, 2), mode="replicate"), W3, None, 1, 0, 2),
+    "pad circular": lambda x: conv(F.pad(x, (1, 1, 1, 1), mode="circular"), W3),
+    "pad a value": lambda x: conv(F.pad(x, (1, 1, 1, 1), value=0.7), W3, BIAS),
+    "pad and pool": lambda x: pool(F.pad(x, (0, 1, 0, 1), value=-float("inf")), 3, 2),
+    "group norm": lambda x: F.group_norm(x, 2, BIAS, BIAS),
+    "instance norm": lambda x: F.instance_norm(x),
+    "layer norm": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (4,), BIAS, BIAS).permute(
+        0, 3, 1, 2
+    ),
+    "local response norm": lambda x: F.local_response_norm(x, 3),
+    "batch norm": lambda x: F.batch_norm(x, BIAS, BIAS.abs() + 1, BIAS, BIAS),
+    "normalize": lambda x: F.normalize(x),
+    "softmax": lambda x: x.softmax(1),
+    "max of channels": lambda x: x.max(1, keepdim=True).values * x,
+    "channel statistics": lambda x: torch.cat([x.mean(1, True), x.max(1, True)[0]], 1).sigmoid(),
+    "number": lambda x: 1 - x,
+    "row of an image": lambda x: x + torch.arange(x.shape[3], dtype=torch.float64),
+    "number for each image": lambda x: x * BIAS[:2].view(2, 1, 1, 1),
+    "where": lambda x: torch.where(x > 0, x, x * 0.1),
+    "in place": lambda x: (x * 1).add_(x).mul_(2),
+    "x and its activation": lambda x: x * x.sigmoid(),
+    "used again after an activation": lambda x: conv(F.relu(x), W1) + x,
+    "in place after it was read": lambda x: (lambda y: conv(y, W1) + y.relu_())(x * 1),
+    "rank": lambda x: x * x.mean(1).unsqueeze(1),
+    "slice of channels": lambda x: x[:, 1:3],
+    "list of channels": lambda x: x[:, [2, 0]],
+    "crop": lambda x: x[:, :, :-3, :20],
+    "every other pixel": lambda x: x[..., 1::2, ::2],
+    "pixel shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "channel shuffle": lambda x: F.channel_shuffle(x, 2),
+    "five dimensions": lambda x: x.view(x.shape[0], 2, 2, *x.shape[2:]).sum(1),
+    "split": lambda x: torch.cat(x.split([1, 3], 1)[::-1], 1),
+    "matrix": lambda x: (x.permute(0, 2, 3, 1) @ W1[:, :, 0, 0]).permute(0, 3, 1, 2),
+    "linear": lambda x: F.linear(x.movedim(1, -1), W1[:, :, 0, 0]).movedim(-1, 1),
+    "new": lambda x: x.new_ones(1) * x + torch.zeros_like(x),
+    "dtype": lambda x: x.float().double(),
+}
+
+# What is computed on the whole image, and named so.
+IMAGE = {
+    "conv padded beyond the blocks": lambda x: conv(x, W3, BIAS, 1, 20),
+    "conv stride 3": lambda x: conv(x, W3, BIAS, 3, 1),
+    "adaptive pool": lambda x: F.adaptive_avg_pool2d(x, (7, 2)).sum((2, 3)),
+    "adaptive max pool": lambda x: F.adaptive_max_pool2d(x, 1),
+    "standard deviation": lambda x: x.std((2, 3)),
+    "mean of one side": lambda x: x.mean(3).mean(2),
+    "mean of all": lambda x: x.mean(),
+    "roll": lambda x: conv(torch.roll(x, 2, 3), W3, BIAS, 1, 1),
+    "flip": lambda x: x.flip(3),
+    "einsum": lambda x: torch.einsum("nchw,cd->ndhw", x, W1[:, :, 0, 0]),
+    "flat": lambda x: x.view(x.shape[0], -1).sum(1),
+    "tokens": lambda x: x.flatten(2).transpose(1, 2).softmax(1).sum(1),
+    "gram": lambda x: x.flatten(2) @ x.flatten(2).transpose(1, 2),
+    "cumsum": lambda x: x.cumsum(2),
+    "set item": set_item,
+    "boolean index": lambda x: x[x > 0].sum(),
+    "unfold": lambda x: F.unfold(x, 3, padding=1).sum(2),
+    "one image": lambda x: x[:1].sum((2, 3)),
+    "double batch": lambda x: torch.cat([x, x], 0).sum((2, 3)),
+    "grid sample": lambda x: F.grid_sample(
+        x,
+        torch.linspace(-1, 1, 2 * 64, dtype=x.dtype).view(1, 8, 8, 2).expand(2, -1, -1, -1),
+        align_corners=False,
+    ),
+    "lp pool": lambda x: F.lp_pool2d(x, 2, 2),
+    "indices of a pool": lambda x: pool(x, 2, return_indices=True)[0],
+    "bicubic": lambda x: resize(x, scale_factor=2, mode="bicubic"),
+}
+
+
+class Call(nn.Module):
+    """A function as a module, after a convolution."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.function = nn.Conv2d(4, 4, 1).double(), function
+
+    def forward(self, x):
+        """Return what the function makes of the convolution's result."""
+        return self.function(self.before(x))
+
+
+def stages(size, block):
+    """Return the sizes that functions here make, and the blocks they are cut into."""
+    h, w = size
+    found = networks.stages_of(size, block)
+    for (a, b), cut in list(found.items()):
+        for d in (-2, -1, 1):
+            found.setdefault((a + d, b + d), cut)
+    for times in (2, 3):
+        for d in (0, -1, 1):
+            found.setdefault((times * h + d, times * w + d), times * block)
+    found.setdefault((h - 3, 20), block)
+    return found
+
+
+@pytest.mark.parametrize("name", [*STACK, *IMAGE])
+@torch.no_grad()
+def test_functions(st, name):
+    """On a full mask the dense function; on others the oracle; on the stack and on whole images."""
+    function = STACK.get(name) or IMAGE[name]
+    dense = Call(function)
+    for size, block in (((48, 64), 16), ((45, 51), 16), ((21, 40), 32)):
+        x = weights(2, 4, *size)
+        for share in (1.0, 0.5):
+            on, mask = networks.blocks((2, *size), block, share, seed=3)
+            expected = networks.oracle(dense, x, on, block, stages(size, block))
+            if share == 1:
+                expected = dense(x)
+            for break_even in (2.0, 0.0):
+                sparse = st.sparsify(dense, block)
+                sparse.break_even = break_even
+                result = sparse(x, mask)
+                assert all(
+                    r.shape == e.shape
+                    for r, e in zip(*map(tree_leaves, (result, expected)), strict=True)
+                )
+                close(result, expected)
+                if size == (48, 64):
+                    assert bool(sparse.dense_layers) == (name in IMAGE)

@@ -1,0 +1,230 @@
+"""Never wrong in silence: modules with arithmetic of their own, hooks, threads, what is refused."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.nn.utils import parametrizations, prune  # noqa: E402
+
+from support import networks  # noqa: E402  (needs PyTorch)
+from with_torch.test_network_families import close  # noqa: E402
+
+SIZE, BLOCK = (48, 64), 16
+
+
+class StandardizedConv(nn.Conv2d):
+    """timm's StdConv2d: weights are normalized in each call."""
+
+    def forward(self, x):
+        """Convolve with normalized weights."""
+        weight = F.batch_norm(
+            self.weight.reshape(1, self.out_channels, -1), None, None, training=True
+        ).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class SameConv(nn.Conv2d):
+    """timm's Conv2dSame: TensorFlow's padding, from the size of the image."""
+
+    def forward(self, x):
+        """Pad as TensorFlow does, and convolve."""
+        pads = []
+        for size, k, s in zip(
+            x.shape[:1:-1], self.kernel_size[::-1], self.stride[::-1], strict=True
+        ):
+            total = max((-(-size // s) - 1) * s + k - size, 0)
+            pads += [total // 2, total - total // 2]
+        return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride)
+
+
+class Doubled(nn.Conv2d):
+    """A subclass whose arithmetic is its own in ``_conv_forward``."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(2 * x, weight, bias)
+
+
+def hooked():
+    """Return a convolution with hooks before and after it."""
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    conv.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    conv.register_forward_hook(lambda module, args, out: out + args[0])
+    return conv
+
+
+def pruned():
+    """Return a convolution of which half of the weights are 0."""
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    prune.random_unstructured(conv, "weight", 0.5)
+    return conv
+
+
+def lazy():
+    """Return a convolution that has seen no input."""
+    return nn.LazyConv2d(4, 3, padding=1)
+
+
+CONVOLUTIONS = {
+    "standardized": lambda: StandardizedConv(4, 4, 3, padding=1),
+    "same": lambda: SameConv(4, 4, 3, 2),
+    "doubled": lambda: Doubled(4, 4, 3, padding=1),
+    "hooked": hooked,
+    "weight norm": lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 3, padding=1)),
+    "old weight norm": lambda: nn.utils.weight_norm(nn.Conv2d(4, 4, 3, padding=1)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Conv2d(4, 4, 3, padding=1)),
+    "pruned": pruned,
+    "lazy": lazy,
+    "reflect": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+    "circular": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+}
+
+
+def image(n=2, channels=3):
+    """Return random images."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(n, channels, *SIZE, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_convolutions_with_arithmetic_of_their_own(st, kind):
+    """They run through it, on the stack, and again after their weights changed."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), CONVOLUTIONS[kind](), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1),
+    ).double()  # fmt: skip
+    networks.random_statistics(dense).eval()
+    x, sparse = image(), st.sparsify(dense, BLOCK)
+    sparse.break_even = 2.0
+    full = torch.ones(2, *SIZE)
+    on, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    with torch.no_grad():
+        for _ in range(2):
+            close(sparse(x, full), dense(x))
+            assert sparse.dense_layers == {}
+            for parameter in dense.parameters():
+                parameter.mul_(1.25)
+        if kind != "hooked":  # whose sums the oracle zeroes in an order of its own
+            close(sparse(x, mask), networks.oracle(dense, x, on, BLOCK))
+
+
+def test_two_threads_have_their_own_masks(st):
+    dense = networks.network("unet").double()
+    sparse = st.sparsify(dense, BLOCK)
+    x, calls = image(), []
+    for seed in range(2):
+        _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4, seed)
+        with torch.no_grad():
+            calls.append((mask, sparse(x, mask)))
+    wrong = []
+
+    def work(mask, expected):
+        with torch.no_grad():
+            wrong.extend(1 for _ in range(10) if not torch.equal(sparse(x, mask), expected))
+
+    threads = [threading.Thread(target=work, args=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and calls[0][1].ne(calls[1][1]).any()
+
+
+class Double(torch.autograd.Function):
+    """A function with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """Double."""
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Double."""
+        return grad * 2
+
+
+class Run(nn.Module):
+    """A function after a convolution."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.conv, self.run = nn.Conv2d(3, 3, 3, padding=1), run
+
+    def forward(self, x):
+        """Return what the function makes."""
+        return self.run(self.conv(x))
+
+
+REFUSED = {
+    "data_ptr": lambda x: x.data_ptr(),
+    "out=": lambda x: torch.add(x, x, out=torch.empty(1)),
+    "as_strided": lambda x: x.as_strided((1,), (1,)),
+    "resize_": lambda x: x.resize_(3),
+    "retain_grad": lambda x: x.retain_grad(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_meaning_is_refused_by_name(st, name):
+    sparse = st.sparsify(Run(REFUSED[name]), BLOCK)
+    with pytest.raises(NotImplementedError, match=name):
+        sparse(image(channels=3).float(), torch.ones(2, *SIZE))
+
+
+def test_gradients_that_would_be_lost_are_refused(st):
+    sparse = st.sparsify(Run(lambda x: Double.apply(x) + 1), BLOCK)
+    x, mask = image().float(), torch.ones(2, *SIZE)
+    with torch.no_grad():
+        close(sparse(x, mask), 2 * sparse.model.conv(x) + 1, "float32")
+    with pytest.raises(NotImplementedError, match="Double"):
+        sparse(x, mask)
+
+
+def test_a_network_that_is_sparse_is_refused(st):
+    sparse = st.sparsify(nn.Conv2d(3, 4, 3), BLOCK)
+    conv = st.nn.SparseConv2d(3, 4, 3, block_size=8)
+    for model, word in (
+        (sparse, "got a SparseModel that is sparse already"),
+        (nn.Sequential(nn.ReLU(), sparse), "'1' that is sparse already"),
+        (nn.Sequential(conv), "got a SparseConv2d in '0'"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            st.sparsify(model)
+    late = st.sparsify(nn.Sequential(nn.Identity()), BLOCK)
+    late.model.append(Run(lambda x: sparse(x, torch.ones(2, *SIZE))))
+    with pytest.raises(TypeError, match="got an activation of a sparsified network"):
+        late(image().float(), torch.ones(2, *SIZE))
+
+
+def test_weights_that_change_are_seen(st):
+    """In place, by other memory, by statistics, by an optimizer, and by a state that is loaded."""
+    dense = networks.network("resnet_basic").double()
+    sparse = st.sparsify(dense, BLOCK)
+    x, full = image(), torch.ones(2, *SIZE)
+
+    def check():
+        with torch.no_grad():
+            close(sparse(x, full), dense(x))
+
+    check()
+    with torch.no_grad():
+        dense[0][0].weight.mul_(2)
+    check()
+    dense[0][0].weight.data = dense[0][0].weight.data * 3
+    check()
+    dense[0][1].running_var.add_(1)
+    check()
+    sparse.train()
+    optimizer = torch.optim.SGD(sparse.parameters(), lr=0.1)
+    sparse(x, full).sum().backward()
+    optimizer.step()
+    sparse.eval()
+    check()
+    dense.load_state_dict(networks.network("resnet_basic", seed=1).state_dict())
+    check()

@@ -1,0 +1,132 @@
+"""What the network asks of the CUDA kernels, with the core's NumPy bodies in the kernels' place."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import sbnet_cupy as sb  # noqa: E402
+from support import networks  # noqa: E402  (needs PyTorch)
+from with_torch.test_network_families import close  # noqa: E402
+
+ACTIVATIONS = (None, "relu", "silu", "gelu")
+
+
+@pytest.fixture
+def asked(st, monkeypatch):
+    """Serve CPU tensors by the core's operations; return the names of what was asked for."""
+    from sbnet_cupy.torch.network import cuda
+
+    names = []
+
+    def stage(counts, indices, grid, block, size):
+        return sb.BlockTable(*(t.numpy() for t in (counts, indices, grid)), block, size)
+
+    def prepare_conv(
+        dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
+        kernel, strides, dilation, pads, activation, depthwise,
+    ):  # fmt: skip
+        def run(x, weight, bias, residual, counts, indices, places, out):
+            names.append("depthwise" if depthwise else "conv")
+            table = stage(counts, indices, places, block, image)
+            assert (x.shape[0], places.shape[0], tuple(places.shape[1:])) == (rows, images, grid)
+            after = [
+                (o - 1) * s + d * (k - 1) + 1 - n - p
+                for o, s, d, k, n, p in zip(
+                    image_out, strides, dilation, kernel, image, pads, strict=True
+                )
+            ]
+            padding = [(p, max(a, 0)) for p, a in zip(pads, after, strict=True)]
+            y = sb.stack_conv2d(
+                x.numpy(), weight.numpy(), table, strides=strides,
+                padding=tuple(padding), dilation=dilation,
+                groups=channels if depthwise else 1, w_format="OIHW", scale=None,
+                bias=None if bias is None else bias.numpy(),
+                residual=None if residual is None else residual.numpy(),
+                activation=ACTIVATIONS[activation],
+            )  # fmt: skip
+            assert y.shape[1:] == (*block_out, channels_out)
+            out.copy_(torch.from_numpy(y))
+
+        if depthwise:
+            launch = lambda x, w, scale, b, *rest: run(x, w, b, *rest)  # noqa: E731
+        else:
+            launch = lambda x, packed, *rest: run(x, *packed, *rest)  # noqa: E731
+        return launch, None, True
+
+    def prepare_halo(dtype, shape, images, grid, block, image, pads, kind):
+        def launch(x, counts, indices, places, out):
+            names.append("halo " + kind)
+            fill = {"zero": 0, "lowest": "-inf", "nearest": "edge"}[kind]
+            table = stage(counts, indices, places, block, image)
+            y = sb.stack_halo(x.numpy(), table, (pads[:2], pads[2:]), fill=fill)
+            out.copy_(torch.from_numpy(y))
+
+        return launch
+
+    def no_gradient(x):
+        return not (torch.is_grad_enabled() and x.requires_grad)
+
+    monkeypatch.setattr(cuda, "serves", no_gradient)
+    monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
+    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    monkeypatch.setattr(cuda, "_packed", lambda weight, bias, pack: (weight, bias))
+    monkeypatch.setattr(cuda, "_prepare_conv", prepare_conv)
+    monkeypatch.setattr(cuda, "_prepare_halo", prepare_halo)
+    monkeypatch.setattr(cuda, "_PLANS", {})
+    return names
+
+
+@pytest.mark.parametrize("name", networks.FAMILIES)
+@torch.no_grad()
+def test_what_is_asked_of_kernels(st, asked, name):
+    """Values through the kernels' arguments, float32, with rows past the count."""
+    size, block = (61, 84), 16
+    if name == "csp":
+        size = (60, 84)
+    dense = networks.network(name)
+    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    on, mask = networks.blocks((2, *size), block, 0.4)
+    sparse = st.sparsify(dense, block)
+    sparse.break_even = 2.0
+    expected = networks.oracle(dense, x, on, block)
+    close(sparse(x, mask), expected, "float32")
+    assert "conv" in asked and ("depthwise" in asked) == (
+        name in ("mobilenet", "convnext", "shuffle")
+    )
+
+
+def test_kernels_take_no_part_where_gradients_are_recorded(st, asked):
+    """Not even for the first convolution, whose input has none."""
+    dense = networks.network("resnet_basic").train()
+    sparse = st.sparsify(dense, 16)
+    _, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse(torch.randn(2, 3, 61, 84), mask).sum().backward()
+    assert "conv" not in asked and all(p.grad is not None for p in sparse.parameters())
+
+
+@torch.no_grad()
+def test_rows_past_the_count(st, asked):
+    """A list with room to spare, as a capacity leaves it on a GPU."""
+    from sbnet_cupy.torch.network.table import BlockTable
+
+    dense = networks.network("mobilenet")
+    x = torch.randn(2, 3, 61, 84, generator=torch.Generator().manual_seed(1))
+    on, _ = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    exact = BlockTable.of_blocks(on, 48, int(on.sum()), (16, 16), (61, 84))
+    spare = torch.full((7, 3), -1, dtype=torch.int32)
+    wide = BlockTable(
+        exact.counts, torch.cat([exact.indices, spare]), exact.places, (16, 16), (61, 84)
+    )
+    close(sparse._run(wide, x), networks.oracle(dense, x, on, 16), "float32")
+
+
+def test_bits_of_the_lowest_value():
+    from sbnet_cupy.block_sparse.stack.stack_launch import lowest_bits
+    from sbnet_cupy.torch.network.cuda import _lowest
+
+    for name in ("float16", "float32"):
+        assert _lowest(name) == lowest_bits(np.dtype(name))

@@ -1,0 +1,155 @@
+"""Training a sparsified network: gradients, batch norm over active pixels, autocast, DDP."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from support import networks  # noqa: E402  (needs PyTorch)
+from with_torch.test_network_families import close  # noqa: E402
+
+SIZE, BLOCK = (61, 84), 16
+
+
+def image(size=SIZE):
+    """Return two random images."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(2, 3, *size, dtype=torch.float64, generator=generator)
+
+
+def learn(module, call, x):
+    """Return results, gradients of the input and of all parameters, and the buffers."""
+    x = x.clone().requires_grad_()
+    y = [leaf for leaf in tree_leaves(call(x)) if leaf.is_floating_point()]
+    sum(leaf.square().sum() for leaf in y).backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return (
+        {"y": [leaf.detach() for leaf in y], "x": x.grad} | gradients | dict(module.named_buffers())
+    )
+
+
+def same(actual, expected):
+    """Compare what :func:`learn` returns."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        close(actual[name], value, terms=1 << 17)  # gradients are sums over pixels, too
+
+
+@pytest.mark.parametrize("name", networks.FAMILIES)
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+def test_on_a_full_mask_it_trains_as_the_dense_network(st, name, break_even):
+    """Values, all gradients, running statistics."""
+    size = (64, 84) if name == "csp" else SIZE
+    dense = networks.network(name).double().train()
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+    sparse.break_even = break_even
+    x, full = image(size), torch.ones(2, *size)
+    same(learn(sparse.model, lambda x: sparse(x, full), x), learn(dense, dense, x))
+
+
+@pytest.mark.parametrize("name", networks.FAMILIES)
+def test_gradients_on_a_mask(st, name):
+    """Batch norms in evaluation, so that the oracle has the same statistics."""
+    size = (64, 84) if name == "csp" else SIZE
+    dense = networks.network(name).double()
+    for module in dense.modules():  # the oracle cannot zero what is differentiated in place
+        if hasattr(module, "inplace"):
+            module.inplace = False
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+    x = image(size)
+    on, mask = networks.blocks((2, *size), BLOCK, 0.4)
+    if name.startswith(("resnet", "resnext")):
+        for module in (*dense.modules(), *sparse.modules()):
+            if isinstance(module, networks.Residual):
+                module.forward = plain_residual.__get__(module)
+    expected = learn(dense, lambda x: networks.oracle(dense, x, on, BLOCK), x)
+    same(learn(sparse.model, lambda x: sparse(x, mask), x), expected)
+
+
+def plain_residual(self, x):
+    """Add without writing in place."""
+    return self.relu(self.body(x) + (x if self.downsample is None else self.downsample(x)))
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+def test_batch_norm_takes_active_pixels_inside_the_image(st, break_even):
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=0.3)).double()
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK).train()
+    sparse.break_even = break_even
+    x = image()
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    y = sparse(x, mask)
+    with torch.no_grad():
+        pixels = dense[0](x * mask[:, None]).movedim(1, -1)[mask]
+        expected = torch.zeros(2, *SIZE, 4, dtype=torch.float64)
+        expected[mask] = dense[1].train()(pixels.t()[None, :, :, None])[0, :, :, 0].t()
+    close(y.detach(), expected.movedim(-1, 1))
+    for name, value in dense[1].named_buffers():
+        close(dict(sparse.model[1].named_buffers())[name], value)
+
+
+def test_an_empty_mask_trains(st):
+    sparse = st.sparsify(networks.network("resnet_basic").double().train(), BLOCK)
+    sparse(image(), torch.zeros(2, *SIZE)).sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in sparse.parameters())
+    assert all(b.isfinite().all() for b in sparse.buffers())
+
+
+def test_it_learns_under_autocast(st):
+    sparse = st.sparsify(networks.network("unet").train(), BLOCK)
+    x = image().float()
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
+    optimizer, losses = torch.optim.Adam(sparse.parameters(), lr=0.01), []
+    for _ in range(6):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = sparse(x, mask)
+            assert y.dtype == torch.bfloat16
+            loss = F.mse_loss(y.float() * mask[:, None], 0.5 * mask[:, None].expand(-1, 2, -1, -1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    sparse.eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = sparse(x, torch.ones(2, *SIZE))
+        expected = sparse.model(x)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    depth = sum(isinstance(m, nn.Conv2d) for m in sparse.modules())
+    bound = 2 * depth * torch.finfo(torch.bfloat16).eps * (1 + expected.abs().max())
+    assert (y - expected).abs().max() <= bound
+
+
+def test_a_step_of_distributed_data_parallel(st, tmp_path):
+    """One process: gradients are those of the network alone."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    dense = networks.network("resnet_basic").double().train()
+    alone, sparse = (st.sparsify(copy.deepcopy(dense), BLOCK) for _ in range(2))
+    x = image()
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(sparse)
+        actual = learn(sparse, lambda x: wrapped(x, mask), x)
+    finally:
+        distributed.destroy_process_group()
+    same(actual, learn(alone, lambda x: alone(x, mask), x))
+
+
+def test_same_input_same_gradients(st):
+    dense = networks.network("mobilenet").train()
+    x, results = image().float(), []
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
+    for _ in range(2):
+        sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+        sparse(x, mask).square().sum().backward()
+        results.append([p.grad for p in sparse.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
