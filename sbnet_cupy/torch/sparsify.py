@@ -10,7 +10,10 @@ from .nn import SparseBottleneck, SparseConv2d
 _CANDIDATES = (32, 64, 128)
 
 
-def sparsify(model, block_size=32, capacity=None, *, halo="zero", outside=0.0, sample_masks=None):
+def sparsify(
+    model, block_size=32, capacity=None, *, halo="zero", outside=0.0, sample_masks=None,
+    replay="auto",
+):  # fmt: skip
     """Return a network that computes only in blocks in which a mask of its input is set.
 
     The image is cut into blocks of ``block_size`` pixels once, and blocks that hold a pixel of the
@@ -50,6 +53,16 @@ def sparsify(model, block_size=32, capacity=None, *, halo="zero", outside=0.0, s
         zeros; a tensor has the shape of the result.
     sample_masks : list of tensors ``[N, H, W]``, optional
         Usual masks, for "auto".
+    replay : "auto", True or False
+        On a GPU, with a ``capacity``, in evaluation without gradients, a call like an earlier one
+        (shapes, strides, dtypes, stream, options) is captured in a CUDA graph, and replayed from
+        then on: the host is free at once. A graph repeats what ran on the device, not Python code:
+        ``print`` and counters of a module's ``forward`` do not run again. Parameters, buffers and
+        attributes of modules that change are seen, and the graph is made anew; numbers and tensors
+        that a module takes from elsewhere are not. A network with hooks, and a call under autocast,
+        a profiler or with more arguments, has no graph; one that cannot be captured says so in a
+        RuntimeWarning once. At most four graphs are kept, each with the memory of its activations.
+        False runs each call; True is "auto".
 
     Returns
     -------
@@ -83,6 +96,8 @@ def sparsify(model, block_size=32, capacity=None, *, halo="zero", outside=0.0, s
     _check_model(model)
     if halo not in ("zero", "exact"):
         raise ValueError(f'halo must be "zero" or "exact", got {halo!r}')
+    if replay is not False and replay is not True and replay != "auto":
+        raise ValueError(f'replay must be "auto", True or False, got {replay!r}')
     masks = _samples(sample_masks, block_size, capacity)
     if isinstance(block_size, str):
         block_size = _best_block(masks)
@@ -90,7 +105,8 @@ def sparsify(model, block_size=32, capacity=None, *, halo="zero", outside=0.0, s
     if isinstance(capacity, str):
         capacity = min(1.25 * max(_share(mask, block_size) for mask in masks), 1.0)
         capacity = max(capacity, 1e-6)
-    return SparseModel(model, block_size, _check_capacity(capacity), halo, check_outside(outside))
+    capacity, outside = _check_capacity(capacity), check_outside(outside)
+    return SparseModel(model, block_size, capacity, halo, outside, replay)
 
 
 def _check_model(model):

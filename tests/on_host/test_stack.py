@@ -226,3 +226,38 @@ def test_nan_wins_in_max_pooling(on_shim):
     table = sb.block_table(np.ones((1, 4, 4), bool), 2)
     y = sb.stack_max_pool(x, table, kernel=2)
     assert np.argwhere(np.isnan(y)).tolist() == [[0, 0, 0, 3]]
+
+
+OTHERS = {
+    "stack_global_pool": lambda x, table: sb.stack_global_pool(x, table, mode="max"),
+    "stack_interpolate": lambda x, table: sb.stack_interpolate(
+        x, table, scale_factor=2, mode="bilinear"
+    ),
+    "stack_conv2d_grad": lambda x, table: sb.stack_conv2d_grad(
+        x, x, np.full((3, 3, 8, 8), 0.5, x.dtype), table
+    ),
+    "stack_max_pool_grad": lambda x, table: sb.stack_max_pool_grad(
+        sb.stack_max_pool(x, table, kernel=2), x, table, kernel=2
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("function", OTHERS)
+def test_what_else_reads_rims_reads_them_by_the_kernel(on_shim, monkeypatch, function, dtype):
+    """Small whole numbers, so that sums are exact in any order."""
+    _, table, x, _ = drawn(dtype, 8, (4, 2), (13, 9))
+    x[...] = np.where(np.isnan(x), x, np.round(x))
+    expected = by_numpy(OTHERS[function], x, table)
+    on_shim.clear()
+    for name in ("taps", "per_image", function):
+        module = importlib.import_module(f"sbnet_cupy.block_sparse.stack.{name}")
+        monkeypatch.setattr(module, "is_cupy", lambda array: True, raising=False)
+    y = OTHERS[function](x, table)
+    assert "stack_halo" in [kernel for _, kernel in on_shim]
+    pairs = zip(y, expected, strict=True) if isinstance(y, tuple) else [(y, expected)]
+    for actual, wanted in pairs:
+        if actual is not None:
+            count = table.count() if len(actual) == table.capacity else len(actual)
+            assert not actual[count:].any()
+            assert_same(actual[:count], wanted[:count], signed_zero=False)

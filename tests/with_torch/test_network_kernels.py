@@ -26,10 +26,10 @@ def asked(st, monkeypatch):
 
     def prepare_conv(
         dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-        kernel, strides, dilation, pads, activation, depthwise,
+        kernel, strides, dilation, pads, activation, depthwise, settled,
     ):  # fmt: skip
         def run(x, weight, bias, residual, counts, indices, places, out):
-            names.append("depthwise" if depthwise else "conv")
+            names.append("depthwise" if depthwise else "settled" if settled else "conv")
             table = stage(counts, indices, places, block, image)
             assert (x.shape[0], places.shape[0], tuple(places.shape[1:])) == (rows, images, grid)
             after = [
@@ -66,13 +66,17 @@ def asked(st, monkeypatch):
 
         return launch
 
+    def pack(weight, bias, _):
+        weight._stack_packed = (bias, (weight, bias))
+        return weight, bias
+
     def no_gradient(x):
         return not (torch.is_grad_enabled() and x.requires_grad)
 
     monkeypatch.setattr(cuda, "serves", no_gradient)
     monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
     monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
-    monkeypatch.setattr(cuda, "_packed", lambda weight, bias, pack: (weight, bias))
+    monkeypatch.setattr(cuda, "_packed", pack)
     monkeypatch.setattr(cuda, "_prepare_conv", prepare_conv)
     monkeypatch.setattr(cuda, "_prepare_halo", prepare_halo)
     monkeypatch.setattr(cuda, "_PLANS", {})
@@ -122,6 +126,40 @@ def test_rows_past_the_count(st, asked):
         exact.counts, torch.cat([exact.indices, spare]), exact.places, (16, 16), (61, 84)
     )
     assert_near(sparse._run(wide, x), networks.oracle(dense, x, on, 16), "float32")
+
+
+@torch.no_grad()
+def test_which_convolutions_may_read_ahead(st, asked):
+    """Those of packed weights, after a kernel that waited for the table: not a call's first."""
+    dense = networks.network("resnet_basic")
+    x = torch.randn(2, 3, 61, 84, generator=torch.Generator().manual_seed(1))
+    _, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    first = sparse(x, mask)
+    assert "conv" in asked and "settled" not in asked  # each is packed ahead of its convolution
+    asked.clear()
+    assert torch.equal(sparse(x, mask), first)
+    kernels = [name for name in asked if name in ("conv", "settled")]
+    assert asked[0] == "conv" and kernels[1:] == ["settled"] * (len(kernels) - 1)
+    assert len(kernels) > 2
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "kernels"),
+    [(3, "float16", ["halo zero"]), (4, "float16", ["conv"]), (3, "float32", ["conv"])],
+)
+@torch.no_grad()
+def test_first_layers_of_few_channels(st, asked, channels, dtype, kernels):
+    """Where a kernel would mostly multiply zeros, blocks get rims and cuDNN multiplies."""
+    dtype = getattr(torch, dtype)
+    dense = torch.nn.Conv2d(channels, 8, 7, 2, padding=3).to(dtype).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    x = torch.randn(2, channels, 64, 96).to(dtype)
+    y = sparse(x, torch.ones(2, 64, 96))
+    assert asked == kernels
+    close(y.float(), dense(x).float(), "float16" if dtype == torch.float16 else "float32")
 
 
 def test_bits_of_the_lowest_value():

@@ -178,11 +178,20 @@ def test_graphed_and_tuned(st, device):
     with pytest.raises(ShapeError, match="x and mask must be like those"):
         run(x[:1], masks[0][:1])
     times = sparse.tune(x)
-    assert 0 < sparse.break_even <= 1 and min(times.values()) > 0 and "dense" in times
+    assert sparse.break_even > 0 and min(times.values()) > 0 and "dense" in times
     sparse.train()
     for call in (lambda: sparse.graphed(x, masks[0]), lambda: sparse.tune(x)):
         with pytest.raises(RuntimeError, match="in training"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("dense", "found"), [(1.0, 0.5), (1.5, 0.75), (2.0, 1.0), (2.5, 2.0), (0.25, 0.125)]
+)
+def test_where_a_stack_takes_as_long_as_whole_images(st, dense, found):
+    from sbnet_cupy.torch.network.graphs import _crossing
+
+    assert _crossing({"dense": dense, 0.25: 0.5, 0.5: 1.0, 1.0: 2.0}) == found
 
 
 @torch.no_grad()

@@ -34,6 +34,11 @@ def serves(x):
     return x.is_cuda and x.dtype in _ELEMENTS and not records(x)
 
 
+def convolves(dtype):
+    """Whether kernels convolve stacks of a dtype: float32 where tf32 is allowed."""
+    return dtype in _ELEMENTS and (dtype != torch.float32 or torch.backends.cudnn.allow_tf32)
+
+
 def records(*tensors):
     """Whether gradients of any of them are recorded; some may be None."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -82,6 +87,8 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         return None
     if residual is not None and residual.dtype != x.dtype:
         return None
+    if not depthwise and _is_mostly_padding(channels, x.element_size(), weight.shape[2:]):
+        return None
     rows = _rows(x)
     block_out = tuple(b // s for b, s in zip(block, stride, strict=True))
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
@@ -97,9 +104,10 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         _CODES.get(activation, 0), depthwise,
     )  # fmt: skip
     with _at_home(x) as device:
-        key = (device, facts)
+        settled = table.settled and (depthwise or _is_packed(weight, bias))
+        key = (device, facts, settled)
         if key not in _PLANS:
-            _PLANS[key] = _prepare_conv(*facts)
+            _PLANS[key] = _prepare_conv(*facts, settled)
         run = _PLANS[key]
         if run is None:
             return None
@@ -111,18 +119,38 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         else:
             given = (rows, _packed(weight, bias, pack), last, *lists, out)
         take = _At if plain else view
-        launch(*(g if g is None or not isinstance(g, torch.Tensor) else take(g) for g in given))
+        given = [take(g) if isinstance(g, torch.Tensor) else g for g in given]
+        if plain:
+            launch(*given)
+        else:  # which takes memory for sums
+            from cupy import cuda
+
+            with cuda.using_allocator(allocate):
+                launch(*given)
+        table.settled = True  # what wrote the table lies behind a kernel that waited for it
     y = out.permute(0, 3, 1, 2)
     if activation in _CODES:
         return y
     return finish(y, None, activation)
 
 
+def _is_mostly_padding(channels, itemsize, kernel):
+    """Whether a kernel would multiply zeros for the most part: it pads pixels to 16 bytes.
+
+    So the first layer of a network on images in half precision; cuDNN does it faster after a halo.
+    """
+    lanes = 16 // itemsize
+    return math.prod(kernel) > 1 and -(-channels // lanes) * lanes > 2 * channels
+
+
 def _prepare_conv(
     dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
-    strides, dilation, pads, activation, depthwise,
+    strides, dilation, pads, activation, depthwise, settled,
 ):  # fmt: skip
-    """Return (launch, pack, whether addresses are enough) for the current device, or None."""
+    """Return (launch, pack, whether addresses are enough) for the current device, or None.
+
+    ``settled`` as in ``prepare_stack_conv``.
+    """
     from ...block_sparse.stack import stack_launch
     from ...block_sparse.stack.stack_conv_plan import (
         StackConv,
@@ -147,7 +175,13 @@ def _prepare_conv(
         return None
     plain = not plan_stack_conv(conv, device).partials
     pack = stack_launch.prepare_stack_pack(conv, "OIHW")
-    return stack_launch.prepare_stack_conv(conv, clear_rows=False), pack, plain
+    return stack_launch.prepare_stack_conv(conv, settled, clear_rows=False), pack, plain
+
+
+def _is_packed(weight, bias):
+    """Whether weights lie packed already, so that no kernel of this call writes them."""
+    found = getattr(weight, "_stack_packed", None)
+    return found is not None and found[0] is bias
 
 
 def _packed(weight, bias, pack):
@@ -195,6 +229,7 @@ def halo(x, table, block, size, pads, fill, mode):
             _PLANS[key] = _prepare_halo(*facts)
         given = (rows, table.counts, table.indices, table.places, out)
         _PLANS[key](*map(_At, given))
+        table.settled = True
     return out.permute(0, 3, 1, 2)
 
 

@@ -12,12 +12,15 @@ from torch.utils._pytree import tree_map
 from ...errors import CapacityError, DeviceError, DTypeError, ShapeError
 from . import cuda, graphs
 from . import tensor as T
+from .replay import Replays, may_replay
 from .table import BlockTable, PictureTable, active_blocks
 from .trace import Trace, lines
 from .weights import Weights
 
 # Share of active blocks from which whole images, 0 outside active blocks, are faster than a stack.
-BREAK_EVEN = {"cpu": 0.5, "cuda": 0.75}
+# Where CUDA kernels compute the stack they are faster at any share.
+BREAK_EVEN = {"cpu": 0.7, "cuda": 0.75}
+_NEVER = 2.0
 
 
 class SparseModel(nn.Module):
@@ -31,19 +34,24 @@ class SparseModel(nn.Module):
         Pixels of a block in the input.
     capacity : None, int or float
         Blocks that there is room for, or the share of all.
+    replay : "auto", True or False
+        Whether calls like earlier ones are replayed as CUDA graphs, see :func:`sparsify`.
     break_even : float or None
         Share of active blocks from which whole images are computed, 0 outside active blocks, which
-        gives the same numbers up to rounding; None is a usual value of the device. :meth:`tune`
-        measures it.
+        gives the same numbers up to rounding. None is a usual value of the device: on a GPU, over 1
+        (never) in evaluation where CUDA kernels compute the stack. :meth:`tune` measures it.
     """
 
-    def __init__(self, model, block_size, capacity=None, halo="zero", outside=0.0):
+    def __init__(
+        self, model, block_size, capacity=None, halo="zero", outside=0.0, replay="auto"
+    ):  # fmt: skip
         super().__init__()
         self.model, self.training = model, model.training
         self.block_size, self.capacity = block_size, capacity
-        self.halo, self.outside = halo, outside
+        self.halo, self.outside, self.replay = halo, outside, replay
         self.break_even = None
         self._weights = Weights()
+        self._replays = Replays()
         self._reaches = {}
         self._seen = {}
         self._last = None
@@ -67,10 +75,18 @@ class SparseModel(nn.Module):
         -------
         What the network returns, images in place of stacks.
         """
+        if may_replay(self, x, mask, args, outside, kwargs):
+            check_call(x, mask)
+            check_outside(self.outside if outside is None else outside)
+            return self._replays.call(self, x, mask, outside)
+        return self._call(x, mask, *args, outside=outside, **kwargs)
+
+    def _call(self, x, mask, *args, outside=None, **kwargs):
+        """Run the network once, without a CUDA graph."""
         mask = check_call(x, mask)
         outside = check_outside(self.outside if outside is None else outside)
         if self.training or torch.is_grad_enabled():
-            self._weights.clear()
+            self._forget()
         table, counted = self._table(x, mask)
         if is_tracing():
             return self._run(table, x, args, kwargs, outside)
@@ -101,7 +117,7 @@ class SparseModel(nn.Module):
         grid = tuple(-(-s // b) for s, b in zip(size, self.block_size, strict=True))
         total = x.shape[0] * grid[0] * grid[1]
         room = self._room(total)
-        share = BREAK_EVEN.get(x.device.type, 1.0) if self.break_even is None else self.break_even
+        share = self._break_even(x)
         if x.is_cuda and x.shape[0]:
             return self._table_on_gpu(mask, size, total, room, share)
         on = active_blocks(mask, self.block_size)
@@ -113,6 +129,15 @@ class SparseModel(nn.Module):
             return PictureTable(on, self.block_size, size, count == total), (count, total)
         table = BlockTable.of_blocks(on, min(room, count), count, self.block_size, size)
         return table, (count, room)
+
+    def _break_even(self, x):
+        """Return the share of active blocks from which whole images are computed."""
+        if self.break_even is not None:
+            return self.break_even
+        trained = self.training or torch.is_grad_enabled()
+        if x.is_cuda and not trained and cuda.convolves(x.dtype):
+            return _NEVER
+        return BREAK_EVEN.get(x.device.type, 1.0)
 
     def _table_of_trace(self, on, size, total, room, share):
         """Return the table of a call of which torch.export makes a graph: no number is known."""
@@ -265,6 +290,9 @@ class SparseModel(nn.Module):
     def tune(self, x, masks=None):
         """Measure from which share of active blocks whole images are faster, and use them there.
 
+        On a GPU CUDA graphs are measured, so the host's time is in none. Where a stack is faster
+        even with every block active, ``break_even`` is over 1: never.
+
         Parameters
         ----------
         x : tensor, shape (N, C, H, W)
@@ -279,18 +307,25 @@ class SparseModel(nn.Module):
         """
         return graphs.tune(self, x)
 
+    def _forget(self):
+        """Drop what was made of the weights."""
+        self._weights.clear()
+        self._replays.clear()
+
     def train(self, mode=True):
         """Set the network to training or evaluation."""
-        self._weights.clear()
+        self._forget()
         return super().train(mode)
 
     def _apply(self, *args, **kwargs):
-        self._weights.clear()
+        self._forget()
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self):
         state = dict(vars(self))
-        state.update(_weights=Weights(), _seen={}, _last=None, _reaches={})
+        state.update(
+            _weights=Weights(), _replays=Replays(), _seen={}, _last=None, _reaches={}
+        )  # fmt: skip
         return state
 
     def __deepcopy__(self, memo):
@@ -334,7 +369,7 @@ def _warn(count, room):
             f"{count} blocks are active, and capacity has room for {room}: the result lacks the "
             "others",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -27,6 +27,7 @@ class Table:
 
     whole = False
     static = False  # whether no number of the mask may be read
+    settled = False  # whether a kernel that waited for the table has run since it was written
 
     def __init__(self, blocks, block, size, device):
         self.batch, *grid = blocks
@@ -338,6 +339,22 @@ class PictureTable(Table):
             return image
         size = (image.shape[hw[0]], image.shape[hw[1]])
         return image.masked_fill(~self._mask(image, block, size, hw), 0)
+
+    def zero(self, value, block, hw):
+        """Zero an activation outside active blocks: in place, where it is what it holds anyway."""
+        size = (value.shape[2], value.shape[3]) if hw == (2, 3) else None
+        whole = size and all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
+        if self.full or torch.is_grad_enabled() or not size:
+            return self.gather(value, block, hw)
+        if value.is_cuda:  # the host cannot list the blocks
+            off = self.keep(("off", block, size), lambda: ~self._mask(value, block, size, hw))
+            return value.masked_fill_(off, 0)
+        if not whole:
+            return self.gather(value, block, hw)
+        blocks = value.unflatten(2, (self.grid[0], block[0])).unflatten(4, (self.grid[1], block[1]))
+        off = self.keep("off", lambda: (~self.on).nonzero().unbind(1))
+        blocks.permute(0, 2, 4, 3, 5, 1)[off] = 0
+        return value
 
     def scatter(self, value, block, size, hw):
         """Zero an image outside active blocks."""

@@ -303,7 +303,7 @@ def picture(x):
     """
     table, block, _, hw, _ = facts(x)
     value = value_of(x)
-    return table.gather(value, block, hw) if table.whole else value
+    return table.zero(value, block, hw) if table.whole else value
 
 
 def border_of(x):

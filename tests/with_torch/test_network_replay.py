@@ -1,0 +1,319 @@
+"""Calls that are replayed as CUDA graphs: which, until when, and with which result."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from support import networks  # noqa: E402  (needs PyTorch)
+
+SIZE, BLOCK = (61, 84), 16
+
+
+def image(seed=7, n=2):
+    """Return random images."""
+    return torch.randn(n, 3, *SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def masks(count=3):
+    """Return masks of some blocks each."""
+    return [networks.blocks((2, *SIZE), BLOCK, 0.4, seed)[1] for seed in range(count)]
+
+
+@pytest.fixture
+def captured(st, monkeypatch):
+    """Take CPU tensors for those of a GPU; return what was captured and replayed."""
+    from sbnet_cupy.torch.network import graphs, replay
+
+    log = []
+
+    def capture(sparse, x, mask, outside=None):
+        log.append(("capture", tuple(x.shape)))
+        sparse._call(x, mask, outside=outside)
+
+        def run(x, mask):
+            log.append(("replay", tuple(x.shape)))
+            return sparse._call(x, mask, outside=outside)
+
+        return run
+
+    monkeypatch.setattr(replay, "_on_gpu", lambda x, mask: True)
+    monkeypatch.setattr(graphs, "_captured", capture)
+    return log
+
+
+def steps(log):
+    """Return what was done since the last time, by name."""
+    names = [name for name, _ in log]
+    log.clear()
+    return names
+
+
+def small():
+    """Return a network without statistics of its own."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).eval()
+
+
+@torch.no_grad()
+def test_the_second_call_alike_is_captured(st, captured):
+    sparse = st.sparsify(small(), BLOCK, capacity=1.0)
+    x, (mask, other, _) = image(), masks()
+    first = sparse(x, mask)
+    assert steps(captured) == []
+    assert torch.equal(sparse(x, mask), first)
+    assert steps(captured) == ["capture", "replay"]
+    sparse(x, other)
+    assert steps(captured) == ["replay"]
+    for call in (
+        lambda: sparse(x[:1], mask[:1]),
+        lambda: sparse(x, mask.float()),
+        lambda: sparse(x.to(memory_format=torch.channels_last), mask),
+        lambda: sparse(x, mask, outside=1.0),
+    ):
+        call()
+        assert steps(captured) == []
+    assert not sparse.overflowed and 0 < sparse.computed()["0"] <= 1
+
+
+def test_what_is_never_replayed(st, captured):
+    x, (mask, _, _) = image(), masks()
+    with torch.no_grad():
+        for sparse in (
+            st.sparsify(small(), BLOCK),  # no capacity
+            st.sparsify(small(), BLOCK, capacity=1.0, replay=False),
+            st.sparsify(small(), BLOCK, capacity=1.0).train(),
+        ):
+            for _ in range(3):
+                sparse(x, mask)
+        sparse = st.sparsify(small(), BLOCK, capacity=1.0)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                sparse(x, mask)
+            sparse(x, mask, outside=torch.zeros(2, 4, *SIZE))
+            with torch.profiler.profile():
+                sparse(x, mask)
+    for _ in range(3):
+        sparse(x, mask)
+    assert steps(captured) == []
+    with pytest.raises(ValueError, match="replay must be"):
+        st.sparsify(small(), replay="always")
+
+
+@torch.no_grad()
+def test_hooks_run_at_each_call(st, captured):
+    dense, seen = small(), []
+    sparse = st.sparsify(dense, BLOCK, capacity=1.0)
+    x, (mask, _, _) = image(), masks()
+    for _ in range(3):
+        sparse(x, mask)
+    steps(captured)
+    handle = dense[0].register_forward_hook(lambda *_: seen.append(1))
+    for _ in range(3):
+        sparse(x, mask)
+    assert len(seen) == 3 and steps(captured) == []
+    handle.remove()
+    for _ in range(3):
+        sparse(x, mask)
+    assert "capture" in steps(captured) and len(seen) == 3
+
+
+def _new_parameter(dense):
+    dense[0].weight = nn.Parameter(dense[0].weight * 2)
+
+
+def _new_state(dense):
+    other = small()
+    other[0].weight.data *= 2
+    dense.load_state_dict(other.state_dict())
+
+
+def _new_module(dense):
+    dense[0] = nn.Conv2d(3, 4, 3, padding=1)
+
+
+CHANGES = {
+    "in place": lambda dense: dense[0].weight.mul_(2),
+    "memory": lambda dense: setattr(dense[0].weight, "data", dense[0].weight * 2),
+    "parameter": _new_parameter,
+    "state": _new_state,
+    "buffer": lambda dense: dense[1].running_var.add_(1),
+    "module": _new_module,
+    "added": lambda dense: dense.append(nn.Sigmoid()),
+    "attribute": lambda dense: setattr(dense[1], "eps", 0.1),
+    "training": lambda dense: dense[1].train(),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@torch.no_grad()
+def test_a_change_of_the_network_drops_its_graphs(st, captured, kind):
+    dense = small()
+    sparse = st.sparsify(dense, BLOCK, capacity=1.0)
+    x, (mask, _, _) = image(), masks()
+    for _ in range(2):
+        before = sparse(x, mask)
+    steps(captured)
+    CHANGES[kind](dense)
+    after = sparse(x, mask)
+    assert steps(captured) == [] and not torch.equal(before, after)
+    if kind != "training":
+        sparse(x, mask)
+        sparse(x, mask)
+        assert steps(captured) == ["capture", "replay"]  # later: a graph was lost
+
+
+@torch.no_grad()
+def test_training_and_moves_drop_graphs(st, captured):
+    sparse = st.sparsify(small(), BLOCK, capacity=1.0)
+    x, (mask, _, _) = image(), masks()
+    for change in (lambda: sparse.train().eval(), sparse.float, lambda: sparse(x, mask).sum()):
+        for _ in range(2):
+            sparse(x, mask)
+        assert sparse._replays.graphs
+        with torch.enable_grad():
+            change()
+        assert not sparse._replays.graphs
+    for twin in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
+        steps(captured)
+        for _ in range(2):
+            twin(x, mask)
+        assert steps(captured) == ["capture", "replay"]
+
+
+@torch.no_grad()
+def test_few_graphs_are_kept(st, captured):
+    sparse = st.sparsify(small(), BLOCK, capacity=1.0)
+    mask = torch.ones(6, *SIZE)
+    for n in range(1, 6):
+        for _ in range(2):
+            sparse(image(n=n), mask[:n])
+    kept = [key[0][0] for key in sparse._replays.graphs]
+    assert kept == [2, 3, 4, 5]
+    sparse(image(n=2), mask[:2])
+    sparse(image(n=6), mask)
+    steps(captured)
+    sparse(image(n=6), mask)
+    assert steps(captured) == []  # one was lost: it takes a call more
+    sparse(image(n=6), mask)
+    assert [key[0][0] for key in sparse._replays.graphs] == [4, 5, 2, 6]
+
+
+class Counting(nn.Module):
+    """A network that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.count = nn.Conv2d(3, 4, 3, padding=1), 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        """Convolve, and count."""
+        self.count = self.count + 1
+        self.calls += 1
+        return self.conv(x)
+
+
+@torch.no_grad()
+def test_a_network_that_changes_itself_is_called_each_time(st, captured):
+    dense = Counting().eval()
+    sparse = st.sparsify(dense, BLOCK, capacity=1.0)
+    for _ in range(6):
+        sparse(image(), masks()[0])
+    assert dense.count == dense.calls == 6 and steps(captured) == []
+
+
+@torch.no_grad()
+def test_what_cannot_be_captured_is_called_each_time(st, captured, monkeypatch):
+    from sbnet_cupy.torch.network import graphs
+
+    def fail(*_):
+        raise RuntimeError("the network waits for the device, in aten::nonzero")
+
+    monkeypatch.setattr(graphs, "_captured", fail)
+    sparse = st.sparsify(small(), BLOCK, capacity=1.0)
+    x, (mask, _, _) = image(), masks()
+    first = sparse(x, mask)
+    with pytest.warns(RuntimeWarning, match="cannot be replayed as a CUDA graph, RuntimeError"):
+        assert torch.equal(sparse(x, mask), first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(sparse(x, mask), first)
+    assert not sparse.overflowed
+
+
+@pytest.fixture
+def on_gpu(st):
+    """Return a network on the GPU, the same without graphs, images and masks."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs gpu")
+    dense = networks.network("resnet_basic").cuda().half()
+    pair = [st.sparsify(dense, BLOCK, capacity=0.6, replay=how) for how in ("auto", False)]
+    return (
+        *pair,
+        [image(seed).cuda().half() for seed in range(3)],
+        [mask.cuda() for mask in masks()],
+    )
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_replays_have_the_bits_of_calls(on_gpu):
+    sparse, plain, images, some = on_gpu
+    results = [sparse(x, mask) for _ in range(2) for x in images for mask in some]
+    expected = [plain(x, mask) for x in images for mask in some]
+    assert len(sparse._replays.graphs) == 1
+    assert all(torch.equal(a, b) for a, b in zip(results, 2 * expected, strict=True))
+    assert sparse.computed() == plain.computed() and not sparse.overflowed
+    full = torch.ones_like(some[0])
+    sparse(images[0], full)
+    assert sparse.overflowed
+    sparse(images[0], some[0])
+    assert not sparse.overflowed
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_replays_see_new_weights(on_gpu):
+    sparse, plain, images, some = on_gpu
+    for _ in range(3):
+        before = sparse(images[0], some[0])
+    for change in (
+        lambda: next(sparse.parameters()).mul_(2),
+        lambda: sparse.load_state_dict(
+            {name: value * 0.5 for name, value in sparse.state_dict().items()}
+        ),
+    ):
+        change()
+        for _ in range(5):
+            after = sparse(images[0], some[0])
+            assert torch.equal(after, plain(images[0], some[0]))
+        assert not torch.equal(before, after) and sparse._replays.graphs
+        before = after
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_network_that_waits_is_called_each_time(st, on_gpu):
+    class Waiting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x):
+            """Scale by a number that the host reads."""
+            return self.conv(x) * (1 + self.conv.bias.abs().sum().item())
+
+    _, _, images, some = on_gpu
+    sparse = st.sparsify(Waiting().cuda().half().eval(), BLOCK, capacity=0.6)
+    first = sparse(images[0], some[0])
+    with pytest.warns(RuntimeWarning, match="waits for the device, in aten::_local_scalar_dense"):
+        assert torch.equal(sparse(images[0], some[0]), first)
+    stream = torch.cuda.current_stream()
+    assert torch.equal(sparse(images[0], some[0]), first) and not sparse._replays.graphs
+    assert torch.cuda.current_stream() == stream
