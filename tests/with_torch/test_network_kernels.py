@@ -159,7 +159,7 @@ def test_first_layers_of_few_channels(st, asked, channels, dtype, kernels):
     x = torch.randn(2, channels, 64, 96).to(dtype)
     y = sparse(x, torch.ones(2, 64, 96))
     assert asked == kernels
-    close(y.float(), dense(x).float(), "float16" if dtype == torch.float16 else "float32")
+    assert_near(y.float(), dense(x).float(), "float16" if dtype == torch.float16 else "float32")
 
 
 def test_bits_of_the_lowest_value():
