@@ -118,7 +118,7 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         given = [take(g) if isinstance(g, torch.Tensor) else g for g in given]
         if plain:
             launch(*given)
-        else:  # which takes memory for sums
+        else:  # which takes memory for sums, or for padded channels
             from cupy import cuda
 
             with cuda.using_allocator(allocate):
@@ -169,7 +169,7 @@ def _prepare_conv(
     device = current_device()
     if missing_kernel(conv, device) is not None:
         return None
-    plain = not plan_stack_conv(conv, device).partials
+    plain = conv.vectors_in and not plan_stack_conv(conv, device).partials
     pack = stack_launch.prepare_stack_pack(conv, "OIHW")
     return stack_launch.prepare_stack_conv(conv, settled, clear_rows=False), pack, plain
 
