@@ -30,6 +30,7 @@ for _profile, _examples in (("few", 8), ("quick", 25), ("exhaustive", 100)):
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
+os.environ.pop("COLUMNS", None)  # tests decide how wide the text of a command is
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave GPU memory to the others
 
 REQUIRED = {name.strip() for name in os.environ.get("SBNET_REQUIRE", "").split(",") if name.strip()}

@@ -91,14 +91,16 @@ def sparse_conv2d(
         kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
         where = (x, data_format, kernel, strides, padding)
         indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
-    active, params = split_indices(indices), fields_of(block_params)
+    bin_counts, active_block_indices = split_indices(indices)
+    params = fields_of(block_params)
     _check_grid(indices, x, block_params)
     if _is_autocast():
         x, w, bias, base = autocast(x, w, bias, base)
     options = (
         params, strides, padding, activation, data_format, w_format, precision, method
     )  # fmt: skip
-    return call(SPARSE_CONV2D, (x, w, *active, None, bias, base, out), options)
+    tensors = (x, w, bin_counts, active_block_indices, None, bias, base, out)
+    return call(SPARSE_CONV2D, tensors, options)
 
 
 def sparse_res_block_bottleneck(
@@ -159,13 +161,14 @@ def sparse_res_block_bottleneck(
     if takes_blocks_from(indices, bsize, capacity):
         where = (x, "NHWC", (3, 3), strides, "SAME")
         indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
-    active, params = split_indices(indices), fields_of(block_params)
+    bin_counts, active_block_indices = split_indices(indices)
+    params = fields_of(block_params)
     _check_grid(indices, x, block_params)
     given = weights._arrays()
     if _is_autocast():
         x, *kernels, w_project, base = autocast(x, *given[:3], w_project, base)
         given = (*kernels, *given[3:])
-    tensors = (x, *given, w_project, *active, base, out)
+    tensors = (x, *given, w_project, bin_counts, active_block_indices, base, out)
     return call(UNIT, tensors, (params, strides, precision, method))
 
 

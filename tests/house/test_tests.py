@@ -23,6 +23,8 @@ def name_of(path):
 def test_no_test_imports_a_test(path):
     """What two test files need is in tests/support."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert not re.fullmatch(r"(\w+\.)+test_\w+", node.value), name_of(path)
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Import):

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+
+from support.assertions import assert_close
 
 
 class ZeroedOutside(TorchFunctionMode):
@@ -313,3 +315,13 @@ def blocks(shape, block, share, seed=0):
     on = torch.rand(n, -(-h // block), -(-w // block), generator=generator) < share
     mask = on.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :h, :w]
     return on, mask
+
+
+def assert_near(actual, expected, dtype="float64", terms=1 << 14):
+    """Compare results of many layers: what rounding can do, with room for cancellation."""
+    for a, e in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+        size = 1 + e.abs().max().item()
+        if a.is_floating_point():
+            assert_close(a, e, terms=terms, dtype=dtype, magnitude=size)
+        else:
+            assert torch.equal(a, e)

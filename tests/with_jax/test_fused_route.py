@@ -95,10 +95,10 @@ def test_the_cuda_kernels_inside_jit(sbj, jax, require, gpu_plans, monkeypatch, 
     """What a GPU would run, with weights packed in our scratch: exact for whole numbers."""
     require("g++")
     import host_cuda
+    from support.fused_on_host import CONV, UNIT
     from support.host_memory import Memory
 
-    tests = "on_host.test_fused_conv" if name == "conv" else "on_host.test_fused_bottleneck"
-    hosted = importlib.import_module(tests).OP
+    hosted = CONV if name == "conv" else UNIT
     fused, pieces = importlib.import_module("sbnet_cupy.jax._fused"), []
 
     @contextlib.contextmanager

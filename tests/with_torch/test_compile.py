@@ -163,6 +163,8 @@ def test_modules_export(st, torch, device):
     x, mask, _ = inputs(torch, device)
     x = x.permute(0, 3, 1, 2)
     for module in modules(st, torch, device):
+        if hasattr(module, "break_even"):
+            module.break_even = 0.0  # a trace has whole images where there is room for all blocks
         exported = torch.export.export(module, (x, mask)).module()
         assert shares(module) == {}  # a trace computes nothing
         for seed in (0, 1):

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from support import networks  # noqa: E402  (needs PyTorch)
-from support.assertions import assert_close  # noqa: E402
+from support.networks import assert_near  # noqa: E402
 
 BLOCK_SIZES = {(64, 96): 16, (60, 84): 16, (61, 83): 16, (20, 24): 32}
 TORCHVISION = [
@@ -15,16 +15,6 @@ TORCHVISION = [
     "mobilenet_v3_small", "efficientnet_b0", "convnext_tiny", "regnet_y_400mf", "densenet121",
     "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "lraspp_mobilenet_v3_large",
 ]  # fmt: skip
-
-
-def close(actual, expected, dtype="float64", terms=1 << 14):
-    """Networks of many layers: what rounding can do, with room for cancellation."""
-    for a, e in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
-        size = 1 + e.abs().max().item()
-        if a.is_floating_point():
-            assert_close(a, e, terms=terms, dtype=dtype, magnitude=size)
-        else:
-            assert torch.equal(a, e)
 
 
 @pytest.fixture
@@ -56,7 +46,7 @@ def test_families(sparsified, device, name, size):
         expected = dense(x) if share == 1 else networks.oracle(dense, x, on, block)
         for break_even in (2.0, 0.0):  # never whole images, always
             sparse.break_even = break_even
-            close(sparse(x, mask), expected)
+            assert_near(sparse(x, mask), expected)
     named = {"vgg": {"6": "adaptive_avg_pool2d"}}.get(name, {})
     assert sparse.dense_layers == named
 
@@ -73,9 +63,9 @@ def test_torchvision(st, device, name):
     x = torch.randn(1, 3, 130, 161, dtype=torch.float64, device=device)
     full = torch.ones(1, 130, 161, dtype=torch.bool, device=device)
     sparse.break_even = 2.0
-    close(sparse(x, full), dense(x))
+    assert_near(sparse(x, full), dense(x))
     on, mask = (t.to(device) for t in networks.blocks((1, 130, 161), 32, 0.5))
-    close(sparse(x, mask), networks.oracle(dense, x, on, 32))
+    assert_near(sparse(x, mask), networks.oracle(dense, x, on, 32))
 
 
 def _torchvision():
@@ -98,7 +88,7 @@ def test_single_precision(st, name):
         expected = networks.oracle(dense, x, on, 16)
         for break_even in (2.0, 0.0):
             sparse.break_even = break_even
-            close(sparse(x, mask), expected, "float32")
+            assert_near(sparse(x, mask), expected, "float32")
         for parameter in dense.parameters():
             parameter.mul_(1.1)
 
@@ -130,7 +120,7 @@ def test_nothing_is_read_where_nothing_may_be(sparsified, device):
     poisoned = torch.where(mask[:, None], x, float("nan"))
     for capacity in (None, 1.0, int(on.sum()) + 5):
         sparse.capacity = capacity
-        close(sparse(poisoned, mask)["out"], expected)
+        assert_near(sparse(poisoned, mask)["out"], expected)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from support import networks  # noqa: E402  (needs PyTorch)
-from with_torch.test_network_families import close  # noqa: E402
+from support.networks import assert_near  # noqa: E402
 
 conv, pool, grow, resize = F.conv2d, F.max_pool2d, F.conv_transpose2d, F.interpolate
 
@@ -208,6 +208,6 @@ def test_functions(st, name):
                     r.shape == e.shape
                     for r, e in zip(*map(tree_leaves, (result, expected)), strict=True)
                 )
-                close(result, expected)
+                assert_near(result, expected)
                 if size == (48, 64):
                     assert bool(sparse.dense_layers) == (name in IMAGE)

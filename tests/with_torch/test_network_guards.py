@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.nn.utils import parametrizations, prune  # noqa: E402
 
 from support import networks  # noqa: E402  (needs PyTorch)
-from with_torch.test_network_families import close  # noqa: E402
+from support.networks import assert_near  # noqa: E402
 
 SIZE, BLOCK = (48, 64), 16
 
@@ -105,12 +105,12 @@ def test_convolutions_with_arithmetic_of_their_own(st, kind):
     on, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
     with torch.no_grad():
         for _ in range(2):
-            close(sparse(x, full), dense(x))
+            assert_near(sparse(x, full), dense(x))
             assert sparse.dense_layers == {}
             for parameter in dense.parameters():
                 parameter.mul_(1.25)
         if kind != "hooked":  # whose sums the oracle zeroes in an order of its own
-            close(sparse(x, mask), networks.oracle(dense, x, on, BLOCK))
+            assert_near(sparse(x, mask), networks.oracle(dense, x, on, BLOCK))
 
 
 def test_two_threads_have_their_own_masks(st):
@@ -181,7 +181,7 @@ def test_gradients_that_would_be_lost_are_refused(st):
     sparse = st.sparsify(Run(lambda x: Double.apply(x) + 1), BLOCK)
     x, mask = image().float(), torch.ones(2, *SIZE)
     with torch.no_grad():
-        close(sparse(x, mask), 2 * sparse.model.conv(x) + 1, "float32")
+        assert_near(sparse(x, mask), 2 * sparse.model.conv(x) + 1, "float32")
     with pytest.raises(NotImplementedError, match="Double"):
         sparse(x, mask)
 
@@ -210,7 +210,7 @@ def test_weights_that_change_are_seen(st):
 
     def check():
         with torch.no_grad():
-            close(sparse(x, full), dense(x))
+            assert_near(sparse(x, full), dense(x))
 
     check()
     with torch.no_grad():

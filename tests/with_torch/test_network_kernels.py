@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import sbnet_cupy as sb  # noqa: E402
 from support import networks  # noqa: E402  (needs PyTorch)
-from with_torch.test_network_families import close  # noqa: E402
+from support.networks import assert_near  # noqa: E402
 
 ACTIVATIONS = (None, "relu", "silu", "gelu")
 
@@ -96,7 +96,7 @@ def test_what_is_asked_of_kernels(st, asked, name):
     sparse = st.sparsify(dense, block)
     sparse.break_even = 2.0
     expected = networks.oracle(dense, x, on, block)
-    close(sparse(x, mask), expected, "float32")
+    assert_near(sparse(x, mask), expected, "float32")
     assert "conv" in asked and ("depthwise" in asked) == (
         name in ("mobilenet", "convnext", "shuffle")
     )
@@ -125,7 +125,7 @@ def test_rows_past_the_count(st, asked):
     wide = BlockTable(
         exact.counts, torch.cat([exact.indices, spare]), exact.places, (16, 16), (61, 84)
     )
-    close(sparse._run(wide, x), networks.oracle(dense, x, on, 16), "float32")
+    assert_near(sparse._run(wide, x), networks.oracle(dense, x, on, 16), "float32")
 
 
 @torch.no_grad()
@@ -159,7 +159,7 @@ def test_first_layers_of_few_channels(st, asked, channels, dtype, kernels):
     x = torch.randn(2, channels, 64, 96).to(dtype)
     y = sparse(x, torch.ones(2, 64, 96))
     assert asked == kernels
-    close(y.float(), dense(x).float(), "float16" if dtype == torch.float16 else "float32")
+    assert_near(y.float(), dense(x).float(), "float16" if dtype == torch.float16 else "float32")
 
 
 def test_bits_of_the_lowest_value():

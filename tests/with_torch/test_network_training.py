@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from support import networks  # noqa: E402  (needs PyTorch)
-from with_torch.test_network_families import close  # noqa: E402
+from support.networks import assert_near  # noqa: E402
 
 SIZE, BLOCK = (61, 84), 16
 
@@ -37,7 +37,7 @@ def same(actual, expected):
     """Compare what :func:`learn` returns."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        close(actual[name], value, terms=1 << 17)  # gradients are sums over pixels, too
+        assert_near(actual[name], value, terms=1 << 17)  # gradients are sums over pixels, too
 
 
 @pytest.mark.parametrize("name", networks.FAMILIES)
@@ -88,9 +88,9 @@ def test_batch_norm_takes_active_pixels_inside_the_image(st, break_even):
         pixels = dense[0](x * mask[:, None]).movedim(1, -1)[mask]
         expected = torch.zeros(2, *SIZE, 4, dtype=torch.float64)
         expected[mask] = dense[1].train()(pixels.t()[None, :, :, None])[0, :, :, 0].t()
-    close(y.detach(), expected.movedim(-1, 1))
+    assert_near(y.detach(), expected.movedim(-1, 1))
     for name, value in dense[1].named_buffers():
-        close(dict(sparse.model[1].named_buffers())[name], value)
+        assert_near(dict(sparse.model[1].named_buffers())[name], value)
 
 
 def test_an_empty_mask_trains(st):

@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 
 from sbnet_cupy import CapacityError, DTypeError, ShapeError  # noqa: E402
 from support import networks  # noqa: E402  (needs PyTorch)
-from with_torch.test_network_families import close  # noqa: E402
+from support.networks import assert_near  # noqa: E402
 
 SIZE, BLOCK = (61, 84), 16
 
@@ -44,7 +44,7 @@ def test_with_exact_halos_the_result_at_the_mask_is_the_dense_one(st):
     for sparse in (exact, zero):
         sparse.break_even = 2.0
     expected = dense(x)
-    close(exact(x, mask).movedim(1, -1)[mask], expected.movedim(1, -1)[mask])
+    assert_near(exact(x, mask).movedim(1, -1)[mask], expected.movedim(1, -1)[mask])
     assert (zero(x, mask) - expected).movedim(1, -1)[mask].abs().max() > 1e-3
     assert zero.computed()["0"] < exact.computed()["0"] < 0.5
 
@@ -98,7 +98,7 @@ def test_capacity_too_small_shows(st):
     sparse.check()
     sparse.capacity = 1.0
     sparse.break_even = 2.0
-    close(sparse(x, mask), expected)
+    assert_near(sparse(x, mask), expected)
     sparse.capacity = count - 3
     with pytest.warns(RuntimeWarning, match=f"{count} blocks are active, and capacity has room"):
         few = sparse(x, mask)
@@ -106,7 +106,7 @@ def test_capacity_too_small_shows(st):
     with pytest.raises(CapacityError, match=f"{count} were active in the last call"):
         sparse.check()
     first = on.flatten().cumsum(0).view(on.shape) <= count - 3
-    close(few, networks.oracle(dense, x, on & first, BLOCK))
+    assert_near(few, networks.oracle(dense, x, on & first, BLOCK))
     sparse.capacity = 0
     with pytest.warns(RuntimeWarning, match="room for 0"):
         assert not sparse(x, mask).any()
@@ -174,7 +174,7 @@ def test_graphed_and_tuned(st, device):
         first = run(x * 2, mask)["out"]
         expected = sparse(x * 2, mask)["out"]
         run(x, mask)  # a result is not written again
-        close(first, expected, "float32")
+        assert_near(first, expected, "float32")
     with pytest.raises(ShapeError, match="x and mask must be like those"):
         run(x[:1], masks[0][:1])
     times = sparse.tune(x)
@@ -203,11 +203,11 @@ def test_networks_that_are_cut_where_blocks_end(st):
     ).double()  # fmt: skip
     sparse, x = st.sparsify(dense, 6), image()
     sparse.break_even = 2.0
-    close(sparse(x, torch.ones(2, *SIZE)), dense(x))
+    assert_near(sparse(x, torch.ones(2, *SIZE)), dense(x))
     assert sparse.dense_layers == {"2": "conv2d"}
     on, mask = networks.blocks((2, *SIZE), 6, 0.5)
     stages = {SIZE: 6, (31, 42): 3}
-    close(sparse(x, mask), networks.oracle(dense, x, on, 6, stages))
+    assert_near(sparse(x, mask), networks.oracle(dense, x, on, 6, stages))
 
 
 @torch.no_grad()
@@ -226,10 +226,11 @@ def test_masks_and_other_arguments(st):
     mask = on.repeat_interleave(8, 1).repeat_interleave(16, 2)[:, : SIZE[0], : SIZE[1]]
     expected = torch.where(mask[:, None], dense(x * mask[:, None], 3.0, shift=1.0), 0)
     for given in (mask, mask[:, None], mask.float(), mask.long() * 5, mask.double()[:, None]):
-        close(sparse(x, given, 3.0, shift=1.0), expected)
+        assert_near(sparse(x, given, 3.0, shift=1.0), expected)
     few = mask & (torch.rand(2, *SIZE) < 0.3)  # a block is active when a pixel of its own is set
     few[:, ::8, ::16] |= mask[:, ::8, ::16]
-    close(sparse(x.contiguous(memory_format=torch.channels_last), few, 3.0, shift=1.0), expected)
+    last = x.contiguous(memory_format=torch.channels_last)
+    assert_near(sparse(last, few, 3.0, shift=1.0), expected)
     assert not sparse(x, -mask.float(), 3.0).any()
     assert sparse(x[:0], mask[:0], 3.0).shape == (0, 2, *SIZE)
 
@@ -239,9 +240,9 @@ def test_images_smaller_than_a_block_and_networks_without_convolutions(st):
     x = image(2, (5, 7))
     for dense in (networks.network("resnet_basic").double(), nn.ReLU(), nn.Identity()):
         sparse = st.sparsify(dense)
-        close(sparse(x, torch.ones(2, 5, 7)), dense(x))
+        assert_near(sparse(x, torch.ones(2, 5, 7)), dense(x))
         on = torch.zeros(2, 1, 1, dtype=torch.bool)
-        close(sparse(x, torch.zeros(2, 5, 7)), networks.oracle(dense, x, on, 32))
+        assert_near(sparse(x, torch.zeros(2, 5, 7)), networks.oracle(dense, x, on, 32))
 
 
 @torch.no_grad()

@@ -46,18 +46,14 @@ def records(*tensors):
 
 def list_blocks(mask, block, capacity):
     """Return (count, rows, grid) of a mask on a GPU, as int32 tensors: two kernels."""
-    from ...block_sparse.stack.block_table import _fill_grid_cuda
+    from ...block_sparse.stack.block_table import FILL_GRID
 
     n, h, w = mask.shape
     shape = (-(-h // block[0]), -(-w // block[1]))
     counts, rows = reduce_mask(mask.contiguous(), shape, bsize=block, capacity=capacity)
     grid = torch.empty(n, *shape, dtype=torch.int32, device=mask.device)
-    compute(_fill_grid_into, mask, counts, rows, out=grid, fill=_fill_grid_cuda)
+    compute(lambda *arrays: FILL_GRID(arrays, (n, *shape)), (counts, rows, grid))
     return counts, rows, grid
-
-
-def _fill_grid_into(counts, indices, *, out, fill):
-    fill(counts, indices, out)
 
 
 @contextlib.contextmanager

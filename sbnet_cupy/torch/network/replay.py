@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch.nn.modules import module as _modules
 
-from .._native import raw_stream
+from .._dispatch_state import current_stream
 from . import graphs
 
 _LIMIT = 4  # graphs of a network: each has memory for its activations
@@ -133,7 +133,7 @@ def _key(sparse, x, mask, outside):
     outside = sparse.outside if outside is None else outside
     return (
         tuple(x.shape), x.stride(), x.dtype, x.device, tuple(mask.shape), mask.stride(), mask.dtype,
-        raw_stream(x.get_device()) if x.is_cuda else None, type(outside), outside,
+        current_stream(x.get_device()) if x.is_cuda else None, type(outside), outside,
         sparse.block_size, sparse.capacity, type(sparse.capacity), sparse.halo, sparse.break_even,
         torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(), cudnn.enabled, cudnn.benchmark,

@@ -11,6 +11,7 @@ from conftest import Library
 from sbnet_cupy import DTypeError, ShapeError, calc_block_params_res_block
 from sbnet_cupy.block_sparse.bottleneck.res_block import sparse_res_block_bottleneck
 from sbnet_cupy.block_sparse.bottleneck.weights import BottleneckWeights
+from sbnet_cupy.core.operator import clear_plans
 from support import conv_oracles as oracles
 from support import unit_cases
 from support.assertions import assert_same, to_numpy
@@ -164,13 +165,14 @@ def test_what_the_fused_method_does_not_cover(xp):
 def test_auto_is_fused_where_there_is_a_kernel(require, monkeypatch):
     cupy = require("gpu")
     module, called = sys.modules["sbnet_cupy.block_sparse.bottleneck.res_block"], []
-    fused_bottleneck = module.fused_bottleneck
+    plan_fused_bottleneck = module.plan_fused_bottleneck
 
-    def count_calls(*args, **options):
+    def count_plans(*args):
         called.append(1)
-        return fused_bottleneck(*args, **options)
+        return plan_fused_bottleneck(*args)
 
-    monkeypatch.setattr(module, "fused_bottleneck", count_calls)
+    clear_plans()
+    monkeypatch.setattr(module, "plan_fused_bottleneck", count_plans)
     sizes = {"image": (2, 9, 9, 16), "channels": 16}
     for dtype, options, count in (
         (np.float16, {}, 1), (np.float64, {}, 1), (np.float32, {}, 1),

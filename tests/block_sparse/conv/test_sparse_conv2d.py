@@ -11,6 +11,7 @@ from conftest import Library
 from sbnet_cupy import PackedWeights, ShapeError, calc_block_params, reduce_mask
 from sbnet_cupy.block_sparse.conv.mask_conv2d import mask_conv2d
 from sbnet_cupy.block_sparse.conv.sparse_conv2d import sparse_conv2d
+from sbnet_cupy.core.operator import clear_plans
 from sbnet_cupy.dense.activation import ACTIVATIONS
 from support import conv_oracles as oracles
 from support.assertions import assert_same, to_numpy
@@ -149,13 +150,14 @@ def test_packed_weights(xp, method):
 def test_auto_is_fused_where_there_is_a_kernel(require, monkeypatch):
     cupy = require("gpu")
     module, called = sys.modules["sbnet_cupy.block_sparse.conv.sparse_conv2d"], []
-    fused_conv = module.fused_conv
+    plan_fused_conv = module.plan_fused_conv
 
-    def count_calls(*args, **options):
+    def count_plans(*args):
         called.append(1)
-        return fused_conv(*args, **options)
+        return plan_fused_conv(*args)
 
-    monkeypatch.setattr(module, "fused_conv", count_calls)
+    clear_plans()
+    monkeypatch.setattr(module, "plan_fused_conv", count_plans)
     for dtype, count in ((np.float16, 1), (np.float64, 1), (np.float32, 2)):
         case = Case(dtype=np.dtype(dtype))
         case.run(Library("cupy", cupy), *case.data())
