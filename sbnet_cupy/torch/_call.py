@@ -17,7 +17,7 @@ from ..core.workspace import workspace
 from ..errors import DTypeError, ShapeError
 from . import _dispatch_state as state
 from ._native import check_contiguous, compute, describe, native_stream, to_tensor
-from ._packed import known_fields, packed
+from ._packed import forget_learning, known_fields, packed
 
 
 def call(operation, tensors, options):
@@ -74,7 +74,9 @@ def run(operation, tensors, options, described=None):
             return run(operation, tensors, options, described)
     if operation.tells_in_place:
         options = (*options, _is_in_place(operation, tensors))
-    fields, gaps, _ = described or describe(tensors)
+    fields, gaps, learns = described or describe(tensors)
+    if learns and operation.packs:
+        forget_learning([tensors[i] for i in operation.packs])
     plan = operation.operator.find(fields, options)
     if plan is None:
         operation.check(tensors)

@@ -109,6 +109,7 @@ SPARSE_CONV2D = Operation(
     gradient=_conv_gradient,
     saves=_conv_saves,
     floats=("x", "w"),
+    packs=("w", "scale", "bias"),
 )
 UNIT = Operation(
     RES_BLOCK,

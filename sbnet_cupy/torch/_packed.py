@@ -91,6 +91,18 @@ def kept_of(plan, weights, stream):
     return kept
 
 
+def forget_learning(weights):
+    """Drop all that is kept of any of these weights if one needs a gradient.
+
+    It may then change without a new version, also in calls whose plan packs nothing.
+    """
+    learning = {id(w) for w in weights if w is not None and w.requires_grad}
+    if learning:
+        for first, group in list(_KEPT.items()):
+            if any(not learning.isdisjoint(key[2:]) for key in group):
+                forget(first)
+
+
 def forget(first, reference=None):
     """Drop all that is kept under the id of a first weight; called too when a weight is deleted."""
     for kept in _KEPT.pop(first, {}).values():

@@ -298,3 +298,26 @@ def test_a_unit_in_place_of_x_goes_by_the_stack(st, torch, gpu, image, listed, m
             held = sb.BottleneckWeights(odd, *tensors._arrays()[1:])
             out = big[: x.numel()].view(x.shape)
             st.sparse_res_block_bottleneck(x, held, listed[1], UNIT, out=out)
+
+
+@pytest.mark.parametrize("method", ["auto", "gather"])
+def test_weights_that_learned_in_any_call_are_packed_anew(
+    st, torch, gpu, image, listed, monkeypatch, method
+):
+    """A change in training leaves no version: a call in between shows that there may be one."""
+    monkeypatch.setattr(gpu.calling, "compute", gpu.compute)
+    w, there = gpu.tensor(whole(torch, 3, 3, 16, 16, seed=2)), gpu.tensor(image)
+
+    def conv(method="auto"):
+        y = st.sparse_conv2d(there, w, listed[1], PARAMS, method=method)
+        return plain(y)
+
+    conv()
+    version = w._version
+    w.requires_grad_(True)
+    w.data.mul_(2)
+    with torch.no_grad():
+        conv(method)
+    w.requires_grad_(False)
+    assert w._version == version
+    assert_same(conv(), sb.sparse_conv2d(image, plain(w), listed[0], PARAMS))
