@@ -85,7 +85,9 @@ class Gpu:
     def _described(self, tensors, is_plain=None, known=()):
         """Describe tensors as those of a GPU: also gradients, which autograd makes plain ones."""
         on_gpu = (t.as_subclass(self._kind) if hasattr(t, "as_subclass") else t for t in tensors)
-        return self._describe(on_gpu, is_plain, known)
+        found = self._describe(on_gpu, is_plain, known)
+        learns = any(getattr(t, "requires_grad", False) for t in tensors)  # of a view: by the mode
+        return found and found._replace(requires_grad=learns)
 
     def _prepare(self, stem, kernel, template, grid, block, pointers, scalars, shared=0,
                  persistent=False, dependent=False, cluster=1):  # fmt: skip
