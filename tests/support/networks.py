@@ -3,16 +3,16 @@
 The oracle is the dense network in which every activation outside the active blocks is 0.
 """
 
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+import pytest
 
 from support.assertions import assert_close
 
+torch = pytest.importorskip("torch")
+nn, F = torch.nn, torch.nn.functional
+tree_leaves, tree_map = torch.utils._pytree.tree_leaves, torch.utils._pytree.tree_map
 
-class ZeroedOutside(TorchFunctionMode):
+
+class ZeroedOutside(torch.overrides.TorchFunctionMode):
     """Zero what every function of PyTorch returns outside active blocks.
 
     ``stages`` maps the sizes of images that occur, (h, w), to the block of that stage.

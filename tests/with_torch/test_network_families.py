@@ -4,10 +4,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
+
+tree_leaves = torch.utils._pytree.tree_leaves
 
 BLOCK_SIZES = {(64, 96): 16, (60, 84): 16, (61, 83): 16, (20, 24): 32}
 TORCHVISION = [

@@ -6,12 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.nn.utils import parametrizations, prune  # noqa: E402
-
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
+
+nn = torch.nn
+F = torch.nn.functional
+parametrizations = torch.nn.utils.parametrizations
+prune = pytest.importorskip("torch.nn.utils.prune")
 
 SIZE, BLOCK = (48, 64), 16
 

@@ -8,9 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
 
 from support import networks  # noqa: E402  (needs PyTorch)
+
+nn = torch.nn
 
 SIZE, BLOCK = (61, 84), 16
 

@@ -6,12 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
+
+nn = torch.nn
+F = torch.nn.functional
+tree_leaves = torch.utils._pytree.tree_leaves
 
 SIZE, BLOCK = (61, 84), 16
 

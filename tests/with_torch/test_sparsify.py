@@ -7,11 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
 
 from sbnet_cupy import CapacityError, DTypeError, ShapeError  # noqa: E402
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
+
+nn = torch.nn
 
 SIZE, BLOCK = (61, 84), 16
 

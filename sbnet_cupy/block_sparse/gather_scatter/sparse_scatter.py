@@ -256,7 +256,8 @@ def scatter_numpy(
 
     ``x`` is None where ``y`` holds it already.
     """
-    _copy_below(x, y)
+    if x is not None:
+        _copy_below(x, y)
     corners = find_corners(bin_counts, active_block_indices, grid)
     corners = meeting(corners, layout, grid.bsize)
     if not len(corners.rows):
