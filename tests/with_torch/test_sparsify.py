@@ -190,7 +190,7 @@ def test_graphed_and_tuned(st, device):
     ("dense", "found"), [(1.0, 0.5), (1.5, 0.75), (2.0, 1.0), (2.5, 2.0), (0.25, 0.125)]
 )
 def test_where_a_stack_takes_as_long_as_whole_images(st, dense, found):
-    from sbnet_cupy.torch.network.graphs import _crossing
+    from sbnet_cupy.torch.network.tuning import _crossing
 
     assert _crossing({"dense": dense, 0.25: 0.5, 0.5: 1.0, 1.0: 2.0}) == found
 

@@ -2,7 +2,8 @@
 
 Each function returns None where no kernel serves the call; then PyTorch's operations do. What is
 decided once for all calls alike is kept under the sizes of the call. Rows of a stack past the count
-may hold anything: nothing reads them, and reductions and the scatter leave them out.
+may hold anything: nothing reads them, and reductions and the scatter leave them out. In training
+they are 0, as products with them are summed up.
 """
 
 import contextlib
@@ -101,9 +102,9 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     )  # fmt: skip
     with _at_home(x) as device:
         settled = table.settled and (depthwise or _is_packed(weight, bias))
-        key = (device, facts, settled)
+        key = (device, facts, settled, _clears(table))
         if key not in _PLANS:
-            _PLANS[key] = _prepare_conv(*facts, settled)
+            _PLANS[key] = _prepare_conv(*facts, *key[2:])
         run = _PLANS[key]
         if run is None:
             return None
@@ -130,6 +131,11 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     return finish(y, None, activation)
 
 
+def _clears(table):
+    """Whether rows past the count must be 0: in training, where sums of products take them in."""
+    return table.weights is None and not table.known_live
+
+
 def _is_mostly_padding(channels, itemsize, kernel):
     """Whether a kernel would multiply zeros for the most part: it pads pixels to 16 bytes.
 
@@ -141,11 +147,11 @@ def _is_mostly_padding(channels, itemsize, kernel):
 
 def _prepare_conv(
     dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
-    strides, dilation, pads, activation, depthwise, settled,
+    strides, dilation, pads, activation, depthwise, settled, clear_rows,
 ):  # fmt: skip
     """Return (launch, pack, whether addresses are enough) for the current device, or None.
 
-    ``settled`` as in ``prepare_stack_conv``.
+    ``settled`` and ``clear_rows`` as in ``prepare_stack_conv``.
     """
     from ...block_sparse.stack import stack_launch
     from ...block_sparse.stack.stack_conv_plan import (
@@ -164,14 +170,14 @@ def _prepare_conv(
     )  # fmt: skip
     if depthwise:
         width = math.gcd(16, channels * itemsize)
-        launch = stack_launch.prepare_stack_depthwise(conv, "OIHW", width, False)
+        launch = stack_launch.prepare_stack_depthwise(conv, "OIHW", width, clear_rows)
         return None if launch is None else (launch, None, True)
     device = current_device()
     if missing_kernel(conv, device) is not None:
         return None
     plain = conv.vectors_in and not plan_stack_conv(conv, device).partials
     pack = stack_launch.prepare_stack_pack(conv, "OIHW")
-    return stack_launch.prepare_stack_conv(conv, settled, clear_rows=False), pack, plain
+    return stack_launch.prepare_stack_conv(conv, settled, clear_rows), pack, plain
 
 
 def _is_packed(weight, bias):
@@ -220,16 +226,16 @@ def halo(x, table, block, size, pads, fill, mode):
     facts = (rows.dtype, tuple(rows.shape), table.batch, table.grid, block, size, pads, kind)
     out = torch.empty(rows.shape[0], *shape, rows.shape[3], dtype=x.dtype, device=x.device)
     with _at_home(x) as device:
-        key = (device, facts)
+        key = (device, facts, _clears(table))
         if key not in _PLANS:
-            _PLANS[key] = _prepare_halo(*facts)
+            _PLANS[key] = _prepare_halo(*facts, key[2])
         given = (rows, table.counts, table.indices, table.places, out)
         _PLANS[key](*map(_At, given))
         table.settled = True
     return out.permute(0, 3, 1, 2)
 
 
-def _prepare_halo(dtype, shape, images, grid, block, image, pads, kind):
+def _prepare_halo(dtype, shape, images, grid, block, image, pads, kind, clear_rows):
     from ...block_sparse.stack import stack_launch
 
     names = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -239,7 +245,7 @@ def _prepare_halo(dtype, shape, images, grid, block, image, pads, kind):
         before=(pads[0], pads[2]), after=(pads[1], pads[3]), fill=kind,
         lowest=_lowest(names[dtype]),
     )  # fmt: skip
-    return stack_launch.prepare_stack_halo(sizes, pixel, math.gcd(16, pixel), False)
+    return stack_launch.prepare_stack_halo(sizes, pixel, math.gcd(16, pixel), clear_rows)
 
 
 def _lowest(name):

@@ -1,17 +1,15 @@
-"""CUDA graphs of a sparsified network, its receptive field, and its break-even share."""
+"""CUDA graphs of a sparsified network, and its receptive field."""
 
 import copy
 import math
-import time
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...errors import ShapeError
-from . import cuda
 from . import tensor as T
-from .table import BlockTable, PictureTable
+from .table import BlockTable
 
 
 def graphed(sparse, x, mask):
@@ -50,7 +48,7 @@ def _captured(sparse, x, mask, outside=None):
     sparse.capacity = 1.0 if capacity is None else capacity
     try:
         with torch.no_grad():
-            graph, result = _capture(lambda: sparse._call(own_x, own_mask, outside=outside), own_x)
+            graph, result = capture(lambda: sparse._call(own_x, own_mask, outside=outside), own_x)
         noted = sparse._last
     finally:
         sparse.capacity = capacity
@@ -76,7 +74,7 @@ def _captured(sparse, x, mask, outside=None):
     return replay
 
 
-def _capture(run, x):
+def capture(run, x):
     """Capture ``run()`` on the device of x; return (graph, what ``run`` returned)."""
     with torch.cuda.device(x.device):
         before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -154,94 +152,3 @@ def receptive_field(sparse, x):
             f"{why or 'a function of the whole image'}"
         )
     return math.ceil(reach)
-
-
-@torch.no_grad()
-def tune(sparse, x):
-    """Measure whole images against stacks of some shares; set and return what was found.
-
-    On a GPU these are times of CUDA graphs, which hold no time of the host.
-    """
-    if sparse.training:
-        raise RuntimeError("tune needs a network in evaluation, got one in training")
-    n, _, h, w = x.shape
-    grid = tuple(-(-s // b) for s, b in zip((h, w), sparse.block_size, strict=True))
-    total = n * grid[0] * grid[1]
-    partly = torch.ones(n, *grid, dtype=torch.bool, device=x.device)
-    partly.view(-1)[-1] = total < 2
-    make = {"dense": lambda: PictureTable(partly, sparse.block_size, (h, w), False)}
-    order = torch.arange(total, device=x.device).view(n, *grid)
-    for share in (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0):
-        rows = max(round(share * total), 1)
-        chosen = order < rows  # whole rows of blocks, as blobs have neighbours
-        make[share] = _stack_of(sparse, chosen, rows, (h, w))
-    runs = {name: lambda t=table: sparse._run(t(), x) for name, table in make.items()}
-    best = _times_on_gpu(runs, x) if x.is_cuda else _times_on_cpu(runs)
-    sparse.break_even = _crossing(best)
-    return best
-
-
-def _stack_of(sparse, chosen, rows, size):
-    """Return a function that makes the table of chosen blocks; on a GPU nothing in it waits."""
-    block = sparse.block_size
-    if not chosen.is_cuda:
-        return lambda: BlockTable.of_blocks(chosen, rows, rows, block, size)
-    mask = chosen.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
-    mask = mask[:, : size[0], : size[1]].contiguous()
-    return lambda: BlockTable(*cuda.list_blocks(mask, block, rows), block, size)
-
-
-def _crossing(times):
-    """Return the share at which a stack takes as long as whole images; over 1 if at none."""
-    dense, last = times["dense"], (0.0, 0.0)
-    for share, time_ in ((s, t) for s, t in times.items() if s != "dense"):
-        if time_ >= dense:
-            (a, t), span = last, time_ - last[1]
-            return a + (share - a) * (dense - t) / span if span > 0 else share
-        last = share, time_
-    return 2.0
-
-
-def _times_on_cpu(runs):
-    """Return milliseconds of each of some functions, in turns."""
-    times = {name: [] for name in runs}
-    for _ in range(5):
-        for name, run in runs.items():
-            times[name].append(_milliseconds(run))
-    return {name: min(values[1:]) for name, values in times.items()}
-
-
-def _times_on_gpu(runs, x):
-    """Return milliseconds of a CUDA graph of each of some functions; one graph is there at a time.
-
-    A network that waits for the device has no graph, and is measured with the host's time.
-    """
-    times = {}
-    for name, run in runs.items():
-        try:
-            graph, result = _capture(run, x)
-        except WaitsForDevice:
-            again, result = run, None
-        else:
-            again = graph.replay
-        with torch.cuda.device(x.device):
-            times[name] = min(_device_milliseconds(again) for _ in range(5))
-        graph = again = result = None  # noqa: F841 (their memory is the next one's)
-    return times
-
-
-def _device_milliseconds(run, calls=10):
-    run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
-
-
-def _milliseconds(run):
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3

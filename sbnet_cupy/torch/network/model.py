@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from ...errors import CapacityError, DeviceError, DTypeError, ShapeError
-from . import cuda, graphs
+from ...errors import CapacityError
+from . import cuda, graphs, tuning
 from . import tensor as T
+from .ends import check_call, check_outside, finished
 from .replay import Replays, may_replay
 from .table import BlockTable, PictureTable, active_blocks
 from .trace import Trace, lines
@@ -52,6 +53,7 @@ class SparseModel(nn.Module):
         self.break_even = None
         self._weights = Weights()
         self._replays = Replays()
+        self._compiled = None
         self._reaches = {}
         self._seen = {}
         self._last = None
@@ -90,24 +92,43 @@ class SparseModel(nn.Module):
         table, counted = self._table(x, mask)
         if is_tracing():
             return self._run(table, x, args, kwargs, outside)
-        key = (tuple(x.shape), x.dtype, self.training, table.whole)
-        if key not in self._seen:
-            table.trace = Trace(self.model)
-        result = self._run(table, x, args, kwargs, outside)
-        if table.trace is not None:
-            self._seen[key] = table.trace
+        key = self._kind(x, table.whole)
+        if self._is_compiled(table, x, args, kwargs):
+            result = self._compiled(self, x, table, outside)
+        else:
+            if key not in self._seen:
+                table.trace = Trace(self.model)
+            result = self._run(table, x, args, kwargs, outside)
+            if table.trace is not None:
+                self._seen[key] = table.trace
         self._last = key, counted, table.grid[0] * table.grid[1] * table.batch
         _warn(*counted)
         return result
 
+    def _kind(self, x, whole):
+        """Return what calls have in common that run the same layers in the same way."""
+        return tuple(x.shape), x.dtype, self.training, whole
+
+    def _is_compiled(self, table, x, args, kwargs):
+        """Whether a call runs on whole images for which :meth:`tune` compiled the network."""
+        evaluated = not (self.training or torch.is_grad_enabled())
+        there = table.whole and self._compiled is not None
+        return there and evaluated and self._compiled.serves(x, args, kwargs)
+
     def _run(self, table, x, args=(), kwargs=None, outside=0.0):
         """Run the network on a table's blocks."""
+        y = self._result(table, x, args, kwargs)
+        return tree_map(lambda out: finished(out, outside), y)
+
+    def _result(self, table, x, args=(), kwargs=None):
+        """Return what the network returns, with stacks in place of images."""
         trained = self.training or torch.is_grad_enabled()
         table.weights = None if trained else Weights() if is_tracing() else self._weights
         value = table.gather(x, table.block, (2, 3))
         value = value.contiguous(memory_format=torch.channels_last)
-        y = self.model(T.StackTensor(value, table, table.block, table.size), *args, **kwargs or {})
-        return tree_map(lambda out: finished(out, outside), y)
+        return self.model(
+            T.StackTensor(value, table, table.block, table.size), *args, **kwargs or {}
+        )
 
     def _table(self, x, mask):
         """Return the table of a call, and (count of active blocks, room)."""
@@ -120,13 +141,15 @@ class SparseModel(nn.Module):
         share = self._break_even(x)
         if x.is_cuda and x.shape[0]:
             return self._table_on_gpu(mask, size, total, room, share)
-        on = active_blocks(mask, self.block_size)
         if is_tracing():
-            return self._table_of_trace(on, size, total, room, share)
+            return self._table_of_trace(mask, size, total, room, share)
+        on = active_blocks(mask, self.block_size)
         count = int(on.sum())
         room = total if room is None else room
         if x.shape[0] == 0 or (min(room, count) >= share * total and room >= count):
-            return PictureTable(on, self.block_size, size, count == total), (count, total)
+            table = PictureTable(mask, self.block_size, size, count == total)
+            table.on = on
+            return table, (count, total)
         table = BlockTable.of_blocks(on, min(room, count), count, self.block_size, size)
         return table, (count, room)
 
@@ -139,7 +162,7 @@ class SparseModel(nn.Module):
             return _NEVER
         return BREAK_EVEN.get(x.device.type, 1.0)
 
-    def _table_of_trace(self, on, size, total, room, share):
+    def _table_of_trace(self, mask, size, total, room, share):
         """Return the table of a call of which torch.export makes a graph: no number is known."""
         if room is None:
             raise RuntimeError(
@@ -147,7 +170,8 @@ class SparseModel(nn.Module):
                 "number of active blocks is data"
             )
         if room >= share * total:
-            return PictureTable(on, self.block_size, size, False), (None, total)
+            return PictureTable(mask, self.block_size, size), (None, total)
+        on = active_blocks(mask, self.block_size)
         table = BlockTable.of_blocks(on, room, None, self.block_size, size)
         table.static = True
         return table, (None, room)
@@ -171,9 +195,8 @@ class SparseModel(nn.Module):
                 table = BlockTable.of_blocks(on, 0, 0, self.block_size, size)
                 return table, (0 if room is None else listed[0], 0)
             room = rows
-        on = active_blocks(mask, self.block_size)
         full = room == total and self.capacity is None
-        return PictureTable(on, self.block_size, size, full), (on.sum(), total)
+        return PictureTable(mask, self.block_size, size, full), (None, total)
 
     def _room(self, total):
         capacity = self.capacity
@@ -287,8 +310,14 @@ class SparseModel(nn.Module):
         """
         return graphs.graphed(self, x, mask)
 
-    def tune(self, x, masks=None):
+    def tune(self, x, masks=None, *, compile="auto"):
         """Measure from which share of active blocks whole images are faster, and use them there.
+
+        Whole images are 0 outside active blocks, so the result is the same up to rounding, with
+        whatever mask. On a GPU they are compiled, for calls with images like ``x``: later calls
+        with so much room, or so many active blocks, run the compiled network. It takes new weights
+        without being compiled again. A network that cannot be compiled says so in a RuntimeWarning,
+        and its whole images run uncompiled.
 
         On a GPU CUDA graphs are measured, so the host's time is in none. Where a stack is faster
         even with every block active, ``break_even`` is over 1: never.
@@ -296,21 +325,28 @@ class SparseModel(nn.Module):
         Parameters
         ----------
         x : tensor, shape (N, C, H, W)
-            An image of the usual size.
+            An image of the usual size, dtype and memory format.
         masks : list of tensors, optional
             Not needed; the share alone counts.
+        compile : "auto", bool or dict
+            Whether whole images are compiled, "auto": on a GPU; a dict has keywords of
+            ``torch.compile``, as ``{"mode": "max-autotune-no-cudagraphs"}``. It takes as long as
+            compiling the network takes, up to a minute or two.
 
         Returns
         -------
         times : dict
-            Milliseconds: "dense" for whole images, and a number for each share of active blocks.
+            Milliseconds: "dense" for whole images, "compiled" for compiled ones, and a number for
+            each share of active blocks.
         """
-        return graphs.tune(self, x)
+        return tuning.tune(self, x, compile)
 
     def _forget(self):
         """Drop what was made of the weights."""
         self._weights.clear()
         self._replays.clear()
+        if self._compiled is not None:
+            self._compiled.forget()
 
     def train(self, mode=True):
         """Set the network to training or evaluation."""
@@ -324,7 +360,8 @@ class SparseModel(nn.Module):
     def __getstate__(self):
         state = dict(vars(self))
         state.update(
-            _weights=Weights(), _replays=Replays(), _seen={}, _last=None, _reaches={}
+            _weights=Weights(), _replays=Replays(), _compiled=None, _seen={}, _last=None,
+            _reaches={},
         )  # fmt: skip
         return state
 
@@ -341,27 +378,6 @@ def is_tracing():
     return getattr(torch.compiler, "is_exporting", bool)()  # PyTorch 2.6 cannot tell
 
 
-def finished(out, outside):
-    """Return what a network gave as an image, with what is wanted outside active blocks."""
-    if not isinstance(out, T.StackTensor):
-        return out
-    table, block, size, hw, _ = T.facts(out)
-    image = T.dense(out)
-    if isinstance(outside, str):
-        outside = T.resting(out)
-    elif isinstance(outside, torch.Tensor):
-        if outside.shape != image.shape:
-            raise ShapeError(
-                f"outside must have the shape of the result, {tuple(image.shape)}, got "
-                f"{tuple(outside.shape)}"
-            )
-    elif outside == 0:
-        return image
-    shape = [table.batch] + [1] * (image.dim() - 1)
-    shape[hw[0]], shape[hw[1]] = size
-    return torch.where(table.active_map(block, size).view(shape), image, outside)
-
-
 def _warn(count, room):
     """Warn of blocks left out, where the host knows their number."""
     if isinstance(count, int) and count > room:
@@ -371,38 +387,3 @@ def _warn(count, room):
             RuntimeWarning,
             stacklevel=6,
         )
-
-
-def check_call(x, mask):
-    """Return the mask as bool ``[N, H, W]``, or raise what is wrong with the call."""
-    for name, value in (("x", x), ("mask", mask)):
-        if not isinstance(value, torch.Tensor):
-            raise DTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if isinstance(x, T.StackTensor):
-        raise TypeError(
-            "x must be an image, got an activation of a sparsified network; a network in which one "
-            "part is sparsified already must be called with images there"
-        )
-    if x.dim() != 4 or min(x.shape[2:]) < 1:
-        raise ShapeError(f"x must have shape (N, C, H, W), got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise DTypeError(f"x must be of floating point, got {x.dtype}")
-    n, _, h, w = x.shape
-    if tuple(mask.shape) not in ((n, h, w), (n, 1, h, w)):
-        raise ShapeError(
-            f"mask must have shape ({n}, {h}, {w}) or ({n}, 1, {h}, {w}), the size of x, got "
-            f"{tuple(mask.shape)}"
-        )
-    if mask.device != x.device:
-        raise DeviceError(f"mask must be on the device of x, {x.device}, got {mask.device}")
-    mask = mask.reshape(n, h, w)
-    return mask if mask.dtype == torch.bool else mask > 0
-
-
-def check_outside(outside):
-    """Return what is wanted outside active blocks, or raise."""
-    if outside == "bias" if isinstance(outside, str) else isinstance(outside, torch.Tensor):
-        return outside
-    if isinstance(outside, bool) or not isinstance(outside, (int, float)):
-        raise ValueError(f'outside must be a number, "bias" or a tensor, got {outside!r}')
-    return outside

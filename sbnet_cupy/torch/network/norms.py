@@ -5,6 +5,7 @@ import math
 import torch
 from torch.nn import functional as F
 
+from . import gradients
 from . import tensor as T
 from .handlers import handles
 from .pointwise import pointwise, step
@@ -39,18 +40,16 @@ def _train(x, running_mean, running_var, weight, bias, momentum, eps):
     """Normalize by the mean and variance of active pixels inside the image."""
     table, block, size, _, _ = T.facts(x)
     value = T.value_of(x)
-    mean, variance, count = table.mean_inside(value, block, size)
+    if table.filled(block, size) and value.numel() > value.shape[1]:
+        out = F.batch_norm(value, running_mean, running_var, weight, bias, True, momentum, eps)
+        return T.wrap(out, x)
+    out, mean, variance, count = gradients.batch_norm(value, table, block, size, weight, bias, eps)
     if running_mean is not None:
         with torch.no_grad():
             unbiased = variance * (count / (count - 1).clamp(min=1))
             _follow(running_mean, mean, momentum)
             _follow(running_var, unbiased, momentum)
-    scale = torch.rsqrt(variance + eps)
-    scale = scale if weight is None else scale * weight
-    shift = -mean * scale if bias is None else bias - mean * scale
-    wide = value.to(scale.dtype)
-    out = wide * scale[:, None, None] + shift[:, None, None]
-    return T.wrap(out.to(value.dtype), x)
+    return T.wrap(out, x)
 
 
 def _follow(running, new, momentum):

@@ -48,7 +48,10 @@ def halo(x, table, block, size, pads, fill=0.0, mode="zeros"):
 def _take(x, table, index, held, key):
     """Return pixels of the stack at ``index [M, ...]``, 0 where nothing is: ``[M, ..., C]``."""
     pixels = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-    taken = pixels.index_select(0, index.reshape(-1)).view(*index.shape, x.shape[1])
+    flat = index.reshape(-1)
+    # on a GPU, gradients of an index are added up in the order of a sort, of index_select in none
+    taken = pixels[flat] if x.is_cuda else pixels.index_select(0, flat)
+    taken = taken.view(*index.shape, x.shape[1])
     if x.is_cuda or table.static:
         return torch.where(held[..., None], taken, 0)
     missing = table.keep(("missing", *key), lambda: (~held).reshape(-1).nonzero()[:, 0])
@@ -84,6 +87,7 @@ def conv(
         if y is not None:
             return y
     if table.whole:
+        weight = weight.detach() if table.static else weight  # no graph holds what oneDNN packed
         y = _conv_picture(
             x, weight, bias, stride, pads, dilation, groups, fill, mode, residual, activation
         )

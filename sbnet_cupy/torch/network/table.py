@@ -298,7 +298,7 @@ class BlockTable(Table):
 
     def spread(self, per_image):
         """Repeat what is given for each image for each of its rows."""
-        return per_image.index_select(0, self.image)
+        return per_image[self.image]  # whose gradient is added up in a fixed order
 
     def sum_pixels(self, value, block, size, hw):
         """Sum active pixels inside the image: ``[M, ...]`` to ``[N, ...]`` without ``hw``."""
@@ -323,10 +323,16 @@ class PictureTable(Table):
 
     whole = True
 
-    def __init__(self, on, block, size, full):
-        super().__init__(on.shape, block, size, on.device)
-        self.on, self.rows = on, on.numel()
+    def __init__(self, mask, block, size, full=False):
+        grid = (-(-s // b) for s, b in zip(size, block, strict=True))
+        super().__init__((mask.shape[0], *grid), block, size, mask.device)
+        self.mask, self.rows = mask, self.batch * self.grid[0] * self.grid[1]
         self.full = self.known_live = full
+
+    @functools.cached_property
+    def on(self):
+        """The active blocks."""
+        return active_blocks(self.mask, self.block)
 
     def _mask(self, value, block, size, hw):
         shape = [self.batch] + [1] * (value.dim() - 1)
@@ -346,7 +352,7 @@ class PictureTable(Table):
         whole = size and all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
         if self.full or torch.is_grad_enabled() or not size:
             return self.gather(value, block, hw)
-        if value.is_cuda:  # the host cannot list the blocks
+        if value.is_cuda or self.static:  # the host cannot list the blocks
             off = self.keep(("off", block, size), lambda: ~self._mask(value, block, size, hw))
             return value.masked_fill_(off, 0)
         if not whole:

@@ -339,9 +339,11 @@ def global_mean(x, over, keepdim, total=False):
     return sums
 
 
-def resting(x):
-    """Return what a convolution's result holds where its input is 0: its bias, as an image."""
-    rest = object.__getattribute__(x, "__dict__").get("_rest")
+def resting(rest):
+    """Return what a convolution's result holds where its input is 0: its bias, as an image.
+
+    ``rest`` is what :func:`rest_of` it gave.
+    """
     if rest is None:
         raise ValueError(
             "outside='bias' needs a network that returns the result of a convolution, with no more "
@@ -351,7 +353,7 @@ def resting(x):
 
 
 def rest_of(x):
-    """Return the function that makes what :func:`resting` returns, or None."""
+    """Return the function that makes what :func:`resting` shows, or None."""
     return object.__getattribute__(x, "__dict__").get("_rest")
 
 

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from . import ops
+from . import gradients, ops
 from . import tensor as T
 from .handlers import BORDERED, handles
 from .plans import Plan
@@ -106,7 +106,7 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     )
     if trained or table.weights is None:
         call = (source, table, window.block, window.size, weight, bias)
-        out = window.wrap(ops.conv(*call, **options))
+        out = window.wrap(gradients.conv(*call, **options))
         constant = weight.new_zeros(weight.shape[0]) if bias is None else bias
         return T.with_rest(out, lambda: constant)
     window.note()

@@ -1,0 +1,115 @@
+"""Whole images by torch.compile: what runs where so many blocks are active that they are faster.
+
+The network is traced once on whole images, 0 outside active blocks, down to PyTorch's operators.
+Batch norms are folded by then, and the zeros cost no pass of their own: they are written with the
+activations before them. All weights are arguments of what is traced, so one compilation serves
+while the layers stay what they are, whatever the weights become.
+"""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from . import tensor as T
+from .ends import end_of, shown
+from .replay import State
+from .table import PictureTable
+from .trace import Trace
+
+
+class Compiled:
+    """A network compiled for images of one shape, and for every mask.
+
+    ``options`` are keywords of ``torch.compile``.
+    """
+
+    def __init__(self, sparse, x, mask, options):
+        self.like, self.options = _key(x), options
+        self.made_of = self.state = None
+        self._read(sparse, x, mask)
+
+    def serves(self, x, args, kwargs):
+        """Whether this is a call of the kind that was compiled."""
+        other = torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling()
+        return not (args or kwargs or other) and _key(x) == self.like
+
+    def forget(self):
+        """Read the weights again at the next call."""
+        self.state = None
+
+    def __call__(self, sparse, x, table, outside):
+        """Return what the network returns, images finished as ``outside`` says."""
+        if self.state is None or not self.state.holds():
+            self._read(sparse, x, table.mask)
+        images = iter(self.run(x, table.mask.contiguous(), *self.weights))
+        leaves = [
+            shown(next(images), table, end, outside) if is_tensor else end
+            for is_tensor, end in self.ends
+        ]
+        return tree_unflatten(leaves, self.tree)
+
+    def _read(self, sparse, x, mask):
+        """Trace the network; compile it unless only its weights have changed."""
+        state = State(sparse.model)
+        if not state.fit:
+            raise RuntimeError("a network with hooks or inference tensors is not compiled")
+        table, key = _table(sparse, x, mask), sparse._kind(x, whole=True)
+        if key not in sparse._seen:
+            table.trace = sparse._seen[key] = Trace(sparse.model)
+        sparse._result(table, x)  # folds batch norms, so that the trace finds them folded
+        graph, self.ends, self.tree = _traced(sparse, x, mask)
+        if not state.holds():
+            raise RuntimeError("a network whose call changes its attributes or buffers is not")
+        self.weights = _lift(graph)
+        made_of = graph.code, [(t.shape, t.stride(), t.dtype, t.device) for t in self.weights]
+        if made_of != self.made_of:
+            self.run = torch.compile(graph, dynamic=False, **self.options)
+        self.made_of, self.state = made_of, state
+
+
+def _key(x):
+    return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
+def _table(sparse, x, mask):
+    table = PictureTable(mask, sparse.block_size, tuple(x.shape[2:]))
+    table.static = True
+    return table
+
+
+def _traced(sparse, x, mask):
+    """Return a graph from (x, mask) to the images of the result, what each leaf is, and its tree.
+
+    A leaf is (True, what :func:`end_of` it is) for tensors and (False, itself) for others.
+    """
+    found = {}
+
+    def run(x, mask):
+        leaves, found["tree"] = tree_flatten(sparse._result(_table(sparse, x, mask), x))
+        tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        found["ends"] = [
+            (is_tensor, end_of(leaf) if is_tensor else leaf)
+            for leaf, is_tensor in zip(leaves, tensors, strict=True)
+        ]
+        return [T.dense(leaf) for leaf, is_tensor in zip(leaves, tensors, strict=True) if is_tensor]
+
+    graph = make_fx(run)(x, mask)
+    return graph, found["ends"], found["tree"]
+
+
+def _lift(graph):
+    """Make all tensors that a graph holds arguments after its own; return them."""
+    held, names = [], {}
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        if node.target not in names:
+            value = getattr(graph, node.target)
+            with graph.graph.inserting_after(last):
+                last = names[node.target] = graph.graph.placeholder(f"weight_{len(held)}")
+            held.append(value.detach())
+        node.replace_all_uses_with(names[node.target])
+        graph.graph.erase_node(node)
+    for name in names:
+        delattr(graph, name)
+    graph.recompile()
+    return held

@@ -1,0 +1,76 @@
+"""The ends of a network: what a call must be, and the image that its result becomes."""
+
+import torch
+
+from ...errors import DeviceError, DTypeError, ShapeError
+from . import tensor as T
+
+
+def end_of(out):
+    """Return (block, size, hw, what it holds where the input is 0) of a StackTensor, or None."""
+    if not isinstance(out, T.StackTensor):
+        return None
+    _, block, size, hw, _ = T.facts(out)
+    T.value_of(out)  # what was put off knows what it holds once it has run
+    return block, size, hw, T.rest_of(out)
+
+
+def finished(out, outside):
+    """Return what a network gave as an image, with what is wanted outside active blocks."""
+    end = end_of(out)
+    return out if end is None else shown(T.dense(out), T.facts(out)[0], end, outside)
+
+
+def shown(image, table, end, outside):
+    """Return an image with what is wanted outside active blocks; one with no end as it is."""
+    if end is None:
+        return image
+    block, size, hw, rest = end
+    if isinstance(outside, str):
+        outside = T.resting(rest)
+    elif isinstance(outside, torch.Tensor):
+        if outside.shape != image.shape:
+            raise ShapeError(
+                f"outside must have the shape of the result, {tuple(image.shape)}, got "
+                f"{tuple(outside.shape)}"
+            )
+    elif outside == 0:
+        return image
+    shape = [table.batch] + [1] * (image.dim() - 1)
+    shape[hw[0]], shape[hw[1]] = size
+    return torch.where(table.active_map(block, size).view(shape), image, outside)
+
+
+def check_call(x, mask):
+    """Return the mask as bool ``[N, H, W]``, or raise what is wrong with the call."""
+    for name, value in (("x", x), ("mask", mask)):
+        if not isinstance(value, torch.Tensor):
+            raise DTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if isinstance(x, T.StackTensor):
+        raise TypeError(
+            "x must be an image, got an activation of a sparsified network; a network in which one "
+            "part is sparsified already must be called with images there"
+        )
+    if x.dim() != 4 or min(x.shape[2:]) < 1:
+        raise ShapeError(f"x must have shape (N, C, H, W), got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise DTypeError(f"x must be of floating point, got {x.dtype}")
+    n, _, h, w = x.shape
+    if tuple(mask.shape) not in ((n, h, w), (n, 1, h, w)):
+        raise ShapeError(
+            f"mask must have shape ({n}, {h}, {w}) or ({n}, 1, {h}, {w}), the size of x, got "
+            f"{tuple(mask.shape)}"
+        )
+    if mask.device != x.device:
+        raise DeviceError(f"mask must be on the device of x, {x.device}, got {mask.device}")
+    mask = mask.reshape(n, h, w)
+    return mask if mask.dtype == torch.bool else mask > 0
+
+
+def check_outside(outside):
+    """Return what is wanted outside active blocks, or raise."""
+    if outside == "bias" if isinstance(outside, str) else isinstance(outside, torch.Tensor):
+        return outside
+    if isinstance(outside, bool) or not isinstance(outside, (int, float)):
+        raise ValueError(f'outside must be a number, "bias" or a tensor, got {outside!r}')
+    return outside

@@ -1,0 +1,167 @@
+"""Training on a GPU: convolutions and batch norms of a stack, with gradients of their own.
+
+The gradient of a convolution on a stack is a convolution on the stack again, through the same
+table, so it is as sparse, runs the same kernels, and has the same bits each time: PyTorch adds up
+the gradient of ``index_select``, which would read the rims, in the order in which threads arrive.
+A gradient is 0 wherever an activation is: outside the image, and in rows past the count.
+"""
+
+import torch
+from torch.autograd import Function
+from torch.nn.grad import conv2d_weight
+
+from . import ops
+
+
+def serves(x, table):
+    """Whether a stack has gradients of its own here."""
+    return x.is_cuda and not table.whole and not table.static
+
+
+def conv(x, table, block, size, weight, bias, **options):
+    """Convolve a stack as ``ops.conv`` does, and record how it is differentiated."""
+    if not serves(x, table) or options["mode"] != "zeros" or options["fill"] != 0:
+        return ops.conv(x, table, block, size, weight, bias, **options)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = (
+            t.to(dtype) if t is not None and t.dtype == torch.float32 else t
+            for t in (x, weight, bias)
+        )
+    where = table, block, size
+    return _Conv.apply(x, weight, bias, where, options)
+
+
+class _Conv(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, where, options):
+        ctx.save_for_backward(x, weight, bias)
+        ctx.where, ctx.options = where, options
+        return ops.conv(x, *where, weight, bias, **options)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, bias = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # to be differentiated again: by PyTorch's operations
+            y = ops.conv(x, *ctx.where, weight, bias, **ctx.options)
+            return (*_again(y, (x, weight, bias), wanted, grad), None, None)
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        dx = dweight = dbias = None
+        if wanted[0]:
+            dx = _grad_x(grad, weight, *ctx.where, ctx.options)
+        if wanted[1]:
+            dweight = _grad_weight(x, grad, weight, *ctx.where, ctx.options)
+        if wanted[2]:
+            dbias = grad.sum((0, 2, 3))
+        return dx, dweight, dbias, None, None
+
+
+def _again(y, inputs, wanted, grad):
+    """Return gradients that can be differentiated."""
+    chosen = [t for t, w in zip(inputs, wanted, strict=False) if w]
+    found = iter(torch.autograd.grad(y, chosen, grad, create_graph=True))
+    return [next(found) if w else None for _, w in zip(inputs, wanted, strict=False)]
+
+
+def _grad_x(grad, weight, table, block, size, options):
+    """Convolve the gradient with the kernel turned round, or transposed where there is a stride."""
+    stride, dilation, groups = options["stride"], options["dilation"], options["groups"]
+    pads, kernel = options["pads"], weight.shape[2:]
+    out = tuple(b // s for b, s in zip(block, stride, strict=True))
+    spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    size_out = tuple(
+        (n + sum(p) - span - 1) // s + 1
+        for n, p, span, s in zip(size, (pads[:2], pads[2:]), spans, stride, strict=True)
+    )
+    around = (spans[0] - pads[0], spans[0] - pads[1], spans[1] - pads[2], spans[1] - pads[3])
+    one_each = groups == weight.shape[0] and weight.shape[1] == 1
+    if stride == (1, 1) and min(around) >= 0 and (groups == 1 or one_each):
+        turned = weight.flip(2, 3)
+        turned = turned if one_each else turned.transpose(0, 1)
+        dx = ops.conv(
+            grad, table, out, size_out, turned, None, pads=around, dilation=dilation, groups=groups
+        )
+    else:
+        dx = ops.conv_transpose(
+            grad, table, out, size_out, weight, None, stride=stride, padding=(pads[0], pads[2]),
+            dilation=dilation, groups=groups, out_size=size,
+        )  # fmt: skip
+    return zero_outside(dx, table, block, size)
+
+
+def _grad_weight(x, grad, weight, table, block, size, options):
+    """Return the sum over all pixels of products of the gradient with what the kernel read."""
+    stride, dilation, pads = options["stride"], options["dilation"], options["pads"]
+    rims = ops.rim(tuple(weight.shape[2:]), stride, pads, dilation)
+    if any(rims):
+        x = ops.halo(x, table, block, size, rims)
+    x = x.contiguous(memory_format=torch.channels_last)
+    return conv2d_weight(x, weight.shape, grad, stride, 0, dilation, options["groups"])
+
+
+def zero_outside(value, table, block, size):
+    """Return a stack that is 0 in pixels that are none of an image, and in rows past the count."""
+    if table.filled(block, size):
+        return value
+    return torch.where(table.inside(block, size)[:, None], value, 0)
+
+
+def batch_norm(x, table, block, size, weight, bias, eps):
+    """Normalize by active pixels inside the image: (result, mean, variance, their number)."""
+    where = table, block, size
+    if not serves(x, table):
+        return _batch_norm(x, *where, weight, bias, eps)
+    key = "number", block, size
+    number = table.keep(key, lambda: table.inside(block, size).sum(dtype=torch.int32).view(1))
+    return *_BatchNorm.apply(x, weight, bias, where, number, eps), number
+
+
+def _batch_norm(x, table, block, size, weight, bias, eps):
+    mean, variance, number = table.mean_inside(x, block, size)
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    out = x.to(scale.dtype) * scale[:, None, None] + shift[:, None, None]
+    return out.to(x.dtype), mean, variance, number
+
+
+class _BatchNorm(Function):
+    """Statistics of all pixels, where those that do not count are 0, and what follows for others.
+
+    By the operators of SyncBatchNorm, which take statistics that were put together elsewhere.
+    """
+
+    @staticmethod
+    def forward(ctx, given, weight, bias, where, number, eps):
+        x = zero_outside(given, *where).contiguous(memory_format=torch.channels_last)
+        mean, deviation = torch.batch_norm_stats(x, 0.0)  # one over the standard deviation
+        share = (x.numel() // x.shape[1]) / number.clamp(min=1).to(mean.dtype)
+        variance = (deviation.square().reciprocal() + mean.square()) * share
+        mean = mean * share
+        variance = (variance - mean.square()).clamp(min=0)
+        deviation = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(given, weight, bias, x, mean, deviation, number)
+        ctx.where, ctx.eps = where, eps
+        y = torch.batch_norm_elemt(x, weight, bias, mean, deviation, eps)
+        ctx.mark_non_differentiable(mean, variance)
+        return y, mean, variance
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        given, weight, bias, x, mean, deviation, number = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            y = _batch_norm(given, *ctx.where, weight, bias, ctx.eps)[0]
+            return (*_again(y, (given, weight, bias), wanted, grad), None, None, None)
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        sums = torch.batch_norm_backward_reduce(
+            grad, x, mean, deviation, weight, wanted[0], wanted[1], wanted[2]
+        )
+        dx = None
+        if wanted[0]:
+            dx = torch.batch_norm_backward_elemt(
+                grad, x, mean, deviation, weight, sums[0], sums[1], number.clamp(min=1)
+            )
+            dx = zero_outside(dx, *ctx.where)
+        return dx, sums[2] if wanted[1] else None, sums[3] if wanted[2] else None, None, None, None
