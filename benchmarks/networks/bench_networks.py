@@ -2,15 +2,22 @@
 
     python -m benchmarks.networks.bench_networks                       on a GPU
     python -m benchmarks.networks.bench_networks resnet50 --batch 1    one network
+    python -m benchmarks.networks.bench_networks --sweep --batch 1     5% to 100%, for the picture
+    python -m benchmarks.networks.bench_networks --train               training steps
+    python -m benchmarks.networks.bench_networks --timeline            the kernels of each graph
     python -m benchmarks.networks.bench_networks --cpu                 ratios on a CPU
 
 On a GPU one CUDA graph holds the call, the mask in it; dense is the best of eager PyTorch and
-torch.compile, batch norms folded, float16, channels_last, in a graph of its own. Eager calls are
-timed by the clock. On a CPU the two take turns, and the least of each counts.
+torch.compile, batch norms folded, float16, channels_last, in a graph of its own. ``tune`` has
+measured from which share whole images are faster; rows from there on are those of the compiled
+whole images, 0 outside active blocks. Eager calls are timed by the clock. On a CPU the two take
+turns, and the least of each counts.
 """
 
 import argparse
 import copy
+import functools
+import math
 import statistics
 import time
 from pathlib import Path
@@ -19,12 +26,17 @@ import torch
 
 from benchmarks.harness import machine
 from benchmarks.harness.rows import OURS, Row, Writer, times_sign
-from benchmarks.networks import models
+from benchmarks.networks import models, timeline, training
+from benchmarks.networks.timing import captured, clock, graph_times, peak_of
 from sbnet_cupy.torch import sparsify
 
-DEFAULT = ("resnet50", "resnet18", "fcn_resnet50", "unet")
+DEFAULT = (
+    "resnet50", "resnet18", "fcn_resnet50", "unet", "convnext_tiny", "mobilenet_v3_large", "paper",
+)  # fmt: skip
+TRAINED = ("resnet18",)
 ON_CPU = ("resnet18", "resnet50", "fcn_resnet50", "convnext_tiny", "unet", "mobilenet_v3_small")
 SHARES = (0.1, 0.25, 0.5, 1.0)
+SWEEP = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BLOCK = 32
 
 
@@ -50,16 +62,22 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("networks", nargs="*", help=", ".join(models.NETWORKS))
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batch", type=int, nargs="+", help="[1, 8]; of training [8]")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument("--sweep", action="store_true", help="shares from 5 to 100%%")
+    parser.add_argument("--train", action="store_true", help="training steps")
+    parser.add_argument("--timeline", action="store_true", help="kernels of graphs: timeline.txt")
     parser.add_argument("--block", type=int, default=BLOCK)
     parser.add_argument("--autotune", action="store_true", help="torch.compile's max-autotune, too")
-    parser.add_argument("--no-compile", action="store_true", help="dense: eager in a graph alone")
+    parser.add_argument("--no-compile", action="store_true", help="whole images: eager alone")
     parser.add_argument("--threads", type=int, default=2, help="of PyTorch, on a CPU")
     parser.add_argument("--profile", action="store_true", help="print the time of each layer")
     parser.add_argument("--out", type=Path, help="folder of networks.csv")
     options = parser.parse_args(arguments)
-    names = options.networks or (ON_CPU if options.cpu else DEFAULT)
+    options.shares = list(SWEEP) if options.sweep else options.shares
+    options.batch = options.batch or ([8] if options.train else [1, 8])
+    usual = ON_CPU if options.cpu else TRAINED if options.train else DEFAULT
+    names = options.networks or usual
     unknown = [name for name in names if name not in models.NETWORKS]
     if unknown:
         parser.error(f"there is no network {unknown[0]!r}; there are: {', '.join(models.NETWORKS)}")
@@ -70,8 +88,10 @@ def main(arguments=None):
     )
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{columns['gpu']}, torch {columns['torch']}, commit {columns['commit']}", flush=True)
-    measure = on_cpu if options.cpu else on_gpu
-    with torch.no_grad(), Writer(folder / "networks.csv") as writer:
+    measure = on_cpu if options.cpu else trained if options.train else on_gpu
+    file = "training.csv" if options.train else "networks.csv"
+    options.folder = folder
+    with torch.set_grad_enabled(options.train), Writer(folder / file) as writer:
         for name in names:
             for batch in [1] if options.cpu else options.batch:
                 for row in measure(name, batch, options, columns):
@@ -91,39 +111,51 @@ def row_of(columns, name, shape, dtype, options, share, count, variant, **times)
 # ------------------------------------------------------------------------------------------- GPU
 
 
+def inputs(name, batch):
+    """Return a network and images on the GPU, in channels_last; in float16."""
+    model = models.make(name).half().to("cuda", memory_format=torch.channels_last)
+    x = torch.randn(batch, 3, *models.NETWORKS[name][1], device="cuda").half()
+    torch.backends.cudnn.benchmark = True
+    return model, x.to(memory_format=torch.channels_last)
+
+
 def on_gpu(name, batch, options, columns):
     """Yield rows of a network on a GPU, and print them."""
     size = models.NETWORKS[name][1]
-    model = models.make(name).half().to("cuda", memory_format=torch.channels_last)
-    x = torch.randn(batch, 3, *size, device="cuda").half()
-    x = x.to(memory_format=torch.channels_last)
-    torch.backends.cudnn.benchmark = True
+    model, x = inputs(name, batch)
     dense = models.folded(copy.deepcopy(model))
-    times, peak = dense_times(dense, x, options)
-    best = min(times.values())
-    wall = clock(lambda: model(x))
+    times, peak = dense_times(dense, x, options), peak_of(lambda: dense(x))
+    best, wall = min(times.values()), clock(lambda: model(x))
     shown = ", ".join(f"{k} {v:,.0f}" for k, v in times.items())
     print(f"{name} {batch}x{size[0]}x{size[1]}: dense {shown} us; {peak:,.0f} MB", flush=True)
     print(f"  eager, by the clock: dense {wall:,.0f} us (batch norms not folded)", flush=True)
-    expected = dense(x)
+    expected, sparse = dense(x), sparsify(model, options.block, capacity=1.0)
+    tuned = sparse.tune(x, compile=not options.no_compile)
+    found = ", ".join(
+        f"{key if isinstance(key, str) else f'{key:.0%}'} {ms:.2f}" for key, ms in tuned.items()
+    )
+    print(f"  tune: {found} ms; break-even {sparse.break_even:.0%}", flush=True)
     for share in options.shares:
         mask, count = blobs(batch, size, share, options.block)
-        mask = mask.to("cuda")
-        sparse = sparsify(model, options.block, capacity=count)
+        mask, sparse.capacity = mask.to("cuda"), count
         check(sparse, x, mask, share, expected)
         run = sparse.graphed(x, mask)
+        full = batch * math.prod(-(-s // options.block) for s in size)
+        whole = " (whole images)" if count >= sparse.break_even * full else ""
         us = graph_times(run.graph)
-        eager = clock(lambda s=sparse, m=mask: s(x, m))
+        call = functools.partial(sparse, x, mask)
+        eager = clock(call)
         sparse.replay = False  # a graph has its memory already
-        _, used = peak_of(lambda s=sparse, m=mask: s(x, m))
+        used = peak_of(call)
+        sparse.replay = "auto"
         middle = statistics.median(us)
         print(
-            f"  {share:4.0%}: graph {middle:,.0f} us = {best / middle:.2f}x; eager {eager:,.0f} us "
-            f"= {wall / eager:.2f}x; {used:,.0f} MB",
+            f"  {share:4.0%}: graph {middle:,.0f} us = {best / middle:.2f}x{whole}; eager "
+            f"{eager:,.0f} us = {wall / eager:.2f}x; {used:,.0f} MB",
             flush=True,
         )
         memory = f"peak {used:.0f} MB, dense {peak:.0f} MB"
-        note = f"{memory}; eager call {eager:.0f} us, dense {wall:.0f} us"
+        note = f"{memory}; eager call {eager:.0f} us, dense {wall:.0f} us{whole}"
         yield row_of(
             columns, name, (batch, *size, 3), "float16", options, share, count, f"batch {batch}",
             timed_by="graph", us=middle, us_p10=us[len(us) // 10], us_p90=us[-1 - len(us) // 10],
@@ -131,75 +163,77 @@ def on_gpu(name, batch, options, columns):
         )  # fmt: skip
         if options.profile and share == options.shares[0]:
             print(sparse.profile(x, mask))
-        del sparse, run
+        if options.timeline and share in (options.shares[0], options.shares[-1]):
+            write_timeline(options.folder, f"{name}, batch {batch}, {share:.0%} active", run.graph)
+        del run
+    if options.timeline:
+        run = dense if options.no_compile else torch.compile(dense, dynamic=False)
+        graph = captured(functools.partial(run, x))
+        write_timeline(options.folder, f"{name}, batch {batch}, dense", graph)
+    del sparse, call
     torch.cuda.empty_cache()
 
 
+def write_timeline(folder, title, graph):
+    """Add a table of a graph's kernels to the folder's file."""
+    with (folder / "timeline.txt").open("a") as out:
+        print(*timeline.lines(title, graph), sep="\n", file=out)
+
+
 def dense_times(dense, x, options):
-    """Return microseconds of the dense network in a graph, by how it was made, and its memory."""
+    """Return microseconds of the dense network in a graph, by how it was made."""
     ways = {"eager": dense}
     if not options.no_compile:
         ways["compiled"] = torch.compile(dense, dynamic=False)
     if options.autotune:
         mode = "max-autotune-no-cudagraphs"
         ways["autotuned"] = torch.compile(dense, dynamic=False, mode=mode)
-    times = {}
-    for way, call in ways.items():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call(x)
-        times[way] = statistics.median(graph_times(graph))
-        del graph
-    return times, peak_of(lambda: dense(x))[1]
+    return {
+        way: statistics.median(graph_times(captured(functools.partial(call, x))))
+        for way, call in ways.items()
+    }
 
 
-def graph_times(graph, repeats=41):
-    """Return sorted microseconds of replays."""
-    times = []
-    for _ in range(repeats + 5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times[5:])
-
-
-def clock(call, repeats=20):
-    """Return the median microseconds of a call that is waited for."""
-    times = []
-    for _ in range(repeats + 3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times[3:])
-
-
-def peak_of(call):
-    """Return a call's result and the most memory that it took beside what was there, in MB."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call()
-    return result, (torch.cuda.max_memory_allocated() - before) / 1e6
+def trained(name, batch, options, columns):
+    """Yield rows of training steps on a GPU, and print them."""
+    size = models.NETWORKS[name][1]
+    model, x = inputs(name, batch)
+    made = [blobs(batch, size, share, options.block) for share in options.shares]
+    masks = [(mask.to("cuda"), count) for mask, count in made]
+    dense, wall, peak = {}, None, None
+    print(f"training {name} {batch}x{size[0]}x{size[1]}", flush=True)
+    for what, us, eager, used in training.times(
+        model, x, masks, options.block, not options.no_compile
+    ):
+        middle = statistics.median(us)
+        if isinstance(what, str):
+            dense[what] = middle
+            wall, peak = wall or eager, peak or used
+            print(f"  dense {what}: {middle:,.0f} us; by the clock {eager:,.0f} us; {used:,.0f} MB")
+            continue
+        best, share = min(dense.values()), options.shares[[c for _, c in masks].index(what)]
+        print(
+            f"  {share:4.0%}: graph {middle:,.0f} us = {best / middle:.2f}x; by the clock "
+            f"{eager:,.0f} us = {wall / eager:.2f}x; {used:,.0f} MB",
+            flush=True,
+        )
+        yield row_of(
+            columns, f"{name}, training step", (batch, *size, 3), "bfloat16", options, share, what,
+            f"batch {batch}", timed_by="graph", us=middle, us_p10=us[len(us) // 10],
+            us_p90=us[-1 - len(us) // 10], dense_us=best, ratio_to_dense=best / middle,
+            note=f"peak {used:.0f} MB, dense {peak:.0f} MB; eager step {eager:.0f} us, dense "
+            f"{wall:.0f} us",
+        )  # fmt: skip
 
 
 def check(sparse, x, mask, share, dense):
     """Raise unless the stack gives what whole images give, zeroed between layers."""
+    tuned, sparse.replay = sparse.break_even, False
     sparse.break_even = 2.0
     result = sparse(x, mask).float()
     sparse.break_even = 0.0
     expected = dense.float() if share == 1 else sparse(x, mask).float()
-    sparse.break_even = None
+    sparse.break_even, sparse.replay = tuned, "auto"
     error = ((result - expected).norm() / expected.norm()).item()
     depth = sum(isinstance(m, torch.nn.Conv2d) for m in sparse.modules())
     bound = depth * torch.finfo(x.dtype).eps

@@ -114,7 +114,8 @@ def batch_norm(x, table, block, size, weight, bias, eps):
         return _batch_norm(x, *where, weight, bias, eps)
     key = "number", block, size
     number = table.keep(key, lambda: table.inside(block, size).sum(dtype=torch.int32).view(1))
-    return *_BatchNorm.apply(x, weight, bias, where, number, eps), number
+    y, mean, variance = _BatchNorm.apply(x, weight, bias, where, number, eps)
+    return y, mean, variance, number.to(mean.dtype)
 
 
 def _batch_norm(x, table, block, size, weight, bias, eps):

@@ -1,0 +1,56 @@
+"""Times of CUDA graphs and of calls, and memory."""
+
+import statistics
+import time
+
+import torch
+
+
+def captured(call, warm=3):
+    """Return a CUDA graph of a call, after some calls on a stream of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph
+
+
+def graph_times(graph, repeats=41):
+    """Return sorted microseconds of replays."""
+    times = []
+    for _ in range(repeats + 5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return sorted(times[5:])
+
+
+def clock(call, repeats=20):
+    """Return the median microseconds of a call that is waited for."""
+    times = []
+    for _ in range(repeats + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times[3:])
+
+
+def peak_of(call):
+    """Return the most memory that a call took beside what was there, in MB."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    peak = (torch.cuda.max_memory_allocated() - before) / 1e6
+    del result
+    return peak

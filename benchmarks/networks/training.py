@@ -1,0 +1,56 @@
+"""A training step: forward, gradients, and stochastic gradient descent with momentum.
+
+Under autocast to bfloat16, weights in float32, in one CUDA graph with the mask in it. The loss is
+that of a classifier. Batch norms take the statistics of active pixels.
+"""
+
+import copy
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.networks.timing import captured, clock, graph_times, peak_of
+from sbnet_cupy.torch import sparsify
+
+
+def step_of(model, call, n):
+    """Return a training step of a model that is run by ``call()``."""
+    rate = 1e-4
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, foreach=True)
+    target = torch.arange(n, device="cuda")
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = F.cross_entropy(call().float(), target)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def times(model, x, masks, block, compiles=True):
+    """Yield (what, microseconds of replays, of an eager step by the clock, memory in MB).
+
+    The dense steps first, then one for each of ``masks``: (mask, number of active blocks).
+    """
+    model = copy.deepcopy(model).float().train()
+    x = x.float()
+    ways = {"eager": model}
+    if compiles:
+        ways["compiled"] = torch.compile(model, dynamic=False)
+    for way, run in ways.items():
+        step = step_of(model, lambda run=run: run(x), len(x))
+        yield way, *_measured(step)
+    for mask, count in masks:
+        sparse = sparsify(model, block, capacity=count).train()
+        step = step_of(model, lambda s=sparse, m=mask: s(x, m), len(x))
+        yield count, *_measured(step)
+
+
+def _measured(step):
+    for _ in range(3):
+        step()
+    memory, wall = peak_of(step), clock(step, 10)
+    graph = captured(step)
+    return graph_times(graph), wall, memory

@@ -1,0 +1,191 @@
+"""Training on a GPU: gradients on the stack, and the same bits each time.
+
+On a CPU the same functions run with what CUDA alone has, the operators of SyncBatchNorm, restated.
+"""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+from support import networks  # noqa: E402  (needs PyTorch)
+from support.networks import assert_near  # noqa: E402
+
+nn = torch.nn
+F = torch.nn.functional
+
+SIZE, BLOCK = (61, 84), 16
+
+
+def image(dtype=torch.float64):
+    """Return two random images."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(2, 3, *SIZE, dtype=dtype, generator=generator)
+
+
+def _stats(x, eps):
+    variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def _elemt(x, weight, bias, mean, deviation, eps):
+    y = (x - mean[:, None, None]) * deviation[:, None, None]
+    return y if weight is None else y * weight[:, None, None] + bias[:, None, None]
+
+
+def _reduce(grad, x, mean, deviation, weight, *wanted):
+    apart = (grad * (x - mean[:, None, None])).sum((0, 2, 3))
+    sums = grad.sum((0, 2, 3))
+    return sums, apart, apart * deviation, sums
+
+
+def _backward(grad, x, mean, deviation, weight, sums, apart, number):
+    scale = deviation if weight is None else deviation * weight
+    apart = (x - mean[:, None, None]) * (apart / number * deviation.square())[:, None, None]
+    return (grad - (sums / number)[:, None, None] - apart) * scale[:, None, None]
+
+
+@pytest.fixture
+def as_on_gpu(st, monkeypatch):
+    """Take CPU tensors for those of a GPU."""
+    from sbnet_cupy.torch.network import gradients
+
+    monkeypatch.setattr(gradients, "serves", lambda x, table: not (table.whole or table.static))
+    for name, function in (
+        ("batch_norm_stats", _stats), ("batch_norm_elemt", _elemt),
+        ("batch_norm_backward_reduce", _reduce), ("batch_norm_backward_elemt", _backward),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch, name, function)
+
+
+def learn(sparse, x, mask):
+    """Return the result, the gradients of the image and of all parameters, and the buffers."""
+    x = x.clone().requires_grad_()
+    y = sparse(x, mask)
+    leaves = [t for t in torch.utils._pytree.tree_leaves(y) if t.is_floating_point()]
+    sum(t.square().sum() for t in leaves).backward()
+    found = {name: p.grad for name, p in sparse.named_parameters() if p.grad is not None}
+    return {"x": x.grad, **found, **dict(sparse.named_buffers())} | dict(
+        enumerate(t.detach() for t in leaves)
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in networks.FAMILIES if n != "csp"])
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_gradients_are_those_of_pytorch(st, name, capacity, request):
+    """Of convolutions of all kinds, and of batch norms of the active pixels."""
+    dense = networks.network(name).double().train()
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
+    results = []
+    for own in (False, True):
+        if own:
+            request.getfixturevalue("as_on_gpu")
+        sparse = st.sparsify(copy.deepcopy(dense), BLOCK, capacity=capacity)
+        sparse.break_even = 2.0
+        results.append(learn(sparse, image(), mask))
+    expected, actual = results
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_near(actual[key], value, terms=1 << 17)
+
+
+CONVOLUTIONS = {
+    "strided": {"stride": 2, "padding": 1},
+    "without padding": {},
+    "wide padding": {"padding": 4},
+    "dilated": {"padding": 2, "dilation": 2},
+    "grouped": {"padding": 1, "groups": 2},
+    "depthwise": {"padding": 1, "groups": 4},
+    "depthwise, strided": {"padding": 1, "groups": 4, "stride": 2},
+    "one pixel, strided": {"kernel_size": 1, "stride": 2},
+    "reflect": {"padding": 1, "padding_mode": "reflect"},
+}
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_gradients_of_a_convolution(st, as_on_gpu, kind):
+    """On a full mask those of the dense convolution; second derivatives too."""
+    torch.manual_seed(0)
+    options = {"kernel_size": 3} | CONVOLUTIONS[kind]
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, **options)).double()
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+    sparse.break_even = 2.0
+    full, found = torch.ones(2, *SIZE), []
+    for call in (lambda x: sparse(x, full), dense):
+        x = image().requires_grad_()
+        weights = list((sparse if len(found) == 0 else dense).parameters())
+        y = call(x)
+        first = torch.autograd.grad(y.sin().sum(), [x, *weights], create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *weights])
+        found.append([y.detach(), *first, *second])
+    for actual, expected in zip(*found, strict=True):
+        assert_near(actual.detach(), expected.detach(), terms=1 << 20)
+
+
+def test_second_derivatives_of_a_batch_norm(st, as_on_gpu):
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
+    dense = dense.double().train()  # no bias: its gradient is 0, and rounding
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK, capacity=1.0)
+    sparse.break_even = 2.0
+    found = []
+    for call, model in ((lambda x: sparse(x, torch.ones(2, *SIZE)), sparse), (dense, dense)):
+        x, weights = image().requires_grad_(), list(model.parameters())
+        first = torch.autograd.grad(call(x).sin().sum(), [x, *weights], create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *weights])
+        found.append([*first, *second])
+    for actual, expected in zip(*found, strict=True):
+        assert_near(actual.detach(), expected.detach(), terms=1 << 20)
+
+
+def steps(st, name, device, capacity, dtype=None, count=2):
+    """Return all parameters, buffers and losses of some training steps from one seed."""
+    model = networks.network(name, seed=3).to(device).train()
+    sparse = st.sparsify(model, BLOCK, capacity=capacity)
+    optimizer = torch.optim.SGD(sparse.parameters(), 0.01, momentum=0.9)
+    x, losses = image(torch.float32).to(device), []
+    mask = networks.blocks((2, *SIZE), BLOCK, 0.5)[1].to(device)
+    for _ in range(count):
+        with torch.autocast(device, dtype, enabled=dtype is not None):
+            y = torch.utils._pytree.tree_leaves(sparse(x, mask))[0]
+            loss = y.float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *sparse.state_dict().values()]
+
+
+@pytest.mark.parametrize("name", ["resnet_bottleneck", "unet", "mobilenet", "convnext", "fcn"])
+@pytest.mark.parametrize("capacity", [None, 0.8])
+def test_two_steps_from_one_seed_have_the_same_bits(st, device, name, capacity, monkeypatch):
+    """Where PyTorch is asked for deterministic algorithms; none of ours is refused then."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    dtype = torch.bfloat16 if name == "resnet_bottleneck" else None
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (steps(st, name, device, capacity, dtype) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(t.isfinite().all() for t in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["resnet_basic", "resnet_bottleneck", "unet", "mobilenet"])
+def test_on_a_gpu_they_are_those_of_a_cpu(st, name):
+    """In float64 on the CPU against tf32 or plain float32 kernels on the GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs gpu")
+    dense = networks.network(name).train()
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    wide = st.sparsify(copy.deepcopy(dense).double(), BLOCK)
+    expected = learn(wide, image(), mask)
+    for capacity in (None, 0.8):
+        sparse = st.sparsify(copy.deepcopy(dense).cuda(), BLOCK, capacity=capacity)
+        actual = learn(sparse, image(torch.float32).cuda(), mask.cuda())
+        depth = sum(isinstance(m, nn.Conv2d) for m in sparse.modules())
+        for key, value in expected.items():
+            error = (actual[key].cpu().double() - value).norm()
+            assert error <= 4 * depth * 2.0**-11 * (value.norm() + 1), key
