@@ -288,3 +288,30 @@ def test_on_a_gpu_it_is_compiled_and_replayed(st):
                 y = sparse(x, mask).double()
                 assert (y - expected).norm() <= bound * (expected.norm() + 1)
     assert sparse._replays.graphs
+
+
+@torch.no_grad()
+def test_under_torch_compile_the_graph_breaks_at_a_sparsified_network(st):
+    """What is around it is compiled, and the result is the same; a full graph is refused."""
+    sparse = st.sparsify(small(), BLOCK)
+    x, mask = image(), networks.blocks((2, *SIZE), BLOCK, 0.5)[1]
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = sparse
+
+        def forward(self, x, mask):
+            """Run it between other functions."""
+            return self.inner(x * 2 + 1, mask).relu() - 3
+
+    around, backend = Around(), Backend()
+    expected = sparse(x * 2 + 1, mask).relu() - 3
+    for model, given in ((around, (x, mask)), (sparse, (x * 2 + 1, mask))):
+        compiled = torch.compile(model, backend=backend)
+        result = compiled(*given)
+        assert_near(result if model is around else result.relu() - 3, expected)
+    assert backend.steps() == (2, 2)  # ahead of it and after it
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="disable"):
+        torch.compile(around, backend=backend, fullgraph=True)(x, mask)

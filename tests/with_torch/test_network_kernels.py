@@ -26,7 +26,7 @@ def asked(st, monkeypatch):
 
     def prepare_conv(
         dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-        kernel, strides, dilation, pads, activation, depthwise, settled,
+        kernel, strides, dilation, pads, activation, depthwise, settled, clear_rows,
     ):  # fmt: skip
         def run(x, weight, bias, residual, counts, indices, places, out):
             names.append("depthwise" if depthwise else "settled" if settled else "conv")
@@ -56,7 +56,7 @@ def asked(st, monkeypatch):
             launch = lambda x, packed, *rest: run(x, *packed, *rest)  # noqa: E731
         return launch, None, True
 
-    def prepare_halo(dtype, shape, images, grid, block, image, pads, kind):
+    def prepare_halo(dtype, shape, images, grid, block, image, pads, kind, clear_rows):
         def launch(x, counts, indices, places, out):
             names.append("halo " + kind)
             fill = {"zero": 0, "lowest": "-inf", "nearest": "edge"}[kind]
