@@ -39,6 +39,33 @@ from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
 from .dense.conv2d import conv2d
 from .dense.conv2d_grad import conv2d_grad
 from .errors import CapacityError, DeviceError, DTypeError, ShapeError
+from .submanifold.coordinate_map import CoordinateMap, coordinate_map
+from .submanifold.dense_conversion import (
+    dense_to_sparse,
+    dense_to_sparse_grad,
+    sparse_to_dense,
+    sparse_to_dense_grad,
+)
+from .submanifold.kernel_map import KernelMap, kernel_map
+from .submanifold.site_conv import (
+    inverse_conv,
+    site_conv,
+    strided_conv,
+    submanifold_conv,
+    transposed_conv,
+)
+from .submanifold.site_conv_grad import site_conv_grad
+from .submanifold.site_pool import (
+    global_pool,
+    global_pool_grad,
+    sparse_avg_pool,
+    sparse_avg_pool_grad,
+    sparse_max_pool,
+    sparse_max_pool_grad,
+    sparse_unpool,
+    sparse_unpool_grad,
+)
+from .submanifold.sparse_tensor import SparseTensor, sparse_tensor
 
 __version__ = "0.1.0"
 
@@ -48,30 +75,51 @@ __all__ = [
     "BlockTable",
     "BottleneckWeights",
     "CapacityError",
+    "CoordinateMap",
     "DTypeError",
     "DeviceError",
+    "KernelMap",
     "PackedBottleneck",
     "PackedWeights",
     "ShapeError",
+    "SparseTensor",
     "block_table",
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
     "conv2d_grad",
+    "coordinate_map",
+    "dense_to_sparse",
+    "dense_to_sparse_grad",
     "fused_bottleneck",
     "fused_conv",
+    "global_pool",
+    "global_pool_grad",
+    "inverse_conv",
+    "kernel_map",
     "mask_conv2d",
     "masks",
     "reduce_mask",
+    "site_conv",
+    "site_conv_grad",
+    "sparse_avg_pool",
+    "sparse_avg_pool_grad",
     "sparse_conv2d",
     "sparse_conv2d_grad",
     "sparse_gather",
     "sparse_gather_grad",
+    "sparse_max_pool",
+    "sparse_max_pool_grad",
     "sparse_res_block_bottleneck",
     "sparse_res_block_bottleneck_grad",
     "sparse_scatter",
     "sparse_scatter_grad",
     "sparse_scatter_var",
+    "sparse_tensor",
+    "sparse_to_dense",
+    "sparse_to_dense_grad",
+    "sparse_unpool",
+    "sparse_unpool_grad",
     "stack_avg_pool",
     "stack_avg_pool_grad",
     "stack_conv2d",
@@ -91,4 +139,7 @@ __all__ = [
     "stack_pixel_mask",
     "stack_to_image",
     "stack_to_image_grad",
+    "strided_conv",
+    "submanifold_conv",
+    "transposed_conv",
 ]

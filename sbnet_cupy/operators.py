@@ -22,6 +22,7 @@ from .core.copy_image import COPY_IMAGE
 from .dense.affine_grad import AFFINE_GRAD
 from .dense.conv2d import CONV2D
 from .dense.conv2d_grad import CONV2D_GRAD
+from .submanifold.site_conv import SITE_CONV
 
 OPERATORS = {
     operator.name: operator
@@ -48,5 +49,6 @@ OPERATORS = {
         STACK_CONV2D,
         STACK_MAX_POOL,
         STACK_AVG_POOL,
+        SITE_CONV,
     )
 }

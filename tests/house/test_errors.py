@@ -7,12 +7,12 @@ import pytest
 
 import sbnet_cupy
 from sbnet_cupy import DTypeError, ShapeError
-from support import bad_calls, stack_bad_calls
+from support import bad_calls, site_bad_calls, stack_bad_calls
 from support.assertions import assert_same
 from support.bad_calls import Spoiled, indices, ramp, spoil_id
 
-VALID = bad_calls.VALID | stack_bad_calls.VALID
-BAD = bad_calls.BAD + stack_bad_calls.BAD
+VALID = bad_calls.VALID | stack_bad_calls.VALID | site_bad_calls.VALID
+BAD = bad_calls.BAD + stack_bad_calls.BAD + site_bad_calls.BAD
 NUMPY_ONLY = re.compile(r"object|'U1'|'S3'|M8|masked_array")  # CuPy has no such arrays
 STRIDES = re.compile(r"::|asfortranarray")
 
@@ -23,6 +23,8 @@ def give(xp, function, argument, value):
         return xp.writable(value) if written else xp.asarray(value)
     if isinstance(value, sbnet_cupy.BlockTable):
         return value._map_arrays(xp.asarray)
+    if isinstance(value, site_bad_calls.Made):
+        return value.of(xp.asarray)
     if argument == "weights" and isinstance(value, list):
         return sbnet_cupy.BottleneckWeights(*map(xp.asarray, value))
     if isinstance(value, tuple | list) and any(isinstance(v, np.ndarray) for v in value):

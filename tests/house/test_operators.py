@@ -14,9 +14,9 @@ from sbnet_cupy.core import operator
 from sbnet_cupy.core.operator import Operator
 from sbnet_cupy.core.spec import ArraySpec, spec_of
 from sbnet_cupy.operators import OPERATORS
-from support import bad_calls, stack_bad_calls
+from support import bad_calls, site_bad_calls, stack_bad_calls
 
-VALID = bad_calls.VALID | stack_bad_calls.VALID
+VALID = bad_calls.VALID | stack_bad_calls.VALID | site_bad_calls.VALID
 ROOT = Path(sbnet_cupy.__file__).resolve().parent.parent
 ADAPTERS = ("torch", "jax", "tensorflow", "demo", "__main__")
 PUBLIC = [name for name in OPERATORS if hasattr(sbnet_cupy, name)]
@@ -25,7 +25,10 @@ KERNELS = ("reduce_mask", "sparse_gather", "sparse_scatter", "fused_conv", "fuse
 # An argument of a public function, and the arrays or options of the operator that it becomes.
 UNITS = {"weights": ("w1", "w2", "w3", "scale1", "shift1", "scale2", "shift2", "scale3", "shift3")}
 TABLE = ("bin_counts", "active_block_indices", "grid", "block_size", "image_size")
-BECOMES = UNITS | {"indices": ("bin_counts", "active_block_indices"), "table": TABLE}
+SITES = ("rows", "valid", "kernel_size", "sites")
+BECOMES = UNITS | {
+    "indices": ("bin_counts", "active_block_indices"), "table": TABLE, "kernel_map": SITES,
+}  # fmt: skip
 
 
 def modules():
@@ -64,6 +67,10 @@ def call_of(name):
         parts = BECOMES.get(argument, (argument,))
         if argument == "table":
             value = (*value._arrays(), value.block_size, value.image_size)
+        if argument == "kernel_map":
+            made = value.of(np.asarray)
+            valid, sites = made.target.valid(), made.source.capacity
+            value = (made.rows, valid, made.kernel_size, sites)
         given |= dict(zip(parts, value if len(parts) > 1 else (value,), strict=True))
     if "block_params" in given:
         given["block_params"] = tuple(vars(given["block_params"]).values())

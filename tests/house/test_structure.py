@@ -52,6 +52,30 @@ PUBLIC = {
     "sparse_scatter",
     "sparse_scatter_grad",
     "sparse_scatter_var",
+    "CoordinateMap",
+    "KernelMap",
+    "SparseTensor",
+    "coordinate_map",
+    "dense_to_sparse",
+    "dense_to_sparse_grad",
+    "global_pool",
+    "global_pool_grad",
+    "inverse_conv",
+    "kernel_map",
+    "site_conv",
+    "site_conv_grad",
+    "sparse_avg_pool",
+    "sparse_avg_pool_grad",
+    "sparse_max_pool",
+    "sparse_max_pool_grad",
+    "sparse_tensor",
+    "sparse_to_dense",
+    "sparse_to_dense_grad",
+    "sparse_unpool",
+    "sparse_unpool_grad",
+    "strided_conv",
+    "submanifold_conv",
+    "transposed_conv",
     "stack_avg_pool",
     "stack_avg_pool_grad",
     "stack_conv2d",
@@ -91,7 +115,10 @@ ADAPTERS = LEVELS["torch"]
 
 
 # Imports in a function that close a circle: a class is made by an operation that returns it.
-DEFERRED = {("block_sparse.active_blocks", "block_sparse.mask.reduce_mask")}
+DEFERRED = {
+    ("block_sparse.active_blocks", "block_sparse.mask.reduce_mask"),
+    ("submanifold.sparse_tensor", "submanifold.dense_conversion"),
+}
 
 
 def module_name(path):

@@ -1,0 +1,1 @@
+"""Submanifold sparse convolution: features at listed sites of a grid, and nowhere else."""

@@ -1,0 +1,337 @@
+"""CoordinateMap: the distinct sites at which features live."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.arrays import ArrayContainer, array_function, empty, namespace
+from ..core.checks import check_array
+from ..core.sizes import is_integer
+from ..dense.conv2d import check_choice
+from ..errors import CapacityError, DTypeError, ShapeError
+from .keys import coordinates_of, leaf_keys, packing_of, raster_keys
+
+MODES = ("unique", "first", "last", "sum", "mean")
+_OUTSIDE, _DUPLICATE = 1, 2  # bits of a status
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CoordinateMap(ArrayContainer):
+    """Sites of a grid, each once: where the rows of a feature array live.
+
+    Made by :func:`coordinate_map`. It keeps the kernel maps that convolutions make for it, so that
+    all layers on the same sites share them; :meth:`clear` frees them.
+
+    Parameters
+    ----------
+    indices : int32 array, shape (N, 1 + d)
+        Rows ``(sample, *position)``, the last axis the fastest. Rows past the count are -1.
+    count : int32 array, shape (1,)
+        Number of sites, also when there is no room for all of them.
+    spatial_shape : tuple of int or None
+        Cells of the grid along each of its d axes; None if it is not known.
+    batch_size : int or None
+        Number of samples; None if it is not known.
+    status : int32 array, shape (1,), optional
+        What :meth:`check` reports: 1 if rows outside the grid were dropped, 2 if sites were listed
+        twice where they must not be, or the sum.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sites, _ = coordinate_map(np.array([[0, 3, 1], [0, 0, 2]]), spatial_shape=(4, 4))
+    >>> sites
+    CoordinateMap: 2 sites on a grid of (4, 4), batch of 1, capacity 2
+    >>> sites.indices.tolist()
+    [[0, 0, 2], [0, 3, 1]]
+    """
+
+    indices: Any
+    count: Any
+    spatial_shape: tuple[int, ...] | None
+    batch_size: int | None
+    status: Any = None
+    _kept: dict = field(default_factory=dict, init=False, repr=False)
+
+    copies_strided = True
+
+    def __post_init__(self):
+        shape = tuple(getattr(self.indices, "shape", ()))
+        if len(shape) != 2 or shape[1] < 2:
+            raise ShapeError(
+                f"indices must have shape (N, 1 + d), d at least 1, got {shape}; rows are "
+                "(sample, *position)"
+            )
+        spatial_shape, batch_size = check_grid(self.spatial_shape, self.batch_size, shape[1] - 1)
+        object.__setattr__(self, "spatial_shape", spatial_shape)
+        object.__setattr__(self, "batch_size", batch_size)
+
+    def _arrays(self):
+        return (self.indices, self.count, *(() if self.status is None else (self.status,)))
+
+    def _map_arrays(self, function):
+        arrays = map(function, self._arrays())
+        mapped = CoordinateMap(next(arrays), next(arrays), self.spatial_shape, self.batch_size)
+        object.__setattr__(mapped, "status", next(arrays, None))
+        return mapped
+
+    def __repr__(self):
+        return (
+            f"CoordinateMap: {self.number()} sites on a grid of {self.spatial_shape}, batch of "
+            f"{self.batch_size}, capacity {self.capacity}"
+        )
+
+    @property
+    def capacity(self):
+        """Number of rows of ``indices`` and of feature arrays."""
+        return int(self.indices.shape[0])
+
+    @property
+    def dimensions(self):
+        """Number of axes of the grid, without the batch."""
+        return int(self.indices.shape[1]) - 1
+
+    @property
+    def overflowed(self):
+        """Whether there are more sites than rows. Waits for the device."""
+        return self.number() > self.capacity
+
+    def number(self):
+        """Return the number of sites. Waits for the device."""
+        return int(self.count[0])
+
+    def check(self):
+        """Return self, or raise the error that a call with a capacity could not raise.
+
+        Raises
+        ------
+        CapacityError
+            If there are more sites than rows, or rows outside the grid were dropped.
+        ValueError
+            If sites were listed twice though ``mode`` was "unique".
+        """
+        number, status = self.number(), 0 if self.status is None else int(self.status[0])
+        if number > self.capacity:
+            raise CapacityError(
+                f"capacity must be at least the number of sites, got {self.capacity} for {number} "
+                "sites; pass a larger capacity"
+            )
+        if status & _OUTSIDE:
+            raise CapacityError(
+                f"indices must be inside a grid of {self.spatial_shape} with a batch of "
+                f"{self.batch_size}; rows outside were dropped"
+            )
+        if status & _DUPLICATE:
+            raise ValueError(_duplicates())
+        return self
+
+    def clear(self):
+        """Free what is kept for these sites: their sorted keys, and their kernel maps."""
+        self._kept.clear()
+
+    def valid(self):
+        """Return which rows hold a site: bool, shape (N,)."""
+        xp = namespace(self.indices)
+        return (xp.arange(self.capacity) < self.count) & (self.indices[:, 0] >= 0)
+
+    def _columns(self):
+        """Return the coordinates as int64 arrays; -1 in rows that hold no site."""
+        xp = namespace(self.indices)
+        valid = self.valid()
+        return [xp.where(valid, column, -1) for column in self.indices.T.astype(np.int64)]
+
+    def _packing(self):
+        return packing_of(self.spatial_shape, self.batch_size, self.dimensions)
+
+    def _find(self, coordinates):
+        """Return the row of each site given by int64 columns: int32, -1 where there is none."""
+        xp = namespace(self.indices)
+        packing = self._packing()
+        if "sorted" not in self._kept:
+            keys = leaf_keys(self._columns(), packing)
+            order = _stable_order(keys)
+            self._kept["sorted"] = keys[order], order.astype(np.int32)
+        keys, order = self._kept["sorted"]
+        wanted = leaf_keys(coordinates, packing)
+        if not len(keys):
+            return xp.full(wanted.shape, -1, np.int32)
+        place = xp.minimum(xp.searchsorted(keys, wanted), len(keys) - 1)
+        return xp.where((keys[place] == wanted) & (wanted >= 0), order[place], np.int32(-1))
+
+
+class Reduction(NamedTuple):
+    """Which rows of a list belong to which site."""
+
+    order: Any  # int64 [n]: rows, those of one site next to each other, in the order of the list
+    site: Any  # int64 [n]: the site of each of these, or the capacity if it has none
+    first: Any  # bool [n]: whether it is the first row of its site
+    last: Any  # bool [n]
+    starts: Any  # int64 [capacity + 1]: where each site's rows begin, and where the last ones end
+
+
+@array_function
+def coordinate_map(
+    indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf", capacity=None
+):
+    """List the distinct sites of rows of coordinates.
+
+    Parameters
+    ----------
+    indices : int32 or int64 array, shape (n, 1 + d)
+        Rows ``(sample, *position)`` on a grid of d axes. In any order; samples may be mixed.
+    spatial_shape : tuple of int, optional
+        Cells of the grid along each axis. Without it positions may be as large as 63 bits allow
+        for a row (17 bits an axis in 3-D), and :func:`sparse_to_dense` must be told a shape.
+    batch_size : int, optional
+        Number of samples. By default that of the indices, which waits for a GPU; with a
+        ``capacity`` it stays unknown.
+    mode : "unique", "first", "last", "sum" or "mean"
+        What rows with the same site become: "unique" promises that there are none; with the others
+        they become one site (:func:`sparse_tensor` says which features it gets).
+    order : "leaf" or "raster"
+        Order of the sites: by groups of neighbouring cells, which is fastest later on, or row by
+        row of the grid. Both depend on the set of sites only.
+    capacity : int, optional
+        Number of rows of the result. With it nothing waits for a GPU: rows past the count are -1,
+        sites past the capacity are left out, and rows outside the grid are dropped;
+        :meth:`CoordinateMap.check` tells. Without it there are as many rows as sites.
+
+    Returns
+    -------
+    coordinates : CoordinateMap
+        The sites, in the library and on the device of ``indices``.
+    inverse : int32 array, shape (n,)
+        The row of ``coordinates`` that holds each row of ``indices``, -1 for what was left out.
+
+    Raises
+    ------
+    ShapeError
+        If ``indices`` is no list of rows, a row is outside the grid, or keys of the grid need more
+        than 63 bits.
+    DTypeError
+        If ``indices`` is neither int32 nor int64.
+    ValueError
+        If rows are equal though ``mode`` is "unique", or an option is none of those above.
+
+    Source: B. Graham, M. Engelcke, L. van der Maaten, "3D Semantic Segmentation with Submanifold
+    Sparse Convolutional Networks", CVPR 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rows = np.array([[0, 5, 5], [0, 1, 2], [0, 5, 5]])
+    >>> sites, inverse = coordinate_map(rows, spatial_shape=(8, 8), mode="first")
+    >>> sites.indices.tolist(), inverse.tolist()
+    ([[0, 1, 2], [0, 5, 5]], [1, 0, 1])
+    """
+    coordinates, inverse, _ = reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity)
+    return coordinates, inverse
+
+
+def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
+    """Do what coordinate_map does; return the Reduction, too."""
+    check_array("indices", indices, ndim=2)
+    if indices.dtype not in (np.int32, np.int64):
+        raise DTypeError(f"indices must be int32 or int64, got {indices.dtype}; use astype")
+    if indices.shape[1] < 2:
+        raise ShapeError(
+            f"indices must have shape (n, 1 + d), d at least 1, got {indices.shape}; rows are "
+            "(sample, *position)"
+        )
+    check_choice("mode", mode, MODES)
+    check_choice("order", order, ("leaf", "raster"))
+    if capacity is not None and (not is_integer(capacity) or capacity < 0):
+        raise ShapeError(f"capacity must be a non-negative integer, got {capacity!r}")
+    xp = namespace(indices)
+    columns = list(xp.ascontiguousarray(indices.T).astype(np.int64))
+    if batch_size is None and capacity is None:
+        batch_size = int(columns[0].max()) + 1 if len(indices) else 0
+        batch_size = max(batch_size, 1)
+    spatial_shape, batch_size = check_grid(spatial_shape, batch_size, len(columns) - 1)
+    packing = packing_of(spatial_shape, batch_size, len(columns) - 1)
+    keys = (leaf_keys if order == "leaf" else raster_keys)(columns, packing)
+    if capacity is None:
+        _check_inside(keys, indices, spatial_shape, batch_size)
+    by_key, sites, inverse, reduction, status = _distinct(keys, mode, capacity)
+    if capacity is None and mode == "unique" and int(status[0]) & _DUPLICATE:
+        raise ValueError(_duplicates(reduction))
+    if order == "raster":
+        packing = packing._replace(low_bits=(0,) * len(packing.bits))
+    rows = coordinates_of(by_key, packing)
+    made = CoordinateMap(rows, sites, spatial_shape, batch_size, status)
+    return made, inverse, reduction
+
+
+def check_grid(spatial_shape, batch_size, dimensions):
+    """Return the sizes of a grid as a tuple and an int, None where not known; or raise."""
+    if spatial_shape is not None:
+        given = spatial_shape
+        sizes = tuple(given) if isinstance(given, tuple | list) else (given,) * dimensions
+        if len(sizes) != dimensions or not all(is_integer(n) and 0 <= n < 2**31 for n in sizes):
+            raise ShapeError(
+                f"spatial_shape must be {dimensions} non-negative integers for indices of "
+                f"{dimensions + 1} columns, got {given!r}"
+            )
+        spatial_shape = tuple(map(int, sizes))
+    if batch_size is not None:
+        if not is_integer(batch_size) or not 0 <= batch_size < 2**31:
+            raise ShapeError(f"batch_size must be a non-negative integer, got {batch_size!r}")
+        batch_size = int(batch_size)
+    return spatial_shape, batch_size
+
+
+def _check_inside(keys, indices, spatial_shape, batch_size):
+    """Raise if a row has no key."""
+    outside = keys < 0
+    if bool(outside.any()):
+        row = int(outside.argmax())
+        limit = "of 63 bits" if spatial_shape is None else f"of {spatial_shape}"
+        raise ShapeError(
+            f"indices must be inside a grid {limit} with a batch of {batch_size}, got "
+            f"{indices[row].tolist()} in row {row}; drop such rows, or pass a larger spatial_shape"
+        )
+
+
+def _duplicates(reduction=None):
+    rows = ""
+    if reduction is not None:
+        at = int((~reduction.first).argmax())
+        rows = f", got equal rows {int(reduction.order[at - 1])} and {int(reduction.order[at])}"
+    return (
+        f'indices must be distinct with mode="unique"{rows}; pass mode="first", "last", "sum" or '
+        '"mean"'
+    )
+
+
+def _stable_order(keys):
+    """Return the order that sorts keys; equal ones stay in their order."""
+    return keys.argsort(kind="stable") if type(keys) is np.ndarray else keys.argsort()
+
+
+def _distinct(keys, mode, capacity):
+    """Return the keys of the sites, their count, each row's site, the Reduction and the status."""
+    xp, n = namespace(keys), len(keys)
+    order = _stable_order(keys)
+    by_key = keys[order]
+    real = by_key >= 0
+    first, last = real.copy(), real.copy()
+    changes = by_key[1:] != by_key[:-1]
+    first[1:] &= changes
+    last[:-1] &= changes
+    site = xp.cumsum(first) - 1  # rows with no key come first, where this is -1
+    total = first.sum(dtype=np.int32).reshape(1)
+    rows = int(total[0]) if capacity is None else capacity
+    site = xp.where(real & (site < rows), site, rows)
+    sites = xp.full(rows + 1, -1, np.int64)
+    sites[site] = by_key  # rows of one site have one key; those with no site go to the last place
+    inverse = empty((n,), np.int32, keys)
+    inverse[order] = xp.where(site < rows, site, -1)
+    status = (~real).any().astype(np.int32) * _OUTSIDE
+    if mode == "unique":
+        status = status + (real & ~first).any().astype(np.int32) * _DUPLICATE
+    status = status.reshape(1).astype(np.int32)
+    starts = xp.full(rows + 1, n, np.int64)  # the rows of a site that is not there begin at the end
+    starts[xp.where(first, site, rows)] = xp.arange(n)
+    starts[rows] = (site < rows).sum() + (~real).sum()
+    return sites[:rows], total, inverse, Reduction(order, site, first, last, starts), status

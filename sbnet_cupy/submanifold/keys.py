@@ -1,0 +1,112 @@
+"""Keys of sites: the coordinates of a site as one 64-bit number, which sorts and is found fast.
+
+The order of the keys is *leaf order*: by sample, then by leaf, a group of up to 64 neighbouring
+cells (8x8 in two dimensions, 4x4x4 in three), then by the place in the leaf.
+"""
+
+import math
+from typing import NamedTuple
+
+from ..core.arrays import namespace
+from ..errors import ShapeError
+
+LEAVES = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (4, 4, 2, 2)}
+_MOST_BITS = 63
+_BATCH_BITS = 12  # where the batch size is not known
+
+
+class Packing(NamedTuple):
+    """How the coordinates ``(sample, *position)`` of a site become a key."""
+
+    limits: tuple[int, ...]  # each coordinate is in 0 .. limit - 1
+    bits: tuple[int, ...]  # of each coordinate
+    low_bits: tuple[int, ...]  # of these the ones that tell the place in a leaf
+
+
+def packing_of(spatial_shape, batch_size, dimensions):
+    """Return the packing for a grid of this shape; None stands for what is not known.
+
+    Raises
+    ------
+    ShapeError
+        If the keys of such a grid need more than 63 bits.
+    """
+    leaf = LEAVES.get(dimensions) or (1,) * (dimensions - 6) + (2,) * min(dimensions, 6)
+    low = (0, *(n.bit_length() - 1 for n in leaf))
+    batch_bits = _BATCH_BITS if batch_size is None else _bits(batch_size)
+    if spatial_shape is None:
+        share = min((_MOST_BITS - batch_bits) // dimensions, 31)
+        bits = (batch_bits, *(share,) * dimensions)
+    else:
+        bits = (batch_bits, *map(_bits, spatial_shape))
+    bits = tuple(map(max, bits, low))
+    if sum(bits) > _MOST_BITS:
+        raise ShapeError(
+            f"spatial_shape and batch_size must fit keys of {_MOST_BITS} bits, got spatial_shape "
+            f"{spatial_shape} and batch_size {batch_size}, which need {sum(bits)}; split the batch "
+            "or the grid"
+        )
+    known = (batch_size, *(spatial_shape or (None,) * dimensions))
+    limits = tuple(
+        min(1 << b, 1 << 31) if n is None else n for n, b in zip(known, bits, strict=True)
+    )
+    return Packing(limits, bits, low)
+
+
+def _bits(size):
+    """Return the bits of a number below ``size``."""
+    return max(size - 1, 0).bit_length()
+
+
+def leaf_keys(coordinates, packing):
+    """Return the key of each row of coordinates, -1 for rows outside the limits.
+
+    Parameters
+    ----------
+    coordinates : list of int64 array, shape (N,) each
+        The sample, and the position on each axis.
+    packing : Packing
+        How they become one number.
+
+    Returns
+    -------
+    keys : int64 array, shape (N,)
+        In leaf order.
+    """
+    xp = namespace(coordinates[0])
+    inside = xp.ones(coordinates[0].shape, bool)
+    key = xp.zeros(coordinates[0].shape, "int64")
+    for values, limit, bits, low in zip(coordinates, *packing, strict=True):
+        inside &= (values >= 0) & (values < limit)
+        key <<= bits - low
+        key |= values >> low
+    for values, low in zip(coordinates, packing.low_bits, strict=True):
+        key <<= low
+        key |= values & ((1 << low) - 1)
+    return xp.where(inside, key, -1)
+
+
+def raster_keys(coordinates, packing):
+    """Return keys as :func:`leaf_keys` does, in raster order: the last axis is the fastest."""
+    return leaf_keys(coordinates, packing._replace(low_bits=(0,) * len(packing.bits)))
+
+
+def coordinates_of(keys, packing):
+    """Return the int32 rows ``(sample, *position)`` of keys in leaf order, -1 for negative keys."""
+    xp = namespace(keys)
+    rest = keys.copy()
+    low, high = [], []
+    for bits in reversed(packing.low_bits):
+        low.append(rest & ((1 << bits) - 1))
+        rest >>= bits
+    for bits, below in zip(reversed(packing.bits), reversed(packing.low_bits), strict=True):
+        high.append(rest & ((1 << (bits - below)) - 1))
+        rest >>= bits - below
+    columns = [h << b | v for h, b, v in zip(high, reversed(packing.low_bits), low, strict=True)]
+    rows = xp.stack(columns[::-1], axis=1)
+    return xp.where((keys >= 0)[:, None], rows, -1).astype("int32")
+
+
+def volume(shape):
+    """Return the number of cells of a grid."""
+    return math.prod(shape)

@@ -1,0 +1,499 @@
+"""Convolutions at sites: submanifold, strided, inverse and transposed, all over a KernelMap."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.arrays import (
+    array_function,
+    compute_dtype,
+    empty,
+    is_cupy,
+    is_float,
+    namespace,
+)
+from ..core.checks import check_array, check_contiguous, check_result, check_written
+from ..core.graph_memory import memory_of_graphs
+from ..core.half_floats import widen
+from ..core.operator import Operator, Plan
+from ..core.sizes import is_integer
+from ..core.spec import spec_of
+from ..dense.activation import apply_activation, apply_affine, check_activation
+from ..dense.conv2d import check_per_channel, check_precision
+from ..dense.im2col import multiply
+from ..errors import DTypeError, ShapeError
+from . import kernel_map as maps
+from .coordinate_map import CoordinateMap
+from .kernel_map import KernelMap
+from .sparse_tensor import SparseTensor
+
+
+@array_function
+def submanifold_conv(
+    x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
+    precision=None, out=None,
+):  # fmt: skip
+    """Convolve features, and compute the result at the same sites.
+
+    ``y[p] = activation(scale * sum x[p - k // 2 * dilation + r * dilation] @ w[r] + bias +
+    residual[p])`` for each site ``p``, the sum over the cells ``r`` of the kernel at whose place
+    there is a site. The window of an axis is ``p - k // 2 .. p - k // 2 + k - 1``, also for an even
+    ``k``. Sums are in float32 (float64 for float64), in the order of the cells.
+
+    Parameters
+    ----------
+    x : SparseTensor
+        Features in float16, bfloat16, float32 or float64.
+    w : array, shape (*kernel_size, C / groups, K)
+        One axis for each axis of the grid; in the dtype of the features.
+    dilation : int or tuple of int
+        Distance between the taps of the kernel.
+    groups : int
+        Groups of channels that are convolved apart.
+    bias, scale : float array, shape (K,), optional
+        Offset and factor per output channel.
+    residual : SparseTensor or array, shape (N, K), optional
+        Added before the activation.
+    activation : None, "relu", "silu" or "gelu"
+        Applied last.
+    precision : None, "ieee" or "tf32"
+        As for :func:`conv2d`.
+    out : array, shape (N, K), optional
+        Receives the features of the result; shares no memory with the inputs.
+
+    Returns
+    -------
+    SparseTensor
+        Features ``[N, K]`` on the coordinates of ``x``, 0 in rows past the count.
+
+    Raises
+    ------
+    ShapeError
+        If sizes do not fit together.
+    DTypeError
+        If ``x`` is no SparseTensor, or dtypes are not floats or differ.
+    ValueError
+        If ``activation`` or ``precision`` is none of those above.
+
+    Source: B. Graham, M. Engelcke, L. van der Maaten 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = sparse_tensor(np.ones((3, 1)), np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> submanifold_conv(x, np.ones((3, 1, 1))).features.ravel()
+    array([2., 2., 1.])
+    """
+    kernel = _kernel_of(x, w)
+    same = x.coordinates
+    made = maps.kernel_map(same, kernel, dilation=dilation, onto=same)
+    return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
+
+
+@array_function
+def strided_conv(
+    x, w, *, stride, padding=0, dilation=1, groups=1, onto=None, capacity=None, bias=None,
+    scale=None, residual=None, activation=None, precision=None, out=None,
+):  # fmt: skip
+    """Convolve features with a stride; the result has every site that reads one of ``x``.
+
+    Site ``p`` of the result reads the sites ``p * stride - padding + r * dilation``. With a padding
+    of 0 and a kernel no smaller than the stride this is SparseConvNet's ``Convolution``.
+
+    Parameters
+    ----------
+    x, w, groups, bias, scale, residual, activation, precision, out
+        As for :func:`submanifold_conv`; the residual and ``out`` have the rows of the result.
+    stride, padding, dilation : int or tuple of int
+        As for :func:`kernel_map`.
+    onto : CoordinateMap, optional
+        Sites of the result, in place of those that are found.
+    capacity : int, optional
+        Rows of the result. With it nothing waits for a GPU; see :func:`coordinate_map`.
+
+    Returns
+    -------
+    SparseTensor
+        On new sites, in leaf order, or on those of ``onto``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueError
+        As :func:`submanifold_conv` does.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = sparse_tensor(np.ones((3, 1)), np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> y = strided_conv(x, np.ones((2, 1, 1)), stride=2)
+    >>> y.indices.tolist(), y.features.ravel(), y.spatial_shape
+    ([[0, 0], [0, 1], [0, 2]], array([1., 1., 1.]), (4,))
+    """
+    kernel = _kernel_of(x, w)
+    made = maps.kernel_map(
+        x.coordinates, kernel, stride=stride, padding=0 if padding is None else padding,
+        dilation=dilation, onto=onto, capacity=capacity,
+    )  # fmt: skip
+    return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
+
+
+@array_function
+def inverse_conv(
+    x, w, *, onto, groups=1, bias=None, scale=None, residual=None, activation=None, precision=None,
+    out=None,
+):  # fmt: skip
+    """Undo the sites of a strided convolution: from its result back to the sites that it read.
+
+    Each site of ``onto`` adds up what the windows that read it hold, each times the kernel's cell
+    at which they read it: the transpose of the strided convolution, with weights of its own.
+    SparseConvNet's ``Deconvolution``, spconv's ``SparseInverseConv``.
+
+    Parameters
+    ----------
+    x : SparseTensor
+        On the sites that a :func:`strided_conv` of ``onto`` made (or a pooling).
+    w : array, shape (*kernel_size, C / groups, K)
+        With the kernel size of that convolution.
+    onto : CoordinateMap or SparseTensor
+        The sites that it read.
+    groups, bias, scale, residual, activation, precision, out
+        As for :func:`submanifold_conv`.
+
+    Returns
+    -------
+    SparseTensor
+        On the sites of ``onto``.
+
+    Raises
+    ------
+    ValueError
+        If there was no such convolution.
+    ShapeError, DTypeError
+        As :func:`submanifold_conv` does.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = sparse_tensor(np.ones((3, 1)), np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> y = strided_conv(x, np.ones((2, 1, 1)), stride=2)
+    >>> inverse_conv(y, np.array([[[1.0]], [[10.0]]]), onto=x).features.ravel()
+    array([10.,  1., 10.])
+    """
+    kernel = _kernel_of(x, w)
+    onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
+    maps._check_map("onto", onto)
+    forward = maps.found(onto, kernel, x.coordinates)
+    if forward is None:
+        raise ValueError(
+            f"onto must be the sites that a strided_conv with a kernel of {kernel} read to make "
+            "those of x; there was none: use transposed_conv, or run that convolution first"
+        )
+    made = forward.transposed()
+    return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
+
+
+@array_function
+def transposed_conv(
+    x, w, *, stride, padding=0, output_padding=0, dilation=1, groups=1, capacity=None, bias=None,
+    scale=None, residual=None, activation=None, precision=None, out=None,
+):  # fmt: skip
+    """Convolve features transposed; the result has every site that one of ``x`` reaches.
+
+    Site ``p`` of ``x`` adds to the sites ``p * stride - padding + r * dilation``. SparseConvNet's
+    ``FullConvolution``.
+
+    Parameters
+    ----------
+    x, w, groups, bias, scale, residual, activation, precision, out
+        As for :func:`submanifold_conv`; the residual and ``out`` have the rows of the result.
+    stride, padding, dilation, output_padding : int or tuple of int
+        As for :func:`kernel_map`.
+    capacity : int, optional
+        Rows of the result. With it nothing waits for a GPU; see :func:`coordinate_map`.
+
+    Returns
+    -------
+    SparseTensor
+        On new sites, in leaf order.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueError
+        As :func:`submanifold_conv` does.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = sparse_tensor(np.ones((2, 1)), np.array([[0, 1], [0, 2]]), spatial_shape=4)
+    >>> y = transposed_conv(x, np.array([[[1.0]], [[2.0]]]), stride=2)
+    >>> y.indices.tolist(), y.features.ravel()
+    ([[0, 2], [0, 3], [0, 4], [0, 5]], array([1., 2., 1., 2.]))
+    """
+    kernel = _kernel_of(x, w)
+    made = maps.kernel_map(
+        x.coordinates, kernel, stride=stride, padding=0 if padding is None else padding,
+        dilation=dilation, output_padding=output_padding, transposed=True, capacity=capacity,
+    )  # fmt: skip
+    return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
+
+
+@array_function
+def site_conv(
+    features, w, kernel_map, *, groups=1, bias=None, scale=None, residual=None, activation=None,
+    precision=None, out=None,
+):  # fmt: skip
+    """Convolve rows of features over a KernelMap: what all convolutions at sites come down to.
+
+    ``y[m] = activation(scale * sum features[rows[t, m]] @ w[t] + bias + residual[m])``, the sum
+    over the taps ``t`` at which row ``m`` reads a row.
+
+    Parameters
+    ----------
+    features : array, shape (N, C)
+        Rows on ``kernel_map.source``. Rows that no row of the map reads may hold anything.
+    w : array, shape (*kernel_size, C / groups, K)
+        ``kernel_size`` is that of the map; (taps, C / groups, K) always does.
+    kernel_map : KernelMap
+        Of :func:`kernel_map`.
+    groups, bias, scale, residual, activation, precision, out
+        As for :func:`submanifold_conv`, the residual an array of shape (M, K).
+
+    Returns
+    -------
+    y : array, shape (M, K)
+        Rows on ``kernel_map.target``; 0 where that has no site.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueError
+        As :func:`submanifold_conv` does.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sites, _ = coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
+    >>> cross = kernel_map(sites, offsets=[[0, 0], [0, 1], [0, -1], [1, 0], [-1, 0]])
+    >>> site_conv(np.array([[1.0], [5.0]]), np.ones((5, 1, 1)), cross).ravel()
+    array([6., 6.])
+    """
+    return compute(features, w, kernel_map, groups, scale, bias, residual, activation, precision,
+                   out)  # fmt: skip
+
+
+def _kernel_of(x, w):
+    """Return the kernel size that the weights have; check that x is a SparseTensor."""
+    if not isinstance(x, SparseTensor):
+        raise DTypeError(
+            f"x must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
+        )
+    d = x.coordinates.dimensions
+    check_array("w", w)
+    if len(w.shape) != d + 2:
+        raise ShapeError(
+            f"w must have shape (*kernel_size, C / groups, K) with a kernel of {d} axes, got "
+            f"{tuple(w.shape)}"
+        )
+    return tuple(map(int, w.shape[:d]))
+
+
+def _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out):
+    """Compute a convolution over a map; return the SparseTensor."""
+    if isinstance(residual, SparseTensor):
+        if residual.coordinates is not made.target:
+            raise ShapeError(
+                "residual must be on the coordinates of the result, got others; pass the features "
+                "alone if the rows are the same sites"
+            )
+        residual = residual.features
+    y = compute(x.features, w, made, groups, scale, bias, residual, activation, precision, out)
+    return SparseTensor(y, made.target)
+
+
+def compute(features, w, made, groups, scale, bias, residual, activation, precision, out):
+    """Check and compute :func:`site_conv`."""
+    read, options = _call(features, w, made, groups, scale, bias, residual, activation, precision)
+    plan = SITE_CONV.plan_for((*read, out), options)
+    if out is None:
+        out = empty(plan.shape, features.dtype, features)
+    else:
+        check_written(out, SITE_CONV.arrays[:-1], read)
+    plan.run(*read, out)
+    return out
+
+
+def _call(features, w, made, groups, scale, bias, residual, activation, precision):
+    """Return the arrays and the options of the operator."""
+    if not isinstance(made, KernelMap):
+        raise DTypeError(
+            f"kernel_map must be a KernelMap, got {type(made).__name__}; make one with kernel_map"
+        )
+    options = (made.kernel_size, made.source.capacity, groups, activation, precision)
+    return (features, w, made.rows, valid_rows(made.target), scale, bias, residual), options
+
+
+def resolve_arguments(features, w, made, groups, scale, bias, residual, activation, precision):
+    """Check arguments as :func:`site_conv` does; return the SiteConv and the result's spec."""
+    read, options = _call(features, w, made, groups, scale, bias, residual, activation, precision)
+    result, problem = _resolve([*map(spec_of, read), None], options)
+    return problem, result
+
+
+def valid_rows(coordinates: CoordinateMap):
+    """Return which rows of coordinates hold a site, kept by the coordinates."""
+    if "valid" not in coordinates._kept:
+        coordinates._kept["valid"] = coordinates.valid()
+    return coordinates._kept["valid"]
+
+
+class SiteConv(NamedTuple):
+    """A convolution over a map without its arrays: sizes and options, checked."""
+
+    taps: int
+    groups: int
+    channels: int
+    channels_out: int
+    activation: str | None
+    tf32: bool
+
+
+def resolve_site_conv(features, w, rows, kernel_size, sites, groups, activation, precision):
+    """Check the arguments that decide sizes; return them as a SiteConv."""
+    check_activation(activation)
+    check_precision(precision)
+    check_array("features", features, ndim=2, shape=(sites, None), like=rows)
+    check_contiguous("features", features)
+    if not is_float(features.dtype):
+        raise DTypeError(
+            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
+        )
+    check_array("w", w, like=features)
+    if w.dtype != features.dtype:
+        raise DTypeError(
+            f"w must have the dtype of the features, {features.dtype}, got {w.dtype}; use astype"
+        )
+    channels, taps = features.shape[1], rows.shape[0]
+    if not is_integer(groups) or groups < 1 or channels % groups:
+        raise ShapeError(
+            f"groups must be a positive integer that divides the {channels} channels, got "
+            f"{groups!r}"
+        )
+    kernels = (tuple(kernel_size), (taps,))
+    *kernel, c, k = w.shape if w.ndim > 2 else (0, 0, 0)
+    if tuple(kernel) not in kernels or c * groups != channels or k < 1 or k % groups:
+        raise ShapeError(
+            f"w must have shape ({', '.join(map(str, kernel_size))}, {channels // groups}, K), K a "
+            f"positive multiple of groups, {groups}, got {w.shape}"
+        )
+    return SiteConv(taps, groups, channels, k, activation, precision == "tf32")
+
+
+def _resolve(specs, options):
+    features, w, rows, _, scale, bias, residual, out = specs
+    problem = resolve_site_conv(features, w, rows, *options)
+    check_per_channel(scale, bias, problem.channels_out, like=features)
+    result = features.new((rows.shape[1], problem.channels_out))
+    if residual is not None:
+        check_array("residual", residual, shape=result.shape, like=features)
+        check_contiguous("residual", residual)
+        if residual.dtype != features.dtype:
+            raise DTypeError(
+                f"residual must have the dtype of the features, {features.dtype}, got "
+                f"{residual.dtype}; use astype"
+            )
+    check_result(out, result)
+    return result, problem
+
+
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    result, problem = _resolve(specs, options)
+    if not result.size:
+        return Plan((result,), lambda *arrays: None)
+
+    def run(features, w, rows, valid, scale, bias, residual, out):
+        with memory_of_graphs(features), np.errstate(all="ignore"):
+            w = w.reshape(problem.taps, *w.shape[-2:])
+            total = sums(features, w, rows, problem.groups, problem.tf32)
+            apply_affine(total, scale, bias, None)
+            if residual is not None:
+                total += residual
+            apply_activation(total, problem.activation)
+            out[...] = namespace(out).where(valid[:, None], total, total.dtype.type(0))
+
+    return Plan((result,), run)
+
+
+def sums(features, w, rows, groups, tf32):
+    """Return the sum over the taps of ``features[rows[t]] @ w[t]``: float32 or float64, ``[M, K]``.
+
+    ``w`` is ``[taps, C / groups, K]``. Taps are added in their order; those that a row does not
+    have are left out of its sum, so that a weight that is not finite reaches only those who use it.
+    """
+    xp, wide = namespace(features), compute_dtype(features.dtype)
+    if not is_cupy(features):  # cuBLAS widens by itself
+        features, w = widen(features), widen(w)
+    c, k = w.shape[1], w.shape[2] // groups
+    total = xp.zeros((rows.shape[1], groups * k), wide)
+    for tap in range(len(rows) if len(features) else 0):
+        taken, here = take(features, rows[tap])
+        product = xp.empty((len(taken), groups * k), wide)
+        for g in range(groups):
+            into = product if groups == 1 else xp.empty((len(taken), k), wide)
+            multiply(channels(taken, g, c), channels(w[tap], g, k), into, tf32)
+            product[:, g * k : (g + 1) * k] = into
+        add(total, here, product)
+    return total
+
+
+def take(features, read):
+    """Return the rows that one tap reads, and which rows of the result they are for.
+
+    On NumPy that is their numbers, or None for all rows; on CuPy, where the number of rows stays on
+    the device, a mask of all rows.
+    """
+    if is_cupy(features):
+        return features[namespace(features).maximum(read, 0)], (read >= 0)[:, None]
+    here = np.flatnonzero(read >= 0)
+    if len(here) == len(read):
+        return features[read], None
+    return features[read[here]], here
+
+
+def add(total, here, product):
+    """Add what :func:`take` found to the rows of the result that it is for."""
+    if here is None:
+        total += product
+    elif here.dtype == bool:
+        total += namespace(total).where(here, product, total.dtype.type(0))
+    else:
+        total[here] += product
+
+
+def channels(matrix, group, count):
+    """Return the columns of one group, contiguous."""
+    if matrix.shape[1] == count:
+        return matrix
+    part = matrix[:, group * count : (group + 1) * count]
+    return namespace(matrix).ascontiguousarray(part)
+
+
+SITE_CONV = Operator(
+    "site_conv",
+    arrays=("features", "w", "rows", "valid", "scale", "bias", "residual", "out"),
+    options=("kernel_size", "sites", "groups", "activation", "precision"),
+    infer=_infer,
+    plan=_plan,
+)

@@ -1,0 +1,156 @@
+"""site_conv_grad: from the gradient of a convolution at sites to those of its arguments."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.arrays import array_function, compute_dtype, is_cupy, namespace
+from ..core.checks import check_array
+from ..core.graph_memory import memory_of_graphs
+from ..core.half_floats import widen
+from ..dense.activation import activation_grad, apply_affine
+from ..dense.conv2d_grad import check_wanted
+from ..dense.im2col import multiply
+from ..errors import DTypeError
+from .kernel_map import KernelMap
+from .site_conv import channels, resolve_arguments, sums, take, valid_rows
+
+
+class SiteConvGradients(NamedTuple):
+    """Gradients of the arguments of :func:`site_conv`; None for what was None or not wanted."""
+
+    features: Any = None
+    w: Any = None
+    scale: Any = None
+    bias: Any = None
+    residual: Any = None
+
+
+@array_function
+def site_conv_grad(
+    grad_y, features, w, kernel_map, *, groups=1, bias=None, scale=None, residual=None,
+    activation=None, precision=None, wanted=("features", "w", "scale", "bias", "residual"),
+):  # fmt: skip
+    """Compute the gradients of site_conv from the gradient of its result.
+
+    They are those of all convolutions at sites, each with its own map: :func:`submanifold_conv`,
+    :func:`strided_conv`, :func:`inverse_conv` and :func:`transposed_conv`. The gradient of the
+    features is the convolution over the transposed map; that of ``w`` the product of the rows that
+    a tap reads with those of the gradient. Sums are in float32 (float64 for float64), in a fixed
+    order, and rounded once. With ``scale`` or ``activation`` the sums are computed again.
+
+    Parameters
+    ----------
+    grad_y : array, shape (M, K)
+        Gradient of the result, in its dtype. Rows that are no site are not read.
+    features, w, kernel_map, groups, bias, scale, residual, activation, precision
+        As they were given to :func:`site_conv`.
+    wanted : tuple of "features", "w", "scale", "bias" and "residual"
+        The gradients to compute; the others are None.
+
+    Returns
+    -------
+    gradients : SiteConvGradients(features, w, scale, bias, residual)
+        Fresh arrays of the shapes and dtypes of the arguments; rows that are no site are 0.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueError
+        As :func:`site_conv` does; or if ``wanted`` names another gradient.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sites, _ = coordinate_map(np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> window = kernel_map(sites, 3, onto=sites)
+    >>> ones, w = np.ones((3, 1)), np.array([1.0, 10, 100]).reshape(3, 1, 1)
+    >>> gradients = site_conv_grad(ones, ones, w, window)
+    >>> gradients.features.ravel(), gradients.w.ravel()
+    (array([ 11., 110.,  10.]), array([1., 3., 1.]))
+    """
+    problem, _ = resolve_arguments(
+        features, w, kernel_map, groups, scale, bias, residual, activation, precision
+    )
+    check_wanted(wanted, SiteConvGradients._fields)
+    shape = (kernel_map.target.capacity, problem.channels_out)
+    check_array("grad_y", grad_y, shape=shape, like=features)
+    if grad_y.dtype != features.dtype:
+        raise DTypeError(
+            f"grad_y must have the dtype of the features, {features.dtype}, got {grad_y.dtype}; "
+            "use astype"
+        )
+    given = {"features": features, "w": w, "scale": scale, "bias": bias, "residual": residual}
+    wanted = {name for name in wanted if given[name] is not None}
+    with memory_of_graphs(features), np.errstate(all="ignore"):
+        return _gradients(grad_y, given, kernel_map, problem, wanted)
+
+
+def _gradients(grad_y, given, made: KernelMap, problem, wanted):
+    """Return the gradients of checked arguments."""
+    features, w, scale, bias, residual = given.values()
+    xp, wide = namespace(features), compute_dtype(features.dtype)
+    taps = w.reshape(problem.taps, *w.shape[-2:])
+    valid = valid_rows(made.target)[:, None]
+    grad = xp.where(valid, grad_y.astype(wide, copy=False), wide.type(0))
+    total = None
+    if problem.activation is not None or (scale is not None and "scale" in wanted):
+        total = sums(features, taps, made.rows, problem.groups, problem.tf32)
+    if problem.activation is not None:
+        before = apply_affine(total.copy(), scale, bias, None)
+        if residual is not None:
+            before += residual
+        grad = xp.where(valid, activation_grad(grad, before, problem.activation), wide.type(0))
+    found = {}
+    if "residual" in wanted:
+        found["residual"] = grad.astype(residual.dtype)
+    if "bias" in wanted:
+        found["bias"] = grad.sum(axis=0).astype(bias.dtype)
+    if "scale" in wanted:
+        found["scale"] = (grad * xp.where(valid, total, wide.type(0))).sum(axis=0)
+        found["scale"] = found["scale"].astype(scale.dtype)
+    if scale is not None:
+        grad = grad * scale.astype(wide, copy=False)
+    grad = grad.astype(features.dtype, copy=False)  # as the result was, which it is the gradient of
+    if "features" in wanted:
+        turned = swap_channels(taps, problem.groups)
+        rows = made.transposed().rows
+        dx = sums(grad, turned, rows, problem.groups, problem.tf32)
+        found["features"] = dx.astype(features.dtype)
+    if "w" in wanted:
+        dw = weight_gradient(features, grad, made.rows, problem)
+        found["w"] = dw.reshape(w.shape).astype(w.dtype)
+    return SiteConvGradients(**found)
+
+
+def swap_channels(w, groups):
+    """Return ``[taps, C / groups, K]`` as the kernel of the transposed convolution.
+
+    That is ``[taps, K / groups, C]``.
+    """
+    taps, c, k = w.shape
+    w = w.reshape(taps, c, groups, k // groups).transpose(0, 3, 2, 1)
+    return namespace(w).ascontiguousarray(w).reshape(taps, k // groups, groups * c)
+
+
+def weight_gradient(features, grad, rows, problem):
+    """Return the gradient of ``w [taps, C / groups, K]``, in the dtype of the sums."""
+    xp, wide = namespace(features), compute_dtype(features.dtype)
+    groups = problem.groups
+    c, k = problem.channels // groups, problem.channels_out // groups
+    dw = xp.zeros((len(rows), c, groups * k), wide)
+    if not is_cupy(features):
+        features, grad = widen(features), widen(grad)
+    for tap in range(len(rows) if len(features) else 0):
+        taken, here = take(features, rows[tap])
+        mine = grad
+        if here is not None and here.dtype == bool:  # zeros in both: what is not there may be NaN
+            taken = xp.where(here, taken, taken.dtype.type(0))
+        elif here is not None:
+            mine = grad[here]
+        for g in range(groups):
+            into = xp.empty((c, k), wide)
+            multiply(channels(taken, g, c).T, channels(mine, g, k), into, problem.tf32)
+            dw[tap, :, g * k : (g + 1) * k] = into
+    return dw

@@ -1,0 +1,170 @@
+"""SparseTensor: features at the sites of a CoordinateMap."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.arrays import ArrayContainer, array_function, compute_dtype, is_float, namespace
+from ..core.checks import check_array
+from ..errors import DTypeError, ShapeError
+from .coordinate_map import CoordinateMap, reduce_rows
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SparseTensor(ArrayContainer):
+    """Features at sites. Unpacks as the pair ``features, coordinates``.
+
+    Parameters
+    ----------
+    features : array, shape (N, C)
+        One row for each row of ``coordinates.indices``. Rows past the count are never read.
+    coordinates : CoordinateMap
+        Where the rows live.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = sparse_tensor(np.ones((2, 3)), np.array([[0, 1, 1], [0, 2, 0]]), spatial_shape=(4, 4))
+    >>> x
+    SparseTensor: 2 sites of 3 channels, float64, on a grid of (4, 4), batch of 1
+    >>> features, coordinates = x
+    """
+
+    features: Any
+    coordinates: CoordinateMap
+
+    copies_strided = True
+
+    def __post_init__(self):
+        if not isinstance(self.coordinates, CoordinateMap):
+            raise DTypeError(
+                "coordinates must be a CoordinateMap, got "
+                f"{type(self.coordinates).__name__}; make one with coordinate_map"
+            )
+        shape = tuple(getattr(self.features, "shape", ()))
+        if len(shape) != 2 or shape[0] != self.coordinates.capacity:
+            raise ShapeError(
+                f"features must have shape ({self.coordinates.capacity}, C), one row for each row "
+                f"of the coordinates, got {shape}"
+            )
+
+    def __iter__(self):
+        return iter((self.features, self.coordinates))
+
+    def _arrays(self):
+        return (self.features, *self.coordinates._arrays())
+
+    def _map_arrays(self, function):
+        return SparseTensor(function(self.features), self.coordinates._map_arrays(function))
+
+    def __repr__(self):
+        where = self.coordinates
+        return (
+            f"SparseTensor: {where.number()} sites of {self.channels} channels, "
+            f"{self.features.dtype}, on a grid of {where.spatial_shape}, batch of "
+            f"{where.batch_size}"
+        )
+
+    @property
+    def channels(self):
+        """Number of channels of the features."""
+        return int(self.features.shape[1])
+
+    @property
+    def indices(self):
+        """Rows ``(sample, *position)`` of the sites."""
+        return self.coordinates.indices
+
+    @property
+    def spatial_shape(self):
+        """Cells of the grid along each axis, or None."""
+        return self.coordinates.spatial_shape
+
+    @property
+    def batch_size(self):
+        """Number of samples, or None."""
+        return self.coordinates.batch_size
+
+    def replace(self, features):
+        """Return other features at the same sites."""
+        return SparseTensor(features, self.coordinates)
+
+    def dense(self, **options):
+        """Return the whole grid; see :func:`sparse_to_dense`."""
+        from .dense_conversion import sparse_to_dense  # which returns sparse tensors, too
+
+        return sparse_to_dense(self, **options)
+
+
+@array_function
+def sparse_tensor(
+    features, indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf",
+    capacity=None,
+):  # fmt: skip
+    """Put features at their sites.
+
+    Parameters
+    ----------
+    features : array, shape (n, C)
+        float16, bfloat16, float32 or float64; a row for each row of ``indices``.
+    indices, spatial_shape, batch_size, order, capacity
+        As for :func:`coordinate_map`.
+    mode : "unique", "first", "last", "sum" or "mean"
+        Features of rows with the same site: there are none such; those of the first or of the last
+        row; their sum or mean, added up in the order of the rows, in float32 (float64 for float64).
+
+    Returns
+    -------
+    SparseTensor
+        One row of features for each site, 0 in rows past the count.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueError
+        As :func:`coordinate_map` does; or if ``features`` has not a row for each row of
+        ``indices``, or is not of a floating dtype.
+
+    Source: the input layers of B. Graham's SparseConvNet.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> points = np.array([[0, 2, 2], [0, 0, 1], [0, 2, 2]])
+    >>> x = sparse_tensor(np.array([[1.0], [2], [3]]), points, spatial_shape=(4, 4), mode="mean")
+    >>> x.indices.tolist(), x.features.tolist()
+    ([[0, 0, 1], [0, 2, 2]], [[2.0], [2.0]])
+    """
+    check_array("features", features, ndim=2)
+    if not is_float(features.dtype):
+        raise DTypeError(
+            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
+        )
+    check_array("indices", indices, ndim=2, like=features)
+    if len(features) != len(indices):
+        raise ShapeError(
+            f"features must have a row for each of the {len(indices)} rows of indices, got "
+            f"{len(features)}"
+        )
+    grid = spatial_shape, batch_size
+    coordinates, _, reduction = reduce_rows(indices, *grid, mode, order, capacity)
+    return SparseTensor(_reduce(features, reduction, coordinates.capacity, mode), coordinates)
+
+
+def _reduce(features, reduction, rows, mode):
+    """Return the features of the sites."""
+    xp = namespace(features)
+    order, site, first, last, starts = reduction
+    if mode in ("sum", "mean"):
+        wide = compute_dtype(features.dtype)
+        nothing = xp.zeros((1, features.shape[1]), features.dtype)
+        listed = xp.concatenate([features[order], nothing])
+        with np.errstate(all="ignore"):
+            sums = xp.add.reduceat(listed.astype(wide, copy=False), starts, axis=0)[:rows]
+            if mode == "mean":
+                sums /= xp.maximum(starts[1:] - starts[:-1], 1)[:, None].astype(wide)
+        return sums.astype(features.dtype)
+    out = xp.zeros((rows + 1, features.shape[1]), features.dtype)
+    chosen = last if mode == "last" else first
+    out[xp.where(chosen, site, rows)] = features[order]
+    return xp.ascontiguousarray(out[:rows])

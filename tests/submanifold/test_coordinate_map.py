@@ -1,0 +1,140 @@
+"""coordinate_map and sparse_tensor: distinct sites, their order, and the features they get."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sbnet_cupy as sb
+from support import site_cases
+from support.assertions import assert_close, assert_same, to_numpy
+from support.strategies import FLOATS
+
+LEAVES = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (4, 4, 2, 2), 5: (2,) * 5, 7: (1,) + (2,) * 6}
+
+
+def listed(rng, dimensions=3, rows=60, size=6, batch=2):
+    """Return rows with repeats, and the shape of their grid."""
+    rows = rng.integers(0, size, (rows, 1 + dimensions)).astype(np.int32)
+    rows[:, 0] %= batch
+    return rows, (size,) * dimensions
+
+
+def leaf_order(row):
+    """Return what rows are sorted by: the sample, the leaf, the place in the leaf."""
+    both = list(zip(row[1:], LEAVES[len(row) - 1], strict=True))
+    return row[0], [p // n for p, n in both], [p % n for p, n in both]
+
+
+@pytest.mark.parametrize("order", ["leaf", "raster"])
+@pytest.mark.parametrize("dimensions", LEAVES)
+def test_sites_are_distinct_and_in_order(xp, dimensions, order):
+    rows, shape = listed(np.random.default_rng(dimensions), dimensions, size=5)
+    options = {"spatial_shape": shape, "mode": "first", "order": order}
+    sites, inverse = sb.coordinate_map(xp.asarray(rows), **options)
+    key = None if order == "raster" else leaf_order
+    expected = sorted({tuple(map(int, row)) for row in rows}, key=key)
+    found = to_numpy(sites.indices)
+    assert [tuple(row) for row in found.tolist()] == expected
+    assert_same(found[to_numpy(inverse)], rows)
+    assert sites.number() == len(expected) and sites.batch_size == 2
+    assert sites.check() is sites and not sites.overflowed
+
+
+def test_the_order_does_not_depend_on_the_list(xp):
+    rows, shape = listed(np.random.default_rng(0))
+    first, _ = sb.coordinate_map(xp.asarray(rows), spatial_shape=shape, mode="first")
+    again, _ = sb.coordinate_map(xp.asarray(rows[::-1].copy()), spatial_shape=shape, mode="last")
+    assert_same(first.indices, again.indices)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mode", ["first", "last", "sum", "mean"])
+@pytest.mark.parametrize("spare", [None, 0, 9, -20])
+def test_rows_of_one_site_are_reduced(xp, mode, dtype, spare):
+    rng = np.random.default_rng(1)
+    rows, shape = listed(rng, dimensions=2)
+    features = rng.standard_normal((len(rows), 3)).astype(dtype)
+    distinct = sorted({tuple(map(int, row)) for row in rows}, key=leaf_order)
+    capacity = None if spare is None else len(distinct) + spare
+    options = {"spatial_shape": shape, "batch_size": 2, "mode": mode, "capacity": capacity}
+    x = sb.sparse_tensor(xp.asarray(features), xp.asarray(rows), **options)
+    found = to_numpy(x.features)
+    assert found.dtype == dtype and x.coordinates.number() == len(distinct)
+    kept = distinct[:capacity]
+    assert not found[len(kept) :].astype(np.float64).any()
+    assert (to_numpy(x.indices)[len(kept) :] == -1).all()
+    for row, site in enumerate(kept):
+        mine = features[(rows == site).all(axis=1)].astype(np.float64)
+        if mode in ("first", "last"):
+            assert_same(found[row], mine[0 if mode == "first" else -1].astype(dtype))
+            continue
+        expected, size = mine.sum(0), abs(mine).sum(0)
+        if mode == "mean":
+            expected, size = expected / len(mine), size / len(mine)
+        wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+        assert_close(found[row], expected, terms=len(mine), dtype=wide, magnitude=size)
+
+
+@given(data=st.data())
+def test_a_capacity_gives_what_the_exact_call_gives(xp, data):
+    sites = data.draw(site_cases.sites())
+    rng = data.draw(site_cases.generators())
+    features = sites.features(rng, 2)
+    options = {"spatial_shape": sites.shape, "batch_size": sites.batch}
+    arrays = xp.asarray(features), xp.asarray(sites.indices)
+    exact = sb.sparse_tensor(*arrays, **options)
+    roomy = sb.sparse_tensor(*arrays, **options, capacity=len(features) + 4)
+    count = len(features)
+    assert roomy.coordinates.number() == exact.coordinates.number() == count
+    assert_same(roomy.features[:count], exact.features)
+    assert_same(roomy.indices[:count], exact.indices)
+    assert (to_numpy(roomy.indices)[count:] == -1).all()
+    assert roomy.coordinates.check() is roomy.coordinates
+
+
+def test_what_a_capacity_cannot_raise_check_does(xp):
+    rows = xp.asarray(np.array([[0, 1], [0, 5], [0, 1], [0, 9]], np.int32))
+    sites, inverse = sb.coordinate_map(rows, spatial_shape=8, batch_size=1, capacity=4)
+    assert to_numpy(inverse).tolist() == [0, 1, 0, -1]  # the last is outside
+    with pytest.raises(sb.CapacityError, match="inside a grid"):
+        sites.check()
+    sites, _ = sb.coordinate_map(rows[:3], spatial_shape=8, batch_size=1, capacity=4)
+    with pytest.raises(ValueError, match="distinct"):
+        sites.check()
+    sites, inverse = sb.coordinate_map(rows[:2], spatial_shape=8, batch_size=1, capacity=1)
+    assert sites.overflowed and to_numpy(inverse).tolist() == [0, -1]
+    with pytest.raises(sb.CapacityError, match="got 1 for 2 sites"):
+        sites.check()
+
+
+def test_rows_that_do_not_belong_are_named(xp):
+    rows = xp.asarray(np.array([[0, 1], [0, 5], [0, 1]], np.int64))
+    with pytest.raises(ValueError, match="equal rows 0 and 2"):
+        sb.coordinate_map(rows, spatial_shape=8)
+    with pytest.raises(sb.ShapeError, match=r"\[0, 5\] in row 1"):
+        sb.coordinate_map(rows, spatial_shape=5, mode="first")
+    with pytest.raises(sb.ShapeError, match=r"\[0, -1\] in row 0"):
+        sb.coordinate_map(-rows, mode="first")
+
+
+def test_large_grids_need_no_more_than_63_bits(xp):
+    edge = 2**21 - 1
+    rows = xp.asarray(np.array([[0, edge, edge, edge], [0, 0, 0, 0]], np.int64))
+    sites, inverse = sb.coordinate_map(rows, spatial_shape=(2**21,) * 3, batch_size=1)
+    assert to_numpy(inverse).tolist() == [1, 0]
+    assert to_numpy(sites.indices).tolist() == [[0, 0, 0, 0], [0, edge, edge, edge]]
+    with pytest.raises(sb.ShapeError, match="63 bits"):
+        sb.coordinate_map(rows, spatial_shape=(2**21,) * 3, batch_size=2)
+    assert sb.coordinate_map(rows, batch_size=1)[0].number() == 2  # 21 bits for each axis
+    with pytest.raises(sb.ShapeError, match="inside a grid of 63 bits"):
+        sb.coordinate_map(rows, batch_size=2)  # 20 bits
+
+
+def test_no_rows(xp):
+    x = sb.sparse_tensor(xp.asarray(np.ones((0, 3))), xp.asarray(np.ones((0, 4), np.int32)),
+                         spatial_shape=(4, 4, 4), mode="sum")  # fmt: skip
+    assert x.features.shape == (0, 3) and x.coordinates.number() == 0
+    roomy = sb.sparse_tensor(xp.asarray(np.ones((0, 3))), xp.asarray(np.ones((0, 4), np.int32)),
+                             spatial_shape=(4, 4, 4), mode="mean", capacity=2)  # fmt: skip
+    assert_same(to_numpy(roomy.features), np.zeros((2, 3)))

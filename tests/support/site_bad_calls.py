@@ -1,0 +1,152 @@
+"""The table of bad calls of the operations at sites; see bad_calls.py."""
+
+import functools
+
+import numpy as np
+
+import sbnet_cupy as sb
+from sbnet_cupy import DTypeError, ShapeError
+from support.bad_calls import LIST, STRIDED, Spoiled, ramp
+
+ROWS = np.array([[0, 1, 1], [0, 1, 2], [0, 5, 6], [1, 0, 0]], np.int32)
+SHAPE = (8, 8)
+
+
+@functools.lru_cache(maxsize=32)
+def made(asarray, number=0):
+    """Return sites in the library of ``asarray``, and what hangs together by them, by name."""
+    features = asarray(ramp(4, 2) * (number + 1))
+    x = sb.sparse_tensor(features, asarray(ROWS), spatial_shape=SHAPE, batch_size=2)
+    pooled = sb.sparse_max_pool(x, 2)
+    window = sb.kernel_map(x.coordinates, 3, onto=x.coordinates)
+    count = asarray(np.array([4], np.int32))
+    return {"x": x, "sites": x.coordinates, "pooled": pooled, "window": window, "count": count}
+
+
+class Made:
+    """An argument that is made anew in each library."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def of(self, asarray, number=0):
+        """Return it; arguments of one call come from the same sites."""
+        return made(asarray, number)[self.name]
+
+
+X, SITES, POOLED, WINDOW = map(Made, ("x", "sites", "pooled", "window"))
+W = ramp(3, 3, 2, 4)
+CONV = {"x": X, "w": W}
+STRIDED_CONV = CONV | {"stride": 2}
+POOL = {"x": X, "kernel_size": 2}
+
+VALID = {
+    "CoordinateMap": {"indices": ROWS, "count": Made("count"), "spatial_shape": SHAPE,
+                      "batch_size": 2},
+    "SparseTensor": {"features": ramp(4, 2), "coordinates": SITES},
+    "KernelMap": {"rows": np.zeros((9, 4), np.int32), "source": SITES, "target": SITES,
+                  "kernel_size": (3, 3)},
+    "coordinate_map": {"indices": ROWS, "spatial_shape": SHAPE, "batch_size": 2},
+    "sparse_tensor": {"features": ramp(4, 2), "indices": ROWS, "spatial_shape": SHAPE,
+                      "batch_size": 2},
+    "kernel_map": {"coordinates": SITES, "kernel_size": 3},
+    "submanifold_conv": CONV,
+    "strided_conv": STRIDED_CONV,
+    "transposed_conv": STRIDED_CONV,
+    "inverse_conv": {"x": POOLED, "w": ramp(2, 2, 2, 4), "onto": X},
+    "site_conv": {"features": ramp(4, 2), "w": W, "kernel_map": WINDOW},
+    "site_conv_grad": {"grad_y": ramp(4, 4), "features": ramp(4, 2), "w": W, "kernel_map": WINDOW},
+    "sparse_max_pool": POOL,
+    "sparse_max_pool_grad": {"grad_y": ramp(4, 2)} | POOL,
+    "sparse_avg_pool": POOL,
+    "sparse_avg_pool_grad": {"grad_y": ramp(4, 2)} | POOL,
+    "sparse_unpool": {"x": POOLED, "onto": X},
+    "sparse_unpool_grad": {"grad_y": ramp(4, 2), "x": POOLED, "onto": X},
+    "global_pool": {"x": X},
+    "global_pool_grad": {"grad_y": ramp(2, 2), "x": X},
+    "dense_to_sparse": {"x": ramp(1, 4, 4, 2)},
+    "dense_to_sparse_grad": {"grad_y": ramp(4, 2), "x": X},
+    "sparse_to_dense": {"x": X},
+    "sparse_to_dense_grad": {"grad_y": ramp(2, 8, 8, 2), "x": X},
+}  # fmt: skip
+
+V, S, D = ValueError, ShapeError, DTypeError
+WITH_X = [n for n in VALID if isinstance(VALID[n].get("x"), Made) and n != "dense_to_sparse_grad"]
+WITH_GRAD = [n for n in VALID if "grad_y" in VALID[n]]
+CONVS = [n for n in VALID if "w" in VALID[n]]
+POOLS = [n for n in VALID if "kernel_size" in VALID[n] and n not in ("kernel_map", "KernelMap")]
+LISTS = ("coordinate_map", "sparse_tensor")
+
+BAD = [
+    # function, argument, bad value, exception; the message must name the argument
+    *[(n, "x", v, D) for n in WITH_X for v in (None, ramp(4, 2))],
+    *[(n, "grad_y", Spoiled("v[1:].copy()"), S) for n in WITH_GRAD if n != "dense_to_sparse_grad"],
+    *[(n, "grad_y", Spoiled("v.astype('f8')"), D) for n in WITH_GRAD
+      if n not in ("dense_to_sparse_grad", "sparse_to_dense_grad")],
+    ("sparse_to_dense_grad", "grad_y", Spoiled("v.astype('i4')"), D),
+    *[("dense_to_sparse_grad", "x", v, D) for v in [None, ramp(4, 2)]],
+    ("dense_to_sparse_grad", "grad_y", Spoiled("v[1:].copy()"), S),
+    # sites
+    *[(n, "indices", v, D) for n in LISTS for v in (LIST, Spoiled("v.astype('f4')"))],
+    *[(n, "indices", v, D) for n in LISTS for v in (Spoiled("v.astype('i2')"), None)],
+    *[(n, "indices", v, S) for n in LISTS for v in (Spoiled("v[0]"), Spoiled("v + 7"))],
+    *[(n, "indices", v, S) for n in LISTS for v in (Spoiled("v[:, :1].copy()"), Spoiled("v - 1"))],
+    *[(n, "indices", Spoiled("v * 0"), V) for n in LISTS],
+    *[(n, "spatial_shape", v, S) for n in LISTS for v in [(8,), (8, -1), (8, 8.0), 2**31, "8"]],
+    *[(n, "batch_size", v, S) for n in LISTS for v in [-1, 1.5, True, "2"]],
+    *[(n, "mode", v, V) for n in LISTS for v in ["max", None, 1]],
+    *[(n, "order", v, V) for n in LISTS for v in ["z", 1]],
+    *[(n, "capacity", v, S) for n in LISTS for v in [-1, 2.5, True]],
+    *[("sparse_tensor", "features", v, D) for v in [LIST, Spoiled("v.astype('i4')")]],
+    *[("sparse_tensor", "features", v, S) for v in [Spoiled("v[0]"), Spoiled("v[1:].copy()")]],
+    *[("CoordinateMap", "indices", v, S) for v in [None, Spoiled("v[0]"), Spoiled("v[:, :1]")]],
+    ("CoordinateMap", "spatial_shape", (8,), S),
+    ("CoordinateMap", "batch_size", -1, S),
+    *[("SparseTensor", "features", v, S) for v in [None, Spoiled("v[0]"), Spoiled("v[1:]")]],
+    *[("SparseTensor", "coordinates", v, D) for v in [None, ROWS]],
+    *[("KernelMap", "rows", v, S) for v in [None, Spoiled("v[0]"), Spoiled("v[:, 1:]")]],
+    *[("KernelMap", n, v, D) for n in ("source", "target") for v in [None, ROWS]],
+    # maps
+    *[("kernel_map", "coordinates", v, D) for v in [None, ROWS, X]],
+    *[("kernel_map", "kernel_size", v, S) for v in [0, (3,), (3, 1.5), None, "3"]],
+    *[("kernel_map", n, v, S) for n in ("stride", "dilation") for v in [0, (1, 2, 3), 1.5, None]],
+    *[("kernel_map", "padding", v, S) for v in [-1, (1,), "SAME"]],
+    *[("kernel_map", "onto", v, D) for v in [ROWS, X]],
+    ("kernel_map", "output_padding", 1, V),
+    ("kernel_map", "offsets", [[0, 0]], V),
+    *[("kernel_map", "capacity", v, S) for v in [-1, 2.5]],
+    # convolutions
+    *[(n, "w", v, D) for n in CONVS for v in [LIST, None, Spoiled("v.astype('f8')")]],
+    *[(n, "w", v, S) for n in CONVS for v in [Spoiled("v[:, :, :1].copy()"), Spoiled("v[..., :0]"),
+                                              Spoiled("v[0, 0]")]],
+    *[(n, "groups", v, S) for n in CONVS for v in [0, 3, 1.0, True, None]],
+    *[(n, "scale", v, e) for n in CONVS for v, e in [(ramp(3), S), ([1.0] * 4, D)]],
+    *[(n, "bias", v, e) for n in CONVS for v, e in [(ramp(3), S), ([1.0] * 4, D)]],
+    *[(n, "residual", v, e) for n in CONVS for v, e in [(ramp(4, 3), S), (1.0, D)]],
+    *[(n, "activation", v, V) for n in CONVS for v in ["swish", 1]],
+    *[(n, "precision", "fp8", V) for n in CONVS],
+    *[(n, "out", ramp(4, 3), S) for n in CONVS if n != "site_conv_grad"],
+    *[(n, "stride", v, S) for n in ("strided_conv", "transposed_conv") for v in [0, (1,), 1.5]],
+    *[(n, "padding", v, S) for n in ("strided_conv", "transposed_conv") for v in [-1, "SAME"]],
+    ("strided_conv", "onto", ROWS, D),
+    *[(n, "onto", v, D) for n in ("inverse_conv", "sparse_unpool", "sparse_unpool_grad")
+      for v in [None, ROWS]],
+    *[(n, "onto", POOLED, V) for n in ("inverse_conv", "sparse_unpool", "sparse_unpool_grad")],
+    *[(n, "kernel_map", v, D) for n in ("site_conv", "site_conv_grad") for v in [None, ROWS]],
+    *[(n, "features", v, e) for n in ("site_conv", "site_conv_grad")
+      for v, e in [(Spoiled("v[1:].copy()"), S), (LIST, D), (Spoiled("v.astype('i4')"), D),
+                   (STRIDED, S)]],
+    *[("site_conv_grad", "wanted", v, V) for v in ["w", None, ("y",)]],
+    # pooling
+    *[(n, "kernel_size", v, S) for n in POOLS for v in [0, (2, 2.5), None]],
+    *[(n, "stride", v, S) for n in POOLS for v in [0, (1,), 1.5]],
+    *[(n, "count", v, V) for n in POOLS if "avg" in n for v in ["sites", 1]],
+    *[(n, "reduce", v, V) for n in ("global_pool", "global_pool_grad") for v in ["min", None, 1]],
+    # grids
+    *[("dense_to_sparse", "x", v, D) for v in [LIST, Spoiled("v.astype('i4')")]],
+    ("dense_to_sparse", "x", Spoiled("v[0, 0]"), S),
+    ("dense_to_sparse", "mask", ramp(1, 4), S),
+    *[("dense_to_sparse", "capacity", v, S) for v in [-1, 2.5]],
+    *[(n, "data_format", v, V) for n in VALID if "dense" in n for v in ["NHWC", None]],
+    *[("sparse_to_dense", "spatial_shape", v, S) for v in [(8,), (8, -1)]],
+]  # fmt: skip
