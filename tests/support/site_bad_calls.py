@@ -29,6 +29,9 @@ class Made:
     def __init__(self, name):
         self.name = name
 
+    def __repr__(self):
+        return self.name
+
     def of(self, asarray, number=0):
         """Return it; arguments of one call come from the same sites."""
         return made(asarray, number)[self.name]
