@@ -226,7 +226,7 @@ def _rows_of(x, cells, channels):
     if not len(rows):
         return xp.zeros((len(cells), channels), x.dtype)
     taken = rows[xp.maximum(cells, 0)]
-    return xp.where((cells >= 0)[:, None], taken, x.dtype.type(0))
+    return xp.where((cells >= 0)[:, None], taken, xp.zeros((), x.dtype))
 
 
 def _check_tensor(x):

@@ -6,7 +6,7 @@ import pytest
 
 from sbnet_cupy.core import operator
 
-MODULES = ("site_conv", "site_conv_grad", "site_pool")
+MODULES = ("sparse_tensor", "site_conv", "site_conv_grad", "site_pool")
 
 
 @pytest.fixture(params=["own body", "body for CuPy"], scope="module")

@@ -51,7 +51,7 @@ def test_the_order_does_not_depend_on_the_list(xp):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("mode", ["first", "last", "sum", "mean"])
 @pytest.mark.parametrize("spare", [None, 0, 9, -20])
-def test_rows_of_one_site_are_reduced(xp, mode, dtype, spare):
+def test_rows_of_one_site_are_reduced(xp, body, mode, dtype, spare):
     rng = np.random.default_rng(1)
     rows, shape = listed(rng, dimensions=2)
     features = rng.standard_normal((len(rows), 3)).astype(dtype)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import sbnet_cupy as sb
 from support import site_cases
 from support.assertions import assert_close, to_numpy
+from support.strategies import FLOATS
 
 NAMES = ("features", "w", "scale", "bias", "residual")
 
@@ -90,3 +91,27 @@ def test_only_what_is_wanted(xp):
     assert [name for name in NAMES if getattr(found, name) is not None] == ["w", "bias"]
     found = sb.site_conv_grad(grad, *call)
     assert [name for name in NAMES if getattr(found, name) is not None] == ["features", "w"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_every_dtype(xp, groups, dtype):
+    """Against float64 with the same numbers."""
+    window, arrays = problem(np.random.default_rng(2), xp, groups=groups, spare=1)
+    arrays = {name: value.astype(dtype) for name, value in arrays.items()}
+    found, exact, size = (
+        sb.site_conv_grad(
+            *(xp.asarray(change(arrays[name])) for name in ("residual", "features", "w")), window,
+            groups=groups, bias=xp.asarray(change(arrays["bias"])),
+        )
+        for change in (
+            lambda value: value,
+            lambda value: value.astype(np.float64),
+            lambda value: abs(value.astype(np.float64)),
+        )
+    )  # fmt: skip
+    for name in ("features", "w", "bias"):
+        actual, expected, most = (to_numpy(getattr(g, name)) for g in (found, exact, size))
+        assert actual.dtype == dtype
+        wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+        assert_close(actual, expected, terms=2 * window.rows.size, dtype=wide, magnitude=most)
