@@ -226,7 +226,8 @@ def _rows_of(x, cells, channels):
     if not len(rows):
         return xp.zeros((len(cells), channels), x.dtype)
     taken = rows[xp.maximum(cells, 0)]
-    return xp.where((cells >= 0)[:, None], taken, xp.zeros((), x.dtype))
+    rows = xp.where((cells >= 0)[:, None], taken, xp.zeros((), x.dtype))
+    return rows.astype(x.dtype, copy=False)  # CuPy makes float32 of bfloat16
 
 
 def _check_tensor(x):

@@ -146,7 +146,8 @@ def weight_gradient(features, grad, rows, problem):
         taken, here = take(features, rows[tap])
         mine = grad
         if here is not None and here.dtype == bool:  # zeros in both: what is not there may be NaN
-            taken = xp.where(here, taken, xp.zeros((), taken.dtype))
+            kept = xp.where(here, taken, xp.zeros((), taken.dtype))
+            taken = kept.astype(taken.dtype, copy=False)  # CuPy makes float32 of bfloat16
         elif here is not None:
             mine = grad[here]
         for g in range(groups):
