@@ -7,6 +7,7 @@ import itertools
 
 from sbnet_cupy.block_sparse.bottleneck.config import UnitCase, configure_bottleneck
 from sbnet_cupy.block_sparse.conv.config import Case, configure_conv
+from sbnet_cupy.block_sparse.stack.stack_image_conv2d import blocks_of
 from sbnet_cupy.core.device import Device
 
 CONV = "block_sparse/conv/fused_conv"
@@ -74,6 +75,11 @@ def launched(arch, stem, kernel, template):
     if kernel in ("stack_conv", "stack_conv_pipelined"):
         if (kernel == "stack_conv_pipelined") != DEVICES[arch].bulk_copy:
             return False
+    elif kernel == "stack_image_conv2d":
+        element, channels, pixels, columns, *_, blocks = template
+        if blocks != blocks_of(64 * pixels, 8 * columns, channels, DEVICES[arch]):
+            return False
+        return DEVICES[arch].tensor_floats or element == "Half"
     elif kernel not in ("fused_conv", "fused_bottleneck"):
         return True
     if DEVICES[arch].tensor_floats:

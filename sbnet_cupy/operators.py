@@ -13,11 +13,12 @@ from .block_sparse.gather_scatter.sparse_scatter import SCATTER
 from .block_sparse.gather_scatter.sparse_scatter_grad import SCATTER_GRAD
 from .block_sparse.gather_scatter.zero_outside import ZERO_OUTSIDE
 from .block_sparse.mask.reduce_mask import REDUCE_MASK
-from .block_sparse.stack.block_table import FILL_GRID
+from .block_sparse.stack.block_table import FILL_GRID, MASK_TABLE
 from .block_sparse.stack.stack_avg_pool import STACK_AVG_POOL
 from .block_sparse.stack.stack_conv2d import STACK_CONV2D
 from .block_sparse.stack.stack_halo import STACK_HALO
 from .block_sparse.stack.stack_max_pool import STACK_MAX_POOL
+from .block_sparse.stack.stack_to_image import FILL_IMAGE
 from .core.copy_image import COPY_IMAGE
 from .dense.affine_grad import AFFINE_GRAD
 from .dense.conv2d import CONV2D
@@ -45,10 +46,12 @@ OPERATORS = {
         RES_BLOCK,
         RES_BLOCK_GRAD,
         FILL_GRID,
+        MASK_TABLE,
         STACK_HALO,
         STACK_CONV2D,
         STACK_MAX_POOL,
         STACK_AVG_POOL,
+        FILL_IMAGE,
         SITE_CONV,
     )
 }

@@ -88,6 +88,30 @@ def test_reduce_mask(case, monkeypatch):
     check_same(case, monkeypatch)
 
 
+def test_mask_table(monkeypatch):
+    """The list of reduce_mask, and with it the row of the block at each place."""
+    table, rng = OPS[5], np.random.default_rng(0)
+    for shape, block, share in [
+        ((2, 70, 45), (8, 8), 0.01), ((1, 300, 400), (32, 32), 0.001), ((3, 9, 9), (1, 1), 0.5),
+        ((1, 64, 5000), (4, 2), 0.1), ((2, 16, 16), (5, 7), 0.0), ((1, 40, 40), (64, 64), 1.0),
+    ]:  # fmt: skip
+        mask = rng.random(shape) < share
+        count = table.block_table(mask, block).count()
+        for capacity in (None, count, count + 5, max(count - 3, 0)):
+            wanted = table.block_table(mask, block, capacity=capacity)
+            for order, multiprocessors, poison in RUNS:
+                monkeypatch.setenv("SBNET_HOST_ORDER", order)
+                memory = Memory(poison)
+                on_device = device(host_cuda.launch, multiprocessors, memory)
+                with on_device as (_, launched), monkeypatch.context() as patch:
+                    patch.setattr(table, "is_cupy", lambda array: True)
+                    found = table.block_table(mask, block, capacity=capacity)
+                assert [kernel for _, kernel, _ in launched] == ["mask_table"]
+                memory.check()
+                for one, other in zip(found._arrays(), wanted._arrays(), strict=True):
+                    assert_same(one, other)
+
+
 SMALL_MASKS = [mask for mask in MASKS if not (mask.avgpool or mask.launches_nothing)]
 
 

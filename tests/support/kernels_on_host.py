@@ -22,6 +22,7 @@ OPS = [
         "block_sparse.stack.block_table",
     )
 ]
+MASKS = ("reduce_mask", "mask_table")
 RESIDENT = 2  # thread blocks that a multiprocessor holds at once
 
 # Where there is one multiprocessor, reduce_mask has little room too: masks are cut into many parts.
@@ -42,7 +43,7 @@ class Workspace:
 
     def check(self, launched):
         """Assert that every launch that looks back left another number: it tells old counts."""
-        masks = [template for _, kernel, template in launched if kernel == "reduce_mask"]
+        masks = [template for _, kernel, template in launched if kernel in MASKS]
         launches = sum(template[-1] == 0 for template in masks)
         assert int(self.slots[0]) % 2**32 == (self.FIRST + launches) % 2**32
 

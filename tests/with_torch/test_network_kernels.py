@@ -17,7 +17,7 @@ ACTIVATIONS = (None, "relu", "silu", "gelu")
 @pytest.fixture
 def asked(st, monkeypatch):
     """Serve CPU tensors by the core's operations; return the names of what was asked for."""
-    from sbnet_cupy.torch.network import cuda
+    from sbnet_cupy.torch.network import cuda, cuda_ends
 
     names = []
 
@@ -66,8 +66,43 @@ def asked(st, monkeypatch):
 
         return launch
 
-    def pack(weight, bias, _):
-        weight._stack_packed = (bias, (weight, bias))
+    def prepare_image_conv(
+        dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
+        kernel, strides, dilation, pads, activation, steps, settled,
+    ):  # fmt: skip
+        facts = (
+            dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
+            kernel, strides, dilation, pads, activation, False, False, False,
+        )  # fmt: skip
+        conv = prepare_conv(*facts)[0]
+
+        def launch(x, packed, counts, indices, places, out):
+            assert tuple(x.stride(axis) for axis in (0, 2, 3, 1)) == steps
+            table = stage(counts, indices, places, block, image)
+            x = np.ascontiguousarray(x.permute(0, 2, 3, 1).numpy())
+            stack = torch.from_numpy(sb.stack_from_image(x, table))
+            conv(stack, packed, None, counts, indices, places, out)
+            names[-1] = "image"
+
+        return launch, None
+
+    def prepare_scatter(dtype, rows, images, grid, block, size, channels, kind, outside, alignment):
+        def launch(x, counts, places, background, out):
+            names.append("scatter")
+            assert (x.shape[0], places.shape) == (rows, (images, *grid))
+            on = places.numpy()
+            indices = np.full((rows, 3), -1, np.int32)
+            indices[on[on >= 0]] = np.argwhere(on >= 0)
+            table = sb.BlockTable(counts.numpy(), indices, on, block, size)
+            flat = x.reshape(*x.shape[:3], -1).numpy()
+            background = outside if background is None else background.numpy()
+            y = sb.stack_to_image(flat, table, background=background)
+            out.copy_(torch.from_numpy(y).view(out.shape))
+
+        return launch
+
+    def pack(weight, bias, _, kept="_stack_packed"):
+        setattr(weight, kept, (bias, (weight, bias)))
         return weight, bias
 
     def no_gradient(x):
@@ -80,6 +115,10 @@ def asked(st, monkeypatch):
     monkeypatch.setattr(cuda, "_prepare_conv", prepare_conv)
     monkeypatch.setattr(cuda, "_prepare_halo", prepare_halo)
     monkeypatch.setattr(cuda, "_PLANS", {})
+    monkeypatch.setattr(cuda_ends, "_moves", no_gradient)
+    monkeypatch.setattr(cuda_ends, "_prepare_conv", prepare_image_conv)
+    monkeypatch.setattr(cuda_ends, "_prepare_scatter", prepare_scatter)
+    monkeypatch.setattr(cuda_ends, "_PLANS", {})
     return names
 
 
@@ -140,18 +179,21 @@ def test_which_convolutions_may_read_ahead(st, asked):
     assert "conv" in asked and "settled" not in asked  # each is packed ahead of its convolution
     asked.clear()
     assert torch.equal(sparse(x, mask), first)
-    kernels = [name for name in asked if name in ("conv", "settled")]
-    assert asked[0] == "conv" and kernels[1:] == ["settled"] * (len(kernels) - 1)
+    kernels = [name for name in asked if name in ("image", "conv", "settled")]
+    assert kernels == ["image"] + ["settled"] * (len(kernels) - 1)
     assert len(kernels) > 2
 
 
 @pytest.mark.parametrize(
     ("channels", "dtype", "kernels"),
-    [(3, "float16", ["halo zero"]), (4, "float16", ["conv"]), (3, "float32", ["conv"])],
-)
+    [
+        (3, "float16", ["image", "scatter"]), (8, "float32", ["image", "scatter"]),
+        (9, "float16", ["conv", "scatter"]),
+    ],
+)  # fmt: skip
 @torch.no_grad()
 def test_first_layers_of_few_channels(st, asked, channels, dtype, kernels):
-    """Where a kernel would mostly multiply zeros, blocks get rims and cuDNN multiplies."""
+    """They read the image, and no stack of it is made."""
     dtype = getattr(torch, dtype)
     dense = torch.nn.Conv2d(channels, 8, 7, 2, padding=3).to(dtype).eval()
     sparse = st.sparsify(dense, 16)

@@ -81,13 +81,13 @@ struct Columns {
 // ---------------------------------------------------------------------------- kernel
 
 // mask [N, H, W]; bin_counts [1]; indices [capacity, 3]; workspace [1 + gridDim] (epoch, counts),
-// unused unless TOGETHER is 0. Shared memory: columns_bytes for Columns, then the words of flags.
+// unused unless TOGETHER is 0; places [N, count_h, count_w], the row of each candidate or -1, or null.
+// Shared memory: columns_bytes for Columns, then the words of flags.
 template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool LANES, bool NONZERO, int THREADS, int TOGETHER>
-__global__ void __launch_bounds__(THREADS, 768 / THREADS)
-    reduce_mask(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
-                u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
-                i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
-                i64 lines, i64 span, i64 down, i64 slots, i64 columns_bytes, i64 fill) {
+DEVICE void list_active(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
+                        int* __restrict__ places, u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w,
+                        i64 off_h, i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
+                        i64 lines, i64 span, i64 down, i64 slots, i64 columns_bytes, i64 fill) {
     using Sum = typename Element<T>::Sum;
     using Group = Cluster<TOGETHER ? TOGETHER : 1>;
     constexpr int WARPS = THREADS / 32;
@@ -236,6 +236,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
         if (k >= left) continue;
         i64 at = mine;
         Found found{-1, -1, -1};
+        if (places) places[id] = word >> lane & 1u && mine < capacity ? static_cast<int>(mine) : -1;
         if (word >> lane & 1u) {
             found = k == thread ? candidate : candidate_of(k, window);
         } else {  // the q-th inactive candidate fills the q-th row from the end
@@ -257,4 +258,27 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
         step = THREADS;
     }
     for (; row < capacity; row += step) indices[3 * row] = indices[3 * row + 1] = indices[3 * row + 2] = -1;
+}
+
+template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool LANES, bool NONZERO, int THREADS, int TOGETHER>
+__global__ void __launch_bounds__(THREADS, 768 / THREADS)
+    reduce_mask(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
+                u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
+                i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
+                i64 lines, i64 span, i64 down, i64 slots, i64 columns_bytes, i64 fill) {
+    list_active<T, BH, BW, AVERAGE, WORD, LANES, NONZERO, THREADS, TOGETHER>(
+        mask, bin_counts, indices, nullptr, workspace, N, H, W, count_h, count_w, off_h, off_w, str_h, str_w, tol,
+        least, never, capacity, lines, span, down, slots, columns_bytes, fill);
+}
+
+// The same, and the row of each candidate in the list: the table of a network on a stack of blocks.
+template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool LANES, bool NONZERO, int THREADS, int TOGETHER>
+__global__ void __launch_bounds__(THREADS, 768 / THREADS)
+    mask_table(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
+               int* __restrict__ places, u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
+               i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
+               i64 lines, i64 span, i64 down, i64 slots, i64 columns_bytes, i64 fill) {
+    list_active<T, BH, BW, AVERAGE, WORD, LANES, NONZERO, THREADS, TOGETHER>(
+        mask, bin_counts, indices, places, workspace, N, H, W, count_h, count_w, off_h, off_w, str_h, str_w, tol,
+        least, never, capacity, lines, span, down, slots, columns_bytes, fill);
 }

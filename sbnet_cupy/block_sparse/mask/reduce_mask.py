@@ -246,7 +246,21 @@ def _reduce_mask_numpy(mask, *, listing):
 _ALIGNED = 16  # numbers of 4 bytes: 64
 
 
-def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
+def plan_mask_table(specs, options):
+    """Return a plan that also gives the row of each block, or -1: int32 ``[N, h, w]``.
+
+    None where there is no kernel, on a CPU and for masks or grids with nothing in them.
+    """
+    (mask,), (*sizes, tol, avgpool, capacity) = specs, options
+    blocks, grid, tol = resolve_mask(mask, *sizes, tol, capacity)
+    mask = mask._replace(shape=mask.shape[:3])
+    if not (mask.on_gpu and mask.size and math.prod(blocks)):
+        return None
+    thresholds = _threshold(mask.dtype, tol)
+    return _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity, table=True)
+
+
+def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity, table=False):
     """Prepare one launch; see cuda_src/block_sparse/mask/reduce_mask.cu."""
     candidates = math.prod(blocks)
     rows = candidates if capacity is None else capacity
@@ -270,11 +284,11 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
     reads = (config.word, config.lanes, nonzero)
     launch = kernels.prepare(
         "block_sparse/mask/reduce_mask",
-        "reduce_mask",
+        "mask_table" if table else "reduce_mask",
         (type_name, *grid.bsize, bool(avgpool), *reads, config.threads, config.together),
         config.thread_blocks,
         config.threads,
-        4,
+        5 if table else 4,
         (*sizes, *options, *shares, int(capacity is not None)),
         shared=kept + 4 * -(-config.lines * config.span // 32),
         dependent=True,
@@ -284,12 +298,14 @@ def _reduce_mask_cuda(mask, blocks, grid, thresholds, avgpool, capacity):
 
     def run(mask):
         counts, indices = empty((1,), np.int32, mask), empty((rows, 3), np.int32, mask)
-        launch(mask, counts, indices, workspace(namespace(mask), slots) if slots else counts)
-        return counts, indices[: int(counts[0])] if capacity is None else indices
+        places = (empty(blocks, np.int32, mask),) if table else ()
+        scratch = workspace(namespace(mask), slots) if slots else counts
+        launch(mask, counts, indices, *places, scratch)
+        return counts, indices[: int(counts[0])] if capacity is None else indices, *places
 
-    return MaskPlan(
-        results, run, launch, operands=(0, 1, 2, 3), blocks=blocks, workspace=slots
-    )
+    operands = tuple(range(5 if table else 4))
+    results += (mask.new(blocks, np.int32),) * table
+    return MaskPlan(results, run, launch, operands=operands, blocks=blocks, workspace=slots)
 
 
 def _no_blocks(mask, *, rows):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...core import launch as kernels
-from ...core.arrays import ArrayContainer, array_function, device_of_all, empty
+from ...core.arrays import ArrayContainer, array_function, device_of_all, empty, is_cupy
 from ...core.checks import check_contiguous
 from ...core.device import sm_count
 from ...core.operator import Operator, Plan
@@ -16,7 +16,7 @@ from ...core.sizes import is_integer, pair
 from ...errors import CapacityError, DTypeError, ShapeError
 from ..active_blocks import ActiveBlocks
 from ..checks import check_indices
-from ..mask.reduce_mask import reduce_mask
+from ..mask.reduce_mask import batch_of_one, plan_mask_table, reduce_mask
 from .stages import (
     Stage,
     check_covered,
@@ -219,7 +219,8 @@ def block_table(mask, block_size=32, *, image_size=None, tol=0.0, avgpool=False,
         If ActiveBlocks come with an option that is only for a mask.
 
     Source: the list of blocks is that of Ren et al. 2018, arXiv:1801.02108, section 3.1.
-    Kernel: cuda_src/block_sparse/stack/block_table.cu
+    Kernels: mask_table of cuda_src/block_sparse/mask/reduce_mask.cu; for blocks that are known,
+    cuda_src/block_sparse/stack/block_table.cu
 
     Examples
     --------
@@ -241,10 +242,23 @@ def block_table(mask, block_size=32, *, image_size=None, tol=0.0, avgpool=False,
             raise ValueError(f"image_size must be None for a mask, got {image_size!r}")
         image, blocks = _image_of(mask, block)
         pool = {"tol": tol, "avgpool": avgpool, "capacity": capacity}
+        listed = list_blocks(mask, block, **pool)
+        if listed is not None:
+            return BlockTable(*listed, block, image)
         active = reduce_mask(mask, blocks, bsize=block, **pool)
     grid = empty(active.grid, np.int32, active.bin_counts)
     FILL_GRID((*active, grid), tuple(map(int, active.grid)))
     return BlockTable(*active, grid, block, image)
+
+
+def list_blocks(mask, block, tol=0.0, avgpool=False, capacity=None):
+    """Return the count, the list and the grid of a mask by one kernel; None where there is none."""
+    if not is_cupy(mask):
+        return None
+    mask = batch_of_one(mask)
+    options = (_image_of(mask, block)[1], block, (0, 0), None, tol, avgpool, capacity)
+    plan = MASK_TABLE.plan_for((mask,), options)
+    return None if plan.launch is None else plan.run(mask)
 
 
 def _known(active, tol, avgpool, capacity):
@@ -305,6 +319,25 @@ def _fill_grid_cuda(rows, grid):
         stem, "block_table", template, thread_blocks, _THREADS, 3, sizes, dependent=True
     )
 
+
+def _infer_table(specs, options):
+    """Return the specs of the count, the list and the grid of a mask on a GPU."""
+    return _plan_table(specs, options).results
+
+
+def _plan_table(specs, options):
+    """Check all arguments; return the plan, which has no launch where there is no kernel."""
+    return plan_mask_table(specs, options) or Plan((), lambda mask: None)
+
+
+MASK_TABLE = Operator(
+    "mask_table",
+    arrays=("mask",),
+    options=("block_count", "bsize", "boffset", "bstride", "tol", "avgpool", "capacity"),
+    infer=_infer_table,
+    plan=_plan_table,
+    results=(),
+)
 
 FILL_GRID = Operator(
     "fill_grid",

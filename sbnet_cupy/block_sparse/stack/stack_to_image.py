@@ -1,9 +1,13 @@
 """stack_to_image: the blocks of a stack, back at their places in whole images."""
 
+from typing import NamedTuple
+
 import numpy as np
 
-from ...core.arrays import array_function, empty, library_of
+from ...core import launch as kernels
+from ...core.arrays import array_function, empty, is_cupy, library_of, vector_bytes
 from ...core.checks import check_array, check_out
+from ...core.operator import Operator, Plan
 from ...errors import DTypeError, ShapeError
 from ..gather_scatter.sparse_scatter import sparse_scatter
 from .checks import check_stack
@@ -43,7 +47,8 @@ def stack_to_image(stack, table, *, background=0, data_format="NHWC", out=None):
     DTypeError
         If ``background`` is neither a number nor an array of the dtype of ``stack``.
 
-    Source: Ren et al. 2018, arXiv:1801.02108, section 3.2.
+    Source: Ren et al. 2018, arXiv:1801.02108, section 3.2. Kernel:
+    cuda_src/block_sparse/stack/stack_to_image.cu
 
     Examples
     --------
@@ -80,6 +85,8 @@ def stack_to_image(stack, table, *, background=0, data_format="NHWC", out=None):
         check_images("stack", out, table, data_format)
     else:
         check_out(out, shape, stack.dtype, stack, (("stack", stack),))
+    if last and is_cupy(stack) and _by_kernel(stack, table, background, out):
+        return out
     if out is not background:
         if library_of(background) is None:
             out.fill(background)
@@ -91,3 +98,104 @@ def stack_to_image(stack, table, *, background=0, data_format="NHWC", out=None):
         stack, *table.active, out, bsize=table.block_size, transpose=not last,
         data_format=data_format, out=out,
     )  # fmt: skip
+
+
+def _by_kernel(stack, table, background, out):
+    """Write the images by one kernel; return whether there is one for this call."""
+    if out is background or not (stack.size and out.size and table.grid.size):
+        return False
+    array, constant = background, 0
+    if library_of(background) is None:
+        if stack.dtype.itemsize > 8:
+            return False
+        array, constant = None, constant_bits(np.asarray(background).astype(stack.dtype).tobytes())
+    elif background.ndim not in (1, 4) or not background.flags.c_contiguous:
+        return False
+    arrays = (stack, table.bin_counts, table.grid, array, out)
+    plan = FILL_IMAGE.plan_for(arrays, (table.block_size, constant))
+    if plan.launch is not None:
+        plan.run(*arrays)
+    return plan.launch is not None
+
+
+class ImageFill(NamedTuple):
+    """Images that a stack and a background make, as their kernel sees them."""
+
+    rows: int  # of the stack: its capacity
+    grid: tuple[int, int, int]  # images, and their blocks
+    block: tuple[int, int]
+    image: tuple[int, int]
+    channels: int
+    itemsize: int
+    alignment: int = 16  # bytes that divide all addresses, but that of values per channel
+    background: str = "constant"  # or "channels", one value for each, or "image"
+
+
+_LANES = (32, 64, 128, 256)
+_AT_ONCE = 4
+_VECTORS = {1: "u8", 2: "u16", 4: "u32", 8: "uint2", 16: "uint4"}
+
+
+def constant_bits(content):
+    """Return the bytes of a number, repeated up to 8, as an int64."""
+    return int(np.frombuffer(content * (8 // len(content)), np.int64)[0])
+
+
+def prepare_stack_to_image(fill, constant=0):
+    """Return the launch that writes whole images; None where sizes are too large for it.
+
+    It takes the stack, the count, the grid, the background (None for a constant) and the images.
+    ``constant`` are the bits of the background, see :func:`constant_bits`.
+    """
+    pixel = fill.channels * fill.itemsize
+    run, line = fill.block[1] * pixel, fill.image[1] * pixel
+    width = vector_bytes(fill.alignment, run, line)
+    run, line = run // width, line // width
+    if line * run >= 2**32 or line >= 2**30 or fill.grid[0] * fill.image[0] >= 2**31:
+        return None
+    lanes = next((n for n in _LANES if n * _AT_ONCE >= line), _LANES[-1])
+    lines = -(-fill.grid[0] * fill.image[0] // (256 // lanes))
+    background = ("constant", "channels", "image").index(fill.background)
+    return kernels.prepare(
+        "block_sparse/stack/stack_to_image",
+        "stack_to_image",
+        (_VECTORS[width], _VECTORS[fill.itemsize], background, lanes),
+        lines * -(-line // (lanes * _AT_ONCE)),
+        256,
+        5,
+        (
+            fill.rows, *fill.grid, fill.channels, fill.block[0], run, fill.image[0], line, constant,
+        ),
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip
+
+
+def _infer(specs, options):
+    """Return the spec of the images, which are there."""
+    return (specs[4],)
+
+
+def _plan(specs, options):
+    """Return the plan of a call on a GPU, whose arguments are checked."""
+    stack, _, grid, background, out = specs
+    (block, constant), kind, aligned = options, "constant", [stack.alignment, out.alignment]
+    if background is not None:
+        kind = "image" if background.ndim == 4 else "channels"
+        aligned += [background.alignment] * (kind == "image")
+    itemsize = stack.dtype.itemsize
+    fill = ImageFill(
+        stack.shape[0], grid.shape, block, out.shape[1:3], stack.shape[3], itemsize,
+        vector_bytes(*aligned), kind,
+    )  # fmt: skip
+    launch = prepare_stack_to_image(fill, constant)
+    return Plan((out,), launch, launch, operands=(0, 1, 2, 3, 4))
+
+
+FILL_IMAGE = Operator(
+    "fill_image",
+    arrays=("stack", "bin_counts", "grid", "background", "out"),
+    options=("block_size", "constant"),
+    infer=_infer,
+    plan=_plan,
+)

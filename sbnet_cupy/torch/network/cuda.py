@@ -12,12 +12,15 @@ import math
 import torch
 
 from ...core.device import current_device
-from .._native import allocate, compute, native_stream, view
-from ..ops import reduce_mask
+from .._native import allocate, compute, native_stream, to_tensor, view
 from .epilogue import finish
 
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
 _CODES = {None: 0, "relu": 1, "silu": 2, "gelu": 3}  # as ACTIVATIONS of dense/activation.py
+_MASKS = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+    torch.bfloat16, torch.float32, torch.float64,
+}  # fmt: skip
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
 
 
@@ -46,15 +49,20 @@ def records(*tensors):
 
 
 def list_blocks(mask, block, capacity):
-    """Return (count, rows, grid) of a mask on a GPU, as int32 tensors: two kernels."""
-    from ...block_sparse.stack.block_table import FILL_GRID
+    """Return (count, rows, grid) of a mask on a GPU, as int32 tensors: one kernel.
 
-    n, h, w = mask.shape
-    shape = (-(-h // block[0]), -(-w // block[1]))
-    counts, rows = reduce_mask(mask.contiguous(), shape, bsize=block, capacity=capacity)
-    grid = torch.empty(n, *shape, dtype=torch.int32, device=mask.device)
-    compute(lambda *arrays: FILL_GRID(arrays, (n, *shape)), (counts, rows, grid))
-    return counts, rows, grid
+    A block is active where the mask is over 0, or True.
+    """
+    from ...block_sparse.stack import block_table
+
+    mask = (mask if mask.dtype in _MASKS else mask > 0).contiguous()
+    listed = []
+
+    def run(array):
+        listed.extend(block_table.list_blocks(array, block, capacity=capacity))
+
+    compute(run, (mask,))
+    return tuple(map(to_tensor, listed))
 
 
 @contextlib.contextmanager
@@ -180,15 +188,15 @@ def _prepare_conv(
     return stack_launch.prepare_stack_conv(conv, settled, clear_rows), pack, plain
 
 
-def _is_packed(weight, bias):
+def _is_packed(weight, bias, kept="_stack_packed"):
     """Whether weights lie packed already, so that no kernel of this call writes them."""
-    found = getattr(weight, "_stack_packed", None)
+    found = getattr(weight, kept, None)
     return found is not None and found[0] is bias
 
 
-def _packed(weight, bias, pack):
+def _packed(weight, bias, pack, kept="_stack_packed"):
     """Return weights as the kernel reads them, kept beside a weight that is kept."""
-    found = getattr(weight, "_stack_packed", None)
+    found = getattr(weight, kept, None)
     if found is None or found[0] is not bias:
         from cupy import cuda
 
@@ -198,7 +206,7 @@ def _packed(weight, bias, pack):
         if getattr(weight, "is_kept", False):
             if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream().synchronize()  # once: other streams may use them too
-            weight._stack_packed = found
+            setattr(weight, kept, found)
     return found[1]
 
 

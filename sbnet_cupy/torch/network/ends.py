@@ -3,6 +3,7 @@
 import torch
 
 from ...errors import DeviceError, DTypeError, ShapeError
+from . import cuda_ends
 from . import tensor as T
 
 
@@ -18,7 +19,17 @@ def end_of(out):
 def finished(out, outside):
     """Return what a network gave as an image, with what is wanted outside active blocks."""
     end = end_of(out)
-    return out if end is None else shown(T.dense(out), T.facts(out)[0], end, outside)
+    if end is None:
+        return out
+    table, (block, size, hw, rest) = T.facts(out)[0], end
+    if not table.whole and not T.border_of(out):
+        if isinstance(outside, torch.Tensor):
+            _check_shape(outside, T.shape(out))
+        wanted = T.resting(rest) if isinstance(outside, str) else outside
+        image = cuda_ends.scatter(T.value_of(out), table, block, size, hw, wanted)
+        if image is not None:
+            return image
+    return shown(T.dense(out), table, end, outside)
 
 
 def shown(image, table, end, outside):
@@ -29,16 +40,20 @@ def shown(image, table, end, outside):
     if isinstance(outside, str):
         outside = T.resting(rest)
     elif isinstance(outside, torch.Tensor):
-        if outside.shape != image.shape:
-            raise ShapeError(
-                f"outside must have the shape of the result, {tuple(image.shape)}, got "
-                f"{tuple(outside.shape)}"
-            )
+        _check_shape(outside, image.shape)
     elif outside == 0:
         return image
     shape = [table.batch] + [1] * (image.dim() - 1)
     shape[hw[0]], shape[hw[1]] = size
     return torch.where(table.active_map(block, size).view(shape), image, outside)
+
+
+def _check_shape(outside, shape):
+    """Raise if an image of what is wanted outside has another shape than the result."""
+    if outside.shape != shape:
+        raise ShapeError(
+            f"outside must have the shape of the result, {tuple(shape)}, got {tuple(outside.shape)}"
+        )
 
 
 def check_call(x, mask):

@@ -13,6 +13,7 @@ from ...errors import CapacityError
 from . import cuda, graphs, tuning
 from . import tensor as T
 from .ends import check_call, check_outside, finished
+from .entry import Entry, gathered
 from .replay import Replays, may_replay
 from .table import BlockTable, PictureTable, active_blocks
 from .trace import Trace, lines
@@ -124,11 +125,13 @@ class SparseModel(nn.Module):
         """Return what the network returns, with stacks in place of images."""
         trained = self.training or torch.is_grad_enabled()
         table.weights = None if trained else Weights() if is_tracing() else self._weights
-        value = table.gather(x, table.block, (2, 3))
-        value = value.contiguous(memory_format=torch.channels_last)
-        return self.model(
-            T.StackTensor(value, table, table.block, table.size), *args, **kwargs or {}
-        )
+        value = plan = None
+        if table.weights is not None and not table.whole and cuda.serves(x):
+            plan = Entry(x, table)
+        else:
+            value = gathered(x, table)
+        image = T.StackTensor(value, table, table.block, table.size, plan=plan)
+        return self.model(image, *args, **kwargs or {})
 
     def _table(self, x, mask):
         """Return the table of a call, and (count of active blocks, room)."""

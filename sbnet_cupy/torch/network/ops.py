@@ -8,7 +8,8 @@ Everything that computes on the stack and looks at neighbours comes through :fun
 import torch
 from torch.nn import functional as F
 
-from . import cuda, onednn
+from . import cuda, cuda_ends, onednn
+from .entry import Entry
 from .epilogue import finish
 
 # A rim of a few pixels around a small block is most of what a convolution would read: below this
@@ -78,7 +79,16 @@ def conv(
         Added before the activation.
     activation : str or None
         A name in ``ACTIVATIONS``.
+
+    ``x`` may also be the :class:`Entry` of the call's image, where ``cuda_ends.reads_image``.
     """
+    if isinstance(x, Entry):
+        y = cuda_ends.conv(
+            x, block, size, weight, bias, stride, pads, dilation, residual, activation
+        )
+        if y is not None:
+            return y
+        x = x.stack()
     if cuda.serves(x) and not table.whole and mode == "zeros" and fill == 0:
         y = cuda.conv(
             x, table, block, size, weight, bias, stride, pads, dilation, groups, residual,

@@ -9,6 +9,8 @@ import functools
 import torch
 from torch.nn import functional as F
 
+from . import cuda_ends
+
 INSIDE_MODES = ("replicate", "reflect", "circular")
 
 
@@ -272,6 +274,9 @@ class BlockTable(Table):
 
     def gather(self, image, block, hw):
         """Cut an image ``[N, ...]`` with height and width at ``hw`` into the stack's blocks."""
+        blocks = cuda_ends.gather(image, self, block, hw)
+        if blocks is not None:
+            return blocks
         order = _to_front(image.dim(), hw)
         y = image.permute(order)
         short = [g * b - s for g, b, s in zip(self.grid, block, y.shape[1:3], strict=True)]
@@ -283,6 +288,9 @@ class BlockTable(Table):
 
     def scatter(self, value, block, size, hw):
         """Lay a stack out as an image, 0 where no listed block lies."""
+        image = cuda_ends.scatter(value, self, block, size, hw)
+        if image is not None:
+            return image
         order = _to_front(value.dim(), hw)
         y, (gh, gw) = value.permute(order), self.grid
         rest = y.shape[3:]

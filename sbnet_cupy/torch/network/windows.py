@@ -5,8 +5,9 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from . import gradients, ops
+from . import cuda_ends, gradients, ops
 from . import tensor as T
+from .entry import Entry
 from .handlers import BORDERED, handles
 from .plans import Plan
 
@@ -93,7 +94,10 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     if not window.fits or T.shape(input)[1] != weight.shape[1] * groups:
         return NotImplemented
     alone = kernel == (1, 1) and not any(window.pads)
-    source = T.value_of(input) if alone else T.picture(input)
+    source = T.plan_of(input)
+    weights = (weight, groups, window.mode, window.fill)
+    if not isinstance(source, Entry) or not cuda_ends.reads_image(source.image, *weights):
+        source = T.value_of(input) if alone else T.picture(input)
     options = {
         "stride": stride, "pads": window.pads, "dilation": dilation, "groups": groups,
         "fill": window.fill or 0.0, "mode": window.mode,

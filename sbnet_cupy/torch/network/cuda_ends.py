@@ -1,0 +1,178 @@
+"""The CUDA kernels at the two ends of a network, on tensors: reading images, writing them.
+
+Each function returns None where no kernel serves the call; then PyTorch's operations do.
+"""
+
+import math
+
+import torch
+
+from ...core.device import current_device
+from ..ops import sparse_gather
+from . import cuda
+from .epilogue import finish
+
+_PLANS = {}  # (device, sizes) -> what launches a kernel, or None
+_MOST_CHANNELS = 8  # of images that a convolution reads itself
+
+
+def reads_image(image, weight, groups, mode, fill):
+    """Whether a convolution with these weights may read an image itself."""
+    return (
+        cuda.serves(image)
+        and image.dtype == weight.dtype
+        and image.shape[1] == weight.shape[1] <= _MOST_CHANNELS
+        and groups == 1
+        and mode == "zeros"
+        and not fill
+        and cuda.convolves(image.dtype)
+        and not torch.is_autocast_enabled(image.device.type)
+    )
+
+
+def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, activation):
+    """Convolve the image of a call at its active blocks by one kernel, or return None.
+
+    The result is ``activation(conv(x) + bias)``, a stack ``[M, Cout, b / s, b / s]``.
+    """
+    image, table = entry.image, entry.table
+    if residual is not None or cuda.records(image, weight, bias) or image.dtype != weight.dtype:
+        return None
+    block_out = tuple(b // s for b, s in zip(block, stride, strict=True))
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    totals = (pads[0] + pads[1], pads[2] + pads[3])
+    size_out = tuple(
+        (n + p - span) // s + 1 for n, p, span, s in zip(size, totals, spans, stride, strict=True)
+    )
+    channels_out = weight.shape[0]
+    facts = (
+        image.dtype, table.rows, table.batch, table.grid, block, block_out, size, size_out,
+        image.shape[1], channels_out, tuple(weight.shape[2:]), stride, dilation,
+        (pads[0], pads[2]), cuda._CODES.get(activation, 0),
+        tuple(image.stride(axis) for axis in (0, 2, 3, 1)),
+    )  # fmt: skip
+    with cuda._at_home(image) as device:
+        settled = cuda._is_packed(weight, bias, _PACKED)
+        key = (device, facts, settled)
+        if key not in _PLANS:
+            _PLANS[key] = _prepare_conv(*facts, settled)
+        if _PLANS[key] is None:
+            return None
+        launch, pack = _PLANS[key]
+        out = torch.empty(
+            table.rows, *block_out, channels_out, dtype=image.dtype, device=image.device
+        )
+        packed = cuda._packed(weight, bias, pack, _PACKED)
+        given = (image, packed, table.counts, table.indices, table.places, out)
+        launch(*(cuda._At(g) if isinstance(g, torch.Tensor) else g for g in given))
+        table.settled = True
+    y = out.permute(0, 3, 1, 2)
+    return y if activation in cuda._CODES else finish(y, None, activation)
+
+
+_PACKED = "_image_packed"  # where packed weights are kept beside a weight
+
+
+def _prepare_conv(
+    dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
+    strides, dilation, pads, activation, steps, settled,
+):  # fmt: skip
+    """Return (launch, pack) for the current device, or None."""
+    from ...block_sparse.stack.stack_image_conv2d import (
+        ImageConv,
+        missing_image_kernel,
+        prepare_image_conv,
+        prepare_image_pack,
+    )
+
+    conv = ImageConv(
+        element=cuda._ELEMENTS[dtype], rows=rows, images=images, grid=grid, block=block,
+        block_out=block_out, image=image, image_out=image_out, channels=channels,
+        channels_out=channels_out, kernel=kernel, strides=strides, dilation=dilation, pads=pads,
+        activation=activation, vectors_out=channels_out * dtype.itemsize % 16 == 0,
+    )  # fmt: skip
+    if missing_image_kernel(conv, steps, current_device()) is not None:
+        return None
+    launch = prepare_image_conv(conv, steps, settled, clear_rows=False)
+    return launch, prepare_image_pack(conv, "OIHW")
+
+
+def _moves(x):
+    """Whether a tensor may be gathered and scattered by kernels: on a GPU, with no gradient."""
+    return x.is_cuda and x.dtype in _MOVED and not cuda.records(x)
+
+
+_MOVED = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+}  # fmt: skip
+
+
+def gather(image, table, block, hw):
+    """Copy the active blocks of an image by one kernel, or return None.
+
+    The image is ``[N, ...]`` with height and width at the dimensions ``hw``, the result the same
+    with blocks; in memory its channels are last, unless the image has them nowhere else.
+    """
+    if not _moves(image) or not image.numel() or not table.rows:
+        return None
+    rest = [i for i in range(1, image.dim()) if i not in hw]
+    order, plain = (0, *hw, *rest), image.dim() == 4 and hw == (2, 3) and image.is_contiguous()
+    sizes = [image.shape[i] for i in rest]
+    lists = (table.counts, table.indices)
+    if plain and image.shape[1] > 1:
+        blocks = sparse_gather(image, *lists, bsize=block, transpose=True, data_format="NCHW")
+    else:
+        rows = image.permute(order).reshape(image.shape[0], *(image.shape[i] for i in hw), -1)
+        blocks = sparse_gather(rows, *lists, bsize=block)
+    return blocks.view(-1, *block, *sizes).permute([order.index(i) for i in range(image.dim())])
+
+
+def scatter(value, table, block, size, hw, outside=0.0):
+    """Lay a stack out as an image by one kernel, or return None.
+
+    ``outside`` is what lies where no block is active: a number, a tensor with a value for each
+    channel ``[C, 1, 1]``, or an image like the result. The last two have the stack's dtype.
+    """
+    if not _moves(value) or not value.numel() or min(size) < 1:
+        return None
+    if not value.is_floating_point() and (isinstance(outside, torch.Tensor) or outside != 0):
+        return None  # PyTorch's rules say of which dtype the result is
+    rest = [i for i in range(1, value.dim()) if i not in hw]
+    order, sizes = (0, *hw, *rest), [value.shape[i] for i in rest]
+    back = [order.index(i) for i in range(value.dim())]
+    rows = value.permute(order).contiguous()
+    channels, kind, background = math.prod(sizes), "constant", None
+    if isinstance(outside, torch.Tensor):
+        if value.dim() != 4 or outside.dtype != value.dtype or cuda.records(outside):
+            return None
+        kind = "image" if outside.dim() == 4 else "channels"
+        background = outside.permute(order) if kind == "image" else outside.reshape(-1)
+        background, outside = background.contiguous(), 0.0
+        if kind == "channels" and background.numel() != channels:
+            return None
+    out = torch.empty(table.batch, *size, *sizes, dtype=value.dtype, device=value.device)
+    facts = (
+        value.dtype, table.rows, table.batch, table.grid, block, size, channels, kind, outside,
+        math.gcd(16, rows.data_ptr(), background.data_ptr() if kind == "image" else 0),
+    )  # fmt: skip
+    with cuda._at_home(value) as device:
+        key = (device, facts)
+        if key not in _PLANS:
+            _PLANS[key] = _prepare_scatter(*facts)
+        if _PLANS[key] is None:
+            return None
+        given = (rows, table.counts, table.places, background, out)
+        _PLANS[key](*(None if g is None else cuda._At(g) for g in given))
+    return out.permute(back)
+
+
+def _prepare_scatter(dtype, rows, images, grid, block, size, channels, kind, outside, alignment):
+    """Return the launch for the current device, or None."""
+    from ...block_sparse.stack import stack_to_image
+
+    fill = stack_to_image.ImageFill(
+        rows, (images, *grid), block, size, channels, dtype.itemsize, alignment, kind
+    )
+    bits = torch.tensor([outside], dtype=dtype).view(torch.uint8).numpy().tobytes()
+    return stack_to_image.prepare_stack_to_image(fill, stack_to_image.constant_bits(bits))

@@ -1,0 +1,34 @@
+"""Entry: the image that a network is called with, whose blocks are gathered when they are read."""
+
+import torch
+
+
+class Entry:
+    """The image of a call, in the place of its stack.
+
+    A convolution of few channels reads the image itself, through the table. What else reads the
+    input asks for :meth:`stack`, which is gathered once. It stands where a deferred convolution
+    does (plans.py), and takes no step.
+    """
+
+    norm = residual = rest = None
+    activation = "none"  # nothing can be added behind it
+    requires_grad = False
+
+    def __init__(self, image, table):
+        self.image, self.table, self._stack = image, table, None
+        self.shape, self.dtype, self.device = image.shape, image.dtype, image.device
+
+    def stack(self):
+        """Return the active blocks of the image."""
+        if self._stack is None:
+            self._stack = gathered(self.image, self.table)
+        return self._stack
+
+    run = stack
+
+
+def gathered(image, table):
+    """Return the active blocks of an image ``[N, C, H, W]`` as channels_last ``[M, C, b, b]``."""
+    stack = table.gather(image, table.block, (2, 3))
+    return stack.contiguous(memory_format=torch.channels_last)
