@@ -5,7 +5,7 @@
 INSTANTIATIONS is a file that the tests wrote: run them with SBNET_RECORD_INSTANTIATIONS naming it.
 Each of these is compiled for two architectures: for sm_90a, and for one of the others, which share
 them out so that every kernel is compiled for every architecture; with --all, for all of them. To
-these come, for each architecture, those of paper_stages.py and those of the allowance.
+these come, for each architecture, those of planned.py and those of the allowance.
 spill_allowance.txt, beside this file, lists what may spill after all, and nothing that is gone.
 """
 
@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-import paper_stages
+import planned
 
 from sbnet_cupy.core import compile as compiling
 
@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 from host_cuda import read_instantiations  # noqa: E402
 
-ARCHITECTURES = tuple(paper_stages.DEVICES)
+ARCHITECTURES = tuple(planned.DEVICES)
 WHOLE = "sm_90a"  # that of the benchmarks
 PER_PROGRAM = 24  # instantiations compiled together: a header is then read once for all
 FUNCTION = re.compile(
@@ -44,8 +44,8 @@ def main(path, *architectures, everything=False):
         for arch in architectures or ARCHITECTURES:
             start = time.perf_counter()
             here = recorded if everything or arch == WHOLE else share(recorded, arch, allowed)
-            here = {key for key in here if paper_stages.launched(arch, *key)}
-            programs = list(batches(here | set(paper_stages.instantiations(arch))))
+            here = {key for key in here if planned.launched(arch, *key)}
+            programs = list(batches(here | set(planned.instantiations(arch))))
             total = sum(len(expressions) for _, expressions in programs)
             jobs = [pool.submit(compile_program, *program, arch) for program in programs]
             kernels = [kernel for job in jobs for kernel in job.result()]

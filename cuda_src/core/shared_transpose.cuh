@@ -1,6 +1,6 @@
 // shared_transpose.cuh: a matrix in shared memory, filled along its rows and emptied along its columns.
-//   Turn::fill    vectors of FILL bytes of a row, copied past the registers where they can be
-//   Turn::empty   vectors of STORE bytes of a column, turned by ldmatrix where elements allow
+//   SharedTranspose::fill    vectors of FILL bytes of a row, copied past the registers where they can be
+//   SharedTranspose::empty   vectors of STORE bytes of a column, transposed by ldmatrix where elements allow
 // Bits are moved, never computed with. See cuda_src/README.md for the pictures.
 #pragma once
 
@@ -20,7 +20,7 @@ struct Nothing {
 };
 
 template <typename T, int ROWS, int COLUMNS, int FILL, int STORE, int THREADS>
-struct Turn {
+struct SharedTranspose {
     // 16 bytes of a row lie in one place. A square of PLACE x PLACE elements is a cell.
     static constexpr int PLACE = 16 / sizeof(T), PLACES = ceil_div(COLUMNS, PLACE);
     // Rows that are read together, PLACE or PLACE / 4 of them apart, lie in different banks.

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from ..block_sparse.gather_scatter.overlap import scratch_sizes
 from ..block_sparse.gather_scatter.sparse_gather import sparse_gather
-from ..block_sparse.gather_scatter.sparse_scatter import scratch_sizes, sparse_scatter
+from ..block_sparse.gather_scatter.sparse_scatter import sparse_scatter
 from ..block_sparse.grid import Grid, resolve_layout
 from ..block_sparse.mask.config import scratch_slots
 from ..block_sparse.mask.reduce_mask import reduce_mask_into

@@ -23,7 +23,7 @@ SANITIZE = os.environ.get("SBNET_SANITIZE") == "1"
 _OPTIONS = [
     "-std=c++17",
     "-O1",
-    "-g",
+    "-g1",
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-gnu-unique",  # libraries must not share variables

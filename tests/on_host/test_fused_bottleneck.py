@@ -15,12 +15,12 @@ from support.fused_on_host import AMPERE, BLACKWELL, TABLES, TURING, UNIT, Run
 from support.unit_cases import SPREADING, Case, dense, kinds
 
 
-def plan(chunks, mid, tile=(8, 8), warps=4, split1=1, second=(4, 1, 1), columns=32, ahead=1,
+def plan(chunks, mid, tile=(8, 8), warps=4, split1=1, second=(4, 1, 1), slice=32, ahead=1,
          bulk=True):  # fmt: skip
     """Return a plan of the engine MmaSync without clusters."""
     rows3 = math.gcd(math.prod(tile) // 16, warps)
     return UnitConfig(
-        "MmaSync", chunks, mid, tile, 1, warps, split1, second, rows3, columns, ahead, 1, bulk
+        "MmaSync", chunks, mid, tile, 1, warps, split1, second, rows3, slice, ahead, 1, bulk
     )
 
 
@@ -45,9 +45,9 @@ def _runs():
         ("idle warps, channels added", HALF, unit(64, 40, bsize=(8, 6)),
          plan(2, 64, (4, 8), 8, 1, (2, 2, 2), ahead=2, bulk=False)),
         ("idle warps, bulk copy", HALF, unit(64, 40), plan(2, 64, (4, 8), 8, 1, (2, 2, 2))),
-        ("narrow columns", HALF, unit(40, 16),
-         plan(2, 16, (4, 8), 4, 2, (2, 2, 1), columns=16, bulk=False)),
-        ("wide columns", HALF, unit(96, 24), plan(3, 24, columns=96)),
+        ("narrow slices", HALF, unit(40, 16),
+         plan(2, 16, (4, 8), 4, 2, (2, 2, 1), slice=16, bulk=False)),
+        ("wide slices", HALF, unit(96, 24), plan(3, 24, slice=96)),
         ("tight", HALF, unit(96, 24, tight=True, packed=True), plan(3, 24, ahead=3)),
         ("tight", BFLOAT, unit(40, 16, tight=True), plan(2, 16, ahead=2, bulk=False)),
         ("a third of the chunks each", BFLOAT, unit(80, 33, packed=True),
@@ -56,12 +56,12 @@ def _runs():
         ("one plane", BFLOAT, unit(8, 3, bsize=(1, 7)), plan(1, 8, bulk=False)),
         ("two rows to a warp", BFLOAT, unit(48, 16),
          plan(2, 16, (8, 16), 8, second=(4, 2, 1), ahead=2)),
-        ("channels added", TF32, unit(12, 12), plan(1, 16, columns=16)),
-        ("chunks", TF32, unit(96, 24, packed=True), plan(6, 24, columns=16, ahead=3)),
+        ("channels added", TF32, unit(12, 12), plan(1, 16, slice=16)),
+        ("chunks", TF32, unit(96, 24, packed=True), plan(6, 24, slice=16, ahead=3)),
         ("warps share chunks and K", TF32, unit(28, 48, bsize=(9, 5)),
-         plan(2, 48, (4, 8), 12, 2, (2, 2, 3), columns=16, bulk=False)),
-        ("columns of 8", TF32, unit(20, 16, packed=True),
-         plan(2, 16, (8, 16), 8, 2, (8, 1, 1), columns=8)),
+         plan(2, 48, (4, 8), 12, 2, (2, 2, 3), slice=16, bulk=False)),
+        ("slices of 8", TF32, unit(20, 16, packed=True),
+         plan(2, 16, (8, 16), 8, 2, (8, 1, 1), slice=8)),
         ("planned", HALF, unit(96, 24, (1, 11, 12), bsize=(6, 6), expected=0), TURING),
         ("planned", HALF, unit(96, 24, (1, 11, 12), expected=10**7), TURING),
         ("planned", BFLOAT, unit(72, 33, (1, 11, 12), expected=0), AMPERE),

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import host_cuda
-from sbnet_cupy.block_sparse.gather_scatter import config as copy_config
 from sbnet_cupy.block_sparse.mask import config as mask_config
 from support import oracles
 from support.assertions import assert_close, assert_same
@@ -32,7 +31,6 @@ from support.kernel_cases import (
     PLACES,
     REPEATED,
     SMOOTH,
-    TURNED,
 )
 from support.kernels_on_host import OPS, device
 
@@ -135,8 +133,8 @@ def test_copies(case, monkeypatch):
 STYLES = [
     (Copy(op=op, dtype=dtype, channels=channels, layout=layout, grid="stage 2 out"), style)
     for layout, channels, dtype, style in (
-        ("NHWC", 3, "uint8", "windows"), ("NHWC", 1, "float16", "windows"),
-        ("NHWC to NCHW", 17, "float16", "windows"), ("NHWC to NCHW", 3, "float32", "windows"),
+        ("NHWC", 3, "uint8", "staged"), ("NHWC", 1, "float16", "staged"),
+        ("NHWC to NCHW", 17, "float16", "staged"), ("NHWC to NCHW", 3, "float32", "staged"),
         ("NHWC", 24, "float32", "runs"), ("NHWC to NCHW", 24, "float32", "tiles"),
     )
     for op in ("gather", "scatter", "add")
@@ -144,20 +142,11 @@ STYLES = [
 
 
 @pytest.mark.parametrize(("case", "style"), STYLES, ids=str)
-def test_odd_pixels_pass_through_windows(case, style):
+def test_odd_pixels_are_staged(case, style):
     with device(lambda *launch: None, 132, Memory()) as (_, launched):
         list(case.run(Memory()))
     direction = "gather" if case.op == "gather" else "scatter"
     assert [kernel for _, kernel, _ in launched] == [f"{direction}_{style}"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("case", TURNED, ids=str)
-def test_copies_in_stages(case, stages, monkeypatch):
-    """While a tile is emptied, the next ones are on their way."""
-    monkeypatch.setattr(copy_config, "_STAGES", stages)
-    check_same(case, monkeypatch, allow_nan=True)
 
 
 @pytest.mark.parametrize("case", thinned(FUSED, 5), ids=str)

@@ -86,7 +86,7 @@ def test_fused_bottleneck():
         plan = configure_bottleneck(case, blocks, (8, 8), device)
         if plan is None:
             continue
-        sizes = joined(case.element, plan.chunks, plan.mid, *plan.tile, plan.cluster, plan.columns)
+        sizes = joined(case.element, plan.chunks, plan.mid, *plan.tile, plan.cluster, plan.slice)
         shares = joined(plan.warps, plan.split1, plan.second[2])
         expected[f"Unit3<{sizes}>::PACKED"] = plan.packed_bytes(case)
         expected[f"Behind<Unit3<{sizes}>, {shares}>::BYTES"] = plan.shared_bytes(case)
@@ -98,25 +98,26 @@ def test_fused_bottleneck():
 def test_tiles_that_turn():
     expected = {}
     for item, rows, columns in itertools.product((1, 2, 4, 8, 16), (1, 36, 100), (3, 16, 24, 100)):
-        turn = joined(f"Bytes<{item}>::type", rows, columns, item, item, 64)
+        matrix = joined(f"Bytes<{item}>::type", rows, columns, item, item, 64)
         # rows are pixels, columns are channels
-        expected[f"Turn<{turn}>::BYTES"] = copy_config._stage_bytes(rows, columns, item, True)
+        size = copy_config._tile_bytes(rows, columns, item, True)
+        expected[f"SharedTranspose<{matrix}>::BYTES"] = size
     check(f"{GATHER_SCATTER}/sparse_gather", expected)
 
 
-def test_windows_of_blocks():
+def test_staged_blocks():
     expected = {"sizeof(Block<6, 5>)": copy_config._BLOCK_BYTES}
     for last, item, bsize, channels in itertools.product(
         (True, False), (1, 2, 4), ((6, 5), (18, 18), (1, 40)), (1, 3, 17)
     ):
-        window = joined(last, f"Bytes<{item}>::type", *bsize, channels)
+        block = joined(last, f"Bytes<{item}>::type", *bsize, channels)
         layout = Layout(last, channels)
-        expected[f"Window<{window}>::BYTES"] = copy_config._window_bytes(layout, bsize, item)
+        expected[f"StagedBlock<{block}>::BYTES"] = copy_config._staged_bytes(layout, bsize, item)
     check(f"{GATHER_SCATTER}/sparse_gather", expected)
 
 
 class Layout:
-    """What a window needs to know of a layout."""
+    """What a staged block needs to know of a layout."""
 
     def __init__(self, channels_last, channels):
         self.channels_last, self.C = channels_last, channels

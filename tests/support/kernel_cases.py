@@ -143,10 +143,9 @@ def _copies():
         yield replace(base, table="repeated")
 
 
-COPIES = list(_copies())
 # The layout changes: lines and tiles of a stack; tiles, and strips of them, that stick out of a
 # block, its channels or the image.
-TURNED = [
+_TRANSPOSED = [
     Copy(op=op, dtype=dtype, channels=channels, layout=layout, grid=grid, table="corrupt")
     for op in ("gather", "scatter", "add")
     for dtype, channels, layout, grid in (
@@ -157,7 +156,8 @@ TURNED = [
     )
     if op == "gather" or grid in ("large", "over the edge")  # blocks that share no pixels
 ]
-# Called again and again: on the same list of blocks, with other images.
+COPIES = [*_copies(), *_TRANSPOSED]
+# Called repeatedly: on the same list of blocks, with other images.
 REPEATED = [
     Copy(op=op, dtype="float32", channels=24, grid="plain", table="all", layout=layout)
     for op in ("gather", "scatter", "add")

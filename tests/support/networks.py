@@ -49,7 +49,10 @@ class ZeroedOutside(torch.overrides.TorchFunctionMode):
 
 
 def stages_of(size, block, halvings=5):
-    """Return the stages of a network that halves its image, rounding either way: size to block."""
+    """Return the stages of a network that halves its image: size to block.
+
+    A layer rounds up or down, or loses a pixel where it has no padding.
+    """
     stages, last = {}, {tuple(size)}
     for _ in range(halvings + 1):
         for found in last:
@@ -57,7 +60,7 @@ def stages_of(size, block, halvings=5):
         if block % 2:
             break
         block //= 2
-        last = {(-(-h // 2), -(-w // 2)) for h, w in last} | {(h // 2, w // 2) for h, w in last}
+        last = {((h + more) // 2, (w + more) // 2) for h, w in last for more in (1, 0, -1)}
     return stages
 
 
@@ -256,6 +259,20 @@ class HRNet(nn.Module):
         return F.relu(high + risen), F.relu(low + self.fall(high))
 
 
+class Fire(nn.Module):
+    """Squeeze and expand, as SqueezeNet does."""
+
+    def __init__(self, cin, squeezed, expanded):
+        super().__init__()
+        self.squeeze = conv_bn(cin, squeezed, 1)
+        self.expand = nn.ModuleList(conv_bn(squeezed, expanded, size) for size in (1, 3))
+
+    def forward(self, x):
+        """Concatenate the 1x1 and the 3x3 convolution."""
+        x = self.squeeze(x)
+        return torch.cat([expand(x) for expand in self.expand], 1)
+
+
 class Shuffle(nn.Module):
     """ShuffleNet's unit: half of the channels pass by, then all are mixed."""
 
@@ -298,6 +315,11 @@ FAMILIES = {
     ),
     "csp": CSP,
     "hrnet": HRNet,
+    "squeeze": lambda: nn.Sequential(
+        conv_bn(3, 8, 3, 2, padding=0), nn.MaxPool2d(3, 2, ceil_mode=True), Fire(8, 4, 6),
+        nn.MaxPool2d(3, 2, ceil_mode=True), Fire(12, 4, 8), nn.Conv2d(16, 5, 1),
+        nn.AdaptiveAvgPool2d(1),
+    ),
     "shuffle": lambda: nn.Sequential(conv_bn(3, 8, 3, 2), Shuffle(8), Shuffle(8)),
 }  # fmt: skip
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
-from sbnet_cupy.block_sparse.gather_scatter import sparse_scatter as scatter_op
-from sbnet_cupy.block_sparse.grid import Grid
+from sbnet_cupy.block_sparse.gather_scatter import overlap
+from sbnet_cupy.block_sparse.grid import Grid, resolve_layout
 from sbnet_cupy.block_sparse.mask.config import configure_mask, scratch_slots
 from support.adapter_cases import (
     BFLOAT16,
@@ -99,17 +99,17 @@ def test_scratch_is_enough_for_any_gpu():
 def test_scratch_is_enough_for_overlapping_blocks(monkeypatch):
     """What the GPU body allocates is what XLA is asked for."""
     launched = []
-    monkeypatch.setattr(scatter_op.kernels, "launch", lambda *a, **_: launched.append(a[5]))
+    monkeypatch.setattr(overlap.kernels, "launch", lambda *a, **_: launched.append(a[5]))
     for options in OPTIONS:
         grid = Grid(*(options.get(name, zero) for name, zero in
                       (("bsize", None), ("boffset", (0, 0)), ("bstride", options["bsize"]))))
         x, blocks = image(options), stack(options)
         layout = (options.get("data_format", "NHWC"), options.get("transpose", False))
-        layout = scatter_op.resolve_layout(x, *layout)
+        layout = resolve_layout(x, *layout)
         fixed = {"layout": layout, "grid": grid, "add": True}
-        scatter_op._scatter_overlap_cuda(blocks, COUNT, ROWS, None, x, **fixed)
+        overlap.scatter_overlap_cuda(blocks, COUNT, ROWS, x, **fixed)
         heads, links = launched[-1][3:5]
-        assert (heads.nbytes, links.nbytes) == scatter_op.scratch_sizes(len(ROWS), layout, grid)
+        assert (heads.nbytes, links.nbytes) == overlap.scratch_sizes(len(ROWS), layout, grid)
 
 
 def test_the_cuda_kernels_inside_jit(sbj, jax, require):

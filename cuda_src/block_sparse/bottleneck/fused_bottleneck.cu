@@ -86,7 +86,7 @@ DEVICE void store_pair(u8* plane0, int plane_bytes, int pixel, int channel, floa
 // What a warp adds its sums of NT groups of channels to, from channel k0 on: x of its pixels.
 template <int TW, typename T, int MT, int NT>
 struct Residual {
-    static constexpr int GROUPS = Columns<T, NT>::GROUPS, COUNT = 2 * GROUPS;
+    static constexpr int GROUPS = ChannelOrder<T, NT>::GROUPS, COUNT = 2 * GROUPS;
     using Vector = typename Bytes<COUNT * sizeof(T)>::type;
     Vector x[MT][2][NT / GROUPS];
 
@@ -146,16 +146,16 @@ struct Arrival {
 };
 
 template <template <typename, class, int, int, int, int> class Engine, typename T, int CHUNKS, int MID, int TH, int TW,
-          int CLUSTER, int WARPS, int WK1, int WM2, int WN2, int WK2, int WM3, int COLUMNS, int AHEAD, bool TIGHT,
+          int CLUSTER, int WARPS, int WK1, int WM2, int WN2, int WK2, int WM3, int SLICE, int AHEAD, bool TIGHT,
           bool ROUND, int BLOCKS, bool BULK>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     fused_bottleneck(const T* __restrict__ x, const u8* __restrict__ packed, const int* __restrict__ bin_counts,
                      const int* __restrict__ indices, T* __restrict__ y, i64 M, i64 N, i64 C_, i64 H_, i64 W_,
                      i64 block_h, i64 block_w, i64 blocks_h, i64 blocks_w) {
-    using U = Unit3<T, CHUNKS, MID, TH, TW, CLUSTER, COLUMNS>;
+    using U = Unit3<T, CHUNKS, MID, TH, TW, CLUSTER, SLICE>;
     using Rim = typename U::Rim;
     using Second = Engine<T, Rim, U::NS, WM2, WN2, WK2>;
-    using Third = Engine<T, typename U::Middle, COLUMNS, WM3, 1, 1>;
+    using Third = Engine<T, typename U::Middle, SLICE, WM3, 1, 1>;
     constexpr bool GROUP = Second::WANTS_FENCE;
     using Rest = Behind<U, WARPS, WK1, WK2>;
     constexpr int THREADS = WARPS * 32, NS = U::NS, NT1 = NS / 8, MINE1 = CHUNKS / WK1;
@@ -337,25 +337,25 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                         }
                     }
         }
-        // ---- 3: y = x + w3 * h2, COLUMNS channels at a time; x is fetched ahead of the product
+        // ---- 3: y = x + w3 * h2, SLICE channels at a time; x is fetched ahead of the product
         {
             const int wm = warp % WM3;
             const auto pixel = [&](int m, int r) { return Third::pixel(wm, m, r); };
             Residual<TW, T, Third::MT, Third::NT> residual;
             int part = warp / WM3;
-            if (part < U::PARTS) residual.load(image, tile, W, C, rank * U::OUT + part * COLUMNS, pixel);
+            if (part < U::PARTS) residual.load(image, tile, W, C, rank * U::OUT + part * SLICE, pixel);
             if constexpr (GROUP) shared_fence();
             Cluster<CLUSTER>::sync();
             arrival.template wait<2>();
 #pragma unroll 1
             for (; part < U::PARTS; part += WARPS / WM3) {
-                const int k0 = rank * U::OUT + part * COLUMNS;
+                const int k0 = rank * U::OUT + part * SLICE;
                 float acc[Third::MT][Third::NT][4];
                 clear(acc);
                 Third::taps(acc, shared + U::H2, shared + U::W3 + part * U::W3_PART, shared + U::ZEROS, wm, 0, 0);
                 residual.add_and_store(acc, y + static_cast<i64>(tile.n) * H * W * C, tile, W, C, k0, pixel);
                 if (part + WARPS / WM3 < U::PARTS)
-                    residual.load(image, tile, W, C, k0 + WARPS / WM3 * COLUMNS, pixel);
+                    residual.load(image, tile, W, C, k0 + WARPS / WM3 * SLICE, pixel);
             }
         }
         if (!tiles.any()) break;

@@ -6,23 +6,23 @@
 
 #include "block_sparse/conv/halo_tile.cuh"
 
-// Cin in CHUNKS of 64 bytes, MID bottleneck channels, both rounded up; COLUMNS output channels are
+// Cin in CHUNKS of 64 bytes, MID bottleneck channels, both rounded up; SLICE output channels are
 // made at a time. What one thread block of a cluster holds.
-template <typename T, int CHUNKS_, int MID_, int TH_, int TW_, int CLUSTER_, int COLUMNS_>
+template <typename T, int CHUNKS_, int MID_, int TH_, int TW_, int CLUSTER_, int SLICE_>
 struct Unit3 {
-    static constexpr int CHUNKS = CHUNKS_, MID = MID_, TH = TH_, TW = TW_, CLUSTER = CLUSTER_, COLUMNS = COLUMNS_;
+    static constexpr int CHUNKS = CHUNKS_, MID = MID_, TH = TH_, TW = TW_, CLUSTER = CLUSTER_, SLICE = SLICE_;
     static constexpr int LANES = 16 / sizeof(T);
-    static constexpr int CIN = CHUNKS * 4 * LANES, NS = MID / CLUSTER, OUT = CIN / CLUSTER, PARTS = OUT / COLUMNS;
+    static constexpr int CIN = CHUNKS * 4 * LANES, NS = MID / CLUSTER, OUT = CIN / CLUSTER, PARTS = OUT / SLICE;
     static constexpr int PLANES = MID / LANES;
     using Rim = Halo<TH, TW, 3, 3, 1, 1, PLANES>;     // h1
     using Middle = Halo<TH, TW, 1, 1, 1, 1, PLANES>;  // h2
     static constexpr int RIM = Rim::IH * Rim::IW, TILE = TH * TW;
-    static_assert(NS % 8 == 0 && OUT % COLUMNS == 0 && MID % LANES == 0, "parts of whole groups");
+    static_assert(NS % 8 == 0 && OUT % SLICE == 0 && MID % LANES == 0, "parts of whole groups");
 
     // Packed weights of one block of the cluster, and shared memory, in bytes from their begin.
     static constexpr int TABLES = (2 * CIN + 4 * NS) * 4;
     static constexpr int W1 = TABLES, W2 = W1 + CHUNKS * 4 * NS * 16, W3 = W2 + Rim::STEPS * 2 * NS * 16;
-    static constexpr int W3_PART = Middle::STEPS * 2 * COLUMNS * 16, PACKED = W3 + PARTS * W3_PART;
+    static constexpr int W3_PART = Middle::STEPS * 2 * SLICE * 16, PACKED = W3 + PARTS * W3_PART;
     static constexpr int H1 = PACKED, H2 = H1 + Rim::BYTES, ZEROS = H2 + Middle::BYTES;
     static constexpr int PARTIALS = ZEROS + (Rim::LAST_ALONE || Middle::LAST_ALONE ? Rim::PLANE : 0);
 };
@@ -79,15 +79,15 @@ DEVICE uint4 pack_tap(const T* __restrict__ w, int u, i64 k, i64 C, i64 K) {
     return value.vector;
 }
 
-template <typename T, int CHUNKS, int MID, int CLUSTER, int COLUMNS, bool TIGHT, bool ROUND>
+template <typename T, int CHUNKS, int MID, int CLUSTER, int SLICE, bool TIGHT, bool ROUND>
 __global__ void __launch_bounds__(256)
     pack_bottleneck(const T* __restrict__ w1, const T* __restrict__ w2, const T* __restrict__ w3,
                     const float* __restrict__ scale1, const float* __restrict__ shift1,
                     const float* __restrict__ scale2, const float* __restrict__ shift2,
                     const float* __restrict__ scale3, const float* __restrict__ shift3, u8* __restrict__ packed,
                     i64 C, i64 Cmid) {
-    using U = Unit3<T, CHUNKS, MID, 8, 8, CLUSTER, COLUMNS>;  // packed the same for every tile
-    using Channels = ::Columns<T, COLUMNS / 8>;
+    using U = Unit3<T, CHUNKS, MID, 8, 8, CLUSTER, SLICE>;  // packed the same for every tile
+    using Channels = ChannelOrder<T, SLICE / 8>;
     const int rank = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     u8* const out = packed + static_cast<i64>(rank) * U::PACKED;
     const auto table = [&](int at, const float* values, i64 first, int count, i64 limit, float beyond = 0.0f) {
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(256)
         value = pack_tap<typename U::Rim, T, ROUND>(w2, at / U::NS, rank * U::NS + at % U::NS, Cmid, Cmid);
     } else {
         const int at = (vector - U::W3) / 16, part = at / (U::W3_PART / 16), inner = at % (U::W3_PART / 16);
-        const int k = rank * U::OUT + part * COLUMNS + Channels::channel(inner % COLUMNS);
-        value = pack_tap<typename U::Middle, T, ROUND>(w3, inner / COLUMNS, k, Cmid, C);
+        const int k = rank * U::OUT + part * SLICE + Channels::channel(inner % SLICE);
+        value = pack_tap<typename U::Middle, T, ROUND>(w3, inner / SLICE, k, Cmid, C);
     }
     *reinterpret_cast<uint4*>(out + vector) = value;
 }

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256)
     if (i >= units) return;
     const int column = static_cast<int>(i % NS), u = static_cast<int>(i / NS % (H::STEPS * 2));
     const i64 chunk = i / (H::STEPS * 2 * NS);
-    const i64 k = slice * NS + Columns<T, NS / 8 / WN>::channel(column);
+    const i64 k = slice * NS + ChannelOrder<T, NS / 8 / WN>::channel(column);
     const Unit<H> unit(u);
     Elements<T, uint4> value(zero<uint4>());
 #pragma unroll
@@ -131,7 +131,7 @@ struct Memory {
 template <bool VECTOR, int ACTIVATION, int TW, typename T, int MT, int NT, class Pixel>
 DEVICE void store(const float (&acc)[MT][NT][4], const float* scale, int slice, const T* __restrict__ residual,
                   T* __restrict__ y, const Tile& tile, int k0, const Problem& g, Pixel pixel) {
-    constexpr int GROUPS = Columns<T, NT>::GROUPS, COUNT = 2 * GROUPS;
+    constexpr int GROUPS = ChannelOrder<T, NT>::GROUPS, COUNT = 2 * GROUPS;
     using Vector = typename Bytes<COUNT * sizeof(T)>::type;
     const int lane = threadIdx.x % 32;
 #pragma unroll

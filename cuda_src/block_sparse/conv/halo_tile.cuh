@@ -5,7 +5,7 @@
 //              A kernel's tap is a shift of the address, so that no im2col matrix is ever made.
 //   Unit       which tap and plane a unit of K is: 16 bytes of one tap's channels. A step of K is two
 //              units, 32 bytes.
-//   Columns    in which order output channels are stored
+//   ChannelOrder  in which order output channels are stored
 // The products are in engines.cuh.
 #pragma once
 
@@ -47,7 +47,7 @@ struct Unit {
 // Channels are stored so that a lane's results are neighbours: of GROUPS groups of 8 columns, a lane
 // holds two columns each, and these are 2 * GROUPS channels in a row.
 template <typename T, int NT>
-struct Columns {
+struct ChannelOrder {
     static constexpr int VECTOR = 16 / sizeof(T) / 2;  // groups that fill 16 bytes
     static constexpr int GROUPS = NT % VECTOR == 0 ? VECTOR : NT % 2 == 0 && VECTOR > 1 ? 2 : 1;
     static __host__ __device__ constexpr int channel(int column) {

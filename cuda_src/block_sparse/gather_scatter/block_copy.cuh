@@ -4,8 +4,8 @@
 // Three ways to move:
 //   runs   both sides have the same layout: block rows are contiguous in both, so a group of lanes
 //          moves a run of a row with wide accesses and no shared memory.
-//   tiles  the layout changes: a tile of pixels x channels turns in shared memory (shared_transpose.cuh).
-//   windows  pixels are no whole vectors: blocks pass through shared memory (block_staging.cuh).
+//   tiles  the layout changes: a tile of pixels x channels is transposed in shared memory (shared_transpose.cuh).
+//   staged  pixels are no whole vectors: blocks pass through shared memory (block_staging.cuh).
 // Every launch is a persistent grid; the number of active blocks is read on the device.
 #pragma once
 #include "core/shared_transpose.cuh"
@@ -61,10 +61,10 @@ struct Run {
 };
 
 // A warp finds `batch` runs at once, one a lane, and then its lanes move them together: the index
-// arithmetic is paid once a run and not once a lane. LANES lanes move a run, COLS vectors each.
-template <int BH, int BW, int VECTOR, int LANES, int RUNS, int COLS>
+// arithmetic is paid once a run and not once a lane. LANES lanes move a run, PER_LANE vectors each.
+template <int BH, int BW, int VECTOR, int LANES, int RUNS, int PER_LANE>
 struct Runs {
-    static constexpr int SPAN = LANES * COLS;
+    static constexpr int SPAN = LANES * PER_LANE;
     static constexpr int AT_ONCE = 32 / LANES * RUNS;  // runs that a warp has in flight
     static_assert(SPAN < 1024 && AT_ONCE <= 32, "bounds are packed into 10 bits, batches into a warp");
 
@@ -208,12 +208,11 @@ struct Tile {
 };
 
 // For this thread block's share of the tiles of `blocks` stack rows, channel tiles of the same pixels
-// first, calls fill(tile, stage); when its copies have come, empty(tile, stage); when all threads
-// have done that and the next tile is on its way, finish(tile). While one stage is emptied STAGES - 1
-// tiles are on their way. A share is consecutive tiles; or every gridDim-th with SPREAD, so that thread
-// blocks that run at the same time read neighbouring pixels of the image (for gather that is worth
-// more). The index row of the next block is read a tile ahead.
-template <class Shape, int STAGES, bool SPREAD, int BH, int BW, bool LAST, class Fill, class Empty, class Finish>
+// first, calls fill(tile); when its copies have come, empty(tile); when all threads have done that and
+// the copies of the next tile are on their way, finish(tile). A share is consecutive tiles; or every
+// gridDim-th with SPREAD, so that thread blocks that run at the same time read neighbouring pixels of the
+// image (for gather that is worth more). The index row of the next block is read a tile ahead.
+template <class Shape, bool SPREAD, int BH, int BW, bool LAST, class Fill, class Empty, class Finish>
 DEVICE void for_each_tile(i64 blocks, i64 count, const int* indices, const Steps<LAST>& image_step,
                           const Geometry& g, Fill fill, Empty empty, Finish finish) {
     const int channel_tiles = ceil_div(static_cast<int>(g.C), Shape::ACROSS);
@@ -227,40 +226,27 @@ DEVICE void for_each_tile(i64 blocks, i64 count, const int* indices, const Steps
         end = t + share + (blockIdx.x < extra ? 1 : 0);
     }
     if (t >= end) return;
-    Shape tile[STAGES], done;  // the next to be emptied first; the one to be finished
+    Shape tile;
     i64 b = divide(t, per_block), current = -1;
     Index index = index_of(b, indices);
     Block<BH, BW> block;
-    const auto begin = [&](Shape& next, int stage) {
-        if (t < end) {
-            if (b != current)
-                block = Block<BH, BW>(b, corner_of<BH, BW>(index, b, count, g), image_step, g);
-            current = b;
-            const int rest = static_cast<int>(t - b * per_block), number = rest / channel_tiles;
-            next = Shape(block, number, (rest - number * channel_tiles) * Shape::ACROSS, g.C);
-            if (t + step < end) {
-                b = divide(t + step, per_block);
-                if (b != current) index = index_of(b, indices);
-            }
-            fill(next, stage);
+    for (bool first = true; t < end; t += step, first = false) {
+        if (b != current) block = Block<BH, BW>(b, corner_of<BH, BW>(index, b, count, g), image_step, g);
+        current = b;
+        const int rest = static_cast<int>(t - b * per_block), number = rest / channel_tiles;
+        const Shape next(block, number, (rest - number * channel_tiles) * Shape::ACROSS, g.C);
+        if (t + step < end) {
+            b = divide(t + step, per_block);
+            if (b != current) index = index_of(b, indices);
         }
+        fill(next);
         copy_async_commit();
-        t += step;
-    };
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) begin(tile[s], s);
-    bool first = true;
-    for (int stage = 0; t - (STAGES - 1) * step < end; stage = stage + 1 < STAGES ? stage + 1 : 0) {
-        begin(tile[STAGES - 1], stage > 0 ? stage - 1 : STAGES - 1);
-        if (!first) finish(done);
-        first = false;
-        copy_async_wait<STAGES - 1>();
+        if (!first) finish(tile);
+        tile = next;
+        copy_async_wait<0>();
         __syncthreads();
-        empty(tile[0], stage);
-        __syncthreads();  // the stage may be filled again
-        done = tile[0];
-#pragma unroll
-        for (int s = 0; s < STAGES - 1; ++s) tile[s] = tile[s + 1];
+        empty(tile);
+        __syncthreads();  // the shared memory may be filled again
     }
-    finish(done);
+    finish(tile);
 }

@@ -1,7 +1,7 @@
 // block_staging.cuh: blocks whose pixels are no whole vectors, moved by 16 bytes all the same.
-//   Window   the image side of a block in shared memory: line by line, each as far from a multiple of 16
-//            bytes as it is in the image, so that all but its ends can be moved 16 bytes at a time
-//   Walk     the elements of a block in the order of one side, c fastest (LAST) or j, and where the other has them
+//   StagedBlock  the image side of a block in shared memory: line by line, each as far from a multiple of 16
+//                bytes as it is in the image, so that all but its ends can be moved 16 bytes at a time
+//   Walk         the elements of a block in the order of one side, c fastest (LAST) or j, and where the other has them
 // A line is what is contiguous in the image: a row of the block, of one channel if that is NCHW.
 #pragma once
 
@@ -59,7 +59,7 @@ DEVICE ByteSteps dense_steps() {
 }
 
 template <bool LAST, typename T, int BH, int BW, int C>
-struct Window {
+struct StagedBlock {
     static constexpr int ITEM = sizeof(T), LANES = 16 / ITEM;
     static constexpr int LINES = LAST ? BH : C * BH, PIXEL = LAST ? C * ITEM : ITEM, LENGTH = BW * PIXEL;
     static constexpr int CHUNKS = ceil_div(LENGTH + 16 - ITEM, 16);  // of 16 bytes, that a line may touch
@@ -75,7 +75,7 @@ struct Window {
     i64 plane;
     ByteSteps steps;  // here
 
-    DEVICE Window(const T* x, const Geometry& g)
+    DEVICE StagedBlock(const T* x, const Geometry& g)
         : images(reinterpret_cast<const u8*>(x)), last(g.N * g.C * g.H * g.W * ITEM - 16),
           row(static_cast<int>(g.W) * PIXEL), plane(LAST ? 0 : g.H * row),
           steps{APART + (row & 15), PIXEL, LAST ? ITEM : PLANE + static_cast<int>(plane & 15)} {
@@ -84,14 +84,14 @@ struct Window {
 
     // How far an address this many bytes into the images is past a multiple of 16.
     DEVICE int past(i64 bytes) const { return static_cast<int>(reinterpret_cast<u64>(images) + bytes) & 15; }
-    // Where the first line of a block begins, in its window.
+    // Where the first line of a block begins in shared memory.
     DEVICE int first(const Block<BH, BW>& block) const { return past(block.image * ITEM); }
 
     // 16 bytes that a line of block `which` touches, from byte `low` of the line on; those from `begin` to
     // `end` are the line's, and lie in the image.
     struct Chunk {
         int which, line, low, begin, end;
-        int shared;   // where it lies in the windows
+        int shared;   // where it lies in shared memory
         i64 image;    // and in the images
         bool inside;  // all that is the line's lies in the image
         DEVICE bool whole() const { return begin == low && end == low + 16; }

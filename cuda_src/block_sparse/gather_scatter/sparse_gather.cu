@@ -1,11 +1,11 @@
 // sparse_gather.cu: copy active blocks out of an image.
 //   blocks[b, i, j, c] = f(x[n, h0 + i, w0 + j, c])     0 outside the image and past the count
 // Source: Ren et al. 2018, section 3.2.  Python: sbnet_cupy/block_sparse/gather_scatter/sparse_gather.py
-// gather_runs:  same layout on both sides. LANES threads copy a run of COLS vectors each, RUNS runs
+// gather_runs:  same layout on both sides. LANES threads copy a run of PER_LANE vectors each, RUNS runs
 //               at a time, so that several loads are in flight before the first store.
-// gather_tiles: the layout changes (IMAGE_LAST: NHWC image to NCHW blocks). One thread block turns
-//               PIXELS x CHANNELS in shared memory, and with LINE makes whole planes one line.
-// gather_windows: either way, pixels that are no whole vectors. GROUP blocks at a time pass through shared
+// gather_tiles: the layout changes (IMAGE_LAST: NHWC image to NCHW blocks). One thread block transposes
+//               PIXELS x CHANNELS in shared memory; with LINE it stores whole planes as one line.
+// gather_staged: either way, pixels that are no whole vectors. GROUP blocks at a time pass through shared
 //               memory, read by 16 bytes and stored by VECTOR bytes.
 // Launch: 256 threads, or TILE_THREADS; persistent grid. See cuda_src/README.md for the pictures.
 #include "dense/activation.cuh"
@@ -59,7 +59,7 @@ struct Affine {
 
 // ---------------------------------------------------------------------------- kernels
 
-template <typename V, int BH, int BW, int LANES, int RUNS, int COLS, class F>
+template <typename V, int BH, int BW, int LANES, int RUNS, int PER_LANE, class F>
 __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
     gather_runs(const V* __restrict__ x, const int* __restrict__ bin_counts,
                 const int* __restrict__ indices, V* __restrict__ blocks,
@@ -69,29 +69,29 @@ __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
                 i64 off_w, i64 str_h, i64 str_w) {
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
-    const Runs<BH, BW, sizeof(V), LANES, RUNS, COLS> runs(planes, pixel_bytes, element_bytes);
+    const Runs<BH, BW, sizeof(V), LANES, RUNS, PER_LANE> runs(planes, pixel_bytes, element_bytes);
     [[maybe_unused]] const bool by_plane = planes > 1 || C == 1;  // one channel all along a run
-    [[maybe_unused]] int hop[COLS];  // channels from a run's first element to this lane's vectors
+    [[maybe_unused]] int hop[PER_LANE];  // channels from a run's first element to this lane's vectors
     if constexpr (F::USES_CHANNEL)
 #pragma unroll
-        for (int k = 0; k < COLS; ++k)
+        for (int k = 0; k < PER_LANE; ++k)
             hop[k] = static_cast<int>((threadIdx.x % LANES + k * LANES) *
                                       static_cast<u32>(sizeof(V) / element_bytes) % static_cast<u32>(C));
 
     overlap_launches();
     runs.visit(runs.total(M), batch, active_rows(bin_counts, g), indices, g, [&](const Run* run, int lane) {
-        V value[RUNS][COLS];
+        V value[RUNS][PER_LANE];
 #pragma unroll
         for (int q = 0; q < RUNS; ++q)
 #pragma unroll
-            for (int k = 0; k < COLS; ++k) {
+            for (int k = 0; k < PER_LANE; ++k) {
                 const int v = lane + k * LANES;
                 value[q][k] = v >= run[q].begin && v < run[q].end ? x[run[q].image + v] : zero<V>();
             }
 #pragma unroll
         for (int q = 0; q < RUNS; ++q)
 #pragma unroll
-            for (int k = 0; k < COLS; ++k) {
+            for (int k = 0; k < PER_LANE; ++k) {
                 const int v = lane + k * LANES;
                 if (v >= run[q].last) continue;
                 if constexpr (F::USES_CHANNEL) {
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
     });
 }
 
-template <bool IMAGE_LAST, typename T, int FILL, int STORE, int BH, int BW, int PIXELS, int CHANNELS, int STAGES,
+template <bool IMAGE_LAST, typename T, int FILL, int STORE, int BH, int BW, int PIXELS, int CHANNELS,
           int TILE_THREADS, int LINE, class F>
 __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
     gather_tiles(const T* __restrict__ x, const int* __restrict__ bin_counts,
@@ -119,27 +119,27 @@ __global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
     // stored by vectors of LINE bytes.
     static_assert(LINE == 0 || (IMAGE_LAST && PIXELS == BH * BW), "whole planes follow each other");
     using Shape = Tile<BH, BW, PIXELS, CHANNELS>;
-    using Matrix = Turn<T, IMAGE_LAST ? PIXELS : CHANNELS, IMAGE_LAST ? CHANNELS : PIXELS, FILL, STORE, TILE_THREADS>;
+    using Matrix = SharedTranspose<T, IMAGE_LAST ? PIXELS : CHANNELS, IMAGE_LAST ? CHANNELS : PIXELS, FILL, STORE, TILE_THREADS>;
     DYNAMIC_SHARED(u8, shared);
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const F f(scale, shift);
     const auto of_image = image_steps<IMAGE_LAST>(g);
     const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
-    const auto matrix = [&](int stage) { return reinterpret_cast<T*>(shared + stage * Matrix::BYTES); };
-    T* const line = matrix(STAGES);
+    T* const matrix = reinterpret_cast<T*>(shared);
+    T* const line = reinterpret_cast<T*>(shared + Matrix::BYTES);
 
     overlap_launches();
-    for_each_tile<Shape, STAGES, true, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
-    [&](const Shape& tile, int stage) {
+    for_each_tile<Shape, true, BH, BW>(M, active_rows(bin_counts, g), indices, of_image, g,
+    [&](const Shape& tile) {
         const T* const from = x + (tile.block.image + of_image.at(0, 0, tile.c0));
-        Matrix::fill(matrix(stage), [&](int row, int column) {
+        Matrix::fill(matrix, [&](int row, int column) {
             const int p = IMAGE_LAST ? row : column, c = IMAGE_LAST ? column : row;
             return Source<T>{from + of_image.at(tile.row(p), tile.column(p), c), tile.inside(p, c)};
         });
     },
-    [&](const Shape& tile, int stage) {
+    [&](const Shape& tile) {
         T* const to = LINE > 0 ? line : blocks + (tile.block.stack + of_stack.at(0, tile.p0, tile.c0));
-        Matrix::empty(matrix(stage), Nothing{}, [&](int, int row, int column, typename Matrix::V vector) {
+        Matrix::empty(matrix, Nothing{}, [&](int, int row, int column, typename Matrix::V vector) {
             const int p = IMAGE_LAST ? row : column, c = IMAGE_LAST ? column : row;
             if (!tile.holds(p, c)) return;
             if constexpr (F::USES_CHANNEL) {
@@ -173,40 +173,40 @@ struct alignas(2 * sizeof(C)) Pair {
 };
 
 template <bool IMAGE_LAST, bool STACK_LAST, typename T, int BH, int BW, int CHANNELS, int GROUP, int VECTOR,
-          int WINDOW_THREADS, class F>
-__global__ void __launch_bounds__(WINDOW_THREADS, 1024 / WINDOW_THREADS)
-    gather_windows(const T* __restrict__ x, const int* __restrict__ bin_counts,
-                   const int* __restrict__ indices, T* __restrict__ blocks,
-                   const typename F::Parameter* __restrict__ scale,
-                   const typename F::Parameter* __restrict__ shift, i64 M, i64 N, i64 C, i64 H, i64 W,
-                   i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
-    using Image = Window<IMAGE_LAST, T, BH, BW, CHANNELS>;
+          int COPY_THREADS, class F>
+__global__ void __launch_bounds__(COPY_THREADS, 1024 / COPY_THREADS)
+    gather_staged(const T* __restrict__ x, const int* __restrict__ bin_counts,
+                  const int* __restrict__ indices, T* __restrict__ blocks,
+                  const typename F::Parameter* __restrict__ scale,
+                  const typename F::Parameter* __restrict__ shift, i64 M, i64 N, i64 C, i64 H, i64 W,
+                  i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
+    using Image = StagedBlock<IMAGE_LAST, T, BH, BW, CHANNELS>;
     using V = typename Bytes<VECTOR>::type;
     constexpr int RUN = VECTOR / sizeof(T), VECTORS = BH * BW * CHANNELS / RUN;
     static_assert(VECTORS * RUN == BH * BW * CHANNELS, "a block has whole vectors");
     DYNAMIC_SHARED(u8, shared);
     auto* const found = reinterpret_cast<Block<BH, BW>*>(shared);
-    u8* const windows = shared + 2 * GROUP * sizeof(Block<BH, BW>);
-    [[maybe_unused]] u8* const tables = windows + GROUP * Image::BYTES;  // scale and shift of each channel
+    u8* const staged = shared + 2 * GROUP * sizeof(Block<BH, BW>);
+    [[maybe_unused]] u8* const tables = staged + GROUP * Image::BYTES;  // scale and shift of each channel
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const Image image(x, g);
 
     overlap_launches();
     if constexpr (F::USES_CHANNEL) {
         const F f(scale, shift);
-        for (int c = threadIdx.x; c < CHANNELS; c += WINDOW_THREADS)
+        for (int c = threadIdx.x; c < CHANNELS; c += COPY_THREADS)
             reinterpret_cast<Pair<typename F::Compute>*>(tables)[c] = {f.scale_of(c), f.shift_of(c)};
     }
     for_each_group<GROUP, IMAGE_LAST>(found, M, active_rows(bin_counts, g), indices, g,
     [&](const Block<BH, BW>* block, i64, int held) {
-        image.template fill<WINDOW_THREADS, true>(windows, block, held);
+        image.template fill<COPY_THREADS, true>(staged, block, held);
     },
     [&](const Block<BH, BW>* block, i64 row, int held) {
         V* const to = reinterpret_cast<V*>(blocks) + row * VECTORS;
         const u32 vectors = held * VECTORS;
-        for (u32 v = threadIdx.x; v < vectors; v += WINDOW_THREADS) {
+        for (u32 v = threadIdx.x; v < vectors; v += COPY_THREADS) {
             const int which = v / VECTORS;
-            const u8* const from = windows + which * Image::BYTES + image.first(block[which]);
+            const u8* const from = staged + which * Image::BYTES + image.first(block[which]);
             const Walk<STACK_LAST, BH, BW, CHANNELS, RUN> walk(v % VECTORS * RUN, image.steps);
             Elements<T, V> value;
             const auto make = [&](bool all) {  // apply f to all, or to what the image has

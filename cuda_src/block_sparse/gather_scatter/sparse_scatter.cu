@@ -3,7 +3,7 @@
 //   y[n, h0 + i, w0 + j, c] += blocks[b, i, j, c]           Add<T>
 // Rows past the count, rows that name no image and pixels outside the image are dropped.
 // Source: Ren et al. 2018, section 3.2.  Python: sbnet_cupy/block_sparse/gather_scatter/sparse_scatter.py
-// scatter_runs, _tiles, _windows: blocks that share no pixels; the mirror images of sparse_gather.cu.
+// scatter_runs, _tiles, _staged: blocks that share no pixels; the mirror images of sparse_gather.cu.
 // scatter_link, scatter_overlap: blocks that may. Instead of atomics, whose order would decide the
 //   rounding, each stride-sized cell of the image belongs to one thread block, which applies the
 //   stack's rows that cover it in ascending order: later rows win, sums are the same every time.
@@ -33,23 +33,23 @@ struct Add {
 
 // ---------------------------------------------------------------------------- no overlap
 
-template <typename V, int BH, int BW, int LANES, int RUNS, int COLS, class F>
+template <typename V, int BH, int BW, int LANES, int RUNS, int PER_LANE, class F>
 __global__ void __launch_bounds__(THREADS, F::READS ? 2 : 4)
     scatter_runs(V* __restrict__ y, const int* __restrict__ bin_counts,
                  const int* __restrict__ indices, const V* __restrict__ blocks, i64 batch, i64 planes,
                  i64 pixel_bytes, i64 element_bytes, i64 M, i64 N, i64 C, i64 H, i64 W, i64 off_h,
                  i64 off_w, i64 str_h, i64 str_w) {
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
-    const Runs<BH, BW, sizeof(V), LANES, RUNS, COLS> runs(planes, pixel_bytes, element_bytes);
+    const Runs<BH, BW, sizeof(V), LANES, RUNS, PER_LANE> runs(planes, pixel_bytes, element_bytes);
 
     overlap_launches();
     const i64 count = active_rows(bin_counts, g);
     runs.visit(runs.total(count), batch, count, indices, g, [&](const Run* run, int lane) {
-        V value[RUNS][COLS], old[RUNS][COLS];
+        V value[RUNS][PER_LANE], old[RUNS][PER_LANE];
 #pragma unroll
         for (int q = 0; q < RUNS; ++q)
 #pragma unroll
-            for (int k = 0; k < COLS; ++k) {
+            for (int k = 0; k < PER_LANE; ++k) {
                 const int v = lane + k * LANES;
                 if (v < run[q].begin || v >= run[q].end) continue;
                 value[q][k] = blocks[run[q].stack + v];
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS, F::READS ? 2 : 4)
 #pragma unroll
         for (int q = 0; q < RUNS; ++q)
 #pragma unroll
-            for (int k = 0; k < COLS; ++k) {
+            for (int k = 0; k < PER_LANE; ++k) {
                 const int v = lane + k * LANES;
                 if (v < run[q].begin || v >= run[q].end) continue;
                 y[run[q].image + v] = F::READS ? F::combine(old[q][k], value[q][k]) : value[q][k];
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(THREADS, F::READS ? 2 : 4)
     });
 }
 
-template <bool IMAGE_LAST, typename T, int FILL, int STORE, int BH, int BW, int PIXELS, int CHANNELS, int STAGES,
+template <bool IMAGE_LAST, typename T, int FILL, int STORE, int BH, int BW, int PIXELS, int CHANNELS,
           int TILE_THREADS, class F>
 __global__ void __launch_bounds__(TILE_THREADS, (F::READS ? 768 : 1024) / TILE_THREADS)
     scatter_tiles(T* __restrict__ y, const int* __restrict__ bin_counts,
@@ -74,25 +74,25 @@ __global__ void __launch_bounds__(TILE_THREADS, (F::READS ? 768 : 1024) / TILE_T
                   i64 C, i64 H, i64 W, i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
     // A row is a channel of an NCHW stack, or a pixel of an NHWC stack: what is contiguous there.
     using Shape = Tile<BH, BW, PIXELS, CHANNELS>;
-    using Matrix = Turn<T, IMAGE_LAST ? CHANNELS : PIXELS, IMAGE_LAST ? PIXELS : CHANNELS, FILL, STORE, TILE_THREADS>;
+    using Matrix = SharedTranspose<T, IMAGE_LAST ? CHANNELS : PIXELS, IMAGE_LAST ? PIXELS : CHANNELS, FILL, STORE, TILE_THREADS>;
     using V = typename Matrix::V;
     DYNAMIC_SHARED(u8, shared);
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const auto of_image = image_steps<IMAGE_LAST>(g);
     const auto of_stack = stack_steps<!IMAGE_LAST, BH, BW>(g);
-    const auto matrix = [&](int stage) { return reinterpret_cast<T*>(shared + stage * Matrix::BYTES); };
+    T* const matrix = reinterpret_cast<T*>(shared);
 
     overlap_launches();
     const i64 count = active_rows(bin_counts, g);
-    for_each_tile<Shape, STAGES, false, BH, BW>(count, count, indices, of_image, g,
-    [&](const Shape& tile, int stage) {
+    for_each_tile<Shape, false, BH, BW>(count, count, indices, of_image, g,
+    [&](const Shape& tile) {
         const T* const from = blocks + (tile.block.stack + of_stack.at(0, tile.p0, tile.c0));
-        Matrix::fill(matrix(stage), [&](int row, int column) {
+        Matrix::fill(matrix, [&](int row, int column) {
             const int p = IMAGE_LAST ? column : row, c = IMAGE_LAST ? row : column;
             return Source<T>{from + of_stack.at(0, p, c), tile.holds(p, c)};
         });
     },
-    [&](const Shape& tile, int stage) {
+    [&](const Shape& tile) {
         const i64 to = tile.block.image + of_image.at(0, 0, tile.c0);
         V old[Matrix::HELD];
         // The vector of a row and column of the matrix, or null outside the image.
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(TILE_THREADS, (F::READS ? 768 : 1024) / TILE_T
             if (!tile.inside(p, c)) return nullptr;
             return reinterpret_cast<V*>(y + (to + of_image.at(tile.row(p), tile.column(p), c)));
         };
-        Matrix::empty(matrix(stage), [&](int slot, int row, int column) {
+        Matrix::empty(matrix, [&](int slot, int row, int column) {
             if constexpr (F::READS)
                 if (const V* const from = target(row, column)) old[slot] = *from;
         }, [&](int slot, int row, int column, V vector) {
@@ -112,18 +112,18 @@ __global__ void __launch_bounds__(TILE_THREADS, (F::READS ? 768 : 1024) / TILE_T
 }
 
 template <bool IMAGE_LAST, bool STACK_LAST, typename T, int BH, int BW, int CHANNELS, int GROUP, int FILL,
-          int WINDOW_THREADS, class F>
-__global__ void __launch_bounds__(WINDOW_THREADS, 1024 / WINDOW_THREADS)
-    scatter_windows(T* y, const int* __restrict__ bin_counts,
-                    const int* __restrict__ indices, const T* __restrict__ blocks, i64 M, i64 N,
+          int COPY_THREADS, class F>
+__global__ void __launch_bounds__(COPY_THREADS, 1024 / COPY_THREADS)
+    scatter_staged(T* y, const int* __restrict__ bin_counts,
+                   const int* __restrict__ indices, const T* __restrict__ blocks, i64 M, i64 N,
                     i64 C, i64 H, i64 W, i64 off_h, i64 off_w, i64 str_h, i64 str_w) {
-    using Image = Window<IMAGE_LAST, T, BH, BW, CHANNELS>;
+    using Image = StagedBlock<IMAGE_LAST, T, BH, BW, CHANNELS>;
     constexpr int ITEM = sizeof(T), BYTES = BH * BW * CHANNELS * ITEM, LANES = Image::LANES;
     static_assert(BYTES % FILL == 0, "a block has whole vectors");
     DYNAMIC_SHARED(u8, shared);
     auto* const found = reinterpret_cast<Block<BH, BW>*>(shared);
-    u8* const windows = shared + 2 * GROUP * sizeof(Block<BH, BW>);  // of the image, where it is read
-    u8* const stack = windows + (F::READS ? GROUP * Image::BYTES : 0);
+    u8* const staged = shared + 2 * GROUP * sizeof(Block<BH, BW>);  // of the image, where it is read
+    u8* const stack = staged + (F::READS ? GROUP * Image::BYTES : 0);
     const Geometry g{M, N, C, H, W, off_h, off_w, str_h, str_w};
     const Image image(y, g);
     const ByteSteps dense = dense_steps<STACK_LAST, T, BH, BW, CHANNELS>();
@@ -133,19 +133,19 @@ __global__ void __launch_bounds__(WINDOW_THREADS, 1024 / WINDOW_THREADS)
     for_each_group<GROUP, IMAGE_LAST>(found, count, count, indices, g,
     [&](const Block<BH, BW>* block, i64 row, int held) {
         const u8* const from = reinterpret_cast<const u8*>(blocks) + row * BYTES;
-        for (int at = threadIdx.x * FILL; at < held * BYTES; at += WINDOW_THREADS * FILL) {
+        for (int at = threadIdx.x * FILL; at < held * BYTES; at += COPY_THREADS * FILL) {
             if constexpr (FILL >= 4)
                 copy_async<FILL>(stack + at, from + at, true);
             else
                 *reinterpret_cast<T*>(stack + at) = *reinterpret_cast<const T*>(from + at);
         }
-        if constexpr (F::READS) image.template fill<WINDOW_THREADS, false>(windows, block, held);
+        if constexpr (F::READS) image.template fill<COPY_THREADS, false>(staged, block, held);
     },
     [&](const Block<BH, BW>* block, i64, int held) {
-        image.template for_each_chunk<WINDOW_THREADS>(block, held, [&](const typename Image::Chunk& chunk) {
+        image.template for_each_chunk<COPY_THREADS>(block, held, [&](const typename Image::Chunk& chunk) {
             if (chunk.begin >= chunk.end) return;
             u8* const to = reinterpret_cast<u8*>(y) + chunk.image;
-            const u8 *const mine = stack + chunk.which * BYTES, *const old = windows + chunk.shared;
+            const u8 *const mine = stack + chunk.which * BYTES, *const old = staged + chunk.shared;
             const Walk<IMAGE_LAST, BH, BW, CHANNELS, LANES> walk((chunk.line * Image::LENGTH + chunk.begin) / ITEM, dense);
             const auto element = [&](int e) {  // number e of those that this thread writes
                 const T value = *reinterpret_cast<const T*>(mine + walk[e].at);

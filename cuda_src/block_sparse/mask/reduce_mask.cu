@@ -25,12 +25,12 @@
 
 // The columns [low, high) of a line; first and last are their words of bits, of which `from` and `to`
 // belong to them.
-struct Window {
+struct Segment {
     int line, low, high, first, last;
     u32 from, to;
 
-    DEVICE Window() {}
-    DEVICE Window(int line_, int low_, int high_, int pitch)
+    DEVICE Segment() {}
+    DEVICE Segment(int line_, int low_, int high_, int pitch)
         : line(line_), low(low_), high(high_), first(line_ * pitch), last(first), from(0), to(0) {
         if (low >= high) return;
         from = ALL << low % 32;
@@ -61,18 +61,18 @@ struct Columns {
         if (found) atomicOr(bits + line * pitch + at / 32, found << at % 32);
     }
 
-    // Whether a window's columns pool to more than tol over `area` pixels.
-    DEVICE bool exceed(const Window& window, double area, double tol) const {
+    // Whether a segment's columns pool to more than tol over `area` pixels.
+    DEVICE bool exceed(const Segment& segment, double area, double tol) const {
         if constexpr (AVERAGE) {
             Sum total = 0;
             for (int part = 0; part < parts; ++part) {
-                const Sum* const of_part = sums + (window.line * parts + part) * pitch;
-                for (int column = window.low; column < window.high; ++column) total += of_part[skewed(column)];
+                const Sum* const of_part = sums + (segment.line * parts + part) * pitch;
+                for (int column = segment.low; column < segment.high; ++column) total += of_part[skewed(column)];
             }
             return static_cast<double>(total) / area > tol;
         } else {
-            u32 found = (bits[window.first] & window.from) | (bits[window.last] & window.to);
-            for (int w = window.first + 1; w < window.last; ++w) found |= bits[w];
+            u32 found = (bits[segment.first] & segment.from) | (bits[segment.last] & segment.to);
+            for (int w = segment.first + 1; w < segment.last; ++w) found |= bits[w];
             return found != 0;
         }
     }
@@ -145,7 +145,7 @@ DEVICE void list_active(const T* __restrict__ mask, int* __restrict__ bin_counts
     struct Found {
         int n, hi, wi;
     };
-    const auto candidate_of = [&](int k, Window& window) {  // k < left
+    const auto candidate_of = [&](int k, Segment& segment) {  // k < left
         const int line = k / in_line;
         Found found;
         found.n = (line0 + line) / raster.count_h;
@@ -154,15 +154,15 @@ DEVICE void list_active(const T* __restrict__ mask, int* __restrict__ bin_counts
         const i64 w0 = raster.off_w + raster.str_w * found.wi;
         const int low = static_cast<int>(clamp(w0, begin, end)) - base;
         const int high = static_cast<int>(clamp(w0 + BW, begin, end)) - base;
-        window = extent.folded() ? Window(line, 0, stored, columns.pitch) : Window(line, low, high, columns.pitch);
+        segment = extent.folded() ? Segment(line, 0, stored, columns.pitch) : Segment(line, low, high, columns.pitch);
         return found;
     };
     Part part{};
     const int reader_of = LANES ? warp : thread;
     if (reader_of < items) part = part_of(reader_of);
-    Window window(0, 0, 0, 0);
+    Segment segment(0, 0, 0, 0);
     Found candidate{};
-    if (thread < left) candidate = candidate_of(thread, window);
+    if (thread < left) candidate = candidate_of(thread, segment);
     if constexpr (!AVERAGE) __syncthreads();
     overlap_launches();
     u64 old_epoch = 0;  // used once the mask is read, not to wait for it twice
@@ -198,8 +198,8 @@ DEVICE void list_active(const T* __restrict__ mask, int* __restrict__ bin_counts
 
     // 2. flags
     for (int k = thread; k < flag_words * 32; k += THREADS) {
-        if (k >= THREADS && k < left) candidate_of(k, window);
-        const bool active = k < left && !never && columns.exceed(window, static_cast<double>(BH) * BW, tol);
+        if (k >= THREADS && k < left) candidate_of(k, segment);
+        const bool active = k < left && !never && columns.exceed(segment, static_cast<double>(BH) * BW, tol);
         const u32 votes = __ballot_sync(ALL, active);
         if (lane == 0) flags[k / 32] = votes;
     }
@@ -238,7 +238,7 @@ DEVICE void list_active(const T* __restrict__ mask, int* __restrict__ bin_counts
         Found found{-1, -1, -1};
         if (places) places[id] = word >> lane & 1u && mine < capacity ? static_cast<int>(mine) : -1;
         if (word >> lane & 1u) {
-            found = k == thread ? candidate : candidate_of(k, window);
+            found = k == thread ? candidate : candidate_of(k, segment);
         } else {  // the q-th inactive candidate fills the q-th row from the end
             if (!fill || capacity < candidates) continue;
             at = candidates - 1 - (id - mine);

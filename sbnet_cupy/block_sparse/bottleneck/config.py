@@ -37,7 +37,7 @@ class UnitConfig(NamedTuple):
     split1: int  # warps that share the input channels of the first product
     second: tuple[int, int, int]  # warps that share pixels, channels, K
     rows3: int  # warps that share the pixels of the third product
-    columns: int  # output channels made at a time
+    slice: int  # output channels made at a time
     ahead: int  # chunks of x in flight
     blocks: int  # thread blocks on a multiprocessor
     bulk_copy: bool  # whether one thread starts the copy of the weights
@@ -77,14 +77,14 @@ class UnitConfig(NamedTuple):
         """Return the template arguments."""
         return (
             self.engine, case.element, self.chunks, self.mid, *self.tile, self.cluster, self.warps,
-            self.split1, *self.second, self.rows3, self.columns, self.ahead, case.tight,
+            self.split1, *self.second, self.rows3, self.slice, self.ahead, case.tight,
             case.element == "float", self.blocks, self.bulk_copy,
         )  # fmt: skip
 
     def pack_template(self, case):
         """Return the template arguments of ``pack_bottleneck``."""
         rounded = case.element == "float"
-        return case.element, self.chunks, self.mid, self.cluster, self.columns, case.tight, rounded
+        return case.element, self.chunks, self.mid, self.cluster, self.slice, case.tight, rounded
 
 
 def _rim_tiles(tile):
@@ -148,15 +148,15 @@ def _configuration(case, tile, warps, cluster, resident, wide, odd):
         return None
     second = _second(warps, rows, own // 8, mid // lanes, wide)
     rows3 = rows if wide else math.gcd(rows, warps)
-    columns = _columns(out, warps // rows3, case, wide, warps, rows // rows3)
-    if second is None or columns is None or warps % rows3 or (wide and own // 8 > 16):
+    width = _slice(out, warps // rows3, case, wide, warps, rows // rows3)
+    if second is None or width is None or warps % rows3 or (wide and own // 8 > 16):
         return None
     split1 = _split1(warps, chunks, _rim_tiles(tile), wide)
     most = _ahead(case, warps, cluster, resident, wide)
     ahead = max(a for a in range(1, most + 1) if chunks // split1 % a == 0)
     return UnitConfig(
         "WarpGroup" if wide else "MmaSync", chunks, mid, tile, cluster, warps, split1, second,
-        rows3, columns, ahead, 1, False,
+        rows3, width, ahead, 1, False,
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def _second(warps, rows, groups, planes, wide):
     return pixels, columns, depth
 
 
-def _columns(out, teams, case, wide, warps, rows):
+def _slice(out, teams, case, wide, warps, rows):
     """Return how many output channels a team of warps makes at a time."""
     if not wide:
         sizes = (32,) if case.element_bytes == 2 else (16,)

@@ -17,19 +17,18 @@ _SECTOR_BYTES = 32
 _SHARED_BYTES = 60 << 10  # at most, of shared memory: every GPU has 64 KiB
 _LINE_BYTES = 96 << 10  # the same, of a tile and the line that it becomes: two fit into 227 KiB
 _CHANNEL_BYTES = 512  # at most, of a pixel of a tile
-_STAGES = 1  # tiles that a thread block has in shared memory
 _RESIDENT = 5  # thread blocks that a multiprocessor holds at once, about
 _SHORT_LINE = 128  # bytes: shorter ones keep too few lanes of a warp busy
-_GATHERED_BYTES = 16 << 10  # of blocks that a thread block moves through windows at a time, about
+_GATHERED_BYTES = 16 << 10  # of blocks that a thread block stages at a time, about
 _SCATTERED_BYTES = 8 << 10
-_LEAST_WINDOW = 128  # bytes of a block: smaller ones are not worth their corner
+_LEAST_STAGED = 128  # bytes of a block: smaller ones are not worth their corner
 _BLOCK_BYTES = 32  # sizeof(Block)
 
 
 class CopyConfig(NamedTuple):
     """Everything a launch needs besides the arrays."""
 
-    style: str  # "runs", "tiles" or "windows"
+    style: str  # "runs", "tiles" or "staged"
     template: tuple
     grid: int  # thread blocks of work; a launch needs no more than the GPU holds at once
     block: int
@@ -57,15 +56,15 @@ def configure_copy(image, stack, layout, grid, device, *, gathers, element=None,
     same = layout.channels_last == layout.blocks_channels_last or layout.C == 1
     if same:
         vector = _runs_vector(image, stack, layout, grid, per_channel)
-        narrow = _needs_windows(vector, image, layout, grid, element, gathers)
+        narrow = _needs_staging(vector, image, layout, grid, element, gathers)
     else:
         pixel = layout.C * image.dtype.itemsize
         narrow = vector_bytes(pixel, image.alignment, stack.alignment) < 8
     if narrow:
-        config = _configure_windows(image, stack, layout, grid, element, gathers, most)
+        config = _configure_staged(image, stack, layout, grid, element, gathers, most)
         if config is not None:
             template, work, threads, shared = config
-            return CopyConfig("windows", template, work, threads, geometry, shared)
+            return CopyConfig("staged", template, work, threads, geometry, shared)
     if same:
         template, work, leading = _configure_runs(image, stack, layout, grid, vector, most)
         return CopyConfig("runs", template, work, THREADS, (*leading, *geometry))
@@ -90,31 +89,31 @@ def _configure_runs(image, stack, layout, grid, vector, most):
     planes = 1 if layout.channels_last else layout.C
     pixel_bytes = item * (layout.C if layout.channels_last else 1)
     width = grid.bsize[1] * pixel_bytes // vector
-    lanes, columns = _lanes_and_columns(width, 4 if vector > 4 else 8)
-    runs = max(1, (4 if vector > 4 else 8) // columns)
+    lanes, vectors = _lanes_and_vectors(width, 4 if vector > 4 else 8)
+    runs = max(1, (4 if vector > 4 else 8) // vectors)
     at_once = 32 // lanes * runs  # runs that a warp moves at a time; at most a warp full
     runs, at_once = (runs, at_once) if at_once <= 32 else (lanes, 32)
-    segments = -(-width // (lanes * columns))
+    segments = -(-width // (lanes * vectors))
     total = stack.shape[0] * planes * grid.bsize[0] * segments
     batch = at_once  # runs that a warp finds at a time: more where there is work for all warps
     while batch < 32 and total >= 2 * batch * most * (THREADS // 32):
         batch *= 2
-    template = (f"Bytes<{vector}>::type", *grid.bsize, lanes, runs, columns)
+    template = (f"Bytes<{vector}>::type", *grid.bsize, lanes, runs, vectors)
     work = -(-total // (batch * (THREADS // 32)))
     return template, work, (batch, planes, pixel_bytes, item)
 
 
-def _lanes_and_columns(width, most_columns):
+def _lanes_and_vectors(width, most_vectors):
     """Lanes that share a run of ``width`` vectors, and vectors each: few idle, then wide."""
 
     def efficiency(choice):
-        lanes, columns = choice
-        span = lanes * columns
+        lanes, vectors = choice
+        span = lanes * vectors
         return width / (-(-width // span) * span), span
 
     narrow = (4, 8, 16, 32) if width < 64 else (32,)
     return max(
-        ((n, k) for n in narrow for k in range(1, most_columns + 1) if n * k < width + n),
+        ((n, k) for n in narrow for k in range(1, most_vectors + 1) if n * k < width + n),
         key=efficiency,
     )
 
@@ -143,7 +142,6 @@ def _configure_tiles(image, stack, layout, grid, element, gathers, most, limit):
     fill = fill if fill >= 4 else item
     size = pixels * channels * item
     threads = _line_threads(size) if line else _tile_threads(size)
-    stages = _STAGES
     template = (
         layout.channels_last,
         element or f"Bytes<{item}>::type",
@@ -152,10 +150,9 @@ def _configure_tiles(image, stack, layout, grid, element, gathers, most, limit):
         *grid.bsize,
         pixels,
         channels,
-        stages,
         threads,
     )
-    shared = stages * _stage_bytes(pixels, channels, item, by_pixel)
+    shared = _tile_bytes(pixels, channels, item, by_pixel)
     if gathers:
         vector = vector_bytes(channels * area * item, layout.C * area * item, stack.alignment)
         template += (max(vector, item) if line else 0,)
@@ -164,26 +161,26 @@ def _configure_tiles(image, stack, layout, grid, element, gathers, most, limit):
     return template, stack.shape[0] * tiles, threads, shared
 
 
-def _needs_windows(vector, image, layout, grid, element, gathers):
-    """Whether lines are moved faster through windows than by vectors of so many bytes."""
+def _needs_staging(vector, image, layout, grid, element, gathers):
+    """Whether lines are moved faster through shared memory than by vectors of so many bytes."""
     if gathers:
         return vector <= (2 if element is None else 4)
     line = grid.bsize[1] * image.dtype.itemsize * (layout.C if layout.channels_last else 1)
     return vector <= 2 or (element is not None and line < _SHORT_LINE)
 
 
-def _configure_windows(image, stack, layout, grid, element, gathers, most):
-    """Return the configuration of a windows kernel but for its geometry, or None for no kernel.
+def _configure_staged(image, stack, layout, grid, element, gathers, most):
+    """Return the configuration of a staged kernel but for its geometry, or None for no kernel.
 
     See cuda_src/block_sparse/gather_scatter/block_staging.cuh.
     """
     item, area = image.dtype.itemsize, math.prod(grid.bsize)
     size = area * layout.C * item
-    window = _window_bytes(layout, grid.bsize, item)
+    staged = _staged_bytes(layout, grid.bsize, item)
     each = 2 * _BLOCK_BYTES  # of shared memory, for one block of the stack
-    each += window if gathers else -(-size // 16) * 16 + (window if element else 0)
+    each += staged if gathers else -(-size // 16) * 16 + (staged if element else 0)
     row = layout.W * layout.C * item
-    if item > 4 or size < _LEAST_WINDOW or each > _SHARED_BYTES or row >= 1 << 31:
+    if item > 4 or size < _LEAST_STAGED or each > _SHARED_BYTES or row >= 1 << 31:
         return None
     vector = max(vector_bytes(size, stack.alignment), item)
     rows, group = stack.shape[0], 1
@@ -206,12 +203,12 @@ def _configure_windows(image, stack, layout, grid, element, gathers, most):
         min(vector, 8) if gathers else vector if vector >= 4 else item,
         threads,
     )
-    tables = 8 * layout.C if gathers and element else 0  # float32: float64 has no windows
+    tables = 8 * layout.C if gathers and element else 0  # float32: float64 is not staged
     return template, -(-rows // group), threads, group * each + tables
 
 
-def _window_bytes(layout, bsize, item):
-    """Return ``Window::BYTES`` of cuda_src/block_sparse/gather_scatter/block_staging.cuh."""
+def _staged_bytes(layout, bsize, item):
+    """Return ``StagedBlock::BYTES`` of cuda_src/block_sparse/gather_scatter/block_staging.cuh."""
     last = layout.channels_last
     length = bsize[1] * item * (layout.C if last else 1)
     plane = -(-bsize[0] * (-(-length // 16) * 16 + 16 + 15) // 16) * 16
@@ -231,7 +228,7 @@ def _tile_size(area, channels, item, share, by_pixel):
     budget = max(min(largest, share), _LEAST_TILE_BYTES)
 
     def too_large(pixels):
-        shared = _stage_bytes(pixels, width, item, by_pixel)
+        shared = _tile_bytes(pixels, width, item, by_pixel)
         return pixels * width * item > budget or shared > _SHARED_BYTES
 
     pixels = area
@@ -258,7 +255,7 @@ def _line_channels(area, channels, item, share, limit):
 
 def _line_bytes(area, channels, item):
     """Return the shared memory of a tile of whole planes and of the line that it becomes."""
-    return _STAGES * _stage_bytes(area, channels, item, True) + area * channels * item
+    return _tile_bytes(area, channels, item, True) + area * channels * item
 
 
 def _tile_threads(size):
@@ -271,12 +268,10 @@ def _line_threads(size):
     return 32 if size < 8 << 10 else 128 if size < 36 << 10 else 256
 
 
-def _stage_bytes(pixels, channels, item, by_pixel):
-    """Return the shared memory of a tile, as Turn::BYTES has it."""
+def _tile_bytes(pixels, channels, item, by_pixel):
+    """Return the shared memory of a tile, as SharedTranspose::BYTES has it."""
     rows, columns = (pixels, channels) if by_pixel else (channels, pixels)
     place = 16 // item
     pitch = -(-columns // place)
     pitch, pad = (pitch | 1, 2) if item == 2 else (pitch, 1)
     return 16 * (rows * pitch + -(-rows // place) * pad)
-
-

@@ -7,18 +7,14 @@ import numpy as np
 from ...core import launch as kernels
 from ...core.arrays import (
     array_function,
-    channels_last_view,
     empty,
-    namespace,
     same_memory,
 )
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array, check_result, check_written
-from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import shared_bytes, sm_count
 from ...core.half_floats import adder
-from ...core.launch import THREADS
 from ...core.operator import Operator, Plan, whole_pieces
 from ...errors import DTypeError, ShapeError
 from ..checks import check_image, check_indices
@@ -28,13 +24,13 @@ from ..corners import (
     find_corners,
     inside_pieces,
     meeting,
-    pixels,
     row_index,
+    sub_images,
     swap_layout,
-    windows,
 )
 from ..grid import resolve_grid, resolve_layout
 from .config import configure_copy
+from .overlap import combination, put, scatter_overlap_cuda, scatter_pixels, scratch_sizes
 
 
 @array_function
@@ -221,7 +217,11 @@ def plan_scatter(specs, layout, grid, add, overlap):
         return Plan(results, run, base=(3,))
     if overlap:
         sizes = scratch_sizes(active_block_indices.shape[0], layout, grid)
-        run = functools.partial(_scatter_overlap_cuda, **fixed)
+
+        def run(blocks, bin_counts, active_block_indices, x, out):
+            _copy_below(x, out)
+            scatter_overlap_cuda(blocks, bin_counts, active_block_indices, out, **fixed)
+
         return Plan(results, run, scratch=sum(map(whole_pieces, sizes)), base=(3,))
     launch = _sparse_scatter_cuda(blocks, out or results[0], layout, grid, add)
 
@@ -264,12 +264,12 @@ def scatter_numpy(
         return
     add = adder(y.dtype) if add else None
     if overlap:
-        _scatter_pixels(blocks, corners, y, layout, grid.bsize, add)
+        scatter_pixels(blocks, corners, y, layout, grid.bsize, add)
         return
     # Sums of halves take two words for each of them besides: fewer are added at a time.
     part_bytes = blocks[:1].nbytes * (2 if add and y.dtype == np.float16 else 1)
     for (i0, i1), (j0, j1), cut in inside_pieces(corners, layout, grid.bsize):
-        every = windows(y, layout, (i1 - i0, j1 - j0))
+        every = sub_images(y, layout, (i1 - i0, j1 - j0))
         inner = (slice(i0, i1), slice(j0, j1))
         inner = (*inner, slice(None)) if layout.blocks_channels_last else (slice(None), *inner)
         # A run of blocks that is only written needs no temporaries.
@@ -279,16 +279,7 @@ def scatter_numpy(
             values = blocks[(row_index(part.rows), *inner)]
             if swapped:
                 values = _swapped(values, layout.blocks_channels_last)
-            _put(every, (part.n, part.h0 + i0, part.w0 + j0), values, add)
-
-
-def _put(image, place, values, add):
-    """``image[place] = values``, or ``+=`` with a function that adds; no pixel comes twice."""
-    if add:
-        total = np.ascontiguousarray(image[place])
-        add(total, values)
-        values = total
-    image[place] = values
+            put(every, (part.n, part.h0 + i0, part.w0 + j0), values, add)
 
 
 def _swapped(blocks, channels_last):
@@ -300,56 +291,15 @@ def _swapped(blocks, channels_last):
     return copy
 
 
-def _scatter_pixels(blocks, corners, y, layout, bsize, add):
-    """Write or add pixel by pixel number, in the order of the stack's rows."""
-    image = channels_last_view(y, layout.channels_last)
-    stack = channels_last_view(blocks, layout.blocks_channels_last)
-    # beside the values, numbers and their order: some ten words for each pixel
-    for part in chunks(corners, blocks[:1].nbytes + 80 * bsize[0] * bsize[1]):
-        flat, valid = pixels(part, layout, bsize)
-        flat, values = flat[valid], stack[row_index(part.rows)][valid]
-        if add:
-            _add_in_order(image, flat, values, layout, add)
-        else:
-            image[_position(flat, layout)] = values
-
-
-def _position(flat, layout):
-    """Return the index ``(n, h, w)`` of pixel numbers."""
-    n, hw = np.divmod(flat, layout.H * layout.W)
-    return n, *np.divmod(hw, layout.W)
-
-
-def _add_in_order(image, flat, values, layout, add):
-    """``image[flat] += values`` one after another where a pixel comes more than once.
-
-    The k-th value of every pixel is added in the k-th round, so that each round meets a pixel once.
-    """
-    order = np.argsort(flat, kind="stable")
-    ordered = flat[order]
-    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(order) else order
-    group_sizes = np.diff(np.r_[starts, len(order)])
-    turn = np.arange(len(order)) - np.repeat(starts, group_sizes)
-    for k in range(int(group_sizes.max(initial=0))):
-        now = order[turn == k]
-        _put(image, _position(flat[now], layout), values[now], add)
-
-
-def _combination(y, add):
-    """Return (C++ type of the elements when they are computed with, name of the combination)."""
-    element = cpp_name(y.dtype, "x") if add else None
-    return element, f"Add<{element}>" if add else "Overwrite"
-
-
 def _sparse_scatter_cuda(blocks, y, layout, grid, add):
     """Prepare one launch, for blocks that share no pixel; see sparse_scatter.cu."""
-    element, combination = _combination(y, add)
+    element, functor = combination(y, add)
     device = sm_count(), shared_bytes()
     config = configure_copy(y, blocks, layout, grid, device, gathers=False, element=element)
     return kernels.prepare(
         "block_sparse/gather_scatter/sparse_scatter",
         config.kernel("scatter"),
-        (*config.template, combination),
+        (*config.template, functor),
         config.grid,
         config.block,
         4,
@@ -358,64 +308,6 @@ def _sparse_scatter_cuda(blocks, y, layout, grid, add):
         persistent=True,
         dependent=True,
     )
-
-
-def _scatter_overlap_cuda(
-    blocks, bin_counts, active_block_indices, x, y, *, layout, grid, add
-):  # fmt: skip
-    """Chain the stack's rows by the cell of their corner, then let each cell apply its own."""
-    _copy_below(x, y)
-    rows = len(active_block_indices)
-    first, count, reach = _cells(layout, grid)
-    cells = (*first, *count)
-    if 0 in count:
-        return
-    xp = namespace(y)
-    heads = xp.empty(layout.N * count[0] * count[1], np.int32)
-    kernels.enqueue(heads.fill, -1)
-    links = xp.empty(rows, np.int32)
-    kernels.launch(
-        "block_sparse/gather_scatter/sparse_scatter",
-        "scatter_link",
-        (0,),
-        -(-rows // THREADS),
-        THREADS,
-        (bin_counts, active_block_indices, heads, links, rows, layout.N, *cells),
-        persistent=True,
-    )
-    planes, pixel = (1, layout.C) if layout.channels_last else (layout.C, 1)
-    area = grid.bsize[0] * grid.bsize[1]
-    channel_step, pixel_step = (1, layout.C) if layout.blocks_channels_last else (area, 1)
-    sizes = (planes, pixel, channel_step, pixel_step, channel_step, layout.N, layout.H, layout.W)
-    element, combination = _combination(y, add)
-    kernels.launch(
-        "block_sparse/gather_scatter/sparse_scatter",
-        "scatter_overlap",
-        (element or f"Bytes<{y.dtype.itemsize}>::type", *grid.bsize, combination),
-        layout.N * (count[0] + reach[0]) * (count[1] + reach[1]),
-        THREADS,
-        (y, active_block_indices, blocks, heads, links, *sizes, *grid.boffset, *grid.bstride,
-         *cells, *reach),
-        persistent=True,
-    )
-
-
-def _cells(layout, grid):
-    """Return, per axis, the first cell whose block meets the image, how many do, and their reach.
-
-    Those with ``-bsize < boffset + bstride * index < size``.
-    """
-    axes = list(zip(grid.bsize, grid.boffset, grid.bstride, (layout.H, layout.W), strict=True))
-    first = [-((b + offset - 1) // s) for b, offset, s, _ in axes]
-    last = [(n - 1 - offset) // s for _, offset, s, n in axes]
-    count = [max(end - begin + 1, 0) for begin, end in zip(first, last, strict=True)]
-    return first, count, [-(-b // s) - 1 for b, _, s, _ in axes]
-
-
-def scratch_sizes(rows, layout, grid):
-    """Return the bytes of each array that a GPU allocates to apply overlapping blocks in order."""
-    _, count, _ = _cells(layout, grid)
-    return 4 * layout.N * count[0] * count[1], 4 * rows
 
 
 def _gradient(ops, arrays, options, grad, wanted):

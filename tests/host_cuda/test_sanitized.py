@@ -70,7 +70,7 @@ def test_planted_bug_ends_the_process(name):
 
 @pytest.mark.parametrize("ucontext", ["0", "1"])
 def test_right_kernels_and_reported_errors_pass(ucontext):
-    options = ["-q", "-p", "no:cacheprovider", "on_host/test_shim.py"]
+    options = ["-q", "-p", "no:cacheprovider", "host_cuda/test_shim.py"]
     code = f"import pytest, sys; sys.exit(pytest.main({options}))"
     result = run(code, SBNET_HOST_UCONTEXT=ucontext)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,17 +1,20 @@
-"""The instantiations of the fused ops for the paper's four stages, as each GPU's planner has them.
+"""The instantiations that each GPU's planners choose: for the paper's stages, and for ResNet-50.
 
-They depend on the GPU: on its shared memory, its multiprocessors and its instructions.
+They depend on the GPU: on its shared memory, its multiprocessors and its instructions. Some of
+these instructions the tests on a CPU cannot run (wgmma).
 """
 
 import itertools
 
 from sbnet_cupy.block_sparse.bottleneck.config import UnitCase, configure_bottleneck
 from sbnet_cupy.block_sparse.conv.config import Case, configure_conv
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_conv
 from sbnet_cupy.block_sparse.stack.stack_image_conv2d import blocks_of
 from sbnet_cupy.core.device import Device
 
 CONV = "block_sparse/conv/fused_conv"
 UNIT = "block_sparse/bottleneck/fused_bottleneck"
+STACK = "block_sparse/stack/stack_conv2d"
 _KIB = 1 << 10
 DEVICES = {  # of each architecture the most common
     "sm_75": Device(40, 64 * _KIB, hopper=False, bulk_copy=False, tensor_floats=False),
@@ -32,6 +35,16 @@ STAGES = (
 OTHER_UNITS = ((8, 8), (40, 20), (64, 64), (64, 128), (200, 56), (512, 128))
 NUMBERS = (("Half", 2, False), ("BFloat16", 2, False), ("float", 4, False), ("float", 4, True))
 BLOCKS = (0, 100, 1 << 30)  # few, one for each multiprocessor, many
+# ResNet-50 on 800 x 1408 pixels: kernel, stride, channels in (of whole vectors) and out, and how
+# many times smaller than the image the layer's input is.
+RESNET_50 = (
+    (7, 2, 8, 64, 1),
+    (3, 1, 64, 64, 4), (1, 1, 64, 256, 4), (1, 1, 256, 64, 4), (3, 2, 128, 128, 4),
+    (3, 1, 128, 128, 8), (1, 1, 128, 512, 8), (1, 1, 512, 128, 8),
+    (3, 1, 256, 256, 16), (1, 1, 1024, 256, 16), (1, 1, 256, 1024, 16),
+    (3, 1, 512, 512, 32), (1, 1, 2048, 512, 32), (1, 1, 512, 2048, 32),
+)  # fmt: skip
+GRID, ROWS = (25, 44), (110, 1100)  # of blocks of 32 pixels; a tenth and all are active
 
 
 def instantiations(arch):
@@ -47,7 +60,7 @@ def instantiations(arch):
         ):
             if launched(arch, *key):
                 found[key] = None
-    return list(found) + _units(arch)
+    return list(found) + _units(arch) + _layers(arch)
 
 
 def _units(arch):
@@ -70,19 +83,44 @@ def _units(arch):
     return list(found)
 
 
+def _layers(arch):
+    """Those of stack_conv2d, for the layers of ResNet-50; in other numbers for one of them."""
+    found = {}
+    numbers = {"Half": RESNET_50, "BFloat16": RESNET_50[1:2], "float": RESNET_50[1:2]}
+    for element, rows in itertools.product(numbers, ROWS):
+        for layer in numbers[element]:
+            conv = _stack_conv(element, rows, *layer)
+            plan = plan_stack_conv(conv, DEVICES[arch])
+            key = STACK, plan.kernel, plan.template(conv)
+            if launched(arch, *key):
+                found[key] = None
+    return list(found)
+
+
+def _stack_conv(element, rows, kernel, stride, channels, channels_out, shrunk):
+    """Return a layer's sizes, with a relu."""
+    block, image = 32 // shrunk, tuple(32 // shrunk * n for n in GRID)
+    return StackConv(
+        element=element, rows=rows, images=1, grid=GRID,
+        block=(block,) * 2, block_out=(block // stride,) * 2,
+        image=image, image_out=tuple(n // stride for n in image),
+        channels=channels, channels_out=channels_out,
+        kernel=(kernel,) * 2, strides=(stride,) * 2, dilation=(1, 1), pads=(kernel // 2,) * 2,
+        activation=1, vectors_in=True, vectors_out=True, expected=rows,
+    )  # fmt: skip
+
+
 def launched(arch, stem, kernel, template):
     """Whether the ops would launch an instantiation on the GPUs of an architecture."""
-    if kernel in ("stack_conv", "stack_conv_pipelined"):
-        if (kernel == "stack_conv_pipelined") != DEVICES[arch].bulk_copy:
-            return False
-    elif kernel == "stack_image_conv2d":
+    device = DEVICES[arch]
+    if kernel == "stack_image_conv2d":
         element, channels, pixels, columns, *_, blocks = template
-        if blocks != blocks_of(64 * pixels, 8 * columns, channels, DEVICES[arch]):
+        if blocks != blocks_of(64 * pixels, 8 * columns, channels, device):
             return False
-        return DEVICES[arch].tensor_floats or element == "Half"
-    elif kernel not in ("fused_conv", "fused_bottleneck"):
+        return device.tensor_floats or element == "Half"
+    pipelined = {"stack_conv": False, "stack_conv_pipelined": True}
+    if pipelined.get(kernel, device.bulk_copy) != device.bulk_copy:
+        return False
+    if device.tensor_floats or template[:1] not in (("MmaSync",), ("TileMma",)):
         return True
-    if DEVICES[arch].tensor_floats:
-        return True
-    engine, element = template[:2]
-    return engine == "Fma" or element == "Half"
+    return template[1] == "Half"
