@@ -11,10 +11,11 @@ DEVICE u64 matrix_descriptor(u32 address, u32 along_k, u32 along_rows) {
            static_cast<u64>(along_rows >> 4) << 32;
 }
 
-// The same for rows of 128 bytes in the 128-byte swizzle: 8 rows are 1024 bytes, aligned to as many. A step along K
-// of 32 bytes is 32 bytes in the address.
-DEVICE u64 swizzled_descriptor(u32 address) {
-    return static_cast<u64>((address & 0x3ffffu) >> 4) | 1ull << 16 | static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
+// The same for rows of 128 bytes in the 128-byte swizzle, 8 rows after each other and `along_rows` bytes from each 8 to
+// the next. The swizzle is that of addresses: the first row may be any. A step along K of 32 bytes is 32 bytes in the
+// address.
+DEVICE u64 swizzled_descriptor(u32 address, u32 along_rows = 1024) {
+    return static_cast<u64>((address & 0x3ffffu) >> 4) | 1ull << 16 | static_cast<u64>(along_rows >> 4) << 32 | 1ull << 62;
 }
 
 template <typename T, int N>

@@ -63,6 +63,8 @@ def prepare(
     module_function = _LOADED.get(key)
     if module_function is None:
         module_function = _LOADED[key] = load(stem, kernel, template, shared)
+    if shared > max(SHARED_BY_DEFAULT, module_function.max_dynamic_shared_size_bytes):
+        module_function.max_dynamic_shared_size_bytes = shared  # more than any launch before needed
     if persistent:
         resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
             module_function.kernel.ptr, block, shared

@@ -6,6 +6,7 @@ The shim has neither wgmma nor clusters: TileWgmma and sums in a cluster run on 
 import numpy as np
 import pytest
 
+from sbnet_cupy.block_sparse.stack import stack_launch
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import (
     StackPlan,
     candidates,
@@ -21,6 +22,7 @@ from sbnet_cupy.block_sparse.stack.stack_launch import (
     prepare_stack_halo,
     prepare_stack_pack,
 )
+from sbnet_cupy.block_sparse.stack.stack_patch_plan import PatchPlan, patch_candidates
 from sbnet_cupy.core.device import Device
 from support.stack_on_host import AMPERE, BLACKWELL, Blocks, ConvCase, use_shim
 
@@ -49,6 +51,27 @@ CASES = [
     (ConvCase(blocks=Blocks(share=0.0)), plan(SMALL, 3)),
     (ConvCase(blocks=Blocks(share=1.0, spare=0), activation=0), plan(SMALL, 3)),
 ]  # fmt: skip
+PATCHES = [
+    (
+        ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=64, channels_out=72),
+        PatchPlan("TileMma", (8, 8), 1, 64, (2, 2), 2, 1, 2),
+    ),
+    (
+        ConvCase("BFloat16", Blocks(image=(40, 40), block=(16, 16)), 128, 64, residual=False),
+        PatchPlan("TileMma", (8, 16), 1, 64, (4, 2), 5, 2, 1),
+    ),
+    (
+        ConvCase(
+            blocks=Blocks(image=(40, 33), block=(16, 8)), channels=64, channels_out=133,
+            kernel=(5, 3), dilation=(1, 2),
+        ),
+        PatchPlan("TileMma", (8, 8), 2, 64, (4, 2), 15, 1, 1),
+    ),
+    (
+        ConvCase(blocks=Blocks(block=(8, 16), share=0.0), channels=64, kernel=(1, 3)),
+        PatchPlan("TileMma", (8, 16), 1, 64, (4, 2), 3, 3, 1),
+    ),
+]  # fmt: skip
 DEPTHWISE = [
     ConvCase(depthwise=True, channels_out=16),
     ConvCase(depthwise=True, blocks=Blocks(block=(2, 2)), channels=24, kernel=(7, 7)),
@@ -70,26 +93,56 @@ def _compiler(require):
     require("g++")
 
 
-def full_plan(case, given, pipelined):
+def full_plan(given, pipelined, results):
     """Return the StackPlan of a case."""
     tile, warps, stages, split = given
-    return StackPlan("TileMma", tile, warps, stages, split, split > 1, pipelined, True, 1)
+    return StackPlan("TileMma", tile, warps, stages, split, split > 1, pipelined, True, results, 1)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize(("case", "given"), CASES, ids=str)
 def test_convolution_of_whole_numbers_is_exact(case, given, pipelined, monkeypatch):
+    """Results that may be are staged: in one buffer or two, as many as the tile has stages."""
     use_shim(monkeypatch, BLACKWELL if pipelined else AMPERE)
     clear_rows = pipelined
+    staged = pipelined and given[-1] == 1 and case.sizes(1).vectors_out
+    assert_exact(case, full_plan(given, pipelined, given[2] % 3 if staged else 0), clear_rows)
+
+
+@pytest.mark.parametrize("results", [1, 2])
+@pytest.mark.parametrize("residual", [False, True])
+def test_staged_results_are_exact(results, residual, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
+    case = ConvCase(channels_out=200, kernel=(1, 1), residual=residual)
+    assert_exact(case, full_plan((*TALL, 2, 1), True, results), clear_rows=False)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_residual_has_a_plan_of_its_own(residual, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
+    monkeypatch.setattr(
+        stack_launch, "plan_stack_conv",
+        lambda conv, device: full_plan((*TALL, 2, 1), True, 2 if conv.residual else 0),
+    )  # fmt: skip
+    case = ConvCase(channels_out=200, kernel=(1, 1), residual=residual)
+    assert_exact(case, None, clear_rows=False)
+
+
+@pytest.mark.parametrize(("case", "plan"), PATCHES, ids=str)
+def test_convolution_from_patches_is_exact(case, plan, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=4)
+    assert_exact(case, plan, clear_rows=plan.patch_stages == 1, settled=plan.stages == 2)
+
+
+def assert_exact(case, plan, clear_rows, settled=False):
+    """Run a case by a plan; weights of either layout are packed alike."""
 
     def launch(x, w, scale, bias, residual, table, out):
         conv = case.sizes(len(x))
         packed = prepare_stack_pack(conv, "HWIO")(w, scale, bias)
         turned = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
         np.testing.assert_array_equal(packed, prepare_stack_pack(conv, "OIHW")(turned, scale, bias))
-        run = prepare_stack_conv(
-            conv, clear_rows=clear_rows, plan=full_plan(case, given, pipelined)
-        )
+        run = prepare_stack_conv(conv, settled, clear_rows, plan)
         run(x, packed, residual, *table, out)
 
     case.run(launch, clear_rows)
@@ -178,11 +231,26 @@ def test_halo_is_what_numpy_pads(fill, dtype, block, before, after, channels, mo
 def test_plans_fit_the_device(case, device):
     conv = case.sizes(1000)
     plans = list(candidates(conv, device))
-    assert plan_stack_conv(conv, device) in plans
+    assert plan_stack_conv(conv, device) in [*plans, *patch_candidates(conv, device)]
     for one in plans:
         assert one.shared_bytes(conv) <= device.shared_bytes
         assert one.threads <= 1024
         assert one.partials == (one.split > 1 and not device.bulk_copy)
+
+
+@pytest.mark.parametrize("device", [AMPERE, BLACKWELL, HOPPER])
+def test_patches_fit_the_device(device):
+    conv = ConvCase(blocks=Blocks(block=(16, 16)), channels=64, kernel=(3, 5)).sizes(1000)
+    plans = list(patch_candidates(conv, device))
+    assert bool(plans) == device.bulk_copy
+    for one in plans:
+        assert one.shared_bytes(conv) <= device.shared_bytes
+        assert one.threads <= 1024
+    for without in (
+        {"strides": (2, 2)}, {"channels": 72}, {"kernel": (1, 1)}, {"block_out": (4, 4)},
+        {"element": "float"},
+    ):  # fmt: skip
+        assert not list(patch_candidates(conv._replace(**without), device))
 
 
 def test_what_has_no_kernel_says_why():

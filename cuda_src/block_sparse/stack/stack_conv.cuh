@@ -1,9 +1,8 @@
-// stack_conv.cuh: what the two kernels of stack_conv2d.cu share: the order of K, where pixels lie, and the result.
+// stack_conv.cuh: what the convolutions of a stack share: the order of K, and where pixels lie.
 #pragma once
 
-#include "dense/activation.cuh"
 #include "block_sparse/stack/block_table.cuh"
-#include "block_sparse/stack/swizzled_tile.cuh"
+#include "block_sparse/stack/stack_result.cuh"
 
 // ---------------------------------------------------------------------------- the order of K
 
@@ -25,17 +24,6 @@ struct Order {
     // The first chunk of thread block `rank` of `split` that share K.
     DEVICE int first(int rank, int split) const {
         return static_cast<int>(static_cast<i64>(chunks) * rank / split);
-    }
-};
-
-// Which output channel is in which column: a lane holds two columns of each group of 8 (tensor_core.cuh), and GROUPS
-// groups make COUNT channels in a row, 16 bytes.
-template <typename T>
-struct Columns {
-    static constexpr int GROUPS = 8 / sizeof(T), COUNT = 2 * GROUPS;
-    static DEVICE int channel(int column) {
-        const int n = column / 8, t = column % 8 / 2, e = column % 2;
-        return n / GROUPS * (8 * GROUPS) + t * COUNT + n % GROUPS * 2 + e;
     }
 };
 
@@ -92,6 +80,17 @@ struct Finder {
         const Pixel p = pixel(row, p0 - row * static_cast<int>(size.d), at);
         const BlockTable::Block block = table.block(p.row);
         return block.n >= 0 && block.hi * g.ph + p.i < g.P && block.wi * g.pw + p.j < g.Q;
+    }
+
+    // The pixel of the stack x at (y, x) from the corner of a block, or -1.
+    DEVICE int at(const BlockTable::Block& block, int y, int x) const {
+        const int v = down.of(y + above * g.bh), h = across.of(x + beside * g.bw);
+        const int hi = block.hi + v - above, wi = block.wi + h - beside;
+        const int in_y = y - (v - above) * g.bh, in_x = x - (h - beside) * g.bw;
+        const bool inside = block.n >= 0 && static_cast<u32>(hi * g.bh + in_y) < static_cast<u32>(g.H) &&
+                            static_cast<u32>(wi * g.bw + in_x) < static_cast<u32>(g.W);
+        const int row = table.row(inside ? block.n : -1, hi, wi);
+        return row < 0 ? -1 : (row * g.bh + in_y) * g.bw + in_x;
     }
 
     // The pixel of x that each tap of each of BM pixels of y reads, times `units`, or -1. Pixel `row` of tap t goes to
@@ -235,130 +234,19 @@ DEVICE void round_four(u8* shared) {
                        __uint_as_float(to_tf32(four.z)), __uint_as_float(to_tf32(four.w)));
 }
 
-template <int MT, int NT>
-DEVICE void clear(float (&acc)[MT][NT][4]) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
-}
+// ---------------------------------------------------------------------------- what the kernels are given
 
-// ---------------------------------------------------------------------------- the result
-
-// 16 bytes of channels of a pixel, from element `to` of y on; `left` channels are left. `add_to` is the residual, if VECTOR.
-template <typename T, int ACTIVATION, bool VECTOR>
-DEVICE void finish(const float (&sums)[16 / sizeof(T)], const float* scale, const float* bias, uint4 add_to,
-                   const T* __restrict__ residual, T* __restrict__ y, i64 to, int left, bool inside) {
-    constexpr int LANES = 16 / sizeof(T);
-    if (left <= 0) return;
-    const Elements<T, uint4> addend(add_to);
-    Elements<T, uint4> result(zero<uint4>());
-#pragma unroll
-    for (int e = 0; e < LANES; ++e) {
-        if (!VECTOR && e >= left) break;
-        float value = __fmaf_rn(sums[e], scale[e], bias[e]);
-        if (residual) value += to_compute<float>(VECTOR ? addend.element[e] : residual[to + e]);
-        value = inside ? activate<ACTIVATION>(value) : 0.0f;
-        if constexpr (VECTOR)
-            result.element[e] = from_compute<T>(value);
-        else
-            y[to + e] = from_compute<T>(value);
-    }
-    if constexpr (VECTOR) *reinterpret_cast<uint4*>(y + to) = result.vector;
-}
-
-// The residual of 16 bytes of channels from element `at` on.
-template <bool VECTOR, typename T>
-DEVICE uint4 residual_at(const T* __restrict__ residual, i64 at, bool there) {
-    if (VECTOR && residual && there) return *reinterpret_cast<const uint4*>(residual + at);
-    return zero<uint4>();
-}
-
-// A warp's sums of 16 rows of its tile and all its columns, `half` of them at rows l / 4 or l / 4 + 8: visit(row, column, sums).
-template <class Product, typename T, int NT, class Visit>
-DEVICE void for_each_vector(const float (&acc)[NT][4], int m, int half, Visit visit) {
-    constexpr int GROUPS = Columns<T>::GROUPS, COUNT = Columns<T>::COUNT;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < NT; n += GROUPS) {
-        float sums[COUNT];
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e) sums[e] = acc[n + e / 2][2 * half + e % 2];
-        visit(n / GROUPS, Product::row(m) + lane / 4 + 8 * half, Product::column() + n * 8 + lane % 4 * COUNT, sums);
-    }
-}
-
-template <int COUNT>
-DEVICE void store_floats(float* to, const float (&values)[COUNT]) {
-#pragma unroll
-    for (int e = 0; e < COUNT; e += 4)
-        *reinterpret_cast<float4*>(to + e) = make_float4(values[e], values[e + 1], values[e + 2], values[e + 3]);
-}
-
-// Where a tile's results go.
-template <typename T>
-struct Result {
-    const T* __restrict__ residual;
-    T* __restrict__ y;
-    const float *scale, *bias;  // of the tile's columns
-    const int* inside;          // of the tile's rows; null if all are
-    int p0, pixels, k0, K;
-    using Sums = const float (&)[Columns<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
-
-    template <int ACTIVATION, bool VECTOR, class Product, int MT, int NT>
-    DEVICE void store(const float (&acc)[MT][NT][4]) const {
-        constexpr int VECTORS = NT / Columns<T>::GROUPS;
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                uint4 add_to[VECTORS];  // all are loaded before the first is used
-                for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, Sums) {
-                    const bool there = p0 + row < pixels && k0 + column < K;
-                    add_to[v] = residual_at<VECTOR>(residual, static_cast<i64>(p0 + row) * K + k0 + column, there);
-                });
-                for_each_vector<Product, T>(acc[m], m, half, [&](int v, int row, int column, Sums sums) {
-                    if (p0 + row < pixels)
-                        finish<T, ACTIVATION, VECTOR>(sums, scale + column, bias + column, add_to[v], residual, y,
-                                                      static_cast<i64>(p0 + row) * K + k0 + column, K - k0 - column,
-                                                      !inside || inside[row]);
-                });
-            }
-        }
-    }
-
-    // Leave the sums in shared memory, in rows of PITCH floats.
-    template <class Product, int PITCH, int MT, int NT>
-    DEVICE void store_sums(const float (&acc)[MT][NT][4], float* sums) const {
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, Sums values) {
-                    store_floats(sums + row * PITCH + column, values);
-                });
-    }
-
-    // Leave the sums in memory, for stack_conv_sum.
-    template <class Product, int MT, int NT>
-    DEVICE void store_partials(const float (&acc)[MT][NT][4], float* partials, int rank, int split, int width) const {
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, Sums sums) {
-                    if (p0 + row < pixels)
-                        store_floats(partials + (static_cast<i64>(p0 + row) * split + rank) * width + k0 + column, sums);
-                });
-    }
-
-    // Have the residual of a tile of BM x BN brought to the L2 cache, by `threads` threads.
-    template <int BM, int BN>
-    DEVICE void prefetch(int thread, int threads) const {
-        constexpr int LINE = 128 / sizeof(T), LINES = BN / LINE;
-        for (int i = thread; i < BM * LINES; i += threads) {
-            const int row = i / LINES, k = k0 + i % LINES * LINE;
-            if (p0 + row < pixels && k < K) prefetch_line(residual + static_cast<i64>(p0 + row) * K + k);
-        }
-    }
-};
+// What a thread block works on.
+//   POINTWISE    a 1x1 kernel with stride 1: pixel p of y reads pixel p of x, and the table is not needed
+//   VECTOR_IN    pixels of x are whole vectors of 16 bytes, aligned; VECTOR_OUT: those of y and the residual
+//   ROUND        x is float, rounded to tf32 in shared memory
+//   PARTIALS     thread blocks that share K leave their sums in memory; else they are a cluster and add up
+//   CACHED       pixels come through the L1 cache, since taps read the same ones
+//   settled      the kernel just ahead writes neither the table nor the weights
+//   clear_rows   rows of y past the count become 0
+#define STACK_CONV_PARAMETERS                                                                                          \
+    const T *__restrict__ x, const u8 *__restrict__ packed, const T *__restrict__ residual,                           \
+        const int *__restrict__ bin_counts, const int *__restrict__ indices, const int *__restrict__ grid,            \
+        float *__restrict__ partials, T *__restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 K, i64 bh, i64 bw,  \
+        i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left,  \
+        i64 settled, i64 clear_rows

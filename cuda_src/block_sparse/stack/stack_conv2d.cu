@@ -7,14 +7,15 @@
 // Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
 // Rows of the product are output pixels in the order of the stack, so that a tile of BM of them takes in several small
 // blocks; columns are BN output channels; K is cut into chunks of 128 bytes. SPLIT thread blocks may share K.
-// stack_conv_pipelined: some warps copy, the others multiply. Compute capability 9.0 and newer.
 // stack_conv:           all threads copy, and all multiply.
+// stack_conv_pipelined: some warps copy, the others multiply. Compute capability 9.0 and newer.
+// stack_conv_patch:     the same; windows of several pixels with stride 1 read patches of x in shared memory.
 // stack_conv_sum:       adds up what thread blocks that share K left in memory, where they are no cluster.
 // pad_stack_channels:   copies a stack whose pixels are no whole vectors of 16 bytes into one whose pixels are.
 // pack_stack_weights:   lays weights, scale and bias out as these stage them, once for many calls.
 // Launch: a persistent grid, SPLIT thread blocks for each tile. See cuda_src/README.md for the pictures.
-#include "block_sparse/stack/stack_conv.cuh"
-#include "core/cluster.cuh"
+#include "block_sparse/stack/stack_conv_patch.cuh"
+#include "block_sparse/stack/stack_conv_pipelined.cuh"
 
 template <typename T, bool ROUND>
 __global__ void __launch_bounds__(256)
@@ -66,261 +67,6 @@ __global__ void __launch_bounds__(256)
             if (c + e < C) value.element[e] = x[pixel * C + c + e];
         padded[i] = value.vector;
     }
-}
-
-// What a thread block works on.
-//   POINTWISE    a 1x1 kernel with stride 1: pixel p of y reads pixel p of x, and the table is not needed
-//   VECTOR_IN    pixels of x are whole vectors of 16 bytes, aligned; VECTOR_OUT: those of y and the residual
-//   ROUND        x is float, rounded to tf32 in shared memory
-//   PARTIALS     thread blocks that share K leave their sums in memory; else they are a cluster and add up
-//   CACHED       pixels come through the L1 cache, since taps read the same ones
-//   settled      the kernel just ahead writes neither the table nor the weights
-//   clear_rows   rows of y past the count become 0
-#define STACK_CONV_PARAMETERS                                                                                          \
-    const T *__restrict__ x, const u8 *__restrict__ packed, const T *__restrict__ residual,                           \
-        const int *__restrict__ bin_counts, const int *__restrict__ indices, const int *__restrict__ grid,            \
-        float *__restrict__ partials, T *__restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 K, i64 bh, i64 bw,  \
-        i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left,  \
-        i64 settled, i64 clear_rows
-
-// ---------------------------------------------------------------------------- copying warps and multiplying warps
-
-constexpr int COPIERS = 128;  // threads that copy
-
-// Shared memory, from a multiple of 1024 bytes on.
-template <int BM, int BN, int STAGES>
-struct PipelineMemory {
-    static constexpr int A = BM * TILE_ROW, B = BN * TILE_ROW, STAGE = A + B;
-    u8* ring;
-    float *scale, *bias;
-    u64 *full, *empty;         // of each stage
-    u64 *copiers, *multipliers;  // barriers among themselves
-    int* inside;               // [BM]
-    int* offsets;              // [taps][BM]: pixels of the stack, or -1
-    DEVICE explicit PipelineMemory(u8* unaligned) {
-        ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
-        scale = reinterpret_cast<float*>(ring + STAGES * STAGE);
-        bias = scale + BN;
-        full = reinterpret_cast<u64*>(bias + BN), empty = full + STAGES;
-        copiers = empty + STAGES, multipliers = copiers + 1;
-        inside = reinterpret_cast<int*>(multipliers + 1);
-        offsets = inside + BM;
-    }
-};
-
-// Threads that meet again and again at a barrier in shared memory.
-struct Meeting {
-    u64* bar;
-    u32 phase = 0;
-    DEVICE explicit Meeting(u64* bar) : bar(bar) {}
-    DEVICE void sync() {
-        barrier_arrive(bar);
-        barrier_wait(bar, phase);
-        phase ^= 1;
-    }
-};
-
-// A ring's next stage, and the parity of its round.
-template <int STAGES>
-struct Stage {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void advance() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-};
-
-template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
-          int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int BLOCKS>
-__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, BLOCKS)
-    stack_conv_pipelined(STACK_CONV_PARAMETERS) {
-    using Product = Engine<T, BM, BN, WM, WN>;
-    using Memory = PipelineMemory<BM, BN, STAGES>;
-    using Sums = Cluster<PARTIALS ? 1 : SPLIT>;
-    constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
-    constexpr int PANELS = BN / PANEL, PITCH = BN + 4;  // floats of a row of sums in shared memory
-    constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
-    static_assert(!CLUSTERED || BM * PITCH * 4 <= STAGES * Memory::STAGE, "sums lie where the stages were");
-
-    DYNAMIC_SHARED(u8, unaligned);
-    const Memory shared(unaligned);
-    const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
-    const Order order(g.C, LANES, POINTWISE ? 1 : g.R * g.S);
-    const int panels = ceil_div(g.K, PANEL), across = ceil_div(g.K, BN);
-    const int rank = blockIdx.x % SPLIT, first = order.first(rank, SPLIT), count = order.first(rank + 1, SPLIT) - first;
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            barrier_init(shared.full + s, COPIERS + 1);
-            barrier_init(shared.empty + s, MULTIPLIERS / 32);
-        }
-        barrier_init(shared.copiers, COPIERS);
-        barrier_init(shared.multipliers, MULTIPLIERS);
-        barrier_init_fence();
-        // The first tile of pixels brings its weights, all there are, to the L2 cache while the kernel ahead still runs.
-        // A prefetch may come too early: what is copied later is what is there then.
-        const int k0 = static_cast<int>(blockIdx.x) / SPLIT * BN;
-        for (int panel = k0 / PANEL; k0 < g.K && panel < panels && panel < k0 / PANEL + PANELS; ++panel)
-            prefetch_bulk(packed + tables_bytes(g.K) + (static_cast<i64>(panel) * order.chunks + first) * PANEL_CHUNK,
-                          count * PANEL_CHUNK);
-    }
-    if (!settled) overlap_launches();
-    const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
-    const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
-    __syncthreads();
-    const int tiles = ceil_div(pixels, BM) * across, step = gridDim.x / SPLIT;
-
-    bool waited = !settled;
-    const auto wait = [&] {  // before x, the residual, and the memory of y
-        if (!waited) overlap_launches();
-        waited = true;
-    };
-
-    if (threadIdx.x >= MULTIPLIERS) {
-        constexpr int PASS = COPIERS / 8;  // rows that are copied at once, a multiple of 8
-        using Copier = ChunkCopier<POINTWISE, VECTOR_IN, CACHED, BM, PASS, T>;
-        const int thread = threadIdx.x - MULTIPLIERS;
-        u8* const to = shared.ring + swizzled(thread / 8, thread % 8);  // in the first stage; the same place in every pass
-        const Finder finder(table, g);
-        Meeting all(shared.copiers);
-        Stage<STAGES> stage;
-        for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
-            const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
-            const int here = min(PANELS, panels - k0 / PANEL);  // panels of weights
-            const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
-            const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + static_cast<i64>(first) * PANEL_CHUNK;
-            const auto copy_weights = [&](int slot) {
-                u64* const full = shared.full + slot;
-                u8* const at = shared.ring + slot * Memory::STAGE + Memory::A;
-                barrier_expect(full, here * PANEL_CHUNK);
-#pragma unroll
-                for (int j = 0; j < PANELS; ++j)
-                    if (j < here) bulk_copy(at + j * PANEL_CHUNK, weights + j * panel_step, PANEL_CHUNK, full);
-                weights += PANEL_CHUNK;
-            };
-            const bool is_first = tile == static_cast<int>(blockIdx.x) / SPLIT;
-            const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
-            if (thread == 0)
-#pragma unroll 1
-                for (int s = 0; s < ahead; ++s) copy_weights(s);
-            if constexpr (!POINTWISE) {
-                if (!is_first) all.sync();  // the last tile's offsets are read
-                finder.find<BM, PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
-                all.sync();
-            }
-            wait();
-            Copier copier(x, shared.offsets, order, g, thread, p0, pixels, first);
-            for (int i = 0; i < count; ++i) {
-                barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                if (thread == 0 && i >= ahead) copy_weights(stage.slot);
-                copier.copy(to + stage.slot * Memory::STAGE);
-                if constexpr (VECTOR_IN) {
-                    copies_arrive(shared.full + stage.slot);
-                } else {
-                    shared_fence();
-                    barrier_arrive(shared.full + stage.slot);
-                }
-                stage.advance();
-            }
-            if (residual && !PARTIALS)  // it is read at the end
-                Result<T>{residual, y, nullptr, nullptr, nullptr, p0, pixels, k0, g.K}.template prefetch<BM, BN>(
-                    thread + rank * COPIERS, COPIERS * SPLIT);
-            if constexpr (CLUSTERED) {  // while the others add up
-                __syncwarp();
-                Sums::sync();
-                Sums::sync();
-            }
-        }
-        wait();
-    } else {
-        const int lane = threadIdx.x % 32;
-        Meeting all(shared.multipliers);
-        Stage<STAGES> stage;
-        const bool whole = g.whole();
-        for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
-            const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
-            for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS) {
-                const int k = k0 + i % BN;
-                const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
-                shared.scale[i] = k < g.K ? its[k] : 0.0f;
-            }
-            if (!whole) {
-                const Finder finder(table, g);
-                for (int i = threadIdx.x; i < BM; i += MULTIPLIERS) shared.inside[i] = finder.is_inside(p0, i);
-            }
-            wait();
-
-            float acc[MT][NT][4];
-            clear(acc);
-            int last = 0;
-            for (int i = 0; i < count; ++i) {
-                barrier_wait(shared.full + stage.slot, stage.phase);
-                u8* const a = shared.ring + stage.slot * Memory::STAGE;
-                if constexpr (ROUND) {
-                    for (int j = threadIdx.x; j < BM * 8; j += MULTIPLIERS) round_four(a + j * 16);
-                    if constexpr (Product::ASYNC) shared_fence();
-                    all.sync();
-                } else if constexpr (Product::ASYNC) {
-                    shared_fence();  // what cp.async wrote, before the tensor cores read it
-                }
-                Product::multiply(acc, a, a + Memory::A);
-                if constexpr (Product::ASYNC) {
-                    wgmma_wait<1>();
-                    if (i > 0 && lane == 0) barrier_arrive(shared.empty + last);
-                    last = stage.slot;
-                } else {
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(shared.empty + stage.slot);
-                }
-                stage.advance();
-            }
-            if constexpr (Product::ASYNC) {
-                wgmma_wait<0>();
-                if (count > 0 && lane == 0) barrier_arrive(shared.empty + last);
-            }
-            all.sync();  // scale, bias and inside are there
-
-            const Result<T> result{residual, y, shared.scale, shared.bias, whole ? nullptr : shared.inside, p0, pixels, k0, g.K};
-            if constexpr (PARTIALS) {
-                result.template store_partials<Product>(acc, partials, rank, SPLIT, across * BN);
-            } else if constexpr (SPLIT == 1) {
-                result.template store<ACTIVATION, VECTOR_OUT, Product>(acc);
-            } else {
-                float* const sums = reinterpret_cast<float*>(shared.ring);
-                result.template store_sums<Product, PITCH>(acc, sums);
-                __syncwarp();
-                Sums::sync();
-                constexpr int VECTORS = BN / LANES;
-                const int from = BM * rank / SPLIT, to = BM * (rank + 1) / SPLIT;  // rows that this thread block finishes
-                for (int i = threadIdx.x; i < (to - from) * VECTORS; i += MULTIPLIERS) {
-                    const int row = from + i / VECTORS, column = i % VECTORS * LANES, p = p0 + row;
-                    if (p >= pixels || k0 + column >= g.K) continue;
-                    const i64 at = static_cast<i64>(p) * g.K + k0 + column;
-                    const uint4 add_to = residual_at<VECTOR_OUT>(residual, at, true);
-                    float total[LANES];
-#pragma unroll
-                    for (int e = 0; e < LANES; e += 4) {
-                        float4 part[SPLIT];
-#pragma unroll
-                        for (int q = 0; q < SPLIT; ++q)
-                            part[q] = Sums::load(reinterpret_cast<const float4*>(sums + row * PITCH + column + e), q);
-#pragma unroll
-                        for (int q = 1; q < SPLIT; ++q)
-                            part[0].x += part[q].x, part[0].y += part[q].y, part[0].z += part[q].z, part[0].w += part[q].w;
-                        total[e] = part[0].x, total[e + 1] = part[0].y, total[e + 2] = part[0].z, total[e + 3] = part[0].w;
-                    }
-                    finish<T, ACTIVATION, VECTOR_OUT>(total, shared.scale + column, shared.bias + column, add_to, residual,
-                                                      y, at, g.K - k0 - column, whole || shared.inside[row]);
-                }
-                shared_fence();  // the ring is filled again
-                __syncwarp();
-                Sums::sync();
-            }
-            if (tile + step < tiles) all.sync();  // scale, bias and inside may be overwritten
-        }
-        wait();
-    }
-    if (clear_rows && !PARTIALS) clear_rest<VECTOR_OUT>(y, static_cast<i64>(pixels) * g.K, M * g.ph * g.pw * g.K);
 }
 
 // ---------------------------------------------------------------------------- all threads copy and multiply
@@ -387,7 +133,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
             copy_async_commit();
         }
         fill = AHEAD;
-        const Result<T> result{residual, y, scale, bias, whole ? nullptr : inside, p0, pixels, k0, g.K};
+        const Result<T, StackRows> result{residual, y, scale, bias, {p0, pixels, whole ? nullptr : inside}, k0, g.K};
         if (residual && !PARTIALS) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
 
         float acc[MT][NT][4];

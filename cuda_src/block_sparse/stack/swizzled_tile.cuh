@@ -26,10 +26,30 @@ struct TileMma {
 
     static DEVICE void multiply(float (&acc)[MT][NT][4], const u8* a, const u8* b) {
         const int lane = threadIdx.x % 32;
-        const int a_row = row(0) + lane % 16, b_row = column() + lane / 16 * 8 + lane % 8;
+        int rows[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) rows[m] = row(m) + lane % 16;
+        multiply_rows(acc, a, rows, b);
+    }
+    // The row of a patch (patch_rows of stack_conv_patch.cu) that this lane passes of the 16 from `row` on of a cell.
+    static DEVICE int patch_row(int cell, int row, int pitch) {
+        const int lane = threadIdx.x % 32;
+        return cell + (row + lane % 16) / 8 * pitch + lane % 8;
+    }
+    static DEVICE void multiply_patch(float (&acc)[MT][NT][4], const u8* a, const int (&cells)[MT], int shift, int,
+                                      const u8* b) {
+        int rows[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) rows[m] = cells[m] + shift;
+        multiply_rows(acc, a, rows, b);
+    }
+
+private:
+    // rows[m]: the row of A that this lane passes of 16.
+    static DEVICE void multiply_rows(float (&acc)[MT][NT][4], const u8* a, const int (&rows)[MT], const u8* b) {
+        const int lane = threadIdx.x % 32, b_row = column() + lane / 16 * 8 + lane % 8;
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-            const u8* const a_at = a + swizzled(a_row, 2 * step + lane / 16);
             const u8* const b_at = b + swizzled(b_row, 2 * step + lane / 8 % 2);
             u32 right[NT][2];
 #pragma unroll
@@ -41,7 +61,7 @@ struct TileMma {
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 u32 left[4];
-                ldmatrix_x4(left, a_at + m * 16 * TILE_ROW);
+                ldmatrix_x4(left, a + swizzled(rows[m], 2 * step + lane / 16));
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
                     if constexpr (Same<T, float>::value)
@@ -76,6 +96,24 @@ struct TileWgmma {
             for (int m = 0; m < MT; ++m)
                 Wgmma<T, NT * 8>::shared(&acc[m][0][0],
                                          swizzled_descriptor(left + m * (64 * TILE_ROW) + step * 32),
+                                         swizzled_descriptor(right + step * 32));
+        wgmma_commit();
+    }
+    // The same of a patch: cell m begins at row cells[m] + shift, and its rows of 8 pixels lie `pitch` rows apart.
+    static DEVICE int patch_row(int cell, int, int) { return cell; }
+    static DEVICE void multiply_patch(float (&acc)[MT][NT][4], const u8* a, const int (&cells)[MT], int shift, int pitch,
+                                      const u8* b) {
+        const u32 right = __shfl_sync(0xffffffffu, shared_address(b) + group() / WM * (NT * 8 * TILE_ROW), 0);
+        u32 left[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+            left[m] = __shfl_sync(0xffffffffu, shared_address(a) + (cells[m] + shift) * TILE_ROW, 0);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+                Wgmma<T, NT * 8>::shared(&acc[m][0][0], swizzled_descriptor(left[m] + step * 32, pitch * TILE_ROW),
                                          swizzled_descriptor(right + step * 32));
         wgmma_commit();
     }

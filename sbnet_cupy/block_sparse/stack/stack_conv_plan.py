@@ -8,8 +8,9 @@ import functools
 import math
 from typing import NamedTuple
 
+from .stack_patch_plan import ROW, patch_candidates
+
 PANEL = 64  # output channels that are packed together
-ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
 _UNITS = 8  # of 16 bytes, in a chunk
 _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
@@ -40,6 +41,7 @@ class StackConv(NamedTuple):
     vectors_in: bool  # pixels of x are whole vectors of 16 bytes, aligned
     vectors_out: bool  # those of y and the residual
     expected: int  # about how many rows will be active
+    residual: bool = False  # whether one is added: what a plan is made for; all plans take one
 
     @property
     def element_bytes(self):
@@ -68,6 +70,14 @@ class StackConv(NamedTuple):
         """Bytes of the packed weights; the same for every plan."""
         return self.panels * PANEL * (2 * 4 + self.chunks * ROW)
 
+    def memory_cycles(self, staged):
+        """Cycles in which an H200's memory moves the stacks; a staged residual streams."""
+        pixels = self.expected * self.element_bytes
+        read = pixels * math.prod(self.block) * self.channels + self.packed_bytes
+        written = pixels * math.prod(self.block_out) * self.channels_out
+        added = written * self.residual / (2970 if staged else 2280)
+        return read / 2970 + written / 998 + added
+
 
 class StackPlan(NamedTuple):
     """Template arguments of ``stack_conv_pipelined`` or ``stack_conv``, in words."""
@@ -80,6 +90,7 @@ class StackPlan(NamedTuple):
     partials: bool  # which then add up in memory, not in a cluster
     pipelined: bool  # some warps copy, the others multiply
     cached: bool  # whether pixels come through the L1 cache
+    results: int  # tiles of the result that are staged in shared memory, with the residual
     blocks: int  # thread blocks for which a multiprocessor must have registers
 
     @property
@@ -98,8 +109,9 @@ class StackPlan(NamedTuple):
         pixels, columns = self.tile
         taps = 0 if conv.pointwise else math.prod(conv.kernel)
         ring = self.stages * (pixels + columns) * ROW
-        barriers = 1024 + 8 * (2 * self.stages + 2) if self.pipelined else 0
-        return ring + 8 * columns + barriers + pixels * 4 * (1 + taps)
+        barriers = 1024 + 8 * (2 * self.stages + 2 * self.results + 2) if self.pipelined else 0
+        results = self.results * pixels * (columns * conv.element_bytes + 64)
+        return ring + results + 8 * columns + barriers + pixels * 4 * (1 + taps)
 
     def tiles(self, conv, rows):
         """Number of tiles of so many rows of the stack."""
@@ -112,7 +124,7 @@ class StackPlan(NamedTuple):
         return (
             self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
             self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
-            conv.activation, self.cached, self.blocks,
+            conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
         )  # fmt: skip
 
     def partial_floats(self, conv):
@@ -144,8 +156,9 @@ def missing_kernel(conv, device):
 @functools.lru_cache(maxsize=1024)
 def plan_stack_conv(conv, device):
     """Return the best plan, or None where none fits."""
-    plans = list(candidates(conv, device))
-    return min(plans, key=lambda plan: _cost(plan, conv, device), default=None)
+    costs = [(_cost(plan, conv, device), plan) for plan in candidates(conv, device)]
+    costs += [(plan.cost(conv, device), plan) for plan in patch_candidates(conv, device)]
+    return min(costs, key=lambda pair: pair[0], default=(None, None))[1]
 
 
 # (pixels, output channels), warps or groups of four warps, most thread blocks of a multiprocessor
@@ -156,6 +169,7 @@ _WGMMA_TILES = (
     ((128, 128), (2, 1), 1),
     ((192, 128), (3, 1), 1),
     ((256, 64), (2, 1), 1),
+    ((256, 128), (2, 1), 1),
 )
 _MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2), 1))
 _SPLITS = (1, 2, 3, 4, 6, 8)
@@ -174,25 +188,27 @@ def candidates(conv, device):
             continue
         if not simple:  # such copies, and rounding to tf32, take more registers
             most = 2 if sum(tile) == 128 else 1
-            if tile == (192, 128):
+            if tile in ((192, 128), (256, 128)):
                 continue
         for split in _SPLITS:
             if split > 1 and conv.chunks < 2 * split:
                 break
+            staged = conv.residual and device.bulk_copy and split == 1 and conv.vectors_out
             for blocks in range(1, most + 1 if split == 1 else 2):
-                plan = _with_stages(engine, tile, warps, split, blocks, conv, device)
-                if plan is not None:
-                    yield plan
+                for results in (0, 2) if staged and tile != (256, 128) else (0,):
+                    plan = _with_stages(engine, tile, warps, split, results, blocks, conv, device)
+                    if plan is not None:
+                        yield plan
 
 
-def _with_stages(engine, tile, warps, split, blocks, conv, device):
+def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
     """Return the plan with the most stages that leave room for so many thread blocks, or None."""
     pipelined = clusters = device.bulk_copy
     room = (device.shared_bytes + 1024) // blocks - 1024
     for stages in range(min(_MOST_STAGES, max(2, -(-conv.chunks // split) + 1)), 1, -1):
         plan = StackPlan(
             engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
-            not conv.pointwise, blocks,
+            not conv.pointwise, results, blocks,
         )  # fmt: skip
         sums = tile[0] * (tile[1] + 4) * 4 if split > 1 and clusters else 0
         if plan.shared_bytes(conv) <= room and sums <= stages * sum(tile) * ROW:
@@ -201,12 +217,10 @@ def _with_stages(engine, tile, warps, split, blocks, conv, device):
 
 
 def _cost(plan, conv, device):
-    """Estimate the cycles of a launch.
-
-    The constants were fitted to runs on an H200, except those for copying a chunk and for the
-    search: the code of both has become shorter since, and theirs are counted instructions.
-    """
+    """Estimate the cycles of a launch; the constants were fitted to runs on an H200."""
     pixels, columns = plan.tile
+    if conv.pointwise and plan.tile == (256, 128):
+        return math.inf  # never the fastest
     blocks = max(1, plan.tiles(conv, conv.expected)) * plan.split  # thread blocks in all
     spots = device.multiprocessors * plan.blocks
     if plan.split > 1 and not plan.partials:
@@ -216,14 +230,14 @@ def _cost(plan, conv, device):
     chunks = math.ceil(conv.chunks / plan.split)
     # A chunk: the instructions that copy it, its products, and a pause of those who multiply.
     product = pixels * columns / (32 if plan.engine == "TileWgmma" else 16)
-    chunk = max(280 + 2 * pixels, 1.1 * active * product, 300)
-    search = 0 if conv.pointwise else 1500 + pixels * math.prod(conv.kernel) / 128
-    results = 990 + pixels * columns * conv.element_bytes * active / 19
-    exchange = 0 if plan.split == 1 else 1400 + 630 * plan.split
-    path = rounds * (chunks * chunk + results) + (rounds - 1) * 0.6 * search
+    chunk = max(198 + 1.74 * pixels, 1.83 * active * product, 97.9)
+    search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
+    first, each = (1760, 0.0839) if plan.results else (1430, 0.0624)
+    results = first + pixels * columns * conv.element_bytes * active * each
+    results += 0.0597 * pixels * columns / math.prod(plan.warps)
+    exchange = 0 if plan.split == 1 else 2460 + 163 * plan.split
+    path = rounds * (chunks * chunk + results) + (rounds - 1) * 1.54 * search
     # What the second-level cache, and memory, deliver to all.
-    brought = blocks * chunks * sum(plan.tile) * ROW / (30 * device.multiprocessors)
-    numbers = math.prod(conv.block) * conv.channels
-    numbers += math.prod(conv.block_out) * conv.channels_out
-    memory = (conv.expected * numbers * conv.element_bytes + conv.packed_bytes) / 2300
-    return 2700 + search + max(path, brought, memory) + exchange
+    brought = blocks * chunks * sum(plan.tile) * ROW / (34.3 * device.multiprocessors)
+    memory = conv.memory_cycles(plan.results > 0)
+    return 1880 + search + max(path, brought, memory) + exchange

@@ -71,7 +71,20 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
     """
     if not conv.vectors_in and plan is None:
         return _with_padded_channels(conv, clear_rows)
-    plan = plan or plan_stack_conv(conv, current_device())
+    if plan is None:
+        plan, other = (
+            plan_stack_conv(conv._replace(residual=added), current_device())
+            for added in (False, True)
+        )
+        if other != plan:
+            without, added = (
+                prepare_stack_conv(conv, settled, clear_rows, p) for p in (plan, other)
+            )
+
+            def choose(x, packed, residual, *arrays):
+                (without if residual is None else added)(x, packed, residual, *arrays)
+
+            return choose
     blocks = (conv.rows, conv.images, *conv.grid)
     sizes = (
         *blocks, conv.channels, conv.channels_out, *conv.block, *conv.block_out, *conv.image,

@@ -1,0 +1,276 @@
+// stack_conv_patch.cuh: the convolution of stack_conv2d.cu with stride 1, from patches of x in shared memory.
+//   y[m, i, j, k] = activation(scale[k] * sum(x at (i - top + r * DH, j - left + s * DW) of block m, c] * w[r, s, c, k])
+//                              + bias[k] + residual[m, i, j, k])
+// Source: as stack_conv2d.cu; the sums are made in the same order.
+// Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
+// A tile is PATCHES parts of blocks, of TH x TW output pixels each; for 128 bytes of channels at a time, a part with the
+// pixels around it is copied once, and all taps read it: tap (r, s) of pixel (i, j) is row (i + r * DH) * width + j + s * DW
+// of the patch. Tensor cores take 8 x 8 output pixels, a cell, as a matrix of 64 rows.
+// Launch: a persistent grid. Threads that multiply, a warp that copies weights, and three warps that copy patches.
+#pragma once
+
+#include "block_sparse/stack/stack_conv.cuh"
+#include "block_sparse/stack/stack_pipeline.cuh"
+
+constexpr int PATCH_COPIERS = 96, CELL = 8;
+
+// The parts of blocks that are tiles.
+template <int TH, int TW, int PATCHES>
+struct Parts {
+    static constexpr int ACROSS = TW / CELL, PIXELS = TH * TW;
+    int down, across;  // parts of a block
+    int rows;          // of the stack
+    const Problem& g;
+    DEVICE Parts(const Problem& g, int rows) : down(g.ph / TH), across(g.pw / TW), rows(rows), g(g) {}
+
+    struct Part {
+        int row, i, j;  // a row of the stack, and the part's first pixel in the block
+    };
+    DEVICE int tiles() const { return ceil_div(rows * down * across, PATCHES); }
+    DEVICE Part part(int number) const {
+        const int row = number / (down * across), rest = number - row * (down * across), i = rest / across;
+        return Part{row, i * TH, (rest - i * across) * TW};
+    }
+};
+
+// Rows of a tile that are pixels of cells.
+template <int TH, int TW, int PATCHES>
+struct PatchRows {
+    using All = Parts<TH, TW, PATCHES>;
+    const All& parts;
+    const BlockTable& table;
+    int tile;
+    bool whole;
+    DEVICE typename All::Part at(int row) const {
+        const int cell = row % All::PIXELS / 64, in_cell = row % 64;
+        typename All::Part p = parts.part(tile * PATCHES + row / All::PIXELS);
+        p.i += cell / All::ACROSS * CELL + in_cell / CELL, p.j += cell % All::ACROSS * CELL + in_cell % CELL;
+        return p;
+    }
+    DEVICE int pixel(int row) const {
+        const auto p = at(row);
+        return p.row < parts.rows ? (p.row * parts.g.ph + p.i) * parts.g.pw + p.j : -1;
+    }
+    DEVICE bool is_inside(int row) const {
+        if (whole) return true;
+        const auto p = at(row);
+        const BlockTable::Block block = table.block(p.row);
+        return block.n >= 0 && block.hi * parts.g.ph + p.i < parts.g.P && block.wi * parts.g.pw + p.j < parts.g.Q;
+    }
+};
+
+// Shared memory, from a multiple of 1024 bytes on.
+template <int BN, int STAGES, int PATCH_STAGES>
+struct PatchMemory {
+    u8 *weights, *patches;
+    float* tables;  // [2][2][BN]: scale and bias
+    u64 *full, *empty, *patch_full, *patch_empty, *table_full, *table_empty, *copiers;
+    int* offsets;  // of a patch's pixels, or -1
+    DEVICE PatchMemory(u8* unaligned, int patch_bytes) {
+        weights = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+        patches = weights + STAGES * BN * TILE_ROW;
+        tables = reinterpret_cast<float*>(patches + PATCH_STAGES * patch_bytes);
+        full = reinterpret_cast<u64*>(tables + 4 * BN), empty = full + STAGES;
+        patch_full = empty + STAGES, patch_empty = patch_full + PATCH_STAGES;
+        table_full = patch_empty + PATCH_STAGES, table_empty = table_full + 2, copiers = table_empty + 2;
+        offsets = reinterpret_cast<int*>(copiers + 1);
+    }
+};
+
+template <template <typename, int, int, int, int> class Engine, typename T, int TH, int TW, int PATCHES, int BN, int WM,
+          int WN, int STAGES, int PATCH_STAGES, bool VECTOR_OUT, int ACTIVATION, int BLOCKS>
+__global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THREADS + 32 + PATCH_COPIERS, BLOCKS)
+    stack_conv_patch(STACK_CONV_PARAMETERS) {
+    constexpr int BM = TH * TW * PATCHES;
+    using Product = Engine<T, BM, BN, WM, WN>;
+    using All = Parts<TH, TW, PATCHES>;
+    constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
+    constexpr int PANELS = BN / PANEL;
+    constexpr bool SHIFTED = Product::ASYNC && MULTIPLIERS == 256 && BLOCKS == 1;  // registers, to those that multiply
+    static_assert(TH % CELL == 0 && TW % CELL == 0, "cells of 8 x 8 pixels");
+
+    DYNAMIC_SHARED(u8, unaligned);
+    const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
+    const Order order(g.C, LANES, g.R * g.S);  // with no rest
+    const int height = TH + (g.R - 1) * g.DH, width = TW + (g.S - 1) * g.DW, patch_pixels = PATCHES * height * width;
+    const int patch_bytes = ceil_div(patch_pixels * TILE_ROW, 1024) * 1024;
+    const PatchMemory<BN, STAGES, PATCH_STAGES> shared(unaligned, patch_bytes);
+    const int panels = ceil_div(g.K, PANEL), across = ceil_div(g.K, BN);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) barrier_init(shared.full + s, 1), barrier_init(shared.empty + s, MULTIPLIERS / 32);
+        for (int s = 0; s < PATCH_STAGES; ++s)
+            barrier_init(shared.patch_full + s, PATCH_COPIERS), barrier_init(shared.patch_empty + s, MULTIPLIERS / 32);
+        for (int s = 0; s < 2; ++s)
+            barrier_init(shared.table_full + s, 1), barrier_init(shared.table_empty + s, MULTIPLIERS / 32);
+        barrier_init(shared.copiers, PATCH_COPIERS);
+        barrier_init_fence();
+    }
+    if (!settled) overlap_launches();
+    const int rows = Problem::narrow(clamp(*bin_counts, 0, M));
+    const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
+    __syncthreads();
+    const All parts(g, rows);
+    const int tiles = parts.tiles() * across, step = gridDim.x, first = blockIdx.x;
+    const bool resident = step % across == 0 && order.chunks <= STAGES;  // the weights of all tiles are the first tile's
+
+    bool waited = !settled;
+    const auto wait = [&] {  // before x, the residual, and the memory of y
+        if (!waited) overlap_launches();
+        waited = true;
+    };
+
+    if (threadIdx.x >= MULTIPLIERS) {
+        give_registers<SHIFTED ? 88 : 0>();
+        if (threadIdx.x >= MULTIPLIERS + PATCH_COPIERS) {
+            if (threadIdx.x == MULTIPLIERS + PATCH_COPIERS) {
+                const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
+                Stage<STAGES> stage;
+                Stage<2> its_tables;
+                int issued = 0;
+                for (int tile = first; tile < tiles; tile += step) {
+                    const int k0 = tile % across * BN, here = min(PANELS, panels - k0 / PANEL);
+                    const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step;
+                    const int count = resident && tile != first ? 0 : order.chunks;
+                    for (int i = 0; i < count; ++i) {
+                        u64* const full = shared.full + stage.slot;
+                        barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                        barrier_expect(full, here * PANEL_CHUNK);
+    #pragma unroll
+                        for (int j = 0; j < PANELS; ++j)
+                            if (j < here)
+                                bulk_copy(shared.weights + stage.slot * (BN * TILE_ROW) + j * PANEL_CHUNK,
+                                          weights + j * panel_step, PANEL_CHUNK, full);
+                        weights += PANEL_CHUNK;
+                        stage.advance();
+                        if (++issued == STAGES) wait();
+                    }
+                    u64* const full = shared.table_full + its_tables.slot;
+                    float* const to = shared.tables + its_tables.slot * (2 * BN);
+                    barrier_wait(shared.table_empty + its_tables.slot, its_tables.phase ^ 1);
+                    barrier_expect(full, 2 * here * (PANEL * 4));
+                    bulk_copy(to, packed + k0 * 4, here * (PANEL * 4), full);
+                    bulk_copy(to + BN, packed + (panels * PANEL + k0) * 4, here * (PANEL * 4), full);
+                    its_tables.advance();
+                }
+            }
+            wait();
+        } else {
+            constexpr int ITEMS = BLOCKS > 1 ? 2 : 4, PASS = PATCH_COPIERS / 8;  // searches under way; pixels copied at once
+            const int thread = threadIdx.x - MULTIPLIERS, units = units_of_pixel<T, true>(g), unit = thread % 8;
+            const Finder finder(table, g);
+            const Divisor part_pixels(height * width), pixels_across(width);
+            Meeting all(shared.copiers);
+            Stage<PATCH_STAGES> stage;
+            for (int tile = first; tile < tiles; tile += step) {
+                const int tile_m = tile / across;
+                if (tile != first) all.sync();  // the last tile's offsets are read
+                for (int q0 = thread; q0 < patch_pixels; q0 += ITEMS * PATCH_COPIERS) {
+                    BlockTable::Block block[ITEMS];
+                    int y[ITEMS], x_at[ITEMS], found[ITEMS];
+    #pragma unroll
+                    for (int e = 0; e < ITEMS; ++e) {
+                        const int q = min(q0 + e * PATCH_COPIERS, patch_pixels - 1), patch = part_pixels.of(q);
+                        const int rest = q - patch * (height * width), i = pixels_across.of(rest);
+                        const typename All::Part part = parts.part(tile_m * PATCHES + patch);
+                        block[e] = table.block(part.row);
+                        y[e] = part.i + i - g.top, x_at[e] = part.j + rest - i * width - g.left;
+                    }
+    #pragma unroll
+                    for (int e = 0; e < ITEMS; ++e) found[e] = finder.at(block[e], y[e], x_at[e]);
+    #pragma unroll
+                    for (int e = 0; e < ITEMS; ++e)
+                        if (q0 + e * PATCH_COPIERS < patch_pixels)
+                            shared.offsets[q0 + e * PATCH_COPIERS] = found[e] < 0 ? -1 : found[e] * units;
+                }
+                all.sync();
+                wait();
+                for (int group = 0; group < order.groups; ++group) {
+                    barrier_wait(shared.patch_empty + stage.slot, stage.phase ^ 1);
+                    u8* const patch = shared.patches + stage.slot * patch_bytes;
+                    for (int q0 = thread / 8; q0 < patch_pixels; q0 += ITEMS * PASS) {
+                        int offsets[ITEMS];
+    #pragma unroll
+                        for (int e = 0; e < ITEMS; ++e) offsets[e] = shared.offsets[min(q0 + e * PASS, patch_pixels - 1)];
+    #pragma unroll
+                        for (int e = 0; e < ITEMS; ++e)
+                            if (q0 + e * PASS < patch_pixels)
+                                copy_channels<true, false>(patch + swizzled(q0 + e * PASS, unit), x, offsets[e],
+                                                           (group * 8 + unit) * LANES, g.C);
+                    }
+                    copies_arrive(shared.patch_full + stage.slot);
+                    stage.advance();
+                }
+                if (residual) {  // it is read at the end
+                    const PatchRows<TH, TW, PATCHES> its{parts, table, tile_m, true};
+                    const Result<T, PatchRows<TH, TW, PATCHES>> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K};
+                    result.template prefetch<BM, BN>(thread, PATCH_COPIERS);
+                }
+            }
+            wait();
+        }
+    } else {
+        take_registers<SHIFTED ? 208 : 0>();
+        const int lane = threadIdx.x % 32;
+        Stage<STAGES> stage;
+        Stage<PATCH_STAGES> patch_stage;
+        Stage<2> its_tables;
+        const bool whole = g.whole();
+        int cells[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            const int row = Product::row(m), cell = row % All::PIXELS / 64;
+            const int corner = row / All::PIXELS * height + cell / All::ACROSS * CELL;
+            cells[m] = Product::patch_row(corner * width + cell % All::ACROSS * CELL, row % 64, width);
+        }
+        for (int tile = first; tile < tiles; tile += step) {
+            float acc[MT][NT][4];
+            clear(acc);
+            int last = -1, last_patch = 0;
+            const auto release = [&](u64* empty) {
+                if constexpr (!Product::ASYNC) __syncwarp();
+                if (lane == 0) barrier_arrive(empty);
+            };
+            if (resident) stage = Stage<STAGES>();  // where they lie
+            for (int group = 0; group < order.groups; ++group) {
+                barrier_wait(shared.patch_full + patch_stage.slot, patch_stage.phase);
+                if constexpr (Product::ASYNC) shared_fence();  // what cp.async wrote, before the tensor cores read it
+                const u8* const patch = shared.patches + patch_stage.slot * patch_bytes;
+                for (int r = 0; r < g.R; ++r)
+                    for (int s = 0; s < g.S; ++s) {
+                        barrier_wait(shared.full + stage.slot, stage.phase);
+                        Product::multiply_patch(acc, patch, cells, r * g.DH * width + s * g.DW, width,
+                                                shared.weights + stage.slot * (BN * TILE_ROW));
+                        if constexpr (Product::ASYNC) {
+                            wgmma_wait<1>();  // the product before has ended
+                            if (last >= 0 && !resident) release(shared.empty + last);
+                            if (PATCH_STAGES > 1 && group > 0 && r == 0 && s == 0) release(shared.patch_empty + last_patch);
+                            last = stage.slot;
+                        } else if (!resident) {
+                            release(shared.empty + stage.slot);
+                        }
+                        stage.advance();
+                    }
+                last_patch = patch_stage.slot;
+                if constexpr (Product::ASYNC && PATCH_STAGES == 1) wgmma_wait<0>();  // the next patch needs this one's place
+                if constexpr (!Product::ASYNC || PATCH_STAGES == 1) release(shared.patch_empty + last_patch);
+                patch_stage.advance();
+            }
+            if constexpr (Product::ASYNC) {
+                wgmma_wait<0>();
+                if (!resident) release(shared.empty + last);
+                if constexpr (PATCH_STAGES > 1) release(shared.patch_empty + last_patch);
+            }
+            wait();
+            barrier_wait(shared.table_full + its_tables.slot, its_tables.phase);
+            const float* const scale = shared.tables + its_tables.slot * (2 * BN);
+            const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, whole};
+            const Result<T, PatchRows<TH, TW, PATCHES>> result{residual, y, scale, scale + BN, its, tile % across * BN, g.K};
+            result.template store<ACTIVATION, VECTOR_OUT, Product>(acc);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared.table_empty + its_tables.slot);
+            its_tables.advance();
+        }
+        wait();
+    }
+    if (clear_rows) clear_rest<VECTOR_OUT>(y, static_cast<i64>(rows) * g.ph * g.pw * g.K, M * g.ph * g.pw * g.K);
+}

@@ -1,0 +1,267 @@
+// stack_conv_pipelined.cuh: the convolution of stack_conv2d.cu, where some warps copy and the others multiply.
+//   y[m, i, j, k] = activation(scale[k] * sum(x at (i * SH - top + r * DH, j * SW - left + s * DW) of block m, c] * w[r, s, c, k])
+//                              + bias[k] + residual[m, i, j, k])
+// Source: as stack_conv2d.cu; warps of different roles as in CUTLASS (Thakkar et al. 2023).
+// Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
+// Compute capability 9.0 and newer.
+// Launch: a persistent grid, SPLIT thread blocks for each tile. See cuda_src/README.md for the picture.
+#pragma once
+
+#include "block_sparse/stack/stack_conv.cuh"
+#include "block_sparse/stack/stack_pipeline.cuh"
+#include "core/cluster.cuh"
+
+constexpr int COPIERS = 128;  // threads that copy
+
+// Shared memory, from a multiple of 1024 bytes on.
+template <int BM, int BN, int STAGES, int RESULTS, int PITCH>
+struct PipelineMemory {
+    static constexpr int A = BM * TILE_ROW, B = BN * TILE_ROW, STAGE = A + B;
+    u8 *ring, *results;
+    float *scale, *bias;
+    u64 *full, *empty;                  // of each stage
+    u64 *result_full, *result_empty;    // of each staged result
+    u64 *copiers, *multipliers;         // barriers among themselves
+    int* inside;               // [BM]
+    int* offsets;              // [taps][BM]: pixels of the stack, or -1
+    DEVICE explicit PipelineMemory(u8* unaligned) {
+        ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+        results = ring + STAGES * STAGE;
+        scale = reinterpret_cast<float*>(results + RESULTS * (BM * PITCH));
+        bias = scale + BN;
+        full = reinterpret_cast<u64*>(bias + BN), empty = full + STAGES;
+        result_full = empty + STAGES, result_empty = result_full + RESULTS;
+        copiers = result_empty + RESULTS, multipliers = copiers + 1;
+        inside = reinterpret_cast<int*>(multipliers + 1);
+        offsets = inside + BM;
+    }
+};
+
+template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
+          int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
+          bool CACHED, int RESULTS, int BLOCKS>
+__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, BLOCKS)
+    stack_conv_pipelined(STACK_CONV_PARAMETERS) {
+    using Product = Engine<T, BM, BN, WM, WN>;
+    constexpr int RESULT_PITCH = Staged<T, BN>::PITCH;
+    using Memory = PipelineMemory<BM, BN, STAGES, RESULTS, RESULT_PITCH>;
+    using Sums = Cluster<PARTIALS ? 1 : SPLIT>;
+    constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
+    constexpr int PANELS = BN / PANEL, PITCH = BN + 4;  // floats of a row of sums in shared memory
+    constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
+    constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
+    static_assert(!CLUSTERED || BM * PITCH * 4 <= STAGES * Memory::STAGE, "sums lie where the stages were");
+
+    static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
+
+    DYNAMIC_SHARED(u8, unaligned);
+    const Memory shared(unaligned);
+    const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
+    const Order order(g.C, LANES, POINTWISE ? 1 : g.R * g.S);
+    const int panels = ceil_div(g.K, PANEL), across = ceil_div(g.K, BN);
+    const int rank = blockIdx.x % SPLIT, first = order.first(rank, SPLIT), count = order.first(rank + 1, SPLIT) - first;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(shared.full + s, COPIERS + 1);
+            barrier_init(shared.empty + s, MULTIPLIERS / 32);
+        }
+        for (int s = 0; s < RESULTS; ++s) {
+            barrier_init(shared.result_full + s, COPIERS);
+            barrier_init(shared.result_empty + s, MULTIPLIERS / 32);
+        }
+        barrier_init(shared.copiers, COPIERS);
+        barrier_init(shared.multipliers, MULTIPLIERS);
+        barrier_init_fence();
+        // The first tile of pixels brings its weights, all there are, to the L2 cache while the kernel ahead still runs.
+        // A prefetch may come too early: what is copied later is what is there then.
+        const int k0 = static_cast<int>(blockIdx.x) / SPLIT * BN;
+        for (int panel = k0 / PANEL; k0 < g.K && panel < panels && panel < k0 / PANEL + PANELS; ++panel)
+            prefetch_bulk(packed + tables_bytes(g.K) + (static_cast<i64>(panel) * order.chunks + first) * PANEL_CHUNK,
+                          count * PANEL_CHUNK);
+    }
+    if (!settled) overlap_launches();
+    const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
+    const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
+    __syncthreads();
+    const int tiles = ceil_div(pixels, BM) * across, step = gridDim.x / SPLIT;
+
+    bool waited = !settled;
+    const auto wait = [&] {  // before x, the residual, and the memory of y
+        if (!waited) overlap_launches();
+        waited = true;
+    };
+
+    if (threadIdx.x >= MULTIPLIERS) {
+        give_registers<SHIFTED ? 96 : 0>();
+        constexpr int PASS = COPIERS / 8;  // rows that are copied at once, a multiple of 8
+        using Copier = ChunkCopier<POINTWISE, VECTOR_IN, CACHED, BM, PASS, T>;
+        const int thread = threadIdx.x - MULTIPLIERS;
+        u8* const to = shared.ring + swizzled(thread / 8, thread % 8);  // in the first stage; the same place in every pass
+        const Finder finder(table, g);
+        Meeting all(shared.copiers);
+        Stage<STAGES> stage;
+        Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
+        for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
+            const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
+            const int here = min(PANELS, panels - k0 / PANEL);  // panels of weights
+            const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
+            const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + static_cast<i64>(first) * PANEL_CHUNK;
+            const auto copy_weights = [&](int slot) {
+                u64* const full = shared.full + slot;
+                u8* const at = shared.ring + slot * Memory::STAGE + Memory::A;
+                barrier_expect(full, here * PANEL_CHUNK);
+#pragma unroll
+                for (int j = 0; j < PANELS; ++j)
+                    if (j < here) bulk_copy(at + j * PANEL_CHUNK, weights + j * panel_step, PANEL_CHUNK, full);
+                weights += PANEL_CHUNK;
+            };
+            const bool is_first = tile == static_cast<int>(blockIdx.x) / SPLIT;
+            const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
+            if (thread == 0)
+#pragma unroll 1
+                for (int s = 0; s < ahead; ++s) copy_weights(s);
+            if constexpr (!POINTWISE) {
+                if (!is_first) all.sync();  // the last tile's offsets are read
+                finder.find<BM, PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
+                all.sync();
+            }
+            wait();
+            if constexpr (RESULTS > 0) {
+                if (residual) {
+                    barrier_wait(shared.result_empty + result_stage.slot, result_stage.phase ^ 1);
+                    u8* const result = shared.results + result_stage.slot * (BM * RESULT_PITCH);
+                    constexpr int VECTORS = BN / LANES;
+#pragma unroll
+                    for (int i = 0; i < BM * VECTORS / COPIERS; ++i) {
+                        const int row = (i * COPIERS + thread) / VECTORS, column = (i * COPIERS + thread) % VECTORS * LANES;
+                        const bool there = p0 + row < pixels && k0 + column < g.K;
+                        copy_async_16(result + row * RESULT_PITCH + column * sizeof(T),
+                                      residual + (there ? static_cast<i64>(p0 + row) * g.K + k0 + column : 0), there);
+                    }
+                    copies_arrive(shared.result_full + result_stage.slot);
+                    result_stage.advance();
+                }
+            }
+            Copier copier(x, shared.offsets, order, g, thread, p0, pixels, first);
+            for (int i = 0; i < count; ++i) {
+                barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                if (thread == 0 && i >= ahead) copy_weights(stage.slot);
+                copier.copy(to + stage.slot * Memory::STAGE);
+                if constexpr (VECTOR_IN) {
+                    copies_arrive(shared.full + stage.slot);
+                } else {
+                    shared_fence();
+                    barrier_arrive(shared.full + stage.slot);
+                }
+                stage.advance();
+            }
+            if (residual && !PARTIALS && RESULTS == 0)  // it is read at the end
+                Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, pixels, nullptr}, k0, g.K}.template prefetch<BM, BN>(
+                    thread + rank * COPIERS, COPIERS * SPLIT);
+            if constexpr (CLUSTERED) {  // while the others add up
+                __syncwarp();
+                Sums::sync();
+                Sums::sync();
+            }
+        }
+        wait();
+    } else {
+        take_registers<SHIFTED ? 200 : 0>();
+        const int lane = threadIdx.x % 32;
+        Meeting all(shared.multipliers);
+        Stage<STAGES> stage;
+        Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
+        const bool whole = g.whole();
+        for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
+            const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
+            for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS) {
+                const int k = k0 + i % BN;
+                const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
+                shared.scale[i] = k < g.K ? its[k] : 0.0f;
+            }
+            if (!whole) {
+                const Finder finder(table, g);
+                for (int i = threadIdx.x; i < BM; i += MULTIPLIERS) shared.inside[i] = finder.is_inside(p0, i);
+            }
+            wait();
+
+            float acc[MT][NT][4];
+            clear(acc);
+            int last = 0;
+            for (int i = 0; i < count; ++i) {
+                barrier_wait(shared.full + stage.slot, stage.phase);
+                u8* const a = shared.ring + stage.slot * Memory::STAGE;
+                if constexpr (ROUND) {
+                    for (int j = threadIdx.x; j < BM * 8; j += MULTIPLIERS) round_four(a + j * 16);
+                    if constexpr (Product::ASYNC) shared_fence();
+                    all.sync();
+                } else if constexpr (Product::ASYNC) {
+                    shared_fence();  // what cp.async wrote, before the tensor cores read it
+                }
+                Product::multiply(acc, a, a + Memory::A);
+                if constexpr (Product::ASYNC) {
+                    wgmma_wait<1>();
+                    if (i > 0 && lane == 0) barrier_arrive(shared.empty + last);
+                    last = stage.slot;
+                } else {
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(shared.empty + stage.slot);
+                }
+                stage.advance();
+            }
+            if constexpr (Product::ASYNC) {
+                wgmma_wait<0>();
+                if (count > 0 && lane == 0) barrier_arrive(shared.empty + last);
+            }
+            all.sync();  // scale, bias and inside are there
+
+            const StackRows its_rows{p0, pixels, whole ? nullptr : shared.inside};
+            const Result<T, StackRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K};
+            if constexpr (PARTIALS) {
+                result.template store_partials<Product>(acc, partials, rank, SPLIT, across * BN);
+            } else if constexpr (RESULTS > 0) {
+                if (residual) barrier_wait(shared.result_full + result_stage.slot, result_stage.phase);
+                result.template store_staged<ACTIVATION, Product>(
+                    acc, shared.results + result_stage.slot * (BM * RESULT_PITCH), RESULT_PITCH);
+                __syncwarp();
+                if (residual && lane == 0) barrier_arrive(shared.result_empty + result_stage.slot);
+                result_stage.advance();
+            } else if constexpr (SPLIT == 1) {
+                result.template store<ACTIVATION, VECTOR_OUT, Product>(acc);
+            } else {
+                float* const sums = reinterpret_cast<float*>(shared.ring);
+                result.template store_sums<Product, PITCH>(acc, sums);
+                __syncwarp();
+                Sums::sync();
+                constexpr int VECTORS = BN / LANES;
+                const int from = BM * rank / SPLIT, to = BM * (rank + 1) / SPLIT;  // rows that this thread block finishes
+                for (int i = threadIdx.x; i < (to - from) * VECTORS; i += MULTIPLIERS) {
+                    const int row = from + i / VECTORS, column = i % VECTORS * LANES, p = p0 + row;
+                    if (p >= pixels || k0 + column >= g.K) continue;
+                    const i64 at = static_cast<i64>(p) * g.K + k0 + column;
+                    const uint4 add_to = residual_at<VECTOR_OUT>(residual, at, true);
+                    float total[LANES];
+#pragma unroll
+                    for (int e = 0; e < LANES; e += 4) {
+                        float4 part[SPLIT];
+#pragma unroll
+                        for (int q = 0; q < SPLIT; ++q)
+                            part[q] = Sums::load(reinterpret_cast<const float4*>(sums + row * PITCH + column + e), q);
+#pragma unroll
+                        for (int q = 1; q < SPLIT; ++q)
+                            part[0].x += part[q].x, part[0].y += part[q].y, part[0].z += part[q].z, part[0].w += part[q].w;
+                        total[e] = part[0].x, total[e + 1] = part[0].y, total[e + 2] = part[0].z, total[e + 3] = part[0].w;
+                    }
+                    finish<T, ACTIVATION, VECTOR_OUT>(total, shared.scale + column, shared.bias + column, add_to, residual,
+                                                      y, at, g.K - k0 - column, whole || shared.inside[row]);
+                }
+                shared_fence();  // the ring is filled again
+                __syncwarp();
+                Sums::sync();
+            }
+            if (tile + step < tiles) all.sync();  // scale, bias and inside may be overwritten
+        }
+        wait();
+    }
+    if (clear_rows && !PARTIALS) clear_rest<VECTOR_OUT>(y, static_cast<i64>(pixels) * g.K, M * g.ph * g.pw * g.K);
+}

@@ -1,0 +1,41 @@
+// stack_pipeline.cuh: threads of a thread block that copy for others that multiply.
+#pragma once
+
+#include "core/async_copy.cuh"
+
+// Threads that meet again and again at a barrier in shared memory.
+struct Meeting {
+    u64* bar;
+    u32 phase = 0;
+    DEVICE explicit Meeting(u64* bar) : bar(bar) {}
+    DEVICE void sync() {
+        barrier_arrive(bar);
+        barrier_wait(bar, phase);
+        phase ^= 1;
+    }
+};
+
+// A ring's next stage, and the parity of its round.
+template <int STAGES>
+struct Stage {
+    int slot = 0;
+    u32 phase = 0;
+    DEVICE void advance() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+// Give registers of this group of four warps back, or take more, up to COUNT a thread (a multiple of 8). Where COUNT is 0,
+// and on other architectures, nothing happens.
+template <int COUNT>
+DEVICE void give_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
+    if constexpr (COUNT > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+template <int COUNT>
+DEVICE void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
+    if constexpr (COUNT > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}

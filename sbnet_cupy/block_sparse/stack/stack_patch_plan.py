@@ -1,0 +1,123 @@
+"""Which instance of ``stack_conv_patch``: parts of blocks, channels, stages."""
+
+import math
+from typing import NamedTuple
+
+ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
+_CELL = 8  # pixels along a side of what tensor cores take at once
+_COPIERS = 128  # threads that copy weights and patches
+_CHUNK_ELEMENTS = 64  # channels of a patch
+
+
+class PatchPlan(NamedTuple):
+    """Template arguments of ``stack_conv_patch``, in words."""
+
+    engine: str  # TileMma or TileWgmma
+    part: tuple[int, int]  # output pixels of a block that are a patch's, down and across
+    patches: int  # of a tile
+    columns: int  # output channels of a tile
+    warps: tuple[int, int]  # that share them; groups of four warps for TileWgmma
+    stages: int  # of weights
+    patch_stages: int
+    blocks: int  # thread blocks for which a multiprocessor must have registers
+
+    kernel = "stack_conv_patch"
+    split = 1
+    partials = False
+
+    @property
+    def tile(self):
+        """Output pixels and output channels of a thread block."""
+        return (math.prod(self.part) * self.patches, self.columns)
+
+    @property
+    def threads(self):
+        """Number of threads of a thread block."""
+        return math.prod(self.warps) * (128 if self.engine == "TileWgmma" else 32) + _COPIERS
+
+    def patch_pixels(self, conv):
+        """Pixels of x that a tile reads."""
+        sides = zip(self.part, conv.kernel, conv.dilation, strict=True)
+        return self.patches * math.prod(p + (k - 1) * d for p, k, d in sides)
+
+    def shared_bytes(self, conv):
+        """Dynamic shared memory of a thread block; the sums of stack_conv_patch.cuh."""
+        pixels = self.patch_pixels(conv)
+        patch = -(-pixels * ROW // 1024) * 1024
+        barriers = 8 * (2 * self.stages + 2 * self.patch_stages + 5)
+        ring = self.stages * self.columns * ROW + self.patch_stages * patch
+        return 1024 + ring + 16 * self.columns + barriers + 4 * pixels
+
+    def tiles(self, conv, rows):
+        """Number of tiles of so many rows of the stack."""
+        parts = rows * math.prod(b // p for b, p in zip(conv.block_out, self.part, strict=True))
+        return -(-parts // self.patches) * -(-conv.channels_out // self.columns)
+
+    def template(self, conv):
+        """Return the template arguments."""
+        return (
+            self.engine, conv.element, *self.part, self.patches, self.columns, *self.warps,
+            self.stages, self.patch_stages, conv.vectors_out, conv.activation, self.blocks,
+        )  # fmt: skip
+
+    def cost(self, conv, device):
+        """Estimate the cycles of a launch, as ``_cost`` of stack_conv_plan.py does."""
+        pixels, columns = self.tile
+        tiles = max(1, self.tiles(conv, conv.expected))
+        rounds = math.ceil(tiles / (device.multiprocessors * self.blocks))
+        active = min(self.blocks, math.ceil(tiles / device.multiprocessors))
+        product = pixels * columns / (32 if self.engine == "TileWgmma" else 16)
+        chunk = active * (1.2 * product + 64.3)
+        read = self.patch_pixels(conv)
+        results = 2770 + 0.0585 * pixels * columns * conv.element_bytes * active
+        # While results are stored, other warps multiply for the next tile.
+        path = rounds * conv.chunks * chunk + results * (1 + (rounds - 1) * 0.713)
+        resident = columns >= conv.channels_out and conv.chunks <= self.stages
+        loads = min(tiles, device.multiprocessors) + (0 if resident else tiles)
+        rows = tiles * conv.chunks // math.prod(conv.kernel) * read + loads * conv.chunks * columns
+        brought = rows * ROW / (63.9 * device.multiprocessors)
+        search = 343 + 5.89 * read
+        return 1880 + search + max(path, brought, conv.memory_cycles(False))
+
+
+# part of a block, patches, output channels, warps or groups of four warps, thread blocks
+_WGMMA_TILES = (
+    ((16, 16), 1, 64, (2, 1), 1),
+    ((16, 16), 1, 128, (2, 1), 1),
+    ((8, 8), 4, 64, (2, 1), 1),
+    ((8, 8), 4, 128, (2, 1), 1),
+    ((8, 16), 1, 64, (2, 1), 2),
+    ((8, 16), 1, 128, (2, 1), 1),
+    ((8, 8), 2, 64, (2, 1), 2),
+    ((8, 8), 2, 128, (2, 1), 1),
+    ((8, 8), 1, 64, (1, 1), 2),
+    ((8, 8), 1, 64, (1, 1), 3),
+    ((8, 8), 1, 128, (1, 1), 2),
+)
+_MMA_TILES = (
+    ((8, 16), 1, 64, (4, 2), 1),
+    ((8, 16), 1, 128, (4, 2), 1),
+    ((8, 8), 1, 64, (2, 2), 2),
+    ((8, 8), 2, 64, (4, 2), 1),
+)
+
+
+def patch_candidates(conv, device):
+    """Yield plans that fit the device; none for windows of one pixel, strides, or odd channels."""
+    whole = conv.element != "float" and conv.channels % _CHUNK_ELEMENTS == 0 and conv.vectors_in
+    if not (device.bulk_copy and whole and math.prod(conv.kernel) > 1 and conv.strides == (1, 1)):
+        return
+    engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
+    for part, patches, columns, warps, blocks in tiles:
+        if any(b % p for b, p in zip(conv.block_out, part, strict=True)):
+            continue
+        room = (device.shared_bytes + 1024) // blocks - 1024
+        # With one patch for all channels, the next tile's comes during the results.
+        patch_stages = 1 if conv.channels == _CHUNK_ELEMENTS else 2
+        plan = PatchPlan(engine, part, patches, columns, warps, 2, patch_stages, blocks)
+        stages = 2 + (room - plan.shared_bytes(conv)) // (columns * ROW + 16)
+        if stages >= 2:
+            yield plan._replace(stages=min(stages, conv.chunks, _MOST_STAGES))
+
+
+_MOST_STAGES = 9
