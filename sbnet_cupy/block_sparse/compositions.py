@@ -15,8 +15,8 @@ CuPy's is :mod:`.native`; each adapter has its own, whose operations are differe
 - ``affine(values, scale, shift, activation, channels_last)``: ``activation(values * scale +
   shift)`` in float32, or float64 for float64;
 - ``where(condition, values, 0)``, ``cast(values, dtype)``, ``zeros(shape, dtype, like)``,
-  ``ones(shape, dtype, like)``, ``arange(size, like)`` of int32, and
-  ``move_channels_first(stack)``.
+  ``ones(shape, dtype, like)``, ``arange(size, like)`` of int32, ``shape(array)``, and
+  ``move_channels_first(stack)``. A size may be symbolic, or the number that a graph computes.
 
 ``out`` receives the result where the library writes in place; others ignore it. All options have
 the defaults of the public functions.
@@ -104,7 +104,7 @@ def transformed_gather(
 
 def pixels_read(ops, x, bin_counts, active_block_indices, *grid, data_format="NHWC"):
     """Return bool ``[M, bh, bw, 1]``: which pixels of a stack are read from the image x."""
-    ones = ops.ones((x.shape[0], *_size(x, data_format), 1), bool, like=x)
+    ones = ops.ones(_one_channel(ops, x, data_format), bool, like=x)
     return ops.gather(ones, bin_counts, active_block_indices, *grid)
 
 
@@ -116,10 +116,10 @@ def last_writer(
     Each row scatters its own number, from 1 on, and gathers what came to lie on top. The result is
     bool, of the shape of the stack with one channel.
     """
-    active, rows = (bin_counts, active_block_indices), active_block_indices.shape[0]
+    active, rows = (bin_counts, active_block_indices), ops.shape(active_block_indices)[0]
     numbers = ops.arange(rows, like=x)[:, None, None, None] + 1
     numbers = numbers + ops.zeros((rows, *grid[0], 1), numbers.dtype, like=x)
-    nobody = ops.zeros((x.shape[0], *_size(x, data_format), 1), numbers.dtype, like=x)
+    nobody = ops.zeros(_one_channel(ops, x, data_format), numbers.dtype, like=x)
     top = ops.scatter(numbers, *active, nobody, *grid, atomic=True)
     shows = ops.gather(top, *active, *grid) == numbers
     channels_last = (data_format == "NHWC") != bool(transpose)
@@ -150,5 +150,7 @@ def layout_of_stack(channels_last):
     return {"data_format": "NHWC" if channels_last else "NCHW", "transpose": not channels_last}
 
 
-def _size(x, data_format):
-    return x.shape[1:3] if data_format == "NHWC" else x.shape[2:4]
+def _one_channel(ops, x, data_format):
+    """Return the shape of NHWC images of one channel, of the number and size of x."""
+    images, *sizes = ops.shape(x)
+    return (images, *(sizes[:2] if data_format == "NHWC" else sizes[1:]), 1)

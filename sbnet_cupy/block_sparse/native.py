@@ -59,6 +59,11 @@ def cast(values, dtype):
     return values.astype(dtype, copy=False)
 
 
+def shape(array):
+    """Return the sizes of an array."""
+    return array.shape
+
+
 def zeros(shape, dtype, like):
     """Return zeros."""
     return namespace(like).zeros(shape, dtype)

@@ -11,7 +11,7 @@ from ..errors import DeviceError
 from .arrays import ArrayContainer, array_function, device_of_all, empty, namespace
 from .graph_memory import is_capturing, keep_if_capturing
 from .launch import enqueue
-from .operator import Plan
+from .operator import Plan, whole_pieces
 from .spec import spec_of
 
 _LOCK = threading.RLock()  # of threads that pack the same weights at once, one packs
@@ -114,6 +114,14 @@ class Pack:
         self.nbytes, self.kernels = nbytes, kernels
         self._dtypes = (None,) * kernels + (np.float32,) * tables
 
+    def scratch(self, *specs):
+        """Return the bytes that a call allocates on arrays of these specs: result and copies."""
+        total = whole_pieces(self.nbytes)
+        for spec, dtype in zip(specs, self._dtypes, strict=True):
+            if spec is not None and _is_copied(spec.dtype, spec.contiguous, dtype):
+                total += whole_pieces(spec.size * np.dtype(dtype or spec.dtype).itemsize)
+        return total
+
     def __call__(self, *arrays):
         """Pack arrays, of which tables may be None; return the bytes.
 
@@ -137,12 +145,17 @@ def _laid_out(array, dtype):
 
     A copy that a captured graph reads is kept.
     """
-    if array is None or (dtype in (None, array.dtype) and array.flags.c_contiguous):
+    if array is None or not _is_copied(array.dtype, array.flags.c_contiguous, dtype):
         return array
     copy = empty(array.shape, dtype or array.dtype, array)
     keep_if_capturing(copy)
     enqueue(copy.__setitem__, ..., array)
     return copy
+
+
+def _is_copied(own, contiguous, dtype):
+    """Whether an array of a dtype of its ``own`` is copied to be read in ``dtype``, or in that."""
+    return not contiguous or (dtype is not None and own != dtype)
 
 
 @partial(array_function, takes_strided=True)

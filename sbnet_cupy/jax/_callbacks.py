@@ -18,6 +18,7 @@ except ImportError as error:
     raise ImportError("sbnet_cupy.jax needs JAX; pip install 'sbnet-cupy[jax]'") from error
 
 from ..core.launch import enqueue, recorded
+from ..core.operator import whole_pieces
 
 
 def _find_buffer_callback():
@@ -37,7 +38,6 @@ def _find_buffer_callback():
 
 
 _buffer_callback = _find_buffer_callback()
-_PIECE = 256  # bytes; pieces of scratch begin at multiples of it
 _MOST_PLACES = 64  # sets of addresses for which a callback keeps its launches
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -70,13 +70,19 @@ def call(body, spec, results, arrays, *, scratch=0, alias=None):
     has_gpu()  # and CuPy, or this raises
     wanted = [*results, jax.ShapeDtypeStruct((scratch,), np.uint8)] if scratch else list(results)
     kinds = tuple(None if a is None else (a.shape, a.dtype) for a in (*wanted, *arrays))
+    aliases = tuple((alias or {}).items())
     found = _buffer_callback(
-        _callback(body, spec, kinds, len(results), bool(scratch), tuple((alias or {}).items())),
+        _callback(body, spec, kinds, len(results), bool(scratch), aliases),
         wanted,
-        input_output_aliases=alias,
+        input_output_aliases={_given_before(source, arrays): t for source, t in aliases},
         command_buffer_compatible=True,
     )(*arrays)
     return vary_alike(found[: len(results)], arrays)
+
+
+def _given_before(position, arrays):
+    """Return the position of an array among those that are given: JAX counts no others."""
+    return sum(array is not None for array in arrays[:position])
 
 
 @functools.cache
@@ -167,6 +173,13 @@ def has_gpu():
             "sbnet_cupy.jax needs CuPy for arrays on a GPU; pip install 'sbnet-cupy[cuda13x]'"
         ) from error
     return True
+
+
+def current_device():
+    """Return the number of CuPy's current device."""
+    import cupy
+
+    return cupy.cuda.runtime.getDevice()
 
 
 # ------------------------------------------------------------------------- inside the callback
@@ -265,13 +278,8 @@ class _Pieces:
         self._next, self._left = scratch.data, scratch.nbytes
 
     def __call__(self, nbytes):
-        size = piece_bytes(nbytes)
+        size = whole_pieces(nbytes)
         assert size <= self._left, f"scratch of {self._left} bytes left, {size} needed"
         piece = self._next
         self._next, self._left = piece + size, self._left - size
         return piece
-
-
-def piece_bytes(nbytes):
-    """Return what an allocation of that many bytes takes of a scratch array."""
-    return -(-nbytes // _PIECE) * _PIECE

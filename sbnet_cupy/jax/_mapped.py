@@ -1,7 +1,40 @@
-"""What vmap does to a list of blocks: the images of all members become one batch."""
+"""What vmap does to an operation on blocks: the images of all members become one batch."""
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+_LIST = ("bin_counts", "active_block_indices")
+_JOINED = ("x", "base", "blocks")  # arrays of which those of all members become one
+
+
+def batch_members(function, names):
+    """Return a function of arrays with these names, which vmap turns into a call on more images.
+
+    It gives blocks from images, or images. Members that have tables or weights of their own run
+    one after another.
+    """
+    mapped = custom_vmap(function)
+    from_images = "blocks" not in names and "base" not in names  # to blocks
+
+    @mapped.def_vmap
+    def rule(size, batched, *arrays):
+        given = dict(zip(names, arrays, strict=True))
+        own = {name for name, is_mapped in zip(names, batched, strict=True) if is_mapped}
+        if own - {*_JOINED, *_LIST}:
+            return one_by_one(mapped, batched, arrays), True
+        n = given["x"].shape[int("x" in own)]
+        shared = from_images and "x" not in own  # the images, among all members
+        lists = [given[name] for name in _LIST]
+        are_mapped = [name in own for name in _LIST]
+        given |= zip(_LIST, one_list(size, are_mapped, *lists, n, 0 if shared else n), strict=True)
+        for name in _JOINED:
+            if given.get(name) is not None and not shared:
+                given[name] = spread(size, name in own, given[name])
+        result = mapped(*given.values())
+        return result.reshape(size, result.shape[0] // size, *result.shape[1:]), True
+
+    return mapped
 
 
 def spread(size, is_mapped, array):

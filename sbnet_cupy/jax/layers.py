@@ -5,21 +5,14 @@ from ..block_sparse.block_params import calc_block_params, calc_block_params_res
 from ..block_sparse.bottleneck.res_block import goes_fused as goes_fused_unit
 from ..block_sparse.bottleneck.res_block import what_is_uncovered
 from ..block_sparse.bottleneck.weights import BottleneckWeights, check_unit
-from ..block_sparse.checks import (
-    check_base,
-    check_block_params,
-    check_indices,
-    check_method,
-    split_indices,
-)
+from ..block_sparse.checks import plain_params, split_indices
 from ..block_sparse.conv.sparse_conv2d import goes_fused as goes_fused_conv
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
-from ..core.checks import check_array
-from ..core.sizes import output_size, pair
-from ..dense.conv2d import check_precision, resolve_problem
-from ._arguments import computes_on_gpu, stand_ins
-from ._fused import conv_op, unit_op
-from ._gathered import ConvSpec, UnitSpec, gathered_conv, gathered_unit
+from ..core.sizes import pair
+from ..dense.conv2d import resolve_problem
+from ._layers import CONV, UNIT
+from ._operation import spelled
+from ._specs import computes_on_gpu, spec_of
 from .ops import reduce_mask
 
 
@@ -84,28 +77,21 @@ def sparse_conv2d(
     >>> int(grad[1, 1, 0, 0])
     16
     """
-    check_method(method)
-    shown = stand_ins(x=x, w=w, bias=bias, base=base)
-    options = (strides, padding, activation, data_format, w_format, precision)
-    problem = resolve_problem(*shown[:2], *options)
-    image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
-    where = ((x.shape[0], *image_hw), problem.kernel, problem.strides, problem.pads)
-    indices, block_params = _blocks(where, indices, block_params, bsize, capacity)
-    calculated = (image_hw, problem.kernel, problem.strides, padding)
-    check_block_params(block_params, calc_block_params, *calculated)
-    if bias is not None:
-        check_array("bias", shown[2], shape=(problem.channels_out,), kinds="f")
+    convolution = (strides, padding, activation, data_format, w_format, precision)
+    problem = resolve_problem(spec_of("x", x), spec_of("w", w), *convolution)
+    if takes_blocks_from(indices, bsize, capacity):
+        image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
+        where = ((x.shape[0], *image_hw), problem.kernel, problem.strides, problem.pads)
+        indices, block_params = _blocks(where, indices, block_params, bsize, capacity)
+    params = plain_params(block_params, calc_block_params)
+    arrays = (x, w, *split_indices(indices), None, bias, base, None)
+    options = (params, *convolution, method)
+    (image, *_), _ = CONV.infer(arrays, options)
     check_active_grid(indices, x.shape[0], block_params.bcount)
-    shape = (x.shape[0], *problem.out_shape)
-    check_base(shown[3], shape, shown[0])
-    _check_indices(indices, shown[0])
-
-    kernel_for = (shown[0], problem, block_params.bsize_out, len(indices[1]))
-    arrays = (base, x, *indices, w, bias)
-    spec = ConvSpec(problem, block_params, method)
+    kernel_for = (image, problem, block_params.bsize_out, len(arrays[3]))
     if goes_fused_conv(method, computes_on_gpu(x), kernel_for) and x.size:
-        return conv_op(spec)(*arrays)
-    return gathered_conv(spec, *arrays)
+        return CONV.fused(arrays, options)
+    return CONV.gathered(arrays, spelled(CONV.operator, options))
 
 
 def sparse_res_block_bottleneck(
@@ -160,50 +146,31 @@ def sparse_res_block_bottleneck(
     >>> y.shape, bool((y[:, :8, :8] != 1).all()), bool((y[:, 8:] == 1).all())
     ((1, 32, 32, 16), True, True)
     """
-    check_method(method)
-    check_precision(precision)
-    image, projection, under = stand_ins(x=x, w_project=w_project, base=base)
+    if not isinstance(weights, BottleneckWeights):
+        raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
     strides = pair(strides, "strides")
-    shown = _weight_stand_ins(weights)
-    cout = check_unit(image, shown, projection, strides)
-    image_hw = x.shape[1:3]
-    where = (x.shape[:3], (3, 3), strides, "SAME")
-    indices, block_params = _blocks(where, indices, block_params, bsize, capacity)
-    check_block_params(
-        block_params, calc_block_params_res_block, image_hw, [1, 3, 1], strides, "SAME"
-    )
+    if takes_blocks_from(indices, bsize, capacity):
+        named = (("weights." + name, value) for name, value in vars(weights).items())
+        specs = BottleneckWeights(*(spec_of(name, value) for name, value in named))
+        check_unit(spec_of("x", x), specs, spec_of("w_project", w_project), strides)
+        where = (x.shape[:3], (3, 3), strides, "SAME")
+        indices, block_params = _blocks(where, indices, block_params, bsize, capacity)
+    params = plain_params(block_params, calc_block_params_res_block)
+    active = split_indices(indices)
+    arrays = (x, *weights._arrays(), w_project, *active, base, None)
+    options = (params, strides, precision, method, False)
+    (image, *specs), _ = UNIT.infer(arrays, options)
     check_active_grid(indices, x.shape[0], block_params.bcount)
-    shape = (x.shape[0], *output_size(image_hw, (3, 3), strides, "SAME"), cout)
-    check_base(under, shape, image)
-
-    _check_indices(indices, image)
-
-    kernel_for = (image, shown, block_params.bsize_out, len(indices[1]), precision)
+    specs = BottleneckWeights(*specs[:9])
+    kernel_for = (image, specs, block_params.bsize_out, len(active[1]), precision)
     uncovered = what_is_uncovered(strides, w_project)
-    spec = UnitSpec(block_params, strides, precision, method)
     if goes_fused_unit(method, computes_on_gpu(x), uncovered, kernel_for):
-        return unit_op(spec)(base, x, *indices, *weights._arrays())
-    return gathered_unit(spec, base, x, *indices, weights, w_project)
+        return UNIT.fused(arrays, options)
+    return UNIT.gathered(arrays, spelled(UNIT.operator, options))
 
 
 def _blocks(where, indices, *given):
-    """Return the list of blocks and the BlockParams of a call, which may give a mask."""
-    if takes_blocks_from(indices, *given[1:]):
-        stand_ins(indices=indices if is_mask(indices) else None)
-        indices, block_params = find_blocks(indices, *given, where, reduce_mask)
-        return split_indices(indices), block_params
-    return split_indices(indices), given[0]
-
-
-def _check_indices(indices, image):
-    """Check the table of blocks."""
-    names = ("bin_counts", "active_block_indices")
-    check_indices(*stand_ins(**dict(zip(names, indices, strict=True))), like=image)
-
-
-def _weight_stand_ins(weights):
-    """Return the weights of stand-ins; what is not a BottleneckWeights is left to the checks."""
-    if not isinstance(weights, BottleneckWeights):
-        return weights
-    named = {f"weights.{name}": value for name, value in vars(weights).items()}
-    return BottleneckWeights(*stand_ins(**named))
+    """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
+    if is_mask(indices):
+        spec_of("indices", indices)
+    return find_blocks(indices, *given, where, reduce_mask)

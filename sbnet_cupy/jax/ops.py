@@ -6,13 +6,13 @@ import jax
 
 from ..block_sparse.active_blocks import ActiveBlocks
 from ..block_sparse.from_mask import batch_of_one
-from ..block_sparse.gather_scatter.sparse_gather import resolve_gather
-from ..block_sparse.gather_scatter.sparse_scatter import resolve_scatter
+from ..block_sparse.mask.reduce_mask import REDUCE_MASK
 from ..block_sparse.mask.reduce_mask import reduce_mask as core_reduce_mask
-from ..block_sparse.mask.reduce_mask import resolve_mask
+from ..core.sizes import pair
 from ..errors import ShapeError
-from ._arguments import stand_ins
-from ._operations import GatherSpec, MaskSpec, ScatterSpec, gather_op, mask_op, scatter_op
+from ._masks import list_blocks, spelled
+from ._namespace import GATHER, SCATTER
+from ._specs import spec_of
 
 
 def reduce_mask(
@@ -60,18 +60,19 @@ def reduce_mask(
     [[0, 1, 0], [-1, -1, -1]]
     """
     mask = batch_of_one(mask)
-    (image,) = stand_ins(mask=mask)
-    blocks, grid, tol = resolve_mask(image, block_count, bsize, boffset, bstride, tol, capacity)
+    options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
+    REDUCE_MASK.infer((spec_of("mask", mask),), options)
+    blocks = (mask.shape[0], *pair(block_count, "block_count", minimum=0))
     if capacity is None:
         if isinstance(mask, jax.core.Tracer):
             raise ShapeError(
                 "capacity must be given inside jit, grad, vmap and shard_map, where shapes are "
                 f"static, got None; {math.prod(blocks)} has room for every block of this mask"
             )
-        options = {"bsize": bsize, "boffset": boffset, "bstride": bstride}
-        return core_reduce_mask(mask, block_count, tol=tol, avgpool=avgpool, **options)
-    spec = MaskSpec(blocks[1:], grid, tol, bool(avgpool), int(capacity))
-    return ActiveBlocks(*mask_op(spec)(jax.lax.stop_gradient(mask)), blocks)
+        grid = {"bsize": bsize, "boffset": boffset, "bstride": bstride}
+        return core_reduce_mask(mask, block_count, tol=tol, avgpool=avgpool, **grid)
+    listed = list_blocks(spelled(options))(jax.lax.stop_gradient(mask))
+    return ActiveBlocks(*listed, blocks)
 
 
 def sparse_gather(
@@ -118,12 +119,8 @@ def sparse_gather(
     >>> sparse_gather(x, counts, indices, bsize=2)[0, :, :, 0].tolist()
     [[8.0, 9.0], [12.0, 13.0]]
     """
-    arrays = (x, bin_counts, active_block_indices, scale, shift)
-    names = ("x", "bin_counts", "active_block_indices", "scale", "shift")
-    shown = stand_ins(**dict(zip(names, arrays, strict=True)))
-    options = (bsize, boffset, bstride, transpose, data_format, activation)
-    *_, grid = resolve_gather(*shown, *options)
-    return gather_op(GatherSpec(grid, bool(transpose), data_format, activation))(*arrays)
+    arrays = (x, bin_counts, active_block_indices, None, scale, shift)
+    return GATHER(arrays, (bsize, boffset, bstride, transpose, data_format, activation))
 
 
 def sparse_scatter(
@@ -173,10 +170,5 @@ def sparse_scatter(
     >>> sparse_scatter(jnp.ones((1, 2, 2, 1)), counts, indices, x, bsize=2)[0, :, :, 0].tolist()
     [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
     """
-    arrays = (blocks, bin_counts, active_block_indices, x)
-    names = ("blocks", "bin_counts", "active_block_indices", "x")
-    shown = stand_ins(**dict(zip(names, arrays, strict=True)))
-    options = (bsize, boffset, bstride, add, atomic, transpose, data_format)
-    _, grid = resolve_scatter(shown, *options)
-    spec = ScatterSpec(grid, bool(transpose), data_format, bool(add), bool(atomic))
-    return scatter_op(spec)(*arrays)
+    arrays = (blocks, bin_counts, active_block_indices, x, None)
+    return SCATTER(arrays, (bsize, boffset, bstride, add, atomic, transpose, data_format))

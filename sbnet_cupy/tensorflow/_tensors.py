@@ -23,12 +23,10 @@ if tuple(map(int, tf.__version__.split(".")[:2])) < _OLDEST:
     )
 
 
-def tensors(**values):
-    """Return the named values as tensors: variables are read, None stays, anything else raises."""
-    return [value if value is None else _tensor(name, value) for name, value in values.items()]
-
-
-def _tensor(name, value):
+def tensor_of(name, value):
+    """Return an argument as a tensor: a variable is read, None stays, anything else raises."""
+    if value is None:
+        return None
     if isinstance(value, tf.Variable):
         return value.read_value()
     if tf.is_tensor(value) and isinstance(value, tf.Tensor):
@@ -44,30 +42,18 @@ def _tensor(name, value):
     )
 
 
-def present(**values):
-    """Return the named values that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
+def spec_of(tensor, count=1):
+    """Return the spec of a tensor, or None where too little is known of its shape.
 
-
-def stand_ins(*values, batch=1):
-    """Return the spec of each tensor (or None), which the package's checks take; or None.
-
-    Where the number of images or blocks is not known it is ``batch``; where more is not known the
-    spec is None.
+    The number of images or blocks need not be known: it is ``count`` then.
     """
-    return [value if value is None else _stand_in(value, batch) for value in values]
-
-
-def _stand_in(value, batch):
-    if value.shape.rank is None:
+    if tensor is None or tensor.shape.rank is None:
         return None
-    shape = value.shape.as_list()
+    shape = tensor.shape.as_list()
     if len(shape) > 1 and shape[0] is None:
-        shape[0] = batch
-    dtype = np.dtype(value.dtype.as_numpy_dtype)
-    if None in shape:
-        return None
-    return ArraySpec(tuple(shape), dtype)
+        shape[0] = count
+    dtype = np.dtype(tensor.dtype.as_numpy_dtype)
+    return None if None in shape else ArraySpec(tuple(shape), dtype)
 
 
 def run(function, values, dtypes, shapes):

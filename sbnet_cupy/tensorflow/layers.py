@@ -1,27 +1,16 @@
 """sparse_conv2d and sparse_res_block_bottleneck for TensorFlow: checks, and which way they go."""
 
-import tensorflow as tf
-
 from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from ..block_sparse.bottleneck.res_block import goes_fused, what_is_uncovered
-from ..block_sparse.bottleneck.res_block import sparse_res_block_bottleneck as core_unit
 from ..block_sparse.bottleneck.weights import BottleneckWeights, check_unit
-from ..block_sparse.checks import (
-    check_base,
-    check_block_params,
-    check_indices,
-    check_method,
-    split_indices,
-)
-from ..block_sparse.conv.sparse_conv2d import sparse_conv2d as core_conv2d
+from ..block_sparse.checks import check_method, plain_params, split_indices
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
-from ..core.checks import check_array
-from ..core.sizes import output_size, pair
-from ..dense.conv2d import check_precision, resolve_problem
+from ..core.sizes import pair
+from ..dense.conv2d import resolve_problem
 from ..errors import ShapeError
-from ._gathered import gathered_conv, gathered_unit
-from ._tensors import present, run, stand_ins, tensors
+from ._layers import CONV, UNIT, gathered_conv, gathered_unit
+from ._tensors import spec_of, tensor_of
 from .ops import reduce_mask
 
 
@@ -83,36 +72,21 @@ def sparse_conv2d(
     64
     """
     check_method(method)
-    x, w, bias, base = tensors(x=x, w=w, bias=bias, base=base)
-    shown = _known(x, *stand_ins(x, w, bias, base, batch=_images(x, base)))
-    options = (strides, padding, activation, data_format, w_format, precision)
-    problem = resolve_problem(*shown[:2], *options)
-    image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
-    where = ((x.shape[0], *image_hw), problem.kernel, problem.strides, problem.pads)
-    listed, block_params = _blocks(where, indices, block_params, bsize, capacity)
-    indices = _checked_indices(listed)
-    calculated = (tuple(image_hw), problem.kernel, problem.strides, padding)
-    check_block_params(block_params, calc_block_params, *calculated)
-    check_active_grid(listed, x.shape[0], block_params.bcount)
-    if bias is not None:
-        check_array("bias", shown[2], shape=(problem.channels_out,), kinds="f")
-    check_base(shown[3], (shown[0].shape[0], *problem.out_shape), shown[0])
-
-    given = {"x": x, "w": w} | present(bias=bias, base=base)
-
-    def gathered(x, w, **more):
-        return gathered_conv(x, w, indices, block_params, problem, **more)
-
-    if method != "fused":
-        return gathered(**given)
-
-    def fused(counts, rows, x, w, **more):
-        return core_conv2d(
-            x, w, (counts, rows), block_params, strides=strides, padding=padding, method="fused",
-            activation=activation, data_format=data_format, w_format=w_format, **more,
-        )  # fmt: skip
-
-    return _fused(fused, gathered, indices, given, (x.shape[0], *problem.out_shape))
+    x, w = tensor_of("x", x), tensor_of("w", w)
+    convolution = (strides, padding, activation, data_format, w_format, precision)
+    problem = resolve_problem(_known(x), spec_of(w), *convolution)
+    if takes_blocks_from(indices, bsize, capacity):
+        image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
+        where = ((x.shape[0], *image_hw), problem.kernel, problem.strides, problem.pads)
+        indices, block_params = _blocks(where, indices, block_params, bsize, capacity)
+    params = plain_params(block_params, calc_block_params)
+    tensors = CONV.read((x, w, *split_indices(indices), None, bias, base, None))
+    options = (params, *convolution, method)
+    _, shape = CONV.infer(tensors, options)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
+    if method == "fused":
+        return CONV.compute(tensors, options, shape)
+    return gathered_conv(tensors, options, shape)
 
 
 def sparse_res_block_bottleneck(
@@ -168,100 +142,41 @@ def sparse_res_block_bottleneck(
     (TensorShape([1, 32, 32, 16]), True)
     """
     check_method(method)
-    check_precision(precision)
-    x, w_project, base = tensors(x=x, w_project=w_project, base=base)
-    image, projection, under = _known(x, *stand_ins(x, w_project, base, batch=_images(x, base)))
-    if isinstance(weights, BottleneckWeights):
-        named = {f"weights.{name}": value for name, value in vars(weights).items()}
-        weights = BottleneckWeights(*tensors(**named))
-        shown = BottleneckWeights(*stand_ins(*weights._arrays()))
-    else:
-        shown = weights  # the checks say what it must be
+    if not isinstance(weights, BottleneckWeights):
+        raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
+    x, w_project = tensor_of("x", x), tensor_of("w_project", w_project)
+    named = (("weights." + name, value) for name, value in vars(weights).items())
+    weights = BottleneckWeights(*(tensor_of(name, value) for name, value in named))
     strides = pair(strides, "strides")
-    cout = check_unit(image, shown, projection, strides)
-    image_hw = image.shape[1:3]
-    where = ((x.shape[0], *image_hw), (3, 3), strides, "SAME")
-    listed, block_params = _blocks(where, indices, block_params, bsize, capacity)
-    indices = _checked_indices(listed)
-    check_block_params(
-        block_params, calc_block_params_res_block, image_hw, [1, 3, 1], strides, "SAME"
-    )
-    check_active_grid(listed, x.shape[0], block_params.bcount)
-    shape = (*output_size(image_hw, (3, 3), strides, "SAME"), cout)
-    check_base(under, (image.shape[0], *shape), image)
-
-    uncovered = what_is_uncovered(strides, w_project)
-    if not goes_fused(method, False, uncovered, ()):
-        return gathered_unit(x, weights, indices, block_params, strides, w_project, base)
-    given = {"x": x, **vars(weights)} | present(base=base)
-
-    def gathered(x, base=None, **weights):
-        weights = BottleneckWeights(**weights)
-        return gathered_unit(x, weights, indices, block_params, strides, base=base)
-
-    def fused(counts, rows, x, base=None, **weights):
-        weights = BottleneckWeights(**weights)
-        options = {"base": base, "precision": precision, "method": "fused"}
-        return core_unit(x, weights, (counts, rows), block_params, **options)
-
-    return _fused(fused, gathered, indices, given, (x.shape[0], *shape))
-
-
-def _fused(core, gathered, indices, given, shape):
-    """Call a layer of the package; its gradient is that of the same layer gathered.
-
-    ``core`` takes the indices and, by name, what is ``given``, as arrays; ``gathered`` takes the
-    latter as tensors.
-    """
-
-    @tf.custom_gradient
-    def layer(*tensors):
-        def named(counts, rows, *arrays):
-            return core(counts, rows, **dict(zip(given, arrays, strict=True)))
-
-        y = run(named, [*indices, *tensors], tensors[0].dtype, shape)
-
-        def backward(grad):
-            with tf.GradientTape() as tape:
-                tape.watch(tensors)
-                again = gathered(**dict(zip(given, tensors, strict=True)))
-            return tape.gradient(again, tensors, grad, tf.UnconnectedGradients.ZERO)
-
-        return y, backward
-
-    return layer(*given.values())
+    specs = weights._map_arrays(spec_of)
+    check_unit(_known(x), specs, spec_of(w_project), strides)
+    if takes_blocks_from(indices, bsize, capacity):
+        where = (tuple(x.shape[:3]), (3, 3), strides, "SAME")
+        indices, block_params = _blocks(where, indices, block_params, bsize, capacity)
+    params = plain_params(block_params, calc_block_params_res_block)
+    active = split_indices(indices)
+    tensors = UNIT.read((x, *weights._arrays(), w_project, *active, base, None))
+    options = (params, strides, precision, method, False)
+    _, shape = UNIT.infer(tensors, options)
+    check_active_grid(indices, x.shape[0], block_params.bcount)
+    if goes_fused(method, False, what_is_uncovered(strides, w_project), ()):
+        return UNIT.compute(tensors, options, shape)
+    return gathered_unit(tensors, options, shape)
 
 
 def _blocks(where, indices, *given):
-    """Return the list of blocks and the BlockParams of a call, which may give a mask."""
-    if not takes_blocks_from(indices, *given[1:]):
-        return indices, given[0]
+    """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
     if is_mask(indices):
-        (indices,) = tensors(indices=indices)
+        indices = tensor_of("indices", indices)
     return find_blocks(indices, *given, where, reduce_mask)
 
 
-def _checked_indices(indices):
-    """Return the table of blocks as tensors; what a graph does not know, it checks when it runs."""
-    counts, rows = split_indices(indices)
-    indices = tensors(bin_counts=counts, active_block_indices=rows)
-    shown = stand_ins(*indices)
-    if all(array is not None for array in shown):
-        check_indices(*shown, like=shown[0])
-    return indices
-
-
-def _images(*tensors):
-    """Return the number of images that one of the tensors tells, or 1."""
-    told = [t.shape[0] for t in tensors if t is not None and t.shape.rank]
-    return next((size for size in told if size is not None), 1)
-
-
-def _known(x, *shown):
-    """Return the stand-ins, or raise where that of the image is missing."""
-    if shown[0] is None and x is not None:
+def _known(x):
+    """Return the spec of the image, or raise where too little is known of it."""
+    spec = spec_of(x)
+    if spec is None and x is not None:
         raise ShapeError(
             "x must have a known height, width and number of channels inside tf.function, "
             f"got {x.shape}; call set_shape first"
         )
-    return shown
+    return spec

@@ -1,20 +1,14 @@
 """reduce_mask, sparse_gather and sparse_scatter for TensorFlow, with their gradients."""
 
-import functools
-
 import tensorflow as tf
 
 from ..block_sparse.active_blocks import ActiveBlocks
-from ..block_sparse.gather_scatter.sparse_gather import resolve_gather
-from ..block_sparse.gather_scatter.sparse_gather import sparse_gather as core_gather
-from ..block_sparse.gather_scatter.sparse_scatter import resolve_scatter
-from ..block_sparse.gather_scatter.sparse_scatter import sparse_scatter as core_scatter
-from ..block_sparse.grid import resolve_grid
+from ..block_sparse.mask.reduce_mask import REDUCE_MASK
 from ..block_sparse.mask.reduce_mask import reduce_mask as core_reduce_mask
-from ..block_sparse.mask.reduce_mask import resolve_mask
-from ..core.arrays import compute_dtype
+from ..core.sizes import pair
 from ..errors import ShapeError
-from ._tensors import present, run, stand_ins, tensors
+from ._namespace import GATHER, SCATTER
+from ._tensors import run, spec_of, tensor_of
 
 
 def reduce_mask(
@@ -57,25 +51,26 @@ def reduce_mask(
     >>> reduce_mask(mask, (2, 2), bsize=2).active_block_indices.numpy().tolist()
     [[0, 1, 0]]
     """
-    (mask,) = tensors(mask=mask)
+    mask = tensor_of("mask", mask)
     if mask is not None and mask.shape.rank == 2:
         mask = mask[None]
-    sizes = {"bsize": bsize, "boffset": boffset, "bstride": bstride}
-    options = {**sizes, "tol": tol, "avgpool": avgpool, "capacity": capacity}
-    (shown,) = stand_ins(mask)
-    if shown is None and mask is not None:
+    spec = spec_of(mask)
+    if spec is None and mask is not None:
         raise ShapeError(
             f"mask must have a known height and width inside tf.function, got {mask.shape}; "
             "call set_shape first"
         )
-    blocks, *_ = resolve_mask(shown, block_count, *sizes.values(), tol, capacity)
+    REDUCE_MASK.infer((spec,), (block_count, bsize, boffset, bstride, tol, avgpool, capacity))
+    options = {"bsize": bsize, "boffset": boffset, "bstride": bstride, "tol": tol}
+    options |= {"avgpool": avgpool, "capacity": capacity}
 
     def listed(mask):
         return tuple(core_reduce_mask(mask, block_count, **options))
 
     shapes = [(1,), (capacity, 3)]
-    pair = run(listed, [tf.stop_gradient(mask)], [tf.int32, tf.int32], shapes)
-    return ActiveBlocks(*pair, (mask.shape[0], *blocks[1:]))
+    found = run(listed, [tf.stop_gradient(mask)], [tf.int32, tf.int32], shapes)
+    blocks = (mask.shape[0], *pair(block_count, "block_count", minimum=0))
+    return ActiveBlocks(*found, blocks)
 
 
 def sparse_gather(
@@ -122,82 +117,8 @@ def sparse_gather(
     >>> sparse_gather(x, counts, indices, bsize=2)[0, :, :, 0].numpy().tolist()
     [[8.0, 9.0], [12.0, 13.0]]
     """
-    arrays = (x, bin_counts, active_block_indices, scale, shift)
-    names = ("x", "bin_counts", "active_block_indices", "scale", "shift")
-    x, counts, rows, scale, shift = tensors(**dict(zip(names, arrays, strict=True)))
-    options = (bsize, boffset, bstride, transpose, data_format, activation)
-    shape = _blocks_shape(x, counts, rows, scale, shift, *options)
-    layout = {"transpose": transpose, "data_format": data_format}
-    plain = {"bsize": bsize, "boffset": boffset, "bstride": bstride, **layout}
-    given = present(scale=scale, shift=shift)
-
-    def core(x, counts, rows, *tables):
-        fused = dict(zip(given, tables, strict=True))
-        return core_gather(x, counts, rows, activation=activation, **fused, **plain)
-
-    @tf.custom_gradient
-    def gather(x, *tables):
-        blocks = run(core, [x, counts, rows, *tables], x.dtype, shape)
-
-        def backward(grad):
-            if not tables and activation is None:
-                add = {"add": True, "atomic": True}
-                return sparse_scatter(grad, counts, rows, tf.zeros_like(x), **plain, **add)
-            # The fused operation is the plain one followed by arithmetic: so is its gradient.
-            with tf.GradientTape() as tape:
-                tape.watch([x, *tables])
-                fused = dict(zip(given, tables, strict=True))
-                y = _unfused(x, counts, rows, plain, activation, **fused)
-            return tape.gradient(y, [x, *tables], grad, tf.UnconnectedGradients.ZERO)
-
-        return blocks, backward
-
-    return gather(x, *given.values())
-
-
-def _blocks_shape(x, counts, rows, scale, shift, *options):
-    """Check the arguments as far as they are known; return the static shape of the blocks."""
-    given = [tensor for tensor in (x, counts, rows, scale, shift) if tensor is not None]
-    shown = stand_ins(x, counts, rows, scale, shift)
-    if len([array for array in shown if array is not None]) == len(given):
-        shape, *_ = resolve_gather(*shown, *options)
-        return (rows.shape[0], *shape[1:])
-    resolve_grid(*options[:3])  # the rest when the graph runs
-    return (None,) * 4
-
-
-def _unfused(x, counts, rows, plain, activation, scale=None, shift=None):
-    """Gather plainly, then apply scale, shift and activation inside the image."""
-    nchw = plain["data_format"] == "NCHW"
-    channels_last = nchw == bool(plain["transpose"])
-    blocks = sparse_gather(x, counts, rows, **plain)
-    size = tf.shape(x)
-    ones = tf.ones(tf.stack([size[0], size[2 if nchw else 1], size[3 if nchw else 2], 1]), tf.int8)
-    grid = {name: plain[name] for name in ("bsize", "boffset", "bstride")}
-    inside = sparse_gather(ones, counts, rows, **grid) > 0
-    inside = inside if channels_last else tf.transpose(inside, (0, 3, 1, 2))
-    values = affine(blocks, scale, shift, activation, channels_last)
-    return tf.cast(tf.where(inside, values, tf.zeros((), values.dtype)), x.dtype)
-
-
-def affine(values, scale, shift, activation, channels_last=True):
-    """Return ``activation(values * scale + shift)`` in float32, or float64 for float64."""
-    dtype = compute_dtype(values.dtype.as_numpy_dtype)
-    per_channel = (-1,) if channels_last else (-1, 1, 1)
-    values = tf.cast(values, dtype)
-    if scale is not None:
-        values *= tf.reshape(tf.cast(scale, dtype), per_channel)
-    if shift is not None:
-        values += tf.reshape(tf.cast(shift, dtype), per_channel)
-    return _ACTIVATIONS[activation](values)
-
-
-_ACTIVATIONS = {
-    None: lambda values: values,
-    "relu": tf.nn.relu,
-    "silu": tf.nn.silu,
-    "gelu": functools.partial(tf.nn.gelu, approximate=False),
-}
+    tensors = (x, bin_counts, active_block_indices, None, scale, shift)
+    return GATHER(tensors, (bsize, boffset, bstride, transpose, data_format, activation))
 
 
 def sparse_scatter(
@@ -246,46 +167,5 @@ def sparse_scatter(
     >>> y[0, :, :, 0].numpy().tolist()
     [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
     """
-    arrays = (blocks, bin_counts, active_block_indices, x)
-    names = ("blocks", "bin_counts", "active_block_indices", "x")
-    blocks, counts, rows, x = tensors(**dict(zip(names, arrays, strict=True)))
-    grid = resolve_grid(bsize, boffset, bstride)
-    shown = stand_ins(blocks, counts, rows, x)
-    sizes = {tensor.shape.rank and tensor.shape[0] for tensor in (blocks, rows)}
-    if all(array is not None for array in shown) and (None not in sizes or sizes == {None}):
-        resolve_scatter(shown, *grid, add, atomic, transpose, data_format)
-    layout = {"transpose": transpose, "data_format": data_format}
-    options = {**grid._asdict(), **layout, "add": add, "atomic": atomic}
-
-    def core(*arrays):
-        return core_scatter(*arrays, **options)
-
-    @tf.custom_gradient
-    def scatter(blocks, x):
-        y = run(core, [blocks, counts, rows, x], x.dtype, x.shape)
-
-        def backward(grad):
-            dblocks = sparse_gather(grad, counts, rows, **grid._asdict(), **layout)
-            if add:
-                return dblocks, grad
-            dx = sparse_scatter(tf.zeros_like(dblocks), counts, rows, grad, **options)
-            if grid.overlaps or atomic:
-                last = _last(counts, rows, grad, grid, **layout)
-                dblocks = tf.where(last, dblocks, tf.zeros((), dblocks.dtype))
-            return dblocks, dx
-
-        return y, backward
-
-    return scatter(blocks, x)
-
-
-def _last(counts, rows, x, grid, transpose, data_format):
-    """Return which pixels of the stack no later row overwrites, one channel of the layout."""
-    size, places = tf.shape(x), grid._asdict()
-    nchw = data_format == "NCHW"
-    image = tf.stack([size[0], size[2 if nchw else 1], size[3 if nchw else 2], 1])
-    numbers = tf.reshape(tf.range(tf.shape(rows)[0]), (-1, 1, 1, 1))
-    stack = tf.tile(numbers, (1, *grid.bsize, 1))
-    owner = sparse_scatter(stack, counts, rows, tf.fill(image, -1), atomic=True, **places)
-    last = sparse_gather(owner, counts, rows, **places) == stack
-    return last if nchw == bool(transpose) else tf.transpose(last, (0, 3, 1, 2))
+    tensors = (blocks, bin_counts, active_block_indices, x, None)
+    return SCATTER(tensors, (bsize, boffset, bstride, add, atomic, transpose, data_format))

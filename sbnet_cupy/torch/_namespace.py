@@ -82,6 +82,11 @@ def cast(values, dtype):
     return values.to(dtype)
 
 
+def shape(tensor):
+    """Return the sizes of a tensor."""
+    return tensor.shape
+
+
 def zeros(shape, dtype, like):
     """Return zeros."""
     return like.new_zeros(shape, dtype=dtype)

@@ -1,5 +1,6 @@
 """Every operation is declared once, in one table, and known in few places."""
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -20,6 +21,8 @@ VALID = bad_calls.VALID | stack_bad_calls.VALID | site_bad_calls.VALID
 ROOT = Path(sbnet_cupy.__file__).resolve().parent.parent
 ADAPTERS = ("torch", "jax", "tensorflow", "demo", "__main__")
 PUBLIC = [name for name in OPERATORS if hasattr(sbnet_cupy, name)]
+OFFERED = ("reduce_mask", "sparse_gather", "sparse_scatter", "sparse_conv2d",
+           "sparse_res_block_bottleneck")  # fmt: skip
 KERNELS = ("reduce_mask", "sparse_gather", "sparse_scatter", "fused_conv", "fused_bottleneck")
 
 # An argument of a public function, and the arrays or options of the operator that it becomes.
@@ -144,6 +147,38 @@ def test_an_operation_is_known_in_twelve_places_at_most(name):
     for path in LISTS:
         assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), path
     assert len(OWN) + len(LISTS) <= 12
+
+
+def names_in(path):
+    """Return all words of a file that are code, not prose."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        yield getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", "")
+        if isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+        elif isinstance(node, ast.Constant):
+            yield node.value
+
+
+@pytest.mark.parametrize("adapter", ["jax", "tensorflow"])
+@pytest.mark.parametrize("name", OFFERED)
+def test_an_adapter_knows_an_operation_in_three_places_at_most(adapter, name):
+    """Where it is made from its declaration, its signature, and ``__all__``.
+
+    The layers call reduce_mask besides.
+    """
+    folder = ROOT / "sbnet_cupy" / adapter
+    known = {path.name for path in folder.glob("*.py") if name in names_in(path)}
+    assert "__init__.py" in known
+    assert len(known - ({"layers.py"} if name == "reduce_mask" else set())) <= 3, known
+
+
+@pytest.mark.parametrize("adapter", ["jax", "tensorflow"])
+def test_an_adapter_has_no_checks_of_its_own(adapter):
+    """They are those of the declarations, but for what is decided before a mask is listed."""
+    for path in (ROOT / "sbnet_cupy" / adapter).glob("*.py"):
+        written = [name for name in names_in(path) if isinstance(name, str)]
+        checks = {name for name in written if name.startswith("check_")}
+        assert checks <= {"check_active_grid", "check_method", "check_unit"}, path
 
 
 def test_no_other_file_lists_the_operations():

@@ -10,6 +10,7 @@ import pytest
 
 import sbnet_cupy as sb
 from sbnet_cupy import DeviceError, DTypeError, ShapeError
+from sbnet_cupy.core.operator import Operator
 from support.adapter_cases import COUNT, MASK, ROWS, X, check_examples, check_parameters, layer
 from support.bad_calls import BAD, VALID, Spoiled, spoil_id
 
@@ -87,10 +88,10 @@ def test_capacity_is_needed_while_tracing(sbj, jax, transform):
 
 
 def test_an_error_inside_a_callback_reaches_the_caller(sbj, jax, monkeypatch):
-    def fail(*arrays, **options):
+    def fail(operator, arrays, options):
         raise RuntimeError("the message")
 
-    monkeypatch.setattr(sys.modules["sbnet_cupy.jax._operations"], "core_gather", fail)
+    monkeypatch.setattr(Operator, "plan_for", fail)
     table = jax.numpy.asarray(COUNT), jax.numpy.asarray(ROWS)
     with pytest.raises(jax.errors.JaxRuntimeError, match="the message"):
         sbj.sparse_gather(jax.numpy.asarray(X), *table, bsize=2).block_until_ready()

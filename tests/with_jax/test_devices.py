@@ -239,7 +239,7 @@ def test_views_on_a_gpu_and_pieces_of_scratch(jax, require):
             cupy.empty(10000, np.int32)
     starts = [array.data.ptr - memory.ctypes.data for array in found]
     assert starts == [0, 256, 768, 1024]
-    assert sum(_callbacks.piece_bytes(array.nbytes) for array in found) == 1024 + 1024
+    assert sum(_callbacks.whole_pieces(array.nbytes) for array in found) == 1024 + 1024
     assert _callbacks._Stream(1234).__cuda_stream__() == (0, 1234)
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
+from sbnet_cupy.core import launch as kernels
+from sbnet_cupy.core import operator as core_operator
 from support.adapter_cases import (
     CHANNELS,
     IMAGE,
@@ -49,7 +51,15 @@ def gpu_plans(monkeypatch):
         monkeypatch.setattr(module, "current_device", lambda: AMPERE)
     layers = importlib.import_module("sbnet_cupy.jax.layers")
     monkeypatch.setattr(layers, "computes_on_gpu", lambda x: True)
-    monkeypatch.setattr(importlib.import_module("sbnet_cupy.jax._fused"), "has_gpu", lambda: True)
+    operation = importlib.import_module("sbnet_cupy.jax._operation")
+    monkeypatch.setattr(operation, "has_gpu", lambda: True)
+    monkeypatch.setattr(operation._callbacks, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "prepare", lambda *launch, **sizes: None)  # until it is launched
+    for name in ("sparse_gather", "sparse_scatter"):
+        module = importlib.import_module(f"sbnet_cupy.block_sparse.gather_scatter.{name}")
+        monkeypatch.setattr(module, "sm_count", lambda: AMPERE.multiprocessors)
+        monkeypatch.setattr(module, "shared_bytes", lambda: AMPERE.shared_bytes)
+    monkeypatch.setattr(core_operator, "_PLANS", {})
     return AMPERE
 
 
@@ -99,7 +109,7 @@ def test_the_cuda_kernels_inside_jit(sbj, jax, require, gpu_plans, monkeypatch, 
     from support.host_memory import Memory
 
     hosted = CONV if name == "conv" else UNIT
-    fused, pieces = importlib.import_module("sbnet_cupy.jax._fused"), []
+    callbacks, pieces = importlib.import_module("sbnet_cupy.jax._callbacks"), []
 
     @contextlib.contextmanager
     def allocating_from(scratch):
@@ -118,7 +128,7 @@ def test_the_cuda_kernels_inside_jit(sbj, jax, require, gpu_plans, monkeypatch, 
             yield
         assert not left[0].nbytes  # what was asked for is what is needed
 
-    monkeypatch.setattr(fused, "allocating_from", allocating_from)
+    monkeypatch.setattr(callbacks, "allocating_from", allocating_from)
     rng = np.random.default_rng(4)
     x = rng.integers(-3, 4, IMAGE.shape).astype(dtype)
     if name == "conv":

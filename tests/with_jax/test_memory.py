@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import sbnet_cupy as sb
 from sbnet_cupy.block_sparse.gather_scatter import overlap
 from sbnet_cupy.block_sparse.grid import Grid, resolve_layout
 from sbnet_cupy.block_sparse.mask.config import configure_mask, scratch_slots
+from sbnet_cupy.core.operator import Operator
 from support.adapter_cases import (
     BFLOAT16,
     COUNT,
@@ -28,26 +28,20 @@ from support.adapter_cases import (
 
 def test_no_byte_is_copied(sbj, place, jax, monkeypatch):
     """What our code reads and writes is the memory of the caller's arrays and of the results."""
-    seen = {}
+    seen, plan_for = {}, Operator.plan_for
 
-    def watch(module, name):
-        original = getattr(module, name)
-
-        def watched(*arrays, out, **options):
-            seen[name] = [*map(pointer, arrays), pointer(out)]
-            return original(*arrays, out=out, **options)
-
-        monkeypatch.setattr(module, name, watched)
+    def watched(operator, arrays, options):
+        seen[operator.name] = [None if array is None else pointer(array) for array in arrays]
+        return plan_for(operator, arrays, options)
 
     def pointer(array):
         return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
-    watch(sys.modules["sbnet_cupy.jax._operations"], "core_gather")
-    watch(sys.modules["sbnet_cupy.jax._operations"], "core_scatter")
+    monkeypatch.setattr(Operator, "plan_for", watched)
     x, count, rows = map(place.make, (X, COUNT, ROWS))
     blocks = jax.jit(functools.partial(sbj.sparse_gather, **PLAIN))(x, count, rows)
     blocks.block_until_ready()
-    assert seen["core_gather"] == [*map(place.address, (x, count, rows, blocks))]
+    assert seen["sparse_gather"] == [*map(place.address, (x, count, rows, blocks)), None, None]
 
     scatter = functools.partial(sbj.sparse_scatter, **PLAIN)
     kept = jax.jit(scatter)(blocks, count, rows, x).block_until_ready()
@@ -56,7 +50,7 @@ def test_no_byte_is_copied(sbj, place, jax, monkeypatch):
     x = jax.jit(jax.numpy.copy)(x)  # XLA's own memory, and not maybe NumPy's, which it never reuses
     donated = place.address(x)
     y = jax.jit(scatter, donate_argnums=3)(blocks, count, rows, x).block_until_ready()
-    assert seen["core_scatter"] == [*map(place.address, (blocks, count, rows, y, y))]
+    assert seen["sparse_scatter"] == [*map(place.address, (blocks, count, rows, y, y))]
     assert place.address(y) == donated and x.is_deleted()
 
 
@@ -138,13 +132,13 @@ def test_the_cuda_kernels_inside_jit(sbj, jax, require):
 
 def test_the_same_call_is_compiled_once(sbj, jax):
     """Callbacks and traces are kept by their options, also outside jit."""
-    from sbnet_cupy.jax import _operations as operations
+    from sbnet_cupy.jax._namespace import GATHER
 
     x, count, rows = jax.numpy.asarray(X), jax.numpy.asarray(COUNT), jax.numpy.asarray(ROWS)
     for bsize in (5, (5, 5), [1, 5, 5, 1]):
         sbj.sparse_gather(x, count, rows, bsize=bsize)
-        made = operations._mapped_gather.cache_info().misses
+        made = GATHER.function.cache_info().misses
         sbj.sparse_gather(x, count, rows, bsize=bsize)
-        assert operations._mapped_gather.cache_info().misses == made
-    spec = operations.GatherSpec(Grid((5, 5), (0, 0), (5, 5)), False, "NHWC")
-    assert operations.gather_op(spec)._cache_size() == 1
+        assert GATHER.function.cache_info().misses == made
+    options = ((5, 5), (0, 0), (5, 5), False, "NHWC", None)
+    assert GATHER.function(options)._cache_size() == 1

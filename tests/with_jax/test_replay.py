@@ -12,8 +12,7 @@ import host_cuda
 import sbnet_cupy as sb
 from sbnet_cupy.block_sparse.grid import Grid
 from sbnet_cupy.core import launch as kernels
-from sbnet_cupy.core.spec import spec_of
-from sbnet_cupy.dense.conv2d import resolve_problem
+from sbnet_cupy.operators import OPERATORS
 from support.adapter_cases import COUNT, ROWS, X, normal, same
 from support.fused_on_host import AMPERE, CONV, UNIT
 from support.host_memory import Memory
@@ -93,33 +92,35 @@ def test_what_failed_is_not_kept(jax, require, monkeypatch):
 
 def changing_calls():
     """Bodies, with options, results and what they read: all that a GPU's callback repeats."""
-    from sbnet_cupy.jax import _fused, _operations
-    from sbnet_cupy.jax._gathered import ConvSpec, UnitSpec
+    from sbnet_cupy.jax import _masks
+    from sbnet_cupy.jax._operation import compute
 
     rng = np.random.default_rng(5)
     plain, overlap = Grid((4, 3), (0, 0), (4, 3)), Grid((4, 5), (-1, -1), (2, 3))
     table, blocks = (COUNT, ROWS), {g: normal(6, *g.bsize, 3) for g in (plain, overlap)}
     mask = (rng.random(X.shape[:3]) < 0.1).astype(np.float32)
     counted = [np.zeros(1, np.int32), np.zeros((8, 3), np.int32)]
-    spec = _operations.MaskSpec((2, 3), plain, 0.0, False, 8)
-    yield "reduce_mask", _operations._mask_body, spec, counted, (mask,)
-    spec = _operations.GatherSpec(overlap, False, "NHWC", "relu")
+    yield "reduce_mask", _masks.fill, ((2, 3), *plain, 0.0, False, 8), counted, (mask,)
+    key = (OPERATORS["sparse_gather"], (*overlap, False, "NHWC", "relu"), None)
     stack = [np.zeros_like(blocks[overlap])]
-    yield "gather", _operations._gather_body, spec, stack, (X, *table, None, None)
+    yield "gather", compute, key, stack, (X, *table, None, None, None)
     for grid in (plain, overlap):
-        spec = _operations.ScatterSpec(grid, False, "NHWC", True, grid.overlaps)
-        yield "scatter", _operations._scatter_body, spec, [X.copy()], (blocks[grid], *table, X)
+        options = (*grid, True, grid.overlaps, False, "NHWC")
+        key = (OPERATORS["sparse_scatter"], options, 3)
+        yield "scatter", compute, key, [X.copy()], (blocks[grid], *table, X, None)
     x, w = rng.integers(-2, 3, (2, 8, 9, 16)), rng.integers(-1, 2, (3, 3, 16, 8))
     x, w, bias = x.astype(np.float16), w.astype(np.float16), np.ones(8, np.float32)
-    params = sb.calc_block_params(x.shape, 5, 3)
-    problem = resolve_problem(spec_of(x), spec_of(w), 1, "SAME", "relu", "NHWC", "HWIO", None)
-    spec = ConvSpec(problem, params, "fused")
+    params = tuple(vars(sb.calc_block_params(x.shape, 5, 3)).values())
+    options = (params, (1, 1), "SAME", "relu", "NHWC", "HWIO", None, "fused")
     base = np.zeros((2, 8, 9, 8), np.float16)
-    yield "fused_conv", _fused._conv_body, spec, [base.copy()], (base, x, *table, w, bias)
+    given = (x, w, *table, None, bias, base, None)
+    yield "fused_conv", compute, (OPERATORS["sparse_conv2d"], options, 6), [base.copy()], given
     weights = sb.BottleneckWeights.random(16, 8, dtype="float16")._arrays()
     weights = [*weights[:3], *(t.astype(np.float16) for t in weights[3:5]), *weights[5:]]
-    spec = UnitSpec(sb.calc_block_params_res_block(x.shape, 5, [1, 3, 1]), (1, 1), None, "fused")
-    yield "fused_bottleneck", _fused._unit_body, spec, [x.copy()], (x, x, *table, *weights)
+    params = sb.calc_block_params_res_block(x.shape, 5, [1, 3, 1])
+    options = (tuple(vars(params).values()), (1, 1), None, "fused", False)
+    key = (OPERATORS["sparse_res_block_bottleneck"], options, 13)
+    yield "fused_bottleneck", compute, key, [x.copy()], (x, *weights, None, *table, x, None)
 
 
 @pytest.mark.parametrize("call", range(6))

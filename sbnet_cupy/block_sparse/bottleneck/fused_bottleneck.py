@@ -13,7 +13,7 @@ from ...core.checks import check_result, check_written
 from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import current_device
-from ...core.operator import Operator, Plan, whole_pieces
+from ...core.operator import Operator, Plan
 from ...core.packed import Pack, PackedPlan
 from ...dense.conv2d import Problem, check_precision
 from ...dense.im2col import convolve
@@ -280,14 +280,6 @@ def require_kernel(x, weights, bsize, rows, precision, out=None):
         )
 
 
-def packed_bytes(x, weights, bsize, rows, precision):
-    """Return how many bytes the packed weights of a call take; 0 where there is no CUDA kernel."""
-    if not x.size or missing_kernel(x, weights, bsize, rows, precision) is not None:
-        return 0
-    config = _configuration(x, weights, cut_blocks(bsize, x.shape[1:3]), rows)
-    return config.cluster * config.packed_bytes(_case(x, weights))
-
-
 def _case(x, weights):
     """Describe the unit to the planner."""
     tables = {weights.scale1.dtype, weights.shift1.dtype}
@@ -338,7 +330,7 @@ def _fused_bottleneck_cuda(x, rows, out, result, unit):
         run,
         launch,
         operands=(0, 13, 10, 11, 12),
-        scratch=whole_pieces(pack.nbytes),
+        scratch=pack.scratch(*weights._arrays()),
         base=(0,),
         pack=pack,
         how=how,

@@ -13,7 +13,7 @@ from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array, check_contiguous, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.device import current_device
-from ...core.operator import Operator, Plan, whole_pieces
+from ...core.operator import Operator, Plan
 from ...core.packed import PackedPlan
 from ...dense.activation import ACTIVATIONS, apply_activation
 from ...dense.conv2d import Problem, resolve_problem
@@ -185,12 +185,12 @@ def _plan(specs, options):
 
 def plan_fused_conv(specs, result, convolution):
     """Return the plan of a checked call. What it runs takes a PackedWeights, too, in place of w."""
-    x, _, _, active_block_indices, _, _, residual, out = specs
+    x, w, _, active_block_indices, scale, bias, residual, out = specs
     if not result.size:
         return Plan((result,), _nothing_convolved)
     if x.on_gpu:
-        rows, out = active_block_indices.shape[0], out or result
-        return _plan_cuda(x, rows, residual, out, result, convolution)
+        rows, weights = active_block_indices.shape[0], (w, scale, bias)
+        return _plan_cuda(x, weights, rows, residual, out or result, result, convolution)
     stack = _plan_stack(x, convolution)
     return Plan((result,), functools.partial(_fused_conv_numpy, stack=stack))
 
@@ -307,14 +307,6 @@ def require_kernel(x, problem, bsize, rows):
         )
 
 
-def packed_bytes(x, problem, bsize, rows):
-    """Return how many bytes the packed weights of a call take; 0 where there is no CUDA kernel."""
-    if missing_kernel(x, problem, bsize, rows) is not None:
-        return 0
-    case, bsize = _case(x, problem, current_device()), cut_blocks(bsize, problem.out_size)
-    return _configuration(case, x, problem, bsize, rows).packed_bytes(case)
-
-
 def _configuration(case, x, problem, bsize, rows):
     """Return the instance for about so many active rows; whether vectors are whole changes none."""
     pixels = x.shape[0] * math.prod(problem.out_size)
@@ -338,7 +330,7 @@ def _case(x, problem, device, vectors_in=False, vectors_out=False):
     )
 
 
-def _plan_cuda(x, rows, residual, out, result, convolution):
+def _plan_cuda(x, weights, rows, residual, out, result, convolution):
     """Prepare one launch over the rows of the list; see fused_conv.cu."""
     problem, bsize, expected = convolution
     require_kernel(x, problem, bsize, expected)
@@ -379,7 +371,7 @@ def _plan_cuda(x, rows, residual, out, result, convolution):
         run,
         launch,
         operands=(0, 8, 6, 2, 3, 7),
-        scratch=whole_pieces(pack.nbytes),
+        scratch=pack.scratch(*weights),
         base=(),
         pack=pack,
         how=how,

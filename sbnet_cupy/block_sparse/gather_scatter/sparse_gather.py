@@ -282,8 +282,6 @@ def _sparse_gather_cuda(x, out, layout, grid, dtype, tables, activation):
     )
 
 
-
-
 def _gradient(ops, arrays, options, grad, wanted):
     """Return the gradient of x for a gather with no scale, shift or activation.
 
@@ -293,7 +291,7 @@ def _gradient(ops, arrays, options, grad, wanted):
     *grid, transpose, data_format, _ = options
     if "x" not in wanted:
         return {}
-    image = ops.zeros(x.shape, x.dtype, like=grad)
+    image = ops.zeros(ops.shape(x), x.dtype, like=grad)
     layout = {"transpose": transpose, "data_format": data_format}
     return {
         "x": ops.scatter(
@@ -311,11 +309,3 @@ GATHER = Operator(
     gradient=_gradient,
     linear=("x",),
 )
-
-
-def resolve_gather(*specs_and_options):
-    """Check; return the shape of the blocks, the layout and the grid: for adapters."""
-    x, bin_counts, active_block_indices, scale, shift, *options = specs_and_options
-    specs = (x, bin_counts, active_block_indices, None, scale, shift)
-    blocks, layout, grid = _resolve(specs, options)
-    return blocks.shape, layout, grid

@@ -326,7 +326,7 @@ def _gradient(ops, arrays, options, grad, wanted):
     if "x" in wanted and add:
         gradients["x"] = grad
     elif "x" in wanted:
-        zeros = ops.zeros(blocks.shape, blocks.dtype, like=grad)
+        zeros = ops.zeros(ops.shape(blocks), blocks.dtype, like=grad)
         gradients["x"] = ops.scatter(zeros, *active, grad, *grid, atomic=overlap, **layout)
     return gradients
 
@@ -340,8 +340,3 @@ SCATTER = Operator(
     gradient=_gradient,
     linear=("blocks", "x"),
 )
-
-
-def resolve_scatter(specs, *options):
-    """Check; return the layout and the grid: for adapters."""
-    return _resolve((*specs, None), options)

@@ -103,21 +103,6 @@ def reduce_mask(
     return ActiveBlocks(*plan.run(mask), plan.blocks)
 
 
-def reduce_mask_into(counts, indices, scratch, mask, block_count, bsize, boffset, bstride, **pool):
-    """Fill arrays that a framework owns, with as much capacity as ``indices`` has rows (not 0).
-
-    On a GPU nothing is allocated: ``scratch`` is a uint64 array of :func:`scratch_slots`, whatever
-    its contents. There must be a block, and the mask must have a pixel.
-    """
-    options = (block_count, bsize, boffset, bstride, pool["tol"], pool["avgpool"], len(indices))
-    plan = REDUCE_MASK.plan_for((mask,), options)
-    if plan.launch is None:
-        counts[...], indices[...] = plan.run(mask)
-        return
-    kernels.enqueue(scratch[: plan.workspace].fill, 0)
-    plan.launch(mask, counts, indices, scratch)
-
-
 def resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity):
     """Check the arguments of reduce_mask; return (block grid (N, h, w), the grid, tol)."""
     grid = resolve_grid(bsize, boffset, bstride)

@@ -1,4 +1,4 @@
-"""What JAX arrays must be, checked while they are traced: by shape and dtype alone."""
+"""Specs of JAX arrays, which are known while JAX traces; the package's containers as pytrees."""
 
 import dataclasses
 
@@ -24,22 +24,19 @@ jax.tree_util.register_dataclass(
 jax.tree_util.register_static(BlockParams)
 
 
-def stand_ins(**arrays):
-    """Return the spec of each named JAX array (or None), which the package's checks take."""
-    return [value if value is None else _stand_in(name, value) for name, value in arrays.items()]
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Like:
+    """What a gradient needs to know of an array whose values it does not need."""
+
+    shape: tuple
+    dtype: np.dtype
 
 
-def computes_on_gpu(x):
-    """Whether JAX will compute with this array on a GPU, as far as is known while it traces."""
-    if not isinstance(x, jax.core.Tracer):
-        platform = next(iter(x.devices())).platform
-    else:
-        chosen = jax.config.jax_default_device
-        platform = getattr(chosen, "platform", chosen) or jax.default_backend()
-    return platform in ("gpu", "cuda") and has_gpu()
-
-
-def _stand_in(name, value):
+def spec_of(name, value):
+    """Return the spec of a JAX array, which may be traced, or None; raise for anything else."""
+    if value is None:
+        return None
     if not isinstance(value, jax.Array):
         if library_of(value) is None:
             raise DTypeError(
@@ -52,3 +49,13 @@ def _stand_in(name, value):
     if not isinstance(value.dtype, np.dtype) or value.dtype.name.lstrip("u") in ("int2", "int4"):
         raise DTypeError(f"{name} must have elements of whole bytes, got {value.dtype}; use astype")
     return ArraySpec(tuple(value.shape), value.dtype)
+
+
+def computes_on_gpu(x):
+    """Whether JAX will compute with this array on a GPU, as far as is known while it traces."""
+    if not isinstance(x, jax.core.Tracer):
+        platform = next(iter(x.devices())).platform
+    else:
+        chosen = jax.config.jax_default_device
+        platform = getattr(chosen, "platform", chosen) or jax.default_backend()
+    return platform in ("gpu", "cuda") and has_gpu()
