@@ -93,8 +93,8 @@ class Session:
         ``touched`` are the bytes that one call reads and writes, ``allocated`` those of a set.
         """
         wanted = int(2 * self.cache_bytes / max(touched, 1)) + 2
-        room = int((1e9 if self.cpu else LARGEST) / max(allocated, 1))
-        return max(2, min(wanted, room, 4 if self.quick else most))
+        most_sets = int((1e9 if self.cpu else LARGEST) / max(allocated, 1))
+        return max(2, min(wanted, most_sets, 4 if self.quick else most))
 
     def native(self, result):
         """View a result as an array of ``xp``, once the device is done with it."""

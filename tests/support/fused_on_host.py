@@ -49,7 +49,7 @@ class Run:
 class HostOp:
     """A fused op whose launches go elsewhere."""
 
-    room: str  # of block_sparse
+    folder: str  # of block_sparse
     stem: str
     planner: str  # name of the function in whose place a plan of ours is given
     pack: str  # the kernel that packs weights
@@ -57,7 +57,7 @@ class HostOp:
     @property
     def module(self):
         """Where the op is defined; ``sbnet_cupy.<stem>`` is the function."""
-        return importlib.import_module(f"sbnet_cupy.block_sparse.{self.room}.{self.stem}")
+        return importlib.import_module(f"sbnet_cupy.block_sparse.{self.folder}.{self.stem}")
 
     @contextlib.contextmanager
     def device(self, launch, plan, multiprocessors, memory):
