@@ -50,9 +50,10 @@ def _backward(grad, x, mean, deviation, weight, sums, apart, number):
 @pytest.fixture
 def as_on_gpu(st, monkeypatch):
     """Take CPU tensors for those of a GPU."""
-    from sbnet_cupy.torch.network import gradients
+    from sbnet_cupy.torch.network import cuda, gradients, halos
 
     monkeypatch.setattr(gradients, "serves", lambda x, table: not (table.whole or table.static))
+    monkeypatch.setattr(halos, "sums_in_order", lambda x, table: cuda.records(x))
     for name, function in (
         ("batch_norm_stats", _stats), ("batch_norm_elemt", _elemt),
         ("batch_norm_backward_reduce", _reduce), ("batch_norm_backward_elemt", _backward),

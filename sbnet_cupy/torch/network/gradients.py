@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.nn.grad import conv2d_weight
 
 from . import ops
+from .halos import zero_outside
 
 
 def serves(x, table):
@@ -98,13 +99,6 @@ def _grad_weight(x, grad, weight, table, block, size, options):
         x = ops.halo(x, table, block, size, rims)
     x = x.contiguous(memory_format=torch.channels_last)
     return conv2d_weight(x, weight.shape, grad, stride, 0, dilation, options["groups"])
-
-
-def zero_outside(value, table, block, size):
-    """Return a stack that is 0 in pixels that are none of an image, and in rows past the count."""
-    if table.filled(block, size):
-        return value
-    return torch.where(table.inside(block, size)[:, None], value, 0)
 
 
 def batch_norm(x, table, block, size, weight, bias, eps):
