@@ -19,6 +19,11 @@ def serves(x, table):
     return x.is_cuda and not table.whole and not table.static
 
 
+def normalizes(x, table):
+    """Whether batch norms have gradients of their own here: on stacks and on whole images."""
+    return x.is_cuda and not table.static
+
+
 def conv(x, table, block, size, weight, bias, **options):
     """Convolve a stack as ``ops.conv`` does, and record how it is differentiated."""
     if not serves(x, table) or options["mode"] != "zeros" or options["fill"] != 0:
@@ -104,10 +109,10 @@ def _grad_weight(x, grad, weight, table, block, size, options):
 def batch_norm(x, table, block, size, weight, bias, eps):
     """Normalize by active pixels inside the image: (result, mean, variance, their number)."""
     where = table, block, size
-    if not serves(x, table):
+    if not normalizes(x, table):
         return _batch_norm(x, *where, weight, bias, eps)
     key = "number", block, size
-    number = table.keep(key, lambda: table.inside(block, size).sum(dtype=torch.int32).view(1))
+    number = table.keep(key, lambda: table.active_pixels(block, size).sum().int().view(1))
     y, mean, variance = _BatchNorm.apply(x, weight, bias, where, number, eps)
     return y, mean, variance, number.to(mean.dtype)
 

@@ -118,6 +118,8 @@ def _overlap(length, before, after, step):
 
 def zero_outside(value, table, block, size):
     """Return a stack that is 0 in pixels that are none of an image, and in rows past the count."""
+    if table.whole:
+        return table.gather(value, block, (2, 3))
     if table.filled(block, size):
         return value
     return torch.where(table.inside(block, size)[:, None], value, 0)
