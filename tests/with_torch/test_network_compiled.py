@@ -169,6 +169,20 @@ def test_which_calls_are_compiled(tuned):
 
 
 @torch.no_grad()
+def test_a_mode_that_looks_on_does_not_end_it(tuned):
+    """As the one does that finds out, ahead of a capture, whether a network waits."""
+    from sbnet_cupy.torch.network.graphs import _NoSynchronization
+
+    sparse, backend = tuned(small())
+    x, full = image(), torch.ones(2, *SIZE)
+    with _NoSynchronization():
+        watched = sparse(x, full)
+    assert backend.steps() == (0, 0)
+    assert_near(sparse(x, full), watched)
+    assert backend.steps() == (0, 1)
+
+
+@torch.no_grad()
 def test_what_the_result_holds_outside(tuned):
     dense, x = small()[:1].eval(), image()
     sparse, backend = tuned(dense)
@@ -277,13 +291,12 @@ def test_on_a_gpu_it_is_compiled_and_replayed(st):
     sparse.break_even = 0.5
     bound = 2 * 20 * torch.finfo(torch.float16).eps
     for factor in (1.0, 0.5):
-        with torch.no_grad():
-            for parameter in dense.parameters():
-                parameter.mul_(factor)
+        for parameter in dense.parameters():
+            parameter.mul_(factor)
+        wide = copy.deepcopy(dense).double()
         for seed in range(5):
             on, mask = (t.cuda() for t in networks.blocks((2, *SIZE), BLOCK, 0.4, seed))
-            expected = networks.oracle(dense.double(), x.double(), on, BLOCK)
-            dense.half()
+            expected = networks.oracle(wide, x.double(), on, BLOCK)
             for _ in range(3):
                 y = sparse(x, mask).double()
                 assert (y - expected).norm() <= bound * (expected.norm() + 1)

@@ -22,7 +22,7 @@ SIZE, BLOCK = (61, 84), 16
 def image(dtype=torch.float64):
     """Return two random images."""
     generator = torch.Generator().manual_seed(7)
-    return torch.randn(2, 3, *SIZE, dtype=dtype, generator=generator)
+    return torch.randn(2, 3, *SIZE, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def _stats(x, eps):
@@ -50,9 +50,11 @@ def _backward(grad, x, mean, deviation, weight, sums, apart, number):
 @pytest.fixture
 def as_on_gpu(st, monkeypatch):
     """Take CPU tensors for those of a GPU."""
-    from sbnet_cupy.torch.network import gradients
+    from sbnet_cupy.torch.network import cuda, gradients, halos
 
     monkeypatch.setattr(gradients, "serves", lambda x, table: not (table.whole or table.static))
+    monkeypatch.setattr(gradients, "normalizes", lambda x, table: not table.static)
+    monkeypatch.setattr(halos, "sums_in_order", lambda x, table: cuda.records(x))
     for name, function in (
         ("batch_norm_stats", _stats), ("batch_norm_elemt", _elemt),
         ("batch_norm_backward_reduce", _reduce), ("batch_norm_backward_elemt", _backward),
@@ -73,8 +75,8 @@ def learn(sparse, x, mask):
 
 
 @pytest.mark.parametrize("name", [n for n in networks.FAMILIES if n != "csp"])
-@pytest.mark.parametrize("capacity", [None, 1.0])
-def test_gradients_are_those_of_pytorch(st, name, capacity, request):
+@pytest.mark.parametrize(("capacity", "break_even"), [(None, 2.0), (1.0, 2.0), (None, 0.0)])
+def test_gradients_are_those_of_pytorch(st, name, capacity, break_even, request):
     """Of convolutions of all kinds, and of batch norms of the active pixels."""
     dense = networks.network(name).double().train()
     _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
@@ -83,7 +85,7 @@ def test_gradients_are_those_of_pytorch(st, name, capacity, request):
         if own:
             request.getfixturevalue("as_on_gpu")
         sparse = st.sparsify(copy.deepcopy(dense), BLOCK, capacity=capacity)
-        sparse.break_even = 2.0
+        sparse.break_even = break_even
         results.append(learn(sparse, image(), mask))
     expected, actual = results
     assert actual.keys() == expected.keys()

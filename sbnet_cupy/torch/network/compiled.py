@@ -41,7 +41,10 @@ class Compiled:
         """Return what the network returns, images finished as ``outside`` says."""
         if self.state is None or not self.state.holds():
             self._read(sparse, x, table.mask)
-        images = iter(self.run(x, table.mask.contiguous(), *self.weights))
+        # called once in a mode that looks on, Dynamo would leave the graph alone for good
+        watched = torch._C._len_torch_dispatch_stack() > 0
+        run = self.graph if watched else self.run
+        images = iter(run(x, table.mask.contiguous(), *self.weights))
         leaves = [
             shown(next(images), table, end, outside) if is_tensor else end
             for is_tensor, end in self.ends
@@ -63,6 +66,7 @@ class Compiled:
         self.weights = _lift(graph)
         made_of = graph.code, [(t.shape, t.stride(), t.dtype, t.device) for t in self.weights]
         if made_of != self.made_of:
+            self.graph = graph
             self.run = torch.compile(graph, dynamic=False, **self.options)
         self.made_of, self.state = made_of, state
 

@@ -11,11 +11,17 @@ from torch.autograd import Function
 from torch.nn.grad import conv2d_weight
 
 from . import ops
+from .halos import zero_outside
 
 
 def serves(x, table):
     """Whether a stack has gradients of its own here."""
     return x.is_cuda and not table.whole and not table.static
+
+
+def normalizes(x, table):
+    """Whether batch norms have gradients of their own here: on stacks and on whole images."""
+    return x.is_cuda and not table.static
 
 
 def conv(x, table, block, size, weight, bias, **options):
@@ -100,20 +106,13 @@ def _grad_weight(x, grad, weight, table, block, size, options):
     return conv2d_weight(x, weight.shape, grad, stride, 0, dilation, options["groups"])
 
 
-def zero_outside(value, table, block, size):
-    """Return a stack that is 0 in pixels that are none of an image, and in rows past the count."""
-    if table.filled(block, size):
-        return value
-    return torch.where(table.inside(block, size)[:, None], value, 0)
-
-
 def batch_norm(x, table, block, size, weight, bias, eps):
     """Normalize by active pixels inside the image: (result, mean, variance, their number)."""
     where = table, block, size
-    if not serves(x, table):
+    if not normalizes(x, table):
         return _batch_norm(x, *where, weight, bias, eps)
     key = "number", block, size
-    number = table.keep(key, lambda: table.inside(block, size).sum(dtype=torch.int32).view(1))
+    number = table.keep(key, lambda: table.active_pixels(block, size).sum().int().view(1))
     y, mean, variance = _BatchNorm.apply(x, weight, bias, where, number, eps)
     return y, mean, variance, number.to(mean.dtype)
 

@@ -11,54 +11,11 @@ from torch.nn import functional as F
 from . import cuda, cuda_ends, onednn
 from .entry import Entry
 from .epilogue import finish
+from .halos import halo, take
 
 # A rim of a few pixels around a small block is most of what a convolution would read: below this
 # many pixels a block, the CPU makes rows of all pixels under the kernel, one for each output.
 _COLUMNS_BELOW = 36
-
-
-def halo(x, table, block, size, pads, fill=0.0, mode="zeros"):
-    """Return each block with its rim: ``[M, C, b, b]`` to ``[M, C, top + b + bottom, ...]``.
-
-    Parameters
-    ----------
-    x : tensor, shape (M, C, *block)
-        The stack.
-    table : BlockTable
-        Where its blocks lie.
-    block, size : (int, int)
-        A block and the image, in pixels of this stage.
-    pads : (int, int, int, int)
-        Rim at the top, bottom, left and right; negative numbers cut pixels off.
-    fill : float
-        What lies outside the image; what lies in no active block is 0.
-    mode : {"zeros", "replicate", "reflect", "circular"}
-        What lies outside the image: ``fill``, or pixels of the image.
-    """
-    if cuda.serves(x):
-        taken = cuda.halo(x, table, block, size, pads, fill, mode)
-        if taken is not None:
-            return taken
-    index, held, inside = table.window(block, size, pads, mode)
-    taken = _take(x, table, index, held, ("window", block, size, pads, mode))
-    if fill != 0 and mode == "zeros":
-        taken = torch.where(inside[..., None], taken, fill)
-    return taken.permute(0, 3, 1, 2)
-
-
-def _take(x, table, index, held, key):
-    """Return pixels of the stack at ``index [M, ...]``, 0 where nothing is: ``[M, ..., C]``."""
-    pixels = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-    flat = index.reshape(-1)
-    # on a GPU, gradients of an index are added up in the order of a sort, of index_select in none
-    taken = pixels[flat] if x.is_cuda else pixels.index_select(0, flat)
-    taken = taken.view(*index.shape, x.shape[1])
-    if x.is_cuda or table.static:
-        return torch.where(held[..., None], taken, 0)
-    missing = table.keep(("missing", *key), lambda: (~held).reshape(-1).nonzero()[:, 0])
-    if missing.numel():
-        taken.view(-1, x.shape[1]).index_fill_(0, missing, 0)
-    return taken
 
 
 def conv(
@@ -174,7 +131,7 @@ def rim(kernel, stride, pads, dilation):
 def _columns(x, table, block, size, rims, mode, kernel, stride, dilation):
     """Return the pixels under the kernel for each output: ``[1, kh * kw * C, M * h', w']``."""
     key, (index, held) = table.columns(block, size, rims, mode, kernel, stride, dilation)
-    taken = _take(x, table, index, held, key)  # [M, h', w', kh, kw, C]
+    taken = take(x, table, index, held, key)  # [M, h', w', kh, kw, C]
     m, h, w = index.shape[:3]
     return taken.reshape(1, m * h, w, -1).permute(0, 3, 1, 2)
 

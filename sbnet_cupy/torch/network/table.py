@@ -9,7 +9,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from . import cuda_ends
+from . import cuda_ends, per_image
 
 INSIDE_MODES = ("replicate", "reflect", "circular")
 
@@ -304,9 +304,9 @@ class BlockTable(Table):
             out = out.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         return out[:, : size[0], : size[1]].permute(_inverse(order))
 
-    def spread(self, per_image):
+    def spread(self, given):
         """Repeat what is given for each image for each of its rows."""
-        return per_image[self.image]  # whose gradient is added up in a fixed order
+        return per_image.repeat(given, self.image, self.place)
 
     def sum_pixels(self, value, block, size, hw):
         """Sum active pixels inside the image: ``[M, ...]`` to ``[N, ...]`` without ``hw``."""
@@ -317,8 +317,7 @@ class BlockTable(Table):
         rows = value.sum(hw)
         if self.batch == 1:
             return rows.sum(0, keepdim=True)
-        zero = rows.new_zeros(1, *rows.shape[1:])
-        return torch.cat([rows, zero])[self.place.view(self.batch, -1)].sum(1)
+        return per_image.add_up(rows, self.image, self.place)
 
     def mean_inside(self, value, block, size):
         """Return mean and biased variance of each channel over active pixels, and their number."""
@@ -340,7 +339,7 @@ class PictureTable(Table):
     @functools.cached_property
     def on(self):
         """The active blocks."""
-        return active_blocks(self.mask, self.block)
+        return active_blocks(self.mask, self.block, not self.static)
 
     def _mask(self, value, block, size, hw):
         shape = [self.batch] + [1] * (value.dim() - 1)
@@ -374,9 +373,9 @@ class PictureTable(Table):
         """Zero an image outside active blocks."""
         return self.gather(value, block, hw)
 
-    def spread(self, per_image):
+    def spread(self, given):
         """Return what is given for each image."""
-        return per_image
+        return given
 
     def sum_pixels(self, value, block, size, hw):
         """Sum active pixels."""
@@ -446,13 +445,17 @@ def _inverse(order):
     return tuple(order.index(i) for i in range(len(order)))
 
 
-def active_blocks(mask, block):
-    """Return which blocks of a mask ``[N, H, W]`` hold a set pixel: bool ``[N, gh, gw]``."""
+def active_blocks(mask, block, as_words=True):
+    """Return which blocks of a mask ``[N, H, W]`` hold a set pixel: bool ``[N, gh, gw]``.
+
+    ``as_words`` looks at eight pixels at once, which torch.compile cannot.
+    """
     n, h, w = mask.shape
     grid = (-(-h // block[0]), -(-w // block[1]))
     short = (0, grid[1] * block[1] - w, 0, grid[0] * block[0] - h)
     mask = F.pad(mask, short) if any(short) else mask
-    if block[1] % 8 == 0 and mask.is_contiguous() and mask.storage_offset() % 8 == 0:
-        mask = mask.view(torch.int64) != 0  # eight pixels at once
+    as_words = as_words and block[1] % 8 == 0
+    if as_words and mask.is_contiguous() and mask.storage_offset() % 8 == 0:
+        mask = mask.view(torch.int64) != 0
         block = (block[0], block[1] // 8)
     return mask.view(n, grid[0], block[0], grid[1], block[1]).any(4).any(2)
