@@ -12,6 +12,7 @@ operators only where they are dispatched.
 
 import torch
 from torch.autograd import forward_ad, profiler
+from torch.nn.modules import module as modules
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -116,6 +117,42 @@ def _stream_of_runtime(device):
 # object, or see to it that CUDA is initialised, at each call.
 current_device = getattr(torch._C, "_cuda_getDevice", _device_of_runtime)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_runtime)
+
+
+# The namespace of functions behind ``torch.nn.functional``; most of them are in both.
+builtin_functions = getattr(torch._C, "_nn", torch.nn.functional)
+
+_counts = [getattr(torch._C, f"_len_torch_{kind}_stack", None) for kind in ("function", "dispatch")]
+_profiles = getattr(torch.autograd, "_profiler_enabled", None)
+_hooks = [getattr(modules, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks")]
+_is_known = not any(found is None for found in (*_counts, _profiles, *_hooks))
+
+
+def is_watched():
+    """Whether something sees, or changes, each function or module of this thread's calls.
+
+    So are modes, profilers, and hooks of all modules. Yes, where there is no telling.
+    """
+    return not _is_known or bool(
+        torch.compiler.is_compiling()
+        or _profiles()
+        or any(count() for count in _counts)
+        or any(_hooks)
+    )
+
+
+if hasattr(torch._C, "DisableTorchFunctionSubclass"):
+
+    def plainly(function, *args, **kwargs):
+        """Call a function of tensors as if those of a subclass had no ``__torch_function__``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+else:
+
+    def plainly(function, *args, **kwargs):
+        """Call a function of tensors as if those of a subclass had no ``__torch_function__``."""
+        return torch.Tensor.__torch_function__(function, (), args, kwargs)
 
 
 def register_constant(kind):

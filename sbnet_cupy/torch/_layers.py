@@ -109,7 +109,6 @@ SPARSE_CONV2D = Operation(
     gradient=_conv_gradient,
     saves=_conv_saves,
     floats=("x", "w"),
-    packs=("w", "scale", "bias"),
 )
 UNIT = Operation(
     RES_BLOCK,
@@ -117,5 +116,4 @@ UNIT = Operation(
     saves=_unit_saves,
     prefixes=dict.fromkeys(WEIGHTS, "weights."),
     floats=("x", "weights.w1", "weights.w2", "weights.w3"),
-    weights=WEIGHTS,
 )

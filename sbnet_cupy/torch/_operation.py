@@ -66,18 +66,9 @@ class Operation:
         Words before the names of some arrays in errors.
     floats : tuple of str
         Arrays that must have 4 dimensions and a float dtype.
-    weights : tuple of str
-        Arrays that a plan may want packed, in its order, if they are so many that it saves time to
-        ask first whether they are known.
-    packs : tuple of str
-        All arrays that some plan may want packed, if they are not ``weights``.
     """
 
-    def __init__(
-        self, operator, *, gradient=None, saves=None, prefixes=None, floats=(), weights=(), packs=()
-    ):
-        self.weights = tuple(map(operator.arrays.index, weights))
-        self.packs = tuple(map(operator.arrays.index, packs or weights))
+    def __init__(self, operator, *, gradient=None, saves=None, prefixes=None, floats=()):
         self.operator, self.gradient, self._saves = operator, gradient, saves
         self._floats, self._arrays = floats, operator.arrays
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]

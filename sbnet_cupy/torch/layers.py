@@ -2,11 +2,10 @@
 
 import torch
 
-from ..block_sparse.active_blocks import ActiveBlocks
 from ..block_sparse.active_grid import check_active_grid
-from ..block_sparse.block_params import BlockParams
+from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from ..block_sparse.bottleneck.weights import BottleneckWeights
-from ..block_sparse.checks import split_indices
+from ..block_sparse.checks import arrays_of_list, plain_params
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.sizes import padding_pairs, pair
 from ..dense.conv2d import check_choice
@@ -49,10 +48,7 @@ def sparse_conv2d(
         pass ``x.permute(0, 2, 3, 1)``, which is contiguous, as ``nn.SparseConv2d`` does.
     w : tensor, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
         Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``. On a GPU the
-        fused method packs it: at each call if it requires grad, else after a call in which it did,
-        and after a change that autograd's version counter shows, as that of an operation does.
-        After a write behind it, such as to ``w.data``, call
-        ``torch.autograd.graph.increment_version(w)``.
+        fused method packs it at each call, so every change of it is seen.
     indices, block_params, bsize, strides, padding, bias, activation, base, capacity
         As for :func:`sbnet_cupy.sparse_conv2d`. ``indices`` may be a mask on the device of ``x``;
         without ``capacity`` the call then waits for a GPU, as :func:`reduce_mask` does.
@@ -91,15 +87,10 @@ def sparse_conv2d(
         kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
         where = (x, data_format, kernel, strides, padding)
         indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
-    bin_counts, active_block_indices = split_indices(indices)
-    params = fields_of(block_params)
-    _check_grid(indices, x, block_params)
-    if _is_autocast():
-        x, w, bias, base = autocast(x, w, bias, base)
-    options = (
-        params, strides, padding, activation, data_format, w_format, precision, method
-    )  # fmt: skip
-    tensors = (x, w, bin_counts, active_block_indices, None, bias, base, out)
+    active, params = _listed(x, indices, block_params, calc_block_params)
+    x, w, bias, base = autocast(x, w, bias, base)
+    options = (params, strides, padding, activation, data_format, w_format, precision, method)
+    tensors = (x, w, *active, None, bias, base, out)
     return call(SPARSE_CONV2D, tensors, options)
 
 
@@ -129,7 +120,7 @@ def sparse_res_block_bottleneck(
     x : tensor, shape (N, H, W, Cin)
         Images. One that is not contiguous is copied.
     weights : BottleneckWeights
-        Of tensors. Those that do not require grad are packed as those of :func:`sparse_conv2d`.
+        Of tensors. They are packed as the kernel of :func:`sparse_conv2d` is.
     indices, block_params, bsize, strides, w_project, base, precision, method, capacity
         As for :func:`sbnet_cupy.sparse_res_block_bottleneck`; a mask as for :func:`sparse_conv2d`.
     out : tensor, optional
@@ -161,38 +152,19 @@ def sparse_res_block_bottleneck(
     if takes_blocks_from(indices, bsize, capacity):
         where = (x, "NHWC", (3, 3), strides, "SAME")
         indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
-    bin_counts, active_block_indices = split_indices(indices)
-    params = fields_of(block_params)
-    _check_grid(indices, x, block_params)
-    given = weights._arrays()
-    if _is_autocast():
-        x, *kernels, w_project, base = autocast(x, *given[:3], w_project, base)
-        given = (*kernels, *given[3:])
-    tensors = (x, *given, w_project, bin_counts, active_block_indices, base, out)
+    active, params = _listed(x, indices, block_params, calc_block_params_res_block)
+    w1, w2, w3, *tables = weights._arrays()
+    x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
+    tensors = (x, w1, w2, w3, *tables, w_project, *active, base, out)
     return call(UNIT, tensors, (params, strides, precision, method))
 
 
-def fields_of(block_params):
-    """Return the fields of a BlockParams, as the core takes them for an option."""
-    if not isinstance(block_params, BlockParams):
-        raise TypeError(
-            f"block_params must be a BlockParams, got {type(block_params).__name__}; build it with "
-            "calc_block_params"
-        )
-    return (
-        block_params.bsize, block_params.bsize_out, block_params.boffset, block_params.bcount,
-        block_params.bstride,
-    )  # fmt: skip
-
-
-def _is_autocast():
-    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-
-
-def _check_grid(indices, x, block_params):
-    """Raise where the blocks were listed for another grid; other checks say what x must be."""
-    if isinstance(indices, ActiveBlocks) and isinstance(x, torch.Tensor) and x.dim():
+def _listed(x, indices, block_params, calculate):
+    """Return the two arrays of a list of blocks, and the fields of the BlockParams of its grid."""
+    arrays, fields = arrays_of_list(indices), plain_params(block_params, calculate)
+    if isinstance(x, torch.Tensor) and x.dim():  # another x is for other checks
         check_active_grid(indices, x.shape[0], block_params.bcount)
+    return arrays, fields
 
 
 def _blocks(x, data_format, kernel, strides, padding, indices, *given):
@@ -207,15 +179,15 @@ def _blocks(x, data_format, kernel, strides, padding, indices, *given):
     return find_blocks(indices, *given, convolution, reduce_mask)
 
 
-def autocast(*tensors):
+def autocast(x, *tensors):
     """Cast float tensors as torch's convolutions do under autocast; float64 stays."""
-    kind = getattr(getattr(tensors[0], "device", None), "type", None)  # it may be no tensor
+    kind = x.device.type if isinstance(x, torch.Tensor) else None
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return tensors
+        return x, *tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
         t.to(dtype)
         if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
         else t
-        for t in tensors
+        for t in (x, *tensors)
     )
