@@ -76,7 +76,7 @@ class ArraySpec(NamedTuple):
 
 
 class SpecGroup:
-    """Specs of several arrays as one entry of a key: hashed and compared by identity, which is fast.
+    """Specs of several arrays as one entry of a key, which is hashed and compared by identity.
 
     Groups of equal specs are one object: make them with :func:`group_of`.
     """

@@ -10,10 +10,8 @@ kept of them: no public or private name of PyTorch shows every change of a tenso
 optimizers leave no trace.
 """
 
-import numpy as np
 import torch
 
-from ..core.copy_image import COPY_IMAGE
 from ..core.spec import ArraySpec
 from ..core.workspace import workspace
 from ..errors import DTypeError, ShapeError
@@ -35,7 +33,7 @@ def call(operation, tensors, options):
     else:
         learns = described.requires_grad
     records = learns and torch.is_grad_enabled()
-    if records and out is not None:
+    if out is not None and (records or described is None):
         operation.check(tensors)
         y = call(operation, (*tensors[:place], None, *tensors[place + 1 :]), options)
         _check_out(out, y)
@@ -117,7 +115,7 @@ def _launch(plan, tensors, addresses, place):
     stream = state.current_stream(tensors[0].get_device())
     out = tensors[place]
     if plan.base is not None:
-        out = _started(plan, tensors, out, stream)
+        out = _started(plan, tensors, out)
     elif out is None:
         out = tensors[0].new_empty(plan.shape)
     addresses = [*addresses, 0]
@@ -133,44 +131,28 @@ def _packed(plan, tensors, addresses, stream):
     """Return the weights of a call as its kernel reads them; tables are read as float32."""
     pack, places = plan.pack, plan.weights
     memory = tensors[0].new_empty((pack.nbytes,), dtype=torch.uint8)
-    read, wide = [addresses[i] for i in places], []
-    for number in range(pack.kernels, len(places)):
-        table = tensors[places[number]]
-        if table is not None and table.dtype is not torch.float32:
-            wide.append(table.float())
-            read[number] = wide[-1].data_ptr()
+    tables = [tensors[i] for i in places[pack.kernels :]]
+    read = [addresses[i] for i in places]
+    others = [t for t in tables if t is not None and t.dtype is not torch.float32]
+    if others:
+        wide = (others[0] if len(others) == 1 else torch.cat(others)).float()
+        address = wide.data_ptr()
+        for number, table in enumerate(tables, pack.kernels):
+            if table is not None and table.dtype is not torch.float32:
+                read[number] = address
+                address += 4 * table.numel()
     pack.launch.on(stream, (*read, memory.data_ptr()))
     return memory
 
 
-def _started(plan, tensors, out, stream):
+def _started(plan, tensors, out):
     """Return what receives the result, with what the kernel leaves as it is: a tensor, or zeros."""
     for position in plan.base:
-        if tensors[position] is not None:
-            if out is None:
-                out = tensors[0].new_empty(plan.shape)
-            _copy(tensors[position], out, stream)
-            return out
+        base = tensors[position]
+        if base is not None:
+            out = base.new_empty(plan.shape) if out is None else out
+            return out if out.data_ptr() == base.data_ptr() else out.copy_(base)
     return tensors[0].new_zeros(plan.shape) if out is None else out.zero_()
-
-
-def _copy(source, out, stream):
-    """Copy contiguous memory, as ``copy_image`` does; nothing if it is the same."""
-    addresses = source.data_ptr(), out.data_ptr()
-    if addresses[0] == addresses[1]:
-        return
-    fields = (source.nbytes,), _BYTE, out.get_device(), None, (addresses[0] | addresses[1]) & 15
-    plan = COPY_IMAGE.find((fields, fields), ())
-    if plan is None:
-        plan = COPY_IMAGE.plan_of((ArraySpec(*fields),) * 2, ())
-    launch = plan.launch
-    if launch is None:
-        out.copy_(source)
-    else:
-        launch.on(stream, addresses)
-
-
-_BYTE = np.dtype(np.uint8)
 
 
 def _list_blocks(plan, mask, capacity):

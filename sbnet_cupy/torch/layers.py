@@ -1,17 +1,29 @@
-"""sparse_conv2d and sparse_res_block_bottleneck on tensors."""
+"""sparse_conv2d and sparse_res_block_bottleneck on tensors, with their gradients.
+
+Backward passes gather the images again, rather than keep stacks of blocks, and convolve backwards
+with PyTorch.
+"""
 
 import torch
 
+from ..block_sparse import compositions
 from ..block_sparse.active_grid import check_active_grid
-from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
-from ..block_sparse.bottleneck.weights import BottleneckWeights
+from ..block_sparse.block_params import (
+    BlockParams,
+    calc_block_params,
+    calc_block_params_res_block,
+)
+from ..block_sparse.bottleneck.res_block import RES_BLOCK
+from ..block_sparse.bottleneck.weights import WEIGHTS, BottleneckWeights
 from ..block_sparse.checks import arrays_of_list, plain_params
+from ..block_sparse.conv.sparse_conv2d import SPARSE_CONV2D
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.sizes import padding_pairs, pair
 from ..dense.conv2d import check_choice
 from ._call import call
-from ._layers import SPARSE_CONV2D, UNIT
+from ._convolve import convolve, convolve_backward
 from ._native import check_images, check_tensors
+from ._operation import Operation
 from .ops import reduce_mask
 
 
@@ -91,7 +103,7 @@ def sparse_conv2d(
     x, w, bias, base = autocast(x, w, bias, base)
     options = (params, strides, padding, activation, data_format, w_format, precision, method)
     tensors = (x, w, *active, None, bias, base, out)
-    return call(SPARSE_CONV2D, tensors, options)
+    return call(_CONV, tensors, options)
 
 
 def sparse_res_block_bottleneck(
@@ -156,7 +168,7 @@ def sparse_res_block_bottleneck(
     w1, w2, w3, *tables = weights._arrays()
     x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
     tensors = (x, w1, w2, w3, *tables, w_project, *active, base, out)
-    return call(UNIT, tensors, (params, strides, precision, method))
+    return call(_UNIT, tensors, (params, strides, precision, method))
 
 
 def _listed(x, indices, block_params, calculate):
@@ -191,3 +203,81 @@ def autocast(x, *tensors):
         else t
         for t in (x, *tensors)
     )
+
+
+# --------------------------------------------------------------------------------------- gradients
+
+
+def _conv_saves(arrays, options):
+    """The result shows where relu let through; for other activations z is computed again."""
+    names = {"x", "w", "bin_counts", "active_block_indices"}
+    if options["activation"] is None:
+        return names
+    return names | {"result" if options["activation"] == "relu" else "bias"}
+
+
+def _conv_gradient(ops, arrays, options, grad, wanted, result):
+    """Gather, differentiate the convolution of the stack, add up."""
+    x, w, bin_counts, active_block_indices, _, bias, _, _ = arrays
+    params, strides, _, activation, data_format, w_format, precision, _ = options
+    params, active = BlockParams(*params), (bin_counts, active_block_indices)
+    layout = compositions.layout_of_stack(data_format == "NHWC")
+    gradients = {}
+    if "base" in wanted:
+        channels = grad.shape[3 if data_format == "NHWC" else 1]
+        zeros = grad.new_zeros((active_block_indices.shape[0], *params.bsize_out, channels))
+        gradients["base"] = ops.scatter(zeros, *active, grad, params.bsize_out, **layout)
+    if not wanted - {"base"}:
+        return gradients
+    grid = compositions.grid_of(params)
+    kernel = w.permute([w_format.index(letter) for letter in "OIHW"])
+    grad = ops.gather(grad, *active, params.bsize_out, **layout)
+    blocks = ops.gather(x, *active, *grid, **layout)
+    if activation == "relu":
+        shown = ops.gather(result, *active, params.bsize_out, **layout)
+        grad = ops.activation_backward(grad, shown, "relu")
+    elif activation is not None:
+        z = ops.wide(convolve(blocks, kernel, strides, precision))
+        z = z if bias is None else z + bias.to(z.dtype)
+        grad = ops.activation_backward(ops.wide(grad), z, activation).to(x.dtype)
+    if "bias" in wanted:
+        gradients["bias"] = ops.wide(grad).sum((0, 1, 2)).to(bias.dtype)
+    both = "x" in wanted, "w" in wanted
+    if any(both):
+        for_x, for_w = convolve_backward(grad, blocks, kernel, strides, precision, *both)
+        if both[0]:
+            image = x.new_zeros(x.shape)
+            flags = {"add": True, "atomic": True}
+            gradients["x"] = ops.scatter(for_x, *active, image, *grid, **flags, **layout)
+        if both[1]:
+            gradients["w"] = for_w.permute(["OIHW".index(letter) for letter in w_format])
+    return gradients
+
+
+def _unit_saves(arrays, options):
+    return set(arrays) - {"base", "out"}
+
+
+def _unit_gradient(ops, arrays, options, grad, wanted, result):
+    """Differentiate the unit made of differentiable operators, computed again."""
+    named = dict(zip(RES_BLOCK.arrays, arrays, strict=True))
+    if named["base"] is not None:
+        named["base"] = grad.detach()  # of its shape; its values do not matter
+
+    def unit(x, w_project, bin_counts, active_block_indices, base, out, **weights):
+        return compositions.residual_unit(
+            ops, x, BottleneckWeights(**weights), w_project, (bin_counts, active_block_indices),
+            BlockParams(*options[0]), base, strides=options[1], precision=options[2],
+        )  # fmt: skip
+
+    return ops.gradients_of(unit, named, wanted, grad)
+
+
+_CONV = Operation(SPARSE_CONV2D, gradient=_conv_gradient, saves=_conv_saves, floats=("x", "w"))
+_UNIT = Operation(
+    RES_BLOCK,
+    gradient=_unit_gradient,
+    saves=_unit_saves,
+    prefixes=dict.fromkeys(WEIGHTS, "weights."),
+    floats=("x", "weights.w1", "weights.w2", "weights.w3"),
+)
