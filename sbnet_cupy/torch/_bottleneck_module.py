@@ -12,6 +12,7 @@ from ..core.sizes import output_size, padding_pairs
 from ..errors import ShapeError
 from . import _dispatch_state as state
 from ._batch_norm import fold, folded, normalise, normalised_stack
+from ._call import keep_packed
 from ._conv_module import refusal
 from ._convolve import convolve
 from ._module import BlockModule, check_nchw, is_channels_last
@@ -174,6 +175,7 @@ class SparseBottleneck(BlockModule):
                 return _fold(kernels, parts, norms)
             held = [t.detach() for t in given]  # keeps the memory taken
             self._kept = seen, held, _fold(kernels, parts, norms)
+            keep_packed(self._kept[2][0].w1)
         return self._kept[2]
 
     def train(self, mode=True):

@@ -5,9 +5,9 @@ the shapes, dtypes, device and alignment of the tensors; the result comes from t
 and the kernel is launched on torch's current stream. Every other call goes to the dispatcher, which
 ends in :func:`run`, too.
 
-Weights that a kernel reads packed are packed at each call, by a kernel in front of it. Nothing is
-kept of them: no public or private name of PyTorch shows every change of a tensor, and fused
-optimizers leave no trace.
+Weights that a kernel reads packed are packed at each call, by a kernel in front of it: no public or
+private name of PyTorch shows every change of a tensor, and fused optimizers leave no trace. Only
+tensors that a module made for itself, and marked with ``keep_packed``, are packed once.
 """
 
 import torch
@@ -127,8 +127,27 @@ def _launch(plan, tensors, addresses, place):
     return out
 
 
+def keep_packed(w):
+    """Let what is packed of ``w`` and the weights after it live as long as ``w``.
+
+    For tensors that nobody else sees: they must not change.
+    """
+    w.kept_packed = {}
+
+
 def _packed(plan, tensors, addresses, stream):
-    """Return the weights of a call as its kernel reads them; tables are read as float32."""
+    """Return the weights of a call as its kernel reads them."""
+    kept = getattr(tensors[plan.weights[0]], "kept_packed", None)
+    if kept is None or torch.cuda.is_current_stream_capturing():
+        return _pack(plan, tensors, addresses, stream)
+    key = plan.how, stream
+    if key not in kept:
+        kept[key] = _pack(plan, tensors, addresses, stream)
+    return kept[key]
+
+
+def _pack(plan, tensors, addresses, stream):
+    """Pack the weights of a call; tables are read as float32."""
     pack, places = plan.pack, plan.weights
     memory = tensors[0].new_empty((pack.nbytes,), dtype=torch.uint8)
     tables = [tensors[i] for i in places[pack.kernels :]]

@@ -33,7 +33,7 @@ def gather(
         tensors = (x, bin_counts, active_block_indices, None, None, None)
         return call(GATHER, tensors, (*grid, *layout, None))
     return compositions.transformed_gather(
-        sys.modules[__name__], x, bin_counts, active_block_indices, *grid, transpose=transpose,
+        _HERE, x, bin_counts, active_block_indices, *grid, transpose=transpose,
         data_format=data_format, scale=scale, shift=shift, activation=activation,
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ def convolve(
 
 def zero_outside(blocks, bin_counts, active_block_indices, grid, image_hw):
     """Return the NHWC stack with zeros where it is outside the image."""
-    inside = compositions.inside(sys.modules[__name__], active_block_indices, grid, image_hw)
+    inside = compositions.inside(_HERE, active_block_indices, grid, image_hw)
     return where(inside[..., None], blocks, 0)
 
 
@@ -148,5 +148,6 @@ def _gather_gradient(ops, arrays, options, grad, wanted, result):
     return gradients_of(gather, named, wanted, grad)
 
 
-GATHER = Operation(sparse_gather.GATHER, gradient=_gather_gradient, saves=_gather_saves)
-SCATTER = Operation(sparse_scatter.SCATTER)
+_HERE = sys.modules[__name__]
+GATHER = Operation(sparse_gather.GATHER, _HERE, gradient=_gather_gradient, saves=_gather_saves)
+SCATTER = Operation(sparse_scatter.SCATTER, _HERE)

@@ -56,8 +56,10 @@ class Operation:
     ----------
     operator : Operator
         The declaration.
+    ops : module, optional
+        The namespace that the gradient is made of.
     gradient : function, optional
-        Of a namespace, arrays, options, the gradient of the result, the wanted names and the
+        Of this namespace, arrays, options, the gradient of the result, the wanted names and the
         result: returns ``{name: gradient}``. Arrays whose values were not saved are a
         :class:`Like`. That of the declaration by default.
     saves : function, optional
@@ -69,8 +71,8 @@ class Operation:
         Arrays that must have 4 dimensions and a float dtype.
     """
 
-    def __init__(self, operator, *, gradient=None, saves=None, prefixes=None, floats=()):
-        self.operator, self._gradient, self._saves = operator, gradient, saves
+    def __init__(self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, floats=()):
+        self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
         self._floats, self._arrays = floats, operator.arrays
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
@@ -195,11 +197,9 @@ class Operation:
         arrays = [other if value is None else value for value, other in pairs]
         spelled = zip(self._options, self._spelled(arrays, ctx.sb_options), strict=True)
         options = tuple(_of_core(name, value) for name, value in spelled)
-        from . import _namespace
-
         if self._gradient is None:
-            return self.operator.gradient(_namespace, arrays, options, grad, wanted)
-        return self._gradient(_namespace, arrays, options, grad, wanted, result)
+            return self.operator.gradient(self._ops, arrays, options, grad, wanted)
+        return self._gradient(self._ops, arrays, options, grad, wanted, result)
 
 
 def define(schema, body, fake, backward=None, setup_context=None):

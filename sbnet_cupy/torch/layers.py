@@ -20,6 +20,7 @@ from ..block_sparse.conv.sparse_conv2d import SPARSE_CONV2D
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.sizes import padding_pairs, pair
 from ..dense.conv2d import check_choice
+from . import _namespace as ops
 from ._call import call
 from ._convolve import convolve, convolve_backward
 from ._native import check_images, check_tensors
@@ -273,9 +274,10 @@ def _unit_gradient(ops, arrays, options, grad, wanted, result):
     return ops.gradients_of(unit, named, wanted, grad)
 
 
-_CONV = Operation(SPARSE_CONV2D, gradient=_conv_gradient, saves=_conv_saves, floats=("x", "w"))
+_CONV = Operation(SPARSE_CONV2D, ops, gradient=_conv_gradient, saves=_conv_saves, floats=("x", "w"))
 _UNIT = Operation(
     RES_BLOCK,
+    ops,
     gradient=_unit_gradient,
     saves=_unit_saves,
     prefixes=dict.fromkeys(WEIGHTS, "weights."),

@@ -53,7 +53,7 @@ class Gpu:
     """The GPU: its stream, and what was planned and launched."""
 
     def __init__(self, torch, patch):
-        self.stream, self.planned, self.launched = STREAM, [], []
+        self.stream, self.capturing, self.planned, self.launched = STREAM, False, [], []
         self.state, self.calling = (
             importlib.import_module(f"sbnet_cupy.torch.{name}")
             for name in ("_dispatch_state", "_call")
@@ -71,6 +71,7 @@ class Gpu:
         patch.setattr(self.state, "is_plain", lambda value: isinstance(value, torch.Tensor))
         patch.setattr(self.state, "current_device", lambda: 0)
         patch.setattr(self.state, "current_stream", lambda device: self.stream)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(kernels, "prepare", self._prepare)
         patch.setattr(operator, "_PLANS", {})
         for name in [name for name in sys.modules if name.startswith("sbnet_cupy.block_sparse")]:

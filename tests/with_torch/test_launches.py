@@ -158,6 +158,23 @@ def test_units_are_computed(st, torch, gpu, image, listed):
             assert gpu.kernels() == ["pack_bottleneck", "fused_bottleneck"]
 
 
+def test_what_a_module_made_for_itself_is_packed_once(st, torch, gpu, image, listed):
+    arrays = bottleneck_weights(torch, 16, 8, 16)
+    arrays = [t.half() if i < 3 else t.round() for i, t in enumerate(arrays)]
+    there, weights = gpu.tensor(image), sb.BottleneckWeights(*map(gpu.tensor, arrays))
+    expected = st.sparse_res_block_bottleneck(there, weights, listed[1], UNIT)
+    assert gpu.kernels() == ["pack_bottleneck", "fused_bottleneck"]
+    gpu.calling.keep_packed(weights.w1)
+    for stream, packs in ((7, 1), (7, 0), (8, 1), (7, 0)):
+        gpu.stream = stream
+        y = st.sparse_res_block_bottleneck(there, weights, listed[1], UNIT)
+        assert_same(plain(y), plain(expected))
+        assert gpu.kernels() == ["pack_bottleneck"] * packs + ["fused_bottleneck"]
+    gpu.capturing = True  # a graph may outlive what is kept
+    st.sparse_res_block_bottleneck(there, weights, listed[1], UNIT)
+    assert gpu.kernels() == ["pack_bottleneck", "fused_bottleneck"]
+
+
 def test_gradients_are_recorded(st, torch, gpu, image, listed, monkeypatch):
     """A call with a gradient launches what one without launches, and so do gradients."""
     monkeypatch.setattr(gpu.calling, "compute", gpu.compute)  # of the sum that adds up in order
