@@ -16,7 +16,7 @@ from ..core.spec import ArraySpec
 from ..core.workspace import workspace
 from ..errors import DTypeError, ShapeError
 from . import _dispatch_state as state
-from ._native import check_contiguous, compute, describe, native_stream
+from ._native import check_contiguous, compute, describe, native_stream, to_tensor
 
 
 def call(operation, tensors, options):
@@ -180,7 +180,7 @@ def _list_blocks(plan, mask, capacity):
     Without a kernel, on a CPU or for a grid of no blocks, the core allocates both.
     """
     if plan.launch is None:
-        return compute(lambda mask: tuple(map(torch.from_dlpack, plan.run(mask))), (mask,))
+        return tuple(map(to_tensor, compute(plan.run, (mask,))))
     device = mask.get_device()
     counts = mask.new_empty((1,), dtype=torch.int32)
     indices = mask.new_empty(plan.results[1].shape, dtype=torch.int32)

@@ -8,6 +8,7 @@ in a CUDA graph, whose memory is its own.
 import functools
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -82,6 +83,18 @@ def view(tensor):
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(dtype)
     return tensor.numpy()
+
+
+def to_tensor(array):
+    """Return the tensor behind a native array that :func:`compute` allocated."""
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array)
+    owner = array.data.mem.tensor
+    dtype = getattr(torch, array.dtype.name)
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype, device=owner.device)
+    start = array.data.ptr - owner.data_ptr()
+    return owner[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
 class Description(NamedTuple):

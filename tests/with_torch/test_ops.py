@@ -176,9 +176,9 @@ def test_no_byte_is_copied_on_the_way_in_or_out(st, torch, device):
 
         made.append(empty((5, 3), np.int32, x))
         made[0].fill(7)
-        return torch.from_dlpack(made[0])
+        return made[0]
 
-    tensor = native.compute(allocate, (y,))
+    tensor = native.to_tensor(native.compute(allocate, (y,)))
     assert tensor.data_ptr() == address(made[0]) and tensor.device == y.device
     assert tensor.shape == (5, 3) and (tensor == 7).all()
 
