@@ -71,7 +71,10 @@ def plain_params(block_params, calculate):
             f"block_params must be a BlockParams, got {type(block_params).__name__}; build it with "
             f"{calculate.__name__}"
         )
-    return tuple(vars(block_params).values())
+    return (
+        block_params.bsize, block_params.bsize_out, block_params.boffset, block_params.bcount,
+        block_params.bstride,
+    )  # fmt: skip
 
 
 def check_block_params(block_params, calculate, image_hw, kernel, strides, padding):

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .arrays import empty
-from .spec import ArraySpec, fields_of
+from .spec import ArraySpec, SpecGroup, fields_of
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +115,10 @@ class Operator:
     linear: tuple = ()
 
     def plan_for(self, arrays, options):
-        """Return the plan of a call with NumPy or CuPy arrays, or specs, on the current device."""
+        """Return the plan of a call with NumPy or CuPy arrays, or specs, on the current device.
+
+        A :class:`SpecGroup` stands for several arrays that follow each other.
+        """
         try:
             key = (self.name, *map(fields_of, arrays), marshal.dumps(options, 2))
         except ValueError:  # an option that is no plain value
@@ -174,10 +177,13 @@ def whole_pieces(nbytes):
 
 def _specs(fields, arrays):
     """Return the specs of arrays from their fields; what is no array stays for the checks."""
-    return tuple(
-        ArraySpec(*f) if type(f) is tuple else array
-        for f, array in zip(fields, arrays, strict=True)
-    )
+    specs = []
+    for f, array in zip(fields, arrays, strict=True):
+        if type(f) is SpecGroup:
+            specs += f.specs
+        else:
+            specs.append(ArraySpec(*f) if type(f) is tuple else array)
+    return tuple(specs)
 
 
 # The plans of all operations. They are dropped when they are many, and made again as needed.

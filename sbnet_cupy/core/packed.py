@@ -12,7 +12,7 @@ from .arrays import ArrayContainer, array_function, device_of_all, empty, namesp
 from .graph_memory import is_capturing, keep_if_capturing
 from .launch import enqueue
 from .operator import Plan, whole_pieces
-from .spec import spec_of
+from .spec import group_of, spec_of
 
 _LOCK = threading.RLock()  # of threads that pack the same weights at once, one packs
 
@@ -36,12 +36,10 @@ class Packed(ArrayContainer):
         """Where the arrays are, which does not change."""
         return device_of_all(self._arrays())
 
-
-
     @functools.cached_property
     def specs(self):
-        """The specs of the arrays to pack, which do not change."""
-        return tuple(map(spec_of, self._given()))
+        """The specs of the arrays to pack, which do not change, as a SpecGroup."""
+        return group_of(tuple(map(spec_of, self._given())))
 
     def _given(self):
         """Return the arrays to pack; some may be None."""

@@ -1,5 +1,6 @@
 """ArraySpec: what checks, shape rules and planners know of an array, without the array itself."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -74,18 +75,37 @@ class ArraySpec(NamedTuple):
         return ArraySpec(tuple(shape), dtype, self.device)
 
 
+class SpecGroup:
+    """Specs of several arrays as one entry of a key, which is hashed and compared by identity.
+
+    Groups of equal specs are one object: make them with :func:`group_of`.
+    """
+
+    __slots__ = ("specs",)
+
+    def __init__(self, specs):
+        self.specs = specs
+
+
+@functools.lru_cache(1024)
+def group_of(specs):
+    """Return the SpecGroup of a tuple of specs (or None)."""
+    return SpecGroup(specs)
+
+
 def fields_of(array):
     """Return the fields of an array's spec as a plain tuple, which is equal to the spec.
 
     Making a tuple takes a fifth of the time of making an ArraySpec, and both are the same key of a
-    dictionary. For None it is None, for a spec the spec, and for what is no native array its type.
+    dictionary. For None it is None, for a spec or a group of specs that, and for what is no native
+    array its type.
     """
     if array is None:
         return None
     if type(array) is np.ndarray:
         strides = None if array.flags.c_contiguous else array.strides
         return array.shape, array.dtype, CPU, strides, 0
-    if type(array) is ArraySpec:
+    if type(array) is ArraySpec or type(array) is SpecGroup:
         return array
     try:
         memory = array.data

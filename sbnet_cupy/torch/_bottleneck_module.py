@@ -2,24 +2,20 @@
 
 from functools import partial
 
+import torch
 from torch import nn
 
+from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params_res_block
 from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..core.sizes import output_size, padding_pairs
 from ..errors import ShapeError
+from . import _dispatch_state as state
 from ._batch_norm import fold, folded, normalise, normalised_stack
+from ._call import keep_packed
 from ._conv_module import refusal
 from ._convolve import convolve
-from ._frozen import Frozen
-from ._masks import (
-    check_block_size,
-    check_capacity,
-    check_nchw,
-    fit_block_size,
-    is_channels_last,
-    resolve_blocks,
-)
+from ._module import BlockModule, check_nchw, is_channels_last
 from ._namespace import scatter
 from .layers import autocast, sparse_res_block_bottleneck
 
@@ -28,7 +24,7 @@ _KERNELS = [1, 3, 1]
 _PADS = ((1, 1), (1, 1))
 
 
-class SparseBottleneck(Frozen, nn.Module):
+class SparseBottleneck(BlockModule):
     """A pre-activation residual unit on active blocks.
 
     ``x + conv3(relu(bn3(conv2(relu(bn2(conv1(relu(bn1(x)))))))))`` with kernels 1x1, 3x3 (padding
@@ -36,9 +32,15 @@ class SparseBottleneck(Frozen, nn.Module):
     the unit changes channels or size, the shortcut is ``downsample(x)``, a 1x1 convolution. Inside
     active blocks the result is the dense unit's, elsewhere it is the shortcut.
 
-    In evaluation the batch norms are folded into the unit. In training they use the statistics of
-    the active pixels, each counted once, and keep running ones of them: on a full mask exactly what
-    the dense unit does. (Pixels outside active blocks are not computed, so they cannot count.)
+    In evaluation the batch norms are folded into the unit. The folded weights are kept until a call
+    records gradients, ``train()`` or ``eval()`` is called, or autograd's version of a parameter or
+    buffer changes. Two changes leave no version: a write to ``parameter.data``, and the step of a
+    fused optimizer of PyTorch that trains the parameters through another module. Call ``eval()``
+    after them.
+
+    In training the batch norms use the statistics of the active pixels, each counted once, and keep
+    running ones of them: on a full mask exactly what the dense unit does. (Pixels outside active
+    blocks are not computed, so they cannot count.)
 
     Parameters
     ----------
@@ -65,6 +67,8 @@ class SparseBottleneck(Frozen, nn.Module):
     >>> torch.equal(y[:, :, 16:], x[:, :, 16:]), torch.equal(y, x)
     (True, False)
     """
+
+    _kept = None  # (what the tensors were like, the tensors, what was made of them)
 
     def __init__(
         self,
@@ -95,12 +99,6 @@ class SparseBottleneck(Frozen, nn.Module):
             self.downsample = conv(in_channels, out_channels, 1, stride)
         self._configure(block_size, capacity, precision, method)
 
-    def _configure(self, block_size, capacity, precision, method):
-        self.block_size = check_block_size(block_size)
-        self.capacity = check_capacity(capacity)
-        self.precision = precision
-        self.method = method
-
     @classmethod
     def from_dense(cls, unit, *, block_size, capacity=None, precision=None, method="auto"):
         """Make a sparse unit of a dense one; it shares the very modules, and their parameters.
@@ -122,13 +120,9 @@ class SparseBottleneck(Frozen, nn.Module):
 
     def block_params(self, height, width):
         """Return the BlockParams of an image of this size."""
-        bsize = fit_block_size(self.block_size, (3, 3), self.conv2.stride)
+        bsize = self._fitting_block((3, 3), self.conv2.stride)
         size = (height, width)
         return calc_block_params_res_block(size, bsize, _KERNELS, self.conv2.stride, _PADS)
-
-    def active_blocks(self, x, mask):
-        """Return what ``unit(x, mask)`` works on, to list it once: (active, params)."""
-        return resolve_blocks(mask, None, x, self.block_params, self.capacity)
 
     def forward(self, x, mask, params=None):
         """Apply the unit where ``mask`` is set, or in active blocks that were listed before.
@@ -143,58 +137,69 @@ class SparseBottleneck(Frozen, nn.Module):
             That of the listed blocks.
         """
         check_nchw(x, self.conv1.in_channels)
-        table, params = resolve_blocks(mask, params, x, self.block_params, self.capacity)
-        last = is_channels_last(x)
+        table, params = self._blocks(x, mask, params)
+        last, strides = is_channels_last(x), self.conv2.stride
         image = x.permute(0, 2, 3, 1).contiguous()
-        size, strides = tuple(x.shape[2:]), self.conv2.stride
-        same = padding_pairs(size, (3, 3), strides, "SAME") == _PADS
-        batch = [self.training or bn.running_mean is None for bn in self._norms()]
-        if same and not any(batch):
-            y = self._folded(image, table, params)
+        norms = (self.bn1, self.bn2, self.bn3)
+        kernels = [conv.weight for conv in (self.conv1, self.conv2, self.conv3)]
+        kernels.append(None if self.downsample is None else _only_conv(self.downsample).weight)
+        batch = [self.training or bn.running_mean is None for bn in norms]
+        if any(batch) or padding_pairs(tuple(x.shape[2:]), (3, 3), strides, "SAME") != _PADS:
+            check_active_grid(table, x.shape[0], params.bcount)
+            y = self._composed(image, table, params, kernels, norms, batch)
         else:
-            y = self._composed(image, table, params, batch)
+            weights, project = self._folded(kernels, norms)
+            y = sparse_res_block_bottleneck(
+                image, weights, table, params, strides=strides, w_project=project,
+                precision=self.precision, method=self.method,
+            )  # fmt: skip
         y = y.permute(0, 3, 1, 2)
         return y if last else y.contiguous()
 
-    def _norms(self):
-        return (self.bn1, self.bn2, self.bn3)
+    def _folded(self, kernels, norms):
+        """Return the unit's weights with the batch norms folded in, and the shortcut's kernel.
 
-    def _folded(self, image, table, params):
-        """One operator, the batch norms folded to a scale and a shift per channel."""
-        norms = self._norms()
+        What was made of the same tensors in evaluation is kept, unless it may be out of date.
+        """
         parts = [t for bn in norms for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var)]
-        kernels = [conv.weight for conv in self._convs()]
-        tensors = (*kernels, self._project(), *parts)
-        weights, project = self.frozen(self._fold, tensors, [bn.eps for bn in norms])
-        return sparse_res_block_bottleneck(
-            image, weights, table, params, strides=self.conv2.stride, w_project=project,
-            precision=self.precision, method=self.method,
-        )  # fmt: skip
+        given = [t for t in (*kernels, *parts) if t is not None]
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        if learns:
+            self._kept = None
+        if learns or not state.thread_is_plain() or any(t.is_inference() for t in given):
+            return _fold(kernels, parts, norms)  # inference tensors have no version
+        given += [bn.num_batches_tracked for bn in norms if bn.num_batches_tracked is not None]
+        seen = [(id(t), t.data_ptr(), t._version) for t in given], [bn.eps for bn in norms]
+        if self._kept is None or self._kept[0] != seen:
+            if not all(map(state.is_plain, given)):
+                return _fold(kernels, parts, norms)
+            held = [t.detach() for t in given]  # keeps the memory taken
+            self._kept = seen, held, _fold(kernels, parts, norms)
+            keep_packed(self._kept[2][0].w1)
+        return self._kept[2]
 
-    def _fold(self, w1, w2, w3, project, *parts):
-        """Return the BottleneckWeights and the kernel of the shortcut, or None, HWIO."""
-        kernels = [w.permute(2, 3, 1, 0).contiguous() for w in (w1, w2, w3)]
-        tables = [
-            value
-            for i, bn in enumerate(self._norms())
-            for value in fold(*parts[4 * i : 4 * i + 4], bn.eps)
-        ]
-        if project is not None:
-            project = project.permute(2, 3, 1, 0).contiguous()
-        return BottleneckWeights(*kernels, *tables), project
+    def train(self, mode=True):
+        """Set the module to training or evaluation."""
+        self._kept = None
+        return super().train(mode)
 
-    def _composed(self, image, table, params, batch):
+    def _apply(self, *args, **kwargs):
+        self._kept = None
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "_kept"}
+
+    def _composed(self, image, table, params, kernels, norms, batch):
         """Gather, torch's own arithmetic on the stack, scatter: for statistics of the batch.
 
         Also for strides, where PyTorch pads one pixel on each side and SAME none before.
         """
-        project = self._project()
-        kernels = [conv.weight for conv in self._convs()]
-        image, project, *kernels = autocast(image, project, *kernels)
+        image, *kernels, project = autocast(image, *kernels)
         strides = self.conv2.stride
         norms = [
             partial(normalise, bn) if own else folded(bn)
-            for bn, own in zip(self._norms(), batch, strict=True)
+            for bn, own in zip(norms, batch, strict=True)
         ]
         out_hw = output_size(tuple(image.shape[1:3]), (3, 3), strides, _PADS)
         options = (table, params, strides, out_hw, self.precision)
@@ -204,16 +209,12 @@ class SparseBottleneck(Frozen, nn.Module):
             shortcut = convolve(image, project, strides, self.precision)
         return scatter(stack, *table, shortcut, params.bsize_out, add=True)
 
-    def _convs(self):
-        return (self.conv1, self.conv2, self.conv3)
 
-    def _project(self):
-        """Return the kernel of the shortcut, OIHW, or None."""
-        return None if self.downsample is None else _only_conv(self.downsample).weight
-
-    def extra_repr(self):
-        """Say the size of the blocks."""
-        return f"block_size={self.block_size}"
+def _fold(kernels, parts, norms):
+    """Return the BottleneckWeights and the kernel of the shortcut, or None; all HWIO."""
+    *kernels, project = (k if k is None else k.permute(2, 3, 1, 0).contiguous() for k in kernels)
+    tables = [fold(*parts[4 * i : 4 * i + 4], bn.eps) for i, bn in enumerate(norms)]
+    return BottleneckWeights(*kernels, *(table for pair in tables for table in pair)), project
 
 
 def _parts_of(unit):
@@ -253,17 +254,21 @@ def _check_unit(unit):
         isinstance(unit.downsample, nn.Sequential) and not len(unit.downsample)
     ):
         unit.downsample = None
-    for name, bn in zip(("bn1", "bn2", "bn3"), unit._norms(), strict=True):
-        if type(bn) is not nn.BatchNorm2d:
-            raise TypeError(f"unit.{name} must be a BatchNorm2d, got {type(bn).__name__}")
-    stride = unit.conv2.stride
-    wanted = [("conv1", (1, 1), (1, 1), (0, 0)), ("conv2", (3, 3), stride, (1, 1)),
-              ("conv3", (1, 1), (1, 1), (0, 0))]  # fmt: skip
-    convs = list(unit._convs())
+    for name in ("bn1", "bn2", "bn3"):
+        if type(getattr(unit, name)) is not nn.BatchNorm2d:
+            kind = type(getattr(unit, name)).__name__
+            raise TypeError(f"unit.{name} must be a BatchNorm2d, got {kind}")
+    convs = [unit.conv1, unit.conv2, unit.conv3]
     if unit.downsample is not None:
-        wanted.append(("downsample", (1, 1), stride, (0, 0)))
         convs.append(_only_conv(unit.downsample))
-    for (name, kernel, steps, padding), conv in zip(wanted, convs, strict=True):
+    stride = unit.conv2.stride
+    wanted = [
+        ("conv1", (1, 1), (1, 1), (0, 0)),
+        ("conv2", (3, 3), stride, (1, 1)),
+        ("conv3", (1, 1), (1, 1), (0, 0)),
+        ("downsample", (1, 1), stride, (0, 0)),
+    ]
+    for (name, kernel, steps, padding), conv in zip(wanted, convs, strict=False):
         if not isinstance(conv, nn.Conv2d):
             raise TypeError(f"unit.{name} must be a Conv2d, got {type(conv).__name__}")
         found = (conv.kernel_size, conv.stride, conv.padding)

@@ -4,20 +4,19 @@ A plain call (see ``_dispatch_state.py``) is made here: its plan is looked up in
 the shapes, dtypes, device and alignment of the tensors; the result comes from torch's allocator,
 and the kernel is launched on torch's current stream. Every other call goes to the dispatcher, which
 ends in :func:`run`, too.
+
+Weights that a kernel reads packed are packed at each call, by a kernel in front of it: no public or
+private name of PyTorch shows every change of a tensor, and fused optimizers leave no trace. Only
+tensors that a module made for itself, and marked with ``keep_packed``, are packed once.
 """
 
-import functools
-
-import numpy as np
 import torch
 
-from ..core.copy_image import COPY_IMAGE
 from ..core.spec import ArraySpec
 from ..core.workspace import workspace
 from ..errors import DTypeError, ShapeError
 from . import _dispatch_state as state
 from ._native import check_contiguous, compute, describe, native_stream, to_tensor
-from ._packed import forget_learning, known_fields, packed
 
 
 def call(operation, tensors, options):
@@ -27,32 +26,26 @@ def call(operation, tensors, options):
     """
     place = operation.place
     out = None if place is None else tensors[place]
-    described = None
-    if state.thread_is_plain():
-        known = known_fields(tensors, operation.weights) if operation.weights else {}
-        described = describe(tensors, state.is_plain, known)
+    described = describe(tensors, state.is_plain) if state.thread_is_plain() else None
     if described is None:
         operation.check(tensors)
-        records = _needs_gradient(tensors)
+        learns = any(t is not None and t.requires_grad for t in tensors)
     else:
-        records = described.requires_grad and torch.is_grad_enabled()
-    if records and out is not None:
+        learns = described.requires_grad
+    records = learns and torch.is_grad_enabled()
+    if out is not None and (records or described is None):
         operation.check(tensors)
         y = call(operation, (*tensors[:place], None, *tensors[place + 1 :]), options)
         _check_out(out, y)
         return out.copy_(y)
     if described is None:
         return operation.dispatch(tensors, options)
-    if records and operation.gradient is not None:
+    if records and operation.recorded is not None:
         return operation.recorded(options, described, *tensors)
     y = run(operation, tensors, options, described)
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return y
-
-
-def _needs_gradient(tensors):
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _check_out(out, y):
@@ -72,133 +65,119 @@ def run(operation, tensors, options, described=None):
     if device >= 0 and device != state.current_device():
         with torch.cuda.device(device):
             return run(operation, tensors, options, described)
+    place = operation.place
+    out = None if place is None else tensors[place]
     if operation.tells_in_place:
-        options = (*options, _is_in_place(operation, tensors))
-    fields, gaps, learns = described or describe(tensors)
-    if learns and operation.packs:
-        forget_learning([tensors[i] for i in operation.packs])
+        options = (*options, out is not None and _is_same_memory(out, tensors[0]))
+    fields, addresses, gaps, _ = described or describe(tensors)
     plan = operation.operator.find(fields, options)
     if plan is None:
         operation.check(tensors)
         specs = [f and ArraySpec(tuple(f[0]), *f[1:]) for f in describe(tensors).fields]
         plan = operation.operator.plan_of(specs, options)
     if gaps:
-        tensors = _without_gaps(operation, plan, tensors)
-    if operation.place is None:
+        if out is not None:
+            check_contiguous("out", out)
+        tensors = [t if t is None else t.contiguous() for t in tensors]
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    if place is None:
         return _list_blocks(plan, *tensors, options[-1])
-    return _compute(operation, plan, tensors)
-
-
-def _is_in_place(operation, tensors):
-    """Whether the result comes to lie where the first tensor is."""
-    x, out = tensors[0], tensors[operation.place]
-    return out is not None and _is_same_memory(out, x)
+    if out is not None:
+        _check_apart(operation, plan, tensors, addresses)
+    if plan.launch is not None:
+        return _launch(plan, tensors, addresses, place)
+    given = list(tensors)
+    if out is None:
+        given[place] = tensors[0].new_empty(plan.shape)
+    compute(plan.run, given)
+    return given[place]
 
 
 def _is_same_memory(a, b):
     return a is b or (a.data_ptr() == b.data_ptr() and (a.shape, a.dtype) == (b.shape, b.dtype))
 
 
-def _without_gaps(operation, plan, tensors):
-    """Return the tensors with those that are not contiguous copied; weights that are packed stay.
-
-    Those are known by their identity, and copied when they are packed.
-    """
-    if operation.place is not None and tensors[operation.place] is not None:
-        check_contiguous("out", tensors[operation.place])
-    packed_ones = getattr(plan, "weights", ())
-    return tuple(
-        t if t is None or number in packed_ones else t.contiguous()
-        for number, t in enumerate(tensors)
-    )
-
-
-def _compute(operation, plan, tensors):
-    """Compute a call that has one result; return it."""
-    out = tensors[operation.place]
-    if out is not None:
-        _check_apart(operation, plan, tensors, out)
-    if plan.launch is not None:
-        return _launch(plan, tensors, operation.place)
-    if out is None:
-        out = tensors[0].new_empty(plan.shape)
-    given = list(tensors)
-    given[operation.place] = out
-    compute(plan.run, given)
-    return out
-
-
-def _check_apart(operation, plan, tensors, out):
+def _check_apart(operation, plan, tensors, addresses):
     """Raise if ``out`` shares memory with a tensor, but for the one below the result."""
-    start, bases = out.data_ptr(), plan.base or ()
+    out, start, bases = tensors[operation.place], addresses[operation.place], plan.base or ()
     end = start + out.nbytes
-    for number, t in enumerate(tensors):
+    for number, (t, low) in enumerate(zip(tensors, addresses, strict=True)):
         if t is None or number == operation.place or not t.nbytes:
             continue
-        low = t.data_ptr()
         shares = low < end and start < low + t.nbytes
         if shares and not (number in bases and _is_same_memory(out, t)):
             name = operation.names[number].partition(".")[0]
             raise ShapeError(f"out must not share memory with {name}; pass a separate array")
 
 
-def _launch(plan, tensors, place):
+def _launch(plan, tensors, addresses, place):
     """Launch the kernel of a call on torch's current stream; return the result."""
     stream = state.current_stream(tensors[0].get_device())
-    given = [*tensors, None]
+    out = tensors[place]
     if plan.base is not None:
-        given[place] = _started(plan, tensors, tensors[place], stream)
-    elif tensors[place] is None:
-        given[place] = tensors[0].new_empty(plan.shape)
-    addresses = []
-    for position in plan.operands:
-        t = None if position is None else given[position]
-        if t is not None:
-            addresses.append(t.data_ptr())
-        elif position == len(tensors):
-            weights = packed(plan, [tensors[number] for number in plan.weights], stream)
-            is_tensor = isinstance(weights, torch.Tensor)
-            addresses.append(weights.data_ptr() if is_tensor else weights.data.ptr)
-        else:
-            addresses.append(0)
-    plan.launch.on(stream, addresses)
-    return given[place]
+        out = _started(plan, tensors, out)
+    elif out is None:
+        out = tensors[0].new_empty(plan.shape)
+    addresses = [*addresses, 0]
+    addresses[place] = out.data_ptr()
+    if len(tensors) in plan.operands:
+        weights = _packed(plan, tensors, addresses, stream)
+        addresses[-1] = weights.data_ptr()
+    plan.launch.on(stream, [0 if i is None else addresses[i] for i in plan.operands])
+    return out
 
 
-def _started(plan, tensors, out, stream):
+def keep_packed(w):
+    """Let what is packed of ``w`` and the weights after it live as long as ``w``.
+
+    For tensors that nobody else sees: they must not change.
+    """
+    w.kept_packed = {}
+
+
+def _packed(plan, tensors, addresses, stream):
+    """Return the weights of a call as its kernel reads them."""
+    kept = getattr(tensors[plan.weights[0]], "kept_packed", None)
+    if kept is None or torch.cuda.is_current_stream_capturing():
+        return _pack(plan, tensors, addresses, stream)
+    key = plan.how, stream
+    if key not in kept:
+        kept[key] = _pack(plan, tensors, addresses, stream)
+    return kept[key]
+
+
+def _pack(plan, tensors, addresses, stream):
+    """Pack the weights of a call; tables are read as float32."""
+    pack, places = plan.pack, plan.weights
+    memory = tensors[0].new_empty((pack.nbytes,), dtype=torch.uint8)
+    tables = [tensors[i] for i in places[pack.kernels :]]
+    read = [addresses[i] for i in places]
+    others = [t for t in tables if t is not None and t.dtype is not torch.float32]
+    if others:
+        wide = (others[0] if len(others) == 1 else torch.cat(others)).float()
+        address = wide.data_ptr()
+        for number, table in enumerate(tables, pack.kernels):
+            if table is not None and table.dtype is not torch.float32:
+                read[number] = address
+                address += 4 * table.numel()
+    pack.launch.on(stream, (*read, memory.data_ptr()))
+    return memory
+
+
+def _started(plan, tensors, out):
     """Return what receives the result, with what the kernel leaves as it is: a tensor, or zeros."""
     for position in plan.base:
-        if tensors[position] is not None:
-            if out is None:
-                out = tensors[0].new_empty(plan.shape)
-            _copy(tensors[position], out, stream)
-            return out
+        base = tensors[position]
+        if base is not None:
+            out = base.new_empty(plan.shape) if out is None else out
+            return out if out.data_ptr() == base.data_ptr() else out.copy_(base)
     return tensors[0].new_zeros(plan.shape) if out is None else out.zero_()
-
-
-def _copy(source, out, stream):
-    """Copy contiguous memory, as ``copy_image`` does; nothing if it is the same."""
-    addresses = source.data_ptr(), out.data_ptr()
-    if addresses[0] == addresses[1]:
-        return
-    fields = (source.nbytes,), _BYTE, out.get_device(), None, (addresses[0] | addresses[1]) & 15
-    plan = COPY_IMAGE.find((fields, fields), ())
-    if plan is None:
-        plan = COPY_IMAGE.plan_of((ArraySpec(*fields),) * 2, ())
-    launch = plan.launch
-    if launch is None:
-        out.copy_(source)
-    else:
-        launch.on(stream, addresses)
-
-
-_BYTE = np.dtype(np.uint8)
 
 
 def _list_blocks(plan, mask, capacity):
     """Return the count and the list of active blocks. Without a capacity this waits for the count.
 
-    On a CPU the core allocates both.
+    Without a kernel, on a CPU or for a grid of no blocks, the core allocates both.
     """
     if plan.launch is None:
         return tuple(map(to_tensor, compute(plan.run, (mask,))))
@@ -207,15 +186,10 @@ def _list_blocks(plan, mask, capacity):
     indices = mask.new_empty(plan.results[1].shape, dtype=torch.int32)
     scratch = counts.data_ptr()
     if plan.workspace:
+        import cupy
+
         with native_stream(device):
-            scratch = workspace(_cupy(), plan.workspace).data.ptr
+            scratch = workspace(cupy, plan.workspace).data.ptr
     addresses = (mask.data_ptr(), counts.data_ptr(), indices.data_ptr(), scratch)
     plan.launch.on(state.current_stream(device), addresses)
     return counts, indices if capacity is not None else indices[: int(counts)]
-
-
-@functools.cache
-def _cupy():
-    import cupy
-
-    return cupy

@@ -3,19 +3,11 @@
 import torch
 
 from ..block_sparse.block_params import calc_block_params
-from ._frozen import Frozen
-from ._masks import (
-    check_block_size,
-    check_capacity,
-    check_nchw,
-    fit_block_size,
-    is_channels_last,
-    resolve_blocks,
-)
+from ._module import BlockModule, check_nchw, is_channels_last
 from .layers import sparse_conv2d
 
 
-class SparseConv2d(Frozen, torch.nn.Conv2d):
+class SparseConv2d(BlockModule, torch.nn.Conv2d):
     """A ``torch.nn.Conv2d`` that convolves active blocks only.
 
     Inside them the result is that of the dense convolution, elsewhere it is 0 (without the bias),
@@ -74,17 +66,11 @@ class SparseConv2d(Frozen, torch.nn.Conv2d):
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
             padding_mode, device, dtype,
         )  # fmt: skip
-        self._configure(block_size, activation, capacity, precision, method)
-
-    def _configure(self, block_size, activation, capacity, precision, method):
         why = refusal(self)
         if why is not None:
             raise NotImplementedError(f"SparseConv2d has no {why}; keep this convolution dense")
-        self.block_size = check_block_size(block_size)
+        self._configure(block_size, capacity, precision, method)
         self.activation = activation
-        self.capacity = check_capacity(capacity)
-        self.precision = precision
-        self.method = method
 
     @classmethod
     def from_dense(
@@ -97,26 +83,20 @@ class SparseConv2d(Frozen, torch.nn.Conv2d):
         """
         if not isinstance(conv, torch.nn.Conv2d):
             raise TypeError(f"conv must be a torch.nn.Conv2d, got {type(conv).__name__}")
-        why = refusal(conv)
-        if why is not None:
-            raise NotImplementedError(f"SparseConv2d has no {why}; keep this convolution dense")
         sparse = cls(
             conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding,
             conv.bias is not None, block_size=block_size, activation=activation, capacity=capacity,
-            precision=precision, method=method, device="meta", dtype=conv.weight.dtype,
+            precision=precision, method=method, dilation=conv.dilation, groups=conv.groups,
+            padding_mode=conv.padding_mode, device="meta", dtype=conv.weight.dtype,
         )  # fmt: skip
         sparse.weight, sparse.bias = conv.weight, conv.bias
         return sparse.train(conv.training)
 
     def block_params(self, height, width):
         """Return the BlockParams of an image of this size."""
-        bsize = fit_block_size(self.block_size, self.kernel_size, self.stride)
+        bsize = self._fitting_block(self.kernel_size, self.stride)
         size = (height, width)
         return calc_block_params(size, bsize, self.kernel_size, self.stride, self._pads())
-
-    def active_blocks(self, x, mask):
-        """Return what ``conv(x, mask)`` works on, to list it once: (active, params)."""
-        return resolve_blocks(mask, None, x, self.block_params, self.capacity)
 
     def forward(self, x, mask, params=None, *, base=None):
         """Convolve ``x`` where ``mask`` is set, or in active blocks that were listed before.
@@ -133,15 +113,14 @@ class SparseConv2d(Frozen, torch.nn.Conv2d):
             Result outside active blocks.
         """
         check_nchw(x, self.in_channels)
-        active, params = resolve_blocks(mask, params, x, self.block_params, self.capacity)
+        active, params = self._blocks(x, mask, params)
         last = is_channels_last(x)
         if last:
             x = x.permute(0, 2, 3, 1)
             base = None if base is None else base.permute(0, 2, 3, 1)
-        weight, bias = self.frozen(lambda *tensors: tensors, (self.weight, self.bias))
         y = sparse_conv2d(
-            x, weight, active, params, strides=self.stride, padding=self._pads(),
-            bias=bias, activation=self.activation, base=base,
+            x, self.weight, active, params, strides=self.stride, padding=self._pads(),
+            bias=self.bias, activation=self.activation, base=base,
             data_format="NHWC" if last else "NCHW", w_format="OIHW", precision=self.precision,
             method=self.method,
         )  # fmt: skip
@@ -153,10 +132,6 @@ class SparseConv2d(Frozen, torch.nn.Conv2d):
             totals = [k - 1 if self.padding == "same" else 0 for k in self.kernel_size]
             return tuple((total // 2, total - total // 2) for total in totals)
         return tuple((p, p) for p in self.padding)
-
-    def extra_repr(self):
-        """Describe the module as torch.nn.Conv2d does, and its blocks."""
-        return f"{super().extra_repr()}, block_size={self.block_size}"
 
 
 def refusal(conv):

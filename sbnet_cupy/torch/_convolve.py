@@ -62,11 +62,14 @@ def _call(operator, *arguments):
     return recorded(*arguments) if records else body(*arguments)
 
 
-def _define(schema, body, fake, backward, setup_context):
+def _define(schema, body, fake, backward):
+    def setup_context(ctx, inputs, output):
+        ctx.options = [a for a in inputs if not isinstance(a, torch.Tensor)]
+        ctx.save_for_backward(*(a for a in inputs if isinstance(a, torch.Tensor)))
+
     def forward(ctx, *arguments):
-        result = body(*arguments)
-        setup_context(ctx, arguments, result)
-        return result
+        setup_context(ctx, arguments, None)
+        return body(*arguments)
 
     function = make_function(schema.partition("(")[0], forward, backward)
     return define(schema, body, fake, backward, setup_context), body, function
@@ -90,15 +93,10 @@ def _forward_fake(x, w, strides, precision):
     return x.new_empty((x.shape[0], *sizes, w.shape[0]))
 
 
-def _forward_setup(ctx, inputs, output):
-    x, w, ctx.strides, ctx.precision = inputs
-    ctx.save_for_backward(x, w)
-
-
 def _forward_backward(ctx, grad):
     x, w = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:2])
-    for_x, for_w = convolve_backward(grad, x, w, ctx.strides, ctx.precision, *wanted)
+    for_x, for_w = convolve_backward(grad, x, w, *ctx.options, *wanted)
     return for_x if wanted[0] else None, for_w if wanted[1] else None, None, None
 
 
@@ -120,20 +118,14 @@ def _backward_fake(grad, x, w, strides, precision, for_x, for_w):
     return x.new_empty(x.shape if for_x else 0), w.new_empty(w.shape if for_w else 0)
 
 
-def _backward_setup(ctx, inputs, output):
-    grad, x, w, ctx.strides, ctx.precision, ctx.for_x, ctx.for_w = inputs
-    ctx.save_for_backward(grad, x, w)
-
-
 def _backward_backward(ctx, dx, dw):
     """Both results are bilinear: dx in (grad, w), dw in (grad, x)."""
-    grad, x, w = ctx.saved_tensors
-    options = (ctx.strides, ctx.precision)
+    (grad, x, w), (*options, for_x, for_w) = ctx.saved_tensors, ctx.options
     to_grad = to_x = to_w = None
-    if ctx.for_x:
+    if for_x:
         to_grad = convolve(dx, w, *options)
         to_w = convolve_backward(grad, dx, w, *options, False, True)[1]
-    if ctx.for_w:
+    if for_w:
         more = convolve(x, dw, *options)
         to_grad = more if to_grad is None else to_grad + more
         to_x = convolve_backward(grad, x, dw, *options, True, False)[0]
@@ -142,16 +134,10 @@ def _backward_backward(ctx, dx, dw):
 
 _CONVOLVE = _define(
     "convolve(Tensor x, Tensor w, int[] strides, str? precision) -> Tensor",
-    _forward,
-    _forward_fake,
-    _forward_backward,
-    _forward_setup,
-)
+    _forward, _forward_fake, _forward_backward,
+)  # fmt: skip
 _BACKWARD = _define(
     "convolve_backward(Tensor grad, Tensor x, Tensor w, int[] strides, str? precision, bool for_x, "
     "bool for_w) -> (Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-    _backward_backward,
-    _backward_setup,
-)
+    _backward, _backward_fake, _backward_backward,
+)  # fmt: skip

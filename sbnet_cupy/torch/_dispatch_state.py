@@ -12,6 +12,7 @@ operators only where they are dispatched.
 
 import torch
 from torch.autograd import forward_ad, profiler
+from torch.nn.modules import module as modules
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -47,32 +48,24 @@ _has_profiler = hasattr(profiler, "_is_profiler_enabled")
 _has_level = hasattr(forward_ad, "_current_level")
 _found = _dispatch_keys()
 
-if None not in (_keys_of, _keys_of_thread, _function_modes, _found) and _has_profiler:
-    _usual, _plain = _found
+_is_known = None not in (_keys_of, _keys_of_thread, _function_modes, _found) and _has_profiler
+_usual, _plain = _found or (set(), set())
 
-    def thread_is_plain():
-        """Whether the dispatcher would pass ordinary tensors of this thread on."""
-        return not (
-            torch.compiler.is_compiling()
-            or _function_modes()
-            or _keys_of_thread().raw_repr() not in _usual
-            or has_forward_mode()
-            or profiler._is_profiler_enabled
-        )
 
-    def is_plain(value):
-        """Whether a value is an ordinary tensor."""
-        return type(value) in _TENSORS and _keys_of(value).raw_repr() in _plain
+def thread_is_plain():
+    """Whether the dispatcher would pass ordinary tensors of this thread on; no if unknown."""
+    return _is_known and not (
+        torch.compiler.is_compiling()
+        or _function_modes()
+        or _keys_of_thread().raw_repr() not in _usual
+        or has_forward_mode()
+        or profiler._is_profiler_enabled
+    )
 
-else:
 
-    def thread_is_plain():
-        """Whether the dispatcher would pass ordinary tensors of this thread on: unknown here."""
-        return False
-
-    def is_plain(value):
-        """Whether a value is an ordinary tensor: unknown here."""
-        return False
+def is_plain(value):
+    """Whether a value is an ordinary tensor; asked only in threads that are plain."""
+    return type(value) in _TENSORS and _keys_of(value).raw_repr() in _plain
 
 
 def has_forward_mode():
@@ -104,18 +97,49 @@ def direct_apply(function):
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
-def _device_of_runtime():
-    return torch.cuda.current_device()
-
-
-def _stream_of_runtime(device):
-    return torch.cuda.current_stream(device).cuda_stream
-
-
 # Number of the current GPU, and address of torch's current stream on a GPU. The public ways make an
 # object, or see to it that CUDA is initialised, at each call.
-current_device = getattr(torch._C, "_cuda_getDevice", _device_of_runtime)
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_runtime)
+current_device = getattr(torch._C, "_cuda_getDevice", lambda: torch.cuda.current_device())
+current_stream = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda device: torch.cuda.current_stream(device).cuda_stream,
+)
+
+# The namespace of functions behind ``torch.nn.functional``; most of them are in both.
+builtin_functions = getattr(torch._C, "_nn", torch.nn.functional)
+
+_counts = [getattr(torch._C, f"_len_torch_{kind}_stack", None) for kind in ("function", "dispatch")]
+_profiles = getattr(torch.autograd, "_profiler_enabled", None)
+_hooks = [getattr(modules, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks")]
+_sees_all = not any(found is None for found in (*_counts, _profiles, *_hooks))
+
+
+def is_watched():
+    """Whether something sees, or changes, each function or module of this thread's calls.
+
+    So are modes, profilers, and hooks of all modules. Yes, where there is no telling.
+    """
+    return not _sees_all or bool(
+        torch.compiler.is_compiling()
+        or _profiles()
+        or any(count() for count in _counts)
+        or any(_hooks)
+    )
+
+
+if hasattr(torch._C, "DisableTorchFunctionSubclass"):
+
+    def plainly(function, *args, **kwargs):
+        """Call a function of tensors as if those of a subclass had no ``__torch_function__``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+else:
+
+    def plainly(function, *args, **kwargs):
+        """Call a function of tensors as if those of a subclass had no ``__torch_function__``."""
+        return torch.Tensor.__torch_function__(function, (), args, kwargs)
 
 
 def register_constant(kind):

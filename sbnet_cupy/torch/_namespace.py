@@ -7,12 +7,20 @@ declares, are made of themselves, and can be differentiated again, any number of
 import sys
 
 import torch
+from torch.nn import functional
 
 from ..block_sparse import compositions
 from ..block_sparse.gather_scatter import sparse_gather, sparse_scatter
 from ._call import call
 from ._convolve import convolve as _convolve
 from ._operation import Operation
+
+where, cast = torch.where, torch.Tensor.to
+
+
+def move_channels_first(stack):
+    """Return an NHWC stack as NCHW."""
+    return stack.permute(0, 3, 1, 2)
 
 
 def gather(
@@ -25,7 +33,7 @@ def gather(
         tensors = (x, bin_counts, active_block_indices, None, None, None)
         return call(GATHER, tensors, (*grid, *layout, None))
     return compositions.transformed_gather(
-        sys.modules[__name__], x, bin_counts, active_block_indices, *grid, transpose=transpose,
+        _HERE, x, bin_counts, active_block_indices, *grid, transpose=transpose,
         data_format=data_format, scale=scale, shift=shift, activation=activation,
     )  # fmt: skip
 
@@ -56,30 +64,21 @@ def convolve(
 
 def zero_outside(blocks, bin_counts, active_block_indices, grid, image_hw):
     """Return the NHWC stack with zeros where it is outside the image."""
-    inside = compositions.inside(sys.modules[__name__], active_block_indices, grid, image_hw)
+    inside = compositions.inside(_HERE, active_block_indices, grid, image_hw)
     return where(inside[..., None], blocks, 0)
 
 
 def affine(values, scale, shift, activation, channels_last=True):
     """Return ``activation(values * scale + shift)`` in the dtype to compute in."""
-    return activate(_scaled(wide(values), scale, shift, channels_last), activation)
-
-
-def _scaled(z, scale, shift, channels_last):
-    per_channel = (-1,) if channels_last else (-1, 1, 1)
+    z, per_channel = wide(values), (-1,) if channels_last else (-1, 1, 1)
     if scale is not None:
         z = z * scale.to(z.dtype).view(per_channel)
-    return z if shift is None else z + shift.to(z.dtype).view(per_channel)
+    if shift is not None:
+        z = z + shift.to(z.dtype).view(per_channel)
+    return z if activation is None else _ACTIVATIONS[activation](z)
 
 
-def where(condition, values, other):
-    """Return the values where the condition holds, elsewhere a number."""
-    return torch.where(condition, values, other)
-
-
-def cast(values, dtype):
-    """Return the values in a dtype."""
-    return values.to(dtype)
+_ACTIVATIONS = {"relu": torch.relu, "silu": functional.silu, "gelu": functional.gelu}
 
 
 def shape(tensor):
@@ -102,22 +101,9 @@ def arange(size, like):
     return torch.arange(size, dtype=torch.int32, device=like.device)
 
 
-def move_channels_first(stack):
-    """Return an NHWC stack as NCHW."""
-    return stack.permute(0, 3, 1, 2)
-
-
 def wide(tensor):
     """Return a tensor in the dtype to compute in: float64 as it is, all others float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
-
-
-def activate(z, name):
-    """Return the activation of a tensor; None is the identity."""
-    if name is None:
-        return z
-    functional = torch.nn.functional
-    return {"relu": torch.relu, "silu": functional.silu, "gelu": functional.gelu}[name](z)
 
 
 def activation_backward(grad, z, name):
@@ -132,7 +118,18 @@ def activation_backward(grad, z, name):
     return grad
 
 
-# ------------------------------------------------------------------------- gradients of the copies
+def gradients_of(function, arrays, wanted, grad):
+    """Return ``{name: gradient}`` of a function of arrays by name, made of what is here.
+
+    What it computes is computed again, so that only arrays need be saved for it. ``grad`` is the
+    gradient of its result.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves = {name: arrays[name].view_as(arrays[name]).requires_grad_() for name in wanted}
+        y = function(**arrays | leaves)
+        found = torch.autograd.grad(y, list(leaves.values()), grad, create_graph=again)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _gather_saves(arrays, options):
@@ -141,30 +138,16 @@ def _gather_saves(arrays, options):
     return {"x", "bin_counts", "active_block_indices", "scale", "shift"}
 
 
-def _gather_gradient(arrays, options, grad, wanted, result):
-    """Return the gradients of ``activation(t * scale + shift)`` for the stack t that is read."""
-    x, bin_counts, active_block_indices, _, scale, shift = arrays
-    *grid, transpose, data_format, activation = options
-    gradients, ops = {}, sys.modules[__name__]
-    if not (scale is shift is activation is None):
-        active = (bin_counts, active_block_indices)
-        last = (data_format == "NHWC") != transpose
-        t = wide(gather(x, *active, *grid, transpose=transpose, data_format=data_format))
-        z, pixels = _scaled(t, scale, shift, last), (0, 1, 2) if last else (0, 2, 3)
-        read = compositions.pixels_read(ops, x, *active, *grid, data_format=data_format)
-        grad = torch.where(read if last else move_channels_first(read), wide(grad), 0)
-        grad = activation_backward(grad, z, activation)
-        if "scale" in wanted:
-            gradients["scale"] = (grad * t).sum(pixels).to(scale.dtype)
-        if "shift" in wanted:
-            gradients["shift"] = grad.sum(pixels).to(shift.dtype)
-        grad = _scaled(grad, scale, None, last).to(x.dtype)
-    return gradients | GATHER.operator.gradient(ops, arrays, options, grad, wanted)
+def _gather_gradient(ops, arrays, options, grad, wanted, result):
+    """That of the declaration where the gather is linear."""
+    if arrays[4] is arrays[5] is options[-1] is None:
+        return GATHER.operator.gradient(ops, arrays, options, grad, wanted)
+    named = dict(zip(GATHER.operator.arrays, arrays, strict=True))
+    named |= dict(zip(GATHER.operator.options, options, strict=True))
+    del named["out"]
+    return gradients_of(gather, named, wanted, grad)
 
 
-def _scatter_gradient(arrays, options, grad, wanted, result):
-    return SCATTER.operator.gradient(sys.modules[__name__], arrays, options, grad, wanted)
-
-
-GATHER = Operation(sparse_gather.GATHER, gradient=_gather_gradient, saves=_gather_saves)
-SCATTER = Operation(sparse_scatter.SCATTER, gradient=_scatter_gradient)
+_HERE = sys.modules[__name__]
+GATHER = Operation(sparse_gather.GATHER, _HERE, gradient=_gather_gradient, saves=_gather_saves)
+SCATTER = Operation(sparse_scatter.SCATTER, _HERE)

@@ -98,34 +98,33 @@ def to_tensor(array):
 
 
 class Description(NamedTuple):
-    """What a plan depends on of some tensors, and whether one of them requires a gradient."""
+    """What a call needs to know of its tensors, of which some may be None."""
 
     fields: list  # of their specs, as they are once gaps are closed
+    addresses: list  # of their memory, 0 for None
     gaps: bool  # whether one is not contiguous
-    requires_grad: bool
+    requires_grad: bool  # whether one does
 
 
-def describe(tensors, is_plain=None, known=()):
-    """Describe tensors, of which some may be None; return None if one is not plain.
-
-    ``known`` may hold the fields of some, by position: they are plain and require no gradient.
-    """
-    fields, gaps, requires_grad = [], False, False
-    for number, t in enumerate(tensors):
-        if t is None or number in known:
-            fields.append(None if t is None else known[number])
+def describe(tensors, is_plain=None):
+    """Describe tensors, of which some may be None; return None if one is not plain."""
+    fields, addresses, gaps, requires_grad = [], [], False, False
+    for t in tensors:
+        if t is None:
+            fields.append(None)
+            addresses.append(0)
             continue
         if is_plain is not None and not is_plain(t):
             return None
         requires_grad = requires_grad or t.requires_grad
-        device, alignment = t.get_device(), 0
-        if not t.is_contiguous():
-            gaps = True  # a copy is aligned
-        elif device >= 0:
-            alignment = t.data_ptr() & 15
+        device, address = t.get_device(), t.data_ptr()
+        contiguous = t.is_contiguous()
+        gaps = gaps or not contiguous
+        alignment = address & 15 if contiguous and device >= 0 else 0  # a copy is aligned
         place = device if device >= 0 else CPU
         fields.append((t.shape, DTYPES.get(t.dtype), place, None, alignment))
-    return Description(fields, gaps, requires_grad)
+        addresses.append(address)
+    return Description(fields, addresses, gaps, requires_grad)
 
 
 def numpy_dtype(dtype, argument):

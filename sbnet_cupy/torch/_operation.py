@@ -56,9 +56,12 @@ class Operation:
     ----------
     operator : Operator
         The declaration.
+    ops : module, optional
+        The namespace that the gradient is made of.
     gradient : function, optional
-        Of arrays, options, the gradient of the result, the wanted names and the result: returns
-        ``{name: gradient}``. Arrays whose values were not saved are a :class:`Like`.
+        Of this namespace, arrays, options, the gradient of the result, the wanted names and the
+        result: returns ``{name: gradient}``. Arrays whose values were not saved are a
+        :class:`Like`. That of the declaration by default.
     saves : function, optional
         Of arrays by name and options by name: the names of those whose values the gradient needs,
         with "result" for the result.
@@ -66,19 +69,10 @@ class Operation:
         Words before the names of some arrays in errors.
     floats : tuple of str
         Arrays that must have 4 dimensions and a float dtype.
-    weights : tuple of str
-        Arrays that a plan may want packed, in its order, if they are so many that it saves time to
-        ask first whether they are known.
-    packs : tuple of str
-        All arrays that some plan may want packed, if they are not ``weights``.
     """
 
-    def __init__(
-        self, operator, *, gradient=None, saves=None, prefixes=None, floats=(), weights=(), packs=()
-    ):
-        self.weights = tuple(map(operator.arrays.index, weights))
-        self.packs = tuple(map(operator.arrays.index, packs or weights))
-        self.operator, self.gradient, self._saves = operator, gradient, saves
+    def __init__(self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, floats=()):
+        self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
         self._floats, self._arrays = floats, operator.arrays
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
@@ -86,79 +80,57 @@ class Operation:
         self.place = operator.arrays.index("out") if operator.results else None
         hidden = ("out", "scale") if "w" in operator.arrays else ("out",)
         self._inputs = [i for i, name in enumerate(operator.arrays) if name not in hidden]
-        self._operator = self._define()
-        self._into = None if self.place is None else self._define_into()
-        self.recorded = None if gradient is None else self._define_function()
-
-    # ------------------------------------------------------------------------------ registration
-
-    def _schema(self, name, *more):
-        arrays = [self._arrays[i] for i in self._inputs]
-        tensors = [f"Tensor{'?' * (name in _OPTIONAL)} {name}" for name in arrays]
-        options = [f"{_TYPES[name]} {name}" for name in self._options]
-        return f"{name}({', '.join((*tensors, *options, *more))})"
-
-    def _define(self):
-        def body(*arguments):
-            return run(self, *self._taken_apart(arguments))
-
-        def fake(*arguments):
-            tensors, options = self._taken_apart(arguments)
-            specs = self._infer(tensors, options)
-            if self.place is not None:
-                return tensors[0].new_empty(specs[0].shape)
-            rows = (
-                torch.library.get_ctx().new_dynamic_size() if options[-1] is None else options[-1]
-            )
-            return tuple(
-                tensors[0].new_empty(shape, dtype=torch.int32) for shape in ((1,), (rows, 3))
-            )
-
-        def setup_context(ctx, inputs, output):
-            self._save(ctx, *self._taken_apart(inputs), output)
-
-        def backward(ctx, grad):
-            needs = zip(self._inputs, ctx.needs_input_grad, strict=False)
-            found = self._gradients(ctx, grad, {self._arrays[i] for i, need in needs if need})
-            given = [found.get(self._arrays[i]) for i in self._inputs]
-            return (*given, *[None] * len(self._options))
-
-        name = self.operator.name
-        results = "Tensor" if self.place is not None else "(Tensor, Tensor)"
-        autograd = (backward, setup_context) if self.gradient else ()
-        return define(f"{self._schema(name)} -> {results}", body, fake, *autograd)
-
-    def _define_into(self):
-        def body(*arguments):
-            tensors, options = self._taken_apart(arguments[:-1], out=arguments[-1])
-            run(self, tensors, options)
-
-        def fake(*arguments):
-            self._infer(*self._taken_apart(arguments[:-1], out=arguments[-1]))
-
-        schema = self._schema(f"{self.operator.name}_into", "Tensor(a!) out")
-        return define(f"{schema} -> ()", body, fake)
-
-    def _define_function(self):
-        """Return what makes plain calls with gradients, as the dispatcher would make them."""
+        self.recorded, self._differentiable = None, (gradient or operator.gradient) is not None
+        if not self._differentiable:
+            self._operator = define(self._schema(), self._body, self._fake)
+            return
+        backward = self._backward(0, self._inputs, len(self._options))
+        self._operator = define(self._schema(), self._body, self._fake, backward, self._setup)
 
         def forward(ctx, options, described, *tensors):
+            """Make a plain call with a gradient, as the dispatcher would make it."""
             result = run(self, tensors, options, described)
             self._save(ctx, tensors, options, result)
             return result
 
-        def backward(ctx, grad):
-            needs = zip(self._arrays, ctx.needs_input_grad[2:], strict=True)
-            found = self._gradients(ctx, grad, {name for name, need in needs if need})
-            return (None, None, *map(found.get, self._arrays))
+        every = range(len(self._arrays))
+        self.recorded = make_function(operator.name, forward, self._backward(2, every, 0))
 
-        return make_function(self.operator.name, forward, backward)
+    # ------------------------------------------------------------------------------ registration
 
-    def _infer(self, tensors, options):
-        """Check fake tensors; return the specs of the results."""
+    def _schema(self):
+        arrays = [self._arrays[i] for i in self._inputs]
+        tensors = [f"Tensor{'?' * (name in _OPTIONAL)} {name}" for name in arrays]
+        options = [f"{_TYPES[name]} {name}" for name in self._options]
+        results = "(Tensor, Tensor)" if self.place is None else "Tensor"
+        return f"{self.operator.name}({', '.join((*tensors, *options))}) -> {results}"
+
+    def _body(self, *arguments):
+        return run(self, *self._taken_apart(arguments))
+
+    def _fake(self, *arguments):
+        tensors, options = self._taken_apart(arguments)
         specs = [None if t is None else _spec(t) for t in tensors]
-        options = (*options, False) if self.tells_in_place else options
-        return self.operator.infer(specs, options)
+        in_place = (False,) if self.tells_in_place else ()
+        (first, *_) = self.operator.infer(specs, (*options, *in_place))
+        if self.place is not None:
+            return tensors[0].new_empty(first.shape)
+        rows = torch.library.get_ctx().new_dynamic_size() if options[-1] is None else options[-1]
+        return tuple(tensors[0].new_empty(s, dtype=torch.int32) for s in ((1,), (rows, 3)))
+
+    def _setup(self, ctx, inputs, output):
+        self._save(ctx, *self._taken_apart(inputs), output)
+
+    def _backward(self, before, places, after):
+        """Return the backward of a call of arrays at these places, between other arguments."""
+
+        def backward(ctx, grad):
+            names = [self._arrays[i] for i in places]
+            needs = zip(names, ctx.needs_input_grad[before:], strict=False)
+            found = self._gradients(ctx, grad, {name for name, need in needs if need})
+            return (*[None] * before, *map(found.get, names), *[None] * after)
+
+        return backward
 
     # ---------------------------------------------------------------------------------- arguments
 
@@ -173,16 +145,10 @@ class Operation:
 
     def dispatch(self, tensors, options):
         """Call the operator by way of PyTorch's dispatcher."""
-        if self.gradient is None:
+        if not self._differentiable:
             tensors = [None if t is None else t.detach() for t in tensors]
-        arguments = [tensors[i] for i in self._inputs] + self._spelled(tensors, options)
-        out = None if self.place is None else tensors[self.place]
-        if out is None:
-            return self._operator(*arguments)
-        self._into(*arguments, out)
-        if not torch.compiler.is_compiling():
-            torch.autograd.graph.increment_version(out)
-        return out
+        arguments = [tensors[i] for i in self._inputs]
+        return self._operator(*arguments, *self._spelled(tensors, options))
 
     def _spelled(self, tensors, options):
         """Return the options as the schema has them."""
@@ -198,20 +164,14 @@ class Operation:
             named["padding"] = _flat(_paddings(tensors[0], tensors[1], named))
         if "block_params" in named:
             named["block_params"] = _flat(named["block_params"])
-        for name in named:
-            if _TYPES[name] == "bool":
-                named[name] = bool(named[name])
-        return [named[name] for name in self._options]
+        return [bool(v) if _TYPES[name] == "bool" else v for name, v in named.items()]
 
-    def _taken_apart(self, arguments, out=None):
+    def _taken_apart(self, arguments):
         """Return the tensors and options of the core from arguments of the schema."""
-        tensors, count = [None] * len(self._arrays), len(self._inputs)
-        for i, tensor in zip(self._inputs, arguments, strict=False):
-            tensors[i] = tensor
-        if self.place is not None:
-            tensors[self.place] = out
-        named = zip(self._options, arguments[count:], strict=True)
-        return tuple(tensors), tuple(_of_core(name, value) for name, value in named)
+        given = dict(zip(self._inputs, arguments, strict=False))
+        tensors = tuple(map(given.get, range(len(self._arrays))))
+        named = zip(self._options, arguments[len(self._inputs) :], strict=True)
+        return tensors, tuple(_of_core(name, value) for name, value in named)
 
     # ---------------------------------------------------------------------------------- gradients
 
@@ -237,7 +197,9 @@ class Operation:
         arrays = [other if value is None else value for value, other in pairs]
         spelled = zip(self._options, self._spelled(arrays, ctx.sb_options), strict=True)
         options = tuple(_of_core(name, value) for name, value in spelled)
-        return self.gradient(arrays, options, grad, wanted, result)
+        if self._gradient is None:
+            return self.operator.gradient(self._ops, arrays, options, grad, wanted)
+        return self._gradient(self._ops, arrays, options, grad, wanted, result)
 
 
 def define(schema, body, fake, backward=None, setup_context=None):

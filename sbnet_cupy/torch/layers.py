@@ -1,18 +1,30 @@
-"""sparse_conv2d and sparse_res_block_bottleneck on tensors."""
+"""sparse_conv2d and sparse_res_block_bottleneck on tensors, with their gradients.
+
+Backward passes gather the images again, rather than keep stacks of blocks, and convolve backwards
+with PyTorch.
+"""
 
 import torch
 
-from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse import compositions
 from ..block_sparse.active_grid import check_active_grid
-from ..block_sparse.block_params import BlockParams
-from ..block_sparse.bottleneck.weights import BottleneckWeights
-from ..block_sparse.checks import split_indices
+from ..block_sparse.block_params import (
+    BlockParams,
+    calc_block_params,
+    calc_block_params_res_block,
+)
+from ..block_sparse.bottleneck.res_block import RES_BLOCK
+from ..block_sparse.bottleneck.weights import WEIGHTS, BottleneckWeights
+from ..block_sparse.checks import arrays_of_list, plain_params
+from ..block_sparse.conv.sparse_conv2d import SPARSE_CONV2D
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.sizes import padding_pairs, pair
 from ..dense.conv2d import check_choice
+from . import _namespace as ops
 from ._call import call
-from ._layers import SPARSE_CONV2D, UNIT
+from ._convolve import convolve, convolve_backward
 from ._native import check_images, check_tensors
+from ._operation import Operation
 from .ops import reduce_mask
 
 
@@ -49,10 +61,7 @@ def sparse_conv2d(
         pass ``x.permute(0, 2, 3, 1)``, which is contiguous, as ``nn.SparseConv2d`` does.
     w : tensor, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
         Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``. On a GPU the
-        fused method packs it: at each call if it requires grad, else after a call in which it did,
-        and after a change that autograd's version counter shows, as that of an operation does.
-        After a write behind it, such as to ``w.data``, call
-        ``torch.autograd.graph.increment_version(w)``.
+        fused method packs it at each call, so every change of it is seen.
     indices, block_params, bsize, strides, padding, bias, activation, base, capacity
         As for :func:`sbnet_cupy.sparse_conv2d`. ``indices`` may be a mask on the device of ``x``;
         without ``capacity`` the call then waits for a GPU, as :func:`reduce_mask` does.
@@ -91,16 +100,11 @@ def sparse_conv2d(
         kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
         where = (x, data_format, kernel, strides, padding)
         indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
-    bin_counts, active_block_indices = split_indices(indices)
-    params = fields_of(block_params)
-    _check_grid(indices, x, block_params)
-    if _is_autocast():
-        x, w, bias, base = autocast(x, w, bias, base)
-    options = (
-        params, strides, padding, activation, data_format, w_format, precision, method
-    )  # fmt: skip
-    tensors = (x, w, bin_counts, active_block_indices, None, bias, base, out)
-    return call(SPARSE_CONV2D, tensors, options)
+    active, params = _listed(x, indices, block_params, calc_block_params)
+    x, w, bias, base = autocast(x, w, bias, base)
+    options = (params, strides, padding, activation, data_format, w_format, precision, method)
+    tensors = (x, w, *active, None, bias, base, out)
+    return call(_CONV, tensors, options)
 
 
 def sparse_res_block_bottleneck(
@@ -129,7 +133,7 @@ def sparse_res_block_bottleneck(
     x : tensor, shape (N, H, W, Cin)
         Images. One that is not contiguous is copied.
     weights : BottleneckWeights
-        Of tensors. Those that do not require grad are packed as those of :func:`sparse_conv2d`.
+        Of tensors. They are packed as the kernel of :func:`sparse_conv2d` is.
     indices, block_params, bsize, strides, w_project, base, precision, method, capacity
         As for :func:`sbnet_cupy.sparse_res_block_bottleneck`; a mask as for :func:`sparse_conv2d`.
     out : tensor, optional
@@ -161,38 +165,19 @@ def sparse_res_block_bottleneck(
     if takes_blocks_from(indices, bsize, capacity):
         where = (x, "NHWC", (3, 3), strides, "SAME")
         indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
-    bin_counts, active_block_indices = split_indices(indices)
-    params = fields_of(block_params)
-    _check_grid(indices, x, block_params)
-    given = weights._arrays()
-    if _is_autocast():
-        x, *kernels, w_project, base = autocast(x, *given[:3], w_project, base)
-        given = (*kernels, *given[3:])
-    tensors = (x, *given, w_project, bin_counts, active_block_indices, base, out)
-    return call(UNIT, tensors, (params, strides, precision, method))
+    active, params = _listed(x, indices, block_params, calc_block_params_res_block)
+    w1, w2, w3, *tables = weights._arrays()
+    x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
+    tensors = (x, w1, w2, w3, *tables, w_project, *active, base, out)
+    return call(_UNIT, tensors, (params, strides, precision, method))
 
 
-def fields_of(block_params):
-    """Return the fields of a BlockParams, as the core takes them for an option."""
-    if not isinstance(block_params, BlockParams):
-        raise TypeError(
-            f"block_params must be a BlockParams, got {type(block_params).__name__}; build it with "
-            "calc_block_params"
-        )
-    return (
-        block_params.bsize, block_params.bsize_out, block_params.boffset, block_params.bcount,
-        block_params.bstride,
-    )  # fmt: skip
-
-
-def _is_autocast():
-    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-
-
-def _check_grid(indices, x, block_params):
-    """Raise where the blocks were listed for another grid; other checks say what x must be."""
-    if isinstance(indices, ActiveBlocks) and isinstance(x, torch.Tensor) and x.dim():
+def _listed(x, indices, block_params, calculate):
+    """Return the two arrays of a list of blocks, and the fields of the BlockParams of its grid."""
+    arrays, fields = arrays_of_list(indices), plain_params(block_params, calculate)
+    if isinstance(x, torch.Tensor) and x.dim():  # another x is for other checks
         check_active_grid(indices, x.shape[0], block_params.bcount)
+    return arrays, fields
 
 
 def _blocks(x, data_format, kernel, strides, padding, indices, *given):
@@ -207,15 +192,94 @@ def _blocks(x, data_format, kernel, strides, padding, indices, *given):
     return find_blocks(indices, *given, convolution, reduce_mask)
 
 
-def autocast(*tensors):
+def autocast(x, *tensors):
     """Cast float tensors as torch's convolutions do under autocast; float64 stays."""
-    kind = getattr(getattr(tensors[0], "device", None), "type", None)  # it may be no tensor
+    kind = x.device.type if isinstance(x, torch.Tensor) else None
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return tensors
+        return x, *tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
         t.to(dtype)
         if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
         else t
-        for t in tensors
+        for t in (x, *tensors)
     )
+
+
+# --------------------------------------------------------------------------------------- gradients
+
+
+def _conv_saves(arrays, options):
+    """The result shows where relu let through; for other activations z is computed again."""
+    names = {"x", "w", "bin_counts", "active_block_indices"}
+    if options["activation"] is None:
+        return names
+    return names | {"result" if options["activation"] == "relu" else "bias"}
+
+
+def _conv_gradient(ops, arrays, options, grad, wanted, result):
+    """Gather, differentiate the convolution of the stack, add up."""
+    x, w, bin_counts, active_block_indices, _, bias, _, _ = arrays
+    params, strides, _, activation, data_format, w_format, precision, _ = options
+    params, active = BlockParams(*params), (bin_counts, active_block_indices)
+    layout = compositions.layout_of_stack(data_format == "NHWC")
+    gradients = {}
+    if "base" in wanted:
+        channels = grad.shape[3 if data_format == "NHWC" else 1]
+        zeros = grad.new_zeros((active_block_indices.shape[0], *params.bsize_out, channels))
+        gradients["base"] = ops.scatter(zeros, *active, grad, params.bsize_out, **layout)
+    if not wanted - {"base"}:
+        return gradients
+    grid = compositions.grid_of(params)
+    kernel = w.permute([w_format.index(letter) for letter in "OIHW"])
+    grad = ops.gather(grad, *active, params.bsize_out, **layout)
+    blocks = ops.gather(x, *active, *grid, **layout)
+    if activation == "relu":
+        shown = ops.gather(result, *active, params.bsize_out, **layout)
+        grad = ops.activation_backward(grad, shown, "relu")
+    elif activation is not None:
+        z = ops.wide(convolve(blocks, kernel, strides, precision))
+        z = z if bias is None else z + bias.to(z.dtype)
+        grad = ops.activation_backward(ops.wide(grad), z, activation).to(x.dtype)
+    if "bias" in wanted:
+        gradients["bias"] = ops.wide(grad).sum((0, 1, 2)).to(bias.dtype)
+    both = "x" in wanted, "w" in wanted
+    if any(both):
+        for_x, for_w = convolve_backward(grad, blocks, kernel, strides, precision, *both)
+        if both[0]:
+            image = x.new_zeros(x.shape)
+            flags = {"add": True, "atomic": True}
+            gradients["x"] = ops.scatter(for_x, *active, image, *grid, **flags, **layout)
+        if both[1]:
+            gradients["w"] = for_w.permute(["OIHW".index(letter) for letter in w_format])
+    return gradients
+
+
+def _unit_saves(arrays, options):
+    return set(arrays) - {"base", "out"}
+
+
+def _unit_gradient(ops, arrays, options, grad, wanted, result):
+    """Differentiate the unit made of differentiable operators, computed again."""
+    named = dict(zip(RES_BLOCK.arrays, arrays, strict=True))
+    if named["base"] is not None:
+        named["base"] = grad.detach()  # of its shape; its values do not matter
+
+    def unit(x, w_project, bin_counts, active_block_indices, base, out, **weights):
+        return compositions.residual_unit(
+            ops, x, BottleneckWeights(**weights), w_project, (bin_counts, active_block_indices),
+            BlockParams(*options[0]), base, strides=options[1], precision=options[2],
+        )  # fmt: skip
+
+    return ops.gradients_of(unit, named, wanted, grad)
+
+
+_CONV = Operation(SPARSE_CONV2D, ops, gradient=_conv_gradient, saves=_conv_saves, floats=("x", "w"))
+_UNIT = Operation(
+    RES_BLOCK,
+    ops,
+    gradient=_unit_gradient,
+    saves=_unit_saves,
+    prefixes=dict.fromkeys(WEIGHTS, "weights."),
+    floats=("x", "weights.w1", "weights.w2", "weights.w3"),
+)

@@ -8,7 +8,6 @@ import ctypes
 import importlib
 import math
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -55,9 +54,9 @@ class Gpu:
 
     def __init__(self, torch, patch):
         self.stream, self.capturing, self.planned, self.launched = STREAM, False, [], []
-        self.state, self.calling, self.packing = (
+        self.state, self.calling = (
             importlib.import_module(f"sbnet_cupy.torch.{name}")
-            for name in ("_dispatch_state", "_call", "_packed")
+            for name in ("_dispatch_state", "_call")
         )
 
         class OnGpu(torch.Tensor):
@@ -67,8 +66,7 @@ class Gpu:
                 return 0
 
         self._kind, self._describe = OnGpu, self.calling.describe
-        for module in (self.calling, self.packing):
-            patch.setattr(module, "describe", self._described)
+        patch.setattr(self.calling, "describe", self._described)
         patch.setattr(self.state, "thread_is_plain", lambda: True)
         patch.setattr(self.state, "is_plain", lambda value: isinstance(value, torch.Tensor))
         patch.setattr(self.state, "current_device", lambda: 0)
@@ -79,13 +77,11 @@ class Gpu:
         for name in [name for name in sys.modules if name.startswith("sbnet_cupy.block_sparse")]:
             for fact in _FACTS.keys() & vars(sys.modules[name]).keys():
                 patch.setattr(sys.modules[name], fact, _FACTS[fact])
-        patch.setattr(self.packing, "_pack", self._pack)
-        patch.setattr(self.packing, "_KEPT", {})
 
-    def _described(self, tensors, is_plain=None, known=()):
+    def _described(self, tensors, is_plain=None):
         """Describe tensors as those of a GPU: also gradients, which autograd makes plain ones."""
         on_gpu = (t.as_subclass(self._kind) if hasattr(t, "as_subclass") else t for t in tensors)
-        found = self._describe(on_gpu, is_plain, known)
+        found = self._describe(on_gpu, is_plain)
         learns = any(getattr(t, "requires_grad", False) for t in tensors)  # of a view: by the mode
         return found and found._replace(requires_grad=learns)
 
@@ -96,11 +92,6 @@ class Gpu:
             grid = grid if isinstance(grid, tuple) else (grid,)
             grid = (min(grid[0], max(8 // math.prod(grid[1:]), 1)), *grid[1:])
         return Launch(self, (stem, kernel, template), grid, pointers, scalars, block, shared)
-
-    def _pack(self, plan, weights, kept=False):
-        views = [None if w is None else w.detach().contiguous().numpy() for w in weights]
-        packed = plan.pack(*views)
-        return SimpleNamespace(data=SimpleNamespace(ptr=packed.ctypes.data), array=packed)
 
     def tensor(self, tensor, skip=0):
         """Return a copy of a tensor on this GPU, some elements off an aligned address."""

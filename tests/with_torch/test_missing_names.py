@@ -21,8 +21,15 @@ NAMES = [
     "torch.autograd.forward_ad._current_level",
     "torch.autograd.profiler._is_profiler_enabled",
     "torch.utils._pytree.register_constant",
+    "torch._C._len_torch_dispatch_stack",
+    "torch.autograd._profiler_enabled",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch._C._nn",
+    "torch._C.DisableTorchFunctionSubclass",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
+WATCHING = {NAMES[2], *NAMES[10:14]}  # without these, every call may be watched
 
 state = internal("_dispatch_state")
 
@@ -120,3 +127,36 @@ def test_functions_have_an_apply_of_their_own(st, torch, state, monkeypatch):
         y = state.direct_apply(Double)(x)
         assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2, 2]
         assert y.tolist() == [2, 2]
+
+
+def test_a_call_is_watched_where_there_is_no_telling(state, torch, missing):
+    assert state.is_watched() == (missing in WATCHING)
+    importlib.reload(state)
+    assert not state.is_watched()
+    with torch.device("cpu"):  # a mode
+        assert state.is_watched()
+    with torch.profiler.profile(acc_events=True):
+        assert state.is_watched()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert state.is_watched()
+    handle.remove()
+    assert not state.is_watched()
+
+
+def test_functions_of_a_subclass_are_called_plainly(state, torch, missing):
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    x = torch.ones(2, 3).as_subclass(Refusing)
+    with pytest.raises(AssertionError):
+        x.dim()
+    assert state.plainly(torch.Tensor.dim, x) == 2
+    assert state.plainly(torch.Tensor.size, x, dim=1) == 3
+    assert state.plainly(torch.Tensor.grad_fn.__get__, x) is None
+
+
+def test_networks_know_the_functions_of_both_namespaces(state, torch, missing):
+    assert state.builtin_functions in (torch._C._nn, torch.nn.functional)
+    assert hasattr(state.builtin_functions, "avg_pool2d")

@@ -395,21 +395,12 @@ def operators(torch, device):
     layout = (True, "NHWC")
     yield ops.sparse_gather, (x, *listed, None, None, *geometry, *layout, None)
     yield ops.sparse_gather, (x, *listed, *affine, *geometry, *layout, "gelu")
-    out, plain = blocks.detach().clone(), x.detach().clone()
     layout = (False, "NHWC")
-    yield ops.sparse_gather_into, (plain, *listed, None, None, *geometry, *layout, None, out)
     for flags in ((False, False), (True, True)):
         yield ops.sparse_scatter, (blocks, *listed, x, *geometry, *flags, *layout)
-    written = (False, False, *layout)
-    for image in (plain, plain.clone()):
-        yield ops.sparse_scatter_into, (out, *listed, image, *geometry, *written, plain)
     numbers = [n for pair in vars(PARAMS).values() for n in pair]
     options = (numbers, (1, 1), (1, 1, 1, 1), "relu", "NHWC", "HWIO", None, "auto")
     yield ops.sparse_conv2d, (x, w, *listed, bias, base, *options)
-    result, plain_base = base.detach().clone(), base.detach().clone()
-    for under in (None, plain_base, result):
-        arrays = (plain.clone(), w.detach(), *listed, None, under)
-        yield ops.sparse_conv2d_into, (*arrays, *options, result)
     kernel = w.detach().permute(3, 2, 0, 1).contiguous().requires_grad_()
     yield ops.convolve, (blocks, kernel, (1, 1), None)
     grad = draw(torch, 4, 2, 2, 5, dtype=torch.float64, device=device).requires_grad_()
@@ -419,8 +410,6 @@ def operators(torch, device):
     numbers = [n for pair in vars(UNIT).values() for n in pair]
     rest = (None, *listed, None, numbers, (1, 1), None, "auto")
     yield ops.sparse_res_block_bottleneck, (x, *weights, *rest)
-    weights = [t.detach() for t in weights]
-    yield ops.sparse_res_block_bottleneck_into, (x.detach(), *weights, *rest, plain)
 
 
 def test_opcheck(st, torch, device):
@@ -429,4 +418,4 @@ def test_opcheck(st, torch, device):
         results = torch.library.opcheck(operator.default, arguments)
         assert set(results.values()) == {"SUCCESS"}, (operator, results)
         checked.add(operator)
-    assert len(checked) == 11
+    assert len(checked) == 7

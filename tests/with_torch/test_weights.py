@@ -1,111 +1,16 @@
-"""Weights in sbnet_cupy.torch: packed for a kernel once, and again when they change."""
+"""Weights in sbnet_cupy.torch: each call computes with those of the moment."""
 
 import copy
-import gc
 import pickle
-import types
 
 import pytest
 
 import sbnet_cupy as sb
 from support.assertions import assert_same
-from support.torch_cases import bottleneck_weights, draw, internal, on_device, table
+from support.torch_cases import bottleneck_weights, draw, on_device, table
 
 PARAMS = sb.calc_block_params((8, 8), 6, 3)
 UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
-
-packing = internal("_packed")
-
-
-# ------------------------------------------------------------------------------- packed weights
-
-
-@pytest.fixture
-def packs(packing, torch, monkeypatch):
-    """Count what is packed, as if on a GPU, for calls whose plan packs in the way ``how``."""
-    made, capturing = [], []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
-    monkeypatch.setattr(packing, "_KEPT", {})
-
-    def pack(plan, weights, kept=False):
-        made.append(kept)
-        return [w.clone() for w in weights if w is not None]
-
-    def packed(*weights, how=1, stream=7):
-        return packing.packed(types.SimpleNamespace(how=how), weights, stream)
-
-    monkeypatch.setattr(packing, "_pack", pack)
-    monkeypatch.setattr(packing, "_packed_now", lambda plan, weights, stream: pack(plan, weights))
-    return types.SimpleNamespace(made=made, capturing=capturing, packed=packed)
-
-
-def held(packing):
-    """Return for how many weights, and ways to pack them, something is kept."""
-    return sum(map(len, packing._KEPT.values()))
-
-
-def test_weights_are_packed_again_after_a_change_only(packing, packs, torch):
-    w, given = torch.ones(3), [torch.zeros(3)]
-    changes = [
-        lambda: None,
-        lambda: w.mul_(2),
-        lambda: w.view(-1)[:1].zero_(),
-        lambda: w.detach().copy_(torch.arange(3.0)),
-        lambda: setattr(w, "data", w.data * 3),
-        lambda: torch.autograd.graph.increment_version(w),
-        lambda: given[0].add_(1),
-        lambda: setattr(given[0], "data", given[0].data[:2]),
-    ]
-    for number, change in enumerate(changes, 1):
-        change()
-        for _ in range(3):
-            found = packs.packed(w, None, given[0])
-            assert_same(found[0], w)
-            assert_same(found[1], given[0])
-        assert packs.made == [True] * number
-    packs.packed(w, given[0])
-    packs.packed(w, None, given[0], how=2)
-    packs.packed(w, None, given[0], stream=8)
-    assert len(packs.made) == len(changes) + 3 and held(packing) == 4
-    kept = packing.kept_of(types.SimpleNamespace(how=1), (w, None, given[0]), 7)
-    assert kept.is_of((w, None, given[0]))
-    given.clear()
-    gc.collect()
-    assert held(packing) == 0
-    assert kept.packed is None and not kept.is_of((w, None, torch.zeros(3)))
-
-
-def test_weights_in_training_and_in_graphs_are_packed_at_each_call(packing, packs, torch):
-    w = torch.ones(3, requires_grad=True)
-    for _ in range(2):
-        w.data.mul_(2)  # as optimizers of other libraries write: autograd sees nothing
-        assert_same(packs.packed(w)[0], w.detach())
-    with torch.inference_mode():
-        made = torch.ones(3)
-        for _ in range(2):
-            packs.packed(made)
-    packs.capturing.append(True)
-    w = w.detach()
-    for _ in range(2):
-        packs.packed(w)
-    assert packs.made == [False] * 6 and held(packing) == 0
-
-
-@pytest.mark.parametrize("learning", [0, 1])
-def test_weights_that_learned_for_a_while_are_packed_anew(packing, packs, torch, learning):
-    """Frozen, trained by what leaves no version, and frozen again."""
-    weights = torch.ones(3), None, torch.zeros(3)
-    for number in range(1, 4):
-        for _ in range(2):
-            assert_same(packs.packed(*weights)[0], weights[0])
-        kept = packing.kept_of(types.SimpleNamespace(how=1), weights, 7)
-        chosen = weights[2 * learning].requires_grad_()
-        packs.packed(*weights)
-        weights[0].data.mul_(2)
-        chosen.requires_grad_(False)
-        assert packs.made == [True, False] * number
-        assert kept.packed is None and held(packing) == 0
-
 
 # -------------------------------------------------------------------------- weights of modules
 
@@ -183,26 +88,51 @@ def test_a_module_records_gradients_in_evaluation_too(st, torch, device):
         assert all(p.grad is not None and p.grad.any() for p in module.parameters())
 
 
-def test_what_a_module_keeps_is_not_part_of_it(st, torch, device):
+def test_what_a_unit_keeps_is_not_part_of_it(st, torch, device):
     x = draw(torch, 1, 8, 16, 16, device=device)
     mask = torch.ones(1, 16, 16, dtype=torch.bool, device=device)
-    for module in modules(st, torch, device):
-        names = set(module.state_dict())
+    _, unit = modules(st, torch, device)
+    names = set(unit.state_dict())
+    unit.eval()
+    with torch.no_grad():
+        y = unit(x, mask)
+        assert unit._kept is not None
+        for twin in (copy.deepcopy(unit), forget(unit)):
+            assert twin._kept is None and set(twin.state_dict()) == names
+            assert_same(twin(x, mask), y)
+            for parameter in twin.parameters():
+                parameter.zero_()
+            assert_same(unit(x, mask), y)
+        unit.train()
+        assert unit._kept is None
+        unit.eval()(x, mask)
+        unit.double()
+        assert unit._kept is None
+
+
+def test_what_trains_by_another_module_is_seen(st, torch, device):
+    """A convolution keeps nothing; a unit sees its shared batch norms count their batches."""
+    x = draw(torch, 1, 8, 16, 16, device=device)
+    mask = torch.ones(1, 16, 16, dtype=torch.bool, device=device)
+    conv, unit = modules(st, torch, device)
+    dense = torch.nn.Conv2d(8, 8, 3, padding=1, device=device)
+    conv.weight, conv.bias = dense.weight, dense.bias
+    for module in (conv, unit):
         module.eval()
         with torch.no_grad():
-            y = module(x, mask)
-            assert module._kept is not None
-            for twin in (copy.deepcopy(module), forget(module)):
-                assert twin._kept is None and set(twin.state_dict()) == names
-                assert_same(twin(x, mask), y)
-                for parameter in twin.parameters():
-                    parameter.zero_()
-                assert_same(module(x, mask), y)
-            module.train()
-            assert module._kept is None
-            module.eval()(x, mask)
-            module.double()
-            assert module._kept is None
+            before = module(x, mask)
+        if module is conv:
+            optimizer = torch.optim.SGD(dense.parameters(), lr=0.5, fused=True)
+            dense(x).square().mean().backward()
+            optimizer.step()
+        else:
+            module.bn1.train()
+            module.bn1(3 * x)
+            module.bn1.eval()
+        with torch.no_grad():
+            after = module(x, mask)
+            assert_same(after, forget(module)(x, mask))
+        assert not torch.equal(after, before)
 
 
 @pytest.mark.gpu

@@ -102,7 +102,8 @@ def fused_bottleneck(
     precision = resolve_precision(weights, precision)
     plain = arrays_of_unit(x, plain_of(weights))
     packed = isinstance(weights, PackedBottleneck)
-    arrays = (x, *(weights.specs if packed else plain), bin_counts, active_block_indices, out)
+    read = (weights.specs,) if packed else plain
+    arrays = (x, *read, bin_counts, active_block_indices, out)
     plan = FUSED_BOTTLENECK.plan_for(arrays, (bsize, precision, expected))
     if out is None:
         out = copy_image(x)

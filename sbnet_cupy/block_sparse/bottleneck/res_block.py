@@ -140,7 +140,7 @@ def sparse_res_block_bottleneck(
     bin_counts, active_block_indices = arrays_of_list(indices)
     in_place = out is not None and (out is x or same_memory(out, x))
     packed = isinstance(weights, PackedBottleneck)
-    given = (x, *(weights.specs if packed else plain), w_project)
+    given = (x, *((weights.specs,) if packed else plain), w_project)
     arrays = (*given, bin_counts, active_block_indices, base, out)
     params = plain_params(block_params, calc_block_params_res_block)
     plan = RES_BLOCK.plan_for(arrays, (params, strides, precision, method, in_place))

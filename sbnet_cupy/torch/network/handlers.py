@@ -3,6 +3,8 @@
 import torch
 from torch.nn import functional as F
 
+from .._dispatch_state import builtin_functions
+
 HANDLERS = {}
 BORDERED = set()  # handlers of functions that know a padding that was put off
 
@@ -23,7 +25,7 @@ REFUSED = {
     "map_", "swapaxes_", "swapdims_", "transpose_", "squeeze_", "unsqueeze_", "t_",
 }  # fmt: skip
 
-_SPACES = (torch, torch.Tensor, F, torch._C._nn, torch.special)
+_SPACES = (torch, torch.Tensor, F, builtin_functions, torch.special)
 
 
 def handles(*names):

@@ -7,9 +7,8 @@ import threading
 import warnings
 
 import torch
-from torch.nn.modules import module as _modules
 
-from .._dispatch_state import current_stream
+from .._dispatch_state import current_stream, is_watched
 from . import graphs
 
 _LIMIT = 4  # graphs of a network: each has memory for its activations
@@ -117,12 +116,8 @@ def _on_gpu(x, mask):
 def _watched(x):
     """Whether something sees the single functions of a call, or changes them."""
     return (
-        torch.compiler.is_compiling()
-        or torch.autograd._profiler_enabled()
+        is_watched()
         or torch.is_autocast_enabled(x.device.type)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or bool(_modules._global_forward_hooks or _modules._global_forward_pre_hooks)
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

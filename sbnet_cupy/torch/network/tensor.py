@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from .._dispatch_state import plainly
 from .handlers import BORDERED, HANDLERS, METADATA, REFUSED
 
-_PLAIN = torch._C.DisableTorchFunctionSubclass
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
 
 
@@ -61,9 +61,7 @@ class StackTensor(torch.Tensor):
 
     def __repr__(self, **_):
         table, block, _, hw, _ = facts(self)
-        with _PLAIN():
-            shape = tuple(self.shape)
-        return f"StackTensor(shape={shape}, block={block}, blocks={table.rows}, hw={hw})"
+        return f"StackTensor(shape={shape(self)}, block={block}, blocks={table.rows}, hw={hw})"
 
     __str__ = __repr__
 
@@ -107,8 +105,7 @@ def _compute(x, own):
 
 
 def _check_gradient(x):
-    with _PLAIN():
-        made_by = x.grad_fn
+    made_by = plainly(torch.Tensor.grad_fn.__get__, x)
     if made_by is not None:
         raise NotImplementedError(
             f"{type(made_by).__name__} is an autograd function of its own, whose gradient cannot "
@@ -220,8 +217,7 @@ def dispatch(func, args, kwargs):
         if result is not NotImplemented:
             return result
     if name in METADATA:
-        with _PLAIN():
-            return func(*args, **kwargs)
+        return plainly(func, *args, **kwargs)
     if name in REFUSED or kwargs.get("out") is not None:
         with_out = " with out=" if kwargs.get("out") is not None else ""
         raise NotImplementedError(
@@ -250,8 +246,7 @@ def _attribute(func, args):
         return HANDLERS[torch.Tensor.detach](torch.Tensor.detach, x)
     if name in ("T", "mT", "H", "mH", "real", "imag"):
         return on_image(func, name, args, {})
-    with _PLAIN():
-        return func(*args)
+    return plainly(func, *args)
 
 
 def on_image(func, name, args, kwargs):
@@ -286,14 +281,12 @@ def _writes(name, kwargs):
 
 def dims(x):
     """Return the number of dimensions of a tensor, past PyTorch's hooks."""
-    with _PLAIN():
-        return x.dim()
+    return plainly(torch.Tensor.dim, x)
 
 
 def shape(x):
     """Return the shape of a tensor, past PyTorch's hooks."""
-    with _PLAIN():
-        return tuple(x.shape)
+    return tuple(plainly(torch.Tensor.size, x))
 
 
 def picture(x):

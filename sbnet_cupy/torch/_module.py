@@ -1,0 +1,92 @@
+"""What the modules share: their blocks, from a mask to the list of the active ones."""
+
+import math
+
+import torch
+
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..core.sizes import pair
+from ..errors import DTypeError, ShapeError
+from .ops import reduce_mask
+
+
+class BlockModule(torch.nn.Module):
+    """Base of modules that compute active blocks; a subclass has ``block_params``."""
+
+    def _configure(self, block_size, capacity, precision, method):
+        """Set the options of every module, or raise."""
+        self.block_size = pair(block_size, "block_size")
+        whole = capacity is None or (type(capacity) is int and capacity >= 0)
+        if not whole and not (isinstance(capacity, float) and 0 < capacity <= 1):
+            raise ValueError(
+                "capacity must be None, a number of blocks (int) or a share of them (float over "
+                f"0, up to 1), got {capacity!r}"
+            )
+        self.capacity, self.precision, self.method = capacity, precision, method
+
+    def active_blocks(self, x, mask):
+        """Return what ``module(x, mask)`` works on, to list it once: (active, params)."""
+        return self._blocks(x, mask, None)
+
+    def _fitting_block(self, kernel, strides):
+        """Return the smallest block not under ``block_size`` that fits a kernel and its strides."""
+        axes = zip(self.block_size, kernel, strides, strict=True)
+        return tuple(k + -(-max(b - k, 0) // s) * s for b, k, s in axes)
+
+    def _blocks(self, x, mask, params):
+        """Return (active blocks, BlockParams) of a call; ``mask`` may be the list of blocks."""
+        if isinstance(mask, ActiveBlocks | tuple):
+            if params is None:
+                raise TypeError(
+                    "params must be given with a list of active blocks, got None; call module(x, "
+                    "active, params) with the BlockParams that reduce_mask was given, or "
+                    "module(x, mask)"
+                )
+            return mask, params
+        params = self.block_params(*x.shape[2:]) if params is None else params
+        return self._find_blocks(x, mask, params), params
+
+    def _find_blocks(self, x, mask, params):
+        """List the blocks that touch a mask of the image's size.
+
+        A block touches with its input window, halo included; where strides skip pixels between the
+        windows, with the pixels up to the next one too, so that none is lost.
+        """
+        if not isinstance(mask, torch.Tensor):
+            raise DTypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
+        n, _, h, w = x.shape
+        if mask.dim() == 4 and mask.shape[1] == 1:
+            mask = mask[:, 0]
+        elif mask.dim() == 2 and n == 1:
+            mask = mask[None]
+        if tuple(mask.shape) != (n, h, w):
+            raise ShapeError(
+                f"mask must have shape ({n}, {h}, {w}) or ({n}, 1, {h}, {w}), the size of x, got "
+                f"{tuple(mask.shape)}"
+            )
+        capacity = self.capacity
+        if isinstance(capacity, float):
+            capacity = math.ceil(capacity * n * params.bcount[0] * params.bcount[1])
+        window = tuple(map(max, params.bsize, params.bstride))
+        return reduce_mask(
+            mask, params.bcount, bsize=window, boffset=params.boffset, bstride=params.bstride,
+            capacity=capacity,
+        )  # fmt: skip
+
+    def extra_repr(self):
+        """Describe the module as PyTorch does, and its blocks."""
+        return ", ".join(filter(None, (super().extra_repr(), f"block_size={self.block_size}")))
+
+
+def check_nchw(x, channels):
+    """Raise unless x is an image of the module's channels; None is any number."""
+    if not isinstance(x, torch.Tensor):
+        raise DTypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != 4 or channels not in (None, x.shape[1]):
+        wanted = "C" if channels is None else channels
+        raise ShapeError(f"x must have shape (N, {wanted}, H, W), got {tuple(x.shape)}")
+
+
+def is_channels_last(x):
+    """Whether an NCHW image lies in memory as NHWC; one that lies as both does not."""
+    return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
