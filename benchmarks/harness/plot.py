@@ -15,6 +15,7 @@ FUSED_FILES = {
     "fused_conv": "density_fused_conv.png",
     "fused_bottleneck": "density_fused_bottleneck.png",
 }
+NETWORKS_FILE = "density_networks.png"
 STAGES_FILE = "stages.png"
 OP_NAMES = {"sparse_gather": "gather", "sparse_scatter": "scatter", "reduce_mask": "reduce_mask"}
 
@@ -48,6 +49,9 @@ def draw(folder):
         swept = [row for row in rows if (row.op, row.suite) == (op, "density") and row.dense_us]
         if swept:
             lines.append(_save(_crossover(swept), folder, name))
+    networks = [row for row in rows if row.op == "network" and row.dense_us]
+    if networks:
+        lines.append(_save(_networks(networks), folder, NETWORKS_FILE))
     compared = [row for row in rows if row.original_us]
     if compared:
         lines.append(_save(_stages(compared), folder, STAGES_FILE))
@@ -150,6 +154,35 @@ def _crossover(rows):
     for axis, (shape, found) in zip(axes, panels.items(), strict=True):
         _under_dense(axis, shape, found)
     handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="lower left", bbox_to_anchor=(0.01, 0.005), ncols=3, frameon=False,
+        fontsize=9, labelcolor=INK,
+    )  # fmt: skip
+    return figure
+
+
+def _networks(rows):
+    """Time of whole networks against the share of active blocks: a panel for each and its batch."""
+    panels = {}
+    for row in rows:
+        panels.setdefault(f"{row.suite}, {row.variant}", []).append(row)
+    deep = -(-len(panels) // 3)
+    height = 1.1 + 2.9 * deep
+    first = rows[0]
+    what = f"CUDA graphs with the mask in them, masks of blobs; {first.gpu}"
+    figure = _figure(11, height, "Whole networks by density, next to the best dense time", what)
+    axes = figure.subplots(
+        deep, min(len(panels), 3), squeeze=False,
+        gridspec_kw={
+            "left": 0.05, "right": 0.985, "bottom": 0.85 / height, "top": 1 - 1.0 / height,
+            "wspace": 0.16, "hspace": 0.42,
+        },
+    ).flat  # fmt: skip
+    for axis, (name, found) in zip(axes, panels.items(), strict=False):
+        _under_dense(axis, name, found)
+    for axis in figure.axes[len(panels) :]:
+        axis.set_visible(False)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="lower left", bbox_to_anchor=(0.01, 0.005), ncols=3, frameon=False,
         fontsize=9, labelcolor=INK,
