@@ -16,6 +16,7 @@ from .block_sparse.mask.reduce_mask import REDUCE_MASK
 from .block_sparse.stack.block_table import FILL_GRID, MASK_TABLE
 from .block_sparse.stack.stack_avg_pool import STACK_AVG_POOL
 from .block_sparse.stack.stack_conv2d import STACK_CONV2D
+from .block_sparse.stack.stack_global_pool import STACK_GLOBAL_POOL
 from .block_sparse.stack.stack_halo import STACK_HALO
 from .block_sparse.stack.stack_max_pool import STACK_MAX_POOL
 from .block_sparse.stack.stack_to_image import FILL_IMAGE
@@ -52,6 +53,7 @@ OPERATORS = {
         STACK_MAX_POOL,
         STACK_AVG_POOL,
         FILL_IMAGE,
+        STACK_GLOBAL_POOL,
         SITE_CONV,
     )
 }

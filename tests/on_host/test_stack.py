@@ -31,6 +31,8 @@ MODULES = [
         "pooling",
         "stack_max_pool",
         "stack_avg_pool",
+        "stack_global_pool",
+        "stack_pool_launch",
     )
 ]
 FLOAT16, FLOAT32 = np.dtype("f2"), np.dtype("f4")
@@ -220,6 +222,48 @@ def test_avg_pool(on_shim, kernel, strides, padding, ceil_mode, counting, dtype,
                  dtype=stack_cases.sum_dtype(dtype))  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "channels, block, size",
+    [(8, (8, 8), (13, 9)), (3, (4, 2), (13, 9)), (72, (1, 1), (7, 5)), (16, (4, 4), (90, 70)),
+     (520, (2, 2), (5, 4))],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_global_pool(on_shim, mode, dtype, channels, block, size, shuffled):
+    """One part of an image and several; rows in the order of the list, or in any."""
+    _, table, x, rng = drawn(dtype, channels, block, size)
+    if shuffled:
+        order = rng.permutation(table.count())
+        x[: len(order)] = x[order]
+        table.active_block_indices[: len(order)] = table.active_block_indices[order]
+        places = tuple(table.active_block_indices[: len(order)].T)
+        table.grid[places] = np.arange(len(order), dtype=np.int32)
+    wide = x.astype(np.float64)
+    expected, magnitude = (
+        by_numpy(sb.stack_global_pool, a, table, mode=mode) for a in (wide, abs(wide))
+    )
+    y = sb.stack_global_pool(x, table, mode=mode)
+    several = block == (4, 4)
+    assert [name for _, name in on_shim] == (
+        ["stack_global_pool"] + ["stack_global_pool_parts"] * several
+    )
+    if mode == "max":
+        assert_same(y.astype(np.float64), expected, signed_zero=False)
+    else:
+        assert_close(y, expected, terms=size[0] * size[1] + 1, magnitude=magnitude,
+                     dtype=stack_cases.sum_dtype(dtype))  # fmt: skip
+
+
+def test_global_maximum_of_full_images_may_be_negative(on_shim):
+    x = np.full((4, 2, 2, 8), -2, FLOAT32)
+    x[0, 1, 1, 3] = np.nan
+    table = sb.block_table(np.ones((1, 4, 4), bool), 2)
+    y = sb.stack_global_pool(x, table, mode="max")
+    assert_same(y, np.where(np.arange(8) == 3, np.nan, -2)[None].astype(FLOAT32), allow_nan=True)
+
+
 def test_nan_wins_in_max_pooling(on_shim):
     x = np.zeros((4, 2, 2, 8), FLOAT32)
     x[0, 1, 1, 3] = np.nan
@@ -229,7 +273,6 @@ def test_nan_wins_in_max_pooling(on_shim):
 
 
 OTHERS = {
-    "stack_global_pool": lambda x, table: sb.stack_global_pool(x, table, mode="max"),
     "stack_interpolate": lambda x, table: sb.stack_interpolate(
         x, table, scale_factor=2, mode="bilinear"
     ),

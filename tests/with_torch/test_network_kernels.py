@@ -17,7 +17,7 @@ ACTIVATIONS = (None, "relu", "silu", "gelu")
 @pytest.fixture
 def asked(st, monkeypatch):
     """Serve CPU tensors by the core's operations; return the names of what was asked for."""
-    from sbnet_cupy.torch.network import cuda, cuda_ends
+    from sbnet_cupy.torch.network import cuda, cuda_ends, cuda_pool
 
     names = []
 
@@ -101,6 +101,51 @@ def asked(st, monkeypatch):
 
         return launch
 
+    def pool_at(facts):
+        """What pooling kernels are asked for, as the core's functions take it."""
+        dtype, rows, images, grid, channels, block, size, *more = facts
+
+        def of(x, counts, indices, places):
+            assert (x.shape[0], x.shape[3]) == (rows, channels) and x.dtype == dtype
+            assert (places.shape[0], tuple(places.shape[1:])) == (images, grid)
+            return x.numpy(), stage(counts, indices, places, block, size)
+
+        return of, more
+
+    def prepare_windows(facts, function, **options):
+        (at, (out_block, *_, kernel, strides, _, pads)) = pool_at(facts)
+        options |= {"kernel": kernel, "strides": strides, "padding": (pads[:2], pads[2:])}
+
+        def launch(x, counts, indices, places, out):
+            names.append(function.__name__)
+            given = at(x, counts, indices, places)
+            try:  # kernels fill the blocks, whatever the result's size
+                y = function(*given, ceil_mode=True, **options)
+            except sb.ShapeError:
+                y = function(*given, **options)
+            assert y.shape[1:3] == out_block
+            out.copy_(torch.from_numpy(y))
+
+        return launch, True
+
+    def prepare_max_pool(*facts, settled):
+        return prepare_windows(facts, sb.stack_max_pool, dilation=facts[-2])
+
+    def prepare_avg_pool(*facts, settled):
+        include, divisor = facts[8:10]
+        counting = {"count_include_pad": include, "divisor": divisor}
+        return prepare_windows(facts, sb.stack_avg_pool, **counting)
+
+    def prepare_global_pool(*facts, settled):
+        at, (mode,) = pool_at(facts)
+
+        def launch(x, counts, indices, places, out):
+            names.append("stack_global_pool")
+            y = sb.stack_global_pool(*at(x, counts, indices, places), mode=mode)
+            out.copy_(torch.from_numpy(y))
+
+        return launch, True
+
     def pack(weight, bias, _, kept="_stack_packed"):
         setattr(weight, kept, (bias, (weight, bias)))
         return weight, bias
@@ -119,6 +164,10 @@ def asked(st, monkeypatch):
     monkeypatch.setattr(cuda_ends, "_prepare_conv", prepare_image_conv)
     monkeypatch.setattr(cuda_ends, "_prepare_scatter", prepare_scatter)
     monkeypatch.setattr(cuda_ends, "_PLANS", {})
+    monkeypatch.setattr(cuda_pool, "_prepare_max_pool", prepare_max_pool)
+    monkeypatch.setattr(cuda_pool, "_prepare_avg_pool", prepare_avg_pool)
+    monkeypatch.setattr(cuda_pool, "_prepare_global_pool", prepare_global_pool)
+    monkeypatch.setattr(cuda_pool, "_PLANS", {})
     return names
 
 
@@ -139,6 +188,61 @@ def test_what_is_asked_of_kernels(st, asked, name):
     assert "conv" in asked and ("depthwise" in asked) == (
         name in ("mobilenet", "convnext", "shuffle")
     )
+
+
+pool, mean = torch.nn.functional.max_pool2d, torch.nn.functional.avg_pool2d
+POOLS = {
+    "max 3": ("stack_max_pool", lambda x: pool(x, 3, 2, 1)),
+    "max 2": ("stack_max_pool", lambda x: pool(x, 2)),
+    "max 2 ceil": ("stack_max_pool", lambda x: pool(x, 2, ceil_mode=True)),
+    "max 5": ("stack_max_pool", lambda x: pool(x, 5, 1, 2)),
+    "max dilated": ("stack_max_pool", lambda x: pool(x, 3, 1, 1, 2)),
+    "max padded": ("halo zero", lambda x: pool(torch.nn.functional.pad(x, (1, 1, 1, 1)), 3, 2)),
+    "avg 2": ("stack_avg_pool", lambda x: mean(x, 2)),
+    "avg 3": ("stack_avg_pool", lambda x: mean(x, 3, 2, 1)),
+    "avg 3 ceil": ("stack_avg_pool", lambda x: mean(x, 3, 2, 0, True)),
+    "avg 3 inside": ("stack_avg_pool", lambda x: mean(x, 3, 2, 1, False, False)),
+    "avg divisor": ("stack_avg_pool", lambda x: mean(x, 3, 1, 1, divisor_override=5)),
+    "global mean": (
+        "stack_global_pool", lambda x: torch.nn.functional.adaptive_avg_pool2d(x, 1)
+    ),
+    "mean": ("stack_global_pool", lambda x: x.mean((2, 3), keepdim=True)),
+    "sum": ("stack_global_pool", lambda x: x.sum((-2, -1))),
+    "mean of channels last": (
+        "stack_global_pool", lambda x: x.permute(0, 2, 3, 1).mean((1, 2), keepdim=True)
+    ),
+    "excitation": ("stack_global_pool", lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
+}  # fmt: skip
+
+
+class Pooled(torch.nn.Module):
+    """A function after a convolution."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.function = torch.nn.Conv2d(4, 4, 1), function
+
+    def forward(self, x):
+        """Return what the function makes of the convolution's result."""
+        return self.function(self.before(x))
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("size, block", [((48, 64), 16), ((45, 51), 16), ((21, 40), 32)], ids=str)
+@torch.no_grad()
+def test_poolings(st, asked, size, block, name):
+    """By one kernel, of all sizes; where padding was put off, a rim is made."""
+    kernel, function = POOLS[name]
+    dense, x = Pooled(function).eval(), torch.randn(2, 4, *size)
+    on, mask = networks.blocks((2, *size), block, 0.5, seed=3)
+    sparse = st.sparsify(dense, block)
+    sparse.break_even = 2.0
+    stages = {tuple(n - 2 for n in size): block} | networks.stages_of(size, block)
+    expected = networks.oracle(dense, x, on, block, stages)
+    asked.clear()
+    assert_near(sparse(x, mask), expected, "float32")
+    assert kernel in asked
 
 
 def test_kernels_take_no_part_where_gradients_are_recorded(st, asked):

@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from ...core import launch as kernels
-from ...core.arrays import (
-    compute_dtype,
-    empty,
-    is_cupy,
-    namespace,
-    vector_bytes,
-)
+from ...core.arrays import compute_dtype, empty, is_cupy, namespace, vector_bytes
 from ...core.checks import check_out, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.operator import Plan
@@ -19,6 +12,7 @@ from .block_table import TABLE_ARRAYS, BlockTable, split_table
 from .checks import check_like, check_stack, computing
 from .fetch import fetch
 from .neighbours import Places, add_back
+from .stack_pool_launch import StackPool
 from .stages import resolve_window
 from .taps import Taps
 
@@ -50,18 +44,24 @@ def resolve_call(specs, sizes, window_options):
     return result, table, window
 
 
-def plan_call(specs, resolved, name, body, options):
-    """Return the plan of a checked pooling: its kernel ``name``, or array code.
+def plan_call(specs, resolved, prepare, body):
+    """Return the plan of a checked pooling: the kernel that ``prepare`` launches, or array code.
 
-    ``body`` takes x, the table and the receiving array; ``options`` are the kernel's own numbers.
+    ``body`` takes x, the table and the receiving array.
     """
     result, table, window = resolved
     if not result.size:
         return Plan((result,), lambda *arrays: None)
     x, *_, out = specs
-    launch = prepare_pool(name, x, table, window, out or result, options) if x.on_gpu else None
+    launch = prepare(describe_pool(x, table, window, out or result)) if x.on_gpu else None
+    return run_plan(result, table, launch, body)
+
+
+def run_plan(result, table, launch, body):
+    """Return the plan that runs a launch, or ``body`` where there is none."""
     if launch is not None:
-        return Plan((result,), launch, launch, operands=(0, 1, 2, 3, 4))
+        single = launch if hasattr(launch, "on") else None  # several kernels have no address
+        return Plan((result,), launch, single, operands=(0, 1, 2, 3, 4))
     sizes = table.block_size, table.image_size
 
     def run(x, bin_counts, active_block_indices, grid, out):
@@ -156,28 +156,24 @@ def pixels_in_windows(places, window, axis, padded=False):
     return count
 
 
-_LARGEST = 2**24  # of sizes in pixels, so that those of images and windows stay below 2**31
-
-
-def prepare_pool(name, x, table, window, out, options):
-    """Prepare the launch of a pooling's kernel; None where its sizes are too large.
-
-    ``options`` are its own numbers, after the sizes.
-    """
-    sizes = (*window.fine, *window.coarse, *window[:3], *window.pads)
-    if max(n for pair in sizes for n in pair) > _LARGEST or table.capacity >= 2**31:
-        return None
-    itemsize, channels = x.dtype.itemsize, x.shape[3]
-    vector = vector_bytes(channels * itemsize, x.alignment, out.alignment)
-    width = channels * itemsize // vector
-    grid = map(int, table.grid.shape)
-    sizes = (table.capacity, *grid, width, *window.fine.block_size, *window.fine.image_size)
-    template = (cpp_name(x.dtype, "x"), f"Bytes<{vector}>::type")
-    return kernels.prepare(
-        f"block_sparse/stack/{name}", name, template, -(-out.nbytes // vector // kernels.THREADS),
-        kernels.THREADS, 5, (*sizes, *window.coarse.block_size, *window.kernel, *options),
-        persistent=True, dependent=True,
-    )  # fmt: skip
+def describe_pool(x, table, window, out):
+    """Return a pooling of these specs as its launch takes it."""
+    return StackPool(
+        element=cpp_name(x.dtype, "x"),
+        element_bytes=x.dtype.itemsize,
+        rows=table.capacity,
+        images=table.batch,
+        grid=tuple(map(int, table.grid.shape[1:])),
+        channels=x.shape[3],
+        block=window.fine.block_size,
+        image=window.fine.image_size,
+        block_out=window.coarse.block_size,
+        kernel=window.kernel,
+        strides=window.strides,
+        dilation=window.dilation,
+        pads=window.pads,
+        alignment=vector_bytes(x.alignment, out.alignment),
+    )
 
 
 def check_pool_grad(grad_y, x, table, window):

@@ -18,6 +18,7 @@ from .pooling import (
     reduce_windows,
     resolve_call,
 )
+from .stack_pool_launch import prepare_stack_avg_pool
 from .taps import clear_unlisted
 
 
@@ -100,15 +101,11 @@ def _infer(specs, options):
 
 def _plan(specs, options):
     """Check all arguments; return the plan of the call."""
-    resolved, (count_include_pad, divisor) = _resolve(specs, options), options[-2:]
-    window = resolved[2]
-    (top, bottom), (left, right) = window.pads
-    numbers = (*window.strides, top, left, bottom, right)
-    counting = int(count_include_pad), float(divisor or 0)
-    body = functools.partial(
-        _avg_pool, window=window, count_include_pad=count_include_pad, divisor=divisor
-    )
-    return plan_call(specs, resolved, "stack_avg_pool", body, (*numbers, *counting))
+    resolved = _resolve(specs, options)
+    counting = dict(zip(("count_include_pad", "divisor"), options[-2:], strict=True))
+    prepare = functools.partial(prepare_stack_avg_pool, **counting)
+    body = functools.partial(_avg_pool, window=resolved[2], **counting)
+    return plan_call(specs, resolved, prepare, body)
 
 
 def _avg_pool(x, table, out, *, window, count_include_pad, divisor):

@@ -1,18 +1,24 @@
 """stack_global_pool: the mean, maximum or sum of each image, from its active blocks."""
 
+import functools
 import math
 
 import numpy as np
 
-from ...core.arrays import array_function, compute_dtype, empty, is_cupy, namespace
-from ...core.checks import check_out
+from ...core.arrays import array_function, compute_dtype, is_cupy, namespace, vector_bytes
+from ...core.checks import check_result
+from ...core.compile import cpp_name
+from ...core.operator import Operator
 from ...dense.conv2d import check_choice
 from ..corners import CHUNK_BYTES
-from .checks import check_stack, computing
+from .block_table import TABLE_ARRAYS, TABLE_SIZES, BlockTable
+from .checks import check_stack
 from .fetch import fetch
 from .neighbours import Axis, Places
 from .per_image import reduce_rows
+from .pooling import call_pool, run_plan
 from .stack_pixel_mask import inside
+from .stack_pool_launch import StackPool, prepare_stack_global_pool
 
 MODES = ("mean", "max", "sum")
 
@@ -52,7 +58,8 @@ def stack_global_pool(x, table, *, mode="mean", out=None):
     ValueError
         If ``mode`` is none of those above.
 
-    Source: the dense layer on masked images.
+    Source: the dense layer on masked images. Kernel:
+    cuda_src/block_sparse/stack/stack_global_pool.cu
 
     Examples
     --------
@@ -62,18 +69,46 @@ def stack_global_pool(x, table, *, mode="mean", out=None):
     >>> stack_global_pool(x, table), stack_global_pool(-x, table, mode="max")
     (array([[0.5]]), array([[0.]]))
     """
+    return call_pool(STACK_GLOBAL_POOL, x, table, (mode,), out)
+
+
+def _resolve(specs, options):
+    """Check all arguments; return the specs of the result and of the table."""
+    x, *arrays, out = specs
+    *sizes, mode = options
     check_choice("mode", mode, MODES)
+    table = BlockTable(*arrays, *sizes)
     check_stack("x", x, table)
-    xp, total = namespace(x), compute_dtype(x.dtype)
-    shape = (table.batch, x.shape[3])
-    if out is None:
-        out = empty(shape, x.dtype, x)
-    else:
-        check_out(out, shape, x.dtype, x, (("x", x), ("table", table.grid)))
-    with computing(x):
-        places = Places.of(table)
-        out[...] = _largest(x, places) if mode == "max" else _sums(x, places, total, mode, xp)
-    return out
+    result = x.new((table.batch, x.shape[3]))
+    check_result(out, result)
+    return result, table
+
+
+def _infer(specs, options):
+    """Check all arguments; return the spec of the result."""
+    return _resolve(specs, options)[:1]
+
+
+def _plan(specs, options):
+    """Check all arguments; return the plan of the call."""
+    (result, table), x, mode = _resolve(specs, options), specs[0], options[-1]
+    launch = None
+    if x.on_gpu and x.size and result.size and table.grid.size:
+        pool = StackPool(
+            element=cpp_name(x.dtype, "x"), element_bytes=x.dtype.itemsize, rows=table.capacity,
+            images=table.batch, grid=tuple(map(int, table.grid.shape[1:])), channels=x.shape[3],
+            block=table.block_size, image=table.image_size, alignment=vector_bytes(x.alignment),
+        )  # fmt: skip
+        launch = prepare_stack_global_pool(pool, mode)
+    return run_plan(result, table, launch, functools.partial(_reduce, mode=mode))
+
+
+def _reduce(x, table, out, *, mode):
+    """Reduce each block, then the blocks of each image."""
+    xp, places = namespace(x), Places.of(table)
+    out[...] = (
+        _largest(x, places) if mode == "max" else _sums(x, places, compute_dtype(x.dtype), mode, xp)
+    )
 
 
 def _sums(x, places, total, mode, xp):
@@ -111,3 +146,12 @@ def _of_blocks(x, places, dtype, reduce, fill):
         fetch(x, places.part(part), Axis(0, 1, bh), Axis(0, 1, bw), pixels, fill)
         values[part] = reduce(pixels.reshape(len(pixels), bh * bw, channels))
     return values
+
+
+STACK_GLOBAL_POOL = Operator(
+    "stack_global_pool",
+    arrays=("x", *TABLE_ARRAYS, "out"),
+    options=(*TABLE_SIZES, "mode"),
+    infer=_infer,
+    plan=_plan,
+)

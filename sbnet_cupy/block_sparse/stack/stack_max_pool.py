@@ -17,6 +17,7 @@ from .pooling import (
     reduce_windows,
     resolve_call,
 )
+from .stack_pool_launch import prepare_stack_max_pool
 from .taps import clear_unlisted
 
 
@@ -88,10 +89,8 @@ def _infer(specs, options):
 def _plan(specs, options):
     """Check all arguments; return the plan of the call."""
     resolved = resolve_call(specs, options[:2], options[2:])
-    window = resolved[2]
-    numbers = (*window.strides, *window.dilation, *window.before)
-    body = functools.partial(_max_pool, window=window)
-    return plan_call(specs, resolved, "stack_max_pool", body, numbers)
+    body = functools.partial(_max_pool, window=resolved[2])
+    return plan_call(specs, resolved, prepare_stack_max_pool, body)
 
 
 def _max_pool(x, table, out, *, window):

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from . import cuda_ends, per_image
+from . import cuda_ends, cuda_pool, per_image
 
 INSIDE_MODES = ("replicate", "reflect", "circular")
 
@@ -82,6 +82,11 @@ class Table:
             return rows.repeat_interleave(block[1], 2)[:, :, : size[1]]
 
         return self.keep(("map", block, size), make)
+
+    def reduce_pixels(self, value, block, size, hw, mode):
+        """Take the "mean" or "sum" of all pixels of each image, ``[N, ...]`` without ``hw``."""
+        sums = self.sum_pixels(value, block, size, hw)
+        return sums / (size[0] * size[1]) if mode == "mean" else sums
 
     def active_pixels(self, block, size):
         """Return how many pixels of each image lie in active blocks: int64 ``[N]``."""
@@ -318,6 +323,15 @@ class BlockTable(Table):
         if self.batch == 1:
             return rows.sum(0, keepdim=True)
         return per_image.add_up(rows, self.image, self.place)
+
+    def reduce_pixels(self, value, block, size, hw, mode):
+        """Take the "mean" or "sum" of all pixels of each image, ``[N, ...]`` without ``hw``."""
+        if value.dim() == 4 and hw in ((2, 3), (1, 2)):
+            stack = value if hw == (2, 3) else value.permute(0, 3, 1, 2)
+            pooled = cuda_pool.global_pool(stack, self, block, size, mode)
+            if pooled is not None:
+                return pooled
+        return super().reduce_pixels(value, block, size, hw, mode)
 
     def mean_inside(self, value, block, size):
         """Return mean and biased variance of each channel over active pixels, and their number."""

@@ -328,11 +328,9 @@ def with_border(x, border):
 def global_mean(x, over, keepdim, total=False):
     """Average (or sum) whole images: a tensor with one value for each image and channel."""
     table, block, size, hw, _ = facts(x)
-    sums = table.sum_pixels(value_of(x), block, size, hw)
+    sums = table.reduce_pixels(value_of(x), block, size, hw, "sum" if total else "mean")
     if table.reduced is None:
         table.reduced = "a mean over the image"
-    if not total:
-        sums = sums / (size[0] * size[1])
     if keepdim:
         for i in sorted(over):
             sums = sums.unsqueeze(i)

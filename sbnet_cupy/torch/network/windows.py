@@ -5,7 +5,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from . import cuda_ends, gradients, ops
+from . import cuda_ends, cuda_pool, gradients, ops
 from . import tensor as T
 from .entry import Entry
 from .handlers import BORDERED, handles
@@ -182,6 +182,9 @@ def max_pool2d(
     if table.whole:
         value = _bordered(value, border)
         return window.wrap(F.max_pool2d(value, kernel, stride, p, dilation, ceil_mode))
+    pooled = cuda_pool.max_pool(value, table, window)
+    if pooled is not None:
+        return window.wrap(pooled)
     inside = not any(window.pads) and not ceil_mode and kernel == stride and dilation == (1, 1)
     if not inside:
         rims = ops.rim(kernel, stride, window.pads, dilation)
@@ -224,6 +227,9 @@ def avg_pool2d(
     if table.whole:
         options = (kernel, stride, p, ceil_mode, count_include_pad, divisor_override)
         return window.wrap(F.avg_pool2d(value, *options))
+    pooled = cuda_pool.avg_pool(value, table, window, count_include_pad, divisor_override)
+    if pooled is not None:
+        return window.wrap(pooled)
     if any(p) or ceil_mode or kernel != stride:
         rims = ops.rim(kernel, stride, window.pads, (1, 1))
         value = ops.halo(value, table, window.block, window.size, rims)

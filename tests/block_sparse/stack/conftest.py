@@ -25,7 +25,7 @@ def body(request, xp):
             for name in MODULES:
                 module = importlib.import_module(f"sbnet_cupy.block_sparse.stack.{name}")
                 patch.setattr(module, "is_cupy", lambda array: True, raising=False)
-                for kernel in ("is_rim", "plan_kernel", "prepare_pool"):
+                for kernel in ("is_rim", "plan_kernel"):
                     patch.setattr(module, kernel, lambda *arguments: None, raising=False)
             plan_some_as_on_a_gpu(patch, stack_conv2d)
         patch.setattr(operator, "_PLANS", {})

@@ -1,0 +1,188 @@
+// stack_global_pool.cu: the sum, mean or maximum of each channel of each image, from its active blocks.
+//   y[n, c] = (sum x[m, i, j, c]) / divisor   or   max x[m, i, j, c]
+// over the pixels (i, j) of the image in the active blocks m of image n; the maximum counts 0 where a pixel of the image
+// is in no active block. An image without pixels gives 0.
+// Source: global pooling on images that are 0 outside of the active blocks.
+// Python: sbnet_cupy/block_sparse/stack/stack_global_pool.py; launched by stack_pool_launch.py
+// Launch: a thread block of 256 threads for each image, each of `parts` ranges of its blocks, and each LANES vectors of
+// channels. With several parts, stack_global_pool_parts puts them together.
+// Why: the blocks of an image are those that the grid has, in its order, whatever the order of the list. A thread block
+// first lists the active ones in shared memory; the threads then take their pixels in turn, so that sums are in an
+// order that the sizes and the mask decide, and are put together by a tree.
+#include "block_sparse/stack/block_table.cuh"
+#include "core/async_copy.cuh"
+
+enum Mode { SUM, MAXIMUM };
+
+template <int MODE, typename C>
+DEVICE C combine(C a, C b) {
+    if constexpr (MODE == SUM) return a + b;
+    return a > b || a != a ? a : b;
+}
+template <int MODE, typename C>
+DEVICE C identity() {
+    return MODE == SUM ? static_cast<C>(0) : static_cast<C>(-__uint_as_float(0x7f800000u));
+}
+
+template <typename T, int MODE, typename C>
+DEVICE T finished(C value, bool empty, double divisor) {
+    if (empty) value = 0;
+    return from_compute<T>(MODE == SUM ? value / static_cast<C>(divisor) : value);
+}
+
+constexpr int POOL_THREADS = 256, EACH = 8, CHUNK = POOL_THREADS * EACH;  // blocks that are listed at once
+
+// An active block: its row of the stack, and how many of its lines and columns are of the image.
+struct Listed {
+    int row, lines, columns;
+};
+
+// The number of threads' items before those of this thread; `total` becomes that of all. `counts` is of 8 ints.
+DEVICE int before_mine(int mine, int* counts, int& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int sum = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, sum, d);
+        if (lane >= d) sum += other;
+    }
+    if (lane == 31) counts[warp] = sum;
+    __syncthreads();
+    int before = sum - mine;
+    total = 0;
+#pragma unroll
+    for (int w = 0; w < POOL_THREADS / 32; ++w) {
+        if (w < warp) before += counts[w];
+        total += counts[w];
+    }
+    return before;
+}
+
+template <typename T, typename V, int LANES, int MODE>
+__global__ void __launch_bounds__(POOL_THREADS, 2)
+    stack_global_pool(const V* __restrict__ x,             // [M, bh, bw, width]
+                      const int* __restrict__ bin_counts,   // [1]
+                      const int* __restrict__ grid,         // [N, GH, GW]
+                      typename ComputeOf<T>::type* __restrict__ sums_of_parts,  // [N, parts, channels]; unless there is 1
+                      T* __restrict__ y,                    // [N, channels]
+                      i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 parts, double divisor,
+                      i64 settled) {
+    using C = typename ComputeOf<T>::type;
+    constexpr int COUNT = Elements<T, V>::COUNT, GROUPS = POOL_THREADS / LANES, AT_ONCE = 4;
+    __shared__ Listed listed[CHUNK];
+    __shared__ C sums[GROUPS * LANES * COUNT];
+    __shared__ int counts[POOL_THREADS / 32], zeros;
+    const auto narrow = [](i64 value) { return static_cast<int>(value); };
+    const int BH = narrow(bh), BW = narrow(bw), columns_of_grid = narrow(GW), pixels = BH * BW;
+    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, slices = ceil_div(narrow(width), LANES);
+    const i64 places = GH * GW, channels = width * COUNT;
+    if (!settled) overlap_launches();
+    bool waited = !settled;
+    const int rows = narrow(clamp(*bin_counts, 0, M));
+
+    for (i64 item = blockIdx.x; item < N * parts * slices; item += gridDim.x) {
+        const i64 image_part = divide(item, slices), n = divide(image_part, parts), part = image_part - n * parts;
+        const int v = narrow(item - image_part * slices) * LANES + lane;
+        const i64 first = divide(places * part, parts), last = divide(places * (part + 1), parts);
+        C mine[COUNT];
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) mine[e] = identity<MODE, C>();
+        if (threadIdx.x == 0) zeros = 0;
+        __syncthreads();
+
+        for (i64 place0 = first; place0 < last; place0 += CHUNK) {
+            int found[EACH];
+            const i64 begin = place0 + threadIdx.x * EACH;
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) found[e] = begin + e < last ? grid[n * places + begin + e] : -1;
+            int hi = narrow(divide(begin, GW)), wi = narrow(begin - static_cast<i64>(hi) * GW), active = 0;
+            Listed its[EACH];
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                its[e].row = static_cast<u32>(found[e]) < static_cast<u32>(rows) ? found[e] : -1;
+                its[e].lines = narrow(clamp(H - static_cast<i64>(hi) * BH, 0, BH));
+                its[e].columns = narrow(clamp(W - static_cast<i64>(wi) * BW, 0, BW));
+                if (MODE == MAXIMUM && its[e].row < 0 && begin + e < last && its[e].lines > 0 && its[e].columns > 0)
+                    zeros = 1;
+                active += its[e].row >= 0;
+                if (++wi == columns_of_grid) wi = 0, ++hi;
+            }
+            int total;
+            int at = before_mine(active, counts, total);
+#pragma unroll
+            for (int e = 0; e < EACH; ++e)
+                if (its[e].row >= 0) listed[at++] = its[e];
+            __syncthreads();
+            if (!waited) overlap_launches();
+            waited = true;
+
+            const i64 all = static_cast<i64>(total) * pixels;
+            for (i64 i0 = group; v < width && i0 < all; i0 += GROUPS * AT_ONCE) {
+                V values[AT_ONCE];
+                bool inside[AT_ONCE];
+#pragma unroll
+                for (int a = 0; a < AT_ONCE; ++a) {
+                    const i64 i = i0 + a * GROUPS;
+                    values[a] = zero<V>();
+                    inside[a] = i < all;
+                    if (!inside[a]) continue;
+                    const int number = narrow(divide(i, pixels)), pixel = narrow(i - static_cast<i64>(number) * pixels);
+                    const Listed block = listed[number];
+                    if (block.lines < BH || block.columns < BW) {
+                        const int line = pixel / BW;
+                        inside[a] = line < block.lines && pixel - line * BW < block.columns;
+                    }
+                    if (inside[a]) values[a] = x[(static_cast<i64>(block.row) * pixels + pixel) * width + v];
+                }
+#pragma unroll
+                for (int a = 0; a < AT_ONCE; ++a) {
+                    if (!inside[a]) continue;
+                    const Elements<T, V> vector(values[a]);
+#pragma unroll
+                    for (int e = 0; e < COUNT; ++e) mine[e] = combine<MODE>(mine[e], to_compute<C>(vector.element[e]));
+                }
+            }
+            __syncthreads();  // before the list is written again
+        }
+
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) sums[threadIdx.x * COUNT + e] = mine[e];
+        __syncthreads();
+        for (int half = GROUPS / 2; half > 0; half /= 2) {
+            for (int i = threadIdx.x; i < half * LANES * COUNT; i += POOL_THREADS)
+                sums[i] = combine<MODE>(sums[i], sums[i + half * LANES * COUNT]);
+            __syncthreads();
+        }
+        if (!waited) overlap_launches();
+        waited = true;
+        for (int i = threadIdx.x; i < LANES * COUNT; i += POOL_THREADS) {
+            const i64 c = static_cast<i64>(v - lane) * COUNT + i;
+            if (c >= channels) break;
+            const C value = MODE == MAXIMUM && zeros ? combine<MODE>(sums[i], static_cast<C>(0)) : sums[i];
+            if (parts > 1)
+                sums_of_parts[image_part * channels + c] = value;
+            else
+                y[n * channels + c] = finished<T, MODE>(value, H * W == 0, divisor);
+        }
+        __syncthreads();  // before the sums are written again
+    }
+    if (!waited) overlap_launches();
+}
+
+// Put the parts of each image together, in their order.
+template <typename T, int MODE>
+__global__ void __launch_bounds__(POOL_THREADS)
+    stack_global_pool_parts(const typename ComputeOf<T>::type* __restrict__ sums_of_parts, T* __restrict__ y, i64 N,
+                            i64 channels, i64 H, i64 W, i64 parts, double divisor) {
+    using C = typename ComputeOf<T>::type;
+    overlap_launches();
+    for (i64 i = static_cast<i64>(blockIdx.x) * POOL_THREADS + threadIdx.x; i < N * channels;
+         i += static_cast<i64>(gridDim.x) * POOL_THREADS) {
+        const i64 n = divide(i, channels), c = i - n * channels;
+        C value = identity<MODE, C>();
+#pragma unroll 8
+        for (i64 part = 0; part < parts; ++part)
+            value = combine<MODE>(value, sums_of_parts[(n * parts + part) * channels + c]);
+        y[i] = finished<T, MODE>(value, H * W == 0, divisor);
+    }
+}

@@ -1,0 +1,171 @@
+"""Launches of the CUDA kernels that pool a stack of blocks; the arrays as in stack_launch.py.
+
+    run = prepare_stack_max_pool(pool)                keep it: it costs more than a call
+    run(x, bin_counts, active_block_indices, grid, out)
+    run = prepare_stack_avg_pool(pool, count_include_pad, divisor)            the same arrays
+    run = prepare_stack_global_pool(pool, "mean")     pool: rows, images, grid, block, image, x
+    run(x, bin_counts, active_block_indices, grid, out)                       out: [N, C]
+
+``settled`` promises that the kernel just ahead on the stream does not write the table. Each returns
+None where sizes are too large for the kernels.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core import launch as kernels
+from ...core.arrays import empty, vector_bytes
+from ...core.graph_memory import keep_if_capturing
+
+_MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
+_LARGEST = 2**24  # images, so that positions stay below 2**31
+_UNROLLED = ((2, 2), (3, 3))  # windows with instances of their own
+MODES = ("sum", "max")  # as in stack_global_pool.cu
+_PART = 2048  # pixels of a part of an image, at least
+_MOST_PARTS = 64
+_ENOUGH = 1024  # thread blocks
+
+
+class StackPool(NamedTuple):
+    """A pooling: sizes in pixels; of a global one the first six alone count."""
+
+    element: str  # C++ type: Half, BFloat16, float or double
+    element_bytes: int
+    rows: int  # of the stacks: their capacity
+    images: int
+    grid: tuple[int, int]  # blocks of an image
+    channels: int
+    block: tuple[int, int]
+    image: tuple[int, int]
+    block_out: tuple[int, int] = (1, 1)
+    kernel: tuple[int, int] = (1, 1)
+    strides: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    pads: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    alignment: int = 16  # bytes of which the addresses of x and out are multiples
+
+    @property
+    def vector(self):
+        """Bytes of the widest access."""
+        return vector_bytes(self.channels * self.element_bytes, self.alignment)
+
+    @property
+    def vectors(self):
+        """Vectors of a pixel."""
+        return self.channels * self.element_bytes // self.vector
+
+    @property
+    def lanes(self):
+        """Threads of a global pooling that take a pixel together, a vector each."""
+        return min(8, 1 << max(self.vectors - 1, 0).bit_length())
+
+    @property
+    def slices(self):
+        """Thread blocks of a global pooling that take a pixel."""
+        return -(-self.vectors // self.lanes)
+
+    @property
+    def parts(self):
+        """Parts of an image that a global pooling reduces apart.
+
+        They depend on sizes alone, so that sums have the same bits on every GPU.
+        """
+        pixels = math.prod(self.grid) * math.prod(self.block)
+        most = min(_MOST_PARTS, _ENOUGH // max(self.images * self.slices, 1))
+        return max(min(-(-pixels // _PART), most), 1)
+
+    @property
+    def fits(self):
+        """Whether the kernels can count its pixels."""
+        reach = [(k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True)]
+        sizes = (*self.block, *self.block_out, *reach, *map(max, self.pads))
+        pixels = self.rows * max(math.prod(self.block), math.prod(self.block_out))
+        return max(sizes) <= _MOST_PIXELS and max(self.image) <= _LARGEST and pixels < 2**31
+
+
+def prepare_stack_max_pool(pool, settled=False, clear_rows=True):
+    """Return the launch of a max pooling, or None."""
+    (top, _), (left, _) = pool.pads
+    numbers = (*pool.strides, *pool.dilation, top, left)
+    return _prepare_windows("stack_max_pool", pool, numbers, settled, clear_rows)
+
+
+def prepare_stack_avg_pool(pool, count_include_pad, divisor, settled=False, clear_rows=True):
+    """Return the launch of an average pooling, or None; ``divisor`` may be None."""
+    (top, bottom), (left, right) = pool.pads
+    counting = int(count_include_pad), float(divisor or 0)
+    numbers = (*pool.strides, top, left, bottom, right, *counting)
+    return _prepare_windows("stack_avg_pool", pool, numbers, settled, clear_rows)
+
+
+def _prepare_windows(name, pool, numbers, settled, clear_rows):
+    if not pool.fits:
+        return None
+    vectors = pool.rows * math.prod(pool.block_out) * pool.vectors
+    unrolled = pool.kernel if pool.kernel in _UNROLLED else (0, 0)
+    return kernels.prepare(
+        f"block_sparse/stack/{name}",
+        name,
+        (pool.element, f"Bytes<{pool.vector}>::type", *unrolled),
+        -(-vectors // kernels.THREADS),
+        kernels.THREADS,
+        5,
+        (
+            pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image,
+            *pool.block_out, *pool.kernel, *numbers, int(settled), int(clear_rows),
+        ),
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip
+
+
+def prepare_stack_global_pool(pool, mode, settled=False):
+    """Return the launch of a pooling of whole images, or None; ``mode`` is mean, max or sum."""
+    if not pool.fits:
+        return None
+    parts, divisor = pool.parts, 1.0
+    if mode == "mean":
+        divisor = float(max(math.prod(pool.image), 1))
+    how = MODES.index("max" if mode == "max" else "sum")
+    run = kernels.prepare(
+        "block_sparse/stack/stack_global_pool",
+        "stack_global_pool",
+        (pool.element, f"Bytes<{pool.vector}>::type", pool.lanes, how),
+        pool.images * parts * pool.slices,
+        kernels.THREADS,
+        5,
+        (
+            pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image, parts,
+            divisor, int(settled),
+        ),
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip
+    if parts == 1:
+
+        def launch(x, bin_counts, indices, grid, out):
+            run(x, bin_counts, grid, None, out)
+
+        return launch
+    together = kernels.prepare(
+        "block_sparse/stack/stack_global_pool",
+        "stack_global_pool_parts",
+        (pool.element, how),
+        -(-pool.images * pool.channels // kernels.THREADS),
+        kernels.THREADS,
+        2,
+        (pool.images, pool.channels, *pool.image, parts, divisor),
+        persistent=True,
+        dependent=True,
+    )
+    wide = np.float64 if pool.element == "double" else np.float32
+
+    def launch_both(x, bin_counts, indices, grid, out):
+        partials = empty((pool.images * parts * pool.channels,), wide, x)
+        keep_if_capturing(partials)
+        run(x, bin_counts, grid, partials, out)
+        together(partials, out)
+
+    return launch_both

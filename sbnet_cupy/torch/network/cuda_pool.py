@@ -1,0 +1,129 @@
+"""The CUDA kernels that pool a stack, on tensors: as cuda.py has those that convolve.
+
+Each function returns None where no kernel serves the call; then PyTorch's operations do. Rows of a
+result past the count are not written.
+"""
+
+import math
+
+import torch
+
+from .._native import allocate, view
+from . import cuda
+
+_PLANS = {}  # (device, what, sizes, settled) -> what launches a kernel, or None
+
+
+def max_pool(x, table, window):
+    """Take the maximum of the pixels of the image in each window by one kernel, or return None."""
+    sizes = zip(window.size, window.kernel, window.dilation, strict=True)
+    if window.fill is not None or any(d > 1 and n <= d * (k - 1) for n, k, d in sizes):
+        return None  # a window without a pixel of the image is not 0
+    return _pool_windows(x, table, window, _prepare_max_pool)
+
+
+def avg_pool(x, table, window, count_include_pad, divisor):
+    """Average the pixels of each window by one kernel, or return None."""
+    return _pool_windows(x, table, window, _prepare_avg_pool, bool(count_include_pad), divisor)
+
+
+def _pool_windows(x, table, window, prepare, *options):
+    if not cuda.serves(x) or min(window.pads) < 0:
+        return None
+    rows = cuda._rows(x)
+    facts = (*_facts(rows, table, window.block, window.size), window.out_block, *options)
+    facts += (window.kernel, window.stride, window.dilation, window.pads)
+    shape = (rows.shape[0], *window.out_block, rows.shape[3])
+    out = _run(prepare, facts, rows, table, shape)
+    return None if out is None else out.permute(0, 3, 1, 2)
+
+
+def global_pool(x, table, block, size, mode):
+    """Reduce each image, ``[M, C, *block]`` to ``[N, C]``, or return None; mode is mean, sum, max.
+
+    The sum of an image's pixels is rounded once; those in no active block are 0.
+    """
+    if not cuda.serves(x):
+        return None
+    rows = cuda._rows(x)
+    facts = (*_facts(rows, table, block, size), mode)
+    return _run(_prepare_global_pool, facts, rows, table, (table.batch, rows.shape[3]))
+
+
+def _facts(rows, table, block, size):
+    return rows.dtype, rows.shape[0], table.batch, table.grid, rows.shape[3], block, size
+
+
+def _run(prepare, facts, rows, table, shape):
+    """Launch the kernel for these sizes, made once; return its result, or None without one."""
+    out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
+    with cuda._at_home(rows) as device:
+        key = (device, prepare.__name__, facts, table.settled)
+        if key not in _PLANS:
+            _PLANS[key] = prepare(*facts, settled=table.settled)
+        if _PLANS[key] is None:
+            return None
+        run, plain = _PLANS[key]
+        given = (rows, table.counts, table.indices, table.places, out)
+        if plain:
+            run(*map(cuda._At, given))
+        else:
+            with_memory(run, given)
+        table.settled = True
+    return out
+
+
+def with_memory(launch, tensors):
+    """Launch kernels that take memory of their own beside tensors, of which some may be None."""
+    from cupy.cuda import using_allocator
+
+    with using_allocator(allocate):
+        launch(*(view(t) if isinstance(t, torch.Tensor) else t for t in tensors))
+
+
+def _plain(launch):
+    """Return a launch that needs addresses alone, and that it does; None if there is none."""
+    return launch and (launch, True)
+
+
+def _describe(dtype, rows, images, grid, channels, block, size, **window):
+    from ...block_sparse.stack.stack_pool_launch import StackPool
+
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    return StackPool(
+        cuda._ELEMENTS[dtype], itemsize, rows, images, grid, channels, block, size,
+        alignment=math.gcd(16, channels * itemsize), **window,
+    )  # fmt: skip
+
+
+def _describe_windows(*facts):
+    *facts, out_block, kernel, strides, dilation, pads = facts
+    pads = (pads[:2], pads[2:])
+    return _describe(
+        *facts, block_out=out_block, kernel=kernel, strides=strides, dilation=dilation, pads=pads
+    )
+
+
+def _prepare_max_pool(*facts, settled):
+    from ...block_sparse.stack.stack_pool_launch import prepare_stack_max_pool
+
+    return _plain(prepare_stack_max_pool(_describe_windows(*facts), settled, clear_rows=False))
+
+
+def _prepare_avg_pool(*facts, settled):
+    from ...block_sparse.stack.stack_pool_launch import prepare_stack_avg_pool
+
+    *sizes, count_include_pad, divisor, kernel, strides, dilation, pads = facts
+    pool = _describe_windows(*sizes, kernel, strides, dilation, pads)
+    return _plain(
+        prepare_stack_avg_pool(pool, count_include_pad, divisor, settled, clear_rows=False)
+    )
+
+
+def _prepare_global_pool(*facts, settled):
+    from ...block_sparse.stack.stack_pool_launch import prepare_stack_global_pool
+
+    *sizes, mode = facts
+    pool = _describe(*sizes)
+    launch = prepare_stack_global_pool(pool, mode, settled)
+    return launch and (launch, pool.parts == 1)
