@@ -229,3 +229,13 @@ DEVICE void overlap_launches() {
     dependent_wait();
     dependent_launch();
 }
+
+// The same pointer, in a way that keeps loads through it behind a wait: from memory that a kernel only reads the
+// compiler loads as early as it likes.
+template <typename T>
+DEVICE const T* loaded_later(const T* pointer) {
+#ifndef SBNET_HOST
+    asm volatile("" : "+l"(pointer)::"memory");
+#endif
+    return pointer;
+}

@@ -17,7 +17,7 @@ ACTIVATIONS = (None, "relu", "silu", "gelu")
 @pytest.fixture
 def asked(st, monkeypatch):
     """Serve CPU tensors by the core's operations; return the names of what was asked for."""
-    from sbnet_cupy.torch.network import cuda, cuda_ends, cuda_pool
+    from sbnet_cupy.torch.network import cuda, cuda_ends, cuda_pool, cuda_resize
 
     names = []
 
@@ -146,6 +146,21 @@ def asked(st, monkeypatch):
 
         return launch, True
 
+    def prepare_concat(rows, block, channels, itemsize, unfolded, factors):
+        def launch(inputs, counts, out):
+            names.append("stack_concat")
+            parts, (fh, fw) = [], factors
+            for k, x in enumerate(inputs):
+                if k in unfolded:
+                    m, h, w, _ = x.shape
+                    x = x.view(m, h, w, fh, fw, -1).permute(0, 1, 3, 2, 4, 5)
+                    x = x.reshape(m, *block, -1)
+                parts.append(x)
+            assert tuple(p.shape[3] for p in parts) == channels and len(inputs[0]) == rows
+            out[: int(counts)] = torch.cat(parts, 3)[: int(counts)]
+
+        return launch
+
     def pack(weight, bias, _, kept="_stack_packed"):
         setattr(weight, kept, (bias, (weight, bias)))
         return weight, bias
@@ -168,6 +183,8 @@ def asked(st, monkeypatch):
     monkeypatch.setattr(cuda_pool, "_prepare_avg_pool", prepare_avg_pool)
     monkeypatch.setattr(cuda_pool, "_prepare_global_pool", prepare_global_pool)
     monkeypatch.setattr(cuda_pool, "_PLANS", {})
+    monkeypatch.setattr(cuda_resize, "_prepare_concat", prepare_concat)
+    monkeypatch.setattr(cuda_resize, "_PLANS", {})
     return names
 
 
@@ -213,6 +230,71 @@ POOLS = {
     ),
     "excitation": ("stack_global_pool", lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
 }  # fmt: skip
+
+
+GROWTHS = {  # kernel, stride, padding, output padding, dilation
+    "2 of 2": (2, 2, 0, 0, 1), "3 of 2": (3, 2, 1, 1, 1), "3 of 2 odd": (3, 2, 1, 0, 1),
+    "4 of 2": (4, 2, 1, 0, 1), "5 of 2": (5, 2, 2, 1, 1), "1 of 2": (1, 2, 0, 1, 1),
+    "3 of 1": (3, 1, 1, 0, 1), "8 of 4": (8, 4, 2, 0, 1), "dilated": (3, 2, 2, 1, 2),
+    "of two sizes": ((2, 4), (2, 2), (0, 1), 0, 1),
+}  # fmt: skip
+
+
+class Grown(torch.nn.Module):
+    """A transposed convolution with what may follow it, after a convolution."""
+
+    def __init__(self, sizes, after):
+        super().__init__()
+        torch.manual_seed(0)
+        kernel, stride, padding, extra, dilation = sizes
+        self.before = torch.nn.Conv2d(4, 4, 1)
+        self.grow = torch.nn.ConvTranspose2d(
+            4, 6, kernel, stride, padding, extra, dilation=dilation
+        )
+        self.other = torch.nn.ConvTranspose2d(
+            4, 3, kernel, stride, padding, extra, dilation=dilation, bias=False
+        )
+        self.norm, self.after = networks.random_statistics(torch.nn.BatchNorm2d(6)), after
+
+    def forward(self, x):
+        """Return what may be made of it."""
+        x = self.before(x)
+        y = self.grow(x)
+        if self.after == "alone":
+            return y
+        if self.after == "norm and activation":
+            return torch.relu(self.norm(y))
+        if self.after == "sum":
+            return torch.relu(self.norm(y) + torch.nn.functional.silu(self.grow(x)))
+        if self.after == "used twice":
+            return torch.cat([torch.relu(y), y], 1)
+        return torch.cat([torch.relu(self.norm(y)), self.other(x)], 1)
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+@pytest.mark.parametrize("after", ["alone", "norm and activation", "sum", "used twice", "joined"])
+@torch.no_grad()
+def test_transposed_convolutions(st, asked, name, after):
+    """By a convolution whose channels are unfolded, joined with others at once."""
+    sizes, size, block = GROWTHS[name], (45, 51), 16
+    dense = networks.random_statistics(Grown(sizes, after)).eval()
+    x = torch.randn(2, 4, *size)
+    on, mask = networks.blocks((2, *size), block, 0.5, seed=3)
+    times = sizes[1] if isinstance(sizes[1], int) else sizes[1][0]
+    stages = networks.stages_of(size, block)
+    for short in range(-2, 2):
+        stages[tuple(times * n + short for n in size)] = times * block
+    if sizes[1] == (2, 2):
+        stages[(90, 102)] = 32
+    sparse = st.sparsify(dense, block)
+    sparse.break_even = 2.0
+    expected = networks.oracle(dense, x, on, block, stages)
+    asked.clear()
+    result = sparse(x, mask)
+    assert result.shape == expected.shape
+    assert_near(result, expected, "float32")
+    assert asked.count("stack_concat") == (2 if after == "sum" else 1)
+    assert not {"halo zero", "halo nearest"} & set(asked)
 
 
 class Pooled(torch.nn.Module):

@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
             __syncthreads();
             if (!waited) overlap_launches();
             waited = true;
+            const V* const stack = loaded_later(x);
 
             const i64 all = static_cast<i64>(total) * pixels;
             for (i64 i0 = group; v < width && i0 < all; i0 += GROUPS * AT_ONCE) {
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
                         const int line = pixel / BW;
                         inside[a] = line < block.lines && pixel - line * BW < block.columns;
                     }
-                    if (inside[a]) values[a] = x[(static_cast<i64>(block.row) * pixels + pixel) * width + v];
+                    if (inside[a]) values[a] = stack[(static_cast<i64>(block.row) * pixels + pixel) * width + v];
                 }
 #pragma unroll
                 for (int a = 0; a < AT_ONCE; ++a) {

@@ -102,13 +102,14 @@ DEVICE void pool_windows(const V* __restrict__ x, const int* __restrict__ bin_co
                         from[r][s] = S || s0 + s < g.S
                                          ? windows.find(to, h0 + (r0 + r) * g.DH, w0 + (s0 + s) * g.DW) : OUTSIDE;
                 wait();
+                const V* const pixels = loaded_later(x);
                 V values[ROWS][TAPS];
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r)
 #pragma unroll
                     for (int s = 0; s < TAPS; ++s) {
                         values[r][s] = zero<V>();
-                        if (from[r][s] >= 0) values[r][s] = x[static_cast<i64>(from[r][s]) * g.width + to.v];
+                        if (from[r][s] >= 0) values[r][s] = pixels[static_cast<i64>(from[r][s]) * g.width + to.v];
                     }
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r)

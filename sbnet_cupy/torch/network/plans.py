@@ -2,7 +2,7 @@
 
 import copy
 
-from . import ops
+from . import cuda_resize, ops
 from .epilogue import finish
 
 
@@ -32,7 +32,7 @@ class Plan:
     def run(self):
         """Compute."""
         table, block, size, _, _ = self.facts
-        weight, bias = table.weights.folded(self.weight, self.bias, self.norm)
+        weight, bias = self._folded(table.weights)
         call = (self.source, table, block, size, weight, bias)
         options = self.options | {"residual": self.residual, "activation": self.activation}
         if table.trace is None:
@@ -42,13 +42,62 @@ class Plan:
     @property
     def rest(self):
         """A function that returns what the result holds where the input is 0, for each channel."""
-        weights = self.facts[0].weights
-        weight, bias, norm, activation = self.weight, self.bias, self.norm, self.activation
+        weights, weight, activation = self.facts[0].weights, self.weight, self.activation
 
         def make():
-            constant = weights.folded(weight, bias, norm)[1]
+            constant = self._folded(weights)[1]
             if constant is None:
-                constant = weight.new_zeros(weight.shape[0])
+                constant = weight.new_zeros(self.shape[1])
             return finish(constant.clone(), None, activation)
 
         return make
+
+    def _folded(self, weights):
+        return weights.folded(self.weight, self.bias, self.norm)
+
+
+class TransposedPlan(Plan):
+    """A transposed convolution and what follows it, where kernels run: its channels are unfolded.
+
+    ``options`` are the keywords of ``ops.conv_transpose``.
+    """
+
+    def __init__(self, source, facts, weight, bias, options, dtype, row=None):
+        super().__init__(source, facts, weight, bias, options, dtype, row)
+        self.shape = (0, weight.shape[1], 0, 0)
+        kernel = tuple(weight.shape[2:])
+        sizes = (options[name] for name in ("stride", "padding", "dilation"))
+        self.growth = cuda_resize.Growth(kernel, *sizes)
+
+    def product(self):
+        """Return the result before its channels are unfolded, or None where kernels cannot."""
+        if self.residual is not None:
+            return None
+        table, block, size, _, _ = self.facts
+        weight, bias = table.weights.folded(self.weight, self.bias, self.norm, self.growth)
+        call = (self.source, table, block, size, weight, bias)
+        call += (self.options["out_size"], self.activation)
+        if table.trace is None:
+            return self.growth.product(*call)
+        return table.trace.timed(self.row, self.growth.product, *call)
+
+    def run(self):
+        """Compute."""
+        table = self.facts[0]
+        bare = self.then(residual=None, activation=None) if self.residual is not None else self
+        y = bare.product()
+        if y is not None:
+            y = cuda_resize.concat([y], table, (0,), self.growth.stride)
+        if y is None:
+            return self._by_library()
+        return y if bare is self else finish(y, self.residual, self.activation)
+
+    def _by_library(self):
+        table, block, size, _, _ = self.facts
+        weight, bias = self._folded(table.weights)
+        y = ops.conv_transpose(self.source, table, block, size, weight, bias, **self.options)
+        return finish(y, self.residual, self.activation)
+
+    def _folded(self, weights):
+        weight, bias = weights.folded(self.weight.transpose(0, 1), self.bias, self.norm)
+        return weight.transpose(0, 1), bias

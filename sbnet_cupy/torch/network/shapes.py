@@ -4,9 +4,11 @@ import math
 
 import torch
 
+from . import cuda_resize
 from . import tensor as T
 from .handlers import handles
 from .norms import own_dims
+from .plans import TransposedPlan
 from .pointwise import conform
 from .windows import is_image, two
 
@@ -23,13 +25,37 @@ def cat(func, tensors, dim=0, **rest):
     if dim not in own_dims(like):
         return NotImplemented
     stacks, table = [], T.facts(like)[0]
+    reach = max(T.facts(t)[4] for t in tensors if isinstance(t, T.StackTensor))
+    if dim == 1 and all(is_image(t) for t in tensors):
+        joined = _join(tensors, like)
+        if joined is not None:
+            return T.wrap(joined, like, reach=reach)
     for t in tensors:
         value = conform(t, like) if t.dim() == dims else None
         if value is None or value.shape[0] != _rows(table) or t.shape[2:] != like.shape[2:]:
             return NotImplemented
         stacks.append(value)
-    reach = max(T.facts(t)[4] for t in tensors if isinstance(t, T.StackTensor))
     return T.wrap(torch.cat(stacks, dim), like, reach=reach)
+
+
+def _join(tensors, like):
+    """Join the channels of images by a kernel, or return None; channels that wait are unfolded."""
+    table = T.facts(like)[0]
+    if table.whole or any(T.facts(t)[:3] != T.facts(like)[:3] for t in tensors):
+        return None
+    stacks, unfolded, stride = [], [], (1, 1)
+    for t in tensors:
+        plan, product = T.plan_of(t), None
+        if isinstance(plan, TransposedPlan) and (not unfolded or plan.growth.stride == stride):
+            product = plan.product()
+        if product is not None:
+            unfolded.append(len(stacks))
+            stride = plan.growth.stride
+        stacks.append(T.value_of(t) if product is None else product)
+    joined = cuda_resize.concat(stacks, table, tuple(unfolded), stride)
+    if joined is None and unfolded:
+        joined = torch.cat([T.value_of(t) for t in tensors], 1)
+    return joined
 
 
 def _rows(table):

@@ -1,5 +1,7 @@
 """Weights as convolutions on a stack take them: batch norm folded in, channels_last, kept."""
 
+import math
+
 import torch
 
 
@@ -17,25 +19,33 @@ class Weights:
         """Forget everything."""
         self.kept = {}
 
-    def folded(self, weight, bias, norm):
+    def folded(self, weight, bias, norm, growth=None):
         """Return (weight, bias) with a batch norm in them; ``norm`` is None or its five values.
 
         With ``s = gamma / sqrt(var + eps)``: ``weight * s`` and ``(bias - mean) * s + beta``, made
-        in float32 for tensors of half precision.
+        in float32 for tensors of half precision. With a ``growth`` they are those of a transposed
+        convolution, as the convolution that it is takes them.
         """
         tensors = [weight, bias, *(norm[:4] if norm else ())]
         given = [t for t in tensors if t is not None]
         if not isinstance(weight, torch.nn.Parameter) or any(t.is_inference() for t in given):
-            return fold(weight, bias, norm)  # made anew in each call, or without a version
-        key = (tuple(map(id, tensors)), norm and norm[4])
+            return _made(weight, bias, norm, growth)  # in each call, or without a version
+        key = (tuple(map(id, tensors)), norm and norm[4], growth and growth.key)
         state = [(t.data_ptr(), t._version) for t in given]
         found = self.kept.get(key)
         if found is None or found[0] != state:
             held = [t.detach() for t in given]  # keeps the memory taken, and the tensors alive
-            found = state, (held, given), fold(weight, bias, norm)
+            found = state, (held, given), _made(weight, bias, norm, growth)
             found[2][0].is_kept = True  # what is made of it may be kept beside it
             self.kept[key] = found
         return found[2]
+
+
+def _made(weight, bias, norm, growth):
+    if growth is None:
+        return fold(weight, bias, norm)
+    weight, bias = fold(weight.transpose(0, 1), bias, norm)
+    return growth.weights(weight), None if bias is None else bias.repeat(math.prod(growth.stride))
 
 
 def fold(weight, bias, norm):

@@ -5,11 +5,11 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from . import cuda_ends, cuda_pool, gradients, ops
+from . import cuda, cuda_ends, cuda_pool, gradients, ops
 from . import tensor as T
 from .entry import Entry
 from .handlers import BORDERED, handles
-from .plans import Plan
+from .plans import Plan, TransposedPlan
 
 
 def two(value):
@@ -150,13 +150,21 @@ def conv_transpose2d(
         return NotImplemented
     if table.trace is not None:
         table.trace.transposed(func.__name__, weight, size, out, block, groups)
-    y = ops.conv_transpose(
-        T.picture(input), table, block, size, weight, bias, stride=stride, padding=padding,
-        dilation=dilation, groups=groups, out_size=out,
-    )  # fmt: skip
     table.block_of.setdefault(out, out_block)
     jump = max(i / b for i, b in zip(table.block, block, strict=True))
     reach += jump * max(-(-d * (k - 1) // s) for _, k, s, _, _, d in each)
+    source = T.picture(input)
+    options = {
+        "stride": stride, "padding": padding, "dilation": dilation, "groups": groups,
+        "out_size": out,
+    }  # fmt: skip
+    waits = cuda.serves(source) and not cuda.records(weight, bias) and groups == 1
+    waits = waits and not torch.is_autocast_enabled(source.device.type)
+    if waits and not table.whole and table.weights is not None and weight.dtype == source.dtype:
+        row = None if table.trace is None else table.trace.row
+        plan = TransposedPlan(source, T.facts(input), weight, bias, options, source.dtype, row)
+        return T.postpone(table, plan, out_block, out, reach)
+    y = ops.conv_transpose(source, table, block, size, weight, bias, **options)
     return T.StackTensor(y, table, out_block, out, (2, 3), reach)
 
 
