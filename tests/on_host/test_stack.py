@@ -11,7 +11,6 @@ import pytest
 
 import host_cuda
 import sbnet_cupy as sb
-from sbnet_cupy.block_sparse.stack import stack_concat
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import packed
 from support import stack_cases
@@ -34,7 +33,6 @@ MODULES = [
         "stack_avg_pool",
         "stack_global_pool",
         "stack_pool_launch",
-        "stack_concat",
     )
 ]
 FLOAT16, FLOAT32 = np.dtype("f2"), np.dtype("f4")
@@ -264,33 +262,6 @@ def test_global_maximum_of_full_images_may_be_negative(on_shim):
     table = sb.block_table(np.ones((1, 4, 4), bool), 2)
     y = sb.stack_global_pool(x, table, mode="max")
     assert_same(y, np.where(np.arange(8) == 3, np.nan, -2)[None].astype(FLOAT32), allow_nan=True)
-
-
-@pytest.mark.parametrize("clear_rows", [False, True])
-@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT32, np.dtype("f8")], ids=str)
-@pytest.mark.parametrize(
-    "channels, unfolded, factors",
-    [((8, 16), (0,), (2, 2)), ((16,), (0,), (2, 3)), ((3, 1, 4), (), (1, 1)),
-     ((8, 8, 24, 8), (1, 3), (1, 2))],
-    ids=str,
-)  # fmt: skip
-def test_concatenation(on_shim, channels, unfolded, factors, dtype, clear_rows):
-    rng, rows, count, block = np.random.default_rng(0), 7, 5, (4, 6)
-    inputs, expected = [], []
-    for k, c in enumerate(channels):
-        fh, fw = factors if k in unfolded else (1, 1)
-        x = rng.standard_normal((rows, block[0] // fh, block[1] // fw, fh, fw, c)).astype(dtype)
-        inputs.append(np.ascontiguousarray(x.reshape(*x.shape[:3], fh * fw * c)))
-        expected.append(x.transpose(0, 1, 3, 2, 4, 5).reshape(rows, *block, c))
-    expected = np.concatenate(expected, axis=3)
-    expected[count:] = 0 if clear_rows else 7
-    run = stack_concat.prepare_stack_concat(
-        rows, block, channels, dtype.itemsize, unfolded, factors, clear_rows=clear_rows
-    )
-    out = np.full_like(expected, 7)
-    run(inputs, np.array([count], np.int32), out)
-    assert [name for _, name in on_shim] == ["stack_concat"]
-    assert_same(out, expected)
 
 
 def test_nan_wins_in_max_pooling(on_shim):
