@@ -16,8 +16,9 @@ from support.assertions import assert_same
      ((8, 8, 24, 8), (1, 3), (1, 2))],
     ids=str,
 )  # fmt: skip
-def test_concatenation(monkeypatch, channels, unfolded, factors, dtype, clear_rows):
+def test_concatenation(monkeypatch, require, channels, unfolded, factors, dtype, clear_rows):
     """Channels side by side, and those of unfolded stacks as pixels; rows past the count apart."""
+    require("g++")
     stack_on_host.use_shim(monkeypatch, stack_on_host.AMPERE)
     dtype = np.dtype(dtype)
     rng, rows, count, block = np.random.default_rng(0), 7, 5, (4, 6)
