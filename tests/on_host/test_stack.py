@@ -11,6 +11,7 @@ import pytest
 
 import host_cuda
 import sbnet_cupy as sb
+from sbnet_cupy.block_sparse.stack import stack_interpolate, stack_pool_launch
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import packed
 from support import stack_cases
@@ -262,6 +263,37 @@ def test_global_maximum_of_full_images_may_be_negative(on_shim):
     table = sb.block_table(np.ones((1, 4, 4), bool), 2)
     y = sb.stack_global_pool(x, table, mode="max")
     assert_same(y, np.where(np.arange(8) == 3, np.nan, -2)[None].astype(FLOAT32), allow_nan=True)
+
+
+@pytest.mark.parametrize("channels, block", [(8, (8, 8)), (3, (4, 2))], ids=str)
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("factor", [2, 3, 0.5, 4])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bilinear corners"])
+def test_interpolation(on_shim, mode, factor, dtype, channels, block):
+    """As the core computes it from exact positions; here they are rounded, and so are shares."""
+    _, table, x, _ = drawn(dtype, channels, block, (12, 10))
+    after = table.after_interpolate(factor)
+    options = {"mode": mode.split()[0], "align_corners": mode.endswith("corners")}
+    wide = x.astype(np.float64)
+    expected = by_numpy(sb.stack_interpolate, wide, table, scale_factor=factor, **options)
+    size, new = table.image_size, after.image_size
+    steps = tuple((a - 1) / (b - 1) if options["align_corners"] else a / b
+                  for a, b in zip(size, new, strict=True))  # fmt: skip
+    pool = stack_pool_launch.StackPool(
+        {2: "Half", 4: "float"}[dtype.itemsize] if dtype != BFLOAT16 else "BFloat16",
+        dtype.itemsize, table.capacity, table.batch, table.grid.shape[1:], channels, block, size,
+        block_out=after.block_size,
+    )  # fmt: skip
+    run = stack_interpolate.prepare_stack_interpolate(pool, mode, steps)
+    y = np.full((len(x), *after.block_size, channels), 7, dtype)
+    run(x, table.bin_counts, table.active_block_indices, table.grid, y)
+    assert [name for _, name in on_shim] == ["stack_interpolate"]
+    assert not y[table.count() :].any()
+    # A share is a position of less than 64 pixels, rounded twice, less a whole number; it scales
+    # the difference of two pixels, each no larger than the largest.
+    most = np.full(expected.shape, abs(np.nan_to_num(wide)).max())
+    actual, expected = (in_the_image(a, after) for a in (y, expected))
+    assert_close(actual, expected, terms=4 * 64, dtype=stack_cases.sum_dtype(dtype), magnitude=most)
 
 
 def test_nan_wins_in_max_pooling(on_shim):

@@ -146,6 +146,26 @@ def asked(st, monkeypatch):
 
         return launch, True
 
+    def prepare_interpolate(*facts, settled):
+        at, (to, mode, steps) = pool_at(facts)
+        rows, size = facts[1], facts[6]
+
+        def launch(x, counts, indices, places, out):
+            names.append("stack_interpolate")
+            values, table = at(x, counts, indices, places)
+            new = [round(n / s) for n, s in zip(size, steps, strict=True)]
+            if mode == "bilinear corners":
+                new = [round((n - 1) / s) + 1 for n, s in zip(size, steps, strict=True)]
+            factor = [t / b for t, b in zip(to, table.block_size, strict=True)]
+            y = sb.stack_interpolate(
+                values, table, scale_factor=tuple(factor), size=tuple(new), mode=mode.split()[0],
+                align_corners=mode.endswith("corners"),
+            )  # fmt: skip
+            assert len(y) == rows
+            out.copy_(torch.from_numpy(y))
+
+        return launch, True
+
     def prepare_concat(rows, block, channels, itemsize, unfolded, factors):
         def launch(inputs, counts, out):
             names.append("stack_concat")
@@ -182,6 +202,7 @@ def asked(st, monkeypatch):
     monkeypatch.setattr(cuda_pool, "_prepare_max_pool", prepare_max_pool)
     monkeypatch.setattr(cuda_pool, "_prepare_avg_pool", prepare_avg_pool)
     monkeypatch.setattr(cuda_pool, "_prepare_global_pool", prepare_global_pool)
+    monkeypatch.setattr(cuda_pool, "_prepare_interpolate", prepare_interpolate)
     monkeypatch.setattr(cuda_pool, "_PLANS", {})
     monkeypatch.setattr(cuda_resize, "_prepare_concat", prepare_concat)
     monkeypatch.setattr(cuda_resize, "_PLANS", {})
@@ -207,6 +228,7 @@ def test_what_is_asked_of_kernels(st, asked, name):
     )
 
 
+resize = torch.nn.functional.interpolate
 pool, mean = torch.nn.functional.max_pool2d, torch.nn.functional.avg_pool2d
 POOLS = {
     "max 3": ("stack_max_pool", lambda x: pool(x, 3, 2, 1)),
@@ -227,6 +249,18 @@ POOLS = {
     "sum": ("stack_global_pool", lambda x: x.sum((-2, -1))),
     "mean of channels last": (
         "stack_global_pool", lambda x: x.permute(0, 2, 3, 1).mean((1, 2), keepdim=True)
+    ),
+    "bilinear 2": (
+        "stack_interpolate", lambda x: resize(x, scale_factor=2, mode="bilinear")
+    ),
+    "bilinear corners": (
+        "stack_interpolate",
+        lambda x: resize(x, scale_factor=2, mode="bilinear", align_corners=True),
+    ),
+    "nearest 3": ("stack_interpolate", lambda x: resize(x, scale_factor=3)),
+    "bilinear to a size": (
+        "stack_interpolate",
+        lambda x: resize(x, size=[2 * n - 1 for n in x.shape[2:]], mode="bilinear"),
     ),
     "excitation": ("stack_global_pool", lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
 }  # fmt: skip
@@ -321,6 +355,9 @@ def test_poolings(st, asked, size, block, name):
     sparse = st.sparsify(dense, block)
     sparse.break_even = 2.0
     stages = {tuple(n - 2 for n in size): block} | networks.stages_of(size, block)
+    for times in (2, 3):
+        for less in (0, 1):
+            stages[tuple(times * n - less for n in size)] = times * block
     expected = networks.oracle(dense, x, on, block, stages)
     asked.clear()
     assert_near(sparse(x, mask), expected, "float32")

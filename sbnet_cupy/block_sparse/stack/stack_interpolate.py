@@ -1,5 +1,12 @@
-"""stack_interpolate: a stack with more, or fewer, pixels in each block."""
+"""stack_interpolate: a stack with more, or fewer, pixels in each block.
 
+Tensors of PyTorch are interpolated by cuda_src/block_sparse/stack/stack_interpolate.cu, whose
+positions are PyTorch's: in float32.
+"""
+
+import math
+
+from ...core import launch as kernels
 from ...core.arrays import array_function, compute_dtype, namespace
 from .checks import computing
 from .fetch import fetch
@@ -127,3 +134,42 @@ def _mix_some(first, second, share, resize):
         return first
     mixed = (1 - share) * first + share * second()
     return namespace(first).where(share == 0, first, mixed)
+
+
+# What is added to a position before it is scaled, and taken off after.
+_OFFSETS = {"nearest": (0.0, 0.0), "nearest-exact": (0.5, 0.0), "bilinear": (0.5, 0.5),
+            "bilinear corners": (0.0, 0.0)}  # fmt: skip
+
+
+def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True):
+    """Return the launch that interpolates, in float32, or None where sizes are too large.
+
+    Parameters
+    ----------
+    pool : StackPool
+        ``block`` and ``image`` of x, ``block_out`` of out; its window is not used.
+    mode : str
+        "nearest", "nearest-exact", "bilinear", or "bilinear corners", which keeps the centres of
+        the first and last pixels.
+    steps : (float, float)
+        How many pixels of x there are for each of out, along both axes.
+
+    The launch takes x, bin_counts, active_block_indices, grid and out.
+    """
+    if not pool.fits:
+        return None
+    vectors = pool.rows * math.prod(pool.block_out) * pool.vectors
+    return kernels.prepare(
+        "block_sparse/stack/stack_interpolate",
+        "stack_interpolate",
+        (pool.element, f"Bytes<{pool.vector}>::type", mode.startswith("bilinear")),
+        -(-vectors // kernels.THREADS),
+        kernels.THREADS,
+        5,
+        (
+            pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image,
+            *pool.block_out, *map(float, steps), *_OFFSETS[mode], int(settled), int(clear_rows),
+        ),
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The CUDA kernels that pool a stack, on tensors: as cuda.py has those that convolve.
+"""The CUDA kernels that pool or interpolate a stack, on tensors; cuda.py has those that convolve.
 
 Each function returns None where no kernel serves the call; then PyTorch's operations do. Rows of a
 result past the count are not written.
@@ -48,6 +48,19 @@ def global_pool(x, table, block, size, mode):
     rows = cuda._rows(x)
     facts = (*_facts(rows, table, block, size), mode)
     return _run(_prepare_global_pool, facts, rows, table, (table.batch, rows.shape[3]))
+
+
+def interpolate(x, table, block, size, to, mode, steps):
+    """Interpolate by one kernel, to blocks of ``to`` pixels, or return None.
+
+    ``steps`` are the pixels of x for each of the result, as PyTorch computes them in float32.
+    """
+    if not cuda.serves(x):
+        return None
+    rows = cuda._rows(x)
+    facts = (*_facts(rows, table, block, size), to, mode, steps)
+    out = _run(_prepare_interpolate, facts, rows, table, (rows.shape[0], *to, rows.shape[3]))
+    return None if out is None else out.permute(0, 3, 1, 2)
 
 
 def _facts(rows, table, block, size):
@@ -127,3 +140,11 @@ def _prepare_global_pool(*facts, settled):
     pool = _describe(*sizes)
     launch = prepare_stack_global_pool(pool, mode, settled)
     return launch and (launch, pool.parts == 1)
+
+
+def _prepare_interpolate(*facts, settled):
+    from ...block_sparse.stack.stack_interpolate import prepare_stack_interpolate
+
+    *sizes, to, mode, steps = facts
+    pool = _describe(*sizes, block_out=to)
+    return _plain(prepare_stack_interpolate(pool, mode, steps, settled, clear_rows=False))

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from . import ops
+from . import cuda_pool, ops
 from . import tensor as T
 from .handlers import handles
 from .windows import is_image, two
@@ -34,8 +34,13 @@ def interpolate(
         )
         out = T.StackTensor(value, table, to, new, (2, 3), reach)
         return T.with_rest(out, T.rest_of(input))
-    factors = tuple(t / b for t, b in zip(to, block, strict=True))
     value = T.value_of(input)
+    how = "bilinear corners" if align_corners else mode
+    steps = tuple(map(_step, old, new, scales, (how == "bilinear corners",) * 2))
+    taken = cuda_pool.interpolate(value, table, block, old, to, how, steps)
+    if taken is not None:
+        return T.with_rest(T.StackTensor(taken, table, to, new, (2, 3), reach), T.rest_of(input))
+    factors = tuple(t / b for t, b in zip(to, block, strict=True))
     exact = all(n == o * f and f >= 1 for n, o, f in zip(new, old, factors, strict=True))
     exact = exact and all(f.is_integer() for f in factors) and scales_are(scales, factors)
     if exact and mode != "bilinear":
@@ -66,6 +71,13 @@ def _sizes(old, size, scale, recompute):
         return None, None
     new = tuple(int(o * s) for o, s in zip(old, scale, strict=True))
     return new, (None, None) if recompute else tuple(map(float, scale))
+
+
+def _step(old, new, scale, corners):
+    """Return the old pixels for each new one along an axis."""
+    if corners:
+        return (old - 1) / (new - 1) if new > 1 else 0.0
+    return 1 / scale if scale else old / new
 
 
 def _anywhere(x, table, block, old, to, new, scales, mode, corners):
@@ -100,12 +112,11 @@ def _places(cell, length, old, new, scale, mode, corners, dtype):
     """Return for each output pixel of a block the two pixels that it lies between, and how far."""
     at = cell[:, None] * length + torch.arange(length, device=cell.device)
     at = at.clamp(max=new - 1).to(dtype)
+    step = _step(old, new, scale, mode == "bilinear" and corners)
+    step = torch.tensor(step, dtype=dtype).item()
     if mode == "bilinear" and corners:
-        step = (old - 1) / (new - 1) if new > 1 else 0.0
         source = at * step
     else:
-        step = 1 / scale if scale else old / new
-        step = torch.tensor(step, dtype=dtype).item()
         if mode == "nearest":
             source = at * step
         elif mode == "nearest-exact":
