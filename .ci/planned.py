@@ -119,6 +119,7 @@ def launched(arch, stem, kernel, template):
             return False
         return device.tensor_floats or element == "Half"
     pipelined = {"stack_conv": False, "stack_conv_pipelined": True, "stack_conv_patch": True}
+    pipelined["stack_unit"] = True
     if pipelined.get(kernel, device.bulk_copy) != device.bulk_copy:
         return False
     if device.tensor_floats or template[:1] not in (("MmaSync",), ("TileMma",)):

@@ -10,10 +10,13 @@ from sbnet_cupy.block_sparse.bottleneck.config import UnitCase, configure_bottle
 from sbnet_cupy.block_sparse.conv.config import Case, configure_conv, halo_plane_bytes
 from sbnet_cupy.block_sparse.gather_scatter import config as copy_config
 from sbnet_cupy.block_sparse.mask import config as mask_config
+from sbnet_cupy.block_sparse.stack.stack_unit_plan import unit_plans
 from sbnet_cupy.core.compile import cpp_name
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.core.launch import THREADS
 from support.fused_on_host import AMPERE, BLACKWELL, TURING
+from support.stack_on_host import Blocks
+from support.stack_unit_cases import unit_of
 
 HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
 DEVICES = (TURING, AMPERE, BLACKWELL, HOPPER)
@@ -159,3 +162,16 @@ def test_elements(dtype):
     """The C++ type of a dtype has its size."""
     name = cpp_name(np.dtype(dtype), "x")
     check("core/copy_image", {f"sizeof({name})": np.dtype(dtype).itemsize})
+
+
+def test_stack_unit():
+    """Shared memory of the plans, but for weights and tables."""
+    expected = {}
+    for bottleneck, block in itertools.product((True, False), ((8, 8), (4, 4), (2, 2))):
+        unit = unit_of(Blocks(block=block), bottleneck, channels=64, out=64)
+        for plan in unit_plans(unit, HOPPER):
+            tile = f"UnitTile<{joined(*plan.piece, plan.pieces, 1 if bottleneck else 9)}>"
+            memory = f"UnitMemory<{tile}, {plan.x_stages}>"
+            expected[f"{memory}::BYTES"] = plan.memory_bytes(unit)
+    assert len(expected) == 6
+    check("block_sparse/stack/stack_unit", expected)

@@ -432,3 +432,106 @@ def test_bits_of_the_lowest_value():
 
     for name in ("float16", "float32"):
         assert _lowest(name) == lowest_bits(np.dtype(name))
+
+
+@pytest.fixture
+def units_asked(asked, monkeypatch):
+    """Serve residual units too, as the composition of their layers, in float32."""
+    from sbnet_cupy.torch.network import cuda, units
+
+    def prepare(
+        dtype, rows, images, grid, block, image, channels, widths, bottleneck, inner, activation,
+        settled,
+    ):  # fmt: skip
+        def launch(x, *given):
+            *packed, residual, counts, indices, places, out = given
+            packed = [p for p in packed if p is not None]
+            assert len(packed) == len(widths) == (3 if bottleneck else 2)
+            table = sb.BlockTable(*(t.numpy() for t in (counts, indices, places)), block, image)
+            assert (x.shape[0], x.shape[3]) == (rows, channels)
+            y = x.numpy()
+            for number, (weight, bias) in enumerate(packed):
+                last = number + 1 == len(packed)
+                y = sb.stack_conv2d(
+                    y, weight.numpy(), table, w_format="OIHW", bias=bias.numpy(),
+                    residual=residual.numpy() if last and residual is not None else None,
+                    activation=ACTIVATIONS[activation if last else inner],
+                )  # fmt: skip
+            out.copy_(torch.from_numpy(y))
+            asked.append("unit")
+
+        return launch, [None] * len(widths)
+
+    monkeypatch.setattr(units, "prepare", prepare)
+    monkeypatch.setattr(units, "_ELEMENTS", {torch.float32: "float"})
+    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    return asked
+
+
+class _Shared(torch.nn.Module):
+    """A bottleneck of which something else reads what lies between the layers."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.first, self.second = networks.conv_bn(8, 4, 1), networks.conv_bn(4, 4)
+        self.third = networks.conv_bn(4, 8, 1, act=None)
+
+    def forward(self, x):
+        first = self.first(x)
+        second = self.second(first)
+        if self.how == "add":
+            return self.third(second) + torch.cat([first, second], 1)
+        third = self.third(second)
+        if self.how == "in place":
+            second.mul_(2)
+            first.relu_()
+            return third + torch.cat([first, second], 1)
+        if self.how == "activation in place":
+            pre = self.third[0](second)
+            after = self.first(pre)
+            pre.relu_()
+            return torch.cat([pre, after], 1)
+        del first, second
+        return torch.relu_(third.add_(x))
+
+
+def _body(name):
+    if name in ("bottleneck", "basic"):
+        width = 4 if name == "bottleneck" else None
+        return torch.nn.Sequential(*(networks.Residual(8, 8, width=width) for _ in range(3)))
+    if name == "projection":
+        return torch.nn.Sequential(networks.Residual(8, 12, width=4), networks.Residual(12, 12))
+    if name == "plain":
+        return torch.nn.Sequential(*(networks.conv_bn(8, 8) for _ in range(3)))
+    return _Shared(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        ("bottleneck", 3),
+        ("basic", 3),
+        ("projection", 2),
+        ("plain", 1),
+        ("alone", 1),
+        ("add", 0),
+        ("in place", 0),
+        ("activation in place", 0),
+    ],
+)
+@torch.no_grad()
+def test_residual_units_are_one_kernel(st, units_asked, name, units):
+    """Where nothing else reads what lies between the layers; values as without."""
+    torch.manual_seed(3)
+    dense = networks.random_statistics(
+        torch.nn.Sequential(networks.conv_bn(3, 8, 3, 2), torch.nn.MaxPool2d(2), _body(name))
+    ).eval()
+    x = torch.randn(2, 3, 61, 84)
+    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for _ in range(2):
+        units_asked.clear()
+        assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+        assert units_asked.count("unit") == units

@@ -156,9 +156,14 @@ def missing_kernel(conv, device):
 @functools.lru_cache(maxsize=1024)
 def plan_stack_conv(conv, device):
     """Return the best plan, or None where none fits."""
-    costs = [(_cost(plan, conv, device), plan) for plan in candidates(conv, device)]
-    costs += [(plan.cost(conv, device), plan) for plan in patch_candidates(conv, device)]
-    return min(costs, key=lambda pair: pair[0], default=(None, None))[1]
+    plans = (*candidates(conv, device), *patch_candidates(conv, device))
+    return min(plans, key=lambda plan: plan_cost(plan, conv, device), default=None)
+
+
+def plan_cost(plan, conv, device):
+    """Estimate the cycles of a launch."""
+    own = isinstance(plan, StackPlan)
+    return _cost(plan, conv, device) if own else plan.cost(conv, device)
 
 
 # (pixels, output channels), warps or groups of four warps, most thread blocks of a multiprocessor

@@ -11,7 +11,7 @@ class Entry:
     does (plans.py), and takes no step.
     """
 
-    norm = residual = rest = None
+    norm = residual = rest = done = None
     activation = "none"  # nothing can be added behind it
     requires_grad = False
 
@@ -26,6 +26,10 @@ class Entry:
         return self._stack
 
     run = stack
+
+    def reads(self, x):
+        """Whether a StackTensor that waits is the source: it never is."""
+        return False
 
 
 def gathered(image, table):

@@ -2,20 +2,22 @@
 
 import copy
 
-from . import cuda_resize, ops
+from . import cuda_resize, ops, units
 from .epilogue import finish
 
 
 class Plan:
     """A convolution and what follows it: ``activation(norm(conv(x)) + residual)``.
 
-    ``facts`` are those of the stack that it reads, ``options`` the keywords of ``ops.conv``.
+    ``facts`` are those of the stack that it reads, ``options`` the keywords of ``ops.conv``. The
+    source is a stack, or a convolution that waits too (:class:`~.units.Ahead`).
     """
 
     def __init__(self, source, facts, weight, bias, options, dtype, row=None):
         self.source, self.facts, self.weight, self.bias = source, facts, weight, bias
         self.options, self.dtype, self.row = options, dtype, row
         self.norm = self.residual = self.activation = None
+        self.done = None  # the result, for those who still wait for it
         self.shape = (0, weight.shape[0], 0, 0)
 
     @property
@@ -23,17 +25,38 @@ class Plan:
         """The device of the result."""
         return self.source.device
 
+    @property
+    def kernel(self):
+        """Height and width of the kernel."""
+        return tuple(self.weight.shape[2:])
+
     def then(self, **changes):
         """Return the plan with one more step."""
         plan = copy.copy(self)
         vars(plan).update(changes)
         return plan
 
+    def reads(self, x):
+        """Whether the source, or one ahead of it, is that of a StackTensor that waits."""
+        source = self.source
+        while isinstance(source, units.Ahead):
+            if source.of() is x:
+                return True
+            source = source.plan.source
+        return False
+
     def run(self):
         """Compute."""
         table, block, size, _, _ = self.facts
+        source = self.source
+        if isinstance(source, units.Ahead):
+            timed = table.trace and table.trace.timed
+            y = timed(self.row, units.run, self) if timed else units.run(self)
+            if y is not None:
+                return y
+            source = source.value()
         weight, bias = self._folded(table.weights)
-        call = (self.source, table, block, size, weight, bias)
+        call = (source, table, block, size, weight, bias)
         options = self.options | {"residual": self.residual, "activation": self.activation}
         if table.trace is None:
             return ops.conv(*call, **options)

@@ -140,8 +140,11 @@ def step(x, plan, inplace, run):
     """Return the StackTensor of a plan with one more step: x itself, where it is in place."""
     table, block, size, _, reach = T.facts(x)
     if inplace:
-        T.flush(table, but=x)
-        T.replace_plan(x, plan)
+        T.flush_readers(table, x)
+        if T.plan_of(x) is None:  # one of them has computed it
+            T.value_of(x).copy_(run(T.value_of(x)))
+        else:
+            T.replace_plan(x, plan)
         return x
     return T.postpone(table, plan, block, size, reach, x, run)
 

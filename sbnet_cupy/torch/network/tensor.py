@@ -100,6 +100,7 @@ def _compute(x, own):
     else:
         own["_value"] = plan.run()
         own["_rest"] = plan.rest
+    plan.done = own["_value"]
     facts(x)[0].plans.pop(id(x), None)
     own["_plan"] = own["_parent"] = own["_step"] = None
 
@@ -134,11 +135,23 @@ def replace_plan(x, plan):
     own["_plan"], own["_parent"], own["_step"] = plan, None, None
 
 
-def flush(table, but=None):
+def flush(table):
     """Compute all that waits: something is about to be written that it may read."""
     for ref in list(table.plans.values()):
         waiting = ref()
-        if waiting is not None and waiting is not but:
+        if waiting is not None:
+            value_of(waiting)
+
+
+def flush_readers(table, x):
+    """Compute what waits and reads ``x``, which waits too and is about to get a step in place."""
+    for ref in list(table.plans.values()):
+        waiting = ref()
+        if waiting is None or waiting is x:
+            continue
+        own = object.__getattribute__(waiting, "__dict__")
+        parent = own["_parent"] and own["_parent"]()
+        if own["_plan"] is not None and (parent is x or own["_plan"].reads(x)):
             value_of(waiting)
 
 

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from . import cuda, cuda_ends, cuda_pool, gradients, ops
+from . import cuda, cuda_ends, cuda_pool, gradients, ops, units
 from . import tensor as T
 from .entry import Entry
 from .handlers import BORDERED, handles
@@ -93,21 +93,23 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     window = Window(input, kernel, stride, pads, dilation)
     if not window.fits or T.shape(input)[1] != weight.shape[1] * groups:
         return NotImplemented
-    alone = kernel == (1, 1) and not any(window.pads)
-    source = T.plan_of(input)
-    weights = (weight, groups, window.mode, window.fill)
-    if not isinstance(source, Entry) or not cuda_ends.reads_image(source.image, *weights):
-        source = T.value_of(input) if alone else T.picture(input)
     options = {
         "stride": stride, "pads": window.pads, "dilation": dilation, "groups": groups,
         "fill": window.fill or 0.0, "mode": window.mode,
     }  # fmt: skip
     table = window.table
+    trained = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (weight, bias)
+    )
+    source, read = T.plan_of(input), (weight, groups, window.mode, window.fill)
+    if not trained and units.may_lead(input, kernel, options):
+        source = units.Ahead(source, input)
+    elif not isinstance(source, Entry) or not cuda_ends.reads_image(source.image, *read):
+        alone = kernel == (1, 1) and not any(window.pads)
+        source = T.value_of(input) if alone else T.picture(input)
+        trained = trained or (torch.is_grad_enabled() and source.requires_grad)
     if table.trace is not None:
         table.trace.convolution(func.__name__, weight, window, groups)
-    trained = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (source, weight, bias)
-    )
     if trained or table.weights is None:
         call = (source, table, window.block, window.size, weight, bias)
         out = window.wrap(gradients.conv(*call, **options))

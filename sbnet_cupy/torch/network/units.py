@@ -1,0 +1,141 @@
+"""Residual units by one kernel: convolutions that wait for each other, and nothing else reads."""
+
+import weakref
+
+import torch
+
+from . import cuda
+from . import tensor as T
+
+_PATTERNS = (((1, 1), (3, 3), (1, 1)), ((3, 3), (3, 3)))
+_CODES = {None: 0, "relu": 1, "silu": 2, "gelu": 3}  # as ACTIVATIONS of dense/activation.py
+_ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+
+
+class Ahead:
+    """The convolution ahead of one that waits, which waits too.
+
+    ``plan`` is that of the StackTensor ``of``. What else is to read that one holds it, so that it
+    is still there when the value is wanted; then it is computed once, for all who read it.
+    """
+
+    def __init__(self, plan, of):
+        self.plan, self.of, self.dtype = plan, weakref.ref(of), plan.dtype
+
+    @property
+    def device(self):
+        """The device of the result."""
+        return self.plan.device
+
+    @property
+    def is_shared(self):
+        """Whether anything else reads the result, or has read it."""
+        return self.plan.done is not None or self.of() is not None
+
+    def value(self):
+        """Return the result by itself."""
+        if self.plan.done is not None:
+            return self.plan.done
+        held = self.of()
+        return self.plan.run() if held is None else T.value_of(held)
+
+
+def may_lead(x, kernel, options):
+    """Whether the convolution that ``x`` waits for may be part of one kernel with the next."""
+    plan = T.plan_of(x)
+    if plan is None or plan.residual is not None or plan.activation not in _CODES:
+        return False
+    if plan.dtype not in _ELEMENTS or torch.is_autocast_enabled(plan.device.type):
+        return False
+    chain = _chain(plan, shared=True)  # who reads a value now may be gone when it is wanted
+    kernels = (*(one.kernel for one in chain), kernel)
+    if kernels not in [pattern[: len(kernels)] for pattern in _PATTERNS]:
+        return False
+    source = chain[0].source
+    if plan.facts[0].whole or not isinstance(source, torch.Tensor) or not cuda.serves(source):
+        return False
+    return _is_plain(kernel, options) and _is_plain(plan.kernel, plan.options)
+
+
+def _is_plain(kernel, options):
+    """Whether a convolution has stride 1, one group and a border of zeros that keeps the size."""
+    r, s = (k // 2 for k in kernel)
+    return (
+        tuple(options.get("pads", ())) == (r, r, s, s)  # one that is transposed has none
+        and options["stride"] == options["dilation"] == (1, 1) and options["groups"] == 1
+        and options["mode"] == "zeros" and options["fill"] == 0
+    )  # fmt: skip
+
+
+def _chain(plan, shared=False):
+    """Return the plans of the convolutions ahead that wait for this one, alone or not, and this."""
+    chain = [plan]
+    while isinstance(chain[0].source, Ahead) and (shared or not chain[0].source.is_shared):
+        chain.insert(0, chain[0].source.plan)
+    return chain
+
+
+def run(plan):
+    """Compute a chain of convolutions by one kernel, or return None where there is none."""
+    chain = _chain(plan)
+    if tuple(one.kernel for one in chain) not in _PATTERNS or plan.activation not in _CODES:
+        return None
+    table, block, size, _, _ = chain[0].facts
+    x, residual = chain[0].source, plan.residual
+    if not isinstance(x, torch.Tensor) or (residual is not None and residual.dtype != x.dtype):
+        return None
+    if len({one.activation for one in chain[:-1]}) > 1:
+        return None
+    weights = [table.weights.folded(one.weight, one.bias, one.norm) for one in chain]
+    if any(w.dtype != x.dtype or cuda.records(w, b) for w, b in weights):
+        return None
+    if cuda.records(x, residual):
+        return None
+    return _launch(x, table, block, size, weights, residual, chain)
+
+
+def _launch(x, table, block, size, weights, residual, chain):
+    """Launch the kernel, or return None where each layer is to have its own."""
+    with cuda._at_home(x) as device:
+        settled = table.settled and all(cuda._is_packed(*one) for one in weights)
+        facts = (
+            x.dtype, x.shape[0], table.batch, table.grid, block, size, x.shape[1],
+            tuple(one.weight.shape[0] for one in chain), len(chain) == 3,
+            _CODES[chain[0].activation], _CODES[chain[-1].activation],
+        )  # fmt: skip
+        key = (device, "unit", facts, settled)
+        if key not in cuda._PLANS:
+            cuda._PLANS[key] = prepare(*facts, settled)
+        if cuda._PLANS[key] is None:
+            return None
+        launch, packs = cuda._PLANS[key]
+        rows, last = cuda._rows(x), None if residual is None else cuda._rows(residual)
+        out = rows.new_empty(*rows.shape[:3], chain[-1].weight.shape[0])
+        packed = [cuda._packed(*one, pack) for one, pack in zip(weights, packs, strict=True)]
+        packed += [None] * (3 - len(packed))
+        given = (rows, *packed, last, table.counts, table.indices, table.places, out)
+        launch(*(cuda._At(g) if isinstance(g, torch.Tensor) else g for g in given))
+        table.settled = True
+    return out.permute(0, 3, 1, 2)
+
+
+def prepare(
+    dtype, rows, images, grid, block, image, channels, widths, bottleneck, inner, activation,
+    settled,
+):  # fmt: skip
+    """Return (launch, packs) for the current device, or None where one kernel is no faster."""
+    from ...block_sparse.stack import stack_launch, stack_unit, stack_unit_plan
+    from ...core.device import current_device
+
+    if len(set(widths[:-1])) > 1:
+        return None
+    unit = stack_unit_plan.StackUnit(
+        element=_ELEMENTS[dtype], rows=rows, images=images, grid=grid, block=block, image=image,
+        channels=channels, width=widths[0], channels_out=widths[-1], bottleneck=bottleneck,
+        inner=inner, activation=activation, expected=rows,
+    )  # fmt: skip
+    device = current_device()
+    if stack_unit_plan.missing_unit(unit, device) or not stack_unit_plan.worth_it(unit, device):
+        return None
+    packs = [stack_launch.prepare_stack_pack(layer, "OIHW") for layer in unit.layers()]
+    return stack_unit.prepare_stack_unit(unit, settled, clear_rows=False), packs

@@ -1,0 +1,53 @@
+"""The CUDA kernel of a residual unit on a stack, on the CPU.
+
+The shim has neither wgmma nor clusters: those run on a GPU alone.
+"""
+
+import pytest
+
+from sbnet_cupy.block_sparse.stack import stack_unit
+from sbnet_cupy.block_sparse.stack.stack_unit_plan import UnitPlan, missing_unit
+from support.stack_on_host import BLACKWELL, Blocks, use_shim
+from support.stack_unit_cases import check, unit_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler(require):
+    require("g++")
+
+
+def plan(piece, pieces, x_stages=2):
+    """Return a plan by mma.sync."""
+    return UnitPlan(False, piece, pieces, x_stages)
+
+
+LARGE, SMALL = plan((8, 8), 1), plan((4, 4), 3)
+CASES = [
+    (True, Blocks(image=(40, 33), block=(8, 8)), LARGE, {}),
+    (True, Blocks(image=(40, 33), block=(8, 8)), plan((8, 8), 1, 1), {"out": 64, "inner": 0}),
+    (True, Blocks(), SMALL, {"channels": 64, "out": 192}),
+    (True, Blocks(image=(17, 11), block=(2, 2)), plan((2, 2), 8), {"activation": 0}),
+    (True, Blocks(image=(70, 50), block=(16, 8)), LARGE, {"element": "BFloat16"}),
+    (True, Blocks(share=1.0, spare=0), SMALL, {}),
+    (True, Blocks(share=0.0), SMALL, {}),
+    (False, Blocks(image=(40, 33), block=(8, 8)), LARGE, {"channels": 64, "out": 64}),
+    (False, Blocks(), plan((4, 4), 3, 1), {"channels": 64, "out": 64, "activation": 0}),
+    (False, Blocks(image=(17, 11), block=(6, 4)), plan((2, 4), 4, 1), {"channels": 64, "out": 64}),
+]
+
+
+@pytest.mark.parametrize(("bottleneck", "blocks", "plan", "sizes"), CASES, ids=str)
+def test_unit_of_whole_numbers_is_exact(bottleneck, blocks, plan, sizes, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL)
+    check(unit_of(blocks, bottleneck, **sizes), blocks, plan)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("bottleneck", [False, True])
+def test_planned_instance_without_a_residual(bottleneck, settled, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
+    monkeypatch.setattr(stack_unit, "current_device", lambda: BLACKWELL)
+    blocks = Blocks(image=(50, 60), block=(8, 8), share=0.3)
+    unit = unit_of(blocks, bottleneck, channels=64, out=64)
+    assert missing_unit(unit, BLACKWELL) is None
+    check(unit, blocks, None, False, settled, True)
