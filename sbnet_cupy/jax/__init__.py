@@ -17,10 +17,13 @@ and scatter this way, and their convolutions are XLA's own, as in all gradients.
   them together first, since XLA does not know that the operations work image by image.
 - ``sparse_scatter`` reuses the memory of ``x``, and a fused layer that of ``base``, where XLA may,
   for example when it is donated.
+- The ``stack_`` operations, with which a network stays on a stack of blocks, are XLA's own but for
+  the way from images and back: any mapped axis is batched, and any order of gradient computed.
 
 :class:`~sbnet_cupy.ActiveBlocks` and :class:`~sbnet_cupy.BottleneckWeights` become pytrees when
-this module is imported, and :class:`~sbnet_cupy.BlockParams` a static one, so that all of them can
-be arguments of a jitted function. There is no ``out``: JAX arrays are never written.
+this module is imported, so does :class:`~sbnet_cupy.BlockTable`, and
+:class:`~sbnet_cupy.BlockParams` a static one, so that all of them can be arguments of a jitted
+function. There is no ``out``: JAX arrays are never written.
 
 Experimental: all of it stands on ``jax.experimental.buffer_callback``, which JAX may change. It
 does not run on TPUs, and compiled functions cannot be exported or kept in JAX's on-disk cache.
@@ -43,11 +46,35 @@ Examples
 from . import _callbacks  # noqa: F401 - first: it says what is missing
 from .layers import sparse_conv2d, sparse_res_block_bottleneck
 from .ops import reduce_mask, sparse_gather, sparse_scatter
+from .stack import (
+    block_table,
+    stack_avg_pool,
+    stack_conv2d,
+    stack_from_image,
+    stack_global_pool,
+    stack_halo,
+    stack_interpolate,
+    stack_max_pool,
+    stack_per_block,
+    stack_pixel_mask,
+    stack_to_image,
+)
 
 __all__ = [
+    "block_table",
     "reduce_mask",
     "sparse_conv2d",
     "sparse_gather",
     "sparse_res_block_bottleneck",
     "sparse_scatter",
+    "stack_avg_pool",
+    "stack_conv2d",
+    "stack_from_image",
+    "stack_global_pool",
+    "stack_halo",
+    "stack_interpolate",
+    "stack_max_pool",
+    "stack_per_block",
+    "stack_pixel_mask",
+    "stack_to_image",
 ]

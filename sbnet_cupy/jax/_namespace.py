@@ -39,22 +39,22 @@ def convolve(
     w_format="HWIO", precision=None, bin_counts=None, out=None,
 ):  # fmt: skip
     """Return XLA's convolution of NHWC images or stacks, of which all blocks are computed."""
-    y = _convolve(x, w, strides, padding, w_format, precision)
+    options = {"window_strides": strides, "padding": padding, "w_format": w_format}
+    y = convolve_wide(x, w, precision=precision, **options)
     return cast(affine(y, scale, bias, activation), x.dtype)
 
 
-def _convolve(x, w, strides, padding, w_format, precision):
-    """Convolve; half floats give float32.
+def convolve_wide(x, w, *, w_format="HWIO", precision=None, **options):
+    """Return XLA's convolution with its own options; half floats give float32.
 
     On a CPU that is not rounded yet. On a GPU it is: the tensor cores take half floats, and XLA has
     them give half floats.
     """
     convolve = functools.partial(
         jax.lax.conv_general_dilated,
-        window_strides=strides,
-        padding=padding,
         dimension_numbers=("NHWC", w_format, "NHWC"),
         precision=jax.lax.Precision("default" if precision == "tf32" else "highest"),
+        **options,
     )
     if x.dtype.itemsize > 2:
         return convolve(x, w)

@@ -15,7 +15,7 @@ from support.adapter_cases import COUNT, MASK, ROWS, X, check_examples, check_pa
 from support.bad_calls import BAD, VALID, Spoiled, spoil_id
 
 
-@pytest.mark.parametrize("name", ["", ".ops", ".layers"])
+@pytest.mark.parametrize("name", ["", ".ops", ".layers", ".stack"])
 def test_examples_run(sbj, name):
     check_examples("sbnet_cupy.jax" + name)
 

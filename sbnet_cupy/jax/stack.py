@@ -1,0 +1,462 @@
+"""The stack operations for JAX: a network that stays on the blocks of its images.
+
+Shapes and checks are those of the package's declarations. What reads neighbouring blocks is made of
+XLA's own operations, so it can be part of ``jit``, differentiated any number of times, forwards
+too, and mapped; convolutions are XLA's. Images become stacks, and stacks images, by the kernels of
+:func:`sparse_gather` and :func:`sparse_scatter`.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.from_mask import batch_of_one
+from ..block_sparse.stack.block_table import BlockTable
+from ..block_sparse.stack.checks import check_stack
+from ..block_sparse.stack.interpolation import phases, resolve_resize
+from ..block_sparse.stack.neighbours import Axis
+from ..block_sparse.stack.pooling import resolve_pool, tap_slices, window_taps
+from ..block_sparse.stack.stack_avg_pool import STACK_AVG_POOL
+from ..block_sparse.stack.stack_conv2d import STACK_CONV2D, resolve_stack_conv
+from ..block_sparse.stack.stack_from_image import check_images
+from ..block_sparse.stack.stack_global_pool import MODES
+from ..block_sparse.stack.stack_halo import STACK_HALO, halo_axes, resolve_pads
+from ..block_sparse.stack.stack_max_pool import STACK_MAX_POOL
+from ..core.arrays import compute_dtype
+from ..core.checks import check_array
+from ..core.sizes import pair
+from ..dense.conv2d import check_choice
+from ..errors import DTypeError, ShapeError
+from . import _namespace as ops
+from ._places import Places, specs_of_table
+from ._specs import spec_of
+from .ops import reduce_mask
+
+
+def block_table(mask, block_size=32, *, image_size=None, tol=0.0, avgpool=False, capacity=None):
+    """Cut images into blocks, and find those where a mask is set: :func:`sbnet_cupy.block_table`.
+
+    Parameters
+    ----------
+    mask : jax.Array, shape (N, H, W), (N, H, W, 1) or (H, W), or ActiveBlocks
+    block_size, image_size, tol, avgpool
+        As for :func:`sbnet_cupy.block_table`.
+    capacity : int
+        Number of rows of a stack; needed inside ``jit``, as for :func:`reduce_mask`.
+
+    Returns
+    -------
+    BlockTable
+        A pytree.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.block_table` and :func:`reduce_mask`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> block_table(jnp.eye(5)[None], 2, capacity=4).active_block_indices.tolist()
+    [[0, 0, 0], [0, 1, 1], [0, 2, 2], [-1, -1, -1]]
+    """
+    block = pair(block_size, "block_size")
+    if isinstance(mask, ActiveBlocks):
+        if (tol, avgpool, capacity) != (0.0, False, None):
+            raise ValueError(
+                "tol, avgpool and capacity must have their defaults for ActiveBlocks, got "
+                f"{tol!r}, {avgpool!r} and {capacity!r}"
+            )
+        active = mask
+        image = tuple(n * b for n, b in zip(active.grid[1:], block, strict=True))
+        image = image if image_size is None else pair(image_size, "image_size", minimum=0)
+    else:
+        if image_size is not None:
+            raise ValueError(f"image_size must be None for a mask, got {image_size!r}")
+        mask = batch_of_one(mask)
+        spec = spec_of("mask", mask)
+        image = spec.shape[1:3] if spec is not None and spec.ndim in (3, 4) else (1, 1)
+        blocks = tuple(-(-n // b) for n, b in zip(image, block, strict=True))
+        pool = {"tol": tol, "avgpool": avgpool, "capacity": capacity}
+        active = reduce_mask(mask, blocks, bsize=block, **pool)
+    counts, indices = active
+    rows = jnp.arange(indices.shape[0], dtype=jnp.int32)
+    listed = (rows < counts[0]) & (indices >= 0).all(1) & (indices < jnp.array(active.grid)).all(1)
+    places = jnp.where(listed[:, None], indices, jnp.array(active.grid)).T
+    grid = jnp.full(active.grid, -1, jnp.int32).at[tuple(places)].set(rows, mode="drop")
+    return BlockTable(counts, indices, grid, block, image)
+
+
+def stack_from_image(x, table, *, data_format="NHWC"):
+    """Copy the active blocks of images into a stack: :func:`sbnet_cupy.stack_from_image`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> table = block_table(jnp.eye(4)[None], 2)
+    >>> stack_from_image(jnp.arange(16.0).reshape(1, 4, 4, 1), table)[1, :, :, 0].tolist()
+    [[10.0, 11.0], [14.0, 15.0]]
+    """
+    arrays, sizes = specs_of_table(table)
+    check_images("x", spec_of("x", x), BlockTable(*arrays, *sizes), data_format)
+    active = (table.bin_counts, table.active_block_indices)
+    layout = {"transpose": data_format == "NCHW", "data_format": data_format}
+    return ops.gather(x, *active, table.block_size, **layout)
+
+
+def stack_to_image(stack, table, *, background=0, data_format="NHWC"):
+    """Write the blocks of a stack into images: :func:`sbnet_cupy.stack_to_image`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> table = block_table(jnp.eye(2)[None], 1)
+    >>> stack_to_image(jnp.ones((2, 1, 1, 1)), table, background=-1)[0, :, :, 0].tolist()
+    [[1.0, -1.0], [-1.0, 1.0]]
+    """
+    arrays, sizes = specs_of_table(table)
+    checked = BlockTable(*arrays, *sizes)
+    check_stack("stack", spec_of("stack", stack), checked, floats=False)
+    last, channels = data_format == "NHWC", stack.shape[3]
+    images, *size = table.grid.shape[0], *table.image_size
+    shape = (images, *size, channels) if last else (images, channels, *size)
+    check_images("stack", spec_of("stack", stack).new(shape), checked, data_format)
+    if isinstance(background, int | float | np.number | np.bool_):
+        below = jnp.full(shape, background, stack.dtype)
+    else:
+        spec = spec_of("background", background)
+        check_array("background", spec, ndim=(0, 1, 4))
+        if spec.dtype != stack.dtype:
+            raise DTypeError(
+                f"background must have the dtype of stack, {stack.dtype}, got {spec.dtype}; "
+                "use astype"
+            )
+        wanted = {0: (), 1: (channels,), 4: shape}[spec.ndim]
+        if spec.shape != wanted:
+            raise ShapeError(f"background must have shape {wanted}, got {spec.shape}")
+        per_channel = background.reshape(-1, 1, 1) if spec.ndim == 1 and not last else background
+        below = jnp.broadcast_to(per_channel, shape)
+    active = (table.bin_counts, table.active_block_indices)
+    layout = {"transpose": not last, "data_format": data_format}
+    return ops.scatter(stack, *active, below, table.block_size, **layout)
+
+
+def stack_pixel_mask(table):
+    """Tell which pixels of a stack are in the image: :func:`sbnet_cupy.stack_pixel_mask`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> stack_pixel_mask(block_table(jnp.ones((1, 1, 3)), 2))[:, 0].tolist()
+    [[True, True], [True, False]]
+    """
+    specs_of_table(table)
+    return Places(table).own()[..., 0]
+
+
+def stack_halo(x, table, pads, *, fill=0):
+    """Give each block a rim of pixels from the blocks around it: :func:`sbnet_cupy.stack_halo`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> table = block_table(jnp.ones((1, 1, 4)), (1, 2))
+    >>> x = stack_from_image(jnp.arange(1.0, 5.0).reshape(1, 1, 4, 1), table)
+    >>> stack_halo(x, table, (0, 1))[:, 0, :, 0].tolist()
+    [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 0.0]]
+    """
+    arrays, sizes = specs_of_table(table)
+    STACK_HALO.infer((spec_of("x", x), *arrays, None), (*sizes, pads, fill))
+    return Places(table).fetch(x, *halo_axes(table.block_size, resolve_pads(pads)), fill)
+
+
+def stack_conv2d(
+    x,
+    w,
+    table,
+    *,
+    strides=(1, 1),
+    padding="SAME",
+    dilation=(1, 1),
+    groups=1,
+    transposed=False,
+    output_padding=(0, 0),
+    scale=None,
+    bias=None,
+    residual=None,
+    activation=None,
+    w_format="HWIO",
+    precision=None,
+):
+    """Convolve a stack of blocks as the images they are part of: :func:`sbnet_cupy.stack_conv2d`.
+
+    The result is rounded once, after the activation; on a GPU XLA rounds the sums of half floats
+    first. Rows that are no block are 0, and so is what is outside the image.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> table = block_table(jnp.ones((1, 4, 4)), 2)
+    >>> x, w = jnp.ones((4, 2, 2, 1)), jnp.ones((3, 3, 1, 1))
+    >>> stack_conv2d(x, w, table)[0, :, :, 0].tolist()
+    [[4.0, 6.0], [6.0, 9.0]]
+    >>> jax.grad(lambda w: stack_conv2d(x, w, table).sum())(w)[1, 1, 0, 0].item()
+    16.0
+    """
+    arrays, sizes = specs_of_table(table)
+    names = ("scale", "bias", "residual")
+    epilogue = map(spec_of, names, (scale, bias, residual))
+    options = (
+        strides, padding, dilation, groups, transposed, output_padding, activation, w_format,
+        precision,
+    )  # fmt: skip
+    read = (spec_of("x", x), spec_of("w", w))
+    STACK_CONV2D.infer((*read, *arrays, *epilogue, None), (*sizes, *options))
+    problem = resolve_stack_conv(*read, BlockTable(*arrays, *sizes), *options)
+    places, window = Places(table), problem.window
+    w = _as_hwio(w, problem)
+    convolve = _to_fine if problem.transposed else _to_coarse
+    y = ops.affine(convolve(x, w, places, window, groups, precision), scale, bias, None)
+    if residual is not None:
+        y += residual.astype(y.dtype)
+    y = ops.cast(ops.affine(y, None, None, activation), x.dtype)
+    return jnp.where(Places(table.at(*problem.stage_out)).own(), y, 0)
+
+
+def _as_hwio(w, problem):
+    """Return a kernel as ``[R, S, C / groups, K]``."""
+    if problem.w_format != "IOHW":
+        return jnp.transpose(w, [problem.w_format.index(letter) for letter in "HWIO"])
+    channels, out, r, s = w.shape
+    groups = problem.groups
+    w = w.reshape(groups, channels // groups, out, r, s).transpose(3, 4, 1, 0, 2)
+    return w.reshape(r, s, channels // groups, groups * out)
+
+
+def _to_coarse(x, w, places, window, groups, precision):
+    """Convolve blocks with the pixels around them that their outputs read."""
+    axes = [
+        Axis(-before, 1, b - s + (k - 1) * d + 1)
+        for before, b, s, k, d in zip(
+            window.before, window.fine.block_size, window.strides, window.kernel, window.dilation,
+            strict=True,
+        )
+    ]  # fmt: skip
+    options = {"window_strides": window.strides, "padding": "VALID"}
+    options |= {"rhs_dilation": window.dilation, "feature_group_count": groups}
+    return ops.convolve_wide(places.fetch(x, *axes), w, precision=precision, **options)
+
+
+def _to_fine(x, w, places, window, groups, precision):
+    """The transposed convolution: pixel p of the result reads i with ``p = i * s - top + r * d``.
+
+    It is a convolution with the kernel turned round, of pixels that are s apart with zeros between.
+    """
+    axes, pads = [], []
+    for before, b, s, k, d in zip(
+        window.before, window.fine.block_size, window.strides, window.kernel, window.dilation,
+        strict=True,
+    ):  # fmt: skip
+        start = before - (k - 1) * d  # in pixels of the result, of what the first one reads
+        first, last = -(-start // s), (b - 1 + before) // s
+        count = max(last - first + 1, 1)
+        axes.append(Axis(first, 1, count))
+        low = first * s - start
+        pads.append((low, b + (k - 1) * d - low - (count - 1) * s - 1))
+    options = {"window_strides": (1, 1), "padding": pads, "lhs_dilation": window.strides}
+    options |= {"rhs_dilation": window.dilation, "feature_group_count": groups}
+    halo = places.fetch(x, *axes)
+    return ops.convolve_wide(halo, w[::-1, ::-1], precision=precision, **options)
+
+
+def stack_max_pool(x, table, *, kernel, strides=None, padding=0, dilation=1, ceil_mode=False):
+    """Take the maximum of each window of a stack: :func:`sbnet_cupy.stack_max_pool`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> table = block_table(jnp.ones((1, 2, 2)), 2)
+    >>> stack_max_pool(-jnp.ones((1, 2, 2, 1)), table, kernel=2).tolist()
+    [[[[-1.0]]]]
+    """
+    arrays, sizes = specs_of_table(table)
+    options = (kernel, strides, padding, dilation, ceil_mode)
+    STACK_MAX_POOL.infer((spec_of("x", x), *arrays, None), (*sizes, *options))
+    window = resolve_pool(spec_of("x", x), BlockTable(*arrays, *sizes), *options)
+    places, axes = Places(table), _halo_of(window)
+    halo = places.fetch(x, *axes, "-inf")
+    y = _over_taps(halo, window, _larger, order=(1, 0))  # the first in the order of rows
+    seen = _over_taps(places.inside(*axes), window, jnp.logical_or)
+    after = Places(table.at(*window.coarse))
+    return jnp.where(seen & after.own(), y, 0)
+
+
+def stack_avg_pool(
+    x, table, *, kernel, strides=None, padding=0, ceil_mode=False, count_include_pad=True,
+    divisor=None,
+):  # fmt: skip
+    """Take the mean of each window of a stack: :func:`sbnet_cupy.stack_avg_pool`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> table = block_table(jnp.ones((1, 2, 2)), 2)
+    >>> stack_avg_pool(jnp.arange(4.0).reshape(1, 2, 2, 1), table, kernel=2).tolist()
+    [[[[1.5]]]]
+    """
+    arrays, sizes = specs_of_table(table)
+    options = (kernel, strides, padding, ceil_mode, count_include_pad, divisor)
+    STACK_AVG_POOL.infer((spec_of("x", x), *arrays, None), (*sizes, *options))
+    window = resolve_pool(
+        spec_of("x", x), BlockTable(*arrays, *sizes), kernel, strides, padding, 1, ceil_mode
+    )
+    places, total = Places(table), compute_dtype(x.dtype)
+    halo = places.fetch(x, *_halo_of(window)).astype(total)
+    sums = _over_taps(halo, window, jnp.add)
+    if divisor is None:
+        counts = [_counted(places, window, axis, count_include_pad) for axis in (0, 1)]
+        divisor = jnp.maximum(counts[0][:, :, None] * counts[1][:, None, :], 1)[..., None]
+    after = Places(table.at(*window.coarse))
+    return jnp.where(after.own(), sums / jnp.asarray(divisor, total), 0).astype(x.dtype)
+
+
+def _halo_of(window):
+    return [taps.halo() for taps in window_taps(window)]
+
+
+def _over_taps(halo, window, combine, order=(0, 1)):
+    """Reduce each window along one axis, then along the other."""
+    for axis in order:
+        taps = [halo[(slice(None),) * (1 + axis) + (s,)] for s in tap_slices(window, axis)]
+        halo = functools.reduce(combine, taps)
+    return halo
+
+
+def _larger(first, second):
+    """Return the larger of two, the first of equal ones; NaN is larger than all."""
+    return jnp.where((second > first) | (jnp.isnan(second) & ~jnp.isnan(first)), second, first)
+
+
+def _counted(places, window, axis, padded):
+    """Return int [M, P]: by how many pixels along an axis a window's sum is divided."""
+    taps, size = window_taps(window)[axis], window.fine.image_size[axis]
+    start = places.pixels(axis, Axis(taps.first, taps.stride, taps.outputs))
+    if padded:
+        return jnp.maximum(jnp.minimum(start + taps.count, size + window.pads[axis][1]) - start, 0)
+    return sum(((start + t >= 0) & (start + t < size)).astype(jnp.int32) for t in range(taps.count))
+
+
+def stack_global_pool(x, table, *, mode="mean"):
+    """Reduce each image of a stack to one value a channel: :func:`sbnet_cupy.stack_global_pool`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> stack_global_pool(jnp.ones((2, 2, 2, 1)), block_table(jnp.eye(4)[None], 2)).tolist()
+    [[0.5]]
+    """
+    check_choice("mode", mode, MODES)
+    arrays, sizes = specs_of_table(table)
+    check_stack("x", spec_of("x", x), BlockTable(*arrays, *sizes))
+    places, total, here = Places(table), compute_dtype(x.dtype), math.prod(table.image_size)
+    own = places.own()
+    if mode != "max":
+        sums = jnp.where(own, x, 0).astype(total).sum((1, 2))
+        y = places.by_place(sums, 0).sum(1)
+        return (y / max(here, 1) if mode == "mean" else y).astype(x.dtype)
+    y = _largest(jax.lax.stop_gradient(x), own, places)
+    counts = places.by_place(own.sum((1, 2)), 0).sum(1)
+    y = jnp.where((counts == here) & (here > 0), y, jnp.maximum(y, 0))
+    chosen = _first(x, own, y, places)
+    values = places.by_place(jnp.where(chosen, x, 0).sum((1, 2)), 0).sum(1)
+    is_chosen = places.by_place(chosen.any((1, 2)), False).any(1)
+    return jnp.where(is_chosen, values, y)
+
+
+def _largest(x, own, places):
+    """Return the largest active pixel of each image [N, C]; -inf for an image with none."""
+    low = jnp.asarray(-np.inf, x.dtype)
+    return places.by_place(jnp.where(own, x, low).max((1, 2)), -np.inf).max(1, initial=low)
+
+
+def _first(x, own, y, places):
+    """Return bool [M, b_h, b_w, C]: the first pixel of each image that has its maximum."""
+    block, width = places.table.block_size, places.table.image_size[1]
+    lines = [places.pixels(axis, Axis(0, 1, b)) for axis, b in enumerate(block)]
+    number = (lines[0][:, :, None] * width + lines[1][:, None, :])[..., None]
+    most = np.iinfo(np.int32).max
+    value = places.of_images(y)[:, None, None]
+    same = own & ((x == value) | (jnp.isnan(x) & jnp.isnan(value)))
+    first = places.by_place(jnp.where(same, number, most).min((1, 2)), most).min(1, initial=most)
+    return same & (number == places.of_images(first)[:, None, None])
+
+
+def stack_per_block(values, table):
+    """Repeat the values of each image for its blocks: :func:`sbnet_cupy.stack_per_block`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> table = block_table(jnp.array([[[1]], [[0]], [[1]]]), 1)
+    >>> stack_per_block(jnp.array([[1.0], [2.0], [3.0]]), table)[:, 0, 0, 0].tolist()
+    [1.0, 3.0]
+    """
+    arrays, _ = specs_of_table(table)
+    check_array("values", spec_of("values", values), ndim=2)
+    check_array("values", spec_of("values", values), shape=(arrays[2].shape[0], None))
+    return Places(table).of_images(values)[:, None, None]
+
+
+def stack_interpolate(
+    x, table, *, scale_factor, size=None, mode="nearest", align_corners=False
+):  # fmt: skip
+    """Resize the images that a stack is part of: :func:`sbnet_cupy.stack_interpolate`.
+
+    By whole factors only: a resize to an other ``size``, or with ``align_corners``, is refused.
+
+    Raises
+    ------
+    NotImplementedError
+        If new blocks are no whole multiples of the old, or pixels lie otherwise in each block.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> table = block_table(jnp.ones((1, 1, 2)), 1)
+    >>> x = jnp.array([1.0, 3.0]).reshape(2, 1, 1, 1)
+    >>> stack_interpolate(x, table, scale_factor=2, mode="bilinear")[:, 0, :, 0].tolist()
+    [[1.0, 1.5], [2.5, 3.0]]
+    """
+    arrays, sizes = specs_of_table(table)
+    given = (scale_factor, size, mode, align_corners)
+    resize = resolve_resize(spec_of("x", x), BlockTable(*arrays, *sizes), *given)
+    if resize.factors is None:
+        raise NotImplementedError(
+            f"stack_interpolate has no resize by {scale_factor!r} to size {size!r} with "
+            f"align_corners {align_corners!r} in JAX; use a whole scale_factor"
+        )
+    places, (bh, bw), (fh, fw) = Places(table), table.block_size, resize.factors
+    if mode == "nearest":
+        spread = jnp.broadcast_to(x[:, :, None, :, None], (len(x), bh, fh, bw, fw, x.shape[3]))
+        y = spread.reshape(len(x), bh * fh, bw * fw, x.shape[3])
+    else:
+        halo = places.fetch(x, *halo_axes((bh, bw), ((1, 1), (1, 1))), "edge")
+        halo = halo.astype(compute_dtype(x.dtype))
+        y = _interleaved(_interleaved(halo, 1, bh, fh), 2, bw, fw).astype(x.dtype)
+    return jnp.where(Places(table.at(*resize.new)).own(), y, 0)
+
+
+def _interleaved(halo, axis, block, factor):
+    """Return lines mixed of two neighbours along an axis that has a rim of 1."""
+    mixed = []
+    for _, line, share in phases(factor):
+        first = jax.lax.slice_in_dim(halo, line, line + block, axis=axis)
+        second = jax.lax.slice_in_dim(halo, line + 1, line + 1 + block, axis=axis) if share else 0
+        mixed.append((1 - share) * first + share * second if share else first)
+    lines = jnp.stack(mixed, axis + 1)
+    shape = (*lines.shape[:axis], block * factor, *lines.shape[axis + 2 :])
+    return lines.reshape(shape)
