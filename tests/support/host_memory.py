@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from sbnet_cupy.core import operator
-from sbnet_cupy.core.spec import ArraySpec
+from sbnet_cupy.core.spec import ArraySpec, SpecGroup, group_of
 
 GUARD, GUARD_BYTE = 256, 0x5A
 
@@ -85,5 +85,7 @@ def _fields_on_a_gpu(array):
         return None
     if isinstance(array, ArraySpec):  # of packed weights
         return tuple(array._replace(device=0))
+    if isinstance(array, SpecGroup):
+        return group_of(tuple(spec and spec._replace(device=0) for spec in array.specs))
     strides = None if array.flags.c_contiguous else array.strides
     return array.shape, array.dtype, 0, strides, array.ctypes.data % 16
