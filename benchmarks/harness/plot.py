@@ -174,12 +174,12 @@ def _networks(rows):
     axes = figure.subplots(
         deep, min(len(panels), 3), squeeze=False,
         gridspec_kw={
-            "left": 0.05, "right": 0.985, "bottom": 0.85 / height, "top": 1 - 1.0 / height,
-            "wspace": 0.16, "hspace": 0.42,
+            "left": 0.05, "right": 0.985, "bottom": 0.85 / height, "top": 1 - 1.1 / height,
+            "wspace": 0.16, "hspace": 0.52,
         },
     ).flat  # fmt: skip
     for axis, (name, found) in zip(axes, panels.items(), strict=False):
-        _under_dense(axis, name, found)
+        _under_dense(axis, name, found, separator="\n")
     for axis in figure.axes[len(panels) :]:
         axis.set_visible(False)
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -190,9 +190,9 @@ def _networks(rows):
     return figure
 
 
-def _under_dense(axis, shape, rows):
+def _under_dense(axis, shape, rows, separator=" "):
     every, dense = max(row.blocks for row in rows), rows[0].dense_us
-    _dress(axis, f"{shape}: us per call; {crossover(rows)}", "y")
+    _dress(axis, f"{shape}: us per call;{separator}{crossover(rows)}", "y")
     for position, name in enumerate(sorted({r.implementation for r in rows})):
         found = sorted((100 * r.blocks / every, r.us) for r in rows if r.implementation == name)
         style = {"color": PEERS[0], "marker": MARKS[0], "lw": 1.3, "ms": 4}
