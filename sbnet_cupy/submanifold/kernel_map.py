@@ -193,7 +193,7 @@ def found(coordinates, kernel_size, target):
 
     Of any kernel size if ``kernel_size`` is None.
     """
-    for key, kept in coordinates._kept.items():
+    for key, kept in list(coordinates._kept.items()):  # another thread may make a map meanwhile
         if isinstance(key, tuple) and isinstance(key[0], Window) and not key[1]:
             made = kept[0]
             if made.target is target and kernel_size in (None, made.kernel_size):
@@ -292,55 +292,56 @@ def _transposed_map(coarse, window, onto, output_padding, capacity):
 
 def _coarse_sites(fine, window, capacity):
     """Return every site whose window meets a site of ``fine``."""
-    xp = namespace(fine.indices)
     shape = fine.spatial_shape
     if shape is not None:
         shape = tuple(
             max((n + 2 * pad - dil * (k - 1) - 1) // s + 1, 0)
             for n, (k, s, dil, pad) in zip(shape, window.axes(), strict=True)
         )
-    sample, *position = fine._columns()
-    listed = []
-    for cell in window.cells():
-        columns = [sample]
-        for axis, (p, r, (_, s, dil, pad)) in enumerate(
-            zip(position, cell, window.axes(), strict=True)
-        ):
-            from_start = p + pad - r * dil
-            place = from_start // s
-            reads = (from_start % s == 0) & (place >= 0)
-            if shape is not None:
-                reads &= place < shape[axis]
-            columns[0] = xp.where(reads, columns[0], -1)
-            columns.append(xp.where(reads, place, -1))
-        listed.append(xp.stack(columns, axis=1))
-    return _new_sites(listed, fine, shape, capacity)
+
+    def reader(p, r, stride, dilation, pad):
+        from_start = p + pad - r * dilation
+        return from_start // stride, from_start % stride == 0
+
+    return _sites_at(reader, fine, window, shape, capacity)
 
 
 def _fine_sites(coarse, window, output_padding, capacity):
     """Return every site that a site of ``coarse`` reaches."""
-    xp = namespace(coarse.indices)
     shape = coarse.spatial_shape
     if shape is not None:
         shape = tuple(
             max((n - 1) * s - 2 * pad + dil * (k - 1) + 1 + more, 0)
             for n, more, (k, s, dil, pad) in zip(shape, output_padding, window.axes(), strict=True)
         )
-    sample, *position = coarse._columns()
+
+    def reached(p, r, stride, dilation, pad):
+        return p * stride - pad + r * dilation, p >= 0
+
+    return _sites_at(reached, coarse, window, shape, capacity)
+
+
+def _sites_at(place_of, like, window, shape, capacity):
+    """Return the distinct sites at the places of the sites of ``like``, for each tap.
+
+    ``place_of`` takes a coordinate, a cell of the kernel, stride, dilation and padding of an axis;
+    it returns the place on that axis, and whether there is one.
+    """
+    xp = namespace(like.indices)
+    sample, *position = like._columns()
     listed = []
     for cell in window.cells():
-        columns = [sample]
-        for axis, (p, r, (_, s, dil, pad)) in enumerate(
-            zip(position, cell, window.axes(), strict=True)
-        ):
-            place = p * s - pad + r * dil
-            inside = (p >= 0) & (place >= 0)
+        columns, there = [], xp.ones(sample.shape, bool)
+        each = zip(position, cell, window.axes(), strict=True)
+        for axis, (p, r, (_, stride, dilation, pad)) in enumerate(each):
+            place, exists = place_of(p, r, stride, dilation, pad)
+            there &= exists & (place >= 0)
             if shape is not None:
-                inside &= place < shape[axis]
-            columns[0] = xp.where(inside, columns[0], -1)
-            columns.append(xp.where(inside, place, -1))
-        listed.append(xp.stack(columns, axis=1))
-    return _new_sites(listed, coarse, shape, capacity)
+                there &= place < shape[axis]
+            columns.append(place)
+        rows = xp.stack([sample, *columns], axis=1)
+        listed.append(xp.where(there[:, None], rows, -1))
+    return _new_sites(listed, like, shape, capacity)
 
 
 def _new_sites(listed, like, shape, capacity):
