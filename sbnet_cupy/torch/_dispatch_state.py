@@ -115,6 +115,11 @@ _hooks = [getattr(modules, f"_global_forward_{kind}", None) for kind in ("hooks"
 _sees_all = not any(found is None for found in (*_counts, _profiles, *_hooks))
 
 
+def in_dispatch_mode():
+    """Whether a mode sees each operator of this thread's calls. Yes, where there is no telling."""
+    return _counts[1] is None or _counts[1]() > 0
+
+
 def is_watched():
     """Whether something sees, or changes, each function or module of this thread's calls.
 

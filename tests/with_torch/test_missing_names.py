@@ -143,6 +143,15 @@ def test_a_call_is_watched_where_there_is_no_telling(state, torch, missing):
     assert not state.is_watched()
 
 
+def test_a_dispatch_mode_is_seen_or_there_is_no_telling(state, torch, missing):
+    assert state.in_dispatch_mode() == missing.endswith("_len_torch_dispatch_stack")
+    importlib.reload(state)
+    assert not state.in_dispatch_mode()
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert state.in_dispatch_mode()
+    assert not state.in_dispatch_mode()
+
+
 def test_functions_of_a_subclass_are_called_plainly(state, torch, missing):
     class Refusing(torch.Tensor):
         @classmethod

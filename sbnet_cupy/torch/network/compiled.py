@@ -10,6 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .._dispatch_state import in_dispatch_mode
 from . import tensor as T
 from .ends import end_of, shown
 from .replay import State
@@ -42,8 +43,7 @@ class Compiled:
         if self.state is None or not self.state.holds():
             self._read(sparse, x, table.mask)
         # called once in a mode that looks on, Dynamo would leave the graph alone for good
-        watched = torch._C._len_torch_dispatch_stack() > 0
-        run = self.graph if watched else self.run
+        run = self.graph if in_dispatch_mode() else self.run
         images = iter(run(x, table.mask.contiguous(), *self.weights))
         leaves = [
             shown(next(images), table, end, outside) if is_tensor else end
