@@ -137,7 +137,7 @@ def multiply(a, b, out, tf32):
     if not a.size:
         out[...] = 0
     elif not is_cupy(a):
-        np.matmul(a, b, out=out)
+        np.matmul(a, b, out=out, dtype=out.dtype)
     else:
         _multiply_cublas(a, b, out, tf32)
 

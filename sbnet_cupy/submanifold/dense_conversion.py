@@ -10,7 +10,7 @@ from ..dense.conv2d import check_choice
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap, check_grid
 from .site_conv import valid_rows
-from .sparse_tensor import SparseTensor
+from .sparse_tensor import SparseTensor, check_tensor
 
 FORMATS = ("channels_last", "channels_first")
 
@@ -110,7 +110,7 @@ def dense_to_sparse_grad(grad_y, x, *, data_format="channels_last"):
     >>> dense_to_sparse_grad(np.array([[10.0], [20.0]]), x)[0, :, 0]
     array([ 0., 10., 20.])
     """
-    _check_tensor(x)
+    check_tensor(x)
     if tuple(getattr(grad_y, "shape", ())) != tuple(x.features.shape):
         raise ShapeError(
             f"grad_y must have shape {tuple(x.features.shape)}, that of the features, got "
@@ -230,16 +230,9 @@ def _rows_of(x, cells, channels):
     return rows.astype(x.dtype, copy=False)  # CuPy makes float32 of bfloat16
 
 
-def _check_tensor(x):
-    if not isinstance(x, SparseTensor):
-        raise DTypeError(
-            f"x must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
-        )
-
-
 def _grid_of(x, spatial_shape, data_format):
     """Return ``(batch, *spatial)`` of a dense result, or raise."""
-    _check_tensor(x)
+    check_tensor(x)
     if data_format is None:
         raise ValueError(f"data_format must be one of {FORMATS}, got None")
     check_choice("data_format", data_format, FORMATS)

@@ -25,7 +25,7 @@ from ..errors import DTypeError, ShapeError
 from . import kernel_map as maps
 from .coordinate_map import CoordinateMap
 from .kernel_map import KernelMap
-from .sparse_tensor import SparseTensor
+from .sparse_tensor import SparseTensor, check_tensor
 
 
 @array_function
@@ -290,10 +290,7 @@ def site_conv(
 
 def _kernel_of(x, w):
     """Return the kernel size that the weights have; check that x is a SparseTensor."""
-    if not isinstance(x, SparseTensor):
-        raise DTypeError(
-            f"x must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
-        )
+    check_tensor(x)
     d = x.coordinates.dimensions
     check_array("w", w)
     if len(w.shape) != d + 2:

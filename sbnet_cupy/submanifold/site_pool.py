@@ -9,7 +9,7 @@ from ..errors import DTypeError, ShapeError
 from . import kernel_map as maps
 from .kernel_map import KernelMap
 from .site_conv import add, take, valid_rows
-from .sparse_tensor import SparseTensor
+from .sparse_tensor import SparseTensor, check_tensor
 
 
 @array_function
@@ -235,7 +235,7 @@ def sparse_unpool(x, *, onto):
     >>> sparse_unpool(sparse_max_pool(x, 2), onto=x).features.ravel()
     array([3., 3., 2.])
     """
-    _check_tensor(x)
+    _check_floats(x)
     window = _made_by(x.coordinates, onto)
     with memory_of_graphs(x.features), np.errstate(all="ignore"):
         back = window.transposed()
@@ -275,7 +275,7 @@ def sparse_unpool_grad(grad_y, x, *, onto):
     >>> sparse_unpool_grad(np.array([[1.0], [2.0], [3.0]]), sparse_max_pool(x, 2), onto=x).ravel()
     array([3., 3.])
     """
-    _check_tensor(x)
+    _check_floats(x)
     window = _made_by(x.coordinates, onto)
     _check_grad(grad_y, x, window.transposed())
     with memory_of_graphs(grad_y), np.errstate(all="ignore"):
@@ -380,11 +380,8 @@ def global_pool_grad(grad_y, x, reduce="max"):
     return out
 
 
-def _check_tensor(x):
-    if not isinstance(x, SparseTensor):
-        raise DTypeError(
-            f"x must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
-        )
+def _check_floats(x):
+    check_tensor(x)
     if dtype_kind(x.features.dtype) != "f":
         raise DTypeError(
             f"features must be float16, bfloat16, float32 or float64, got {x.features.dtype}"
@@ -393,7 +390,7 @@ def _check_tensor(x):
 
 def _window(x, kernel_size, stride, padding, dilation, onto, capacity):
     """Return the map of a pooling."""
-    _check_tensor(x)
+    _check_floats(x)
     return maps.kernel_map(
         x.coordinates, kernel_size, stride=kernel_size if stride is None else stride,
         padding=0 if padding is None else padding, dilation=dilation, onto=onto, capacity=capacity,
@@ -431,7 +428,7 @@ def _check_rows(grad_y, x, shape):
 
 
 def _samples(x, reduce):
-    _check_tensor(x)
+    _check_floats(x)
     check_choice("reduce", reduce, ("max", "mean", "sum"))
     if reduce is None:
         raise ValueError("reduce must be 'max', 'mean' or 'sum', got None")

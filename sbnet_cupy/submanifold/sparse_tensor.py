@@ -158,6 +158,14 @@ def sparse_tensor(
     return SparseTensor(_reduce(features, reduction, coordinates.capacity, mode), coordinates)
 
 
+def check_tensor(x):
+    """Raise unless ``x`` is a SparseTensor."""
+    if not isinstance(x, SparseTensor):
+        raise DTypeError(
+            f"x must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
+        )
+
+
 def _reduce(features, reduction, rows, mode):
     """Return the features of the sites."""
     xp = namespace(features)

@@ -95,7 +95,7 @@ def test_only_what_is_wanted(xp):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_every_dtype(xp, groups, dtype):
+def test_every_dtype(xp, body, groups, dtype):
     """Against float64 with the same numbers."""
     window, arrays = problem(np.random.default_rng(2), xp, groups=groups, spare=1)
     arrays = {name: value.astype(dtype) for name, value in arrays.items()}
