@@ -46,18 +46,11 @@ from .submanifold.dense_conversion import (
     sparse_to_dense,
     sparse_to_dense_grad,
 )
+from .submanifold.global_pool import global_pool, global_pool_grad
 from .submanifold.kernel_map import KernelMap, kernel_map
-from .submanifold.site_conv import (
-    inverse_conv,
-    site_conv,
-    strided_conv,
-    submanifold_conv,
-    transposed_conv,
-)
+from .submanifold.site_conv import site_conv
 from .submanifold.site_conv_grad import site_conv_grad
 from .submanifold.site_pool import (
-    global_pool,
-    global_pool_grad,
     sparse_avg_pool,
     sparse_avg_pool_grad,
     sparse_max_pool,
@@ -66,6 +59,12 @@ from .submanifold.site_pool import (
     sparse_unpool_grad,
 )
 from .submanifold.sparse_tensor import SparseTensor, sparse_tensor
+from .submanifold.submanifold_conv import (
+    inverse_conv,
+    strided_conv,
+    submanifold_conv,
+    transposed_conv,
+)
 
 __version__ = "0.1.0"
 

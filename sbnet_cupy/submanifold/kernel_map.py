@@ -37,8 +37,8 @@ class KernelMap(ArrayContainer):
     copies_strided = True
 
     def __post_init__(self):
-        _check_map("source", self.source)
-        _check_map("target", self.target)
+        check_map("source", self.source)
+        check_map("target", self.target)
         shape = tuple(getattr(self.rows, "shape", ()))
         if len(shape) != 2 or shape[1] != self.target.capacity:
             raise ShapeError(
@@ -143,9 +143,9 @@ def kernel_map(
     >>> kernel_map(sites, 2, stride=2).target.indices.tolist()
     [[0, 0], [0, 1], [0, 2]]
     """
-    _check_map("coordinates", coordinates)
+    check_map("coordinates", coordinates)
     if onto is not None:
-        _check_map("onto", onto)
+        check_map("onto", onto)
     d = coordinates.dimensions
     if offsets is not None:
         return _with_offsets(coordinates, offsets, kernel_size, stride, dilation, padding, onto)
@@ -201,7 +201,8 @@ def found(coordinates, kernel_size, target):
     return None
 
 
-def _check_map(name, value):
+def check_map(name, value):
+    """Raise unless ``value`` is a CoordinateMap of native arrays."""
     if not isinstance(value, CoordinateMap):
         raise DTypeError(
             f"{name} must be a CoordinateMap, got {type(value).__name__}; make one with "

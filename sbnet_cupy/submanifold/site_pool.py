@@ -1,15 +1,14 @@
-"""Pooling at sites: largest value or average of windows, its inverse, and pooling of samples."""
+"""Pooling at sites: largest value or average of windows, and its inverse."""
 
 import numpy as np
 
-from ..core.arrays import array_function, compute_dtype, dtype_kind, is_cupy, namespace
+from ..core.arrays import array_function, compute_dtype, is_cupy, namespace
 from ..core.graph_memory import memory_of_graphs
 from ..dense.conv2d import check_choice
-from ..errors import DTypeError, ShapeError
 from . import kernel_map as maps
 from .kernel_map import KernelMap
 from .site_conv import add, take, valid_rows
-from .sparse_tensor import SparseTensor, check_tensor
+from .sparse_tensor import SparseTensor, check_float_tensor, check_grad
 
 
 @array_function
@@ -97,7 +96,7 @@ def sparse_max_pool_grad(
     array([10.,  0., 20.])
     """
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
-    _check_grad(grad_y, x, window)
+    _check_grad_of(grad_y, x, window)
     xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
     with memory_of_graphs(grad_y):
         largest = _largest(x.features, window)
@@ -193,7 +192,7 @@ def sparse_avg_pool_grad(
     """
     check_choice("count", count, ("volume", "active"))
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
-    _check_grad(grad_y, x, window)
+    _check_grad_of(grad_y, x, window)
     xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
     with memory_of_graphs(grad_y), np.errstate(all="ignore"):
         share = grad_y.astype(wide, copy=False) / _divisor(window, count, wide)
@@ -235,7 +234,7 @@ def sparse_unpool(x, *, onto):
     >>> sparse_unpool(sparse_max_pool(x, 2), onto=x).features.ravel()
     array([3., 3., 2.])
     """
-    _check_floats(x)
+    check_float_tensor(x)
     window = _made_by(x.coordinates, onto)
     with memory_of_graphs(x.features), np.errstate(all="ignore"):
         back = window.transposed()
@@ -275,122 +274,16 @@ def sparse_unpool_grad(grad_y, x, *, onto):
     >>> sparse_unpool_grad(np.array([[1.0], [2.0], [3.0]]), sparse_max_pool(x, 2), onto=x).ravel()
     array([3., 3.])
     """
-    _check_floats(x)
+    check_float_tensor(x)
     window = _made_by(x.coordinates, onto)
-    _check_grad(grad_y, x, window.transposed())
+    _check_grad_of(grad_y, x, window.transposed())
     with memory_of_graphs(grad_y), np.errstate(all="ignore"):
         return _sums(grad_y, window).astype(grad_y.dtype)
 
 
-@array_function
-def global_pool(x, reduce="max"):
-    """Reduce all sites of each sample to one row.
-
-    Parameters
-    ----------
-    x : SparseTensor
-        Of a known batch size.
-    reduce : "max", "mean" or "sum"
-        What is computed, over the sites of the sample. Sums are in float32 (float64 for float64),
-        in the order of the rows.
-
-    Returns
-    -------
-    array, shape (batch_size, C)
-        In the dtype of the features. A sample without sites gives 0.
-
-    Raises
-    ------
-    ShapeError
-        If the batch size is not known.
-    DTypeError, ValueError
-        If ``x`` is no SparseTensor of floats, or ``reduce`` is none of those above.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> rows = np.array([[0, 0], [0, 1], [1, 5]])
-    >>> x = sparse_tensor(np.array([[3.0], [1], [2]]), rows, spatial_shape=8, batch_size=3)
-    >>> global_pool(x).ravel(), global_pool(x, "mean").ravel()
-    (array([3., 2., 0.]), array([2., 2., 0.]))
-    """
-    batch = _samples(x, reduce)
-    xp, dtype = namespace(x.features), x.features.dtype
-    wide = compute_dtype(dtype)
-    out = xp.zeros((batch, x.channels), dtype)
-    sample = xp.where(valid_rows(x.coordinates), x.indices[:, 0], -1)
-    with memory_of_graphs(x.features), np.errstate(all="ignore"):
-        for b in range(batch if x.features.size else 0):
-            mine = (sample == b)[:, None]
-            if reduce == "max":
-                values = xp.where(mine, x.features, dtype.type(-np.inf)).max(axis=0)
-                out[b] = xp.where(mine.any(), values, dtype.type(0))
-                continue
-            values = xp.where(mine, x.features.astype(wide, copy=False), wide.type(0))
-            total = values.sum(axis=0)
-            out[b] = total / xp.maximum(mine.sum(), 1) if reduce == "mean" else total
-    return out
-
-
-@array_function
-def global_pool_grad(grad_y, x, reduce="max"):
-    """Compute the gradient of global_pool; that of a maximum goes to the first site that holds it.
-
-    Parameters
-    ----------
-    grad_y : array, shape (batch_size, C)
-        Gradient of the result.
-    x, reduce
-        As they were given to :func:`global_pool`.
-
-    Returns
-    -------
-    grad_x : array, shape (N, C)
-        In the dtype of ``grad_y``, 0 in rows that are no site.
-
-    Raises
-    ------
-    ShapeError, DTypeError, ValueError
-        As :func:`global_pool` does, or if ``grad_y`` has not the shape of its result.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> rows = np.array([[0, 0], [0, 1], [1, 5]])
-    >>> x = sparse_tensor(np.array([[3.0], [1], [2]]), rows, spatial_shape=8)
-    >>> global_pool_grad(np.array([[10.0], [20.0]]), x).ravel()
-    array([10.,  0., 20.])
-    """
-    batch = _samples(x, reduce)
-    _check_rows(grad_y, x, (batch, x.channels))
-    xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
-    out = xp.zeros(x.features.shape, grad_y.dtype)
-    sample = xp.where(valid_rows(x.coordinates), x.indices[:, 0], -1)
-    with memory_of_graphs(grad_y), np.errstate(all="ignore"):
-        for b in range(batch if x.features.size else 0):
-            mine = (sample == b)[:, None]
-            share = grad_y[b].astype(wide, copy=False)
-            if reduce == "max":
-                values = xp.where(mine, x.features, x.features.dtype.type(-np.inf))
-                first = values.argmax(axis=0)  # of NaN the first, too
-                mine = mine & (xp.arange(len(values))[:, None] == first)
-            elif reduce == "mean":
-                share = share / xp.maximum(mine.sum(), 1)
-            out += xp.where(mine, share, wide.type(0)).astype(out.dtype)
-    return out
-
-
-def _check_floats(x):
-    check_tensor(x)
-    if dtype_kind(x.features.dtype) != "f":
-        raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {x.features.dtype}"
-        )
-
-
 def _window(x, kernel_size, stride, padding, dilation, onto, capacity):
     """Return the map of a pooling."""
-    _check_floats(x)
+    check_float_tensor(x)
     return maps.kernel_map(
         x.coordinates, kernel_size, stride=kernel_size if stride is None else stride,
         padding=0 if padding is None else padding, dilation=dilation, onto=onto, capacity=capacity,
@@ -400,7 +293,7 @@ def _window(x, kernel_size, stride, padding, dilation, onto, capacity):
 def _made_by(coarse, onto):
     """Return the map of the pooling or convolution of ``onto`` that made the sites ``coarse``."""
     onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
-    maps._check_map("onto", onto)
+    maps.check_map("onto", onto)
     window = maps.found(onto, None, coarse)
     if window is None:
         raise ValueError(
@@ -410,33 +303,8 @@ def _made_by(coarse, onto):
     return window
 
 
-def _check_grad(grad_y, x, window: KernelMap):
-    _check_rows(grad_y, x, (window.target.capacity, x.channels))
-
-
-def _check_rows(grad_y, x, shape):
-    if tuple(getattr(grad_y, "shape", ())) != shape:
-        raise ShapeError(
-            f"grad_y must have shape {shape}, that of the result, got "
-            f"{tuple(getattr(grad_y, 'shape', ()))}"
-        )
-    if grad_y.dtype != x.features.dtype:
-        raise DTypeError(
-            f"grad_y must have the dtype of the features, {x.features.dtype}, got {grad_y.dtype}; "
-            "use astype"
-        )
-
-
-def _samples(x, reduce):
-    _check_floats(x)
-    check_choice("reduce", reduce, ("max", "mean", "sum"))
-    if reduce is None:
-        raise ValueError("reduce must be 'max', 'mean' or 'sum', got None")
-    if x.batch_size is None:
-        raise ShapeError(
-            "x must have a known batch size, got None; pass batch_size to sparse_tensor"
-        )
-    return x.batch_size
+def _check_grad_of(grad_y, x, window: KernelMap):
+    check_grad(grad_y, x, (window.target.capacity, x.channels))
 
 
 def _sites_of_windows(window):

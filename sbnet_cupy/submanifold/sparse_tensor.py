@@ -9,6 +9,7 @@ from ..core.arrays import (
     ArrayContainer,
     array_function,
     compute_dtype,
+    dtype_kind,
     is_cupy,
     is_float,
     namespace,
@@ -163,6 +164,29 @@ def check_tensor(x):
     if not isinstance(x, SparseTensor):
         raise DTypeError(
             f"x must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
+        )
+
+
+def check_float_tensor(x):
+    """Raise unless ``x`` is a SparseTensor of floats."""
+    check_tensor(x)
+    if dtype_kind(x.features.dtype) != "f":
+        raise DTypeError(
+            f"features must be float16, bfloat16, float32 or float64, got {x.features.dtype}"
+        )
+
+
+def check_grad(grad_y, x, shape):
+    """Raise unless ``grad_y`` has this shape, and the dtype of the features of ``x``."""
+    if tuple(getattr(grad_y, "shape", ())) != shape:
+        raise ShapeError(
+            f"grad_y must have shape {shape}, that of the result, got "
+            f"{tuple(getattr(grad_y, 'shape', ()))}"
+        )
+    if grad_y.dtype != x.features.dtype:
+        raise DTypeError(
+            f"grad_y must have the dtype of the features, {x.features.dtype}, got {grad_y.dtype}; "
+            "use astype"
         )
 
 
