@@ -10,6 +10,8 @@ Not plain are compiling, exporting, modes and subclasses of either protocol (fak
 operators only where they are dispatched.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch.autograd import forward_ad, profiler
 from torch.nn.modules import module as modules
@@ -145,6 +147,27 @@ else:
     def plainly(function, *args, **kwargs):
         """Call a function of tensors as if those of a subclass had no ``__torch_function__``."""
         return torch.Tensor.__torch_function__(function, (), args, kwargs)
+
+
+_make_wrapper = getattr(torch.Tensor, "_make_wrapper_subclass", None)
+
+
+def without_memory(kind, shape, dtype, device, requires_grad):
+    """Return a tensor of a subclass that has a shape, dtype and device, and no memory."""
+    if _make_wrapper is not None:
+        return _make_wrapper(kind, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+    def make():
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor.untyped_storage().resize_(0)
+        tensor = tensor.as_subclass(kind)
+        plainly(torch.Tensor.requires_grad_, tensor, requires_grad)
+        return tensor
+
+    if not in_dispatch_mode():
+        return make()
+    with ThreadPoolExecutor(1) as other:  # whose modes are none: fake tensors have no subclasses
+        return other.submit(make).result()
 
 
 def register_constant(kind):

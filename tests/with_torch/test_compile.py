@@ -173,6 +173,21 @@ def test_modules_export(st, torch, device):
             assert_same(exported(x, mask).detach(), module(x, mask).detach())
 
 
+@pytest.mark.filterwarnings("ignore")  # export warns about what it traces, in words that change
+@pytest.mark.parametrize("break_even", [0.0, 2.0])
+def test_networks_export_without_gradients(st, torch, device, break_even):
+    """Whole images, and a stack; batch norms are folded in the trace."""
+    x, mask, _ = inputs(torch, device)
+    x, network = x.permute(0, 3, 1, 2), modules(st, torch, device)[2]
+    network.break_even = break_even
+    with torch.no_grad():
+        exported = torch.export.export(network, (x, mask)).module()
+        for seed in (0, 1):
+            x, mask, _ = inputs(torch, device, seed)
+            x = x.permute(0, 3, 1, 2)
+            assert_same(exported(x, mask), network(x, mask))
+
+
 def test_a_module_whose_number_of_blocks_is_data_exports(st, torch):
     conv = st.nn.SparseConv2d(4, 6, 3, padding=1, block_size=8)
     x, mask, _ = inputs(torch)

@@ -1,6 +1,7 @@
 """Private names of PyTorch that are missing make calls slower, and change no result."""
 
 import importlib
+import pkgutil
 
 import pytest
 
@@ -27,6 +28,7 @@ NAMES = [
     "torch.nn.modules.module._global_forward_pre_hooks",
     "torch._C._nn",
     "torch._C.DisableTorchFunctionSubclass",
+    "torch.Tensor._make_wrapper_subclass",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
 WATCHING = {NAMES[2], *NAMES[10:14]}  # without these, every call may be watched
@@ -38,9 +40,12 @@ state = internal("_dispatch_state")
 def missing(request, state, torch, monkeypatch):
     """Import the file of private names in a PyTorch that lacks one; return its name."""
     owner, _, name = request.param.rpartition(".")
-    owner = importlib.import_module(owner)
+    owner = pkgutil.resolve_name(owner)
     with monkeypatch.context() as patch:
-        patch.delattr(owner, name, raising=False)  # some only a PyTorch with CUDA has
+        if owner is torch.Tensor:  # whose base class has the name
+            patch.setattr(owner, name, None)
+        else:
+            patch.delattr(owner, name, raising=False)  # some only a PyTorch with CUDA has
         importlib.reload(state)
     yield request.param
     importlib.reload(state)
@@ -169,3 +174,48 @@ def test_functions_of_a_subclass_are_called_plainly(state, torch, missing):
 def test_networks_know_the_functions_of_both_namespaces(state, torch, missing):
     assert state.builtin_functions in (torch._C._nn, torch.nn.functional)
     assert hasattr(state.builtin_functions, "avg_pool2d")
+
+
+def test_a_tensor_without_memory_has_a_shape(state, torch, missing):
+    class Hollow(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError(func)
+
+    for requires_grad in (False, True):
+        x = state.without_memory(
+            Hollow, (2, 3, 5), torch.float16, torch.device("cpu"), requires_grad
+        )
+        assert type(x) is Hollow and (x.shape, x.dtype) == ((2, 3, 5), torch.float16)
+        assert (x.stride(), x.is_leaf, x.requires_grad) == ((15, 5, 1), True, requires_grad)
+        assert x.device.type == "cpu" and x.grad_fn is None
+        with pytest.raises(NotImplementedError):
+            x + 1
+
+
+@pytest.mark.filterwarnings("ignore")  # export warns about what it traces, in words that change
+def test_networks_run_and_export_alike(st, torch, state, missing):
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, 2, 1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2), torch.nn.Conv2d(4, 2, 1),
+    ).eval()  # fmt: skip
+    x, mask = draw(torch, 1, 3, 32, 32), torch.zeros(1, 32, 32, dtype=torch.bool)
+    mask[:, :9, :20] = True
+    sparse = st.sparsify(net, block_size=8, capacity=16)
+    sparse.break_even = 2.0
+
+    def results():
+        """Return results, also of a trace, and the gradients of a training step."""
+        with torch.no_grad():
+            made = [sparse(x, mask)]
+            if missing in ("torch.Tensor._make_wrapper_subclass", "torch._C._nn"):
+                made.append(torch.export.export(sparse, (x, mask)).module()(x, mask))
+        sparse(x, mask).square().sum().backward()
+        made += [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        return made
+
+    actual = results()
+    importlib.reload(state)
+    for a, e in zip(actual, results(), strict=True):
+        assert_same(a, e)

@@ -124,7 +124,8 @@ class SparseModel(nn.Module):
     def _result(self, table, x, args=(), kwargs=None):
         """Return what the network returns, with stacks in place of images."""
         trained = self.training or torch.is_grad_enabled()
-        table.weights = None if trained else Weights() if is_tracing() else self._weights
+        kept = Weights(keeps=False) if is_tracing() else self._weights
+        table.weights = None if trained else kept
         value = plan = None
         if table.weights is not None and not table.whole and cuda.serves(x):
             plan = Entry(x, table)

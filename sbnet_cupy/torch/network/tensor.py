@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from .._dispatch_state import plainly
+from .._dispatch_state import plainly, without_memory
 from .handlers import BORDERED, HANDLERS, METADATA, REFUSED
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
@@ -39,10 +39,8 @@ class StackTensor(torch.Tensor):
         shape = list(value.shape if plan is None else plan.shape)
         shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
         like = value if plan is None else plan
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=table.device,
-            requires_grad=plan is None and value.requires_grad,
-        )  # fmt: skip
+        requires_grad = plan is None and value.requires_grad
+        self = without_memory(cls, shape, like.dtype, table.device, requires_grad)
         self._value, self._plan, self._parent = value, plan, None
         self._facts = table, block, size, hw, reach
         return self

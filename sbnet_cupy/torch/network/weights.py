@@ -10,10 +10,11 @@ class Weights:
 
     A change shows in the memory of a tensor or its autograd version. Not all that trains weights
     shows there, so a call that records gradients, ``train()`` and ``eval()`` drop everything.
+    With ``keeps=False`` they are made at each call: in a trace, where they have no memory.
     """
 
-    def __init__(self):
-        self.kept = {}
+    def __init__(self, keeps=True):
+        self.keeps, self.kept = keeps, {}
 
     def clear(self):
         """Forget everything."""
@@ -28,8 +29,9 @@ class Weights:
         """
         tensors = [weight, bias, *(norm[:4] if norm else ())]
         given = [t for t in tensors if t is not None]
-        if not isinstance(weight, torch.nn.Parameter) or any(t.is_inference() for t in given):
-            return _made(weight, bias, norm, growth)  # in each call, or without a version
+        kept = self.keeps and isinstance(weight, torch.nn.Parameter)
+        if not kept or any(t.is_inference() for t in given):  # those have no version
+            return _made(weight, bias, norm, growth)
         key = (tuple(map(id, tensors)), norm and norm[4], growth and growth.key)
         state = [(t.data_ptr(), t._version) for t in given]
         found = self.kept.get(key)
