@@ -1,4 +1,7 @@
-"""CoordinateMap: the distinct sites at which features live."""
+"""CoordinateMap: the distinct sites at which features live.
+
+Kernel: cuda_src/submanifold/coordinate_map.cu, where it is asked for (site_kernels.py).
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +13,9 @@ from ..core.checks import check_array
 from ..core.sizes import is_integer
 from ..dense.conv2d import check_choice
 from ..errors import CapacityError, DTypeError, ShapeError
+from . import map_kernels
 from .keys import coordinates_of, leaf_keys, packing_of, raster_keys
+from .site_kernels import by_kernels
 
 MODES = ("unique", "first", "last", "sum", "mean")
 _OUTSIDE, _DUPLICATE = 1, 2  # bits of a status
@@ -144,6 +149,12 @@ class CoordinateMap(ArrayContainer):
     def _packing(self):
         return packing_of(self.spatial_shape, self.batch_size, self.dimensions)
 
+    def _tree(self):
+        """Return the tree that kernels find these sites in; kept."""
+        if "tree" not in self._kept:
+            self._kept["tree"] = map_kernels.tree_of(self.indices, self.count, self._packing())
+        return self._kept["tree"]
+
     def _find(self, coordinates):
         """Return the row of each site given by int64 columns: int32, -1 where there is none."""
         xp = namespace(self.indices)
@@ -250,6 +261,10 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
         batch_size = max(batch_size, 1)
     spatial_shape, batch_size = check_grid(spatial_shape, batch_size, len(columns) - 1)
     packing = packing_of(spatial_shape, batch_size, len(columns) - 1)
+    if order == "leaf" and by_kernels(indices):
+        found = _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capacity)
+        if found is not None:
+            return found
     keys = (leaf_keys if order == "leaf" else raster_keys)(columns, packing)
     if capacity is None:
         _check_inside(keys, indices, spatial_shape, batch_size)
@@ -261,6 +276,37 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
     rows = coordinates_of(by_key, packing)
     made = CoordinateMap(rows, sites, spatial_shape, batch_size, status)
     return made, inverse, reduction
+
+
+def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capacity):
+    """Do what reduce_rows does by kernels.
+
+    Return None where there are none, or for rows that reduce_rows refuses.
+    """
+    n, d = len(indices), indices.shape[1] - 1
+    if not map_kernels.has_kernel(d, n):
+        return None
+    room = n if capacity is None else capacity
+    found = map_kernels.distinct_sites(indices, packing, room, mode)
+    if capacity is None:
+        if int(found.status[0]):
+            return None
+        found = found.cut(int(found.count[0]))
+    made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)
+    made._kept["tree"] = found.tree
+    if mode in ("sum", "mean"):
+        reduction = _distinct(found.inverse.astype(np.int64), mode, made.capacity)[3]
+    else:
+        reduction = _one_row_each(found.winners, found.inverse)
+    return made, found.inverse, reduction
+
+
+def _one_row_each(winners, inverse):
+    """Return the Reduction to one row of each site."""
+    xp, rows = namespace(inverse), len(winners)
+    order, site = xp.arange(len(inverse)), xp.where(inverse >= 0, inverse, rows).astype(np.int64)
+    chosen = xp.append(winners, np.int32(-1))[site] == order
+    return Reduction(order, site, chosen, chosen, None)
 
 
 def check_grid(spatial_shape, batch_size, dimensions):

@@ -1,4 +1,7 @@
-"""KernelMap: which input row each output row of a convolution reads, at each tap of the kernel."""
+"""KernelMap: which input row each output row of a convolution reads, at each tap of the kernel.
+
+Kernel: cuda_src/submanifold/kernel_map.cu, where it is asked for (site_kernels.py).
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -9,7 +12,10 @@ import numpy as np
 from ..core.arrays import ArrayContainer, array_function, library_of, namespace
 from ..core.sizes import is_integer
 from ..errors import DTypeError, ShapeError
+from . import map_kernels
 from .coordinate_map import CoordinateMap, coordinate_map
+from .keys import packing_of
+from .site_kernels import by_kernels
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -261,9 +267,18 @@ def _of_rows(rows, source, target, kernel):
     return KernelMap(xp.where(valid, rows, np.int32(-1)), source, target, kernel)
 
 
+def _by_kernels(coordinates, window):
+    """Whether kernels find what is around these sites."""
+    rows, d = coordinates.capacity, coordinates.dimensions
+    return by_kernels(coordinates.indices) and map_kernels.has_kernel(d, rows, window)
+
+
 def _map(fine, window, onto, output_padding, capacity):
     """Return the map of a convolution that reads ``fine``."""
     coarse = _coarse_sites(fine, window, capacity) if onto is None else onto
+    if _by_kernels(coarse, window):
+        rows = map_kernels.find_rows(fine._tree(), coarse.indices, coarse.count, window, False)
+        return KernelMap(rows, fine, coarse, window.kernel)
     sample, *position = coarse._columns()
     rows = []
     for cell in window.cells():
@@ -278,6 +293,9 @@ def _map(fine, window, onto, output_padding, capacity):
 def _transposed_map(coarse, window, onto, output_padding, capacity):
     """Return the map of a transposed convolution that reads ``coarse``."""
     fine = _fine_sites(coarse, window, output_padding, capacity) if onto is None else onto
+    if _by_kernels(fine, window):
+        rows = map_kernels.find_rows(coarse._tree(), fine.indices, fine.count, window, True)
+        return KernelMap(rows, coarse, fine, window.kernel)
     sample, *position = fine._columns()
     rows = []
     for cell in window.cells():
@@ -300,6 +318,10 @@ def _coarse_sites(fine, window, capacity):
             for n, (k, s, dil, pad) in zip(shape, window.axes(), strict=True)
         )
 
+    made = _sites_by_kernels(fine, window, True, shape, capacity)
+    if made is not None:
+        return made
+
     def reader(p, r, stride, dilation, pad):
         from_start = p + pad - r * dilation
         return from_start // stride, from_start % stride == 0
@@ -315,6 +337,10 @@ def _fine_sites(coarse, window, output_padding, capacity):
             max((n - 1) * s - 2 * pad + dil * (k - 1) + 1 + more, 0)
             for n, more, (k, s, dil, pad) in zip(shape, output_padding, window.axes(), strict=True)
         )
+
+    made = _sites_by_kernels(coarse, window, False, shape, capacity)
+    if made is not None:
+        return made
 
     def reached(p, r, stride, dilation, pad):
         return p * stride - pad + r * dilation, p >= 0
@@ -358,10 +384,35 @@ def _new_sites(listed, like, shape, capacity):
     return CoordinateMap(made.indices, made.count, shape, batch, like.status)
 
 
+def _sites_by_kernels(like, window, readers, shape, capacity):
+    """Do what _sites_at does by kernels, for the places that the sites read, or for their readers.
+
+    Return None where there are none, or where coordinate_map refuses the places.
+    """
+    if not _by_kernels(like, window):
+        return None
+    packing = packing_of(shape, like.batch_size, like.dimensions)
+    most = like.capacity * map_kernels.most_places(window, readers)
+    found = map_kernels.distinct_sites(
+        like.indices, packing, most if capacity is None else capacity, count=like.count,
+        window=window, readers=readers,
+    )  # fmt: skip
+    if capacity is None:
+        if shape is None and int(found.status[0]):
+            return None
+        found = found.cut(int(found.count[0]))
+    made = CoordinateMap(found.indices, found.count, shape, like.batch_size, like.status)
+    made._kept["tree"] = found.tree
+    return made
+
+
 def _transposed(forward):
     """Return the map from the target's rows to the source's."""
     xp = namespace(forward.rows)
     source, target = forward.source, forward.target
+    if by_kernels(forward.rows) and forward.taps <= map_kernels.MOST_LINES:
+        rows = map_kernels.transpose_rows(forward.rows, source.capacity)
+        return KernelMap(rows, target, source, forward.kernel_size)
     rows = xp.full((forward.taps, source.capacity + 1), -1, np.int32)
     own = xp.arange(target.capacity, dtype=np.int32)
     for tap in range(forward.taps):

@@ -1,0 +1,199 @@
+// coordinate_map.cu: the distinct sites of rows of coordinates, in leaf order, and the tree that finds them.
+//   rank(site) = number of distinct sites whose key is smaller; indices[rank] = site; inverse[i] = rank(row i) or -1
+// Rows may also be candidates: every place that the window of a convolution relates to a site (KIND).
+// Source: see site_tree.cuh.  Python: sbnet_cupy/submanifold/coordinate_map.py; launched by map_kernels.py
+// Launches of 256 threads; each a persistent grid, but for count_words and rank_words, which take WORDS words a thread block:
+//   clear_sites                                 zeros, and -1 where no site will be
+//   for each level: mark_sites, count_words, rank_words    bits of its words; how many there are before each
+//   place_sites                                 which rows belong to a site; the sites
+// Why: a rank in the sorted list needs no sort, only bits and popcounts. All atomics are on integers and commute, so that the
+// results depend on the rows alone.
+#include "submanifold/site_tree.cuh"
+
+constexpr int THREADS = 256;  // of a thread block
+enum Kind { GIVEN, READERS, READ };  // the rows themselves; the places that read them; the places that they read
+
+// Candidate number i of rows and a window: row i % n at tap i / n. Whether it is a site; its coordinates, of which
+// those that are no site may lie outside the grid.
+template <typename I, int D, int KIND>
+DEVICE bool candidate(const Rows<I, D>& rows, i64 n, const Window& window, i64 i, i64 (&site)[D + 1]) {
+    if constexpr (KIND == GIVEN) return rows.load(i, site);
+    i64 tap = divide(i, n);
+    if (!rows.load(i - tap * n, site)) return false;
+    bool exists = true;
+#pragma unroll
+    for (int axis = D - 1; axis >= 0; --axis) {
+        const i64 before = divide(tap, window.kernel[axis]), r = tap - before * window.kernel[axis];
+        tap = before;
+        exists &= window.template place_of<KIND == READERS>(site[axis + 1], r, axis, site[axis + 1]);
+    }
+    return exists;
+}
+
+// words = 0; indices, winners = -1; status = 0.
+template <typename V>
+__global__ void __launch_bounds__(THREADS)
+    clear_sites(V* __restrict__ words, int* __restrict__ indices, int* __restrict__ winners, int* __restrict__ status,
+                i64 word_count, i64 index_count, i64 winner_count) {
+    const i64 first = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x, step = static_cast<i64>(gridDim.x) * THREADS;
+    for (i64 i = first; i < word_count; i += step) words[i] = zero<V>();
+    for (i64 i = first; i < index_count; i += step) indices[i] = -1;
+    for (i64 i = first; i < winner_count; i += step) winners[i] = -1;
+    if (first == 0) *status = 0;
+}
+
+// Set the bits of all candidates in the words of a level. In the last level a bit that was set already is a site that is
+// listed twice.
+template <typename I, int D, int KIND>
+__global__ void __launch_bounds__(THREADS)
+    mark_sites(const I* __restrict__ indices,     // [n, 1 + D]
+               const int* __restrict__ count,     // [1] or null
+               u64* __restrict__ words,           // [top + (levels - 1) * room][2]
+               int* __restrict__ status,          // [1]: 2 is added for duplicates, if they are looked for
+               i64 n, i64 taps, i64 top, i64 room, i64 levels, i64 level, i64 look_for_duplicates, GRID_PARAMETERS,
+               WINDOW_PARAMETERS) {
+    const Grid<D> grid{GRID};
+    const Window window{WINDOW};
+    const SiteTree tree{top, room, static_cast<int>(levels)};
+    const Rows<I, D> rows{indices, count};
+    const int own = static_cast<int>(level);
+    const i64 step = static_cast<i64>(gridDim.x) * THREADS;
+    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * taps; i += step) {
+        i64 site[D + 1];
+        const bool exists = candidate<I, D, KIND>(rows, n, window, i, site);
+        const i64 key = exists ? grid.key(site) : -1;
+        if (key < 0) continue;
+        const i64 word = tree.word_at(reinterpret_cast<const uint4*>(words), key, own);
+        const u64 bit = 1ull << tree.bit_of(key, own);
+        const u64 before = atomicOr(words + 2 * word, bit);
+        if (look_for_duplicates && before & bit) atomicOr(status, 2);
+    }
+}
+
+// The words of a level that there are: `most`, or as many as bits are set in the level above.
+DEVICE i64 words_of(const int* totals, i64 level, i64 most) {
+    return level == 0 ? most : clamp(totals[level - 1], 0, most);
+}
+
+DEVICE int sum_of_warp(int value) {
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(0xffffffffu, value, d);
+    return value;
+}
+
+// The sum over a thread block, the same in all threads. `parts` is shared memory for a number of each warp.
+DEVICE int sum_of_block(int value, int* parts) {
+    const int warp = threadIdx.x / 32, sum = sum_of_warp(value);
+    __syncthreads();  // others may still read what was there
+    if (threadIdx.x % 32 == 0) parts[warp] = sum;
+    __syncthreads();
+    int total = 0;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) total += parts[w];
+    return total;
+}
+
+// sums[block] = bits that are set in the block's words.
+template <int WORDS>
+__global__ void __launch_bounds__(THREADS)
+    count_words(const uint4* __restrict__ words,  // of the level
+                const int* __restrict__ totals, int* __restrict__ sums, i64 level, i64 most) {
+    __shared__ int parts[THREADS / 32];
+    const i64 words_there = words_of(totals, level, most), first = static_cast<i64>(blockIdx.x) * WORDS;
+    int set = 0;
+    for (i64 i = first + threadIdx.x; i < first + WORDS && i < words_there; i += THREADS)
+        set += __popcll(SiteTree::bits(words[i]));
+    set = sum_of_block(set, parts);
+    if (threadIdx.x == 0) sums[blockIdx.x] = set;
+}
+
+// words[i].before = bits that are set in the words before; totals[level] = bits in all.
+template <int WORDS>
+__global__ void __launch_bounds__(THREADS)
+    rank_words(uint4* __restrict__ words,  // of the level
+               const int* __restrict__ sums, int* __restrict__ totals, i64 level, i64 most) {
+    constexpr int PASSES = WORDS / THREADS;
+    __shared__ int parts[THREADS / 32];
+    const i64 words_there = words_of(totals, level, most);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int before = 0;  // this thread block
+    for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS) before += sums[other];
+    before = sum_of_block(before, parts);
+
+    // A warp has 32 neighbouring words in each pass.
+    const i64 first = static_cast<i64>(blockIdx.x) * WORDS + warp * (WORDS * 32 / THREADS) + lane;
+    int set[PASSES], own = 0;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const i64 i = first + pass * 32;
+        own += set[pass] = i < words_there ? __popcll(SiteTree::bits(words[i])) : 0;
+    }
+    own = sum_of_warp(own);
+    __syncthreads();
+    if (lane == 0) parts[warp] = own;
+    __syncthreads();
+    int all = before;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) {
+        if (w < warp) before += parts[w];
+        all += parts[w];
+    }
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        int up_to = set[pass];  // this lane, itself included
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, up_to, d);
+            if (lane >= d) up_to += other;
+        }
+        const i64 i = first + pass * 32;
+        if (i < words_there) reinterpret_cast<u32*>(words + i)[2] = static_cast<u32>(before + up_to - set[pass]);
+        before += __shfl_sync(0xffffffffu, up_to, 31);
+    }
+    if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) totals[level] = all;
+}
+
+template <int D>
+DEVICE bool none_negative(const i64 (&site)[D + 1]) {
+    bool result = true;
+#pragma unroll
+    for (int axis = 0; axis <= D; ++axis) result &= site[axis] >= 0;
+    return result;
+}
+
+// Give each site its coordinates, and its first or last row of those listed; give each row its site.
+template <typename I, int D, int KIND>
+__global__ void __launch_bounds__(THREADS)
+    place_sites(const I* __restrict__ given,       // [n, 1 + D]
+                const int* __restrict__ count,     // [1] or null
+                const uint4* __restrict__ words,   // the tree
+                int* __restrict__ status,          // [1]: 1 is added for rows, and places, past the end of the grid
+                int* __restrict__ indices,         // [capacity, 1 + D] or null
+                int* __restrict__ winners,         // [capacity]: the first or last row of each site; or null
+                int* __restrict__ inverse,         // [n] or null
+                i64 n, i64 taps, i64 top, i64 room, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
+                WINDOW_PARAMETERS) {
+    const Grid<D> grid{GRID};
+    const Window window{WINDOW};
+    const SiteTree tree{top, room, static_cast<int>(levels)};
+    const Rows<I, D> rows{given, count};
+    const i64 step = static_cast<i64>(gridDim.x) * THREADS;
+    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * taps; i += step) {
+        i64 site[D + 1];
+        const bool exists = candidate<I, D, KIND>(rows, n, window, i, site);
+        const i64 key = exists ? grid.key(site) : -1;
+        i64 rank = -1;
+        if (key >= 0) rank = SiteTree::number(words[tree.word_at(words, key, tree.levels - 1)], tree.bit_of(key, tree.levels - 1));
+        if (rank >= capacity) rank = -1;
+        if (exists && key < 0 && (KIND == GIVEN || none_negative<D>(site))) atomicOr(status, 1);
+        if (inverse) inverse[i] = static_cast<int>(rank);
+        if (rank < 0) continue;
+        if (indices)  // rows of one site all write the same
+#pragma unroll
+            for (int axis = 0; axis <= D; ++axis) indices[rank * (D + 1) + axis] = static_cast<int>(site[axis]);
+        if (winners && last)
+            atomicMax(winners + rank, static_cast<int>(i));
+        else if (winners)
+            atomicMin(reinterpret_cast<u32*>(winners) + rank, static_cast<u32>(i));  // -1 is the largest
+    }
+}

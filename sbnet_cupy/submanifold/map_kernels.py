@@ -1,0 +1,272 @@
+"""Launches of the kernels that find sites: trees of sites, and the rows of kernel maps.
+
+Kernels: cuda_src/submanifold/coordinate_map.cu and kernel_map.cu. A tree is a set of sites, as
+site_tree.cuh explains. What they return is what the array operations of coordinate_map.py and
+kernel_map.py return, bit for bit.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core import launch as kernels
+from ..core.arrays import empty, place_name
+from ..core.compile import cpp_name
+from ..core.graph_memory import memory_of_graphs
+from .keys import Packing
+
+_FILE, _MAP_FILE = "submanifold/coordinate_map", "submanifold/kernel_map"
+_MOST_AXES = 4
+_MOST_TOP = 1 << 18  # words of the highest level, which is cleared and counted as a whole
+_WORDS = 2048  # of a thread block of count_words and rank_words
+_MOST_ROWS = 2**31 - 2**16
+MOST_LINES = 2**16 - 1  # of a window: thread blocks side by side
+_NO_WINDOW = ((1,) * _MOST_AXES, (1,) * _MOST_AXES, (1,) * _MOST_AXES, (0,) * _MOST_AXES)
+
+
+class TreeShape(NamedTuple):
+    """Sizes of the tree of a set of sites."""
+
+    levels: int
+    top: int  # words of the highest level
+    room: int  # words of each of the others
+
+    @property
+    def words(self):
+        """Words of all levels."""
+        return self.top + (self.levels - 1) * self.room
+
+    def level(self, number):
+        """Return the first word of a level, and how many there are at most."""
+        if number == 0:
+            return 0, self.top
+        return self.top + (number - 1) * self.room, self.room
+
+
+class Tree(NamedTuple):
+    """The tree of a list of sites."""
+
+    words: Any  # uint64 [words, 2]
+    shape: TreeShape
+    packing: Packing
+    order: (
+        Any  # int32 [rows]: the row of each site, in the order of keys; None where it is the same
+    )
+    rows: int  # of the list
+
+
+class Sites(NamedTuple):
+    """The distinct sites of a list."""
+
+    tree: Tree
+    indices: Any  # int32 [capacity, 1 + d] or None
+    count: Any  # int32 [1]
+    winners: Any  # int32 [capacity]: the first or last row of each site; None if not asked for
+    inverse: Any  # int32 [n] or None
+    status: Any  # int32 [1]
+
+    def cut(self, rows):
+        """Return them with so many rows, fewer than there is room for."""
+        if rows == self.tree.rows:
+            return self
+        winners = None if self.winners is None else self.winners[:rows].copy()
+        tree = self.tree._replace(rows=rows)
+        return self._replace(tree=tree, indices=self.indices[:rows].copy(), winners=winners)
+
+
+def tree_shape(packing, most):
+    """Return the fewest levels whose highest has not too many words, for at most so many sites."""
+    last = 0
+    for limit, bits, low in zip(*packing, strict=True):
+        last = last << (bits - low) | max(limit - 1, 0) >> low
+    cell_bits = sum(packing.low_bits)
+    levels = 1
+    while (last << cell_bits) >> (6 * levels) >= _MOST_TOP:
+        levels += 1
+    return TreeShape(levels, ((last << cell_bits | 63) >> (6 * levels)) + 1, max(most, 1))
+
+
+def has_kernel(dimensions, rows, window=None):
+    """Whether there are kernels for rows of so many axes, and their places in a window."""
+    taps = 1 if window is None else math.prod(window[0])
+    lines = 1 if window is None else math.prod(window[0][:-1])
+    return dimensions <= _MOST_AXES and rows * taps < _MOST_ROWS and lines <= MOST_LINES
+
+
+def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=None, readers=False,
+                   listed=True):  # fmt: skip
+    """Return the distinct Sites of rows of coordinates, or of the places of a window around them.
+
+    Parameters
+    ----------
+    rows : int32 or int64 array, shape (n, 1 + d)
+        Rows ``(sample, *position)``. There must be a kernel: :func:`has_kernel`.
+    packing : Packing
+        Of the grid of the sites.
+    capacity : int
+        Rows of the result.
+    mode : str
+        Whether ``winners`` are the "last" rows of the sites, or the first ones. Only with "unique"
+        do rows that are listed twice set a bit of the status.
+    count : int32 array, shape (1,), optional
+        How many of the rows hold a site.
+    window : (kernel, stride, dilation, padding), optional
+        Look for all places that the rows read, or, if ``readers``, that read them.
+    listed : bool
+        Whether to return ``indices`` and ``inverse``.
+    """
+    n, d = len(rows), rows.shape[1] - 1
+    most = n * (1 if window is None else most_places(window, readers))
+    shape = tree_shape(packing, most)
+    given = window is None
+    build = _Build(cpp_name(rows.dtype, "indices"), n, d, packing, shape, capacity, mode, window,
+                   readers, listed)  # fmt: skip
+    launches = _launches(build, place_name(rows))
+    with memory_of_graphs(rows):
+        words = empty((2 * shape.words,), np.uint64, rows)
+        sums = empty((-(-max(shape.top, shape.room) // _WORDS),), np.int32, rows)
+        totals = empty((shape.levels,), np.int32, rows)
+        status = empty((1,), np.int32, rows)
+        indices = empty((capacity, 1 + d), np.int32, rows) if listed else None
+        winners = empty((capacity,), np.int32, rows) if given else None
+        inverse = empty((n,), np.int32, rows) if listed and given else None
+    launches.clear(words, indices, winners, status)
+    for level, (mark, count_words, rank_words) in enumerate(launches.levels):
+        start, _ = shape.level(level)
+        mark(rows, count, words, status)
+        count_words(words[2 * start :], totals, sums)
+        rank_words(words[2 * start :], sums, totals)
+    launches.place(rows, count, words, status, indices, winners, inverse)
+    tree = Tree(words, shape, packing, None, capacity)
+    return Sites(tree, indices, totals[-1:], winners, inverse, status)
+
+
+def tree_of(indices, count, packing):
+    """Return the Tree of a list of sites in any order, of which the first of equal ones counts."""
+    found = distinct_sites(indices, packing, len(indices), count=count, listed=False)
+    return found.tree._replace(order=found.winners)
+
+
+def find_rows(tree, target, count, window, readers):
+    """Return which row of a tree's list each row of ``target`` reads: int32 [taps, M].
+
+    ``target`` is int32 [M, 1 + d], of which ``count`` rows hold a site. With ``readers`` rows read
+    what reads them through the window.
+    """
+    rows = empty((math.prod(window[0]), len(target)), np.int32, target)
+    with memory_of_graphs(target):
+        launch = _finder(
+            len(target), target.shape[1] - 1, tree.rows, tree.packing, tree.shape, window, readers,
+            place_name(target),
+        )  # fmt: skip
+        launch(target, count, tree.words, tree.order, rows)
+    return rows
+
+
+def transpose_rows(rows, sources):
+    """Return rows of a kernel map in the other direction: int32 [taps, sources]."""
+    taps, targets = rows.shape
+    transposed = empty((taps, sources), np.int32, rows)
+    transposed.fill(-1)
+    _transposer(taps, targets, sources, place_name(rows))(rows, transposed)
+    return transposed
+
+
+class _Build(NamedTuple):
+    """What the launches that make a tree depend on."""
+
+    element: str
+    rows: int
+    dimensions: int
+    packing: Packing
+    shape: TreeShape
+    capacity: int
+    mode: str
+    window: tuple | None
+    readers: bool
+    listed: bool
+
+
+class _Launches(NamedTuple):
+    clear: Any
+    levels: tuple  # of (mark, count, rank)
+    place: Any
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(build, place):
+    """Prepare the launches that make a tree on the current device."""
+    d, shape, given = build.dimensions, build.shape, build.window is None
+    window = _NO_WINDOW if given else build.window
+    taps = math.prod(window[0])
+    kind = "GIVEN" if given else "READERS" if build.readers else "READ"
+    grid = -(-build.rows * taps // 256)
+    sizes = (build.rows, taps, shape.top, shape.room, shape.levels)
+    geometry = _grid_scalars(build.packing) + _window_scalars(window)
+
+    def prepare(kernel, template, blocks, pointers, scalars, persistent=True):
+        return kernels.prepare(
+            _FILE, kernel, template, blocks, 256, pointers, scalars, persistent=persistent
+        )
+
+    listed = build.capacity * (1 + d) if build.listed else 0
+    winners = build.capacity if given else 0
+    largest = max(shape.words, listed, winners)
+    clear = prepare(
+        "clear_sites", ("uint4",), -(-largest // 256), 4, (shape.words, listed, winners)
+    )
+    levels = []
+    for level in range(shape.levels):
+        most = shape.level(level)[1]
+        twice = int(build.mode == "unique" and level == shape.levels - 1)
+        template, blocks = (build.element, d, kind), -(-most // _WORDS)
+        levels.append((
+            prepare("mark_sites", template, grid, 4, (*sizes, level, twice, *geometry)),
+            prepare("count_words", (_WORDS,), blocks, 3, (level, most), persistent=False),
+            prepare("rank_words", (_WORDS,), blocks, 3, (level, most), persistent=False),
+        ))  # fmt: skip
+    scalars = (*sizes, build.capacity, int(build.mode == "last"), *geometry)
+    return _Launches(clear, tuple(levels), prepare("place_sites", template, grid, 7, scalars))
+
+
+@functools.lru_cache(maxsize=1024)
+def _finder(targets, dimensions, sources, packing, shape, window, readers, place):
+    """Prepare the launch of find_rows on the current device."""
+    scalars = (targets, sources, shape.top, shape.room, shape.levels)
+    return kernels.prepare(
+        _MAP_FILE, "find_rows", (dimensions, readers),
+        (-(-targets // 256), math.prod(window[0][:-1])), 256, 5,
+        (*scalars, *_grid_scalars(packing), *_window_scalars(window)),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _transposer(taps, targets, sources, place):
+    """Prepare the launch of transpose_rows on the current device."""
+    grid = (-(-targets // 256), taps)
+    return kernels.prepare(_MAP_FILE, "transpose_rows", ("int",), grid, 256, 2, (targets, sources))
+
+
+def most_places(window, readers):
+    """Return how many places at most a window relates to one."""
+    if not readers:
+        return math.prod(window[0])
+    axes = zip(*window, strict=True)
+    return math.prod(-(-k * math.gcd(s, dilation) // s) for k, s, dilation, _ in axes)
+
+
+def _grid_scalars(packing):
+    """Return limits and bits, one of each for the sample and four axes."""
+    missing = _MOST_AXES + 1 - len(packing.bits)
+    return (*packing.limits, *(1,) * missing, *packing.bits, *(0,) * missing)
+
+
+def _window_scalars(window):
+    """Return four numbers of kernel, stride, dilation and padding each."""
+    return tuple(
+        value
+        for given, default in zip(window, _NO_WINDOW, strict=True)
+        for value in (*given, *default[len(given) :])
+    )

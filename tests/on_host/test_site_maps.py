@@ -1,0 +1,133 @@
+"""Maps of sites by the CUDA kernels, on the CPU, are those of the array operations, bit for bit."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from sbnet_cupy.submanifold import map_kernels
+from support import site_on_host
+from support.assertions import assert_same
+from support.exhaustive import thinned
+from support.site_map_cases import (
+    LISTS,
+    MAPS,
+    assert_same_map,
+    assert_same_sites,
+    draw_sites,
+    make_maps,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler(require):
+    require("g++")
+
+
+def both(function):
+    """Return what a function returns by array operations, and by kernels."""
+    expected = function()
+    with site_on_host.by_kernels():
+        return expected, function()
+
+
+@pytest.mark.parametrize("case", thinned(itertools.product(LISTS, (None, 1000, 20)), 7), ids=str)
+def test_distinct_sites(case):
+    name, capacity = case
+    rows, shape, batch = LISTS[name]
+    options = {"spatial_shape": shape, "batch_size": batch, "capacity": capacity}
+    expected, found = both(lambda: sb.coordinate_map(rows, **options))
+    assert_same_sites(found[0], expected[0])
+    assert_same(found[1], expected[1])
+    assert "place_sites" in site_on_host.LAUNCHED
+
+
+@pytest.mark.parametrize("capacity", [None, 70, 33], ids=str)
+@pytest.mark.parametrize("mode", ["first", "last", "sum", "mean"])
+def test_rows_of_one_site(mode, capacity):
+    rng = np.random.default_rng(11)
+    rows = rng.integers(0, 4, (150, 4)).astype(np.int32) % (2, 5, 4, 4)
+    features = rng.standard_normal((150, 3)).astype(np.float32)
+    options = {"spatial_shape": (5, 4, 4), "batch_size": 2, "mode": mode, "capacity": capacity}
+    expected, found = both(lambda: sb.sparse_tensor(features, rows.astype(np.int32), **options))
+    assert_same_sites(found.coordinates, expected.coordinates)
+    assert_same(found.features, expected.features)
+
+
+def test_bad_rows_are_dropped_and_flagged():
+    rows = np.array(
+        [[0, 1, 1], [0, 8, 0], [2, 0, 0], [-1, 3, 3], [0, 1, 1], [1, -5, 2], [1, 7, 7],
+         [-(2**62), 2**62, 2**40], [0, 2**32 + 1, 1]],
+    )  # fmt: skip
+    options = {"spatial_shape": (8, 8), "batch_size": 2, "capacity": 6}
+    expected, found = both(lambda: sb.coordinate_map(rows, **options))
+    assert_same_sites(found[0], expected[0])
+    assert_same(found[1], expected[1])
+    assert int(found[0].status[0]) == 3 and found[1].tolist() == [0, -1, -1, -1, 0, -1, 1, -1, -1]
+
+
+def test_rows_that_raise_do_so_by_name():
+    rows = np.array([[0, 1], [0, 5], [0, 1]])
+    with site_on_host.by_kernels():
+        with pytest.raises(ValueError, match="equal rows 0 and 2"):
+            sb.coordinate_map(rows, spatial_shape=8)
+        with pytest.raises(sb.ShapeError, match=r"\[0, 5\] in row 1"):
+            sb.coordinate_map(rows, spatial_shape=5, mode="first")
+
+
+@pytest.mark.parametrize("case", thinned(MAPS, 11), ids=str)
+def test_kernel_maps(case):
+    expected, found = both(lambda: make_maps(case))
+    for one, other in zip(found, expected, strict=True):
+        assert_same_map(one, other)
+
+
+def test_sites_in_an_order_of_their_own():
+    """A CoordinateMap that no function made: any order, spare rows of anything, equal rows."""
+    rng = np.random.default_rng(12)
+    rows = rng.permutation(draw_sites(13, 40, (9, 9)))
+    spare = np.full((7, 3), 10**9, np.int32)
+    listed = np.concatenate([rows, rows[:3], spare])
+    count = np.array([43], np.int32)
+
+    def maps():
+        sites = sb.CoordinateMap(listed, count, (9, 9), 2)
+        return sb.kernel_map(sites, 3, onto=sites), sb.kernel_map(sites, 3, stride=2, padding=1)
+
+    expected, found = both(maps)
+    for a, b in zip(found, expected, strict=True):
+        assert_same(a.rows, b.rows)
+        assert_same(a.target.indices, b.target.indices)
+
+
+def test_five_axes_and_raster_order_go_by_array_operations():
+    rows = draw_sites(14, 30, (3, 3, 3, 3, 3))
+    with site_on_host.by_kernels():
+        sb.coordinate_map(rows, spatial_shape=(3,) * 5)
+        sb.coordinate_map(draw_sites(15, 30, (9, 9)), spatial_shape=(9, 9), order="raster")
+        assert not site_on_host.LAUNCHED
+
+
+def test_new_sites_past_all_keys_raise():
+    rows = np.array([[0, 2**21 - 1, 0, 0]])
+
+    def grow():
+        sites, _ = sb.coordinate_map(rows, batch_size=1)
+        return sb.kernel_map(sites, 2, stride=2, transposed=True)
+
+    for context in (site_on_host.by_kernels(), pytest.MonkeyPatch.context()):
+        with context, pytest.raises(sb.ShapeError, match="63 bits"):
+            grow()
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3, 4])
+def test_trees_have_no_more_levels_than_they_need(dimensions):
+    from sbnet_cupy.submanifold.keys import packing_of
+
+    small = map_kernels.tree_shape(packing_of((8,) * dimensions, 1, dimensions), 10)
+    assert small.levels == 1 and small.room == 10
+    whole = map_kernels.tree_shape(packing_of(None, None, dimensions), 10)
+    assert whole.top <= map_kernels._MOST_TOP
+    levels = whole.levels - 1
+    assert whole.top << 6 > map_kernels._MOST_TOP and levels >= 1

@@ -1,0 +1,50 @@
+"""The kernels of operations at sites on the host shim: whole calls, of NumPy arrays."""
+
+import contextlib
+import importlib
+
+import pytest
+
+import host_cuda
+from sbnet_cupy.core import launch as kernels
+from sbnet_cupy.core import operator
+from sbnet_cupy.submanifold import map_kernels
+
+MODULES = ("coordinate_map", "kernel_map")
+LAUNCHED = []  # names of the kernels that ran
+
+
+def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False,
+            dependent=False, cluster=1):  # fmt: skip
+    """Prepare a launch on the shim; a persistent grid gets few thread blocks, which take turns."""
+    grid = grid if isinstance(grid, tuple) else (grid,)
+    if persistent:
+        grid = (min(grid[0], 3), *grid[1:])
+
+    def run(*arrays):
+        assert len(arrays) == pointers
+        LAUNCHED.append(kernel)
+        host_cuda.launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
+
+    return run
+
+
+def clear_launches():
+    """Forget prepared launches."""
+    for prepared in (map_kernels._launches, map_kernels._finder, map_kernels._transposer):
+        prepared.cache_clear()
+
+
+@contextlib.contextmanager
+def by_kernels():
+    """Have kernels compute within, on the shim."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "prepare", prepare)
+        patch.setattr(operator, "_PLANS", {})
+        for name in MODULES:
+            module = importlib.import_module(f"sbnet_cupy.submanifold.{name}")
+            patch.setattr(module, "by_kernels", lambda array: True)
+        clear_launches()
+        LAUNCHED.clear()
+        yield
+        clear_launches()
