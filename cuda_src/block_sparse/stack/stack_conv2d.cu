@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(256)
         const int chunk = static_cast<int>(slice % order.chunks), panel = static_cast<int>(slice / order.chunks);
         int tap = chunk % order.taps, unit = chunk / order.taps * 8 + u;
         if (chunk >= order.groups * order.taps) order.of_rest(chunk, u, tap, unit);
-        const i64 k = panel * PANEL + Columns<T>::channel(column);
+        const i64 k = panel * PANEL + ChannelOrder<T>::channel(column);
         Elements<T, uint4> value(zero<uint4>());
 #pragma unroll
         for (int e = 0; e < LANES; ++e) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(256)
                    const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
                    T* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 ph, i64 pw, i64 P, i64 Q, i64 width,
                    i64 clear_rows) {
-    constexpr int COUNT = Columns<T>::COUNT;
+    constexpr int COUNT = ChannelOrder<T>::COUNT;
     overlap_launches();
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const int rows = narrow(clamp(*bin_counts, 0, M));

@@ -7,7 +7,7 @@
 // Which output channel is in which column: a lane holds two columns of each group of 8 (tensor_core.cuh), and GROUPS
 // groups make COUNT channels in a row, 16 bytes.
 template <typename T>
-struct Columns {
+struct ChannelOrder {
     static constexpr int GROUPS = 8 / sizeof(T), COUNT = 2 * GROUPS;
     static DEVICE int channel(int column) {
         const int n = column / 8, t = column % 8 / 2, e = column % 2;
@@ -66,7 +66,7 @@ DEVICE uint4 residual_at(const T* __restrict__ residual, i64 at, bool there) {
 // A warp's sums of 16 rows of its tile and all its columns, `half` of them at rows l / 4 or l / 4 + 8: visit(row, column, sums).
 template <class Product, typename T, int NT, class Visit>
 DEVICE void for_each_vector(const float (&acc)[NT][4], int m, int half, Visit visit) {
-    constexpr int GROUPS = Columns<T>::GROUPS, COUNT = Columns<T>::COUNT;
+    constexpr int GROUPS = ChannelOrder<T>::GROUPS, COUNT = ChannelOrder<T>::COUNT;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < NT; n += GROUPS) {
@@ -107,11 +107,11 @@ struct Result {
     const float *scale, *bias;  // of the tile's columns
     Rows rows;
     int k0, K;
-    using Sums = const float (&)[Columns<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
+    using Sums = const float (&)[ChannelOrder<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
 
     template <int ACTIVATION, bool VECTOR, class Product, int MT, int NT>
     DEVICE void store(const float (&acc)[MT][NT][4]) const {
-        constexpr int VECTORS = NT / Columns<T>::GROUPS;
+        constexpr int VECTORS = NT / ChannelOrder<T>::GROUPS;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
 #pragma unroll
@@ -137,7 +137,7 @@ struct Result {
     // rows in whole lines.
     template <int ACTIVATION, class Product, int MT, int NT>
     DEVICE void store_staged(const float (&acc)[MT][NT][4], u8* staged, int pitch) const {
-        constexpr int LANES = Columns<T>::COUNT, VECTORS = NT * 8 / LANES, AT_ONCE = 32 / VECTORS;  // rows
+        constexpr int LANES = ChannelOrder<T>::COUNT, VECTORS = NT * 8 / LANES, AT_ONCE = 32 / VECTORS;  // rows
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {

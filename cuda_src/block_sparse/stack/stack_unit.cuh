@@ -8,13 +8,13 @@ constexpr int UNIT_COPIERS = 128, UNIT_THREADS = UNIT_MULTIPLIERS + UNIT_COPIERS
 constexpr int UNIT_ROWS = 64;
 constexpr int WIDTH = 64;  // channels between the layers
 
-// A ring's next stage, and the parity of its round.
+// The next stage of a ring of buffers, and the parity of its round.
 template <int STAGES>
-struct Turn {
-    int slot = 0;
+struct PipelineState {
+    int stage = 0;
     u32 phase = 0;
     DEVICE void advance() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
+        if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 };
 

@@ -180,7 +180,7 @@ _MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2)
 _SPLITS = (1, 2, 3, 4, 6, 8)
 # Of an H200's 132 multiprocessors: how many clusters of so many thread blocks can use at once.
 _CLUSTERED = {2: 128, 3: 120, 4: 120, 6: 108, 8: 112}
-_MOST_STAGES = 6  # more were no faster, and leave no room for the next kernel's thread blocks
+_MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
 
 
 def candidates(conv, device):
@@ -207,16 +207,16 @@ def candidates(conv, device):
 
 
 def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
-    """Return the plan with the most stages that leave room for so many thread blocks, or None."""
+    """Return the plan with the most stages with which so many thread blocks fit, or None."""
     pipelined = clusters = device.bulk_copy
-    room = (device.shared_bytes + 1024) // blocks - 1024
+    available = (device.shared_bytes + 1024) // blocks - 1024
     for stages in range(min(_MOST_STAGES, max(2, -(-conv.chunks // split) + 1)), 1, -1):
         plan = StackPlan(
             engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
             not conv.pointwise, results, blocks,
         )  # fmt: skip
         sums = tile[0] * (tile[1] + 4) * 4 if split > 1 and clusters else 0
-        if plan.shared_bytes(conv) <= room and sums <= stages * sum(tile) * ROW:
+        if plan.shared_bytes(conv) <= available and sums <= stages * sum(tile) * ROW:
             return plan
     return None
 

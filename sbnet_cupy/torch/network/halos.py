@@ -5,6 +5,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from . import cuda
+from .neighbours import window
 
 
 def halo(x, table, block, size, pads, fill=0.0, mode="zeros"):
@@ -40,7 +41,7 @@ def sums_in_order(x, table):
 
 
 def _by_index(x, table, block, size, pads, fill, mode="zeros"):
-    index, held, inside = table.window(block, size, pads, mode)
+    index, held, inside = window(table, block, size, pads, mode)
     taken = take(x, table, index, held, ("window", block, size, pads, mode))
     if fill != 0 and mode == "zeros":
         taken = torch.where(inside[..., None], taken, fill)

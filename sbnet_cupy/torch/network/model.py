@@ -135,27 +135,27 @@ class SparseModel(nn.Module):
         return self.model(image, *args, **kwargs or {})
 
     def _table(self, x, mask):
-        """Return the table of a call, and (count of active blocks, room)."""
+        """Return the table of a call, and (count of active blocks, capacity)."""
         size = tuple(x.shape[2:])
         if self.halo == "exact":
             mask = self._widened(mask, x, size)
         grid = tuple(-(-s // b) for s, b in zip(size, self.block_size, strict=True))
         total = x.shape[0] * grid[0] * grid[1]
-        room = self._room(total)
+        capacity = self._capacity_of(total)
         share = self._break_even(x)
         if x.is_cuda and x.shape[0]:
-            return self._table_on_gpu(mask, size, total, room, share)
+            return self._table_on_gpu(mask, size, total, capacity, share)
         if is_tracing():
-            return self._table_of_trace(mask, size, total, room, share)
+            return self._table_of_trace(mask, size, total, capacity, share)
         on = active_blocks(mask, self.block_size)
         count = int(on.sum())
-        room = total if room is None else room
-        if x.shape[0] == 0 or (min(room, count) >= share * total and room >= count):
+        capacity = total if capacity is None else capacity
+        if x.shape[0] == 0 or (min(capacity, count) >= share * total and capacity >= count):
             table = PictureTable(mask, self.block_size, size, count == total)
             table.on = on
             return table, (count, total)
-        table = BlockTable.of_blocks(on, min(room, count), count, self.block_size, size)
-        return table, (count, room)
+        table = BlockTable.of_blocks(on, min(capacity, count), count, self.block_size, size)
+        return table, (count, capacity)
 
     def _break_even(self, x):
         """Return the share of active blocks from which whole images are computed."""
@@ -166,43 +166,44 @@ class SparseModel(nn.Module):
             return _NEVER
         return BREAK_EVEN.get(x.device.type, 1.0)
 
-    def _table_of_trace(self, mask, size, total, room, share):
+    def _table_of_trace(self, mask, size, total, capacity, share):
         """Return the table of a call of which torch.export makes a graph: no number is known."""
-        if room is None:
+        if capacity is None:
             raise RuntimeError(
                 "capacity must be given to export a sparsified network, got None; without one the "
                 "number of active blocks is data"
             )
-        if room >= share * total:
+        if capacity >= share * total:
             return PictureTable(mask, self.block_size, size), (None, total)
         on = active_blocks(mask, self.block_size)
-        table = BlockTable.of_blocks(on, room, None, self.block_size, size)
+        table = BlockTable.of_blocks(on, capacity, None, self.block_size, size)
         table.static = True
-        return table, (None, room)
+        return table, (None, capacity)
 
-    def _table_on_gpu(self, mask, size, total, room, share):
+    def _table_on_gpu(self, mask, size, total, capacity, share):
         """Return the table of a call on a GPU; with a capacity the host waits for nothing."""
-        if room is None and torch.cuda.is_current_stream_capturing():
+        if capacity is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "capacity must be given where a CUDA graph is captured, got None; without one the "
                 "number of active blocks is read from the device"
             )
-        if room is None or room < max(share * total, 1):
-            listed = cuda.list_blocks(mask, self.block_size, room)
+        if capacity is None or capacity < max(share * total, 1):
+            listed = cuda.list_blocks(mask, self.block_size, capacity)
             rows = listed[1].shape[0]
             if 0 < rows < max(share * total, 1):
-                known = room is None
+                known = capacity is None
                 table = BlockTable(*listed, self.block_size, size, known)
                 return table, (rows if known else listed[0], rows)
-            if room == 0 or rows == 0:
+            if capacity == 0 or rows == 0:
                 on = torch.zeros_like(listed[2], dtype=torch.bool)
                 table = BlockTable.of_blocks(on, 0, 0, self.block_size, size)
-                return table, (0 if room is None else listed[0], 0)
-            room = rows
-        full = room == total and self.capacity is None
+                return table, (0 if capacity is None else listed[0], 0)
+            capacity = rows
+        full = capacity == total and self.capacity is None
         return PictureTable(mask, self.block_size, size, full), (None, total)
 
-    def _room(self, total):
+    def _capacity_of(self, total):
+        """Return the capacity in blocks, of so many in all; None without one."""
         capacity = self.capacity
         if isinstance(capacity, float):
             capacity = math.ceil(capacity * total)
@@ -226,22 +227,22 @@ class SparseModel(nn.Module):
         """
         if self._last is None or self._last[1][0] is None:
             return False
-        count, room = self._last[1]
-        return int(count) > room
+        count, capacity = self._last[1]
+        return int(count) > capacity
 
     def check(self):
         """Raise CapacityError if the last call had more active blocks than room for them."""
         if self.overflowed:
-            count, room = self._last[1]
+            count, capacity = self._last[1]
             raise CapacityError(
                 f"capacity must have room for all active blocks; {int(count)} were active in the "
-                f"last call, and there is room for {room}"
+                f"last call, and there is room for {capacity}"
             )
 
     def _share(self):
         """Return which share of all blocks the last call computed."""
-        (_, _, _, whole), (count, room), total = self._last
-        return 1.0 if whole or not total else min(int(count), room) / total
+        (_, _, _, whole), (count, capacity), total = self._last
+        return 1.0 if whole or not total else min(int(count), capacity) / total
 
     def computed(self):
         """Return which share of its blocks each layer computed in the last call.
@@ -382,12 +383,12 @@ def is_tracing():
     return getattr(torch.compiler, "is_exporting", bool)()  # PyTorch 2.6 cannot tell
 
 
-def _warn(count, room):
+def _warn(count, capacity):
     """Warn of blocks left out, where the host knows their number."""
-    if isinstance(count, int) and count > room:
+    if isinstance(count, int) and count > capacity:
         warnings.warn(
-            f"{count} blocks are active, and capacity has room for {room}: the result lacks the "
-            "others",
+            f"{count} blocks are active, and capacity has room for {capacity}: the result lacks "
+            "the others",
             RuntimeWarning,
             stacklevel=6,
         )

@@ -12,10 +12,11 @@ from . import cuda, cuda_ends, onednn
 from .entry import Entry
 from .epilogue import finish
 from .halos import halo, take
+from .neighbours import patches
 
 # A rim of a few pixels around a small block is most of what a convolution would read: below this
 # many pixels a block, the CPU makes rows of all pixels under the kernel, one for each output.
-_COLUMNS_BELOW = 36
+_PATCHES_BELOW = 36
 
 
 def conv(
@@ -101,11 +102,11 @@ def _conv_stack(
         rows, residual = as_picture(x), residual if residual is None else as_picture(residual)
         return as_stack(_convolve(rows, weight, bias, *one, 1, residual, activation), out)
     rims = rim(kernel, stride, pads, dilation)
-    few = out[0] * out[1] < _COLUMNS_BELOW and kernel != (1, 1)
+    few = out[0] * out[1] < _PATCHES_BELOW and kernel != (1, 1)
     if few and groups == 1 and fill == 0 and not x.is_cuda:
-        columns = _columns(x, table, block, size, rims, mode, kernel, stride, dilation)
+        taken = _patches(x, table, block, size, rims, mode, kernel, stride, dilation)
         residual = residual if residual is None else as_picture(residual)
-        y = _convolve(columns, weight, bias, *one, 1, residual, activation, flat=True)
+        y = _convolve(taken, weight, bias, *one, 1, residual, activation, flat=True)
         return as_stack(y, out)
     x = halo(x, table, block, size, rims, fill, mode)
     return _convolve(x, weight, bias, stride, (0, 0), dilation, groups, residual, activation)
@@ -128,9 +129,9 @@ def rim(kernel, stride, pads, dilation):
     return pads[0], reach[0] - pads[0], pads[2], reach[1] - pads[2]
 
 
-def _columns(x, table, block, size, rims, mode, kernel, stride, dilation):
+def _patches(x, table, block, size, rims, mode, kernel, stride, dilation):
     """Return the pixels under the kernel for each output: ``[1, kh * kw * C, M * h', w']``."""
-    key, (index, held) = table.columns(block, size, rims, mode, kernel, stride, dilation)
+    key, (index, held) = patches(table, block, size, rims, mode, kernel, stride, dilation)
     taken = take(x, table, index, held, key)  # [M, h', w', kh, kw, C]
     m, h, w = index.shape[:3]
     return taken.reshape(1, m * h, w, -1).permute(0, 3, 1, 2)

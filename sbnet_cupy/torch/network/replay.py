@@ -58,9 +58,9 @@ class Replays:
                 if replay is not None:
                     self.graphs.move_to_end(key)
                     result = replay(x, mask)
-                    kind, (count, room), total = sparse._last
+                    kind, (count, capacity), total = sparse._last
                     count = count.clone() if isinstance(count, torch.Tensor) else count
-                    sparse._last = kind, (count, room), total
+                    sparse._last = kind, (count, capacity), total
                     return result
         result = sparse._call(x, mask, outside=outside)
         if state.fit and not state.holds():

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from . import cuda_pool, ops
 from . import tensor as T
 from .handlers import handles
+from .neighbours import pixels_at
 from .windows import is_image, two
 
 
@@ -102,7 +103,7 @@ def _mix(x, table, block, y, across):
 def _at(x, table, block, y, across):
     """Return pixels of the stack, 0 in inactive blocks: ``[M, h, w, C]``."""
     yes = torch.ones_like(y, dtype=torch.bool), torch.ones_like(across, dtype=torch.bool)
-    index, held, _ = table.at(block, y, across, *yes)
+    index, held, _ = pixels_at(table, block, y, across, *yes)
     pixels = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
     taken = pixels.index_select(0, index.reshape(-1)).view(*index.shape, x.shape[1])
     return torch.where(held[..., None], taken, 0)

@@ -1,4 +1,4 @@
-"""Where the blocks of a call lie: the list, the grid, and the pixels that windows read.
+"""Where the blocks of a call lie: the list and the grid.
 
 A table is made once from the mask. The image is cut into blocks of ``block`` input pixels; after a
 stride the same blocks are smaller, so one list of blocks serves all stages of a network.
@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from . import cuda_ends, cuda_pool, per_image
+from .neighbours import pixels_of
 
 INSIDE_MODES = ("replicate", "reflect", "circular")
 
@@ -69,10 +70,13 @@ class Table:
                 return None
         return tuple(out) if self.fits(out, new) else None
 
+    def divides(self, block, size):
+        """Whether an image of this size is cut into whole blocks."""
+        return all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
+
     def filled(self, block, size):
         """Whether every pixel of the stack is known to be one of an image."""
-        exact = all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
-        return exact and self.known_live
+        return self.divides(block, size) and self.known_live
 
     def active_map(self, block, size):
         """Return which pixels of a stage lie in active blocks: bool ``[N, H, W]``."""
@@ -116,33 +120,33 @@ class BlockTable(Table):
         self.rows, self.known_live = indices.shape[0], known_live
 
     @classmethod
-    def of_blocks(cls, on, room, count, block, size):
-        """List active blocks, bool ``[N, *grid]``; those past ``room`` are left out.
+    def of_blocks(cls, on, capacity, count, block, size):
+        """List active blocks, bool ``[N, *grid]``; those past ``capacity`` are left out.
 
         ``count`` is their number where the host knows it.
         """
-        flat, rows = on.reshape(-1), max(room, 1)
-        if count is not None and count <= room:
+        flat, rows = on.reshape(-1), max(capacity, 1)
+        if count is not None and count <= capacity:
             listed = on.nonzero()
             if count == 0:
                 listed = listed.new_full((1, 3), -1)
         else:
             listed = on.new_full((rows + 1, 3), 0, dtype=torch.int64)
             ranks = flat.cumsum(0) - 1
-            at = torch.where(flat & (ranks < room), ranks, rows)
+            at = torch.where(flat & (ranks < capacity), ranks, rows)
             _, h, w = on.shape
             cells = torch.arange(flat.numel(), device=on.device)
             triples = torch.stack([cells // (h * w), cells // w % h, cells % w], 1)
             listed = torch.full_like(listed, -1).index_copy_(0, at, triples)[:rows]
-        return cls.of_rows(listed, on, room, count, block, size)
+        return cls.of_rows(listed, on, capacity, count, block, size)
 
     @classmethod
-    def of_rows(cls, listed, on, room, count, block, size):
+    def of_rows(cls, listed, on, capacity, count, block, size):
         """Make the grid of a list of rows, int64 ``[M, 3]``."""
         flat, ranks = on.reshape(-1), on.reshape(-1).cumsum(0) - 1
-        places = torch.where(flat & (ranks < room), ranks, -1).to(torch.int32).view(on.shape)
+        places = torch.where(flat & (ranks < capacity), ranks, -1).to(torch.int32).view(on.shape)
         counts = flat.sum(dtype=torch.int32).view(1)
-        known = count is not None and min(count, room) >= max(room, 1)
+        known = count is not None and min(count, capacity) >= max(capacity, 1)
         return cls(counts, listed.to(torch.int32).contiguous(), places, block, size, known)
 
     @functools.cached_property
@@ -190,92 +194,11 @@ class BlockTable(Table):
         """Return which pixels of the stack lie in the image and in a listed block."""
 
         def make():
-            rows = self._pixels(self.down, block[0], 0, 0) < size[0]
-            columns = self._pixels(self.across, block[1], 0, 0) < size[1]
-            return rows[:, :, None] & columns[:, None, :] & self.live[:, None, None]
+            y = pixels_of(self.down, block[0]) < size[0]
+            x = pixels_of(self.across, block[1]) < size[1]
+            return y[:, :, None] & x[:, None, :] & self.live[:, None, None]
 
         return self.keep(("inside", block, size), make)
-
-    @staticmethod
-    def _pixels(cell, length, before, after):
-        offsets = torch.arange(-before, length + after, device=cell.device)
-        return cell[:, None] * length + offsets
-
-    def window(self, block, size, pads, mode="zeros"):
-        """Return where each pixel of a block with its rim lies in the flattened stack.
-
-        ``pads`` is (top, bottom, left, right), where negative numbers cut off. Returns int64
-        indices ``[M, h, w]``, 0 where there is nothing; which of them hold something; and which
-        lie inside the image.
-        """
-        return self.keep(
-            ("window", block, size, pads, mode), lambda: self._window(block, size, pads, mode)
-        )
-
-    def _window(self, block, size, pads, mode):
-        if mode == "zeros" and self._whole_blocks(block, size):
-            near, places, offsets = self._known(_pattern, block, pads, self.device)
-            index, held, inside = self._near(block, near, places.view(-1), offsets.view(-1))
-            shape = (-1, *places.shape)
-            return index.view(shape), held.view(shape), inside.view(shape)
-        top, bottom, left, right = pads
-        y, rows = _into(self._pixels(self.down, block[0], top, bottom), size[0], mode)
-        x, columns = _into(self._pixels(self.across, block[1], left, right), size[1], mode)
-        return self.at(block, y, x, rows, columns)
-
-    def columns(self, block, size, pads, mode, kernel, stride, dilation):
-        """Return where the pixels under the kernel lie: indices ``[M, h', w', kh, kw]``, and which
-        of them hold something.
-        """
-        key = ("columns", block, size, pads, mode, kernel, stride, dilation)
-
-        def make():
-            if mode == "zeros" and self._whole_blocks(block, size):
-                what = (block, pads, kernel, stride, dilation, self.device)
-                near, places, offsets = self._known(_pattern_of_columns, *what)
-                index, held, _ = self._near(block, near, places.view(-1), offsets.view(-1))
-                shape = (-1, *places.shape)
-                return index.view(shape), held.view(shape)
-            index, held, _ = self.window(block, size, pads, mode)
-            return tuple(_under(t, kernel, stride, dilation) for t in (index, held))
-
-        return key, self.keep(key, make)
-
-    def _known(self, make, *what):
-        """Return what does not depend on the mask: on a CPU kept from call to call."""
-        kept = self.device.type == "cpu" and not self.static
-        return (make if kept else make.__wrapped__)(*what)
-
-    def _whole_blocks(self, block, size):
-        return all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
-
-    def _near(self, block, near, places, offsets):
-        """Return indices of pixels, each ``offsets`` into the block at ``places`` of those near."""
-
-        def make():
-            top, bottom, left, right = near
-            around = F.pad(self.place, (left, right, top, bottom), value=self.rows + 1)
-            down = torch.arange(top + bottom + 1, device=self.device)
-            across = torch.arange(left + right + 1, device=self.device)
-            y, x = self.down[:, None] + down, self.across[:, None] + across
-            found = around[self.image[:, None, None], y[:, :, None], x[:, None, :]].flatten(1)
-            return (
-                found if self.known_live else found.masked_fill(~self.live[:, None], self.rows + 1)
-            )
-
-        rows = self.keep(("near", near), make).index_select(1, places)
-        held = rows < self.rows
-        return torch.where(held, rows * (block[0] * block[1]) + offsets, 0), held, rows <= self.rows
-
-    def at(self, block, y, x, rows, columns):
-        """Return the indices of pixels ``y [M, h]`` by ``x [M, w]`` of each row's image."""
-        place = self.place[
-            self.image[:, None, None], (y // block[0])[:, :, None], (x // block[1])[:, None, :]
-        ]
-        inside = rows[:, :, None] & columns[:, None, :] & self.live[:, None, None]
-        held = inside & (place < self.rows)
-        offset = (y % block[0] * block[1])[:, :, None] + (x % block[1])[:, None, :]
-        return torch.where(held, place * (block[0] * block[1]) + offset, 0), held, inside
 
     def gather(self, image, block, hw):
         """Cut an image ``[N, ...]`` with height and width at ``hw`` into the stack's blocks."""
@@ -292,7 +215,7 @@ class BlockTable(Table):
         return y.permute(_inverse(order))
 
     def scatter(self, value, block, size, hw):
-        """Lay a stack out as an image, 0 where no listed block lies."""
+        """Return a stack as an image, 0 where no listed block lies."""
         image = cuda_ends.scatter(value, self, block, size, hw)
         if image is not None:
             return image
@@ -370,13 +293,12 @@ class PictureTable(Table):
     def zero(self, value, block, hw):
         """Zero an activation outside active blocks: in place, where it is what it holds anyway."""
         size = (value.shape[2], value.shape[3]) if hw == (2, 3) else None
-        whole = size and all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))
         if self.full or torch.is_grad_enabled() or not size:
             return self.gather(value, block, hw)
         if value.is_cuda or self.static:  # the host cannot list the blocks
             off = self.keep(("off", block, size), lambda: ~self._mask(value, block, size, hw))
             return value.masked_fill_(off, 0)
-        if not whole:
+        if not self.divides(block, size):
             return self.gather(value, block, hw)
         blocks = value.unflatten(2, (self.grid[0], block[0])).unflatten(4, (self.grid[1], block[1]))
         off = self.keep("off", lambda: (~self.on).nonzero().unbind(1))
@@ -406,49 +328,6 @@ def _moments(value, inside):
     mean = torch.where(inside, wide, 0).sum((0, 2, 3)) / count
     apart = torch.where(inside, wide - mean[:, None, None], 0)
     return mean, apart.square().sum((0, 2, 3)) / count, count
-
-
-def _into(at, length, mode):
-    """Map positions into ``0 .. length - 1``; say which of them are pixels of the image."""
-    inside = (at >= 0) & (at < length)
-    if mode == "zeros":
-        return at.clamp(0, length - 1), inside
-    if mode == "reflect":
-        at = (length - 1 - (length - 1 - at.abs()).abs()).clamp(0, length - 1)
-    elif mode == "circular":
-        at = at % length
-    return at.clamp(0, length - 1), torch.ones_like(inside)
-
-
-@functools.lru_cache(maxsize=1024)
-def _pattern(block, pads, device):
-    """Return for a block with its rim how many blocks near it has (top, bottom, left, right), which
-    of them each pixel lies in, and where in it: ``[h, w]``.
-    """
-    (top, bottom), (left, right) = (
-        (max(-(-a // b), 0), max(-(-z // b), 0))
-        for a, z, b in ((pads[0], pads[1], block[0]), (pads[2], pads[3], block[1]))
-    )
-    y = torch.arange(-pads[0], block[0] + pads[1], device=device) + top * block[0]
-    x = torch.arange(-pads[2], block[1] + pads[3], device=device) + left * block[1]
-    places = (y // block[0])[:, None] * (left + right + 1) + x // block[1]
-    offsets = (y % block[0] * block[1])[:, None] + x % block[1]
-    return (top, bottom, left, right), places, offsets
-
-
-@functools.lru_cache(maxsize=1024)
-def _pattern_of_columns(block, pads, kernel, stride, dilation, device):
-    """Return what :func:`_pattern` does, for the pixels under a kernel: ``[h', w', kh, kw]``."""
-    near, places, offsets = _pattern.__wrapped__(block, pads, device)
-    both = (_under(t[None], kernel, stride, dilation)[0] for t in (places, offsets))
-    return near, *both
-
-
-def _under(index, kernel, stride, dilation):
-    """Return what lies under the kernel at each place: ``[M, h', w', kh, kw]``."""
-    span = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    windows = index.unfold(1, span[0], stride[0]).unfold(2, span[1], stride[1])
-    return windows[..., :: dilation[0], :: dilation[1]].contiguous()
 
 
 def _to_front(dims, hw):

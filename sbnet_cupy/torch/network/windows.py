@@ -9,6 +9,7 @@ from . import cuda, cuda_ends, cuda_pool, gradients, ops, units
 from . import tensor as T
 from .entry import Entry
 from .handlers import BORDERED, handles
+from .neighbours import pixels_of
 from .plans import Plan, TransposedPlan
 
 
@@ -68,8 +69,8 @@ def _geometry(whole, grid, block, size, kernel, stride, pads, dilation, ceil):
 
 def _out(length, pads, kernel, stride, dilation, ceil):
     """Return the length of a result as PyTorch computes it."""
-    room = length + sum(pads) - dilation * (kernel - 1) - 1
-    out = -(-room // stride) + 1 if ceil else room // stride + 1
+    last = length + sum(pads) - dilation * (kernel - 1) - 1  # where a window may begin
+    out = -(-last // stride) + 1 if ceil else last // stride + 1
     if ceil and (out - 1) * stride >= length + pads[0]:
         out -= 1
     return out
@@ -255,7 +256,7 @@ def avg_pool2d(
 
 def _counts(window, axis, cell, pad, include):
     """Return how many pixels each window of a row counts along an axis: ``[M, b]``."""
-    at = window.table._pixels(cell, window.out_block[axis], 0, 0)
+    at = pixels_of(cell, window.out_block[axis])
     start = at * window.stride[axis] - pad
     end = torch.clamp(start + window.kernel[axis], max=window.size[axis] + pad)
     if not include:
