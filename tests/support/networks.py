@@ -79,6 +79,8 @@ def random_statistics(model, seed=0):
             module.running_mean.normal_(0, 0.2, generator=generator)
             module.running_var.uniform_(0.5, 1.5, generator=generator)
             with torch.no_grad():
+                if not module.affine:
+                    continue
                 module.weight.uniform_(0.5, 1.5, generator=generator)
                 module.bias.normal_(0, 0.2, generator=generator)
     return model
@@ -291,6 +293,60 @@ class Shuffle(nn.Module):
         return x.view(n, 2, c // 2, h, w).transpose(1, 2).contiguous().view(n, c, h, w)
 
 
+def norm_conv(cin, cout, kernel=3, stride=1):
+    """Return batch norm, ReLU and convolution: in pre-activation order."""
+    conv = nn.Conv2d(cin, cout, kernel, stride, kernel // 2, bias=False)
+    return nn.Sequential(nn.BatchNorm2d(cin), nn.ReLU(), conv)
+
+
+class PreActivation(nn.Module):
+    """A bottleneck whose shortcut reads its input, or the activated one where sizes change."""
+
+    def __init__(self, cin, cout, stride=1):
+        super().__init__()
+        width = cout // 2
+        self.norm = nn.BatchNorm2d(cin)
+        self.first = nn.Conv2d(cin, width, 1)
+        self.rest = nn.Sequential(norm_conv(width, width, 3, stride), norm_conv(width, cout, 1))
+        same = stride == 1 and cin == cout
+        self.downsample = None if same else nn.Conv2d(cin, cout, 1, stride)
+
+    def forward(self, x):
+        """Add the body to its input."""
+        y = F.relu(self.norm(x))
+        short = x if self.downsample is None else self.downsample(y)
+        return self.rest(self.first(y)) + short
+
+
+def preactivation():
+    """Return a small pre-activation ResNet with a classifier."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1), PreActivation(8, 8), PreActivation(8, 12, 2),
+        PreActivation(12, 12), nn.BatchNorm2d(12), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(12, 5),
+    )  # fmt: skip
+
+
+class DenseUnit(nn.Module):
+    """DenseNet's layer: its result is joined to its input."""
+
+    def __init__(self, cin, grown):
+        super().__init__()
+        self.body = nn.Sequential(norm_conv(cin, 2 * grown, 1), norm_conv(2 * grown, grown, 3))
+
+    def forward(self, x):
+        """Join."""
+        return torch.cat([x, self.body(x)], 1)
+
+
+def densenet():
+    """Return a small DenseNet: two dense blocks with a transition between."""
+    return nn.Sequential(
+        conv_bn(3, 8, 3, 2), DenseUnit(8, 4), DenseUnit(12, 4), norm_conv(16, 8, 1),
+        nn.AvgPool2d(2), DenseUnit(8, 4), nn.BatchNorm2d(12), nn.Conv2d(12, 3, 1),
+    )  # fmt: skip
+
+
 def _vgg():
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(True), nn.MaxPool2d(2, 2), conv_bn(6, 6),
@@ -302,6 +358,8 @@ def _vgg():
 FAMILIES = {
     "resnet_basic": resnet,
     "resnet_bottleneck": lambda: resnet(width=6),
+    "preactivation": preactivation,
+    "densenet": densenet,
     "resnext": lambda: resnet(width=8, groups=4),
     "vgg": _vgg,
     "fcn": FCN,

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from . import gradients
 from . import tensor as T
 from .handlers import handles
+from .plans import NormPlan, normalized
 from .pointwise import pointwise, step
 from .windows import is_image
 
@@ -29,11 +30,19 @@ def batch_norm(
     )
     waits = plan is not None and not (plan.norm or plan.activation or plan.residual is not None)
     if waits and not trained:
+        weights = T.facts(input)[0].weights
         return step(
-            input, plan.then(norm=norm), False, lambda v: F.batch_norm(v, *norm[:4], eps=eps)
+            input, plan.then(norm=norm), False, lambda v: normalized(v, norm, weights)
         )
-    value = F.batch_norm(T.value_of(input), *norm[:4], False, momentum, eps)
-    return T.wrap(value, input)
+    value = T.value_of(input)
+    table, block, size, _, reach = T.facts(input)
+    records = trained or (torch.is_grad_enabled() and value.requires_grad)
+    waits = not records and table.weights is not None and running_mean is not None
+    if not waits or torch.is_autocast_enabled(value.device.type):
+        return T.wrap(F.batch_norm(value, *norm[:4], False, momentum, eps), input)
+    row = None if table.trace is None else table.trace.row
+    plan = NormPlan(value, T.facts(input), norm, T.shape(input)[1], row)
+    return T.postpone(table, plan, block, size, reach)
 
 
 def _train(x, running_mean, running_var, weight, bias, momentum, eps):

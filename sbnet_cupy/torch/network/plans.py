@@ -1,6 +1,9 @@
-"""Plan: a convolution of a stack that waits for the batch norm, sum and activation after it."""
+"""Plan: a convolution or a batch norm of a stack that waits for the sum and activation after it."""
 
 import copy
+
+import torch
+from torch.nn import functional as F
 
 from . import cuda_resize, ops, units
 from .epilogue import finish
@@ -77,6 +80,40 @@ class Plan:
 
     def _folded(self, weights):
         return weights.folded(self.weight, self.bias, self.norm)
+
+
+class NormPlan(Plan):
+    """A batch norm of what no convolution waits for, and what follows it, in one new tensor.
+
+    As the first of a pre-activation unit, which reads a sum: its activation is computed in place.
+    """
+
+    rest = None
+
+    def __init__(self, source, facts, norm, channels, row=None):
+        self.source, self.facts, self.norm, self.row = source, facts, norm, row
+        self.residual = self.activation = self.done = None
+        self.dtype, self.shape = source.dtype, (0, channels, 0, 0)
+
+    kernel = options = None
+
+    def run(self):
+        """Compute."""
+        trace = self.facts[0].trace
+        return self._run() if trace is None else trace.timed(self.row, self._run)
+
+    def _run(self):
+        y = normalized(self.source, self.norm, self.facts[0].weights)
+        return finish(y, self.residual, self.activation)
+
+
+def normalized(x, norm, weights):
+    """Return a batch norm of a stack, by itself: a new tensor."""
+    wide = x.dtype in (torch.float32, torch.float64) and x.dtype == norm[0].dtype
+    if wide and x.device.type == "cpu":
+        shift, scale = weights.affine(norm)
+        return torch.addcmul(shift, x, scale)
+    return F.batch_norm(x, *norm[:4], eps=norm[4])
 
 
 class TransposedPlan(Plan):

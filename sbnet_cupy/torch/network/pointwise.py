@@ -144,7 +144,7 @@ def step(x, plan, inplace, run):
         if T.plan_of(x) is None:  # one of them has computed it
             T.value_of(x).copy_(run(T.value_of(x)))
         else:
-            T.replace_plan(x, plan)
+            T.replace_plan(x, plan, run)
         return x
     return T.postpone(table, plan, block, size, reach, x, run)
 

@@ -41,7 +41,7 @@ class StackTensor(torch.Tensor):
         like = value if plan is None else plan
         requires_grad = plan is None and value.requires_grad
         self = without_memory(cls, shape, like.dtype, table.device, requires_grad)
-        self._value, self._plan, self._parent = value, plan, None
+        self._value, self._plan, self._made_of = value, plan, ()
         self._facts = table, block, size, hw, reach
         return self
 
@@ -91,16 +91,20 @@ def value_of(x):
 
 def _compute(x, own):
     """Run a convolution that was put off, with what was found to follow it."""
-    plan, parent = own["_plan"], own["_parent"]
-    parent = parent and parent()
-    if parent is not None and parent is not x:  # what this one was made of is wanted too
-        own["_value"] = own["_step"](value_of(parent))
-    else:
-        own["_value"] = plan.run()
+    plan, value = own["_plan"], None
+    for ref, steps in own["_made_of"]:
+        ahead = ref()
+        if ahead is not None and ahead is not x:  # what this one was made of is wanted too
+            value = value_of(ahead)
+            for step in steps:
+                value = step(value)
+            break
+    if value is None:
+        value = plan.run()
         own["_rest"] = plan.rest
-    plan.done = own["_value"]
+    own["_value"] = plan.done = value
     facts(x)[0].plans.pop(id(x), None)
-    own["_plan"] = own["_parent"] = own["_step"] = None
+    own["_plan"], own["_made_of"] = None, ()
 
 
 def _check_gradient(x):
@@ -118,19 +122,25 @@ def plan_of(x):
 
 
 def postpone(table, plan, block, size, reach, parent=None, step=None):
-    """Return a StackTensor of a convolution that waits for what follows it."""
+    """Return a StackTensor of a convolution that waits for what follows it.
+
+    ``step`` makes its value of that of its parent, which waits too.
+    """
     out = StackTensor(None, table, block, size, (2, 3), reach, plan)
     own = object.__getattribute__(out, "__dict__")
     if parent is not None:
-        own["_parent"], own["_step"] = weakref.ref(parent), step
+        before = object.__getattribute__(parent, "__dict__")["_made_of"]
+        before = [(ref, (*steps, step)) for ref, steps in before]
+        own["_made_of"] = [(weakref.ref(parent), (step,)), *before]
     table.plans[id(out)] = weakref.ref(out)
     return out
 
 
-def replace_plan(x, plan):
-    """Add a step in place to a convolution that waits."""
+def replace_plan(x, plan, step):
+    """Add a step in place to a convolution that waits; ``step`` returns a new tensor."""
     own = object.__getattribute__(x, "__dict__")
-    own["_plan"], own["_parent"], own["_step"] = plan, None, None
+    own["_plan"] = plan
+    own["_made_of"] = [(ref, (*steps, step)) for ref, steps in own["_made_of"]]
 
 
 def flush(table):
@@ -148,8 +158,8 @@ def flush_readers(table, x):
         if waiting is None or waiting is x:
             continue
         own = object.__getattribute__(waiting, "__dict__")
-        parent = own["_parent"] and own["_parent"]()
-        if own["_plan"] is not None and (parent is x or own["_plan"].reads(x)):
+        made_of_it = any(ref() is x for ref, _ in own["_made_of"])
+        if own["_plan"] is not None and (made_of_it or own["_plan"].reads(x)):
             value_of(waiting)
 
 

@@ -28,16 +28,25 @@ class Weights:
         convolution, as the convolution that it is takes them.
         """
         tensors = [weight, bias, *(norm[:4] if norm else ())]
-        given = [t for t in tensors if t is not None]
-        kept = self.keeps and isinstance(weight, torch.nn.Parameter)
-        if not kept or any(t.is_inference() for t in given):  # those have no version
-            return _made(weight, bias, norm, growth)
         key = (tuple(map(id, tensors)), norm and norm[4], growth and growth.key)
+        return self._kept(weight, key, tensors, lambda: _made(weight, bias, norm, growth))
+
+    def affine(self, norm):
+        """Return (shift, scale), ``[C, 1, 1]`` each, of a batch norm of its own."""
+        key = (*map(id, norm[:4]), norm[4])
+        return self._kept(norm[2], key, norm[:4], lambda: _affine(norm))
+
+    def _kept(self, parameter, key, tensors, make):
+        """Return what ``make()`` made of such tensors; the first of its results may be marked."""
+        given = [t for t in tensors if t is not None]
+        kept = self.keeps and isinstance(parameter, torch.nn.Parameter)
+        if not kept or any(t.is_inference() for t in given):  # those have no version
+            return make()
         state = [(t.data_ptr(), t._version) for t in given]
         found = self.kept.get(key)
         if found is None or found[0] != state:
             held = [t.detach() for t in given]  # keeps the memory taken, and the tensors alive
-            found = state, (held, given), _made(weight, bias, norm, growth)
+            found = state, (held, given), make()
             found[2][0].is_kept = True  # what is made of it may be kept beside it
             self.kept[key] = found
         return found[2]
@@ -55,18 +64,30 @@ def fold(weight, bias, norm):
     with torch.no_grad():
         dtype = weight.dtype
         if norm is not None:
-            mean, variance, gamma, beta, eps = (
-                t if t is None or isinstance(t, float) else _wide(t) for t in norm
-            )
-            scale = torch.rsqrt(variance + eps)
-            scale = scale if gamma is None else scale * gamma
-            shift = -mean if bias is None else _wide(bias) - mean
-            shift = shift * scale
-            bias = (shift if beta is None else shift + beta).to(dtype)
+            scale, shift = _scale_and_shift(norm, bias)
+            bias = shift.to(dtype)
             weight = (_wide(weight) * scale[:, None, None, None]).to(dtype)
         weight = weight.detach()
         weight = weight.contiguous(memory_format=torch.channels_last)
         return weight, None if bias is None else bias.detach()
+
+
+def _scale_and_shift(norm, bias=None):
+    """Return a batch norm of ``x + bias`` as ``x * scale + shift``."""
+    mean, variance, gamma, beta, eps = (
+        t if t is None or isinstance(t, float) else _wide(t) for t in norm
+    )
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if gamma is None else scale * gamma
+    shift = -mean if bias is None else _wide(bias) - mean
+    shift = shift * scale
+    return scale, shift if beta is None else shift + beta
+
+
+def _affine(norm):
+    with torch.no_grad():
+        scale, shift = _scale_and_shift(norm)
+        return shift[:, None, None], scale[:, None, None]
 
 
 def _wide(tensor):
