@@ -24,7 +24,13 @@ from .core.copy_image import COPY_IMAGE
 from .dense.affine_grad import AFFINE_GRAD
 from .dense.conv2d import CONV2D
 from .dense.conv2d_grad import CONV2D_GRAD
+from .submanifold.reduce_features import REDUCE_FEATURES
+from .submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
 from .submanifold.site_conv import SITE_CONV
+from .submanifold.site_conv_grad import SITE_WEIGHT_GRAD
+from .submanifold.site_max import SITE_MAX, SITE_MAX_GRAD, SITE_MAX_TANGENT
+from .submanifold.site_sum import SITE_SUM
+from .submanifold.transposed_rows import TRANSPOSED_ROWS
 
 OPERATORS = {
     operator.name: operator
@@ -54,6 +60,15 @@ OPERATORS = {
         STACK_AVG_POOL,
         FILL_IMAGE,
         STACK_GLOBAL_POOL,
+        TRANSPOSED_ROWS,
+        REDUCE_FEATURES,
         SITE_CONV,
+        SITE_WEIGHT_GRAD,
+        SITE_SUM,
+        SITE_MAX,
+        SITE_MAX_GRAD,
+        SITE_MAX_TANGENT,
+        SAMPLE_SUM,
+        SAMPLE_ARGMAX,
     )
 }

@@ -137,8 +137,7 @@ class CoordinateMap(ArrayContainer):
 
     def valid(self):
         """Return which rows hold a site: bool, shape (N,)."""
-        xp = namespace(self.indices)
-        return (xp.arange(self.capacity) < self.count) & (self.indices[:, 0] >= 0)
+        return _valid(self.indices, self.count)
 
     def _columns(self):
         """Return the coordinates as int64 arrays; -1 in rows that hold no site."""
@@ -169,6 +168,11 @@ class CoordinateMap(ArrayContainer):
             return xp.full(wanted.shape, -1, np.int32)
         place = xp.minimum(xp.searchsorted(keys, wanted), len(keys) - 1)
         return xp.where((keys[place] == wanted) & (wanted >= 0), order[place], np.int32(-1))
+
+
+@array_function
+def _valid(indices, count):
+    return (namespace(indices).arange(len(indices)) < count) & (indices[:, 0] >= 0)
 
 
 class Reduction(NamedTuple):
@@ -307,6 +311,15 @@ def _one_row_each(winners, inverse):
     order, site = xp.arange(len(inverse)), xp.where(inverse >= 0, inverse, rows).astype(np.int64)
     chosen = xp.append(winners, np.int32(-1))[site] == order
     return Reduction(order, site, chosen, chosen, None)
+
+
+def row_of_site(reduction, capacity, mode):
+    """Return the row of the list that a site has its features of: int64, -1 where there is none."""
+    xp = namespace(reduction.order)
+    chosen = reduction.last if mode == "last" else reduction.first
+    rows = xp.full(capacity + 1, -1, np.int64)
+    rows[xp.where(chosen, reduction.site, capacity)] = reduction.order
+    return xp.ascontiguousarray(rows[:capacity])
 
 
 def check_grid(spatial_shape, batch_size, dimensions):

@@ -155,8 +155,8 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     >>> sparse_to_dense(x)[0, :, 0]
     array([3., 0., 1., 0.])
     """
-    shape = _grid_of(x, spatial_shape, data_format)
-    xp, cells = namespace(x.features), _cells(x.coordinates, shape)
+    shape = grid_of(x, spatial_shape, data_format)
+    xp, cells = namespace(x.features), cells_of(x.coordinates, shape)
     with memory_of_graphs(x.features):
         out = xp.full((np.prod(shape, dtype=np.int64) + 1, x.channels), fill, x.features.dtype)
         out[cells] = x.features  # rows that are no site go to the last place
@@ -192,14 +192,14 @@ def sparse_to_dense_grad(grad_y, x, *, data_format="channels_last", spatial_shap
     >>> sparse_to_dense_grad(np.arange(4.0).reshape(1, 4, 1), x).ravel()
     array([0., 2.])
     """
-    shape = _grid_of(x, spatial_shape, data_format)
+    shape = grid_of(x, spatial_shape, data_format)
     grad = _channels_last(grad_y, data_format, name="grad_y")
     if grad.shape != (*shape, x.channels):
         raise ShapeError(
             f"grad_y must be a grid of {shape} with {x.channels} channels, got {grad_y.shape}"
         )
     total = np.prod(shape, dtype=np.int64)
-    cells = _cells(x.coordinates, shape)
+    cells = cells_of(x.coordinates, shape)
     with memory_of_graphs(grad_y):
         return _rows_of(grad, namespace(grad).where(cells < total, cells, -1), x.channels)
 
@@ -230,7 +230,7 @@ def _rows_of(x, cells, channels):
     return rows.astype(x.dtype, copy=False)  # CuPy makes float32 of bfloat16
 
 
-def _grid_of(x, spatial_shape, data_format):
+def grid_of(x, spatial_shape, data_format):
     """Return ``(batch, *spatial)`` of a dense result, or raise."""
     check_tensor(x)
     if data_format is None:
@@ -247,7 +247,7 @@ def _grid_of(x, spatial_shape, data_format):
     return (batch, *shape)
 
 
-def _cells(coordinates, shape):
+def cells_of(coordinates, shape):
     """Return the flat cell of each site: int64, the number of cells for rows that have none."""
     xp = namespace(coordinates.indices)
     inside = valid_rows(coordinates)

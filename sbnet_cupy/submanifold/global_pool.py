@@ -6,6 +6,7 @@ from ..core.arrays import array_function, compute_dtype, namespace
 from ..core.graph_memory import memory_of_graphs
 from ..dense.conv2d import check_choice
 from ..errors import ShapeError
+from .sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
 from .site_conv import valid_rows
 from .sparse_tensor import check_float_tensor, check_grad
 
@@ -43,21 +44,20 @@ def global_pool(x, reduce="max"):
     (array([3., 2., 0.]), array([2., 2., 0.]))
     """
     batch = _samples(x, reduce)
-    xp, dtype = namespace(x.features), x.features.dtype
-    wide = compute_dtype(dtype)
-    out = xp.zeros((batch, x.channels), dtype)
-    sample = xp.where(valid_rows(x.coordinates), x.indices[:, 0], -1)
-    with memory_of_graphs(x.features), np.errstate(all="ignore"):
-        for b in range(batch if x.features.size else 0):
-            mine = (sample == b)[:, None]
-            if reduce == "max":
-                values = xp.where(mine, x.features, dtype.type(-np.inf)).max(axis=0)
-                out[b] = xp.where(mine.any(), values, dtype.type(0))
-                continue
-            values = xp.where(mine, x.features.astype(wide, copy=False), wide.type(0))
-            total = values.sum(axis=0)
-            out[b] = total / xp.maximum(mine.sum(), 1) if reduce == "mean" else total
-    return out
+    features, sample = x.features, _sample_of(x)
+    xp, wide = namespace(features), compute_dtype(features.dtype)
+    with memory_of_graphs(features), np.errstate(all="ignore"):
+        if reduce == "max":
+            if not len(features):
+                return xp.zeros((batch, x.channels), features.dtype)
+            winner = SAMPLE_ARGMAX((sample, features, None), (batch,))
+            values = xp.take_along_axis(features, xp.maximum(winner, 0).astype(np.int64), axis=0)
+            values = xp.where(winner >= 0, values, features.dtype.type(0))
+            return values.astype(features.dtype, copy=False)  # CuPy makes float32 of bfloat16
+        total = SAMPLE_SUM((features.astype(wide, copy=False), sample, None), (batch,))
+        if reduce == "mean" and batch:
+            total /= xp.maximum(_numbers(sample, batch), 1)[:, None].astype(wide)
+        return total.astype(features.dtype, copy=False)
 
 
 @array_function
@@ -92,20 +92,29 @@ def global_pool_grad(grad_y, x, reduce="max"):
     batch = _samples(x, reduce)
     check_grad(grad_y, x, (batch, x.channels))
     xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
-    out = xp.zeros(x.features.shape, grad_y.dtype)
-    sample = xp.where(valid_rows(x.coordinates), x.indices[:, 0], -1)
+    sample = _sample_of(x)
+    if not len(sample) or not batch:
+        return xp.zeros(x.features.shape, grad_y.dtype)
     with memory_of_graphs(grad_y), np.errstate(all="ignore"):
-        for b in range(batch if x.features.size else 0):
-            mine = (sample == b)[:, None]
-            share = grad_y[b].astype(wide, copy=False)
-            if reduce == "max":
-                values = xp.where(mine, x.features, x.features.dtype.type(-np.inf))
-                first = values.argmax(axis=0)  # of NaN the first, too
-                mine = mine & (xp.arange(len(values))[:, None] == first)
-            elif reduce == "mean":
-                share = share / xp.maximum(mine.sum(), 1)
-            out += xp.where(mine, share, wide.type(0)).astype(out.dtype)
-    return out
+        share = grad_y.astype(wide, copy=False)
+        if reduce == "mean":
+            share = share / xp.maximum(_numbers(sample, batch), 1)[:, None].astype(wide)
+        mine = (sample >= 0)[:, None]
+        if reduce == "max":
+            winner = SAMPLE_ARGMAX((sample, x.features, None), (batch,))
+            mine = mine & (winner[sample] == xp.arange(len(sample))[:, None])
+        return xp.where(mine, share[sample], wide.type(0)).astype(grad_y.dtype)
+
+
+def _sample_of(x):
+    """Return the sample of each row, -1 for rows that are no site."""
+    return namespace(x.indices).where(valid_rows(x.coordinates), x.indices[:, 0], np.int32(-1))
+
+
+def _numbers(sample, batch):
+    """Return the number of sites of each sample."""
+    xp = namespace(sample)
+    return xp.stack([(sample == b).sum() for b in range(batch)])
 
 
 def _samples(x, reduce):

@@ -4,7 +4,8 @@ Kernel: cuda_src/submanifold/kernel_map.cu, where it is asked for (site_kernels.
 """
 
 import itertools
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from . import map_kernels
 from .coordinate_map import CoordinateMap, coordinate_map
 from .keys import packing_of
 from .site_kernels import by_kernels
+from .transposed_rows import TRANSPOSED_ROWS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,6 +41,7 @@ class KernelMap(ArrayContainer):
     source: CoordinateMap
     target: CoordinateMap
     kernel_size: tuple[int, ...]
+    _kept: dict = field(default_factory=dict, init=False, repr=False)
 
     copies_strided = True
 
@@ -83,11 +86,11 @@ class KernelMap(ArrayContainer):
 
     def transposed(self):
         """Return the map in the other direction: from the target's rows to the source's."""
-        kept = self.target._kept
-        key = ("transposed", id(self))
-        if key not in kept:
-            kept[key] = self, _transposed(self)
-        return kept[key][1]
+        if "back" not in self._kept:
+            self._kept["back"] = _transposed(self.rows, self.source.capacity)
+        back = KernelMap(self._kept["back"], self.target, self.source, self.kernel_size)
+        back._kept["back"] = self.rows
+        return back
 
 
 @array_function
@@ -175,9 +178,8 @@ def kernel_map(
     key = (window, bool(transposed), output_padding, id(onto), capacity)
     if key not in coordinates._kept:
         make = _transposed_map if transposed else _map
-        made = make(coordinates, window, onto, output_padding, capacity)
-        coordinates._kept[key] = made, onto  # which keeps the id of onto its own
-    return coordinates._kept[key][0]
+        _keep(key, make(coordinates, window, onto, output_padding, capacity))
+    return coordinates._kept[key].of(coordinates)
 
 
 def axes(value, dimensions, name, minimum=1):
@@ -201,10 +203,32 @@ def found(coordinates, kernel_size, target):
     """
     for key, kept in list(coordinates._kept.items()):  # another thread may make a map meanwhile
         if isinstance(key, tuple) and isinstance(key[0], Window) and not key[1]:
-            made = kept[0]
+            made = kept.of(coordinates)
             if made.target is target and kernel_size in (None, made.kernel_size):
                 return made
     return None
+
+
+class _Kept(NamedTuple):
+    """What the source keeps of a map: not itself, so that both are freed when they go."""
+
+    rows: Any
+    target: CoordinateMap | None  # None for the source
+    kernel_size: tuple[int, ...]
+    kept: dict  # that of all KernelMaps made of it
+
+    def of(self, source):
+        """Return the map."""
+        target = source if self.target is None else self.target
+        made = KernelMap(self.rows, source, target, self.kernel_size)
+        object.__setattr__(made, "_kept", self.kept)
+        return made
+
+
+def _keep(key, made):
+    """Let the source keep a map."""
+    target = None if made.target is made.source else made.target
+    made.source._kept[key] = _Kept(made.rows, target, made.kernel_size, made._kept)
 
 
 def check_map(name, value):
@@ -214,7 +238,8 @@ def check_map(name, value):
             f"{name} must be a CoordinateMap, got {type(value).__name__}; make one with "
             "coordinate_map"
         )
-    if library_of(value.indices) is None or value.indices.dtype != np.int32:
+    dtype = re.findall(r"\w+", str(getattr(value.indices, "dtype", "")))  # of any library
+    if library_of(value.indices) is None or dtype[-1:] != ["int32"]:
         raise DTypeError(f"{name}.indices must be an int32 array; use coordinate_map")
 
 
@@ -255,9 +280,8 @@ def _with_offsets(coordinates, offsets, kernel_size, stride, dilation, padding, 
         for offset in given.tolist():
             read = [p + o for p, o in zip(position, offset, strict=True)]
             rows.append(coordinates._find([sample, *read]))
-        made = _of_rows(rows, coordinates, coordinates, (len(given),))
-        coordinates._kept[key] = made, None
-    return coordinates._kept[key][0]
+        _keep(key, _of_rows(rows, coordinates, coordinates, (len(given),)))
+    return coordinates._kept[key].of(coordinates)
 
 
 def _of_rows(rows, source, target, kernel):
@@ -406,16 +430,7 @@ def _sites_by_kernels(like, window, readers, shape, capacity):
     return made
 
 
-def _transposed(forward):
-    """Return the map from the target's rows to the source's."""
-    xp = namespace(forward.rows)
-    source, target = forward.source, forward.target
-    if by_kernels(forward.rows) and forward.taps <= map_kernels.MOST_LINES:
-        rows = map_kernels.transpose_rows(forward.rows, source.capacity)
-        return KernelMap(rows, target, source, forward.kernel_size)
-    rows = xp.full((forward.taps, source.capacity + 1), -1, np.int32)
-    own = xp.arange(target.capacity, dtype=np.int32)
-    for tap in range(forward.taps):
-        read = forward.rows[tap]
-        rows[tap, xp.where(read >= 0, read, source.capacity)] = own
-    return KernelMap(xp.ascontiguousarray(rows[:, :-1]), target, source, forward.kernel_size)
+@array_function
+def _transposed(rows, sites):
+    """Return the table from the target's rows to the source's, of which there are ``sites``."""
+    return TRANSPOSED_ROWS((rows, None), (sites,))

@@ -165,13 +165,10 @@ def find_rows(tree, target, count, window, readers):
     return rows
 
 
-def transpose_rows(rows, sources):
-    """Return rows of a kernel map in the other direction: int32 [taps, sources]."""
-    taps, targets = rows.shape
-    transposed = empty((taps, sources), np.int32, rows)
-    transposed.fill(-1)
-    _transposer(taps, targets, sources, place_name(rows))(rows, transposed)
-    return transposed
+def transpose_rows(rows, out):
+    """Write the rows of a kernel map in the other direction: int32 [taps, sources]."""
+    out.fill(-1)
+    _transposer(*rows.shape, out.shape[1], place_name(rows))(rows, out)
 
 
 class _Build(NamedTuple):

@@ -185,7 +185,9 @@ def _plan(specs, options):
             if residual is not None:
                 total += residual
             apply_activation(total, problem.activation)
-            out[...] = namespace(out).where(valid[:, None], total, total.dtype.type(0))
+            if valid is not None:
+                total = namespace(out).where(valid[:, None], total, total.dtype.type(0))
+            out[...] = total
 
     return Plan((result,), run)
 

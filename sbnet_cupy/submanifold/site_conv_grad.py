@@ -5,13 +5,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import array_function, compute_dtype, is_cupy, namespace
-from ..core.checks import check_array
+from ..core.checks import check_array, check_contiguous, check_result
 from ..core.graph_memory import memory_of_graphs
 from ..core.half_floats import widen
+from ..core.operator import Operator, Plan
+from ..core.sizes import is_integer
 from ..dense.activation import activation_grad, apply_affine
+from ..dense.conv2d import check_precision
 from ..dense.conv2d_grad import check_wanted
 from ..dense.im2col import multiply
-from ..errors import DTypeError
+from ..errors import DTypeError, ShapeError
+from .feature_rows import check_rows
 from .kernel_map import KernelMap
 from .site_conv import channels, resolve_arguments, sums, take, valid_rows
 
@@ -76,11 +80,7 @@ def site_conv_grad(
     check_wanted(wanted, SiteConvGradients._fields)
     shape = (kernel_map.target.capacity, problem.channels_out)
     check_array("grad_y", grad_y, shape=shape, like=features)
-    if grad_y.dtype != features.dtype:
-        raise DTypeError(
-            f"grad_y must have the dtype of the features, {features.dtype}, got {grad_y.dtype}; "
-            "use astype"
-        )
+    _check_grad_dtype(grad_y, features)
     given = {"features": features, "w": w, "scale": scale, "bias": bias, "residual": residual}
     wanted = {name for name in wanted if given[name] is not None}
     with memory_of_graphs(features), np.errstate(all="ignore"):
@@ -119,8 +119,9 @@ def _gradients(grad_y, given, made: KernelMap, problem, wanted):
         dx = sums(grad, turned, rows, problem.groups, problem.tf32)
         found["features"] = dx.astype(features.dtype)
     if "w" in wanted:
-        dw = weight_gradient(features, grad, made.rows, problem)
-        found["w"] = dw.reshape(w.shape).astype(w.dtype)
+        options = (problem.groups, "tf32" if problem.tf32 else "ieee")
+        dw = SITE_WEIGHT_GRAD((features, grad, made.rows, None), options)
+        found["w"] = dw.reshape(w.shape)
     return SiteConvGradients(**found)
 
 
@@ -134,14 +135,13 @@ def swap_channels(w, groups):
     return namespace(w).ascontiguousarray(w).reshape(taps, k // groups, groups * c)
 
 
-def weight_gradient(features, grad, rows, problem):
-    """Return the gradient of ``w [taps, C / groups, K]``, in the dtype of the sums."""
+def _weight_gradient(features, grad, rows, groups, tf32, dw):
+    """Write the gradient of ``w [taps, C / groups, K]``."""
     xp, wide = namespace(features), compute_dtype(features.dtype)
-    groups = problem.groups
-    c, k = problem.channels // groups, problem.channels_out // groups
-    dw = xp.zeros((len(rows), c, groups * k), wide)
+    c, k = dw.shape[1], dw.shape[2] // groups
     if not is_cupy(features):
         features, grad = widen(features), widen(grad)
+    dw.fill(0)
     for tap in range(len(rows) if len(features) else 0):
         taken, here = take(features, rows[tap])
         mine = grad
@@ -152,6 +152,51 @@ def weight_gradient(features, grad, rows, problem):
             mine = grad[here]
         for g in range(groups):
             into = xp.empty((c, k), wide)
-            multiply(channels(taken, g, c).T, channels(mine, g, k), into, problem.tf32)
+            multiply(channels(taken, g, c).T, channels(mine, g, k), into, tf32)
             dw[tap, :, g * k : (g + 1) * k] = into
-    return dw
+
+
+def _infer(specs, options):
+    features, grad_y, rows, out = specs
+    groups, precision = options
+    check_precision(precision)
+    check_rows(features, rows)
+    check_array("grad_y", grad_y, shape=(rows.shape[1], None), like=features)
+    check_contiguous("grad_y", grad_y)
+    _check_grad_dtype(grad_y, features)
+    c, k = features.shape[1], grad_y.shape[1]
+    if not is_integer(groups) or groups < 1 or c % groups or k % groups:
+        raise ShapeError(
+            f"groups must be a positive integer that divides {c} and {k} channels, got {groups!r}"
+        )
+    result = features.new((rows.shape[0], c // groups, k))
+    check_result(out, result)
+    return (result,)
+
+
+def _plan(specs, options):
+    results, (groups, precision) = _infer(specs, options), options
+
+    def run(features, grad_y, rows, out):
+        with memory_of_graphs(features), np.errstate(all="ignore"):
+            _weight_gradient(features, grad_y, rows, groups, precision == "tf32", out)
+
+    return Plan(results, run)
+
+
+def _check_grad_dtype(grad_y, features):
+    if grad_y.dtype != features.dtype:
+        raise DTypeError(
+            f"grad_y must have the dtype of the features, {features.dtype}, got {grad_y.dtype}; "
+            "use astype"
+        )
+
+
+SITE_WEIGHT_GRAD = Operator(
+    "site_weight_grad",
+    arrays=("features", "grad_y", "rows", "out"),
+    options=("groups", "precision"),
+    infer=_infer,
+    plan=_plan,
+    linear=("grad_y",),
+)

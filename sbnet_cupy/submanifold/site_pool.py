@@ -2,19 +2,22 @@
 
 import numpy as np
 
-from ..core.arrays import array_function, compute_dtype, is_cupy, namespace
+from ..core.arrays import array_function, compute_dtype, namespace
 from ..core.graph_memory import memory_of_graphs
 from ..dense.conv2d import check_choice
 from . import kernel_map as maps
 from .kernel_map import KernelMap
-from .site_conv import add, take, valid_rows
+from .site_conv import valid_rows
+from .site_max import SITE_MAX, SITE_MAX_GRAD
+from .site_sum import SITE_SUM, divisor
 from .sparse_tensor import SparseTensor, check_float_tensor, check_grad
 
 
 @array_function
 def sparse_max_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, onto=None, capacity=None
-):
+    x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, ties="first", onto=None,
+    capacity=None,
+):  # fmt: skip
     """Take the largest value of the sites in each window.
 
     Parameters
@@ -27,6 +30,8 @@ def sparse_max_pool(
         By default the kernel size.
     floor : float, optional
         What the result is at least. SparseConvNet's pooling has 0.
+    ties : "first" or "all"
+        Which of equal largest values the gradient goes to; SparseConvNet's goes to all.
     onto, capacity
         As for :func:`strided_conv`. Sites of ``onto`` whose window is empty become ``floor``, or 0.
 
@@ -38,7 +43,8 @@ def sparse_max_pool(
     Raises
     ------
     ShapeError, DTypeError, ValueError
-        As :func:`kernel_map` does; or if ``x`` is no SparseTensor.
+        As :func:`kernel_map` does; or if ``x`` is no SparseTensor, or ``ties`` is none of those
+        above.
 
     Source: the MaxPooling of B. Graham's SparseConvNet.
 
@@ -51,28 +57,21 @@ def sparse_max_pool(
     array([-1., -2.])
     """
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
-    with memory_of_graphs(x.features):
-        largest = _largest(x.features, window)
-        xp, any_site = namespace(largest), _sites_of_windows(window) > 0
-        nothing = largest.dtype.type(0 if floor is None else floor)
-        largest = xp.where(any_site[:, None], largest, nothing)
-        if floor is not None:
-            largest = xp.maximum(largest, largest.dtype.type(floor))
-        return _result(largest, window, x.features.dtype)
+    return SparseTensor(_max(x, window, floor, ties), window.target)
 
 
 @array_function
 def sparse_max_pool_grad(
-    grad_y, x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, onto=None,
-    capacity=None,
+    grad_y, x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, ties="first",
+    onto=None, capacity=None,
 ):  # fmt: skip
-    """Compute the gradient of sparse_max_pool: to the first site that holds the largest value.
+    """Compute the gradient of sparse_max_pool: to the sites that hold the largest value.
 
     Parameters
     ----------
     grad_y : array, shape (M, C)
         Gradient of the features of the result.
-    x, kernel_size, stride, padding, dilation, floor, onto, capacity
+    x, kernel_size, stride, padding, dilation, floor, ties, onto, capacity
         As they were given to :func:`sparse_max_pool`.
 
     Returns
@@ -85,7 +84,7 @@ def sparse_max_pool_grad(
     ShapeError, DTypeError, ValueError
         As :func:`sparse_max_pool` does, or if ``grad_y`` has not the shape of its result.
 
-    Source: the MaxPooling of B. Graham's SparseConvNet, which adds to all equal values.
+    Source: the MaxPooling of B. Graham's SparseConvNet.
 
     Examples
     --------
@@ -97,21 +96,10 @@ def sparse_max_pool_grad(
     """
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
     _check_grad_of(grad_y, x, window)
-    xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
-    with memory_of_graphs(grad_y):
-        largest = _largest(x.features, window)
-        left = valid_rows(window.target)[:, None] & xp.ones(largest.shape, bool)
-        if floor is not None:
-            left &= ~(largest < largest.dtype.type(floor))
-        shares = []
-        for tap in range(window.taps):
-            read = window.rows[tap]
-            values = x.features[xp.maximum(read, 0)] if len(x.features) else largest
-            same = (values == largest) | ((values != values) & (largest != largest))
-            mine = left & same & (read >= 0)[:, None]
-            left &= ~mine
-            shares.append(xp.where(mine, grad_y, grad_y.dtype.type(0)))
-        return _spread(shares, window, wide).astype(grad_y.dtype)
+    grad_y = _at_sites(grad_y, window)
+    back = window.transposed().rows
+    arrays = (grad_y, x.features, _max(x, window, floor, ties), window.rows, back, None)
+    return SITE_MAX_GRAD(arrays, (ties,))
 
 
 @array_function
@@ -150,10 +138,7 @@ def sparse_avg_pool(
     """
     check_choice("count", count, ("volume", "active"))
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
-    with memory_of_graphs(x.features), np.errstate(all="ignore"):
-        total = _sums(x.features, window)
-        total /= _divisor(window, count, total.dtype)
-        return _result(total, window, x.features.dtype)
+    return SparseTensor(_sum(x.features, window, count), window.target)
 
 
 @array_function
@@ -193,11 +178,10 @@ def sparse_avg_pool_grad(
     check_choice("count", count, ("volume", "active"))
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
     _check_grad_of(grad_y, x, window)
-    xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
     with memory_of_graphs(grad_y), np.errstate(all="ignore"):
-        share = grad_y.astype(wide, copy=False) / _divisor(window, count, wide)
-        share = xp.where(valid_rows(window.target)[:, None], share, wide.type(0))
-        return _sums(share, window.transposed()).astype(grad_y.dtype)
+        share = _at_sites(grad_y, window).astype(compute_dtype(grad_y.dtype), copy=False)
+        share = share / divisor(window.rows, count).astype(share.dtype)
+        return _sum(share, window.transposed()).astype(grad_y.dtype, copy=False)
 
 
 @array_function
@@ -236,9 +220,8 @@ def sparse_unpool(x, *, onto):
     """
     check_float_tensor(x)
     window = _made_by(x.coordinates, onto)
-    with memory_of_graphs(x.features), np.errstate(all="ignore"):
-        back = window.transposed()
-        return _result(_sums(x.features, back), back, x.features.dtype)
+    back = window.transposed()
+    return SparseTensor(_sum(x.features, back), back.target)
 
 
 @array_function
@@ -277,8 +260,7 @@ def sparse_unpool_grad(grad_y, x, *, onto):
     check_float_tensor(x)
     window = _made_by(x.coordinates, onto)
     _check_grad_of(grad_y, x, window.transposed())
-    with memory_of_graphs(grad_y), np.errstate(all="ignore"):
-        return _sums(grad_y, window).astype(grad_y.dtype)
+    return _sum(grad_y, window)
 
 
 def _window(x, kernel_size, stride, padding, dilation, onto, capacity):
@@ -307,59 +289,19 @@ def _check_grad_of(grad_y, x, window: KernelMap):
     check_grad(grad_y, x, (window.target.capacity, x.channels))
 
 
-def _sites_of_windows(window):
-    """Return how many sites each window holds."""
-    return (window.rows >= 0).sum(axis=0)
+def _max(x, window, floor, ties):
+    """Return the largest values of the windows."""
+    arrays = (x.features, window.rows, valid_rows(window.target), None)
+    return SITE_MAX(arrays, (floor, ties))
 
 
-def _divisor(window, count, dtype):
-    """Return what the sums are divided by, ``[M, 1]`` or a number."""
-    if count == "volume":
-        return dtype.type(max(window.taps, 1))
-    number = namespace(window.rows).maximum(_sites_of_windows(window), 1)
-    return number[:, None].astype(dtype)
+def _sum(features, window, count="one"):
+    """Return the sums or averages over the windows."""
+    return SITE_SUM((features, window.rows, valid_rows(window.target), None), (count,))
 
 
-def _largest(features, window):
-    """Return the largest value of each window, -inf where it is empty."""
-    xp = namespace(features)
-    least = features.dtype.type(-np.inf)
-    largest = xp.full((window.target.capacity, features.shape[1]), least, features.dtype)
-    for tap in range(window.taps if len(features) else 0):
-        taken, here = take(features, window.rows[tap])
-        if here is None:
-            largest = xp.maximum(largest, taken)
-        elif is_cupy(features):
-            largest = xp.maximum(largest, xp.where(here, taken, least))
-        else:
-            largest[here] = np.maximum(largest[here], taken)
-    return largest
-
-
-def _sums(features, window):
-    """Return the sums over windows, in the dtype of sums."""
-    xp, wide = namespace(features), compute_dtype(features.dtype)
-    total = xp.zeros((window.target.capacity, features.shape[1]), wide)
-    for tap in range(window.taps if len(features) else 0):
-        taken, here = take(features, window.rows[tap])
-        add(total, here, taken.astype(wide, copy=False))
-    return total
-
-
-def _spread(shares, window, wide):
-    """Return the sums of what each tap gives back to the rows that it read."""
-    xp = namespace(shares[0]) if shares else np
-    back = window.transposed()
-    total = xp.zeros((back.target.capacity, shares[0].shape[1]), wide)
-    for tap, share in enumerate(shares if len(shares[0]) else ()):
-        taken, here = take(share, back.rows[tap])
-        add(total, here, taken.astype(wide, copy=False))
-    return total
-
-
-def _result(values, window, dtype):
-    """Return a SparseTensor on the target, 0 in rows that are no site."""
-    xp = namespace(values)
+def _at_sites(grad_y, window):
+    """Return a gradient with 0 in rows that are no site."""
     valid = valid_rows(window.target)[:, None]
-    values = xp.where(valid, values, values.dtype.type(0)).astype(dtype, copy=False)
-    return SparseTensor(values, window.target)
+    kept = namespace(grad_y).where(valid, grad_y, grad_y.dtype.type(0))
+    return kept.astype(grad_y.dtype, copy=False)  # CuPy makes float32 of bfloat16

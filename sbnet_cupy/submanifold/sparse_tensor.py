@@ -3,20 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ..core.arrays import (
-    ArrayContainer,
-    array_function,
-    compute_dtype,
-    dtype_kind,
-    is_cupy,
-    is_float,
-    namespace,
-)
+from ..core.arrays import ArrayContainer, array_function, dtype_kind, is_float, namespace
 from ..core.checks import check_array
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap, reduce_rows
+from .reduce_features import REDUCE_FEATURES
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -195,38 +186,8 @@ def _reduce(features, reduction, rows, mode):
     xp = namespace(features)
     order, site, first, last, starts = reduction
     if mode in ("sum", "mean"):
-        wide = compute_dtype(features.dtype)
-        with np.errstate(all="ignore"):
-            listed = features[order].astype(wide, copy=False)
-            sums = (_sums_on_gpu if is_cupy(features) else _sums)(listed, reduction, rows)
-            if mode == "mean":
-                sums /= xp.maximum(starts[1:] - starts[:-1], 1)[:, None].astype(wide)
-        return sums.astype(features.dtype)
+        return REDUCE_FEATURES((features, order, site, last, starts[None], None), (mode,))
     out = xp.zeros((rows + 1, features.shape[1]), features.dtype)
     chosen = last if mode == "last" else first
     out[xp.where(chosen, site, rows)] = features[order]
     return xp.ascontiguousarray(out[:rows])
-
-
-def _sums(listed, reduction, rows):
-    """Return the sum of the rows of each site, added in their order; 0 where there is no site."""
-    nothing = np.zeros((1, listed.shape[1]), listed.dtype)  # where rows begin that are not there
-    return np.add.reduceat(np.concatenate([listed, nothing]), reduction.starts, axis=0)[:rows]
-
-
-def _sums_on_gpu(listed, reduction, rows):
-    """Return these sums in CuPy: a scan of runs, which adds rows 1, 2, 4... places apart.
-
-    The order of the additions depends on the number of rows of a site only. Source: W. D. Hillis,
-    G. L. Steele, "Data parallel algorithms", Communications of the ACM 29, 1986.
-    """
-    xp, site = namespace(listed), reduction.site
-    distance = 1
-    while distance < len(listed):
-        same = (site[distance:] == site[:-distance])[:, None]
-        before = xp.where(same, listed[:-distance], listed.dtype.type(0))
-        listed = xp.concatenate([listed[:distance], listed[distance:] + before])
-        distance *= 2
-    out = xp.zeros((rows + 1, listed.shape[1]), listed.dtype)
-    out[xp.where(reduction.last, site, rows)] = listed
-    return out[:rows]

@@ -5,7 +5,8 @@ Each is registered with PyTorch's dispatcher, so that autograd, ``torch.compile`
 autocast and CUDA graphs see operators like PyTorch's own. CPU tensors run the NumPy bodies, CUDA
 tensors the CuPy kernels, on the memory of the tensors.
 
-``nn`` holds modules, and ``sparsify`` makes the convolutions of a whole network sparse.
+``nn`` holds modules, and ``sparsify`` makes the convolutions of a whole network sparse. Features at
+sites are in :mod:`sbnet_cupy.torch.submanifold`.
 """
 
 from ._version import check_version as _check_version
@@ -16,14 +17,46 @@ from . import nn  # noqa: E402  (nothing of ours can be imported before the chec
 from .layers import sparse_conv2d, sparse_res_block_bottleneck  # noqa: E402
 from .ops import reduce_mask, sparse_gather, sparse_scatter, sparse_scatter_var  # noqa: E402
 from .sparsify import sparsify  # noqa: E402
+from .submanifold import (  # noqa: E402
+    coordinate_map,
+    dense_to_sparse,
+    global_pool,
+    inverse_conv,
+    kernel_map,
+    masked_batch_norm,
+    site_conv,
+    sparse_avg_pool,
+    sparse_max_pool,
+    sparse_tensor,
+    sparse_to_dense,
+    sparse_unpool,
+    strided_conv,
+    submanifold_conv,
+    transposed_conv,
+)
 
 __all__ = [
+    "coordinate_map",
+    "dense_to_sparse",
+    "global_pool",
+    "inverse_conv",
+    "kernel_map",
+    "masked_batch_norm",
     "nn",
     "reduce_mask",
+    "site_conv",
+    "sparse_avg_pool",
     "sparse_conv2d",
     "sparse_gather",
+    "sparse_max_pool",
     "sparse_res_block_bottleneck",
     "sparse_scatter",
     "sparse_scatter_var",
+    "sparse_tensor",
+    "sparse_to_dense",
+    "sparse_unpool",
     "sparsify",
+    "strided_conv",
+    "submanifold_conv",
+    "transposed_conv",
 ]

@@ -32,13 +32,15 @@ for _container in (ActiveBlocks, BottleneckWeights):  # so that torch.export tak
 state.register_constant(BlockParams)
 Integral.register(torch.SymInt)  # for the checks of sizes, which are symbolic in a trace
 
-_OPTIONAL = {"scale", "shift", "bias", "base", "w_project"}
+_OPTIONAL = {"scale", "shift", "bias", "base", "w_project", "residual", "valid"}
 _TYPES = {
     "block_count": "SymInt[]", "bsize": "int[]", "boffset": "int[]", "bstride": "int[]",
     "tol": "float", "avgpool": "bool", "capacity": "SymInt?",
     "add": "bool", "atomic": "bool", "transpose": "bool", "data_format": "str",
     "block_params": "SymInt[]", "strides": "int[]", "padding": "SymInt[]", "activation": "str?",
     "w_format": "str", "precision": "str?", "method": "str",
+    "kernel_size": "SymInt[]", "sites": "SymInt", "groups": "int", "count": "str", "ties": "str",
+    "floor": "float?", "mode": "str", "batch": "SymInt",
 }  # fmt: skip
 
 
@@ -69,16 +71,20 @@ class Operation:
         Words before the names of some arrays in errors.
     floats : tuple of str
         Arrays that must have 4 dimensions and a float dtype.
+    unused : tuple of str
+        Arrays that no call here gives.
     """
 
-    def __init__(self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, floats=()):
+    def __init__(
+        self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, floats=(), unused=()
+    ):
         self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
         self._floats, self._arrays = floats, operator.arrays
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
         self._options = [name for name in operator.options if name != "in_place"]
         self.place = operator.arrays.index("out") if operator.results else None
-        hidden = ("out", "scale") if "w" in operator.arrays else ("out",)
+        hidden = ("out", *unused)
         self._inputs = [i for i, name in enumerate(operator.arrays) if name not in hidden]
         self.recorded, self._differentiable = None, (gradient or operator.gradient) is not None
         if not self._differentiable:

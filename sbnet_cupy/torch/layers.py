@@ -274,7 +274,14 @@ def _unit_gradient(ops, arrays, options, grad, wanted, result):
     return ops.gradients_of(unit, named, wanted, grad)
 
 
-_CONV = Operation(SPARSE_CONV2D, ops, gradient=_conv_gradient, saves=_conv_saves, floats=("x", "w"))
+_CONV = Operation(
+    SPARSE_CONV2D,
+    ops,
+    gradient=_conv_gradient,
+    saves=_conv_saves,
+    floats=("x", "w"),
+    unused=("scale",),  # of a PackedWeights
+)
 _UNIT = Operation(
     RES_BLOCK,
     ops,

@@ -1,5 +1,8 @@
 """Convolutions at sites against loops over a dictionary, and against dense convolution."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -166,16 +169,32 @@ def test_maps_are_shared_and_freed(xp):
     x = sb.sparse_tensor(ones, xp.asarray(rows), spatial_shape=(5, 5))
     sites = x.coordinates
     window = sb.kernel_map(sites, 3, onto=sites)
-    assert sb.kernel_map(sites, (3, 3), onto=sites) is window
+    assert sb.kernel_map(sites, (3, 3), onto=sites).rows is window.rows
     y = sb.strided_conv(x, xp.asarray(np.ones((2, 2, 1, 1))), stride=2)
     again = sb.strided_conv(x, xp.asarray(np.zeros((2, 2, 1, 1))), stride=2)
     assert again.coordinates is y.coordinates
     assert sb.sparse_max_pool(x, 2).coordinates is y.coordinates
     assert window.flops(4, 8) == 2 * window.pairs() * 32
     sites.clear()
-    assert sb.kernel_map(sites, 3, onto=sites) is not window
+    assert sb.kernel_map(sites, 3, onto=sites).rows is not window.rows
     with pytest.raises(ValueError, match="there was none"):
         sb.inverse_conv(y, xp.asarray(np.ones((2, 2, 1, 1))), onto=x)
+
+
+def test_maps_are_freed_with_the_sites():
+    rows = np.array([[0, 1], [0, 2], [0, 5]], np.int32)
+    x = sb.sparse_tensor(np.ones((3, 1)), rows, spatial_shape=8)
+    y = sb.strided_conv(x, np.ones((2, 1, 1)), stride=2)
+    sb.inverse_conv(y, np.ones((2, 1, 1)), onto=x)
+    window = sb.kernel_map(x.coordinates, 3, onto=x.coordinates)
+    window.transposed()
+    alive = [weakref.ref(v) for v in (x.coordinates, y.coordinates, window.rows)]
+    gc.disable()
+    try:
+        del x, y, window
+        assert [ref() for ref in alive] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_offsets_in_place_of_a_kernel(xp, body):

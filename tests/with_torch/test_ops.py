@@ -25,6 +25,12 @@ PUBLIC = {
     "sparse_scatter_var",
     "sparsify",
 }
+SITES = {
+    "coordinate_map", "dense_to_sparse", "global_pool", "inverse_conv", "kernel_map",
+    "masked_batch_norm", "site_conv", "sparse_avg_pool", "sparse_max_pool", "sparse_tensor",
+    "sparse_to_dense", "sparse_unpool", "strided_conv", "submanifold_conv", "transposed_conv",
+}  # fmt: skip
+PUBLIC |= SITES
 PARAMS = sb.calc_block_params((8, 8), 6, 3)
 UNIT = sb.calc_block_params_res_block((8, 8), 6, [1, 3, 1])
 GRID = {"bsize": (4, 4), "boffset": (-1, 0), "bstride": (3, 2)}
@@ -362,12 +368,14 @@ def test_every_function_is_documented(st, name):
 
 
 @pytest.mark.parametrize(
-    "module", ["ops", "layers", "_conv_module", "_bottleneck_module", "sparsify"]
-)
+    "module",
+    ["ops", "layers", "_conv_module", "_bottleneck_module", "sparsify", "submanifold.sites",
+     "submanifold.convs", "submanifold.pools", "submanifold.norms"],
+)  # fmt: skip
 def test_examples_run(st, torch, module):
     module = sys.modules[f"sbnet_cupy.torch.{module}"]
     torch.manual_seed(0)
-    globs = {**vars(module), "torch": torch, "reduce_mask": st.reduce_mask}
+    globs = {**vars(st), **vars(module), "torch": torch}
     runner, examples = doctest.DocTestRunner(), 0
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, globs=globs):
         examples += len(test.examples)

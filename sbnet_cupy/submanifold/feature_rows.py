@@ -1,0 +1,16 @@
+"""Rows of features, as all operations over a kernel map take them."""
+
+from ..core.arrays import is_float
+from ..core.checks import check_array, check_contiguous
+from ..errors import DTypeError
+
+
+def check_rows(features, rows, name="features"):
+    """Raise unless ``features`` are rows of floats, and ``rows`` a table of a map."""
+    check_array("rows", rows, ndim=2)
+    check_array(name, features, ndim=2, like=rows)
+    check_contiguous(name, features)
+    if not is_float(features.dtype):
+        raise DTypeError(
+            f"{name} must be float16, bfloat16, float32 or float64, got {features.dtype}"
+        )

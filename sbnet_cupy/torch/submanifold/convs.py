@@ -1,0 +1,266 @@
+"""Convolutions at sites on tensors: site_conv, and what it is with the maps of each kind."""
+
+from ...errors import DTypeError, ShapeError
+from ...submanifold.kernel_map import KernelMap
+from ...submanifold.sparse_tensor import SparseTensor
+from .._call import call
+from .._native import check_tensors
+from ..layers import autocast
+from .maps import check_sparse, kernel_map_of, map_between, sites_of, valid
+from .operations import CONV, transposed_rows
+
+
+def site_conv(
+    features, w, kernel_map, *, groups=1, bias=None, scale=None, residual=None, activation=None,
+    precision=None, out=None,
+):  # fmt: skip
+    """Convolve rows of features over a KernelMap: :func:`sbnet_cupy.site_conv` on tensors.
+
+    Differentiable, twice and more, with respect to ``features``, ``w``, ``bias``, ``scale`` and
+    ``residual``. Under ``torch.autocast`` all of them are cast, as torch's convolutions do.
+
+    Parameters
+    ----------
+    features : tensor, shape (N, C)
+        Rows on ``kernel_map.source``.
+    w : tensor, shape (*kernel_size, C / groups, K)
+        Of the dtype of the features.
+    kernel_map : KernelMap
+        Of :func:`kernel_map` of this module.
+    groups, bias, scale, residual, activation, precision
+        As for :func:`sbnet_cupy.site_conv`.
+    out : tensor, shape (M, K), optional
+        Receives the result; contiguous. Where gradients are recorded it is written by a copy.
+
+    Returns
+    -------
+    y : tensor, shape (M, K)
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.site_conv`; DTypeError also for what is no tensor.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> sites, _ = coordinate_map(torch.tensor([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> w = torch.ones(3, 1, 1, requires_grad=True)
+    >>> site_conv(torch.ones(3, 1), w, kernel_map(sites, 3, onto=sites)).sum().backward()
+    >>> w.grad.ravel()
+    tensor([1., 3., 1.])
+    """
+    if not isinstance(kernel_map, KernelMap):
+        raise DTypeError(
+            f"kernel_map must be a KernelMap, got {type(kernel_map).__name__}; make one with "
+            "kernel_map"
+        )
+    features, w, scale, bias, residual = autocast(features, w, scale, bias, residual)
+    made, target = kernel_map, kernel_map.target
+    holds = target._kept["valid"] if "valid" in target._kept else valid(target)
+    options = (made.kernel_size, made.source.capacity, groups, activation, precision)
+    return call(CONV, (features, w, made.rows, holds, scale, bias, residual, out), options)
+
+
+def submanifold_conv(
+    x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
+    precision=None, out=None,
+):  # fmt: skip
+    """Convolve features at the same sites: :func:`sbnet_cupy.submanifold_conv` on tensors.
+
+    Parameters
+    ----------
+    x : SparseTensor
+        Of tensors.
+    w, dilation, groups, bias, scale, residual, activation, precision, out
+        As for :func:`sbnet_cupy.submanifold_conv`, differentiable as :func:`site_conv` says.
+
+    Returns
+    -------
+    SparseTensor
+        On the coordinates of ``x``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.submanifold_conv`; DTypeError also for what is no tensor.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> rows = torch.tensor([[0, 1], [0, 2], [0, 5]])
+    >>> x = sparse_tensor(torch.ones(3, 1), rows, spatial_shape=8)
+    >>> submanifold_conv(x, torch.ones(3, 1, 1)).features.ravel()
+    tensor([2., 2., 1.])
+    """
+    kernel, same = _kernel_of(x, w), x.coordinates
+    made = kernel_map_of(same, kernel, same, dilation=dilation)
+    return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
+
+
+def strided_conv(
+    x, w, *, stride, padding=0, dilation=1, groups=1, onto=None, capacity=None, bias=None,
+    scale=None, residual=None, activation=None, precision=None, out=None,
+):  # fmt: skip
+    """Convolve features with a stride: :func:`sbnet_cupy.strided_conv` on tensors.
+
+    Parameters
+    ----------
+    x : SparseTensor
+        Of tensors.
+    w, stride, padding, dilation, groups, onto, capacity
+        As for :func:`sbnet_cupy.strided_conv`.
+    bias, scale, residual, activation, precision, out
+        As for :func:`site_conv`.
+
+    Returns
+    -------
+    SparseTensor
+        On new sites, in leaf order, or on those of ``onto``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.strided_conv`; DTypeError also for what is no tensor.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> rows = torch.tensor([[0, 1], [0, 2], [0, 5]])
+    >>> x = sparse_tensor(torch.ones(3, 1), rows, spatial_shape=8)
+    >>> strided_conv(x, torch.ones(2, 1, 1), stride=2).indices.tolist()
+    [[0, 0], [0, 1], [0, 2]]
+    """
+    kernel = _kernel_of(x, w)
+    made = kernel_map_of(
+        x.coordinates, kernel, onto, stride=stride, padding=0 if padding is None else padding,
+        dilation=dilation, capacity=capacity,
+    )  # fmt: skip
+    return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
+
+
+def inverse_conv(
+    x, w, *, onto, groups=1, bias=None, scale=None, residual=None, activation=None, precision=None,
+    out=None,
+):  # fmt: skip
+    """Undo the sites of a strided convolution: :func:`sbnet_cupy.inverse_conv` on tensors.
+
+    Parameters
+    ----------
+    x : SparseTensor
+        On the sites that a :func:`strided_conv` of ``onto`` made (or a pooling).
+    w, groups, bias, scale, residual, activation, precision, out
+        As for :func:`site_conv`, with the kernel size of that convolution.
+    onto : CoordinateMap or SparseTensor
+        The sites that it read.
+
+    Returns
+    -------
+    SparseTensor
+        On the sites of ``onto``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.inverse_conv`; DTypeError also for what is no tensor.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> rows = torch.tensor([[0, 1], [0, 2], [0, 5]])
+    >>> x = sparse_tensor(torch.ones(3, 1), rows, spatial_shape=8)
+    >>> y = strided_conv(x, torch.ones(2, 1, 1), stride=2)
+    >>> inverse_conv(y, torch.tensor([[[1.0]], [[10.0]]]), onto=x).features.ravel()
+    tensor([10.,  1., 10.])
+    """
+    kernel, fine = _kernel_of(x, w), sites_of(onto, "onto")
+    made = inverse_map(fine, kernel, x.coordinates)
+    if made is None:
+        raise ValueError(
+            f"onto must be the sites that a strided_conv with a kernel of {kernel} read to make "
+            "those of x; there was none: use transposed_conv, or run that convolution first"
+        )
+    return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
+
+
+def inverse_map(fine, kernel_size, coarse):
+    """Return the map back from sites that a convolution or pooling of ``fine`` made, or None."""
+    made = map_between(fine, kernel_size, coarse)
+    if made is None:
+        return None
+    return KernelMap(transposed_rows(made.rows, fine.capacity), coarse, fine, made.kernel_size)
+
+
+def transposed_conv(
+    x, w, *, stride, padding=0, output_padding=0, dilation=1, groups=1, capacity=None, bias=None,
+    scale=None, residual=None, activation=None, precision=None, out=None,
+):  # fmt: skip
+    """Convolve features transposed: :func:`sbnet_cupy.transposed_conv` on tensors.
+
+    Parameters
+    ----------
+    x : SparseTensor
+        Of tensors.
+    w, stride, padding, output_padding, dilation, groups, capacity
+        As for :func:`sbnet_cupy.transposed_conv`.
+    bias, scale, residual, activation, precision, out
+        As for :func:`site_conv`.
+
+    Returns
+    -------
+    SparseTensor
+        On every site that one of ``x`` reaches.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.transposed_conv`; DTypeError also for what is no tensor.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> x = sparse_tensor(torch.ones(2, 1), torch.tensor([[0, 1], [0, 2]]), spatial_shape=4)
+    >>> y = transposed_conv(x, torch.tensor([[[1.0]], [[2.0]]]), stride=2)
+    >>> y.indices.tolist(), y.features.ravel()
+    ([[0, 2], [0, 3], [0, 4], [0, 5]], tensor([1., 2., 1., 2.]))
+    """
+    kernel = _kernel_of(x, w)
+    made = kernel_map_of(
+        x.coordinates, kernel, stride=stride, padding=0 if padding is None else padding,
+        dilation=dilation, output_padding=output_padding, transposed=True, capacity=capacity,
+    )  # fmt: skip
+    return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
+
+
+def _kernel_of(x, w):
+    """Return the kernel size that the weights have; check that x is a SparseTensor of tensors."""
+    check_sparse(x)
+    check_tensors(w=w)
+    d = x.coordinates.dimensions
+    if w.dim() != d + 2:
+        raise ShapeError(
+            f"w must have shape (*kernel_size, C / groups, K) with a kernel of {d} axes, got "
+            f"{tuple(w.shape)}"
+        )
+    return tuple(w.shape[:d])
+
+
+def _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out):
+    """Compute a convolution over a map; return the SparseTensor."""
+    if isinstance(residual, SparseTensor):
+        if residual.coordinates is not made.target:
+            raise ShapeError(
+                "residual must be on the coordinates of the result, got others; pass the features "
+                "alone if the rows are the same sites"
+            )
+        residual = residual.features
+    y = site_conv(
+        x.features, w, made, groups=groups, bias=bias, scale=scale, residual=residual,
+        activation=activation, precision=precision, out=out,
+    )  # fmt: skip
+    return SparseTensor(y, made.target)

@@ -1,0 +1,134 @@
+"""Coordinate maps and kernel maps of tensors.
+
+The core finds sites and makes maps, on views of the tensors. A CoordinateMap of tensors keeps the
+native one that it views, which keeps its kernel maps with the tensors of their tables; all are
+freed with it.
+"""
+
+import functools
+
+import torch
+
+from ...errors import DTypeError
+from ...submanifold import kernel_map as maps
+from ...submanifold.coordinate_map import CoordinateMap
+from ...submanifold.kernel_map import KernelMap
+from ...submanifold.site_conv import valid_rows
+from ...submanifold.sparse_tensor import SparseTensor
+from .. import _dispatch_state as state
+from .._native import check_tensors, compute, to_tensor
+
+
+def untraced(function):
+    """Break the graph of a compiled function at a call: sites are found where there is data."""
+    apart = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return (apart if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call
+
+
+def natively(function, *tensors):
+    """Call a function of native arrays with views of tensors, on their device."""
+    device = tensors[0].get_device()
+    if device >= 0 and device != state.current_device():
+        with torch.cuda.device(device):
+            return compute(function, tensors)
+    return compute(function, tensors)
+
+
+def check_sparse(x, name="x"):
+    """Raise unless ``x`` is a SparseTensor of tensors; return it."""
+    if not isinstance(x, SparseTensor):
+        raise DTypeError(
+            f"{name} must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
+        )
+    check_tensors(**{f"{name}.features": x.features, f"{name}.indices": x.indices})
+    return x
+
+
+def sites_of(value, name):
+    """Return the CoordinateMap that is given, or that of a SparseTensor."""
+    value = value.coordinates if isinstance(value, SparseTensor) else value
+    if not isinstance(value, CoordinateMap):
+        raise DTypeError(
+            f"{name} must be a CoordinateMap, got {type(value).__name__}; make one with "
+            "coordinate_map"
+        )
+    return value
+
+
+def native(coordinates):
+    """Return the native CoordinateMap that views one of tensors; the same each time."""
+    kept = coordinates._kept
+    if "native" not in kept:
+        arrays = coordinates._arrays()
+        names = ("indices", "count", "status")
+        check_tensors(**dict(zip(names, arrays, strict=False)))
+        grid = coordinates.spatial_shape, coordinates.batch_size
+
+        def viewed(indices, count, status=None):
+            return CoordinateMap(indices, count, *grid, status)
+
+        kept["native"] = natively(viewed, *arrays)
+    return kept["native"]
+
+
+def of_native(made, source=None):
+    """Return a CoordinateMap of tensors for one that the core made, from a source if any."""
+    grid = made.spatial_shape, made.batch_size
+    if source is not None:  # whose status it has
+        status = source.status
+    else:
+        status = None if made.status is None else to_tensor(made.status)
+    coordinates = CoordinateMap(to_tensor(made.indices), to_tensor(made.count), *grid, status)
+    coordinates._kept["native"] = made
+    valid(coordinates)
+    return coordinates
+
+
+@untraced
+def valid(coordinates):
+    """Return which rows hold a site, as a tensor that the coordinates keep."""
+    kept = coordinates._kept
+    if "valid" not in kept:
+        sites = native(coordinates)
+        kept["valid"] = to_tensor(natively(lambda _: valid_rows(sites), coordinates.indices))
+    return kept["valid"]
+
+
+@untraced
+def kernel_map_of(coordinates, kernel_size, onto=None, **options):
+    """Return the KernelMap of tensors that :func:`kernel_map` finds; see there."""
+    known = (coordinates,) if onto is None else (coordinates, onto)
+    options["onto"] = None if onto is None else native(onto)
+    sites = native(coordinates)
+
+    def find(*_):
+        return maps.kernel_map(sites, kernel_size, **options)
+
+    return _of_native(natively(find, coordinates.indices), known)
+
+
+@untraced
+def map_between(fine, kernel_size, coarse):
+    """Return the map of a convolution or pooling of ``fine`` that made the sites ``coarse``.
+
+    Of any kernel size if that is None; None if there is no such map.
+    """
+    made = maps.found(native(fine), kernel_size, native(coarse))
+    return None if made is None else _of_native(made, (fine, coarse))
+
+
+def _of_native(made, known):
+    """Return a native KernelMap as one of tensors; its sites may be among ``known``."""
+    kept = made._kept
+    if "tensor" not in kept:
+        kept["tensor"] = to_tensor(made.rows)
+    target = next((c for c in known if native(c) is made.target), kept.get("target"))
+    if target is None:
+        target = kept["target"] = of_native(made.target, known[0])
+    valid(target)
+    return KernelMap(kept["tensor"], known[0], target, made.kernel_size)

@@ -1,0 +1,201 @@
+"""The operators of features at sites, with their gradients, which are made of themselves.
+
+All take the table ``rows`` of a kernel map as a tensor. The gradient of what reads rows by a table
+reads the gradient by the transposed one, which is made once and kept with the tensor of the table.
+"""
+
+import sys
+import weakref
+
+import torch
+
+from ...submanifold.reduce_features import REDUCE_FEATURES
+from ...submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
+from ...submanifold.site_conv import SITE_CONV
+from ...submanifold.site_conv_grad import SITE_WEIGHT_GRAD
+from ...submanifold.site_max import SITE_MAX, SITE_MAX_GRAD, SITE_MAX_TANGENT
+from ...submanifold.site_sum import SITE_SUM
+from ...submanifold.transposed_rows import TRANSPOSED_ROWS
+from .. import _dispatch_state as state
+from .._call import call
+from .._namespace import activation_backward, affine, wide
+from .._operation import Operation
+
+
+def transposed_rows(rows, sites):
+    """Return the table of the transposed map, of ``sites`` columns; keep it with ``rows``."""
+    if not (state.thread_is_plain() and state.is_plain(rows)):
+        return call(_TRANSPOSED, (rows, None), (sites,))
+    kept = getattr(rows, "transposed_rows", None)
+    back = kept() if isinstance(kept, weakref.ref) else kept
+    if back is None:
+        back = call(_TRANSPOSED, (rows, None), (sites,))
+        rows.transposed_rows, back.transposed_rows = back, weakref.ref(rows)
+    return back
+
+
+def convolve(features, w, rows, *, groups=1, precision=None):
+    """Return the plain convolution with a kernel ``[taps, C / groups, K]``."""
+    options = ((rows.shape[0],), features.shape[0], groups, None, precision)
+    return call(CONV, (features, w, rows, None, None, None, None, None), options)
+
+
+def site_sum(features, rows, valid=None, count="one"):
+    """Return the sum, or average, of the rows that each row of the table reads."""
+    return call(_SUM, (features, rows, valid, None), (count,))
+
+
+def site_max(features, rows, valid, floor, ties):
+    """Return the largest of the rows that each row of the table reads."""
+    return call(_MAX, (features, rows, valid, None), (floor, ties))
+
+
+def reduce_features(features, order, site, last, starts, mode):
+    """Return the sum or mean of the rows of each site."""
+    return call(_REDUCE, (features, order, site, last, starts, None), (mode,))
+
+
+def sample_sum(features, sample, batch):
+    """Return the sum of the rows of each sample."""
+    return call(_SAMPLE_SUM, (features, sample, None), (batch,))
+
+
+def sample_argmax(sample, features, batch):
+    """Return the row that holds the largest value of each sample, -1 where it has no row."""
+    return call(_SAMPLE_ARGMAX, (sample, features.detach(), None), (batch,))
+
+
+def rows_of(values, place):
+    """Return ``values[place]``, 0 where the place is negative."""
+    if not values.shape[0]:
+        return values.new_zeros((place.shape[0], *values.shape[1:])) + values.sum(0)
+    there = (place >= 0)[:, None]
+    return torch.where(there, values[place.clamp(min=0).long()], 0)
+
+
+def _swapped(w, groups):
+    """Return ``[taps, C / groups, K]`` as the kernel of the transposed map."""
+    taps, c, k = w.shape
+    w = w.reshape(taps, c, groups, k // groups).permute(0, 3, 2, 1)
+    return w.reshape(taps, k // groups, groups * c)
+
+
+def _conv_saves(arrays, options):
+    names = {"features", "w", "rows", "valid", "scale"}
+    if options["activation"] == "relu":
+        names |= {"result"}
+    elif options["activation"] is not None:
+        names |= {"bias", "residual"}
+    return names
+
+
+def _conv_gradient(ops, arrays, options, grad, wanted, result):
+    """Differentiate activation, sums and products one by one; sums that are needed again, again."""
+    features, w, rows, valid, scale, bias, residual, _ = arrays
+    _, sites, groups, activation, precision = options
+    taps = w.reshape(rows.shape[0], *w.shape[-2:])
+    how, found = {"groups": groups, "precision": precision}, {}
+    grad = grad if valid is None else torch.where(valid[:, None], grad, 0)
+    total = None
+    if "scale" in wanted or activation not in (None, "relu"):
+        total = wide(ops.convolve(features, taps, rows, **how))
+    if activation == "relu":
+        grad = activation_backward(grad, result, "relu")
+    elif activation is not None:
+        z = affine(total, scale, bias, None)
+        z = z if residual is None else z + residual
+        grad = activation_backward(wide(grad), z, activation)
+    if "residual" in wanted:
+        found["residual"] = grad.to(residual.dtype)
+    if "bias" in wanted:
+        found["bias"] = wide(grad).sum(0).to(bias.dtype)
+    if "scale" in wanted:
+        found["scale"] = (wide(grad) * total).sum(0).to(scale.dtype)
+    if scale is not None:
+        grad = wide(grad) * scale.to(wide(grad).dtype)
+    grad = grad.to(w.dtype)
+    if "features" in wanted:
+        back = transposed_rows(rows, sites)
+        found["features"] = ops.convolve(grad, _swapped(taps, groups), back, **how)
+    if "w" in wanted:
+        dw = call(_WEIGHT_GRAD, (features, grad, rows, None), (groups, precision))
+        found["w"] = dw.reshape(w.shape)
+    return found
+
+
+def _weight_grad_gradient(ops, arrays, options, grad, wanted, result):
+    features, grad_y, rows, _ = arrays
+    groups, precision = options
+    how, found = {"groups": groups, "precision": precision}, {}
+    if "features" in wanted:
+        back = transposed_rows(rows, features.shape[0])
+        found["features"] = ops.convolve(grad_y, _swapped(grad, groups), back, **how)
+    if "grad_y" in wanted:
+        found["grad_y"] = ops.convolve(features, grad, rows, **how)
+    return found
+
+
+def _sum_gradient(ops, arrays, options, grad, wanted, result):
+    features, rows, valid, _ = arrays
+    share = wide(grad if valid is None else torch.where(valid[:, None], grad, 0))
+    if options[0] == "volume":
+        share = share / max(rows.shape[0], 1)
+    elif options[0] == "active":
+        share = share / (rows >= 0).sum(0).clamp(min=1)[:, None]
+    back = transposed_rows(rows, features.shape[0])
+    return {"features": ops.site_sum(share, back).to(grad.dtype)}
+
+
+def _max_gradient(ops, arrays, options, grad, wanted, result):
+    features, rows, valid, _ = arrays
+    grad = torch.where(valid[:, None], grad, 0)
+    back = transposed_rows(rows, features.shape[0])
+    tensors = (grad, features.detach(), result.detach(), rows, back, None)
+    return {"features": call(_MAX_GRAD, tensors, options[1:])}
+
+
+def _max_grad_gradient(ops, arrays, options, grad, wanted, result):
+    _, features, y, rows, _, _ = arrays
+    return {"grad_y": call(_MAX_TANGENT, (grad, features, y, rows, None), options)}
+
+
+def _max_tangent_gradient(ops, arrays, options, grad, wanted, result):
+    _, features, y, rows, _ = arrays
+    back = transposed_rows(rows, features.shape[0])
+    return {"tangent": call(_MAX_GRAD, (grad, features, y, rows, back, None), options)}
+
+
+def _reduce_gradient(ops, arrays, options, grad, wanted, result):
+    _, order, site, _, starts, _ = arrays
+    if options[0] == "mean":
+        number = (starts[0, 1:] - starts[0, :-1]).clamp(min=1)[:, None]
+        grad = (wide(grad) / number).to(grad.dtype)
+    listed = rows_of(grad, torch.where(site < grad.shape[0], site, -1))
+    return {"features": torch.zeros_like(listed).index_copy(0, order, listed)}
+
+
+def _sample_sum_gradient(ops, arrays, options, grad, wanted, result):
+    return {"features": rows_of(grad, arrays[1])}
+
+
+_HERE = sys.modules[__name__]
+_TRANSPOSED = Operation(TRANSPOSED_ROWS)
+CONV = Operation(SITE_CONV, _HERE, gradient=_conv_gradient, saves=_conv_saves)
+_WEIGHT_GRAD = Operation(
+    SITE_WEIGHT_GRAD,
+    _HERE,
+    gradient=_weight_grad_gradient,
+    saves=lambda arrays, options: {"features", "grad_y", "rows"},
+)
+_SUM = Operation(SITE_SUM, _HERE, gradient=_sum_gradient)
+_MAX = Operation(
+    SITE_MAX,
+    _HERE,
+    gradient=_max_gradient,
+    saves=lambda arrays, options: {"features", "rows", "valid", "result"},
+)
+_MAX_GRAD = Operation(SITE_MAX_GRAD, _HERE, gradient=_max_grad_gradient)
+_MAX_TANGENT = Operation(SITE_MAX_TANGENT, _HERE, gradient=_max_tangent_gradient)
+_REDUCE = Operation(REDUCE_FEATURES, _HERE, gradient=_reduce_gradient)
+_SAMPLE_SUM = Operation(SAMPLE_SUM, _HERE, gradient=_sample_sum_gradient)
+_SAMPLE_ARGMAX = Operation(SAMPLE_ARGMAX)

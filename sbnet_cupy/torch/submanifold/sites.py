@@ -1,0 +1,287 @@
+"""Lists of sites, kernel maps and sparse tensors on tensors."""
+
+import math
+
+import torch
+
+from ...core.checks import check_array
+from ...core.spec import CPU, ArraySpec
+from ...errors import DTypeError, ShapeError
+from ...submanifold import coordinate_map as core
+from ...submanifold import dense_conversion
+from ...submanifold.sparse_tensor import SparseTensor
+from .._native import check_tensors, numpy_dtype, to_tensor
+from .maps import check_sparse, kernel_map_of, native, natively, of_native, sites_of, untraced
+from .operations import reduce_features, rows_of
+
+
+def coordinate_map(
+    indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf", capacity=None
+):
+    """List the distinct sites of rows: :func:`sbnet_cupy.coordinate_map` on a tensor.
+
+    Parameters
+    ----------
+    indices : int32 or int64 tensor, shape (n, 1 + d)
+        Rows ``(sample, *position)``.
+    spatial_shape, batch_size, mode, order, capacity
+        As for :func:`sbnet_cupy.coordinate_map`.
+
+    Returns
+    -------
+    coordinates : CoordinateMap
+        Of tensors on the device of ``indices``.
+    inverse : int32 tensor, shape (n,)
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueError
+        As :func:`sbnet_cupy.coordinate_map`; DTypeError also for what is no tensor.
+
+    Source: Graham et al. 2018, arXiv:1711.10275.
+
+    Examples
+    --------
+    >>> sites, inverse = coordinate_map(torch.tensor([[0, 5, 5], [0, 1, 2]]))
+    >>> sites.indices
+    tensor([[0, 1, 2],
+            [0, 5, 5]], dtype=torch.int32)
+    """
+    check_tensors(indices=indices)
+    return _listed(indices, spatial_shape, batch_size, mode, order, capacity)[:2]
+
+
+@untraced
+def _listed(indices, spatial_shape, batch_size, mode, order, capacity):
+    """Return the sites, the site of each row, and the tensors that reduce features.
+
+    These are the row of each site, or the arrays of a Reduction.
+    """
+
+    def find(indices):
+        given = (indices, spatial_shape, batch_size, mode, order, capacity)
+        made, inverse, reduction = core.reduce_rows(*given)
+        if mode in ("sum", "mean"):
+            return made, inverse, reduction
+        return made, inverse, core.row_of_site(reduction, made.capacity, mode)
+
+    made, inverse, reduction = natively(find, indices)
+    if mode in ("sum", "mean"):
+        order, site, _, last, starts = map(to_tensor, reduction)
+        return of_native(made), to_tensor(inverse), (order, site, last, starts[None])
+    return of_native(made), to_tensor(inverse), to_tensor(reduction)
+
+
+def sparse_tensor(
+    features, indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf",
+    capacity=None,
+):  # fmt: skip
+    """Put features at their sites: :func:`sbnet_cupy.sparse_tensor` on tensors.
+
+    Differentiable with respect to ``features``.
+
+    Parameters
+    ----------
+    features : tensor, shape (n, C)
+        Of a float dtype; a row for each row of ``indices``.
+    indices : int32 or int64 tensor, shape (n, 1 + d)
+        Rows ``(sample, *position)``.
+    spatial_shape, batch_size, mode, order, capacity
+        As for :func:`sbnet_cupy.sparse_tensor`.
+
+    Returns
+    -------
+    SparseTensor
+        Of tensors.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.sparse_tensor`; DTypeError also for what is no tensor.
+
+    Source: the input layers of B. Graham's SparseConvNet.
+
+    Examples
+    --------
+    >>> rows = torch.tensor([[0, 2, 2], [0, 0, 1], [0, 2, 2]])
+    >>> x = sparse_tensor(torch.tensor([[1.0], [2], [3]]), rows, spatial_shape=4, mode="mean")
+    >>> x.indices.tolist(), x.features.tolist()
+    ([[0, 0, 1], [0, 2, 2]], [[2.0], [2.0]])
+    """
+    return with_inverse(features, indices, spatial_shape, batch_size, mode, order, capacity)[0]
+
+
+def with_inverse(features, indices, spatial_shape, batch_size, mode, order="leaf", capacity=None):
+    """Return what sparse_tensor does, and the site of each row."""
+    check_tensors(features=features, indices=indices)
+    check_array("features", spec_of_tensor(features), ndim=2)
+    if not features.is_floating_point():
+        raise DTypeError(
+            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
+        )
+    check_array("indices", spec_of_tensor(indices), ndim=2)
+    if len(features) != len(indices):
+        raise ShapeError(
+            f"features must have a row for each of the {len(indices)} rows of indices, got "
+            f"{len(features)}"
+        )
+    coordinates, inverse, how = _listed(indices, spatial_shape, batch_size, mode, order, capacity)
+    if mode in ("sum", "mean"):
+        features = reduce_features(features, *how, mode)
+    else:
+        features = rows_of(features, how)
+    return SparseTensor(features, coordinates), inverse
+
+
+def spec_of_tensor(tensor):
+    """Return the ArraySpec of a tensor, its gaps closed."""
+    device = CPU if tensor.get_device() < 0 else tensor.get_device()
+    return ArraySpec(tuple(tensor.shape), numpy_dtype(tensor.dtype, "tensor"), device)
+
+
+def kernel_map(
+    coordinates, kernel_size=None, *, stride=1, dilation=1, padding=None, onto=None,
+    transposed=False, output_padding=0, offsets=None, capacity=None,
+):  # fmt: skip
+    """Find which rows a convolution reads: :func:`sbnet_cupy.kernel_map` on tensors.
+
+    Parameters
+    ----------
+    coordinates : CoordinateMap
+        Of tensors. It keeps the map: asking again is free.
+    kernel_size, stride, dilation, padding, transposed, output_padding, offsets, capacity
+        As for :func:`sbnet_cupy.kernel_map`.
+    onto : CoordinateMap, optional
+        Of tensors.
+
+    Returns
+    -------
+    KernelMap
+        Of tensors.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueError
+        As :func:`sbnet_cupy.kernel_map`.
+
+    Source: Graham et al. 2018, arXiv:1711.10275, section 3.
+
+    Examples
+    --------
+    >>> sites, _ = coordinate_map(torch.tensor([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> kernel_map(sites, 3, onto=sites).rows.tolist()
+    [[-1, 0, -1], [0, 1, 2], [1, -1, -1]]
+    """
+    sites_of(coordinates, "coordinates")
+    return kernel_map_of(
+        coordinates, kernel_size, onto, stride=stride, dilation=dilation, padding=padding,
+        transposed=transposed, output_padding=output_padding, offsets=offsets, capacity=capacity,
+    )  # fmt: skip
+
+
+def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channels_last"):
+    """List the cells of a grid that are not 0: :func:`sbnet_cupy.dense_to_sparse` on tensors.
+
+    Differentiable with respect to ``x``.
+
+    Parameters
+    ----------
+    x : tensor, shape (N, *spatial, C), or (N, C, *spatial) for "channels_first"
+        Of a float dtype.
+    tol, capacity, data_format
+        As for :func:`sbnet_cupy.dense_to_sparse`.
+    mask : tensor, shape (N, *spatial), optional
+        Cells are listed where it is not 0, in place of ``tol``.
+
+    Returns
+    -------
+    SparseTensor
+        Sites in raster order.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.dense_to_sparse`; DTypeError also for what is no tensor.
+
+    Source: the DenseToSparse of B. Graham's SparseConvNet.
+
+    Examples
+    --------
+    >>> image = torch.zeros(1, 4, 4, 1)
+    >>> image[0, 1, 2] = 5.0
+    >>> dense_to_sparse(image).indices.tolist()
+    [[0, 1, 2]]
+    """
+    check_tensors(x=x, mask=mask)
+    coordinates, cells = _cells_listed(x, tol, mask, capacity, data_format)
+    last = x if data_format == "channels_last" else x.movedim(1, -1)
+    features = rows_of(last.reshape(-1, last.shape[-1]), cells)
+    return SparseTensor(features, coordinates)
+
+
+@untraced
+def _cells_listed(x, tol, mask, capacity, data_format):
+    """Return the sites of a grid, and the flat cell of each, -1 for rows that are no site."""
+
+    def find(x, mask=None):
+        options = {"tol": tol, "mask": mask, "capacity": capacity, "data_format": data_format}
+        return dense_conversion.dense_to_sparse(x, **options).coordinates
+
+    made = natively(find, *((x,) if mask is None else (x, mask)))
+    coordinates = of_native(made)
+    shape = (made.batch_size, *made.spatial_shape)
+    cells = _cells(coordinates, shape)
+    return coordinates, torch.where(cells < math.prod(shape), cells, -1)
+
+
+def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=None):
+    """Put features at their cells of a whole grid: :func:`sbnet_cupy.sparse_to_dense` on tensors.
+
+    Differentiable with respect to the features.
+
+    Parameters
+    ----------
+    x : SparseTensor
+        Of tensors, and of a known batch size.
+    fill, data_format, spatial_shape
+        As for :func:`sbnet_cupy.sparse_to_dense`.
+
+    Returns
+    -------
+    tensor, shape (N, *spatial, C), or (N, C, *spatial) for "channels_first"
+
+    Raises
+    ------
+    ShapeError, DTypeError, ValueError
+        As :func:`sbnet_cupy.sparse_to_dense`; DTypeError also for what is no tensor.
+
+    Source: the SparseToDense of B. Graham's SparseConvNet.
+
+    Examples
+    --------
+    >>> x = sparse_tensor(torch.tensor([[3.0], [1]]), torch.tensor([[0, 0], [0, 2]]),
+    ...                   spatial_shape=4)
+    >>> sparse_to_dense(x)[0, :, 0]
+    tensor([3., 0., 1., 0.])
+    """
+    check_sparse(x)
+    shape = dense_conversion.grid_of(x, spatial_shape, data_format)
+    cells, total = _cells(x.coordinates, shape), math.prod(shape)
+    out = x.features.new_full((total + 1, x.channels), fill)
+    out = out.index_copy(0, cells, x.features)  # rows that are no site go to the last place
+    out = out[:-1].reshape(*shape, x.channels)
+    return out.movedim(-1, 1).contiguous() if data_format == "channels_first" else out
+
+
+@untraced
+def _cells(coordinates, shape):
+    """Return the flat cell of each site in a grid, as a tensor that the coordinates keep."""
+    kept, key = coordinates._kept, ("cells", shape)
+    if key not in kept:
+        sites = native(coordinates)
+
+        def find(_):
+            return dense_conversion.cells_of(sites, shape)
+
+        kept[key] = to_tensor(natively(find, coordinates.indices))
+    return kept[key]

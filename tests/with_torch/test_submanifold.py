@@ -1,0 +1,424 @@
+"""Features at sites on tensors: against dense convolutions, differentiated, compiled."""
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from support.exhaustive import thinned
+
+SHAPE = (7, 6)
+
+
+def sites_of(torch, device="cpu", shape=SHAPE, share=0.5, batch=2, seed=0):
+    """Return rows of distinct sites in some order."""
+    rng = np.random.default_rng(seed)
+    rows = np.argwhere(rng.random((batch, *shape)) < share)
+    return torch.as_tensor(rng.permutation(rows), device=device)
+
+
+def values(torch, *shape, device="cpu", seed=1, dtype=None):
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return made.to(device, dtype or torch.float64)
+
+
+def made(torch, st, device="cpu", channels=4, seed=0, **options):
+    rows = sites_of(torch, device, options.pop("shape", SHAPE), seed=seed)
+    features = values(torch, len(rows), channels, device=device, dtype=options.pop("dtype", None))
+    shape = options.pop("spatial_shape", SHAPE)
+    return st.sparse_tensor(features, rows, spatial_shape=shape, batch_size=2, **options)
+
+
+def image_of(st, x):
+    return st.sparse_to_dense(x, data_format="channels_first")
+
+
+def at_sites(image, x):
+    """Return the pixels of an NCHW image at the sites of x."""
+    n, *position = x.indices.long().T
+    return image.movedim(1, -1)[(n, *position)]
+
+
+def oihw(w):
+    return w.movedim(-1, 0).movedim(-1, 1)
+
+
+def close(torch, a, b, factor=1):
+    torch.testing.assert_close(a, b, rtol=1e-12 * factor, atol=1e-12 * factor)
+
+
+@pytest.mark.parametrize("kernel, dilation, groups", [(3, 1, 1), (2, 1, 2), ((3, 5), (2, 1), 1)])
+def test_submanifold_conv_is_a_dense_one_read_at_the_sites(
+    torch, st, device, kernel, dilation, groups
+):
+    x = made(torch, st, device)
+    pair = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+    step = dilation if isinstance(dilation, tuple) else (dilation, dilation)
+    w = values(torch, *pair, 4 // groups, 6, device=device)
+    bias = values(torch, 6, device=device, seed=3)
+    y = st.submanifold_conv(x, w, dilation=dilation, groups=groups, bias=bias, activation="silu")
+    pads = [p for k, d in zip(pair[::-1], step[::-1], strict=True)
+            for p in (k // 2 * d, (k - 1 - k // 2) * d)]  # fmt: skip
+    padded = torch.nn.functional.pad(image_of(st, x), pads)
+    dense = torch.nn.functional.conv2d(padded, oihw(w), bias, dilation=step, groups=groups)
+    close(torch, y.features, torch.nn.functional.silu(at_sites(dense, x)))
+    assert y.coordinates is x.coordinates
+
+
+@pytest.mark.parametrize("kernel, stride, padding", [(2, 2, 0), (3, 2, 1), (3, 1, 0)])
+def test_strided_conv_has_every_site_whose_window_meets_one(
+    torch, st, device, kernel, stride, padding
+):
+    x = made(torch, st, device)
+    w = values(torch, kernel, kernel, 4, 5, device=device)
+    y = st.strided_conv(x, w, stride=stride, padding=padding)
+    options = {"stride": stride, "padding": padding}
+    close(torch, y.features, at_sites(
+        torch.nn.functional.conv2d(image_of(st, x), oihw(w), **options), y))  # fmt: skip
+    active = image_of(st, x.replace(torch.ones_like(x.features[:, :1])))
+    met = torch.nn.functional.max_pool2d(active, kernel, **options)
+    assert torch.equal(met[:, 0].nonzero().int(), torch.unique(y.indices, dim=0))
+    assert y.spatial_shape == tuple(met.shape[2:])
+
+
+def test_transposed_and_inverse_conv_are_transposes(torch, st, device):
+    x = made(torch, st, device)
+    w = values(torch, 3, 3, 4, 5, device=device)
+    y = st.transposed_conv(x, w, stride=2, padding=1)
+    weight = w.movedim(-1, 0).movedim(-1, 0)
+    dense = torch.nn.functional.conv_transpose2d(image_of(st, x), weight, stride=2, padding=1)
+    close(torch, y.features, at_sites(dense, y))
+    assert y.spatial_shape == tuple(dense.shape[2:])
+    down = st.strided_conv(x, w, stride=2, padding=1)
+    v = values(torch, *down.features.shape, device=device, seed=9)
+    up = st.inverse_conv(down.replace(v), w.transpose(-1, -2).contiguous(), onto=x)
+    close(torch, (down.features * v).sum(), (x.features * up.features).sum(), 100)
+    assert up.coordinates is x.coordinates
+    with pytest.raises(ValueError, match="there was none"):
+        st.inverse_conv(y, w.transpose(-1, -2).contiguous(), onto=x)
+
+
+NAMES = ["submanifold", "strided", "inverse", "transposed", "site"]
+
+
+def conv_of(st, x, name):
+    """Return a convolution as a function of features, weights, bias, scale and residual."""
+    if name == "submanifold":
+        return lambda x, w, **more: st.submanifold_conv(x, w, **more).features
+    if name == "strided":
+        return lambda x, w, **more: st.strided_conv(x, w, stride=2, padding=1, **more).features
+    if name == "transposed":
+        return lambda x, w, **more: st.transposed_conv(x, w, stride=2, **more).features
+    window = st.kernel_map(x.coordinates, 3, onto=x.coordinates)
+    return lambda x, w, **more: st.site_conv(x.features, w, window, **more)
+
+
+@pytest.mark.parametrize("case", thinned([
+    (name, activation, groups)
+    for groups in (1, 2) for activation in (None, "relu", "silu", "gelu") for name in NAMES
+], 7))  # fmt: skip
+def test_gradients_and_their_gradients(torch, st, case):
+    name, activation, groups = case
+    x = made(torch, st, shape=(4, 3), spatial_shape=(4, 3), channels=2)
+    if name == "inverse":
+        fine = x
+        x = st.strided_conv(x, values(torch, 3, 3, 2, 2), stride=2, padding=1)
+
+        def conv(x, w, **more):
+            return st.inverse_conv(x, w, onto=fine, **more).features
+    else:
+        conv = conv_of(st, x, name)
+    w = values(torch, 3, 3, 2 // groups, 2, seed=2)
+    shape = conv(x, w, groups=groups).shape
+    bias, scale = values(torch, 2, seed=3), values(torch, 2, seed=4)
+    residual = values(torch, *shape, seed=5)
+    coordinates = x.coordinates
+
+    def function(features, w, bias, scale, residual):
+        given = {"bias": bias, "scale": scale, "residual": residual}
+        x = sb.SparseTensor(features, coordinates)
+        return conv(x, w, groups=groups, activation=activation, **given)
+
+    inputs = [t.clone().requires_grad_() for t in (x.features, w, bias, scale, residual)]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs, atol=1e-4)
+
+
+def pools(st, x):
+    pooled = st.sparse_max_pool(x, 2)
+    return {
+        "max": lambda f: st.sparse_max_pool(x.replace(f), 3, stride=2, padding=1).features,
+        "max floor": lambda f: st.sparse_max_pool(x.replace(f), 2, floor=0.1).features,
+        "max all": lambda f: st.sparse_max_pool(x.replace(f), 3, stride=1, ties="all").features,
+        "average": lambda f: st.sparse_avg_pool(x.replace(f), 3, stride=2, padding=1).features,
+        "active": lambda f: st.sparse_avg_pool(x.replace(f), 2, count="active").features,
+        "unpool": lambda f: st.sparse_unpool(
+            pooled.replace(f[: pooled.coordinates.capacity]), onto=x).features,
+        "global max": lambda f: st.global_pool(x.replace(f)),
+        "global mean": lambda f: st.global_pool(x.replace(f), "mean"),
+        "global sum": lambda f: st.global_pool(x.replace(f), "sum"),
+        "dense": lambda f: st.sparse_to_dense(x.replace(f), fill=2.0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["max", "max floor", "max all", "average", "active", "unpool",
+                                  "global max", "global mean", "global sum", "dense"])  # fmt: skip
+def test_pools_are_those_of_the_core_and_differentiable(torch, st, name):
+    x = made(torch, st, shape=(4, 4), spatial_shape=(4, 4), channels=2, seed=4)
+    function = pools(st, x)[name]
+    plain = sb.sparse_tensor(x.features.numpy(), x.indices.numpy(), spatial_shape=(4, 4))
+    expected = pools(sb, plain)[name](plain.features)
+    assert np.array_equal(function(x.features).numpy(), expected)
+    features = x.features.clone().requires_grad_()
+    assert torch.autograd.gradcheck(function, features)
+    assert torch.autograd.gradgradcheck(function, features)
+
+
+def test_ties_go_to_the_first_or_to_all(torch, st, device):
+    rows = torch.tensor([[0, 0], [0, 1], [0, 5]], device=device)
+    for ties, expected in (("first", [1.0, 0, 1]), ("all", [1.0, 1, 1])):
+        ones = torch.ones(3, 1, device=device, requires_grad=True)
+        x = st.sparse_tensor(ones, rows, spatial_shape=8)
+        st.sparse_max_pool(x, 2, ties=ties).features.sum().backward()
+        assert ones.grad.ravel().tolist() == expected
+
+
+@pytest.mark.parametrize("mode", ["unique", "first", "last", "sum", "mean"])
+def test_sparse_tensor_has_the_core_s_bits_and_a_gradient(torch, st, device, mode):
+    rows = sites_of(torch, device)
+    if mode != "unique":
+        rows = torch.cat([rows, rows[::2], rows[::3]])
+    features = values(torch, len(rows), 3, device=device, dtype=torch.float32)
+    x = st.sparse_tensor(features, rows, spatial_shape=SHAPE, mode=mode)
+    y = sb.sparse_tensor(features.cpu().numpy(), rows.cpu().numpy(), spatial_shape=SHAPE, mode=mode)
+    assert np.array_equal(x.indices.cpu().numpy(), y.indices)
+    if mode in ("sum", "mean") and device == "cuda":
+        np.testing.assert_allclose(x.features.cpu().numpy(), y.features, rtol=1e-6, atol=1e-6)
+    else:
+        assert np.array_equal(x.features.cpu().numpy(), y.features)
+    if device == "cpu":
+        wide = features[:40].double().requires_grad_()
+
+        def function(features):
+            return st.sparse_tensor(features, rows[:40], spatial_shape=SHAPE, mode=mode).features
+
+        assert torch.autograd.gradcheck(function, wide)
+        assert torch.autograd.gradgradcheck(function, wide)
+
+
+@pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+def test_dense_grids_go_there_and_back(torch, st, device, data_format):
+    x = made(torch, st, device)
+    image = st.sparse_to_dense(x, data_format=data_format).requires_grad_()
+    found = st.dense_to_sparse(image, data_format=data_format)
+    back = st.sparse_to_dense(found, data_format=data_format)
+    assert torch.equal(back, image)
+    assert torch.equal(found.indices.long(), torch.unique(x.indices.long(), dim=0))
+    back.sum().backward()
+    assert torch.equal(image.grad, (image != 0).to(image.dtype))
+    if device == "cpu":
+        assert torch.autograd.gradcheck(
+            lambda v: st.dense_to_sparse(v, mask=torch.ones(1, 2, 2)).features,
+            values(torch, 1, 2, 2, 2).requires_grad_(),
+        )
+
+
+def test_rows_past_the_count_never_leak(torch, st, device):
+    rows = sites_of(torch, device)
+    n = len(rows)
+    features = values(torch, n, 4, device=device)
+    exact = st.sparse_tensor(features, rows, spatial_shape=SHAPE, batch_size=2)
+    x = st.sparse_tensor(features, rows, spatial_shape=SHAPE, batch_size=2, capacity=n + 5)
+    spoiled = x.features.clone()
+    spoiled[n:] = float("nan")
+    w, w2 = values(torch, 3, 3, 4, 4, device=device), values(torch, 2, 2, 4, 4, device=device)
+    bn = torch.nn.BatchNorm1d(4, device=device, dtype=torch.float64)
+
+    def network(x, w, w2, capacity):
+        x = st.submanifold_conv(x, w, activation="silu")
+        x = st.masked_batch_norm(x, None, None, bn.weight, bn.bias)
+        x = x.replace(torch.where(x.features != 0, x.features, torch.nan)) if capacity else x
+        y = st.strided_conv(x, w2, stride=2, capacity=capacity)
+        y = st.sparse_max_pool(y, 2, capacity=capacity)
+        return st.global_pool(y, "mean"), st.sparse_to_dense(y)
+
+    gradients = []
+    for given, values_, capacity in ((exact, exact.features, None), (x, spoiled, 40)):
+        leaves = [t.clone().requires_grad_() for t in (values_, w, w2)]
+        pooled, dense = network(given.replace(leaves[0]), *leaves[1:], capacity)
+        (pooled.square().sum() + dense.square().sum()).backward()
+        gradients.append([pooled, dense, leaves[0].grad[:n], leaves[1].grad, leaves[2].grad])
+        assert not leaves[0].grad[n:].any()
+    for a, b in zip(*gradients, strict=True):
+        close(torch, a, b, 100)
+
+
+@pytest.mark.parametrize("capacity", [None, 0, 3])
+def test_no_sites_at_all(torch, st, device, capacity):
+    rows = torch.zeros(0, 3, dtype=torch.int64, device=device)
+    features = torch.zeros(0, 4, device=device, requires_grad=True)
+    for mode in ("unique", "mean"):
+        x = st.sparse_tensor(
+            features, rows, spatial_shape=SHAPE, batch_size=2, mode=mode, capacity=capacity
+        )
+        w = torch.ones(2, 2, 4, 4, device=device, requires_grad=True)
+        y = st.submanifold_conv(x, w, activation="gelu")
+        y = st.masked_batch_norm(y, training=True)
+        z = st.strided_conv(y, w, stride=2)
+        z = st.inverse_conv(z, w, onto=y)
+        z = st.sparse_unpool(st.sparse_max_pool(z, 2), onto=z)
+        z = st.sparse_avg_pool(st.transposed_conv(z, w, stride=2), 2)
+        total = st.sparse_to_dense(z).sum() + st.global_pool(z).sum()
+        total = total + st.global_pool(z, "mean").sum()
+        total.backward()
+        assert total.item() == 0 and not w.grad.any() and features.grad.shape == (0, 4)
+
+
+def test_an_empty_sample(torch, st, device):
+    x = st.sparse_tensor(
+        torch.ones(1, 1, device=device), torch.tensor([[1, 2]], device=device), spatial_shape=4,
+        batch_size=3,
+    )  # fmt: skip
+    assert st.global_pool(x).ravel().tolist() == [0, 1, 0]
+    assert st.sparse_to_dense(x)[..., 0].sum(1).tolist() == [0, 1, 0]
+
+
+def test_batch_norm_is_torch_s(torch, st, device):
+    x = made(torch, st, device, dtype=torch.float32)
+    mine, theirs = (torch.nn.BatchNorm1d(4, device=device) for _ in range(2))
+    for module in (mine, theirs):
+        torch.nn.init.constant_(module.weight, 1.5)
+        torch.nn.init.constant_(module.bias, -0.5)
+    for _ in range(2):
+        found = st.masked_batch_norm(
+            x, mine.running_mean, mine.running_var, mine.weight, mine.bias, training=True
+        )
+        torch.testing.assert_close(found.features, theirs(x.features))
+    torch.testing.assert_close(mine.running_mean, theirs.running_mean)
+    torch.testing.assert_close(mine.running_var, theirs.running_var)
+    theirs.eval()
+    tables = (mine.running_mean, mine.running_var, mine.weight, mine.bias)
+    found = st.masked_batch_norm(x, *tables)
+    torch.testing.assert_close(found.features, theirs(x.features))
+
+
+def test_maps_are_shared_and_die_with_the_coordinates(torch, st):
+    import gc
+    import weakref
+
+    x = made(torch, st)
+    y = st.strided_conv(x, values(torch, 2, 2, 4, 4), stride=2)
+    assert st.sparse_max_pool(x, 2).coordinates is y.coordinates
+    window = st.kernel_map(x.coordinates, 3, onto=x.coordinates)
+    assert st.kernel_map(x.coordinates, 3, onto=x.coordinates).rows is window.rows
+    f = x.features.clone().requires_grad_()
+    st.inverse_conv(y, values(torch, 2, 2, 4, 4), onto=x)
+    st.submanifold_conv(x.replace(f), values(torch, 3, 3, 4, 4)).features.sum().backward()
+    alive = [weakref.ref(t) for t in (window.rows, x.coordinates, y.coordinates, y.indices)]
+    gc.disable()
+    try:
+        del x, y, window, f
+        assert [ref() for ref in alive] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_autocast_casts_as_torch_does(torch, st, device):
+    x = made(torch, st, device, dtype=torch.float32)
+    w = values(torch, 3, 3, 4, 4, device=device, dtype=torch.float32).requires_grad_()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = st.submanifold_conv(x, w, bias=torch.zeros(4, device=device))
+    assert y.features.dtype is torch.bfloat16
+    y.features.float().sum().backward()
+    assert w.grad.dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo asks tensors for
+def test_compiled_with_breaks_and_whole(torch, st):
+    torch._dynamo.reset()
+    x = made(torch, st)
+    w, w2 = values(torch, 3, 3, 4, 4), values(torch, 2, 2, 4, 4)
+
+    def network(features, w, w2):
+        y = st.submanifold_conv(x.replace(features.sin()), w, activation="relu")
+        return st.strided_conv(y, w2, stride=2).features.cos()
+
+    window = st.kernel_map(x.coordinates, 3, onto=x.coordinates)
+
+    def whole(features, w, w2):
+        return st.site_conv(features.sin(), w, window, activation="silu").cos() * w2.sum()
+
+    for function, full in ((network, False), (whole, True)):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=full)
+        results = []
+        for call in (function, compiled):
+            leaves = [t.clone().requires_grad_() for t in (x.features, w, w2)]
+            y = call(*leaves)
+            y.square().sum().backward()
+            results.append([y, *[leaf.grad for leaf in leaves]])
+        for a, b in zip(*results, strict=True):
+            close(torch, a, b, 100)
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda torch, st, x, w: st.submanifold_conv(x, w.float()), sb.DTypeError, "w must have the"),
+    (lambda torch, st, x, w: st.submanifold_conv(x.features, w), sb.DTypeError, "x must be a Sp"),
+    (lambda torch, st, x, w: st.submanifold_conv(x, w[0]), sb.ShapeError, "w must have shape"),
+    (lambda torch, st, x, w: st.submanifold_conv(x, w, groups=3), sb.ShapeError, "groups must"),
+    (lambda torch, st, x, w: st.strided_conv(x, w, stride=0), sb.ShapeError, "stride must"),
+    (lambda torch, st, x, w: st.submanifold_conv(x, w.numpy()), sb.DTypeError, "w must be a torch"),
+    (lambda torch, st, x, w: st.submanifold_conv(x, w, activation="tanh"), ValueError, "activ"),
+    (lambda torch, st, x, w: st.sparse_max_pool(x, 0), sb.ShapeError, "kernel_size must"),
+    (lambda torch, st, x, w: st.sparse_max_pool(x, 2, ties="none"), ValueError, "ties must"),
+    (lambda torch, st, x, w: st.global_pool(x, "min"), ValueError, "reduce must"),
+    (lambda torch, st, x, w: st.sparse_unpool(x, onto=x), ValueError, "there was none"),
+    (lambda torch, st, x, w: st.sparse_tensor(x.features, x.indices[:2]), sb.ShapeError, "a row"),
+    (lambda torch, st, x, w: st.sparse_tensor(x.features, x.indices.float()), sb.DTypeError, "int"),
+    (lambda torch, st, x, w: st.coordinate_map(x.indices, spatial_shape=2), sb.ShapeError, "insid"),
+    (lambda torch, st, x, w: st.coordinate_map(x.indices.repeat(2, 1)), ValueError, "distinct"),
+    (lambda torch, st, x, w: st.kernel_map(x.indices, 3), sb.DTypeError, "coordinates must be"),
+    (lambda torch, st, x, w: st.site_conv(x.features, w, None), sb.DTypeError, "kernel_map must"),
+    (lambda torch, st, x, w: st.masked_batch_norm(x, w), sb.ShapeError, "running_mean must"),
+])  # fmt: skip
+def test_bad_calls(torch, st, call, error, words):
+    x = made(torch, st)
+    with pytest.raises(error, match=words):
+        call(torch, st, x, values(torch, 3, 3, 4, 4))
+
+
+def operators(torch, st, device):
+    """Yield (operator, arguments) for each of ours, gradients asked for where there are any."""
+    x = made(torch, st, device)
+    coordinates = x.coordinates
+    window = st.kernel_map(coordinates, 3, onto=coordinates)
+    rows, back, n = window.rows, window.transposed().rows, coordinates.capacity
+    valid = coordinates.valid()
+    f, y = x.features.requires_grad_(), values(torch, n, 4, device=device).requires_grad_()
+    w, v = (values(torch, *s, device=device).requires_grad_() for s in ((3, 3, 4, 4), (4,)))
+    ops = torch.ops.sbnet_cupy
+    yield ops.site_conv, (f, w, rows, valid, v, v, y, (3, 3), n, 1, "gelu", None)
+    yield ops.site_conv, (f, w, rows, None, None, None, None, (3, 3), n, 1, "relu", None)
+    yield ops.site_weight_grad, (f, y, rows, 2, None)
+    yield ops.site_sum, (f, rows, valid, "active")
+    yield ops.site_max, (f, rows, valid, 0.0, "first")
+    top = ops.site_max(f, rows, valid, None, "first").detach()
+    still = f.detach()
+    yield ops.site_max_grad, (y, still, top, rows, back, "all")
+    yield ops.site_max_tangent, (y, still, top, rows, "first")
+    sample = x.indices[:, 0].contiguous()
+    yield ops.sample_sum, (f, sample, 2)
+    yield ops.sample_argmax, (sample, still, 2)
+    yield ops.transposed_rows, (rows, n)
+    order = torch.arange(n, device=device)
+    last = torch.ones_like(order, dtype=torch.bool)
+    starts = torch.arange(n + 1, device=device)[None]
+    yield ops.reduce_features, (f, order, order, last, starts, "mean")
+
+
+def test_opcheck(torch, st, device):
+    checked = set()
+    for operator, arguments in operators(torch, st, device):
+        results = torch.library.opcheck(operator.default, arguments)
+        assert set(results.values()) == {"SUCCESS"}, (operator, results)
+        checked.add(operator)
+    assert len(checked) == 10
