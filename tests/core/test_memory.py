@@ -11,10 +11,10 @@ import pytest
 
 from sbnet_cupy import calc_block_params, reduce_mask, sparse_gather, sparse_scatter
 from sbnet_cupy.block_sparse.corners import CHUNK_BYTES
+from support.exhaustive import thinned_product
 
 SIZE, CHANNELS = (440, 632), 24  # no multiples of the tiles: some are cut
 DTYPES = [np.dtype("f4"), pytest.param(np.dtype("f2"), marks=pytest.mark.exhaustive)]
-ACTIVATIONS = ["none", pytest.param("relu", marks=pytest.mark.exhaustive), "gelu"]
 LAYOUTS = list(itertools.product(("NHWC", "NCHW"), (False, True)))
 MOST = 6 * CHUNK_BYTES  # a call has several chunks at a time
 P = calc_block_params(SIZE, 18, 3)
@@ -52,16 +52,17 @@ def active():
     return tuple(reduce_mask(np.ones((1, *SIZE), bool), P.bcount, **GRID))
 
 
-@pytest.mark.parametrize(("data_format", "transpose"), LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestCopies:
     """A row of blocks is 1/25 of these images."""
 
-    @pytest.mark.parametrize("given", [False, True], ids=["", "out"])
     @pytest.mark.parametrize(
-        "activation", ["none", pytest.param("relu", marks=pytest.mark.exhaustive), "gelu"]
+        "layout, activation, given",
+        thinned_product(5, LAYOUTS, ["none", "relu", "gelu"], [False, True]),
+        ids=str,
     )
-    def test_gather(self, active, dtype, data_format, transpose, activation, given):
+    def test_gather(self, active, dtype, layout, activation, given):
+        data_format, transpose = layout
         options = {"transpose": transpose, "data_format": data_format} | GRID
         if activation != "none":
             options |= {"scale": np.ones(CHANNELS, np.float32), "activation": activation}
@@ -69,10 +70,11 @@ class TestCopies:
         out = {"out": sparse_gather(x, *active, **options)} if given else {}
         assert_bounded(lambda: sparse_gather(x, *active, **options, **out), dtype, given)
 
-    @pytest.mark.parametrize("given", [False, True], ids=["", "out"])
-    @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
-    @pytest.mark.parametrize("overlap", [False, True], ids=["tiles", "overlap"])
-    def test_scatter(self, active, dtype, data_format, transpose, add, overlap, given):
+    @pytest.mark.parametrize(
+        "layout, overlap, add, given", thinned_product(5, LAYOUTS, *[[False, True]] * 3), ids=str
+    )
+    def test_scatter(self, active, dtype, layout, overlap, add, given):
+        data_format, transpose = layout
         options = {"transpose": transpose, "data_format": data_format}
         grid = GRID if overlap else TILES
         x = image(dtype, data_format)

@@ -173,6 +173,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_demo_on_a_picture_of_a_hundred_million_pixels_takes_bounded_memory(tmp_path):
     from PIL import Image

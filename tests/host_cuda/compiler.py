@@ -1,6 +1,7 @@
 """Compile a kernel file with g++ into a shared library, once; libraries are kept on disk.
 
 A library's name is a hash of everything it was made from: sources, headers, options, compiler.
+The shim's header is compiled first, alone: g++ would read it again for every library.
 ``SBNET_HOST_CACHE`` names the folder; the default is a private folder of the user in the system's
 temporary folder. ``SBNET_SANITIZE=1`` compiles with the sanitizers, see ``sanitized.py``;
 ``SBNET_HOST_UCONTEXT=1`` switches fibers the portable way even on x86-64, see ``fiber.h``.
@@ -54,47 +55,59 @@ def available():
 
 def kernel_library(name, text, source_dir):
     """Return the path of the library made from ``text``, which includes files of ``source_dir``."""
-    options = _OPTIONS + (_SANITIZER_OPTIONS if SANITIZE else [])
-    runtime = _runtime_library()
     sources = sorted(path for kind in ("*.cu*", "*.h") for path in source_dir.rglob(kind))
-    inputs = [*sources, *_shim_headers()]
-    command = [*options, f"-I{HERE}", f"-I{source_dir}", "-x", "c++", "-", "-x", "none"]
-    return _library(name, text, [*command, str(runtime)], inputs)
+    folders = [_precompiled_header().parent, HERE, source_dir]  # the first has only the .gch
+    command = [*_kernel_options(), *(f"-I{folder}" for folder in folders), "-shared"]
+    command += ["-x", "c++", "-", "-x", "none", str(_runtime_library())]
+    return _made(name + "-{}.so", text, command, [*sources, *_shim_headers()])
+
+
+def _kernel_options():
+    return _OPTIONS + (_SANITIZER_OPTIONS if SANITIZE else [])
+
+
+@functools.cache
+def _precompiled_header():
+    """Return the path of the shim's header in the form that g++ loads at once."""
+    options = [*_kernel_options(), "-w"]  # it warns of #pragma once in a file compiled alone
+    command = [*options, "-x", "c++-header", str(HERE / "cuda_on_host.h")]
+    return _made("header-{}/cuda_on_host.h.gch", "", command, _shim_headers())
 
 
 @functools.cache
 def _runtime_library():
     """Return the path of the scheduler's library, which kernel libraries link to."""
-    options = ["-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Werror"]
+    options = ["-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Werror", "-shared"]
     if SANITIZE:
         options.append("-DHOST_CUDA_ASAN")
     if os.environ.get("SBNET_HOST_UCONTEXT") == "1":
         options.append("-DHOST_CUDA_UCONTEXT")
     inputs = [HERE / "runtime.cpp", *_shim_headers()]
-    return _library("runtime", "", [*options, str(HERE / "runtime.cpp")], inputs)
+    return _made("runtime-{}.so", "", [*options, str(HERE / "runtime.cpp")], inputs)
 
 
 def _shim_headers():
     return sorted(HERE.glob("*.h"))
 
 
-def _library(name, text, command, inputs):
-    """Run g++ unless the library exists; two processes do not compile the same library."""
+def _made(name, text, command, inputs):
+    """Run g++ unless the file exists; two processes do not make the same file."""
     digest = hashlib.sha256("\0".join([text, *command, _version()]).encode())
     for path in inputs:
         digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
-    library = _cache_dir() / f"{name}-{digest.hexdigest()[:24]}.so"
-    if library.exists():
-        return library
-    with _locked(library.with_suffix(".lock")):
-        if not library.exists():
-            part = library.with_suffix(f".{os.getpid()}.part")
+    made = _cache_dir() / name.format(digest.hexdigest()[:24])
+    if made.exists():
+        return made
+    made.parent.mkdir(mode=0o700, exist_ok=True)
+    with _locked(made.with_suffix(".lock")):
+        if not made.exists():
+            part = made.with_suffix(f".{os.getpid()}.part")
             try:
-                _gpp([*command, "-shared", "-o", str(part)], text)
-                os.replace(part, library)
+                _gpp([*command, "-o", str(part)], text)
+                os.replace(part, made)
             finally:
                 part.unlink(missing_ok=True)
-    return library
+    return made
 
 
 def _gpp(arguments, text):

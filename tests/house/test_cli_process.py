@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.demo_files import sky, write_png
+from support.exhaustive import thinned, thinned_product
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTIBLE = """
@@ -74,8 +75,9 @@ def run_into_a_closed_pipe(*arguments, **options):
         return process.wait(timeout=300), err
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [["info"], ["bench", "--list"]])
+@pytest.mark.parametrize(
+    "arguments, unbuffered", thinned_product(3, [["info"], ["bench", "--list"]], ["", "1"])
+)
 def test_a_pipe_may_close(arguments, unbuffered):
     assert run_into_a_closed_pipe(*arguments, PYTHONUNBUFFERED=unbuffered) == (141, "")
 
@@ -94,7 +96,9 @@ def test_the_demo_writes_its_picture_though_the_pipe_closed(tmp_path, require):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["info"], ["bench", "--list"], ["--help"], ["demo", "--help"], ["bench", "--help"]],
+    thinned(
+        [["info"], ["bench", "--list"], ["--help"], ["demo", "--help"], ["bench", "--help"]], 3
+    ),
 )
 def test_text_fits_a_terminal_of_80_columns(arguments):
     code, out, err = run(*arguments, COLUMNS="80")

@@ -1,6 +1,7 @@
 """Rules for the tests and the benchmarks themselves."""
 
 import ast
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -15,6 +16,11 @@ FILES = sorted(TESTS.rglob("*.py"))
 CHECKS = re.compile(r"assert|check|raises|compare|^same$")  # names of functions that assert
 
 
+@functools.cache
+def nodes_of(path):
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def name_of(path):
     return path.relative_to(TESTS).as_posix()
 
@@ -22,7 +28,7 @@ def name_of(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_test_imports_a_test(path):
     """What two test files need is in tests/support."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             assert not re.fullmatch(r"(\w+\.)+test_\w+", node.value), name_of(path)
         if isinstance(node, ast.ImportFrom):
@@ -55,8 +61,7 @@ def test_every_test_asserts():
     """Itself, or by a function of its file, or by one whose name says so."""
     silent = []
     for path in (path for path in FILES if path.name.startswith("test_")):
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
         sound = {function.name for function in functions if asserts(function)}
         for test in (f for f in functions if f.name.startswith("test_")):
             if test.name not in sound and not sound & set(names_in(test)):

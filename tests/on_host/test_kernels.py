@@ -58,7 +58,8 @@ def _compiled(request, require):
     """Compile what the chosen tests need, together."""
     require("g++")
     items = [item for item in request.session.items if item.module is request.module]
-    cases = [item.callspec.params["case"] for item in items if hasattr(item, "callspec")]
+    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    cases = [given["case"] for given in parameters if "case" in given]
     host_cuda.prepare(instantiations(cases))
 
 
@@ -81,33 +82,37 @@ def check_same(case, monkeypatch, **options):
             assert_same(actual, wanted, **options)
 
 
-@pytest.mark.parametrize("case", thinned(MASKS, 6), ids=str)
+@pytest.mark.parametrize("case", thinned(MASKS, 11), ids=str)
 def test_reduce_mask(case, monkeypatch):
     check_same(case, monkeypatch)
 
 
-def test_mask_table(monkeypatch):
+TABLES = [
+    # mask, block, share of true pixels
+    ((2, 70, 45), (8, 8), 0.01), ((1, 300, 400), (32, 32), 0.001), ((3, 9, 9), (1, 1), 0.5),
+    ((1, 64, 5000), (4, 2), 0.1), ((2, 16, 16), (5, 7), 0.0), ((1, 40, 40), (64, 64), 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", thinned(TABLES, 2), ids=str)
+def test_mask_table(sizes, monkeypatch):
     """The list of reduce_mask, and with it the row of the block at each place."""
-    table, rng = OPS[5], np.random.default_rng(0)
-    for shape, block, share in [
-        ((2, 70, 45), (8, 8), 0.01), ((1, 300, 400), (32, 32), 0.001), ((3, 9, 9), (1, 1), 0.5),
-        ((1, 64, 5000), (4, 2), 0.1), ((2, 16, 16), (5, 7), 0.0), ((1, 40, 40), (64, 64), 1.0),
-    ]:  # fmt: skip
-        mask = rng.random(shape) < share
-        count = table.block_table(mask, block).count()
-        for capacity in (None, count, count + 5, max(count - 3, 0)):
-            wanted = table.block_table(mask, block, capacity=capacity)
-            for order, multiprocessors, poison in RUNS:
-                monkeypatch.setenv("SBNET_HOST_ORDER", order)
-                memory = Memory(poison)
-                on_device = device(host_cuda.launch, multiprocessors, memory)
-                with on_device as (_, launched), monkeypatch.context() as patch:
-                    patch.setattr(table, "is_cupy", lambda array: True)
-                    found = table.block_table(mask, block, capacity=capacity)
-                assert [kernel for _, kernel, _ in launched] == ["mask_table"]
-                memory.check()
-                for one, other in zip(found._arrays(), wanted._arrays(), strict=True):
-                    assert_same(one, other)
+    table, (shape, block, share) = OPS[5], sizes
+    mask = np.random.default_rng(0).random(shape) < share
+    count = table.block_table(mask, block).count()
+    for capacity in (None, count, count + 5, max(count - 3, 0)):
+        wanted = table.block_table(mask, block, capacity=capacity)
+        for order, multiprocessors, poison in RUNS:
+            monkeypatch.setenv("SBNET_HOST_ORDER", order)
+            memory = Memory(poison)
+            on_device = device(host_cuda.launch, multiprocessors, memory)
+            with on_device as (_, launched), monkeypatch.context() as patch:
+                patch.setattr(table, "is_cupy", lambda array: True)
+                found = table.block_table(mask, block, capacity=capacity)
+            assert [kernel for _, kernel, _ in launched] == ["mask_table"]
+            memory.check()
+            for one, other in zip(found._arrays(), wanted._arrays(), strict=True):
+                assert_same(one, other)
 
 
 SMALL_MASKS = [mask for mask in MASKS if not (mask.avgpool or mask.launches_nothing)]
@@ -125,7 +130,7 @@ def test_reduce_mask_in_a_cluster(case, monkeypatch):
         assert_same(actual, wanted)
 
 
-@pytest.mark.parametrize("case", thinned(COPIES, 11), ids=str)
+@pytest.mark.parametrize("case", thinned(COPIES, 17), ids=str)
 def test_copies(case, monkeypatch):
     check_same(case, monkeypatch, allow_nan=True)
 
@@ -149,7 +154,7 @@ def test_odd_pixels_are_staged(case, style):
     assert [kernel for _, kernel, _ in launched] == [f"{direction}_{style}"]
 
 
-@pytest.mark.parametrize("case", thinned(FUSED, 5), ids=str)
+@pytest.mark.parametrize("case", thinned(FUSED, 9), ids=str)
 def test_exact_fused_arithmetic(case, monkeypatch):
     """Bit by bit, but for which zero relu gives and which NaN an operation gives."""
     with np.errstate(over="ignore"):
@@ -196,7 +201,7 @@ def test_gradients_of_copies(case, monkeypatch):
     check_same(case, monkeypatch, allow_nan=moves, signed_zero=moves)
 
 
-@pytest.mark.parametrize("case", thinned(AFFINE, 7), ids=str)
+@pytest.mark.parametrize("case", thinned(AFFINE, 11), ids=str)
 def test_affine_gradients(case, monkeypatch):
     """See test_affine_grad.py. The sums have the same bits on a large GPU and on a small one."""
     grad, x, scale, shift, *_ = case.arguments

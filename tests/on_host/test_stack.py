@@ -16,6 +16,7 @@ from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import packed
 from support import stack_cases
 from support.assertions import assert_close, assert_same
+from support.exhaustive import all_but, thinned_product
 from support.fused_on_host import AMPERE, RESIDENT
 from support.host_memory import Memory, OnAGpu, plan_some_as_on_a_gpu
 from support.strategies import BFLOAT16
@@ -39,7 +40,7 @@ MODULES = [
 FLOAT16, FLOAT32 = np.dtype("f2"), np.dtype("f4")
 
 
-@pytest.fixture(params=[84, 1], ids=["large", "tiny"])
+@pytest.fixture(params=[pytest.param(84, marks=pytest.mark.exhaustive), 1], ids=["large", "tiny"])
 def on_shim(request, monkeypatch, require):
     """Send launches to the shim, as on a GPU of many multiprocessors or one."""
     require("g++")
@@ -114,13 +115,14 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "dtype, c, k, size, options, w_format",
-    [(*row, "HWIO") for row in CONVOLUTIONS] + [(*row, "OIHW") for row in CONVOLUTIONS[::4]],
-    ids=str,
-)
-def test_convolution(on_shim, dtype, c, k, size, options, w_format):
+CASES = [(*row, "HWIO") for row in CONVOLUTIONS] + [(*row, "OIHW") for row in CONVOLUTIONS[::4]]
+USUAL = [CASES[i] for i in (0, 2, 6, 7, 9, 12, 14)]  # of each dtype, kind of kernel and layout
+
+
+@pytest.mark.parametrize("case", all_but(CASES, USUAL), ids=str)
+def test_convolution(on_shim, case):
     """With and without an epilogue; what sticks out is 0, and so are rows past the count."""
+    dtype, c, k, size, options, w_format = case
     blocks, table, x, rng = drawn(dtype, c)
     groups = options.get("groups", 1)
     w = (rng.standard_normal((size, size, c // groups, k)) / size).astype(dtype)
@@ -168,10 +170,15 @@ def test_packed_weights(on_shim):
     assert [kernel for _, kernel in on_shim].count("pack_stack_weights") == 2
 
 
-@pytest.mark.parametrize("fill", [0, "-inf", "edge"])
-@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32, np.dtype("f8")], ids=str)
-@pytest.mark.parametrize("channels, block", [(8, (8, 8)), (3, (4, 2)), (1, (1, 1))], ids=str)
-def test_halo(on_shim, fill, dtype, channels, block):
+DTYPES = [FLOAT16, BFLOAT16, FLOAT32, np.dtype("f8")]
+SMALL = [(8, (8, 8)), (3, (4, 2)), (1, (1, 1))]  # channels, block
+
+
+@pytest.mark.parametrize(
+    "fill, dtype, sizes", thinned_product(5, [0, "-inf", "edge"], DTYPES, SMALL), ids=str
+)
+def test_halo(on_shim, fill, dtype, sizes):
+    channels, block = sizes
     _, table, x, _ = drawn(dtype, channels, block, (13, 9))
     expected = by_numpy(sb.stack_halo, x, table, ((1, 3), (0, 5)), fill=fill)
     y = sb.stack_halo(x, table, ((1, 3), (0, 5)), fill=fill)
@@ -184,14 +191,13 @@ POOLS = [
     (3, 2, 1, False), (2, 2, 0, False), (3, 1, 1, False), ((5, 1), (4, 1), ((2, 1), (0, 0)), True),
 ]  # fmt: skip
 SIZES = [(8, (8, 8)), (3, (4, 2)), (17, (4, 4))]
-DTYPES = [FLOAT16, BFLOAT16, FLOAT32, np.dtype("f8")]
 
 
-@pytest.mark.parametrize("channels, block", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dilation", [1, 2])
-@pytest.mark.parametrize("kernel, strides, padding, ceil_mode", POOLS, ids=str)
-def test_max_pool(on_shim, kernel, strides, padding, ceil_mode, dilation, dtype, channels, block):
+@pytest.mark.parametrize(
+    "pool, dilation, dtype, sizes", thinned_product(11, POOLS, [1, 2], DTYPES, SIZES), ids=str
+)
+def test_max_pool(on_shim, pool, dilation, dtype, sizes):
+    (kernel, strides, padding, ceil_mode), (channels, block) = pool, sizes
     _, table, x, _ = drawn(dtype, channels, block, (13, 9))
     window = {"strides": strides, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
     after = table.after_conv(kernel, **window)
@@ -202,11 +208,14 @@ def test_max_pool(on_shim, kernel, strides, padding, ceil_mode, dilation, dtype,
     assert_same(in_the_image(y, after), in_the_image(expected, after), signed_zero=False)
 
 
-@pytest.mark.parametrize("channels, block", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("counting", [{}, {"count_include_pad": False}, {"divisor": 3}], ids=str)
-@pytest.mark.parametrize("kernel, strides, padding, ceil_mode", POOLS, ids=str)
-def test_avg_pool(on_shim, kernel, strides, padding, ceil_mode, counting, dtype, channels, block):
+COUNTINGS = [{}, {"count_include_pad": False}, {"divisor": 3}]
+
+
+@pytest.mark.parametrize(
+    "pool, counting, dtype, sizes", thinned_product(13, POOLS, COUNTINGS, DTYPES, SIZES), ids=str
+)
+def test_avg_pool(on_shim, pool, counting, dtype, sizes):
+    (kernel, strides, padding, ceil_mode), (channels, block) = pool, sizes
     _, table, x, _ = drawn(dtype, channels, block, (13, 9))
     window = {"strides": strides, "padding": padding, "ceil_mode": ceil_mode}
     after = table.after_conv(kernel, **window)
@@ -223,17 +232,21 @@ def test_avg_pool(on_shim, kernel, strides, padding, ceil_mode, counting, dtype,
                  dtype=stack_cases.sum_dtype(dtype))  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+IMAGES = [
+    # channels, block, image
+    (8, (8, 8), (13, 9)), (3, (4, 2), (13, 9)), (72, (1, 1), (7, 5)), (16, (4, 4), (90, 70)),
+    (520, (2, 2), (5, 4)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "channels, block, size",
-    [(8, (8, 8), (13, 9)), (3, (4, 2), (13, 9)), (72, (1, 1), (7, 5)), (16, (4, 4), (90, 70)),
-     (520, (2, 2), (5, 4))],
+    "mode, dtype, sizes, shuffled",
+    thinned_product(11, ["mean", "sum", "max"], DTYPES, IMAGES, [False, True]),
     ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_global_pool(on_shim, mode, dtype, channels, block, size, shuffled):
+)
+def test_global_pool(on_shim, mode, dtype, sizes, shuffled):
     """One part of an image and several; rows in the order of the list, or in any."""
+    channels, block, size = sizes
     _, table, x, rng = drawn(dtype, channels, block, size)
     if shuffled:
         order = rng.permutation(table.count())
@@ -265,12 +278,17 @@ def test_global_maximum_of_full_images_may_be_negative(on_shim):
     assert_same(y, np.where(np.arange(8) == 3, np.nan, -2)[None].astype(FLOAT32), allow_nan=True)
 
 
-@pytest.mark.parametrize("channels, block", [(8, (8, 8)), (3, (4, 2))], ids=str)
-@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize("factor", [2, 3, 0.5, 4])
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bilinear corners"])
-def test_interpolation(on_shim, mode, factor, dtype, channels, block):
+INTERPOLATIONS = ["nearest", "bilinear", "bilinear corners"]
+
+
+@pytest.mark.parametrize(
+    "mode, factor, dtype, sizes",
+    thinned_product(7, INTERPOLATIONS, [2, 3, 0.5, 4], DTYPES[:3], SIZES[:2]),
+    ids=str,
+)
+def test_interpolation(on_shim, mode, factor, dtype, sizes):
     """As the core computes it from exact positions; here they are rounded, and so are shares."""
+    channels, block = sizes
     _, table, x, _ = drawn(dtype, channels, block, (12, 10))
     after = table.after_interpolate(factor)
     options = {"mode": mode.split()[0], "align_corners": mode.endswith("corners")}

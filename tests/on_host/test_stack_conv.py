@@ -24,6 +24,7 @@ from sbnet_cupy.block_sparse.stack.stack_launch import (
 )
 from sbnet_cupy.block_sparse.stack.stack_patch_plan import PatchPlan, patch_candidates
 from sbnet_cupy.core.device import Device
+from support.exhaustive import thinned_product
 from support.stack_on_host import AMPERE, BLACKWELL, Blocks, ConvCase, use_shim
 
 HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
@@ -53,16 +54,16 @@ CASES = [
 ]  # fmt: skip
 PATCHES = [
     (
-        ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=64, channels_out=72),
+        ConvCase(blocks=Blocks(image=(20, 17), block=(8, 8)), channels=64, channels_out=72),
         PatchPlan("TileMma", (8, 8), 1, 64, (2, 2), 2, 1, 2),
     ),
     (
-        ConvCase("BFloat16", Blocks(image=(40, 40), block=(16, 16)), 128, 64, residual=False),
+        ConvCase("BFloat16", Blocks(image=(30, 20), block=(16, 16)), 128, 64, residual=False),
         PatchPlan("TileMma", (8, 16), 1, 64, (4, 2), 5, 2, 1),
     ),
     (
         ConvCase(
-            blocks=Blocks(image=(40, 33), block=(16, 8)), channels=64, channels_out=133,
+            blocks=Blocks(image=(30, 17), block=(16, 8)), channels=64, channels_out=133,
             kernel=(5, 3), dilation=(1, 2),
         ),
         PatchPlan("TileMma", (8, 8), 2, 64, (4, 2), 15, 1, 1),
@@ -99,10 +100,12 @@ def full_plan(given, pipelined, results):
     return StackPlan("TileMma", tile, warps, stages, split, split > 1, pipelined, True, results, 1)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize(("case", "given"), CASES, ids=str)
-def test_convolution_of_whole_numbers_is_exact(case, given, pipelined, monkeypatch):
+@pytest.mark.parametrize(
+    ("planned", "pipelined"), thinned_product(3, CASES, [False, True]), ids=str
+)
+def test_convolution_of_whole_numbers_is_exact(planned, pipelined, monkeypatch):
     """Results that may be are staged: in one buffer or two, as many as the tile has stages."""
+    case, given = planned
     use_shim(monkeypatch, BLACKWELL if pipelined else AMPERE)
     clear_rows = pipelined
     staged = pipelined and given[-1] == 1 and case.sizes(1).vectors_out
@@ -163,8 +166,10 @@ def test_the_planned_instance_is_right(device, settled, monkeypatch):
     case.run(launch, clear_rows=True)
 
 
-@pytest.mark.parametrize("element", ["Half", "BFloat16", "float"])
-@pytest.mark.parametrize("channels", [1, 3, 13])
+@pytest.mark.parametrize(
+    ("element", "channels"),
+    thinned_product(4, ["Half", "BFloat16", "float"], [1, 3, 13]),
+)
 def test_channels_that_are_no_whole_vectors_are_padded(element, channels, monkeypatch):
     use_shim(monkeypatch, BLACKWELL)
     case = ConvCase(element, Blocks(block=(8, 6)), channels, 17, (5, 3), (2, 2))
@@ -190,10 +195,10 @@ def test_depthwise_convolution_of_whole_numbers_is_exact(case, monkeypatch):
     case.run(launch, clear_rows=True)
 
 
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize(("dtype", "block", "before", "after", "channels"), HALOS)
-def test_halo_is_what_numpy_pads(fill, dtype, block, before, after, channels, monkeypatch):
+@pytest.mark.parametrize(("fill", "sizes"), thinned_product(4, FILLS, HALOS), ids=str)
+def test_halo_is_what_numpy_pads(fill, sizes, monkeypatch):
     use_shim(monkeypatch, AMPERE)
+    dtype, block, before, after, channels = sizes
     blocks = Blocks(block=block)
     bin_counts, indices, grid = blocks.table()
     count = int(bin_counts[0])

@@ -31,6 +31,7 @@ TURING = Device(multiprocessors=40, shared_bytes=64 << 10, hopper=False, bulk_co
 AMPERE = Device(multiprocessors=84, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
 BLACKWELL = Device(multiprocessors=148, shared_bytes=227 << 10, hopper=False, bulk_copy=True)
 TABLES = ("all", "empty", "count 0", "count negative", "count too large", "corrupt", "repeated")
+FEW_TABLES = ("empty", "count too large", "corrupt", "repeated")  # those of a plain pytest
 
 
 @dataclass(frozen=True)

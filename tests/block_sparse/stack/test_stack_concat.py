@@ -6,19 +6,24 @@ import pytest
 from sbnet_cupy.block_sparse.stack import stack_concat
 from support import stack_on_host
 from support.assertions import assert_same
+from support.exhaustive import thinned_product
+
+JOINED = [
+    # channels, which are unfolded, factors
+    ((8, 16), (0,), (2, 2)), ((16,), (0,), (2, 3)), ((3, 1, 4), (), (1, 1)),
+    ((8, 8, 24, 8), (1, 3), (1, 2)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("clear_rows", [False, True])
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
 @pytest.mark.parametrize(
-    "channels, unfolded, factors",
-    [((8, 16), (0,), (2, 2)), ((16,), (0,), (2, 3)), ((3, 1, 4), (), (1, 1)),
-     ((8, 8, 24, 8), (1, 3), (1, 2))],
+    "joined, dtype, clear_rows",
+    thinned_product(5, JOINED, ["f2", "f4", "f8"], [False, True]),
     ids=str,
-)  # fmt: skip
-def test_concatenation(monkeypatch, require, channels, unfolded, factors, dtype, clear_rows):
+)
+def test_concatenation(monkeypatch, require, joined, dtype, clear_rows):
     """Channels side by side, and those of unfolded stacks as pixels; rows past the count apart."""
     require("g++")
+    channels, unfolded, factors = joined
     stack_on_host.use_shim(monkeypatch, stack_on_host.AMPERE)
     dtype = np.dtype(dtype)
     rng, rows, count, block = np.random.default_rng(0), 7, 5, (4, 6)

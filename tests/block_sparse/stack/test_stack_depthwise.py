@@ -6,13 +6,17 @@ import pytest
 import sbnet_cupy as sb
 from support import stack_cases, stack_oracles
 from support.assertions import assert_close, to_numpy
+from support.exhaustive import thinned_product
+
+OPTIONS = [{}, {"strides": 2, "padding": 1}, {"dilation": 4}]
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("many", [1, 2])
-@pytest.mark.parametrize("channels", [3, 64])
-@pytest.mark.parametrize("options", [{}, {"strides": 2, "padding": 1}, {"dilation": 4}], ids=str)
-def test_few_channels_and_many(xp, body, channels, many, options, dtype):
+@pytest.mark.parametrize(
+    "options, channels, many, dtype",
+    thinned_product(5, OPTIONS, [3, 64], [1, 2], ["f2", "f4"]),
+    ids=str,
+)
+def test_few_channels_and_many(xp, body, options, channels, many, dtype):
     """On NumPy arrays they are summed in different ways."""
     rng = np.random.default_rng(channels)
     blocks = stack_cases.Blocks(rng.random((2, 2, 3)) < 0.7, (4, 4), (7, 10), spare=1)

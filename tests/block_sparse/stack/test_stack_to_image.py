@@ -14,6 +14,7 @@ from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import operator
 from support import stack_cases, stack_oracles
 from support.assertions import assert_same
+from support.exhaustive import thinned_product
 from support.host_memory import Memory, plan_some_as_on_a_gpu
 from support.stack_on_host import AMPERE, use_shim
 
@@ -60,9 +61,9 @@ def numbers(rng, dtype, shape):
     return rng.integers(0, 2 if dtype == "?" else 100, shape).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block, size, channels", SIZES, ids=str)
-def test_images(on_shim, block, size, channels, dtype):
+@pytest.mark.parametrize("sizes, dtype", thinned_product(7, SIZES, DTYPES), ids=str)
+def test_images(on_shim, sizes, dtype):
+    block, size, channels = sizes
     blocks, table, stack, rng = drawn(dtype, block, size, channels)
     mask = blocks.mask(table)
     image = stack_oracles.to_image(stack, blocks.rows, block, size, blocks.batch)
