@@ -60,6 +60,10 @@ class Packed(ArrayContainer):
                     self._entered = self._entered_with(lambda a: a if a is None else function(a))
         return self._entered
 
+    def kept(self, how):
+        """Return what was packed in this form, or None."""
+        return self._packed[how][0] if how in self._packed else None
+
     def packed(self, how, pack):
         """Return what ``pack`` makes of the weights: the same memory every time."""
         if how not in self._packed:

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from ..block_sparse import compositions
+from ..block_sparse.bottleneck.weights import plain_of
 from . import _namespace as ops
 
 
@@ -45,7 +46,17 @@ def _own(params, device):
 
 def folded(bn):
     """Return a batch norm with its running statistics, as a norm of a stack."""
-    scale, shift = fold(bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.eps)
+    return _affine(*fold(bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.eps))
+
+
+def unfolded(weights, project):
+    """Return the kernels of folded weights and of a shortcut, OIHW, and the norms."""
+    w1, w2, w3, *tables = plain_of(weights)._arrays()
+    kernels = [w if w is None else w.permute(3, 2, 0, 1) for w in (w1, w2, w3, project)]
+    return kernels, [_affine(*tables[i : i + 2]) for i in (0, 2, 4)]
+
+
+def _affine(scale, shift):
     return lambda z, counted: ops.affine(z, scale, shift, None)
 
 

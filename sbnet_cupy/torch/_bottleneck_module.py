@@ -7,12 +7,11 @@ from torch import nn
 
 from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params_res_block
-from ..block_sparse.bottleneck.weights import BottleneckWeights
+from ..block_sparse.bottleneck.weights import BottleneckWeights, PackedBottleneck
 from ..core.sizes import output_size, padding_pairs
 from ..errors import ShapeError
 from . import _dispatch_state as state
-from ._batch_norm import fold, folded, normalise, normalised_stack
-from ._call import keep_packed
+from ._batch_norm import fold, folded, normalise, normalised_stack, unfolded
 from ._conv_module import refusal
 from ._convolve import convolve
 from ._module import BlockModule, check_nchw, is_channels_last
@@ -36,7 +35,7 @@ class SparseBottleneck(BlockModule):
     records gradients, ``train()`` or ``eval()`` is called, or autograd's version of a parameter or
     buffer changes. Two changes leave no version: a write to ``parameter.data``, and the step of a
     fused optimizer of PyTorch that trains the parameters through another module. Call ``eval()``
-    after them.
+    after them. :meth:`freeze` looks for no changes.
 
     In training the batch norms use the statistics of the active pixels, each counted once, and keep
     running ones of them: on a full mask exactly what the dense unit does. (Pixels outside active
@@ -67,8 +66,6 @@ class SparseBottleneck(BlockModule):
     >>> torch.equal(y[:, :, 16:], x[:, :, 16:]), torch.equal(y, x)
     (True, False)
     """
-
-    _kept = None  # (what the tensors were like, the tensors, what was made of them)
 
     def __init__(
         self,
@@ -140,15 +137,15 @@ class SparseBottleneck(BlockModule):
         table, params = self._blocks(x, mask, params)
         last, strides = is_channels_last(x), self.conv2.stride
         image = x.permute(0, 2, 3, 1).contiguous()
-        norms = (self.bn1, self.bn2, self.bn3)
-        kernels = [conv.weight for conv in (self.conv1, self.conv2, self.conv3)]
-        kernels.append(None if self.downsample is None else _only_conv(self.downsample).weight)
-        batch = [self.training or bn.running_mean is None for bn in norms]
-        if any(batch) or padding_pairs(tuple(x.shape[2:]), (3, 3), strides, "SAME") != _PADS:
-            check_active_grid(table, x.shape[0], params.bcount)
-            y = self._composed(image, table, params, kernels, norms, batch)
+        made = self._kept[2] if self._is_frozen() else self._folded()
+        if made is None:
+            kernels, norms = self._parts()
+            norms = [partial(normalise, bn) if self._sees_batch(bn) else folded(bn) for bn in norms]
+            y = self._composed(image, table, params, kernels, norms)
+        elif padding_pairs(tuple(x.shape[2:]), (3, 3), strides, "SAME") != _PADS:
+            y = self._composed(image, table, params, *unfolded(*made))
         else:
-            weights, project = self._folded(kernels, norms)
+            weights, project = made
             y = sparse_res_block_bottleneck(
                 image, weights, table, params, strides=strides, w_project=project,
                 precision=self.precision, method=self.method,
@@ -156,51 +153,67 @@ class SparseBottleneck(BlockModule):
         y = y.permute(0, 3, 1, 2)
         return y if last else y.contiguous()
 
-    def _folded(self, kernels, norms):
+    def _parts(self):
+        """Return the four kernels, OIHW, of which the shortcut's may be None, and the norms."""
+        kernels = [conv.weight for conv in (self.conv1, self.conv2, self.conv3)]
+        kernels.append(None if self.downsample is None else _only_conv(self.downsample).weight)
+        return kernels, (self.bn1, self.bn2, self.bn3)
+
+    def _sees_batch(self, bn):
+        """Whether a batch norm takes the statistics of the batch."""
+        return self.training or bn.running_mean is None
+
+    def _frozen_weights(self):
+        kernels, norms = self._parts()
+        if any(map(self._sees_batch, norms)):
+            raise RuntimeError(
+                "a SparseBottleneck can be frozen if its batch norms use running statistics; one "
+                "takes those of the batch"
+            )
+        kernels = [k if k is None else k.detach().clone() for k in kernels]
+        weights, project = _fold(kernels, norms)
+        return PackedBottleneck(weights, precision=self.precision), project
+
+    def _folded(self):
         """Return the unit's weights with the batch norms folded in, and the shortcut's kernel.
 
-        What was made of the same tensors in evaluation is kept, unless it may be out of date.
+        None where a batch norm takes the statistics of the batch.
+
+        What was made of the same tensors in evaluation is kept, unless it may be out of date. It is
+        not in a CUDA graph, which may outlive it.
         """
-        parts = [t for bn in norms for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var)]
-        given = [t for t in (*kernels, *parts) if t is not None]
-        learns = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        if learns:
+        kernels, norms = self._parts()
+        if any(map(self._sees_batch, norms)):
+            return None
+        given = [t for t in (*kernels, *_tensors_of(norms)) if t is not None]
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        if recorded:
             self._kept = None
-        if learns or not state.thread_is_plain() or any(t.is_inference() for t in given):
-            return _fold(kernels, parts, norms)  # inference tensors have no version
+        if recorded or not state.thread_is_plain() or any(t.is_inference() for t in given):
+            return _fold(kernels, norms)  # inference tensors have no version
+        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return _fold(kernels, norms)
         given += [bn.num_batches_tracked for bn in norms if bn.num_batches_tracked is not None]
-        seen = [(id(t), t.data_ptr(), t._version) for t in given], [bn.eps for bn in norms]
+        versions = [(id(t), t.data_ptr(), t._version) for t in given]
+        seen = versions, [bn.eps for bn in norms], self.precision
         if self._kept is None or self._kept[0] != seen:
             if not all(map(state.is_plain, given)):
-                return _fold(kernels, parts, norms)
+                return _fold(kernels, norms)
             held = [t.detach() for t in given]  # keeps the memory taken
-            self._kept = seen, held, _fold(kernels, parts, norms)
-            keep_packed(self._kept[2][0].w1)
+            with torch.no_grad():
+                weights, project = _fold(kernels, norms)
+            packed = PackedBottleneck(weights, precision=self.precision)
+            self._kept = seen, held, (packed, project)
         return self._kept[2]
 
-    def train(self, mode=True):
-        """Set the module to training or evaluation."""
-        self._kept = None
-        return super().train(mode)
-
-    def _apply(self, *args, **kwargs):
-        self._kept = None
-        return super()._apply(*args, **kwargs)
-
-    def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name != "_kept"}
-
-    def _composed(self, image, table, params, kernels, norms, batch):
+    def _composed(self, image, table, params, kernels, norms):
         """Gather, torch's own arithmetic on the stack, scatter: for statistics of the batch.
 
         Also for strides, where PyTorch pads one pixel on each side and SAME none before.
         """
+        check_active_grid(table, image.shape[0], params.bcount)
         image, *kernels, project = autocast(image, *kernels)
         strides = self.conv2.stride
-        norms = [
-            partial(normalise, bn) if own else folded(bn)
-            for bn, own in zip(norms, batch, strict=True)
-        ]
         out_hw = output_size(tuple(image.shape[1:3]), (3, 3), strides, _PADS)
         options = (table, params, strides, out_hw, self.precision)
         stack = normalised_stack(image, kernels, norms, *options)
@@ -210,9 +223,15 @@ class SparseBottleneck(BlockModule):
         return scatter(stack, *table, shortcut, params.bsize_out, add=True)
 
 
-def _fold(kernels, parts, norms):
+def _tensors_of(norms):
+    """Return weight, bias, mean and variance of each of some batch norms."""
+    return [t for bn in norms for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var)]
+
+
+def _fold(kernels, norms):
     """Return the BottleneckWeights and the kernel of the shortcut, or None; all HWIO."""
     *kernels, project = (k if k is None else k.permute(2, 3, 1, 0).contiguous() for k in kernels)
+    parts = _tensors_of(norms)
     tables = [fold(*parts[4 * i : 4 * i + 4], bn.eps) for i, bn in enumerate(norms)]
     return BottleneckWeights(*kernels, *(table for pair in tables for table in pair)), project
 

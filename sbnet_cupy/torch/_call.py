@@ -6,12 +6,13 @@ and the kernel is launched on torch's current stream. Every other call goes to t
 ends in :func:`run`, too.
 
 Weights that a kernel reads packed are packed at each call, by a kernel in front of it: no public or
-private name of PyTorch shows every change of a tensor, and fused optimizers leave no trace. Only
-tensors that a module made for itself, and marked with ``keep_packed``, are packed once.
+private name of PyTorch shows every change of a tensor, and fused optimizers leave no trace. Those
+of a ``PackedWeights`` or ``PackedBottleneck`` are packed once.
 """
 
 import torch
 
+from ..core.arrays import address
 from ..core.spec import ArraySpec
 from ..core.workspace import workspace
 from ..errors import DTypeError, ShapeError
@@ -19,23 +20,26 @@ from . import _dispatch_state as state
 from ._native import check_contiguous, compute, describe, native_stream, to_tensor
 
 
-def call(operation, tensors, options):
+def call(operation, tensors, options, packed=None):
     """Return the result of an operation on tensors, with None for those that are not given.
 
-    Tensors and options come in the order in which the operator of the core names them.
+    Tensors and options come in the order in which the operator of the core names them. ``packed``
+    is what :func:`native_weights` made of weights that are packed once; tensors have them, too.
     """
     place = operation.place
     out = None if place is None else tensors[place]
-    described = describe(tensors, state.is_plain) if state.thread_is_plain() else None
+    described = None
+    if state.thread_is_plain():
+        described = describe(operation.described(tensors, packed), state.is_plain, packed)
     if described is None:
         operation.check(tensors)
-        learns = any(t is not None and t.requires_grad for t in tensors)
+        requires_grad = any(t is not None and t.requires_grad for t in tensors)
     else:
-        learns = described.requires_grad
-    records = learns and torch.is_grad_enabled()
+        requires_grad = described.requires_grad
+    records = requires_grad and torch.is_grad_enabled()
     if out is not None and (records or described is None):
         operation.check(tensors)
-        y = call(operation, (*tensors[:place], None, *tensors[place + 1 :]), options)
+        y = call(operation, (*tensors[:place], None, *tensors[place + 1 :]), options, packed)
         _check_out(out, y)
         return out.copy_(y)
     if described is None:
@@ -69,11 +73,12 @@ def run(operation, tensors, options, described=None):
     out = None if place is None else tensors[place]
     if operation.tells_in_place:
         options = (*options, out is not None and _is_same_memory(out, tensors[0]))
-    fields, addresses, gaps, _ = described or describe(tensors)
+    fields, addresses, gaps, _, packed = described or describe(tensors)
     plan = operation.operator.find(fields, options)
     if plan is None:
         operation.check(tensors)
-        specs = [f and ArraySpec(tuple(f[0]), *f[1:]) for f in describe(tensors).fields]
+        fields = describe(operation.described(tensors, packed)).fields
+        specs = [ArraySpec(tuple(f[0]), *f[1:]) if type(f) is tuple else f for f in fields]
         plan = operation.operator.plan_of(specs, options)
     if gaps:
         if out is not None:
@@ -85,7 +90,7 @@ def run(operation, tensors, options, described=None):
     if out is not None:
         _check_apart(operation, plan, tensors, addresses)
     if plan.launch is not None:
-        return _launch(plan, tensors, addresses, place)
+        return _launch(plan, tensors, addresses, place, packed)
     given = list(tensors)
     if out is None:
         given[place] = tensors[0].new_empty(plan.shape)
@@ -110,7 +115,7 @@ def _check_apart(operation, plan, tensors, addresses):
             raise ShapeError(f"out must not share memory with {name}; pass a separate array")
 
 
-def _launch(plan, tensors, addresses, place):
+def _launch(plan, tensors, addresses, place, packed):
     """Launch the kernel of a call on torch's current stream; return the result."""
     stream = state.current_stream(tensors[0].get_device())
     out = tensors[place]
@@ -121,29 +126,22 @@ def _launch(plan, tensors, addresses, place):
     addresses = [*addresses, 0]
     addresses[place] = out.data_ptr()
     if len(tensors) in plan.operands:
-        weights = _packed(plan, tensors, addresses, stream)
-        addresses[-1] = weights.data_ptr()
+        if packed is None:
+            weights = _pack(plan, tensors, addresses, stream)
+            addresses[-1] = weights.data_ptr()
+        else:
+            weights = _packed_once(plan, tensors[0], packed)
+            addresses[-1] = address(weights)
     plan.launch.on(stream, [0 if i is None else addresses[i] for i in plan.operands])
     return out
 
 
-def keep_packed(w):
-    """Let what is packed of ``w`` and the weights after it live as long as ``w``.
-
-    For tensors that nobody else sees: they must not change.
-    """
-    w.kept_packed = {}
-
-
-def _packed(plan, tensors, addresses, stream):
-    """Return the weights of a call as its kernel reads them."""
-    kept = getattr(tensors[plan.weights[0]], "kept_packed", None)
-    if kept is None or torch.cuda.is_current_stream_capturing():
-        return _pack(plan, tensors, addresses, stream)
-    key = plan.how, stream
-    if key not in kept:
-        kept[key] = _pack(plan, tensors, addresses, stream)
-    return kept[key]
+def _packed_once(plan, x, packed):
+    """Return the weights of a call as its kernel reads them: packed by the first call like it."""
+    weights = packed.kept(plan.how)
+    if weights is None:
+        weights = compute(lambda _: packed.packed(plan.how, plan.pack), (x,))
+    return weights
 
 
 def _pack(plan, tensors, addresses, stream):

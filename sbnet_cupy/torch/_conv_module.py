@@ -3,6 +3,7 @@
 import torch
 
 from ..block_sparse.block_params import calc_block_params
+from ..block_sparse.conv.weights import PackedWeights
 from ._module import BlockModule, check_nchw, is_channels_last
 from .layers import sparse_conv2d
 
@@ -30,7 +31,8 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
     precision, method
         As for :func:`sbnet_cupy.sparse_conv2d`.
 
-    The state dict is that of ``torch.nn.Conv2d``: ``weight`` and ``bias``.
+    The state dict is that of ``torch.nn.Conv2d``: ``weight`` and ``bias``. On a GPU each call packs
+    the weights; :meth:`freeze` does it once.
 
     Examples
     --------
@@ -118,13 +120,18 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
         if last:
             x = x.permute(0, 2, 3, 1)
             base = None if base is None else base.permute(0, 2, 3, 1)
+        w, bias = (self._kept[2], None) if self._is_frozen() else (self.weight, self.bias)
         y = sparse_conv2d(
-            x, self.weight, active, params, strides=self.stride, padding=self._pads(),
-            bias=self.bias, activation=self.activation, base=base,
+            x, w, active, params, strides=self.stride, padding=self._pads(),
+            bias=bias, activation=self.activation, base=base,
             data_format="NHWC" if last else "NCHW", w_format="OIHW", precision=self.precision,
             method=self.method,
         )  # fmt: skip
         return y.permute(0, 3, 1, 2) if last else y
+
+    def _frozen_weights(self):
+        w, bias = (t if t is None else t.detach().clone() for t in (self.weight, self.bias))
+        return PackedWeights(w.contiguous(), bias=bias, w_format="OIHW", precision=self.precision)
 
     def _pads(self):
         """Return the padding as ((top, bottom), (left, right))."""

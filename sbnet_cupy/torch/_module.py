@@ -11,7 +11,49 @@ from .ops import reduce_mask
 
 
 class BlockModule(torch.nn.Module):
-    """Base of modules that compute active blocks; a subclass has ``block_params``."""
+    """Base of modules that compute active blocks; a subclass has ``block_params``.
+
+    It keeps what it made of its weights as ``_kept``: (what they were like, or None where they are
+    frozen; the tensors; what was made of them).
+    """
+
+    _kept = None
+
+    def freeze(self):
+        """Pack the weights once for all calls to come; return the module.
+
+        In evaluation only. The weights of the moment are copied, and are constants from then on:
+        what changes parameters or buffers is not seen, and they get no gradient, until ``train()``
+        or ``eval()`` is called, a state dict is loaded, or the module is converted by ``to()`` and
+        the like. Copies of the module are not frozen. A CUDA graph that was captured needs the
+        module to stay frozen.
+        """
+        if self.training:
+            raise RuntimeError(
+                f"a {type(self).__name__} can be frozen in evaluation alone; call eval() first"
+            )
+        with torch.no_grad():
+            self._kept = None, (), self._frozen_weights()
+        return self
+
+    def _is_frozen(self):
+        return self._kept is not None and self._kept[0] is None
+
+    def train(self, mode=True):
+        """Set the module to training or evaluation; forget what was kept of its weights."""
+        self._kept = None
+        return super().train(mode)
+
+    def _apply(self, *args, **kwargs):
+        self._kept = None
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        self._kept = None
+        return super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "_kept"}
 
     def _configure(self, block_size, capacity, precision, method):
         """Set the options of every module, or raise."""

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from ..core.libraries import torch_dtype
-from ..core.spec import CPU
+from ..core.libraries import Torch, torch_dtype
+from ..core.packed import Packed
+from ..core.spec import CPU, SpecGroup
 from ..errors import DeviceError, DTypeError, ShapeError
 from . import _dispatch_state as state
 
@@ -97,6 +98,23 @@ def to_tensor(array):
     return owner[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
+_enter = functools.partial(Torch().enter, argument="weights")
+
+
+def native_weights(weights):
+    """Return a PackedWeights or PackedBottleneck of tensors as one of native arrays, always the
+    same; None for other arrays, which the checks refuse by name.
+    """
+    if not isinstance(weights._given()[0], torch.Tensor):
+        return None
+    if weights._entered is None and any(t.requires_grad for t in weights._arrays()):
+        raise DTypeError(
+            f"a {type(weights).__name__} gets no gradients, and holds a tensor that requires grad; "
+            "pack tensor.detach(), or pass the weights unpacked"
+        )
+    return weights._map_arrays(_enter)
+
+
 class Description(NamedTuple):
     """What a call needs to know of its tensors, of which some may be None."""
 
@@ -104,15 +122,23 @@ class Description(NamedTuple):
     addresses: list  # of their memory, 0 for None
     gaps: bool  # whether one is not contiguous
     requires_grad: bool  # whether one does
+    packed: Packed | None  # weights that are packed once
 
 
-def describe(tensors, is_plain=None):
-    """Describe tensors, of which some may be None; return None if one is not plain."""
+def describe(tensors, is_plain=None, packed=None):
+    """Describe tensors, of which some may be None; return None if one is not plain.
+
+    A SpecGroup stands for weights that are packed.
+    """
     fields, addresses, gaps, requires_grad = [], [], False, False
     for t in tensors:
         if t is None:
             fields.append(None)
             addresses.append(0)
+            continue
+        if type(t) is SpecGroup:
+            fields.append(t)
+            addresses += [0] * len(t.specs)
             continue
         if is_plain is not None and not is_plain(t):
             return None
@@ -124,7 +150,7 @@ def describe(tensors, is_plain=None):
         place = device if device >= 0 else CPU
         fields.append((t.shape, DTYPES.get(t.dtype), place, None, alignment))
         addresses.append(address)
-    return Description(fields, addresses, gaps, requires_grad)
+    return Description(fields, addresses, gaps, requires_grad, packed)
 
 
 def numpy_dtype(dtype, argument):

@@ -73,12 +73,16 @@ class Operation:
         Arrays that must have 4 dimensions and a float dtype.
     unused : tuple of str
         Arrays that no call here gives.
+    weights : slice, optional
+        Places of the arrays that the specs of packed weights stand for, in keys of plans.
     """
 
     def __init__(
-        self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, floats=(), unused=()
-    ):
+        self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, floats=(), unused=(),
+        weights=None,
+    ):  # fmt: skip
         self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
+        self._weights = weights
         self._floats, self._arrays = floats, operator.arrays
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
@@ -139,6 +143,12 @@ class Operation:
         return backward
 
     # ---------------------------------------------------------------------------------- arguments
+
+    def described(self, tensors, packed):
+        """Return what a plan is kept for: the tensors, or the specs of weights that are packed."""
+        if packed is None or self._weights is None:
+            return tensors
+        return *tensors[: self._weights.start], packed.specs, *tensors[self._weights.stop :]
 
     def check(self, tensors):
         """Check what the core does not know of: what makes arrays of tensors."""

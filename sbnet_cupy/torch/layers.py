@@ -14,16 +14,23 @@ from ..block_sparse.block_params import (
     calc_block_params_res_block,
 )
 from ..block_sparse.bottleneck.res_block import RES_BLOCK
-from ..block_sparse.bottleneck.weights import WEIGHTS, BottleneckWeights
+from ..block_sparse.bottleneck.weights import (
+    WEIGHTS,
+    BottleneckWeights,
+    PackedBottleneck,
+    plain_of,
+    resolve_precision,
+)
 from ..block_sparse.checks import arrays_of_list, plain_params
 from ..block_sparse.conv.sparse_conv2d import SPARSE_CONV2D
+from ..block_sparse.conv.weights import PackedWeights, arrays_of_weights
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.sizes import padding_pairs, pair
 from ..dense.conv2d import check_choice
 from . import _namespace as ops
 from ._call import call
 from ._convolve import convolve, convolve_backward
-from ._native import check_images, check_tensors
+from ._native import check_images, check_tensors, native_weights
 from ._operation import Operation
 from .ops import reduce_mask
 
@@ -61,7 +68,9 @@ def sparse_conv2d(
         pass ``x.permute(0, 2, 3, 1)``, which is contiguous, as ``nn.SparseConv2d`` does.
     w : tensor, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
         Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``. On a GPU the
-        fused method packs it at each call, so every change of it is seen.
+        fused method packs it at each call, so every change of it is seen. Or a
+        :class:`sbnet_cupy.PackedWeights` of tensors that need no gradient, and without ``scale``,
+        which is packed once; of changes in place it is told by ``refresh()``.
     indices, block_params, bsize, strides, padding, bias, activation, base, capacity
         As for :func:`sbnet_cupy.sparse_conv2d`. ``indices`` may be a mask on the device of ``x``;
         without ``capacity`` the call then waits for a GPU, as :func:`reduce_mask` does.
@@ -92,6 +101,12 @@ def sparse_conv2d(
     >>> w.grad[1, 1, 0, 0]
     tensor(16.)
     """
+    packed = w if isinstance(w, PackedWeights) else None
+    w, scale, bias, w_format, precision = arrays_of_weights(w, None, bias, w_format, precision)
+    if scale is not None:
+        raise NotImplementedError(
+            "the scale of a PackedWeights must be None for tensors; multiply w by it"
+        )
     if takes_blocks_from(indices, bsize, capacity):
         check_tensors(w=w)
         check_images(w=w)
@@ -104,7 +119,7 @@ def sparse_conv2d(
     x, w, bias, base = autocast(x, w, bias, base)
     options = (params, strides, padding, activation, data_format, w_format, precision, method)
     tensors = (x, w, *active, None, bias, base, out)
-    return call(_CONV, tensors, options)
+    return call(_CONV, tensors, options, _entered(packed, w))
 
 
 def sparse_res_block_bottleneck(
@@ -132,8 +147,9 @@ def sparse_res_block_bottleneck(
     ----------
     x : tensor, shape (N, H, W, Cin)
         Images. One that is not contiguous is copied.
-    weights : BottleneckWeights
-        Of tensors. They are packed as the kernel of :func:`sparse_conv2d` is.
+    weights : BottleneckWeights or PackedBottleneck
+        Of tensors. They are packed as the kernel of :func:`sparse_conv2d` is: at each call, or
+        those of a :class:`sbnet_cupy.PackedBottleneck` once.
     indices, block_params, bsize, strides, w_project, base, precision, method, capacity
         As for :func:`sbnet_cupy.sparse_res_block_bottleneck`; a mask as for :func:`sparse_conv2d`.
     out : tensor, optional
@@ -160,6 +176,8 @@ def sparse_res_block_bottleneck(
     >>> sparse_res_block_bottleneck(x, weights, torch.eye(32), bsize=8).shape
     torch.Size([1, 32, 32, 16])
     """
+    packed = weights if isinstance(weights, PackedBottleneck) else None
+    weights, precision = plain_of(weights), resolve_precision(weights, precision)
     if not isinstance(weights, BottleneckWeights):
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
     if takes_blocks_from(indices, bsize, capacity):
@@ -169,7 +187,15 @@ def sparse_res_block_bottleneck(
     w1, w2, w3, *tables = weights._arrays()
     x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
     tensors = (x, w1, w2, w3, *tables, w_project, *active, base, out)
-    return call(_UNIT, tensors, (params, strides, precision, method))
+    options = (params, strides, precision, method)
+    return call(_UNIT, tensors, options, _entered(packed, w1))
+
+
+def _entered(packed, w):
+    """Return packed weights as calls take them, or None: also where w, their first, was cast."""
+    if packed is None or torch.compiler.is_compiling() or packed._given()[0] is not w:
+        return None
+    return native_weights(packed)
 
 
 def _listed(x, indices, block_params, calculate):
@@ -289,4 +315,5 @@ _UNIT = Operation(
     saves=_unit_saves,
     prefixes=dict.fromkeys(WEIGHTS, "weights."),
     floats=("x", "weights.w1", "weights.w2", "weights.w3"),
+    weights=slice(1, 1 + len(WEIGHTS)),
 )

@@ -45,7 +45,6 @@ class Cublas:
         product = left.astype(compute) @ right.astype(compute)
         memory(c, ldc * n, CUBLAS_DTYPES[c_type]).reshape(n, ldc)[:, :m] = product.T
 
-
     @staticmethod
     def operand(pointer, rows, columns, leading, dtype, transposed):
         """View a matrix of ``rows`` x ``columns``, held column by column, or row by row."""

@@ -65,8 +65,9 @@ class Case:
     @property
     def shape(self):
         """Of the result: N, P, Q, K."""
-        size, pads = self.image[1:3], oracles.pads(
-            self.image[1:3], self.kernel, self.strides, self.padding
+        size, pads = (
+            self.image[1:3],
+            oracles.pads(self.image[1:3], self.kernel, self.strides, self.padding),
         )
         axes = zip(size, pads, self.kernel, self.strides, strict=True)
         size = tuple(max((n + sum(pad) - k) // s + 1, 0) for n, pad, k, s in axes)

@@ -14,6 +14,7 @@ import numpy as np
 import host_cuda
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import operator
+from sbnet_cupy.core.spec import group_of, spec_of
 from support.fused_on_host import BLACKWELL
 
 STREAM = 7
@@ -54,9 +55,9 @@ class Gpu:
 
     def __init__(self, torch, patch):
         self.stream, self.capturing, self.planned, self.launched = STREAM, False, [], []
-        self.state, self.calling = (
+        self.state, self.calling, layers = (
             importlib.import_module(f"sbnet_cupy.torch.{name}")
-            for name in ("_dispatch_state", "_call")
+            for name in ("_dispatch_state", "_call", "layers")
         )
 
         class OnGpu(torch.Tensor):
@@ -65,8 +66,11 @@ class Gpu:
             def get_device(self):
                 return 0
 
-        self._kind, self._describe = OnGpu, self.calling.describe
+        self._kind, self._describe, self._native = (
+            OnGpu, self.calling.describe, layers.native_weights,
+        )  # fmt: skip
         patch.setattr(self.calling, "describe", self._described)
+        patch.setattr(layers, "native_weights", self._native_weights)
         patch.setattr(self.state, "thread_is_plain", lambda: True)
         patch.setattr(self.state, "is_plain", lambda value: isinstance(value, torch.Tensor))
         patch.setattr(self.state, "current_device", lambda: 0)
@@ -78,10 +82,19 @@ class Gpu:
             for fact in _FACTS.keys() & vars(sys.modules[name]).keys():
                 patch.setattr(sys.modules[name], fact, _FACTS[fact])
 
-    def _described(self, tensors, is_plain=None):
+    def _native_weights(self, weights):
+        """Return weights as native arrays: NumPy's, whose specs say that they are on a GPU."""
+        made = self._native(weights)
+        if made is None:
+            return None
+        specs = (None if a is None else spec_of(a)._replace(device=0) for a in made._given())
+        made.specs = group_of(tuple(specs))
+        return made
+
+    def _described(self, tensors, is_plain=None, packed=None):
         """Describe tensors as those of a GPU: also gradients, which autograd makes plain ones."""
         on_gpu = (t.as_subclass(self._kind) if hasattr(t, "as_subclass") else t for t in tensors)
-        found = self._describe(on_gpu, is_plain)
+        found = self._describe(on_gpu, is_plain, packed)
         learns = any(getattr(t, "requires_grad", False) for t in tensors)  # of a view: by the mode
         return found and found._replace(requires_grad=learns)
 
@@ -101,7 +114,7 @@ class Gpu:
     @staticmethod
     def compute(function, tensors):
         """Call a function of native arrays: here of NumPy's, as ``_native.compute`` of CuPy's."""
-        function(*(None if t is None else t.detach().contiguous().numpy() for t in tensors))
+        return function(*(None if t is None else t.detach().contiguous().numpy() for t in tensors))
 
     def kernels(self):
         """Return the names of the kernels that were launched since the last time."""

@@ -145,6 +145,15 @@ def test_modules_compile_whole(st, torch, device):
             assert_close(y.detach(), expected.detach(), terms=TERMS, dtype="float32")
 
 
+def test_frozen_modules_compile_whole(st, torch, device):
+    x, mask, _ = inputs(torch, device)
+    x = x.permute(0, 3, 1, 2)
+    for module in modules(st, torch, device)[:2]:
+        module.freeze()
+        expected = module(x, mask)
+        assert_close(compiled(torch, module)(x, mask), expected, terms=TERMS, dtype="float32")
+
+
 def test_a_sparsified_network_runs_as_it_is_in_what_is_compiled(st, torch, device):
     x, mask, _ = inputs(torch, device)
     x, whole = x.permute(0, 3, 1, 2), modules(st, torch, device)[2]

@@ -158,21 +158,83 @@ def test_units_are_computed(st, torch, gpu, image, listed):
             assert gpu.kernels() == ["pack_bottleneck", "fused_bottleneck"]
 
 
-def test_what_a_module_made_for_itself_is_packed_once(st, torch, gpu, image, listed):
+def packed_calls(st, torch, gpu, image, active):
+    """Yield for a convolution and a unit: the call, its weights, packed, and their kernels."""
+    w, bias = whole(torch, 8, 16, 3, 3, seed=2), draw(torch, 8).round()
+    w, bias = gpu.tensor(w), gpu.tensor(bias)
+    packed = sb.PackedWeights(w, bias=bias, w_format="OIHW")
+
+    def conv(x, packed=packed, out=None):
+        if packed is None:
+            given = {"bias": bias, "w_format": "OIHW"}
+            return st.sparse_conv2d(x, w, active, PARAMS, out=out, **given)
+        return st.sparse_conv2d(x, packed, active, PARAMS, out=out)
+
+    yield conv, w, packed, ["pack_weights", "fused_conv"]
     arrays = bottleneck_weights(torch, 16, 8, 16)
-    arrays = [t.half() if i < 3 else t.round() for i, t in enumerate(arrays)]
-    there, weights = gpu.tensor(image), sb.BottleneckWeights(*map(gpu.tensor, arrays))
-    expected = st.sparse_res_block_bottleneck(there, weights, listed[1], UNIT)
-    assert gpu.kernels() == ["pack_bottleneck", "fused_bottleneck"]
-    gpu.calling.keep_packed(weights.w1)
-    for stream, packs in ((7, 1), (7, 0), (8, 1), (7, 0)):
-        gpu.stream = stream
-        y = st.sparse_res_block_bottleneck(there, weights, listed[1], UNIT)
+    arrays = [(4 * t).round().half() if i < 3 else t.round() for i, t in enumerate(arrays)]
+    weights = sb.BottleneckWeights(*map(gpu.tensor, arrays))
+    packed_unit = sb.PackedBottleneck(weights)
+
+    def unit(x, packed=packed_unit, out=None):
+        given = weights if packed is None else packed
+        return st.sparse_res_block_bottleneck(x, given, active, UNIT, out=out)
+
+    yield unit, weights.w2, packed_unit, ["pack_bottleneck", "fused_bottleneck"]
+
+
+def test_packed_weights_are_packed_once(st, torch, gpu, image, listed, monkeypatch):
+    monkeypatch.setattr(gpu.calling, "compute", gpu.compute)
+    x = gpu.tensor(image)
+    for call, w, packed, (pack, kernel) in packed_calls(st, torch, gpu, image, listed[1]):
+        expected = call(x, packed=None)
+        assert gpu.kernels() == [pack, kernel]
+        for stream, packs in ((7, 1), (7, 0), (8, 0), (7, 0)):
+            gpu.stream = stream
+            assert_same(plain(call(x)), plain(expected))
+            assert gpu.kernels() == [pack] * packs + [kernel]
+        out = gpu.tensor(torch.ones_like(expected))
+        assert call(x, out=out) is out
+        assert_same(plain(out), plain(expected))
+        learned = gpu.tensor(image).requires_grad_()
+        y = call(learned)
+        assert y.requires_grad and gpu.kernels() == [kernel] * 2
         assert_same(plain(y), plain(expected))
-        assert gpu.kernels() == ["pack_bottleneck"] * packs + ["fused_bottleneck"]
-    gpu.capturing = True  # a graph may outlive what is kept
-    st.sparse_res_block_bottleneck(there, weights, listed[1], UNIT)
-    assert gpu.kernels() == ["pack_bottleneck", "fused_bottleneck"]
+        w.neg_()
+        assert_same(plain(call(x)), plain(expected))  # that of the old weights, until told
+        changed = call(x, packed=None)
+        assert not torch.equal(plain(changed), plain(expected))
+        gpu.kernels()
+        packed.refresh()
+        assert_same(plain(call(x)), plain(changed))
+        assert gpu.kernels() == [pack, kernel]
+
+
+def test_packed_weights_that_cannot_be_are_refused(st, torch, gpu, image, listed):
+    x, active = gpu.tensor(image), listed[1]
+    arrays = bottleneck_weights(torch, 16, 8, 16)
+    arrays[:3] = [t.half() for t in arrays[:3]]
+    learned = sb.BottleneckWeights(*(gpu.tensor(t).requires_grad_() for t in arrays))
+    numbers = sb.PackedBottleneck(sb.BottleneckWeights(*(t.numpy() for t in arrays)))
+    w = gpu.tensor(whole(torch, 3, 3, 16, 8))
+    scaled = sb.PackedWeights(w, scale=gpu.tensor(torch.ones(8)))
+    with pytest.raises(DTypeError, match=r"weights\.w1 must be a torch\.Tensor, got numpy"):
+        st.sparse_res_block_bottleneck(x, numbers, active, UNIT)
+    with pytest.raises(
+        DTypeError, match="a PackedBottleneck gets no gradients, and holds a tensor"
+    ):
+        st.sparse_res_block_bottleneck(x, sb.PackedBottleneck(learned), active, UNIT)
+    with pytest.raises(DTypeError, match="w requires grad"):
+        sb.PackedWeights(gpu.tensor(w).requires_grad_())
+    with pytest.raises(NotImplementedError, match="scale of a PackedWeights must be None"):
+        st.sparse_conv2d(x, scaled, active, PARAMS)
+    with pytest.raises(ValueError, match="bias must be None where w is a PackedWeights"):
+        st.sparse_conv2d(x, sb.PackedWeights(w), active, PARAMS, bias=x)
+    with pytest.raises(ValueError, match="precision must be None, that of the PackedBottleneck"):
+        st.sparse_res_block_bottleneck(
+            x, sb.PackedBottleneck(learned), active, UNIT, precision="tf32"
+        )
+    assert not gpu.kernels()
 
 
 def test_gradients_are_recorded(st, torch, gpu, image, listed, monkeypatch):

@@ -135,6 +135,79 @@ def test_what_trains_by_another_module_is_seen(st, torch, device):
         assert not torch.equal(after, before)
 
 
+def test_frozen_weights_are_constants_until_they_are_not(st, torch, device):
+    torch.manual_seed(0)
+    x = draw(torch, 1, 8, 16, 16, device=device)
+    mask = torch.ones(1, 16, 16, dtype=torch.bool, device=device)
+    strided = st.nn.SparseBottleneck(8, 4, 16, 2, block_size=6, device=device)
+    for module in (*modules(st, torch, device), strided):
+        module.train()
+        module(x, mask)  # statistics that are not the usual ones
+        with pytest.raises(RuntimeError, match="can be frozen in evaluation alone"):
+            module.freeze()
+        module.eval()
+        state = copy.deepcopy(module.state_dict())
+
+        def changed(module=module, state=state):
+            for tensor in module.parameters():
+                tensor.data.mul_(-2)
+
+        ways = {
+            "train": lambda m=module: m.train().eval(),
+            "eval": lambda m=module: m.eval(),
+            "load_state_dict": lambda m=module: m.load_state_dict(m.state_dict()),
+            "to": lambda m=module: m.to(torch.float64).to(torch.float32),
+        }
+        for way, thaw in ways.items():
+            module.load_state_dict(state)
+            expected = module(x, mask)
+            assert module.freeze() is module
+            y = module(x, mask)
+            assert_same(y, expected.detach())
+            assert not y.requires_grad and set(module.state_dict()) == set(state)
+            changed()
+            assert_same(module(x, mask), expected.detach())
+            twin = copy.deepcopy(module)
+            assert_same(twin(x, mask), forget(module)(x, mask).detach())
+            if way == "train":  # gradients of the image are those of the frozen weights
+                leaves = [x.clone().requires_grad_() for _ in range(2)]
+                module(leaves[0], mask).square().sum().backward()
+                module.load_state_dict(state)
+                module(leaves[1], mask).square().sum().backward()
+                assert_same(leaves[0].grad, leaves[1].grad)
+                changed()
+            thaw()
+            assert not torch.equal(module(x, mask), expected)
+            assert_same(module(x, mask).detach(), forget(module)(x, mask).detach())
+
+
+def test_statistics_of_a_batch_cannot_be_frozen(st, torch):
+    unit = st.nn.SparseBottleneck(8, 4, block_size=6).eval()
+    unit.bn2.running_mean = unit.bn2.running_var = None
+    with pytest.raises(RuntimeError, match="takes those of the batch"):
+        unit.freeze()
+
+
+def test_packed_weights_are_taken_in_place_of_tensors(st, torch, device):
+    x, listed = draw(torch, 2, 8, 8, 8, device=device), table(torch, device)
+    w, bias = draw(torch, 8, 8, 3, 3, device=device), draw(torch, 8, device=device)
+    unit = sb.BottleneckWeights(*bottleneck_weights(torch, 8, 4, 8, device=device))
+    packed = sb.PackedWeights(w, bias=bias, w_format="OIHW", precision="tf32")
+    packed_unit = sb.PackedBottleneck(unit, precision="tf32")
+    options = {"bias": bias, "w_format": "OIHW", "precision": "tf32"}
+    mask = torch.ones(2, 8, 8, device=device)
+    for autocast in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            for _ in range(2):
+                for blocks in ((listed, PARAMS), (mask, None)):
+                    given = {} if blocks[1] else {"bsize": 4}
+                    y = st.sparse_conv2d(x, packed, *blocks, **given)
+                    assert_same(y, st.sparse_conv2d(x, w, *blocks, **given, **options))
+                y = st.sparse_res_block_bottleneck(x, packed_unit, listed, UNIT)
+                args = (x, unit, listed, UNIT)
+                assert_same(y, st.sparse_res_block_bottleneck(*args, precision="tf32"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_fused_kernels_see_weights_change(st, torch, require, dtype):
