@@ -6,7 +6,8 @@ autocast and CUDA graphs see operators like PyTorch's own. CPU tensors run the N
 tensors the CuPy kernels, on the memory of the tensors.
 
 ``nn`` holds modules, and ``sparsify`` makes the convolutions of a whole network sparse. Features at
-sites are in :mod:`sbnet_cupy.torch.submanifold`.
+sites are in :mod:`sbnet_cupy.torch.submanifold`, SparseConvNet's layers in
+:mod:`sbnet_cupy.torch.scn`.
 """
 
 from ._version import check_version as _check_version

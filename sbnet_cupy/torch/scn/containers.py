@@ -1,0 +1,109 @@
+"""Sequences and tables of layers."""
+
+import torch
+import torch.utils.checkpoint
+
+from .tensors import SparseConvNetTensor
+
+
+class _Added:
+    """``add``, which returns the container."""
+
+    def add(self, module):
+        """Append a layer; return the container."""
+        self.add_module(str(len(self)), module)
+        return self
+
+
+class Sequential(_Added, torch.nn.Sequential):
+    """Layers one after the other; ``add`` appends one and returns the sequence."""
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input that makes an output of this size."""
+        for module in reversed(self):
+            out_size = module.input_spatial_size(out_size)
+        return out_size
+
+
+class CheckpointedSequential(Sequential):
+    """A Sequential that computes its activations again in the backward pass, to save memory."""
+
+    def forward(self, x):
+        """Call the layers one after the other."""
+        if not isinstance(x, SparseConvNetTensor):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+        ends = []
+
+        def run(features):
+            y = Sequential.forward(self, x.replace(features))
+            ends.append(y.replace(None))
+            return y.features
+
+        features = torch.utils.checkpoint.checkpoint(run, x.features, use_reentrant=False)
+        return ends[0].replace(features)
+
+
+class Identity(torch.nn.Module):
+    """Its input."""
+
+    def forward(self, input):
+        """Return the input."""
+        return input
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return out_size
+
+
+class ConcatTable(_Added, torch.nn.Sequential):
+    """The list of what its layers make of one input."""
+
+    def forward(self, input):
+        """Call each layer with the input."""
+        return [module(input) for module in self]
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return self[0].input_spatial_size(out_size)
+
+
+def _features_of(tensors):
+    """Return the features of tensors; raise unless they are at the same sites."""
+    if any(x.coordinates is not tensors[0].coordinates for x in tensors):
+        sizes = [tuple(x.spatial_size.tolist()) for x in tensors]
+        raise ValueError(f"input must be tensors at the same sites, got spatial sizes {sizes}")
+    return [x.features for x in tensors]
+
+
+class JoinTable(torch.nn.Sequential):
+    """The features of a list of tensors at the same sites, side by side."""
+
+    def forward(self, input):
+        """Join a list of SparseConvNetTensors."""
+        return input[0].replace(torch.cat(_features_of(input), 1))
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return out_size
+
+
+class AddTable(torch.nn.Sequential):
+    """The sum of a list of tensors at the same sites."""
+
+    def forward(self, input):
+        """Add a list of SparseConvNetTensors."""
+        return input[0].replace(sum(_features_of(input)))
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return out_size
+
+
+def concatenate_feature_planes(input):
+    """Return the features of a list of tensors at the same sites, side by side."""
+    return JoinTable()(input)
+
+
+def add_feature_planes(input):
+    """Return the sum of a list of tensors at the same sites."""
+    return AddTable()(input)

@@ -1,0 +1,193 @@
+"""Convolutions with SparseConvNet's names, arguments and parameters."""
+
+import math
+
+import torch
+from torch.nn import Module, Parameter
+
+from ...errors import ShapeError
+from ..submanifold import kernel_map, site_conv
+from .tensors import Metadata, SparseConvNetTensor, enlarged, fitted, size_key, toLongTensor
+
+
+class SiteModule(Module):
+    """A layer that computes at sites: sizes, and what it does to the spatial size."""
+
+    dimension = None
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input that makes an output of this size."""
+        return out_size
+
+
+class _Convolution(SiteModule):
+    """Weights ``[volume, groups, nIn / groups, nOut / groups]`` and a bias."""
+
+    def __init__(self, dimension, nIn, nOut, volume, bias, groups):
+        super().__init__()
+        if groups < 1 or nIn % groups or nOut % groups:
+            raise ShapeError(f"groups must divide nIn and nOut, {nIn} and {nOut}, got {groups}")
+        self.dimension, self.nIn, self.nOut, self.groups = dimension, nIn, nOut, groups
+        self.filter_volume = volume
+        std = math.sqrt(2.0 * groups / nIn / volume)
+        shape = (volume, groups, nIn // groups, nOut // groups)
+        self.weight = Parameter(torch.empty(shape).normal_(0, std))
+        self.register_parameter("bias", Parameter(torch.zeros(nOut)) if bias else None)
+
+    def _convolve(self, input, made):
+        """Return the features of the convolution over a map."""
+        if input.features.shape[1] != self.nIn:
+            raise ShapeError(f"input must have {self.nIn} planes, got {input.features.shape[1]}")
+        w = self.weight.permute(0, 2, 1, 3).reshape(self.filter_volume, -1, self.nOut)
+        return site_conv(input.features, w, made, groups=self.groups, bias=self.bias)
+
+    def _load_from_state_dict(self, state, prefix, *args, **kwargs):
+        """Take weights of before SparseConvNet had groups, ``[volume, nIn, nOut]``, too."""
+        weight = state.get(prefix + "weight")
+        if weight is not None and weight.dim() == 3 and self.groups == 1:
+            state[prefix + "weight"] = weight[:, None]
+        super()._load_from_state_dict(state, prefix, *args, **kwargs)
+
+    def extra_repr(self):
+        """Describe the layer."""
+        sizes = [f"{self.nIn}->{self.nOut}"]
+        for name in ("filter_size", "filter_stride"):
+            if hasattr(self, name):
+                sizes.append(f"{name}={size_key(getattr(self, name))}")
+        return ", ".join(sizes + ([f"groups={self.groups}"] if self.groups > 1 else []))
+
+
+class SubmanifoldConvolution(_Convolution):
+    """A convolution at the sites of its input.
+
+    The window of an axis begins ``filter_size // 2`` cells before the site, also for even sizes.
+
+    Parameters
+    ----------
+    dimension : int
+        Axes of the grid.
+    nIn, nOut : int
+        Planes of input and output.
+    filter_size : int, sequence of int or LongTensor
+        Cells of the kernel along each axis.
+    bias : bool
+        Whether to add one.
+    groups : int
+        Groups of planes that are convolved apart.
+    """
+
+    def __init__(self, dimension, nIn, nOut, filter_size, bias, groups=1):
+        size = toLongTensor(dimension, filter_size)
+        super().__init__(dimension, nIn, nOut, math.prod(size.tolist()), bias, groups)
+        self.filter_size = size
+
+    def forward(self, input):
+        """Convolve a SparseConvNetTensor."""
+        same = input.coordinates
+        made = kernel_map(same, size_key(self.filter_size), onto=same)
+        return input.replace(self._convolve(input, made))
+
+
+class ValidConvolution(SubmanifoldConvolution):
+    """The SubmanifoldConvolution under its old name."""
+
+
+class _Strided(_Convolution):
+    """A convolution with a stride."""
+
+    def __init__(self, dimension, nIn, nOut, filter_size, filter_stride, bias, groups=1):
+        size = toLongTensor(dimension, filter_size)
+        super().__init__(dimension, nIn, nOut, math.prod(size.tolist()), bias, groups)
+        self.filter_size = size
+        self.filter_stride = toLongTensor(dimension, filter_stride)
+
+    @property
+    def _window(self):
+        return size_key(self.filter_size), size_key(self.filter_stride)
+
+
+class Convolution(_Strided):
+    """A convolution with a stride: every site whose window meets one of the input.
+
+    Parameters
+    ----------
+    dimension, nIn, nOut, filter_size, bias, groups
+        As for :class:`SubmanifoldConvolution`.
+    filter_stride : int, sequence of int or LongTensor
+        Distance between windows. They must cover the spatial size exactly: ShapeError otherwise.
+    """
+
+    def forward(self, input):
+        """Convolve a SparseConvNetTensor."""
+        made = input.metadata.window(input.coordinates, input.spatial_size, *self._window)
+        smaller = fitted(size_key(input.spatial_size), *self._window)
+        return input.at(self._convolve(input, made), smaller, made.target)
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return (out_size - 1) * self.filter_stride + self.filter_size
+
+
+class _Back(_Strided):
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        size = toLongTensor(self.dimension, out_size)
+        return torch.tensor(fitted(size_key(size), *self._window))
+
+
+class Deconvolution(_Back):
+    """Undo the sites of a Convolution of the same size and stride: back to those that it read.
+
+    Parameters
+    ----------
+    dimension, nIn, nOut, filter_size, filter_stride, bias, groups
+        As for :class:`Convolution`. A ValueError says that there was no such convolution.
+    """
+
+    def forward(self, input):
+        """Convolve a SparseConvNetTensor."""
+        made, larger = input.metadata.window_back(
+            input.coordinates, input.spatial_size, *self._window
+        )
+        return input.at(self._convolve(input, made), larger, made.target)
+
+
+class FullConvolution(_Back):
+    """A transposed convolution: every site that one of the input reaches, in a new Metadata.
+
+    Parameters
+    ----------
+    dimension, nIn, nOut, filter_size, filter_stride, bias, groups
+        As for :class:`Convolution`.
+    """
+
+    def forward(self, input):
+        """Convolve a SparseConvNetTensor."""
+        kernel, stride = self._window
+        made = kernel_map(input.coordinates, kernel, stride=stride, transposed=True)
+        larger = enlarged(size_key(input.spatial_size), kernel, stride)
+        metadata = Metadata(self.dimension)
+        metadata.grids[larger] = made.target
+        return SparseConvNetTensor(self._convolve(input, made), metadata, torch.tensor(larger))
+
+
+TransposeConvolution = FullConvolution
+
+
+class NetworkInNetwork(SiteModule):
+    """A linear function of the features of each site; its weight is ``[nIn, nOut]``."""
+
+    def __init__(self, nIn, nOut, bias):
+        super().__init__()
+        self.nIn, self.nOut = nIn, nOut
+        self.weight = Parameter(torch.empty(nIn, nOut).normal_(0, math.sqrt(2.0 / nIn)))
+        self.register_parameter("bias", Parameter(torch.zeros(nOut)) if bias else None)
+
+    def forward(self, input):
+        """Transform the features of a SparseConvNetTensor."""
+        weight = self.weight.T
+        return input.replace(torch.nn.functional.linear(input.features, weight, self.bias))
+
+    def extra_repr(self):
+        """Describe the layer."""
+        return f"{self.nIn}->{self.nOut}"

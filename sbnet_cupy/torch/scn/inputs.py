@@ -1,0 +1,222 @@
+"""Layers between lists of points, or dense grids, and SparseConvNetTensors."""
+
+import torch
+from torch.nn import Module
+
+from ...errors import ShapeError
+from ...submanifold.coordinate_map import CoordinateMap
+from .. import submanifold as sites
+from ..submanifold.operations import rows_of
+from ..submanifold.sites import with_inverse
+from .tensors import Metadata, SparseConvNetTensor, size_key, toLongTensor
+
+_MODES = ("unique", "first", "last", "sum", "mean")
+_BL_MODES = ("unique", "last", "first", "sum", "mean")
+
+
+def tensor_of_points(rows, features, spatial_size, batch_size, mode):
+    """Return the SparseConvNetTensor of rows ``(sample, *position)``; negative samples are none.
+
+    Its sites are in the order in which the rows first name them.
+    """
+    size = size_key(spatial_size)
+    x, inverse = with_inverse(features, rows, size, batch_size, mode)
+    n, device = x.coordinates.capacity, rows.device
+    first = torch.full((n,), len(rows), device=device).scatter_reduce(
+        0, inverse.long(), torch.arange(len(rows), device=device), "amin"
+    )
+    order = first.argsort()
+    rank = torch.empty_like(order).index_copy(0, order, torch.arange(n, device=device))
+    made = CoordinateMap(x.indices[order], x.coordinates.count, size, x.batch_size)
+    metadata = Metadata(len(size))
+    metadata.grids[size] = made
+    metadata.inverse = rank[inverse.long()] if n else inverse.long()
+    return SparseConvNetTensor(rows_of(x.features, order), metadata, spatial_size)
+
+
+class _Input(Module):
+    """What the input layers have in common."""
+
+    def __init__(self, dimension, spatial_size, mode=3):
+        super().__init__()
+        if mode not in range(5):
+            raise ValueError(f"mode must be 0, 1, 2, 3 or 4, got {mode!r}")
+        self.dimension = dimension
+        self.spatial_size = toLongTensor(dimension, spatial_size)
+        self.mode = mode
+        self.device = None
+
+    def to(self, device):
+        """Let the features be moved to a device."""
+        self.device = device
+        return self
+
+    def _moved(self, coords, features):
+        features = features if self.device is None else features.to(self.device)
+        return coords.to(features.device).long(), features
+
+
+class InputLayer(_Input):
+    """Put a list of points at their sites.
+
+    Called with ``[coords, features]`` or ``[coords, features, batch_size]``: ``coords`` is
+    LongTensor ``[N, dimension]`` for one sample, or ``[N, dimension + 1]`` with the sample in the
+    last column; ``features`` is ``[N, C]``; ``batch_size`` is the least number of samples.
+
+    Parameters
+    ----------
+    dimension : int
+        Axes of the grid.
+    spatial_size : int, sequence of int or LongTensor
+        Cells along each axis.
+    mode : int
+        What points at the same site become: 0 promises that there are none; 1 is the first point, 2
+        the last one, as SparseConvNet computes it (its comment says the reverse), 3 the sum, 4 the
+        mean.
+    """
+
+    def forward(self, input):
+        """Return the SparseConvNetTensor of a list of points."""
+        coords, features = self._moved(input[0], input[1])
+        if coords.dim() != 2 or coords.shape[1] not in (self.dimension, self.dimension + 1):
+            raise ShapeError(
+                f"coords must have shape (N, {self.dimension}) or (N, {self.dimension + 1}), got "
+                f"{tuple(coords.shape)}"
+            )
+        sample = coords.new_zeros((len(coords), 1))
+        if coords.shape[1] > self.dimension:
+            sample = coords[:, -1:]
+        rows = torch.cat([sample, coords[:, : self.dimension]], 1)
+        batch = int(sample.max()) + 1 if len(coords) else 0
+        batch = max(batch, int(input[2]) if len(input) > 2 else 0)
+        if coords.shape[1] == self.dimension:
+            batch = max(batch, 1)
+        mode = _MODES[self.mode]
+        return tensor_of_points(rows, features, self.spatial_size, batch, mode)
+
+
+class BLInputLayer(_Input):
+    """Put lists of points, one for each sample, at their sites.
+
+    Called with ``[coords, features]``: ``coords`` is LongTensor ``[B, L, dimension]``, negative
+    where there is no point; ``features`` is ``[B, L, C]``.
+
+    Parameters
+    ----------
+    dimension, spatial_size
+        As for :class:`InputLayer`.
+    mode : int
+        As for :class:`InputLayer`, but 1 is the last point and 2 the first one, as SparseConvNet
+        computes it. With 0 all points must be there.
+    """
+
+    def forward(self, input):
+        """Return the SparseConvNetTensor of lists of points."""
+        coords, features = self._moved(input[0], input[1])
+        if coords.dim() != 3 or coords.shape[2] != self.dimension:
+            raise ShapeError(
+                f"coords must have shape (B, L, {self.dimension}), got {tuple(coords.shape)}"
+            )
+        batch, length = coords.shape[:2]
+        if tuple(features.shape[:2]) != (batch, length):
+            raise ShapeError(
+                f"features must have shape ({batch}, {length}, C), got {tuple(features.shape)}"
+            )
+        sample = torch.arange(batch, device=coords.device).repeat_interleave(length)
+        rows = torch.cat([sample[:, None], coords.reshape(-1, self.dimension)], 1)
+        here = (rows[:, 1] >= 0).nonzero()[:, 0]
+        if self.mode == 0 and len(here) < len(rows):
+            raise ValueError("coords must not be negative in mode 0; use another mode")
+        listed = rows_of(features.reshape(len(rows), -1), here)
+        mode = _BL_MODES[self.mode]
+        x = tensor_of_points(rows[here], listed, self.spatial_size, batch, mode)
+        inverse = torch.full((len(rows),), -1, device=coords.device)
+        x.metadata.inverse = inverse.index_copy(0, here, x.metadata.inverse).view(batch, length)
+        return x
+
+
+class OutputLayer(Module):
+    """Give each point of the InputLayer the features of its site: ``[N, C]``."""
+
+    def __init__(self, dimension):
+        super().__init__()
+        self.dimension = dimension
+
+    def forward(self, input):
+        """Return the features of the points."""
+        inverse = input.metadata.inverse
+        if inverse is None:
+            raise ValueError("input must come from an InputLayer or BLInputLayer")
+        inverse = inverse.to(input.features.device)
+        found = rows_of(input.features, inverse.reshape(-1))
+        return found.view(*inverse.shape, -1) if inverse.dim() > 1 else found
+
+
+class BLOutputLayer(OutputLayer):
+    """Give each point of the BLInputLayer the features of its site: ``[B, L, C]``."""
+
+
+class InputLayerInput:
+    """Coordinates and features, as an InputLayer takes them."""
+
+    def __init__(self, coords, features):
+        self.x = [coords, features]
+
+    def __getitem__(self, n):
+        return self.x[n]
+
+    def __len__(self):
+        return 2
+
+    def cuda(self):
+        """Move the features to the current GPU."""
+        self.x[1] = self.x[1].cuda()
+        return self
+
+
+class DenseToSparse(Module):
+    """List the cells of dense ``[N, C, *spatial]`` that are not 0."""
+
+    def __init__(self, dimension):
+        super().__init__()
+        self.dimension = dimension
+
+    def forward(self, input):
+        """Return the SparseConvNetTensor of a dense tensor."""
+        x = sites.dense_to_sparse(input, data_format="channels_first")
+        metadata = Metadata(self.dimension)
+        metadata.grids[x.spatial_shape] = x.coordinates
+        size = torch.tensor(x.spatial_shape, dtype=torch.int64)
+        return SparseConvNetTensor(x.features, metadata, size)
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return out_size
+
+    def extra_repr(self):
+        """Describe the layer."""
+        return str(self.dimension)
+
+
+class SparseToDense(Module):
+    """Put features at their cells of dense ``[N, nPlanes, *spatial]``, 0 elsewhere."""
+
+    def __init__(self, dimension, nPlanes):
+        super().__init__()
+        self.dimension, self.nPlanes = dimension, nPlanes
+
+    def forward(self, input):
+        """Return the dense tensor."""
+        if input.features.shape[1] != self.nPlanes:
+            raise ShapeError(
+                f"input must have {self.nPlanes} planes, got {input.features.shape[1]}"
+            )
+        return sites.sparse_to_dense(input.sparse, data_format="channels_first")
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return out_size
+
+    def extra_repr(self):
+        """Describe the layer."""
+        return f"{self.dimension}, {self.nPlanes}"

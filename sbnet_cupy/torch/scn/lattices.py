@@ -1,0 +1,202 @@
+"""Convolutions on other lattices, windows at random places, and shape contexts."""
+
+import itertools
+
+import torch
+
+from ...errors import ShapeError
+from ...submanifold.kernel_map import KernelMap
+from ..submanifold import coordinate_map, kernel_map
+from ..submanifold.maps import valid
+from ..submanifold.operations import rows_of
+from .containers import ConcatTable, JoinTable, Sequential
+from .convolutions import Convolution, SiteModule, _Convolution
+from .norms import BatchNormalization
+from .pooling import AveragePooling, MaxPooling, UnPooling
+from .tensors import fitted, size_key, toLongTensor
+
+
+def window_starts(size, kernel, stride, generator=None):
+    """Return where the windows of an axis begin: a third each ``stride - 1`` and ``+ 1`` apart."""
+    number = (size - kernel) // stride + 1
+    if stride < 2:
+        raise ShapeError(f"filter_stride must be at least 2 to be random, got {stride}")
+    steps = torch.full((number - 1,), stride)
+    third = number // 3
+    steps[:third] -= 1
+    steps[third : 2 * third] += 1
+    steps = steps[torch.randperm(number - 1, generator=generator)]
+    return torch.cat([steps.new_zeros(1), steps.cumsum(0)])
+
+
+def random_window(coordinates, size, kernel, stride, generator=None):
+    """Return the KernelMap of windows that begin at random places, a stride apart on average."""
+    device = coordinates.indices.device
+    smaller = fitted(size, kernel, stride)
+    rows = torch.where(valid(coordinates)[:, None], coordinates.indices, -1).long()
+    readers = []  # on each axis, which window begins at a cell, -1 for none
+    for n, k, s in zip(size, kernel, stride, strict=True):
+        starts = window_starts(n, k, s, generator)
+        readers.append(torch.full((n,), -1).index_copy(0, starts, torch.arange(len(starts))))
+    places = []
+    for cell in itertools.product(*map(range, kernel)):
+        there, place = rows[:, 0] >= 0, [rows[:, 0]]
+        for axis, (reader, offset) in enumerate(zip(readers, cell, strict=True), 1):
+            start = rows[:, axis] - offset
+            window = reader.to(device)[start.clamp(min=0)]
+            there = there & (start >= 0) & (window >= 0)
+            place.append(window)
+        places.append(torch.where(there[:, None], torch.stack(place, 1), -1))
+    listed = torch.cat(places)
+    kept = (listed[:, 0] >= 0).nonzero()[:, 0]
+    target, site = coordinate_map(
+        listed[kept], spatial_shape=smaller, batch_size=coordinates.batch_size, mode="first"
+    )
+    taps, n = len(places), len(rows)
+    table = torch.full((taps * target.capacity,), -1, dtype=torch.int32, device=device)
+    tap, row = (kept // max(n, 1)), (kept % max(n, 1))
+    table = table.index_copy(0, tap * target.capacity + site, row.int())
+    return KernelMap(table.view(taps, -1), coordinates, target, kernel)
+
+
+class _Random:
+    """A layer with a stride whose windows are at random places in training."""
+
+    generator = None  # a torch.Generator on the CPU, for the same windows again
+
+    def _random(self, input):
+        size, window = size_key(input.spatial_size), self._window
+        key = (size, *window)
+        if key not in input.metadata.windows:
+            made = random_window(input.coordinates, size, *window, self.generator)
+            input.metadata.keep(key, made, fitted(*key))
+
+    def forward(self, input):
+        """Compute on a SparseConvNetTensor."""
+        if self.training:
+            self._random(input)
+        return super().forward(input)
+
+
+class RandomizedStrideConvolution(_Random, Convolution):
+    """A Convolution whose windows are at random places in training, as in fractional pooling.
+
+    The distances between windows are ``filter_stride``, and one more or less for a third of them
+    each. A Deconvolution undoes it. Set ``generator`` to a ``torch.Generator`` for the same windows
+    on each run.
+
+    Parameters
+    ----------
+    dimension, nIn, nOut, filter_size, filter_stride, bias, groups
+        As for :class:`Convolution`; the stride is at least 2.
+    """
+
+
+class RandomizedStrideMaxPooling(_Random, MaxPooling):
+    """A MaxPooling whose windows are at random places in training.
+
+    Parameters
+    ----------
+    dimension, pool_size, pool_stride, nFeaturesToDrop
+        As for :class:`MaxPooling`; the stride is at least 2. See RandomizedStrideConvolution.
+    """
+
+
+def permutohedral_basis(dimension):
+    """Return two matrices ``[dimension, dimension]``, each other's inverse.
+
+    ``coordinates @ inverse`` are coordinates on the permutohedral lattice, whose nearest sites are
+    all 1 apart.
+    """
+    basis = torch.zeros(dimension, dimension)
+    for i in range(dimension):
+        for j in range(i):
+            basis[i, j] = (0.5 - basis[i] @ basis[j]) / basis[j, j]
+        basis[i, i] = (1 - basis[i] @ basis[i]).sqrt()
+    return basis, torch.inverse(basis)
+
+
+def permutohedral_offsets(dimension):
+    """Return the cells at most 1 from the origin of the lattice, in SparseConvNet's order.
+
+    Its first cell is always the origin itself. In two dimensions, where its list begins with
+    another cell, the origin comes twice, and that cell, (0, -1), not at all.
+    """
+    near = []
+    for cell in itertools.product((-1, 0, 1), repeat=dimension):
+        cell = cell[::-1]  # the first axis is the fastest
+        products = sum(a * b for i, a in enumerate(cell) for b in cell[: i + 1])
+        if products <= 1:
+            near.append(cell)
+    origin = (0,) * dimension
+    if dimension == 2:
+        return [origin, *near[1:]]
+    return [origin, *(cell for cell in near if cell != origin)]
+
+
+class PermutohedralSubmanifoldConvolution(_Convolution):
+    """A submanifold convolution on the permutohedral lattice, with ``d * d + d + 1`` taps.
+
+    Parameters
+    ----------
+    dimension, nIn, nOut, bias, groups
+        As for :class:`SubmanifoldConvolution`.
+    """
+
+    def __init__(self, dimension, nIn, nOut, bias, groups=1):
+        volume = dimension**2 + dimension + 1
+        super().__init__(dimension, nIn, nOut, volume, bias, groups)
+
+    def forward(self, input):
+        """Convolve a SparseConvNetTensor."""
+        made = kernel_map(input.coordinates, offsets=permutohedral_offsets(self.dimension))
+        return input.replace(self._convolve(input, made))
+
+
+class ShapeContext(SiteModule):
+    """The features of all cells of a window side by side, 0 where there is no site.
+
+    Parameters
+    ----------
+    dimension : int
+        Axes of the grid.
+    nIn : int
+        Planes of the input; the output has as many for each cell.
+    filter_size : int, sequence of int or LongTensor
+        Cells of the window along each axis.
+    """
+
+    def __init__(self, dimension, nIn, filter_size=3):
+        super().__init__()
+        self.dimension, self.nIn = dimension, nIn
+        self.filter_size = toLongTensor(dimension, filter_size)
+        self.filter_volume = int(self.filter_size.prod())
+        self.nOut = nIn * self.filter_volume
+        weight = torch.eye(self.nOut).view(self.filter_volume, nIn, self.nOut)
+        self.register_buffer("weight", weight)  # of checkpoints; it is not read
+
+    def forward(self, input):
+        """Gather the windows of a SparseConvNetTensor."""
+        same = input.coordinates
+        made = kernel_map(same, size_key(self.filter_size), onto=same)
+        return input.replace(torch.cat([rows_of(input.features, read) for read in made.rows], 1))
+
+
+def MultiscaleShapeContext(
+    dimension, n_features=1, n_layers=3, shape_context_size=3, downsample_size=2,
+    downsample_stride=2, bn=True,
+):  # fmt: skip
+    """Return shape contexts of several scales side by side: each of averages of the one before."""
+    context = ShapeContext(dimension, n_features, shape_context_size)
+    if n_layers == 1:
+        layers = Sequential(context)
+    else:
+        scale = (dimension, downsample_size, downsample_stride)
+        coarser = MultiscaleShapeContext(
+            dimension, n_features, n_layers - 1, shape_context_size, *scale[1:], False
+        )
+        below = Sequential(AveragePooling(*scale), coarser, UnPooling(*scale))
+        layers = Sequential(ConcatTable(context, below), JoinTable())
+    if bn:
+        layers.add(BatchNormalization(shape_context_size**dimension * n_features * n_layers))
+    return layers

@@ -1,0 +1,198 @@
+"""Norms, activations and dropout: functions of the features of each site."""
+
+import torch
+from torch.nn import Parameter, functional
+
+from ...errors import ShapeError
+from ..submanifold import masked_batch_norm
+from ..submanifold.maps import valid
+from .containers import Sequential
+from .convolutions import SiteModule
+
+
+class _Pointwise(SiteModule):
+    """A function of the features."""
+
+    def forward(self, input):
+        """Apply the function to the features of a SparseConvNetTensor."""
+        return input.replace(self._function(input.features))
+
+
+class Sigmoid(_Pointwise):
+    """The logistic function."""
+
+    _function = staticmethod(torch.sigmoid)
+
+
+class Tanh(_Pointwise):
+    """The hyperbolic tangent."""
+
+    _function = staticmethod(torch.tanh)
+
+
+class ReLU(_Pointwise):
+    """``max(x, 0)``."""
+
+    _function = staticmethod(functional.relu)
+
+
+class ELU(_Pointwise):
+    """``x`` where it is positive, else ``exp(x) - 1``."""
+
+    _function = staticmethod(functional.elu)
+
+
+class SELU(_Pointwise):
+    """The scaled ELU."""
+
+    _function = staticmethod(functional.selu)
+
+
+class LeakyReLU(_Pointwise):
+    """``x`` where it is positive, else ``leak * x``."""
+
+    def __init__(self, leak=1 / 3):
+        super().__init__()
+        self.leak = leak
+
+    def _function(self, features):
+        return functional.leaky_relu(features, self.leak)
+
+
+class Dropout(_Pointwise):
+    """Zero each value with probability p; in evaluation multiply by 1 - p, as SparseConvNet."""
+
+    def __init__(self, p=0.5):
+        super().__init__()
+        self.p = p
+
+    def _function(self, features):
+        if not self.training:
+            return features * (1 - self.p)
+        return features * torch.bernoulli(torch.full_like(self._like(features), 1 - self.p))
+
+    def _like(self, features):
+        return features
+
+
+class BatchwiseDropout(Dropout):
+    """Dropout with one mask of the planes for the whole batch."""
+
+    def _like(self, features):
+        return features.new_empty((1, features.shape[1]))
+
+
+class BatchNormalization(SiteModule):
+    """Batch norm over the sites of all samples, with an activation.
+
+    Parameters
+    ----------
+    nPlanes : int
+        Planes of the input.
+    eps : float
+        Added to the variance.
+    momentum : float
+        Share of the old running statistics in the new: 0.99 is PyTorch's 0.01.
+    affine : bool
+        Whether there are a weight and a bias.
+    leakiness : float
+        Slope for negative values: 0 for ReLU, 1 for none.
+    """
+
+    def __init__(self, nPlanes, eps=1e-4, momentum=0.99, affine=True, leakiness=1):
+        super().__init__()
+        self.nPlanes, self.eps, self.momentum = nPlanes, eps, momentum
+        self.affine, self.leakiness = affine, leakiness
+        self.register_buffer("running_mean", torch.zeros(nPlanes))
+        self.register_buffer("running_var", torch.ones(nPlanes))
+        self.register_parameter("weight", Parameter(torch.ones(nPlanes)) if affine else None)
+        self.register_parameter("bias", Parameter(torch.zeros(nPlanes)) if affine else None)
+
+    def forward(self, input):
+        """Normalise a SparseConvNetTensor."""
+        if input.features.shape[1] != self.nPlanes:
+            raise ShapeError(
+                f"input must have {self.nPlanes} planes, got {input.features.shape[1]}"
+            )
+        tables = (self.running_mean, self.running_var, self.weight, self.bias)
+        found = masked_batch_norm(
+            input.sparse, *tables, training=self.training, momentum=1 - self.momentum, eps=self.eps
+        )
+        return input.replace(_leaky(found.features, self.leakiness))
+
+    def extra_repr(self):
+        """Describe the layer."""
+        return (
+            f"{self.nPlanes}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
+            f"leakiness={self.leakiness}"
+        )
+
+
+def _leaky(features, leakiness):
+    if leakiness == 1:
+        return features
+    if leakiness == 0:
+        return functional.relu(features)
+    return functional.leaky_relu(features, leakiness)
+
+
+class BatchNormReLU(BatchNormalization):
+    """Batch norm, then ReLU."""
+
+    def __init__(self, nPlanes, eps=1e-4, momentum=0.99):
+        super().__init__(nPlanes, eps, momentum, True, 0)
+
+
+class BatchNormLeakyReLU(BatchNormalization):
+    """Batch norm, then a leaky ReLU."""
+
+    def __init__(self, nPlanes, eps=1e-4, momentum=0.99, leakiness=0.333):
+        super().__init__(nPlanes, eps, momentum, True, leakiness)
+
+
+def BatchNormELU(nPlanes, eps=1e-4, momentum=0.9):
+    """Return a batch norm, then an ELU."""
+    return Sequential().add(BatchNormalization(nPlanes, eps, momentum)).add(ELU())
+
+
+class MeanOnlyBNLeakyReLU(SiteModule):
+    """Subtract the mean of each plane, add a bias, then a leaky ReLU.
+
+    Parameters
+    ----------
+    nPlanes, affine, leakiness, momentum
+        As for :class:`BatchNormalization`; affine is a bias alone.
+    """
+
+    def __init__(self, nPlanes, affine=True, leakiness=1, momentum=0.99):
+        super().__init__()
+        self.nPlanes, self.affine = nPlanes, affine
+        self.leakiness, self.momentum = leakiness, momentum
+        self.register_buffer("running_mean", torch.zeros(nPlanes))
+        self.register_parameter("bias", Parameter(torch.zeros(nPlanes)) if affine else None)
+
+    def forward(self, input):
+        """Normalise a SparseConvNetTensor."""
+        features, mean = input.features, self.running_mean
+        holds = valid(input.coordinates)[:, None]
+        if self.training:
+            with torch.no_grad():
+                number = holds.sum()
+                mean = torch.where(holds, features, 0).sum(0) / number.clamp(min=1)
+                share = (1 - self.momentum) * (number > 0).to(mean.dtype)
+                self.running_mean.add_(share * (mean - self.running_mean))
+        features = features - mean
+        features = features if self.bias is None else features + self.bias
+        return input.replace(torch.where(holds, _leaky(features, self.leakiness), 0))
+
+
+class SparseGroupNorm(torch.nn.GroupNorm):
+    """``torch.nn.GroupNorm`` of the features of each site."""
+
+    def forward(self, x):
+        """Normalise a SparseConvNetTensor."""
+        return x.replace(super().forward(x.features))
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return out_size

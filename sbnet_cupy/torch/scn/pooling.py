@@ -1,0 +1,93 @@
+"""Pooling with SparseConvNet's names and arguments."""
+
+from ..submanifold.maps import valid
+from ..submanifold.operations import site_max, site_sum
+from .convolutions import SiteModule
+from .tensors import fitted, size_key, toLongTensor
+
+
+class _Pooling(SiteModule):
+    """Size and stride of windows, and the planes that are dropped."""
+
+    def __init__(self, dimension, pool_size, pool_stride, nFeaturesToDrop=0):
+        super().__init__()
+        self.dimension = dimension
+        self.pool_size = toLongTensor(dimension, pool_size)
+        self.pool_stride = toLongTensor(dimension, pool_stride)
+        self.nFeaturesToDrop = nFeaturesToDrop
+
+    @property
+    def _window(self):
+        return size_key(self.pool_size), size_key(self.pool_stride)
+
+    def forward(self, input):
+        """Pool a SparseConvNetTensor."""
+        made = input.metadata.window(input.coordinates, input.spatial_size, *self._window)
+        features = input.features[:, self.nFeaturesToDrop :]
+        smaller = fitted(size_key(input.spatial_size), *self._window)
+        values = self._pool(features, made.rows, valid(made.target))
+        return input.at(values, smaller, made.target)
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return (out_size - 1) * self.pool_stride + self.pool_size
+
+    def extra_repr(self):
+        """Describe the layer."""
+        return "pool_size={}, pool_stride={}".format(*self._window)
+
+
+class MaxPooling(_Pooling):
+    """The largest value of each window, and at least 0.
+
+    Its gradient goes to all equal values, as SparseConvNet's does.
+
+    Parameters
+    ----------
+    dimension : int
+        Axes of the grid.
+    pool_size, pool_stride : int, sequence of int or LongTensor
+        Cells of a window, and distance between windows; they must cover the spatial size exactly.
+    nFeaturesToDrop : int
+        Planes at the beginning that are left out.
+    """
+
+    def _pool(self, features, rows, holds):
+        return site_max(features, rows, holds, 0.0, "all")
+
+
+class AveragePooling(_Pooling):
+    """The sum of each window, divided by the number of its cells.
+
+    Parameters
+    ----------
+    dimension, pool_size, pool_stride, nFeaturesToDrop
+        As for :class:`MaxPooling`.
+    """
+
+    def _pool(self, features, rows, holds):
+        return site_sum(features, rows, holds, "volume")
+
+
+class UnPooling(_Pooling):
+    """Undo the sites of a pooling or Convolution: each site gets the values of its windows.
+
+    Parameters
+    ----------
+    dimension, pool_size, pool_stride, nFeaturesToDrop
+        As for :class:`MaxPooling`, as they were given to that layer.
+    """
+
+    def forward(self, input):
+        """Bring a SparseConvNetTensor back to the sites that a layer read."""
+        made, larger = input.metadata.window_back(
+            input.coordinates, input.spatial_size, *self._window
+        )
+        features = input.features[:, self.nFeaturesToDrop :]
+        values = site_sum(features, made.rows, valid(made.target))
+        return input.at(values, larger, made.target)
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        size = toLongTensor(self.dimension, out_size)
+        return toLongTensor(self.dimension, fitted(size_key(size), *self._window))

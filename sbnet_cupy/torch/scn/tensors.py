@@ -1,0 +1,198 @@
+"""SparseConvNetTensor: features, and the sites of all scales that they went through."""
+
+import torch
+
+from ...core.sizes import is_integer
+from ...errors import ShapeError
+from ...submanifold.coordinate_map import CoordinateMap
+from ...submanifold.kernel_map import KernelMap
+from ...submanifold.sparse_tensor import SparseTensor
+from ..submanifold import kernel_map
+from ..submanifold.operations import transposed_rows
+
+
+def toLongTensor(dimension, x):
+    """Return one integer for each dimension as a LongTensor."""
+    if isinstance(x, torch.Tensor):
+        x = x.tolist()
+    sizes = tuple(x) if isinstance(x, list | tuple) else (x,) * dimension
+    if len(sizes) != dimension or not all(map(is_integer, sizes)):
+        raise ShapeError(f"sizes must be an integer or {dimension} of them, got {x!r}")
+    return torch.tensor(sizes, dtype=torch.int64)
+
+
+def size_key(size):
+    """Return a spatial size as a tuple of int."""
+    return tuple(size.tolist()) if isinstance(size, torch.Tensor) else tuple(map(int, size))
+
+
+class Metadata:
+    """The sites at each spatial size, and the maps between them.
+
+    As in SparseConvNet, each spatial size occurs once: layers of the same size share their sites,
+    and a :class:`Deconvolution` finds those that a :class:`Convolution` read by their size.
+    """
+
+    def __init__(self, dimension):
+        self.dimension = dimension
+        self.grids = {}  # spatial size -> CoordinateMap
+        self.windows = {}  # (spatial size, kernel, stride) -> KernelMap
+        self.inverse = None  # of an input layer: the site of each of its rows
+
+    def coordinates(self, spatial_size, device=None):
+        """Return the sites of a spatial size; bring all to a device if it is another one."""
+        size = size_key(spatial_size)
+        if size not in self.grids:
+            raise ShapeError(
+                f"spatial_size must be one that the tensor went through, got {size}; there are "
+                f"{sorted(self.grids)}"
+            )
+        if device is not None and self.grids[size].indices.device != device:
+            self._move(device)
+        return self.grids[size]
+
+    def _move(self, device):
+        """Move all sites; maps are found anew."""
+        for size, old in self.grids.items():
+            arrays = [array.to(device) for array in old._arrays()]
+            made = CoordinateMap(*arrays[:2], old.spatial_shape, old.batch_size, *arrays[2:])
+            self.grids[size] = made
+        self.windows.clear()
+        if self.inverse is not None:
+            self.inverse = self.inverse.to(device)
+
+    def window(self, source, spatial_size, kernel, stride):
+        """Return the map of a convolution or pooling; it fits the spatial size exactly."""
+        key = size_key(spatial_size), kernel, stride
+        if key not in self.windows:
+            smaller = fitted(*key)
+            made = kernel_map(source, kernel, stride=stride)
+            self.keep(key, made, smaller)
+        return self.windows[key]
+
+    def keep(self, key, made, smaller):
+        """Keep a map, and its target as the sites of the smaller spatial size."""
+        self.windows[key] = made
+        self.grids[smaller] = made.target
+
+    def window_back(self, coarse, spatial_size, kernel, stride):
+        """Return the map back to the sites that a convolution or pooling read, and their size."""
+        larger = enlarged(size_key(spatial_size), kernel, stride)
+        made = self.windows.get((larger, kernel, stride))
+        if made is None or made.target is not coarse:
+            raise ValueError(
+                f"input must come from a Convolution or pooling of size {kernel} and stride "
+                f"{stride} of sites of spatial size {larger}; there was none: use FullConvolution, "
+                "or put such a layer before"
+            )
+        rows = transposed_rows(made.rows, made.source.capacity)
+        return KernelMap(rows, coarse, made.source, made.kernel_size), larger
+
+
+def fitted(size, kernel, stride):
+    """Return the spatial size of the result of a convolution; raise unless it fits exactly."""
+    smaller = tuple((n - k) // s + 1 for n, k, s in zip(size, kernel, stride, strict=True))
+    if enlarged(smaller, kernel, stride) != size or min(smaller) < 1:
+        raise ShapeError(
+            f"spatial_size must be (n - 1) * {stride} + {kernel} for whole n, got {size}; "
+            "choose the input size by input_spatial_size"
+        )
+    return smaller
+
+
+def enlarged(size, kernel, stride):
+    """Return the spatial size of the input of a convolution."""
+    return tuple((n - 1) * s + k for n, k, s in zip(size, kernel, stride, strict=True))
+
+
+class SparseConvNetTensor:
+    """Features at the sites of a spatial size, with the sites of all sizes before.
+
+    Parameters
+    ----------
+    features : tensor, shape (N, C)
+        One row for each site.
+    metadata : Metadata
+        The sites.
+    spatial_size : LongTensor, shape (dimension,)
+        Cells of the grid along each axis.
+    coordinates : CoordinateMap, optional
+        The sites of the features. By default those of the spatial size in the metadata.
+    """
+
+    def __init__(self, features=None, metadata=None, spatial_size=None, coordinates=None):
+        self.features = features
+        self.metadata = metadata
+        self.spatial_size = spatial_size
+        self._coordinates = coordinates
+
+    @property
+    def coordinates(self):
+        """The CoordinateMap of the sites, on the device of the features."""
+        device, known = self.features.device, self._coordinates
+        if known is None or known.indices.device != device:
+            self._coordinates = self.metadata.coordinates(self.spatial_size, device)
+        return self._coordinates
+
+    @property
+    def sparse(self):
+        """The SparseTensor of the functions of :mod:`sbnet_cupy.torch`."""
+        return SparseTensor(self.features, self.coordinates)
+
+    def replace(self, features):
+        """Return other features at the same sites."""
+        where = (self.metadata, self.spatial_size, self._coordinates)
+        return SparseConvNetTensor(features, *where)
+
+    def at(self, features, spatial_size, coordinates):
+        """Return features at the sites of another spatial size."""
+        size = torch.tensor(spatial_size, dtype=torch.int64)
+        return SparseConvNetTensor(features, self.metadata, size, coordinates)
+
+    def get_spatial_locations(self, spatial_size=None):
+        """Return the sites on the CPU: int64, ``(*position, sample)`` in each row."""
+        size = self.spatial_size if spatial_size is None else spatial_size
+        same = spatial_size is None or size_key(size) == size_key(self.spatial_size)
+        rows = (self.coordinates if same else self.metadata.coordinates(size)).indices
+        return torch.cat([rows[:, 1:], rows[:, :1]], 1).long().cpu()
+
+    def batch_size(self):
+        """Return the number of samples."""
+        return self.coordinates.batch_size
+
+    def to(self, device):
+        """Move the features; the sites follow when they are needed."""
+        self.features = self.features.to(device)
+        return self
+
+    def cuda(self):
+        """Move the features to the current GPU."""
+        return self.to("cuda")
+
+    def cpu(self):
+        """Move the features to the CPU."""
+        return self.to("cpu")
+
+    def type(self, t=None):
+        """Convert the features, or return the name of their type."""
+        if t is None:
+            return self.features.type()
+        self.features = self.features.type(t)
+        return self
+
+    def detach(self):
+        """Return the tensor with its features detached."""
+        return self.replace(self.features.detach())
+
+    @property
+    def requires_grad(self):
+        """Whether the features require a gradient."""
+        return self.features.requires_grad
+
+    def __repr__(self):
+        if self.metadata is None:
+            return f"SparseConvNetTensor(features={self.features!r})"
+        return (
+            f"SparseConvNetTensor: {tuple(self.features.shape)} features, {self.features.dtype}, "
+            f"on a grid of {size_key(self.spatial_size)}, batch of {self.batch_size()}"
+        )

@@ -1,0 +1,210 @@
+"""Points to sites and back by SparseConvNet's names; functions of lists of points."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+
+
+@pytest.fixture(scope="module")
+def scn(torch):
+    return importlib.import_module("sbnet_cupy.torch.scn")
+
+
+COORDS = [[3, 1, 0], [0, 2, 1], [3, 1, 0], [1, 1, 0], [3, 1, 0], [0, 2, 1]]
+VALUES = [[1.0], [2], [4], [8], [16], [32]]
+PLACES = [[3, 1, 0], [0, 2, 1], [1, 1, 0]]  # in the order in which they are named
+
+
+@pytest.mark.parametrize("mode, expected", [
+    (1, [1, 2, 8]), (2, [16, 32, 8]), (3, [21, 34, 8]), (4, [7, 17, 8]),
+])  # fmt: skip
+def test_input_and_output_layer(torch, scn, device, mode, expected):
+    features = torch.tensor(VALUES, device=device, requires_grad=True)
+    x = scn.InputLayer(2, [4, 3], mode)([torch.tensor(COORDS), features, 3])
+    assert x.get_spatial_locations().tolist() == PLACES and x.batch_size() == 3
+    assert x.features.ravel().tolist() == expected
+    back = scn.OutputLayer(2)(x)
+    named = dict(zip(map(tuple, PLACES), expected, strict=True))
+    assert back.ravel().tolist() == [named[tuple(p)] for p in COORDS]
+    back.sum().backward()
+    counts = [3, 2, 3, 1, 3, 2]
+    shares = {1: [3, 2, 0, 1, 0, 0], 2: [0, 0, 0, 1, 3, 2], 3: counts, 4: [1, 1, 1, 1, 1, 1]}
+    assert features.grad.ravel().tolist() == shares[mode]
+
+
+def test_the_promise_of_mode_0_is_checked(torch, scn):
+    layer = scn.InputLayer(2, 4, mode=0)
+    with pytest.raises(ValueError, match="distinct"):
+        layer([torch.tensor(COORDS), torch.tensor(VALUES)])
+    x = layer([torch.tensor(PLACES), torch.tensor([[5.0], [6], [7]])])
+    assert x.features.ravel().tolist() == [5, 6, 7]
+    one = layer([torch.tensor(PLACES)[:, :2], torch.tensor([[5.0], [6], [7]])])
+    assert one.batch_size() == 1 and one.get_spatial_locations()[:, 2].tolist() == [0, 0, 0]
+    pair = scn.InputLayerInput(torch.tensor(PLACES), torch.tensor([[5.0], [6], [7]]))
+    assert layer(pair).features.tolist() == x.features.tolist() and len(pair) == 2
+
+
+@pytest.mark.parametrize("mode, expected", [
+    (1, [4, 8, 32]), (2, [1, 8, 2]), (3, [5, 8, 34]), (4, [2.5, 8, 17]),
+])  # fmt: skip
+def test_batched_layers(torch, scn, device, mode, expected):
+    coords = torch.tensor([[[3, 1], [3, 1], [1, 1]], [[0, 2], [-1, -1], [0, 2]]])
+    values = [[[1.0], [4], [8]], [[2], [99], [32]]]
+    features = torch.tensor(values, device=device, requires_grad=True)
+    x = scn.BLInputLayer(2, (4, 3), mode)([coords, features])
+    assert x.get_spatial_locations().tolist() == [[3, 1, 0], [1, 1, 0], [0, 2, 1]]
+    assert x.features.ravel().tolist() == expected
+    back = scn.BLOutputLayer(2)(x)
+    assert back.shape == (2, 3, 1) and back[1, 1].item() == 0
+    a, b, c = expected
+    assert back[..., 0].tolist() == [[a, a, b], [c, 0, c]]
+    back.sum().backward()
+    assert features.grad[1, 1].item() == 0
+    with pytest.raises(ValueError, match="mode 0"):
+        scn.BLInputLayer(2, 4, 0)([coords, features])
+
+
+@pytest.mark.parametrize("mode", [0, 3])
+def test_no_points_at_all(torch, scn, device, mode):
+    features = torch.zeros(0, 2, device=device, requires_grad=True)
+    coords = torch.zeros(0, 3, dtype=torch.int64)
+    x = scn.InputLayer(2, 7, mode)([coords, features, 2])
+    net = scn.Sequential(
+        scn.SubmanifoldConvolution(2, 2, 3, 3, True), scn.BatchNormReLU(3),
+        scn.Convolution(2, 3, 3, 3, 2, False), scn.MaxPooling(2, 3, 1), scn.UnPooling(2, 3, 1),
+        scn.Deconvolution(2, 3, 4, 3, 2, True),
+    ).to(device)  # fmt: skip
+    y = net(x)
+    image = scn.SparseToDense(2, 4)(y)
+    (image.sum() + scn.OutputLayer(2)(y).sum()).backward()
+    assert image.shape == (2, 4, 7, 7) and not image.any()
+    assert features.grad.shape == (0, 2)
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+
+
+def test_dense_there_and_back(torch, scn, device):
+    image = torch.randn(2, 3, 4, 5, device=device) * (torch.rand(2, 1, 4, 5, device=device) < 0.5)
+    x = scn.DenseToSparse(2)(image)
+    assert torch.equal(scn.SparseToDense(2, 3)(x), image)
+    assert x.spatial_size.tolist() == [4, 5]
+
+
+def test_input_batch(torch, scn):
+    batch = scn.InputBatch(2, [4, 4])
+    with pytest.raises(ValueError, match="add_sample"):
+        batch.set_location(torch.tensor([1, 1]), torch.tensor([1.0]))
+    batch.add_sample()
+    batch.set_location(torch.tensor([1, 1]), torch.tensor([1.0]))
+    batch.set_location(torch.tensor([3, 0]), torch.tensor([2.0]))
+    batch.set_location(torch.tensor([1, 1]), torch.tensor([3.0]))
+    batch.set_location(torch.tensor([3, 0]), torch.tensor([4.0]), overwrite=True)
+    batch.add_sample()
+    places = torch.tensor([[0, 0], [0, 1]])
+    batch.set_locations(places, torch.tensor([[5.0], [6.0]]))
+    batch.set_locations(torch.tensor([[1, 2, 3]]), torch.tensor([[7.0]]))
+    grid = torch.zeros(2, 2, 1)
+    grid[0, 1], grid[1, 1] = -0.5, 2.0
+    batch.add_sample_from_tensor(grid, torch.tensor([0, 2]), threshold=0.4)
+    batch.precompute_metadata(3)
+    assert batch.features.ravel().tolist() == [1, 4, 5, 6, 7, -0.5, 2]
+    assert batch.get_spatial_locations().tolist() == [
+        [1, 1, 0], [3, 0, 0], [0, 0, 1], [0, 1, 1], [1, 2, 3], [0, 3, 4], [1, 3, 4]
+    ]  # fmt: skip
+    assert batch.batch_size() == 5
+    y = scn.SubmanifoldConvolution(2, 1, 2, 3, False)(batch)
+    assert scn.AddTable()([y, y]).features.shape == (7, 2)
+    with pytest.raises(sb.ShapeError, match="inside"):
+        batch.set_location(torch.tensor([4, 0]), torch.tensor([1.0]))
+    empty = scn.InputBatch(2, 4)
+    empty.add_sample()
+    assert len(empty.get_spatial_locations()) == 0 and empty.batch_size() == 1
+
+
+def some(torch, scn, seed, size=(5, 4), batch=2):
+    rng = np.random.default_rng(seed)
+    rows = np.argwhere(rng.random((*size, batch)) < 0.5)
+    features = torch.as_tensor(rng.standard_normal((len(rows), 3)))
+    return scn.InputLayer(2, size, 0)([torch.as_tensor(rows), features, batch])
+
+
+def test_append_compare_and_coordinates(torch, scn):
+    x, y = some(torch, scn, 0), some(torch, scn, 1)
+    both = scn.append_tensors([x, y])
+    dense = scn.SparseToDense(2, 3)
+    assert torch.equal(dense(both), torch.cat([dense(x), dense(y)]))
+    scn.SubmanifoldConvolution(2, 3, 2, 3, False).double()(both)
+    sites = ((dense(x) != 0) | (dense(y) != 0)).any(1).sum()
+    expected = (dense(x) - dense(y)).square().sum() / sites
+    torch.testing.assert_close(scn.compare_sparse(x, y), expected)
+    placed = scn.AddCoords()(x).features[:, 3:]
+    position = x.get_spatial_locations()[:, :2].double()
+    torch.testing.assert_close(placed, position / torch.tensor([2.0, 1.5]) - 1)
+
+
+@pytest.mark.parametrize("average, accumulate", [(True, False), (False, True), (False, False)])
+def test_voxelize_pointcloud(torch, scn, average, accumulate):
+    xyz = torch.tensor([[1, 2], [0, 5], [1, 2], [-1, 0]])
+    rgb = torch.tensor([[1.0], [2], [4], [8]])
+    points, values, inverse, counts = scn.voxelize_pointcloud(
+        xyz, rgb, average, accumulate, return_inverse=True, return_counts=True
+    )
+    assert points.tolist() == [[-1, 0], [0, 5], [1, 2]]
+    last = 2.5 if average else 5 if accumulate else 1
+    assert values.ravel().tolist() == [8, 2, last]
+    assert inverse.tolist() == [2, 1, 2, 0] and counts.tolist() == [1, 1, 2]
+    assert len(scn.voxelize_pointcloud(xyz, rgb)) == 2
+
+
+def test_lists_of_samples(torch, scn):
+    one, two = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6]])
+    listed = scn.batch_location_tensors([one, two])
+    assert listed.tolist() == [[1, 2, 0], [3, 4, 0], [5, 6, 1]]
+    coords, features = scn.prepare_BLInput([(one, torch.ones(2, 1)), (two, torch.ones(1, 1))])
+    assert coords.tolist() == [[[1, 2], [3, 4]], [[5, 6], [-1, -1]]]
+    assert features.sum() == 3
+
+
+def test_the_tensor(torch, scn):
+    x = some(torch, scn, 0)
+    assert "on a grid of (5, 4), batch of 2" in repr(x)
+    leaf = x.replace(x.features.requires_grad_())
+    assert leaf.requires_grad and not leaf.detach().requires_grad
+    assert x.type() == "torch.DoubleTensor"
+    assert x.detach().type(torch.float32).cpu().features.dtype is torch.float32
+    assert x.sparse.coordinates is x.coordinates
+    y = scn.SparseConvNetTensor(x.features, x.metadata, x.spatial_size)
+    assert y.coordinates is x.coordinates
+
+
+def test_sites_follow_features_to_a_device(torch, scn, device):
+    x = some(torch, scn, 0)
+    layers = scn.Sequential(
+        scn.SubmanifoldConvolution(2, 3, 3, 3, False), scn.OutputLayer(2)
+    ).double()
+    expected = layers(x)
+    found = layers.to(device)(x.to(device))
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda torch, scn: scn.InputLayer(2, 4, 5), ValueError, "mode must"),
+    (lambda torch, scn: scn.InputLayer(2, (4, 4, 4)), sb.ShapeError, "sizes must"),
+    (lambda torch, scn: scn.InputLayer(2, 4)([torch.zeros(1, 4), torch.ones(1, 1)]),
+     sb.ShapeError, "coords must"),
+    (lambda torch, scn: scn.InputLayer(2, 4)([torch.tensor([[0, 4, 0]]), torch.ones(1, 1)]),
+     sb.ShapeError, "inside"),
+    (lambda torch, scn: scn.BLInputLayer(2, 4)([torch.zeros(1, 2, 3), torch.ones(1, 2, 1)]),
+     sb.ShapeError, "coords must"),
+    (lambda torch, scn: scn.BLInputLayer(2, 4)([torch.zeros(1, 2, 2), torch.ones(1, 3, 1)]),
+     sb.ShapeError, "features must"),
+    (lambda torch, scn: scn.OutputLayer(2)(scn.DenseToSparse(2)(torch.ones(1, 1, 2, 2))),
+     ValueError, "InputLayer"),
+    (lambda torch, scn: scn.append_tensors([some(torch, scn, 0), some(torch, scn, 0, (4, 4))]),
+     ValueError, "one spatial size"),
+])  # fmt: skip
+def test_bad_calls(torch, scn, call, error, words):
+    with pytest.raises(error, match=words):
+        call(torch, scn)

@@ -1,0 +1,344 @@
+"""Layers by SparseConvNet's names: against dense layers, their sizes, parameters and errors."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+
+SIZE = (7, 9)
+
+
+@pytest.fixture(scope="module")
+def scn(torch):
+    return importlib.import_module("sbnet_cupy.torch.scn")
+
+
+def points(torch, device="cpu", channels=3, size=SIZE, seed=0, batch=2):
+    """Return an InputLayer's coordinates, the sample last, and features."""
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(np.argwhere(rng.random((*size, batch)) < 0.4))
+    features = torch.as_tensor(rng.standard_normal((len(rows), channels)), device=device)
+    return torch.as_tensor(rows), features
+
+
+def made(torch, scn, device="cpu", size=SIZE, **options):
+    coords, features = points(torch, device, size=size, **options)
+    return scn.InputLayer(len(size), size, 0)([coords, features, 2])
+
+
+def dense(scn, x):
+    return scn.SparseToDense(len(x.spatial_size), x.features.shape[1])(x)
+
+
+def at_sites(torch, image, x):
+    *position, n = x.get_spatial_locations().T
+    return image.movedim(1, -1)[(n, *position)]
+
+
+def oihw(module):
+    """Return the weights of a layer as torch's convolutions have them, of one group."""
+    (w,) = module.weight.detach().movedim(1, 0)
+    return w.view(*module.filter_size.tolist(), *w.shape[1:]).permute(3, 2, 0, 1)
+
+
+def close(torch, a, b):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [3, 2, (1, 3)])
+def test_submanifold_convolution(torch, scn, device, size):
+    x = made(torch, scn, device)
+    layer = scn.SubmanifoldConvolution(2, 3, 5, size, True).to(device).double()
+    torch.nn.init.normal_(layer.bias)
+    k = layer.filter_size.tolist()
+    pads = [p for n in k[::-1] for p in (n // 2, (n - 1) - n // 2)]
+    image = torch.nn.functional.pad(dense(scn, x), pads)
+    expected = torch.nn.functional.conv2d(image, oihw(layer), layer.bias)
+    y = layer(x)
+    close(torch, y.features, at_sites(torch, expected, x))
+    assert y.coordinates is x.coordinates
+    assert torch.equal(y.get_spatial_locations(), points(torch)[0])  # in the order of the points
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_groups_are_parts_of_the_planes(torch, scn, groups):
+    x = made(torch, scn)
+    layer = scn.SubmanifoldConvolution(2, 3, 6, 3, False, groups).double()
+    assert layer.weight.shape == (9, groups, 3 // groups, 6 // groups) and layer.bias is None
+    parts = []
+    for g in range(groups):
+        one = scn.SubmanifoldConvolution(2, 3 // groups, 6 // groups, 3, False).double()
+        one.weight.data = layer.weight.data[:, g : g + 1]
+        parts.append(one(x.replace(x.features[:, g * (3 // groups) : (g + 1) * (3 // groups)])))
+    close(torch, layer(x).features, scn.JoinTable()(parts).features)
+
+
+def test_convolution_and_back(torch, scn, device):
+    x = made(torch, scn, device)
+    down = scn.Convolution(2, 3, 4, (3, 3), 2, False).to(device).double()
+    up = scn.Deconvolution(2, 4, 3, 3, 2, False).to(device).double()
+    y = down(x)
+    expected = torch.nn.functional.conv2d(dense(scn, x), oihw(down), stride=2)
+    close(torch, y.features, at_sites(torch, expected, y))
+    ones = x.replace(torch.ones_like(x.features[:, :1]))
+    met = torch.nn.functional.max_pool2d(dense(scn, ones), 3, 2)[:, 0]
+    n, *position = met.nonzero().T.cpu()
+    expected = torch.unique(torch.stack([*position, n], 1), dim=0)
+    assert torch.equal(torch.unique(y.get_spatial_locations(), dim=0), expected)
+    assert y.spatial_size.tolist() == [3, 4] and down.input_spatial_size(y.spatial_size).eq(
+        x.spatial_size).all()  # fmt: skip
+    z = up(y)
+    weight = oihw(up).transpose(0, 1)
+    image = torch.nn.functional.conv_transpose2d(dense(scn, y), weight, stride=2)
+    close(torch, z.features, at_sites(torch, image, x))
+    assert z.coordinates is x.coordinates and z.spatial_size.tolist() == list(SIZE)
+    full = scn.FullConvolution(2, 4, 3, 3, 2, False).to(device).double()
+    full.load_state_dict(up.state_dict())
+    grown = full(y)
+    close(torch, dense(scn, grown), image)
+    assert grown.metadata is not y.metadata
+    assert scn.TransposeConvolution is scn.FullConvolution
+
+
+def test_pooling(torch, scn, device):
+    x = made(torch, scn, device, channels=4)
+    ours, pool = scn.MaxPooling(2, 3, 2), torch.nn.functional.max_pool2d
+    y = ours(x)
+    close(torch, y.features, at_sites(torch, pool(dense(scn, x), 3, 2).clamp(min=0), y))
+    dropped = scn.MaxPooling(2, 3, 2, nFeaturesToDrop=1)(x)
+    assert torch.equal(dropped.features, y.features[:, 1:])
+    mean = scn.AveragePooling(2, 3, 2)(x)
+    average = torch.nn.functional.avg_pool2d(dense(scn, x), 3, 2)
+    close(torch, mean.features, at_sites(torch, average, mean))
+    back = scn.UnPooling(2, 3, 2, 1)(mean)
+    ones = torch.ones(3, 1, 3, 3, dtype=torch.float64, device=device)
+    image = torch.nn.functional.conv_transpose2d(
+        dense(scn, mean)[:, 1:], ones, stride=2, groups=3
+    )
+    close(torch, back.features, at_sites(torch, image, x))
+
+
+def test_the_gradient_of_a_maximum_goes_to_all_equal_values(torch, scn):
+    coords = torch.tensor([[0], [1], [2]])
+    features = torch.tensor([[2.0, -1, 0], [2, -1, -1], [1, -1, -2]], requires_grad=True)
+    x = scn.InputLayer(1, 3)([coords, features])
+    y = scn.MaxPooling(1, 3, 1)(x)
+    assert y.features.tolist() == [[2, 0, 0]]
+    y.features.sum().backward()
+    assert features.grad.tolist() == [[1, 0, 1], [1, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("leakiness", [0, 0.333, 1])
+def test_batch_norm(torch, scn, device, leakiness):
+    x = made(torch, scn, device)
+    ours = scn.BatchNormalization(3, leakiness=leakiness).to(device).double()
+    theirs = torch.nn.BatchNorm1d(3, eps=1e-4, momentum=0.01, device=device, dtype=torch.float64)
+    torch.nn.init.uniform_(ours.weight)
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+
+    def leaky(z):
+        return torch.where(z > 0, z, leakiness * z)
+
+    close(torch, ours(x).features, leaky(theirs(x.features)))
+    for name in ("running_mean", "running_var"):
+        close(torch, getattr(ours, name), getattr(theirs, name))
+    ours.eval(), theirs.eval()
+    close(torch, ours(x).features, leaky(theirs(x.features)))
+    assert set(ours.state_dict()) == {"weight", "bias", "running_mean", "running_var"}
+
+
+def test_pointwise_layers(torch, scn, device):
+    x = made(torch, scn, device)
+    f = torch.nn.functional
+    for layer, function in (
+        (scn.ReLU(), f.relu), (scn.Tanh(), torch.tanh), (scn.Sigmoid(), torch.sigmoid),
+        (scn.ELU(), f.elu), (scn.SELU(), f.selu),
+        (scn.LeakyReLU(0.2), lambda z: f.leaky_relu(z, 0.2)),
+        (scn.SparseGroupNorm(1, 3).double().to(device), lambda z: f.group_norm(z, 1)),
+    ):  # fmt: skip
+        close(torch, layer(x).features, function(x.features))
+        assert layer.input_spatial_size(5) == 5
+    linear = scn.NetworkInNetwork(3, 4, True).double().to(device)
+    close(torch, linear(x).features, x.features @ linear.weight + linear.bias)
+    mean = scn.MeanOnlyBNLeakyReLU(3, leakiness=0.5).double().to(device)
+    centred = x.features - x.features.mean(0)
+    close(torch, mean(x).features, f.leaky_relu(centred, 0.5))
+    close(torch, mean.running_mean, 0.01 * x.features.mean(0))
+    elu = scn.BatchNormELU(3).double().to(device)
+    assert elu(x).features.min() > -1
+
+
+def test_dropout_scales_in_evaluation(torch, scn, device):
+    x = made(torch, scn, device)
+    x = x.replace(torch.ones_like(x.features))
+    torch.manual_seed(0)
+    for layer in (scn.Dropout(0.25), scn.BatchwiseDropout(0.25)):
+        kept = torch.stack([layer(x).features for _ in range(200)])
+        assert set(kept.unique().tolist()) == {0.0, 1.0}
+        assert abs(kept.mean().item() - 0.75) < 0.1
+        one_mask = (kept == kept[:, :1]).all().item()
+        assert one_mask == isinstance(layer, scn.BatchwiseDropout)
+        assert layer.eval()(x).features.unique().tolist() == [0.75]
+
+
+def test_containers(torch, scn):
+    x = made(torch, scn)
+    layers = scn.Sequential().add(scn.Identity()).add(scn.Convolution(2, 3, 3, 3, 2, True))
+    assert list(layers.state_dict()) == ["1.weight", "1.bias"]
+    assert layers.input_spatial_size(torch.tensor([3, 4])).tolist() == list(SIZE)
+    both = scn.ConcatTable().add(scn.Identity()).add(scn.ReLU())
+    close(torch, scn.AddTable()(both(x)).features, x.features + x.features.relu())
+    assert scn.JoinTable()(both(x)).features.shape[1] == 6
+    with pytest.raises(ValueError, match="same sites"):
+        scn.AddTable()([x, made(torch, scn)])
+
+
+def test_checkpointed_layers_have_the_same_gradients(torch, scn):
+    coords, features = points(torch)
+    layers = [scn.SubmanifoldConvolution(2, 3, 3, 3, True), scn.Convolution(2, 3, 4, 3, 2, False)]
+    found = []
+    for container in (scn.Sequential, scn.CheckpointedSequential):
+        net, leaf = container(*layers).double(), features.clone().requires_grad_()
+        net.zero_grad()
+        y = net(scn.InputLayer(2, SIZE, 0)([coords, leaf]))
+        y.features.square().sum().backward()
+        found.append([y.features, leaf.grad, *[p.grad.clone() for p in net.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_gradients(torch, scn):
+    coords, features = points(torch, size=(5, 3), channels=2)
+    layers = scn.Sequential(
+        scn.SubmanifoldConvolution(2, 2, 2, 3, True), scn.BatchNormLeakyReLU(2),
+        scn.ConcatTable(scn.Identity(), scn.Sequential(
+            scn.Convolution(2, 2, 4, 3, 2, True, 2), scn.AveragePooling(2, (2, 1), 1),
+            scn.UnPooling(2, (2, 1), 1), scn.Deconvolution(2, 4, 2, 3, 2, True))),
+        scn.JoinTable(), scn.OutputLayer(2),
+    ).double()  # fmt: skip
+    names = [name for name, _ in layers.named_parameters()]
+    parameters = [p.detach().requires_grad_() for p in layers.parameters()]
+    inputs = [features.requires_grad_(), *parameters]
+
+    def function(features, *parameters):
+        x = scn.InputLayer(2, (5, 3), 4)([coords, features])
+        return torch.func.functional_call(layers, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_random_strides(torch, scn):
+    size = (13, 13)
+    x = made(torch, scn, size=size)
+    layer = scn.RandomizedStrideConvolution(2, 3, 4, 3, 2, False).double()
+    still = scn.Convolution(2, 3, 4, 3, 2, False).double()
+    still.load_state_dict(layer.state_dict())
+    layer.generator = torch.Generator().manual_seed(3)
+    layer.eval()
+    assert torch.equal(layer(x).features, still(made(torch, scn, size=size)).features)
+    x = made(torch, scn, size=size)
+    layer.train()
+    y = layer(x)
+    assert y.spatial_size.tolist() == [6, 6]
+    image, w = dense(scn, x), oihw(layer)
+    from sbnet_cupy.torch.scn.lattices import window_starts
+
+    generator = torch.Generator().manual_seed(3)
+    starts = [window_starts(13, 3, 2, generator) for _ in range(2)]
+    assert all(s[0] == 0 and s[-1] == 10 and set(s.diff().tolist()) == {1, 2, 3} for s in starts)
+    expected = image.new_zeros(2, 4, 6, 6)
+    for i, a in enumerate(starts[0].tolist()):
+        for j, b in enumerate(starts[1].tolist()):
+            expected[:, :, i, j] = (image[:, None, :, a : a + 3, b : b + 3] * w).sum((2, 3, 4))
+    close(torch, dense(scn, y), expected)
+    back = scn.Deconvolution(2, 4, 3, 3, 2, False).double()(y)
+    assert back.coordinates is x.coordinates
+    pooled = scn.RandomizedStrideMaxPooling(2, 3, 2)
+    pooled.generator = torch.Generator().manual_seed(3)
+    largest = pooled(made(torch, scn, size=size))
+    assert torch.equal(largest.get_spatial_locations(), y.get_spatial_locations())
+    assert torch.equal(pooled(x).get_spatial_locations(), y.get_spatial_locations())
+
+
+def test_permutohedral_lattice(torch, scn):
+    from sbnet_cupy.torch.scn.lattices import permutohedral_offsets
+
+    for d in range(1, 6):
+        basis, inverse = scn.permutohedral_basis(d)
+        torch.testing.assert_close(basis @ inverse, torch.eye(d))
+        offsets = torch.tensor(permutohedral_offsets(d), dtype=torch.float32)
+        assert len(offsets) == d * d + d + 1 and not offsets[0].any()
+        lengths = (offsets @ basis).norm(dim=1)
+        torch.testing.assert_close(lengths, (offsets != 0).any(1).float(), rtol=0, atol=1e-5)
+    x = made(torch, scn, size=(4, 4, 4))
+    layer = scn.PermutohedralSubmanifoldConvolution(3, 3, 2, True).double()
+    found = layer(x).features
+    place = {tuple(p): i for i, p in enumerate(x.get_spatial_locations().tolist())}
+    for p, i in place.items():
+        total = layer.bias.detach().clone()
+        for tap, offset in enumerate(permutohedral_offsets(3)):
+            q = (*[a + b for a, b in zip(p, offset, strict=False)], p[-1])
+            if q in place:
+                total += x.features[place[q]] @ layer.weight.detach()[tap, 0]
+        close(torch, found[i].detach(), total)
+
+
+def test_shape_contexts(torch, scn):
+    x = made(torch, scn, size=(6, 6))
+    context = scn.ShapeContext(2, 3)
+    assert {n: tuple(v.shape) for n, v in context.state_dict().items()} == {"weight": (9, 3, 27)}
+    convolution = scn.SubmanifoldConvolution(2, 3, 27, 3, False).double()
+    convolution.weight.data = context.weight.double()[:, None]
+    assert torch.equal(context(x).features, convolution(x).features)
+    x = x.replace(x.features[:, :1])
+    for layers in (1, 2):
+        net = scn.MultiscaleShapeContext(2, 1, layers).double()
+        assert net(x).features.shape[1] == 9 * layers
+
+
+@pytest.mark.parametrize("activation", [None, "sigmoid", "fakeGradHardSigmoid"])
+def test_sparsify(torch, scn, device, activation):
+    x = made(torch, scn, device)
+    kept = scn.SparsifyFCS(2)(x)
+    assert torch.equal(kept.features, x.features[x.features[:, 0] > 0])
+    layer = scn.Sparsify(2, 3, activation).double().to(device)
+    leaf = x.features.clone().requires_grad_()
+    y = layer(x.replace(leaf))
+    assert 0 < len(y.features) < len(leaf)
+    (y.features.sum() + y.mask.sum()).backward()
+    assert all(p.grad.any() for p in layer.parameters())
+    scn.SubmanifoldConvolution(2, 3, 3, 3, False).double().to(device)(y)
+    active = (y.mask > layer.threshold).cpu()
+    assert torch.equal(y.get_spatial_locations(), x.get_spatial_locations()[active])
+
+
+def test_old_checkpoints_of_three_dimensional_weights_load(torch, scn):
+    layer = scn.SubmanifoldConvolution(2, 3, 4, 3, False)
+    old = {"weight": torch.randn(9, 3, 4)}
+    layer.load_state_dict(old)
+    assert torch.equal(layer.weight[:, 0], old["weight"])
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda scn, x: scn.Convolution(2, 3, 4, 2, 2, False)(x), sb.ShapeError, "spatial_size must"),
+    (lambda scn, x: scn.MaxPooling(2, 9, 2)(x), sb.ShapeError, "spatial_size must"),
+    (lambda scn, x: scn.Deconvolution(2, 3, 4, 3, 2, False)(x), ValueError, "there was none"),
+    (lambda scn, x: scn.UnPooling(2, 3, 2)(x), ValueError, "there was none"),
+    (lambda scn, x: scn.SubmanifoldConvolution(2, 4, 4, 3, False)(x), sb.ShapeError, "4 planes"),
+    (lambda scn, x: scn.SubmanifoldConvolution(2, 4, 4, 3, False, 3), sb.ShapeError, "groups"),
+    (lambda scn, x: scn.SubmanifoldConvolution(2, 4, 4, (3,), False), sb.ShapeError, "sizes must"),
+    (lambda scn, x: scn.BatchNormReLU(2)(x), sb.ShapeError, "2 planes"),
+    (lambda scn, x: scn.SparseToDense(2, 2)(x), sb.ShapeError, "2 planes"),
+    (lambda scn, x: scn.RandomizedStrideMaxPooling(2, 3, 1)(x), sb.ShapeError, "at least 2"),
+    (lambda scn, x: x.get_spatial_locations((5, 5)), sb.ShapeError, "went through"),
+    (lambda scn, x: scn.Sparsify(2, 3, "relu"), ValueError, "activation must"),
+])  # fmt: skip
+def test_bad_calls(torch, scn, call, error, words):
+    with pytest.raises(error, match=words):
+        call(scn, made(torch, scn))
+
+
+def test_every_public_name_has_a_docstring(scn):
+    for name in scn.__all__:
+        assert getattr(scn, name).__doc__, name
