@@ -309,7 +309,9 @@ def _one_row_each(winners, inverse):
     """Return the Reduction to one row of each site."""
     xp, rows = namespace(inverse), len(winners)
     order, site = xp.arange(len(inverse)), xp.where(inverse >= 0, inverse, rows).astype(np.int64)
-    chosen = xp.append(winners, np.int32(-1))[site] == order
+    chosen = inverse >= 0
+    if rows:
+        chosen &= winners[xp.maximum(inverse, 0)] == order
     return Reduction(order, site, chosen, chosen, None)
 
 

@@ -1,4 +1,7 @@
-"""site_conv: convolution over a KernelMap, which all convolutions at sites come down to."""
+"""site_conv: convolution over a KernelMap, which all convolutions at sites come down to.
+
+Kernel: cuda_src/submanifold/site_conv.cu, where it is asked for (site_kernels.py).
+"""
 
 from typing import NamedTuple
 
@@ -24,6 +27,8 @@ from ..dense.im2col import multiply
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap
 from .kernel_map import KernelMap
+from .site_conv_launch import plan_kernel
+from .site_kernels import by_kernels
 
 
 @array_function
@@ -176,6 +181,11 @@ def _plan(specs, options):
     result, problem = _resolve(specs, options)
     if not result.size:
         return Plan((result,), lambda *arrays: None)
+    features, w, rows, _, _, _, residual, out = specs
+    if by_kernels(features):
+        plan = plan_kernel(problem, features, w, rows, residual, out or result, result)
+        if plan is not None:
+            return plan
 
     def run(features, w, rows, valid, scale, bias, residual, out):
         with memory_of_graphs(features), np.errstate(all="ignore"):

@@ -8,11 +8,13 @@ import functools
 import os
 
 from ..core.arrays import is_cupy
+from ..core.spec import ArraySpec
 
 
 def by_kernels(array):
-    """Whether an operation on an array of this kind uses kernels."""
-    return is_cupy(array) and _requested()
+    """Whether an operation on such an array, or on one of such a spec, uses kernels."""
+    on_gpu = array.on_gpu if isinstance(array, ArraySpec) else is_cupy(array)
+    return on_gpu and _requested()
 
 
 @functools.cache

@@ -3,10 +3,22 @@
 import contextlib
 import importlib
 
+import numpy as np
 import pytest
 
+import sbnet_cupy as sb
 from sbnet_cupy.core import operator
-from support.site_map_cases import LISTS, MAPS, assert_same_map, assert_same_sites, make_maps
+from sbnet_cupy.core.graph_memory import memory_of_graphs
+from support.assertions import assert_same
+from support.site_conv_cases import CASES, SiteConvCase, assert_result
+from support.site_map_cases import (
+    LISTS,
+    MAPS,
+    assert_same_map,
+    assert_same_sites,
+    draw_sites,
+    make_maps,
+)
 from support.site_on_host import MODULES
 
 pytestmark = pytest.mark.gpu
@@ -42,8 +54,6 @@ def test_kernel_maps(case, cupy):
 @pytest.mark.parametrize("capacity", [None, 1000, 20], ids=str)
 @pytest.mark.parametrize("name", LISTS)
 def test_distinct_sites(name, capacity, cupy):
-    import sbnet_cupy as sb
-
     rows, shape, batch = LISTS[name]
     options = {"spatial_shape": shape, "batch_size": batch, "capacity": capacity}
     results = []
@@ -53,3 +63,62 @@ def test_distinct_sites(name, capacity, cupy):
     (expected, numbers), (found, own) = results
     assert_same_sites(found, expected)
     assert (numbers == own).all()
+
+
+MORE = [
+    SiteConvCase(dtype, 2000, c, k, (3, 3, 3), whole=whole, precision=precision, spare=100)
+    for dtype, precision in (("float16", None), ("bfloat16", None), ("float32", "tf32"))
+    for c, k, whole in ((16, 16, True), (32, 64, True), (64, 64, True), (96, 128, True))
+] + [
+    SiteConvCase("float16", 2000, 64, 64, (3, 3, 3), activation="gelu", whole=False),
+    SiteConvCase("bfloat16", 2000, 128, 128, (3, 3), activation=None, whole=False),
+    SiteConvCase("float32", 2000, 64, 96, (3, 3, 3), activation="silu", whole=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES + MORE, ids=str)
+def test_convolutions(case, cupy):
+    with by_kernels(True):
+        first, again = (case.run(cupy.asarray) for _ in range(2))
+    assert_result(case, first)
+    assert_same(again, first)
+
+
+def test_a_network_replays_on_other_points(cupy):
+    """Maps, strides and their inverse in one graph, without a read of the device."""
+    shape, n, capacity = (40, 40, 20), 900, 1000
+    rng = np.random.default_rng(0)
+    w1, w2, w3 = (
+        cupy.asarray(rng.standard_normal(size).astype(np.float16) / 8)
+        for size in ((3, 3, 3, 16, 32), (2, 2, 2, 32, 32), (2, 2, 2, 32, 16))
+    )
+    rows, features = cupy.empty((n, 4), np.int32), cupy.empty((n, 16), np.float16)
+
+    def network():
+        x = sb.sparse_tensor(features, rows, spatial_shape=shape, batch_size=2, capacity=capacity)
+        y = sb.submanifold_conv(x, w1, activation="relu")
+        z = sb.strided_conv(y, w2, stride=2, capacity=capacity)
+        back = sb.inverse_conv(z, w3, onto=y)
+        return back.features, x.coordinates.indices, x.coordinates.count
+
+    def fill(seed):
+        source = np.random.default_rng(seed)
+        rows.set(draw_sites(seed, n, shape))
+        features.set(source.standard_normal(features.shape).astype(np.float16))
+        cupy.cuda.runtime.deviceSynchronize()
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    fill(0)
+    with by_kernels(True), stream:
+        network()  # compile
+        stream.begin_capture()
+        with memory_of_graphs(rows):
+            captured = network()
+        graph = stream.end_capture()
+        for seed in (1, 2, 3):
+            fill(seed)
+            graph.launch(stream)
+            stream.synchronize()
+            found = [array.copy() for array in captured]
+            for one, other in zip(found, network(), strict=True):
+                assert_same(one, other)

@@ -8,9 +8,11 @@ import pytest
 import host_cuda
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import operator
+from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import map_kernels
 
-MODULES = ("coordinate_map", "kernel_map")
+MODULES = ("coordinate_map", "kernel_map", "transposed_rows", "site_conv")
+AMPERE = Device(multiprocessors=4, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
 LAUNCHED = []  # names of the kernels that ran
 
 

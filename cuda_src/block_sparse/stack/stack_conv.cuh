@@ -2,7 +2,7 @@
 #pragma once
 
 #include "block_sparse/stack/block_table.cuh"
-#include "block_sparse/stack/stack_result.cuh"
+#include "dense/tile_result.cuh"
 
 // ---------------------------------------------------------------------------- the order of K
 
@@ -139,6 +139,15 @@ struct Finder {
     }
 };
 
+// Rows of a tile that are pixels of the stack in their order.
+struct StackRows {
+    int p0, pixels;
+    const int* inside;  // of the tile's rows, whether they lie in their image; null if all do
+    // The pixel of the stack y in a row of the tile, or -1.
+    DEVICE int pixel(int row) const { return p0 + row < pixels ? p0 + row : -1; }
+    DEVICE bool is_inside(int row) const { return !inside || inside[row]; }
+};
+
 // ---------------------------------------------------------------------------- one chunk of a tile
 
 // How many units a pixel of x has, as offsets count them: vectors of 16 bytes, or one pixel.
@@ -226,13 +235,6 @@ private:
             copy_channels<VECTOR, CACHED>(to + pass * (PASS * TILE_ROW), x, mine[pass], c, C);
     }
 };
-
-// Four floats in shared memory to tf32, in place.
-DEVICE void round_four(u8* shared) {
-    float4& four = *reinterpret_cast<float4*>(shared);
-    four = make_float4(__uint_as_float(to_tf32(four.x)), __uint_as_float(to_tf32(four.y)),
-                       __uint_as_float(to_tf32(four.z)), __uint_as_float(to_tf32(four.w)));
-}
 
 // ---------------------------------------------------------------------------- what the kernels are given
 

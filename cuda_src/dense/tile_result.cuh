@@ -1,8 +1,9 @@
-// stack_result.cuh: from the sums in registers to y: scale, bias, residual, activation, and which pixel a row of a tile is.
+// tile_result.cuh: from the sums of a tile in registers to y: scale, bias, residual, activation.
+// A Rows says which pixel of y each row of the tile is: pixel(row), -1 for none, and is_inside(row), else y is 0 there.
 #pragma once
 
 #include "dense/activation.cuh"
-#include "block_sparse/stack/swizzled_tile.cuh"
+#include "core/swizzled_tile.cuh"
 
 // Which output channel is in which column: a lane holds two columns of each group of 8 (tensor_core.cuh), and GROUPS
 // groups make COUNT channels in a row, 16 bytes.
@@ -88,15 +89,6 @@ DEVICE void store_floats(float* to, const float (&values)[COUNT]) {
 template <typename T, int COLUMNS>
 struct Staged {
     static constexpr int PITCH = COLUMNS * sizeof(T) + 64;
-};
-
-// Rows of a tile that are pixels of the stack in their order.
-struct StackRows {
-    int p0, pixels;
-    const int* inside;  // of the tile's rows, whether they lie in their image; null if all do
-    // The pixel of the stack y in a row of the tile, or -1.
-    DEVICE int pixel(int row) const { return p0 + row < pixels ? p0 + row : -1; }
-    DEVICE bool is_inside(int row) const { return !inside || inside[row]; }
 };
 
 // Where a tile's results go.
@@ -195,7 +187,7 @@ struct Result {
     // Have the residual of a tile of BM x BN brought to the L2 cache, by `threads` threads.
     template <int BM, int BN>
     DEVICE void prefetch(int thread, int threads) const {
-        constexpr int LINE = 128 / sizeof(T), LINES = BN / LINE;
+        constexpr int LINE = 128 / sizeof(T), LINES = ceil_div(BN, LINE);
         for (int i = thread; i < BM * LINES; i += threads) {
             const int pixel = rows.pixel(i / LINES), k = k0 + i % LINES * LINE;
             if (pixel >= 0 && k < K) prefetch_line(residual + static_cast<i64>(pixel) * K + k);

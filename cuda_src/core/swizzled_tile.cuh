@@ -14,6 +14,13 @@ constexpr int TILE_ROW = 128;  // bytes
 // Where unit `unit` of row `row` lies in its tile, in bytes.
 DEVICE int swizzled(int row, int unit) { return row * TILE_ROW + ((unit ^ (row & 7)) << 4); }
 
+// Four floats in shared memory to tf32, in place.
+DEVICE void round_four(u8* shared) {
+    float4& four = *reinterpret_cast<float4*>(shared);
+    four = make_float4(__uint_as_float(to_tf32(four.x)), __uint_as_float(to_tf32(four.y)),
+                       __uint_as_float(to_tf32(four.z)), __uint_as_float(to_tf32(four.w)));
+}
+
 // WM x WN warps share the rows and the columns.
 template <typename T, int BM, int BN, int WM_, int WN_>
 struct TileMma {

@@ -1,0 +1,111 @@
+"""Convolutions over kernel maps by the CUDA kernels, on the CPU, against the array operations."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from sbnet_cupy.core.device import Device
+from sbnet_cupy.submanifold import site_conv_launch
+from sbnet_cupy.submanifold.site_conv import SITE_CONV
+from sbnet_cupy.submanifold.site_conv_plan import (
+    FmaPlan,
+    MmaPlan,
+    SiteConvSizes,
+    _candidates,
+    plan_site_conv,
+)
+from support import site_on_host
+from support.assertions import assert_same
+from support.exhaustive import thinned
+from support.site_conv_cases import CASES, SiteConvCase, assert_result
+
+TILES = [(128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler(require):
+    require("g++")
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    """Plan for a GPU that the shim can stand for."""
+    monkeypatch.setattr(site_conv_launch, "current_device", lambda: site_on_host.AMPERE)
+
+
+@pytest.mark.parametrize("case", thinned(CASES, 5), ids=str)
+def test_results_are_those_of_float64(case, on_host):
+    with site_on_host.by_kernels():
+        found = case.run()
+        assert {"site_conv", "site_conv_fma"} & set(site_on_host.LAUNCHED)
+    assert_result(case, found)
+
+
+@pytest.mark.parametrize("given", thinned(itertools.product(TILES, (2, 4)), 7), ids=str)
+def test_every_tile_gives_the_same_bits(given, on_host, monkeypatch):
+    """Random numbers: the order of sums is that of the taps, whatever the tile."""
+    tile, stages = given
+    case = SiteConvCase(
+        channels=24, channels_out=40, kernel=(3, 3, 3), sites=150, spare=4, whole=False
+    )
+    warps = (tile[0] // 32, 1 if tile[1] == 32 else 2)
+    results = []
+    for plan in (MmaPlan((64, 64), (2, 2), 3), MmaPlan(tile, warps, stages)):
+        monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device, p=plan: p)
+        with site_on_host.by_kernels():
+            results.append(case.run(seed=3))
+    assert_same(results[1], results[0])
+
+
+def test_many_taps_and_wide_weights_leave_tensor_cores():
+    conv = SiteConvSizes("Half", 100, 100, 27, 16, 16, 1, 0, False, 16, 16)
+    assert isinstance(plan_site_conv(conv, site_on_host.AMPERE), MmaPlan)
+    for change in (
+        {"taps": 400}, {"groups": 2}, {"element": "double"}, {"element": "float"},
+    ):  # fmt: skip
+        assert isinstance(plan_site_conv(conv._replace(**change), site_on_host.AMPERE), FmaPlan)
+    turing = Device(40, 64 << 10, hopper=False, bulk_copy=False, tensor_floats=False)
+    assert isinstance(plan_site_conv(conv, turing), MmaPlan)
+    assert isinstance(plan_site_conv(conv._replace(element="BFloat16"), turing), FmaPlan)
+    assert plan_site_conv(conv._replace(sources=2**31), turing) is None
+
+
+@pytest.mark.parametrize("channels_out", [8, 32, 48, 64, 128, 500])
+def test_plans_fit_the_device(channels_out):
+    conv = SiteConvSizes("Half", 9000, 9000, 27, 64, channels_out, 1, 0, False, 16, 16)
+    plans = list(_candidates(conv, site_on_host.AMPERE))
+    assert plan_site_conv(conv, site_on_host.AMPERE) in plans
+    for plan in plans:
+        assert plan.shared_bytes(conv) <= site_on_host.AMPERE.shared_bytes
+        assert plan.threads <= 256
+
+
+def test_a_grouped_convolution_skips_taps_that_are_not_there(on_host):
+    """By fused multiply-add, a weight that is not finite reaches only those who use it."""
+    rows = np.array([[0, 1], [0, 2], [0, 5]], np.int32)
+    w = np.array([np.inf, 1.0, 1.0]).reshape(3, 1, 1)
+    with site_on_host.by_kernels():
+        x = sb.sparse_tensor(np.ones((3, 1)), rows, spatial_shape=8)
+        y = sb.submanifold_conv(x, w)
+    assert y.features.ravel().tolist() == [2.0, np.inf, 1.0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_without_valid_rows_all_are(dtype, on_host):
+    """The operator, as gradients call it: every row of the result is written."""
+    x, w = np.ones((3, 8), dtype), np.ones((2, 8, 8), dtype)
+    rows = np.array([[0, -1, 2, -1], [1, -1, -1, 0]], np.int32)
+    out, bias = np.zeros((4, 8), dtype), np.ones(8, np.float32)
+    arrays = (x, w, rows, None, None, bias, None, out)
+    with site_on_host.by_kernels():
+        SITE_CONV.plan_for(arrays, ((2,), 3, 1, None, None)).run(*arrays)
+    assert out[:, 0].tolist() == [17, 1, 9, 9]
+
+
+def test_no_rows_need_no_kernel(on_host):
+    case = replace(SiteConvCase(), sites=0)
+    with site_on_host.by_kernels():
+        assert case.run().shape == (0, case.channels_out)
