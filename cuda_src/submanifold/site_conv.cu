@@ -81,9 +81,12 @@ DEVICE void copy_row(u8* to, const T* __restrict__ x, int row, int c, i64 C) {
     }
 }
 
-// Thread blocks for which a multiprocessor has registers.
+// Thread blocks for which a multiprocessor has registers: as many as there are without a spill.
 template <typename T, int BM, int BN, int THREADS>
-constexpr int RESIDENT = THREADS < 256 ? 384 / THREADS : sizeof(T) == 2 && BM * BN < 128 * 128 ? 2 : 1;
+constexpr int RESIDENT = DEVICE_ARCHITECTURE < 800                 ? 1
+                         : THREADS < 256                           ? 384 / THREADS
+                         : sizeof(T) == 2 && BM * BN < 128 * 128 ? 2
+                                                                   : 1;
 
 //   VECTOR_IN    rows of x are whole vectors of 16 bytes, aligned; VECTOR_OUT: those of y and the residual
 //   ROUND        x is float, rounded to tf32 in shared memory
