@@ -1,7 +1,5 @@
 """Plan: a convolution or a batch norm of a stack that waits for the sum and activation after it."""
 
-import copy
-
 import torch
 from torch.nn import functional as F
 
@@ -35,8 +33,8 @@ class Plan:
 
     def then(self, **changes):
         """Return the plan with one more step."""
-        plan = copy.copy(self)
-        vars(plan).update(changes)
+        plan = object.__new__(type(self))
+        vars(plan).update(vars(self), **changes)
         return plan
 
     def reads(self, x):
