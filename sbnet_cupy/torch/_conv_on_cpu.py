@@ -27,7 +27,7 @@ def conv_on_cpu(dtype, options):
         blocks = native.gather(x, *active, *compositions.grid_of(params), **layout)
         kernel = w.transpose([w_format.index(letter) for letter in "OIHW"])
         y = convolve_plainly(blocks, kernel, pair(strides, "strides"))
-        apply_affine(y, None, bias, activation)
+        apply_affine(y, scale, bias, activation)
         native.scatter(y, *active, out, params.bsize_out, **layout, out=out)
 
     return run
