@@ -91,10 +91,12 @@ def run(operation, tensors, options, described=None):
         _check_apart(operation, plan, tensors, addresses)
     if plan.launch is not None:
         return _launch(plan, tensors, addresses, place, packed)
-    given = list(tensors)
+    given, body = list(tensors), plan.run
     if out is None:
         given[place] = tensors[0].new_empty(plan.shape)
-    compute(plan.run, given)
+    if device < 0 and operation.on_cpu is not None:
+        body = operation.on_cpu(tensors[0].dtype, options) or body
+    compute(body, given)
     return given[place]
 
 

@@ -53,6 +53,11 @@ def convolve_backward(grad, x, w, strides, precision, for_x, for_w):
     return _call(_BACKWARD, grad, x, w, strides, precision, for_x, for_w)
 
 
+def convolve_plainly(x, w, strides):
+    """Return the convolution of NumPy arrays, an NHWC stack and an OIHW kernel, by PyTorch."""
+    return _forward(torch.from_numpy(x), torch.from_numpy(w), strides, None).numpy()
+
+
 def _call(operator, *arguments):
     """Call an operator: at once, or by way of the dispatcher."""
     records = state.records_if_plain([a for a in arguments if isinstance(a, torch.Tensor)])

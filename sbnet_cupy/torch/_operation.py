@@ -75,15 +75,18 @@ class Operation:
         Arrays that no call here gives.
     weights : slice, optional
         Places of the arrays that the specs of packed weights stand for, in keys of plans.
+    on_cpu : function, optional
+        Of the dtype and the options: returns what computes a call on a CPU from NumPy views of all
+        arrays in place of the core, or None.
     """
 
     def __init__(
         self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, floats=(), unused=(),
-        weights=None,
+        weights=None, on_cpu=None,
     ):  # fmt: skip
         self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
         self._weights = weights
-        self._floats, self._arrays = floats, operator.arrays
+        self._floats, self._arrays, self.on_cpu = floats, operator.arrays, on_cpu
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
         self._options = [name for name in operator.options if name != "in_place"]

@@ -29,6 +29,7 @@ from ..core.sizes import padding_pairs, pair
 from ..dense.conv2d import check_choice
 from . import _namespace as ops
 from ._call import call
+from ._conv_on_cpu import conv_on_cpu
 from ._convolve import convolve, convolve_backward
 from ._native import check_images, check_tensors, native_weights
 from ._operation import Operation
@@ -59,7 +60,8 @@ def sparse_conv2d(
     Differentiable, twice and more, with respect to ``x``, ``w``, ``bias`` and ``base``. The stack
     is not kept for the backward pass but gathered again. Under ``torch.autocast`` the float tensors
     are cast as for ``torch.nn.functional.conv2d``. Precision is what ``precision`` says, forwards
-    and backwards; ``torch.backends`` is not asked.
+    and backwards; ``torch.backends`` is not asked. On a CPU PyTorch convolves float32 stacks, NumPy
+    others.
 
     Parameters
     ----------
@@ -307,6 +309,7 @@ _CONV = Operation(
     saves=_conv_saves,
     floats=("x", "w"),
     unused=("scale",),  # of a PackedWeights
+    on_cpu=conv_on_cpu,
 )
 _UNIT = Operation(
     RES_BLOCK,

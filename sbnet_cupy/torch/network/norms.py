@@ -5,10 +5,10 @@ import math
 import torch
 from torch.nn import functional as F
 
-from . import gradients
+from . import gradients, onednn
 from . import tensor as T
 from .handlers import handles
-from .plans import NormPlan, normalized
+from .plans import LinearPlan, NormPlan, normalized
 from .pointwise import pointwise, step
 from .windows import is_image
 
@@ -143,7 +143,13 @@ def linear(func, input, weight, bias=None):
     trace = T.facts(input)[0].trace
     if trace is not None:
         trace.linear(func.__name__, weight, input)
-    return T.wrap(F.linear(T.value_of(input), weight, bias), input)
+    value = T.value_of(input)
+    table, block, size, hw, reach = T.facts(input)
+    if table.weights is None or not onednn.multiplies(value, weight, bias, table.weights):
+        return T.wrap(F.linear(value, weight, bias), input)
+    row, shape = None if trace is None else trace.row, (*T.shape(input)[:-1], weight.shape[0])
+    plan = LinearPlan(value, T.facts(input), weight, bias, shape, row)
+    return T.postpone(table, plan, block, size, reach, hw=hw)
 
 
 @handles("matmul", "__matmul__")

@@ -1,8 +1,8 @@
-"""Convolution on a CPU with weights that oneDNN laid out once.
+"""Convolution and products on a CPU with weights that oneDNN laid out once.
 
 PyTorch's own convolution lays out its weights in each call, which for few blocks takes as long as
 the products. These are the operators that torch.compile uses for frozen weights; where a build of
-PyTorch lacks them, :func:`conv` returns None.
+PyTorch lacks them, :func:`conv` returns None, and :func:`multiplies` is False.
 """
 
 import torch
@@ -11,33 +11,23 @@ from .epilogue import finish
 
 _NAMES = {
     None: "none", "relu": "relu", "silu": "swish", "hardswish": "hardswish", "sigmoid": "sigmoid",
-    "tanh": "tanh", "hardsigmoid": "hardsigmoid",
+    "tanh": "tanh", "hardsigmoid": "hardsigmoid", "gelu": "gelu",
 }  # fmt: skip
 
 
-def _is_there():
+def _are_there(*names):
     return torch.backends.mkldnn.is_available() and all(
-        hasattr(torch.ops.mkldnn, name)
-        for name in ("_convolution_pointwise", "_reorder_convolution_weight")
+        hasattr(torch.ops.mkldnn, name) for name in names
     )
 
 
-_AVAILABLE = _is_there()
+_AVAILABLE = _are_there("_convolution_pointwise", "_reorder_convolution_weight")
+_MULTIPLIES = _are_there("_linear_pointwise", "_reorder_linear_weight")
 
 
 def conv(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat):
     """Convolve; return None where oneDNN's operators do not serve the call."""
-    serves = (
-        _AVAILABLE
-        and getattr(weight, "is_kept", False)
-        and x.dtype == weight.dtype == torch.float32
-        and x.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and torch.backends.mkldnn.enabled
-        and min(x.shape) > 0
-    )
-    if not serves:
+    if not (_AVAILABLE and getattr(weight, "is_kept", False) and _serves(x, weight)):
         return None
     options = list(padding), list(stride), list(dilation), groups
     packed = _packed(x, weight, options, flat)
@@ -48,8 +38,43 @@ def conv(x, weight, bias, stride, padding, dilation, groups, residual, activatio
         return run(x, residual, packed, bias, *options, "add", None, last, [], None)
     run = torch.ops.mkldnn._convolution_pointwise
     if residual is None and name is not None:
-        return run(x, packed, bias, *options, name, [], "")
+        return run(x, packed, bias, *options, name, [], _algorithm(name))
     return finish(run(x, packed, bias, *options, "none", [], ""), residual, activation)
+
+
+def _serves(x, weight):
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and torch.backends.mkldnn.enabled
+        and min(x.shape) > 0
+    )
+
+
+def _algorithm(name):
+    """Return how an activation is computed: gelu exactly, not by tanh."""
+    return "none" if name == "gelu" else ""
+
+
+def multiplies(x, weight, bias, weights):
+    """Whether :func:`linear` serves a product whose weights are kept."""
+    kept = weights.keeps and isinstance(weight, torch.nn.Parameter) and not weight.is_inference()
+    fits = weight.dim() == 2 and (bias is None or bias.dtype == weight.dtype)
+    return _MULTIPLIES and kept and fits and _serves(x, weight)
+
+
+def linear(x, weight, bias, activation, weights):
+    """Return ``activation(x @ weight.T + bias)`` for a product that oneDNN :func:`multiplies`."""
+    rows = x.numel() // x.shape[-1]
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    packed = weights.packed(weight, lambda: reorder(weight.detach(), rows))
+    name = _NAMES.get(activation)
+    run = torch.ops.mkldnn._linear_pointwise
+    if name is not None:
+        return run(x, packed, bias, name, [], _algorithm(name))
+    return finish(run(x, packed, bias, "none", [], ""), None, activation)
 
 
 def _packed(x, weight, options, flat):

@@ -5,6 +5,8 @@ Everything that computes on the stack and looks at neighbours comes through :fun
 ``[M, C, b, b]`` and lies in memory as ``[M, b, b, C]``.
 """
 
+import math
+
 import torch
 from torch.nn import functional as F
 
@@ -115,12 +117,18 @@ def _conv_stack(
 def as_picture(x):
     """Return all blocks of a stack as one picture, one below the other: a view where it can be."""
     m, c, h, w = x.shape
+    if not torch.is_grad_enabled() and x.is_contiguous(memory_format=torch.channels_last):
+        return x.as_strided((1, c, m * h, w), (m * h * w * c, 1, w * c, c))  # one call, not three
     return x.permute(0, 2, 3, 1).reshape(1, m * h, w, c).permute(0, 3, 1, 2)
 
 
 def as_stack(x, block):
     """Return the stack of a picture of blocks one below the other."""
-    return x.permute(0, 2, 3, 1).reshape(-1, *block, x.shape[1]).permute(0, 3, 1, 2)
+    (h, w), (n, c, *pixels) = block, x.shape
+    if not torch.is_grad_enabled() and x.is_contiguous(memory_format=torch.channels_last):
+        m = n * math.prod(pixels) // (h * w)
+        return x.as_strided((m, c, h, w), (h * w * c, 1, w * c, c))
+    return x.permute(0, 2, 3, 1).reshape(-1, *block, c).permute(0, 3, 1, 2)
 
 
 def rim(kernel, stride, pads, dilation):

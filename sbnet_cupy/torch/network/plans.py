@@ -1,11 +1,9 @@
 """Plan: a convolution or a batch norm of a stack that waits for the sum and activation after it."""
 
-import copy
-
 import torch
 from torch.nn import functional as F
 
-from . import cuda_resize, ops, units
+from . import cuda_resize, onednn, ops, units
 from .epilogue import finish
 
 
@@ -35,8 +33,8 @@ class Plan:
 
     def then(self, **changes):
         """Return the plan with one more step."""
-        plan = copy.copy(self)
-        vars(plan).update(changes)
+        plan = object.__new__(type(self))
+        vars(plan).update(vars(self), **changes)
         return plan
 
     def reads(self, x):
@@ -114,6 +112,31 @@ def normalized(x, norm, weights):
         shift, scale = weights.affine(norm)
         return torch.addcmul(shift, x, scale)
     return F.batch_norm(x, *norm[:4], eps=norm[4])
+
+
+class LinearPlan(Plan):
+    """A product of the channels, which are the last dimension, with weights that oneDNN laid out.
+
+    ``shape`` is that of the result.
+    """
+
+    rest = kernel = options = None
+
+    def __init__(self, source, facts, weight, bias, shape, row=None):
+        self.source, self.facts, self.weight, self.bias = source, facts, weight, bias
+        self.norm, self.residual, self.activation, self.done = "none", None, None, None
+        self.dtype, self.shape, self.row = source.dtype, shape, row
+
+    def run(self):
+        """Compute."""
+        trace = self.facts[0].trace
+        return self._run() if trace is None else trace.timed(self.row, self._run)
+
+    def _run(self):
+        weights, residual = self.facts[0].weights, self.residual
+        fused = self.activation if residual is None else None
+        y = onednn.linear(self.source, self.weight, self.bias, fused, weights)
+        return y if fused is not None else finish(y, residual, self.activation)
 
 
 class TransposedPlan(Plan):

@@ -75,9 +75,8 @@ def align(args, kwargs):
     stacks = [a for a in everything if isinstance(a, T.StackTensor)]
     if not stacks:
         return None
-    like = max(stacks, key=torch.Tensor.dim)
-    dims = max(a.dim() for a in everything if isinstance(a, torch.Tensor))
-    if like.dim() != dims:
+    like = max(stacks, key=T.dims)
+    if T.dims(like) != max(T.dims(a) for a in everything if isinstance(a, torch.Tensor)):
         return None
     converted = []
     for a in everything:
@@ -92,10 +91,10 @@ def align(args, kwargs):
 def conform(a, like):
     """Return a tensor as a stack that lies as that of ``like``; None if it cannot be one."""
     table, block, size, hw, _ = T.facts(like)
-    dims = like.dim()
+    dims = T.dims(like)
     if isinstance(a, T.StackTensor):
         _, b, s, d, _ = T.facts(a)
-        if a.dim() != dims or d != hw or s != size:
+        if T.dims(a) != dims or d != hw or s != size:
             return None
         return T.value_of(a) if b == block else table.gather(T.dense(a), block, hw)
     if a.dim() == 0 or a.dim() <= dims - hw[0]:
@@ -138,7 +137,7 @@ handles(*_ACTIVATIONS)(_activation)
 
 def step(x, plan, inplace, run):
     """Return the StackTensor of a plan with one more step: x itself, where it is in place."""
-    table, block, size, _, reach = T.facts(x)
+    table, block, size, hw, reach = T.facts(x)
     if inplace:
         T.flush_readers(table, x)
         if T.plan_of(x) is None:  # one of them has computed it
@@ -146,7 +145,7 @@ def step(x, plan, inplace, run):
         else:
             T.replace_plan(x, plan, run)
         return x
-    return T.postpone(table, plan, block, size, reach, x, run)
+    return T.postpone(table, plan, block, size, reach, x, run, hw)
 
 
 @handles("add", "add_", "__add__", "__radd__", "__iadd__")
@@ -161,7 +160,7 @@ def add(func, a, b, **kwargs):
                 continue
             if other is x or not isinstance(other, T.StackTensor):
                 continue
-            if T.facts(other)[:4] != T.facts(x)[:4] or other.shape != x.shape:
+            if T.facts(other)[:4] != T.facts(x)[:4] or T.shape(other) != T.shape(x):
                 continue
             residual = T.value_of(other)
             if T.plan_of(x) is None or residual.dtype != plan.dtype:
@@ -171,10 +170,10 @@ def add(func, a, b, **kwargs):
 
 
 def _with_residual(x, plan, residual, inplace, other):
-    table, block, size, _, reach = T.facts(x)
+    table, block, size, hw, reach = T.facts(x)
     reach = max(reach, T.facts(other)[4])
     done = step(x, plan.then(residual=residual), inplace, lambda v: v + residual)
-    object.__getattribute__(done, "__dict__")["_facts"] = table, block, size, (2, 3), reach
+    object.__getattribute__(done, "__dict__")["_facts"] = table, block, size, hw, reach
     return done
 
 

@@ -42,7 +42,7 @@ class StackTensor(torch.Tensor):
         requires_grad = plan is None and value.requires_grad
         self = without_memory(cls, shape, like.dtype, table.device, requires_grad)
         self._value, self._plan, self._made_of = value, plan, ()
-        self._facts = table, block, size, hw, reach
+        self._facts, self._shape = (table, block, size, hw, reach), tuple(shape)
         return self
 
     @classmethod
@@ -121,12 +121,12 @@ def plan_of(x):
     return object.__getattribute__(x, "__dict__")["_plan"] if isinstance(x, StackTensor) else None
 
 
-def postpone(table, plan, block, size, reach, parent=None, step=None):
-    """Return a StackTensor of a convolution that waits for what follows it.
+def postpone(table, plan, block, size, reach, parent=None, step=None, hw=(2, 3)):
+    """Return a StackTensor of a convolution, or its like, that waits for what follows it.
 
     ``step`` makes its value of that of its parent, which waits too.
     """
-    out = StackTensor(None, table, block, size, (2, 3), reach, plan)
+    out = StackTensor(None, table, block, size, hw, reach, plan)
     own = object.__getattribute__(out, "__dict__")
     if parent is not None:
         before = object.__getattribute__(parent, "__dict__")["_made_of"]
@@ -226,11 +226,14 @@ def dispatch(func, args, kwargs):
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return _attribute(func, args)
-    handler = None if kwargs.get("out") is not None else HANDLERS.get(func)
-    if handler is not None and handler not in BORDERED and _has_border(args):
-        handler = None
+    handler = None if kwargs and kwargs.get("out") is not None else HANDLERS.get(func)
     if handler is not None:
-        trace = _trace_of(args, kwargs)
+        like = first_stack(args, kwargs)
+        table = None if like is None else facts(like)[0]
+        if table is not None and table.borders and handler not in BORDERED and _has_border(args):
+            handler = None
+    if handler is not None:
+        trace = None if table is None else table.trace
         if trace is None:
             result = handler(func, *args, **kwargs)
         else:
@@ -249,11 +252,6 @@ def dispatch(func, args, kwargs):
 
 def _has_border(args):
     return any(isinstance(a, StackTensor) and border_of(a) for a in args)
-
-
-def _trace_of(args, kwargs):
-    like = first_stack(args, kwargs)
-    return None if like is None else facts(like)[0].trace
 
 
 def _attribute(func, args):
@@ -302,12 +300,12 @@ def _writes(name, kwargs):
 
 def dims(x):
     """Return the number of dimensions of a tensor, past PyTorch's hooks."""
-    return plainly(torch.Tensor.dim, x)
+    return len(shape(x)) if isinstance(x, StackTensor) else x.dim()
 
 
 def shape(x):
-    """Return the shape of a tensor, past PyTorch's hooks."""
-    return tuple(plainly(torch.Tensor.size, x))
+    """Return the shape of a StackTensor, past PyTorch's hooks."""
+    return object.__getattribute__(x, "__dict__")["_shape"]
 
 
 def picture(x):

@@ -36,6 +36,10 @@ class Weights:
         key = (*map(id, norm[:4]), norm[4])
         return self._kept(norm[2], key, norm[:4], lambda: _affine(norm))
 
+    def packed(self, weight, make):
+        """Return the matrix of a linear layer as ``make()`` lays it out."""
+        return self._kept(weight, (id(weight), "linear"), (weight,), lambda: (make(),))[0]
+
     def _kept(self, parameter, key, tensors, make):
         """Return what ``make()`` made of such tensors; the first of its results may be marked."""
         given = [t for t in tensors if t is not None]
