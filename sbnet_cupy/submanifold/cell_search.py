@@ -11,6 +11,8 @@ import math
 
 import numpy as np
 
+from .keys import sort_keys
+
 _LARGEST = np.iinfo(np.int64).max
 
 
@@ -42,12 +44,13 @@ def read_rows(source, target, starts, offsets):
     if numbers is None:
         return None
     cells, windows, steps = numbers
-    order = cells.argsort()
-    cells = np.append(cells[order], _LARGEST)
-    read = np.append(read[order], -1).astype(np.int32)
+    order, cells = sort_keys(cells)
+    first = np.append(True, cells[1:] != cells[:-1])  # of sites that are listed twice
+    mirrors = _mirrors(offsets, begin, at) if source is target and first.all() else {}
+    cells = np.append(cells[first], _LARGEST)
+    read = np.append(read[order[first]], -1).astype(np.int32)
     order = windows.argsort()
     windows, written = windows[order], written[order]
-    mirrors = _mirrors(offsets, begin, at) if source is target else {}
     place = same = previous = None
     for tap, step in enumerate(steps):
         if tap in mirrors:

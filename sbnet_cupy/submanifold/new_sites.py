@@ -34,14 +34,25 @@ class Window(NamedTuple):
         return list(itertools.product(*(range(0, k * dilation, dilation) for k, dilation in steps)))
 
 
+def coarse_shape(shape, window):
+    """Return the shape of the grid of a convolution's result; None for None."""
+    return shape and tuple(
+        max((n + 2 * pad - dil * (k - 1) - 1) // s + 1, 0)
+        for n, (k, s, dil, pad) in zip(shape, window.axes(), strict=True)
+    )
+
+
+def fine_shape(shape, window, output_padding):
+    """Return the shape of the grid of a transposed convolution's result; None for None."""
+    return shape and tuple(
+        max((n - 1) * s - 2 * pad + dil * (k - 1) + 1 + more, 0)
+        for n, more, (k, s, dil, pad) in zip(shape, output_padding, window.axes(), strict=True)
+    )
+
+
 def coarse_sites(fine, window, capacity):
     """Return every site whose window meets a site of ``fine``."""
-    shape = fine.spatial_shape
-    if shape is not None:
-        shape = tuple(
-            max((n + 2 * pad - dil * (k - 1) - 1) // s + 1, 0)
-            for n, (k, s, dil, pad) in zip(shape, window.axes(), strict=True)
-        )
+    shape = coarse_shape(fine.spatial_shape, window)
 
     made = _sites_by_kernels(fine, window, True, shape, capacity)
     if made is not None:
@@ -61,12 +72,7 @@ def coarse_sites(fine, window, capacity):
 
 def fine_sites(coarse, window, output_padding, capacity):
     """Return every site that a site of ``coarse`` reaches."""
-    shape = coarse.spatial_shape
-    if shape is not None:
-        shape = tuple(
-            max((n - 1) * s - 2 * pad + dil * (k - 1) + 1 + more, 0)
-            for n, more, (k, s, dil, pad) in zip(shape, output_padding, window.axes(), strict=True)
-        )
+    shape = fine_shape(coarse.spatial_shape, window, output_padding)
 
     made = _sites_by_kernels(coarse, window, False, shape, capacity)
     if made is not None:
