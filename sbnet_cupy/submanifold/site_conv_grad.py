@@ -145,10 +145,10 @@ def swap_channels(w, groups):
 
 def _weight_gradient(features, grad, rows, groups, tf32, dw):
     """Write the gradient of ``w [taps, C / groups, K]``."""
-    dw.fill(0)
     if not is_cupy(features):
-        dw += _weight_gradient_by_parts(widen(features), widen(grad), rows, groups)
+        dw[...] = _weight_gradient_by_parts(widen(features), widen(grad), rows, groups)
         return
+    dw.fill(0)
     xp, wide = namespace(features), compute_dtype(features.dtype)
     c, k = dw.shape[1], dw.shape[2] // groups
     for tap in range(len(rows) if len(features) else 0):
