@@ -16,6 +16,7 @@ from .block_sparse.gather_scatter.sparse_scatter import sparse_scatter, sparse_s
 from .block_sparse.gather_scatter.sparse_scatter_grad import sparse_scatter_grad
 from .block_sparse.mask import masks
 from .block_sparse.mask.reduce_mask import reduce_mask
+from .block_sparse.pixel_sites import blocks_of
 from .block_sparse.stack.block_table import BlockTable, block_table
 from .block_sparse.stack.stack_avg_pool import stack_avg_pool
 from .block_sparse.stack.stack_avg_pool_grad import stack_avg_pool_grad
@@ -59,12 +60,14 @@ from .submanifold.site_pool import (
     sparse_unpool_grad,
 )
 from .submanifold.sparse_tensor import SparseTensor, sparse_tensor
+from .submanifold.sparse_unfold import sparse_unfold, sparse_unfold_grad
 from .submanifold.submanifold_conv import (
     inverse_conv,
     strided_conv,
     submanifold_conv,
     transposed_conv,
 )
+from .submanifold.voxelize import voxelize
 
 __version__ = "0.1.0"
 
@@ -83,6 +86,7 @@ __all__ = [
     "ShapeError",
     "SparseTensor",
     "block_table",
+    "blocks_of",
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
@@ -117,6 +121,8 @@ __all__ = [
     "sparse_tensor",
     "sparse_to_dense",
     "sparse_to_dense_grad",
+    "sparse_unfold",
+    "sparse_unfold_grad",
     "sparse_unpool",
     "sparse_unpool_grad",
     "stack_avg_pool",
@@ -141,4 +147,5 @@ __all__ = [
     "strided_conv",
     "submanifold_conv",
     "transposed_conv",
+    "voxelize",
 ]

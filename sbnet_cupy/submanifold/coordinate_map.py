@@ -4,21 +4,22 @@ Kernel: cuda_src/submanifold/coordinate_map.cu, where it is asked for (site_kern
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..core.arrays import ArrayContainer, array_function, empty, namespace
+from ..core.arrays import ArrayContainer, array_function, namespace
 from ..core.checks import check_array
+from ..core.list_cells import list_cells
 from ..core.sizes import is_integer
 from ..dense.conv2d import check_choice
 from ..errors import CapacityError, DTypeError, ShapeError
 from . import map_kernels
-from .keys import coordinates_of, leaf_keys, packing_of, raster_keys
+from .distinct import DUPLICATE, OUTSIDE, distinct, one_row_each
+from .keys import coordinates_of, leaf_keys, packing_of, raster_keys, sort_keys
 from .site_kernels import by_kernels
 
 MODES = ("unique", "first", "last", "sum", "mean")
-_OUTSIDE, _DUPLICATE = 1, 2  # bits of a status
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,18 +123,45 @@ class CoordinateMap(ArrayContainer):
                 f"capacity must be at least the number of sites, got {self.capacity} for {number} "
                 "sites; pass a larger capacity"
             )
-        if status & _OUTSIDE:
+        if status & OUTSIDE:
             raise CapacityError(
                 f"indices must be inside a grid of {self.spatial_shape} with a batch of "
                 f"{self.batch_size}; rows outside were dropped"
             )
-        if status & _DUPLICATE:
+        if status & DUPLICATE:
             raise ValueError(_duplicates())
         return self
 
     def clear(self):
         """Free what is kept for these sites: their sorted keys, and their kernel maps."""
         self._kept.clear()
+
+    def select(self, mask, *, capacity=None):
+        """Return the sites where a mask is set, in their order, and where they were.
+
+        Parameters
+        ----------
+        mask : array, shape (N,)
+            bool or number, one for each row; rows that hold no site are never selected.
+        capacity : int, optional
+            Number of rows of the result. With it nothing waits for a GPU.
+
+        Returns
+        -------
+        coordinates : CoordinateMap
+            The selected sites.
+        rows : int32 array, shape (M,)
+            The row of each among these sites, -1 past the count: ``features[rows]`` are theirs.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> sites, _ = coordinate_map(np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+        >>> chosen, rows = sites.select(np.array([True, False, True]))
+        >>> chosen.indices.tolist(), rows.tolist()
+        ([[0, 1], [0, 5]], [0, 2])
+        """
+        return _select(self, mask, capacity)
 
     def valid(self):
         """Return which rows hold a site: bool, shape (N,)."""
@@ -159,9 +187,8 @@ class CoordinateMap(ArrayContainer):
         xp = namespace(self.indices)
         packing = self._packing()
         if "sorted" not in self._kept:
-            keys = leaf_keys(self._columns(), packing)
-            order = _stable_order(keys)
-            self._kept["sorted"] = keys[order], order.astype(np.int32)
+            order, keys = sort_keys(leaf_keys(self._columns(), packing))
+            self._kept["sorted"] = keys, order.astype(np.int32)
         keys, order = self._kept["sorted"]
         wanted = leaf_keys(coordinates, packing)
         if not len(keys):
@@ -173,16 +200,6 @@ class CoordinateMap(ArrayContainer):
 @array_function
 def _valid(indices, count):
     return (namespace(indices).arange(len(indices)) < count) & (indices[:, 0] >= 0)
-
-
-class Reduction(NamedTuple):
-    """Which rows of a list belong to which site."""
-
-    order: Any  # int64 [n]: rows, those of one site next to each other, in the order of the list
-    site: Any  # int64 [n]: the site of each of these, or the capacity if it has none
-    first: Any  # bool [n]: whether it is the first row of its site
-    last: Any  # bool [n]
-    starts: Any  # int64 [capacity + 1]: where each site's rows begin, and where the last ones end
 
 
 @array_function
@@ -256,8 +273,7 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
         )
     check_choice("mode", mode, MODES)
     check_choice("order", order, ("leaf", "raster"))
-    if capacity is not None and (not is_integer(capacity) or capacity < 0):
-        raise ShapeError(f"capacity must be a non-negative integer, got {capacity!r}")
+    check_capacity(capacity)
     xp = namespace(indices)
     columns = list(xp.ascontiguousarray(indices.T).astype(np.int64))
     if batch_size is None and capacity is None:
@@ -272,14 +288,12 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
     keys = (leaf_keys if order == "leaf" else raster_keys)(columns, packing)
     if capacity is None:
         _check_inside(keys, indices, spatial_shape, batch_size)
-    by_key, sites, inverse, reduction, status = _distinct(keys, mode, capacity)
-    if capacity is None and mode == "unique" and int(status[0]) & _DUPLICATE:
-        raise ValueError(_duplicates(reduction))
     if order == "raster":
         packing = packing._replace(low_bits=(0,) * len(packing.bits))
-    rows = coordinates_of(by_key, packing)
-    made = CoordinateMap(rows, sites, spatial_shape, batch_size, status)
-    return made, inverse, reduction
+    found = reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity)
+    if capacity is None and mode == "unique" and int(found[0].status[0]) & DUPLICATE:
+        raise ValueError(_duplicates(found[2]))
+    return found
 
 
 def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capacity):
@@ -299,20 +313,10 @@ def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capaci
     made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)
     made._kept["tree"] = found.tree
     if mode in ("sum", "mean"):
-        reduction = _distinct(found.inverse.astype(np.int64), mode, made.capacity)[3]
+        reduction = distinct(found.inverse.astype(np.int64), mode, made.capacity)[3]
     else:
-        reduction = _one_row_each(found.winners, found.inverse)
+        reduction = one_row_each(found.winners, found.inverse)
     return made, found.inverse, reduction
-
-
-def _one_row_each(winners, inverse):
-    """Return the Reduction to one row of each site."""
-    xp, rows = namespace(inverse), len(winners)
-    order, site = xp.arange(len(inverse)), xp.where(inverse >= 0, inverse, rows).astype(np.int64)
-    chosen = inverse >= 0
-    if rows:
-        chosen &= winners[xp.maximum(inverse, 0)] == order
-    return Reduction(order, site, chosen, chosen, None)
 
 
 def row_of_site(reduction, capacity, mode):
@@ -322,6 +326,19 @@ def row_of_site(reduction, capacity, mode):
     rows = xp.full(capacity + 1, -1, np.int64)
     rows[xp.where(chosen, reduction.site, capacity)] = reduction.order
     return xp.ascontiguousarray(rows[:capacity])
+
+
+def reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity):
+    """Return the sites of the keys of rows, each row's site, and the Reduction."""
+    by_key, count, inverse, reduction, status = distinct(keys, mode, capacity)
+    rows = coordinates_of(by_key, packing)
+    return CoordinateMap(rows, count, spatial_shape, batch_size, status), inverse, reduction
+
+
+def check_capacity(capacity):
+    """Raise unless ``capacity`` is None or a number of rows."""
+    if capacity is not None and (not is_integer(capacity) or capacity < 0):
+        raise ShapeError(f"capacity must be a non-negative integer, got {capacity!r}")
 
 
 def check_grid(spatial_shape, batch_size, dimensions):
@@ -365,34 +382,15 @@ def _duplicates(reduction=None):
     )
 
 
-def _stable_order(keys):
-    """Return the order that sorts keys; equal ones stay in their order."""
-    return keys.argsort(kind="stable") if type(keys) is np.ndarray else keys.argsort()
-
-
-def _distinct(keys, mode, capacity):
-    """Return the keys of the sites, their count, each row's site, the Reduction and the status."""
-    xp, n = namespace(keys), len(keys)
-    order = _stable_order(keys)
-    by_key = keys[order]
-    real = by_key >= 0
-    first, last = real.copy(), real.copy()
-    changes = by_key[1:] != by_key[:-1]
-    first[1:] &= changes
-    last[:-1] &= changes
-    site = xp.cumsum(first) - 1  # rows with no key come first, where this is -1
-    total = first.sum(dtype=np.int32).reshape(1)
-    rows = int(total[0]) if capacity is None else capacity
-    site = xp.where(real & (site < rows), site, rows)
-    sites = xp.full(rows + 1, -1, np.int64)
-    sites[site] = by_key  # rows of one site have one key; those with no site go to the last place
-    inverse = empty((n,), np.int32, keys)
-    inverse[order] = xp.where(site < rows, site, -1)
-    status = (~real).any().astype(np.int32) * _OUTSIDE
-    if mode == "unique":
-        status = status + (real & ~first).any().astype(np.int32) * _DUPLICATE
-    status = status.reshape(1).astype(np.int32)
-    starts = xp.full(rows + 1, n, np.int64)  # the rows of a site that is not there begin at the end
-    starts[xp.where(first, site, rows)] = xp.arange(n)
-    starts[rows] = (site < rows).sum() + (~real).sum()
-    return sites[:rows], total, inverse, Reduction(order, site, first, last, starts), status
+@array_function
+def _select(coordinates, mask, capacity):
+    """See :meth:`CoordinateMap.select`."""
+    check_array("mask", mask, shape=(coordinates.capacity,), like=coordinates.indices)
+    check_capacity(capacity)
+    xp = namespace(mask)
+    _, count, rows = list_cells((mask != 0) & coordinates.valid(), capacity)
+    indices = xp.full((len(rows), coordinates.indices.shape[1]), -1, np.int32)
+    if coordinates.capacity:
+        indices = xp.where((rows >= 0)[:, None], coordinates.indices[rows], indices)
+    grid = coordinates.spatial_shape, coordinates.batch_size
+    return CoordinateMap(indices, count, *grid, coordinates.status), rows.astype(np.int32)

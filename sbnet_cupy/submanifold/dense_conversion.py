@@ -5,11 +5,10 @@ import numpy as np
 from ..core.arrays import array_function, dtype_kind, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
-from ..core.sizes import is_integer
+from ..core.list_cells import list_cells
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError, ShapeError
-from .coordinate_map import CoordinateMap, check_grid
-from .site_conv import valid_rows
+from .coordinate_map import CoordinateMap, check_capacity, check_grid
 from .sparse_tensor import SparseTensor, check_tensor
 
 FORMATS = ("channels_last", "channels_first")
@@ -54,28 +53,15 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     [[0, 1, 2]]
     """
     x = _channels_last(x, data_format)
-    if capacity is not None and (not is_integer(capacity) or capacity < 0):
-        raise ShapeError(f"capacity must be a non-negative integer, got {capacity!r}")
-    xp, (batch, *spatial, channels) = namespace(x), x.shape
+    check_capacity(capacity)
+    batch, *spatial, channels = x.shape
     if mask is None:
         listed = ~(abs(x) <= tol).all(axis=-1)
     else:
         check_array("mask", mask, shape=x.shape[:-1], like=x)
         listed = mask != 0
-    listed = listed.reshape(-1)
     with memory_of_graphs(x):
-        count = listed.sum(dtype=np.int32).reshape(1)
-        rows = int(count[0]) if capacity is None else capacity
-        place = xp.where(listed, xp.cumsum(listed) - 1, rows)
-        cells = xp.full(rows + 1, -1, np.int64)
-        cells[xp.minimum(place, rows)] = xp.arange(listed.size)
-        cells = cells[:rows]
-        cells = xp.where(xp.arange(rows) < count, cells, -1)
-        indices = xp.empty((rows, 1 + len(spatial)), np.int32)
-        rest = xp.maximum(cells, 0)
-        for axis, size in reversed(list(enumerate((batch, *spatial)))):
-            indices[:, axis] = xp.where(cells >= 0, rest % max(size, 1), -1)
-            rest = rest // max(size, 1)
+        indices, count, cells = list_cells(listed, capacity)
         coordinates = CoordinateMap(indices, count, tuple(spatial), batch)
         return SparseTensor(_rows_of(x, cells, channels), coordinates)
 
@@ -250,7 +236,7 @@ def grid_of(x, spatial_shape, data_format):
 def cells_of(coordinates, shape):
     """Return the flat cell of each site: int64, the number of cells for rows that have none."""
     xp = namespace(coordinates.indices)
-    inside = valid_rows(coordinates)
+    inside = coordinates.valid()
     flat = xp.zeros(coordinates.capacity, np.int64)
     for column, size in zip(coordinates.indices.T, shape, strict=True):
         inside = inside & (column >= 0) & (column < size)

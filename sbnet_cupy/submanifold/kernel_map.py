@@ -3,20 +3,19 @@
 Kernel: cuda_src/submanifold/kernel_map.cu, where it is asked for (site_kernels.py).
 """
 
-import itertools
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import ArrayContainer, array_function, library_of, namespace
+from ..core.arrays import ArrayContainer, array_function, is_cupy, library_of, namespace
 from ..core.sizes import is_integer
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
-from .coordinate_map import CoordinateMap, coordinate_map
-from .keys import packing_of
-from .site_kernels import by_kernels
+from .cell_search import read_rows
+from .coordinate_map import CoordinateMap, check_capacity
+from .new_sites import Window, coarse_sites, fine_sites, kernels_find
 from .transposed_rows import TRANSPOSED_ROWS
 
 
@@ -155,6 +154,7 @@ def kernel_map(
     check_map("coordinates", coordinates)
     if onto is not None:
         check_map("onto", onto)
+    check_capacity(capacity)
     d = coordinates.dimensions
     if offsets is not None:
         return _with_offsets(coordinates, offsets, kernel_size, stride, dilation, padding, onto)
@@ -243,23 +243,6 @@ def check_map(name, value):
         raise DTypeError(f"{name}.indices must be an int32 array; use coordinate_map")
 
 
-class Window(NamedTuple):
-    """Kernel, stride, dilation and padding along each axis; in the key of a kept map."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[int, ...]
-
-    def axes(self):
-        """Return (kernel, stride, dilation, padding) of each axis."""
-        return list(zip(*self, strict=True))
-
-    def cells(self):
-        """Return the cells of the kernel, in the order of the taps."""
-        return itertools.product(*map(range, self.kernel))
-
-
 def _with_offsets(coordinates, offsets, kernel_size, stride, dilation, padding, onto):
     """Return the map of a list of offsets on the same sites."""
     if kernel_size is not None or stride != 1 or dilation != 1 or padding is not None:
@@ -275,159 +258,52 @@ def _with_offsets(coordinates, offsets, kernel_size, stride, dilation, padding, 
         )
     key = ("offsets", given.shape, given.astype(np.int64).tobytes())
     if key not in coordinates._kept:
-        sample, *position = coordinates._columns()
-        rows = []
-        for offset in given.tolist():
-            read = [p + o for p, o in zip(position, offset, strict=True)]
-            rows.append(coordinates._find([sample, *read]))
-        _keep(key, _of_rows(rows, coordinates, coordinates, (len(given),)))
+        offsets = [tuple(offset) for offset in given.tolist()]
+        rows = _rows(coordinates, coordinates, lambda position, axis: position, offsets)
+        _keep(key, KernelMap(rows, coordinates, coordinates, (len(given),)))
     return coordinates._kept[key].of(coordinates)
 
 
-def _of_rows(rows, source, target, kernel):
-    xp = namespace(source.indices)
-    rows = xp.stack(rows) if rows else xp.empty((0, target.capacity), np.int32)
-    valid = target.valid()
-    return KernelMap(xp.where(valid, rows, np.int32(-1)), source, target, kernel)
+def _rows(source, target, starts, offsets):
+    """Return which row of the source each row of the target reads, int32 ``[taps, M]``.
 
-
-def _by_kernels(coordinates, window):
-    """Whether kernels find what is around these sites."""
-    rows, d = coordinates.capacity, coordinates.dimensions
-    return by_kernels(coordinates.indices) and map_kernels.has_kernel(d, rows, window)
+    ``starts`` takes a position array and its axis, and returns where on it the window begins.
+    """
+    on_gpu = is_cupy(source.indices)
+    rows = None if on_gpu else read_rows(source, target, starts, offsets)
+    if rows is None:
+        xp = namespace(source.indices)
+        rows = xp.full((len(offsets), target.capacity), -1, np.int32)
+        sample, *position = target._columns()
+        begin = [starts(column, axis) for axis, column in enumerate(position)]
+        for tap, offset in enumerate(offsets):
+            read = [column + step for column, step in zip(begin, offset, strict=True)]
+            rows[tap] = source._find([sample, *read])
+        rows[:, ~target.valid()] = -1
+    return rows
 
 
 def _map(fine, window, onto, output_padding, capacity):
     """Return the map of a convolution that reads ``fine``."""
-    coarse = _coarse_sites(fine, window, capacity) if onto is None else onto
-    if _by_kernels(coarse, window):
+    coarse = coarse_sites(fine, window, capacity) if onto is None else onto
+    if kernels_find(coarse, window):
         rows = map_kernels.find_rows(fine._tree(), coarse.indices, coarse.count, window, False)
         return KernelMap(rows, fine, coarse, window.kernel)
-    sample, *position = coarse._columns()
-    rows = []
-    for cell in window.cells():
-        read = [
-            p * s - pad + r * dil
-            for p, r, (_, s, dil, pad) in zip(position, cell, window.axes(), strict=True)
-        ]
-        rows.append(fine._find([sample, *read]))
-    return _of_rows(rows, fine, coarse, window.kernel)
+
+    def starts(position, axis):
+        return position * window.stride[axis] - window.padding[axis]
+
+    return KernelMap(_rows(fine, coarse, starts, window.offsets()), fine, coarse, window.kernel)
 
 
 def _transposed_map(coarse, window, onto, output_padding, capacity):
     """Return the map of a transposed convolution that reads ``coarse``."""
-    fine = _fine_sites(coarse, window, output_padding, capacity) if onto is None else onto
-    if _by_kernels(fine, window):
+    fine = fine_sites(coarse, window, output_padding, capacity) if onto is None else onto
+    if kernels_find(fine, window):
         rows = map_kernels.find_rows(coarse._tree(), fine.indices, fine.count, window, True)
         return KernelMap(rows, coarse, fine, window.kernel)
-    sample, *position = fine._columns()
-    rows = []
-    for cell in window.cells():
-        reader, readers = [], sample
-        xp = namespace(sample)
-        for p, r, (_, s, dil, pad) in zip(position, cell, window.axes(), strict=True):
-            from_start = p + pad - r * dil
-            readers = xp.where(from_start % s == 0, readers, -1)
-            reader.append(from_start // s)
-        rows.append(coarse._find([readers, *reader]))
-    return _of_rows(rows, coarse, fine, window.kernel)
-
-
-def _coarse_sites(fine, window, capacity):
-    """Return every site whose window meets a site of ``fine``."""
-    shape = fine.spatial_shape
-    if shape is not None:
-        shape = tuple(
-            max((n + 2 * pad - dil * (k - 1) - 1) // s + 1, 0)
-            for n, (k, s, dil, pad) in zip(shape, window.axes(), strict=True)
-        )
-
-    made = _sites_by_kernels(fine, window, True, shape, capacity)
-    if made is not None:
-        return made
-
-    def reader(p, r, stride, dilation, pad):
-        from_start = p + pad - r * dilation
-        return from_start // stride, from_start % stride == 0
-
-    return _sites_at(reader, fine, window, shape, capacity)
-
-
-def _fine_sites(coarse, window, output_padding, capacity):
-    """Return every site that a site of ``coarse`` reaches."""
-    shape = coarse.spatial_shape
-    if shape is not None:
-        shape = tuple(
-            max((n - 1) * s - 2 * pad + dil * (k - 1) + 1 + more, 0)
-            for n, more, (k, s, dil, pad) in zip(shape, output_padding, window.axes(), strict=True)
-        )
-
-    made = _sites_by_kernels(coarse, window, False, shape, capacity)
-    if made is not None:
-        return made
-
-    def reached(p, r, stride, dilation, pad):
-        return p * stride - pad + r * dilation, p >= 0
-
-    return _sites_at(reached, coarse, window, shape, capacity)
-
-
-def _sites_at(place_of, like, window, shape, capacity):
-    """Return the distinct sites at the places of the sites of ``like``, for each tap.
-
-    ``place_of`` takes a coordinate, a cell of the kernel, stride, dilation and padding of an axis;
-    it returns the place on that axis, and whether there is one.
-    """
-    xp = namespace(like.indices)
-    sample, *position = like._columns()
-    listed = []
-    for cell in window.cells():
-        columns, there = [], xp.ones(sample.shape, bool)
-        each = zip(position, cell, window.axes(), strict=True)
-        for axis, (p, r, (_, stride, dilation, pad)) in enumerate(each):
-            place, exists = place_of(p, r, stride, dilation, pad)
-            there &= exists & (place >= 0)
-            if shape is not None:
-                there &= place < shape[axis]
-            columns.append(place)
-        rows = xp.stack([sample, *columns], axis=1)
-        listed.append(xp.where(there[:, None], rows, -1))
-    return _new_sites(listed, like, shape, capacity)
-
-
-def _new_sites(listed, like, shape, capacity):
-    """Return the distinct sites among lists of rows, of which those with sample -1 are none."""
-    xp = namespace(like.indices)
-    rows = xp.concatenate(listed)
-    if capacity is None:
-        rows = rows[rows[:, 0] >= 0]
-    batch = like.batch_size
-    options = {"spatial_shape": shape, "mode": "first", "capacity": capacity}
-    made, _ = coordinate_map(rows, batch_size=batch, **options)
-    # Rows that stand for no site were dropped on purpose: the status is that of the source.
-    return CoordinateMap(made.indices, made.count, shape, batch, like.status)
-
-
-def _sites_by_kernels(like, window, readers, shape, capacity):
-    """Do what _sites_at does by kernels, for the places that the sites read, or for their readers.
-
-    Return None where there are none, or where coordinate_map refuses the places.
-    """
-    if not _by_kernels(like, window):
-        return None
-    packing = packing_of(shape, like.batch_size, like.dimensions)
-    most = like.capacity * map_kernels.most_places(window, readers)
-    found = map_kernels.distinct_sites(
-        like.indices, packing, most if capacity is None else capacity, count=like.count,
-        window=window, readers=readers,
-    )  # fmt: skip
-    if capacity is None:
-        if shape is None and int(found.status[0]):
-            return None
-        found = found.cut(int(found.count[0]))
-    made = CoordinateMap(found.indices, found.count, shape, like.batch_size, like.status)
-    made._kept["tree"] = found.tree
-    return made
+    forward = _map(fine, window, coarse, output_padding, capacity)
+    return forward.transposed()
 
 
 @array_function

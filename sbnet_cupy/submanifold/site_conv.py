@@ -30,6 +30,8 @@ from .kernel_map import KernelMap
 from .site_conv_launch import plan_kernel
 from .site_kernels import by_kernels
 
+_CACHED_BYTES = 1 << 19
+
 
 @array_function
 def site_conv(
@@ -208,9 +210,9 @@ def sums(features, w, rows, groups, tf32):
     ``w`` is ``[taps, C / groups, K]``. Taps are added in their order; those that a row does not
     have are left out of its sum, so that a weight that is not finite reaches only those who use it.
     """
+    if not is_cupy(features):
+        return _sums(widen(features), widen(w), rows, groups)
     xp, wide = namespace(features), compute_dtype(features.dtype)
-    if not is_cupy(features):  # cuBLAS widens by itself
-        features, w = widen(features), widen(w)
     c, k = w.shape[1], w.shape[2] // groups
     total = xp.zeros((rows.shape[1], groups * k), wide)
     for tap in range(len(rows) if len(features) else 0):
@@ -222,6 +224,49 @@ def sums(features, w, rows, groups, tf32):
             product[:, g * k : (g + 1) * k] = into
         add(total, here, product)
     return total
+
+
+def _sums(features, w, rows, groups):
+    """Return these sums on NumPy, of float32 or float64: some rows at a time, which stay cached."""
+    taps, c, k = w.shape[0], w.shape[1], w.shape[2]
+    total = np.zeros((rows.shape[1], k), features.dtype)
+    if not total.size or not features.size:
+        return total
+    by_group = w.reshape(taps, c, groups, k // groups).transpose(0, 2, 1, 3)
+    step = rows_at_once(features.shape[1] + k, features.itemsize)
+    taken = np.empty((step, features.shape[1]), features.dtype)
+    product, sums = np.empty((2, step, k), features.dtype)
+    whole_rows = [row_elements(array) for array in (features, total, taken, sums)]
+    source, results, into, old = whole_rows
+    for start in range(0, len(total), step):
+        for tap, read in enumerate(rows[:, start : start + step]):
+            here = np.flatnonzero(read >= 0)
+            n = len(here)
+            if not n:
+                continue
+            source.take(read[here], out=into[:n], mode="clip")
+            if groups == 1:
+                np.matmul(taken[:n], w[tap], out=product[:n])
+            elif c == 1 and k == groups:  # depthwise
+                np.multiply(taken[:n], w[tap], out=product[:n])
+            else:
+                parts = [a[:n].reshape(n, groups, -1).transpose(1, 0, 2) for a in (taken, product)]
+                np.matmul(parts[0], by_group[tap], out=parts[1])
+            here += start
+            results.take(here, out=old[:n], mode="clip")
+            sums[:n] += product[:n]
+            results[here] = old[:n]
+    return total
+
+
+def rows_at_once(channels, itemsize):
+    """Return how many rows with so many channels, read and written, fit a core's cache."""
+    return max(_CACHED_BYTES // (channels * itemsize), 64)
+
+
+def row_elements(array):
+    """View each row of a matrix as one element, which NumPy copies fastest."""
+    return array.view(np.dtype((np.void, array.shape[1] * array.itemsize)))[:, 0]
 
 
 def take(features, read):

@@ -17,7 +17,15 @@ from ..dense.im2col import multiply
 from ..errors import DTypeError, ShapeError
 from .feature_rows import check_rows
 from .kernel_map import KernelMap
-from .site_conv import channels, resolve_arguments, sums, take, valid_rows
+from .site_conv import (
+    channels,
+    resolve_arguments,
+    row_elements,
+    rows_at_once,
+    sums,
+    take,
+    valid_rows,
+)
 
 
 class SiteConvGradients(NamedTuple):
@@ -137,23 +145,46 @@ def swap_channels(w, groups):
 
 def _weight_gradient(features, grad, rows, groups, tf32, dw):
     """Write the gradient of ``w [taps, C / groups, K]``."""
+    if not is_cupy(features):
+        dw[...] = _weight_gradient_by_parts(widen(features), widen(grad), rows, groups)
+        return
+    dw.fill(0)
     xp, wide = namespace(features), compute_dtype(features.dtype)
     c, k = dw.shape[1], dw.shape[2] // groups
-    if not is_cupy(features):
-        features, grad = widen(features), widen(grad)
-    dw.fill(0)
     for tap in range(len(rows) if len(features) else 0):
         taken, here = take(features, rows[tap])
         mine = grad
         if here is not None and here.dtype == bool:  # zeros in both: what is not there may be NaN
             kept = xp.where(here, taken, xp.zeros((), taken.dtype))
             taken = kept.astype(taken.dtype, copy=False)  # CuPy makes float32 of bfloat16
-        elif here is not None:
-            mine = grad[here]
         for g in range(groups):
             into = xp.empty((c, k), wide)
             multiply(channels(taken, g, c).T, channels(mine, g, k), into, tf32)
             dw[tap, :, g * k : (g + 1) * k] = into
+
+
+def _weight_gradient_by_parts(features, grad, rows, groups):
+    """Return this gradient on NumPy, of float32 or float64: some rows at a time."""
+    taps, c, k = len(rows), features.shape[1] // groups, grad.shape[1] // groups
+    by_group = np.zeros((taps, groups, c, k), features.dtype)
+    if not features.size or not grad.size:
+        return by_group.reshape(taps, c, groups * k)
+    step = rows_at_once(features.shape[1] + grad.shape[1], features.itemsize)
+    taken = np.empty((step, features.shape[1]), features.dtype)
+    mine = np.empty((step, grad.shape[1]), grad.dtype)
+    arrays = (features, grad, taken, mine)
+    source, results, into, shares = map(row_elements, arrays)
+    for start in range(0, len(grad), step):
+        for tap, read in enumerate(rows[:, start : start + step]):
+            here = np.flatnonzero(read >= 0)
+            n = len(here)
+            if not n:
+                continue
+            source.take(read[here], out=into[:n], mode="clip")
+            results.take(here + start, out=shares[:n], mode="clip")
+            parts = [a[:n].reshape(n, groups, -1).transpose(1, 0, 2) for a in (taken, mine)]
+            by_group[tap] += np.matmul(parts[0].transpose(0, 2, 1), parts[1])
+    return by_group.transpose(0, 2, 1, 3).reshape(taps, c, groups * k)
 
 
 def _infer(specs, options):

@@ -147,7 +147,8 @@ def sparse_tensor(
         )
     grid = spatial_shape, batch_size
     coordinates, _, reduction = reduce_rows(indices, *grid, mode, order, capacity)
-    return SparseTensor(_reduce(features, reduction, coordinates.capacity, mode), coordinates)
+    rows = features_of_sites(features, reduction, coordinates.capacity, mode)
+    return SparseTensor(rows, coordinates)
 
 
 def check_tensor(x):
@@ -181,8 +182,8 @@ def check_grad(grad_y, x, shape):
         )
 
 
-def _reduce(features, reduction, rows, mode):
-    """Return the features of the sites."""
+def features_of_sites(features, reduction, rows, mode):
+    """Return the features of the sites that rows of features are reduced to."""
     xp = namespace(features)
     order, site, first, last, starts = reduction
     if mode in ("sum", "mean"):

@@ -34,6 +34,7 @@ PUBLIC = {
     "PackedWeights",
     "ShapeError",
     "block_table",
+    "blocks_of",
     "calc_block_params",
     "calc_block_params_res_block",
     "conv2d",
@@ -71,11 +72,14 @@ PUBLIC = {
     "sparse_tensor",
     "sparse_to_dense",
     "sparse_to_dense_grad",
+    "sparse_unfold",
+    "sparse_unfold_grad",
     "sparse_unpool",
     "sparse_unpool_grad",
     "strided_conv",
     "submanifold_conv",
     "transposed_conv",
+    "voxelize",
     "stack_avg_pool",
     "stack_avg_pool_grad",
     "stack_conv2d",
@@ -117,6 +121,7 @@ ADAPTERS = LEVELS["torch"]
 # Imports in a function that close a circle: a class is made by an operation that returns it.
 DEFERRED = {
     ("block_sparse.active_blocks", "block_sparse.mask.reduce_mask"),
+    ("block_sparse.pixel_sites", "block_sparse.active_blocks"),
     ("submanifold.sparse_tensor", "submanifold.dense_conversion"),
 }
 

@@ -138,3 +138,53 @@ def test_no_rows(xp):
     roomy = sb.sparse_tensor(xp.asarray(np.ones((0, 3))), xp.asarray(np.ones((0, 4), np.int32)),
                              spatial_shape=(4, 4, 4), mode="mean", capacity=2)  # fmt: skip
     assert_same(to_numpy(roomy.features), np.zeros((2, 3)))
+
+
+@given(data=st.data())
+def test_select(xp, data):
+    sites = data.draw(site_cases.sites())
+    rng = data.draw(site_cases.generators())
+    x = sites.tensor(sites.features(rng, 2), xp.asarray)
+    mask = rng.random(x.coordinates.capacity) < 0.5
+    kept = np.flatnonzero(mask & to_numpy(x.coordinates.valid()))
+    chosen, rows = x.coordinates.select(xp.asarray(mask))
+    assert to_numpy(rows).tolist() == kept.tolist() and rows.dtype == np.int32
+    assert_same(to_numpy(chosen.indices), to_numpy(x.indices)[kept])
+    assert chosen.number() == len(kept) and chosen.check() is chosen
+    assert (chosen.spatial_shape, chosen.batch_size) == (x.spatial_shape, x.batch_size)
+    roomy, rows = x.coordinates.select(xp.asarray(mask.astype(np.float32)), capacity=len(kept) + 2)
+    assert to_numpy(rows).tolist() == [*kept.tolist(), -1, -1]
+    assert_same(to_numpy(roomy.indices)[: len(kept)], to_numpy(x.indices)[kept])
+    assert (to_numpy(roomy.indices)[len(kept) :] == -1).all() and roomy.number() == len(kept)
+    if len(kept):
+        short, rows = x.coordinates.select(xp.asarray(mask), capacity=len(kept) - 1)
+        assert to_numpy(rows).tolist() == kept[:-1].tolist()
+        with pytest.raises(sb.CapacityError, match="larger capacity"):
+            short.check()
+
+
+def test_select_says_what_is_wrong(xp):
+    sites, _ = sb.coordinate_map(xp.asarray(np.array([[0, 1], [0, 5]], np.int32)), spatial_shape=8)
+    with pytest.raises(sb.ShapeError, match=r"mask must have shape \(2\)"):
+        sites.select(xp.asarray(np.ones(3, bool)))
+    with pytest.raises(sb.DTypeError, match="mask must be an array"):
+        sites.select([True, False])
+    with pytest.raises(sb.ShapeError, match="capacity"):
+        sites.select(xp.asarray(np.ones(2, bool)), capacity=-1)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_a_permuted_list_gives_the_same_bits(xp, mode):
+    """Where each site has one row, a permuted list gives the same bits."""
+    rng = np.random.default_rng(11)
+    rows = np.argwhere(rng.random((2, 6, 6)) < 0.5).astype(np.int32)
+    features = rng.standard_normal((len(rows), 5)).astype(np.float32)
+    order = rng.permutation(len(rows))
+    w = rng.standard_normal((3, 3, 5, 7)).astype(np.float32)
+    results = []
+    for chosen in (slice(None), order):
+        arrays = xp.asarray(features[chosen].copy()), xp.asarray(rows[chosen].copy())
+        x = sb.sparse_tensor(*arrays, spatial_shape=(6, 6), mode=mode)
+        results.append(sb.submanifold_conv(x, xp.asarray(w), activation="silu"))
+    assert_same(results[0].indices, results[1].indices)
+    assert_same(results[0].features, results[1].features)

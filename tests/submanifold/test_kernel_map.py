@@ -1,4 +1,6 @@
-"""kernel_map against a search in a dictionary of sites."""
+"""kernel_map against loops over a dictionary of sites, by both of its searches."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -6,36 +8,184 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sbnet_cupy as sb
+from sbnet_cupy.submanifold import kernel_map as kernel_map_module
 from support import site_cases, site_oracles
 from support.assertions import assert_same, to_numpy
 
 
+@pytest.fixture(params=["sorted cells", "sorted keys"], scope="module")
+def search(request):
+    """Which search finds rows on NumPy; that by keys is CuPy's, and that of the largest grids."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "sorted keys":
+            patch.setattr(kernel_map_module, "read_rows", lambda *args: None)
+        yield request.param
+
+
+def rows_of(coordinates):
+    """Return the rows of sites as tuples, None for those that hold none."""
+    indices, valid = to_numpy(coordinates.indices).tolist(), to_numpy(coordinates.valid())
+    return [tuple(row) if there else None for row, there in zip(indices, valid, strict=True)]
+
+
+def expected_rows(source, target, reads):
+    """Return the rows of a map, of which ``reads`` are functions from a site to what it reads."""
+    at = {site: row for row, site in enumerate(rows_of(source)) if site is not None}
+    return [
+        [-1 if site is None else at.get(read(site), -1) for site in rows_of(target)]
+        for read in reads
+    ]
+
+
+def reads_of(kernel, stride, padding, dilation):
+    """Return, for each tap, the function from a site to the site that it reads."""
+
+    def read(cell):
+        def of(site):
+            position = site_oracles.reads(site[1:], cell, stride, padding, dilation)
+            return (site[0], *position)
+
+        return of
+
+    return [read(cell) for cell in site_oracles.cells(kernel)]
+
+
+def offset_reads(offsets):
+    return [
+        lambda site, offset=offset: (
+            site[0], *(p + o for p, o in zip(site[1:], offset, strict=True))
+        )
+        for offset in offsets
+    ]  # fmt: skip
+
+
 @given(data=st.data())
-@pytest.mark.parametrize("transposed", [False, True])
-def test_rows_are_those_of_the_sites_that_are_read(xp, transposed, data):
-    sites = data.draw(site_cases.sites(dimensions=(1, 2, 3)))
+def test_windows(xp, search, data):
+    sites = data.draw(site_cases.sites(dimensions=(1, 2, 3, 4)))
+    x = sites.tensor(sites.features(np.random.default_rng(0), 1), xp.asarray)
     kernel, stride, padding, dilation = data.draw(site_cases.windows(sites.dimensions))
-    x = sites.tensor(np.zeros((len(sites.indices), 1)), xp.asarray).coordinates
-    window = {"stride": stride, "padding": padding, "dilation": dilation}
-    capacity = 30 * len(sites.indices) + 2 if sites.spare else None
-    made = sb.kernel_map(x, kernel, **window, transposed=transposed, capacity=capacity)
-    source, target = (_rows(m) for m in (made.source, made.target))
-    coarse, fine = (source, target) if transposed else (target, source)
-    expected = np.full((int(np.prod(kernel)), made.target.capacity), -1, np.int32)
-    for (sample, *position), row in coarse.items():
-        for tap, cell in enumerate(site_oracles.cells(kernel)):
-            read = (sample, *site_oracles.reads(position, cell, stride, padding, dilation))
-            if read in fine and transposed:
-                expected[tap, fine[read]] = row
-            elif read in fine:
-                expected[tap, row] = fine[read]
-    assert_same(made.rows, expected)
-    back = to_numpy(made.transposed().rows)
-    pairs = {(tap, m, row) for tap, m in np.argwhere(expected >= 0) for row in [expected[tap, m]]}
-    assert {(t, back[t, row], row) for t, row in np.argwhere(back >= 0)} == pairs
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+    onto = data.draw(st.sampled_from([None, x.coordinates]))
+    made = sb.kernel_map(x.coordinates, kernel, onto=onto, **options)
+    reads = reads_of(kernel, stride, padding, dilation)
+    assert to_numpy(made.rows).tolist() == expected_rows(made.source, made.target, reads)
+    back = made.transposed()
+    assert (back.source, back.target) == (made.target, made.source)
+    pairs = to_numpy(made.rows)
+    for tap, row in zip(*np.nonzero(pairs >= 0), strict=True):
+        assert int(back.rows[tap, pairs[tap, row]]) == row
+    assert made.pairs() == back.pairs()
+    up = sb.kernel_map(made.target, kernel, onto=made.source, transposed=True, **options)
+    assert_same(up.rows, back.rows)
+    assert_same(up.transposed().rows, made.rows)
 
 
-def _rows(coordinates):
-    """Return {(sample, *position): row}."""
-    listed = to_numpy(coordinates.indices)[: coordinates.number()].tolist()
-    return {tuple(site): row for row, site in enumerate(listed)}
+@given(data=st.data())
+def test_offsets(xp, search, data):
+    """Any list: opposite offsets, the same one twice, and far away."""
+    sites = data.draw(site_cases.sites(dimensions=(1, 2, 3)))
+    x = sites.tensor(sites.features(np.random.default_rng(0), 1), xp.asarray)
+    step = st.sampled_from([-9, -2, -1, 0, 1, 1, 2])
+    offsets = data.draw(st.lists(st.tuples(*[step] * sites.dimensions), min_size=1, max_size=9))
+    made = sb.kernel_map(x.coordinates, offsets=offsets)
+    expected = expected_rows(made.source, made.target, offset_reads(offsets))
+    assert to_numpy(made.rows).tolist() == expected
+    assert made.kernel_size == (len(offsets),) and made.target is made.source
+
+
+CUBE = list(itertools.product(range(4), repeat=3))
+LAST = 2**20 - 1
+ADVERSARIAL = {
+    "all in one leaf": CUBE[::3],
+    "one in each leaf": [(4 * i, 4 * j, 4 * k) for i, j, k in CUBE],
+    "a full cube": list(itertools.product(range(5), repeat=3)),
+    "a line": [(3, 3, k) for k in range(130)],
+    "a diagonal": [(k, k, k) for k in range(70)],
+    "the largest coordinates": [(LAST - i, LAST - j, LAST - k) for i, j, k in CUBE],
+    "opposite corners": [(0, 0, 0), (0, 0, 1), (LAST, LAST, LAST), (LAST, LAST, LAST - 1)],
+    "one": [(7, 0, 2)],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_adversarial_sites(xp, search, name):
+    """In the middle of a batch of 3, of which the other samples are empty."""
+    listed = [(1, *position) for position in ADVERSARIAL[name]]
+    rows = xp.asarray(np.array(listed, np.int32).reshape(-1, 4))
+    sites, _ = sb.coordinate_map(rows, spatial_shape=(LAST + 1,) * 3, batch_size=3)
+    same = sb.kernel_map(sites, 3, onto=sites)
+    reads = reads_of((3,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)
+    assert to_numpy(same.rows).tolist() == expected_rows(sites, sites, reads)
+    coarse = sb.kernel_map(sites, 3, stride=2, padding=1)
+    reads = reads_of((3,) * 3, (2,) * 3, (1,) * 3, (1,) * 3)
+    assert to_numpy(coarse.rows).tolist() == expected_rows(sites, coarse.target, reads)
+    touched = {
+        (1, *half)
+        for _, *position in listed
+        for half in itertools.product(*((p // 2, (p + 1) // 2) for p in position))
+        if max(half) <= LAST // 2
+    }
+    assert sorted(rows_of(coarse.target)) == sorted(touched)
+
+
+def test_cells_that_need_more_than_63_bits():
+    """Then the cells of a box cannot be numbered; keys have room for the grid, not for its rim."""
+    edge = 2**21 - 1
+    rows = np.array([[0, 0, 0, 0], [0, 0, 0, 1], [0, edge, edge, edge]], np.int32)
+    sites, _ = sb.coordinate_map(rows, spatial_shape=(2**21,) * 3, batch_size=1)
+    assert kernel_map_module.read_rows(sites, sites, lambda p, axis: p - 1, [(0, 0, 0)]) is None
+    made = sb.kernel_map(sites, 3, onto=sites)
+    reads = reads_of((3,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)
+    assert made.rows.tolist() == expected_rows(sites, sites, reads)
+    assert made.pairs() == 5
+
+
+def test_new_sites_where_the_shape_is_not_known(xp):
+    largest = 2**17 - 1  # 17 bits for each of three axes
+    near = xp.asarray(np.array([[0, 1, 2, 3]], np.int32))
+    far = xp.asarray(np.array([[0, 1, 2, largest]], np.int32))
+    sites, _ = sb.coordinate_map(near, batch_size=2**12 - 1)
+    assert sb.kernel_map(sites, 2, stride=2, transposed=True).target.number() == 8
+    sites, _ = sb.coordinate_map(far, batch_size=2**12 - 1)
+    with pytest.raises(sb.ShapeError, match="new sites must be at positions below 131072"):
+        sb.kernel_map(sites, 2, stride=2, transposed=True)
+    roomy = sb.kernel_map(sites, 2, stride=2, transposed=True, capacity=8).target
+    with pytest.raises(sb.CapacityError, match="inside a grid"):
+        roomy.check()
+
+
+@given(data=st.data())
+def test_translation(xp, data):
+    """Sites that are moved by whole leaves have the same map."""
+    sites = data.draw(site_cases.sites(dimensions=(1, 2, 3), spare=False))
+    by = data.draw(st.tuples(*[st.sampled_from([0, 64, 128])] * sites.dimensions))
+    moved = sites.indices + np.array([0, *by], np.int32)
+    shape = tuple(n + b for n, b in zip(sites.shape, by, strict=True))
+    maps = []
+    for rows, grid in ((sites.indices, sites.shape), (moved, shape)):
+        made, _ = sb.coordinate_map(xp.asarray(rows), spatial_shape=grid, batch_size=sites.batch)
+        maps.append(sb.kernel_map(made, 3, onto=made))
+    assert_same(maps[0].rows, maps[1].rows)
+
+
+@given(data=st.data())
+def test_capacity(xp, data):
+    """With rows to spare, new sites and maps are those of the exact form."""
+    sites = data.draw(site_cases.sites(dimensions=(1, 2, 3), spare=False))
+    kernel, stride, padding, dilation = data.draw(site_cases.windows(sites.dimensions))
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+    x = sites.tensor(sites.features(np.random.default_rng(0), 1), xp.asarray)
+    exact = sb.kernel_map(x.coordinates, kernel, **options)
+    count = exact.target.number()
+    roomy = sb.kernel_map(x.coordinates, kernel, capacity=count + 3, **options)
+    assert roomy.target.number() == count
+    assert_same(roomy.rows[:, :count].copy(), exact.rows)
+    assert (to_numpy(roomy.rows)[:, count:] == -1).all()
+    assert_same(roomy.target.indices[:count], exact.target.indices)
+    if count:
+        short = sb.kernel_map(x.coordinates, kernel, capacity=count - 1, **options)
+        assert short.target.overflowed and short.target.number() == count
+        assert_same(short.target.indices, exact.target.indices[: count - 1])
+        with pytest.raises(sb.CapacityError, match="larger capacity"):
+            short.target.check()

@@ -65,6 +65,10 @@ VALID = {
     "sparse_avg_pool_grad": {"grad_y": ramp(4, 2)} | POOL,
     "sparse_unpool": {"x": POOLED, "onto": X},
     "sparse_unpool_grad": {"grad_y": ramp(4, 2), "x": POOLED, "onto": X},
+    "sparse_unfold": {"features": ramp(4, 2), "kernel_map": WINDOW},
+    "sparse_unfold_grad": {"grad_y": ramp(4, 9, 2), "features": ramp(4, 2), "kernel_map": WINDOW},
+    "voxelize": {"points": ramp(4, 3), "ranges": [(0, 8), (0, 8), (0, 8)], "voxel_size": 2.0},
+    "blocks_of": {"coordinates": SITES, "bsize": 4},
     "global_pool": {"x": X},
     "global_pool_grad": {"grad_y": ramp(2, 2), "x": X},
     "dense_to_sparse": {"x": ramp(1, 4, 4, 2)},
@@ -78,6 +82,7 @@ WITH_X = [n for n in VALID if isinstance(VALID[n].get("x"), Made) and n != "dens
 WITH_GRAD = [n for n in VALID if "grad_y" in VALID[n]]
 CONVS = [n for n in VALID if "w" in VALID[n]]
 POOLS = [n for n in VALID if "kernel_size" in VALID[n] and n not in ("kernel_map", "KernelMap")]
+OVER_MAPS = ("site_conv", "site_conv_grad", "sparse_unfold", "sparse_unfold_grad")
 LISTS = ("coordinate_map", "sparse_tensor")
 
 BAD = [
@@ -135,8 +140,8 @@ BAD = [
     *[(n, "onto", v, D) for n in ("inverse_conv", "sparse_unpool", "sparse_unpool_grad")
       for v in [None, ROWS]],
     *[(n, "onto", POOLED, V) for n in ("inverse_conv", "sparse_unpool", "sparse_unpool_grad")],
-    *[(n, "kernel_map", v, D) for n in ("site_conv", "site_conv_grad") for v in [None, ROWS]],
-    *[(n, "features", v, e) for n in ("site_conv", "site_conv_grad")
+    *[(n, "kernel_map", v, D) for n in OVER_MAPS for v in [None, ROWS]],
+    *[(n, "features", v, e) for n in OVER_MAPS
       for v, e in [(Spoiled("v[1:].copy()"), S), (LIST, D), (Spoiled("v.astype('i4')"), D),
                    (STRIDED, S)]],
     *[("site_conv_grad", "wanted", v, V) for v in ["w", None, ("y",)]],
@@ -145,6 +150,19 @@ BAD = [
     *[(n, "stride", v, S) for n in POOLS for v in [0, (1,), 1.5]],
     *[(n, "count", v, V) for n in POOLS if "avg" in n for v in ["sites", 1]],
     *[(n, "reduce", v, V) for n in ("global_pool", "global_pool_grad") for v in ["min", None, 1]],
+    # points and blocks
+    *[("voxelize", "points", v, e) for v, e in [(LIST, D), (ramp(4), S), (ramp(4, 2), S),
+                                                (ramp(4, 3, dtype=bool), D)]],
+    *[("voxelize", "features", v, e) for v, e in [(ramp(3, 1), S), ([[1.0]] * 4, D),
+                                                  (ramp(4, 1, dtype=np.int32), D)]],
+    *[("voxelize", "ranges", v, V) for v in [None, [], [(0, 8), (8, 0), (0, 8)], [(0, 8), 3, 4]]],
+    *[("voxelize", "voxel_size", v, V) for v in [0, -1.0, (1.0, 2.0), "1", None]],
+    *[("voxelize", "sample", v, e) for v, e in [(ramp(3, dtype=np.int32), S), (ramp(4), D)]],
+    *[("voxelize", "mode", v, V) for v in ["unique", "max", None]],
+    *[("voxelize", n, v, S) for n in ("capacity", "batch_size") for v in [-1, 2.5]],
+    ("voxelize", "order", "z", V),
+    *[("blocks_of", "coordinates", v, D) for v in [None, ROWS]],
+    *[("blocks_of", "bsize", v, S) for v in [0, (1, 2, 3), 1.5]],
     # grids
     *[("dense_to_sparse", "x", v, D) for v in [LIST, Spoiled("v.astype('i4')")]],
     ("dense_to_sparse", "x", Spoiled("v[0, 0]"), S),

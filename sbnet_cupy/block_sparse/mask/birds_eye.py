@@ -2,12 +2,12 @@
 
 import math
 from functools import partial
-from numbers import Real
 
 import numpy as np
 
 from ...core.arrays import array_function, namespace
 from ...core.checks import check_array
+from ...core.point_cells import check_range, number, point_cells
 from ...core.sizes import is_integer
 from ...core.spec import spec_of
 from ...errors import ShapeError
@@ -75,33 +75,10 @@ def cell_index(points, x_range, y_range, cell, z_range=None):
         raise ShapeError(f"points must have shape (P, 3 or more), got {points.shape}; pass x, y, z")
     if not 0 < number(cell, "cell") < math.inf:
         raise ValueError(f"cell must be a positive number of metres, got {cell!r}")
-    ranges = [_range(x_range, "x_range"), _range(y_range, "y_range"), (-math.inf, math.inf)]
+    ranges = [check_range(x_range, "x_range"), check_range(y_range, "y_range")]
+    ranges.append((-math.inf, math.inf))
     if z_range is not None:
-        ranges[2] = _range(z_range, "z_range")
-    xp = namespace(points)
-    xyz = [points[:, axis].astype(np.float64) for axis in range(3)]
-    kept = xp.ones(len(points), dtype=bool)
-    for value, (low, high) in zip(xyz, ranges, strict=True):
-        kept &= xp.isfinite(value) & (value >= low) & (value < high)
-    h, w = (max(math.ceil((high - low) / cell - 1e-6), 1) for low, high in ranges[:2])
-    row, column = (
-        xp.clip(xp.floor(xp.where(kept, value - low, 0) / cell).astype(np.int64), 0, size - 1)
-        for value, (low, _), size in zip(xyz[:2], ranges[:2], (h, w), strict=True)
-    )
-    return xp.where(kept, row * w + column, h * w), (h, w)
-
-
-def number(value, name):
-    """Return ``value`` if it is a real number; raise ValueError otherwise."""
-    if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(value):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    return value
-
-
-def _range(value, name):
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"{name} must be a pair (low, high) in metres, got {value!r}")
-    low, high = (float(number(v, name)) for v in value)
-    if not -math.inf < low < high < math.inf:
-        raise ValueError(f"{name} must be finite with low < high, got {value!r}")
-    return low, high
+        ranges[2] = check_range(z_range, "z_range")
+    xyz = [points[:, axis] for axis in range(3)]
+    kept, (row, column), (h, w) = point_cells(xyz, ranges, (cell, cell, None))
+    return namespace(points).where(kept, row * w + column, h * w), (h, w)

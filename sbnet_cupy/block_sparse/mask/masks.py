@@ -12,10 +12,11 @@ import numpy as np
 from ...core.arrays import array_function, is_float, namespace
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array
+from ...core.point_cells import number
 from ...core.sizes import is_integer, pair
 from ...core.spec import spec_of
 from ...errors import DTypeError, ShapeError
-from .birds_eye import birds_eye, number
+from .birds_eye import birds_eye
 
 __all__ = ["birds_eye", "blobs", "change", "dilate", "downsample", "threshold", "top_left"]
 

@@ -1,0 +1,62 @@
+"""The cells of a grid that points lie in; half-open ranges, low <= value < high."""
+
+import math
+from numbers import Real
+
+import numpy as np
+
+from .arrays import namespace
+
+
+def point_cells(columns, ranges, sizes):
+    """Return which points lie within all ranges, and their cells along the axes that have one.
+
+    Parameters
+    ----------
+    columns : list of array, shape (P,) each
+        Coordinates of the points on each axis.
+    ranges : list of (float, float)
+        What is kept of each axis, from :func:`check_range`.
+    sizes : list of float or None
+        Length of a cell on each axis; None for an axis without cells.
+
+    Returns
+    -------
+    kept : bool array, shape (P,)
+        False for points outside, or with a NaN or an infinity.
+    cells : list of int64 array, shape (P,)
+        Of each axis with cells, for the points that are kept.
+    shape : tuple of int
+        Number of cells on these axes; the last cell may extend beyond the range. An excess of up to
+        a millionth of a cell is ignored.
+    """
+    xp = namespace(columns[0])
+    columns = [column.astype(np.float64) for column in columns]
+    kept = xp.ones(columns[0].shape, bool)
+    for values, (low, high) in zip(columns, ranges, strict=True):
+        kept &= xp.isfinite(values) & (values >= low) & (values < high)
+    cells, shape = [], []
+    for values, (low, high), size in zip(columns, ranges, sizes, strict=True):
+        if size is None:
+            continue
+        shape.append(max(math.ceil((high - low) / size - 1e-6), 1))
+        cell = xp.floor(xp.where(kept, values - low, 0) / size).astype(np.int64)
+        cells.append(xp.clip(cell, 0, shape[-1] - 1))
+    return kept, cells, tuple(shape)
+
+
+def number(value, name):
+    """Return ``value`` if it is a real number; raise ValueError otherwise."""
+    if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(value):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return value
+
+
+def check_range(value, name):
+    """Return ``value`` if it is a pair of finite numbers, low < high; raise ValueError if not."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"{name} must be a pair (low, high) in metres, got {value!r}")
+    low, high = (float(number(v, name)) for v in value)
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(f"{name} must be finite with low < high, got {value!r}")
+    return low, high

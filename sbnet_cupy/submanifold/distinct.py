@@ -1,0 +1,57 @@
+"""The distinct ones of a list of keys, and which rows of the list belong to which."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.arrays import empty, namespace
+from .keys import sort_keys
+
+OUTSIDE, DUPLICATE = 1, 2  # bits of a status
+
+
+class Reduction(NamedTuple):
+    """Which rows of a list belong to which site."""
+
+    order: Any  # int64 [n]: rows, those of one site next to each other, in the order of the list
+    site: Any  # int64 [n]: the site of each of these, or the capacity if it has none
+    first: Any  # bool [n]: whether it is the first row of its site
+    last: Any  # bool [n]
+    starts: Any  # int64 [capacity + 1]: where each site's rows begin, and where the last ones end
+
+
+def distinct(keys, mode, capacity):
+    """Return the keys of the sites, their count, each row's site, the Reduction and the status."""
+    xp, n = namespace(keys), len(keys)
+    order, by_key = sort_keys(keys)
+    real = by_key >= 0
+    first, last = real.copy(), real.copy()
+    changes = by_key[1:] != by_key[:-1]
+    first[1:] &= changes
+    last[:-1] &= changes
+    site = xp.cumsum(first) - 1  # rows with no key come first, where this is -1
+    total = first.sum(dtype=np.int32).reshape(1)
+    rows = int(total[0]) if capacity is None else capacity
+    site = xp.where(real & (site < rows), site, rows)
+    sites = xp.full(rows + 1, -1, np.int64)
+    sites[site] = by_key  # rows of one site have one key; those with no site go to the last place
+    inverse = empty((n,), np.int32, keys)
+    inverse[order] = xp.where(site < rows, site, -1)
+    status = (~real).any().astype(np.int32) * OUTSIDE
+    if mode == "unique":
+        status = status + (real & ~first).any().astype(np.int32) * DUPLICATE
+    status = status.reshape(1).astype(np.int32)
+    starts = xp.full(rows + 1, n, np.int64)  # the rows of a site that is not there begin at the end
+    starts[xp.where(first, site, rows)] = xp.arange(n)
+    starts[rows] = (site < rows).sum() + (~real).sum()
+    return sites[:rows], total, inverse, Reduction(order, site, first, last, starts), status
+
+
+def one_row_each(winners, inverse):
+    """Return the Reduction to one row of each site."""
+    xp, rows = namespace(inverse), len(winners)
+    order, site = xp.arange(len(inverse)), xp.where(inverse >= 0, inverse, rows).astype(np.int64)
+    chosen = inverse >= 0
+    if rows:
+        chosen &= winners[xp.maximum(inverse, 0)] == order
+    return Reduction(order, site, chosen, chosen, None)

@@ -1,0 +1,167 @@
+"""The sites of a result: those whose windows meet a site, and those that a site reaches."""
+
+import functools
+import itertools
+import operator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.arrays import namespace
+from ..errors import ShapeError
+from . import map_kernels
+from .coordinate_map import CoordinateMap
+from .distinct import OUTSIDE
+from .keys import coordinates_of, key_part, packing_of
+from .site_kernels import by_kernels
+
+
+class Window(NamedTuple):
+    """Kernel, stride, dilation and padding along each axis; in the key of a kept map."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+
+    def axes(self):
+        """Return (kernel, stride, dilation, padding) of each axis."""
+        return list(zip(*self, strict=True))
+
+    def offsets(self):
+        """Return where each tap reads, from the beginning of the window on."""
+        steps = zip(self.kernel, self.dilation, strict=True)
+        return list(itertools.product(*(range(0, k * dilation, dilation) for k, dilation in steps)))
+
+
+def coarse_shape(shape, window):
+    """Return the shape of the grid of a convolution's result; None for None."""
+    return shape and tuple(
+        max((n + 2 * pad - dil * (k - 1) - 1) // s + 1, 0)
+        for n, (k, s, dil, pad) in zip(shape, window.axes(), strict=True)
+    )
+
+
+def fine_shape(shape, window, output_padding):
+    """Return the shape of the grid of a transposed convolution's result; None for None."""
+    return shape and tuple(
+        max((n - 1) * s - 2 * pad + dil * (k - 1) + 1 + more, 0)
+        for n, more, (k, s, dil, pad) in zip(shape, output_padding, window.axes(), strict=True)
+    )
+
+
+def coarse_sites(fine, window, capacity):
+    """Return every site whose window meets a site of ``fine``."""
+    shape = coarse_shape(fine.spatial_shape, window)
+
+    made = _sites_by_kernels(fine, window, True, shape, capacity)
+    if made is not None:
+        return made
+
+    def readers(position, axis):
+        k, stride, dilation, pad = window.axes()[axis]
+        last = (position + pad) // stride  # the last window that begins at or before the position
+        for back in range((k - 1) * dilation // stride + 1):
+            place = last - back
+            into = position + pad - place * stride
+            reads = (into <= (k - 1) * dilation) & (into % dilation == 0)
+            yield namespace(position).where(reads, place, -1)
+
+    return _sites_at(readers, fine, shape, capacity)
+
+
+def fine_sites(coarse, window, output_padding, capacity):
+    """Return every site that a site of ``coarse`` reaches."""
+    shape = fine_shape(coarse.spatial_shape, window, output_padding)
+
+    made = _sites_by_kernels(coarse, window, False, shape, capacity)
+    if made is not None:
+        return made
+
+    def reached(position, axis):
+        k, stride, dilation, pad = window.axes()[axis]
+        for r in range(k):
+            yield position * stride - pad + r * dilation
+
+    return _sites_at(reached, coarse, shape, capacity)
+
+
+def _sites_at(places, like, shape, capacity):
+    """Return the distinct sites at the places of the sites of ``like``.
+
+    ``places`` takes a position array and its axis, and yields the places on this axis; those that
+    are outside the grid, as -1 is, are none.
+    """
+    xp, batch, d = namespace(like.indices), like.batch_size, like.dimensions
+    packing, valid = packing_of(shape, batch, d), like.valid()
+    sample, *position = like._columns()
+    parts, status = [[key_part(sample, 0, packing)]], like.status
+    for axis, column in enumerate(position, 1):
+        found = list(places(column, axis - 1))
+        parts.append([key_part(place, axis, packing) for place in found])
+        if shape is None:
+            beyond = sum(((place >= packing.limits[axis]) & valid).sum() for place in found)
+            status = _beyond(beyond, status, capacity, packing.limits[axis])
+    keys = [functools.reduce(operator.or_, of_cell) for of_cell in itertools.product(*parts)]
+    # Places that stand for no site were dropped on purpose: the status is that of the source.
+    return _sites_of_keys(xp.concatenate(keys), shape, batch, d, capacity, status)
+
+
+def _beyond(count, status, capacity, limit):
+    """Return the status where so many new sites are beyond what keys can hold, or raise."""
+    if capacity is None and int(count):
+        raise ShapeError(
+            f"new sites must be at positions below {limit} where the shape of the grid is not "
+            "known; pass spatial_shape to coordinate_map"
+        )
+    return (0 if status is None else status) | (count > 0).astype(np.int32).reshape(1) * OUTSIDE
+
+
+def _sites_by_kernels(like, window, readers, shape, capacity):
+    """Do what _sites_at does by kernels, for the places that the sites read, or for their readers.
+
+    Return None where there are none, or where coordinate_map refuses the places.
+    """
+    if not kernels_find(like, window):
+        return None
+    packing = packing_of(shape, like.batch_size, like.dimensions)
+    most = like.capacity * map_kernels.most_places(window, readers)
+    found = map_kernels.distinct_sites(
+        like.indices, packing, most if capacity is None else capacity, count=like.count,
+        window=window, readers=readers,
+    )  # fmt: skip
+    if capacity is None:
+        if shape is None and int(found.status[0]):
+            return None
+        found = found.cut(int(found.count[0]))
+    made = CoordinateMap(found.indices, found.count, shape, like.batch_size, like.status)
+    made._kept["tree"] = found.tree
+    return made
+
+
+def kernels_find(coordinates, window):
+    """Whether kernels find what is around these sites."""
+    rows, d = coordinates.capacity, coordinates.dimensions
+    return by_kernels(coordinates.indices) and map_kernels.has_kernel(d, rows, window)
+
+
+def _sites_of_keys(keys, spatial_shape, batch_size, dimensions, capacity, status):
+    """Return the sites of keys in leaf order, of which equal ones are one site and -1 is none."""
+    xp, packing = namespace(keys), packing_of(spatial_shape, batch_size, dimensions)
+    if capacity is None:
+        keys = keys[keys >= 0]
+    keys = xp.sort(keys)
+    first = keys >= 0
+    first[1:] &= keys[1:] != keys[:-1]
+    if capacity is None:
+        sites = keys[first]
+        count = xp.full(1, len(sites), np.int32)
+    else:
+        count = first.sum(dtype=np.int32).reshape(1)
+        place = xp.where(first, xp.cumsum(first) - 1, capacity)
+        sites = xp.full(capacity + 1, -1, np.int64)
+        sites[xp.minimum(place, capacity)] = keys
+        sites = sites[:capacity]
+        sites[xp.arange(capacity) >= count] = -1
+    rows = coordinates_of(sites, packing)
+    return CoordinateMap(rows, count, spatial_shape, batch_size, status)

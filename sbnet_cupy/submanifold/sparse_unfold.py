@@ -1,0 +1,125 @@
+"""sparse_unfold: the rows that each window of a kernel map reads, side by side."""
+
+import numpy as np
+
+from ..core.arrays import array_function, compute_dtype, is_float, namespace
+from ..core.checks import check_array, check_contiguous
+from ..core.graph_memory import memory_of_graphs
+from ..errors import DTypeError, ShapeError
+from .kernel_map import KernelMap
+
+
+@array_function
+def sparse_unfold(features, kernel_map, *, fill=0.0):
+    """Gather the rows that each row of a kernel map reads.
+
+    ``y[m, t] = features[rows[t, m]]``; ``fill`` where row ``m`` reads none at tap ``t``. A
+    convolution is ``y.reshape(M, -1) @ w.reshape(-1, K)``; the neighbourhood of a site with no
+    weights is a feature in itself, as in SparseConvNet's ``ShapeContext``.
+
+    Parameters
+    ----------
+    features : array, shape (N, C)
+        float16, bfloat16, float32 or float64; rows on ``kernel_map.source``.
+    kernel_map : KernelMap
+        Of :func:`kernel_map`.
+    fill : float
+        What stands where there is no site.
+
+    Returns
+    -------
+    y : array, shape (M, taps, C)
+        In the dtype of the features; ``fill`` in rows that are no site.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        If ``features`` are no floats, or not on the sites that the map reads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sites, _ = coordinate_map(np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> window = kernel_map(sites, 3, onto=sites)
+    >>> sparse_unfold(np.array([[1.0], [2.0], [3.0]]), window)[:, :, 0]
+    array([[0., 1., 2.],
+           [1., 2., 0.],
+           [0., 3., 0.]])
+    """
+    _check(features, kernel_map)
+    xp, rows = namespace(features), kernel_map.rows.T
+    with memory_of_graphs(features):
+        fill = xp.asarray(fill, features.dtype)
+        if not len(features):
+            return xp.full((*rows.shape, features.shape[1]), fill, features.dtype)
+        y = features[xp.maximum(rows, 0)]
+        y[rows < 0] = fill
+        return y
+
+
+@array_function
+def sparse_unfold_grad(grad_y, features, kernel_map):
+    """Compute the gradient of sparse_unfold: each row adds up what the windows read of it.
+
+    Parameters
+    ----------
+    grad_y : array, shape (M, taps, C)
+        Gradient of the result.
+    features, kernel_map
+        As they were given to :func:`sparse_unfold`; the values of the features do not matter.
+
+    Returns
+    -------
+    grad_x : array, shape (N, C)
+        In the dtype of ``grad_y``; sums are in float32 (float64 for float64), in the order of the
+        taps.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        As :func:`sparse_unfold` does, or if ``grad_y`` has not the shape of its result.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sites, _ = coordinate_map(np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> window = kernel_map(sites, 3, onto=sites)
+    >>> sparse_unfold_grad(np.ones((3, 3, 1)), np.ones((3, 1)), window).ravel()
+    array([2., 2., 1.])
+    """
+    _check(features, kernel_map)
+    shape = (kernel_map.target.capacity, kernel_map.taps, features.shape[1])
+    check_array("grad_y", grad_y, shape=shape, like=features)
+    if grad_y.dtype != features.dtype:
+        raise DTypeError(
+            f"grad_y must have the dtype of the features, {features.dtype}, got {grad_y.dtype}; "
+            "use astype"
+        )
+    xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
+    total = xp.zeros(features.shape, wide)
+    if not grad_y.size:
+        return total.astype(grad_y.dtype)
+    with memory_of_graphs(grad_y), np.errstate(all="ignore"):
+        for tap, readers in enumerate(kernel_map.transposed().rows):
+            taken = grad_y[xp.maximum(readers, 0), tap].astype(wide, copy=False)
+            total += xp.where((readers >= 0)[:, None], taken, wide.type(0))
+        return total.astype(grad_y.dtype)
+
+
+def _check(features, kernel_map):
+    if not isinstance(kernel_map, KernelMap):
+        raise DTypeError(
+            f"kernel_map must be a KernelMap, got {type(kernel_map).__name__}; make one with "
+            "kernel_map"
+        )
+    check_array("features", features, ndim=2, like=kernel_map.rows)
+    check_contiguous("features", features)
+    if not is_float(features.dtype):
+        raise DTypeError(
+            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
+        )
+    if len(features) != kernel_map.source.capacity:
+        raise ShapeError(
+            f"features must have the {kernel_map.source.capacity} rows of the map's source, got "
+            f"{len(features)}"
+        )
