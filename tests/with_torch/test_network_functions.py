@@ -66,6 +66,9 @@ STACK = {
     "avg pool divisor": lambda x: F.avg_pool2d(x, 3, 1, 1, divisor_override=5),
     "avg pool valid": lambda x: F.avg_pool2d(x, 3, 1),
     "global mean": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "global maximum": lambda x: F.adaptive_max_pool2d(x, 1),
+    "global maximum of negative numbers": lambda x: F.adaptive_max_pool2d(-x.exp(), 1),
+    "global maximum of a valid convolution": lambda x: F.adaptive_max_pool2d(conv(x, W3), 1),
     "mean": lambda x: x.mean((2, 3)),
     "mean kept": lambda x: x.mean((-1, -2), keepdim=True),
     "sum": lambda x: x.sum((2, 3)),
@@ -134,7 +137,8 @@ IMAGE = {
     "conv padded beyond the blocks": lambda x: conv(x, W3, BIAS, 1, 20),
     "conv stride 3": lambda x: conv(x, W3, BIAS, 3, 1),
     "adaptive pool": lambda x: F.adaptive_avg_pool2d(x, (7, 2)).sum((2, 3)),
-    "adaptive max pool": lambda x: F.adaptive_max_pool2d(x, 1),
+    "adaptive max pool": lambda x: F.adaptive_max_pool2d(x, (7, 2)).sum((2, 3)),
+    "place of a maximum": lambda x: F.adaptive_max_pool2d(x, 1, return_indices=True)[0],
     "standard deviation": lambda x: x.std((2, 3)),
     "mean of one side": lambda x: x.mean(3).mean(2),
     "mean of all": lambda x: x.mean(),
@@ -212,3 +216,23 @@ def test_functions(st, name):
                 assert_near(result, expected)
                 if size == (48, 64):
                     assert bool(sparse.dense_layers) == (name in IMAGE)
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+def test_places_without_pixels_have_no_maximum(st, break_even):
+    """Of 33 pixels a block of 16 cuts a third row, which a smaller result does not have."""
+    dense = Call(lambda x: F.adaptive_max_pool2d(-conv(x, W3).exp(), 1))
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = break_even
+    x = weights(2, 4, 33, 33)
+    mask = torch.ones(2, 33, 33, dtype=torch.bool)
+    mask[:, 32], mask[:, :, 32] = False, False
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    expected = dense.function(dense.before(leaves[0]) * mask[:, None])
+    assert (expected < 0).all()
+    actual = sparse(leaves[1], mask)
+    assert_near(actual.detach(), expected.detach())
+    for y in (expected, actual):
+        y.square().sum().backward()
+    assert_near(leaves[1].grad, leaves[0].grad, terms=1 << 10)
+    assert leaves[0].grad.any()

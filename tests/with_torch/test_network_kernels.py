@@ -245,6 +245,9 @@ POOLS = {
     "global mean": (
         "stack_global_pool", lambda x: torch.nn.functional.adaptive_avg_pool2d(x, 1)
     ),
+    "global maximum": (
+        "stack_global_pool", lambda x: torch.nn.functional.adaptive_max_pool2d(x, 1)
+    ),
     "mean": ("stack_global_pool", lambda x: x.mean((2, 3), keepdim=True)),
     "sum": ("stack_global_pool", lambda x: x.sum((-2, -1))),
     "mean of channels last": (

@@ -256,6 +256,23 @@ class BlockTable(Table):
                 return pooled
         return super().reduce_pixels(value, block, size, hw, mode)
 
+    def max_pixels(self, value, block, size):
+        """Take the maximum of all pixels of each image: ``[M, C, *block]`` to ``[N, C]``."""
+        pooled = cuda_pool.global_pool(value, self, block, size, "max")
+        if pooled is not None:
+            return pooled
+        if not self.filled(block, size):
+            value = torch.where(self.inside(block, size)[:, None], value, -torch.inf)
+        rows = F.adaptive_max_pool2d(value, 1).flatten(1)
+        none = rows.new_tensor([[0.0], [-torch.inf]]).expand(2, rows.shape[1])
+        down, across = (
+            torch.arange(n, device=self.device) * b < s
+            for n, b, s in zip(self.grid, block, size, strict=True)
+        )  # which places have pixels of an image, that are 0 in blocks that are not active
+        empty = (self.place == self.rows) & ~(down[:, None] & across)
+        at = torch.where(empty, self.rows + 1, self.place).flatten(1)
+        return torch.cat([rows, none])[at].max(1).values
+
     def mean_inside(self, value, block, size):
         """Return mean and biased variance of each channel over active pixels, and their number."""
         inside = self.inside(block, size)[:, None]
@@ -316,6 +333,10 @@ class PictureTable(Table):
     def sum_pixels(self, value, block, size, hw):
         """Sum active pixels."""
         return self.gather(value, block, hw).sum(hw)
+
+    def max_pixels(self, value, block, size):
+        """Take the maximum of all pixels of each image: ``[N, C, H, W]`` to ``[N, C]``."""
+        return F.adaptive_max_pool2d(self.gather(value, block, (2, 3)), 1).flatten(1)
 
     def mean_inside(self, value, block, size):
         """Return mean and biased variance of each channel over active pixels, and their number."""

@@ -273,6 +273,18 @@ def adaptive_avg_pool2d(func, input, output_size):
     return T.global_mean(input, (2, 3), True)
 
 
+@handles("adaptive_max_pool2d")
+def adaptive_max_pool2d(func, input, output_size, return_indices=False):
+    """Take the maximum of whole images; other sizes, and places, are found on the image."""
+    if func is not F.adaptive_max_pool2d or not is_image(input) or two(output_size) != (1, 1):
+        return NotImplemented
+    if return_indices:
+        return NotImplemented
+    table, block, size, _, _ = T.facts(input)
+    table.reduced = table.reduced or "a maximum over the image"
+    return table.max_pixels(T.value_of(input), block, size)[:, :, None, None]
+
+
 _MODES = {
     "constant": "zeros",
     "replicate": "replicate",
