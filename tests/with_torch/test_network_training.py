@@ -145,6 +145,63 @@ def test_a_step_of_distributed_data_parallel(st, tmp_path):
     same(actual, learn(alone, lambda x: alone(x, mask), x))
 
 
+RANKS, STEPS = 2, 2
+
+
+def shard(rank, step):
+    """Return the image and the mask of a process; in the last step one has no active block."""
+    x, (_, mask) = image()[rank : rank + 1], networks.blocks((2, *SIZE), BLOCK, 0.4, seed=step)
+    return x, mask[rank : rank + 1] & (step + 1 < STEPS or rank != 1)
+
+
+def train_in_process(rank, folder, sparse):
+    """Train one of several replicas; save what it has learned."""
+    distributed = torch.distributed
+    torch.set_num_threads(1)
+    sparse = copy.deepcopy(sparse)  # out of the memory that the processes share
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(sparse)
+        optimizer = torch.optim.SGD(sparse.parameters(), lr=0.01, momentum=0.9)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            wrapped(*shard(rank, step)).square().sum().backward()
+            optimizer.step()
+        torch.save(sparse.state_dict(), f"{folder}/{rank}.pt")
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.exhaustive  # each process imports PyTorch
+def test_training_in_two_processes(st, tmp_path):
+    """Each has masks of its own; gradients are averages, buffers those of the first process."""
+    if not torch.distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    first = st.sparsify(networks.network("resnet_basic").double().train(), BLOCK)
+    replicas = [copy.deepcopy(first) for _ in range(RANKS)]
+    torch.multiprocessing.spawn(train_in_process, (str(tmp_path), first), RANKS)
+    optimizers = [torch.optim.SGD(r.parameters(), lr=0.01, momentum=0.9) for r in replicas]
+    for step in range(STEPS):
+        for replica in replicas[1:]:
+            for own, sent in zip(replica.buffers(), replicas[0].buffers(), strict=True):
+                own.copy_(sent)
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            optimizer.zero_grad()
+            replica(*shard(rank, step)).square().sum().backward()
+        for together in zip(*(r.parameters() for r in replicas), strict=True):
+            mean = sum(p.grad for p in together) / RANKS
+            for p in together:
+                p.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for rank, replica in enumerate(replicas):
+        learned = torch.load(f"{tmp_path}/{rank}.pt")
+        assert learned.keys() == replica.state_dict().keys()
+        for name, value in replica.state_dict().items():
+            assert_near(learned[name], value, terms=1 << 17)
+
+
 def test_same_input_same_gradients(st):
     dense = networks.network("mobilenet").train()
     x, results = image().float(), []
