@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -354,3 +355,41 @@ def test_what_is_launched_can_be_recorded_and_done_again(launches):
     for function, arguments in calls:
         function(*arguments)
     assert launches == [*done, done[1]] and filled == [3, 3]
+
+
+class Loaded:
+    """A function of a module: a launch may have the dynamic shared memory that it was allowed."""
+
+    def __init__(self, symbol):
+        self.kernel = SimpleNamespace(ptr=self)
+        self.max_dynamic_shared_size_bytes = compiling.SHARED_BY_DEFAULT
+
+
+def test_shared_memory_is_allowed_again_when_a_launch_needs_more(monkeypatch):
+    """A template is loaded once; its launches come in any order, and all may run afterwards."""
+    launched, loads = [], []
+
+    def module(path):
+        loads.append(path)
+        return SimpleNamespace(get_function=Loaded)
+
+    def launch_kernel(function, *rest):
+        *_, shared, _, _, _ = rest
+        assert shared <= function.max_dynamic_shared_size_bytes
+        launched.append(shared)
+
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None),
+        driver=SimpleNamespace(launchKernel=launch_kernel, CUDADriverError=RuntimeError),
+        get_current_stream=lambda device: SimpleNamespace(ptr=55),
+        Device=lambda: SimpleNamespace(compute_capability="90"),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, RawModule=module))
+    monkeypatch.setattr(kernels, "_LOADED", {})
+    monkeypatch.setattr(compiling, "_cubin_on_disk", lambda *key: ("file.cubin", "symbol"))
+    sizes = [kib << 10 for kib in (60, 100, 80, 16, 48, 227)]
+    prepared = [kernels.prepare("stem", "toy", (1,), 7, 256, 0, (), size) for size in sizes]
+    for run in prepared + prepared[::-1]:
+        run()
+    assert launched == sizes + sizes[::-1]
+    assert len(loads) == 2  # with the shared memory of every kernel, and with more

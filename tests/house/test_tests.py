@@ -69,6 +69,17 @@ def test_every_test_asserts():
     assert not silent
 
 
+def test_tests_of_kernels_run_where_ci_watches_them():
+    """CI runs these under sanitizers, and compiles for GPUs what they launch: see .ci/run."""
+    shim = re.compile(r"^\s*(import host_cuda|from host_cuda|from support.*on_host)", re.MULTILINE)
+    users = [path for path in FILES if path.name.startswith("test_")]
+    users = [path for path in users if shim.search(path.read_text(encoding="utf-8"))]
+    rooms = {path.relative_to(TESTS).parts[0] for path in users}
+    watched = {"on_host", "core", "dense", "block_sparse", "submanifold"}
+    assert {"on_host", "block_sparse"} <= rooms
+    assert rooms - watched <= {"host_cuda", "on_gpu", "with_torch", "with_jax"}
+
+
 def test_every_public_function_is_timed_or_it_is_said_why_not():
     """By a benchmark of its name, or in the table "Not timed on their own" of the README."""
     timed = {p.stem.removeprefix("bench_") for p in (ROOT / "benchmarks").rglob("bench_*.py")}

@@ -7,6 +7,7 @@ import pytest
 
 import sbnet_cupy as sb
 from sbnet_cupy.submanifold import map_kernels
+from sbnet_cupy.submanifold.transposed_rows import TRANSPOSED_ROWS
 from support import site_on_host
 from support.assertions import assert_same
 from support.exhaustive import thinned
@@ -99,6 +100,14 @@ def test_sites_in_an_order_of_their_own():
     for a, b in zip(found, expected, strict=True):
         assert_same(a.rows, b.rows)
         assert_same(a.target.indices, b.target.indices)
+
+
+def test_a_map_is_read_in_the_other_direction():
+    rows = np.array([[2, -1, 0, 5], [-1, -1, 3, 1]], np.int32)
+    expected, found = both(lambda: TRANSPOSED_ROWS((rows, None), (6,)))
+    assert_same(found, expected)
+    assert found.tolist() == [[2, -1, 0, -1, -1, 3], [-1, 3, -1, 2, -1, -1]]
+    assert "transpose_rows" in site_on_host.LAUNCHED
 
 
 def test_five_axes_and_raster_order_go_by_array_operations():

@@ -41,9 +41,11 @@ __global__ void __launch_bounds__(256)
     pack_image_weights(const T* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
                        u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
                        i64 step_k) {
+    // No division of 64 bits: it would be a call, around which registers spill.
     constexpr int PER_UNIT = 8 / sizeof(T);
-    const int per_pixel = ceil_div(static_cast<int>(C), PER_UNIT), taps = static_cast<int>(R * S);
-    const int steps = ceil_div(taps * per_pixel, STEP), columns = ceil_div(static_cast<int>(K), 64) * 64;
+    const int per_pixel = ceil_div(static_cast<int>(C), PER_UNIT), across = static_cast<int>(S);
+    const int taps = static_cast<int>(R) * across, steps = ceil_div(taps * per_pixel, STEP);
+    const int columns = ceil_div(static_cast<int>(K), 64) * 64;
     const i64 vectors = static_cast<i64>(columns / 16) * steps * 32;
     float* const tables = reinterpret_cast<float*>(packed);
     uint4* const to = reinterpret_cast<uint4*>(tables + 2 * columns);
@@ -52,15 +54,15 @@ __global__ void __launch_bounds__(256)
             tables[i] = scale && i < K ? scale[i] : 1.0f;
             tables[columns + i] = bias && i < K ? bias[i] : 0.0f;
         }
-        const int lane = static_cast<int>(i % 32), step = static_cast<int>(i / 32 % steps);
-        const int pair = static_cast<int>(i / 32 / steps), unit = step * STEP + lane % 4, tap = unit / per_pixel;
+        const int lane = static_cast<int>(i % 32), row = static_cast<int>(i / 32), step = row % steps;
+        const int pair = row / steps, unit = step * STEP + lane % 4, tap = unit / per_pixel;
+        const T* const of_tap = w + (tap / across * step_r + tap % across * step_s);
         Elements<T, uint4> value(zero<uint4>());
 #pragma unroll
         for (int e = 0; e < 2 * PER_UNIT; ++e) {
             const i64 k = OutputColumns<T>::channel(16 * pair + e / PER_UNIT * 8 + lane / 4);
             const int c = unit % per_pixel * PER_UNIT + e % PER_UNIT;
-            if (tap < taps && c < C && k < K)
-                value.element[e] = as_factor(w[tap / S * step_r + tap % S * step_s + c * step_c + k * step_k]);
+            if (tap < taps && c < C && k < K) value.element[e] = as_factor(of_tap[c * step_c + k * step_k]);
         }
         to[i] = value.vector;
     }
