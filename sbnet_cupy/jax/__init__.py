@@ -48,17 +48,15 @@ from .layers import sparse_conv2d, sparse_res_block_bottleneck
 from .ops import reduce_mask, sparse_gather, sparse_scatter
 from .stack import (
     block_table,
-    stack_avg_pool,
     stack_conv2d,
     stack_from_image,
-    stack_global_pool,
     stack_halo,
     stack_interpolate,
-    stack_max_pool,
     stack_per_block,
     stack_pixel_mask,
     stack_to_image,
 )
+from .stack_pool import stack_avg_pool, stack_global_pool, stack_max_pool
 
 __all__ = [
     "block_table",

@@ -1,0 +1,239 @@
+"""Fixtures that put the core's NumPy bodies in the place of a network's CUDA kernels."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+
+ACTIVATIONS = (None, "relu", "silu", "gelu")
+
+
+@pytest.fixture
+def asked(torch, st, monkeypatch):
+    """Serve CPU tensors by the core's operations; return the names of what was asked for."""
+    from sbnet_cupy.torch.network import cuda, cuda_ends, cuda_pool, cuda_resize
+
+    names = []
+
+    def stage(counts, indices, grid, block, size):
+        return sb.BlockTable(*(t.numpy() for t in (counts, indices, grid)), block, size)
+
+    def prepare_conv(
+        dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
+        kernel, strides, dilation, pads, activation, depthwise, settled, clear_rows,
+    ):  # fmt: skip
+        def run(x, weight, bias, residual, counts, indices, places, out):
+            names.append("depthwise" if depthwise else "settled" if settled else "conv")
+            table = stage(counts, indices, places, block, image)
+            assert (x.shape[0], places.shape[0], tuple(places.shape[1:])) == (rows, images, grid)
+            after = [
+                (o - 1) * s + d * (k - 1) + 1 - n - p
+                for o, s, d, k, n, p in zip(
+                    image_out, strides, dilation, kernel, image, pads, strict=True
+                )
+            ]
+            padding = [(p, max(a, 0)) for p, a in zip(pads, after, strict=True)]
+            y = sb.stack_conv2d(
+                x.numpy(), weight.numpy(), table, strides=strides,
+                padding=tuple(padding), dilation=dilation,
+                groups=channels if depthwise else 1, w_format="OIHW", scale=None,
+                bias=None if bias is None else bias.numpy(),
+                residual=None if residual is None else residual.numpy(),
+                activation=ACTIVATIONS[activation],
+            )  # fmt: skip
+            assert y.shape[1:] == (*block_out, channels_out)
+            out.copy_(torch.from_numpy(y))
+
+        if depthwise:
+            launch = lambda x, w, scale, b, *rest: run(x, w, b, *rest)  # noqa: E731
+        else:
+            launch = lambda x, packed, *rest: run(x, *packed, *rest)  # noqa: E731
+        return launch, None, True
+
+    def prepare_halo(dtype, shape, images, grid, block, image, pads, kind, clear_rows):
+        def launch(x, counts, indices, places, out):
+            names.append("halo " + kind)
+            fill = {"zero": 0, "lowest": "-inf", "nearest": "edge"}[kind]
+            table = stage(counts, indices, places, block, image)
+            y = sb.stack_halo(x.numpy(), table, (pads[:2], pads[2:]), fill=fill)
+            out.copy_(torch.from_numpy(y))
+
+        return launch
+
+    def prepare_image_conv(
+        dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
+        kernel, strides, dilation, pads, activation, steps, settled,
+    ):  # fmt: skip
+        facts = (
+            dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
+            kernel, strides, dilation, pads, activation, False, False, False,
+        )  # fmt: skip
+        conv = prepare_conv(*facts)[0]
+
+        def launch(x, packed, counts, indices, places, out):
+            assert tuple(x.stride(axis) for axis in (0, 2, 3, 1)) == steps
+            table = stage(counts, indices, places, block, image)
+            x = np.ascontiguousarray(x.permute(0, 2, 3, 1).numpy())
+            stack = torch.from_numpy(sb.stack_from_image(x, table))
+            conv(stack, packed, None, counts, indices, places, out)
+            names[-1] = "image"
+
+        return launch, None
+
+    def prepare_scatter(dtype, rows, images, grid, block, size, channels, kind, outside, alignment):
+        def launch(x, counts, places, background, out):
+            names.append("scatter")
+            assert (x.shape[0], places.shape) == (rows, (images, *grid))
+            on = places.numpy()
+            indices = np.full((rows, 3), -1, np.int32)
+            indices[on[on >= 0]] = np.argwhere(on >= 0)
+            table = sb.BlockTable(counts.numpy(), indices, on, block, size)
+            flat = x.reshape(*x.shape[:3], -1).numpy()
+            background = outside if background is None else background.numpy()
+            y = sb.stack_to_image(flat, table, background=background)
+            out.copy_(torch.from_numpy(y).view(out.shape))
+
+        return launch
+
+    def pool_at(facts):
+        """What pooling kernels are asked for, as the core's functions take it."""
+        dtype, rows, images, grid, channels, block, size, *more = facts
+
+        def of(x, counts, indices, places):
+            assert (x.shape[0], x.shape[3]) == (rows, channels) and x.dtype == dtype
+            assert (places.shape[0], tuple(places.shape[1:])) == (images, grid)
+            return x.numpy(), stage(counts, indices, places, block, size)
+
+        return of, more
+
+    def prepare_windows(facts, function, **options):
+        (at, (out_block, *_, kernel, strides, _, pads)) = pool_at(facts)
+        options |= {"kernel": kernel, "strides": strides, "padding": (pads[:2], pads[2:])}
+
+        def launch(x, counts, indices, places, out):
+            names.append(function.__name__)
+            given = at(x, counts, indices, places)
+            try:  # kernels fill the blocks, whatever the result's size
+                y = function(*given, ceil_mode=True, **options)
+            except sb.ShapeError:
+                y = function(*given, **options)
+            assert y.shape[1:3] == out_block
+            out.copy_(torch.from_numpy(y))
+
+        return launch, True
+
+    def prepare_max_pool(*facts, settled):
+        return prepare_windows(facts, sb.stack_max_pool, dilation=facts[-2])
+
+    def prepare_avg_pool(*facts, settled):
+        include, divisor = facts[8:10]
+        counting = {"count_include_pad": include, "divisor": divisor}
+        return prepare_windows(facts, sb.stack_avg_pool, **counting)
+
+    def prepare_global_pool(*facts, settled):
+        at, (mode,) = pool_at(facts)
+
+        def launch(x, counts, indices, places, out):
+            names.append("stack_global_pool")
+            y = sb.stack_global_pool(*at(x, counts, indices, places), mode=mode)
+            out.copy_(torch.from_numpy(y))
+
+        return launch, True
+
+    def prepare_interpolate(*facts, settled):
+        at, (to, mode, steps) = pool_at(facts)
+        rows, size = facts[1], facts[6]
+
+        def launch(x, counts, indices, places, out):
+            names.append("stack_interpolate")
+            values, table = at(x, counts, indices, places)
+            new = [round(n / s) for n, s in zip(size, steps, strict=True)]
+            if mode == "bilinear corners":
+                new = [round((n - 1) / s) + 1 for n, s in zip(size, steps, strict=True)]
+            factor = [t / b for t, b in zip(to, table.block_size, strict=True)]
+            y = sb.stack_interpolate(
+                values, table, scale_factor=tuple(factor), size=tuple(new), mode=mode.split()[0],
+                align_corners=mode.endswith("corners"),
+            )  # fmt: skip
+            assert len(y) == rows
+            out.copy_(torch.from_numpy(y))
+
+        return launch, True
+
+    def prepare_concat(rows, block, channels, itemsize, unfolded, factors):
+        def launch(inputs, counts, out):
+            names.append("stack_concat")
+            parts, (fh, fw) = [], factors
+            for k, x in enumerate(inputs):
+                if k in unfolded:
+                    m, h, w, _ = x.shape
+                    x = x.view(m, h, w, fh, fw, -1).permute(0, 1, 3, 2, 4, 5)
+                    x = x.reshape(m, *block, -1)
+                parts.append(x)
+            assert tuple(p.shape[3] for p in parts) == channels and len(inputs[0]) == rows
+            out[: int(counts)] = torch.cat(parts, 3)[: int(counts)]
+
+        return launch
+
+    def pack(weight, bias, _, kept="_stack_packed"):
+        setattr(weight, kept, (bias, (weight, bias)))
+        return weight, bias
+
+    def no_gradient(x):
+        return not (torch.is_grad_enabled() and x.requires_grad)
+
+    monkeypatch.setattr(cuda, "serves", no_gradient)
+    monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
+    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    monkeypatch.setattr(cuda, "_packed", pack)
+    monkeypatch.setattr(cuda, "_prepare_conv", prepare_conv)
+    monkeypatch.setattr(cuda, "_prepare_halo", prepare_halo)
+    monkeypatch.setattr(cuda, "_PLANS", {})
+    monkeypatch.setattr(cuda_ends, "_moves", no_gradient)
+    monkeypatch.setattr(cuda_ends, "_prepare_conv", prepare_image_conv)
+    monkeypatch.setattr(cuda_ends, "_prepare_scatter", prepare_scatter)
+    monkeypatch.setattr(cuda_ends, "_PLANS", {})
+    monkeypatch.setattr(cuda_pool, "_prepare_max_pool", prepare_max_pool)
+    monkeypatch.setattr(cuda_pool, "_prepare_avg_pool", prepare_avg_pool)
+    monkeypatch.setattr(cuda_pool, "_prepare_global_pool", prepare_global_pool)
+    monkeypatch.setattr(cuda_pool, "_prepare_interpolate", prepare_interpolate)
+    monkeypatch.setattr(cuda_pool, "_PLANS", {})
+    monkeypatch.setattr(cuda_resize, "_prepare_concat", prepare_concat)
+    monkeypatch.setattr(cuda_resize, "_PLANS", {})
+    return names
+
+
+@pytest.fixture
+def units_asked(torch, asked, monkeypatch):
+    """Serve residual units too, as the composition of their layers, in float32."""
+    from sbnet_cupy.torch.network import cuda, units
+
+    def prepare(
+        dtype, rows, images, grid, block, image, channels, widths, bottleneck, inner, activation,
+        settled,
+    ):  # fmt: skip
+        def launch(x, *given):
+            *packed, residual, counts, indices, places, out = given
+            packed = [p for p in packed if p is not None]
+            assert len(packed) == len(widths) == (3 if bottleneck else 2)
+            table = sb.BlockTable(*(t.numpy() for t in (counts, indices, places)), block, image)
+            assert (x.shape[0], x.shape[3]) == (rows, channels)
+            y = x.numpy()
+            for number, (weight, bias) in enumerate(packed):
+                last = number + 1 == len(packed)
+                y = sb.stack_conv2d(
+                    y, weight.numpy(), table, w_format="OIHW", bias=bias.numpy(),
+                    residual=residual.numpy() if last and residual is not None else None,
+                    activation=ACTIVATIONS[activation if last else inner],
+                )  # fmt: skip
+            out.copy_(torch.from_numpy(y))
+            asked.append("unit")
+
+        return launch, [None] * len(widths)
+
+    monkeypatch.setattr(units, "prepare", prepare)
+    monkeypatch.setattr(units, "_ELEMENTS", {torch.float32: "float"})
+    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    return asked
