@@ -1,0 +1,182 @@
+"""submanifold_conv at the sites of scenes: its maps, its convolution, its gradients, its host time.
+
+    python -m benchmarks.submanifold.bench_submanifold_conv [--cpu] [--scan FILE.bin] [--out FOLDER]
+
+The forward pass, the gradients of features and weights, what a call costs the calling thread, the
+list of sites ("coordinate_map"), and that with the kernel map of a 3^d kernel ("maps") are timed
+apart, after each convolution was compared with float64. Beside the forward pass run PyTorch, by
+pair lists that were made beforehand, and spconv where it is installed: the best of its three
+algorithms. On a CPU the rows are ratios of one run.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+import sbnet_cupy as sb
+from benchmarks.harness import machine
+from benchmarks.harness.rows import OURS, Ratio, Row, Writer
+from benchmarks.harness.timing import Contender, CupyClock, HostClock, TorchClock, WallClock
+from benchmarks.submanifold import scenes
+from benchmarks.submanifold.peers import TORCH, Pairs, spconv_of
+
+CHANNELS = (16, 32, 64, 128)
+MOST = 40_000_000  # numbers of the features of a case
+DEVICE = "cuda"  # of PyTorch's tensors, in a run on a GPU
+
+
+class Case:
+    """A scene's map and arrays for one number of channels."""
+
+    def __init__(self, xp, scene, channels, dtype):
+        rng = np.random.default_rng(channels)
+        d = len(scene.spatial_shape)
+        n = len(scene.rows)
+        self.scene, self.channels, self.dtype = scene, channels, dtype
+        self.features = rng.standard_normal((n, channels), np.float32).astype(dtype)
+        self.w = rng.standard_normal((*[3] * d, channels, channels), np.float32)
+        self.w = (self.w / (3**d * channels) ** 0.5).astype(dtype)
+        self.rows, self.xp = xp.asarray(scene.rows), xp
+        self.sites = self.find_sites()
+        self.x = sb.SparseTensor(xp.asarray(self.features), self.sites)
+        self.weights, self.grad = xp.asarray(self.w), xp.asarray(self.features[::-1].copy())
+        self.map = self.find_map()
+
+    def find_sites(self):
+        """Return a new CoordinateMap; nothing waits for its count."""
+        return sb.coordinate_map(
+            self.rows, spatial_shape=self.scene.spatial_shape, batch_size=1, capacity=len(self.rows)
+        )[0]
+
+    def find_map(self):
+        """Return the kernel map of sites that have none yet."""
+        sites = self.find_sites()
+        return sb.kernel_map(sites, (3,) * len(self.scene.spatial_shape), onto=sites)
+
+    def convolve(self):
+        """Return the features of the convolution."""
+        return sb.site_conv(self.x.features, self.weights, self.map)
+
+    def differentiate(self):
+        """Return the gradients of features and weights."""
+        return sb.site_conv_grad(self.grad, self.x.features, self.weights, self.map)
+
+    def lists(self):
+        """Return the rows that each tap reads, as NumPy has them."""
+        rows = self.map.rows
+        return rows if isinstance(rows, np.ndarray) else rows.get()
+
+    def check(self):
+        """Raise unless the result is that in float64 up to the rounding of its sums."""
+        y, rows = self.convolve(), self.lists()
+        y = (y if isinstance(y, np.ndarray) else y.get()).astype(np.float64)
+        exact, size = np.zeros_like(y), np.zeros_like(y)
+        features, w = self.features.astype(np.float64), self.w.astype(np.float64)
+        for read, tap in zip(rows, w.reshape(-1, *w.shape[-2:]), strict=True):
+            out = np.flatnonzero(read >= 0)
+            exact[out] += features[read[out]] @ tap
+            size[out] += abs(features[read[out]]) @ abs(tap)
+        terms = rows.shape[0] * self.channels
+        bound = (terms + 1) * np.finfo(np.float32).eps * size
+        bound += np.finfo(self.dtype).eps * (abs(exact) + bound)
+        if not (abs(y - exact) <= bound).all():
+            raise AssertionError(f"{self.scene.name}, {self.channels} channels: beyond rounding")
+
+
+def main(arguments=None):
+    """Time all cases; print and write their rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cpu", action="store_true", help="NumPy against PyTorch: ratios")
+    parser.add_argument("--scan", type=Path, help="also the voxels of a scan: float32 x, y, z, i")
+    parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS)
+    parser.add_argument("--quick", action="store_true", help="small scenes, few rounds")
+    parser.add_argument("--out", type=Path, help="folder of submanifold_conv.csv")
+    options = parser.parse_args(arguments)
+    listed = scenes.standard(options.quick)
+    if options.scan is not None:
+        listed.append(scenes.from_file(options.scan))
+    torch = machine.import_torch(options.cpu)
+    cupy = None
+    if not options.cpu:
+        import cupy
+    columns = machine.describe(cupy, torch)
+    place = "cpu" if options.cpu else machine.folder_name(columns["gpu"])
+    folder = options.out or Path(__file__).parents[1] / "results" / place
+    folder.mkdir(parents=True, exist_ok=True)
+    measure = _on_cpu if options.cpu else _on_gpu
+    kind = Ratio if options.cpu else Row
+    with Writer(folder / "submanifold_conv.csv", kind) as writer:
+        for scene in listed:
+            taken = [c for c in options.channels if len(scene.rows) * c <= MOST]
+            for channels in taken:
+                case = scene, channels, columns, options.quick, channels == taken[0]
+                for row in measure(cupy, torch, *case):
+                    writer.write(row)
+    return 0
+
+
+def _on_cpu(_, torch, scene, channels, columns, quick, first):
+    """Yield our times for a case over PyTorch's, in the same rounds."""
+    if torch is None:
+        raise SystemExit("on a CPU this compares with PyTorch: install torch")
+    case = Case(np, scene, channels, np.float32)
+    case.check()
+    pairs = Pairs(torch, case.features, case.w, case.lists(), "cpu")
+    with torch.no_grad():
+        contenders = [Contender(OURS, [case.convolve]), pairs.contender()]
+        theirs = WallClock(quick).time_all(contenders)[1]
+    shown = {key: columns[key] for key in ("torch", "numpy", "commit")}
+    print(f"{scene.name:>16} {channels:4} channels: {theirs.ratio:5.2f} of PyTorch's time")
+    yield Ratio(
+        cpu=columns["gpu"], **shown, op="submanifold_conv", suite=scene.name, shape=scene.size,
+        dtype="float32", block="3", mask="", variant=f"{channels} channels", implementation=TORCH,
+        note="pair lists made beforehand", ratio=theirs.ratio, ratio_p90=theirs.ratio_p90,
+    )  # fmt: skip
+
+
+def _on_gpu(cupy, torch, scene, channels, columns, quick, first):
+    """Yield the rows of a case; ``first`` of its scene, those of its maps too."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    clock = CupyClock(cupy, stream, quick)
+    with stream:
+        case = Case(cupy, scene, channels, np.float16)
+        case.check()
+        timed = [("forward", case.convolve), ("backward", case.differentiate)]
+        if first:
+            timed += [("coordinate_map", case.find_sites), ("maps", case.find_map)]
+        for variant, call in timed:
+            timing = clock.time(Contender(OURS, [call]), case.features.nbytes)
+            yield _row(columns, case, variant, OURS, timing)
+        wait = cupy.cuda.Device().synchronize
+        host = HostClock(wait, quick).time(Contender(OURS, [case.convolve]), None)
+        yield _row(columns, case, "host", OURS, host)
+    if torch is None:
+        return
+    clock = TorchClock(torch, quick)
+    pairs = Pairs(torch, case.features, case.w, case.lists(), DEVICE).contender()
+    yield _row(columns, case, "forward", TORCH, clock.time(pairs, case.features.nbytes))
+    found = [
+        (clock.time(Contender(name, [call], clock="torch"), case.features.nbytes), name)
+        for name, call in spconv_of(torch, scene, case.features, case.w)
+    ]
+    if found:
+        timing, name = min(found)
+        yield _row(columns, case, "forward", "spconv", timing, f"its best algorithm, {name}")
+
+
+def _row(columns, case, variant, implementation, timing, note=""):
+    scene = case.scene
+    print(f"{scene.name:>16} {case.channels:4} channels {variant:>14} {implementation:>18}: "
+          f"{timing.us:9.1f} us ({timing.timed_by})", flush=True)  # fmt: skip
+    return Row(
+        **columns, op="submanifold_conv", suite=scene.name, shape=scene.size,
+        dtype=np.dtype(case.dtype).name, block="3", mask="", density=None, blocks=len(scene.rows),
+        variant=f"{case.channels} channels, {variant}", implementation=implementation,
+        timed_by=timing.timed_by, us=timing.us, us_p10=timing.p10, us_p90=timing.p90, bytes=None,
+        gb_per_s=None, percent_of_copy=None, original_us=None, ratio_to_original=None, note=note,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,54 @@
+"""What else computes at sites: PyTorch by pair lists, spconv where it is installed."""
+
+import numpy as np
+
+from benchmarks.harness.timing import Contender
+
+TORCH = "torch, pair lists"
+
+
+class Pairs:
+    """A submanifold convolution by PyTorch: index_select, a product and index_add for each tap."""
+
+    def __init__(self, torch, features, w, rows, device):
+        self.torch = torch
+        self.w = torch.from_numpy(w).to(device).flatten(0, -3)
+        self.x = torch.from_numpy(features).to(device)
+        self.pairs = []
+        for read in rows:
+            out = np.flatnonzero(read >= 0)
+            self.pairs.append([torch.from_numpy(a).to(device) for a in (read[out], out)])
+
+    def call(self):
+        """Return the features of the convolution."""
+        y = self.x.new_zeros(len(self.x), self.w.shape[-1])
+        for (read, out), w in zip(self.pairs, self.w, strict=True):
+            y.index_add_(0, out, self.x.index_select(0, read) @ w)
+        return y
+
+    def contender(self):
+        """Return it as a contender of the clocks."""
+        note = "pair lists made beforehand"
+        return Contender(TORCH, [self.call], clock="torch", capturable=False, note=note)
+
+
+def spconv_of(torch, scene, features, w):
+    """Return spconv's layers with the same weights, (algorithm, call) each; none without it."""
+    try:
+        import spconv.pytorch as spconv
+        from spconv.core import ConvAlgo
+    except ImportError:
+        return
+    d, channels = len(scene.spatial_shape), features.shape[1]
+    kind = {2: spconv.SubMConv2d, 3: spconv.SubMConv3d}[d]
+    x = torch.from_numpy(features).cuda()
+    rows = torch.from_numpy(scene.rows).cuda()
+    weight = torch.from_numpy(w).cuda().movedim(-1, 0)  # [C_out, *kernel, C_in]
+    for algorithm in (ConvAlgo.Native, ConvAlgo.MaskImplicitGemm, ConvAlgo.MaskSplitImplicitGemm):
+        layer = kind(channels, w.shape[-1], 3, bias=False, indice_key="sites", algo=algorithm)
+        layer = layer.cuda().to(x.dtype)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+            fresh = spconv.SparseConvTensor(x, rows, list(scene.spatial_shape), 1)
+            known = layer(fresh).replace_feature(x)  # carries the map
+        yield algorithm.name, lambda layer=layer, known=known: layer(known).features
