@@ -19,9 +19,12 @@ and scatter this way, and their convolutions are XLA's own, as in all gradients.
   for example when it is donated.
 - The ``stack_`` operations, with which a network stays on a stack of blocks, are XLA's own but for
   the way from images and back: any mapped axis is batched, and any order of gradient computed.
+- So are the functions of features at sites. Lists of sites have a ``capacity``, by default the most
+  that there can be, and keep no maps: :func:`inverse_conv` is told the stride that it undoes.
 
 :class:`~sbnet_cupy.ActiveBlocks` and :class:`~sbnet_cupy.BottleneckWeights` become pytrees when
-this module is imported, so does :class:`~sbnet_cupy.BlockTable`, and
+this module is imported, so do :class:`~sbnet_cupy.BlockTable`, :class:`~sbnet_cupy.SparseTensor`,
+:class:`~sbnet_cupy.CoordinateMap` and :class:`~sbnet_cupy.KernelMap`, and
 :class:`~sbnet_cupy.BlockParams` a static one, so that all of them can be arguments of a jitted
 function. There is no ``out``: JAX arrays are never written.
 
@@ -46,6 +49,8 @@ Examples
 from . import _callbacks  # noqa: F401 - first: it says what is missing
 from .layers import sparse_conv2d, sparse_res_block_bottleneck
 from .ops import reduce_mask, sparse_gather, sparse_scatter
+from .site_pool import global_pool, sparse_avg_pool, sparse_max_pool
+from .sites import coordinate_map, kernel_map, sparse_tensor, sparse_to_dense
 from .stack import (
     block_table,
     stack_conv2d,
@@ -57,14 +62,24 @@ from .stack import (
     stack_to_image,
 )
 from .stack_pool import stack_avg_pool, stack_global_pool, stack_max_pool
+from .submanifold import inverse_conv, site_conv, strided_conv, submanifold_conv, transposed_conv
 
 __all__ = [
     "block_table",
+    "coordinate_map",
+    "global_pool",
+    "inverse_conv",
+    "kernel_map",
     "reduce_mask",
+    "site_conv",
+    "sparse_avg_pool",
     "sparse_conv2d",
     "sparse_gather",
+    "sparse_max_pool",
     "sparse_res_block_bottleneck",
     "sparse_scatter",
+    "sparse_tensor",
+    "sparse_to_dense",
     "stack_avg_pool",
     "stack_conv2d",
     "stack_from_image",
@@ -75,4 +90,7 @@ __all__ = [
     "stack_per_block",
     "stack_pixel_mask",
     "stack_to_image",
+    "strided_conv",
+    "submanifold_conv",
+    "transposed_conv",
 ]

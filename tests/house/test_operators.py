@@ -23,7 +23,10 @@ ADAPTERS = ("torch", "jax", "tensorflow", "demo", "__main__")
 PUBLIC = [name for name in OPERATORS if hasattr(sbnet_cupy, name)]
 OFFERED = ("reduce_mask", "sparse_gather", "sparse_scatter", "sparse_conv2d",
            "sparse_res_block_bottleneck")  # fmt: skip
-STACK = {ROOT / "sbnet_cupy" / "jax" / name for name in ("stack.py", "stack_pool.py")}
+OWN_CHECKS = {  # of operations that JAX makes of its own
+    ROOT / "sbnet_cupy" / "jax" / f"{name}.py"
+    for name in ("stack", "stack_pool", "sites", "submanifold", "site_pool")
+}
 KERNELS = ("reduce_mask", "sparse_gather", "sparse_scatter", "fused_conv", "fused_bottleneck")
 
 # An argument of a public function, and the arrays or options of the operator that it becomes.
@@ -177,9 +180,9 @@ def test_an_adapter_knows_an_operation_in_three_places_at_most(adapter, name):
 def test_an_adapter_has_no_checks_of_its_own(adapter):
     """They are those of the declarations, but for what is decided before a mask is listed.
 
-    Not all operations of a stack are declared: JAX calls the checks of the others by name.
+    JAX makes those of a stack and of sites of its own, and calls the checks by name.
     """
-    for path in set((ROOT / "sbnet_cupy" / adapter).glob("*.py")) - STACK:
+    for path in set((ROOT / "sbnet_cupy" / adapter).glob("*.py")) - OWN_CHECKS:
         written = [name for name in names_in(path) if isinstance(name, str)]
         checks = {name for name in written if name.startswith("check_")}
         assert checks <= {"check_active_grid", "check_method", "check_unit"}, path

@@ -1,0 +1,182 @@
+"""Pools of features at sites for JAX, over the maps of :mod:`.sites`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.arrays import compute_dtype
+from ..core.checks import check_array
+from ..dense.conv2d import check_choice
+from ..errors import ShapeError
+from ..submanifold.sparse_tensor import SparseTensor
+from ._sites import sums_of_runs, valid_rows
+from ._specs import spec_of
+from .sites import kernel_map, sites_of
+
+
+def sparse_max_pool(
+    x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, onto=None, capacity=None
+):
+    """Take the largest value in each window: :func:`sbnet_cupy.sparse_max_pool` for JAX.
+
+    Parameters
+    ----------
+    x : SparseTensor
+    kernel_size, stride, padding, dilation, floor, onto
+        As for :func:`sbnet_cupy.sparse_max_pool`.
+    capacity : int, optional
+        Rows of the result; by default as many as there can be sites.
+
+    Returns
+    -------
+    SparseTensor
+        The gradient of equal largest values goes to the first.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.sparse_max_pool`, for what is known while JAX traces.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> rows = jnp.array([[0, 0], [0, 1], [0, 5]])
+    >>> x = sparse_tensor(jnp.array([[-3.0], [-1], [-2]]), rows, spatial_shape=8)
+    >>> sparse_max_pool(x, 2, capacity=3).features.ravel().tolist()
+    [-1.0, -2.0, 0.0]
+    """
+    window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
+    features = x.features
+    lowest = features.dtype.type(0 if floor is None else floor)
+    best = jnp.full((window.target.capacity, x.channels), lowest)
+    found = jnp.full(best.shape, floor is not None)
+    for rows in window.rows:
+        there, taken = (rows >= 0)[:, None], _rows_at(features, rows)
+        larger = (taken > best) | (jnp.isnan(taken) & ~jnp.isnan(best)) | ~found
+        best = jnp.where(there & larger, taken, best)
+        found |= there
+    return SparseTensor(_at_sites(best, window), window.target)
+
+
+def sparse_avg_pool(
+    x, kernel_size, *, stride=None, padding=0, dilation=1, count="volume", onto=None, capacity=None
+):
+    """Average the sites in each window: :func:`sbnet_cupy.sparse_avg_pool` for JAX.
+
+    Parameters
+    ----------
+    x : SparseTensor
+    kernel_size, stride, padding, dilation, count, onto
+        As for :func:`sbnet_cupy.sparse_avg_pool`.
+    capacity : int, optional
+        Rows of the result; by default as many as there can be sites.
+
+    Returns
+    -------
+    SparseTensor
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.sparse_avg_pool`, for what is known while JAX traces.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> rows = jnp.array([[0, 0], [0, 1], [0, 5]])
+    >>> x = sparse_tensor(jnp.array([[3.0], [1], [2]]), rows, spatial_shape=8)
+    >>> sparse_avg_pool(x, 2, capacity=2).features.ravel().tolist()
+    [2.0, 1.0]
+    """
+    check_choice("count", count, ("volume", "active"))
+    window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
+    total = jnp.zeros((window.target.capacity, x.channels), compute_dtype(x.features.dtype))
+    for rows in window.rows:
+        total += jnp.where((rows >= 0)[:, None], _rows_at(x.features, rows), 0)
+    if count == "volume":
+        total /= max(window.taps, 1)
+    else:
+        total /= jnp.maximum((window.rows >= 0).sum(axis=0), 1)[:, None].astype(total.dtype)
+    return SparseTensor(_at_sites(total.astype(x.features.dtype), window), window.target)
+
+
+def global_pool(x, reduce="max"):
+    """Reduce all sites of each sample to one row: :func:`sbnet_cupy.global_pool` for JAX.
+
+    Parameters
+    ----------
+    x : SparseTensor
+        Of a known batch size.
+    reduce : "max", "mean" or "sum"
+        Sums are added in a fixed order, pair by pair. The gradient of a maximum goes to the first
+        site that holds it.
+
+    Returns
+    -------
+    array, shape (batch_size, C)
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.global_pool`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> rows = jnp.array([[0, 0], [0, 1], [1, 5]])
+    >>> x = sparse_tensor(jnp.array([[3.0], [1], [2]]), rows, spatial_shape=8, batch_size=3)
+    >>> global_pool(x).ravel().tolist(), global_pool(x, "mean").ravel().tolist()
+    ([3.0, 2.0, 0.0], [2.0, 2.0, 0.0])
+    """
+    sites = _float_sites_of(x)
+    check_choice("reduce", reduce, ("max", "mean", "sum"))
+    batch, rows, features = sites.batch_size, len(x.features), x.features
+    if batch is None:
+        raise ShapeError("x must have a known batch size; pass batch_size to sparse_tensor")
+    sample = jnp.where(valid_rows(sites), sites.indices[:, 0], batch)
+    if reduce == "max":
+        most = jax.ops.segment_max(jax.lax.stop_gradient(features), sample, batch + 1)
+        is_most = (features == most[sample]) | jnp.isnan(features)
+        numbers = jnp.where(is_most, jnp.arange(rows, dtype=jnp.int32)[:, None], rows)
+        first = jax.ops.segment_min(numbers, sample, batch + 1)[:batch]
+        first = jnp.where((first >= 0) & (first < rows), first, rows)
+        column = jnp.arange(x.channels)
+        return features.at[first, column].get(mode="fill", fill_value=0)
+    wide = compute_dtype(features.dtype)
+    order = jnp.argsort(sample, stable=True)
+    sample = sample[order]
+    listed = jnp.where((sample < batch)[:, None], features[order], 0).astype(wide)
+    numbers = jnp.ones((rows, 1), wide)
+    begins = jnp.append(True, sample[1:] != sample[:-1])[:rows]
+    ends = jnp.append(sample[1:] != sample[:-1], True)[:rows]
+    sums = sums_of_runs(jnp.concatenate([listed, numbers], axis=1), begins[:, None])
+    if reduce == "mean":
+        sums = sums / sums[:, -1:]
+    out = jnp.zeros((batch, x.channels), features.dtype)
+    place = jnp.where(ends, sample, batch)
+    return out.at[place].set(sums[:, :-1].astype(features.dtype), mode="drop")
+
+
+def _window(x, kernel_size, stride, padding, dilation, onto, capacity):
+    """Return the map of a pool."""
+    return kernel_map(
+        _float_sites_of(x), kernel_size, stride=kernel_size if stride is None else stride,
+        padding=padding, dilation=dilation, onto=onto, capacity=capacity,
+    )  # fmt: skip
+
+
+def _float_sites_of(x):
+    """Return the CoordinateMap of a SparseTensor of floats; raise for what is none."""
+    sites = sites_of(x)
+    check_array("features", spec_of("features", x.features), ndim=2, kinds="f")
+    return sites
+
+
+def _rows_at(features, rows):
+    place = jnp.where(rows >= 0, rows, np.int32(len(features)))
+    return features.at[place].get(mode="fill", fill_value=0)
+
+
+def _at_sites(values, window):
+    """Return values with 0 in the rows that hold no site."""
+    return jnp.where(valid_rows(window.target)[:, None], values, 0)

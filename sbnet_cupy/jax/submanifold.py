@@ -1,0 +1,181 @@
+"""Convolutions at sites for JAX, over the maps of :mod:`.sites`.
+
+:func:`inverse_conv` is told the stride that it undoes, because lists of sites keep no maps here.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ..core.arrays import compute_dtype
+from ..core.checks import check_array
+from ..errors import DTypeError
+from ..submanifold.kernel_map import KernelMap
+from ..submanifold.site_conv import SITE_CONV
+from ..submanifold.sparse_tensor import SparseTensor
+from . import _namespace as ops
+from ._sites import valid_rows
+from ._specs import spec_of
+from .sites import kernel_map, sites_of
+
+
+def site_conv(
+    features, w, kernel_map, *, groups=1, bias=None, scale=None, residual=None, activation=None,
+    precision=None,
+):  # fmt: skip
+    """Convolve rows of features over a KernelMap: :func:`sbnet_cupy.site_conv` for JAX.
+
+    Sums are in float32 (float64 for float64), in the order of the taps, and rounded once, after
+    the activation. Differentiable with respect to all arrays.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> sites, _ = coordinate_map(jnp.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> window = kernel_map(sites, 3, onto=sites)
+    >>> jax.jit(site_conv)(jnp.ones((3, 1)), jnp.ones((3, 1, 1)), window).ravel().tolist()
+    [2.0, 2.0, 1.0]
+    """
+    if not isinstance(kernel_map, KernelMap):
+        raise DTypeError(
+            f"kernel_map must be a KernelMap, got {type(kernel_map).__name__}; make one with "
+            "kernel_map"
+        )
+    valid = valid_rows(kernel_map.target)
+    given = {"features": features, "w": w, "rows": kernel_map.rows, "valid": valid,
+             "scale": scale, "bias": bias, "residual": residual}  # fmt: skip
+    specs = [spec_of(name, value) for name, value in given.items()]
+    sites = kernel_map.source.capacity
+    options = (kernel_map.kernel_size, sites, groups, activation, precision)
+    (result,) = SITE_CONV.infer((*specs, None), options)
+    wide = compute_dtype(features.dtype)
+    taps, c, k = kernel_map.taps, *w.shape[-2:]
+    by_group = w.reshape(taps, c, groups, k // groups).transpose(0, 2, 1, 3)
+    exact = jax.lax.Precision("default" if precision == "tf32" else "highest")
+    total = jnp.zeros(result.shape, wide)
+    for tap in range(taps):
+        rows = kernel_map.rows[tap]
+        taken = _rows_at(features, rows).reshape(len(rows), groups, c)
+        product = jnp.einsum(
+            "mgc,gck->mgk", taken, by_group[tap], precision=exact, preferred_element_type=wide
+        )
+        total += jnp.where((rows >= 0)[:, None], product.reshape(len(rows), k), 0)
+    total = ops.affine(total, scale, bias, None)
+    if residual is not None:
+        total += residual.astype(wide)
+    y = ops.cast(ops.affine(total, None, None, activation), features.dtype)
+    return jnp.where(valid[:, None], y, 0)
+
+
+def _rows_at(features, rows, fill=0):
+    """Return rows of features, ``fill`` for those with negative numbers."""
+    place = jnp.where(rows >= 0, rows, len(features))
+    return features.at[place].get(mode="fill", fill_value=fill)
+
+
+def submanifold_conv(x, w, *, dilation=1, **options):
+    """Convolve features at the same sites: :func:`sbnet_cupy.submanifold_conv` for JAX.
+
+    Parameters
+    ----------
+    x : SparseTensor
+    w : jax.Array, shape (*kernel_size, C / groups, K)
+    dilation : int or tuple of int
+    **options
+        As for :func:`site_conv`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> rows = jnp.array([[0, 1], [0, 2], [0, 5]])
+    >>> x = sparse_tensor(jnp.ones((3, 1)), rows, spatial_shape=8)
+    >>> submanifold_conv(x, jnp.ones((3, 1, 1))).features.ravel().tolist()
+    [2.0, 2.0, 1.0]
+    """
+    made = kernel_map(sites_of(x), _kernel_of(x, w), dilation=dilation, onto=x.coordinates)
+    return _over(x, w, made, options)
+
+
+def strided_conv(x, w, *, stride, padding=0, dilation=1, onto=None, capacity=None, **options):
+    """Convolve features with a stride: :func:`sbnet_cupy.strided_conv` for JAX.
+
+    Parameters
+    ----------
+    x, w, dilation, **options
+        As for :func:`submanifold_conv`.
+    stride, padding, onto
+        As for :func:`sbnet_cupy.strided_conv`.
+    capacity : int, optional
+        Rows of the result; by default as many as there can be sites.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> rows = jnp.array([[0, 1], [0, 2], [0, 5]])
+    >>> x = sparse_tensor(jnp.ones((3, 1)), rows, spatial_shape=8)
+    >>> strided_conv(x, jnp.ones((2, 1, 1)), stride=2).features.ravel().tolist()
+    [1.0, 1.0, 1.0]
+    """
+    window = {"stride": stride, "padding": padding, "dilation": dilation}
+    made = kernel_map(sites_of(x), _kernel_of(x, w), **window, onto=onto, capacity=capacity)
+    return _over(x, w, made, options)
+
+
+def inverse_conv(x, w, *, onto, stride, padding=0, dilation=1, **options):
+    """Undo the sites of a strided convolution: :func:`sbnet_cupy.inverse_conv` for JAX.
+
+    Parameters
+    ----------
+    x, w, dilation, **options
+        As for :func:`submanifold_conv`.
+    onto : CoordinateMap or SparseTensor
+        The sites that the strided convolution read.
+    stride, padding
+        As the strided convolution was given them.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> rows = jnp.array([[0, 1], [0, 2], [0, 5]])
+    >>> x = sparse_tensor(jnp.ones((3, 1)), rows, spatial_shape=8)
+    >>> y = strided_conv(x, jnp.ones((2, 1, 1)), stride=2)
+    >>> inverse_conv(y, jnp.array([[[1.0]], [[10.0]]]), onto=x, stride=2).features.ravel().tolist()
+    [10.0, 1.0, 10.0]
+    """
+    onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
+    window = {"stride": stride, "padding": padding, "dilation": dilation}
+    made = kernel_map(sites_of(x), _kernel_of(x, w), **window, onto=onto, transposed=True)
+    return _over(x, w, made, options)
+
+
+def transposed_conv(x, w, *, stride, padding=0, dilation=1, capacity=None, **options):
+    """Convolve features transposed, to all sites reached: :func:`sbnet_cupy.transposed_conv`.
+
+    Parameters
+    ----------
+    x, w, stride, padding, dilation, capacity, **options
+        As for :func:`strided_conv`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> x = sparse_tensor(jnp.ones((2, 1)), jnp.array([[0, 1], [0, 2]]), spatial_shape=4)
+    >>> w = jnp.array([[[1.0]], [[2.0]]])
+    >>> transposed_conv(x, w, stride=2).features.ravel().tolist()
+    [1.0, 2.0, 1.0, 2.0]
+    """
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "transposed": True}
+    made = kernel_map(sites_of(x), _kernel_of(x, w), **window, capacity=capacity)
+    return _over(x, w, made, options)
+
+
+def _kernel_of(x, w):
+    d, spec = x.coordinates.dimensions, spec_of("w", w)
+    check_array("w", spec, ndim=d + 2)
+    return spec.shape[:d]
+
+
+def _over(x, w, made, options):
+    """Compute a convolution over a map; return the SparseTensor."""
+    if isinstance(options.get("residual"), SparseTensor):
+        options = options | {"residual": options["residual"].features}
+    return SparseTensor(site_conv(x.features, w, made, **options), made.target)
