@@ -1,6 +1,6 @@
 """Plugin of pytest: tests that passed in one stage of CI are left out of a later one.
 
-    PYTHONPATH=.ci pytest -p once --once FILE
+    PYTHONPATH=.ci pytest -p once --once=FILE  # with =, or pytest takes FILE for a test
 
 Tests that FILE lists are left out; those that pass, but were not skipped, are added to it. Tests of
 tests/house are never left out: they look at what is installed, which differs from stage to stage.

@@ -120,9 +120,10 @@ def _beyond(count, status, capacity, limit):
 def _sites_by_kernels(like, window, readers, shape, capacity):
     """Do what _sites_at does by kernels, for the places that the sites read, or for their readers.
 
-    Return None where there are none, or where coordinate_map refuses the places.
+    Return None where there are none: they do not tell which places of a grid of unknown shape are
+    beyond what keys can hold.
     """
-    if not kernels_find(like, window):
+    if shape is None or not kernels_find(like, window):
         return None
     packing = packing_of(shape, like.batch_size, like.dimensions)
     most = like.capacity * map_kernels.most_places(window, readers)
@@ -131,8 +132,6 @@ def _sites_by_kernels(like, window, readers, shape, capacity):
         window=window, readers=readers,
     )  # fmt: skip
     if capacity is None:
-        if shape is None and int(found.status[0]):
-            return None
         found = found.cut(int(found.count[0]))
     made = CoordinateMap(found.indices, found.count, shape, like.batch_size, like.status)
     made._kept["tree"] = found.tree
