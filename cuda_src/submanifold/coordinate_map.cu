@@ -48,13 +48,13 @@ template <typename I, int D, int KIND>
 __global__ void __launch_bounds__(THREADS)
     mark_sites(const I* __restrict__ indices,     // [n, 1 + D]
                const int* __restrict__ count,     // [1] or null
-               u64* __restrict__ words,           // [top + (levels - 1) * room][2]
+               u64* __restrict__ words,           // [top + (levels - 1) * level_words][2]
                int* __restrict__ status,          // [1]: 2 is added for duplicates, if they are looked for
-               i64 n, i64 taps, i64 top, i64 room, i64 levels, i64 level, i64 look_for_duplicates, GRID_PARAMETERS,
+               i64 n, i64 taps, i64 top, i64 level_words, i64 levels, i64 level, i64 look_for_duplicates, GRID_PARAMETERS,
                WINDOW_PARAMETERS) {
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
-    const SiteTree tree{top, room, static_cast<int>(levels)};
+    const SiteTree tree{top, level_words, static_cast<int>(levels)};
     const Rows<I, D> rows{indices, count};
     const int own = static_cast<int>(level);
     const i64 step = static_cast<i64>(gridDim.x) * THREADS;
@@ -171,11 +171,11 @@ __global__ void __launch_bounds__(THREADS)
                 int* __restrict__ indices,         // [capacity, 1 + D] or null
                 int* __restrict__ winners,         // [capacity]: the first or last row of each site; or null
                 int* __restrict__ inverse,         // [n] or null
-                i64 n, i64 taps, i64 top, i64 room, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
+                i64 n, i64 taps, i64 top, i64 level_words, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
                 WINDOW_PARAMETERS) {
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
-    const SiteTree tree{top, room, static_cast<int>(levels)};
+    const SiteTree tree{top, level_words, static_cast<int>(levels)};
     const Rows<I, D> rows{given, count};
     const i64 step = static_cast<i64>(gridDim.x) * THREADS;
     for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * taps; i += step) {

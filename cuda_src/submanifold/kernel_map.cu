@@ -14,10 +14,10 @@ __global__ void __launch_bounds__(256, 4)
               const uint4* __restrict__ words,   // the tree of the source
               const int* __restrict__ order,     // [N]: the row of each site, or null where they are in order
               int* __restrict__ rows,            // [taps, M]
-              i64 M, i64 N, i64 top, i64 room, i64 levels, GRID_PARAMETERS, WINDOW_PARAMETERS) {
+              i64 M, i64 N, i64 top, i64 level_words, i64 levels, GRID_PARAMETERS, WINDOW_PARAMETERS) {
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
-    const SiteTree tree{top, room, static_cast<int>(levels)};
+    const SiteTree tree{top, level_words, static_cast<int>(levels)};
     const i64 m = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x, line = blockIdx.y, along = window.kernel[D - 1];
     if (m >= M) return;
     i64 own[D + 1], place[D + 1];

@@ -81,10 +81,10 @@ struct Rows {
 };
 
 struct SiteTree {
-    i64 top, room;  // words of level 0, and for each of the others
+    i64 top, level_words;  // words of level 0, and for each of the others
     int levels;
 
-    DEVICE i64 first(int level) const { return level == 0 ? 0 : top + (level - 1) * room; }
+    DEVICE i64 first(int level) const { return level == 0 ? 0 : top + (level - 1) * level_words; }
     // Which bit of its word a key is at a level.
     DEVICE int bit_of(i64 key, int level) const { return static_cast<int>(key >> 6 * (levels - 1 - level)) & 63; }
 

@@ -48,6 +48,12 @@ def valid_rows(coordinates):
     return listed & (coordinates.indices[:, 0] >= 0)
 
 
+def rows_at(features, rows):
+    """Return rows of features, 0 for those with negative numbers."""
+    place = jnp.where(rows >= 0, rows, np.int32(len(features)))
+    return features.at[place].get(mode="fill", fill_value=0)
+
+
 def words_of(columns, valid, packing):
     """Return the words of the keys of coordinates, and which rows have one.
 

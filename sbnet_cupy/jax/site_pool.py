@@ -2,14 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..core.arrays import compute_dtype
 from ..core.checks import check_array
 from ..dense.conv2d import check_choice
-from ..errors import ShapeError
+from ..submanifold.global_pool import samples_of
 from ..submanifold.sparse_tensor import SparseTensor
-from ._sites import sums_of_runs, valid_rows
+from ._sites import rows_at, sums_of_runs, valid_rows
 from ._specs import spec_of
 from .sites import kernel_map, sites_of
 
@@ -51,7 +50,7 @@ def sparse_max_pool(
     best = jnp.full((window.target.capacity, x.channels), lowest)
     found = jnp.full(best.shape, floor is not None)
     for rows in window.rows:
-        there, taken = (rows >= 0)[:, None], _rows_at(features, rows)
+        there, taken = (rows >= 0)[:, None], rows_at(features, rows)
         larger = (taken > best) | (jnp.isnan(taken) & ~jnp.isnan(best)) | ~found
         best = jnp.where(there & larger, taken, best)
         found |= there
@@ -92,7 +91,7 @@ def sparse_avg_pool(
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
     total = jnp.zeros((window.target.capacity, x.channels), compute_dtype(x.features.dtype))
     for rows in window.rows:
-        total += jnp.where((rows >= 0)[:, None], _rows_at(x.features, rows), 0)
+        total += jnp.where((rows >= 0)[:, None], rows_at(x.features, rows), 0)
     if count == "volume":
         total /= max(window.taps, 1)
     else:
@@ -129,10 +128,7 @@ def global_pool(x, reduce="max"):
     ([3.0, 2.0, 0.0], [2.0, 2.0, 0.0])
     """
     sites = _float_sites_of(x)
-    check_choice("reduce", reduce, ("max", "mean", "sum"))
-    batch, rows, features = sites.batch_size, len(x.features), x.features
-    if batch is None:
-        raise ShapeError("x must have a known batch size; pass batch_size to sparse_tensor")
+    batch, rows, features = samples_of(x, reduce), len(x.features), x.features
     sample = jnp.where(valid_rows(sites), sites.indices[:, 0], batch)
     if reduce == "max":
         most = jax.ops.segment_max(jax.lax.stop_gradient(features), sample, batch + 1)
@@ -170,11 +166,6 @@ def _float_sites_of(x):
     sites = sites_of(x)
     check_array("features", spec_of("features", x.features), ndim=2, kinds="f")
     return sites
-
-
-def _rows_at(features, rows):
-    place = jnp.where(rows >= 0, rows, np.int32(len(features)))
-    return features.at[place].get(mode="fill", fill_value=0)
 
 
 def _at_sites(values, window):

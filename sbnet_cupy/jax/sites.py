@@ -11,13 +11,21 @@ import numpy as np
 from ..core.arrays import compute_dtype
 from ..core.checks import check_array
 from ..dense.conv2d import check_choice
-from ..errors import DTypeError, ShapeError
-from ..submanifold.coordinate_map import MODES, CoordinateMap, check_capacity, check_grid
+from ..errors import ShapeError
+from ..submanifold import coordinate_map as sites
+from ..submanifold.coordinate_map import (
+    MODES,
+    CoordinateMap,
+    check_capacity,
+    check_grid,
+    check_indices,
+)
+from ..submanifold.dense_conversion import grid_of
 from ..submanifold.distinct import DUPLICATE, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, axes
 from ..submanifold.keys import packing_of
 from ..submanifold.new_sites import Window, coarse_shape, fine_shape
-from ..submanifold.sparse_tensor import SparseTensor
+from ..submanifold.sparse_tensor import SparseTensor, check_tensor
 from ._sites import distinct, find, most_sites, sums_of_runs, valid_rows, words_of
 from ._specs import spec_of
 
@@ -96,19 +104,14 @@ def sparse_tensor(
 def _reduced(indices, spatial_shape, batch_size, mode, capacity):
     """Return the sites of rows, each row's site, and which rows belong to which."""
     spec = spec_of("indices", indices)
-    check_array("indices", spec, ndim=2)
-    if spec.dtype not in (np.int32, np.int64):
-        raise DTypeError(f"indices must be int32 or int64, got {spec.dtype}; use astype")
-    if spec.shape[1] < 2:
-        raise ShapeError(f"indices must have shape (n, 1 + d), d at least 1, got {spec.shape}")
+    check_indices(spec)
     check_choice("mode", mode, MODES)
     check_capacity(capacity)
     grid = check_grid(spatial_shape, batch_size, spec.shape[1] - 1)
     capacity = spec.shape[0] if capacity is None else int(capacity)
-    columns = list(indices.T.astype(jnp.int32))
-    words, valid = words_of(
-        columns, jnp.ones(len(indices), bool), packing_of(*grid, len(columns) - 1)
-    )
+    small = indices.astype(jnp.int32)
+    columns, same = list(small.T), (small == indices).all(axis=1)
+    words, valid = words_of(columns, same, packing_of(*grid, len(columns) - 1))
     rows, count, order, site, first = distinct(columns, words, valid, capacity)
     inverse = jnp.zeros(len(indices), jnp.int32).at[order].set(jnp.where(site < capacity, site, -1))
     status = (~valid).any() * OUTSIDE
@@ -131,12 +134,7 @@ def sparse_to_dense(x, *, fill=0.0):
     >>> sparse_to_dense(x).ravel().tolist()
     [3.0, 0.0, 1.0, 0.0]
     """
-    shape = (sites_of(x).batch_size, *(x.spatial_shape or (None,)))
-    if None in shape:
-        raise ShapeError(
-            f"x must have a known shape and batch size, got {x.spatial_shape} and {x.batch_size}; "
-            "pass spatial_shape and batch_size to sparse_tensor"
-        )
+    shape = grid_of(x, None, "channels_last")
     out = jnp.full((*shape, x.channels), fill, x.features.dtype)
     place = jnp.where(valid_rows(x.coordinates), x.indices.T, jnp.array(shape)[:, None])
     return out.at[tuple(place)].set(x.features, mode="drop")
@@ -248,18 +246,11 @@ def _sites_at(places, like, per_axis, shape, capacity):
 
 def check_sites(name, value):
     """Raise unless a value is a CoordinateMap of JAX arrays."""
-    if not isinstance(value, CoordinateMap):
-        raise DTypeError(
-            f"{name} must be a CoordinateMap, got {type(value).__name__}; make one with "
-            "coordinate_map"
-        )
+    sites.check_sites(name, value)
     spec_of(f"{name}.indices", value.indices)
 
 
 def sites_of(x):
     """Return the CoordinateMap of a SparseTensor; raise for what is none."""
-    if not isinstance(x, SparseTensor):
-        raise DTypeError(
-            f"x must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
-        )
+    check_tensor(x)
     return x.coordinates

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arrays import compute_dtype
-from ..core.checks import check_array
 from ..errors import DTypeError
 from ..submanifold.kernel_map import KernelMap
 from ..submanifold.site_conv import SITE_CONV
 from ..submanifold.sparse_tensor import SparseTensor
+from ..submanifold.submanifold_conv import kernel_of
 from . import _namespace as ops
-from ._sites import valid_rows
+from ._sites import rows_at, valid_rows
 from ._specs import spec_of
 from .sites import kernel_map, sites_of
 
@@ -54,7 +54,7 @@ def site_conv(
     total = jnp.zeros(result.shape, wide)
     for tap in range(taps):
         rows = kernel_map.rows[tap]
-        taken = _rows_at(features, rows).reshape(len(rows), groups, c)
+        taken = rows_at(features, rows).reshape(len(rows), groups, c)
         product = jnp.einsum(
             "mgc,gck->mgk", taken, by_group[tap], precision=exact, preferred_element_type=wide
         )
@@ -64,12 +64,6 @@ def site_conv(
         total += residual.astype(wide)
     y = ops.cast(ops.affine(total, None, None, activation), features.dtype)
     return jnp.where(valid[:, None], y, 0)
-
-
-def _rows_at(features, rows, fill=0):
-    """Return rows of features, ``fill`` for those with negative numbers."""
-    place = jnp.where(rows >= 0, rows, len(features))
-    return features.at[place].get(mode="fill", fill_value=fill)
 
 
 def submanifold_conv(x, w, *, dilation=1, **options):
@@ -169,9 +163,8 @@ def transposed_conv(x, w, *, stride, padding=0, dilation=1, capacity=None, **opt
 
 
 def _kernel_of(x, w):
-    d, spec = x.coordinates.dimensions, spec_of("w", w)
-    check_array("w", spec, ndim=d + 2)
-    return spec.shape[:d]
+    spec_of("w", w)
+    return kernel_of(x, w)
 
 
 def _over(x, w, made, options):

@@ -263,14 +263,7 @@ def coordinate_map(
 
 def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
     """Do what coordinate_map does; return the Reduction, too."""
-    check_array("indices", indices, ndim=2)
-    if indices.dtype not in (np.int32, np.int64):
-        raise DTypeError(f"indices must be int32 or int64, got {indices.dtype}; use astype")
-    if indices.shape[1] < 2:
-        raise ShapeError(
-            f"indices must have shape (n, 1 + d), d at least 1, got {indices.shape}; rows are "
-            "(sample, *position)"
-        )
+    check_indices(indices)
     check_choice("mode", mode, MODES)
     check_choice("order", order, ("leaf", "raster"))
     check_capacity(capacity)
@@ -304,8 +297,8 @@ def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capaci
     n, d = len(indices), indices.shape[1] - 1
     if not map_kernels.has_kernel(d, n):
         return None
-    room = n if capacity is None else capacity
-    found = map_kernels.distinct_sites(indices, packing, room, mode)
+    most = n if capacity is None else capacity
+    found = map_kernels.distinct_sites(indices, packing, most, mode)
     if capacity is None:
         if int(found.status[0]):
             return None
@@ -333,6 +326,27 @@ def reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity):
     by_key, count, inverse, reduction, status = distinct(keys, mode, capacity)
     rows = coordinates_of(by_key, packing)
     return CoordinateMap(rows, count, spatial_shape, batch_size, status), inverse, reduction
+
+
+def check_indices(indices):
+    """Raise unless ``indices``, an array or its spec, is a list of rows ``(sample, *position)``."""
+    check_array("indices", indices, ndim=2)
+    if indices.dtype not in (np.int32, np.int64):
+        raise DTypeError(f"indices must be int32 or int64, got {indices.dtype}; use astype")
+    if indices.shape[1] < 2:
+        raise ShapeError(
+            f"indices must have shape (n, 1 + d), d at least 1, got {indices.shape}; rows are "
+            "(sample, *position)"
+        )
+
+
+def check_sites(name, value):
+    """Raise unless ``value`` is a CoordinateMap."""
+    if not isinstance(value, CoordinateMap):
+        raise DTypeError(
+            f"{name} must be a CoordinateMap, got {type(value).__name__}; make one with "
+            "coordinate_map"
+        )
 
 
 def check_capacity(capacity):

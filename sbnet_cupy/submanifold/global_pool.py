@@ -119,6 +119,11 @@ def _numbers(sample, batch):
 
 def _samples(x, reduce):
     check_float_tensor(x)
+    return samples_of(x, reduce)
+
+
+def samples_of(x, reduce):
+    """Return the number of samples of a SparseTensor, of any library's arrays; check ``reduce``."""
     check_choice("reduce", reduce, ("max", "mean", "sum"))
     if reduce is None:
         raise ValueError("reduce must be 'max', 'mean' or 'sum', got None")

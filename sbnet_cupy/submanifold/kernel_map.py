@@ -14,7 +14,7 @@ from ..core.sizes import is_integer
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
-from .coordinate_map import CoordinateMap, check_capacity
+from .coordinate_map import CoordinateMap, check_capacity, check_sites
 from .new_sites import Window, coarse_sites, fine_sites, kernels_find
 from .transposed_rows import TRANSPOSED_ROWS
 
@@ -196,11 +196,26 @@ def axes(value, dimensions, name, minimum=1):
     raise ShapeError(f"{name} must be {dimensions} {kind} integers, got {given!r}")
 
 
-def found(coordinates, kernel_size, target):
-    """Return the kept map of a convolution from ``coordinates`` onto ``target``, or None.
+def made_by(onto, kernel_size, coarse):
+    """Return the kept map of the convolution of ``onto`` that made the sites ``coarse``, or raise.
 
-    Of any kernel size if ``kernel_size`` is None.
+    Of a pooling or a convolution of any kernel size if ``kernel_size`` is None.
     """
+    made = _found(onto, kernel_size, coarse)
+    if made is None and kernel_size is None:
+        raise ValueError(
+            "onto must be the sites that a pooling or a strided_conv read to make those of x; "
+            "there was none"
+        )
+    if made is None:
+        raise ValueError(
+            f"onto must be the sites that a strided_conv with a kernel of {kernel_size} read to "
+            "make those of x; there was none: use transposed_conv, or run that convolution first"
+        )
+    return made
+
+
+def _found(coordinates, kernel_size, target):
     for key, kept in list(coordinates._kept.items()):  # another thread may make a map meanwhile
         if isinstance(key, tuple) and isinstance(key[0], Window) and not key[1]:
             made = kept.of(coordinates)
@@ -233,11 +248,7 @@ def _keep(key, made):
 
 def check_map(name, value):
     """Raise unless ``value`` is a CoordinateMap of native arrays."""
-    if not isinstance(value, CoordinateMap):
-        raise DTypeError(
-            f"{name} must be a CoordinateMap, got {type(value).__name__}; make one with "
-            "coordinate_map"
-        )
+    check_sites(name, value)
     dtype = re.findall(r"\w+", str(getattr(value.indices, "dtype", "")))  # of any library
     if library_of(value.indices) is None or dtype[-1:] != ["int32"]:
         raise DTypeError(f"{name}.indices must be an int32 array; use coordinate_map")

@@ -31,18 +31,18 @@ class TreeShape(NamedTuple):
 
     levels: int
     top: int  # words of the highest level
-    room: int  # words of each of the others
+    level_words: int  # words of each of the others
 
     @property
     def words(self):
         """Words of all levels."""
-        return self.top + (self.levels - 1) * self.room
+        return self.top + (self.levels - 1) * self.level_words
 
     def level(self, number):
         """Return the first word of a level, and how many there are at most."""
         if number == 0:
             return 0, self.top
-        return self.top + (number - 1) * self.room, self.room
+        return self.top + (number - 1) * self.level_words, self.level_words
 
 
 class Tree(NamedTuple):
@@ -68,7 +68,7 @@ class Sites(NamedTuple):
     status: Any  # int32 [1]
 
     def cut(self, rows):
-        """Return them with so many rows, fewer than there is room for."""
+        """Return them with so many rows, fewer than there are."""
         if rows == self.tree.rows:
             return self
         winners = None if self.winners is None else self.winners[:rows].copy()
@@ -126,7 +126,7 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
     launches = _launches(build, place_name(rows))
     with memory_of_graphs(rows):
         words = empty((2 * shape.words,), np.uint64, rows)
-        sums = empty((-(-max(shape.top, shape.room) // _WORDS),), np.int32, rows)
+        sums = empty((-(-max(shape.top, shape.level_words) // _WORDS),), np.int32, rows)
         totals = empty((shape.levels,), np.int32, rows)
         status = empty((1,), np.int32, rows)
         indices = empty((capacity, 1 + d), np.int32, rows) if listed else None
@@ -200,7 +200,7 @@ def _launches(build, place):
     taps = math.prod(window[0])
     kind = "GIVEN" if given else "READERS" if build.readers else "READ"
     grid = -(-build.rows * taps // 256)
-    sizes = (build.rows, taps, shape.top, shape.room, shape.levels)
+    sizes = (build.rows, taps, shape.top, shape.level_words, shape.levels)
     geometry = _grid_scalars(build.packing) + _window_scalars(window)
 
     def prepare(kernel, template, blocks, pointers, scalars, persistent=True):
@@ -231,7 +231,7 @@ def _launches(build, place):
 @functools.lru_cache(maxsize=1024)
 def _finder(targets, dimensions, sources, packing, shape, window, readers, place):
     """Prepare the launch of find_rows on the current device."""
-    scalars = (targets, sources, shape.top, shape.room, shape.levels)
+    scalars = (targets, sources, shape.top, shape.level_words, shape.levels)
     return kernels.prepare(
         _MAP_FILE, "find_rows", (dimensions, readers),
         (-(-targets // 256), math.prod(window[0][:-1])), 256, 5,

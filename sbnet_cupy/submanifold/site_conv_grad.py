@@ -153,13 +153,11 @@ def _weight_gradient(features, grad, rows, groups, tf32, dw):
     c, k = dw.shape[1], dw.shape[2] // groups
     for tap in range(len(rows) if len(features) else 0):
         taken, here = take(features, rows[tap])
-        mine = grad
-        if here is not None and here.dtype == bool:  # zeros in both: what is not there may be NaN
-            kept = xp.where(here, taken, xp.zeros((), taken.dtype))
-            taken = kept.astype(taken.dtype, copy=False)  # CuPy makes float32 of bfloat16
+        kept = xp.where(here, taken, xp.zeros((), taken.dtype))  # what is not there may be NaN
+        taken = kept.astype(taken.dtype, copy=False)  # CuPy makes float32 of bfloat16
         for g in range(groups):
             into = xp.empty((c, k), wide)
-            multiply(channels(taken, g, c).T, channels(mine, g, k), into, tf32)
+            multiply(channels(taken, g, c).T, channels(grad, g, k), into, tf32)
             dw[tap, :, g * k : (g + 1) * k] = into
 
 

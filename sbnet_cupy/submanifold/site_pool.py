@@ -276,13 +276,7 @@ def _made_by(coarse, onto):
     """Return the map of the pooling or convolution of ``onto`` that made the sites ``coarse``."""
     onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
     maps.check_map("onto", onto)
-    window = maps.found(onto, None, coarse)
-    if window is None:
-        raise ValueError(
-            "onto must be the sites that a pooling or a strided_conv read to make those of x; "
-            "there was none"
-        )
-    return window
+    return maps.made_by(onto, None, coarse)
 
 
 def _check_grad_of(grad_y, x, window: KernelMap):

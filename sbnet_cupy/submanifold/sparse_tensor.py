@@ -151,11 +151,11 @@ def sparse_tensor(
     return SparseTensor(rows, coordinates)
 
 
-def check_tensor(x):
+def check_tensor(x, name="x"):
     """Raise unless ``x`` is a SparseTensor."""
     if not isinstance(x, SparseTensor):
         raise DTypeError(
-            f"x must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
+            f"{name} must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
         )
 
 

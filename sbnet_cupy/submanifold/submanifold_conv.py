@@ -6,7 +6,7 @@ Each finds its KernelMap and computes :func:`site_conv` over it.
 from ..core.arrays import array_function
 from ..core.checks import check_array
 from ..errors import ShapeError
-from .kernel_map import check_map, found, kernel_map
+from .kernel_map import check_map, kernel_map, made_by
 from .site_conv import compute
 from .sparse_tensor import SparseTensor, check_tensor
 
@@ -169,13 +169,7 @@ def inverse_conv(
     kernel = _kernel_of(x, w)
     onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
     check_map("onto", onto)
-    forward = found(onto, kernel, x.coordinates)
-    if forward is None:
-        raise ValueError(
-            f"onto must be the sites that a strided_conv with a kernel of {kernel} read to make "
-            "those of x; there was none: use transposed_conv, or run that convolution first"
-        )
-    made = forward.transposed()
+    made = made_by(onto, kernel, x.coordinates).transposed()
     return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
 
 
@@ -227,10 +221,14 @@ def transposed_conv(
 
 
 def _kernel_of(x, w):
-    """Return the kernel size that the weights have; check that x is a SparseTensor."""
     check_tensor(x)
-    d = x.coordinates.dimensions
     check_array("w", w)
+    return kernel_of(x, w)
+
+
+def kernel_of(x, w):
+    """Return the kernel size that weights for a SparseTensor have, of any library's arrays."""
+    d = x.coordinates.dimensions
     if len(w.shape) != d + 2:
         raise ShapeError(
             f"w must have shape (*kernel_size, C / groups, K) with a kernel of {d} axes, got "
@@ -241,12 +239,18 @@ def _kernel_of(x, w):
 
 def _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out):
     """Compute a convolution over a map; return the SparseTensor."""
-    if isinstance(residual, SparseTensor):
-        if residual.coordinates is not made.target:
-            raise ShapeError(
-                "residual must be on the coordinates of the result, got others; pass the features "
-                "alone if the rows are the same sites"
-            )
-        residual = residual.features
+    residual = features_on(made.target, residual)
     y = compute(x.features, w, made, groups, scale, bias, residual, activation, precision, out)
     return SparseTensor(y, made.target)
+
+
+def features_on(target, residual):
+    """Return the features of a residual on the sites ``target``, or what is no SparseTensor."""
+    if not isinstance(residual, SparseTensor):
+        return residual
+    if residual.coordinates is not target:
+        raise ShapeError(
+            "residual must be on the coordinates of the result, got others; pass the features "
+            "alone if the rows are the same sites"
+        )
+    return residual.features

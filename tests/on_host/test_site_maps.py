@@ -135,7 +135,7 @@ def test_trees_have_no_more_levels_than_they_need(dimensions):
     from sbnet_cupy.submanifold.keys import packing_of
 
     small = map_kernels.tree_shape(packing_of((8,) * dimensions, 1, dimensions), 10)
-    assert small.levels == 1 and small.room == 10
+    assert small.levels == 1 and small.level_words == 10
     whole = map_kernels.tree_shape(packing_of(None, None, dimensions), 10)
     assert whole.top <= map_kernels._MOST_TOP
     levels = whole.levels - 1

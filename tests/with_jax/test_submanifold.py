@@ -98,6 +98,15 @@ def test_what_does_not_belong_is_flagged(sbj, place):
         make(rows)
 
 
+def test_no_coordinate_wraps_around(sbj, jax):
+    rows = np.array([[0, 1], [0, 2**32 + 1], [0, -(2**32) + 2]], np.int64)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        sites, inverse = sbj.coordinate_map(jax.numpy.asarray(rows), spatial_shape=8, batch_size=1)
+        assert sites.number() == 1 and to_numpy(inverse).tolist() == [0, -1, -1]
+        with pytest.raises(sb.CapacityError, match="inside a grid"):
+            sites.check()
+
+
 WINDOWS = [
     {"kernel_size": 3},
     {"kernel_size": (2, 3, 1), "dilation": (2, 1, 1)},

@@ -1,8 +1,9 @@
 """Convolutions at sites on tensors: site_conv, and what it is with the maps of each kind."""
 
-from ...errors import DTypeError, ShapeError
+from ...errors import DTypeError
 from ...submanifold.kernel_map import KernelMap
 from ...submanifold.sparse_tensor import SparseTensor
+from ...submanifold.submanifold_conv import features_on, kernel_of
 from .._call import call
 from .._native import check_tensors
 from ..layers import autocast
@@ -179,19 +180,12 @@ def inverse_conv(
     """
     kernel, fine = _kernel_of(x, w), sites_of(onto, "onto")
     made = inverse_map(fine, kernel, x.coordinates)
-    if made is None:
-        raise ValueError(
-            f"onto must be the sites that a strided_conv with a kernel of {kernel} read to make "
-            "those of x; there was none: use transposed_conv, or run that convolution first"
-        )
     return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
 
 
 def inverse_map(fine, kernel_size, coarse):
-    """Return the map back from sites that a convolution or pooling of ``fine`` made, or None."""
+    """Return the map back from sites that a convolution or pooling of ``fine`` made."""
     made = map_between(fine, kernel_size, coarse)
-    if made is None:
-        return None
     return KernelMap(transposed_rows(made.rows, fine.capacity), coarse, fine, made.kernel_size)
 
 
@@ -241,24 +235,12 @@ def _kernel_of(x, w):
     """Return the kernel size that the weights have; check that x is a SparseTensor of tensors."""
     check_sparse(x)
     check_tensors(w=w)
-    d = x.coordinates.dimensions
-    if w.dim() != d + 2:
-        raise ShapeError(
-            f"w must have shape (*kernel_size, C / groups, K) with a kernel of {d} axes, got "
-            f"{tuple(w.shape)}"
-        )
-    return tuple(w.shape[:d])
+    return kernel_of(x, w)
 
 
 def _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out):
     """Compute a convolution over a map; return the SparseTensor."""
-    if isinstance(residual, SparseTensor):
-        if residual.coordinates is not made.target:
-            raise ShapeError(
-                "residual must be on the coordinates of the result, got others; pass the features "
-                "alone if the rows are the same sites"
-            )
-        residual = residual.features
+    residual = features_on(made.target, residual)
     y = site_conv(
         x.features, w, made, groups=groups, bias=bias, scale=scale, residual=residual,
         activation=activation, precision=precision, out=out,

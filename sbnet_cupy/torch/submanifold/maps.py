@@ -11,10 +11,10 @@ import torch
 
 from ...errors import DTypeError
 from ...submanifold import kernel_map as maps
-from ...submanifold.coordinate_map import CoordinateMap
+from ...submanifold.coordinate_map import CoordinateMap, check_sites
 from ...submanifold.kernel_map import KernelMap
 from ...submanifold.site_conv import valid_rows
-from ...submanifold.sparse_tensor import SparseTensor
+from ...submanifold.sparse_tensor import SparseTensor, check_tensor
 from .. import _dispatch_state as state
 from .._native import check_tensors, compute, to_tensor
 
@@ -41,22 +41,23 @@ def natively(function, *tensors):
 
 def check_sparse(x, name="x"):
     """Raise unless ``x`` is a SparseTensor of tensors; return it."""
-    if not isinstance(x, SparseTensor):
-        raise DTypeError(
-            f"{name} must be a SparseTensor, got {type(x).__name__}; make one with sparse_tensor"
-        )
+    check_tensor(x, name)
     check_tensors(**{f"{name}.features": x.features, f"{name}.indices": x.indices})
     return x
+
+
+def check_floats(features):
+    """Raise unless a tensor of features has a float dtype."""
+    if not features.is_floating_point():
+        raise DTypeError(
+            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
+        )
 
 
 def sites_of(value, name):
     """Return the CoordinateMap that is given, or that of a SparseTensor."""
     value = value.coordinates if isinstance(value, SparseTensor) else value
-    if not isinstance(value, CoordinateMap):
-        raise DTypeError(
-            f"{name} must be a CoordinateMap, got {type(value).__name__}; make one with "
-            "coordinate_map"
-        )
+    check_sites(name, value)
     return value
 
 
@@ -116,10 +117,9 @@ def kernel_map_of(coordinates, kernel_size, onto=None, **options):
 def map_between(fine, kernel_size, coarse):
     """Return the map of a convolution or pooling of ``fine`` that made the sites ``coarse``.
 
-    Of any kernel size if that is None; None if there is no such map.
+    Of any kernel size if that is None; raise if there is no such map.
     """
-    made = maps.found(native(fine), kernel_size, native(coarse))
-    return None if made is None else _of_native(made, (fine, coarse))
+    return _of_native(maps.made_by(native(fine), kernel_size, native(coarse)), (fine, coarse))
 
 
 def _of_native(made, known):

@@ -3,11 +3,11 @@
 import torch
 
 from ...dense.conv2d import check_choice
-from ...errors import DTypeError, ShapeError
+from ...submanifold.global_pool import samples_of
 from ...submanifold.sparse_tensor import SparseTensor
 from .._namespace import wide
 from .convs import inverse_map
-from .maps import check_sparse, kernel_map_of, sites_of, valid
+from .maps import check_floats, check_sparse, kernel_map_of, sites_of, valid
 from .operations import sample_argmax, sample_sum, site_max, site_sum
 
 
@@ -119,11 +119,6 @@ def sparse_unpool(x, *, onto):
     _check_floats(x)
     fine = sites_of(onto, "onto")
     made = inverse_map(fine, None, x.coordinates)
-    if made is None:
-        raise ValueError(
-            "onto must be the sites that a pooling or a strided_conv read to make those of x; "
-            "there was none"
-        )
     return SparseTensor(site_sum(x.features, made.rows, valid(fine)), fine)
 
 
@@ -156,14 +151,7 @@ def global_pool(x, reduce="max"):
     (tensor([3., 2., 0.]), tensor([2., 2., 0.]))
     """
     _check_floats(x)
-    if reduce is None:
-        raise ValueError("reduce must be 'max', 'mean' or 'sum', got None")
-    check_choice("reduce", reduce, ("max", "mean", "sum"))
-    features, batch = x.features, x.batch_size
-    if batch is None:
-        raise ShapeError(
-            "x must have a known batch size, got None; pass batch_size to sparse_tensor"
-        )
+    features, batch = x.features, samples_of(x, reduce)
     sample = torch.where(valid(x.coordinates), x.indices[:, 0], -1)
     if reduce == "max":
         winner = sample_argmax(sample, features, batch).long()
@@ -180,11 +168,7 @@ def global_pool(x, reduce="max"):
 
 
 def _check_floats(x):
-    check_sparse(x)
-    if not x.features.is_floating_point():
-        raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {x.features.dtype}"
-        )
+    check_floats(check_sparse(x).features)
 
 
 def _window(x, kernel_size, stride, padding, dilation, onto, capacity):

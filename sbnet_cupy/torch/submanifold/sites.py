@@ -6,12 +6,21 @@ import torch
 
 from ...core.checks import check_array
 from ...core.spec import CPU, ArraySpec
-from ...errors import DTypeError, ShapeError
+from ...errors import ShapeError
 from ...submanifold import coordinate_map as core
 from ...submanifold import dense_conversion
 from ...submanifold.sparse_tensor import SparseTensor
 from .._native import check_tensors, numpy_dtype, to_tensor
-from .maps import check_sparse, kernel_map_of, native, natively, of_native, sites_of, untraced
+from .maps import (
+    check_floats,
+    check_sparse,
+    kernel_map_of,
+    native,
+    natively,
+    of_native,
+    sites_of,
+    untraced,
+)
 from .operations import reduce_features, rows_of
 
 
@@ -115,10 +124,7 @@ def with_inverse(features, indices, spatial_shape, batch_size, mode, order="leaf
     """Return what sparse_tensor does, and the site of each row."""
     check_tensors(features=features, indices=indices)
     check_array("features", spec_of_tensor(features), ndim=2)
-    if not features.is_floating_point():
-        raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
-        )
+    check_floats(features)
     check_array("indices", spec_of_tensor(indices), ndim=2)
     if len(features) != len(indices):
         raise ShapeError(
