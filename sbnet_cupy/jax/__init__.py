@@ -20,7 +20,7 @@ and scatter this way, and their convolutions are XLA's own, as in all gradients.
 - The ``stack_`` operations, with which a network stays on a stack of blocks, are XLA's own but for
   the way from images and back: any mapped axis is batched, and any order of gradient computed.
 - So are the functions of features at sites. Lists of sites have a ``capacity``, by default the most
-  that there can be, and keep no maps: :func:`inverse_conv` is told the stride that it undoes.
+  that there can be. XLA finds each map once in a compiled function; lists keep none.
 
 :class:`~sbnet_cupy.ActiveBlocks` and :class:`~sbnet_cupy.BottleneckWeights` become pytrees when
 this module is imported, so do :class:`~sbnet_cupy.BlockTable`, :class:`~sbnet_cupy.SparseTensor`,
@@ -49,8 +49,8 @@ Examples
 from . import _callbacks  # noqa: F401 - first: it says what is missing
 from .layers import sparse_conv2d, sparse_res_block_bottleneck
 from .ops import reduce_mask, sparse_gather, sparse_scatter
-from .site_pool import global_pool, sparse_avg_pool, sparse_max_pool
-from .sites import coordinate_map, kernel_map, sparse_tensor, sparse_to_dense
+from .site_pool import global_pool, sparse_avg_pool, sparse_max_pool, sparse_unpool
+from .sites import coordinate_map, dense_to_sparse, kernel_map, sparse_tensor, sparse_to_dense
 from .stack import (
     block_table,
     stack_conv2d,
@@ -67,6 +67,7 @@ from .submanifold import inverse_conv, site_conv, strided_conv, submanifold_conv
 __all__ = [
     "block_table",
     "coordinate_map",
+    "dense_to_sparse",
     "global_pool",
     "inverse_conv",
     "kernel_map",
@@ -80,6 +81,7 @@ __all__ = [
     "sparse_scatter",
     "sparse_tensor",
     "sparse_to_dense",
+    "sparse_unpool",
     "stack_avg_pool",
     "stack_conv2d",
     "stack_from_image",

@@ -20,26 +20,34 @@ _WORD_BITS = 31
 _NONE = np.int32(np.iinfo(np.int32).max)  # first word of what is no site: sorted last
 
 
-def _register(kind, data, static, kept=False):
-    """Make a container a pytree; it is made anew without checks, which JAX's stand-ins fail."""
+def _register(kind, data, static, kept=()):
+    """Make a container a pytree; it is made anew without checks, which JAX's stand-ins fail.
+
+    Of what it keeps besides its fields, it takes along what ``kept`` names.
+    """
 
     def flatten(value):
-        return [getattr(value, n) for n in data], tuple(getattr(value, n) for n in static)
+        own = tuple(getattr(value, name) for name in static)
+        also = tuple((name, value._kept[name]) for name in kept if name in value._kept)
+        return [getattr(value, name) for name in data], (own, also)
 
     def unflatten(fixed, arrays):
-        made = object.__new__(kind)
-        for name, value in zip((*data, *static), (*arrays, *fixed), strict=True):
+        made, (own, also) = object.__new__(kind), fixed
+        for name, value in zip((*data, *static), (*arrays, *own), strict=True):
             object.__setattr__(made, name, value)
-        if kept:
-            object.__setattr__(made, "_kept", {})
+        if kind is not SparseTensor:
+            object.__setattr__(made, "_kept", dict(also))
         return made
 
     jax.tree_util.register_pytree_node(kind, flatten, unflatten)
 
 
-_register(CoordinateMap, ("indices", "count", "status"), ("spatial_shape", "batch_size"), kept=True)
+_register(
+    CoordinateMap, ("indices", "count", "status"), ("spatial_shape", "batch_size"),
+    ("leaf_order", "window"),
+)  # fmt: skip
 _register(SparseTensor, ("features", "coordinates"), ())
-_register(KernelMap, ("rows", "source", "target"), ("kernel_size",), kept=True)
+_register(KernelMap, ("rows", "source", "target"), ("kernel_size",))
 
 
 def valid_rows(coordinates):
@@ -122,7 +130,9 @@ def find(coordinates, columns, valid):
     where = packing(coordinates)
     own, _ = words_of(list(coordinates.indices.T), valid_rows(coordinates), where)
     rows = jnp.arange(coordinates.capacity, dtype=jnp.int32)
-    *own, order = jax.lax.sort((*own, rows), num_keys=len(own), is_stable=True)
+    order = rows
+    if not coordinates._kept.get("leaf_order"):
+        *own, order = jax.lax.sort((*own, rows), num_keys=len(own), is_stable=True)
     wanted, valid = words_of(columns, valid, where)
 
     def before(place):

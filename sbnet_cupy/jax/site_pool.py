@@ -7,21 +7,23 @@ from ..core.arrays import compute_dtype
 from ..core.checks import check_array
 from ..dense.conv2d import check_choice
 from ..submanifold.global_pool import samples_of
+from ..submanifold.site_max import TIES
 from ..submanifold.sparse_tensor import SparseTensor
 from ._sites import rows_at, sums_of_runs, valid_rows
 from ._specs import spec_of
-from .sites import kernel_map, sites_of
+from .sites import kernel_map, sites_of, way_back
 
 
 def sparse_max_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, onto=None, capacity=None
-):
+    x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, ties="first", onto=None,
+    capacity=None,
+):  # fmt: skip
     """Take the largest value in each window: :func:`sbnet_cupy.sparse_max_pool` for JAX.
 
     Parameters
     ----------
     x : SparseTensor
-    kernel_size, stride, padding, dilation, floor, onto
+    kernel_size, stride, padding, dilation, floor, ties, onto
         As for :func:`sbnet_cupy.sparse_max_pool`.
     capacity : int, optional
         Rows of the result; by default as many as there can be sites.
@@ -29,7 +31,6 @@ def sparse_max_pool(
     Returns
     -------
     SparseTensor
-        The gradient of equal largest values goes to the first.
 
     Raises
     ------
@@ -44,17 +45,33 @@ def sparse_max_pool(
     >>> sparse_max_pool(x, 2, capacity=3).features.ravel().tolist()
     [-1.0, -2.0, 0.0]
     """
+    check_choice("ties", ties, TIES)
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
-    features = x.features
-    lowest = features.dtype.type(0 if floor is None else floor)
-    best = jnp.full((window.target.capacity, x.channels), lowest)
-    found = jnp.full(best.shape, floor is not None)
-    for rows in window.rows:
-        there, taken = (rows >= 0)[:, None], rows_at(features, rows)
-        larger = (taken > best) | (jnp.isnan(taken) & ~jnp.isnan(best)) | ~found
-        best = jnp.where(there & larger, taken, best)
-        found |= there
-    return SparseTensor(_at_sites(best, window), window.target)
+    shape, dtype = (window.target.capacity, x.channels), x.features.dtype
+    taken = [((rows >= 0)[:, None], rows_at(x.features, rows)) for rows in window.rows]
+    largest = jnp.full(shape, -jnp.inf, dtype)
+    for here, values in taken:
+        largest = jnp.where(here, jnp.maximum(largest, values), largest)
+    nothing = dtype.type(0 if floor is None else floor)
+    largest = jnp.where((window.rows >= 0).any(axis=0)[:, None], largest, nothing)
+    largest = largest if floor is None else jnp.maximum(largest, nothing)
+    total, left = jnp.zeros(shape, dtype), jnp.ones(shape, bool)
+    for here, values in taken:
+        same = (values == largest) | (jnp.isnan(values) & jnp.isnan(largest))
+        total += jnp.where(left & same & here, values, 0)
+        left &= ~(same & here) if ties == "first" else True
+    return SparseTensor(_at_sites(_with_gradient_of(total, largest), window), window.target)
+
+
+@jax.custom_jvp
+def _with_gradient_of(total, largest):
+    """Return the largest values, with the gradient of the sum of those that hold them."""
+    return largest
+
+
+@_with_gradient_of.defjvp
+def _(values, tangents):
+    return values[1], tangents[0]
 
 
 def sparse_avg_pool(
@@ -89,14 +106,43 @@ def sparse_avg_pool(
     """
     check_choice("count", count, ("volume", "active"))
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
-    total = jnp.zeros((window.target.capacity, x.channels), compute_dtype(x.features.dtype))
-    for rows in window.rows:
-        total += jnp.where((rows >= 0)[:, None], rows_at(x.features, rows), 0)
     if count == "volume":
-        total /= max(window.taps, 1)
+        share = max(window.taps, 1)
     else:
-        total /= jnp.maximum((window.rows >= 0).sum(axis=0), 1)[:, None].astype(total.dtype)
-    return SparseTensor(_at_sites(total.astype(x.features.dtype), window), window.target)
+        share = jnp.maximum((window.rows >= 0).sum(axis=0), 1)[:, None]
+    return SparseTensor(_at_sites(_sum(x.features, window, share), window), window.target)
+
+
+def sparse_unpool(x, *, onto):
+    """Give each site the value of the window that read it: :func:`sbnet_cupy.sparse_unpool`.
+
+    Parameters
+    ----------
+    x : SparseTensor
+        On new sites of a pooling or a strided_conv.
+    onto : CoordinateMap or SparseTensor
+        The sites that were read to make those of ``x``.
+
+    Returns
+    -------
+    SparseTensor
+        On the sites of ``onto``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.sparse_unpool`. Whether ``onto`` is what was read is not checked.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> rows = jnp.array([[0, 0], [0, 1], [0, 5]])
+    >>> x = sparse_tensor(jnp.array([[3.0], [1], [2]]), rows, spatial_shape=8)
+    >>> sparse_unpool(sparse_max_pool(x, 2), onto=x).features.ravel().tolist()
+    [3.0, 3.0, 2.0]
+    """
+    window = way_back(_float_sites_of(x), onto)
+    return SparseTensor(_at_sites(_sum(x.features, window), window), window.target)
 
 
 def global_pool(x, reduce="max"):
@@ -155,10 +201,20 @@ def global_pool(x, reduce="max"):
 
 def _window(x, kernel_size, stride, padding, dilation, onto, capacity):
     """Return the map of a pool."""
+    onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
     return kernel_map(
         _float_sites_of(x), kernel_size, stride=kernel_size if stride is None else stride,
         padding=padding, dilation=dilation, onto=onto, capacity=capacity,
     )  # fmt: skip
+
+
+def _sum(features, window, divisor=1):
+    """Return the sums of the rows that each row of a map reads, divided before they are rounded."""
+    wide = compute_dtype(features.dtype)
+    total = jnp.zeros((window.target.capacity, features.shape[1]), wide)
+    for rows in window.rows:
+        total += rows_at(features, rows).astype(wide)
+    return (total / jnp.asarray(divisor, wide)).astype(features.dtype)
 
 
 def _float_sites_of(x):

@@ -1,9 +1,11 @@
 """Lists of sites for JAX, and the maps between them: in ``jit``, ``grad`` and ``vmap``.
 
 Everything is made of XLA's own operations, so it is differentiable any number of times. Shapes are
-static: lists have a ``capacity``. They keep no kernel maps: XLA finds each once in a compiled
-function.
+static: lists have a ``capacity``. They keep no kernel maps, which XLA finds once in a compiled
+function, but whether they are sorted, and new sites by which window they were found.
 """
+
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,24 +22,26 @@ from ..submanifold.coordinate_map import (
     check_grid,
     check_indices,
 )
-from ..submanifold.dense_conversion import grid_of
+from ..submanifold.dense_conversion import check_grid_array, grid_of
 from ..submanifold.distinct import DUPLICATE, OUTSIDE
-from ..submanifold.kernel_map import KernelMap, axes
-from ..submanifold.keys import packing_of
-from ..submanifold.new_sites import Window, coarse_shape, fine_shape
+from ..submanifold.kernel_map import KernelMap, check_made, read_offsets, read_window
+from ..submanifold.keys import packing_of, raster_packing
+from ..submanifold.new_sites import coarse_shape, fine_shape
 from ..submanifold.sparse_tensor import SparseTensor, check_tensor
 from ._sites import distinct, find, most_sites, sums_of_runs, valid_rows, words_of
 from ._specs import spec_of
 
 
-def coordinate_map(indices, *, spatial_shape=None, batch_size=None, mode="unique", capacity=None):
+def coordinate_map(
+    indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf", capacity=None
+):
     """List the distinct sites of rows of coordinates: :func:`sbnet_cupy.coordinate_map` for JAX.
 
     Parameters
     ----------
     indices : jax.Array, shape (n, 1 + d), int32
-    spatial_shape, batch_size, mode
-        As for :func:`sbnet_cupy.coordinate_map`, in leaf order.
+    spatial_shape, batch_size, mode, order
+        As for :func:`sbnet_cupy.coordinate_map`.
     capacity : int, optional
         Number of rows; by default ``n``. Rows outside the grid are dropped, and sites past it left
         out: :meth:`CoordinateMap.check` tells, outside of ``jit``.
@@ -61,13 +65,14 @@ def coordinate_map(indices, *, spatial_shape=None, batch_size=None, mode="unique
     >>> sites.indices.tolist(), inverse.tolist()
     ([[0, 1, 2], [0, 5, 5], [-1, -1, -1]], [1, 0, 1])
     """
-    made, inverse, _ = _reduced(indices, spatial_shape, batch_size, mode, capacity)
+    made, inverse, _ = _reduced(indices, spatial_shape, batch_size, mode, order, capacity)
     return made, inverse
 
 
 def sparse_tensor(
-    features, indices, *, spatial_shape=None, batch_size=None, mode="unique", capacity=None
-):
+    features, indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf",
+    capacity=None,
+):  # fmt: skip
     """Put features at their sites: :func:`sbnet_cupy.sparse_tensor` for JAX.
 
     Sums are added in a fixed order, pair by pair. Differentiable with respect to the features.
@@ -83,10 +88,10 @@ def sparse_tensor(
     spec = spec_of("features", features)
     check_array("features", spec, ndim=2, kinds="f")
     check_array("indices", spec_of("indices", indices), shape=(len(features), None))
-    made, _, (order, site, first) = _reduced(indices, spatial_shape, batch_size, mode, capacity)
-    rows, width = made.capacity, features.shape[1]
+    made, _, runs = _reduced(indices, spatial_shape, batch_size, mode, order, capacity)
+    (place, site, first), rows, width = runs, made.capacity, features.shape[1]
     out = jnp.zeros((rows, width), features.dtype)
-    listed, last = features[order], jnp.append(site[1:] != site[:-1], True)[: len(site)]
+    listed, last = features[place], jnp.append(site[1:] != site[:-1], True)[: len(site)]
     if mode not in ("sum", "mean"):
         chosen = last if mode == "last" else first
         return SparseTensor(out.at[jnp.where(chosen, site, rows)].set(listed, mode="drop"), made)
@@ -101,30 +106,62 @@ def sparse_tensor(
     return SparseTensor(out.at[jnp.where(last, site, rows)].set(sums, mode="drop"), made)
 
 
-def _reduced(indices, spatial_shape, batch_size, mode, capacity):
+def _reduced(indices, spatial_shape, batch_size, mode, order, capacity):
     """Return the sites of rows, each row's site, and which rows belong to which."""
     spec = spec_of("indices", indices)
     check_indices(spec)
     check_choice("mode", mode, MODES)
+    check_choice("order", order, ("leaf", "raster"))
     check_capacity(capacity)
     grid = check_grid(spatial_shape, batch_size, spec.shape[1] - 1)
     capacity = spec.shape[0] if capacity is None else int(capacity)
     small = indices.astype(jnp.int32)
     columns, same = list(small.T), (small == indices).all(axis=1)
-    words, valid = words_of(columns, same, packing_of(*grid, len(columns) - 1))
-    rows, count, order, site, first = distinct(columns, words, valid, capacity)
-    inverse = jnp.zeros(len(indices), jnp.int32).at[order].set(jnp.where(site < capacity, site, -1))
+    packing = packing_of(*grid, len(columns) - 1)
+    packing = raster_packing(packing) if order == "raster" else packing
+    words, valid = words_of(columns, same, packing)
+    rows, count, place, site, first = distinct(columns, words, valid, capacity)
+    inverse = jnp.zeros(len(indices), jnp.int32).at[place].set(jnp.where(site < capacity, site, -1))
     status = (~valid).any() * OUTSIDE
     if mode == "unique":
         status += (valid.sum() > count[0]) * DUPLICATE
     made = CoordinateMap(rows, count, *grid, status.astype(jnp.int32).reshape(1))
-    return made, inverse, (order, site, first)
+    made._kept["leaf_order"] = order == "leaf"
+    return made, inverse, (place, site, first)
 
 
-def sparse_to_dense(x, *, fill=0.0):
+def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channels_last"):
+    """List the cells of a grid that are not 0: :func:`sbnet_cupy.dense_to_sparse` for JAX.
+
+    Differentiable with respect to ``x``. By default the capacity is the number of cells.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> image = jnp.zeros((1, 4, 4, 1)).at[0, 1, 2].set(5.0)
+    >>> dense_to_sparse(image, capacity=2).indices.tolist()
+    [[0, 1, 2], [-1, -1, -1]]
+    """
+    spec = spec_of("x", x)
+    check_grid_array("x", spec, data_format)
+    check_capacity(capacity)
+    x = jnp.moveaxis(x, 1, -1) if data_format == "channels_first" else x
+    if mask is None:
+        listed = ~(abs(x) <= tol).all(axis=-1)
+    else:
+        check_array("mask", spec_of("mask", mask), shape=x.shape[:-1])
+        listed = mask != 0
+    cells = math.prod(listed.shape) if capacity is None else int(capacity)
+    places = jnp.nonzero(listed, size=cells, fill_value=-1)
+    indices = jnp.stack(places, axis=1).astype(jnp.int32)
+    count = listed.sum(dtype=jnp.int32).reshape(1)
+    made = CoordinateMap(indices, count, x.shape[1:-1], x.shape[0])
+    features = jnp.where((indices[:, 0] >= 0)[:, None], x[places], 0)
+    return SparseTensor(features, made)
+
+
+def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=None):
     """Put features at their cells of a whole grid: :func:`sbnet_cupy.sparse_to_dense` for JAX.
-
-    Channels last.
 
     Examples
     --------
@@ -134,15 +171,16 @@ def sparse_to_dense(x, *, fill=0.0):
     >>> sparse_to_dense(x).ravel().tolist()
     [3.0, 0.0, 1.0, 0.0]
     """
-    shape = grid_of(x, None, "channels_last")
+    shape = grid_of(x, spatial_shape, data_format)
     out = jnp.full((*shape, x.channels), fill, x.features.dtype)
     place = jnp.where(valid_rows(x.coordinates), x.indices.T, jnp.array(shape)[:, None])
-    return out.at[tuple(place)].set(x.features, mode="drop")
+    out = out.at[tuple(place)].set(x.features, mode="drop")
+    return jnp.moveaxis(out, -1, 1) if data_format == "channels_first" else out
 
 
 def kernel_map(
-    coordinates, kernel_size, *, stride=1, dilation=1, padding=None, onto=None, transposed=False,
-    capacity=None,
+    coordinates, kernel_size=None, *, stride=1, dilation=1, padding=None, onto=None,
+    transposed=False, output_padding=0, offsets=None, capacity=None,
 ):  # fmt: skip
     """Find which rows a convolution reads, and the sites of its result.
 
@@ -157,39 +195,40 @@ def kernel_map(
     [[-1, 0, -1], [0, 1, 2], [1, -1, -1]]
     """
     check_sites("coordinates", coordinates)
-    d, kernel = coordinates.dimensions, axes(kernel_size, coordinates.dimensions, "kernel_size")
-    stride, dilation = axes(stride, d, "stride"), axes(dilation, d, "dilation")
-    if padding is None:
-        centre = tuple(k // 2 * dil for k, dil in zip(kernel, dilation, strict=True))
-        padding = centre if onto is coordinates else 0
-    window = Window(kernel, stride, dilation, axes(padding, d, "padding", minimum=0))
-    check_capacity(capacity)
     if onto is not None:
         check_sites("onto", onto)
-        if onto.dimensions != d:
-            raise ShapeError(
-                f"onto must have the {d} dimensions of coordinates, got {onto.dimensions}"
-            )
-    if transposed:
-        fine = _fine_sites(coordinates, window, capacity) if onto is None else onto
-        return _transposed(_map(fine, coordinates, window))
-    coarse = _coarse_sites(coordinates, window, capacity) if onto is None else onto
-    return _map(coordinates, coarse, window)
+    check_capacity(capacity)
+    sizes = (kernel_size, stride, dilation, padding)
+    if offsets is not None:
+        steps = read_offsets(coordinates, onto, offsets, *sizes)
+        rows = _rows(coordinates, coordinates, coordinates.indices.T[1:], steps)
+        return KernelMap(rows, coordinates, coordinates, (len(steps),))
+    window, output_padding = read_window(coordinates, onto, *sizes, transposed, output_padding)
+    if not transposed:
+        coarse = _coarse_sites(coordinates, window, capacity) if onto is None else onto
+        return map_by(window, coordinates, coarse)
+    if onto is None:
+        onto = _fine_sites(coordinates, window, output_padding, capacity)
+    return reversed_map(map_by(window, onto, coordinates))
 
 
-def _map(fine, coarse, window):
+def map_by(window, fine, coarse):
     """Return the map of a convolution from ``fine`` to ``coarse``."""
-    sample, *position = coarse.indices.T
-    valid = valid_rows(coarse)
+    _, *position = coarse.indices.T
     begin = [p * s - pad for p, (_, s, _, pad) in zip(position, window.axes(), strict=True)]
-    offsets = np.array(window.offsets(), np.int32)
+    return KernelMap(_rows(fine, coarse, begin, window.offsets()), fine, coarse, window.kernel)
+
+
+def _rows(source, target, begin, offsets):
+    """Return which row of the source each row of the target reads, int32 ``[taps, M]``."""
+    offsets = np.array(offsets, np.int32).reshape(-1, target.dimensions)
     columns = [b[None] + o[:, None] for b, o in zip(begin, offsets.T, strict=True)]
-    columns = [jnp.broadcast_to(sample, columns[0].shape), *columns]
-    rows = find(fine, columns, jnp.broadcast_to(valid, columns[0].shape))
-    return KernelMap(rows, fine, coarse, window.kernel)
+    shape = (len(offsets), target.capacity)
+    columns = [jnp.broadcast_to(target.indices[:, 0], shape), *columns]
+    return find(source, columns, jnp.broadcast_to(valid_rows(target), shape))
 
 
-def _transposed(forward):
+def reversed_map(forward):
     """Return the map in the other direction."""
     rows = jnp.full((forward.taps, forward.source.capacity), -1, jnp.int32)
     read = jnp.where(forward.rows >= 0, forward.rows, forward.source.capacity)
@@ -211,12 +250,14 @@ def _coarse_sites(fine, window, capacity):
             yield jnp.where((into <= (k - 1) * dilation) & (into % dilation == 0), place, -1)
 
     per_axis = [(k - 1) * dil // s + 1 for k, s, dil, _ in window.axes()]
-    return _sites_at(readers, fine, per_axis, shape, capacity)
+    made = _sites_at(readers, fine, per_axis, shape, capacity)
+    made._kept["window"] = window
+    return made
 
 
-def _fine_sites(coarse, window, capacity):
+def _fine_sites(coarse, window, output_padding, capacity):
     """Return every site that a site of ``coarse`` reaches."""
-    shape = fine_shape(coarse.spatial_shape, window, (0,) * coarse.dimensions)
+    shape = fine_shape(coarse.spatial_shape, window, output_padding)
 
     def reached(position, axis):
         k, stride, dilation, pad = window.axes()[axis]
@@ -241,7 +282,23 @@ def _sites_at(places, like, per_axis, shape, capacity):
     valid = jnp.tile(valid_rows(like), copies)
     words, valid = words_of(columns, valid, packing_of(shape, like.batch_size, like.dimensions))
     rows, count, *_ = distinct(columns, words, valid, capacity)
-    return CoordinateMap(rows, count, shape, like.batch_size, like.status)
+    made = CoordinateMap(rows, count, shape, like.batch_size, like.status)
+    made._kept["leaf_order"] = True
+    return made
+
+
+def way_back(coarse, fine, kernel_size=None):
+    """Return the map back to the sites ``fine`` that were read to make new sites, or raise.
+
+    They were made with this kernel size, or with any if it is None.
+    """
+    fine = fine.coordinates if isinstance(fine, SparseTensor) else fine
+    check_sites("onto", fine)
+    if fine.dimensions != coarse.dimensions:
+        raise ShapeError(f"onto must have {coarse.dimensions} dimensions, got {fine.dimensions}")
+    window = coarse._kept.get("window")
+    check_made(window is not None and kernel_size in (None, window.kernel), kernel_size)
+    return reversed_map(map_by(window, fine, coarse))
 
 
 def check_sites(name, value):

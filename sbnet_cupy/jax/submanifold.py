@@ -1,7 +1,4 @@
-"""Convolutions at sites for JAX, over the maps of :mod:`.sites`.
-
-:func:`inverse_conv` is told the stride that it undoes, because lists of sites keep no maps here.
-"""
+"""Convolutions at sites for JAX, over the maps of :mod:`.sites`."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,7 @@ from ..submanifold.submanifold_conv import kernel_of
 from . import _namespace as ops
 from ._sites import rows_at, valid_rows
 from ._specs import spec_of
-from .sites import kernel_map, sites_of
+from .sites import kernel_map, sites_of, way_back
 
 
 def site_conv(
@@ -66,7 +63,10 @@ def site_conv(
     return jnp.where(valid[:, None], y, 0)
 
 
-def submanifold_conv(x, w, *, dilation=1, **options):
+def submanifold_conv(
+    x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
+    precision=None,
+):  # fmt: skip
     """Convolve features at the same sites: :func:`sbnet_cupy.submanifold_conv` for JAX.
 
     Parameters
@@ -74,8 +74,17 @@ def submanifold_conv(x, w, *, dilation=1, **options):
     x : SparseTensor
     w : jax.Array, shape (*kernel_size, C / groups, K)
     dilation : int or tuple of int
-    **options
-        As for :func:`site_conv`.
+    groups, bias, scale, residual, activation, precision
+        As for :func:`sbnet_cupy.submanifold_conv`.
+
+    Returns
+    -------
+    SparseTensor
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.submanifold_conv`, for what is known while JAX traces.
 
     Examples
     --------
@@ -86,20 +95,33 @@ def submanifold_conv(x, w, *, dilation=1, **options):
     [2.0, 2.0, 1.0]
     """
     made = kernel_map(sites_of(x), _kernel_of(x, w), dilation=dilation, onto=x.coordinates)
-    return _over(x, w, made, options)
+    return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
 
 
-def strided_conv(x, w, *, stride, padding=0, dilation=1, onto=None, capacity=None, **options):
+def strided_conv(
+    x, w, *, stride, padding=0, dilation=1, groups=1, onto=None, capacity=None, bias=None,
+    scale=None, residual=None, activation=None, precision=None,
+):  # fmt: skip
     """Convolve features with a stride: :func:`sbnet_cupy.strided_conv` for JAX.
 
     Parameters
     ----------
-    x, w, dilation, **options
+    x, w, dilation, groups, bias, scale, residual, activation, precision
         As for :func:`submanifold_conv`.
     stride, padding, onto
         As for :func:`sbnet_cupy.strided_conv`.
     capacity : int, optional
         Rows of the result; by default as many as there can be sites.
+
+    Returns
+    -------
+    SparseTensor
+        New sites keep how they were found, for :func:`inverse_conv`, also through ``jit``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.strided_conv`, for what is known while JAX traces.
 
     Examples
     --------
@@ -109,22 +131,35 @@ def strided_conv(x, w, *, stride, padding=0, dilation=1, onto=None, capacity=Non
     >>> strided_conv(x, jnp.ones((2, 1, 1)), stride=2).features.ravel().tolist()
     [1.0, 1.0, 1.0]
     """
+    onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
     window = {"stride": stride, "padding": padding, "dilation": dilation}
     made = kernel_map(sites_of(x), _kernel_of(x, w), **window, onto=onto, capacity=capacity)
-    return _over(x, w, made, options)
+    return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
 
 
-def inverse_conv(x, w, *, onto, stride, padding=0, dilation=1, **options):
+def inverse_conv(
+    x, w, *, onto, groups=1, bias=None, scale=None, residual=None, activation=None, precision=None
+):
     """Undo the sites of a strided convolution: :func:`sbnet_cupy.inverse_conv` for JAX.
 
     Parameters
     ----------
-    x, w, dilation, **options
+    x : SparseTensor
+        On new sites of a strided_conv or a pooling.
+    w, groups, bias, scale, residual, activation, precision
         As for :func:`submanifold_conv`.
     onto : CoordinateMap or SparseTensor
-        The sites that the strided convolution read.
-    stride, padding
-        As the strided convolution was given them.
+        The sites that were read to make those of ``x``.
+
+    Returns
+    -------
+    SparseTensor
+        On the sites of ``onto``.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.inverse_conv`. Whether ``onto`` is what was read is not checked.
 
     Examples
     --------
@@ -132,22 +167,36 @@ def inverse_conv(x, w, *, onto, stride, padding=0, dilation=1, **options):
     >>> rows = jnp.array([[0, 1], [0, 2], [0, 5]])
     >>> x = sparse_tensor(jnp.ones((3, 1)), rows, spatial_shape=8)
     >>> y = strided_conv(x, jnp.ones((2, 1, 1)), stride=2)
-    >>> inverse_conv(y, jnp.array([[[1.0]], [[10.0]]]), onto=x, stride=2).features.ravel().tolist()
+    >>> inverse_conv(y, jnp.array([[[1.0]], [[10.0]]]), onto=x).features.ravel().tolist()
     [10.0, 1.0, 10.0]
     """
-    onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
-    window = {"stride": stride, "padding": padding, "dilation": dilation}
-    made = kernel_map(sites_of(x), _kernel_of(x, w), **window, onto=onto, transposed=True)
-    return _over(x, w, made, options)
+    made = way_back(sites_of(x), onto, _kernel_of(x, w))
+    return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
 
 
-def transposed_conv(x, w, *, stride, padding=0, dilation=1, capacity=None, **options):
+def transposed_conv(
+    x, w, *, stride, padding=0, output_padding=0, dilation=1, groups=1, capacity=None, bias=None,
+    scale=None, residual=None, activation=None, precision=None,
+):  # fmt: skip
     """Convolve features transposed, to all sites reached: :func:`sbnet_cupy.transposed_conv`.
 
     Parameters
     ----------
-    x, w, stride, padding, dilation, capacity, **options
+    x, w, stride, padding, dilation, capacity
         As for :func:`strided_conv`.
+    output_padding : int or tuple of int
+        Cells more at the end of the grid.
+    groups, bias, scale, residual, activation, precision
+        As for :func:`submanifold_conv`.
+
+    Returns
+    -------
+    SparseTensor
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.transposed_conv`, for what is known while JAX traces.
 
     Examples
     --------
@@ -157,18 +206,25 @@ def transposed_conv(x, w, *, stride, padding=0, dilation=1, capacity=None, **opt
     >>> transposed_conv(x, w, stride=2).features.ravel().tolist()
     [1.0, 2.0, 1.0, 2.0]
     """
-    window = {"stride": stride, "padding": padding, "dilation": dilation, "transposed": True}
-    made = kernel_map(sites_of(x), _kernel_of(x, w), **window, capacity=capacity)
-    return _over(x, w, made, options)
+    made = kernel_map(
+        sites_of(x), _kernel_of(x, w), stride=stride, padding=padding, dilation=dilation,
+        transposed=True, output_padding=output_padding, capacity=capacity,
+    )  # fmt: skip
+    return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
 
 
 def _kernel_of(x, w):
+    sites_of(x)
     spec_of("w", w)
     return kernel_of(x, w)
 
 
-def _over(x, w, made, options):
+def _convolve(x, w, made, groups, bias, scale, residual, activation, precision):
     """Compute a convolution over a map; return the SparseTensor."""
-    if isinstance(options.get("residual"), SparseTensor):
-        options = options | {"residual": options["residual"].features}
-    return SparseTensor(site_conv(x.features, w, made, **options), made.target)
+    if isinstance(residual, SparseTensor):  # on which sites it is cannot be told while JAX traces
+        residual = residual.features
+    y = site_conv(
+        x.features, w, made, groups=groups, bias=bias, scale=scale, residual=residual,
+        activation=activation, precision=precision,
+    )  # fmt: skip
+    return SparseTensor(y, made.target)

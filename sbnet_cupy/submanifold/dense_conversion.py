@@ -196,13 +196,18 @@ def _first(data_format):
 
 def _channels_last(x, data_format, name="x"):
     """Check a grid; view it with its channels last."""
+    check_grid_array(name, x, data_format)
+    return namespace(x).moveaxis(x, 1, -1) if _first(data_format) else x
+
+
+def check_grid_array(name, x, data_format):
+    """Raise unless ``x``, an array or its spec, is a grid of floats."""
     check_choice("data_format", data_format, FORMATS)
     check_array(name, x)
-    if x.ndim < 3:
+    if len(x.shape) < 3:
         raise ShapeError(f"{name} must have at least 3 dimensions, (N, *spatial, C), got {x.shape}")
     if dtype_kind(x.dtype) != "f":
         raise DTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
-    return namespace(x).moveaxis(x, 1, -1) if _first(data_format) else x
 
 
 def _rows_of(x, cells, channels):

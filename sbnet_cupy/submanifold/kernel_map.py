@@ -155,9 +155,22 @@ def kernel_map(
     if onto is not None:
         check_map("onto", onto)
     check_capacity(capacity)
-    d = coordinates.dimensions
+    sizes = (kernel_size, stride, dilation, padding)
     if offsets is not None:
-        return _with_offsets(coordinates, offsets, kernel_size, stride, dilation, padding, onto)
+        return _with_offsets(coordinates, read_offsets(coordinates, onto, offsets, *sizes))
+    window, output_padding = read_window(coordinates, onto, *sizes, transposed, output_padding)
+    key = (window, bool(transposed), output_padding, id(onto), capacity)
+    if key not in coordinates._kept:
+        make = _transposed_map if transposed else _map
+        _keep(key, make(coordinates, window, onto, output_padding, capacity))
+    return coordinates._kept[key].of(coordinates)
+
+
+def read_window(
+    coordinates, onto, kernel_size, stride, dilation, padding, transposed, output_padding
+):
+    """Return the Window and the output padding that arguments of kernel_map say, or raise."""
+    d = coordinates.dimensions
     if kernel_size is None:
         raise ShapeError("kernel_size must be given unless offsets are, got None")
     kernel = axes(kernel_size, d, "kernel_size")
@@ -174,12 +187,23 @@ def kernel_map(
         )
     if onto is not None and onto.dimensions != d:
         raise ShapeError(f"onto must have the {d} dimensions of coordinates, got {onto.dimensions}")
-    window = Window(kernel, stride, dilation, padding)
-    key = (window, bool(transposed), output_padding, id(onto), capacity)
-    if key not in coordinates._kept:
-        make = _transposed_map if transposed else _map
-        _keep(key, make(coordinates, window, onto, output_padding, capacity))
-    return coordinates._kept[key].of(coordinates)
+    return Window(kernel, stride, dilation, padding), output_padding
+
+
+def read_offsets(coordinates, onto, offsets, kernel_size, stride, dilation, padding):
+    """Return the offsets of a map on the same sites, int64 ``[taps, d]``, or raise."""
+    if kernel_size is not None or stride != 1 or dilation != 1 or padding is not None:
+        raise ValueError("offsets must not be given with kernel_size, stride, dilation or padding")
+    if onto not in (None, coordinates):
+        raise ValueError("onto must be coordinates, or None, where offsets are given")
+    d = coordinates.dimensions
+    given = np.asarray(offsets)
+    if given.ndim != 2 or given.shape[1] != d or given.dtype.kind not in "iu":
+        raise ShapeError(
+            f"offsets must be integers of shape (taps, {d}), got {given.dtype} of shape "
+            f"{given.shape}"
+        )
+    return given.astype(np.int64)
 
 
 def axes(value, dimensions, name, minimum=1):
@@ -202,17 +226,22 @@ def made_by(onto, kernel_size, coarse):
     Of a pooling or a convolution of any kernel size if ``kernel_size`` is None.
     """
     made = _found(onto, kernel_size, coarse)
-    if made is None and kernel_size is None:
+    check_made(made is not None, kernel_size)
+    return made
+
+
+def check_made(is_known, kernel_size):
+    """Raise unless it is known what made the sites that an inverse starts from."""
+    if not is_known and kernel_size is None:
         raise ValueError(
             "onto must be the sites that a pooling or a strided_conv read to make those of x; "
             "there was none"
         )
-    if made is None:
+    if not is_known:
         raise ValueError(
             f"onto must be the sites that a strided_conv with a kernel of {kernel_size} read to "
             "make those of x; there was none: use transposed_conv, or run that convolution first"
         )
-    return made
 
 
 def _found(coordinates, kernel_size, target):
@@ -254,24 +283,13 @@ def check_map(name, value):
         raise DTypeError(f"{name}.indices must be an int32 array; use coordinate_map")
 
 
-def _with_offsets(coordinates, offsets, kernel_size, stride, dilation, padding, onto):
+def _with_offsets(coordinates, offsets):
     """Return the map of a list of offsets on the same sites."""
-    if kernel_size is not None or stride != 1 or dilation != 1 or padding is not None:
-        raise ValueError("offsets must not be given with kernel_size, stride, dilation or padding")
-    if onto not in (None, coordinates):
-        raise ValueError("onto must be coordinates, or None, where offsets are given")
-    d = coordinates.dimensions
-    given = np.asarray(offsets)
-    if given.ndim != 2 or given.shape[1] != d or given.dtype.kind not in "iu":
-        raise ShapeError(
-            f"offsets must be integers of shape (taps, {d}), got {given.dtype} of shape "
-            f"{given.shape}"
-        )
-    key = ("offsets", given.shape, given.astype(np.int64).tobytes())
+    key = ("offsets", offsets.shape, offsets.tobytes())
     if key not in coordinates._kept:
-        offsets = [tuple(offset) for offset in given.tolist()]
-        rows = _rows(coordinates, coordinates, lambda position, axis: position, offsets)
-        _keep(key, KernelMap(rows, coordinates, coordinates, (len(given),)))
+        steps = [tuple(offset) for offset in offsets.tolist()]
+        rows = _rows(coordinates, coordinates, lambda position, axis: position, steps)
+        _keep(key, KernelMap(rows, coordinates, coordinates, (len(offsets),)))
     return coordinates._kept[key].of(coordinates)
 
 

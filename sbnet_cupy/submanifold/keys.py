@@ -96,7 +96,12 @@ def key_part(values, axis, packing):
 
 def raster_keys(coordinates, packing):
     """Return keys as :func:`leaf_keys` does, in raster order: the last axis is the fastest."""
-    return leaf_keys(coordinates, packing._replace(low_bits=(0,) * len(packing.bits)))
+    return leaf_keys(coordinates, raster_packing(packing))
+
+
+def raster_packing(packing):
+    """Return the packing of the same coordinates whose keys are in raster order."""
+    return packing._replace(low_bits=(0,) * len(packing.bits))
 
 
 def coordinates_of(keys, packing):

@@ -1,0 +1,158 @@
+"""Lists of sites in JAX: the package's rows, maps and whole grids, inside jit."""
+
+import doctest
+import functools
+import importlib
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from support.adapter_cases import normal
+from support.assertions import assert_close, assert_same, to_numpy
+from support.exhaustive import thinned_product
+from support.jax_site_cases import BATCH, SHAPE, SPARE, listed, same_sites, tensors
+
+MODULES = ("sites", "submanifold", "site_pool", "stack_pool")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(sbj, name):
+    module = importlib.import_module(f"sbnet_cupy.jax.{name}")
+    runner, examples = doctest.DocTestRunner(), 0
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, globs=vars(sbj).copy()):
+        examples += len(test.examples)
+        runner.run(test)
+    assert examples and not runner.summarize().failed
+
+
+@pytest.mark.parametrize(
+    ("mode", "order"),
+    [("first", "leaf"), ("last", "raster"), ("sum", "raster"), ("mean", "leaf")],
+)
+def test_sites_and_their_features(sbj, place, jax, mode, order):
+    rows = listed(1, repeats=True)
+    features = normal(len(rows), 4)
+    grid = {"spatial_shape": SHAPE, "batch_size": BATCH, "mode": mode, "order": order}
+    expected = sb.sparse_tensor(features, rows, **grid)
+    count = expected.coordinates.number()
+    make = jax.jit(functools.partial(sbj.sparse_tensor, **grid, capacity=count + SPARE))
+    x = make(place.make(features), place.make(rows))
+    same_sites(x.coordinates, expected.coordinates)
+    assert x.coordinates.check() is x.coordinates
+    found = to_numpy(x.features)
+    assert not found[count:].any()
+    if mode in ("first", "last"):
+        assert_same(found[:count], expected.features)
+    else:
+        most = np.bincount(to_numpy(sb.coordinate_map(rows, **grid)[1])).max()
+        size = sb.sparse_tensor(abs(features), rows, **grid).features.astype(np.float64)
+        wide = expected.features.astype(np.float64)
+        # both sides are such sums
+        assert_close(found[:count], wide, terms=2 * int(most), dtype="f4", magnitude=size)
+    _, inverse = sbj.coordinate_map(place.make(rows), **grid)
+    assert_same(to_numpy(inverse), sb.coordinate_map(rows, **grid)[1])
+    short, inverse = sbj.coordinate_map(place.make(rows), **grid, capacity=count - 1)
+    assert short.overflowed and int(to_numpy(inverse).min()) == -1
+    with pytest.raises(sb.CapacityError, match="larger capacity"):
+        short.check()
+
+
+def test_what_does_not_belong_is_flagged(sbj, place):
+    rows = np.array([[0, 1], [0, 5], [0, 1], [0, 9]], np.int32)
+    make = functools.partial(sbj.coordinate_map, spatial_shape=8, batch_size=1)
+    with pytest.raises(sb.CapacityError, match="inside a grid"):
+        make(place.make(rows))[0].check()
+    with pytest.raises(ValueError, match="distinct"):
+        make(place.make(rows[:3]))[0].check()
+    with pytest.raises(sb.ShapeError, match="indices"):
+        make(place.make(rows[0]))
+    with pytest.raises(sb.DeviceError, match="indices must be a JAX array"):
+        make(rows)
+    with pytest.raises(ValueError, match="order must be 'leaf'"):
+        make(place.make(rows), order="Morton")
+
+
+def test_no_coordinate_wraps_around(sbj, jax):
+    rows = np.array([[0, 1], [0, 2**32 + 1], [0, -(2**32) + 2]], np.int64)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        sites, inverse = sbj.coordinate_map(jax.numpy.asarray(rows), spatial_shape=8, batch_size=1)
+        assert sites.number() == 1 and to_numpy(inverse).tolist() == [0, -1, -1]
+        with pytest.raises(sb.CapacityError, match="inside a grid"):
+            sites.check()
+
+
+WINDOWS = [
+    {"kernel_size": 3},
+    {"kernel_size": (2, 3, 1), "dilation": (2, 1, 1)},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 2, "stride": (2, 1, 2)},
+    {"kernel_size": 2, "stride": 2, "dilation": 2, "padding": (1, 0, 2)},
+]
+
+
+@pytest.mark.parametrize(("transposed", "window"), thinned_product(3, [False, True], WINDOWS))
+def test_maps(sbj, place, jax, window, transposed):
+    exact, x = tensors(sbj, place)
+    submanifold = "stride" not in window and not transposed
+    given = window | {"transposed": transposed}
+
+    def find(core, sites, capacity=None):
+        onto = sites if submanifold else None
+        return core.kernel_map(sites, **given, onto=onto, capacity=capacity)
+
+    expected = find(sb, exact.coordinates)
+    made = jax.jit(functools.partial(find, sbj))(x.coordinates)
+    same_sites(made.target, expected.target)
+    count = expected.target.number()
+    assert_same(to_numpy(made.rows)[:, :count], expected.rows)
+    assert (to_numpy(made.rows)[:, count:] == -1).all()
+    short = find(sbj, x.coordinates, max(count - 1, 0))
+    assert short.target.overflowed != submanifold
+
+
+def test_maps_of_offsets(sbj, place, jax):
+    exact, x = tensors(sbj, place)
+    offsets = [(0, 0, 0), (-1, 2, 0), (0, 0, 3)]
+    expected = sb.kernel_map(exact.coordinates, offsets=offsets)
+    made = jax.jit(functools.partial(sbj.kernel_map, offsets=offsets))(x.coordinates)
+    count = exact.coordinates.number()
+    assert_same(to_numpy(made.rows)[:, :count], expected.rows)
+    assert (to_numpy(made.rows)[:, count:] == -1).all() and made.kernel_size == (3,)
+    with pytest.raises(ValueError, match="offsets must not be given with kernel_size"):
+        sbj.kernel_map(x.coordinates, 3, offsets=offsets)
+    with pytest.raises(ValueError, match="output_padding must be 0 unless"):
+        sbj.kernel_map(x.coordinates, 3, output_padding=1)
+
+
+@pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+def test_whole_grids_and_back(sbj, place, jax, data_format):
+    exact, x = tensors(sbj, place)
+    given = {"data_format": data_format}
+    for shape in (None, (4, 9, 12)):
+        options = given | {"spatial_shape": shape, "fill": -2.0}
+        expected = sb.sparse_to_dense(exact, **options)
+        found = jax.jit(functools.partial(sbj.sparse_to_dense, **options))(x)
+        assert_same(to_numpy(found), expected)
+    grid = sb.sparse_to_dense(exact, **given)
+    for options in ({}, {"tol": 0.5}, {"mask": normal(BATCH, *SHAPE, seed=3) > 0.8}):
+        expected = sb.dense_to_sparse(grid, **given, **options)
+        count = expected.coordinates.number()
+        mask = {name: place.make(value) for name, value in options.items() if name == "mask"}
+        fixed = functools.partial(sbj.dense_to_sparse, **given, capacity=count + SPARE)
+        fixed = functools.partial(fixed, **{k: v for k, v in options.items() if k != "mask"})
+        found = jax.jit(fixed)(place.make(grid), **mask)
+        same_sites(found.coordinates, expected.coordinates)
+        assert_same(to_numpy(found.features)[:count], expected.features)
+        assert not to_numpy(found.features)[count:].any()
+        grad = normal(count + SPARE, 3, seed=6)
+        loss = lambda x, grad=grad, f=fixed, m=mask: (f(x, **m).features * grad).sum()  # noqa: E731
+        dx = jax.jit(jax.grad(loss))(place.make(grid))
+        assert_same(to_numpy(dx), sb.dense_to_sparse_grad(grad[:count], expected, **given))
+    assert sbj.dense_to_sparse(place.make(grid), **given).coordinates.capacity == grid.size // 3
+    short = sbj.dense_to_sparse(place.make(grid), **given, capacity=3)
+    assert short.coordinates.overflowed
+    with pytest.raises(sb.ShapeError, match="mask"):
+        sbj.dense_to_sparse(place.make(grid), mask=place.make(np.ones(3, bool)))
+    with pytest.raises(ValueError, match="data_format"):
+        sbj.sparse_to_dense(x, data_format="NCHW")
