@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def describe(cupy, torch, commit=None):
     """Return the columns that all rows of a run share; ``cupy`` is None for a run on the CPU."""
+    if cupy and not cupy.cuda.is_available():
+        raise SystemExit("CuPy finds no CUDA device; benchmarks with --cpu run without one")
     runtime = cupy.cuda.runtime if cupy else None
     return {
         "gpu": gpu_name(cupy) if cupy else cpu_name(),
