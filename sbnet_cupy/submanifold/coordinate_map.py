@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import ArrayContainer, array_function, namespace
+from ..core.arrays import array_function, namespace
 from ..core.checks import check_array
 from ..core.list_cells import list_cells
 from ..core.sizes import is_integer
@@ -16,6 +16,7 @@ from ..dense.conv2d import check_choice
 from ..errors import CapacityError, DTypeError, ShapeError
 from . import map_kernels
 from .distinct import DUPLICATE, OUTSIDE, distinct, one_row_each
+from .keeping_container import KeepingContainer
 from .keys import coordinates_of, leaf_keys, packing_of, raster_keys, sort_keys
 from .site_kernels import by_kernels
 
@@ -23,7 +24,7 @@ MODES = ("unique", "first", "last", "sum", "mean")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CoordinateMap(ArrayContainer):
+class CoordinateMap(KeepingContainer):
     """Sites of a grid, each once: where the rows of a feature array live.
 
     Made by :func:`coordinate_map`. It keeps the kernel maps that convolutions make for it, so that

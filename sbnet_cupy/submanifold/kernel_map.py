@@ -9,18 +9,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import ArrayContainer, array_function, is_cupy, library_of, namespace
+from ..core.arrays import array_function, is_cupy, library_of, namespace
 from ..core.sizes import is_integer
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
 from .coordinate_map import CoordinateMap, check_capacity, check_sites
+from .keeping_container import KeepingContainer
 from .new_sites import Window, coarse_sites, fine_sites, kernels_find
 from .transposed_rows import TRANSPOSED_ROWS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KernelMap(ArrayContainer):
+class KernelMap(KeepingContainer):
     """Which row of the source each row of the target reads, at each tap.
 
     Made by :func:`kernel_map`. Convolutions, pooling and their gradients compute over it.

@@ -1,6 +1,8 @@
 """kernel_map against loops over a dictionary of sites, by both of its searches."""
 
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -189,3 +191,23 @@ def test_capacity(xp, data):
         assert_same(short.target.indices, exact.target.indices[: count - 1])
         with pytest.raises(sb.CapacityError, match="larger capacity"):
             short.target.check()
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))]
+)
+def test_copies_keep_no_maps(duplicate):
+    """Maps are kept by the identity of lists of sites, which is another one for a copy."""
+    x = sb.sparse_tensor(np.ones((3, 2)), np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    made = sb.kernel_map(x.coordinates, 3, onto=x.coordinates)
+    made.transposed()
+    same, same_map = duplicate(x), duplicate(made)
+    assert (same.coordinates is x.coordinates) == (duplicate is copy.copy) and not same_map._kept
+    assert_same(same.features, x.features)
+    assert_same(same.indices, x.indices)
+    assert_same(same_map.rows, made.rows)
+    assert (same_map.source is same_map.target) == (made.source is made.target)
+    assert repr(same) == repr(x) and repr(same_map) == repr(made)
+    again = sb.kernel_map(same.coordinates, 3, onto=same.coordinates)
+    assert_same(again.rows, made.rows)
+    assert not duplicate(x.coordinates)._kept

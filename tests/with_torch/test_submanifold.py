@@ -5,46 +5,16 @@ import pytest
 
 import sbnet_cupy as sb
 from support.exhaustive import thinned
-
-SHAPE = (7, 6)
-
-
-def sites_of(torch, device="cpu", shape=SHAPE, share=0.5, batch=2, seed=0):
-    """Return rows of distinct sites in some order."""
-    rng = np.random.default_rng(seed)
-    rows = np.argwhere(rng.random((batch, *shape)) < share)
-    return torch.as_tensor(rng.permutation(rows), device=device)
-
-
-def values(torch, *shape, device="cpu", seed=1, dtype=None):
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(*shape, generator=generator, dtype=torch.float64)
-    return made.to(device, dtype or torch.float64)
-
-
-def made(torch, st, device="cpu", channels=4, seed=0, **options):
-    rows = sites_of(torch, device, options.pop("shape", SHAPE), seed=seed)
-    features = values(torch, len(rows), channels, device=device, dtype=options.pop("dtype", None))
-    shape = options.pop("spatial_shape", SHAPE)
-    return st.sparse_tensor(features, rows, spatial_shape=shape, batch_size=2, **options)
-
-
-def image_of(st, x):
-    return st.sparse_to_dense(x, data_format="channels_first")
-
-
-def at_sites(image, x):
-    """Return the pixels of an NCHW image at the sites of x."""
-    n, *position = x.indices.long().T
-    return image.movedim(1, -1)[(n, *position)]
-
-
-def oihw(w):
-    return w.movedim(-1, 0).movedim(-1, 1)
-
-
-def close(torch, a, b, factor=1):
-    torch.testing.assert_close(a, b, rtol=1e-12 * factor, atol=1e-12 * factor)
+from support.torch_site_cases import (
+    SHAPE,
+    assert_close,
+    at_sites,
+    image_of,
+    made,
+    oihw,
+    sites_of,
+    values,
+)
 
 
 @pytest.mark.parametrize("kernel, dilation, groups", [(3, 1, 1), (2, 1, 2), ((3, 5), (2, 1), 1)])
@@ -61,7 +31,7 @@ def test_submanifold_conv_is_a_dense_one_read_at_the_sites(
             for p in (k // 2 * d, (k - 1 - k // 2) * d)]  # fmt: skip
     padded = torch.nn.functional.pad(image_of(st, x), pads)
     dense = torch.nn.functional.conv2d(padded, oihw(w), bias, dilation=step, groups=groups)
-    close(torch, y.features, torch.nn.functional.silu(at_sites(dense, x)))
+    assert_close(torch, y.features, torch.nn.functional.silu(at_sites(dense, x)))
     assert y.coordinates is x.coordinates
 
 
@@ -73,7 +43,7 @@ def test_strided_conv_has_every_site_whose_window_meets_one(
     w = values(torch, kernel, kernel, 4, 5, device=device)
     y = st.strided_conv(x, w, stride=stride, padding=padding)
     options = {"stride": stride, "padding": padding}
-    close(torch, y.features, at_sites(
+    assert_close(torch, y.features, at_sites(
         torch.nn.functional.conv2d(image_of(st, x), oihw(w), **options), y))  # fmt: skip
     active = image_of(st, x.replace(torch.ones_like(x.features[:, :1])))
     met = torch.nn.functional.max_pool2d(active, kernel, **options)
@@ -87,12 +57,12 @@ def test_transposed_and_inverse_conv_are_transposes(torch, st, device):
     y = st.transposed_conv(x, w, stride=2, padding=1)
     weight = w.movedim(-1, 0).movedim(-1, 0)
     dense = torch.nn.functional.conv_transpose2d(image_of(st, x), weight, stride=2, padding=1)
-    close(torch, y.features, at_sites(dense, y))
+    assert_close(torch, y.features, at_sites(dense, y))
     assert y.spatial_shape == tuple(dense.shape[2:])
     down = st.strided_conv(x, w, stride=2, padding=1)
     v = values(torch, *down.features.shape, device=device, seed=9)
     up = st.inverse_conv(down.replace(v), w.transpose(-1, -2).contiguous(), onto=x)
-    close(torch, (down.features * v).sum(), (x.features * up.features).sum(), 100)
+    assert_close(torch, (down.features * v).sum(), (x.features * up.features).sum(), 100)
     assert up.coordinates is x.coordinates
     with pytest.raises(ValueError, match="there was none"):
         st.inverse_conv(y, w.transpose(-1, -2).contiguous(), onto=x)
@@ -250,7 +220,7 @@ def test_rows_past_the_count_never_leak(torch, st, device):
         gradients.append([pooled, dense, leaves[0].grad[:n], leaves[1].grad, leaves[2].grad])
         assert not leaves[0].grad[n:].any()
     for a, b in zip(*gradients, strict=True):
-        close(torch, a, b, 100)
+        assert_close(torch, a, b, 100)
 
 
 @pytest.mark.parametrize("capacity", [None, 0, 3])
@@ -300,125 +270,3 @@ def test_batch_norm_is_torch_s(torch, st, device):
     tables = (mine.running_mean, mine.running_var, mine.weight, mine.bias)
     found = st.masked_batch_norm(x, *tables)
     torch.testing.assert_close(found.features, theirs(x.features))
-
-
-def test_maps_are_shared_and_die_with_the_coordinates(torch, st):
-    import gc
-    import weakref
-
-    x = made(torch, st)
-    y = st.strided_conv(x, values(torch, 2, 2, 4, 4), stride=2)
-    assert st.sparse_max_pool(x, 2).coordinates is y.coordinates
-    window = st.kernel_map(x.coordinates, 3, onto=x.coordinates)
-    assert st.kernel_map(x.coordinates, 3, onto=x.coordinates).rows is window.rows
-    f = x.features.clone().requires_grad_()
-    st.inverse_conv(y, values(torch, 2, 2, 4, 4), onto=x)
-    st.submanifold_conv(x.replace(f), values(torch, 3, 3, 4, 4)).features.sum().backward()
-    alive = [weakref.ref(t) for t in (window.rows, x.coordinates, y.coordinates, y.indices)]
-    gc.disable()
-    try:
-        del x, y, window, f
-        assert [ref() for ref in alive] == [None] * 4
-    finally:
-        gc.enable()
-
-
-def test_autocast_casts_as_torch_does(torch, st, device):
-    x = made(torch, st, device, dtype=torch.float32)
-    w = values(torch, 3, 3, 4, 4, device=device, dtype=torch.float32).requires_grad_()
-    with torch.autocast(device, dtype=torch.bfloat16):
-        y = st.submanifold_conv(x, w, bias=torch.zeros(4, device=device))
-    assert y.features.dtype is torch.bfloat16
-    y.features.float().sum().backward()
-    assert w.grad.dtype is torch.float32
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo asks tensors for
-def test_compiled_with_breaks_and_whole(torch, st):
-    torch._dynamo.reset()
-    x = made(torch, st)
-    w, w2 = values(torch, 3, 3, 4, 4), values(torch, 2, 2, 4, 4)
-
-    def network(features, w, w2):
-        y = st.submanifold_conv(x.replace(features.sin()), w, activation="relu")
-        return st.strided_conv(y, w2, stride=2).features.cos()
-
-    window = st.kernel_map(x.coordinates, 3, onto=x.coordinates)
-
-    def whole(features, w, w2):
-        return st.site_conv(features.sin(), w, window, activation="silu").cos() * w2.sum()
-
-    for function, full in ((network, False), (whole, True)):
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=full)
-        results = []
-        for call in (function, compiled):
-            leaves = [t.clone().requires_grad_() for t in (x.features, w, w2)]
-            y = call(*leaves)
-            y.square().sum().backward()
-            results.append([y, *[leaf.grad for leaf in leaves]])
-        for a, b in zip(*results, strict=True):
-            close(torch, a, b, 100)
-
-
-@pytest.mark.parametrize("call, error, words", [
-    (lambda torch, st, x, w: st.submanifold_conv(x, w.float()), sb.DTypeError, "w must have the"),
-    (lambda torch, st, x, w: st.submanifold_conv(x.features, w), sb.DTypeError, "x must be a Sp"),
-    (lambda torch, st, x, w: st.submanifold_conv(x, w[0]), sb.ShapeError, "w must have shape"),
-    (lambda torch, st, x, w: st.submanifold_conv(x, w, groups=3), sb.ShapeError, "groups must"),
-    (lambda torch, st, x, w: st.strided_conv(x, w, stride=0), sb.ShapeError, "stride must"),
-    (lambda torch, st, x, w: st.submanifold_conv(x, w.numpy()), sb.DTypeError, "w must be a torch"),
-    (lambda torch, st, x, w: st.submanifold_conv(x, w, activation="tanh"), ValueError, "activ"),
-    (lambda torch, st, x, w: st.sparse_max_pool(x, 0), sb.ShapeError, "kernel_size must"),
-    (lambda torch, st, x, w: st.sparse_max_pool(x, 2, ties="none"), ValueError, "ties must"),
-    (lambda torch, st, x, w: st.global_pool(x, "min"), ValueError, "reduce must"),
-    (lambda torch, st, x, w: st.sparse_unpool(x, onto=x), ValueError, "there was none"),
-    (lambda torch, st, x, w: st.sparse_tensor(x.features, x.indices[:2]), sb.ShapeError, "a row"),
-    (lambda torch, st, x, w: st.sparse_tensor(x.features, x.indices.float()), sb.DTypeError, "int"),
-    (lambda torch, st, x, w: st.coordinate_map(x.indices, spatial_shape=2), sb.ShapeError, "insid"),
-    (lambda torch, st, x, w: st.coordinate_map(x.indices.repeat(2, 1)), ValueError, "distinct"),
-    (lambda torch, st, x, w: st.kernel_map(x.indices, 3), sb.DTypeError, "coordinates must be"),
-    (lambda torch, st, x, w: st.site_conv(x.features, w, None), sb.DTypeError, "kernel_map must"),
-    (lambda torch, st, x, w: st.masked_batch_norm(x, w), sb.ShapeError, "running_mean must"),
-])  # fmt: skip
-def test_bad_calls(torch, st, call, error, words):
-    x = made(torch, st)
-    with pytest.raises(error, match=words):
-        call(torch, st, x, values(torch, 3, 3, 4, 4))
-
-
-def operators(torch, st, device):
-    """Yield (operator, arguments) for each of ours, gradients asked for where there are any."""
-    x = made(torch, st, device)
-    coordinates = x.coordinates
-    window = st.kernel_map(coordinates, 3, onto=coordinates)
-    rows, back, n = window.rows, window.transposed().rows, coordinates.capacity
-    valid = coordinates.valid()
-    f, y = x.features.requires_grad_(), values(torch, n, 4, device=device).requires_grad_()
-    w, v = (values(torch, *s, device=device).requires_grad_() for s in ((3, 3, 4, 4), (4,)))
-    ops = torch.ops.sbnet_cupy
-    yield ops.site_conv, (f, w, rows, valid, v, v, y, (3, 3), n, 1, "gelu", None)
-    yield ops.site_conv, (f, w, rows, None, None, None, None, (3, 3), n, 1, "relu", None)
-    yield ops.site_weight_grad, (f, y, rows, 2, None)
-    yield ops.site_sum, (f, rows, valid, "active")
-    yield ops.site_max, (f, rows, valid, 0.0, "first")
-    top = ops.site_max(f, rows, valid, None, "first").detach()
-    still = f.detach()
-    yield ops.site_max_grad, (y, still, top, rows, back, "all")
-    yield ops.site_max_tangent, (y, still, top, rows, "first")
-    sample = x.indices[:, 0].contiguous()
-    yield ops.sample_sum, (f, sample, 2)
-    yield ops.sample_argmax, (sample, still, 2)
-    yield ops.transposed_rows, (rows, n)
-    order = torch.arange(n, device=device)
-    last = torch.ones_like(order, dtype=torch.bool)
-    starts = torch.arange(n + 1, device=device)[None]
-    yield ops.reduce_features, (f, order, order, last, starts, "mean")
-
-
-def test_opcheck(torch, st, device):
-    checked = set()
-    for operator, arguments in operators(torch, st, device):
-        results = torch.library.opcheck(operator.default, arguments)
-        assert set(results.values()) == {"SUCCESS"}, (operator, results)
-        checked.add(operator)
-    assert len(checked) == 10
