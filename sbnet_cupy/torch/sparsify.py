@@ -62,7 +62,11 @@ def sparsify(
         that a module takes from elsewhere are not. A network with hooks, and a call under autocast,
         a profiler or with more arguments, has no graph; one that cannot be captured says so in a
         RuntimeWarning once. At most four graphs are kept, each with the memory of its activations.
-        False runs each call; True is "auto".
+        On a CPU, in evaluation without gradients and with or without a ``capacity``, the functions
+        that a second call alike computes are recorded, and later calls run them with other images
+        and masks, without the modules' Python code. What is true of graphs is true of these tapes:
+        what changes is seen, and what cannot be recorded, as a number that is read from a tensor,
+        runs at each call. False runs each call; True is "auto".
 
     Returns
     -------

@@ -42,9 +42,9 @@ def products(monkeypatch):
     """Return a list of the activations that were part of a product."""
     found, linear = [], onednn.linear
 
-    def counted(x, weight, bias, activation, weights):
+    def counted(x, packed, bias, residual, activation):
         found.append(activation)
-        return linear(x, weight, bias, activation, weights)
+        return linear(x, packed, bias, residual, activation)
 
     monkeypatch.setattr(onednn, "linear", counted)
     return found

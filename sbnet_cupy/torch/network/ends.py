@@ -39,10 +39,16 @@ def shown(image, table, end, outside):
     block, size, hw, rest = end
     if isinstance(outside, str):
         outside = T.resting(rest)
+        if table.tape is not None:
+            table.tape.keep_rest(outside)
     elif isinstance(outside, torch.Tensor):
         _check_shape(outside, image.shape)
     elif outside == 0:
         return image
+    return table.compute(_filled, image, table, block, size, hw, outside)
+
+
+def _filled(image, table, block, size, hw, outside):
     shape = [table.batch] + [1] * (image.dim() - 1)
     shape[hw[0]], shape[hw[1]] = size
     return torch.where(table.active_map(block, size).view(shape), image, outside)

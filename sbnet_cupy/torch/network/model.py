@@ -16,6 +16,8 @@ from .ends import check_call, check_outside, finished
 from .entry import Entry, gathered
 from .replay import Replays, may_replay
 from .table import BlockTable, PictureTable, active_blocks
+from .tape import Recorder
+from .taped import Tapes, may_tape
 from .trace import Trace, lines
 from .weights import Weights
 
@@ -53,7 +55,7 @@ class SparseModel(nn.Module):
         self.halo, self.outside, self.replay = halo, outside, replay
         self.break_even = None
         self._weights = Weights()
-        self._replays = Replays()
+        self._replays, self._tapes = Replays(), Tapes()
         self._compiled = None
         self._reaches = {}
         self._seen = {}
@@ -82,6 +84,8 @@ class SparseModel(nn.Module):
             check_call(x, mask)
             check_outside(self.outside if outside is None else outside)
             return self._replays.call(self, x, mask, outside)
+        if may_tape(self, x, mask, args, outside, kwargs):
+            return self._tapes.call(self, x, mask, outside)
         return self._call(x, mask, *args, outside=outside, **kwargs)
 
     def _call(self, x, mask, *args, outside=None, **kwargs):
@@ -102,6 +106,10 @@ class SparseModel(nn.Module):
             result = self._run(table, x, args, kwargs, outside)
             if table.trace is not None:
                 self._seen[key] = table.trace
+        return self._done(result, key, counted, table)
+
+    def _done(self, result, key, counted, table):
+        """Note how much a call computed, and return its result."""
         self._last = key, counted, table.grid[0] * table.grid[1] * table.batch
         _warn(*counted)
         return result
@@ -130,9 +138,12 @@ class SparseModel(nn.Module):
         if table.weights is not None and not table.whole and cuda.serves(x):
             plan = Entry(x, table)
         else:
-            value = gathered(x, table)
+            value = table.compute(gathered, x, table)
         image = T.StackTensor(value, table, table.block, table.size, plan=plan)
-        return self.model(image, *args, **kwargs or {})
+        if table.tape is None:
+            return self.model(image, *args, **kwargs or {})
+        with Recorder(table.tape):
+            return self.model(image)
 
     def _table(self, x, mask):
         """Return the table of a call, and (count of active blocks, capacity)."""
@@ -350,6 +361,7 @@ class SparseModel(nn.Module):
         """Drop what was made of the weights."""
         self._weights.clear()
         self._replays.clear()
+        self._tapes.clear()
         if self._compiled is not None:
             self._compiled.forget()
 
@@ -365,8 +377,8 @@ class SparseModel(nn.Module):
     def __getstate__(self):
         state = dict(vars(self))
         state.update(
-            _weights=Weights(), _replays=Replays(), _compiled=None, _seen={}, _last=None,
-            _reaches={},
+            _weights=Weights(), _replays=Replays(), _tapes=Tapes(), _compiled=None, _seen={},
+            _last=None, _reaches={},
         )  # fmt: skip
         return state
 

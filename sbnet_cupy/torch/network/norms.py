@@ -30,16 +30,14 @@ def batch_norm(
     )
     waits = plan is not None and not (plan.norm or plan.activation or plan.residual is not None)
     if waits and not trained:
-        weights = T.facts(input)[0].weights
-        return step(
-            input, plan.then(norm=norm), False, lambda v: normalized(v, norm, weights)
-        )
+        return step(input, plan.then(norm=norm), False, (normalized, norm))
     value = T.value_of(input)
     table, block, size, _, reach = T.facts(input)
     records = trained or (torch.is_grad_enabled() and value.requires_grad)
     waits = not records and table.weights is not None and running_mean is not None
     if not waits or torch.is_autocast_enabled(value.device.type):
-        return T.wrap(F.batch_norm(value, *norm[:4], False, momentum, eps), input)
+        call = value, *norm[:4], False, momentum, eps
+        return T.wrap(table.compute(F.batch_norm, *call), input)
     row = None if table.trace is None else table.trace.row
     plan = NormPlan(value, T.facts(input), norm, T.shape(input)[1], row)
     return T.postpone(table, plan, block, size, reach)
@@ -71,8 +69,14 @@ def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_
     if not is_image(input):
         return NotImplemented
     table, block, size, _, _ = T.facts(input)
-    value = T.value_of(input)
-    n, c = T.shape(input)[:2]
+    shape = T.shape(input)[:2]
+    table.reduced = table.reduced or "a norm over the image"
+    args = T.value_of(input), table, block, size, shape, num_groups, weight, bias, eps
+    return T.wrap(table.compute(_group_norm, *args), input, reach=float("inf"))
+
+
+def _group_norm(value, table, block, size, shape, num_groups, weight, bias, eps):
+    n, c = shape
     wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     total = size[0] * size[1] * (c // num_groups)
     sums = table.sum_pixels(wide, block, size, (2, 3)).view(n, num_groups, -1)
@@ -83,11 +87,10 @@ def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_
     zeros = size[0] * size[1] - table.active_pixels(block, size)
     squares = squares + zeros[:, None] * mean.square() * (c // num_groups)
     scale = torch.rsqrt(squares / total + eps).repeat_interleave(c // num_groups, 1)
-    table.reduced = table.reduced or "a norm over the image"
     out = apart * table.spread(scale)[:, :, None, None]
     out = out if weight is None else out * weight[:, None, None]
     out = out if bias is None else out + bias[:, None, None]
-    return T.wrap(out.to(value.dtype), input, reach=float("inf"))
+    return out.to(value.dtype)
 
 
 @handles("instance_norm")
@@ -99,6 +102,11 @@ def instance_norm(
     if not is_image(input) or not use_input_stats or running_mean is not None:
         return NotImplemented
     return group_norm(func, input, T.shape(input)[1], weight, bias, eps)
+
+
+def _on_stack(x, func, *args, **kwargs):
+    """Return a StackTensor of what a function makes of a stack, with blocks as they are."""
+    return T.wrap(T.facts(x)[0].compute(func, T.value_of(x), *args, **kwargs), x)
 
 
 def own_dims(x):
@@ -121,7 +129,7 @@ def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, 
     last = T.dims(input) - len(normalized_shape)
     if not isinstance(input, T.StackTensor) or last <= max(T.facts(input)[3]):
         return NotImplemented
-    return T.wrap(func(T.value_of(input), normalized_shape, weight, bias, eps), input)
+    return _on_stack(input, func, normalized_shape, weight, bias, eps)
 
 
 @handles("rms_norm")
@@ -130,7 +138,7 @@ def rms_norm(func, input, normalized_shape, weight=None, eps=None):
     last = T.dims(input) - len(normalized_shape)
     if not isinstance(input, T.StackTensor) or last <= max(T.facts(input)[3]):
         return NotImplemented
-    return T.wrap(func(T.value_of(input), normalized_shape, weight, eps), input)
+    return _on_stack(input, func, normalized_shape, weight, eps)
 
 
 @handles("linear")
@@ -146,7 +154,7 @@ def linear(func, input, weight, bias=None):
     value = T.value_of(input)
     table, block, size, hw, reach = T.facts(input)
     if table.weights is None or not onednn.multiplies(value, weight, bias, table.weights):
-        return T.wrap(F.linear(value, weight, bias), input)
+        return _on_stack(input, F.linear, weight, bias)
     row, shape = None if trace is None else trace.row, (*T.shape(input)[:-1], weight.shape[0])
     plan = LinearPlan(value, T.facts(input), weight, bias, shape, row)
     return T.postpone(table, plan, block, size, reach, hw=hw)
@@ -159,7 +167,7 @@ def matmul(func, a, b):
         return NotImplemented
     if T.dims(a) - 1 in T.facts(a)[3]:
         return NotImplemented
-    return T.wrap(torch.matmul(T.value_of(a), b), a)
+    return _on_stack(a, torch.matmul, b)
 
 
 @handles("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "glu", "flip")
@@ -169,7 +177,7 @@ def along_channels(func, input, dim=None, *args, **kwargs):
     over = None if dim is None else _normal(dim, T.dims(input))
     if over is None or not set(over) <= set(own_dims(input)):
         return NotImplemented
-    return T.wrap(func(T.value_of(input), dim, *args, **kwargs), input)
+    return _on_stack(input, func, dim, *args, **kwargs)
 
 
 @handles("normalize")
@@ -178,7 +186,7 @@ def normalize(func, input, p=2.0, dim=1, eps=1e-12, out=None):
     over = _normal(dim, T.dims(input))
     if over is None or out is not None or not set(over) <= set(own_dims(input)):
         return NotImplemented
-    return T.wrap(func(T.value_of(input), p, dim, eps), input)
+    return _on_stack(input, func, p, dim, eps)
 
 
 @handles("sum", "mean")
@@ -223,7 +231,7 @@ def reduce_channels(func, input, dim=None, *args, **kwargs):
     if over is None or not over or not set(over) <= set(own_dims(input)):
         return NotImplemented
     hw, before = T.facts(input)[3], T.dims(input)
-    result = func(T.value_of(input), dim, *args, **kwargs)
+    result = T.facts(input)[0].compute(func, T.value_of(input), dim, *args, **kwargs)
 
     def back(value):
         gone = before - value.dim()
@@ -240,9 +248,9 @@ def norm(func, input, p="fro", dim=None, keepdim=False, **rest):
     if rest or over is None or not set(over) <= set(own_dims(input)):
         return NotImplemented
     hw = T.facts(input)[3]
-    value = torch.linalg.vector_norm(
-        T.value_of(input), 2 if p in ("fro", None) else p, over, keepdim
-    )
+    p = 2 if p in ("fro", None) else p
+    call = torch.linalg.vector_norm, T.value_of(input), p, over, keepdim
+    value = T.facts(input)[0].compute(*call)
     moved = hw if keepdim else tuple(i - sum(o < i for o in over) for i in hw)
     return T.wrap(value, input, hw=moved)
 

@@ -59,22 +59,26 @@ def _algorithm(name):
 
 
 def multiplies(x, weight, bias, weights):
-    """Whether :func:`linear` serves a product whose weights are kept."""
+    """Whether :func:`linear` serves a product, with weights that are kept."""
     kept = weights.keeps and isinstance(weight, torch.nn.Parameter) and not weight.is_inference()
     fits = weight.dim() == 2 and (bias is None or bias.dtype == weight.dtype)
     return _MULTIPLIES and kept and fits and _serves(x, weight)
 
 
-def linear(x, weight, bias, activation, weights):
-    """Return ``activation(x @ weight.T + bias)`` for a product that oneDNN :func:`multiplies`."""
+def packed_matrix(x, weight, weights):
+    """Return the weights of a product as oneDNN lays them out, kept."""
     rows = x.numel() // x.shape[-1]
     reorder = torch.ops.mkldnn._reorder_linear_weight
-    packed = weights.packed(weight, lambda: reorder(weight.detach(), rows))
-    name = _NAMES.get(activation)
+    return weights.packed(weight, lambda: reorder(weight.detach(), rows))
+
+
+def linear(x, packed, bias, residual, activation):
+    """Return ``activation(x @ weight.T + bias + residual)``, which oneDNN :func:`multiplies`."""
+    name = _NAMES.get(activation) if residual is None else None
     run = torch.ops.mkldnn._linear_pointwise
     if name is not None:
         return run(x, packed, bias, name, [], _algorithm(name))
-    return finish(run(x, packed, bias, "none", [], ""), None, activation)
+    return finish(run(x, packed, bias, "none", [], ""), residual, activation)
 
 
 def _packed(x, weight, options, flat):

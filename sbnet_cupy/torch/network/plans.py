@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 from . import cuda_resize, onednn, ops, units
 from .epilogue import finish
+from .weights import fold
 
 
 class Plan:
@@ -60,7 +61,7 @@ class Plan:
         call = (source, table, block, size, weight, bias)
         options = self.options | {"residual": self.residual, "activation": self.activation}
         if table.trace is None:
-            return ops.conv(*call, **options)
+            return table.compute(ops.conv, *call, **options)
         return table.trace.timed(self.row, ops.conv, *call, **options)
 
     @property
@@ -77,7 +78,15 @@ class Plan:
         return make
 
     def _folded(self, weights):
-        return weights.folded(self.weight, self.bias, self.norm)
+        given, tape = (self.weight, self.bias, self.norm), self.facts[0].tape
+        if tape is None:
+            return weights.folded(*given)
+        if not tape.holds((*given[:2], *(self.norm or ())[:4])):  # weights made in this call
+            tape.folds = True
+            return self.facts[0].compute(fold, *given)
+        made = weights.folded(*given)
+        tape.keep(made)
+        return made
 
 
 class NormPlan(Plan):
@@ -101,16 +110,27 @@ class NormPlan(Plan):
         return self._run() if trace is None else trace.timed(self.row, self._run)
 
     def _run(self):
-        y = normalized(self.source, self.norm, self.facts[0].weights)
-        return finish(y, self.residual, self.activation)
+        x, table = self.source, self.facts[0]
+        args = x, self.norm, self.residual, self.activation
+        wide = x.dtype in (torch.float32, torch.float64) and x.dtype == self.norm[0].dtype
+        if not wide or x.device.type != "cpu":
+            return table.compute(_normalized, *args)
+        shift, scale = table.weights.affine(self.norm)
+        if table.tape is not None and table.tape.holds(self.norm[:4]):
+            table.tape.keep((shift, scale))
+        return table.compute(_scaled, x, scale, shift, self.residual, self.activation)
 
 
-def normalized(x, norm, weights):
+def _scaled(x, scale, shift, residual, activation):
+    return finish(torch.addcmul(shift, x, scale), residual, activation)
+
+
+def _normalized(x, norm, residual, activation):
+    return finish(normalized(x, norm), residual, activation)
+
+
+def normalized(x, norm):
     """Return a batch norm of a stack, by itself: a new tensor."""
-    wide = x.dtype in (torch.float32, torch.float64) and x.dtype == norm[0].dtype
-    if wide and x.device.type == "cpu":
-        shift, scale = weights.affine(norm)
-        return torch.addcmul(shift, x, scale)
     return F.batch_norm(x, *norm[:4], eps=norm[4])
 
 
@@ -133,10 +153,12 @@ class LinearPlan(Plan):
         return self._run() if trace is None else trace.timed(self.row, self._run)
 
     def _run(self):
-        weights, residual = self.facts[0].weights, self.residual
-        fused = self.activation if residual is None else None
-        y = onednn.linear(self.source, self.weight, self.bias, fused, weights)
-        return y if fused is not None else finish(y, residual, self.activation)
+        table = self.facts[0]
+        packed = onednn.packed_matrix(self.source, self.weight, table.weights)
+        if table.tape is not None and table.tape.holds((self.weight,)):
+            table.tape.keep((packed,))
+        args = self.source, packed, self.bias, self.residual, self.activation
+        return table.compute(onednn.linear, *args)
 
 
 class TransposedPlan(Plan):

@@ -56,7 +56,7 @@ def pointwise(func, *args, **kwargs):
         inner_kwargs.pop("memory_format", None)
         if name == "contiguous":
             return args[0]
-    result = func(*inner, **inner_kwargs)
+    result = table.compute(func, *inner, **inner_kwargs)
     if writes or result is inner[0]:
         return args[0]
     if result.device != table.device:
@@ -96,7 +96,8 @@ def conform(a, like):
         _, b, s, d, _ = T.facts(a)
         if T.dims(a) != dims or d != hw or s != size:
             return None
-        return T.value_of(a) if b == block else table.gather(T.dense(a), block, hw)
+        value = T.value_of(a)
+        return value if b == block else table.compute(table.gather, T.dense(a), block, hw)
     if a.dim() == 0 or a.dim() <= dims - hw[0]:
         ahead = dims - a.dim()
         spatial = [a.shape[i - ahead] for i in hw if i >= ahead]
@@ -108,11 +109,11 @@ def conform(a, like):
         g not in (1, s) for g, s in zip(got, size, strict=True)
     ):
         return None
-    a = a.view(shape)
+    a = table.compute(torch.Tensor.view, a, shape)
     if got == (1, 1):
-        return a if shape[0] == 1 else table.spread(a)
+        return a if shape[0] == 1 else table.compute(table.spread, a)
     shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
-    return table.gather(a.expand(shape), block, hw)
+    return table.compute(table.gather, table.compute(torch.Tensor.expand, a, shape), block, hw)
 
 
 def _activation(func, x, *args, **kwargs):
@@ -124,7 +125,7 @@ def _activation(func, x, *args, **kwargs):
     name = _ACTIVATIONS[func.__name__]
     if plan is None or plan.activation is not None or not plain:
         return pointwise(func, x, *args, **kwargs)
-    return step(x, plan.then(activation=name), inplace, lambda v: ACT[name](v))
+    return step(x, plan.then(activation=name), inplace, (ACT[name],))
 
 
 ACT = {
@@ -135,17 +136,22 @@ ACT = {
 handles(*_ACTIVATIONS)(_activation)
 
 
-def step(x, plan, inplace, run):
-    """Return the StackTensor of a plan with one more step: x itself, where it is in place."""
+def step(x, plan, inplace, after):
+    """Return the StackTensor of a plan with one more step: x itself, where it is in place.
+
+    ``after`` is the step by itself: a function, and its arguments after the first.
+    """
     table, block, size, hw, reach = T.facts(x)
     if inplace:
         T.flush_readers(table, x)
         if T.plan_of(x) is None:  # one of them has computed it
-            T.value_of(x).copy_(run(T.value_of(x)))
+            func, *more = after
+            value = table.compute(func, T.value_of(x), *more)
+            table.compute(torch.Tensor.copy_, T.value_of(x), value)
         else:
-            T.replace_plan(x, plan, run)
+            T.replace_plan(x, plan, after)
         return x
-    return T.postpone(table, plan, block, size, reach, x, run, hw)
+    return T.postpone(table, plan, block, size, reach, x, after, hw)
 
 
 @handles("add", "add_", "__add__", "__radd__", "__iadd__")
@@ -172,7 +178,7 @@ def add(func, a, b, **kwargs):
 def _with_residual(x, plan, residual, inplace, other):
     table, block, size, hw, reach = T.facts(x)
     reach = max(reach, T.facts(other)[4])
-    done = step(x, plan.then(residual=residual), inplace, lambda v: v + residual)
+    done = step(x, plan.then(residual=residual), inplace, (torch.add, residual))
     object.__getattribute__(done, "__dict__")["_facts"] = table, block, size, hw, reach
     return done
 

@@ -106,14 +106,14 @@ def may_replay(sparse, x, mask, args, outside, kwargs):
         return False
     if type(x) is not torch.Tensor or type(mask) is not torch.Tensor or not _on_gpu(x, mask):
         return False
-    return x.dim() == 4 and x.numel() > 0 and not _watched(x)
+    return x.dim() == 4 and x.numel() > 0 and not watched(x)
 
 
 def _on_gpu(x, mask):
     return x.is_cuda and mask.is_cuda and x.device == mask.device
 
 
-def _watched(x):
+def watched(x):
     """Whether something sees the single functions of a call, or changes them."""
     return (
         is_watched()
@@ -124,15 +124,22 @@ def _watched(x):
 
 def _key(sparse, x, mask, outside):
     """Return all that a graph depends on besides the network's state and numbers in tensors."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     outside = sparse.outside if outside is None else outside
     return (
         tuple(x.shape), x.stride(), x.dtype, x.device, tuple(mask.shape), mask.stride(), mask.dtype,
         current_stream(x.get_device()) if x.is_cuda else None, type(outside), outside,
         sparse.block_size, sparse.capacity, type(sparse.capacity), sparse.halo, sparse.break_even,
+        *settings(),
+    )  # fmt: skip
+
+
+def settings():
+    """Return the settings of PyTorch by which a call may choose how it computes."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    return (
         torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(), cudnn.enabled, cudnn.benchmark,
-        cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled,
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
     )  # fmt: skip

@@ -30,9 +30,8 @@ def interpolate(
     reach = reach + jump * (mode == "bilinear" or to != block)
     options = (mode, align_corners)
     if table.whole:
-        value = F.interpolate(
-            T.picture(input), size, scale_factor, *options, recompute_scale_factor
-        )
+        call = T.picture(input), size, scale_factor, *options, recompute_scale_factor
+        value = table.compute(F.interpolate, *call)
         out = T.StackTensor(value, table, to, new, (2, 3), reach)
         return T.with_rest(out, T.rest_of(input))
     value = T.value_of(input)
@@ -45,17 +44,28 @@ def interpolate(
     exact = all(n == o * f and f >= 1 for n, o, f in zip(new, old, factors, strict=True))
     exact = exact and all(f.is_integer() for f in factors) and scales_are(scales, factors)
     if exact and mode != "bilinear":
-        value = F.interpolate(value, scale_factor=factors, mode=mode)
+        value = table.compute(_larger, value, factors, mode)
     elif exact and not align_corners:
-        wide = ops.halo(value, table, block, old, (1, 1, 1, 1), mode="replicate")
-        value = F.interpolate(wide, scale_factor=factors, mode=mode, align_corners=False)
-        (a, b) = map(int, factors)
-        value = value[:, :, a:-a, b:-b]
+        value = table.compute(_between, value, table, block, old, factors)
     else:
-        value = _anywhere(value, table, block, old, to, new, scales, mode, align_corners)
-    value = value.contiguous(memory_format=torch.channels_last)
+        call = value, table, block, old, to, new, scales, mode, align_corners
+        value = table.compute(_anywhere, *call)
     out = T.StackTensor(value, table, to, new, (2, 3), reach)
     return T.with_rest(out, T.rest_of(input))
+
+
+def _larger(value, factors, mode):
+    value = F.interpolate(value, scale_factor=factors, mode=mode)
+    return value.contiguous(memory_format=torch.channels_last)
+
+
+def _between(value, table, block, size, factors):
+    """Interpolate bilinearly by whole factors."""
+    wide = ops.halo(value, table, block, size, (1, 1, 1, 1), mode="replicate")
+    wide = F.interpolate(wide, scale_factor=factors, mode="bilinear", align_corners=False)
+    down, across = map(int, factors)
+    wide = wide[:, :, down:-down, across:-across]
+    return wide.contiguous(memory_format=torch.channels_last)
 
 
 def scales_are(scales, factors):
@@ -87,11 +97,13 @@ def _anywhere(x, table, block, old, to, new, scales, mode, corners):
     y = _places(table.down, to[0], old[0], new[0], scales[0], mode, corners, precise)
     across = _places(table.across, to[1], old[1], new[1], scales[1], mode, corners, precise)
     if mode != "bilinear":
-        return _at(x, table, block, y[0], across[0]).permute(0, 3, 1, 2)
+        value = _at(x, table, block, y[0], across[0]).permute(0, 3, 1, 2)
+        return value.contiguous(memory_format=torch.channels_last)
     top = _mix(x, table, block, y[0], across)
     bottom = _mix(x, table, block, y[1], across)
     weight = y[2][:, :, None, None].to(x.dtype)
-    return (top * (1 - weight) + bottom * weight).permute(0, 3, 1, 2)
+    value = (top * (1 - weight) + bottom * weight).permute(0, 3, 1, 2)
+    return value.contiguous(memory_format=torch.channels_last)
 
 
 def _mix(x, table, block, y, across):

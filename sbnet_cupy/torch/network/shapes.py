@@ -35,7 +35,7 @@ def cat(func, tensors, dim=0, **rest):
         if value is None or value.shape[0] != _rows(table) or t.shape[2:] != like.shape[2:]:
             return NotImplemented
         stacks.append(value)
-    return T.wrap(torch.cat(stacks, dim), like, reach=reach)
+    return T.wrap(table.compute(torch.cat, stacks, dim), like, reach=reach)
 
 
 def _join(tensors, like):
@@ -58,6 +58,11 @@ def _join(tensors, like):
     return joined
 
 
+def _moved(x, hw, func, *args):
+    """Return a StackTensor of what a function makes of a stack, with pixels at ``hw``."""
+    return T.wrap(T.facts(x)[0].compute(func, T.value_of(x), *args), x, hw=hw)
+
+
 def _rows(table):
     return table.batch if table.whole else table.rows
 
@@ -67,7 +72,7 @@ def split(func, input, sections, dim=0):
     """Split along channels."""
     if not isinstance(input, T.StackTensor) or dim % T.dims(input) not in own_dims(input):
         return NotImplemented
-    parts = func(T.value_of(input), sections, dim=dim)
+    parts = T.facts(input)[0].compute(func, T.value_of(input), sections, dim=dim)
     return type(parts)(T.wrap(part, input) for part in parts)
 
 
@@ -86,7 +91,7 @@ def select(func, input, dim, index):
     if dim not in own_dims(input):
         return NotImplemented
     hw = tuple(i - (dim < i) for i in T.facts(input)[3])
-    return T.wrap(T.value_of(input).select(dim, index), input, hw=hw)
+    return _moved(input, hw, torch.select, dim, index)
 
 
 @handles("narrow")
@@ -94,7 +99,7 @@ def narrow(func, input, dim, start, length):
     """Take some channels."""
     if dim % T.dims(input) not in own_dims(input):
         return NotImplemented
-    return T.wrap(T.value_of(input).narrow(dim, start, length), input)
+    return _moved(input, None, torch.narrow, dim, start, length)
 
 
 @handles("index_select")
@@ -102,7 +107,7 @@ def index_select(func, input, dim, index):
     """Take listed channels."""
     if isinstance(index, T.StackTensor) or dim % T.dims(input) not in own_dims(input):
         return NotImplemented
-    return T.wrap(T.value_of(input).index_select(dim, index), input)
+    return _moved(input, None, torch.index_select, dim, index)
 
 
 @handles("permute")
@@ -116,7 +121,7 @@ def permute(func, input, *order):
     hw = tuple(order.index(i) for i in T.facts(input)[3])
     if hw[0] > hw[1]:
         return NotImplemented
-    return T.wrap(T.value_of(input).permute(order), input, hw=hw)
+    return _moved(input, hw, torch.permute, order)
 
 
 @handles("transpose", "swapaxes", "swapdims")
@@ -145,7 +150,7 @@ def unsqueeze(func, input, dim):
     if dim == 0:
         return NotImplemented
     hw = tuple(i + (dim <= i) for i in T.facts(input)[3])
-    return T.wrap(T.value_of(input).unsqueeze(dim), input, hw=hw)
+    return _moved(input, hw, torch.unsqueeze, dim)
 
 
 @handles("squeeze")
@@ -157,7 +162,7 @@ def squeeze(func, input, dim=None):
     if T.shape(input)[dim] != 1:
         return input
     hw = tuple(i - (dim < i) for i in T.facts(input)[3])
-    return T.wrap(T.value_of(input).squeeze(dim), input, hw=hw)
+    return _moved(input, hw, torch.squeeze, dim)
 
 
 @handles("view", "reshape")
@@ -185,11 +190,11 @@ def view(func, input, *sizes, **rest):
         new, inner = hw, [-1, *block, *sizes[3:]]
     else:
         return NotImplemented
-    value = T.value_of(input)
-    inner[0] = value.shape[0]
+    if not math.prod(inner[1:]):  # of nothing, no length can be told from the others
+        return NotImplemented
     if table.whole:
         inner[new[0]], inner[new[1]] = size
-    return T.wrap(value.reshape(inner), input, hw=new)
+    return _moved(input, new, torch.reshape, inner)
 
 
 @handles("unflatten")
@@ -199,7 +204,7 @@ def unflatten(func, input, dim, sizes):
     if dim not in own_dims(input):
         return NotImplemented
     hw = tuple(i + (len(sizes) - 1) * (dim < i) for i in T.facts(input)[3])
-    return T.wrap(T.value_of(input).unflatten(dim, sizes), input, hw=hw)
+    return _moved(input, hw, torch.unflatten, dim, sizes)
 
 
 @handles("flatten")
@@ -213,7 +218,7 @@ def flatten(func, input, start_dim=0, end_dim=-1):
         return NotImplemented
     gone = len(joined) - 1
     hw = tuple(i - gone * (start_dim % count < i) for i in T.facts(input)[3])
-    return T.wrap(T.value_of(input).flatten(start_dim, end_dim), input, hw=hw)
+    return _moved(input, hw, torch.flatten, start_dim, end_dim)
 
 
 @handles("__getitem__")
@@ -251,7 +256,7 @@ def getitem(func, input, index):
         return NotImplemented
     gone = [i for i in own_dims(input) if isinstance(index[i], int)]
     moved = tuple(i - sum(g < i for g in gone) for i in hw)
-    value = T.value_of(input)[tuple(index)]
+    value = table.compute(torch.Tensor.__getitem__, T.value_of(input), tuple(index))
     table.block_of.setdefault(tuple(size), tuple(block))
     return T.wrap(value, input, block=tuple(block), size=tuple(size), hw=moved)
 
@@ -279,12 +284,10 @@ def pixel_shuffle(func, input, upscale_factor):
     """Turn channels into pixels: blocks grow."""
     if not is_image(input):
         return NotImplemented
-    return _scaled(input, func(T.value_of(input), upscale_factor), upscale_factor)
-
-
-def _scaled(x, value, factor):
-    table, block, size, _, reach = T.facts(x)
-    block, size = (tuple(n * f for n, f in zip(v, two(factor), strict=True)) for v in (block, size))
+    table, block, size, _, reach = T.facts(input)
+    value = table.compute(func, T.value_of(input), upscale_factor)
+    times = two(upscale_factor)
+    block, size = (tuple(n * f for n, f in zip(v, times, strict=True)) for v in (block, size))
     table.block_of.setdefault(size, block)
     return T.StackTensor(value, table, block, size, (2, 3), reach)
 
@@ -298,7 +301,7 @@ def pixel_unshuffle(func, input, downscale_factor):
     f = downscale_factor
     if any(n % f for n in (*block, *size)):
         return NotImplemented
-    value = func(T.value_of(input), f)
+    value = table.compute(func, T.value_of(input), f)
     block, size = (tuple(n // f for n in v) for v in (block, size))
     table.block_of.setdefault(size, block)
     return T.StackTensor(value, table, block, size, (2, 3), reach)
@@ -309,7 +312,7 @@ def channel_shuffle(func, input, groups):
     """Reorder channels."""
     if not is_image(input):
         return NotImplemented
-    return T.wrap(func(T.value_of(input), groups), input)
+    return _moved(input, None, func, groups)
 
 
 @handles("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")

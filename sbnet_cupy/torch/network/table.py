@@ -41,6 +41,7 @@ class Table:
         self.plans = {}
         self.trace = None
         self.weights = None
+        self.tape = None  # of a call that is recorded
         self.borders = False
         self.reduced = None
 
@@ -49,6 +50,13 @@ class Table:
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
+
+    def compute(self, func, *args, **kwargs):
+        """Call a function of values of the call, and note it where the call is recorded."""
+        result = func(*args, **kwargs)
+        if self.tape is not None:
+            self.tape.note(func, args, kwargs, result)
+        return result
 
     def fits(self, block, size):
         """Whether the blocks of the grid cover an image of this size."""

@@ -38,6 +38,8 @@ class StackTensor(torch.Tensor):
         """Make one of a stack, or of a plan that is to be computed when it is read."""
         shape = list(value.shape if plan is None else plan.shape)
         shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
+        if table.tape is not None and plan is None:
+            table.tape.expect(value)
         like = value if plan is None else plan
         requires_grad = plan is None and value.requires_grad
         self = without_memory(cls, shape, like.dtype, table.device, requires_grad)
@@ -96,8 +98,8 @@ def _compute(x, own):
         ahead = ref()
         if ahead is not None and ahead is not x:  # what this one was made of is wanted too
             value = value_of(ahead)
-            for step in steps:
-                value = step(value)
+            for func, *more in steps:
+                value = facts(x)[0].compute(func, value, *more)
             break
     if value is None:
         value = plan.run()
@@ -124,7 +126,8 @@ def plan_of(x):
 def postpone(table, plan, block, size, reach, parent=None, step=None, hw=(2, 3)):
     """Return a StackTensor of a convolution, or its like, that waits for what follows it.
 
-    ``step`` makes its value of that of its parent, which waits too.
+    ``step`` is a function, and its arguments after the first, that makes its value of that of its
+    parent, which waits too.
     """
     out = StackTensor(None, table, block, size, hw, reach, plan)
     own = object.__getattribute__(out, "__dict__")
@@ -137,7 +140,7 @@ def postpone(table, plan, block, size, reach, parent=None, step=None, hw=(2, 3))
 
 
 def replace_plan(x, plan, step):
-    """Add a step in place to a convolution that waits; ``step`` returns a new tensor."""
+    """Add a step in place to a convolution that waits; its function returns a new tensor."""
     own = object.__getattribute__(x, "__dict__")
     own["_plan"] = plan
     own["_made_of"] = [(ref, (*steps, step)) for ref, steps in own["_made_of"]]
@@ -174,14 +177,15 @@ def dense(x):
     if not isinstance(x, StackTensor):
         return x
     table, block, size, hw, _ = facts(x)
-    image = table.scatter(value_of(x), block, size, hw)
+    image = table.compute(table.scatter, value_of(x), block, size, hw)
     border = border_of(x)
     if border is None:
         return image
     top, bottom, left, right, mode, value = border
+    around = (left, right, top, bottom)
     if mode == "zeros":
-        return F.pad(image, (left, right, top, bottom), value=value)
-    return F.pad(image, (left, right, top, bottom), mode=mode)
+        return table.compute(F.pad, image, around, value=value)
+    return table.compute(F.pad, image, around, mode=mode)
 
 
 def map_dense(tree):
@@ -274,6 +278,8 @@ def on_image(func, name, args, kwargs):
     table = facts(like)[0]
     inplace = _writes(name, kwargs)
     flush(table)
+    if table.tape is not None:
+        table.tape.stop(f"{name}, which ran on the image")
     if table.trace is not None:
         table.trace.on_image(name, like)
     if inplace and isinstance(args[0], StackTensor):
@@ -315,7 +321,7 @@ def picture(x):
     """
     table, block, _, hw, _ = facts(x)
     value = value_of(x)
-    return table.zero(value, block, hw) if table.whole else value
+    return table.compute(table.zero, value, block, hw) if table.whole else value
 
 
 def border_of(x):
@@ -340,12 +346,13 @@ def with_border(x, border):
 def global_mean(x, over, keepdim, total=False):
     """Average (or sum) whole images: a tensor with one value for each image and channel."""
     table, block, size, hw, _ = facts(x)
-    sums = table.reduce_pixels(value_of(x), block, size, hw, "sum" if total else "mean")
+    mode = "sum" if total else "mean"
+    sums = table.compute(table.reduce_pixels, value_of(x), block, size, hw, mode)
     if table.reduced is None:
         table.reduced = "a mean over the image"
     if keepdim:
         for i in sorted(over):
-            sums = sums.unsqueeze(i)
+            sums = table.compute(torch.unsqueeze, sums, i)
     return sums
 
 

@@ -167,7 +167,8 @@ def conv_transpose2d(
         row = None if table.trace is None else table.trace.row
         plan = TransposedPlan(source, T.facts(input), weight, bias, options, source.dtype, row)
         return T.postpone(table, plan, out_block, out, reach)
-    y = ops.conv_transpose(source, table, block, size, weight, bias, **options)
+    call = source, table, block, size, weight, bias
+    y = table.compute(ops.conv_transpose, *call, **options)
     return T.StackTensor(y, table, out_block, out, (2, 3), reach)
 
 
@@ -191,8 +192,9 @@ def max_pool2d(
         return NotImplemented
     table, value = window.table, T.picture(input)
     if table.whole:
-        value = _bordered(value, border)
-        return window.wrap(F.max_pool2d(value, kernel, stride, p, dilation, ceil_mode))
+        value = table.compute(_bordered, value, border)
+        call = value, kernel, stride, p, dilation, ceil_mode
+        return window.wrap(table.compute(F.max_pool2d, *call))
     pooled = cuda_pool.max_pool(value, table, window)
     if pooled is not None:
         return window.wrap(pooled)
@@ -202,8 +204,8 @@ def max_pool2d(
         fill = float("-inf") if window.fill is None or ceil_mode else window.fill
         if border and ceil_mode:
             return NotImplemented
-        value = ops.halo(value, table, window.block, window.size, rims, fill)
-    value = F.max_pool2d(value, kernel, stride, 0, dilation)
+        value = table.compute(ops.halo, value, table, window.block, window.size, rims, fill)
+    value = table.compute(F.max_pool2d, value, kernel, stride, 0, dilation)
     if value.requires_grad and not table.filled(window.out_block, window.out_size):
         # of nothing there is no largest number: keep infinity out of the gradients of weights
         value = torch.where(table.inside(window.out_block, window.out_size)[:, None], value, 0)
@@ -237,30 +239,34 @@ def avg_pool2d(
     table, value = window.table, T.picture(input)
     if table.whole:
         options = (kernel, stride, p, ceil_mode, count_include_pad, divisor_override)
-        return window.wrap(F.avg_pool2d(value, *options))
+        return window.wrap(table.compute(F.avg_pool2d, value, *options))
     pooled = cuda_pool.avg_pool(value, table, window, count_include_pad, divisor_override)
     if pooled is not None:
         return window.wrap(pooled)
     if any(p) or ceil_mode or kernel != stride:
         rims = ops.rim(kernel, stride, window.pads, (1, 1))
-        value = ops.halo(value, table, window.block, window.size, rims)
+        value = table.compute(ops.halo, value, table, window.block, window.size, rims)
     if divisor_override is not None or not (ceil_mode or any(p)):
-        return window.wrap(
-            F.avg_pool2d(value, kernel, stride, 0, divisor_override=divisor_override)
-        )
-    sums = F.avg_pool2d(value, kernel, stride, 0, divisor_override=1)
-    down = _counts(window, 0, table.down, p[0], count_include_pad)
-    across = _counts(window, 1, table.across, p[1], count_include_pad)
-    return window.wrap(sums / (down[:, None, :, None] * across[:, None, None, :]).to(sums.dtype))
+        call = value, kernel, stride, 0, False, True, divisor_override
+        return window.wrap(table.compute(F.avg_pool2d, *call))
+    sums = table.compute(F.avg_pool2d, value, kernel, stride, 0, False, True, 1)
+    counted = window.out_block, kernel, stride, p, window.size, count_include_pad
+    return window.wrap(table.compute(_divided, sums, table, *counted))
 
 
-def _counts(window, axis, cell, pad, include):
+def _divided(sums, table, *counted):
+    """Divide sums over windows by the number of pixels that each counts."""
+    each = zip((table.down, table.across), *counted[:-1], strict=True)
+    down, across = (_counts(*one, counted[-1]) for one in each)
+    return sums / (down[:, None, :, None] * across[:, None, None, :]).to(sums.dtype)
+
+
+def _counts(cell, length, kernel, stride, pad, size, include):
     """Return how many pixels each window of a row counts along an axis: ``[M, b]``."""
-    at = pixels_of(cell, window.out_block[axis])
-    start = at * window.stride[axis] - pad
-    end = torch.clamp(start + window.kernel[axis], max=window.size[axis] + pad)
+    start = pixels_of(cell, length) * stride - pad
+    end = torch.clamp(start + kernel, max=size + pad)
     if not include:
-        start, end = start.clamp(min=0), end.clamp(max=window.size[axis])
+        start, end = start.clamp(min=0), end.clamp(max=size)
     return (end - start).clamp(min=1)
 
 
@@ -282,7 +288,8 @@ def adaptive_max_pool2d(func, input, output_size, return_indices=False):
         return NotImplemented
     table, block, size, _, _ = T.facts(input)
     table.reduced = table.reduced or "a maximum over the image"
-    return table.max_pixels(T.value_of(input), block, size)[:, :, None, None]
+    largest = table.compute(table.max_pixels, T.value_of(input), block, size)
+    return table.compute(torch.unflatten, largest, 1, (-1, 1, 1))
 
 
 _MODES = {
@@ -316,12 +323,16 @@ def pad(func, input, pad, mode="constant", value=None):
     padded = (size[0] + top + bottom, size[1] + left + right)
     if mode == "constant" and value == 0 and top == left == 0 and table.fits(block, padded):
         if table.whole:
-            stack = F.pad(T.picture(input), pads)
+            stack = table.compute(F.pad, T.picture(input), pads)
         else:
-            stack = torch.where(table.inside(block, size)[:, None], T.value_of(input), 0)
+            stack = table.compute(_inside, T.value_of(input), table, block, size)
         table.block_of.setdefault(padded, block)
         return T.StackTensor(stack, table, block, padded, (2, 3), reach)
     return T.with_border(input, (top, bottom, left, right, _MODES[mode], value))
+
+
+def _inside(value, table, block, size):
+    return torch.where(table.inside(block, size)[:, None], value, 0)
 
 
 BORDERED.update((conv2d, max_pool2d))

@@ -1,0 +1,352 @@
+"""Calls that run from a tape on a CPU: with which results, until when, and what is on no tape."""
+
+import copy
+import pickle
+import threading
+import warnings
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+import sbnet_cupy  # noqa: E402
+from support import networks  # noqa: E402  (needs PyTorch)
+from support.exhaustive import all_but  # noqa: E402
+from support.networks import assert_near  # noqa: E402
+
+nn, F = torch.nn, torch.nn.functional
+tree_leaves = torch.utils._pytree.tree_leaves
+
+SIZE, BLOCK = (61, 84), 16
+USUAL = ("unet", "mobilenet", "densenet", "preactivation", "convnext")
+
+
+def image(seed=7, n=2, **options):
+    """Return random images."""
+    return torch.randn(n, 3, *SIZE, generator=torch.Generator().manual_seed(seed), **options)
+
+
+def masks(*shares, n=2):
+    """Return masks with such shares of active blocks."""
+    return [networks.blocks((n, *SIZE), BLOCK, share, i)[1] for i, share in enumerate(shares)]
+
+
+def small():
+    """Return a network without statistics of its own."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).eval()
+
+
+def taped(st, dense, *call, **options):
+    """Return a sparse network that has a tape of such a call."""
+    sparse = st.sparsify(dense, BLOCK, **options)
+    for _ in range(2):
+        sparse(*(call or (image(), masks(0.4)[0])))
+    assert sparse._tapes.tapes and not sparse._tapes.unfit
+    return sparse
+
+
+def same(actual, expected):
+    """Whether two results are the same in every bit."""
+    pairs = zip(tree_leaves(actual), tree_leaves(expected), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", all_but(sorted(networks.FAMILIES), USUAL))
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@torch.no_grad()
+def test_a_tape_has_the_bits_of_a_call(st, name, break_even):
+    """Whatever the mask and the image, on the stack and on whole images."""
+    dense, some = networks.network(name), masks(0.4, 0.7, 0.2, 0.0, 1.0)
+    x = image() if name != "csp" else F.pad(image(), (0, 0, 0, 3))
+    if name == "csp":
+        some = [F.pad(mask, (0, 0, 0, 3)) for mask in some]
+    sparse, plain = (st.sparsify(dense, BLOCK, replay=how) for how in ("auto", False))
+    sparse.break_even = plain.break_even = break_even
+    for seed in range(2):
+        for mask in (*some, *some):
+            given = x + seed
+            assert same(sparse(given, mask), plain(given.clone(), mask))
+            assert sparse.computed() == plain.computed()
+    assert not plain._tapes.tapes and sparse._tapes.unfit == (name == "vgg")
+    if name != "vgg":  # which has a function without a form for the stack
+        assert len(sparse._tapes.tapes) == 2
+
+
+@torch.no_grad()
+def test_a_tape_gives_what_the_oracle_does(st):
+    x, dense = image(dtype=torch.float64), networks.network("unet").double()
+    sparse = taped(st, dense, x, masks(0.4)[0])
+    for seed in range(3):
+        on, mask = networks.blocks((2, *SIZE), BLOCK, 0.5, seed)
+        x = image(seed, dtype=torch.float64)
+        assert_near(sparse(x, mask), networks.oracle(dense, x, on, BLOCK))
+
+
+def _new_state(dense):
+    other = small()
+    other[0].weight.data *= 2
+    dense.load_state_dict(other.state_dict())
+
+
+CHANGES = {
+    "in place": lambda dense: dense[0].weight.mul_(2),
+    "memory": lambda dense: setattr(dense[0].weight, "data", dense[0].weight * 2),
+    "parameter": lambda dense: setattr(dense[0], "weight", nn.Parameter(dense[0].weight * 2)),
+    "state": _new_state,
+    "buffer": lambda dense: dense[1].running_var.add_(1),
+    "module": lambda dense: dense.__setitem__(0, nn.Conv2d(3, 4, 3, padding=1)),
+    "added": lambda dense: dense.append(nn.Sigmoid()),
+    "attribute": lambda dense: setattr(dense[1], "eps", 0.1),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@torch.no_grad()
+def test_a_change_of_the_network_shows(st, kind):
+    dense, x, mask = small(), image(), masks(0.4)[0]
+    sparse = taped(st, dense, x, mask)
+    before = sparse(x, mask)
+    CHANGES[kind](dense)
+    expected = st.sparsify(dense, BLOCK, replay=False)(x, mask)
+    for _ in range(4):
+        assert same(sparse(x, mask), expected)
+    assert sparse._tapes.tapes and not torch.equal(before, expected)
+
+
+@torch.no_grad()
+def test_training_gradients_and_moves_drop_tapes(st):
+    x, mask = image(), masks(0.4)[0]
+    sparse = taped(st, small(), x, mask)
+    for change in (lambda: sparse.train().eval(), sparse.float, lambda: sparse(x, mask).sum()):
+        for _ in range(2):
+            sparse(x, mask)
+        assert sparse._tapes.tapes
+        with torch.enable_grad():
+            change()
+        assert not sparse._tapes.tapes
+    for twin in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
+        assert not twin._tapes.tapes and same(twin(x, mask), sparse(x, mask))
+    with torch.enable_grad():
+        y = sparse(x, mask)
+        y.sum().backward()
+    assert all(p.grad is not None for p in sparse.parameters())
+
+
+@torch.no_grad()
+def test_hooks_run_at_each_call(st):
+    dense, x, mask, seen = small(), image(), masks(0.4)[0], []
+    sparse = taped(st, dense, x, mask)
+    handle = dense[0].register_forward_hook(lambda *_: seen.append(1))
+    for _ in range(3):
+        sparse(x, mask)
+    assert len(seen) == 3 and not sparse._tapes.tapes
+    handle.remove()
+    for _ in range(4):
+        sparse(x, mask)
+    assert len(seen) == 3 and sparse._tapes.tapes
+
+
+class Using(nn.Module):
+    """A convolution, and a function of its result and of the network."""
+
+    def __init__(self, func):
+        super().__init__()
+        self.conv, self.func, self.cache = nn.Conv2d(3, 4, 3, padding=1), func, []
+        self.count = 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        """Convolve."""
+        return self.func(self, self.conv(x))
+
+
+def _cached(self, y):
+    self.cache[:] = self.cache or [torch.ones(())]
+    return y * self.cache[0]
+
+
+def _counted(self, y):
+    self.count = self.count + 1
+    self.calls += 1
+    return y + self.count
+
+
+UNFIT = {
+    "a number of a result": lambda self, y: y * y.mean((2, 3)).amax().item(),
+    "a number of the image": lambda self, y: y if y.sum() > 0 else -y,
+    "a tensor from elsewhere": lambda self, y: y * ELSEWHERE,
+    "a tensor that it keeps": _cached,
+    "a function on the image": lambda self, y: F.unfold(y, 2).sum(1),
+    "numpy": lambda self, y: y * torch.from_numpy(y.mean((2, 3), keepdim=True).numpy().copy()),
+    "counts": _counted,
+}
+ELSEWHERE = torch.ones(())
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@torch.no_grad()
+def test_what_is_on_no_tape_is_called_each_time(st, name):
+    torch.manual_seed(0)
+    dense, (mask, other) = Using(UNFIT[name]).eval(), masks(0.4, 0.6)
+    twin = copy.deepcopy(dense)
+    sparse, plain = st.sparsify(dense, BLOCK), st.sparsify(twin, BLOCK, replay=False)
+    for seed in range(4):
+        if name == "a tensor from elsewhere":
+            ELSEWHERE.add_(1)
+        x = image(seed) - 3 * (seed % 2)
+        for m in (mask, other):
+            assert same(sparse(x, m), plain(x, m))
+    assert sparse._tapes.unfit and not sparse._tapes.tapes
+
+
+FIT = {
+    "of whole images": lambda self, y: y * torch.sigmoid(
+        F.conv2d(y.mean((2, 3), keepdim=True)[:, :3], self.conv.weight[:, :, :1, :1])),
+    "written in place": lambda self, y: y.mul_(2).add_(y.mean((2, 3), keepdim=True).neg_()),
+    "read twice": lambda self, y: F.relu(y) + y,
+    "weights of its own": lambda self, y: F.conv2d(
+        y[:, :3], self.conv.weight - self.conv.weight.mean()),
+    "in a dict": lambda self, y: {"a": [F.relu(y), y.mean((2, 3))], "b": (self.conv.bias, 3, None)},
+    "views": lambda self, y: torch.cat(
+        y.permute(0, 2, 3, 1).chunk(2, -1)[::-1], -1).permute(0, 3, 1, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@pytest.mark.parametrize("name", FIT)
+@torch.no_grad()
+def test_what_a_network_may_do(st, name, break_even):
+    torch.manual_seed(0)
+    dense = Using(FIT[name]).eval()
+    sparse, plain = (st.sparsify(dense, BLOCK, replay=how) for how in ("auto", False))
+    sparse.break_even = plain.break_even = break_even
+    for seed in range(3):
+        for mask in masks(0.4, 0.6):
+            assert same(sparse(image(seed), mask), plain(image(seed), mask))
+    assert sparse._tapes.tapes and not sparse._tapes.unfit
+
+
+@torch.no_grad()
+def test_parametrized_weights(st):
+    dense = small()
+    torch.nn.utils.parametrizations.weight_norm(dense[0])
+    x, mask = image(), masks(0.4)[0]
+    sparse = taped(st, dense, x, mask)
+    for _ in range(3):
+        assert same(sparse(x, mask), st.sparsify(dense, BLOCK, replay=False)(x, mask))
+        dense[0].parametrizations.weight.original0.mul_(2)
+    sparse = st.sparsify(dense, BLOCK, outside="bias")
+    for _ in range(3):
+        assert same(sparse(x, mask), st.sparsify(dense, BLOCK, outside="bias")(x, mask))
+
+
+@torch.no_grad()
+def test_random_numbers_are_drawn_at_each_call(st):
+    sparse = taped(st, Using(lambda self, y: F.dropout(y, 0.5, True)).eval())
+    x, mask = image(), masks(0.4)[0]
+    assert not torch.equal(sparse(x, mask), sparse(x, mask))
+
+
+@torch.no_grad()
+def test_outside(st):
+    dense, x = small(), image()
+    shape = (2, 4, *SIZE)
+    for outside in (1.5, "bias", torch.randn(shape)):
+        sparse, plain = (
+            st.sparsify(dense, BLOCK, outside=outside, replay=how) for how in ("auto", False)
+        )
+        for mask in masks(0.4, 0.6, 0.4):
+            assert same(sparse(x, mask), plain(x, mask))
+        assert sparse._tapes.tapes
+    sparse = taped(st, dense, x, masks(0.4)[0], outside=torch.zeros(shape))
+    for seed in range(3):  # another tensor at each call
+        given, mask = torch.full(shape, float(seed)), masks(0.5)[0]
+        assert same(sparse(x, mask, outside=given), plain(x, mask, outside=given))
+    with pytest.raises(sbnet_cupy.ShapeError, match="outside must have the shape"):
+        sparse(x, mask, outside=torch.zeros(2, 4, 3, 3))
+
+
+@torch.no_grad()
+def test_threads_have_their_own_results(st):
+    dense, some = networks.network("resnet_basic"), masks(0.3, 0.6)
+    sparse, plain = (st.sparsify(dense, BLOCK, replay=how) for how in ("auto", False))
+    x, wrong = image(), []
+    expected = [plain(x, mask) for mask in some]
+
+    @torch.no_grad()
+    def call(mask, right):
+        for _ in range(12):
+            if not same(sparse(x, mask), right):
+                wrong.append(mask)
+
+    threads = [
+        threading.Thread(target=call, args=pair) for pair in zip(some, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and sparse._tapes.tapes
+
+
+@torch.no_grad()
+def test_a_tape_holds_no_activation(st):
+    """Neither while it is recorded, nor later."""
+    kept, most = [], []
+
+    def deep(self, y):
+        for _ in range(6):
+            y = F.relu(y.clone())
+            kept.append(weakref.ref(y))
+            y = y + 1
+            most.append(sum(ref() is not None for ref in kept))
+        return y
+
+    sparse = taped(st, Using(deep).eval())
+    assert max(most) <= 2 and all(ref() is None for ref in kept)
+    steps = next(iter(sparse._tapes.tapes.values())).steps
+    assert sum(len(step.last) for step in steps) >= len(steps)  # freed as soon as it can be
+
+
+@torch.no_grad()
+def test_too_little_room_warns_at_each_call(st):
+    x, (few, many) = image(), masks(0.1, 0.9)
+    sparse = taped(st, small(), x, few, capacity=8)
+    for _ in range(3):
+        with pytest.warns(RuntimeWarning, match="capacity has room for 8"):
+            sparse(x, many)
+        assert sparse.overflowed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sparse(x, few)
+    assert not sparse.overflowed
+
+
+@torch.no_grad()
+def test_what_has_no_tape(st):
+    x, mask = image(), masks(0.4)[0]
+    sparse = st.sparsify(small(), BLOCK)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            sparse(x, mask)
+        with torch.profiler.profile():
+            sparse(x, mask)
+        with torch.enable_grad():
+            sparse(x, mask)
+        st.sparsify(small(), BLOCK, replay=False)(x, mask)
+    assert not sparse._tapes.tapes
+
+
+@torch.no_grad()
+def test_bad_calls_are_refused_alike(st):
+    x, mask = image(), masks(0.4)[0]
+    sparse = taped(st, small(), x, mask)
+    with pytest.raises(sbnet_cupy.ShapeError, match="mask must have shape"):
+        sparse(x, mask[:, 1:])
+    with pytest.raises(ValueError, match="outside must be"):
+        sparse(x, mask, outside="zero")
+    empty = sparse(x[:0], mask[:0])
+    assert empty.shape == (0, 4, *SIZE)
