@@ -19,6 +19,7 @@ from benchmarks.harness.rows import (
 )
 from benchmarks.harness.targets import COPIES, EVEN, EVEN_BLOCK, FUSED, Run, evaluate
 
+SITE_FILES = ("coordinate_map.csv", "submanifold_conv.csv", "site_networks.csv")
 BENCHMARKS = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: begin, written by report.py -->", "<!-- results: end -->"
 NOTHING = "No run is committed yet: there is no CSV file under `results/`."
@@ -56,7 +57,7 @@ def report(results, base):
 def device(folder, base):
     """Return the Markdown for one device."""
     if (folder / RATIOS_FILE).is_file():
-        return "\n\n".join(_cpu(folder / RATIOS_FILE, base))
+        return "\n\n".join(_cpu(folder / RATIOS_FILE, base) + _sites(folder, base))
     run = Run(read_folder(folder))
     parts = [_head(run, folder, base), *_targets(run.rows)]
     for name, alt in PICTURES.items():
@@ -320,6 +321,28 @@ def _cpu(path, base):
     lines = [[_name(r), f"{r.ratio:.2f}", r.implementation] for r in slower(ratios)]
     heads = ["PyTorch from the same inputs is faster", "Ratio", "By"]
     return [*parts, _table(heads, lines)] if lines else parts
+
+
+def _sites(folder, base):
+    """Ratios of features at sites in runs on a CPU, one table for each file."""
+    parts = []
+    for path in (folder / name for name in SITE_FILES if (folder / name).is_file()):
+        ratios = read(path, Ratio)
+        groups = {}
+        for r in ratios:
+            groups.setdefault((r.op, r.variant, r.implementation, r.note), {})[r.shape] = r.ratio
+        shapes = list(dict.fromkeys(r.shape for r in ratios))
+        lines = [
+            [*group, *(f"{found[shape]:.2f}" if shape in found else "" for shape in shapes)]
+            for group, found in groups.items()
+        ]
+        first = ratios[0]
+        parts.append(
+            f"At sites, our time over another's, {first.cpu}, PyTorch {first.torch}, commit "
+            f"{first.commit}. Rows: [{path.name}]({_link(path, base)})."
+        )
+        parts.append(_table(["Op", "Variant", "Against", "", *shapes], lines))
+    return parts
 
 
 def _name(row):

@@ -52,3 +52,22 @@ def spconv_of(torch, scene, features, w):
             fresh = spconv.SparseConvTensor(x, rows, list(scene.spatial_shape), 1)
             known = layer(fresh).replace_feature(x)  # carries the map
         yield algorithm.name, lambda layer=layer, known=known: layer(known).features
+
+
+def spconv_maps(torch, scene):
+    """Return spconv's maps at distinct sites as (variant, call); none without it."""
+    try:
+        from spconv.core import ConvAlgo
+        from spconv.pytorch import ops
+    except ImportError:
+        return
+    rows, d = torch.from_numpy(scene.rows).cuda(), len(scene.spatial_shape)
+
+    def find(stride, padding, same):
+        return ops.get_indice_pairs_implicit_gemm(
+            rows, 1, list(scene.spatial_shape), ConvAlgo.MaskImplicitGemm, [3] * d, [stride] * d,
+            [padding] * d, [1] * d, [0] * d, subm=same, is_train=False,
+        )  # fmt: skip
+
+    yield "same", lambda: find(1, 1, True)
+    yield "strided", lambda: find(2, 1, False)

@@ -27,6 +27,13 @@ def standard(quick=False):
             blobs((400, 700), 0.1), blobs((100, 175), 0.1)]  # fmt: skip
 
 
+def networks(quick=False, cpu=False):
+    """Return the scenes of whole networks; on a CPU one is small enough to be computed dense."""
+    if quick:
+        return [surface(200), blobs((24, 32), 0.2)]
+    return [surface(5000), scan(14_000)] if cpu else [scan(14_000), surface(100_000)]
+
+
 def surface(count, seed=0):
     """Return about ``count`` voxels of a room: floor, tilted walls, balls."""
     rng = np.random.default_rng(seed)
@@ -81,6 +88,13 @@ def from_file(path, voxel=(0.05, 0.05, 0.05)):
     points = np.fromfile(path, np.float32).reshape(-1, 4)[:, :3]
     rows = np.unique(np.floor(points[np.isfinite(points).all(1)] / voxel).astype(np.int32), axis=0)
     return _scene("scan of a file", rows)
+
+
+def points_of(scene, channels, seed=0):
+    """Return points of a scene, one to three at each site, shuffled: rows, and float32 features."""
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(np.repeat(scene.rows, rng.integers(1, 4, len(scene.rows)), axis=0))
+    return rows, rng.standard_normal((len(rows), channels), np.float32)
 
 
 def _turned(rng, tilted):

@@ -54,3 +54,65 @@ def test_a_wrong_convolution_is_refused(wrong, monkeypatch):
     monkeypatch.setattr(case, "convolve", lambda: right)
     with pytest.raises(AssertionError, match="beyond rounding"):
         case.check()
+
+
+@pytest.mark.parametrize("name", ["coordinate_map", "site_networks"])
+def test_ratios_of_maps_and_networks_on_a_cpu(name, tmp_path):
+    bench, rows = part(f"submanifold.bench_{name}"), part("harness.rows")
+    arguments = ["--cpu", "--quick", "--threads", "1", "--out", str(tmp_path)]
+    assert bench.main(arguments + ["--networks", "unet"] * (name == "site_networks")) == 0
+    found = rows.read(tmp_path / f"{name}.csv", rows.Ratio)
+    assert all(0 < row.ratio <= row.ratio_p90 for row in found)
+    variants = {row.variant for row in found}
+    if name == "coordinate_map":
+        assert variants == set(bench.OPS) and len(found) == 3 * len(variants)
+    else:
+        assert len(variants) == 2 and len(found) == 2 * 2 * len(variants)
+        assert {row.implementation for row in found} == {bench.PAIRS, bench.DENSE}
+
+
+def test_the_flow_of_maps_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
+    bench, rows = part("submanifold.bench_coordinate_map"), part("harness.rows")
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    assert bench.main(["--quick", "--out", str(tmp_path)]) == 0
+    found = rows.read(tmp_path / "coordinate_map.csv")
+    check_rows(found, {rows.OURS, bench.TORCH})
+    assert {row.timed_by for row in found} == {"graph", "events", "host"}
+    assert {row.variant for row in found if row.ours} == set(bench.OPS)
+
+
+def test_the_flow_of_networks_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
+    bench, rows = part("submanifold.bench_site_networks"), part("harness.rows")
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    arguments = ["--quick", "--networks", "second", "--out", str(tmp_path)]
+    assert bench.main(arguments) == 0
+    found = rows.read(tmp_path / "site_networks.csv")
+    check_rows(found, {rows.OURS, bench.PAIRS, bench.DENSE})
+    assert {row.timed_by for row in found} == {"graph", "events", "host"}
+    ours = {row.variant.partition(", ")[2] for row in found if row.ours}
+    steps = {"forward", "forward and backward"}
+    assert ours == steps | {f"{step}, host" for step in steps}
+
+
+def test_wrong_maps_are_refused(monkeypatch, torch):
+    bench, scenes = part("submanifold.bench_coordinate_map"), part("submanifold.scenes")
+    case = bench.Case(np, scenes.blobs((20, 30), 0.2), waits=True)
+    bench.check(case, bench.Plain(torch, case, "cpu"))
+    made = case.strided()
+    made.rows[:] = made.rows[::-1].copy()
+    monkeypatch.setattr(case, "strided", lambda: made)
+    with pytest.raises(AssertionError, match="something else for strided"):
+        bench.check(case, bench.Plain(torch, case, "cpu"))
+
+
+def test_a_wrong_network_is_refused(torch):
+    bench, scenes = part("submanifold.bench_site_networks"), part("submanifold.scenes")
+    scene = scenes.blobs((20, 30), 0.2)
+    case = bench.Case(torch, "unet", scene, "cpu", torch.float32)
+    with torch.no_grad():
+        case.check()
+        w, b = case.networks[bench.OURS].weights[5]
+        case.networks[bench.OURS].weights = list(case.weights)
+        case.networks[bench.OURS].weights[5] = (w * 1.01, b)
+        with pytest.raises(AssertionError, match="sbnet_cupy: relative error"):
+            case.check()

@@ -1,0 +1,206 @@
+"""Whole networks at sites, from points to features, their sites and maps included.
+
+    python -m benchmarks.submanifold.bench_site_networks [--cpu] [--scan FILE.bin] [--out FOLDER]
+
+The encoder of SECOND and a U-Net with residual units (networks.py): the forward pass, and the
+forward pass with the gradients of all weights. Ours is compared with plain PyTorch in float64
+before it is timed. Beside it run plain PyTorch by pair lists, dense PyTorch where the whole grid is
+small, and spconv where it is installed. On a GPU ours has capacities, so that nothing waits, and
+runs as a CUDA graph where it can be captured; the host's time is a row of its own. On a CPU the
+rows are ratios of one run.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import machine
+from benchmarks.harness.rows import OURS, SAME_INPUTS, Ratio, Row, Writer
+from benchmarks.harness.timing import Contender, HostClock, TorchClock, WallClock
+from benchmarks.submanifold import networks, scenes
+
+PAIRS, DENSE = "torch, pair lists", "torch, dense"
+MOST_CELLS = 300_000  # of a grid that is also computed dense
+ONE_A_ROUND = 2e9  # bytes, from which a round of the clock is one call
+DEVICE = "cuda"  # in a run on a GPU
+
+
+class Case:
+    """A network on the points of a scene, by each library."""
+
+    def __init__(self, torch, name, scene, device, dtype):
+        self.torch, self.name, self.scene = torch, name, scene
+        shape = (1, *(-(-n // 8) * 8 for n in scene.spatial_shape))  # whole windows on all levels
+        d = len(scene.spatial_shape)
+        rows, features = scenes.points_of(scene, networks.INPUT)
+        self.rows = torch.from_numpy(rows).to(device)
+        self.features = torch.from_numpy(features).to(device, dtype)
+        self.weights = networks.weights_of(torch, name, d, dtype, device)
+        kinds = {OURS: networks.Ours, PAIRS: networks.Plain}
+        if math.prod(shape) <= MOST_CELLS:
+            kinds[DENSE] = networks.Dense
+        if device == "cuda" and _has_spconv():
+            kinds["spconv"] = networks.Spconv
+        self.networks = {
+            library: kind(torch, name, self.weights, shape) for library, kind in kinds.items()
+        }
+
+    def forward(self, library):
+        """Return rows and features of the result."""
+        given = self.rows, self.features
+        if library == "spconv":  # distinct sites, with any features
+            given = self._distinct()
+        return self.networks[library](*given)
+
+    def _distinct(self):
+        if not hasattr(self, "kept"):
+            rows = self.torch.from_numpy(self.scene.rows).to(self.rows.device)
+            self.kept = rows, self.features[: len(rows)].contiguous()
+        return self.kept
+
+    def step(self, library):
+        """Return the gradients of all weights; those of spconv are its layers' own."""
+        torch, network = self.torch, self.networks[library]
+        if library == "spconv":
+            learnt = [p for layer in network.layers.values() for p in layer.parameters()]
+        else:
+            learnt = [t for pair in self.weights for t in pair]
+        with torch.enable_grad():
+            for t in learnt:
+                t.requires_grad_(True)
+            found = self.forward(library)[1].float().square().mean()
+            grads = torch.autograd.grad(found, learnt, allow_unused=library == "spconv")
+            for t in learnt:
+                t.requires_grad_(False)
+        return grads
+
+    def check(self):
+        """Raise unless ours is what plain PyTorch finds in float64, up to rounding."""
+        torch, d = self.torch, self.rows.shape[1] - 1
+        weights = [[t.double() for t in pair] for pair in self.weights]
+        exact = networks.Plain(torch, self.name, weights, self.networks[OURS].shape)
+        rows, expected = exact(self.rows, self.features.double())
+        depth, terms = len(weights), 3**d * max(w.shape[-2] for w, _ in weights)
+        bound = depth * (torch.finfo(self.features.dtype).eps + terms * torch.finfo().eps)
+        for library in self.networks:
+            if library == "spconv":  # has other features
+                continue
+            found_rows, found = self.forward(library)
+            real = (found_rows[:, 0] >= 0).nonzero()[:, 0]  # rows past the count are -1
+            found_rows, found = found_rows[real].long(), found[real].double()
+            order = np.lexsort(found_rows.cpu().numpy().T[::-1])
+            if not torch.equal(found_rows[order], rows.long()):
+                raise AssertionError(f"{self.scene.name}, {library}: other sites")
+            error = float((found[order] - expected).norm() / expected.norm())
+            if not error <= bound:
+                raise AssertionError(
+                    f"{self.scene.name}, {library}: relative error {error:.1e}, above {bound:.1e}"
+                )
+
+
+def _has_spconv():
+    try:
+        import spconv.pytorch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def main(arguments=None):
+    """Time all cases; print and write their rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cpu", action="store_true", help="against PyTorch on a CPU: ratios")
+    parser.add_argument("--scan", type=Path, help="also the voxels of a scan: float32 x, y, z, i")
+    parser.add_argument("--networks", nargs="+", default=list(networks.NETWORKS))
+    parser.add_argument("--quick", action="store_true", help="small scenes, few rounds")
+    parser.add_argument("--threads", type=int, help="of PyTorch, on a CPU [one for each core]")
+    parser.add_argument("--out", type=Path, help="folder of site_networks.csv")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.networks if name not in networks.NETWORKS]
+    if unknown:
+        known = ", ".join(networks.NETWORKS)
+        parser.error(f"there is no network {unknown[0]!r}; there are: {known}")
+    listed = scenes.networks(options.quick, options.cpu)
+    if options.scan is not None:
+        listed.append(scenes.from_file(options.scan))
+    torch = machine.import_torch(options.cpu)
+    if torch is None:
+        raise SystemExit("these networks run on PyTorch's tensors: install torch")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    cupy = None if options.cpu else __import__("cupy")
+    columns = machine.describe(cupy, torch)
+    place = "cpu" if options.cpu else machine.folder_name(columns["gpu"])
+    folder = options.out or Path(__file__).parents[1] / "results" / place
+    folder.mkdir(parents=True, exist_ok=True)
+    measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
+    with torch.no_grad(), Writer(folder / "site_networks.csv", kind) as writer:
+        for scene in listed:
+            for name in options.networks:
+                for row in measure(torch, name, scene, columns, options.quick):
+                    writer.write(row)
+    return 0
+
+
+def _on_cpu(torch, name, scene, columns, quick):
+    """Yield our times over PyTorch's, in the same rounds."""
+    case = Case(torch, name, scene, "cpu", torch.float32)
+    case.check()
+    shown = {key: columns[key] for key in ("torch", "numpy", "commit")}
+    threads = torch.get_num_threads()
+    note = f"{SAME_INPUTS}; {threads} thread{'s' * (threads > 1)}"
+    for variant, call in (("forward", case.forward), ("forward and backward", case.step)):
+        contenders = [
+            Contender(library, [lambda call=call, library=library: call(library)])
+            for library in case.networks
+        ]
+        for contender, timing in list(
+            zip(contenders, WallClock(quick).time_all(contenders), strict=True)
+        )[1:]:
+            print(f"{scene.name:>16} {name:>7} {variant:>20}: {timing.ratio:5.2f} of the time of "
+                  f"{contender.name}", flush=True)  # fmt: skip
+            yield Ratio(
+                cpu=columns["gpu"], **shown, op="site_network", suite=scene.name, shape=scene.size,
+                dtype="float32", block="3", mask="", variant=f"{name}, {variant}",
+                implementation=contender.name, note=note, ratio=timing.ratio,
+                ratio_p90=timing.ratio_p90,
+            )  # fmt: skip
+
+
+def _on_gpu(torch, name, scene, columns, quick):
+    """Yield the rows of a network on a scene."""
+    case = Case(torch, name, scene, DEVICE, torch.float16)
+    case.networks[OURS].fix(case.rows, case.features)
+    case.check()
+    clock, host = TorchClock(torch, quick), HostClock(torch.cuda.synchronize, quick)
+    host.count = 5  # networks in a batch
+    for library in case.networks:
+        ours = library == OURS
+        for variant, call in (("forward", case.forward), ("forward and backward", case.step)):
+            contender = Contender(
+                library, [lambda call=call, library=library: call(library)], clock="torch",
+                capturable=ours or library == DENSE,
+            )  # fmt: skip
+            yield _row(columns, case, variant, library, clock.time(contender, ONE_A_ROUND))
+            if ours:
+                timing = host.time(contender, None)
+                yield _row(columns, case, f"{variant}, host", library, timing)
+
+
+def _row(columns, case, variant, implementation, timing):
+    scene = case.scene
+    print(f"{scene.name:>16} {case.name:>7} {variant:>26} {implementation:>18}: "
+          f"{timing.us:9.1f} us ({timing.timed_by})", flush=True)  # fmt: skip
+    return Row(
+        **columns, op="site_network", suite=scene.name, shape=scene.size, dtype="float16",
+        block="3", mask="", density=None, blocks=len(scene.rows), variant=f"{case.name}, {variant}",
+        implementation=implementation, timed_by=timing.timed_by, us=timing.us, us_p10=timing.p10,
+        us_p90=timing.p90, bytes=None, gb_per_s=None, percent_of_copy=None, original_us=None,
+        ratio_to_original=None, note="distinct sites" if implementation == "spconv" else "",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
