@@ -1,5 +1,7 @@
 """The ends of a network: what a call must be, and the image that its result becomes."""
 
+import warnings
+
 import torch
 
 from ...errors import DeviceError, DTypeError, ShapeError
@@ -95,3 +97,14 @@ def check_outside(outside):
     if isinstance(outside, bool) or not isinstance(outside, (int, float)):
         raise ValueError(f'outside must be a number, "bias" or a tensor, got {outside!r}')
     return outside
+
+
+def warn_left_out(count, capacity):
+    """Warn of blocks that there was no room for, where the host knows their number."""
+    if isinstance(count, int) and count > capacity:
+        warnings.warn(
+            f"{count} blocks are active, and capacity has room for {capacity}: the result lacks "
+            "the others",
+            RuntimeWarning,
+            stacklevel=8,
+        )

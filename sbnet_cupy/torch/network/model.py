@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_map
 from ...errors import CapacityError
 from . import cuda, graphs, tuning
 from . import tensor as T
-from .ends import check_call, check_outside, finished
+from .ends import check_call, check_outside, finished, warn_left_out
 from .entry import Entry, gathered
 from .replay import Replays, may_replay
 from .table import BlockTable, PictureTable, active_blocks
@@ -111,7 +110,7 @@ class SparseModel(nn.Module):
     def _done(self, result, key, counted, table):
         """Note how much a call computed, and return its result."""
         self._last = key, counted, table.grid[0] * table.grid[1] * table.batch
-        _warn(*counted)
+        warn_left_out(*counted)
         return result
 
     def _kind(self, x, whole):
@@ -393,14 +392,3 @@ class SparseModel(nn.Module):
 def is_tracing():
     """Whether torch.export traces the call, with tensors that stand for no numbers."""
     return getattr(torch.compiler, "is_exporting", bool)()  # PyTorch 2.6 cannot tell
-
-
-def _warn(count, capacity):
-    """Warn of blocks left out, where the host knows their number."""
-    if isinstance(count, int) and count > capacity:
-        warnings.warn(
-            f"{count} blocks are active, and capacity has room for {capacity}: the result lacks "
-            "the others",
-            RuntimeWarning,
-            stacklevel=6,
-        )

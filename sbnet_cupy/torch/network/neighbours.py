@@ -28,6 +28,19 @@ def window(table, block, size, pads, mode="zeros"):
     return table.keep(("window", block, size, pads, mode), make)
 
 
+def frame(table, block, pads):
+    """Return what :func:`window` does of rims alone, ``[M, pixels]``, where blocks fill the image.
+
+    The rows above the block come first, then those below it, what is left of it, and right of it.
+    """
+
+    def make():
+        near, places, offsets = _known(table, _pattern_of_frame, block, pads, table.device)
+        return _near(table, block, near, places, offsets)
+
+    return table.keep(("frame", block, pads), make)
+
+
 def patches(table, block, size, pads, mode, kernel, stride, dilation):
     """Return where the pixels under the kernel lie: indices ``[M, h', w', kh, kw]``, and which of
     them hold something; before them the key under which the table keeps them.
@@ -120,6 +133,16 @@ def _pattern(block, pads, device):
     places = (y // block[0])[:, None] * (left + right + 1) + x // block[1]
     offsets = (y % block[0] * block[1])[:, None] + x % block[1]
     return (top, bottom, left, right), places, offsets
+
+
+@functools.lru_cache(maxsize=1024)
+def _pattern_of_frame(block, pads, device):
+    """Return what :func:`_pattern` does, for the pixels around a block."""
+    near, *both = _pattern.__wrapped__(block, pads, device)
+    (top, _, left, _), (h, w) = pads, block
+    down, across = slice(top, top + h), slice(left, left + w)
+    parts = [(t[:top], t[top + h :], t[down, :left], t[down, across.stop :]) for t in both]
+    return near, *(torch.cat([p.reshape(-1) for p in part]) for part in parts)
 
 
 @functools.lru_cache(maxsize=1024)

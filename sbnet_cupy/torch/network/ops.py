@@ -17,8 +17,11 @@ from .halos import halo, take
 from .neighbours import patches
 
 # A rim of a few pixels around a small block is most of what a convolution would read: below this
-# many pixels a block, the CPU makes rows of all pixels under the kernel, one for each output.
+# many pixels a block, the CPU makes rows of all pixels under the kernel, one for each output. With
+# many channels the product of such rows is faster than a convolution of somewhat larger blocks too;
+# then for no more bytes than these, as rows are as many times the stack as the kernel has pixels.
 _PATCHES_BELOW = 36
+_WIDE, _WIDE_PATCHES_BELOW, _WIDE_PATCHES_BYTES = 512, 100, 1 << 28
 
 
 def conv(
@@ -104,7 +107,7 @@ def _conv_stack(
         rows, residual = as_picture(x), residual if residual is None else as_picture(residual)
         return as_stack(_convolve(rows, weight, bias, *one, 1, residual, activation), out)
     rims = rim(kernel, stride, pads, dilation)
-    few = out[0] * out[1] < _PATCHES_BELOW and kernel != (1, 1)
+    few = kernel != (1, 1) and _are_few(out[0] * out[1], x, kernel)
     if few and groups == 1 and fill == 0 and not x.is_cuda:
         taken = _patches(x, table, block, size, rims, mode, kernel, stride, dilation)
         residual = residual if residual is None else as_picture(residual)
@@ -112,6 +115,14 @@ def _conv_stack(
         return as_stack(y, out)
     x = halo(x, table, block, size, rims, fill, mode)
     return _convolve(x, weight, bias, stride, (0, 0), dilation, groups, residual, activation)
+
+
+def _are_few(pixels, x, kernel):
+    """Whether rows of all pixels under the kernel are faster than blocks with their rims."""
+    if pixels < _PATCHES_BELOW:
+        return True
+    size = x.shape[0] * x.shape[1] * pixels * kernel[0] * kernel[1] * x.element_size()
+    return pixels < _WIDE_PATCHES_BELOW and x.shape[1] >= _WIDE and size <= _WIDE_PATCHES_BYTES
 
 
 def as_picture(x):
@@ -156,6 +167,8 @@ def conv_transpose(
         ]
         extra = [o - s for o, s in zip(out_size, spans, strict=True)]
         return F.conv_transpose2d(x, weight, bias, stride, padding, extra, groups, dilation)
+    if tuple(weight.shape[2:]) == tuple(stride) and groups == 1 and _is_grown(x, padding, dilation):
+        return _grown(x, weight, bias)
     before, after = [], []
     for b, k, s, p, d in zip(block, weight.shape[2:], stride, padding, dilation, strict=True):
         before.append(max(-(-(d * (k - 1) - p) // s), 0))
@@ -171,3 +184,20 @@ def conv_transpose(
     y = y[:, :, starts[0] : starts[0] + wanted[0], starts[1] : starts[1] + wanted[1]]
     y = y if bias is None else y + bias[:, None, None]
     return y.contiguous(memory_format=torch.channels_last)
+
+
+def _is_grown(x, padding, dilation):
+    """Whether a transposed convolution makes pixels of their own of each pixel: one product."""
+    plain = x.device.type == "cpu" and not torch.is_grad_enabled()
+    plain = plain and not torch.is_autocast_enabled("cpu")
+    return plain and not any(padding) and tuple(dilation) == (1, 1) and x.numel() > 0
+
+
+def _grown(x, weight, bias):
+    """Convolve transposed with a kernel as large as its stride: ``[M, Cout, b * s, b * s]``."""
+    (m, cin, h, w), (_, cout, kh, kw) = x.shape, weight.shape
+    rows = x.permute(0, 2, 3, 1).reshape(-1, cin)
+    matrix = weight.permute(0, 2, 3, 1).reshape(cin, -1)
+    y = rows @ matrix if bias is None else torch.addmm(bias.repeat(kh * kw), rows, matrix)
+    y = y.view(m, h, w, kh, kw, cout).permute(0, 1, 3, 2, 4, 5)
+    return y.reshape(m, h * kh, w * kw, cout).permute(0, 3, 1, 2)
