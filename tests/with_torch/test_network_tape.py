@@ -229,6 +229,61 @@ def test_what_a_network_may_do(st, name, break_even):
     assert sparse._tapes.tapes and not sparse._tapes.unfit
 
 
+SHAPES = {
+    "nonzero": lambda self, y: y * len(torch.nonzero(y.mean((2, 3)) > 0)),
+    "a mask": lambda self, y: y * y.mean((2, 3))[y.mean((2, 3)) > 0].numel(),
+    "unique": lambda self, y: y * torch.unique((10 * y.mean((2, 3))).round()).shape[0],
+    "unique, with counts": lambda self, y: y * len(
+        torch.unique((10 * y.mean((2, 3))).round(), return_counts=True)[1]),
+    "masked_select": lambda self, y: y + y.mean((2, 3)).masked_select(y.mean((2, 3)) > 0).size(0),
+    "repeats": lambda self, y: y * torch.repeat_interleave(
+        y.mean((2, 3)).flatten(), (y.mean((2, 3)).flatten() > 0).long()).shape[0],
+    "tolist": lambda self, y: y * len(torch.nonzero(y.mean((2, 3)) > 0).tolist()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_a_size_that_depends_on_numbers_is_not_frozen(st, name, break_even):
+    torch.manual_seed(0)
+    dense, some = Using(SHAPES[name]).eval(), masks(0.4, 0.6, 1.0)
+    sparse, plain = (st.sparsify(dense, BLOCK, replay=how) for how in ("auto", False))
+    sparse.break_even = plain.break_even = break_even
+    factors = set()
+    for seed in range(8):
+        x = image(seed) + (seed % 4 - 2)
+        for mask in some:
+            expected = plain(x, mask)
+            assert same(sparse(x, mask), expected)
+            factors.add(float(expected.abs().sum()))
+    assert len(factors) > 8 and sparse._tapes.unfit
+
+
+@torch.no_grad()
+def test_what_writes_to_its_image_is_not_run_twice(st):
+    """A call that is given up on the way has written nothing that another run would find."""
+
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x):
+            """Scale the image in place, and use a size that depends on numbers."""
+            x[:, :2].mul_(2)
+            y = self.conv(x)
+            return y * len(torch.nonzero(y.mean((2, 3)) > 0))
+
+    torch.manual_seed(0)
+    dense, full = Writing().eval(), torch.ones(2, *SIZE)
+    sparse, plain = (st.sparsify(dense, BLOCK, replay=how) for how in ("auto", False))
+    for seed in range(6):
+        x = (image(seed) + (seed % 4 - 2)).contiguous(memory_format=torch.channels_last)
+        y = x.clone()
+        assert same(sparse(x, full), plain(y, full)) and torch.equal(x, y)
+
+
 @torch.no_grad()
 def test_parametrized_weights(st):
     dense = small()

@@ -27,15 +27,23 @@ class _Value(int):
 _TABLE, _IMAGE, _OUTSIDE = _Value(0), _Value(1), _Value(2)
 
 
+class Changed(Exception):
+    """A step has made a tensor of another shape than in the call that was recorded."""
+
+
 class _Unknown(Exception):
     """An argument that no step has made, and that the network does not hold."""
 
 
 class _Step:
-    """One call of a function, and which values are not needed after it."""
+    """One call of a function, and which values are not needed after it.
 
-    def __init__(self, func, args, kwargs, out):
+    ``shapes`` are those that its results must have, None where they go with the number of blocks.
+    """
+
+    def __init__(self, func, args, kwargs, out, shapes):
         self.func, self.args, self.kwargs, self.out, self.last = func, args, kwargs, out, ()
+        self.shapes = shapes
         inner = [*(a for a in args if type(a) in (list, tuple, dict)), kwargs]
         self.nested = any(True for _ in _values(inner))
 
@@ -47,6 +55,8 @@ class _Step:
             args = [values[a] if type(a) is _Value else a for a in self.args]
             kwargs = self.kwargs
         result = self.func(*args, **kwargs)
+        if self.shapes is not None and _shapes(result) != self.shapes:
+            raise Changed
         if type(self.out) is _Value:
             values[self.out] = result
         elif self.out is not None:
@@ -75,6 +85,8 @@ class Tape:
     ----------
     stopped : str or None
         Why the call cannot be run again.
+    writes : bool
+        Whether the image of the call, or what is wanted outside, is written.
     folds : bool
         Whether weights that are made in the call have a batch norm folded in, or are laid out.
     """
@@ -82,8 +94,9 @@ class Tape:
     def __init__(self, table, x, outside, held):
         self.table, self.stopped, self.steps = table, None, []
         self._numbers, self._count = {}, 3
-        self.folds = False
+        self.folds = self.writes = False
         self._held = {id(t): t for t in held}
+        self._given = {_memory(t) for t in (x, outside) if isinstance(t, torch.Tensor)}
         self._remember(x, _IMAGE)
         if isinstance(outside, torch.Tensor):
             self._remember(outside, _OUTSIDE)
@@ -111,10 +124,11 @@ class Tape:
         if self._number(value) is None and id(value) not in self._held:
             self.stop("a value of which the tape does not know how it was made")
 
-    def note(self, func, args, kwargs, result):
-        """Add a step that was just computed."""
+    def note(self, func, args, kwargs, result, shapes=None):
+        """Add a step that was just computed; ``shapes`` are those that its results must have."""
         if self.stopped:
             return
+        self.writes = self.writes or self._writes(func, args, kwargs)
         if getattr(func, "__self__", None) is self.table:
             func, args = func.__func__, (self.table, *args)
         try:
@@ -124,7 +138,7 @@ class Tape:
             out = self._out(result)
         except _Unknown as error:
             return self.stop(f"{getattr(func, '__name__', func)}: {error}")
-        self.steps.append(_Step(func, args, kwargs, out))
+        self.steps.append(_Step(func, args, kwargs, out, shapes))
 
     def finish(self, result):
         """Close the tape with what the call returns; return it, or None where it was stopped."""
@@ -133,6 +147,8 @@ class Tape:
             self._leaves = [self._placed(leaf) for leaf in leaves]
         except _Unknown as error:
             self.stop(f"the result: {error}")
+        if self.writes and any(step.shapes for step in self.steps):
+            self.stop("it writes to its image, so that it cannot be given up on the way")
         if self.stopped:
             return None
         seen = set(_values(self._leaves))
@@ -144,7 +160,11 @@ class Tape:
         return self
 
     def run(self, table, x, outside):
-        """Compute the call on another image and table; ``outside`` may be another tensor."""
+        """Compute the call on another image and table; ``outside`` may be another tensor.
+
+        Raises Changed where a shape depends on the numbers in a tensor, and the call has to be run
+        as usual. Nothing was written by then that another run would find.
+        """
         values = [None] * self._count
         values[:3] = table, x, outside
         for step in self.steps:
@@ -157,6 +177,12 @@ class Tape:
     def _number(self, tensor):
         ref, number = self._numbers.get(id(tensor), (None, None))
         return number if ref is not None and ref() is tensor else None
+
+    def _writes(self, func, args, kwargs):
+        """Whether a step writes to memory of what the call was given."""
+        name = getattr(func, "__name__", "")
+        inplace = T._writes(name, kwargs) or any(a is True for a in args)
+        return inplace and isinstance(args[0], torch.Tensor) and _memory(args[0]) in self._given
 
     def _placed(self, value):
         """Return an argument with numbers in place of values of the call."""
@@ -201,6 +227,17 @@ def _is_local(func):
     return "<" in func.__qualname__
 
 
+def _memory(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def _shapes(result):
+    """Return the shapes of a step's results."""
+    if isinstance(result, torch.Tensor):
+        return result.shape
+    return [_shapes(part) for part in result] if isinstance(result, (tuple, list)) else None
+
+
 def _values(tree):
     """Yield the numbers of values in arguments."""
     if type(tree) is _Value:
@@ -238,5 +275,5 @@ class Recorder(TorchFunctionMode):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, T.StackTensor):
                     self.tape.expect(leaf)
         elif isinstance(result, torch.Tensor) or not (name == "__get__" or name in METADATA):
-            self.tape.note(func, args, kwargs, result)
+            self.tape.note(func, args, kwargs, result, _shapes(result))
         return result

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 
 from .ends import check_call, check_outside, finished
 from .replay import State, settings, watched
-from .tape import Tape
+from .tape import Changed, Tape
 
 _LIMIT = 8  # tapes of a network
 _SEEN = 64  # calls of which it is remembered how often they came
@@ -55,7 +55,11 @@ class Tapes:
             return self._watched_call(sparse, state, x, mask, outside)
         kind = sparse._kind(x, table.whole)
         if tape is not None:
-            result = tape.run(table, x, wanted)
+            try:
+                result = tape.run(table, x, wanted)
+            except Changed:
+                self.unfit = True
+                return sparse._call(x, mask, outside=outside)
         else:
             result = self._recorded(sparse, state, key, table, x, wanted)
         return sparse._done(result, kind, counted, table)
