@@ -26,8 +26,17 @@ def tensors(sbj, place, channels=3, dtype=np.float32):
     grid = {"spatial_shape": SHAPE, "batch_size": BATCH}
     features = normal(len(rows), channels, dtype=dtype)
     exact = sb.sparse_tensor(features, rows, **grid)
-    make = functools.partial(sbj.sparse_tensor, **grid, capacity=len(rows) + SPARE)
+    make = _maker(sbj.sparse_tensor, len(rows) + SPARE)
     return exact, make(place.make(features), place.make(rows))
+
+
+@functools.cache
+def _maker(sparse_tensor, capacity):
+    """Return the function compiled, as one program for each dtype in place of one a step."""
+    import jax
+
+    grid = {"spatial_shape": SHAPE, "batch_size": BATCH, "capacity": capacity}
+    return jax.jit(functools.partial(sparse_tensor, **grid))
 
 
 def same_sites(found, expected):

@@ -35,7 +35,19 @@ def test_pools_and_their_gradients(sbj, place, jax, name):
     given = options if function == "global_pool" else options | {"kernel_size": (2, 3, 2)}
     expected = getattr(sb, function)(exact, **given)
     run = functools.partial(getattr(sbj, function), **given)
-    found = jax.jit(run)(x.replace(features))
+    grad = np.round(4 * normal(*np.shape(getattr(expected, "features", expected)), seed=7))
+
+    @jax.jit
+    def both(features):
+        def loss(features):
+            y = run(x.replace(features))
+            values = y if function == "global_pool" else y.features[: len(grad)]
+            return (values * grad).sum(), y
+
+        dx, y = jax.grad(loss, has_aux=True)(features)
+        return y, dx
+
+    found, dx = both(features)
     if function != "global_pool":
         same_sites(found.coordinates, expected.coordinates)
         count = len(expected.features)
@@ -46,14 +58,7 @@ def test_pools_and_their_gradients(sbj, place, jax, name):
     assert_close(to_numpy(found), expected.astype(np.float64), terms=one_division, dtype="f4",
                  magnitude=size)  # fmt: skip
 
-    grad = np.round(4 * normal(*expected.shape, seed=7))
-
-    def loss(features):
-        y = run(x.replace(features))
-        y = y if function == "global_pool" else y.features[: len(grad)]
-        return (y * grad).sum()
-
-    dx = to_numpy(jax.jit(jax.grad(loss))(features))
+    dx = to_numpy(dx)
     wanted = getattr(sb, f"{function}_grad")(grad, exact, **given)
     largest = getattr(sb, f"{function}_grad")(abs(grad), exact, **given)
     rows = len(wanted)

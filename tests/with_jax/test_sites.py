@@ -107,7 +107,7 @@ def test_maps(sbj, place, jax, window, transposed):
     count = expected.target.number()
     assert_same(to_numpy(made.rows)[:, :count], expected.rows)
     assert (to_numpy(made.rows)[:, count:] == -1).all()
-    short = find(sbj, x.coordinates, max(count - 1, 0))
+    short = jax.jit(functools.partial(find, sbj, capacity=max(count - 1, 0)))(x.coordinates)
     assert short.target.overflowed != submanifold
 
 
