@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import types
 import warnings
 import weakref
 
@@ -114,6 +115,30 @@ def test_a_change_of_the_network_shows(st, kind):
     for _ in range(4):
         assert same(sparse(x, mask), expected)
     assert sparse._tapes.tapes and not torch.equal(before, expected)
+
+
+KEPT = {
+    "a list": ([2.0], lambda kept: kept.__setitem__(0, 3.0), lambda kept: kept[0]),
+    "a dict": ({"by": 2}, lambda kept: kept.update(by=3), lambda kept: kept["by"]),
+    "a set": ({2}, lambda kept: kept.add(3), len),
+    "an object": (
+        types.SimpleNamespace(by=2), lambda kept: setattr(kept, "by", 3), lambda kept: kept.by,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@torch.no_grad()
+def test_numbers_that_a_module_keeps_show(st, kind):
+    kept, change, read = KEPT[kind]
+    dense, x, mask = Using(lambda self, y: y * read(self.kept)).eval(), image(), masks(0.4)[0]
+    dense.kept = copy.deepcopy(kept)
+    sparse, plain = taped(st, dense, x, mask), st.sparsify(dense, BLOCK, replay=False)
+    before = sparse(x, mask)
+    change(dense.kept)
+    for _ in range(4):
+        assert same(sparse(x, mask), plain(x, mask))
+    assert sparse._tapes.tapes and not torch.equal(before, sparse(x, mask))
 
 
 @torch.no_grad()

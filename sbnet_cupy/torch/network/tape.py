@@ -222,7 +222,7 @@ class Tape:
 
 def _is_local(func):
     """Whether a function may hold variables of a call: a lambda, or one made within another."""
-    if not getattr(func, "__closure__", None) or func.__module__.startswith("torch."):
+    if not getattr(func, "__closure__", None) or (func.__module__ or "").startswith("torch."):
         return False
     return "<" in func.__qualname__
 

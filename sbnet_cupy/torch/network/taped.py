@@ -12,7 +12,47 @@ from .tape import Changed, Tape
 
 _LIMIT = 8  # tapes of a network
 _SEEN = 64  # calls of which it is remembered how often they came
+_NUMBERS = (int, float, bool, str)
+_GIVEN = frozenset(vars(torch.nn.Module()))
 _CHANGES = 3  # calls that change the network before none is recorded any more
+
+
+class _State(State):
+    """State that also holds what is in lists, dicts and plain objects that a module keeps."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.kept = [c for d in self.attributes for c in map(_content, _own(d)) if c is not None]
+        self.items = [_items(content) for content in self.kept]
+
+    def holds(self):
+        """Whether nothing has changed."""
+        return super().holds() and all(map(_are_same, map(_items, self.kept), self.items))
+
+
+def _own(attributes):
+    """Return the attributes that PyTorch does not give each module."""
+    return [value for name, value in attributes.items() if name not in _GIVEN]
+
+
+def _content(value):
+    """Return the list, dict or set that may change while an attribute stays bound to it."""
+    if type(value) in (list, dict, set, collections.OrderedDict, collections.defaultdict):
+        return value
+    if isinstance(value, torch.Tensor | torch.nn.Module | type) or callable(value):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _items(content):
+    return list(content.items()) if isinstance(content, dict) else [(None, v) for v in content]
+
+
+def _are_same(now, then):
+    return len(now) == len(then) and all(
+        j == k and (a is b or (type(a) in _NUMBERS and type(a) is type(b) and a == b))
+        for (j, a), (k, b) in zip(now, then, strict=True)
+    )
 
 
 class Tapes:
@@ -71,7 +111,7 @@ class Tapes:
                 if self.tapes:
                     self.patience = min(2 * self.patience, 1024)
                 self._clear()
-                self.state = State(sparse.model)
+                self.state = _State(sparse.model)
             return self.state
 
     def _found(self, state, key):
