@@ -3,6 +3,7 @@
 Kernel: cuda_src/submanifold/kernel_map.cu, where it is asked for (site_kernels.py).
 """
 
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -279,9 +280,15 @@ def _keep(key, made):
 def check_map(name, value):
     """Raise unless ``value`` is a CoordinateMap of native arrays."""
     check_sites(name, value)
-    dtype = re.findall(r"\w+", str(getattr(value.indices, "dtype", "")))  # of any library
-    if library_of(value.indices) is None or dtype[-1:] != ["int32"]:
+    indices = value.indices
+    if library_of(indices) is None or not _is_int32(getattr(indices, "dtype", None)):
         raise DTypeError(f"{name}.indices must be an int32 array; use coordinate_map")
+
+
+@functools.cache
+def _is_int32(dtype):
+    """Whether a dtype of any library is int32."""
+    return re.findall(r"\w+", str(dtype))[-1:] == ["int32"]
 
 
 def _with_offsets(coordinates, offsets):

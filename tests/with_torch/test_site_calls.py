@@ -29,6 +29,26 @@ def test_maps_are_shared_and_die_with_the_coordinates(torch, st):
         gc.enable()
 
 
+def test_a_map_is_found_once_and_later_looked_up(torch, st, monkeypatch):
+    from sbnet_cupy.torch.submanifold import maps
+
+    x, w = made(torch, st), values(torch, 3, 3, 4, 4)
+    calls, find = [], maps.kernel_map_of
+    monkeypatch.setattr(maps, "kernel_map_of", lambda *a, **o: calls.append(o) or find(*a, **o))
+    first = [st.submanifold_conv(x, w, dilation=d) for d in (1, 2)]
+    again = [st.submanifold_conv(x, w, dilation=d) for d in (1, 2)]
+    assert len(calls) == 2
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one.features, other.features)
+        assert other.coordinates is x.coordinates
+    assert torch.equal(st.submanifold_conv(x, w, dilation=(1, 1)).features, first[0].features)
+    with pytest.raises(sb.ShapeError, match="dilation must be 2 positive integers"):
+        st.submanifold_conv(x, w, dilation=True)  # though True == 1
+    x.coordinates.clear()
+    assert torch.equal(st.submanifold_conv(x, w, dilation=2).features, first[1].features)
+    assert len(calls) == 5
+
+
 def test_autocast_casts_as_torch_does(torch, st, device):
     x = made(torch, st, device, dtype=torch.float32)
     w = values(torch, 3, 3, 4, 4, device=device, dtype=torch.float32).requires_grad_()

@@ -6,9 +6,11 @@ scripts run and its checkpoints load. The layers compute with :mod:`sbnet_cupy.t
 
 These differ: sizes that do not fit raise :class:`sbnet_cupy.ShapeError`, where SparseConvNet
 asserts; the sites of strided layers are in leaf order; gradients are the same bits on each run.
+:func:`set_capacities` fixes shapes, for CUDA graphs.
 """
 
 from .batches import InputBatch
+from .capacities import set_capacities
 from .containers import (
     AddTable,
     CheckpointedSequential,
@@ -143,6 +145,7 @@ __all__ = [
     "pad_with_batch_idx",
     "permutohedral_basis",
     "prepare_BLInput",
+    "set_capacities",
     "toLongTensor",
     "voxelize_pointcloud",
 ]  # fmt: skip

@@ -6,7 +6,9 @@ import torch
 from torch.nn import Module, Parameter
 
 from ...errors import ShapeError
+from ...submanifold.coordinate_map import check_capacity
 from ..submanifold import kernel_map, site_conv
+from ..submanifold.maps import same_map
 from .tensors import Metadata, SparseConvNetTensor, enlarged, fitted, size_key, toLongTensor
 
 
@@ -83,8 +85,7 @@ class SubmanifoldConvolution(_Convolution):
 
     def forward(self, input):
         """Convolve a SparseConvNetTensor."""
-        same = input.coordinates
-        made = kernel_map(same, size_key(self.filter_size), onto=same)
+        made = same_map(input.coordinates, size_key(self.filter_size))
         return input.replace(self._convolve(input, made))
 
 
@@ -115,11 +116,19 @@ class Convolution(_Strided):
         As for :class:`SubmanifoldConvolution`.
     filter_stride : int, sequence of int or LongTensor
         Distance between windows. They must cover the spatial size exactly: ShapeError otherwise.
+    capacity : int, optional
+        Rows of the new sites; see :func:`set_capacities`.
     """
+
+    def __init__(self, *args, capacity=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        check_capacity(capacity)
+        self.capacity = capacity
 
     def forward(self, input):
         """Convolve a SparseConvNetTensor."""
-        made = input.metadata.window(input.coordinates, input.spatial_size, *self._window)
+        given = input.coordinates, input.spatial_size, *self._window, self.capacity
+        made = input.metadata.window(*given)
         smaller = fitted(size_key(input.spatial_size), *self._window)
         return input.at(self._convolve(input, made), smaller, made.target)
 
@@ -157,14 +166,20 @@ class FullConvolution(_Back):
 
     Parameters
     ----------
-    dimension, nIn, nOut, filter_size, filter_stride, bias, groups
+    dimension, nIn, nOut, filter_size, filter_stride, bias, groups, capacity
         As for :class:`Convolution`.
     """
+
+    def __init__(self, *args, capacity=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        check_capacity(capacity)
+        self.capacity = capacity
 
     def forward(self, input):
         """Convolve a SparseConvNetTensor."""
         kernel, stride = self._window
-        made = kernel_map(input.coordinates, kernel, stride=stride, transposed=True)
+        how = {"stride": stride, "transposed": True, "capacity": self.capacity}
+        made = kernel_map(input.coordinates, kernel, **how)
         larger = enlarged(size_key(input.spatial_size), kernel, stride)
         metadata = Metadata(self.dimension)
         metadata.grids[larger] = made.target

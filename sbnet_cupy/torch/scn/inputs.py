@@ -4,7 +4,7 @@ import torch
 from torch.nn import Module
 
 from ...errors import ShapeError
-from ...submanifold.coordinate_map import CoordinateMap
+from ...submanifold.coordinate_map import CoordinateMap, check_capacity
 from .. import submanifold as sites
 from ..submanifold.operations import rows_of
 from ..submanifold.sites import with_inverse
@@ -14,23 +14,26 @@ _MODES = ("unique", "first", "last", "sum", "mean")
 _BL_MODES = ("unique", "last", "first", "sum", "mean")
 
 
-def tensor_of_points(rows, features, spatial_size, batch_size, mode):
+def tensor_of_points(rows, features, spatial_size, batch_size, mode, capacity=None):
     """Return the SparseConvNetTensor of rows ``(sample, *position)``; negative samples are none.
 
     Its sites are in the order in which the rows first name them.
     """
     size = size_key(spatial_size)
-    x, inverse = with_inverse(features, rows, size, batch_size, mode)
-    n, device = x.coordinates.capacity, rows.device
-    first = torch.full((n,), len(rows), device=device).scatter_reduce(
-        0, inverse.long(), torch.arange(len(rows), device=device), "amin"
+    x, inverse = with_inverse(features, rows, size, batch_size, mode, capacity=capacity)
+    old, device = x.coordinates, rows.device
+    n, listed = old.capacity, inverse >= 0
+    site = torch.where(listed, inverse, n).long()  # n for rows that were left out
+    first = torch.full((n + 1,), len(rows), device=device).scatter_reduce(
+        0, site, torch.arange(len(rows), device=device), "amin"
     )
-    order = first.argsort()
-    rank = torch.empty_like(order).index_copy(0, order, torch.arange(n, device=device))
-    made = CoordinateMap(x.indices[order], x.coordinates.count, size, x.batch_size)
+    order = first[:n].argsort(stable=True)  # rows that hold no site stay last
+    rank = torch.full((n + 1,), -1, device=device)
+    rank = rank.index_copy(0, order, torch.arange(n, device=device))
+    made = CoordinateMap(x.indices[order], old.count, size, x.batch_size, old.status)
     metadata = Metadata(len(size))
     metadata.grids[size] = made
-    metadata.inverse = rank[inverse.long()] if n else inverse.long()
+    metadata.inverse = rank[site]
     return SparseConvNetTensor(rows_of(x.features, order), metadata, spatial_size)
 
 
@@ -73,7 +76,15 @@ class InputLayer(_Input):
         What points at the same site become: 0 promises that there are none; 1 is the first point, 2
         the last one, as SparseConvNet computes it (its comment says the reverse), 3 the sum, 4 the
         mean.
+    capacity : int, optional
+        Rows of the sites; see :func:`set_capacities`. With it ``batch_size`` is the number of
+        samples, and must be given where ``coords`` tells the sample.
     """
+
+    def __init__(self, dimension, spatial_size, mode=3, *, capacity=None):
+        super().__init__(dimension, spatial_size, mode)
+        check_capacity(capacity)
+        self.capacity = capacity
 
     def forward(self, input):
         """Return the SparseConvNetTensor of a list of points."""
@@ -87,12 +98,18 @@ class InputLayer(_Input):
         if coords.shape[1] > self.dimension:
             sample = coords[:, -1:]
         rows = torch.cat([sample, coords[:, : self.dimension]], 1)
-        batch = int(sample.max()) + 1 if len(coords) else 0
-        batch = max(batch, int(input[2]) if len(input) > 2 else 0)
+        batch = int(input[2]) if len(input) > 2 else 0
         if coords.shape[1] == self.dimension:
             batch = max(batch, 1)
-        mode = _MODES[self.mode]
-        return tensor_of_points(rows, features, self.spatial_size, batch, mode)
+        elif self.capacity is None:
+            batch = max(batch, int(sample.max()) + 1 if len(coords) else 0)
+        elif len(input) < 3:
+            raise ValueError(
+                "input must be [coords, features, batch_size] for an InputLayer with a capacity, "
+                "got no batch_size; give the number of samples"
+            )
+        given = self.spatial_size, batch, _MODES[self.mode], self.capacity
+        return tensor_of_points(rows, features, *given)
 
 
 class BLInputLayer(_Input):
@@ -175,15 +192,20 @@ class InputLayerInput:
 
 
 class DenseToSparse(Module):
-    """List the cells of dense ``[N, C, *spatial]`` that are not 0."""
+    """List the cells of dense ``[N, C, *spatial]`` that are not 0.
 
-    def __init__(self, dimension):
+    ``capacity`` is as for :class:`Convolution`.
+    """
+
+    def __init__(self, dimension, *, capacity=None):
         super().__init__()
-        self.dimension = dimension
+        check_capacity(capacity)
+        self.dimension, self.capacity = dimension, capacity
 
     def forward(self, input):
         """Return the SparseConvNetTensor of a dense tensor."""
-        x = sites.dense_to_sparse(input, data_format="channels_first")
+        how = {"data_format": "channels_first", "capacity": self.capacity}
+        x = sites.dense_to_sparse(input, **how)
         metadata = Metadata(self.dimension)
         metadata.grids[x.spatial_shape] = x.coordinates
         size = torch.tensor(x.spatial_shape, dtype=torch.int64)

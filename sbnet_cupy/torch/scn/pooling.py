@@ -1,5 +1,6 @@
 """Pooling with SparseConvNet's names and arguments."""
 
+from ...submanifold.coordinate_map import check_capacity
 from ..submanifold.maps import valid
 from ..submanifold.operations import site_max, site_sum
 from .convolutions import SiteModule
@@ -20,9 +21,23 @@ class _Pooling(SiteModule):
     def _window(self):
         return size_key(self.pool_size), size_key(self.pool_stride)
 
+    def extra_repr(self):
+        """Describe the layer."""
+        return "pool_size={}, pool_stride={}".format(*self._window)
+
+
+class _Down(_Pooling):
+    """A pooling: new sites, or those of a layer before with the same windows."""
+
+    def __init__(self, dimension, pool_size, pool_stride, nFeaturesToDrop=0, *, capacity=None):
+        super().__init__(dimension, pool_size, pool_stride, nFeaturesToDrop)
+        check_capacity(capacity)
+        self.capacity = capacity
+
     def forward(self, input):
         """Pool a SparseConvNetTensor."""
-        made = input.metadata.window(input.coordinates, input.spatial_size, *self._window)
+        given = input.coordinates, input.spatial_size, *self._window, self.capacity
+        made = input.metadata.window(*given)
         features = input.features[:, self.nFeaturesToDrop :]
         smaller = fitted(size_key(input.spatial_size), *self._window)
         values = self._pool(features, made.rows, valid(made.target))
@@ -32,12 +47,8 @@ class _Pooling(SiteModule):
         """Return the spatial size of the input."""
         return (out_size - 1) * self.pool_stride + self.pool_size
 
-    def extra_repr(self):
-        """Describe the layer."""
-        return "pool_size={}, pool_stride={}".format(*self._window)
 
-
-class MaxPooling(_Pooling):
+class MaxPooling(_Down):
     """The largest value of each window, and at least 0.
 
     Its gradient goes to all equal values, as SparseConvNet's does.
@@ -50,18 +61,20 @@ class MaxPooling(_Pooling):
         Cells of a window, and distance between windows; they must cover the spatial size exactly.
     nFeaturesToDrop : int
         Planes at the beginning that are left out.
+    capacity : int, optional
+        Rows of the new sites; see :func:`set_capacities`.
     """
 
     def _pool(self, features, rows, holds):
         return site_max(features, rows, holds, 0.0, "all")
 
 
-class AveragePooling(_Pooling):
+class AveragePooling(_Down):
     """The sum of each window, divided by the number of its cells.
 
     Parameters
     ----------
-    dimension, pool_size, pool_stride, nFeaturesToDrop
+    dimension, pool_size, pool_stride, nFeaturesToDrop, capacity
         As for :class:`MaxPooling`.
     """
 

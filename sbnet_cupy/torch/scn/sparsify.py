@@ -2,33 +2,44 @@
 
 import torch
 
-from ...submanifold.coordinate_map import CoordinateMap
+from ...submanifold.coordinate_map import CoordinateMap, check_capacity
+from ..submanifold.maps import valid
+from ..submanifold.operations import rows_of
 from .containers import Sequential
 from .convolutions import NetworkInNetwork, SiteModule
 from .norms import Sigmoid
 from .tensors import Metadata, SparseConvNetTensor, size_key
 
 
-def select(input, active):
-    """Return the rows of a SparseConvNetTensor where a mask is set, in a new Metadata."""
-    rows, old = active.nonzero()[:, 0], input.coordinates
-    count = torch.full_like(old.count, len(rows))
-    made = CoordinateMap(old.indices[rows], count, old.spatial_shape, old.batch_size)
+def select(input, active, capacity=None):
+    """Return the sites of a SparseConvNetTensor where a mask is set, in a new Metadata."""
+    old = input.coordinates
+    active = active & valid(old)
+    if capacity is None:
+        rows = active.nonzero()[:, 0]
+    else:  # the active ones first, in their order
+        rows = torch.argsort((~active).byte(), stable=True)[:capacity]
+        rows = torch.nn.functional.pad(rows, (0, capacity - len(rows)), value=-1)
+    count = active.sum(dtype=old.count.dtype).view(1)
+    rows = torch.where(torch.arange(len(rows), device=rows.device) < count, rows, -1)
+    indices = torch.where((rows >= 0)[:, None], old.indices[rows], -1)
+    made = CoordinateMap(indices, count, old.spatial_shape, old.batch_size, old.status)
     metadata = Metadata(old.dimensions)
     metadata.grids[size_key(input.spatial_size)] = made
-    return SparseConvNetTensor(input.features[rows], metadata, input.spatial_size)
+    return SparseConvNetTensor(rows_of(input.features, rows), metadata, input.spatial_size)
 
 
 class SparsifyFCS(SiteModule):
-    """Keep the sites whose first plane is positive."""
+    """Keep the sites whose first plane is positive; ``capacity`` as for :class:`Convolution`."""
 
-    def __init__(self, dimension):
+    def __init__(self, dimension, *, capacity=None):
         super().__init__()
-        self.dimension = dimension
+        check_capacity(capacity)
+        self.dimension, self.capacity = dimension, capacity
 
     def forward(self, input):
         """Drop sites of a SparseConvNetTensor."""
-        return select(input, input.features[:, 0] > 0)
+        return select(input, input.features[:, 0] > 0, self.capacity)
 
 
 class _StepFunction(torch.autograd.Function):
@@ -62,10 +73,14 @@ class Sparsify(SiteModule):
         Planes of the input.
     activation : None, "sigmoid" or "fakeGradHardSigmoid"
         What follows the linear function. Sites are kept above 0.5, with None above 0.
+    capacity : int, optional
+        Rows of the sites that are kept; see :func:`set_capacities`.
     """
 
-    def __init__(self, dimension, nIn, activation=None):
+    def __init__(self, dimension, nIn, activation=None, *, capacity=None):
         super().__init__()
+        check_capacity(capacity)
+        self.capacity = capacity
         ends = {None: None, "sigmoid": Sigmoid, "fakeGradHardSigmoid": FakeGradHardSigmoid}
         if activation not in ends:
             raise ValueError(f"activation must be one of {tuple(ends)}, got {activation!r}")
@@ -77,6 +92,6 @@ class Sparsify(SiteModule):
     def forward(self, input):
         """Drop sites of a SparseConvNetTensor."""
         mask = self.net(input).features.view(-1)
-        output = select(input, mask > self.threshold)
+        output = select(input, mask > self.threshold, self.capacity)
         output.mask = mask
         return output

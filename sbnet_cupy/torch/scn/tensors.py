@@ -61,12 +61,21 @@ class Metadata:
         if self.inverse is not None:
             self.inverse = self.inverse.to(device)
 
-    def window(self, source, spatial_size, kernel, stride):
-        """Return the map of a convolution or pooling; it fits the spatial size exactly."""
+    def check(self):
+        """Return self, or raise what :meth:`CoordinateMap.check` does for the sites of any size."""
+        for coordinates in self.grids.values():
+            coordinates.check()
+        return self
+
+    def window(self, source, spatial_size, kernel, stride, capacity=None):
+        """Return the map of a convolution or pooling; it fits the spatial size exactly.
+
+        The layer that makes it says the ``capacity`` of its sites.
+        """
         key = size_key(spatial_size), kernel, stride
         if key not in self.windows:
             smaller = fitted(*key)
-            made = kernel_map(source, kernel, stride=stride)
+            made = kernel_map(source, kernel, stride=stride, capacity=capacity)
             self.keep(key, made, smaller)
         return self.windows[key]
 

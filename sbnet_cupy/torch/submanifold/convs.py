@@ -7,7 +7,7 @@ from ...submanifold.submanifold_conv import features_on, kernel_of
 from .._call import call
 from .._native import check_tensors
 from ..layers import autocast
-from .maps import check_sparse, kernel_map_of, map_between, sites_of, valid
+from .maps import check_sparse, kernel_map_of, map_between, same_map, sites_of, valid
 from .operations import CONV, transposed_rows
 
 
@@ -96,8 +96,8 @@ def submanifold_conv(
     >>> submanifold_conv(x, torch.ones(3, 1, 1)).features.ravel()
     tensor([2., 2., 1.])
     """
-    kernel, same = _kernel_of(x, w), x.coordinates
-    made = kernel_map_of(same, kernel, same, dilation=dilation)
+    kernel = _kernel_of(x, w)
+    made = same_map(x.coordinates, kernel, dilation)
     return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
 
 

@@ -114,6 +114,22 @@ def kernel_map_of(coordinates, kernel_size, onto=None, **options):
 
 
 @untraced
+def same_map(coordinates, kernel_size, dilation=1):
+    """Return the KernelMap of a submanifold convolution with a kernel size of plain integers.
+
+    The sites keep its table under these arguments, so that later calls only look it up.
+    """
+    if type(dilation) is not int:  # a key of it might equal one of other types
+        return kernel_map_of(coordinates, kernel_size, coordinates, dilation=dilation)
+    key, kept = ("same", kernel_size, dilation), coordinates._kept
+    rows = kept.get(key)
+    if rows is None:
+        made = kernel_map_of(coordinates, kernel_size, coordinates, dilation=dilation)
+        rows = kept[key] = made.rows
+    return KernelMap(rows, coordinates, coordinates, kernel_size)
+
+
+@untraced
 def map_between(fine, kernel_size, coarse):
     """Return the map of a convolution or pooling of ``fine`` that made the sites ``coarse``.
 
