@@ -34,6 +34,7 @@ STAGES = (
 )
 OTHER_UNITS = ((8, 8), (40, 20), (64, 64), (64, 128), (200, 56), (512, 128))
 NUMBERS = (("Half", 2, False), ("BFloat16", 2, False), ("float", 4, False), ("float", 4, True))
+ONE_OF_ALIKE = ("BFloat16",)  # which is compiled for one stage: elsewhere its code is Half's
 BLOCKS = (0, 100, 1 << 30)  # few, one for each multiprocessor, many
 # ResNet-50 on 800 x 1408 pixels: kernel, stride, channels in (of whole vectors) and out, and how
 # many times smaller than the image the layer's input is.
@@ -52,6 +53,8 @@ def instantiations(arch):
     found, device = {}, DEVICES[arch]
     for stage, number, blocks in itertools.product(STAGES, NUMBERS, BLOCKS):
         pixels, bsize, channels, _ = stage
+        if number[0] in ONE_OF_ALIKE and stage != STAGES[1]:
+            continue
         case = Case(*number, channels, channels, (3, 3), (1, 1), True, True, 0)
         plan = configure_conv(case, blocks, bsize, pixels, device)
         for key in (
@@ -70,6 +73,8 @@ def _units(arch):
     for channels, number, tight, blocks in itertools.product(
         (*units, *OTHER_UNITS), numbers, (False, True), BLOCKS
     ):
+        if number[0] in ONE_OF_ALIKE and channels != units[1]:
+            continue
         case = UnitCase(*number, *channels, tight)
         plan = configure_bottleneck(case, blocks, (8, 8), DEVICES[arch])
         if plan is None or (tight and case.element_bytes != 2):

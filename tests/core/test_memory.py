@@ -23,8 +23,10 @@ TILES = {"bsize": P.bsize_out, "bstride": P.bstride}
 
 
 def extra_bytes(call):
-    """Return the most memory that a call took at a time beyond its result's."""
-    call()  # what is kept from the first call on is not its result's
+    """Return the most memory that a call took at a time beyond its result's.
+
+    It is not the first such call: what is kept from that one on is not its result's.
+    """
     tracemalloc.start()
     try:
         result = call()
@@ -89,9 +91,9 @@ class TestCopies:
 @pytest.mark.parametrize("bsize", [8, 32])
 def test_reduce_mask(dtype, avgpool, bsize):
     mask = np.ones((2, 2048, 2048), dtype)
+    options = {"bsize": bsize, "avgpool": avgpool}
+    reduce_mask(mask, 2048 // bsize, **options)
     for value in (1, 0):
         mask[...] = value
-        extra = extra_bytes(
-            lambda: tuple(reduce_mask(mask, 2048 // bsize, bsize=bsize, avgpool=avgpool))
-        )
+        extra = extra_bytes(lambda: tuple(reduce_mask(mask, 2048 // bsize, **options)))
         assert extra < bsize * mask[0, 0].nbytes + MOST

@@ -10,7 +10,7 @@ import pytest
 
 from sbnet_cupy.block_sparse.bottleneck.config import UnitConfig
 from support.assertions import assert_same
-from support.exhaustive import all_but
+from support.exhaustive import all_but, thinned
 from support.fused_on_host import AMPERE, BLACKWELL, FEW_TABLES, TABLES, TURING, UNIT, Run
 from support.unit_cases import SPREADING, Case, dense, kinds
 
@@ -98,10 +98,10 @@ def test_other_numbers_within_the_bound(run, monkeypatch):
 
 
 @pytest.mark.parametrize("run", all_but(ONCE, USUAL[:1]), ids=str)
-@pytest.mark.parametrize(("value", "signs"), SPREADING, ids=str)
-def test_nan_and_infinities_spread_as_in_the_dense_unit(run, value, signs, monkeypatch):
+@pytest.mark.parametrize("spoiling", thinned(SPREADING, 3), ids=str)
+def test_nan_and_infinities_spread_as_in_the_dense_unit(run, spoiling, monkeypatch):
     """Not through channels that fill up chunks or planes."""
-    arrays, active = run.case.spoiled(value, signs), run.case.active()
+    arrays, active = run.case.spoiled(*spoiling), run.case.active()
     expected = kinds(dense(*arrays)[active])
     for out in UNIT.run_all(run, arrays, monkeypatch):
         assert_same(kinds(out[active].astype(np.float64)), expected)

@@ -1,5 +1,6 @@
 """Which of many cases a plain ``pytest`` runs; the others are marked exhaustive."""
 
+import collections
 import itertools
 
 import pytest
@@ -20,6 +21,38 @@ def thinned_product(every, *loops):
         _parameter(number % every == 0, *case)
         for number, case in enumerate(itertools.product(*loops))
     ]
+
+
+def thinned_pairs(usual, *loops):
+    """Return combinations in which every two values of two loops meet; so many first are usual.
+
+    They are a small part of all combinations, and the first have the most pairs. Take them where
+    what matters depends on two of the loops at most: a kernel's element and its vectors, a window
+    and a border.
+    """
+    rows = [tuple(zip(loops, row, strict=True)) for row in _indices_of_pairs(loops)]
+    cases = [tuple(values[i] for values, i in row) for row in rows]
+    return [_parameter(number < usual, *case) for number, case in enumerate(cases)]
+
+
+def _indices_of_pairs(loops):
+    """Return rows of indices: each has the most pairs that are missing, of the rarest values."""
+    rows = list(itertools.product(*(range(len(values)) for values in loops)))
+    missing = {pair for row in rows for pair in _pairs(row)}
+    chosen, uses = [], collections.Counter()
+
+    def gain(row):
+        return len(missing & _pairs(row)), -sum(uses[place] for place in enumerate(row))
+
+    while missing:
+        chosen.append(max(rows, key=gain))
+        uses.update(enumerate(chosen[-1]))
+        missing -= _pairs(chosen[-1])
+    return chosen
+
+
+def _pairs(row):
+    return set(itertools.combinations(enumerate(row), 2))
 
 
 def all_but(cases, chosen):

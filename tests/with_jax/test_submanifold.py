@@ -128,7 +128,7 @@ def test_gradients_of_gradients(sbj, jax):
         check_grads(jax.jit(smooth), (features, w), 2, modes=["rev"])
 
 
-def test_what_it_refuses(sbj, place):
+def test_what_it_refuses(sbj, place, jax):
     exact, x = tensors(sbj, place)
     w = place.make(normal(3, 3, 3, 3, 4))
     with pytest.raises(sb.DTypeError, match="x must be a SparseTensor"):
@@ -141,7 +141,7 @@ def test_what_it_refuses(sbj, place):
         sbj.strided_conv(x, w, stride=0)
     with pytest.raises(sb.DTypeError, match="kernel_map must be a KernelMap"):
         sbj.site_conv(x.features, w, None)
-    down = sbj.strided_conv(x, w, stride=2)
+    down = jax.jit(functools.partial(sbj.strided_conv, stride=2))(x, w)
     with pytest.raises(ValueError, match=r"strided_conv with a kernel of \(2, 2, 2\)"):
         sbj.inverse_conv(down, place.make(normal(2, 2, 2, 4, 3)), onto=x)
     with pytest.raises(ValueError, match="onto must be the sites"):
@@ -153,13 +153,14 @@ def test_mapped_features(sbj, place, jax):
     w = place.make(normal(3, 3, 3, 3, 4, seed=1))
     several = place.make(normal(2, *x.features.shape, seed=3))
 
-    def convolve(features):
+    @jax.jit
+    def convolve(features, w):
         return sbj.submanifold_conv(x.replace(features), w).features
 
-    found = jax.vmap(convolve)(several)
+    found = jax.jit(jax.vmap(convolve, (0, None)))(several, w)
     for features, y in zip(several, found, strict=True):
-        expected = to_numpy(convolve(features)).astype(np.float64)
-        size = to_numpy(sbj.submanifold_conv(x.replace(abs(features)), abs(w)).features)
+        expected = to_numpy(convolve(features, w)).astype(np.float64)
+        size = to_numpy(convolve(abs(features), abs(w)))
         # both sides are such sums
         assert_close(to_numpy(y), expected, terms=2 * 81, dtype="f4",
                      magnitude=size.astype(np.float64))  # fmt: skip

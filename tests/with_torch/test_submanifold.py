@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
-from support.exhaustive import thinned
+from support.exhaustive import thinned_pairs
 from support.torch_site_cases import (
     SHAPE,
     assert_close,
@@ -83,12 +83,11 @@ def conv_of(st, x, name):
     return lambda x, w, **more: st.site_conv(x.features, w, window, **more)
 
 
-@pytest.mark.parametrize("case", thinned([
-    (name, activation, groups)
-    for groups in (1, 2) for activation in (None, "relu", "silu", "gelu") for name in NAMES
-], 7))  # fmt: skip
-def test_gradients_and_their_gradients(torch, st, case):
-    name, activation, groups = case
+@pytest.mark.parametrize(
+    ("name", "activation", "groups"),
+    thinned_pairs(6, NAMES, [None, "relu", "silu", "gelu"], [1, 2]),
+)
+def test_gradients_and_their_gradients(torch, st, name, activation, groups):
     x = made(torch, st, shape=(4, 3), spatial_shape=(4, 3), channels=2)
     if name == "inverse":
         fine = x
