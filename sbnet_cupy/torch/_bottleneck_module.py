@@ -1,5 +1,6 @@
 """SparseBottleneck: a pre-activation residual unit of ordinary modules, where a mask is set."""
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -68,29 +69,17 @@ class SparseBottleneck(BlockModule):
     """
 
     def __init__(
-        self,
-        in_channels,
-        mid_channels,
-        out_channels=None,
-        stride=1,
-        *,
-        block_size,
-        capacity=None,
-        precision=None,
-        method="auto",
-        device=None,
-        dtype=None,
-    ):
+        self, in_channels, mid_channels, out_channels=None, stride=1, *, block_size, capacity=None,
+        precision=None, method="auto", device=None, dtype=None,
+    ):  # fmt: skip
         super().__init__()
         out_channels = in_channels if out_channels is None else out_channels
-        kind = {"device": device, "dtype": dtype}
-        conv = partial(nn.Conv2d, bias=False, **kind)
-        self.bn1 = nn.BatchNorm2d(in_channels, **kind)
-        self.conv1 = conv(in_channels, mid_channels, 1)
-        self.bn2 = nn.BatchNorm2d(mid_channels, **kind)
+        norm = partial(nn.BatchNorm2d, device=device, dtype=dtype)
+        conv = partial(nn.Conv2d, bias=False, device=device, dtype=dtype)
+        self.bn1, self.conv1 = norm(in_channels), conv(in_channels, mid_channels, 1)
+        self.bn2 = norm(mid_channels)
         self.conv2 = conv(mid_channels, mid_channels, 3, stride, padding=1)
-        self.bn3 = nn.BatchNorm2d(mid_channels, **kind)
-        self.conv3 = conv(mid_channels, out_channels, 1)
+        self.bn3, self.conv3 = norm(mid_channels), conv(mid_channels, out_channels, 1)
         self.downsample = None
         if out_channels != in_channels or self.conv2.stride != (1, 1):
             self.downsample = conv(in_channels, out_channels, 1, stride)
@@ -104,12 +93,11 @@ class SparseBottleneck(BlockModule):
         shortcut is a convolution, ``downsample`` (or ``project`` or ``shortcut``); or a sequence of
         the six modules and that convolution, in this order, in which ReLUs are passed over.
         """
-        parts, shortcut = _parts_of(unit)
+        parts = _parts_of(unit)
         sparse = cls.__new__(cls)
         nn.Module.__init__(sparse)
-        for name, module in zip(_PARTS, parts, strict=True):
+        for name, module in zip((*_PARTS, "downsample"), parts, strict=True):
             setattr(sparse, name, module)
-        sparse.downsample = shortcut
         _check_unit(sparse)
         sparse._configure(block_size, capacity, precision, method)
         sparse.training = parts[0].training
@@ -163,6 +151,12 @@ class SparseBottleneck(BlockModule):
         """Whether a batch norm takes the statistics of the batch."""
         return self.training or bn.running_mean is None
 
+    def _packed(self, kernels, norms):
+        """Return the folded weights, to be packed once, and the kernel of the shortcut."""
+        with torch.no_grad():
+            weights, project = _fold(kernels, norms)
+        return PackedBottleneck(weights, precision=self.precision), project
+
     def _frozen_weights(self):
         kernels, norms = self._parts()
         if any(map(self._sees_batch, norms)):
@@ -170,17 +164,14 @@ class SparseBottleneck(BlockModule):
                 "a SparseBottleneck can be frozen if its batch norms use running statistics; one "
                 "takes those of the batch"
             )
-        kernels = [k if k is None else k.detach().clone() for k in kernels]
-        weights, project = _fold(kernels, norms)
-        return PackedBottleneck(weights, precision=self.precision), project
+        return self._packed([k if k is None else k.detach().clone() for k in kernels], norms)
 
     def _folded(self):
         """Return the unit's weights with the batch norms folded in, and the shortcut's kernel.
 
-        None where a batch norm takes the statistics of the batch.
-
-        What was made of the same tensors in evaluation is kept, unless it may be out of date. It is
-        not in a CUDA graph, which may outlive it.
+        None where a batch norm takes the statistics of the batch. What was made of the same tensors
+        in evaluation is kept, unless it may be out of date: not in a CUDA graph, which may outlive
+        it.
         """
         kernels, norms = self._parts()
         if any(map(self._sees_batch, norms)):
@@ -200,10 +191,7 @@ class SparseBottleneck(BlockModule):
             if not all(map(state.is_plain, given)):
                 return _fold(kernels, norms)
             held = [t.detach() for t in given]  # keeps the memory taken
-            with torch.no_grad():
-                weights, project = _fold(kernels, norms)
-            packed = PackedBottleneck(weights, precision=self.precision)
-            self._kept = seen, held, (packed, project)
+            self._kept = seen, held, self._packed(kernels, norms)
         return self._kept[2]
 
     def _composed(self, image, table, params, kernels, norms):
@@ -239,21 +227,20 @@ def _fold(kernels, norms):
 def _parts_of(unit):
     """Return the six modules of a dense unit, and its shortcut or None."""
     if all(hasattr(unit, name) for name in _PARTS):
-        names = [n for n in ("downsample", "project", "shortcut") if hasattr(unit, n)]
-        shortcut = getattr(unit, names[0]) if names else None
-        return [getattr(unit, name) for name in _PARTS], shortcut
-    try:
+        shortcuts = [n for n in ("downsample", "project", "shortcut") if hasattr(unit, n)]
+        parts = [getattr(unit, name) for name in (*_PARTS, *shortcuts[:1])]
+    elif isinstance(unit, Iterable):
         parts = [module for module in unit if not isinstance(module, nn.ReLU)]
-    except TypeError:
+    else:
         raise TypeError(
             f"unit must have the attributes {', '.join(_PARTS)}, or hold those modules in order, "
             f"got {type(unit).__name__}"
-        ) from None
+        )
     if len(parts) not in (6, 7):
         raise TypeError(
             f"unit must hold {', '.join(_PARTS)} and perhaps a shortcut, got {len(parts)} modules"
         )
-    return parts[:6], parts[6] if len(parts) == 7 else None
+    return parts if len(parts) == 7 else [*parts, None]
 
 
 def _only_conv(shortcut):
@@ -268,36 +255,32 @@ def _only_conv(shortcut):
 
 
 def _check_unit(unit):
-    """Raise unless the modules are what a unit is made of."""
-    if isinstance(unit.downsample, nn.Identity) or (
-        isinstance(unit.downsample, nn.Sequential) and not len(unit.downsample)
-    ):
-        unit.downsample = None
+    """Raise unless the modules are what a unit is made of; an empty shortcut becomes None."""
+    shortcut, stride = unit.downsample, unit.conv2.stride
+    if isinstance(shortcut, nn.Sequential | nn.Identity) and not len(list(shortcut.children())):
+        unit.downsample = shortcut = None
     for name in ("bn1", "bn2", "bn3"):
-        if type(getattr(unit, name)) is not nn.BatchNorm2d:
-            kind = type(getattr(unit, name)).__name__
-            raise TypeError(f"unit.{name} must be a BatchNorm2d, got {kind}")
-    convs = [unit.conv1, unit.conv2, unit.conv3]
-    if unit.downsample is not None:
-        convs.append(_only_conv(unit.downsample))
-    stride = unit.conv2.stride
+        kind = type(getattr(unit, name))
+        if kind is not nn.BatchNorm2d:
+            raise TypeError(f"unit.{name} must be a BatchNorm2d, got {kind.__name__}")
     wanted = [
-        ("conv1", (1, 1), (1, 1), (0, 0)),
-        ("conv2", (3, 3), stride, (1, 1)),
-        ("conv3", (1, 1), (1, 1), (0, 0)),
-        ("downsample", (1, 1), stride, (0, 0)),
+        ("conv1", unit.conv1, (1, 1), (1, 1), (0, 0)),
+        ("conv2", unit.conv2, (3, 3), stride, (1, 1)),
+        ("conv3", unit.conv3, (1, 1), (1, 1), (0, 0)),
     ]
-    for (name, kernel, steps, padding), conv in zip(wanted, convs, strict=False):
+    if shortcut is not None:
+        wanted.append(("downsample", _only_conv(shortcut), (1, 1), stride, (0, 0)))
+    for name, conv, *sizes in wanted:
         if not isinstance(conv, nn.Conv2d):
             raise TypeError(f"unit.{name} must be a Conv2d, got {type(conv).__name__}")
-        found = (conv.kernel_size, conv.stride, conv.padding)
-        if found != (kernel, steps, padding) or conv.bias is not None or refusal(conv):
+        found = [conv.kernel_size, conv.stride, conv.padding]
+        if found != sizes or conv.bias is not None or refusal(conv):
             raise NotImplementedError(
-                f"unit.{name} must have kernel {kernel}, stride {steps}, padding {padding} and no "
-                f"bias, groups or dilation, got {conv}"
+                "unit.{} must have kernel {}, stride {}, padding {} and no bias, groups or "
+                "dilation, got {}".format(name, *sizes, conv)
             )
     cin, cout = unit.conv1.in_channels, unit.conv3.out_channels
-    if unit.downsample is None and (cin != cout or stride != (1, 1)):
+    if shortcut is None and (cin != cout or stride != (1, 1)):
         raise ShapeError(
             f"unit.downsample must be given where the unit changes channels or size, got none for "
             f"{cin} to {cout} channels and stride {stride}"

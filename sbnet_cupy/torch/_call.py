@@ -13,11 +13,12 @@ of a ``PackedWeights`` or ``PackedBottleneck`` are packed once.
 import torch
 
 from ..core.arrays import address
+from ..core.checks import check_result
 from ..core.spec import ArraySpec
 from ..core.workspace import workspace
-from ..errors import DTypeError, ShapeError
+from ..errors import ShapeError
 from . import _dispatch_state as state
-from ._native import check_contiguous, compute, describe, native_stream, to_tensor
+from ._native import check_contiguous, compute, describe, native_stream, spec_of, to_tensor
 
 
 def call(operation, tensors, options, packed=None):
@@ -40,7 +41,8 @@ def call(operation, tensors, options, packed=None):
     if out is not None and (records or described is None):
         operation.check(tensors)
         y = call(operation, (*tensors[:place], None, *tensors[place + 1 :]), options, packed)
-        _check_out(out, y)
+        check_result(spec_of(out), spec_of(y))
+        check_contiguous("out", out)
         return out.copy_(y)
     if described is None:
         return operation.dispatch(tensors, options)
@@ -50,15 +52,6 @@ def call(operation, tensors, options, packed=None):
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return y
-
-
-def _check_out(out, y):
-    """Raise unless ``out`` can receive a copy of the result ``y``."""
-    if tuple(out.shape) != tuple(y.shape):
-        raise ShapeError(f"out must have shape {tuple(y.shape)}, got {tuple(out.shape)}")
-    if out.dtype != y.dtype:
-        raise DTypeError(f"out must have dtype {y.dtype}, got {out.dtype}")
-    check_contiguous("out", out)
 
 
 def run(operation, tensors, options, described=None):
@@ -77,7 +70,7 @@ def run(operation, tensors, options, described=None):
     plan = operation.operator.find(fields, options)
     if plan is None:
         operation.check(tensors)
-        fields = describe(operation.described(tensors, packed)).fields
+        fields = describe(operation.described(tensors, packed)).fields  # dtypes are known by now
         specs = [ArraySpec(tuple(f[0]), *f[1:]) if type(f) is tuple else f for f in fields]
         plan = operation.operator.plan_of(specs, options)
     if gaps:
@@ -107,11 +100,10 @@ def _is_same_memory(a, b):
 def _check_apart(operation, plan, tensors, addresses):
     """Raise if ``out`` shares memory with a tensor, but for the one below the result."""
     out, start, bases = tensors[operation.place], addresses[operation.place], plan.base or ()
-    end = start + out.nbytes
     for number, (t, low) in enumerate(zip(tensors, addresses, strict=True)):
         if t is None or number == operation.place or not t.nbytes:
             continue
-        shares = low < end and start < low + t.nbytes
+        shares = low < start + out.nbytes and start < low + t.nbytes
         if shares and not (number in bases and _is_same_memory(out, t)):
             name = operation.names[number].partition(".")[0]
             raise ShapeError(f"out must not share memory with {name}; pass a separate array")
@@ -119,59 +111,44 @@ def _check_apart(operation, plan, tensors, addresses):
 
 def _launch(plan, tensors, addresses, place, packed):
     """Launch the kernel of a call on torch's current stream; return the result."""
-    stream = state.current_stream(tensors[0].get_device())
-    out = tensors[place]
+    stream, out = state.current_stream(tensors[0].get_device()), tensors[place]
     if plan.base is not None:
         out = _started(plan, tensors, out)
     elif out is None:
         out = tensors[0].new_empty(plan.shape)
-    addresses = [*addresses, 0]
+    addresses = [*addresses, 0]  # the last is that of packed weights
     addresses[place] = out.data_ptr()
     if len(tensors) in plan.operands:
         if packed is None:
-            weights = _pack(plan, tensors, addresses, stream)
+            weights = _packed(plan, tensors, stream)
             addresses[-1] = weights.data_ptr()
         else:
-            weights = _packed_once(plan, tensors[0], packed)
+            weights = packed.kept(plan.how)
+            if weights is None:  # the first call of its form packs
+                weights = compute(lambda _: packed.packed(plan.how, plan.pack), tensors[:1])
             addresses[-1] = address(weights)
     plan.launch.on(stream, [0 if i is None else addresses[i] for i in plan.operands])
     return out
 
 
-def _packed_once(plan, x, packed):
-    """Return the weights of a call as its kernel reads them: packed by the first call like it."""
-    weights = packed.kept(plan.how)
-    if weights is None:
-        weights = compute(lambda _: packed.packed(plan.how, plan.pack), (x,))
-    return weights
-
-
-def _pack(plan, tensors, addresses, stream):
+def _packed(plan, tensors, stream):
     """Pack the weights of a call; tables are read as float32."""
-    pack, places = plan.pack, plan.weights
+    pack, read = plan.pack, [tensors[i] for i in plan.weights]
     memory = tensors[0].new_empty((pack.nbytes,), dtype=torch.uint8)
-    tables = [tensors[i] for i in places[pack.kernels :]]
-    read = [addresses[i] for i in places]
-    others = [t for t in tables if t is not None and t.dtype is not torch.float32]
-    if others:
-        wide = (others[0] if len(others) == 1 else torch.cat(others)).float()
-        address = wide.data_ptr()
-        for number, table in enumerate(tables, pack.kernels):
-            if table is not None and table.dtype is not torch.float32:
-                read[number] = address
-                address += 4 * table.numel()
-    pack.launch.on(stream, (*read, memory.data_ptr()))
+    for number in range(pack.kernels, len(read)):
+        if read[number] is not None:
+            read[number] = read[number].float()
+    pack.launch.on(stream, [0 if t is None else t.data_ptr() for t in (*read, memory)])
     return memory
 
 
 def _started(plan, tensors, out):
     """Return what receives the result, with what the kernel leaves as it is: a tensor, or zeros."""
-    for position in plan.base:
-        base = tensors[position]
-        if base is not None:
-            out = base.new_empty(plan.shape) if out is None else out
-            return out if out.data_ptr() == base.data_ptr() else out.copy_(base)
-    return tensors[0].new_zeros(plan.shape) if out is None else out.zero_()
+    base = next((tensors[i] for i in plan.base if tensors[i] is not None), None)
+    if base is None:
+        return tensors[0].new_zeros(plan.shape) if out is None else out.zero_()
+    out = base.new_empty(plan.shape) if out is None else out
+    return out if out.data_ptr() == base.data_ptr() else out.copy_(base)
 
 
 def _list_blocks(plan, mask, capacity):
@@ -182,8 +159,7 @@ def _list_blocks(plan, mask, capacity):
     if plan.launch is None:
         return tuple(map(to_tensor, compute(plan.run, (mask,))))
     device = mask.get_device()
-    counts = mask.new_empty((1,), dtype=torch.int32)
-    indices = mask.new_empty(plan.results[1].shape, dtype=torch.int32)
+    counts, indices = (mask.new_empty(r.shape, dtype=torch.int32) for r in plan.results)
     scratch = counts.data_ptr()
     if plan.workspace:
         import cupy

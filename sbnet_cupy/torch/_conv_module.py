@@ -45,25 +45,10 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
     """
 
     def __init__(
-        self,
-        in_channels,
-        out_channels,
-        kernel_size,
-        stride=1,
-        padding=0,
-        bias=True,
-        *,
-        block_size,
-        activation=None,
-        capacity=None,
-        precision=None,
-        method="auto",
-        dilation=1,
-        groups=1,
-        padding_mode="zeros",
-        device=None,
-        dtype=None,
-    ):
+        self, in_channels, out_channels, kernel_size, stride=1, padding=0, bias=True, *, block_size,
+        activation=None, capacity=None, precision=None, method="auto", dilation=1, groups=1,
+        padding_mode="zeros", device=None, dtype=None,
+    ):  # fmt: skip
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
             padding_mode, device, dtype,

@@ -11,7 +11,7 @@ import torch
 
 from ..dense.onednn import step_to_one_column
 from . import _dispatch_state as state
-from ._operation import define, make_function
+from ._operation import define
 
 
 @contextlib.contextmanager
@@ -32,12 +32,12 @@ def exactly(precision, x):
     with _FLAGS:
         before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
         try:
-            for holder, name, value in wanted:
-                setattr(holder, name, value)
+            for flag in wanted:
+                setattr(*flag)
             yield
         finally:
-            for holder, name, value in before:
-                setattr(holder, name, value)
+            for flag in before:
+                setattr(*flag)
 
 
 _FLAGS = threading.RLock()  # the flags are the process's: one thread at a time sets them
@@ -45,12 +45,19 @@ _FLAGS = threading.RLock()  # the flags are the process's: one thread at a time 
 
 def convolve(x, w, strides, precision):
     """Return the convolution, without padding, of an NHWC stack with an OIHW kernel."""
-    return _call(_CONVOLVE, x, w, strides, precision)
+    return (_forward if _is_direct(x, w) else _CONVOLVE)(x, w, strides, precision)
 
 
 def convolve_backward(grad, x, w, strides, precision, for_x, for_w):
     """Return the gradients of x and w; one that is not asked for has no elements."""
-    return _call(_BACKWARD, grad, x, w, strides, precision, for_x, for_w)
+    body = _backward if _is_direct(grad, x, w) else _BACKWARD
+    return body(grad, x, w, strides, precision, for_x, for_w)
+
+
+def _is_direct(*tensors):
+    """Whether the dispatcher would do no more than call the body."""
+    there = state.thread_is_plain() and not torch.is_grad_enabled()
+    return there and all(map(state.is_plain, tensors))
 
 
 def convolve_plainly(x, w, strides):
@@ -58,26 +65,9 @@ def convolve_plainly(x, w, strides):
     return _forward(torch.from_numpy(x), torch.from_numpy(w), strides, None).numpy()
 
 
-def _call(operator, *arguments):
-    """Call an operator: at once, or by way of the dispatcher."""
-    records = state.records_if_plain([a for a in arguments if isinstance(a, torch.Tensor)])
-    dispatched, body, recorded = operator
-    if records is None:
-        return dispatched(*arguments)
-    return recorded(*arguments) if records else body(*arguments)
-
-
-def _define(schema, body, fake, backward):
-    def setup_context(ctx, inputs, output):
-        ctx.options = [a for a in inputs if not isinstance(a, torch.Tensor)]
-        ctx.save_for_backward(*(a for a in inputs if isinstance(a, torch.Tensor)))
-
-    def forward(ctx, *arguments):
-        setup_context(ctx, arguments, None)
-        return body(*arguments)
-
-    function = make_function(schema.partition("(")[0], forward, backward)
-    return define(schema, body, fake, backward, setup_context), body, function
+def _save(ctx, inputs, output):
+    ctx.options = [a for a in inputs if not isinstance(a, torch.Tensor)]
+    ctx.save_for_backward(*(a for a in inputs if isinstance(a, torch.Tensor)))
 
 
 def _forward(x, w, strides, precision):
@@ -137,12 +127,12 @@ def _backward_backward(ctx, dx, dw):
     return to_grad, to_x, to_w, None, None, None, None
 
 
-_CONVOLVE = _define(
+_CONVOLVE = define(
     "convolve(Tensor x, Tensor w, int[] strides, str? precision) -> Tensor",
-    _forward, _forward_fake, _forward_backward,
+    _forward, _forward_fake, _forward_backward, _save,
 )  # fmt: skip
-_BACKWARD = _define(
+_BACKWARD = define(
     "convolve_backward(Tensor grad, Tensor x, Tensor w, int[] strides, str? precision, bool for_x, "
     "bool for_w) -> (Tensor, Tensor)",
-    _backward, _backward_fake, _backward_backward,
+    _backward, _backward_fake, _backward_backward, _save,
 )  # fmt: skip

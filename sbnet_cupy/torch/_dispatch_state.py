@@ -19,28 +19,12 @@ from torch.nn.modules import module as modules
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def _dispatch_keys():
-    """Return (keys of a thread, keys of tensors) where the dispatcher has nothing to do, or None.
-
-    Each as the bits of an integer, and each as usual and as in inference mode.
-    """
-
-    def keys(*names):
-        bits = 0
-        for name in names:
-            bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
-        return bits
-
-    try:
-        usual = {keys("BackendSelect", "ADInplaceOrView"), keys("BackendSelect")}
-        plain = {
-            keys(kind, f"Autocast{kind}", *more)
-            for kind in ("CPU", "CUDA")
-            for more in ((), ("ADInplaceOrView", f"Autograd{kind}"))
-        }
-    except AttributeError:  # this PyTorch has them no more, or under other names
-        return None
-    return usual, plain
+def _keys(*names):
+    """Return the bits of some dispatch keys."""
+    bits = 0
+    for name in names:
+        bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return bits
 
 
 _keys_of = getattr(torch._C, "_dispatch_keys", None)
@@ -48,10 +32,16 @@ _keys_of_thread = getattr(torch._C, "_dispatch_tls_local_include_set", None)
 _function_modes = getattr(torch._C, "_len_torch_function_stack", None)
 _has_profiler = hasattr(profiler, "_is_profiler_enabled")
 _has_level = hasattr(forward_ad, "_current_level")
-_found = _dispatch_keys()
-
-_is_known = None not in (_keys_of, _keys_of_thread, _function_modes, _found) and _has_profiler
-_usual, _plain = _found or (set(), set())
+_is_known = None not in (_keys_of, _keys_of_thread, _function_modes) and _has_profiler
+try:  # keys of a thread, and of a tensor, of which the dispatcher makes nothing
+    _usual = {_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")}
+    _plain = {
+        _keys(kind, f"Autocast{kind}", *more)
+        for kind in ("CPU", "CUDA")
+        for more in ((), ("ADInplaceOrView", f"Autograd{kind}"))  # none in inference mode
+    }
+except AttributeError:  # this PyTorch has them no more, or under other names
+    _is_known = False
 
 
 def thread_is_plain():
@@ -73,22 +63,6 @@ def is_plain(value):
 def has_forward_mode():
     """Whether tensors may have forward-mode derivatives: yes, where there is no telling."""
     return not _has_level or forward_ad._current_level >= 0
-
-
-def records_if_plain(tensors):
-    """Whether gradients are recorded; None where the dispatcher has something else to do.
-
-    Some of the tensors may be None.
-    """
-    if not thread_is_plain():
-        return None
-    requires_grad = False
-    for value in tensors:
-        if value is not None:
-            if not is_plain(value):
-                return None
-            requires_grad = requires_grad or value.requires_grad
-    return requires_grad and torch.is_grad_enabled()
 
 
 def direct_apply(function):
@@ -135,18 +109,15 @@ def is_watched():
     )
 
 
-if hasattr(torch._C, "DisableTorchFunctionSubclass"):
+_plainly = getattr(torch._C, "DisableTorchFunctionSubclass", None)
 
-    def plainly(function, *args, **kwargs):
-        """Call a function of tensors as if those of a subclass had no ``__torch_function__``."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
 
-else:
-
-    def plainly(function, *args, **kwargs):
-        """Call a function of tensors as if those of a subclass had no ``__torch_function__``."""
+def plainly(function, *args, **kwargs):
+    """Call a function of tensors as if those of a subclass had no ``__torch_function__``."""
+    if _plainly is None:
         return torch.Tensor.__torch_function__(function, (), args, kwargs)
+    with _plainly():
+        return function(*args, **kwargs)
 
 
 _make_wrapper = getattr(torch.Tensor, "_make_wrapper_subclass", None)
@@ -175,3 +146,8 @@ def register_constant(kind):
     register = getattr(torch.utils._pytree, "register_constant", None)  # PyTorch 2.7 and newer
     if register is not None:
         register(kind)
+
+
+# Has Dynamo take a function into a graph without following its code, which what is behind Dynamo
+# traces. Its arguments may be modules. Where the name is missing, the function stays out of graphs.
+in_one_piece = getattr(torch._dynamo, "nonstrict_trace", torch.compiler.disable)

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from ..core.libraries import Torch, torch_dtype
 from ..core.packed import Packed
-from ..core.spec import CPU, SpecGroup
+from ..core.spec import CPU, ArraySpec, SpecGroup
 from ..errors import DeviceError, DTypeError, ShapeError
 from . import _dispatch_state as state
 
@@ -71,19 +71,7 @@ def _memory_class():
 
 def view(tensor):
     """View a tensor as a NumPy or CuPy array of the same memory; copy one that has gaps."""
-    dtype = numpy_dtype(tensor.dtype, "tensor")
-    tensor = tensor.contiguous()
-    if tensor.is_cuda:
-        import cupy
-
-        memory = cupy.cuda.UnownedMemory(
-            tensor.data_ptr(), tensor.nbytes, tensor, tensor.device.index
-        )
-        return cupy.ndarray(tuple(tensor.shape), dtype, cupy.cuda.MemoryPointer(memory, 0))
-    tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(dtype)
-    return tensor.numpy()
+    return _enter(tensor.detach().contiguous(), "tensor")
 
 
 def to_tensor(array):
@@ -98,9 +86,6 @@ def to_tensor(array):
     return owner[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
-_enter = functools.partial(Torch().enter, argument="weights")
-
-
 def native_weights(weights):
     """Return a PackedWeights or PackedBottleneck of tensors as one of native arrays, always the
     same; None for other arrays, which the checks refuse by name.
@@ -112,7 +97,11 @@ def native_weights(weights):
             f"a {type(weights).__name__} gets no gradients, and holds a tensor that requires grad; "
             "pack tensor.detach(), or pass the weights unpacked"
         )
-    return weights._map_arrays(_enter)
+    return weights._map_arrays(_enter_weights)
+
+
+_enter = Torch().enter
+_enter_weights = functools.partial(_enter, argument="weights")
 
 
 class Description(NamedTuple):
@@ -135,22 +124,29 @@ def describe(tensors, is_plain=None, packed=None):
         if t is None:
             fields.append(None)
             addresses.append(0)
-            continue
-        if type(t) is SpecGroup:
+        elif type(t) is SpecGroup:
             fields.append(t)
             addresses += [0] * len(t.specs)
-            continue
-        if is_plain is not None and not is_plain(t):
+        elif is_plain is not None and not is_plain(t):
             return None
-        requires_grad = requires_grad or t.requires_grad
-        device, address = t.get_device(), t.data_ptr()
-        contiguous = t.is_contiguous()
-        gaps = gaps or not contiguous
-        alignment = address & 15 if contiguous and device >= 0 else 0  # a copy is aligned
-        place = device if device >= 0 else CPU
-        fields.append((t.shape, DTYPES.get(t.dtype), place, None, alignment))
-        addresses.append(address)
+        else:
+            device, address = t.get_device(), t.data_ptr()
+            contiguous = t.is_contiguous()
+            aligned = device < 0 or not contiguous  # so is a copy
+            fields.append((
+                t.shape, DTYPES.get(t.dtype), CPU if device < 0 else device, None,
+                0 if aligned else address & 15,
+            ))  # fmt: skip
+            addresses.append(address)
+            gaps = gaps or not contiguous
+            requires_grad = requires_grad or t.requires_grad
     return Description(fields, addresses, gaps, requires_grad, packed)
+
+
+def spec_of(tensor):
+    """Return the spec of a tensor that may be fake, its gaps closed."""
+    device = tensor.device.index if tensor.device.type == "cuda" else CPU
+    return ArraySpec(tuple(tensor.shape), numpy_dtype(tensor.dtype, "tensor"), device)
 
 
 def numpy_dtype(dtype, argument):

@@ -17,12 +17,11 @@ from ..block_sparse.block_params import BlockParams
 from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..block_sparse.grid import resolve_grid
 from ..core.sizes import padding_pairs, pair
-from ..core.spec import CPU, ArraySpec
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError
 from . import _dispatch_state as state
 from ._call import run
-from ._native import check_images, check_tensors, numpy_dtype
+from ._native import check_images, check_tensors, spec_of
 
 _LIBRARY = torch.library.Library("sbnet_cupy", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -123,7 +122,7 @@ class Operation:
 
     def _fake(self, *arguments):
         tensors, options = self._taken_apart(arguments)
-        specs = [None if t is None else _spec(t) for t in tensors]
+        specs = [None if t is None else spec_of(t) for t in tensors]
         in_place = (False,) if self.tells_in_place else ()
         (first, *_) = self.operator.infer(specs, (*options, *in_place))
         if self.place is not None:
@@ -243,12 +242,6 @@ def make_function(name, forward, backward):
     """Return ``apply`` of a ``torch.autograd.Function`` for plain tensors."""
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return state.direct_apply(type(name, (torch.autograd.Function,), parts))
-
-
-def _spec(tensor):
-    """Return the spec of a tensor that may be fake, its gaps closed."""
-    device = tensor.device.index if tensor.device.type == "cuda" else CPU
-    return ArraySpec(tuple(tensor.shape), numpy_dtype(tensor.dtype, "tensor"), device)
 
 
 def _paddings(x, w, named):

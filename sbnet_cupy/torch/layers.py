@@ -37,24 +37,10 @@ from .ops import reduce_mask
 
 
 def sparse_conv2d(
-    x,
-    w,
-    indices,
-    block_params=None,
-    *,
-    bsize=None,
-    strides=(1, 1),
-    padding="SAME",
-    bias=None,
-    activation=None,
-    base=None,
-    data_format="NHWC",
-    w_format="HWIO",
-    precision=None,
-    out=None,
-    method="auto",
-    capacity=None,
-):
+    x, w, indices, block_params=None, *, bsize=None, strides=(1, 1), padding="SAME", bias=None,
+    activation=None, base=None, data_format="NHWC", w_format="HWIO", precision=None, out=None,
+    method="auto", capacity=None,
+):  # fmt: skip
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d` on tensors.
 
     Differentiable, twice and more, with respect to ``x``, ``w``, ``bias`` and ``base``. The stack
@@ -73,10 +59,10 @@ def sparse_conv2d(
         fused method packs it at each call, so every change of it is seen. Or a
         :class:`sbnet_cupy.PackedWeights` of tensors that need no gradient, and without ``scale``,
         which is packed once; of changes in place it is told by ``refresh()``.
-    indices, block_params, bsize, strides, padding, bias, activation, base, capacity
+    indices, block_params, bsize, capacity
         As for :func:`sbnet_cupy.sparse_conv2d`. ``indices`` may be a mask on the device of ``x``;
         without ``capacity`` the call then waits for a GPU, as :func:`reduce_mask` does.
-    data_format, w_format, precision, method
+    strides, padding, bias, activation, base, data_format, w_format, precision, method
         As for :func:`sbnet_cupy.sparse_conv2d`.
     out : tensor, optional
         Receives the result, and is returned; contiguous. ``out=base`` works in place. Where
@@ -125,20 +111,9 @@ def sparse_conv2d(
 
 
 def sparse_res_block_bottleneck(
-    x,
-    weights,
-    indices,
-    block_params=None,
-    *,
-    bsize=None,
-    strides=(1, 1),
-    w_project=None,
-    base=None,
-    out=None,
-    precision=None,
-    method="auto",
-    capacity=None,
-):
+    x, weights, indices, block_params=None, *, bsize=None, strides=(1, 1), w_project=None,
+    base=None, out=None, precision=None, method="auto", capacity=None,
+):  # fmt: skip
     """Apply a residual unit to active blocks: the function of :mod:`sbnet_cupy` on tensors.
 
     Differentiable, twice and more, with respect to ``x``, all of ``weights``, ``w_project`` and
@@ -247,44 +222,35 @@ def _conv_saves(arrays, options):
 
 def _conv_gradient(ops, arrays, options, grad, wanted, result):
     """Gather, differentiate the convolution of the stack, add up."""
-    x, w, bin_counts, active_block_indices, _, bias, _, _ = arrays
+    x, w, *active, _, bias, _, _ = arrays
     params, strides, _, activation, data_format, w_format, precision, _ = options
-    params, active = BlockParams(*params), (bin_counts, active_block_indices)
-    layout = compositions.layout_of_stack(data_format == "NHWC")
-    gradients = {}
+    params, layout = BlockParams(*params), compositions.layout_of_stack(data_format == "NHWC")
+    grid, shown = compositions.grid_of(params), params.bsize_out
+    stack, found = ops.gather(grad, *active, shown, **layout), {}
     if "base" in wanted:
-        channels = grad.shape[3 if data_format == "NHWC" else 1]
-        zeros = grad.new_zeros((active_block_indices.shape[0], *params.bsize_out, channels))
-        gradients["base"] = ops.scatter(zeros, *active, grad, params.bsize_out, **layout)
+        zeros = torch.zeros_like(stack)
+        found["base"] = ops.scatter(zeros, *active, grad, shown, **layout)
     if not wanted - {"base"}:
-        return gradients
-    grid = compositions.grid_of(params)
+        return found
     kernel = w.permute([w_format.index(letter) for letter in "OIHW"])
-    grad = ops.gather(grad, *active, params.bsize_out, **layout)
     blocks = ops.gather(x, *active, *grid, **layout)
     if activation == "relu":
-        shown = ops.gather(result, *active, params.bsize_out, **layout)
-        grad = ops.activation_backward(grad, shown, "relu")
+        y = ops.gather(result, *active, shown, **layout)
+        stack = ops.activation_backward(stack, y, "relu")
     elif activation is not None:
-        z = ops.wide(convolve(blocks, kernel, strides, precision))
-        z = z if bias is None else z + bias.to(z.dtype)
-        grad = ops.activation_backward(ops.wide(grad), z, activation).to(x.dtype)
+        z = ops.affine(convolve(blocks, kernel, strides, precision), None, bias, None)
+        stack = ops.activation_backward(ops.wide(stack), z, activation).to(x.dtype)
     if "bias" in wanted:
-        gradients["bias"] = ops.wide(grad).sum((0, 1, 2)).to(bias.dtype)
-    both = "x" in wanted, "w" in wanted
-    if any(both):
-        for_x, for_w = convolve_backward(grad, blocks, kernel, strides, precision, *both)
-        if both[0]:
-            image = x.new_zeros(x.shape)
-            flags = {"add": True, "atomic": True}
-            gradients["x"] = ops.scatter(for_x, *active, image, *grid, **flags, **layout)
-        if both[1]:
-            gradients["w"] = for_w.permute(["OIHW".index(letter) for letter in w_format])
-    return gradients
-
-
-def _unit_saves(arrays, options):
-    return set(arrays) - {"base", "out"}
+        found["bias"] = ops.wide(stack).sum((0, 1, 2)).to(bias.dtype)
+    for_x, for_w = "x" in wanted, "w" in wanted
+    if for_x or for_w:
+        dx, dw = convolve_backward(stack, blocks, kernel, strides, precision, for_x, for_w)
+    if for_x:
+        image = x.new_zeros(x.shape)
+        found["x"] = ops.scatter(dx, *active, image, *grid, add=True, atomic=True, **layout)
+    if for_w:
+        found["w"] = dw.permute(["OIHW".index(letter) for letter in w_format])
+    return found
 
 
 def _unit_gradient(ops, arrays, options, grad, wanted, result):
@@ -303,20 +269,11 @@ def _unit_gradient(ops, arrays, options, grad, wanted, result):
 
 
 _CONV = Operation(
-    SPARSE_CONV2D,
-    ops,
-    gradient=_conv_gradient,
-    saves=_conv_saves,
-    floats=("x", "w"),
-    unused=("scale",),  # of a PackedWeights
-    on_cpu=conv_on_cpu,
-)
+    SPARSE_CONV2D, ops, gradient=_conv_gradient, saves=_conv_saves, floats=("x", "w"),
+    unused=("scale",), on_cpu=conv_on_cpu,
+)  # fmt: skip
 _UNIT = Operation(
-    RES_BLOCK,
-    ops,
-    gradient=_unit_gradient,
-    saves=_unit_saves,
-    prefixes=dict.fromkeys(WEIGHTS, "weights."),
-    floats=("x", "weights.w1", "weights.w2", "weights.w3"),
-    weights=slice(1, 1 + len(WEIGHTS)),
-)
+    RES_BLOCK, ops, gradient=_unit_gradient, prefixes=dict.fromkeys(WEIGHTS, "weights."),
+    saves=lambda arrays, options: set(arrays) - {"base", "out"},
+    floats=("x", "weights.w1", "weights.w2", "weights.w3"), weights=slice(1, 1 + len(WEIGHTS)),
+)  # fmt: skip

@@ -3,6 +3,7 @@
 import torch
 
 from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.from_mask import batch_of_one
 from ..block_sparse.mask.reduce_mask import REDUCE_MASK
 from ..core.sizes import pair
 from ._call import call
@@ -13,16 +14,9 @@ _MASK = Operation(REDUCE_MASK)
 
 
 def reduce_mask(
-    mask,
-    block_count,
-    *,
-    bsize,
-    boffset=(0, 0),
-    bstride=None,
-    tol=0.0,
-    avgpool=False,
+    mask, block_count, *, bsize, boffset=(0, 0), bstride=None, tol=0.0, avgpool=False,
     capacity=None,
-):
+):  # fmt: skip
     """List the blocks of a grid where the mask is set: :func:`sbnet_cupy.reduce_mask` on a tensor.
 
     Has no gradient. Without ``capacity`` the number of rows is data: on a GPU the call waits for
@@ -55,28 +49,16 @@ def reduce_mask(
     tensor([[0, 0, 0],
             [0, 1, 1]], dtype=torch.int32)
     """
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        mask = mask[None]
+    mask = batch_of_one(mask)
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
     active = call(_MASK, (mask,), options)
     return ActiveBlocks(*active, (mask.shape[0], *pair(block_count, "block_count", minimum=0)))
 
 
 def sparse_gather(
-    x,
-    bin_counts,
-    active_block_indices,
-    *,
-    bsize,
-    boffset=(0, 0),
-    bstride=None,
-    transpose=False,
-    data_format="NHWC",
-    scale=None,
-    shift=None,
-    activation=None,
-    out=None,
-):
+    x, bin_counts, active_block_indices, *, bsize, boffset=(0, 0), bstride=None, transpose=False,
+    data_format="NHWC", scale=None, shift=None, activation=None, out=None,
+):  # fmt: skip
     """Copy the active blocks of an image into a stack: :func:`sbnet_cupy.sparse_gather` on tensors.
 
     Differentiable, twice and more, with respect to ``x``, ``scale`` and ``shift``. The gradient of
@@ -122,20 +104,9 @@ def sparse_gather(
 
 
 def sparse_scatter(
-    blocks,
-    bin_counts,
-    active_block_indices,
-    x,
-    *,
-    bsize,
-    boffset=(0, 0),
-    bstride=None,
-    add=False,
-    atomic=False,
-    transpose=False,
-    data_format="NHWC",
-    out=None,
-):
+    blocks, bin_counts, active_block_indices, x, *, bsize, boffset=(0, 0), bstride=None, add=False,
+    atomic=False, transpose=False, data_format="NHWC", out=None,
+):  # fmt: skip
     """Write blocks over an image, or add them to it: :func:`sbnet_cupy.sparse_scatter` on tensors.
 
     Differentiable, twice and more, with respect to ``blocks`` and ``x``. Where blocks overlap and

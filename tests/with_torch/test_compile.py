@@ -1,5 +1,7 @@
 """sbnet_cupy.torch under torch.compile, torch.export, CUDA graphs and side streams."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -155,11 +157,85 @@ def test_frozen_modules_compile_whole(st, torch, device):
 
 
 def test_a_sparsified_network_runs_as_it_is_in_what_is_compiled(st, torch, device):
+    """Without a capacity: the number of blocks is data."""
     x, mask, _ = inputs(torch, device)
     x, whole = x.permute(0, 3, 1, 2), modules(st, torch, device)[2]
+    whole.capacity = None
     with torch.no_grad():
         run = torch.compile(lambda x, mask: whole(x * 2, mask) + 1, backend="eager")
         assert_same(run(x, mask), whole(x * 2, mask) + 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports
+@pytest.mark.parametrize("break_even", [0.0, 2.0])  # whole images, and a stack
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("eager", marks=pytest.mark.exhaustive),
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_sparsified_network_compiles_whole(st, torch, require, backend, break_even, trains):
+    """With a capacity, on a CPU; gradients and the running statistics of batch norms too."""
+    if backend == "inductor":
+        require("g++")
+    torch.manual_seed(0)
+    network = modules(st, torch, "cpu")[2].train(trains)
+    network.break_even = break_even
+    twin = copy.deepcopy(network)
+    run = compiled(torch, lambda x, mask: network(x * 2, mask, outside=0.5) + 1, backend)
+    for seed in (0, 1):
+        x, mask, _ = inputs(torch, seed=seed)
+        x = x.permute(0, 3, 1, 2)
+        with torch.set_grad_enabled(trains):
+            actual, expected = run(x, mask), twin(x * 2, mask, outside=0.5) + 1
+        size = max(expected.abs().max().item(), 1.0)
+        terms = 3 * TERMS + 256  # three convolutions, and statistics of all pixels
+        assert_close(actual, expected, terms=terms, dtype="float32", magnitude=size)
+        if trains:
+            actual.square().sum().backward()
+            expected.square().sum().backward()
+            for a, e in zip(network.parameters(), twin.parameters(), strict=True):
+                size = max(p.grad.abs().max().item() for p in twin.parameters())
+                assert_close(a.grad, e.grad, terms=9 * 256, dtype="float32", magnitude=size)
+            for a, e in zip(network.buffers(), twin.buffers(), strict=True):
+                assert_close(a.float(), e.float(), terms=terms, dtype="float32")
+
+
+def test_a_compiled_network_takes_other_sizes_and_says_what_is_wrong(st, torch):
+    network = modules(st, torch, "cpu")[2]
+    run = compiled(torch, network, dynamic=True)
+    with torch.no_grad():
+        for size in (16, 24):
+            x, mask, _ = inputs(torch, seed=1, size=size)
+            x = x.permute(0, 3, 1, 2)
+            assert_close(run(x, mask), network(x, mask), terms=3 * TERMS, dtype="float32")
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="mask must have shape"):
+            run(x, mask[:, 1:])
+        network.capacity = None
+        with pytest.raises(torch._dynamo.exc.Unsupported):  # its shapes are data
+            run(x, mask)
+
+
+def test_a_compiled_step_is_seen_by_the_next_call(st, torch):
+    """A fused optimizer leaves no trace; what was kept of weights is dropped in the graph too."""
+    network = modules(st, torch, "cpu")[2]
+    x, mask, _ = inputs(torch)
+    x = x.permute(0, 3, 1, 2)
+    run = compiled(torch, network)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        with torch.no_grad():
+            for _ in range(3):  # what is kept of weights and calls is used by now
+                before = network(x, mask)
+        run(x, mask).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            after = network(x, mask)
+            assert not torch.equal(after, before)
+            assert_same(after, copy.deepcopy(network)(x, mask))
 
 
 def shares(module):

@@ -29,6 +29,7 @@ NAMES = [
     "torch._C._nn",
     "torch._C.DisableTorchFunctionSubclass",
     "torch.Tensor._make_wrapper_subclass",
+    "torch._dynamo.nonstrict_trace",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
 WATCHING = {NAMES[2], *NAMES[10:14]}  # without these, every call may be watched
@@ -76,9 +77,9 @@ def results(st, torch):
 
 def test_results_are_the_same(st, torch, state, missing):
     actual = list(results(st, torch))
-    assert (state.records_if_plain((torch.ones(1),)) is None) == (missing in DISPATCHING)
+    assert state.thread_is_plain() != (missing in DISPATCHING)
     importlib.reload(state)
-    assert state.records_if_plain((torch.ones(1),)) is False
+    assert state.thread_is_plain()
     for a, e in zip(actual, results(st, torch), strict=True):
         assert_same(a, e)
 
@@ -101,6 +102,19 @@ def test_compiled_code_has_the_operators(st, torch, missing):
 
     compiled = torch.compile(gather, fullgraph=True, backend="aot_eager")
     assert_same(compiled(x), gather(x))
+
+
+def test_functions_are_part_of_a_graph_or_apart(state, torch, missing):
+    torch._dynamo.reset()
+
+    def opaque(x):
+        return x + len(type(x).__mro__[:0])
+
+    graphs = torch._dynamo.testing.CompileCounter()
+    piece = state.in_one_piece(opaque)
+    compiled = torch.compile(lambda x: piece(x * 2) * 3, backend=graphs)
+    assert compiled(torch.ones(2)).tolist() == [6, 6]
+    assert graphs.frame_count == (2 if missing == "torch._dynamo.nonstrict_trace" else 1)
 
 
 def test_devices_and_streams_are_asked_for_in_public(state, torch, missing, monkeypatch):

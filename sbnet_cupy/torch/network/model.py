@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ...errors import CapacityError
+from .._dispatch_state import in_one_piece
 from . import cuda, graphs, tuning
 from . import tensor as T
 from .ends import check_call, check_outside, finished, warn_left_out
@@ -53,16 +54,20 @@ class SparseModel(nn.Module):
         self.block_size, self.capacity = block_size, capacity
         self.halo, self.outside, self.replay = halo, outside, replay
         self.break_even = None
-        self._weights = Weights()
+        self._weights, self._is_trained = Weights(), False
         self._replays, self._tapes = Replays(), Tapes()
         self._compiled = None
         self._reaches = {}
         self._seen = {}
         self._last = None
 
-    @torch.compiler.disable  # Dynamo cannot follow the tensor that stands for an image
     def forward(self, x, mask, *args, outside=None, **kwargs):
         """Run the network where ``mask`` is set.
+
+        With a ``capacity`` and ``halo="zero"``, on a CPU, ``torch.compile`` makes a call part of
+        its graph, also with ``fullgraph=True``; there is then no warning of blocks that were left
+        out. Without a capacity shapes depend on data, and on a GPU the network has kernels and CUDA
+        graphs of its own: such calls run as they do outside, between two graphs.
 
         Parameters
         ----------
@@ -79,6 +84,16 @@ class SparseModel(nn.Module):
         -------
         What the network returns, images in place of stacks.
         """
+        if torch.compiler.is_dynamo_compiling():
+            kwargs |= {} if outside is None else {"outside": outside}  # Dynamo passes no None on
+            if self.capacity is None or self.halo != "zero" or x.is_cuda:
+                return _apart(self, x, mask, args, kwargs)
+            check_call(x, mask)  # here, as Dynamo shows no error from inside
+            if self.training or torch.is_grad_enabled():
+                self._is_trained = True
+            return _in_graph(self, x, mask, args, kwargs)
+        if self._is_trained:  # by a graph, which may leave no trace in the weights
+            self._forget()
         if may_replay(self, x, mask, args, outside, kwargs):
             check_call(x, mask)
             check_outside(self.outside if outside is None else outside)
@@ -177,16 +192,17 @@ class SparseModel(nn.Module):
         return BREAK_EVEN.get(x.device.type, 1.0)
 
     def _table_of_trace(self, mask, size, total, capacity, share):
-        """Return the table of a call of which torch.export makes a graph: no number is known."""
+        """Return the table of a call of which PyTorch makes a graph: no number is known."""
         if capacity is None:
             raise RuntimeError(
                 "capacity must be given to export a sparsified network, got None; without one the "
                 "number of active blocks is data"
             )
         if capacity >= share * total:
-            return PictureTable(mask, self.block_size, size), (None, total)
-        on = active_blocks(mask, self.block_size)
-        table = BlockTable.of_blocks(on, capacity, None, self.block_size, size)
+            table, capacity = PictureTable(mask, self.block_size, size), total
+        else:
+            on = active_blocks(mask, self.block_size)
+            table = BlockTable.of_blocks(on, capacity, None, self.block_size, size)
         table.static = True
         return table, (None, capacity)
 
@@ -358,6 +374,7 @@ class SparseModel(nn.Module):
 
     def _forget(self):
         """Drop what was made of the weights."""
+        self._is_trained = False
         self._weights.clear()
         self._replays.clear()
         self._tapes.clear()
@@ -390,5 +407,18 @@ class SparseModel(nn.Module):
 
 
 def is_tracing():
-    """Whether torch.export traces the call, with tensors that stand for no numbers."""
-    return getattr(torch.compiler, "is_exporting", bool)()  # PyTorch 2.6 cannot tell
+    """Whether PyTorch makes a graph of the call, with tensors that stand for no numbers."""
+    return torch.compiler.is_compiling()
+
+
+@torch.compiler.disable
+def _apart(sparse, x, mask, args, kwargs):
+    """Make a call outside of what torch.compile compiles."""
+    return sparse(x, mask, *args, **kwargs)
+
+
+@in_one_piece
+def _in_graph(sparse, x, mask, args, kwargs):
+    """Make a call as a part of the graph, which is of images of one size."""
+    x, mask = (t.expand([int(n) for n in t.shape]) for t in (x, mask))
+    return sparse._call(x, mask, *args, **kwargs)

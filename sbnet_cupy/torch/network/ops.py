@@ -60,7 +60,8 @@ def conv(
         if y is not None:
             return y
     if table.whole:
-        weight = weight.detach() if table.static else weight  # no graph holds what oneDNN packed
+        if table.static and not torch.is_grad_enabled():
+            weight = weight.detach()  # no graph holds what oneDNN packed
         y = _conv_picture(
             x, weight, bias, stride, pads, dilation, groups, fill, mode, residual, activation
         )
