@@ -120,7 +120,7 @@ def _launch(plan, tensors, addresses, place, packed):
     addresses[place] = out.data_ptr()
     if len(tensors) in plan.operands:
         if packed is None:
-            weights = _packed(plan, tensors, stream)
+            weights = _packed(plan, tensors, addresses, stream)
             addresses[-1] = weights.data_ptr()
         else:
             weights = packed.kept(plan.how)
@@ -131,14 +131,24 @@ def _launch(plan, tensors, addresses, place, packed):
     return out
 
 
-def _packed(plan, tensors, stream):
-    """Pack the weights of a call; tables are read as float32."""
-    pack, read = plan.pack, [tensors[i] for i in plan.weights]
+def _packed(plan, tensors, addresses, stream):
+    """Pack the weights of a call; tables are read as float32, and made that all at once."""
+    pack, places = plan.pack, plan.weights
     memory = tensors[0].new_empty((pack.nbytes,), dtype=torch.uint8)
-    for number in range(pack.kernels, len(read)):
-        if read[number] is not None:
-            read[number] = read[number].float()
-    pack.launch.on(stream, [0 if t is None else t.data_ptr() for t in (*read, memory)])
+    read = [addresses[i] for i in places]
+    narrow = [
+        (number, tensors[i]) for number, i in enumerate(places)
+        if number >= pack.kernels and tensors[i] is not None
+        and tensors[i].dtype is not torch.float32
+    ]  # fmt: skip
+    if narrow:
+        tables = [table for _, table in narrow]
+        wide = (tables[0] if len(tables) == 1 else torch.cat(tables)).float()
+        address = wide.data_ptr()
+        for number, table in narrow:
+            read[number] = address
+            address += 4 * table.numel()
+    pack.launch.on(stream, (*read, memory.data_ptr()))
     return memory
 
 
