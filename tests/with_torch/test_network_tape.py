@@ -120,6 +120,12 @@ def test_a_change_of_the_network_shows(st, kind):
 KEPT = {
     "a list": ([2.0], lambda kept: kept.__setitem__(0, 3.0), lambda kept: kept[0]),
     "a dict": ({"by": 2}, lambda kept: kept.update(by=3), lambda kept: kept["by"]),
+    "a list in a dict": (
+        {"by": [[2.0]]}, lambda kept: kept["by"][0].append(3.0), lambda kept: sum(kept["by"][0]),
+    ),
+    "a list in a tuple": (
+        ([2.0],), lambda kept: kept[0].__setitem__(0, 3.0), lambda kept: kept[0][0],
+    ),
     "a set": ({2}, lambda kept: kept.add(3), len),
     "an object": (
         types.SimpleNamespace(by=2), lambda kept: setattr(kept, "by", 3), lambda kept: kept.by,
@@ -139,6 +145,16 @@ def test_numbers_that_a_module_keeps_show(st, kind):
     for _ in range(4):
         assert same(sparse(x, mask), plain(x, mask))
     assert sparse._tapes.tapes and not torch.equal(before, sparse(x, mask))
+
+
+@torch.no_grad()
+def test_a_network_that_keeps_much_has_no_tape(st):
+    """To look through all of it at each call would take longer than a tape saves."""
+    dense, x, mask = small(), image(), masks(0.4)[0]
+    dense.kept = [list(range(5000))]
+    sparse = st.sparsify(dense, BLOCK)
+    expected = st.sparsify(dense, BLOCK, replay=False)(x, mask)
+    assert all(same(sparse(x, mask), expected) for _ in range(3)) and not sparse._tapes.tapes
 
 
 @torch.no_grad()

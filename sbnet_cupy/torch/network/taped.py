@@ -2,6 +2,7 @@
 
 import collections
 import threading
+from types import ModuleType
 
 import torch
 from torch.utils._pytree import tree_map
@@ -12,7 +13,9 @@ from .tape import Changed, Tape
 
 _LIMIT = 8  # tapes of a network
 _SEEN = 64  # calls of which it is remembered how often they came
+_MOST_ITEMS = 4096  # in what modules keep: with more, each call would take long to compare them
 _NUMBERS = (int, float, bool, str)
+_CONTAINERS = (list, tuple, dict, set, collections.OrderedDict, collections.defaultdict)
 _GIVEN = frozenset(vars(torch.nn.Module()))
 _CHANGES = 3  # calls that change the network before none is recorded any more
 
@@ -22,12 +25,26 @@ class _State(State):
 
     def __init__(self, model):
         super().__init__(model)
-        self.kept = [c for d in self.attributes for c in map(_content, _own(d)) if c is not None]
+        self.kept = list(_contents(v for d in self.attributes for v in _own(d)))
         self.items = [_items(content) for content in self.kept]
+        self.fit = self.fit and sum(map(len, self.items)) <= _MOST_ITEMS
 
     def holds(self):
         """Whether nothing has changed."""
         return super().holds() and all(map(_are_same, map(_items, self.kept), self.items))
+
+
+def _contents(values):
+    """Yield the contents of values, and of what is in them, and so on, each once."""
+    left, seen, count = list(values), set(), 0
+    while left and count <= _MOST_ITEMS:
+        content = _content(left.pop())
+        if content is not None and id(content) not in seen:
+            seen.add(id(content))
+            yield content
+            inner = [value for _, value in _items(content)]
+            left += inner
+            count += len(inner)
 
 
 def _own(attributes):
@@ -36,10 +53,10 @@ def _own(attributes):
 
 
 def _content(value):
-    """Return the list, dict or set that may change while an attribute stays bound to it."""
-    if type(value) in (list, dict, set, collections.OrderedDict, collections.defaultdict):
+    """Return the list, dict or set that may change while a name stays bound to it, or a tuple."""
+    if type(value) in _CONTAINERS:
         return value
-    if isinstance(value, torch.Tensor | torch.nn.Module | type) or callable(value):
+    if isinstance(value, torch.Tensor | torch.nn.Module | ModuleType) or callable(value):
         return None
     return getattr(value, "__dict__", None)
 
