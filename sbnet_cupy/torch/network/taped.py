@@ -2,7 +2,6 @@
 
 import collections
 import threading
-from types import ModuleType
 
 import torch
 from torch.utils._pytree import tree_map
@@ -13,63 +12,7 @@ from .tape import Changed, Tape
 
 _LIMIT = 8  # tapes of a network
 _SEEN = 64  # calls of which it is remembered how often they came
-_MOST_ITEMS = 4096  # in what modules keep: with more, each call would take long to compare them
-_NUMBERS = (int, float, bool, str)
-_CONTAINERS = (list, tuple, dict, set, collections.OrderedDict, collections.defaultdict)
-_GIVEN = frozenset(vars(torch.nn.Module()))
 _CHANGES = 3  # calls that change the network before none is recorded any more
-
-
-class _State(State):
-    """State that also holds what is in lists, dicts and plain objects that a module keeps."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.kept = list(_contents(v for d in self.attributes for v in _own(d)))
-        self.items = [_items(content) for content in self.kept]
-        self.fit = self.fit and sum(map(len, self.items)) <= _MOST_ITEMS
-
-    def holds(self):
-        """Whether nothing has changed."""
-        return super().holds() and all(map(_are_same, map(_items, self.kept), self.items))
-
-
-def _contents(values):
-    """Yield the contents of values, and of what is in them, and so on, each once."""
-    left, seen, count = list(values), set(), 0
-    while left and count <= _MOST_ITEMS:
-        content = _content(left.pop())
-        if content is not None and id(content) not in seen:
-            seen.add(id(content))
-            yield content
-            inner = [value for _, value in _items(content)]
-            left += inner
-            count += len(inner)
-
-
-def _own(attributes):
-    """Return the attributes that PyTorch does not give each module."""
-    return [value for name, value in attributes.items() if name not in _GIVEN]
-
-
-def _content(value):
-    """Return the list, dict or set that may change while a name stays bound to it, or a tuple."""
-    if type(value) in _CONTAINERS:
-        return value
-    if isinstance(value, torch.Tensor | torch.nn.Module | ModuleType) or callable(value):
-        return None
-    return getattr(value, "__dict__", None)
-
-
-def _items(content):
-    return list(content.items()) if isinstance(content, dict) else [(None, v) for v in content]
-
-
-def _are_same(now, then):
-    return len(now) == len(then) and all(
-        j == k and (a is b or (type(a) in _NUMBERS and type(a) is type(b) and a == b))
-        for (j, a), (k, b) in zip(now, then, strict=True)
-    )
 
 
 class Tapes:
@@ -128,7 +71,7 @@ class Tapes:
                 if self.tapes:
                     self.patience = min(2 * self.patience, 1024)
                 self._clear()
-                self.state = _State(sparse.model)
+                self.state = State(sparse.model)
             return self.state
 
     def _found(self, state, key):
