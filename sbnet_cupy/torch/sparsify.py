@@ -59,9 +59,10 @@ def sparsify(
         then on: the host is free at once. A graph repeats what ran on the device, not Python code:
         ``print`` and counters of a module's ``forward`` do not run again. Parameters, buffers and
         attributes of modules that change are seen, also in lists, dicts and plain objects, and the
-        graph is made anew; numbers and tensors that a module takes from elsewhere are not. A network with hooks, and a call under autocast,
-        a profiler or with more arguments, has no graph; one that cannot be captured says so in a
-        RuntimeWarning once. At most four graphs are kept, each with the memory of its activations.
+        graph is made anew; numbers and tensors that a module takes from elsewhere are not. A
+        network with hooks, and a call under autocast, a profiler or with more arguments, has no
+        graph; one that cannot be captured says so in a RuntimeWarning once. At most four graphs are
+        kept, each with the memory of its activations.
         On a CPU, in evaluation without gradients and with or without a ``capacity``, the functions
         that a second call alike computes are recorded, and later calls run them with other images
         and masks, without the modules' Python code. What is true of graphs is true of these tapes:
