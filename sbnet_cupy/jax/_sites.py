@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..submanifold.coordinate_map import CoordinateMap
+from ..submanifold.keeping_container import KeepingContainer
 from ..submanifold.kernel_map import KernelMap
 from ..submanifold.keys import packing_of
 from ..submanifold.sparse_tensor import SparseTensor
@@ -35,7 +36,7 @@ def _register(kind, data, static, kept=()):
         made, (own, also) = object.__new__(kind), fixed
         for name, value in zip((*data, *static), (*arrays, *own), strict=True):
             object.__setattr__(made, name, value)
-        if kind is not SparseTensor:
+        if issubclass(kind, KeepingContainer):
             object.__setattr__(made, "_kept", dict(also))
         return made
 

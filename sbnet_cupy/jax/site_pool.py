@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from ..core.arrays import compute_dtype
 from ..core.checks import check_array
 from ..dense.conv2d import check_choice
+from ..submanifold import sparse_tensor
 from ..submanifold.global_pool import samples_of
 from ..submanifold.site_max import TIES
 from ..submanifold.sparse_tensor import SparseTensor
@@ -201,7 +202,7 @@ def global_pool(x, reduce="max"):
 
 def _window(x, kernel_size, stride, padding, dilation, onto, capacity):
     """Return the map of a pool."""
-    onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
+    onto = sparse_tensor.sites_of(onto)
     return kernel_map(
         _float_sites_of(x), kernel_size, stride=kernel_size if stride is None else stride,
         padding=padding, dilation=dilation, onto=onto, capacity=capacity,

@@ -15,6 +15,7 @@ from ..core.checks import check_array
 from ..dense.conv2d import check_choice
 from ..errors import ShapeError
 from ..submanifold import coordinate_map as sites
+from ..submanifold import sparse_tensor as sparse_tensors
 from ..submanifold.coordinate_map import (
     MODES,
     CoordinateMap,
@@ -292,7 +293,7 @@ def way_back(coarse, fine, kernel_size=None):
 
     They were made with this kernel size, or with any if it is None.
     """
-    fine = fine.coordinates if isinstance(fine, SparseTensor) else fine
+    fine = sparse_tensors.sites_of(fine)
     check_sites("onto", fine)
     if fine.dimensions != coarse.dimensions:
         raise ShapeError(f"onto must have {coarse.dimensions} dimensions, got {fine.dimensions}")

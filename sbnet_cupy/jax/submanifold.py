@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from ..core.arrays import compute_dtype
 from ..errors import DTypeError
+from ..submanifold import sparse_tensor
 from ..submanifold.kernel_map import KernelMap
 from ..submanifold.site_conv import SITE_CONV
 from ..submanifold.sparse_tensor import SparseTensor
@@ -131,7 +132,7 @@ def strided_conv(
     >>> strided_conv(x, jnp.ones((2, 1, 1)), stride=2).features.ravel().tolist()
     [1.0, 1.0, 1.0]
     """
-    onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
+    onto = sparse_tensor.sites_of(onto)
     window = {"stride": stride, "padding": padding, "dilation": dilation}
     made = kernel_map(sites_of(x), _kernel_of(x, w), **window, onto=onto, capacity=capacity)
     return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)

@@ -10,7 +10,7 @@ from .kernel_map import KernelMap
 from .site_conv import valid_rows
 from .site_max import SITE_MAX, SITE_MAX_GRAD
 from .site_sum import SITE_SUM, divisor
-from .sparse_tensor import SparseTensor, check_float_tensor, check_grad
+from .sparse_tensor import SparseTensor, check_float_tensor, check_grad, sites_of
 
 
 @array_function
@@ -274,7 +274,7 @@ def _window(x, kernel_size, stride, padding, dilation, onto, capacity):
 
 def _made_by(coarse, onto):
     """Return the map of the pooling or convolution of ``onto`` that made the sites ``coarse``."""
-    onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
+    onto = sites_of(onto)
     maps.check_map("onto", onto)
     return maps.made_by(onto, None, coarse)
 

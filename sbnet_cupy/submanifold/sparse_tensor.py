@@ -151,6 +151,11 @@ def sparse_tensor(
     return SparseTensor(rows, coordinates)
 
 
+def sites_of(value):
+    """Return the coordinates of a SparseTensor, or what is none as it is."""
+    return value.coordinates if isinstance(value, SparseTensor) else value
+
+
 def check_tensor(x, name="x"):
     """Raise unless ``x`` is a SparseTensor."""
     if not isinstance(x, SparseTensor):

@@ -8,7 +8,7 @@ from ..core.checks import check_array
 from ..errors import ShapeError
 from .kernel_map import check_map, kernel_map, made_by
 from .site_conv import compute
-from .sparse_tensor import SparseTensor, check_tensor
+from .sparse_tensor import SparseTensor, check_tensor, sites_of
 
 
 @array_function
@@ -167,7 +167,7 @@ def inverse_conv(
     array([10.,  1., 10.])
     """
     kernel = _kernel_of(x, w)
-    onto = onto.coordinates if isinstance(onto, SparseTensor) else onto
+    onto = sites_of(onto)
     check_map("onto", onto)
     made = made_by(onto, kernel, x.coordinates).transposed()
     return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)

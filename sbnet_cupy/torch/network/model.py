@@ -108,7 +108,10 @@ class SparseModel(nn.Module):
         outside = check_outside(self.outside if outside is None else outside)
         if self.training or torch.is_grad_enabled():
             self._forget()
-        table, counted = self._table(x, mask)
+        return self._on_table(*self._table(x, mask), x, outside, args, kwargs)
+
+    def _on_table(self, table, counted, x, outside, args=(), kwargs=None):
+        """Run the network once on the blocks of a table."""
         if is_tracing():
             return self._run(table, x, args, kwargs, outside)
         key = self._kind(x, table.whole)

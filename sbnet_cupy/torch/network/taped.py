@@ -52,7 +52,9 @@ class Tapes:
         key = _key(sparse, x, table, wanted)
         tape, due = self._found(state, key)
         if sparse._is_compiled(table, x, (), {}) or (tape is None and not due):
-            return self._watched_call(sparse, state, x, mask, outside)
+            result = sparse._on_table(table, counted, x, wanted)
+            self._holds(state)
+            return result
         kind = sparse._kind(x, table.whole)
         if tape is not None:
             try:
@@ -88,13 +90,8 @@ class Tapes:
                 self.calls.popitem(last=False)
             return None, came >= self.patience
 
-    def _watched_call(self, sparse, state, x, mask, outside):
-        """Run a call, and count it if it changed the network."""
-        result = sparse._call(x, mask, outside=outside)
-        self._holds(state)
-        return result
-
     def _holds(self, state):
+        """Whether the network is as it was before a call; count the call if it is not."""
         holds = state.holds()
         if not holds:
             with self.lock:

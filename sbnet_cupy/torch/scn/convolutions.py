@@ -107,7 +107,16 @@ class _Strided(_Convolution):
         return size_key(self.filter_size), size_key(self.filter_stride)
 
 
-class Convolution(_Strided):
+class _NewSites(_Strided):
+    """One that makes sites, with room for so many if it has a capacity."""
+
+    def __init__(self, *args, capacity=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        check_capacity(capacity)
+        self.capacity = capacity
+
+
+class Convolution(_NewSites):
     """A convolution with a stride: every site whose window meets one of the input.
 
     Parameters
@@ -119,11 +128,6 @@ class Convolution(_Strided):
     capacity : int, optional
         Rows of the new sites; see :func:`set_capacities`.
     """
-
-    def __init__(self, *args, capacity=None, **kwargs):
-        super().__init__(*args, **kwargs)
-        check_capacity(capacity)
-        self.capacity = capacity
 
     def forward(self, input):
         """Convolve a SparseConvNetTensor."""
@@ -161,7 +165,7 @@ class Deconvolution(_Back):
         return input.at(self._convolve(input, made), larger, made.target)
 
 
-class FullConvolution(_Back):
+class FullConvolution(_NewSites, _Back):
     """A transposed convolution: every site that one of the input reaches, in a new Metadata.
 
     Parameters
@@ -169,11 +173,6 @@ class FullConvolution(_Back):
     dimension, nIn, nOut, filter_size, filter_stride, bias, groups, capacity
         As for :class:`Convolution`.
     """
-
-    def __init__(self, *args, capacity=None, **kwargs):
-        super().__init__(*args, **kwargs)
-        check_capacity(capacity)
-        self.capacity = capacity
 
     def forward(self, input):
         """Convolve a SparseConvNetTensor."""

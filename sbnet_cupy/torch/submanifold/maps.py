@@ -11,10 +11,11 @@ import torch
 
 from ...errors import DTypeError
 from ...submanifold import kernel_map as maps
+from ...submanifold import sparse_tensor
 from ...submanifold.coordinate_map import CoordinateMap, check_sites
 from ...submanifold.kernel_map import KernelMap
 from ...submanifold.site_conv import valid_rows
-from ...submanifold.sparse_tensor import SparseTensor, check_tensor
+from ...submanifold.sparse_tensor import check_tensor
 from .. import _dispatch_state as state
 from .._native import check_tensors, compute, to_tensor
 
@@ -56,7 +57,7 @@ def check_floats(features):
 
 def sites_of(value, name):
     """Return the CoordinateMap that is given, or that of a SparseTensor."""
-    value = value.coordinates if isinstance(value, SparseTensor) else value
+    value = sparse_tensor.sites_of(value)
     check_sites(name, value)
     return value
 
