@@ -94,9 +94,7 @@ def main(arguments=None):
     parser.add_argument("--out", type=Path, help="folder of stack_conv2d.csv")
     options = parser.parse_args(arguments)
     columns = machine.describe(cupy, torch)
-    results = Path(__file__).parents[1] / "results"
-    folder = options.out or results / machine.folder_name(columns["gpu"])
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = machine.results_folder(columns, False, options.out)
     torch.backends.cudnn.benchmark = True
     print(f"{columns['gpu']}, torch {columns['torch']}, commit {columns['commit']}", flush=True)
     with torch.no_grad(), Writer(folder / "stack_conv2d.csv") as writer:

@@ -30,6 +30,14 @@ def describe(cupy, torch, commit=None):
     }
 
 
+def results_folder(columns, cpu, out=None):
+    """Make the folder that a run's rows go to, ``out`` or that of the device; return it."""
+    name = "cpu" if cpu else folder_name(columns["gpu"])
+    folder = out or ROOT / "benchmarks" / "results" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def gpu_name(cupy):
     """Return the name of CuPy's current device."""
     return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()

@@ -89,10 +89,7 @@ def main(arguments=None):
         parser.error(f"there is no network {unknown[0]!r}; there are: {', '.join(models.NETWORKS)}")
     cupy = None if options.cpu else __import__("cupy")
     columns = machine.describe(cupy, torch)
-    folder = options.out or Path(__file__).parents[1] / "results" / (
-        "cpu" if options.cpu else machine.folder_name(columns["gpu"])
-    )
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = machine.results_folder(columns, options.cpu, options.out)
     print(f"{columns['gpu']}, torch {columns['torch']}, commit {columns['commit']}", flush=True)
     measure = on_cpu if options.cpu else trained if options.train else on_gpu
     file = "training.csv" if options.train else "networks.csv"

@@ -9,19 +9,16 @@ same searches in plain PyTorch, by sorted numbers of cells, and spconv's maps wh
 On a CPU the rows are ratios of one run.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 
 import sbnet_cupy as sb
-from benchmarks.harness import machine
 from benchmarks.harness.rows import OURS, SAME_INPUTS, Ratio, Row, Writer
 from benchmarks.harness.timing import Contender, CupyClock, HostClock, TorchClock, WallClock
-from benchmarks.submanifold import scenes
+from benchmarks.submanifold import command, scenes
 from benchmarks.submanifold.peers import spconv_maps
 from benchmarks.submanifold.torch_sites import Cells
 
+FILE = "coordinate_map.csv"
 TORCH = "torch, sorted cells"
 CHANNELS = 4  # of the points
 DEVICE = "cuda"  # of PyTorch's tensors, in a run on a GPU
@@ -136,28 +133,12 @@ def _turned(made, source, target):
 
 def main(arguments=None):
     """Time all scenes; print and write their rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpu", action="store_true", help="NumPy against PyTorch: ratios")
-    parser.add_argument("--scan", type=Path, help="also the voxels of a scan: float32 x, y, z, i")
-    parser.add_argument("--quick", action="store_true", help="small scenes, few rounds")
-    parser.add_argument("--threads", type=int, help="of PyTorch, on a CPU [one for each core]")
-    parser.add_argument("--out", type=Path, help="folder of coordinate_map.csv")
-    options = parser.parse_args(arguments)
-    listed = scenes.standard(options.quick)
-    if options.scan is not None:
-        listed.append(scenes.from_file(options.scan))
-    torch = machine.import_torch(options.cpu)
-    if torch is None:
-        raise SystemExit("this compares with PyTorch: install torch")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    cupy = None if options.cpu else __import__("cupy")
-    columns = machine.describe(cupy, torch)
-    place = "cpu" if options.cpu else machine.folder_name(columns["gpu"])
-    folder = options.out or Path(__file__).parents[1] / "results" / place
-    folder.mkdir(parents=True, exist_ok=True)
+    options = command.parser_of(__doc__, FILE).parse_args(arguments)
+    listed, cupy, torch, columns, folder = command.start(
+        options, scenes.standard(options.quick), "this compares with PyTorch"
+    )
     measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
-    with Writer(folder / "coordinate_map.csv", kind) as writer:
+    with Writer(folder / FILE, kind) as writer:
         for scene in listed:
             for row in measure(cupy, torch, scene, columns, options.quick):
                 writer.write(row)

@@ -10,17 +10,15 @@ runs as a CUDA graph where it can be captured; the host's time is a row of its o
 rows are ratios of one run.
 """
 
-import argparse
 import math
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import machine
 from benchmarks.harness.rows import OURS, SAME_INPUTS, Ratio, Row, Writer
 from benchmarks.harness.timing import Contender, HostClock, TorchClock, WallClock
-from benchmarks.submanifold import networks, scenes
+from benchmarks.submanifold import command, networks, scenes
 
+FILE = "site_networks.csv"
 PAIRS, DENSE = "torch, pair lists", "torch, dense"
 MOST_CELLS = 300_000  # of a grid that is also computed dense
 ONE_A_ROUND = 2e9  # bytes, from which a round of the clock is one call
@@ -110,33 +108,19 @@ def _has_spconv():
 
 def main(arguments=None):
     """Time all cases; print and write their rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpu", action="store_true", help="against PyTorch on a CPU: ratios")
-    parser.add_argument("--scan", type=Path, help="also the voxels of a scan: float32 x, y, z, i")
+    parser = command.parser_of(__doc__, FILE)
     parser.add_argument("--networks", nargs="+", default=list(networks.NETWORKS))
-    parser.add_argument("--quick", action="store_true", help="small scenes, few rounds")
-    parser.add_argument("--threads", type=int, help="of PyTorch, on a CPU [one for each core]")
-    parser.add_argument("--out", type=Path, help="folder of site_networks.csv")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.networks if name not in networks.NETWORKS]
     if unknown:
         known = ", ".join(networks.NETWORKS)
         parser.error(f"there is no network {unknown[0]!r}; there are: {known}")
-    listed = scenes.networks(options.quick, options.cpu)
-    if options.scan is not None:
-        listed.append(scenes.from_file(options.scan))
-    torch = machine.import_torch(options.cpu)
-    if torch is None:
-        raise SystemExit("these networks run on PyTorch's tensors: install torch")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    cupy = None if options.cpu else __import__("cupy")
-    columns = machine.describe(cupy, torch)
-    place = "cpu" if options.cpu else machine.folder_name(columns["gpu"])
-    folder = options.out or Path(__file__).parents[1] / "results" / place
-    folder.mkdir(parents=True, exist_ok=True)
+    listed, _, torch, columns, folder = command.start(
+        options, scenes.networks(options.quick, options.cpu),
+        "these networks run on PyTorch's tensors",
+    )  # fmt: skip
     measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
-    with torch.no_grad(), Writer(folder / "site_networks.csv", kind) as writer:
+    with torch.no_grad(), Writer(folder / FILE, kind) as writer:
         for scene in listed:
             for name in options.networks:
                 for row in measure(torch, name, scene, columns, options.quick):

@@ -9,18 +9,15 @@ pair lists that were made beforehand, and spconv where it is installed: the best
 algorithms. On a CPU the rows are ratios of one run.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 
 import sbnet_cupy as sb
-from benchmarks.harness import machine
 from benchmarks.harness.rows import OURS, Ratio, Row, Writer
 from benchmarks.harness.timing import Contender, CupyClock, HostClock, TorchClock, WallClock
-from benchmarks.submanifold import scenes
+from benchmarks.submanifold import command, scenes
 from benchmarks.submanifold.peers import TORCH, Pairs, spconv_of
 
+FILE = "submanifold_conv.csv"
 CHANNELS = (16, 32, 64, 128)
 MOST = 40_000_000  # numbers of the features of a case
 DEVICE = "cuda"  # of PyTorch's tensors, in a run on a GPU
@@ -86,27 +83,14 @@ class Case:
 
 def main(arguments=None):
     """Time all cases; print and write their rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpu", action="store_true", help="NumPy against PyTorch: ratios")
-    parser.add_argument("--scan", type=Path, help="also the voxels of a scan: float32 x, y, z, i")
+    parser = command.parser_of(__doc__, FILE)
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS)
-    parser.add_argument("--quick", action="store_true", help="small scenes, few rounds")
-    parser.add_argument("--out", type=Path, help="folder of submanifold_conv.csv")
     options = parser.parse_args(arguments)
-    listed = scenes.standard(options.quick)
-    if options.scan is not None:
-        listed.append(scenes.from_file(options.scan))
-    torch = machine.import_torch(options.cpu)
-    cupy = None
-    if not options.cpu:
-        import cupy
-    columns = machine.describe(cupy, torch)
-    place = "cpu" if options.cpu else machine.folder_name(columns["gpu"])
-    folder = options.out or Path(__file__).parents[1] / "results" / place
-    folder.mkdir(parents=True, exist_ok=True)
-    measure = _on_cpu if options.cpu else _on_gpu
-    kind = Ratio if options.cpu else Row
-    with Writer(folder / "submanifold_conv.csv", kind) as writer:
+    listed, cupy, torch, columns, folder = command.start(
+        options, scenes.standard(options.quick), options.cpu and "this compares with PyTorch"
+    )
+    measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
+    with Writer(folder / FILE, kind) as writer:
         for scene in listed:
             taken = [c for c in options.channels if len(scene.rows) * c <= MOST]
             for channels in taken:
@@ -118,8 +102,6 @@ def main(arguments=None):
 
 def _on_cpu(_, torch, scene, channels, columns, quick, first):
     """Yield our times for a case over PyTorch's, in the same rounds."""
-    if torch is None:
-        raise SystemExit("on a CPU this compares with PyTorch: install torch")
     case = Case(np, scene, channels, np.float32)
     case.check()
     pairs = Pairs(torch, case.features, case.w, case.lists(), "cpu")
