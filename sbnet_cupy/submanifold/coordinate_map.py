@@ -268,17 +268,16 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
     check_choice("mode", mode, MODES)
     check_choice("order", order, ("leaf", "raster"))
     check_capacity(capacity)
-    xp = namespace(indices)
-    columns = list(xp.ascontiguousarray(indices.T).astype(np.int64))
+    dimensions = indices.shape[1] - 1
     if batch_size is None and capacity is None:
-        batch_size = int(columns[0].max()) + 1 if len(indices) else 0
-        batch_size = max(batch_size, 1)
-    spatial_shape, batch_size = check_grid(spatial_shape, batch_size, len(columns) - 1)
-    packing = packing_of(spatial_shape, batch_size, len(columns) - 1)
+        batch_size = max(int(indices[:, 0].max()) + 1, 1) if len(indices) else 1
+    spatial_shape, batch_size = check_grid(spatial_shape, batch_size, dimensions)
+    packing = packing_of(spatial_shape, batch_size, dimensions)
     if order == "leaf" and by_kernels(indices):
         found = _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capacity)
         if found is not None:
             return found
+    columns = list(namespace(indices).ascontiguousarray(indices.T).astype(np.int64))
     keys = (leaf_keys if order == "leaf" else raster_keys)(columns, packing)
     if capacity is None:
         _check_inside(keys, indices, spatial_shape, batch_size)

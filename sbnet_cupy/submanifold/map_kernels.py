@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import launch as kernels
-from ..core.arrays import empty, place_name
+from ..core.arrays import empty, namespace, place_name
 from ..core.compile import cpp_name
 from ..core.graph_memory import memory_of_graphs
 from .keys import Packing
@@ -117,6 +117,7 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
     listed : bool
         Whether to return ``indices`` and ``inverse``.
     """
+    rows = namespace(rows).ascontiguousarray(rows)
     n, d = len(rows), rows.shape[1] - 1
     most = n * (1 if window is None else most_places(window, readers))
     shape = tree_shape(packing, most)
@@ -155,6 +156,7 @@ def find_rows(tree, target, count, window, readers):
     ``target`` is int32 [M, 1 + d], of which ``count`` rows hold a site. With ``readers`` rows read
     what reads them through the window.
     """
+    target = namespace(target).ascontiguousarray(target)
     rows = empty((math.prod(window[0]), len(target)), np.int32, target)
     with memory_of_graphs(target):
         launch = _finder(

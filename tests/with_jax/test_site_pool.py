@@ -81,7 +81,7 @@ def test_largest_values_that_are_no_numbers(sbj, place, jax):
         y, wanted = run(x), getattr(sb, pool)(expected, **options)
         if options:
             y, wanted = y.features, wanted.features
-        assert_same(to_numpy(y), to_numpy(wanted), allow_nan=True)
+        np.testing.assert_array_equal(to_numpy(y), to_numpy(wanted), strict=True)
 
 
 def test_the_way_back_from_a_pool(sbj, place, jax):

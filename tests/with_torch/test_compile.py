@@ -261,7 +261,10 @@ def test_modules_export(st, torch, device):
 @pytest.mark.filterwarnings("ignore")  # export warns about what it traces, in words that change
 @pytest.mark.parametrize("break_even", [0.0, 2.0])
 def test_networks_export_without_gradients(st, torch, device, break_even):
-    """Whole images, and a stack; batch norms are folded in the trace."""
+    """Whole images, and a stack; batch norms are folded in the trace.
+
+    A trace has PyTorch's operations, where calls on a GPU run kernels that sum in another order.
+    """
     x, mask, _ = inputs(torch, device)
     x, network = x.permute(0, 3, 1, 2), modules(st, torch, device)[2]
     network.break_even = break_even
@@ -270,7 +273,11 @@ def test_networks_export_without_gradients(st, torch, device, break_even):
         for seed in (0, 1):
             x, mask, _ = inputs(torch, device, seed)
             x = x.permute(0, 3, 1, 2)
-            assert_same(exported(x, mask), network(x, mask))
+            actual, expected = exported(x, mask), network(x, mask)
+            if x.is_cuda:
+                assert_close(actual, expected, terms=3 * TERMS, dtype="float32")
+            else:
+                assert_same(actual, expected)
 
 
 def test_a_module_whose_number_of_blocks_is_data_exports(st, torch):

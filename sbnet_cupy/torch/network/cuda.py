@@ -35,7 +35,12 @@ class _At:
 
 def serves(x):
     """Whether a stack may go to kernels: on a GPU, of a dtype they have, with no gradient."""
-    return x.is_cuda and x.dtype in _ELEMENTS and not records(x)
+    return x.is_cuda and x.dtype in _ELEMENTS and not records(x) and not is_tracing()
+
+
+def is_tracing():
+    """Whether PyTorch makes a graph of the call, with tensors that stand for no numbers."""
+    return torch.compiler.is_compiling()
 
 
 def convolves(dtype):

@@ -99,7 +99,7 @@ def _prepare_conv(
 
 def _moves(x):
     """Whether a tensor may be gathered and scattered by kernels: on a GPU, with no gradient."""
-    return x.is_cuda and x.dtype in _MOVED and not cuda.records(x)
+    return x.is_cuda and x.dtype in _MOVED and not cuda.records(x) and not cuda.is_tracing()
 
 
 _MOVED = {

@@ -112,7 +112,7 @@ class SparseModel(nn.Module):
 
     def _on_table(self, table, counted, x, outside, args=(), kwargs=None):
         """Run the network once on the blocks of a table."""
-        if is_tracing():
+        if cuda.is_tracing():
             return self._run(table, x, args, kwargs, outside)
         key = self._kind(x, table.whole)
         if self._is_compiled(table, x, args, kwargs):
@@ -149,7 +149,7 @@ class SparseModel(nn.Module):
     def _result(self, table, x, args=(), kwargs=None):
         """Return what the network returns, with stacks in place of images."""
         trained = self.training or torch.is_grad_enabled()
-        kept = Weights(keeps=False) if is_tracing() else self._weights
+        kept = Weights(keeps=False) if cuda.is_tracing() else self._weights
         table.weights = None if trained else kept
         value = plan = None
         if table.weights is not None and not table.whole and cuda.serves(x):
@@ -171,10 +171,10 @@ class SparseModel(nn.Module):
         total = x.shape[0] * grid[0] * grid[1]
         capacity = self._capacity_of(total)
         share = self._break_even(x)
+        if cuda.is_tracing():
+            return self._table_of_trace(mask, size, total, capacity, share)
         if x.is_cuda and x.shape[0]:
             return self._table_on_gpu(mask, size, total, capacity, share)
-        if is_tracing():
-            return self._table_of_trace(mask, size, total, capacity, share)
         on = active_blocks(mask, self.block_size)
         count = int(on.sum())
         capacity = total if capacity is None else capacity
@@ -407,11 +407,6 @@ class SparseModel(nn.Module):
         nn.Module.__init__(twin)
         twin.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__getstate__().items()})
         return twin
-
-
-def is_tracing():
-    """Whether PyTorch makes a graph of the call, with tensors that stand for no numbers."""
-    return torch.compiler.is_compiling()
 
 
 @torch.compiler.disable
