@@ -1,63 +1,9 @@
-"""Batch norms on a stack of blocks: folded, or with the statistics of the stack's own pixels."""
-
-from functools import partial
+"""Batch norms of a unit: folded, or with the statistics of the pixels of a stack of blocks."""
 
 import torch
 
 from ..block_sparse import compositions
-from ..block_sparse.bottleneck.weights import plain_of
 from . import _namespace as ops
-
-
-def normalised_stack(x, kernels, norms, active, params, strides, out_hw, precision):
-    """Return the residual stack of a unit whose norms see all values at once.
-
-    As ``compositions.residual_stack``, but a norm is a function: of a stack in float, and of which
-    of its pixels to count in statistics: those in the image, each once though blocks overlap.
-    Kernels are OIHW.
-    """
-    grid = compositions.grid_of(params)
-    inside = compositions.pixels_read(ops, x, *active, *grid)
-    image = x.new_empty((x.shape[0], *out_hw, 1))
-    shown = compositions.pixels_read(ops, image, *active, params.bsize_out)
-    counted = inside & _own(params, x.device)
-    convolve = partial(ops.convolve, w_format="OIHW", precision=precision)
-
-    def activated(norm, z, counted):
-        return torch.relu(norm(ops.wide(z), counted))
-
-    z = ops.gather(x, *active, *grid)
-    a = torch.where(inside, activated(norms[0], z, counted), 0).to(x.dtype)
-    z = convolve(a, kernels[0])
-    a = torch.where(inside, activated(norms[1], z, counted), 0).to(x.dtype)
-    z = convolve(a, kernels[1], strides=strides)
-    a = activated(norms[2], z, shown).to(x.dtype)
-    return convolve(a, kernels[2])
-
-
-def _own(params, device):
-    """Return bool ``[bh, bw, 1]``: the pixels of a block that are not its neighbours' halo."""
-    rows, columns = (
-        torch.arange(size, device=device).add(offset).div(step, rounding_mode="floor") == 0
-        for size, offset, step in zip(params.bsize, params.boffset, params.bstride, strict=True)
-    )
-    return (rows[:, None] & columns)[..., None]
-
-
-def folded(bn):
-    """Return a batch norm with its running statistics, as a norm of a stack."""
-    return _affine(*fold(bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.eps))
-
-
-def unfolded(weights, project):
-    """Return the kernels of folded weights and of a shortcut, OIHW, and the norms."""
-    w1, w2, w3, *tables = plain_of(weights)._arrays()
-    kernels = [w if w is None else w.permute(3, 2, 0, 1) for w in (w1, w2, w3, project)]
-    return kernels, [_affine(*tables[i : i + 2]) for i in (0, 2, 4)]
-
-
-def _affine(scale, shift):
-    return lambda z, counted: ops.affine(z, scale, shift, None)
 
 
 def fold(weight, bias, mean, variance, eps):
@@ -69,10 +15,16 @@ def fold(weight, bias, mean, variance, eps):
     return scale, shift if bias is None else shift + bias
 
 
-def normalise(bn, z, counted):
-    """Normalise a stack by the statistics of its counted pixels; keep running ones as bn does.
+def fold_running(bn):
+    """Return the scale and shift of a batch norm with its running statistics."""
+    return fold(bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.eps)
 
-    A mask with no active pixel leaves the running statistics as they are.
+
+def fold_batch(bn, z, counted):
+    """Return the scale and shift of a batch norm with the statistics of a stack's counted pixels.
+
+    Its running statistics are kept as its own ``forward`` keeps them. A mask with no active pixel
+    leaves them as they are.
     """
     number = counted.sum()
     some = number.clamp(min=1).to(z.dtype)
@@ -89,4 +41,39 @@ def normalise(bn, z, counted):
             unbiased = variance * (some / (some - 1).clamp(min=1))
             for kept, new in ((bn.running_mean, mean), (bn.running_var, unbiased)):
                 kept.add_(share * (new.to(kept.dtype) - kept))
-    return ops.affine(z, *fold(bn.weight, bn.bias, mean, variance, bn.eps), None)
+    return fold(bn.weight, bn.bias, mean, variance, bn.eps)
+
+
+class StackOps:
+    """The namespace of a unit with statistics of the batch, in which a scale may be a function.
+
+    Of the values, as they are multiplied, and of the shift: it returns the scale and the shift.
+    Which pixels lie in the image is found once.
+    """
+
+    convolve, scatter = staticmethod(ops.convolve), staticmethod(ops.scatter)
+
+    def __init__(self, x, active, params):
+        self.inside = compositions.pixels_read(ops, x, *active, *compositions.grid_of(params))
+
+    def gather(self, x, *where, scale, shift, activation):
+        """Return blocks whose pixels in the image are transformed."""
+        z = ops.affine(ops.gather(x, *where), scale, shift, activation)
+        return torch.where(self.inside, z, 0).to(x.dtype)
+
+    def zero_outside(self, blocks, *where):
+        """Return the stack with zeros outside the image."""
+        return torch.where(self.inside, blocks, 0)
+
+    def counted(self, x, out_hw, active, params):
+        """Return which pixels of the blocks, and of those of the result, count in statistics.
+
+        Both are bool, ``[M, bh, bw, 1]``: the pixels in the image, each once though blocks overlap.
+        """
+        rows, columns = (  # those that are not the halo of a neighbour
+            torch.arange(size, device=x.device).add(offset).div(step, rounding_mode="floor") == 0
+            for size, offset, step in zip(params.bsize, params.boffset, params.bstride, strict=True)
+        )
+        image = x.new_empty((x.shape[0], *out_hw, 1))
+        shown = compositions.pixels_read(ops, image, *active, params.bsize_out)
+        return self.inside & (rows[:, None] & columns)[..., None], shown

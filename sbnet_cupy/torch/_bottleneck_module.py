@@ -6,17 +6,16 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..block_sparse import compositions
 from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params_res_block
-from ..block_sparse.bottleneck.weights import BottleneckWeights, PackedBottleneck
+from ..block_sparse.bottleneck.weights import BottleneckWeights, PackedBottleneck, plain_of
 from ..core.sizes import output_size, padding_pairs
 from ..errors import ShapeError
 from . import _dispatch_state as state
-from ._batch_norm import fold, folded, normalise, normalised_stack, unfolded
+from ._batch_norm import StackOps, fold_batch, fold_running
 from ._conv_module import refusal
-from ._convolve import convolve
 from ._module import BlockModule, check_nchw, is_channels_last
-from ._namespace import scatter
 from .layers import autocast, sparse_res_block_bottleneck
 
 _PARTS = ("bn1", "conv1", "bn2", "conv2", "bn3", "conv3")
@@ -126,20 +125,35 @@ class SparseBottleneck(BlockModule):
         last, strides = is_channels_last(x), self.conv2.stride
         image = x.permute(0, 2, 3, 1).contiguous()
         made = self._kept[2] if self._is_frozen() else self._folded()
-        if made is None:
-            kernels, norms = self._parts()
-            norms = [partial(normalise, bn) if self._sees_batch(bn) else folded(bn) for bn in norms]
-            y = self._composed(image, table, params, kernels, norms)
-        elif padding_pairs(tuple(x.shape[2:]), (3, 3), strides, "SAME") != _PADS:
-            y = self._composed(image, table, params, *unfolded(*made))
+        options = {"strides": strides, "precision": self.precision}
+        if made is None or padding_pairs(tuple(x.shape[2:]), (3, 3), strides, "SAME") != _PADS:
+            y = self._composed(image, table, params, made, options)
         else:
             weights, project = made
             y = sparse_res_block_bottleneck(
-                image, weights, table, params, strides=strides, w_project=project,
-                precision=self.precision, method=self.method,
-            )  # fmt: skip
+                image, weights, table, params, w_project=project, method=self.method, **options
+            )
         y = y.permute(0, 3, 1, 2)
         return y if last else y.contiguous()
+
+    def _composed(self, image, table, params, made, options):
+        """Return the unit by way of the stack: for statistics of the batch, if nothing is folded.
+
+        Also for strides, where PyTorch pads one pixel on each side and SAME none before.
+        """
+        check_active_grid(table, image.shape[0], params.bcount)
+        stack = StackOps(image, table, params)
+        if made is None:
+            out_hw = output_size(tuple(image.shape[1:3]), (3, 3), options["strides"], _PADS)
+            weights, project = self._weights(stack.counted(image, out_hw, table, params))
+        else:
+            weights, project = plain_of(made[0]), made[1]
+        w1, w2, w3, *tables = weights._arrays()
+        image, w1, w2, w3, project = autocast(image, w1, w2, w3, project)
+        weights = BottleneckWeights(w1, w2, w3, *tables)
+        return compositions.residual_unit(
+            stack, image, weights, project, tuple(table), params, None, **options
+        )
 
     def _parts(self):
         """Return the four kernels, OIHW, of which the shortcut's may be None, and the norms."""
@@ -151,20 +165,36 @@ class SparseBottleneck(BlockModule):
         """Whether a batch norm takes the statistics of the batch."""
         return self.training or bn.running_mean is None
 
-    def _packed(self, kernels, norms):
+    def _weights(self, counted=None):
+        """Return the BottleneckWeights and the kernel of the shortcut, or None; kernels are HWIO.
+
+        A batch norm that takes the statistics of the batch is in them as the namespace has it: a
+        function of a stack, in place of the scale, and of its ``counted`` pixels.
+        """
+        kernels, norms = self._parts()
+        *kernels, project = (k if k is None else k.permute(2, 3, 1, 0) for k in kernels)
+        inside, shown = counted or (None, None)
+        tables = []
+        for bn, pixels in zip(norms, (inside, inside, shown), strict=True):
+            own = (partial(fold_batch, bn), pixels) if self._sees_batch(bn) else fold_running(bn)
+            tables += own
+        return BottleneckWeights(*kernels, *tables), project
+
+    def _packed(self):
         """Return the folded weights, to be packed once, and the kernel of the shortcut."""
+        copied = partial(torch.clone, memory_format=torch.contiguous_format)
         with torch.no_grad():
-            weights, project = _fold(kernels, norms)
-        return PackedBottleneck(weights, precision=self.precision), project
+            weights, project = self._weights()
+            packed = PackedBottleneck(weights._map_arrays(copied), precision=self.precision)
+            return packed, None if project is None else copied(project)
 
     def _frozen_weights(self):
-        kernels, norms = self._parts()
-        if any(map(self._sees_batch, norms)):
+        if any(map(self._sees_batch, self._parts()[1])):
             raise RuntimeError(
                 "a SparseBottleneck can be frozen if its batch norms use running statistics; one "
                 "takes those of the batch"
             )
-        return self._packed([k if k is None else k.detach().clone() for k in kernels], norms)
+        return self._packed()
 
     def _folded(self):
         """Return the unit's weights with the batch norms folded in, and the shortcut's kernel.
@@ -176,52 +206,24 @@ class SparseBottleneck(BlockModule):
         kernels, norms = self._parts()
         if any(map(self._sees_batch, norms)):
             return None
-        given = [t for t in (*kernels, *_tensors_of(norms)) if t is not None]
+        given = [t for bn in norms for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var)]
+        given = [t for t in (*kernels, *given) if t is not None]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         if recorded:
             self._kept = None
         if recorded or not state.thread_is_plain() or any(t.is_inference() for t in given):
-            return _fold(kernels, norms)  # inference tensors have no version
+            return self._weights()  # inference tensors have no version
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return _fold(kernels, norms)
+            return self._weights()
         given += [bn.num_batches_tracked for bn in norms if bn.num_batches_tracked is not None]
         versions = [(id(t), t.data_ptr(), t._version) for t in given]
         seen = versions, [bn.eps for bn in norms], self.precision
         if self._kept is None or self._kept[0] != seen:
             if not all(map(state.is_plain, given)):
-                return _fold(kernels, norms)
+                return self._weights()
             held = [t.detach() for t in given]  # keeps the memory taken
-            self._kept = seen, held, self._packed(kernels, norms)
+            self._kept = seen, held, self._packed()
         return self._kept[2]
-
-    def _composed(self, image, table, params, kernels, norms):
-        """Gather, torch's own arithmetic on the stack, scatter: for statistics of the batch.
-
-        Also for strides, where PyTorch pads one pixel on each side and SAME none before.
-        """
-        check_active_grid(table, image.shape[0], params.bcount)
-        image, *kernels, project = autocast(image, *kernels)
-        strides = self.conv2.stride
-        out_hw = output_size(tuple(image.shape[1:3]), (3, 3), strides, _PADS)
-        options = (table, params, strides, out_hw, self.precision)
-        stack = normalised_stack(image, kernels, norms, *options)
-        shortcut = image
-        if project is not None:
-            shortcut = convolve(image, project, strides, self.precision)
-        return scatter(stack, *table, shortcut, params.bsize_out, add=True)
-
-
-def _tensors_of(norms):
-    """Return weight, bias, mean and variance of each of some batch norms."""
-    return [t for bn in norms for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var)]
-
-
-def _fold(kernels, norms):
-    """Return the BottleneckWeights and the kernel of the shortcut, or None; all HWIO."""
-    *kernels, project = (k if k is None else k.permute(2, 3, 1, 0).contiguous() for k in kernels)
-    parts = _tensors_of(norms)
-    tables = [fold(*parts[4 * i : 4 * i + 4], bn.eps) for i, bn in enumerate(norms)]
-    return BottleneckWeights(*kernels, *(table for pair in tables for table in pair)), project
 
 
 def _parts_of(unit):

@@ -69,8 +69,13 @@ def zero_outside(blocks, bin_counts, active_block_indices, grid, image_hw):
 
 
 def affine(values, scale, shift, activation, channels_last=True):
-    """Return ``activation(values * scale + shift)`` in the dtype to compute in."""
+    """Return ``activation(values * scale + shift)`` in the dtype to compute in.
+
+    A scale may be a function instead: of the values and the shift, it returns scale and shift.
+    """
     z, per_channel = wide(values), (-1,) if channels_last else (-1, 1, 1)
+    if scale is not None and not isinstance(scale, torch.Tensor):
+        scale, shift = scale(z, shift)
     if scale is not None:
         z = z * scale.to(z.dtype).view(per_channel)
     if shift is not None:

@@ -198,12 +198,3 @@ def check_contiguous(name, tensor):
             f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides "
             f"{tensor.stride()}; make it with torch.empty, or call .contiguous()"
         )
-
-
-def check_images(**tensors):
-    """Raise unless tensors have 4 dimensions and a float dtype."""
-    for name, value in tensors.items():
-        if value.dim() != 4:
-            raise ShapeError(f"{name} must have 4 dimensions, got shape {tuple(value.shape)}")
-        if not value.is_floating_point():
-            raise DTypeError(f"{name} must be of a float dtype, got {value.dtype}; use .to")

@@ -18,10 +18,10 @@ from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..block_sparse.grid import resolve_grid
 from ..core.sizes import padding_pairs, pair
 from ..dense.conv2d import check_choice
-from ..errors import DTypeError
+from ..errors import DTypeError, ShapeError
 from . import _dispatch_state as state
 from ._call import run
-from ._native import check_images, check_tensors, spec_of
+from ._native import check_tensors, spec_of
 
 _LIBRARY = torch.library.Library("sbnet_cupy", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -41,6 +41,7 @@ _TYPES = {
     "kernel_size": "SymInt[]", "sites": "SymInt", "groups": "int", "count": "str", "ties": "str",
     "floor": "float?", "mode": "str", "batch": "SymInt",
 }  # fmt: skip
+_SIZES = ("strides", "padding", "data_format", "w_format")
 
 
 class Like(NamedTuple):
@@ -68,8 +69,6 @@ class Operation:
         with "result" for the result.
     prefixes : dict
         Words before the names of some arrays in errors.
-    floats : tuple of str
-        Arrays that must have 4 dimensions and a float dtype.
     unused : tuple of str
         Arrays that no call here gives.
     weights : slice, optional
@@ -80,12 +79,11 @@ class Operation:
     """
 
     def __init__(
-        self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, floats=(), unused=(),
+        self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, unused=(),
         weights=None, on_cpu=None,
     ):  # fmt: skip
         self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
-        self._weights = weights
-        self._floats, self._arrays, self.on_cpu = floats, operator.arrays, on_cpu
+        self._weights, self._arrays, self.on_cpu = weights, operator.arrays, on_cpu
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
         self._options = [name for name in operator.options if name != "in_place"]
@@ -159,7 +157,6 @@ class Operation:
             if tensors[i] is None and self._arrays[i] not in _OPTIONAL:
                 raise DTypeError(f"{self.names[i]} must be a torch.Tensor, got None")
         check_tensors(**named)
-        check_images(**{name: named[name] for name in self._floats})
 
     def dispatch(self, tensors, options):
         """Call the operator by way of PyTorch's dispatcher."""
@@ -179,7 +176,7 @@ class Operation:
         if "strides" in named:
             named["strides"] = pair(named["strides"], "strides")
         if "padding" in named:
-            named["padding"] = _flat(_paddings(tensors[0], tensors[1], named))
+            named["padding"] = _flat(resolve_sizes(*tensors[:2], *map(named.get, _SIZES))[-1])
         if "block_params" in named:
             named["block_params"] = _flat(named["block_params"])
         return [bool(v) if _TYPES[name] == "bool" else v for name, v in named.items()]
@@ -244,13 +241,20 @@ def make_function(name, forward, backward):
     return state.direct_apply(type(name, (torch.autograd.Function,), parts))
 
 
-def _paddings(x, w, named):
-    """Return the padding of a convolution as pairs; sizes may be symbolic."""
-    check_choice("data_format", named["data_format"], ("NHWC", "NCHW"))
-    check_choice("w_format", named["w_format"], ("HWIO", "OIHW"))
-    image_hw = tuple(x.shape[1:3] if named["data_format"] == "NHWC" else x.shape[2:])
-    kernel = tuple(w.shape[named["w_format"].index(letter)] for letter in "HW")
-    return padding_pairs(image_hw, kernel, named["strides"], named["padding"])
+def resolve_sizes(x, w, strides, padding, data_format, w_format):
+    """Return ((N, H, W), kernel, strides, padding) of a convolution of tensors, in pairs.
+
+    Dynamo follows this, and knows no spec of a tensor. Sizes may be symbolic.
+    """
+    check_choice("data_format", data_format, ("NHWC", "NCHW"))
+    check_choice("w_format", w_format, ("HWIO", "OIHW"))
+    for name, tensor in (("x", x), ("w", w)):
+        if tensor.dim() != 4:
+            raise ShapeError(f"{name} must have 4 dimensions, got shape {tuple(tensor.shape)}")
+    image = tuple(x.shape[data_format.index(letter)] for letter in "NHW")
+    kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
+    strides = pair(strides, "strides")
+    return image, kernel, strides, padding_pairs(image[1:], kernel, strides, padding)
 
 
 def _flat(pairs):

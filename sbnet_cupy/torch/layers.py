@@ -13,7 +13,7 @@ from ..block_sparse.block_params import (
     calc_block_params,
     calc_block_params_res_block,
 )
-from ..block_sparse.bottleneck.res_block import RES_BLOCK
+from ..block_sparse.bottleneck import res_block
 from ..block_sparse.bottleneck.weights import (
     WEIGHTS,
     BottleneckWeights,
@@ -22,20 +22,20 @@ from ..block_sparse.bottleneck.weights import (
     resolve_precision,
 )
 from ..block_sparse.checks import arrays_of_list, plain_params
-from ..block_sparse.conv.sparse_conv2d import SPARSE_CONV2D
+from ..block_sparse.conv import sparse_conv2d as sparse_conv
 from ..block_sparse.conv.weights import PackedWeights, arrays_of_weights
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
-from ..core.sizes import padding_pairs, pair
-from ..dense.conv2d import check_choice
+from ..core.documentation import documented_as
 from . import _namespace as ops
 from ._call import call
 from ._conv_on_cpu import conv_on_cpu
 from ._convolve import convolve, convolve_backward
-from ._native import check_images, check_tensors, native_weights
-from ._operation import Operation
+from ._native import check_tensors, native_weights
+from ._operation import Operation, resolve_sizes
 from .ops import reduce_mask
 
 
+@documented_as(sparse_conv.sparse_conv2d, "tensor")
 def sparse_conv2d(
     x, w, indices, block_params=None, *, bsize=None, strides=(1, 1), padding="SAME", bias=None,
     activation=None, base=None, data_format="NHWC", w_format="HWIO", precision=None, out=None,
@@ -47,37 +47,12 @@ def sparse_conv2d(
     is not kept for the backward pass but gathered again. Under ``torch.autocast`` the float tensors
     are cast as for ``torch.nn.functional.conv2d``. Precision is what ``precision`` says, forwards
     and backwards; ``torch.backends`` is not asked. On a CPU PyTorch convolves float32 stacks, NumPy
-    others.
+    others. Where gradients are recorded ``out`` is written by a copy. For an NCHW tensor in
+    channels_last memory pass ``x.permute(0, 2, 3, 1)``, as ``nn.SparseConv2d`` does.
 
-    Parameters
-    ----------
-    x : tensor, shape (N, H, W, C), or (N, C, H, W) with ``data_format="NCHW"``
-        Images. One that is not contiguous is copied. For an NCHW tensor in channels_last memory
-        pass ``x.permute(0, 2, 3, 1)``, which is contiguous, as ``nn.SparseConv2d`` does.
-    w : tensor, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
-        Kernel, of the dtype of ``x``; the latter is the layout of ``torch.nn.Conv2d``. On a GPU the
-        fused method packs it at each call, so every change of it is seen. Or a
-        :class:`sbnet_cupy.PackedWeights` of tensors that need no gradient, and without ``scale``,
-        which is packed once; of changes in place it is told by ``refresh()``.
-    indices, block_params, bsize, capacity
-        As for :func:`sbnet_cupy.sparse_conv2d`. ``indices`` may be a mask on the device of ``x``;
-        without ``capacity`` the call then waits for a GPU, as :func:`reduce_mask` does.
-    strides, padding, bias, activation, base, data_format, w_format, precision, method
-        As for :func:`sbnet_cupy.sparse_conv2d`.
-    out : tensor, optional
-        Receives the result, and is returned; contiguous. ``out=base`` works in place. Where
-        gradients are recorded it is written by a copy.
-
-    Returns
-    -------
-    y : tensor, shape (N, H', W', K), or (N, K, H', W')
-
-    Raises
-    ------
-    ShapeError, DTypeError, DeviceError, NotImplementedError
-        As :func:`sbnet_cupy.sparse_conv2d`; DTypeError also for what is no tensor.
-
-    Source: Ren et al. 2018, arXiv:1801.02108, section 3.
+    On a GPU the fused method packs ``w`` at each call, so every change of it is seen. A
+    :class:`sbnet_cupy.PackedWeights` of tensors that need no gradient, and without ``scale``, is
+    packed once; of changes in place it is told by ``refresh()``.
 
     Examples
     --------
@@ -95,21 +70,17 @@ def sparse_conv2d(
         raise NotImplementedError(
             "the scale of a PackedWeights must be None for tensors; multiply w by it"
         )
-    if takes_blocks_from(indices, bsize, capacity):
-        check_tensors(w=w)
-        check_images(w=w)
-        check_choice("data_format", data_format, ("NHWC", "NCHW"))
-        check_choice("w_format", w_format, ("HWIO", "OIHW"))
-        kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
-        where = (x, data_format, kernel, strides, padding)
-        indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
-    active, params = _listed(x, indices, block_params, calc_block_params)
     x, w, bias, base = autocast(x, w, bias, base)
+    if takes_blocks_from(indices, bsize, capacity):
+        sizes = (w, strides, padding, data_format, w_format)
+        indices, block_params = _blocks(x, sizes, indices, block_params, bsize, capacity)
+    active, params = _listed(x, indices, block_params, calc_block_params)
     options = (params, strides, padding, activation, data_format, w_format, precision, method)
     tensors = (x, w, *active, None, bias, base, out)
     return call(_CONV, tensors, options, _entered(packed, w))
 
 
+@documented_as(res_block.sparse_res_block_bottleneck, "tensor")
 def sparse_res_block_bottleneck(
     x, weights, indices, block_params=None, *, bsize=None, strides=(1, 1), w_project=None,
     base=None, out=None, precision=None, method="auto", capacity=None,
@@ -118,31 +89,8 @@ def sparse_res_block_bottleneck(
 
     Differentiable, twice and more, with respect to ``x``, all of ``weights``, ``w_project`` and
     ``base``. The backward pass computes the unit's stacks again rather than keep them. Under
-    ``torch.autocast`` the image and the kernels are cast; scales and shifts are not.
-
-    Parameters
-    ----------
-    x : tensor, shape (N, H, W, Cin)
-        Images. One that is not contiguous is copied.
-    weights : BottleneckWeights or PackedBottleneck
-        Of tensors. They are packed as the kernel of :func:`sparse_conv2d` is: at each call, or
-        those of a :class:`sbnet_cupy.PackedBottleneck` once.
-    indices, block_params, bsize, strides, w_project, base, precision, method, capacity
-        As for :func:`sbnet_cupy.sparse_res_block_bottleneck`; a mask as for :func:`sparse_conv2d`.
-    out : tensor, optional
-        Receives the result, and is returned; contiguous. Where gradients are recorded it is written
-        by a copy.
-
-    Returns
-    -------
-    y : tensor, shape (N, H', W', Cout)
-
-    Raises
-    ------
-    ShapeError, DTypeError, DeviceError, NotImplementedError
-        As :func:`sbnet_cupy.sparse_res_block_bottleneck`; DTypeError also for what is no tensor.
-
-    Source: He et al. 2016, arXiv:1603.05027; Ren et al. 2018, arXiv:1801.02108, section 3.3.
+    ``torch.autocast`` the image and the kernels are cast; scales and shifts are not. Weights are
+    packed, and ``out`` is written, as by :func:`sparse_conv2d`.
 
     Examples
     --------
@@ -158,8 +106,9 @@ def sparse_res_block_bottleneck(
     if not isinstance(weights, BottleneckWeights):
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
     if takes_blocks_from(indices, bsize, capacity):
-        where = (x, "NHWC", (3, 3), strides, "SAME")
-        indices, block_params = _blocks(*where, indices, block_params, bsize, capacity)
+        check_tensors(**{"weights.w2": weights.w2})
+        sizes = (weights.w2, strides, "SAME", "NHWC", "HWIO")
+        indices, block_params = _blocks(x, sizes, indices, block_params, bsize, capacity)
     active, params = _listed(x, indices, block_params, calc_block_params_res_block)
     w1, w2, w3, *tables = weights._arrays()
     x, w1, w2, w3, w_project, base = autocast(x, w1, w2, w3, w_project, base)
@@ -183,16 +132,10 @@ def _listed(x, indices, block_params, calculate):
     return arrays, fields
 
 
-def _blocks(x, data_format, kernel, strides, padding, indices, *given):
+def _blocks(x, sizes, indices, *given):
     """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
-    mask = indices if is_mask(indices) else None
-    check_tensors(x=x, indices=mask)
-    check_images(x=x)
-    image_hw = tuple(x.shape[1:3] if data_format == "NHWC" else x.shape[2:])
-    strides = pair(strides, "strides")
-    pads = padding_pairs(image_hw, kernel, strides, padding)
-    convolution = ((x.shape[0], *image_hw), kernel, strides, pads)
-    return find_blocks(indices, *given, convolution, reduce_mask)
+    check_tensors(x=x, w=sizes[0], indices=indices if is_mask(indices) else None)
+    return find_blocks(indices, *given, resolve_sizes(x, *sizes), reduce_mask)
 
 
 def autocast(x, *tensors):
@@ -255,7 +198,7 @@ def _conv_gradient(ops, arrays, options, grad, wanted, result):
 
 def _unit_gradient(ops, arrays, options, grad, wanted, result):
     """Differentiate the unit made of differentiable operators, computed again."""
-    named = dict(zip(RES_BLOCK.arrays, arrays, strict=True))
+    named = dict(zip(res_block.RES_BLOCK.arrays, arrays, strict=True))
     if named["base"] is not None:
         named["base"] = grad.detach()  # of its shape; its values do not matter
 
@@ -269,11 +212,11 @@ def _unit_gradient(ops, arrays, options, grad, wanted, result):
 
 
 _CONV = Operation(
-    SPARSE_CONV2D, ops, gradient=_conv_gradient, saves=_conv_saves, floats=("x", "w"),
-    unused=("scale",), on_cpu=conv_on_cpu,
+    sparse_conv.SPARSE_CONV2D, ops, gradient=_conv_gradient, saves=_conv_saves, unused=("scale",),
+    on_cpu=conv_on_cpu,
 )  # fmt: skip
 _UNIT = Operation(
-    RES_BLOCK, ops, gradient=_unit_gradient, prefixes=dict.fromkeys(WEIGHTS, "weights."),
+    res_block.RES_BLOCK, ops, gradient=_unit_gradient, prefixes=dict.fromkeys(WEIGHTS, "weights."),
     saves=lambda arrays, options: set(arrays) - {"base", "out"},
-    floats=("x", "weights.w1", "weights.w2", "weights.w3"), weights=slice(1, 1 + len(WEIGHTS)),
+    weights=slice(1, 1 + len(WEIGHTS)),
 )  # fmt: skip

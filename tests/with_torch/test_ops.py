@@ -235,7 +235,7 @@ def test_bad_input_is_refused_by_name(st, torch):
         (DTypeError, "w must be a torch", conv, (x, w.numpy(), active, PARAMS), {}),
         (DTypeError, "bias must be a torch", conv, (x, w, active, PARAMS), {"bias": bias.numpy()}),
         (DTypeError, "w must have the dtype of x", conv, (x, w.double(), active, PARAMS), {}),
-        (DTypeError, "x must be of a float dtype", conv, (x.int(), w.int(), active, PARAMS), {}),
+        (DTypeError, "must be float16, bfloat16", conv, (x.int(), w.int(), active, PARAMS), {}),
         (ShapeError, "w must have shape", conv, (x, w[:, :, :2], active, PARAMS), {}),
         (ShapeError, "bias", conv, (x, w, active, PARAMS), {"bias": bias[:4]}),
         (ShapeError, "base", conv, (x, w, active, PARAMS), {"base": x}),

@@ -1,0 +1,73 @@
+"""Docstrings of an adapter's functions, completed from those of the core's."""
+
+import inspect
+import re
+
+_INSERTED = re.compile(r"^Parameters\n-+$.*?(?=^Examples\n-+$)", re.MULTILINE | re.DOTALL)
+_EXAMPLES = re.compile(r"^Examples\n-+$", re.MULTILINE)
+_WORDS = {  # a space is any white space
+    r"C-contiguous; a NumPy array that is not is copied\.": "Copied if it is not contiguous.",
+    ",? (or )?(an array|the mask) is not contiguous": "",
+    ", in the library and": " and",
+    "In the library and on": "On",
+    "different libraries or": "different",
+    "CuPy array": "CUDA array",
+    ":(func:`(?=conv2d|fused_)|(class|meth|attr):`)": r":\1sbnet_cupy.",
+}
+
+
+def documented_as(core, array):
+    """Return a decorator that completes a docstring from that of a function of the core.
+
+    A docstring of the adapter says what differs, and ends in examples. All that stands between
+    these two in the core's (parameters, result, errors, source) is put between them, in words for
+    arrays of one library, which are copied where they are not contiguous.
+
+    Parameters
+    ----------
+    core : function
+        That of the same name and signature.
+    array : str
+        What the library calls an array.
+
+    Examples
+    --------
+    >>> def double(x):
+    ...     '''Double an array.
+    ...
+    ...     Parameters
+    ...     ----------
+    ...     x : array
+    ...
+    ...     Examples
+    ...     --------
+    ...     '''
+    >>> @documented_as(double, "tensor")
+    ... def double(x):
+    ...     '''Double a tensor.
+    ...
+    ...     Examples
+    ...     --------
+    ...     '''
+    >>> print(double.__doc__.replace("-", "~"))
+    Double a tensor.
+    <BLANKLINE>
+    Parameters
+    ~~~~~~~~~~
+    x : tensor
+    <BLANKLINE>
+    Examples
+    ~~~~~~~~
+    """
+
+    def complete(function):
+        if function.__doc__ is None:  # python -OO
+            return function
+        own, inserted = inspect.getdoc(function), _INSERTED.search(inspect.getdoc(core)).group()
+        words = {**_WORDS, r"\ban array\b": f"a {array}", r"\barray": array}
+        for phrase, instead in words.items():
+            inserted = re.sub(phrase.replace(" ", r"\s+"), instead, inserted)
+        function.__doc__ = _EXAMPLES.sub(lambda found: inserted + found.group(), own)
+        return function
+
+    return complete
