@@ -27,13 +27,13 @@ def _keys(*names):
     return bits
 
 
-_keys_of = getattr(torch._C, "_dispatch_keys", None)
-_keys_of_thread = getattr(torch._C, "_dispatch_tls_local_include_set", None)
-_function_modes = getattr(torch._C, "_len_torch_function_stack", None)
+_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_hooks = [getattr(modules, f"_global_forward_{kind}", True) for kind in ("hooks", "pre_hooks")]
 _has_profiler = hasattr(profiler, "_is_profiler_enabled")
 _has_level = hasattr(forward_ad, "_current_level")
-_is_known = None not in (_keys_of, _keys_of_thread, _function_modes) and _has_profiler
 try:  # keys of a thread, and of a tensor, of which the dispatcher makes nothing
+    _keys_of, _keys_of_thread = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
     _usual = {_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")}
     _plain = {
         _keys(kind, f"Autocast{kind}", *more)
@@ -41,16 +41,17 @@ try:  # keys of a thread, and of a tensor, of which the dispatcher makes nothing
         for more in ((), ("ADInplaceOrView", f"Autograd{kind}"))  # none in inference mode
     }
 except AttributeError:  # this PyTorch has them no more, or under other names
-    _is_known = False
+    _usual = None
 
 
 def thread_is_plain():
     """Whether the dispatcher would pass ordinary tensors of this thread on; no if unknown."""
-    return _is_known and not (
+    return _usual is not None and not (
         torch.compiler.is_compiling()
         or _function_modes()
         or _keys_of_thread().raw_repr() not in _usual
         or has_forward_mode()
+        or not _has_profiler
         or profiler._is_profiler_enabled
     )
 
@@ -63,6 +64,19 @@ def is_plain(value):
 def has_forward_mode():
     """Whether tensors may have forward-mode derivatives: yes, where there is no telling."""
     return not _has_level or forward_ad._current_level >= 0
+
+
+def in_dispatch_mode():
+    """Whether a mode sees each operator of this thread's calls. Yes, where there is no telling."""
+    return _dispatch_modes() > 0
+
+
+def is_watched():
+    """Whether something sees, or changes, each function or module of this thread's calls.
+
+    So are modes, profilers, and hooks of all modules. Yes, where there is no telling.
+    """
+    return not thread_is_plain() or any(_hooks)
 
 
 def direct_apply(function):
@@ -84,30 +98,6 @@ current_stream = getattr(
 
 # The namespace of functions behind ``torch.nn.functional``; most of them are in both.
 builtin_functions = getattr(torch._C, "_nn", torch.nn.functional)
-
-_counts = [getattr(torch._C, f"_len_torch_{kind}_stack", None) for kind in ("function", "dispatch")]
-_profiles = getattr(torch.autograd, "_profiler_enabled", None)
-_hooks = [getattr(modules, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks")]
-_sees_all = not any(found is None for found in (*_counts, _profiles, *_hooks))
-
-
-def in_dispatch_mode():
-    """Whether a mode sees each operator of this thread's calls. Yes, where there is no telling."""
-    return _counts[1] is None or _counts[1]() > 0
-
-
-def is_watched():
-    """Whether something sees, or changes, each function or module of this thread's calls.
-
-    So are modes, profilers, and hooks of all modules. Yes, where there is no telling.
-    """
-    return not _sees_all or bool(
-        torch.compiler.is_compiling()
-        or _profiles()
-        or any(count() for count in _counts)
-        or any(_hooks)
-    )
-
 
 _plainly = getattr(torch._C, "DisableTorchFunctionSubclass", None)
 

@@ -23,7 +23,6 @@ NAMES = [
     "torch.autograd.profiler._is_profiler_enabled",
     "torch.utils._pytree.register_constant",
     "torch._C._len_torch_dispatch_stack",
-    "torch.autograd._profiler_enabled",
     "torch.nn.modules.module._global_forward_hooks",
     "torch.nn.modules.module._global_forward_pre_hooks",
     "torch._C._nn",
@@ -32,7 +31,7 @@ NAMES = [
     "torch._dynamo.nonstrict_trace",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
-WATCHING = {NAMES[2], *NAMES[10:14]}  # without these, every call may be watched
+WATCHING = {*DISPATCHING, *NAMES[11:13]}  # without these, every call may be watched
 
 state = internal("_dispatch_state")
 
