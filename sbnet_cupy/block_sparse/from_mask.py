@@ -94,12 +94,18 @@ def find_blocks(indices, block_params, bsize, capacity, convolution, reduce_mask
             f"block_params must be a BlockParams, got {type(block_params).__name__}; give bsize "
             "instead, the size of a block in pixels of the result"
         )
-    mask = _as_batch(indices, image)
+    if len(indices.shape) == 2 and indices.shape[1] == 3 and tuple(indices.shape) != image[1:]:
+        raise TypeError(
+            "indices must be an ActiveBlocks, a pair (bin_counts, active_block_indices) or a mask, "
+            f"got an array of shape {tuple(indices.shape)}, as active_block_indices alone; give "
+            "the pair"
+        )
+    mask = as_batch("indices, where it is a mask,", indices, image)
     grid = grid_on_mask(block_params, *sizes[:2])
     return reduce_mask(mask, block_params.bcount, capacity=capacity, **grid), block_params
 
 
-def _as_batch(mask, image):
+def as_batch(name, mask, image):
     """Return a mask as ``[N, H, W]``, or raise ShapeError where it is not of the image's size."""
     n, h, w = image
     shape = tuple(mask.shape)
@@ -111,12 +117,7 @@ def _as_batch(mask, image):
         if len(shape) == 4:
             return mask[..., 0] if sizes == (h, w, 1) else mask[:, 0]
         return mask
-    if len(shape) == 2 and shape[1] == 3:
-        raise TypeError(
-            "indices must be an ActiveBlocks, a pair (bin_counts, active_block_indices) or a mask, "
-            f"got an array of shape {shape}, as active_block_indices alone; give the pair"
-        )
     raise ShapeError(
-        f"indices, where it is a mask, must have shape ({n}, {h}, {w}) or ({n}, {h}, {w}, 1), the "
-        f"size of x, or ({h}, {w}) for one image, got {shape}"
+        f"{name} must have shape ({n}, {h}, {w}) or ({n}, {h}, {w}, 1), the size of x, or "
+        f"({h}, {w}) for one image, got {shape}"
     )

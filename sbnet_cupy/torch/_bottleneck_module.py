@@ -17,8 +17,10 @@ from ._batch_norm import StackOps, fold_batch, fold_running
 from ._conv_module import refusal
 from ._module import BlockModule, check_nchw, is_channels_last
 from .layers import autocast, sparse_res_block_bottleneck
+from .network.weights import Weights
 
 _PARTS = ("bn1", "conv1", "bn2", "conv2", "bn3", "conv3")
+_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _KERNELS = [1, 3, 1]
 _PADS = ((1, 1), (1, 1))
 
@@ -111,20 +113,14 @@ class SparseBottleneck(BlockModule):
     def forward(self, x, mask, params=None):
         """Apply the unit where ``mask`` is set, or in active blocks that were listed before.
 
-        Parameters
-        ----------
-        x : tensor, shape (N, in_channels, H, W)
-            Best in channels_last memory, where it is used as it lies; else it is copied.
-        mask : tensor, shape (N, H, W) or (N, 1, H, W), or ActiveBlocks with ``params``
-            Where the image matters; also (H, W) for one image.
-        params : BlockParams, optional
-            That of the listed blocks.
+        Arguments are those of :meth:`SparseConv2d.forward`. An image in channels_last memory is
+        used where it lies, any other is copied.
         """
         check_nchw(x, self.conv1.in_channels)
         table, params = self._blocks(x, mask, params)
         last, strides = is_channels_last(x), self.conv2.stride
         image = x.permute(0, 2, 3, 1).contiguous()
-        made = self._kept[2] if self._is_frozen() else self._folded()
+        made = self._frozen or self._folded()
         options = {"strides": strides, "precision": self.precision}
         if made is None or padding_pairs(tuple(x.shape[2:]), (3, 3), strides, "SAME") != _PADS:
             y = self._composed(image, table, params, made, options)
@@ -206,24 +202,18 @@ class SparseBottleneck(BlockModule):
         kernels, norms = self._parts()
         if any(map(self._sees_batch, norms)):
             return None
-        given = [t for bn in norms for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var)]
-        given = [t for t in (*kernels, *given) if t is not None]
+        tables = (getattr(bn, name) for bn in norms for name in _TENSORS)
+        given = [t for t in (*kernels, *tables) if t is not None]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         if recorded:
             self._kept = None
-        if recorded or not state.thread_is_plain() or any(t.is_inference() for t in given):
-            return self._weights()  # inference tensors have no version
-        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        keeps = not recorded and state.thread_is_plain() and all(map(state.is_plain, given))
+        keeps = keeps and not any(t.is_inference() for t in given)  # those have no version
+        if not keeps or (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._weights()
-        given += [bn.num_batches_tracked for bn in norms if bn.num_batches_tracked is not None]
-        versions = [(id(t), t.data_ptr(), t._version) for t in given]
-        seen = versions, [bn.eps for bn in norms], self.precision
-        if self._kept is None or self._kept[0] != seen:
-            if not all(map(state.is_plain, given)):
-                return self._weights()
-            held = [t.detach() for t in given]  # keeps the memory taken
-            self._kept = seen, held, self._packed()
-        return self._kept[2]
+        kept = self._kept = self._kept or Weights()
+        key = (*map(id, given), *(bn.eps for bn in norms), self.precision)
+        return kept.made(key, given, self._packed)
 
 
 def _parts_of(unit):
@@ -265,17 +255,15 @@ def _check_unit(unit):
         kind = type(getattr(unit, name))
         if kind is not nn.BatchNorm2d:
             raise TypeError(f"unit.{name} must be a BatchNorm2d, got {kind.__name__}")
-    wanted = [
-        ("conv1", unit.conv1, (1, 1), (1, 1), (0, 0)),
-        ("conv2", unit.conv2, (3, 3), stride, (1, 1)),
-        ("conv3", unit.conv3, (1, 1), (1, 1), (0, 0)),
-    ]
+    convs = [(name, getattr(unit, name)) for name in ("conv1", "conv2", "conv3")]
     if shortcut is not None:
-        wanted.append(("downsample", _only_conv(shortcut), (1, 1), stride, (0, 0)))
-    for name, conv, *sizes in wanted:
+        convs.append(("downsample", _only_conv(shortcut)))
+    for name, conv in convs:
         if not isinstance(conv, nn.Conv2d):
             raise TypeError(f"unit.{name} must be a Conv2d, got {type(conv).__name__}")
-        found = [conv.kernel_size, conv.stride, conv.padding]
+        k, pad = (3, 1) if name == "conv2" else (1, 0)
+        sizes = (k, k), stride if name in ("conv2", "downsample") else (1, 1), (pad, pad)
+        found = conv.kernel_size, conv.stride, conv.padding
         if found != sizes or conv.bias is not None or refusal(conv):
             raise NotImplementedError(
                 "unit.{} must have kernel {}, stride {}, padding {} and no bias, groups or "

@@ -32,14 +32,11 @@ def call(operation, tensors, options, packed=None):
     described = None
     if state.thread_is_plain():
         described = describe(operation.described(tensors, packed), state.is_plain, packed)
-    if described is None:
+    records = torch.is_grad_enabled() and (described is None or described.requires_grad)
+    copies = out is not None and (records or described is None)
+    if copies or described is None:
         operation.check(tensors)
-        requires_grad = any(t is not None and t.requires_grad for t in tensors)
-    else:
-        requires_grad = described.requires_grad
-    records = requires_grad and torch.is_grad_enabled()
-    if out is not None and (records or described is None):
-        operation.check(tensors)
+    if copies:
         y = call(operation, (*tensors[:place], None, *tensors[place + 1 :]), options, packed)
         check_result(spec_of(out), spec_of(y))
         check_contiguous("out", out)

@@ -105,7 +105,8 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
         if last:
             x = x.permute(0, 2, 3, 1)
             base = None if base is None else base.permute(0, 2, 3, 1)
-        w, bias = (self._kept[2], None) if self._is_frozen() else (self.weight, self.bias)
+        frozen = self._frozen
+        w, bias = (self.weight, self.bias) if frozen is None else (frozen, None)
         y = sparse_conv2d(
             x, w, active, params, strides=self.stride, padding=self._pads(),
             bias=bias, activation=self.activation, base=base,

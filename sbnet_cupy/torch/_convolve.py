@@ -81,13 +81,6 @@ def _forward(x, w, strides, precision):
     return y.permute(0, 2, 3, 1).contiguous()
 
 
-def _forward_fake(x, w, strides, precision):
-    axes = zip(x.shape[1:3], w.shape[2:], strides, strict=True)
-    sizes = [(n - k) // s + 1 for n, k, s in axes]
-    sizes = [max(n, 0) if type(n) is int else torch.sym_max(n, 0) for n in sizes]
-    return x.new_empty((x.shape[0], *sizes, w.shape[0]))
-
-
 def _forward_backward(ctx, grad):
     x, w = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:2])
@@ -109,10 +102,6 @@ def _backward(grad, x, w, strides, precision, for_x, for_w):
     )
 
 
-def _backward_fake(grad, x, w, strides, precision, for_x, for_w):
-    return x.new_empty(x.shape if for_x else 0), w.new_empty(w.shape if for_w else 0)
-
-
 def _backward_backward(ctx, dx, dw):
     """Both results are bilinear: dx in (grad, w), dw in (grad, x)."""
     (grad, x, w), (*options, for_x, for_w) = ctx.saved_tensors, ctx.options
@@ -129,10 +118,10 @@ def _backward_backward(ctx, dx, dw):
 
 _CONVOLVE = define(
     "convolve(Tensor x, Tensor w, int[] strides, str? precision) -> Tensor",
-    _forward, _forward_fake, _forward_backward, _save,
+    _forward, _forward, _forward_backward, _save,
 )  # fmt: skip
 _BACKWARD = define(
     "convolve_backward(Tensor grad, Tensor x, Tensor w, int[] strides, str? precision, bool for_x, "
     "bool for_w) -> (Tensor, Tensor)",
-    _backward, _backward_fake, _backward_backward, _save,
+    _backward, _backward, _backward_backward, _save,
 )  # fmt: skip

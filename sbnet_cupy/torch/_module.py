@@ -5,19 +5,21 @@ import math
 import torch
 
 from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.from_mask import as_batch
 from ..core.sizes import pair
-from ..errors import DTypeError, ShapeError
+from ..errors import ShapeError
+from ._native import check_tensors
 from .ops import reduce_mask
 
 
 class BlockModule(torch.nn.Module):
     """Base of modules that compute active blocks; a subclass has ``block_params``.
 
-    It keeps what it made of its weights as ``_kept``: (what they were like, or None where they are
-    frozen; the tensors; what was made of them).
+    What it makes of its weights is dropped when they may change: those that are frozen, and those
+    that are kept as long as they look the same.
     """
 
-    _kept = None
+    _frozen = _kept = None
 
     def freeze(self):
         """Pack the weights once for all calls to come; return the module.
@@ -33,27 +35,24 @@ class BlockModule(torch.nn.Module):
                 f"a {type(self).__name__} can be frozen in evaluation alone; call eval() first"
             )
         with torch.no_grad():
-            self._kept = None, (), self._frozen_weights()
+            self._frozen, self._kept = self._frozen_weights(), None
         return self
 
-    def _is_frozen(self):
-        return self._kept is not None and self._kept[0] is None
-
     def train(self, mode=True):
-        """Set the module to training or evaluation; forget what was kept of its weights."""
-        self._kept = None
+        """Set the module to training or evaluation; forget what was made of its weights."""
+        self._frozen = self._kept = None
         return super().train(mode)
 
     def _apply(self, *args, **kwargs):
-        self._kept = None
+        self._frozen = self._kept = None
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, *args, **kwargs):
-        self._kept = None
+        self._frozen = self._kept = None
         return super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name != "_kept"}
+        return {k: v for k, v in vars(self).items() if k not in ("_frozen", "_kept")}
 
     def _configure(self, block_size, capacity, precision, method):
         """Set the options of every module, or raise."""
@@ -76,7 +75,11 @@ class BlockModule(torch.nn.Module):
         return tuple(k + -(-max(b - k, 0) // s) * s for b, k, s in axes)
 
     def _blocks(self, x, mask, params):
-        """Return (active blocks, BlockParams) of a call; ``mask`` may be the list of blocks."""
+        """Return (active blocks, BlockParams) of a call; ``mask`` may be the list of blocks.
+
+        A block touches a mask with its input window, halo included; where strides skip pixels
+        between the windows, with the pixels up to the next one too, so that none is lost.
+        """
         if isinstance(mask, ActiveBlocks | tuple):
             if params is None:
                 raise TypeError(
@@ -85,35 +88,15 @@ class BlockModule(torch.nn.Module):
                     "module(x, mask)"
                 )
             return mask, params
+        check_tensors(x=x, mask=mask)
+        mask = as_batch("mask", mask, (x.shape[0], *x.shape[2:]))
         params = self.block_params(*x.shape[2:]) if params is None else params
-        return self._find_blocks(x, mask, params), params
-
-    def _find_blocks(self, x, mask, params):
-        """List the blocks that touch a mask of the image's size.
-
-        A block touches with its input window, halo included; where strides skip pixels between the
-        windows, with the pixels up to the next one too, so that none is lost.
-        """
-        if not isinstance(mask, torch.Tensor):
-            raise DTypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
-        n, _, h, w = x.shape
-        if mask.dim() == 4 and mask.shape[1] == 1:
-            mask = mask[:, 0]
-        elif mask.dim() == 2 and n == 1:
-            mask = mask[None]
-        if tuple(mask.shape) != (n, h, w):
-            raise ShapeError(
-                f"mask must have shape ({n}, {h}, {w}) or ({n}, 1, {h}, {w}), the size of x, got "
-                f"{tuple(mask.shape)}"
-            )
         capacity = self.capacity
         if isinstance(capacity, float):
-            capacity = math.ceil(capacity * n * params.bcount[0] * params.bcount[1])
+            capacity = math.ceil(capacity * len(x) * params.bcount[0] * params.bcount[1])
         window = tuple(map(max, params.bsize, params.bstride))
-        return reduce_mask(
-            mask, params.bcount, bsize=window, boffset=params.boffset, bstride=params.bstride,
-            capacity=capacity,
-        )  # fmt: skip
+        grid = {"bsize": window, "boffset": params.boffset, "bstride": params.bstride}
+        return reduce_mask(mask, params.bcount, **grid, capacity=capacity), params
 
     def extra_repr(self):
         """Describe the module as PyTorch does, and its blocks."""
@@ -121,12 +104,10 @@ class BlockModule(torch.nn.Module):
 
 
 def check_nchw(x, channels):
-    """Raise unless x is an image of the module's channels; None is any number."""
-    if not isinstance(x, torch.Tensor):
-        raise DTypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if x.dim() != 4 or channels not in (None, x.shape[1]):
-        wanted = "C" if channels is None else channels
-        raise ShapeError(f"x must have shape (N, {wanted}, H, W), got {tuple(x.shape)}")
+    """Raise unless x is an image of the module's channels."""
+    check_tensors(x=x)
+    if x.dim() != 4 or x.shape[1] != channels:
+        raise ShapeError(f"x must have shape (N, {channels}, H, W), got {tuple(x.shape)}")
 
 
 def is_channels_last(x):

@@ -53,20 +53,8 @@ def allocate(nbytes):
     import cupy
 
     tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    return cupy.cuda.MemoryPointer(_memory_class()(tensor), 0)
-
-
-@functools.cache
-def _memory_class():
-    """Return CuPy's kind of memory that holds, and remembers, a tensor."""
-    import cupy
-
-    class TensorMemory(cupy.cuda.UnownedMemory):
-        def __init__(self, tensor):
-            super().__init__(tensor.data_ptr(), tensor.nbytes, tensor, tensor.device.index)
-            self.tensor = tensor
-
-    return TensorMemory
+    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), nbytes, tensor, tensor.device.index)
+    return cupy.cuda.MemoryPointer(memory, 0)
 
 
 def view(tensor):
@@ -78,7 +66,7 @@ def to_tensor(array):
     """Return the tensor behind a native array that :func:`compute` allocated."""
     if isinstance(array, np.ndarray):
         return torch.from_numpy(array)
-    owner = array.data.mem.tensor
+    owner = array.data.mem._owner
     dtype = getattr(torch, array.dtype.name)
     if not array.size:
         return torch.empty(array.shape, dtype=dtype, device=owner.device)

@@ -42,15 +42,19 @@ class Weights:
 
     def _kept(self, parameter, key, tensors, make):
         """Return what ``make()`` made of such tensors; the first of its results may be marked."""
-        given = [t for t in tensors if t is not None]
-        kept = self.keeps and isinstance(parameter, torch.nn.Parameter)
-        if not kept or any(t.is_inference() for t in given):  # those have no version
+        if not self.keeps or not isinstance(parameter, torch.nn.Parameter):
             return make()
-        state = [(t.data_ptr(), t._version) for t in given]
+        return self.made(key, [t for t in tensors if t is not None], make)
+
+    def made(self, key, tensors, make):
+        """Return what ``make()`` made of tensors that look the same; its first part is marked."""
+        if any(t.is_inference() for t in tensors):  # those have no version
+            return make()
+        state = [(t.data_ptr(), t._version) for t in tensors]
         found = self.kept.get(key)
         if found is None or found[0] != state:
-            held = [t.detach() for t in given]  # keeps the memory taken, and the tensors alive
-            found = state, (held, given), make()
+            held = [t.detach() for t in tensors]  # keeps the memory taken, and the tensors alive
+            found = state, (held, tensors), make()
             found[2][0].is_kept = True  # what is made of it may be kept beside it
             self.kept[key] = found
         return found[2]
