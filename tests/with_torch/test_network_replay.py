@@ -176,10 +176,10 @@ def test_training_and_moves_drop_graphs(st, captured):
     for change in (lambda: sparse.train().eval(), sparse.float, lambda: sparse(x, mask).sum()):
         for _ in range(2):
             sparse(x, mask)
-        assert sparse._replays.graphs
+        assert sparse._replays.kept
         with torch.enable_grad():
             change()
-        assert not sparse._replays.graphs
+        assert not sparse._replays.kept
     for twin in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
         steps(captured)
         for _ in range(2):
@@ -194,7 +194,7 @@ def test_few_graphs_are_kept(st, captured):
     for n in range(1, 6):
         for _ in range(2):
             sparse(image(n=n), mask[:n])
-    kept = [key[0][0] for key in sparse._replays.graphs]
+    kept = [key[0][0] for key in sparse._replays.kept]
     assert kept == [2, 3, 4, 5]
     sparse(image(n=2), mask[:2])
     sparse(image(n=6), mask)
@@ -202,7 +202,7 @@ def test_few_graphs_are_kept(st, captured):
     sparse(image(n=6), mask)
     assert steps(captured) == []  # one was lost: it takes a call more
     sparse(image(n=6), mask)
-    assert [key[0][0] for key in sparse._replays.graphs] == [4, 5, 2, 6]
+    assert [key[0][0] for key in sparse._replays.kept] == [4, 5, 2, 6]
 
 
 class Counting(nn.Module):
@@ -268,7 +268,7 @@ def test_replays_have_the_bits_of_calls(on_gpu):
     sparse, plain, images, some = on_gpu
     results = [sparse(x, mask) for _ in range(2) for x in images for mask in some]
     expected = [plain(x, mask) for x in images for mask in some]
-    assert len(sparse._replays.graphs) == 1
+    assert len(sparse._replays.kept) == 1
     assert all(torch.equal(a, b) for a, b in zip(results, 2 * expected, strict=True))
     assert sparse.computed() == plain.computed() and not sparse.overflowed
     full = torch.ones_like(some[0])
@@ -294,7 +294,7 @@ def test_replays_see_new_weights(on_gpu):
         for _ in range(5):
             after = sparse(images[0], some[0])
             assert torch.equal(after, plain(images[0], some[0]))
-        assert not torch.equal(before, after) and sparse._replays.graphs
+        assert not torch.equal(before, after) and sparse._replays.kept
         before = after
 
 
@@ -316,5 +316,5 @@ def test_a_network_that_waits_is_called_each_time(st, on_gpu):
     with pytest.warns(RuntimeWarning, match="waits for the device, in aten::_local_scalar_dense"):
         assert torch.equal(sparse(images[0], some[0]), first)
     stream = torch.cuda.current_stream()
-    assert torch.equal(sparse(images[0], some[0]), first) and not sparse._replays.graphs
+    assert torch.equal(sparse(images[0], some[0]), first) and not sparse._replays.kept
     assert torch.cuda.current_stream() == stream

@@ -1,6 +1,7 @@
 """Calls that run from a tape on a CPU: with which results, until when, and what is on no tape."""
 
 import copy
+import itertools
 import pickle
 import threading
 import types
@@ -45,7 +46,7 @@ def taped(st, dense, *call, **options):
     sparse = st.sparsify(dense, BLOCK, **options)
     for _ in range(2):
         sparse(*(call or (image(), masks(0.4)[0])))
-    assert sparse._tapes.tapes and not sparse._tapes.unfit
+    assert sparse._tapes.kept and not sparse._tapes.unfit
     return sparse
 
 
@@ -71,9 +72,9 @@ def test_a_tape_has_the_bits_of_a_call(st, name, break_even):
             given = x + seed
             assert same(sparse(given, mask), plain(given.clone(), mask))
             assert sparse.computed() == plain.computed()
-    assert not plain._tapes.tapes and sparse._tapes.unfit == (name == "vgg")
+    assert not plain._tapes.kept and sparse._tapes.unfit == (name == "vgg")
     if name != "vgg":  # which has a function without a form for the stack
-        assert len(sparse._tapes.tapes) == 2
+        assert len(sparse._tapes.kept) == 2
 
 
 @torch.no_grad()
@@ -114,7 +115,7 @@ def test_a_change_of_the_network_shows(st, kind):
     expected = st.sparsify(dense, BLOCK, replay=False)(x, mask)
     for _ in range(4):
         assert same(sparse(x, mask), expected)
-    assert sparse._tapes.tapes and not torch.equal(before, expected)
+    assert sparse._tapes.kept and not torch.equal(before, expected)
 
 
 KEPT = {
@@ -144,7 +145,7 @@ def test_numbers_that_a_module_keeps_show(st, kind):
     change(dense.kept)
     for _ in range(4):
         assert same(sparse(x, mask), plain(x, mask))
-    assert sparse._tapes.tapes and not torch.equal(before, sparse(x, mask))
+    assert sparse._tapes.kept and not torch.equal(before, sparse(x, mask))
 
 
 @torch.no_grad()
@@ -154,7 +155,7 @@ def test_a_network_that_keeps_much_has_no_tape(st):
     dense.kept = [list(range(5000))]
     sparse = st.sparsify(dense, BLOCK)
     expected = st.sparsify(dense, BLOCK, replay=False)(x, mask)
-    assert all(same(sparse(x, mask), expected) for _ in range(3)) and not sparse._tapes.tapes
+    assert all(same(sparse(x, mask), expected) for _ in range(3)) and not sparse._tapes.kept
 
 
 @torch.no_grad()
@@ -164,12 +165,12 @@ def test_training_gradients_and_moves_drop_tapes(st):
     for change in (lambda: sparse.train().eval(), sparse.float, lambda: sparse(x, mask).sum()):
         for _ in range(2):
             sparse(x, mask)
-        assert sparse._tapes.tapes
+        assert sparse._tapes.kept
         with torch.enable_grad():
             change()
-        assert not sparse._tapes.tapes
+        assert not sparse._tapes.kept
     for twin in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
-        assert not twin._tapes.tapes and same(twin(x, mask), sparse(x, mask))
+        assert not twin._tapes.kept and same(twin(x, mask), sparse(x, mask))
     with torch.enable_grad():
         y = sparse(x, mask)
         y.sum().backward()
@@ -183,11 +184,11 @@ def test_hooks_run_at_each_call(st):
     handle = dense[0].register_forward_hook(lambda *_: seen.append(1))
     for _ in range(3):
         sparse(x, mask)
-    assert len(seen) == 3 and not sparse._tapes.tapes
+    assert len(seen) == 3 and not sparse._tapes.kept
     handle.remove()
     for _ in range(4):
         sparse(x, mask)
-    assert len(seen) == 3 and sparse._tapes.tapes
+    assert len(seen) == 3 and sparse._tapes.kept
 
 
 class Using(nn.Module):
@@ -240,7 +241,7 @@ def test_what_is_on_no_tape_is_called_each_time(st, name):
         x = image(seed) - 3 * (seed % 2)
         for m in (mask, other):
             assert same(sparse(x, m), plain(x, m))
-    assert sparse._tapes.unfit and not sparse._tapes.tapes
+    assert sparse._tapes.unfit and not sparse._tapes.kept
 
 
 FIT = {
@@ -267,7 +268,7 @@ def test_what_a_network_may_do(st, name, break_even):
     for seed in range(3):
         for mask in masks(0.4, 0.6):
             assert same(sparse(image(seed), mask), plain(image(seed), mask))
-    assert sparse._tapes.tapes and not sparse._tapes.unfit
+    assert sparse._tapes.kept and not sparse._tapes.unfit
 
 
 SHAPES = {
@@ -356,7 +357,7 @@ def test_outside(st):
         )
         for mask in masks(0.4, 0.6, 0.4):
             assert same(sparse(x, mask), plain(x, mask))
-        assert sparse._tapes.tapes
+        assert sparse._tapes.kept
     sparse = taped(st, dense, x, masks(0.4)[0], outside=torch.zeros(shape))
     for seed in range(3):  # another tensor at each call
         given, mask = torch.full(shape, float(seed)), masks(0.5)[0]
@@ -385,7 +386,7 @@ def test_threads_have_their_own_results(st):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and sparse._tapes.tapes
+    assert not wrong and sparse._tapes.kept
 
 
 @torch.no_grad()
@@ -403,18 +404,40 @@ def test_a_tape_holds_no_activation(st):
 
     sparse = taped(st, Using(deep).eval())
     assert max(most) <= 2 and all(ref() is None for ref in kept)
-    steps = next(iter(sparse._tapes.tapes.values())).steps
+    steps = next(iter(sparse._tapes.kept.values())).steps
     assert sum(len(step.last) for step in steps) >= len(steps)  # freed as soon as it can be
+
+
+class Masked(torch.nn.Module):
+    """A network with a mask."""
+
+    def __init__(self, sparse, mask):
+        super().__init__()
+        self.sparse, self.mask = sparse, mask
+
+    def forward(self, x):
+        return self.sparse(x, self.mask)
+
+
+def last_line(code):
+    return max(line for *_, line in code.co_lines() if line is not None)
 
 
 @torch.no_grad()
 def test_too_little_room_warns_at_each_call(st):
+    """Of the line that calls the network, however the call is computed."""
     x, (few, many) = image(), masks(0.1, 0.9)
     sparse = taped(st, small(), x, few, capacity=8)
-    for _ in range(3):
-        with pytest.warns(RuntimeWarning, match="capacity has room for 8"):
-            sparse(x, many)
-        assert sparse.overflowed
+    wrapped = torch.nn.Sequential(Masked(sparse, many))  # PyTorch's code between the lines, too
+    for replay, call in itertools.product(("auto", False), (lambda: sparse(x, many), wrapped)):
+        sparse.replay = replay
+        for _ in range(3):  # as usual, recorded, from the tape
+            arguments = () if call is not wrapped else (x,)
+            with pytest.warns(RuntimeWarning, match="capacity has room for 8") as seen:
+                call(*arguments)
+            assert sparse.overflowed
+            code = (Masked.forward if call is wrapped else call).__code__
+            assert (seen[0].filename, seen[0].lineno) == (__file__, last_line(code))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sparse(x, few)
@@ -433,7 +456,7 @@ def test_what_has_no_tape(st):
         with torch.enable_grad():
             sparse(x, mask)
         st.sparsify(small(), BLOCK, replay=False)(x, mask)
-    assert not sparse._tapes.tapes
+    assert not sparse._tapes.kept
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .._dispatch_state import in_dispatch_mode
 from . import tensor as T
 from .ends import end_of, shown
-from .replay import State
+from .state import State
 from .table import PictureTable
 from .trace import Trace
 

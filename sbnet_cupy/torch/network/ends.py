@@ -1,6 +1,9 @@
 """The ends of a network: what a call must be, and the image that its result becomes."""
 
+import os
+import sys
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -102,9 +105,22 @@ def check_outside(outside):
 def warn_left_out(count, capacity):
     """Warn of blocks that there was no room for, where the host knows their number."""
     if isinstance(count, int) and count > capacity:
-        warnings.warn(
+        warn(
             f"{count} blocks are active, and capacity has room for {capacity}: the result lacks "
-            "the others",
-            RuntimeWarning,
-            stacklevel=8,
+            "the others"
         )
+
+
+def warn(message):
+    """Give a RuntimeWarning of the line that called, outside of this package and PyTorch."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
+# Folders whose code stands between a line that calls a network and the network.
+_INSIDE = (
+    f"{Path(__file__).parents[2]}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
+)

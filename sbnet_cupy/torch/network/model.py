@@ -8,17 +8,18 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from ...errors import CapacityError
 from .._dispatch_state import in_one_piece
 from . import cuda, graphs, tuning
 from . import tensor as T
 from .ends import check_call, check_outside, finished, warn_left_out
 from .entry import Entry, gathered
+from .recordings import may_record
 from .replay import Replays, may_replay
+from .report import Report
 from .table import BlockTable, PictureTable, active_blocks
 from .tape import Recorder
 from .taped import Tapes, may_tape
-from .trace import Trace, lines
+from .trace import Trace
 from .weights import Weights
 
 # Share of active blocks from which whole images, 0 outside active blocks, are faster than a stack.
@@ -27,7 +28,7 @@ BREAK_EVEN = {"cpu": 0.7, "cuda": 0.75}
 _NEVER = 2.0
 
 
-class SparseModel(nn.Module):
+class SparseModel(Report, nn.Module):
     """What :func:`sbnet_cupy.torch.sparsify` returns.
 
     Attributes
@@ -94,12 +95,13 @@ class SparseModel(nn.Module):
             return _in_graph(self, x, mask, args, kwargs)
         if self._is_trained:  # by a graph, which may leave no trace in the weights
             self._forget()
-        if may_replay(self, x, mask, args, outside, kwargs):
-            check_call(x, mask)
-            check_outside(self.outside if outside is None else outside)
-            return self._replays.call(self, x, mask, outside)
-        if may_tape(self, x, mask, args, outside, kwargs):
-            return self._tapes.call(self, x, mask, outside)
+        if may_record(self, x, mask, args, kwargs):
+            if may_replay(self, x, mask, outside):
+                check_call(x, mask)
+                check_outside(self.outside if outside is None else outside)
+                return self._replays.call(self, x, mask, outside)
+            if may_tape(self, x, outside):
+                return self._tapes.call(self, x, mask, outside)
         return self._call(x, mask, *args, outside=outside, **kwargs)
 
     def _call(self, x, mask, *args, outside=None, **kwargs):
@@ -247,94 +249,6 @@ class SparseModel(nn.Module):
         wide = mask[:, None].to(torch.float32)
         wide = F.max_pool2d(wide, (2 * reach + 1, 1), 1, (reach, 0))
         return F.max_pool2d(wide, (1, 2 * reach + 1), 1, (0, reach))[:, 0] > 0
-
-    @property
-    def overflowed(self):
-        """Whether more blocks were active in the last call than ``capacity`` has room for.
-
-        Waits for the device. False before the first call.
-        """
-        if self._last is None or self._last[1][0] is None:
-            return False
-        count, capacity = self._last[1]
-        return int(count) > capacity
-
-    def check(self):
-        """Raise CapacityError if the last call had more active blocks than room for them."""
-        if self.overflowed:
-            count, capacity = self._last[1]
-            raise CapacityError(
-                f"capacity must have room for all active blocks; {int(count)} were active in the "
-                f"last call, and there is room for {capacity}"
-            )
-
-    def _share(self):
-        """Return which share of all blocks the last call computed."""
-        (_, _, _, whole), (count, capacity), total = self._last
-        return 1.0 if whole or not total else min(int(count), capacity) / total
-
-    def computed(self):
-        """Return which share of its blocks each layer computed in the last call.
-
-        Waits for the device. Layers that ran on the whole image have 1, as all have where so many
-        blocks were active that whole images were faster.
-
-        Returns
-        -------
-        shares : dict of str to float
-            By the layer's name; empty before the first call.
-        """
-        if self._last is None:
-            return {}
-        share, rows = self._share(), self._seen[self._last[0]].rows
-        worst = {}
-        for row in rows:
-            if row.flops or row.where == "image":
-                here = share if row.where == "stack" else 1.0
-                worst[row.name] = max(worst.get(row.name, 0.0), here)
-        return worst
-
-    @property
-    def sparse_layers(self):
-        """Names of the layers of the last call that multiplied on the stack."""
-        rows = [] if self._last is None else self._seen[self._last[0]].rows
-        return list(dict.fromkeys(r.name for r in rows if r.flops and r.where == "stack"))
-
-    @property
-    def dense_layers(self):
-        """Name of each layer of the last call that ran on the whole image, and its functions."""
-        rows = [] if self._last is None else self._seen[self._last[0]].rows
-        found = {}
-        for row in rows:
-            if row.where == "image" and row.kind not in found.setdefault(row.name, []):
-                found[row.name].append(row.kind)
-        return {name: ", ".join(kinds) for name, kinds in found.items()}
-
-    def table(self):
-        """Return a table of the last call's layers as text.
-
-        Each has its function, whether it ran on the stack or on the whole image, the work of the
-        dense layer and the share of it that was computed. Before the first call the modules are
-        listed alone.
-        """
-        if self._last is None:
-            kinds = [(name, type(m).__name__) for name, m in self.model.named_modules()]
-            width = max(len(name) for name, _ in kinds)
-            return "\n".join(f"{name:{width}}  {kind}, not called yet" for name, kind in kinds)
-        return lines(self._seen[self._last[0]].rows, self._share(), self.model)
-
-    @torch.no_grad()
-    def profile(self, x, mask, *args, **kwargs):
-        """Return the table of one call with the time of each layer.
-
-        On a GPU every layer is waited for, so the sum is more than the time of a call.
-        """
-        self(x, mask, *args, **kwargs)
-        table, counted = self._table(x, check_call(x, mask))
-        table.trace = Trace(self.model, timing=True)
-        self._run(table, x, args, kwargs)
-        whole = 1.0 if table.whole else min(int(counted[0]), counted[1]) / max(table.on.numel(), 1)
-        return lines(table.trace.rows, whole, self.model, profile=True)
 
     def graphed(self, x, mask):
         """Return a function like this network that replays a CUDA graph: no host time is left.

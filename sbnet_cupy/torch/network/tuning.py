@@ -1,12 +1,12 @@
 """The share of active blocks from which whole images are faster than a stack, measured."""
 
 import time
-import warnings
 
 import torch
 
 from . import cuda
 from .compiled import Compiled
+from .ends import warn
 from .graphs import WaitsForDevice, capture
 from .table import BlockTable, PictureTable
 
@@ -53,11 +53,9 @@ def _compiled(sparse, x, mask, compile):
         compiled = Compiled(sparse, x, mask, compile if isinstance(compile, dict) else {})
         compiled(sparse, x, PictureTable(mask, sparse.block_size, tuple(x.shape[2:])), 0.0)
     except Exception as error:
-        warnings.warn(
+        warn(
             f"the network cannot be compiled, {type(error).__name__}: {error}; its whole images "
-            "run uncompiled",
-            RuntimeWarning,
-            stacklevel=6,
+            "run uncompiled"
         )
         return None
     return compiled

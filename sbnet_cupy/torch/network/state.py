@@ -1,0 +1,98 @@
+"""What recordings of a network's calls were made of: has it changed?"""
+
+import collections
+import itertools
+import operator
+from types import ModuleType
+
+import torch
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_KEPT_DICTS = ("_parameters", "_buffers", "_modules")
+_MOST_ITEMS = 4096  # in what modules keep: with more, each call would take long to compare them
+_NUMBERS = (int, float, bool, str)
+_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict)
+_GIVEN = frozenset(vars(torch.nn.Module()))
+
+
+class State:
+    """What a graph or a tape was made of: the modules' attributes, also what is in lists, dicts and
+    plain objects that they keep, and the versions of their tensors.
+    """
+
+    def __init__(self, model):
+        self.modules = list(model.modules())
+        self.attributes = [vars(module) for module in self.modules]
+        self.dicts = [d[name] for d in self.attributes for name in _KEPT_DICTS]
+        self.held = list(self._values())  # alive, so that no other object has their identity
+        self.tensors = [t for d in self.dicts for t in d.values() if isinstance(t, torch.Tensor)]
+        loose = [t for d in self.attributes for t in d.values() if isinstance(t, torch.Tensor)]
+        self.tensors += loose
+        self.hooks = [d[name] for d in self.attributes for name in _HOOKS]
+        self.hooked = any(self.hooks)
+        self.kept = list(_contents(v for module in self.modules for v in _own(module)))
+        self.items = [_items(content) for content in self.kept]
+        self.fit = not self.hooked and not any(t.is_inference() for t in self.tensors)
+        self.fit = self.fit and sum(map(len, self.items)) <= _MOST_ITEMS
+        self.versions = self._versions() if self.fit else None
+
+    def _values(self):
+        everything = itertools.chain(self.attributes, self.dicts)
+        return itertools.chain.from_iterable(d.values() for d in everything)
+
+    def _versions(self):
+        return [(t.data_ptr(), t._version) for t in self.tensors]
+
+    def holds(self):
+        """Whether nothing has changed."""
+        count = sum(map(len, self.attributes)) + sum(map(len, self.dicts))
+        if count != len(self.held) or any(self.hooks) != self.hooked:
+            return False
+        if not all(map(operator.is_, self._values(), self.held)):
+            return False
+        if not all(map(_are_same, map(_items, self.kept), self.items)):
+            return False
+        return not self.fit or self._versions() == self.versions
+
+
+def _own(module):
+    """Return the attributes that PyTorch does not give a module."""
+    theirs = type(module).__module__.startswith("torch.nn.")  # whose private lists do not change
+    given = (n for n in vars(module) if n not in _GIVEN and not (theirs and n.startswith("_")))
+    return [vars(module)[name] for name in given]
+
+
+def _contents(values):
+    """Yield what may change in values while names stay bound to them, and in what they hold."""
+    left, seen, count = list(values), set(), 0
+    while left and count <= _MOST_ITEMS:
+        value = left.pop()
+        content = value if type(value) is tuple else _content(value)
+        if content is None or id(content) in seen:
+            continue
+        seen.add(id(content))
+        if type(value) is not tuple:
+            yield content
+        inner = [item for _, item in _items(content)]
+        left += inner
+        count += len(inner)
+
+
+def _content(value):
+    """Return the list, dict or set that a value is or keeps its attributes in, or None."""
+    if type(value) in _CONTAINERS:
+        return value
+    if isinstance(value, torch.Tensor | torch.nn.Module | ModuleType) or callable(value):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _items(content):
+    return list(content.items()) if isinstance(content, dict) else [(None, v) for v in content]
+
+
+def _are_same(now, then):
+    return len(now) == len(then) and all(
+        j == k and (a is b or (type(a) in _NUMBERS and type(a) is type(b) and a == b))
+        for (j, a), (k, b) in zip(now, then, strict=True)
+    )
