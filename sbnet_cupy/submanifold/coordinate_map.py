@@ -77,7 +77,7 @@ class CoordinateMap(KeepingContainer):
     def _arrays(self):
         return (self.indices, self.count, *(() if self.status is None else (self.status,)))
 
-    def _map_arrays(self, function):
+    def _mapped(self, function):
         arrays = map(function, self._arrays())
         mapped = CoordinateMap(next(arrays), next(arrays), self.spatial_shape, self.batch_size)
         object.__setattr__(mapped, "status", next(arrays, None))

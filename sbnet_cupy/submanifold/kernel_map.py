@@ -59,7 +59,7 @@ class KernelMap(KeepingContainer):
     def _arrays(self):
         return (self.rows, *self.source._arrays(), *self.target._arrays())
 
-    def _map_arrays(self, function):
+    def _mapped(self, function):
         source = self.source._map_arrays(function)
         same = self.target is self.source
         target = source if same else self.target._map_arrays(function)

@@ -12,6 +12,9 @@ gather and scatter this way; their convolutions are TensorFlow's own, but with `
 - Results are TensorFlow tensors on memory of NumPy, through DLPack; their alignment is looked at
   first, and a result that is not aligned is copied. Inputs are never copied.
 
+Features at sites (:func:`sparse_tensor` and what takes one) are eager alone, and differentiable
+once: how many sites there are is data.
+
 What it cannot do: compile with XLA (``jit_compile=True``), for which the calls back into Python
 have no kernel; run a ``SavedModel`` in another process, or in one without this package; compute on
 a GPU, where eager tensors are refused, and inside ``tf.function`` TensorFlow brings them to the
@@ -34,11 +37,41 @@ Examples
 from . import _tensors  # noqa: F401 - first: it says what is missing
 from .layers import sparse_conv2d, sparse_res_block_bottleneck
 from .ops import reduce_mask, sparse_gather, sparse_scatter
+from .sites import (
+    coordinate_map,
+    dense_to_sparse,
+    global_pool,
+    inverse_conv,
+    kernel_map,
+    site_conv,
+    sparse_avg_pool,
+    sparse_max_pool,
+    sparse_tensor,
+    sparse_to_dense,
+    sparse_unpool,
+    strided_conv,
+    submanifold_conv,
+    transposed_conv,
+)
 
 __all__ = [
+    "coordinate_map",
+    "dense_to_sparse",
+    "global_pool",
+    "inverse_conv",
+    "kernel_map",
     "reduce_mask",
+    "site_conv",
+    "sparse_avg_pool",
     "sparse_conv2d",
     "sparse_gather",
+    "sparse_max_pool",
     "sparse_res_block_bottleneck",
     "sparse_scatter",
+    "sparse_tensor",
+    "sparse_to_dense",
+    "sparse_unpool",
+    "strided_conv",
+    "submanifold_conv",
+    "transposed_conv",
 ]

@@ -178,14 +178,15 @@ def test_an_adapter_knows_an_operation_in_three_places_at_most(adapter, name):
 
 @pytest.mark.parametrize("adapter", ["jax", "tensorflow"])
 def test_an_adapter_has_no_checks_of_its_own(adapter):
-    """They are those of the declarations, but for what is decided before a mask is listed.
+    """They are those of the declarations, but for what is decided before a mask is listed, and
+    that what must hold features does.
 
     JAX makes those of a stack and of sites of its own, and calls the checks by name.
     """
     for path in set((ROOT / "sbnet_cupy" / adapter).glob("*.py")) - OWN_CHECKS:
         written = [name for name in names_in(path) if isinstance(name, str)]
         checks = {name for name in written if name.startswith("check_")}
-        assert checks <= {"check_active_grid", "check_method", "check_unit"}, path
+        assert checks <= {"check_active_grid", "check_method", "check_tensor", "check_unit"}, path
 
 
 def test_no_other_file_lists_the_operations():

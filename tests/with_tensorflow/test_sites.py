@@ -1,0 +1,235 @@
+"""Features at sites in TensorFlow: the numbers of the package, and gradients."""
+
+import functools
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from sbnet_cupy import DTypeError
+from support.adapter_cases import normal
+from support.assertions import assert_same
+
+SHAPE, BATCH = (9, 8, 7), 3
+GRID = {"spatial_shape": SHAPE, "batch_size": BATCH}
+
+
+def listed(repeats=False):
+    """Return rows of coordinates; with repeats several are the same."""
+    rng = np.random.default_rng(5)
+    rows = np.argwhere(rng.random((BATCH, *SHAPE)) < 0.06).astype(np.int32)
+    chosen = rng.integers(0, len(rows), 2 * len(rows)) if repeats else rng.permutation(len(rows))
+    return rows[chosen]
+
+
+def kernel(*size, c=4, k=5):
+    return normal(*size, c, k, dtype=np.float32) / 8
+
+
+def convolved(module, make, name, w, channels=4, **options):
+    """Return what a convolution of a module makes of arrays that ``make`` made."""
+    rows = listed()
+    x = module.sparse_tensor(make(normal(len(rows), channels)), make(rows), **GRID)
+    return x, getattr(module, name)(x, make(w), **options)
+
+
+@pytest.fixture
+def make(tf):
+    return tf.constant
+
+
+CONVOLUTIONS = [
+    ("submanifold_conv", (3, 3, 3), {}),
+    ("submanifold_conv", (3, 1, 5), {"dilation": 2, "activation": "relu"}),
+    ("strided_conv", (2, 2, 2), {"stride": 2}),
+    ("strided_conv", (3, 3, 3), {"stride": 2, "padding": 1, "capacity": 500}),
+    ("transposed_conv", (3, 3, 3), {"stride": 2, "padding": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "options"), CONVOLUTIONS)
+def test_convolutions(sbt, make, name, size, options):
+    w = kernel(*size)
+    _, y = convolved(sbt, make, name, w, **options)
+    _, expected = convolved(sb, np.asarray, name, w, **options)
+    for part in ("features", "indices"):
+        assert_same(getattr(y, part).numpy(), getattr(expected, part))
+
+
+@pytest.mark.parametrize("name", ["strided_conv", "sparse_max_pool"])
+def test_the_way_back(sbt, make, name):
+    """The sites of a result are known to have come from those of its argument."""
+    results = []
+    for module, give in ((sbt, make), (sb, make), (sb, np.asarray)):
+        if name == "strided_conv":
+            x, y = convolved(module, give, name, kernel(2, 2, 2), stride=2)
+            back = module.inverse_conv(y, give(kernel(2, 2, 2, c=5, k=3)), onto=x)
+        else:
+            x, _ = convolved(module, give, "submanifold_conv", kernel(1, 1, 1))
+            back = module.sparse_unpool(module.sparse_max_pool(x, 2), onto=x)
+        assert back.coordinates is x.coordinates
+        results.append(np.asarray(back.features))
+    for found in results[:2]:
+        assert_same(found, results[2])
+
+
+def test_gradients_of_a_convolution(tf, sbt, make):
+    """With everything that a convolution takes; those of the package."""
+    rows, w = listed(), kernel(3, 3, 3)
+    arrays = {"features": normal(len(rows), 4), "w": w, "scale": normal(5) + 2, "bias": normal(5),
+              "residual": normal(len(rows), 5)}  # fmt: skip
+    sites, _ = sb.coordinate_map(rows, **GRID)
+    made = sb.kernel_map(sites, 3, onto=sites)
+    inverse = sb.coordinate_map(rows, **GRID)[1]
+    grad = normal(len(rows), 5)
+    expected = sb.site_conv_grad(
+        grad, arrays["features"], w, made, activation="silu",
+        **{name: arrays[name] for name in ("scale", "bias", "residual")},
+    )  # fmt: skip
+    sites, found = sbt.coordinate_map(make(rows), **GRID)
+    assert_same(found.numpy(), inverse)
+    window = sbt.kernel_map(sites, 3, onto=sites)
+    tensors = {name: tf.Variable(array) for name, array in arrays.items()}
+    with tf.GradientTape() as tape:
+        y = sbt.site_conv(kernel_map=window, activation="silu", **tensors)
+    gradients = tape.gradient(y, list(tensors.values()), output_gradients=make(grad))
+    for name, found in zip(tensors, gradients, strict=True):
+        assert_same(found.numpy(), getattr(expected, name))
+
+
+POOLS = {
+    "sparse_max_pool": {"kernel_size": 2},
+    "sparse_avg_pool": {"kernel_size": 3, "stride": 2, "count": "active"},
+    "global_pool": {"reduce": "mean"},
+    "sparse_to_dense": {"data_format": "channels_first"},
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_and_their_gradients(tf, sbt, make, name):
+    rows, options = listed(), POOLS[name]
+    values = normal(len(rows), 4)
+    expected = sb.sparse_tensor(values, rows, **GRID)
+    wanted = getattr(sb, name)(expected, **options)
+    features = tf.Variable(values)
+    with tf.GradientTape() as tape:
+        y = getattr(sbt, name)(sbt.sparse_tensor(features, make(rows), **GRID), **options)
+        y = y.features if isinstance(y, sb.SparseTensor) else y
+    wanted = wanted.features if isinstance(wanted, sb.SparseTensor) else wanted
+    assert_same(y.numpy(), wanted)
+    grad = normal(*wanted.shape)
+    found = tape.gradient(y, features, output_gradients=make(grad)).numpy()
+    exact = getattr(sb, f"{name}_grad")(grad, expected, **options)
+    _, inverse = sb.coordinate_map(rows, **GRID)
+    assert_same(found, exact[inverse])
+
+
+def test_whole_grids(tf, sbt, make):
+    x = np.where(normal(2, 6, 5, 3) > 1, 1, 0).astype(np.float32)
+    expected = sb.dense_to_sparse(x)
+    grid = tf.Variable(x)
+    with tf.GradientTape() as tape:
+        found = sbt.dense_to_sparse(grid)
+        total = tf.reduce_sum(found.features * 2)
+    assert_same(found.features.numpy(), expected.features)
+    assert_same(found.indices.numpy(), expected.indices)
+    grad = sb.dense_to_sparse_grad(np.full_like(expected.features, 2), expected)
+    assert_same(tape.gradient(total, grid).numpy(), grad)
+
+
+@pytest.mark.parametrize("mode", ["first", "last", "sum", "mean"])
+def test_rows_of_one_site(tf, sbt, make, mode):
+    """Each row gets its share of the gradient of its site."""
+    rows = listed(repeats=True)
+    values, capacity = normal(len(rows), 2), len(rows)
+    options = {**GRID, "mode": mode, "capacity": capacity}
+    expected = sb.sparse_tensor(values, rows, **options)
+    inverse = sb.coordinate_map(rows, **options)[1]
+    grad = normal(capacity, 2)
+    features = tf.Variable(values)
+    with tf.GradientTape() as tape:
+        y = sbt.sparse_tensor(features, make(rows), **options).features
+    assert_same(y.numpy(), expected.features)
+    found = tape.gradient(y, features, output_gradients=make(grad)).numpy()
+    wanted = np.zeros_like(values)
+    for site in range(expected.coordinates.number()):
+        its = np.flatnonzero(inverse == site)
+        if mode in ("first", "last"):
+            wanted[its[0 if mode == "first" else -1]] = grad[site]
+        else:
+            wanted[its] = grad[site] / np.float32(len(its) if mode == "mean" else 1)
+    assert_same(found, wanted)
+
+
+def test_a_network_learns(tf, sbt, make):
+    """Strided, inverse and submanifold convolutions together; the loss falls."""
+    rows = make(listed())
+    small = kernel(2, 2, 2, c=5)
+    weights = [tf.Variable(w) for w in (kernel(3, 3, 3), small, small)]
+    features, target = make(normal(len(rows), 4)), make(normal(len(rows), 5))
+    losses = []
+    for _ in range(5):
+        with tf.GradientTape() as tape:
+            x = sbt.sparse_tensor(features, rows, **GRID)
+            y = sbt.submanifold_conv(x, weights[0], activation="relu")
+            z = sbt.strided_conv(y, weights[1], stride=2, activation="relu")
+            z = sbt.inverse_conv(z, weights[2], onto=y, residual=y)
+            loss = tf.reduce_mean((z.features - target) ** 2)
+        losses.append(float(loss))
+        for w, grad in zip(weights, tape.gradient(loss, weights), strict=True):
+            w.assign_sub(0.5 * grad)
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == len(losses)
+
+
+def test_second_derivatives_are_refused(tf, sbt, make):
+    x, w = tf.Variable(normal(len(listed()), 4)), tf.Variable(kernel(3, 3, 3))
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            made = sbt.sparse_tensor(x, make(listed()), **GRID)
+            y = tf.reduce_sum(sbt.submanifold_conv(made, w).features ** 2)
+        grad = inner.gradient(y, w)
+        total = tf.reduce_sum(grad**2)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        outer.gradient(total, w)
+
+
+def test_graphs_are_refused(tf, sbt, make):
+    """The number of sites is data, which a graph has not."""
+    rows = make(listed())
+    x = sbt.sparse_tensor(make(normal(len(listed()), 4)), rows, **GRID)
+    w = make(kernel(3, 3, 3))
+    calls = [
+        functools.partial(sbt.coordinate_map, rows, **GRID),
+        functools.partial(sbt.submanifold_conv, x, w),
+        functools.partial(sbt.global_pool, x),
+    ]
+    for call in calls:
+        with pytest.raises(DTypeError, match=r"outside of tf\.function"):
+            tf.function(call, autograph=False)()
+
+
+def test_what_is_no_tensor(sbt, make):
+    rows = listed()
+    with pytest.raises(DTypeError, match="features must be a TensorFlow tensor, got list"):
+        sbt.sparse_tensor([[1.0]], make(rows[:1]), **GRID)
+    with pytest.raises(DTypeError, match="kernel_map must be a KernelMap"):
+        sbt.site_conv(make(normal(3, 4)), make(kernel(3)), 7)
+    with pytest.raises(DTypeError, match="x must be a SparseTensor"):
+        sbt.global_pool(make(rows))
+
+
+def test_sites_are_freed_when_they_go(make):
+    """What is kept of them does not keep them."""
+    gc.collect()
+    gc.disable()
+    try:
+        x, y = convolved(sb, make, "strided_conv", kernel(2, 2, 2), stride=2)
+        gone = [weakref.ref(each.coordinates) for each in (x, y)]
+        assert all(reference() is not None for reference in gone)
+        del x, y
+        assert all(reference() is None for reference in gone)
+    finally:
+        gc.enable()
