@@ -24,7 +24,11 @@ CASES = [
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_whole_numbers_are_exact(case, settled, require):
-    cupy = require("gpu")
+    check(case, settled, require("gpu"))
+
+
+def check(case, settled, cupy):
+    """Run a case on the GPU, and compare its result."""
 
     def launch(x, w, scale, bias, residual, table, out):
         conv = case.sizes(len(x))

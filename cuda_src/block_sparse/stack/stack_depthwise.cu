@@ -2,7 +2,8 @@
 //   y[m, i, j, c] = activation(scale[c] * sum(x[at (i * SH - top + r * DH, j * SW - left + s * DW) of block m, c] * w[r, s, c])
 //                              + bias[c] + residual[m, i, j, c])
 // What lies around a block is as in stack_conv2d.cu, and so are the results outside the image and past the count.
-// Python: sbnet_cupy/block_sparse/stack/stack_depthwise_plan.py chooses the sizes; launched by stack_launch.py
+// Python: sbnet_cupy/block_sparse/stack/stack_depthwise.py; stack_depthwise_plan.py chooses the sizes, and stack_launch.py
+// launches it
 // A thread block takes `tiles` tiles of TH x TW pixels of blocks, of a slice of LANES * V channels (blockIdx.y). It brings
 // the pixels that they read into shared memory, all at once, beside the slice's weights as floats. A thread computes V
 // channels of RUN pixels side by side: with a window of S columns known to the compiler, a pixel is loaded once for all
