@@ -1,5 +1,6 @@
 // activation.cuh: what may follow a read or a convolution, in float or double.
-// ACTIVATION is an index into ACTIVATIONS of sbnet_cupy/dense/activation.py: none, relu, silu, gelu.
+// ACTIVATION is an index into ACTIVATIONS of sbnet_cupy/dense/activation.py: none, relu, silu, gelu; or one of those that
+// networks on a stack have besides (_CODES of sbnet_cupy/torch/network/cuda.py): hardswish, relu6, hardsigmoid.
 #pragma once
 
 #include "core/common.cuh"
@@ -8,11 +9,20 @@
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE double multiply(double a, double b) { return __dmul_rn(a, b); }
 
+template <typename C>
+DEVICE C zero_to_six(C t) {  // NaN stays NaN
+    t = t < 0 ? C(0) : t;
+    return t > 6 ? C(6) : t;
+}
+
 template <int ACTIVATION, typename C>
 DEVICE C activate(C t) {
     if constexpr (ACTIVATION == 1) return t < 0 ? C(0) : t;  // relu; NaN stays NaN
     if constexpr (ACTIVATION == 2) return t / (C(1) + exp(-t));  // silu
     if constexpr (ACTIVATION == 3) return t * C(0.5) * (C(1) + erf(t * C(0.70710678118654752440)));
+    if constexpr (ACTIVATION == 4) return t * zero_to_six(t + C(3)) * C(1.0 / 6);  // hardswish
+    if constexpr (ACTIVATION == 5) return zero_to_six(t);                         // relu6
+    if constexpr (ACTIVATION == 6) return zero_to_six(t + C(3)) * C(1.0 / 6);      // hardsigmoid
     return t;
 }
 

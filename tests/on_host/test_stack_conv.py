@@ -15,6 +15,7 @@ from sbnet_cupy.block_sparse.stack.stack_conv_plan import (
     missing_kernel,
     plan_stack_conv,
 )
+from sbnet_cupy.block_sparse.stack.stack_depthwise_plan import plan_stack_depthwise
 from sbnet_cupy.block_sparse.stack.stack_launch import (
     FILLS,
     StackHalo,
@@ -53,6 +54,7 @@ CASES = [
     (ConvCase("float", Blocks(block=(2, 4)), channels=21, channels_out=43), plan(SMALL, 3)),
     (ConvCase(blocks=Blocks(share=0.0)), plan(SMALL, 3)),
     (ConvCase(blocks=Blocks(share=1.0, spare=0), activation=0), plan(SMALL, 3)),
+    (ConvCase(blocks=Blocks(block=(8, 8)), activation=5), plan(SMALL, 3)),
 ]  # fmt: skip
 # Of each element, tile, split and way to load; channels that are no whole vectors; no block at all.
 CHOSEN = {0: False, 1: True, 3: False, 7: True, 9: False, 10: True, 12: False}
@@ -84,7 +86,15 @@ DEPTHWISE = [
     ConvCase("BFloat16", Blocks(block=(8, 4)), 13, 13, (5, 5), (2, 2), depthwise=True),
     ConvCase("float", Blocks(block=(1, 1)), 70, 70, (3, 5), dilation=(2, 3), depthwise=True),
     ConvCase(depthwise=True, blocks=Blocks(block=(7, 5), share=1.0, spare=0), channels_out=16),
-]
+    ConvCase(
+        depthwise=True, blocks=Blocks(image=(45, 50), block=(20, 12)), channels=24,
+        channels_out=24, kernel=(7, 7),
+    ),
+    ConvCase("float", Blocks(block=(2, 2)), 8, 8, dilation=(12, 9), depthwise=True),
+    ConvCase("Half", Blocks(block=(4, 4)), 72, 72, (5, 5), (2, 2), activation=5, depthwise=True),
+    ConvCase("BFloat16", Blocks(block=(6, 6)), 12, 12, (2, 4), (3, 3), depthwise=True),
+    ConvCase("Half", Blocks(block=(16, 16)), 40, 40, strides=(1, 2), depthwise=True),
+]  # fmt: skip
 HALOS = [  # dtype, block, pixels before and after, channels
     ("float16", (8, 8), (1, 1), (1, 1), 16),
     ("float32", (1, 1), (3, 2), (2, 3), 3),
@@ -188,16 +198,37 @@ def test_channels_that_are_no_whole_vectors_are_padded(element, channels, monkey
     case.run(launch, clear_rows=True)
 
 
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("w_format", ["HWIO", "OIHW"])
 @pytest.mark.parametrize("case", DEPTHWISE, ids=str)
-def test_depthwise_convolution_of_whole_numbers_is_exact(case, monkeypatch):
+def test_depthwise_convolution_of_whole_numbers_is_exact(case, w_format, settled, monkeypatch):
     use_shim(monkeypatch, BLACKWELL)
 
     def launch(x, w, scale, bias, residual, table, out):
-        run = prepare_stack_depthwise(case.sizes(len(x)), "OIHW")
-        w = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
+        conv = case.sizes(len(x))
+        run = prepare_stack_depthwise(conv, w_format, clear_rows=not settled, settled=settled)
+        if w_format == "OIHW":
+            w = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
         run(x, w, scale, bias, residual, *table, out)
 
-    case.run(launch, clear_rows=True)
+    case.run(launch, clear_rows=not settled)
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (31, 31), (200, 1)], ids=str)
+@pytest.mark.parametrize("device", [AMPERE, HOPPER], ids=["ampere", "hopper"])
+def test_plans_of_depthwise_convolutions_fit_the_device(device, kernel):
+    for block in (1, 2, 5, 8, 13, 32):
+        for channels in (1, 6, 18, 96, 120, 2048):
+            case = ConvCase("Half", Blocks(block=(block, block)), channels, channels, kernel)
+            conv = case.sizes(100)
+            plan = plan_stack_depthwise(conv, 16, device)
+            assert plan.shared_bytes(conv) <= device.shared_bytes
+            assert plan.threads <= 256
+            tiles, slices = plan.grid(conv)
+            assert tiles * plan.tiles * plan.tile_h * plan.runs * plan.run >= 100 * block**2
+            assert slices * plan.lanes * plan.vector >= channels
+    wide = conv._replace(kernel=(300, 300))
+    assert plan_stack_depthwise(wide, 16, device) is None
 
 
 @pytest.mark.parametrize(("fill", "sizes"), thinned_product(4, FILLS, HALOS), ids=str)

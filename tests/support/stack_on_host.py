@@ -18,7 +18,8 @@ from sbnet_cupy.core.device import Device
 BLACKWELL = Device(multiprocessors=4, shared_bytes=227 << 10, hopper=False, bulk_copy=True)
 AMPERE = Device(multiprocessors=4, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
 UNWRITTEN = 777.0
-ACTIVATIONS = (lambda t: t, lambda t: np.maximum(t, 0))  # numbered as in activation.cuh
+# Exact for whole numbers; numbered as in activation.cuh.
+ACTIVATIONS = {0: lambda t: t, 1: lambda t: np.maximum(t, 0), 5: lambda t: np.clip(t, 0, 6)}
 
 
 def use_shim(monkeypatch, device, thread_blocks=5):

@@ -8,12 +8,13 @@ import pytest
 import sbnet_cupy as sb
 
 ACTIVATIONS = (None, "relu", "silu", "gelu")
+OTHERS = {4: "hardswish", 5: "relu6", 6: "hardsigmoid"}
 
 
 @pytest.fixture
 def asked(torch, st, monkeypatch):
     """Serve CPU tensors by the core's operations; return the names of what was asked for."""
-    from sbnet_cupy.torch.network import cuda, cuda_ends, cuda_pool, cuda_resize
+    from sbnet_cupy.torch.network import cuda, cuda_affine, cuda_ends, cuda_pool, cuda_resize
 
     names = []
 
@@ -41,10 +42,11 @@ def asked(torch, st, monkeypatch):
                 groups=channels if depthwise else 1, w_format="OIHW", scale=None,
                 bias=None if bias is None else bias.numpy(),
                 residual=None if residual is None else residual.numpy(),
-                activation=ACTIVATIONS[activation],
+                activation=ACTIVATIONS[activation] if activation < 4 else None,
             )  # fmt: skip
             assert y.shape[1:] == (*block_out, channels_out)
-            out.copy_(torch.from_numpy(y))
+            y = torch.from_numpy(y)
+            out.copy_(y if activation < 4 else getattr(torch.nn.functional, OTHERS[activation])(y))
 
         if depthwise:
             launch = lambda x, w, scale, b, *rest: run(x, w, b, *rest)  # noqa: E731
@@ -81,6 +83,25 @@ def asked(torch, st, monkeypatch):
             names[-1] = "image"
 
         return launch, None
+
+    def prepare_affine(
+        dtype, scale_dtype, rows, images, block, channels, per_image, activation, settled
+    ):
+        name = ACTIVATIONS[activation] if activation < 4 else OTHERS[activation]
+
+        def launch(x, scale, shift, residual, counts, indices, out):
+            names.append("affine")
+            assert tuple(x.shape) == (rows, *block, channels) and x.dtype == dtype
+            count = int(counts)
+            image = indices[:count, 0].long() if per_image else torch.zeros(count).long()
+            y = x[:count] * scale.view(-1, channels)[image, None, None]
+            if shift is not None:
+                y = y + shift.view(-1, channels)[image, None, None]
+            y = y if residual is None else y + residual[:count]
+            out.fill_(torch.nan)
+            out[:count] = y if name is None else getattr(torch.nn.functional, name)(y)
+
+        return launch
 
     def prepare_scatter(dtype, rows, images, grid, block, size, channels, kind, outside, alignment):
         def launch(x, counts, places, background, out):
@@ -191,6 +212,8 @@ def asked(torch, st, monkeypatch):
     monkeypatch.setattr(cuda, "_prepare_conv", prepare_conv)
     monkeypatch.setattr(cuda, "_prepare_halo", prepare_halo)
     monkeypatch.setattr(cuda, "_PLANS", {})
+    monkeypatch.setattr(cuda_affine, "_prepare", prepare_affine)
+    monkeypatch.setattr(cuda_affine, "_PLANS", {})
     monkeypatch.setattr(cuda_ends, "_moves", no_gradient)
     monkeypatch.setattr(cuda_ends, "_prepare_conv", prepare_image_conv)
     monkeypatch.setattr(cuda_ends, "_prepare_scatter", prepare_scatter)

@@ -2,92 +2,190 @@
 //   y[m, i, j, c] = activation(scale[c] * sum(x[at (i * SH - top + r * DH, j * SW - left + s * DW) of block m, c] * w[r, s, c])
 //                              + bias[c] + residual[m, i, j, c])
 // What lies around a block is as in stack_conv2d.cu, and so are the results outside the image and past the count.
-// Python: sbnet_cupy/block_sparse/stack/stack_depthwise.py; launched by stack_launch.py
-// A thread block takes tiles of 128 output pixels, in the order of the stack, of a slice of 8 * V channels (blockIdx.y),
-// whose weights stay in shared memory. A thread computes V channels of four pixels.
+// Python: sbnet_cupy/block_sparse/stack/stack_depthwise.py; stack_depthwise_plan.py chooses the sizes, and stack_launch.py
+// launches it
+// A thread block takes `tiles` tiles of TH x TW pixels of blocks, of a slice of LANES * V channels (blockIdx.y). It brings
+// the pixels that they read into shared memory, all at once, beside the slice's weights as floats. A thread computes V
+// channels of RUN pixels side by side: with a window of S columns known to the compiler, a pixel is loaded once for all
+// of them. Sums are in the order of the taps.
 #include "block_sparse/stack/stack_conv.cuh"
 
-template <typename T, int V, int ACTIVATION>
+// What `size` outputs side by side read along an axis, without the gaps of a wide dilation: tap r of output i is at
+// i * stride + r * pitch.
+struct ReadAlong {
+    int dilation, pitch, extent;
+    DEVICE ReadAlong(int size, int stride, int dilation, int kernel) : dilation(dilation) {
+        const int span = (size - 1) * stride + 1;
+        pitch = dilation < span ? dilation : span;
+        extent = (kernel - 1) * pitch + span;
+    }
+    // How far the pixel at a place is from that of tap 0 of output 0.
+    DEVICE int pixel(int at) const { return pitch == dilation ? at : at / pitch * dilation + at % pitch; }
+};
+
+template <typename T, int V>
+DEVICE void load_floats(float (&to)[V], const T* from) {
+    using Vector = typename Bytes<V * sizeof(T)>::type;
+    const Elements<T, Vector> values(*reinterpret_cast<const Vector*>(from));
+#pragma unroll
+    for (int e = 0; e < V; ++e) to[e] = to_compute<float>(values.element[e]);
+}
+
+// COPY bytes move at once. S and SW are the columns and the stride of the window where the compiler is to know them (then
+// its columns are staged side by side), or S is 0.
+template <typename T, int V, int LANES, int COPY, int RUN, int S, int SW, int ACTIVATION>
 __global__ void __launch_bounds__(256)
     stack_depthwise(const T* __restrict__ x, const T* __restrict__ w, const float* __restrict__ scale,
                     const float* __restrict__ bias, const T* __restrict__ residual,
                     const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
                     T* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 bh, i64 bw, i64 ph, i64 pw, i64 H,
-                    i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 step_r,
-                    i64 step_s, i64 step_c, i64 clear_rows) {
-    constexpr int PIXELS = 128, LANES = 8, SLICE = LANES * V, PASS = 256 / LANES, EACH = PIXELS / PASS;
+                    i64 W, i64 P, i64 Q, i64 kernel_h, i64 kernel_w, i64 SH, i64 stride_w, i64 DH, i64 DW, i64 top,
+                    i64 left, i64 step_r, i64 step_s, i64 step_c, i64 tile_h, i64 runs_of_tile, i64 tiles_at_once,
+                    i64 settled, i64 clear_rows) {
+    constexpr int SLICE = LANES * V, WEIGHTS = SLICE + 4, PER_PIXEL = SLICE * static_cast<int>(sizeof(T)) / COPY;
+    constexpr int UNUSED = -2;
     using Vector = typename Bytes<V * sizeof(T)>::type;
-    DYNAMIC_SHARED(float, shared);
-    const Problem g(C, C, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
-    const int taps = g.R * g.S, c0 = blockIdx.y * SLICE, lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
-    float* const weights = shared;                     // [taps][SLICE], then scale and bias
-    float* const tables = weights + taps * SLICE;
-    int* const inside = reinterpret_cast<int*>(tables + 2 * SLICE);
-    int* const offsets = inside + PIXELS;  // [taps][PIXELS]
-    overlap_launches();
-    const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
-    const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
-    if (clear_rows)
-        clear_rest<V * sizeof(T) == 16>(y, static_cast<i64>(pixels) * g.C, M * g.ph * g.pw * g.C);
-    if (static_cast<i64>(blockIdx.x) * PIXELS >= pixels) return;
+    DYNAMIC_SHARED(u8, shared);
+    const Problem g(C, C, bh, bw, ph, pw, H, W, P, Q, kernel_h, kernel_w, SH, stride_w, DH, DW, top, left);
+    const int TH = Problem::narrow(tile_h), runs = Problem::narrow(runs_of_tile), at_once = Problem::narrow(tiles_at_once);
+    const int TW = runs * RUN, taps = g.R * g.S, c0 = blockIdx.y * SLICE, threads = blockDim.x;
+    const ReadAlong down(TH, g.SH, g.DH, g.R), across(TW, g.SW, g.DW, g.S);
+    const int line = across.extent | 1, region = down.extent * line;  // odd: rows begin in different banks
+    T* const staged = reinterpret_cast<T*>(shared);  // [at_once][down.extent][line][SLICE]
+    float* const weights = reinterpret_cast<float*>(
+        shared + ceil_div(at_once * region * SLICE * static_cast<int>(sizeof(T)), 16) * 16);  // [taps][WEIGHTS]
+    float* const tables = weights + taps * WEIGHTS;                                           // scale and bias
+    int* const offsets = reinterpret_cast<int*>(tables + 2 * SLICE);  // [at_once][region]: pixels of x, -1 for zeros
 
-    for (int i = threadIdx.x; i < taps * SLICE; i += 256) {
-        const int tap = i / SLICE, c = c0 + i % SLICE;
-        weights[i] = c < g.C ? to_compute<float>(w[tap / g.S * step_r + tap % g.S * step_s + c * step_c]) : 0.0f;
-    }
-    for (int i = threadIdx.x; i < 2 * SLICE; i += 256) {
-        const int c = c0 + i % SLICE;
-        const float* const its = i < SLICE ? scale : bias;
-        tables[i] = its && c < g.C ? its[c] : i < SLICE ? 1.0f : 0.0f;
-    }
-    const bool whole = g.whole();
+    if (!settled) overlap_launches();
+    const int rows = Problem::narrow(clamp(*bin_counts, 0, M));
+    const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     const Finder finder(table, g);
-    const int c = c0 + lane * V;
-    for (int p0 = blockIdx.x * PIXELS; p0 < pixels; p0 += gridDim.x * PIXELS) {
-        finder.find<PIXELS, PASS, 2>(p0, 1, offsets, threadIdx.x, 256);
-        if (!whole)
-            for (int i = threadIdx.x; i < PIXELS; i += 256) inside[i] = finder.is_inside(p0, i);
+    const Divisor of_region(region), of_line(line);
+    const int tiles_down = ceil_div(g.ph, TH), tiles_across = ceil_div(g.pw, TW), tiles = rows * tiles_down * tiles_across;
+    // The row of the stack of a tile, and the tile's place in its block.
+    const auto place = [&](int tile, int& row, int& i, int& j) {
+        const int number = tile / tiles_across;
+        j = (tile - number * tiles_across) * TW;
+        row = number / tiles_down;
+        i = (number - row * tiles_down) * TH;
+    };
+    const auto find = [&](int first) {
+        for (int number = threadIdx.x; number < at_once * region; number += threads) {
+            const int k = of_region.of(number), at = number - k * region, v = of_line.of(at), h = at - v * line;
+            int offset = UNUSED;
+            if (first + k < tiles && h < across.extent) {
+                int row, i, j;
+                place(first + k, row, i, j);
+                offset = finder.at(table.block(row), i * g.SH - g.top + down.pixel(v), j * g.SW - g.left + across.pixel(h));
+            }
+            offsets[number] = offset;
+        }
+    };
+    int first = blockIdx.x * at_once;
+    if (first < tiles) {
+        find(first);
+        const Divisor of_taps(taps);
+#pragma unroll 8
+        for (int i = threadIdx.x; i < taps * SLICE; i += threads) {  // in the order of memory
+            const int outer = step_c == 1 ? i / SLICE : of_taps.of(i);
+            const int tap = step_c == 1 ? outer : i - outer * taps, c = step_c == 1 ? i - outer * SLICE : outer;
+            weights[tap * WEIGHTS + c] =
+                c0 + c < g.C ? to_compute<float>(w[tap / g.S * step_r + tap % g.S * step_s + (c0 + c) * step_c]) : 0.0f;
+        }
+        for (int i = threadIdx.x; i < 2 * SLICE; i += threads) {
+            const int c = c0 + i % SLICE;
+            const float* const its = i < SLICE ? scale : bias;
+            tables[i] = its && c < g.C ? its[c] : i < SLICE ? 1.0f : 0.0f;
+        }
+    }
+    if (settled) overlap_launches();
+    x = loaded_later(x), residual = loaded_later(residual);
+    if (clear_rows)
+        clear_rest<COPY == 16>(y, static_cast<i64>(rows) * g.ph * g.pw * g.C, M * g.ph * g.pw * g.C);
+
+    const bool whole = g.whole();
+    const int lane = threadIdx.x % LANES, c = c0 + lane * V;
+    const int in_tile = threadIdx.x / LANES % (TH * runs), mine = threadIdx.x / LANES / (TH * runs);
+    const int run = in_tile / TH, my_i = in_tile - run * TH;  // threads side by side have rows one below the other
+    for (; first < tiles; first += gridDim.x * at_once) {
+        if (first != static_cast<int>(blockIdx.x) * at_once) find(first);
         __syncthreads();
-        float sums[EACH][V];
+        for (int n = threadIdx.x; n < at_once * region * PER_PIXEL; n += threads) {
+            const int at = n / PER_PIXEL, channel = c0 + (n - at * PER_PIXEL) * (COPY / static_cast<int>(sizeof(T)));
+            const int offset = offsets[at];
+            if (offset == UNUSED) continue;
+            const bool inside = offset >= 0 && channel < g.C;
+            const T* const from = inside ? x + static_cast<i64>(offset) * g.C + channel : x;
+            if constexpr (COPY >= 4)
+                copy_async<COPY>(shared + n * COPY, from, inside);
+            else
+                staged[n] = inside ? *from : zero<T>();
+        }
+        copy_async_commit();
+        copy_async_wait<0>();
+        __syncthreads();
+
+        int row, i, j;
+        place(first + mine, row, i, j);
+        i += my_i, j += run * RUN;
+        if (mine >= at_once || first + mine >= tiles || c >= g.C || i >= g.ph || j >= g.pw) continue;
+        float sums[RUN][V];
 #pragma unroll
-        for (int a = 0; a < EACH; ++a)
+        for (int a = 0; a < RUN; ++a)
 #pragma unroll
             for (int e = 0; e < V; ++e) sums[a][e] = 0.0f;
-        if (c < g.C) {
-#pragma unroll 2
-            for (int tap = 0; tap < taps; ++tap) {
-                Elements<T, Vector> values[EACH];
+        const T* from = staged + (mine * region + my_i * g.SH * line + run * RUN * g.SW) * SLICE + lane * V;
+        const float* weight = weights + lane * V;
+#pragma unroll 1
+        for (int r = 0; r < g.R; ++r) {
+            if constexpr (S > 0) {
+                float factors[S][V];
 #pragma unroll
-                for (int a = 0; a < EACH; ++a) {
-                    const int offset = offsets[tap * PIXELS + first_row * EACH + a];
-                    values[a].vector = zero<Vector>();
-                    if (offset >= 0)
-                        values[a].vector = *reinterpret_cast<const Vector*>(x + static_cast<i64>(offset) * g.C + c);
+                for (int s = 0; s < S; ++s) load_floats<float, V>(factors[s], weight + s * WEIGHTS);
+#pragma unroll
+                for (int at = 0; at < (RUN - 1) * SW + S; ++at) {
+                    float value[V];
+                    load_floats<T, V>(value, from + at * SLICE);
+#pragma unroll
+                    for (int s = 0; s < S; ++s) {
+                        if (at < s || (at - s) % SW || (at - s) / SW >= RUN) continue;
+#pragma unroll
+                        for (int e = 0; e < V; ++e)
+                            sums[(at - s) / SW][e] = __fmaf_rn(value[e], factors[s][e], sums[(at - s) / SW][e]);
+                    }
                 }
+            } else {
+                for (int s = 0; s < g.S; ++s) {
+                    float factors[V];
+                    load_floats<float, V>(factors, weight + s * WEIGHTS);
 #pragma unroll
-                for (int e = 0; e < V; ++e) {
-                    const float weight = weights[tap * SLICE + lane * V + e];
+                    for (int a = 0; a < RUN; ++a) {
+                        float value[V];
+                        load_floats<T, V>(value, from + (a * g.SW + s * across.pitch) * SLICE);
 #pragma unroll
-                    for (int a = 0; a < EACH; ++a)
-                        sums[a][e] = __fmaf_rn(to_compute<float>(values[a].element[e]), weight, sums[a][e]);
+                        for (int e = 0; e < V; ++e) sums[a][e] = __fmaf_rn(value[e], factors[e], sums[a][e]);
+                    }
                 }
             }
-#pragma unroll
-            for (int a = 0; a < EACH; ++a) {
-                const int row = first_row + a * PASS;
-                if (p0 + row >= pixels) continue;
-                const i64 to = static_cast<i64>(p0 + row) * g.C + c;
-                Elements<T, Vector> add_to(zero<Vector>()), result(zero<Vector>());
-                if (residual) add_to.vector = *reinterpret_cast<const Vector*>(residual + to);
-#pragma unroll
-                for (int e = 0; e < V; ++e) {
-                    float value = __fmaf_rn(sums[a][e], tables[lane * V + e], tables[SLICE + lane * V + e]);
-                    if (residual) value += to_compute<float>(add_to.element[e]);
-                    result.element[e] = from_compute<T>(whole || inside[row] ? activate<ACTIVATION>(value) : 0.0f);
-                }
-                *reinterpret_cast<Vector*>(y + to) = result.vector;
-            }
+            from += down.pitch * line * SLICE, weight += g.S * WEIGHTS;
         }
-        __syncthreads();
+        const BlockTable::Block block = whole ? BlockTable::Block{0, 0, 0} : table.block(row);
+        const bool inside_y = whole || (block.n >= 0 && block.hi * g.ph + i < g.P);
+#pragma unroll
+        for (int a = 0; a < RUN; ++a) {
+            if (j + a >= g.pw) break;
+            const i64 to = (static_cast<i64>(row) * g.ph * g.pw + i * g.pw + j + a) * g.C + c;
+            const bool inside = inside_y && (whole || block.wi * g.pw + j + a < g.Q);
+            Elements<T, Vector> add_to(zero<Vector>()), result(zero<Vector>());
+            if (residual) add_to.vector = *reinterpret_cast<const Vector*>(residual + to);
+#pragma unroll
+            for (int e = 0; e < V; ++e) {
+                float value = __fmaf_rn(sums[a][e], tables[lane * V + e], tables[SLICE + lane * V + e]);
+                if (residual) value += to_compute<float>(add_to.element[e]);
+                result.element[e] = from_compute<T>(inside ? activate<ACTIVATION>(value) : 0.0f);
+            }
+            *reinterpret_cast<Vector*>(y + to) = result.vector;
+        }
     }
 }

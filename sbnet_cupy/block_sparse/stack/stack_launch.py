@@ -38,6 +38,7 @@ from ...core.device import current_device
 from ...core.graph_memory import keep_if_capturing
 from ...core.packed import Pack
 from .stack_conv_plan import plan_stack_conv
+from .stack_depthwise_plan import plan_stack_depthwise
 
 FILLS = ("zero", "lowest", "nearest", "mirror", "repeat")  # as in stack_halo.cu
 
@@ -170,42 +171,38 @@ def _with_partials(conv, plan, run, clear_rows):
     return launch
 
 
-def prepare_stack_depthwise(conv, w_format, alignment=16, clear_rows=True):
+def prepare_stack_depthwise(
+    conv, w_format, alignment=16, clear_rows=True, settled=False, plan=None
+):
     """Return the launch of a depthwise convolution on a stack; w, scale and bias are as they are.
 
     w is (R, S, 1, C) or (C, 1, R, S), of the dtype of x; scale and bias are float32 or None. Floats
     are multiplied as IEEE. The addresses of x, out and the residual are multiples of ``alignment``
-    bytes. Return None where the window does not fit this GPU's shared memory.
+    bytes. ``settled`` as for :func:`prepare_stack_conv`, of the weights as they are. Return None
+    where the window does not fit this GPU's shared memory.
     """
-    itemsize, taps = conv.element_bytes, math.prod(conv.kernel)
-    vector = vector_bytes(conv.channels * itemsize, alignment) // itemsize
-    channels = 8 * vector
-    shared = 4 * ((taps + 2) * channels + (taps + 1) * _DEPTHWISE_PIXELS)
-    if shared > current_device().shared_bytes:
+    plan = plan or plan_stack_depthwise(conv, alignment, current_device())
+    if plan is None:
         return None
     steps = (conv.kernel[1] * conv.channels, conv.channels, 1)
     if w_format == "OIHW":
-        steps = (conv.kernel[1], 1, taps)
-    slices = -(-conv.channels // channels)
+        steps = (conv.kernel[1], 1, math.prod(conv.kernel))
     return kernels.prepare(
         "block_sparse/stack/stack_depthwise",
         "stack_depthwise",
-        (conv.element, vector, conv.activation),
-        (-(-conv.rows * math.prod(conv.block_out) // _DEPTHWISE_PIXELS), slices),
-        256,
+        plan.template(conv),
+        plan.grid(conv),
+        plan.threads,
         9,
         (
             conv.rows, conv.images, *conv.grid, conv.channels, *conv.block, *conv.block_out,
             *conv.image, *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
-            *steps, int(clear_rows),
+            *steps, plan.tile_h, plan.runs, plan.tiles, int(settled), int(clear_rows),
         ),
-        shared=shared,
+        shared=plan.shared_bytes(conv),
         persistent=True,
         dependent=True,
     )  # fmt: skip
-
-
-_DEPTHWISE_PIXELS = 128  # of a tile, as in stack_depthwise.cu
 
 
 class StackHalo(NamedTuple):

@@ -16,7 +16,9 @@ from .._native import allocate, compute, native_stream, to_tensor, view
 from .epilogue import finish
 
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
-_CODES = {None: 0, "relu": 1, "silu": 2, "gelu": 3}  # as ACTIVATIONS of dense/activation.py
+_CODES = {  # as in cuda_src/dense/activation.cuh
+    None: 0, "relu": 1, "silu": 2, "gelu": 3, "hardswish": 4, "relu6": 5, "hardsigmoid": 6,
+}  # fmt: skip
 _MASKS = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
     torch.bfloat16, torch.float32, torch.float64,
@@ -114,7 +116,8 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         _CODES.get(activation, 0), depthwise,
     )  # fmt: skip
     with _at_home(x) as device:
-        settled = table.settled and (depthwise or _is_packed(weight, bias))
+        kept = "_stack_depthwise" if depthwise else "_stack_packed"
+        settled = table.settled and _is_packed(weight, bias, kept)
         key = (device, facts, settled, _clears(table))
         if key not in _PLANS:
             _PLANS[key] = _prepare_conv(*facts, *key[2:])
@@ -183,7 +186,7 @@ def _prepare_conv(
     )  # fmt: skip
     if depthwise:
         width = math.gcd(16, channels * itemsize)
-        launch = stack_launch.prepare_stack_depthwise(conv, "OIHW", width, clear_rows)
+        launch = stack_launch.prepare_stack_depthwise(conv, "OIHW", width, clear_rows, settled)
         return None if launch is None else (launch, None, True)
     device = current_device()
     if missing_kernel(conv, device) is not None:

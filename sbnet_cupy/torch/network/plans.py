@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from . import cuda_resize, onednn, ops, units
+from . import cuda_affine, cuda_resize, onednn, ops, units
 from .epilogue import finish
 from .weights import fold
 
@@ -111,14 +111,18 @@ class NormPlan(Plan):
 
     def _run(self):
         x, table = self.source, self.facts[0]
-        args = x, self.norm, self.residual, self.activation
-        wide = x.dtype in (torch.float32, torch.float64) and x.dtype == self.norm[0].dtype
-        if not wide or x.device.type != "cpu":
-            return table.compute(_normalized, *args)
-        shift, scale = table.weights.affine(self.norm)
-        if table.tape is not None and table.tape.holds(self.norm[:4]):
-            table.tape.keep((shift, scale))
-        return table.compute(_scaled, x, scale, shift, self.residual, self.activation)
+        rest = self.residual, self.activation
+        same = x.dtype in (torch.float32, torch.float64) and x.dtype == self.norm[0].dtype
+        kept = x.is_cuda and isinstance(self.norm[2], torch.nn.Parameter)
+        if kept or (same and x.device.type == "cpu"):
+            shift, scale = table.weights.affine(self.norm)
+            if table.tape is not None and table.tape.holds(self.norm[:4]):
+                table.tape.keep((shift, scale))
+            if cuda_affine.fits(x, table, scale, shift):
+                return table.compute(cuda_affine.affine, x, table, scale, shift, *rest)
+            if same:
+                return table.compute(_scaled, x, scale, shift, *rest)
+        return table.compute(_normalized, x, self.norm, *rest)
 
 
 def _scaled(x, scale, shift, residual, activation):
@@ -132,6 +136,19 @@ def _normalized(x, norm, residual, activation):
 def normalized(x, norm):
     """Return a batch norm of a stack, by itself: a new tensor."""
     return F.batch_norm(x, *norm[:4], eps=norm[4])
+
+
+class ScalePlan(NormPlan):
+    """A product with a parameter of each channel, and what follows it, by the kernel for that."""
+
+    def __init__(self, source, facts, scale, row=None):
+        super().__init__(source, facts, "none", source.shape[1], row)
+        self.scale = scale
+
+    def _run(self):
+        table = self.facts[0]
+        rest = None, self.residual, self.activation
+        return table.compute(cuda_affine.affine, self.source, table, self.scale, *rest)
 
 
 class LinearPlan(Plan):

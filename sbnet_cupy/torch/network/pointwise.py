@@ -3,8 +3,10 @@
 import torch
 from torch.nn import functional as F
 
+from . import cuda_affine
 from . import tensor as T
 from .handlers import HANDLERS, handles
+from .plans import ScalePlan
 
 _ACTIVATIONS = {
     "relu": "relu", "relu_": "relu", "relu6": "relu6", "silu": "silu", "gelu": "gelu",
@@ -181,6 +183,32 @@ def _with_residual(x, plan, residual, inplace, other):
     done = step(x, plan.then(residual=residual), inplace, (torch.add, residual))
     object.__getattribute__(done, "__dict__")["_facts"] = table, block, size, hw, reach
     return done
+
+
+@handles("mul", "multiply", "__mul__", "__rmul__")
+def multiply(func, a, b, **kwargs):
+    """Multiply channels by one kernel, with the sum and activation after it, or run."""
+    x, scale = (a, b) if isinstance(a, T.StackTensor) else (b, a)
+    if kwargs or not _is_of_channels(scale, x):
+        return pointwise(func, a, b, **kwargs)
+    value, (table, block, size, _, reach) = T.value_of(x), T.facts(x)
+    if not cuda_affine.fits(value, table, scale):
+        return pointwise(func, a, b)
+    if not isinstance(scale, torch.nn.Parameter):  # which the call may change later
+        return T.wrap(table.compute(cuda_affine.affine, value, table, scale), x)
+    row = None if table.trace is None else table.trace.row
+    plan = ScalePlan(value, T.facts(x), scale, row)
+    return T.postpone(table, plan, block, size, reach)
+
+
+def _is_of_channels(scale, x):
+    """Whether a tensor has a value for each channel of an image, or of each image: [N, C, 1, 1]."""
+    if not isinstance(scale, torch.Tensor) or isinstance(scale, T.StackTensor):
+        return False
+    n, c = T.shape(x)[:2]
+    whole = scale.dim() in (3, 4) and tuple(scale.shape[-3:]) == (c, 1, 1)
+    first = scale.shape[0] if scale.dim() == 4 else 1
+    return whole and first in (1, n) and T.facts(x)[3] == (2, 3) and scale.dtype == x.dtype
 
 
 @handles("dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout", "dropout1d")

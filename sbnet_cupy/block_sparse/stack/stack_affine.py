@@ -1,0 +1,63 @@
+"""A scale and a shift of each channel of a stack, a sum and an activation, by one kernel.
+
+For what runs networks on a stack. Kernel: cuda_src/block_sparse/stack/stack_affine.cu
+
+    affine = StackAffine(...)                         sizes
+    run = prepare_stack_affine(affine)                keep it: it costs more than a call
+    run(x, scale, shift, residual, bin_counts, active_block_indices, out)
+
+x, residual and out are stacks, as in stack_launch.py; scale and shift are ``[C]``, or ``[N, C]`` of
+each image. All but x and out may be None. Rows of out past the count are not written, and pixels
+outside their image may hold anything.
+"""
+
+import math
+from typing import NamedTuple
+
+from ...core import launch as kernels
+from ...core.arrays import vector_bytes
+
+
+class StackAffine(NamedTuple):
+    """What is computed: ``activation(x * scale + shift + residual)``."""
+
+    element: str  # C++ type of x, out and the residual: Half, BFloat16 or float
+    element_bytes: int
+    scale_element: str  # of scale and shift: that, or float
+    rows: int  # of the stacks: their capacity
+    images: int
+    block: tuple[int, int]
+    channels: int
+    per_image: bool
+    activation: int  # as in activation.cuh
+    alignment: int = 16  # bytes of which all addresses are multiples
+
+    @property
+    def vector(self):
+        """Channels of a thread."""
+        size = self.element_bytes
+        return vector_bytes(self.channels * size, self.alignment) // size
+
+
+def prepare_stack_affine(affine, settled=False):
+    """Return the launch; ``settled`` promises that the kernel just ahead does not write the count.
+
+    It may write all else, but the list of blocks where there are values for each image.
+    """
+    vectors = affine.rows * math.prod(affine.block) * affine.channels // affine.vector
+    return kernels.prepare(
+        "block_sparse/stack/stack_affine",
+        "stack_affine",
+        (
+            affine.element, affine.scale_element, affine.vector, affine.per_image,
+            affine.activation,
+        ),
+        -(-vectors // kernels.THREADS),
+        kernels.THREADS,
+        7,
+        (
+            affine.rows, affine.images, math.prod(affine.block), affine.channels, int(settled),
+        ),
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip

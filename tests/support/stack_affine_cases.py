@@ -1,0 +1,86 @@
+"""stack_affine: cases of its kernel, compared with the formula in float64."""
+
+import itertools
+
+import numpy as np
+
+from sbnet_cupy.block_sparse.stack.stack_affine import StackAffine, prepare_stack_affine
+
+from .stack_on_host import UNWRITTEN, Blocks, loaded, stored
+
+EPS = {"Half": 2.0**-11, "BFloat16": 2.0**-8, "float": 2.0**-24}  # of one rounding
+LEAST = {"Half": 2.0**-25, "BFloat16": 2.0**-134, "float": 2.0**-150}  # that of a subnormal number
+ACTIVATIONS = {
+    0: lambda t: t,
+    1: lambda t: np.maximum(t, 0),
+    4: lambda t: t * np.clip(t + 3, 0, 6) / 6,
+    5: lambda t: np.clip(t, 0, 6),
+    6: lambda t: np.clip(t + 3, 0, 6) / 6,
+}
+
+
+# element, float scales, channels, values for each image, shift, residual, activation
+CASES = list(
+    itertools.product(
+        ["Half", "BFloat16", "float"], [True, False], [16, 12, 5], [False, True], [False, True],
+        [False, True], ACTIVATIONS,
+    )
+)  # fmt: skip
+
+
+def bound(values, activation, size, element):
+    """What rounding may change: the sum's three steps, the activation's four, and the result's.
+
+    ``size`` is the sum of the terms' magnitudes. A hardswish is at most 1.5 times as steep as its
+    argument.
+    """
+    steepness = 1.5 if activation == 4 else 1
+    inner = steepness * 3 * size + 4 * np.abs(values)
+    near = EPS["float"] * inner
+    return near + EPS[element] * (np.abs(values) + near) + LEAST[element]
+
+
+def check(case, xp=np):
+    """Run a case on arrays of NumPy or CuPy; what must not be read is NaN."""
+    element, wide, channels, per_image, shift, residual, activation = case
+    rng = np.random.default_rng(channels)
+    blocks = Blocks(block=(4, 2))
+    bin_counts, indices, _ = blocks.table()
+    count, shape = int(bin_counts[0]), (len(indices), *blocks.block, channels)
+    scale_element = "float" if wide else element
+    of_values = (blocks.images, channels) if per_image else (channels,)
+
+    def drawn(shape, element):
+        given = stored(rng.normal(0, 2, shape), element)
+        return given, loaded(given, element)
+
+    x, wide_x = drawn(shape, element)
+    scale, wide_scale = drawn(of_values, scale_element)
+    given_shift, wide_shift = drawn(of_values, scale_element)
+    given_residual, wide_residual = drawn(shape, element)
+    x[count:] = given_residual[count:] = stored(np.array(np.nan), element)
+    sizes = StackAffine(
+        element, x.itemsize, scale_element, len(indices), blocks.images, blocks.block, channels,
+        per_image, activation,
+    )  # fmt: skip
+    before = stored(np.full(shape, UNWRITTEN), element)
+    given = (
+        x, scale, given_shift if shift else None, given_residual if residual else None,
+        bin_counts, indices, before,
+    )  # fmt: skip
+    given = [None if array is None else xp.asarray(array) for array in given]
+    prepare_stack_affine(sizes, settled=wide)(*given)
+    out = given[-1] if xp is np else xp.asnumpy(given[-1])
+    of_row = indices[:count, 0] if per_image else np.zeros(count, int)
+
+    def spread(values):
+        return values.reshape(-1, channels)[of_row][:, None, None]
+
+    terms = [wide_x[:count] * spread(wide_scale)]
+    terms += [spread(wide_shift)] * shift + [wide_residual[:count]] * residual
+    expected, size = ACTIVATIONS[activation](sum(terms)), sum(map(np.abs, terms))
+    if activation in (4, 6):
+        size = size + 3
+    error = np.abs(loaded(out[:count], element) - expected)
+    assert (error <= bound(expected, activation, size, element)).all()
+    assert (out[count:] == stored(np.array([UNWRITTEN]), element)).all()
