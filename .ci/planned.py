@@ -123,7 +123,7 @@ def launched(arch, stem, kernel, template):
         if blocks != blocks_of(64 * pixels, 8 * columns, channels, device):
             return False
         return device.tensor_floats or element == "Half"
-    if kernel == "site_conv":
+    if kernel in ("site_conv", "site_weight_grad"):
         return device.tensor_floats or template[0] == "Half"
     pipelined = {"stack_conv": False, "stack_conv_pipelined": True, "stack_conv_patch": True}
     pipelined["stack_unit"] = True

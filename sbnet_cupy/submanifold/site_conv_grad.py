@@ -1,4 +1,8 @@
-"""site_conv_grad: from the gradient of a convolution at sites to those of its arguments."""
+"""site_conv_grad: from the gradient of a convolution at sites to those of its arguments.
+
+Kernels: cuda_src/submanifold/site_conv_grad.cu, where they are asked for (site_kernels.py), and
+those of :func:`site_conv` and of the gradient of scale, bias and activation.
+"""
 
 from typing import Any, NamedTuple
 
@@ -11,6 +15,7 @@ from ..core.half_floats import widen
 from ..core.operator import Operator, Plan
 from ..core.sizes import is_integer
 from ..dense.activation import activation_grad, apply_affine
+from ..dense.affine_grad import affine_grad
 from ..dense.conv2d import check_precision
 from ..dense.conv2d_grad import check_wanted
 from ..dense.im2col import multiply
@@ -18,6 +23,7 @@ from ..errors import DTypeError, ShapeError
 from .feature_rows import check_rows
 from .kernel_map import KernelMap
 from .site_conv import (
+    SITE_CONV,
     channels,
     resolve_arguments,
     row_elements,
@@ -26,6 +32,8 @@ from .site_conv import (
     take,
     valid_rows,
 )
+from .site_conv_grad_launch import plan_kernels
+from .site_kernels import by_kernels
 
 
 class SiteConvGradients(NamedTuple):
@@ -41,7 +49,7 @@ class SiteConvGradients(NamedTuple):
 @array_function
 def site_conv_grad(
     grad_y, features, w, kernel_map, *, groups=1, bias=None, scale=None, residual=None,
-    activation=None, precision=None, wanted=("features", "w", "scale", "bias", "residual"),
+    activation=None, precision=None, wanted=("features", "w", "scale", "bias", "residual"), y=None,
 ):  # fmt: skip
     """Compute the gradients of site_conv from the gradient of its result.
 
@@ -49,7 +57,10 @@ def site_conv_grad(
     :func:`strided_conv`, :func:`inverse_conv` and :func:`transposed_conv`. The gradient of the
     features is the convolution over the transposed map; that of ``w`` the product of the rows that
     a tap reads with those of the gradient. Sums are in float32 (float64 for float64), in a fixed
-    order, and rounded once. With ``scale`` or ``activation`` the sums are computed again.
+    order, and rounded once. With ``scale`` or ``activation`` the sums are computed again, unless
+    ``y`` tells what they are needed for; CUDA kernels round what is activated to the dtype of the
+    features, if there is no ``scale`` or there is a ``residual``, before they differentiate the
+    activation there.
 
     Parameters
     ----------
@@ -59,6 +70,9 @@ def site_conv_grad(
         As they were given to :func:`site_conv`.
     wanted : tuple of "features", "w", "scale", "bias" and "residual"
         The gradients to compute; the others are None.
+    y : array, shape (M, K), optional
+        The result of :func:`site_conv` with these arguments. With ``activation="relu"`` it tells
+        where the gradient passes, so that sums are computed again for that of ``scale`` alone.
 
     Returns
     -------
@@ -88,26 +102,48 @@ def site_conv_grad(
     check_wanted(wanted, SiteConvGradients._fields)
     shape = (kernel_map.target.capacity, problem.channels_out)
     check_array("grad_y", grad_y, shape=shape, like=features)
-    _check_grad_dtype(grad_y, features)
+    _check_dtype("grad_y", grad_y, features)
+    if y is not None:
+        check_array("y", y, shape=shape, like=features)
+        check_contiguous("y", y)
+        _check_dtype("y", y, features)
+    y = y if activation == "relu" else None
     given = {"features": features, "w": w, "scale": scale, "bias": bias, "residual": residual}
     wanted = {name for name in wanted if given[name] is not None}
     with memory_of_graphs(features), np.errstate(all="ignore"):
-        return _gradients(grad_y, given, kernel_map, problem, wanted)
+        return _gradients(grad_y, given, kernel_map, problem, wanted, y)
 
 
-def _gradients(grad_y, given, made: KernelMap, problem, wanted):
+def _gradients(grad_y, given, made: KernelMap, problem, wanted, y):
     """Return the gradients of checked arguments."""
-    features, w, scale, bias, residual = given.values()
-    xp, wide = namespace(features), compute_dtype(features.dtype)
+    features, w = given["features"], given["w"]
     taps = w.reshape(problem.taps, *w.shape[-2:])
+    precision = "tf32" if problem.tf32 else "ieee"
+    through = _through_kernels if by_kernels(features) else _through_epilogue
+    grad, found = through(grad_y, given, taps, made, problem, wanted, y)
+    if "features" in wanted:
+        turned = swap_channels(taps, problem.groups)
+        options = ((problem.taps,), len(grad), problem.groups, None, precision)
+        arrays = (grad, turned, made.transposed().rows, None, None, None, None, None)
+        found["features"] = SITE_CONV(arrays, options)
+    if "w" in wanted:
+        dw = SITE_WEIGHT_GRAD((features, grad, made.rows, None), (problem.groups, precision))
+        found["w"] = dw.reshape(w.shape)
+    return SiteConvGradients(**found)
+
+
+def _through_epilogue(grad_y, given, taps, made, problem, wanted, y):
+    """Return the gradient of the sums of products, and by name those of what follows these."""
+    features, _, scale, bias, residual = given.values()
+    xp, wide = namespace(features), compute_dtype(features.dtype)
     valid = valid_rows(made.target)[:, None]
     grad = xp.where(valid, grad_y.astype(wide, copy=False), wide.type(0))
     total = None
-    if problem.activation is not None or (scale is not None and "scale" in wanted):
+    if (problem.activation is not None and y is None) or "scale" in wanted:
         total = sums(features, taps, made.rows, problem.groups, problem.tf32)
     if problem.activation is not None:
-        before = apply_affine(total.copy(), scale, bias, None)
-        if residual is not None:
+        before = y if y is not None else apply_affine(total.copy(), scale, bias, None)
+        if residual is not None and y is None:
             before += residual
         grad = xp.where(valid, activation_grad(grad, before, problem.activation), wide.type(0))
     found = {}
@@ -120,17 +156,49 @@ def _gradients(grad_y, given, made: KernelMap, problem, wanted):
         found["scale"] = found["scale"].astype(scale.dtype)
     if scale is not None:
         grad = grad * scale.astype(wide, copy=False)
-    grad = grad.astype(features.dtype, copy=False)  # as the result was, which it is the gradient of
-    if "features" in wanted:
-        turned = swap_channels(taps, problem.groups)
-        rows = made.transposed().rows
-        dx = sums(grad, turned, rows, problem.groups, problem.tf32)
-        found["features"] = dx.astype(features.dtype)
-    if "w" in wanted:
-        options = (problem.groups, "tf32" if problem.tf32 else "ieee")
-        dw = SITE_WEIGHT_GRAD((features, grad, made.rows, None), options)
-        found["w"] = dw.reshape(w.shape)
-    return SiteConvGradients(**found)
+    # In the dtype of the result, which it is the gradient of.
+    return grad.astype(features.dtype, copy=False), found
+
+
+def _through_kernels(grad, given, taps, made, problem, wanted, y):
+    """Return the same; without an epilogue the gradient is that of the result, as it is."""
+    features, _, scale, bias, residual = given.values()
+    valid, activation, found = valid_rows(made.target), problem.activation, {}
+
+    def again(x, w, precision, *epilogue):
+        options = ((problem.taps,), len(x), problem.groups, None, precision)
+        return SITE_CONV((x, w, made.rows, valid, *epilogue, None), options)
+
+    def sums_again():
+        """Return the sums, not rounded: products of 16-bit numbers are exact in tf32."""
+        wide = compute_dtype(features.dtype)
+        precision = "tf32" if problem.tf32 or features.dtype != wide else "ieee"
+        x, w = (array.astype(wide, copy=False) for array in (features, taps))
+        return again(x, w, precision, None, None, None)
+
+    def back(grad, x, scale, shift, activation):
+        grad, x = (a if a is None else a[None, None] for a in (grad, x))
+        step = affine_grad(grad, x, scale, shift, activation, True, valid[None, None, :, None])
+        return step._replace(x=step.x[0, 0])
+
+    if activation is not None and (scale is None or residual is not None or y is not None):
+        zeros = namespace(features).zeros_like(bias) if "bias" in wanted else None
+        precision = "tf32" if problem.tf32 else "ieee"
+        before = again(features, taps, precision, scale, bias, residual) if y is None else y
+        step = back(grad, before, None, zeros, activation)
+        found |= {"bias": step.shift, "residual": step.x}
+        grad, activation = step.x, None
+    elif "residual" in wanted:
+        found["residual"] = back(grad, None, None, None, None).x
+    left = wanted - found.keys()
+    if scale is not None or "bias" in left:
+        needs_sums = "scale" in wanted or activation is not None
+        total = sums_again() if needs_sums else None
+        grad = grad if total is None else grad.astype(total.dtype, copy=False)
+        step = back(grad, total, scale, None if "bias" in found else bias, activation)
+        grad = step.x.astype(features.dtype, copy=False)
+        found = {"scale": step.scale, "bias": step.shift} | found
+    return grad, {name: value for name, value in found.items() if name in wanted}
 
 
 def swap_channels(w, groups):
@@ -192,7 +260,7 @@ def _infer(specs, options):
     check_rows(features, rows)
     check_array("grad_y", grad_y, shape=(rows.shape[1], None), like=features)
     check_contiguous("grad_y", grad_y)
-    _check_grad_dtype(grad_y, features)
+    _check_dtype("grad_y", grad_y, features)
     c, k = features.shape[1], grad_y.shape[1]
     if not is_integer(groups) or groups < 1 or c % groups or k % groups:
         raise ShapeError(
@@ -205,6 +273,11 @@ def _infer(specs, options):
 
 def _plan(specs, options):
     results, (groups, precision) = _infer(specs, options), options
+    features, grad_y, rows, _ = specs
+    if by_kernels(features):
+        run = plan_kernels(features, grad_y, rows, groups, precision == "tf32")
+        if run is not None:
+            return Plan(results, run)
 
     def run(features, grad_y, rows, out):
         with memory_of_graphs(features), np.errstate(all="ignore"):
@@ -213,10 +286,10 @@ def _plan(specs, options):
     return Plan(results, run)
 
 
-def _check_grad_dtype(grad_y, features):
-    if grad_y.dtype != features.dtype:
+def _check_dtype(name, array, features):
+    if array.dtype != features.dtype:
         raise DTypeError(
-            f"grad_y must have the dtype of the features, {features.dtype}, got {grad_y.dtype}; "
+            f"{name} must have the dtype of the features, {features.dtype}, got {array.dtype}; "
             "use astype"
         )
 

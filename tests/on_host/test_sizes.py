@@ -14,6 +14,11 @@ from sbnet_cupy.block_sparse.stack.stack_unit_plan import unit_plans
 from sbnet_cupy.core.compile import cpp_name
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.core.launch import THREADS
+from sbnet_cupy.submanifold.site_conv_grad_plan import (
+    WeightGradSizes,
+    _list_bytes,
+    plan_weight_grad,
+)
 from support.fused_on_host import AMPERE, BLACKWELL, TURING
 from support.stack_on_host import Blocks
 from support.stack_unit_cases import unit_of
@@ -175,3 +180,18 @@ def test_stack_unit():
             expected[f"{memory}::BYTES"] = plan.memory_bytes(unit)
     assert len(expected) == 6
     check("block_sparse/stack/stack_unit", expected)
+
+
+def test_site_weight_grad():
+    """The list of pairs, and the rows of a stage."""
+    expected = {f"Pairs<{threads}>::BYTES": _list_bytes(threads) for threads in (128, 256)}
+    for (element, _, tf32), channels in itertools.product(NUMBERS, (8, 30, 64, 100)):
+        conv = WeightGradSizes(element, 9000, 9000, 27, channels, 64, 1, tf32, 8, 8)
+        plan = plan_weight_grad(conv, HOPPER)
+        if plan.kernel != "site_weight_grad" or plan.warps[2] > 1:
+            continue
+        ring = plan.shared_bytes(conv) - _list_bytes(plan.threads)
+        rows = [f"Rows<{element}, {size}, {plan.threads}, true>::PITCH" for size in plan.tile]
+        expected[f"{plan.stages * plan.rows} * ({' + '.join(rows)})"] = ring
+    assert len(expected) > 5
+    check("submanifold/site_conv_grad", expected)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import sbnet_cupy as sb
 from support import site_cases
-from support.assertions import assert_close, to_numpy
+from support.assertions import assert_close, assert_same, to_numpy
 from support.strategies import FLOATS
 
 NAMES = ("features", "w", "scale", "bias", "residual")
@@ -91,6 +91,22 @@ def test_only_what_is_wanted(xp):
     assert [name for name in NAMES if getattr(found, name) is not None] == ["w", "bias"]
     found = sb.site_conv_grad(grad, *call)
     assert [name for name in NAMES if getattr(found, name) is not None] == ["features", "w"]
+
+
+def test_the_result_tells_where_relu_passes(xp, body):
+    rng = np.random.default_rng(3)
+    window, arrays = problem(rng, xp, spare=2)
+    del arrays["scale"]
+    given = {name: xp.asarray(value) for name, value in arrays.items()} | {"activation": "relu"}
+    call = (given.pop("features"), given.pop("w"), window)
+    y, grad = (
+        sb.site_conv(*call, **given),
+        xp.asarray(rng.standard_normal(arrays["residual"].shape)),
+    )
+    expected = sb.site_conv_grad(grad, *call, **given)
+    found = sb.site_conv_grad(grad, *call, **given, y=y)
+    for name in set(NAMES) - {"scale"}:
+        assert_same(getattr(found, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -145,6 +145,7 @@ BAD = [
       for v, e in [(Spoiled("v[1:].copy()"), S), (LIST, D), (Spoiled("v.astype('i4')"), D),
                    (STRIDED, S)]],
     *[("site_conv_grad", "wanted", v, V) for v in ["w", None, ("y",)]],
+    *[("site_conv_grad", "y", v, e) for v, e in [(ramp(4, 3), S), (ramp(4, 4).astype("f8"), D)]],
     # pooling
     *[(n, "kernel_size", v, S) for n in POOLS for v in [0, (2, 2.5), None]],
     *[(n, "stride", v, S) for n in POOLS for v in [0, (1,), 1.5]],

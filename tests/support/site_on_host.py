@@ -11,7 +11,7 @@ from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import map_kernels
 
-MODULES = ("coordinate_map", "new_sites", "transposed_rows", "site_conv")
+MODULES = ("coordinate_map", "new_sites", "transposed_rows", "site_conv", "site_conv_grad")
 AMPERE = Device(multiprocessors=4, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
 LAUNCHED = []  # names of the kernels that ran
 

@@ -80,6 +80,11 @@ def _swapped(w, groups):
     return w.reshape(taps, k // groups, groups * c)
 
 
+def _wide_dtype(tensor):
+    """Return the dtype in which sums of a tensor are computed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def _conv_saves(arrays, options):
     names = {"features", "w", "rows", "valid", "scale"}
     if options["activation"] == "relu":
@@ -95,24 +100,25 @@ def _conv_gradient(ops, arrays, options, grad, wanted, result):
     _, sites, groups, activation, precision = options
     taps = w.reshape(rows.shape[0], *w.shape[-2:])
     how, found = {"groups": groups, "precision": precision}, {}
-    grad = grad if valid is None else torch.where(valid[:, None], grad, 0)
+    if activation == "relu":  # one kernel; the result is 0 where there is no site
+        grad = torch.ops.aten.threshold_backward(grad, result, 0)
+    elif valid is not None and (activation or wanted - {"features", "w"}):
+        grad = torch.where(valid[:, None], grad, 0)
     total = None
     if "scale" in wanted or activation not in (None, "relu"):
         total = wide(ops.convolve(features, taps, rows, **how))
-    if activation == "relu":
-        grad = activation_backward(grad, result, "relu")
-    elif activation is not None:
+    if activation not in (None, "relu"):
         z = affine(total, scale, bias, None)
         z = z if residual is None else z + residual
         grad = activation_backward(wide(grad), z, activation)
     if "residual" in wanted:
         found["residual"] = grad.to(residual.dtype)
     if "bias" in wanted:
-        found["bias"] = wide(grad).sum(0).to(bias.dtype)
+        found["bias"] = grad.sum(0, dtype=_wide_dtype(grad)).to(bias.dtype)
     if "scale" in wanted:
         found["scale"] = (wide(grad) * total).sum(0).to(scale.dtype)
     if scale is not None:
-        grad = wide(grad) * scale.to(wide(grad).dtype)
+        grad = grad * scale.to(_wide_dtype(grad))
     grad = grad.to(w.dtype)
     if "features" in wanted:
         back = transposed_rows(rows, sites)

@@ -1,0 +1,138 @@
+"""Gradients of convolutions over kernel maps by the CUDA kernels, on the CPU."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sbnet_cupy.core.device import Device
+from sbnet_cupy.submanifold import site_conv_grad_launch, site_conv_launch
+from sbnet_cupy.submanifold.site_conv_grad import SITE_WEIGHT_GRAD
+from sbnet_cupy.submanifold.site_conv_grad_plan import (
+    FmaPlan,
+    MmaPlan,
+    WeightGradSizes,
+    plan_weight_grad,
+)
+from support import site_on_host
+from support.assertions import assert_same
+from support.exhaustive import thinned
+from support.site_conv_cases import SiteConvCase
+from support.site_grad_cases import (
+    CASES,
+    assert_gradients,
+    draw_weight_gradient,
+    gradients,
+    weight_gradient_by_taps,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler(require):
+    require("g++")
+
+
+@pytest.fixture(autouse=True)
+def on_host(monkeypatch):
+    """Plan for a GPU that the shim can stand for."""
+    for module in (site_conv_launch, site_conv_grad_launch):
+        monkeypatch.setattr(module, "current_device", lambda: site_on_host.AMPERE)
+
+
+@pytest.mark.parametrize("case", thinned(CASES, 4), ids=str)
+def test_gradients_are_those_of_float64(case):
+    with site_on_host.by_kernels():
+        found, again = (gradients(case, by_result=given) for given in (False, True))
+        assert {"site_weight_grad", "site_weight_grad_fma"} & set(site_on_host.LAUNCHED)
+    assert_gradients(case, found)
+    assert_gradients(case, again)
+
+
+def weight_gradient(x, dy, rows, groups=1, precision=None):
+    """Return the gradient of the weights by the operator, on the shim."""
+    with site_on_host.by_kernels():
+        return SITE_WEIGHT_GRAD((x, dy, rows, None), (groups, precision))
+
+
+TILES = list(itertools.product((16, 32, 64, 128), repeat=2))
+
+
+@pytest.mark.parametrize("tile", thinned(TILES, 5), ids=str)
+def test_every_tile(tile):
+    """Several windows and stages; the last tap is that of no row."""
+    x, dy, rows = draw_weight_gradient("float16", 500, 1300, 2, tile[0] - 8, tile[1])
+    found = weight_gradient(x, dy, rows)
+    assert "site_weight_grad" in site_on_host.LAUNCHED
+    assert_same(found, weight_gradient_by_taps(x, dy, rows).astype(x.dtype))
+    assert not found[-1].any()
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("float32", None)])
+def test_floats(dtype, precision):
+    x, dy, rows = draw_weight_gradient(dtype, 300, 900, 2, 72, 40)
+    assert_same(
+        weight_gradient(x, dy, rows, 1, precision),
+        weight_gradient_by_taps(x, dy, rows).astype(dtype),
+    )
+
+
+def test_shares_are_added_in_their_order():
+    """Random numbers, other numbers of shares: rounding alone differs; the same one, nothing."""
+    x, dy, rows = draw_weight_gradient("float16", 400, 3000, 3, 16, 16)
+    x, dy = x.astype(np.float16) / 8, dy / 8
+    first, again = (weight_gradient(x, dy, rows) for _ in range(2))
+    assert_same(again, first)
+    assert_same(first, weight_gradient_by_taps(x, dy, rows).astype(np.float16))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_rows_that_are_not_there_are_left_out(dtype):
+    """A table may name rows past the features: they read nothing."""
+    x, dy = np.ones((2, 8), dtype), np.ones((3, 8), dtype)
+    rows = np.array([[0, 2, 5], [-1, 1, -7]], np.int32)
+    dw = weight_gradient(x, dy, rows)
+    assert (dw[0] == 1).all()
+    assert (dw[1] == 1).all()
+
+
+@pytest.mark.parametrize(("sources", "targets"), [(0, 5), (5, 0), (0, 0)])
+def test_no_rows(sources, targets):
+    x, dy = np.ones((sources, 8), np.float16), np.ones((targets, 8), np.float16)
+    dw = weight_gradient(x, dy, np.full((3, targets), -1, np.int32))
+    assert dw.shape == (3, 8, 8)
+    assert not dw.any()
+
+
+def test_no_sites():
+    case = replace(SiteConvCase(), sites=0)
+    with site_on_host.by_kernels():
+        found = gradients(case)
+    assert not found["w"].any()
+    assert not found["bias"].any()
+    assert found["features"].shape == (0, case.channels)
+
+
+def test_plans():
+    conv = WeightGradSizes("Half", 9000, 9000, 27, 64, 64, 1, False, 16, 16)
+    turing = Device(40, 64 << 10, hopper=False, bulk_copy=False, tensor_floats=False)
+    assert isinstance(plan_weight_grad(conv, turing), MmaPlan)
+    assert isinstance(plan_weight_grad(conv._replace(element="BFloat16"), turing), FmaPlan)
+    assert plan_weight_grad(conv._replace(sources=2**31), turing) is None
+    for change in ({"groups": 2}, {"element": "double"}, {"element": "float"}):
+        assert isinstance(plan_weight_grad(conv._replace(**change), site_on_host.AMPERE), FmaPlan)
+
+
+SIZES = list(itertools.product((1, 8, 33, 64, 500), (1, 16, 64, 300), (1, 27), (1, 2**20)))
+
+
+@pytest.mark.parametrize(("channels", "channels_out", "taps", "rows"), SIZES)
+def test_plans_fit_every_device(channels, channels_out, taps, rows):
+    turing = Device(40, 64 << 10, hopper=False, bulk_copy=False, tensor_floats=False)
+    for element, tf32 in (("Half", False), ("float", True), ("float", False), ("double", False)):
+        conv = WeightGradSizes(element, rows, rows, taps, channels, channels_out, 1, tf32, 8, 8)
+        for device in (turing, site_on_host.AMPERE):
+            plan = plan_weight_grad(conv, device)
+            assert plan.shared_bytes(conv) <= device.shared_bytes
+            assert plan.threads in (128, 256)
+            assert 1 <= plan.shares(conv) <= rows
