@@ -18,7 +18,7 @@ from ..core.spec import ArraySpec
 from ..core.workspace import workspace
 from ..errors import ShapeError
 from . import _dispatch_state as state
-from ._native import check_contiguous, compute, describe, native_stream, spec_of, to_tensor
+from ._native import DTYPES, check_contiguous, compute, describe, native_stream, spec_of, to_tensor
 
 
 def call(operation, tensors, options, packed=None):
@@ -129,22 +129,13 @@ def _launch(plan, tensors, addresses, place, packed):
 
 
 def _packed(plan, tensors, addresses, stream):
-    """Pack the weights of a call; tables are read as float32, and made that all at once."""
-    pack, places = plan.pack, plan.weights
+    """Pack the weights of a call; tables are converted unless the kernel reads them as they are."""
+    pack, kernels = plan.pack, plan.pack.kernels
     memory = tensors[0].new_empty((pack.nbytes,), dtype=torch.uint8)
-    read = [addresses[i] for i in places]
-    narrow = [
-        (number, tensors[i]) for number, i in enumerate(places)
-        if number >= pack.kernels and tensors[i] is not None
-        and tensors[i].dtype is not torch.float32
-    ]  # fmt: skip
-    if narrow:
-        tables = [table for _, table in narrow]
-        wide = (tables[0] if len(tables) == 1 else torch.cat(tables)).float()
-        address = wide.data_ptr()
-        for number, table in narrow:
-            read[number] = address
-            address += 4 * table.numel()
+    tables = [tensors[i] for i in plan.weights[kernels:]]
+    tables = [t if t is None or DTYPES[t.dtype] == pack.dtype else t.float() for t in tables]
+    read = [addresses[i] for i in plan.weights[:kernels]]
+    read += [0 if t is None else t.data_ptr() for t in tables]
     pack.launch.on(stream, (*read, memory.data_ptr()))
     return memory
 
