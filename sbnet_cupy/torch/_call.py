@@ -13,12 +13,12 @@ of a ``PackedWeights`` or ``PackedBottleneck`` are packed once.
 import torch
 
 from ..core.arrays import address
-from ..core.checks import check_result
-from ..core.spec import ArraySpec
+from ..core.checks import check_contiguous, check_result
+from ..core.torch_memory import to_tensor
 from ..core.workspace import workspace
 from ..errors import ShapeError
 from . import _dispatch_state as state
-from ._native import DTYPES, check_contiguous, compute, describe, native_stream, spec_of, to_tensor
+from ._native import DTYPES, compute, describe, native_stream, spec_of
 
 
 def call(operation, tensors, options, packed=None):
@@ -38,8 +38,7 @@ def call(operation, tensors, options, packed=None):
         operation.check(tensors)
     if copies:
         y = call(operation, (*tensors[:place], None, *tensors[place + 1 :]), options, packed)
-        check_result(spec_of(out), spec_of(y))
-        check_contiguous("out", out)
+        check_result(spec_of(out, gaps=True), spec_of(y))
         return out.copy_(y)
     if described is None:
         return operation.dispatch(tensors, options)
@@ -68,11 +67,10 @@ def run(operation, tensors, options, described=None):
     if plan is None:
         operation.check(tensors)
         fields = describe(operation.described(tensors, packed)).fields  # dtypes are known by now
-        specs = [ArraySpec(tuple(f[0]), *f[1:]) if type(f) is tuple else f for f in fields]
-        plan = operation.operator.plan_of(specs, options)
+        plan = operation.operator.plan_of(fields, options)
     if gaps:
         if out is not None:
-            check_contiguous("out", out)
+            check_contiguous("out", spec_of(out, gaps=True))
         tensors = [t if t is None else t.contiguous() for t in tensors]
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
     if place is None:
