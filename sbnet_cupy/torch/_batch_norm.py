@@ -27,7 +27,7 @@ def fold_batch(bn, z, counted):
         running = bn.running_mean, bn.running_var
         bn.num_batches_tracked.add_(counted.any())
         if momentum is None:  # the plain average of all batches
-            momentum = 1 / bn.num_batches_tracked.clamp(min=1)
+            momentum = 1 / bn.num_batches_tracked.clamp(min=1).to(bn.running_mean.dtype)
     mean, variance = masked_moments(z, counted, running, momentum)
     return fold(bn, mean, variance)
 

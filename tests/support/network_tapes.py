@@ -1,8 +1,10 @@
 """Networks that have a tape of a call, and what they are called with."""
 
-import torch
+import pytest
 
-from support import networks
+torch = pytest.importorskip("torch")
+
+from support import networks  # noqa: E402  (needs PyTorch)
 
 nn = torch.nn
 tree_leaves = torch.utils._pytree.tree_leaves

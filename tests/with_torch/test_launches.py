@@ -352,7 +352,7 @@ def test_bad_calls_are_refused_when_warm_too(st, torch, gpu, image, listed):
         (ShapeError, "bsize must be two", (there, *active), {"bsize": (4, 2.5)}),
         (ShapeError, "bsize must be two", (there, *active), {"bsize": (4, object())}),
         (ShapeError, "out must have shape", (there, *active), {"out": blocks[:1]}),
-        (ShapeError, "out must be contiguous", (there, *active),
+        (ShapeError, "out must be C-contiguous", (there, *active),
          {"out": blocks.permute(0, 2, 1, 3)}),
         (ShapeError, "out must not share memory with x", (there, *active), {"out": shared}),
     ]  # fmt: skip

@@ -189,7 +189,7 @@ def test_a_tensor_with_gaps_is_copied(st, torch, device):
     assert_same(st.sparse_gather(gaps, *listed, **GRID), st.sparse_gather(x, *listed, **GRID))
     expected = st.sparse_scatter(blocks, *listed, x, **GRID)
     assert_same(st.sparse_scatter(blocks, *listed, gaps, **GRID), expected)
-    with pytest.raises(ShapeError, match="out must be contiguous"):
+    with pytest.raises(ShapeError, match="out must be C-contiguous"):
         st.sparse_scatter_var(blocks, *listed, gaps, **GRID)
 
 
