@@ -59,7 +59,7 @@ def instantiations(arch):
         plan = configure_conv(case, blocks, bsize, pixels, device)
         for key in (
             (CONV, "fused_conv", plan.template(case)),
-            (CONV, "pack_weights", plan.pack_template(case)),
+            (CONV, "pack_weights", (*plan.pack_template(case), case.element)),
         ):
             if launched(arch, *key):
                 found[key] = None
@@ -79,9 +79,10 @@ def _units(arch):
         plan = configure_bottleneck(case, blocks, (8, 8), DEVICES[arch])
         if plan is None or (tight and case.element_bytes != 2):
             continue
+        tables = case.element if tight else "float"
         for key in (
             (UNIT, "fused_bottleneck", plan.template(case)),
-            (UNIT, "pack_bottleneck", plan.pack_template(case)),
+            (UNIT, "pack_bottleneck", (*plan.pack_template(case), tables)),
         ):
             if launched(arch, *key):
                 found[key] = None

@@ -1,5 +1,7 @@
 """What operations and layers on blocks check alike: images, lists of blocks, geometry, limits."""
 
+import math
+
 import numpy as np
 
 from ..core.byte_order import check_byte_order, check_byte_orders
@@ -53,6 +55,22 @@ def check_indices(bin_counts, active_block_indices, like):
             check_byte_order({name: value})
             raise DTypeError(f"{name} must be int32, got {value.dtype}; build it with reduce_mask")
         check_contiguous(name, value)
+
+
+def check_capacity(capacity, more=""):
+    """Return a number of blocks to make room for, or a share of all; None is none."""
+    whole = capacity is None or (type(capacity) is int and capacity >= 0)
+    if not whole and not (isinstance(capacity, float) and 0 < capacity <= 1):
+        raise ValueError(
+            "capacity must be None, a number of blocks (int) or a share of them (float over 0, up "
+            f"to 1){more}, got {capacity!r}"
+        )
+    return capacity
+
+
+def blocks_of_capacity(capacity, total):
+    """Return the number of blocks that a capacity has room for; None without one."""
+    return math.ceil(capacity * total) if isinstance(capacity, float) else capacity
 
 
 def check_method(method):

@@ -11,6 +11,7 @@ import contextlib
 import numpy as np
 
 from ..errors import DeviceError, DTypeError
+from .torch_memory import stream_of
 
 
 class NumPy:
@@ -88,10 +89,9 @@ class Torch:
         import cupy
         import torch
 
-        stack = contextlib.ExitStack()
-        stack.enter_context(cupy.cuda.Device(value.device.index))
-        current = torch.cuda.current_stream(value.device)
-        stack.enter_context(cupy.cuda.Stream.from_external(current))
+        device, stack = value.device.index, contextlib.ExitStack()
+        stack.enter_context(cupy.cuda.Device(device))
+        stack.enter_context(stream_of(device, torch.cuda.current_stream(device).cuda_stream))
         return stack
 
 

@@ -109,12 +109,15 @@ class PackedPlan(Plan):
 
 
 class Pack:
-    """A kernel that packs weights: ``kernels`` arrays of their own dtype, then float32 tables."""
+    """A kernel that packs weights: ``kernels`` arrays of their own dtype, then tables of one.
 
-    def __init__(self, launch, nbytes, kernels, tables):
+    That is float32, unless the kernel reads another (:func:`dtype_of_tables`).
+    """
+
+    def __init__(self, launch, nbytes, kernels, tables, dtype=np.float32):
         self.launch = launch  # of all these arrays, contiguous, and the memory to pack into
-        self.nbytes, self.kernels = nbytes, kernels
-        self._dtypes = (None,) * kernels + (np.float32,) * tables
+        self.nbytes, self.kernels, self.dtype = nbytes, kernels, dtype
+        self._dtypes = (None,) * kernels + (dtype,) * tables
 
     def scratch(self, *specs):
         """Return the bytes that a call allocates on arrays of these specs: result and copies."""
@@ -138,6 +141,14 @@ class Pack:
         read = (_laid_out(a, dtype) for a, dtype in zip(given, self._dtypes, strict=True))
         self.launch(*read, packed)
         return packed
+
+
+def dtype_of_tables(own, tables):
+    """Return the dtype in which a kernel reads tables, which are specs or None, as they are.
+
+    It is that of the weights, their ``own``, if all tables have it, otherwise float32.
+    """
+    return own if all(t is None or t.dtype == own for t in tables) else np.dtype(np.float32)
 
 
 def _laid_out(array, dtype):

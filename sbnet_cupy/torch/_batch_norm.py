@@ -4,20 +4,16 @@ import torch
 
 from ..block_sparse import compositions
 from . import _namespace as ops
+from .submanifold.norms import masked_moments
 
 
-def fold(weight, bias, mean, variance, eps):
-    """Return the scale and shift per channel that a batch norm is; weight and bias may be None."""
-    scale = torch.rsqrt(variance + eps)
-    if weight is not None:
-        scale = scale * weight
+def fold(bn, mean, variance):
+    """Return the scale and shift per channel that a batch norm with such statistics is."""
+    scale = torch.rsqrt(variance + bn.eps)
+    if bn.weight is not None:
+        scale = scale * bn.weight
     shift = -mean * scale
-    return scale, shift if bias is None else shift + bias
-
-
-def fold_running(bn):
-    """Return the scale and shift of a batch norm with its running statistics."""
-    return fold(bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.eps)
+    return scale, shift if bn.bias is None else shift + bn.bias
 
 
 def fold_batch(bn, z, counted):
@@ -26,22 +22,14 @@ def fold_batch(bn, z, counted):
     Its running statistics are kept as its own ``forward`` keeps them. A mask with no active pixel
     leaves them as they are.
     """
-    number = counted.sum()
-    some = number.clamp(min=1).to(z.dtype)
-    mean = torch.where(counted, z, 0).sum((0, 1, 2)) / some
-    variance = torch.where(counted, (z - mean).square(), 0).sum((0, 1, 2)) / some
+    running, momentum = None, bn.momentum
     if bn.training and bn.running_mean is not None:
-        with torch.no_grad():
-            bn.num_batches_tracked.add_((number > 0).to(torch.int64))
-            share = (number > 0).to(bn.running_mean.dtype)
-            if bn.momentum is None:  # the plain average of all batches
-                share = share / bn.num_batches_tracked.clamp(min=1)
-            else:
-                share = share * bn.momentum
-            unbiased = variance * (some / (some - 1).clamp(min=1))
-            for kept, new in ((bn.running_mean, mean), (bn.running_var, unbiased)):
-                kept.add_(share * (new.to(kept.dtype) - kept))
-    return fold(bn.weight, bn.bias, mean, variance, bn.eps)
+        running = bn.running_mean, bn.running_var
+        bn.num_batches_tracked.add_(counted.any())
+        if momentum is None:  # the plain average of all batches
+            momentum = 1 / bn.num_batches_tracked.clamp(min=1).to(bn.running_mean.dtype)
+    mean, variance = masked_moments(z, counted, running, momentum)
+    return fold(bn, mean, variance)
 
 
 class StackOps:

@@ -13,7 +13,7 @@ from ..block_sparse.bottleneck.weights import BottleneckWeights, PackedBottlenec
 from ..core.sizes import output_size, padding_pairs
 from ..errors import ShapeError
 from . import _dispatch_state as state
-from ._batch_norm import StackOps, fold_batch, fold_running
+from ._batch_norm import StackOps, fold, fold_batch
 from ._conv_module import refusal
 from ._module import BlockModule, check_nchw, is_channels_last
 from .layers import autocast, sparse_res_block_bottleneck
@@ -21,7 +21,6 @@ from .network.weights import Weights
 
 _PARTS = ("bn1", "conv1", "bn2", "conv2", "bn3", "conv3")
 _TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-_KERNELS = [1, 3, 1]
 _PADS = ((1, 1), (1, 1))
 
 
@@ -108,7 +107,7 @@ class SparseBottleneck(BlockModule):
         """Return the BlockParams of an image of this size."""
         bsize = self._fitting_block((3, 3), self.conv2.stride)
         size = (height, width)
-        return calc_block_params_res_block(size, bsize, _KERNELS, self.conv2.stride, _PADS)
+        return calc_block_params_res_block(size, bsize, [1, 3, 1], self.conv2.stride, _PADS)
 
     def forward(self, x, mask, params=None):
         """Apply the unit where ``mask`` is set, or in active blocks that were listed before.
@@ -141,7 +140,7 @@ class SparseBottleneck(BlockModule):
         stack = StackOps(image, table, params)
         if made is None:
             out_hw = output_size(tuple(image.shape[1:3]), (3, 3), options["strides"], _PADS)
-            weights, project = self._weights(stack.counted(image, out_hw, table, params))
+            weights, project = self._weights(*stack.counted(image, out_hw, table, params))
         else:
             weights, project = plain_of(made[0]), made[1]
         w1, w2, w3, *tables = weights._arrays()
@@ -161,19 +160,21 @@ class SparseBottleneck(BlockModule):
         """Whether a batch norm takes the statistics of the batch."""
         return self.training or bn.running_mean is None
 
-    def _weights(self, counted=None):
+    def _weights(self, inside=None, shown=None):
         """Return the BottleneckWeights and the kernel of the shortcut, or None; kernels are HWIO.
 
         A batch norm that takes the statistics of the batch is in them as the namespace has it: a
-        function of a stack, in place of the scale, and of its ``counted`` pixels.
+        function of a stack, in place of the scale, and of the pixels that count: ``inside`` of the
+        blocks that are read, ``shown`` of the result.
         """
         kernels, norms = self._parts()
         *kernels, project = (k if k is None else k.permute(2, 3, 1, 0) for k in kernels)
-        inside, shown = counted or (None, None)
         tables = []
         for bn, pixels in zip(norms, (inside, inside, shown), strict=True):
-            own = (partial(fold_batch, bn), pixels) if self._sees_batch(bn) else fold_running(bn)
-            tables += own
+            if self._sees_batch(bn):
+                tables += partial(fold_batch, bn), pixels
+            else:
+                tables += fold(bn, bn.running_mean, bn.running_var)
         return BottleneckWeights(*kernels, *tables), project
 
     def _packed(self):

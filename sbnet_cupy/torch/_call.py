@@ -13,12 +13,12 @@ of a ``PackedWeights`` or ``PackedBottleneck`` are packed once.
 import torch
 
 from ..core.arrays import address
-from ..core.checks import check_result
-from ..core.spec import ArraySpec
+from ..core.checks import check_contiguous, check_result
+from ..core.torch_memory import to_tensor
 from ..core.workspace import workspace
 from ..errors import ShapeError
 from . import _dispatch_state as state
-from ._native import check_contiguous, compute, describe, native_stream, spec_of, to_tensor
+from ._native import DTYPES, compute, describe, native_stream, spec_of
 
 
 def call(operation, tensors, options, packed=None):
@@ -38,8 +38,7 @@ def call(operation, tensors, options, packed=None):
         operation.check(tensors)
     if copies:
         y = call(operation, (*tensors[:place], None, *tensors[place + 1 :]), options, packed)
-        check_result(spec_of(out), spec_of(y))
-        check_contiguous("out", out)
+        check_result(spec_of(out, gaps=True), spec_of(y))
         return out.copy_(y)
     if described is None:
         return operation.dispatch(tensors, options)
@@ -68,11 +67,10 @@ def run(operation, tensors, options, described=None):
     if plan is None:
         operation.check(tensors)
         fields = describe(operation.described(tensors, packed)).fields  # dtypes are known by now
-        specs = [ArraySpec(tuple(f[0]), *f[1:]) if type(f) is tuple else f for f in fields]
-        plan = operation.operator.plan_of(specs, options)
+        plan = operation.operator.plan_of(fields, options)
     if gaps:
         if out is not None:
-            check_contiguous("out", out)
+            check_contiguous("out", spec_of(out, gaps=True))
         tensors = [t if t is None else t.contiguous() for t in tensors]
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
     if place is None:
@@ -129,22 +127,13 @@ def _launch(plan, tensors, addresses, place, packed):
 
 
 def _packed(plan, tensors, addresses, stream):
-    """Pack the weights of a call; tables are read as float32, and made that all at once."""
-    pack, places = plan.pack, plan.weights
+    """Pack the weights of a call; tables are converted unless the kernel reads them as they are."""
+    pack, kernels = plan.pack, plan.pack.kernels
     memory = tensors[0].new_empty((pack.nbytes,), dtype=torch.uint8)
-    read = [addresses[i] for i in places]
-    narrow = [
-        (number, tensors[i]) for number, i in enumerate(places)
-        if number >= pack.kernels and tensors[i] is not None
-        and tensors[i].dtype is not torch.float32
-    ]  # fmt: skip
-    if narrow:
-        tables = [table for _, table in narrow]
-        wide = (tables[0] if len(tables) == 1 else torch.cat(tables)).float()
-        address = wide.data_ptr()
-        for number, table in narrow:
-            read[number] = address
-            address += 4 * table.numel()
+    tables = [tensors[i] for i in plan.weights[kernels:]]
+    tables = [t if t is None or DTYPES[t.dtype] == pack.dtype else t.float() for t in tables]
+    read = [addresses[i] for i in plan.weights[:kernels]]
+    read += [0 if t is None else t.data_ptr() for t in tables]
     pack.launch.on(stream, (*read, memory.data_ptr()))
     return memory
 

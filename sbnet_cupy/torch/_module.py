@@ -1,10 +1,9 @@
 """What the modules share: their blocks, from a mask to the list of the active ones."""
 
-import math
-
 import torch
 
 from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.checks import blocks_of_capacity, check_capacity
 from ..block_sparse.from_mask import as_batch
 from ..core.sizes import pair
 from ..errors import ShapeError
@@ -57,13 +56,7 @@ class BlockModule(torch.nn.Module):
     def _configure(self, block_size, capacity, precision, method):
         """Set the options of every module, or raise."""
         self.block_size = pair(block_size, "block_size")
-        whole = capacity is None or (type(capacity) is int and capacity >= 0)
-        if not whole and not (isinstance(capacity, float) and 0 < capacity <= 1):
-            raise ValueError(
-                "capacity must be None, a number of blocks (int) or a share of them (float over "
-                f"0, up to 1), got {capacity!r}"
-            )
-        self.capacity, self.precision, self.method = capacity, precision, method
+        self.capacity, self.precision, self.method = check_capacity(capacity), precision, method
 
     def active_blocks(self, x, mask):
         """Return what ``module(x, mask)`` works on, to list it once: (active, params)."""
@@ -91,11 +84,10 @@ class BlockModule(torch.nn.Module):
         check_tensors(x=x, mask=mask)
         mask = as_batch("mask", mask, (x.shape[0], *x.shape[2:]))
         params = self.block_params(*x.shape[2:]) if params is None else params
-        capacity = self.capacity
-        if isinstance(capacity, float):
-            capacity = math.ceil(capacity * len(x) * params.bcount[0] * params.bcount[1])
+        total = len(x) * params.bcount[0] * params.bcount[1]
         window = tuple(map(max, params.bsize, params.bstride))
         grid = {"bsize": window, "boffset": params.boffset, "bstride": params.bstride}
+        capacity = blocks_of_capacity(self.capacity, total)
         return reduce_mask(mask, params.bcount, **grid, capacity=capacity), params
 
     def extra_repr(self):

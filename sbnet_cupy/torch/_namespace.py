@@ -13,6 +13,7 @@ from ..block_sparse import compositions
 from ..block_sparse.gather_scatter import sparse_gather, sparse_scatter
 from ._call import call
 from ._convolve import convolve as _convolve
+from ._convolve import convolve_backward as _convolve_backward
 from ._operation import Operation
 
 where, cast = torch.where, torch.Tensor.to
@@ -60,6 +61,13 @@ def convolve(
     if scale is None and bias is None and activation is None:
         return y
     return cast(affine(y, scale, bias, activation), x.dtype)
+
+
+def convolve_backward(grad, x, w, for_x, for_w, *, strides, w_format, precision):
+    """Return the gradients of x and w of :func:`convolve`; one not asked for has no elements."""
+    kernel = w.permute([w_format.index(letter) for letter in "OIHW"])
+    dx, dw = _convolve_backward(grad, x, kernel, strides, precision, for_x, for_w)
+    return dx, dw.permute(["OIHW".index(letter) for letter in w_format]) if for_w else dw
 
 
 def zero_outside(blocks, bin_counts, active_block_indices, grid, image_hw):

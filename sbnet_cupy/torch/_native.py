@@ -1,25 +1,22 @@
 """Tensors as native arrays: views of the same memory, torch's stream, torch's allocator.
 
 A body that has no single kernel to launch sees NumPy arrays, or CuPy arrays on torch's current
-stream. What it allocates on a GPU comes from PyTorch's allocator, so that PyTorch knows of it: also
-in a CUDA graph, whose memory is its own.
+stream. What it allocates on a GPU comes from PyTorch's allocator.
 """
 
-import functools
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd import forward_ad
 
 from ..core.libraries import Torch, torch_dtype
 from ..core.packed import Packed
 from ..core.spec import CPU, ArraySpec, SpecGroup
-from ..errors import DeviceError, DTypeError, ShapeError
+from ..core.torch_memory import allocate, stream_of
+from ..errors import DeviceError, DTypeError
 from . import _dispatch_state as state
 
 DTYPES = {}  # torch dtype -> NumPy dtype, for those that were asked for
-_STREAMS = {}  # (device, pointer) -> CuPy's object for torch's stream
 
 
 def compute(function, tensors):
@@ -38,40 +35,12 @@ def compute(function, tensors):
 
 def native_stream(device):
     """Return torch's current stream on a device as CuPy's object."""
-    pointer = state.current_stream(device)
-    try:
-        return _STREAMS[device, pointer]
-    except KeyError:
-        import cupy
-
-        stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
-        return _STREAMS.setdefault((device, pointer), stream)
-
-
-def allocate(nbytes):
-    """Allocate device memory for CuPy from PyTorch, on the current device and stream."""
-    import cupy
-
-    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), nbytes, tensor, tensor.device.index)
-    return cupy.cuda.MemoryPointer(memory, 0)
+    return stream_of(device, state.current_stream(device))
 
 
 def view(tensor):
     """View a tensor as a NumPy or CuPy array of the same memory; copy one that has gaps."""
     return _enter(tensor.detach().contiguous(), "tensor")
-
-
-def to_tensor(array):
-    """Return the tensor behind a native array that :func:`compute` allocated."""
-    if isinstance(array, np.ndarray):
-        return torch.from_numpy(array)
-    owner = array.data.mem._owner
-    dtype = getattr(torch, array.dtype.name)
-    if not array.size:
-        return torch.empty(array.shape, dtype=dtype, device=owner.device)
-    start = array.data.ptr - owner.data_ptr()
-    return owner[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
 def native_weights(weights):
@@ -85,11 +54,10 @@ def native_weights(weights):
             f"a {type(weights).__name__} gets no gradients, and holds a tensor that requires grad; "
             "pack tensor.detach(), or pass the weights unpacked"
         )
-    return weights._map_arrays(_enter_weights)
+    return weights._map_arrays(lambda tensor: _enter(tensor, "weights"))
 
 
 _enter = Torch().enter
-_enter_weights = functools.partial(_enter, argument="weights")
 
 
 class Description(NamedTuple):
@@ -122,7 +90,7 @@ def describe(tensors, is_plain=None, packed=None):
             contiguous = t.is_contiguous()
             aligned = device < 0 or not contiguous  # so is a copy
             fields.append((
-                t.shape, DTYPES.get(t.dtype), CPU if device < 0 else device, None,
+                tuple(t.shape), DTYPES.get(t.dtype), CPU if device < 0 else device, None,
                 0 if aligned else address & 15,
             ))  # fmt: skip
             addresses.append(address)
@@ -131,10 +99,11 @@ def describe(tensors, is_plain=None, packed=None):
     return Description(fields, addresses, gaps, requires_grad, packed)
 
 
-def spec_of(tensor):
-    """Return the spec of a tensor that may be fake, its gaps closed."""
+def spec_of(tensor, gaps=False):
+    """Return the spec of a tensor that may be fake, its gaps closed unless they are asked for."""
     device = tensor.device.index if tensor.device.type == "cuda" else CPU
-    return ArraySpec(tuple(tensor.shape), numpy_dtype(tensor.dtype, "tensor"), device)
+    strides = tensor.stride() if gaps and not tensor.is_contiguous() else None
+    return ArraySpec(tuple(tensor.shape), numpy_dtype(tensor.dtype, "tensor"), device, strides)
 
 
 def numpy_dtype(dtype, argument):
@@ -149,9 +118,8 @@ def check_tensors(**arguments):
     """Raise unless all arguments that are not None are plain tensors on one CPU or CUDA device."""
     device, compiling = None, torch.compiler.is_compiling()
     forward_mode = not compiling and state.has_forward_mode()
-    for name, value in arguments.items():
-        if value is None:
-            continue
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             kind = f"{type(value).__module__}.{type(value).__name__}"
             raise DTypeError(
@@ -162,7 +130,7 @@ def check_tensors(**arguments):
             if device.type not in ("cpu", "cuda"):
                 raise DeviceError(f"{name} must be on a CPU or CUDA device, got {device}")
         elif value.device != device:
-            places = [f"{n} is on {v.device}" for n, v in arguments.items() if v is not None]
+            places = [f"{n} is on {v.device}" for n, v in given.items()]
             raise DeviceError(
                 f"all tensors must be on one device: {', '.join(places)}; use .to(device)"
             )
@@ -177,12 +145,3 @@ def check_tensors(**arguments):
                 f"{name} has a forward-mode derivative, and the operators of sbnet_cupy have "
                 "none; use reverse mode, .backward() or torch.autograd.grad"
             )
-
-
-def check_contiguous(name, tensor):
-    """Raise unless a tensor that is to be written is contiguous."""
-    if not tensor.is_contiguous():
-        raise ShapeError(
-            f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides "
-            f"{tensor.stride()}; make it with torch.empty, or call .contiguous()"
-        )

@@ -88,8 +88,7 @@ class Operation:
         self.tells_in_place = "in_place" in operator.options
         self._options = [name for name in operator.options if name != "in_place"]
         self.place = operator.arrays.index("out") if operator.results else None
-        hidden = ("out", *unused)
-        self._inputs = [i for i, name in enumerate(operator.arrays) if name not in hidden]
+        self._inputs = [i for i, n in enumerate(operator.arrays) if n not in ("out", *unused)]
         self.recorded, self._differentiable = None, (gradient or operator.gradient) is not None
         if not self._differentiable:
             self._operator = define(self._schema(), self._body, self._fake)
@@ -104,7 +103,9 @@ class Operation:
             return result
 
         every = range(len(self._arrays))
-        self.recorded = make_function(operator.name, forward, self._backward(2, every, 0))
+        parts = {"forward": forward, "backward": self._backward(2, every, 0)}
+        parts = {name: staticmethod(function) for name, function in parts.items()}
+        self.recorded = state.direct_apply(type(operator.name, (torch.autograd.Function,), parts))
 
     # ------------------------------------------------------------------------------ registration
 
@@ -233,12 +234,6 @@ def define(schema, body, fake, backward=None, setup_context=None):
             f"sbnet_cupy::{name}", backward, setup_context=setup_context, lib=_LIBRARY
         )
     return getattr(torch.ops.sbnet_cupy, name).default
-
-
-def make_function(name, forward, backward):
-    """Return ``apply`` of a ``torch.autograd.Function`` for plain tensors."""
-    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return state.direct_apply(type(name, (torch.autograd.Function,), parts))
 
 
 def resolve_sizes(x, w, strides, padding, data_format, w_format):

@@ -6,13 +6,9 @@ with PyTorch.
 
 import torch
 
-from ..block_sparse import compositions
+from ..block_sparse import layer_gradients as gradients
 from ..block_sparse.active_grid import check_active_grid
-from ..block_sparse.block_params import (
-    BlockParams,
-    calc_block_params,
-    calc_block_params_res_block,
-)
+from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from ..block_sparse.bottleneck import res_block
 from ..block_sparse.bottleneck.weights import (
     WEIGHTS,
@@ -29,7 +25,6 @@ from ..core.documentation import documented_as
 from . import _namespace as ops
 from ._call import call
 from ._conv_on_cpu import conv_on_cpu
-from ._convolve import convolve, convolve_backward
 from ._native import check_tensors, native_weights
 from ._operation import Operation, resolve_sizes
 from .ops import reduce_mask
@@ -152,71 +147,11 @@ def autocast(x, *tensors):
     )
 
 
-# --------------------------------------------------------------------------------------- gradients
-
-
-def _conv_saves(arrays, options):
-    """The result shows where relu let through; for other activations z is computed again."""
-    names = {"x", "w", "bin_counts", "active_block_indices"}
-    if options["activation"] is None:
-        return names
-    return names | {"result" if options["activation"] == "relu" else "bias"}
-
-
-def _conv_gradient(ops, arrays, options, grad, wanted, result):
-    """Gather, differentiate the convolution of the stack, add up."""
-    x, w, *active, _, bias, _, _ = arrays
-    params, strides, _, activation, data_format, w_format, precision, _ = options
-    params, layout = BlockParams(*params), compositions.layout_of_stack(data_format == "NHWC")
-    grid, shown = compositions.grid_of(params), params.bsize_out
-    stack, found = ops.gather(grad, *active, shown, **layout), {}
-    if "base" in wanted:
-        zeros = torch.zeros_like(stack)
-        found["base"] = ops.scatter(zeros, *active, grad, shown, **layout)
-    if not wanted - {"base"}:
-        return found
-    kernel = w.permute([w_format.index(letter) for letter in "OIHW"])
-    blocks = ops.gather(x, *active, *grid, **layout)
-    if activation == "relu":
-        y = ops.gather(result, *active, shown, **layout)
-        stack = ops.activation_backward(stack, y, "relu")
-    elif activation is not None:
-        z = ops.affine(convolve(blocks, kernel, strides, precision), None, bias, None)
-        stack = ops.activation_backward(ops.wide(stack), z, activation).to(x.dtype)
-    if "bias" in wanted:
-        found["bias"] = ops.wide(stack).sum((0, 1, 2)).to(bias.dtype)
-    for_x, for_w = "x" in wanted, "w" in wanted
-    if for_x or for_w:
-        dx, dw = convolve_backward(stack, blocks, kernel, strides, precision, for_x, for_w)
-    if for_x:
-        image = x.new_zeros(x.shape)
-        found["x"] = ops.scatter(dx, *active, image, *grid, add=True, atomic=True, **layout)
-    if for_w:
-        found["w"] = dw.permute(["OIHW".index(letter) for letter in w_format])
-    return found
-
-
-def _unit_gradient(ops, arrays, options, grad, wanted, result):
-    """Differentiate the unit made of differentiable operators, computed again."""
-    named = dict(zip(res_block.RES_BLOCK.arrays, arrays, strict=True))
-    if named["base"] is not None:
-        named["base"] = grad.detach()  # of its shape; its values do not matter
-
-    def unit(x, w_project, bin_counts, active_block_indices, base, out, **weights):
-        return compositions.residual_unit(
-            ops, x, BottleneckWeights(**weights), w_project, (bin_counts, active_block_indices),
-            BlockParams(*options[0]), base, strides=options[1], precision=options[2],
-        )  # fmt: skip
-
-    return ops.gradients_of(unit, named, wanted, grad)
-
-
 _CONV = Operation(
-    sparse_conv.SPARSE_CONV2D, ops, gradient=_conv_gradient, saves=_conv_saves, unused=("scale",),
-    on_cpu=conv_on_cpu,
+    sparse_conv.SPARSE_CONV2D, ops, gradient=gradients.conv_gradient, saves=gradients.conv_saves,
+    unused=("scale",), on_cpu=conv_on_cpu,
 )  # fmt: skip
 _UNIT = Operation(
-    res_block.RES_BLOCK, ops, gradient=_unit_gradient, prefixes=dict.fromkeys(WEIGHTS, "weights."),
-    saves=lambda arrays, options: set(arrays) - {"base", "out"},
-    weights=slice(1, 1 + len(WEIGHTS)),
+    res_block.RES_BLOCK, ops, gradient=gradients.unit_gradient, saves=gradients.unit_saves,
+    prefixes=dict.fromkeys(WEIGHTS, "weights."), weights=slice(1, 1 + len(WEIGHTS)),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..block_sparse.checks import check_capacity
 from ..core.sizes import pair
 from .network.model import SparseModel, check_outside
 from .network.table import active_blocks
@@ -110,7 +111,7 @@ def sparsify(
     if isinstance(capacity, str):
         capacity = min(1.25 * max(_share(mask, block_size) for mask in masks), 1.0)
         capacity = max(capacity, 1e-6)
-    capacity, outside = _check_capacity(capacity), check_outside(outside)
+    capacity, outside = check_capacity(capacity, ', or "auto"'), check_outside(outside)
     return SparseModel(model, block_size, capacity, halo, outside, replay)
 
 
@@ -123,16 +124,6 @@ def _check_model(model):
             raise ValueError(
                 f"model must be dense, got a {type(module).__name__} {where}that is sparse already"
             )
-
-
-def _check_capacity(capacity):
-    valid = capacity is None or (type(capacity) is int and capacity >= 0)
-    if not valid and not (isinstance(capacity, float) and 0 < capacity <= 1):
-        raise ValueError(
-            "capacity must be None, a number of blocks (int), a share of them (float over 0, up to "
-            f'1) or "auto", got {capacity!r}'
-        )
-    return capacity
 
 
 def _samples(masks, block_size, capacity):

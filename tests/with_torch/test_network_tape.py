@@ -1,4 +1,4 @@
-"""Calls that run from a tape on a CPU: with which results, until when, and what is on no tape."""
+"""Calls that run from a tape on a CPU: with which results, and until when."""
 
 import copy
 import itertools
@@ -16,44 +16,12 @@ torch = pytest.importorskip("torch")
 import sbnet_cupy  # noqa: E402
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.exhaustive import all_but  # noqa: E402
+from support.network_tapes import BLOCK, SIZE, Using, image, masks, same, small, taped  # noqa: E402
 from support.networks import assert_near  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
-tree_leaves = torch.utils._pytree.tree_leaves
 
-SIZE, BLOCK = (61, 84), 16
 USUAL = ("unet", "mobilenet", "densenet", "preactivation", "convnext")
-
-
-def image(seed=7, n=2, **options):
-    """Return random images."""
-    return torch.randn(n, 3, *SIZE, generator=torch.Generator().manual_seed(seed), **options)
-
-
-def masks(*shares, n=2):
-    """Return masks with such shares of active blocks."""
-    return [networks.blocks((n, *SIZE), BLOCK, share, i)[1] for i, share in enumerate(shares)]
-
-
-def small():
-    """Return a network without statistics of its own."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).eval()
-
-
-def taped(st, dense, *call, **options):
-    """Return a sparse network that has a tape of such a call."""
-    sparse = st.sparsify(dense, BLOCK, **options)
-    for _ in range(2):
-        sparse(*(call or (image(), masks(0.4)[0])))
-    assert sparse._tapes.kept and not sparse._tapes.unfit
-    return sparse
-
-
-def same(actual, expected):
-    """Whether two results are the same in every bit."""
-    pairs = zip(tree_leaves(actual), tree_leaves(expected), strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", all_but(sorted(networks.FAMILIES), USUAL))
@@ -189,117 +157,6 @@ def test_hooks_run_at_each_call(st):
     for _ in range(4):
         sparse(x, mask)
     assert len(seen) == 3 and sparse._tapes.kept
-
-
-class Using(nn.Module):
-    """A convolution, and a function of its result and of the network."""
-
-    def __init__(self, func):
-        super().__init__()
-        self.conv, self.func, self.cache = nn.Conv2d(3, 4, 3, padding=1), func, []
-        self.count = 0
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        """Convolve."""
-        return self.func(self, self.conv(x))
-
-
-def _cached(self, y):
-    self.cache[:] = self.cache or [torch.ones(())]
-    return y * self.cache[0]
-
-
-def _counted(self, y):
-    self.count = self.count + 1
-    self.calls += 1
-    return y + self.count
-
-
-UNFIT = {
-    "a number of a result": lambda self, y: y * y.mean((2, 3)).amax().item(),
-    "a number of the image": lambda self, y: y if y.sum() > 0 else -y,
-    "a tensor from elsewhere": lambda self, y: y * ELSEWHERE,
-    "a tensor that it keeps": _cached,
-    "a function on the image": lambda self, y: F.unfold(y, 2).sum(1),
-    "numpy": lambda self, y: y * torch.from_numpy(y.mean((2, 3), keepdim=True).numpy().copy()),
-    "counts": _counted,
-}
-ELSEWHERE = torch.ones(())
-
-
-@pytest.mark.parametrize("name", UNFIT)
-@torch.no_grad()
-def test_what_is_on_no_tape_is_called_each_time(st, name):
-    torch.manual_seed(0)
-    dense, (mask, other) = Using(UNFIT[name]).eval(), masks(0.4, 0.6)
-    twin = copy.deepcopy(dense)
-    sparse, plain = st.sparsify(dense, BLOCK), st.sparsify(twin, BLOCK, replay=False)
-    for seed in range(4):
-        if name == "a tensor from elsewhere":
-            ELSEWHERE.add_(1)
-        x = image(seed) - 3 * (seed % 2)
-        for m in (mask, other):
-            assert same(sparse(x, m), plain(x, m))
-    assert sparse._tapes.unfit and not sparse._tapes.kept
-
-
-FIT = {
-    "of whole images": lambda self, y: y * torch.sigmoid(
-        F.conv2d(y.mean((2, 3), keepdim=True)[:, :3], self.conv.weight[:, :, :1, :1])),
-    "written in place": lambda self, y: y.mul_(2).add_(y.mean((2, 3), keepdim=True).neg_()),
-    "read twice": lambda self, y: F.relu(y) + y,
-    "weights of its own": lambda self, y: F.conv2d(
-        y[:, :3], self.conv.weight - self.conv.weight.mean()),
-    "in a dict": lambda self, y: {"a": [F.relu(y), y.mean((2, 3))], "b": (self.conv.bias, 3, None)},
-    "views": lambda self, y: torch.cat(
-        y.permute(0, 2, 3, 1).chunk(2, -1)[::-1], -1).permute(0, 3, 1, 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("break_even", [2.0, 0.0])
-@pytest.mark.parametrize("name", FIT)
-@torch.no_grad()
-def test_what_a_network_may_do(st, name, break_even):
-    torch.manual_seed(0)
-    dense = Using(FIT[name]).eval()
-    sparse, plain = (st.sparsify(dense, BLOCK, replay=how) for how in ("auto", False))
-    sparse.break_even = plain.break_even = break_even
-    for seed in range(3):
-        for mask in masks(0.4, 0.6):
-            assert same(sparse(image(seed), mask), plain(image(seed), mask))
-    assert sparse._tapes.kept and not sparse._tapes.unfit
-
-
-SHAPES = {
-    "nonzero": lambda self, y: y * len(torch.nonzero(y.mean((2, 3)) > 0)),
-    "a mask": lambda self, y: y * y.mean((2, 3))[y.mean((2, 3)) > 0].numel(),
-    "unique": lambda self, y: y * torch.unique((10 * y.mean((2, 3))).round()).shape[0],
-    "unique, with counts": lambda self, y: y * len(
-        torch.unique((10 * y.mean((2, 3))).round(), return_counts=True)[1]),
-    "masked_select": lambda self, y: y + y.mean((2, 3)).masked_select(y.mean((2, 3)) > 0).size(0),
-    "repeats": lambda self, y: y * torch.repeat_interleave(
-        y.mean((2, 3)).flatten(), (y.mean((2, 3)).flatten() > 0).long()).shape[0],
-    "tolist": lambda self, y: y * len(torch.nonzero(y.mean((2, 3)) > 0).tolist()),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("break_even", [2.0, 0.0])
-@pytest.mark.parametrize("name", SHAPES)
-@torch.no_grad()
-def test_a_size_that_depends_on_numbers_is_not_frozen(st, name, break_even):
-    torch.manual_seed(0)
-    dense, some = Using(SHAPES[name]).eval(), masks(0.4, 0.6, 1.0)
-    sparse, plain = (st.sparsify(dense, BLOCK, replay=how) for how in ("auto", False))
-    sparse.break_even = plain.break_even = break_even
-    factors = set()
-    for seed in range(8):
-        x = image(seed) + (seed % 4 - 2)
-        for mask in some:
-            expected = plain(x, mask)
-            assert same(sparse(x, mask), expected)
-            factors.add(float(expected.abs().sum()))
-    assert len(factors) > 8 and sparse._tapes.unfit
 
 
 @torch.no_grad()

@@ -79,24 +79,25 @@ DEVICE uint4 pack_tap(const T* __restrict__ w, int u, i64 k, i64 C, i64 K) {
     return value.vector;
 }
 
-template <typename T, int CHUNKS, int MID, int CLUSTER, int SLICE, bool TIGHT, bool ROUND>
+template <typename T, int CHUNKS, int MID, int CLUSTER, int SLICE, bool TIGHT, bool ROUND, typename Table>
 __global__ void __launch_bounds__(256)
     pack_bottleneck(const T* __restrict__ w1, const T* __restrict__ w2, const T* __restrict__ w3,
-                    const float* __restrict__ scale1, const float* __restrict__ shift1,
-                    const float* __restrict__ scale2, const float* __restrict__ shift2,
-                    const float* __restrict__ scale3, const float* __restrict__ shift3, u8* __restrict__ packed,
+                    const Table* __restrict__ scale1, const Table* __restrict__ shift1,
+                    const Table* __restrict__ scale2, const Table* __restrict__ shift2,
+                    const Table* __restrict__ scale3, const Table* __restrict__ shift3, u8* __restrict__ packed,
                     i64 C, i64 Cmid) {
     using U = Unit3<T, CHUNKS, MID, 8, 8, CLUSTER, SLICE>;  // packed the same for every tile
     using Channels = ChannelOrder<T, SLICE / 8>;
     const int rank = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     u8* const out = packed + static_cast<i64>(rank) * U::PACKED;
-    const auto table = [&](int at, const float* values, i64 first, int count, i64 limit, float beyond = 0.0f) {
-        if (i < count) reinterpret_cast<float*>(out)[at + i] = first + i < limit ? values[first + i] : beyond;
+    const auto table = [&](int at, const Table* values, i64 first, int count, i64 limit, float beyond = 0.0f) {
+        if (i < count)
+            reinterpret_cast<float*>(out)[at + i] = first + i < limit ? to_compute<float>(values[first + i]) : beyond;
     };
     if constexpr (TIGHT) {  // each in the first half of its place
         if (i < U::CIN) {
-            reinterpret_cast<T*>(out)[i] = from_compute<T>(i < C ? scale1[i] : 0.0f);
-            reinterpret_cast<T*>(out)[2 * U::CIN + i] = from_compute<T>(i < C ? shift1[i] : 0.0f);
+            reinterpret_cast<T*>(out)[i] = from_compute<T>(i < C ? to_compute<float>(scale1[i]) : 0.0f);
+            reinterpret_cast<T*>(out)[2 * U::CIN + i] = from_compute<T>(i < C ? to_compute<float>(shift1[i]) : 0.0f);
         }
     } else {
         table(0, scale1, 0, U::CIN, C);

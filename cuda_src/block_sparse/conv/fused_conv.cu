@@ -22,9 +22,9 @@ struct Slice {
     static __host__ __device__ i64 bytes(i64 chunks) { return TABLES + chunks * CHUNK; }
 };
 
-template <typename T, int PLANES, int NS, int WN, int R, int S, bool ROUND>
+template <typename T, int PLANES, int NS, int WN, int R, int S, bool ROUND, typename Table>
 __global__ void __launch_bounds__(256)
-    pack_weights(const T* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
+    pack_weights(const T* __restrict__ w, const Table* __restrict__ scale, const Table* __restrict__ bias,
                  u8* __restrict__ packed, i64 slices, i64 chunks, i64 C, i64 K, i64 step_r, i64 step_s,
                  i64 step_c, i64 step_k) {
     using H = Halo<8, 8, R, S, 1, 1, PLANES>;  // the order of K, whatever the tile
@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(256)
     const i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
     if (i < 2 * NS) {
         const i64 k = slice * NS + i % NS;
-        const float* table = i < NS ? scale : bias;
-        reinterpret_cast<float*>(out)[i] = k < K && table ? table[k] : i < NS ? 1.0f : 0.0f;
+        const Table* table = i < NS ? scale : bias;
+        reinterpret_cast<float*>(out)[i] = k < K && table ? to_compute<float>(table[k]) : i < NS ? 1.0f : 0.0f;
     }
     if (i >= units) return;
     const int column = static_cast<int>(i % NS), u = static_cast<int>(i / NS % (H::STEPS * 2));

@@ -14,7 +14,7 @@ from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import current_device
 from ...core.operator import Operator, Plan
-from ...core.packed import Pack, PackedPlan
+from ...core.packed import Pack, PackedPlan, dtype_of_tables
 from ...dense.conv2d import Problem, check_precision
 from ...dense.im2col import convolve
 from ...errors import ShapeError
@@ -319,7 +319,7 @@ def _fused_bottleneck_cuda(x, rows, out, result, unit):
         dependent=True,
         cluster=config.cluster,
     )
-    pack, how = _prepare_pack(case, config), config.pack_template(case)
+    pack, how = _prepare_pack(case, config, weights), config.pack_template(case)
 
     def run(x, w1, *arrays):
         *others, bin_counts, active_block_indices, out = arrays
@@ -339,19 +339,20 @@ def _fused_bottleneck_cuda(x, rows, out, result, unit):
     )
 
 
-def _prepare_pack(case, config):
-    """Return what packs the arrays of a BottleneckWeights."""
-    each = config.packed_bytes(case)
+def _prepare_pack(case, config, weights):
+    """Return what packs the arrays of a BottleneckWeights, which are specs."""
+    each, (w1, _, _, *tables) = config.packed_bytes(case), weights._arrays()
+    dtype = dtype_of_tables(w1.dtype, tables)
     launch = kernels.prepare(
         "block_sparse/bottleneck/fused_bottleneck",
         "pack_bottleneck",
-        config.pack_template(case),
+        (*config.pack_template(case), cpp_name(dtype, "weights.scale1")),
         (-(-each // 4096), config.cluster),
         256,
         10,
         (case.channels, case.channels_mid),
     )
-    return Pack(launch, each * config.cluster, 3, 6)
+    return Pack(launch, each * config.cluster, 3, 6, dtype)
 
 
 FUSED_BOTTLENECK = Operator(

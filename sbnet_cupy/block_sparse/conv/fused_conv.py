@@ -359,7 +359,7 @@ def _plan_cuda(x, weights, rows, residual, out, result, convolution):
         persistent=True,
         dependent=True,
     )
-    pack = prepare_pack(case, config, problem.w_format)
+    pack = prepare_pack(case, config, problem.w_format, weights)
     how = (*config.pack_template(case), config.chunks, problem.w_format)
 
     def run(x, w, bin_counts, active_block_indices, scale, bias, residual, out):

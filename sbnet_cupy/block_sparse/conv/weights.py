@@ -9,7 +9,8 @@ import numpy as np
 from ...core import launch as kernels
 from ...core.arrays import array_function, compute_dtype, is_float
 from ...core.checks import check_array
-from ...core.packed import Pack, Packed
+from ...core.compile import cpp_name
+from ...core.packed import Pack, Packed, dtype_of_tables
 from ...core.spec import spec_of
 from ...dense.conv2d import check_choice, check_per_channel, check_precision
 from ...errors import DTypeError
@@ -115,8 +116,10 @@ def check_weights(w, scale, bias, w_format, precision=None):
     check_per_channel(scale, bias, w.shape[w_format.index("O")], like=w)
 
 
-def prepare_pack(case, plan, w_format):
-    """Return what packs w, scale and bias; see pack_weights in fused_conv.cu."""
+def prepare_pack(case, plan, w_format, weights):
+    """Return what packs w, scale and bias, which are specs; see pack_weights in fused_conv.cu."""
+    w, *tables = weights
+    dtype = dtype_of_tables(w.dtype, tables)
     slices = plan.slices(case)
     units = plan.chunks * plan.steps(case.kernel) * 2 * plan.slice
     sizes = dict(zip("HWIO", (*case.kernel, case.channels, case.channels_out), strict=True))
@@ -127,10 +130,10 @@ def prepare_pack(case, plan, w_format):
     launch = kernels.prepare(
         "block_sparse/conv/fused_conv",
         "pack_weights",
-        plan.pack_template(case),
+        (*plan.pack_template(case), cpp_name(dtype, "bias")),
         (-(-units // 256), slices),
         256,
         4,
         (slices, plan.chunks, case.channels, case.channels_out, *map(steps.get, "HWIO")),
     )
-    return Pack(launch, plan.packed_bytes(case), 1, 2)
+    return Pack(launch, plan.packed_bytes(case), 1, 2, dtype)

@@ -12,7 +12,8 @@ import math
 import torch
 
 from ...core.device import current_device
-from .._native import allocate, compute, native_stream, to_tensor, view
+from ...core.torch_memory import allocate, to_tensor
+from .._native import compute, native_stream, view
 from .epilogue import finish
 
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}

@@ -8,7 +8,8 @@ import math
 
 import torch
 
-from .._native import allocate, view
+from ...core.torch_memory import allocate
+from .._native import view
 from . import cuda
 
 _PLANS = {}  # (device, what, sizes, settled) -> what launches a kernel, or None

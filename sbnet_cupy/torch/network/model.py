@@ -1,13 +1,13 @@
 """SparseModel: a network that is called with an image and a mask."""
 
 import copy
-import math
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_one_piece
 from . import cuda, graphs, tuning
 from . import tensor as T
@@ -235,9 +235,7 @@ class SparseModel(Report, nn.Module):
 
     def _capacity_of(self, total):
         """Return the capacity in blocks, of so many in all; None without one."""
-        capacity = self.capacity
-        if isinstance(capacity, float):
-            capacity = math.ceil(capacity * total)
+        capacity = blocks_of_capacity(self.capacity, total)
         return None if capacity is None else min(capacity, total)
 
     def _widened(self, mask, x, size):

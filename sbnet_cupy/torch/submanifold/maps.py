@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from ...core.torch_memory import to_tensor
 from ...errors import DTypeError
 from ...submanifold import kernel_map as maps
 from ...submanifold import sparse_tensor
@@ -17,7 +18,7 @@ from ...submanifold.kernel_map import KernelMap
 from ...submanifold.site_conv import valid_rows
 from ...submanifold.sparse_tensor import check_tensor
 from .. import _dispatch_state as state
-from .._native import check_tensors, compute, to_tensor
+from .._native import check_tensors, compute
 
 
 def untraced(function):

@@ -63,17 +63,27 @@ def masked_batch_norm(
     z = torch.where(holds, wide(x.features), 0)
     mean, variance = running_mean, running_var
     if training or running_mean is None:
-        number = holds.sum()
-        some = number.clamp(min=1).to(z.dtype)
-        mean = z.sum(0) / some
-        variance = torch.where(holds, (z - mean).square(), 0).sum(0) / some
-        if training and running_mean is not None:
-            with torch.no_grad():
-                share = momentum * (number > 0).to(running_mean.dtype)
-                unbiased = variance * (some / (some - 1).clamp(min=1))
-                for kept, new in ((running_mean, mean), (running_var, unbiased)):
-                    kept.add_(share * (new.to(kept.dtype) - kept))
+        running = None if running_mean is None else (running_mean, running_var)
+        mean, variance = masked_moments(z, holds, running, momentum)
     scale = torch.rsqrt(variance.to(z.dtype) + eps)
     z = (z - mean.to(z.dtype)) * (scale if weight is None else scale * weight.to(z.dtype))
     z = z if bias is None else z + bias.to(z.dtype)
     return SparseTensor(torch.where(holds, z, 0).to(x.features.dtype), x.coordinates)
+
+
+def masked_moments(z, counted, running, momentum):
+    """Return mean and variance of each channel, the last axis, over the values that count.
+
+    The running ones, if there are any, take their share of them; with the unbiased variance.
+    """
+    axes, number = tuple(range(z.dim() - 1)), counted.sum()
+    some = number.clamp(min=1).to(z.dtype)
+    mean = torch.where(counted, z, 0).sum(axes) / some
+    variance = torch.where(counted, (z - mean).square(), 0).sum(axes) / some
+    if running is not None:
+        with torch.no_grad():
+            share = momentum * (number > 0).to(running[0].dtype)
+            unbiased = variance * (some / (some - 1).clamp(min=1))
+            for kept, new in zip(running, (mean, unbiased), strict=True):
+                kept.add_(share * (new.to(kept.dtype) - kept))
+    return mean, variance

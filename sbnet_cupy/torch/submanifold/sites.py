@@ -6,11 +6,12 @@ import torch
 
 from ...core.checks import check_array
 from ...core.spec import CPU, ArraySpec
+from ...core.torch_memory import to_tensor
 from ...errors import ShapeError
 from ...submanifold import coordinate_map as core
 from ...submanifold import dense_conversion
 from ...submanifold.sparse_tensor import SparseTensor
-from .._native import check_tensors, numpy_dtype, to_tensor
+from .._native import check_tensors, numpy_dtype
 from .maps import (
     check_floats,
     check_sparse,

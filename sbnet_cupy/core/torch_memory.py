@@ -1,0 +1,44 @@
+"""PyTorch's streams and memory for CuPy: one order of work on tensors, and one allocator.
+
+What CuPy allocates so, PyTorch knows of: also in a CUDA graph, whose memory is its own.
+"""
+
+import numpy as np
+
+_STREAMS = {}  # (device, pointer) -> CuPy's object for torch's stream
+
+
+def stream_of(device, pointer):
+    """Return a stream of PyTorch's, the current one of a device, as CuPy's object."""
+    try:
+        return _STREAMS[device, pointer]
+    except KeyError:
+        import cupy
+        import torch
+
+        stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
+        return _STREAMS.setdefault((device, pointer), stream)
+
+
+def allocate(nbytes):
+    """Allocate device memory for CuPy from PyTorch, on the current device and stream."""
+    import cupy
+    import torch
+
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), nbytes, tensor, tensor.device.index)
+    return cupy.cuda.MemoryPointer(memory, 0)
+
+
+def to_tensor(array):
+    """Return the tensor behind a native array, of NumPy's memory or of :func:`allocate`."""
+    import torch
+
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array)
+    owner = array.data.mem._owner
+    dtype = getattr(torch, array.dtype.name)
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype, device=owner.device)
+    start = array.data.ptr - owner.data_ptr()
+    return owner[start : start + array.nbytes].view(dtype).view(array.shape)
