@@ -41,14 +41,16 @@ from .sites import (
     coordinate_map,
     dense_to_sparse,
     global_pool,
-    inverse_conv,
     kernel_map,
-    site_conv,
     sparse_avg_pool,
     sparse_max_pool,
     sparse_tensor,
     sparse_to_dense,
     sparse_unpool,
+)
+from .submanifold import (
+    inverse_conv,
+    site_conv,
     strided_conv,
     submanifold_conv,
     transposed_conv,

@@ -1,8 +1,4 @@
-"""Features at sites for TensorFlow: lists of sites, convolutions and pools, with gradients.
-
-Eager alone: how many sites there are is data. The functions are those of the package, which take
-eager tensors; here they are differentiable, once.
-"""
+"""Features at sites for TensorFlow: lists of sites, maps, pools and whole grids, with gradients."""
 
 import functools
 
@@ -10,13 +6,9 @@ import tensorflow as tf
 
 import sbnet_cupy as core
 
-from ..core.arrays import array_function
 from ..core.documentation import documented_as
-from ..errors import DTypeError
-from ..submanifold.kernel_map import KernelMap, made_by
-from ..submanifold.sparse_tensor import SparseTensor, check_tensor, sites_of
-from ..submanifold.submanifold_conv import features_on, kernel_of
-from ._tensors import tensor_of
+from ..submanifold.sparse_tensor import SparseTensor, check_tensor
+from ._eager import differentiable, eager
 
 _documented = functools.partial(documented_as, array="tensor")
 
@@ -35,7 +27,7 @@ def coordinate_map(
     ([[0, 1, 2], [0, 5, 5]], [1, 0])
     """
     return core.coordinate_map(
-        _eager("indices", indices), spatial_shape=spatial_shape, batch_size=batch_size, mode=mode,
+        eager("indices", indices), spatial_shape=spatial_shape, batch_size=batch_size, mode=mode,
         order=order, capacity=capacity,
     )  # fmt: skip
 
@@ -57,7 +49,7 @@ def sparse_tensor(
     """
     options = {"spatial_shape": spatial_shape, "batch_size": batch_size, "mode": mode,
                "order": order, "capacity": capacity}  # fmt: skip
-    indices = _eager("indices", indices)
+    indices = eager("indices", indices)
     sites, inverse = core.coordinate_map(indices, **options)
 
     @tf.custom_gradient
@@ -65,7 +57,7 @@ def sparse_tensor(
         y = core.sparse_tensor(features, indices, **options)
         return y.features, lambda grad: _spread(grad, inverse, mode)
 
-    return SparseTensor(put(_eager("features", features)), sites)
+    return SparseTensor(put(eager("features", features)), sites)
 
 
 @_documented(core.kernel_map)
@@ -86,125 +78,6 @@ def kernel_map(
         coordinates, kernel_size, stride=stride, dilation=dilation, padding=padding, onto=onto,
         transposed=transposed, output_padding=output_padding, offsets=offsets, capacity=capacity,
     )  # fmt: skip
-
-
-@_documented(core.site_conv)
-def site_conv(
-    features, w, kernel_map, *, groups=1, bias=None, scale=None, residual=None, activation=None,
-    precision=None,
-):  # fmt: skip
-    """Convolve rows of features over a KernelMap; differentiable with respect to all tensors.
-
-    Examples
-    --------
-    >>> import tensorflow as tf
-    >>> sites, _ = coordinate_map(tf.constant([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
-    >>> window = kernel_map(sites, 3, onto=sites)
-    >>> site_conv(tf.ones((3, 1)), tf.ones((3, 1, 1)), window).numpy().ravel().tolist()
-    [2.0, 2.0, 1.0]
-    """
-    if not isinstance(kernel_map, KernelMap):
-        raise DTypeError(
-            f"kernel_map must be a KernelMap, got {type(kernel_map).__name__}; make one with "
-            "kernel_map"
-        )
-    options = {"groups": groups, "activation": activation, "precision": precision}
-
-    def convolve(features, w, **more):
-        return core.site_conv(features, w, kernel_map, **more, **options)
-
-    def differentiate(grad, features, w, **more):
-        found = core.site_conv_grad(
-            grad, features, w, kernel_map, **more, **options, wanted=("features", "w", *more)
-        )
-        return [getattr(found, name) for name in ("features", "w", *more)]
-
-    given = {"features": features, "w": w, "bias": bias, "scale": scale, "residual": residual}
-    return _differentiable(convolve, differentiate, given)
-
-
-@_documented(core.submanifold_conv)
-def submanifold_conv(
-    x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
-    precision=None,
-):  # fmt: skip
-    """Convolve features, and compute the result at the same sites; differentiable.
-
-    Examples
-    --------
-    >>> import tensorflow as tf
-    >>> rows = tf.constant([[0, 1], [0, 2], [0, 5]])
-    >>> x = sparse_tensor(tf.ones((3, 1)), rows, spatial_shape=8)
-    >>> submanifold_conv(x, tf.ones((3, 1, 1))).features.numpy().ravel().tolist()
-    [2.0, 2.0, 1.0]
-    """
-    kernel, same = _kernel_of(x, w), x.coordinates
-    made = core.kernel_map(same, kernel, dilation=dilation, onto=same)
-    return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
-
-
-@_documented(core.strided_conv)
-def strided_conv(
-    x, w, *, stride, padding=0, dilation=1, groups=1, onto=None, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None,
-):  # fmt: skip
-    """Convolve features with a stride; differentiable.
-
-    Examples
-    --------
-    >>> import tensorflow as tf
-    >>> rows = tf.constant([[0, 1], [0, 2], [0, 5]])
-    >>> x = sparse_tensor(tf.ones((3, 1)), rows, spatial_shape=8)
-    >>> strided_conv(x, tf.ones((2, 1, 1)), stride=2).indices.numpy().tolist()
-    [[0, 0], [0, 1], [0, 2]]
-    """
-    made = core.kernel_map(
-        x.coordinates, _kernel_of(x, w), stride=stride, padding=padding, dilation=dilation,
-        onto=sites_of(onto), capacity=capacity,
-    )  # fmt: skip
-    return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
-
-
-@_documented(core.inverse_conv)
-def inverse_conv(
-    x, w, *, onto, groups=1, bias=None, scale=None, residual=None, activation=None, precision=None
-):
-    """Convolve features back onto the sites that a strided convolution read; differentiable.
-
-    Examples
-    --------
-    >>> import tensorflow as tf
-    >>> rows = tf.constant([[0, 1], [0, 2], [0, 5]])
-    >>> x = sparse_tensor(tf.ones((3, 1)), rows, spatial_shape=8)
-    >>> y = strided_conv(x, tf.ones((2, 1, 1)), stride=2)
-    >>> w = tf.constant([[[1.0]], [[10.0]]])
-    >>> inverse_conv(y, w, onto=x).features.numpy().ravel().tolist()
-    [10.0, 1.0, 10.0]
-    """
-    made = _way_back(sites_of(onto), _kernel_of(x, w), x.coordinates)
-    return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
-
-
-@_documented(core.transposed_conv)
-def transposed_conv(
-    x, w, *, stride, padding=0, output_padding=0, dilation=1, groups=1, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None,
-):  # fmt: skip
-    """Convolve features transposed, onto every site that one reaches; differentiable.
-
-    Examples
-    --------
-    >>> import tensorflow as tf
-    >>> x = sparse_tensor(tf.ones((2, 1)), tf.constant([[0, 1], [0, 2]]), spatial_shape=4)
-    >>> y = transposed_conv(x, tf.constant([[[1.0]], [[2.0]]]), stride=2)
-    >>> y.features.numpy().ravel().tolist()
-    [1.0, 2.0, 1.0, 2.0]
-    """
-    made = core.kernel_map(
-        x.coordinates, _kernel_of(x, w), stride=stride, padding=padding, dilation=dilation,
-        output_padding=output_padding, transposed=True, capacity=capacity,
-    )  # fmt: skip
-    return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
 
 
 @_documented(core.sparse_max_pool)
@@ -304,7 +177,7 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     ([[0, 1], [0, 3]], [2.0, 3.0])
     """
     options = {"tol": tol, "capacity": capacity, "data_format": data_format}
-    mask, made = _eager("mask", mask), []
+    mask, made = eager("mask", mask), []
 
     def forward(x):
         made.append(core.dense_to_sparse(x, mask=mask, **options))
@@ -313,46 +186,8 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     def differentiate(grad, x):
         return [core.dense_to_sparse_grad(grad, made[0], data_format=data_format)]
 
-    features = _differentiable(forward, differentiate, {"x": x})
+    features = differentiable(forward, differentiate, {"x": x})
     return SparseTensor(features, made[0].coordinates)
-
-
-def _eager(name, value):
-    """Return an argument as an eager tensor, or None; raise for anything else."""
-    value = tensor_of(name, value)
-    if not tf.executing_eagerly():
-        raise DTypeError(
-            f"{name} must be an eager tensor, since the number of sites is data; call this outside "
-            "of tf.function"
-        )
-    return value
-
-
-def _differentiable(forward, backward, given):
-    """Return ``forward(**given)``, which is differentiated by ``backward(grad, **given)``.
-
-    ``backward`` returns the gradients of what is given, in its order; None is not given.
-    """
-    given = {name: _eager(name, value) for name, value in given.items() if value is not None}
-
-    @tf.custom_gradient
-    def compute(*tensors):
-        named = dict(zip(given, tensors, strict=True))
-
-        @tf.custom_gradient
-        def differentiate(grad, *_):
-            return backward(grad, **named), _twice
-
-        return forward(**named), lambda grad: differentiate(grad, *tensors)
-
-    return compute(*given.values())
-
-
-def _twice(*_):
-    raise NotImplementedError(
-        "functions of sbnet_cupy.tensorflow at sites are differentiable once; use "
-        "sbnet_cupy.torch or sbnet_cupy.jax for more"
-    )
 
 
 def _pooled(forward, backward, x, *args, **options):
@@ -367,29 +202,8 @@ def _pooled(forward, backward, x, *args, **options):
     def differentiate(grad, features):
         return [backward(grad, SparseTensor(features, x.coordinates), *args, **options)]
 
-    y = _differentiable(compute, differentiate, {"features": x.features})
+    y = differentiable(compute, differentiate, {"features": x.features})
     return SparseTensor(y, made[0].coordinates) if isinstance(made[0], SparseTensor) else y
-
-
-def _kernel_of(x, w):
-    """Return the kernel size that the weights for a SparseTensor have."""
-    check_tensor(x)
-    return kernel_of(x, _eager("w", w))
-
-
-@array_function
-def _way_back(onto, kernel_size, coarse):
-    """Return the map from the sites that a convolution of ``onto`` made, back to ``onto``."""
-    return made_by(onto, kernel_size, coarse).transposed()
-
-
-def _convolve(x, w, made, groups, bias, scale, residual, activation, precision):
-    """Return the SparseTensor of a convolution over a map."""
-    y = site_conv(
-        x.features, w, made, groups=groups, bias=bias, scale=scale, activation=activation,
-        residual=features_on(made.target, residual), precision=precision,
-    )  # fmt: skip
-    return SparseTensor(y, made.target)
 
 
 def _spread(grad, inverse, mode):

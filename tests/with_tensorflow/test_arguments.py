@@ -22,7 +22,7 @@ from support.adapter_cases import (
 from support.bad_calls import BAD, VALID, Spoiled, spoil_id
 
 
-@pytest.mark.parametrize("name", ["", ".ops", ".layers", ".sites"])
+@pytest.mark.parametrize("name", ["", ".ops", ".layers", ".sites", ".submanifold"])
 def test_examples_run(sbt, name):
     check_examples("sbnet_cupy.tensorflow" + name)
 

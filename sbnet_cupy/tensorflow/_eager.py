@@ -1,0 +1,44 @@
+"""Functions of eager tensors that the package computes, made differentiable once."""
+
+import tensorflow as tf
+
+from ..errors import DTypeError
+from ._tensors import tensor_of
+
+
+def eager(name, value):
+    """Return an argument as an eager tensor, or None; raise for anything else."""
+    value = tensor_of(name, value)
+    if not tf.executing_eagerly():
+        raise DTypeError(
+            f"{name} must be an eager tensor, since the number of sites is data; call this outside "
+            "of tf.function"
+        )
+    return value
+
+
+def differentiable(forward, backward, given):
+    """Return ``forward(**given)``, which is differentiated by ``backward(grad, **given)``.
+
+    ``backward`` returns the gradients of what is given, in its order; None is not given.
+    """
+    given = {name: eager(name, value) for name, value in given.items() if value is not None}
+
+    @tf.custom_gradient
+    def compute(*tensors):
+        named = dict(zip(given, tensors, strict=True))
+
+        @tf.custom_gradient
+        def differentiate(grad, *_):
+            return backward(grad, **named), _twice
+
+        return forward(**named), lambda grad: differentiate(grad, *tensors)
+
+    return compute(*given.values())
+
+
+def _twice(*_):
+    raise NotImplementedError(
+        "functions of sbnet_cupy.tensorflow at sites are differentiable once; use "
+        "sbnet_cupy.torch or sbnet_cupy.jax for more"
+    )
