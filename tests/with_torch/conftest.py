@@ -229,6 +229,86 @@ def asked(torch, st, monkeypatch):
 
 
 @pytest.fixture
+def norms_asked(torch, st, monkeypatch):
+    """Serve batch norms in training by the core's NumPy bodies; return what was asked for."""
+    from sbnet_cupy.block_sparse.stack import stack_batch_norm as norms
+    from sbnet_cupy.block_sparse.stack.stack_batch_norm_grad import stack_batch_norm_grad
+    from sbnet_cupy.torch.network import cuda, cuda_norm
+
+    names = []
+
+    def stage(facts, counts, indices):
+        dtype, rows, images, grid, channels, block, size, whole = facts
+        assert tuple(indices.shape) == (rows, 3)
+        assert not whole or all(n == g * b for n, g, b in zip(size, grid, block, strict=True))
+        places = np.zeros((images, *grid), np.int32)
+        return sb.BlockTable(counts.numpy(), indices.numpy(), places, block, size)
+
+    def native(*tensors):
+        return [t if t is None else t.numpy() for t in tensors]
+
+    def prepare_statistics(facts, parameter, eps):
+        def launch(x, counts, indices, *given):
+            names.append("statistics")
+            *own, _, found, momentum = given
+            weight, bias, mean, variance = native(*own)
+            assert all(t is None or t.dtype == parameter for t in own)
+            found.numpy()[:] = norms.stack_batch_norm(
+                x.numpy(), stage(facts, counts, indices), weight, bias, eps=eps,
+                running_mean=mean, running_var=variance, momentum=momentum,
+            ).statistics  # fmt: skip
+
+        return launch, 1
+
+    def prepare_norm(facts, code):
+        def launch(x, residual, found, counts, indices, out):
+            names.append((ACTIVATIONS[code], residual is not None))
+            x, residual, found = native(x, residual, found)
+            inside = norms.pixels_inside(x, stage(facts, counts, indices))
+            t = norms.before_activation(np.where(inside, x, 0), found, residual)
+            out.numpy()[:] = np.where(inside, norms.apply_activation(t, ACTIVATIONS[code]), 0)
+
+        return launch
+
+    def differentiate(facts, code, grad, x, y, found, counts, indices):
+        names.append("gradient")
+        table, (grad, x, y, found) = stage(facts, counts, indices), native(grad, x, y, found)
+        return stack_batch_norm_grad(grad, x, table, found, y=y, activation=ACTIVATIONS[code])
+
+    def prepare_sums(facts, parameter, code):
+        def launch(grad, x, y, found, counts, indices, _, dweight, dbias, factors):
+            result = differentiate(facts, code, grad, x, y, found, counts, indices)
+            for to, value in ((dweight, result.weight), (dbias, result.bias)):
+                if to is not None:
+                    to.numpy()[:] = value
+
+        return launch, 1
+
+    def prepare_gradient(facts, code):
+        def launch(grad, x, y, found, _, counts, indices, dx, added):
+            result = differentiate(facts, code, grad, x, y, found, counts, indices)
+            for to, value in ((dx, result.x), (added, result.residual)):
+                if to is not None:
+                    to.numpy()[:] = value
+
+        return launch
+
+    def serves(x, table, parameters):
+        return not (table.whole or table.static)
+
+    monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
+    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    monkeypatch.setattr(cuda_norm, "_PLANS", {})
+    monkeypatch.setattr(cuda_norm, "serves", serves)
+    for name, function in (
+        ("_prepare_statistics", prepare_statistics), ("_prepare_norm", prepare_norm),
+        ("_prepare_sums", prepare_sums), ("_prepare_gradient", prepare_gradient),
+    ):  # fmt: skip
+        monkeypatch.setattr(cuda_norm, name, function)
+    return names
+
+
+@pytest.fixture
 def units_asked(torch, asked, monkeypatch):
     """Serve residual units too, as the composition of their layers, in float32."""
     from sbnet_cupy.torch.network import cuda, units

@@ -5,21 +5,21 @@
 // Source: the chain rule.  Python: sbnet_cupy/block_sparse/stack/stack_batch_norm_grad.py
 // Launch: 256 threads. stack_norm_grad_sums leaves the sums of each range of pixels in memory, stack_norm_grad_finish adds
 // them up, stack_norm_grad_apply is one pass over the stack; see stack_batch_norm.cuh.
-// Why: what the activation let through is computed again from x, which is read anyway, and not read from y.
+// Why: what the activation let through is computed again from x, which is read anyway. With a residual, which may be gone,
+// it is where y is over 0; then the activation is relu, or none.
 #include "block_sparse/stack/stack_batch_norm.cuh"
 
-// What reaches the norm of a gradient, at a pixel of x and of the residual.
+// What reaches the norm of a gradient, at a pixel of x; and of y, where `with_y`.
 template <int ACTIVATION, typename C>
-DEVICE C through(C grad, C x, C scale, C shift, C residual, bool sums) {
+DEVICE C through(C grad, C x, C scale, C shift, C y, bool with_y) {
     if constexpr (ACTIVATION == 0) return grad;
-    C t = add(multiply(x, scale), shift);
-    if (sums) t = add(t, residual);
-    return through_activation<ACTIVATION>(grad, t);
+    if (ACTIVATION == 1 && with_y) return through_activation<1>(grad, y);
+    return through_activation<ACTIVATION>(grad, add(multiply(x, scale), shift));
 }
 
 template <typename T, typename V, int LANES, int ACTIVATION>
 __global__ void __launch_bounds__(NORM_THREADS, 2)
-    stack_norm_grad_sums(const V* __restrict__ grad, const V* __restrict__ x, const V* __restrict__ residual,  // or null
+    stack_norm_grad_sums(const V* __restrict__ grad, const V* __restrict__ x, const V* __restrict__ y,  // or null
                          const typename ComputeOf<T>::type* __restrict__ statistics, const int* __restrict__ bin_counts,
                          const int* __restrict__ indices,
                          typename ComputeOf<T>::type* __restrict__ partials,  // [groups, 2, channels]
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
                 inside[a] = p < range.end && sizes.inside(p);
                 grads[a] = inside[a] ? grad[p * width + range.column] : zero<V>();
                 values[a] = inside[a] ? x[p * width + range.column] : zero<V>();
-                added[a] = ACTIVATION && inside[a] && residual ? residual[p * width + range.column] : zero<V>();
+                added[a] = ACTIVATION == 1 && inside[a] && y ? y[p * width + range.column] : zero<V>();
             }
 #pragma unroll
             for (int a = 0; a < AT_ONCE; ++a) {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
                 for (int e = 0; e < COUNT; ++e) {
                     const C value = to_compute<C>(vector.element[e]);
                     const C g = through<ACTIVATION>(to_compute<C>(before.element[e]), value, scale[e], shift[e],
-                                                    to_compute<C>(other.element[e]), residual != nullptr);
+                                                    to_compute<C>(other.element[e]), y != nullptr);
                     sums[e] += g;
                     products[e] += g * (value - mean[e]);
                 }
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
 
 template <typename T, typename V, int LANES, int ACTIVATION>
 __global__ void __launch_bounds__(NORM_THREADS, 2)
-    stack_norm_grad_apply(const V* __restrict__ grad, const V* __restrict__ x, const V* __restrict__ residual,  // or null
+    stack_norm_grad_apply(const V* __restrict__ grad, const V* __restrict__ x, const V* __restrict__ y,  // or null
                           const typename ComputeOf<T>::type* __restrict__ statistics,
                           const typename ComputeOf<T>::type* __restrict__ factors, const int* __restrict__ bin_counts,
                           const int* __restrict__ indices, V* __restrict__ dx, V* __restrict__ dresidual,  // or null
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
                 inside[a] = p < range.end && sizes.inside(p);
                 grads[a] = inside[a] ? grad[p * width + range.column] : zero<V>();
                 values[a] = inside[a] ? x[p * width + range.column] : zero<V>();
-                added[a] = ACTIVATION && inside[a] && residual ? residual[p * width + range.column] : zero<V>();
+                added[a] = ACTIVATION == 1 && inside[a] && y ? y[p * width + range.column] : zero<V>();
             }
 #pragma unroll
             for (int a = 0; a < AT_ONCE; ++a) {
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
                     for (int e = 0; e < COUNT; ++e) {
                         const C value = to_compute<C>(vector.element[e]);
                         const C g = through<ACTIVATION>(to_compute<C>(before.element[e]), value, scale[e], shift[e],
-                                                        to_compute<C>(other.element[e]), residual != nullptr);
+                                                        to_compute<C>(other.element[e]), y != nullptr);
                         passed.element[e] = from_compute<T>(g);
                         const C t = add(multiply(g, scale[e]), multiply(value, by_x[e]));
                         result.element[e] = from_compute<T>(add(t, constant[e]));

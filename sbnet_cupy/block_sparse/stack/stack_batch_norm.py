@@ -99,7 +99,7 @@ def stack_batch_norm(
             mean, variance = found[: 2 * channels].reshape(2, -1)
             unbiased = variance * (number / max(number - 1, 1))
             for array, new in ((running_mean, mean), (running_var, unbiased)):
-                array[...] = array * (1 - momentum) + new * momentum
+                array[...] = array.astype(np.float64) * (1 - momentum) + new * momentum
         t = before_activation(x, statistics, residual)
         y[...] = namespace(x).where(mask, apply_activation(t, activation), wide.type(0))
     return Normalized(y, statistics)

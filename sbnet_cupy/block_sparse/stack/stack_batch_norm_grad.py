@@ -21,8 +21,7 @@ class NormGradients(NamedTuple):
     residual: Any
 
 
-def stack_batch_norm_grad(grad, x, table, statistics, *, residual=None, activation=None,
-                          dtype=None):  # fmt: skip
+def stack_batch_norm_grad(grad, x, table, statistics, *, y=None, activation=None, dtype=None):
     """Return the gradients of :func:`stack_batch_norm` for the gradient of its ``y``.
 
     With ``g = grad * activation'(...)`` in the ``n`` pixels of the image that are in rows that are
@@ -33,8 +32,9 @@ def stack_batch_norm_grad(grad, x, table, statistics, *, residual=None, activati
 
     Parameters
     ----------
-    grad, x, residual : array, shape (M, b_h, b_w, C)
-        Of one dtype.
+    grad, x, y : array, shape (M, b_h, b_w, C)
+        Of one dtype. ``y`` is given where a residual was added before the activation, which then is
+        None or "relu"; elsewhere the activation's input is computed from ``x``.
     table, activation
         As they were given to :func:`stack_batch_norm`.
     statistics : array
@@ -69,9 +69,9 @@ def stack_batch_norm_grad(grad, x, table, statistics, *, residual=None, activati
             keep_if_capturing(array)
         lists = table.bin_counts, table.active_block_indices
         find = prepare_stack_norm_sums(norm, parameter_of((dweight,), wide), kind)
-        find(grad, x, residual, statistics, *lists, partials, dweight, dbias, factors)
+        find(grad, x, y, statistics, *lists, partials, dweight, dbias, factors)
         apply = prepare_stack_norm_grad(norm, kind)
-        apply(grad, x, residual, statistics, factors, *lists, dx, dresidual)
+        apply(grad, x, y, statistics, factors, *lists, dx, dresidual)
         return NormGradients(dx, dweight, dbias, dresidual)
     with computing(x):
         xp = namespace(x)
@@ -79,7 +79,8 @@ def stack_batch_norm_grad(grad, x, table, statistics, *, residual=None, activati
         mask, number = pixels_inside(x, table), max(statistics[-1], 1)
         g = grad.astype(wide)
         if activation is not None:
-            g = activation_grad(g, before_activation(x, statistics, residual), activation)
+            t = before_activation(x, statistics, None) if y is None else y.astype(wide)
+            g = activation_grad(g, t, activation)
         g = xp.where(mask, g, wide.type(0))
         dresidual[...] = g
         hat = xp.where(mask, (x.astype(np.float64) - mean) * deviation, 0.0)

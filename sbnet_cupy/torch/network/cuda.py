@@ -83,6 +83,14 @@ def _at_home(x):
         yield device
 
 
+def new_stack(like, rows, block, channels):
+    """Return memory for a stack ``[M, C, *block]``: no view, so that it may be written in place."""
+    shape = (rows, channels, *block)
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
+    )
+
+
 def _rows(x):
     """Return the memory of a stack as ``[M, h, w, C]``, contiguous."""
     return x.permute(0, 2, 3, 1).contiguous()
@@ -109,7 +117,8 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     size_out = tuple(
         (n + p - span) // s + 1 for n, p, span, s in zip(size, totals, spans, stride, strict=True)
     )
-    out = torch.empty(x.shape[0], *block_out, out_channels, dtype=x.dtype, device=x.device)
+    y = new_stack(x, x.shape[0], block_out, out_channels)
+    out = y.permute(0, 2, 3, 1)
     last = None if residual is None else _rows(residual)
     facts = (
         rows.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
@@ -142,7 +151,6 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
             with cuda.using_allocator(allocate):
                 launch(*given)
         table.settled = True  # what wrote the table lies behind a kernel that waited for it
-    y = out.permute(0, 3, 1, 2)
     if activation in _CODES:
         return y
     return finish(y, None, activation)
@@ -241,15 +249,15 @@ def halo(x, table, block, size, pads, fill, mode):
     rows = _rows(x)
     shape = (block[0] + pads[0] + pads[1], block[1] + pads[2] + pads[3])
     facts = (rows.dtype, tuple(rows.shape), table.batch, table.grid, block, size, pads, kind)
-    out = torch.empty(rows.shape[0], *shape, rows.shape[3], dtype=x.dtype, device=x.device)
+    out = new_stack(x, rows.shape[0], shape, rows.shape[3])
     with _at_home(x) as device:
         key = (device, facts, _clears(table))
         if key not in _PLANS:
             _PLANS[key] = _prepare_halo(*facts, key[2])
-        given = (rows, table.counts, table.indices, table.places, out)
+        given = (rows, table.counts, table.indices, table.places, out.permute(0, 2, 3, 1))
         _PLANS[key](*map(_At, given))
         table.settled = True
-    return out.permute(0, 3, 1, 2)
+    return out
 
 
 def _prepare_halo(dtype, shape, images, grid, block, image, pads, kind, clear_rows):

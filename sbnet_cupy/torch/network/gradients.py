@@ -10,7 +10,8 @@ import torch
 from torch.autograd import Function
 from torch.nn.grad import conv2d_weight
 
-from . import ops
+from . import cuda_norm, ops
+from .epilogue import finish
 from .halos import zero_outside
 
 
@@ -165,3 +166,38 @@ class _BatchNorm(Function):
             )
             dx = zero_outside(dx, *ctx.where)
         return dx, sums[2] if wanted[1] else None, sums[3] if wanted[2] else None, None, None, None
+
+
+class Norm(Function):
+    """What follows the statistics of a stack: ``activation(norm(x) + residual)``, by kernels."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, statistics, where, activation, eps):
+        y = cuda_norm.normalize(x, *where, statistics, residual, activation)
+        ctx.where, ctx.activation, ctx.eps = where, activation, eps
+        ctx.is_sum = residual is not None
+        result = y if ctx.is_sum and activation is not None else None
+        ctx.save_for_backward(x, weight, bias, statistics, result)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, bias, statistics, y = ctx.saved_tensors
+        wanted, nothing = ctx.needs_input_grad[:4], (None,) * 4
+        if torch.is_grad_enabled():
+            return (*_norm_again(ctx, grad, x, weight, bias, y, wanted), *nothing)
+        dtype = next((t.dtype for t in (weight, bias) if t is not None), statistics.dtype)
+        call = grad, x, y, *ctx.where, statistics, ctx.activation, dtype, wanted
+        return (*cuda_norm.differentiate(*call), *nothing)
+
+
+def _norm_again(ctx, grad, x, weight, bias, y, wanted):
+    """Return gradients of x, weight, bias and residual that can be differentiated."""
+    grad = zero_outside(grad if y is None else torch.where(y <= 0, 0, grad), *ctx.where)
+    out = _batch_norm(x, *ctx.where, weight, bias, ctx.eps)[0]
+    if not ctx.is_sum:
+        out = finish(out, None, ctx.activation)
+    found = [None] * 3
+    if any(wanted[:3]):
+        found = _again(out, (x, weight, bias), wanted, grad)[:3]
+    return *found, grad if wanted[3] else None

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_one_piece
-from . import cuda, graphs, tuning
+from . import cuda, cuda_norm, graphs, tuning
 from . import tensor as T
 from .ends import check_call, check_outside, finished, warn_left_out
 from .entry import Entry, gathered
@@ -192,7 +192,10 @@ class SparseModel(Report, nn.Module):
         if self.break_even is not None:
             return self.break_even
         trained = self.training or torch.is_grad_enabled()
-        if x.is_cuda and not trained and cuda.convolves(x.dtype):
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        if x.is_cuda and cuda.convolves(dtype) and (cuda_norm.requested() or not trained):
             return _NEVER
         return BREAK_EVEN.get(x.device.type, 1.0)
 
