@@ -11,7 +11,8 @@ import pytest
 
 import host_cuda
 import sbnet_cupy as sb
-from sbnet_cupy.block_sparse.stack import stack_interpolate, stack_pool_launch
+from sbnet_cupy.block_sparse.stack import stack_interpolate, stack_launch, stack_pool_launch
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import packed
 from support import stack_cases
@@ -168,6 +169,30 @@ def test_packed_weights(on_shim):
     for _ in range(2):
         assert_same(sb.stack_conv2d(x, weights, table), first)
     assert [kernel for _, kernel in on_shim].count("pack_stack_weights") == 2
+
+
+@pytest.mark.parametrize("element, dtype", [("Half", FLOAT16), ("BFloat16", BFLOAT16),
+                                            ("float", FLOAT32)])  # fmt: skip
+@pytest.mark.parametrize("turned", [False, True])
+def test_weights_are_packed_as_they_lie(on_shim, element, dtype, turned):
+    """From float32 in any layout, and turned round: the bytes of a rounded copy."""
+    k, c = 24, 20
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((3, 5, c, k)).astype(np.float32)  # HWIO
+    if turned:
+        c, k = k, c
+    logical = w[::-1, ::-1].swapaxes(2, 3) if turned else w
+    conv = StackConv(element, 1, 1, (1, 1), (8, 8), (8, 8), (8, 8), (8, 8), c, k, (3, 5), (1, 1),
+                     (1, 1), (1, 2), 0, True, True, 1)  # fmt: skip
+    expected = stack_launch.prepare_stack_pack(conv, "HWIO")(
+        np.ascontiguousarray(logical.astype(dtype)), None, None
+    )
+    steps = [s // 4 for s in logical.strides]
+    first = w.reshape(-1)[(w.shape[0] * w.shape[1] - 1) * w.shape[2] * w.shape[3] :]
+    packed = np.zeros(conv.packed_bytes, np.uint8)
+    run = stack_launch.prepare_stack_pack_strided(conv, tuple(steps), "float")
+    run(first if turned else w, None, None, packed)
+    assert_same(packed, expected)
 
 
 DTYPES = [FLOAT16, BFLOAT16, FLOAT32, np.dtype("f8")]

@@ -20,6 +20,16 @@ from support.strategies import BFLOAT16
 DTYPES = [np.dtype("f2"), BFLOAT16, np.dtype("f4"), np.dtype("f8")]
 
 
+def draw_norm(data, channels, dtype):
+    """Draw a table, images, a stack, and parameters; the means are far from 0."""
+    blocks, rng = data.draw(stack_cases.blocks()), data.draw(stack_cases.generators())
+    table = blocks.table()
+    images = blocks.images(table, channels, rng, np.float64) + np.resize([0, 8, -3], channels)
+    images = np.where(blocks.mask(table), images, 0).astype(dtype)
+    parameters = rng.uniform(0.5, 1.5, (2, channels))
+    return blocks, table, images, rng, parameters
+
+
 def drawn(dtype, sizes, corrupt):
     """Return blocks, their table, and stacks of x, a residual and a gradient."""
     channels, block, size, spare = sizes

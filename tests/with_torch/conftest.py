@@ -29,13 +29,13 @@ def asked(torch, st, monkeypatch):
             names.append("depthwise" if depthwise else "settled" if settled else "conv")
             table = stage(counts, indices, places, block, image)
             assert (x.shape[0], places.shape[0], tuple(places.shape[1:])) == (rows, images, grid)
-            after = [
+            ends = [
                 (o - 1) * s + d * (k - 1) + 1 - n - p
                 for o, s, d, k, n, p in zip(
                     image_out, strides, dilation, kernel, image, pads, strict=True
                 )
             ]
-            padding = [(p, max(a, 0)) for p, a in zip(pads, after, strict=True)]
+            padding = [(p, max(a, 0)) for p, a in zip(pads, ends, strict=True)]
             y = sb.stack_conv2d(
                 x.numpy(), weight.numpy(), table, strides=strides,
                 padding=tuple(padding), dilation=dilation,
@@ -45,6 +45,8 @@ def asked(torch, st, monkeypatch):
                 activation=ACTIVATIONS[activation] if activation < 4 else None,
             )  # fmt: skip
             assert y.shape[1:] == (*block_out, channels_out)
+            after = stage(counts, indices, places, block_out, image_out)
+            y = np.where(sb.stack_pixel_mask(after)[..., None], y, y.dtype.type(0))  # as kernels do
             y = torch.from_numpy(y)
             out.copy_(y if activation < 4 else getattr(torch.nn.functional, OTHERS[activation])(y))
 
@@ -199,6 +201,8 @@ def asked(torch, st, monkeypatch):
         return launch
 
     def pack(weight, bias, _, kept="_stack_packed"):
+        if not isinstance(weight, torch.Tensor):
+            return weight.tensor().contiguous(), bias
         setattr(weight, kept, (bias, (weight, bias)))
         return weight, bias
 
@@ -238,7 +242,7 @@ def norms_asked(torch, st, monkeypatch):
     names = []
 
     def stage(facts, counts, indices):
-        dtype, rows, images, grid, channels, block, size, whole = facts
+        _, rows, images, grid, _, block, size, whole = facts
         assert tuple(indices.shape) == (rows, 3)
         assert not whole or all(n == g * b for n, g, b in zip(size, grid, block, strict=True))
         places = np.zeros((images, *grid), np.int32)

@@ -93,6 +93,30 @@ def test_gradients_are_those_of_pytorch(st, name, capacity, break_even, request)
         assert_near(actual[key], value, terms=1 << 17)
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_kernels_convolve_forward_and_back(st, as_on_gpu, asked, last, monkeypatch):
+    """With weights as they lie, also turned round, in whatever memory format."""
+    from sbnet_cupy.torch.network import cuda, cuda_weights
+
+    monkeypatch.setattr(cuda_weights, "requested", lambda: True)
+    dense = without_kinks(networks.network("resnet_basic")).train()
+    if last:
+        dense = dense.to(memory_format=torch.channels_last)
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        sparse = st.sparsify(copy.deepcopy(dense).to(dtype), BLOCK)
+        sparse.break_even = 2.0
+        with pytest.MonkeyPatch.context() as patch:
+            if dtype == torch.float64:
+                patch.setattr(cuda, "serves", lambda x: False)
+            found.append(learn(sparse, image(dtype), mask))
+    assert asked.count("conv") > sum(isinstance(m, nn.Conv2d) for m in dense.modules())
+    for key, value in found[0].items():
+        error = (found[1][key].double() - value).double().norm()
+        assert error <= 2.0**-12 * (value.double().norm() + 1), key
+
+
 CONVOLUTIONS = {
     "strided": {"stride": 2, "padding": 1},
     "without padding": {},

@@ -7,16 +7,17 @@
     apply = prepare_stack_norm(norm, activation)
     apply(x, residual, statistics, bin_counts, active_block_indices, y)
     find = prepare_stack_norm_sums(norm, "float", activation)
-    find(grad, x, y, statistics, bin_counts, active_block_indices, partials, dweight, dbias, factors)
+    find(grad, x, y, statistics, bin_counts, active_block_indices, partials, dweight, dbias,
+         factors)
     apply = prepare_stack_norm_grad(norm, activation)
     apply(grad, x, y, statistics, factors, bin_counts, active_block_indices, dx, dresidual)
 
 weight, bias, running_mean and running_var are of one dtype, "float" above, and may be None, as may
 residual, dweight, dbias, dx and dresidual. For the gradients the activation is found from ``x``; or
-from ``y``, with relu, where there was a residual; else y is None. ``momentum`` is a :class:`~sbnet_cupy.core.launch.Number`.
-``partials`` holds ``norm.partials`` numbers, ``statistics`` 5 rows of a number for each channel
-(mean, variance, one over the standard deviation, scale, shift) and the number of pixels, and
-``factors`` 2 rows; all in float32, float64 for float64.
+from ``y``, with relu, where there was a residual; else y is None. ``momentum`` is a
+:class:`~sbnet_cupy.core.launch.Number`. ``partials`` holds ``norm.partials`` numbers,
+``statistics`` 5 rows of a number for each channel (mean, variance, one over the standard deviation,
+scale, shift) and the number of pixels, and ``factors`` 2 rows; all in float32, float64 for float64.
 """
 
 import math

@@ -32,8 +32,8 @@ class _At:
 
     __slots__ = ("data", "ptr")
 
-    def __init__(self, tensor):
-        self.data, self.ptr = self, tensor.data_ptr()
+    def __init__(self, tensor, offset=0):
+        self.data, self.ptr = self, tensor.data_ptr() + offset
 
 
 def serves(x):
@@ -201,8 +201,30 @@ def _prepare_conv(
     if missing_kernel(conv, device) is not None:
         return None
     plain = conv.vectors_in and not plan_stack_conv(conv, device).partials
-    pack = stack_launch.prepare_stack_pack(conv, "OIHW")
-    return stack_launch.prepare_stack_conv(conv, settled, clear_rows), pack, plain
+    return stack_launch.prepare_stack_conv(conv, settled, clear_rows), Packs(conv), plain
+
+
+class Packs:
+    """What packs the weights of a convolution of these sizes."""
+
+    def __init__(self, conv):
+        from ...block_sparse.stack import stack_launch
+
+        self.conv, self._launches = conv, {}
+        self._usual = stack_launch.prepare_stack_pack(conv, "OIHW")
+
+    def __call__(self, *arrays):
+        """Pack contiguous weights, scale and bias; they are kept."""
+        return self._usual(*arrays)
+
+    def strided(self, steps, element):
+        """Return the launch that packs weights as they lie."""
+        from ...block_sparse.stack import stack_launch
+
+        if (steps, element) not in self._launches:
+            launch = stack_launch.prepare_stack_pack_strided(self.conv, steps, element)
+            self._launches[steps, element] = launch
+        return self._launches[steps, element]
 
 
 def _is_packed(weight, bias, kept="_stack_packed"):
@@ -213,6 +235,8 @@ def _is_packed(weight, bias, kept="_stack_packed"):
 
 def _packed(weight, bias, pack, kept="_stack_packed"):
     """Return weights as the kernel reads them, kept beside a weight that is kept."""
+    if not isinstance(weight, torch.Tensor):  # Fresh of cuda_weights.py
+        return weight.packed(pack, bias)
     found = getattr(weight, kept, None)
     if found is None or found[0] is not bias:
         from cupy import cuda

@@ -1,12 +1,6 @@
-"""The CUDA kernels of batch norms in training, on tensors: statistics, the stack, gradients.
+"""The CUDA kernels of batch norms in training, on tensors: statistics, the stack, gradients."""
 
-The kernels have run on a CPU only, so that they are off: set the environment variable
-``SBNET_TRAINING_KERNELS=1`` before the first call to use them.
-"""
-
-import functools
 import math
-import os
 
 import torch
 
@@ -17,15 +11,9 @@ _PARAMETERS = cuda._ELEMENTS | {torch.float64: "double"}
 _ROWS = 5  # of the statistics
 
 
-@functools.cache
-def requested():
-    """Whether kernels compute batch norms in training."""
-    return os.environ.get("SBNET_TRAINING_KERNELS") == "1"
-
-
 def serves(x, table, parameters):
     """Whether kernels normalize a stack, with these parameters and running statistics, or None."""
-    if not (requested() and x.is_cuda and x.dtype in cuda._ELEMENTS) or table.whole or table.static:
+    if not x.is_cuda or x.dtype not in cuda._ELEMENTS or table.whole or table.static:
         return False
     given = [t for t in parameters if t is not None]
     dtypes = {t.dtype for t in given}
@@ -106,7 +94,7 @@ def _wide(dtype):
 
 
 def _facts(rows, table, block, size):
-    """Return sizes, and at the end whether all pixels below the count are known to be an image's."""
+    """Return sizes, and at the end whether all pixels of rows below the count are an image's."""
     whole = table.divides(block, size)
     return rows.dtype, rows.shape[0], table.batch, table.grid, rows.shape[3], block, size, whole
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 from torch.nn.grad import conv2d_weight
 
-from . import cuda_norm, ops
+from . import cuda, cuda_norm, cuda_weights, ops
 from .epilogue import finish
 from .halos import zero_outside
 
@@ -29,14 +29,36 @@ def conv(x, table, block, size, weight, bias, **options):
     """Convolve a stack as ``ops.conv`` does, and record how it is differentiated."""
     if not serves(x, table) or options["mode"] != "zeros" or options["fill"] != 0:
         return ops.conv(x, table, block, size, weight, bias, **options)
-    if torch.is_autocast_enabled(x.device.type):
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type) and dtype == torch.float32:
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = (
-            t.to(dtype) if t is not None and t.dtype == torch.float32 else t
-            for t in (x, weight, bias)
+        x = x.to(dtype)
+    if torch.is_autocast_enabled(x.device.type):  # a weight in float32 is rounded as it is packed
+        weight, bias = (
+            t.to(dtype) if t is not None and t.dtype not in (dtype, torch.float32) else t
+            for t in (weight, bias)
         )
+    elif weight.dtype != dtype:
+        return ops.conv(x, table, block, size, weight, bias, **options)  # which refuses it
     where = table, block, size
     return _Conv.apply(x, weight, bias, where, options)
+
+
+def _convolve(x, where, weight, bias, options, turned=False):
+    """Convolve with weights that may be float32, or turned round: (stack, whether by a kernel).
+
+    A kernel writes zeros outside of the images and in rows that are no block.
+    """
+    if options["groups"] == 1 and cuda.serves(x) and cuda_weights.requested():
+        sizes = options["stride"], options["pads"], options["dilation"], 1, None, None
+        y = cuda.conv(x, *where, cuda_weights.Fresh(weight, x.dtype, turned), bias, *sizes)
+        if y is not None:
+            return y, True
+    weight, bias = (t if t is None else t.to(x.dtype) for t in (weight, bias))
+    if turned:
+        weight = weight.flip(2, 3)
+        weight = weight.transpose(0, 1) if options["groups"] == 1 else weight
+    return ops.conv(x, *where, weight, bias, **options), False
 
 
 class _Conv(Function):
@@ -44,14 +66,15 @@ class _Conv(Function):
     def forward(ctx, x, weight, bias, where, options):
         ctx.save_for_backward(x, weight, bias)
         ctx.where, ctx.options = where, options
-        return ops.conv(x, *where, weight, bias, **options)
+        return _convolve(x, where, weight, bias, options)[0]
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, bias = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         if torch.is_grad_enabled():  # to be differentiated again: by PyTorch's operations
-            y = ops.conv(x, *ctx.where, weight, bias, **ctx.options)
+            same = (t if t is None else t.to(x.dtype) for t in (weight, bias))
+            y = ops.conv(x, *ctx.where, *same, **ctx.options)
             return (*_again(y, (x, weight, bias), wanted, grad), None, None)
         grad = grad.contiguous(memory_format=torch.channels_last)
         dx = dweight = dbias = None
@@ -60,7 +83,7 @@ class _Conv(Function):
         if wanted[1]:
             dweight = _grad_weight(x, grad, weight, *ctx.where, ctx.options)
         if wanted[2]:
-            dbias = grad.sum((0, 2, 3))
+            dbias = grad.sum((0, 2, 3), dtype=bias.dtype)
         return dx, dweight, dbias, None, None
 
 
@@ -84,17 +107,15 @@ def _grad_x(grad, weight, table, block, size, options):
     around = (spans[0] - pads[0], spans[0] - pads[1], spans[1] - pads[2], spans[1] - pads[3])
     one_each = groups == weight.shape[0] and weight.shape[1] == 1
     if stride == (1, 1) and min(around) >= 0 and (groups == 1 or one_each):
-        turned = weight.flip(2, 3)
-        turned = turned if one_each else turned.transpose(0, 1)
-        dx = ops.conv(
-            grad, table, out, size_out, turned, None, pads=around, dilation=dilation, groups=groups
-        )
+        sizes = {"stride": stride, "pads": around, "dilation": dilation, "groups": groups}
+        dx, is_clear = _convolve(grad, (table, out, size_out), weight, None, sizes, turned=True)
     else:
         dx = ops.conv_transpose(
-            grad, table, out, size_out, weight, None, stride=stride, padding=(pads[0], pads[2]),
-            dilation=dilation, groups=groups, out_size=size,
+            grad, table, out, size_out, weight.to(grad.dtype), None, stride=stride,
+            padding=(pads[0], pads[2]), dilation=dilation, groups=groups, out_size=size,
         )  # fmt: skip
-    return zero_outside(dx, table, block, size)
+        is_clear = table.divides(block, size)  # and rows of no block have no gradient
+    return dx if is_clear else zero_outside(dx, table, block, size)
 
 
 def _grad_weight(x, grad, weight, table, block, size, options):
@@ -104,7 +125,8 @@ def _grad_weight(x, grad, weight, table, block, size, options):
     if any(rims):
         x = ops.halo(x, table, block, size, rims)
     x = x.contiguous(memory_format=torch.channels_last)
-    return conv2d_weight(x, weight.shape, grad, stride, 0, dilation, options["groups"])
+    found = conv2d_weight(x, weight.shape, grad, stride, 0, dilation, options["groups"])
+    return found.to(weight.dtype)
 
 
 def batch_norm(x, table, block, size, weight, bias, eps):
@@ -173,6 +195,7 @@ class Norm(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, statistics, where, activation, eps):
+        """Normalize, add, and activate, in one pass."""
         y = cuda_norm.normalize(x, *where, statistics, residual, activation)
         ctx.where, ctx.activation, ctx.eps = where, activation, eps
         ctx.is_sum = residual is not None
@@ -182,6 +205,7 @@ class Norm(Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """Return the gradients of x, weight, bias and residual."""
         x, weight, bias, statistics, y = ctx.saved_tensors
         wanted, nothing = ctx.needs_input_grad[:4], (None,) * 4
         if torch.is_grad_enabled():

@@ -114,8 +114,9 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     if trained or table.weights is None:
         call = (source, table, window.block, window.size, weight, bias)
         out = window.wrap(gradients.conv(*call, **options))
-        constant = weight.new_zeros(weight.shape[0]) if bias is None else bias
-        return T.with_rest(out, lambda: constant)
+        return T.with_rest(
+            out, lambda: weight.new_zeros(weight.shape[0]) if bias is None else bias
+        )
     window.note()
     dtype = source.dtype
     if torch.is_autocast_enabled(source.device.type):
