@@ -229,3 +229,28 @@ def test_on_a_gpu_they_are_those_of_a_cpu(st, name):
         for key, value in expected.items():
             error = (actual[key].cpu().double() - value).double().norm()
             assert error <= 4 * depth * 2.0**-11 * (value.double().norm() + 1), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [(3, 2, 1), (2, 2, 0), (3, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_max_pooling_on_a_gpu_chooses_as_on_a_cpu(st, window, dtype, monkeypatch):
+    """The first of several largest pixels."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs gpu")
+    from sbnet_cupy.torch.network import cuda_weights
+
+    monkeypatch.setattr(cuda_weights, "requested", lambda: True)
+    dense = nn.Sequential(nn.Identity(), nn.MaxPool2d(*window))
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    found = []
+    for device in ("cpu", "cuda"):
+        sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+        sparse.break_even = 2.0
+        x = image().mul(4).round().to(device, dtype).requires_grad_()
+        y = sparse(x, mask.to(device))
+        weights = torch.arange(y.numel(), device=device).view(y.shape).remainder(5).to(dtype)
+        (y * weights).sum().backward()
+        found.append((y.detach().cpu(), x.grad.cpu()))
+    for actual, expected in zip(*reversed(found), strict=True):
+        assert torch.equal(actual, expected)

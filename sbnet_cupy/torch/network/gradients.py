@@ -8,9 +8,10 @@ A gradient is 0 wherever an activation is: outside the image, and in rows past t
 
 import torch
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from . import cuda, cuda_norm, cuda_weights, ops
+from . import cuda, cuda_norm, cuda_pool, cuda_weights, ops
 from .epilogue import finish
 from .halos import zero_outside
 
@@ -225,3 +226,39 @@ def _norm_again(ctx, grad, x, weight, bias, y, wanted):
     if any(wanted[:3]):
         found = _again(out, (x, weight, bias), wanted, grad)[:3]
     return *found, grad if wanted[3] else None
+
+
+def max_pool(x, window, ceil_mode=False):
+    """Pool a stack by PyTorch's operations."""
+    table, kernel, stride, dilation = window.table, window.kernel, window.stride, window.dilation
+    inside = not any(window.pads) and not ceil_mode and kernel == stride and dilation == (1, 1)
+    if not inside:
+        rims = ops.rim(kernel, stride, window.pads, dilation)
+        fill = float("-inf") if window.fill is None or ceil_mode else window.fill
+        x = table.compute(ops.halo, x, table, window.block, window.size, rims, fill)
+    x = table.compute(F.max_pool2d, x, kernel, stride, 0, dilation)
+    if x.requires_grad and not table.filled(window.out_block, window.out_size):
+        # of nothing there is no largest number: keep infinity out of the gradients of weights
+        x = torch.where(table.inside(window.out_block, window.out_size)[:, None], x, 0)
+    return x
+
+
+class MaxPool(Function):
+    """The maximum of windows by a kernel that tells which pixels it chose."""
+
+    @staticmethod
+    def forward(ctx, x, window, ceil_mode):
+        """Pool."""
+        y, choice = cuda_pool.max_pool_choice(x, window)
+        ctx.save_for_backward(x, choice)
+        ctx.call = window, ceil_mode
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Give the gradient of each window to the pixel that it chose."""
+        x, choice = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: by PyTorch's operations
+            y = max_pool(x, *ctx.call)
+            return torch.autograd.grad(y, x, grad, create_graph=True)[0], None, None
+        return cuda_pool.max_pool_grad(grad, choice, ctx.call[0]), None, None

@@ -199,18 +199,11 @@ def max_pool2d(
     pooled = cuda_pool.max_pool(value, table, window)
     if pooled is not None:
         return window.wrap(pooled)
-    inside = not any(window.pads) and not ceil_mode and kernel == stride and dilation == (1, 1)
-    if not inside:
-        rims = ops.rim(kernel, stride, window.pads, dilation)
-        fill = float("-inf") if window.fill is None or ceil_mode else window.fill
-        if border and ceil_mode:
-            return NotImplemented
-        value = table.compute(ops.halo, value, table, window.block, window.size, rims, fill)
-    value = table.compute(F.max_pool2d, value, kernel, stride, 0, dilation)
-    if value.requires_grad and not table.filled(window.out_block, window.out_size):
-        # of nothing there is no largest number: keep infinity out of the gradients of weights
-        value = torch.where(table.inside(window.out_block, window.out_size)[:, None], value, 0)
-    return window.wrap(value)
+    if cuda.records(value) and cuda_pool.chooses(value, table, window):
+        return window.wrap(gradients.MaxPool.apply(value, window, ceil_mode))
+    if border and ceil_mode:
+        return NotImplemented
+    return window.wrap(gradients.max_pool(value, window, ceil_mode))
 
 
 def _bordered(value, border):
