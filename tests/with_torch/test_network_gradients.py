@@ -94,11 +94,10 @@ def test_gradients_are_those_of_pytorch(st, name, capacity, break_even, request)
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_kernels_convolve_forward_and_back(st, as_on_gpu, asked, last, monkeypatch):
+def test_kernels_convolve_forward_and_back(st, as_on_gpu, asked, last):
     """With weights as they lie, also turned round, in whatever memory format."""
-    from sbnet_cupy.torch.network import cuda, cuda_weights
+    from sbnet_cupy.torch.network import cuda
 
-    monkeypatch.setattr(cuda_weights, "requested", lambda: True)
     dense = without_kinks(networks.network("resnet_basic")).train()
     if last:
         dense = dense.to(memory_format=torch.channels_last)
@@ -238,9 +237,9 @@ def test_max_pooling_on_a_gpu_chooses_as_on_a_cpu(st, window, dtype, monkeypatch
     """The first of several largest pixels."""
     if not torch.cuda.is_available():
         pytest.skip("needs gpu")
-    from sbnet_cupy.torch.network import cuda_weights
+    from sbnet_cupy.torch.network import cuda_pool
 
-    monkeypatch.setattr(cuda_weights, "requested", lambda: True)
+    monkeypatch.setattr(cuda_pool, "requested", lambda: True)
     dense = nn.Sequential(nn.Identity(), nn.MaxPool2d(*window))
     _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
     found = []

@@ -2,15 +2,20 @@
 
 Each function returns None where no kernel serves the call; then PyTorch's operations do. Rows of a
 result past the count are not written.
+
+Max pooling in training has kernels that have run on a CPU only, so that they are off: set the
+environment variable ``SBNET_TRAINING_POOLS=1`` before the first call to use them.
 """
 
+import functools
 import math
+import os
 
 import torch
 
 from ...core.torch_memory import allocate
 from .._native import view
-from . import cuda, cuda_weights
+from . import cuda
 
 _PLANS = {}  # (device, what, sizes, settled) -> what launches a kernel, or None
 
@@ -22,9 +27,15 @@ def max_pool(x, table, window):
     return _pool_windows(x, table, window, _prepare_max_pool)
 
 
+@functools.cache
+def requested():
+    """Whether kernels pool in training."""
+    return os.environ.get("SBNET_TRAINING_POOLS") == "1"
+
+
 def chooses(x, table, window):
     """Whether kernels take the maximum of windows in training: with the pixels that they chose."""
-    on_gpu = cuda_weights.requested() and x.is_cuda and x.dtype in cuda._ELEMENTS
+    on_gpu = requested() and x.is_cuda and x.dtype in cuda._ELEMENTS
     if not on_gpu or table.whole or table.static or not _is_plain(window) or min(window.pads) < 0:
         return False
     with cuda._at_home(x) as device:

@@ -1,21 +1,8 @@
-"""Weights in training: packed as they lie, for one convolution, by one kernel.
-
-This has run on a CPU only, so that it is off: set the environment variable
-``SBNET_TRAINING_KERNELS=1`` before the first call to use it.
-"""
-
-import functools
-import os
+"""Weights in training: packed as they lie, for one convolution, by one kernel."""
 
 import torch
 
 from . import cuda
-
-
-@functools.cache
-def requested():
-    """Whether weights are packed so."""
-    return os.environ.get("SBNET_TRAINING_KERNELS") == "1"
 
 
 class Fresh:

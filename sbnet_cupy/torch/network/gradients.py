@@ -50,7 +50,7 @@ def _convolve(x, where, weight, bias, options, turned=False):
 
     A kernel writes zeros outside of the images and in rows that are no block.
     """
-    if options["groups"] == 1 and cuda.serves(x) and cuda_weights.requested():
+    if options["groups"] == 1 and cuda.serves(x):
         sizes = options["stride"], options["pads"], options["dilation"], 1, None, None
         y = cuda.conv(x, *where, cuda_weights.Fresh(weight, x.dtype, turned), bias, *sizes)
         if y is not None:
