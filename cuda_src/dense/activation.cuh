@@ -26,6 +26,24 @@ DEVICE C activate(C t) {
     return t;
 }
 
+// grad * activation'(t); relu: 0 at 0, and what grad is at NaN.
+template <int ACTIVATION, typename Compute>
+DEVICE Compute through_activation(Compute grad, Compute t) {
+    if constexpr (ACTIVATION == 1) return t <= 0 ? Compute(0) : grad;
+    if constexpr (ACTIVATION == 2) {
+        const Compute decay = exp(t < 0 ? t : -t), larger = Compute(1) / (Compute(1) + decay),
+                      smaller = decay / (Compute(1) + decay);  // sigmoid(|t|) and sigmoid(-|t|)
+        const bool positive = !(t < 0);
+        return grad * ((positive ? larger : smaller) * (Compute(1) + t * (positive ? smaller : larger)));
+    }
+    if constexpr (ACTIVATION == 3) {
+        const Compute half = t * Compute(0.70710678118654752440);
+        return grad * (Compute(0.5) * (Compute(1) + erf(half)) +
+                       t * exp(-half * half) * Compute(0.39894228040143267794));
+    }
+    return grad;
+}
+
 // relu in one instruction; NaN stays NaN.
 DEVICE float relu(float t) {
 #if !defined(SBNET_HOST) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -12,24 +12,6 @@
 
 constexpr int THREADS = 256;
 
-// grad * activation'(t); relu: 0 at 0, and what grad is at NaN.
-template <int ACTIVATION, typename Compute>
-DEVICE Compute through_activation(Compute grad, Compute t) {
-    if constexpr (ACTIVATION == 1) return t <= 0 ? Compute(0) : grad;
-    if constexpr (ACTIVATION == 2) {
-        const Compute decay = exp(t < 0 ? t : -t), larger = Compute(1) / (Compute(1) + decay),
-                      smaller = decay / (Compute(1) + decay);  // sigmoid(|t|) and sigmoid(-|t|)
-        const bool positive = !(t < 0);
-        return grad * ((positive ? larger : smaller) * (Compute(1) + t * (positive ? smaller : larger)));
-    }
-    if constexpr (ACTIVATION == 3) {
-        const Compute half = t * Compute(0.70710678118654752440);
-        return grad * (Compute(0.5) * (Compute(1) + erf(half)) +
-                       t * exp(-half * half) * Compute(0.39894228040143267794));
-    }
-    return grad;
-}
-
 // T element, V vector of them, S scale and shift.
 template <typename T, typename V, typename S, int ACTIVATION, bool LAST, int LANES>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2)

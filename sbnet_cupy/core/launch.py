@@ -6,6 +6,7 @@ This file and ``compile.py`` are the only ones that know how kernels are made an
 import contextlib
 import ctypes
 import functools
+import struct
 import threading
 
 import numpy as np
@@ -165,6 +166,20 @@ class _Launch:
                 # A thread that has not used CUDA, such as one of an autograd engine.
                 self._enter(self._device)
                 self._launch(stream, self._table, 0)
+
+
+class Number(float):
+    """A number that changes from call to call, where a launch takes an array."""
+
+    @property
+    def data(self):
+        """Itself, as an array has its memory."""
+        return self
+
+    @property
+    def ptr(self):
+        """Its bits, as an array's address."""
+        return struct.unpack("q", struct.pack("d", self))[0]
 
 
 class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute

@@ -5,15 +5,20 @@ results are compared within the bound of such sums.
 """
 
 import importlib
+import math
 
 import numpy as np
 import pytest
 
 import host_cuda
 import sbnet_cupy as sb
-from sbnet_cupy.block_sparse.stack import stack_interpolate, stack_pool_launch
+from sbnet_cupy.block_sparse.stack import stack_interpolate, stack_launch, stack_pool_launch
+from sbnet_cupy.block_sparse.stack.pooling import resolve_pool
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import packed
+from sbnet_cupy.core.arrays import compute_dtype
+from sbnet_cupy.core.compile import cpp_name
 from support import stack_cases
 from support.assertions import assert_close, assert_same
 from support.exhaustive import all_but, thinned_pairs
@@ -168,6 +173,30 @@ def test_packed_weights(on_shim):
     for _ in range(2):
         assert_same(sb.stack_conv2d(x, weights, table), first)
     assert [kernel for _, kernel in on_shim].count("pack_stack_weights") == 2
+
+
+@pytest.mark.parametrize("element, dtype", [("Half", FLOAT16), ("BFloat16", BFLOAT16),
+                                            ("float", FLOAT32)])  # fmt: skip
+@pytest.mark.parametrize("turned", [False, True])
+def test_weights_are_packed_as_they_lie(on_shim, element, dtype, turned):
+    """From float32 in any layout, and turned round: the bytes of a rounded copy."""
+    k, c = 24, 20
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((3, 5, c, k)).astype(np.float32)  # HWIO
+    if turned:
+        c, k = k, c
+    logical = w[::-1, ::-1].swapaxes(2, 3) if turned else w
+    conv = StackConv(element, 1, 1, (1, 1), (8, 8), (8, 8), (8, 8), (8, 8), c, k, (3, 5), (1, 1),
+                     (1, 1), (1, 2), 0, True, True, 1)  # fmt: skip
+    expected = stack_launch.prepare_stack_pack(conv, "HWIO")(
+        np.ascontiguousarray(logical.astype(dtype)), None, None
+    )
+    steps = [s // 4 for s in logical.strides]
+    first = w.reshape(-1)[(w.shape[0] * w.shape[1] - 1) * w.shape[2] * w.shape[3] :]
+    packed = np.zeros(conv.packed_bytes, np.uint8)
+    run = stack_launch.prepare_stack_pack_strided(conv, tuple(steps), "float")
+    run(first if turned else w, None, None, packed)
+    assert_same(packed, expected)
 
 
 DTYPES = [FLOAT16, BFLOAT16, FLOAT32, np.dtype("f8")]
@@ -354,3 +383,36 @@ def test_what_else_reads_rims_reads_them_by_the_kernel(on_shim, monkeypatch, fun
             count = table.count() if len(actual) == table.capacity else len(actual)
             assert not actual[count:].any()
             assert_same(actual[:count], wanted[:count], signed_zero=False)
+
+
+@pytest.mark.parametrize(
+    "pool, dilation, dtype, sizes", thinned_pairs(6, POOLS, [1, 2], DTYPES, SIZES), ids=str
+)
+def test_gradient_of_max_pool(on_shim, pool, dilation, dtype, sizes):
+    """Maxima and their choice by one kernel, the gradient from the choice by another."""
+    (kernel, strides, padding, ceil_mode), (channels, block) = pool, sizes
+    blocks, table, x, rng = drawn(dtype, channels, block, (13, 9))
+    x = np.round(x * 2) if dtype != BFLOAT16 else x  # the first of several
+    window = {"strides": strides, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+    after = table.after_conv(kernel, **window)
+    grad = blocks.stack(blocks.images(after, channels, rng, dtype), after)
+    expected = by_numpy(sb.stack_max_pool, x, table, kernel=kernel, **window)
+    wide = (t.astype(compute_dtype(dtype)) for t in (grad, x))
+    gradient = by_numpy(sb.stack_max_pool_grad, *wide, table, kernel=kernel, **window)
+    found = resolve_pool(x, table, kernel, strides, padding, dilation, ceil_mode)
+    pool = stack_pool_launch.StackPool(
+        cpp_name(dtype, "x"), dtype.itemsize, table.capacity, table.batch, table.grid.shape[1:],
+        channels, block, table.image_size, after.block_size, found.kernel, found.strides,
+        found.dilation, found.pads, image_out=after.image_size,
+    )  # fmt: skip
+    lists = table.bin_counts, table.active_block_indices, table.grid
+    y = np.full((len(x), *after.block_size, channels), 7, dtype)
+    choice, dx = np.full(y.shape, 99, np.uint8), np.full(x.shape, 7, dtype)
+    stack_pool_launch.prepare_stack_max_pool_choice(pool)(x, *lists, y, choice)
+    assert not y[table.count() :].any()
+    assert_same(in_the_image(y, after), in_the_image(expected, after), signed_zero=False)
+    stack_pool_launch.prepare_stack_max_pool_grad(pool)(grad, choice, *lists, dx)
+    size = by_numpy(sb.stack_max_pool_grad, abs(np.nan_to_num(grad)).astype(compute_dtype(dtype)),
+                    x.astype(compute_dtype(dtype)), table, kernel=kernel, **window)  # fmt: skip
+    assert_close(dx, gradient.astype(np.float64), terms=math.prod(found.kernel), magnitude=size,
+                 dtype=stack_cases.sum_dtype(dtype))  # fmt: skip

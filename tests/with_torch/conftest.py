@@ -29,13 +29,13 @@ def asked(torch, st, monkeypatch):
             names.append("depthwise" if depthwise else "settled" if settled else "conv")
             table = stage(counts, indices, places, block, image)
             assert (x.shape[0], places.shape[0], tuple(places.shape[1:])) == (rows, images, grid)
-            after = [
+            ends = [
                 (o - 1) * s + d * (k - 1) + 1 - n - p
                 for o, s, d, k, n, p in zip(
                     image_out, strides, dilation, kernel, image, pads, strict=True
                 )
             ]
-            padding = [(p, max(a, 0)) for p, a in zip(pads, after, strict=True)]
+            padding = [(p, max(a, 0)) for p, a in zip(pads, ends, strict=True)]
             y = sb.stack_conv2d(
                 x.numpy(), weight.numpy(), table, strides=strides,
                 padding=tuple(padding), dilation=dilation,
@@ -45,6 +45,8 @@ def asked(torch, st, monkeypatch):
                 activation=ACTIVATIONS[activation] if activation < 4 else None,
             )  # fmt: skip
             assert y.shape[1:] == (*block_out, channels_out)
+            after = stage(counts, indices, places, block_out, image_out)
+            y = np.where(sb.stack_pixel_mask(after)[..., None], y, y.dtype.type(0))  # as kernels do
             y = torch.from_numpy(y)
             out.copy_(y if activation < 4 else getattr(torch.nn.functional, OTHERS[activation])(y))
 
@@ -199,6 +201,8 @@ def asked(torch, st, monkeypatch):
         return launch
 
     def pack(weight, bias, _, kept="_stack_packed"):
+        if not isinstance(weight, torch.Tensor):
+            return weight.tensor().contiguous(), bias
         setattr(weight, kept, (bias, (weight, bias)))
         return weight, bias
 
@@ -225,6 +229,86 @@ def asked(torch, st, monkeypatch):
     monkeypatch.setattr(cuda_pool, "_PLANS", {})
     monkeypatch.setattr(cuda_resize, "_prepare_concat", prepare_concat)
     monkeypatch.setattr(cuda_resize, "_PLANS", {})
+    return names
+
+
+@pytest.fixture
+def norms_asked(torch, st, monkeypatch):
+    """Serve batch norms in training by the core's NumPy bodies; return what was asked for."""
+    from sbnet_cupy.block_sparse.stack import stack_batch_norm as norms
+    from sbnet_cupy.block_sparse.stack.stack_batch_norm_grad import stack_batch_norm_grad
+    from sbnet_cupy.torch.network import cuda, cuda_norm
+
+    names = []
+
+    def stage(facts, counts, indices):
+        _, rows, images, grid, _, block, size, whole = facts
+        assert tuple(indices.shape) == (rows, 3)
+        assert not whole or all(n == g * b for n, g, b in zip(size, grid, block, strict=True))
+        places = np.zeros((images, *grid), np.int32)
+        return sb.BlockTable(counts.numpy(), indices.numpy(), places, block, size)
+
+    def native(*tensors):
+        return [t if t is None else t.numpy() for t in tensors]
+
+    def prepare_statistics(facts, parameter, eps):
+        def launch(x, counts, indices, *given):
+            names.append("statistics")
+            *own, _, found, momentum = given
+            weight, bias, mean, variance = native(*own)
+            assert all(t is None or t.dtype == parameter for t in own)
+            found.numpy()[:] = norms.stack_batch_norm(
+                x.numpy(), stage(facts, counts, indices), weight, bias, eps=eps,
+                running_mean=mean, running_var=variance, momentum=momentum,
+            ).statistics  # fmt: skip
+
+        return launch, 1
+
+    def prepare_norm(facts, code):
+        def launch(x, residual, found, counts, indices, out):
+            names.append((ACTIVATIONS[code], residual is not None))
+            x, residual, found = native(x, residual, found)
+            inside = norms.pixels_inside(x, stage(facts, counts, indices))
+            t = norms.before_activation(np.where(inside, x, 0), found, residual)
+            out.numpy()[:] = np.where(inside, norms.apply_activation(t, ACTIVATIONS[code]), 0)
+
+        return launch
+
+    def differentiate(facts, code, grad, x, y, found, counts, indices):
+        names.append("gradient")
+        table, (grad, x, y, found) = stage(facts, counts, indices), native(grad, x, y, found)
+        return stack_batch_norm_grad(grad, x, table, found, y=y, activation=ACTIVATIONS[code])
+
+    def prepare_sums(facts, parameter, code):
+        def launch(grad, x, y, found, counts, indices, _, dweight, dbias, factors):
+            result = differentiate(facts, code, grad, x, y, found, counts, indices)
+            for to, value in ((dweight, result.weight), (dbias, result.bias)):
+                if to is not None:
+                    to.numpy()[:] = value
+
+        return launch, 1
+
+    def prepare_gradient(facts, code):
+        def launch(grad, x, y, found, _, counts, indices, dx, added):
+            result = differentiate(facts, code, grad, x, y, found, counts, indices)
+            for to, value in ((dx, result.x), (added, result.residual)):
+                if to is not None:
+                    to.numpy()[:] = value
+
+        return launch
+
+    def serves(x, table, parameters):
+        return not (table.whole or table.static)
+
+    monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
+    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    monkeypatch.setattr(cuda_norm, "_PLANS", {})
+    monkeypatch.setattr(cuda_norm, "serves", serves)
+    for name, function in (
+        ("_prepare_statistics", prepare_statistics), ("_prepare_norm", prepare_norm),
+        ("_prepare_sums", prepare_sums), ("_prepare_gradient", prepare_gradient),
+    ):  # fmt: skip
+        monkeypatch.setattr(cuda_norm, name, function)
     return names
 
 

@@ -93,6 +93,29 @@ def test_gradients_are_those_of_pytorch(st, name, capacity, break_even, request)
         assert_near(actual[key], value, terms=1 << 17)
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_kernels_convolve_forward_and_back(st, as_on_gpu, asked, last):
+    """With weights as they lie, also turned round, in whatever memory format."""
+    from sbnet_cupy.torch.network import cuda
+
+    dense = without_kinks(networks.network("resnet_basic")).train()
+    if last:
+        dense = dense.to(memory_format=torch.channels_last)
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        sparse = st.sparsify(copy.deepcopy(dense).to(dtype), BLOCK)
+        sparse.break_even = 2.0
+        with pytest.MonkeyPatch.context() as patch:
+            if dtype == torch.float64:
+                patch.setattr(cuda, "serves", lambda x: False)
+            found.append(learn(sparse, image(dtype), mask))
+    assert asked.count("conv") > sum(isinstance(m, nn.Conv2d) for m in dense.modules())
+    for key, value in found[0].items():
+        error = (found[1][key].double() - value).double().norm()
+        assert error <= 2.0**-12 * (value.double().norm() + 1), key
+
+
 CONVOLUTIONS = {
     "strided": {"stride": 2, "padding": 1},
     "without padding": {},
@@ -205,3 +228,28 @@ def test_on_a_gpu_they_are_those_of_a_cpu(st, name):
         for key, value in expected.items():
             error = (actual[key].cpu().double() - value).double().norm()
             assert error <= 4 * depth * 2.0**-11 * (value.double().norm() + 1), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [(3, 2, 1), (2, 2, 0), (3, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_max_pooling_on_a_gpu_chooses_as_on_a_cpu(st, window, dtype, monkeypatch):
+    """The first of several largest pixels."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs gpu")
+    from sbnet_cupy.torch.network import cuda_pool
+
+    monkeypatch.setattr(cuda_pool, "requested", lambda: True)
+    dense = nn.Sequential(nn.Identity(), nn.MaxPool2d(*window))
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    found = []
+    for device in ("cpu", "cuda"):
+        sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+        sparse.break_even = 2.0
+        x = image().mul(4).round().to(device, dtype).requires_grad_()
+        y = sparse(x, mask.to(device))
+        weights = torch.arange(y.numel(), device=device).view(y.shape).remainder(5).to(dtype)
+        (y * weights).sum().backward()
+        found.append((y.detach().cpu(), x.grad.cpu()))
+    for actual, expected in zip(*reversed(found), strict=True):
+        assert torch.equal(actual, expected)

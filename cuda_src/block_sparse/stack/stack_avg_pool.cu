@@ -34,12 +34,12 @@ struct Mean {
             d = static_cast<C>(area > 0 ? area : 1);
         }
     }
-    DEVICE void visit(V vector) {
+    DEVICE void visit(V vector, int) {
         const Elements<T, V> values(vector);
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) sums[e] += to_compute<C>(values.element[e]);
     }
-    DEVICE V result() const {
+    DEVICE V result(i64) const {
         Elements<T, V> mean(zero<V>());
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) mean.element[e] = from_compute<T>(sums[e] / d);

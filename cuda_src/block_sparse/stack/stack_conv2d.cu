@@ -17,9 +17,10 @@
 #include "block_sparse/stack/stack_conv_patch.cuh"
 #include "block_sparse/stack/stack_conv_pipelined.cuh"
 
-template <typename T, bool ROUND>
+// W is what the weights are in: T, or float, which is rounded. Steps may be negative: w is then that of the first tap.
+template <typename T, bool ROUND, typename W = T>
 __global__ void __launch_bounds__(256)
-    pack_stack_weights(const T* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
+    pack_stack_weights(const W* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
                        u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
                        i64 step_k) {
     constexpr int LANES = 16 / sizeof(T);
@@ -42,8 +43,13 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int e = 0; e < LANES; ++e) {
             const i64 c = static_cast<i64>(unit) * LANES + e;
-            if (tap < order.taps && c < C && k < K)
-                value.element[e] = w[tap / S * step_r + tap % S * step_s + c * step_c + k * step_k];
+            if (tap < order.taps && c < C && k < K) {
+                const W weight = w[tap / S * step_r + tap % S * step_s + c * step_c + k * step_k];
+                if constexpr (Same<T, W>::value)
+                    value.element[e] = weight;
+                else
+                    value.element[e] = from_compute<T>(to_compute<float>(weight));
+            }
             if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
         }
         *reinterpret_cast<uint4*>(packed + tables + slice * PANEL_CHUNK + swizzled(column, u)) = value.vector;

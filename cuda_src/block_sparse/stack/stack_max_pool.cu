@@ -53,11 +53,11 @@ struct Maximum {
     V best;
     bool none;
     DEVICE void begin(const Pooled&) { best = zero<V>(), none = true; }
-    DEVICE void visit(V value) {
+    DEVICE void visit(V value, int) {
         best = none ? value : Larger<T, V>::of(best, value);
         none = false;
     }
-    DEVICE V result() const { return best; }
+    DEVICE V result(i64) const { return best; }
 };
 
 template <typename T, typename V, int KR, int KS>

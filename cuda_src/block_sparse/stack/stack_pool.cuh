@@ -62,7 +62,7 @@ struct Windows {
 
 // Call visit(vector) for each pixel of the image in the window of each vector of y, row by row, and store(vector) what
 // `result` makes of it. Template arguments R and S are the window's, or 0 where it is known when the kernel runs.
-//   Window      what a window's pixels are gathered in: begin(to), visit(V), result() -> V
+//   Window      what a window's pixels are gathered in: begin(to), visit(V, number of the tap), result(vector of y) -> V
 //   settled     the kernel just ahead writes nothing of the table
 //   clear_rows  rows of y past the count become 0
 template <int R, int S, typename V, typename Window>
@@ -115,9 +115,9 @@ DEVICE void pool_windows(const V* __restrict__ x, const int* __restrict__ bin_co
                 for (int r = 0; r < ROWS; ++r)
 #pragma unroll
                     for (int s = 0; s < TAPS; ++s)
-                        if (from[r][s] != OUTSIDE) its.visit(values[r][s]);
+                        if (from[r][s] != OUTSIDE) its.visit(values[r][s], (r0 + r) * (S ? S : g.S) + s0 + s);
             }
-        y[i0 + threadIdx.x] = its.result();
+        y[i0 + threadIdx.x] = its.result(i0 + threadIdx.x);
     }
     wait();
     if (clear_rows) clear_rest<false>(y, all, M * g.ph * g.pw * g.width);

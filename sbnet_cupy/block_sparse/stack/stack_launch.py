@@ -50,16 +50,29 @@ def prepare_stack_pack(conv, w_format):
         letter: math.prod(sizes[inner] for inner in w_format[i + 1 :])
         for i, letter in enumerate(w_format)
     }
-    launch = kernels.prepare(
+    launch = prepare_stack_pack_strided(conv, tuple(map(steps.get, "HWIO")))
+    return Pack(launch, conv.packed_bytes, 1, 2)
+
+
+def prepare_stack_pack_strided(conv, steps, source=None):
+    """Return the launch that packs weights as they lie: (w, scale, bias, packed).
+
+    ``steps`` are those from tap to tap down and across, and from channel to channel of x and of y,
+    in elements. They may be negative: ``w`` begins with the first tap that is used. ``source`` is
+    the C++ type of the weights, that of x or "float"; scale and bias are float32 or None.
+    """
+    template = (conv.element, conv.element == "float")
+    if source not in (None, conv.element):
+        template += (source,)
+    return kernels.prepare(
         "block_sparse/stack/stack_conv2d",
         "pack_stack_weights",
-        (conv.element, conv.element == "float"),
+        template,
         min(-(-conv.panels * conv.chunks * 512 // 256), 2**16),
         256,
         4,
-        (conv.channels, conv.channels_out, *conv.kernel, *map(steps.get, "HWIO")),
+        (conv.channels, conv.channels_out, *conv.kernel, *steps),
     )
-    return Pack(launch, conv.packed_bytes, 1, 2)
 
 
 def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):

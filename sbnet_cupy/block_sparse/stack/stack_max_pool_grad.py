@@ -38,7 +38,8 @@ def stack_max_pool_grad(
     DTypeError
         If ``x`` is not of a floating dtype, or ``grad_y`` is of another one.
 
-    Source: the transpose of the choice that the maximum makes.
+    Source: the transpose of the choice that the maximum makes. Kernel, for networks in training:
+    cuda_src/block_sparse/stack/stack_max_pool_grad.cu
 
     Examples
     --------

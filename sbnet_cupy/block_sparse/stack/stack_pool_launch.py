@@ -3,6 +3,10 @@
     run = prepare_stack_max_pool(pool)                keep it: it costs more than a call
     run(x, bin_counts, active_block_indices, grid, out)
     run = prepare_stack_avg_pool(pool, count_include_pad, divisor)            the same arrays
+    run = prepare_stack_max_pool_choice(pool)
+    run(x, bin_counts, active_block_indices, grid, out, choice)               choice: bytes like out
+    run = prepare_stack_max_pool_grad(pool)
+    run(grad, choice, bin_counts, active_block_indices, grid, dx)
     run = prepare_stack_global_pool(pool, "mean")     pool: rows, images, grid, block, image, x
     run(x, bin_counts, active_block_indices, grid, out)                       out: [N, C]
 
@@ -21,6 +25,7 @@ from ...core.graph_memory import keep_if_capturing
 
 _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _LARGEST = 2**24  # images, so that positions stay below 2**31
+_MOST_TAPS = 256  # that a byte can tell apart
 _UNROLLED = ((2, 2), (3, 3))  # windows with instances of their own
 MODES = ("sum", "max")  # as in stack_global_pool.cu
 _PART = 2048  # pixels of a part of an image, at least
@@ -45,6 +50,7 @@ class StackPool(NamedTuple):
     dilation: tuple[int, int] = (1, 1)
     pads: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
     alignment: int = 16  # bytes of which the addresses of x and out are multiples
+    image_out: tuple[int, int] = (0, 0)  # of a gradient alone
 
     @property
     def vector(self):
@@ -100,21 +106,46 @@ def prepare_stack_avg_pool(pool, count_include_pad, divisor, settled=False, clea
     return _prepare_windows("stack_avg_pool", pool, numbers, settled, clear_rows)
 
 
-def _prepare_windows(name, pool, numbers, settled, clear_rows):
+def prepare_stack_max_pool_choice(pool, settled=False):
+    """Return the launch of a max pooling that tells which pixels it chose, or None."""
+    if math.prod(pool.kernel) > _MOST_TAPS:
+        return None
+    (top, _), (left, _) = pool.pads
+    numbers = (*pool.strides, *pool.dilation, top, left)
+    stem = "stack_max_pool_grad"
+    return _prepare_windows("stack_max_pool_choice", pool, numbers, settled, True, stem, 6)
+
+
+def prepare_stack_max_pool_grad(pool):
+    """Return the launch of the gradient of a max pooling, from what was chosen, or None."""
+    if not pool.fits or math.prod(pool.kernel) > _MOST_TAPS:
+        return None
+    (top, _), (left, _) = pool.pads
+    numbers = (*pool.strides, *pool.dilation, top, left, *pool.image_out)
+    return _prepare("stack_max_pool_grad", "stack_max_pool_grad", pool, pool.block, 6, numbers)
+
+
+def _prepare_windows(name, pool, numbers, settled, clear_rows, stem=None, pointers=5):
     if not pool.fits:
         return None
-    vectors = pool.rows * math.prod(pool.block_out) * pool.vectors
+    numbers = (*numbers, int(settled), int(clear_rows))
+    return _prepare(stem or name, name, pool, pool.block_out, pointers, numbers)
+
+
+def _prepare(stem, name, pool, written, pointers, numbers):
+    """Return the launch of a kernel that writes ``written`` pixels of each row."""
+    vectors = pool.rows * math.prod(written) * pool.vectors
     unrolled = pool.kernel if pool.kernel in _UNROLLED else (0, 0)
     return kernels.prepare(
-        f"block_sparse/stack/{name}",
+        f"block_sparse/stack/{stem}",
         name,
         (pool.element, f"Bytes<{pool.vector}>::type", *unrolled),
         -(-vectors // kernels.THREADS),
         kernels.THREADS,
-        5,
+        pointers,
         (
             pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image,
-            *pool.block_out, *pool.kernel, *numbers, int(settled), int(clear_rows),
+            *pool.block_out, *pool.kernel, *numbers,
         ),
         persistent=True,
         dependent=True,

@@ -32,8 +32,8 @@ class _At:
 
     __slots__ = ("data", "ptr")
 
-    def __init__(self, tensor):
-        self.data, self.ptr = self, tensor.data_ptr()
+    def __init__(self, tensor, offset=0):
+        self.data, self.ptr = self, tensor.data_ptr() + offset
 
 
 def serves(x):
@@ -83,6 +83,14 @@ def _at_home(x):
         yield device
 
 
+def new_stack(like, rows, block, channels):
+    """Return memory for a stack ``[M, C, *block]``: no view, so that it may be written in place."""
+    shape = (rows, channels, *block)
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
+    )
+
+
 def _rows(x):
     """Return the memory of a stack as ``[M, h, w, C]``, contiguous."""
     return x.permute(0, 2, 3, 1).contiguous()
@@ -109,7 +117,8 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     size_out = tuple(
         (n + p - span) // s + 1 for n, p, span, s in zip(size, totals, spans, stride, strict=True)
     )
-    out = torch.empty(x.shape[0], *block_out, out_channels, dtype=x.dtype, device=x.device)
+    y = new_stack(x, x.shape[0], block_out, out_channels)
+    out = y.permute(0, 2, 3, 1)
     last = None if residual is None else _rows(residual)
     facts = (
         rows.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
@@ -142,7 +151,6 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
             with cuda.using_allocator(allocate):
                 launch(*given)
         table.settled = True  # what wrote the table lies behind a kernel that waited for it
-    y = out.permute(0, 3, 1, 2)
     if activation in _CODES:
         return y
     return finish(y, None, activation)
@@ -193,8 +201,30 @@ def _prepare_conv(
     if missing_kernel(conv, device) is not None:
         return None
     plain = conv.vectors_in and not plan_stack_conv(conv, device).partials
-    pack = stack_launch.prepare_stack_pack(conv, "OIHW")
-    return stack_launch.prepare_stack_conv(conv, settled, clear_rows), pack, plain
+    return stack_launch.prepare_stack_conv(conv, settled, clear_rows), Packs(conv), plain
+
+
+class Packs:
+    """What packs the weights of a convolution of these sizes."""
+
+    def __init__(self, conv):
+        from ...block_sparse.stack import stack_launch
+
+        self.conv, self._launches = conv, {}
+        self._usual = stack_launch.prepare_stack_pack(conv, "OIHW")
+
+    def __call__(self, *arrays):
+        """Pack contiguous weights, scale and bias; they are kept."""
+        return self._usual(*arrays)
+
+    def strided(self, steps, element):
+        """Return the launch that packs weights as they lie."""
+        from ...block_sparse.stack import stack_launch
+
+        if (steps, element) not in self._launches:
+            launch = stack_launch.prepare_stack_pack_strided(self.conv, steps, element)
+            self._launches[steps, element] = launch
+        return self._launches[steps, element]
 
 
 def _is_packed(weight, bias, kept="_stack_packed"):
@@ -205,6 +235,8 @@ def _is_packed(weight, bias, kept="_stack_packed"):
 
 def _packed(weight, bias, pack, kept="_stack_packed"):
     """Return weights as the kernel reads them, kept beside a weight that is kept."""
+    if not isinstance(weight, torch.Tensor):  # Fresh of cuda_weights.py
+        return weight.packed(pack, bias)
     found = getattr(weight, kept, None)
     if found is None or found[0] is not bias:
         from cupy import cuda
@@ -241,15 +273,15 @@ def halo(x, table, block, size, pads, fill, mode):
     rows = _rows(x)
     shape = (block[0] + pads[0] + pads[1], block[1] + pads[2] + pads[3])
     facts = (rows.dtype, tuple(rows.shape), table.batch, table.grid, block, size, pads, kind)
-    out = torch.empty(rows.shape[0], *shape, rows.shape[3], dtype=x.dtype, device=x.device)
+    out = new_stack(x, rows.shape[0], shape, rows.shape[3])
     with _at_home(x) as device:
         key = (device, facts, _clears(table))
         if key not in _PLANS:
             _PLANS[key] = _prepare_halo(*facts, key[2])
-        given = (rows, table.counts, table.indices, table.places, out)
+        given = (rows, table.counts, table.indices, table.places, out.permute(0, 2, 3, 1))
         _PLANS[key](*map(_At, given))
         table.settled = True
-    return out.permute(0, 3, 1, 2)
+    return out
 
 
 def _prepare_halo(dtype, shape, images, grid, block, image, pads, kind, clear_rows):

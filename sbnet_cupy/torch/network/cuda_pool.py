@@ -2,9 +2,14 @@
 
 Each function returns None where no kernel serves the call; then PyTorch's operations do. Rows of a
 result past the count are not written.
+
+Max pooling in training has kernels that have run on a CPU only, so that they are off: set the
+environment variable ``SBNET_TRAINING_POOLS=1`` before the first call to use them.
 """
 
+import functools
 import math
+import os
 
 import torch
 
@@ -17,10 +22,77 @@ _PLANS = {}  # (device, what, sizes, settled) -> what launches a kernel, or None
 
 def max_pool(x, table, window):
     """Take the maximum of the pixels of the image in each window by one kernel, or return None."""
-    sizes = zip(window.size, window.kernel, window.dilation, strict=True)
-    if window.fill is not None or any(d > 1 and n <= d * (k - 1) for n, k, d in sizes):
-        return None  # a window without a pixel of the image is not 0
+    if not _is_plain(window):
+        return None
     return _pool_windows(x, table, window, _prepare_max_pool)
+
+
+@functools.cache
+def requested():
+    """Whether kernels pool in training."""
+    return os.environ.get("SBNET_TRAINING_POOLS") == "1"
+
+
+def chooses(x, table, window):
+    """Whether kernels take the maximum of windows in training: with the pixels that they chose."""
+    on_gpu = requested() and x.is_cuda and x.dtype in cuda._ELEMENTS
+    if not on_gpu or table.whole or table.static or not _is_plain(window) or min(window.pads) < 0:
+        return False
+    with cuda._at_home(x) as device:
+        return _choices(device, cuda._rows(x), window) is not None
+
+
+def max_pool_choice(x, window):
+    """Take the maximum of each window; return it, and which pixel it is: bytes ``[M, b, b, C]``.
+
+    Where it :func:`chooses`.
+    """
+    rows, table, block = cuda._rows(x), window.table, window.out_block
+    y = cuda.new_stack(x, rows.shape[0], block, rows.shape[3])
+    out = y.permute(0, 2, 3, 1)
+    choice = torch.empty(out.shape, dtype=torch.uint8, device=x.device)
+    with cuda._at_home(x) as device:
+        launch = _choices(device, rows, window)[0]
+        launch(*map(cuda._At, (rows, table.counts, table.indices, table.places, out, choice)))
+        table.settled = True
+    return y, choice
+
+
+def max_pool_grad(grad, choice, window):
+    """Return the gradient of the stack that was pooled."""
+    rows, table = cuda._rows(grad), window.table
+    dx = cuda.new_stack(grad, rows.shape[0], window.block, rows.shape[3])
+    with cuda._at_home(grad) as device:
+        lists = table.counts, table.indices, table.places
+        launch = _choices(device, rows, window)[1]
+        launch(*map(cuda._At, (rows, choice, *lists, dx.permute(0, 2, 3, 1))))
+    return dx
+
+
+def _choices(device, rows, window):
+    """Return the launches of a max pooling that tells what it chose, and of its gradient."""
+    facts = (
+        *_facts(rows, window.table, window.block, window.size), window.out_block, window.kernel,
+        window.stride, window.dilation, window.pads, window.out_size,
+    )  # fmt: skip
+    key = device, "choice", facts
+    if key not in _PLANS:
+        _PLANS[key] = _prepare_choice(*facts)
+    return _PLANS[key]
+
+
+def _prepare_choice(*facts):
+    from ...block_sparse.stack import stack_pool_launch
+
+    pool = _describe_windows(*facts[:-1])._replace(image_out=facts[-1])
+    forward = stack_pool_launch.prepare_stack_max_pool_choice(pool)
+    return forward and (forward, stack_pool_launch.prepare_stack_max_pool_grad(pool))
+
+
+def _is_plain(window):
+    """Whether every window has a pixel of the image, and no other number is at its border."""
+    sizes = zip(window.size, window.kernel, window.dilation, strict=True)
+    return window.fill is None and not any(d > 1 and n <= d * (k - 1) for n, k, d in sizes)
 
 
 def avg_pool(x, table, window, count_include_pad, divisor):

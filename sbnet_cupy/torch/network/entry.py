@@ -27,6 +27,10 @@ class Entry:
 
     run = stack
 
+    def takes(self, residual=None, activation=None):
+        """Whether anything may be added behind it: it never is."""
+        return False
+
     def reads(self, x):
         """Whether a StackTensor that waits is the source: it never is."""
         return False

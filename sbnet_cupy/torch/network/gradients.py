@@ -8,9 +8,11 @@ A gradient is 0 wherever an activation is: outside the image, and in rows past t
 
 import torch
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from . import ops
+from . import cuda, cuda_norm, cuda_pool, cuda_weights, ops
+from .epilogue import finish
 from .halos import zero_outside
 
 
@@ -28,14 +30,36 @@ def conv(x, table, block, size, weight, bias, **options):
     """Convolve a stack as ``ops.conv`` does, and record how it is differentiated."""
     if not serves(x, table) or options["mode"] != "zeros" or options["fill"] != 0:
         return ops.conv(x, table, block, size, weight, bias, **options)
-    if torch.is_autocast_enabled(x.device.type):
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type) and dtype == torch.float32:
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = (
-            t.to(dtype) if t is not None and t.dtype == torch.float32 else t
-            for t in (x, weight, bias)
+        x = x.to(dtype)
+    if torch.is_autocast_enabled(x.device.type):  # a weight in float32 is rounded as it is packed
+        weight, bias = (
+            t.to(dtype) if t is not None and t.dtype not in (dtype, torch.float32) else t
+            for t in (weight, bias)
         )
+    elif weight.dtype != dtype:
+        return ops.conv(x, table, block, size, weight, bias, **options)  # which refuses it
     where = table, block, size
     return _Conv.apply(x, weight, bias, where, options)
+
+
+def _convolve(x, where, weight, bias, options, turned=False):
+    """Convolve with weights that may be float32, or turned round: (stack, whether by a kernel).
+
+    A kernel writes zeros outside of the images and in rows that are no block.
+    """
+    if options["groups"] == 1 and cuda.serves(x):
+        sizes = options["stride"], options["pads"], options["dilation"], 1, None, None
+        y = cuda.conv(x, *where, cuda_weights.Fresh(weight, x.dtype, turned), bias, *sizes)
+        if y is not None:
+            return y, True
+    weight, bias = (t if t is None else t.to(x.dtype) for t in (weight, bias))
+    if turned:
+        weight = weight.flip(2, 3)
+        weight = weight.transpose(0, 1) if options["groups"] == 1 else weight
+    return ops.conv(x, *where, weight, bias, **options), False
 
 
 class _Conv(Function):
@@ -43,14 +67,15 @@ class _Conv(Function):
     def forward(ctx, x, weight, bias, where, options):
         ctx.save_for_backward(x, weight, bias)
         ctx.where, ctx.options = where, options
-        return ops.conv(x, *where, weight, bias, **options)
+        return _convolve(x, where, weight, bias, options)[0]
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, bias = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         if torch.is_grad_enabled():  # to be differentiated again: by PyTorch's operations
-            y = ops.conv(x, *ctx.where, weight, bias, **ctx.options)
+            same = (t if t is None else t.to(x.dtype) for t in (weight, bias))
+            y = ops.conv(x, *ctx.where, *same, **ctx.options)
             return (*_again(y, (x, weight, bias), wanted, grad), None, None)
         grad = grad.contiguous(memory_format=torch.channels_last)
         dx = dweight = dbias = None
@@ -59,7 +84,7 @@ class _Conv(Function):
         if wanted[1]:
             dweight = _grad_weight(x, grad, weight, *ctx.where, ctx.options)
         if wanted[2]:
-            dbias = grad.sum((0, 2, 3))
+            dbias = grad.sum((0, 2, 3), dtype=bias.dtype)
         return dx, dweight, dbias, None, None
 
 
@@ -83,17 +108,15 @@ def _grad_x(grad, weight, table, block, size, options):
     around = (spans[0] - pads[0], spans[0] - pads[1], spans[1] - pads[2], spans[1] - pads[3])
     one_each = groups == weight.shape[0] and weight.shape[1] == 1
     if stride == (1, 1) and min(around) >= 0 and (groups == 1 or one_each):
-        turned = weight.flip(2, 3)
-        turned = turned if one_each else turned.transpose(0, 1)
-        dx = ops.conv(
-            grad, table, out, size_out, turned, None, pads=around, dilation=dilation, groups=groups
-        )
+        sizes = {"stride": stride, "pads": around, "dilation": dilation, "groups": groups}
+        dx, is_clear = _convolve(grad, (table, out, size_out), weight, None, sizes, turned=True)
     else:
         dx = ops.conv_transpose(
-            grad, table, out, size_out, weight, None, stride=stride, padding=(pads[0], pads[2]),
-            dilation=dilation, groups=groups, out_size=size,
+            grad, table, out, size_out, weight.to(grad.dtype), None, stride=stride,
+            padding=(pads[0], pads[2]), dilation=dilation, groups=groups, out_size=size,
         )  # fmt: skip
-    return zero_outside(dx, table, block, size)
+        is_clear = table.divides(block, size)  # and rows of no block have no gradient
+    return dx if is_clear else zero_outside(dx, table, block, size)
 
 
 def _grad_weight(x, grad, weight, table, block, size, options):
@@ -103,7 +126,8 @@ def _grad_weight(x, grad, weight, table, block, size, options):
     if any(rims):
         x = ops.halo(x, table, block, size, rims)
     x = x.contiguous(memory_format=torch.channels_last)
-    return conv2d_weight(x, weight.shape, grad, stride, 0, dilation, options["groups"])
+    found = conv2d_weight(x, weight.shape, grad, stride, 0, dilation, options["groups"])
+    return found.to(weight.dtype)
 
 
 def batch_norm(x, table, block, size, weight, bias, eps):
@@ -165,3 +189,76 @@ class _BatchNorm(Function):
             )
             dx = zero_outside(dx, *ctx.where)
         return dx, sums[2] if wanted[1] else None, sums[3] if wanted[2] else None, None, None, None
+
+
+class Norm(Function):
+    """What follows the statistics of a stack: ``activation(norm(x) + residual)``, by kernels."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, statistics, where, activation, eps):
+        """Normalize, add, and activate, in one pass."""
+        y = cuda_norm.normalize(x, *where, statistics, residual, activation)
+        ctx.where, ctx.activation, ctx.eps = where, activation, eps
+        ctx.is_sum = residual is not None
+        result = y if ctx.is_sum and activation is not None else None
+        ctx.save_for_backward(x, weight, bias, statistics, result)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Return the gradients of x, weight, bias and residual."""
+        x, weight, bias, statistics, y = ctx.saved_tensors
+        wanted, nothing = ctx.needs_input_grad[:4], (None,) * 4
+        if torch.is_grad_enabled():
+            return (*_norm_again(ctx, grad, x, weight, bias, y, wanted), *nothing)
+        dtype = next((t.dtype for t in (weight, bias) if t is not None), statistics.dtype)
+        call = grad, x, y, *ctx.where, statistics, ctx.activation, dtype, wanted
+        return (*cuda_norm.differentiate(*call), *nothing)
+
+
+def _norm_again(ctx, grad, x, weight, bias, y, wanted):
+    """Return gradients of x, weight, bias and residual that can be differentiated."""
+    grad = zero_outside(grad if y is None else torch.where(y <= 0, 0, grad), *ctx.where)
+    out = _batch_norm(x, *ctx.where, weight, bias, ctx.eps)[0]
+    if not ctx.is_sum:
+        out = finish(out, None, ctx.activation)
+    found = [None] * 3
+    if any(wanted[:3]):
+        found = _again(out, (x, weight, bias), wanted, grad)[:3]
+    return *found, grad if wanted[3] else None
+
+
+def max_pool(x, window, ceil_mode=False):
+    """Pool a stack by PyTorch's operations."""
+    table, kernel, stride, dilation = window.table, window.kernel, window.stride, window.dilation
+    inside = not any(window.pads) and not ceil_mode and kernel == stride and dilation == (1, 1)
+    if not inside:
+        rims = ops.rim(kernel, stride, window.pads, dilation)
+        fill = float("-inf") if window.fill is None or ceil_mode else window.fill
+        x = table.compute(ops.halo, x, table, window.block, window.size, rims, fill)
+    x = table.compute(F.max_pool2d, x, kernel, stride, 0, dilation)
+    if x.requires_grad and not table.filled(window.out_block, window.out_size):
+        # of nothing there is no largest number: keep infinity out of the gradients of weights
+        x = torch.where(table.inside(window.out_block, window.out_size)[:, None], x, 0)
+    return x
+
+
+class MaxPool(Function):
+    """The maximum of windows by a kernel that tells which pixels it chose."""
+
+    @staticmethod
+    def forward(ctx, x, window, ceil_mode):
+        """Pool."""
+        y, choice = cuda_pool.max_pool_choice(x, window)
+        ctx.save_for_backward(x, choice)
+        ctx.call = window, ceil_mode
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Give the gradient of each window to the pixel that it chose."""
+        x, choice = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: by PyTorch's operations
+            y = max_pool(x, *ctx.call)
+            return torch.autograd.grad(y, x, grad, create_graph=True)[0], None, None
+        return cuda_pool.max_pool_grad(grad, choice, ctx.call[0]), None, None

@@ -44,7 +44,7 @@ class SparseModel(Report, nn.Module):
     break_even : float or None
         Share of active blocks from which whole images are computed, 0 outside active blocks, which
         gives the same numbers up to rounding. None is a usual value of the device: on a GPU, over 1
-        (never) in evaluation where CUDA kernels compute the stack. :meth:`tune` measures it.
+        (never) where CUDA kernels compute the stack. :meth:`tune` measures it.
     """
 
     def __init__(
@@ -191,8 +191,10 @@ class SparseModel(Report, nn.Module):
         """Return the share of active blocks from which whole images are computed."""
         if self.break_even is not None:
             return self.break_even
-        trained = self.training or torch.is_grad_enabled()
-        if x.is_cuda and not trained and cuda.convolves(x.dtype):
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type) and dtype == torch.float32:
+            dtype = torch.get_autocast_dtype(x.device.type)
+        if x.is_cuda and cuda.convolves(dtype):
             return _NEVER
         return BREAK_EVEN.get(x.device.type, 1.0)
 

@@ -5,10 +5,10 @@ import math
 import torch
 from torch.nn import functional as F
 
-from . import gradients, onednn
+from . import cuda_norm, gradients, onednn
 from . import tensor as T
 from .handlers import handles
-from .plans import LinearPlan, NormPlan, normalized
+from .plans import LinearPlan, NormPlan, TrainedNorm, normalized
 from .pointwise import pointwise, step
 from .windows import is_image
 
@@ -47,6 +47,13 @@ def _train(x, running_mean, running_var, weight, bias, momentum, eps):
     """Normalize by the mean and variance of active pixels inside the image."""
     table, block, size, _, _ = T.facts(x)
     value = T.value_of(x)
+    parameters = weight, bias, running_mean, running_var
+    if cuda_norm.serves(value, table, parameters):
+        where = table, block, size
+        found = cuda_norm.statistics(value, *where, parameters, momentum, eps)
+        row = None if table.trace is None else table.trace.row
+        plan = TrainedNorm(value, T.facts(x), parameters[:2], found, float(eps), row)
+        return T.postpone(table, plan, block, size, T.facts(x)[4])
     if table.filled(block, size) and value.numel() > value.shape[1]:
         out = F.batch_norm(value, running_mean, running_var, weight, bias, True, momentum, eps)
         return T.wrap(out, x)

@@ -3,9 +3,11 @@
 import torch
 from torch.nn import functional as F
 
-from . import cuda_affine, cuda_resize, onednn, ops, units
+from . import cuda_affine, cuda_resize, gradients, onednn, ops, units
 from .epilogue import finish
 from .weights import fold
+
+_TRAINED = ("relu", "silu", "gelu")  # activations that may follow a batch norm in training
 
 
 class Plan:
@@ -37,6 +39,12 @@ class Plan:
         plan = object.__new__(type(self))
         vars(plan).update(vars(self), **changes)
         return plan
+
+    requires_grad = False  # where gradients are recorded nothing waits, but for a TrainedNorm
+
+    def takes(self, residual=None, activation=None):
+        """Whether a sum or an activation may become part of it: only one of each, and in turn."""
+        return self.activation is None and (residual is None or self.residual is None)
 
     def reads(self, x):
         """Whether the source, or one ahead of it, is that of a StackTensor that waits."""
@@ -149,6 +157,50 @@ class ScalePlan(NormPlan):
         table = self.facts[0]
         rest = None, self.residual, self.activation
         return table.compute(cuda_affine.affine, self.source, table, self.scale, *rest)
+
+
+class TrainedNorm(Plan):
+    """A batch norm in training whose statistics are known: what is left of it, and what follows.
+
+    A sum and an activation become part of it in the mode of gradients that it was called in.
+    """
+
+    rest = kernel = options = None
+    norm = "trained"
+
+    def __init__(self, source, facts, parameters, statistics, eps, row=None):
+        self.source, self.facts, self.parameters = source, facts, parameters
+        self.statistics, self.eps, self.row = statistics, eps, row
+        self.residual = self.activation = self.done = None
+        self.dtype, self.shape = source.dtype, (0, source.shape[1], 0, 0)
+        self.records = torch.is_grad_enabled()
+
+    def takes(self, residual=None, activation=None):
+        """Whether a sum or an activation may become part of it."""
+        if self.records != torch.is_grad_enabled() or self.activation is not None:
+            return False
+        if residual is not None:
+            return self.residual is None
+        return activation in (_TRAINED if self.residual is None else ("relu",))
+
+    @property
+    def requires_grad(self):
+        """Whether the result records gradients."""
+        given = (self.source, *self.parameters, self.residual)
+        return self.records and any(t is not None and t.requires_grad for t in given)
+
+    def run(self):
+        """Compute."""
+        trace = self.facts[0].trace
+        return self._run() if trace is None else trace.timed(self.row, self._run)
+
+    def _run(self):
+        where = self.facts[:3]
+        with torch.set_grad_enabled(self.records):
+            return gradients.Norm.apply(
+                self.source, *self.parameters, self.residual, self.statistics, where,
+                self.activation, self.eps,
+            )  # fmt: skip
 
 
 class LinearPlan(Plan):

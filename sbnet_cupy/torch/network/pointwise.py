@@ -125,7 +125,7 @@ def _activation(func, x, *args, **kwargs):
     plain = not args or args == (inplace,)
     plain = plain and kwargs.get("approximate", "none") == "none"
     name = _ACTIVATIONS[func.__name__]
-    if plan is None or plan.activation is not None or not plain:
+    if plan is None or not plain or not plan.takes(activation=name):
         return pointwise(func, x, *args, **kwargs)
     return step(x, plan.then(activation=name), inplace, (ACT[name],))
 
@@ -164,7 +164,7 @@ def add(func, a, b, **kwargs):
         pairs = [(a, b)] if inplace else [(a, b), (b, a)]
         for x, other in pairs:
             plan = T.plan_of(x)
-            if plan is None or plan.activation is not None or plan.residual is not None:
+            if plan is None or not plan.takes(residual=other):
                 continue
             if other is x or not isinstance(other, T.StackTensor):
                 continue

@@ -41,8 +41,7 @@ class StackTensor(torch.Tensor):
         if table.tape is not None and plan is None:
             table.tape.expect(value)
         like = value if plan is None else plan
-        requires_grad = plan is None and value.requires_grad
-        self = without_memory(cls, shape, like.dtype, table.device, requires_grad)
+        self = without_memory(cls, shape, like.dtype, table.device, like.requires_grad)
         self._value, self._plan, self._made_of = value, plan, ()
         self._facts, self._shape = (table, block, size, hw, reach), tuple(shape)
         return self
@@ -262,7 +261,8 @@ def _attribute(func, args):
     """Read an attribute: sizes of the image, and the gradient's of the stack."""
     name, x = func.__self__.__name__, args[0]
     if name in _INNER_ATTRIBUTES:
-        if plan_of(x) is not None:
+        plan = plan_of(x)
+        if plan is not None and not plan.requires_grad:
             return {"requires_grad": False, "grad_fn": None, "is_leaf": True}[name]
         return getattr(value_of(x), name)
     if name == "data":

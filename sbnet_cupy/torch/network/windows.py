@@ -114,8 +114,9 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     if trained or table.weights is None:
         call = (source, table, window.block, window.size, weight, bias)
         out = window.wrap(gradients.conv(*call, **options))
-        constant = weight.new_zeros(weight.shape[0]) if bias is None else bias
-        return T.with_rest(out, lambda: constant)
+        return T.with_rest(
+            out, lambda: weight.new_zeros(weight.shape[0]) if bias is None else bias
+        )
     window.note()
     dtype = source.dtype
     if torch.is_autocast_enabled(source.device.type):
@@ -198,18 +199,11 @@ def max_pool2d(
     pooled = cuda_pool.max_pool(value, table, window)
     if pooled is not None:
         return window.wrap(pooled)
-    inside = not any(window.pads) and not ceil_mode and kernel == stride and dilation == (1, 1)
-    if not inside:
-        rims = ops.rim(kernel, stride, window.pads, dilation)
-        fill = float("-inf") if window.fill is None or ceil_mode else window.fill
-        if border and ceil_mode:
-            return NotImplemented
-        value = table.compute(ops.halo, value, table, window.block, window.size, rims, fill)
-    value = table.compute(F.max_pool2d, value, kernel, stride, 0, dilation)
-    if value.requires_grad and not table.filled(window.out_block, window.out_size):
-        # of nothing there is no largest number: keep infinity out of the gradients of weights
-        value = torch.where(table.inside(window.out_block, window.out_size)[:, None], value, 0)
-    return window.wrap(value)
+    if cuda.records(value) and cuda_pool.chooses(value, table, window):
+        return window.wrap(gradients.MaxPool.apply(value, window, ceil_mode))
+    if border and ceil_mode:
+        return NotImplemented
+    return window.wrap(gradients.max_pool(value, window, ceil_mode))
 
 
 def _bordered(value, border):

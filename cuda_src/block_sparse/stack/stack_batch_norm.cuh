@@ -1,0 +1,84 @@
+// stack_batch_norm.cuh: what the batch norm of a stack in training and its gradient share: who looks at which pixels.
+// A thread block looks at a tile of LANES vectors of channels, of a range of pixels of the stack: LANES threads stand side by
+// side on the channels of a pixel, the others on further pixels. The ranges depend on sizes and the count alone, and sums are
+// put together by a tree, so that results have the same bits on every GPU.
+#pragma once
+
+#include "block_sparse/stack/block_table.cuh"
+#include "core/async_copy.cuh"
+#include "dense/activation.cuh"
+
+constexpr int NORM_THREADS = 256;
+
+// Sizes of a norm. `whole`: the rows below the count are known to be blocks, and blocks to be cut from whole images.
+struct NormSizes {
+    BlockTable table;
+    int BH, BW, H, W;
+    bool whole;
+
+    DEVICE NormSizes(const int* bin_counts, const int* indices, i64 M, i64 N, i64 GH, i64 GW, i64 bh, i64 bw, i64 H, i64 W,
+                     i64 whole)
+        : table{indices, nullptr, static_cast<int>(N), static_cast<int>(GH), static_cast<int>(GW),
+                static_cast<int>(clamp(*bin_counts, 0, M))},
+          BH(static_cast<int>(bh)), BW(static_cast<int>(bw)), H(static_cast<int>(H)), W(static_cast<int>(W)),
+          whole(whole != 0) {}
+
+    // Pixels of the stack below the count.
+    DEVICE int pixels() const { return table.rows * BH * BW; }
+    // Whether a pixel below the count is one of an image.
+    DEVICE bool inside(int p) const {
+        if (whole) return true;
+        const int size = BH * BW, row = static_cast<int>(static_cast<u32>(p) / static_cast<u32>(size)), at = p - row * size;
+        const int line = static_cast<int>(static_cast<u32>(at) / static_cast<u32>(BW));
+        const BlockTable::Block block = table.block(row);
+        return block.n >= 0 && block.hi * BH + line < H && block.wi * BW + at - line * BW < W;
+    }
+};
+
+// A tile of channels of a range of pixels, of `groups` ranges.
+template <int LANES>
+struct NormRange {
+    static constexpr int ROWS = NORM_THREADS / LANES;
+    int group, column, begin, end;  // column: this thread's vector of channels; begin: its first pixel, of every ROWS-th
+    bool leads;                     // whether this thread writes what the thread block found of its column
+
+    DEVICE NormRange(i64 work, int width, int pixels, int groups) {
+        const int tiles = ceil_div(width, LANES), lane = static_cast<int>(threadIdx.x) % LANES;
+        group = static_cast<int>(divide(work, tiles));
+        column = (static_cast<int>(work) - group * tiles) * LANES + lane;
+        const int each = ceil_div(pixels, groups);
+        const i64 first = static_cast<i64>(group) * each, last = first + each;
+        end = static_cast<int>(last < pixels ? last : pixels);
+        const i64 mine = first + static_cast<int>(threadIdx.x) / LANES;
+        begin = static_cast<int>(mine < end ? mine : end);
+        leads = static_cast<int>(threadIdx.x) < LANES && column < width;
+        if (column >= width) begin = end;
+    }
+};
+
+// Numbers of the channels of a vector, from a table.
+template <int COUNT, typename C>
+DEVICE void load_channels(C (&values)[COUNT], const C* __restrict__ from, bool there) {
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) values[e] = there ? from[e] : C(0);
+}
+
+// The rows of the statistics of a norm, [5, C] and the number of pixels.
+enum Statistic { MEAN, VARIANCE, DEVIATION, SCALE, SHIFT, STATISTICS };  // DEVIATION: one over the standard deviation
+
+// Sums over the groups in a fixed order: CHANNELS threads stand side by side, the others take the groups in turn.
+constexpr int FINISH_CHANNELS = 4, FINISH_ROWS = NORM_THREADS / FINISH_CHANNELS;
+
+// The sum over the threads of a channel, for all of them. `shared` holds NORM_THREADS numbers.
+DEVICE double sum_of_channel(double value, double* shared) {
+    const int thread = static_cast<int>(threadIdx.x);
+    __syncthreads();
+    shared[thread] = value;
+    __syncthreads();
+#pragma unroll 1
+    for (int half = NORM_THREADS / 2; half >= FINISH_CHANNELS; half /= 2) {
+        if (thread < half) shared[thread] += shared[thread + half];
+        __syncthreads();
+    }
+    return shared[thread % FINISH_CHANNELS];
+}

@@ -1,0 +1,161 @@
+"""Launches of the CUDA kernels that normalize a stack of blocks in training, and of the gradients.
+
+    norm = StackNorm(...)                              sizes
+    find = prepare_stack_statistics(norm, "float", eps)
+    find(x, bin_counts, active_block_indices, weight, bias, running_mean, running_var, partials,
+         statistics, momentum)
+    apply = prepare_stack_norm(norm, activation)
+    apply(x, residual, statistics, bin_counts, active_block_indices, y)
+    find = prepare_stack_norm_sums(norm, "float", activation)
+    find(grad, x, y, statistics, bin_counts, active_block_indices, partials, dweight, dbias,
+         factors)
+    apply = prepare_stack_norm_grad(norm, activation)
+    apply(grad, x, y, statistics, factors, bin_counts, active_block_indices, dx, dresidual)
+
+weight, bias, running_mean and running_var are of one dtype, "float" above, and may be None, as may
+residual, dweight, dbias, dx and dresidual. For the gradients the activation is found from ``x``; or
+from ``y``, with relu, where there was a residual; else y is None. ``momentum`` is a
+:class:`~sbnet_cupy.core.launch.Number`. ``partials`` holds ``norm.partials`` numbers,
+``statistics`` 5 rows of a number for each channel (mean, variance, one over the standard deviation,
+scale, shift) and the number of pixels, and ``factors`` 2 rows; all in float32, float64 for float64.
+"""
+
+import math
+from typing import NamedTuple
+
+from ...core import launch as kernels
+from ...core.arrays import vector_bytes
+
+STATISTICS = ("mean", "variance", "deviation", "scale", "shift")  # rows, as in the header
+_MOST_PIXELS = 2**30
+_LANES = 8
+_EACH = 4  # pixels of a thread, at least
+_SUMMED = 528  # thread blocks that sum up: 4 for each multiprocessor of an H200
+_WRITTEN = 2112  # that write a stack
+_FINISHED = 4  # channels of a thread block, as in the header
+
+
+class StackNorm(NamedTuple):
+    """A norm: sizes in pixels."""
+
+    element: str  # C++ type: Half, BFloat16, float or double
+    element_bytes: int
+    rows: int  # of the stack: its capacity
+    images: int
+    grid: tuple[int, int]  # blocks of an image
+    channels: int
+    block: tuple[int, int]
+    image: tuple[int, int]
+    alignment: int = 16  # bytes of which the addresses of stacks are multiples
+    whole: bool = False  # every row below the count is known to be a block, inside its image
+
+    @property
+    def vector(self):
+        """Bytes of the widest access."""
+        return vector_bytes(self.channels * self.element_bytes, self.alignment)
+
+    @property
+    def vectors(self):
+        """Vectors of a pixel."""
+        return self.channels * self.element_bytes // self.vector
+
+    @property
+    def lanes(self):
+        """Threads that take a pixel together, a vector each."""
+        return min(_LANES, 1 << max(self.vectors - 1, 0).bit_length())
+
+    @property
+    def tiles(self):
+        """Thread blocks that take a pixel."""
+        return -(-self.vectors // self.lanes)
+
+    def groups(self, most):
+        """Return the number of ranges of pixels: with the tiles about ``most`` thread blocks."""
+        pixels = self.rows * math.prod(self.block)
+        at_least = _EACH * (kernels.THREADS // self.lanes)
+        return max(min(-(-pixels // at_least), most // self.tiles), 1)
+
+    @property
+    def partials(self):
+        """Numbers that ranges leave in memory."""
+        return self.groups(_SUMMED) * (2 * self.channels + 1)
+
+    @property
+    def compute(self):
+        """C++ type that sums are in."""
+        return "double" if self.element == "double" else "float"
+
+    @property
+    def fits(self):
+        """Whether the kernels can count its pixels."""
+        return self.rows * math.prod(self.block) < _MOST_PIXELS and max(self.image) < _MOST_PIXELS
+
+
+def prepare_stack_statistics(norm, parameter, eps):
+    """Return the launch that finds statistics, and follows them with the running ones."""
+    stem = "block_sparse/stack/stack_batch_norm"
+    groups = norm.groups(_SUMMED)
+    sums = _prepare_pass(stem, "stack_norm_moments", norm, (), 4, groups)
+    finish = _prepare_finish(
+        stem, "stack_norm_finish", norm, parameter, 7, (norm.channels, groups, float(eps))
+    )
+
+    def launch(x, counts, indices, weight, bias, mean, variance, partials, statistics, momentum):
+        sums(x, counts, indices, partials)
+        finish(partials, weight, bias, mean, variance, statistics, momentum)
+
+    return launch
+
+
+def prepare_stack_norm(norm, activation):
+    """Return the launch that normalizes; ``activation`` is a number as in activation.cuh."""
+    stem, groups = "block_sparse/stack/stack_batch_norm", norm.groups(_WRITTEN)
+    return _prepare_pass(stem, "stack_norm_apply", norm, (activation,), 6, groups)
+
+
+def prepare_stack_norm_sums(norm, parameter, activation):
+    """Return the launch that finds the parameters' gradients, and what that of x is made of."""
+    stem = "block_sparse/stack/stack_batch_norm_grad"
+    groups = norm.groups(_SUMMED)
+    sums = _prepare_pass(stem, "stack_norm_grad_sums", norm, (activation,), 7, groups)
+    finish = _prepare_finish(
+        stem, "stack_norm_grad_finish", norm, parameter, 5, (norm.channels, groups)
+    )
+
+    def launch(grad, x, y, statistics, counts, indices, partials, dweight, dbias, factors):
+        sums(grad, x, y, statistics, counts, indices, partials)
+        finish(partials, statistics, dweight, dbias, factors)
+
+    return launch
+
+
+def prepare_stack_norm_grad(norm, activation):
+    """Return the launch that writes the gradients of x and of the residual."""
+    stem, groups = "block_sparse/stack/stack_batch_norm_grad", norm.groups(_WRITTEN)
+    return _prepare_pass(stem, "stack_norm_grad_apply", norm, (activation,), 9, groups)
+
+
+def _prepare_pass(stem, kernel, norm, template, pointers, groups):
+    """Return the launch of a kernel that looks at the pixels of a stack."""
+    return kernels.prepare(
+        stem,
+        kernel,
+        (norm.element, f"Bytes<{norm.vector}>::type", norm.lanes, *template),
+        norm.tiles * groups,
+        kernels.THREADS,
+        pointers,
+        (
+            norm.rows, norm.images, *norm.grid, norm.vectors, *norm.block, *norm.image,
+            int(norm.whole), groups,
+        ),
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip
+
+
+def _prepare_finish(stem, kernel, norm, parameter, pointers, scalars):
+    """Return the launch of a kernel that adds up what ranges left in memory."""
+    return kernels.prepare(
+        stem, kernel, (norm.compute, parameter), -(-norm.channels // _FINISHED), kernels.THREADS,
+        pointers, scalars, dependent=True,
+    )  # fmt: skip

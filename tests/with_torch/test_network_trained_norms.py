@@ -1,0 +1,213 @@
+"""Batch norms in training by kernels: statistics at once, the rest with what follows.
+
+Here the NumPy bodies stand for the kernels. What PyTorch's operations give is what is expected.
+"""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+from support import networks  # noqa: E402  (needs PyTorch)
+from support.networks import assert_near  # noqa: E402
+
+nn = torch.nn
+F = torch.nn.functional
+SIZE, BLOCK = (61, 84), 16
+
+
+def image():
+    """Return two random images."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(2, 3, *SIZE, dtype=torch.float64, generator=generator)
+
+
+def learn(sparse, mask):
+    """Return results, gradients of the image and of all parameters, and the buffers."""
+    x = image().requires_grad_()
+    leaves = [t for t in torch.utils._pytree.tree_leaves(sparse(x, mask)) if t.is_floating_point()]
+    sum(t.sin().sum() for t in leaves).backward()
+    found = {name: p.grad for name, p in sparse.named_parameters() if p.grad is not None}
+    return {"x": x.grad, **found, **dict(sparse.named_buffers())} | dict(
+        enumerate(t.detach() for t in leaves)
+    )
+
+
+def check(st, request, dense, capacity=None, mask=None):
+    """Train a network with and without kernels; return what was asked of them."""
+    mask = networks.blocks((2, *SIZE), BLOCK, 0.4)[1] if mask is None else mask
+    results = []
+    for kernels in (False, True):
+        names = request.getfixturevalue("norms_asked") if kernels else []
+        sparse = st.sparsify(copy.deepcopy(dense), BLOCK, capacity=capacity)
+        sparse.break_even = 2.0
+        results.append([learn(sparse, mask) for _ in range(2)])
+    for actual, expected in zip(*reversed(results), strict=True):
+        assert actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_near(actual[key], value, terms=1 << 17)
+    return names
+
+
+@pytest.mark.parametrize("name", [n for n in networks.FAMILIES if n != "csp"])
+@pytest.mark.parametrize("capacity", [None, 0.8])
+def test_networks_train(st, request, name, capacity):
+    check(st, request, networks.network(name).double().train(), capacity)
+
+
+class Uses(nn.Module):
+    """A norm after a convolution, and what a function makes of it and of the convolution."""
+
+    def __init__(self, function, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=False)  # a bias has no gradient but rounding
+        self.norm, self.function = norm, function
+
+    def forward(self, x):
+        """Return what the function makes."""
+        x = self.conv(x)
+        return self.function(x, self.norm(x))
+
+
+def twice_in_place(x, y):
+    z = y * 2
+    F.relu_(y)
+    return y + z
+
+
+def activation_in_place_of_a_copy(x, y):
+    z = F.relu(y)
+    y.relu_()
+    return y + z
+
+
+def without_gradients(x, y):
+    with torch.no_grad():
+        z = F.relu(y) + x
+    return y + z
+
+
+def sum_then_written(x, y):
+    added = x.sin()
+    z = F.relu(y + added)
+    added.add_(1)
+    return z + added
+
+
+def asks(x, y):
+    assert y.requires_grad and y.grad_fn is not None and not y.is_leaf
+    return F.relu(y)
+
+
+# What is computed while the norm itself is still at hand, as an argument here, takes no part in it.
+USES = {  # and (activation, whether there is a sum) of each time that a stack is normalized
+    "alone": (lambda x, y: y, [(None, False)]),
+    "relu": (lambda x, y: F.relu(y), [("relu", False)]),
+    "in place": (lambda x, y: F.relu_(y), [("relu", False)]),
+    "silu": (lambda x, y: F.silu(y), [("silu", False)]),
+    "gelu": (lambda x, y: F.gelu(y), [("gelu", False)]),
+    "another gelu": (lambda x, y: F.gelu(y, approximate="tanh"), [(None, False)]),
+    "sum": (lambda x, y: y + x, [(None, True)]),
+    "sum in place": (lambda x, y: F.relu_(y.add_(x)), [("relu", True)]),
+    "sum before": (lambda x, y: F.relu(x + y), [("relu", True)]),
+    "silu of a sum": (lambda x, y: F.silu(x + y), [(None, False)]),
+    "sum with itself": (lambda x, y: y + y, [(None, False)]),
+    "used twice": (lambda x, y: F.relu(y) * y, [(None, False)]),
+    "used twice, in place": (twice_in_place, [(None, False)]),
+    "in place, used before": (activation_in_place_of_a_copy, [(None, False)]),
+    "not used": (lambda x, y: x, []),
+    "detached": (lambda x, y: F.relu(y).detach() + x, [(None, False)]),
+    "without gradients": (without_gradients, [(None, False)]),
+    "a summand that is written": (sum_then_written, [(None, False)]),
+    "what it is asked": (asks, [(None, False)]),
+    "image": (lambda x, y: torch.fft.fft2(y).real, [(None, False)]),
+    "max pooling": (lambda x, y: F.max_pool2d(F.relu(y), 2), [(None, False)]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses(st, request, use):
+    """However the result is used; the sum and the activation are part of it where they can be."""
+    function, expected = USES[use]
+    dense = Uses(function, nn.BatchNorm2d(4)).double().train()
+    with torch.no_grad():
+        dense.norm.weight.uniform_(0.5, 1.5)
+        dense.norm.bias.uniform_(-1, 1)
+    names = check(st, request, dense)
+    assert [n for n in names if isinstance(n, tuple)] == 2 * expected
+
+
+NORMS = {
+    "no parameters": lambda: nn.BatchNorm2d(4, affine=False),
+    "no running statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
+    "cumulative": lambda: nn.BatchNorm2d(4, momentum=None),
+    "frozen weight": lambda: nn.BatchNorm2d(4),
+    "frozen": lambda: nn.BatchNorm2d(4),
+    "evaluation": lambda: nn.BatchNorm2d(4).eval(),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_kinds_of_norms(st, request, kind):
+    dense = Uses(lambda x, y: F.relu(y + x), NORMS[kind]()).double()
+    if kind.startswith("frozen"):
+        dense.norm.weight.requires_grad_(False)
+    if kind == "frozen":
+        dense.norm.bias.requires_grad_(False)
+    if kind == "evaluation":
+        networks.random_statistics(dense)
+    names = check(st, request, dense)
+    assert bool(names) == (kind != "evaluation")
+
+
+@pytest.mark.parametrize("parts", [["conv"], ["norm"], ["conv", "norm"]])
+def test_frozen_parts(st, request, parts):
+    """Gradients of what needs them alone."""
+    dense = Uses(lambda x, y: F.relu(y), nn.BatchNorm2d(4)).double().train()
+    for part in parts:
+        getattr(dense, part).requires_grad_(False)
+    check(st, request, dense)
+
+
+def test_an_empty_mask(st, norms_asked):
+    sparse = st.sparsify(networks.network("resnet_basic").double().train(), BLOCK)
+    before = {n: b.clone() for n, b in sparse.named_buffers() if "num_batches" not in n}
+    sparse(image(), torch.zeros(2, *SIZE)).sum().backward()
+    assert all(p.grad is None or not p.grad.isnan().any() for p in sparse.parameters())
+    buffers = dict(sparse.named_buffers())
+    assert all(torch.equal(buffers[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("use", ["alone", "relu", "silu", "sum before"])
+def test_second_derivatives(st, norms_asked, use):
+    dense = Uses(USES[use][0], nn.BatchNorm2d(4)).double().train()
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK, capacity=1.0)
+    sparse.break_even = 2.0
+    found = []
+    for call, model in ((lambda x: sparse(x, torch.ones(2, *SIZE)), sparse), (dense, dense)):
+        x, weights = image().requires_grad_(), list(model.parameters())
+        first = torch.autograd.grad(call(x).sin().sum(), [x, *weights], create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *weights])
+        found.append([*first, *second])
+    for actual, expected in zip(*found, strict=True):
+        assert_near(actual.detach(), expected.detach(), terms=1 << 20)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_functions_of_ones_own_are_refused(st, norms_asked):
+    dense = Uses(lambda x, y: F.relu(Doubled.apply(y)), nn.BatchNorm2d(4)).double().train()
+    sparse = st.sparsify(dense, BLOCK)
+    with pytest.raises(NotImplementedError, match="autograd function"):
+        sparse(image(), networks.blocks((2, *SIZE), BLOCK, 0.4)[1])
