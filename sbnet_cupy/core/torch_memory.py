@@ -3,6 +3,8 @@
 What CuPy allocates so, PyTorch knows of: also in a CUDA graph, whose memory is its own.
 """
 
+import functools
+
 import numpy as np
 
 _STREAMS = {}  # (device, pointer) -> CuPy's object for torch's stream
@@ -26,8 +28,20 @@ def allocate(nbytes):
     import torch
 
     tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), nbytes, tensor, tensor.device.index)
-    return cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.cuda.MemoryPointer(_memory_class()(tensor), 0)
+
+
+@functools.cache
+def _memory_class():
+    """Return CuPy's kind of memory that holds, and remembers, a tensor."""
+    import cupy
+
+    class TensorMemory(cupy.cuda.UnownedMemory):
+        def __init__(self, tensor):
+            super().__init__(tensor.data_ptr(), tensor.nbytes, tensor, tensor.device.index)
+            self.tensor = tensor
+
+    return TensorMemory
 
 
 def to_tensor(array):
@@ -36,7 +50,7 @@ def to_tensor(array):
 
     if isinstance(array, np.ndarray):
         return torch.from_numpy(array)
-    owner = array.data.mem._owner
+    owner = array.data.mem.tensor
     dtype = getattr(torch, array.dtype.name)
     if not array.size:
         return torch.empty(array.shape, dtype=dtype, device=owner.device)
