@@ -31,12 +31,13 @@ struct TileMma {
     static DEVICE int row(int m) { return (threadIdx.x / 32 % WM * MT + m) * 16; }
     static DEVICE int column() { return threadIdx.x / 32 / WM * (NT * 8); }
 
-    static DEVICE void multiply(float (&acc)[MT][NT][4], const u8* a, const u8* b) {
+    // Only the steps of 32 bytes of k whose bit is set in `steps`.
+    static DEVICE void multiply(float (&acc)[MT][NT][4], const u8* a, const u8* b, u32 steps = 15) {
         const int lane = threadIdx.x % 32;
         int rows[MT];
 #pragma unroll
         for (int m = 0; m < MT; ++m) rows[m] = row(m) + lane % 16;
-        multiply_rows(acc, a, rows, b);
+        multiply_rows(acc, a, rows, b, steps);
     }
     // The row of a patch (patch_rows of stack_conv_patch.cu) that this lane passes of the 16 from `row` on of a cell.
     static DEVICE int patch_row(int cell, int row, int pitch) {
@@ -53,10 +54,12 @@ struct TileMma {
 
 private:
     // rows[m]: the row of A that this lane passes of 16.
-    static DEVICE void multiply_rows(float (&acc)[MT][NT][4], const u8* a, const int (&rows)[MT], const u8* b) {
+    static DEVICE void multiply_rows(float (&acc)[MT][NT][4], const u8* a, const int (&rows)[MT], const u8* b,
+                                     u32 steps = 15) {
         const int lane = threadIdx.x % 32, b_row = column() + lane / 16 * 8 + lane % 8;
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
+            if (!(steps >> step & 1)) continue;
             const u8* const b_at = b + swizzled(b_row, 2 * step + lane / 8 % 2);
             u32 right[NT][2];
 #pragma unroll

@@ -7,24 +7,10 @@
 // site_conv:          products on tensor cores; a persistent grid, a thread block for each tile of BM rows and BN channels.
 // site_conv_fma:      products by fused multiply-add, for groups and for numbers that tensor cores do not take; a persistent
 //                     grid of 256 threads, each with V channels of ROWS rows.
-// K of the product is the list of units, 16 bytes of channels of a tap, tap after tap, cut into chunks of 8 units. Sums are
-// made in that order, whatever tile a row is in. A tile leaves out the chunks that none of its rows has, and a warp those
-// that none of its own rows has.
-#include "dense/tile_result.cuh"
+// pack_site_weights lets the next launch begin at once; those that multiply wait before they read what it has packed.
+// site_conv_pipelined.cuh has the same for wide sums, where some warps copy and others multiply.
+#include "submanifold/site_conv_pipelined.cuh"
 
-constexpr int PANEL = 64, PANEL_CHUNK = PANEL * TILE_ROW;  // output channels that are packed together
-
-// The units of K.
-struct Units {
-    int taps, per_tap, chunks;
-    DEVICE Units(i64 taps, i64 C, int lanes)
-        : taps(static_cast<int>(taps)), per_tap(static_cast<int>(ceil_div<i64>(C, lanes))),
-          chunks(static_cast<int>(ceil_div<i64>(taps * per_tap, 8))) {}
-    DEVICE int tap(int unit) const { return static_cast<int>(static_cast<u32>(unit) / static_cast<u32>(per_tap)); }
-};
-
-// Packed: scale and bias, float[2][64 * panels]; then for each panel of 64 output channels its chunks of 64 rows x 128
-// bytes, swizzled.
 template <typename T, bool ROUND>
 __global__ void __launch_bounds__(256)
     pack_site_weights(const T* __restrict__ w,          // [taps, C, K]
@@ -32,8 +18,9 @@ __global__ void __launch_bounds__(256)
                       const float* __restrict__ bias,   // [K] or null
                       u8* __restrict__ packed, i64 taps, i64 C, i64 K) {
     constexpr int LANES = 16 / sizeof(T);
-    const Units units(taps, C, LANES);
-    const i64 panels = ceil_div<i64>(K, PANEL), first = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+    dependent_launch();
+    const Steps steps(taps, C, K, LANES);
+    const i64 panels = steps.panels, first = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
     const i64 step = static_cast<i64>(gridDim.x) * 256;
     for (i64 i = first; i < 2 * PANEL * panels; i += step) {
         const bool is_scale = i < PANEL * panels;
@@ -42,42 +29,21 @@ __global__ void __launch_bounds__(256)
         reinterpret_cast<float*>(packed)[i] = k < K && table ? table[k] : is_scale ? 1.0f : 0.0f;
     }
     u8* const panel_bytes = packed + 2 * PANEL * panels * 4;
-    for (i64 i = first; i < panels * units.chunks * (PANEL * 8); i += step) {
+    for (i64 i = first; i < panels * steps.chunks * (PANEL * 8); i += step) {
         const int u = static_cast<int>(i % 8), column = static_cast<int>(i / 8 % PANEL);
-        const i64 slice = divide(i, 8 * PANEL), panel = divide(slice, units.chunks);
-        const int unit = static_cast<int>(slice - panel * units.chunks) * 8 + u, tap = units.tap(unit);
+        const i64 slice = divide(i, 8 * PANEL), panel = divide(slice, steps.chunks);
+        const int number = static_cast<int>(slice - panel * steps.chunks) * 4 + u / 2;
+        const int tap = static_cast<int>(static_cast<u32>(number) / static_cast<u32>(steps.per_tap));
+        const int c0 = ((number - tap * steps.per_tap) * 2 + u % 2) * LANES;
         const i64 k = panel * PANEL + ChannelOrder<T>::channel(column);
         Elements<T, uint4> value(zero<uint4>());
 #pragma unroll
         for (int e = 0; e < LANES; ++e) {
-            const i64 c = static_cast<i64>(unit - tap * units.per_tap) * LANES + e;
-            if (tap < units.taps && c < C && k < K) value.element[e] = w[(tap * C + c) * K + k];
+            const i64 c = c0 + e;
+            if (tap < steps.taps && c < C && k < K) value.element[e] = w[(tap * C + c) * K + k];
             if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
         }
         *reinterpret_cast<uint4*>(panel_bytes + slice * PANEL_CHUNK + swizzled(column, u)) = value.vector;
-    }
-}
-
-// Rows of a tile are rows of y in their order.
-struct SiteRows {
-    i64 p0, M;
-    const u8* __restrict__ valid;
-    DEVICE int pixel(int row) const { return p0 + row < M ? static_cast<int>(p0 + row) : -1; }
-    DEVICE bool is_inside(int row) const { return p0 + row < M && (!valid || valid[p0 + row]); }
-};
-
-// Begin to copy 16 bytes of channels, from channel c of a row of x on; zeros past channel C, and where row is negative.
-template <bool VECTOR, typename T>
-DEVICE void copy_row(u8* to, const T* __restrict__ x, int row, int c, i64 C) {
-    const T* const from = x + (row < 0 ? 0 : row * C + c);
-    if constexpr (VECTOR) {
-        copy_async_16(to, from, row >= 0);
-    } else {
-        Elements<T, uint4> value(zero<uint4>());
-#pragma unroll
-        for (int e = 0; e < static_cast<int>(16 / sizeof(T)); ++e)
-            if (row >= 0 && c + e < C) value.element[e] = from[e];
-        *reinterpret_cast<uint4*>(to) = value.vector;
     }
 }
 
@@ -89,101 +55,103 @@ constexpr int RESIDENT = DEVICE_ARCHITECTURE < 800                 ? 1
                                                                    : 1;
 
 //   VECTOR_IN    rows of x are whole vectors of 16 bytes, aligned; VECTOR_OUT: those of y and the residual
+//   CACHED       rows of x come through the L1 cache
 //   ROUND        x is float, rounded to tf32 in shared memory
-template <typename T, int BM, int BN, int WM, int WN, int STAGES, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION>
+template <typename T, int BM, int BN, int WM, int WN, int STAGES, bool VECTOR_IN, bool VECTOR_OUT, bool CACHED,
+          bool ROUND, int ACTIVATION>
 __global__ void __launch_bounds__(WM * WN * 32, RESIDENT<T, BM, BN, WM * WN * 32>)
     site_conv(const T* __restrict__ x,         // [N, C]
               const u8* __restrict__ packed,
-              const int* __restrict__ rows,    // [taps, M]
+              const int* __restrict__ rows,    // [taps, M]: in order
+              const int* __restrict__ order,   // [M] or null
+              const u32* __restrict__ masks,   // [ceil(M / 32)][ceil(taps / 32)]
               const u8* __restrict__ valid,    // [M] or null: all rows
               const T* __restrict__ residual,  // [M, K] or null
               T* __restrict__ y,               // [M, K]
               i64 N, i64 M, i64 taps, i64 C, i64 K) {
     using Product = TileMma<T, BM, BN, WM, WN>;
     constexpr int THREADS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
-    constexpr int A = BM * TILE_ROW, STAGE = A + BN * TILE_ROW, AHEAD = STAGES - 1, GROUP = BM / WM;
-    constexpr int PASS = THREADS / 8, PASSES = BM / PASS;  // rows that all threads copy at once
-    static_assert(BM % PASS == 0 && PASS % 8 == 0 && AHEAD >= 1, "threads share the rows evenly");
-    static_assert(GROUP % 32 == 0 && WM <= 8, "32 neighbouring rows belong to one group of warps");
+    constexpr int A = BM * TILE_ROW, STAGE = A + BN * TILE_ROW, AHEAD = STAGES - 1;
+    constexpr int PASS = THREADS / 8;  // rows that all threads copy at once
+    static_assert(BM % PASS == 0 && BN % PASS == 0 && PASS % 8 == 0 && PASS <= ROWS_OF_GROUP && AHEAD >= 1,
+                  "threads share the rows evenly");
+    static_assert(BM / WM == ROWS_OF_GROUP, "a group of rows belongs to a group of warps");
 
     DYNAMIC_SHARED(u8, ring);
     float* const scale = reinterpret_cast<float*>(ring + STAGES * STAGE);
     float* const bias = scale + BN;
-    int* const sources = reinterpret_cast<int*>(bias + BN);         // [taps][BM]: rows of x, or -1
-    int* const groups = sources + taps * BM;                        // [taps]: a bit for each group of warps that has the tap
-    int* const list = groups + taps;                                // [chunks]: chunks that there are, and their groups
+    int* const places = reinterpret_cast<int*>(bias + BN);  // [BM]
+    int* const inside = places + BM;                        // [BM]
+    int* const sources = inside + BM;                       // [taps][BM]
+    int* const list = sources + taps * BM;                  // [taps]
+    u32* const chunk_steps = reinterpret_cast<u32*>(list + taps);  // [chunks]: four bits for each group of rows
     __shared__ int listed;
 
-    const Units units(taps, C, LANES);
-    const int channels_out = static_cast<int>(K), panels = ceil_div(channels_out, PANEL), across = ceil_div(channels_out, BN);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_unit = threadIdx.x % 8, own_row = threadIdx.x / 8;
+    const Steps steps(taps, C, K, LANES);
+    const SiteTable<BM> table{rows, order, masks, valid, M, steps.taps};
+    const int channels_out = static_cast<int>(K), across = ceil_div(channels_out, BN);
+    const int warp = threadIdx.x / 32, own_unit = threadIdx.x % 8, own_row = threadIdx.x / 8;
     const int to = swizzled(own_row, own_unit);  // PASS is a multiple of 8: the same place in every pass
+    const u8* const weights = steps.weights(packed);
     const i64 tiles = ceil_div<i64>(M, BM) * across;
     for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const i64 tile_m = divide(tile, across), p0 = tile_m * BM;
         const int k0 = static_cast<int>(tile - tile_m * across) * BN;
-        for (int i = threadIdx.x; i < 2 * BN; i += THREADS) {
-            const int k = k0 + i % BN;
-            const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
-            scale[i] = k < K ? its[k] : 0.0f;
-        }
-        for (int tap = warp; tap < units.taps; tap += THREADS / 32) {
-            int its_groups = 0;
-#pragma unroll
-            for (int r = 0; r < BM; r += 32) {
-                const i64 m = p0 + r + lane;
-                int row = m < M ? rows[tap * M + m] : -1;
-                if (row >= N) row = -1;
-                sources[tap * BM + r + lane] = row;
-                if (__any_sync(0xffffffffu, row >= 0)) its_groups |= 1 << r / GROUP;
-            }
-            if (lane == 0) groups[tap] = its_groups;
-        }
-        __syncthreads();
         if (warp == 0) {
-            int count = 0;
-            for (int first = 0; first < units.chunks; first += 32) {
-                const int chunk = first + lane;
-                int its_groups = 0;
-                if (chunk < units.chunks)
-                    for (int tap = units.tap(chunk * 8); tap <= units.tap(chunk * 8 + 7) && tap < units.taps; ++tap)
-                        its_groups |= groups[tap];
-                const u32 there = __ballot_sync(0xffffffffu, its_groups != 0);
-                if (its_groups) list[count + __popc(there & ((1u << lane) - 1))] = chunk << 8 | its_groups;
-                count += __popc(there);
-            }
-            if (lane == 0) listed = count;
+            const int count = table.list(p0, list);
+            if (threadIdx.x == 0) listed = count;
         }
+        table.find_places(p0, places, inside, threadIdx.x, THREADS);
+        __syncthreads();
+        const int taps_here = listed, count = ceil_div(taps_here * steps.per_tap, 4);
+        table.copy_sources(p0, list, taps_here, sources, threadIdx.x, THREADS);
+        copy_async_commit();
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            u32 bits = 0;
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+                const int number = static_cast<int>(static_cast<u32>(i * 4 + s) / static_cast<u32>(steps.per_tap));
+                const int groups = number < taps_here ? list[number] & 255 : 0;
+#pragma unroll
+                for (int g = 0; g < BM / ROWS_OF_GROUP; ++g) bits |= static_cast<u32>(groups >> g & 1) << (4 * g + s);
+            }
+            chunk_steps[i] = bits;
+        }
+        dependent_wait();  // for the packed weights
+        const u8* const tables = loaded_later(packed);
+        for (int i = threadIdx.x; i < 2 * BN; i += THREADS) scale[i] = steps.table(tables, i / BN, k0 + i % BN);
+        copy_async_wait<0>();
         __syncthreads();
 
-        const int count = listed;
-        // Of a panel that BN covers in part: the rows from k0 % PANEL on.
-        const u8* const weights = packed + static_cast<i64>(panels) * (2 * PANEL * 4) +
-                                  static_cast<i64>(k0 / PANEL) * units.chunks * PANEL_CHUNK + k0 % PANEL * TILE_ROW;
-        const auto copy_next = [&](int i, int slot) {
-            u8* const at = ring + slot * STAGE;
-            const int chunk = list[i] >> 8;
+        int number = own_unit / 2 / steps.per_tap, step = own_unit / 2 % steps.per_tap;  // this thread's of the next chunk
+        const auto copy_next = [&](int slot) {
+            u8* const at = ring + slot * STAGE + to;
+            if (number < taps_here) {
+                const int tap = list[number] >> 8, all = tap * steps.per_tap + step;  // number of the step
+                const u8* const its = weights + static_cast<i64>(all / 4) * PANEL_CHUNK + swizzled(own_row, all % 4 * 2 + own_unit % 2);
 #pragma unroll
-            for (int b = threadIdx.x * 16; b < BN * TILE_ROW; b += THREADS * 16) {
-                const int panel = b / PANEL_CHUNK;
-                const bool there = k0 / PANEL + panel < panels;
-                const u32 from = static_cast<u32>((panel * units.chunks + chunk) * PANEL_CHUNK + b % PANEL_CHUNK);
-                copy_async_16(at + A + b, weights + (there ? from : 0), there);
+                for (int n = 0; n < BN; n += PASS) {
+                    const int panel = (k0 + n) / PANEL, row = (k0 + n) % PANEL;
+                    const bool there = panel < steps.panels;
+                    copy_async_16(at + A + n * TILE_ROW,
+                                  there ? its + static_cast<i64>(panel) * steps.chunks * PANEL_CHUNK + row * TILE_ROW : weights,
+                                  there);
+                }
+                const int* const from = sources + number * BM + own_row;
+                const int groups = list[number];
+#pragma unroll
+                for (int m = 0; m < BM; m += PASS)
+                    if (groups >> m / ROWS_OF_GROUP & 1)
+                        copy_row<VECTOR_IN, CACHED>(at + m * TILE_ROW, x, from[m], N, (step * 2 + own_unit % 2) * LANES, C);
             }
-            const int unit = chunk * 8 + own_unit, tap = units.tap(unit);
-            const bool real = tap < units.taps;
-            const int* const its = sources + (real ? tap : 0) * BM + own_row;
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass)
-                copy_row<VECTOR_IN>(at + to + pass * (PASS * TILE_ROW), x, real ? its[pass * PASS] : -1,
-                                    (unit - tap * units.per_tap) * LANES, C);
+            for (step += 4; step >= steps.per_tap; step -= steps.per_tap) ++number;
         };
 #pragma unroll 1
         for (int s = 0; s < AHEAD; ++s) {
-            if (s < count) copy_next(s, s);
+            if (s < count) copy_next(s);
             copy_async_commit();
         }
-        const Result<T, SiteRows> result{residual, y, scale, bias, {p0, M, valid}, k0, channels_out};
+        const Result<T, SiteRows> result{residual, y, scale, bias, {places, inside}, k0, channels_out};
         if (residual) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
 
         float acc[MT][NT][4];
@@ -193,11 +161,12 @@ __global__ void __launch_bounds__(WM * WN * 32, RESIDENT<T, BM, BN, WM * WN * 32
         for (int i = 0; i < count; ++i) {
             copy_async_wait<AHEAD - 1>();
             if constexpr (ROUND)  // what this thread has copied
-                for (int pass = 0; pass < PASSES; ++pass) round_four(ring + slot * STAGE + to + pass * (PASS * TILE_ROW));
+                for (int m = 0; m < BM; m += PASS) round_four(ring + slot * STAGE + to + m * TILE_ROW);
             __syncthreads();
-            if (i + AHEAD < count) copy_next(i + AHEAD, fill);
+            if (i + AHEAD < count) copy_next(fill);
             copy_async_commit();
-            if (list[i] >> warp % WM & 1) Product::multiply(acc, ring + slot * STAGE, ring + slot * STAGE + A);
+            const u32 own = chunk_steps[i] >> (warp % WM * 4) & 15;
+            if (own) Product::multiply(acc, ring + slot * STAGE, ring + slot * STAGE + A, own);
             if (++slot == STAGES) slot = 0;
             if (++fill == STAGES) fill = 0;
         }

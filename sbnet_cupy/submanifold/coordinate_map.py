@@ -15,7 +15,7 @@ from ..core.sizes import is_integer
 from ..dense.conv2d import check_choice
 from ..errors import CapacityError, DTypeError, ShapeError
 from . import map_kernels
-from .distinct import DUPLICATE, OUTSIDE, distinct, one_row_each
+from .distinct import DUPLICATE, OUTSIDE, ChosenRows, distinct, duplicates_message
 from .keeping_container import KeepingContainer
 from .keys import coordinates_of, leaf_keys, packing_of, raster_keys, sort_keys
 from .site_kernels import by_kernels
@@ -130,7 +130,7 @@ class CoordinateMap(KeepingContainer):
                 f"{self.batch_size}; rows outside were dropped"
             )
         if status & DUPLICATE:
-            raise ValueError(_duplicates())
+            raise ValueError(duplicates_message())
         return self
 
     def clear(self):
@@ -263,7 +263,7 @@ def coordinate_map(
 
 
 def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
-    """Do what coordinate_map does; return the Reduction, too."""
+    """Do what coordinate_map does; return the Reduction or the ChosenRows, too."""
     check_indices(indices)
     check_choice("mode", mode, MODES)
     check_choice("order", order, ("leaf", "raster"))
@@ -278,6 +278,7 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
         if found is not None:
             return found
     columns = list(namespace(indices).ascontiguousarray(indices.T).astype(np.int64))
+    columns = list(namespace(indices).ascontiguousarray(indices.T).astype(np.int64))
     keys = (leaf_keys if order == "leaf" else raster_keys)(columns, packing)
     if capacity is None:
         _check_inside(keys, indices, spatial_shape, batch_size)
@@ -285,7 +286,7 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
         packing = packing._replace(low_bits=(0,) * len(packing.bits))
     found = reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity)
     if capacity is None and mode == "unique" and int(found[0].status[0]) & DUPLICATE:
-        raise ValueError(_duplicates(found[2]))
+        raise ValueError(duplicates_message(found[2]))
     return found
 
 
@@ -308,17 +309,8 @@ def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capaci
     if mode in ("sum", "mean"):
         reduction = distinct(found.inverse.astype(np.int64), mode, made.capacity)[3]
     else:
-        reduction = one_row_each(found.winners, found.inverse)
+        reduction = ChosenRows(found.winners)
     return made, found.inverse, reduction
-
-
-def row_of_site(reduction, capacity, mode):
-    """Return the row of the list that a site has its features of: int64, -1 where there is none."""
-    xp = namespace(reduction.order)
-    chosen = reduction.last if mode == "last" else reduction.first
-    rows = xp.full(capacity + 1, -1, np.int64)
-    rows[xp.where(chosen, reduction.site, capacity)] = reduction.order
-    return xp.ascontiguousarray(rows[:capacity])
 
 
 def reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity):
@@ -383,17 +375,6 @@ def _check_inside(keys, indices, spatial_shape, batch_size):
             f"indices must be inside a grid {limit} with a batch of {batch_size}, got "
             f"{indices[row].tolist()} in row {row}; drop such rows, or pass a larger spatial_shape"
         )
-
-
-def _duplicates(reduction=None):
-    rows = ""
-    if reduction is not None:
-        at = int((~reduction.first).argmax())
-        rows = f", got equal rows {int(reduction.order[at - 1])} and {int(reduction.order[at])}"
-    return (
-        f'indices must be distinct with mode="unique"{rows}; pass mode="first", "last", "sum" or '
-        '"mean"'
-    )
 
 
 @array_function

@@ -20,6 +20,12 @@ class Reduction(NamedTuple):
     starts: Any  # int64 [capacity + 1]: where each site's rows begin, and where the last ones end
 
 
+class ChosenRows(NamedTuple):
+    """Which row of a list each site has its features of."""
+
+    rows: Any  # int32 [capacity], -1 where there is no site
+
+
 def distinct(keys, mode, capacity):
     """Return the keys of the sites, their count, each row's site, the Reduction and the status."""
     xp, n = namespace(keys), len(keys)
@@ -47,11 +53,24 @@ def distinct(keys, mode, capacity):
     return sites[:rows], total, inverse, Reduction(order, site, first, last, starts), status
 
 
-def one_row_each(winners, inverse):
-    """Return the Reduction to one row of each site."""
-    xp, rows = namespace(inverse), len(winners)
-    order, site = xp.arange(len(inverse)), xp.where(inverse >= 0, inverse, rows).astype(np.int64)
-    chosen = inverse >= 0
-    if rows:
-        chosen &= winners[xp.maximum(inverse, 0)] == order
-    return Reduction(order, site, chosen, chosen, None)
+def row_of_site(reduction, capacity, mode):
+    """Return the row of the list that a site has its features of: int64, -1 where there is none."""
+    if isinstance(reduction, ChosenRows):
+        return reduction.rows.astype(np.int64)
+    xp = namespace(reduction.order)
+    chosen = reduction.last if mode == "last" else reduction.first
+    rows = xp.full(capacity + 1, -1, np.int64)
+    rows[xp.where(chosen, reduction.site, capacity)] = reduction.order
+    return xp.ascontiguousarray(rows[:capacity])
+
+
+def duplicates_message(reduction=None):
+    """Return what an error says of rows that are listed twice."""
+    rows = ""
+    if reduction is not None:
+        at = int((~reduction.first).argmax())
+        rows = f", got equal rows {int(reduction.order[at - 1])} and {int(reduction.order[at])}"
+    return (
+        f'indices must be distinct with mode="unique"{rows}; pass mode="first", "last", "sum" or '
+        '"mean"'
+    )

@@ -18,6 +18,7 @@ from .cell_search import read_rows
 from .coordinate_map import CoordinateMap, check_capacity, check_sites
 from .keeping_container import KeepingContainer
 from .new_sites import Window, coarse_sites, fine_sites, kernels_find
+from .site_order import site_order
 from .transposed_rows import TRANSPOSED_ROWS
 
 
@@ -90,8 +91,23 @@ class KernelMap(KeepingContainer):
         if "back" not in self._kept:
             self._kept["back"] = _transposed(self.rows, self.source.capacity)
         back = KernelMap(self._kept["back"], self.target, self.source, self.kernel_size)
-        back._kept["back"] = self.rows
+        kept = self._kept.setdefault("kept by back", {})  # which does not lead here
+        kept.setdefault("back", self.rows)
+        object.__setattr__(back, "_kept", kept)
         return back
+
+    def ordered(self, by_taps):
+        """Return the SiteOrder in which tiles of a convolution read the rows; kept.
+
+        Parameters
+        ----------
+        by_taps : bool
+            Whether rows with the same taps become neighbours, or stay where they are.
+        """
+        key = "by taps" if by_taps else "as listed"
+        if key not in self._kept:
+            self._kept[key] = site_order(self.rows, self.source.capacity, self.kernel_size, by_taps)
+        return self._kept[key]
 
 
 @array_function

@@ -22,6 +22,7 @@ _MOST_AXES = 4
 _MOST_TOP = 1 << 18  # words of the highest level, which is cleared and counted as a whole
 _WORDS = 2048  # of a thread block of count_words and rank_words
 _MOST_ROWS = 2**31 - 2**16
+_MANY_ROWS = 2**16  # of which a thread each keeps a GPU busy
 MOST_LINES = 2**16 - 1  # of a window: thread blocks side by side
 _NO_WINDOW = ((1,) * _MOST_AXES, (1,) * _MOST_AXES, (1,) * _MOST_AXES, (0,) * _MOST_AXES)
 
@@ -233,12 +234,24 @@ def _launches(build, place):
 @functools.lru_cache(maxsize=1024)
 def _finder(targets, dimensions, sources, packing, shape, window, readers, place):
     """Prepare the launch of find_rows on the current device."""
-    scalars = (targets, sources, shape.top, shape.level_words, shape.levels)
-    return kernels.prepare(
-        _MAP_FILE, "find_rows", (dimensions, readers),
-        (-(-targets // 256), math.prod(window[0][:-1])), 256, 5,
-        (*scalars, *_grid_scalars(packing), *_window_scalars(window)),
+    scalars = (
+        targets, sources, shape.top, shape.level_words, shape.levels, *_grid_scalars(packing),
+        *_window_scalars(window),
     )  # fmt: skip
+    block, lines = 256, math.prod(window[0][:-1])
+    kernel, template, grid = "find_rows", (dimensions, readers), (-(-targets // block), lines)
+    if targets >= _MANY_ROWS and _is_near(packing, window, readers):
+        block = block if dimensions < _MOST_AXES else 128
+        kernel, template, grid = "find_near_rows", (*template, block), -(-targets // block)
+    return kernels.prepare(_MAP_FILE, kernel, template, grid, block, 5, scalars)
+
+
+def _is_near(packing, window, readers):
+    """Whether the places that a row reads lie in two leaves on each axis at most."""
+    return all(
+        (-(-(k - 1) * dilation // stride) if readers else (k - 1) * dilation) <= 1 << low
+        for k, stride, dilation, low in zip(*window[:3], packing.low_bits[1:], strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=1024)

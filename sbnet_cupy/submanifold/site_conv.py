@@ -27,7 +27,7 @@ from ..dense.im2col import multiply
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap
 from .kernel_map import KernelMap
-from .site_conv_launch import plan_kernel
+from .site_conv_launch import OrderedPlan, plan_kernel
 from .site_kernels import by_kernels
 
 _CACHED_BYTES = 1 << 19
@@ -81,12 +81,22 @@ def site_conv(
 def compute(features, w, made, groups, scale, bias, residual, activation, precision, out):
     """Check and compute :func:`site_conv`."""
     read, options = _call(features, w, made, groups, scale, bias, residual, activation, precision)
-    plan = SITE_CONV.plan_for((*read, out), options)
-    if out is None:
-        out = empty(plan.shape, features.dtype, features)
-    else:
+    if out is not None:
+        SITE_CONV.plan_for((*read, out), options)
         check_written(out, SITE_CONV.arrays[:-1], read)
-    plan.run(*read, out)
+    return convolve(made, (*read, out), options)
+
+
+def convolve(made, arrays, options):
+    """Compute the operator over the rows of a map, in the order that the map keeps for it."""
+    plan = SITE_CONV.plan_for(arrays, options)
+    *read, out = arrays
+    if out is None:
+        out = empty(plan.shape, read[0].dtype, read[0])
+    if isinstance(plan, OrderedPlan):
+        plan.run(*read, out, made.ordered(plan.by_taps))
+    else:
+        plan.run(*read, out)
     return out
 
 
@@ -185,7 +195,7 @@ def _plan(specs, options):
         return Plan((result,), lambda *arrays: None)
     features, w, rows, _, _, _, residual, out = specs
     if by_kernels(features):
-        plan = plan_kernel(problem, features, w, rows, residual, out or result, result)
+        plan = plan_kernel(problem, options[0], features, w, rows, residual, out or result, result)
         if plan is not None:
             return plan
 

@@ -23,8 +23,8 @@ from ..errors import DTypeError, ShapeError
 from .feature_rows import check_rows
 from .kernel_map import KernelMap
 from .site_conv import (
-    SITE_CONV,
     channels,
+    convolve,
     resolve_arguments,
     row_elements,
     rows_at_once,
@@ -124,8 +124,9 @@ def _gradients(grad_y, given, made: KernelMap, problem, wanted, y):
     if "features" in wanted:
         turned = swap_channels(taps, problem.groups)
         options = ((problem.taps,), len(grad), problem.groups, None, precision)
-        arrays = (grad, turned, made.transposed().rows, None, None, None, None, None)
-        found["features"] = SITE_CONV(arrays, options)
+        back = made.transposed()
+        arrays = (grad, turned, back.rows, None, None, None, None, None)
+        found["features"] = convolve(back, arrays, options)
     if "w" in wanted:
         dw = SITE_WEIGHT_GRAD((features, grad, made.rows, None), (problem.groups, precision))
         found["w"] = dw.reshape(w.shape)
@@ -167,7 +168,7 @@ def _through_kernels(grad, given, taps, made, problem, wanted, y):
 
     def again(x, w, precision, *epilogue):
         options = ((problem.taps,), len(x), problem.groups, None, precision)
-        return SITE_CONV((x, w, made.rows, valid, *epilogue, None), options)
+        return convolve(made, (x, w, made.rows, valid, *epilogue, None), options)
 
     def sums_again():
         """Return the sums, not rounded: products of 16-bit numbers are exact in tf32."""

@@ -3,6 +3,8 @@
 Kernels: cuda_src/submanifold/site_conv.cu.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ..core import launch as kernels
@@ -14,11 +16,12 @@ from ..core.operator import Plan
 from ..core.packed import Pack
 from ..dense.activation import ACTIVATIONS
 from .site_conv_plan import FmaPlan, SiteConvSizes, plan_site_conv
+from .site_order import site_order
 
 _FILE = "submanifold/site_conv"
 
 
-def plan_kernel(problem, features, w, rows, residual, out, result):
+def plan_kernel(problem, kernel_size, features, w, rows, residual, out, result):
     """Return the Plan of a call by a kernel; None where there is none. All arrays are specs."""
     if not (w.contiguous and rows.contiguous and features.size):
         return None
@@ -26,14 +29,32 @@ def plan_kernel(problem, features, w, rows, residual, out, result):
     plan = plan_site_conv(conv, current_device())
     if plan is None:
         return None
-    launch = (_by_fma if isinstance(plan, FmaPlan) else _by_tensor_cores)(conv, plan)
+    by_fma = isinstance(plan, FmaPlan)
+    launch = (_by_fma if by_fma else _by_tensor_cores)(conv, plan)
 
-    def run(features, w, rows, valid, scale, bias, residual, out):
+    def run(features, w, rows, valid, scale, bias, residual, out, order=None):
         valid = None if valid is None else valid.view(np.uint8)
         with memory_of_graphs(features):
-            launch(features, w, rows, valid, scale, bias, residual, out)
+            if order is None and not by_fma:
+                order = site_order(rows, conv.sources, kernel_size, plan.by_taps)
+            launch(features, w, rows, valid, scale, bias, residual, out, order)
 
-    return Plan((result,), run)
+    if by_fma:
+        return Plan((result,), run)
+    return OrderedPlan((result,), run, by_taps=plan.by_taps)
+
+
+@dataclass(eq=False, slots=True)
+class OrderedPlan(Plan):
+    """The plan of a call that may be given the SiteOrder of its map; else it finds that itself.
+
+    Parameters
+    ----------
+    by_taps : bool
+        Whether the call is faster over sorted rows.
+    """
+
+    by_taps: bool = False
 
 
 def describe(problem, features, w, rows, residual, out):
@@ -69,13 +90,13 @@ def _by_tensor_cores(conv, plan):
         conv.packed_bytes, 1, 2,
     )  # fmt: skip
     multiply = kernels.prepare(
-        _FILE, plan.kernel, plan.template(conv), plan.tiles(conv), plan.threads, 6,
+        _FILE, plan.kernel, plan.template(conv), plan.tiles(conv), plan.threads, 8,
         (conv.sources, conv.targets, conv.taps, conv.channels, conv.channels_out),
-        shared=plan.shared_bytes(conv), persistent=True,
+        shared=plan.shared_bytes(conv), persistent=True, dependent=True,
     )  # fmt: skip
 
-    def launch(features, w, rows, valid, scale, bias, residual, out):
-        multiply(features, pack(w, scale, bias), rows, valid, residual, out)
+    def launch(features, w, rows, valid, scale, bias, residual, out, order):
+        multiply(features, pack(w, scale, bias), *order, valid, residual, out)
 
     return launch
 
@@ -89,7 +110,7 @@ def _by_fma(conv, plan):
     )  # fmt: skip
     table = np.float64 if conv.element == "double" else np.float32
 
-    def launch(features, w, rows, valid, scale, bias, residual, out):
+    def launch(features, w, rows, valid, scale, bias, residual, out, order):
         scale, bias = (_as_table(array, table) for array in (scale, bias))
         multiply(features, w, rows, valid, scale, bias, residual, out)
 

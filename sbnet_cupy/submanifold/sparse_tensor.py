@@ -7,6 +7,7 @@ from ..core.arrays import ArrayContainer, array_function, dtype_kind, is_float, 
 from ..core.checks import check_array
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap, reduce_rows
+from .distinct import ChosenRows
 from .reduce_features import REDUCE_FEATURES
 
 
@@ -190,6 +191,12 @@ def check_grad(grad_y, x, shape):
 def features_of_sites(features, reduction, rows, mode):
     """Return the features of the sites that rows of features are reduced to."""
     xp = namespace(features)
+    if isinstance(reduction, ChosenRows):
+        if not len(features):
+            return xp.zeros((rows, features.shape[1]), features.dtype)
+        taken = features[xp.maximum(reduction.rows, 0)]
+        taken[reduction.rows < 0] = 0
+        return taken
     order, site, first, last, starts = reduction
     if mode in ("sum", "mean"):
         return REDUCE_FEATURES((features, order, site, last, starts[None], None), (mode,))

@@ -8,7 +8,10 @@ import pytest
 
 import sbnet_cupy as sb
 from sbnet_cupy.core import operator
+from sbnet_cupy.core.device import current_device
 from sbnet_cupy.core.graph_memory import memory_of_graphs
+from sbnet_cupy.submanifold import map_kernels, site_conv_launch
+from sbnet_cupy.submanifold.site_conv_plan import MmaPlan, PipelinedPlan, _candidates
 from support.assertions import assert_same
 from support.site_conv_cases import CASES, SiteConvCase, assert_result
 from support.site_map_cases import (
@@ -41,11 +44,15 @@ def by_kernels(chosen):
 
 
 @pytest.mark.parametrize("case", MAPS, ids=str)
-def test_kernel_maps(case, cupy):
+def test_kernel_maps(case, cupy, monkeypatch):
+    """Also by the kernel for many rows."""
     results = []
-    for chosen in (False, True, True):
+    for chosen, many in ((False, 0), (True, 0), (True, 1 << 16)):
+        monkeypatch.setattr(map_kernels, "_MANY_ROWS", many)
+        map_kernels._finder.cache_clear()
         with by_kernels(chosen):
             results.append(make_maps(case, cupy.asarray))
+    map_kernels._finder.cache_clear()
     for found in results[1:]:
         for one, other in zip(found, results[0], strict=True):
             assert_same_map(one, other)
@@ -82,6 +89,32 @@ def test_convolutions(case, cupy):
         first, again = (case.run(cupy.asarray) for _ in range(2))
     assert_result(case, first)
     assert_same(again, first)
+
+
+@pytest.mark.parametrize("by_taps", [False, True])
+@pytest.mark.parametrize("kind", [MmaPlan, PipelinedPlan])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_plan(dtype, kind, by_taps, cupy, monkeypatch):
+    """Each tile, with rows as they are or sorted: the sums of whole numbers."""
+    precision = "tf32" if dtype == "float32" else None
+    case = SiteConvCase(dtype, 2000, 64, 256, (3, 3, 3), precision=precision, spare=300)
+    tried = []
+
+    def plan(conv, device):
+        plans = [p for p in _candidates(conv, device) if (type(p), p.by_taps) == (kind, by_taps)]
+        tried.append(plans[len(tried)] if len(tried) < len(plans) else None)
+        return tried[-1] or plans[0]
+
+    monkeypatch.setattr(site_conv_launch, "plan_site_conv", plan)
+    if kind is PipelinedPlan and not current_device().hopper:
+        pytest.skip("needs wgmma")
+    found = []
+    while None not in tried:
+        with by_kernels(True):
+            found.append(case.run(cupy.asarray))
+    assert len(found) > 3
+    for result in found:
+        assert_result(case, result)
 
 
 def test_a_network_replays_on_other_points(cupy):

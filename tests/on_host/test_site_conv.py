@@ -13,6 +13,7 @@ from sbnet_cupy.submanifold.site_conv import SITE_CONV
 from sbnet_cupy.submanifold.site_conv_plan import (
     FmaPlan,
     MmaPlan,
+    PipelinedPlan,
     SiteConvSizes,
     _candidates,
     plan_site_conv,
@@ -53,11 +54,38 @@ def test_every_tile_gives_the_same_bits(given, on_host, monkeypatch):
     )
     warps = (tile[0] // 32, 1 if tile[1] == 32 else 2)
     results = []
-    for plan in (MmaPlan((64, 64), (2, 2), 3), MmaPlan(tile, warps, stages)):
+    for plan in (MmaPlan((64, 64), (2, 2), 3), MmaPlan(tile, warps, stages, stages > 2)):
         monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device, p=plan: p)
         with site_on_host.by_kernels():
             results.append(case.run(seed=3))
     assert_same(results[1], results[0])
+
+
+PIPELINED = [
+    (PipelinedPlan((128, 64), (2, 1), 4, engine="TileMma"), SiteConvCase(
+        channels=64, channels_out=64, kernel=(3, 3, 3), sites=500, spare=300, whole=False)),
+    (PipelinedPlan((128, 128), (2, 2), 3, False, engine="TileMma"), SiteConvCase(
+        "bfloat16", channels=128, channels_out=200, kernel=(2, 2, 2), kind="strided", sites=400)),
+    (PipelinedPlan((256, 64), (4, 1), 2, engine="TileMma"), SiteConvCase(
+        channels=64, channels_out=72, kernel=(3, 3), sites=200, activation=None)),
+    (PipelinedPlan((128, 256), (4, 2), 2, engine="TileMma"), SiteConvCase(
+        "float32", channels=32, channels_out=256, kernel=(3, 3), sites=200, precision="tf32")),
+    (PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma"), SiteConvCase(
+        channels=64, channels_out=64, kernel=(5, 5, 5), sites=150, tables=False, residual=False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", PIPELINED, ids=lambda given: str(given[0].tile))
+def test_pipelined_sums_are_those_of_one_thread_block_role(given, on_host, monkeypatch):
+    """Some warps copy and others multiply, by mma.sync here: the bits of the other kernel."""
+    pipelined, case = given
+    results = []
+    for plan in (MmaPlan((64, 64), (2, 2), 3), pipelined):
+        monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device, p=plan: p)
+        with site_on_host.by_kernels():
+            results.append(case.run(seed=5))
+    assert_same(results[1], results[0])
+    assert_result(case, results[1], seed=5)
 
 
 def test_many_taps_and_wide_weights_leave_tensor_cores():

@@ -77,8 +77,11 @@ def test_rows_that_raise_do_so_by_name():
             sb.coordinate_map(rows, spatial_shape=5, mode="first")
 
 
+@pytest.mark.parametrize("many", [0, 1 << 16])
 @pytest.mark.parametrize("case", thinned(MAPS, 11), ids=str)
-def test_kernel_maps(case):
+def test_kernel_maps(case, many, monkeypatch):
+    """Also by the kernel for many rows."""
+    monkeypatch.setattr(map_kernels, "_MANY_ROWS", many)
     expected, found = both(lambda: make_maps(case))
     for one, other in zip(found, expected, strict=True):
         assert_same_map(one, other)

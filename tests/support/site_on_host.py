@@ -9,7 +9,7 @@ import host_cuda
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import Device
-from sbnet_cupy.submanifold import map_kernels
+from sbnet_cupy.submanifold import map_kernels, site_order
 
 MODULES = ("coordinate_map", "new_sites", "transposed_rows", "site_conv", "site_conv_grad")
 AMPERE = Device(multiprocessors=4, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
@@ -33,7 +33,9 @@ def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, pe
 
 def clear_launches():
     """Forget prepared launches."""
-    for prepared in (map_kernels._launches, map_kernels._finder, map_kernels._transposer):
+    for prepared in (
+        map_kernels._launches, map_kernels._finder, map_kernels._transposer, site_order._launches,
+    ):  # fmt: skip
         prepared.cache_clear()
 
 

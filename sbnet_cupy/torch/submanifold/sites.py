@@ -10,6 +10,7 @@ from ...core.torch_memory import to_tensor
 from ...errors import ShapeError
 from ...submanifold import coordinate_map as core
 from ...submanifold import dense_conversion
+from ...submanifold.distinct import row_of_site
 from ...submanifold.sparse_tensor import SparseTensor
 from .._native import check_tensors, numpy_dtype
 from .maps import (
@@ -73,7 +74,7 @@ def _listed(indices, spatial_shape, batch_size, mode, order, capacity):
         made, inverse, reduction = core.reduce_rows(*given)
         if mode in ("sum", "mean"):
             return made, inverse, reduction
-        return made, inverse, core.row_of_site(reduction, made.capacity, mode)
+        return made, inverse, row_of_site(reduction, made.capacity, mode)
 
     made, inverse, reduction = natively(find, indices)
     if mode in ("sum", "mean"):

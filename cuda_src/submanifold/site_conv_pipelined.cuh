@@ -1,0 +1,205 @@
+// site_conv_pipelined.cuh: the convolution of site_conv.cu, where some warps copy and the others multiply.
+// Source: warps of different roles as in CUTLASS (Thakkar et al. 2023); see block_sparse/stack/stack_conv_pipelined.cuh.
+// Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
+// Compute capability 9.0 and newer. Rows of x are whole chunks of 128 bytes, aligned; rows of y whole vectors.
+// Launch: a persistent grid, a thread block for each tile of BM rows and BN channels.
+#pragma once
+
+#include "block_sparse/stack/stack_pipeline.cuh"
+#include "submanifold/site_product.cuh"
+
+constexpr int COPIERS = 128;  // threads that copy
+
+// Shared memory, from a multiple of 1024 bytes on.
+template <int BM, int BN, int STAGES>
+struct SiteMemory {
+    static constexpr int A = BM * TILE_ROW, STAGE = A + BN * TILE_ROW;
+    u8* ring;
+    u64 *full, *empty;                     // of each stage
+    u64 *row_full, *row_empty;             // of each tile's places
+    u64 *copiers, *multipliers;            // barriers among themselves
+    float *scale, *bias;
+    int *notes;                            // of each stage: groups of rows that have it, and LAST
+    int *places, *inside;                  // [2][BM]
+    int *sources, *list;                   // [2][taps][BM], [2][taps + 1]: how many there are, and which
+    DEVICE SiteMemory(u8* unaligned, int taps) {
+        ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+        full = reinterpret_cast<u64*>(ring + STAGES * STAGE), empty = full + STAGES;
+        row_full = empty + STAGES, row_empty = row_full + 2;
+        copiers = row_empty + 2, multipliers = copiers + 1;
+        scale = reinterpret_cast<float*>(multipliers + 1), bias = scale + BN;
+        notes = reinterpret_cast<int*>(bias + BN);
+        places = notes + STAGES, inside = places + 2 * BM;
+        sources = inside + 2 * BM, list = sources + 2 * taps * BM;
+    }
+};
+constexpr int LAST = 1 << 8;  // of a tile's chunks
+
+template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
+          bool CACHED, bool ROUND, int ACTIVATION>
+__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 1)
+    site_conv_pipelined(const T* __restrict__ x,  // the parameters of site_conv
+                        const u8* __restrict__ packed, const int* __restrict__ rows, const int* __restrict__ order,
+                        const u32* __restrict__ masks, const u8* __restrict__ valid, const T* __restrict__ residual,
+                        T* __restrict__ y, i64 N, i64 M, i64 taps, i64 C, i64 K) {
+    using Product = Engine<T, BM, BN, WM, WN>;
+    using Memory = SiteMemory<BM, BN, STAGES>;
+    constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
+    constexpr int PANELS = ceil_div(BN, PANEL), PASS = COPIERS / 8;
+    constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
+    static_assert(BN % PANEL == 0 && BM / WM % ROWS_OF_GROUP == 0, "whole panels, whole groups");
+
+    DYNAMIC_SHARED(u8, unaligned);
+    const Memory shared(unaligned, static_cast<int>(taps));
+    const Steps steps(taps, C, K, LANES);
+    const SiteTable<BM> table{rows, order, masks, valid, M, steps.taps};
+    const int channels_out = static_cast<int>(K), across = ceil_div(channels_out, BN), chunks_of_tap = steps.per_tap / 4;
+    const int tiles = static_cast<int>(ceil_div<i64>(M, BM)) * across;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(shared.full + s, COPIERS + 1);
+            barrier_init(shared.empty + s, MULTIPLIERS / 32);
+        }
+        for (int s = 0; s < 2; ++s) {
+            barrier_init(shared.row_full + s, COPIERS);
+            barrier_init(shared.row_empty + s, MULTIPLIERS / 32);
+        }
+        barrier_init(shared.copiers, COPIERS);
+        barrier_init(shared.multipliers, MULTIPLIERS);
+        barrier_init_fence();
+    }
+    __syncthreads();
+
+    if (threadIdx.x >= MULTIPLIERS) {
+        give_registers<SHIFTED ? 96 : 0>();
+        const int thread = threadIdx.x - MULTIPLIERS, own_unit = thread % 8, own_row = thread / 8;
+        u8* const to = shared.ring + swizzled(own_row, own_unit);  // in the first stage; the same place in every pass
+        Meeting all(shared.copiers);
+        Stage<STAGES> stage;
+        Stage<2> row_stage;
+        const auto first_row = [&](int tile) { return static_cast<i64>(tile / across) * BM; };
+        // Find the taps of a tile, and begin to copy the rows that it reads.
+        const auto prepare = [&](int tile, int which) {
+            int* const list = shared.list + which * (steps.taps + 1);
+            if (thread < 32) {
+                const int count = table.list(first_row(tile), list + 1);
+                if (thread == 0) list[0] = count;
+            }
+            all.sync();
+            table.copy_sources(first_row(tile), list + 1, list[0], shared.sources + which * (steps.taps * BM), thread, COPIERS);
+        };
+        int which = 0;
+        if (static_cast<int>(blockIdx.x) < tiles) prepare(blockIdx.x, 0);
+        dependent_wait();  // for the packed weights
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, which ^= 1) {
+            const int k0 = tile % across * BN, next = tile + static_cast<int>(gridDim.x);
+            const int here = min(PANELS, steps.panels - k0 / PANEL);  // panels of weights
+            const i64 panel_step = static_cast<i64>(steps.chunks) * PANEL_CHUNK;
+            const u8* const weights = steps.weights(packed) + k0 / PANEL * panel_step;
+            const int* const list = shared.list + which * (steps.taps + 1) + 1;
+            const int* const sources = shared.sources + which * (steps.taps * BM) + own_row;
+            barrier_wait(shared.row_empty + row_stage.slot, row_stage.phase ^ 1);
+            table.find_places(first_row(tile), shared.places + row_stage.slot * BM, shared.inside + row_stage.slot * BM, thread,
+                              COPIERS);
+            barrier_arrive(shared.row_full + row_stage.slot);
+            row_stage.advance();
+            copy_async_commit();
+            copy_async_wait<0>();
+            all.sync();  // the sources are there
+            const int chunks = list[-1] * chunks_of_tap, last = max(chunks, 1) - 1;
+            int number = 0, part = 0;
+            for (int i = 0; i <= last; ++i) {  // a tile without taps has one chunk, which nobody multiplies
+                const int entry = chunks ? list[number] : 0;
+                barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                u8* const at = to + stage.slot * Memory::STAGE;
+                u64* const full = shared.full + stage.slot;
+                if (thread == 0) {
+                    shared.notes[stage.slot] = (entry & 255) | (i == last ? LAST : 0);
+                    barrier_expect(full, chunks ? here * PANEL_CHUNK : 0);
+                    u8* const b = shared.ring + stage.slot * Memory::STAGE + Memory::A;
+                    const u8* const its = weights + static_cast<i64>((entry >> 8) * chunks_of_tap + part) * PANEL_CHUNK;
+#pragma unroll
+                    for (int j = 0; j < PANELS; ++j)
+                        if (j < here && chunks) bulk_copy(b + j * PANEL_CHUNK, its + j * panel_step, PANEL_CHUNK, full);
+                }
+                const int* const from = sources + number * BM;
+                constexpr int TOGETHER = BM / WM;  // rows that are multiplied together
+#pragma unroll
+                for (int m = 0; m < BM; m += PASS) {
+                    constexpr int ITS = (1 << TOGETHER / ROWS_OF_GROUP) - 1;
+                    if (entry >> m / TOGETHER * (TOGETHER / ROWS_OF_GROUP) & ITS)
+                        copy_row<true, CACHED>(at + m * TILE_ROW, x, from[m], N, part * (8 * LANES) + own_unit * LANES, C);
+                }
+                copies_arrive(full);
+                stage.advance();
+                if (++part == chunks_of_tap) part = 0, ++number;
+                if (i == min(STAGES - 1, last) && next < tiles) prepare(next, which ^ 1);  // while the ring is full
+            }
+        }
+    } else {
+        take_registers<SHIFTED ? 200 : 0>();
+        dependent_wait();
+        const u8* const tables = loaded_later(packed);
+        const int lane = threadIdx.x % 32;
+        constexpr int ITS = (1 << BM / WM / ROWS_OF_GROUP) - 1;  // groups of rows of a warp
+        const int own = ITS << Product::row(0) / (BM / WM) * (BM / WM / ROWS_OF_GROUP);
+        Meeting all(shared.multipliers);
+        Stage<STAGES> stage;
+        Stage<2> row_stage;
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const int k0 = tile % across * BN;
+            if (tile == static_cast<int>(blockIdx.x) || across > 1)
+                for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS)
+                    shared.scale[i] = steps.table(tables, i / BN, k0 + i % BN);
+            float acc[MT][NT][4];
+            clear(acc);
+            int last = -1;  // a stage that is read
+            for (bool more = true; more;) {
+                barrier_wait(shared.full + stage.slot, stage.phase);
+                const int note = shared.notes[stage.slot];
+                u8* const a = shared.ring + stage.slot * Memory::STAGE;
+                more = !(note & LAST);
+                if constexpr (ROUND) {
+                    for (int j = threadIdx.x; j < BM * 8; j += MULTIPLIERS) round_four(a + j * 16);
+                    if constexpr (Product::ASYNC) shared_fence();
+                    all.sync();
+                } else if constexpr (Product::ASYNC) {
+                    shared_fence();  // what cp.async wrote, before the tensor cores read it
+                }
+                if (note & own) {
+                    Product::multiply(acc, a, a + Memory::A);
+                    if constexpr (Product::ASYNC) {
+                        wgmma_wait<1>();
+                        if (last >= 0 && lane == 0) barrier_arrive(shared.empty + last);
+                        last = stage.slot;
+                    } else {
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(shared.empty + stage.slot);
+                    }
+                } else {
+                    if (Product::ASYNC && last >= 0) {  // those that copy must not wait for what was read long ago
+                        wgmma_wait<0>();
+                        if (lane == 0) barrier_arrive(shared.empty + last);
+                        last = -1;
+                    }
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(shared.empty + stage.slot);
+                }
+                stage.advance();
+            }
+            if constexpr (Product::ASYNC) {
+                wgmma_wait<0>();
+                if (last >= 0 && lane == 0) barrier_arrive(shared.empty + last);
+            }
+            barrier_wait(shared.row_full + row_stage.slot, row_stage.phase);
+            all.sync();  // scale and bias are there
+            const SiteRows its_rows{shared.places + row_stage.slot * BM, shared.inside + row_stage.slot * BM};
+            const Result<T, SiteRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, channels_out};
+            result.template store<ACTIVATION, true, Product>(acc);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared.row_empty + row_stage.slot);
+            row_stage.advance();
+            if (across > 1) all.sync();  // scale and bias may be overwritten
+        }
+    }
+}

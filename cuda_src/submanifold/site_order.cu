@@ -1,0 +1,183 @@
+// site_order.cu: an order of the rows of a kernel map in which rows with the same taps are neighbours.
+//   order[place] = row, sorted[t, place] = rows[t, order[place]], masks[g] = taps that any of places 32 g to 32 g + 31 has
+// Source: implicit products over rows sorted by their masks, as in TorchSparse++ (Tang et al. 2023, MICRO); a stable
+// counting sort.  Python: sbnet_cupy/submanifold/site_order.py
+// Launches: bin_rows, scan_bins, order_rows, then sort_rows; sort_rows alone for masks of rows as they are.
+//   bin_rows     a thread block has PART rows; scan_bins: 32 bins; sort_rows: 128 rows and 32 taps
+// Why: a tile of a convolution leaves out the taps that none of its rows has. A bin is a number of BITS bits: a bit for each
+// column of taps, and one for each end of the columns; bins are in the order of the Gray code, so that neighbours differ
+// in a bit. That one pass comes close to sorting by all taps.
+#include "core/common.cuh"
+
+constexpr int BITS = 11, BINS = 1 << BITS, PART = 1024, THREADS = 256, WARPS = THREADS / 32, ROUNDS = PART / THREADS;
+
+// The bin of taps that are there.
+struct Bins {
+    int taps, columns, side;  // columns of taps; taps in a side, the first or the last of all columns
+    // What tap number `tap` adds to a row's bin.
+    DEVICE u32 bits(int tap, int column) const {
+        return 1u << column | (tap < side ? 1u << (BITS - 2) : 0) | (tap >= taps - side ? 1u << (BITS - 1) : 0);
+    }
+    // The place of a code in Gray order.
+    static DEVICE u32 place(u32 code) {
+#pragma unroll
+        for (int shift = 1; shift < BITS; shift *= 2) code ^= code >> shift;
+        return code;
+    }
+};
+
+template <typename I>
+__global__ void __launch_bounds__(THREADS)
+    bin_rows(const I* __restrict__ rows,  // [taps, M]
+             u32* __restrict__ places,      // [M]: bin << 16 | place among the rows of the block
+             u16* __restrict__ counts,      // [parts, BINS]
+             i64 M, i64 N, i64 taps, i64 columns, i64 side) {
+    __shared__ u16 own[WARPS][BINS];  // rows of each bin
+    const Bins bins{static_cast<int>(taps), static_cast<int>(columns), static_cast<int>(side)};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < WARPS * BINS; i += THREADS) own[i / BINS][i % BINS] = 0;
+    const i64 first = static_cast<i64>(blockIdx.x) * PART + warp * (PART / WARPS) + lane;
+    u32 code[ROUNDS] = {};
+    int column = 0;
+#pragma unroll 4
+    for (int tap = 0; tap < bins.taps; ++tap) {
+        const u32 bits = bins.bits(tap, column);
+        if (++column == bins.columns) column = 0;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const i64 m = first + r * 32;
+            const int row = m < M ? rows[tap * M + m] : -1;
+            if (row >= 0 && row < N) code[r] |= bits;
+        }
+    }
+    __syncthreads();
+    int place[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        code[r] = Bins::place(code[r]);
+        u32 same = __ballot_sync(0xffffffffu, first + r * 32 < M);  // lanes of the same bin
+#pragma unroll
+        for (int bit = 0; bit < BITS; ++bit) {
+            const u32 set = __ballot_sync(0xffffffffu, code[r] >> bit & 1);
+            same &= code[r] >> bit & 1 ? set : ~set;
+        }
+        u16& count = own[warp][code[r]];
+        place[r] = count + __popc(same & ((1u << lane) - 1));
+        __syncwarp();
+        if (same >> lane == 1) count = static_cast<u16>(place[r] + 1);  // the last of them
+        __syncwarp();
+    }
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) {
+        int before = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const int its = own[w][bin];
+            own[w][bin] = static_cast<u16>(before);
+            before += its;
+        }
+        counts[static_cast<i64>(blockIdx.x) * BINS + bin] = static_cast<u16>(before);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+        if (first + r * 32 < M) places[first + r * 32] = code[r] << 16 | static_cast<u32>(own[warp][code[r]] + place[r]);
+}
+
+// before[part, bin] = rows of the bin in the parts before; totals[bin] = in all. Lanes have bins, warps shares of the parts.
+template <typename I>
+__global__ void __launch_bounds__(1024)
+    scan_bins(const u16* __restrict__ counts, I* __restrict__ before, I* __restrict__ totals, i64 parts) {
+    __shared__ int sums[32][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const i64 bin = static_cast<i64>(blockIdx.x) * 32 + lane, share = ceil_div<i64>(parts, 32);
+    const i64 first = warp * share, last = first + share < parts ? first + share : parts;
+    int sum = 0;
+#pragma unroll 8
+    for (i64 part = first; part < last; ++part) sum += counts[part * BINS + bin];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    int up_to = 0;
+    for (int w = 0; w < warp; ++w) up_to += sums[w][lane];
+#pragma unroll 8
+    for (i64 part = first; part < last; ++part) {
+        before[part * BINS + bin] = up_to;
+        up_to += counts[part * BINS + bin];
+    }
+    if (warp == 31) totals[bin] = up_to;
+}
+
+template <typename I>
+__global__ void __launch_bounds__(THREADS)
+    order_rows(const u32* __restrict__ places, const I* __restrict__ before, const I* __restrict__ totals,
+               I* __restrict__ order, i64 M) {
+    constexpr int EACH = BINS / THREADS;
+    __shared__ int starts[BINS], parts[WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int its[EACH], sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) sum += its[i] = totals[threadIdx.x * EACH + i];
+    int up_to = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, up_to, d);
+        if (lane >= d) up_to += other;
+    }
+    if (lane == 31) parts[warp] = up_to;
+    __syncthreads();
+    int start = up_to - sum;
+    for (int w = 0; w < warp; ++w) start += parts[w];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        starts[threadIdx.x * EACH + i] = start;
+        start += its[i];
+    }
+    __syncthreads();
+    const i64 first = static_cast<i64>(blockIdx.x) * PART;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const i64 m = first + r * THREADS + threadIdx.x;
+        if (m >= M) break;
+        const u32 bin = places[m] >> 16;
+        order[starts[bin] + before[static_cast<i64>(blockIdx.x) * BINS + bin] + (places[m] & 0xffff)] = static_cast<int>(m);
+    }
+}
+
+template <typename I>
+__global__ void __launch_bounds__(THREADS)
+    sort_rows(const I* __restrict__ rows,     // [taps, M]
+              const I* __restrict__ order,    // [M], or null: rows stay as they are
+              I* __restrict__ sorted,         // [taps, M], or null
+              u32* __restrict__ masks,        // [ceil(M / 32)][words]
+              i64 M, i64 N, i64 taps, i64 words) {
+    constexpr int GROUPS = 4, EACH = 32 / WARPS;  // groups of 32 rows; taps of a warp
+    __shared__ u32 found[WARPS][GROUPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const i64 first = static_cast<i64>(blockIdx.x) * (32 * GROUPS) + lane, tap0 = static_cast<i64>(blockIdx.y) * 32 + warp * EACH;
+    i64 from[GROUPS];
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+        const i64 m = first + g * 32;
+        from[g] = m < M ? order ? order[m] : m : -1;
+    }
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+        u32 bits = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const i64 tap = tap0 + i;
+            int row = tap < taps && from[g] >= 0 ? rows[tap * M + from[g]] : -1;
+            if (row >= N) row = -1;
+            if (sorted && tap < taps && from[g] >= 0) sorted[tap * M + first + g * 32] = row;
+            if (__ballot_sync(0xffffffffu, row >= 0)) bits |= 1u << (warp * EACH + i);
+        }
+        if (lane == 0) found[warp][g] = bits;
+    }
+    __syncthreads();
+    if (threadIdx.x >= GROUPS) return;
+    const i64 group = static_cast<i64>(blockIdx.x) * GROUPS + threadIdx.x;
+    u32 mask = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) mask |= found[w][threadIdx.x];
+    if (group * 32 < M) masks[group * words + blockIdx.y] = mask;
+}

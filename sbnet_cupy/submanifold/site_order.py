@@ -1,0 +1,95 @@
+"""SiteOrder: rows of a kernel map as tiles of a convolution read them, like ones together.
+
+Kernel: cuda_src/submanifold/site_order.cu.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core import launch as kernels
+from ..core.arrays import empty, place_name
+from ..core.graph_memory import memory_of_graphs
+
+GROUP = 32  # neighbouring rows that have a mask
+_FILE = "submanifold/site_order"
+_PART, _BINS, _MOST_COLUMNS = 1024, 2048, 9  # of site_order.cu
+
+
+class SiteOrder(NamedTuple):
+    """The rows of a kernel map in the order of a convolution's tiles."""
+
+    rows: Any  # int32 [taps, M]
+    order: Any  # int32 [M]: the row of the result; None where rows are as they were
+    masks: Any  # uint32 [groups, words]: the taps of each GROUP rows, as bits
+
+
+def site_order(rows, sources, kernel_size, by_taps):
+    """Return the SiteOrder of a kernel map: int32 ``[taps, M]``, of rows below ``sources``.
+
+    Its rows are sorted by the taps that they have, or as they are.
+    """
+    launches = _launches(*rows.shape, sources, _sides(kernel_size), place_name(rows))
+    return launches.sort(rows) if by_taps else SiteOrder(rows, None, launches.find_masks(rows))
+
+
+def _sides(kernel_size):
+    """Return how many columns of taps a kernel has, and taps in a side, as bins tell them apart."""
+    columns = 1
+    for size in reversed(kernel_size):
+        if columns * size > _MOST_COLUMNS:
+            break
+        columns *= size
+    taps = math.prod(kernel_size)
+    if columns == 1:
+        return min(taps, _MOST_COLUMNS), 0
+    return columns, taps // kernel_size[0] if taps > columns else 0
+
+
+class _Launches:
+    """The launches for maps of one size."""
+
+    def __init__(self, taps, m, sources, sides):
+        self._shape, self._parts = (taps, m), -(-m // _PART)
+        self._masks = (-(-m // GROUP), -(-taps // 32))
+        size = (m, sources, taps)
+        self._bin = _prepare("bin_rows", self._parts, 256, 3, (*size, *sides))
+        self._scan = _prepare("scan_bins", _BINS // 32, 1024, 3, (self._parts,))
+        self._order = _prepare("order_rows", self._parts, 256, 4, (m,))
+        grid = (-(-m // (4 * GROUP)), self._masks[1])
+        self._sort = _prepare("sort_rows", grid, 256, 4, (*size, self._masks[1]))
+
+    def find_masks(self, rows):
+        """Return the masks of rows as they are."""
+        with memory_of_graphs(rows):
+            masks = empty(self._masks, np.uint32, rows)
+            self._sort(rows, None, None, masks)
+        return masks
+
+    def sort(self, rows):
+        """Return the SiteOrder of rows, sorted."""
+        m = self._shape[1]
+        with memory_of_graphs(rows):
+            order, table = empty((m,), np.int32, rows), empty(self._shape, np.int32, rows)
+            masks = empty(self._masks, np.uint32, rows)
+            places = empty((m,), np.uint32, rows)
+            counts = empty((self._parts, _BINS), np.uint16, rows)
+            before = empty((self._parts, _BINS), np.int32, rows)
+            totals = empty((_BINS,), np.int32, rows)
+            self._bin(rows, places, counts)
+            self._scan(counts, before, totals)
+            self._order(places, before, totals, order)
+            self._sort(rows, order, table, masks)
+        return SiteOrder(table, order, masks)
+
+
+def _prepare(kernel, grid, block, pointers, scalars):
+    return kernels.prepare(_FILE, kernel, ("int",), grid, block, pointers, scalars)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(taps, m, sources, sides, place):
+    """Prepare launches on the current device."""
+    return _Launches(taps, m, sources, sides)
