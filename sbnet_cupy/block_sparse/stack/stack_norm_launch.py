@@ -30,7 +30,7 @@ STATISTICS = ("mean", "variance", "deviation", "scale", "shift")  # rows, as in 
 _MOST_PIXELS = 2**30
 _LANES = 8
 _EACH = 4  # pixels of a thread, at least
-_SUMMED = 528  # thread blocks that sum up: 4 for each multiprocessor of an H200
+_SUMMED = 264  # thread blocks that sum up: as many as an H200 holds at once
 _WRITTEN = 2112  # that write a stack
 _FINISHED = 4  # channels of a thread block, as in the header
 
