@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(256)
                     const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
                     T* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 bh, i64 bw, i64 ph, i64 pw, i64 H,
                     i64 W, i64 P, i64 Q, i64 kernel_h, i64 kernel_w, i64 SH, i64 stride_w, i64 DH, i64 DW, i64 top,
-                    i64 left, i64 step_r, i64 step_s, i64 step_c, i64 tile_h, i64 runs_of_tile, i64 tiles_at_once,
-                    i64 settled, i64 clear_rows) {
+                    i64 left, i64 step_tap, i64 step_c, i64 tile_h, i64 runs_of_tile, i64 tiles_at_once, i64 settled,
+                    i64 clear_rows) {
     constexpr int SLICE = LANES * V, WEIGHTS = SLICE + 4, PER_PIXEL = SLICE * static_cast<int>(sizeof(T)) / COPY;
     constexpr int UNUSED = -2;
     using Vector = typename Bytes<V * sizeof(T)>::type;
@@ -65,35 +65,56 @@ __global__ void __launch_bounds__(256)
     const int tiles_down = ceil_div(g.ph, TH), tiles_across = ceil_div(g.pw, TW), tiles = rows * tiles_down * tiles_across;
     // The row of the stack of a tile, and the tile's place in its block.
     const auto place = [&](int tile, int& row, int& i, int& j) {
-        const int number = tile / tiles_across;
+        const int number = tiles_across == 1 ? tile : tile / tiles_across;
         j = (tile - number * tiles_across) * TW;
-        row = number / tiles_down;
+        row = tiles_down == 1 ? number : number / tiles_down;
         i = (number - row * tiles_down) * TH;
     };
-    const auto find = [&](int first) {
-        for (int number = threadIdx.x; number < at_once * region; number += threads) {
-            const int k = of_region.of(number), at = number - k * region, v = of_line.of(at), h = at - v * line;
-            int offset = UNUSED;
-            if (first + k < tiles && h < across.extent) {
+    // `count` threads find the pixels of x of as many tiles as fit; each has ITEMS searches under way.
+    const auto find = [&](int first, int thread, int count) {
+        constexpr int ITEMS = 4;
+        for (int number0 = thread; number0 < at_once * region; number0 += ITEMS * count) {
+            BlockTable::Block block[ITEMS];
+            int at_y[ITEMS], at_x[ITEMS], offset[ITEMS];
+            bool used[ITEMS];
+#pragma unroll
+            for (int e = 0; e < ITEMS; ++e) {
+                const int number = number0 + e * count, k = of_region.of(number), at = number - k * region;
+                const int v = of_line.of(at), h = at - v * line;
                 int row, i, j;
                 place(first + k, row, i, j);
-                offset = finder.at(table.block(row), i * g.SH - g.top + down.pixel(v), j * g.SW - g.left + across.pixel(h));
+                used[e] = k < at_once && first + k < tiles && h < across.extent;
+                block[e] = table.block(used[e] ? row : rows);
+                at_y[e] = i * g.SH - g.top + down.pixel(v), at_x[e] = j * g.SW - g.left + across.pixel(h);
             }
-            offsets[number] = offset;
+#pragma unroll
+            for (int e = 0; e < ITEMS; ++e) offset[e] = finder.at(block[e], at_y[e], at_x[e]);
+#pragma unroll
+            for (int e = 0; e < ITEMS; ++e)
+                if (number0 + e * count < at_once * region) offsets[number0 + e * count] = used[e] ? offset[e] : UNUSED;
         }
     };
     int first = blockIdx.x * at_once;
-    if (first < tiles) {
-        find(first);
+    const int half = threads / 64 * 32, thread = threadIdx.x;
+    if (first < tiles && thread >= half) find(first, thread - half, threads - half);
+    if (first < tiles && thread < half) {  // meanwhile
         const Divisor of_taps(taps);
-#pragma unroll 8
-        for (int i = threadIdx.x; i < taps * SLICE; i += threads) {  // in the order of memory
-            const int outer = step_c == 1 ? i / SLICE : of_taps.of(i);
-            const int tap = step_c == 1 ? outer : i - outer * taps, c = step_c == 1 ? i - outer * SLICE : outer;
-            weights[tap * WEIGHTS + c] =
-                c0 + c < g.C ? to_compute<float>(w[tap / g.S * step_r + tap % g.S * step_s + (c0 + c) * step_c]) : 0.0f;
+        for (int i0 = thread; i0 < taps * SLICE; i0 += 8 * half) {  // in the order of memory
+            T loaded[8];
+            int to[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const int i = i0 + e * half, outer = step_c == 1 ? i / SLICE : of_taps.of(i);
+                const int tap = step_c == 1 ? outer : i - outer * taps, c = step_c == 1 ? i - outer * SLICE : outer;
+                to[e] = i < taps * SLICE ? tap * WEIGHTS + c : -1;
+                loaded[e] = zero<T>();
+                if (to[e] >= 0 && c0 + c < g.C) loaded[e] = w[tap * step_tap + (c0 + c) * step_c];
+            }
+#pragma unroll
+            for (int e = 0; e < 8; ++e)
+                if (to[e] >= 0) weights[to[e]] = to_compute<float>(loaded[e]);
         }
-        for (int i = threadIdx.x; i < 2 * SLICE; i += threads) {
+        for (int i = thread; i < 2 * SLICE; i += half) {
             const int c = c0 + i % SLICE;
             const float* const its = i < SLICE ? scale : bias;
             tables[i] = its && c < g.C ? its[c] : i < SLICE ? 1.0f : 0.0f;
@@ -109,7 +130,7 @@ __global__ void __launch_bounds__(256)
     const int in_tile = threadIdx.x / LANES % (TH * runs), mine = threadIdx.x / LANES / (TH * runs);
     const int run = in_tile / TH, my_i = in_tile - run * TH;  // threads side by side have rows one below the other
     for (; first < tiles; first += gridDim.x * at_once) {
-        if (first != static_cast<int>(blockIdx.x) * at_once) find(first);
+        if (first != static_cast<int>(blockIdx.x) * at_once) find(first, thread, threads);
         __syncthreads();
         for (int n = threadIdx.x; n < at_once * region * PER_PIXEL; n += threads) {
             const int at = n / PER_PIXEL, channel = c0 + (n - at * PER_PIXEL) * (COPY / static_cast<int>(sizeof(T)));

@@ -10,8 +10,8 @@ _WINDOWS = (3, 5, 7)  # columns of windows that the compiler is told
 _SIDE = 8  # pixels of a tile, at most
 _RUN = 4  # pixels of a thread, at most
 _LANES = (8, 6, 10, 4, 2)  # threads side by side in the channels; the first of those as good
-_THREADS = 128
-_SHARED = 56 << 10  # bytes of a thread block, where it may be so few: four are on a multiprocessor
+_THREADS = 256
+_SHARED = 100 << 10  # bytes of a thread block, where it may be so few: two are on a multiprocessor
 
 
 class DepthwisePlan(NamedTuple):
@@ -28,7 +28,7 @@ class DepthwisePlan(NamedTuple):
     @property
     def threads(self):
         """Threads of a thread block."""
-        return -(-self.tiles * self.tile_h * self.runs * self.lanes // 32) * 32
+        return max(-(-self.tiles * self.tile_h * self.runs * self.lanes // 32) * 32, 64)
 
     def grid(self, conv):
         """Return thread blocks along the tiles, and slices of channels."""
@@ -73,7 +73,7 @@ def plan_stack_depthwise(conv, alignment, device):
     vector = min(4, copy // conv.element_bytes)
     lanes = min(_LANES, key=lambda n: -(-conv.channels // (vector * n)) * n)
     height, width = conv.block_out
-    most = min(_RUN, width)
+    most = max(min(_RUN, width // 2), 1)  # short runs, so that there are more threads
     run = min(range(most, most // 2, -1), key=lambda n: -(-width // n) * n)
     tile_h, runs = _evenly(height, _SIDE), _evenly(-(-width // run), _SIDE // run)
     most = max(_THREADS // (tile_h * runs * lanes), 1)

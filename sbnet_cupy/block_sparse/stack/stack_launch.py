@@ -197,9 +197,7 @@ def prepare_stack_depthwise(
     plan = plan or plan_stack_depthwise(conv, alignment, current_device())
     if plan is None:
         return None
-    steps = (conv.kernel[1] * conv.channels, conv.channels, 1)
-    if w_format == "OIHW":
-        steps = (conv.kernel[1], 1, math.prod(conv.kernel))
+    steps = (conv.channels, 1) if w_format == "HWIO" else (1, math.prod(conv.kernel))
     return kernels.prepare(
         "block_sparse/stack/stack_depthwise",
         "stack_depthwise",
