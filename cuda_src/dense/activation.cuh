@@ -1,6 +1,7 @@
 // activation.cuh: what may follow a read or a convolution, in float or double.
 // ACTIVATION is an index into ACTIVATIONS of sbnet_cupy/dense/activation.py: none, relu, silu, gelu; or one of those that
-// networks on a stack have besides (_CODES of sbnet_cupy/torch/network/cuda.py): hardswish, relu6, hardsigmoid.
+// networks on a stack have besides (_CODES of sbnet_cupy/torch/network/cuda.py): hardswish, relu6, hardsigmoid,
+// sigmoid.
 #pragma once
 
 #include "core/common.cuh"
@@ -23,6 +24,7 @@ DEVICE C activate(C t) {
     if constexpr (ACTIVATION == 4) return t * zero_to_six(t + C(3)) * C(1.0 / 6);  // hardswish
     if constexpr (ACTIVATION == 5) return zero_to_six(t);                         // relu6
     if constexpr (ACTIVATION == 6) return zero_to_six(t + C(3)) * C(1.0 / 6);      // hardsigmoid
+    if constexpr (ACTIVATION == 7) return C(1) / (C(1) + exp(-t));                 // sigmoid
     return t;
 }
 

@@ -8,7 +8,7 @@ import pytest
 import sbnet_cupy as sb
 
 ACTIVATIONS = (None, "relu", "silu", "gelu")
-OTHERS = {4: "hardswish", 5: "relu6", 6: "hardsigmoid"}
+OTHERS = {4: "hardswish", 5: "relu6", 6: "hardsigmoid", 7: "sigmoid"}
 
 
 @pytest.fixture
@@ -102,6 +102,28 @@ def asked(torch, st, monkeypatch):
             y = y if residual is None else y + residual[:count]
             out.fill_(torch.nan)
             out[:count] = y if name is None else getattr(torch.nn.functional, name)(y)
+
+        return launch
+
+    def prepare_linear(dtype, images, channels, channels_out, activation):
+        name = ACTIVATIONS[activation] if activation < 4 else OTHERS[activation]
+
+        def launch(x, weight, bias, out):
+            names.append("image linear")
+            assert tuple(x.shape[:2]) == (images, channels) and x.dtype == dtype
+            y = torch.nn.functional.linear(x.flatten(1), weight.flatten(1), bias)
+            y = y if name is None else getattr(torch.nn.functional, name)(y)
+            out.copy_(y.view(images, channels_out, *x.shape[2:]))
+
+        return launch
+
+    def prepare_layer_norm(dtype, rows, block, channels, eps, settled):
+        def launch(x, scale, shift, counts, out):
+            names.append("layer norm")
+            assert tuple(x.shape) == (rows, *block, channels) and x.dtype == dtype
+            count, norm = int(counts), torch.nn.functional.layer_norm
+            out.fill_(torch.nan)
+            out[:count] = norm(x[:count], (channels,), scale, shift, eps)
 
         return launch
 
@@ -217,6 +239,8 @@ def asked(torch, st, monkeypatch):
     monkeypatch.setattr(cuda, "_prepare_halo", prepare_halo)
     monkeypatch.setattr(cuda, "_PLANS", {})
     monkeypatch.setattr(cuda_affine, "_prepare", prepare_affine)
+    monkeypatch.setattr(cuda_affine, "_prepare_linear", prepare_linear)
+    monkeypatch.setattr(cuda_affine, "_prepare_layer_norm", prepare_layer_norm)
     monkeypatch.setattr(cuda_affine, "_PLANS", {})
     monkeypatch.setattr(cuda_ends, "_moves", no_gradient)
     monkeypatch.setattr(cuda_ends, "_prepare_conv", prepare_image_conv)

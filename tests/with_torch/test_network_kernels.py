@@ -304,3 +304,50 @@ def test_residual_units_are_one_kernel(st, units_asked, name, units):
         units_asked.clear()
         assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
         assert units_asked.count("unit") == units
+
+
+class Preactivated(torch.nn.Module):
+    """A norm that no convolution is before, a parameter for each channel, and a sum."""
+
+    def __init__(self, affine=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Conv2d(3, 8, 1), torch.nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = networks.random_statistics(torch.nn.BatchNorm2d(8, affine=affine))
+        self.scale = torch.nn.Parameter(torch.randn(8, 1, 1))
+
+    def forward(self, x):
+        """Add what a pre-activation unit makes."""
+        x = torch.relu(self.first(x))
+        y = self.last(torch.relu(self.norm(x)))
+        least = torch.nn.functional.relu6(self.scale * y)
+        return x + self.scale * y, least, y * self.scale * self.scale
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@torch.no_grad()
+def test_scales_of_channels_take_what_follows(st, asked, affine):
+    dense = Preactivated(affine).eval()
+    x = torch.randn(2, 3, 45, 51)
+    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    results = sparse(x, mask)
+    asked.clear()
+    assert_near(sparse(x, mask)[0], results[0], "float32")
+    assert asked.count("affine") == 5
+    for i, result in enumerate(results):
+        one = networks.oracle(Nth(dense, i), x, on, 16)
+        assert_near(result, one, "float32")
+
+
+class Nth(torch.nn.Module):
+    """One of the results of a network."""
+
+    def __init__(self, network, number):
+        super().__init__()
+        self.network, self.number = network, number
+
+    def forward(self, x):
+        """Return it."""
+        return self.network(x)[self.number]

@@ -19,6 +19,7 @@ from .epilogue import finish
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
 _CODES = {  # as in cuda_src/dense/activation.cuh
     None: 0, "relu": 1, "silu": 2, "gelu": 3, "hardswish": 4, "relu6": 5, "hardsigmoid": 6,
+    "sigmoid": 7,
 }  # fmt: skip
 _MASKS = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,

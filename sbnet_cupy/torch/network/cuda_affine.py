@@ -1,4 +1,4 @@
-"""The CUDA kernel that scales and shifts the channels of a stack, on tensors."""
+"""The CUDA kernels of channels: scaled, shifted and normalized on a stack, mixed in images."""
 
 import math
 
@@ -61,3 +61,71 @@ def _prepare(dtype, scale_dtype, rows, images, block, channels, per_image, activ
         alignment=math.gcd(16, channels * dtype.itemsize),
     )  # fmt: skip
     return prepare_stack_affine(sizes, settled)
+
+
+def image_linear(x, weight, bias, activation, out):
+    """Write ``activation(x @ weight.T + bias)`` to ``out``; channels are the second dimension."""
+    facts = x.dtype, *x.shape[:2], weight.shape[0], cuda._CODES[activation]
+    with cuda._at_home(x) as device:
+        key = (device, facts)
+        if key not in _PLANS:
+            _PLANS[key] = _prepare_linear(*facts)
+        given = (x, weight, bias, out)
+        _PLANS[key](*(None if g is None else cuda._At(g) for g in given))
+
+
+def _prepare_linear(dtype, images, channels, channels_out, activation):
+    from ...block_sparse.stack.image_linear import ImageLinear, prepare_image_linear
+
+    sizes = ImageLinear(
+        element=cuda._ELEMENTS[dtype], element_bytes=dtype.itemsize, images=images,
+        channels=channels, channels_out=channels_out, activation=activation,
+        alignment=math.gcd(16, channels * dtype.itemsize),
+    )  # fmt: skip
+    return prepare_image_linear(sizes, settled=True)
+
+
+def norms(x, table, shape, weight, bias, eps):
+    """Whether the kernel of the layer norm serves a stack ``[M, h, w, C]`` and such weights."""
+    given = [t for t in (weight, bias) if t is not None]
+    return (
+        x.dim() == 4
+        and tuple(shape) == (x.shape[3],)
+        and x.is_contiguous()
+        and all(t.dtype == x.dtype for t in given)
+        and fits(x.permute(0, 3, 1, 2), table, *(given or [x[0, 0, 0]]))
+        and _norm_sizes(x.dtype, *_sizes_of(x), eps).fits
+    )
+
+
+def layer_norm(x, table, weight, bias, eps):
+    """Return the layer norm of the channels of a stack ``[M, h, w, C]``, where ``norms``."""
+    out, facts = torch.empty_like(x), (x.dtype, *_sizes_of(x), eps)
+    held = all(t is None or isinstance(t, torch.nn.Parameter) for t in (weight, bias))
+    with cuda._at_home(x) as device:
+        settled = table.settled and held  # others may be written by the kernel just ahead
+        key = (device, "layer norm", facts, settled)
+        if key not in _PLANS:
+            _PLANS[key] = _prepare_layer_norm(*facts, settled)
+        given = (x, weight, bias, table.counts, out)
+        _PLANS[key](*(None if g is None else cuda._At(g) for g in given))
+        table.settled = True
+    return out
+
+
+def _sizes_of(x):
+    return x.shape[0], tuple(x.shape[1:3]), x.shape[3]
+
+
+def _norm_sizes(dtype, rows, block, channels, eps):
+    from ...block_sparse.stack.stack_layer_norm import StackLayerNorm
+
+    aligned = math.gcd(16, channels * dtype.itemsize)
+    element = cuda._ELEMENTS[dtype]
+    return StackLayerNorm(element, dtype.itemsize, rows, block, channels, eps, aligned)
+
+
+def _prepare_layer_norm(dtype, rows, block, channels, eps, settled):
+    from ...block_sparse.stack.stack_layer_norm import prepare_stack_layer_norm
+
+    return prepare_stack_layer_norm(_norm_sizes(dtype, rows, block, channels, eps), settled)

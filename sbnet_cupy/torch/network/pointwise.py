@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from . import cuda_affine
 from . import tensor as T
 from .handlers import HANDLERS, handles
+from .image_values import plainly
 from .plans import ScalePlan
 
 _ACTIVATIONS = {
@@ -188,6 +189,7 @@ def _with_residual(x, plan, residual, inplace, other):
 @handles("mul", "multiply", "__mul__", "__rmul__")
 def multiply(func, a, b, **kwargs):
     """Multiply channels by one kernel, with the sum and activation after it, or run."""
+    a, b = plainly(a), plainly(b)
     x, scale = (a, b) if isinstance(a, T.StackTensor) else (b, a)
     if kwargs or not _is_of_channels(scale, x):
         return pointwise(func, a, b, **kwargs)

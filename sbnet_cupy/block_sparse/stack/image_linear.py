@@ -1,0 +1,51 @@
+"""A product of the channels of each of few images with a matrix, by one kernel.
+
+For what runs networks on a stack: squeeze and excitation is two of them. Kernel:
+cuda_src/block_sparse/stack/image_linear.cu
+
+    linear = ImageLinear(...)                         sizes
+    run = prepare_image_linear(linear)                keep it: it costs more than a call
+    run(x, w, bias, out)
+
+x is ``[N, C]``, w ``[O, C]``, out ``[N, O]`` and bias ``[O]``, or None; all C-contiguous and of one
+dtype. Products are summed in float32, in an order that the sizes decide, and rounded once.
+"""
+
+from typing import NamedTuple
+
+from ...core import launch as kernels
+from ...core.arrays import vector_bytes
+
+_WARPS = 4  # of a thread block, as in image_linear.cu
+
+
+class ImageLinear(NamedTuple):
+    """What is computed: ``activation(x @ w.T + bias)``."""
+
+    element: str  # C++ type: Half, BFloat16 or float
+    element_bytes: int
+    images: int
+    channels: int
+    channels_out: int
+    activation: int  # as in activation.cuh
+    alignment: int = 16  # bytes of which the addresses of x and w are multiples
+
+    @property
+    def vector(self):
+        """Channels that a thread loads at once."""
+        size = self.element_bytes
+        return vector_bytes(self.channels * size, self.alignment) // size
+
+
+def prepare_image_linear(linear, settled=False):
+    """Return the launch; ``settled`` promises that the kernel just ahead does not write w."""
+    return kernels.prepare(
+        "block_sparse/stack/image_linear",
+        "image_linear",
+        (linear.element, linear.vector, linear.activation),
+        -(-linear.images * linear.channels_out // _WARPS),
+        32 * _WARPS,
+        4,
+        (linear.images, linear.channels, linear.channels_out, int(settled)),
+        dependent=True,
+    )

@@ -1,0 +1,73 @@
+"""The layer norm of the channels of each pixel of a stack, by one kernel.
+
+For what runs networks on a stack. Kernel: cuda_src/block_sparse/stack/stack_layer_norm.cu
+
+    norm = StackLayerNorm(...)                        sizes
+    run = prepare_stack_layer_norm(norm)              None where a pixel has too many channels
+    run(x, scale, shift, bin_counts, out)
+
+x and out are stacks, as in stack_launch.py; scale and shift are ``[C]`` of their dtype, or None.
+Rows of out past the count are not written, and pixels outside their image may hold anything.
+"""
+
+import math
+from typing import NamedTuple
+
+from ...core import launch as kernels
+from ...core.arrays import vector_bytes
+
+_THREADS = 128
+_MOST = 4  # vectors of a thread
+
+
+class StackLayerNorm(NamedTuple):
+    """Sizes, and what is added to the variance."""
+
+    element: str  # C++ type: Half, BFloat16 or float
+    element_bytes: int
+    rows: int  # of the stacks: their capacity
+    block: tuple[int, int]
+    channels: int
+    eps: float
+    alignment: int = 16  # bytes of which all addresses are multiples
+
+    @property
+    def vector(self):
+        """Channels that a thread loads at once."""
+        size = self.element_bytes
+        return vector_bytes(self.channels * size, self.alignment) // size
+
+    @property
+    def lanes(self):
+        """Threads of a pixel: a power of 2."""
+        return min(32, 1 << (self.channels // self.vector - 1).bit_length())
+
+    @property
+    def each(self):
+        """Vectors of a thread."""
+        return -(-self.channels // (self.vector * self.lanes))
+
+    @property
+    def fits(self):
+        """Whether threads can hold a pixel's channels."""
+        return self.each <= _MOST
+
+
+def prepare_stack_layer_norm(norm, settled=False):
+    """Return the launch, or None.
+
+    ``settled`` promises that the kernel just ahead writes neither the count nor scale and shift.
+    """
+    if not norm.fits:
+        return None
+    return kernels.prepare(
+        "block_sparse/stack/stack_layer_norm",
+        "stack_layer_norm",
+        (norm.element, norm.vector, norm.lanes, norm.each),
+        -(-norm.rows * math.prod(norm.block) * norm.lanes // _THREADS),
+        _THREADS,
+        5,
+        (norm.rows, math.prod(norm.block), norm.channels, float(norm.eps), int(settled)),
+        persistent=True,
+        dependent=True,
+    )
