@@ -23,6 +23,7 @@ def test_what_is_asked_of_kernels(st, asked, name):
     sparse.break_even = 2.0
     expected = networks.oracle(dense, x, on, block)
     assert_near(sparse(x, mask), expected, "float32")
+    assert ("layer norm" in asked) == (name == "convnext")
     assert "conv" in asked and ("depthwise" in asked) == (
         name in ("mobilenet", "convnext", "shuffle")
     )

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from . import cuda_norm, gradients, onednn
+from . import cuda_affine, cuda_norm, gradients, onednn
 from . import tensor as T
 from .handlers import handles
 from .plans import LinearPlan, NormPlan, TrainedNorm, normalized
@@ -136,6 +136,9 @@ def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, 
     last = T.dims(input) - len(normalized_shape)
     if not isinstance(input, T.StackTensor) or last <= max(T.facts(input)[3]):
         return NotImplemented
+    value, table = T.value_of(input), T.facts(input)[0]
+    if cuda_affine.norms(value, table, normalized_shape, weight, bias, eps):
+        return T.wrap(table.compute(cuda_affine.layer_norm, value, table, weight, bias, eps), input)
     return _on_stack(input, func, normalized_shape, weight, bias, eps)
 
 
