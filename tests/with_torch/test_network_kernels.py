@@ -307,6 +307,73 @@ def test_residual_units_are_one_kernel(st, units_asked, name, units):
         assert units_asked.count("unit") == units
 
 
+class Excitation(torch.nn.Module):
+    """A convolution, values of whole images through two products, and what is made of them."""
+
+    def __init__(self, what):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.what = torch.nn.Conv2d(3, 8, 3, padding=1), what
+        inner = torch.nn.ReLU(inplace=what == "in place")
+        self.down, self.inner = torch.nn.Conv2d(8, 4, 1), inner
+        self.up = torch.nn.Conv2d(4, 8, 1, bias=what != "no bias")
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        """Return what may be made of them."""
+        x = torch.nn.functional.hardswish(self.conv(x))
+        pooled = x.mean((2, 3), keepdim=True)
+        if self.what == "linear":
+            return x * torch.sigmoid(self.linear(x.mean((2, 3))))[:, :, None, None]
+        few = self.down(pooled)
+        if self.what == "written":
+            pooled.zero_()
+            return x * (self.up(torch.relu(few)) + pooled)
+        if self.what == "read twice":
+            return x * torch.nn.functional.hardsigmoid(self.up(self.inner(few) + few))
+        gate = torch.nn.functional.hardsigmoid(self.up(self.inner(few)))
+        if self.what == "first":
+            return gate * x
+        if self.what == "returned":
+            return x * gate, gate, self.up(few)
+        return x * gate
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["usual", "in place", "no bias", "linear", "written", "read twice", "first", "returned"],
+)
+@torch.no_grad()
+def test_excitation_is_products_and_one_scale(st, asked, what):
+    dense = Excitation(what).eval()
+    x = torch.randn(2, 3, 45, 51)
+    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even, sparse.replay = 2.0, False
+    sparse(x, mask)
+    asked.clear()
+    result = sparse(x, mask)
+    if what == "returned":
+        result, gate, last = result
+        assert type(gate) is type(last) is torch.Tensor
+        inner = dense.conv(x * on_pixels(on, x))
+        pooled = (torch.nn.functional.hardswish(inner) * on_pixels(on, x)).mean((2, 3), True)
+        few = dense.down(pooled)
+        expected = torch.nn.functional.hardsigmoid(dense.up(torch.relu(few)))
+        assert_near(gate, expected, "float32")
+        assert_near(last, dense.up(few), "float32")
+        dense.what = "usual"
+    assert_near(result, networks.oracle(dense, x, on, 16), "float32")
+    products = 1 if what in ("linear", "written") else 2
+    assert asked.count("image linear") >= products and "affine" in asked
+
+
+def on_pixels(on, x):
+    """Return the active blocks of 16 pixels as an image."""
+    wide = torch.as_tensor(on).repeat_interleave(16, 1).repeat_interleave(16, 2)
+    return wide[:, None, : x.shape[2], : x.shape[3]].to(x.dtype)
+
+
 class Preactivated(torch.nn.Module):
     """A norm that no convolution is before, a parameter for each channel, and a sum."""
 

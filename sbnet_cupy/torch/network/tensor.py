@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from .._dispatch_state import plainly, without_memory
 from .handlers import BORDERED, HANDLERS, METADATA, REFUSED
+from .image_values import image_values
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
 
@@ -353,7 +354,7 @@ def global_mean(x, over, keepdim, total=False):
     if keepdim:
         for i in sorted(over):
             sums = table.compute(torch.unsqueeze, sums, i)
-    return sums
+    return image_values(sums, table)
 
 
 def resting(rest):
