@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 
 from support import networks  # noqa: E402  (needs PyTorch)
+from support.exhaustive import thinned_pairs  # noqa: E402
 from support.networks import assert_near  # noqa: E402
 
 nn = torch.nn
@@ -51,8 +52,10 @@ def check(st, request, dense, capacity=None, mask=None):
     return names
 
 
-@pytest.mark.parametrize("name", [n for n in networks.FAMILIES if n != "csp"])
-@pytest.mark.parametrize("capacity", [None, 0.8])
+NAMES = [n for n in networks.FAMILIES if n != "csp"]
+
+
+@pytest.mark.parametrize("name, capacity", thinned_pairs(4, NAMES, [None, 0.8]))
 def test_networks_train(st, request, name, capacity):
     check(st, request, networks.network(name).double().train(), capacity)
 
