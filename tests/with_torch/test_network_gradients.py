@@ -233,13 +233,10 @@ def test_on_a_gpu_they_are_those_of_a_cpu(st, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [(3, 2, 1), (2, 2, 0), (3, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_max_pooling_on_a_gpu_chooses_as_on_a_cpu(st, window, dtype, monkeypatch):
+def test_max_pooling_on_a_gpu_chooses_as_on_a_cpu(st, window, dtype):
     """The first of several largest pixels."""
     if not torch.cuda.is_available():
         pytest.skip("needs gpu")
-    from sbnet_cupy.torch.network import cuda_pool
-
-    monkeypatch.setattr(cuda_pool, "requested", lambda: True)
     dense = nn.Sequential(nn.Identity(), nn.MaxPool2d(*window))
     _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
     found = []

@@ -2,14 +2,9 @@
 
 Each function returns None where no kernel serves the call; then PyTorch's operations do. Rows of a
 result past the count are not written.
-
-Max pooling in training has kernels that have run on a CPU only, so that they are off: set the
-environment variable ``SBNET_TRAINING_POOLS=1`` before the first call to use them.
 """
 
-import functools
 import math
-import os
 
 import torch
 
@@ -27,16 +22,11 @@ def max_pool(x, table, window):
     return _pool_windows(x, table, window, _prepare_max_pool)
 
 
-@functools.cache
-def requested():
-    """Whether kernels pool in training."""
-    return os.environ.get("SBNET_TRAINING_POOLS") == "1"
-
-
 def chooses(x, table, window):
     """Whether kernels take the maximum of windows in training: with the pixels that they chose."""
-    on_gpu = requested() and x.is_cuda and x.dtype in cuda._ELEMENTS
-    if not on_gpu or table.whole or table.static or not _is_plain(window) or min(window.pads) < 0:
+    if not x.is_cuda or x.dtype not in cuda._ELEMENTS or table.whole or table.static:
+        return False
+    if not _is_plain(window) or min(window.pads) < 0:
         return False
     with cuda._at_home(x) as device:
         return _choices(device, cuda._rows(x), window) is not None
