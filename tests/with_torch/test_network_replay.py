@@ -1,6 +1,7 @@
 """Calls that are replayed as CUDA graphs: which, until when, and with which result."""
 
 import copy
+import gc
 import pickle
 import warnings
 
@@ -246,6 +247,22 @@ def test_what_cannot_be_captured_is_called_each_time(st, captured, monkeypatch):
         warnings.simplefilter("error")
         assert torch.equal(sparse(x, mask), first)
     assert not sparse.overflowed
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_no_cycles_are_collected_during_a_capture(was_on):
+    """And they are again as before, also if the capture fails."""
+    from sbnet_cupy.torch.network import graphs
+
+    before = gc.isenabled()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError, match="capture"), graphs._no_collection():
+            assert not gc.isenabled()
+            raise RuntimeError("the capture failed")
+        assert gc.isenabled() == was_on
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """CUDA graphs of a sparsified network, and its receptive field."""
 
+import contextlib
 import copy
+import gc
 import math
 
 import torch
@@ -89,12 +91,27 @@ def capture(run, x):
             before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may go on meanwhile.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with (
+                _no_collection(),
+                # Other threads may go on meanwhile.
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
                 result = run()
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own
     return graph, result
+
+
+@contextlib.contextmanager
+def _no_collection():
+    """Keep Python from collecting cycles: the end of another graph among them breaks a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 _SYNCHRONIZING = {
