@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int axis = 1; axis <= D; ++axis) {
             const int beyond = i >> (D - axis) & 1;
             here = here && (!beyond || across[axis]);
-            place[axis] = (leaf[axis] + beyond) << Grid<D>::low(axis);
+            place[axis] = (leaf[axis] + beyond) * (1 << Grid<D>::low(axis));  // also where they are negative
         }
         keys[i] = here ? grid.key(place) : -1;
         at[i] = keys[i] < 0 ? -1 : keys[i] >> (6 * tree.levels);

@@ -169,7 +169,12 @@ def _map_value(value, function):
     if library_of(value) is not None:
         return function(value)
     if isinstance(value, ArrayContainer):
-        return value._map_arrays(lambda x: function(x) if library_of(x) is not None else x)
+
+        def inside(x):
+            return function(x) if library_of(x) is not None else x
+
+        inside.exports = getattr(function, "exports", False)
+        return value._map_arrays(inside)
     if isinstance(value, tuple | list) and _arrays_in(value):
         items = [_map_value(item, function) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
@@ -205,6 +210,7 @@ def _through_door(library, first, function, signature, args, kwargs):
                 return originals[id(native)][1]
             return library.leave(native, first)
 
+        leave.exports = True  # what a container may have been made of already
         result = _map_value(function(*bound.args, **bound.kwargs), leave)
         library.finish([native for native, _ in originals.values()])
         return result

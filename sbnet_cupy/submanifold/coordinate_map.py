@@ -1,6 +1,6 @@
 """CoordinateMap: the distinct sites at which features live.
 
-Kernel: cuda_src/submanifold/coordinate_map.cu, where it is asked for (site_kernels.py).
+Kernel: cuda_src/submanifold/coordinate_map.cu, on CuPy arrays.
 """
 
 from dataclasses import dataclass, field
@@ -277,7 +277,6 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
         found = _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capacity)
         if found is not None:
             return found
-    columns = list(namespace(indices).ascontiguousarray(indices.T).astype(np.int64))
     columns = list(namespace(indices).ascontiguousarray(indices.T).astype(np.int64))
     keys = (leaf_keys if order == "leaf" else raster_keys)(columns, packing)
     if capacity is None:

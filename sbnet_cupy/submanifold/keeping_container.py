@@ -10,9 +10,9 @@ class KeepingContainer(ArrayContainer):
     """Base of the dataclasses that keep what was computed of them in ``_kept``.
 
     Its keys may be identities of other objects, so a copy keeps nothing at first, whether it is
-    made by ``copy`` or by ``pickle``. One that holds arrays of another library enters the package
-    as the same native object each time, and comes back as itself: what was computed of it in one
-    call is known in the next.
+    made by ``copy`` or by ``pickle``. A map of, say, TensorFlow's tensors is always converted to
+    the same NumPy map, and results that live on its sites return the caller's own object, so that
+    kernel maps that were kept are found again.
     """
 
     def __getstate__(self):
@@ -26,9 +26,11 @@ class KeepingContainer(ArrayContainer):
         raise NotImplementedError
 
     def _map_arrays(self, function):
-        mapped = self._mapped(function)
         twin = self._kept.get("twin")
         twin = twin() if isinstance(twin, weakref.ref) else twin
+        if twin is not None and getattr(function, "exports", False):
+            return twin
+        mapped = self._mapped(function)
         if twin is not None and type(twin._arrays()[0]) is type(mapped._arrays()[0]):
             return twin
         ours, theirs = (library_of(each._arrays()[0]) for each in (self, mapped))

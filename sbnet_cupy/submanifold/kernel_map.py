@@ -1,6 +1,6 @@
 """KernelMap: which input row each output row of a convolution reads, at each tap of the kernel.
 
-Kernel: cuda_src/submanifold/kernel_map.cu, where it is asked for (site_kernels.py).
+Kernel: cuda_src/submanifold/kernel_map.cu, on CuPy arrays.
 """
 
 import functools
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import array_function, is_cupy, library_of, namespace
+from ..core.graph_memory import is_capturing
 from ..core.sizes import is_integer
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
@@ -91,13 +92,16 @@ class KernelMap(KeepingContainer):
         if "back" not in self._kept:
             self._kept["back"] = _transposed(self.rows, self.source.capacity)
         back = KernelMap(self._kept["back"], self.target, self.source, self.kernel_size)
-        kept = self._kept.setdefault("kept by back", {})  # which does not lead here
+        # A dict that all transposed maps share; it does not refer to this map: no cycle.
+        kept = self._kept.setdefault("kept by back", {})
         kept.setdefault("back", self.rows)
         object.__setattr__(back, "_kept", kept)
         return back
 
-    def ordered(self, by_taps):
-        """Return the SiteOrder in which tiles of a convolution read the rows; kept.
+    def _ordered(self, by_taps):
+        """Return the SiteOrder in which tiles of a convolution read the rows, of CuPy arrays; kept.
+
+        Not kept where a graph is captured: it is computed when the graph runs.
 
         Parameters
         ----------
@@ -105,9 +109,12 @@ class KernelMap(KeepingContainer):
             Whether rows with the same taps become neighbours, or stay where they are.
         """
         key = "by taps" if by_taps else "as listed"
-        if key not in self._kept:
-            self._kept[key] = site_order(self.rows, self.source.capacity, self.kernel_size, by_taps)
-        return self._kept[key]
+        order = self._kept.get(key)
+        if order is None:
+            order = site_order(self.rows, self.source.capacity, self.kernel_size, by_taps)
+            if not is_capturing(self.rows):
+                self._kept[key] = order
+        return order
 
 
 @array_function

@@ -118,7 +118,8 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
     listed : bool
         Whether to return ``indices`` and ``inverse``.
     """
-    rows = namespace(rows).ascontiguousarray(rows)
+    with memory_of_graphs(rows):
+        rows = namespace(rows).ascontiguousarray(rows)
     n, d = len(rows), rows.shape[1] - 1
     most = n * (1 if window is None else most_places(window, readers))
     shape = tree_shape(packing, most)
@@ -157,9 +158,9 @@ def find_rows(tree, target, count, window, readers):
     ``target`` is int32 [M, 1 + d], of which ``count`` rows hold a site. With ``readers`` rows read
     what reads them through the window.
     """
-    target = namespace(target).ascontiguousarray(target)
-    rows = empty((math.prod(window[0]), len(target)), np.int32, target)
     with memory_of_graphs(target):
+        target = namespace(target).ascontiguousarray(target)
+        rows = empty((math.prod(window[0]), len(target)), np.int32, target)
         launch = _finder(
             len(target), target.shape[1] - 1, tree.rows, tree.packing, tree.shape, window, readers,
             place_name(target),

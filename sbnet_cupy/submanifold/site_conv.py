@@ -1,6 +1,6 @@
 """site_conv: convolution over a KernelMap, which all convolutions at sites come down to.
 
-Kernel: cuda_src/submanifold/site_conv.cu, where it is asked for (site_kernels.py).
+Kernel: cuda_src/submanifold/site_conv.cu, on CuPy arrays.
 """
 
 from typing import NamedTuple
@@ -94,7 +94,7 @@ def convolve(made, arrays, options):
     if out is None:
         out = empty(plan.shape, read[0].dtype, read[0])
     if isinstance(plan, OrderedPlan):
-        plan.run(*read, out, made.ordered(plan.by_taps))
+        plan.run(*read, out, made._ordered(plan.by_taps))
     else:
         plan.run(*read, out)
     return out

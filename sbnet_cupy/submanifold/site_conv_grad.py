@@ -1,7 +1,7 @@
 """site_conv_grad: from the gradient of a convolution at sites to those of its arguments.
 
-Kernels: cuda_src/submanifold/site_conv_grad.cu, where they are asked for (site_kernels.py), and
-those of :func:`site_conv` and of the gradient of scale, bias and activation.
+Kernels: cuda_src/submanifold/site_conv_grad.cu, on CuPy arrays, and those of :func:`site_conv` and
+of the gradient of scale, bias and activation.
 """
 
 from typing import Any, NamedTuple
@@ -58,9 +58,9 @@ def site_conv_grad(
     features is the convolution over the transposed map; that of ``w`` the product of the rows that
     a tap reads with those of the gradient. Sums are in float32 (float64 for float64), in a fixed
     order, and rounded once. With ``scale`` or ``activation`` the sums are computed again, unless
-    ``y`` tells what they are needed for; CUDA kernels round what is activated to the dtype of the
-    features, if there is no ``scale`` or there is a ``residual``, before they differentiate the
-    activation there.
+    ``y`` tells what they are needed for. On a GPU the value before the activation is rounded to the
+    dtype of the features first, unless there is a ``scale`` and no ``residual``: so where it is
+    almost 0, the gradient may differ from NumPy's.
 
     Parameters
     ----------
@@ -102,6 +102,7 @@ def site_conv_grad(
     check_wanted(wanted, SiteConvGradients._fields)
     shape = (kernel_map.target.capacity, problem.channels_out)
     check_array("grad_y", grad_y, shape=shape, like=features)
+    check_contiguous("grad_y", grad_y)
     _check_dtype("grad_y", grad_y, features)
     if y is not None:
         check_array("y", y, shape=shape, like=features)

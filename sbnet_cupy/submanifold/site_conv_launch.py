@@ -46,7 +46,7 @@ def plan_kernel(problem, kernel_size, features, w, rows, residual, out, result):
 
 @dataclass(eq=False, slots=True)
 class OrderedPlan(Plan):
-    """The plan of a call that may be given the SiteOrder of its map; else it finds that itself.
+    """The plan of a call that may be given the SiteOrder of its map; else it sorts the table.
 
     Parameters
     ----------

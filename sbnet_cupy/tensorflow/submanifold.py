@@ -86,8 +86,8 @@ def strided_conv(
     [[0, 0], [0, 1], [0, 2]]
     """
     made = core.kernel_map(
-        x.coordinates, _kernel_of(x, w), stride=stride, padding=padding, dilation=dilation,
-        onto=sites_of(onto), capacity=capacity,
+        x.coordinates, _kernel_of(x, w), stride=stride, padding=0 if padding is None else padding,
+        dilation=dilation, onto=onto, capacity=capacity,
     )  # fmt: skip
     return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
 
@@ -128,8 +128,8 @@ def transposed_conv(
     [1.0, 2.0, 1.0, 2.0]
     """
     made = core.kernel_map(
-        x.coordinates, _kernel_of(x, w), stride=stride, padding=padding, dilation=dilation,
-        output_padding=output_padding, transposed=True, capacity=capacity,
+        x.coordinates, _kernel_of(x, w), stride=stride, padding=0 if padding is None else padding,
+        dilation=dilation, output_padding=output_padding, transposed=True, capacity=capacity,
     )  # fmt: skip
     return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)
 

@@ -1,5 +1,6 @@
 """Features at sites in TensorFlow: the numbers of the package, and gradients."""
 
+import copy
 import functools
 import gc
 import weakref
@@ -233,3 +234,21 @@ def test_sites_are_freed_when_they_go(make):
         assert all(reference() is None for reference in gone)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("how", ["clear", "copy", "own"])
+def test_sites_that_keep_nothing_yet(sbt, make, how):
+    """Calls over cleared sites, copies of them, and sites that a caller put together."""
+    w = make(kernel(3, 3, 3, c=4, k=4))
+    x, y = convolved(sb, make, "submanifold_conv", w)
+    sites = x.coordinates
+    if how == "clear":
+        sites.clear()
+    elif how == "copy":
+        sites = copy.copy(sites)
+    else:
+        sites = sb.CoordinateMap(sites.indices, sites.count, *GRID.values())
+    for module in (sb, sbt, sb):
+        found = module.submanifold_conv(sb.SparseTensor(x.features, sites), w)
+        assert_same(found.features.numpy(), y.features.numpy())
+        assert found.coordinates is sites
