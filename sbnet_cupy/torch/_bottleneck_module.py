@@ -214,6 +214,8 @@ class SparseBottleneck(BlockModule):
             return self._weights()
         kept = self._kept = self._kept or Weights()
         key = (*map(id, given), *(bn.eps for bn in norms), self.precision)
+        if key not in kept.kept:  # parametrizations make new tensors at each call
+            kept.kept.clear()
         return kept.made(key, given, self._packed)
 
 

@@ -99,6 +99,17 @@ current_stream = getattr(
 # The namespace of functions behind ``torch.nn.functional``; most of them are in both.
 builtin_functions = getattr(torch._C, "_nn", torch.nn.functional)
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def saved_tensor_hooks():
+    """Return what tells the hooks apart that tensors are saved by, or None where there is none.
+
+    Where there is no telling, never the same twice.
+    """
+    return object() if _top_hooks is None else _top_hooks(False)
+
+
 _plainly = getattr(torch._C, "DisableTorchFunctionSubclass", None)
 
 

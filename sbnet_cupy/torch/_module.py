@@ -6,7 +6,7 @@ from ..block_sparse.active_blocks import ActiveBlocks
 from ..block_sparse.checks import blocks_of_capacity, check_capacity
 from ..block_sparse.from_mask import as_batch
 from ..core.sizes import pair
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError
 from ._native import check_tensors
 from .ops import reduce_mask
 
@@ -81,6 +81,8 @@ class BlockModule(torch.nn.Module):
                     "module(x, mask)"
                 )
             return mask, params
+        if mask is None:
+            raise DTypeError("mask must be a torch.Tensor, or a list of active blocks, got None")
         check_tensors(x=x, mask=mask)
         mask = as_batch("mask", mask, (x.shape[0], *x.shape[2:]))
         params = self.block_params(*x.shape[2:]) if params is None else params

@@ -29,6 +29,7 @@ NAMES = [
     "torch._C.DisableTorchFunctionSubclass",
     "torch.Tensor._make_wrapper_subclass",
     "torch._dynamo.nonstrict_trace",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
 WATCHING = {*DISPATCHING, *NAMES[11:13]}  # without these, every call may be watched
@@ -232,3 +233,15 @@ def test_networks_run_and_export_alike(st, torch, state, missing):
     importlib.reload(state)
     for a, e in zip(actual, results(), strict=True):
         assert_same(a, e)
+
+
+def test_hooks_of_saved_tensors_are_told_apart(state, torch, monkeypatch):
+    """Without the name, none is known to be that of before."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    before = state.saved_tensor_hooks()
+    with hooks(lambda t: t, lambda t: t):
+        inside = state.saved_tensor_hooks()
+        assert inside != before and inside == state.saved_tensor_hooks()
+    assert state.saved_tensor_hooks() == before
+    monkeypatch.setattr(state, "_top_hooks", None)
+    assert state.saved_tensor_hooks() != state.saved_tensor_hooks()

@@ -53,6 +53,8 @@ STACK = {
     "conv depthwise stride 2": lambda x: conv(x, DEPTHWISE, BIAS, 2, 1, 1, 4),
     "conv groups": lambda x: conv(x, GROUPS, None, 1, 1, 1, 2),
     "conv 1x7": lambda x: conv(x, weights(4, 4, 1, 7), None, 1, (0, 3)),
+    "sum by name": lambda x: torch.add(x, other=conv(x, W3, padding=1)),
+    "product by name": lambda x: torch.mul(x.mul(other=0.5), other=BIAS[:, None, None]),
     "max pool 2": lambda x: pool(x, 2),
     "max pool 3": lambda x: pool(x, 3, 2, 1),
     "max pool 3 ceil": lambda x: pool(x, 3, 2, ceil_mode=True),

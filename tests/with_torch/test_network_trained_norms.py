@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.exhaustive import thinned_pairs  # noqa: E402
 from support.networks import assert_near  # noqa: E402
@@ -214,3 +216,86 @@ def test_functions_of_ones_own_are_refused(st, norms_asked):
     sparse = st.sparsify(dense, BLOCK)
     with pytest.raises(NotImplementedError, match="autograd function"):
         sparse(image(), networks.blocks((2, *SIZE), BLOCK, 0.4)[1])
+
+
+def learned(sparse, mask):
+    """Return the gradients of a step."""
+    x = image().requires_grad_()
+    sparse(x, mask).sin().sum().backward()
+    return [x.grad, *(p.grad for p in sparse.parameters())]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("read", [1, 2])
+def test_hooks_that_read_in_another_mode(st, request, mode, read):
+    """A monitor reads the norm, or the activation, where no gradients are recorded."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+                          nn.Conv2d(4, 4, 3, padding=1)).double().train()  # fmt: skip
+    mask = networks.blocks((2, *SIZE), BLOCK, 0.4)[1]
+    results = []
+    for watched in (False, True):
+        request.getfixturevalue("norms_asked")
+        model = copy.deepcopy(dense)
+        if watched:
+            def hook(module, given, out):
+                with mode():
+                    module.dead = float((out <= 0).double().mean())
+
+            model[read].register_forward_hook(hook)
+        sparse = st.sparsify(model, BLOCK)
+        sparse.break_even = 2.0
+        results.append(learned(sparse, mask))
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual, expected)
+
+
+class Checkpointed(nn.Module):
+    """Blocks whose activations are computed again in the backward pass, one or all of them."""
+
+    def __init__(self, dense, again):
+        super().__init__()
+        self.blocks, self.again = dense, again
+
+    def forward(self, x):
+        """Run the blocks."""
+        for i, block in enumerate(self.blocks):
+            recomputes = self.again and i in self.again
+            x = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
+        return x
+
+
+@pytest.mark.parametrize("again", [(1,), (0, 1, 2)])
+def test_checkpoints(st, norms_asked, again):
+    torch.manual_seed(0)
+    dense = nn.Sequential(*(
+        nn.Sequential(nn.Conv2d(c, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        for c in (3, 4, 4)
+    )).double().train()  # fmt: skip
+    mask = networks.blocks((2, *SIZE), BLOCK, 0.4)[1]
+    results = []
+    for chosen in (None, again):
+        sparse = st.sparsify(Checkpointed(copy.deepcopy(dense), chosen), BLOCK)
+        sparse.break_even = 2.0
+        results.append(learned(sparse, mask))
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual, expected)
+
+
+def test_parameters_of_another_size_are_refused():
+    """The kernels would read and write past them."""
+    from types import SimpleNamespace
+
+    from sbnet_cupy.torch.network import cuda_norm
+
+    x = SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(5, 64, 4, 4), device=None,
+                        numel=lambda: 5 * 64 * 16)  # fmt: skip
+    table = SimpleNamespace(whole=False, static=False)
+
+    def served(*shape):
+        tensor = SimpleNamespace(dtype=torch.float32, shape=shape, device=None,
+                                 is_contiguous=lambda: True)  # fmt: skip
+        return cuda_norm.serves(x, table, [tensor] * 4)
+
+    assert served(64)
+    assert not served(32) and not served(64, 1) and not served(65)

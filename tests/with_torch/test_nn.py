@@ -143,6 +143,7 @@ def test_modules_refuse_what_they_cannot_do(st, torch):
         (ShapeError, r"x must have shape \(N, 5", lambda: sparse(x[:, :4], mask)),
         (DTypeError, "x must be a torch", lambda: sparse(x.numpy(), mask)),
         (DTypeError, "mask must be a torch", lambda: sparse(x, mask.numpy())),
+        (DTypeError, "mask must be a torch.Tensor, or a list", lambda: sparse(x, None)),
         (ShapeError, "mask must have shape", lambda: sparse(x, mask[:, 1:])),
         (TypeError, "params must be given", lambda: sparse(x, active)),
         (ShapeError, "block_params must be", lambda: sparse(x[..., :9], active, params)),
@@ -358,3 +359,15 @@ def test_autocast_in_modules(st, torch, device):
                 assert y.dtype == torch.bfloat16
                 y.float().sum().backward()
                 assert all(p.grad.dtype == torch.float32 for p in module.parameters())
+
+
+def test_weights_that_are_new_at_each_call_are_not_kept(st, torch):
+    """As of a parametrization: what a unit keeps is that of its last weights."""
+    unit = st.nn.SparseBottleneck(8, 4, block_size=8).eval()
+    torch.nn.utils.parametrizations.weight_norm(unit.conv2)
+    x, mask = torch.randn(1, 8, 16, 16), torch.ones(1, 16, 16, dtype=torch.bool)
+    with torch.no_grad():
+        first = unit(x, mask)
+        for _ in range(4):
+            assert_same(unit(x, mask), first)
+    assert len(unit._kept.kept) == 1

@@ -9,6 +9,7 @@ from . import cuda
 _PLANS = {}  # (device, what, sizes) -> what launches a kernel, or None
 _PARAMETERS = cuda._ELEMENTS | {torch.float64: "double"}
 _ROWS = 5  # of the statistics
+_MOST_PIXELS = 2**31  # of a stack
 
 
 def serves(x, table, parameters):
@@ -19,6 +20,8 @@ def serves(x, table, parameters):
     dtypes = {t.dtype for t in given}
     alike = len(dtypes) < 2 and dtypes <= _PARAMETERS.keys()
     alike = alike and all(t.is_contiguous() and t.device == x.device for t in given)
+    alike = alike and all(tuple(t.shape) == (x.shape[1],) for t in given)
+    alike = alike and x.numel() < _MOST_PIXELS * x.shape[1]
     return alike and (parameters[2] is None) == (parameters[3] is None) and x.numel() > 0
 
 

@@ -28,7 +28,10 @@ def normalizes(x, table):
 
 def conv(x, table, block, size, weight, bias, **options):
     """Convolve a stack as ``ops.conv`` does, and record how it is differentiated."""
-    if not serves(x, table) or options["mode"] != "zeros" or options["fill"] != 0:
+    usual = options["mode"] == "zeros" and options["fill"] == 0 and weight.device == x.device
+    if bias is not None:  # others PyTorch refuses
+        usual = usual and bias.device == x.device and bias.shape == weight.shape[:1]
+    if not usual or not serves(x, table):
         return ops.conv(x, table, block, size, weight, bias, **options)
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type) and dtype == torch.float32:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import math
+import threading
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,16 +103,23 @@ def capture(run, x):
     return graph, result
 
 
+_CAPTURES = threading.Lock()
+
+
 @contextlib.contextmanager
 def _no_collection():
-    """Keep Python from collecting cycles: the end of another graph among them breaks a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    """Keep Python from collecting cycles: the end of another graph among them breaks a capture.
+
+    One capture at a time: the collector is that of the process.
+    """
+    with _CAPTURES:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_on:
+                gc.enable()
 
 
 _SYNCHRONIZING = {

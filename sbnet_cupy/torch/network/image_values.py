@@ -1,12 +1,9 @@
-"""Values of whole images in evaluation on a GPU: products with a matrix wait for their activation.
+"""Values of whole images in evaluation on a GPU: products with a matrix by a kernel of their own.
 
 Squeeze and excitation pools each image, ``[N, C, 1, 1]``, multiplies it by two small matrices, and
-the stack by the result. PyTorch runs a kernel for each product, bias and activation, of which none
-has more than a moment's work. An :class:`ImageValues` is a tensor like any other. Functions that it
-does not know get the plain tensor.
+the stack by the result. PyTorch runs several kernels for a product of few rows and its bias. An
+:class:`ImageValues` is a tensor like any other, by which products with it are known.
 """
-
-import weakref
 
 import torch
 from torch.nn import functional as F
@@ -15,25 +12,20 @@ from torch.utils._pytree import tree_map
 from . import cuda, cuda_affine
 
 _MOST_IMAGES = 8  # each reads the matrix again
-_ACTIVATIONS = {
-    F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.relu6: "relu6",
-    F.hardswish: "hardswish", F.hardsigmoid: "hardsigmoid", torch.sigmoid: "sigmoid",
-    torch.Tensor.sigmoid: "sigmoid",
+_ACTIVATIONS = {  # whose results are such values again
+    F.relu, torch.relu, F.silu, F.relu6, F.hardswish, F.hardsigmoid, torch.sigmoid,
+    torch.Tensor.sigmoid,
 }  # fmt: skip
 
 
 class ImageValues(torch.Tensor):
-    """A tensor that a product may still have to be written to, before anything reads it.
-
-    ``plain`` is the tensor, ``product`` the arguments of what waits, or None, and ``readers`` are
-    references to those that wait and read this one.
-    """
+    """A tensor of a value for each channel of each image; ``plain`` is the tensor itself."""
 
     @staticmethod
-    def __new__(cls, plain, product=None):
-        """Make one of a tensor, which a product that waits is to be written to."""
+    def __new__(cls, plain):
+        """Make one of a tensor, in its memory."""
         self = torch.Tensor._make_subclass(cls, plain)
-        self.plain, self.product, self.readers = plain, product, []
+        self.plain = plain
         return self
 
     @classmethod
@@ -45,31 +37,21 @@ class ImageValues(torch.Tensor):
             result = _conv2d(*args, **kwargs)
         elif func is F.linear:
             result = _linear(*args, **kwargs)
-        elif func in _ACTIVATIONS and len(args) == 1 and set(kwargs) <= {"inplace"}:
-            result = _activation(args[0], _ACTIVATIONS[func], **kwargs)
-        if result is not None:
-            return result
-        return func(*tree_map(plainly, args), **tree_map(plainly, kwargs))
+        if result is None:
+            result = func(*tree_map(plainly, args), **tree_map(plainly, kwargs))
+            if func not in _ACTIVATIONS:
+                return result
+        return ImageValues(result)
 
 
 def plainly(x):
-    """Return the plain tensor of an ImageValues, computed; anything else as it is."""
-    if type(x) is not ImageValues:
-        return x
-    if x.product is not None:
-        _compute(x.product, None, x.plain)
-        x.product = None
-    for ref in x.readers:  # who asks for the tensor may write to it
-        reader = ref()
-        if reader is not None:
-            plainly(reader)
-    x.readers = []
-    return x.plain
+    """Return the plain tensor of ImageValues; anything else as it is."""
+    return x.plain if type(x) is ImageValues else x
 
 
 def image_values(pooled, table):
-    """Return a pooled image as ImageValues where products may wait, otherwise as it is."""
-    waits = (
+    """Return a pooled image as ImageValues where the kernel serves, otherwise as it is."""
+    served = (
         table.weights is not None
         and table.weights.keeps
         and table.tape is None
@@ -79,7 +61,7 @@ def image_values(pooled, table):
         and 0 < pooled.shape[0] <= _MOST_IMAGES
         and not torch.is_autocast_enabled(pooled.device.type)
     )
-    return ImageValues(pooled) if waits else pooled
+    return ImageValues(pooled) if served else pooled
 
 
 def _conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
@@ -98,37 +80,21 @@ def _linear(x, weight, bias=None):
 
 
 def _product(x, weight, bias, pixel):
-    """Return a product that waits, or None where the kernel does not compute it."""
-    given = [t for t in (weight, bias) if t is not None]
+    """Return a product, or None where the kernel does not compute it."""
+    source, given = x.plain, [t for t in (weight, bias) if t is not None]
     fits = all(
         type(t) is torch.nn.Parameter
-        and t.dtype == x.plain.dtype and t.device == x.plain.device
+        and t.dtype == source.dtype and t.device == source.device
         and t.is_contiguous() and t.data_ptr() % 16 == 0
         for t in given
     )  # fmt: skip
-    source = plainly(x) if x.product is not None else x.plain
     fits = fits and source.is_contiguous() and weight.shape[1] == source.shape[1]
+    fits = fits and (bias is None or tuple(bias.shape) == tuple(weight.shape[:1]))
     if not fits or cuda.records(source, *given):
         return None
-    out = torch.empty(
-        source.shape[0], weight.shape[0], *pixel, dtype=source.dtype, device=source.device
-    )
-    waiting = ImageValues(out, (source, weight, bias))
-    x.readers.append(weakref.ref(waiting))
-    return waiting
-
-
-def _activation(x, name, inplace=False):
-    """Return the activation of a product that waits, computed with it; None of anything else."""
-    if type(x) is not ImageValues or x.product is None:
+    if torch.is_autocast_enabled(source.device.type):
         return None
-    out = x.plain if inplace else torch.empty_like(x.plain)
-    _compute(x.product, name, out)
-    if not inplace:
-        return ImageValues(out)
-    x.product = None
-    return x
-
-
-def _compute(product, activation, out):
-    cuda_affine.image_linear(*product, activation, out)
+    shape = source.shape[0], weight.shape[0], *pixel
+    out = torch.empty(shape, dtype=source.dtype, device=source.device)
+    cuda_affine.image_linear(source, weight, bias, None, out)
+    return out

@@ -1,8 +1,11 @@
 """Plan: a convolution or a batch norm of a stack that waits for the sum and activation after it."""
 
+import contextlib
+
 import torch
 from torch.nn import functional as F
 
+from .._dispatch_state import saved_tensor_hooks
 from . import cuda_affine, cuda_resize, gradients, onednn, ops, units
 from .epilogue import finish
 from .weights import fold
@@ -16,6 +19,8 @@ class Plan:
     ``facts`` are those of the stack that it reads, ``options`` the keywords of ``ops.conv``. The
     source is a stack, or a convolution that waits too (:class:`~.units.Ahead`).
     """
+
+    records = None  # whether gradients are recorded, of what waits while they may be
 
     def __init__(self, source, facts, weight, bias, options, dtype, row=None):
         self.source, self.facts, self.weight, self.bias = source, facts, weight, bias
@@ -173,7 +178,7 @@ class TrainedNorm(Plan):
         self.statistics, self.eps, self.row = statistics, eps, row
         self.residual = self.activation = self.done = None
         self.dtype, self.shape = source.dtype, (0, source.shape[1], 0, 0)
-        self.records = torch.is_grad_enabled()
+        self.records, self.hooks = torch.is_grad_enabled(), saved_tensor_hooks()
 
     def takes(self, residual=None, activation=None):
         """Whether a sum or an activation may become part of it."""
@@ -196,11 +201,16 @@ class TrainedNorm(Plan):
 
     def _run(self):
         where = self.facts[:3]
-        with torch.set_grad_enabled(self.records):
-            return gradients.Norm.apply(
-                self.source, *self.parameters, self.residual, self.statistics, where,
-                self.activation, self.eps,
-            )  # fmt: skip
+        given = self.source, *self.parameters, self.residual, self.statistics, where
+        with contextlib.ExitStack() as within:
+            if saved_tensor_hooks() != self.hooks:  # of a checkpoint that it was not called in
+                hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+                within.enter_context(hooks)
+            return gradients.Norm.apply(*given, self.activation, self.eps)
+
+
+def _as_it_is(tensor):
+    return tensor
 
 
 class LinearPlan(Plan):

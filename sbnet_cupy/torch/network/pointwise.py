@@ -158,8 +158,11 @@ def step(x, plan, inplace, after):
 
 
 @handles("add", "add_", "__add__", "__radd__", "__iadd__")
-def add(func, a, b, **kwargs):
+def add(func, *args, **kwargs):
     """Add to a convolution that waits, or run."""
+    if len(args) != 2:
+        return pointwise(func, *args, **kwargs)
+    a, b = args
     inplace = func.__name__ in ("add_", "__iadd__")
     if kwargs.get("alpha", 1) == 1 and "out" not in kwargs:
         pairs = [(a, b)] if inplace else [(a, b), (b, a)]
@@ -187,9 +190,11 @@ def _with_residual(x, plan, residual, inplace, other):
 
 
 @handles("mul", "multiply", "__mul__", "__rmul__")
-def multiply(func, a, b, **kwargs):
+def multiply(func, *args, **kwargs):
     """Multiply channels by one kernel, with the sum and activation after it, or run."""
-    a, b = plainly(a), plainly(b)
+    if len(args) != 2:
+        return pointwise(func, *args, **kwargs)
+    a, b = map(plainly, args)
     x, scale = (a, b) if isinstance(a, T.StackTensor) else (b, a)
     if kwargs or not _is_of_channels(scale, x):
         return pointwise(func, a, b, **kwargs)

@@ -92,7 +92,16 @@ def value_of(x):
 
 
 def _compute(x, own):
-    """Run a convolution that was put off, with what was found to follow it."""
+    """Run what was put off, and what was found to follow it, in the mode that it was called in."""
+    records = own["_plan"].records
+    if records is None:
+        _run(x, own)
+        return
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
+        _run(x, own)
+
+
+def _run(x, own):
     plan, value = own["_plan"], None
     for ref, steps in own["_made_of"]:
         ahead = ref()
