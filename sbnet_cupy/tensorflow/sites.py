@@ -208,6 +208,8 @@ def _pooled(forward, backward, x, *args, **options):
 
 def _spread(grad, inverse, mode):
     """Return the gradient of rows of features, given that of what the sites got of them."""
+    if not grad.shape[0]:  # no site, to gather from
+        return tf.zeros((inverse.shape[0], grad.shape[1]), grad.dtype)
     there = inverse >= 0
     site = tf.where(there, inverse, 0)
     count, number = tf.shape(grad)[0], tf.range(tf.shape(inverse)[0])

@@ -252,3 +252,11 @@ def test_sites_that_keep_nothing_yet(sbt, make, how):
         found = module.submanifold_conv(sb.SparseTensor(x.features, sites), w)
         assert_same(found.features.numpy(), y.features.numpy())
         assert found.coordinates is sites
+
+
+def test_no_room_for_any_site(tf, sbt, make):
+    features = tf.Variable(normal(5, 2))
+    with tf.GradientTape() as tape:
+        y = sbt.sparse_tensor(features, make(listed()[:5]), **GRID, capacity=0).features
+    assert y.shape == (0, 2)
+    assert_same(tape.gradient(y, features).numpy(), np.zeros((5, 2), np.float32))
