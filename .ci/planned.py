@@ -11,10 +11,12 @@ from sbnet_cupy.block_sparse.conv.config import Case, configure_conv
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_conv
 from sbnet_cupy.block_sparse.stack.stack_image_conv2d import blocks_of
 from sbnet_cupy.core.device import Device
+from sbnet_cupy.submanifold.site_conv_plan import FmaPlan, SiteConvSizes, plan_site_conv
 
 CONV = "block_sparse/conv/fused_conv"
 UNIT = "block_sparse/bottleneck/fused_bottleneck"
 STACK = "block_sparse/stack/stack_conv2d"
+SITES = "submanifold/site_conv"
 _KIB = 1 << 10
 DEVICES = {  # of each architecture the most common
     "sm_75": Device(40, 64 * _KIB, hopper=False, bulk_copy=False, tensor_floats=False),
@@ -63,7 +65,7 @@ def instantiations(arch):
         ):
             if launched(arch, *key):
                 found[key] = None
-    return list(found) + _units(arch) + _layers(arch)
+    return list(found) + _units(arch) + _layers(arch) + _sites(arch)
 
 
 def _units(arch):
@@ -103,6 +105,20 @@ def _layers(arch):
     return list(found)
 
 
+def _sites(arch):
+    """Those of convolutions at sites, 3x3x3; in other numbers for some channels."""
+    found = {}
+    numbers = {"Half": (16, 32, 64, 128, 256), "BFloat16": (64,), "float": (64, 128)}
+    for element, sites in itertools.product(numbers, (14_000, 100_000)):
+        for c in numbers[element]:
+            conv = SiteConvSizes(element, sites, sites, 27, c, c, 1, 1, element == "float", 16, 16)
+            plan = plan_site_conv(conv, DEVICES[arch])
+            key = SITES, plan.kernel, plan.template(conv)
+            if not isinstance(plan, FmaPlan) and launched(arch, *key):
+                found[key] = None
+    return list(found)
+
+
 def _stack_conv(element, rows, kernel, stride, channels, channels_out, shrunk):
     """Return a layer's sizes, with a relu."""
     block, image = 32 // shrunk, tuple(32 // shrunk * n for n in GRID)
@@ -124,6 +140,8 @@ def launched(arch, stem, kernel, template):
         if blocks != blocks_of(64 * pixels, 8 * columns, channels, device):
             return False
         return device.tensor_floats or element == "Half"
+    if kernel == "site_conv_pipelined":  # a CPU runs it by other instructions
+        return device.hopper and template[0] == "TileWgmma"
     if kernel in ("site_conv", "site_weight_grad"):
         return device.tensor_floats or template[0] == "Half"
     pipelined = {"stack_conv": False, "stack_conv_pipelined": True, "stack_conv_patch": True}
