@@ -8,9 +8,8 @@ import copy
 import pytest
 
 torch = pytest.importorskip("torch")
+checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
-
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.exhaustive import thinned_pairs  # noqa: E402
