@@ -5,8 +5,8 @@ import math
 from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
+from .site_conv_plan import MOST_ROWS, has_products
 
-_MOST_ROWS = 2**31 - 2**8
 _BLOCKS = 1200  # thread blocks of 128 threads, about, that shares of the rows make
 _EACH = 4  # rows of the table that a thread looks at
 _LARGEST = {2: (16, 32, 64, 128), 4: (16, 32, 64)}  # channels of a tile, by bytes of a number
@@ -120,24 +120,15 @@ class FmaPlan(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def plan_weight_grad(conv, device):
     """Return the plan of a gradient of weights; None where there is no kernel."""
-    if max(conv.sources, conv.targets, conv.weights) >= _MOST_ROWS:
+    if max(conv.sources, conv.targets, conv.weights) >= MOST_ROWS:
         return None
-    if _has_products(conv, device):
+    if has_products(conv, device):
         best = _mma_plan(conv, device)
         if best is not None:
             return best
     per_group, item = conv.channels_out // conv.groups, conv.element_bytes
     vector = min(vector_bytes(per_group * item, conv.alignment_out) // item, 4)
     return FmaPlan(1 if conv.channels // conv.groups % 4 else 4, vector)
-
-
-def _has_products(conv, device):
-    """Whether tensor cores take these numbers."""
-    if conv.groups > 1 or conv.element == "double":
-        return False
-    if conv.element == "float" and not conv.tf32:
-        return False
-    return device.tensor_floats or conv.element == "Half"
 
 
 def _mma_plan(conv, device):

@@ -10,7 +10,7 @@ from ..core.arrays import vector_bytes
 PANEL = 64  # output channels that are packed together
 _ROW = 128  # bytes of K in a chunk
 _STEP = 32  # bytes of K that are multiplied together, of one tap
-_MOST_ROWS = 2**31 - 2**8
+MOST_ROWS = 2**31 - 2**8
 _FMA_ROWS = 4  # rows of the result of a thread of site_conv_fma
 _TILES = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32))  # rows, channels
 _WIDE_TILES = ((128, 64), (256, 64), (128, 128), (256, 128), (128, 256))  # of wgmma
@@ -152,9 +152,9 @@ class FmaPlan(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def plan_site_conv(conv, device):
     """Return the plan of a convolution; None where there is no kernel."""
-    if max(conv.sources, conv.targets, conv.taps * conv.channels) >= _MOST_ROWS:
+    if max(conv.sources, conv.targets, conv.taps * conv.channels) >= MOST_ROWS:
         return None
-    if _has_products(conv, device):
+    if has_products(conv, device):
         best = min(
             _candidates(conv, device), key=lambda plan: _cost(plan, conv, device), default=None
         )
@@ -165,7 +165,7 @@ def plan_site_conv(conv, device):
     return FmaPlan(vector)
 
 
-def _has_products(conv, device):
+def has_products(conv, device):
     """Whether tensor cores take these numbers."""
     if conv.groups > 1 or conv.element == "double":
         return False

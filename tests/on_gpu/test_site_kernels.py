@@ -34,7 +34,7 @@ def cupy(require):
 
 @contextlib.contextmanager
 def by_kernels(chosen):
-    """Have kernels compute within, or array operations, whatever the environment says."""
+    """Have kernels compute within, or array operations."""
     with pytest.MonkeyPatch.context() as patch:
         for name in MODULES:
             module = importlib.import_module(f"sbnet_cupy.submanifold.{name}")

@@ -321,7 +321,7 @@ def norms_asked(torch, st, monkeypatch):
 
         return launch
 
-    def serves(x, table, parameters):
+    def serves(x, table, block, size, parameters):
         return not (table.whole or table.static)
 
     monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))

@@ -1,5 +1,6 @@
 """The CUDA kernels of batch norms in training, on tensors: statistics, the stack, gradients."""
 
+import functools
 import math
 
 import torch
@@ -9,10 +10,9 @@ from . import cuda
 _PLANS = {}  # (device, what, sizes) -> what launches a kernel, or None
 _PARAMETERS = cuda._ELEMENTS | {torch.float64: "double"}
 _ROWS = 5  # of the statistics
-_MOST_PIXELS = 2**31  # of a stack
 
 
-def serves(x, table, parameters):
+def serves(x, table, block, size, parameters):
     """Whether kernels normalize a stack, with these parameters and running statistics, or None."""
     if not x.is_cuda or x.dtype not in cuda._ELEMENTS or table.whole or table.static:
         return False
@@ -21,8 +21,9 @@ def serves(x, table, parameters):
     alike = len(dtypes) < 2 and dtypes <= _PARAMETERS.keys()
     alike = alike and all(t.is_contiguous() and t.device == x.device for t in given)
     alike = alike and all(tuple(t.shape) == (x.shape[1],) for t in given)
-    alike = alike and x.numel() < _MOST_PIXELS * x.shape[1]
-    return alike and (parameters[2] is None) == (parameters[3] is None) and x.numel() > 0
+    if not alike or (parameters[2] is None) != (parameters[3] is None) or not x.numel():
+        return False
+    return _describe(*_facts(x.permute(0, 2, 3, 1), table, block, size)).fits
 
 
 def statistics(x, table, block, size, parameters, momentum, eps):
@@ -113,13 +114,13 @@ def _launch(launch, given):
     launch(*(cuda._At(g) if isinstance(g, torch.Tensor) else g for g in given))
 
 
+@functools.lru_cache(maxsize=1024)
 def _describe(dtype, rows, images, grid, channels, block, size, whole):
     from ...block_sparse.stack.stack_norm_launch import StackNorm
 
-    itemsize = torch.empty(0, dtype=dtype).element_size()
     return StackNorm(
-        cuda._ELEMENTS[dtype], itemsize, rows, images, grid, channels, block, size,
-        alignment=math.gcd(16, channels * itemsize), whole=whole,
+        cuda._ELEMENTS[dtype], dtype.itemsize, rows, images, grid, channels, block, size,
+        alignment=math.gcd(16, channels * dtype.itemsize), whole=whole,
     )  # fmt: skip
 
 

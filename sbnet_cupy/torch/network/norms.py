@@ -48,7 +48,7 @@ def _train(x, running_mean, running_var, weight, bias, momentum, eps):
     table, block, size, _, _ = T.facts(x)
     value = T.value_of(x)
     parameters = weight, bias, running_mean, running_var
-    if cuda_norm.serves(value, table, parameters):
+    if cuda_norm.serves(value, table, block, size, parameters):
         where = table, block, size
         found = cuda_norm.statistics(value, *where, parameters, momentum, eps)
         row = None if table.trace is None else table.trace.row
