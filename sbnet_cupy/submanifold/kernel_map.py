@@ -339,7 +339,7 @@ def _rows(source, target, starts, offsets):
         for tap, offset in enumerate(offsets):
             read = [column + step for column, step in zip(begin, offset, strict=True)]
             rows[tap] = source._find([sample, *read])
-        rows[:, ~target.valid()] = -1
+        rows = xp.where(target.valid(), rows, np.int32(-1))
     return rows
 
 

@@ -160,7 +160,6 @@ def _sites_of_keys(keys, spatial_shape, batch_size, dimensions, capacity, status
         place = xp.where(first, xp.cumsum(first) - 1, capacity)
         sites = xp.full(capacity + 1, -1, np.int64)
         sites[xp.minimum(place, capacity)] = keys
-        sites = sites[:capacity]
-        sites[xp.arange(capacity) >= count] = -1
+        sites = xp.where(xp.arange(capacity) < count, sites[:capacity], -1)
     rows = coordinates_of(sites, packing)
     return CoordinateMap(rows, count, spatial_shape, batch_size, status)

@@ -194,9 +194,10 @@ def features_of_sites(features, reduction, rows, mode):
     if isinstance(reduction, ChosenRows):
         if not len(features):
             return xp.zeros((rows, features.shape[1]), features.dtype)
+        there = (reduction.rows >= 0)[:, None]  # a mask of rows as an index waits for its count
         taken = features[xp.maximum(reduction.rows, 0)]
-        taken[reduction.rows < 0] = 0
-        return taken
+        taken = xp.where(there, taken, xp.zeros((), taken.dtype))
+        return taken.astype(features.dtype, copy=False)  # CuPy makes float32 of bfloat16
     order, site, first, last, starts = reduction
     if mode in ("sum", "mean"):
         return REDUCE_FEATURES((features, order, site, last, starts[None], None), (mode,))
