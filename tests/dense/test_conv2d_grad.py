@@ -1,4 +1,4 @@
-"""conv2d_grad: loops = NumPy = CUDA, by both routes of the GPU; central differences; transposes."""
+"""conv2d_grad: loops = NumPy = CUDA; central differences; transposes."""
 
 import math
 import tracemalloc
@@ -7,87 +7,26 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conftest import Library
 from sbnet_cupy import conv2d, conv2d_grad
-from sbnet_cupy.dense import cudnn as dense_cudnn
 from sbnet_cupy.dense import cudnn_grad, im2col
 from sbnet_cupy.dense.activation import ACTIVATIONS
 from support import conv_oracles as oracles
-from support import fake_cuda_libraries as fake
 from support.assertions import assert_same, to_numpy
 from support.conv_cases import ORDER, Case, cases
-from support.fake_cudnn import fake_cudnn
+from support.conv_grad_cases import (
+    check_exact,
+    gradient_of,
+    gradients_by_loops,
+    run,
+    with_examples,
+)
 from support.strategies import FLOATS
 
 NUMPY = Library("numpy", np)
-
-
-def output_shape(case):
-    """NHWC shape of the convolution's result."""
-    return oracles.conv2d(np.zeros(case.image), case.numbers()[1], case.strides, case.padding).shape
-
-
-def gradient_of(case, *, whole):
-    """NHWC gradient of the result: whole numbers, or normally distributed ones."""
-    rng, shape = np.random.default_rng(case.seed + 2), output_shape(case)
-    grad = rng.integers(-2, 3, shape) if whole else rng.standard_normal(shape)
-    return grad.astype(case.dtype)
-
-
-def gradients_by_loops(case, grad, x, w):
-    """dx and dw, laid out as the options say."""
-    options = (case.strides, case.padding)
-    dx = oracles.data_gradient(grad, w, x.shape[1:3], *options)
-    dw = oracles.weight_gradient(grad, x, w.shape[:2], *options)
-    return dx.transpose(ORDER[case.data_format]), dw.transpose(ORDER[case.w_format])
-
-
-def run(case, xp, grad, x, w, **options):
-    """Call with arrays of the library, and see that nothing was modified."""
-    originals = [
-        np.ascontiguousarray(a.transpose(ORDER[order]))
-        for a, order in ((grad, case.data_format), (x, case.data_format), (w, case.w_format))
-    ]
-    inputs = [xp.asarray(a) for a in originals]
-    tables = {k: xp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
-    gradients = conv2d_grad(*inputs, **case.options, **tables)
-    for array, original in zip(inputs, originals, strict=True):
-        assert_same(array, xp.writable(original), allow_nan=True)
-    return gradients
-
-
-def check_exact(case, xp):
-    """The gradients of whole numbers equal the loops to the bit, where they fit the dtype."""
-    x, w = case.integers()
-    grad = gradient_of(case, whole=True)
-    bias = np.zeros(case.channels, np.float32)
-    gradients = run(case, xp, grad, x, w, bias=bias)
-    dx, dw = gradients_by_loops(case, grad, x, w)
-    db = grad.astype(np.float64).sum(axis=(0, 1, 2))
-    for actual, expected, dtype in (
-        (gradients.x, dx, case.dtype), (gradients.w, dw, case.dtype), (gradients.bias, db, "f4")
-    ):  # fmt: skip
-        assert_same(actual, xp.writable(expected.astype(dtype)), signed_zero=False)
-    assert gradients.scale is None
-
-
-EXAMPLES = (
-    Case(image=(1, 0, 0, 2), padding=((2, 2), (2, 2))),  # made of padding only
-    Case(image=(1, 5, 5, 0)),  # no channels
-    Case(image=(2, 7, 8, 3), kernel=(2, 2), strides=(3, 3), padding="VALID"),  # pixels not read
-    Case(image=(17, 4, 4, 8), channels=8, dtype=np.dtype("f2")),  # batches 16 + 1
-    Case(image=(2, 4, 4, 3), kernel=(1, 1), data_format="NCHW", w_format="OIHW"),
-    Case(image=(1, 5, 5, 2), padding=((4, 0), (0, 3))),  # more padding than kernel
-)
-
-
-def with_examples(test):
-    for case in EXAMPLES:
-        test = example(case=case)(test)
-    return test
 
 
 @with_examples
@@ -315,95 +254,3 @@ def test_pytorch_agrees(torch):
     gradients = run(case, NUMPY, grad, *case.integers())
     for actual, tensor in zip(gradients[:2], tensors, strict=True):
         assert_same(actual, tensor.grad.numpy(), signed_zero=False)
-
-
-# ------------------------------------------------------------------- what the GPU's libraries see
-
-
-def run_fake(case):
-    """Compute through the code for CUDA and compare with the loops, to the bit."""
-    x, w = case.integers()
-    grad = gradient_of(case, whole=True)
-    with mock.patch.dict(conv2d_grad.__wrapped__.__globals__, is_cupy=lambda array: True):
-        gradients = run(case, NUMPY, grad, x, w)
-    for actual, expected in zip(gradients[:2], gradients_by_loops(case, grad, x, w), strict=True):
-        assert_same(actual, expected.astype(case.dtype), signed_zero=False)
-
-
-@with_examples
-@given(case=cases())
-def test_what_cudnn_is_told(case):
-    with fake_cudnn() as cudnn:
-        run_fake(case)
-    single = case.dtype == np.float32
-    for graph in cudnn.graphs:
-        assert graph.nodes in (["dgrad"], ["wgrad"]) and not graph.dynamic
-        exact = single and case.precision != "tf32"
-        assert (fake.Note.TENSOR_CORE in graph.notes) == exact
-        assert (fake.Note.DOWN_CONVERT_INPUTS in graph.notes) == single
-        assert {fake.Note.NONDETERMINISTIC, fake.Note.WINOGRAD, fake.Note.FFT} <= {*graph.notes}
-        assert graph.nodes == ["dgrad"] or graph.output.data_type is fake.DataType.FLOAT
-    assert case.dtype != np.float64 or not cudnn.graphs
-
-
-@with_examples
-@given(case=cases())
-def test_what_cudnn_declines_is_done_all_the_same(case):
-    with fake_cudnn(supports=lambda graph: False) as cudnn:
-        run_fake(case)
-    assert not cudnn.executed
-
-
-@given(case=cases())
-def test_where_cudnn_sums_halves_to_halves_only(case):
-    def supports(graph):
-        return graph.output.data_type is graph.io_data_type
-
-    with fake_cudnn(supports) as cudnn:
-        run_fake(case)
-    kinds = {graph.output.data_type for graph in cudnn.executed}
-    assert kinds <= {graph.io_data_type for graph in cudnn.executed}
-
-
-def test_graphs_are_kept():
-    with fake_cudnn() as cudnn:
-        for batch in (16, 16, 32, 48, 16, 47):  # 47 = 44 + 3
-            run_fake(Case(image=(batch, 3, 3, 8), dtype=FLOATS[0], channels=8))
-        assert len(cudnn.executed) == 14 and len(cudnn.graphs) == 10
-
-
-@with_examples
-@given(case=cases())
-def test_what_cublas_is_told(case):
-    cublas = fake.Cublas()
-    with (
-        fake_cudnn(supports=lambda graph: False),
-        mock.patch.object(im2col, "_cublas_gemm", lambda: (cublas.gemm_ex, cublas.handle)),
-        mock.patch.object(im2col, "is_cupy", lambda array: True),
-        mock.patch("sbnet_cupy.dense.im2col_grad.is_cupy", lambda array: True),
-    ):
-        run_fake(case)
-    tf32 = case.precision == "tf32" and case.dtype == np.float32
-    compute_type = 70 if case.dtype == np.float64 else 77 if tf32 else 68
-    assert cublas.compute_types <= {compute_type}
-
-
-@pytest.mark.gpu
-@given(case=cases())
-def test_cudnn_takes_all_but_float64(xp, case):
-    """Else the fast route is not run, and nothing would tell."""
-    if xp.name != "cupy" or not dense_cudnn.cudnn_available():
-        pytest.skip("needs a GPU with cuDNN")
-    assume(case.dtype != np.float64 and np.prod(case.image) and np.prod(output_shape(case)))
-    declined = []
-
-    def recorded(key, arrays):
-        taken = dense_cudnn.run(key, arrays)
-        aligned = all(array.data.ptr % 16 == 0 for array in arrays.values())
-        declined.extend([key] if aligned and not taken else [])
-        return taken
-
-    with mock.patch.object(cudnn_grad, "run", recorded):
-        check_exact(case, xp)
-    assert not [key for key in declined if key.result != dense_cudnn.W]
-    assert not [key for key in declined if key.dtype == key.result_dtype]

@@ -82,8 +82,7 @@ USUAL += [run for run in RUNNABLE if run.case.table in FEW_TABLES and run.name =
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled(request, require):
-    require("g++")
+def _compiled(request):
     UNIT.compile(request)
 
 

@@ -112,8 +112,7 @@ SMOOTH = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled(request, require):
-    require("g++")
+def _compiled(request):
     CONV.compile(request)
 
 

@@ -54,9 +54,8 @@ def instantiations(cases):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled(request, require):
+def _compiled(request):
     """Compile what the chosen tests need, together."""
-    require("g++")
     items = [item for item in request.session.items if item.module is request.module]
     parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
     cases = [given["case"] for given in parameters if "case" in given]

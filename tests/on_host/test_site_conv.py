@@ -26,11 +26,6 @@ from support.site_conv_cases import CASES, SiteConvCase, assert_result
 TILES = [(128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiler(require):
-    require("g++")
-
-
 @pytest.fixture
 def on_host(monkeypatch):
     """Plan for a GPU that the shim can stand for."""

@@ -28,11 +28,6 @@ from support.site_grad_cases import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiler(require):
-    require("g++")
-
-
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch):
     """Plan for a GPU that the shim can stand for."""

@@ -21,11 +21,6 @@ from support.site_map_cases import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiler(require):
-    require("g++")
-
-
 def both(function):
     """Return what a function returns by array operations, and by kernels."""
     expected = function()

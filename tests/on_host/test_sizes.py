@@ -29,11 +29,6 @@ NUMBERS = (("Half", 2, False), ("BFloat16", 2, False), ("float", 4, False), ("fl
 GATHER_SCATTER = "block_sparse/gather_scatter"
 
 
-@pytest.fixture(autouse=True)
-def _gpp(require):
-    require("g++")
-
-
 def check(stem, expected):
     """Compare a dictionary from C++ expressions to the numbers that Python has for them."""
     found = host_cuda.constants(stem, list(expected))

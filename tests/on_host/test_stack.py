@@ -5,102 +5,20 @@ results are compared within the bound of such sums.
 """
 
 import importlib
-import math
 
 import numpy as np
 import pytest
 
-import host_cuda
 import sbnet_cupy as sb
 from sbnet_cupy.block_sparse.stack import stack_interpolate, stack_launch, stack_pool_launch
-from sbnet_cupy.block_sparse.stack.pooling import resolve_pool
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv
-from sbnet_cupy.core import launch as kernels
-from sbnet_cupy.core import packed
-from sbnet_cupy.core.arrays import compute_dtype
-from sbnet_cupy.core.compile import cpp_name
 from support import stack_cases
 from support.assertions import assert_close, assert_same
 from support.exhaustive import all_but, thinned_pairs
-from support.fused_on_host import AMPERE, RESIDENT
-from support.host_memory import Memory, OnAGpu, plan_some_as_on_a_gpu
+from support.stack_as_on_gpu import by_numpy, drawn, in_the_image
 from support.strategies import BFLOAT16
 
-MODULES = [
-    importlib.import_module(f"sbnet_cupy.block_sparse.stack.{name}")
-    for name in (
-        "fetch",
-        "neighbours",
-        "stack_conv2d",
-        "stack_conv_launch",
-        "stack_launch",
-        "stack_halo",
-        "pooling",
-        "stack_max_pool",
-        "stack_avg_pool",
-        "stack_global_pool",
-        "stack_pool_launch",
-    )
-]
 FLOAT16, FLOAT32 = np.dtype("f2"), np.dtype("f4")
-
-
-@pytest.fixture(params=[pytest.param(84, marks=pytest.mark.exhaustive), 1], ids=["large", "tiny"])
-def on_shim(request, monkeypatch, require):
-    """Send launches to the shim, as on a GPU of many multiprocessors or one."""
-    require("g++")
-    memory, launched = Memory(0xFF), []
-
-    def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
-                persistent=False, dependent=False, cluster=1, carveout=-1):  # fmt: skip
-        assert cluster == 1
-        grid = grid if isinstance(grid, tuple) else (grid,)
-        if persistent:
-            most = max(RESIDENT * request.param // int(np.prod(grid[1:])), 1)
-            grid = (min(grid[0], most), *grid[1:])
-
-        def run(*arrays):
-            assert len(arrays) == pointers
-            launched.append((stem, kernel))
-            host_cuda.launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
-
-        return run
-
-    monkeypatch.setattr(kernels, "prepare", prepare)
-    plan_some_as_on_a_gpu(monkeypatch, *MODULES)
-    monkeypatch.setattr(packed, "empty", memory.poisoned)
-    device = AMPERE._replace(multiprocessors=request.param)
-    for module in MODULES:
-        monkeypatch.setattr(module, "is_cupy", lambda array: True, raising=False)
-        monkeypatch.setattr(module, "current_device", lambda: device, raising=False)
-        monkeypatch.setattr(module, "empty", memory.poisoned, raising=False)
-    yield launched
-    memory.check()
-
-
-def drawn(dtype, channels, block=(8, 8), size=(29, 20), seed=0, spare=2):
-    """Blocks of two images whose sides are no multiples, and a poisoned stack."""
-    rng = np.random.default_rng(seed)
-    shape = (2, *(-(-n // b) for n, b in zip(size, block, strict=True)))
-    blocks = stack_cases.Blocks(rng.random(shape) < 0.6, block, size, spare)
-    table = blocks.table()
-    images = blocks.images(table, channels, rng, dtype)
-    return blocks, table, blocks.stack(images, table), rng
-
-
-def by_numpy(function, *arguments, **options):
-    """Call with the NumPy bodies."""
-    with pytest.MonkeyPatch.context() as back:
-        back.setattr(OnAGpu, "active", False)
-        for module in MODULES:
-            back.setattr(module, "is_cupy", lambda array: False, raising=False)
-        return function(*arguments, **options)
-
-
-def in_the_image(y, table):
-    """The pixels that are the image's; 0 in place of the others."""
-    return np.where(sb.stack_pixel_mask(table)[..., None], y, np.zeros((), y.dtype))
-
 
 CONVOLUTIONS = [
     # dtype, channels in and out, kernel, options
@@ -215,104 +133,12 @@ def test_halo(on_shim, fill, dtype, sizes):
     assert_same(y, expected)
 
 
-POOLS = [
-    # kernel, strides, padding, ceil_mode
-    (3, 2, 1, False), (2, 2, 0, False), (3, 1, 1, False), ((5, 1), (4, 1), ((2, 1), (0, 0)), True),
-]  # fmt: skip
-SIZES = [(8, (8, 8)), (3, (4, 2)), (17, (4, 4))]
-
-
-@pytest.mark.parametrize(
-    "pool, dilation, dtype, sizes", thinned_pairs(6, POOLS, [1, 2], DTYPES, SIZES), ids=str
-)
-def test_max_pool(on_shim, pool, dilation, dtype, sizes):
-    (kernel, strides, padding, ceil_mode), (channels, block) = pool, sizes
-    _, table, x, _ = drawn(dtype, channels, block, (13, 9))
-    window = {"strides": strides, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
-    after = table.after_conv(kernel, **window)
-    expected = by_numpy(sb.stack_max_pool, x, table, kernel=kernel, **window)
-    y = sb.stack_max_pool(x, table, kernel=kernel, **window)
-    assert [name for _, name in on_shim] == ["stack_max_pool"]
-    assert not y[table.count() :].any()
-    assert_same(in_the_image(y, after), in_the_image(expected, after), signed_zero=False)
-
-
-COUNTINGS = [{}, {"count_include_pad": False}, {"divisor": 3}]
-
-
-@pytest.mark.parametrize(
-    "pool, counting, dtype, sizes", thinned_pairs(6, POOLS, COUNTINGS, DTYPES, SIZES), ids=str
-)
-def test_avg_pool(on_shim, pool, counting, dtype, sizes):
-    (kernel, strides, padding, ceil_mode), (channels, block) = pool, sizes
-    _, table, x, _ = drawn(dtype, channels, block, (13, 9))
-    window = {"strides": strides, "padding": padding, "ceil_mode": ceil_mode}
-    after = table.after_conv(kernel, **window)
-    options = {"kernel": kernel, **window, **counting}
-    wide = x.astype(np.float64)
-    expected, size = (
-        in_the_image(by_numpy(sb.stack_avg_pool, a, table, **options), after)
-        for a in (wide, abs(wide))
-    )
-    y = sb.stack_avg_pool(x, table, **options)
-    assert [name for _, name in on_shim] == ["stack_avg_pool"]
-    assert not y[table.count() :].any()
-    assert_close(in_the_image(y, after), expected, terms=10, magnitude=size,
-                 dtype=stack_cases.sum_dtype(dtype))  # fmt: skip
-
-
-IMAGES = [
-    # channels, block, image
-    (8, (8, 8), (13, 9)), (3, (4, 2), (13, 9)), (72, (1, 1), (7, 5)), (16, (4, 4), (90, 70)),
-    (520, (2, 2), (5, 4)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "mode, dtype, sizes, shuffled",
-    thinned_pairs(8, ["mean", "sum", "max"], DTYPES, IMAGES, [False, True]),
-    ids=str,
-)
-def test_global_pool(on_shim, mode, dtype, sizes, shuffled):
-    """One part of an image and several; rows in the order of the list, or in any."""
-    channels, block, size = sizes
-    _, table, x, rng = drawn(dtype, channels, block, size)
-    if shuffled:
-        order = rng.permutation(table.count())
-        x[: len(order)] = x[order]
-        table.active_block_indices[: len(order)] = table.active_block_indices[order]
-        places = tuple(table.active_block_indices[: len(order)].T)
-        table.grid[places] = np.arange(len(order), dtype=np.int32)
-    wide = x.astype(np.float64)
-    expected, magnitude = (
-        by_numpy(sb.stack_global_pool, a, table, mode=mode) for a in (wide, abs(wide))
-    )
-    y = sb.stack_global_pool(x, table, mode=mode)
-    several = block == (4, 4)
-    assert [name for _, name in on_shim] == (
-        ["stack_global_pool"] + ["stack_global_pool_parts"] * several
-    )
-    if mode == "max":
-        assert_same(y.astype(np.float64), expected, signed_zero=False)
-    else:
-        assert_close(y, expected, terms=size[0] * size[1] + 1, magnitude=magnitude,
-                     dtype=stack_cases.sum_dtype(dtype))  # fmt: skip
-
-
-def test_global_maximum_of_full_images_may_be_negative(on_shim):
-    x = np.full((4, 2, 2, 8), -2, FLOAT32)
-    x[0, 1, 1, 3] = np.nan
-    table = sb.block_table(np.ones((1, 4, 4), bool), 2)
-    y = sb.stack_global_pool(x, table, mode="max")
-    assert_same(y, np.where(np.arange(8) == 3, np.nan, -2)[None].astype(FLOAT32), allow_nan=True)
-
-
 INTERPOLATIONS = ["nearest", "bilinear", "bilinear corners"]
 
 
 @pytest.mark.parametrize(
     "mode, factor, dtype, sizes",
-    thinned_pairs(6, INTERPOLATIONS, [2, 3, 0.5, 4], DTYPES[:3], SIZES[:2]),
+    thinned_pairs(6, INTERPOLATIONS, [2, 3, 0.5, 4], DTYPES[:3], SMALL[:2]),
     ids=str,
 )
 def test_interpolation(on_shim, mode, factor, dtype, sizes):
@@ -341,14 +167,6 @@ def test_interpolation(on_shim, mode, factor, dtype, sizes):
     most = np.full(expected.shape, abs(np.nan_to_num(wide)).max())
     actual, expected = (in_the_image(a, after) for a in (y, expected))
     assert_close(actual, expected, terms=4 * 64, dtype=stack_cases.sum_dtype(dtype), magnitude=most)
-
-
-def test_nan_wins_in_max_pooling(on_shim):
-    x = np.zeros((4, 2, 2, 8), FLOAT32)
-    x[0, 1, 1, 3] = np.nan
-    table = sb.block_table(np.ones((1, 4, 4), bool), 2)
-    y = sb.stack_max_pool(x, table, kernel=2)
-    assert np.argwhere(np.isnan(y)).tolist() == [[0, 0, 0, 3]]
 
 
 OTHERS = {
@@ -383,36 +201,3 @@ def test_what_else_reads_rims_reads_them_by_the_kernel(on_shim, monkeypatch, fun
             count = table.count() if len(actual) == table.capacity else len(actual)
             assert not actual[count:].any()
             assert_same(actual[:count], wanted[:count], signed_zero=False)
-
-
-@pytest.mark.parametrize(
-    "pool, dilation, dtype, sizes", thinned_pairs(6, POOLS, [1, 2], DTYPES, SIZES), ids=str
-)
-def test_gradient_of_max_pool(on_shim, pool, dilation, dtype, sizes):
-    """Maxima and their choice by one kernel, the gradient from the choice by another."""
-    (kernel, strides, padding, ceil_mode), (channels, block) = pool, sizes
-    blocks, table, x, rng = drawn(dtype, channels, block, (13, 9))
-    x = np.round(x * 2) if dtype != BFLOAT16 else x  # the first of several
-    window = {"strides": strides, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
-    after = table.after_conv(kernel, **window)
-    grad = blocks.stack(blocks.images(after, channels, rng, dtype), after)
-    expected = by_numpy(sb.stack_max_pool, x, table, kernel=kernel, **window)
-    wide = (t.astype(compute_dtype(dtype)) for t in (grad, x))
-    gradient = by_numpy(sb.stack_max_pool_grad, *wide, table, kernel=kernel, **window)
-    found = resolve_pool(x, table, kernel, strides, padding, dilation, ceil_mode)
-    pool = stack_pool_launch.StackPool(
-        cpp_name(dtype, "x"), dtype.itemsize, table.capacity, table.batch, table.grid.shape[1:],
-        channels, block, table.image_size, after.block_size, found.kernel, found.strides,
-        found.dilation, found.pads, image_out=after.image_size,
-    )  # fmt: skip
-    lists = table.bin_counts, table.active_block_indices, table.grid
-    y = np.full((len(x), *after.block_size, channels), 7, dtype)
-    choice, dx = np.full(y.shape, 99, np.uint8), np.full(x.shape, 7, dtype)
-    stack_pool_launch.prepare_stack_max_pool_choice(pool)(x, *lists, y, choice)
-    assert not y[table.count() :].any()
-    assert_same(in_the_image(y, after), in_the_image(expected, after), signed_zero=False)
-    stack_pool_launch.prepare_stack_max_pool_grad(pool)(grad, choice, *lists, dx)
-    size = by_numpy(sb.stack_max_pool_grad, abs(np.nan_to_num(grad)).astype(compute_dtype(dtype)),
-                    x.astype(compute_dtype(dtype)), table, kernel=kernel, **window)  # fmt: skip
-    assert_close(dx, gradient.astype(np.float64), terms=math.prod(found.kernel), magnitude=size,
-                 dtype=stack_cases.sum_dtype(dtype))  # fmt: skip

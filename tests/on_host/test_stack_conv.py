@@ -104,11 +104,6 @@ HALOS = [  # dtype, block, pixels before and after, channels
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiler(require):
-    require("g++")
-
-
 def full_plan(given, pipelined, results):
     """Return the StackPlan of a case."""
     tile, warps, stages, split = given

@@ -7,11 +7,6 @@ from support.stack_layer_norm_cases import CASES, check
 from support.stack_on_host import BLACKWELL, use_shim
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiler(require):
-    require("g++")
-
-
 @pytest.mark.parametrize("case", thinned(CASES, 7), ids=str)
 def test_it_is_the_formula(case, monkeypatch):
     use_shim(monkeypatch, BLACKWELL)

@@ -12,11 +12,6 @@ from support.stack_on_host import BLACKWELL, Blocks, use_shim
 from support.stack_unit_cases import check, unit_of
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiler(require):
-    require("g++")
-
-
 def plan(piece, pieces, x_stages=2):
     """Return a plan by mma.sync."""
     return UnitPlan(False, piece, pieces, x_stages)

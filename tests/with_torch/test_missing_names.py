@@ -129,15 +129,7 @@ def test_devices_and_streams_are_asked_for_in_public(state, torch, missing, monk
 
 def test_functions_have_an_apply_of_their_own(st, torch, state, monkeypatch):
     """The one that ``torch.autograd.Function`` ends in is not public either."""
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
+    from support.torch_autograd import Double  # which needs PyTorch
 
     x = torch.ones(2, requires_grad=True)
     for missing in (False, True):

@@ -11,7 +11,11 @@ torch = pytest.importorskip("torch")
 
 
 from support import networks  # noqa: E402  (needs PyTorch)
-from support.networks import assert_near  # noqa: E402
+from support.torch_autograd import (  # noqa: E402
+    assert_near_steps,
+    check_second_derivatives,
+    train_step,
+)
 
 nn = torch.nn
 F = torch.nn.functional
@@ -62,18 +66,6 @@ def as_on_gpu(st, monkeypatch):
         monkeypatch.setattr(torch, name, function)
 
 
-def learn(sparse, x, mask):
-    """Return the result, the gradients of the image and of all parameters, and the buffers."""
-    x = x.clone().requires_grad_()
-    y = sparse(x, mask)
-    leaves = [t for t in torch.utils._pytree.tree_leaves(y) if t.is_floating_point()]
-    sum(t.square().sum() for t in leaves).backward()
-    found = {name: p.grad for name, p in sparse.named_parameters() if p.grad is not None}
-    return {"x": x.grad, **found, **dict(sparse.named_buffers())} | dict(
-        enumerate(t.detach() for t in leaves)
-    )
-
-
 @pytest.mark.parametrize("name", [n for n in networks.FAMILIES if n != "csp"])
 @pytest.mark.parametrize(("capacity", "break_even"), [(None, 2.0), (1.0, 2.0), (None, 0.0)])
 def test_gradients_are_those_of_pytorch(st, name, capacity, break_even, request):
@@ -86,11 +78,9 @@ def test_gradients_are_those_of_pytorch(st, name, capacity, break_even, request)
             request.getfixturevalue("as_on_gpu")
         sparse = st.sparsify(copy.deepcopy(dense), BLOCK, capacity=capacity)
         sparse.break_even = break_even
-        results.append(learn(sparse, image(), mask))
+        results.append(train_step(sparse, image(), mask))
     expected, actual = results
-    assert actual.keys() == expected.keys()
-    for key, value in expected.items():
-        assert_near(actual[key], value, terms=1 << 17)
+    assert_near_steps(actual, expected)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -109,7 +99,7 @@ def test_kernels_convolve_forward_and_back(st, as_on_gpu, asked, last):
         with pytest.MonkeyPatch.context() as patch:
             if dtype == torch.float64:
                 patch.setattr(cuda, "serves", lambda x: False)
-            found.append(learn(sparse, image(dtype), mask))
+            found.append(train_step(sparse, image(dtype), mask))
     assert asked.count("conv") > sum(isinstance(m, nn.Conv2d) for m in dense.modules())
     for key, value in found[0].items():
         error = (found[1][key].double() - value).double().norm()
@@ -135,33 +125,13 @@ def test_gradients_of_a_convolution(st, as_on_gpu, kind):
     torch.manual_seed(0)
     options = {"kernel_size": 3} | CONVOLUTIONS[kind]
     dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, **options)).double()
-    sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
-    sparse.break_even = 2.0
-    full, found = torch.ones(2, *SIZE), []
-    for call in (lambda x: sparse(x, full), dense):
-        x = image().requires_grad_()
-        weights = list((sparse if len(found) == 0 else dense).parameters())
-        y = call(x)
-        first = torch.autograd.grad(y.sin().sum(), [x, *weights], create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *weights])
-        found.append([y.detach(), *first, *second])
-    for actual, expected in zip(*found, strict=True):
-        assert_near(actual.detach(), expected.detach(), terms=1 << 20)
+    check_second_derivatives(st, dense, image(), BLOCK)
 
 
 def test_second_derivatives_of_a_batch_norm(st, as_on_gpu):
     dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
     dense = dense.double().train()  # no bias: its gradient is 0, and rounding
-    sparse = st.sparsify(copy.deepcopy(dense), BLOCK, capacity=1.0)
-    sparse.break_even = 2.0
-    found = []
-    for call, model in ((lambda x: sparse(x, torch.ones(2, *SIZE)), sparse), (dense, dense)):
-        x, weights = image().requires_grad_(), list(model.parameters())
-        first = torch.autograd.grad(call(x).sin().sum(), [x, *weights], create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *weights])
-        found.append([*first, *second])
-    for actual, expected in zip(*found, strict=True):
-        assert_near(actual.detach(), expected.detach(), terms=1 << 20)
+    check_second_derivatives(st, dense, image(), BLOCK, capacity=1.0)
 
 
 def steps(st, name, device, capacity, dtype=None, count=2):
@@ -220,10 +190,10 @@ def test_on_a_gpu_they_are_those_of_a_cpu(st, name):
     dense = without_kinks(networks.network(name)).train()
     _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
     wide = st.sparsify(copy.deepcopy(dense).double(), BLOCK)
-    expected = learn(wide, image(), mask)
+    expected = train_step(wide, image(), mask)
     for capacity in (None, 0.8):
         sparse = st.sparsify(copy.deepcopy(dense).cuda(), BLOCK, capacity=capacity)
-        actual = learn(sparse, image(torch.float32).cuda(), mask.cuda())
+        actual = train_step(sparse, image(torch.float32).cuda(), mask.cuda())
         depth = sum(isinstance(m, nn.Conv2d) for m in sparse.modules())
         for key, value in expected.items():
             error = (actual[key].cpu().double() - value).double().norm()

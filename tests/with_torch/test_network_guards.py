@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
+from support.torch_autograd import Double  # noqa: E402
 
 nn = torch.nn
 F = torch.nn.functional
@@ -134,20 +135,6 @@ def test_two_threads_have_their_own_masks(st):
     for thread in threads:
         thread.join()
     assert not wrong and calls[0][1].ne(calls[1][1]).any()
-
-
-class Double(torch.autograd.Function):
-    """A function with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx, x):
-        """Double."""
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        """Double."""
-        return grad * 2
 
 
 class Run(nn.Module):

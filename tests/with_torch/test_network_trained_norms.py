@@ -4,6 +4,7 @@ Here the NumPy bodies stand for the kernels. What PyTorch's operations give is w
 """
 
 import copy
+import functools
 
 import pytest
 
@@ -13,7 +14,12 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.exhaustive import thinned_pairs  # noqa: E402
-from support.networks import assert_near  # noqa: E402
+from support.torch_autograd import (  # noqa: E402
+    Double,
+    assert_near_steps,
+    check_second_derivatives,
+    train_step,
+)
 
 nn = torch.nn
 F = torch.nn.functional
@@ -26,17 +32,6 @@ def image():
     return torch.randn(2, 3, *SIZE, dtype=torch.float64, generator=generator)
 
 
-def learn(sparse, mask):
-    """Return results, gradients of the image and of all parameters, and the buffers."""
-    x = image().requires_grad_()
-    leaves = [t for t in torch.utils._pytree.tree_leaves(sparse(x, mask)) if t.is_floating_point()]
-    sum(t.sin().sum() for t in leaves).backward()
-    found = {name: p.grad for name, p in sparse.named_parameters() if p.grad is not None}
-    return {"x": x.grad, **found, **dict(sparse.named_buffers())} | dict(
-        enumerate(t.detach() for t in leaves)
-    )
-
-
 def check(st, request, dense, capacity=None, mask=None):
     """Train a network with and without kernels; return what was asked of them."""
     mask = networks.blocks((2, *SIZE), BLOCK, 0.4)[1] if mask is None else mask
@@ -45,11 +40,10 @@ def check(st, request, dense, capacity=None, mask=None):
         names = request.getfixturevalue("norms_asked") if kernels else []
         sparse = st.sparsify(copy.deepcopy(dense), BLOCK, capacity=capacity)
         sparse.break_even = 2.0
-        results.append([learn(sparse, mask) for _ in range(2)])
+        step = functools.partial(train_step, sparse, image(), mask, function=torch.sin)
+        results.append([step() for _ in range(2)])
     for actual, expected in zip(*reversed(results), strict=True):
-        assert actual.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_near(actual[key], value, terms=1 << 17)
+        assert_near_steps(actual, expected)
     return names
 
 
@@ -188,40 +182,14 @@ def test_an_empty_mask(st, norms_asked):
 @pytest.mark.parametrize("use", ["alone", "relu", "silu", "sum before"])
 def test_second_derivatives(st, norms_asked, use):
     dense = Uses(USES[use][0], nn.BatchNorm2d(4)).double().train()
-    sparse = st.sparsify(copy.deepcopy(dense), BLOCK, capacity=1.0)
-    sparse.break_even = 2.0
-    found = []
-    for call, model in ((lambda x: sparse(x, torch.ones(2, *SIZE)), sparse), (dense, dense)):
-        x, weights = image().requires_grad_(), list(model.parameters())
-        first = torch.autograd.grad(call(x).sin().sum(), [x, *weights], create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *weights])
-        found.append([*first, *second])
-    for actual, expected in zip(*found, strict=True):
-        assert_near(actual.detach(), expected.detach(), terms=1 << 20)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
+    check_second_derivatives(st, dense, image(), BLOCK, capacity=1.0)
 
 
 def test_functions_of_ones_own_are_refused(st, norms_asked):
-    dense = Uses(lambda x, y: F.relu(Doubled.apply(y)), nn.BatchNorm2d(4)).double().train()
+    dense = Uses(lambda x, y: F.relu(Double.apply(y)), nn.BatchNorm2d(4)).double().train()
     sparse = st.sparsify(dense, BLOCK)
     with pytest.raises(NotImplementedError, match="autograd function"):
         sparse(image(), networks.blocks((2, *SIZE), BLOCK, 0.4)[1])
-
-
-def learned(sparse, mask):
-    """Return the gradients of a step."""
-    x = image().requires_grad_()
-    sparse(x, mask).sin().sum().backward()
-    return [x.grad, *(p.grad for p in sparse.parameters())]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -244,9 +212,8 @@ def test_hooks_that_read_in_another_mode(st, request, mode, read):
             model[read].register_forward_hook(hook)
         sparse = st.sparsify(model, BLOCK)
         sparse.break_even = 2.0
-        results.append(learned(sparse, mask))
-    for actual, expected in zip(*results, strict=True):
-        assert_near(actual, expected)
+        results.append(train_step(sparse, image(), mask, function=torch.sin))
+    assert_near_steps(*results)
 
 
 class Checkpointed(nn.Module):
@@ -276,9 +243,8 @@ def test_checkpoints(st, norms_asked, again):
     for chosen in (None, again):
         sparse = st.sparsify(Checkpointed(copy.deepcopy(dense), chosen), BLOCK)
         sparse.break_even = 2.0
-        results.append(learned(sparse, mask))
-    for actual, expected in zip(*results, strict=True):
-        assert_near(actual, expected)
+        results.append(train_step(sparse, image(), mask, function=torch.sin))
+    assert_near_steps(*results)
 
 
 def test_parameters_of_another_size_are_refused():

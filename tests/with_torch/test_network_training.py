@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
+from support.torch_autograd import assert_near_steps, train_step  # noqa: E402
 
 nn = torch.nn
 F = torch.nn.functional
@@ -23,24 +24,6 @@ def image(size=SIZE):
     return torch.randn(2, 3, *size, dtype=torch.float64, generator=generator)
 
 
-def learn(module, call, x):
-    """Return results, gradients of the input and of all parameters, and the buffers."""
-    x = x.clone().requires_grad_()
-    y = [leaf for leaf in tree_leaves(call(x)) if leaf.is_floating_point()]
-    sum(leaf.square().sum() for leaf in y).backward()
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return (
-        {"y": [leaf.detach() for leaf in y], "x": x.grad} | gradients | dict(module.named_buffers())
-    )
-
-
-def same(actual, expected):
-    """Compare what :func:`learn` returns."""
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_near(actual[name], value, terms=1 << 17)  # gradients are sums over pixels, too
-
-
 @pytest.mark.parametrize("name", networks.FAMILIES)
 @pytest.mark.parametrize("break_even", [2.0, 0.0])
 def test_on_a_full_mask_it_trains_as_the_dense_network(st, name, break_even):
@@ -50,7 +33,8 @@ def test_on_a_full_mask_it_trains_as_the_dense_network(st, name, break_even):
     sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
     sparse.break_even = break_even
     x, full = image(size), torch.ones(2, *size)
-    same(learn(sparse.model, lambda x: sparse(x, full), x), learn(dense, dense, x))
+    step = train_step(sparse.model, x, full, call=sparse)
+    assert_near_steps(step, train_step(dense, x))
 
 
 @pytest.mark.parametrize("name", networks.FAMILIES)
@@ -68,8 +52,8 @@ def test_gradients_on_a_mask(st, name):
         for module in (*dense.modules(), *sparse.modules()):
             if isinstance(module, networks.Residual):
                 module.forward = plain_residual.__get__(module)
-    expected = learn(dense, lambda x: networks.oracle(dense, x, on, BLOCK), x)
-    same(learn(sparse.model, lambda x: sparse(x, mask), x), expected)
+    expected = train_step(dense, x, call=lambda x: networks.oracle(dense, x, on, BLOCK))
+    assert_near_steps(train_step(sparse.model, x, mask, call=sparse), expected)
 
 
 def plain_residual(self, x):
@@ -101,7 +85,7 @@ def test_an_empty_mask_trains(st):
     assert all(b.isfinite().all() for b in sparse.buffers())
 
 
-def test_it_learns_under_autocast(st):
+def test_it_trains_under_autocast(st):
     sparse = st.sparsify(networks.network("unet").train(), BLOCK)
     x = image().float()
     _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
@@ -139,10 +123,10 @@ def test_a_step_of_distributed_data_parallel(st, tmp_path):
     distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(sparse)
-        actual = learn(sparse, lambda x: wrapped(x, mask), x)
+        actual = train_step(sparse, x, mask, call=wrapped)
     finally:
         distributed.destroy_process_group()
-    same(actual, learn(alone, lambda x: alone(x, mask), x))
+    assert_near_steps(actual, train_step(alone, x, mask))
 
 
 RANKS, STEPS = 2, 2

@@ -1,0 +1,122 @@
+"""What the network asks of kernels for values of channels: gates of pooled images, and scales."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support import networks  # noqa: E402  (needs PyTorch)
+from support.networks import assert_near  # noqa: E402
+
+
+class Excitation(torch.nn.Module):
+    """A convolution, values of whole images through two products, and what is made of them."""
+
+    def __init__(self, what):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.what = torch.nn.Conv2d(3, 8, 3, padding=1), what
+        inner = torch.nn.ReLU(inplace=what == "in place")
+        self.down, self.inner = torch.nn.Conv2d(8, 4, 1), inner
+        self.up = torch.nn.Conv2d(4, 8, 1, bias=what != "no bias")
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        """Return what may be made of them."""
+        x = torch.nn.functional.hardswish(self.conv(x))
+        pooled = x.mean((2, 3), keepdim=True)
+        if self.what == "linear":
+            return x * torch.sigmoid(self.linear(x.mean((2, 3))))[:, :, None, None]
+        few = self.down(pooled)
+        if self.what == "written":
+            pooled.zero_()
+            return x * (self.up(torch.relu(few)) + pooled)
+        if self.what == "read twice":
+            return x * torch.nn.functional.hardsigmoid(self.up(self.inner(few) + few))
+        gate = torch.nn.functional.hardsigmoid(self.up(self.inner(few)))
+        if self.what == "first":
+            return gate * x
+        if self.what == "returned":
+            return x * gate, gate, self.up(few)
+        return x * gate
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["usual", "in place", "no bias", "linear", "written", "read twice", "first", "returned"],
+)
+@torch.no_grad()
+def test_excitation_is_products_and_one_scale(st, asked, what):
+    dense = Excitation(what).eval()
+    x = torch.randn(2, 3, 45, 51)
+    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even, sparse.replay = 2.0, False
+    sparse(x, mask)
+    asked.clear()
+    result = sparse(x, mask)
+    if what == "returned":
+        result, gate, last = result
+        assert type(gate) is type(last) is torch.Tensor
+        inner = dense.conv(x * on_pixels(on, x))
+        pooled = (torch.nn.functional.hardswish(inner) * on_pixels(on, x)).mean((2, 3), True)
+        few = dense.down(pooled)
+        expected = torch.nn.functional.hardsigmoid(dense.up(torch.relu(few)))
+        assert_near(gate, expected, "float32")
+        assert_near(last, dense.up(few), "float32")
+        dense.what = "usual"
+    assert_near(result, networks.oracle(dense, x, on, 16), "float32")
+    products = 1 if what in ("linear", "read twice", "written") else 2
+    assert asked.count("image linear") >= products and "affine" in asked
+
+
+def on_pixels(on, x):
+    """Return the active blocks of 16 pixels as an image."""
+    wide = torch.as_tensor(on).repeat_interleave(16, 1).repeat_interleave(16, 2)
+    return wide[:, None, : x.shape[2], : x.shape[3]].to(x.dtype)
+
+
+class Preactivated(torch.nn.Module):
+    """A norm that no convolution is before, a parameter for each channel, and a sum."""
+
+    def __init__(self, affine=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Conv2d(3, 8, 1), torch.nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = networks.random_statistics(torch.nn.BatchNorm2d(8, affine=affine))
+        self.scale = torch.nn.Parameter(torch.randn(8, 1, 1))
+
+    def forward(self, x):
+        """Add what a pre-activation unit makes."""
+        x = torch.relu(self.first(x))
+        y = self.last(torch.relu(self.norm(x)))
+        least = torch.nn.functional.relu6(self.scale * y)
+        return x + self.scale * y, least, y * self.scale * self.scale
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@torch.no_grad()
+def test_scales_of_channels_take_what_follows(st, asked, affine):
+    dense = Preactivated(affine).eval()
+    x = torch.randn(2, 3, 45, 51)
+    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    results = sparse(x, mask)
+    asked.clear()
+    assert_near(sparse(x, mask)[0], results[0], "float32")
+    assert asked.count("affine") == 5
+    for i, result in enumerate(results):
+        one = networks.oracle(Nth(dense, i), x, on, 16)
+        assert_near(result, one, "float32")
+
+
+class Nth(torch.nn.Module):
+    """One of the results of a network."""
+
+    def __init__(self, network, number):
+        super().__init__()
+        self.network, self.number = network, number
+
+    def forward(self, x):
+        """Return it."""
+        return self.network(x)[self.number]
