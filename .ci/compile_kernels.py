@@ -3,10 +3,10 @@
     python .ci/compile_kernels.py [--all] INSTANTIATIONS [ARCHITECTURE ...]
 
 INSTANTIATIONS is a file that the tests wrote: run them with SBNET_RECORD_INSTANTIATIONS naming it.
-Each of these is compiled for two architectures: for sm_90a, and for one of the others, which share
-them out so that every kernel is compiled for every architecture; with --all, for all of them. To
-these come, for each architecture, those of planned.py, for one of two architectures whose code is
-the same. A kernel of cuda_src that is not in the file at all is a failure.
+Each of these is compiled for one architecture, which share them out so that every kernel is
+compiled for every architecture that runs it; with --all, for all of them. To these come, for each
+architecture, those of planned.py, for one of two architectures whose code is the same. A kernel of
+cuda_src that is not in the file at all is a failure.
 """
 
 import concurrent.futures
@@ -25,7 +25,6 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from host_cuda import read_instantiations  # noqa: E402
 
 ARCHITECTURES = tuple(planned.DEVICES)
-WHOLE = "sm_90a"  # that of the benchmarks
 SAME_CODE = {"sm_86": "sm_89"}  # the same instructions and shared memory: planned ones once
 PER_PROGRAM = 24  # instantiations compiled together: a header is then read once for all
 # Bytes: some registers, where launch bounds leave room for two to four thread blocks, or around the
@@ -49,13 +48,13 @@ def main(path, *architectures, everything=False):
     for kernel in sorted(all_kernels() - {kernel for _, kernel, _ in recorded}):
         print(f"  {kernel} is launched by none of the tests that wrote {path}")
         failed = True
-    programs = {}
+    programs, shared = {}, shares(recorded)
     for arch in architectures or ARCHITECTURES:
-        here = recorded if everything or arch == WHOLE else share(recorded, arch)
+        here = set(recorded if everything else shared[arch])
         here = {key for key in here if planned.launched(arch, *key)}
         here |= set(planned.instantiations(arch))
         if arch in SAME_CODE and not everything:
-            here -= set(planned.instantiations(SAME_CODE[arch])) - set(recorded)
+            here -= set(planned.instantiations(SAME_CODE[arch])) - shared[arch]
         programs[arch] = list(batches(here))
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
         jobs = {  # all at once: no core waits for the last program of an architecture
@@ -85,14 +84,21 @@ def all_kernels():
     return {name for path in files for name in KERNEL.findall(path.read_text(encoding="utf-8"))}
 
 
-def share(recorded, arch):
-    """Return an architecture's part of the instantiations: some of each kernel."""
-    others = [other for other in ARCHITECTURES if other != WHOLE]
-    place, by_kernel = others.index(arch), {}
+def shares(recorded):
+    """Return {architecture: its part of the instantiations}, some of each kernel that it runs."""
+    parts, by_kernel = {arch: set() for arch in ARCHITECTURES}, {}
     for key in recorded:
         by_kernel.setdefault(key[:2], []).append(key)
     for keys in by_kernel.values():
-        yield from keys[place :: len(others)] or [keys[place % len(keys)]]
+        running = [[arch for arch in ARCHITECTURES if planned.launched(arch, *k)] for k in keys]
+        for number, (key, able) in enumerate(zip(keys, running, strict=True)):
+            if able:
+                parts[able[number % len(able)]].add(key)
+        for arch in ARCHITECTURES:
+            able = [key for key, archs in zip(keys, running, strict=True) if arch in archs]
+            if able and parts[arch].isdisjoint(able):
+                parts[arch].add(able[0])
+    return parts
 
 
 def batches(instantiations):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import ctypes
 import dataclasses
+import functools
 import math
 import operator
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from . import compiler
-from .instantiations import record
+from .instantiations import read_instantiations, record
 
 CUDA_SRC = Path(__file__).resolve().parents[2] / "cuda_src"
 
@@ -93,16 +94,10 @@ def launch(stem, kernel, template, grid, block, args, shared=0, *, source_dir=No
 
 def prepare(instantiations, *, source_dir=None):
     """Compile (stem, kernel, template) triples together and in parallel, ahead of `launch`."""
-    by_stem = {}
-    for stem, kernel, template in instantiations:
-        by_stem.setdefault(stem, []).append((stem, kernel, template))
-    batches = [
-        members[start : start + _PER_LIBRARY]
-        for members in by_stem.values()
-        for start in range(0, len(members), _PER_LIBRARY)
-    ]
+    directory = Path(source_dir or CUDA_SRC).resolve()
+    batches = _batches([(directory, *instantiation) for instantiation in instantiations])
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda batch: _load(batch, source_dir), batches))
+        list(pool.map(lambda batch: _load([key[1:] for key in batch], source_dir), batches))
 
 
 def constants(stem, expressions):
@@ -177,16 +172,55 @@ def _load(instantiations, source_dir):
     """Return the _Kernel of each instantiation of one stem; compile together what is missing."""
     directory = Path(source_dir or CUDA_SRC).resolve()
     keys = [(directory, stem, kernel, tuple(template)) for stem, kernel, template in instantiations]
-    missing = sorted({key for key in keys if key not in _LOADED}, key=repr)
+    missing = {key for key in keys if key not in _LOADED}
     if missing:
         _check_preload()
-        stem = missing[0][1]
-        names = [_expression(kernel, template) for _, _, kernel, template in missing]
-        lines = ['#include "cuda_on_host.h"', f'#include "{stem}.cu"']
-        lines += [f"HOST_CUDA_ENTRY({i}, {name})" for i, name in enumerate(names)]
-        path = compiler.kernel_library(Path(stem).name, "\n".join(lines) + "\n", directory)
-        _LOADED.update(zip(missing, _open(path, names), strict=True))
+    together = _together() if source_dir is None else {}
+    while missing:
+        batch = together.get(next(iter(missing))) or sorted(missing - set(together), key=repr)
+        names, path = _library(batch)
+        _LOADED.update(zip(batch, _open(path, names), strict=True))
+        missing -= set(batch)
     return [_LOADED[key] for key in keys]
+
+
+def _library(batch):
+    """Compile instantiations of one stem; return their names, and the path of the library."""
+    directory, stem = batch[0][:2]
+    names = [_expression(kernel, template) for _, _, kernel, template in batch]
+    lines = ['#include "cuda_on_host.h"', f'#include "{stem}.cu"']
+    lines += [f"HOST_CUDA_ENTRY({i}, {name})" for i, name in enumerate(names)]
+    text = "\n".join(lines) + "\n"
+    return names, compiler.kernel_library(Path(stem).name, text, directory)
+
+
+@functools.cache
+def _together():
+    """Return {key: the keys compiled with it} of what ``SBNET_HOST_TOGETHER`` lists."""
+    path = os.environ.get("SBNET_HOST_TOGETHER")
+    listed = [(CUDA_SRC, *key) for key in read_instantiations(path)] if path else []
+    return {key: batch for batch in _batches(listed) for key in batch}
+
+
+def _batches(keys):
+    """Split keys into those of one stem, a library each."""
+    by_stem = {}
+    for key in keys:
+        by_stem.setdefault(key[1], []).append(key)
+    for members in by_stem.values():
+        for start in range(0, len(members), _PER_LIBRARY):
+            yield members[start : start + _PER_LIBRARY]
+
+
+def compile_together():
+    """Compile what ``SBNET_HOST_TOGETHER`` lists, on all cores, without loading it.
+
+    It is a file that an earlier run wrote, with ``SBNET_RECORD_INSTANTIATIONS`` naming it. A run
+    that launches the same then compiles nothing; each kernel alone takes about twice as long.
+    """
+    batches = {id(batch): batch for batch in _together().values()}.values()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_library, sorted(batches, key=len, reverse=True)))
 
 
 def _check_preload():

@@ -23,16 +23,19 @@ def thinned_product(every, *loops):
     ]
 
 
-def thinned_pairs(usual, *loops):
-    """Return combinations in which every two values of two loops meet; so many first are usual.
+def pairs(*loops):
+    """Return combinations in which every two values of two loops meet: a small part of all.
 
-    They are a small part of all combinations, and the first have the most pairs. Take them where
-    what matters depends on two of the loops at most: a kernel's element and its vectors, a window
-    and a border.
+    The first have the most pairs. Take them where what matters depends on two of the loops at
+    most: a kernel's element and its vectors, a window and a border.
     """
     rows = [tuple(zip(loops, row, strict=True)) for row in _indices_of_pairs(loops)]
-    cases = [tuple(values[i] for values, i in row) for row in rows]
-    return [_parameter(number < usual, *case) for number, case in enumerate(cases)]
+    return [tuple(values[i] for values, i in row) for row in rows]
+
+
+def thinned_pairs(usual, *loops):
+    """Return :func:`pairs` as parameters; all but so many first are exhaustive."""
+    return [_parameter(number < usual, *case) for number, case in enumerate(pairs(*loops))]
 
 
 def _indices_of_pairs(loops):

@@ -1,20 +1,17 @@
 """image_linear: cases of its kernel, compared with the formula in float64."""
 
-import itertools
-
 import numpy as np
 
 from sbnet_cupy.block_sparse.stack.image_linear import ImageLinear, prepare_image_linear
 
+from .exhaustive import pairs
 from .stack_affine_cases import ACTIVATIONS, EPS, LEAST
 from .stack_on_host import UNWRITTEN, loaded, stored
 
 # element, images, channels in and out, bias, activation
-CASES = list(
-    itertools.product(
-        ["Half", "BFloat16", "float"], [1, 3], [(960, 24), (24, 70), (1300, 9), (5, 3)],
-        [True, False], [0, 1, 4, 6],
-    )
+CASES = pairs(
+    ["Half", "BFloat16", "float"], [1, 3], [(960, 24), (24, 70), (1300, 9), (5, 3)],
+    [True, False], [0, 1, 4, 6],
 )  # fmt: skip
 
 

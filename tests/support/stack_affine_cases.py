@@ -1,11 +1,10 @@
 """stack_affine: cases of its kernel, compared with the formula in float64."""
 
-import itertools
-
 import numpy as np
 
 from sbnet_cupy.block_sparse.stack.stack_affine import StackAffine, prepare_stack_affine
 
+from .exhaustive import pairs
 from .stack_on_host import UNWRITTEN, Blocks, loaded, stored
 
 EPS = {"Half": 2.0**-11, "BFloat16": 2.0**-8, "float": 2.0**-24}  # of one rounding
@@ -20,12 +19,11 @@ ACTIVATIONS = {
 }
 
 
-# element, float scales, channels, values for each image, shift, residual, activation
-CASES = list(
-    itertools.product(
-        ["Half", "BFloat16", "float"], [True, False], [16, 12, 5], [False, True], [False, True],
-        [False, True], ACTIVATIONS,
-    )
+# element and that of the scales, channels, values for each image, shift, residual, activation
+CASES = pairs(
+    [("Half", "float"), ("Half", "Half"), ("BFloat16", "float"), ("BFloat16", "BFloat16"),
+     ("float", "float")],
+    [16, 12, 5], [False, True], [False, True], [False, True], list(ACTIVATIONS),
 )  # fmt: skip
 
 
@@ -43,12 +41,11 @@ def bound(values, activation, size, element):
 
 def check(case, xp=np):
     """Run a case on arrays of NumPy or CuPy; what must not be read is NaN."""
-    element, wide, channels, per_image, shift, residual, activation = case
+    (element, scale_element), channels, per_image, shift, residual, activation = case
     rng = np.random.default_rng(channels)
     blocks = Blocks(block=(4, 2))
     bin_counts, indices, _ = blocks.table()
     count, shape = int(bin_counts[0]), (len(indices), *blocks.block, channels)
-    scale_element = "float" if wide else element
     of_values = (blocks.images, channels) if per_image else (channels,)
 
     def drawn(shape, element):
@@ -70,7 +67,7 @@ def check(case, xp=np):
         bin_counts, indices, before,
     )  # fmt: skip
     given = [None if array is None else xp.asarray(array) for array in given]
-    prepare_stack_affine(sizes, settled=wide)(*given)
+    prepare_stack_affine(sizes, settled=residual)(*given)
     out = given[-1] if xp is np else xp.asnumpy(given[-1])
     of_row = indices[:count, 0] if per_image else np.zeros(count, int)
 

@@ -1,7 +1,5 @@
 """stack_layer_norm: cases of its kernel, compared with the formula in float64."""
 
-import itertools
-
 import numpy as np
 
 from sbnet_cupy.block_sparse.stack.stack_layer_norm import (
@@ -9,12 +7,13 @@ from sbnet_cupy.block_sparse.stack.stack_layer_norm import (
     prepare_stack_layer_norm,
 )
 
+from .exhaustive import pairs
 from .stack_affine_cases import EPS, LEAST
 from .stack_on_host import UNWRITTEN, Blocks, loaded, stored
 
 # element, channels, block, whether there is a scale and a shift
 CASES = [
-    *itertools.product(
+    *pairs(
         ["Half", "BFloat16", "float"], [96, 384, 1, 12, 27, 120], [(4, 2), (1, 1)], [True, False]
     ),
     ("Half", 1024, (2, 2), True), ("float", 512, (2, 2), True),

@@ -3,12 +3,11 @@
 import pytest
 
 from sbnet_cupy.block_sparse.stack.image_linear import ImageLinear
-from support.exhaustive import thinned
 from support.image_linear_cases import CASES, check
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", thinned(CASES, 5), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_formula(case, require):
     check(case, xp=require("gpu"))
 

@@ -3,12 +3,11 @@
 import pytest
 
 from sbnet_cupy.block_sparse.stack.stack_affine import StackAffine
-from support.exhaustive import thinned
 from support.stack_affine_cases import CASES, check
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", thinned(CASES, 7), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_formula(case, require):
     check(case, xp=require("gpu"))
 

@@ -6,12 +6,11 @@ from sbnet_cupy.block_sparse.stack.stack_layer_norm import (
     StackLayerNorm,
     prepare_stack_layer_norm,
 )
-from support.exhaustive import thinned
 from support.stack_layer_norm_cases import CASES, check
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_formula(case, require):
     check(case, xp=require("gpu"))
 
