@@ -38,6 +38,22 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODULES = ("skimage", "matplotlib", "rich")
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leave out writable NumPy arrays where the cases are fixed: read-only ones had the same.
+
+    Drawn tests keep them, and draw more examples with them.
+    """
+    again = [
+        item
+        for item in items
+        if hasattr(item, "callspec")
+        and getattr(item.callspec.params.get("xp"), "id", item.callspec.params.get("xp")) == "numpy"
+        and not getattr(item.obj, "is_hypothesis_test", False)
+    ]
+    config.hook.pytest_deselected(items=again)
+    items[:] = [item for item in items if item not in set(again)]
+
+
 def pytest_terminal_summary(terminalreporter):
     """Say why tests were skipped: a line for each reason, in place of one for each test."""
     skipped = terminalreporter.stats.get("skipped", ())

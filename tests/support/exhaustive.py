@@ -35,7 +35,7 @@ def pairs(*loops):
 
 def thinned_pairs(usual, *loops):
     """Return :func:`pairs` as parameters; all but so many first are exhaustive."""
-    return [_parameter(number < usual, *case) for number, case in enumerate(pairs(*loops))]
+    return first_of(pairs(*loops), usual)
 
 
 def _indices_of_pairs(loops):
@@ -56,6 +56,11 @@ def _indices_of_pairs(loops):
 
 def _pairs(row):
     return set(itertools.combinations(enumerate(row), 2))
+
+
+def first_of(cases, usual):
+    """Return tuples of arguments as parameters; all but so many first are exhaustive."""
+    return [_parameter(number < usual, *case) for number, case in enumerate(cases)]
 
 
 def all_but(cases, chosen):
