@@ -9,7 +9,6 @@ from .block_sparse.conv.fused_conv import fused_conv
 from .block_sparse.conv.mask_conv2d import mask_conv2d
 from .block_sparse.conv.sparse_conv2d import sparse_conv2d
 from .block_sparse.conv.sparse_conv2d_grad import sparse_conv2d_grad
-from .block_sparse.conv.weights import PackedWeights
 from .block_sparse.gather_scatter.sparse_gather import sparse_gather
 from .block_sparse.gather_scatter.sparse_gather_grad import sparse_gather_grad
 from .block_sparse.gather_scatter.sparse_scatter import sparse_scatter, sparse_scatter_var
@@ -39,6 +38,7 @@ from .block_sparse.stack.stack_to_image_grad import stack_to_image_grad
 from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
 from .dense.conv2d import conv2d
 from .dense.conv2d_grad import conv2d_grad
+from .dense.packed_weights import PackedWeights
 from .errors import CapacityError, DeviceError, DTypeError, ShapeError
 from .submanifold.coordinate_map import CoordinateMap, coordinate_map
 from .submanifold.dense_conversion import (

@@ -5,10 +5,12 @@ the pool would hand out its memory again, and a replay would overwrite the new o
 """
 
 import contextlib
+import ctypes
 
 import numpy as np
 
 from .arrays import namespace
+from .device import driver
 
 _KEPT = []  # never freed: a graph may be replayed at any time
 
@@ -17,6 +19,21 @@ def is_capturing(array):
     """Whether the current stream is recording a CUDA graph."""
     xp = namespace(array)
     return xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr)
+
+
+def capture_on(stream):
+    """Return the number of the capture that a stream, given by its address, records; 0 if none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    arguments = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)
+    error = driver().cuStreamGetCaptureInfo_v2(*arguments, None, None, None)
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo failed with CUresult {error}")
+    return number.value if status.value else 0
+
+
+def capture_of(array):
+    """Return the number of the CUDA graph's capture on the current stream; 0 if there is none."""
+    return capture_on(namespace(array).cuda.get_current_stream().ptr) if is_capturing(array) else 0
 
 
 def keep_if_capturing(array):

@@ -4,6 +4,7 @@ import functools
 import threading
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -101,11 +102,14 @@ class PackedPlan(Plan):
         Names the form: what was packed for one plan will do for any plan of the same form.
     weights : tuple of int
         Positions of the arrays that ``pack`` takes, in its order.
+    early_launch : object, optional
+        The same launch for a call that packs, which begins before the kernel that packs has ended.
     """
 
     pack: "Pack | None" = None
     how: tuple = ()
     weights: tuple = ()
+    early_launch: Any = None
 
 
 class Pack:

@@ -9,7 +9,7 @@ from ..errors import ShapeError
 
 def is_integer(value):
     """Whether ``value`` is a whole number of an integer type; bool is not one."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _plain(value):

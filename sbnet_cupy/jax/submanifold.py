@@ -39,7 +39,7 @@ def site_conv(
             "kernel_map"
         )
     valid = valid_rows(kernel_map.target)
-    given = {"features": features, "w": w, "rows": kernel_map.rows, "valid": valid,
+    given = {"features": features, "rows": kernel_map.rows, "valid": valid, "w": w,
              "scale": scale, "bias": bias, "residual": residual}  # fmt: skip
     specs = [spec_of(name, value) for name, value in given.items()]
     sites = kernel_map.source.capacity

@@ -10,13 +10,14 @@ import numpy as np
 
 from ..core.arrays import array_function, namespace
 from ..core.checks import check_array
+from ..core.graph_memory import capture_of
 from ..core.list_cells import list_cells
 from ..core.sizes import is_integer
 from ..dense.conv2d import check_choice
 from ..errors import CapacityError, DTypeError, ShapeError
 from . import map_kernels
 from .distinct import DUPLICATE, OUTSIDE, ChosenRows, distinct, duplicates_message
-from .keeping_container import KeepingContainer
+from .keeping_container import KeepingContainer, mark_capture
 from .keys import coordinates_of, leaf_keys, packing_of, raster_keys, sort_keys
 from .site_kernels import by_kernels
 
@@ -179,18 +180,20 @@ class CoordinateMap(KeepingContainer):
 
     def _tree(self):
         """Return the tree that kernels find these sites in; kept."""
-        if "tree" not in self._kept:
-            self._kept["tree"] = map_kernels.tree_of(self.indices, self.count, self._packing())
-        return self._kept["tree"]
+        return self._keep(
+            "tree", lambda: map_kernels.tree_of(self.indices, self.count, self._packing())
+        )
 
     def _find(self, coordinates):
         """Return the row of each site given by int64 columns: int32, -1 where there is none."""
         xp = namespace(self.indices)
         packing = self._packing()
-        if "sorted" not in self._kept:
+
+        def make():
             order, keys = sort_keys(leaf_keys(self._columns(), packing))
-            self._kept["sorted"] = keys, order.astype(np.int32)
-        keys, order = self._kept["sorted"]
+            return keys, order.astype(np.int32)
+
+        keys, order = self._keep("sorted", make)
         wanted = leaf_keys(coordinates, packing)
         if not len(keys):
             return xp.full(wanted.shape, -1, np.int32)
@@ -305,6 +308,7 @@ def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capaci
         found = found.cut(int(found.count[0]))
     made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)
     made._kept["tree"] = found.tree
+    mark_capture(made._kept, capture_of(indices))
     if mode in ("sum", "mean"):
         reduction = distinct(found.inverse.astype(np.int64), mode, made.capacity)[3]
     else:

@@ -1,9 +1,48 @@
 """KeepingContainer: a container that keeps what was computed of it, but for copies."""
 
+import functools
 import weakref
 from dataclasses import fields
 
-from ..core.arrays import ArrayContainer, library_of
+from ..core.arrays import ArrayContainer, device_of_all, library_of
+from ..core.graph_memory import capture_of
+
+CAPTURE = "capture"
+
+
+def mark_capture(kept, capture):
+    """Note in which capture of a CUDA graph, 0 for none, the owner of ``kept`` was computed."""
+    if capture:
+        kept[CAPTURE] = capture
+
+
+def kept_or_made(kept, key, capture, make):
+    """Return what is kept under a key, or make it and keep it.
+
+    A captured graph computes something when it runs. So what is made in a capture is kept for that
+    capture only, unless all of what it is computed of was made in it, too; and what is made later
+    of what a graph computes is not kept, because the next run may change it.
+
+    Parameters
+    ----------
+    kept : dict
+    key : tuple or str
+    capture : function
+        Returns the number of the current capture, 0 if there is none.
+    make : function
+    """
+    found = kept.get(key)
+    if found is not None:
+        return found
+    own, now = kept.get(CAPTURE, 0), capture()
+    if now != own:
+        key = (*key, now) if isinstance(key, tuple) else (key, now)
+        found = kept.get(key)
+    if found is None:
+        found = make()
+        if now or not own:
+            kept[key] = found
+    return found
 
 
 class KeepingContainer(ArrayContainer):
@@ -14,6 +53,16 @@ class KeepingContainer(ArrayContainer):
     the same NumPy map, and results that live on its sites return the caller's own object, so that
     kernel maps that were kept are found again.
     """
+
+    @functools.cached_property
+    def _device(self):
+        """Where the arrays are, which does not change."""
+        return device_of_all(self._arrays())
+
+    def _keep(self, key, make):
+        """Return what is kept under a key, or make it of the arrays and keep it."""
+        like = self._arrays()[0]
+        return kept_or_made(self._kept, key, lambda: capture_of(like), make)
 
     def __getstate__(self):
         return {field.name: getattr(self, field.name) for field in fields(self) if field.init}

@@ -4,6 +4,7 @@ Kernel: cuda_src/submanifold/kernel_map.cu, on CuPy arrays.
 """
 
 import functools
+import marshal
 import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,15 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import array_function, is_cupy, library_of, namespace
-from ..core.graph_memory import is_capturing
+from ..core.graph_memory import capture_of
 from ..core.sizes import is_integer
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
 from .coordinate_map import CoordinateMap, check_capacity, check_sites
-from .keeping_container import KeepingContainer
+from .keeping_container import KeepingContainer, mark_capture
 from .new_sites import Window, coarse_sites, fine_sites, kernels_find
-from .site_order import site_order
 from .transposed_rows import TRANSPOSED_ROWS
 
 
@@ -89,32 +89,25 @@ class KernelMap(KeepingContainer):
 
     def transposed(self):
         """Return the map in the other direction: from the target's rows to the source's."""
-        if "back" not in self._kept:
-            self._kept["back"] = _transposed(self.rows, self.source.capacity)
-        back = KernelMap(self._kept["back"], self.target, self.source, self.kernel_size)
-        # A dict that all transposed maps share; it does not refer to this map: no cycle.
-        kept = self._kept.setdefault("kept by back", {})
-        kept.setdefault("back", self.rows)
+        rows, kept = self._keep("back", self._transposed)
+        back = KernelMap(rows, self.target, self.source, self.kernel_size)
         object.__setattr__(back, "_kept", kept)
         return back
 
-    def _ordered(self, by_taps):
-        """Return the SiteOrder in which tiles of a convolution read the rows, of CuPy arrays; kept.
+    def _transposed(self):
+        """Return the transposed table, and the dict that all KernelMaps of it share.
 
-        Not kept where a graph is captured: it is computed when the graph runs.
-
-        Parameters
-        ----------
-        by_taps : bool
-            Whether rows with the same taps become neighbours, or stay where they are.
+        That does not refer to this map: no cycle.
         """
-        key = "by taps" if by_taps else "as listed"
+        kept = {"back": (self.rows, {})}
+        mark_capture(kept, capture_of(self.rows))
+        return _transposed(self.rows, self.source.capacity), kept
+
+    def _ordered(self, plan):
+        """Return the SiteOrder in which an OrderedPlan reads the rows, of CuPy arrays; kept."""
+        key = "by taps" if plan.by_taps else "as listed"
         order = self._kept.get(key)
-        if order is None:
-            order = site_order(self.rows, self.source.capacity, self.kernel_size, by_taps)
-            if not is_capturing(self.rows):
-                self._kept[key] = order
-        return order
+        return order or self._keep(key, lambda: plan.sort(self.rows))
 
 
 @array_function
@@ -177,18 +170,42 @@ def kernel_map(
     [[0, 0], [0, 1], [0, 2]]
     """
     check_map("coordinates", coordinates)
+    sizes = (kernel_size, stride, dilation, padding)
+    if offsets is None:
+        spelled = _spelled((*sizes, transposed, output_padding, capacity), onto)
+        kept = coordinates._kept.get(spelled)
+        if kept is not None:
+            return kept.of(coordinates)
     if onto is not None:
         check_map("onto", onto)
     check_capacity(capacity)
-    sizes = (kernel_size, stride, dilation, padding)
     if offsets is not None:
         return _with_offsets(coordinates, read_offsets(coordinates, onto, offsets, *sizes))
     window, output_padding = read_window(coordinates, onto, *sizes, transposed, output_padding)
     key = (window, bool(transposed), output_padding, id(onto), capacity)
-    if key not in coordinates._kept:
-        make = _transposed_map if transposed else _map
-        _keep(key, make(coordinates, window, onto, output_padding, capacity))
-    return coordinates._kept[key].of(coordinates)
+    make = _transposed_map if transposed else _map
+
+    def find():
+        return coordinates._keep(
+            key, lambda: _Kept.for_source(make(coordinates, window, onto, output_padding, capacity))
+        )
+
+    kept = find() if spelled is None else coordinates._keep(spelled, find)
+    return kept.of(coordinates)
+
+
+def _spelled(options, onto):
+    """Return what a map is also kept under: options as they were given, None for odd ones.
+
+    Spelled by marshal, since 1, 1.0 and True are equal, but not as a size.
+    """
+    try:
+        return marshal.dumps(options, 2), id(onto)
+    except ValueError:
+        return None
+
+
+find_map = kernel_map.__wrapped__  # of native arrays, as functions behind the door have them
 
 
 def read_window(
@@ -286,18 +303,21 @@ class _Kept(NamedTuple):
     kernel_size: tuple[int, ...]
     kept: dict  # that of all KernelMaps made of it
 
+    @classmethod
+    def for_source(cls, made):
+        """Return what the source of a new map keeps of it."""
+        mark_capture(made._kept, capture_of(made.rows))
+        target = None if made.target is made.source else made.target
+        return cls(made.rows, target, made.kernel_size, made._kept)
+
     def of(self, source):
         """Return the map."""
-        target = source if self.target is None else self.target
-        made = KernelMap(self.rows, source, target, self.kernel_size)
-        object.__setattr__(made, "_kept", self.kept)
+        made = KernelMap.__new__(KernelMap)  # its arguments were checked when it was made
+        made.__dict__.update(
+            rows=self.rows, source=source, target=source if self.target is None else self.target,
+            kernel_size=self.kernel_size, _kept=self.kept,
+        )  # fmt: skip
         return made
-
-
-def _keep(key, made):
-    """Let the source keep a map."""
-    target = None if made.target is made.source else made.target
-    made.source._kept[key] = _Kept(made.rows, target, made.kernel_size, made._kept)
 
 
 def check_map(name, value):
@@ -316,12 +336,14 @@ def _is_int32(dtype):
 
 def _with_offsets(coordinates, offsets):
     """Return the map of a list of offsets on the same sites."""
-    key = ("offsets", offsets.shape, offsets.tobytes())
-    if key not in coordinates._kept:
+
+    def make():
         steps = [tuple(offset) for offset in offsets.tolist()]
         rows = _rows(coordinates, coordinates, lambda position, axis: position, steps)
-        _keep(key, KernelMap(rows, coordinates, coordinates, (len(offsets),)))
-    return coordinates._kept[key].of(coordinates)
+        return _Kept.for_source(KernelMap(rows, coordinates, coordinates, (len(offsets),)))
+
+    key = ("offsets", offsets.shape, offsets.tobytes())
+    return coordinates._keep(key, make).of(coordinates)
 
 
 def _rows(source, target, starts, offsets):

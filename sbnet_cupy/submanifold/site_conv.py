@@ -20,10 +20,11 @@ from ..core.graph_memory import memory_of_graphs
 from ..core.half_floats import widen
 from ..core.operator import Operator, Plan
 from ..core.sizes import is_integer
-from ..core.spec import spec_of
+from ..core.spec import group_of, spec_of
 from ..dense.activation import apply_activation, apply_affine, check_activation
 from ..dense.conv2d import check_per_channel, check_precision
 from ..dense.im2col import multiply
+from ..dense.packed_weights import PackedWeights, arrays_of_weights
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap
 from .kernel_map import KernelMap
@@ -47,8 +48,9 @@ def site_conv(
     ----------
     features : array, shape (N, C)
         Rows on ``kernel_map.source``. Rows that no row of the map reads may hold anything.
-    w : array, shape (*kernel_size, C / groups, K)
-        ``kernel_size`` is that of the map; (taps, C / groups, K) always does.
+    w : array, shape (*kernel_size, C / groups, K), or PackedWeights
+        ``kernel_size`` is that of the map; (taps, C / groups, K) always does. On a GPU an array is
+        packed at each call, a :class:`PackedWeights` once; that has its own scale and bias.
     kernel_map : KernelMap
         Of :func:`kernel_map`.
     groups, bias, scale, residual, activation, precision, out
@@ -80,48 +82,77 @@ def site_conv(
 
 def compute(features, w, made, groups, scale, bias, residual, activation, precision, out):
     """Check and compute :func:`site_conv`."""
-    read, options = _call(features, w, made, groups, scale, bias, residual, activation, precision)
+    weights, (w, scale, bias, precision) = read_weights(w, scale, bias, precision)
+    options = _options(made, groups, activation, precision)
+    own = (w, scale, bias) if weights is None else (weights.specs,)
+    rows, valid = made.rows, valid_rows(made.target)
+    plan = SITE_CONV.plan_for((features, _specs(made, rows, valid), *own, residual, out), options)
+    read = (features, rows, valid, w, scale, bias, residual)
     if out is not None:
-        SITE_CONV.plan_for((*read, out), options)
         check_written(out, SITE_CONV.arrays[:-1], read)
-    return convolve(made, (*read, out), options)
+    return _run(plan, made, (*read, out), weights)
 
 
 def convolve(made, arrays, options):
     """Compute the operator over the rows of a map, in the order that the map keeps for it."""
-    plan = SITE_CONV.plan_for(arrays, options)
-    *read, out = arrays
+    return _run(SITE_CONV.plan_for(arrays, options), made, arrays)
+
+
+def _run(plan, made, arrays, weights=None):
+    """Run a plan on the arrays of the operator, with weights that are packed once, if any."""
+    features, rows, valid, w, scale, bias, residual, out = arrays
     if out is None:
-        out = empty(plan.shape, read[0].dtype, read[0])
+        out = empty(plan.shape, features.dtype, features)
+    w = w if weights is None else weights
     if isinstance(plan, OrderedPlan):
-        plan.run(*read, out, made._ordered(plan.by_taps))
+        order = made._ordered(plan)
+        plan.run(features, rows, valid, w, scale, bias, residual, out, order)
     else:
-        plan.run(*read, out)
+        plan.run(features, rows, valid, w, scale, bias, residual, out)
     return out
 
 
-def _call(features, w, made, groups, scale, bias, residual, activation, precision):
-    """Return the arrays and the options of the operator."""
+def read_weights(w, scale, bias, precision):
+    """Return a PackedWeights or None, and w, scale, bias and precision: its own if there is one."""
+    if not isinstance(w, PackedWeights):
+        return None, (w, scale, bias, precision)
+    own, scale, bias, w_format, precision = arrays_of_weights(w, scale, bias, "HWIO", precision)
+    if w_format != "HWIO":
+        raise ValueError(
+            f"w must be a PackedWeights of w_format 'HWIO', (*kernel_size, C, K), got {w_format!r}"
+        )
+    return w, (own, scale, bias, precision)
+
+
+def _options(made, groups, activation, precision):
+    """Return the options of the operator over a map."""
     if not isinstance(made, KernelMap):
         raise DTypeError(
             f"kernel_map must be a KernelMap, got {type(made).__name__}; make one with kernel_map"
         )
-    options = (made.kernel_size, made.source.capacity, groups, activation, precision)
-    return (features, w, made.rows, valid_rows(made.target), scale, bias, residual), options
+    return made.kernel_size, made.source.capacity, groups, activation, precision
+
+
+def _specs(made, rows, valid):
+    """Return the specs of a map's arrays, kept by the map."""
+    specs = made._kept.get("specs")
+    if specs is None:
+        specs = made._kept["specs"] = group_of((spec_of(rows), spec_of(valid)))
+    return specs
 
 
 def resolve_arguments(features, w, made, groups, scale, bias, residual, activation, precision):
     """Check arguments as :func:`site_conv` does; return the SiteConv and the result's spec."""
-    read, options = _call(features, w, made, groups, scale, bias, residual, activation, precision)
+    options = _options(made, groups, activation, precision)
+    read = (features, made.rows, valid_rows(made.target), w, scale, bias, residual)
     result, problem = _resolve([*map(spec_of, read), None], options)
     return problem, result
 
 
 def valid_rows(coordinates: CoordinateMap):
     """Return which rows of coordinates hold a site, kept by the coordinates."""
-    if "valid" not in coordinates._kept:
-        coordinates._kept["valid"] = coordinates.valid()
-    return coordinates._kept["valid"]
+    valid = coordinates._kept.get("valid")
+    return coordinates._keep("valid", coordinates.valid) if valid is None else valid
 
 
 class SiteConv(NamedTuple):
@@ -167,7 +198,7 @@ def resolve_site_conv(features, w, rows, kernel_size, sites, groups, activation,
 
 
 def _resolve(specs, options):
-    features, w, rows, _, scale, bias, residual, out = specs
+    features, rows, _, w, scale, bias, residual, out = specs
     problem = resolve_site_conv(features, w, rows, *options)
     check_per_channel(scale, bias, problem.channels_out, like=features)
     result = features.new((rows.shape[1], problem.channels_out))
@@ -193,14 +224,16 @@ def _plan(specs, options):
     result, problem = _resolve(specs, options)
     if not result.size:
         return Plan((result,), lambda *arrays: None)
-    features, w, rows, _, _, _, residual, out = specs
+    features, rows, _, w, _, _, residual, out = specs
     if by_kernels(features):
         plan = plan_kernel(problem, options[0], features, w, rows, residual, out or result, result)
         if plan is not None:
             return plan
 
-    def run(features, w, rows, valid, scale, bias, residual, out):
+    def run(features, rows, valid, w, scale, bias, residual, out):
         with memory_of_graphs(features), np.errstate(all="ignore"):
+            if isinstance(w, PackedWeights):
+                w, scale, bias = w._given() if is_cupy(features) else w.plain()
             w = w.reshape(problem.taps, *w.shape[-2:])
             total = sums(features, w, rows, problem.groups, problem.tf32)
             apply_affine(total, scale, bias, None)
@@ -313,7 +346,7 @@ def channels(matrix, group, count):
 
 SITE_CONV = Operator(
     "site_conv",
-    arrays=("features", "w", "rows", "valid", "scale", "bias", "residual", "out"),
+    arrays=("features", "rows", "valid", "w", "scale", "bias", "residual", "out"),
     options=("kernel_size", "sites", "groups", "activation", "precision"),
     infer=_infer,
     plan=_plan,

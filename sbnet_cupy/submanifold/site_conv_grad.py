@@ -126,7 +126,7 @@ def _gradients(grad_y, given, made: KernelMap, problem, wanted, y):
         turned = swap_channels(taps, problem.groups)
         options = ((problem.taps,), len(grad), problem.groups, None, precision)
         back = made.transposed()
-        arrays = (grad, turned, back.rows, None, None, None, None, None)
+        arrays = (grad, back.rows, None, turned, None, None, None, None)
         found["features"] = convolve(back, arrays, options)
     if "w" in wanted:
         dw = SITE_WEIGHT_GRAD((features, grad, made.rows, None), (problem.groups, precision))
@@ -169,7 +169,7 @@ def _through_kernels(grad, given, taps, made, problem, wanted, y):
 
     def again(x, w, precision, *epilogue):
         options = ((problem.taps,), len(x), problem.groups, None, precision)
-        return convolve(made, (x, w, made.rows, valid, *epilogue, None), options)
+        return convolve(made, (x, made.rows, valid, w, *epilogue, None), options)
 
     def sums_again():
         """Return the sums, not rounded: products of 16-bit numbers are exact in tf32."""

@@ -3,6 +3,8 @@
 Kernels: cuda_src/submanifold/site_conv.cu.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +15,9 @@ from ..core.compile import cpp_name
 from ..core.device import current_device
 from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Plan
-from ..core.packed import Pack
+from ..core.packed import Pack, PackedPlan
 from ..dense.activation import ACTIVATIONS
+from ..dense.packed_weights import PackedWeights
 from .site_conv_plan import FmaPlan, SiteConvSizes, plan_site_conv
 from .site_order import site_order
 
@@ -29,32 +32,45 @@ def plan_kernel(problem, kernel_size, features, w, rows, residual, out, result):
     plan = plan_site_conv(conv, current_device())
     if plan is None:
         return None
-    by_fma = isinstance(plan, FmaPlan)
-    launch = (_by_fma if by_fma else _by_tensor_cores)(conv, plan)
+    if isinstance(plan, FmaPlan):
+        return Plan((result,), _by_fma(conv, plan))
+    pack, multiply, multiply_early = _by_tensor_cores(conv, plan)
+    how = ("site_conv", conv.element)
+    sort = functools.partial(
+        site_order, sources=conv.sources, kernel_size=kernel_size, by_taps=plan.by_taps
+    )
 
-    def run(features, w, rows, valid, scale, bias, residual, out, order=None):
-        valid = None if valid is None else valid.view(np.uint8)
-        with memory_of_graphs(features):
-            if order is None and not by_fma:
-                order = site_order(rows, conv.sources, kernel_size, plan.by_taps)
-            launch(features, w, rows, valid, scale, bias, residual, out, order)
+    def run(features, rows, valid, w, scale, bias, residual, out, order=None):
+        if order is None:
+            order = sort(rows)
+        if isinstance(w, PackedWeights):
+            multiply(features, w.packed(how, pack), *order, valid, residual, out)
+        else:
+            multiply_early(features, pack(w, scale, bias), *order, valid, residual, out)
 
-    if by_fma:
-        return Plan((result,), run)
-    return OrderedPlan((result,), run, by_taps=plan.by_taps)
+    return OrderedPlan(
+        (result,), run, launch=multiply, operands=(0, 8, 9, 10, 11, 2, 6, 7), pack=pack, how=how,
+        weights=(3, 4, 5), early_launch=multiply_early, by_taps=plan.by_taps,
+        sort=sort,
+    )  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
-class OrderedPlan(Plan):
+class OrderedPlan(PackedPlan):
     """The plan of a call that may be given the SiteOrder of its map; else it sorts the table.
+
+    Among the ``operands`` of the launch the arrays of the SiteOrder follow the packed weights.
 
     Parameters
     ----------
     by_taps : bool
         Whether the call is faster over sorted rows.
+    sort : function
+        Of the rows of the map: the SiteOrder.
     """
 
     by_taps: bool = False
+    sort: Callable | None = None
 
 
 def describe(problem, features, w, rows, residual, out):
@@ -80,7 +96,10 @@ def describe(problem, features, w, rows, residual, out):
 
 
 def _by_tensor_cores(conv, plan):
-    """Return the launches that pack weights and multiply."""
+    """Return what packs weights, and two launches that multiply.
+
+    The second begins while the kernel that packs runs: it may read all else at once.
+    """
     pack = Pack(
         kernels.prepare(
             _FILE, "pack_site_weights", (conv.element, conv.element == "float"),
@@ -89,20 +108,17 @@ def _by_tensor_cores(conv, plan):
         ),
         conv.packed_bytes, 1, 2,
     )  # fmt: skip
-    multiply = kernels.prepare(
+    multiply = functools.partial(
+        kernels.prepare,
         _FILE, plan.kernel, plan.template(conv), plan.tiles(conv), plan.threads, 8,
         (conv.sources, conv.targets, conv.taps, conv.channels, conv.channels_out),
-        shared=plan.shared_bytes(conv), persistent=True, dependent=True,
+        shared=plan.shared_bytes(conv), persistent=True,
     )  # fmt: skip
-
-    def launch(features, w, rows, valid, scale, bias, residual, out, order):
-        multiply(features, pack(w, scale, bias), *order, valid, residual, out)
-
-    return launch
+    return pack, multiply(), multiply(dependent=True)
 
 
 def _by_fma(conv, plan):
-    """Return the launch that multiplies number by number."""
+    """Return what multiplies number by number, of the arrays of the operator."""
     multiply = kernels.prepare(
         _FILE, plan.kernel, plan.template(conv), plan.blocks(conv), 256, 8,
         (conv.sources, conv.targets, conv.taps, conv.channels, conv.channels_out, conv.groups),
@@ -110,11 +126,14 @@ def _by_fma(conv, plan):
     )  # fmt: skip
     table = np.float64 if conv.element == "double" else np.float32
 
-    def launch(features, w, rows, valid, scale, bias, residual, out, order):
-        scale, bias = (_as_table(array, table) for array in (scale, bias))
+    def run(features, rows, valid, w, scale, bias, residual, out):
+        if isinstance(w, PackedWeights):
+            w, scale, bias = w._given()
+        with memory_of_graphs(features):
+            scale, bias = (_as_table(array, table) for array in (scale, bias))
         multiply(features, w, rows, valid, scale, bias, residual, out)
 
-    return launch
+    return run
 
 
 def _as_table(array, dtype):

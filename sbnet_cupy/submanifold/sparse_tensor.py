@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.arrays import ArrayContainer, array_function, dtype_kind, is_float, namespace
+from ..core.arrays import (
+    ArrayContainer,
+    array_function,
+    device_of_all,
+    dtype_kind,
+    is_float,
+    namespace,
+)
 from ..core.checks import check_array
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap, reduce_rows
@@ -51,6 +58,10 @@ class SparseTensor(ArrayContainer):
 
     def __iter__(self):
         return iter((self.features, self.coordinates))
+
+    @property
+    def _device(self):
+        return device_of_all((self.features, self.coordinates))
 
     def _arrays(self):
         return (self.features, *self.coordinates._arrays())

@@ -5,8 +5,9 @@ Each finds its KernelMap and computes :func:`site_conv` over it.
 
 from ..core.arrays import array_function
 from ..core.checks import check_array
+from ..dense.packed_weights import PackedWeights
 from ..errors import ShapeError
-from .kernel_map import check_map, kernel_map, made_by
+from .kernel_map import check_map, find_map, made_by
 from .site_conv import compute
 from .sparse_tensor import SparseTensor, check_tensor, sites_of
 
@@ -27,8 +28,9 @@ def submanifold_conv(
     ----------
     x : SparseTensor
         Features in float16, bfloat16, float32 or float64.
-    w : array, shape (*kernel_size, C / groups, K)
-        One axis for each axis of the grid; in the dtype of the features.
+    w : array, shape (*kernel_size, C / groups, K), or PackedWeights
+        One axis for each axis of the grid; in the dtype of the features. On a GPU an array is
+        packed at each call, a :class:`PackedWeights` once; that has its own scale and bias.
     dilation : int or tuple of int
         Distance between the taps of the kernel.
     groups : int
@@ -69,7 +71,7 @@ def submanifold_conv(
     """
     kernel = _kernel_of(x, w)
     same = x.coordinates
-    made = kernel_map(same, kernel, dilation=dilation, onto=same)
+    made = find_map(same, kernel, dilation=dilation, onto=same)
     return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
 
 
@@ -115,7 +117,7 @@ def strided_conv(
     ([[0, 0], [0, 1], [0, 2]], array([1., 1., 1.]), (4,))
     """
     kernel = _kernel_of(x, w)
-    made = kernel_map(
+    made = find_map(
         x.coordinates, kernel, stride=stride, padding=0 if padding is None else padding,
         dilation=dilation, onto=onto, capacity=capacity,
     )  # fmt: skip
@@ -137,7 +139,7 @@ def inverse_conv(
     ----------
     x : SparseTensor
         On the sites that a :func:`strided_conv` of ``onto`` made (or a pooling).
-    w : array, shape (*kernel_size, C / groups, K)
+    w : array, shape (*kernel_size, C / groups, K), or PackedWeights
         With the kernel size of that convolution.
     onto : CoordinateMap or SparseTensor
         The sites that it read.
@@ -213,7 +215,7 @@ def transposed_conv(
     ([[0, 2], [0, 3], [0, 4], [0, 5]], array([1., 2., 1., 2.]))
     """
     kernel = _kernel_of(x, w)
-    made = kernel_map(
+    made = find_map(
         x.coordinates, kernel, stride=stride, padding=0 if padding is None else padding,
         dilation=dilation, output_padding=output_padding, transposed=True, capacity=capacity,
     )  # fmt: skip
@@ -222,7 +224,9 @@ def transposed_conv(
 
 def _kernel_of(x, w):
     check_tensor(x)
-    check_array("w", w)
+    w = w.w if isinstance(w, PackedWeights) else w
+    if not hasattr(w, "shape"):
+        check_array("w", w)
     return kernel_of(x, w)
 
 

@@ -78,7 +78,8 @@ def run(operation, tensors, options, described=None):
     if out is not None:
         _check_apart(operation, plan, tensors, addresses)
     if plan.launch is not None:
-        return _launch(plan, tensors, addresses, place, packed)
+        more = () if operation.derived is None else operation.derived(plan, tensors)
+        return _launch(plan, tensors, addresses, place, packed, more)
     given, body = list(tensors), plan.run
     if out is None:
         given[place] = tensors[0].new_empty(plan.shape)
@@ -104,25 +105,29 @@ def _check_apart(operation, plan, tensors, addresses):
             raise ShapeError(f"out must not share memory with {name}; pass a separate array")
 
 
-def _launch(plan, tensors, addresses, place, packed):
-    """Launch the kernel of a call on torch's current stream; return the result."""
+def _launch(plan, tensors, addresses, place, packed, more):
+    """Launch the kernel of a call on torch's current stream; return the result.
+
+    ``more`` are the addresses of operands that follow the packed weights.
+    """
     stream, out = state.current_stream(tensors[0].get_device()), tensors[place]
     if plan.base is not None:
         out = _started(plan, tensors, out)
     elif out is None:
         out = tensors[0].new_empty(plan.shape)
     addresses = [*addresses, 0]  # the last is that of packed weights
-    addresses[place] = out.data_ptr()
+    addresses[place], launch = out.data_ptr(), plan.launch
     if len(tensors) in plan.operands:
         if packed is None:
             weights = _packed(plan, tensors, addresses, stream)
-            addresses[-1] = weights.data_ptr()
+            addresses[-1], launch = weights.data_ptr(), plan.early_launch or launch
         else:
             weights = packed.kept(plan.how)
             if weights is None:  # the first call of its form packs
                 weights = compute(lambda _: packed.packed(plan.how, plan.pack), tensors[:1])
             addresses[-1] = address(weights)
-    plan.launch.on(stream, [0 if i is None else addresses[i] for i in plan.operands])
+    addresses += more
+    launch.on(stream, [0 if i is None else addresses[i] for i in plan.operands])
     return out
 
 

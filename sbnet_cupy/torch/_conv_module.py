@@ -3,7 +3,7 @@
 import torch
 
 from ..block_sparse.block_params import calc_block_params
-from ..block_sparse.conv.weights import PackedWeights
+from ..dense.packed_weights import PackedWeights
 from ._module import BlockModule, check_nchw, is_channels_last
 from .layers import sparse_conv2d
 

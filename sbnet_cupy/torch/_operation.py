@@ -76,14 +76,18 @@ class Operation:
     on_cpu : function, optional
         Of the dtype and the options: returns what computes a call on a CPU from NumPy views of all
         arrays in place of the core, or None.
+    derived : function, optional
+        Of a plan with a launch, and the tensors: addresses of what is computed of them and kept
+        with one, which are operands after the packed weights.
     """
 
     def __init__(
         self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, unused=(),
-        weights=None, on_cpu=None,
+        weights=None, on_cpu=None, derived=None,
     ):  # fmt: skip
         self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
         self._weights, self._arrays, self.on_cpu = weights, operator.arrays, on_cpu
+        self.derived = derived
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
         self._options = [name for name in operator.options if name != "in_place"]

@@ -19,9 +19,9 @@ from ..block_sparse.bottleneck.weights import (
 )
 from ..block_sparse.checks import arrays_of_list, plain_params
 from ..block_sparse.conv import sparse_conv2d as sparse_conv
-from ..block_sparse.conv.weights import PackedWeights, arrays_of_weights
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.documentation import documented_as
+from ..dense.packed_weights import PackedWeights, arrays_of_weights
 from . import _namespace as ops
 from ._call import call
 from ._conv_on_cpu import conv_on_cpu

@@ -20,6 +20,7 @@ from sbnet_cupy.submanifold.site_conv_plan import (
 )
 from support import site_on_host
 from support.assertions import assert_same
+from support.count_calls import count_calls
 from support.exhaustive import thinned
 from support.site_conv_cases import CASES, SiteConvCase, assert_result
 
@@ -122,7 +123,7 @@ def test_without_valid_rows_all_are(dtype, on_host):
     x, w = np.ones((3, 8), dtype), np.ones((2, 8, 8), dtype)
     rows = np.array([[0, -1, 2, -1], [1, -1, -1, 0]], np.int32)
     out, bias = np.zeros((4, 8), dtype), np.ones(8, np.float32)
-    arrays = (x, w, rows, None, None, bias, None, out)
+    arrays = (x, rows, None, w, None, bias, None, out)
     with site_on_host.by_kernels():
         SITE_CONV.plan_for(arrays, ((2,), 3, 1, None, None)).run(*arrays)
     assert out[:, 0].tolist() == [17, 1, 9, 9]
@@ -132,3 +133,24 @@ def test_no_rows_need_no_kernel(on_host):
     case = replace(SiteConvCase(), sites=0)
     with site_on_host.by_kernels():
         assert case.run().shape == (0, case.channels_out)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_like_an_earlier_one_launches_what_it_must(packed, on_host):
+    """Sites, map and order are kept, and packed weights are not packed again."""
+    rng = np.random.default_rng(1)
+    rows = np.unique(rng.integers(0, 9, (60, 4)) % (1, 9, 9, 9), axis=0).astype(np.int32)
+    with site_on_host.by_kernels():
+        features = rng.standard_normal((len(rows), 16)).astype(np.float16)
+        x = sb.sparse_tensor(features, rows, spatial_shape=(9, 9, 9), batch_size=1)
+        w = rng.standard_normal((3, 3, 3, 16, 16)).astype(np.float16)
+        weights = sb.PackedWeights(w) if packed else w
+        first = sb.submanifold_conv(x, weights).features
+        site_on_host.LAUNCHED.clear()
+        again = sb.submanifold_conv(x, weights).features
+        launched = list(site_on_host.LAUNCHED)
+        calls = count_calls(lambda: sb.submanifold_conv(x, weights))
+        assert_same(first, sb.submanifold_conv(x, w).features)
+    assert_same(again, first)
+    assert launched == ["pack_site_weights"] * (not packed) + ["site_conv"]
+    assert calls < (55 if packed else 75)

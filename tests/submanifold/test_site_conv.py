@@ -227,3 +227,56 @@ def test_rows_in_another_order_give_the_same_numbers(xp):
         results.append(to_numpy(sb.submanifold_conv(x, xp.asarray(w)).features))
     expected = results[0][order]
     assert_close(results[1], expected, terms=36, dtype=np.float64)
+
+
+def packed_call(xp, **options):
+    """Return a convolution of weights, packed or not, and its arrays of weights."""
+    rng = np.random.default_rng(5)
+    rows = np.unique(rng.integers(0, 6, (40, 3)) % (1, 6, 6), axis=0)
+    x = sb.sparse_tensor(
+        xp.asarray(rng.standard_normal((len(rows), 4), np.float32)),
+        xp.asarray(rows), spatial_shape=(6, 6), batch_size=1,
+    )  # fmt: skip
+    w, bias = (rng.standard_normal(s).astype(np.float32) for s in ((3, 3, 4, 6), (6,)))
+    arrays = xp.asarray(w), xp.asarray(bias)
+    return (lambda w, **more: sb.submanifold_conv(x, w, **options, **more).features), arrays
+
+
+def test_packed_weights_give_the_same_bits(xp):
+    call, (w, bias) = packed_call(xp, activation="relu")
+    scale = bias + 2
+    weights = sb.PackedWeights(w, scale=scale, bias=bias, precision="ieee")
+    expected = call(w, scale=scale, bias=bias, precision="ieee")
+    assert_same(call(weights), expected)
+    assert_same(call(weights, precision="ieee"), expected)
+
+
+def test_packed_weights_change_when_they_are_refreshed():
+    """On writable arrays, which the caller changes."""
+    call, (w, bias) = packed_call(np)
+    weights = sb.PackedWeights(w, bias=bias)
+    before = call(weights)
+    w *= 2
+    assert_same(call(weights), before)
+    weights.refresh()
+    assert_same(call(weights), call(w, bias=bias))
+
+
+@pytest.mark.parametrize(("more", "error", "words"), [
+    ({"bias": True}, ValueError, "bias must be None where w is a PackedWeights"),
+    ({"precision": "tf32"}, ValueError, "precision must be None, that of the PackedWeights"),
+])  # fmt: skip
+def test_packed_weights_are_not_contradicted(more, error, words):
+    call, (w, bias) = packed_call(np)
+    more = {name: bias if value is True else value for name, value in more.items()}
+    with pytest.raises(error, match=words):
+        call(sb.PackedWeights(w), **more)
+
+
+def test_packed_weights_of_images_are_refused():
+    call, (w, _) = packed_call(np)
+    images = sb.PackedWeights(w.transpose(3, 2, 0, 1).copy(), w_format="OIHW")
+    with pytest.raises(ValueError, match="w_format 'HWIO'"):
+        call(images)
+    with pytest.raises(sb.ShapeError, match=r"w must have shape \(\*kernel_size, C, K\)"):
+        sb.PackedWeights(w[0, 0])

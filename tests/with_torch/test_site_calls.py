@@ -122,8 +122,8 @@ def operators(torch, st, device):
     f, y = x.features.requires_grad_(), values(torch, n, 4, device=device).requires_grad_()
     w, v = (values(torch, *s, device=device).requires_grad_() for s in ((3, 3, 4, 4), (4,)))
     ops = torch.ops.sbnet_cupy
-    yield ops.site_conv, (f, w, rows, valid, v, v, y, (3, 3), n, 1, "gelu", None)
-    yield ops.site_conv, (f, w, rows, None, None, None, None, (3, 3), n, 1, "relu", None)
+    yield ops.site_conv, (f, rows, valid, w, v, v, y, (3, 3), n, 1, "gelu", None)
+    yield ops.site_conv, (f, rows, None, w, None, None, None, (3, 3), n, 1, "relu", None)
     yield ops.site_weight_grad, (f, y, rows, 2, None)
     yield ops.site_sum, (f, rows, valid, "active")
     yield ops.site_max, (f, rows, valid, 0.0, "first")

@@ -18,6 +18,12 @@ from ...core.packed import PackedPlan
 from ...dense.activation import ACTIVATIONS, apply_activation
 from ...dense.conv2d import Problem, resolve_problem
 from ...dense.im2col import convolve
+from ...dense.packed_weights import (
+    PackedWeights,
+    arrays_of_weights,
+    check_weights,
+    plain_weights,
+)
 from ...errors import DTypeError
 from ..checks import LARGEST, MOST_BLOCKS, check_indices, cut_blocks, resolve_expected
 from ..corners import CHUNK_BYTES
@@ -25,13 +31,7 @@ from ..gather_scatter.sparse_gather import gather_numpy
 from ..gather_scatter.sparse_scatter import scatter_numpy
 from ..grid import Grid, Layout, resolve_grid
 from .config import Case, configure_conv, tiles_of_block
-from .weights import (
-    PackedWeights,
-    arrays_of_weights,
-    check_weights,
-    plain_weights,
-    prepare_pack,
-)
+from .weights import prepare_pack
 
 
 @array_function

@@ -12,6 +12,7 @@ from ...core.operator import Operator, Plan
 from ...core.packed import PackedPlan
 from ...core.spec import spec_of
 from ...dense.conv2d import plan_conv2d, resolve_problem
+from ...dense.packed_weights import PackedWeights, arrays_of_weights, check_weights
 from ..active_grid import check_active_grid
 from ..block_params import BlockParams, calc_block_params
 from ..checks import (
@@ -35,7 +36,6 @@ from .fused_conv import (
     require_kernel,
     stack_problem,
 )
-from .weights import PackedWeights, arrays_of_weights, check_weights
 
 
 @array_function

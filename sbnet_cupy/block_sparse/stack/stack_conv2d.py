@@ -10,8 +10,8 @@ from ...core.operator import Operator, Plan
 from ...core.sizes import is_integer
 from ...dense.activation import check_activation
 from ...dense.conv2d import check_choice, check_per_channel, check_precision, conv2d
+from ...dense.packed_weights import PackedWeights, arrays_of_weights
 from ...errors import ShapeError
-from ..conv.weights import PackedWeights, arrays_of_weights
 from . import taps
 from .block_table import TABLE_ARRAYS, TABLE_SIZES, BlockTable, split_table
 from .checks import check_like, check_stack, computing

@@ -7,7 +7,7 @@ from ...core.compile import cpp_name
 from ...core.device import current_device
 from ...core.packed import PackedPlan
 from ...dense.activation import ACTIVATIONS
-from ..conv.weights import PackedWeights
+from ...dense.packed_weights import PackedWeights
 from .stack_conv_plan import StackConv, missing_kernel
 from .stack_depthwise import is_depthwise, plan_depthwise
 from .stack_launch import prepare_stack_conv, prepare_stack_pack

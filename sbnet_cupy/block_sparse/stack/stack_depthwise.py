@@ -8,7 +8,7 @@ import numpy as np
 from ...core.arrays import namespace, vector_bytes
 from ...core.graph_memory import memory_of_graphs
 from ...core.operator import Plan
-from ..conv.weights import PackedWeights
+from ...dense.packed_weights import PackedWeights
 from .stack_launch import prepare_stack_depthwise
 
 

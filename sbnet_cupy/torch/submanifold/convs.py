@@ -1,11 +1,15 @@
 """Convolutions at sites on tensors: site_conv, and what it is with the maps of each kind."""
 
+import torch
+
+from ...dense.packed_weights import PackedWeights
 from ...errors import DTypeError
 from ...submanifold.kernel_map import KernelMap
+from ...submanifold.site_conv import read_weights
 from ...submanifold.sparse_tensor import SparseTensor
 from ...submanifold.submanifold_conv import features_on, kernel_of
 from .._call import call
-from .._native import check_tensors
+from .._native import check_tensors, native_weights
 from ..layers import autocast
 from .maps import check_sparse, kernel_map_of, map_between, same_map, sites_of, valid
 from .operations import CONV, transposed_rows
@@ -24,8 +28,9 @@ def site_conv(
     ----------
     features : tensor, shape (N, C)
         Rows on ``kernel_map.source``.
-    w : tensor, shape (*kernel_size, C / groups, K)
-        Of the dtype of the features.
+    w : tensor, shape (*kernel_size, C / groups, K), or PackedWeights of tensors
+        Of the dtype of the features. On a GPU a tensor is packed at each call, a
+        :class:`sbnet_cupy.PackedWeights` of tensors that need no gradient once.
     kernel_map : KernelMap
         Of :func:`kernel_map` of this module.
     groups, bias, scale, residual, activation, precision
@@ -57,11 +62,17 @@ def site_conv(
             f"kernel_map must be a KernelMap, got {type(kernel_map).__name__}; make one with "
             "kernel_map"
         )
+    weights, (w, scale, bias, precision) = read_weights(w, scale, bias, precision)
+    own = w
     features, w, scale, bias, residual = autocast(features, w, scale, bias, residual)
+    packed = None
+    if weights is not None and own is w and not torch.compiler.is_compiling():
+        packed = native_weights(weights)
     made, target = kernel_map, kernel_map.target
     holds = target._kept["valid"] if "valid" in target._kept else valid(target)
     options = (made.kernel_size, made.source.capacity, groups, activation, precision)
-    return call(CONV, (features, w, made.rows, holds, scale, bias, residual, out), options)
+    tensors = (features, made.rows, holds, w, scale, bias, residual, out)
+    return call(CONV, tensors, options, packed)
 
 
 def submanifold_conv(
@@ -234,6 +245,7 @@ def transposed_conv(
 def _kernel_of(x, w):
     """Return the kernel size that the weights have; check that x is a SparseTensor of tensors."""
     check_sparse(x)
+    w = w.w if isinstance(w, PackedWeights) else w
     check_tensors(w=w)
     return kernel_of(x, w)
 

@@ -14,11 +14,13 @@ from ...errors import DTypeError
 from ...submanifold import kernel_map as maps
 from ...submanifold import sparse_tensor
 from ...submanifold.coordinate_map import CoordinateMap, check_sites
+from ...submanifold.keeping_container import CAPTURE, mark_capture
 from ...submanifold.kernel_map import KernelMap
 from ...submanifold.site_conv import valid_rows
 from ...submanifold.sparse_tensor import check_tensor
 from .. import _dispatch_state as state
 from .._native import check_tensors, compute
+from .captures import make_kept
 
 
 def untraced(function):
@@ -88,6 +90,7 @@ def of_native(made, source=None):
         status = None if made.status is None else to_tensor(made.status)
     coordinates = CoordinateMap(to_tensor(made.indices), to_tensor(made.count), *grid, status)
     coordinates._kept["native"] = made
+    mark_capture(coordinates._kept, made._kept.get(CAPTURE, 0))
     valid(coordinates)
     return coordinates
 
@@ -95,11 +98,12 @@ def of_native(made, source=None):
 @untraced
 def valid(coordinates):
     """Return which rows hold a site, as a tensor that the coordinates keep."""
-    kept = coordinates._kept
-    if "valid" not in kept:
-        sites = native(coordinates)
-        kept["valid"] = to_tensor(natively(lambda _: valid_rows(sites), coordinates.indices))
-    return kept["valid"]
+    sites = native(coordinates)
+
+    def make():
+        return to_tensor(natively(lambda _: valid_rows(sites), coordinates.indices))
+
+    return make_kept(coordinates._kept, "valid", coordinates.indices, make)
 
 
 @untraced
@@ -126,8 +130,11 @@ def same_map(coordinates, kernel_size, dilation=1):
     key, kept = ("same", kernel_size, dilation), coordinates._kept
     rows = kept.get(key)
     if rows is None:
-        made = kernel_map_of(coordinates, kernel_size, coordinates, dilation=dilation)
-        rows = kept[key] = made.rows
+
+        def make():
+            return kernel_map_of(coordinates, kernel_size, coordinates, dilation=dilation).rows
+
+        rows = make_kept(kept, key, coordinates.indices, make)
     return KernelMap(rows, coordinates, coordinates, kernel_size)
 
 
@@ -145,6 +152,8 @@ def _of_native(made, known):
     kept = made._kept
     if "tensor" not in kept:
         kept["tensor"] = to_tensor(made.rows)
+        kept["tensor"].kept_of_map = {}
+        mark_capture(kept["tensor"].kept_of_map, kept.get(CAPTURE, 0))
     target = next((c for c in known if native(c) is made.target), kept.get("target"))
     if target is None:
         target = kept["target"] = of_native(made.target, known[0])

@@ -9,6 +9,8 @@ import weakref
 
 import torch
 
+from ...core.arrays import address
+from ...submanifold.keeping_container import mark_capture
 from ...submanifold.reduce_features import REDUCE_FEATURES
 from ...submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
 from ...submanifold.site_conv import SITE_CONV
@@ -19,25 +21,58 @@ from ...submanifold.transposed_rows import TRANSPOSED_ROWS
 from .. import _dispatch_state as state
 from .._call import call
 from .._namespace import activation_backward, affine, wide
+from .._native import compute
 from .._operation import Operation
+from .captures import capture_of, make_kept
 
 
 def transposed_rows(rows, sites):
     """Return the table of the transposed map, of ``sites`` columns; keep it with ``rows``."""
     if not (state.thread_is_plain() and state.is_plain(rows)):
         return call(_TRANSPOSED, (rows, None), (sites,))
-    kept = getattr(rows, "transposed_rows", None)
-    back = kept() if isinstance(kept, weakref.ref) else kept
-    if back is None:
+
+    def make():
         back = call(_TRANSPOSED, (rows, None), (sites,))
-        rows.transposed_rows, back.transposed_rows = back, weakref.ref(rows)
-    return back
+        kept = _kept_with(back)
+        kept["transposed"] = weakref.ref(rows)
+        mark_capture(kept, capture_of(rows))
+        return back
+
+    kept = _kept_with(rows)
+    back = kept.get("transposed")
+    back = back() if isinstance(back, weakref.ref) else back
+    return make_kept(kept, "transposed", rows, make) if back is None else back
+
+
+def _kept_with(rows):
+    """Return the dict of what was computed of the table of a map, which its tensor keeps."""
+    try:
+        return rows.kept_of_map
+    except AttributeError:
+        rows.kept_of_map = {}
+        return rows.kept_of_map
+
+
+def _order_of(plan, tensors):
+    """Return the addresses of the SiteOrder that a convolution reads a table in."""
+    rows = tensors[1]
+    key = "by taps" if plan.by_taps else "as listed"
+    kept = _kept_with(rows)
+    found = kept.get(key)
+    if found is None:
+
+        def make():
+            order = compute(plan.sort, (rows,))
+            return order, [0 if array is None else address(array) for array in order]
+
+        found = make_kept(kept, key, rows, make)
+    return found[1]
 
 
 def convolve(features, w, rows, *, groups=1, precision=None):
     """Return the plain convolution with a kernel ``[taps, C / groups, K]``."""
     options = ((rows.shape[0],), features.shape[0], groups, None, precision)
-    return call(CONV, (features, w, rows, None, None, None, None, None), options)
+    return call(CONV, (features, rows, None, w, None, None, None, None), options)
 
 
 def site_sum(features, rows, valid=None, count="one"):
@@ -96,7 +131,7 @@ def _conv_saves(arrays, options):
 
 def _conv_gradient(ops, arrays, options, grad, wanted, result):
     """Differentiate activation, sums and products one by one; sums that are needed again, again."""
-    features, w, rows, valid, scale, bias, residual, _ = arrays
+    features, rows, valid, w, scale, bias, residual, _ = arrays
     _, sites, groups, activation, precision = options
     taps = w.reshape(rows.shape[0], *w.shape[-2:])
     how, found = {"groups": groups, "precision": precision}, {}
@@ -186,7 +221,10 @@ def _sample_sum_gradient(ops, arrays, options, grad, wanted, result):
 
 _HERE = sys.modules[__name__]
 _TRANSPOSED = Operation(TRANSPOSED_ROWS)
-CONV = Operation(SITE_CONV, _HERE, gradient=_conv_gradient, saves=_conv_saves)
+CONV = Operation(
+    SITE_CONV, _HERE, gradient=_conv_gradient, saves=_conv_saves, weights=slice(3, 6),
+    derived=_order_of,
+)  # fmt: skip
 _WEIGHT_GRAD = Operation(
     SITE_WEIGHT_GRAD,
     _HERE,

@@ -1,32 +1,12 @@
 """A call that is like an earlier one resolves nothing again: counted in calls of our functions."""
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import sbnet_cupy
 from sbnet_cupy import calc_block_params, reduce_mask, sparse_conv2d
-
-PACKAGE = str(Path(sbnet_cupy.__file__).resolve().parent)
-
-
-def count_calls(function):
-    """Return how many functions of the package a call enters."""
-    entered = 0
-
-    def profile(frame, event, argument):
-        nonlocal entered
-        entered += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return entered
+from support.count_calls import count_calls
 
 
 def call(method, **options):

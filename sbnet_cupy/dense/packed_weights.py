@@ -1,0 +1,131 @@
+"""PackedWeights: the weights of a convolution, laid out once for many calls."""
+
+import functools
+from functools import partial
+
+import numpy as np
+
+from ..core.arrays import array_function, compute_dtype, is_float
+from ..core.checks import check_array
+from ..core.packed import Packed
+from ..core.spec import spec_of
+from ..errors import DTypeError, ShapeError
+from .conv2d import check_choice, check_per_channel, check_precision
+
+
+class PackedWeights(Packed):
+    r"""Weights of a convolution, with the scale and bias after it, packed once for many calls.
+
+    For :func:`fused_conv` and the layers made of it, and for convolutions at sites.
+
+    They are packed when a call first needs them and kept, in a form that suits the device. After
+    the arrays were changed in place call :meth:`refresh`; until then results are those of the old
+    weights, or, where a call is the first of its kind, of the new ones.
+
+    Parameters
+    ----------
+    w : array, shape (R, S, C, K), or (K, C, R, S) with ``w_format="OIHW"``
+        Kernel; float16, bfloat16, float32 or float64. Referred to, not copied. For convolutions at
+        sites, (\*kernel_size, C / groups, K).
+    scale, bias : float array, shape (K,), optional
+        Factor and offset per output channel, for example a folded batch norm.
+    w_format : "HWIO" or "OIHW"
+        Layout of ``w``.
+    precision : None, "ieee" or "tf32"
+        How float32 is multiplied, as for :func:`conv2d`.
+
+    Raises
+    ------
+    ShapeError
+        If ``w`` has fewer than three dimensions, or with "OIHW" not four, or ``scale`` or ``bias``
+        not one value per channel.
+    DTypeError
+        If a dtype is not floating.
+
+    Examples
+    --------
+    >>> weights = PackedWeights(np.ones((3, 3, 2, 4), np.float32), bias=np.ones(4, np.float32))
+    >>> weights.w.shape, weights.scale is None
+    ((3, 3, 2, 4), True)
+    """
+
+    def __init__(self, w, *, scale=None, bias=None, w_format="HWIO", precision=None):
+        super().__init__()
+        _check_arrays(w, scale, bias, w_format, precision)
+        self.w, self.scale, self.bias = w, scale, bias
+        self.w_format, self.precision = w_format, precision
+
+    def _given(self):
+        return self.w, self.scale, self.bias
+
+    def _entered_with(self, function):
+        w, scale, bias = map(function, self._given())
+        options = {"w_format": self.w_format, "precision": self.precision}
+        return PackedWeights(w, scale=scale, bias=bias, **options)
+
+    def plain(self):
+        """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy."""
+        return self.packed("plain", functools.partial(plain_weights, w_format=self.w_format))
+
+
+def plain_weights(w, scale, bias, copies=None, *, w_format):
+    """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy, or fill ``copies``."""
+    dtype = compute_dtype(w.dtype)
+    if w_format != "HWIO":
+        w = w.transpose(tuple(map(w_format.index, "HWIO")))
+    arrays = (w, scale, bias)
+    if copies is None:
+        copies = list(arrays)
+        for i, array in enumerate(arrays):
+            if array is not None:
+                copies[i] = np.array(array, dtype, order="C")
+        return copies
+    for copy, array in zip(copies, arrays, strict=True):
+        if copy is not None:
+            copy[...] = array
+    return copies
+
+
+def arrays_of_weights(w, scale, bias, w_format, precision):
+    """Return w, scale, bias, w_format and precision: those of a PackedWeights, or else as given.
+
+    What stands beside a PackedWeights must not contradict it.
+    """
+    if not isinstance(w, PackedWeights):
+        return w, scale, bias, w_format, precision
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None:
+            raise ValueError(f"{name} must be None where w is a PackedWeights; pass it to that one")
+    for name, value, default in (("w_format", w_format, "HWIO"), ("precision", precision, None)):
+        own = getattr(w, name)
+        if value != default and value != own:
+            raise ValueError(f"{name} must be {own!r}, that of the PackedWeights w, got {value!r}")
+    return w.w, w.scale, w.bias, w.w_format, w.precision
+
+
+@partial(array_function, takes_strided=True)
+def _check_arrays(w, scale, bias, w_format, precision):
+    """Check weights that are arrays of any library, of a kernel of any number of axes."""
+    w, scale, bias = map(spec_of, (w, scale, bias))
+    check_array("w", w)
+    if w_format == "HWIO" and w.ndim != 4:
+        if w.ndim < 3:
+            raise ShapeError(f"w must have shape (*kernel_size, C, K), got {w.shape}")
+        _check_values(w, scale, bias, w.shape[-1], precision)
+    else:
+        check_weights(w, scale, bias, w_format, precision)
+
+
+def check_weights(w, scale, bias, w_format, precision=None):
+    """Check weights of a kernel of two axes, which are specs, and their options."""
+    check_choice("w_format", w_format, ("HWIO", "OIHW"))
+    check_array("w", w, ndim=4)
+    _check_values(w, scale, bias, w.shape[w_format.index("O")], precision)
+
+
+def _check_values(w, scale, bias, channels, precision):
+    """Check what does not depend on the layout of the weights."""
+    check_precision(precision)
+    if not is_float(w.dtype):
+        raise DTypeError(f"w must be float16, bfloat16, float32 or float64, got {w.dtype}")
+    check_per_channel(scale, bias, channels, like=w)

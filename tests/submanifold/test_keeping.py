@@ -1,0 +1,71 @@
+"""What coordinate maps and kernel maps keep, in and out of the capture of a CUDA graph."""
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from sbnet_cupy.submanifold.keeping_container import kept_or_made, mark_capture
+
+
+class Made:
+    """Counts what is made; a stand-in for the capture that a stream records."""
+
+    def __init__(self, own=0):
+        self.kept, self.count, self.capture = {}, 0, 0
+        mark_capture(self.kept, own)
+
+    def __call__(self, capture):
+        """Ask for it in a capture; return the number of the one that comes."""
+
+        def make():
+            self.count += 1
+            return self.count
+
+        return kept_or_made(self.kept, ("key", 3), lambda: capture, make)
+
+
+def test_what_was_made_before_a_capture_serves_in_it():
+    made = Made()
+    assert [made(0), made(0), made(7), made(0)] == [1, 1, 1, 1]
+
+
+def test_what_a_capture_makes_is_for_that_capture():
+    """A graph computes it when it runs, which may never be."""
+    made = Made()
+    assert [made(7), made(7), made(8), made(0), made(0), made(9)] == [1, 1, 2, 3, 3, 3]
+
+
+def test_what_a_capture_makes_of_its_own_serves_afterwards_too():
+    made = Made(own=7)
+    assert [made(7), made(0), made(8)] == [1, 1, 1]
+
+
+def test_what_comes_of_a_graphs_results_is_not_kept():
+    """The next run of the graph may change them."""
+    made = Made(own=7)
+    assert [made(0), made(0)] == [1, 2]
+
+
+def test_a_map_is_found_again_however_its_options_are_spelled():
+    sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
+    first = sb.kernel_map(sites, 3, onto=sites)
+    again = sb.kernel_map(sites, (3, 3), dilation=(1, 1), onto=sites)
+    listed = sb.kernel_map(sites, [3, np.int64(3)], onto=sites)
+    assert first.rows is again.rows is listed.rows is sb.kernel_map(sites, 3, onto=sites).rows
+    assert sb.kernel_map(sites, 3, onto=None).rows is not first.rows
+
+
+def test_equal_options_of_another_type_are_not_the_same_call():
+    sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
+    sb.kernel_map(sites, 3, dilation=1, onto=sites)
+    for wrong in (True, 1.0):
+        with pytest.raises(sb.ShapeError, match="dilation must be"):
+            sb.kernel_map(sites, 3, dilation=wrong, onto=sites)
+
+
+def test_transposed_maps_share_what_they_keep():
+    sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
+    down = sb.kernel_map(sites, 2, stride=2)
+    back = down.transposed()
+    assert back.rows is down.transposed().rows
+    assert back.transposed().rows is down.rows
