@@ -67,6 +67,21 @@ class PackedWeights(Packed):
         """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy."""
         return self.packed("plain", functools.partial(plain_weights, w_format=self.w_format))
 
+    def copied(self):
+        """Return copies of w, scale and bias, for array operations."""
+        return self.packed("copied", _copied)
+
+
+def _copied(w, scale, bias, copies=None):
+    """Return copies of arrays, or fill ``copies``."""
+    arrays = (w, scale, bias)
+    if copies is None:
+        return tuple(a if a is None else a.copy() for a in arrays)
+    for copy, array in zip(copies, arrays, strict=True):
+        if copy is not None:
+            copy[...] = array
+    return copies
+
 
 def plain_weights(w, scale, bias, copies=None, *, w_format):
     """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy, or fill ``copies``."""

@@ -233,7 +233,7 @@ def _plan(specs, options):
     def run(features, rows, valid, w, scale, bias, residual, out):
         with memory_of_graphs(features), np.errstate(all="ignore"):
             if isinstance(w, PackedWeights):
-                w, scale, bias = w._given() if is_cupy(features) else w.plain()
+                w, scale, bias = w.copied() if is_cupy(features) else w.plain()
             w = w.reshape(problem.taps, *w.shape[-2:])
             total = sums(features, w, rows, problem.groups, problem.tf32)
             apply_affine(total, scale, bias, None)

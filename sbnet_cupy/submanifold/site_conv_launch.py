@@ -128,7 +128,7 @@ def _by_fma(conv, plan):
 
     def run(features, rows, valid, w, scale, bias, residual, out):
         if isinstance(w, PackedWeights):
-            w, scale, bias = w._given()
+            w, scale, bias = w.copied()
         with memory_of_graphs(features):
             scale, bias = (_as_table(array, table) for array in (scale, bias))
         multiply(features, w, rows, valid, scale, bias, residual, out)
