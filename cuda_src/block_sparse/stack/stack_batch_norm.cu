@@ -32,17 +32,12 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) first[e] = sum[e] = squares[e] = 0;
         for (int p0 = range.begin; p0 < range.end; p0 += ROWS * AT_ONCE) {
+            const NormPixels<ROWS, AT_ONCE> pixels(sizes, p0, range.end);
             V values[AT_ONCE];
-            bool inside[AT_ONCE];
+            pixels.load(values, x, width, range.column);
 #pragma unroll
             for (int a = 0; a < AT_ONCE; ++a) {
-                const int p = p0 + a * ROWS;
-                inside[a] = p < range.end && sizes.inside(p);
-                values[a] = inside[a] ? x[p * width + range.column] : zero<V>();
-            }
-#pragma unroll
-            for (int a = 0; a < AT_ONCE; ++a) {
-                if (!inside[a]) continue;
+                if (!pixels.inside[a]) continue;
                 const Elements<T, V> vector(values[a]);
 #pragma unroll
                 for (int e = 0; e < COUNT; ++e) {
@@ -81,12 +76,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
             __syncthreads();
         }
         if (range.leads) {
-            C* const to = partials + 2 * range.group * channels + range.column * COUNT;
-#pragma unroll
-            for (int e = 0; e < COUNT; ++e) {
-                to[e] = shared[e][thread];
-                to[channels + e] = shared[COUNT + e][thread];
-            }
+            store_partials(partials, shared, range, channels);
             if (range.column == 0) partials[2 * groups * channels + range.group] = static_cast<C>(counts[thread]);
         }
         __syncthreads();  // before the shared memory is written again
@@ -161,29 +151,23 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
         load_channels(scale, statistics + SCALE * channels + range.column * COUNT, there);
         load_channels(shift, statistics + SHIFT * channels + range.column * COUNT, there);
         for (int p0 = range.begin; p0 < range.end; p0 += ROWS * AT_ONCE) {
+            const NormPixels<ROWS, AT_ONCE> pixels(sizes, p0, range.end);
             V values[AT_ONCE], added[AT_ONCE];
-            bool inside[AT_ONCE];
+            pixels.load(values, x, width, range.column);
+            pixels.load(added, residual, width, range.column, residual != nullptr);
 #pragma unroll
             for (int a = 0; a < AT_ONCE; ++a) {
-                const int p = p0 + a * ROWS;
-                inside[a] = p < range.end && sizes.inside(p);
-                values[a] = inside[a] ? x[p * width + range.column] : zero<V>();
-                added[a] = inside[a] && residual ? residual[p * width + range.column] : zero<V>();
-            }
-#pragma unroll
-            for (int a = 0; a < AT_ONCE; ++a) {
-                const int p = p0 + a * ROWS;
-                if (p >= range.end) break;
+                if (pixels.at(a) >= range.end) break;
                 const Elements<T, V> vector(values[a]), other(added[a]);
                 Elements<T, V> result(zero<V>());
-                if (inside[a])
+                if (pixels.inside[a])
 #pragma unroll
                     for (int e = 0; e < COUNT; ++e) {
                         C t = add(multiply(to_compute<C>(vector.element[e]), scale[e]), shift[e]);
                         if (residual) t = add(t, to_compute<C>(other.element[e]));
                         result.element[e] = from_compute<T>(activate<ACTIVATION>(t));
                     }
-                y[p * width + range.column] = result.vector;
+                y[pixels.at(a) * width + range.column] = result.vector;
             }
         }
     }

@@ -56,11 +56,43 @@ struct NormRange {
     }
 };
 
+// COUNT pixels that a thread looks at at once, every ROWS-th from `first` on, and which of them are an image's.
+template <int ROWS, int COUNT>
+struct NormPixels {
+    int first;
+    bool inside[COUNT];
+
+    DEVICE NormPixels(const NormSizes& sizes, int first, int end) : first(first) {
+#pragma unroll
+        for (int a = 0; a < COUNT; ++a) inside[a] = at(a) < end && sizes.inside(at(a));
+    }
+    DEVICE int at(int a) const { return first + a * ROWS; }
+    // The vectors of a column of channels; 0 outside of the images, or where nothing is `there`.
+    template <typename V>
+    DEVICE void load(V (&values)[COUNT], const V* __restrict__ from, i64 width, int column, bool there = true) const {
+#pragma unroll
+        for (int a = 0; a < COUNT; ++a) values[a] = there && inside[a] ? from[at(a) * width + column] : zero<V>();
+    }
+};
+
 // Numbers of the channels of a vector, from a table.
 template <int COUNT, typename C>
 DEVICE void load_channels(C (&values)[COUNT], const C* __restrict__ from, bool there) {
 #pragma unroll
     for (int e = 0; e < COUNT; ++e) values[e] = there ? from[e] : C(0);
+}
+
+// Leave two numbers of each channel of a range in memory, [groups, 2, C]: those of the first rows of `shared`, and of the others.
+template <int ROWS, int LANES, typename C>
+DEVICE void store_partials(C* __restrict__ partials, const C (&shared)[ROWS][NORM_THREADS], const NormRange<LANES>& range,
+                           i64 channels) {
+    constexpr int COUNT = ROWS / 2;
+    C* const to = partials + 2 * range.group * channels + range.column * COUNT;
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) {
+        to[e] = shared[e][threadIdx.x];
+        to[channels + e] = shared[COUNT + e][threadIdx.x];
+    }
 }
 
 // The rows of the statistics of a norm, [5, C] and the number of pixels.

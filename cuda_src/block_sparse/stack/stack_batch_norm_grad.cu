@@ -43,19 +43,14 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) sums[e] = products[e] = 0;
         for (int p0 = range.begin; p0 < range.end; p0 += ROWS * AT_ONCE) {
+            const NormPixels<ROWS, AT_ONCE> pixels(sizes, p0, range.end);
             V values[AT_ONCE], added[AT_ONCE], grads[AT_ONCE];
-            bool inside[AT_ONCE];
+            pixels.load(grads, grad, width, range.column);
+            pixels.load(values, x, width, range.column);
+            pixels.load(added, y, width, range.column, ACTIVATION == 1 && y);
 #pragma unroll
             for (int a = 0; a < AT_ONCE; ++a) {
-                const int p = p0 + a * ROWS;
-                inside[a] = p < range.end && sizes.inside(p);
-                grads[a] = inside[a] ? grad[p * width + range.column] : zero<V>();
-                values[a] = inside[a] ? x[p * width + range.column] : zero<V>();
-                added[a] = ACTIVATION == 1 && inside[a] && y ? y[p * width + range.column] : zero<V>();
-            }
-#pragma unroll
-            for (int a = 0; a < AT_ONCE; ++a) {
-                if (!inside[a]) continue;
+                if (!pixels.inside[a]) continue;
                 const Elements<T, V> vector(values[a]), other(added[a]), before(grads[a]);
 #pragma unroll
                 for (int e = 0; e < COUNT; ++e) {
@@ -80,14 +75,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
                 for (int e = 0; e < 2 * COUNT; ++e) shared[e][thread] += shared[e][thread + half];
             __syncthreads();
         }
-        if (range.leads) {
-            C* const to = partials + 2 * range.group * channels + range.column * COUNT;
-#pragma unroll
-            for (int e = 0; e < COUNT; ++e) {
-                to[e] = shared[e][thread];
-                to[channels + e] = shared[COUNT + e][thread];
-            }
-        }
+        if (range.leads) store_partials(partials, shared, range, channels);
         __syncthreads();  // before the shared memory is written again
     }
 }
@@ -149,23 +137,17 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
         load_channels(by_x, factors + range.column * COUNT, there && dx);
         load_channels(constant, factors + channels + range.column * COUNT, there && dx);
         for (int p0 = range.begin; p0 < range.end; p0 += ROWS * AT_ONCE) {
+            const NormPixels<ROWS, AT_ONCE> pixels(sizes, p0, range.end);
             V values[AT_ONCE], added[AT_ONCE], grads[AT_ONCE];
-            bool inside[AT_ONCE];
+            pixels.load(grads, grad, width, range.column);
+            pixels.load(values, x, width, range.column);
+            pixels.load(added, y, width, range.column, ACTIVATION == 1 && y);
 #pragma unroll
             for (int a = 0; a < AT_ONCE; ++a) {
-                const int p = p0 + a * ROWS;
-                inside[a] = p < range.end && sizes.inside(p);
-                grads[a] = inside[a] ? grad[p * width + range.column] : zero<V>();
-                values[a] = inside[a] ? x[p * width + range.column] : zero<V>();
-                added[a] = ACTIVATION == 1 && inside[a] && y ? y[p * width + range.column] : zero<V>();
-            }
-#pragma unroll
-            for (int a = 0; a < AT_ONCE; ++a) {
-                const int p = p0 + a * ROWS;
-                if (p >= range.end) break;
+                if (pixels.at(a) >= range.end) break;
                 const Elements<T, V> vector(values[a]), other(added[a]), before(grads[a]);
                 Elements<T, V> result(zero<V>()), passed(zero<V>());
-                if (inside[a])
+                if (pixels.inside[a])
 #pragma unroll
                     for (int e = 0; e < COUNT; ++e) {
                         const C value = to_compute<C>(vector.element[e]);
@@ -175,8 +157,9 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
                         const C t = add(multiply(g, scale[e]), multiply(value, by_x[e]));
                         result.element[e] = from_compute<T>(add(t, constant[e]));
                     }
-                if (dx) dx[p * width + range.column] = result.vector;
-                if (dresidual) dresidual[p * width + range.column] = passed.vector;
+                const i64 at = pixels.at(a) * width + range.column;
+                if (dx) dx[at] = result.vector;
+                if (dresidual) dresidual[at] = passed.vector;
             }
         }
     }

@@ -14,27 +14,22 @@ dtype. Products are summed in float32, in an order that the sizes decide, and ro
 from typing import NamedTuple
 
 from ...core import launch as kernels
-from ...core.arrays import vector_bytes
+from . import channel_vectors
 
 _WARPS = 4  # of a thread block, as in image_linear.cu
 
 
 class ImageLinear(NamedTuple):
-    """What is computed: ``activation(x @ w.T + bias)``."""
+    """The sizes of ``x @ w.T + bias``."""
 
     element: str  # C++ type: Half, BFloat16 or float
     element_bytes: int
     images: int
     channels: int
     channels_out: int
-    activation: int  # as in activation.cuh
     alignment: int = 16  # bytes of which the addresses of x and w are multiples
 
-    @property
-    def vector(self):
-        """Channels that a thread loads at once."""
-        size = self.element_bytes
-        return vector_bytes(self.channels * size, self.alignment) // size
+    vector = channel_vectors.elements  # channels that a thread loads at once
 
 
 def prepare_image_linear(linear, settled=False):
@@ -42,7 +37,7 @@ def prepare_image_linear(linear, settled=False):
     return kernels.prepare(
         "block_sparse/stack/image_linear",
         "image_linear",
-        (linear.element, linear.vector, linear.activation),
+        (linear.element, linear.vector),
         -(-linear.images * linear.channels_out // _WARPS),
         32 * _WARPS,
         4,

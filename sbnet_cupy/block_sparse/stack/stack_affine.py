@@ -15,7 +15,7 @@ import math
 from typing import NamedTuple
 
 from ...core import launch as kernels
-from ...core.arrays import vector_bytes
+from . import channel_vectors
 
 
 class StackAffine(NamedTuple):
@@ -32,11 +32,7 @@ class StackAffine(NamedTuple):
     activation: int  # as in activation.cuh
     alignment: int = 16  # bytes of which all addresses are multiples
 
-    @property
-    def vector(self):
-        """Channels of a thread."""
-        size = self.element_bytes
-        return vector_bytes(self.channels * size, self.alignment) // size
+    vector = channel_vectors.elements  # channels of a thread
 
 
 def prepare_stack_affine(affine, settled=False):

@@ -14,7 +14,7 @@ import math
 from typing import NamedTuple
 
 from ...core import launch as kernels
-from ...core.arrays import vector_bytes
+from . import channel_vectors
 
 _THREADS = 128
 _MOST = 4  # vectors of a thread
@@ -31,11 +31,7 @@ class StackLayerNorm(NamedTuple):
     eps: float
     alignment: int = 16  # bytes of which all addresses are multiples
 
-    @property
-    def vector(self):
-        """Channels that a thread loads at once."""
-        size = self.element_bytes
-        return vector_bytes(self.channels * size, self.alignment) // size
+    vector = channel_vectors.elements  # channels that a thread loads at once
 
     @property
     def lanes(self):

@@ -24,11 +24,10 @@ import math
 from typing import NamedTuple
 
 from ...core import launch as kernels
-from ...core.arrays import vector_bytes
+from . import channel_vectors
 
 STATISTICS = ("mean", "variance", "deviation", "scale", "shift")  # rows, as in the header
 _MOST_PIXELS = 2**30
-_LANES = 8
 _EACH = 4  # pixels of a thread, at least
 _SUMMED = 264  # thread blocks that sum up: as many as an H200 holds at once
 _WRITTEN = 2112  # that write a stack
@@ -49,31 +48,14 @@ class StackNorm(NamedTuple):
     alignment: int = 16  # bytes of which the addresses of stacks are multiples
     whole: bool = False  # every row below the count is known to be a block, inside its image
 
-    @property
-    def vector(self):
-        """Bytes of the widest access."""
-        return vector_bytes(self.channels * self.element_bytes, self.alignment)
-
-    @property
-    def vectors(self):
-        """Vectors of a pixel."""
-        return self.channels * self.element_bytes // self.vector
-
-    @property
-    def lanes(self):
-        """Threads that take a pixel together, a vector each."""
-        return min(_LANES, 1 << max(self.vectors - 1, 0).bit_length())
-
-    @property
-    def tiles(self):
-        """Thread blocks that take a pixel."""
-        return -(-self.vectors // self.lanes)
+    vector, vectors = channel_vectors.vector, channel_vectors.vectors
+    lanes, slices = channel_vectors.lanes, channel_vectors.slices
 
     def groups(self, most):
-        """Return the number of ranges of pixels: with the tiles about ``most`` thread blocks."""
+        """Return the number of ranges of pixels: with the slices about ``most`` thread blocks."""
         pixels = self.rows * math.prod(self.block)
         at_least = _EACH * (kernels.THREADS // self.lanes)
-        return max(min(-(-pixels // at_least), most // self.tiles), 1)
+        return max(min(-(-pixels // at_least), most // self.slices), 1)
 
     @property
     def partials(self):
@@ -141,7 +123,7 @@ def _prepare_pass(stem, kernel, norm, template, pointers, groups):
         stem,
         kernel,
         (norm.element, f"Bytes<{norm.vector}>::type", norm.lanes, *template),
-        norm.tiles * groups,
+        norm.slices * groups,
         kernels.THREADS,
         pointers,
         (

@@ -20,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core import launch as kernels
-from ...core.arrays import empty, vector_bytes
+from ...core.arrays import empty
 from ...core.graph_memory import keep_if_capturing
+from . import channel_vectors
 
 _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _LARGEST = 2**24  # images, so that positions stay below 2**31
@@ -52,25 +53,8 @@ class StackPool(NamedTuple):
     alignment: int = 16  # bytes of which the addresses of x and out are multiples
     image_out: tuple[int, int] = (0, 0)  # of a gradient alone
 
-    @property
-    def vector(self):
-        """Bytes of the widest access."""
-        return vector_bytes(self.channels * self.element_bytes, self.alignment)
-
-    @property
-    def vectors(self):
-        """Vectors of a pixel."""
-        return self.channels * self.element_bytes // self.vector
-
-    @property
-    def lanes(self):
-        """Threads of a global pooling that take a pixel together, a vector each."""
-        return min(8, 1 << max(self.vectors - 1, 0).bit_length())
-
-    @property
-    def slices(self):
-        """Thread blocks of a global pooling that take a pixel."""
-        return -(-self.vectors // self.lanes)
+    vector, vectors = channel_vectors.vector, channel_vectors.vectors
+    lanes, slices = channel_vectors.lanes, channel_vectors.slices  # of a global pooling
 
     @property
     def parts(self):

@@ -96,5 +96,5 @@ def _product(x, weight, bias, pixel):
         return None
     shape = source.shape[0], weight.shape[0], *pixel
     out = torch.empty(shape, dtype=source.dtype, device=source.device)
-    cuda_affine.image_linear(source, weight, bias, None, out)
+    cuda_affine.image_linear(source, weight, bias, out)
     return out

@@ -1,0 +1,39 @@
+"""Channels of a pixel as vectors: properties of the sizes of kernels that read stacks.
+
+The sizes have ``channels``, ``element_bytes`` and ``alignment``, the bytes of which the addresses
+of stacks are multiples.
+"""
+
+from ...core.arrays import vector_bytes
+
+_LANES = 8
+
+
+@property
+def vector(sizes):
+    """Bytes of the widest access."""
+    return vector_bytes(sizes.channels * sizes.element_bytes, sizes.alignment)
+
+
+@property
+def elements(sizes):
+    """Channels of the widest access."""
+    return vector.fget(sizes) // sizes.element_bytes
+
+
+@property
+def vectors(sizes):
+    """Vectors of a pixel."""
+    return sizes.channels * sizes.element_bytes // sizes.vector
+
+
+@property
+def lanes(sizes):
+    """Threads that take a pixel together, a vector each: a power of 2."""
+    return min(_LANES, 1 << max(sizes.vectors - 1, 0).bit_length())
+
+
+@property
+def slices(sizes):
+    """Thread blocks that take a pixel together."""
+    return -(-sizes.vectors // sizes.lanes)
