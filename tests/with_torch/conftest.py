@@ -262,56 +262,57 @@ def norms_asked(torch, st, monkeypatch):
 
     names = []
 
-    def stage(facts, counts, indices):
-        _, rows, images, grid, _, block, size, whole = facts
-        assert tuple(indices.shape) == (rows, 3)
-        assert not whole or all(n == g * b for n, g, b in zip(size, grid, block, strict=True))
-        places = np.zeros((images, *grid), np.int32)
+    def stage(norm, counts, indices):
+        block, size = norm.block, norm.image
+        assert tuple(indices.shape) == (norm.rows, 3)
+        each = zip(size, norm.grid, block, strict=True)
+        assert not norm.whole or all(n == g * b for n, g, b in each)
+        places = np.zeros((norm.images, *norm.grid), np.int32)
         return sb.BlockTable(counts.numpy(), indices.numpy(), places, block, size)
 
     def native(*tensors):
         return [t if t is None else t.numpy() for t in tensors]
 
-    def prepare_statistics(facts, parameter, eps):
+    def prepare_statistics(norm, parameter, eps):
         def launch(x, counts, indices, *given):
             names.append("statistics")
             *own, _, found, momentum = given
             weight, bias, mean, variance = native(*own)
             assert all(t is None or t.dtype == parameter for t in own)
             found.numpy()[:] = norms.stack_batch_norm(
-                x.numpy(), stage(facts, counts, indices), weight, bias, eps=eps,
+                x.numpy(), stage(norm, counts, indices), weight, bias, eps=eps,
                 running_mean=mean, running_var=variance, momentum=momentum,
             ).statistics  # fmt: skip
 
         return launch, 1
 
-    def prepare_norm(facts, code):
+    def prepare_norm(norm, code):
         def launch(x, residual, found, counts, indices, out):
             names.append((ACTIVATIONS[code], residual is not None))
             x, residual, found = native(x, residual, found)
-            inside = norms.pixels_inside(x, stage(facts, counts, indices))
+            inside = norms.pixels_inside(x, stage(norm, counts, indices))
             t = norms.before_activation(np.where(inside, x, 0), found, residual)
             out.numpy()[:] = np.where(inside, norms.apply_activation(t, ACTIVATIONS[code]), 0)
 
         return launch
 
-    def differentiate(facts, code, grad, x, y, found, counts, indices):
+    def differentiate(norm, code, grad, x, y, found, counts, indices):
         names.append("gradient")
-        table, (grad, x, y, found) = stage(facts, counts, indices), native(grad, x, y, found)
+        table, (grad, x, y, found) = stage(norm, counts, indices), native(grad, x, y, found)
         return stack_batch_norm_grad(grad, x, table, found, y=y, activation=ACTIVATIONS[code])
 
-    def prepare_sums(facts, parameter, code):
+    def prepare_sums(norm, parameter, code):
         def launch(grad, x, y, found, counts, indices, _, dweight, dbias, factors):
-            result = differentiate(facts, code, grad, x, y, found, counts, indices)
+            result = differentiate(norm, code, grad, x, y, found, counts, indices)
             for to, value in ((dweight, result.weight), (dbias, result.bias)):
                 if to is not None:
                     to.numpy()[:] = value
 
         return launch, 1
 
-    def prepare_gradient(facts, code):
+    def prepare_gradient(norm, code):
         def launch(grad, x, y, found, _, counts, indices, dx, added):
-            result = differentiate(facts, code, grad, x, y, found, counts, indices)
+            result = differentiate(norm, code, grad, x, y, found, counts, indices)
             for to, value in ((dx, result.x), (added, result.residual)):
                 if to is not None:
                     to.numpy()[:] = value
@@ -323,7 +324,6 @@ def norms_asked(torch, st, monkeypatch):
 
     monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
     monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
-    monkeypatch.setattr(cuda_norm, "_PLANS", {})
     monkeypatch.setattr(cuda_norm, "serves", serves)
     for name, function in (
         ("_prepare_statistics", prepare_statistics), ("_prepare_norm", prepare_norm),

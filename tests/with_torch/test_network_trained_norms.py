@@ -254,16 +254,14 @@ def test_parameters_of_another_size_are_refused():
     from sbnet_cupy.torch.network import cuda_norm
 
     def stack(rows):
-        seen = SimpleNamespace(dtype=torch.float16, shape=(rows, 4, 4, 64))
         return SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(rows, 64, 4, 4),
-                               device=None, numel=lambda: rows * 64 * 16,
-                               permute=lambda *_: seen)  # fmt: skip
-
-    table = SimpleNamespace(whole=False, static=False, batch=1, grid=(2, 3), divides=lambda *_: 1)
+                               device=None, numel=lambda: rows * 64 * 16)  # fmt: skip
 
     def served(*shape, rows=5):
         tensor = SimpleNamespace(dtype=torch.float32, shape=shape, device=None,
                                  is_contiguous=lambda: True)  # fmt: skip
+        table = SimpleNamespace(whole=False, static=False, batch=1, grid=(2, 3), kept={},
+                                divides=lambda *_: 1)  # fmt: skip
         return cuda_norm.serves(stack(rows), table, (4, 4), (8, 12), [tensor] * 4)
 
     assert served(64) and not served(64, rows=2**26)  # 2**30 pixels, which they cannot count

@@ -13,6 +13,7 @@ import torch
 
 from ...core.device import current_device
 from ...core.torch_memory import allocate, to_tensor
+from .. import _dispatch_state as state
 from .._native import compute, native_stream, view
 from .epilogue import finish
 
@@ -74,12 +75,21 @@ def list_blocks(mask, block, capacity):
     return tuple(map(to_tensor, listed))
 
 
-@contextlib.contextmanager
 def _at_home(x):
-    """Make the device and stream of a tensor CuPy's."""
-    from cupy import cuda
+    """Return a context in which CuPy has the device and stream of a tensor; it gives the device."""
+    import cupy
 
     device = x.get_device()
+    stream = state.current_stream(device)
+    if device == state.current_device() and stream == cupy.cuda.get_current_stream(device).ptr:
+        return contextlib.nullcontext(device)
+    return _moved(device)
+
+
+@contextlib.contextmanager
+def _moved(device):
+    from cupy import cuda
+
     with cuda.Device(device), native_stream(device):
         yield device
 

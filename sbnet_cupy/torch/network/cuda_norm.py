@@ -7,7 +7,6 @@ import torch
 
 from . import cuda
 
-_PLANS = {}  # (device, what, sizes) -> what launches a kernel, or None
 _PARAMETERS = cuda._ELEMENTS | {torch.float64: "double"}
 _ROWS = 5  # of the statistics
 
@@ -23,7 +22,7 @@ def serves(x, table, block, size, parameters):
     alike = alike and all(tuple(t.shape) == (x.shape[1],) for t in given)
     if not alike or (parameters[2] is None) != (parameters[3] is None) or not x.numel():
         return False
-    return _describe(*_facts(x.permute(0, 2, 3, 1), table, block, size)).fits
+    return _sizes(x, table, block, size).norm.fits
 
 
 def statistics(x, table, block, size, parameters, momentum, eps):
@@ -36,11 +35,11 @@ def statistics(x, table, block, size, parameters, momentum, eps):
     from ...core.launch import Number
 
     rows, own = cuda._rows(x.detach()), [t if t is None else t.detach() for t in parameters]
-    facts = _facts(rows, table, block, size)
+    sizes = _sizes(x, table, block, size)
     given = next((t.dtype for t in own if t is not None), torch.float32)
     found = x.new_empty(_ROWS * x.shape[1] + 1, dtype=_wide(x.dtype))
     with cuda._at_home(x) as device:
-        launch, partials = _prepared(device, _prepare_statistics, facts, given, float(eps))
+        launch, partials = sizes.prepared(device, _prepare_statistics, given, float(eps))
         memory = x.new_empty(partials, dtype=found.dtype)
         lists = table.counts, table.indices
         _launch(launch, (rows, *lists, *own, memory, found, Number(momentum)))
@@ -56,8 +55,8 @@ def normalize(x, table, block, size, found, residual, activation):
     added = None if residual is None else cuda._rows(residual)
     out = cuda.new_stack(x, x.shape[0], block, x.shape[1])
     with cuda._at_home(x) as device:
-        facts = _facts(rows, table, block, size)
-        launch = _prepared(device, _prepare_norm, facts, cuda._CODES[activation])
+        sizes = _sizes(x, table, block, size)
+        launch = sizes.prepared(device, _prepare_norm, cuda._CODES[activation])
         lists = table.counts, table.indices
         _launch(launch, (rows, added, found, *lists, out.permute(0, 2, 3, 1)))
     return out
@@ -71,13 +70,13 @@ def differentiate(grad, x, y, table, block, size, found, activation, dtype, want
     """
     grad, rows = cuda._rows(grad), cuda._rows(x)
     result = None if y is None else cuda._rows(y)
-    facts, channels = _facts(rows, table, block, size), x.shape[1]
+    sizes, channels = _sizes(x, table, block, size), x.shape[1]
     code, lists = cuda._CODES[activation], (table.counts, table.indices)
     factors = dweight = dbias = dx = added = None
-    same = activation is None and facts[-1]  # the residual's gradient is the one that came
+    same = activation is None and sizes.norm.whole  # the residual's gradient is the one that came
     with cuda._at_home(x) as device:
         if any(wanted[:3]):
-            launch, partials = _prepared(device, _prepare_sums, facts, dtype, code)
+            launch, partials = sizes.prepared(device, _prepare_sums, dtype, code)
             memory, factors = (x.new_empty(n, dtype=found.dtype) for n in (partials, 2 * channels))
             dweight, dbias = (
                 x.new_empty(channels, dtype=dtype) if w else None for w in wanted[1:3]
@@ -86,7 +85,7 @@ def differentiate(grad, x, y, table, block, size, found, activation, dtype, want
         dx = torch.empty_like(rows) if wanted[0] else None
         added = torch.empty_like(rows) if wanted[3] and not same else None
         if dx is not None or added is not None:
-            launch = _prepared(device, _prepare_gradient, facts, code)
+            launch = sizes.prepared(device, _prepare_gradient, code)
             _launch(launch, (grad, rows, result, found, factors, *lists, dx, added))
     added = grad if wanted[3] and same else added
     dx, added = (t if t is None else t.permute(0, 3, 1, 2) for t in (dx, added))
@@ -97,17 +96,28 @@ def _wide(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _facts(rows, table, block, size):
-    """Return sizes, and at the end whether all pixels of rows below the count are an image's."""
-    whole = table.divides(block, size)
-    return rows.dtype, rows.shape[0], table.batch, table.grid, rows.shape[3], block, size, whole
+class _Sizes:
+    """The sizes of a norm, and what was prepared for them."""
+
+    def __init__(self, norm):
+        self.norm, self._plans = norm, {}
+
+    def prepared(self, device, prepare, *options):
+        """Return what ``prepare`` makes for these sizes on the current device, made once."""
+        key = device, prepare, options
+        if key not in self._plans:
+            self._plans[key] = prepare(self.norm, *options)
+        return self._plans[key]
 
 
-def _prepared(device, prepare, facts, *options):
-    key = (device, prepare.__name__, facts, options)
-    if key not in _PLANS:
-        _PLANS[key] = prepare(facts, *options)
-    return _PLANS[key]
+def _sizes(x, table, block, size):
+    """Return the sizes of the norm of a stack, ``[M, C, *block]``."""
+    kept, key = table.kept, ("norm", x.dtype, x.shape[1], block, size)
+    if key not in kept:
+        whole = table.divides(block, size)  # whether rows below the count are whole blocks
+        facts = x.dtype, x.shape[0], table.batch, table.grid, x.shape[1], block, size, whole
+        kept[key] = _described(*facts)
+    return kept[key]
 
 
 def _launch(launch, given):
@@ -115,36 +125,36 @@ def _launch(launch, given):
 
 
 @functools.lru_cache(maxsize=1024)
-def _describe(dtype, rows, images, grid, channels, block, size, whole):
+def _described(dtype, rows, images, grid, channels, block, size, whole):
     from ...block_sparse.stack.stack_norm_launch import StackNorm
 
-    return StackNorm(
-        cuda._ELEMENTS[dtype], dtype.itemsize, rows, images, grid, channels, block, size,
+    element = cuda._ELEMENTS.get(dtype, "double")
+    norm = StackNorm(
+        element, dtype.itemsize, rows, images, grid, channels, block, size,
         alignment=math.gcd(16, channels * dtype.itemsize), whole=whole,
     )  # fmt: skip
+    return _Sizes(norm)
 
 
-def _prepare_statistics(facts, parameter, eps):
+def _prepare_statistics(norm, parameter, eps):
     from ...block_sparse.stack.stack_norm_launch import prepare_stack_statistics
 
-    norm = _describe(*facts)
     return prepare_stack_statistics(norm, _PARAMETERS[parameter], eps), norm.partials
 
 
-def _prepare_norm(facts, code):
+def _prepare_norm(norm, code):
     from ...block_sparse.stack.stack_norm_launch import prepare_stack_norm
 
-    return prepare_stack_norm(_describe(*facts), code)
+    return prepare_stack_norm(norm, code)
 
 
-def _prepare_sums(facts, parameter, code):
+def _prepare_sums(norm, parameter, code):
     from ...block_sparse.stack.stack_norm_launch import prepare_stack_norm_sums
 
-    norm = _describe(*facts)
     return prepare_stack_norm_sums(norm, _PARAMETERS[parameter], code), norm.partials
 
 
-def _prepare_gradient(facts, code):
+def _prepare_gradient(norm, code):
     from ...block_sparse.stack.stack_norm_launch import prepare_stack_norm_grad
 
-    return prepare_stack_norm_grad(_describe(*facts), code)
+    return prepare_stack_norm_grad(norm, code)

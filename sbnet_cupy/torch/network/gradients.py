@@ -125,8 +125,11 @@ def _grad_x(grad, weight, table, block, size, options):
 def _grad_weight(x, grad, weight, table, block, size, options):
     """Return the sum over all pixels of products of the gradient with what the kernel read."""
     stride, dilation, pads = options["stride"], options["dilation"], options["pads"]
-    rims = ops.rim(tuple(weight.shape[2:]), stride, pads, dilation)
-    if any(rims):
+    kernel = tuple(weight.shape[2:])
+    rims = ops.rim(kernel, stride, pads, dilation)
+    if kernel == (1, 1) and not any(pads):  # pixels between those that are read are left out
+        x, stride = x if stride == (1, 1) else x[:, :, :: stride[0], :: stride[1]], (1, 1)
+    elif any(rims):
         x = ops.halo(x, table, block, size, rims)
     x = x.contiguous(memory_format=torch.channels_last)
     found = conv2d_weight(x, weight.shape, grad, stride, 0, dilation, options["groups"])

@@ -200,12 +200,11 @@ class TrainedNorm(Plan):
         return self._run() if trace is None else trace.timed(self.row, self._run)
 
     def _run(self):
-        where = self.facts[:3]
-        given = self.source, *self.parameters, self.residual, self.statistics, where
-        with contextlib.ExitStack() as within:
-            if saved_tensor_hooks() != self.hooks:  # of a checkpoint that it was not called in
-                hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-                within.enter_context(hooks)
+        given = self.source, *self.parameters, self.residual, self.statistics, self.facts[:3]
+        hooks = contextlib.nullcontext()
+        if saved_tensor_hooks() != self.hooks:  # of a checkpoint that it was not called in
+            hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+        with hooks:
             return gradients.Norm.apply(*given, self.activation, self.eps)
 
 

@@ -94,7 +94,9 @@ def value_of(x):
 def _compute(x, own):
     """Run what was put off, and what was found to follow it, in the mode that it was called in."""
     records = own["_plan"].records
-    if records is None:
+    if records is None or (
+        records == torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    ):
         _run(x, own)
         return
     with torch.inference_mode(False), torch.set_grad_enabled(records):
