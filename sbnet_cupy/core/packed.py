@@ -104,23 +104,30 @@ class PackedPlan(Plan):
         Positions of the arrays that ``pack`` takes, in its order.
     early_launch : object, optional
         The same launch for a call that packs, which begins before the kernel that packs has ended.
+    background : bool
+        Whether ``pack`` can write on the way what must be in the result before ``launch``.
     """
 
     pack: "Pack | None" = None
     how: tuple = ()
     weights: tuple = ()
     early_launch: Any = None
+    background: bool = False
 
 
 class Pack:
     """A kernel that packs weights: ``kernels`` arrays of their own dtype, then tables of one.
 
     That is float32, unless the kernel reads another (:func:`dtype_of_tables`).
+
+    A kernel with ``background`` also takes two pointers, which may be null: what lies below the
+    result, and the result. It copies the one to the other, or writes zeros.
     """
 
-    def __init__(self, launch, nbytes, kernels, tables, dtype=np.float32):
+    def __init__(self, launch, nbytes, kernels, tables, dtype=np.float32, background=False):
         self.launch = launch  # of all these arrays, contiguous, and the memory to pack into
         self.nbytes, self.kernels, self.dtype = nbytes, kernels, dtype
+        self.background = background
         self._dtypes = (None,) * kernels + (dtype,) * tables
 
     def scratch(self, *specs):
@@ -131,10 +138,11 @@ class Pack:
                 total += whole_pieces(spec.size * np.dtype(dtype or spec.dtype).itemsize)
         return total
 
-    def __call__(self, *arrays):
+    def __call__(self, *arrays, background=None):
         """Pack arrays, of which tables may be None; return the bytes.
 
-        One more array is the memory to use; without it there is fresh memory.
+        One more array is the memory to use; without it there is fresh memory. ``background`` is
+        what lies below the result, or None, and the result, if the kernel is to write it.
         """
         given = arrays[: len(self._dtypes)]
         if len(arrays) > len(given):
@@ -143,7 +151,9 @@ class Pack:
             packed = empty((self.nbytes,), np.uint8, given[0])
             keep_if_capturing(packed)
         read = (_laid_out(a, dtype) for a, dtype in zip(given, self._dtypes, strict=True))
-        self.launch(*read, packed)
+        if self.background:
+            background = background or (None, None)
+        self.launch(*read, packed, *(background or ()))
         return packed
 
 

@@ -15,7 +15,7 @@ from ..errors import ShapeError
 from . import _dispatch_state as state
 from ._batch_norm import StackOps, fold, fold_batch
 from ._conv_module import refusal
-from ._module import BlockModule, check_nchw, is_channels_last
+from ._module import BlockModule, check_nchw, is_channels_last, params_of
 from .layers import autocast, sparse_res_block_bottleneck
 from .network.weights import Weights
 
@@ -105,9 +105,9 @@ class SparseBottleneck(BlockModule):
 
     def block_params(self, height, width):
         """Return the BlockParams of an image of this size."""
-        bsize = self._fitting_block((3, 3), self.conv2.stride)
-        size = (height, width)
-        return calc_block_params_res_block(size, bsize, [1, 3, 1], self.conv2.stride, _PADS)
+        image, strides = ((height, width), self.block_size), self.conv2.stride
+        sizes = (3, 3), strides, (1, 3, 1), strides, _PADS
+        return params_of(calc_block_params_res_block, *image, *sizes)
 
     def forward(self, x, mask, params=None):
         """Apply the unit where ``mask`` is set, or in active blocks that were listed before.
@@ -208,15 +208,16 @@ class SparseBottleneck(BlockModule):
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         if recorded:
             self._kept = None
-        keeps = not recorded and state.thread_is_plain() and all(map(state.is_plain, given))
-        keeps = keeps and not any(t.is_inference() for t in given)  # those have no version
+        key = (*map(id, given), *(bn.eps for bn in norms), self.precision)
+        known = self._kept is not None and key in self._kept.kept  # which keeps them alive
+        keeps = not recorded and state.thread_is_plain()
+        if keeps and not known:  # tensors in inference mode have no version
+            keeps = all(state.is_plain(t) and not t.is_inference() for t in given)
         if not keeps or (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._weights()
-        kept = self._kept = self._kept or Weights()
-        key = (*map(id, given), *(bn.eps for bn in norms), self.precision)
-        if key not in kept.kept:  # parametrizations make new tensors at each call
-            kept.kept.clear()
-        return kept.made(key, given, self._packed)
+        if not known:  # parametrizations make new tensors at each call
+            self._kept = Weights()
+        return self._kept.made(key, given, self._packed)
 
 
 def _parts_of(unit):

@@ -67,7 +67,8 @@ def run(operation, tensors, options, described=None):
     if plan is None:
         operation.check(tensors)
         fields = describe(operation.described(tensors, packed)).fields  # dtypes are known by now
-        plan = operation.operator.plan_of(fields, options)
+        specs = [(tuple(f[0]), *f[1:]) if type(f) is tuple else f for f in fields]
+        plan = operation.operator.plan_of(specs, options)
     if gaps:
         if out is not None:
             check_contiguous("out", spec_of(out, gaps=True))
@@ -111,41 +112,50 @@ def _launch(plan, tensors, addresses, place, packed, more):
     ``more`` are the addresses of operands that follow the packed weights.
     """
     stream, out = state.current_stream(tensors[0].get_device()), tensors[place]
+    packs = packed is None and len(tensors) in plan.operands
+    below = None  # what the kernel that packs writes to the result: 0 for zeros
     if plan.base is not None:
-        out = _started(plan, tensors, out)
-    elif out is None:
+        at = next((i for i in plan.base if addresses[i]), None)
+        if packs and plan.background and (at is None or addresses[at] != addresses[place]):
+            below = 0 if at is None else addresses[at]
+        else:
+            out = _started(plan, None if at is None else tensors[at], tensors, out)
+    if out is None:
         out = tensors[0].new_empty(plan.shape)
     addresses = [*addresses, 0]  # the last is that of packed weights
     addresses[place], launch = out.data_ptr(), plan.launch
-    if len(tensors) in plan.operands:
-        if packed is None:
-            weights = _packed(plan, tensors, addresses, stream)
-            addresses[-1], launch = weights.data_ptr(), plan.early_launch or launch
-        else:
-            weights = packed.kept(plan.how)
-            if weights is None:  # the first call of its form packs
-                weights = compute(lambda _: packed.packed(plan.how, plan.pack), tensors[:1])
-            addresses[-1] = address(weights)
+    if packs:
+        background = (0, 0) if plan.pack.background else ()
+        if below is not None:
+            background = below, addresses[place]
+        weights = _packed(plan, tensors, addresses, stream, background)
+        addresses[-1], launch = weights.data_ptr(), plan.early_launch or launch
+    elif packed is not None:
+        weights = packed.kept(plan.how)
+        if weights is None:  # the first call of its form packs
+            weights = compute(lambda _: packed.packed(plan.how, plan.pack), tensors[:1])
+        addresses[-1] = address(weights)
     addresses += more
     launch.on(stream, [0 if i is None else addresses[i] for i in plan.operands])
     return out
 
 
-def _packed(plan, tensors, addresses, stream):
+def _packed(plan, tensors, addresses, stream, background):
     """Pack the weights of a call; tables are converted unless the kernel reads them as they are."""
-    pack, kernels = plan.pack, plan.pack.kernels
+    pack = plan.pack
     memory = tensors[0].new_empty((pack.nbytes,), dtype=torch.uint8)
-    tables = [tensors[i] for i in plan.weights[kernels:]]
-    tables = [t if t is None or DTYPES[t.dtype] == pack.dtype else t.float() for t in tables]
-    read = [addresses[i] for i in plan.weights[:kernels]]
-    read += [0 if t is None else t.data_ptr() for t in tables]
-    pack.launch.on(stream, (*read, memory.data_ptr()))
+    read = [addresses[i] for i in plan.weights]
+    kept = []  # until the kernel is launched
+    for number, i in enumerate(plan.weights[pack.kernels :], pack.kernels):
+        if tensors[i] is not None and DTYPES[tensors[i].dtype] != pack.dtype:
+            kept.append(tensors[i].float())
+            read[number] = kept[-1].data_ptr()
+    pack.launch.on(stream, (*read, memory.data_ptr(), *background))
     return memory
 
 
-def _started(plan, tensors, out):
+def _started(plan, base, tensors, out):
     """Return what receives the result, with what the kernel leaves as it is: a tensor, or zeros."""
-    base = next((tensors[i] for i in plan.base if tensors[i] is not None), None)
     if base is None:
         return tensors[0].new_zeros(plan.shape) if out is None else out.zero_()
     out = base.new_empty(plan.shape) if out is None else out

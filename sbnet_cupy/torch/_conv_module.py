@@ -4,7 +4,7 @@ import torch
 
 from ..block_sparse.block_params import calc_block_params
 from ..dense.packed_weights import PackedWeights
-from ._module import BlockModule, check_nchw, is_channels_last
+from ._module import BlockModule, check_nchw, is_channels_last, params_of
 from .layers import sparse_conv2d
 
 
@@ -81,9 +81,9 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
 
     def block_params(self, height, width):
         """Return the BlockParams of an image of this size."""
-        bsize = self._fitting_block(self.kernel_size, self.stride)
-        size = (height, width)
-        return calc_block_params(size, bsize, self.kernel_size, self.stride, self._pads())
+        sizes = self.kernel_size, self.stride
+        image = (height, width), self.block_size
+        return params_of(calc_block_params, *image, *sizes, *sizes, self._pads())
 
     def forward(self, x, mask, params=None, *, base=None):
         """Convolve ``x`` where ``mask`` is set, or in active blocks that were listed before.

@@ -3,8 +3,8 @@
 import torch
 
 from ..block_sparse import compositions, native
+from ..block_sparse.background import fill_background
 from ..block_sparse.block_params import BlockParams
-from ..block_sparse.conv.sparse_conv2d import fill_background
 from ..core.sizes import pair
 from ..dense.activation import apply_affine
 from ._convolve import convolve_plainly

@@ -1,5 +1,7 @@
 """What the modules share: their blocks, from a mask to the list of the active ones."""
 
+import functools
+
 import torch
 
 from ..block_sparse.active_blocks import ActiveBlocks
@@ -62,11 +64,6 @@ class BlockModule(torch.nn.Module):
         """Return what ``module(x, mask)`` works on, to list it once: (active, params)."""
         return self._blocks(x, mask, None)
 
-    def _fitting_block(self, kernel, strides):
-        """Return the smallest block not under ``block_size`` that fits a kernel and its strides."""
-        axes = zip(self.block_size, kernel, strides, strict=True)
-        return tuple(k + -(-max(b - k, 0) // s) * s for b, k, s in axes)
-
     def _blocks(self, x, mask, params):
         """Return (active blocks, BlockParams) of a call; ``mask`` may be the list of blocks.
 
@@ -97,11 +94,30 @@ class BlockModule(torch.nn.Module):
         return ", ".join(filter(None, (super().extra_repr(), f"block_size={self.block_size}")))
 
 
+def params_of(calculate, size, block_size, kernel, strides, *more):
+    """Return what ``calculate`` makes of an image and the smallest block that fits a kernel.
+
+    The block is not under ``block_size``; kernel and strides fit into it.
+    """
+    kept = type(size[0]) is type(size[1]) is int and not torch.compiler.is_compiling()
+    make = _params_of if kept else _params_of.__wrapped__
+    return make(calculate, size, block_size, kernel, strides, *more)
+
+
+@functools.lru_cache(maxsize=1024)
+def _params_of(calculate, size, block_size, kernel, strides, *more):
+    axes = zip(block_size, kernel, strides, strict=True)
+    block = tuple(k + -(-max(b - k, 0) // s) * s for b, k, s in axes)
+    return calculate(size, block, *more)
+
+
 def check_nchw(x, channels):
     """Raise unless x is an image of the module's channels."""
+    is_image = isinstance(x, torch.Tensor) and x.dim() == 4 and x.shape[1] == channels
+    if is_image and x.layout is torch.strided:
+        return
     check_tensors(x=x)
-    if x.dim() != 4 or x.shape[1] != channels:
-        raise ShapeError(f"x must have shape (N, {channels}, H, W), got {tuple(x.shape)}")
+    raise ShapeError(f"x must have shape (N, {channels}, H, W), got {tuple(x.shape)}")
 
 
 def is_channels_last(x):

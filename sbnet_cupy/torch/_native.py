@@ -73,7 +73,8 @@ class Description(NamedTuple):
 def describe(tensors, is_plain=None, packed=None):
     """Describe tensors, of which some may be None; return None if one is not plain.
 
-    A SpecGroup stands for weights that are packed.
+    A SpecGroup stands for weights that are packed. Shapes come as PyTorch has them, which are equal
+    to tuples and are made faster.
     """
     fields, addresses, gaps, requires_grad = [], [], False, False
     for t in tensors:
@@ -86,15 +87,14 @@ def describe(tensors, is_plain=None, packed=None):
         elif is_plain is not None and not is_plain(t):
             return None
         else:
-            device, address = t.get_device(), t.data_ptr()
-            contiguous = t.is_contiguous()
-            aligned = device < 0 or not contiguous  # so is a copy
-            fields.append((
-                tuple(t.shape), DTYPES.get(t.dtype), CPU if device < 0 else device, None,
-                0 if aligned else address & 15,
-            ))  # fmt: skip
+            device, address, alignment = t.get_device(), t.data_ptr(), 0
+            if not t.is_contiguous():
+                gaps = True  # a copy is aligned
+            elif device >= 0:
+                alignment = address & 15
+            place = CPU if device < 0 else device
+            fields.append((t.shape, DTYPES.get(t.dtype), place, None, alignment))
             addresses.append(address)
-            gaps = gaps or not contiguous
             requires_grad = requires_grad or t.requires_grad
     return Description(fields, addresses, gaps, requires_grad, packed)
 

@@ -1,9 +1,11 @@
 // unit_packing.cuh: where the weights of a residual unit lie, packed and in shared memory.
 //   Unit3            sizes of a unit, and offsets of its tables, weights and activations
 //   Behind           what lies behind them in shared memory
-//   pack_bottleneck  the kernel that lays weights and tables out as they are staged
+//   pack_bottleneck  the kernel that lays weights and tables out as they are staged; thread blocks past those of a
+//                    cluster write the result's background, if there is an image
 #pragma once
 
+#include "block_sparse/background.cuh"
 #include "block_sparse/conv/halo_tile.cuh"
 
 // Cin in CHUNKS of 64 bytes, MID bottleneck channels, both rounded up; SLICE output channels are
@@ -85,10 +87,16 @@ __global__ void __launch_bounds__(256)
                     const Table* __restrict__ scale1, const Table* __restrict__ shift1,
                     const Table* __restrict__ scale2, const Table* __restrict__ shift2,
                     const Table* __restrict__ scale3, const Table* __restrict__ shift3, u8* __restrict__ packed,
-                    i64 C, i64 Cmid) {
+                    const u8* __restrict__ base, u8* __restrict__ image,  // or null
+                    i64 C, i64 Cmid, i64 image_bytes) {
     using U = Unit3<T, CHUNKS, MID, 8, 8, CLUSTER, SLICE>;  // packed the same for every tile
     using Channels = ChannelOrder<T, SLICE / 8>;
     const int rank = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
+    if (rank >= CLUSTER) {
+        const i64 number = static_cast<i64>(rank - CLUSTER) * gridDim.x + blockIdx.x;
+        if (image) write_background(base, image, image_bytes, number, static_cast<i64>(gridDim.y - CLUSTER) * gridDim.x);
+        return;
+    }
     u8* const out = packed + static_cast<i64>(rank) * U::PACKED;
     const auto table = [&](int at, const Table* values, i64 first, int count, i64 limit, float beyond = 0.0f) {
         if (i < count)

@@ -6,9 +6,11 @@
 // fused_conv:   a thread block takes tiles of TH x TW outputs x NS channels, one after another. The
 //               tile's input and the weights go to shared memory (halo_tile.cuh), an engine
 //               multiplies them, and lanes write the image.
-// pack_weights: lays weights, scale and bias out as fused_conv stages them, once for many calls.
+// pack_weights: lays weights, scale and bias out as fused_conv stages them, once for many calls. Thread blocks past the
+//               slices write the result's background, if there is an image.
 // Launch: WM * WN * WK warps; grid (blocks of the list, persistent; slices; tiles of a block). See cuda_src/README.md for the pictures.
 #include "dense/activation.cuh"
+#include "block_sparse/background.cuh"
 #include "block_sparse/conv/engines.cuh"
 #include "block_sparse/tile_scheduler.cuh"
 
@@ -25,11 +27,17 @@ struct Slice {
 template <typename T, int PLANES, int NS, int WN, int R, int S, bool ROUND, typename Table>
 __global__ void __launch_bounds__(256)
     pack_weights(const T* __restrict__ w, const Table* __restrict__ scale, const Table* __restrict__ bias,
-                 u8* __restrict__ packed, i64 slices, i64 chunks, i64 C, i64 K, i64 step_r, i64 step_s,
-                 i64 step_c, i64 step_k) {
+                 u8* __restrict__ packed, const u8* __restrict__ base, u8* __restrict__ image,  // or null
+                 i64 slices, i64 chunks, i64 C, i64 K, i64 step_r, i64 step_s, i64 step_c, i64 step_k,
+                 i64 image_bytes) {
     using H = Halo<8, 8, R, S, 1, 1, PLANES>;  // the order of K, whatever the tile
     constexpr int LANES = 16 / sizeof(T);
     const i64 units = chunks * (H::STEPS * 2 * NS), slice = blockIdx.y;
+    if (slice >= slices) {
+        const i64 number = (slice - slices) * gridDim.x + blockIdx.x;
+        if (image) write_background(base, image, image_bytes, number, (gridDim.y - slices) * gridDim.x);
+        return;
+    }
     u8* const out = packed + slice * Slice<H, NS>::bytes(chunks);
     const i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
     if (i < 2 * NS) {

@@ -18,6 +18,7 @@ from ...core.packed import Pack, PackedPlan, dtype_of_tables
 from ...dense.conv2d import Problem, check_precision
 from ...dense.im2col import convolve
 from ...errors import ShapeError
+from ..background import with_background
 from ..checks import LARGEST, MOST_BLOCKS, check_indices, cut_blocks, resolve_expected
 from ..conv.config import expected_blocks, tiles_of_block
 from ..corners import CHUNK_BYTES
@@ -156,14 +157,17 @@ def _plan(specs, options):
     return plan_fused_bottleneck(specs, *_resolve(specs, options))
 
 
-def plan_fused_bottleneck(specs, result, unit):
-    """Return the plan of a checked call; its ``run`` takes a PackedBottleneck, too, as ``w1``."""
+def plan_fused_bottleneck(specs, result, unit, background=False):
+    """Return the plan of a checked call; its ``run`` takes a PackedBottleneck, too, as ``w1``.
+
+    ``background`` has weights packed by a kernel that can write what lies below the result.
+    """
     x, *_, active_block_indices, out = specs
     if not result.size:
         return Plan((result,), _nothing_computed)
     if x.on_gpu:
         rows = active_block_indices.shape[0]
-        return _fused_bottleneck_cuda(x, rows, out or result, result, unit)
+        return _fused_bottleneck_cuda(x, rows, (out or result, result, background), unit)
     return Plan((result,), functools.partial(_fused_bottleneck_numpy, stack=_plan_stack(x, unit)))
 
 
@@ -299,9 +303,9 @@ def _configuration(x, weights, bsize, rows):
     return configure_bottleneck(_case(x, weights), blocks, bsize, current_device())
 
 
-def _fused_bottleneck_cuda(x, rows, out, result, unit):
+def _fused_bottleneck_cuda(x, rows, outs, unit):
     """Prepare one launch over the rows of the list; see fused_bottleneck.cu."""
-    weights, bsize, expected, precision = unit
+    (out, result, background), (weights, bsize, expected, precision) = outs, unit
     require_kernel(x, weights, bsize, expected, precision, out)
     case, config = _case(x, weights), _configuration(x, weights, bsize, expected)
     blocks = tuple(-(-n // b) for n, b in zip(x.shape[1:3], bsize, strict=True))
@@ -319,11 +323,15 @@ def _fused_bottleneck_cuda(x, rows, out, result, unit):
         dependent=True,
         cluster=config.cluster,
     )
-    pack, how = _prepare_pack(case, config, weights), config.pack_template(case)
+    pack = _prepare_pack(case, config, weights, result.nbytes if background else 0)
+    how = config.pack_template(case)
 
-    def run(x, w1, *arrays):
+    def run(x, w1, *arrays, below=None):
         *others, bin_counts, active_block_indices, out = arrays
-        packed = w1.packed(how, pack) if isinstance(w1, PackedBottleneck) else pack(w1, *others)
+        if isinstance(w1, PackedBottleneck):
+            packed = w1.packed(how, pack)
+        else:
+            packed = pack(w1, *others, background=below)
         launch(x, packed, bin_counts, active_block_indices, out)
 
     return PackedPlan(
@@ -336,23 +344,27 @@ def _fused_bottleneck_cuda(x, rows, out, result, unit):
         pack=pack,
         how=how,
         weights=tuple(range(1, 10)),
+        background=background,
     )
 
 
-def _prepare_pack(case, config, weights):
-    """Return what packs the arrays of a BottleneckWeights, which are specs."""
+def _prepare_pack(case, config, weights, image_bytes):
+    """Return what packs the arrays of a BottleneckWeights, which are specs.
+
+    On the way it can write so many bytes of a result.
+    """
     each, (w1, _, _, *tables) = config.packed_bytes(case), weights._arrays()
     dtype = dtype_of_tables(w1.dtype, tables)
     launch = kernels.prepare(
         "block_sparse/bottleneck/fused_bottleneck",
         "pack_bottleneck",
         (*config.pack_template(case), cpp_name(dtype, "weights.scale1")),
-        (-(-each // 4096), config.cluster),
+        with_background((-(-each // 4096), config.cluster), image_bytes),
         256,
-        10,
-        (case.channels, case.channels_mid),
+        12,
+        (case.channels, case.channels_mid, image_bytes),
     )
-    return Pack(launch, each * config.cluster, 3, 6, dtype)
+    return Pack(launch, each * config.cluster, 3, 6, dtype, background=True)
 
 
 FUSED_BOTTLENECK = Operator(

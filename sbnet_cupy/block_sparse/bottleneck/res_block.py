@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from ...core.arrays import array_function, empty, same_memory
 from ...core.checks import check_array, check_result, check_written
-from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
 from ...core.operator import Operator, Plan
 from ...core.packed import PackedPlan
@@ -14,6 +13,7 @@ from ...core.spec import spec_of
 from ...dense.conv2d import check_precision
 from .. import native
 from ..active_grid import check_active_grid
+from ..background import background_of_pack, fill_background, is_aligned
 from ..block_params import BlockParams, calc_block_params_res_block
 from ..checks import (
     arrays_of_list,
@@ -185,7 +185,7 @@ def _infer(specs, options):
 
 def _plan(specs, options):
     """Check all arguments; return the plan of the call, which holds those of its operations."""
-    x, *weights, w_project, bin_counts, active_block_indices, _, out = specs
+    x, *weights, w_project, bin_counts, active_block_indices, base, out = specs
     result, block_params, strides = _resolve(specs, options)
     _, _, precision, method, in_place = options
     rows, weights = active_block_indices.shape[0], BottleneckWeights(*weights)
@@ -195,24 +195,29 @@ def _plan(specs, options):
         bsize = cut_blocks(block_params.bsize_out, x.shape[1:3])
         inner = (x, *specs[1:10], bin_counts, active_block_indices, out)
         unit = Unit(weights, bsize, rows, precision)
-        return _plan_fused(plan_fused_bottleneck(inner, result, unit))
+        background = is_aligned(base or x, out)
+        return _plan_fused(plan_fused_bottleneck(inner, result, unit, background))
     fixed = {"block_params": block_params, "strides": strides, "precision": precision}
-    base = (13, 0) if w_project is None else (13,)  # x itself is projected
-    return Plan((result,), functools.partial(_gathered, **fixed), base=base)
+    below = (13, 0) if w_project is None else (13,)  # x itself is projected
+    return Plan((result,), functools.partial(_gathered, **fixed), base=below)
 
 
 def _plan_fused(plan):
     """Return the plan of the layer from that of :func:`fused_bottleneck`."""
+    if not isinstance(plan, PackedPlan):
+
+        def run_on_cpu(x, *arrays):
+            *weights, _, bin_counts, active_block_indices, base, out = arrays
+            fill_background(x if base is None else base, out)
+            plan.run(x, *weights, bin_counts, active_block_indices, out)
+
+        return Plan(plan.results, run_on_cpu, base=(13, 0))
 
     def run(x, *arrays):
         *weights, _, bin_counts, active_block_indices, base, out = arrays
-        below = x if base is None else base
-        if not same_memory(out, below):
-            copy_image(below, out)
-        plan.run(x, *weights, bin_counts, active_block_indices, out)
+        below = background_of_pack(plan, weights[0], x if base is None else base, out)
+        plan.run(x, *weights, bin_counts, active_block_indices, out, below=below)
 
-    if not isinstance(plan, PackedPlan):
-        return Plan(plan.results, run, base=(13, 0))
     # of the layer: x, packed weights, bin_counts, active_block_indices, out
     return replace(plan, run=run, operands=(0, 15, 11, 12, 14), base=(13, 0))
 

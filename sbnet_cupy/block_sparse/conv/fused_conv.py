@@ -183,14 +183,18 @@ def _plan(specs, options):
     return plan_fused_conv(specs, *_resolve(specs, options))
 
 
-def plan_fused_conv(specs, result, convolution):
-    """Return the plan of a checked call. What it runs takes a PackedWeights, too, in place of w."""
+def plan_fused_conv(specs, result, convolution, background=False):
+    """Return the plan of a checked call. What it runs takes a PackedWeights, too, in place of w.
+
+    ``background`` has weights packed by a kernel that can write what lies below the result.
+    """
     x, w, _, active_block_indices, scale, bias, residual, out = specs
     if not result.size:
         return Plan((result,), _nothing_convolved)
     if x.on_gpu:
         rows, weights = active_block_indices.shape[0], (w, scale, bias)
-        return _plan_cuda(x, weights, rows, residual, out or result, result, convolution)
+        outs = out or result, result, background
+        return _plan_cuda(x, weights, rows, residual, outs, convolution)
     stack = _plan_stack(x, convolution)
     return Plan((result,), functools.partial(_fused_conv_numpy, stack=stack))
 
@@ -330,9 +334,9 @@ def _case(x, problem, device, vectors_in=False, vectors_out=False):
     )
 
 
-def _plan_cuda(x, weights, rows, residual, out, result, convolution):
+def _plan_cuda(x, weights, rows, residual, outs, convolution):
     """Prepare one launch over the rows of the list; see fused_conv.cu."""
-    problem, bsize, expected = convolution
+    (out, result, background), (problem, bsize, expected) = outs, convolution
     require_kernel(x, problem, bsize, expected)
 
     def whole_vectors(channels, *specs):
@@ -359,11 +363,15 @@ def _plan_cuda(x, weights, rows, residual, out, result, convolution):
         persistent=True,
         dependent=True,
     )
-    pack = prepare_pack(case, config, problem.w_format, weights)
+    image_bytes = result.nbytes if background else 0
+    pack = prepare_pack(case, config, problem.w_format, weights, image_bytes)
     how = (*config.pack_template(case), config.chunks, problem.w_format)
 
-    def run(x, w, bin_counts, active_block_indices, scale, bias, residual, out):
-        packed = w.packed(how, pack) if isinstance(w, PackedWeights) else pack(w, scale, bias)
+    def run(x, w, bin_counts, active_block_indices, scale, bias, residual, out, below=None):
+        if isinstance(w, PackedWeights):
+            packed = w.packed(how, pack)
+        else:
+            packed = pack(w, scale, bias, background=below)
         launch(x, packed, residual, bin_counts, active_block_indices, out)
 
     return PackedPlan(
@@ -376,6 +384,7 @@ def _plan_cuda(x, weights, rows, residual, out, result, convolution):
         pack=pack,
         how=how,
         weights=(1, 4, 5),
+        background=background,
     )
 
 

@@ -6,7 +6,6 @@ import numpy as np
 
 from ...core.arrays import array_function, empty, same_memory
 from ...core.checks import check_array, check_result, check_written
-from ...core.copy_image import copy_image
 from ...core.graph_memory import memory_of_graphs
 from ...core.operator import Operator, Plan
 from ...core.packed import PackedPlan
@@ -14,6 +13,7 @@ from ...core.spec import spec_of
 from ...dense.conv2d import plan_conv2d, resolve_problem
 from ...dense.packed_weights import PackedWeights, arrays_of_weights, check_weights
 from ..active_grid import check_active_grid
+from ..background import background_of_pack, fill_background, is_aligned
 from ..block_params import BlockParams, calc_block_params
 from ..checks import (
     arrays_of_list,
@@ -208,25 +208,32 @@ def _infer(specs, options):
 
 def _plan(specs, options):
     """Check all arguments; return the plan of the call, which holds those of its operations."""
-    x, w, bin_counts, active_block_indices, scale, bias, _, out = specs
+    x, w, bin_counts, active_block_indices, scale, bias, base, out = specs
     result, problem, block_params = _resolve(specs, options)
     rows, method = active_block_indices.shape[0], options[-1]
     if goes_fused(method, x.on_gpu, (x, problem, block_params.bsize_out, rows)):
         bsize = cut_blocks(block_params.bsize_out, problem.out_size)
         inner = (x, w, bin_counts, active_block_indices, scale, bias, None, out)
-        return _plan_fused(plan_fused_conv(inner, result, Convolution(problem, bsize, rows)))
+        convolution = Convolution(problem, bsize, rows)
+        return _plan_fused(plan_fused_conv(inner, result, convolution, is_aligned(base, out)))
     return _plan_gathered(x, rows, out or result, result, problem, block_params)
 
 
 def _plan_fused(plan):
     """Return the plan of the layer from that of :func:`fused_conv`."""
+    if not isinstance(plan, PackedPlan):
+
+        def run_on_cpu(x, *arrays):
+            *given, base, out = arrays
+            fill_background(base, out)
+            plan.run(x, *given, None, out)
+
+        return Plan(plan.results, run_on_cpu, base=(6,))
 
     def run(x, w, bin_counts, active_block_indices, scale, bias, base, out):
-        fill_background(base, out)
-        plan.run(x, w, bin_counts, active_block_indices, scale, bias, None, out)
+        below = background_of_pack(plan, w, base, out)
+        plan.run(x, w, bin_counts, active_block_indices, scale, bias, None, out, below)
 
-    if not isinstance(plan, PackedPlan):
-        return Plan(plan.results, run, base=(6,))
     operands = (*plan.operands[:2], None, *plan.operands[3:])  # no residual
     return replace(plan, run=run, operands=operands, base=(6,))
 
@@ -263,14 +270,6 @@ def _plan_gathered(x, rows, out, result, problem, block_params):
             run(x, *arrays)
 
     return Plan((result,), run_on_gpu, base=(6,))
-
-
-def fill_background(base, out):
-    """Write the base to ``out``, or zeros; nothing where they are the same memory."""
-    if base is None:
-        out.fill(0)
-    elif base is not out and not same_memory(out, base):
-        copy_image(base, out)
 
 
 def goes_fused(method, on_gpu, kernel_for):

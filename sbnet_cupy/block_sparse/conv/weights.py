@@ -5,10 +5,14 @@ import math
 from ...core import launch as kernels
 from ...core.compile import cpp_name
 from ...core.packed import Pack, dtype_of_tables
+from ..background import with_background
 
 
-def prepare_pack(case, plan, w_format, weights):
-    """Return what packs w, scale and bias, which are specs; see pack_weights in fused_conv.cu."""
+def prepare_pack(case, plan, w_format, weights, image_bytes):
+    """Return what packs w, scale and bias, which are specs; see pack_weights in fused_conv.cu.
+
+    On the way it can write so many bytes of a result.
+    """
     w, *tables = weights
     dtype = dtype_of_tables(w.dtype, tables)
     slices = plan.slices(case)
@@ -22,9 +26,12 @@ def prepare_pack(case, plan, w_format, weights):
         "block_sparse/conv/fused_conv",
         "pack_weights",
         (*plan.pack_template(case), cpp_name(dtype, "bias")),
-        (-(-units // 256), slices),
+        with_background((-(-units // 256), slices), image_bytes),
         256,
-        4,
-        (slices, plan.chunks, case.channels, case.channels_out, *map(steps.get, "HWIO")),
-    )
-    return Pack(launch, plan.packed_bytes(case), 1, 2, dtype)
+        6,
+        (
+            slices, plan.chunks, case.channels, case.channels_out, *map(steps.get, "HWIO"),
+            image_bytes,
+        ),
+    )  # fmt: skip
+    return Pack(launch, plan.packed_bytes(case), 1, 2, dtype, background=True)
