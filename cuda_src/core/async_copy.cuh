@@ -230,6 +230,13 @@ DEVICE void overlap_launches() {
     dependent_launch();
 }
 
+// The same where nothing that is read before a dependent_wait was written by the kernels ahead if `settled`: begin, and let
+// the one after begin, while they still run. What may be written by them is not even then settled for the one after.
+DEVICE void begin_launch(bool settled) {
+    if (!settled) dependent_wait();
+    dependent_launch();
+}
+
 // The same pointer, in a way that keeps loads through it behind a wait: from memory that a kernel only reads the
 // compiler loads as early as it likes.
 template <typename T>

@@ -26,7 +26,14 @@ struct Cluster {
 #endif
     }
 
-    // sync() in two halves, of which the first only says that this block is there.
+    // sync() in two halves: the first says that this thread has loaded, and stored, what it will.
+    static DEVICE void leave() {
+#if DEVICE_ARCHITECTURE >= 900
+        if constexpr (COUNT > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+    }
+
+    // The same, of which the first only says that this block is there.
     static DEVICE void arrive() {
 #if DEVICE_ARCHITECTURE >= 900
         if constexpr (COUNT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

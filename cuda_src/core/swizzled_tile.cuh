@@ -92,8 +92,24 @@ struct TileWgmma {
     static_assert(MT * WM * 64 == BM && NT * WN * 8 == BN && NT % 4 == 0, "warps share the tile evenly");
 
     static DEVICE int group() { return threadIdx.x / 128; }
+    static DEVICE int group_in_warp() { return WM * WN == 1 ? 0 : __shfl_sync(0xffffffffu, group(), 0); }
     static DEVICE int row(int m) { return (group() % WM * MT + m) * 64 + threadIdx.x / 32 % 4 * 16; }
     static DEVICE int column() { return group() / WM * (NT * 8); }
+
+    // Where this group's parts of A and B lie, as multiply_at takes it: addresses in 16 bytes, the same in all lanes.
+    static DEVICE u32 left(u32 a) { return (a + group_in_warp() % WM * (MT * 64 * TILE_ROW)) >> 4; }
+    static DEVICE u32 right(u32 b) { return (b + group_in_warp() / WM * (NT * 8 * TILE_ROW)) >> 4; }
+    static DEVICE void multiply_at(float (&acc)[MT][NT][4], u32 left, u32 right) {
+        const u64 rest = swizzled_descriptor(0);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+                Wgmma<T, NT * 8>::shared(&acc[m][0][0], rest + left + m * (64 * TILE_ROW / 16) + step * 2,
+                                         rest + right + step * 2);
+        wgmma_commit();
+    }
 
     // Begins the product; wgmma_wait ends it.
     static DEVICE void multiply(float (&acc)[MT][NT][4], const u8* a, const u8* b) {

@@ -101,8 +101,37 @@ struct Result {
     int k0, K;
     using Sums = const float (&)[ChannelOrder<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
 
+    // The residuals of a thread's part of a tile, loaded before the sums are there: where they are so FEW.
+    template <class Product>
+    struct Loaded {
+        static constexpr int VECTORS = Product::NT / ChannelOrder<T>::GROUPS, ALL = Product::MT * 2 * VECTORS;
+        static constexpr bool FEW = ALL <= 8;
+        uint4 add_to[FEW ? Product::MT : 1][2][FEW ? VECTORS : 1];
+    };
+    template <class Product>
+    DEVICE void load(Loaded<Product>& to) const {
+        constexpr int COUNT = ChannelOrder<T>::COUNT, GROUPS = ChannelOrder<T>::GROUPS, VECTORS = Loaded<Product>::VECTORS;
+#pragma unroll
+        for (int m = 0; m < Product::MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int pixel = rows.pixel(Product::row(m) + threadIdx.x % 32 / 4 + 8 * half);
+#pragma unroll
+                for (int v = 0; v < VECTORS; ++v) {
+                    const int column = Product::column() + v * GROUPS * 8 + threadIdx.x % 4 * COUNT;
+                    to.add_to[m][half][v] = residual_at<true>(residual, static_cast<i64>(pixel) * K + k0 + column,
+                                                              pixel >= 0 && k0 + column < K);
+                }
+            }
+    }
+
     template <int ACTIVATION, bool VECTOR, class Product, int MT, int NT>
     DEVICE void store(const float (&acc)[MT][NT][4]) const {
+        store<ACTIVATION, VECTOR, false, Product>(acc, Loaded<Product>());
+    }
+    // With residuals that are LOADED.
+    template <int ACTIVATION, bool VECTOR, bool LOADED, class Product, int MT, int NT>
+    DEVICE void store(const float (&acc)[MT][NT][4], const Loaded<Product>& loaded) const {
         constexpr int VECTORS = NT / ChannelOrder<T>::GROUPS;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
@@ -114,7 +143,10 @@ struct Result {
                 const i64 at = static_cast<i64>(pixel) * K + k0;
                 uint4 add_to[VECTORS];  // all are loaded before the first is used
                 for_each_vector<Product, T>(acc[m], m, half, [&](int v, int, int column, Sums) {
-                    add_to[v] = residual_at<VECTOR>(residual, at + column, pixel >= 0 && k0 + column < K);
+                    if constexpr (LOADED)
+                        add_to[v] = loaded.add_to[m][half][v];
+                    else
+                        add_to[v] = residual_at<VECTOR>(residual, at + column, pixel >= 0 && k0 + column < K);
                 });
                 for_each_vector<Product, T>(acc[m], m, half, [&](int v, int, int column, Sums sums) {
                     if (pixel >= 0)

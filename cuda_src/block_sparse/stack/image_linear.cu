@@ -18,14 +18,14 @@ __global__ void __launch_bounds__(128)
     const i64 number = static_cast<i64>(blockIdx.x) * 4 + threadIdx.x / 32, n = divide(number, O), o = number - n * O;
     const bool real = n < N;
     const T* const row = w + (real ? o : 0) * C + lane * V;
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     Elements<T, Vector> weights[AHEAD];
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
         weights[a].vector = zero<Vector>();
         if ((lane + a * 32) * V < C) weights[a].vector = *reinterpret_cast<const Vector*>(row + a * 32 * V);
     }
-    if (settled) overlap_launches();
+    if (settled) dependent_wait();
     if (!real) return;
     const T* const values = loaded_later(x) + n * C + lane * V;
     float sum = 0.0f;

@@ -32,9 +32,9 @@ __global__ void __launch_bounds__(256)
                  i64 M, i64 N, i64 pixels, i64 C, i64 settled) {
     using Vector = typename Bytes<V * sizeof(T)>::type;
     const i64 vectors = C / V, of_row = pixels * vectors;
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     const i64 all = clamp(*bin_counts, 0, M) * of_row;
-    if (settled) overlap_launches();
+    if (settled) dependent_wait();
     x = loaded_later(x), residual = loaded_later(residual), scale = loaded_later(scale), shift = loaded_later(shift);
     for (i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; i < all; i += static_cast<i64>(gridDim.x) * 256) {
         Elements<T, Vector> values(*reinterpret_cast<const Vector*>(x + i * V)), result;

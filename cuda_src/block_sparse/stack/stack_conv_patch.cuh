@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
         barrier_init(shared.copiers, PATCH_COPIERS);
         barrier_init_fence();
     }
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M));
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     __syncthreads();
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
 
     bool waited = !settled;
     const auto wait = [&] {  // before x, the residual, and the memory of y
-        if (!waited) overlap_launches();
+        if (!waited) dependent_wait();
         waited = true;
     };
 

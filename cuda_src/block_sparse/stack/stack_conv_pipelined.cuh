@@ -11,7 +11,64 @@
 #include "block_sparse/stack/stack_pipeline.cuh"
 #include "core/cluster.cuh"
 
-constexpr int COPIERS = 128;  // threads that copy
+constexpr int COPIERS = 128;  // threads that copy: each warp a chunk of its own
+
+// How a warp copies chunks: of every fourth row one vector a lane.
+template <bool POINTWISE, bool VECTOR, bool CACHED, int BM, typename T>
+struct WarpCopier {
+    static constexpr int PASS = 4, LANES = 16 / sizeof(T), UNROLLED = 16;  // passes
+    const T* __restrict__ x;
+    const int* offsets;  // of the lane's rows, at the first tap
+    const Order& order;
+    int unit, C, units;  // its unit of each chunk; channels; units of a pixel as offsets count them
+    int row, last;       // its first row's pixel of the stack y; the last of all
+    int even, odd;       // where its vectors of even and odd passes go in a stage
+    int tap, group;      // of the next chunk
+
+    DEVICE WarpCopier(const T* x, const int* all_offsets, const Order& order, const Problem& g, int p0, int pixels, int chunk)
+        : x(x), offsets(all_offsets + threadIdx.x % 32 / 8 * (BM / PASS)), order(order), unit(threadIdx.x % 8), C(g.C),
+          units(units_of_pixel<T, VECTOR>(g)), row(p0 + threadIdx.x % 32 / 8), last(pixels - 1),
+          even(swizzled(threadIdx.x % 32 / 8, unit)), odd(swizzled(threadIdx.x % 32 / 8 + PASS, unit)),
+          tap(chunk % order.taps), group(chunk / order.taps) {}
+
+    // Begin to copy chunk number `chunk`, which comes `step` before the next.
+    DEVICE void copy(u8* stage, int chunk, int step) {
+        if (group < order.groups) {
+            vectors<false>(stage, tap, (group * 8 + unit) * LANES);
+        } else {
+            int its_tap, its_unit;
+            order.of_rest(chunk, unit, its_tap, its_unit);
+            vectors<true>(stage, its_tap < order.taps ? its_tap : -1, its_unit * LANES);
+        }
+        for (tap += step; tap >= order.taps; ++group) tap -= order.taps;
+    }
+
+private:
+    // Channels c and up, at a tap; if PARTLY, tap is -1 past the end of K. Rows past the last pixel are any.
+    template <bool PARTLY>
+    DEVICE void vectors(u8* stage, int its_tap, int c) const {
+        const bool real = !PARTLY || (its_tap >= 0 && c < C);
+        const int* const its = POINTWISE ? nullptr : offsets + (real ? its_tap : 0) * BM;
+#pragma unroll 1
+        for (int begin = 0; begin < BM / PASS; begin += UNROLLED) {
+#pragma unroll
+            for (int pass = 0; pass < UNROLLED; pass += 4) {
+                int mine[4];
+                if constexpr (POINTWISE) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) mine[e] = min(row + (begin + pass + e) * PASS, last) * units;
+                } else {
+                    const int4 four = *reinterpret_cast<const int4*>(its + begin + pass);
+                    mine[0] = four.x, mine[1] = four.y, mine[2] = four.z, mine[3] = four.w;
+                }
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    copy_channels<VECTOR, CACHED>(stage + (e % 2 ? odd - PASS * TILE_ROW : even) + (begin + pass + e) * (PASS * TILE_ROW),
+                                                  x, PARTLY && !real ? -1 : mine[e], c, C);
+            }
+        }
+    }
+};
 
 // Shared memory, from a multiple of 1024 bytes on.
 template <int BM, int BN, int STAGES, int RESULTS, int PITCH>
@@ -62,7 +119,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     const int rank = blockIdx.x % SPLIT, first = order.first(rank, SPLIT), count = order.first(rank + 1, SPLIT) - first;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(shared.full + s, COPIERS + 1);
+            barrier_init(shared.full + s, 32 + 1);
             barrier_init(shared.empty + s, MULTIPLIERS / 32);
         }
         for (int s = 0; s < RESULTS; ++s) {
@@ -79,7 +136,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             prefetch_bulk(packed + tables_bytes(g.K) + (static_cast<i64>(panel) * order.chunks + first) * PANEL_CHUNK,
                           count * PANEL_CHUNK);
     }
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     __syncthreads();
@@ -87,44 +144,49 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
 
     bool waited = !settled;
     const auto wait = [&] {  // before x, the residual, and the memory of y
-        if (!waited) overlap_launches();
+        if (!waited) dependent_wait();
         waited = true;
     };
 
-    if (threadIdx.x >= MULTIPLIERS) {
+    // The same in all lanes, so that what follows from it may be in uniform registers.
+    if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) >= MULTIPLIERS / 32) {
         give_registers<SHIFTED ? 96 : 0>();
-        constexpr int PASS = COPIERS / 8;  // rows that are copied at once, a multiple of 8
-        using Copier = ChunkCopier<POINTWISE, VECTOR_IN, CACHED, BM, PASS, T>;
+        // With fewer stages than warps a warp could be two rounds of the ring ahead, which no barrier tells from none.
+        constexpr int WARPS = STAGES < COPIERS / 32 ? STAGES : COPIERS / 32;
+        using Copier = WarpCopier<POINTWISE, VECTOR_IN, CACHED, BM, T>;
         const int thread = threadIdx.x - MULTIPLIERS;
-        u8* const to = shared.ring + swizzled(thread / 8, thread % 8);  // in the first stage; the same place in every pass
+        int next = __shfl_sync(0xffffffffu, thread / 32, 0);  // the warp's next chunk, from the tile's first on
         const Finder finder(table, g);
         Meeting all(shared.copiers);
         Stage<STAGES> stage;
+        for (int i = 0; i < next; ++i) stage.advance();
+        if (next >= WARPS) next = 1 << 30;  // never
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
         for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
             const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
             const int here = min(PANELS, panels - k0 / PANEL);  // panels of weights
             const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
-            const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + static_cast<i64>(first) * PANEL_CHUNK;
-            const auto copy_weights = [&](int slot) {
+            const u8* const weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + static_cast<i64>(first) * PANEL_CHUNK;
+            const auto copy_weights = [&](int slot, int i) {
                 u64* const full = shared.full + slot;
                 u8* const at = shared.ring + slot * Memory::STAGE + Memory::A;
                 barrier_expect(full, here * PANEL_CHUNK);
 #pragma unroll
                 for (int j = 0; j < PANELS; ++j)
-                    if (j < here) bulk_copy(at + j * PANEL_CHUNK, weights + j * panel_step, PANEL_CHUNK, full);
-                weights += PANEL_CHUNK;
+                    if (j < here)
+                        bulk_copy(at + j * PANEL_CHUNK, weights + i * PANEL_CHUNK + j * panel_step, PANEL_CHUNK, full);
             };
             const bool is_first = tile == static_cast<int>(blockIdx.x) / SPLIT;
             const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
             if (thread == 0)
 #pragma unroll 1
-                for (int s = 0; s < ahead; ++s) copy_weights(s);
+                for (int s = 0; s < ahead; ++s) copy_weights(s, s);
             if constexpr (!POINTWISE) {
                 if (!is_first) all.sync();  // the last tile's offsets are read
-                finder.find<BM, PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
+                finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
                 all.sync();
             }
+            Copier copier(x, shared.offsets, order, g, p0, pixels, first + next);
             wait();
             if constexpr (RESULTS > 0) {
                 if (residual) {
@@ -142,32 +204,38 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                     result_stage.advance();
                 }
             }
-            Copier copier(x, shared.offsets, order, g, thread, p0, pixels, first);
-            for (int i = 0; i < count; ++i) {
+            for (; next < count; next += WARPS) {
                 barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                if (thread == 0 && i >= ahead) copy_weights(stage.slot);
-                copier.copy(to + stage.slot * Memory::STAGE);
+                if (thread % 32 == 0 && next >= ahead) copy_weights(stage.slot, next);
+                copier.copy(shared.ring + stage.slot * Memory::STAGE, first + next, WARPS);
                 if constexpr (VECTOR_IN) {
                     copies_arrive(shared.full + stage.slot);
                 } else {
                     shared_fence();
                     barrier_arrive(shared.full + stage.slot);
                 }
-                stage.advance();
+                stage.template skip<WARPS>();
             }
+            next -= count;
             if (residual && !PARTIALS && RESULTS == 0)  // it is read at the end
                 Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, pixels, nullptr}, k0, g.K}.template prefetch<BM, BN>(
                     thread + rank * COPIERS, COPIERS * SPLIT);
             if constexpr (CLUSTERED) {  // while the others add up
                 __syncwarp();
                 Sums::sync();
-                Sums::sync();
+                Sums::leave();
+                Sums::wait();
             }
         }
         wait();
     } else {
         take_registers<SHIFTED ? 200 : 0>();
         const int lane = threadIdx.x % 32;
+        u32 left = 0, right = 0;  // the addresses of the first stage, for the warp
+        if constexpr (Product::ASYNC) {
+            left = Product::left(shared_address(shared.ring));
+            right = Product::right(shared_address(shared.ring + Memory::A));
+        }
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
@@ -185,6 +253,13 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             }
             wait();
 
+            const StackRows its_rows{p0, pixels, whole ? nullptr : shared.inside};
+            const Result<T, StackRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K};
+            using Loaded = typename Result<T, StackRows>::template Loaded<Product>;
+            Loaded loaded;
+            constexpr bool EARLY = !PARTIALS && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;
+            if constexpr (EARLY)  // while the pixels come
+                result.load(loaded);
             float acc[MT][NT][4];
             clear(acc);
             int last = 0;
@@ -198,7 +273,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 } else if constexpr (Product::ASYNC) {
                     shared_fence();  // what cp.async wrote, before the tensor cores read it
                 }
-                Product::multiply(acc, a, a + Memory::A);
+                if constexpr (Product::ASYNC)
+                    Product::multiply_at(acc, left + stage.slot * (Memory::STAGE / 16), right + stage.slot * (Memory::STAGE / 16));
+                else
+                    Product::multiply(acc, a, a + Memory::A);
                 if constexpr (Product::ASYNC) {
                     wgmma_wait<1>();
                     if (i > 0 && lane == 0) barrier_arrive(shared.empty + last);
@@ -215,8 +293,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             }
             all.sync();  // scale, bias and inside are there
 
-            const StackRows its_rows{p0, pixels, whole ? nullptr : shared.inside};
-            const Result<T, StackRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K};
             if constexpr (PARTIALS) {
                 result.template store_partials<Product>(acc, partials, rank, SPLIT, across * BN);
             } else if constexpr (RESULTS > 0) {
@@ -227,7 +303,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 if (residual && lane == 0) barrier_arrive(shared.result_empty + result_stage.slot);
                 result_stage.advance();
             } else if constexpr (SPLIT == 1) {
-                result.template store<ACTIVATION, VECTOR_OUT, Product>(acc);
+                result.template store<ACTIVATION, VECTOR_OUT, EARLY, Product>(acc, loaded);
             } else {
                 float* const sums = reinterpret_cast<float*>(shared.ring);
                 result.template store_sums<Product, PITCH>(acc, sums);
@@ -240,24 +316,28 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                     if (p >= pixels || k0 + column >= g.K) continue;
                     const i64 at = static_cast<i64>(p) * g.K + k0 + column;
                     const uint4 add_to = residual_at<VECTOR_OUT>(residual, at, true);
+                    float4 part[LANES / 4][SPLIT];  // all are under way before the first is used
+#pragma unroll
+                    for (int q = 0; q < SPLIT; ++q)
+#pragma unroll
+                        for (int e = 0; e < LANES / 4; ++e)
+                            part[e][q] = Sums::load(reinterpret_cast<const float4*>(sums + row * PITCH + column) + e, q);
                     float total[LANES];
 #pragma unroll
-                    for (int e = 0; e < LANES; e += 4) {
-                        float4 part[SPLIT];
-#pragma unroll
-                        for (int q = 0; q < SPLIT; ++q)
-                            part[q] = Sums::load(reinterpret_cast<const float4*>(sums + row * PITCH + column + e), q);
+                    for (int e = 0; e < LANES / 4; ++e) {
+                        float4 sum = part[e][0];
 #pragma unroll
                         for (int q = 1; q < SPLIT; ++q)
-                            part[0].x += part[q].x, part[0].y += part[q].y, part[0].z += part[q].z, part[0].w += part[q].w;
-                        total[e] = part[0].x, total[e + 1] = part[0].y, total[e + 2] = part[0].z, total[e + 3] = part[0].w;
+                            sum.x += part[e][q].x, sum.y += part[e][q].y, sum.z += part[e][q].z, sum.w += part[e][q].w;
+                        total[4 * e] = sum.x, total[4 * e + 1] = sum.y, total[4 * e + 2] = sum.z, total[4 * e + 3] = sum.w;
                     }
                     finish<T, ACTIVATION, VECTOR_OUT>(total, shared.scale + column, shared.bias + column, add_to, residual,
                                                       y, at, g.K - k0 - column, whole || shared.inside[row]);
                 }
-                shared_fence();  // the ring is filled again
                 __syncwarp();
-                Sums::sync();
+                Sums::leave();
+                if (tile + step < tiles) shared_fence();  // the ring is filled again
+                Sums::wait();
             }
             if (tile + step < tiles) all.sync();  // scale, bias and inside may be overwritten
         }

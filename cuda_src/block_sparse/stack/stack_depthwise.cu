@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(256)
     float* const tables = weights + taps * WEIGHTS;                                           // scale and bias
     int* const offsets = reinterpret_cast<int*>(tables + 2 * SLICE);  // [at_once][region]: pixels of x, -1 for zeros
 
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M));
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     const Finder finder(table, g);
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(256)
             tables[i] = its && c < g.C ? its[c] : i < SLICE ? 1.0f : 0.0f;
         }
     }
-    if (settled) overlap_launches();
+    if (settled) dependent_wait();
     x = loaded_later(x), residual = loaded_later(residual);
     if (clear_rows)
         clear_rest<COPY == 16>(y, static_cast<i64>(rows) * g.ph * g.pw * g.C, M * g.ph * g.pw * g.C);

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
     const int BH = narrow(bh), BW = narrow(bw), columns_of_grid = narrow(GW), pixels = BH * BW;
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, slices = ceil_div(narrow(width), LANES);
     const i64 places = GH * GW, channels = width * COUNT;
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     bool waited = !settled;
     const int rows = narrow(clamp(*bin_counts, 0, M));
 
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
             for (int e = 0; e < EACH; ++e)
                 if (its[e].row >= 0) listed[at++] = its[e];
             __syncthreads();
-            if (!waited) overlap_launches();
+            if (!waited) dependent_wait();
             waited = true;
             const V* const stack = loaded_later(x);
 
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
                 sums[i] = combine<MODE>(sums[i], sums[i + half * LANES * COUNT]);
             __syncthreads();
         }
-        if (!waited) overlap_launches();
+        if (!waited) dependent_wait();
         waited = true;
         for (int i = threadIdx.x; i < LANES * COUNT; i += POOL_THREADS) {
             const i64 c = static_cast<i64>(v - lane) * COUNT + i;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
         }
         __syncthreads();  // before the sums are written again
     }
-    if (!waited) overlap_launches();
+    if (!waited) dependent_wait();
 }
 
 // Put the parts of each image together, in their order.

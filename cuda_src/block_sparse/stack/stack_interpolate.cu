@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 3)
                       double step_h, double step_w, double before, double after, i64 settled, i64 clear_rows) {
     constexpr int COUNT = Elements<T, V>::COUNT, SIDE = LINEAR ? 2 : 1;
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     bool waited = !settled;
     const int rows = narrow(clamp(*bin_counts, 0, M));
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 3)
                 const int hi = h / g.bh, wi = w / g.bw, row = table.row(to.block.n, hi, wi);
                 from[r][s] = row < 0 ? -1 : (static_cast<i64>(row) * g.bh + h - hi * g.bh) * g.bw + w - wi * g.bw;
             }
-        if (!waited) overlap_launches();
+        if (!waited) dependent_wait();
         waited = true;
         const V* const stack = loaded_later(x);
         Elements<T, V> values[SIDE][SIDE], result(zero<V>());
@@ -84,6 +84,6 @@ __global__ void __launch_bounds__(POOL_THREADS, 3)
         }
         y[i0 + threadIdx.x] = result.vector;
     }
-    if (!waited) overlap_launches();
+    if (!waited) dependent_wait();
     if (clear_rows) clear_rest<false>(y, all, M * g.ph * g.pw * g.width);
 }

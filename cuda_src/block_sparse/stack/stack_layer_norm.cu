@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(128)
     constexpr int AT_ONCE = 128 / LANES;
     const int lane = threadIdx.x % LANES;
     const float size = static_cast<float>(C), least = static_cast<float>(eps);
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     const i64 all = clamp(*bin_counts, 0, M) * pixels;
     Elements<T, Vector> factors[EACH], sums[EACH];
 #pragma unroll
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(128)
         if (scale && c < C) factors[a].vector = *reinterpret_cast<const Vector*>(scale + c);
         if (shift && c < C) sums[a].vector = *reinterpret_cast<const Vector*>(shift + c);
     }
-    if (settled) overlap_launches();
+    if (settled) dependent_wait();
     x = loaded_later(x);
     for (i64 first = static_cast<i64>(blockIdx.x) * AT_ONCE; first < all; first += static_cast<i64>(gridDim.x) * AT_ONCE) {
         const i64 pixel = first + threadIdx.x / LANES;  // all threads of a warp go on to the end

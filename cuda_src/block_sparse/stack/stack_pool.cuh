@@ -71,10 +71,10 @@ DEVICE void pool_windows(const V* __restrict__ x, const int* __restrict__ bin_co
                          bool settled, bool clear_rows, Window window) {
     constexpr int ROWS = R ? R : 1, TAPS = S ? S : 4;  // whose pixels are loaded together
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     bool waited = !settled;
     const auto wait = [&] {  // before x, and the memory of y
-        if (!waited) overlap_launches();
+        if (!waited) dependent_wait();
         waited = true;
     };
     const int rows = narrow(clamp(*bin_counts, 0, M));

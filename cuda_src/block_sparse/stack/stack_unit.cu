@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
         barrier_init(shared.ready, UNIT_MULTIPLIERS);
         barrier_init_fence();
     }
-    if (!settled) overlap_launches();
+    begin_launch(settled);
     if (threadIdx.x == 0) {  // packed, a panel of 64 columns is one piece
         const u8* const from[3] = {packed1 + tables_bytes(WIDTH), packed2 + tables_bytes(BOTTLENECK ? WIDTH : width_out),
                                    BOTTLENECK ? packed3 + tables_bytes(width_out) : nullptr};
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
                 if (first + thread < Tile::X_ROWS) offsets[first + thread] = finder.x_pixel(tile, first + thread);
             barrier_arrive(shared.found + round % 2);
             barrier_wait(shared.found + round % 2, round / 2 % 2);
-            if (!waited) overlap_launches();
+            if (!waited) dependent_wait();
             waited = true;
             const u8* from = reinterpret_cast<const u8*>(x) + unit * 16;
             for (int c = 0; c < x_chunks; ++c, from += TILE_ROW) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
                 next.advance();
             }
         }
-        if (!waited) overlap_launches();
+        if (!waited) dependent_wait();
     } else {  // ------------------------------------------------------------------------------ products
         const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be one for a warp
         const int lane = threadIdx.x % 32, thread = threadIdx.x % 128, half_unit = lane / 16;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
         for (int i = threadIdx.x; i < 2 * WIDTH; i += UNIT_MULTIPLIERS) shared.tables[i] = tables[0][i], scale2[i] = tables[1][i];
         if constexpr (BOTTLENECK)
             for (int i = threadIdx.x; i < 2 * width_out; i += UNIT_MULTIPLIERS) scale3[i] = tables[2][i];
-        if (settled) overlap_launches();
+        if (settled) dependent_wait();
         barrier_arrive(shared.ready);
 
         const UnitWeights weights(ring);
