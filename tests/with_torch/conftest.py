@@ -14,7 +14,14 @@ OTHERS = {4: "hardswish", 5: "relu6", 6: "hardsigmoid", 7: "sigmoid"}
 @pytest.fixture
 def asked(torch, st, monkeypatch):
     """Serve CPU tensors by the core's operations; return the names of what was asked for."""
-    from sbnet_cupy.torch.network import cuda, cuda_affine, cuda_ends, cuda_pool, cuda_resize
+    from sbnet_cupy.torch.network import (
+        cuda,
+        cuda_affine,
+        cuda_ends,
+        cuda_pool,
+        cuda_resize,
+        onednn,
+    )
 
     names = []
 
@@ -105,11 +112,14 @@ def asked(torch, st, monkeypatch):
 
         return launch
 
-    def prepare_linear(dtype, images, channels, channels_out):
+    def prepare_linear(dtype, images, channels, channels_out, activation):
+        name = ACTIVATIONS[activation] if activation < 4 else OTHERS[activation]
+
         def launch(x, weight, bias, out):
             names.append("image linear")
             assert tuple(x.shape[:2]) == (images, channels) and x.dtype == dtype
             y = torch.nn.functional.linear(x.flatten(1), weight.flatten(1), bias)
+            y = y if name is None else getattr(torch.nn.functional, name)(y)
             out.copy_(y.view(images, channels_out, *x.shape[2:]))
 
         return launch
@@ -222,13 +232,17 @@ def asked(torch, st, monkeypatch):
     def pack(weight, bias, _, kept="_stack_packed"):
         if not isinstance(weight, torch.Tensor):
             return weight.tensor().contiguous(), bias
-        setattr(weight, kept, (bias, (weight, bias)))
-        return weight, bias
+        scale = getattr(weight, "scale", None)
+        packed = weight if scale is None else weight * scale.view(-1, 1, 1, 1)
+        setattr(weight, kept, (bias, (packed, bias)))
+        return packed, bias
 
     def no_gradient(x):
         return not (torch.is_grad_enabled() and x.requires_grad)
 
     monkeypatch.setattr(cuda, "serves", no_gradient)
+    monkeypatch.setattr(cuda, "multiplies", lambda dtype: True)
+    monkeypatch.setattr(onednn, "_MULTIPLIES", False)  # as on a GPU
     monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
     monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
     monkeypatch.setattr(cuda, "_packed", pack)

@@ -1,11 +1,12 @@
 // image_linear.cu: a product of the channels of each image with a matrix, for few images, as in squeeze and excitation.
-//   y[n, o] = sum over c of x[n, c] * w[o, c] + bias[o]
+//   y[n, o] = activation(sum over c of x[n, c] * w[o, c] + bias[o])
 // Python: sbnet_cupy/block_sparse/stack/image_linear.py, which launches it
 // A warp computes one output of one image. Lane l multiplies the vectors l, l + 32, ... of V channels, in float and in
 // their order; the lanes' sums are added by a tree.
 #include "core/async_copy.cuh"
+#include "dense/activation.cuh"
 
-template <typename T, int V>
+template <typename T, int V, int ACTIVATION>
 __global__ void __launch_bounds__(128)
     image_linear(const T* __restrict__ x,     // [N, C]
                  const T* __restrict__ w,     // [O, C]
@@ -45,6 +46,6 @@ __global__ void __launch_bounds__(128)
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane == 0) {
         if (bias) sum += to_compute<float>(bias[o]);
-        y[number] = from_compute<T>(sum);
+        y[number] = from_compute<T>(activate<ACTIVATION>(sum));
     }
 }

@@ -20,13 +20,14 @@ _WARPS = 4  # of a thread block, as in image_linear.cu
 
 
 class ImageLinear(NamedTuple):
-    """The sizes of ``x @ w.T + bias``."""
+    """The sizes of ``activation(x @ w.T + bias)``."""
 
     element: str  # C++ type: Half, BFloat16 or float
     element_bytes: int
     images: int
     channels: int
     channels_out: int
+    activation: int = 0  # as in activation.cuh
     alignment: int = 16  # bytes of which the addresses of x and w are multiples
 
     vector = channel_vectors.elements  # channels that a thread loads at once
@@ -37,7 +38,7 @@ def prepare_image_linear(linear, settled=False):
     return kernels.prepare(
         "block_sparse/stack/image_linear",
         "image_linear",
-        (linear.element, linear.vector),
+        (linear.element, linear.vector, linear.activation),
         -(-linear.images * linear.channels_out // _WARPS),
         32 * _WARPS,
         4,

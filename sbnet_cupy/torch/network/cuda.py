@@ -53,6 +53,11 @@ def convolves(dtype):
     return dtype in _ELEMENTS and (dtype != torch.float32 or torch.backends.cudnn.allow_tf32)
 
 
+def multiplies(dtype):
+    """Whether kernels multiply stacks of a dtype by matrices: not float32, unlike convolutions."""
+    return dtype in (torch.float16, torch.bfloat16)
+
+
 def records(*tensors):
     """Whether gradients of any of them are recorded; some may be None."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -253,7 +258,9 @@ def _packed(weight, bias, pack, kept="_stack_packed"):
         from cupy import cuda
 
         with cuda.using_allocator(allocate):
-            packed = pack(view(weight), None, None if bias is None else view(bias.float()))
+            scale = getattr(weight, "scale", None)
+            tables = [None if t is None else view(t.float()) for t in (scale, bias)]
+            packed = pack(view(weight.contiguous()), *tables)
         found = (bias, packed)
         if getattr(weight, "is_kept", False):
             if not torch.cuda.is_current_stream_capturing():

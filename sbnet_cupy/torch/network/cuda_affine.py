@@ -63,9 +63,9 @@ def _prepare(dtype, scale_dtype, rows, images, block, channels, per_image, activ
     return prepare_stack_affine(sizes, settled)
 
 
-def image_linear(x, weight, bias, out):
-    """Write ``x @ weight.T + bias`` to ``out``; channels are the second dimension."""
-    facts = x.dtype, *x.shape[:2], weight.shape[0]
+def image_linear(x, weight, bias, activation, out):
+    """Write ``activation(x @ weight.T + bias)`` to ``out``; channels are the second dimension."""
+    facts = x.dtype, *x.shape[:2], weight.shape[0], cuda._CODES[activation]
     with cuda._at_home(x) as device:
         key = (device, facts)
         if key not in _PLANS:
@@ -74,12 +74,12 @@ def image_linear(x, weight, bias, out):
         _PLANS[key](*(None if g is None else cuda._At(g) for g in given))
 
 
-def _prepare_linear(dtype, images, channels, channels_out):
+def _prepare_linear(dtype, images, channels, channels_out, activation):
     from ...block_sparse.stack.image_linear import ImageLinear, prepare_image_linear
 
     sizes = ImageLinear(
         element=cuda._ELEMENTS[dtype], element_bytes=dtype.itemsize, images=images,
-        channels=channels, channels_out=channels_out,
+        channels=channels, channels_out=channels_out, activation=activation,
         alignment=math.gcd(16, channels * dtype.itemsize),
     )  # fmt: skip
     return prepare_image_linear(sizes, settled=True)

@@ -5,10 +5,10 @@ import math
 import torch
 from torch.nn import functional as F
 
-from . import cuda_affine, cuda_norm, gradients, onednn
+from . import cuda, cuda_affine, cuda_norm, gradients, onednn
 from . import tensor as T
 from .handlers import handles
-from .plans import LinearPlan, NormPlan, TrainedNorm, normalized
+from .plans import LinearPlan, MatrixPlan, NormPlan, TrainedNorm, normalized
 from .pointwise import pointwise, step
 from .windows import is_image
 
@@ -163,11 +163,34 @@ def linear(func, input, weight, bias=None):
         trace.linear(func.__name__, weight, input)
     value = T.value_of(input)
     table, block, size, hw, reach = T.facts(input)
-    if table.weights is None or not onednn.multiplies(value, weight, bias, table.weights):
+    made = None
+    if table.weights is not None:
+        if onednn.multiplies(value, weight, bias, table.weights):
+            made = LinearPlan
+        elif _by_kernel(value, weight, bias, table) and hw == (1, 2):
+            made = MatrixPlan
+    if made is None:
         return _on_stack(input, F.linear, weight, bias)
     row, shape = None if trace is None else trace.row, (*T.shape(input)[:-1], weight.shape[0])
-    plan = LinearPlan(value, T.facts(input), weight, bias, shape, row)
+    plan = made(value, T.facts(input), weight, bias, shape, row)
     return T.postpone(table, plan, block, size, reach, hw=hw)
+
+
+def _by_kernel(x, weight, bias, table):
+    """Whether the kernel of convolutions multiplies a stack ``[M, h, w, C]`` by a matrix."""
+    given = [t for t in (weight, bias) if t is not None]
+    return (
+        x.dim() == 4
+        and x.numel() > 0
+        and cuda.serves(x)
+        and cuda.multiplies(x.dtype)
+        and not table.whole
+        and table.weights.keeps
+        and all(type(t) is torch.nn.Parameter and t.dtype == x.dtype for t in given)
+        and tuple(weight.shape[1:]) == tuple(x.shape[3:])
+        and not cuda.records(*given)
+        and not torch.is_autocast_enabled(x.device.type)
+    )
 
 
 @handles("matmul", "__matmul__")

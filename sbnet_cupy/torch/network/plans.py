@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from .._dispatch_state import saved_tensor_hooks
-from . import cuda_affine, cuda_resize, gradients, onednn, ops, units
+from . import cuda, cuda_affine, cuda_resize, gradients, onednn, ops, units
 from .epilogue import finish
 from .weights import fold
 
@@ -237,6 +237,51 @@ class LinearPlan(Plan):
             table.tape.keep((packed,))
         args = self.source, packed, self.bias, self.residual, self.activation
         return table.compute(onednn.linear, *args)
+
+
+class MatrixPlan(LinearPlan):
+    """A product of the channels, and what follows it, by the kernel of a 1x1 convolution.
+
+    The channels are the last dimension, of the result too until they are ``moved`` to the second.
+    """
+
+    moved, scale = False, None
+
+    def takes_scale(self, scale):
+        """Whether a product with such a tensor may become part of it: one value a channel, kept."""
+        if not isinstance(scale, torch.nn.Parameter):  # others may change before it is computed
+            return False
+        channels, count = self.weight.shape[0], scale.dim()
+        along = (channels, 1, 1) if self.moved else (channels,)
+        return (
+            self.scale is self.residual is self.activation is None
+            and count <= 4
+            and tuple(scale.shape) == (1,) * (count - len(along)) + along
+            and scale.dtype == self.dtype
+            and scale.device == self.device
+        )
+
+    def as_image(self):
+        """Return the plan with its channels moved to the second dimension."""
+        residual = None if self.residual is None else self.residual.permute(0, 3, 1, 2)
+        return self.then(moved=True, residual=residual, shape=(0, self.weight.shape[0], 0, 0))
+
+    def _run(self):
+        table, block, size, _, _ = self.facts
+        given = self.weight, self.bias, self.scale
+        weight, bias = made = table.weights.matrix(*given)
+        if table.tape is not None and table.tape.holds(given):
+            table.tape.keep(made)
+        x, residual = self.source.permute(0, 3, 1, 2), self.residual
+        if residual is not None and not self.moved:
+            residual = residual.permute(0, 3, 1, 2)
+        one = (1, 1), (0, 0, 0, 0), (1, 1), 1
+        y = cuda.conv(x, table, block, size, weight, bias, *one, residual, self.activation)
+        if y is None:
+            y = F.linear(self.source, self.weight, self.bias).permute(0, 3, 1, 2)
+            y = y if self.scale is None else y * self.scale.view(-1, 1, 1)
+            y = finish(y, residual, self.activation)
+        return y if self.moved else y.permute(0, 2, 3, 1)
 
 
 class TransposedPlan(Plan):

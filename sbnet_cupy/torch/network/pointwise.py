@@ -7,7 +7,7 @@ from . import cuda_affine
 from . import tensor as T
 from .handlers import HANDLERS, handles
 from .image_values import plainly
-from .plans import ScalePlan
+from .plans import MatrixPlan, ScalePlan
 
 _ACTIVATIONS = {
     "relu": "relu", "relu_": "relu", "relu6": "relu6", "silu": "silu", "gelu": "gelu",
@@ -196,6 +196,9 @@ def multiply(func, *args, **kwargs):
         return pointwise(func, *args, **kwargs)
     a, b = map(plainly, args)
     x, scale = (a, b) if isinstance(a, T.StackTensor) else (b, a)
+    plan = T.plan_of(x)
+    if isinstance(plan, MatrixPlan) and not kwargs and plan.takes_scale(scale):
+        return step(x, plan.then(scale=scale), False, (torch.mul, scale))
     if kwargs or not _is_of_channels(scale, x):
         return pointwise(func, a, b, **kwargs)
     value, (table, block, size, _, reach) = T.value_of(x), T.facts(x)

@@ -8,7 +8,7 @@ from . import cuda_resize
 from . import tensor as T
 from .handlers import handles
 from .norms import own_dims
-from .plans import TransposedPlan
+from .plans import MatrixPlan, TransposedPlan
 from .pointwise import conform
 from .windows import is_image, two
 
@@ -121,6 +121,11 @@ def permute(func, input, *order):
     hw = tuple(order.index(i) for i in T.facts(input)[3])
     if hw[0] > hw[1]:
         return NotImplemented
+    plan = T.plan_of(input)
+    if isinstance(plan, MatrixPlan) and not plan.moved and order == (0, 3, 1, 2):
+        table, block, size, _, reach = T.facts(input)
+        then = (torch.permute, order)
+        return T.postpone(table, plan.as_image(), block, size, reach, input, then, hw)
     return _moved(input, hw, torch.permute, order)
 
 

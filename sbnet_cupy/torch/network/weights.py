@@ -40,6 +40,16 @@ class Weights:
         """Return the matrix of a linear layer as ``make()`` lays it out."""
         return self._kept(weight, (id(weight), "linear"), (weight,), lambda: (make(),))[0]
 
+    def matrix(self, weight, bias, scale):
+        """Return (weight, bias) of a linear layer as a 1x1 convolution's, with a scale or None.
+
+        The scale of each result is noted on the weight, whose numbers it may be too small for; the
+        bias is multiplied by it, in float32.
+        """
+        tensors = (weight, bias, scale)
+        key = ("matrix", *map(id, tensors))
+        return self._kept(weight, key, tensors, lambda: _matrix(*tensors))
+
     def _kept(self, parameter, key, tensors, make):
         """Return what ``make()`` made of such tensors; the first of its results may be marked."""
         if not self.keeps or not isinstance(parameter, torch.nn.Parameter):
@@ -58,6 +68,15 @@ class Weights:
             found[2][0].is_kept = True  # what is made of it may be kept beside it
             self.kept[key] = found
         return found[2]
+
+
+def _matrix(weight, bias, scale):
+    with torch.no_grad():
+        weight = weight.detach()[:, :, None, None]
+        if scale is not None:
+            weight.scale = _wide(scale).flatten()
+            bias = None if bias is None else _wide(bias) * weight.scale
+        return weight, None if bias is None else bias.detach()
 
 
 def _made(weight, bias, norm, growth):
