@@ -60,6 +60,27 @@ struct Cluster {
         return *shared;
     }
 
+    // The same of a number of 4 or 8 bytes.
+    template <typename V>
+    static DEVICE V load_number(const V* shared, int rank) {
+#if DEVICE_ARCHITECTURE >= 900
+        if constexpr (COUNT > 1) {
+            u32 there;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(rank));
+            if constexpr (sizeof(V) == 8) {
+                u64 bits;
+                asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(bits) : "r"(there) : "memory");
+                return __longlong_as_double(static_cast<long long>(bits));
+            } else {
+                u32 bits;
+                asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(bits) : "r"(there) : "memory");
+                return __uint_as_float(bits);
+            }
+        }
+#endif
+        return *shared;
+    }
+
     // Store to the same place of the shared memory of every block of the cluster.
     template <typename V>
     static DEVICE void store(V* shared, V value) {

@@ -11,61 +11,68 @@
 #include "block_sparse/stack/stack_pipeline.cuh"
 #include "core/cluster.cuh"
 
-constexpr int COPIERS = 128;  // threads that copy: each warp a chunk of its own
+constexpr int COPIERS = 128;  // threads that copy
 
-// How a warp copies chunks: of every fourth row one vector a lane.
+// How a thread copies its part of a tile's chunks, one after another: of every 16th row one vector. What a chunk needs is
+// found before it: threads that copy issue one instruction after another, and all others wait for them.
 template <bool POINTWISE, bool VECTOR, bool CACHED, int BM, typename T>
-struct WarpCopier {
-    static constexpr int PASS = 4, LANES = 16 / sizeof(T), UNROLLED = 16;  // passes
+struct LeanCopier {
+    static constexpr int PASS = COPIERS / 8, PASSES = BM / PASS, LANES = 16 / sizeof(T);
     const T* __restrict__ x;
-    const int* offsets;  // of the lane's rows, at the first tap
     const Order& order;
-    int unit, C, units;  // its unit of each chunk; channels; units of a pixel as offsets count them
-    int row, last;       // its first row's pixel of the stack y; the last of all
-    int even, odd;       // where its vectors of even and odd passes go in a stage
-    int tap, group;      // of the next chunk
+    int C, unit, to;                // channels; the thread's unit of a chunk, and where its first goes in a stage
+    const int *offsets, *its;       // of the thread's rows, at the first tap and the next one
+    int mine[POINTWISE ? PASSES : 1];  // where the thread's rows of x begin, where they are the same for all chunks
+    int chunk, tap, c;              // the next chunk; its tap, and the channel of the thread's vector
 
-    DEVICE WarpCopier(const T* x, const int* all_offsets, const Order& order, const Problem& g, int p0, int pixels, int chunk)
-        : x(x), offsets(all_offsets + threadIdx.x % 32 / 8 * (BM / PASS)), order(order), unit(threadIdx.x % 8), C(g.C),
-          units(units_of_pixel<T, VECTOR>(g)), row(p0 + threadIdx.x % 32 / 8), last(pixels - 1),
-          even(swizzled(threadIdx.x % 32 / 8, unit)), odd(swizzled(threadIdx.x % 32 / 8 + PASS, unit)),
-          tap(chunk % order.taps), group(chunk / order.taps) {}
+    DEVICE LeanCopier(const T* x, const int* all_offsets, const Order& order, const Problem& g, int thread, int p0,
+                      int pixels, int first)
+        : x(x), order(order), C(g.C), unit(thread % 8), to(swizzled(thread / 8, unit)),
+          offsets(all_offsets + thread / 8 * PASSES), its(offsets), chunk(first), tap(0), c(0) {
+        if constexpr (POINTWISE) {
+            const int units = units_of_pixel<T, VECTOR>(g);
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass) mine[pass] = min(p0 + thread / 8 + pass * PASS, pixels - 1) * units;
+            c = (first * 8 + unit) * LANES;
+        } else {
+            const int group = first / order.taps;
+            tap = first - group * order.taps, its += tap * BM, c = (group * 8 + unit) * LANES;
+        }
+    }
 
-    // Begin to copy chunk number `chunk`, which comes `step` before the next.
-    DEVICE void copy(u8* stage, int chunk, int step) {
-        if (group < order.groups) {
-            vectors<false>(stage, tap, (group * 8 + unit) * LANES);
+    // Begin to copy the next chunk. Rows past the last pixel may be any.
+    DEVICE void copy(u8* stage) {
+        if constexpr (POINTWISE) {
+            vectors(stage, mine, c, c < C);
+            c += 8 * LANES;
+        } else if (chunk < order.groups * order.taps) {
+            vectors(stage, its, c, true);
+            its += BM;
+            if (++tap == order.taps) tap = 0, its = offsets, c += 8 * LANES;
         } else {
             int its_tap, its_unit;
             order.of_rest(chunk, unit, its_tap, its_unit);
-            vectors<true>(stage, its_tap < order.taps ? its_tap : -1, its_unit * LANES);
+            const bool real = its_tap < order.taps && its_unit * LANES < C;
+            vectors(stage, offsets + (real ? its_tap : 0) * BM, its_unit * LANES, real);
         }
-        for (tap += step; tap >= order.taps; ++group) tap -= order.taps;
+        ++chunk;
     }
 
 private:
-    // Channels c and up, at a tap; if PARTLY, tap is -1 past the end of K. Rows past the last pixel are any.
-    template <bool PARTLY>
-    DEVICE void vectors(u8* stage, int its_tap, int c) const {
-        const bool real = !PARTLY || (its_tap >= 0 && c < C);
-        const int* const its = POINTWISE ? nullptr : offsets + (real ? its_tap : 0) * BM;
-#pragma unroll 1
-        for (int begin = 0; begin < BM / PASS; begin += UNROLLED) {
+    DEVICE void vectors(u8* stage, const int* from, int channel, bool real) const {
 #pragma unroll
-            for (int pass = 0; pass < UNROLLED; pass += 4) {
-                int mine[4];
-                if constexpr (POINTWISE) {
+        for (int pass = 0; pass < PASSES; pass += 4) {
+            int four[4];
+            if constexpr (POINTWISE) {
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) mine[e] = min(row + (begin + pass + e) * PASS, last) * units;
-                } else {
-                    const int4 four = *reinterpret_cast<const int4*>(its + begin + pass);
-                    mine[0] = four.x, mine[1] = four.y, mine[2] = four.z, mine[3] = four.w;
-                }
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    copy_channels<VECTOR, CACHED>(stage + (e % 2 ? odd - PASS * TILE_ROW : even) + (begin + pass + e) * (PASS * TILE_ROW),
-                                                  x, PARTLY && !real ? -1 : mine[e], c, C);
+                for (int e = 0; e < 4; ++e) four[e] = from[pass + e];
+            } else {
+                const int4 loaded = *reinterpret_cast<const int4*>(from + pass);
+                four[0] = loaded.x, four[1] = loaded.y, four[2] = loaded.z, four[3] = loaded.w;
             }
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                copy_channels<VECTOR, CACHED>(stage + to + (pass + e) * (PASS * TILE_ROW), x, real ? four[e] : -1, channel, C);
         }
     }
 };
@@ -119,7 +126,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     const int rank = blockIdx.x % SPLIT, first = order.first(rank, SPLIT), count = order.first(rank + 1, SPLIT) - first;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(shared.full + s, 32 + 1);
+            barrier_init(shared.full + s, COPIERS + 1);
             barrier_init(shared.empty + s, MULTIPLIERS / 32);
         }
         for (int s = 0; s < RESULTS; ++s) {
@@ -151,16 +158,12 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     // The same in all lanes, so that what follows from it may be in uniform registers.
     if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) >= MULTIPLIERS / 32) {
         give_registers<SHIFTED ? 96 : 0>();
-        // With fewer stages than warps a warp could be two rounds of the ring ahead, which no barrier tells from none.
-        constexpr int WARPS = STAGES < COPIERS / 32 ? STAGES : COPIERS / 32;
-        using Copier = WarpCopier<POINTWISE, VECTOR_IN, CACHED, BM, T>;
-        const int thread = threadIdx.x - MULTIPLIERS;
-        int next = __shfl_sync(0xffffffffu, thread / 32, 0);  // the warp's next chunk, from the tile's first on
+        using Copier = LeanCopier<POINTWISE, VECTOR_IN, CACHED, BM, T>;
+        const int thread = threadIdx.x - MULTIPLIERS, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+        int fresh = STAGES;  // stages that nobody has used
         const Finder finder(table, g);
         Meeting all(shared.copiers);
         Stage<STAGES> stage;
-        for (int i = 0; i < next; ++i) stage.advance();
-        if (next >= WARPS) next = 1 << 30;  // never
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
         for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
             const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
                 all.sync();
             }
-            Copier copier(x, shared.offsets, order, g, p0, pixels, first + next);
+            Copier copier(x, shared.offsets, order, g, thread, p0, pixels, first);
             wait();
             if constexpr (RESULTS > 0) {
                 if (residual) {
@@ -204,19 +207,19 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                     result_stage.advance();
                 }
             }
-            for (; next < count; next += WARPS) {
-                barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                if (thread % 32 == 0 && next >= ahead) copy_weights(stage.slot, next);
-                copier.copy(shared.ring + stage.slot * Memory::STAGE, first + next, WARPS);
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+                if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                if (i >= ahead && i % (COPIERS / 32) == warp && thread % 32 == 0) copy_weights(stage.slot, i);
+                copier.copy(shared.ring + stage.slot * Memory::STAGE);
                 if constexpr (VECTOR_IN) {
                     copies_arrive(shared.full + stage.slot);
                 } else {
                     shared_fence();
                     barrier_arrive(shared.full + stage.slot);
                 }
-                stage.template skip<WARPS>();
+                stage.advance();
             }
-            next -= count;
             if (residual && !PARTIALS && RESULTS == 0)  // it is read at the end
                 Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, pixels, nullptr}, k0, g.K}.template prefetch<BM, BN>(
                     thread + rank * COPIERS, COPIERS * SPLIT);

@@ -4,13 +4,14 @@
 // is in no active block. An image without pixels gives 0.
 // Source: global pooling on images that are 0 outside of the active blocks.
 // Python: sbnet_cupy/block_sparse/stack/stack_global_pool.py; launched by stack_pool_launch.py
-// Launch: a thread block of 256 threads for each image, each of `parts` ranges of its blocks, and each LANES vectors of
-// channels. With several parts, stack_global_pool_parts puts them together.
+// Launch: a thread block of 256 threads for each image, each LANES vectors of channels, and each of `parts` ranges of its
+// blocks. The thread blocks of CLUSTER parts are a cluster and put them together; without clusters, and of more parts,
+// stack_global_pool_parts does so.
 // Why: the blocks of an image are those that the grid has, in its order, whatever the order of the list. A thread block
 // first lists the active ones in shared memory; the threads then take their pixels in turn, so that sums are in an
 // order that the sizes and the mask decide, and are put together by a tree.
 #include "block_sparse/stack/block_table.cuh"
-#include "core/async_copy.cuh"
+#include "core/cluster.cuh"
 
 enum Mode { SUM, MAXIMUM };
 
@@ -58,16 +59,17 @@ DEVICE int before_mine(int mine, int* counts, int& total) {
     return before;
 }
 
-template <typename T, typename V, int LANES, int MODE>
+template <typename T, typename V, int LANES, int MODE, int CLUSTER>
 __global__ void __launch_bounds__(POOL_THREADS, 2)
     stack_global_pool(const V* __restrict__ x,             // [M, bh, bw, width]
                       const int* __restrict__ bin_counts,   // [1]
                       const int* __restrict__ grid,         // [N, GH, GW]
-                      typename ComputeOf<T>::type* __restrict__ sums_of_parts,  // [N, parts, channels]; unless there is 1
+                      typename ComputeOf<T>::type* __restrict__ sums_of_parts,  // [N, parts, channels], or null
                       T* __restrict__ y,                    // [N, channels]
                       i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 parts, double divisor,
                       i64 settled) {
     using C = typename ComputeOf<T>::type;
+    using Parts = Cluster<CLUSTER>;
     constexpr int COUNT = Elements<T, V>::COUNT, GROUPS = POOL_THREADS / LANES, AT_ONCE = 4;
     __shared__ Listed listed[CHUNK];
     __shared__ C sums[GROUPS * LANES * COUNT];
@@ -81,8 +83,8 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
     const int rows = narrow(clamp(*bin_counts, 0, M));
 
     for (i64 item = blockIdx.x; item < N * parts * slices; item += gridDim.x) {
-        const i64 image_part = divide(item, slices), n = divide(image_part, parts), part = image_part - n * parts;
-        const int v = narrow(item - image_part * slices) * LANES + lane;
+        const i64 slice = divide(item, parts), n = divide(slice, slices), part = item - slice * parts;
+        const int v = narrow(slice - n * slices) * LANES + lane;
         const i64 first = divide(places * part, parts), last = divide(places * (part + 1), parts);
         C mine[COUNT];
 #pragma unroll
@@ -156,16 +158,34 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
         }
         if (!waited) dependent_wait();
         waited = true;
-        for (int i = threadIdx.x; i < LANES * COUNT; i += POOL_THREADS) {
+        const auto own = [&](int i) {
+            return MODE == MAXIMUM && zeros ? combine<MODE>(sums[i], static_cast<C>(0)) : sums[i];
+        };
+        if constexpr (CLUSTER > 1) {
+            static_assert(LANES * COUNT <= POOL_THREADS, "a thread has one sum");
+            if (threadIdx.x < LANES * COUNT) sums[threadIdx.x] = own(threadIdx.x);
+            Parts::sync();
+        }
+        for (int i = threadIdx.x; i < LANES * COUNT && (CLUSTER == 1 || part == 0); i += POOL_THREADS) {
             const i64 c = static_cast<i64>(v - lane) * COUNT + i;
             if (c >= channels) break;
-            const C value = MODE == MAXIMUM && zeros ? combine<MODE>(sums[i], static_cast<C>(0)) : sums[i];
-            if (parts > 1)
-                sums_of_parts[image_part * channels + c] = value;
+            C value;
+            if constexpr (CLUSTER > 1) {
+                C each[CLUSTER];
+#pragma unroll
+                for (int q = 0; q < CLUSTER; ++q) each[q] = Parts::load_number(sums + i, q);
+                value = identity<MODE, C>();
+#pragma unroll
+                for (int q = 0; q < CLUSTER; ++q) value = combine<MODE>(value, each[q]);
+            } else {
+                value = own(i);
+            }
+            if (sums_of_parts)
+                sums_of_parts[(n * parts + part) * channels + c] = value;
             else
                 y[n * channels + c] = finished<T, MODE>(value, H * W == 0, divisor);
         }
-        __syncthreads();  // before the sums are written again
+        Parts::sync();  // before the sums are written again
     }
     if (!waited) dependent_wait();
 }

@@ -23,12 +23,6 @@ struct Stage {
     DEVICE void advance() {
         if (++slot == STAGES) slot = 0, phase ^= 1;
     }
-    // By COUNT stages at once.
-    template <int COUNT>
-    DEVICE void skip() {
-        slot += COUNT % STAGES, phase ^= COUNT / STAGES & 1;
-        if (slot >= STAGES) slot -= STAGES, phase ^= 1;
-    }
 };
 
 // Give registers of this group of four warps back, or take more, up to COUNT a thread (a multiple of 8). Where COUNT is 0,

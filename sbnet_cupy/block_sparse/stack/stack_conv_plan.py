@@ -180,7 +180,6 @@ _MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2)
 _SPLITS = (1, 2, 3, 4, 6, 8)
 # Of an H200's 132 multiprocessors: how many clusters of so many thread blocks can use at once.
 _CLUSTERED = {2: 128, 3: 120, 4: 120, 6: 108, 8: 112}
-_COPIERS = 4  # warps that copy, a stage each
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
 
 
@@ -211,7 +210,7 @@ def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
     """Return the plan with the most stages with which so many thread blocks fit, or None."""
     pipelined = clusters = device.bulk_copy
     available = (device.shared_bytes + 1024) // blocks - 1024
-    for stages in range(min(_MOST_STAGES, max(_COPIERS, -(-conv.chunks // split) + 1)), 1, -1):
+    for stages in range(min(_MOST_STAGES, max(2, -(-conv.chunks // split) + 1)), 1, -1):
         plan = StackPlan(
             engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
             not conv.pointwise, results, blocks,

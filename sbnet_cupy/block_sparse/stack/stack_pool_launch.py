@@ -21,6 +21,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import empty
+from ...core.device import current_device
 from ...core.graph_memory import keep_if_capturing
 from . import channel_vectors
 
@@ -31,6 +32,7 @@ _UNROLLED = ((2, 2), (3, 3))  # windows with instances of their own
 MODES = ("sum", "max")  # as in stack_global_pool.cu
 _PART = 2048  # pixels of a part of an image, at least
 _MOST_PARTS = 64
+_CLUSTER = 8  # parts that thread blocks of a cluster can put together
 _ENOUGH = 1024  # thread blocks
 
 
@@ -54,7 +56,12 @@ class StackPool(NamedTuple):
     image_out: tuple[int, int] = (0, 0)  # of a gradient alone
 
     vector, vectors = channel_vectors.vector, channel_vectors.vectors
-    lanes, slices = channel_vectors.lanes, channel_vectors.slices  # of a global pooling
+    slices = channel_vectors.slices  # thread blocks of a global pooling that take a pixel
+
+    @property
+    def lanes(self):
+        """Threads of a global pooling that take a pixel together, a vector each: 32 bytes."""
+        return min(max(32 // self.vector, 1), 8, 1 << max(self.vectors - 1, 0).bit_length())
 
     @property
     def parts(self):
@@ -62,9 +69,9 @@ class StackPool(NamedTuple):
 
         They depend on sizes alone, so that sums have the same bits on every GPU.
         """
-        pixels = math.prod(self.grid) * math.prod(self.block)
-        most = min(_MOST_PARTS, _ENOUGH // max(self.images * self.slices, 1))
-        return max(min(-(-pixels // _PART), most), 1)
+        parts = -(-math.prod(self.grid) * math.prod(self.block) // _PART)
+        most = _MOST_PARTS if parts > 2 * _CLUSTER else _CLUSTER
+        return max(min(parts, most, _ENOUGH // max(self.images * self.slices, 1)), 1)
 
     @property
     def fits(self):
@@ -136,6 +143,16 @@ def _prepare(stem, name, pool, written, pointers, numbers):
     )  # fmt: skip
 
 
+def _in_cluster(pool):
+    """Return how many thread blocks put the parts of an image together, 1 where they do not."""
+    return pool.parts if pool.parts <= _CLUSTER and current_device().bulk_copy else 1
+
+
+def pools_at_once(pool):
+    """Whether a global pooling is one kernel, which takes no memory of its own."""
+    return pool.parts == _in_cluster(pool)
+
+
 def prepare_stack_global_pool(pool, mode, settled=False):
     """Return the launch of a pooling of whole images, or None; ``mode`` is mean, max or sum."""
     if not pool.fits:
@@ -144,10 +161,11 @@ def prepare_stack_global_pool(pool, mode, settled=False):
     if mode == "mean":
         divisor = float(max(math.prod(pool.image), 1))
     how = MODES.index("max" if mode == "max" else "sum")
+    together = _in_cluster(pool)
     run = kernels.prepare(
         "block_sparse/stack/stack_global_pool",
         "stack_global_pool",
-        (pool.element, f"Bytes<{pool.vector}>::type", pool.lanes, how),
+        (pool.element, f"Bytes<{pool.vector}>::type", pool.lanes, how, together),
         pool.images * parts * pool.slices,
         kernels.THREADS,
         5,
@@ -157,14 +175,15 @@ def prepare_stack_global_pool(pool, mode, settled=False):
         ),
         persistent=True,
         dependent=True,
+        cluster=together,
     )  # fmt: skip
-    if parts == 1:
+    if parts == together:
 
         def launch(x, bin_counts, indices, grid, out):
             run(x, bin_counts, grid, None, out)
 
         return launch
-    together = kernels.prepare(
+    add_up = kernels.prepare(
         "block_sparse/stack/stack_global_pool",
         "stack_global_pool_parts",
         (pool.element, how),
@@ -181,6 +200,6 @@ def prepare_stack_global_pool(pool, mode, settled=False):
         partials = empty((pool.images * parts * pool.channels,), wide, x)
         keep_if_capturing(partials)
         run(x, bin_counts, grid, partials, out)
-        together(partials, out)
+        add_up(partials, out)
 
     return launch_both

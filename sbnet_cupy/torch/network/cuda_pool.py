@@ -197,12 +197,12 @@ def _prepare_avg_pool(*facts, settled):
 
 
 def _prepare_global_pool(*facts, settled):
-    from ...block_sparse.stack.stack_pool_launch import prepare_stack_global_pool
+    from ...block_sparse.stack.stack_pool_launch import pools_at_once, prepare_stack_global_pool
 
     *sizes, mode = facts
     pool = _describe(*sizes)
     launch = prepare_stack_global_pool(pool, mode, settled)
-    return launch and (launch, pool.parts == 1)
+    return launch and (launch, pools_at_once(pool))
 
 
 def _prepare_interpolate(*facts, settled):

@@ -1,0 +1,49 @@
+"""The convolutions of a stack on a GPU: with wgmma and clusters."""
+
+import numpy as np
+import pytest
+
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import candidates
+from sbnet_cupy.block_sparse.stack.stack_launch import prepare_stack_conv, prepare_stack_pack
+from sbnet_cupy.block_sparse.stack.stack_patch_plan import patch_candidates
+from sbnet_cupy.core.device import current_device
+from support.stack_on_host import Blocks, ConvCase
+
+CASES = [
+    ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=64, channels_out=128),
+    ConvCase(blocks=Blocks(image=(16, 17), block=(2, 2)), channels=512, channels_out=136),
+    ConvCase("BFloat16", Blocks(image=(13, 11), block=(1, 1)), 256, 64, dilation=(2, 2)),
+    ConvCase(blocks=Blocks(block=(4, 4)), channels=1024, channels_out=64, kernel=(1, 1)),
+    ConvCase(blocks=Blocks(block=(4, 4)), channels=72, channels_out=72, strides=(2, 2)),
+    ConvCase("Half", Blocks(block=(8, 8)), 64, 256, (1, 1), (2, 2), residual=False),
+    ConvCase("float", Blocks(block=(2, 2)), 132, 64, (2, 3)),
+    ConvCase("float", Blocks(block=(4, 4)), 128, 200, (1, 1), activation=0),
+]
+
+
+def is_chosen(plan):
+    """Whether a plan is one of those that differ most: they take seconds to compile."""
+    return (plan.tile, plan.split) in (((64, 64), 1), ((64, 64), 3), ((64, 64), 8), ((128, 128), 1))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plans_are_exact(case, require):
+    """Sums of whole numbers, with pixels outside the image and rows past the count poisoned."""
+    require("gpu")
+    import cupy
+
+    device, rows = current_device(), len(case.blocks.table()[1])
+    conv = case.sizes(rows)
+    plans = [p for p in candidates(conv, device) if p.blocks == 1 and is_chosen(p)]
+    plans += list(patch_candidates(conv, device))[:2]
+    for settled, plan in ((s, p) for p in plans for s in (False, True)):
+
+        def launch(x, w, scale, bias, residual, table, out, settled=settled, plan=plan):
+            given = [None if a is None else cupy.asarray(a) for a in (x, w, scale, bias, residual)]
+            packed = prepare_stack_pack(conv, "HWIO")(*given[1:4])
+            y, lists = cupy.asarray(out), map(cupy.asarray, table)
+            run = prepare_stack_conv(conv, settled, settled, plan)
+            run(given[0], packed, given[4], *lists, y)
+            np.copyto(out, cupy.asnumpy(y))
+
+        case.run(launch, settled)
