@@ -26,6 +26,7 @@ def is_chosen(plan):
     return (plan.tile, plan.split) in (((64, 64), 1), ((64, 64), 3), ((64, 64), 8), ((128, 128), 1))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plans_are_exact(case, require):
     """Sums of whole numbers, with pixels outside the image and rows past the count poisoned."""
