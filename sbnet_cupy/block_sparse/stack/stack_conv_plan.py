@@ -169,6 +169,7 @@ def plan_cost(plan, conv, device):
 # (pixels, output channels), warps or groups of four warps, most thread blocks of a multiprocessor
 _WGMMA_TILES = (
     ((64, 64), (1, 1), 3),
+    ((64, 64), (1, 2), 2),
     ((64, 128), (1, 1), 2),
     ((128, 64), (2, 1), 2),
     ((128, 128), (2, 1), 1),
@@ -180,6 +181,10 @@ _MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2)
 _SPLITS = (1, 2, 3, 4, 6, 8)
 # Of an H200's 132 multiprocessors: how many clusters of so many thread blocks can use at once.
 _CLUSTERED = {2: 128, 3: 120, 4: 120, 6: 108, 8: 112}
+# Cycles of slow activations for a number and group of warps: more warps share them.
+_SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
+# Cycles in which so many thread blocks add up their sums.
+_EXCHANGES = {1: 0, 2: 2790, 3: 2950, 4: 3110, 6: 5200, 8: 6000}
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
 
 
@@ -190,6 +195,8 @@ def candidates(conv, device):
     simple = conv.vectors_in and conv.element != "float"
     for tile, warps, most in tiles:
         if tile[0] * offsets > _MOST_OFFSETS:
+            continue
+        if engine == "TileWgmma" and warps[1] > 1 and conv.activation not in _SLOW:
             continue
         if not simple:  # such copies, and rounding to tf32, take more registers
             most = 2 if sum(tile) == 128 else 1
@@ -240,7 +247,8 @@ def _cost(plan, conv, device):
     first, each = (1760, 0.0839) if plan.results else (1430, 0.0624)
     results = first + pixels * columns * conv.element_bytes * active * each
     results += 0.0597 * pixels * columns / math.prod(plan.warps)
-    exchange = 0 if plan.split == 1 else 2460 + 163 * plan.split
+    results += _SLOW.get(conv.activation, 0) * pixels * columns / math.prod(plan.warps)
+    exchange = _EXCHANGES[plan.split]
     path = rounds * (chunks * chunk + results) + (rounds - 1) * 1.54 * search
     # What the second-level cache, and memory, deliver to all.
     brought = blocks * chunks * sum(plan.tile) * ROW / (34.3 * device.multiprocessors)
