@@ -230,8 +230,8 @@ DEVICE void overlap_launches() {
     dependent_launch();
 }
 
-// The same where nothing that is read before a dependent_wait was written by the kernels ahead if `settled`: begin, and let
-// the one after begin, while they still run. What may be written by them is not even then settled for the one after.
+// The same for a kernel that, if `settled`, calls dependent_wait itself, and before that reads nothing that kernels ahead
+// write which may still run. It lets the one after begin at once, which then may run beside several that are ahead of it.
 DEVICE void begin_launch(bool settled) {
     if (!settled) dependent_wait();
     dependent_launch();

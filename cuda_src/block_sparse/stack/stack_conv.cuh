@@ -244,7 +244,7 @@ private:
 //   ROUND        x is float, rounded to tf32 in shared memory
 //   PARTIALS     thread blocks that share K leave their sums in memory; else they are a cluster and add up
 //   CACHED       pixels come through the L1 cache, since taps read the same ones
-//   settled      the kernel just ahead writes neither the table nor the weights
+//   settled      no kernel ahead that may still run writes the table or the weights
 //   clear_rows   rows of y past the count become 0
 #define STACK_CONV_PARAMETERS                                                                                          \
     const T *__restrict__ x, const u8 *__restrict__ packed, const T *__restrict__ residual,                           \

@@ -63,7 +63,7 @@ struct Windows {
 // Call visit(vector) for each pixel of the image in the window of each vector of y, row by row, and store(vector) what
 // `result` makes of it. Template arguments R and S are the window's, or 0 where it is known when the kernel runs.
 //   Window      what a window's pixels are gathered in: begin(to), visit(V, number of the tap), result(vector of y) -> V
-//   settled     the kernel just ahead writes nothing of the table
+//   settled     no kernel ahead that may still run writes the table
 //   clear_rows  rows of y past the count become 0
 template <int R, int S, typename V, typename Window>
 DEVICE void pool_windows(const V* __restrict__ x, const int* __restrict__ bin_counts, const int* __restrict__ indices,

@@ -36,7 +36,7 @@ class StackAffine(NamedTuple):
 
 
 def prepare_stack_affine(affine, settled=False):
-    """Return the launch; ``settled`` promises that the kernel just ahead does not write the count.
+    """Return the launch; ``settled`` promises that no kernel that still runs writes the count.
 
     It may write all else, but the list of blocks where there are values for each image.
     """

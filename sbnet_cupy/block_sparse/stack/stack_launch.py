@@ -78,8 +78,8 @@ def prepare_stack_pack_strided(conv, steps, source=None):
 def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
     """Return the launch of a convolution on a stack.
 
-    ``settled`` promises that the kernel just ahead on the stream writes neither the table nor the
-    packed weights (one before it may): then they are read while that kernel still runs.
+    ``settled`` promises that a kernel that waited for what wrote the table and the packed weights
+    has been launched since: then they are read while the kernels ahead still run.
 
     Pixels that are no whole vectors of 16 bytes are copied first, with channels of 0 added.
     """

@@ -52,7 +52,7 @@ class StackLayerNorm(NamedTuple):
 def prepare_stack_layer_norm(norm, settled=False):
     """Return the launch, or None.
 
-    ``settled`` promises that the kernel just ahead writes neither the count nor scale and shift.
+    ``settled`` promises that no kernel that still runs writes the count, scale or shift.
     """
     if not norm.fits:
         return None

@@ -10,7 +10,7 @@
     run = prepare_stack_global_pool(pool, "mean")     pool: rows, images, grid, block, image, x
     run(x, bin_counts, active_block_indices, grid, out)                       out: [N, C]
 
-``settled`` promises that the kernel just ahead on the stream does not write the table. Each returns
+``settled`` promises that no kernel that may still run writes the table. Each returns
 None where sizes are too large for the kernels.
 """
 

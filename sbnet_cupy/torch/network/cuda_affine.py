@@ -103,7 +103,7 @@ def layer_norm(x, table, weight, bias, eps):
     out, facts = torch.empty_like(x), (x.dtype, *_sizes_of(x), eps)
     held = all(t is None or isinstance(t, torch.nn.Parameter) for t in (weight, bias))
     with cuda._at_home(x) as device:
-        settled = table.settled and held  # others may be written by the kernel just ahead
+        settled = table.settled and held  # others may be written by a kernel ahead
         key = (device, "layer norm", facts, settled)
         if key not in _PLANS:
             _PLANS[key] = _prepare_layer_norm(*facts, settled)
