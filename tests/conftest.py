@@ -24,7 +24,7 @@ from support.fake_cupy import TORCH_CUDA, FakeCupy
 from support.frameworks import FRAMEWORKS
 from support.torch_cases import DEVICES, on_device
 
-for _profile, _examples in (("few", 8), ("quick", 25), ("exhaustive", 100)):
+for _profile, _examples in (("few", 8), ("quick", 25), ("exhaustive", 60)):
     settings.register_profile(
         _profile, deadline=None, derandomize=True, print_blob=True, max_examples=_examples
     )

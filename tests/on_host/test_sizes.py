@@ -10,10 +10,17 @@ from sbnet_cupy.block_sparse.bottleneck.config import UnitCase, configure_bottle
 from sbnet_cupy.block_sparse.conv.config import Case, configure_conv, halo_plane_bytes
 from sbnet_cupy.block_sparse.gather_scatter import config as copy_config
 from sbnet_cupy.block_sparse.mask import config as mask_config
+from sbnet_cupy.block_sparse.stack import (
+    stack_conv_plan,
+    stack_image_conv2d,
+    stack_norm_launch,
+    stack_patch_plan,
+)
 from sbnet_cupy.block_sparse.stack.stack_unit_plan import unit_plans
 from sbnet_cupy.core.compile import cpp_name
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.core.launch import THREADS
+from sbnet_cupy.submanifold import map_kernels, site_conv_plan, site_order
 from sbnet_cupy.submanifold.site_conv_grad_plan import (
     WeightGradSizes,
     _list_bytes,
@@ -190,3 +197,50 @@ def test_site_weight_grad():
         expected[f"{plan.stages * plan.rows} * ({' + '.join(rows)})"] = ring
     assert len(expected) > 5
     check("submanifold/site_conv_grad", expected)
+
+
+STACK, SITES = "block_sparse/stack", "submanifold"
+CONSTANTS = {
+    f"{STACK}/stack_conv2d": {
+        "PANEL": stack_conv_plan.PANEL,
+        "TILE_ROW": stack_patch_plan.ROW,
+        "CELL": stack_patch_plan._CELL,
+        "PATCH_COPIERS + 32": stack_patch_plan._COPIERS,  # a warp more copies weights
+    },
+    f"{STACK}/stack_image_conv2d": {
+        "STEP": stack_image_conv2d._STEP,
+        "PatchLoader<Half, 8, 128>::PER_UNIT * sizeof(Half)": stack_image_conv2d._UNIT,
+    },
+    f"{STACK}/stack_batch_norm": {"FINISH_CHANNELS": stack_norm_launch._FINISHED},
+    f"{SITES}/site_conv": {
+        "PANEL": site_conv_plan.PANEL,
+        "TILE_ROW": site_conv_plan._ROW,
+        "ROWS_OF_GROUP": site_order.GROUP,
+    },
+    f"{SITES}/coordinate_map": {"THREADS": THREADS, "AXES": map_kernels._MOST_AXES},
+}
+
+
+@pytest.mark.parametrize("stem", CONSTANTS)
+def test_constants(stem):
+    """What plans add up of these and of taps is what the shim allots: sanitizers watch its end."""
+    check(stem, CONSTANTS[stem])
+
+
+def test_stages_of_products():
+    """A stage of the ring, a staged result, and the threads that copy, of both kinds of product."""
+    expected = {}
+    for pixels, columns, stages in ((64, 64, 3), (128, 64, 4), (128, 128, 2), (256, 128, 2)):
+        memory = f"PipelineMemory<{pixels}, {columns}, {stages}, 1, 8>"
+        expected[f"{memory}::STAGE"] = (pixels + columns) * stack_patch_plan.ROW
+        for element, size in (("Half", 2), ("float", 4)):
+            expected[f"Staged<{element}, {columns}>::PITCH"] = columns * size + 64
+    plan = stack_conv_plan.StackPlan(
+        "TileMma", (64, 64), (2, 2), 3, 1, False, True, False, 1, 1
+    )  # fmt: skip
+    expected["COPIERS"] = plan.threads - 4 * 32
+    check(f"{STACK}/stack_conv2d", expected)
+    sites = site_conv_plan.PipelinedPlan((128, 64), (2, 1), 3)
+    stage = sum(sites.tile) * site_conv_plan._ROW
+    check(f"{SITES}/site_conv", {"SiteMemory<128, 64, 3>::STAGE": stage,
+                                 "COPIERS": sites.threads - 2 * 128})  # fmt: skip

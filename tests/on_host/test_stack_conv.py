@@ -193,9 +193,11 @@ def test_channels_that_are_no_whole_vectors_are_padded(element, channels, monkey
     case.run(launch, clear_rows=True)
 
 
-@pytest.mark.parametrize("settled", [False, True])
-@pytest.mark.parametrize("w_format", ["HWIO", "OIHW"])
-@pytest.mark.parametrize("case", DEPTHWISE, ids=str)
+@pytest.mark.parametrize(
+    ("case", "w_format", "settled"),
+    thinned_product(3, DEPTHWISE, ["HWIO", "OIHW"], [False, True]),
+    ids=str,
+)
 def test_depthwise_convolution_of_whole_numbers_is_exact(case, w_format, settled, monkeypatch):
     use_shim(monkeypatch, BLACKWELL)
 

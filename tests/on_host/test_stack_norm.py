@@ -28,7 +28,7 @@ ACTIVATIONS = [None, "relu", "silu", "gelu"]
 TABLES = ["whole", "checked", "corrupt"]
 
 
-@pytest.fixture(params=[84, 1], ids=["large", "tiny"])
+@pytest.fixture(params=[pytest.param(84, marks=pytest.mark.exhaustive), 1], ids=["large", "tiny"])
 def on_shim(request, monkeypatch, require):
     """Send launches to the shim, as on a GPU of many multiprocessors or one."""
     require("g++")

@@ -8,7 +8,7 @@ import pytest
 import sbnet_cupy as sb
 from support.adapter_cases import normal, same
 from support.assertions import assert_close, to_numpy
-from support.exhaustive import thinned_product
+from support.exhaustive import thinned_pairs
 from support.jax_site_cases import BATCH, SHAPE, SPARE, listed, same_sites, tensors
 
 CALLS = {
@@ -21,7 +21,7 @@ CALLS = {
 
 @pytest.mark.parametrize(
     ("activation", "dtype", "name"),
-    thinned_product(3, [None, "silu"], [np.float32, np.float16], CALLS),
+    thinned_pairs(6, [None, "silu"], [np.float32, np.float16], list(CALLS)),
 )
 def test_convolutions_and_their_gradients(sbj, place, jax, name, dtype, activation):
     exact, x = tensors(sbj, place, dtype=dtype)
