@@ -13,19 +13,31 @@
 constexpr int THREADS = 256;  // of a thread block
 enum Kind { GIVEN, READERS, READ };  // the rows themselves; the places that read them; the places that they read
 
-// Candidate number i of rows and a window: row i % n at tap i / n. Whether it is a site; its coordinates, of which
+// How many candidates a row has on each axis: cells of the kernel, or, with no dilation, windows that may read a site.
+struct Candidates {
+    i64 of_axis[AXES];
+};
+#define CANDIDATES_PARAMETERS i64 c0, i64 c1, i64 c2, i64 c3
+#define CANDIDATES {c0, c1, c2, c3}
+
+// Candidate number i of rows and a window: number i / n of row i % n. Whether it is a site; its coordinates, of which
 // those that are no site may lie outside the grid.
 template <typename I, int D, int KIND>
-DEVICE bool candidate(const Rows<I, D>& rows, i64 n, const Window& window, i64 i, i64 (&site)[D + 1]) {
+DEVICE bool candidate(const Rows<I, D>& rows, i64 n, const Window& window, const Candidates& candidates, i64 i,
+                      i64 (&site)[D + 1]) {
     if constexpr (KIND == GIVEN) return rows.load(i, site);
-    i64 tap = divide(i, n);
-    if (!rows.load(i - tap * n, site)) return false;
+    i64 number = divide(i, n);
+    if (!rows.load(i - number * n, site)) return false;
     bool exists = true;
 #pragma unroll
     for (int axis = D - 1; axis >= 0; --axis) {
-        const i64 before = divide(tap, window.kernel[axis]), r = tap - before * window.kernel[axis];
-        tap = before;
-        exists &= window.template place_of<KIND == READERS>(site[axis + 1], r, axis, site[axis + 1]);
+        const i64 before = divide(number, candidates.of_axis[axis]), r = number - before * candidates.of_axis[axis];
+        number = before;
+        i64& place = site[axis + 1];
+        if (KIND == READERS && window.dilation[axis] == 1)
+            exists &= window.reader_number(place, r, axis, place);
+        else
+            exists &= window.template place_of<KIND == READERS>(place, r, axis, place);
     }
     return exists;
 }
@@ -50,17 +62,18 @@ __global__ void __launch_bounds__(THREADS)
                const int* __restrict__ count,     // [1] or null
                u64* __restrict__ words,           // [top + (levels - 1) * level_words][2]
                int* __restrict__ status,          // [1]: 2 is added for duplicates, if they are looked for
-               i64 n, i64 taps, i64 top, i64 level_words, i64 levels, i64 level, i64 look_for_duplicates, GRID_PARAMETERS,
-               WINDOW_PARAMETERS) {
+               i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 level, i64 look_for_duplicates, GRID_PARAMETERS,
+               WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
+    const Candidates candidates{CANDIDATES};
     const SiteTree tree{top, level_words, static_cast<int>(levels)};
     const Rows<I, D> rows{indices, count};
     const int own = static_cast<int>(level);
     const i64 step = static_cast<i64>(gridDim.x) * THREADS;
-    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * taps; i += step) {
+    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * each; i += step) {
         i64 site[D + 1];
-        const bool exists = candidate<I, D, KIND>(rows, n, window, i, site);
+        const bool exists = candidate<I, D, KIND>(rows, n, window, candidates, i, site);
         const i64 key = exists ? grid.key(site) : -1;
         if (key < 0) continue;
         const i64 word = tree.word_at(reinterpret_cast<const uint4*>(words), key, own);
@@ -171,16 +184,17 @@ __global__ void __launch_bounds__(THREADS)
                 int* __restrict__ indices,         // [capacity, 1 + D] or null
                 int* __restrict__ winners,         // [capacity]: the first or last row of each site; or null
                 int* __restrict__ inverse,         // [n] or null
-                i64 n, i64 taps, i64 top, i64 level_words, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
-                WINDOW_PARAMETERS) {
+                i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
+                WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
+    const Candidates candidates{CANDIDATES};
     const SiteTree tree{top, level_words, static_cast<int>(levels)};
     const Rows<I, D> rows{given, count};
     const i64 step = static_cast<i64>(gridDim.x) * THREADS;
-    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * taps; i += step) {
+    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * each; i += step) {
         i64 site[D + 1];
-        const bool exists = candidate<I, D, KIND>(rows, n, window, i, site);
+        const bool exists = candidate<I, D, KIND>(rows, n, window, candidates, i, site);
         const i64 key = exists ? grid.key(site) : -1;
         i64 rank = -1;
         if (key >= 0) rank = SiteTree::number(words[tree.word_at(words, key, tree.levels - 1)], tree.bit_of(key, tree.levels - 1));

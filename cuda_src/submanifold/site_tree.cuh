@@ -57,6 +57,12 @@ struct Window {
         place = divide(from_start, stride[axis]);
         return place * stride[axis] == from_start;
     }
+    // The same with no dilation, counted back from the last window that may read p; whether it does.
+    DEVICE bool reader_number(i64 p, i64 number, int axis, i64& place) const {
+        const i64 from_start = p + padding[axis];
+        place = divide(from_start, stride[axis]) - number;
+        return place >= 0 && from_start - place * stride[axis] < kernel[axis];
+    }
     template <bool READERS>
     DEVICE bool place_of(i64 p, i64 r, int axis, i64& place) const {
         return READERS ? reader_of(p, r, axis, place) : read_by(p, r, axis, place);

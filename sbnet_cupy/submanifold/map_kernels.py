@@ -201,11 +201,12 @@ def _launches(build, place):
     """Prepare the launches that make a tree on the current device."""
     d, shape, given = build.dimensions, build.shape, build.window is None
     window = _NO_WINDOW if given else build.window
-    taps = math.prod(window[0])
+    candidates = _candidates(window, build.readers)
+    each = math.prod(candidates)
     kind = "GIVEN" if given else "READERS" if build.readers else "READ"
-    grid = -(-build.rows * taps // 256)
-    sizes = (build.rows, taps, shape.top, shape.level_words, shape.levels)
-    geometry = _grid_scalars(build.packing) + _window_scalars(window)
+    grid = -(-build.rows * each // 256)
+    sizes = (build.rows, each, shape.top, shape.level_words, shape.levels)
+    geometry = _grid_scalars(build.packing) + _window_scalars(window) + candidates
 
     def prepare(kernel, template, blocks, pointers, scalars, persistent=True):
         return kernels.prepare(
@@ -260,6 +261,13 @@ def _transposer(taps, targets, sources, place):
     """Prepare the launch of transpose_rows on the current device."""
     grid = (-(-targets // 256), taps)
     return kernels.prepare(_MAP_FILE, "transpose_rows", ("int",), grid, 256, 2, (targets, sources))
+
+
+def _candidates(window, readers):
+    """Return how many places of each of four axes kernels try for a row and a window."""
+    axes = zip(*window[:3], strict=True)
+    tried = tuple(-(-k // s) if readers and dilation == 1 else k for k, s, dilation in axes)
+    return tried + (1,) * (_MOST_AXES - len(tried))
 
 
 def most_places(window, readers):
