@@ -47,6 +47,7 @@ template <typename V>
 __global__ void __launch_bounds__(THREADS)
     clear_sites(V* __restrict__ words, int* __restrict__ indices, int* __restrict__ winners, int* __restrict__ status,
                 i64 word_count, i64 index_count, i64 winner_count) {
+    overlap_launches();
     const i64 first = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x, step = static_cast<i64>(gridDim.x) * THREADS;
     for (i64 i = first; i < word_count; i += step) words[i] = zero<V>();
     for (i64 i = first; i < index_count; i += step) indices[i] = -1;
@@ -64,6 +65,7 @@ __global__ void __launch_bounds__(THREADS)
                int* __restrict__ status,          // [1]: 2 is added for duplicates, if they are looked for
                i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 level, i64 look_for_duplicates, GRID_PARAMETERS,
                WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
+    overlap_launches(indices, count);
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
     const Candidates candidates{CANDIDATES};
@@ -112,6 +114,7 @@ __global__ void __launch_bounds__(THREADS)
     count_words(const uint4* __restrict__ words,  // of the level
                 const int* __restrict__ totals, int* __restrict__ sums, i64 level, i64 most) {
     __shared__ int parts[THREADS / 32];
+    overlap_launches(words, totals);
     const i64 words_there = words_of(totals, level, most), first = static_cast<i64>(blockIdx.x) * WORDS;
     int set = 0;
     for (i64 i = first + threadIdx.x; i < first + WORDS && i < words_there; i += THREADS)
@@ -127,6 +130,7 @@ __global__ void __launch_bounds__(THREADS)
                const int* __restrict__ sums, int* __restrict__ totals, i64 level, i64 most) {
     constexpr int PASSES = WORDS / THREADS;
     __shared__ int parts[THREADS / 32];
+    overlap_launches(sums);
     const i64 words_there = words_of(totals, level, most);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int before = 0;  // this thread block
@@ -186,6 +190,7 @@ __global__ void __launch_bounds__(THREADS)
                 int* __restrict__ inverse,         // [n] or null
                 i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
                 WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
+    overlap_launches(given, count, words);
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
     const Candidates candidates{CANDIDATES};

@@ -8,7 +8,7 @@
 // Source: bit masks of OpenVDB's nodes (Museth 2013, ACM Transactions on Graphics 32), ranks by popcounts.
 #pragma once
 
-#include "core/common.cuh"
+#include "core/async_copy.cuh"
 
 constexpr int AXES = 4;  // of a grid, at most
 

@@ -210,8 +210,9 @@ def _launches(build, place):
 
     def prepare(kernel, template, blocks, pointers, scalars, persistent=True):
         return kernels.prepare(
-            _FILE, kernel, template, blocks, 256, pointers, scalars, persistent=persistent
-        )
+            _FILE, kernel, template, blocks, 256, pointers, scalars, persistent=persistent,
+            dependent=True,
+        )  # fmt: skip
 
     listed = build.capacity * (1 + d) if build.listed else 0
     winners = build.capacity if given else 0
@@ -245,7 +246,7 @@ def _finder(targets, dimensions, sources, packing, shape, window, readers, place
     if targets >= _MANY_ROWS and _is_near(packing, window, readers):
         block = block if dimensions < _MOST_AXES else 128
         kernel, template, grid = "find_near_rows", (*template, block), -(-targets // block)
-    return kernels.prepare(_MAP_FILE, kernel, template, grid, block, 5, scalars)
+    return kernels.prepare(_MAP_FILE, kernel, template, grid, block, 5, scalars, dependent=True)
 
 
 def _is_near(packing, window, readers):
