@@ -2,9 +2,9 @@
 //   rank(site) = number of distinct sites whose key is smaller; indices[rank] = site; inverse[i] = rank(row i) or -1
 // Rows may also be candidates: every place that the window of a convolution relates to a site (KIND).
 // Source: see site_tree.cuh.  Python: sbnet_cupy/submanifold/coordinate_map.py; launched by map_kernels.py
-// Launches of 256 threads; each a persistent grid, but for count_words and rank_words, which take WORDS words a thread block:
+// Launches of 256 threads; each a persistent grid, but for rank_words, which takes WORDS words a thread block:
 //   clear_sites                                 zeros, and -1 where no site will be
-//   for each level: mark_sites, count_words, rank_words    bits of its words; how many there are before each
+//   for each level: mark_sites, rank_words    bits of its words; how many there are before each
 //   place_sites                                 which rows belong to a site; the sites
 // Why: a rank in the sorted list needs no sort, only bits and popcounts. All atomics are on integers and commute, so that the
 // results depend on the rows alone.
@@ -108,34 +108,18 @@ DEVICE int sum_of_block(int value, int* parts) {
     return total;
 }
 
-// sums[block] = bits that are set in the block's words.
-template <int WORDS>
-__global__ void __launch_bounds__(THREADS)
-    count_words(const uint4* __restrict__ words,  // of the level
-                const int* __restrict__ totals, int* __restrict__ sums, i64 level, i64 most) {
-    __shared__ int parts[THREADS / 32];
-    overlap_launches(words, totals);
-    const i64 words_there = words_of(totals, level, most), first = static_cast<i64>(blockIdx.x) * WORDS;
-    int set = 0;
-    for (i64 i = first + threadIdx.x; i < first + WORDS && i < words_there; i += THREADS)
-        set += __popcll(SiteTree::bits(words[i]));
-    set = sum_of_block(set, parts);
-    if (threadIdx.x == 0) sums[blockIdx.x] = set;
-}
-
-// words[i].before = bits that are set in the words before; totals[level] = bits in all.
+// words[i].before = bits that are set in the words before; totals[level] = bits in all. A thread block publishes how many
+// bits its words have, with a one above the count, and waits for those before it, which were begun before it.
 template <int WORDS>
 __global__ void __launch_bounds__(THREADS)
     rank_words(uint4* __restrict__ words,  // of the level
-               const int* __restrict__ sums, int* __restrict__ totals, i64 level, i64 most) {
+               u64* __restrict__ sums,    // [gridDim.x], 0 before
+               int* __restrict__ totals, i64 level, i64 most) {
     constexpr int PASSES = WORDS / THREADS;
     __shared__ int parts[THREADS / 32];
-    overlap_launches(sums);
+    overlap_launches();
     const i64 words_there = words_of(totals, level, most);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int before = 0;  // this thread block
-    for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS) before += sums[other];
-    before = sum_of_block(before, parts);
 
     // A warp has 32 neighbouring words in each pass.
     const i64 first = static_cast<i64>(blockIdx.x) * WORDS + warp * (WORDS * 32 / THREADS) + lane;
@@ -145,6 +129,16 @@ __global__ void __launch_bounds__(THREADS)
         const i64 i = first + pass * 32;
         own += set[pass] = i < words_there ? __popcll(SiteTree::bits(words[i])) : 0;
     }
+    const int of_block = sum_of_block(own, parts);
+    if (threadIdx.x == 0) *const_cast<volatile u64*>(sums + blockIdx.x) = 1ull << 32 | static_cast<u32>(of_block);
+    int before = 0;  // this thread block
+    for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS) {
+        u64 published;
+        do published = *const_cast<volatile u64*>(sums + other);
+        while (!(published >> 32));
+        before += static_cast<int>(static_cast<u32>(published));
+    }
+    before = sum_of_block(before, parts);
     own = sum_of_warp(own);
     __syncthreads();
     if (lane == 0) parts[warp] = own;

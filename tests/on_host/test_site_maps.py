@@ -135,6 +135,29 @@ def test_trees_have_no_more_levels_than_they_need(dimensions):
     small = map_kernels.tree_shape(packing_of((8,) * dimensions, 1, dimensions), 10)
     assert small.levels == 1 and small.level_words == 10
     whole = map_kernels.tree_shape(packing_of(None, None, dimensions), 10)
-    assert whole.top <= map_kernels._MOST_TOP
+    few, _ = map_kernels._MOST_TOP
+    assert whole.top <= few
     levels = whole.levels - 1
-    assert whole.top << 6 > map_kernels._MOST_TOP and levels >= 1
+    assert whole.top << 6 > few and levels >= 1
+
+
+def test_many_sites_have_fewer_levels():
+    from sbnet_cupy.submanifold.keys import packing_of
+
+    packing = packing_of((512, 512, 512), 1, 3)  # 2^21 leaves
+    few, many, most = (map_kernels.tree_shape(packing, 1 << n) for n in (18, 21, 40))
+    assert (few.levels, many.levels) == (2, 1) and many.top == 1 << 21
+    assert most.top <= map_kernels._MOST_TOP[1]
+
+
+def test_ranks_go_on_from_thread_block_to_thread_block():
+    """Many thread blocks in one level, which wait for the counts of those before them."""
+    from sbnet_cupy.submanifold.keys import packing_of
+
+    rng = np.random.default_rng(1)
+    shape = (4096, 2048)  # 64 thread blocks of the highest level
+    assert map_kernels._blocks(map_kernels.tree_shape(packing_of(shape, 1, 2), 900)) == 64
+    rows = np.unique(rng.integers(0, 2048, (900, 3)) % (1, 2048, 2048), axis=0) * (1, 2, 1)
+    expected, found = both(lambda: sb.coordinate_map(rows, spatial_shape=shape, batch_size=1))
+    assert_same_sites(found[0], expected[0])
+    assert_same(found[1], expected[1])
