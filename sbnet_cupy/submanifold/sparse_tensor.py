@@ -211,7 +211,7 @@ def features_of_sites(features, reduction, rows, mode):
         return taken.astype(features.dtype, copy=False)  # CuPy makes float32 of bfloat16
     order, site, first, last, starts = reduction
     if mode in ("sum", "mean"):
-        return REDUCE_FEATURES((features, order, site, last, starts[None], None), (mode,))
+        return REDUCE_FEATURES((features, order, site, starts[None], None), (mode,))
     out = xp.zeros((rows + 1, features.shape[1]), features.dtype)
     chosen = last if mode == "last" else first
     out[xp.where(chosen, site, rows)] = features[order]
