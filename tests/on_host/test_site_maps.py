@@ -11,7 +11,6 @@ from sbnet_cupy.submanifold.transposed_rows import TRANSPOSED_ROWS
 from support import site_on_host
 from support.assertions import assert_close, assert_same
 from support.exhaustive import thinned
-from support.site_conv_cases import sb_dtype
 from support.site_map_cases import (
     LISTS,
     MAPS,
@@ -53,51 +52,6 @@ def test_rows_of_one_site(mode, capacity):
         assert_same(found.features, expected.features)
     else:
         assert_close(found.features, expected.features, terms=20, dtype=np.float32)
-
-
-LISTED = [  # rows, sites, channels, dtype
-    (1, 1, 1, "float32"), (700, 1, 3, "float16"), (3000, 40, 5, "bfloat16"),
-    (90, 60, 33, "float64"), (2500, 3000, 2, "float32"), (5000, 5000, 40, "float16"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", LISTED, ids=str)
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_rows_of_a_site_are_added_in_their_order(case, mode):
-    """Bit for bit what a loop over the rows adds up, also of sites with very many."""
-    n, cells, channels, name = case
-    rng = np.random.default_rng(n)
-    rows = np.stack([np.zeros(n, np.int64), rng.integers(-1, cells, n)], 1).astype(np.int32)
-    features = rng.standard_normal((n, channels)).astype(sb_dtype(name))
-    capacity = max(cells * 2 // 3, 1)
-    with site_on_host.by_kernels():
-        found = sb.sparse_tensor(
-            features, rows, spatial_shape=cells, batch_size=1, mode=mode, capacity=capacity
-        )
-        assert "sum_rows" in site_on_host.LAUNCHED
-    wide = np.float64 if name == "float64" else np.float32
-    expected = np.zeros((capacity, channels), wide)
-    there = np.unique(rows[rows[:, 1] >= 0, 1])[:capacity]
-    for s, cell in enumerate(there):
-        listed = features[rows[:, 1] == cell].astype(wide)
-        expected[s] = listed[0]
-        for row in listed[1:]:
-            expected[s] += row
-        if mode == "mean":
-            expected[s] /= wide(len(listed))
-    assert_same(found.features, expected.astype(features.dtype))
-
-
-def test_rows_that_have_no_site_are_in_no_sum():
-    rows = np.array([[0, -1], [0, 9], [3, 0]], np.int32)
-    with site_on_host.by_kernels():
-        found = sb.sparse_tensor(
-            np.full((3, 2), np.nan), rows, spatial_shape=8, batch_size=1, mode="mean", capacity=2
-        )
-        empty = sb.sparse_tensor(
-            np.zeros((0, 2)), rows[:0], spatial_shape=8, batch_size=1, mode="sum", capacity=2
-        )
-    assert found.features.tolist() == empty.features.tolist() == [[0, 0], [0, 0]]
 
 
 def test_bad_rows_are_dropped_and_flagged():
