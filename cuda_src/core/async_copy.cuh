@@ -246,3 +246,10 @@ DEVICE const T* loaded_later(const T* pointer) {
 #endif
     return pointer;
 }
+
+// The same for a kernel that reads these pointers: none of its loads comes before the wait.
+template <typename... T>
+DEVICE void overlap_launches(const T* __restrict__&... pointers) {
+    overlap_launches();
+    ((pointers = loaded_later(pointers)), ...);
+}

@@ -2,9 +2,9 @@
 //   rank(site) = number of distinct sites whose key is smaller; indices[rank] = site; inverse[i] = rank(row i) or -1
 // Rows may also be candidates: every place that the window of a convolution relates to a site (KIND).
 // Source: see site_tree.cuh.  Python: sbnet_cupy/submanifold/coordinate_map.py; launched by map_kernels.py
-// Launches of 256 threads; each a persistent grid, but for count_words and rank_words, which take WORDS words a thread block:
+// Launches of 256 threads; each a persistent grid, but for rank_words, which takes WORDS words a thread block:
 //   clear_sites                                 zeros, and -1 where no site will be
-//   for each level: mark_sites, count_words, rank_words    bits of its words; how many there are before each
+//   for each level: mark_sites, rank_words    bits of its words; how many there are before each
 //   place_sites                                 which rows belong to a site; the sites
 // Why: a rank in the sorted list needs no sort, only bits and popcounts. All atomics are on integers and commute, so that the
 // results depend on the rows alone.
@@ -13,19 +13,31 @@
 constexpr int THREADS = 256;  // of a thread block
 enum Kind { GIVEN, READERS, READ };  // the rows themselves; the places that read them; the places that they read
 
-// Candidate number i of rows and a window: row i % n at tap i / n. Whether it is a site; its coordinates, of which
+// How many candidates a row has on each axis: cells of the kernel, or, with no dilation, windows that may read a site.
+struct Candidates {
+    i64 of_axis[AXES];
+};
+#define CANDIDATES_PARAMETERS i64 c0, i64 c1, i64 c2, i64 c3
+#define CANDIDATES {c0, c1, c2, c3}
+
+// Candidate number i of rows and a window: number i / n of row i % n. Whether it is a site; its coordinates, of which
 // those that are no site may lie outside the grid.
 template <typename I, int D, int KIND>
-DEVICE bool candidate(const Rows<I, D>& rows, i64 n, const Window& window, i64 i, i64 (&site)[D + 1]) {
+DEVICE bool candidate(const Rows<I, D>& rows, i64 n, const Window& window, const Candidates& candidates, i64 i,
+                      i64 (&site)[D + 1]) {
     if constexpr (KIND == GIVEN) return rows.load(i, site);
-    i64 tap = divide(i, n);
-    if (!rows.load(i - tap * n, site)) return false;
+    i64 number = divide(i, n);
+    if (!rows.load(i - number * n, site)) return false;
     bool exists = true;
 #pragma unroll
     for (int axis = D - 1; axis >= 0; --axis) {
-        const i64 before = divide(tap, window.kernel[axis]), r = tap - before * window.kernel[axis];
-        tap = before;
-        exists &= window.template place_of<KIND == READERS>(site[axis + 1], r, axis, site[axis + 1]);
+        const i64 before = divide(number, candidates.of_axis[axis]), r = number - before * candidates.of_axis[axis];
+        number = before;
+        i64& place = site[axis + 1];
+        if (KIND == READERS && window.dilation[axis] == 1)
+            exists &= window.reader_number(place, r, axis, place);
+        else
+            exists &= window.template place_of<KIND == READERS>(place, r, axis, place);
     }
     return exists;
 }
@@ -35,6 +47,7 @@ template <typename V>
 __global__ void __launch_bounds__(THREADS)
     clear_sites(V* __restrict__ words, int* __restrict__ indices, int* __restrict__ winners, int* __restrict__ status,
                 i64 word_count, i64 index_count, i64 winner_count) {
+    overlap_launches();
     const i64 first = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x, step = static_cast<i64>(gridDim.x) * THREADS;
     for (i64 i = first; i < word_count; i += step) words[i] = zero<V>();
     for (i64 i = first; i < index_count; i += step) indices[i] = -1;
@@ -50,17 +63,19 @@ __global__ void __launch_bounds__(THREADS)
                const int* __restrict__ count,     // [1] or null
                u64* __restrict__ words,           // [top + (levels - 1) * level_words][2]
                int* __restrict__ status,          // [1]: 2 is added for duplicates, if they are looked for
-               i64 n, i64 taps, i64 top, i64 level_words, i64 levels, i64 level, i64 look_for_duplicates, GRID_PARAMETERS,
-               WINDOW_PARAMETERS) {
+               i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 level, i64 look_for_duplicates, GRID_PARAMETERS,
+               WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
+    overlap_launches(indices, count);
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
+    const Candidates candidates{CANDIDATES};
     const SiteTree tree{top, level_words, static_cast<int>(levels)};
     const Rows<I, D> rows{indices, count};
     const int own = static_cast<int>(level);
     const i64 step = static_cast<i64>(gridDim.x) * THREADS;
-    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * taps; i += step) {
+    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * each; i += step) {
         i64 site[D + 1];
-        const bool exists = candidate<I, D, KIND>(rows, n, window, i, site);
+        const bool exists = candidate<I, D, KIND>(rows, n, window, candidates, i, site);
         const i64 key = exists ? grid.key(site) : -1;
         if (key < 0) continue;
         const i64 word = tree.word_at(reinterpret_cast<const uint4*>(words), key, own);
@@ -93,32 +108,18 @@ DEVICE int sum_of_block(int value, int* parts) {
     return total;
 }
 
-// sums[block] = bits that are set in the block's words.
-template <int WORDS>
-__global__ void __launch_bounds__(THREADS)
-    count_words(const uint4* __restrict__ words,  // of the level
-                const int* __restrict__ totals, int* __restrict__ sums, i64 level, i64 most) {
-    __shared__ int parts[THREADS / 32];
-    const i64 words_there = words_of(totals, level, most), first = static_cast<i64>(blockIdx.x) * WORDS;
-    int set = 0;
-    for (i64 i = first + threadIdx.x; i < first + WORDS && i < words_there; i += THREADS)
-        set += __popcll(SiteTree::bits(words[i]));
-    set = sum_of_block(set, parts);
-    if (threadIdx.x == 0) sums[blockIdx.x] = set;
-}
-
-// words[i].before = bits that are set in the words before; totals[level] = bits in all.
+// words[i].before = bits that are set in the words before; totals[level] = bits in all. A thread block publishes how many
+// bits its words have, with a one above the count, and waits for those before it, which were begun before it.
 template <int WORDS>
 __global__ void __launch_bounds__(THREADS)
     rank_words(uint4* __restrict__ words,  // of the level
-               const int* __restrict__ sums, int* __restrict__ totals, i64 level, i64 most) {
+               u64* __restrict__ sums,    // [gridDim.x], 0 before
+               int* __restrict__ totals, i64 level, i64 most) {
     constexpr int PASSES = WORDS / THREADS;
     __shared__ int parts[THREADS / 32];
+    overlap_launches();
     const i64 words_there = words_of(totals, level, most);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int before = 0;  // this thread block
-    for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS) before += sums[other];
-    before = sum_of_block(before, parts);
 
     // A warp has 32 neighbouring words in each pass.
     const i64 first = static_cast<i64>(blockIdx.x) * WORDS + warp * (WORDS * 32 / THREADS) + lane;
@@ -128,6 +129,16 @@ __global__ void __launch_bounds__(THREADS)
         const i64 i = first + pass * 32;
         own += set[pass] = i < words_there ? __popcll(SiteTree::bits(words[i])) : 0;
     }
+    const int of_block = sum_of_block(own, parts);
+    if (threadIdx.x == 0) *const_cast<volatile u64*>(sums + blockIdx.x) = 1ull << 32 | static_cast<u32>(of_block);
+    int before = 0;  // this thread block
+    for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS) {
+        u64 published;
+        do published = *const_cast<volatile u64*>(sums + other);
+        while (!(published >> 32));
+        before += static_cast<int>(static_cast<u32>(published));
+    }
+    before = sum_of_block(before, parts);
     own = sum_of_warp(own);
     __syncthreads();
     if (lane == 0) parts[warp] = own;
@@ -171,16 +182,18 @@ __global__ void __launch_bounds__(THREADS)
                 int* __restrict__ indices,         // [capacity, 1 + D] or null
                 int* __restrict__ winners,         // [capacity]: the first or last row of each site; or null
                 int* __restrict__ inverse,         // [n] or null
-                i64 n, i64 taps, i64 top, i64 level_words, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
-                WINDOW_PARAMETERS) {
+                i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
+                WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
+    overlap_launches(given, count, words);
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
+    const Candidates candidates{CANDIDATES};
     const SiteTree tree{top, level_words, static_cast<int>(levels)};
     const Rows<I, D> rows{given, count};
     const i64 step = static_cast<i64>(gridDim.x) * THREADS;
-    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * taps; i += step) {
+    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * each; i += step) {
         i64 site[D + 1];
-        const bool exists = candidate<I, D, KIND>(rows, n, window, i, site);
+        const bool exists = candidate<I, D, KIND>(rows, n, window, candidates, i, site);
         const i64 key = exists ? grid.key(site) : -1;
         i64 rank = -1;
         if (key >= 0) rank = SiteTree::number(words[tree.word_at(words, key, tree.levels - 1)], tree.bit_of(key, tree.levels - 1));

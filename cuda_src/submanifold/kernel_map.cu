@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(256, 4)
               const int* __restrict__ order,     // [N]: the row of each site, or null where they are in order
               int* __restrict__ rows,            // [taps, M]
               i64 M, i64 N, i64 top, i64 level_words, i64 levels, GRID_PARAMETERS, WINDOW_PARAMETERS) {
+    overlap_launches(target, count, words, order);
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
     const SiteTree tree{top, level_words, static_cast<int>(levels)};
@@ -57,6 +58,7 @@ __global__ void __launch_bounds__(THREADS)
     find_near_rows(const int* __restrict__ target, const int* __restrict__ count, const uint4* __restrict__ words,
                    const int* __restrict__ order, int* __restrict__ rows,  // as for find_rows
                    i64 M, i64 N, i64 top, i64 level_words, i64 levels, GRID_PARAMETERS, WINDOW_PARAMETERS) {
+    overlap_launches(target, count, words, order);
     constexpr int LEAVES = 1 << D;
     __shared__ uint4 found[LEAVES][THREADS];  // the word of each leaf; a thread reads its own
     const Grid<D> grid{GRID};

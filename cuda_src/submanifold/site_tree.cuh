@@ -8,7 +8,7 @@
 // Source: bit masks of OpenVDB's nodes (Museth 2013, ACM Transactions on Graphics 32), ranks by popcounts.
 #pragma once
 
-#include "core/common.cuh"
+#include "core/async_copy.cuh"
 
 constexpr int AXES = 4;  // of a grid, at most
 
@@ -56,6 +56,12 @@ struct Window {
         if (from_start < 0) return false;
         place = divide(from_start, stride[axis]);
         return place * stride[axis] == from_start;
+    }
+    // The same with no dilation, counted back from the last window that may read p; whether it does.
+    DEVICE bool reader_number(i64 p, i64 number, int axis, i64& place) const {
+        const i64 from_start = p + padding[axis];
+        place = divide(from_start, stride[axis]) - number;
+        return place >= 0 && from_start - place * stride[axis] < kernel[axis];
     }
     template <bool READERS>
     DEVICE bool place_of(i64 p, i64 r, int axis, i64& place) const {

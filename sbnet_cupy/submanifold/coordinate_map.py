@@ -19,6 +19,7 @@ from . import map_kernels
 from .distinct import DUPLICATE, OUTSIDE, ChosenRows, distinct, duplicates_message
 from .keeping_container import KeepingContainer, mark_capture
 from .keys import coordinates_of, leaf_keys, packing_of, raster_keys, sort_keys
+from .row_lists import MOST_SITES, rows_of_sites
 from .site_kernels import by_kernels
 
 MODES = ("unique", "first", "last", "sum", "mean")
@@ -309,7 +310,9 @@ def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capaci
     made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)
     made._kept["tree"] = found.tree
     mark_capture(made._kept, capture_of(indices))
-    if mode in ("sum", "mean"):
+    if mode in ("sum", "mean") and made.capacity < MOST_SITES:
+        reduction = rows_of_sites(found.inverse, found.count, made.capacity)
+    elif mode in ("sum", "mean"):
         reduction = distinct(found.inverse.astype(np.int64), mode, made.capacity)[3]
     else:
         reduction = ChosenRows(found.winners)

@@ -11,7 +11,10 @@ OUTSIDE, DUPLICATE = 1, 2  # bits of a status
 
 
 class Reduction(NamedTuple):
-    """Which rows of a list belong to which site."""
+    """Which rows of a list belong to which site.
+
+    That of kernels has int32 arrays, and no ``first`` and ``last``.
+    """
 
     order: Any  # int64 [n]: rows, those of one site next to each other, in the order of the list
     site: Any  # int64 [n]: the site of each of these, or the capacity if it has none

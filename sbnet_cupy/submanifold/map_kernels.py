@@ -19,8 +19,10 @@ from .keys import Packing
 
 _FILE, _MAP_FILE = "submanifold/coordinate_map", "submanifold/kernel_map"
 _MOST_AXES = 4
-_MOST_TOP = 1 << 18  # words of the highest level, which is cleared and counted as a whole
-_WORDS = 2048  # of a thread block of count_words and rank_words
+# Words of the highest level, which are all cleared and counted: at least so many may be, and for
+# many sites twice as many as sites, up to the second number.
+_MOST_TOP = 1 << 18, 1 << 22
+_WORDS = 2048  # of a thread block of rank_words
 _MOST_ROWS = 2**31 - 2**16
 _MANY_ROWS = 2**16  # of which a thread each keeps a GPU busy
 MOST_LINES = 2**16 - 1  # of a window: thread blocks side by side
@@ -83,8 +85,8 @@ def tree_shape(packing, most):
     for limit, bits, low in zip(*packing, strict=True):
         last = last << (bits - low) | max(limit - 1, 0) >> low
     cell_bits = sum(packing.low_bits)
-    levels = 1
-    while (last << cell_bits) >> (6 * levels) >= _MOST_TOP:
+    levels, most_top = 1, min(max(_MOST_TOP[0], 2 * most), _MOST_TOP[1])
+    while (last << cell_bits) >> (6 * levels) >= most_top:
         levels += 1
     return TreeShape(levels, ((last << cell_bits | 63) >> (6 * levels)) + 1, max(most, 1))
 
@@ -128,18 +130,17 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
                    readers, listed)  # fmt: skip
     launches = _launches(build, place_name(rows))
     with memory_of_graphs(rows):
-        words = empty((2 * shape.words,), np.uint64, rows)
-        sums = empty((-(-max(shape.top, shape.level_words) // _WORDS),), np.int32, rows)
+        words = empty((2 * _cleared(shape),), np.uint64, rows)
         totals = empty((shape.levels,), np.int32, rows)
         status = empty((1,), np.int32, rows)
         indices = empty((capacity, 1 + d), np.int32, rows) if listed else None
         winners = empty((capacity,), np.int32, rows) if given else None
         inverse = empty((n,), np.int32, rows) if listed and given else None
     launches.clear(words, indices, winners, status)
-    for level, (mark, count_words, rank_words) in enumerate(launches.levels):
+    for level, (mark, rank_words) in enumerate(launches.levels):
         start, _ = shape.level(level)
+        sums = words[2 * shape.words + level * _blocks(shape) :]
         mark(rows, count, words, status)
-        count_words(words[2 * start :], totals, sums)
         rank_words(words[2 * start :], sums, totals)
     launches.place(rows, count, words, status, indices, winners, inverse)
     tree = Tree(words, shape, packing, None, capacity)
@@ -175,6 +176,16 @@ def transpose_rows(rows, out):
     _transposer(*rows.shape, out.shape[1], place_name(rows))(rows, out)
 
 
+def _blocks(shape):
+    """Return the most thread blocks that rank the words of a level."""
+    return -(-max(shape.top, shape.level_words) // _WORDS)
+
+
+def _cleared(shape):
+    """Return how many words are cleared: those of a tree, and of each level the blocks' sums."""
+    return shape.words + -(-shape.levels * _blocks(shape) // 2)
+
+
 class _Build(NamedTuple):
     """What the launches that make a tree depend on."""
 
@@ -192,7 +203,7 @@ class _Build(NamedTuple):
 
 class _Launches(NamedTuple):
     clear: Any
-    levels: tuple  # of (mark, count, rank)
+    levels: tuple  # of (mark, rank)
     place: Any
 
 
@@ -201,23 +212,24 @@ def _launches(build, place):
     """Prepare the launches that make a tree on the current device."""
     d, shape, given = build.dimensions, build.shape, build.window is None
     window = _NO_WINDOW if given else build.window
-    taps = math.prod(window[0])
+    candidates = _candidates(window, build.readers)
+    each = math.prod(candidates)
     kind = "GIVEN" if given else "READERS" if build.readers else "READ"
-    grid = -(-build.rows * taps // 256)
-    sizes = (build.rows, taps, shape.top, shape.level_words, shape.levels)
-    geometry = _grid_scalars(build.packing) + _window_scalars(window)
+    grid = -(-build.rows * each // 256)
+    sizes = (build.rows, each, shape.top, shape.level_words, shape.levels)
+    geometry = _grid_scalars(build.packing) + _window_scalars(window) + candidates
 
     def prepare(kernel, template, blocks, pointers, scalars, persistent=True):
         return kernels.prepare(
-            _FILE, kernel, template, blocks, 256, pointers, scalars, persistent=persistent
-        )
+            _FILE, kernel, template, blocks, 256, pointers, scalars, persistent=persistent,
+            dependent=True,
+        )  # fmt: skip
 
     listed = build.capacity * (1 + d) if build.listed else 0
     winners = build.capacity if given else 0
-    largest = max(shape.words, listed, winners)
-    clear = prepare(
-        "clear_sites", ("uint4",), -(-largest // 256), 4, (shape.words, listed, winners)
-    )
+    cleared = _cleared(shape)
+    blocks = -(-max(cleared, listed, winners) // 256)
+    clear = prepare("clear_sites", ("uint4",), blocks, 4, (cleared, listed, winners))
     levels = []
     for level in range(shape.levels):
         most = shape.level(level)[1]
@@ -225,7 +237,6 @@ def _launches(build, place):
         template, blocks = (build.element, d, kind), -(-most // _WORDS)
         levels.append((
             prepare("mark_sites", template, grid, 4, (*sizes, level, twice, *geometry)),
-            prepare("count_words", (_WORDS,), blocks, 3, (level, most), persistent=False),
             prepare("rank_words", (_WORDS,), blocks, 3, (level, most), persistent=False),
         ))  # fmt: skip
     scalars = (*sizes, build.capacity, int(build.mode == "last"), *geometry)
@@ -244,7 +255,7 @@ def _finder(targets, dimensions, sources, packing, shape, window, readers, place
     if targets >= _MANY_ROWS and _is_near(packing, window, readers):
         block = block if dimensions < _MOST_AXES else 128
         kernel, template, grid = "find_near_rows", (*template, block), -(-targets // block)
-    return kernels.prepare(_MAP_FILE, kernel, template, grid, block, 5, scalars)
+    return kernels.prepare(_MAP_FILE, kernel, template, grid, block, 5, scalars, dependent=True)
 
 
 def _is_near(packing, window, readers):
@@ -260,6 +271,13 @@ def _transposer(taps, targets, sources, place):
     """Prepare the launch of transpose_rows on the current device."""
     grid = (-(-targets // 256), taps)
     return kernels.prepare(_MAP_FILE, "transpose_rows", ("int",), grid, 256, 2, (targets, sources))
+
+
+def _candidates(window, readers):
+    """Return how many places of each of four axes kernels try for a row and a window."""
+    axes = zip(*window[:3], strict=True)
+    tried = tuple(-(-k // s) if readers and dilation == 1 else k for k, s, dilation in axes)
+    return tried + (1,) * (_MOST_AXES - len(tried))
 
 
 def most_places(window, readers):

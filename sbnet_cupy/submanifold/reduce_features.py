@@ -1,21 +1,27 @@
-"""reduce_features: the sum or mean of the rows of each site, in the order of the list."""
+"""reduce_features: the sum or mean of the rows of each site, in the order of the list.
+
+Kernel: cuda_src/submanifold/reduce_features.cu, on CuPy arrays of rows that kernels listed.
+"""
 
 import numpy as np
 
+from ..core import launch as kernels
 from ..core.arrays import compute_dtype, is_cupy, namespace
-from ..core.checks import check_array, check_result
+from ..core.checks import check_array, check_contiguous, check_result
+from ..core.compile import cpp_name
 from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Operator, Plan
 from ..dense.conv2d import check_choice
 from .feature_rows import check_rows
+from .site_kernels import by_kernels
 
 
 def _infer(specs, options):
-    features, order, site, last, starts, out = specs
+    features, order, site, starts, out = specs
     check_choice("mode", options[0], ("sum", "mean"))
     check_array("order", order, ndim=1, like=features)
     check_rows(features, starts)
-    for name, spec in (("order", order), ("site", site), ("last", last)):
+    for name, spec in (("order", order), ("site", site)):
         check_array(name, spec, shape=features.shape[:1], like=features)
     result = features.new((starts.shape[1] - 1, features.shape[1]))
     check_result(out, result)
@@ -24,14 +30,17 @@ def _infer(specs, options):
 
 def _plan(specs, options):
     results, (mode,) = _infer(specs, options), options
+    features, *listed, _ = specs
+    if by_kernels(features) and all(spec.dtype == np.int32 for spec in listed) and features.size:
+        return _plan_kernel(features, listed, results, mode)
 
-    def run(features, order, site, last, starts, out):
+    def run(features, order, site, starts, out):
         xp, wide = namespace(features), compute_dtype(features.dtype)
         (starts,) = starts
         with memory_of_graphs(features), np.errstate(all="ignore"):
             listed = features[order].astype(wide, copy=False)
             if is_cupy(features):
-                sums = _sums_on_gpu(listed, site, last, len(out))
+                sums = _sums_on_gpu(listed, site, len(out))
             else:
                 sums = _sums(listed, starts, len(out))
             if mode == "mean":
@@ -41,13 +50,28 @@ def _plan(specs, options):
     return Plan(results, run)
 
 
+def _plan_kernel(features, listed, results, mode):
+    """Return the plan of a call by the kernel."""
+    named = zip(("features", "order", "site", "starts"), (features, *listed), strict=True)
+    for name, spec in named:
+        check_contiguous(name, spec)
+    n, channels = features.shape
+    sites = results[0].shape[0]
+    lanes = min(32, 1 << max(channels - 1, 0).bit_length())
+    launch = kernels.prepare(
+        "submanifold/reduce_features", "sum_rows", (cpp_name(features.dtype, "features"), lanes),
+        -(-sites // 8), 256, 5, (n, sites, channels, int(mode == "mean")),
+    )  # fmt: skip
+    return Plan(results, launch, launch=launch, operands=(0, 1, 2, 3, 4))
+
+
 def _sums(listed, starts, rows):
     """Return the sum of the rows of each site, added in their order; 0 where there is no site."""
     nothing = np.zeros((1, listed.shape[1]), listed.dtype)  # where rows begin that are not there
     return np.add.reduceat(np.concatenate([listed, nothing]), starts, axis=0)[:rows]
 
 
-def _sums_on_gpu(listed, site, last, rows):
+def _sums_on_gpu(listed, site, rows):
     """Return these sums in CuPy: a scan of runs, which adds rows 1, 2, 4... places apart.
 
     The order of the additions depends on the number of rows of a site only. Source: W. D. Hillis,
@@ -60,6 +84,7 @@ def _sums_on_gpu(listed, site, last, rows):
         before = xp.where(same, listed[:-distance], listed.dtype.type(0))
         listed = xp.concatenate([listed[:distance], listed[distance:] + before])
         distance *= 2
+    last = xp.concatenate([site[1:] != site[:-1], xp.ones(min(len(site), 1), bool)])
     out = xp.zeros((rows + 1, listed.shape[1]), listed.dtype)
     out[xp.where(last, site, rows)] = listed
     return out[:rows]
@@ -68,7 +93,7 @@ def _sums_on_gpu(listed, site, last, rows):
 # Of the arrays of a Reduction (see coordinate_map.py); ``starts`` is [1, sites + 1].
 REDUCE_FEATURES = Operator(
     "reduce_features",
-    arrays=("features", "order", "site", "last", "starts", "out"),
+    arrays=("features", "order", "site", "starts", "out"),
     options=("mode",),
     infer=_infer,
     plan=_plan,

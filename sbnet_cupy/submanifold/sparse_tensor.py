@@ -146,6 +146,12 @@ def sparse_tensor(
     >>> x.indices.tolist(), x.features.tolist()
     ([[0, 0, 1], [0, 2, 2]], [[2.0], [2.0]])
     """
+    given = (features, indices, spatial_shape, batch_size, mode, order, capacity)
+    return _put_at_sites(*given)[0]
+
+
+def _put_at_sites(features, indices, spatial_shape, batch_size, mode, order, capacity):
+    """Do what sparse_tensor does; return the row of each row's site, too."""
     check_array("features", features, ndim=2)
     if not is_float(features.dtype):
         raise DTypeError(
@@ -158,9 +164,12 @@ def sparse_tensor(
             f"{len(features)}"
         )
     grid = spatial_shape, batch_size
-    coordinates, _, reduction = reduce_rows(indices, *grid, mode, order, capacity)
+    coordinates, inverse, reduction = reduce_rows(indices, *grid, mode, order, capacity)
     rows = features_of_sites(features, reduction, coordinates.capacity, mode)
-    return SparseTensor(rows, coordinates)
+    return SparseTensor(rows, coordinates), inverse
+
+
+put_at_sites = array_function(_put_at_sites)  # for adapters, which differentiate it
 
 
 def sites_of(value):
@@ -211,7 +220,7 @@ def features_of_sites(features, reduction, rows, mode):
         return taken.astype(features.dtype, copy=False)  # CuPy makes float32 of bfloat16
     order, site, first, last, starts = reduction
     if mode in ("sum", "mean"):
-        return REDUCE_FEATURES((features, order, site, last, starts[None], None), (mode,))
+        return REDUCE_FEATURES((features, order, site, starts[None], None), (mode,))
     out = xp.zeros((rows + 1, features.shape[1]), features.dtype)
     chosen = last if mode == "last" else first
     out[xp.where(chosen, site, rows)] = features[order]

@@ -17,22 +17,25 @@ def eager(name, value):
     return value
 
 
-def differentiable(forward, backward, given):
+def differentiable(forward, backward, given, by_result=False):
     """Return ``forward(**given)``, which is differentiated by ``backward(grad, **given)``.
 
-    ``backward`` returns the gradients of what is given, in its order; None is not given.
+    ``backward`` returns the gradients of what is given, in its order; None is not given. With
+    ``by_result`` it takes the result, too, as ``y``.
     """
     given = {name: eager(name, value) for name, value in given.items() if value is not None}
 
     @tf.custom_gradient
     def compute(*tensors):
         named = dict(zip(given, tensors, strict=True))
+        y = forward(**named)
+        more = {"y": y} if by_result else {}
 
         @tf.custom_gradient
         def differentiate(grad, *_):
-            return backward(grad, **named), _twice
+            return backward(grad, **named, **more), _twice
 
-        return forward(**named), lambda grad: differentiate(grad, *tensors)
+        return y, lambda grad: differentiate(grad, *tensors)
 
     return compute(*given.values())
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 import sbnet_cupy as core
 
 from ..core.documentation import documented_as
-from ..submanifold.sparse_tensor import SparseTensor, check_tensor
+from ..submanifold.sparse_tensor import SparseTensor, check_tensor, put_at_sites
 from ._eager import differentiable, eager
 
 _documented = functools.partial(documented_as, array="tensor")
@@ -47,17 +47,17 @@ def sparse_tensor(
     >>> x.features.numpy().tolist()
     [[2.0, 2.0], [1.0, 1.0]]
     """
-    options = {"spatial_shape": spatial_shape, "batch_size": batch_size, "mode": mode,
-               "order": order, "capacity": capacity}  # fmt: skip
-    indices = eager("indices", indices)
-    sites, inverse = core.coordinate_map(indices, **options)
+    indices, sites = eager("indices", indices), []
 
     @tf.custom_gradient
     def put(features):
-        y = core.sparse_tensor(features, indices, **options)
+        given = (features, indices, spatial_shape, batch_size, mode, order, capacity)
+        y, inverse = put_at_sites(*given)
+        sites.append(y.coordinates)
         return y.features, lambda grad: _spread(grad, inverse, mode)
 
-    return SparseTensor(put(eager("features", features)), sites)
+    features = put(eager("features", features))
+    return SparseTensor(features, sites[-1])
 
 
 @_documented(core.kernel_map)

@@ -40,14 +40,14 @@ def site_conv(
     def convolve(features, w, **more):
         return core.site_conv(features, w, kernel_map, **more, **options)
 
-    def differentiate(grad, features, w, **more):
+    def differentiate(grad, features, w, y, **more):
         found = core.site_conv_grad(
-            grad, features, w, kernel_map, **more, **options, wanted=("features", "w", *more)
+            grad, features, w, kernel_map, **more, **options, wanted=("features", "w", *more), y=y
         )
         return [getattr(found, name) for name in ("features", "w", *more)]
 
     given = {"features": features, "w": w, "bias": bias, "scale": scale, "residual": residual}
-    return differentiable(convolve, differentiate, given)
+    return differentiable(convolve, differentiate, given, by_result=True)
 
 
 @_documented(core.submanifold_conv)

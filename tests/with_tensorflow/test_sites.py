@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import sys
 import weakref
 
 import numpy as np
@@ -260,3 +261,32 @@ def test_no_room_for_any_site(tf, sbt, make):
         y = sbt.sparse_tensor(features, make(listed()[:5]), **GRID, capacity=0).features
     assert y.shape == (0, 2)
     assert_same(tape.gradient(y, features).numpy(), np.zeros((5, 2), np.float32))
+
+
+def test_sites_are_found_once(tf, sbt, monkeypatch):
+    """Also where the features' gradient is recorded."""
+    found = []
+    module = sys.modules["sbnet_cupy.submanifold.sparse_tensor"]
+    reduce_rows = module.reduce_rows
+    monkeypatch.setattr(module, "reduce_rows", lambda *a: found.append(a) or reduce_rows(*a))
+    rows, features = tf.constant([[0, 1], [0, 4], [0, 1]]), tf.ones((3, 2))
+    with tf.GradientTape() as tape:
+        tape.watch(features)
+        x = sbt.sparse_tensor(features, rows, spatial_shape=8, mode="mean")
+    assert len(found) == 1
+    assert tape.gradient(x.features, features).numpy().tolist() == [[0.5, 0.5], [1, 1], [0.5, 0.5]]
+
+
+def test_a_relu_is_differentiated_by_its_result(tf, sbt, monkeypatch):
+    """No product is computed again."""
+    from sbnet_cupy.submanifold import site_conv_grad
+
+    monkeypatch.setattr(site_conv_grad, "sums", None)
+    rows = tf.constant([[0, 1], [0, 2], [0, 5]])
+    x = sbt.sparse_tensor(tf.constant([[1.0], [-3.0], [2.0]]), rows, spatial_shape=8)
+    w = tf.ones((3, 1, 1))
+    with tf.GradientTape() as tape:
+        tape.watch(w)
+        y = sbt.submanifold_conv(x, w, activation="relu").features
+    assert y.numpy().ravel().tolist() == [0, 0, 2]
+    assert tape.gradient(y, w).numpy().ravel().tolist() == [0, 2, 0]

@@ -85,9 +85,9 @@ def site_max(features, rows, valid, floor, ties):
     return call(_MAX, (features, rows, valid, None), (floor, ties))
 
 
-def reduce_features(features, order, site, last, starts, mode):
+def reduce_features(features, order, site, starts, mode):
     """Return the sum or mean of the rows of each site."""
-    return call(_REDUCE, (features, order, site, last, starts, None), (mode,))
+    return call(_REDUCE, (features, order, site, starts, None), (mode,))
 
 
 def sample_sum(features, sample, batch):
@@ -207,12 +207,12 @@ def _max_tangent_gradient(ops, arrays, options, grad, wanted, result):
 
 
 def _reduce_gradient(ops, arrays, options, grad, wanted, result):
-    _, order, site, _, starts, _ = arrays
+    _, order, site, starts, _ = arrays
     if options[0] == "mean":
         number = (starts[0, 1:] - starts[0, :-1]).clamp(min=1)[:, None]
         grad = (wide(grad) / number).to(grad.dtype)
     listed = rows_of(grad, torch.where(site < grad.shape[0], site, -1))
-    return {"features": torch.zeros_like(listed).index_copy(0, order, listed)}
+    return {"features": torch.zeros_like(listed).index_copy(0, order.long(), listed)}
 
 
 def _sample_sum_gradient(ops, arrays, options, grad, wanted, result):

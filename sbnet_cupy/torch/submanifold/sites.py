@@ -78,8 +78,8 @@ def _listed(indices, spatial_shape, batch_size, mode, order, capacity):
 
     made, inverse, reduction = natively(find, indices)
     if mode in ("sum", "mean"):
-        order, site, _, last, starts = map(to_tensor, reduction)
-        return of_native(made), to_tensor(inverse), (order, site, last, starts[None])
+        listed = (reduction.order, reduction.site, reduction.starts[None])
+        return of_native(made), to_tensor(inverse), tuple(map(to_tensor, listed))
     return of_native(made), to_tensor(inverse), to_tensor(reduction)
 
 

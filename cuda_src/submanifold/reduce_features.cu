@@ -1,0 +1,129 @@
+// reduce_features.cu: the rows of a list that belong to each site, in their order, and sums of their features.
+//   order[j], site[j]    the rows of the list and their sites, sorted by site; rows with no site come last, with the number `sites`
+//   starts[s]            where the rows of site s begin; those of the last one end where the next would begin
+//   out[s, c] = sum or mean of features[order[j], c] over the rows j of site s
+// Source: a stable counting sort by 11 bits of the site at a time.  Python: sbnet_cupy/submanifold/reduce_features.py and
+// row_lists.py
+// Launches: for each digit bin_sites (a thread block has PART rows), and scan_bins and order_rows of site_order.cu; then
+//   list_rows    a thread for each row and site; sum_rows: a warp for each site, with LANES channels side by side
+// Why: no sum depends on the order in which threads run, and no site is slow because it has many rows.
+#include "core/common.cuh"
+
+constexpr int BITS = 11, BINS = 1 << BITS, PART = 1024, THREADS = 256, WARPS = THREADS / 32, ROUNDS = PART / THREADS;
+constexpr u32 EVERY = 0xffffffffu;
+
+// The site of a row, or their number if it has none.
+DEVICE i64 site_of(const int* __restrict__ inverse, i64 row, i64 sites) {
+    const i64 site = inverse[row];
+    return site < 0 || site > sites ? sites : site;
+}
+
+// Where the m-th row goes among those of its thread block with the same digit, and how many there are of each.
+template <typename I>
+__global__ void __launch_bounds__(THREADS)
+    bin_sites(const I* __restrict__ inverse,  // [n]: the site of each row, -1 for none
+              const I* __restrict__ order,    // [n]: the rows as sorted by lower digits, or null
+              u32* __restrict__ places,       // [n]: digit << 16 | place
+              u16* __restrict__ counts,       // [parts, BINS]
+              i64 n, i64 sites, i64 shift) {
+    __shared__ u16 own[WARPS][BINS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < WARPS * BINS; i += THREADS) own[i / BINS][i % BINS] = 0;
+    const i64 first = static_cast<i64>(blockIdx.x) * PART + warp * (PART / WARPS) + lane;
+    __syncthreads();
+    u32 digit[ROUNDS];
+    int place[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const i64 m = first + r * 32;
+        digit[r] = 0;
+        if (m < n) digit[r] = static_cast<u32>(site_of(inverse, order ? order[m] : m, sites) >> shift) & (BINS - 1);
+    }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        u32 same = __ballot_sync(EVERY, first + r * 32 < n);  // lanes with the same digit
+#pragma unroll
+        for (int bit = 0; bit < BITS; ++bit) {
+            const u32 set = __ballot_sync(EVERY, digit[r] >> bit & 1);
+            same &= digit[r] >> bit & 1 ? set : ~set;
+        }
+        u16& count = own[warp][digit[r]];
+        place[r] = count + __popc(same & ((1u << lane) - 1));
+        __syncwarp();
+        if (same >> lane == 1) count = static_cast<u16>(place[r] + 1);  // the last of them
+        __syncwarp();
+    }
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) {
+        int before = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const int its = own[w][bin];
+            own[w][bin] = static_cast<u16>(before);
+            before += its;
+        }
+        counts[static_cast<i64>(blockIdx.x) * BINS + bin] = static_cast<u16>(before);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+        if (first + r * 32 < n) places[first + r * 32] = digit[r] << 16 | static_cast<u32>(own[warp][digit[r]] + place[r]);
+}
+
+template <typename I>
+__global__ void __launch_bounds__(THREADS)
+    list_rows(const I* __restrict__ inverse,  // [n]
+              const I* __restrict__ low,      // [n]: the rows as sorted by their lowest digit
+              const I* __restrict__ high,     // [n]: these as sorted by the other digit, or null
+              const I* __restrict__ count,    // [1]: how many sites there are, of which `sites` are kept
+              I* __restrict__ order, I* __restrict__ site,  // [n]
+              I* __restrict__ starts,                       // [sites + 1]
+              i64 n, i64 sites) {
+    const i64 t = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    const i64 there = *count < sites ? *count : sites;
+    if (t > there && t <= sites) starts[t] = static_cast<I>(n);
+    if (t >= n) return;
+    const auto row_at = [&](i64 j) { return static_cast<i64>(low[high ? high[j] : j]); };
+    const i64 row = row_at(t), own = site_of(inverse, row, sites);
+    const i64 before = t > 0 ? site_of(inverse, row_at(t - 1), sites) : -1;
+    order[t] = static_cast<I>(row);
+    site[t] = static_cast<I>(own);
+    if (own < there && own != before) starts[own] = static_cast<I>(t);
+    if (own >= there && before < there) starts[there] = static_cast<I>(t);  // the first row that has no site
+    if (own < there && t == n - 1) starts[there] = static_cast<I>(n);
+}
+
+template <typename T, int LANES>
+__global__ void __launch_bounds__(THREADS)
+    sum_rows(const T* __restrict__ features,   // [n, C]
+             const int* __restrict__ order,    // [n]
+             const int* __restrict__ site,     // [n]
+             const int* __restrict__ starts,   // [sites + 1]
+             T* __restrict__ out,              // [sites, C]
+             i64 n, i64 sites, i64 C, i64 mean) {
+    using Compute = typename ComputeOf<T>::type;
+    constexpr int ROWS = 32 / LANES;  // that are loaded at once, and added one after another
+    const i64 s = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    if (s >= sites) return;
+    const i64 first = starts[s];
+    i64 last = starts[s + 1];
+    if (first < 0 || first >= n || last > n || site[first] != s) last = first;  // a row past the count
+    for (i64 c0 = 0; c0 < C; c0 += LANES) {
+        const i64 c = c0 + lane % LANES;
+        Compute sum = 0;
+#pragma unroll 2
+        for (i64 j0 = first; j0 < last; j0 += ROWS) {
+            const i64 j = j0 + lane / LANES;
+            const i64 row = j < last ? order[j] : -1;
+            const Compute value = row >= 0 && row < n && c < C ? to_compute<Compute>(features[row * C + c]) : Compute(0);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const Compute next = __shfl_sync(EVERY, value, r * LANES + lane % LANES);
+                if (j0 + r < last) sum = j0 + r > first ? sum + next : next;  // also where the first one is -0
+            }
+        }
+        if (mean && last > first) sum /= static_cast<Compute>(last - first);
+        if (lane < LANES && c < C) out[s * C + c] = from_compute<T>(sum);
+    }
+}
