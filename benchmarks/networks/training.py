@@ -30,9 +30,11 @@ def step_of(model, call, n):
 
 
 def times(model, x, masks, block, compiles=True):
-    """Yield (what, microseconds of replays, of an eager step by the clock, memory in MB).
+    """Yield (what, microseconds of replays, of an eager step by the clock, memory in MB, more).
 
-    The dense steps first, then one for each of ``masks``: (mask, number of active blocks).
+    The dense steps first, then one for each of ``masks``: (mask, number of active blocks). ``more``
+    are microseconds, by the clock, of an eager step whose network is graphed by PyTorch's
+    ``make_graphed_callables``; None of dense steps.
     """
     model = copy.deepcopy(model).float().train()
     x = x.float()
@@ -41,11 +43,17 @@ def times(model, x, masks, block, compiles=True):
         ways["compiled"] = torch.compile(model, dynamic=False)
     for way, run in ways.items():
         step = step_of(model, lambda run=run: run(x), len(x))
-        yield way, *_measured(step)
+        yield way, *_measured(step), None
     for mask, count in masks:
         sparse = sparsify(model, block, capacity=count).train()
         step = step_of(model, lambda s=sparse, m=mask: s(x, m), len(x))
-        yield count, *_measured(step)
+        measured = _measured(step)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            graphed = torch.cuda.make_graphed_callables(sparse, (x, mask))
+        step = step_of(model, lambda g=graphed, m=mask: g(x, m), len(x))
+        for _ in range(3):
+            step()
+        yield count, *measured, clock(step, 10)
 
 
 def _measured(step):

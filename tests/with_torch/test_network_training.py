@@ -195,3 +195,28 @@ def test_same_input_same_gradients(st):
         sparse(x, mask).square().sum().backward()
         results.append([p.grad for p in sparse.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_network_is_graphed_by_pytorch(st, require):
+    """By make_graphed_callables: gradients and running statistics are those of plain calls."""
+    require("gpu")
+    size, autocast = (2, 64, 96), torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+    dense = networks.network("resnet_basic").to("cuda", memory_format=torch.channels_last)
+    sparse = st.sparsify(dense, 16, capacity=20).train()
+    x, mask = torch.randn(2, 3, *size[1:], device="cuda"), torch.ones(size, device="cuda") > 0
+    with autocast:
+        graphed = torch.cuda.make_graphed_callables(sparse, (x, mask))
+    plain = st.sparsify(copy.deepcopy(dense), 16, capacity=20).train()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, found = torch.randn_like(x), []
+        mask = networks.blocks(size, 16, 0.3, seed=seed)[1].to("cuda")
+        for run, net in ((graphed, sparse), (plain, plain)):
+            net.zero_grad()
+            with autocast:
+                y = run(x, mask)
+            y.float().square().mean().backward()
+            numbers = [p.grad for p in net.parameters()] + list(net.buffers())
+            found.append([t.clone() for t in (y.detach(), *numbers)])
+        assert all(map(torch.equal, *found))
