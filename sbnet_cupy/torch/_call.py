@@ -31,7 +31,8 @@ def call(operation, tensors, options, packed=None):
     out = None if place is None else tensors[place]
     described = None
     if state.thread_is_plain():
-        described = describe(operation.described(tensors, packed), state.is_plain, packed)
+        given = tensors if packed is None else operation.described(tensors, packed)
+        described = describe(given, state.is_plain, packed)
     records = torch.is_grad_enabled() and (described is None or described.requires_grad)
     copies = out is not None and (records or described is None)
     if copies or described is None:
@@ -115,7 +116,11 @@ def _launch(plan, tensors, addresses, place, packed, more):
     packs = packed is None and len(tensors) in plan.operands
     below = None  # what the kernel that packs writes to the result: 0 for zeros
     if plan.base is not None:
-        at = next((i for i in plan.base if addresses[i]), None)
+        at = None
+        for i in plan.base:
+            if addresses[i]:
+                at = i
+                break
         if packs and plan.background and (at is None or addresses[at] != addresses[place]):
             below = 0 if at is None else addresses[at]
         else:
