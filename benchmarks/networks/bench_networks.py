@@ -10,9 +10,10 @@
 On a GPU one CUDA graph holds the call, the mask in it; dense is the best of eager PyTorch and
 torch.compile, batch norms folded, float16, channels_last, in a graph of its own. ``tune`` has
 measured from which share whole images are faster; rows from there on are those of the compiled
-whole images, 0 outside active blocks. Eager calls are timed by the clock. On a CPU the two take
-turns, and the least of each counts; ``--processor-time`` counts the time in which the process ran,
-for a machine that does other work (with ``--threads 1``: threads that wait count, too).
+whole images, 0 outside active blocks (``--no-tune``: all rows are those of the stack). Eager calls
+are timed by the clock. On a CPU the two take turns, and the least of each counts;
+``--processor-time`` counts the time in which the process ran, for a machine that does other work
+(with ``--threads 1``: threads that wait count, too).
 """
 
 import argparse
@@ -74,6 +75,7 @@ def main(arguments=None):
     parser.add_argument("--block", type=int, help=f"[{BLOCK}; on a CPU {CPU_BLOCK}]")
     parser.add_argument("--autotune", action="store_true", help="torch.compile's max-autotune, too")
     parser.add_argument("--no-compile", action="store_true", help="whole images: eager alone")
+    parser.add_argument("--no-tune", action="store_true", help="the stack at every share")
     parser.add_argument("--threads", type=int, default=2, help="of PyTorch, on a CPU")
     parser.add_argument("--processor-time", action="store_true", help="on a CPU, not the clock")
     parser.add_argument("--profile", action="store_true", help="print the time of each layer")
@@ -133,11 +135,14 @@ def on_gpu(name, batch, options, columns):
     print(f"{name} {batch}x{size[0]}x{size[1]}: dense {shown} us; {peak:,.0f} MB", flush=True)
     print(f"  eager, by the clock: dense {wall:,.0f} us (batch norms not folded)", flush=True)
     expected, sparse = dense(x), sparsify(model, options.block, capacity=1.0)
-    tuned = sparse.tune(x, compile=not options.no_compile)
-    found = ", ".join(
-        f"{key if isinstance(key, str) else f'{key:.0%}'} {ms:.2f}" for key, ms in tuned.items()
-    )
-    print(f"  tune: {found} ms; break-even {sparse.break_even:.0%}", flush=True)
+    if options.no_tune:
+        sparse.break_even = 2.0
+    else:
+        tuned = sparse.tune(x, compile=not options.no_compile)
+        found = ", ".join(
+            f"{key if isinstance(key, str) else f'{key:.0%}'} {ms:.2f}" for key, ms in tuned.items()
+        )
+        print(f"  tune: {found} ms; break-even {sparse.break_even:.0%}", flush=True)
     for share in options.shares:
         mask, count = blobs(batch, size, share, options.block)
         mask, sparse.capacity = mask.to("cuda"), count
