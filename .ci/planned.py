@@ -140,6 +140,8 @@ def launched(arch, stem, kernel, template):
         if blocks != blocks_of(64 * pixels, 8 * columns, channels, device):
             return False
         return device.tensor_floats or element == "Half"
+    if kernel == "site_conv_tiles":
+        return device.hopper
     if kernel == "site_conv_pipelined":  # a CPU runs it by other instructions
         return device.hopper and template[0] == "TileWgmma"
     if kernel in ("site_conv", "site_weight_grad"):

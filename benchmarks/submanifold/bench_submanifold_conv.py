@@ -9,6 +9,8 @@ pair lists that were made beforehand, and spconv where it is installed: the best
 algorithms. On a CPU the rows are ratios of one run.
 """
 
+import itertools
+
 import numpy as np
 
 import sbnet_cupy as sb
@@ -16,9 +18,11 @@ from benchmarks.harness.rows import OURS, Ratio, Row, Writer
 from benchmarks.harness.timing import Contender, CupyClock, HostClock, TorchClock, WallClock
 from benchmarks.submanifold import command, scenes
 from benchmarks.submanifold.peers import TORCH, Pairs, spconv_of
+from sbnet_cupy.core import libraries
 
 FILE = "submanifold_conv.csv"
-CHANNELS = (16, 32, 64, 128)
+CHANNELS = (16, 32, 64, 128, 256)
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "tf32": 2.0**-10}
 MOST = 40_000_000  # numbers of the features of a case
 DEVICE = "cuda"  # of PyTorch's tensors, in a run on a GPU
 
@@ -26,11 +30,11 @@ DEVICE = "cuda"  # of PyTorch's tensors, in a run on a GPU
 class Case:
     """A scene's map and arrays for one number of channels."""
 
-    def __init__(self, xp, scene, channels, dtype):
+    def __init__(self, xp, scene, channels, dtype, precision=None):
         rng = np.random.default_rng(channels)
         d = len(scene.spatial_shape)
         n = len(scene.rows)
-        self.scene, self.channels, self.dtype = scene, channels, dtype
+        self.scene, self.channels, self.dtype, self.precision = scene, channels, dtype, precision
         self.features = rng.standard_normal((n, channels), np.float32).astype(dtype)
         self.w = rng.standard_normal((*[3] * d, channels, channels), np.float32)
         self.w = (self.w / (3**d * channels) ** 0.5).astype(dtype)
@@ -53,30 +57,37 @@ class Case:
 
     def convolve(self):
         """Return the features of the convolution."""
-        return sb.site_conv(self.x.features, self.weights, self.map)
+        return sb.site_conv(self.x.features, self.weights, self.map, precision=self.precision)
 
     def differentiate(self):
         """Return the gradients of features and weights."""
-        return sb.site_conv_grad(self.grad, self.x.features, self.weights, self.map)
+        return sb.site_conv_grad(
+            self.grad, self.x.features, self.weights, self.map, precision=self.precision
+        )
 
     def lists(self):
         """Return the rows that each tap reads, as NumPy has them."""
         rows = self.map.rows
         return rows if isinstance(rows, np.ndarray) else rows.get()
 
+    def _numpy(self, array):
+        return array if isinstance(array, np.ndarray) else array.get()
+
     def check(self):
         """Raise unless the result is that in float64 up to the rounding of its sums."""
-        y, rows = self.convolve(), self.lists()
-        y = (y if isinstance(y, np.ndarray) else y.get()).astype(np.float64)
-        exact, size = np.zeros_like(y), np.zeros_like(y)
-        features, w = self.features.astype(np.float64), self.w.astype(np.float64)
-        for read, tap in zip(rows, w.reshape(-1, *w.shape[-2:]), strict=True):
-            out = np.flatnonzero(read >= 0)
+        xp, epsilon = self.xp, EPSILON[self.precision or np.dtype(self.dtype).name]
+        y, features, w = (
+            xp.asarray(self._numpy(array).astype(np.float64))
+            for array in (self.convolve(), self.features, self.w)
+        )
+        exact, size = xp.zeros_like(y), xp.zeros_like(y)
+        for read, tap in zip(self.map.rows, w.reshape(-1, *w.shape[-2:]), strict=True):
+            out = xp.flatnonzero(read >= 0)
             exact[out] += features[read[out]] @ tap
             size[out] += abs(features[read[out]]) @ abs(tap)
-        terms = rows.shape[0] * self.channels
-        bound = (terms + 1) * np.finfo(np.float32).eps * size
-        bound += np.finfo(self.dtype).eps * (abs(exact) + bound)
+        terms = self.map.taps * self.channels
+        bound = (terms + 1) * float(np.finfo(np.float32).eps) * size
+        bound += epsilon * ((size if self.precision else abs(exact)) + bound)
         if not (abs(y - exact) <= bound).all():
             raise AssertionError(f"{self.scene.name}, {self.channels} channels: beyond rounding")
 
@@ -85,6 +96,8 @@ def main(arguments=None):
     """Time all cases; print and write their rows."""
     parser = command.parser_of(__doc__, FILE)
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS)
+    parser.add_argument("--numbers", nargs="+", default=["float16"], choices=list(EPSILON))
+    parser.add_argument("--alone", action="store_true", help="without PyTorch and spconv, on a GPU")
     options = parser.parse_args(arguments)
     listed, cupy, torch, columns, folder = command.start(
         options, scenes.standard(options.quick), options.cpu and "this compares with PyTorch"
@@ -93,14 +106,16 @@ def main(arguments=None):
     with Writer(folder / FILE, kind) as writer:
         for scene in listed:
             taken = [c for c in options.channels if len(scene.rows) * c <= MOST]
-            for channels in taken:
-                case = scene, channels, columns, options.quick, channels == taken[0]
-                for row in measure(cupy, torch, *case):
+            for numbers, channels in itertools.product(options.numbers, taken):
+                first = (numbers, channels) == (options.numbers[0], taken[0])
+                peers = None if options.alone and not options.cpu else torch
+                case = scene, channels, numbers, columns, options.quick, first
+                for row in measure(cupy, peers, *case):
                     writer.write(row)
     return 0
 
 
-def _on_cpu(_, torch, scene, channels, columns, quick, first):
+def _on_cpu(_, torch, scene, channels, numbers, columns, quick, first):
     """Yield our times for a case over PyTorch's, in the same rounds."""
     case = Case(np, scene, channels, np.float32)
     case.check()
@@ -117,12 +132,14 @@ def _on_cpu(_, torch, scene, channels, columns, quick, first):
     )  # fmt: skip
 
 
-def _on_gpu(cupy, torch, scene, channels, columns, quick, first):
+def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
     """Yield the rows of a case; ``first`` of its scene, those of its maps too."""
     stream = cupy.cuda.Stream(non_blocking=True)
     clock = CupyClock(cupy, stream, quick)
     with stream:
-        case = Case(cupy, scene, channels, np.float16)
+        dtype = libraries.bfloat16("dtype") if numbers == "bfloat16" else numbers
+        dtype, precision = (np.float32, "tf32") if numbers == "tf32" else (dtype, None)
+        case = Case(cupy, scene, channels, dtype, precision)
         case.check()
         timed = [("forward", case.convolve), ("backward", case.differentiate)]
         if first:
@@ -153,7 +170,8 @@ def _row(columns, case, variant, implementation, timing, note=""):
           f"{timing.us:9.1f} us ({timing.timed_by})", flush=True)  # fmt: skip
     return Row(
         **columns, op="submanifold_conv", suite=scene.name, shape=scene.size,
-        dtype=np.dtype(case.dtype).name, block="3", mask="", density=None, blocks=len(scene.rows),
+        dtype=case.precision or np.dtype(case.dtype).name, block="3", mask="", density=None,
+        blocks=len(scene.rows),
         variant=f"{case.channels} channels, {variant}", implementation=implementation,
         timed_by=timing.timed_by, us=timing.us, us_p10=timing.p10, us_p90=timing.p90, bytes=None,
         gb_per_s=None, percent_of_copy=None, original_us=None, ratio_to_original=None, note=note,

@@ -8,8 +8,10 @@
 // site_conv_fma:      products by fused multiply-add, for groups and for numbers that tensor cores do not take; a persistent
 //                     grid of 256 threads, each with V channels of ROWS rows.
 // pack_site_weights lets the next launch begin at once; those that multiply wait before they read what it has packed.
-// site_conv_pipelined.cuh has the same for wide sums, where some warps copy and others multiply.
+// site_conv_pipelined.cuh has the same for wide sums, where some warps copy and others multiply; site_conv_tiles.cuh by tiles
+// that read each row once.
 #include "submanifold/site_conv_pipelined.cuh"
+#include "submanifold/site_conv_tiles.cuh"
 
 template <typename T, bool ROUND>
 __global__ void __launch_bounds__(256)

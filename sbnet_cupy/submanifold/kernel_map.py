@@ -104,8 +104,8 @@ class KernelMap(KeepingContainer):
         return _transposed(self.rows, self.source.capacity), kept
 
     def _ordered(self, plan):
-        """Return the SiteOrder in which an OrderedPlan reads the rows, of CuPy arrays; kept."""
-        key = "by taps" if plan.by_taps else "as listed"
+        """Return the SiteOrder or SiteTiles in which an OrderedPlan reads the rows; kept."""
+        key = "ordered", plan.order
         order = self._kept.get(key)
         return order or self._keep(key, lambda: plan.sort(self.rows))
 

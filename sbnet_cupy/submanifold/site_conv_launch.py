@@ -18,8 +18,9 @@ from ..core.operator import Plan
 from ..core.packed import Pack, PackedPlan
 from ..dense.activation import ACTIVATIONS
 from ..dense.packed_weights import PackedWeights
-from .site_conv_plan import FmaPlan, SiteConvSizes, plan_site_conv
-from .site_order import site_order
+from .site_conv_plan import FmaPlan, SiteConvSizes, TilesPlan, plan_site_conv
+from .site_order import SiteOrder, site_order
+from .site_tiles import SiteTiles, TileShape, site_tiles
 
 _FILE = "submanifold/site_conv"
 
@@ -36,9 +37,12 @@ def plan_kernel(problem, kernel_size, features, w, rows, residual, out, result):
         return Plan((result,), _by_fma(conv, plan))
     pack, multiply, multiply_early = _by_tensor_cores(conv, plan)
     how = ("site_conv", conv.element)
+    tiled = isinstance(plan, TilesPlan)
     sort = functools.partial(
-        site_order, sources=conv.sources, kernel_size=kernel_size, by_taps=plan.by_taps
-    )
+        site_tiles if tiled else site_order, sources=conv.sources, kernel_size=kernel_size,
+        **{"shape" if tiled else "by_taps": plan.order},
+    )  # fmt: skip
+    order_operands = range(9, 9 + len((SiteTiles if tiled else SiteOrder)._fields))
 
     def run(features, rows, valid, w, scale, bias, residual, out, order=None):
         if order is None:
@@ -49,27 +53,26 @@ def plan_kernel(problem, kernel_size, features, w, rows, residual, out, result):
             multiply_early(features, pack(w, scale, bias), *order, valid, residual, out)
 
     return OrderedPlan(
-        (result,), run, launch=multiply, operands=(0, 8, 9, 10, 11, 2, 6, 7), pack=pack, how=how,
-        weights=(3, 4, 5), early_launch=multiply_early, by_taps=plan.by_taps,
-        sort=sort,
+        (result,), run, launch=multiply, operands=(0, 8, *order_operands, 2, 6, 7), pack=pack,
+        how=how, weights=(3, 4, 5), early_launch=multiply_early, order=plan.order, sort=sort,
     )  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
 class OrderedPlan(PackedPlan):
-    """The plan of a call that may be given the SiteOrder of its map; else it sorts the table.
+    """The plan of a call that may be given the SiteOrder or SiteTiles of its map; else it sorts.
 
-    Among the ``operands`` of the launch the arrays of the SiteOrder follow the packed weights.
+    Among the ``operands`` of the launch their arrays follow the packed weights.
 
     Parameters
     ----------
-    by_taps : bool
-        Whether the call is faster over sorted rows.
+    order : bool or TileShape
+        Whether rows are sorted by their taps; or the shape of the tiles.
     sort : function
-        Of the rows of the map: the SiteOrder.
+        Of the rows of the map: the SiteOrder or SiteTiles.
     """
 
-    by_taps: bool = False
+    order: bool | TileShape = False
     sort: Callable | None = None
 
 
@@ -108,11 +111,15 @@ def _by_tensor_cores(conv, plan):
         ),
         conv.packed_bytes, 1, 2,
     )  # fmt: skip
+    pointers, sizes = 8, (conv.targets, conv.taps, conv.channels, conv.channels_out)
+    if isinstance(plan, TilesPlan):
+        pointers, sizes = 9, (*sizes, plan.order.most)
+    else:
+        sizes = (conv.sources, *sizes)
     multiply = functools.partial(
         kernels.prepare,
-        _FILE, plan.kernel, plan.template(conv), plan.tiles(conv), plan.threads, 8,
-        (conv.sources, conv.targets, conv.taps, conv.channels, conv.channels_out),
-        shared=plan.shared_bytes(conv), persistent=True,
+        _FILE, plan.kernel, plan.template(conv), plan.tiles(conv), plan.threads, pointers,
+        sizes, shared=plan.shared_bytes(conv), persistent=True,
     )  # fmt: skip
     return pack, multiply(), multiply(dependent=True)
 

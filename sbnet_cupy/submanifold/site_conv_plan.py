@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
+from .site_tiles import MOST_TAPS, TileShape, head_numbers
 
 PANEL = 64  # output channels that are packed together
 _ROW = 128  # bytes of K in a chunk
@@ -68,6 +69,11 @@ class MmaPlan(NamedTuple):
         return [(tile, (tile[0] // 32, 1 if tile[1] == 32 else 2)) for tile in _TILES]
 
     @property
+    def order(self):
+        """The order of rows that it reads."""
+        return self.by_taps
+
+    @property
     def threads(self):
         """Number of threads of a thread block."""
         return 32 * math.prod(self.warps)
@@ -123,6 +129,7 @@ class PipelinedPlan(NamedTuple):
         return 1024 + self.stages * ((rows + columns) * _ROW + 16) + 8 * 6 + 4 * numbers
 
     tiles = MmaPlan.tiles
+    order = MmaPlan.order
 
     def template(self, conv):
         """Return the template arguments."""
@@ -130,6 +137,71 @@ class PipelinedPlan(NamedTuple):
             self.engine, conv.element, *self.tile, *self.warps, self.stages,
             not self.by_taps, conv.element == "float", conv.activation,
         )  # fmt: skip
+
+
+class TilesPlan(NamedTuple):
+    """An instance of site_conv_tiles."""
+
+    order: TileShape
+    columns: int  # output channels of a thread block
+    warps: tuple[int, int]  # that share its rows and channels; of wgmma, groups of four warps
+    stages: int = 0  # of the ring of weights; 0: they stay in shared memory
+    buffers: int = 2  # of rows
+    blocks: int = 1  # of a multiprocessor
+    engine: str = "TileMma"
+
+    kernel = "site_conv_tiles"
+
+    @property
+    def threads(self):
+        """Number of threads of a thread block; some stream weights."""
+        group = 128 if self.engine == "TileWgmma" else 32
+        return group * (math.prod(self.warps) + (self.stages > 0))
+
+    @staticmethod
+    def row_bytes(conv):
+        """Bytes of a part of a row."""
+        needed = -(-conv.channels * conv.element_bytes // _STEP) * _STEP
+        return next((size for size in (32, 64) if needed <= size), _ROW)
+
+    def shared_bytes(self, conv):
+        """Dynamic shared memory of a thread block; the sums of TileMemory."""
+        rows, most = self.order
+        weights = (self.stages or conv.chunks) * self.columns * _ROW
+        buffer = (most + 1) * self.row_bytes(conv) + 2 * conv.taps * rows + 4 * rows
+        numbers = 3 * head_numbers(conv.taps) + 2 * self.columns
+        return 1024 + weights + self.buffers * buffer + 4 * numbers + 8 * (2 * self.stages + 1)
+
+    def tiles(self, conv):
+        """Tiles of the result, of rows and of channels."""
+        return -(-conv.targets // self.order.rows), -(-conv.channels_out // self.columns)
+
+    def template(self, conv):
+        """Return the template arguments."""
+        return (
+            self.engine, conv.element, self.order.rows, self.columns, *self.warps,
+            self.row_bytes(conv), self.stages, self.buffers, self.blocks, conv.element == "float",
+            conv.activation,
+        )  # fmt: skip
+
+
+_WAVE = 5000  # cycles of a wave of tiles apart from its products; two buffers hide them after it
+_TILINGS = [  # with the bytes of a part, and the cycles of a wave for each tap and part
+    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, 800),
+    (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 2, 3, "NarrowMma"), 32, 520),
+    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 3), 32, 980),
+    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 2, 3), 32, 640),
+    (TilesPlan(TileShape(256, 640), 32, (16, 1), 0, 2, 1), 64, 725),
+    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 2), 64, 1030),
+    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, 660),
+    (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, 900),
+    (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, 1050),
+    (TilesPlan(TileShape(256, 640), 64, (4, 1), 4, 2, 1, "TileWgmma"), _ROW, 1200),
+    (TilesPlan(TileShape(128, 320), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, 880),
+    (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, 1600),
+]
+_MOST_PARTS = 2  # with more, sums over all rows sorted leave out more
+_FEWEST_TILED = 8192  # rows; fewer do not fill a GPU with tiles
 
 
 class FmaPlan(NamedTuple):
@@ -155,6 +227,9 @@ def plan_site_conv(conv, device):
     if max(conv.sources, conv.targets, conv.taps * conv.channels) >= MOST_ROWS:
         return None
     if has_products(conv, device):
+        tiled = _plan_tiles(conv, device)
+        if tiled is not None:
+            return tiled
         best = min(
             _candidates(conv, device), key=lambda plan: _cost(plan, conv, device), default=None
         )
@@ -163,6 +238,35 @@ def plan_site_conv(conv, device):
     per_group = conv.channels_out // conv.groups
     vector = vector_bytes(per_group * conv.element_bytes, conv.alignment_out) // conv.element_bytes
     return FmaPlan(vector)
+
+
+def _plan_tiles(conv, device):
+    """Return the fastest plan of tiles that read each row once, as runs on an H200 had it; or None.
+
+    The thread blocks that an H200 holds at once are a wave.
+    """
+    row = conv.channels * conv.element_bytes
+    parts = -(-row // _ROW)
+    if not (device.hopper and conv.alignment_in == conv.alignment_out == 16):
+        return None
+    if not _FEWEST_TAPS - 1 <= conv.taps <= MOST_TAPS or conv.targets < _FEWEST_TILED:
+        return None
+    if parts > _MOST_PARTS or (row > 64 and row % _ROW):
+        return None
+
+    def cost(tiling):
+        plan, _, cycles = tiling
+        waves = -(-plan.tiles(conv)[0] // (device.multiprocessors * plan.blocks))
+        return (_WAVE if plan.buffers == 2 else waves * _WAVE) + waves * conv.taps * parts * cycles
+
+    fitting = [
+        (plan, size, cycles)
+        for plan, size, cycles in _TILINGS
+        if plan.row_bytes(conv) == size
+        and (plan.columns // 2 if plan.columns > 16 else 0) < conv.channels_out <= plan.columns
+        and plan.shared_bytes(conv) * plan.blocks <= device.shared_bytes
+    ]
+    return min(fitting, key=cost)[0] if fitting else None
 
 
 def has_products(conv, device):

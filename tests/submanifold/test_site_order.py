@@ -5,20 +5,12 @@ import pytest
 
 from sbnet_cupy.submanifold import site_order
 from support import site_on_host
+from support.site_tables import table
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiler(require):
     require("g++")
-
-
-def table(kernel_size, rows, share, seed=0):
-    """Return rows of a map: a share of all pairs, more where taps are near the middle."""
-    rng = np.random.default_rng(seed)
-    taps = int(np.prod(kernel_size))
-    chance = share * (1 + np.cos(np.linspace(-3, 3, taps))) / 2
-    there = rng.random((taps, rows)) < chance[:, None] * rng.random(rows)
-    return np.where(there, rng.integers(0, 50, there.shape), -1).astype(np.int32)
 
 
 def masks_of(rows):

@@ -9,7 +9,7 @@ import host_cuda
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import Device
-from sbnet_cupy.submanifold import map_kernels, row_lists, site_order
+from sbnet_cupy.submanifold import map_kernels, row_lists, site_order, site_tiles
 
 MODULES = (
     "coordinate_map", "new_sites", "transposed_rows", "site_conv", "site_conv_grad",
@@ -38,7 +38,7 @@ def clear_launches():
     """Forget prepared launches."""
     for prepared in (
         map_kernels._launches, map_kernels._finder, map_kernels._transposer, site_order._launches,
-        row_lists._launches,
+        row_lists._launches, site_tiles._launch,
     ):  # fmt: skip
         prepared.cache_clear()
 

@@ -54,9 +54,8 @@ def _kept_with(rows):
 
 
 def _order_of(plan, tensors):
-    """Return the addresses of the SiteOrder that a convolution reads a table in."""
-    rows = tensors[1]
-    key = "by taps" if plan.by_taps else "as listed"
+    """Return the addresses of the SiteOrder or SiteTiles that a convolution reads a table in."""
+    rows, key = tensors[1], ("ordered", plan.order)
     kept = _kept_with(rows)
     found = kept.get(key)
     if found is None:

@@ -1,0 +1,387 @@
+// site_conv_tiles.cuh: the convolution of site_conv.cu by tiles that read each row of x once.
+// Source: tiles with shared inputs as in fVDB (Williams et al. 2024); fragments by local row numbers instead of an im2col matrix.
+// Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
+// Compute capability 9.0 and newer. Rows of x and y are whole vectors of 16 bytes, aligned.
+// Launch: a persistent grid, (tiles of BM rows, tiles of BN channels) thread blocks.
+// The distinct rows that a tile reads (site_tiles.cu) lie in shared memory, RB bytes of channels (a part) at a time; row 0 is
+// zeros. ldmatrix gathers the rows of a fragment by their local numbers. Sums are made part after part, in a part tap after
+// tap, whatever tile a row is in.
+//   STAGES   0: all weights stay in shared memory; else a warp streams those of a part and tap through a ring of so many
+//   BUFFERS  2: the next rows are copied while these are multiplied
+#pragma once
+
+#include "block_sparse/stack/stack_pipeline.cuh"
+#include "submanifold/site_product.cuh"
+#include "submanifold/tile_head.cuh"
+
+// Where a unit of 16 bytes of a row lies: 8 rows that follow each other have the same unit in different banks.
+template <int RB>
+DEVICE int unit_at(int row, int unit) {
+    return row * RB + ((unit ^ (RB == 128 ? row & 7 : RB == 64 ? row >> 1 & 3 : row >> 2 & 1)) << 4);
+}
+
+// Shared memory, from a multiple of 1024 bytes on.
+template <int BM, int BN, int RB, int STAGES, int BUFFERS>
+struct TileMemory {
+    static constexpr int STAGE = BN * TILE_ROW;
+    int rows_bytes, taps;  // of a buffer of rows
+    u8 *weights, *rows;
+    int *heads, *places;
+    u16* locals;
+    float *scale, *bias;
+    u64 *full, *empty, *meeting;
+    DEVICE TileMemory(u8* unaligned, int taps, int chunks, int most) : rows_bytes((most + 1) * RB), taps(taps) {
+        weights = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+        rows = weights + (STAGES ? STAGES : chunks) * STAGE;
+        locals = reinterpret_cast<u16*>(rows + BUFFERS * rows_bytes);
+        heads = reinterpret_cast<int*>(locals + BUFFERS * taps * BM);
+        places = heads + 3 * TileHead::ints(taps);
+        scale = reinterpret_cast<float*>(places + BUFFERS * BM), bias = scale + BN;
+        full = reinterpret_cast<u64*>(bias + BN), empty = full + STAGES, meeting = empty + STAGES;
+    }
+};
+
+struct TileRows {
+    const int* places;  // row of y, or -1
+    const u8* __restrict__ valid;
+    DEVICE int pixel(int row) const { return places[row]; }
+    DEVICE bool is_inside(int row) const { return places[row] >= 0 && (!valid || valid[places[row]]); }
+};
+
+// A part of the channels of the rows that a round of a tile reads.
+struct TilePart {
+    int tile, head, part, round;  // head: which of three
+    int buffer, places;           // which of the rows; which of the lists of places and locals
+};
+
+// Products of 16 channels, by mma.sync; WM warps share the rows.
+template <typename T, int BM, int BN, int WM, int WN>
+struct NarrowMma {
+    static constexpr int THREADS = WM * 32, MT = BM / WM / 16, NT = 2;
+    static constexpr bool ASYNC = false;
+    static_assert(BN == 16 && WN == 1 && MT * WM * 16 == BM, "warps share the rows evenly");
+    static DEVICE int row(int m) { return (threadIdx.x / 32 * MT + m) * 16; }
+    static DEVICE int column() { return 0; }
+};
+// The packed column of a column of a tile. The 16 channels of numbers of 2 bytes are the first four columns of each 8.
+template <typename T, int BN>
+DEVICE int packed_column(int column) {
+    return BN == 16 && sizeof(T) == 2 ? column / 4 * 8 + column % 4 : column;
+}
+// Store the sums of 16 channels of numbers of 2 bytes: two lanes hold what one stores, and share the rows.
+template <int ACTIVATION, class Product, typename T, class Rows, int MT>
+DEVICE void store_narrow(const Result<T, Rows>& to, const float (&acc)[MT][2][4]) {
+    const int lane = threadIdx.x % 32, bottom = lane >> 1 & 1, channel = lane % 2 * 8;
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+        float sums[8];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float other = __shfl_xor_sync(0xffffffffu, bottom ? acc[m][n][e] : acc[m][n][2 + e], 2);
+                sums[4 * n + e] = bottom ? other : acc[m][n][e];
+                sums[4 * n + 2 + e] = bottom ? acc[m][n][2 + e] : other;
+            }
+        const int row = Product::row(m) + lane / 4 + 8 * bottom, pixel = to.rows.pixel(row);
+        if (pixel < 0 || channel >= to.K) continue;
+        const i64 at = static_cast<i64>(pixel) * to.K + channel;
+        finish<T, ACTIVATION, true>(sums, to.scale + channel, to.bias + channel, residual_at<true>(to.residual, at, true),
+                                    to.residual, to.y, at, to.K - channel, to.rows.is_inside(row));
+    }
+}
+
+__host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
+
+// Threads that stream weights: a warp, of four that leave their registers to those that multiply by wgmma.
+template <class Product, int STAGES, int BLOCKS>
+struct Streamers {
+    static constexpr int COUNT = STAGES == 0 ? 0 : Product::ASYNC ? 128 : 32, LEFT = 24;
+    static constexpr int GROUPS = ceil_div(Product::THREADS, 128);
+    static constexpr int LAUNCHED = 512 / BLOCKS / (GROUPS + 1) / 8 * 8;  // registers of each thread
+    static constexpr int TAKEN = min_of((LAUNCHED * (GROUPS + 1) - LEFT) / GROUPS, 232) / 8 * 8;
+};
+
+template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int RB,
+          int STAGES, int BUFFERS, int BLOCKS, bool ROUND, int ACTIVATION>
+__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers<Engine<T, BM, BN, WM, WN>, STAGES, BLOCKS>::COUNT, BLOCKS)
+    site_conv_tiles(const T* __restrict__ x,  // [N, C]
+                    const u8* __restrict__ packed,
+                    const int* __restrict__ order, const int* __restrict__ heads, const int* __restrict__ sources,
+                    const u16* __restrict__ locals,  // of site_tiles.cu
+                    const u8* __restrict__ valid,    // [M] or null: all rows
+                    const T* __restrict__ residual,  // [M, K] or null
+                    T* __restrict__ y,               // [M, K]
+                    i64 M, i64 taps, i64 C, i64 K, i64 most) {
+    using Product = Engine<T, BM, BN, WM, WN>;
+    using Memory = TileMemory<BM, BN, RB, STAGES, BUFFERS>;
+    constexpr int THREADS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
+    constexpr int UNITS = RB / 16, STEPS = RB / 32, PANELS = ceil_div(BN, PANEL);
+    constexpr bool RING = STAGES > 0;
+    using Streaming = Streamers<Product, STAGES, BLOCKS>;
+    constexpr bool AHEAD = MT == 2 || NT * 4 + STEPS * 8 + 32 <= Streaming::TAKEN;  // fragments are read while others are multiplied
+    static_assert(RING || !Product::ASYNC, "wgmma reads the ring");
+
+    DYNAMIC_SHARED(u8, unaligned);
+    const Steps steps(taps, C, K, LANES);
+    const Memory shared(unaligned, steps.taps, steps.chunks, static_cast<int>(most));
+    const int parts = ceil_div(steps.per_tap, STEPS), head_ints = TileHead::ints(steps.taps);
+    const int k0 = blockIdx.y * BN, lane = threadIdx.x % 32;
+    const int tiles = static_cast<int>(ceil_div<i64>(M, BM));
+    const i64 panel_step = static_cast<i64>(steps.chunks) * PANEL_CHUNK;
+    const u8* const weights = steps.weights(packed) + k0 / PANEL * panel_step + k0 % PANEL * TILE_ROW;
+    const int panels = min(PANELS, steps.panels - k0 / PANEL);
+    if constexpr (RING) {
+        if (threadIdx.x == 0) {
+            for (int s = 0; s < STAGES; ++s) {
+                barrier_init(shared.full + s, 1);
+                barrier_init(shared.empty + s, Product::ASYNC ? THREADS / 32 : THREADS);
+            }
+            barrier_init(shared.meeting, THREADS);
+            barrier_init_fence();
+        }
+        __syncthreads();
+        if (threadIdx.x >= THREADS) {
+            give_registers<Product::ASYNC ? Streaming::LEFT : 0>();
+            if (threadIdx.x >= THREADS + 32) return;
+            dependent_wait();
+            Stage<STAGES> stage;
+            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+                const int* const head = heads + static_cast<i64>(tile) * head_ints;
+                const int count = head[0];
+                for (int part = 0; part < parts; ++part)
+                    for (int first = 0; first < count; first += 32) {
+                        const int entry = first + lane < count ? head[2 + first + lane] : 0;
+                        for (int i = 0; i < min_of(32, count - first); ++i) {
+                            const int tap = __shfl_sync(0xffffffffu, entry, i) >> 16;
+                            if (lane == 0) {
+                                const u8* const its = weights + static_cast<i64>(tap * parts + part) * PANEL_CHUNK;
+                                constexpr u32 BYTES = min_of(BN, PANEL) * TILE_ROW;
+                                u64* const full = shared.full + stage.slot;
+                                barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                                barrier_expect(full, panels * BYTES);
+                                for (int p = 0; p < panels; ++p)
+                                    bulk_copy(shared.weights + stage.slot * Memory::STAGE + p * BYTES, its + p * panel_step,
+                                              BYTES, full);
+                            }
+                            __syncwarp();
+                            stage.advance();
+                        }
+                    }
+            }
+            return;
+        }
+        take_registers<Product::ASYNC ? Streaming::TAKEN : 0>();
+    }
+
+    Meeting meeting(shared.meeting);
+    const auto meet = [&]() {
+        if constexpr (RING) meeting.sync();
+        else __syncthreads();
+    };
+    const auto head_of = [&](const TilePart& its) { return TileHead(shared.heads + its.head * head_ints, steps.taps); };
+    const auto copy_head = [&](int tile, int which) {
+        for (int i = threadIdx.x * 4; i < head_ints; i += THREADS * 4)
+            copy_async_16(shared.heads + which * head_ints + i, heads + static_cast<i64>(tile) * head_ints + i, true);
+    };
+    // Copy the 16 bytes that this thread has of the rows of a part.
+    const auto copy_rows = [&](const TilePart& its, int first, int count) {
+        const int* const list = sources + static_cast<i64>(its.tile) * (steps.taps * BM) + first;
+        u8* const to = shared.rows + its.buffer * shared.rows_bytes;
+        [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC && !AHEAD ? 1 : 4;  // there are no registers for more
+#pragma unroll TOGETHER
+        for (int i = threadIdx.x; i < count * UNITS; i += THREADS) {
+            const i64 c = (its.part * UNITS + i % UNITS) * LANES;
+            copy_async_16(to + unit_at<RB>(i / UNITS + 1, i % UNITS), x + list[i / UNITS] * C + (c < C ? c : 0), c < C);
+        }
+    };
+    const auto round_rows = [&](const TilePart& its) {  // those that this thread has copied
+        const TileHead head = head_of(its);
+        const int count = head.round_sources[its.round + 1] - head.round_sources[its.round];
+        u8* const from = shared.rows + its.buffer * shared.rows_bytes;
+        for (int i = threadIdx.x; i < count * UNITS; i += THREADS) round_four(from + unit_at<RB>(i / UNITS + 1, i % UNITS));
+    };
+    const auto copy_part = [&](const TilePart& its) {
+        const TileHead head = head_of(its);
+        const int first = head.round_sources[its.round];
+        copy_rows(its, first, head.round_sources[its.round + 1] - first);
+        if (its.part == 0 && its.round == 0) {
+            const int bytes = head.counts[0] * BM * 2;
+            u8* const to = reinterpret_cast<u8*>(shared.locals + its.places * steps.taps * BM);
+            const u8* const from = reinterpret_cast<const u8*>(locals + static_cast<i64>(its.tile) * (steps.taps * BM));
+            for (int i = threadIdx.x * 16; i < bytes; i += THREADS * 16) copy_async_16(to + i, from + i, true);
+            for (int i = threadIdx.x * 4; i < BM; i += THREADS * 4)
+                copy_async_16(shared.places + its.places * BM + i, order + static_cast<i64>(its.tile) * BM + i, true);
+            const int next = its.tile + static_cast<int>(gridDim.x);
+            if (next < tiles) copy_head(next, its.head == 2 ? 0 : its.head + 1);
+        }
+        copy_async_commit();
+    };
+    const auto after = [&](TilePart its) {
+        if (++its.round == head_of(its).counts[1]) {
+            its.round = 0;
+            if (++its.part == parts) {
+                its.part = 0, its.tile += gridDim.x;
+                its.head = its.head == 2 ? 0 : its.head + 1;
+                its.places = BUFFERS - 1 - its.places;
+            }
+        }
+        its.buffer = BUFFERS - 1 - its.buffer;
+        return its;
+    };
+
+    copy_head(blockIdx.x, 0);
+    copy_async_commit();
+    for (int i = threadIdx.x; i < BUFFERS * UNITS; i += THREADS)
+        *reinterpret_cast<uint4*>(shared.rows + i / UNITS * shared.rows_bytes + i % UNITS * 16) = zero<uint4>();
+    copy_async_wait<0>();
+    meet();
+    dependent_wait();  // for the packed weights
+    const u8* const tables = loaded_later(packed);
+    if constexpr (!RING)
+        for (int i = threadIdx.x; i < steps.chunks * (BN * 8); i += THREADS) {
+            const int chunk = i / (BN * 8), column = i / 8 % BN, from = packed_column<T, BN>(column);
+            copy_async_16(shared.weights + chunk * Memory::STAGE + swizzled(column, i % 8),
+                          weights + from / PANEL * panel_step + static_cast<i64>(chunk) * PANEL_CHUNK +
+                              swizzled(from % PANEL, i % 8),
+                          from / PANEL < panels);
+        }
+    TilePart now{static_cast<int>(blockIdx.x), 0, 0, 0, 0, 0};
+    copy_part(now);
+    for (int i = threadIdx.x; i < 2 * BN; i += THREADS) shared.scale[i] = steps.table(tables, i / BN, k0 + i % BN);
+
+    float acc[MT][NT][4];
+    clear(acc);
+    Stage<RING ? STAGES : 1> stage;
+    for (bool more = true; more;) {
+        copy_async_wait<0>();
+        if constexpr (ROUND) round_rows(now);
+        meet();
+        if constexpr (BUFFERS == 2) {
+            const TilePart next = after(now);
+            if (next.tile < tiles) copy_part(next);
+        }
+
+        const TileHead head = head_of(now);
+        const u8* const rows = shared.rows + now.buffer * shared.rows_bytes;
+        const u16* const its_locals = shared.locals + now.places * steps.taps * BM + Product::row(0) + lane % 16;
+        const int begin = head.round_entries[now.round], last = head.round_entries[now.round + 1];
+        int next_entry = 0, next_local[MT] = {};  // of the next tap
+        const auto load = [&](int i) {
+            next_entry = head.list[i];
+#pragma unroll
+            for (int m = 0; m < MT; ++m) next_local[m] = its_locals[i * BM + m * (Product::ASYNC ? 64 : 16)];
+        };
+        if (begin < last) load(begin);
+        if constexpr (Product::ASYNC) {
+            int read = -1;  // stage that the tensor cores read
+            const auto release = [&](int slot) {
+                if (slot >= 0 && lane == 0) barrier_arrive(shared.empty + slot);
+            };
+            u32 a[AHEAD ? 2 : 1][STEPS][4];
+            const u32 ring = __shfl_sync(0xffffffffu, shared_address(shared.weights + Product::column() * TILE_ROW), 0);
+            // Multiply 64 rows by the weights of the stage; `a` is free but for the latest product.
+            const auto multiply = [&](int local, int m, u32 (&a)[STEPS][4], bool latest) {
+                if (latest) wgmma_wait<0>();
+                const u32 right = ring + stage.slot * Memory::STAGE;
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s) ldmatrix_x4(a[s], rows + unit_at<RB>(local, 2 * s + lane / 16));
+                wgmma_fence();
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s)
+                    Wgmma<T, NT * 8>::registers(&acc[m][0][0], a[s], swizzled_descriptor(right + s * 32));
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (read != stage.slot) release(read);
+                read = stage.slot;
+            };
+            const auto step = [&](int i, int odd) {
+                const int own = __shfl_sync(0xffffffffu, next_entry >> Product::row(0) / 64 * 4, 0);
+                int local[MT];
+#pragma unroll
+                for (int m = 0; m < MT; ++m) local[m] = next_local[m];
+                if (i + 1 < last) load(i + 1);
+                barrier_wait(shared.full + stage.slot, stage.phase);
+                if constexpr (MT == 2) {
+                    if (own & 15) multiply(local[0], 0, a[0], !(own & 240));
+                    if (own & 240) multiply(local[1], 1, a[AHEAD], !(own & 15));
+                } else if (own & 15) {
+                    multiply(local[0], 0, a[AHEAD * odd], !AHEAD);
+                }
+                if (!(own & (MT == 2 ? 255 : 15))) {
+                    wgmma_wait<0>();  // those that stream must not wait for what was read long ago
+                    release(read);
+                    release(stage.slot);
+                    read = -1;
+                }
+                stage.advance();
+            };
+            for (int i = begin; i < last; i += 2) {
+                step(i, 0);
+                if (i + 1 < last) step(i + 1, 1);
+            }
+            wgmma_wait<0>();
+            release(read);
+        } else {
+            constexpr int OWN = (1 << MT) - 1;
+            const int b_row = Product::column() + lane / 16 * 8 + lane % 8;
+#pragma unroll 1
+            for (int i = begin; i < last; ++i) {
+                const int entry = next_entry, own = entry >> Product::row(0) / 16 & OWN;
+                int local[MT];
+#pragma unroll
+                for (int m = 0; m < MT; ++m) local[m] = next_local[m];
+                if (i + 1 < last) load(i + 1);
+                if constexpr (RING) barrier_wait(shared.full + stage.slot, stage.phase);
+                if (own) {
+                    const int first = (entry >> 16) * steps.per_tap + now.part * STEPS;  // number of the step
+                    const int here = min(STEPS, steps.per_tap - now.part * STEPS);
+#pragma unroll
+                    for (int s = 0; s < STEPS; ++s) {
+                        if (s >= here) break;
+                        const u8* const b = shared.weights + (RING ? stage.slot : (first + s) / 4) * Memory::STAGE +
+                                            swizzled(b_row, 2 * ((first + s) % 4) + lane / 8 % 2);
+                        u32 right[NT][2];
+#pragma unroll
+                        for (int n = 0; n < NT; n += 2) {
+                            u32 two[4];
+                            ldmatrix_x4(two, b + n * 8 * TILE_ROW);
+                            right[n][0] = two[0], right[n][1] = two[1], right[n + 1][0] = two[2], right[n + 1][1] = two[3];
+                        }
+#pragma unroll
+                        for (int m = 0; m < MT; ++m) {
+                            if (!(own >> m & 1)) continue;
+                            u32 left[4];
+                            ldmatrix_x4(left, rows + unit_at<RB>(local[m], 2 * s + lane / 16));
+#pragma unroll
+                            for (int n = 0; n < NT; ++n) {
+                                if constexpr (Same<T, float>::value)
+                                    mma_1688_tf32(acc[m][n], left, right[n][0], right[n][1]);
+                                else
+                                    mma_16816<T>(acc[m][n], left, right[n][0], right[n][1]);
+                            }
+                        }
+                    }
+                }
+                if constexpr (RING) {
+                    barrier_arrive(shared.empty + stage.slot);
+                    stage.advance();
+                }
+            }
+        }
+        const TilePart next = after(now);
+        more = next.tile < tiles;
+        if (next.tile != now.tile) {
+            const TileRows its_rows{shared.places + now.places * BM, valid};
+            const Result<T, TileRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, static_cast<int>(K)};
+            if constexpr (BN == 16 && sizeof(T) == 2) store_narrow<ACTIVATION, Product>(result, acc);
+            else result.template store<ACTIVATION, true, Product>(acc);
+            clear(acc);
+        }
+        if (BUFFERS == 1 && more) {
+            meet();
+            copy_part(next);
+        }
+        now = next;
+    }
+}

@@ -1,0 +1,95 @@
+"""Convolutions by tiles that read each row once, on a GPU."""
+
+import numpy as np
+import pytest
+
+from sbnet_cupy.core import operator
+from sbnet_cupy.core.device import current_device
+from sbnet_cupy.submanifold import site_conv_launch
+from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, TilesPlan
+from sbnet_cupy.submanifold.site_tiles import SiteTiles, TileShape, site_tiles
+from support.assertions import assert_same
+from support.site_conv_cases import SiteConvCase, assert_result
+from support.site_tables import read_back, table
+
+pytestmark = pytest.mark.gpu
+W = "TileWgmma"
+Case = SiteConvCase
+OTHERS = [
+    (TilesPlan(TileShape(64, 64), 32, (2, 1), buffers=1), 24, 32),
+    (TilesPlan(TileShape(128, 128), 64, (4, 2), buffers=1), 48, 72),
+    (TilesPlan(TileShape(128, 256), 64, (4, 1), stages=3), 64, 72),
+    (TilesPlan(TileShape(128, 128), 128, (2, 1), stages=3, engine=W), 64, 136),
+    (TilesPlan(TileShape(256, 256), 64, (4, 1), stages=2, buffers=1, engine=W), 128, 64),
+    (TilesPlan(TileShape(256, 512), 128, (2, 1), stages=3, engine=W), 192, 128),
+    (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, W), 64, 32),
+    (TilesPlan(TileShape(64, 128), 16, (2, 1), 0, 2, 4, "NarrowMma"), 16, 16),
+    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 16, 8),
+]
+TILINGS = [(plan, size // 2, plan.columns) for plan, size, _ in _TILINGS]
+
+
+@pytest.fixture(scope="module")
+def cupy(require):
+    return require("gpu")
+
+
+@pytest.fixture(autouse=True)
+def _hopper(cupy):
+    if not current_device().hopper:
+        pytest.skip("needs wgmma")
+
+
+def run(case, plan, cupy, monkeypatch):
+    monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
+    monkeypatch.setattr(operator, "_PLANS", {})
+    return case.run(cupy.asarray, seed=3)
+
+
+@pytest.mark.parametrize("given", TILINGS + OTHERS, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_whole_numbers(given, dtype, cupy, monkeypatch):
+    """Several tiles for each thread block, and the same bits again."""
+    plan, channels, channels_out = given
+    wide = 2 if dtype == "float32" else 1
+    case = Case(dtype, 1200, channels // wide, channels_out, (3, 3, 3), spare=40,
+                precision="tf32" if wide == 2 else None)  # fmt: skip
+    first, again = (run(case, plan, cupy, monkeypatch) for _ in range(2))
+    assert_result(case, first, seed=3)
+    assert_same(again, first)
+
+
+@pytest.mark.parametrize("kind", ["strided", "transposed"])
+def test_other_maps(kind, cupy, monkeypatch):
+    for given in TILINGS[1], TILINGS[5]:
+        plan, channels, channels_out = given
+        case = Case("float16", 900, channels, channels_out, (2, 3, 2), kind=kind)
+        assert_result(case, run(case, plan, cupy, monkeypatch), seed=3)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (128, 320), (256, 640), (256, 1024)], ids=str)
+@pytest.mark.parametrize("sources", [100, 20000])
+def test_tiles_stand_for_the_map(shape, sources, cupy):
+    shape = TileShape(*shape)
+    rows = table((3, 3, 3), 3001, 0.9)
+    rows = np.where(rows < 0, -1, rows * (sources // 50) + np.arange(3001) % (sources // 50))
+    tiles, again = (
+        site_tiles(cupy.asarray(rows.astype(np.int32)), sources, (3, 3, 3), shape) for _ in range(2)
+    )
+    found, other = ([array.get() for array in made] for made in (tiles, again))
+    assert (read_back(SiteTiles(*found), 27, 3001, shape) == rows).all()
+    for one, more in zip(found[:2], other[:2], strict=True):
+        assert (one[:, :2] == more[:, :2]).all()
+
+
+def test_every_tile_gives_the_same_bits(cupy, monkeypatch):
+    """Random numbers in two parts: the sum of a row does not depend on its tile."""
+    case = Case("float16", 1200, 128, 64, (3, 3, 3), whole=False)
+    plans = (
+        TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, W),
+        TilesPlan(TileShape(256, 512), 64, (4, 1), 3, 2, 1, W),
+        TilesPlan(TileShape(64, 64), 64, (1, 1), 2, 1, 1, W),
+    )
+    first, *others = (run(case, plan, cupy, monkeypatch) for plan in plans)
+    for other in others:
+        assert_same(other, first)

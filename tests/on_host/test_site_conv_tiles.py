@@ -1,0 +1,115 @@
+"""Convolutions by tiles that read each row once, on the CPU, against the other kernels."""
+
+from dataclasses import replace
+
+import pytest
+
+from sbnet_cupy.core.device import Device
+from sbnet_cupy.submanifold import site_conv_launch
+from sbnet_cupy.submanifold.site_conv_plan import (
+    MmaPlan,
+    SiteConvSizes,
+    TilesPlan,
+    plan_site_conv,
+)
+from sbnet_cupy.submanifold.site_tiles import TileShape
+from support import site_on_host
+from support.assertions import assert_same
+from support.exhaustive import thinned
+from support.site_conv_cases import SiteConvCase, assert_result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler(require):
+    require("g++")
+
+
+def results(case, plans, monkeypatch):
+    """Return the results of plans, from random numbers."""
+    monkeypatch.setattr(site_conv_launch, "current_device", lambda: site_on_host.AMPERE)
+    found = []
+    for plan in plans:
+        monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device, p=plan: p)
+        with site_on_host.by_kernels():
+            found.append(case.run(seed=3))
+            assert plan.kernel in site_on_host.LAUNCHED
+    return found
+
+
+Case = SiteConvCase
+ONE_PART = [  # of channels: the order of sums is that of site_conv
+    (TilesPlan(TileShape(64, 128), 32, (2, 1)),
+     Case(channels=16, channels_out=24, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
+    (TilesPlan(TileShape(64, 64), 32, (2, 1), buffers=1),
+     Case(channels=24, channels_out=40, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
+    (TilesPlan(TileShape(128, 256), 64, (4, 2)),
+     Case(channels=48, channels_out=72, kernel=(3, 3), sites=300, whole=False)),
+    (TilesPlan(TileShape(128, 256), 64, (4, 1), stages=3),
+     Case("bfloat16", channels=64, channels_out=72, kernel=(3, 3, 3), sites=300, whole=False)),
+    (TilesPlan(TileShape(128, 128), 128, (4, 2), stages=2),
+     Case(channels=64, channels_out=136, kernel=(5, 3, 3), sites=300, whole=False)),
+    (TilesPlan(TileShape(64, 128), 32, (2, 1)),
+     Case("float32", channels=20, channels_out=36, kernel=(3, 3), kind="transposed", sites=300,
+          precision="tf32")),
+]  # fmt: skip
+ONE_PART += [
+    (TilesPlan(TileShape(64, 64), 16, (2, 1), engine="NarrowMma"),
+     Case(channels=16, channels_out=16, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
+    (TilesPlan(TileShape(128, 128), 16, (8, 1), buffers=1, engine="NarrowMma"),
+     Case("bfloat16", channels=8, channels_out=8, kernel=(3, 3), sites=300, spare=4, whole=False)),
+    (TilesPlan(TileShape(64, 128), 16, (2, 1), engine="NarrowMma"),
+     Case("float32", channels=20, channels_out=12, kernel=(3, 3, 3), sites=150, precision="tf32")),
+]  # fmt: skip
+PARTS = [
+    Case(channels=128, channels_out=64, kernel=(3, 3, 3), sites=300, whole=False),
+    Case("float32", channels=64, channels_out=64, kernel=(2, 2, 2), kind="strided", sites=300,
+         precision="tf32", whole=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", thinned(ONE_PART, 3), ids=lambda given: str(given[0][:3]))
+def test_rows_of_one_part_have_the_bits_of_the_other_kernel(given, monkeypatch):
+    plan, case = given
+    other, found = results(case, (MmaPlan((64, 64), (2, 2), 3), plan), monkeypatch)
+    assert_result(case, found, seed=3)
+    assert_same(found, other)
+
+
+@pytest.mark.parametrize("case", thinned(PARTS, 2), ids=str)
+def test_every_tile_gives_the_same_bits(case, monkeypatch):
+    """Part after part, in a part tap after tap: in tiles of any size, in rounds or not."""
+    plans = (
+        TilesPlan(TileShape(128, 256), 64, (4, 1), stages=3),
+        TilesPlan(TileShape(64, 64), 64, (2, 2), stages=2, buffers=1),
+    )
+    first, other = results(case, plans, monkeypatch)
+    assert_same(other, first)
+    exact = replace(case, whole=True)
+    assert_result(exact, *results(exact, plans[:1], monkeypatch), seed=3)
+
+
+HOPPER = Device(132, 227 << 10, hopper=True, bulk_copy=True)
+
+
+@pytest.mark.parametrize("taps", [9, 27, 64])
+@pytest.mark.parametrize("channels", [8, 16, 32, 64, 128])
+def test_plans_of_tiles_fit_the_device(taps, channels):
+    for sites in (9000, 14_000, 50_000, 100_000, 500_000):
+        conv = SiteConvSizes("Half", sites, sites, taps, channels, channels, 1, 0, False, 16, 16)
+        plan = plan_site_conv(conv, HOPPER)
+        if taps < 64:
+            assert isinstance(plan, TilesPlan)
+        if isinstance(plan, TilesPlan):
+            assert plan.shared_bytes(conv) * plan.blocks <= HOPPER.shared_bytes
+            assert plan.order.rows <= plan.order.most <= 1024
+
+
+def test_other_sizes_leave_tiles():
+    conv = SiteConvSizes("Half", 9000, 9000, 27, 64, 64, 1, 0, False, 16, 16)
+    assert isinstance(plan_site_conv(conv, HOPPER), TilesPlan)
+    for change in (
+        {"taps": 4}, {"taps": 125}, {"groups": 2}, {"channels": 256}, {"alignment_in": 8},
+        {"alignment_out": 2}, {"targets": 2000}, {"element": "double"}, {"channels": 48},
+    ):  # fmt: skip
+        assert not isinstance(plan_site_conv(conv._replace(**change), HOPPER), TilesPlan)
+    assert not isinstance(plan_site_conv(conv, HOPPER._replace(hopper=False)), TilesPlan)
