@@ -209,15 +209,16 @@ class SparseBottleneck(BlockModule):
         if recorded:
             self._kept = None
         key = (*map(id, given), *(bn.eps for bn in norms), self.precision)
-        known = self._kept is not None and key in self._kept.kept  # which keeps them alive
+        kept = self._kept  # other threads may replace it
+        known = kept is not None and key in kept.kept  # which keeps them alive
         keeps = not recorded and state.thread_is_plain()
         if keeps and not known:  # tensors in inference mode have no version
             keeps = all(state.is_plain(t) and not t.is_inference() for t in given)
         if not keeps or (given[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._weights()
         if not known:  # parametrizations make new tensors at each call
-            self._kept = Weights()
-        return self._kept.made(key, given, self._packed)
+            kept = self._kept = Weights()
+        return kept.made(key, given, self._packed)
 
 
 def _parts_of(unit):

@@ -94,14 +94,14 @@ class BlockModule(torch.nn.Module):
         return ", ".join(filter(None, (super().extra_repr(), f"block_size={self.block_size}")))
 
 
-def params_of(calculate, size, block_size, kernel, strides, *more):
+def params_of(calculate, size, *sizes):
     """Return what ``calculate`` makes of an image and the smallest block that fits a kernel.
 
-    The block is not under ``block_size``; kernel and strides fit into it.
+    ``sizes`` are the least block, the kernel and its strides, and more for ``calculate``.
     """
     kept = type(size[0]) is type(size[1]) is int and not torch.compiler.is_compiling()
     make = _params_of if kept else _params_of.__wrapped__
-    return make(calculate, size, block_size, kernel, strides, *more)
+    return make(calculate, size, *(tuple(s) if type(s) is list else s for s in sizes))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import host_cuda
+from sbnet_cupy.block_sparse import background
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import packed as core_packed
 from sbnet_cupy.core.device import Device
@@ -83,6 +84,7 @@ class HostOp:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "prepare", prepare)
             plan_as_on_a_gpu(patch)
+            patch.setattr(background, "sm_count", lambda: multiprocessors)
             patch.setattr(op, "current_device", lambda: plan if planned else BLACKWELL)
             if not planned:
                 patch.setattr(op, self.planner, lambda *case: plan)

@@ -232,7 +232,7 @@ def asked(torch, st, monkeypatch):
     def pack(weight, bias, _, kept="_stack_packed"):
         if not isinstance(weight, torch.Tensor):
             return weight.tensor().contiguous(), bias
-        scale = getattr(weight, "scale", None)
+        scale = getattr(weight, "_stack_scale", None)
         packed = weight if scale is None else weight * scale.view(-1, 1, 1, 1)
         setattr(weight, kept, (bias, (packed, bias)))
         return packed, bias

@@ -91,10 +91,10 @@ def test_small_scales(st, asked):
     sparse.break_even = 2.0
     sparse(torch.zeros(1, 3, *SIZE), torch.ones(1, *SIZE, dtype=torch.bool))
     kept = [found[2][0] for found in sparse._weights.kept.values()]
-    scaled = [weight for weight in kept if getattr(weight, "scale", None) is not None]
+    scaled = [weight for weight in kept if getattr(weight, "_stack_scale", None) is not None]
     (weight,) = scaled
     assert torch.equal(weight[:, :, 0, 0], dense.second.weight)
-    assert torch.equal(weight.scale, dense.scale.flatten())
+    assert torch.equal(weight._stack_scale, dense.scale.flatten())
 
 
 @torch.no_grad()

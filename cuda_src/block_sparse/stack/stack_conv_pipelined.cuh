@@ -338,8 +338,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                                                       y, at, g.K - k0 - column, whole || shared.inside[row]);
                 }
                 __syncwarp();
-                Sums::leave();
                 if (tile + step < tiles) shared_fence();  // the ring is filled again
+                Sums::leave();
                 Sums::wait();
             }
             if (tile + step < tiles) all.sync();  // scale, bias and inside may be overwritten

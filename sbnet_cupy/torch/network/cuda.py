@@ -258,7 +258,7 @@ def _packed(weight, bias, pack, kept="_stack_packed"):
         from cupy import cuda
 
         with cuda.using_allocator(allocate):
-            scale = getattr(weight, "scale", None)
+            scale = getattr(weight, "_stack_scale", None)
             tables = [None if t is None else view(t.float()) for t in (scale, bias)]
             packed = pack(view(weight.contiguous()), *tables)
         found = (bias, packed)

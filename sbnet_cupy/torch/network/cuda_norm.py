@@ -128,7 +128,7 @@ def _launch(launch, given):
 def _described(dtype, rows, images, grid, channels, block, size, whole):
     from ...block_sparse.stack.stack_norm_launch import StackNorm
 
-    element = cuda._ELEMENTS.get(dtype, "double")
+    element = _PARAMETERS[dtype]
     norm = StackNorm(
         element, dtype.itemsize, rows, images, grid, channels, block, size,
         alignment=math.gcd(16, channels * dtype.itemsize), whole=whole,

@@ -2,8 +2,8 @@
 
 Squeeze and excitation pools each image, ``[N, C, 1, 1]``, multiplies it by two small matrices, and
 the stack by the result; a classifier multiplies it by a large one. PyTorch runs several kernels for
-a product of few rows, its bias and an activation. An :class:`ImageValues` is a tensor like any
-other, by which products with it are known; a product waits for the activation after it.
+a product of few rows, its bias and an activation. An :class:`ImageValues` stands for a tensor, by
+which products with it are known; a product waits for the activation after it.
 """
 
 import threading
@@ -11,8 +11,10 @@ import weakref
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from .._dispatch_state import plainly as without_subclass
+from .._dispatch_state import without_memory
 from . import cuda, cuda_affine
 
 _MOST_IMAGES = 8  # each reads the matrix again
@@ -44,27 +46,43 @@ class _Waiting(threading.local):
 _WAITING = _Waiting()
 
 
-class ImageValues(torch.Tensor):
-    """A tensor of a value for each channel of each image; ``plain`` is the tensor itself.
+def flush():
+    """Compute the products that wait in this thread."""
+    _WAITING.flush()
 
-    ``product`` is (x, weight, bias, activation) where the tensor is still to be computed.
+
+class ImageValues(torch.Tensor):
+    """Stands for ``plain``, a tensor of a value for each channel of each image; has no memory.
+
+    ``product`` is (x, weight, bias, activation) where the tensor is still to be computed; there is
+    only its ``shape`` then. It is computed at the end of a call at the latest, with the weights as
+    they are when it is. Functions get the tensor itself, whether PyTorch passes them on or they are
+    called below its functions, in a scripted function, say.
     """
 
     @staticmethod
-    def __new__(cls, plain, product=None):
-        """Make one of a tensor, in its memory."""
-        self = torch.Tensor._make_subclass(cls, plain)
-        self._plain, self._product = plain, product
+    def __new__(cls, plain, product=None, shape=None, read=None):
+        """Make one of a tensor, or of a product and its shape.
+
+        ``read`` is shared by those of the same memory: [whether a view of it was given out].
+        """
+        like = plain if product is None else product[0]
+        shape = tuple(like.shape if shape is None else shape)
+        self = without_memory(cls, shape, like.dtype, like.device, False)
+        self._plain, self._product, self._shape = plain, product, shape
+        self._read = [False] if read is None else read
         if product is not None:
             _WAITING.values = [ref for ref in _WAITING.values if ref() is not None]
             _WAITING.values.append(weakref.ref(self))
         return self
 
     def compute(self):
-        """Compute the product that waits, if one does."""
+        """Return the tensor; compute the product that waits, if one does."""
         if self._product is not None:
-            product, self._product = self._product, None
-            cuda_affine.image_linear(*product, self._plain)
+            (x, *more), self._product = self._product, None
+            self._plain = torch.empty(self._shape, dtype=x.dtype, device=x.device)
+            cuda_affine.image_linear(x, *more, self._plain)
+        return self._plain
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -72,7 +90,7 @@ class ImageValues(torch.Tensor):
         kwargs = kwargs or {}
         owner = getattr(func, "__self__", None)  # of an attribute that is read
         if func in _SIZES or getattr(owner, "__name__", None) in _ATTRIBUTES:
-            return func(*tree_map(_memory, args), **kwargs)
+            return without_subclass(func, *args, **kwargs)
         result = None
         if func is F.conv2d:
             result = _conv2d(*args, **kwargs)
@@ -83,33 +101,46 @@ class ImageValues(torch.Tensor):
         elif func in _VIEWS:
             result = _view(func, *args, **kwargs)
         elif func is F.dropout and not _is_training(*args, **kwargs):
-            result = args[0]
+            result = kwargs["input"] if "input" in kwargs else args[0]
         if result is not None:
             return result
-        if _may_write(func.__name__, args, kwargs):
-            _WAITING.flush()
+        if _may_write(getattr(func, "__name__", ""), args, kwargs):
+            flush()
         result = func(*tree_map(plainly, args), **tree_map(plainly, kwargs))
+        _note_views(result, (args, kwargs))
         return ImageValues(result) if func in _ACTIVATIONS else result
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """Run an operator that was called below PyTorch's functions."""
+        flush()
+        result = func(*tree_map(plainly, args), **tree_map(plainly, kwargs or {}))
+        _note_views(result, (args, kwargs))
+        return result
 
 
 def _may_write(name, args, kwargs):
-    """Whether a function may change an argument."""
+    """Whether a function may change an argument, as far as its name tells."""
     if any(a is True for a in args) or kwargs.get("inplace") or kwargs.get("out") is not None:
         return True
-    inplace = name.startswith("__i") or name == "__setitem__"
+    inplace = not name or name.startswith("__i") or name == "__setitem__"
     return inplace or (name.endswith("_") and not name.endswith("__"))
 
 
-def _memory(x):
-    return x._plain if type(x) is ImageValues else x
+def _note_views(result, given):
+    """Note of values whose memory a result shares that somebody may write to it unseen."""
+    values = [v for v in tree_leaves(given) if type(v) is ImageValues]
+    for tensor in tree_leaves(result):
+        if type(tensor) is torch.Tensor:
+            for v in values:
+                if tensor.untyped_storage().data_ptr() == v.compute().untyped_storage().data_ptr():
+                    v._read[0] = True
+                    flush()
 
 
 def plainly(x):
-    """Return the plain tensor of ImageValues, computed; anything else as it is."""
-    if type(x) is not ImageValues:
-        return x
-    x.compute()
-    return x._plain
+    """Return the tensor that ImageValues stand for, computed; anything else as it is."""
+    return x.compute() if type(x) is ImageValues else x
 
 
 def image_values(pooled, table):
@@ -127,25 +158,25 @@ def image_values(pooled, table):
     return ImageValues(pooled) if served else pooled
 
 
-def _conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    one_pixel = type(x) is ImageValues and x._plain.dim() == 4
-    one_pixel = one_pixel and tuple(x._plain.shape[2:]) == (1, 1)
-    if not one_pixel or type(padding) is str or groups != 1:
+def _conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    if type(input) is not ImageValues or input._shape[2:] != (1, 1):
+        return None
+    if type(padding) is str or groups != 1:
         return None
     if tuple(weight.shape[2:]) != (1, 1) or padding not in (0, (0, 0), [0, 0]):
         return None
-    return _product(x, weight, bias, (1, 1))
+    return _product(input, weight, bias, (1, 1))
 
 
-def _linear(x, weight, bias=None):
-    if type(x) is not ImageValues or x._plain.dim() != 2:
+def _linear(input, weight, bias=None):
+    if type(input) is not ImageValues or len(input._shape) != 2:
         return None
-    return _product(x, weight, bias, ())
+    return _product(input, weight, bias, ())
 
 
 def _product(x, weight, bias, pixel):
     """Return a product that waits, or None where the kernel does not compute it."""
-    source, given = x._plain, [t for t in (weight, bias) if t is not None]
+    source, given = x.compute(), [t for t in (weight, bias) if t is not None]
     fits = all(
         type(t) is torch.nn.Parameter
         and t.dtype == source.dtype and t.device == source.device
@@ -158,35 +189,39 @@ def _product(x, weight, bias, pixel):
         return None
     if torch.is_autocast_enabled(source.device.type):
         return None
-    x.compute()
     shape = source.shape[0], weight.shape[0], *pixel
-    out = torch.empty(shape, dtype=source.dtype, device=source.device)
-    return ImageValues(out, (source, weight, bias, None))
+    result = ImageValues(None, (source, weight, bias, None), shape)
+    if x._read[0]:  # what is written to a view of x is not seen here
+        result.compute()
+    return result
 
 
-def _activation(name, x, inplace=False, **more):
-    """Return a product with its activation, which waits too; None where x is no such product.
+def _activation(name, input, inplace=False, **more):
+    """Return a product with its activation, which waits too; None where ``input`` is none.
 
     One that others read without the activation is computed for them by itself.
     """
-    if type(x) is not ImageValues or x._product is None or x._product[3] or more:
+    waits = type(input) is ImageValues and input._product is not None
+    if not waits or input._product[3] or more:
         return None
-    product = (*x._product[:3], name)
+    product = (*input._product[:3], name)
     if inplace:
-        x._product = product
-        return x
-    return ImageValues(torch.empty_like(x._plain), product)
+        input._product = product
+        return input
+    return ImageValues(None, product, input._shape)
 
 
-def _view(func, x, *args, **kwargs):
+def _view(func, input, *args, **kwargs):
     """Return the values as ``[N, C]``, or None for any other view."""
-    if type(x) is not ImageValues or tuple(x._plain.shape[2:]) not in ((), (1, 1)):
+    if type(input) is not ImageValues or input._shape[2:] not in ((), (1, 1)):
         return None
-    x.compute()
-    result = func(x._plain, *args, **kwargs)
-    same = tuple(result.shape) == tuple(x._plain.shape[:2]) and result.is_contiguous()
-    return ImageValues(result) if same else result
+    plain = input.compute()
+    result = func(plain, *args, **kwargs)
+    same = tuple(result.shape) == input._shape[:2] and result.is_contiguous()
+    if not same:
+        _note_views(result, input)
+    return ImageValues(result, read=input._read) if same else result
 
 
-def _is_training(x, p=0.5, training=True, inplace=False):
+def _is_training(input, p=0.5, training=True, inplace=False):
     return training

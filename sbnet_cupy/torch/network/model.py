@@ -13,7 +13,7 @@ from . import cuda, graphs, tuning
 from . import tensor as T
 from .ends import check_call, check_outside, finished, warn_left_out
 from .entry import Entry, gathered
-from .image_values import plainly
+from .image_values import flush, plainly
 from .recordings import may_record
 from .replay import Replays, may_replay
 from .report import Report
@@ -161,7 +161,10 @@ class SparseModel(Report, nn.Module):
             value = table.compute(gathered, x, table)
         image = T.StackTensor(value, table, table.block, table.size, plan=plan)
         if table.tape is None:
-            return tree_map(plainly, self.model(image, *args, **kwargs or {}))
+            try:
+                return tree_map(plainly, self.model(image, *args, **kwargs or {}))
+            finally:
+                flush()
         with Recorder(table.tape):
             return self.model(image)
 

@@ -188,6 +188,7 @@ def _by_kernel(x, weight, bias, table):
         and table.weights.keeps
         and all(type(t) is torch.nn.Parameter and t.dtype == x.dtype for t in given)
         and tuple(weight.shape[1:]) == tuple(x.shape[3:])
+        and (bias is None or tuple(bias.shape) == tuple(weight.shape[:1]))
         and not cuda.records(*given)
         and not torch.is_autocast_enabled(x.device.type)
     )

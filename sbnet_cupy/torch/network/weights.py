@@ -74,8 +74,8 @@ def _matrix(weight, bias, scale):
     with torch.no_grad():
         weight = weight.detach()[:, :, None, None]
         if scale is not None:
-            weight.scale = _wide(scale).flatten()
-            bias = None if bias is None else _wide(bias) * weight.scale
+            weight._stack_scale = scale = _wide(scale).flatten()
+            bias = None if bias is None else _wide(bias) * scale
         return weight, None if bias is None else bias.detach()
 
 
