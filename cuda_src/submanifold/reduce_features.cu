@@ -2,14 +2,13 @@
 //   order[j], site[j]    the rows of the list and their sites, sorted by site; rows with no site come last, with the number `sites`
 //   starts[s]            where the rows of site s begin; those of the last one end where the next would begin
 //   out[s, c] = sum or mean of features[order[j], c] over the rows j of site s
-// Source: a stable counting sort by 11 bits of the site at a time.  Python: sbnet_cupy/submanifold/reduce_features.py and
+// Source: counting_sort.cuh, by 11 bits of the site at a time.  Python: sbnet_cupy/submanifold/reduce_features.py and
 // row_lists.py
 // Launches: for each digit bin_sites (a thread block has PART rows), and scan_bins and order_rows of site_order.cu; then
 //   list_rows    a thread for each row and site; sum_rows: a warp for each site, with LANES channels side by side
 // Why: no sum depends on the order in which threads run, and no site is slow because it has many rows.
-#include "core/common.cuh"
+#include "submanifold/counting_sort.cuh"
 
-constexpr int BITS = 11, BINS = 1 << BITS, PART = 1024, THREADS = 256, WARPS = THREADS / 32, ROUNDS = PART / THREADS;
 constexpr u32 EVERY = 0xffffffffu;
 
 // The site of a row, or their number if it has none.
@@ -26,48 +25,17 @@ __global__ void __launch_bounds__(THREADS)
               u32* __restrict__ places,       // [n]: digit << 16 | place
               u16* __restrict__ counts,       // [parts, BINS]
               i64 n, i64 sites, i64 shift) {
-    __shared__ u16 own[WARPS][BINS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int i = threadIdx.x; i < WARPS * BINS; i += THREADS) own[i / BINS][i % BINS] = 0;
-    const i64 first = static_cast<i64>(blockIdx.x) * PART + warp * (PART / WARPS) + lane;
-    __syncthreads();
+    __shared__ DigitRanks ranks;
+    ranks.clear();
+    const i64 first = DigitRanks::first_row();
     u32 digit[ROUNDS];
-    int place[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const i64 m = first + r * 32;
         digit[r] = 0;
         if (m < n) digit[r] = static_cast<u32>(site_of(inverse, order ? order[m] : m, sites) >> shift) & (BINS - 1);
     }
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        u32 same = __ballot_sync(EVERY, first + r * 32 < n);  // lanes with the same digit
-#pragma unroll
-        for (int bit = 0; bit < BITS; ++bit) {
-            const u32 set = __ballot_sync(EVERY, digit[r] >> bit & 1);
-            same &= digit[r] >> bit & 1 ? set : ~set;
-        }
-        u16& count = own[warp][digit[r]];
-        place[r] = count + __popc(same & ((1u << lane) - 1));
-        __syncwarp();
-        if (same >> lane == 1) count = static_cast<u16>(place[r] + 1);  // the last of them
-        __syncwarp();
-    }
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) {
-        int before = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const int its = own[w][bin];
-            own[w][bin] = static_cast<u16>(before);
-            before += its;
-        }
-        counts[static_cast<i64>(blockIdx.x) * BINS + bin] = static_cast<u16>(before);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r)
-        if (first + r * 32 < n) places[first + r * 32] = digit[r] << 16 | static_cast<u32>(own[warp][digit[r]] + place[r]);
+    ranks.write(digit, places, counts, n);
 }
 
 template <typename I>

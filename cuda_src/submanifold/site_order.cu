@@ -7,9 +7,7 @@
 // Why: a tile of a convolution leaves out the taps that none of its rows has. A bin is a number of BITS bits: a bit for each
 // column of taps, and one for each end of the columns; bins are in the order of the Gray code, so that neighbours differ
 // in a bit. That one pass comes close to sorting by all taps.
-#include "core/common.cuh"
-
-constexpr int BITS = 11, BINS = 1 << BITS, PART = 1024, THREADS = 256, WARPS = THREADS / 32, ROUNDS = PART / THREADS;
+#include "submanifold/counting_sort.cuh"
 
 // The bin of taps that are there.
 struct Bins {
@@ -32,11 +30,10 @@ __global__ void __launch_bounds__(THREADS)
              u32* __restrict__ places,      // [M]: bin << 16 | place among the rows of the block
              u16* __restrict__ counts,      // [parts, BINS]
              i64 M, i64 N, i64 taps, i64 columns, i64 side) {
-    __shared__ u16 own[WARPS][BINS];  // rows of each bin
+    __shared__ DigitRanks ranks;
     const Bins bins{static_cast<int>(taps), static_cast<int>(columns), static_cast<int>(side)};
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int i = threadIdx.x; i < WARPS * BINS; i += THREADS) own[i / BINS][i % BINS] = 0;
-    const i64 first = static_cast<i64>(blockIdx.x) * PART + warp * (PART / WARPS) + lane;
+    ranks.clear();
+    const i64 first = DigitRanks::first_row();
     u32 code[ROUNDS] = {};
     int column = 0;
 #pragma unroll 4
@@ -50,38 +47,9 @@ __global__ void __launch_bounds__(THREADS)
             if (row >= 0 && row < N) code[r] |= bits;
         }
     }
-    __syncthreads();
-    int place[ROUNDS];
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        code[r] = Bins::place(code[r]);
-        u32 same = __ballot_sync(0xffffffffu, first + r * 32 < M);  // lanes of the same bin
-#pragma unroll
-        for (int bit = 0; bit < BITS; ++bit) {
-            const u32 set = __ballot_sync(0xffffffffu, code[r] >> bit & 1);
-            same &= code[r] >> bit & 1 ? set : ~set;
-        }
-        u16& count = own[warp][code[r]];
-        place[r] = count + __popc(same & ((1u << lane) - 1));
-        __syncwarp();
-        if (same >> lane == 1) count = static_cast<u16>(place[r] + 1);  // the last of them
-        __syncwarp();
-    }
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) {
-        int before = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const int its = own[w][bin];
-            own[w][bin] = static_cast<u16>(before);
-            before += its;
-        }
-        counts[static_cast<i64>(blockIdx.x) * BINS + bin] = static_cast<u16>(before);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r)
-        if (first + r * 32 < M) places[first + r * 32] = code[r] << 16 | static_cast<u32>(own[warp][code[r]] + place[r]);
+    for (int r = 0; r < ROUNDS; ++r) code[r] = Bins::place(code[r]);
+    ranks.write(code, places, counts, M);
 }
 
 // before[part, bin] = rows of the bin in the parts before; totals[bin] = in all. Lanes have bins, warps shares of the parts.

@@ -13,7 +13,7 @@ from ..core.graph_memory import memory_of_graphs
 from .distinct import Reduction
 
 _FILE, _SORT_FILE = "submanifold/reduce_features", "submanifold/site_order"
-_BITS, _PART, _BINS = 11, 1024, 2048  # of reduce_features.cu
+_BITS, _PART, _BINS = 11, 1024, 2048  # of counting_sort.cuh
 MOST_SITES = 1 << 2 * _BITS
 
 

@@ -15,7 +15,7 @@ from ..core.graph_memory import memory_of_graphs
 
 GROUP = 32  # neighbouring rows that have a mask
 _FILE = "submanifold/site_order"
-_PART, _BINS, _MOST_COLUMNS = 1024, 2048, 9  # of site_order.cu
+_PART, _BINS, _MOST_COLUMNS = 1024, 2048, 9  # of site_order.cu, counting_sort.cuh
 
 
 class SiteOrder(NamedTuple):
