@@ -6,11 +6,13 @@ the pool would hand out its memory again, and a replay would overwrite the new o
 
 import contextlib
 import ctypes
+import sys
 
 import numpy as np
 
-from .arrays import namespace
+from .arrays import library_of, namespace
 from .device import driver
+from .torch_memory import capturing_stream
 
 _KEPT = []  # never freed: a graph may be replayed at any time
 
@@ -32,7 +34,17 @@ def capture_on(stream):
 
 
 def capture_of(array):
-    """Return the number of the CUDA graph's capture on the current stream; 0 if there is none."""
+    """Return the number of the CUDA graph's capture on the current stream; 0 if there is none.
+
+    Of a tensor it is PyTorch's current stream, of other libraries' arrays there is none.
+    """
+    library = library_of(array)
+    if library is None or not library.native:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(array, torch.Tensor):
+            return 0
+        stream = capturing_stream(array)
+        return 0 if stream is None else capture_on(stream)
     return capture_on(namespace(array).cuda.get_current_stream().ptr) if is_capturing(array) else 0
 
 

@@ -22,6 +22,17 @@ def stream_of(device, pointer):
         return _STREAMS.setdefault((device, pointer), stream)
 
 
+def capturing_stream(tensor):
+    """Return the address of PyTorch's current stream if it records a CUDA graph, else None."""
+    import torch
+
+    if torch.compiler.is_compiling() or not tensor.is_cuda:
+        return None
+    if not torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.current_stream(tensor.device).cuda_stream
+
+
 def allocate(nbytes):
     """Allocate device memory for CuPy from PyTorch, on the current device and stream."""
     import cupy

@@ -75,6 +75,7 @@ class CoordinateMap(KeepingContainer):
         spatial_shape, batch_size = check_grid(self.spatial_shape, self.batch_size, shape[1] - 1)
         object.__setattr__(self, "spatial_shape", spatial_shape)
         object.__setattr__(self, "batch_size", batch_size)
+        mark_capture(self._kept, capture_of(self.indices))
 
     def _arrays(self):
         return (self.indices, self.count, *(() if self.status is None else (self.status,)))
@@ -309,7 +310,6 @@ def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capaci
         found = found.cut(int(found.count[0]))
     made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)
     made._kept["tree"] = found.tree
-    mark_capture(made._kept, capture_of(indices))
     if mode in ("sum", "mean") and made.capacity < MOST_SITES:
         reduction = rows_of_sites(found.inverse, found.count, made.capacity)
     elif mode in ("sum", "mean"):

@@ -6,6 +6,7 @@ Kernel: cuda_src/submanifold/kernel_map.cu, on CuPy arrays.
 import functools
 import marshal
 import re
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
 from .coordinate_map import CoordinateMap, check_capacity, check_sites
-from .keeping_container import KeepingContainer, mark_capture
+from .keeping_container import CAPTURE, KeepingContainer, mark_capture
 from .new_sites import Window, coarse_sites, fine_sites, kernels_find
 from .transposed_rows import TRANSPOSED_ROWS
 
@@ -185,10 +186,18 @@ def kernel_map(
     key = (window, bool(transposed), output_padding, id(onto), capacity)
     make = _transposed_map if transposed else _map
 
+    def new():
+        made = make(coordinates, window, onto, output_padding, capacity)
+        kept = _Kept.for_source(made)
+        capture = capture_of(made.rows)
+        if CAPTURE in coordinates._kept and not capture and onto is None and not transposed:
+            # The source keeps nothing then; a dict of its own, for the other may make a cycle.
+            of_target = kept._replace(target=None, kept={})
+            made.target._kept["made by"] = weakref.ref(coordinates), of_target
+        return kept
+
     def find():
-        return coordinates._keep(
-            key, lambda: _Kept.for_source(make(coordinates, window, onto, output_padding, capacity))
-        )
+        return coordinates._keep(key, new)
 
     kept = find() if spelled is None else coordinates._keep(spelled, find)
     return kept.of(coordinates)
@@ -292,6 +301,9 @@ def _found(coordinates, kernel_size, target):
             made = kept.of(coordinates)
             if made.target is target and kernel_size in (None, made.kernel_size):
                 return made
+    source, kept = target._kept.get("made by", (lambda: None, None))
+    if source() is coordinates and kernel_size in (None, kept.kernel_size):
+        return kept._replace(target=target).of(coordinates)
     return None
 
 

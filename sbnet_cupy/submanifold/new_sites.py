@@ -8,12 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.arrays import namespace
-from ..core.graph_memory import capture_of
 from ..errors import ShapeError
 from . import map_kernels
 from .coordinate_map import CoordinateMap
 from .distinct import OUTSIDE
-from .keeping_container import mark_capture
 from .keys import coordinates_of, key_part, packing_of
 from .site_kernels import by_kernels
 
@@ -137,7 +135,6 @@ def _sites_by_kernels(like, window, readers, shape, capacity):
         found = found.cut(int(found.count[0]))
     made = CoordinateMap(found.indices, found.count, shape, like.batch_size, like.status)
     made._kept["tree"] = found.tree
-    mark_capture(made._kept, capture_of(like.indices))
     return made
 
 

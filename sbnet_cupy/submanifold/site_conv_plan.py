@@ -11,6 +11,7 @@ from .site_tiles import MOST_TAPS, TileShape, head_numbers
 PANEL = 64  # output channels that are packed together
 _ROW = 128  # bytes of K in a chunk
 _STEP = 32  # bytes of K that are multiplied together, of one tap
+_RESERVED = 1024  # bytes of shared memory that each thread block takes besides its own
 MOST_ROWS = 2**31 - 2**8
 _FMA_ROWS = 4  # rows of the result of a thread of site_conv_fma
 _TILES = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32))  # rows, channels
@@ -264,7 +265,7 @@ def _plan_tiles(conv, device):
         for plan, size, cycles in _TILINGS
         if plan.row_bytes(conv) == size
         and (plan.columns // 2 if plan.columns > 16 else 0) < conv.channels_out <= plan.columns
-        and plan.shared_bytes(conv) * plan.blocks <= device.shared_bytes
+        and (plan.shared_bytes(conv) + _RESERVED) * plan.blocks <= device.shared_bytes + _RESERVED
     ]
     return min(fitting, key=cost)[0] if fitting else None
 

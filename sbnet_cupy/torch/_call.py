@@ -16,6 +16,7 @@ from ..core.arrays import address
 from ..core.checks import check_contiguous, check_result
 from ..core.torch_memory import to_tensor
 from ..core.workspace import workspace
+from ..dense.packed_weights import PackedWeights
 from ..errors import ShapeError
 from . import _dispatch_state as state
 from ._native import DTYPES, compute, describe, native_stream, spec_of
@@ -80,15 +81,28 @@ def run(operation, tensors, options, described=None):
     if out is not None:
         _check_apart(operation, plan, tensors, addresses)
     if plan.launch is not None:
-        more = () if operation.derived is None else operation.derived(plan, tensors)
-        return _launch(plan, tensors, addresses, place, packed, more)
+        owner, more = (None, ()) if operation.derived is None else operation.derived(plan, tensors)
+        y = _launch(plan, tensors, addresses, place, packed, more)
+        del owner  # whose memory may be used again only after the launch
+        return y
     given, body = list(tensors), plan.run
+    if isinstance(packed, PackedWeights):
+        body = _with_weights(body, operation.weights, packed)
     if out is None:
         given[place] = tensors[0].new_empty(plan.shape)
     if device < 0 and operation.on_cpu is not None:
         body = operation.on_cpu(tensors[0].dtype, options) or body
     compute(body, given)
     return given[place]
+
+
+def _with_weights(body, places, packed):
+    """Return a body that computes with the values that weights had when they were packed."""
+
+    def run(*arrays):
+        return body(*arrays[: places.start], *packed.copied(), *arrays[places.stop :])
+
+    return run
 
 
 def _is_same_memory(a, b):

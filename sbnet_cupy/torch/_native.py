@@ -49,7 +49,7 @@ def native_weights(weights):
     """
     if not isinstance(weights._given()[0], torch.Tensor):
         return None
-    if weights._entered is None and any(t.requires_grad for t in weights._arrays()):
+    if any(t.requires_grad for t in weights._arrays()):
         raise DTypeError(
             f"a {type(weights).__name__} gets no gradients, and holds a tensor that requires grad; "
             "pack tensor.detach(), or pass the weights unpacked"

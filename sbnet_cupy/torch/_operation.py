@@ -77,8 +77,8 @@ class Operation:
         Of the dtype and the options: returns what computes a call on a CPU from NumPy views of all
         arrays in place of the core, or None.
     derived : function, optional
-        Of a plan with a launch, and the tensors: addresses of what is computed of them and kept
-        with one, which are operands after the packed weights.
+        Of a plan with a launch, and the tensors: what is computed of them and kept with one, and
+        its addresses, which are operands after the packed weights.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Operation:
         weights=None, on_cpu=None, derived=None,
     ):  # fmt: skip
         self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
-        self._weights, self._arrays, self.on_cpu = weights, operator.arrays, on_cpu
+        self.weights, self._arrays, self.on_cpu = weights, operator.arrays, on_cpu
         self.derived = derived
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
@@ -151,9 +151,9 @@ class Operation:
 
     def described(self, tensors, packed):
         """Return what a plan is kept for: the tensors, or the specs of weights that are packed."""
-        if packed is None or self._weights is None:
+        if packed is None or self.weights is None:
             return tensors
-        return *tensors[: self._weights.start], packed.specs, *tensors[self._weights.stop :]
+        return *tensors[: self.weights.start], packed.specs, *tensors[self.weights.stop :]
 
     def check(self, tensors):
         """Check what the core does not know of: what makes arrays of tensors."""

@@ -63,6 +63,41 @@ def test_equal_options_of_another_type_are_not_the_same_call():
             sb.kernel_map(sites, 3, dilation=wrong, onto=sites)
 
 
+def test_what_made_sites_is_known_where_nothing_is_kept(monkeypatch):
+    """As for sites that a captured graph computes: the next run may change them."""
+    from sbnet_cupy.submanifold import kernel_map as module
+
+    def captured(array):
+        return 7
+
+    rows = np.array([[0, 1, 1], [0, 1, 2]])
+    with monkeypatch.context() as patch:
+        for name in ("coordinate_map", "kernel_map", "keeping_container"):
+            patch.setattr(f"sbnet_cupy.submanifold.{name}.capture_of", captured)
+        sites, _ = sb.coordinate_map(rows, spatial_shape=(4, 4))
+    x = sb.SparseTensor(np.ones((2, 1)), sites)
+    y = sb.strided_conv(x, np.ones((2, 2, 1, 1)), stride=2)
+    assert not [key for key in sites._kept if isinstance(key, tuple)]
+    assert module.made_by(sites, (2, 2), y.coordinates).target is y.coordinates
+    assert sb.inverse_conv(y, np.ones((2, 2, 1, 1)), onto=x).features.ravel().tolist() == [1, 1]
+    with pytest.raises(ValueError, match="with a kernel of"):
+        sb.inverse_conv(y, np.ones((3, 3, 1, 1)), onto=x)
+
+
+@pytest.mark.parametrize("make", ["coordinate_map", "raster", "select", "plain"])
+def test_all_sites_know_the_capture_that_made_them(make, monkeypatch):
+    sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
+    monkeypatch.setattr("sbnet_cupy.submanifold.coordinate_map.capture_of", lambda array: 7)
+    if make in ("coordinate_map", "raster"):
+        order = "raster" if make == "raster" else "leaf"
+        made, _ = sb.coordinate_map(sites.indices, spatial_shape=(4, 4), order=order)
+    elif make == "select":
+        made, _ = sites.select(np.array([True, False]))
+    else:
+        made = sb.CoordinateMap(sites.indices, sites.count, (4, 4), 1)
+    assert made._kept["capture"] == 7 and "capture" not in sites._kept
+
+
 def test_transposed_maps_share_what_they_keep():
     sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
     down = sb.kernel_map(sites, 2, stride=2)

@@ -158,3 +158,38 @@ def test_sites_are_pickled(torch, st):
     assert same.coordinates._kept == {}
     found = st.submanifold_conv(same, w).features, st.sparse_to_dense(same)
     assert all(map(torch.equal, found, expected))
+
+
+def test_packed_weights_compute_with_what_was_packed(torch, st):
+    """Without a kernel, too; and none that needs a gradient later is taken."""
+    x = made(torch, st)
+    w, bias = values(torch, 3, 3, 4, 6), values(torch, 6)
+    weights = sb.PackedWeights(w, bias=bias)
+    before = st.submanifold_conv(x, weights).features
+    assert torch.equal(before, st.submanifold_conv(x, w, bias=bias).features)
+    w *= 2
+    assert torch.equal(st.submanifold_conv(x, weights).features, before)
+    weights.refresh()
+    assert torch.equal(
+        st.submanifold_conv(x, weights).features, st.submanifold_conv(x, w, bias=bias).features
+    )
+    w.requires_grad_(True)
+    with pytest.raises(sb.DTypeError, match="gets no gradients"):
+        st.submanifold_conv(x, weights)
+
+
+def test_derived_operands_live_until_the_launch(torch):
+    """An order that nothing keeps is not freed before the kernel is launched."""
+    from sbnet_cupy.torch.submanifold import operations
+
+    class Order(list):
+        pass
+
+    class Plan:
+        order, sort = False, staticmethod(lambda rows: Order())
+
+    rows = torch.zeros(3, 2, dtype=torch.int32)
+    operations._kept_with(rows)["capture"] = 7  # as if a graph had made it: not kept
+    owner, addresses = operations._order_of(Plan, (torch.zeros(2, 4), rows))
+    assert addresses == [] and type(owner) is Order
+    assert operations._kept_with(rows) == {"capture": 7}

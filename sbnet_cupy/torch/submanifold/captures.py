@@ -1,17 +1,7 @@
 """What maps of tensors keep, in and out of the capture of a CUDA graph."""
 
-import torch
-
-from ...core.graph_memory import capture_on
+from ...core.graph_memory import capture_of
 from ...submanifold.keeping_container import kept_or_made
-from .. import _dispatch_state as state
-
-
-def capture_of(tensor):
-    """Return the number of the capture on torch's current stream; 0 if there is none."""
-    if not tensor.is_cuda or not torch.cuda.is_current_stream_capturing():
-        return 0
-    return capture_on(state.current_stream(tensor.get_device()))
 
 
 def make_kept(kept, key, tensor, make):

@@ -10,6 +10,7 @@ import weakref
 import torch
 
 from ...core.arrays import address
+from ...core.graph_memory import capture_of
 from ...submanifold.keeping_container import mark_capture
 from ...submanifold.reduce_features import REDUCE_FEATURES
 from ...submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
@@ -23,7 +24,7 @@ from .._call import call
 from .._namespace import activation_backward, affine, wide
 from .._native import compute
 from .._operation import Operation
-from .captures import capture_of, make_kept
+from .captures import make_kept
 
 
 def transposed_rows(rows, sites):
@@ -54,8 +55,8 @@ def _kept_with(rows):
 
 
 def _order_of(plan, tensors):
-    """Return the addresses of the SiteOrder or SiteTiles that a convolution reads a table in."""
-    rows, key = tensors[1], ("ordered", plan.order)
+    """Return the SiteOrder or SiteTiles that a convolution reads a table in, and its addresses."""
+    rows, key = tensors[1], ("ordered", plan.order, tensors[0].shape[0])
     kept = _kept_with(rows)
     found = kept.get(key)
     if found is None:
@@ -65,7 +66,7 @@ def _order_of(plan, tensors):
             return order, [0 if array is None else address(array) for array in order]
 
         found = make_kept(kept, key, rows, make)
-    return found[1]
+    return found
 
 
 def convolve(features, w, rows, *, groups=1, precision=None):
