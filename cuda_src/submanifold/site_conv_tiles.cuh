@@ -1,7 +1,7 @@
 // site_conv_tiles.cuh: the convolution of site_conv.cu by tiles that read each row of x once.
 // Source: tiles with shared inputs as in fVDB (Williams et al. 2024); fragments by local row numbers instead of an im2col matrix.
 // Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
-// Compute capability 9.0 and newer. Rows of x and y are whole vectors of 16 bytes, aligned.
+// Compute capability 9.0. Rows of x and y are whole vectors of 16 bytes, aligned.
 // Launch: a persistent grid, (tiles of BM rows, tiles of BN channels) thread blocks.
 // The distinct rows that a tile reads (site_tiles.cu) lie in shared memory, RB bytes of channels (a part) at a time; row 0 is
 // zeros. ldmatrix gathers the rows of a fragment by their local numbers. Sums are made part after part, in a part tap after

@@ -1,6 +1,6 @@
 // site_product.cuh: what the convolutions of site_conv.cu on tensor cores share: the order of K, and the rows of tiles.
-// K of the product is a list of steps, 32 bytes of channels of a tap, tap after tap. Sums are made in that order, whatever
-// tile a row is in. A tile leaves out the taps that none of its rows has, and a group of 32 rows those that none of
+// K of the product is a list of steps, 32 bytes of channels of a tap, tap after tap. site_conv and site_conv_pipelined add up
+// in that order, whatever tile a row is in. A tile leaves out the taps that none of its rows has, and a group of 32 rows those that none of
 // its own has: what is left out would add zeros.
 #pragma once
 

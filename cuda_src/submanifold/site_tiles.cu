@@ -1,5 +1,6 @@
 // site_tiles.cu: tiles of the rows of a kernel map, each with the distinct rows that it reads.
-//   x[sources[tile][l - 1]] is what row order[tile][r] of y reads at the tap at which l = locals[tile][its number][r]; 0 for none
+//   x[sources[tile][l - 1]] is what row order[tile][r] of y reads at the tap at which l = locals[tile][its number][r]; 0 for none;
+//   in a round after the first l counts from where the round's sources begin
 // Source: the rule book of Graham et al. 2018 (arXiv:1711.10275), tile by tile; a hash table with linear probing.
 // Python: sbnet_cupy/submanifold/site_tiles.py
 // Launch: a thread block of BM threads for each tile; at most MOST_TAPS taps.
