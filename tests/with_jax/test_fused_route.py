@@ -55,10 +55,10 @@ def gpu_plans(monkeypatch):
     monkeypatch.setattr(operation, "has_gpu", lambda: True)
     monkeypatch.setattr(operation._callbacks, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "prepare", lambda *launch, **sizes: None)  # until it is launched
-    for name in ("sparse_gather", "sparse_scatter"):
-        module = importlib.import_module(f"sbnet_cupy.block_sparse.gather_scatter.{name}")
+    for name in ("gather_scatter.sparse_gather", "gather_scatter.sparse_scatter", "background"):
+        module = importlib.import_module(f"sbnet_cupy.block_sparse.{name}")
         monkeypatch.setattr(module, "sm_count", lambda: AMPERE.multiprocessors)
-        monkeypatch.setattr(module, "shared_bytes", lambda: AMPERE.shared_bytes)
+        monkeypatch.setattr(module, "shared_bytes", lambda: AMPERE.shared_bytes, raising=False)
     monkeypatch.setattr(core_operator, "_PLANS", {})
     return AMPERE
 

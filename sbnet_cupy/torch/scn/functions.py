@@ -86,9 +86,8 @@ def voxelize_pointcloud(
     ends = counts.cumsum(0)
     starts = torch.cat([ends.new_zeros(1), ends])
     if average or accumulate:
-        last = torch.zeros_like(site, dtype=torch.bool).index_fill(0, ends - 1, True)
         mode = "mean" if average else "sum"
-        features = reduce_features(rgb.float(), order, site, last, starts[None], mode)
+        features = reduce_features(rgb.float(), order, site, starts[None], mode)
     else:
         features = rgb.float()[order[starts[:-1]]]
     result = [points, features]
