@@ -6,9 +6,7 @@ import pickle
 import pytest
 
 torch = pytest.importorskip("torch")
-
-
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
