@@ -8,6 +8,7 @@ compute-sanitizer), quick (the default) or exhaustive. A test that is marked exh
 """
 
 import collections
+import functools
 import importlib
 import os
 import shutil
@@ -43,15 +44,15 @@ def pytest_collection_modifyitems(config, items):
 
     Drawn tests keep them, and draw more examples with them.
     """
-    again = [
-        item
+    again = {
+        item: None
         for item in items
         if hasattr(item, "callspec")
         and getattr(item.callspec.params.get("xp"), "id", item.callspec.params.get("xp")) == "numpy"
         and not getattr(item.obj, "is_hypothesis_test", False)
-    ]
-    config.hook.pytest_deselected(items=again)
-    items[:] = [item for item in items if item not in set(again)]
+    }
+    config.hook.pytest_deselected(items=list(again))
+    items[:] = [item for item in items if item not in again]
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -80,6 +81,7 @@ def require(name):
     return found
 
 
+@functools.cache  # Python looks for a module that is missing again at every import
 def _find(name):
     if name == "g++":
         return shutil.which("g++")

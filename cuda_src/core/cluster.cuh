@@ -45,22 +45,36 @@ struct Cluster {
 #endif
     }
 
-    // Load from the same place of the shared memory of one block of the cluster.
-    static DEVICE float4 load(const float4* shared, int rank) {
+    // Store to the same place of the shared memory of one block of the cluster. The bytes count towards the phase of its
+    // barrier, at the same place as `bar` here: who waits for it, by wait_for_all, sees them.
+    static DEVICE void send(float4* shared, float4 value, u64* bar, int rank) {
 #if DEVICE_ARCHITECTURE >= 900
         if constexpr (COUNT > 1) {
-            float4 value;
-            u32 there;
+            u32 there, its_bar;
             asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(rank));
-            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(there) : "memory");
-            return value;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(its_bar) : "r"(shared_address(bar)), "r"(rank));
+            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                         ::"r"(there), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(its_bar) : "memory");
         }
+#else
+        __trap();
 #endif
-        return *shared;
+    }
+    static DEVICE void wait_for_all(u64* bar, u32 phase) {
+#if DEVICE_ARCHITECTURE >= 900
+        u32 done;
+        do {
+            asm volatile("{\n.reg .pred p;\n"
+                         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                         "selp.u32 %0, 1, 0, p;\n}"
+                         : "=r"(done) : "r"(shared_address(bar)), "r"(phase) : "memory");
+        } while (!done);
+#else
+        __trap();
+#endif
     }
 
-    // The same of a number of 4 or 8 bytes.
+    // Load a number of 4 or 8 bytes from the same place of the shared memory of one block of the cluster.
     template <typename V>
     static DEVICE V load_number(const V* shared, int rank) {
 #if DEVICE_ARCHITECTURE >= 900

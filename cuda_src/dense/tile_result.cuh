@@ -190,15 +190,15 @@ struct Result {
         }
     }
 
-    // Leave the sums in shared memory, in rows of PITCH floats.
-    template <class Product, int PITCH, int MT, int NT>
-    DEVICE void store_sums(const float (&acc)[MT][NT][4], float* sums) const {
+    // Visit all sums of a thread: visit(row, column, sums).
+    template <class Product, int MT, int NT, class Visit>
+    DEVICE void for_each_sum(const float (&acc)[MT][NT][4], Visit visit) const {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, Sums values) {
-                    store_floats(sums + row * PITCH + column, values);
+                    visit(row, column, values);
                 });
     }
 

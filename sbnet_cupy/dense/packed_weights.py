@@ -74,13 +74,7 @@ class PackedWeights(Packed):
 
 def _copied(w, scale, bias, copies=None):
     """Return copies of arrays, or fill ``copies``."""
-    arrays = (w, scale, bias)
-    if copies is None:
-        return tuple(a if a is None else a.copy() for a in arrays)
-    for copy, array in zip(copies, arrays, strict=True):
-        if copy is not None:
-            copy[...] = array
-    return copies
+    return _filled(copies, (w, scale, bias), lambda array: array.copy())
 
 
 def plain_weights(w, scale, bias, copies=None, *, w_format):
@@ -88,13 +82,13 @@ def plain_weights(w, scale, bias, copies=None, *, w_format):
     dtype = compute_dtype(w.dtype)
     if w_format != "HWIO":
         w = w.transpose(tuple(map(w_format.index, "HWIO")))
-    arrays = (w, scale, bias)
+    return _filled(copies, (w, scale, bias), lambda array: np.array(array, dtype, order="C"))
+
+
+def _filled(copies, arrays, copy_of):
+    """Return ``copies`` with the values of arrays, or a copy of each; None stays None."""
     if copies is None:
-        copies = list(arrays)
-        for i, array in enumerate(arrays):
-            if array is not None:
-                copies[i] = np.array(array, dtype, order="C")
-        return copies
+        return tuple(None if array is None else copy_of(array) for array in arrays)
     for copy, array in zip(copies, arrays, strict=True):
         if copy is not None:
             copy[...] = array

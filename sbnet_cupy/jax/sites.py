@@ -25,10 +25,10 @@ from ..submanifold.coordinate_map import (
 )
 from ..submanifold.dense_conversion import check_grid_array, grid_of
 from ..submanifold.distinct import DUPLICATE, OUTSIDE
-from ..submanifold.kernel_map import KernelMap, check_made, read_offsets, read_window
+from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
-from ..submanifold.new_sites import coarse_shape, fine_shape
 from ..submanifold.sparse_tensor import SparseTensor, check_tensor
+from ..submanifold.window import coarse_shape, fine_shape, read_offsets, read_window
 from ._sites import distinct, find, most_sites, sums_of_runs, valid_rows, words_of
 from ._specs import spec_of
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from ..core.arrays import array_function, is_cupy, library_of, namespace
 from ..core.graph_memory import capture_of
-from ..core.sizes import is_integer
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
 from .coordinate_map import CoordinateMap, check_capacity, check_sites
 from .keeping_container import CAPTURE, KeepingContainer, mark_capture
-from .new_sites import Window, coarse_sites, fine_sites, kernels_find
+from .new_sites import coarse_sites, fine_sites, kernels_find
 from .transposed_rows import TRANSPOSED_ROWS
+from .window import Window, read_offsets, read_window
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -215,60 +215,6 @@ def _spelled(options, onto):
 
 
 find_map = kernel_map.__wrapped__  # of native arrays, as functions behind the door have them
-
-
-def read_window(
-    coordinates, onto, kernel_size, stride, dilation, padding, transposed, output_padding
-):
-    """Return the Window and the output padding that arguments of kernel_map say, or raise."""
-    d = coordinates.dimensions
-    if kernel_size is None:
-        raise ShapeError("kernel_size must be given unless offsets are, got None")
-    kernel = axes(kernel_size, d, "kernel_size")
-    stride, dilation = axes(stride, d, "stride"), axes(dilation, d, "dilation")
-    output_padding = axes(output_padding, d, "output_padding", minimum=0)
-    if padding is None:
-        centre = tuple(k // 2 * dil for k, dil in zip(kernel, dilation, strict=True))
-        padding = centre if onto is coordinates else 0
-    padding = axes(padding, d, "padding", minimum=0)
-    if any(output_padding) and (not transposed or onto is not None):
-        raise ValueError(
-            f"output_padding must be 0 unless transposed is True, with no onto, got "
-            f"{output_padding}"
-        )
-    if onto is not None and onto.dimensions != d:
-        raise ShapeError(f"onto must have the {d} dimensions of coordinates, got {onto.dimensions}")
-    return Window(kernel, stride, dilation, padding), output_padding
-
-
-def read_offsets(coordinates, onto, offsets, kernel_size, stride, dilation, padding):
-    """Return the offsets of a map on the same sites, int64 ``[taps, d]``, or raise."""
-    if kernel_size is not None or stride != 1 or dilation != 1 or padding is not None:
-        raise ValueError("offsets must not be given with kernel_size, stride, dilation or padding")
-    if onto not in (None, coordinates):
-        raise ValueError("onto must be coordinates, or None, where offsets are given")
-    d = coordinates.dimensions
-    given = np.asarray(offsets)
-    if given.ndim != 2 or given.shape[1] != d or given.dtype.kind not in "iu":
-        raise ShapeError(
-            f"offsets must be integers of shape (taps, {d}), got {given.dtype} of shape "
-            f"{given.shape}"
-        )
-    return given.astype(np.int64)
-
-
-def axes(value, dimensions, name, minimum=1):
-    """Read an int or one for each axis as a tuple, or raise ShapeError."""
-    given = value
-    value = (value,) * dimensions if is_integer(value) else value
-    if (
-        isinstance(value, tuple | list)
-        and len(value) == dimensions
-        and all(is_integer(v) and v >= minimum for v in value)
-    ):
-        return tuple(map(int, value))
-    kind = "positive" if minimum else "non-negative"
-    raise ShapeError(f"{name} must be {dimensions} {kind} integers, got {given!r}")
 
 
 def made_by(onto, kernel_size, coarse):

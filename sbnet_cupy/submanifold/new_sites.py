@@ -3,7 +3,6 @@
 import functools
 import itertools
 import operator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,40 +13,7 @@ from .coordinate_map import CoordinateMap
 from .distinct import OUTSIDE
 from .keys import coordinates_of, key_part, packing_of
 from .site_kernels import by_kernels
-
-
-class Window(NamedTuple):
-    """Kernel, stride, dilation and padding along each axis; in the key of a kept map."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[int, ...]
-
-    def axes(self):
-        """Return (kernel, stride, dilation, padding) of each axis."""
-        return list(zip(*self, strict=True))
-
-    def offsets(self):
-        """Return where each tap reads, from the beginning of the window on."""
-        steps = zip(self.kernel, self.dilation, strict=True)
-        return list(itertools.product(*(range(0, k * dilation, dilation) for k, dilation in steps)))
-
-
-def coarse_shape(shape, window):
-    """Return the shape of the grid of a convolution's result; None for None."""
-    return shape and tuple(
-        max((n + 2 * pad - dil * (k - 1) - 1) // s + 1, 0)
-        for n, (k, s, dil, pad) in zip(shape, window.axes(), strict=True)
-    )
-
-
-def fine_shape(shape, window, output_padding):
-    """Return the shape of the grid of a transposed convolution's result; None for None."""
-    return shape and tuple(
-        max((n - 1) * s - 2 * pad + dil * (k - 1) + 1 + more, 0)
-        for n, more, (k, s, dil, pad) in zip(shape, output_padding, window.axes(), strict=True)
-    )
+from .window import coarse_shape, fine_shape
 
 
 def coarse_sites(fine, window, capacity):

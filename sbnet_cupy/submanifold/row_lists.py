@@ -10,11 +10,11 @@ import numpy as np
 from ..core import launch as kernels
 from ..core.arrays import empty, place_name
 from ..core.graph_memory import memory_of_graphs
+from .counting_sort import BITS, CountingSort
 from .distinct import Reduction
 
-_FILE, _SORT_FILE = "submanifold/reduce_features", "submanifold/site_order"
-_BITS, _PART, _BINS = 11, 1024, 2048  # of counting_sort.cuh
-MOST_SITES = 1 << 2 * _BITS
+_FILE = "submanifold/reduce_features"
+MOST_SITES = 1 << 2 * BITS
 
 
 def rows_of_sites(inverse, count, sites):
@@ -30,16 +30,11 @@ def rows_of_sites(inverse, count, sites):
             starts.fill(0)
             return Reduction(order, site, None, None, starts)
         launches = _launches(n, sites, place_name(inverse))
-        parts = -(-n // _PART)
-        places, counts = empty((n,), np.uint32, inverse), empty((parts, _BINS), np.uint16, inverse)
-        before = empty((parts, _BINS), np.int32, inverse)
-        totals = empty((_BINS,), np.int32, inverse)
         sorted_by = []
         for bin_sites in launches.digits:
-            bin_sites(inverse, sorted_by[-1] if sorted_by else None, places, counts)
-            launches.scan(counts, before, totals)
-            sorted_by.append(empty((n,), np.int32, inverse))
-            launches.order(places, before, totals, sorted_by[-1])
+            last = sorted_by[-1] if sorted_by else None
+            count_sites = functools.partial(bin_sites, inverse, last)
+            sorted_by.append(launches.counting.order(count_sites, inverse))
         low, high = (*sorted_by, None)[:2]
         launches.rows(inverse, low, high, count, order, site, starts)
     return Reduction(order, site, None, None, starts)
@@ -49,13 +44,9 @@ class _Launches:
     """The launches for lists of one length and one number of sites."""
 
     def __init__(self, n, sites):
-        parts = -(-n // _PART)
-        digits = range(0, max(sites.bit_length(), 1), _BITS)
+        self.counting = CountingSort(n)
+        parts, digits = self.counting.parts, range(0, max(sites.bit_length(), 1), BITS)
         self.digits = [_prepare("bin_sites", parts, 4, (n, sites, shift)) for shift in digits]
-        self.scan = kernels.prepare(
-            _SORT_FILE, "scan_bins", ("int",), _BINS // 32, 1024, 3, (parts,)
-        )
-        self.order = kernels.prepare(_SORT_FILE, "order_rows", ("int",), parts, 256, 4, (n,))
         self.rows = _prepare("list_rows", -(-max(n, sites + 1) // 256), 7, (n, sites))
 
 

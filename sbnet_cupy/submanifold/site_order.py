@@ -12,10 +12,11 @@ import numpy as np
 from ..core import launch as kernels
 from ..core.arrays import empty, place_name
 from ..core.graph_memory import memory_of_graphs
+from .counting_sort import CountingSort
 
 GROUP = 32  # neighbouring rows that have a mask
 _FILE = "submanifold/site_order"
-_PART, _BINS, _MOST_COLUMNS = 1024, 2048, 9  # of site_order.cu, counting_sort.cuh
+_MOST_COLUMNS = 9  # of site_order.cu
 
 
 class SiteOrder(NamedTuple):
@@ -52,14 +53,12 @@ class _Launches:
     """The launches for maps of one size."""
 
     def __init__(self, taps, m, sources, sides):
-        self._shape, self._parts = (taps, m), -(-m // _PART)
+        self._shape, self._counting = (taps, m), CountingSort(m)
         self._masks = (-(-m // GROUP), -(-taps // 32))
         size = (m, sources, taps)
-        self._bin = _prepare("bin_rows", self._parts, 256, 3, (*size, *sides))
-        self._scan = _prepare("scan_bins", _BINS // 32, 1024, 3, (self._parts,))
-        self._order = _prepare("order_rows", self._parts, 256, 4, (m,))
+        self._bin = _prepare("bin_rows", self._counting.parts, 3, (*size, *sides))
         grid = (-(-m // (4 * GROUP)), self._masks[1])
-        self._sort = _prepare("sort_rows", grid, 256, 4, (*size, self._masks[1]))
+        self._sort = _prepare("sort_rows", grid, 4, (*size, self._masks[1]))
 
     def find_masks(self, rows):
         """Return the masks of rows as they are."""
@@ -70,23 +69,15 @@ class _Launches:
 
     def sort(self, rows):
         """Return the SiteOrder of rows, sorted."""
-        m = self._shape[1]
         with memory_of_graphs(rows):
-            order, table = empty((m,), np.int32, rows), empty(self._shape, np.int32, rows)
-            masks = empty(self._masks, np.uint32, rows)
-            places = empty((m,), np.uint32, rows)
-            counts = empty((self._parts, _BINS), np.uint16, rows)
-            before = empty((self._parts, _BINS), np.int32, rows)
-            totals = empty((_BINS,), np.int32, rows)
-            self._bin(rows, places, counts)
-            self._scan(counts, before, totals)
-            self._order(places, before, totals, order)
+            table, masks = empty(self._shape, np.int32, rows), empty(self._masks, np.uint32, rows)
+            order = self._counting.order(functools.partial(self._bin, rows), rows)
             self._sort(rows, order, table, masks)
         return SiteOrder(table, order, masks)
 
 
-def _prepare(kernel, grid, block, pointers, scalars):
-    return kernels.prepare(_FILE, kernel, ("int",), grid, block, pointers, scalars)
+def _prepare(kernel, grid, pointers, scalars):
+    return kernels.prepare(_FILE, kernel, ("int",), grid, 256, pointers, scalars)
 
 
 @functools.lru_cache(maxsize=1024)

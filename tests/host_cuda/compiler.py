@@ -24,7 +24,6 @@ SANITIZE = os.environ.get("SBNET_SANITIZE") == "1"
 _OPTIONS = [
     "-std=c++17",
     "-O1",
-    "-g1",
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-gnu-unique",  # libraries must not share variables
@@ -38,6 +37,7 @@ _OPTIONS = [
     "-Wno-maybe-uninitialized",  # wrong about values that cross a barrier
 ]
 _SANITIZER_OPTIONS = [
+    "-g1",  # their reports name lines
     "-fsanitize=address,undefined",
     "-fno-sanitize=vptr",  # kernels have no classes with virtual functions
     "-fno-sanitize-recover=all",

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOLDERS = (".", "cuda_src", "benchmarks", "examples", "docs", "docs/design")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
-COMMANDS = ['pip install -e ".[demo]" && sbnet-cupy demo', 'pip install -e ".[test]" && pytest']
+COMMANDS = [
+    'pip install -e ".[demo]" && sbnet-cupy demo', 'pip install -e ".[test]" && pytest -n auto'
+]  # fmt: skip
 REFERENCE, GEOMETRY = "docs/reference.md", "docs/operations.md"
 SBNET = "docs/coming_from_sbnet.md"
 OPTIONAL = {"cupy": "gpu", "torch": "torch", "jax": "jax", "tensorflow": "tensorflow"}

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 torch = pytest.importorskip("torch")
-
+make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
@@ -301,6 +301,22 @@ def test_on_a_gpu_it_is_compiled_and_replayed(st):
                 y = sparse(x, mask).double()
                 assert (y - expected).norm() <= bound * (expected.norm() + 1)
     assert sparse._replays.kept
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit.trace
+@torch.no_grad()
+def test_on_a_gpu_no_trace_is_made_that_lacks_the_kernels(st):
+    """Neither make_fx nor torch.jit.trace sees them: both would keep results as constants."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs gpu")
+    sparse = st.sparsify(small().cuda().half(), BLOCK, capacity=1.0)
+    x = image().cuda().half()
+    mask = torch.ones(2, *SIZE, dtype=torch.bool, device="cuda")
+    for trace in (lambda: make_fx(sparse)(x, mask), lambda: torch.jit.trace(sparse, (x, mask))):
+        with pytest.raises(RuntimeError, match="PyTorch does not see its kernels"):
+            trace()
+    assert sparse(x, mask).isfinite().all()
 
 
 @torch.no_grad()

@@ -77,8 +77,21 @@ private:
     }
 };
 
-// Shared memory, from a multiple of 1024 bytes on.
-template <int BM, int BN, int STAGES, int RESULTS, int PITCH>
+// The sums that a thread block gets from those of its cluster: each sends rows of its tile to each. [SPLIT][ROWS][PITCH]
+// floats. Of the COUNT floats of a vector of channels, those that four lanes store at once lie side by side.
+template <int BM, int BN, int SPLIT, int COUNT>
+struct SharedSums {
+    static constexpr int ROWS = ceil_div(BM, SPLIT), PITCH = BN + 16, BYTES = SPLIT * ROWS * PITCH * 4;
+    static DEVICE int first_row(int rank) { return BM * rank / SPLIT; }
+    static DEVICE int rank_of(int row) { return ((row + 1) * SPLIT - 1) / BM; }
+    // Four floats `quarter` of the vector at a column, of a row of the thread block's own.
+    static DEVICE int place(int from, int row, int column, int quarter) {
+        return (from * ROWS + row) * PITCH + column / (4 * COUNT) * (4 * COUNT) + quarter * 16 + column / COUNT % 4 * 4;
+    }
+};
+
+// Shared memory, from a multiple of 1024 bytes on. BYTES are those of RESULTS staged results, or of shared sums.
+template <int BM, int BN, int STAGES, int RESULTS, int BYTES>
 struct PipelineMemory {
     static constexpr int A = BM * TILE_ROW, B = BN * TILE_ROW, STAGE = A + B;
     u8 *ring, *results;
@@ -91,7 +104,7 @@ struct PipelineMemory {
     DEVICE explicit PipelineMemory(u8* unaligned) {
         ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
         results = ring + STAGES * STAGE;
-        scale = reinterpret_cast<float*>(results + RESULTS * (BM * PITCH));
+        scale = reinterpret_cast<float*>(results + BYTES);
         bias = scale + BN;
         full = reinterpret_cast<u64*>(bias + BN), empty = full + STAGES;
         result_full = empty + STAGES, result_empty = result_full + RESULTS;
@@ -107,15 +120,13 @@ template <template <typename, int, int, int, int> class Engine, typename T, int 
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, BLOCKS)
     stack_conv_pipelined(STACK_CONV_PARAMETERS) {
     using Product = Engine<T, BM, BN, WM, WN>;
-    constexpr int RESULT_PITCH = Staged<T, BN>::PITCH;
-    using Memory = PipelineMemory<BM, BN, STAGES, RESULTS, RESULT_PITCH>;
-    using Sums = Cluster<PARTIALS ? 1 : SPLIT>;
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
-    constexpr int PANELS = BN / PANEL, PITCH = BN + 4;  // floats of a row of sums in shared memory
+    constexpr int PANELS = BN / PANEL, RESULT_PITCH = Staged<T, BN>::PITCH;
     constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
     constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
-    static_assert(!CLUSTERED || BM * PITCH * 4 <= STAGES * Memory::STAGE, "sums lie where the stages were");
-
+    using Team = Cluster<PARTIALS ? 1 : SPLIT>;
+    using Sums = SharedSums<BM, BN, SPLIT, LANES>;
+    using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH>;
     static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
 
     DYNAMIC_SHARED(u8, unaligned);
@@ -133,6 +144,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             barrier_init(shared.result_full + s, COPIERS);
             barrier_init(shared.result_empty + s, MULTIPLIERS / 32);
         }
+        if constexpr (CLUSTERED) barrier_init(shared.result_full, 1);
         barrier_init(shared.copiers, COPIERS);
         barrier_init(shared.multipliers, MULTIPLIERS);
         barrier_init_fence();
@@ -142,6 +154,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         for (int panel = k0 / PANEL; k0 < g.K && panel < panels && panel < k0 / PANEL + PANELS; ++panel)
             prefetch_bulk(packed + tables_bytes(g.K) + (static_cast<i64>(panel) * order.chunks + first) * PANEL_CHUNK,
                           count * PANEL_CHUNK);
+    }
+    if constexpr (CLUSTERED) {  // the others may send sums
+        __syncwarp();
+        Team::leave();
     }
     begin_launch(settled);
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
@@ -223,11 +239,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             if (residual && !PARTIALS && RESULTS == 0)  // it is read at the end
                 Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, pixels, nullptr}, k0, g.K}.template prefetch<BM, BN>(
                     thread + rank * COPIERS, COPIERS * SPLIT);
-            if constexpr (CLUSTERED) {  // while the others add up
+            if constexpr (CLUSTERED) {
                 __syncwarp();
-                Sums::sync();
-                Sums::leave();
-                Sums::wait();
+                Team::wait();
+                if (tile + step < tiles) Team::leave();
             }
         }
         wait();
@@ -308,43 +323,59 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             } else if constexpr (SPLIT == 1) {
                 result.template store<ACTIVATION, VECTOR_OUT, EARLY, Product>(acc, loaded);
             } else {
-                float* const sums = reinterpret_cast<float*>(shared.ring);
-                result.template store_sums<Product, PITCH>(acc, sums);
-                __syncwarp();
-                Sums::sync();
+                // Each row of sums goes to the thread block that finishes it, which adds up what it gets in the order of ranks.
+                float* const sums = reinterpret_cast<float*>(shared.results);
                 constexpr int VECTORS = BN / LANES;
-                const int from = BM * rank / SPLIT, to = BM * (rank + 1) / SPLIT;  // rows that this thread block finishes
+                const int from = Sums::first_row(rank), to = Sums::first_row(rank + 1);
+                if (threadIdx.x == 0) barrier_expect(shared.result_full, (to - from) * BN * SPLIT * 4);
+                __syncwarp();
+                Team::wait();  // all have read the last tile's sums
+                result.template for_each_sum<Product>(acc, [&](int row, int column, const float (&values)[LANES]) {
+                    const int its_rank = Sums::rank_of(row), its_row = row - Sums::first_row(its_rank);
+#pragma unroll
+                    for (int e = 0; e < LANES / 4; ++e)
+                        Team::send(reinterpret_cast<float4*>(sums + Sums::place(rank, its_row, column, e)),
+                                   make_float4(values[4 * e], values[4 * e + 1], values[4 * e + 2], values[4 * e + 3]),
+                                   shared.result_full, its_rank);
+                });
+                const auto add_to = [&](int i) {
+                    const int p = p0 + from + i / VECTORS, k = k0 + i % VECTORS * LANES;
+                    return residual_at<VECTOR_OUT>(residual, static_cast<i64>(p) * g.K + k, p < pixels && k < g.K);
+                };
+                uint4 addend = zero<uint4>();
+                if (static_cast<int>(threadIdx.x) < (to - from) * VECTORS) addend = add_to(threadIdx.x);
+                Team::wait_for_all(shared.result_full, result_stage.phase);
+                result_stage.advance();
                 for (int i = threadIdx.x; i < (to - from) * VECTORS; i += MULTIPLIERS) {
-                    const int row = from + i / VECTORS, column = i % VECTORS * LANES, p = p0 + row;
-                    if (p >= pixels || k0 + column >= g.K) continue;
-                    const i64 at = static_cast<i64>(p) * g.K + k0 + column;
-                    const uint4 add_to = residual_at<VECTOR_OUT>(residual, at, true);
-                    float4 part[LANES / 4][SPLIT];  // all are under way before the first is used
-#pragma unroll
-                    for (int q = 0; q < SPLIT; ++q)
-#pragma unroll
-                        for (int e = 0; e < LANES / 4; ++e)
-                            part[e][q] = Sums::load(reinterpret_cast<const float4*>(sums + row * PITCH + column) + e, q);
+                    const int row = i / VECTORS, column = i % VECTORS * LANES, p = p0 + from + row;
+                    if (i >= MULTIPLIERS) addend = add_to(i);
                     float total[LANES];
 #pragma unroll
                     for (int e = 0; e < LANES / 4; ++e) {
-                        float4 sum = part[e][0];
+                        float4 sum = *reinterpret_cast<const float4*>(sums + Sums::place(0, row, column, e));
 #pragma unroll
-                        for (int q = 1; q < SPLIT; ++q)
-                            sum.x += part[e][q].x, sum.y += part[e][q].y, sum.z += part[e][q].z, sum.w += part[e][q].w;
+                        for (int q = 1; q < SPLIT; ++q) {
+                            const float4 part = *reinterpret_cast<const float4*>(sums + Sums::place(q, row, column, e));
+                            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+                        }
                         total[4 * e] = sum.x, total[4 * e + 1] = sum.y, total[4 * e + 2] = sum.z, total[4 * e + 3] = sum.w;
                     }
-                    finish<T, ACTIVATION, VECTOR_OUT>(total, shared.scale + column, shared.bias + column, add_to, residual,
-                                                      y, at, g.K - k0 - column, whole || shared.inside[row]);
+                    if (p < pixels)
+                        finish<T, ACTIVATION, VECTOR_OUT>(total, shared.scale + column, shared.bias + column, addend, residual,
+                                                          y, static_cast<i64>(p) * g.K + k0 + column, g.K - k0 - column,
+                                                          whole || shared.inside[from + row]);
                 }
                 __syncwarp();
-                if (tile + step < tiles) shared_fence();  // the ring is filled again
-                Sums::leave();
-                Sums::wait();
+                if (tile + step < tiles) Team::leave();
             }
             if (tile + step < tiles) all.sync();  // scale, bias and inside may be overwritten
         }
         wait();
     }
+    if constexpr (CLUSTERED)
+        if (static_cast<int>(blockIdx.x) / SPLIT >= tiles) {  // nobody has waited
+            __syncwarp();
+            Team::wait();
+        }
     if (clear_rows && !PARTIALS) clear_rest<VECTOR_OUT>(y, static_cast<i64>(pixels) * g.K, M * g.ph * g.pw * g.K);
 }

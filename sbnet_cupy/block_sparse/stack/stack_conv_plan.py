@@ -100,6 +100,11 @@ class StackPlan(NamedTuple):
         return multipliers + (128 if self.pipelined else 0)
 
     @property
+    def clustered(self):
+        """Whether thread blocks that share K are a cluster."""
+        return self.split > 1 and not self.partials
+
+    @property
     def kernel(self):
         """Name of the kernel."""
         return "stack_conv_pipelined" if self.pipelined else "stack_conv"
@@ -109,8 +114,11 @@ class StackPlan(NamedTuple):
         pixels, columns = self.tile
         taps = 0 if conv.pointwise else math.prod(conv.kernel)
         ring = self.stages * (pixels + columns) * ROW
-        barriers = 1024 + 8 * (2 * self.stages + 2 * self.results + 2) if self.pipelined else 0
+        pairs = 1 if self.clustered else self.results
+        barriers = 1024 + 8 * (2 * self.stages + 2 * pairs + 2) if self.pipelined else 0
         results = self.results * pixels * (columns * conv.element_bytes + 64)
+        if self.clustered:  # the sums that a thread block gets
+            results = self.split * -(-pixels // self.split) * (columns + 16) * 4
         return ring + results + 8 * columns + barriers + pixels * 4 * (1 + taps)
 
     def tiles(self, conv, rows):
@@ -184,7 +192,7 @@ _CLUSTERED = {2: 128, 3: 120, 4: 120, 6: 108, 8: 112}
 # Cycles of slow activations for a number and group of warps: more warps share them.
 _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 # Cycles in which so many thread blocks add up their sums.
-_EXCHANGES = {1: 0, 2: 2790, 3: 2950, 4: 3110, 6: 5200, 8: 6000}
+_EXCHANGES = {1: 0, 2: 1500, 3: 1550, 4: 1600, 6: 2000, 8: 2300}
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
 
 
@@ -217,13 +225,13 @@ def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
     """Return the plan with the most stages with which so many thread blocks fit, or None."""
     pipelined = clusters = device.bulk_copy
     available = (device.shared_bytes + 1024) // blocks - 1024
-    for stages in range(min(_MOST_STAGES, max(2, -(-conv.chunks // split) + 1)), 1, -1):
+    most = _MOST_STAGES - (split > 1 and clusters)
+    for stages in range(min(most, max(2, -(-conv.chunks // split) + 1)), 1, -1):
         plan = StackPlan(
             engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
             not conv.pointwise, results, blocks,
         )  # fmt: skip
-        sums = tile[0] * (tile[1] + 4) * 4 if split > 1 and clusters else 0
-        if plan.shared_bytes(conv) <= available and sums <= stages * sum(tile) * ROW:
+        if plan.shared_bytes(conv) <= available:
             return plan
     return None
 

@@ -148,6 +148,7 @@ def image_values(pooled, table):
     served = (
         table.weights is not None
         and table.weights.keeps
+        and not table.whole  # torch.compile, which sees no kernels, may trace whole images
         and table.tape is None
         and table.trace is None
         and type(pooled) is torch.Tensor

@@ -4,11 +4,12 @@ import copy
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
-from .._dispatch_state import in_one_piece
+from .._dispatch_state import in_dispatch_mode, in_one_piece
 from . import cuda, graphs, tuning
 from . import tensor as T
 from .ends import check_call, check_outside, finished, warn_left_out
@@ -219,6 +220,11 @@ class SparseModel(Report, nn.Module):
 
     def _table_on_gpu(self, mask, size, total, capacity, share):
         """Return the table of a call on a GPU; with a capacity the host waits for nothing."""
+        if torch.jit.is_tracing() or (in_dispatch_mode() and get_proxy_mode() is not None):
+            raise RuntimeError(
+                "a sparsified network cannot be traced by torch.jit.trace or make_fx on a GPU: "
+                "PyTorch does not see its kernels; use graphed(x, mask), or export it on a CPU"
+            )
         if capacity is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "capacity must be given where a CUDA graph is captured, got None; without one the "

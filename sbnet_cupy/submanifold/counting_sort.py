@@ -1,0 +1,43 @@
+"""CountingSort: rows in the order of a number of few bits that each has.
+
+Kernels: cuda_src/submanifold/site_order.cu; those that find the numbers are the callers'.
+"""
+
+import numpy as np
+
+from ..core import launch as kernels
+from ..core.arrays import empty
+
+BITS, PART = 11, 1024  # of a number; rows of a thread block: those of counting_sort.cuh
+_BINS = 1 << BITS
+
+
+class CountingSort:
+    """The launches that sort lists of ``n`` rows, on the current device."""
+
+    def __init__(self, n):
+        self.parts = -(-n // PART)
+        self._n = n
+        self._scan = _prepare("scan_bins", _BINS // 32, 1024, 3, (self.parts,))
+        self._order = _prepare("order_rows", self.parts, 256, 4, (n,))
+
+    def order(self, count, like):
+        """Return the rows in order, int32 ``[n]``; rows of the same number stay in theirs.
+
+        ``count`` launches the kernel that finds the numbers, ``parts`` thread blocks, and writes
+        each row's number and place in its part, and how many rows of each number a part has.
+        """
+        places = empty((self._n,), np.uint32, like)
+        counts = empty((self.parts, _BINS), np.uint16, like)
+        before, totals = (empty(shape, np.int32, like) for shape in (counts.shape, (_BINS,)))
+        order = empty((self._n,), np.int32, like)
+        count(places, counts)
+        self._scan(counts, before, totals)
+        self._order(places, before, totals, order)
+        return order
+
+
+def _prepare(kernel, grid, block, pointers, scalars):
+    return kernels.prepare(
+        "submanifold/site_order", kernel, ("int",), grid, block, pointers, scalars
+    )

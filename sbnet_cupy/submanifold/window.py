@@ -1,0 +1,97 @@
+"""Window: kernel, stride, dilation and padding, as arguments say them; shapes of grids."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.sizes import is_integer
+from ..errors import ShapeError
+
+
+class Window(NamedTuple):
+    """Kernel, stride, dilation and padding along each axis; in the key of a kept map."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+
+    def axes(self):
+        """Return (kernel, stride, dilation, padding) of each axis."""
+        return list(zip(*self, strict=True))
+
+    def offsets(self):
+        """Return where each tap reads, from the beginning of the window on."""
+        steps = zip(self.kernel, self.dilation, strict=True)
+        return list(itertools.product(*(range(0, k * dilation, dilation) for k, dilation in steps)))
+
+
+def coarse_shape(shape, window):
+    """Return the shape of the grid of a convolution's result; None for None."""
+    return shape and tuple(
+        max((n + 2 * pad - dil * (k - 1) - 1) // s + 1, 0)
+        for n, (k, s, dil, pad) in zip(shape, window.axes(), strict=True)
+    )
+
+
+def fine_shape(shape, window, output_padding):
+    """Return the shape of the grid of a transposed convolution's result; None for None."""
+    return shape and tuple(
+        max((n - 1) * s - 2 * pad + dil * (k - 1) + 1 + more, 0)
+        for n, more, (k, s, dil, pad) in zip(shape, output_padding, window.axes(), strict=True)
+    )
+
+
+def read_window(
+    coordinates, onto, kernel_size, stride, dilation, padding, transposed, output_padding
+):
+    """Return the Window and the output padding that arguments of kernel_map say, or raise."""
+    d = coordinates.dimensions
+    if kernel_size is None:
+        raise ShapeError("kernel_size must be given unless offsets are, got None")
+    kernel = axes(kernel_size, d, "kernel_size")
+    stride, dilation = axes(stride, d, "stride"), axes(dilation, d, "dilation")
+    output_padding = axes(output_padding, d, "output_padding", minimum=0)
+    if padding is None:
+        centre = tuple(k // 2 * dil for k, dil in zip(kernel, dilation, strict=True))
+        padding = centre if onto is coordinates else 0
+    padding = axes(padding, d, "padding", minimum=0)
+    if any(output_padding) and (not transposed or onto is not None):
+        raise ValueError(
+            f"output_padding must be 0 unless transposed is True, with no onto, got "
+            f"{output_padding}"
+        )
+    if onto is not None and onto.dimensions != d:
+        raise ShapeError(f"onto must have the {d} dimensions of coordinates, got {onto.dimensions}")
+    return Window(kernel, stride, dilation, padding), output_padding
+
+
+def read_offsets(coordinates, onto, offsets, kernel_size, stride, dilation, padding):
+    """Return the offsets of a map on the same sites, int64 ``[taps, d]``, or raise."""
+    if kernel_size is not None or stride != 1 or dilation != 1 or padding is not None:
+        raise ValueError("offsets must not be given with kernel_size, stride, dilation or padding")
+    if onto not in (None, coordinates):
+        raise ValueError("onto must be coordinates, or None, where offsets are given")
+    d = coordinates.dimensions
+    given = np.asarray(offsets)
+    if given.ndim != 2 or given.shape[1] != d or given.dtype.kind not in "iu":
+        raise ShapeError(
+            f"offsets must be integers of shape (taps, {d}), got {given.dtype} of shape "
+            f"{given.shape}"
+        )
+    return given.astype(np.int64)
+
+
+def axes(value, dimensions, name, minimum=1):
+    """Read an int or one for each axis as a tuple, or raise ShapeError."""
+    given = value
+    value = (value,) * dimensions if is_integer(value) else value
+    if (
+        isinstance(value, tuple | list)
+        and len(value) == dimensions
+        and all(is_integer(v) and v >= minimum for v in value)
+    ):
+        return tuple(map(int, value))
+    kind = "positive" if minimum else "non-negative"
+    raise ShapeError(f"{name} must be {dimensions} {kind} integers, got {given!r}")
