@@ -190,9 +190,10 @@ def kernel_map(
         made = make(coordinates, window, onto, output_padding, capacity)
         kept = _Kept.for_source(made)
         capture = capture_of(made.rows)
-        if CAPTURE in coordinates._kept and not capture and onto is None and not transposed:
-            # The source keeps nothing then; a dict of its own, for the other may make a cycle.
+        if capture != coordinates._kept.get(CAPTURE, 0) and onto is None and not transposed:
+            # The source keeps it for this capture at most. The other dict may make a cycle.
             of_target = kept._replace(target=None, kept={})
+            mark_capture(of_target.kept, capture)
             made.target._kept["made by"] = weakref.ref(coordinates), of_target
         return kept
 

@@ -130,11 +130,7 @@ def _launch(plan, tensors, addresses, place, packed, more):
     packs = packed is None and len(tensors) in plan.operands
     below = None  # what the kernel that packs writes to the result: 0 for zeros
     if plan.base is not None:
-        at = None
-        for i in plan.base:
-            if addresses[i]:
-                at = i
-                break
+        at = next((i for i in plan.base if addresses[i]), None)
         if packs and plan.background and (at is None or addresses[at] != addresses[place]):
             below = 0 if at is None else addresses[at]
         else:
