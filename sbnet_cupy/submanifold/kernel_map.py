@@ -188,7 +188,7 @@ def kernel_map(
 
     def new():
         made = make(coordinates, window, onto, output_padding, capacity)
-        kept = _Kept.for_source(made)
+        kept = KeptMap.for_source(made)
         capture = capture_of(made.rows)
         if capture != coordinates._kept.get(CAPTURE, 0) and onto is None and not transposed:
             # The source keeps it for this capture at most. The other dict may make a cycle.
@@ -254,7 +254,7 @@ def _found(coordinates, kernel_size, target):
     return None
 
 
-class _Kept(NamedTuple):
+class KeptMap(NamedTuple):
     """What the source keeps of a map: not itself, so that both are freed when they go."""
 
     rows: Any
@@ -299,7 +299,7 @@ def _with_offsets(coordinates, offsets):
     def make():
         steps = [tuple(offset) for offset in offsets.tolist()]
         rows = _rows(coordinates, coordinates, lambda position, axis: position, steps)
-        return _Kept.for_source(KernelMap(rows, coordinates, coordinates, (len(offsets),)))
+        return KeptMap.for_source(KernelMap(rows, coordinates, coordinates, (len(offsets),)))
 
     key = ("offsets", offsets.shape, offsets.tobytes())
     return coordinates._keep(key, make).of(coordinates)
