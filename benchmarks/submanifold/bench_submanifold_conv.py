@@ -2,11 +2,11 @@
 
     python -m benchmarks.submanifold.bench_submanifold_conv [--cpu] [--scan FILE.bin] [--out FOLDER]
 
-The forward pass, the gradients of features and weights, what a call costs the calling thread, the
-list of sites ("coordinate_map"), and that with the kernel map of a 3^d kernel ("maps") are timed
-apart, after each convolution was compared with float64. Beside the forward pass run PyTorch, by
-pair lists that were made beforehand, and spconv where it is installed: the best of its three
-algorithms. On a CPU the rows are ratios of one run.
+The forward pass, with weights packed in the call or before, the gradients of features and weights,
+what a call costs the calling thread, the list of sites ("coordinate_map"), and that with the kernel
+map of a 3^d kernel ("maps") are timed apart, after each convolution was compared with float64.
+Beside the forward pass run PyTorch, by pair lists that were made beforehand, and spconv where it is
+installed: the best of its three algorithms. On a CPU the rows are ratios of one run.
 """
 
 import itertools
@@ -42,6 +42,7 @@ class Case:
         self.sites = self.find_sites()
         self.x = sb.SparseTensor(xp.asarray(self.features), self.sites)
         self.weights, self.grad = xp.asarray(self.w), xp.asarray(self.features[::-1].copy())
+        self.packed = sb.PackedWeights(self.weights, precision=precision)
         self.map = self.find_map()
 
     def find_sites(self):
@@ -58,6 +59,10 @@ class Case:
     def convolve(self):
         """Return the features of the convolution."""
         return sb.site_conv(self.x.features, self.weights, self.map, precision=self.precision)
+
+    def convolve_alone(self):
+        """Return the same of weights that are packed already."""
+        return sb.site_conv(self.x.features, self.packed, self.map)
 
     def differentiate(self):
         """Return the gradients of features and weights."""
@@ -141,7 +146,10 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
         dtype, precision = (np.float32, "tf32") if numbers == "tf32" else (dtype, None)
         case = Case(cupy, scene, channels, dtype, precision)
         case.check()
-        timed = [("forward", case.convolve), ("backward", case.differentiate)]
+        timed = [
+            ("forward", case.convolve), ("forward, weights packed", case.convolve_alone),
+            ("backward", case.differentiate),
+        ]  # fmt: skip
         if first:
             timed += [("coordinate_map", case.find_sites), ("maps", case.find_map)]
         for variant, call in timed:
@@ -166,7 +174,7 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
 
 def _row(columns, case, variant, implementation, timing, note=""):
     scene = case.scene
-    print(f"{scene.name:>16} {case.channels:4} channels {variant:>14} {implementation:>18}: "
+    print(f"{scene.name:>16} {case.channels:4} channels {variant:>23} {implementation:>18}: "
           f"{timing.us:9.1f} us ({timing.timed_by})", flush=True)  # fmt: skip
     return Row(
         **columns, op="submanifold_conv", suite=scene.name, shape=scene.size,

@@ -21,6 +21,33 @@ DEVICE void round_four(u8* shared) {
                        __uint_as_float(to_tf32(four.z)), __uint_as_float(to_tf32(four.w)));
 }
 
+// Where a lane finds what it passes of 16 rows of B from row `column` on, for step 0; step s is at that ^ 32 s.
+DEVICE int right_offset(int column) {
+    const int lane = threadIdx.x % 32;
+    return swizzled(column + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+// A warp's fragments of a step of 32 bytes of k, of 8 NT rows of B.
+template <int NT>
+DEVICE void load_right(u32 (&right)[NT][2], const u8* at) {
+#pragma unroll
+    for (int n = 0; n < NT; n += 2) {
+        u32 two[4];
+        ldmatrix_x4(two, at + n * 8 * TILE_ROW);
+        right[n][0] = two[0], right[n][1] = two[1], right[n + 1][0] = two[2], right[n + 1][1] = two[3];
+    }
+}
+// The products of these fragments with those of 16 rows of A.
+template <typename T, int NT>
+DEVICE void multiply_step(float (&acc)[NT][4], const u32 (&left)[4], const u32 (&right)[NT][2]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        if constexpr (Same<T, float>::value)
+            mma_1688_tf32(acc[n], left, right[n][0], right[n][1]);
+        else
+            mma_16816<T>(acc[n], left, right[n][0], right[n][1]);
+    }
+}
+
 // WM x WN warps share the rows and the columns.
 template <typename T, int BM, int BN, int WM_, int WN_>
 struct TileMma {
@@ -56,29 +83,17 @@ private:
     // rows[m]: the row of A that this lane passes of 16.
     static DEVICE void multiply_rows(float (&acc)[MT][NT][4], const u8* a, const int (&rows)[MT], const u8* b,
                                      u32 steps = 15) {
-        const int lane = threadIdx.x % 32, b_row = column() + lane / 16 * 8 + lane % 8;
+        const int lane = threadIdx.x % 32, b_at = right_offset(column());
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             if (!(steps >> step & 1)) continue;
-            const u8* const b_at = b + swizzled(b_row, 2 * step + lane / 8 % 2);
             u32 right[NT][2];
-#pragma unroll
-            for (int n = 0; n < NT; n += 2) {
-                u32 two[4];
-                ldmatrix_x4(two, b_at + n * 8 * TILE_ROW);
-                right[n][0] = two[0], right[n][1] = two[1], right[n + 1][0] = two[2], right[n + 1][1] = two[3];
-            }
+            load_right(right, b + (b_at ^ step * 32));
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 u32 left[4];
                 ldmatrix_x4(left, a + swizzled(rows[m], 2 * step + lane / 16));
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    if constexpr (Same<T, float>::value)
-                        mma_1688_tf32(acc[m][n], left, right[n][0], right[n][1]);
-                    else
-                        mma_16816<T>(acc[m][n], left, right[n][0], right[n][1]);
-                }
+                multiply_step<T>(acc[m], left, right);
             }
         }
     }

@@ -1,7 +1,7 @@
 // site_conv_tiles.cuh: the convolution of site_conv.cu by tiles that read each row of x once.
 // Source: tiles with shared inputs as in fVDB (Williams et al. 2024); fragments by local row numbers instead of an im2col matrix.
 // Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
-// Compute capability 9.0. Rows of x and y are whole vectors of 16 bytes, aligned.
+// Compute capability 9.0. Rows of x and y are whole vectors of 16 bytes, aligned; rows of more than a part are whole parts.
 // Launch: a persistent grid, (tiles of BM rows, tiles of BN channels) thread blocks.
 // The distinct rows that a tile reads (site_tiles.cu) lie in shared memory, RB bytes of channels (a part) at a time; row 0 is
 // zeros. ldmatrix gathers the rows of a fragment by their local numbers. Sums are made part after part, in a part tap after
@@ -11,10 +11,12 @@
 #pragma once
 
 #include "block_sparse/stack/stack_pipeline.cuh"
+#include "submanifold/narrow_tile.cuh"
 #include "submanifold/site_product.cuh"
 #include "submanifold/tile_head.cuh"
 
-// Where a unit of 16 bytes of a row lies: 8 rows that follow each other have the same unit in different banks.
+// Where a unit of 16 bytes of a row lies: 8 rows that follow each other have the same unit in different banks. Unit u + 2 s is
+// at that of u ^ 32 s.
 template <int RB>
 DEVICE int unit_at(int row, int unit) {
     return row * RB + ((unit ^ (RB == 128 ? row & 7 : RB == 64 ? row >> 1 & 3 : row >> 2 & 1)) << 4);
@@ -54,43 +56,6 @@ struct TilePart {
     int buffer, places;           // which of the rows; which of the lists of places and locals
 };
 
-// Products of 16 channels, by mma.sync; WM warps share the rows.
-template <typename T, int BM, int BN, int WM, int WN>
-struct NarrowMma {
-    static constexpr int THREADS = WM * 32, MT = BM / WM / 16, NT = 2;
-    static constexpr bool ASYNC = false;
-    static_assert(BN == 16 && WN == 1 && MT * WM * 16 == BM, "warps share the rows evenly");
-    static DEVICE int row(int m) { return (threadIdx.x / 32 * MT + m) * 16; }
-    static DEVICE int column() { return 0; }
-};
-// The packed column of a column of a tile. The 16 channels of numbers of 2 bytes are the first four columns of each 8.
-template <typename T, int BN>
-DEVICE int packed_column(int column) {
-    return BN == 16 && sizeof(T) == 2 ? column / 4 * 8 + column % 4 : column;
-}
-// Store the sums of 16 channels of numbers of 2 bytes: two lanes hold what one stores, and share the rows.
-template <int ACTIVATION, class Product, typename T, class Rows, int MT>
-DEVICE void store_narrow(const Result<T, Rows>& to, const float (&acc)[MT][2][4]) {
-    const int lane = threadIdx.x % 32, bottom = lane >> 1 & 1, channel = lane % 2 * 8;
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-        float sums[8];
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float other = __shfl_xor_sync(0xffffffffu, bottom ? acc[m][n][e] : acc[m][n][2 + e], 2);
-                sums[4 * n + e] = bottom ? other : acc[m][n][e];
-                sums[4 * n + 2 + e] = bottom ? acc[m][n][2 + e] : other;
-            }
-        const int row = Product::row(m) + lane / 4 + 8 * bottom, pixel = to.rows.pixel(row);
-        if (pixel < 0 || channel >= to.K) continue;
-        const i64 at = static_cast<i64>(pixel) * to.K + channel;
-        finish<T, ACTIVATION, true>(sums, to.scale + channel, to.bias + channel, residual_at<true>(to.residual, at, true),
-                                    to.residual, to.y, at, to.K - channel, to.rows.is_inside(row));
-    }
-}
-
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 // Threads that stream weights: a warp, of four that leave their registers to those that multiply by wgmma.
@@ -120,7 +85,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     constexpr bool RING = STAGES > 0;
     using Streaming = Streamers<Product, STAGES, BLOCKS>;
     constexpr bool AHEAD = MT == 2 || NT * 4 + STEPS * 8 + 32 <= Streaming::TAKEN;  // fragments are read while others are multiplied
-    static_assert(RING || !Product::ASYNC, "wgmma reads the ring");
 
     DYNAMIC_SHARED(u8, unaligned);
     const Steps steps(taps, C, K, LANES);
@@ -250,12 +214,19 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     copy_part(now);
     for (int i = threadIdx.x; i < 2 * BN; i += THREADS) shared.scale[i] = steps.table(tables, i / BN, k0 + i % BN);
 
+    constexpr u32 EVERY = 0xffffffffu;
+    constexpr int OWN = Product::ASYNC ? (MT == 2 ? 255 : 15) : (1 << MT) - 1;  // groups of 16 rows of a warp
+    const int own_shift = Product::ASYNC ? Product::row(0) / 64 * 4 : Product::row(0) / 16;
+    [[maybe_unused]] const int lane_weights = right_offset(Product::column());
+    [[maybe_unused]] const u32 all_weights =
+        __shfl_sync(EVERY, shared_address(shared.weights + Product::column() * TILE_ROW), 0);
     float acc[MT][NT][4];
     clear(acc);
     Stage<RING ? STAGES : 1> stage;
     for (bool more = true; more;) {
         copy_async_wait<0>();
         if constexpr (ROUND) round_rows(now);
+        if constexpr (Product::ASYNC && !RING) shared_fence();  // for the weights
         meet();
         if constexpr (BUFFERS == 2) {
             const TilePart next = after(now);
@@ -264,109 +235,124 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
 
         const TileHead head = head_of(now);
         const u8* const rows = shared.rows + now.buffer * shared.rows_bytes;
-        const u16* const its_locals = shared.locals + now.places * steps.taps * BM + Product::row(0) + lane % 16;
         const int begin = head.round_entries[now.round], last = head.round_entries[now.round + 1];
-        int next_entry = 0, next_local[MT] = {};  // of the next tap
+        const int count = last - begin;      // at most 64 taps; a lane looks at two
+        u64 own = 0, tops = 0, bottoms = 0;  // taps that some of this warp's rows have
+        int tap_weights[2];                  // where the weights of a lane's taps are, if they stay
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int entry = 32 * h + lane < count ? head.list[begin + 32 * h + lane] : 0, groups = entry >> own_shift;
+            const int first = (entry >> 16) * steps.per_tap + now.part * STEPS;
+            tap_weights[h] = first / 4 * Memory::STAGE + first % 4 * 32;
+            const auto lanes = [&](int bits) { return static_cast<u64>(__ballot_sync(EVERY, groups & bits)) << 32 * h; };
+            own |= lanes(OWN), tops |= lanes(OWN & 15), bottoms |= lanes(OWN & ~15);
+        }
+        const auto weights_of = [&](int i) { return __shfl_sync(EVERY, i < 32 ? tap_weights[0] : tap_weights[1], i & 31); };
+        // The next tap to look at, from -1 on; where weights stay, the next that some of this warp's rows have.
+        u64 left = own;
+        const auto following = [&](int i) {
+            if constexpr (RING) return i + 1;
+            const int next = left ? __ffsll(static_cast<long long>(left)) - 1 : count;
+            left &= left - 1;
+            return next;
+        };
+        const u16* const its_locals = shared.locals + (now.places * steps.taps + begin) * BM + Product::row(0) + lane % 16;
+        int next_local[MT] = {};
         const auto load = [&](int i) {
-            next_entry = head.list[i];
 #pragma unroll
             for (int m = 0; m < MT; ++m) next_local[m] = its_locals[i * BM + m * (Product::ASYNC ? 64 : 16)];
         };
-        if (begin < last) load(begin);
+        // Where this lane's rows are; then begin to load those of tap i.
+        const auto locate = [&](int (&at)[MT], int i) {
+#pragma unroll
+            for (int m = 0; m < MT; ++m) at[m] = unit_at<RB>(next_local[m], lane / 16);
+            if (i < count) load(i);
+        };
         if constexpr (Product::ASYNC) {
-            int read = -1;  // stage that the tensor cores read
+            int in_use = -1;  // stage that the tensor cores read
             const auto release = [&](int slot) {
-                if (slot >= 0 && lane == 0) barrier_arrive(shared.empty + slot);
+                if (RING && slot >= 0 && lane == 0) barrier_arrive(shared.empty + slot);
             };
             u32 a[AHEAD ? 2 : 1][STEPS][4];
-            const u32 ring = __shfl_sync(0xffffffffu, shared_address(shared.weights + Product::column() * TILE_ROW), 0);
-            // Multiply 64 rows by the weights of the stage; `a` is free but for the latest product.
-            const auto multiply = [&](int local, int m, u32 (&a)[STEPS][4], bool latest) {
+            const u64 rest = swizzled_descriptor(0);
+            // Multiply 64 rows by weights; `a` is free but for the latest product.
+            const auto multiply = [&](int at, int m, u32 (&a)[STEPS][4], u32 right, bool latest) {
                 if (latest) wgmma_wait<0>();
-                const u32 right = ring + stage.slot * Memory::STAGE;
 #pragma unroll
-                for (int s = 0; s < STEPS; ++s) ldmatrix_x4(a[s], rows + unit_at<RB>(local, 2 * s + lane / 16));
+                for (int s = 0; s < STEPS; ++s) ldmatrix_x4(a[s], rows + (at ^ s * 32));
                 wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s)
-                    Wgmma<T, NT * 8>::registers(&acc[m][0][0], a[s], swizzled_descriptor(right + s * 32));
+                    Wgmma<T, NT * 8>::registers(&acc[m][0][0], a[s], rest + right + s * 2);
                 wgmma_commit();
                 wgmma_wait<1>();
-                if (read != stage.slot) release(read);
-                read = stage.slot;
             };
-            const auto step = [&](int i, int odd) {
-                const int own = __shfl_sync(0xffffffffu, next_entry >> Product::row(0) / 64 * 4, 0);
-                int local[MT];
-#pragma unroll
-                for (int m = 0; m < MT; ++m) local[m] = next_local[m];
-                if (i + 1 < last) load(i + 1);
-                barrier_wait(shared.full + stage.slot, stage.phase);
-                if constexpr (MT == 2) {
-                    if (own & 15) multiply(local[0], 0, a[0], !(own & 240));
-                    if (own & 240) multiply(local[1], 1, a[AHEAD], !(own & 15));
-                } else if (own & 15) {
-                    multiply(local[0], 0, a[AHEAD * odd], !AHEAD);
-                }
-                if (!(own & (MT == 2 ? 255 : 15))) {
-                    wgmma_wait<0>();  // those that stream must not wait for what was read long ago
-                    release(read);
-                    release(stage.slot);
-                    read = -1;
-                }
-                stage.advance();
-            };
-            for (int i = begin; i < last; i += 2) {
-                step(i, 0);
-                if (i + 1 < last) step(i + 1, 1);
-            }
-            wgmma_wait<0>();
-            release(read);
-        } else {
-            constexpr int OWN = (1 << MT) - 1;
-            const int b_row = Product::column() + lane / 16 * 8 + lane % 8;
-#pragma unroll 1
-            for (int i = begin; i < last; ++i) {
-                const int entry = next_entry, own = entry >> Product::row(0) / 16 & OWN;
-                int local[MT];
-#pragma unroll
-                for (int m = 0; m < MT; ++m) local[m] = next_local[m];
-                if (i + 1 < last) load(i + 1);
+            const auto step = [&](int i, int next, int odd) {
+                int at[MT];
+                locate(at, next);
+                const u32 right = (all_weights + (RING ? stage.slot * Memory::STAGE : weights_of(i))) >> 4;
                 if constexpr (RING) barrier_wait(shared.full + stage.slot, stage.phase);
-                if (own) {
-                    const int first = (entry >> 16) * steps.per_tap + now.part * STEPS;  // number of the step
-                    const int here = min(STEPS, steps.per_tap - now.part * STEPS);
-#pragma unroll
-                    for (int s = 0; s < STEPS; ++s) {
-                        if (s >= here) break;
-                        const u8* const b = shared.weights + (RING ? stage.slot : (first + s) / 4) * Memory::STAGE +
-                                            swizzled(b_row, 2 * ((first + s) % 4) + lane / 8 % 2);
-                        u32 right[NT][2];
-#pragma unroll
-                        for (int n = 0; n < NT; n += 2) {
-                            u32 two[4];
-                            ldmatrix_x4(two, b + n * 8 * TILE_ROW);
-                            right[n][0] = two[0], right[n][1] = two[1], right[n + 1][0] = two[2], right[n + 1][1] = two[3];
-                        }
-#pragma unroll
-                        for (int m = 0; m < MT; ++m) {
-                            if (!(own >> m & 1)) continue;
-                            u32 left[4];
-                            ldmatrix_x4(left, rows + unit_at<RB>(local[m], 2 * s + lane / 16));
-#pragma unroll
-                            for (int n = 0; n < NT; ++n) {
-                                if constexpr (Same<T, float>::value)
-                                    mma_1688_tf32(acc[m][n], left, right[n][0], right[n][1]);
-                                else
-                                    mma_16816<T>(acc[m][n], left, right[n][0], right[n][1]);
-                            }
-                        }
-                    }
+                if constexpr (MT == 2) {
+                    const bool top = tops >> i & 1, bottom = bottoms >> i & 1;
+                    if (top) multiply(at[0], 0, a[0], right, !bottom);
+                    if (bottom) multiply(at[1], 1, a[AHEAD], right, !top);
+                } else if (!RING || own >> i & 1) {
+                    multiply(at[0], 0, a[AHEAD * odd], right, !AHEAD);
                 }
                 if constexpr (RING) {
-                    barrier_arrive(shared.empty + stage.slot);
+                    if (own >> i & 1) {
+                        release(in_use);
+                        in_use = stage.slot;
+                    } else {
+                        wgmma_wait<0>();  // those that stream must not wait for what was read long ago
+                        release(in_use);
+                        release(stage.slot);
+                        in_use = -1;
+                    }
                     stage.advance();
                 }
+                return next;
+            };
+            int i = following(-1);
+            if (i < count) load(i);
+#pragma unroll 1
+            while (i < count) {
+                i = step(i, following(i), 0);
+                if (i >= count) break;
+                i = step(i, following(i), 1);
+            }
+            wgmma_wait<0>();
+            release(in_use);
+        } else {
+            const auto multiply = [&](const int (&at)[MT], const u8* weights, int b_at) {
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s) {
+                    u32 right[NT][2];
+                    load_right(right, weights + (b_at ^ s * 32));
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) {
+                        u32 left[4];
+                        ldmatrix_x4(left, rows + (at[m] ^ s * 32));
+                        multiply_step<T>(acc[m], left, right);
+                    }
+                }
+            };
+            int i = following(-1);
+            if (i < count) load(i);
+#pragma unroll 1
+            while (i < count) {
+                const int next = following(i);
+                int at[MT];
+                locate(at, next);
+                if constexpr (RING) {
+                    barrier_wait(shared.full + stage.slot, stage.phase);
+                    if (own >> i & 1) multiply(at, shared.weights + stage.slot * Memory::STAGE, lane_weights);
+                    barrier_arrive(shared.empty + stage.slot);
+                    stage.advance();
+                } else {
+                    multiply(at, shared.weights, lane_weights ^ weights_of(i));
+                }
+                i = next;
             }
         }
         const TilePart next = after(now);

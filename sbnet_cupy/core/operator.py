@@ -152,6 +152,18 @@ class Operator:
         except ValueError:
             return None
 
+    def calls(self, given, options):
+        """Return a list, kept with the plans, of what an adapter knows of calls.
+
+        ``given`` says of each array what the adapter tells calls apart by. An empty tuple where
+        options are no plain values: nothing is kept then.
+        """
+        try:
+            key = (self.name, "calls", *given, marshal.dumps(options, 2))
+        except ValueError:
+            return ()
+        return (_PLANS.get(key) or _keep(key, _Calls())).known
+
     def __call__(self, arrays, options):
         """Compute a call on native arrays, which are trusted to share no memory; return its result.
 
@@ -193,6 +205,15 @@ _PLANS = {}
 _MOST = 4096  # total weight
 _LOCK = threading.RLock()  # of the weight; a look-up needs none
 _weight = 0
+
+
+class _Calls:
+    """What an adapter knows of some calls; see :meth:`Operator.calls`."""
+
+    weight = 1
+
+    def __init__(self):
+        self.known = []
 
 
 def _keep(key, plan):

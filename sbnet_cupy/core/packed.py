@@ -126,7 +126,7 @@ class Pack:
 
     def __init__(self, launch, nbytes, kernels, tables, dtype=np.float32, background=False):
         self.launch = launch  # of all these arrays, contiguous, and the memory to pack into
-        self.nbytes, self.kernels, self.dtype = nbytes, kernels, dtype
+        self.nbytes, self.kernels, self.dtype = nbytes, kernels, np.dtype(dtype)
         self.background = background
         self._dtypes = (None,) * kernels + (dtype,) * tables
 

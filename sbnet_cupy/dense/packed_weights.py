@@ -105,11 +105,15 @@ def arrays_of_weights(w, scale, bias, w_format, precision):
     for name, value in (("scale", scale), ("bias", bias)):
         if value is not None:
             raise ValueError(f"{name} must be None where w is a PackedWeights; pass it to that one")
-    for name, value, default in (("w_format", w_format, "HWIO"), ("precision", precision, None)):
-        own = getattr(w, name)
-        if value != default and value != own:
-            raise ValueError(f"{name} must be {own!r}, that of the PackedWeights w, got {value!r}")
+    if w_format != "HWIO" and w_format != w.w_format:
+        raise _contradiction("w_format", w.w_format, w_format)
+    if precision is not None and precision != w.precision:
+        raise _contradiction("precision", w.precision, precision)
     return w.w, w.scale, w.bias, w.w_format, w.precision
+
+
+def _contradiction(name, own, given):
+    return ValueError(f"{name} must be {own!r}, that of the PackedWeights w, got {given!r}")
 
 
 @partial(array_function, takes_strided=True)

@@ -16,32 +16,36 @@ def mark_capture(kept, capture):
         kept[CAPTURE] = capture
 
 
-def kept_or_made(kept, key, capture, make):
+def kept_or_made(kept, key, like, make):
     """Return what is kept under a key, or make it and keep it.
 
     A captured graph computes something when it runs. So what is made in a capture is kept for that
     capture only, unless all of what it is computed of was made in it, too; and what is made later
-    of what a graph computes is not kept, because the next run may change it.
+    of what a graph computes is not kept, because the next run may change it. Of what is made for
+    one capture only, the latest is kept, until it is made outside of captures.
 
     Parameters
     ----------
     kept : dict
-    key : tuple or str
-    capture : function
-        Returns the number of the current capture, 0 if there is none.
+    key : hashable
+    like : array
+        Of the library and device of what is made: it tells the current capture.
     make : function
     """
     found = kept.get(key)
     if found is not None:
         return found
-    own, now = kept.get(CAPTURE, 0), capture()
-    if now != own:
-        key = (*key, now) if isinstance(key, tuple) else (key, now)
-        found = kept.get(key)
-    if found is None:
+    own, now = kept.get(CAPTURE, 0), capture_of(like)
+    if now == own:
+        found = kept[key] = make()
+        kept.pop((CAPTURE, key), None)
+        return found
+    if not now:
+        return make()
+    capture, found = kept.get((CAPTURE, key), (0, None))
+    if capture != now:
         found = make()
-        if now or not own:
-            kept[key] = found
+        kept[CAPTURE, key] = now, found
     return found
 
 
@@ -61,8 +65,7 @@ class KeepingContainer(ArrayContainer):
 
     def _keep(self, key, make):
         """Return what is kept under a key, or make it of the arrays and keep it."""
-        like = self._arrays()[0]
-        return kept_or_made(self._kept, key, lambda: capture_of(like), make)
+        return kept_or_made(self._kept, key, self._arrays()[0], make)
 
     def __getstate__(self):
         return {field.name: getattr(self, field.name) for field in fields(self) if field.init}

@@ -188,11 +188,12 @@ def kernel_map(
 
     def new():
         made = make(coordinates, window, onto, output_padding, capacity)
-        kept = _Kept.for_source(made)
+        kept = KeptMap.for_source(made)
         capture = capture_of(made.rows)
-        if CAPTURE in coordinates._kept and not capture and onto is None and not transposed:
-            # The source keeps nothing then; a dict of its own, for the other may make a cycle.
+        if capture != coordinates._kept.get(CAPTURE, 0) and onto is None and not transposed:
+            # The source keeps it for this capture at most. The other dict may make a cycle.
             of_target = kept._replace(target=None, kept={})
+            mark_capture(of_target.kept, capture)
             made.target._kept["made by"] = weakref.ref(coordinates), of_target
         return kept
 
@@ -253,7 +254,7 @@ def _found(coordinates, kernel_size, target):
     return None
 
 
-class _Kept(NamedTuple):
+class KeptMap(NamedTuple):
     """What the source keeps of a map: not itself, so that both are freed when they go."""
 
     rows: Any
@@ -298,7 +299,7 @@ def _with_offsets(coordinates, offsets):
     def make():
         steps = [tuple(offset) for offset in offsets.tolist()]
         rows = _rows(coordinates, coordinates, lambda position, axis: position, steps)
-        return _Kept.for_source(KernelMap(rows, coordinates, coordinates, (len(offsets),)))
+        return KeptMap.for_source(KernelMap(rows, coordinates, coordinates, (len(offsets),)))
 
     key = ("offsets", offsets.shape, offsets.tobytes())
     return coordinates._keep(key, make).of(coordinates)

@@ -38,11 +38,11 @@ def plan_kernel(problem, kernel_size, features, w, rows, residual, out, result):
     pack, multiply, multiply_early = _by_tensor_cores(conv, plan)
     how = ("site_conv", conv.element)
     tiled = isinstance(plan, TilesPlan)
-    sort = functools.partial(
-        site_tiles if tiled else site_order, sources=conv.sources, kernel_size=kernel_size,
-        **{"shape" if tiled else "by_taps": plan.order},
-    )  # fmt: skip
     order_operands = range(9, 9 + len((SiteTiles if tiled else SiteOrder)._fields))
+
+    def sort(rows):
+        listed = site_tiles if tiled else site_order
+        return listed(rows, conv.sources, kernel_size, plan.order)
 
     def run(features, rows, valid, w, scale, bias, residual, out, order=None):
         if order is None:

@@ -186,20 +186,24 @@ class TilesPlan(NamedTuple):
         )  # fmt: skip
 
 
-_WAVE = 5000  # cycles of a wave of tiles apart from its products; two buffers hide them after it
-_TILINGS = [  # with the bytes of a part, and the cycles of a wave for each tap and part
-    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, 800),
-    (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 2, 3, "NarrowMma"), 32, 520),
-    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 3), 32, 980),
-    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 2, 3), 32, 640),
-    (TilesPlan(TileShape(256, 640), 32, (16, 1), 0, 2, 1), 64, 725),
-    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 2), 64, 1030),
-    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, 660),
-    (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, 900),
-    (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, 1050),
-    (TilesPlan(TileShape(256, 640), 64, (4, 1), 4, 2, 1, "TileWgmma"), _ROW, 1200),
-    (TilesPlan(TileShape(128, 320), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, 880),
-    (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, 1600),
+_LAUNCH = 5000  # cycles apart from products
+# Tilings with the bytes of a part, and the cycles of a tap and part in a multiprocessor: of one
+# tile alone, and of each where there are several.
+_TILINGS = [
+    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, 340, 240),
+    (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, 200, 170),
+    (TilesPlan(TileShape(128, 384), 16, (4, 1), 0, 1, 5, "NarrowMma"), 32, 280, 120),
+    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 3), 32, 400, 327),
+    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 2, 3), 32, 260, 213),
+    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 2, 1, "TileWgmma"), 64, 520, 520),
+    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 2), 64, 720, 480),
+    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, 330, 330),
+    (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, 520, 225),
+    (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, 595, 266),
+    (TilesPlan(TileShape(128, 384), 64, (2, 1), 4, 1, 2, "TileWgmma"), _ROW, 594, 533),
+    (TilesPlan(TileShape(256, 640), 64, (4, 1), 4, 2, 1, "TileWgmma"), _ROW, 1070, 1070),
+    (TilesPlan(TileShape(128, 320), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, 750, 750),
+    (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, 1350, 1350),
 ]
 _MOST_PARTS = 2  # with more, sums over all rows sorted leave out more
 _FEWEST_TILED = 8192  # rows; fewer do not fill a GPU with tiles
@@ -242,10 +246,7 @@ def plan_site_conv(conv, device):
 
 
 def _plan_tiles(conv, device):
-    """Return the fastest plan of tiles that read each row once, as runs on an H200 had it; or None.
-
-    The thread blocks that an H200 holds at once are a wave.
-    """
+    """Return the fastest plan of tiles that read each row once, by runs on an H200; or None."""
     row = conv.channels * conv.element_bytes
     parts = -(-row // _ROW)
     if not (device.hopper and conv.alignment_in == conv.alignment_out == 16):
@@ -256,17 +257,21 @@ def _plan_tiles(conv, device):
         return None
 
     def cost(tiling):
-        plan, _, cycles = tiling
-        waves = -(-plan.tiles(conv)[0] // (device.multiprocessors * plan.blocks))
-        return (_WAVE if plan.buffers == 2 else waves * _WAVE) + waves * conv.taps * parts * cycles
+        plan, _, alone, each = tiling
+        tiles = -(-plan.tiles(conv)[0] // device.multiprocessors)
+        full, rest = divmod(tiles, plan.blocks)  # waves of the thread blocks of a multiprocessor
+        cycles = full * max(alone, plan.blocks * each) + (max(alone, rest * each) if rest else 0)
+        return _LAUNCH + conv.taps * parts * cycles
 
-    fitting = [
-        (plan, size, cycles)
-        for plan, size, cycles in _TILINGS
-        if plan.row_bytes(conv) == size
-        and (plan.columns // 2 if plan.columns > 16 else 0) < conv.channels_out <= plan.columns
-        and (plan.shared_bytes(conv) + _RESERVED) * plan.blocks <= device.shared_bytes + _RESERVED
-    ]
+    def fits(plan, size):
+        return (
+            plan.row_bytes(conv) == size
+            and (plan.columns // 2 if plan.columns > 16 else 0) < conv.channels_out <= plan.columns
+            and (plan.shared_bytes(conv) + _RESERVED) * plan.blocks
+            <= device.shared_bytes + _RESERVED
+        )
+
+    fitting = [tiling for tiling in _TILINGS if fits(*tiling[:2])]
     return min(fitting, key=cost)[0] if fitting else None
 
 

@@ -56,6 +56,13 @@ class SparseTensor(ArrayContainer):
                 f"of the coordinates, got {shape}"
             )
 
+    @classmethod
+    def computed(cls, features, coordinates):
+        """Return a SparseTensor of features that were computed for the sites: nothing to check."""
+        made = cls.__new__(cls)
+        made.__dict__.update(features=features, coordinates=coordinates)
+        return made
+
     def __iter__(self):
         return iter((self.features, self.coordinates))
 

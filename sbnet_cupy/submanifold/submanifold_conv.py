@@ -245,7 +245,7 @@ def _convolve(x, w, made, groups, scale, bias, residual, activation, precision, 
     """Compute a convolution over a map; return the SparseTensor."""
     residual = features_on(made.target, residual)
     y = compute(x.features, w, made, groups, scale, bias, residual, activation, precision, out)
-    return SparseTensor(y, made.target)
+    return SparseTensor.computed(y, made.target)
 
 
 def features_on(target, residual):

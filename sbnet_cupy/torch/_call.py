@@ -2,24 +2,32 @@
 
 A plain call (see ``_dispatch_state.py``) is made here: its plan is looked up in the core's cache by
 the shapes, dtypes, device and alignment of the tensors; the result comes from torch's allocator,
-and the kernel is launched on torch's current stream. Every other call goes to the dispatcher, which
-ends in :func:`run`, too.
+and the kernel is launched on torch's current stream. PyTorch compares tensors with those of calls
+before in less time than it takes to describe them, so the plans of a few such calls are kept with
+what compares them. Every other call goes to the dispatcher, which ends in :func:`run`, too.
 
 Weights that a kernel reads packed are packed at each call, by a kernel in front of it: no public or
 private name of PyTorch shows every change of a tensor, and fused optimizers leave no trace. Those
 of a ``PackedWeights`` or ``PackedBottleneck`` are packed once.
 """
 
+import functools
+import itertools
+import operator
+
 import torch
 
 from ..core.arrays import address
 from ..core.checks import check_contiguous, check_result
+from ..core.spec import SpecGroup
 from ..core.torch_memory import to_tensor
 from ..core.workspace import workspace
 from ..dense.packed_weights import PackedWeights
 from ..errors import ShapeError
 from . import _dispatch_state as state
-from ._native import DTYPES, compute, describe, native_stream, spec_of
+from ._native import DTYPES, Description, compute, describe, native_stream, spec_of
+
+_MOST = 8  # calls that are known of the same options
 
 
 def call(operation, tensors, options, packed=None):
@@ -31,9 +39,9 @@ def call(operation, tensors, options, packed=None):
     place = operation.place
     out = None if place is None else tensors[place]
     described = None
-    if state.thread_is_plain():
+    if state.thread_may_be_plain():
         given = tensors if packed is None else operation.described(tensors, packed)
-        described = describe(given, state.is_plain, packed)
+        described = _describe_plain(operation, given, options, out, packed)
     records = torch.is_grad_enabled() and (described is None or described.requires_grad)
     copies = out is not None and (records or described is None)
     if copies or described is None:
@@ -52,6 +60,42 @@ def call(operation, tensors, options, packed=None):
     return y
 
 
+def _describe_plain(operation, given, options, out, packed):
+    """Describe tensors, or the specs of packed weights; return None if one is not plain.
+
+    Of tensors like those of a call before, with the same options, only the addresses are looked at.
+    """
+    in_place = (False,) if operation.tells_in_place else ()
+    key = [t if t is None or type(t) is SpecGroup else True for t in given]
+    tensors = [t for t, known in zip(given, key, strict=True) if known is True]
+    # Where the result may be in place, memory that is shared makes a difference.
+    calls = () if in_place and out is not None else operation.operator.calls(key, options)
+    for matches, places, known in calls:
+        if matches(*tensors):
+            addresses = [t.data_ptr() for t in tensors]
+            if functools.reduce(operator.or_, addresses) & 15:
+                break
+            addresses.append(0)
+            addresses = [addresses[i] for i in places]
+            return Description(
+                known.fields, addresses, False, known.requires_grad, packed, known.plan
+            )
+    described = describe(given, state.is_plain, packed) if state.thread_is_plain() else None
+    if described is None or described.gaps or calls == () or len(calls) == _MOST:
+        return described
+    plan = operation.operator.find(described.fields, (*options, *in_place))
+    if plan is None:
+        return described
+    described = described._replace(plan=plan)
+    matches = state.matcher(tensors)
+    if not any(a & 15 for a in described.addresses) and matches(*tensors):
+        flat = [a for t in given for a in (t.specs if type(t) is SpecGroup else (t,))]
+        numbers = itertools.count()
+        places = [next(numbers) if isinstance(t, torch.Tensor) else -1 for t in flat]
+        calls.append((matches, places, described._replace(packed=None)))
+    return described
+
+
 def run(operation, tensors, options, described=None):
     """Compute a call on tensors with data; gradients are not its concern."""
     if tensors[0] is None:
@@ -64,8 +108,8 @@ def run(operation, tensors, options, described=None):
     out = None if place is None else tensors[place]
     if operation.tells_in_place:
         options = (*options, out is not None and _is_same_memory(out, tensors[0]))
-    fields, addresses, gaps, _, packed = described or describe(tensors)
-    plan = operation.operator.find(fields, options)
+    fields, addresses, gaps, _, packed, plan = described or describe(tensors)
+    plan = plan or operation.operator.find(fields, options)
     if plan is None:
         operation.check(tensors)
         fields = describe(operation.described(tensors, packed)).fields  # dtypes are known by now
@@ -130,11 +174,7 @@ def _launch(plan, tensors, addresses, place, packed, more):
     packs = packed is None and len(tensors) in plan.operands
     below = None  # what the kernel that packs writes to the result: 0 for zeros
     if plan.base is not None:
-        at = None
-        for i in plan.base:
-            if addresses[i]:
-                at = i
-                break
+        at = next((i for i in plan.base if addresses[i]), None)
         if packs and plan.background and (at is None or addresses[at] != addresses[place]):
             below = 0 if at is None else addresses[at]
         else:

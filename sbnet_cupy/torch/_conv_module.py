@@ -124,7 +124,8 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
         if isinstance(self.padding, str):
             totals = [k - 1 if self.padding == "same" else 0 for k in self.kernel_size]
             return tuple((total // 2, total - total // 2) for total in totals)
-        return tuple((p, p) for p in self.padding)
+        height, width = self.padding
+        return (height, height), (width, width)
 
 
 def refusal(conv):

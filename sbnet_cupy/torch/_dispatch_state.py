@@ -46,10 +46,17 @@ except AttributeError:  # this PyTorch has them no more, or under other names
 
 def thread_is_plain():
     """Whether the dispatcher would pass ordinary tensors of this thread on; no if unknown."""
+    return thread_may_be_plain() and _keys_of_thread().raw_repr() in _usual
+
+
+def thread_may_be_plain():
+    """Whether no more than the dispatch keys of this thread can tell that it is not plain.
+
+    A :func:`matcher` compares them, too.
+    """
     return _usual is not None and not (
         torch.compiler.is_compiling()
         or _function_modes()
-        or _keys_of_thread().raw_repr() not in _usual
         or has_forward_mode()
         or not _has_profiler
         or profiler._is_profiler_enabled
@@ -59,6 +66,32 @@ def thread_is_plain():
 def is_plain(value):
     """Whether a value is an ordinary tensor; asked only in threads that are plain."""
     return type(value) in _TENSORS and _keys_of(value).raw_repr() in _plain
+
+
+_dynamo = getattr(torch._C, "_dynamo", None)
+_guards = getattr(getattr(_dynamo, "guards", None), "TensorGuards", None)
+
+
+def matcher(tensors):
+    """Return a function that tells whether tensors, as its arguments, are like these.
+
+    Like they are in type, dtype, device, shape, strides and ``requires_grad``, and in what the
+    dispatcher makes of their keys and those of the thread: in all but memory and values. It says no
+    of a tensor that comes twice, and where there is no telling.
+    """
+    if _guards is None:
+        return lambda *others: False
+    sizes = [list(t.shape) for t in tensors]
+    strides = [list(t.stride()) for t in tensors]
+    return _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+try:
+    _samples = [torch.empty(s, dtype=torch.int8, device="cpu") for s in ((2, 3), (3, 2))]
+    if list(map(matcher(_samples[:1]), _samples)) != [True, False]:
+        _guards = None
+except (TypeError, ValueError, RuntimeError, SystemError):  # it takes other arguments now
+    _guards = None
 
 
 def has_forward_mode():

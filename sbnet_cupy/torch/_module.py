@@ -12,6 +12,8 @@ from ..errors import DTypeError, ShapeError
 from ._native import check_tensors
 from .ops import reduce_mask
 
+_LISTS = (ActiveBlocks, tuple)
+
 
 class BlockModule(torch.nn.Module):
     """Base of modules that compute active blocks; a subclass has ``block_params``.
@@ -70,7 +72,7 @@ class BlockModule(torch.nn.Module):
         A block touches a mask with its input window, halo included; where strides skip pixels
         between the windows, with the pixels up to the next one too, so that none is lost.
         """
-        if isinstance(mask, ActiveBlocks | tuple):
+        if isinstance(mask, _LISTS):
             if params is None:
                 raise TypeError(
                     "params must be given with a list of active blocks, got None; call module(x, "

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..core.libraries import Torch, torch_dtype
+from ..core.operator import Plan
 from ..core.packed import Packed
 from ..core.spec import CPU, ArraySpec, SpecGroup
 from ..core.torch_memory import allocate, stream_of
@@ -47,9 +48,10 @@ def native_weights(weights):
     """Return a PackedWeights or PackedBottleneck of tensors as one of native arrays, always the
     same; None for other arrays, which the checks refuse by name.
     """
-    if not isinstance(weights._given()[0], torch.Tensor):
+    given = weights._given()
+    if not isinstance(given[0], torch.Tensor):
         return None
-    if any(t.requires_grad for t in weights._arrays()):
+    if any([t is not None and t.requires_grad for t in given]):  # a generator takes longer
         raise DTypeError(
             f"a {type(weights).__name__} gets no gradients, and holds a tensor that requires grad; "
             "pack tensor.detach(), or pass the weights unpacked"
@@ -68,6 +70,7 @@ class Description(NamedTuple):
     gaps: bool  # whether one is not contiguous
     requires_grad: bool  # whether one does
     packed: Packed | None  # weights that are packed once
+    plan: Plan | None = None  # of the call, where it is known
 
 
 def describe(tensors, is_plain=None, packed=None):

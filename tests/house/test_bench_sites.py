@@ -39,7 +39,8 @@ def test_the_flow_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
     found = rows.read(tmp_path / "submanifold_conv.csv")
     check_rows(found, {rows.OURS, "torch, pair lists"})
     variants = {row.variant.partition(", ")[2] for row in found if row.ours}
-    assert variants == {"forward", "backward", "host", "coordinate_map", "maps"}
+    packed = "forward, weights packed"
+    assert variants == {"forward", packed, "backward", "host", "coordinate_map", "maps"}
     assert sum(row.variant.endswith(", maps") for row in found) == 3
     assert {row.timed_by for row in found} == {"graph", "events", "host"}
 

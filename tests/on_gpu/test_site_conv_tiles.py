@@ -17,7 +17,7 @@ W = "TileWgmma"
 Case = SiteConvCase
 OTHERS = [
     (TilesPlan(TileShape(64, 64), 32, (2, 1), buffers=1), 24, 32),
-    (TilesPlan(TileShape(128, 128), 64, (4, 2), buffers=1), 48, 72),
+    (TilesPlan(TileShape(128, 128), 64, (4, 2), buffers=1), 32, 72),
     (TilesPlan(TileShape(128, 256), 64, (4, 1), stages=3), 64, 72),
     (TilesPlan(TileShape(128, 128), 128, (2, 1), stages=3, engine=W), 64, 136),
     (TilesPlan(TileShape(256, 256), 64, (4, 1), stages=2, buffers=1, engine=W), 128, 64),
@@ -25,8 +25,11 @@ OTHERS = [
     (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, W), 64, 32),
     (TilesPlan(TileShape(64, 128), 16, (2, 1), 0, 2, 4, "NarrowMma"), 16, 16),
     (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 16, 8),
+    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 2, 1, W), 32, 32),
+    (TilesPlan(TileShape(128, 384), 32, (1, 1), 0, 1, 2, W), 24, 24),
+    (TilesPlan(TileShape(64, 192), 32, (1, 1), 0, 1, 2, W), 16, 32),
 ]
-TILINGS = [(plan, size // 2, plan.columns) for plan, size, _ in _TILINGS]
+TILINGS = [(plan, size // 2, plan.columns) for plan, size, *_ in _TILINGS]
 
 
 @pytest.fixture(scope="module")

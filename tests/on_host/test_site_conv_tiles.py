@@ -43,13 +43,13 @@ ONE_PART = [  # of channels: the order of sums is that of site_conv
     (TilesPlan(TileShape(64, 64), 32, (2, 1), buffers=1),
      Case(channels=24, channels_out=40, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
     (TilesPlan(TileShape(128, 256), 64, (4, 2)),
-     Case(channels=48, channels_out=72, kernel=(3, 3), sites=300, whole=False)),
+     Case(channels=64, channels_out=72, kernel=(3, 3), sites=300, whole=False)),
     (TilesPlan(TileShape(128, 256), 64, (4, 1), stages=3),
      Case("bfloat16", channels=64, channels_out=72, kernel=(3, 3, 3), sites=300, whole=False)),
     (TilesPlan(TileShape(128, 128), 128, (4, 2), stages=2),
      Case(channels=64, channels_out=136, kernel=(5, 3, 3), sites=300, whole=False)),
     (TilesPlan(TileShape(64, 128), 32, (2, 1)),
-     Case("float32", channels=20, channels_out=36, kernel=(3, 3), kind="transposed", sites=300,
+     Case("float32", channels=12, channels_out=36, kernel=(3, 3), kind="transposed", sites=300,
           precision="tf32")),
 ]  # fmt: skip
 ONE_PART += [
@@ -58,7 +58,7 @@ ONE_PART += [
     (TilesPlan(TileShape(128, 128), 16, (8, 1), buffers=1, engine="NarrowMma"),
      Case("bfloat16", channels=8, channels_out=8, kernel=(3, 3), sites=300, spare=4, whole=False)),
     (TilesPlan(TileShape(64, 128), 16, (2, 1), engine="NarrowMma"),
-     Case("float32", channels=20, channels_out=12, kernel=(3, 3, 3), sites=150, precision="tf32")),
+     Case("float32", channels=12, channels_out=12, kernel=(3, 3, 3), sites=150, precision="tf32")),
 ]  # fmt: skip
 PARTS = [
     Case(channels=128, channels_out=64, kernel=(3, 3, 3), sites=300, whole=False),

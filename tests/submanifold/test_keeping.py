@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
+from sbnet_cupy.submanifold import keeping_container
 from sbnet_cupy.submanifold.keeping_container import kept_or_made, mark_capture
 
 
 class Made:
-    """Counts what is made; a stand-in for the capture that a stream records."""
+    """Counts what is made, in captures that are stand-ins for those that a stream records."""
 
-    def __init__(self, own=0):
-        self.kept, self.count, self.capture = {}, 0, 0
+    def __init__(self, monkeypatch, own=0):
+        self.kept, self.count, self.patch = {}, 0, monkeypatch
         mark_capture(self.kept, own)
 
     def __call__(self, capture):
@@ -21,29 +22,39 @@ class Made:
             self.count += 1
             return self.count
 
-        return kept_or_made(self.kept, ("key", 3), lambda: capture, make)
+        self.patch.setattr(keeping_container, "capture_of", lambda like: capture)
+        return kept_or_made(self.kept, ("key", 3), None, make)
 
 
-def test_what_was_made_before_a_capture_serves_in_it():
-    made = Made()
+def test_what_was_made_before_a_capture_serves_in_it(monkeypatch):
+    made = Made(monkeypatch)
     assert [made(0), made(0), made(7), made(0)] == [1, 1, 1, 1]
 
 
-def test_what_a_capture_makes_is_for_that_capture():
+def test_what_a_capture_makes_is_for_that_capture(monkeypatch):
     """A graph computes it when it runs, which may never be."""
-    made = Made()
+    made = Made(monkeypatch)
     assert [made(7), made(7), made(8), made(0), made(0), made(9)] == [1, 1, 2, 3, 3, 3]
 
 
-def test_what_a_capture_makes_of_its_own_serves_afterwards_too():
-    made = Made(own=7)
+def test_what_a_capture_makes_of_its_own_serves_afterwards_too(monkeypatch):
+    made = Made(monkeypatch, own=7)
     assert [made(7), made(0), made(8)] == [1, 1, 1]
 
 
-def test_what_comes_of_a_graphs_results_is_not_kept():
+def test_what_comes_of_a_graphs_results_is_not_kept(monkeypatch):
     """The next run of the graph may change them."""
-    made = Made(own=7)
+    made = Made(monkeypatch, own=7)
     assert [made(0), made(0)] == [1, 2]
+
+
+def test_what_ended_captures_made_is_dropped(monkeypatch):
+    made = Made(monkeypatch)
+    for capture in range(1, 6):
+        assert made(capture) == capture
+        assert len(made.kept) == 1
+    assert [made(0), made(6)] == [6, 6]
+    assert made.kept == {("key", 3): 6}
 
 
 def test_a_map_is_found_again_however_its_options_are_spelled():
@@ -63,21 +74,26 @@ def test_equal_options_of_another_type_are_not_the_same_call():
             sb.kernel_map(sites, 3, dilation=wrong, onto=sites)
 
 
-def test_what_made_sites_is_known_where_nothing_is_kept(monkeypatch):
-    """As for sites that a captured graph computes: the next run may change them."""
+def in_capture(monkeypatch, number):
+    """Let all that is computed from now on be so in a capture of this number, 0 for none."""
+    for name in ("coordinate_map", "kernel_map", "keeping_container"):
+        monkeypatch.setattr(f"sbnet_cupy.submanifold.{name}.capture_of", lambda array: number)
+
+
+@pytest.mark.parametrize("makes_sites, convolves, later", [(7, 0, 0), (7, 8, 8), (0, 7, 8)])
+def test_what_made_sites_is_known_where_nothing_is_kept(monkeypatch, makes_sites, convolves, later):
+    """As for sites that a captured graph computes, which its next run may change."""
     from sbnet_cupy.submanifold import kernel_map as module
 
-    def captured(array):
-        return 7
-
-    rows = np.array([[0, 1, 1], [0, 1, 2]])
-    with monkeypatch.context() as patch:
-        for name in ("coordinate_map", "kernel_map", "keeping_container"):
-            patch.setattr(f"sbnet_cupy.submanifold.{name}.capture_of", captured)
-        sites, _ = sb.coordinate_map(rows, spatial_shape=(4, 4))
+    in_capture(monkeypatch, makes_sites)
+    sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
     x = sb.SparseTensor(np.ones((2, 1)), sites)
+    in_capture(monkeypatch, convolves)
     y = sb.strided_conv(x, np.ones((2, 2, 1, 1)), stride=2)
-    assert not [key for key in sites._kept if isinstance(key, tuple)]
+    in_capture(monkeypatch, later)
+    if later != convolves:
+        sb.strided_conv(x, np.ones((2, 2, 1, 1)), stride=2)
+    assert not [key for key in sites._kept if isinstance(key, tuple) and key[0] != "capture"]
     assert module.made_by(sites, (2, 2), y.coordinates).target is y.coordinates
     assert sb.inverse_conv(y, np.ones((2, 2, 1, 1)), onto=x).features.ravel().tolist() == [1, 1]
     with pytest.raises(ValueError, match="with a kernel of"):

@@ -229,3 +229,115 @@ def test_a_tensor_of_a_device_that_is_not_current(st, torch, require):
         for a, e in zip(found, sb.reduce_mask(mask, (2, 2), **options), strict=True):
             assert_same(a, e)
         assert_same(st.sparse_gather(x, *listed, **GRID), sb.sparse_gather(x, *listed, **GRID))
+
+
+# ------------------------------------------------------------------- calls like one before
+
+
+calling = internal("_call")
+
+
+@pytest.fixture
+def described(calling, monkeypatch):
+    """A list that grows by each call whose tensors are described, as no call before was like it."""
+    describe, seen = calling.describe, []
+
+    def count(tensors, *plain):
+        if plain:  # else it is for a new plan
+            seen.append(tensors)
+        return describe(tensors, *plain)
+
+    monkeypatch.setattr(calling, "describe", count)
+    monkeypatch.setattr("sbnet_cupy.core.operator._PLANS", {})
+    return seen
+
+
+def test_a_call_like_one_before_is_known(st, torch, device, described):
+    listed = table(torch, device)
+    for number in range(4):
+        x, w = (draw(torch, *s, seed=number, device=device) for s in ((2, 8, 8, 3), (3, 3, 3, 5)))
+        found = st.sparse_conv2d(x, w, listed, PARAMS)
+        assert_same(
+            found, st.sparse_conv2d(x.clone(), w, listed, PARAMS, out=torch.zeros_like(found))
+        )
+    assert len([1 for given in described if given[-1] is None]) == 2  # one plans, one remembers
+
+
+@pytest.mark.parametrize(
+    "change", ["dtype", "shape", "strides", "address", "gradient", "argument", "option", "kind"]
+)
+def test_what_changes_is_seen(st, torch, device, described, change):
+    """Also of the same tensor, whose ``data`` is another."""
+    x, listed = draw(torch, 2, 8, 8, 4, device=device), table(torch, device)
+    options = {"bsize": 4}
+    for _ in range(3):
+        st.sparse_gather(x, *listed, **options)
+    assert len(described) == 2
+    if change == "dtype":
+        x.data = x.half()
+    elif change == "shape":
+        x.data = draw(torch, 2, 9, 9, 4, device=device)
+    elif change == "strides":
+        x.data = x.transpose(1, 2)
+    elif change == "address":
+        x.data = torch.cat((x.ravel()[:1], x.ravel()))[1:].view(x.shape)
+    elif change == "gradient":
+        x.requires_grad_()
+    elif change == "argument":
+        options["scale"] = torch.full((4,), 2.0, device=device)
+    elif change == "option":
+        options["bsize"] = 4, 3
+    else:
+        x = torch.nn.Parameter(x, requires_grad=False)
+    found = st.sparse_gather(x, *listed, **options)
+    assert len(described) == 3
+    native = {k: v.cpu().numpy() if torch.is_tensor(v) else v for k, v in options.items()}
+    arrays = (t.detach().cpu().contiguous().numpy() for t in (x, *listed))
+    assert_same(found.detach().cpu().numpy(), sb.sparse_gather(*arrays, **native))
+    assert found.requires_grad == (change == "gradient")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_known_calls_are_left_to_the_dispatcher_too(st, torch, described):
+    x, listed, seen = draw(torch, 2, 8, 8, 4), table(torch), []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    def gather(x):
+        return st.sparse_gather(x, *listed, bsize=4)
+
+    for _ in range(3):
+        expected = gather(x)
+    with Mode():
+        assert_same(gather(x), expected)
+    assert "sbnet_cupy::sparse_gather" in seen
+    traced = torch.jit.trace(gather, x, check_trace=False)
+    assert "sbnet_cupy::sparse_gather" in str(traced.graph)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(gather)(x).graph
+    assert "sbnet_cupy.sparse_gather" in str(graph)
+    assert_same(torch.func.functionalize(gather)(x), expected)
+    with torch.inference_mode():
+        assert gather(x).is_inference()
+    known = len(described)
+    gather(x)
+    assert len(described) == known
+
+
+def test_few_calls_of_the_same_options_are_known(st, torch, device, described):
+    listed = table(torch, device)
+    for size in range(8, 20):
+        for _ in range(3):
+            st.sparse_gather(torch.zeros(2, size, size, 4, device=device), *listed, bsize=4)
+    assert len(described) == 8 * 2 + 4 * 3
+
+
+def test_no_tensor_that_comes_twice_is_known(st, torch, device, described):
+    x, listed = draw(torch, 2, 8, 8, 3, device=device), table(torch, device)
+    w = draw(torch, 3, 3, 3, 3, device=device)
+    for number in range(1, 5):
+        y = st.sparse_conv2d(x, w, listed, PARAMS, base=x)
+        assert_same(y, st.sparse_conv2d(x, w, listed, PARAMS, base=x.clone()))
+        assert len(described) == number + 1  # the other call only once

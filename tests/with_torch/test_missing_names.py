@@ -30,6 +30,7 @@ NAMES = [
     "torch.Tensor._make_wrapper_subclass",
     "torch._dynamo.nonstrict_trace",
     "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._dynamo.guards.TensorGuards",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
 WATCHING = {*DISPATCHING, *NAMES[11:13]}  # without these, every call may be watched

@@ -297,6 +297,19 @@ def test_replays_have_the_bits_of_calls(on_gpu):
 
 @pytest.mark.gpu
 @torch.no_grad()
+@pytest.mark.parametrize("how", ["auto", False])
+def test_every_call_has_the_bits_of_the_first(st, on_gpu, how):
+    """Also where it ends in products whose sums are long enough to show their order."""
+    _, _, images, some = on_gpu
+    layers = nn.Conv2d(3, 192, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    dense = nn.Sequential(*layers, nn.Linear(192, 999), nn.ReLU(), nn.Linear(999, 70))
+    sparse = st.sparsify(dense.cuda().half().eval(), BLOCK, capacity=0.6, replay=how)
+    results = [sparse(images[0], some[0]) for _ in range(4)]
+    assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+@pytest.mark.gpu
+@torch.no_grad()
 def test_replays_see_new_weights(on_gpu):
     sparse, plain, images, some = on_gpu
     for _ in range(3):

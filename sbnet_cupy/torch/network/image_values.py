@@ -150,7 +150,6 @@ def image_values(pooled, table):
         and table.weights.keeps
         and not table.whole  # torch.compile, which sees no kernels, may trace whole images
         and table.tape is None
-        and table.trace is None
         and type(pooled) is torch.Tensor
         and cuda.serves(pooled)
         and 0 < pooled.shape[0] <= _MOST_IMAGES

@@ -243,10 +243,15 @@ def transposed_conv(
 
 
 def _kernel_of(x, w):
-    """Return the kernel size that the weights have; check that x is a SparseTensor of tensors."""
-    check_sparse(x)
+    """Return the kernel size that the weights have; check that all are tensors.
+
+    What kind of tensors is for the convolution to check.
+    """
     w = w.w if isinstance(w, PackedWeights) else w
-    check_tensors(w=w)
+    if not (type(x) is SparseTensor and isinstance(x.features, torch.Tensor)):
+        check_sparse(x)
+    if not isinstance(w, torch.Tensor):
+        check_tensors(w=w)
     return kernel_of(x, w)
 
 
@@ -257,4 +262,4 @@ def _convolve(x, w, made, groups, scale, bias, residual, activation, precision, 
         x.features, w, made, groups=groups, bias=bias, scale=scale, residual=residual,
         activation=activation, precision=precision, out=out,
     )  # fmt: skip
-    return SparseTensor(y, made.target)
+    return SparseTensor.computed(y, made.target)

@@ -14,13 +14,12 @@ from ...errors import DTypeError
 from ...submanifold import kernel_map as maps
 from ...submanifold import sparse_tensor
 from ...submanifold.coordinate_map import CoordinateMap, check_sites
-from ...submanifold.keeping_container import CAPTURE, mark_capture
-from ...submanifold.kernel_map import KernelMap
+from ...submanifold.keeping_container import CAPTURE, kept_or_made, mark_capture
+from ...submanifold.kernel_map import KeptMap, KernelMap
 from ...submanifold.site_conv import valid_rows
 from ...submanifold.sparse_tensor import check_tensor
 from .. import _dispatch_state as state
 from .._native import check_tensors, compute
-from .captures import make_kept
 
 
 def untraced(function):
@@ -98,12 +97,12 @@ def of_native(made, source=None):
 @untraced
 def valid(coordinates):
     """Return which rows hold a site, as a tensor that the coordinates keep."""
-    sites = native(coordinates)
 
     def make():
+        sites = native(coordinates)
         return to_tensor(natively(lambda _: valid_rows(sites), coordinates.indices))
 
-    return make_kept(coordinates._kept, "valid", coordinates.indices, make)
+    return kept_or_made(coordinates._kept, "valid", coordinates.indices, make)
 
 
 @untraced
@@ -128,14 +127,15 @@ def same_map(coordinates, kernel_size, dilation=1):
     if type(dilation) is not int:  # a key of it might equal one of other types
         return kernel_map_of(coordinates, kernel_size, coordinates, dilation=dilation)
     key, kept = ("same", kernel_size, dilation), coordinates._kept
-    rows = kept.get(key)
-    if rows is None:
+    found = kept.get(key)
+    if found is None:
 
         def make():
-            return kernel_map_of(coordinates, kernel_size, coordinates, dilation=dilation).rows
+            made = kernel_map_of(coordinates, kernel_size, coordinates, dilation=dilation)
+            return KeptMap(made.rows, None, kernel_size, made._kept)
 
-        rows = make_kept(kept, key, coordinates.indices, make)
-    return KernelMap(rows, coordinates, coordinates, kernel_size)
+        found = kept_or_made(kept, key, coordinates.indices, make)
+    return found.of(coordinates)
 
 
 @untraced

@@ -11,7 +11,7 @@ import torch
 
 from ...core.arrays import address
 from ...core.graph_memory import capture_of
-from ...submanifold.keeping_container import mark_capture
+from ...submanifold.keeping_container import kept_or_made, mark_capture
 from ...submanifold.reduce_features import REDUCE_FEATURES
 from ...submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
 from ...submanifold.site_conv import SITE_CONV
@@ -24,7 +24,6 @@ from .._call import call
 from .._namespace import activation_backward, affine, wide
 from .._native import compute
 from .._operation import Operation
-from .captures import make_kept
 
 
 def transposed_rows(rows, sites):
@@ -42,7 +41,7 @@ def transposed_rows(rows, sites):
     kept = _kept_with(rows)
     back = kept.get("transposed")
     back = back() if isinstance(back, weakref.ref) else back
-    return make_kept(kept, "transposed", rows, make) if back is None else back
+    return kept_or_made(kept, "transposed", rows, make) if back is None else back
 
 
 def _kept_with(rows):
@@ -65,7 +64,7 @@ def _order_of(plan, tensors):
             order = compute(plan.sort, (rows,))
             return order, [0 if array is None else address(array) for array in order]
 
-        found = make_kept(kept, key, rows, make)
+        found = kept_or_made(kept, key, rows, make)
     return found
 
 
