@@ -79,7 +79,8 @@ def device(folder, base):
 def _head(run, folder, base):
     row = run.rows[0]
     parts = [f"driver {row.driver}", f"CUDA {row.cuda}", f"CuPy {row.cupy}"] if row.cuda else []
-    parts += [f"PyTorch {row.torch}"] if row.torch else []
+    torch = next((r.torch for r in run.rows if r.torch), None)  # some benchmarks run without
+    parts += [f"PyTorch {torch}"] if torch else []
     commits = sorted({row.commit for row in run.rows})
     parts += [f"NumPy {row.numpy}", f"commit {', '.join(commits)}"]
     lines = [f"### {row.gpu}", "", ", ".join(parts) + "."]
