@@ -147,6 +147,42 @@ def test_convolution_from_patches_is_exact(case, plan, monkeypatch):
     assert_exact(case, plan, clear_rows=plan.patch_stages == 1, settled=plan.stages == 2)
 
 
+SHORTCUTS = [
+    (
+        ConvCase(channels=72, kernel=(1, 1), residual=False, shortcut=(64, (2, 2))),
+        plan(SMALL, 3),
+    ),
+    (
+        ConvCase(
+            "BFloat16", Blocks(block=(2, 2)), 24, 136, residual=False, shortcut=(192, (1, 3))
+        ),
+        plan(TALL, 2),
+    ),
+    (
+        ConvCase(blocks=Blocks(share=0.0), residual=False, shortcut=(64, (1, 1))),
+        plan(WIDE, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize("given", SHORTCUTS, ids=str)
+def test_shortcut_is_exact(given, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
+    case, sizes = given
+    assert_exact(case, full_plan(sizes, True, 0), clear_rows=True)
+
+
+def test_shortcut_is_planned_by_the_kernel_that_takes_it():
+    case = ConvCase(channels=64, channels_out=64, residual=False, shortcut=(64, (2, 2)))
+    conv = case.sizes(110)
+    assert missing_kernel(conv, HOPPER) is None
+    assert plan_stack_conv(conv, HOPPER).kernel == "stack_conv_pipelined"
+    assert conv.chunks == 9 + 1
+    assert "shortcut" in missing_kernel(conv, AMPERE)
+    uneven = conv._replace(shortcut=conv.shortcut._replace(channels=24))
+    assert "shortcut" in missing_kernel(uneven, HOPPER)
+
+
 def assert_exact(case, plan, clear_rows, settled=False):
     """Run a case by a plan; weights of either layout are packed alike."""
 
@@ -156,7 +192,13 @@ def assert_exact(case, plan, clear_rows, settled=False):
         turned = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
         np.testing.assert_array_equal(packed, prepare_stack_pack(conv, "OIHW")(turned, scale, bias))
         run = prepare_stack_conv(conv, settled, clear_rows, plan)
-        run(x, packed, residual, *table, out)
+        if case.shortcut:
+            also, kernel, its_bias = case.stored_shortcut()
+            pointwise = conv._replace(channels=also.shape[3], kernel=(1, 1), shortcut=None)
+            packed_also = prepare_stack_pack(pointwise, "HWIO")(kernel, None, its_bias)
+            run(x, packed, also, packed_also, *table, out)
+        else:
+            run(x, packed, residual, *table, out)
 
     case.run(launch, clear_rows)
 
