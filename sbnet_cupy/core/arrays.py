@@ -252,7 +252,7 @@ def _mixed(signature, args, kwargs):
             places.append(f"{name} is {library_of(array).name} on {place}")
     return DeviceError(
         "all arrays must belong to one library and be on one device: "
-        + ", ".join(places)
+        + ", ".join(dict.fromkeys(places))  # a SparseTensor has several arrays
         + "; convert them first"
     )
 

@@ -360,13 +360,15 @@ def check_grid(spatial_shape, batch_size, dimensions):
         sizes = tuple(given) if isinstance(given, tuple | list) else (given,) * dimensions
         if len(sizes) != dimensions or not all(is_integer(n) and 0 <= n < 2**31 for n in sizes):
             raise ShapeError(
-                f"spatial_shape must be {dimensions} non-negative integers for indices of "
-                f"{dimensions + 1} columns, got {given!r}"
+                f"spatial_shape must be {dimensions} non-negative integers below 2**31 for indices "
+                f"of {dimensions + 1} columns, got {given!r}"
             )
         spatial_shape = tuple(map(int, sizes))
     if batch_size is not None:
         if not is_integer(batch_size) or not 0 <= batch_size < 2**31:
-            raise ShapeError(f"batch_size must be a non-negative integer, got {batch_size!r}")
+            raise ShapeError(
+                f"batch_size must be a non-negative integer below 2**31, got {batch_size!r}"
+            )
         batch_size = int(batch_size)
     return spatial_shape, batch_size
 

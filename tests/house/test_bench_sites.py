@@ -117,3 +117,30 @@ def test_a_wrong_network_is_refused(torch):
         case.networks[bench.OURS].weights[5] = (w * 1.01, b)
         with pytest.raises(AssertionError, match="sbnet_cupy: relative error"):
             case.check()
+
+
+@pytest.mark.parametrize("layout", ["clustered", "scattered"])
+def test_blocks_and_sites_of_one_mask(layout, monkeypatch):
+    bench = part("submanifold.bench_blocks_or_sites")
+    mask = bench.mask_of(64, 0.3, layout)
+    blocks = mask.reshape(4, 16, 4, 16).sum(axis=(1, 3))
+    assert sorted(blocks.ravel())[-3:] == [0, 77, 77] and blocks.sum() == 154
+    case = bench.Case(np, 64, 8, 0.3, layout)
+    case.check()
+    assert (case.blocks, case.number) == (2, 154)
+    right = case.at_sites()
+    right[3, 1] += np.float16(0.1)
+    monkeypatch.setattr(case, "at_sites", lambda: right)
+    with pytest.raises(AssertionError, match="beyond rounding"):
+        case.check()
+
+
+def test_the_flow_of_blocks_and_sites_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
+    bench, rows = part("submanifold.bench_blocks_or_sites"), part("harness.rows")
+    for name, values in {"SIZES": (64,), "CHANNELS": (8,), "OCCUPANCIES": (0.1, 1.0)}.items():
+        monkeypatch.setattr(bench, name, values)
+    assert bench.main(["--quick", "--out", str(tmp_path)]) == 0
+    found = rows.read(tmp_path / bench.FILE)
+    check_rows(found, {rows.OURS})
+    assert {row.variant for row in found} == {"stack_conv2d", "submanifold_conv"}
+    assert len(found) == 2 * 2 * 2
