@@ -18,12 +18,19 @@ CASES = [
     ConvCase("Half", Blocks(block=(8, 8)), 64, 256, (1, 1), (2, 2), residual=False),
     ConvCase("float", Blocks(block=(2, 2)), 132, 64, (2, 3)),
     ConvCase("float", Blocks(block=(4, 4)), 128, 200, (1, 1), activation=0),
+    ConvCase(
+        "Half", Blocks(block=(4, 4)), 256, 200, (1, 1), residual=False, shortcut=(512, (2, 2))
+    ),
+    ConvCase(
+        "BFloat16", Blocks(block=(2, 2)), 512, 136, residual=False, shortcut=(192, (2, 2))
+    ),
 ]
 
 
 def is_chosen(plan):
     """Whether a plan is one of those that differ most: they take seconds to compile."""
-    return (plan.tile, plan.split) in (((64, 64), 1), ((64, 64), 3), ((64, 64), 8), ((128, 128), 1))
+    small = plan.tile == (64, 64) and plan.split in (1, 3, 8)
+    return small or (plan.tile, plan.split) in (((128, 128), 1), ((64, 128), 4))
 
 
 @pytest.mark.gpu
@@ -36,7 +43,8 @@ def test_plans_are_exact(case, require):
     device, rows = current_device(), len(case.blocks.table()[1])
     conv = case.sizes(rows)
     plans = [p for p in candidates(conv, device) if p.blocks == 1 and is_chosen(p)]
-    plans += list(patch_candidates(conv, device))[:2]
+    if not case.shortcut:
+        plans += list(patch_candidates(conv, device))[:2]
     assert plans  # each is compared by case.run
     for settled, plan in ((s, p) for p in plans for s in (False, True)):
 
@@ -45,7 +53,13 @@ def test_plans_are_exact(case, require):
             packed = prepare_stack_pack(conv, "HWIO")(*given[1:4])
             y, lists = cupy.asarray(out), map(cupy.asarray, table)
             run = prepare_stack_conv(conv, settled, settled, plan)
-            run(given[0], packed, given[4], *lists, y)
+            if case.shortcut:
+                also, kernel, its_bias = map(cupy.asarray, case.stored_shortcut())
+                pointwise = conv._replace(channels=also.shape[3], kernel=(1, 1), shortcut=None)
+                pack = prepare_stack_pack(pointwise, "HWIO")
+                run(given[0], packed, also, pack(kernel, None, its_bias), *lists, y)
+            else:
+                run(given[0], packed, given[4], *lists, y)
             np.copyto(out, cupy.asnumpy(y))
 
         case.run(launch, settled)

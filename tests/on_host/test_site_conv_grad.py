@@ -35,7 +35,7 @@ def on_host(monkeypatch):
         monkeypatch.setattr(module, "current_device", lambda: site_on_host.AMPERE)
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 4), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 8, sanitized=4), ids=str)
 def test_gradients_are_those_of_float64(case):
     with site_on_host.by_kernels():
         found, again = (gradients(case, by_result=given) for given in (False, True))
@@ -53,7 +53,7 @@ def weight_gradient(x, dy, rows, groups=1, precision=None):
 TILES = list(itertools.product((16, 32, 64, 128), repeat=2))
 
 
-@pytest.mark.parametrize("tile", thinned(TILES, 5), ids=str)
+@pytest.mark.parametrize("tile", thinned(TILES, 10, sanitized=5), ids=str)
 def test_every_tile(tile):
     """Several windows and stages; the last tap is that of no row."""
     x, dy, rows = draw_weight_gradient("float16", 500, 1300, 2, tile[0] - 8, tile[1])

@@ -76,7 +76,7 @@ def test_rows_that_raise_do_so_by_name():
 
 
 @pytest.mark.parametrize("many", [0, 1 << 16])
-@pytest.mark.parametrize("case", thinned(MAPS, 11), ids=str)
+@pytest.mark.parametrize("case", thinned(MAPS, 23, sanitized=11), ids=str)
 def test_kernel_maps(case, many, monkeypatch):
     """Also by the kernel for many rows."""
     monkeypatch.setattr(map_kernels, "_MANY_ROWS", many)

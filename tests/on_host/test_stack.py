@@ -39,10 +39,11 @@ CONVOLUTIONS = [
 
 
 CASES = [(*row, "HWIO") for row in CONVOLUTIONS] + [(*row, "OIHW") for row in CONVOLUTIONS[::4]]
-USUAL = [CASES[i] for i in (0, 2, 6, 7, 9, 12, 14)]  # of each dtype, kind of kernel and layout
+USUAL = [CASES[i] for i in (6, 7, 9, 14)]  # of each dtype and layout
+SANITIZED = [CASES[i] for i in (0, 2, 12)]  # with these, of each kind of kernel
 
 
-@pytest.mark.parametrize("case", all_but(CASES, USUAL), ids=str)
+@pytest.mark.parametrize("case", all_but(CASES, USUAL, SANITIZED), ids=str)
 def test_convolution(on_shim, case):
     """With and without an epilogue; what sticks out is 0, and so are rows past the count."""
     dtype, c, k, size, options, w_format = case

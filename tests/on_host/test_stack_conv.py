@@ -27,7 +27,7 @@ from sbnet_cupy.block_sparse.stack.stack_launch import (
 )
 from sbnet_cupy.block_sparse.stack.stack_patch_plan import PatchPlan, patch_candidates
 from sbnet_cupy.core.device import Device
-from support.exhaustive import all_but, thinned_product
+from support.exhaustive import all_but, first_of, thinned_product
 from support.stack_on_host import AMPERE, BLACKWELL, Blocks, ConvCase, use_shim
 
 HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
@@ -58,7 +58,8 @@ CASES = [
 ]  # fmt: skip
 # Of each element, tile, split and way to load; channels that are no whole vectors; no block at all.
 CHOSEN = {0: False, 1: True, 3: False, 7: True, 9: False, 10: True, 12: False}
-USUAL = [(CASES[i], pipelined) for i, pipelined in CHOSEN.items()]
+SANITIZED = [(CASES[i], pipelined) for i, pipelined in CHOSEN.items()]
+USUAL = [(CASES[i], CHOSEN[i]) for i in (1, 7, 9, 10, 12)]  # of each element and way to load
 PATCHES = [
     (
         ConvCase(blocks=Blocks(image=(20, 17), block=(8, 8)), channels=64, channels_out=72),
@@ -111,7 +112,7 @@ def full_plan(given, pipelined, results):
 
 
 @pytest.mark.parametrize(
-    "chosen", all_but(itertools.product(CASES, [False, True]), USUAL), ids=str
+    "chosen", all_but(itertools.product(CASES, [False, True]), USUAL, SANITIZED), ids=str
 )
 def test_convolution_of_whole_numbers_is_exact(chosen, monkeypatch):
     """Results that may be are staged: in one buffer or two, as many as the tile has stages."""
@@ -141,10 +142,46 @@ def test_a_residual_has_a_plan_of_its_own(residual, monkeypatch):
     assert_exact(case, None, clear_rows=False)
 
 
-@pytest.mark.parametrize(("case", "plan"), PATCHES, ids=str)
+@pytest.mark.parametrize(("case", "plan"), first_of(PATCHES, 2, sanitized=4), ids=str)
 def test_convolution_from_patches_is_exact(case, plan, monkeypatch):
     use_shim(monkeypatch, BLACKWELL, thread_blocks=4)
     assert_exact(case, plan, clear_rows=plan.patch_stages == 1, settled=plan.stages == 2)
+
+
+SHORTCUTS = [
+    (
+        ConvCase(channels=72, kernel=(1, 1), residual=False, shortcut=(64, (2, 2))),
+        plan(SMALL, 3),
+    ),
+    (
+        ConvCase(
+            "BFloat16", Blocks(block=(2, 2)), 24, 136, residual=False, shortcut=(192, (1, 3))
+        ),
+        plan(TALL, 2),
+    ),
+    (
+        ConvCase(blocks=Blocks(share=0.0), residual=False, shortcut=(64, (1, 1))),
+        plan(WIDE, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize("given", SHORTCUTS, ids=str)
+def test_shortcut_is_exact(given, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
+    case, sizes = given
+    assert_exact(case, full_plan(sizes, True, 0), clear_rows=True)
+
+
+def test_shortcut_is_planned_by_the_kernel_that_takes_it():
+    case = ConvCase(channels=64, channels_out=64, residual=False, shortcut=(64, (2, 2)))
+    conv = case.sizes(110)
+    assert missing_kernel(conv, HOPPER) is None
+    assert plan_stack_conv(conv, HOPPER).kernel == "stack_conv_pipelined"
+    assert conv.chunks == 9 + 1
+    assert "shortcut" in missing_kernel(conv, AMPERE)
+    uneven = conv._replace(shortcut=conv.shortcut._replace(channels=24))
+    assert "shortcut" in missing_kernel(uneven, HOPPER)
 
 
 def assert_exact(case, plan, clear_rows, settled=False):
@@ -156,7 +193,13 @@ def assert_exact(case, plan, clear_rows, settled=False):
         turned = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
         np.testing.assert_array_equal(packed, prepare_stack_pack(conv, "OIHW")(turned, scale, bias))
         run = prepare_stack_conv(conv, settled, clear_rows, plan)
-        run(x, packed, residual, *table, out)
+        if case.shortcut:
+            also, kernel, its_bias = case.stored_shortcut()
+            pointwise = conv._replace(channels=also.shape[3], kernel=(1, 1), shortcut=None)
+            packed_also = prepare_stack_pack(pointwise, "HWIO")(kernel, None, its_bias)
+            run(x, packed, also, packed_also, *table, out)
+        else:
+            run(x, packed, residual, *table, out)
 
     case.run(launch, clear_rows)
 
@@ -195,7 +238,7 @@ def test_channels_that_are_no_whole_vectors_are_padded(element, channels, monkey
 
 @pytest.mark.parametrize(
     ("case", "w_format", "settled"),
-    thinned_product(3, DEPTHWISE, ["HWIO", "OIHW"], [False, True]),
+    thinned_product(7, DEPTHWISE, ["HWIO", "OIHW"], [False, True], sanitized=3),
     ids=str,
 )
 def test_depthwise_convolution_of_whole_numbers_is_exact(case, w_format, settled, monkeypatch):

@@ -64,7 +64,7 @@ def by_numpy(function, *arguments, **options):
 
 @pytest.mark.parametrize(
     "dtype, sizes, kind, activation",
-    thinned_pairs(10, DTYPES, SIZES, TABLES, ACTIVATIONS),
+    thinned_pairs(4, DTYPES, SIZES, TABLES, ACTIVATIONS, sanitized=10),
     ids=str,
 )
 def test_norm_and_gradient(on_shim, monkeypatch, dtype, sizes, kind, activation):

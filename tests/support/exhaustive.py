@@ -1,4 +1,8 @@
-"""Which of many cases a plain ``pytest`` runs; the others are marked exhaustive."""
+"""Which of many cases a plain ``pytest`` runs; the others are marked exhaustive.
+
+``sanitized`` adds cases that CI runs under the sanitizers, too, besides what a plain ``pytest``
+runs; what these launch is compiled for every architecture.
+"""
 
 import collections
 import itertools
@@ -6,19 +10,24 @@ import itertools
 import pytest
 
 
-def thinned(cases, every, first=0):
+def thinned(cases, every, first=0, sanitized=None):
     """Return the cases as parameters; all but each ``every``-th, from ``first`` on, are exhaustive.
+
+    Each ``sanitized``-th also runs under the sanitizers.
 
     Give a number that shares no factor with the lengths of the loops that made the cases, so that
     what is left has every dtype and every layout.
     """
-    return [_parameter(number % every == first, case) for number, case in enumerate(cases)]
+    return [
+        _parameter(number % every == first, case, sanitized=sanitized and number % sanitized == 0)
+        for number, case in enumerate(cases)
+    ]
 
 
-def thinned_product(every, *loops):
+def thinned_product(every, *loops, sanitized=None):
     """Return all combinations, for as many names as there are loops; thinned likewise."""
     return [
-        _parameter(number % every == 0, *case)
+        _parameter(number % every == 0, *case, sanitized=sanitized and number % sanitized == 0)
         for number, case in enumerate(itertools.product(*loops))
     ]
 
@@ -33,9 +42,9 @@ def pairs(*loops):
     return [tuple(values[i] for values, i in row) for row in rows]
 
 
-def thinned_pairs(usual, *loops):
+def thinned_pairs(usual, *loops, sanitized=0):
     """Return :func:`pairs` as parameters; all but so many first are exhaustive."""
-    return first_of(pairs(*loops), usual)
+    return first_of(pairs(*loops), usual, sanitized)
 
 
 def _indices_of_pairs(loops):
@@ -58,15 +67,19 @@ def _pairs(row):
     return set(itertools.combinations(enumerate(row), 2))
 
 
-def first_of(cases, usual):
+def first_of(cases, usual, sanitized=0):
     """Return tuples of arguments as parameters; all but so many first are exhaustive."""
-    return [_parameter(number < usual, *case) for number, case in enumerate(cases)]
+    return [
+        _parameter(number < usual, *case, sanitized=number < sanitized)
+        for number, case in enumerate(cases)
+    ]
 
 
-def all_but(cases, chosen):
+def all_but(cases, chosen, sanitized=()):
     """Return the cases as parameters; those that are not among the chosen are exhaustive."""
-    return [_parameter(case in chosen, case) for case in cases]
+    return [_parameter(case in chosen, case, sanitized=case in sanitized) for case in cases]
 
 
-def _parameter(usual, *values):
-    return pytest.param(*values, marks=[] if usual else pytest.mark.exhaustive)
+def _parameter(usual, *values, sanitized=False):
+    marks = [pytest.mark.exhaustive] + ([pytest.mark.sanitized] if sanitized else [])
+    return pytest.param(*values, marks=[] if usual else marks)

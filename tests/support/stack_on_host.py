@@ -4,13 +4,13 @@ Whole numbers small enough that every sum is exact, so that results are compared
 must not be read is NaN: rows past the count, and pixels of blocks that lie outside their image.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 import host_cuda
 from sbnet_cupy.block_sparse.stack import stack_launch
-from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import Shortcut, StackConv
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core.device import Device
 
@@ -118,6 +118,7 @@ class ConvCase:
     activation: int = 1
     residual: bool = True
     depthwise: bool = False
+    shortcut: tuple | None = None  # channels and strides; its scale is 1
 
     def sizes(self, rows):
         """Return the StackConv."""
@@ -144,7 +145,27 @@ class ConvCase:
             vectors_in=self.channels % per_vector == 0,
             vectors_out=self.channels_out % per_vector == 0,
             expected=rows,
+            shortcut=self.shortcut and Shortcut(*self.shortcut),
         )
+
+    def second(self):
+        """Return x, w and bias of the shortcut, as float64 and float32."""
+        channels, strides = self.shortcut
+        rng = np.random.default_rng(self.blocks.seed + 2)
+        rows = len(self.blocks.table()[1])
+        block = np.multiply(self.sizes(rows).block_out, strides)
+        x = rng.integers(-3, 4, (rows, *block, channels)).astype(np.float64)
+        w = rng.integers(-2, 3, (1, 1, channels, self.channels_out)).astype(np.float64)
+        return x, w, rng.integers(-4, 5, self.channels_out).astype(np.float32)
+
+    def stored_shortcut(self):
+        """Return the stack of the shortcut, NaN where nobody may read, its kernel and bias."""
+        counts, indices, _ = self.blocks.table()
+        x, w, bias = self.second()
+        size = np.multiply(self.sizes(len(indices)).image_out, self.shortcut[1])
+        blocks = replace(self.blocks, image=tuple(size), block=x.shape[1:3])
+        blocks.spoil(x, indices[: counts[0]], np.nan)
+        return stored(x, self.element), stored(w, self.element), bias
 
     def arrays(self):
         """Return x, w, scale, bias and the residual, as float64 and float32."""
@@ -155,6 +176,8 @@ class ConvCase:
         x = rng.integers(-3, 4, (rows, *conv.block, self.channels)).astype(np.float64)
         w = rng.integers(-2, 3, (*self.kernel, inner, self.channels_out)).astype(np.float64)
         scale = rng.choice([0.5, 1, 2], self.channels_out).astype(np.float32)
+        if self.shortcut:
+            scale[:] = 1
         bias = rng.integers(-4, 5, self.channels_out).astype(np.float32)
         residual = rng.integers(-4, 5, (rows, *conv.block_out, self.channels_out)).astype(float)
         return x, w, scale, bias, residual
@@ -181,6 +204,11 @@ class ConvCase:
         for row, (n, hi, wi) in enumerate(listed):
             block = result[n, hi * down :, wi * across :][:down, :across]
             height, width = block.shape[:2]
+            if self.shortcut:
+                x, w, bias = self.second()
+                (one_down, one_across), pixels = self.shortcut[1], x[row]
+                pixels = pixels[::one_down, ::one_across][:height, :width]
+                block = block + pixels @ w[0, 0] + bias
             if self.residual:
                 block = block + residual[row, :height, :width]
             expected[row, :height, :width] = ACTIVATIONS[self.activation](block)

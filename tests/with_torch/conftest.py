@@ -21,6 +21,7 @@ def asked(torch, st, monkeypatch):
         cuda_pool,
         cuda_resize,
         onednn,
+        shortcuts,
     )
 
     names = []
@@ -264,6 +265,7 @@ def asked(torch, st, monkeypatch):
     monkeypatch.setattr(cuda_pool, "_PLANS", {})
     monkeypatch.setattr(cuda_resize, "_prepare_concat", prepare_concat)
     monkeypatch.setattr(cuda_resize, "_PLANS", {})
+    monkeypatch.setattr(shortcuts, "prepare", lambda *facts: None)
     return names
 
 
@@ -378,4 +380,41 @@ def units_asked(torch, asked, monkeypatch):
     monkeypatch.setattr(units, "prepare", prepare)
     monkeypatch.setattr(units, "_ELEMENTS", {torch.float32: "float"})
     monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    return asked
+
+
+@pytest.fixture
+def shortcuts_asked(torch, asked, monkeypatch):
+    """Serve convolutions with a projection shortcut too, as two of them, in float32."""
+    from sbnet_cupy.torch.network import shortcuts
+
+    def prepare(
+        dtype, rows, images, grid, block, image, channels, channels_out, kernel, strides, pads,
+        dilation, channels_also, strides_also, activation, settled, clear_rows,
+    ):  # fmt: skip
+        def launch(x, packed, also, packed_also, counts, indices, places, out):
+            assert (x.shape[0], x.shape[3], also.shape[3]) == (rows, channels, channels_also)
+            lists = [t.numpy() for t in (counts, indices, places)]
+            table = sb.BlockTable(*lists, block, image)
+            padding = (pads[:2], pads[2:])
+            after = table.after_conv(kernel, strides, padding, dilation)
+            size = [n * s for n, s in zip(after.image_size, strides_also, strict=True)]
+            its = sb.BlockTable(*lists, tuple(also.shape[1:3]), tuple(size))
+            weights, bias = packed_also
+            residual = sb.stack_conv2d(
+                also.numpy(), weights.numpy(), its, strides=strides_also, w_format="OIHW",
+                bias=bias.numpy(),
+            )  # fmt: skip
+            weights, bias = packed
+            y = sb.stack_conv2d(
+                x.numpy(), weights.numpy(), table, strides=strides, padding=padding,
+                dilation=dilation, w_format="OIHW", bias=bias.numpy(), residual=residual,
+                activation=ACTIVATIONS[activation],
+            )  # fmt: skip
+            out.copy_(torch.from_numpy(y))
+            asked.append("shortcut")
+
+        return launch, [None, None]
+
+    monkeypatch.setattr(shortcuts, "prepare", prepare)
     return asked

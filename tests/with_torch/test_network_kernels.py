@@ -305,3 +305,74 @@ def test_residual_units_are_one_kernel(st, units_asked, name, units):
         units_asked.clear()
         assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
         assert units_asked.count("unit") == units
+
+
+class Projected(torch.nn.Module):
+    """A convolution and the 1x1 convolution that is added to it, with what may follow."""
+
+    def __init__(self, after):
+        super().__init__()
+        torch.manual_seed(5)
+        self.head = networks.conv_bn(3, 8, 3, 1)
+        self.body = networks.conv_bn(8, 6, 3, 2, act=None)
+        self.down = networks.conv_bn(8, 6, 1, 2, act=None)
+        self.after = after
+
+    def forward(self, x):
+        """Return what may be made of it."""
+        x = self.head(x)
+        y, d = self.body(x), self.down(x)
+        if self.after == "relu":
+            y += d
+            return torch.relu_(y)
+        if self.after == "sum alone":
+            return y + d
+        if self.after == "tanh":
+            return torch.tanh(y + d)
+        if self.after == "turned round":
+            return torch.relu(d + y)
+        if self.after == "both read":
+            return torch.relu(y + d) - d
+        if self.after == "one changed":
+            s = y + d
+            d.relu_()
+            return s + d
+        if self.after == "source changed":
+            s = y + d
+            x.mul_(2)
+            return s
+        s = y + d  # the convolution before the sum is read too
+        return torch.relu(s) + y
+
+
+SHORTCUTS = {  # how often one kernel computes both
+    "relu": 1, "sum alone": 1, "tanh": 0, "turned round": 0, "both read": 0, "one changed": 0,
+    "source changed": 0, "first read": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("after", SHORTCUTS)
+@torch.no_grad()
+def test_shortcuts_are_part_of_a_kernel(st, shortcuts_asked, after):
+    """Where the sum alone reads them; values as without."""
+    dense = networks.random_statistics(Projected(after)).eval()
+    x = torch.randn(2, 3, 61, 84)
+    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for _ in range(2):
+        shortcuts_asked.clear()
+        assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+        assert shortcuts_asked.count("shortcut") == SHORTCUTS[after]
+
+
+@pytest.mark.parametrize("name", ["resnet_basic", "resnet_bottleneck"])
+@torch.no_grad()
+def test_networks_with_shortcuts(st, shortcuts_asked, name):
+    dense = networks.network(name)
+    x = torch.randn(2, 3, 61, 84)
+    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+    assert "shortcut" in shortcuts_asked

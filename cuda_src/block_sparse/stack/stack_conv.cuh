@@ -6,6 +6,9 @@
 
 // ---------------------------------------------------------------------------- the order of K
 
+// The first of `count` that thread block `rank` takes, of `split` that share them.
+DEVICE int share_of(int count, int rank, int split) { return static_cast<int>(static_cast<i64>(count) * rank / split); }
+
 // The units of K, 16 bytes of channels each, in chunks of 8. First come groups of 8 units of channels: of each group
 // one chunk for each tap. What is left over of the channels, `rest` units, follows tap by tap, without gaps.
 struct Order {
@@ -22,9 +25,7 @@ struct Order {
         unit = groups * 8 + number - tap * rest;
     }
     // The first chunk of thread block `rank` of `split` that share K.
-    DEVICE int first(int rank, int split) const {
-        return static_cast<int>(static_cast<i64>(chunks) * rank / split);
-    }
+    DEVICE int first(int rank, int split) const { return share_of(chunks, rank, split); }
 };
 
 // Packed weights: scale and bias, float[2][64 * panels]; then for each panel of 64 output channels its chunks of

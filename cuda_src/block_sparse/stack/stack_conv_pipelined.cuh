@@ -1,6 +1,8 @@
 // stack_conv_pipelined.cuh: the convolution of stack_conv2d.cu, where some warps copy and the others multiply.
 //   y[m, i, j, k] = activation(scale[k] * sum(x at (i * SH - top + r * DH, j * SW - left + s * DW) of block m, c] * w[r, s, c, k])
 //                              + bias[k] + residual[m, i, j, k])
+// With a SHORTCUT, a second product is added before scale and bias: of pixel (i * down_also, j * across_also) of the stack
+// `also`, whose channels are whole chunks, and the 1x1 kernel of packed_also, whose bias is added, and whose scale is 1.
 // Source: as stack_conv2d.cu; warps of different roles as in CUTLASS (Thakkar et al. 2023).
 // Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
 // Compute capability 9.0 and newer.
@@ -15,19 +17,29 @@ constexpr int COPIERS = 128;  // threads that copy
 
 // How a thread copies its part of a tile's chunks, one after another: of every 16th row one vector. What a chunk needs is
 // found before it: threads that copy issue one instruction after another, and all others wait for them.
-template <bool POINTWISE, bool VECTOR, bool CACHED, int BM, typename T>
+// With a SHORTCUT the last chunks are those of the pixels of another stack at the strides of Shortcut.
+struct Shortcut {
+    int channels, down, across;  // of its pixels; the strides
+    // The pixel of its stack of pixel p of y.
+    DEVICE int pixel(const Problem& g, int p) const {
+        const int line = static_cast<int>(static_cast<u32>(p) / static_cast<u32>(g.pw)), j = p - line * g.pw;
+        return (line * down) * (g.pw * across) + j * across;
+    }
+};
+template <bool POINTWISE, bool VECTOR, bool CACHED, int BM, bool SHORTCUT, typename T>
 struct LeanCopier {
     static constexpr int PASS = COPIERS / 8, PASSES = BM / PASS, LANES = 16 / sizeof(T);
-    const T* __restrict__ x;
+    const T *__restrict__ x, *__restrict__ also;  // the stacks
     const Order& order;
     int C, unit, to;                // channels; the thread's unit of a chunk, and where its first goes in a stage
     const int *offsets, *its;       // of the thread's rows, at the first tap and the next one
     int mine[POINTWISE ? PASSES : 1];  // where the thread's rows of x begin, where they are the same for all chunks
+    int beside[SHORTCUT ? PASSES : 1];  // those of the shortcut
     int chunk, tap, c;              // the next chunk; its tap, and the channel of the thread's vector
 
-    DEVICE LeanCopier(const T* x, const int* all_offsets, const Order& order, const Problem& g, int thread, int p0,
-                      int pixels, int first)
-        : x(x), order(order), C(g.C), unit(thread % 8), to(swizzled(thread / 8, unit)),
+    DEVICE LeanCopier(const T* x, const T* also, const int* all_offsets, const Order& order, const Problem& g,
+                      const Shortcut& shortcut, int thread, int p0, int pixels, int first)
+        : x(x), also(also), order(order), C(g.C), unit(thread % 8), to(swizzled(thread / 8, unit)),
           offsets(all_offsets + thread / 8 * PASSES), its(offsets), chunk(first), tap(0), c(0) {
         if constexpr (POINTWISE) {
             const int units = units_of_pixel<T, VECTOR>(g);
@@ -38,32 +50,41 @@ struct LeanCopier {
             const int group = first / order.taps;
             tap = first - group * order.taps, its += tap * BM, c = (group * 8 + unit) * LANES;
         }
+        if constexpr (SHORTCUT) {
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass)
+                beside[pass] = shortcut.pixel(g, min(p0 + thread / 8 + pass * PASS, pixels - 1)) * (shortcut.channels / LANES);
+        }
     }
 
     // Begin to copy the next chunk. Rows past the last pixel may be any.
     DEVICE void copy(u8* stage) {
-        if constexpr (POINTWISE) {
-            vectors(stage, mine, c, c < C);
+        if (SHORTCUT && chunk >= order.chunks) {
+            vectors<true>(stage, also, beside, ((chunk - order.chunks) * 8 + unit) * LANES, true);
+        } else if constexpr (POINTWISE) {
+            vectors<true>(stage, x, mine, c, c < C);
             c += 8 * LANES;
         } else if (chunk < order.groups * order.taps) {
-            vectors(stage, its, c, true);
+            vectors<false>(stage, x, its, c, true);
             its += BM;
             if (++tap == order.taps) tap = 0, its = offsets, c += 8 * LANES;
         } else {
             int its_tap, its_unit;
             order.of_rest(chunk, unit, its_tap, its_unit);
             const bool real = its_tap < order.taps && its_unit * LANES < C;
-            vectors(stage, offsets + (real ? its_tap : 0) * BM, its_unit * LANES, real);
+            vectors<false>(stage, x, offsets + (real ? its_tap : 0) * BM, its_unit * LANES, real);
         }
         ++chunk;
     }
 
 private:
-    DEVICE void vectors(u8* stage, const int* from, int channel, bool real) const {
+    // `from` is in registers, or in shared memory.
+    template <bool REGISTERS>
+    DEVICE void vectors(u8* stage, const T* __restrict__ x, const int* from, int channel, bool real) const {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass += 4) {
             int four[4];
-            if constexpr (POINTWISE) {
+            if constexpr (REGISTERS) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) four[e] = from[pass + e];
             } else {
@@ -116,9 +137,10 @@ struct PipelineMemory {
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int RESULTS, int BLOCKS>
+          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, BLOCKS)
-    stack_conv_pipelined(STACK_CONV_PARAMETERS) {
+    stack_conv_pipelined(const T* __restrict__ also, const u8* __restrict__ packed_also, STACK_CONV_PARAMETERS,
+                         i64 channels_also, i64 down_also, i64 across_also) {
     using Product = Engine<T, BM, BN, WM, WN>;
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = BN / PANEL, RESULT_PITCH = Staged<T, BN>::PITCH;
@@ -134,7 +156,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
     const Order order(g.C, LANES, POINTWISE ? 1 : g.R * g.S);
     const int panels = ceil_div(g.K, PANEL), across = ceil_div(g.K, BN);
-    const int rank = blockIdx.x % SPLIT, first = order.first(rank, SPLIT), count = order.first(rank + 1, SPLIT) - first;
+    const Shortcut shortcut{Problem::narrow(channels_also), Problem::narrow(down_also), Problem::narrow(across_also)};
+    const int chunks_also = SHORTCUT ? shortcut.channels / (8 * LANES) : 0, chunks = order.chunks + chunks_also;
+    const int rank = blockIdx.x % SPLIT, first = share_of(chunks, rank, SPLIT), count = share_of(chunks, rank + 1, SPLIT) - first;
+    const int own = SHORTCUT ? max(0, min(order.chunks - first, count)) : count;  // chunks that are no shortcut's
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(shared.full + s, COPIERS + 1);
@@ -151,9 +176,15 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         // The first tile of pixels brings its weights, all there are, to the L2 cache while the kernel ahead still runs.
         // A prefetch may come too early: what is copied later is what is there then.
         const int k0 = static_cast<int>(blockIdx.x) / SPLIT * BN;
-        for (int panel = k0 / PANEL; k0 < g.K && panel < panels && panel < k0 / PANEL + PANELS; ++panel)
-            prefetch_bulk(packed + tables_bytes(g.K) + (static_cast<i64>(panel) * order.chunks + first) * PANEL_CHUNK,
-                          count * PANEL_CHUNK);
+        for (int panel = k0 / PANEL; k0 < g.K && panel < panels && panel < k0 / PANEL + PANELS; ++panel) {
+            if (own > 0)
+                prefetch_bulk(packed + tables_bytes(g.K) + (static_cast<i64>(panel) * order.chunks + first) * PANEL_CHUNK,
+                              own * PANEL_CHUNK);
+            if (SHORTCUT && own < count)
+                prefetch_bulk(packed_also + tables_bytes(g.K) +
+                                  (static_cast<i64>(panel) * chunks_also + first + own - order.chunks) * PANEL_CHUNK,
+                              (count - own) * PANEL_CHUNK);
+        }
     }
     if constexpr (CLUSTERED) {  // the others may send sums
         __syncwarp();
@@ -174,7 +205,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     // The same in all lanes, so that what follows from it may be in uniform registers.
     if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) >= MULTIPLIERS / 32) {
         give_registers<SHIFTED ? 96 : 0>();
-        using Copier = LeanCopier<POINTWISE, VECTOR_IN, CACHED, BM, T>;
+        using Copier = LeanCopier<POINTWISE, VECTOR_IN, CACHED, BM, SHORTCUT, T>;
         const int thread = threadIdx.x - MULTIPLIERS, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
         int fresh = STAGES;  // stages that nobody has used
         const Finder finder(table, g);
@@ -186,14 +217,19 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             const int here = min(PANELS, panels - k0 / PANEL);  // panels of weights
             const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
             const u8* const weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + static_cast<i64>(first) * PANEL_CHUNK;
+            const i64 first_also = static_cast<i64>(k0 / PANEL) * chunks_also + first + own - order.chunks;
+            const u8* const weights_also =
+                SHORTCUT && own < count ? packed_also + tables_bytes(g.K) + first_also * PANEL_CHUNK : nullptr;
             const auto copy_weights = [&](int slot, int i) {
                 u64* const full = shared.full + slot;
                 u8* const at = shared.ring + slot * Memory::STAGE + Memory::A;
                 barrier_expect(full, here * PANEL_CHUNK);
+                const bool is_own = !SHORTCUT || i < own;
+                const u8* const from = is_own ? weights + i * PANEL_CHUNK : weights_also + (i - own) * PANEL_CHUNK;
+                const i64 next = is_own ? panel_step : static_cast<i64>(chunks_also) * PANEL_CHUNK;
 #pragma unroll
                 for (int j = 0; j < PANELS; ++j)
-                    if (j < here)
-                        bulk_copy(at + j * PANEL_CHUNK, weights + i * PANEL_CHUNK + j * panel_step, PANEL_CHUNK, full);
+                    if (j < here) bulk_copy(at + j * PANEL_CHUNK, from + j * next, PANEL_CHUNK, full);
             };
             const bool is_first = tile == static_cast<int>(blockIdx.x) / SPLIT;
             const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
@@ -205,7 +241,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
                 all.sync();
             }
-            Copier copier(x, shared.offsets, order, g, thread, p0, pixels, first);
+            Copier copier(x, also, shared.offsets, order, g, shortcut, thread, p0, pixels, first);
             wait();
             if constexpr (RESULTS > 0) {
                 if (residual) {
@@ -263,7 +299,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS) {
                 const int k = k0 + i % BN;
                 const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
-                shared.scale[i] = k < g.K ? its[k] : 0.0f;
+                float value = k < g.K ? its[k] : 0.0f;
+                if (SHORTCUT && i >= BN && k < g.K) value += reinterpret_cast<const float*>(packed_also)[panels * PANEL + k];
+                shared.scale[i] = value;
             }
             if (!whole) {
                 const Finder finder(table, g);

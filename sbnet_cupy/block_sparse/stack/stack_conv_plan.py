@@ -16,6 +16,16 @@ _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
 
 
+class Shortcut(NamedTuple):
+    """A 1x1 convolution of another stack, added to a convolution's sums: kernels of 9.0 and newer.
+
+    Its blocks are ``strides`` times those of y, and its channels whole chunks of K.
+    """
+
+    channels: int
+    strides: tuple[int, int]
+
+
 class StackConv(NamedTuple):
     """A convolution from a stack of blocks to a stack of blocks.
 
@@ -42,6 +52,7 @@ class StackConv(NamedTuple):
     vectors_out: bool  # those of y and the residual
     expected: int  # about how many rows will be active
     residual: bool = False  # whether one is added: what a plan is made for; all plans take one
+    shortcut: "Shortcut | None" = None  # a second product that is added
 
     @property
     def element_bytes(self):
@@ -55,7 +66,14 @@ class StackConv(NamedTuple):
 
     @property
     def chunks(self):
-        """Chunks of K: of 8 units of channels one for each tap; the rest tap by tap."""
+        """Chunks of K, those of the shortcut included."""
+        if self.shortcut is None:
+            return self.own_chunks
+        return self.own_chunks + self.shortcut.channels * self.element_bytes // ROW
+
+    @property
+    def own_chunks(self):
+        """Chunks of the convolution: of 8 units of channels one for each tap; the rest by taps."""
         units = -(-self.channels * self.element_bytes // 16)
         taps = math.prod(self.kernel)
         return units // _UNITS * taps + -(-(units % _UNITS * taps) // _UNITS)
@@ -68,12 +86,15 @@ class StackConv(NamedTuple):
     @property
     def packed_bytes(self):
         """Bytes of the packed weights; the same for every plan."""
-        return self.panels * PANEL * (2 * 4 + self.chunks * ROW)
+        return self.panels * PANEL * (2 * 4 + self.own_chunks * ROW)
 
     def memory_cycles(self, staged):
         """Cycles in which an H200's memory moves the stacks; a staged residual streams."""
         pixels = self.expected * self.element_bytes
         read = pixels * math.prod(self.block) * self.channels + self.packed_bytes
+        if self.shortcut is not None:
+            channels, strides = self.shortcut
+            read += pixels * math.prod(self.block_out) * math.prod(strides) * channels
         written = pixels * math.prod(self.block_out) * self.channels_out
         added = written * self.residual / (2970 if staged else 2280)
         return read / 2970 + written / 998 + added
@@ -133,6 +154,7 @@ class StackPlan(NamedTuple):
             self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
             self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
             conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
+            *([conv.shortcut is not None] if self.pipelined else []),
         )  # fmt: skip
 
     def partial_floats(self, conv):
@@ -154,6 +176,13 @@ def missing_kernel(conv, device):
     vectors = -(-conv.channels * conv.element_bytes // 16)
     if pixels * vectors >= 2**31 - 2**16:  # offsets count vectors
         return f"stacks of {conv.rows} blocks of {conv.block} pixels with {conv.channels} channels"
+    if conv.shortcut is not None:
+        strided = math.prod(conv.shortcut.strides) * math.prod(conv.block_out)
+        whole = conv.shortcut.channels * conv.element_bytes % ROW == 0 and conv.vectors_in
+        if not (device.bulk_copy and whole and conv.element != "float"):
+            return "such a shortcut, or on this GPU"
+        if conv.rows * strided * conv.shortcut.channels * conv.element_bytes // 16 >= 2**31 - 2**16:
+            return f"shortcuts of {conv.rows} blocks with {conv.shortcut.channels} channels"
     if conv.element != "Half" and not device.tensor_floats:
         return f"{conv.element} on this GPU"
     if plan_stack_conv(conv, device) is None:
@@ -165,6 +194,8 @@ def missing_kernel(conv, device):
 def plan_stack_conv(conv, device):
     """Return the best plan, or None where none fits."""
     plans = (*candidates(conv, device), *patch_candidates(conv, device))
+    if conv.shortcut is not None:
+        plans = [plan for plan in plans if plan.kernel == "stack_conv_pipelined"]
     return min(plans, key=lambda plan: plan_cost(plan, conv, device), default=None)
 
 
@@ -186,13 +217,13 @@ _WGMMA_TILES = (
     ((256, 128), (2, 1), 1),
 )
 _MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2), 1))
-_SPLITS = (1, 2, 3, 4, 6, 8)
+_SPLITS = (1, 2, 3, 4, 8)
 # Of an H200's 132 multiprocessors: how many clusters of so many thread blocks can use at once.
-_CLUSTERED = {2: 128, 3: 120, 4: 120, 6: 108, 8: 112}
+_CLUSTERED = {2: 128, 3: 120, 4: 120, 8: 112}
 # Cycles of slow activations for a number and group of warps: more warps share them.
 _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
-# Cycles in which so many thread blocks add up their sums.
-_EXCHANGES = {1: 0, 2: 1500, 3: 1550, 4: 1600, 6: 2000, 8: 2300}
+# Cycles in which so many thread blocks add up their sums, beside those in which sums are sent.
+_EXCHANGES = {2: 1600, 3: 1400, 4: 1000, 8: 1800}
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
 
 
@@ -211,8 +242,8 @@ def candidates(conv, device):
             if tile in ((192, 128), (256, 128)):
                 continue
         for split in _SPLITS:
-            if split > 1 and conv.chunks < 2 * split:
-                break
+            if split > 1 and conv.chunks < (2 if tile == (64, 64) else 8) * split:
+                break  # larger tiles wait longer for their first chunk
             staged = conv.residual and device.bulk_copy and split == 1 and conv.vectors_out
             for blocks in range(1, most + 1 if split == 1 else 2):
                 for results in (0, 2) if staged and tile != (256, 128) else (0,):
@@ -242,23 +273,37 @@ def _cost(plan, conv, device):
     if conv.pointwise and plan.tile == (256, 128):
         return math.inf  # never the fastest
     blocks = max(1, plan.tiles(conv, conv.expected)) * plan.split  # thread blocks in all
-    spots = device.multiprocessors * plan.blocks
-    if plan.split > 1 and not plan.partials:
+    spots, resident = device.multiprocessors, plan.blocks
+    # Two thread blocks of 128 x 128 are as they were fitted before sums were sent.
+    small = plan.clustered and (plan.tile, plan.split) != ((128, 128), 2)
+    if plan.clustered:
         spots = spots * _CLUSTERED[plan.split] // 132
-    rounds = math.ceil(blocks / spots)
-    active = min(plan.blocks, math.ceil(blocks / device.multiprocessors))
+    if small:
+        resident = min(2, (device.shared_bytes + 1024) // (plan.shared_bytes(conv) + 1024))
+    rounds = math.ceil(blocks / (spots * resident))
+    active = min(resident, math.ceil(blocks / spots))
     chunks = math.ceil(conv.chunks / plan.split)
     # A chunk: the instructions that copy it, its products, and a pause of those who multiply.
     product = pixels * columns / (32 if plan.engine == "TileWgmma" else 16)
-    chunk = max(198 + 1.74 * pixels, 1.83 * active * product, 97.9)
+    copies = 198 + 1.74 * pixels
+    if small:
+        active = max(1.0, min(resident, blocks / spots))  # on average
+        copies *= 1 + 0.51 * (active - 1)
+    chunk = max(copies, 1.83 * active * product, 97.9)
     search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
     first, each = (1760, 0.0839) if plan.results else (1430, 0.0624)
     results = first + pixels * columns * conv.element_bytes * active * each
     results += 0.0597 * pixels * columns / math.prod(plan.warps)
     results += _SLOW.get(conv.activation, 0) * pixels * columns / math.prod(plan.warps)
-    exchange = _EXCHANGES[plan.split]
-    path = rounds * (chunks * chunk + results) + (rounds - 1) * 1.54 * search
+    exchange = 0
+    if plan.split > 1:
+        exchange = 2 * _EXCHANGES[plan.split]
+    if small:
+        exchange = _EXCHANGES[plan.split]
+        exchange += 0.166 * pixels * columns * active + 16 * (pixels - 64)
+    path = rounds * (chunks * chunk + results + exchange) + (rounds - 1) * 1.54 * search
     # What the second-level cache, and memory, deliver to all.
-    brought = blocks * chunks * sum(plan.tile) * ROW / (34.3 * device.multiprocessors)
+    brought = blocks * chunks * sum(plan.tile) * ROW / device.multiprocessors
+    brought = brought / 26.3 + exchange + 0.36 * results if small else brought / 34.3
     memory = conv.memory_cycles(plan.results > 0)
-    return 1880 + search + max(path, brought, memory) + exchange
+    return 1880 + search + max(path, brought, memory)

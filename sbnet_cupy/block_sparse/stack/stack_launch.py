@@ -27,6 +27,7 @@ scale, bias and residual may be None. ``packed`` depends on w, scale, bias and t
 same bytes serve all plans, strides, dilations and block sizes.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -82,9 +83,14 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
     has been launched since: then they are read while the kernels ahead still run.
 
     Pixels that are no whole vectors of 16 bytes are copied first, with channels of 0 added.
+
+    With a shortcut, the launch takes its stack and packed weights in place of a residual, and the
+    packed weights have no scale.
     """
     if not conv.vectors_in and plan is None:
         return _with_padded_channels(conv, clear_rows)
+    if plan is None and conv.shortcut is not None:
+        plan = plan_stack_conv(conv, current_device())
     if plan is None:
         plan, other = (
             plan_stack_conv(conv._replace(residual=added), current_device())
@@ -99,6 +105,8 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
                 (without if residual is None else added)(x, packed, residual, *arrays)
 
             return choose
+    channels, strides = conv.shortcut or (0, (1, 1))
+    pipelined = plan.kernel == "stack_conv_pipelined"
     blocks = (conv.rows, conv.images, *conv.grid)
     sizes = (
         *blocks, conv.channels, conv.channels_out, *conv.block, *conv.block_out, *conv.image,
@@ -110,13 +118,21 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         plan.template(conv),
         plan.tiles(conv, conv.rows) * plan.split,
         plan.threads,
-        8,
-        (*sizes, int(settled), int(clear_rows)),
+        10 if pipelined else 8,
+        (*sizes, int(settled), int(clear_rows), *((channels, *strides) if pipelined else ())),
         shared=plan.shared_bytes(conv),
         persistent=True,
         dependent=True,
         cluster=1 if plan.partials else plan.split,
     )
+    if conv.shortcut is not None:
+
+        def launch_both(x, packed, also, packed_also, bin_counts, indices, grid, out):
+            run(also, packed_also, x, packed, None, bin_counts, indices, grid, None, out)
+
+        return launch_both
+    if pipelined:
+        run = functools.partial(run, None, None)
     if not plan.partials:
 
         def launch(x, packed, residual, bin_counts, indices, grid, out):

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from .._dispatch_state import saved_tensor_hooks
-from . import cuda, cuda_affine, cuda_resize, gradients, onednn, ops, units
+from . import cuda, cuda_affine, cuda_resize, gradients, onednn, ops, shortcuts, units
 from .epilogue import finish
 from .weights import fold
 
@@ -52,7 +52,9 @@ class Plan:
         return self.activation is None and (residual is None or self.residual is None)
 
     def reads(self, x):
-        """Whether the source, or one ahead of it, is that of a StackTensor that waits."""
+        """Whether the source, one ahead of it, or the residual is that of ``x``, which waits."""
+        if isinstance(self.residual, units.Ahead) and self.residual.of() is x:
+            return True
         source = self.source
         while isinstance(source, units.Ahead):
             if source.of() is x:
@@ -63,16 +65,22 @@ class Plan:
     def run(self):
         """Compute."""
         table, block, size, _, _ = self.facts
-        source = self.source
+        source, residual = self.source, self.residual
+        timed = table.trace and table.trace.timed
         if isinstance(source, units.Ahead):
-            timed = table.trace and table.trace.timed
             y = timed(self.row, units.run, self) if timed else units.run(self)
             if y is not None:
                 return y
             source = source.value()
         weight, bias = self._folded(table.weights)
+        if isinstance(residual, units.Ahead):
+            both = (self, source, weight, bias)
+            y = timed(self.row, shortcuts.run, *both) if timed else shortcuts.run(*both)
+            if y is not None:
+                return y
+            residual = residual.value()
         call = (source, table, block, size, weight, bias)
-        options = self.options | {"residual": self.residual, "activation": self.activation}
+        options = self.options | {"residual": residual, "activation": self.activation}
         if table.trace is None:
             return table.compute(ops.conv, *call, **options)
         return table.trace.timed(self.row, ops.conv, *call, **options)

@@ -3,11 +3,12 @@
 import torch
 from torch.nn import functional as F
 
-from . import cuda_affine
+from . import cuda_affine, shortcuts
 from . import tensor as T
 from .handlers import HANDLERS, handles
 from .image_values import plainly
 from .plans import MatrixPlan, ScalePlan
+from .units import Ahead
 
 _ACTIVATIONS = {
     "relu": "relu", "relu_": "relu", "relu6": "relu6", "silu": "silu", "gelu": "gelu",
@@ -174,7 +175,8 @@ def add(func, *args, **kwargs):
                 continue
             if T.facts(other)[:4] != T.facts(x)[:4] or T.shape(other) != T.shape(x):
                 continue
-            residual = T.value_of(other)
+            residual = shortcuts.waiting(plan, other)
+            residual = T.value_of(other) if residual is None else residual
             if T.plan_of(x) is None or residual.dtype != plan.dtype:
                 break
             return _with_residual(x, plan, residual, inplace, other)
@@ -184,9 +186,15 @@ def add(func, *args, **kwargs):
 def _with_residual(x, plan, residual, inplace, other):
     table, block, size, hw, reach = T.facts(x)
     reach = max(reach, T.facts(other)[4])
-    done = step(x, plan.then(residual=residual), inplace, (torch.add, residual))
+    func = _add_waiting if isinstance(residual, Ahead) else torch.add
+    done = step(x, plan.then(residual=residual), inplace, (func, residual))
     object.__getattribute__(done, "__dict__")["_facts"] = table, block, size, hw, reach
     return done
+
+
+def _add_waiting(value, ahead):
+    """Add what a convolution that waits gives."""
+    return value + ahead.value()
 
 
 @handles("mul", "multiply", "__mul__", "__rmul__")

@@ -89,7 +89,7 @@ def run(plan):
     weights = [table.weights.folded(one.weight, one.bias, one.norm) for one in chain]
     if any(w.dtype != x.dtype or cuda.records(w, b) for w, b in weights):
         return None
-    if cuda.records(x, residual):
+    if cuda.records(x, None if isinstance(residual, Ahead) else residual):
         return None
     return _launch(x, table, block, size, weights, residual, chain)
 
@@ -109,6 +109,7 @@ def _launch(x, table, block, size, weights, residual, chain):
         if cuda._PLANS[key] is None:
             return None
         launch, packs = cuda._PLANS[key]
+        residual = residual.value() if isinstance(residual, Ahead) else residual
         rows, last = cuda._rows(x), None if residual is None else cuda._rows(residual)
         out = rows.new_empty(*rows.shape[:3], chain[-1].weight.shape[0])
         packed = [cuda._packed(*one, pack) for one, pack in zip(weights, packs, strict=True)]
