@@ -1,7 +1,7 @@
 """SparseConvNet's hello world, against loops over sites that follow its published description.
 
-Nothing here is recorded from SparseConvNet, which no longer builds: the loops state its semantics
-(order of filter taps, layout of parameters, sizes of outputs, maxima from 0 on) a second time.
+Nothing here is recorded from SparseConvNet: the loops state its semantics (order of filter taps,
+layout of parameters, sizes of outputs, maxima from 0 on) a second time.
 """
 
 import importlib
