@@ -304,7 +304,7 @@ def test_on_a_gpu_it_is_compiled_and_replayed(st):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit.trace
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore::torch.jit.TracerWarning")
 @torch.no_grad()
 def test_on_a_gpu_no_trace_is_made_that_lacks_the_kernels(st):
     """Neither make_fx nor torch.jit.trace sees them: both would keep results as constants."""
