@@ -55,6 +55,14 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in again]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``-n``, let idle processes take tests of others: a few take much longer than most."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
 def pytest_terminal_summary(terminalreporter):
     """Say why tests were skipped: a line for each reason, in place of one for each test."""
     skipped = terminalreporter.stats.get("skipped", ())

@@ -1,6 +1,5 @@
 """PackedWeights: the weights of a convolution, laid out once for many calls."""
 
-import functools
 from functools import partial
 
 import numpy as np
@@ -74,21 +73,24 @@ class PackedWeights(Packed):
 
 def _copied(w, scale, bias, copies=None):
     """Return copies of arrays, or fill ``copies``."""
-    return _filled(copies, (w, scale, bias), lambda array: array.copy())
+    arrays = (w, scale, bias)
+    if copies is not None:
+        return _filled(copies, arrays)
+    return tuple(array if array is None else array.copy() for array in arrays)
 
 
 def plain_weights(w, scale, bias, copies=None, *, w_format):
     """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy, or fill ``copies``."""
-    dtype = compute_dtype(w.dtype)
     if w_format != "HWIO":
         w = w.transpose(tuple(map(w_format.index, "HWIO")))
-    return _filled(copies, (w, scale, bias), lambda array: np.array(array, dtype, order="C"))
+    if copies is not None:
+        return _filled(copies, (w, scale, bias))
+    plain = partial(np.array, dtype=compute_dtype(w.dtype), order="C")
+    return plain(w), scale if scale is None else plain(scale), bias if bias is None else plain(bias)
 
 
-def _filled(copies, arrays, copy_of):
-    """Return ``copies`` with the values of arrays, or a copy of each; None stays None."""
-    if copies is None:
-        return tuple(None if array is None else copy_of(array) for array in arrays)
+def _filled(copies, arrays):
+    """Write the values of arrays to their copies; return these."""
     for copy, array in zip(copies, arrays, strict=True):
         if copy is not None:
             copy[...] = array
