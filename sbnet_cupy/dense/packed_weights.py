@@ -64,7 +64,7 @@ class PackedWeights(Packed):
 
     def plain(self):
         """Return w (HWIO), scale and bias in the dtype to compute in, for NumPy."""
-        return self.packed("plain", functools.partial(plain_weights, w_format=self.w_format))
+        return self.packed("plain", partial(plain_weights, w_format=self.w_format))
 
     def copied(self):
         """Return copies of w, scale and bias, for array operations."""
