@@ -270,6 +270,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         };
         if constexpr (Product::ASYNC) {
             int in_use = -1;  // stage that the tensor cores read
+            [[maybe_unused]] bool top_runs = false;  // whether the latest product may still read a[0]
             const auto release = [&](int slot) {
                 if (RING && slot >= 0 && lane == 0) barrier_arrive(shared.empty + slot);
             };
@@ -294,8 +295,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 if constexpr (RING) barrier_wait(shared.full + stage.slot, stage.phase);
                 if constexpr (MT == 2) {
                     const bool top = tops >> i & 1, bottom = bottoms >> i & 1;
-                    if (top) multiply(at[0], 0, a[0], right, !bottom);
+                    if (top) multiply(at[0], 0, a[0], right, !bottom || top_runs);
                     if (bottom) multiply(at[1], 1, a[AHEAD], right, !top);
+                    if (top || bottom) top_runs = !bottom;
                 } else if (!RING || own >> i & 1) {
                     multiply(at[0], 0, a[AHEAD * odd], right, !AHEAD);
                 }

@@ -216,3 +216,28 @@ def test_weights_that_change_are_seen(st):
     check()
     dense.load_state_dict(networks.network("resnet_basic", seed=1).state_dict())
     check()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@torch.no_grad()
+def test_no_bias_stands_for_a_sum(st, first):
+    """What a sum of convolutions holds elsewhere is not the bias of one of them."""
+
+    class Sum(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = torch.nn.ModuleList(
+                [torch.nn.Conv2d(3, 4, k, padding=k // 2) for k in (3, 1)]
+            )
+
+        def forward(self, x):
+            """Add both, in one order or the other."""
+            return self.convs[first](x) + self.convs[1 - first](x)
+
+    sparse = st.sparsify(Sum().eval(), 16)
+    x, mask = torch.randn(1, 3, 64, 64), torch.zeros(1, 64, 64, dtype=torch.bool)
+    mask[:, :16, :16] = True
+    for share in (0.0, 2.0):
+        sparse.break_even = share
+        with pytest.raises(ValueError, match="outside='bias' needs a network that returns"):
+            sparse(x, mask, outside="bias")

@@ -376,3 +376,26 @@ def test_networks_with_shortcuts(st, shortcuts_asked, name):
     sparse.break_even = 2.0
     assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
     assert "shortcut" in shortcuts_asked
+
+
+class Refined(torch.nn.Module):
+    """A convolution added to the image itself."""
+
+    def __init__(self, turned):
+        super().__init__()
+        self.conv, self.turned = torch.nn.Conv2d(3, 3, 3, padding=1), turned
+
+    def forward(self, x):
+        """Add."""
+        return x + self.conv(x) if self.turned else self.conv(x) + x
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@torch.no_grad()
+def test_a_sum_with_the_image(st, shortcuts_asked, turned):
+    dense, x = Refined(turned).eval(), torch.randn(2, 3, 61, 84)
+    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for _ in range(2):
+        assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")

@@ -11,7 +11,7 @@ class Entry:
     does (plans.py), and takes no step.
     """
 
-    norm = residual = rest = done = records = None
+    norm = residual = rest = done = records = options = None
     activation = "none"  # nothing can be added behind it
     requires_grad = False
 

@@ -87,7 +87,12 @@ class Plan:
 
     @property
     def rest(self):
-        """A function that returns what the result holds where the input is 0, for each channel."""
+        """A function that returns what the result holds where the input is 0, for each channel.
+
+        None where something is added, which may hold anything there.
+        """
+        if self.residual is not None:
+            return None
         weights, weight, activation = self.facts[0].weights, self.weight, self.activation
 
         def make():
