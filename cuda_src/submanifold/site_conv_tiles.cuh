@@ -303,8 +303,13 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 }
                 if constexpr (RING) {
                     if (own >> i & 1) {
-                        release(in_use);
-                        in_use = stage.slot;
+                        if constexpr (AHEAD) {
+                            release(in_use);
+                            in_use = stage.slot;
+                        } else {  // the next product waits for this one anyway
+                            wgmma_wait<0>();
+                            release(stage.slot);
+                        }
                     } else {
                         wgmma_wait<0>();  // those that stream must not wait for what was read long ago
                         release(in_use);
