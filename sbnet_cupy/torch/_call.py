@@ -39,7 +39,7 @@ def call(operation, tensors, options, packed=None):
     place = operation.place
     out = None if place is None else tensors[place]
     described = None
-    if state.thread_may_be_plain():
+    if state.thread_is_plain():
         given = tensors if packed is None else operation.described(tensors, packed)
         described = _describe_plain(operation, given, options, out, packed)
     records = torch.is_grad_enabled() and (described is None or described.requires_grad)
@@ -70,7 +70,7 @@ def _describe_plain(operation, given, options, out, packed):
     tensors = [t for t, known in zip(given, key, strict=True) if known is True]
     # Where the result may be in place, memory that is shared makes a difference.
     calls = () if in_place and out is not None else operation.operator.calls(key, options)
-    for matches, places, known in calls:
+    for matches, places, known in calls if all(map(state.may_match, tensors)) else ():
         if matches(*tensors):
             addresses = [t.data_ptr() for t in tensors]
             if functools.reduce(operator.or_, addresses) & 15:
@@ -80,7 +80,7 @@ def _describe_plain(operation, given, options, out, packed):
             return Description(
                 known.fields, addresses, False, known.requires_grad, packed, known.plan
             )
-    described = describe(given, state.is_plain, packed) if state.thread_is_plain() else None
+    described = describe(given, state.is_plain, packed)
     if described is None or described.gaps or calls == () or len(calls) == _MOST:
         return described
     plan = operation.operator.find(described.fields, (*options, *in_place))

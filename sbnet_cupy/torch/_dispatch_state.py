@@ -46,20 +46,16 @@ except AttributeError:  # this PyTorch has them no more, or under other names
 
 def thread_is_plain():
     """Whether the dispatcher would pass ordinary tensors of this thread on; no if unknown."""
-    return thread_may_be_plain() and _keys_of_thread().raw_repr() in _usual
-
-
-def thread_may_be_plain():
-    """Whether no more than the dispatch keys of this thread can tell that it is not plain.
-
-    A :func:`matcher` compares them, too.
-    """
-    return _usual is not None and not (
-        torch.compiler.is_compiling()
-        or _function_modes()
-        or has_forward_mode()
-        or not _has_profiler
-        or profiler._is_profiler_enabled
+    return (
+        _usual is not None
+        and not (
+            torch.compiler.is_compiling()
+            or _function_modes()
+            or has_forward_mode()
+            or not _has_profiler
+            or profiler._is_profiler_enabled
+        )
+        and _keys_of_thread().raw_repr() in _usual
     )
 
 
@@ -72,12 +68,17 @@ _dynamo = getattr(torch._C, "_dynamo", None)
 _guards = getattr(getattr(_dynamo, "guards", None), "TensorGuards", None)
 
 
+def may_match(value):
+    """Whether a matcher may be asked: it ends the process where a tensor has no strides."""
+    return type(value) in _TENSORS and not value.is_nested and value.layout is torch.strided
+
+
 def matcher(tensors):
     """Return a function that tells whether tensors, as its arguments, are like these.
 
-    Like they are in type, dtype, device, shape, strides and ``requires_grad``, and in what the
-    dispatcher makes of their keys and those of the thread: in all but memory and values. It says no
-    of a tensor that comes twice, and where there is no telling.
+    Like they are in type, dtype, device, shape, strides, ``requires_grad`` and keys: in all but
+    memory and values. It says no of a tensor that comes twice, and where there is no telling. It is
+    asked in threads that are plain, as it does not see every mode, and only of what may match.
     """
     if _guards is None:
         return lambda *others: False

@@ -341,3 +341,36 @@ def test_no_tensor_that_comes_twice_is_known(st, torch, device, described):
         y = st.sparse_conv2d(x, w, listed, PARAMS, base=x)
         assert_same(y, st.sparse_conv2d(x, w, listed, PARAMS, base=x.clone()))
         assert len(described) == number + 1  # the other call only once
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a nested tensor is a prototype
+def test_a_nested_tensor_is_refused_after_calls_that_are_known(st, torch):
+    """PyTorch's comparison of tensors would end the process: a nested one has no strides."""
+    x, listed = draw(torch, 2, 8, 8, 4), table(torch, "cpu")
+    for _ in range(3):
+        st.sparse_gather(x, *listed, bsize=4)
+    nested = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)])
+    with pytest.raises((NotImplementedError, RuntimeError, TypeError, ValueError)):
+        st.sparse_gather(nested, *listed, bsize=4)
+
+
+def test_modes_below_the_compiler_see_calls_that_are_known(st, torch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls):
+            """As selective checkpointing does."""
+            return True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            """Note the call."""
+            seen.append(str(func))
+            return func(*args, **kwargs or {})
+
+    seen, (x, listed) = [], (draw(torch, 2, 8, 8, 4), table(torch, "cpu"))
+    for _ in range(3):
+        st.sparse_gather(x, *listed, bsize=4)
+    with Mode():
+        st.sparse_gather(x, *listed, bsize=4)
+    assert any("sparse_gather" in name for name in seen)

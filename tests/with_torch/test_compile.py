@@ -52,12 +52,14 @@ def test_a_number_of_blocks_that_is_data_compiles_whole(st, torch, device):
 
 
 def test_sizes_that_change_compile_once(st, torch, device):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     def convolve(x, mask, w):
         params = sb.calc_block_params(tuple(x.shape), 8, 3)
         active = st.reduce_mask(mask, params.bcount, **grid(params), capacity=9)
         return st.sparse_conv2d(x, w, active, params)
 
-    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    frames = CompileCounterWithBackend("aot_eager")
     run = compiled(torch, convolve, frames, dynamic=True)
     run(*inputs(torch, device, 2))
     once = frames.frame_count

@@ -106,12 +106,14 @@ def test_compiled_code_has_the_operators(st, torch, missing):
 
 
 def test_functions_are_part_of_a_graph_or_apart(state, torch, missing):
+    from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
 
     def opaque(x):
         return x + len(type(x).__mro__[:0])
 
-    graphs = torch._dynamo.testing.CompileCounter()
+    graphs = CompileCounter()
     piece = state.in_one_piece(opaque)
     compiled = torch.compile(lambda x: piece(x * 2) * 3, backend=graphs)
     assert compiled(torch.ones(2)).tolist() == [6, 6]
