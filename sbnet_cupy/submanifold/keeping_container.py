@@ -5,7 +5,7 @@ import weakref
 from dataclasses import fields
 
 from ..core.arrays import ArrayContainer, device_of_all, library_of
-from ..core.graph_memory import capture_of
+from ..core.graph_memory import capture_of, memory_of_graphs
 
 CAPTURE = "capture"
 
@@ -37,16 +37,36 @@ def kept_or_made(kept, key, like, make):
         return found
     own, now = kept.get(CAPTURE, 0), capture_of(like)
     if now == own:
-        found = kept[key] = make()
+        found = kept[key] = _made_for_graph(like, make) if now else make()
         kept.pop((CAPTURE, key), None)
         return found
     if not now:
         return make()
     capture, found = kept.get((CAPTURE, key), (0, None))
     if capture != now:
-        found = make()
+        found = _made_for_graph(like, make)
         kept[CAPTURE, key] = now, found
     return found
+
+
+def kept_now(kept, like):
+    """Return the keys and values that :func:`kept_or_made` would find, those of a capture too."""
+    now, found = capture_of(like), {}
+    for key, value in list(kept.items()):  # another thread may add some meanwhile
+        if not (isinstance(key, tuple) and key[0] == CAPTURE):
+            found[key] = value
+        elif value[0] == now:
+            found.setdefault(key[1], value[1])
+    return found
+
+
+def _made_for_graph(like, make):
+    """Make what a graph computes, in memory that stays its own when nothing else keeps it."""
+    library = library_of(like)
+    if library is None or not library.native:  # a framework knows what memory its graphs use
+        return make()
+    with memory_of_graphs(like):
+        return make()
 
 
 class KeepingContainer(ArrayContainer):

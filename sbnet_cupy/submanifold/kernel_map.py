@@ -18,7 +18,7 @@ from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
 from .coordinate_map import CoordinateMap, check_capacity, check_sites
-from .keeping_container import CAPTURE, KeepingContainer, mark_capture
+from .keeping_container import CAPTURE, KeepingContainer, kept_now, mark_capture
 from .new_sites import coarse_sites, fine_sites, kernels_find
 from .transposed_rows import TRANSPOSED_ROWS
 from .window import Window, read_offsets, read_window
@@ -243,7 +243,7 @@ def check_made(is_known, kernel_size):
 
 
 def _found(coordinates, kernel_size, target):
-    for key, kept in list(coordinates._kept.items()):  # another thread may make a map meanwhile
+    for key, kept in kept_now(coordinates._kept, coordinates.indices).items():
         if isinstance(key, tuple) and isinstance(key[0], Window) and not key[1]:
             made = kept.of(coordinates)
             if made.target is target and kernel_size in (None, made.kernel_size):

@@ -155,3 +155,34 @@ def test_a_network_replays_on_other_points(cupy):
             found = [array.copy() for array in captured]
             for one, other in zip(found, network(), strict=True):
                 assert_same(one, other)
+
+
+def test_what_a_graph_finds_of_sites_is_not_given_out_again(cupy):
+    """A call outside finds the maps again and keeps its own; those of the graph stay its memory."""
+    rows = cupy.asarray(draw_sites(0, 900, (40, 40, 20)))
+    features = cupy.asarray(np.random.default_rng(0).standard_normal((900, 16)), np.float32)
+    w, down = (cupy.full((size, size, size, 16, 16), 1 / 16, np.float32) for size in (3, 2))
+
+    def sites():
+        return sb.sparse_tensor(features, rows, spatial_shape=(40, 40, 20), capacity=1000)
+
+    def network(x):
+        y = sb.submanifold_conv(x, w)
+        z = sb.strided_conv(y, down, stride=2, capacity=1000)
+        return y, z, sb.inverse_conv(z, down, onto=y)  # which a caller keeps
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
+    with by_kernels(True), stream:
+        expected, x = network(sites())[-1].features, sites()
+        stream.begin_capture()
+        captured = network(x)
+        graph = stream.end_capture()
+        assert_same(network(x)[-1].features, expected)
+        others = [cupy.full(size, 7, np.int32) for size in (250, 1000, 8000, 27000) * 8]
+        for _ in range(3):
+            captured[-1].features.fill(0)
+            graph.launch(stream)
+            stream.synchronize()
+            assert_same(captured[-1].features, expected)
+            assert all(bool((other == 7).all()) for other in others)

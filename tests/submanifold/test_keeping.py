@@ -1,5 +1,7 @@
 """What coordinate maps and kernel maps keep, in and out of the capture of a CUDA graph."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,24 @@ def test_what_ended_captures_made_is_dropped(monkeypatch):
     assert made.kept == {("key", 3): 6}
 
 
+@pytest.mark.parametrize("own, capture, kept", [(0, 7, True), (7, 7, True), (0, 0, False)])
+def test_what_a_capture_makes_stays_the_graphs_memory(monkeypatch, own, capture, kept):
+    """Nothing may keep it once the next capture begins, but the graph may run again."""
+    held = []
+
+    @contextlib.contextmanager
+    def memory_of_graphs(like):
+        held.append(like)
+        yield
+
+    monkeypatch.setattr(keeping_container, "memory_of_graphs", memory_of_graphs)
+    monkeypatch.setattr(keeping_container, "capture_of", lambda like: capture)
+    like, container = np.zeros(1), {}
+    mark_capture(container, own)
+    assert kept_or_made(container, "key", like, lambda: 3) == 3
+    assert held == ([like] if kept else [])
+
+
 def test_a_map_is_found_again_however_its_options_are_spelled():
     sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
     first = sb.kernel_map(sites, 3, onto=sites)
@@ -98,6 +118,25 @@ def test_what_made_sites_is_known_where_nothing_is_kept(monkeypatch, makes_sites
     assert sb.inverse_conv(y, np.ones((2, 2, 1, 1)), onto=x).features.ravel().tolist() == [1, 1]
     with pytest.raises(ValueError, match="with a kernel of"):
         sb.inverse_conv(y, np.ones((3, 3, 1, 1)), onto=x)
+
+
+@pytest.mark.parametrize("capture", [0, 7])
+def test_a_map_between_given_sites_is_known_in_its_capture(monkeypatch, capture):
+    from sbnet_cupy.submanifold import kernel_map as module
+
+    in_capture(monkeypatch, 0)
+    fine, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
+    coarse, _ = sb.coordinate_map(np.array([[0, 0, 0], [0, 0, 1]]), spatial_shape=(2, 2))
+    in_capture(monkeypatch, capture)
+    made = sb.kernel_map(fine, 2, stride=2, onto=coarse)
+    assert module.made_by(fine, (2, 2), coarse).rows is made.rows
+    assert sb.kernel_map(fine, 2, stride=2, onto=coarse).rows is made.rows
+    in_capture(monkeypatch, 8)  # which the map is not of, unless it was made outside of captures
+    if capture:
+        with pytest.raises(ValueError, match="there was none"):
+            module.made_by(fine, (2, 2), coarse)
+    else:
+        assert module.made_by(fine, (2, 2), coarse).rows is made.rows
 
 
 @pytest.mark.parametrize("make", ["coordinate_map", "raster", "select", "plain"])

@@ -131,8 +131,9 @@ def same_map(coordinates, kernel_size, dilation=1):
     if found is None:
 
         def make():
-            made = kernel_map_of(coordinates, kernel_size, coordinates, dilation=dilation)
-            return KeptMap(made.rows, None, kernel_size, made._kept)
+            return KeptMap.for_source(
+                kernel_map_of(coordinates, kernel_size, coordinates, dilation=dilation)
+            )
 
         found = kept_or_made(kept, key, coordinates.indices, make)
     return found.of(coordinates)
