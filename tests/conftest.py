@@ -56,6 +56,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Give the processes of ``-n`` a thread for each core: more would wait for each other.
+
+    Also in what they start: PyTorch's threads spin while they wait.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // len(specs))))
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With ``-n``, let idle processes take tests of others: a few take much longer than most."""
     from xdist.scheduler import WorkStealingScheduling

@@ -23,7 +23,10 @@ def conv_on_cpu(dtype, options):
 
     def run(x, w, bin_counts, active_block_indices, scale, bias, base, out):
         active = bin_counts, active_block_indices
-        fill_background(base, out)
+        if base is None:
+            torch.from_numpy(out).zero_()  # by all threads
+        else:
+            fill_background(base, out)
         blocks = native.gather(x, *active, *compositions.grid_of(params), **layout)
         kernel = w.transpose([w_format.index(letter) for letter in "OIHW"])
         y = convolve_plainly(blocks, kernel, pair(strides, "strides"))
