@@ -5,8 +5,8 @@
 INSTANTIATIONS is a file that the tests wrote: run them with SBNET_RECORD_INSTANTIATIONS naming it.
 Each of these is compiled for one architecture, which share them out so that every kernel is
 compiled for every architecture that runs it; with --all, for all of them. To these come, for each
-architecture, those of planned.py, for one of two architectures whose code is the same. A kernel of
-cuda_src that is not in the file at all is a failure.
+architecture, those of planned.py, each for the first of the architectures with the same
+instructions that plan it. A kernel of cuda_src that is not in the file at all is a failure.
 """
 
 import concurrent.futures
@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from host_cuda import read_instantiations  # noqa: E402
 
 ARCHITECTURES = tuple(planned.DEVICES)
-SAME_CODE = {"sm_86": "sm_89"}  # the same instructions and shared memory: planned ones once
+ALIKE = ("sm_80", "sm_86", "sm_89"), ("sm_100", "sm_120")  # by the instructions that kernels use
 PER_PROGRAM = 24  # instantiations compiled together: a header is then read once for all
 # Bytes: some registers, where launch bounds leave room for two to four thread blocks, or around the
 # call that a 64-bit division is.
@@ -53,8 +53,8 @@ def main(path, *architectures, everything=False):
         here = set(recorded if everything else shared[arch])
         here = {key for key in here if planned.launched(arch, *key)}
         here |= set(planned.instantiations(arch))
-        if arch in SAME_CODE and not everything:
-            here -= set(planned.instantiations(SAME_CODE[arch])) - shared[arch]
+        if not everything:
+            here -= planned_before(arch) - shared[arch]
         programs[arch] = list(batches(here))
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
         jobs = {  # all at once: no core waits for the last program of an architecture
@@ -99,6 +99,13 @@ def shares(recorded):
             if able and parts[arch].isdisjoint(able):
                 parts[arch].add(able[0])
     return parts
+
+
+def planned_before(arch):
+    """Return the planned instantiations that an architecture before, with its instructions, has."""
+    family = next((group for group in ALIKE if arch in group), (arch,))
+    before = family[: family.index(arch)]
+    return {key for other in before for key in planned.instantiations(other)}
 
 
 def batches(instantiations):
