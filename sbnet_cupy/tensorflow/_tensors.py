@@ -31,6 +31,9 @@ def tensor_of(name, value):
         return value.read_value()
     if tf.is_tensor(value) and isinstance(value, tf.Tensor):
         return value
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        call = "to_tensor()" if isinstance(value, tf.RaggedTensor) else "tf.sparse.to_dense"
+        raise DTypeError(f"{name} must be dense, got a {type(value).__name__}; use {call}")
     if library_of(value) is None:
         raise DTypeError(
             f"{name} must be a TensorFlow tensor, got {type(value).__name__}; use "

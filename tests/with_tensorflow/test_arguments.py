@@ -71,6 +71,18 @@ def test_bad_call(tf, sbt, function, argument, value, error, graph):
         (tf.function(call) if graph else call)()
 
 
+@pytest.mark.parametrize("function", ["gather", "sites"])
+def test_ragged_and_sparse_tensors_are_refused_by_name(tf, sbt, function):
+    values = {"RaggedTensor; use to_tensor": tf.ragged.constant([[1.0, 2.0], [3.0]])}
+    values["SparseTensor; use tf.sparse.to_dense"] = tf.sparse.from_dense([[1.0, 0.0], [0.0, 2.0]])
+    for message, value in values.items():
+        with pytest.raises(DTypeError, match=f"must be dense, got a {message}"):
+            if function == "gather":
+                sbt.sparse_gather(value, tf.constant(COUNT), tf.constant(ROWS), bsize=4)
+            else:
+                sbt.sparse_tensor(value, tf.constant([[0, 1], [0, 2]]), spatial_shape=8)
+
+
 def test_mixed_libraries_are_refused(tf, sbt, torch):
     x, count, rows = tf.constant(X), tf.constant(COUNT), tf.constant(ROWS)
     with pytest.raises(DeviceError, match=r"^x must be a TensorFlow tensor, got .*numpy.*convert"):
