@@ -15,6 +15,8 @@ from ..dense.conv2d import check_choice
 from .feature_rows import check_rows
 from .site_kernels import by_kernels
 
+_AT_ONCE = 32  # rows of a site, on a CPU
+
 
 def _infer(specs, options):
     features, order, site, starts, out = specs
@@ -38,11 +40,10 @@ def _plan(specs, options):
         xp, wide = namespace(features), compute_dtype(features.dtype)
         (starts,) = starts
         with memory_of_graphs(features), np.errstate(all="ignore"):
-            listed = features[order].astype(wide, copy=False)
             if is_cupy(features):
-                sums = _sums_on_gpu(listed, site, len(out))
+                sums = _sums_on_gpu(features[order].astype(wide, copy=False), site, len(out))
             else:
-                sums = _sums(listed, starts, len(out))
+                sums = _sums(features.astype(wide, copy=False), order, starts)
             if mode == "mean":
                 sums /= xp.maximum(starts[1:] - starts[:-1], 1)[:, None].astype(wide)
             out[...] = sums
@@ -65,10 +66,31 @@ def _plan_kernel(features, listed, results, mode):
     return Plan(results, launch, launch=launch, operands=(0, 1, 2, 3, 4))
 
 
-def _sums(listed, starts, rows):
-    """Return the sum of the rows of each site, added in their order; 0 where there is no site."""
-    nothing = np.zeros((1, listed.shape[1]), listed.dtype)  # where rows begin that are not there
-    return np.add.reduceat(np.concatenate([listed, nothing]), starts, axis=0)[:rows]
+def _sums(features, order, starts):
+    """Return the sum of the rows of each site, added in their order; 0 where there is no site.
+
+    With the sites of most rows in front, those that have a first row are one slice, those that have
+    a second one another, and so on. What is left of sites with very many is added row by row.
+    """
+    count = np.diff(starts)
+    most = np.minimum(count, _AT_ONCE + 1).astype(np.uint8)
+    sites = np.argsort(_AT_ONCE + 1 - most, kind="stable")
+    begin, sums = starts[:-1][sites], np.zeros((len(count), features.shape[1]), features.dtype)
+    for number in range(_AT_ONCE):
+        some = np.count_nonzero(most > number)
+        if not some:
+            break
+        rows = features.take(order[begin[:some] + number], 0)
+        sums[:some] = sums[:some] + rows if number else rows
+    some = np.count_nonzero(most > _AT_ONCE)
+    if some:
+        left = count[sites[:some]] - _AT_ONCE
+        first = np.cumsum(left) - left
+        places = np.arange(left.sum()) + np.repeat(begin[:some] + _AT_ONCE - first, left)
+        np.add.at(sums, np.repeat(np.arange(some), left), features.take(order[places], 0))
+    place = np.empty_like(sites)
+    place[sites] = np.arange(len(sites))
+    return sums.take(place, 0)
 
 
 def _sums_on_gpu(listed, site, rows):
