@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.arrays import is_cupy, namespace
+from ..core.arrays import empty, is_cupy
 from ..errors import ShapeError
 
 LEAVES = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (4, 4, 2, 2)}
@@ -106,18 +106,16 @@ def raster_packing(packing):
 
 def coordinates_of(keys, packing):
     """Return the int32 rows ``(sample, *position)`` of keys in leaf order, -1 for negative keys."""
-    xp = namespace(keys)
-    rest = keys.copy()
-    low, high = [], []
-    for bits in reversed(packing.low_bits):
-        low.append(rest & ((1 << bits) - 1))
-        rest >>= bits
-    for bits, below in zip(reversed(packing.bits), reversed(packing.low_bits), strict=True):
-        high.append(rest & ((1 << (bits - below)) - 1))
-        rest >>= bits - below
-    columns = [h << b | v for h, b, v in zip(high, reversed(packing.low_bits), low, strict=True)]
-    rows = xp.stack(columns[::-1], axis=1)
-    return xp.where((keys >= 0)[:, None], rows, -1).astype("int32")
+    rows = empty((len(keys), len(packing.bits)), np.int32, keys)
+    low_at, high_at = 0, sum(packing.low_bits)
+    for axis in reversed(range(len(packing.bits))):
+        below = packing.low_bits[axis]
+        above = packing.bits[axis] - below
+        high, low = keys >> high_at & (1 << above) - 1, keys >> low_at & (1 << below) - 1
+        rows[:, axis] = high << below | low
+        low_at, high_at = low_at + below, high_at + above
+    rows[keys < 0] = -1
+    return rows
 
 
 def sort_keys(keys):
