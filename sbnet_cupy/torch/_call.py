@@ -130,21 +130,23 @@ def run(operation, tensors, options, described=None):
         del owner  # whose memory may be used again only after the launch
         return y
     given, body = list(tensors), plan.run
-    if isinstance(packed, PackedWeights):
-        body = _with_weights(body, operation.weights, packed)
-    if out is None:
-        given[place] = tensors[0].new_empty(plan.shape)
     if device < 0 and operation.on_cpu is not None:
         body = operation.on_cpu(tensors[0].dtype, options) or body
+    if isinstance(packed, PackedWeights):
+        body = _with_weights(body, operation.operator.arrays, packed)
+    if out is None:
+        given[place] = tensors[0].new_empty(plan.shape)
     compute(body, given)
     return given[place]
 
 
-def _with_weights(body, places, packed):
+def _with_weights(body, names, packed):
     """Return a body that computes with the values that weights had when they were packed."""
+    places = [names.index(name) for name in ("w", "scale", "bias")]
 
     def run(*arrays):
-        return body(*arrays[: places.start], *packed.copied(), *arrays[places.stop :])
+        given = dict(zip(places, packed.copied(), strict=True))
+        return body(*(given.get(place, array) for place, array in enumerate(arrays)))
 
     return run
 

@@ -208,6 +208,27 @@ def test_packed_weights_are_taken_in_place_of_tensors(st, torch, device):
                 assert_same(y, st.sparse_res_block_bottleneck(*args, precision="tf32"))
 
 
+@pytest.mark.parametrize("method", ["auto", "gather"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_packed_weights_serve_every_dtype_and_method(st, torch, device, dtype, method):
+    kind = getattr(torch, dtype)
+    x, mask = draw(torch, 2, 8, 8, 8, dtype=kind, device=device), torch.ones(2, 8, 8, device=device)
+    w, bias = (draw(torch, *size, dtype=kind, device=device) for size in ((3, 3, 8, 8), (8,)))
+    how, packed = {"bsize": 4, "method": method}, sb.PackedWeights(w, bias=bias)
+    expected = st.sparse_conv2d(x, w, mask, bias=bias, **how)
+    assert_same(st.sparse_conv2d(x, packed, mask, **how), expected)
+    w.mul_(2)
+    assert_same(st.sparse_conv2d(x, packed, mask, **how), expected)
+    packed.refresh()
+    assert_same(
+        st.sparse_conv2d(x, packed, mask, **how), st.sparse_conv2d(x, w, mask, bias=bias, **how)
+    )
+    conv = st.nn.SparseConv2d(8, 8, 3, padding=1, block_size=6, method=method, device=device)
+    conv, image = conv.to(kind).eval(), x.permute(0, 3, 1, 2)
+    y = conv(image, mask)
+    assert_same(conv.freeze()(image, mask), y)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_fused_kernels_see_weights_change(st, torch, require, dtype):
