@@ -135,9 +135,9 @@ def _blocks(x, sizes, indices, *given):
 
 def autocast(x, *tensors):
     """Cast float tensors as torch's convolutions do under autocast; float64 stays."""
-    kind = None
-    if isinstance(x, torch.Tensor):
-        kind = "cuda" if x.is_cuda else x.device.type
+    if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+        return x, *tensors
+    kind = x.device.type if isinstance(x, torch.Tensor) else None
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return x, *tensors
     dtype = torch.get_autocast_dtype(kind)

@@ -139,7 +139,10 @@ INTERPOLATIONS = ["nearest", "bilinear", "bilinear corners"]
 
 @pytest.mark.parametrize(
     "mode, factor, dtype, sizes",
-    thinned_pairs(6, INTERPOLATIONS, [2, 3, 0.5, 4], DTYPES[:3], SMALL[:2]),
+    [
+        *thinned_pairs(6, INTERPOLATIONS, [2, 3, 0.5, 4], DTYPES[:3], SMALL[:2]),
+        ("bilinear", 2, FLOAT16, (301, (2, 2))),  # more vectors of a pixel than threads
+    ],
     ids=str,
 )
 def test_interpolation(on_shim, mode, factor, dtype, sizes):

@@ -5,8 +5,13 @@
 // block are 0; rows past the count are not written, or become 0.
 // Source: PyTorch's interpolate on images that are 0 outside of the active blocks. Positions are in float, as there.
 // Python: sbnet_cupy/block_sparse/stack/stack_interpolate.py
-// Launch: persistent grid of 256 threads; a thread takes a vector of channels of one pixel of y at a time.
-#include "block_sparse/stack/stack_pool.cuh"
+// Launch: persistent grid of 256 threads; a thread block takes `each` pixels of y at a time, 256 at most.
+// Why:    a thread finds the pixels of x around one pixel of y, for all its channels: 21 channels are 21 vectors of two
+//         bytes, and to search for each of them took seven times as long. Vectors are written in the order of memory.
+#include "block_sparse/stack/block_table.cuh"
+#include "core/async_copy.cuh"
+
+constexpr int THREADS = 256;
 
 // The two pixels around a position along an axis, and the share of the second.
 struct Between {
@@ -27,63 +32,80 @@ DEVICE float mix(float first, float second, float share) {
 }
 
 template <typename T, typename V, bool LINEAR>
-__global__ void __launch_bounds__(POOL_THREADS, 3)
+__global__ void __launch_bounds__(THREADS, 3)
     stack_interpolate(const V* __restrict__ x,             // [M, bh, bw, width]
                       const int* __restrict__ bin_counts,   // [1]
                       const int* __restrict__ indices,      // [M, 3]
                       const int* __restrict__ grid,         // [N, GH, GW]
                       V* __restrict__ y,                    // [M, ph, pw, width]
                       i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 ph, i64 pw,
-                      double step_h, double step_w, double before, double after, i64 settled, i64 clear_rows) {
+                      double step_h, double step_w, double before, double after, i64 each, i64 settled, i64 clear_rows) {
     constexpr int COUNT = Elements<T, V>::COUNT, SIDE = LINEAR ? 2 : 1;
+    __shared__ int from[SIDE][SIDE][THREADS];  // the pixels of x around each pixel of y; -1 is 0
+    __shared__ float shares[2][THREADS];       // of the second line, and of the second column
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     begin_launch(settled);
     bool waited = !settled;
-    const int rows = narrow(clamp(*bin_counts, 0, M));
+    const int thread = threadIdx.x, vectors = narrow(width), rows = narrow(clamp(*bin_counts, 0, M));
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
-    const Pooling g{narrow(width), narrow(bh), narrow(bw), narrow(H), narrow(W), narrow(ph), narrow(pw), 1, 1, 1, 1, 1, 1,
-                    0, 0, 0, 0};
-    const Windows windows(table, g);
+    const int old_h = narrow(bh), old_w = narrow(bw), new_h = narrow(ph), new_w = narrow(pw), size = new_h * new_w;
     const float lead = static_cast<float>(before), back = static_cast<float>(after);
-    const i64 all = static_cast<i64>(rows) * g.ph * g.pw * g.width;
-    for (i64 i0 = static_cast<i64>(blockIdx.x) * POOL_THREADS; i0 < all; i0 += static_cast<i64>(gridDim.x) * POOL_THREADS) {
-        if (i0 + threadIdx.x >= all) break;
-        const Pooled to = windows.at(i0);
-        const Between down(to.block.hi * g.ph + to.p, static_cast<float>(step_h), lead, back, g.H);
-        const Between across(to.block.wi * g.pw + to.q, static_cast<float>(step_w), lead, back, g.W);
-        i64 from[SIDE][SIDE];
+    const i64 all = static_cast<i64>(rows) * size;
+    for (i64 first = blockIdx.x * each; first < all; first += gridDim.x * each) {
+        const int count = narrow(min(each, all - first));
+        if (thread < count) {
+            const int pixel = narrow(first) + thread, of_row = pixel / size, in_block = pixel - of_row * size;
+            const BlockTable::Block block = table.block(of_row);
+            const int p = in_block / new_w, q = in_block - p * new_w;
+            const Between down(block.hi * new_h + p, static_cast<float>(step_h), lead, back, narrow(H));
+            const Between across(block.wi * new_w + q, static_cast<float>(step_w), lead, back, narrow(W));
 #pragma unroll
-        for (int r = 0; r < SIDE; ++r)
+            for (int r = 0; r < SIDE; ++r)
 #pragma unroll
-            for (int s = 0; s < SIDE; ++s) {
-                const int h = r ? down.high : down.low, w = s ? across.high : across.low;
-                const int hi = h / g.bh, wi = w / g.bw, row = table.row(to.block.n, hi, wi);
-                from[r][s] = row < 0 ? -1 : (static_cast<i64>(row) * g.bh + h - hi * g.bh) * g.bw + w - wi * g.bw;
-            }
+                for (int s = 0; s < SIDE; ++s) {
+                    const int h = r ? down.high : down.low, w = s ? across.high : across.low;
+                    const int hi = h / old_h, wi = w / old_w, row = table.row(block.n, hi, wi);
+                    from[r][s][thread] = row < 0 ? -1 : (row * old_h + h - hi * old_h) * old_w + w - wi * old_w;
+                }
+            shares[0][thread] = down.share, shares[1][thread] = across.share;
+        }
+        __syncthreads();
         if (!waited) dependent_wait();
         waited = true;
         const V* const stack = loaded_later(x);
-        Elements<T, V> values[SIDE][SIDE], result(zero<V>());
+        V* const to = y + first * width;
+        int pixel = thread / vectors, v = thread - pixel * vectors;
+        const int pixels = THREADS / vectors, rest = THREADS - pixels * vectors;  // that a step goes on by
+#pragma unroll 2
+        for (int i = thread; i < count * vectors; i += THREADS) {
+            Elements<T, V> values[SIDE][SIDE], result(zero<V>());
 #pragma unroll
-        for (int r = 0; r < SIDE; ++r)
+            for (int r = 0; r < SIDE; ++r)
 #pragma unroll
-            for (int s = 0; s < SIDE; ++s)
-                values[r][s].vector = from[r][s] < 0 ? zero<V>() : stack[from[r][s] * g.width + to.v];
-        if constexpr (LINEAR) {
+                for (int s = 0; s < SIDE; ++s) {
+                    const int at = from[r][s][pixel];
+                    values[r][s].vector = at < 0 ? zero<V>() : stack[at * width + v];
+                }
+            if constexpr (LINEAR) {
+                const float down = shares[0][pixel], across = shares[1][pixel];
 #pragma unroll
-            for (int e = 0; e < COUNT; ++e) {
-                float line[2];
+                for (int e = 0; e < COUNT; ++e) {
+                    float line[2];
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    line[r] = mix(to_compute<float>(values[r][0].element[e]), to_compute<float>(values[r][1].element[e]),
-                                  across.share);
-                result.element[e] = from_compute<T>(mix(line[0], line[1], down.share));
+                    for (int r = 0; r < 2; ++r)
+                        line[r] = mix(to_compute<float>(values[r][0].element[e]),
+                                      to_compute<float>(values[r][1].element[e]), across);
+                    result.element[e] = from_compute<T>(mix(line[0], line[1], down));
+                }
+            } else {
+                result = values[0][0];
             }
-        } else {
-            result = values[0][0];
+            to[i] = result.vector;
+            v += rest, pixel += pixels;
+            if (v >= vectors) v -= vectors, ++pixel;
         }
-        y[i0 + threadIdx.x] = result.vector;
+        __syncthreads();  // the table of pixels may be written again
     }
     if (!waited) dependent_wait();
-    if (clear_rows) clear_rest<false>(y, all, M * g.ph * g.pw * g.width);
+    if (clear_rows) clear_rest<false>(y, all * width, M * size * width);
 }

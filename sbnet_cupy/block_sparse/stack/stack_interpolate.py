@@ -139,6 +139,7 @@ def _mix_some(first, second, share, resize):
 # What is added to a position before it is scaled, and taken off after.
 _OFFSETS = {"nearest": (0.0, 0.0), "nearest-exact": (0.5, 0.0), "bilinear": (0.5, 0.5),
             "bilinear corners": (0.0, 0.0)}  # fmt: skip
+_MANY = 2**20  # vectors of a result
 
 
 def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True):
@@ -158,17 +159,22 @@ def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True)
     """
     if not pool.fits:
         return None
-    vectors = pool.rows * math.prod(pool.block_out) * pool.vectors
+    pixels = pool.rows * math.prod(pool.block_out)
+    # How many of them a thread block takes at a time: four vectors for a thread, or one where few
+    # thread blocks would have work otherwise.
+    most = kernels.THREADS * (4 if pixels * pool.vectors > _MANY else 1)
+    each = min(max(most // pool.vectors, 1), kernels.THREADS)
     return kernels.prepare(
         "block_sparse/stack/stack_interpolate",
         "stack_interpolate",
         (pool.element, f"Bytes<{pool.vector}>::type", mode.startswith("bilinear")),
-        -(-vectors // kernels.THREADS),
+        -(-pixels // each),
         kernels.THREADS,
         5,
         (
             pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image,
-            *pool.block_out, *map(float, steps), *_OFFSETS[mode], int(settled), int(clear_rows),
+            *pool.block_out, *map(float, steps), *_OFFSETS[mode], each, int(settled),
+            int(clear_rows),
         ),
         persistent=True,
         dependent=True,
