@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256)
                     i64 left, i64 step_tap, i64 step_c, i64 tile_h, i64 runs_of_tile, i64 tiles_at_once, i64 settled,
                     i64 clear_rows) {
     constexpr int SLICE = LANES * V, WEIGHTS = SLICE + 4, PER_PIXEL = SLICE * static_cast<int>(sizeof(T)) / COPY;
-    constexpr int UNUSED = -2;
+    constexpr int PLACE = 5;
     using Vector = typename Bytes<V * sizeof(T)>::type;
     DYNAMIC_SHARED(u8, shared);
     const Problem g(C, C, bh, bw, ph, pw, H, W, P, Q, kernel_h, kernel_w, SH, stride_w, DH, DW, top, left);
@@ -57,12 +57,14 @@ __global__ void __launch_bounds__(256)
     float* const tables = weights + taps * WEIGHTS;                                           // scale and bias
     int* const offsets = reinterpret_cast<int*>(tables + 2 * SLICE);  // [at_once][region]: pixels of x, -1 for zeros
 
+    int* const tile_places = offsets + at_once * region;  // [at_once][PLACE]: image and block, corner of what the tile reads
+
     begin_launch(settled);
-    const int rows = Problem::narrow(clamp(*bin_counts, 0, M));
-    const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
+    const int most = Problem::narrow(M), thread = threadIdx.x;
+    const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), most};
     const Finder finder(table, g);
     const Divisor of_region(region), of_line(line);
-    const int tiles_down = ceil_div(g.ph, TH), tiles_across = ceil_div(g.pw, TW), tiles = rows * tiles_down * tiles_across;
+    const int tiles_down = ceil_div(g.ph, TH), tiles_across = ceil_div(g.pw, TW), tiles_of_block = tiles_down * tiles_across;
     // The row of the stack of a tile, and the tile's place in its block.
     const auto place = [&](int tile, int& row, int& i, int& j) {
         const int number = tiles_across == 1 ? tile : tile / tiles_across;
@@ -70,58 +72,70 @@ __global__ void __launch_bounds__(256)
         row = tiles_down == 1 ? number : number / tiles_down;
         i = (number - row * tiles_down) * TH;
     };
-    // `count` threads find the pixels of x of as many tiles as fit; each has ITEMS searches under way.
-    const auto find = [&](int first, int thread, int count) {
+    // What a search needs to know of a tile. It does not wait for the count: a tile past it is dropped later.
+    const auto place_tile = [&](int first) {
+        if (thread >= at_once) return;
+        int row, i, j;
+        place(first + thread, row, i, j);
+        const BlockTable::Block block = table.block(row);
+        int* const to = tile_places + thread * PLACE;
+        to[0] = block.n, to[1] = block.hi, to[2] = block.wi, to[3] = i * g.SH - g.top, to[4] = j * g.SW - g.left;
+    };
+    // Find the pixels of x of the tiles that were placed; a thread has ITEMS searches under way.
+    const auto find = [&] {
         constexpr int ITEMS = 4;
-        for (int number0 = thread; number0 < at_once * region; number0 += ITEMS * count) {
-            BlockTable::Block block[ITEMS];
-            int at_y[ITEMS], at_x[ITEMS], offset[ITEMS];
-            bool used[ITEMS];
+        const int all = at_once * region;
+        for (int number0 = thread; number0 < all; number0 += ITEMS * threads) {
+            int offset[ITEMS];
 #pragma unroll
             for (int e = 0; e < ITEMS; ++e) {
-                const int number = number0 + e * count, k = of_region.of(number), at = number - k * region;
-                const int v = of_line.of(at), h = at - v * line;
-                int row, i, j;
-                place(first + k, row, i, j);
-                used[e] = k < at_once && first + k < tiles && h < across.extent;
-                block[e] = table.block(used[e] ? row : rows);
-                at_y[e] = i * g.SH - g.top + down.pixel(v), at_x[e] = j * g.SW - g.left + across.pixel(h);
+                const int number = number0 + e * threads;
+                if (number >= all) break;
+                const int k = of_region.of(number), at = number - k * region, v = of_line.of(at), h = at - v * line;
+                const int* const tile = tile_places + k * PLACE;
+                const BlockTable::Block block{h < across.extent ? tile[0] : -1, tile[1], tile[2]};
+                offset[e] = finder.at(block, tile[3] + down.pixel(v), tile[4] + across.pixel(h));
             }
 #pragma unroll
-            for (int e = 0; e < ITEMS; ++e) offset[e] = finder.at(block[e], at_y[e], at_x[e]);
-#pragma unroll
             for (int e = 0; e < ITEMS; ++e)
-                if (number0 + e * count < at_once * region) offsets[number0 + e * count] = used[e] ? offset[e] : UNUSED;
+                if (number0 + e * threads < all) offsets[number0 + e * threads] = offset[e];
         }
     };
     int first = blockIdx.x * at_once;
-    const int half = threads / 64 * 32, thread = threadIdx.x;
-    if (first < tiles && thread >= half) find(first, thread - half, threads - half);
-    if (first < tiles && thread < half) {  // meanwhile
-        const Divisor of_taps(taps);
-        for (int i0 = thread; i0 < taps * SLICE; i0 += 8 * half) {  // in the order of memory
-            T loaded[8];
-            int to[8];
+    const auto table_entry = [&](int i) {
+        const int c = c0 + i % SLICE;
+        const float* const its = i < SLICE ? scale : bias;
+        return its && c < g.C ? its[c] : i < SLICE ? 1.0f : 0.0f;
+    };
+    // All loads from here to the barrier are under way together.
+    const int listed = *bin_counts;
+    const float entry = thread < 2 * SLICE ? table_entry(thread) : 0.0f;
+    const Divisor of_taps(taps);
+    for (int i0 = thread; i0 < taps * SLICE; i0 += 8 * threads) {  // in the order of memory
+        T loaded[8];
+        int to[8];
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                const int i = i0 + e * half, outer = step_c == 1 ? i / SLICE : of_taps.of(i);
-                const int tap = step_c == 1 ? outer : i - outer * taps, c = step_c == 1 ? i - outer * SLICE : outer;
-                to[e] = i < taps * SLICE ? tap * WEIGHTS + c : -1;
-                loaded[e] = zero<T>();
-                if (to[e] >= 0 && c0 + c < g.C) loaded[e] = w[tap * step_tap + (c0 + c) * step_c];
-            }
+        for (int e = 0; e < 8; ++e) {
+            const int i = i0 + e * threads;
+            to[e] = -1;
+            if (i >= taps * SLICE) break;
+            const int outer = step_c == 1 ? i / SLICE : of_taps.of(i);
+            const int tap = step_c == 1 ? outer : i - outer * taps, c = step_c == 1 ? i - outer * SLICE : outer;
+            to[e] = tap * WEIGHTS + c, loaded[e] = zero<T>();
+            if (c0 + c < g.C) loaded[e] = w[tap * step_tap + (c0 + c) * step_c];
+        }
+        if (i0 == thread) place_tile(first);  // while the weights are on their way
 #pragma unroll
-            for (int e = 0; e < 8; ++e)
-                if (to[e] >= 0) weights[to[e]] = to_compute<float>(loaded[e]);
-        }
-        for (int i = thread; i < 2 * SLICE; i += half) {
-            const int c = c0 + i % SLICE;
-            const float* const its = i < SLICE ? scale : bias;
-            tables[i] = its && c < g.C ? its[c] : i < SLICE ? 1.0f : 0.0f;
-        }
+        for (int e = 0; e < 8; ++e)
+            if (i0 + e * threads < taps * SLICE) weights[to[e]] = to_compute<float>(loaded[e]);
     }
+    if (thread < 2 * SLICE) tables[thread] = entry;
+    for (int i = thread + threads; i < 2 * SLICE; i += threads) tables[i] = table_entry(i);
+    __syncthreads();
+    find();
     if (settled) dependent_wait();
     x = loaded_later(x), residual = loaded_later(residual);
+    const int rows = Problem::narrow(clamp(static_cast<i64>(listed), 0, M)), tiles = rows * tiles_of_block;
     if (clear_rows)
         clear_rest<COPY == 16>(y, static_cast<i64>(rows) * g.ph * g.pw * g.C, M * g.ph * g.pw * g.C);
 
@@ -130,12 +144,15 @@ __global__ void __launch_bounds__(256)
     const int in_tile = threadIdx.x / LANES % (TH * runs), mine = threadIdx.x / LANES / (TH * runs);
     const int run = in_tile / TH, my_i = in_tile - run * TH;  // threads side by side have rows one below the other
     for (; first < tiles; first += gridDim.x * at_once) {
-        if (first != static_cast<int>(blockIdx.x) * at_once) find(first, thread, threads);
+        if (first != static_cast<int>(blockIdx.x) * at_once) {
+            place_tile(first);
+            __syncthreads();
+            find();
+        }
         __syncthreads();
         for (int n = threadIdx.x; n < at_once * region * PER_PIXEL; n += threads) {
             const int at = n / PER_PIXEL, channel = c0 + (n - at * PER_PIXEL) * (COPY / static_cast<int>(sizeof(T)));
             const int offset = offsets[at];
-            if (offset == UNUSED) continue;
             const bool inside = offset >= 0 && channel < g.C;
             const T* const from = inside ? x + static_cast<i64>(offset) * g.C + channel : x;
             if constexpr (COPY >= 4)

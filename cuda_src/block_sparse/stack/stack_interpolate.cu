@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(THREADS, 3)
         V* const to = y + first * width;
         int pixel = thread / vectors, v = thread - pixel * vectors;
         const int pixels = THREADS / vectors, rest = THREADS - pixels * vectors;  // that a step goes on by
-#pragma unroll 2
+#pragma unroll 4
         for (int i = thread; i < count * vectors; i += THREADS) {
             Elements<T, V> values[SIDE][SIDE], result(zero<V>());
 #pragma unroll

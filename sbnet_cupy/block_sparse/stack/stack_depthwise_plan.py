@@ -11,6 +11,7 @@ _SIDE = 8  # pixels of a tile, at most
 _RUN = 4  # pixels of a thread, at most
 _LANES = (8, 6, 10, 4, 2)  # threads side by side in the channels; the first of those as good
 _THREADS = 256
+_PLACE = 5  # numbers of where a tile lies
 _SHARED = 100 << 10  # bytes of a thread block, where it may be so few: two are on a multiprocessor
 
 
@@ -53,7 +54,7 @@ class DepthwisePlan(NamedTuple):
         region, channels = down * (across | 1) * self.tiles, self.vector * self.lanes
         staged = -(-region * channels * conv.element_bytes // 16) * 16
         floats = math.prod(conv.kernel) * (channels + 4) + 2 * channels
-        return staged + 4 * (floats + region)
+        return staged + 4 * (floats + region + _PLACE * self.tiles)
 
     def template(self, conv):
         """Arguments of the kernel's template."""

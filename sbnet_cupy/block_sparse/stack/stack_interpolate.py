@@ -139,7 +139,7 @@ def _mix_some(first, second, share, resize):
 # What is added to a position before it is scaled, and taken off after.
 _OFFSETS = {"nearest": (0.0, 0.0), "nearest-exact": (0.5, 0.0), "bilinear": (0.5, 0.5),
             "bilinear corners": (0.0, 0.0)}  # fmt: skip
-_MANY = 2**20  # vectors of a result
+_ENOUGH = 512  # thread blocks that keep a large GPU busy
 
 
 def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True):
@@ -160,10 +160,9 @@ def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True)
     if not pool.fits:
         return None
     pixels = pool.rows * math.prod(pool.block_out)
-    # How many of them a thread block takes at a time: four vectors for a thread, or one where few
-    # thread blocks would have work otherwise.
-    most = kernels.THREADS * (4 if pixels * pool.vectors > _MANY else 1)
-    each = min(max(most // pool.vectors, 1), kernels.THREADS)
+    # How many a thread block takes at a time: a pixel for each thread, fewer where that would
+    # leave most of a GPU idle, but a vector for each thread.
+    each = min(max(-(-pixels // _ENOUGH), kernels.THREADS // pool.vectors, 1), kernels.THREADS)
     return kernels.prepare(
         "block_sparse/stack/stack_interpolate",
         "stack_interpolate",
