@@ -3,12 +3,20 @@
 import sys
 from pathlib import Path
 
+from benchmarks.harness import plot_sites
+from benchmarks.harness.plot_style import (
+    ACCENT,
+    INK,
+    MUTED,
+    OTHER,
+    PEERS,
+    SLOWER,
+    dress,
+    figure_of,
+    log_ticks,
+)
 from benchmarks.harness.rows import OURS, RATIOS_FILE, read
 
-INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e8ec"
-ACCENT, OTHER = "#0b6fb8", "#b6bfc9"
-PEERS = ["#d9822b", "#4c9a5f", "#a2589b", "#8a7a55", "#c0504d", "#4a5a78"]
-SLOWER = "#c0392b"
 MARKS = ["s", "^", "D", "v", "P", "X"]
 SWEEP_FILES = {"sparse_gather": "density_gather.png", "sparse_scatter": "density_scatter.png"}
 FUSED_FILES = {
@@ -55,6 +63,7 @@ def draw(folder):
     compared = [row for row in rows if row.original_us]
     if compared:
         lines.append(_save(_stages(compared), folder, STAGES_FILE))
+    lines += [_save(figure, folder, name) for figure, name in plot_sites.pictures(rows)]
     return lines
 
 
@@ -64,48 +73,18 @@ def _save(figure, folder, name):
     return f"drew {path}"
 
 
-def _figure(width, height, title, under):
-    """Return a figure with a bold title and a muted line under it, and room for axes below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height))
-    left = 0.15 / width
-    figure.text(left, 1 - 0.33 / height, title, color=INK, fontsize=13.5, weight="bold")
-    figure.text(left, 1 - 0.6 / height, under, color=MUTED, fontsize=9.5)
-    return figure
-
-
-def _dress(axis, title, grid):
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.spines["bottom"].set_color(MUTED)
-    axis.tick_params(which="both", colors=MUTED, labelsize=9, length=0)
-    axis.set_axisbelow(True)
-    axis.grid(axis=grid, color=GRID, lw=0.8)
-    axis.set_title(title, loc="left", fontsize=10, color=INK)
-
-
-def _log_ticks(axis):
-    """Label a logarithmic axis with plain numbers: 1, 2, 5, 10..."""
-    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_locator(NullLocator())
-    axis.set_minor_formatter(NullFormatter())
-
-
 def _sweep(rows, copy):
     """Time and bandwidth against the share of active blocks; ours in front."""
     first, every = rows[0], max(row.blocks for row in rows)
     what = f"{first.shape} {first.dtype}, block {first.block}, masks of blobs; {first.gpu}"
-    figure = _figure(11, 5, f"{first.op} by density", what)
+    figure = figure_of(11, 5, f"{first.op} by density", what)
     time, rate = figure.subplots(
         1,
         2,
         gridspec_kw={"left": 0.05, "right": 0.985, "bottom": 0.235, "top": 0.8, "wspace": 0.13},
     )
-    _dress(time, "us per call", "y")
-    _dress(rate, "GB/s, block bytes read and written", "y")
+    dress(time, "us per call", "y")
+    dress(rate, "GB/s, block bytes read and written", "y")
     names = sorted({row.implementation for row in rows}, key=lambda name: (name != OURS, name))
     for position, name in enumerate(names):
         points = [(r.blocks / every, r.us, r.gb_per_s) for r in rows if r.implementation == name]
@@ -126,7 +105,7 @@ def _sweep(rows, copy):
         edge = rate.get_yaxis_transform()
         rate.text(1, copy, "copy", transform=edge, color=INK, fontsize=9, ha="right", va="bottom")
     time.set_yscale("log")
-    _log_ticks(time.yaxis)
+    log_ticks(time.yaxis)
     rate.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     rate.set_ylim(bottom=0)
     for axis in (time, rate):
@@ -146,7 +125,7 @@ def _crossover(rows):
         panels.setdefault(row.shape, []).append(row)
     first = rows[0]
     what = f"{first.dtype}, masks of a top-left rectangle; {first.gpu}"
-    figure = _figure(11, 4.6, f"{first.op} by density, next to the best dense time", what)
+    figure = figure_of(11, 4.6, f"{first.op} by density, next to the best dense time", what)
     axes = figure.subplots(
         1, len(panels), squeeze=False,
         gridspec_kw={"left": 0.05, "right": 0.985, "bottom": 0.21, "top": 0.78, "wspace": 0.13},
@@ -170,7 +149,7 @@ def _networks(rows):
     height = 1.1 + 2.9 * deep
     first = rows[0]
     what = f"CUDA graphs with the mask in them, masks of blobs; {first.gpu}"
-    figure = _figure(11, height, "Whole networks by density, next to the best dense time", what)
+    figure = figure_of(11, height, "Whole networks by density, next to the best dense time", what)
     axes = figure.subplots(
         deep, min(len(panels), 3), squeeze=False,
         gridspec_kw={
@@ -192,7 +171,7 @@ def _networks(rows):
 
 def _under_dense(axis, shape, rows, separator=" "):
     every, dense = max(row.blocks for row in rows), rows[0].dense_us
-    _dress(axis, f"{shape}: us per call;{separator}{crossover(rows)}", "y")
+    dress(axis, f"{shape}: us per call;{separator}{crossover(rows)}", "y")
     for position, name in enumerate(sorted({r.implementation for r in rows})):
         found = sorted((100 * r.blocks / every, r.us) for r in rows if r.implementation == name)
         style = {"color": PEERS[0], "marker": MARKS[0], "lw": 1.3, "ms": 4}
@@ -201,7 +180,7 @@ def _under_dense(axis, shape, rows, separator=" "):
         axis.plot(*zip(*found, strict=True), label=name, zorder=3 - position, **style)
     axis.axhline(dense, color=INK, lw=1, ls=(0, (4, 3)), zorder=1, label="dense, the best")
     axis.set_yscale("log")
-    _log_ticks(axis.yaxis)
+    log_ticks(axis.yaxis)
     axis.set_xlim(0, 102)
     axis.set_xlabel("active blocks, %", color=MUTED, fontsize=9)
 
@@ -228,7 +207,7 @@ def _stages(rows):
     height = 1.5 + 0.27 * max(left, len(parts["sparse_scatter"]))
     under = f"grey: original SBNet kernels; blue: {OURS}, with times faster; {rows[0].gpu}"
     title = "Stages of the paper, float32, 10% of the pixels active: us per call"
-    figure = _figure(12, height, title, under)
+    figure = figure_of(12, height, title, under)
     columns = figure.add_gridspec(
         1, 2, left=0.2, right=0.985, bottom=0.5 / height, top=1 - 1.05 / height, wspace=0.64
     )
@@ -242,7 +221,7 @@ def _stages(rows):
 
 
 def _pairs(axis, rows):
-    _dress(axis, OP_NAMES[rows[0].op], "x")
+    dress(axis, OP_NAMES[rows[0].op], "x")
     places = range(len(rows))
     for place, row in zip(places, rows, strict=True):
         slower = row.ratio_to_original < 1
@@ -254,7 +233,7 @@ def _pairs(axis, rows):
     axis.scatter([row.original_us for row in rows], places, s=34, color=MUTED, zorder=2)
     axis.scatter([row.us for row in rows], places, s=48, color=ACCENT, zorder=3)
     axis.set_xscale("log")
-    _log_ticks(axis.xaxis)
+    log_ticks(axis.xaxis)
     low, high = min(min(r.us, r.original_us) for r in rows), max(r.original_us for r in rows)
     axis.set_xlim(min(low / 1.3, 1), high * 1.6)
     axis.set_yticks(list(places), [_pair_label(row) for row in rows], color=INK, fontsize=8.5)

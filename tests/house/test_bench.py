@@ -392,3 +392,38 @@ def test_pictures_of_a_gpu(tmp_path):
     assert [line.split("/")[-1] for line in draw(tmp_path)] == ["stages.png"]
     assert (tmp_path / "stages.png").stat().st_size < 200_000
     assert "**3.0x**" in part("harness.report").device(tmp_path, tmp_path)
+
+
+def test_pictures_of_sites(tmp_path):
+    """Weights packed before count where they were timed; a scene without rows has no panel."""
+    sites = part("harness.plot_sites")
+    rows = [
+        make_row(
+            op="submanifold_conv", suite="scan 14000", shape="9x9x9, 14000 sites", dtype="float16",
+            variant=f"{channels} channels, {what}", us=us,
+        )
+        for channels, what, us in (
+            (32, "forward, weights packed", 6.0), (32, "forward", 9.0), (16, "forward", 7.0),
+            (16, "backward", 90.0), (16, "maps", 20.0),
+        )
+    ]  # fmt: skip
+    assert sites.forward_times(rows) == {16: 7.0, 32: 6.0}
+    rows += [
+        make_row(
+            op="blocks_or_sites", suite="clustered", shape="1x8x8x32", dtype="float16",
+            density=density, variant=op, us=us,
+        )
+        for density in (0.1, 0.5)
+        for op, us in (("stack_conv2d", 8.0), ("submanifold_conv", 4.0))
+    ]  # fmt: skip
+    with part("harness.rows").Writer(tmp_path / "sites.csv") as writer:
+        for row in rows:
+            writer.write(row)
+    drawn = [line.split("/")[-1] for line in part("harness.plot").draw(tmp_path)]
+    assert drawn == ["site_convolutions.png", "blocks_or_sites.png"]
+    figures = {name: figure for figure, name in sites.pictures(rows)}
+    (axis,) = figures["site_convolutions.png"].axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axis.get_lines()}
+    assert lines["sbnet_cupy"] == [7.0, 6.0] and lines["wanted"] == [7, 7, 10, 22, 60]
+    (axis,) = figures["blocks_or_sites.png"].axes
+    assert [list(line.get_ydata()) for line in axis.get_lines()] == [[8.0, 8.0], [4.0, 4.0]]

@@ -26,6 +26,13 @@ struct Between {
     }
 };
 
+// Where a pixel of y reads x: 16 bytes, and 8, for one load each.
+template <int SIDE>
+struct alignas(16) Around {
+    int from[SIDE][SIDE];  // the pixels of the stack x around it; -1 is 0
+    float down, across;    // the shares of the second line, and of the second column
+};
+
 // The mean of two numbers; one that has no share does not count, whatever it is.
 DEVICE float mix(float first, float second, float share) {
     return share == 0.0f ? first : __fmaf_rn(share, second, __fmul_rn(1.0f - share, first));
@@ -41,8 +48,7 @@ __global__ void __launch_bounds__(THREADS, 3)
                       i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 ph, i64 pw,
                       double step_h, double step_w, double before, double after, i64 each, i64 settled, i64 clear_rows) {
     constexpr int COUNT = Elements<T, V>::COUNT, SIDE = LINEAR ? 2 : 1;
-    __shared__ int from[SIDE][SIDE][THREADS];  // the pixels of x around each pixel of y; -1 is 0
-    __shared__ float shares[2][THREADS];       // of the second line, and of the second column
+    __shared__ Around<SIDE> around[THREADS];  // each pixel of y
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     begin_launch(settled);
     bool waited = !settled;
@@ -59,15 +65,17 @@ __global__ void __launch_bounds__(THREADS, 3)
             const int p = in_block / new_w, q = in_block - p * new_w;
             const Between down(block.hi * new_h + p, static_cast<float>(step_h), lead, back, narrow(H));
             const Between across(block.wi * new_w + q, static_cast<float>(step_w), lead, back, narrow(W));
+            Around<SIDE> its;
 #pragma unroll
             for (int r = 0; r < SIDE; ++r)
 #pragma unroll
                 for (int s = 0; s < SIDE; ++s) {
                     const int h = r ? down.high : down.low, w = s ? across.high : across.low;
                     const int hi = h / old_h, wi = w / old_w, row = table.row(block.n, hi, wi);
-                    from[r][s][thread] = row < 0 ? -1 : (row * old_h + h - hi * old_h) * old_w + w - wi * old_w;
+                    its.from[r][s] = row < 0 ? -1 : (row * old_h + h - hi * old_h) * old_w + w - wi * old_w;
                 }
-            shares[0][thread] = down.share, shares[1][thread] = across.share;
+            its.down = down.share, its.across = across.share;
+            around[thread] = its;
         }
         __syncthreads();
         if (!waited) dependent_wait();
@@ -78,24 +86,23 @@ __global__ void __launch_bounds__(THREADS, 3)
         const int pixels = THREADS / vectors, rest = THREADS - pixels * vectors;  // that a step goes on by
 #pragma unroll 4
         for (int i = thread; i < count * vectors; i += THREADS) {
+            const Around<SIDE> its = around[pixel];
             Elements<T, V> values[SIDE][SIDE], result(zero<V>());
 #pragma unroll
             for (int r = 0; r < SIDE; ++r)
 #pragma unroll
                 for (int s = 0; s < SIDE; ++s) {
-                    const int at = from[r][s][pixel];
-                    values[r][s].vector = at < 0 ? zero<V>() : stack[at * width + v];
+                    values[r][s].vector = its.from[r][s] < 0 ? zero<V>() : stack[its.from[r][s] * width + v];
                 }
             if constexpr (LINEAR) {
-                const float down = shares[0][pixel], across = shares[1][pixel];
 #pragma unroll
                 for (int e = 0; e < COUNT; ++e) {
                     float line[2];
 #pragma unroll
                     for (int r = 0; r < 2; ++r)
                         line[r] = mix(to_compute<float>(values[r][0].element[e]),
-                                      to_compute<float>(values[r][1].element[e]), across);
-                    result.element[e] = from_compute<T>(mix(line[0], line[1], down));
+                                      to_compute<float>(values[r][1].element[e]), its.across);
+                    result.element[e] = from_compute<T>(mix(line[0], line[1], its.down));
                 }
             } else {
                 result = values[0][0];
