@@ -136,7 +136,7 @@ def launched(arch, stem, kernel, template):
     """Whether the ops would launch an instantiation on the GPUs of an architecture."""
     device = DEVICES[arch]
     if kernel == "stack_image_conv2d":
-        element, channels, pixels, columns, *_, blocks = template
+        element, channels, _, pixels, columns, *_, blocks = template
         if blocks != blocks_of(64 * pixels, 8 * columns, channels, device):
             return False
         return device.tensor_floats or element == "Half"

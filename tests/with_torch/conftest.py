@@ -76,7 +76,7 @@ def asked(torch, st, monkeypatch):
 
     def prepare_image_conv(
         dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-        kernel, strides, dilation, pads, activation, steps, settled,
+        kernel, strides, dilation, pads, activation, steps, alignment, settled,
     ):  # fmt: skip
         facts = (
             dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
@@ -86,6 +86,7 @@ def asked(torch, st, monkeypatch):
 
         def launch(x, packed, counts, indices, places, out):
             assert tuple(x.stride(axis) for axis in (0, 2, 3, 1)) == steps
+            assert x.data_ptr() % alignment == 0
             table = stage(counts, indices, places, block, image)
             x = np.ascontiguousarray(x.permute(0, 2, 3, 1).numpy())
             stack = torch.from_numpy(sb.stack_from_image(x, table))

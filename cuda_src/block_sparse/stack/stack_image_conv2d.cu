@@ -78,12 +78,62 @@ struct ImageConv {
     DEVICE bool whole() const { return P % ph == 0 && Q % pw == 0; }
 };
 
+// A pixel of x, as it is loaded: its channels one by one; or, if PIXELS, the words that they lie in, side by side and
+// with the next pixel's, of which a first half may be the pixel's before.
+template <typename T, int C, bool PIXELS>
+struct LoadedPixel {
+    static constexpr int BYTES = C * sizeof(T), UNITS = ceil_div(BYTES, 8), WORDS = ceil_div(BYTES, 4);
+    Elements<u32, uint2> words[UNITS];
+
+    DEVICE void load(const T* pixel, i64 step_c) {
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) words[unit].vector = zero<uint2>();
+        if constexpr (PIXELS) {
+            const u32* const from = reinterpret_cast<const u32*>(pixel);
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) words[w / 2].element[w % 2] = from[w];
+        } else {
+#pragma unroll
+            for (int unit = 0; unit < UNITS; ++unit) {
+                Elements<T, uint2> channels(zero<uint2>());
+                constexpr int COUNT = Elements<T, uint2>::COUNT;
+#pragma unroll
+                for (int e = 0; e < COUNT; ++e)
+                    if (unit * COUNT + e < C) channels.element[e] = pixel[(unit * COUNT + e) * step_c];
+                words[unit].vector = channels.vector;
+            }
+        }
+    }
+    // A unit of the pixel, which begins at bit `skip` of the words, 0 or 16.
+    DEVICE uint2 unit(int number, int skip) const {
+        Elements<u32, uint2> result(words[number].vector);
+        if constexpr (PIXELS && BYTES % 4 != 0) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int w = 2 * number + i;
+                const u64 next = w + 1 < WORDS ? words[(w + 1) / 2 % UNITS].element[(w + 1) % 2] : 0u;
+                result.element[i] = static_cast<u32>((next << 32 | result.element[i]) >> skip);
+                if (w == WORDS - 1) result.element[i] &= 0xffffu;
+            }
+        }
+        if constexpr (Same<T, float>::value) {
+            Elements<T, uint2> floats(result.vector);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) floats.element[e] = as_factor(floats.element[e]);
+            return floats.vector;
+        }
+        return result.vector;
+    }
+};
+
 // Copies the patch of x under a tile to shared memory: 0 outside the image and in no active block. A thread takes pixels
 // of one column, every `lines`-th of them. Loads do not wait for the table: what it refuses is dropped.
-template <typename T, int C, int THREADS>
+template <typename T, int C, bool PIXELS, int THREADS>
 struct PatchLoader {
     static constexpr int PER_UNIT = 8 / sizeof(T), UNITS = ceil_div(C, PER_UNIT);
-    static constexpr int AT_ONCE = C > 4 ? 1 : UNITS > 1 ? 2 : 3;  // more of them spill registers
+    using Pixel = LoadedPixel<T, C, PIXELS>;
+    // More of them spill registers. With whole pixels, those of usual tiles are all under way together.
+    static constexpr int AT_ONCE = PIXELS ? (UNITS == 1 ? 7 : UNITS == 2 ? 4 : 2) : C > 4 ? 1 : UNITS > 1 ? 2 : 3;
     const ImageConv& g;
     Divisor down, across;
     int step_h, step_w, step_c, lines, line, column;
@@ -101,37 +151,30 @@ struct PatchLoader {
         for (int s = column; s < g.patch_w; s += THREADS) {
             const int u = u0 + s;
             const u32 height = n >= 0 && static_cast<u32>(u) < static_cast<u32>(g.W) ? g.H : 0;
-            const T* const from = image + (height ? static_cast<i64>(u) * step_w : 0);
+            const i64 begin = height ? static_cast<i64>(u) * (PIXELS ? C : step_w) : 0;
+            const int skip = PIXELS && Pixel::BYTES % 4 != 0 ? static_cast<int>(begin % 2) * 16 : 0;
+            const T* const from = image + (begin - skip / 16);
             const int* const rows = table.grid + (height ? static_cast<i64>(n) * table.GH * table.GW + across.of(u) : 0);
             for (int first = line; first < g.patch_h; first += AT_ONCE * lines) {
-                Elements<T, uint2> value[AT_ONCE][UNITS];
+                Pixel pixels[AT_ONCE];
                 int found[AT_ONCE];
 #pragma unroll
                 for (int a = 0; a < AT_ONCE; ++a) {  // (something is loaded anyway: branches would wait for it)
                     const int v = v0 + first + a * lines;
                     const bool inside = static_cast<u32>(v) < height;
                     const int at = inside ? v : 0;
-                    const T* const pixel = from + static_cast<i64>(at) * step_h;
+                    pixels[a].load(from + static_cast<i64>(at) * step_h, step_c);
                     found[a] = rows[static_cast<i64>(down.of(at)) * table.GW];
                     found[a] = inside ? found[a] : -1;
-#pragma unroll
-                    for (int unit = 0; unit < UNITS; ++unit) value[a][unit].vector = zero<uint2>();
-#pragma unroll
-                    for (int c = 0; c < C; ++c) value[a][c / PER_UNIT].element[c % PER_UNIT] = pixel[c * static_cast<i64>(step_c)];
                 }
 #pragma unroll
                 for (int a = 0; a < AT_ONCE; ++a) {
                     const int r = first + a * lines;
                     const bool active = static_cast<u32>(found[a]) < static_cast<u32>(table.rows);
 #pragma unroll
-                    for (int unit = 0; unit < UNITS; ++unit) {
-                        if constexpr (Same<T, float>::value)
-#pragma unroll
-                            for (int e = 0; e < PER_UNIT; ++e)
-                                value[a][unit].element[e] = as_factor(value[a][unit].element[e]);
+                    for (int unit = 0; unit < UNITS; ++unit)
                         if (r < g.patch_h)
-                            patch[(r * g.patch_w + s) * UNITS + unit] = active ? value[a][unit].vector : zero<uint2>();
-                    }
+                            patch[(r * g.patch_w + s) * UNITS + unit] = active ? pixels[a].unit(unit, skip) : zero<uint2>();
                 }
             }
         }
@@ -153,7 +196,7 @@ DEVICE uint4 rounded(const float (&values)[COUNT]) {
     return result.vector;
 }
 
-template <typename T, int CHANNELS, int MT, int NT, bool VECTOR, int ACTIVATION, int BLOCKS>
+template <typename T, int CHANNELS, bool PIXELS, int MT, int NT, bool VECTOR, int ACTIVATION, int BLOCKS>
 __global__ void __launch_bounds__(128, BLOCKS)
     stack_image_conv2d(const T* __restrict__ x,             // images, by their steps
                        const u8* __restrict__ packed,       // by pack_image_weights
@@ -209,7 +252,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
             const int pixel = first_pixel + m * 16 + half * 8, i = tile_width.of(pixel), j = pixel - i * g.tile_w;
             window[m][half] = i < g.tile_h ? (i * g.SH * g.patch_w + j * g.SW) * UNITS * 2 : 0;
         }
-    const PatchLoader<T, CHANNELS, THREADS> loader(g, step_h, step_w, step_c);
+    const PatchLoader<T, CHANNELS, PIXELS, THREADS> loader(g, step_h, step_w, step_c);
     const int last = units % STEP && t >= units % STEP ? steps - 1 : -1;  // the step in which the lane's unit is none
 
     overlap_launches();

@@ -174,6 +174,17 @@ def _tile(block, pixels):
     return min(pixels // width, block[0]), width
 
 
+def reads_words(conv, steps, alignment):
+    """Whether pixels can be read as words of 4 bytes: their channels lie side by side.
+
+    The first and last word of a pixel may be half its neighbour's, but none may leave its row.
+    """
+    size = 4 if conv.element == "float" else 2
+    rows = (steps[0], steps[1], conv.channels * conv.image[1])
+    beside = tuple(steps[2:]) == (conv.channels, 1)
+    return beside and alignment % 4 == 0 and all(n * size % 4 == 0 for n in rows)
+
+
 def prepare_image_pack(conv, w_format):
     """Return what packs w (HWIO or OIHW), scale and bias (float32 or None) into bytes."""
     sizes = dict(zip("HWIO", (*conv.kernel, conv.channels, conv.channels_out), strict=True))
@@ -193,21 +204,23 @@ def prepare_image_pack(conv, w_format):
     return Pack(launch, conv.packed_bytes, 1, 2)
 
 
-def prepare_image_conv(conv, steps, settled=False, clear_rows=True, plan=None):
+def prepare_image_conv(conv, steps, settled=False, clear_rows=True, plan=None, alignment=1):
     """Return the launch of a convolution of images.
 
-    ``steps`` are the distances of neighbours along N, H, W and C, in elements. ``settled`` promises
-    that the kernel just ahead on the stream does not write the packed weights: then they are read
-    while that kernel still runs.
+    ``steps`` are the distances of neighbours along N, H, W and C, in elements, and the address of
+    the images is a multiple of ``alignment`` bytes. ``settled`` promises that the kernel just ahead
+    on the stream does not write the packed weights: then they are read while that kernel still
+    runs.
     """
     plan = plan or plan_image_conv(conv, current_device())
+    by_words = reads_words(conv, steps, alignment)
     sizes = (
         conv.rows, conv.images, *conv.grid, conv.channels_out, *conv.block, *conv.block_out,
         *conv.image, *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
     )  # fmt: skip
     template = (
-        conv.element, conv.channels, plan.pixels // 64, plan.columns // 8, conv.vectors_out,
-        conv.activation, plan.blocks,
+        conv.element, conv.channels, by_words, plan.pixels // 64, plan.columns // 8,
+        conv.vectors_out, conv.activation, plan.blocks,
     )  # fmt: skip
     return kernels.prepare(
         _STEM,

@@ -49,7 +49,7 @@ def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, act
         image.dtype, table.rows, table.batch, table.grid, block, block_out, size, size_out,
         image.shape[1], channels_out, tuple(weight.shape[2:]), stride, dilation,
         (pads[0], pads[2]), cuda._CODES.get(activation, 0),
-        tuple(image.stride(axis) for axis in (0, 2, 3, 1)),
+        tuple(image.stride(axis) for axis in (0, 2, 3, 1)), math.gcd(image.data_ptr(), 4),
     )  # fmt: skip
     with cuda._at_home(image) as device:
         settled = cuda._is_packed(weight, bias, _PACKED)
@@ -75,7 +75,7 @@ _PACKED = "_image_packed"  # where packed weights are kept beside a weight
 
 def _prepare_conv(
     dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
-    strides, dilation, pads, activation, steps, settled,
+    strides, dilation, pads, activation, steps, alignment, settled,
 ):  # fmt: skip
     """Return (launch, pack) for the current device, or None."""
     from ...block_sparse.stack.stack_image_conv2d import (
@@ -93,7 +93,7 @@ def _prepare_conv(
     )  # fmt: skip
     if missing_image_kernel(conv, steps, current_device()) is not None:
         return None
-    launch = prepare_image_conv(conv, steps, settled, clear_rows=False)
+    launch = prepare_image_conv(conv, steps, settled, clear_rows=False, alignment=alignment)
     return launch, prepare_image_pack(conv, "OIHW")
 
 

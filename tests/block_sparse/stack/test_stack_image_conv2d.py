@@ -16,6 +16,7 @@ from sbnet_cupy.block_sparse.stack.stack_image_conv2d import (
     plan_image_conv,
     prepare_image_conv,
     prepare_image_pack,
+    reads_words,
 )
 from sbnet_cupy.core.device import Device
 from support.exhaustive import all_but, thinned
@@ -102,7 +103,7 @@ class Case:
             expected[row, : block.shape[0], : block.shape[1]] = block
         return loaded(stored(expected, self.element), self.element)
 
-    def run(self, device, plan=None, w_format="HWIO", settled=False, clear_rows=True):
+    def run(self, device, plan=None, w_format="HWIO", settled=False, clear_rows=True, alignment=4):
         """Run the kernel, and compare its result."""
         bin_counts, indices, _ = table = self.blocks.table()
         listed = indices[: int(bin_counts[0])]
@@ -122,7 +123,7 @@ class Case:
             np.full((len(indices), *conv.block_out, self.channels_out), UNWRITTEN), self.element
         )
         before = out.copy()
-        run = prepare_image_conv(conv, steps, settled, clear_rows, plan)
+        run = prepare_image_conv(conv, steps, settled, clear_rows, plan, alignment)
         run(x, packed, *table, out)
         count = len(listed)
         np.testing.assert_array_equal(loaded(out[:count], self.element), expected)
@@ -147,6 +148,9 @@ CASES = [
     Case(blocks=Blocks(block=(1, 1), image=(9, 7))),
     Case(blocks=Blocks(block=(8, 8), share=0.0)),
     Case(blocks=Blocks(block=(9, 9), share=1.0, spare=0), kernel=(7, 7)),
+    Case(**STEM, channels_out=64, blocks=Blocks(image=(20, 18), block=(6, 6))),
+    Case(kernel=(3, 3), channels=5, blocks=Blocks(image=(17, 16), block=(4, 4))),
+    Case(kernel=(3, 3), channels=4, channels_out=64),
 ]
 
 
@@ -190,6 +194,15 @@ def test_infinities_reach_only_the_windows_that_hold_them():
     wanted = np.zeros((8, 8), np.float16)
     wanted[2:5, 3:6] = np.inf
     np.testing.assert_array_equal(out[0, :, :, 0], wanted)
+
+
+def test_pixels_are_read_by_words_where_rows_are_whole_words():
+    conv, packed = Case(**STEM).sizes(5)._replace(image=(20, 18), channels=3), (1080, 54, 3, 1)
+    assert reads_words(conv, packed, 4) and not reads_words(conv, packed, 2)
+    assert not reads_words(conv, (1080, 18, 1, 360), 4)  # NCHW
+    assert not reads_words(conv._replace(image=(20, 17)), (1080, 54, 3, 1), 4)  # past the last one
+    assert not reads_words(conv._replace(image=(20, 17)), (1020, 51, 3, 1), 4)
+    assert reads_words(conv._replace(element="float", image=(20, 17)), (1020, 51, 3, 1), 4)
 
 
 def test_what_no_kernel_serves_is_named():
