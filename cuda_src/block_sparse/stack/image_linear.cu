@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(128)
                  const T* __restrict__ bias,  // [O], or null
                  T* __restrict__ y,           // [N, O]
                  i64 N, i64 C, i64 O, i64 settled) {
-    constexpr int AHEAD = 4;  // vectors of weights that are loaded before x is there
+    constexpr int AHEAD = 8;  // vectors of weights that are loaded before x is there; the bias is, too
     using Vector = typename Bytes<V * sizeof(T)>::type;
     const int lane = threadIdx.x % 32;
     const i64 number = static_cast<i64>(blockIdx.x) * 4 + threadIdx.x / 32, n = divide(number, O), o = number - n * O;
@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(128)
         weights[a].vector = zero<Vector>();
         if ((lane + a * 32) * V < C) weights[a].vector = *reinterpret_cast<const Vector*>(row + a * 32 * V);
     }
+    const float addend = bias && real ? to_compute<float>(bias[o]) : 0.0f;
     if (settled) dependent_wait();
     if (!real) return;
     const T* const values = loaded_later(x) + n * C + lane * V;
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane == 0) {
-        if (bias) sum += to_compute<float>(bias[o]);
+        if (bias) sum += addend;
         y[number] = from_compute<T>(activate<ACTIVATION>(sum));
     }
 }

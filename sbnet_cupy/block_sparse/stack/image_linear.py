@@ -34,7 +34,7 @@ class ImageLinear(NamedTuple):
 
 
 def prepare_image_linear(linear, settled=False):
-    """Return the launch; ``settled`` promises that no kernel that still runs writes w."""
+    """Return the launch; ``settled`` promises that no kernel that still runs writes w or bias."""
     return kernels.prepare(
         "block_sparse/stack/image_linear",
         "image_linear",
