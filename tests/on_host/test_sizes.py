@@ -209,7 +209,7 @@ CONSTANTS = {
     },
     f"{STACK}/stack_image_conv2d": {
         "STEP": stack_image_conv2d._STEP,
-        "PatchLoader<Half, 8, 128>::PER_UNIT * sizeof(Half)": stack_image_conv2d._UNIT,
+        "PatchLoader<Half, 8, true, 128>::PER_UNIT * sizeof(Half)": stack_image_conv2d._UNIT,
     },
     f"{STACK}/stack_batch_norm": {"FINISH_CHANNELS": stack_norm_launch._FINISHED},
     f"{SITES}/site_conv": {
