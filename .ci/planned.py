@@ -108,8 +108,8 @@ def _layers(arch):
 def _sites(arch):
     """Those of convolutions at sites, 3x3x3; in other numbers for some channels."""
     found = {}
-    numbers = {"Half": (16, 32, 64, 128, 256), "BFloat16": (64,), "float": (64, 128)}
-    for element, sites in itertools.product(numbers, (14_000, 100_000)):
+    numbers = {"Half": (16, 32, 64, 96, 128, 256), "BFloat16": (64,), "float": (64, 128)}
+    for element, sites in itertools.product(numbers, (3000, 14_000, 100_000)):
         for c in numbers[element]:
             conv = SiteConvSizes(element, sites, sites, 27, c, c, 1, 1, element == "float", 16, 16)
             plan = plan_site_conv(conv, DEVICES[arch])

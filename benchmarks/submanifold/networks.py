@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import sbnet_cupy.torch as st
 from benchmarks.submanifold.torch_sites import Cells, convolve, pairs_of
+from sbnet_cupy import PackedWeights
 
 INPUT = 4  # channels of the points
 
@@ -106,11 +107,15 @@ def weights_of(torch, name, dimensions, dtype, device, seed=0):
 
 
 class Ours(Network):
-    """By sbnet_cupy.torch; after :meth:`fix` with capacities, so that nothing waits for counts."""
+    """By sbnet_cupy.torch; after :meth:`fix` with capacities, so that nothing waits for counts.
+
+    Where no gradients are recorded weights are packed once.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
         self.capacities, self.counts = {}, {}  # by the number of the layer, -1 for the points
+        self.packed = {}
 
     def fix(self, rows, features):
         """Run once; from then on lists of sites have room for a tenth more than they have now."""
@@ -129,17 +134,27 @@ class Ours(Network):
 
     def convolve(self, number, layer, x, w, b, onto, residual):
         """Run a layer, with bias, residual and relu as part of it."""
-        how = {"bias": b, "activation": "relu"}
+        how = {"activation": "relu"}
+        if layer.kind == "point":
+            return x.replace(self.torch.relu(self.torch.addmm(b, x.features, w)))
+        if self.torch.is_grad_enabled():
+            how["bias"] = b
+        else:
+            w = self._packed(number, w, b)
         if layer.kind == "same":
             return st.submanifold_conv(x, w, residual=residual, **how)
         if layer.kind == "up":
             return st.inverse_conv(x, w, onto=onto, **how)
-        if layer.kind == "point":
-            return x.replace(self.torch.relu(x.features @ w + b))
         how["capacity"] = self.capacities.get(number)
         y = st.strided_conv(x, w, stride=2, padding=layer.padding, **how)
         self.counts[number] = y.coordinates.capacity
         return y
+
+    def _packed(self, number, w, b):
+        packed = self.packed.get(number)
+        if packed is None or packed.w is not w:
+            packed = self.packed[number] = PackedWeights(w, bias=b)
+        return packed
 
     def join(self, x, y):
         """Return the channels of both side by side."""

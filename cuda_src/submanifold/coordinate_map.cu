@@ -42,16 +42,17 @@ DEVICE bool candidate(const Rows<I, D>& rows, i64 n, const Window& window, const
     return exists;
 }
 
-// words = 0; indices, winners = -1; status = 0.
+// words = 0; indices, winners = -1; valid = 0; status = 0.
 template <typename V>
 __global__ void __launch_bounds__(THREADS)
-    clear_sites(V* __restrict__ words, int* __restrict__ indices, int* __restrict__ winners, int* __restrict__ status,
-                i64 word_count, i64 index_count, i64 winner_count) {
+    clear_sites(V* __restrict__ words, int* __restrict__ indices, int* __restrict__ winners, u8* __restrict__ valid,
+                int* __restrict__ status, i64 word_count, i64 index_count, i64 winner_count, i64 valid_count) {
     overlap_launches();
     const i64 first = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x, step = static_cast<i64>(gridDim.x) * THREADS;
     for (i64 i = first; i < word_count; i += step) words[i] = zero<V>();
     for (i64 i = first; i < index_count; i += step) indices[i] = -1;
     for (i64 i = first; i < winner_count; i += step) winners[i] = -1;
+    for (i64 i = first; i < valid_count; i += step) valid[i] = 0;
     if (first == 0) *status = 0;
 }
 
@@ -181,6 +182,7 @@ __global__ void __launch_bounds__(THREADS)
                 int* __restrict__ status,          // [1]: 1 is added for rows, and places, past the end of the grid
                 int* __restrict__ indices,         // [capacity, 1 + D] or null
                 int* __restrict__ winners,         // [capacity]: the first or last row of each site; or null
+                u8* __restrict__ valid,            // [capacity]: 1 where there is a site; or null
                 int* __restrict__ inverse,         // [n] or null
                 i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
                 WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
@@ -201,6 +203,7 @@ __global__ void __launch_bounds__(THREADS)
         if (exists && key < 0 && (KIND == GIVEN || none_negative<D>(site))) atomicOr(status, 1);
         if (inverse) inverse[i] = static_cast<int>(rank);
         if (rank < 0) continue;
+        if (valid) valid[rank] = 1;
         if (indices)  // rows of one site all write the same
 #pragma unroll
             for (int axis = 0; axis <= D; ++axis) indices[rank * (D + 1) + axis] = static_cast<int>(site[axis]);

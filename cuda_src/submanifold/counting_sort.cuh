@@ -2,7 +2,7 @@
 //   DigitRanks   in shared memory: each row's place among the rows of the block with the same digit
 #pragma once
 
-#include "core/common.cuh"
+#include "core/async_copy.cuh"
 
 constexpr int BITS = 11, BINS = 1 << BITS, PART = 1024, THREADS = 256, WARPS = THREADS / 32, ROUNDS = PART / THREADS;
 

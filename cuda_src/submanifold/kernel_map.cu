@@ -140,6 +140,7 @@ __global__ void __launch_bounds__(THREADS)
 template <typename I>
 __global__ void __launch_bounds__(256)
     transpose_rows(const I* __restrict__ rows, I* __restrict__ transposed, i64 M, i64 N) {
+    overlap_launches(rows);
     const i64 m = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x, tap = blockIdx.y;
     if (m >= M) return;
     const I row = rows[tap * M + m];

@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(THREADS)
               u16* __restrict__ counts,       // [parts, BINS]
               i64 n, i64 sites, i64 shift) {
     __shared__ DigitRanks ranks;
+    overlap_launches(inverse, order);
     ranks.clear();
     const i64 first = DigitRanks::first_row();
     u32 digit[ROUNDS];
@@ -47,6 +48,7 @@ __global__ void __launch_bounds__(THREADS)
               I* __restrict__ order, I* __restrict__ site,  // [n]
               I* __restrict__ starts,                       // [sites + 1]
               i64 n, i64 sites) {
+    overlap_launches(inverse, low, high, count);
     const i64 t = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     const i64 there = *count < sites ? *count : sites;
     if (t > there && t <= sites) starts[t] = static_cast<I>(n);
@@ -71,6 +73,7 @@ __global__ void __launch_bounds__(THREADS)
              i64 n, i64 sites, i64 C, i64 mean) {
     using Compute = typename ComputeOf<T>::type;
     constexpr int ROWS = 32 / LANES;  // that are loaded at once, and added one after another
+    overlap_launches(features, order, site, starts);
     const i64 s = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (s >= sites) return;

@@ -7,28 +7,30 @@
 // site_conv:          products on tensor cores; a persistent grid, a thread block for each tile of BM rows and BN channels.
 // site_conv_fma:      products by fused multiply-add, for groups and for numbers that tensor cores do not take; a persistent
 //                     grid of 256 threads, each with V channels of ROWS rows.
-// pack_site_weights lets the next launch begin at once; those that multiply wait before they read what it has packed.
+// pack_site_weights lets the next launch begin once all before have ended; those that multiply wait before they read what it
+// has packed.
 // site_conv_pipelined.cuh has the same for wide sums, where some warps copy and others multiply; site_conv_tiles.cuh by tiles
 // that read each row once.
 #include "submanifold/site_conv_pipelined.cuh"
 #include "submanifold/site_conv_tiles.cuh"
 
-template <typename T, bool ROUND>
+// V: the type of scale and bias. The steps of a tap are a multiple of `whole`.
+template <typename T, typename V, bool ROUND>
 __global__ void __launch_bounds__(256)
-    pack_site_weights(const T* __restrict__ w,          // [taps, C, K]
-                      const float* __restrict__ scale,  // [K] or null
-                      const float* __restrict__ bias,   // [K] or null
-                      u8* __restrict__ packed, i64 taps, i64 C, i64 K) {
+    pack_site_weights(const T* __restrict__ w,      // [taps, C, K]
+                      const V* __restrict__ scale,  // [K] or null
+                      const V* __restrict__ bias,   // [K] or null
+                      u8* __restrict__ packed, i64 taps, i64 C, i64 K, i64 whole) {
     constexpr int LANES = 16 / sizeof(T);
-    dependent_launch();
-    const Steps steps(taps, C, K, LANES);
+    overlap_launches(w, scale, bias);
+    const Steps steps(taps, C, K, LANES, static_cast<int>(whole));
     const i64 panels = steps.panels, first = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
     const i64 step = static_cast<i64>(gridDim.x) * 256;
     for (i64 i = first; i < 2 * PANEL * panels; i += step) {
         const bool is_scale = i < PANEL * panels;
         const i64 k = is_scale ? i : i - PANEL * panels;
-        const float* const table = is_scale ? scale : bias;
-        reinterpret_cast<float*>(packed)[i] = k < K && table ? table[k] : is_scale ? 1.0f : 0.0f;
+        const V* const table = is_scale ? scale : bias;
+        reinterpret_cast<float*>(packed)[i] = k < K && table ? to_compute<float>(table[k]) : is_scale ? 1.0f : 0.0f;
     }
     u8* const panel_bytes = packed + 2 * PANEL * panels * 4;
     for (i64 i = first; i < panels * steps.chunks * (PANEL * 8); i += step) {

@@ -1,18 +1,21 @@
 // site_conv_tiles.cuh: the convolution of site_conv.cu by tiles that read each row of x once.
 // Source: tiles with shared inputs as in fVDB (Williams et al. 2024); fragments by local row numbers instead of an im2col matrix.
 // Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
-// Compute capability 9.0. Rows of x and y are whole vectors of 16 bytes, aligned; rows of more than a part are whole parts.
+// Compute capability 9.0. Rows of x are whole vectors of COPIED bytes, aligned; rows of y whole vectors of 16.
 // Launch: a persistent grid, (tiles of BM rows, tiles of BN channels) thread blocks.
 // The distinct rows that a tile reads (site_tiles.cu) lie in shared memory, RB bytes of channels (a part) at a time; row 0 is
 // zeros. ldmatrix gathers the rows of a fragment by their local numbers. Sums are made part after part, in a part tap after
 // tap, whatever tile a row is in.
 //   STAGES   0: all weights stay in shared memory; else a warp streams those of a part and tap through a ring of so many
+//   COPIED   bytes that are copied together: 16, or 4 or 8 where that is a whole row of x
 //   BUFFERS  2: the next rows are copied while these are multiplied
+// By SplitWgmma groups of four warps share the taps of a tile, and their sums are added in their order.
 #pragma once
 
 #include "block_sparse/stack/stack_pipeline.cuh"
 #include "submanifold/narrow_tile.cuh"
 #include "submanifold/site_product.cuh"
+#include "submanifold/split_wgmma.cuh"
 #include "submanifold/tile_head.cuh"
 
 // Where a unit of 16 bytes of a row lies: 8 rows that follow each other have the same unit in different banks. Unit u + 2 s is
@@ -23,11 +26,12 @@ DEVICE int unit_at(int row, int unit) {
 }
 
 // Shared memory, from a multiple of 1024 bytes on.
-template <int BM, int BN, int RB, int STAGES, int BUFFERS>
+template <int BM, int BN, int RB, int STAGES, int BUFFERS, int SPLIT>
 struct TileMemory {
     static constexpr int STAGE = BN * TILE_ROW;
     int rows_bytes, taps;  // of a buffer of rows
     u8 *weights, *rows;
+    float4* sums;  // of groups after the first
     int *heads, *places;
     u16* locals;
     float *scale, *bias;
@@ -35,7 +39,8 @@ struct TileMemory {
     DEVICE TileMemory(u8* unaligned, int taps, int chunks, int most) : rows_bytes((most + 1) * RB), taps(taps) {
         weights = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
         rows = weights + (STAGES ? STAGES : chunks) * STAGE;
-        locals = reinterpret_cast<u16*>(rows + BUFFERS * rows_bytes);
+        sums = reinterpret_cast<float4*>(rows + BUFFERS * rows_bytes);
+        locals = reinterpret_cast<u16*>(sums + (SPLIT - 1) * (BM * BN / 4));
         heads = reinterpret_cast<int*>(locals + BUFFERS * taps * BM);
         places = heads + 3 * TileHead::ints(taps);
         scale = reinterpret_cast<float*>(places + BUFFERS * BM), bias = scale + BN;
@@ -68,7 +73,7 @@ struct Streamers {
 };
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int RB,
-          int STAGES, int BUFFERS, int BLOCKS, bool ROUND, int ACTIVATION>
+          int STAGES, int BUFFERS, int BLOCKS, int COPIED, bool ROUND, int ACTIVATION>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers<Engine<T, BM, BN, WM, WN>, STAGES, BLOCKS>::COUNT, BLOCKS)
     site_conv_tiles(const T* __restrict__ x,  // [N, C]
                     const u8* __restrict__ packed,
@@ -79,15 +84,18 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                     T* __restrict__ y,               // [M, K]
                     i64 M, i64 taps, i64 C, i64 K, i64 most) {
     using Product = Engine<T, BM, BN, WM, WN>;
-    using Memory = TileMemory<BM, BN, RB, STAGES, BUFFERS>;
+    constexpr int SPLIT = split_of<Product>(0);  // groups that share the taps
+    using Memory = TileMemory<BM, BN, RB, STAGES, BUFFERS, SPLIT>;
     constexpr int THREADS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int UNITS = RB / 16, STEPS = RB / 32, PANELS = ceil_div(BN, PANEL);
     constexpr bool RING = STAGES > 0;
     using Streaming = Streamers<Product, STAGES, BLOCKS>;
-    constexpr bool AHEAD = MT == 2 || NT * 4 + STEPS * 8 + 32 <= Streaming::TAKEN;  // fragments are read while others are multiplied
+    static_assert(SPLIT == 1 || (RING && (STAGES & (STAGES - 1)) == 0), "the stage of a tap follows from its number");
+    // Whether fragments are read while others are multiplied.
+    constexpr bool AHEAD = MT == 2 || NT * 4 + STEPS * 8 + (SPLIT > 1 ? 72 : 32) <= Streaming::TAKEN;
 
     DYNAMIC_SHARED(u8, unaligned);
-    const Steps steps(taps, C, K, LANES);
+    const Steps steps(taps, C, K, LANES, STEPS);
     const Memory shared(unaligned, steps.taps, steps.chunks, static_cast<int>(most));
     const int parts = ceil_div(steps.per_tap, STEPS), head_ints = TileHead::ints(steps.taps);
     const int k0 = blockIdx.y * BN, lane = threadIdx.x % 32;
@@ -99,7 +107,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         if (threadIdx.x == 0) {
             for (int s = 0; s < STAGES; ++s) {
                 barrier_init(shared.full + s, 1);
-                barrier_init(shared.empty + s, Product::ASYNC ? THREADS / 32 : THREADS);
+                barrier_init(shared.empty + s, Product::ASYNC ? THREADS / 32 / SPLIT : THREADS);
             }
             barrier_init(shared.meeting, THREADS);
             barrier_init_fence();
@@ -152,6 +160,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     const auto copy_rows = [&](const TilePart& its, int first, int count) {
         const int* const list = sources + static_cast<i64>(its.tile) * (steps.taps * BM) + first;
         u8* const to = shared.rows + its.buffer * shared.rows_bytes;
+        if constexpr (COPIED < 16) {
+            for (int i = threadIdx.x; i < count; i += THREADS)
+                copy_async<COPIED>(to + unit_at<RB>(i + 1, 0), x + list[i] * C, true);
+            return;
+        }
         [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC && !AHEAD ? 1 : 4;  // there are no registers for more
 #pragma unroll TOGETHER
         for (int i = threadIdx.x; i < count * UNITS; i += THREADS) {
@@ -163,7 +176,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         const TileHead head = head_of(its);
         const int count = head.round_sources[its.round + 1] - head.round_sources[its.round];
         u8* const from = shared.rows + its.buffer * shared.rows_bytes;
-        for (int i = threadIdx.x; i < count * UNITS; i += THREADS) round_four(from + unit_at<RB>(i / UNITS + 1, i % UNITS));
+        constexpr int COPIES = COPIED < 16 ? 1 : UNITS;  // of a row
+        for (int i = threadIdx.x; i < count * COPIES; i += THREADS) round_four(from + unit_at<RB>(i / COPIES + 1, i % COPIES));
     };
     const auto copy_part = [&](const TilePart& its) {
         const TileHead head = head_of(its);
@@ -196,8 +210,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
 
     copy_head(blockIdx.x, 0);
     copy_async_commit();
-    for (int i = threadIdx.x; i < BUFFERS * UNITS; i += THREADS)
-        *reinterpret_cast<uint4*>(shared.rows + i / UNITS * shared.rows_bytes + i % UNITS * 16) = zero<uint4>();
+    const int zeros = COPIED < 16 ? shared.rows_bytes / 16 : UNITS;  // the first row, or all of which a part is copied
+    for (int i = threadIdx.x; i < BUFFERS * zeros; i += THREADS)
+        *reinterpret_cast<uint4*>(shared.rows + i / zeros * shared.rows_bytes + i % zeros * 16) = zero<uint4>();
     copy_async_wait<0>();
     meet();
     dependent_wait();  // for the packed weights
@@ -223,6 +238,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     float acc[MT][NT][4];
     clear(acc);
     Stage<RING ? STAGES : 1> stage;
+    [[maybe_unused]] u32 streamed = 0;  // taps whose weights came before this round
     for (bool more = true; more;) {
         copy_async_wait<0>();
         if constexpr (ROUND) round_rows(now);
@@ -241,17 +257,18 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         int tap_weights[2];                  // where the weights of a lane's taps are, if they stay
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int entry = 32 * h + lane < count ? head.list[begin + 32 * h + lane] : 0, groups = entry >> own_shift;
+            const int entry = 32 * h + lane < count ? head.list[begin + 32 * h + lane] : 0;
+            const int groups = (entry >> 16) % SPLIT == group_of<SPLIT>() ? entry >> own_shift : 0;
             const int first = (entry >> 16) * steps.per_tap + now.part * STEPS;
             tap_weights[h] = first / 4 * Memory::STAGE + first % 4 * 32;
             const auto lanes = [&](int bits) { return static_cast<u64>(__ballot_sync(EVERY, groups & bits)) << 32 * h; };
             own |= lanes(OWN), tops |= lanes(OWN & 15), bottoms |= lanes(OWN & ~15);
         }
         const auto weights_of = [&](int i) { return __shfl_sync(EVERY, i < 32 ? tap_weights[0] : tap_weights[1], i & 31); };
-        // The next tap to look at, from -1 on; where weights stay, the next that some of this warp's rows have.
+        // The next tap to look at, from -1 on; where weights stay, or groups share taps, the next that is this warp's.
         u64 left = own;
         const auto following = [&](int i) {
-            if constexpr (RING) return i + 1;
+            if constexpr (RING && SPLIT == 1) return i + 1;
             const int next = left ? __ffsll(static_cast<long long>(left)) - 1 : count;
             left &= left - 1;
             return next;
@@ -291,6 +308,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             const auto step = [&](int i, int next, int odd) {
                 int at[MT];
                 locate(at, next);
+                if constexpr (SPLIT > 1) stage.slot = (streamed + i) % STAGES, stage.phase = (streamed + i) / STAGES & 1;
                 const u32 right = (all_weights + (RING ? stage.slot * Memory::STAGE : weights_of(i))) >> 4;
                 if constexpr (RING) barrier_wait(shared.full + stage.slot, stage.phase);
                 if constexpr (MT == 2) {
@@ -298,11 +316,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                     if (top) multiply(at[0], 0, a[0], right, !bottom || top_runs);
                     if (bottom) multiply(at[1], 1, a[AHEAD], right, !top);
                     if (top || bottom) top_runs = !bottom;
-                } else if (!RING || own >> i & 1) {
+                } else if (!RING || SPLIT > 1 || own >> i & 1) {
                     multiply(at[0], 0, a[AHEAD * odd], right, !AHEAD);
                 }
                 if constexpr (RING) {
-                    if (own >> i & 1) {
+                    if (SPLIT > 1 || own >> i & 1) {
                         if constexpr (AHEAD) {
                             release(in_use);
                             in_use = stage.slot;
@@ -316,7 +334,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                         release(stage.slot);
                         in_use = -1;
                     }
-                    stage.advance();
+                    if constexpr (SPLIT == 1) stage.advance();
                 }
                 return next;
             };
@@ -330,6 +348,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             }
             wgmma_wait<0>();
             release(in_use);
+            if constexpr (SPLIT > 1) streamed += count;
         } else {
             const auto multiply = [&](const int (&at)[MT], const u8* weights, int b_at) {
 #pragma unroll
@@ -367,8 +386,14 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         if (next.tile != now.tile) {
             const TileRows its_rows{shared.places + now.places * BM, valid};
             const Result<T, TileRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, static_cast<int>(K)};
-            if constexpr (BN == 16 && sizeof(T) == 2) store_narrow<ACTIVATION, Product>(result, acc);
-            else result.template store<ACTIVATION, true, Product>(acc);
+            if constexpr (SPLIT > 1) {
+                gather_sums<SPLIT>(acc, shared.sums, meet);
+                if (group_of<SPLIT>() == 0) result.template store<ACTIVATION, true, Product>(acc);
+            } else if constexpr (BN == 16 && sizeof(T) == 2) {
+                store_narrow<ACTIVATION, Product>(result, acc);
+            } else {
+                result.template store<ACTIVATION, true, Product>(acc);
+            }
             clear(acc);
         }
         if (BUFFERS == 1 && more) {

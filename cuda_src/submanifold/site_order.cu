@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(THREADS)
              u16* __restrict__ counts,      // [parts, BINS]
              i64 M, i64 N, i64 taps, i64 columns, i64 side) {
     __shared__ DigitRanks ranks;
+    overlap_launches(rows);
     const Bins bins{static_cast<int>(taps), static_cast<int>(columns), static_cast<int>(side)};
     ranks.clear();
     const i64 first = DigitRanks::first_row();
@@ -57,6 +58,7 @@ template <typename I>
 __global__ void __launch_bounds__(1024)
     scan_bins(const u16* __restrict__ counts, I* __restrict__ before, I* __restrict__ totals, i64 parts) {
     __shared__ int sums[32][32];
+    overlap_launches(counts);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const i64 bin = static_cast<i64>(blockIdx.x) * 32 + lane, share = ceil_div<i64>(parts, 32);
     const i64 first = warp * share, last = first + share < parts ? first + share : parts;
@@ -81,6 +83,7 @@ __global__ void __launch_bounds__(THREADS)
                I* __restrict__ order, i64 M) {
     constexpr int EACH = BINS / THREADS;
     __shared__ int starts[BINS], parts[WARPS];
+    overlap_launches(places, before, totals);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int its[EACH], sum = 0;
 #pragma unroll
@@ -120,6 +123,7 @@ __global__ void __launch_bounds__(THREADS)
               i64 M, i64 N, i64 taps, i64 words) {
     constexpr int GROUPS = 4, EACH = 32 / WARPS;  // groups of 32 rows; taps of a warp
     __shared__ u32 found[WARPS][GROUPS];
+    overlap_launches(rows, order);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const i64 first = static_cast<i64>(blockIdx.x) * (32 * GROUPS) + lane, tap0 = static_cast<i64>(blockIdx.y) * 32 + warp * EACH;
     i64 from[GROUPS];

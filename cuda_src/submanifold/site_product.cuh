@@ -13,8 +13,9 @@ constexpr int ROWS_OF_GROUP = 32;                          // rows of the result
 // rows x 128 bytes, swizzled.
 struct Steps {
     int taps, per_tap, chunks, panels;
-    DEVICE Steps(i64 taps, i64 C, i64 K, int lanes)
-        : taps(static_cast<int>(taps)), per_tap(static_cast<int>(ceil_div<i64>(C, 2 * lanes))),
+    // The steps of a tap are a multiple of `whole`: those past its channels are zeros.
+    DEVICE Steps(i64 taps, i64 C, i64 K, int lanes, int whole = 1)
+        : taps(static_cast<int>(taps)), per_tap(ceil_div(static_cast<int>(ceil_div<i64>(C, 2 * lanes)), whole) * whole),
           chunks(ceil_div(this->taps * per_tap, 4)), panels(static_cast<int>(ceil_div<i64>(K, PANEL))) {}
     DEVICE const u8* weights(const u8* packed) const { return packed + static_cast<i64>(panels) * (2 * PANEL * 4); }
     // Scale (`which` 0) or bias (1) of channel k of the packed tables.

@@ -3,222 +3,233 @@
 //   in a round after the first l counts from where the round's sources begin
 // Source: the rule book of Graham et al. 2018 (arXiv:1711.10275), tile by tile; a hash table with linear probing.
 // Python: sbnet_cupy/submanifold/site_tiles.py
-// Launch: a thread block of BM threads for each tile; at most MOST_TAPS taps.
+// Launch: a thread block for each tile, BM threads for each of SLICES slices of the taps; at most MOST_TAPS taps.
 // A tile that reads more than `most` rows is read in rounds: a round is a run of its taps that read no more. Rows are
 // numbered in the order in which the taps read them, so that a tile is a function of the map alone.
+#include "core/async_copy.cuh"
 #include "submanifold/tile_head.cuh"
 
-constexpr int SLOTS = 2048, MOST_TAPS = 64, KEY_BITS = 48, MOST_PROBES = 64;
+constexpr int MOST_TAPS = 64, KEY_BITS = 24, NO_BIT = 255;
 constexpr u32 READER = 1u << 16, NOBODY = 0xffffffffu;
 
-// On how many axes a tap is off the centre.
-DEVICE int axes_off(int tap, const int (&kernel)[4]) {
-    int off = 0;
-#pragma unroll
-    for (int axis = 3; axis >= 0; --axis) {
-        off += 2 * (tap % kernel[axis]) != kernel[axis] - 1;
-        tap /= kernel[axis];
-    }
-    return off;
-}
-
-// The distinct rows that are read. What belongs to a row: its number, or READER + its first reader as long as it has none.
+// The distinct rows that are read, by linear probing. What belongs to a row: its number, or READER + its first reader as long
+// as it has none. There are more slots than a tile can read rows.
+template <int SLOTS>
 struct RowTable {
-    int* rows;  // [SLOTS]: or -1
+    int* rows;  // [SLOTS]: or -1; states follow
     u32* states;
     DEVICE void clear(int thread, int threads) const {
-        for (int s = thread; s < SLOTS; s += threads) rows[s] = -1, states[s] = NOBODY;
+        for (int s = 4 * thread; s < 2 * SLOTS; s += 4 * threads)  // rows = -1, states = NOBODY: all bits set
+            *reinterpret_cast<uint4*>(rows + s) = make_uint4(NOBODY, NOBODY, NOBODY, NOBODY);
     }
-    // Note that `reader` reads a row; return its slot, or -1 where the table is too full.
-    DEVICE int note(int row, u32 reader, int most_probes) const {
-        int slot = static_cast<int>(static_cast<u32>(row) * 0x9e3779b1u >> 21);
-        for (int probe = 0; probe < most_probes; ++probe, slot = (slot + 1) % SLOTS) {
-            int seen = *reinterpret_cast<volatile int*>(rows + slot);
-            if (seen == -1) seen = atomicCAS(rows + slot, -1, row);
-            if (seen != -1 && seen != row) continue;
-            if (*reinterpret_cast<volatile u32*>(states + slot) > READER + reader) atomicMin(states + slot, READER + reader);
-            return slot;
-        }
-        return -1;
+    static DEVICE int first_slot(int row) {
+        return static_cast<int>(static_cast<u32>(row) * 0x9e3779b1u >> 16) / (65536 / SLOTS);
+    }
+    // Look whether a slot is that of a row, or make it so where it is empty.
+    DEVICE bool take(int slot, int row) const {
+        int seen = *reinterpret_cast<volatile int*>(rows + slot);
+        if (seen == -1) seen = atomicCAS(rows + slot, -1, row);
+        return seen == -1 || seen == row;
+    }
+    // The slot of a row, from `slot` on.
+    DEVICE int find(int slot, int row) const {
+        while (!take(slot, row)) slot = (slot + 1) % SLOTS;
+        return slot;
     }
 };
 
-// Number of the threads of the block before this one for which `is_new` holds, and in `all` of all; `counts` holds one for
-// each warp. All threads meet twice.
-template <int WARPS>
-DEVICE int number_new(bool is_new, int* counts, int& all) {
-    const u32 found = __ballot_sync(0xffffffffu, is_new);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (lane == 0) counts[warp] = __popc(found);
-    __syncthreads();
-    int before = __popc(found & ((1u << lane) - 1));
-    all = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        before += w < warp ? counts[w] : 0;
-        all += counts[w];
-    }
-    __syncthreads();
-    return before;
-}
-
-template <typename I, int BM>
-__global__ void __launch_bounds__(BM)
+//   SLICES, EACH   threads for each row, and taps that each of them looks at: every SLICES-th
+template <typename I, int BM, int SLOTS, int SLICES, int EACH>
+__global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 ? 1 : 2)
     tile_rows(const I* __restrict__ rows,  // [taps, M]
               int* __restrict__ order,     // [tiles][BM]: row of y, or -1
               int* __restrict__ heads,     // [tiles][TileHead::ints(taps)]
               int* __restrict__ sources,   // [tiles][taps * BM]
               u16* __restrict__ locals,    // [tiles][taps][BM]: of the taps in the head's list
-              i64 M, i64 N, i64 taps_, i64 most, i64 k0, i64 k1, i64 k2, i64 k3) {
-    constexpr int WARPS = BM / 32;
-    const int t = threadIdx.x, lane = t % 32, warp = t / 32, taps = static_cast<int>(taps_);
-    DYNAMIC_SHARED(u64, sorted);  // [BM]; all of it is dynamic, so that its size says whether it needs permission
-    u64* const has = sorted + BM;                                 // [BM]
-    int* const table_rows = reinterpret_cast<int*>(has + BM);     // [SLOTS]
+              i64 M, i64 N, i64 taps_, i64 most,
+              // the bit of each tap in the key by which rows are sorted, or NO_BIT: 8 bits each
+              i64 b0, i64 b1, i64 b2, i64 b3, i64 b4, i64 b5, i64 b6, i64 b7) {
+    constexpr int WARPS = BM / 32, THREADS = BM * SLICES, SHARE = BM / SLICES;
+    static_assert(BM <= 256 && SHARE % 4 == 0, "a place takes 8 bits; keys are compared four at a time");
+    static_assert(8 % SLICES == 0 && EACH * SLICES <= MOST_TAPS, "and eight bits of taps are a number");
+    constexpr u32 EVERY = 0xffffffffu;
+    const int t = threadIdx.x % BM, slice = threadIdx.x / BM, lane = t % 32, warp = t / 32, taps = static_cast<int>(taps_);
+    DYNAMIC_SHARED(u32, keys);  // [BM]; all of it is dynamic, so that its size says whether it needs permission
+    int* const places = reinterpret_cast<int*>(keys + BM);        // [BM]: where a row goes
+    int* const sorted = places + BM;                              // [BM]: which row is there
+    int* const table_rows = sorted + BM;                          // [SLOTS]
     u32* const table_states = reinterpret_cast<u32*>(table_rows + SLOTS);
-    int* const read = reinterpret_cast<int*>(table_states + SLOTS);  // [taps][BM]: rows, or -1
+    // [taps][BM]: the slot of the row that is read, or -1
+    int* const read = reinterpret_cast<int*>(table_states + SLOTS);
     int* const counts = read + taps * BM;                         // [taps][WARPS]
-    int *const off_centre = counts + taps * WARPS, *const groups = off_centre + taps;  // [taps]
-    int *const bits = groups + taps, *const distinct = bits + taps;  // bits: of a tap in the key by which rows are sorted, or -1
+    int *const groups = counts + taps * WARPS, *const round = groups + taps;  // [taps]: a bit for each 16 rows; [2]
     const i64 tile = blockIdx.x, p0 = tile * BM;
-    const int kernel[4] = {static_cast<int>(k0), static_cast<int>(k1), static_cast<int>(k2), static_cast<int>(k3)};
-    const RowTable table{table_rows, table_states};
-    for (int i = t; i < taps; i += BM) off_centre[i] = axes_off(i, kernel), groups[i] = 0;
-    table.clear(t, BM);
-    u64 its_taps = 0;
-#pragma unroll 9
-    for (int tap = 0; tap < taps; ++tap) {
-        const i64 row = p0 + t < M ? rows[tap * M + p0 + t] : -1;
-        const bool there = row >= 0 && row < N;
-        read[tap * BM + t] = there ? static_cast<int>(row) : -1;
-        if (there) its_taps |= 1ull << tap;
-    }
-    __syncthreads();
-    if (t < taps) {  // taps that are off the centre on most axes count first
-        int rank = 0;
-        for (int j = 0; j < taps; ++j) rank += off_centre[j] > off_centre[t] || (off_centre[j] == off_centre[t] && j < t);
-        bits[t] = max(KEY_BITS - 1 - rank, -1);
+    const RowTable<SLOTS> table{table_rows, table_states};
+    const i64 bits[] = {b0, b1, b2, b3, b4, b5, b6, b7};
+    table.clear(threadIdx.x, THREADS);
+    for (int i = threadIdx.x; i < taps; i += THREADS) groups[i] = 0;
+    if (slice == 0) keys[t] = 0, places[t] = 0;
+    overlap_launches(rows);
+    int own_rows[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int tap = slice + i * SLICES;
+        own_rows[i] = tap < taps && p0 + t < M ? static_cast<int>(rows[tap * M + p0 + t]) : -1;
     }
     __syncthreads();
 
-    u64 key = 0;
-    for (int tap = 0; tap < taps; ++tap)
-        if (its_taps >> tap & 1 && bits[tap] >= 0) key |= 1ull << bits[tap];
+    u32 its_key = 0;
+    u32 took = 0;  // bit i: there is a slot for the row of number i
 #pragma unroll
-    for (int shift = 1; shift < KEY_BITS; shift *= 2) key ^= key >> shift;  // the place in Gray order
-    has[t] = its_taps;
-    sorted[t] = (p0 + t < M ? key << 8 : ~0ull << 8) | static_cast<u64>(t);
+    for (int i = 0; i < EACH; ++i) {
+        const int row = own_rows[i] < N ? own_rows[i] : -1;
+        own_rows[i] = row;
+        took |= static_cast<u32>(row < 0 || table.take(table.first_slot(row), row)) << i;
+        if (row < 0) continue;
+        const int bit = static_cast<int>(bits[i * SLICES / 8] >> (slice + i * SLICES % 8) * 8) & 255;
+        if (bit != NO_BIT) its_key |= 1u << bit;
+    }
+    if (its_key) atomicOr(keys + t, its_key);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int tap = slice + i * SLICES, row = own_rows[i];
+        int slot = row < 0 ? -1 : table.first_slot(row);
+        if (!(took >> i & 1)) slot = table.find((slot + 1) % SLOTS, row);
+        if (tap < taps) read[tap * BM + t] = slot;
+    }
     __syncthreads();
-    for (int size = 2; size <= BM; size *= 2)  // bitonic sort
-        for (int step = size / 2; step > 0; step /= 2) {
-            const int other = t ^ step;
-            if (other > t) {
-                const u64 a = sorted[t], b = sorted[other];
-                if ((a > b) == ((t & size) == 0)) sorted[t] = b, sorted[other] = a;
+
+    // Sorted by counting, since no two keys are the same; a slice of the threads looks at a slice of the keys.
+    const auto key_of = [&](i64 row, u32 key) {
+#pragma unroll
+        for (int shift = 1; shift < KEY_BITS; shift *= 2) key ^= key >> shift;  // the place in Gray order
+        return (p0 + row < M ? key << 8 : ~0u << 8) | static_cast<u32>(row);
+    };
+    if (slice == 0) keys[t] = key_of(t, keys[t]);
+    __syncthreads();
+    {
+        const u32 own = keys[t];
+        int before = 0;
+#pragma unroll 8
+        for (int i = slice * SHARE; i < (slice + 1) * SHARE; i += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(keys + i);
+            before += (four.x < own) + (four.y < own) + (four.z < own) + (four.w < own);
+        }
+        atomicAdd(places + t, before);
+    }
+    __syncthreads();
+    if (slice == 0) sorted[places[t]] = t;
+    __syncthreads();
+    const int from = sorted[t];
+    if (slice == 0) order[tile * BM + t] = p0 + from < M ? static_cast<int>(p0 + from) : -1;
+    int* const mine = read + from;  // what this thread's row reads, BM apart
+
+    // Round by round: the rows that taps from `begin` on read are numbered, of as many taps as read no more than `most`.
+#pragma unroll 4
+    for (int i = 0; i < EACH; ++i) {
+        const int tap = slice + i * SLICES;
+        if (tap >= taps) break;
+        const int slot = mine[tap * BM];
+        const u32 readers = __ballot_sync(EVERY, slot != -1);
+        if (lane == 0 && readers) atomicOr(groups + tap, ((readers & 0xffff ? 1 : 0) | (readers >> 16 ? 2 : 0)) << (2 * warp));
+        if (slot >= 0) atomicMin(table.states + slot, READER + static_cast<u32>(tap * BM + t));
+    }
+    __syncthreads();
+    u64 listed = 0;  // taps that some row has
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+        listed |= static_cast<u64>(__ballot_sync(EVERY, 32 * h + lane < taps && groups[32 * h + lane])) << 32 * h;
+    const auto entries_before = [&](int tap) { return __popcll(tap < 64 ? listed & ((1ull << tap) - 1) : listed); };
+    const TileHead head(heads + tile * TileHead::ints(taps), taps);
+    if (threadIdx.x == 0) head.round_entries[0] = head.round_sources[0] = 0;
+    int begin = 0, rounds = 0, total = 0;
+    for (;;) {
+        if (begin > 0) {  // enter the rows that are left in an empty table
+#pragma unroll 1
+            for (int tap = slice; tap < taps; tap += SLICES) {
+                const int slot = mine[tap * BM];
+                if (tap >= begin && slot >= 0) mine[tap * BM] = table.rows[slot];
+            }
+            __syncthreads();
+            table.clear(threadIdx.x, THREADS);
+            __syncthreads();
+#pragma unroll 1
+            for (int tap = slice; tap < taps; tap += SLICES) {
+                const int row = mine[tap * BM];
+                if (tap < begin || row < 0) continue;
+                const int slot = table.find(table.first_slot(row), row);
+                atomicMin(table.states + slot, READER + static_cast<u32>(tap * BM + t));
+                mine[tap * BM] = slot;
             }
             __syncthreads();
         }
-    const int from = static_cast<int>(sorted[t] & 255);
-    order[tile * BM + t] = p0 + from < M ? static_cast<int>(p0 + from) : -1;
-    const u64 own = has[from];
-    int* const mine = read + from;  // what this thread's row reads, BM apart
-
-    // All taps at once: who reads each row first.
-    bool missed = false;
-    for (int tap = 0; tap < taps; ++tap) {
-        const bool there = own >> tap & 1;
-        const u32 readers = __ballot_sync(0xffffffffu, there);
-        if (lane == 0 && readers) atomicOr(groups + tap, ((readers & 0xffff ? 1 : 0) | (readers >> 16 ? 2 : 0)) << (2 * warp));
-        if (there) {
-            const int row = mine[tap * BM], slot = table.note(row, static_cast<u32>(tap * BM + t), MOST_PROBES);
-            mine[tap * BM] = slot >= 0 ? slot : -2 - row;
-            missed |= slot < 0;
+        u32 firsts = 0;  // bit i: this thread's row is the first that reads the one that it reads
+#pragma unroll 4
+        for (int i = 0; i < EACH; ++i) {
+            const int tap = slice + i * SLICES;
+            if (tap >= taps) break;
+            const int slot = begin <= tap ? mine[tap * BM] : -1;
+            const bool first = slot >= 0 && table.states[slot] == READER + static_cast<u32>(tap * BM + t);
+            const u32 found = __ballot_sync(EVERY, first);
+            firsts |= static_cast<u32>(first) << i;
+            if (lane == 0) counts[tap * WARPS + warp] = __popc(found);
         }
-    }
-    const bool full = __syncthreads_or(missed);
-    u64 is_first = 0;
-    for (int tap = 0; tap < taps; ++tap) {
-        const int slot = own >> tap & 1 ? mine[tap * BM] : -1;
-        const bool first = slot >= 0 && table.states[slot] == READER + static_cast<u32>(tap * BM + t);
-        const u32 found = __ballot_sync(0xffffffffu, first);
-        if (first) is_first |= 1ull << tap;
-        if (lane == 0) counts[tap * WARPS + warp] = __popc(found);
-    }
-    __syncthreads();
-    if (warp == 0) {  // exclusive sums
-        int sum = 0;
-        for (int i = lane * taps * WARPS / 32; i < (lane + 1) * taps * WARPS / 32; ++i) {
-            const int its = counts[i];
-            counts[i] = sum;
-            sum += its;
-        }
-        int up_to = sum;
+        __syncthreads();
+        if (threadIdx.x < 32) {  // exclusive sums: a lane has a tap
+            int before = 0, fitting = 0, sums[2];
 #pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, up_to, d);
-            if (lane >= d) up_to += other;
+            for (int h = 0; h < 2; ++h) {
+                const int tap = 32 * h + lane;
+                int its[WARPS], sum = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) sum += its[w] = tap < taps ? counts[tap * WARPS + w] : 0;
+                int up_to = sum;
+#pragma unroll
+                for (int d = 1; d < 32; d *= 2) {
+                    const int other = __shfl_up_sync(EVERY, up_to, d);
+                    if (lane >= d) up_to += other;
+                }
+                int place = before + up_to - sum;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) {
+                    if (tap < taps) counts[tap * WARPS + w] = place;
+                    place += its[w];
+                }
+                sums[h] = place;
+                fitting += __popc(__ballot_sync(EVERY, begin <= tap && tap < taps && place <= most));
+                before += __shfl_sync(EVERY, up_to, 31);
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (32 * h + lane == begin + fitting - 1) round[0] = begin + fitting, round[1] = sums[h];
         }
-        for (int i = lane * taps * WARPS / 32; i < (lane + 1) * taps * WARPS / 32; ++i) counts[i] += up_to - sum;
-        if (lane == 31) *distinct = up_to;
-    }
-    __syncthreads();
-    const TileHead head(heads + tile * TileHead::ints(taps), taps);
-    const bool in_rounds = full || *distinct > most;
-    int entries = 0, rounds = 0, used = 0, total = 0;
-    if (t == 0) head.round_entries[0] = head.round_sources[0] = 0;
-    if (!in_rounds) {
-        total = *distinct;
-        for (int tap = 0; tap < taps; ++tap) {
-            const bool first = is_first >> tap & 1;
-            const u32 found = __ballot_sync(0xffffffffu, first);
+        __syncthreads();
+        const int end = round[0], distinct = round[1];
+#pragma unroll 4
+        for (int i = 0; i < EACH; ++i) {
+            const int tap = slice + i * SLICES;
+            if (tap >= end) break;
+            const bool first = firsts >> i & 1;
+            const u32 found = __ballot_sync(EVERY, first);
             if (!first) continue;
             const int place = counts[tap * WARPS + warp] + __popc(found & ((1u << lane) - 1)), slot = mine[tap * BM];
             table.states[slot] = static_cast<u32>(place + 1);
-            sources[tile * taps * BM + place] = table.rows[slot];
-        }
-    } else {
-        for (int tap = 0; tap < taps; ++tap) {
-            const int slot = own >> tap & 1 ? mine[tap * BM] : -1;
-            if (own >> tap & 1) mine[tap * BM] = slot >= 0 ? table.rows[slot] : -2 - slot;
+            sources[tile * taps * BM + total + place] = table.rows[slot];
         }
         __syncthreads();
-        table.clear(t, BM);
-    }
-    __syncthreads();
-    for (int tap = 0; tap < taps; ++tap) {
-        if (!groups[tap]) continue;
-        const bool there = own >> tap & 1;
-        int slot = there ? mine[tap * BM] : -1;
-        if (in_rounds) {
-            const int row = slot;
-            for (;;) {
-                if (there) slot = table.note(row, static_cast<u32>(t), SLOTS);
-                __syncthreads();
-                const bool is_new = there && table.states[slot] == READER + static_cast<u32>(t);
-                int all;
-                const int place = number_new<WARPS>(is_new, counts, all);
-                if (used + all <= most) {
-                    if (is_new) {
-                        table.states[slot] = static_cast<u32>(used + place + 1);
-                        sources[tile * taps * BM + total + place] = row;
-                    }
-                    used += all, total += all;
-                    break;
-                }
-                table.clear(t, BM);  // this tap begins another round
-                used = 0, ++rounds;
-                if (t == 0) head.round_entries[rounds] = entries, head.round_sources[rounds] = total;
-                __syncthreads();
-            }
-            __syncthreads();
+#pragma unroll 4
+        for (int i = 0; i < EACH; ++i) {
+            const int tap = slice + i * SLICES;
+            if (tap >= end) break;
+            if (tap < begin || !(listed >> tap & 1)) continue;
+            const int entry = entries_before(tap), slot = mine[tap * BM];
+            locals[(tile * taps + entry) * BM + t] = static_cast<u16>(slot >= 0 ? table.states[slot] : 0);
+            if (t == 0) head.list[entry] = tap << 16 | groups[tap];
         }
-        locals[(tile * taps + entries) * BM + t] = static_cast<u16>(there ? table.states[slot] : 0);
-        if (t == 0) head.list[entries] = tap << 16 | groups[tap];
-        ++entries;
-        if (in_rounds) __syncthreads();
+        total += distinct, ++rounds;
+        if (threadIdx.x == 0) head.round_entries[rounds] = entries_before(end), head.round_sources[rounds] = total;
+        if (end == taps) break;
+        begin = end;
     }
-    if (t == 0) {
-        head.counts[0] = entries, head.counts[1] = ++rounds;
-        head.round_entries[rounds] = entries, head.round_sources[rounds] = total;
-    }
+    if (threadIdx.x == 0) head.counts[0] = __popcll(listed), head.counts[1] = rounds;
 }

@@ -109,7 +109,7 @@ def _affine_grad_cuda(specs, *, activation, channels_last, same):
     dtype = tables[0].dtype if tables else np.dtype(np.float32)
     as_they_are = all(table.dtype == dtype and table.contiguous for table in tables)
     dtype = dtype if as_they_are else wide
-    groups, launch = _prepare(grad, x, dtype, activation, channels, channels_last)
+    groups, launch = prepare_sums(grad, x, dtype, activation, channels, channels_last)
 
     def run(grad, x, scale, shift, inside):
         if not as_they_are:
@@ -125,7 +125,7 @@ def _affine_grad_cuda(specs, *, activation, channels_last, same):
     return run
 
 
-def _prepare(grad, x, dtype, activation, channels, channels_last):
+def prepare_sums(grad, x, dtype, activation, channels, channels_last):
     """Return how many groups of pixels are summed up, and the launch.
 
     ``dtype`` is that of scale and shift. The choice depends on shapes and alignments alone.

@@ -309,7 +309,7 @@ def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capaci
             return None
         found = found.cut(int(found.count[0]))
     made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)
-    made._kept["tree"] = found.tree
+    made._kept.update(tree=found.tree, valid=found.valid)
     if mode in ("sum", "mean") and made.capacity < MOST_SITES:
         reduction = rows_of_sites(found.inverse, found.count, made.capacity)
     elif mode in ("sum", "mean"):

@@ -39,5 +39,5 @@ class CountingSort:
 
 def _prepare(kernel, grid, block, pointers, scalars):
     return kernels.prepare(
-        "submanifold/site_order", kernel, ("int",), grid, block, pointers, scalars
+        "submanifold/site_order", kernel, ("int",), grid, block, pointers, scalars, dependent=True
     )

@@ -88,6 +88,13 @@ class KernelMap(KeepingContainer):
         """Return the floating-point operations of a convolution over this map."""
         return 2 * self.pairs() * channels * channels_out // groups
 
+    def is_symmetric(self):
+        """Whether the map in the other direction is this one with its taps in reverse order.
+
+        It is known of a submanifold convolution with an odd kernel.
+        """
+        return self._kept.get("symmetric", False)
+
     def transposed(self):
         """Return the map in the other direction: from the target's rows to the source's."""
         rows, kept = self._keep("back", self._transposed)
@@ -188,6 +195,8 @@ def kernel_map(
 
     def new():
         made = make(coordinates, window, onto, output_padding, capacity)
+        if onto is coordinates and window.is_symmetric():
+            made._kept["symmetric"] = True
         kept = KeptMap.for_source(made)
         capture = capture_of(made.rows)
         if capture != coordinates._kept.get(CAPTURE, 0) and onto is None and not transposed:

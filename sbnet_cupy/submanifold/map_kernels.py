@@ -66,6 +66,7 @@ class Sites(NamedTuple):
     tree: Tree
     indices: Any  # int32 [capacity, 1 + d] or None
     count: Any  # int32 [1]
+    valid: Any  # bool [capacity]: which rows hold a site; or None
     winners: Any  # int32 [capacity]: the first or last row of each site; None if not asked for
     inverse: Any  # int32 [n] or None
     status: Any  # int32 [1]
@@ -75,8 +76,9 @@ class Sites(NamedTuple):
         if rows == self.tree.rows:
             return self
         winners = None if self.winners is None else self.winners[:rows].copy()
+        indices, valid = self.indices[:rows].copy(), self.valid[:rows].copy()
         tree = self.tree._replace(rows=rows)
-        return self._replace(tree=tree, indices=self.indices[:rows].copy(), winners=winners)
+        return self._replace(tree=tree, indices=indices, valid=valid, winners=winners)
 
 
 def tree_shape(packing, most):
@@ -118,7 +120,7 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
     window : (kernel, stride, dilation, padding), optional
         Look for all places that the rows read, or, if ``readers``, that read them.
     listed : bool
-        Whether to return ``indices`` and ``inverse``.
+        Whether to return ``indices``, ``valid`` and ``inverse``.
     """
     with memory_of_graphs(rows):
         rows = namespace(rows).ascontiguousarray(rows)
@@ -134,17 +136,18 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
         totals = empty((shape.levels,), np.int32, rows)
         status = empty((1,), np.int32, rows)
         indices = empty((capacity, 1 + d), np.int32, rows) if listed else None
+        valid = empty((capacity,), np.bool_, rows) if listed else None
         winners = empty((capacity,), np.int32, rows) if given else None
         inverse = empty((n,), np.int32, rows) if listed and given else None
-    launches.clear(words, indices, winners, status)
+    launches.clear(words, indices, winners, valid, status)
     for level, (mark, rank_words) in enumerate(launches.levels):
         start, _ = shape.level(level)
         sums = words[2 * shape.words + level * _blocks(shape) :]
         mark(rows, count, words, status)
         rank_words(words[2 * start :], sums, totals)
-    launches.place(rows, count, words, status, indices, winners, inverse)
+    launches.place(rows, count, words, status, indices, winners, valid, inverse)
     tree = Tree(words, shape, packing, None, capacity)
-    return Sites(tree, indices, totals[-1:], winners, inverse, status)
+    return Sites(tree, indices, totals[-1:], valid, winners, inverse, status)
 
 
 def tree_of(indices, count, packing):
@@ -226,10 +229,10 @@ def _launches(build, place):
         )  # fmt: skip
 
     listed = build.capacity * (1 + d) if build.listed else 0
-    winners = build.capacity if given else 0
+    winners, valid = (build.capacity if wanted else 0 for wanted in (given, build.listed))
     cleared = _cleared(shape)
-    blocks = -(-max(cleared, listed, winners) // 256)
-    clear = prepare("clear_sites", ("uint4",), blocks, 4, (cleared, listed, winners))
+    blocks = -(-max(cleared, listed, winners, valid) // 256)
+    clear = prepare("clear_sites", ("uint4",), blocks, 5, (cleared, listed, winners, valid))
     levels = []
     for level in range(shape.levels):
         most = shape.level(level)[1]
@@ -240,7 +243,7 @@ def _launches(build, place):
             prepare("rank_words", (_WORDS,), blocks, 3, (level, most), persistent=False),
         ))  # fmt: skip
     scalars = (*sizes, build.capacity, int(build.mode == "last"), *geometry)
-    return _Launches(clear, tuple(levels), prepare("place_sites", template, grid, 7, scalars))
+    return _Launches(clear, tuple(levels), prepare("place_sites", template, grid, 8, scalars))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,7 +273,10 @@ def _is_near(packing, window, readers):
 def _transposer(taps, targets, sources, place):
     """Prepare the launch of transpose_rows on the current device."""
     grid = (-(-targets // 256), taps)
-    return kernels.prepare(_MAP_FILE, "transpose_rows", ("int",), grid, 256, 2, (targets, sources))
+    sizes = (targets, sources)
+    return kernels.prepare(
+        _MAP_FILE, "transpose_rows", ("int",), grid, 256, 2, sizes, dependent=True
+    )
 
 
 def _candidates(window, readers):

@@ -100,7 +100,7 @@ def _sites_by_kernels(like, window, readers, shape, capacity):
     if capacity is None:
         found = found.cut(int(found.count[0]))
     made = CoordinateMap(found.indices, found.count, shape, like.batch_size, like.status)
-    made._kept["tree"] = found.tree
+    made._kept.update(tree=found.tree, valid=found.valid)
     return made
 
 

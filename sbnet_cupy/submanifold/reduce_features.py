@@ -61,7 +61,7 @@ def _plan_kernel(features, listed, results, mode):
     lanes = min(32, 1 << max(channels - 1, 0).bit_length())
     launch = kernels.prepare(
         "submanifold/reduce_features", "sum_rows", (cpp_name(features.dtype, "features"), lanes),
-        -(-sites // 8), 256, 5, (n, sites, channels, int(mode == "mean")),
+        -(-sites // 8), 256, 5, (n, sites, channels, int(mode == "mean")), dependent=True,
     )  # fmt: skip
     return Plan(results, launch, launch=launch, operands=(0, 1, 2, 3, 4))
 

@@ -51,7 +51,7 @@ class _Launches:
 
 
 def _prepare(kernel, grid, pointers, scalars):
-    return kernels.prepare(_FILE, kernel, ("int",), grid, 256, pointers, scalars)
+    return kernels.prepare(_FILE, kernel, ("int",), grid, 256, pointers, scalars, dependent=True)
 
 
 @functools.lru_cache(maxsize=1024)

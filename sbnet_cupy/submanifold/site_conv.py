@@ -224,9 +224,11 @@ def _plan(specs, options):
     result, problem = _resolve(specs, options)
     if not result.size:
         return Plan((result,), lambda *arrays: None)
-    features, rows, _, w, _, _, residual, out = specs
+    features, rows, _, w, scale, bias, residual, out = specs
     if by_kernels(features):
-        plan = plan_kernel(problem, options[0], features, w, rows, residual, out or result, result)
+        plan = plan_kernel(
+            problem, options[0], features, w, rows, scale, bias, residual, out or result, result
+        )
         if plan is not None:
             return plan
 

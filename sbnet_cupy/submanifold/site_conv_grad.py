@@ -123,9 +123,9 @@ def _gradients(grad_y, given, made: KernelMap, problem, wanted, y):
     through = _through_kernels if by_kernels(features) else _through_epilogue
     grad, found = through(grad_y, given, taps, made, problem, wanted, y)
     if "features" in wanted:
-        turned = swap_channels(taps, problem.groups)
+        back = made if made.is_symmetric() else made.transposed()
+        turned = swap_channels(taps[::-1] if back is made else taps, problem.groups)
         options = ((problem.taps,), len(grad), problem.groups, None, precision)
-        back = made.transposed()
         arrays = (grad, back.rows, None, turned, None, None, None, None)
         found["features"] = convolve(back, arrays, options)
     if "w" in wanted:

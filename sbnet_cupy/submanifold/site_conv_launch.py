@@ -15,7 +15,7 @@ from ..core.compile import cpp_name
 from ..core.device import current_device
 from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Plan
-from ..core.packed import Pack, PackedPlan
+from ..core.packed import Pack, PackedPlan, dtype_of_tables
 from ..dense.activation import ACTIVATIONS
 from ..dense.packed_weights import PackedWeights
 from .site_conv_plan import FmaPlan, SiteConvSizes, TilesPlan, plan_site_conv
@@ -25,7 +25,7 @@ from .site_tiles import SiteTiles, TileShape, site_tiles
 _FILE = "submanifold/site_conv"
 
 
-def plan_kernel(problem, kernel_size, features, w, rows, residual, out, result):
+def plan_kernel(problem, kernel_size, features, w, rows, scale, bias, residual, out, result):
     """Return the Plan of a call by a kernel; None where there is none. All arrays are specs."""
     if not (w.contiguous and rows.contiguous and features.size):
         return None
@@ -35,9 +35,11 @@ def plan_kernel(problem, kernel_size, features, w, rows, residual, out, result):
         return None
     if isinstance(plan, FmaPlan):
         return Plan((result,), _by_fma(conv, plan))
-    pack, multiply, multiply_early = _by_tensor_cores(conv, plan)
-    how = ("site_conv", conv.element)
     tiled = isinstance(plan, TilesPlan)
+    whole = plan.whole(conv) if tiled else 1
+    tables = dtype_of_tables(w.dtype, (scale, bias))
+    pack, multiply, multiply_early = _by_tensor_cores(conv, plan, whole, tables)
+    how = ("site_conv", conv.element, conv.steps(whole))
     order_operands = range(9, 9 + len((SiteTiles if tiled else SiteOrder)._fields))
 
     def sort(rows):
@@ -98,18 +100,20 @@ def describe(problem, features, w, rows, residual, out):
     )
 
 
-def _by_tensor_cores(conv, plan):
-    """Return what packs weights, and two launches that multiply.
+def _by_tensor_cores(conv, plan, whole, tables):
+    """Return what packs weights, with scale and bias of a dtype, and two launches that multiply.
 
     The second begins while the kernel that packs runs: it may read all else at once.
     """
+    size = conv.packed_bytes(whole)
     pack = Pack(
         kernels.prepare(
-            _FILE, "pack_site_weights", (conv.element, conv.element == "float"),
-            min(-(-conv.packed_bytes // (16 * 256)), 2**16), 256, 4,
-            (conv.taps, conv.channels, conv.channels_out),
+            _FILE, "pack_site_weights",
+            (conv.element, cpp_name(tables, "scale and bias"), conv.element == "float"),
+            min(-(-size // (16 * 256)), 2**16), 256, 4,
+            (conv.taps, conv.channels, conv.channels_out, whole), dependent=True,
         ),
-        conv.packed_bytes, 1, 2,
+        size, 1, 2, tables,
     )  # fmt: skip
     pointers, sizes = 8, (conv.targets, conv.taps, conv.channels, conv.channels_out)
     if isinstance(plan, TilesPlan):

@@ -39,16 +39,17 @@ class SiteConvSizes(NamedTuple):
         """Bytes of a number."""
         return {"double": 8, "float": 4}.get(self.element, 2)
 
-    @property
-    def chunks(self):
-        """Chunks of K of the product on tensor cores."""
-        steps = -(-self.channels * self.element_bytes // _STEP)
-        return -(-self.taps * steps // 4)
+    def steps(self, whole=1):
+        """Steps of K of a tap: a multiple of ``whole``."""
+        return -(-self.channels * self.element_bytes // (_STEP * whole)) * whole
 
-    @property
-    def packed_bytes(self):
+    def chunks(self, whole=1):
+        """Chunks of K of the product on tensor cores."""
+        return -(-self.taps * self.steps(whole) // 4)
+
+    def packed_bytes(self, whole=1):
         """Bytes of the packed weights."""
-        return -(-self.channels_out // PANEL) * PANEL * (8 + self.chunks * _ROW)
+        return -(-self.channels_out // PANEL) * PANEL * (8 + self.chunks(whole) * _ROW)
 
 
 class MmaPlan(NamedTuple):
@@ -82,7 +83,7 @@ class MmaPlan(NamedTuple):
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of site_conv.cu."""
         rows, columns = self.tile
-        lists = 2 * rows + conv.taps * (rows + 1) + conv.chunks
+        lists = 2 * rows + conv.taps * (rows + 1) + conv.chunks()
         return self.stages * (rows + columns) * _ROW + 4 * (2 * columns + lists)
 
     def tiles(self, conv):
@@ -149,14 +150,14 @@ class TilesPlan(NamedTuple):
     stages: int = 0  # of the ring of weights; 0: they stay in shared memory
     buffers: int = 2  # of rows
     blocks: int = 1  # of a multiprocessor
-    engine: str = "TileMma"
+    engine: str = "TileMma"  # by SplitWgmma, groups of four warps share the taps
 
     kernel = "site_conv_tiles"
 
     @property
     def threads(self):
         """Number of threads of a thread block; some stream weights."""
-        group = 128 if self.engine == "TileWgmma" else 32
+        group = 32 if self.engine in ("TileMma", "NarrowMma") else 128
         return group * (math.prod(self.warps) + (self.stages > 0))
 
     @staticmethod
@@ -168,10 +169,21 @@ class TilesPlan(NamedTuple):
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of TileMemory."""
         rows, most = self.order
-        weights = (self.stages or conv.chunks) * self.columns * _ROW
+        weights = (self.stages or conv.chunks(self.whole(conv))) * self.columns * _ROW
         buffer = (most + 1) * self.row_bytes(conv) + 2 * conv.taps * rows + 4 * rows
-        numbers = 3 * head_numbers(conv.taps) + 2 * self.columns
+        sums = (self.warps[0] - 1) * rows * self.columns if self.engine == "SplitWgmma" else 0
+        numbers = 3 * head_numbers(conv.taps) + 2 * self.columns + sums
         return 1024 + weights + self.buffers * buffer + 4 * numbers + 8 * (2 * self.stages + 1)
+
+    @staticmethod
+    def copied(conv):
+        """Bytes of a row that are copied together: 16, or a whole row of fewer; or None."""
+        row = conv.channels * conv.element_bytes
+        return 16 if conv.alignment_in == 16 else row if row == conv.alignment_in >= 4 else None
+
+    def whole(self, conv):
+        """Steps of K of a tap are a multiple of this: those of a part of a row."""
+        return self.row_bytes(conv) // _STEP
 
     def tiles(self, conv):
         """Tiles of the result, of rows and of channels."""
@@ -181,8 +193,8 @@ class TilesPlan(NamedTuple):
         """Return the template arguments."""
         return (
             self.engine, conv.element, self.order.rows, self.columns, *self.warps,
-            self.row_bytes(conv), self.stages, self.buffers, self.blocks, conv.element == "float",
-            conv.activation,
+            self.row_bytes(conv), self.stages, self.buffers, self.blocks, self.copied(conv),
+            conv.element == "float", conv.activation,
         )  # fmt: skip
 
 
@@ -204,9 +216,10 @@ _TILINGS = [
     (TilesPlan(TileShape(256, 640), 64, (4, 1), 4, 2, 1, "TileWgmma"), _ROW, 1070, 1070),
     (TilesPlan(TileShape(128, 320), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, 750, 750),
     (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, 1350, 1350),
+    (TilesPlan(TileShape(64, 192), 64, (3, 1), 8, 2, 1, "SplitWgmma"), _ROW, 420, 420),
 ]
-_MOST_PARTS = 2  # with more, sums over all rows sorted leave out more
-_FEWEST_TILED = 8192  # rows; fewer do not fill a GPU with tiles
+_MOST_PARTS = 4  # with more, sums over all rows sorted leave out more
+_FEWEST_TILED, _FEWEST_TILED_TAPS = 512, 8  # rows, taps
 
 
 class FmaPlan(NamedTuple):
@@ -249,24 +262,29 @@ def _plan_tiles(conv, device):
     """Return the fastest plan of tiles that read each row once, by runs on an H200; or None."""
     row = conv.channels * conv.element_bytes
     parts = -(-row // _ROW)
-    if not (device.hopper and conv.alignment_in == conv.alignment_out == 16):
+    if not (device.hopper and TilesPlan.copied(conv) and conv.alignment_out == 16):
         return None
-    if not _FEWEST_TAPS - 1 <= conv.taps <= MOST_TAPS or conv.targets < _FEWEST_TILED:
+    if not _FEWEST_TILED_TAPS <= conv.taps <= MOST_TAPS or conv.targets < _FEWEST_TILED:
         return None
-    if parts > _MOST_PARTS or (row > 64 and row % _ROW):
+    if parts > _MOST_PARTS:
         return None
 
     def cost(tiling):
         plan, _, alone, each = tiling
-        tiles = -(-plan.tiles(conv)[0] // device.multiprocessors)
+        tiles = -(-math.prod(plan.tiles(conv)) // device.multiprocessors)
         full, rest = divmod(tiles, plan.blocks)  # waves of the thread blocks of a multiprocessor
         cycles = full * max(alone, plan.blocks * each) + (max(alone, rest * each) if rest else 0)
         return _LAUNCH + conv.taps * parts * cycles
 
+    def takes(columns, stages):
+        several = stages and columns >= PANEL  # tiles side by side
+        fewest = columns // 2 if columns > 16 else 0
+        return fewest < conv.channels_out and (several or conv.channels_out <= columns)
+
     def fits(plan, size):
         return (
             plan.row_bytes(conv) == size
-            and (plan.columns // 2 if plan.columns > 16 else 0) < conv.channels_out <= plan.columns
+            and takes(plan.columns, plan.stages)
             and (plan.shared_bytes(conv) + _RESERVED) * plan.blocks
             <= device.shared_bytes + _RESERVED
         )
@@ -315,4 +333,4 @@ def _cost(plan, conv, device):
     share = 0.6 if plan.by_taps else 0.9
     each = math.ceil(plan.tiles(conv) / device.multiprocessors)
     sort = 6600 + 0.05 * conv.targets if plan.by_taps else 0
-    return conv.chunks * max(each * share, 0.95) * chunk + sort
+    return conv.chunks() * max(each * share, 0.95) * chunk + sort

@@ -4,6 +4,7 @@ Kernel: cuda_src/submanifold/site_tiles.cu.
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -14,8 +15,7 @@ from ..core.arrays import empty, place_name
 from ..core.graph_memory import memory_of_graphs
 
 _FILE = "submanifold/site_tiles"
-_MOST_AXES = 4
-_SLOTS = 2048  # of a tile's hash table
+_KEY_BITS, _NO_BIT = 24, 255  # those of site_tiles.cu
 MOST_TAPS = 64
 
 
@@ -59,11 +59,30 @@ def site_tiles(rows, sources, kernel_size, shape):
 @functools.lru_cache(maxsize=1024)
 def _launch(taps, m, sources, kernel_size, shape, place):
     """Prepare the launch on the current device."""
-    if len(kernel_size) > _MOST_AXES or math.prod(kernel_size) != taps:
-        kernel_size = (taps,)
-    kernel_size = (1,) * (_MOST_AXES - len(kernel_size)) + kernel_size
+    slices = 8 if shape.rows == 64 else 4
+    each = (32 if taps <= 32 else MOST_TAPS) // slices
+    slots = 1 << (taps * shape.rows).bit_length()
+    threads, groups = slices * shape.rows, shape.rows // 32
     return kernels.prepare(
-        _FILE, "tile_rows", ("int", shape.rows), -(-m // shape.rows), shape.rows, 5,
-        (m, sources, taps, shape.most, *kernel_size),
-        shared=16 * shape.rows + 8 * _SLOTS + 4 * taps * (shape.rows + shape.rows // 32 + 3) + 4,
+        _FILE, "tile_rows", ("int", shape.rows, slots, slices, each), -(-m // shape.rows), threads,
+        5, (m, sources, taps, shape.most, *_bits(taps, kernel_size)),
+        shared=12 * shape.rows + 8 * slots + 4 * taps * (shape.rows + groups + 1) + 8,
+        dependent=True,
     )  # fmt: skip
+
+
+def _bits(taps, kernel_size):
+    """Return the bit of each tap in the key by which rows are sorted, eight to a number.
+
+    Taps that are off the centre on most axes count first.
+    """
+    if math.prod(kernel_size) != taps:
+        kernel_size = (taps,)
+    cells = itertools.product(*map(range, kernel_size))
+    off = [sum(2 * r + 1 != k for r, k in zip(c, kernel_size, strict=True)) for c in cells]
+    bits = [_NO_BIT] * MOST_TAPS
+    for bit, tap in zip(
+        reversed(range(_KEY_BITS)), np.argsort(-np.array(off), kind="stable"), strict=False
+    ):
+        bits[tap] = bit
+    return np.array(bits, np.uint8).view(np.int64).tolist()

@@ -21,6 +21,10 @@ class Window(NamedTuple):
         """Return (kernel, stride, dilation, padding) of each axis."""
         return list(zip(*self, strict=True))
 
+    def is_symmetric(self):
+        """Whether a place reads those that read it, at the same distance the other way."""
+        return all(s == 1 and 2 * pad == (k - 1) * dil for k, s, dil, pad in self.axes())
+
     def offsets(self):
         """Return where each tap reads, from the beginning of the window on."""
         steps = zip(self.kernel, self.dilation, strict=True)

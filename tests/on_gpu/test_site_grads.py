@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sbnet_cupy.core.arrays import compute_dtype
+from sbnet_cupy.submanifold.relu_grad import relu_grad
 from sbnet_cupy.submanifold.site_conv_grad import SITE_WEIGHT_GRAD
 from support.assertions import assert_same, to_numpy
-from support.site_conv_cases import SiteConvCase
+from support.site_conv_cases import SiteConvCase, sb_dtype
 from support.site_grad_cases import (
     CASES,
     assert_gradients,
@@ -76,3 +78,15 @@ def test_many_rows(cupy):
     dw = SITE_WEIGHT_GRAD((x, dy, table, None), (1, None))
     assert (dw[0] == rows // 1024).all()
     assert not dw[1].any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(2000, 64), (5, 3), (30_000, 96)], ids=str)
+def test_relu_and_bias_in_one_pass(shape, dtype, cupy):
+    dtype = sb_dtype(dtype)
+    rng = np.random.default_rng(0)
+    grad, y = (rng.integers(-8, 9, shape).astype(dtype) for _ in range(2))
+    dx, dbias = relu_grad(cupy.asarray(grad), cupy.asarray(y), compute_dtype(dtype))
+    expected = np.where(y.astype(float) > 0, grad.astype(float), 0)
+    assert (to_numpy(dx).astype(float) == expected).all()
+    assert (to_numpy(dbias).astype(float) == expected.sum(0)).all()  # whole numbers: exact

@@ -8,6 +8,7 @@ import pytest
 
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import site_conv_grad_launch, site_conv_launch
+from sbnet_cupy.submanifold.relu_grad import relu_grad
 from sbnet_cupy.submanifold.site_conv_grad import SITE_WEIGHT_GRAD
 from sbnet_cupy.submanifold.site_conv_grad_plan import (
     FmaPlan,
@@ -131,3 +132,17 @@ def test_plans_fit_every_device(channels, channels_out, taps, rows):
             assert plan.shared_bytes(conv) <= device.shared_bytes
             assert plan.threads in (128, 256)
             assert 1 <= plan.shares(conv) <= rows
+
+
+@pytest.mark.parametrize(
+    "size", [((300, 64), "float16"), ((1, 3), "float32"), ((70, 17), "float16")]
+)
+def test_relu_and_bias_in_one_pass(size):
+    shape, dtype = size
+    rng = np.random.default_rng(0)
+    grad, y = (rng.integers(-8, 9, shape).astype(dtype) for _ in range(2))
+    with site_on_host.by_kernels():
+        dx, dbias = relu_grad(grad, y, np.dtype("float32"))
+    expected = np.where(y > 0, grad, 0)
+    assert_same(dx, expected.astype(dtype), signed_zero=False)
+    assert_same(dbias, expected.sum(0, dtype=np.float32), signed_zero=False)  # whole: exact

@@ -57,18 +57,21 @@ ONE_PART += [
      Case(channels=16, channels_out=16, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
     (TilesPlan(TileShape(128, 128), 16, (8, 1), buffers=1, engine="NarrowMma"),
      Case("bfloat16", channels=8, channels_out=8, kernel=(3, 3), sites=300, spare=4, whole=False)),
+    (TilesPlan(TileShape(64, 64), 32, (2, 1), buffers=2),
+     Case(channels=4, channels_out=24, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
     (TilesPlan(TileShape(64, 128), 16, (2, 1), engine="NarrowMma"),
      Case("float32", channels=12, channels_out=12, kernel=(3, 3, 3), sites=150, precision="tf32")),
 ]  # fmt: skip
 PARTS = [
     Case(channels=128, channels_out=64, kernel=(3, 3, 3), sites=300, whole=False),
+    Case(channels=72, channels_out=40, kernel=(3, 3), sites=300, whole=False),
     Case("float32", channels=64, channels_out=64, kernel=(2, 2, 2), kind="strided", sites=300,
          precision="tf32", whole=False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "given", thinned(ONE_PART, 6, sanitized=3), ids=lambda given: str(given[0][:3])
+    "given", thinned(ONE_PART, 7, sanitized=3), ids=lambda given: str(given[0][:3])
 )
 def test_rows_of_one_part_have_the_bits_of_the_other_kernel(given, monkeypatch):
     plan, case = given
@@ -77,7 +80,7 @@ def test_rows_of_one_part_have_the_bits_of_the_other_kernel(given, monkeypatch):
     assert_same(found, other)
 
 
-@pytest.mark.parametrize("case", thinned(PARTS, 2), ids=str)
+@pytest.mark.parametrize("case", thinned(PARTS, 3), ids=str)
 def test_every_tile_gives_the_same_bits(case, monkeypatch):
     """Part after part, in a part tap after tap: in tiles of any size, in rounds or not."""
     plans = (
@@ -94,9 +97,9 @@ HOPPER = Device(132, 227 << 10, hopper=True, bulk_copy=True)
 
 
 @pytest.mark.parametrize("taps", [9, 27, 64])
-@pytest.mark.parametrize("channels", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("channels", [8, 16, 32, 64, 96, 128, 256])
 def test_plans_of_tiles_fit_the_device(taps, channels):
-    for sites in (9000, 14_000, 50_000, 100_000, 500_000):
+    for sites in (1700, 9000, 14_000, 50_000, 100_000, 500_000):
         conv = SiteConvSizes("Half", sites, sites, taps, channels, channels, 1, 0, False, 16, 16)
         plan = plan_site_conv(conv, HOPPER)
         if taps < 64:
@@ -110,8 +113,11 @@ def test_other_sizes_leave_tiles():
     conv = SiteConvSizes("Half", 9000, 9000, 27, 64, 64, 1, 0, False, 16, 16)
     assert isinstance(plan_site_conv(conv, HOPPER), TilesPlan)
     for change in (
-        {"taps": 4}, {"taps": 125}, {"groups": 2}, {"channels": 256}, {"alignment_in": 8},
-        {"alignment_out": 2}, {"targets": 2000}, {"element": "double"}, {"channels": 48},
+        {"taps": 4}, {"taps": 125}, {"groups": 2}, {"channels": 320}, {"alignment_in": 8},
+        {"alignment_out": 2}, {"targets": 300}, {"element": "double"}, {"alignment_in": 4},
     ):  # fmt: skip
         assert not isinstance(plan_site_conv(conv._replace(**change), HOPPER), TilesPlan)
+    narrow = {"channels": 4, "channels_out": 32, "alignment_in": 8}
+    for change in (narrow, {"channels": 48}, {"channels_out": 96}):
+        assert isinstance(plan_site_conv(conv._replace(**change), HOPPER), TilesPlan)
     assert not isinstance(plan_site_conv(conv, HOPPER._replace(hopper=False)), TilesPlan)

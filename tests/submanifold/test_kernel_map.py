@@ -211,3 +211,15 @@ def test_copies_keep_no_maps(duplicate):
     again = sb.kernel_map(same.coordinates, 3, onto=same.coordinates)
     assert_same(again.rows, made.rows)
     assert not duplicate(x.coordinates)._kept
+
+
+@pytest.mark.parametrize("options", [{}, {"dilation": 2}], ids=str)
+def test_an_odd_kernel_on_the_same_sites_is_symmetric(options):
+    rows = np.unique(np.random.default_rng(0).integers(0, 6, (60, 3)) * [0, 1, 1], axis=0)
+    sites, _ = sb.coordinate_map(rows, spatial_shape=(6, 6))
+    made = sb.kernel_map(sites, (3, 5), onto=sites, **options)
+    assert made.is_symmetric()
+    assert_same(made.transposed().rows, made.rows[::-1].copy())
+    assert not made.transposed().is_symmetric()
+    for kernel, more in ((2, {"onto": sites}), (3, {"padding": 1}), (3, {"stride": 2})):
+        assert not sb.kernel_map(sites, kernel, **more).is_symmetric()

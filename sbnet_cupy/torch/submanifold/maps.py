@@ -153,7 +153,7 @@ def _of_native(made, known):
     kept = made._kept
     if "tensor" not in kept:
         kept["tensor"] = to_tensor(made.rows)
-        kept["tensor"].kept_of_map = {}
+        kept["tensor"].kept_of_map = {"symmetric": made.is_symmetric()}
         mark_capture(kept["tensor"].kept_of_map, kept.get(CAPTURE, 0))
     target = next((c for c in known if native(c) is made.target), kept.get("target"))
     if target is None:

@@ -11,6 +11,8 @@ import torch
 
 from ...core.arrays import address
 from ...core.graph_memory import capture_of
+from ...core.torch_memory import to_tensor
+from ...submanifold import relu_grad
 from ...submanifold.keeping_container import kept_or_made, mark_capture
 from ...submanifold.reduce_features import REDUCE_FEATURES
 from ...submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
@@ -22,8 +24,9 @@ from ...submanifold.transposed_rows import TRANSPOSED_ROWS
 from .. import _dispatch_state as state
 from .._call import call
 from .._namespace import activation_backward, affine, wide
-from .._native import compute
+from .._native import compute, numpy_dtype
 from .._operation import Operation
+from .maps import natively
 
 
 def transposed_rows(rows, sites):
@@ -107,11 +110,20 @@ def rows_of(values, place):
     return torch.where(there, values[place.clamp(min=0).long()], 0)
 
 
-def _swapped(w, groups):
-    """Return ``[taps, C / groups, K]`` as the kernel of the transposed map."""
+def _turned(w, groups, rows, sites):
+    """Return what ``[taps, C / groups, K]`` and a table are in the other direction."""
     taps, c, k = w.shape
     w = w.reshape(taps, c, groups, k // groups).permute(0, 3, 2, 1)
-    return w.reshape(taps, k // groups, groups * c)
+    plain = state.thread_is_plain() and state.is_plain(rows)
+    if plain and _kept_with(rows).get("symmetric", False):  # the same table, last tap first
+
+        def make():
+            return torch.arange(taps - 1, -1, -1, device=rows.device)
+
+        w = w.index_select(0, kept_or_made(_kept_with(rows), "reverse", rows, make))
+    else:
+        rows = transposed_rows(rows, sites)
+    return w.reshape(taps, k // groups, groups * c), rows
 
 
 def _wide_dtype(tensor):
@@ -134,7 +146,9 @@ def _conv_gradient(ops, arrays, options, grad, wanted, result):
     _, sites, groups, activation, precision = options
     taps = w.reshape(rows.shape[0], *w.shape[-2:])
     how, found = {"groups": groups, "precision": precision}, {}
-    if activation == "relu":  # one kernel; the result is 0 where there is no site
+    if activation == "relu" and wanted & {"bias"} and _has_relu_grad(grad, result, bias):
+        grad, found["bias"] = _relu_grad(grad, result, bias)
+    elif activation == "relu":  # one kernel; the result is 0 where there is no site
         grad = torch.ops.aten.threshold_backward(grad, result, 0)
     elif valid is not None and (activation or wanted - {"features", "w"}):
         grad = torch.where(valid[:, None], grad, 0)
@@ -147,7 +161,7 @@ def _conv_gradient(ops, arrays, options, grad, wanted, result):
         grad = activation_backward(wide(grad), z, activation)
     if "residual" in wanted:
         found["residual"] = grad.to(residual.dtype)
-    if "bias" in wanted:
+    if "bias" in wanted and "bias" not in found:
         found["bias"] = grad.sum(0, dtype=_wide_dtype(grad)).to(bias.dtype)
     if "scale" in wanted:
         found["scale"] = (wide(grad) * total).sum(0).to(scale.dtype)
@@ -155,12 +169,27 @@ def _conv_gradient(ops, arrays, options, grad, wanted, result):
         grad = grad * scale.to(_wide_dtype(grad))
     grad = grad.to(w.dtype)
     if "features" in wanted:
-        back = transposed_rows(rows, sites)
-        found["features"] = ops.convolve(grad, _swapped(taps, groups), back, **how)
+        found["features"] = ops.convolve(grad, *_turned(taps, groups, rows, sites), **how)
     if "w" in wanted:
         dw = call(_WEIGHT_GRAD, (features, grad, rows, None), (groups, precision))
         found["w"] = dw.reshape(w.shape)
     return found
+
+
+def _has_relu_grad(grad, result, bias):
+    """Whether kernels compute the gradients of a relu and of a bias; they record none."""
+    plain = not torch.is_grad_enabled() and state.thread_is_plain()
+    if not (plain and grad.is_cuda and all(map(state.is_plain, (grad, result)))):
+        return False
+    dtypes = (numpy_dtype(tensor.dtype, "bias") for tensor in (grad, bias))
+    return relu_grad.has_kernel(*dtypes, grad.numel())
+
+
+def _relu_grad(grad, result, bias):
+    """Return the gradient before a relu, and that of the bias."""
+    dtype = numpy_dtype(bias.dtype, "bias")
+    found = natively(lambda grad, y: relu_grad.relu_grad(grad, y, dtype), grad, result)
+    return tuple(map(to_tensor, found))
 
 
 def _weight_grad_gradient(ops, arrays, options, grad, wanted, result):
@@ -168,8 +197,8 @@ def _weight_grad_gradient(ops, arrays, options, grad, wanted, result):
     groups, precision = options
     how, found = {"groups": groups, "precision": precision}, {}
     if "features" in wanted:
-        back = transposed_rows(rows, features.shape[0])
-        found["features"] = ops.convolve(grad_y, _swapped(grad, groups), back, **how)
+        turned = _turned(grad, groups, rows, features.shape[0])
+        found["features"] = ops.convolve(grad_y, *turned, **how)
     if "grad_y" in wanted:
         found["grad_y"] = ops.convolve(features, grad, rows, **how)
     return found
