@@ -114,13 +114,15 @@ struct TileWgmma {
     // Where this group's parts of A and B lie, as multiply_at takes it: addresses in 16 bytes, the same in all lanes.
     static DEVICE u32 left(u32 a) { return (a + group_in_warp() % WM * (MT * 64 * TILE_ROW)) >> 4; }
     static DEVICE u32 right(u32 b) { return (b + group_in_warp() / WM * (NT * 8 * TILE_ROW)) >> 4; }
+    // Only the first COUNT times 64 rows of those that the group has.
+    template <int COUNT = MT>
     static DEVICE void multiply_at(float (&acc)[MT][NT][4], u32 left, u32 right) {
         const u64 rest = swizzled_descriptor(0);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
 #pragma unroll
-            for (int m = 0; m < MT; ++m)
+            for (int m = 0; m < COUNT; ++m)
                 Wgmma<T, NT * 8>::shared(&acc[m][0][0], rest + left + m * (64 * TILE_ROW / 16) + step * 2,
                                          rest + right + step * 2);
         wgmma_commit();

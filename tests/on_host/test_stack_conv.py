@@ -131,6 +131,23 @@ def test_staged_results_are_exact(results, residual, monkeypatch):
     assert_exact(case, full_plan((*TALL, 2, 1), True, results), clear_rows=False)
 
 
+CUT = [  # case, tile, results; of 128 rows, in rounds of so many thread blocks
+    (ConvCase(blocks=Blocks(image=(40, 33)), channels_out=72), TALL, 0, 3),
+    (ConvCase("BFloat16", Blocks(block=(2, 2), share=0.8), 64, 136, (1, 1)), WIDE, 0, 5),
+    (ConvCase(channels=72, kernel=(1, 1), channels_out=64), TALL, 1, 4),
+    (ConvCase(blocks=Blocks(share=0.05), channels_out=64), TALL, 0, 8),
+]
+
+
+@pytest.mark.parametrize(("case", "tile", "results", "thread_blocks"), CUT, ids=str)
+def test_tiles_of_the_last_round_that_are_cut_are_exact(
+    case, tile, results, thread_blocks, monkeypatch
+):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=thread_blocks)
+    plan = full_plan((*tile, 2, 1), True, results)._replace(parts=2)
+    assert_exact(case, plan, clear_rows=True)
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_residual_has_a_plan_of_its_own(residual, monkeypatch):
     use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
@@ -332,6 +349,15 @@ def test_patches_fit_the_device(device):
         {"element": "float"},
     ):  # fmt: skip
         assert not list(patch_candidates(conv._replace(**without), device))
+
+
+@pytest.mark.parametrize(("rows", "pixels"), [(275, 192), (550, 256), (1100, 192)])
+def test_rounds_are_what_a_plan_is_chosen_by(rows, pixels):
+    """Of 512 channels with dilation 4: the tiles that took least on an H200, none of a split K."""
+    blocks = Blocks(images=1, image=(100, 176))
+    case = ConvCase("Half", blocks, 512, 512, dilation=(4, 4), residual=False)
+    plan = plan_stack_conv(case.sizes(rows), HOPPER)
+    assert (plan.tile, plan.split, plan.parts) == ((pixels, 128), 1, pixels // 64)
 
 
 def test_what_has_no_kernel_says_why():

@@ -3,6 +3,7 @@
 //                              + bias[k] + residual[m, i, j, k])
 // With a SHORTCUT, a second product is added before scale and bias: of pixel (i * down_also, j * across_also) of the stack
 // `also`, whose channels are whole chunks, and the 1x1 kernel of packed_also, whose bias is added, and whose scale is 1.
+// PARTS is the most into which each tile of the last round may be cut, see Rounds.
 // Source: as stack_conv2d.cu; warps of different roles as in CUTLASS (Thakkar et al. 2023).
 // Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
 // Compute capability 9.0 and newer.
@@ -26,7 +27,7 @@ struct Shortcut {
         return (line * down) * (g.pw * across) + j * across;
     }
 };
-template <bool POINTWISE, bool VECTOR, bool CACHED, int BM, bool SHORTCUT, typename T>
+template <bool POINTWISE, bool VECTOR, bool CACHED, int BM, bool SHORTCUT, bool CUT, typename T>
 struct LeanCopier {
     static constexpr int PASS = COPIERS / 8, PASSES = BM / PASS, LANES = 16 / sizeof(T);
     const T *__restrict__ x, *__restrict__ also;  // the stacks
@@ -36,11 +37,13 @@ struct LeanCopier {
     int mine[POINTWISE ? PASSES : 1];  // where the thread's rows of x begin, where they are the same for all chunks
     int beside[SHORTCUT ? PASSES : 1];  // those of the shortcut
     int chunk, tap, c;              // the next chunk; its tap, and the channel of the thread's vector
+    int height;                     // rows of the tile that are copied: if CUT a multiple of 64, else BM
 
     DEVICE LeanCopier(const T* x, const T* also, const int* all_offsets, const Order& order, const Problem& g,
-                      const Shortcut& shortcut, int thread, int p0, int pixels, int first)
+                      const Shortcut& shortcut, int thread, int p0, int pixels, int first, int height)
         : x(x), also(also), order(order), C(g.C), unit(thread % 8), to(swizzled(thread / 8, unit)),
-          offsets(all_offsets + thread / 8 * PASSES), its(offsets), chunk(first), tap(0), c(0) {
+          offsets(all_offsets + thread / 8 * PASSES), its(offsets), chunk(first), tap(0), c(0),
+          height(height) {
         if constexpr (POINTWISE) {
             const int units = units_of_pixel<T, VECTOR>(g);
 #pragma unroll
@@ -81,8 +84,17 @@ private:
     // `from` is in registers, or in shared memory.
     template <bool REGISTERS>
     DEVICE void vectors(u8* stage, const T* __restrict__ x, const int* from, int channel, bool real) const {
+        if (!CUT || height == BM) {
+            copy_rows<REGISTERS, false>(stage, x, from, channel, real);
+        } else {
+            copy_rows<REGISTERS, true>(stage, x, from, channel, real);
+        }
+    }
+    template <bool REGISTERS, bool SOME>
+    DEVICE void copy_rows(u8* stage, const T* __restrict__ x, const int* from, int channel, bool real) const {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass += 4) {
+            if (SOME && pass * PASS >= height) break;
             int four[4];
             if constexpr (REGISTERS) {
 #pragma unroll
@@ -95,6 +107,35 @@ private:
             for (int e = 0; e < 4; ++e)
                 copy_channels<VECTOR, CACHED>(stage + to + (pass + e) * (PASS * TILE_ROW), x, real ? four[e] : -1, channel, C);
         }
+    }
+};
+
+// Tiles in the order in which thread blocks take them, `step` at a time. If so few are left for the last round that there are
+// thread blocks for each of their parts, these tiles are cut into up to PARTS, a number of rows each: the round is as much
+// shorter, and each sum is made as before.
+template <int BM, int PARTS>
+struct Rounds {
+    int across, whole, parts, count;  // tiles side by side; tiles that are not cut, and parts of the others; all together
+    DEVICE Rounds(int tiles, int across, int step) : across(across), whole(tiles), parts(1), count(tiles) {
+        if constexpr (PARTS > 1) {
+            const int rest = static_cast<int>(static_cast<u32>(tiles) % static_cast<u32>(step));
+            parts = PARTS;
+            while (parts > 1 && rest * parts > step) parts = parts % 2 ? 1 : parts / 2;
+            whole = tiles - rest, count = whole + rest * parts;
+        }
+    }
+    struct Tile {
+        int p0, k0, height;  // first pixel and output channel; rows
+    };
+    template <int BN>
+    DEVICE Tile tile(int number) const {
+        int tile = number, part = 0, height = BM;
+        if (PARTS > 1 && number >= whole) {
+            const int cut = (number - whole) / parts;
+            tile = whole + cut, part = number - whole - cut * parts, height = BM / parts;
+        }
+        const int tile_m = tile / across;
+        return Tile{tile_m * BM + part * height, (tile - tile_m * across) * BN, height};
     }
 };
 
@@ -137,7 +178,7 @@ struct PipelineMemory {
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT>
+          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, BLOCKS)
     stack_conv_pipelined(const T* __restrict__ also, const u8* __restrict__ packed_also, STACK_CONV_PARAMETERS,
                          i64 channels_also, i64 down_also, i64 across_also) {
@@ -150,6 +191,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     using Sums = SharedSums<BM, BN, SPLIT, LANES>;
     using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH>;
     static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
+    static_assert(PARTS == 1 || (SPLIT == 1 && BM / PARTS % 64 == 0 && MT <= 2), "parts of whole passes and products");
 
     DYNAMIC_SHARED(u8, unaligned);
     const Memory shared(unaligned);
@@ -194,7 +236,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     __syncthreads();
-    const int tiles = ceil_div(pixels, BM) * across, step = gridDim.x / SPLIT;
+    const int step = gridDim.x / SPLIT, first_tile = static_cast<int>(blockIdx.x) / SPLIT;
+    const Rounds<BM, PARTS> rounds(ceil_div(pixels, BM) * across, across, step);
+    const int tiles = rounds.count;
 
     bool waited = !settled;
     const auto wait = [&] {  // before x, the residual, and the memory of y
@@ -205,15 +249,16 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     // The same in all lanes, so that what follows from it may be in uniform registers.
     if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) >= MULTIPLIERS / 32) {
         give_registers<SHIFTED ? 96 : 0>();
-        using Copier = LeanCopier<POINTWISE, VECTOR_IN, CACHED, BM, SHORTCUT, T>;
+        using Copier = LeanCopier<POINTWISE, VECTOR_IN, CACHED, BM, SHORTCUT, (PARTS > 1), T>;
         const int thread = threadIdx.x - MULTIPLIERS, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
         int fresh = STAGES;  // stages that nobody has used
         const Finder finder(table, g);
         Meeting all(shared.copiers);
         Stage<STAGES> stage;
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
-        for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
-            const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
+        for (int tile = first_tile; tile < tiles; tile += step) {
+            const auto its = rounds.template tile<BN>(tile);
+            const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);
             const int here = min(PANELS, panels - k0 / PANEL);  // panels of weights
             const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
             const u8* const weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + static_cast<i64>(first) * PANEL_CHUNK;
@@ -231,7 +276,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 for (int j = 0; j < PANELS; ++j)
                     if (j < here) bulk_copy(at + j * PANEL_CHUNK, from + j * next, PANEL_CHUNK, full);
             };
-            const bool is_first = tile == static_cast<int>(blockIdx.x) / SPLIT;
+            const bool is_first = tile == first_tile;
             const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
             if (thread == 0)
 #pragma unroll 1
@@ -241,7 +286,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
                 all.sync();
             }
-            Copier copier(x, also, shared.offsets, order, g, shortcut, thread, p0, pixels, first);
+            Copier copier(x, also, shared.offsets, order, g, shortcut, thread, p0, pixels, first, its.height);
             wait();
             if constexpr (RESULTS > 0) {
                 if (residual) {
@@ -251,7 +296,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
 #pragma unroll
                     for (int i = 0; i < BM * VECTORS / COPIERS; ++i) {
                         const int row = (i * COPIERS + thread) / VECTORS, column = (i * COPIERS + thread) % VECTORS * LANES;
-                        const bool there = p0 + row < pixels && k0 + column < g.K;
+                        const bool there = p0 + row < end && k0 + column < g.K;
                         copy_async_16(result + row * RESULT_PITCH + column * sizeof(T),
                                       residual + (there ? static_cast<i64>(p0 + row) * g.K + k0 + column : 0), there);
                     }
@@ -273,7 +318,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 stage.advance();
             }
             if (residual && !PARTIALS && RESULTS == 0)  // it is read at the end
-                Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, pixels, nullptr}, k0, g.K}.template prefetch<BM, BN>(
+                Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K}.template prefetch<BM, BN>(
                     thread + rank * COPIERS, COPIERS * SPLIT);
             if constexpr (CLUSTERED) {
                 __syncwarp();
@@ -286,7 +331,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         take_registers<SHIFTED ? 200 : 0>();
         const int lane = threadIdx.x % 32;
         u32 left = 0, right = 0;  // the addresses of the first stage, for the warp
+        int group = 0;            // of warps: which rows it has
         if constexpr (Product::ASYNC) {
+            group = Product::group_in_warp() % WM;
             left = Product::left(shared_address(shared.ring));
             right = Product::right(shared_address(shared.ring + Memory::A));
         }
@@ -294,8 +341,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         Stage<STAGES> stage;
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
         const bool whole = g.whole();
-        for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
-            const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
+        for (int tile = first_tile; tile < tiles; tile += step) {
+            const auto its = rounds.template tile<BN>(tile);
+            const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);
+            // Products of 64 rows that are the group's own.
+            const int products = !Product::ASYNC || PARTS == 1 ? MT : min(its.height / 64 - group * MT, MT);
             for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS) {
                 const int k = k0 + i % BN;
                 const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
@@ -309,7 +359,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             }
             wait();
 
-            const StackRows its_rows{p0, pixels, whole ? nullptr : shared.inside};
+            const StackRows its_rows{p0, end, whole ? nullptr : shared.inside};
             const Result<T, StackRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K};
             using Loaded = typename Result<T, StackRows>::template Loaded<Product>;
             Loaded loaded;
@@ -329,10 +379,15 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 } else if constexpr (Product::ASYNC) {
                     shared_fence();  // what cp.async wrote, before the tensor cores read it
                 }
-                if constexpr (Product::ASYNC)
-                    Product::multiply_at(acc, left + stage.slot * (Memory::STAGE / 16), right + stage.slot * (Memory::STAGE / 16));
-                else
+                if constexpr (Product::ASYNC) {
+                    const u32 its_left = left + stage.slot * (Memory::STAGE / 16), its_right = right + stage.slot * (Memory::STAGE / 16);
+                    if (PARTS == 1 || products >= MT)
+                        Product::multiply_at(acc, its_left, its_right);
+                    else if (MT > 1 && products == 1)
+                        Product::template multiply_at<1>(acc, its_left, its_right);
+                } else {
                     Product::multiply(acc, a, a + Memory::A);
+                }
                 if constexpr (Product::ASYNC) {
                     wgmma_wait<1>();
                     if (i > 0 && lane == 0) barrier_arrive(shared.empty + last);
@@ -411,7 +466,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         wait();
     }
     if constexpr (CLUSTERED)
-        if (static_cast<int>(blockIdx.x) / SPLIT >= tiles) {  // nobody has waited
+        if (first_tile >= tiles) {  // nobody has waited
             __syncwarp();
             Team::wait();
         }

@@ -113,6 +113,7 @@ class StackPlan(NamedTuple):
     cached: bool  # whether pixels come through the L1 cache
     results: int  # tiles of the result that are staged in shared memory, with the residual
     blocks: int  # thread blocks for which a multiprocessor must have registers
+    parts: int = 1  # the most into which each tile of the last round may be cut
 
     @property
     def threads(self):
@@ -154,8 +155,12 @@ class StackPlan(NamedTuple):
             self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
             self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
             conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
-            *([conv.shortcut is not None] if self.pipelined else []),
+            *([conv.shortcut is not None, self.parts] if self.pipelined else []),
         )  # fmt: skip
+
+    def thread_blocks(self, conv):
+        """Number of thread blocks that can have something to do."""
+        return self.tiles(conv, conv.rows) * self.parts * self.split
 
     def partial_floats(self, conv):
         """Floats of memory for the sums of thread blocks that share K and are no cluster."""
@@ -224,6 +229,8 @@ _CLUSTERED = {2: 128, 3: 120, 4: 120, 8: 112}
 _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 # Cycles in which so many thread blocks add up their sums, beside those in which sums are sent.
 _EXCHANGES = {2: 1600, 3: 1400, 4: 1000, 8: 1800}
+# How much longer chunks take with so few stages.
+_FEW_STAGES = {2: 1.5, 3: 1.15}
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
 
 
@@ -248,8 +255,11 @@ def candidates(conv, device):
             for blocks in range(1, most + 1 if split == 1 else 2):
                 for results in (0, 2) if staged and tile != (256, 128) else (0,):
                     plan = _with_stages(engine, tile, warps, split, results, blocks, conv, device)
-                    if plan is not None:
-                        yield plan
+                    if plan is None:
+                        continue
+                    if device.hopper and simple and split == blocks == 1:
+                        plan = plan._replace(parts=tile[0] // 64)
+                    yield plan
 
 
 def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
@@ -270,8 +280,8 @@ def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
 def _cost(plan, conv, device):
     """Estimate the cycles of a launch; the constants were fitted to runs on an H200."""
     pixels, columns = plan.tile
-    if conv.pointwise and plan.tile == (256, 128):
-        return math.inf  # never the fastest
+    if plan.parts > 1:
+        return _cost_in_parts(plan, conv, device)
     blocks = max(1, plan.tiles(conv, conv.expected)) * plan.split  # thread blocks in all
     spots, resident = device.multiprocessors, plan.blocks
     # Two thread blocks of 128 x 128 are as they were fitted before sums were sent.
@@ -290,6 +300,8 @@ def _cost(plan, conv, device):
         active = max(1.0, min(resident, blocks / spots))  # on average
         copies *= 1 + 0.51 * (active - 1)
     chunk = max(copies, 1.83 * active * product, 97.9)
+    if plan.clustered:
+        chunk *= _FEW_STAGES.get(plan.stages, 1.0)
     search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
     first, each = (1760, 0.0839) if plan.results else (1430, 0.0624)
     results = first + pixels * columns * conv.element_bytes * active * each
@@ -307,3 +319,30 @@ def _cost(plan, conv, device):
     brought = brought / 26.3 + exchange + 0.36 * results if small else brought / 34.3
     memory = conv.memory_cycles(plan.results > 0)
     return 1880 + search + max(path, brought, memory)
+
+
+def _cost_in_parts(plan, conv, device):
+    """Estimate the cycles of a launch whose last round's tiles may be cut; see ``Rounds``.
+
+    Pixels take longer to copy than weights, which come in bulk.
+    """
+    pixels, columns = plan.tile
+    whole, rest = divmod(max(1, plan.tiles(conv, conv.expected)), device.multiprocessors)
+    parts = plan.parts
+    while parts > 1 and rest * parts > device.multiprocessors:
+        parts = 1 if parts % 2 else parts // 2
+    search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
+    first, each = (2330, 0.0839) if plan.results else (2000, 0.0624)
+    of_number = conv.element_bytes * each
+    of_number += (0.0597 + _SLOW.get(conv.activation, 0)) / math.prod(plan.warps)
+
+    def tile(height, slower):
+        chunk = slower * (5.46 * height + 2.4 * (columns - 64))
+        chunk *= 1.08 if conv.pointwise and pixels == 256 else 1.0
+        stores = 1.6 if height == 256 else 1.0  # twice as many for each group of warps
+        return conv.chunks * chunk + stores * (first + of_number * height * columns)
+
+    path = whole * tile(pixels, 1.0) + max(0, whole - 1 + (rest > 0)) * 0.5 * search
+    if rest:
+        path += tile(pixels // parts, 1.2 if parts > 1 else 1.0)
+    return 1880 + search + max(path, conv.memory_cycles(plan.results > 0))

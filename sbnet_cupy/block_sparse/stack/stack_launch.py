@@ -116,7 +116,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         "block_sparse/stack/stack_conv2d",
         plan.kernel,
         plan.template(conv),
-        plan.tiles(conv, conv.rows) * plan.split,
+        plan.thread_blocks(conv),
         plan.threads,
         10 if pipelined else 8,
         (*sizes, int(settled), int(clear_rows), *((channels, *strides) if pipelined else ())),

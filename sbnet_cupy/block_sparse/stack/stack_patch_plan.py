@@ -53,6 +53,10 @@ class PatchPlan(NamedTuple):
         parts = rows * math.prod(b // p for b, p in zip(conv.block_out, self.part, strict=True))
         return -(-parts // self.patches) * -(-conv.channels_out // self.columns)
 
+    def thread_blocks(self, conv):
+        """Number of thread blocks that can have something to do."""
+        return self.tiles(conv, conv.rows)
+
     def template(self, conv):
         """Return the template arguments."""
         return (
