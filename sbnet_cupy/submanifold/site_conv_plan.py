@@ -218,7 +218,8 @@ _TILINGS = [
     (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, 1350, 1350),
     (TilesPlan(TileShape(64, 192), 64, (3, 1), 8, 2, 1, "SplitWgmma"), _ROW, 420, 420),
 ]
-_MOST_PARTS = 4  # with more, sums over all rows sorted leave out more
+# With more parts sums over all rows sorted leave out more; of floats, the widest tile spills.
+_MOST_PARTS = {2: 4, 4: 2}  # by bytes of a number
 _FEWEST_TILED, _FEWEST_TILED_TAPS = 512, 8  # rows, taps
 
 
@@ -266,7 +267,7 @@ def _plan_tiles(conv, device):
         return None
     if not _FEWEST_TILED_TAPS <= conv.taps <= MOST_TAPS or conv.targets < _FEWEST_TILED:
         return None
-    if parts > _MOST_PARTS:
+    if parts > _MOST_PARTS[conv.element_bytes]:
         return None
 
     def cost(tiling):

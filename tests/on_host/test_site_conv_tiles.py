@@ -117,6 +117,10 @@ def test_other_sizes_leave_tiles():
         {"alignment_out": 2}, {"targets": 300}, {"element": "double"}, {"alignment_in": 4},
     ):  # fmt: skip
         assert not isinstance(plan_site_conv(conv._replace(**change), HOPPER), TilesPlan)
+    floats = conv._replace(element="float", tf32=True)
+    for channels in (64, 96):  # two parts of a row, and three
+        plan = plan_site_conv(floats._replace(channels=channels), HOPPER)
+        assert isinstance(plan, TilesPlan) == (channels == 64)
     narrow = {"channels": 4, "channels_out": 32, "alignment_in": 8}
     for change in (narrow, {"channels": 48}, {"channels_out": 96}):
         assert isinstance(plan_site_conv(conv._replace(**change), HOPPER), TilesPlan)
