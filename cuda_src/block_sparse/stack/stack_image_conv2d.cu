@@ -136,17 +136,20 @@ struct PatchLoader {
     static constexpr int AT_ONCE = PIXELS ? (UNITS == 1 ? 7 : UNITS == 2 ? 3 : 1) : C > 4 ? 1 : UNITS > 1 ? 2 : 3;
     const ImageConv& g;
     Divisor down, across;
-    int step_h, step_w, step_c, lines;
+    int step_h, step_w, step_c, lines, line, column;
 
     DEVICE PatchLoader(const ImageConv& g, i64 step_h, i64 step_w, i64 step_c)
         : g(g), down(g.bh), across(g.bw), step_h(static_cast<int>(step_h)), step_w(static_cast<int>(step_w)),
-          step_c(static_cast<int>(step_c)), lines(max(THREADS / g.patch_w, 1)) {}
+          step_c(static_cast<int>(step_c)), lines(max(THREADS / g.patch_w, 1)), line(threadIdx.x / g.patch_w),
+          column(threadIdx.x - line * g.patch_w) {
+        if (g.patch_w > THREADS) line = 0, column = threadIdx.x;
+    }
 
     // The patch whose first pixel is (v0, u0) of image n; none of it is there if n < 0.
     DEVICE void load(uint2* patch, const T* __restrict__ image, const BlockTable& table, int n, int v0, int u0) const {
-        const int thread = recomputed(static_cast<int>(threadIdx.x)), line = thread / g.patch_w;  // (not kept: no registers)
+        const int lines = PIXELS ? recomputed(this->lines) : this->lines;  // (or multiples of it are kept, in registers)
         if (line >= lines) return;
-        for (int s = thread - line * g.patch_w; s < g.patch_w; s += THREADS) {
+        for (int s = column; s < g.patch_w; s += THREADS) {
             const int u = u0 + s;
             const u32 height = n >= 0 && static_cast<u32>(u) < static_cast<u32>(g.W) ? g.H : 0;
             const i64 begin = height ? static_cast<i64>(u) * (PIXELS ? C : step_w) : 0;

@@ -151,6 +151,8 @@ CASES = [
     Case(**STEM, channels_out=64, blocks=Blocks(image=(20, 18), block=(6, 6))),
     Case(kernel=(3, 3), channels=5, blocks=Blocks(image=(17, 16), block=(4, 4))),
     Case(kernel=(3, 3), channels=4, channels_out=64),
+    Case(kernel=(5, 5), channels=1, blocks=Blocks(image=(21, 18), block=(8, 8))),
+    Case("BFloat16", kernel=(3, 3), channels=7, blocks=Blocks(image=(21, 18), block=(8, 8))),
 ]
 
 
@@ -190,7 +192,7 @@ def test_infinities_reach_only_the_windows_that_hold_them():
     x[0, 3, 4] = np.inf
     out = np.empty((1, 8, 8, 8), np.float16)
     packed = prepare_image_pack(conv, "HWIO")(w, None, None)
-    prepare_image_conv(conv, (192, 24, 3, 1))(x, packed, *table, out)
+    prepare_image_conv(conv, (192, 24, 3, 1), alignment=4)(x, packed, *table, out)
     wanted = np.zeros((8, 8), np.float16)
     wanted[2:5, 3:6] = np.inf
     np.testing.assert_array_equal(out[0, :, :, 0], wanted)
