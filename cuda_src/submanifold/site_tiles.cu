@@ -13,7 +13,7 @@ constexpr int MOST_TAPS = 64, KEY_BITS = 24, NO_BIT = 255;
 constexpr u32 READER = 1u << 16, NOBODY = 0xffffffffu;
 
 // The distinct rows that are read, by linear probing. What belongs to a row: its number, or READER + its first reader as long
-// as it has none. There are more slots than a tile can read rows.
+// as it has none. There are as many slots as a tile can read rows, or more.
 template <int SLOTS>
 struct RowTable {
     int* rows;  // [SLOTS]: or -1; states follow

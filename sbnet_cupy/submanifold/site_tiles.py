@@ -17,6 +17,7 @@ from ..core.graph_memory import memory_of_graphs
 _FILE = "submanifold/site_tiles"
 _KEY_BITS, _NO_BIT = 24, 255  # those of site_tiles.cu
 MOST_TAPS = 64
+_MOST_SLOTS = 1 << 14  # as many as rows that 64 taps of 256 rows read
 
 
 class TileShape(NamedTuple):
@@ -56,18 +57,27 @@ def site_tiles(rows, sources, kernel_size, shape):
     return made
 
 
+def shared_bytes(taps, rows):
+    """Bytes of shared memory of a thread block that makes a tile."""
+    numbers = 3 * rows + taps * (rows + rows // 32 + 1) + 2
+    return 4 * numbers + 8 * _slots(taps, rows)
+
+
+def _slots(taps, rows):
+    """Slots of the hash table of a tile: more than the rows that it may read, if there is room."""
+    return min(1 << (taps * rows).bit_length(), _MOST_SLOTS)
+
+
 @functools.lru_cache(maxsize=1024)
 def _launch(taps, m, sources, kernel_size, shape, place):
     """Prepare the launch on the current device."""
     slices = 8 if shape.rows == 64 else 4
     each = (32 if taps <= 32 else MOST_TAPS) // slices
-    slots = 1 << (taps * shape.rows).bit_length()
-    threads, groups = slices * shape.rows, shape.rows // 32
+    template = "int", shape.rows, _slots(taps, shape.rows), slices, each
     return kernels.prepare(
-        _FILE, "tile_rows", ("int", shape.rows, slots, slices, each), -(-m // shape.rows), threads,
-        5, (m, sources, taps, shape.most, *_bits(taps, kernel_size)),
-        shared=12 * shape.rows + 8 * slots + 4 * taps * (shape.rows + groups + 1) + 8,
-        dependent=True,
+        _FILE, "tile_rows", template, -(-m // shape.rows), slices * shape.rows, 5,
+        (m, sources, taps, shape.most, *_bits(taps, kernel_size)),
+        shared=shared_bytes(taps, shape.rows), dependent=True,
     )  # fmt: skip
 
 

@@ -7,12 +7,13 @@ import pytest
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv_plan import (
+    _TILINGS,
     MmaPlan,
     SiteConvSizes,
     TilesPlan,
     plan_site_conv,
 )
-from sbnet_cupy.submanifold.site_tiles import TileShape
+from sbnet_cupy.submanifold.site_tiles import MOST_TAPS, TileShape, shared_bytes
 from support import site_on_host
 from support.assertions import assert_same
 from support.exhaustive import thinned
@@ -107,6 +108,13 @@ def test_plans_of_tiles_fit_the_device(taps, channels):
         if isinstance(plan, TilesPlan):
             assert plan.shared_bytes(conv) * plan.blocks <= HOPPER.shared_bytes
             assert plan.order.rows <= plan.order.most <= 1024
+
+
+@pytest.mark.parametrize("rows", sorted({tiling[0].order.rows for tiling in _TILINGS}))
+def test_lists_of_tiles_fit_the_device(rows):
+    """With any number of taps: a tile of 256 rows has a hash table of up to 128 KiB."""
+    sizes = [shared_bytes(taps, rows) for taps in range(1, MOST_TAPS + 1)]
+    assert sizes == sorted(sizes) and sizes[-1] <= HOPPER.shared_bytes
 
 
 def test_other_sizes_leave_tiles():
