@@ -28,10 +28,12 @@ def test_input_and_output_layer(torch, scn, device, mode, expected):
     assert x.features.ravel().tolist() == expected
     back = scn.OutputLayer(2)(x)
     named = dict(zip(map(tuple, PLACES), expected, strict=True))
-    assert back.ravel().tolist() == [named[tuple(p)] for p in COORDS]
+    taken = {1: [1, 1, 0, 1, 0, 0], 2: [0, 0, 0, 1, 1, 1]}.get(mode, [1] * len(COORDS))
+    assert back.ravel().tolist() == [
+        named[tuple(p)] * it for p, it in zip(COORDS, taken, strict=True)
+    ]
     back.sum().backward()
-    counts = [3, 2, 3, 1, 3, 2]
-    shares = {1: [3, 2, 0, 1, 0, 0], 2: [0, 0, 0, 1, 3, 2], 3: counts, 4: [1, 1, 1, 1, 1, 1]}
+    shares = {3: [3, 2, 3, 1, 3, 2], 4: [1] * 6} | dict.fromkeys((1, 2), taken)
     assert features.grad.ravel().tolist() == shares[mode]
 
 
@@ -60,7 +62,8 @@ def test_batched_layers(torch, scn, device, mode, expected):
     back = scn.BLOutputLayer(2)(x)
     assert back.shape == (2, 3, 1) and back[1, 1].item() == 0
     a, b, c = expected
-    assert back[..., 0].tolist() == [[a, a, b], [c, 0, c]]
+    taken = {1: [[0, a, b], [0, 0, c]], 2: [[a, 0, b], [c, 0, 0]]}
+    assert back[..., 0].tolist() == taken.get(mode, [[a, a, b], [c, 0, c]])
     back.sum().backward()
     assert features.grad[1, 1].item() == 0
     with pytest.raises(ValueError, match="mode 0"):

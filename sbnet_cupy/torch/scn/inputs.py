@@ -24,9 +24,8 @@ def tensor_of_points(rows, features, spatial_size, batch_size, mode, capacity=No
     old, device = x.coordinates, rows.device
     n, listed = old.capacity, inverse >= 0
     site = torch.where(listed, inverse, n).long()  # n for rows that were left out
-    first = torch.full((n + 1,), len(rows), device=device).scatter_reduce(
-        0, site, torch.arange(len(rows), device=device), "amin"
-    )
+    numbers = torch.arange(len(rows), device=device)
+    first = torch.full((n + 1,), len(rows), device=device).scatter_reduce(0, site, numbers, "amin")
     order = first[:n].argsort(stable=True)  # rows that hold no site stay last
     rank = torch.full((n + 1,), -1, device=device)
     rank = rank.index_copy(0, order, torch.arange(n, device=device))
@@ -34,6 +33,11 @@ def tensor_of_points(rows, features, spatial_size, batch_size, mode, capacity=No
     metadata = Metadata(len(size))
     metadata.grids[size] = made
     metadata.inverse = rank[site]
+    if mode in ("first", "last"):  # of the points of a site, the one whose features it has
+        chosen = first
+        if mode == "last":
+            chosen = torch.full_like(first, -1).scatter_reduce(0, site, numbers, "amax")
+        metadata.inverse = torch.where(chosen[site] == numbers, metadata.inverse, -1)
     return SparseConvNetTensor(rows_of(x.features, order), metadata, spatial_size)
 
 
@@ -153,7 +157,10 @@ class BLInputLayer(_Input):
 
 
 class OutputLayer(Module):
-    """Give each point of the InputLayer the features of its site: ``[N, C]``."""
+    """Give each point of the InputLayer the features of its site: ``[N, C]``.
+
+    In modes 1 and 2 the points that the sites do not have the features of get 0.
+    """
 
     def __init__(self, dimension):
         super().__init__()
@@ -170,7 +177,10 @@ class OutputLayer(Module):
 
 
 class BLOutputLayer(OutputLayer):
-    """Give each point of the BLInputLayer the features of its site: ``[B, L, C]``."""
+    """Give each point of the BLInputLayer the features of its site: ``[B, L, C]``.
+
+    In modes 1 and 2 the points that the sites do not have the features of get 0.
+    """
 
 
 class InputLayerInput:
