@@ -159,11 +159,18 @@ def _multiply_cublas(a, b, out, tf32):
     kind, out_kind = _CUBLAS_TYPE[dtype_name(a.dtype)], _CUBLAS_TYPE[dtype_name(out.dtype)]
     gemm, handle = _cublas_gemm()
     # cuBLAS is column-major: it sees a, b and out transposed, so the product is out' = b' a'.
-    gemm(
-        handle, b_op, a_op, n, m, k,
-        one.ctypes.data, address(b), kind, b_step, address(a), kind, a_step,
-        zero.ctypes.data, address(out), out_kind, n, compute, _GEMM_DEFAULT,
-    )  # fmt: skip
+    try:
+        gemm(
+            handle, b_op, a_op, n, m, k,
+            one.ctypes.data, address(b), kind, b_step, address(a), kind, a_step,
+            zero.ctypes.data, address(out), out_kind, n, compute, _GEMM_DEFAULT,
+        )  # fmt: skip
+    except NotImplementedError as error:  # CuPy calls no cuBLAS while the stream is captured
+        raise NotImplementedError(
+            "a CUDA graph cannot hold this convolution: it multiplies matrices by cuBLAS, which "
+            "CuPy does not capture; pip install sbnet-cupy[cudnn], or use method='fused' if the "
+            "layer has a method"
+        ) from error
 
 
 def _operand(matrix):

@@ -203,6 +203,26 @@ def test_what_cublas_is_told(case, limit):
     assert cublas.compute_types <= {compute_type}
 
 
+def test_what_a_graph_cannot_hold_is_refused():
+    """CuPy refuses cuBLAS in captures, with an error that does not say what to do."""
+
+    def gemm(*arguments):
+        raise NotImplementedError("calling cuBLAS API during stream capture is unsupported")
+
+    x = np.ones((1, 4, 4, 2), np.float32)
+    w = np.ones((3, 3, 2, 2), np.float32)
+    with (
+        mock.patch.object(im2col, "_cublas_gemm", lambda: (gemm, None)),
+        mock.patch.object(im2col, "is_cupy", lambda array: True),
+        mock.patch.object(im2col, "address", lambda array: array.ctypes.data),
+        pytest.raises(NotImplementedError, match=r"graph cannot hold .* sbnet-cupy\[cudnn\]"),
+    ):
+        by_matrix_products(
+            x, w, strides=(1, 1), padding="SAME", data_format="NHWC", w_format="HWIO",
+            precision=None,
+        )  # fmt: skip
+
+
 @given(batch=st.integers(0, 5000), most=st.integers(1, 6000))
 def test_parts_cover_a_batch_with_few_lengths(batch, most):
     parts = dense_cudnn._parts(batch, most)
