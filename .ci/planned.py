@@ -98,10 +98,12 @@ def _layers(arch):
     for element, rows in itertools.product(numbers, ROWS):
         for layer in numbers[element]:
             conv = _stack_conv(element, rows, *layer)
-            plan = plan_stack_conv(conv, DEVICES[arch])
-            key = STACK, plan.kernel, plan.template(conv)
-            if launched(arch, *key):
-                found[key] = None
+            of_images = [conv._replace(of_images=True)] if DEVICES[arch].bulk_copy else []
+            for each in (conv, *of_images):  # those of fused_conv, too
+                plan = plan_stack_conv(each, DEVICES[arch])
+                key = STACK, plan.kernel, plan.template(each)
+                if launched(arch, *key):
+                    found[key] = None
     return list(found)
 
 

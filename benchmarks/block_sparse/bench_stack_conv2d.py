@@ -1,4 +1,4 @@
-"""stack_conv2d: the layers of ResNet-50 at active blocks, against cuDNN on whole images.
+"""stack_conv2d and fused_conv: the layers of ResNet-50 at active blocks, against cuDNN.
 
     python -m benchmarks.block_sparse.bench_stack_conv2d [--out FOLDER]
 
@@ -58,16 +58,31 @@ class Layer:
         self.weights = sb.PackedWeights(self.w, bias=self.bias)
         rows = (len(self.x), *self.after.block_size, channels_out)
         self.out = xp.empty(rows, np.float16)
+        self.image_out = xp.zeros((1, *self.after.image_size, channels_out), np.float16)
 
-    def call(self):
-        """Convolve the stack."""
+    def calls(self):
+        """Return the operations that are timed, by name."""
+        return {"stack_conv2d": self.convolve_stack, "fused_conv": self.convolve_image}
+
+    def convolve_stack(self):
+        """Convolve the stack; return the stack."""
         sb.stack_conv2d(
             self.x, self.weights, self.table, strides=self.stride, padding=self.padding,
             activation="relu", out=self.out,
         )  # fmt: skip
+        return self.out
+
+    def convolve_image(self):
+        """Convolve the image at the same blocks; return the blocks of the result."""
+        sb.fused_conv(
+            self.image, self.weights, self.after.bin_counts, self.after.active_block_indices,
+            bsize=self.after.block_size, strides=self.stride, padding=(self.padding,) * 2,
+            activation="relu", out=self.image_out,
+        )  # fmt: skip
+        return self.image_out
 
     def check(self):
-        """Raise unless the stack holds what conv2d gives at the active blocks.
+        """Raise unless both hold what conv2d gives at the active blocks.
 
         Sums of as many terms as a window has, in float32 in any order, are rounded to float16.
         """
@@ -78,11 +93,14 @@ class Layer:
         terms = int(np.prod(self.w.shape[:3])) + 1
         epsilon = terms * np.finfo(np.float32).eps + np.finfo(np.float16).eps
         least = float(np.finfo(np.float16).tiny)
-        self.call()
-        error = abs(self.out - sb.stack_from_image(exact * (exact > 0), self.after))
-        worst = (error - epsilon * sb.stack_from_image(bound, self.after)).max()
-        if not float(worst) <= least:
-            raise AssertionError(f"an error of {float(worst):.2e} beyond rounding")
+        exact, bound = (sb.stack_from_image(a, self.after) for a in (exact * (exact > 0), bound))
+        for name, call in self.calls().items():
+            found = call()
+            if found is self.image_out:
+                found = sb.stack_from_image(found, self.after)
+            worst = (abs(found - exact) - epsilon * bound).max()
+            if not float(worst) <= least:
+                raise AssertionError(f"{name} has an error of {float(worst):.2e} beyond rounding")
 
 
 def main(arguments=None):
@@ -129,22 +147,23 @@ def measure(cupy, torch, layer, columns):
     for share in SHARES:
         work = Layer(cupy, layer, share)
         work.check()
-        us = times(work.call)
-        middle = statistics.median(us)
-        print(
-            f"{name:>18} {times_sign(size):>9} {share:4.0%}: {middle:6.1f} us, cuDNN {best:6.1f} "
-            f"us, {best / middle:5.2f}x",
-            flush=True,
-        )
-        yield Row(
-            **columns, op="stack_conv2d", suite="resnet50", shape=times_sign((1, *size, channels)),
-            dtype="float16", block=times_sign(work.table.block_size), mask="random blocks",
-            density=share, blocks=work.count, variant=name, implementation=OURS,
-            timed_by="graph", us=middle, us_p10=us[len(us) // 10], us_p90=us[-1 - len(us) // 10],
-            bytes=None, gb_per_s=None, percent_of_copy=None, original_us=None,
-            ratio_to_original=None, note=f"{CALLS} calls in a graph", dense_us=best,
-            ratio_to_dense=best / middle,
-        )  # fmt: skip
+        for op, call in work.calls().items():
+            us = times(call)
+            middle = statistics.median(us)
+            print(
+                f"{op:>12} {name:>16} {times_sign(size):>9} {share:4.0%}: {middle:6.1f} us, cuDNN "
+                f"{best:6.1f} us, {best / middle:5.2f}x",
+                flush=True,
+            )
+            yield Row(
+                **columns, op=op, suite="resnet50", shape=times_sign((1, *size, channels)),
+                dtype="float16", block=times_sign(work.table.block_size), mask="random blocks",
+                density=share, blocks=work.count, variant=name, implementation=OURS,
+                timed_by="graph", us=middle, us_p10=us[len(us) // 10],
+                us_p90=us[-1 - len(us) // 10], bytes=None, gb_per_s=None, percent_of_copy=None,
+                original_us=None, ratio_to_original=None, note=f"{CALLS} calls in a graph",
+                dense_us=best, ratio_to_dense=best / middle,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """PackedWeights: the weights of a convolution, laid out once for many calls."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -112,6 +113,13 @@ def arrays_of_weights(w, scale, bias, w_format, precision):
     if precision is not None and precision != w.precision:
         raise _contradiction("precision", w.precision, precision)
     return w.w, w.scale, w.bias, w.w_format, w.precision
+
+
+def steps_of_weights(w_format, *sizes):
+    """Return the steps of a kernel along H, W, I and O, whose ``sizes`` are given, in elements."""
+    size_of = dict(zip("HWIO", sizes, strict=True))
+    inner = {letter: w_format[i + 1 :] for i, letter in enumerate(w_format)}
+    return tuple(math.prod(map(size_of.get, inner[letter])) for letter in "HWIO")
 
 
 def _contradiction(name, own, given):

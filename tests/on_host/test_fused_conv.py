@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from sbnet_cupy.block_sparse.conv.config import ConvConfig
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackPlan
 from support import conv_oracles as oracles
 from support.exhaustive import all_but
 from support.fused_cases import Case
@@ -18,6 +19,11 @@ def plan(engine="MmaSync", *, planes, slice, tile=(8, 8), warps=(4, 1, 1), stage
     """Return a plan; weights of several chunks are not resident."""
     resident = chunks == 1
     return ConvConfig(engine, planes, slice, tile, warps, stages, resident, chunks, 1, bulk)
+
+
+def wide(tile, warps, stages, parts=1):
+    """Return a plan of the kernel for many channels."""
+    return StackPlan("TileMma", tile, warps, stages, 1, False, True, True, 0, 1, parts)
 
 
 EXTRAS = ("scale", "bias", "residual")
@@ -79,6 +85,14 @@ def _runs():
          plan("Fma", planes=3, slice=8, tile=(4, 8), warps=(2, 1, 1))),
         ("chunks, warps share K", IEEE, image(32, 24, strides=(2, 2), **relu),
          plan("Fma", planes=4, slice=24, warps=(2, 3, 2), stages=2, chunks=2)),
+        ("wide", HALF, image(136, 72, bsize=(7, 5), **relu), wide((64, 64), (2, 2), 3)),
+        ("wide, strides", BFLOAT, image(64, 128, kernel=(3, 2), strides=(2, 1), extras=EXTRAS),
+         wide((128, 64), (4, 2), 2, 2)),
+        ("wide, one tap", HALF, image(128, 40, kernel=(1, 1), bsize=(3, 4), w_format="OIHW"),
+         wide((64, 64), (2, 2), 4)),
+        ("wide, padding", HALF, image(64, 64, padding=((3, 0), (1, 4)), extras=("residual",)),
+         wide((128, 128), (4, 2), 2)),
+        ("wide", TF32, image(40, 24, padding="VALID", **relu), wide((64, 64), (2, 2), 2)),
         ("planned", HALF, image(256, 96, (1, 11, 12), bsize=(6, 6), expected=1,
                                 extras=("bias",)), TURING),
         ("planned", BFLOAT, image(96, 40, (1, 11, 12), expected=1), AMPERE),
@@ -90,6 +104,8 @@ def _runs():
     for name, number, sizes, plan_or_device in rows:
         yield Run(Case(**number, **sizes), plan_or_device, name)
     for i, table in enumerate(TABLES):
+        sizes = image(136, 72, bsize=(7, 5), table=table, seed=i, **relu)
+        yield Run(Case(**HALF, **sizes), wide((64, 64), (2, 2), 3), "wide")
         sizes = image(24, 24, bsize=(16, 16), table=table, seed=i, **relu)
         yield Run(Case(**HALF, **sizes), rows[0][3], rows[0][0])  # compiled already
         sizes = image(40, 72, strides=(2, 1), table=table, seed=i, **relu)

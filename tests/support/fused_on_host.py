@@ -18,6 +18,8 @@ import pytest
 
 import host_cuda
 from sbnet_cupy.block_sparse import background
+from sbnet_cupy.block_sparse.conv import wide
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackPlan
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import packed as core_packed
 from sbnet_cupy.core.device import Device
@@ -31,6 +33,7 @@ TURING = Device(multiprocessors=40, shared_bytes=64 << 10, hopper=False, bulk_co
                 tensor_floats=False)  # fmt: skip
 AMPERE = Device(multiprocessors=84, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
 BLACKWELL = Device(multiprocessors=148, shared_bytes=227 << 10, hopper=False, bulk_copy=True)
+WIDE = {"pack_image_conv_weights", "stack_conv_pipelined"}  # of fused_conv of many channels
 TABLES = ("all", "empty", "count 0", "count negative", "count too large", "corrupt", "repeated")
 FEW_TABLES = ("empty", "count too large", "corrupt", "repeated")  # those of a plain pytest
 
@@ -86,7 +89,11 @@ class HostOp:
             plan_as_on_a_gpu(patch)
             patch.setattr(background, "sm_count", lambda: multiprocessors)
             patch.setattr(op, "current_device", lambda: plan if planned else BLACKWELL)
-            if not planned:
+            if isinstance(plan, StackPlan):
+                patch.setattr(op, "is_for_wide", lambda *conv: True)
+                patch.setattr(wide, "plan_stack_conv", lambda *conv: plan)
+            elif not planned:
+                patch.setattr(op, "is_for_wide", lambda *conv: False, raising=False)
                 patch.setattr(op, self.planner, lambda *case: plan)
             patch.setattr(core_packed, "empty", memory.poisoned)
 
@@ -123,7 +130,9 @@ class HostOp:
             out[...] = np.nan
             with self.device(host_cuda.launch, run.plan, multiprocessors, memory) as launched:
                 run.case.run(arrays, memory.read_only, out=out)
-            assert {kernel for _, kernel, _ in launched} == {self.pack, self.stem}
+            usual = not isinstance(run.plan, StackPlan)
+            kernels_of = {self.pack, self.stem} if usual else WIDE
+            assert {kernel for _, kernel, _ in launched} == kernels_of
             memory.check()
             yield out
 

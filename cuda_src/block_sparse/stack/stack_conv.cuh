@@ -83,6 +83,16 @@ struct Finder {
         return block.n >= 0 && block.hi * g.ph + p.i < g.P && block.wi * g.pw + p.j < g.Q;
     }
 
+    // The pixel of the image y that is pixel `at` of the tile that begins at p0; -1 outside the image, and from pixel `end`
+    // of the stack on.
+    DEVICE int image_pixel(int p0, int at, int end) const {
+        const int row = static_cast<int>(static_cast<u32>(p0) / size.d);
+        const Pixel p = pixel(row, p0 - row * static_cast<int>(size.d), at);
+        const BlockTable::Block block = table.block(p.row);
+        const int v = block.hi * g.ph + p.i, u = block.wi * g.pw + p.j;
+        return p0 + at < end && block.n >= 0 && v < g.P && u < g.Q ? (block.n * g.P + v) * g.Q + u : -1;
+    }
+
     // The pixel of the stack x at (y, x) from the corner of a block, or -1.
     DEVICE int at(const BlockTable::Block& block, int y, int x) const {
         const int v = down.of(y + above * g.bh), h = across.of(x + beside * g.bw);
@@ -96,10 +106,11 @@ struct Finder {
 
     // The pixel of x that each tap of each of BM pixels of y reads, times `units`, or -1. Pixel `row` of tap t goes to
     // offsets[t * BM + row % PASS * (BM / PASS) + row / PASS]: neighbours are what a thread copies that takes every
-    // PASS-th row. `threads` threads share the work; each has ITEMS rows of windows under way.
-    template <int BM, int PASS, int ITEMS>
+    // PASS-th row. `threads` threads share the work; each has ITEMS rows of windows under way. If IMAGES, x are images.
+    template <int BM, int PASS, int ITEMS, bool IMAGES>
     DEVICE void find(int p0, int units, int* offsets, int thread, int threads) const {
         constexpr int TAPS = 3;  // of a row of a window, under way
+        const int size_in = IMAGES ? g.H * g.W : g.bh * g.bw;  // pixels of x that are numbered together
         const int row0 = static_cast<int>(static_cast<u32>(p0) / size.d), rest = p0 - row0 * static_cast<int>(size.d);
         for (int i0 = thread; i0 < BM * g.R; i0 += ITEMS * threads) {
             BlockTable::Block block[ITEMS];
@@ -124,8 +135,13 @@ struct Finder {
                         const int x = p[e].j * g.SW - g.left + (s0 + t) * g.DW + beside * g.bw, h = across.of(x);
                         const int in_x = x - h * g.bw, wi = block[e].wi + h - beside;
                         const bool inside = inside_y && static_cast<u32>(wi * g.bw + in_x) < static_cast<u32>(g.W);
-                        found[e][t] = table.row(inside ? block[e].n : -1, hi, wi);
-                        place[e][t] = in_y * g.bw + in_x;
+                        if constexpr (IMAGES) {
+                            found[e][t] = inside ? block[e].n : -1;
+                            place[e][t] = (hi * g.bh + in_y) * g.W + wi * g.bw + in_x;
+                        } else {
+                            found[e][t] = table.row(inside ? block[e].n : -1, hi, wi);
+                            place[e][t] = in_y * g.bw + in_x;
+                        }
                     }
                 }
 #pragma unroll
@@ -134,7 +150,7 @@ struct Finder {
                     for (int t = 0; t < TAPS; ++t)
                         if (r[e] < g.R && s0 + t < g.S)
                             offsets[(r[e] * g.S + s0 + t) * BM + at[e] % PASS * (BM / PASS) + at[e] / PASS] =
-                                found[e][t] < 0 ? -1 : (found[e][t] * g.bh * g.bw + place[e][t]) * units;
+                                found[e][t] < 0 ? -1 : (found[e][t] * size_in + place[e][t]) * units;
             }
         }
     }
@@ -148,6 +164,30 @@ struct StackRows {
     DEVICE int pixel(int row) const { return p0 + row < pixels ? p0 + row : -1; }
     DEVICE bool is_inside(int row) const { return !inside || inside[row]; }
 };
+
+// Rows of a tile that are pixels of images.
+struct ImageRows {
+    const int* pixels;  // of the images y, or -1
+    DEVICE int pixel(int row) const { return pixels[row]; }
+    DEVICE bool is_inside(int) const { return true; }
+};
+template <bool IMAGES>
+struct RowsOf {
+    using Type = StackRows;
+};
+template <>
+struct RowsOf<true> {
+    using Type = ImageRows;
+};
+// Those of the tile that begins at pixel p0, and ends before pixel `end`. `found` holds their pixels of images, if IMAGES,
+// else whether they lie in their image; it is not there where blocks are whole.
+template <bool IMAGES>
+DEVICE typename RowsOf<IMAGES>::Type rows_of(int p0, int end, const int* found) {
+    if constexpr (IMAGES)
+        return ImageRows{found};
+    else
+        return StackRows{p0, end, found};
+}
 
 // ---------------------------------------------------------------------------- one chunk of a tile
 
@@ -245,6 +285,7 @@ private:
 //   ROUND        x is float, rounded to tf32 in shared memory
 //   PARTIALS     thread blocks that share K leave their sums in memory; else they are a cluster and add up
 //   CACHED       pixels come through the L1 cache, since taps read the same ones
+//   IMAGES       x, y and the residual are images: a window reads all of x, and the table has no grid
 //   settled      no kernel ahead that may still run writes the table or the weights
 //   clear_rows   rows of y past the count become 0
 #define STACK_CONV_PARAMETERS                                                                                          \

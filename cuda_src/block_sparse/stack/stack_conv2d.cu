@@ -13,25 +13,28 @@
 // stack_conv_sum:       adds up what thread blocks that share K left in memory, where they are no cluster.
 // pad_stack_channels:   copies a stack whose pixels are no whole vectors of 16 bytes into one whose pixels are.
 // pack_stack_weights:   lays weights, scale and bias out as these stage them, once for many calls.
+// pack_image_conv_weights: the same for stack_conv_pipelined from images to images, and writes their background.
 // Launch: a persistent grid, SPLIT thread blocks for each tile. See cuda_src/README.md for the pictures.
+#include "block_sparse/background.cuh"
 #include "block_sparse/stack/stack_conv_patch.cuh"
 #include "block_sparse/stack/stack_conv_pipelined.cuh"
 
 // W is what the weights are in: T, or float, which is rounded. Steps may be negative: w is then that of the first tap.
-template <typename T, bool ROUND, typename W = T>
-__global__ void __launch_bounds__(256)
-    pack_stack_weights(const W* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
-                       u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
-                       i64 step_k) {
+// Thread block `number` of `count` does its share.
+template <typename T, bool ROUND, typename W, typename Table>
+DEVICE void pack_weights_of_stack(const W* __restrict__ w, const Table* __restrict__ scale, const Table* __restrict__ bias,
+                                  u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
+                                  i64 step_k, i64 number, i64 count) {
     constexpr int LANES = 16 / sizeof(T);
     const Order order(static_cast<int>(C), LANES, static_cast<int>(R * S));
     const i64 panels = ceil_div<i64>(K, PANEL), units = panels * order.chunks * (PANEL * 8);
     const i64 tables = tables_bytes(static_cast<int>(K));
-    for (i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; i < units; i += static_cast<i64>(gridDim.x) * 256) {
+    for (i64 i = number * 256 + threadIdx.x; i < units; i += count * 256) {
         if (i < 2 * PANEL * panels) {
             const i64 k = i % (PANEL * panels);
-            const float* table = i < PANEL * panels ? scale : bias;
-            reinterpret_cast<float*>(packed)[i] = k < K && table ? table[k] : i < PANEL * panels ? 1.0f : 0.0f;
+            const Table* table = i < PANEL * panels ? scale : bias;
+            reinterpret_cast<float*>(packed)[i] =
+                k < K && table ? to_compute<float>(table[k]) : i < PANEL * panels ? 1.0f : 0.0f;
         }
         const int u = static_cast<int>(i % 8), column = static_cast<int>(i / 8 % PANEL);
         const i64 slice = i / (8 * PANEL);
@@ -53,6 +56,33 @@ __global__ void __launch_bounds__(256)
             if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
         }
         *reinterpret_cast<uint4*>(packed + tables + slice * PANEL_CHUNK + swizzled(column, u)) = value.vector;
+    }
+}
+
+
+template <typename T, bool ROUND, typename W = T>
+__global__ void __launch_bounds__(256)
+    pack_stack_weights(const W* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
+                       u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
+                       i64 step_k) {
+    pack_weights_of_stack<T, ROUND>(w, scale, bias, packed, C, K, R, S, step_r, step_s, step_c, step_k, blockIdx.x,
+                                    gridDim.x);
+}
+
+// The same for fused_conv: the first row of thread blocks packs, the others write the result's background, if there is an
+// image.
+template <typename T, bool ROUND, typename Table>
+__global__ void __launch_bounds__(256)
+    pack_image_conv_weights(const T* __restrict__ w, const Table* __restrict__ scale, const Table* __restrict__ bias,
+                            u8* __restrict__ packed, const u8* __restrict__ base, u8* __restrict__ image,  // or null
+                            i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c, i64 step_k,
+                            i64 image_bytes) {
+    const i64 others = gridDim.y - 1;
+    if (blockIdx.y == 0) {
+        pack_weights_of_stack<T, ROUND>(w, scale, bias, packed, C, K, R, S, step_r, step_s, step_c, step_k, blockIdx.x,
+                                        gridDim.x);
+    } else if (image) {
+        write_background(base, image, image_bytes, (blockIdx.y - 1) * gridDim.x + blockIdx.x, others * gridDim.x);
     }
 }
 
@@ -116,7 +146,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
         if (!whole)
             for (int i = threadIdx.x; i < BM; i += THREADS) inside[i] = finder.is_inside(p0, i);
         if constexpr (!POINTWISE)
-            finder.find<BM, PASS, 1>(p0, units_of_pixel<T, VECTOR_IN>(g), offsets, threadIdx.x, THREADS);
+            finder.find<BM, PASS, 1, false>(p0, units_of_pixel<T, VECTOR_IN>(g), offsets, threadIdx.x, THREADS);
         __syncthreads();
 
         const u8* const weights =

@@ -4,6 +4,7 @@
 // With a SHORTCUT, a second product is added before scale and bias: of pixel (i * down_also, j * across_also) of the stack
 // `also`, whose channels are whole chunks, and the 1x1 kernel of packed_also, whose bias is added, and whose scale is 1.
 // PARTS is the most into which each tile of the last round may be cut, see Rounds.
+// With IMAGES it is the convolution of fused_conv.cu: from images to images, at the pixels of the listed blocks.
 // Source: as stack_conv2d.cu; warps of different roles as in CUTLASS (Thakkar et al. 2023).
 // Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
 // Compute capability 9.0 and newer.
@@ -178,7 +179,7 @@ struct PipelineMemory {
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS>
+          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, BLOCKS)
     stack_conv_pipelined(const T* __restrict__ also, const u8* __restrict__ packed_also, STACK_CONV_PARAMETERS,
                          i64 channels_also, i64 down_also, i64 across_also) {
@@ -191,6 +192,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     using Sums = SharedSums<BM, BN, SPLIT, LANES>;
     using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH>;
     static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
+    static_assert(!IMAGES || (RESULTS == 0 && !PARTIALS && !POINTWISE && !SHORTCUT), "results go to pixels one by one");
     static_assert(PARTS == 1 || (SPLIT == 1 && BM / PARTS % 64 == 0 && MT <= 2), "parts of whole passes and products");
 
     DYNAMIC_SHARED(u8, unaligned);
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 for (int s = 0; s < ahead; ++s) copy_weights(s, s);
             if constexpr (!POINTWISE) {
                 if (!is_first) all.sync();  // the last tile's offsets are read
-                finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
+                finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
                 all.sync();
             }
             Copier copier(x, also, shared.offsets, order, g, shortcut, thread, p0, pixels, first, its.height);
@@ -317,7 +319,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 }
                 stage.advance();
             }
-            if (residual && !PARTIALS && RESULTS == 0)  // it is read at the end
+            if (residual && !PARTIALS && !IMAGES && RESULTS == 0)  // it is read at the end
                 Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K}.template prefetch<BM, BN>(
                     thread + rank * COPIERS, COPIERS * SPLIT);
             if constexpr (CLUSTERED) {
@@ -353,17 +355,19 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 if (SHORTCUT && i >= BN && k < g.K) value += reinterpret_cast<const float*>(packed_also)[panels * PANEL + k];
                 shared.scale[i] = value;
             }
-            if (!whole) {
+            if (IMAGES || !whole) {
                 const Finder finder(table, g);
-                for (int i = threadIdx.x; i < BM; i += MULTIPLIERS) shared.inside[i] = finder.is_inside(p0, i);
+                for (int i = threadIdx.x; i < BM; i += MULTIPLIERS)
+                    shared.inside[i] = IMAGES ? finder.image_pixel(p0, i, end) : finder.is_inside(p0, i);
             }
             wait();
 
-            const StackRows its_rows{p0, end, whole ? nullptr : shared.inside};
-            const Result<T, StackRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K};
-            using Loaded = typename Result<T, StackRows>::template Loaded<Product>;
+            using Rows = typename RowsOf<IMAGES>::Type;
+            const Rows its_rows = rows_of<IMAGES>(p0, end, IMAGES || !whole ? shared.inside : nullptr);
+            const Result<T, Rows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K};
+            using Loaded = typename Result<T, Rows>::template Loaded<Product>;
             Loaded loaded;
-            constexpr bool EARLY = !PARTIALS && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;
+            constexpr bool EARLY = !PARTIALS && !IMAGES && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;
             if constexpr (EARLY)  // while the pixels come
                 result.load(loaded);
             float acc[MT][NT][4];
@@ -432,15 +436,15 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                                    shared.result_full, its_rank);
                 });
                 const auto add_to = [&](int i) {
-                    const int p = p0 + from + i / VECTORS, k = k0 + i % VECTORS * LANES;
-                    return residual_at<VECTOR_OUT>(residual, static_cast<i64>(p) * g.K + k, p < pixels && k < g.K);
+                    const int p = its_rows.pixel(from + i / VECTORS), k = k0 + i % VECTORS * LANES;
+                    return residual_at<VECTOR_OUT>(residual, static_cast<i64>(p) * g.K + k, p >= 0 && k < g.K);
                 };
                 uint4 addend = zero<uint4>();
                 if (static_cast<int>(threadIdx.x) < (to - from) * VECTORS) addend = add_to(threadIdx.x);
                 Team::wait_for_all(shared.result_full, result_stage.phase);
                 result_stage.advance();
                 for (int i = threadIdx.x; i < (to - from) * VECTORS; i += MULTIPLIERS) {
-                    const int row = i / VECTORS, column = i % VECTORS * LANES, p = p0 + from + row;
+                    const int row = i / VECTORS, column = i % VECTORS * LANES, p = its_rows.pixel(from + row);
                     if (i >= MULTIPLIERS) addend = add_to(i);
                     float total[LANES];
 #pragma unroll
@@ -453,10 +457,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                         }
                         total[4 * e] = sum.x, total[4 * e + 1] = sum.y, total[4 * e + 2] = sum.z, total[4 * e + 3] = sum.w;
                     }
-                    if (p < pixels)
+                    if (p >= 0)
                         finish<T, ACTIVATION, VECTOR_OUT>(total, shared.scale + column, shared.bias + column, addend, residual,
                                                           y, static_cast<i64>(p) * g.K + k0 + column, g.K - k0 - column,
-                                                          whole || shared.inside[from + row]);
+                                                          its_rows.is_inside(from + row));
                 }
                 __syncwarp();
                 if (tile + step < tiles) Team::leave();

@@ -30,8 +30,9 @@ from ..corners import CHUNK_BYTES
 from ..gather_scatter.sparse_gather import gather_numpy
 from ..gather_scatter.sparse_scatter import scatter_numpy
 from ..grid import Grid, Layout, resolve_grid
-from .config import Case, configure_conv, tiles_of_block
+from .config import Case, configure_conv, expected_blocks, tiles_of_block
 from .weights import prepare_pack
+from .wide import as_stack_conv, is_for_wide, plan_wide
 
 
 @array_function
@@ -313,8 +314,12 @@ def require_kernel(x, problem, bsize, rows):
 
 def _configuration(case, x, problem, bsize, rows):
     """Return the instance for about so many active rows; whether vectors are whole changes none."""
-    pixels = x.shape[0] * math.prod(problem.out_size)
-    return configure_conv(case, rows, bsize, pixels, current_device())
+    return configure_conv(case, rows, bsize, _output_pixels(x, problem), current_device())
+
+
+def _output_pixels(x, problem):
+    """Return the number of pixels of all results."""
+    return x.shape[0] * math.prod(problem.out_size)
 
 
 def _case(x, problem, device, vectors_in=False, vectors_out=False):
@@ -345,7 +350,12 @@ def _plan_cuda(x, weights, rows, residual, outs, convolution):
 
     channels = x.shape[3 if problem.channels_last else 1]
     vectors = whole_vectors(channels, x), whole_vectors(problem.channels_out, out, residual)
-    case = _case(x, problem, current_device(), *vectors)
+    case, device = _case(x, problem, current_device(), *vectors), current_device()
+    if problem.channels_last:
+        likely = expected_blocks(expected, bsize, _output_pixels(x, problem))
+        conv = as_stack_conv(case, x.shape, problem, rows, bsize, likely)
+        if is_for_wide(case, conv, device):
+            return plan_wide(conv, weights, problem.w_format, result, background, device)
     config = _configuration(case, x, problem, bsize, expected)
     blocks = tuple(-(-n // b) for n, b in zip(problem.out_size, bsize, strict=True))
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]

@@ -234,7 +234,7 @@ def _plan_fused(plan):
         below = background_of_pack(plan, w, base, out)
         plan.run(x, w, bin_counts, active_block_indices, scale, bias, None, out, below)
 
-    operands = (*plan.operands[:2], None, *plan.operands[3:])  # no residual
+    operands = tuple(None if place == 6 else place for place in plan.operands)  # no residual
     return replace(plan, run=run, operands=operands, base=(6,))
 
 

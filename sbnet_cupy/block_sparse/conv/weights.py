@@ -1,10 +1,9 @@
 """How the weights of a fused convolution are packed."""
 
-import math
-
 from ...core import launch as kernels
 from ...core.compile import cpp_name
 from ...core.packed import Pack, dtype_of_tables
+from ...dense.packed_weights import steps_of_weights
 from ..background import with_background
 
 
@@ -17,11 +16,7 @@ def prepare_pack(case, plan, w_format, weights, image_bytes):
     dtype = dtype_of_tables(w.dtype, tables)
     slices = plan.slices(case)
     units = plan.chunks * plan.steps(case.kernel) * 2 * plan.slice
-    sizes = dict(zip("HWIO", (*case.kernel, case.channels, case.channels_out), strict=True))
-    steps = {
-        letter: math.prod(sizes[inner] for inner in w_format[i + 1 :])
-        for i, letter in enumerate(w_format)
-    }
+    steps = steps_of_weights(w_format, *case.kernel, case.channels, case.channels_out)
     launch = kernels.prepare(
         "block_sparse/conv/fused_conv",
         "pack_weights",
@@ -30,7 +25,7 @@ def prepare_pack(case, plan, w_format, weights, image_bytes):
         256,
         6,
         (
-            slices, plan.chunks, case.channels, case.channels_out, *map(steps.get, "HWIO"),
+            slices, plan.chunks, case.channels, case.channels_out, *steps,
             image_bytes,
         ),
     )  # fmt: skip

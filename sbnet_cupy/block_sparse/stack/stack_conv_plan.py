@@ -53,6 +53,7 @@ class StackConv(NamedTuple):
     expected: int  # about how many rows will be active
     residual: bool = False  # whether one is added: what a plan is made for; all plans take one
     shortcut: "Shortcut | None" = None  # a second product that is added
+    of_images: bool = False  # x, y and residual are images: windows read all of x; `block` is of x
 
     @property
     def element_bytes(self):
@@ -61,8 +62,9 @@ class StackConv(NamedTuple):
 
     @property
     def pointwise(self):
-        """Whether pixel p of y reads pixel p of x, and no other."""
-        return self.kernel == self.strides == (1, 1) and self.pads == (0, 0)
+        """Whether pixel p of the stack y reads pixel p of the stack x, and no other."""
+        plain = self.kernel == self.strides == (1, 1) and self.pads == (0, 0)
+        return plain and not self.of_images
 
     @property
     def chunks(self):
@@ -155,7 +157,7 @@ class StackPlan(NamedTuple):
             self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
             self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
             conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
-            *([conv.shortcut is not None, self.parts] if self.pipelined else []),
+            *([conv.shortcut is not None, self.parts, conv.of_images] if self.pipelined else []),
         )  # fmt: skip
 
     def thread_blocks(self, conv):
@@ -178,6 +180,10 @@ def missing_kernel(conv, device):
     if max(*conv.image, *conv.image_out) >= 2**31 - 2**16 or max(conv.channels_out, 1) > 2**24:
         return f"images as large as {conv.image}, or {conv.channels_out} channels"
     pixels = conv.rows * max(math.prod(conv.block), math.prod(conv.block_out))
+    if conv.of_images:
+        if not (device.bulk_copy and conv.vectors_in):
+            return "images, where pixels are no whole vectors, or on this GPU"
+        pixels = max(pixels, conv.images * max(math.prod(conv.image), math.prod(conv.image_out)))
     vectors = -(-conv.channels * conv.element_bytes // 16)
     if pixels * vectors >= 2**31 - 2**16:  # offsets count vectors
         return f"stacks of {conv.rows} blocks of {conv.block} pixels with {conv.channels} channels"
@@ -199,7 +205,7 @@ def missing_kernel(conv, device):
 def plan_stack_conv(conv, device):
     """Return the best plan, or None where none fits."""
     plans = (*candidates(conv, device), *patch_candidates(conv, device))
-    if conv.shortcut is not None:
+    if conv.shortcut is not None or conv.of_images:
         plans = [plan for plan in plans if plan.kernel == "stack_conv_pipelined"]
     return min(plans, key=lambda plan: plan_cost(plan, conv, device), default=None)
 
@@ -252,6 +258,7 @@ def candidates(conv, device):
             if split > 1 and conv.chunks < (2 if tile == (64, 64) else 8) * split:
                 break  # larger tiles wait longer for their first chunk
             staged = conv.residual and device.bulk_copy and split == 1 and conv.vectors_out
+            staged = staged and not conv.of_images
             for blocks in range(1, most + 1 if split == 1 else 2):
                 for results in (0, 2) if staged and tile != (256, 128) else (0,):
                     plan = _with_stages(engine, tile, warps, split, results, blocks, conv, device)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from ...core import launch as kernels
 from ...core.device import current_device
 from ...core.packed import Pack
+from ...dense.packed_weights import steps_of_weights
 
 _STEM = "block_sparse/stack/stack_image_conv2d"
 _THREADS = 128
@@ -187,11 +188,7 @@ def reads_words(conv, steps, alignment):
 
 def prepare_image_pack(conv, w_format):
     """Return what packs w (HWIO or OIHW), scale and bias (float32 or None) into bytes."""
-    sizes = dict(zip("HWIO", (*conv.kernel, conv.channels, conv.channels_out), strict=True))
-    steps = {
-        letter: math.prod(sizes[inner] for inner in w_format[i + 1 :])
-        for i, letter in enumerate(w_format)
-    }
+    steps = steps_of_weights(w_format, *conv.kernel, conv.channels, conv.channels_out)
     launch = kernels.prepare(
         _STEM,
         "pack_image_weights",
@@ -199,7 +196,7 @@ def prepare_image_pack(conv, w_format):
         min(-(-conv.columns // 16 * conv.steps * 32 // 256), 2**16),
         256,
         4,
-        (conv.channels, conv.channels_out, *conv.kernel, *map(steps.get, "HWIO")),
+        (conv.channels, conv.channels_out, *conv.kernel, *steps),
     )
     return Pack(launch, conv.packed_bytes, 1, 2)
 

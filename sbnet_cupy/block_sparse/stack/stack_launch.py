@@ -38,6 +38,7 @@ from ...core.arrays import empty, vector_bytes
 from ...core.device import current_device
 from ...core.graph_memory import keep_if_capturing
 from ...core.packed import Pack
+from ...dense.packed_weights import steps_of_weights
 from .stack_conv_plan import plan_stack_conv
 from .stack_depthwise_plan import plan_stack_depthwise
 
@@ -46,12 +47,8 @@ FILLS = ("zero", "lowest", "nearest", "mirror", "repeat")  # as in stack_halo.cu
 
 def prepare_stack_pack(conv, w_format):
     """Return what packs w (HWIO or OIHW), scale and bias (float32 or None) into bytes."""
-    sizes = dict(zip("HWIO", (*conv.kernel, conv.channels, conv.channels_out), strict=True))
-    steps = {
-        letter: math.prod(sizes[inner] for inner in w_format[i + 1 :])
-        for i, letter in enumerate(w_format)
-    }
-    launch = prepare_stack_pack_strided(conv, tuple(map(steps.get, "HWIO")))
+    steps = steps_of_weights(w_format, *conv.kernel, conv.channels, conv.channels_out)
+    launch = prepare_stack_pack_strided(conv, steps)
     return Pack(launch, conv.packed_bytes, 1, 2)
 
 

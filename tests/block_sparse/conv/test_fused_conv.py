@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from conftest import Library
 from sbnet_cupy import PackedWeights, ShapeError, conv2d, fused_conv
+from sbnet_cupy.block_sparse.conv import wide
 from sbnet_cupy.block_sparse.conv.config import ConvConfig
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import candidates
 from sbnet_cupy.core import operator
 from support import conv_oracles as oracles
 from support.assertions import assert_same, to_numpy
@@ -306,6 +308,50 @@ def test_nan_among_four_warps(hopper, case, plan):
     test_nan_reaches_exactly_the_windows_that_hold_it(
         hopper(plan), number, np.nan, channels, options
     )
+
+
+def _wide():
+    """Cases of the kernel for many channels, each with some of the plans that fit it."""
+    relu = {"extras": ("scale", "bias", "residual"), "activation": "relu"}
+    rows = [
+        ("float16", None, 136, 72, relu, (7, 5)),
+        ("float16", None, 256, 128, {"kernel": (1, 1), "extras": ("bias",)}, (4, 4)),
+        ("bfloat16", None, 512, 200, {"strides": (2, 1), **relu}, (3, 8)),
+        ("float16", None, 128, 130, {"w_format": "OIHW"}, (16, 16)),
+        ("float32", "tf32", 128, 64, {"padding": ((3, 0), (1, 4)), **relu}, (8, 8)),
+    ]
+    for dtype, precision, c, k, options, bsize in rows:
+        yield Case(
+            image=(2, 29, 26, c), channels=k, dtype=dtype, precision=precision, bsize=bsize,
+            packed=True, **options,
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(_wide()), ids=str)
+def test_many_channels_by_every_kind_of_plan(cupy, case, monkeypatch):
+    """Each tile and each way to share K; of their other variants the first and the last."""
+    chosen, numbers = {}, Library("cupy", cupy)
+
+    def choose(conv, device):
+        for plan in candidates(conv, device):
+            kinds = chosen.setdefault((plan.tile, plan.warps, plan.split), [])
+            kinds[1:] = [plan]
+        return next(iter(chosen.values()))[0]
+
+    monkeypatch.setattr(wide, "plan_stack_conv", choose)
+    monkeypatch.setattr(operator, "_PLANS", {})
+    op = sys.modules["sbnet_cupy.block_sparse.conv.fused_conv"]
+    monkeypatch.setattr(op, "is_for_wide", lambda *given: wide.missing_kernel(*given[1:]) is None)
+    case.run(case.arrays(), numbers.asarray)
+    if not chosen:
+        pytest.skip("needs compute capability 9.0")
+    expected = case.exact()
+    for plan in (plan for plans in chosen.values() for plan in plans):
+        monkeypatch.setattr(operator, "_PLANS", {})
+        monkeypatch.setattr(wide, "plan_stack_conv", lambda *conv, plan=plan: plan)
+        out = numbers.writable(np.full(case.shape, np.nan).astype(case.type))
+        check(case, case.run(case.arrays(), numbers.asarray, out=out), expected, np.nan, numbers)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,117 @@
+"""fused_conv of many channels: the kernel of stacks of blocks, from images to images.
+
+It draws a tile's pixels from several blocks, keeps K in a pipeline, and may share K among thread
+blocks. It is there on compute capability 9.0 and newer, for pixels that are whole vectors.
+
+It has been compiled for these GPUs and run on the host shim, and not yet been timed: it is used
+where the environment has ``SBNET_FUSED_CONV_WIDE=1``.
+"""
+
+import os
+
+from ...core import launch as kernels
+from ...core.arrays import dtype_name
+from ...core.compile import cpp_name
+from ...core.packed import Pack, PackedPlan, dtype_of_tables
+from ...dense.packed_weights import PackedWeights, steps_of_weights
+from ..background import with_background
+from ..stack.stack_conv_plan import StackConv, missing_kernel, plan_stack_conv
+
+_STEM = "block_sparse/stack/stack_conv2d"
+_IS_TRIED = os.environ.get("SBNET_FUSED_CONV_WIDE") == "1"
+_FEWEST_BYTES = 256  # of a pixel's channels
+
+
+def as_stack_conv(case, shape, problem, rows, bsize, expected):
+    """Return the convolution of NHWC images at blocks of ``bsize`` pixels of the result."""
+    (images, *size, channels), (top, _), (left, _) = shape, *problem.pads
+    return StackConv(
+        element=case.element,
+        rows=rows,
+        images=images,
+        grid=tuple(-(-n // b) for n, b in zip(problem.out_size, bsize, strict=True)),
+        block=tuple(b * s for b, s in zip(bsize, problem.strides, strict=True)),
+        block_out=tuple(bsize),
+        image=tuple(size),
+        image_out=tuple(problem.out_size),
+        channels=channels,
+        channels_out=problem.channels_out,
+        kernel=problem.kernel,
+        strides=problem.strides,
+        dilation=(1, 1),
+        pads=(top, left),
+        activation=case.activation,
+        vectors_in=case.vectors_in,
+        vectors_out=case.vectors_out,
+        expected=max(1, round(expected)),
+        of_images=True,
+    )
+
+
+def is_for_wide(case, conv, device):
+    """Whether a convolution goes to the kernel for many channels."""
+    wide = not case.ieee and conv.channels * case.element_bytes >= _FEWEST_BYTES
+    return _IS_TRIED and wide and missing_kernel(conv, device) is None
+
+
+def plan_wide(conv, weights, w_format, result, background, device):
+    """Return the plan of a call; ``background`` as for :func:`plan_fused_conv`."""
+    plan = plan_stack_conv(conv, device)
+    sizes = (
+        conv.rows, conv.images, *conv.grid, conv.channels, conv.channels_out, *conv.block,
+        *conv.block_out, *conv.image, *conv.image_out, *conv.kernel, *conv.strides,
+        *conv.dilation, *conv.pads,
+    )  # fmt: skip
+    launch = kernels.prepare(
+        _STEM,
+        plan.kernel,
+        plan.template(conv),
+        (plan.thread_blocks(conv), 1, 1),
+        plan.threads,
+        10,
+        (*sizes, 0, 0, 0, 1, 1),  # not settled, rows are not cleared, no shortcut
+        shared=plan.shared_bytes(conv),
+        persistent=True,
+        dependent=True,
+        cluster=plan.split,
+    )
+    pack = _prepare_pack(conv, w_format, weights, result.nbytes if background else 0)
+    how = ("stack_conv2d", dtype_name(weights[0].dtype), w_format)
+
+    def run(x, w, bin_counts, active_block_indices, scale, bias, residual, out, below=None):
+        if isinstance(w, PackedWeights):
+            packed = w.packed(how, pack)
+        else:
+            packed = pack(w, scale, bias, background=below)
+        launch(None, None, x, packed, residual, bin_counts, active_block_indices, None, None, out)
+
+    return PackedPlan(
+        (result,),
+        run,
+        launch,
+        operands=(None, None, 0, 8, 6, 2, 3, None, None, 7),
+        scratch=pack.scratch(*weights),
+        base=(),
+        pack=pack,
+        how=how,
+        weights=(1, 4, 5),
+        background=background,
+    )
+
+
+def _prepare_pack(conv, w_format, weights, image_bytes):
+    """Return what packs w, scale and bias, which are specs, and can write a result's background."""
+    w, *tables = weights
+    dtype = dtype_of_tables(w.dtype, tables)
+    sizes = *conv.kernel, conv.channels, conv.channels_out
+    columns = min(-(-conv.panels * conv.chunks * 512 // 256), 2**16)
+    launch = kernels.prepare(
+        _STEM,
+        "pack_image_conv_weights",
+        (conv.element, conv.element == "float", cpp_name(dtype, "bias")),
+        with_background((columns, 1), image_bytes),
+        256,
+        6,
+        (*sizes[2:], *sizes[:2], *steps_of_weights(w_format, *sizes), image_bytes),
+    )
+    return Pack(launch, conv.packed_bytes, 1, 2, dtype, background=True)
