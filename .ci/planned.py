@@ -47,6 +47,7 @@ RESNET_50 = (
     (3, 1, 256, 256, 16), (1, 1, 1024, 256, 16), (1, 1, 256, 1024, 16),
     (3, 1, 512, 512, 32), (1, 1, 2048, 512, 32), (1, 1, 512, 2048, 32),
 )  # fmt: skip
+IN_GROUPS = (3, 1, 128, 128, 4, 4)  # of ResNeXt-50: kernel, stride, channels, those of a group
 GRID, ROWS = (25, 44), (110, 1100)  # of blocks of 32 pixels; a tenth and all are active
 
 
@@ -98,8 +99,10 @@ def _layers(arch):
     for element, rows in itertools.product(numbers, ROWS):
         for layer in numbers[element]:
             conv = _stack_conv(element, rows, *layer)
-            of_images = [conv._replace(of_images=True)] if DEVICES[arch].bulk_copy else []
-            for each in (conv, *of_images):  # those of fused_conv, too
+            also = [conv._replace(of_images=True)] if DEVICES[arch].bulk_copy else []  # fused_conv
+            if layer[:4] == IN_GROUPS[:4]:
+                also.append(conv._replace(group=IN_GROUPS[4:]))
+            for each in (conv, *also):
                 plan = plan_stack_conv(each, DEVICES[arch])
                 key = STACK, plan.kernel, plan.template(each)
                 if launched(arch, *key):

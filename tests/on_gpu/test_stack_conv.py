@@ -24,6 +24,8 @@ CASES = [
     ConvCase(
         "BFloat16", Blocks(block=(2, 2)), 512, 136, residual=False, shortcut=(192, (2, 2))
     ),
+    ConvCase(blocks=Blocks(block=(4, 4)), channels=240, channels_out=240, groups=10),
+    ConvCase("BFloat16", Blocks(block=(8, 8)), 512, 256, strides=(2, 2), groups=32),
     # Tiles of several rounds, on the GPUs of today: those of the last one are cut.
     ConvCase(blocks=Blocks(image=(200, 200)), channels=64, channels_out=136, dilation=(2, 2)),
 ]

@@ -35,17 +35,20 @@ CONVOLUTIONS = [
     (FLOAT32, 16, 16, 7, {"groups": 16, "padding": 3}),
     (FLOAT16, 16, 24, 3, {"transposed": True, "padding": 1}),
     (FLOAT16, 8, 8, 3, {"transposed": True, "padding": ((1, 3), (2, 2)), "dilation": 2}),
+    (FLOAT16, 32, 48, 3, {"groups": 4}),
+    (BFLOAT16, 72, 72, 3, {"groups": 3, "strides": 2, "padding": 1}),
 ]
 
 
 CASES = [(*row, "HWIO") for row in CONVOLUTIONS] + [(*row, "OIHW") for row in CONVOLUTIONS[::4]]
-USUAL = [CASES[i] for i in (6, 7, 9, 14)]  # of each dtype and layout
-SANITIZED = [CASES[i] for i in (0, 2, 12)]  # with these, of each kind of kernel
+USUAL = [CASES[i] for i in (6, 7, 9, 14, 16)]  # of each dtype and layout
+SANITIZED = [CASES[i] for i in (0, 2, 12, 13)]  # with these, of each kind of kernel
 
 
 @pytest.mark.parametrize("case", all_but(CASES, USUAL, SANITIZED), ids=str)
-def test_convolution(on_shim, case):
+def test_convolution(on_shim, monkeypatch, case):
     """With and without an epilogue; what sticks out is 0, and so are rows past the count."""
+    monkeypatch.setenv("SBNET_NEW_KERNELS", "1")
     dtype, c, k, size, options, w_format = case
     blocks, table, x, rng = drawn(dtype, c)
     groups = options.get("groups", 1)

@@ -55,6 +55,11 @@ CASES = [
     (ConvCase(blocks=Blocks(share=0.0)), plan(SMALL, 3)),
     (ConvCase(blocks=Blocks(share=1.0, spare=0), activation=0), plan(SMALL, 3)),
     (ConvCase(blocks=Blocks(block=(8, 8)), activation=5), plan(SMALL, 3)),
+    (ConvCase(channels=96, channels_out=96, groups=4), plan(SMALL, 3, 2)),
+    (ConvCase("BFloat16", Blocks(block=(2, 4)), 64, 128, groups=16), plan(SMALL, 3)),
+    (ConvCase(channels=160, channels_out=80, groups=2, kernel=(1, 1)), plan(TALL, 2)),
+    (ConvCase("float", Blocks(block=(2, 4)), 24, 204, strides=(2, 2), groups=3), plan(SMALL, 3)),
+    (ConvCase("Half", Blocks(block=(4, 4)), 240, 240, groups=10, dilation=(2, 1)), plan(SMALL, 2)),
 ]  # fmt: skip
 # Of each element, tile, split and way to load; channels that are no whole vectors; no block at all.
 CHOSEN = {0: False, 1: True, 3: False, 7: True, 9: False, 10: True, 12: False}
@@ -238,11 +243,14 @@ def test_the_planned_instance_is_right(device, settled, monkeypatch):
 
 @pytest.mark.parametrize(
     ("element", "channels"),
-    thinned_product(4, ["Half", "BFloat16", "float"], [1, 3, 13]),
+    thinned_product(
+        4, ["Half", "BFloat16", "float"], [(1, 17, 1), (3, 17, 1), (13, 17, 1), (33, 99, 3)]
+    ),
 )
 def test_channels_that_are_no_whole_vectors_are_padded(element, channels, monkeypatch):
     use_shim(monkeypatch, BLACKWELL)
-    case = ConvCase(element, Blocks(block=(8, 6)), channels, 17, (5, 3), (2, 2))
+    *channels, groups = channels
+    case = ConvCase(element, Blocks(block=(8, 6)), *channels, (5, 3), (2, 2), groups=groups)
 
     def launch(x, w, scale, bias, residual, table, out):
         conv = case.sizes(len(x))

@@ -118,6 +118,7 @@ class ConvCase:
     activation: int = 1
     residual: bool = True
     depthwise: bool = False
+    groups: int = 1
     shortcut: tuple | None = None  # channels and strides; its scale is 1
 
     def sizes(self, rows):
@@ -146,7 +147,13 @@ class ConvCase:
             vectors_out=self.channels_out % per_vector == 0,
             expected=rows,
             shortcut=self.shortcut and Shortcut(*self.shortcut),
+            group=self.group if self.groups > 1 else None,
         )
+
+    @property
+    def group(self):
+        """Channels of x and of the result of a group."""
+        return self.channels // self.groups, self.channels_out // self.groups
 
     def second(self):
         """Return x, w and bias of the shortcut, as float64 and float32."""
@@ -172,7 +179,7 @@ class ConvCase:
         rng = np.random.default_rng(self.blocks.seed + 1)
         rows = len(self.blocks.table()[1])
         conv = self.sizes(rows)
-        inner = 1 if self.depthwise else self.channels
+        inner = 1 if self.depthwise else self.group[0]
         x = rng.integers(-3, 4, (rows, *conv.block, self.channels)).astype(np.float64)
         w = rng.integers(-2, 3, (*self.kernel, inner, self.channels_out)).astype(np.float64)
         scale = rng.choice([0.5, 1, 2], self.channels_out).astype(np.float32)
@@ -197,7 +204,12 @@ class ConvCase:
             rows = slice(top, top + conv.image_out[0] * self.strides[0], self.strides[0])
             columns = slice(left, left + conv.image_out[1] * self.strides[1], self.strides[1])
             window = padded[:, rows, columns]
-            result += window * w[r, s, 0] if self.depthwise else window @ w[r, s]
+            if self.depthwise:
+                result += window * w[r, s, 0]
+                continue
+            for of_x, of_y in zip(*(np.split(np.arange(n), self.groups)
+                                    for n in (self.channels, self.channels_out)), strict=True):
+                result[..., of_y] += window[..., of_x] @ w[r, s][:, of_y]
         result = result * scale + bias
         down, across = conv.block_out
         expected = np.zeros((len(listed), down, across, self.channels_out))

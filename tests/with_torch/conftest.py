@@ -31,7 +31,7 @@ def asked(torch, st, monkeypatch):
 
     def prepare_conv(
         dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-        kernel, strides, dilation, pads, activation, depthwise, settled, clear_rows,
+        kernel, strides, dilation, pads, activation, depthwise, group, settled, clear_rows,
     ):  # fmt: skip
         def run(x, weight, bias, residual, counts, indices, places, out):
             names.append("depthwise" if depthwise else "settled" if settled else "conv")
@@ -47,7 +47,7 @@ def asked(torch, st, monkeypatch):
             y = sb.stack_conv2d(
                 x.numpy(), weight.numpy(), table, strides=strides,
                 padding=tuple(padding), dilation=dilation,
-                groups=channels if depthwise else 1, w_format="OIHW", scale=None,
+                groups=channels if depthwise else channels // group[0] if group else 1, w_format="OIHW", scale=None,
                 bias=None if bias is None else bias.numpy(),
                 residual=None if residual is None else residual.numpy(),
                 activation=ACTIVATIONS[activation] if activation < 4 else None,
@@ -80,7 +80,7 @@ def asked(torch, st, monkeypatch):
     ):  # fmt: skip
         facts = (
             dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-            kernel, strides, dilation, pads, activation, False, False, False,
+            kernel, strides, dilation, pads, activation, False, None, False, False,
         )  # fmt: skip
         conv = prepare_conv(*facts)[0]
 

@@ -29,6 +29,18 @@ def test_what_is_asked_of_kernels(st, asked, name):
     )
 
 
+@torch.no_grad()
+def test_groups_are_convolved_by_the_kernel_if_new_kernels_are_on(st, asked, monkeypatch):
+    monkeypatch.setenv("SBNET_NEW_KERNELS", "1")
+    dense = networks.network("resnext")
+    x = torch.randn(2, 3, 61, 84, generator=torch.Generator().manual_seed(1))
+    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+    assert not any(name.startswith("halo") for name in asked)
+
+
 resize = torch.nn.functional.interpolate
 pool, mean = torch.nn.functional.max_pool2d, torch.nn.functional.avg_pool2d
 POOLS = {

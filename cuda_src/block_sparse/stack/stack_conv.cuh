@@ -33,6 +33,19 @@ struct Order {
 constexpr int PANEL = 64, PANEL_CHUNK = PANEL * TILE_ROW;
 DEVICE i64 tables_bytes(int K) { return static_cast<i64>(ceil_div(K, PANEL)) * (2 * PANEL * 4); }
 
+// ---------------------------------------------------------------------------- groups
+
+// Groups of channels: `in` of x make `out` of y. All output channels of a panel read the same `span` channels of x, whole
+// vectors that hold those of the panel's groups; weights of other groups are 0. Without groups, span is C.
+struct ChannelGroups {
+    int in, out, span;
+    // The first channel that a panel reads, of C.
+    DEVICE int begin(int panel, int C, int lanes) const {
+        const int first = panel * PANEL / out * in;
+        return min(first, ceil_div(C, lanes) * lanes - span) / lanes * lanes;
+    }
+};
+
 // ---------------------------------------------------------------------------- sizes
 
 struct Problem {
@@ -226,9 +239,10 @@ struct ChunkCopier {
     int row, pixels;     // its first row's pixel of the stack y; how many there are
     int chunk, tap, group;
 
-    DEVICE ChunkCopier(const T* x, const int* all_offsets, const Order& order, const Problem& g, int thread, int p0,
-                       int pixels, int first)
-        : x(x), offsets(all_offsets + thread / 8 * PASSES), order(order), unit(thread % 8), C(g.C),
+    // x begins with the first of the `channels` that the tile reads.
+    DEVICE ChunkCopier(const T* x, const int* all_offsets, const Order& order, const Problem& g, int channels, int thread,
+                       int p0, int pixels, int first)
+        : x(x), offsets(all_offsets + thread / 8 * PASSES), order(order), unit(thread % 8), C(channels),
           units(units_of_pixel<T, VECTOR>(g)), row(p0 + thread / 8), pixels(pixels), chunk(first),
           tap(first % order.taps), group(first / order.taps) {}
 
@@ -285,6 +299,7 @@ private:
 //   ROUND        x is float, rounded to tf32 in shared memory
 //   PARTIALS     thread blocks that share K leave their sums in memory; else they are a cluster and add up
 //   CACHED       pixels come through the L1 cache, since taps read the same ones
+//   GROUPED      columns of a tile are one panel, which reads `span` channels from ChannelGroups::begin on
 //   IMAGES       x, y and the residual are images: a window reads all of x, and the table has no grid
 //   settled      no kernel ahead that may still run writes the table or the weights
 //   clear_rows   rows of y past the count become 0
@@ -293,4 +308,4 @@ private:
         const int *__restrict__ bin_counts, const int *__restrict__ indices, const int *__restrict__ grid,            \
         float *__restrict__ partials, T *__restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 K, i64 bh, i64 bw,  \
         i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left,  \
-        i64 settled, i64 clear_rows
+        i64 span, i64 group_in, i64 group_out, i64 settled, i64 clear_rows

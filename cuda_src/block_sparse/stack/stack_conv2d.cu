@@ -24,9 +24,9 @@
 template <typename T, bool ROUND, typename W, typename Table>
 DEVICE void pack_weights_of_stack(const W* __restrict__ w, const Table* __restrict__ scale, const Table* __restrict__ bias,
                                   u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
-                                  i64 step_k, i64 number, i64 count) {
+                                  i64 step_k, const ChannelGroups& by_group, i64 number, i64 count) {
     constexpr int LANES = 16 / sizeof(T);
-    const Order order(static_cast<int>(C), LANES, static_cast<int>(R * S));
+    const Order order(by_group.span, LANES, static_cast<int>(R * S));
     const i64 panels = ceil_div<i64>(K, PANEL), units = panels * order.chunks * (PANEL * 8);
     const i64 tables = tables_bytes(static_cast<int>(K));
     for (i64 i = number * 256 + threadIdx.x; i < units; i += count * 256) {
@@ -42,11 +42,14 @@ DEVICE void pack_weights_of_stack(const W* __restrict__ w, const Table* __restri
         int tap = chunk % order.taps, unit = chunk / order.taps * 8 + u;
         if (chunk >= order.groups * order.taps) order.of_rest(chunk, u, tap, unit);
         const i64 k = panel * PANEL + ChannelOrder<T>::channel(column);
+        // Of the group of k, the first channel of the unit.
+        const int first = by_group.begin(panel, static_cast<int>(C), LANES) + unit * LANES -
+                          static_cast<int>(k) / by_group.out * by_group.in;
         Elements<T, uint4> value(zero<uint4>());
 #pragma unroll
         for (int e = 0; e < LANES; ++e) {
-            const i64 c = static_cast<i64>(unit) * LANES + e;
-            if (tap < order.taps && c < C && k < K) {
+            const int c = first + e;
+            if (tap < order.taps && static_cast<u32>(c) < static_cast<u32>(by_group.in) && k < K) {
                 const W weight = w[tap / S * step_r + tap % S * step_s + c * step_c + k * step_k];
                 if constexpr (Same<T, W>::value)
                     value.element[e] = weight;
@@ -64,8 +67,9 @@ template <typename T, bool ROUND, typename W = T>
 __global__ void __launch_bounds__(256)
     pack_stack_weights(const W* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
                        u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
-                       i64 step_k) {
-    pack_weights_of_stack<T, ROUND>(w, scale, bias, packed, C, K, R, S, step_r, step_s, step_c, step_k, blockIdx.x,
+                       i64 step_k, i64 span, i64 group_in, i64 group_out) {
+    const ChannelGroups by_group{static_cast<int>(group_in), static_cast<int>(group_out), static_cast<int>(span)};
+    pack_weights_of_stack<T, ROUND>(w, scale, bias, packed, C, K, R, S, step_r, step_s, step_c, step_k, by_group, blockIdx.x,
                                     gridDim.x);
 }
 
@@ -79,8 +83,9 @@ __global__ void __launch_bounds__(256)
                             i64 image_bytes) {
     const i64 others = gridDim.y - 1;
     if (blockIdx.y == 0) {
-        pack_weights_of_stack<T, ROUND>(w, scale, bias, packed, C, K, R, S, step_r, step_s, step_c, step_k, blockIdx.x,
-                                        gridDim.x);
+        const ChannelGroups by_group{static_cast<int>(C), static_cast<int>(K), static_cast<int>(C)};
+        pack_weights_of_stack<T, ROUND>(w, scale, bias, packed, C, K, R, S, step_r, step_s, step_c, step_k, by_group,
+                                        blockIdx.x, gridDim.x);
     } else if (image) {
         write_background(base, image, image_bytes, (blockIdx.y - 1) * gridDim.x + blockIdx.x, others * gridDim.x);
     }
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(256)
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int BLOCKS>
+          bool CACHED, int BLOCKS, bool GROUPED>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) stack_conv(STACK_CONV_PARAMETERS) {
     using Product = Engine<T, BM, BN, WM, WN>;
     constexpr int THREADS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
@@ -117,6 +122,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
     constexpr int PASS = THREADS / 8, PASSES = BM / PASS;  // rows that all threads copy at once
     static_assert(BM % PASS == 0 && AHEAD >= 1 && !Product::ASYNC, "threads share the rows evenly");
     static_assert(SPLIT == 1 || PARTIALS, "without clusters");
+    static_assert(!GROUPED || (PANELS == 1 && VECTOR_IN), "a tile reads the channels of one panel, in vectors");
 
     DYNAMIC_SHARED(u8, ring);
     float* const scale = reinterpret_cast<float*>(ring + STAGES * STAGE);
@@ -125,7 +131,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
     int* const offsets = inside + BM;  // [taps][BM]: pixels of the stack, or -1
 
     const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
-    const Order order(g.C, LANES, POINTWISE ? 1 : g.R * g.S);
+    const ChannelGroups by_group{Problem::narrow(group_in), Problem::narrow(group_out), Problem::narrow(span)};
+    const int channels = GROUPED ? by_group.span : g.C;
+    const Order order(channels, LANES, POINTWISE ? 1 : g.R * g.S);
     const int panels = ceil_div(g.K, PANEL), across = ceil_div(g.K, BN);
     const int rank = blockIdx.x % SPLIT, first = order.first(rank, SPLIT), count = order.first(rank + 1, SPLIT) - first;
     overlap_launches();
@@ -151,7 +159,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
 
         const u8* const weights =
             packed + tables_bytes(g.K) + (static_cast<i64>(k0 / PANEL) * order.chunks + first) * PANEL_CHUNK;
-        ChunkCopier<POINTWISE, VECTOR_IN, CACHED, BM, PASS, T> copier(x, offsets, order, g, threadIdx.x, p0, pixels, first);
+        ChunkCopier<POINTWISE, VECTOR_IN, CACHED, BM, PASS, T> copier(
+            x + (GROUPED ? by_group.begin(k0 / PANEL, g.C, LANES) : 0), offsets, order, g, channels, threadIdx.x, p0, pixels,
+            first);
         const auto copy_next = [&](int chunk, int slot) {
             u8* const at = ring + slot * STAGE;
 #pragma unroll

@@ -31,9 +31,9 @@ struct Shortcut {
 template <bool POINTWISE, bool VECTOR, bool CACHED, int BM, bool SHORTCUT, bool CUT, typename T>
 struct LeanCopier {
     static constexpr int PASS = COPIERS / 8, PASSES = BM / PASS, LANES = 16 / sizeof(T);
-    const T *__restrict__ x, *__restrict__ also;  // the stacks
+    const T *__restrict__ x, *__restrict__ also;  // the stacks; x begins with the first channel that the tile reads
     const Order& order;
-    int C, unit, to;                // channels; the thread's unit of a chunk, and where its first goes in a stage
+    int C, unit, to;                // channels that it reads; the thread's unit of a chunk, and where its first goes in a stage
     const int *offsets, *its;       // of the thread's rows, at the first tap and the next one
     int mine[POINTWISE ? PASSES : 1];  // where the thread's rows of x begin, where they are the same for all chunks
     int beside[SHORTCUT ? PASSES : 1];  // those of the shortcut
@@ -41,8 +41,8 @@ struct LeanCopier {
     int height;                     // rows of the tile that are copied: if CUT a multiple of 64, else BM
 
     DEVICE LeanCopier(const T* x, const T* also, const int* all_offsets, const Order& order, const Problem& g,
-                      const Shortcut& shortcut, int thread, int p0, int pixels, int first, int height)
-        : x(x), also(also), order(order), C(g.C), unit(thread % 8), to(swizzled(thread / 8, unit)),
+                      int channels, const Shortcut& shortcut, int thread, int p0, int pixels, int first, int height)
+        : x(x), also(also), order(order), C(channels), unit(thread % 8), to(swizzled(thread / 8, unit)),
           offsets(all_offsets + thread / 8 * PASSES), its(offsets), chunk(first), tap(0), c(0),
           height(height) {
         if constexpr (POINTWISE) {
@@ -179,7 +179,7 @@ struct PipelineMemory {
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES>
+          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES, bool GROUPED>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, BLOCKS)
     stack_conv_pipelined(const T* __restrict__ also, const u8* __restrict__ packed_also, STACK_CONV_PARAMETERS,
                          i64 channels_also, i64 down_also, i64 across_also) {
@@ -193,12 +193,15 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH>;
     static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
     static_assert(!IMAGES || (RESULTS == 0 && !PARTIALS && !POINTWISE && !SHORTCUT), "results go to pixels one by one");
+    static_assert(!GROUPED || (PANELS == 1 && VECTOR_IN && !SHORTCUT), "a tile reads the channels of one panel, in vectors");
     static_assert(PARTS == 1 || (SPLIT == 1 && BM / PARTS % 64 == 0 && MT <= 2), "parts of whole passes and products");
 
     DYNAMIC_SHARED(u8, unaligned);
     const Memory shared(unaligned);
     const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
-    const Order order(g.C, LANES, POINTWISE ? 1 : g.R * g.S);
+    const ChannelGroups by_group{Problem::narrow(group_in), Problem::narrow(group_out), Problem::narrow(span)};
+    const int channels = GROUPED ? by_group.span : g.C;
+    const Order order(channels, LANES, POINTWISE ? 1 : g.R * g.S);
     const int panels = ceil_div(g.K, PANEL), across = ceil_div(g.K, BN);
     const Shortcut shortcut{Problem::narrow(channels_also), Problem::narrow(down_also), Problem::narrow(across_also)};
     const int chunks_also = SHORTCUT ? shortcut.channels / (8 * LANES) : 0, chunks = order.chunks + chunks_also;
@@ -288,7 +291,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
                 all.sync();
             }
-            Copier copier(x, also, shared.offsets, order, g, shortcut, thread, p0, pixels, first, its.height);
+            const T* const its_x = x + (GROUPED ? by_group.begin(k0 / PANEL, g.C, LANES) : 0);
+            Copier copier(its_x, also, shared.offsets, order, g, channels, shortcut, thread, p0, pixels, first, its.height);
             wait();
             if constexpr (RESULTS > 0) {
                 if (residual) {

@@ -3,22 +3,20 @@
 It draws a tile's pixels from several blocks, keeps K in a pipeline, and may share K among thread
 blocks. It is there on compute capability 9.0 and newer, for pixels that are whole vectors.
 
-It has been compiled for these GPUs and run on the host shim, and not yet been timed: it is used
-where the environment has ``SBNET_FUSED_CONV_WIDE=1``.
+It has been compiled for these GPUs and run on the host shim, but not been timed yet: it is used
+where the environment has ``SBNET_NEW_KERNELS=1``.
 """
-
-import os
 
 from ...core import launch as kernels
 from ...core.arrays import dtype_name
 from ...core.compile import cpp_name
+from ...core.device import runs_new_kernels
 from ...core.packed import Pack, PackedPlan, dtype_of_tables
 from ...dense.packed_weights import PackedWeights, steps_of_weights
 from ..background import with_background
 from ..stack.stack_conv_plan import StackConv, missing_kernel, plan_stack_conv
 
 _STEM = "block_sparse/stack/stack_conv2d"
-_IS_TRIED = os.environ.get("SBNET_FUSED_CONV_WIDE") == "1"
 _FEWEST_BYTES = 256  # of a pixel's channels
 
 
@@ -51,7 +49,7 @@ def as_stack_conv(case, shape, problem, rows, bsize, expected):
 def is_for_wide(case, conv, device):
     """Whether a convolution goes to the kernel for many channels."""
     wide = not case.ieee and conv.channels * case.element_bytes >= _FEWEST_BYTES
-    return _IS_TRIED and wide and missing_kernel(conv, device) is None
+    return runs_new_kernels() and wide and missing_kernel(conv, device) is None
 
 
 def plan_wide(conv, weights, w_format, result, background, device):
@@ -60,7 +58,7 @@ def plan_wide(conv, weights, w_format, result, background, device):
     sizes = (
         conv.rows, conv.images, *conv.grid, conv.channels, conv.channels_out, *conv.block,
         *conv.block_out, *conv.image, *conv.image_out, *conv.kernel, *conv.strides,
-        *conv.dilation, *conv.pads,
+        *conv.dilation, *conv.pads, conv.span, *conv.group_sizes,
     )  # fmt: skip
     launch = kernels.prepare(
         _STEM,

@@ -4,7 +4,7 @@ import math
 
 from ...core.arrays import dtype_name, vector_bytes
 from ...core.compile import cpp_name
-from ...core.device import current_device
+from ...core.device import current_device, runs_new_kernels
 from ...core.packed import PackedPlan
 from ...dense.activation import ACTIVATIONS
 from ...dense.packed_weights import PackedWeights
@@ -16,12 +16,15 @@ from .stack_launch import prepare_stack_conv, prepare_stack_pack
 def plan_kernel(x, w, table, problem, residual, out, result):
     """Return the plan of a call of stack_conv2d by its kernels; None where there is none.
 
-    There is none for float64, for float32 that must be multiplied as IEEE and is not depthwise, for
-    groups of several channels and for transposed convolutions. All arrays are specs.
+    There is none for float64, for float32 that must be multiplied as IEEE and is not depthwise, and
+    for transposed convolutions. That for groups of several channels has not been timed yet: it is
+    off. All arrays are specs.
     """
     name, channels = dtype_name(x.dtype), x.shape[3]
     depthwise = is_depthwise(problem, channels)
-    if name == "float64" or problem.transposed or not (depthwise or problem.groups == 1):
+    if name == "float64" or problem.transposed:
+        return None
+    if problem.groups > 1 and not depthwise and not runs_new_kernels():
         return None
     if not (w.contiguous and x.size and out.size and table.grid.size):
         return None
@@ -31,7 +34,7 @@ def plan_kernel(x, w, table, problem, residual, out, result):
     if (name == "float32" and not problem.tf32) or missing_kernel(conv, device) is not None:
         return None
     pack, launch = prepare_stack_pack(conv, problem.w_format), prepare_stack_conv(conv)
-    how = ("stack_conv2d", name, problem.w_format)
+    how = ("stack_conv2d", name, problem.w_format, *(conv.group or ()))
 
     def run(x, w, bin_counts, active_block_indices, grid, scale, bias, residual, out):
         packed = w.packed(how, pack) if isinstance(w, PackedWeights) else pack(w, scale, bias)
@@ -42,7 +45,8 @@ def plan_kernel(x, w, table, problem, residual, out, result):
 
 def describe(x, table, problem, residual, out):
     """Return the convolution of these specs as its planner sees it."""
-    window, itemsize = problem.window, x.dtype.itemsize
+    window, itemsize, groups = problem.window, x.dtype.itemsize, problem.groups
+    grouped = groups > 1 and not is_depthwise(problem, x.shape[3])
 
     def whole_vectors(channels, *specs):
         multiples = (channels * itemsize, *(s.alignment for s in specs if s is not None))
@@ -67,6 +71,7 @@ def describe(x, table, problem, residual, out):
         vectors_in=whole_vectors(x.shape[3], x),
         vectors_out=whole_vectors(problem.channels_out, out, residual),
         expected=table.capacity,
+        group=(x.shape[3] // groups, problem.channels_out // groups) if grouped else None,
     )
 
 

@@ -53,6 +53,7 @@ class StackConv(NamedTuple):
     expected: int  # about how many rows will be active
     residual: bool = False  # whether one is added: what a plan is made for; all plans take one
     shortcut: "Shortcut | None" = None  # a second product that is added
+    group: tuple[int, int] | None = None  # channels of x and of y of a group, if there are several
     of_images: bool = False  # x, y and residual are images: windows read all of x; `block` is of x
 
     @property
@@ -67,6 +68,24 @@ class StackConv(NamedTuple):
         return plain and not self.of_images
 
     @property
+    def span(self):
+        """Channels of x that a panel reads: all, or the whole vectors that hold its groups."""
+        if self.group is None:
+            return self.channels
+        lanes, (group_in, group_out) = 16 // self.element_bytes, self.group
+        spans = []
+        for first in range(0, self.channels_out, PANEL):
+            last = min(first + PANEL, self.channels_out)
+            begin, end = first // group_out * group_in, -(-last // group_out) * group_in
+            spans.append(-(-end // lanes) * lanes - begin // lanes * lanes)
+        return max(spans)
+
+    @property
+    def group_sizes(self):
+        """Channels of x and of y of a group."""
+        return self.group or (self.channels, self.channels_out)
+
+    @property
     def chunks(self):
         """Chunks of K, those of the shortcut included."""
         if self.shortcut is None:
@@ -76,7 +95,7 @@ class StackConv(NamedTuple):
     @property
     def own_chunks(self):
         """Chunks of the convolution: of 8 units of channels one for each tap; the rest by taps."""
-        units = -(-self.channels * self.element_bytes // 16)
+        units = -(-self.span * self.element_bytes // 16)
         taps = math.prod(self.kernel)
         return units // _UNITS * taps + -(-(units % _UNITS * taps) // _UNITS)
 
@@ -158,6 +177,7 @@ class StackPlan(NamedTuple):
             self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
             conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
             *([conv.shortcut is not None, self.parts, conv.of_images] if self.pipelined else []),
+            conv.group is not None,
         )  # fmt: skip
 
     def thread_blocks(self, conv):
@@ -246,7 +266,7 @@ def candidates(conv, device):
     offsets = 0 if conv.pointwise else math.prod(conv.kernel) * 4
     simple = conv.vectors_in and conv.element != "float"
     for tile, warps, most in tiles:
-        if tile[0] * offsets > _MOST_OFFSETS:
+        if tile[0] * offsets > _MOST_OFFSETS or (conv.group and tile[1] != PANEL):
             continue
         if engine == "TileWgmma" and warps[1] > 1 and conv.activation not in _SLOW:
             continue

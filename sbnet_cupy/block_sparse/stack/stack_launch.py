@@ -47,7 +47,7 @@ FILLS = ("zero", "lowest", "nearest", "mirror", "repeat")  # as in stack_halo.cu
 
 def prepare_stack_pack(conv, w_format):
     """Return what packs w (HWIO or OIHW), scale and bias (float32 or None) into bytes."""
-    steps = steps_of_weights(w_format, *conv.kernel, conv.channels, conv.channels_out)
+    steps = steps_of_weights(w_format, *conv.kernel, conv.group_sizes[0], conv.channels_out)
     launch = prepare_stack_pack_strided(conv, steps)
     return Pack(launch, conv.packed_bytes, 1, 2)
 
@@ -69,7 +69,7 @@ def prepare_stack_pack_strided(conv, steps, source=None):
         min(-(-conv.panels * conv.chunks * 512 // 256), 2**16),
         256,
         4,
-        (conv.channels, conv.channels_out, *conv.kernel, *steps),
+        (conv.channels, conv.channels_out, *conv.kernel, *steps, conv.span, *conv.group_sizes),
     )
 
 
@@ -108,6 +108,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
     sizes = (
         *blocks, conv.channels, conv.channels_out, *conv.block, *conv.block_out, *conv.image,
         *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
+        conv.span, *conv.group_sizes,
     )  # fmt: skip
     run = kernels.prepare(
         "block_sparse/stack/stack_conv2d",

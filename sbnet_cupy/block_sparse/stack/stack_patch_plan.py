@@ -109,6 +109,7 @@ _MMA_TILES = (
 def patch_candidates(conv, device):
     """Yield plans that fit the device; none for windows of one pixel, strides, or odd channels."""
     whole = conv.element != "float" and conv.channels % _CHUNK_ELEMENTS == 0 and conv.vectors_in
+    whole = whole and conv.group is None
     if not (device.bulk_copy and whole and math.prod(conv.kernel) > 1 and conv.strides == (1, 1)):
         return
     engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ...core.device import current_device
+from ...core.device import current_device, runs_new_kernels
 from ...core.torch_memory import allocate, to_tensor
 from .. import _dispatch_state as state
 from .._native import compute, native_stream, view
@@ -116,7 +116,8 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     """Convolve by one kernel: ``activation(conv(x) + bias + residual)``, or return None."""
     channels, out_channels = x.shape[1], weight.shape[0]
     depthwise = groups == channels == out_channels and channels > 1
-    if not (depthwise or groups == 1) or x.dtype != weight.dtype:
+    group = (channels // groups, out_channels // groups) if groups > 1 and not depthwise else None
+    if (group is not None and not runs_new_kernels()) or x.dtype != weight.dtype:
         return None
     if records(weight, bias, residual):
         return None
@@ -139,7 +140,7 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     facts = (
         rows.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
         channels, out_channels, tuple(weight.shape[2:]), stride, dilation, (pads[0], pads[2]),
-        _CODES.get(activation, 0), depthwise,
+        _CODES.get(activation, 0), depthwise, group,
     )  # fmt: skip
     with _at_home(x) as device:
         kept = "_stack_depthwise" if depthwise else "_stack_packed"
@@ -188,7 +189,7 @@ def _is_mostly_padding(channels, itemsize, kernel):
 
 def _prepare_conv(
     dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
-    strides, dilation, pads, activation, depthwise, settled, clear_rows,
+    strides, dilation, pads, activation, depthwise, group, settled, clear_rows,
 ):  # fmt: skip
     """Return (launch, pack, whether addresses are enough) for the current device, or None.
 
@@ -207,7 +208,7 @@ def _prepare_conv(
         block_out=block_out, image=image, image_out=image_out, channels=channels,
         channels_out=channels_out, kernel=kernel, strides=strides, dilation=dilation, pads=pads,
         activation=activation, vectors_in=channels * itemsize % 16 == 0,
-        vectors_out=channels_out * itemsize % 16 == 0, expected=rows,
+        vectors_out=channels_out * itemsize % 16 == 0, expected=rows, group=group,
     )  # fmt: skip
     if depthwise:
         width = math.gcd(16, channels * itemsize)
