@@ -37,6 +37,12 @@ def half(x):
     return pool(x, 2, ceil_mode=True)
 
 
+def unpool(x, *window):
+    """Return the largest pixels of windows where they were, and 0 elsewhere."""
+    y, places = pool(x, *window, return_indices=True)
+    return F.max_unpool2d(y.exp(), places, *window, output_size=x.shape[2:])
+
+
 # What runs on the stack alone.
 STACK = {
     "conv": lambda x: conv(x, W3, BIAS, 1, 1),
@@ -138,6 +144,8 @@ STACK = {
 IMAGE = {
     "conv padded beyond the blocks": lambda x: conv(x, W3, BIAS, 1, 20),
     "conv stride 3": lambda x: conv(x, W3, BIAS, 3, 1),
+    "max unpool": lambda x: unpool(x, 2),
+    "max unpool of rectangles": lambda x: unpool(x, (4, 2)),
     "adaptive pool": lambda x: F.adaptive_avg_pool2d(x, (7, 2)).sum((2, 3)),
     "adaptive max pool": lambda x: F.adaptive_max_pool2d(x, (7, 2)).sum((2, 3)),
     "place of a maximum": lambda x: F.adaptive_max_pool2d(x, 1, return_indices=True)[0],

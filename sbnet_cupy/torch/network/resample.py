@@ -139,3 +139,28 @@ def _places(cell, length, old, new, scale, mode, corners, dtype):
     low = source.floor().long().clamp(max=old - 1)
     high = (low + 1).clamp(max=old - 1)
     return low, high, (source - low).clamp(0, 1)
+
+
+@handles("max_unpool2d")
+def max_unpool2d(func, input, indices, kernel_size, stride=None, padding=0, output_size=None):
+    """Unpool whole images; zeros of inactive blocks go to pixels of those blocks.
+
+    The stack of indices has none for them: 0 would be a pixel of the first block.
+    """
+    if func is not F.max_unpool2d or not (is_image(indices) and is_image(input)):
+        return NotImplemented
+    table, block, size, hw, _ = T.facts(indices)
+    active = table.compute(table.scatter, torch.ones_like(T.value_of(indices)), block, size, hw)
+    steps = two(kernel_size if stride is None else stride)
+    windows = zip(size, two(kernel_size), steps, two(padding), strict=True)
+    new = [(n - 1) * s - 2 * p + k for n, k, s, p in windows]
+    if output_size is not None:
+        new = list(output_size)[-2:]
+    down, across = (
+        torch.arange(n, device=active.device).mul(s).clamp(max=m - 1)
+        for n, s, m in zip(size, steps, new, strict=True)
+    )
+    own = (down[:, None] * new[1] + across).to(active.dtype)
+    indices = torch.where(active > 0, T.dense(indices), own)
+    call = input, indices, kernel_size, stride, padding, output_size
+    return T.on_image(func, "max_unpool2d", call, {})
