@@ -269,6 +269,9 @@ def test_bad_calls(st):
     dense = networks.network("resnet_basic")
     sparse = st.sparsify(dense, BLOCK)
     x, mask = image().float(), torch.ones(2, *SIZE)
+    moved = st.sparsify(copy.deepcopy(dense), 16)
+    moved(x, mask)
+    moved.to("meta")
     for error, word, call in [
         (TypeError, "model must be a torch.nn.Module, got type", lambda: st.sparsify(nn.Conv2d)),
         (ShapeError, "block_size", lambda: st.sparsify(dense, 0)),
@@ -285,6 +288,9 @@ def test_bad_calls(st):
         (RuntimeError, "expected", lambda: sparse(x.double(), mask)),
         (RuntimeError, "channels", lambda: sparse(x[:, :2], mask)),
         (RuntimeError, "mask must be on the device of x", lambda: sparse(x, mask.to("meta"))),
+        (RuntimeError, r"on the device of x, cpu, got .*weight on meta; use .to\('cpu'\)",
+         lambda: st.sparsify(copy.deepcopy(dense).to("meta"), 16)(x, mask)),
+        (RuntimeError, "got .*weight on meta", lambda: moved(x, mask)),
     ]:
         with pytest.raises(error, match=word):
             call()

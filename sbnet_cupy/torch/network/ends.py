@@ -93,6 +93,16 @@ def check_call(x, mask):
     return mask if mask.dtype == torch.bool else mask > 0
 
 
+def check_device(model, x):
+    """Raise unless the parameters and buffers of a network are on the device of x."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device != x.device:
+            raise DeviceError(
+                f"the network must be on the device of x, {x.device}, got {name} on "
+                f"{tensor.device}; use .to({str(x.device)!r})"
+            )
+
+
 def check_outside(outside):
     """Return what is wanted outside active blocks, or raise."""
     if outside == "bias" if isinstance(outside, str) else isinstance(outside, torch.Tensor):

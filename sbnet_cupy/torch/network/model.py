@@ -12,7 +12,7 @@ from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece
 from . import cuda, graphs, tuning
 from . import tensor as T
-from .ends import check_call, check_outside, finished, warn_left_out
+from .ends import check_call, check_device, check_outside, finished, warn_left_out
 from .entry import Entry, gathered
 from .image_values import flush, plainly
 from .recordings import may_record
@@ -62,7 +62,7 @@ class SparseModel(Report, nn.Module):
         self._compiled = None
         self._reaches = {}
         self._seen = {}
-        self._last = None
+        self._last = self._device = None
 
     def forward(self, x, mask, *args, outside=None, **kwargs):
         """Run the network where ``mask`` is set.
@@ -109,6 +109,9 @@ class SparseModel(Report, nn.Module):
     def _call(self, x, mask, *args, outside=None, **kwargs):
         """Run the network once, without a CUDA graph."""
         mask = check_call(x, mask)
+        if x.device != self._device:
+            check_device(self.model, x)
+            self._device = x.device
         outside = check_outside(self.outside if outside is None else outside)
         if self.training or torch.is_grad_enabled():
             self._forget()
@@ -315,13 +318,14 @@ class SparseModel(Report, nn.Module):
 
     def _apply(self, *args, **kwargs):
         self._forget()
+        self._device = None
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self):
         state = dict(vars(self))
         state.update(
             _weights=Weights(), _replays=Replays(), _tapes=Tapes(), _compiled=None, _seen={},
-            _last=None, _reaches={},
+            _last=None, _device=None, _reaches={},
         )  # fmt: skip
         return state
 
