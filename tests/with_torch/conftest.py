@@ -47,7 +47,8 @@ def asked(torch, st, monkeypatch):
             y = sb.stack_conv2d(
                 x.numpy(), weight.numpy(), table, strides=strides,
                 padding=tuple(padding), dilation=dilation,
-                groups=channels if depthwise else channels // group[0] if group else 1, w_format="OIHW", scale=None,
+                groups=channels // (1 if depthwise else (group or (channels,))[0]),
+                w_format="OIHW", scale=None,
                 bias=None if bias is None else bias.numpy(),
                 residual=None if residual is None else residual.numpy(),
                 activation=ACTIVATIONS[activation] if activation < 4 else None,
