@@ -13,10 +13,25 @@ def conv_bn(cin, cout, kernel=3, stride=1, act=nn.ReLU, **options):
     return nn.Sequential(conv, nn.BatchNorm2d(cout), *([act(inplace=True)] if act else []))
 
 
-class Residual(nn.Module):
-    """A basic block (``width`` None) or a bottleneck of ResNet or ResNeXt."""
+class Excitation(nn.Module):
+    """Multiply each channel by a number that follows from the means of all."""
 
-    def __init__(self, cin, cout, stride=1, width=None, groups=1, dilation=1):
+    def __init__(self, channels, act=nn.ReLU, gate=nn.Sigmoid):
+        super().__init__()
+        self.squeeze = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, 4, 1), act(), nn.Conv2d(4, channels, 1),
+            gate(),
+        )  # fmt: skip
+
+    def forward(self, x):
+        """Return the channels, scaled."""
+        return x * self.squeeze(x)
+
+
+class Residual(nn.Module):
+    """A basic block (``width`` None) or a bottleneck of ResNet, ResNeXt or RegNet (``excited``)."""
+
+    def __init__(self, cin, cout, stride=1, width=None, groups=1, dilation=1, excited=False):
         super().__init__()
         if width is None:
             self.body = nn.Sequential(conv_bn(cin, cout, 3, stride), conv_bn(cout, cout, act=None))
@@ -24,7 +39,7 @@ class Residual(nn.Module):
             middle = {"groups": groups, "dilation": dilation, "padding": dilation}
             self.body = nn.Sequential(
                 conv_bn(cin, width, 1), conv_bn(width, width, 3, stride, **middle),
-                conv_bn(width, cout, 1, act=None),
+                *([Excitation(width)] if excited else []), conv_bn(width, cout, 1, act=None),
             )  # fmt: skip
         same = stride == 1 and cin == cout
         self.downsample = None if same else conv_bn(cin, cout, 1, stride, act=None)
@@ -38,24 +53,22 @@ class Residual(nn.Module):
 
 
 class Inverted(nn.Module):
-    """MobileNet's unit: depthwise convolution, squeeze and excitation."""
+    """MobileNet's unit, or EfficientNet's: depthwise convolution, squeeze and excitation."""
 
-    def __init__(self, channels, kernel, stride):
+    def __init__(
+        self, channels, kernel, stride, act=nn.Hardswish, squeeze=(nn.ReLU, nn.Hardsigmoid)
+    ):
         super().__init__()
         wide = 2 * channels
-        self.expand = conv_bn(channels, wide, 1, act=nn.Hardswish)
+        self.expand = conv_bn(channels, wide, 1, act=act)
         self.depthwise = conv_bn(wide, wide, kernel, stride, act=nn.SiLU, groups=wide)
-        self.squeeze = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, 4, 1), nn.ReLU(), nn.Conv2d(4, wide, 1),
-            nn.Hardsigmoid(),
-        )  # fmt: skip
+        self.excite = Excitation(wide, *squeeze)
         self.project = conv_bn(wide, channels, 1, act=None)
         self.stride = stride
 
     def forward(self, x):
         """Add the body where sizes are kept."""
-        y = self.depthwise(self.expand(x))
-        y = self.project(y * self.squeeze(y))
+        y = self.project(self.excite(self.depthwise(self.expand(x))))
         return x + y if self.stride == 1 else y
 
 

@@ -3,6 +3,8 @@
 The oracle is the dense network in which every activation outside the active blocks is 0.
 """
 
+import functools
+
 import pytest
 
 from support.assertions import assert_close
@@ -203,6 +205,36 @@ class HRNet(nn.Module):
         return F.relu(high + risen), F.relu(low + self.fall(high))
 
 
+class DeepLab(nn.Module):
+    """Convolutions of several dilations side by side, and a pooled image beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(conv_bn(3, 8, 3, 2), nn.Conv2d(8, 8, 3, 2, 1))
+        self.branches = nn.ModuleList(
+            [conv_bn(8, 4, 1), *(conv_bn(8, 4, 3, dilation=d, padding=d) for d in (2, 3, 6))]
+        )
+        self.pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), conv_bn(8, 4, 1))
+        self.head = nn.Sequential(conv_bn(20, 8, 1), nn.Dropout(0.0), nn.Conv2d(8, 3, 1))
+
+    def forward(self, x):
+        """Return logits in the size of x."""
+        y = self.stem(x)
+        found = [branch(y) for branch in self.branches]
+        found.append(F.interpolate(self.pooled(y), size=y.shape[-2:], mode="bilinear"))
+        y = self.head(torch.cat(found, 1))
+        return F.interpolate(y, size=x.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def efficientnet():
+    """Return a small EfficientNet with a classifier."""
+    unit = functools.partial(Inverted, act=nn.SiLU, squeeze=(nn.SiLU, nn.Sigmoid))
+    return nn.Sequential(
+        conv_bn(3, 8, 3, 2, act=nn.SiLU), unit(8, 3, 1), unit(8, 5, 2), unit(8, 5, 1),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.0), nn.Linear(8, 5),
+    )  # fmt: skip
+
+
 def preactivation():
     """Return a small pre-activation ResNet with a classifier."""
     return nn.Sequential(
@@ -234,13 +266,16 @@ FAMILIES = {
     "preactivation": preactivation,
     "densenet": densenet,
     "resnext": lambda: resnet(width=8, groups=4),
+    "regnet": lambda: resnet(width=8, groups=2, excited=True),
     "vgg": _vgg,
     "fcn": FCN,
+    "deeplab": DeepLab,
     "unet": UNet,
     "mobilenet": lambda: nn.Sequential(
         conv_bn(3, 6, 3, 2, act=nn.Hardswish), Inverted(6, 3, 1), Inverted(6, 5, 2),
         Inverted(6, 5, 1), nn.Conv2d(6, 3, 1),
     ),
+    "efficientnet": efficientnet,
     "convnext": lambda: nn.Sequential(
         nn.Conv2d(3, 6, 4, 4), ConvNeXtBlock(6), nn.Conv2d(6, 8, 2, 2), ConvNeXtBlock(8)
     ),

@@ -25,7 +25,7 @@ def test_what_is_asked_of_kernels(st, asked, name):
     assert_near(sparse(x, mask), expected, "float32")
     assert ("layer norm" in asked) == (name == "convnext")
     assert "conv" in asked and ("depthwise" in asked) == (
-        name in ("mobilenet", "convnext", "shuffle")
+        name in ("mobilenet", "efficientnet", "convnext", "shuffle")
     )
 
 
