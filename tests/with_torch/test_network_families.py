@@ -1,11 +1,14 @@
 """sparsify on networks of many families: a full mask is the dense network, others the oracle's."""
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 
 from support import networks  # noqa: E402  (needs PyTorch)
+from support.exhaustive import all_but  # noqa: E402
 from support.networks import assert_near  # noqa: E402
 
 tree_leaves = torch.utils._pytree.tree_leaves
@@ -94,21 +97,37 @@ def test_single_precision(st, name):
             parameter.mul_(1.1)
 
 
-@pytest.mark.parametrize("name", ["resnet_basic", "fcn", "mobilenet"])
+@pytest.mark.parametrize("number", ["half", "tf32"])
+@pytest.mark.parametrize("name", all_but(sorted(networks.FAMILIES), ["resnet_basic", "mobilenet"]))
 @torch.no_grad()
-def test_half_precision(st, device, name):
-    """Each layer rounds once, to bfloat16, by at most half a unit; errors grow with the depth."""
-    dense = networks.network(name).to(device)
-    x = torch.randn(2, 3, 64, 64, device=device)
-    full = torch.ones(2, 64, 64, device=device)
-    expected = tree_leaves(dense(x.bfloat16().float()))[0]
-    sparse = st.sparsify(dense.bfloat16(), 16)
-    sparse.break_even = 2.0
-    actual = tree_leaves(sparse(x.bfloat16(), full))[0]
-    depth = sum(isinstance(m, torch.nn.Conv2d) for m in dense.modules())
-    bound = 2 * depth * torch.finfo(torch.bfloat16).eps * (1 + expected.abs().max())
-    assert actual.dtype == torch.bfloat16
-    assert (actual.float() - expected).abs().max() <= bound
+def test_low_precision(st, device, name, number, monkeypatch):
+    """Each layer rounds its result, and its weights, by half a unit; errors grow with the depth.
+
+    On full masks and on others, against double precision on a CPU. bfloat16 has less than float16,
+    and so it stands for both on a CPU.
+    """
+    dtype, epsilon = torch.float32, 2.0**-10
+    if number == "half":
+        dtype = torch.bfloat16 if device == "cpu" else torch.float16
+        epsilon = torch.finfo(dtype).eps
+    elif device == "cpu":
+        pytest.skip("a CPU has no tf32")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    dense = networks.network(name).to(dtype)
+    exact = copy.deepcopy(dense).double()
+    depth = sum(isinstance(m, torch.nn.Conv2d | torch.nn.Linear) for m in dense.modules())
+    sparse = st.sparsify(dense.to(device), 16)
+    x = torch.randn(2, 3, 60, 84, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for share in (1.0, 0.4):
+        on, mask = networks.blocks((2, 60, 84), 16, share)
+        expected = networks.oracle(exact, x.double(), on, 16)
+        for break_even in (2.0, 0.0):
+            sparse.break_even = break_even
+            actual = sparse(x.to(device), mask.to(device))
+            for a, e in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+                if a.is_floating_point():  # others are places of a maximum
+                    bound = 2 * depth * epsilon * (1 + e.abs().max())
+                    assert a.dtype == dtype and (a.cpu() - e).abs().max() <= bound
 
 
 @torch.no_grad()
