@@ -110,23 +110,32 @@ def test_it_trains_under_autocast(st):
     assert (y - expected).abs().max() <= bound
 
 
-def test_a_step_of_distributed_data_parallel(st, tmp_path):
-    """One process: gradients are those of the network alone."""
-    distributed = torch.distributed
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")  # as those of channels_last
+@pytest.mark.parametrize("cast", [False, True], ids=["double", "autocast"])
+def test_a_step_of_distributed_data_parallel(st, device, tmp_path, cast):
+    """One process: gradients are those of the network alone, under autocast to the bit."""
+    distributed, where = torch.distributed, torch.device(device).type
     if not distributed.is_available():
         pytest.skip("needs torch.distributed")
-    dense = networks.network("resnet_basic").double().train()
+    dense = networks.network("resnet_basic").train().to(device)
+    x, mask = image().to(device), networks.blocks((2, *SIZE), BLOCK, 0.4)[1].to(device)
+    dense, x = (dense, x.float()) if cast else (dense.double(), x)
     alone, sparse = (st.sparsify(copy.deepcopy(dense), BLOCK) for _ in range(2))
-    x = image()
-    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
-    store = f"file://{tmp_path}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    store, backend = f"file://{tmp_path}/store", "gloo" if where == "cpu" else "nccl"
+    distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(sparse)
-        actual = train_step(sparse, x, mask, call=wrapped)
+        with torch.autocast(where, torch.bfloat16, enabled=cast):
+            actual = train_step(sparse, x, mask, call=wrapped)
     finally:
         distributed.destroy_process_group()
-    assert_near_steps(actual, train_step(alone, x, mask))
+    with torch.autocast(where, torch.bfloat16, enabled=cast):
+        expected = train_step(alone, x, mask)
+    if cast:
+        pairs = zip(*map(tree_leaves, (actual, expected)), strict=True)
+        assert all(torch.equal(a, e) for a, e in pairs)
+    else:
+        assert_near_steps(actual, expected)
 
 
 RANKS, STEPS = 2, 2
