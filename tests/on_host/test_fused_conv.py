@@ -115,6 +115,7 @@ def _runs():
 RUNNABLE = list(_runs())
 ONCE = [run for run in RUNNABLE if run.case.table == "some"]
 USUAL = [ONCE[0], ONCE[5], ONCE[13], ONCE[17], ONCE[20]]  # each of another dtype, layout or engine
+USUAL += [next(run for run in ONCE if run.name == "wide")]
 USUAL += [run for run in RUNNABLE if run.case.table in FEW_TABLES and run.name == ONCE[0].name]
 SMOOTH = [
     Run(Case(**number, **image(*channels, activation=activation, extras=EXTRAS)), given)
