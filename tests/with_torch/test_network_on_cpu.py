@@ -101,3 +101,38 @@ def test_products_of_patches_in_place_of_convolutions(st, monkeypatch):
         _bounded(y, exact, most, 16 * 9)
     monkeypatch.setattr(ops, "_WIDE_PATCHES_BYTES", x.numel() * 4 * 9 - 1)
     assert not ops._are_few(64, x, (3, 3))  # too many to be held
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("kernel", [1, 3])
+@torch.no_grad()
+def test_products_keep_one_layout_of_their_weights(st, kernel, stride, residual):
+    """For stacks of any number of blocks, and images of any size: exact for whole numbers."""
+    from sbnet_cupy.torch.network import onednn, ops
+
+    if not (onednn._AVAILABLE and onednn._MULTIPLIES):
+        pytest.skip("this PyTorch has no such products")
+    weight = torch.randint(-3, 4, (6, 16, kernel, kernel)).float()
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    weight.is_kept, pad = True, kernel // 2
+    bias = torch.randint(-3, 4, (6,)).float()
+    for share in (0.2, 0.6, 1.0):
+        table, x, size = stack((4, 4), channels=16, share=share)
+        x = x.mul(4).round().contiguous(memory_format=torch.channels_last)
+        out = (4 // stride[0], 4 // stride[1])
+        added = torch.randint(-3, 4, (len(x), 6, *out)).float() if residual else None
+        y = ops.conv(
+            x, table, (4, 4), size, weight, bias, stride=stride, pads=(pad,) * 4,
+            residual=None if added is None else added.clone(), activation="relu",
+        )  # fmt: skip
+        rim = ops.rim((kernel, kernel), stride, (pad,) * 4, (1, 1))
+        around = ops.halo(x, table, (4, 4), size, rim)
+        exact = F.conv2d(around, weight, bias, stride)[..., : out[0], : out[1]]
+        assert torch.equal(y, F.relu(exact if added is None else exact + added))
+    if kernel == 1:
+        for height in (3, 8):
+            x = torch.randint(-3, 4, (2, 16, height, 5)).float()
+            y = onednn.conv(x, weight, bias, stride, (0, 0), (1, 1), 1, None, "relu")
+            assert torch.equal(y, F.relu(F.conv2d(x, weight, bias, stride)))
+    assert list(weight.packed_for) == ["matrix"]

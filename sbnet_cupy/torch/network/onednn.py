@@ -25,12 +25,35 @@ _AVAILABLE = _are_there("_convolution_pointwise", "_reorder_convolution_weight")
 _MULTIPLIES = _are_there("_linear_pointwise", "_reorder_linear_weight")
 
 
-def conv(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat):
+def product(x, weight, bias, residual, activation):
+    """Multiply each pixel of channels_last pictures by the weights; None where that is not served.
+
+    ``x`` holds for each pixel what the kernel's pixels have: ``kh * kw * Cin`` channels. A
+    convolution would do; but how its weights lie depends on the number of pixels, and for another
+    number they are laid out anew in each call, which takes many times as long as the product.
+    """
+    if not (_MULTIPLIES and getattr(weight, "is_kept", False) and _serves(x, weight)):
+        return None
+    kept = vars(weight).setdefault("packed_for", {})
+    if "matrix" not in kept:
+        matrix = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
+        kept["matrix"] = torch.ops.mkldnn._reorder_linear_weight(matrix, None)
+    (n, _, h, w), k = x.shape, weight.shape[0]
+    rows = x.permute(0, 2, 3, 1).reshape(n * h * w, -1)
+    if residual is not None:
+        residual = residual.permute(0, 2, 3, 1).reshape(n * h * w, k)
+    y = linear(rows, kept["matrix"], bias, residual, activation)
+    return y.as_strided((n, k, h, w), (h * w * k, 1, w * k, k))
+
+
+def conv(x, weight, bias, stride, padding, dilation, groups, residual, activation):
     """Convolve; return None where oneDNN's operators do not serve the call."""
     if not (_AVAILABLE and getattr(weight, "is_kept", False) and _serves(x, weight)):
         return None
+    if tuple(weight.shape[2:]) == (1, 1) and groups == 1 and not any(padding):
+        return product(x[:, :, :: stride[0], :: stride[1]], weight, bias, residual, activation)
     options = list(padding), list(stride), list(dilation), groups
-    packed = _packed(x, weight, options, flat)
+    packed = _packed(x, weight, options)
     name = _NAMES.get(activation)
     if residual is not None and activation in (None, "relu"):
         run = torch.ops.mkldnn._convolution_pointwise.binary
@@ -81,13 +104,10 @@ def linear(x, packed, bias, residual, activation):
     return finish(run(x, packed, bias, "none", [], ""), residual, activation)
 
 
-def _packed(x, weight, options, flat):
+def _packed(x, weight, options):
     """Return the weights as oneDNN wants them for such a convolution, kept beside the weights."""
     kept = vars(weight).setdefault("packed_for", {})
-    key = (*map(str, options), flat)
+    key = tuple(map(str, options))
     if key not in kept:
-        given = weight
-        if flat:
-            given = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
-        kept[key] = torch.ops.mkldnn._reorder_convolution_weight(given, *options, list(x.shape))
+        kept[key] = torch.ops.mkldnn._reorder_convolution_weight(weight, *options, list(x.shape))
     return kept[key]

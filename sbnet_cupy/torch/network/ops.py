@@ -73,15 +73,22 @@ def conv(
     return y
 
 
-def _convolve(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat=False):
-    """Convolve a batch of pictures; ``flat`` weights are those of one pixel with all under it."""
-    y = onednn.conv(x, weight, bias, stride, padding, dilation, groups, residual, activation, flat)
+def _convolve(x, weight, bias, stride, padding, dilation, groups, residual, activation):
+    """Convolve a batch of pictures."""
+    y = onednn.conv(x, weight, bias, stride, padding, dilation, groups, residual, activation)
     if y is not None:
         return y
-    if flat:
-        weight = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
     y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     return finish(y, residual, activation)
+
+
+def _multiply(x, weight, bias, residual, activation):
+    """Multiply the pixels of a picture, which hold all that is under the kernel, by the weights."""
+    y = onednn.product(x, weight, bias, residual, activation)
+    if y is not None:
+        return y
+    weight = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
+    return finish(F.conv2d(x, weight, bias), residual, activation)
 
 
 def _conv_picture(
@@ -101,19 +108,17 @@ def _conv_stack(
 ):  # fmt: skip
     kernel = tuple(weight.shape[2:])
     out = (block[0] // stride[0], block[1] // stride[1])
-    one = (1, 1), (0, 0), (1, 1)
     if kernel == (1, 1) and not any(pads) and groups == 1:
         if stride != (1, 1):
             x = x[:, :, :: stride[0], :: stride[1]]
         rows, residual = as_picture(x), residual if residual is None else as_picture(residual)
-        return as_stack(_convolve(rows, weight, bias, *one, 1, residual, activation), out)
+        return as_stack(_multiply(rows, weight, bias, residual, activation), out)
     rims = rim(kernel, stride, pads, dilation)
     few = kernel != (1, 1) and _are_few(out[0] * out[1], x, kernel)
     if few and groups == 1 and fill == 0 and not x.is_cuda:
         taken = _patches(x, table, block, size, rims, mode, kernel, stride, dilation)
         residual = residual if residual is None else as_picture(residual)
-        y = _convolve(taken, weight, bias, *one, 1, residual, activation, flat=True)
-        return as_stack(y, out)
+        return as_stack(_multiply(taken, weight, bias, residual, activation), out)
     x = halo(x, table, block, size, rims, fill, mode)
     return _convolve(x, weight, bias, stride, (0, 0), dilation, groups, residual, activation)
 
