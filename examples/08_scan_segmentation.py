@@ -16,9 +16,13 @@
 # of a street, trains such a network for a minute on a CPU to tell the ground, walls, poles and cars
 # apart, and draws what it finds in a scan that it has not seen.
 #
-# Needs `pip install "sbnet-cupy[demo,torch]"`; runs on a CPU, or on a GPU if there is one.
+# Needs `pip install "sbnet-cupy[demo,torch]"`; runs on a CPU, or on a GPU if there is one. To draw
+# what the network finds in a scan of yours, set the environment variable `SBNET_POINTS` to a file
+# of x, y, z and reflectance as float32, such as a `.bin` of KITTI.
 
 # %%
+import os
+
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -141,22 +145,33 @@ print(f"loss {losses[0]:.1f} at first, {np.mean(losses[-5:]):.1f} in the end")
 # %% [markdown]
 # ## A new scan
 #
-# Intersection over union of each class, and the scan as it was labelled, seen from above.
+# Intersection over union of each class, and the scan as it was labelled, seen from above. A scan of
+# yours has no labels to compare with; of it the points are taken that lie in the grid.
 
 # %%
 net.eval()
-points, label = scan(np.random.default_rng(2))
+path = os.environ.get("SBNET_POINTS")
+if path:
+    points = np.fromfile(path, np.float32).reshape(-1, 4)[:, :3]
+    inside = np.abs(points) < np.array([25.0, 25.0, 2.3])
+    points, label = points[inside.all(1)], None
+else:
+    points, label = scan(np.random.default_rng(2))
 with torch.no_grad():
-    rows, features, _ = batch_of([(points, label)])
+    unknown = np.zeros(len(points), np.int64)
+    rows, features, _ = batch_of([(points, unknown if label is None else label)])
     found = net([rows, features]).argmax(1).cpu().numpy()
-for number, name in enumerate(NAMES):
+if label is None:
+    print(dict(zip(NAMES, np.bincount(found, minlength=len(NAMES)).tolist(), strict=True)))
+for number, name in enumerate(NAMES if label is not None else ()):
     both, either = (found == number) & (label == number), (found == number) | (label == number)
     print(f"{name:>6}: {both.sum() / either.sum():.1f}")
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained", sharey=True)
 colours = np.array(["silver", "tab:brown", "tab:red", "tab:blue"])
-for axis, labels, title in zip(axes, (label, found), ("true", "found"), strict=True):
+left = ("points", np.zeros_like(found)) if label is None else ("true", label)
+for axis, (title, labels) in zip(axes, (left, ("found", found)), strict=True):
     order = np.argsort(labels)
     axis.scatter(*points[order, :2].T, s=0.4, c=colours[labels[order]])
     axis.set_title(title)

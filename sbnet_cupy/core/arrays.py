@@ -219,10 +219,12 @@ def _through_door(library, first, function, signature, args, kwargs):
 def _with_native_mask(call, signature, args, kwargs):
     """Call again with a mask of another library, beside native arrays of its device, as native.
 
-    PyTorch's masks are so: its place names are those of native arrays. All else is an error.
+    PyTorch's masks are so: its place names are those of native arrays. All else is an error. Layers
+    of blocks take a mask as their indices; indices of sites are none.
     """
     bound = signature.bind(*args, **kwargs)
-    name = next((name for name in ("indices", "mask") if name in bound.arguments), None)
+    names = ("indices", "mask") if "block_params" in signature.parameters else ("mask",)
+    name = next((name for name in names if name in bound.arguments), None)
     mask = bound.arguments.get(name)
     library = library_of(mask)
     arrays = [a for key, v in bound.arguments.items() if key != name for a in _arrays_in(v)]

@@ -27,7 +27,7 @@ from ..submanifold.dense_conversion import check_grid_array, grid_of
 from ..submanifold.distinct import DUPLICATE, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
-from ..submanifold.sparse_tensor import SparseTensor, check_tensor
+from ..submanifold.sparse_tensor import ADAPTED, SparseTensor, check_tensor
 from ..submanifold.window import coarse_shape, fine_shape, read_offsets, read_window
 from ._sites import distinct, find, most_sites, sums_of_runs, valid_rows, words_of
 from ._specs import spec_of
@@ -177,6 +177,9 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     place = jnp.where(valid_rows(x.coordinates), x.indices.T, jnp.array(shape)[:, None])
     out = out.at[tuple(place)].set(x.features, mode="drop")
     return jnp.moveaxis(out, -1, 1) if data_format == "channels_first" else out
+
+
+ADAPTED["jax"] = sparse_to_dense
 
 
 def kernel_map(

@@ -9,6 +9,7 @@ from ..core.arrays import (
     device_of_all,
     dtype_kind,
     is_float,
+    library_of,
     namespace,
 )
 from ..core.checks import check_array
@@ -109,10 +110,20 @@ class SparseTensor(ArrayContainer):
         return SparseTensor(features, self.coordinates)
 
     def dense(self, **options):
-        """Return the whole grid; see :func:`sparse_to_dense`."""
+        """Return the whole grid; see :func:`sparse_to_dense`.
+
+        Features of PyTorch, JAX and TensorFlow go to the function of their adapter, which has
+        gradients, if that is imported.
+        """
         from .dense_conversion import sparse_to_dense  # which returns sparse tensors, too
 
-        return sparse_to_dense(self, **options)
+        library = library_of(self.features)
+        name = None if library is None else library.name
+        return ADAPTED.get(name, sparse_to_dense)(self, **options)
+
+
+# By the name of a library: the ``sparse_to_dense`` of its adapter, which enters it.
+ADAPTED = {}
 
 
 @array_function

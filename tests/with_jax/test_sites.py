@@ -134,6 +134,8 @@ def test_whole_grids_and_back(sbj, place, jax, data_format):
         expected = sb.sparse_to_dense(exact, **options)
         found = jax.jit(functools.partial(sbj.sparse_to_dense, **options))(x)
         assert_same(to_numpy(found), expected)
+        found = jax.jit(lambda x, options=options: x.dense(**options))(x)
+        assert_same(to_numpy(found), expected)
     grid = sb.sparse_to_dense(exact, **given)
     for options in ({}, {"tol": 0.5}, {"mask": normal(BATCH, *SHAPE, seed=3) > 0.8}):
         expected = sb.dense_to_sparse(grid, **given, **options)

@@ -186,6 +186,16 @@ def test_a_network_learns(tf, sbt, make):
     assert len(set(losses)) == len(losses)
 
 
+def test_the_grid_of_a_tensor_has_a_gradient(tf, sbt, make):
+    """By the method, which is the package's, as by the function."""
+    features = tf.Variable(normal(len(listed()), 4))
+    with tf.GradientTape() as tape:
+        y = sbt.sparse_tensor(features, make(listed()), **GRID).dense(data_format="channels_first")
+    grad = normal(*y.shape)
+    found = tape.gradient(y, features, output_gradients=make(grad)).numpy()
+    assert_same(found, np.stack([grad[n, :, *place] for n, *place in listed()]))
+
+
 def test_second_derivatives_are_refused(tf, sbt, make):
     x, w = tf.Variable(normal(len(listed()), 4)), tf.Variable(kernel(3, 3, 3))
     with tf.GradientTape() as outer:

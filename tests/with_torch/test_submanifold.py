@@ -179,6 +179,9 @@ def test_sparse_tensor_has_the_core_s_bits_and_a_gradient(torch, st, device, mod
 def test_dense_grids_go_there_and_back(torch, st, device, data_format):
     x = made(torch, st, device)
     image = st.sparse_to_dense(x, data_format=data_format).requires_grad_()
+    leaf = x.features.detach().requires_grad_()
+    x.replace(leaf).dense(data_format=data_format).sum().backward()
+    assert torch.equal(leaf.grad, torch.ones_like(leaf))
     found = st.dense_to_sparse(image, data_format=data_format)
     back = st.sparse_to_dense(found, data_format=data_format)
     assert torch.equal(back, image)
@@ -190,6 +193,13 @@ def test_dense_grids_go_there_and_back(torch, st, device, data_format):
             lambda v: st.dense_to_sparse(v, mask=torch.ones(1, 2, 2)).features,
             values(torch, 1, 2, 2, 2).requires_grad_(),
         )
+
+
+def test_sites_of_another_library_are_refused(torch):
+    """A mask may be a tensor beside NumPy arrays; rows of coordinates may not."""
+    features, rows = np.ones((2, 3), np.float32), torch.tensor([[0, 1, 2], [0, 3, 3]])
+    with pytest.raises(sb.DeviceError, match="indices is torch"):
+        sb.sparse_tensor(features, rows, spatial_shape=(4, 4))
 
 
 def test_rows_past_the_count_never_leak(torch, st, device):

@@ -11,7 +11,7 @@ from ...errors import ShapeError
 from ...submanifold import coordinate_map as core
 from ...submanifold import dense_conversion
 from ...submanifold.distinct import row_of_site
-from ...submanifold.sparse_tensor import SparseTensor
+from ...submanifold.sparse_tensor import ADAPTED, SparseTensor
 from .._native import check_tensors, numpy_dtype
 from .maps import (
     check_floats,
@@ -279,6 +279,9 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     out = out.index_copy(0, cells, x.features)  # rows that are no site go to the last place
     out = out[:-1].reshape(*shape, x.channels)
     return out.movedim(-1, 1).contiguous() if data_format == "channels_first" else out
+
+
+ADAPTED["torch"] = sparse_to_dense
 
 
 @untraced
