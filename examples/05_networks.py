@@ -186,8 +186,8 @@ tissue = data.immunohistochemistry()
 brown = torch.from_numpy(color.rgb2hed(tissue)[..., 2].astype(np.float32))
 smooth = nn.functional.avg_pool2d(brown[None, None], 15, 1, 7)[:, 0]
 stained = smooth > smooth.quantile(0.97)
-x = torch.from_numpy(tissue / np.float32(255)).permute(2, 0, 1)[None].contiguous()
-unet = UNet().eval()
+x = torch.from_numpy(tissue / np.float32(255)).permute(2, 0, 1)[None]  # channels_last
+unet = UNet().eval().to(memory_format=torch.channels_last)
 whole = unet(x)
 found, away = {}, {}
 dense_ms = milliseconds(lambda: unet(x))
