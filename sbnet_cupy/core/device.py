@@ -16,11 +16,6 @@ class Device(NamedTuple):
     tensor_floats: bool = True  # tensor cores that take bfloat16 and tf32, not float16 alone
 
 
-def runs_new_kernels():
-    """Whether kernels that have not been timed on a GPU yet are run where there is one."""
-    return os.environ.get("SBNET_NEW_KERNELS") == "1"
-
-
 @functools.cache
 def driver():
     """Return the CUDA driver's library."""

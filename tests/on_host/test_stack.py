@@ -46,9 +46,8 @@ SANITIZED = [CASES[i] for i in (0, 2, 12, 13)]  # with these, of each kind of ke
 
 
 @pytest.mark.parametrize("case", all_but(CASES, USUAL, SANITIZED), ids=str)
-def test_convolution(on_shim, monkeypatch, case):
+def test_convolution(on_shim, case):
     """With and without an epilogue; what sticks out is 0, and so are rows past the count."""
-    monkeypatch.setenv("SBNET_NEW_KERNELS", "1")
     dtype, c, k, size, options, w_format = case
     blocks, table, x, rng = drawn(dtype, c)
     groups = options.get("groups", 1)

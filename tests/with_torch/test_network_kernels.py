@@ -30,8 +30,7 @@ def test_what_is_asked_of_kernels(st, asked, name):
 
 
 @torch.no_grad()
-def test_groups_are_convolved_by_the_kernel_if_new_kernels_are_on(st, asked, monkeypatch):
-    monkeypatch.setenv("SBNET_NEW_KERNELS", "1")
+def test_groups_are_convolved_by_the_kernel(st, asked):
     dense = networks.network("resnext")
     x = torch.randn(2, 3, 61, 84, generator=torch.Generator().manual_seed(1))
     on, mask = networks.blocks((2, 61, 84), 16, 0.4)

@@ -2,22 +2,22 @@
 
 It draws a tile's pixels from several blocks, keeps K in a pipeline, and may share K among thread
 blocks. It is there on compute capability 9.0 and newer, for pixels that are whole vectors.
-
-It has been compiled for these GPUs and run on the host shim, but not been timed yet: it is used
-where the environment has ``SBNET_NEW_KERNELS=1``.
 """
+
+import math
 
 from ...core import launch as kernels
 from ...core.arrays import dtype_name
 from ...core.compile import cpp_name
-from ...core.device import runs_new_kernels
 from ...core.packed import Pack, PackedPlan, dtype_of_tables
 from ...dense.packed_weights import PackedWeights, steps_of_weights
 from ..background import with_background
 from ..stack.stack_conv_plan import StackConv, missing_kernel, plan_stack_conv
 
 _STEM = "block_sparse/stack/stack_conv2d"
-_FEWEST_BYTES = 256  # of a pixel's channels
+# On an H200 this kernel is faster from so many bytes of channels, of x or of the result, or with
+# weights that leave the shared memory of fused_conv little room.
+_FEWEST_BYTES, _FEWEST_WEIGHT_BYTES = 192, 128 << 10
 
 
 def as_stack_conv(case, shape, problem, rows, bsize, expected):
@@ -48,8 +48,10 @@ def as_stack_conv(case, shape, problem, rows, bsize, expected):
 
 def is_for_wide(case, conv, device):
     """Whether a convolution goes to the kernel for many channels."""
-    wide = not case.ieee and conv.channels * case.element_bytes >= _FEWEST_BYTES
-    return runs_new_kernels() and wide and missing_kernel(conv, device) is None
+    widest = max(conv.channels, conv.channels_out) * case.element_bytes
+    weights = math.prod(conv.kernel) * conv.channels * conv.channels_out * case.element_bytes
+    wide = widest >= _FEWEST_BYTES or weights >= _FEWEST_WEIGHT_BYTES
+    return wide and not case.ieee and missing_kernel(conv, device) is None
 
 
 def plan_wide(conv, weights, w_format, result, background, device):

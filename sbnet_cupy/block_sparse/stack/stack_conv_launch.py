@@ -4,7 +4,7 @@ import math
 
 from ...core.arrays import dtype_name, vector_bytes
 from ...core.compile import cpp_name
-from ...core.device import current_device, runs_new_kernels
+from ...core.device import current_device
 from ...core.packed import PackedPlan
 from ...dense.activation import ACTIVATIONS
 from ...dense.packed_weights import PackedWeights
@@ -17,14 +17,11 @@ def plan_kernel(x, w, table, problem, residual, out, result):
     """Return the plan of a call of stack_conv2d by its kernels; None where there is none.
 
     There is none for float64, for float32 that must be multiplied as IEEE and is not depthwise, and
-    for transposed convolutions. That for groups of several channels has not been timed yet: it is
-    off. All arrays are specs.
+    for transposed convolutions. All arrays are specs.
     """
     name, channels = dtype_name(x.dtype), x.shape[3]
     depthwise = is_depthwise(problem, channels)
     if name == "float64" or problem.transposed:
-        return None
-    if problem.groups > 1 and not depthwise and not runs_new_kernels():
         return None
     if not (w.contiguous and x.size and out.size and table.grid.size):
         return None

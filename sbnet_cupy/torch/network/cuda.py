@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ...core.device import current_device, runs_new_kernels
+from ...core.device import current_device
 from ...core.torch_memory import allocate, to_tensor
 from .. import _dispatch_state as state
 from .._native import compute, native_stream, view
@@ -117,9 +117,7 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     channels, out_channels = x.shape[1], weight.shape[0]
     depthwise = groups == channels == out_channels and channels > 1
     group = (channels // groups, out_channels // groups) if groups > 1 and not depthwise else None
-    if (group is not None and not runs_new_kernels()) or x.dtype != weight.dtype:
-        return None
-    if records(weight, bias, residual):
+    if x.dtype != weight.dtype or records(weight, bias, residual):
         return None
     if x.dtype == torch.float32 and not depthwise and not torch.backends.cudnn.allow_tf32:
         return None
