@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..submanifold.coordinate_map import CoordinateMap
+from ..submanifold.feature_rows import reads
 from ..submanifold.keeping_container import KeepingContainer
 from ..submanifold.kernel_map import KernelMap
 from ..submanifold.keys import packing_of
@@ -58,8 +59,8 @@ def valid_rows(coordinates):
 
 
 def rows_at(features, rows):
-    """Return rows of features, 0 for those with negative numbers."""
-    place = jnp.where(rows >= 0, rows, np.int32(len(features)))
+    """Return rows of features, 0 for those that are none."""
+    place = jnp.where(reads(rows, len(features)), rows, np.int32(len(features)))
     return features.at[place].get(mode="fill", fill_value=0)
 
 

@@ -7,6 +7,7 @@ from ..core.arrays import compute_dtype
 from ..core.checks import check_array
 from ..dense.conv2d import check_choice
 from ..submanifold import sparse_tensor
+from ..submanifold.feature_rows import reads
 from ..submanifold.global_pool import samples_of
 from ..submanifold.site_max import TIES
 from ..submanifold.sparse_tensor import SparseTensor
@@ -49,12 +50,14 @@ def sparse_max_pool(
     check_choice("ties", ties, TIES)
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
     shape, dtype = (window.target.capacity, x.channels), x.features.dtype
-    taken = [((rows >= 0)[:, None], rows_at(x.features, rows)) for rows in window.rows]
+    there = reads(window.rows, len(x.features))
+    masks = there[:, :, None]
+    taken = [(h, rows_at(x.features, rows)) for h, rows in zip(masks, window.rows, strict=True)]
     largest = jnp.full(shape, -jnp.inf, dtype)
     for here, values in taken:
         largest = jnp.where(here, jnp.maximum(largest, values), largest)
     nothing = dtype.type(0 if floor is None else floor)
-    largest = jnp.where((window.rows >= 0).any(axis=0)[:, None], largest, nothing)
+    largest = jnp.where(there.any(axis=0)[:, None], largest, nothing)
     largest = largest if floor is None else jnp.maximum(largest, nothing)
     total, left = jnp.zeros(shape, dtype), jnp.ones(shape, bool)
     for here, values in taken:
@@ -110,7 +113,7 @@ def sparse_avg_pool(
     if count == "volume":
         share = max(window.taps, 1)
     else:
-        share = jnp.maximum((window.rows >= 0).sum(axis=0), 1)[:, None]
+        share = jnp.maximum(reads(window.rows, len(x.features)).sum(axis=0), 1)[:, None]
     return SparseTensor(_at_sites(_sum(x.features, window, share), window), window.target)
 
 

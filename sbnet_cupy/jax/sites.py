@@ -17,6 +17,7 @@ from ..errors import ShapeError
 from ..submanifold import coordinate_map as sites
 from ..submanifold import sparse_tensor as sparse_tensors
 from ..submanifold.coordinate_map import (
+    ADAPTED_SELECT,
     MODES,
     CoordinateMap,
     check_capacity,
@@ -129,6 +130,26 @@ def _reduced(indices, spatial_shape, batch_size, mode, order, capacity):
     made = CoordinateMap(rows, count, *grid, status.astype(jnp.int32).reshape(1))
     made._kept["leaf_order"] = order == "leaf"
     return made, inverse, (place, site, first)
+
+
+def _select(coordinates, mask, capacity):
+    """See :meth:`CoordinateMap.select`; inside ``jit``, too."""
+    check_array("mask", spec_of("mask", mask), shape=(coordinates.capacity,))
+    check_capacity(capacity)
+    capacity = coordinates.capacity if capacity is None else int(capacity)
+    chosen = (mask != 0) & valid_rows(coordinates)
+    (rows,) = jnp.nonzero(chosen, size=capacity, fill_value=-1)
+    rows = rows.astype(jnp.int32)
+    place = jnp.where(rows >= 0, rows, coordinates.capacity)
+    indices = coordinates.indices.at[place].get(mode="fill", fill_value=-1)
+    count = chosen.sum(dtype=jnp.int32).reshape(1)
+    grid = coordinates.spatial_shape, coordinates.batch_size
+    made = CoordinateMap(indices, count, *grid, coordinates.status)
+    made._kept["leaf_order"] = coordinates._kept.get("leaf_order", False)
+    return made, rows
+
+
+ADAPTED_SELECT["jax"] = _select
 
 
 def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channels_last"):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from ..core.arrays import compute_dtype
 from ..errors import DTypeError
 from ..submanifold import sparse_tensor
+from ..submanifold.feature_rows import reads
 from ..submanifold.kernel_map import KernelMap
 from ..submanifold.site_conv import SITE_CONV
 from ..submanifold.sparse_tensor import SparseTensor
@@ -56,7 +57,7 @@ def site_conv(
         product = jnp.einsum(
             "mgc,gck->mgk", taken, by_group[tap], precision=exact, preferred_element_type=wide
         )
-        total += jnp.where((rows >= 0)[:, None], product.reshape(len(rows), k), 0)
+        total += jnp.where(reads(rows, sites)[:, None], product.reshape(len(rows), k), 0)
     total = ops.affine(total, scale, bias, None)
     if residual is not None:
         total += residual.astype(wide)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import array_function, namespace
+from ..core.arrays import array_function, library_of, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import capture_of
 from ..core.list_cells import list_cells
@@ -148,7 +148,8 @@ class CoordinateMap(KeepingContainer):
         mask : array, shape (N,)
             bool or number, one for each row; rows that hold no site are never selected.
         capacity : int, optional
-            Number of rows of the result. With it nothing waits for a GPU.
+            Number of rows of the result. With it nothing waits for a GPU. By default as many as are
+            selected; in JAX, which must know shapes, as many as these sites have.
 
         Returns
         -------
@@ -165,7 +166,9 @@ class CoordinateMap(KeepingContainer):
         >>> chosen.indices.tolist(), rows.tolist()
         ([[0, 1], [0, 5]], [0, 2])
         """
-        return _select(self, mask, capacity)
+        library = library_of(self.indices)
+        name = None if library is None else library.name
+        return ADAPTED_SELECT.get(name, _select)(self, mask, capacity)
 
     def valid(self):
         """Return which rows hold a site: bool, shape (N,)."""
@@ -201,6 +204,10 @@ class CoordinateMap(KeepingContainer):
             return xp.full(wanted.shape, -1, np.int32)
         place = xp.minimum(xp.searchsorted(keys, wanted), len(keys) - 1)
         return xp.where((keys[place] == wanted) & (wanted >= 0), order[place], np.int32(-1))
+
+
+# By the name of a library: ``select`` of its adapter, which enters it.
+ADAPTED_SELECT = {}
 
 
 @array_function

@@ -5,6 +5,14 @@ from ..core.checks import check_array, check_contiguous
 from ..errors import DTypeError
 
 
+def reads(rows, sites):
+    """Return which entries of a map's table name one of so many rows; -1 names none.
+
+    Neither does a number that is too large, as in a table that was made by hand.
+    """
+    return rows.view(f"u{rows.dtype.itemsize}") < sites
+
+
 def check_rows(features, rows, name="features"):
     """Raise unless ``features`` are rows of floats, and ``rows`` a table of a map."""
     check_array("rows", rows, ndim=2)

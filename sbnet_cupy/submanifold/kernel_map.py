@@ -33,8 +33,9 @@ class KernelMap(KeepingContainer):
     Parameters
     ----------
     rows : int32 array, shape (taps, M)
-        Row of the source that row ``m`` of the target reads at each tap, -1 for none. Taps are in
-        the order of the kernel's cells, the last axis the fastest.
+        Row of the source that row ``m`` of the target reads at each tap, -1 for none; what is no
+        row of the source reads none either. Taps are in the order of the kernel's cells, the last
+        axis the fastest.
     source, target : CoordinateMap
         The sites that are read, and those of the result.
     kernel_size : tuple of int

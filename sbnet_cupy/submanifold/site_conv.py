@@ -27,6 +27,7 @@ from ..dense.im2col import multiply
 from ..dense.packed_weights import PackedWeights, arrays_of_weights
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap
+from .feature_rows import reads
 from .kernel_map import KernelMap
 from .site_conv_launch import OrderedPlan, plan_kernel
 from .site_kernels import by_kernels
@@ -285,7 +286,7 @@ def _sums(features, w, rows, groups):
     source, results, into, old = whole_rows
     for start in range(0, len(total), step):
         for tap, read in enumerate(rows[:, start : start + step]):
-            here = np.flatnonzero(read >= 0)
+            here = np.flatnonzero(reads(read, len(features)))
             n = len(here)
             if not n:
                 continue
@@ -321,8 +322,9 @@ def take(features, read):
     the device, a mask of all rows.
     """
     if is_cupy(features):
-        return features[namespace(features).maximum(read, 0)], (read >= 0)[:, None]
-    here = np.flatnonzero(read >= 0)
+        here = reads(read, len(features))
+        return features[namespace(features).where(here, read, 0)], here[:, None]
+    here = np.flatnonzero(reads(read, len(features)))
     if len(here) == len(read):
         return features[read], None
     return features[read[here]], here

@@ -20,7 +20,7 @@ from ..dense.conv2d import check_precision
 from ..dense.conv2d_grad import check_wanted
 from ..dense.im2col import multiply
 from ..errors import DTypeError, ShapeError
-from .feature_rows import check_rows
+from .feature_rows import check_rows, reads
 from .kernel_map import KernelMap
 from .site_conv import (
     channels,
@@ -244,7 +244,7 @@ def _weight_gradient_by_parts(features, grad, rows, groups):
     source, results, into, shares = map(row_elements, arrays)
     for start in range(0, len(grad), step):
         for tap, read in enumerate(rows[:, start : start + step]):
-            here = np.flatnonzero(read >= 0)
+            here = np.flatnonzero(reads(read, len(features)))
             n = len(here)
             if not n:
                 continue

@@ -8,7 +8,7 @@ from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Operator, Plan
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError
-from .feature_rows import check_rows
+from .feature_rows import check_rows, reads
 from .site_conv import add, take
 
 TIES = ("first", "all")
@@ -37,12 +37,14 @@ def _winners(features, y, rows, ties):
     xp = namespace(features)
     left = xp.ones(y.shape, bool)
     for read in rows if len(features) else ():
-        taken = features[xp.maximum(read, 0)]
+        here = reads(read, len(features))
+        place = xp.where(here, read, 0)
+        taken = features[place]
         same = (taken == y) | ((taken != taken) & (y != y))
-        mine = left & same & (read >= 0)[:, None]
+        mine = left & same & here[:, None]
         if ties == "first":
             left &= ~mine
-        yield read, mine
+        yield place, mine
 
 
 def _infer(specs, options):
@@ -62,7 +64,7 @@ def _plan(specs, options):
         with memory_of_graphs(features):
             largest, xp = _largest(features, rows), namespace(features)
             nothing = largest.dtype.type(0 if floor is None else floor)
-            largest = xp.where((rows >= 0).any(axis=0)[:, None], largest, nothing)
+            largest = xp.where(reads(rows, len(features)).any(axis=0)[:, None], largest, nothing)
             if floor is not None:
                 largest = xp.maximum(largest, nothing)
             out[...] = xp.where(valid[:, None], largest, largest.dtype.type(0))
@@ -125,8 +127,8 @@ def _plan_tangent(specs, options):
         xp, wide = namespace(features), compute_dtype(features.dtype)
         with memory_of_graphs(features), np.errstate(all="ignore"):
             total = xp.zeros(y.shape, wide)
-            for read, mine in _winners(features, y, rows, ties):
-                taken = tangent[xp.maximum(read, 0)].astype(wide, copy=False)
+            for place, mine in _winners(features, y, rows, ties):
+                taken = tangent[place].astype(wide, copy=False)
                 total += xp.where(mine, taken, wide.type(0))
             out[...] = total
 

@@ -180,7 +180,7 @@ def sparse_avg_pool_grad(
     _check_grad_of(grad_y, x, window)
     with memory_of_graphs(grad_y), np.errstate(all="ignore"):
         share = _at_sites(grad_y, window).astype(compute_dtype(grad_y.dtype), copy=False)
-        share = share / divisor(window.rows, count).astype(share.dtype)
+        share = share / divisor(window.rows, x.coordinates.capacity, count).astype(share.dtype)
         return _sum(share, window.transposed()).astype(grad_y.dtype, copy=False)
 
 

@@ -10,7 +10,7 @@ from ..core.checks import check_result
 from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Operator, Plan
 from ..dense.conv2d import check_choice
-from .feature_rows import check_rows
+from .feature_rows import check_rows, reads
 from .site_conv import add, take
 
 COUNTS = ("one", "volume", "active")
@@ -26,12 +26,12 @@ def sum_rows(features, rows):
     return total
 
 
-def divisor(rows, count):
+def divisor(rows, sites, count):
     """Return what the sums are divided by: the taps, or how many of them read a row."""
     xp = namespace(rows)
     if count == "volume":
         return xp.full((1, 1), max(rows.shape[0], 1))
-    return xp.maximum((rows >= 0).sum(axis=0), 1)[:, None]
+    return xp.maximum(reads(rows, sites).sum(axis=0), 1)[:, None]
 
 
 def _infer(specs, options):
@@ -52,7 +52,7 @@ def _plan(specs, options):
         with memory_of_graphs(features), np.errstate(all="ignore"):
             total = sum_rows(features, rows)
             if count != "one":
-                total /= divisor(rows, count).astype(total.dtype)
+                total /= divisor(rows, len(features), count).astype(total.dtype)
             if valid is not None:
                 total = xp.where(valid[:, None], total, total.dtype.type(0))
             out[...] = total

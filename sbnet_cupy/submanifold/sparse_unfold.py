@@ -6,6 +6,7 @@ from ..core.arrays import array_function, compute_dtype, is_float, namespace
 from ..core.checks import check_array, check_contiguous
 from ..core.graph_memory import memory_of_graphs
 from ..errors import DTypeError, ShapeError
+from .feature_rows import reads
 from .kernel_map import KernelMap
 
 
@@ -52,8 +53,9 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
         fill = xp.asarray(fill, features.dtype)
         if not len(features):
             return xp.full((*rows.shape, features.shape[1]), fill, features.dtype)
-        y = features[xp.maximum(rows, 0)]
-        y[rows < 0] = fill
+        here = reads(rows, len(features))
+        y = features[xp.where(here, rows, 0)]
+        y[~here] = fill
         return y
 
 

@@ -9,6 +9,7 @@ from ..core.operator import Operator, Plan
 from ..core.sizes import is_integer
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
+from .feature_rows import reads
 from .site_kernels import by_kernels
 
 
@@ -38,7 +39,7 @@ def _plan(specs, options):
             back = xp.full(sites + 1, -1, np.int32)  # what reads nothing goes to the last place
             for read, into in zip(rows, out, strict=True):
                 back.fill(-1)
-                back[xp.where(read >= 0, read, sites)] = own
+                back[xp.where(reads(read, sites), read, sites)] = own
                 into[...] = back[:-1]
 
     return Plan(results, run)

@@ -158,3 +158,30 @@ def test_whole_grids_and_back(sbj, place, jax, data_format):
         sbj.dense_to_sparse(place.make(grid), mask=place.make(np.ones(3, bool)))
     with pytest.raises(ValueError, match="data_format"):
         sbj.sparse_to_dense(x, data_format="NCHW")
+
+
+@pytest.mark.parametrize("capacity", [None, 7, 0])
+def test_selected_sites(sbj, place, jax, capacity):
+    """Those of the core, also where more are selected than there are rows for."""
+    exact, x = tensors(sbj, place)
+    chosen = np.arange(x.coordinates.capacity) % 3 == 1  # of rows that hold no site, too
+    expected, wanted = exact.coordinates.select(chosen[: len(exact.features)])
+    select = jax.jit(lambda sites, mask: sites.select(mask, capacity=capacity))
+    found, rows = select(x.coordinates, place.make(chosen))
+    n = min(expected.number(), found.capacity)
+    assert found.capacity == (x.coordinates.capacity if capacity is None else capacity)
+    assert found.number() == expected.number() and found.overflowed == (capacity is not None)
+    for actual, whole in ((found.indices, expected.indices), (rows, wanted)):
+        assert_same(to_numpy(actual)[:n], to_numpy(whole)[:n])
+        assert (to_numpy(actual)[n:] == -1).all()
+    w = place.make(normal(3, 3, 3, 3, 4))
+    if capacity is None:
+        y = jax.jit(sbj.submanifold_conv)(sb.SparseTensor(x.features[rows], found), w)
+        features, weights = (a.astype(np.float64) for a in (exact.features[wanted], to_numpy(w)))
+        whole, size = (
+            sb.submanifold_conv(sb.SparseTensor(part(features), expected), part(weights)).features
+            for part in (np.positive, np.abs)
+        )
+        assert_close(to_numpy(y.features)[:n], whole, terms=81, dtype="f4", magnitude=size)
+    with pytest.raises(sb.ShapeError, match="mask must have shape"):
+        x.coordinates.select(place.make(chosen[1:]))

@@ -7,7 +7,7 @@ import pytest
 
 import sbnet_cupy as sb
 from support.adapter_cases import normal, same
-from support.assertions import assert_close, to_numpy
+from support.assertions import assert_close, assert_same, to_numpy
 from support.exhaustive import thinned_pairs
 from support.jax_site_cases import BATCH, SHAPE, SPARE, listed, same_sites, tensors
 
@@ -146,6 +146,24 @@ def test_what_it_refuses(sbj, place, jax):
         sbj.inverse_conv(down, place.make(normal(2, 2, 2, 4, 3)), onto=x)
     with pytest.raises(ValueError, match="onto must be the sites"):
         sbj.inverse_conv(x, w, onto=x)
+
+
+def test_rows_that_are_not_there_are_not_read(sbj, place, jax):
+    """In a table that was made by hand."""
+    _, x = tensors(sbj, place)
+    w, table = normal(3, 3, 3, 3, 4, seed=1), sbj.kernel_map(x.coordinates, 3, onto=x.coordinates)
+    clean = to_numpy(table.rows).copy()
+    clean[::2, ::3] = -1
+    corrupt = clean.copy()
+    corrupt[::2, ::3] = np.resize([len(x.features), 2**31 - 1, -7], corrupt[::2, ::3].shape)
+
+    @jax.jit
+    def convolve(rows, w):
+        made = sb.KernelMap(rows, x.coordinates, x.coordinates, (3, 3, 3))
+        return sbj.site_conv(x.features, w, made)
+
+    found, expected = (convolve(place.make(t), place.make(w)) for t in (corrupt, clean))
+    assert_same(to_numpy(found), to_numpy(expected))
 
 
 def test_mapped_features(sbj, place, jax):
