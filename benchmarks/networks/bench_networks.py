@@ -11,9 +11,10 @@ On a GPU one CUDA graph holds the call, the mask in it; dense is the best of eag
 torch.compile, batch norms folded, float16, channels_last, in a graph of its own. ``tune`` has
 measured from which share whole images are faster; rows from there on are those of the compiled
 whole images, 0 outside active blocks (``--no-tune``: all rows are those of the stack). Eager calls
-are timed by the clock. On a CPU the two take turns, and the least of each counts;
-``--processor-time`` counts the time in which the process ran, for a machine that does other work
-(with ``--threads 1``: threads that wait count, too).
+are timed by the clock. ``--floor`` also times dense whole images of about as many pixels as are
+active at the least share: what PyTorch takes where nothing has to be left out. On a CPU the two
+take turns, and the least of each counts; ``--processor-time`` counts the time in which the process
+ran, for a machine that does other work (with ``--threads 1``: threads that wait count, too).
 """
 
 import argparse
@@ -75,6 +76,7 @@ def main(arguments=None):
     parser.add_argument("--block", type=int, help=f"[{BLOCK}; on a CPU {CPU_BLOCK}]")
     parser.add_argument("--autotune", action="store_true", help="torch.compile's max-autotune, too")
     parser.add_argument("--no-compile", action="store_true", help="whole images: eager alone")
+    parser.add_argument("--floor", action="store_true", help="whole images of as many pixels")
     parser.add_argument("--no-tune", action="store_true", help="the stack at every share")
     parser.add_argument("--threads", type=int, default=2, help="of PyTorch, on a CPU")
     parser.add_argument("--processor-time", action="store_true", help="on a CPU, not the clock")
@@ -151,6 +153,9 @@ def on_gpu(name, batch, options, columns):
         full = batch * math.prod(-(-s // options.block) for s in size)
         whole = " (whole images)" if count >= sparse.break_even * full else ""
         us = graph_times(run.graph)
+        same = None
+        if options.floor and share == min(options.shares):
+            same = same_pixels(dense, x, count, options)
         call = functools.partial(sparse, x, mask)
         eager = clock(call)
         sparse.replay = False  # a graph has its memory already
@@ -159,11 +164,13 @@ def on_gpu(name, batch, options, columns):
         middle = statistics.median(us)
         print(
             f"  {share:4.0%}: graph {middle:,.0f} us = {best / middle:.2f}x{whole}; eager "
-            f"{eager:,.0f} us = {wall / eager:.2f}x; {used:,.0f} MB",
+            f"{eager:,.0f} us = {wall / eager:.2f}x; {used:,.0f} MB"
+            + (f"; whole images of as many pixels {same:,.0f} us" if same else ""),
             flush=True,
         )
         memory = f"peak {used:.0f} MB, dense {peak:.0f} MB"
         note = f"{memory}; eager call {eager:.0f} us, dense {wall:.0f} us{whole}"
+        note += f"; whole images of as many pixels {same:.0f} us" if same else ""
         yield row_of(
             columns, name, (batch, *size, 3), "float16", options, share, count, f"batch {batch}",
             timed_by="graph", us=middle, us_p10=us[len(us) // 10], us_p90=us[-1 - len(us) // 10],
@@ -200,6 +207,17 @@ def dense_times(dense, x, options):
         way: statistics.median(graph_times(captured(functools.partial(call, x))))
         for way, call in ways.items()
     }
+
+
+def same_pixels(dense, x, count, options):
+    """Return microseconds of the dense network on an image of about ``count`` blocks of pixels."""
+    height = math.isqrt(count // len(x))
+    width = round(count / len(x) / height)
+    size = (len(x), x.shape[1], height * options.block, width * options.block)
+    small = torch.randn(size, device=x.device).to(x.dtype)
+    torch.compiler.reset()
+    times = dense_times(dense, small.to(memory_format=torch.channels_last), options)
+    return min(times.values())
 
 
 def trained(name, batch, options, columns):
