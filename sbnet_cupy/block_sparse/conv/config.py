@@ -112,8 +112,12 @@ def tiles_of_block(bsize, tile):
 @functools.lru_cache(maxsize=1024)
 def configure_blocks(case, blocks, bsize, device):
     """Return the best configuration for about so many active blocks, or None where none fits."""
+
+    def cycles(config):
+        return estimate_cycles(config, case, blocks, bsize, device)
+
     configs = [config for config in _candidates(case, device) if _fits(config, case, device)]
-    return min(configs, key=lambda config: _cost(config, case, blocks, bsize, device), default=None)
+    return min(configs, key=cycles, default=None)
 
 
 def _fits(config, case, device):
@@ -180,8 +184,8 @@ def _resident(config, case, device):
     return max(1, min(shared, _REGISTERS // (config.threads * 128), 2048 // config.threads))
 
 
-def _cost(config, case, blocks, bsize, device):
-    """Estimate the cycles of a launch; the constants were fitted to runs on an H200."""
+def estimate_cycles(config, case, blocks, bsize, device):
+    """Estimate the cycles of a kernel; the constants were fitted to runs on an H200."""
     tiles = max(1.0, blocks) * tiles_of_block(bsize, config.tile) * config.slices(case)
     spots = device.multiprocessors * config.blocks
     rounds = math.ceil(tiles / spots)

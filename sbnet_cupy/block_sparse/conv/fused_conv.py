@@ -351,12 +351,12 @@ def _plan_cuda(x, weights, rows, residual, outs, convolution):
     channels = x.shape[3 if problem.channels_last else 1]
     vectors = whole_vectors(channels, x), whole_vectors(problem.channels_out, out, residual)
     case, device = _case(x, problem, current_device(), *vectors), current_device()
+    config = _configuration(case, x, problem, bsize, expected)
     if problem.channels_last:
         likely = expected_blocks(expected, bsize, _output_pixels(x, problem))
         conv = as_stack_conv(case, x.shape, problem, rows, bsize, likely)
-        if is_for_wide(case, conv, device):
+        if is_for_wide(case, config, conv, device):
             return plan_wide(conv, weights, problem.w_format, result, background, device)
-    config = _configuration(case, x, problem, bsize, expected)
     blocks = tuple(-(-n // b) for n, b in zip(problem.out_size, bsize, strict=True))
     image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
     sizes = (rows, x.shape[0], channels, *image_hw, problem.channels_out, *problem.out_size)

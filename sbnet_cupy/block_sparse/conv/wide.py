@@ -4,20 +4,18 @@ It draws a tile's pixels from several blocks, keeps K in a pipeline, and may sha
 blocks. It is there on compute capability 9.0 and newer, for pixels that are whole vectors.
 """
 
-import math
-
 from ...core import launch as kernels
 from ...core.arrays import dtype_name
 from ...core.compile import cpp_name
 from ...core.packed import Pack, PackedPlan, dtype_of_tables
 from ...dense.packed_weights import PackedWeights, steps_of_weights
 from ..background import with_background
-from ..stack.stack_conv_plan import StackConv, missing_kernel, plan_stack_conv
+from ..stack.stack_conv_plan import StackConv, missing_kernel, plan_cost, plan_stack_conv
+from .config import estimate_cycles
 
 _STEM = "block_sparse/stack/stack_conv2d"
-# On an H200 this kernel is faster from so many bytes of channels, of x or of the result, or with
-# weights that leave the shared memory of fused_conv little room.
-_FEWEST_BYTES, _FEWEST_WEIGHT_BYTES = 192, 128 << 10
+# What fused_conv takes on an H200, in cycles: its estimate leaves out the launch.
+_SLOWER, _LAUNCH = 1.2, 1755
 
 
 def as_stack_conv(case, shape, problem, rows, bsize, expected):
@@ -46,12 +44,16 @@ def as_stack_conv(case, shape, problem, rows, bsize, expected):
     )
 
 
-def is_for_wide(case, conv, device):
-    """Whether a convolution goes to the kernel for many channels."""
-    widest = max(conv.channels, conv.channels_out) * case.element_bytes
-    weights = math.prod(conv.kernel) * conv.channels * conv.channels_out * case.element_bytes
-    wide = widest >= _FEWEST_BYTES or weights >= _FEWEST_WEIGHT_BYTES
-    return wide and not case.ieee and missing_kernel(conv, device) is None
+def is_for_wide(case, config, conv, device):
+    """Whether the kernel for many channels takes fewer cycles than ``fused_conv`` with ``config``.
+
+    It does where there are many channels, or blocks that are smaller than a tile of that.
+    """
+    if case.ieee or missing_kernel(conv, device) is not None:
+        return False
+    own = estimate_cycles(config, case, conv.expected, conv.block_out, device)
+    found = plan_cost(plan_stack_conv(conv, device), conv, device)
+    return found < _SLOWER * own + _LAUNCH
 
 
 def plan_wide(conv, weights, w_format, result, background, device):
