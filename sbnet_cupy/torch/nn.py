@@ -5,7 +5,7 @@ or as ``module(x, active, params)`` with blocks that were listed before. channel
 used where they lie, and the result is channels_last too.
 """
 
-from ._bottleneck_module import SparseBottleneck
-from ._conv_module import SparseConv2d
+from .modules.sparse_bottleneck import SparseBottleneck
+from .modules.sparse_conv2d import SparseConv2d
 
 __all__ = ["SparseBottleneck", "SparseConv2d"]

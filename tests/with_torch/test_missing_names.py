@@ -240,3 +240,17 @@ def test_hooks_of_saved_tensors_are_told_apart(state, torch, monkeypatch):
     assert state.saved_tensor_hooks() == before
     monkeypatch.setattr(state, "_top_hooks", None)
     assert state.saved_tensor_hooks() != state.saved_tensor_hooks()
+
+
+def test_parameters_are_found_without_the_dict_of_them(state, torch):
+    """Also those that a parametrization computes, which are in no dict."""
+
+    class Other:
+        weight, bias = 1.0, None
+
+    assert state.parameters_of(Other(), "weight", "bias") == [1.0, None]
+    conv = torch.nn.Conv2d(2, 3, 1)
+    assert [*map(id, state.parameters_of(conv, "weight", "bias"))] == [*map(id, conv.parameters())]
+    torch.nn.utils.parametrizations.weight_norm(conv)
+    weight, bias = state.parameters_of(conv, "weight", "bias")
+    assert torch.equal(weight, conv.weight) and bias is conv.bias

@@ -76,7 +76,7 @@ def test_a_convolution_has_the_dense_values_in_active_blocks(
 
 
 def test_a_channels_last_image_is_used_where_it_lies(st, torch, monkeypatch):
-    module = sys.modules["sbnet_cupy.torch._conv_module"]
+    module = sys.modules["sbnet_cupy.torch.modules.sparse_conv2d"]
     taken = []
 
     def spy(x, *arguments, **options):

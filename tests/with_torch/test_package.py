@@ -83,8 +83,8 @@ def test_every_function_is_documented(st, name):
 
 @pytest.mark.parametrize(
     "module",
-    ["ops", "layers", "_conv_module", "_bottleneck_module", "sparsify", "submanifold.sites",
-     "submanifold.convs", "submanifold.pools", "submanifold.norms"],
+    ["ops", "layers", "modules.sparse_conv2d", "modules.sparse_bottleneck", "sparsify",
+     "submanifold.sites", "submanifold.convs", "submanifold.pools", "submanifold.norms"],
 )  # fmt: skip
 def test_examples_run(st, torch, module):
     module = sys.modules[f"sbnet_cupy.torch.{module}"]

@@ -2,10 +2,11 @@
 
 import torch
 
-from ..block_sparse.block_params import calc_block_params
-from ..dense.packed_weights import PackedWeights
-from ._module import BlockModule, check_nchw, is_channels_last, params_of
-from .layers import sparse_conv2d
+from ...block_sparse.block_params import calc_block_params
+from ...dense.packed_weights import PackedWeights
+from .._dispatch_state import parameters_of
+from ..layers import sparse_conv2d
+from .block_module import BlockModule, check_nchw, is_channels_last, params_of
 
 
 class SparseConv2d(BlockModule, torch.nn.Conv2d):
@@ -106,7 +107,7 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
             x = x.permute(0, 2, 3, 1)
             base = None if base is None else base.permute(0, 2, 3, 1)
         frozen = self._frozen
-        w, bias = (self.weight, self.bias) if frozen is None else (frozen, None)
+        w, bias = parameters_of(self, "weight", "bias") if frozen is None else (frozen, None)
         y = sparse_conv2d(
             x, w, active, params, strides=self.stride, padding=self._pads(),
             bias=bias, activation=self.activation, base=base,

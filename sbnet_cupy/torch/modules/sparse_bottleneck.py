@@ -6,18 +6,18 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..block_sparse import compositions
-from ..block_sparse.active_grid import check_active_grid
-from ..block_sparse.block_params import calc_block_params_res_block
-from ..block_sparse.bottleneck.weights import BottleneckWeights, PackedBottleneck, plain_of
-from ..core.sizes import output_size, padding_pairs
-from ..errors import ShapeError
-from . import _dispatch_state as state
-from ._batch_norm import StackOps, fold, fold_batch
-from ._conv_module import refusal
-from ._module import BlockModule, check_nchw, is_channels_last, params_of
-from .layers import autocast, sparse_res_block_bottleneck
-from .network.weights import Weights
+from ...block_sparse import compositions
+from ...block_sparse.active_grid import check_active_grid
+from ...block_sparse.block_params import calc_block_params_res_block
+from ...block_sparse.bottleneck.weights import BottleneckWeights, PackedBottleneck, plain_of
+from ...core.sizes import output_size, padding_pairs
+from ...errors import ShapeError
+from .. import _dispatch_state as state
+from ..layers import autocast, sparse_res_block_bottleneck
+from ..network.weights import Weights
+from .batch_norm import StackOps, fold, fold_batch
+from .block_module import BlockModule, check_nchw, is_channels_last, params_of
+from .sparse_conv2d import refusal
 
 _PARTS = ("bn1", "conv1", "bn2", "conv2", "bn3", "conv3")
 _TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")

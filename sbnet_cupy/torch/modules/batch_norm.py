@@ -2,9 +2,9 @@
 
 import torch
 
-from ..block_sparse import compositions
-from . import _namespace as ops
-from .submanifold.norms import masked_moments
+from ...block_sparse import compositions
+from .. import _namespace as ops
+from ..submanifold.norms import masked_moments
 
 
 def fold(bn, mean, variance):

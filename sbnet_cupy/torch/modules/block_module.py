@@ -4,13 +4,13 @@ import functools
 
 import torch
 
-from ..block_sparse.active_blocks import ActiveBlocks
-from ..block_sparse.checks import blocks_of_capacity, check_capacity
-from ..block_sparse.from_mask import as_batch
-from ..core.sizes import pair
-from ..errors import DTypeError, ShapeError
-from ._native import check_tensors
-from .ops import reduce_mask
+from ...block_sparse.active_blocks import ActiveBlocks
+from ...block_sparse.checks import blocks_of_capacity, check_capacity
+from ...block_sparse.from_mask import as_batch
+from ...core.sizes import pair
+from ...errors import DTypeError, ShapeError
+from .._native import check_tensors
+from ..ops import reduce_mask
 
 _LISTS = (ActiveBlocks, tuple)
 

@@ -1,0 +1,1 @@
+"""The modules of :mod:`sbnet_cupy.torch.nn`."""
