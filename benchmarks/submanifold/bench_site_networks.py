@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.harness.rows import OURS, SAME_INPUTS, Ratio, Row, Writer
 from benchmarks.harness.timing import Contender, HostClock, TorchClock, WallClock
 from benchmarks.submanifold import command, networks, scenes
+from benchmarks.submanifold.peers import kernel_time
 
 FILE = "site_networks.csv"
 PAIRS, DENSE = "torch, pair lists", "torch, dense"
@@ -171,6 +172,9 @@ def _on_gpu(torch, name, scene, columns, quick):
             if ours:
                 timing = host.time(contender, None)
                 yield _row(columns, case, f"{variant}, host", library, timing)
+            elif library == "spconv":
+                timing = kernel_time(torch, contender.calls[0], quick)
+                yield _row(columns, case, f"{variant}, kernels", library, timing)
 
 
 def _row(columns, case, variant, implementation, timing):

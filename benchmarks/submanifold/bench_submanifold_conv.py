@@ -6,7 +6,9 @@ The forward pass, with weights packed in the call or before, the gradients of fe
 what a call costs the calling thread, the list of sites ("coordinate_map"), and that with the kernel
 map of a 3^d kernel ("maps") are timed apart, after each convolution was compared with float64.
 Beside the forward pass run PyTorch, by pair lists that were made beforehand, and spconv where it is
-installed: the best of its three algorithms. On a CPU the rows are ratios of one run.
+installed, forwards and with gradients, each by the best of its three algorithms: the sum of its
+kernels, without the time between them, and what a call costs the thread. On a CPU the rows are
+ratios of one run.
 """
 
 import itertools
@@ -17,11 +19,10 @@ import sbnet_cupy as sb
 from benchmarks.harness.rows import OURS, Ratio, Row, Writer
 from benchmarks.harness.timing import Contender, CupyClock, HostClock, TorchClock, WallClock
 from benchmarks.submanifold import command, scenes
-from benchmarks.submanifold.peers import TORCH, Pairs, spconv_of
+from benchmarks.submanifold.peers import TORCH, Pairs, kernel_time, spconv_of
 from sbnet_cupy.core import libraries
 
 FILE = "submanifold_conv.csv"
-CHANNELS = (16, 32, 64, 128, 256)
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "tf32": 2.0**-10}
 MOST = 40_000_000  # numbers of the features of a case
 DEVICE = "cuda"  # of PyTorch's tensors, in a run on a GPU
@@ -100,7 +101,7 @@ class Case:
 def main(arguments=None):
     """Time all cases; print and write their rows."""
     parser = command.parser_of(__doc__, FILE)
-    parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS)
+    parser.add_argument("--channels", type=int, nargs="+", help="those of each scene")
     parser.add_argument("--numbers", nargs="+", default=["float16"], choices=list(EPSILON))
     parser.add_argument("--alone", action="store_true", help="without PyTorch and spconv, on a GPU")
     options = parser.parse_args(arguments)
@@ -110,7 +111,8 @@ def main(arguments=None):
     measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
     with Writer(folder / FILE, kind) as writer:
         for scene in listed:
-            taken = [c for c in options.channels if len(scene.rows) * c <= MOST]
+            wanted = options.channels or scene.channels
+            taken = [c for c in wanted if len(scene.rows) * c <= MOST]
             for numbers, channels in itertools.product(options.numbers, taken):
                 first = (numbers, channels) == (options.numbers[0], taken[0])
                 peers = None if options.alone and not options.cpu else torch
@@ -163,13 +165,18 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
     clock = TorchClock(torch, quick)
     pairs = Pairs(torch, case.features, case.w, case.lists(), DEVICE).contender()
     yield _row(columns, case, "forward", TORCH, clock.time(pairs, case.features.nbytes))
-    found = [
-        (clock.time(Contender(name, [call], clock="torch"), case.features.nbytes), name)
-        for name, call in spconv_of(torch, scene, case.features, case.w)
-    ]
+    if numbers == "bfloat16":  # which spconv has not
+        return
+    torch.backends.cuda.matmul.allow_tf32 = numbers == "tf32"
+    found = {name: calls for name, *calls in spconv_of(torch, scene, case.features, case.w)}
+    for place, variant in enumerate(("forward", "forward and backward")):
+        times = [(kernel_time(torch, calls[place], quick), name) for name, calls in found.items()]
+        if times:
+            timing, name = min(times)
+            yield _row(columns, case, variant, "spconv", timing, f"its best algorithm, {name}")
     if found:
-        timing, name = min(found)
-        yield _row(columns, case, "forward", "spconv", timing, f"its best algorithm, {name}")
+        host = HostClock(torch.cuda.synchronize, quick).time(Contender("", [found[name][0]]), None)
+        yield _row(columns, case, "host", "spconv", host)
 
 
 def _row(columns, case, variant, implementation, timing, note=""):

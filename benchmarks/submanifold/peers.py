@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from benchmarks.harness.timing import Contender
+from benchmarks.harness.timing import Contender, spread
 
 TORCH = "torch, pair lists"
 
@@ -33,7 +33,10 @@ class Pairs:
 
 
 def spconv_of(torch, scene, features, w):
-    """Return spconv's layers with the same weights, (algorithm, call) each; none without it."""
+    """Yield spconv's layers with the same weights: (algorithm, call, step); none without it.
+
+    A step is the call and the gradients of features and weights.
+    """
     try:
         import spconv.pytorch as spconv
         from spconv.core import ConvAlgo
@@ -49,9 +52,37 @@ def spconv_of(torch, scene, features, w):
         layer = layer.cuda().to(x.dtype)
         with torch.no_grad():
             layer.weight.copy_(weight)
-            fresh = spconv.SparseConvTensor(x, rows, list(scene.spatial_shape), 1)
-            known = layer(fresh).replace_feature(x)  # carries the map
-        yield algorithm.name, lambda layer=layer, known=known: layer(known).features
+        fresh = spconv.SparseConvTensor(x, rows, list(scene.spatial_shape), 1)
+        known = layer(fresh).replace_feature(x)  # carries the map, that of gradients, too
+
+        def call(layer=layer, known=known):
+            return layer(known).features
+
+        def step(layer=layer, known=known):
+            with torch.enable_grad():
+                given = x.detach().requires_grad_()
+                y = layer(known.replace_feature(given)).features
+                return torch.autograd.grad(y, (given, layer.weight), x)
+
+        yield algorithm.name, call, step
+
+
+def kernel_time(torch, call, quick=False):
+    """Return the Timing of the kernels of a call, by PyTorch's profiler: no time between them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        call()
+    samples = []
+    for _ in range(3 if quick else 10):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            call()
+            torch.cuda.synchronize()
+        on_device = torch.autograd.DeviceType.CUDA
+        events = [event for event in found.events() if event.device_type == on_device]
+        samples.append(sum(event.time_range.elapsed_us() for event in events))
+    return spread(samples, "kernels")
 
 
 def spconv_maps(torch, scene):

@@ -1,6 +1,6 @@
 """Lists of sites to measure on: surfaces, a scan, blobs in a picture; or a scan of yours."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ class Scene:
     name: str
     rows: np.ndarray  # int32 [N, 1 + d], (sample, *position)
     spatial_shape: tuple
+    channels: tuple = (16, 32, 64, 128, 256)  # of convolutions to be timed
 
     @property
     def size(self):
@@ -24,7 +25,14 @@ def standard(quick=False):
     if quick:
         return [surface(2000), scan(500), blobs((60, 80), 0.1)]
     return [surface(50_000), surface(100_000), surface(500_000), scan(14_000),
-            blobs((400, 700), 0.1), blobs((100, 175), 0.1)]  # fmt: skip
+            *stages()]  # fmt: skip
+
+
+def stages():
+    """Return blobs at the stages of SBNet's network, with the channels of its units."""
+    sizes = {(400, 700): 24, (200, 350): 48, (100, 175): 64, (50, 88): 96}
+    first, *others = (replace(blobs(size, 0.1), channels=(c,)) for size, c in sizes.items())
+    return [replace(first, channels=(*first.channels, *Scene.channels)), *others]
 
 
 def networks(quick=False, cpu=False):
