@@ -167,8 +167,8 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
     yield _row(columns, case, "forward", TORCH, clock.time(pairs, case.features.nbytes))
     if numbers == "bfloat16":  # which spconv has not
         return
-    torch.backends.cuda.matmul.allow_tf32 = numbers == "tf32"
-    found = {name: calls for name, *calls in spconv_of(torch, scene, case.features, case.w)}
+    theirs = spconv_of(torch, scene, case.features, case.w, tf32=numbers == "tf32")
+    found = {name: calls for name, *calls in theirs}
     for place, variant in enumerate(("forward", "forward and backward")):
         times = [(kernel_time(torch, calls[place], quick), name) for name, calls in found.items()]
         if times:

@@ -32,16 +32,18 @@ class Pairs:
         return Contender(TORCH, [self.call], clock="torch", capturable=False, note=note)
 
 
-def spconv_of(torch, scene, features, w):
+def spconv_of(torch, scene, features, w, tf32=False):
     """Yield spconv's layers with the same weights: (algorithm, call, step); none without it.
 
     A step is the call and the gradients of features and weights.
     """
     try:
         import spconv.pytorch as spconv
+        from spconv import constants
         from spconv.core import ConvAlgo
     except ImportError:
         return
+    constants.SPCONV_ALLOW_TF32 = tf32
     d, channels = len(scene.spatial_shape), features.shape[1]
     kind = {2: spconv.SubMConv2d, 3: spconv.SubMConv3d}[d]
     x = torch.from_numpy(features).cuda()
