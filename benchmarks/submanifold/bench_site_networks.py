@@ -173,7 +173,7 @@ def _on_gpu(torch, name, scene, columns, quick):
                 timing = host.time(contender, None)
                 yield _row(columns, case, f"{variant}, host", library, timing)
             elif library == "spconv":
-                timing = kernel_time(torch, contender.calls[0], quick)
+                timing = kernel_time(torch, contender.calls[0])
                 yield _row(columns, case, f"{variant}, kernels", library, timing)
 
 

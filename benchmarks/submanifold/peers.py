@@ -5,6 +5,7 @@ import numpy as np
 from benchmarks.harness.timing import Contender, spread
 
 TORCH = "torch, pair lists"
+_PROFILED = 20  # calls that the profiler sees together
 
 
 class Pairs:
@@ -69,21 +70,23 @@ def spconv_of(torch, scene, features, w, tf32=False):
         yield algorithm.name, call, step
 
 
-def kernel_time(torch, call, quick=False):
+def kernel_time(torch, call):
     """Return the Timing of the kernels of a call, by PyTorch's profiler: no time between them."""
     from torch.profiler import ProfilerActivity, profile
 
-    for _ in range(3):
+    for _ in range(5):
         call()
-    samples = []
-    for _ in range(3 if quick else 10):
+    samples, on_device = [], torch.autograd.DeviceType.CUDA
+    for _ in range(3):
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as found:
-            call()
+            for _ in range(_PROFILED):
+                call()
             torch.cuda.synchronize()
-        on_device = torch.autograd.DeviceType.CUDA
         events = [event for event in found.events() if event.device_type == on_device]
-        samples.append(sum(event.time_range.elapsed_us() for event in events))
+        if not events or len(events) % _PROFILED:
+            raise RuntimeError(f"the profiler saw {len(events)} kernels of {_PROFILED} calls")
+        samples.append(sum(event.time_range.elapsed_us() for event in events) / _PROFILED)
     return spread(samples, "kernels")
 
 

@@ -70,7 +70,7 @@ def _describe_plain(operation, given, options, out, packed):
     tensors = [t for t, known in zip(given, key, strict=True) if known is True]
     # Where the result may be in place, memory that is shared makes a difference.
     calls = () if in_place and out is not None else operation.operator.calls(key, options)
-    for matches, places, known in calls if all(map(state.may_match, tensors)) else ():
+    for matches, places, known in calls if state.may_match(tensors) else ():
         if matches(*tensors):
             addresses = [t.data_ptr() for t in tensors]
             if functools.reduce(operator.or_, addresses) & 15:

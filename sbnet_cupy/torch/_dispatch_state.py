@@ -68,9 +68,15 @@ _dynamo = getattr(torch._C, "_dynamo", None)
 _guards = getattr(getattr(_dynamo, "guards", None), "TensorGuards", None)
 
 
-def may_match(value):
+_strided = torch.strided
+
+
+def may_match(tensors):
     """Whether a matcher may be asked: it ends the process where a tensor has no strides."""
-    return type(value) in _TENSORS and not value.is_nested and value.layout is torch.strided
+    for t in tensors:
+        if type(t) not in _TENSORS or t.is_nested or t.layout is not _strided:
+            return False
+    return True
 
 
 def matcher(tensors):
@@ -129,6 +135,14 @@ current_stream = getattr(
     "_cuda_getCurrentRawStream",
     lambda device: torch.cuda.current_stream(device).cuda_stream,
 )
+
+
+def _has_autocast():
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+# Whether any device has autocast: a quarter of the time of asking for two.
+has_autocast = getattr(torch._C, "_is_any_autocast_enabled", _has_autocast)
 
 
 def parameters_of(module, *names):

@@ -22,6 +22,7 @@ from ..block_sparse.conv import sparse_conv2d as sparse_conv
 from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
 from ..core.documentation import documented_as
 from ..dense.packed_weights import PackedWeights, arrays_of_weights
+from . import _dispatch_state as state
 from . import _namespace as ops
 from ._call import call
 from ._conv_on_cpu import conv_on_cpu
@@ -135,7 +136,7 @@ def _blocks(x, sizes, indices, *given):
 
 def autocast(x, *tensors):
     """Cast float tensors as torch's convolutions do under autocast; float64 stays."""
-    if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+    if not state.has_autocast():
         return x, *tensors
     kind = x.device.type if isinstance(x, torch.Tensor) else None
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):

@@ -31,6 +31,7 @@ NAMES = [
     "torch._dynamo.nonstrict_trace",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._dynamo.guards.TensorGuards",
+    "torch._C._is_any_autocast_enabled",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
 WATCHING = {*DISPATCHING, *NAMES[11:13]}  # without these, every call may be watched
@@ -254,3 +255,10 @@ def test_parameters_are_found_without_the_dict_of_them(state, torch):
     torch.nn.utils.parametrizations.weight_norm(conv)
     weight, bias = state.parameters_of(conv, "weight", "bias")
     assert torch.equal(weight, conv.weight) and bias is conv.bias
+
+
+def test_autocast_is_seen(state, torch, missing):
+    assert not state.has_autocast()
+    for kind in ("cpu", "cuda"):
+        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cpu" or torch.cuda.is_available()):
+            assert state.has_autocast() == torch.is_autocast_enabled(kind)
