@@ -9,19 +9,19 @@ from support.assertions import assert_same, to_numpy
 RUNS = 100
 
 
-def network(xp, rows, features, weights, capacity=None):
+def network(xp, rows, features, weights, capacity=None, precision=None):
     """Return what a strided network and its gradients give, from the points on."""
     x = sb.sparse_tensor(
         xp.asarray(features), xp.asarray(rows), spatial_shape=(24, 24, 12), batch_size=2,
         capacity=capacity,
     )  # fmt: skip
     same, down, up = map(xp.asarray, weights)
-    h = sb.submanifold_conv(x, same, activation="relu")
-    low = sb.strided_conv(h, down, stride=2)
+    h = sb.submanifold_conv(x, same, activation="relu", precision=precision)
+    low = sb.strided_conv(h, down, stride=2, precision=precision)
     pooled = sb.sparse_max_pool(low, 2, stride=2)
-    back = sb.inverse_conv(low, up, onto=h)
+    back = sb.inverse_conv(low, up, onto=h, precision=precision)
     window = sb.kernel_map(x.coordinates, 3, onto=x.coordinates)
-    gradients = sb.site_conv_grad(back.features, h.features, same, window)
+    gradients = sb.site_conv_grad(back.features, h.features, same, window, precision=precision)
     return [
         x.indices, h.features, low.indices, low.features, pooled.indices, pooled.features,
         back.features, gradients.features, gradients.w,
@@ -37,16 +37,17 @@ def given(dtype):
     return rows, rng.standard_normal((len(rows), 16)).astype(dtype), weights
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("numbers", ["float16", "tf32", "float32", "float64"])
 @pytest.mark.parametrize("spare", [None, 40])
-def test_of_all_reruns_and_orders_of_rows(xp, dtype, spare):
+def test_of_all_reruns_and_orders_of_rows(xp, numbers, spare):
     """Each run makes its sites and maps anew; every second one has its rows in another order."""
-    rows, features, weights = given(dtype)
+    precision = "tf32" if numbers == "tf32" else None
+    rows, features, weights = given("float32" if precision else numbers)
     capacity = spare and len(rows) + spare
     rng, first = np.random.default_rng(0), None
     for run in range(RUNS if xp.module is not np else 4):
         order = rng.permutation(len(rows)) if run % 2 else np.arange(len(rows))
-        found = network(xp, rows[order], features[order], weights, capacity)
+        found = network(xp, rows[order], features[order], weights, capacity, precision)
         found = [to_numpy(array) for array in found]
         first = first or found
         for array, other in zip(found, first, strict=True):
