@@ -16,7 +16,7 @@ from .config import estimate_cycles
 _STEM = "block_sparse/stack/stack_conv2d"
 # What fused_conv takes on an H200, in cycles: its estimate leaves out the launch.
 _SLOWER, _LAUNCH = 1.2, 1755
-# What this kernel takes longer than estimated where floats are rounded for each tap that reads them.
+# How much longer it takes than estimated where floats are rounded for each tap that reads them.
 _ROUNDED = 1.3
 
 
