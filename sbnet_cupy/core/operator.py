@@ -36,6 +36,7 @@ or none: then it calls ``plan.run``.
 """
 
 import marshal
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,9 +80,12 @@ class Plan:
     base: tuple | None = None
     weight: int = 1
     shape: tuple = field(init=False)  # of the first result
+    strides: tuple = field(init=False)  # in elements
 
     def __post_init__(self):
         self.shape = self.results[0].shape if self.results and self.results[0] else ()
+        inner = [self.shape[i + 1 :] for i in range(len(self.shape))]
+        self.strides = tuple(math.prod(max(n, 1) for n in sizes) for sizes in inner)
 
 
 @dataclass(eq=False, frozen=True, slots=True)

@@ -182,7 +182,7 @@ def _launch(plan, tensors, addresses, place, packed, more):
         else:
             out = _started(plan, None if at is None else tensors[at], tensors, out)
     if out is None:
-        out = tensors[0].new_empty(plan.shape)
+        out = tensors[0].new_empty_strided(plan.shape, plan.strides)  # sooner than new_empty
     addresses = [*addresses, 0]  # the last is that of packed weights
     addresses[place], launch = out.data_ptr(), plan.launch
     if packs:
@@ -204,7 +204,7 @@ def _launch(plan, tensors, addresses, place, packed, more):
 def _packed(plan, tensors, addresses, stream, background):
     """Pack the weights of a call; tables are converted unless the kernel reads them as they are."""
     pack = plan.pack
-    memory = tensors[0].new_empty((pack.nbytes,), dtype=torch.uint8)
+    memory = tensors[0].new_empty_strided((pack.nbytes,), (1,), dtype=torch.uint8)
     read = [addresses[i] for i in plan.weights]
     kept = []  # until the kernel is launched
     for number, i in enumerate(plan.weights[pack.kernels :], pack.kernels):
