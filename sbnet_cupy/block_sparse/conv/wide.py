@@ -18,6 +18,7 @@ _STEM = "block_sparse/stack/stack_conv2d"
 _SLOWER, _LAUNCH = 1.2, 1755
 # How much longer it takes than estimated where floats are rounded for each tap that reads them.
 _ROUNDED = 1.3
+_FEWEST_BYTES = 64  # of a pixel's channels: from these on both were compared
 
 
 def as_stack_conv(case, shape, problem, rows, bsize, expected):
@@ -51,7 +52,8 @@ def is_for_wide(case, config, conv, device):
 
     It does where there are many channels, or blocks that are smaller than a tile of that.
     """
-    if case.ieee or missing_kernel(conv, device) is not None:
+    few = conv.channels * case.element_bytes < _FEWEST_BYTES
+    if few or case.ieee or missing_kernel(conv, device) is not None:
         return False
     own = estimate_cycles(config, case, conv.expected, conv.block_out, device)
     found = plan_cost(plan_stack_conv(conv, device), conv, device)
