@@ -62,7 +62,14 @@ from .stack import (
     stack_to_image,
 )
 from .stack_pool import stack_avg_pool, stack_global_pool, stack_max_pool
-from .submanifold import inverse_conv, site_conv, strided_conv, submanifold_conv, transposed_conv
+from .submanifold import (
+    inverse_conv,
+    site_conv,
+    sparse_unfold,
+    strided_conv,
+    submanifold_conv,
+    transposed_conv,
+)
 
 __all__ = [
     "block_table",
@@ -81,6 +88,7 @@ __all__ = [
     "sparse_scatter",
     "sparse_tensor",
     "sparse_to_dense",
+    "sparse_unfold",
     "sparse_unpool",
     "stack_avg_pool",
     "stack_conv2d",

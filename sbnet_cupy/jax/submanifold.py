@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arrays import compute_dtype
-from ..errors import DTypeError
+from ..core.checks import check_array
 from ..submanifold import sparse_tensor
-from ..submanifold.feature_rows import reads
-from ..submanifold.kernel_map import KernelMap
+from ..submanifold.feature_rows import check_rows, reads
+from ..submanifold.kernel_map import check_kernel_map
 from ..submanifold.site_conv import SITE_CONV
 from ..submanifold.sparse_tensor import SparseTensor
 from ..submanifold.submanifold_conv import kernel_of
@@ -34,11 +34,7 @@ def site_conv(
     >>> jax.jit(site_conv)(jnp.ones((3, 1)), jnp.ones((3, 1, 1)), window).ravel().tolist()
     [2.0, 2.0, 1.0]
     """
-    if not isinstance(kernel_map, KernelMap):
-        raise DTypeError(
-            f"kernel_map must be a KernelMap, got {type(kernel_map).__name__}; make one with "
-            "kernel_map"
-        )
+    check_kernel_map(kernel_map)
     valid = valid_rows(kernel_map.target)
     given = {"features": features, "rows": kernel_map.rows, "valid": valid, "w": w,
              "scale": scale, "bias": bias, "residual": residual}  # fmt: skip
@@ -63,6 +59,49 @@ def site_conv(
         total += residual.astype(wide)
     y = ops.cast(ops.affine(total, None, None, activation), features.dtype)
     return jnp.where(valid[:, None], y, 0)
+
+
+def sparse_unfold(features, kernel_map, *, fill=0.0):
+    """Gather the rows that windows read: :func:`sbnet_cupy.sparse_unfold` for JAX.
+
+    Differentiable with respect to ``features``.
+
+    Parameters
+    ----------
+    features : jax.Array, shape (N, C)
+        Rows on ``kernel_map.source``.
+    kernel_map : KernelMap
+        Of :func:`kernel_map` of this module.
+    fill : float
+        What stands where there is no site.
+
+    Returns
+    -------
+    y : jax.Array, shape (M, taps, C)
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+        As :func:`sbnet_cupy.sparse_unfold`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> sites, _ = coordinate_map(jnp.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> window = kernel_map(sites, 3, onto=sites)
+    >>> sparse_unfold(jnp.array([[1.0], [2], [3]]), window)[:, :, 0].tolist()
+    [[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [0.0, 3.0, 0.0]]
+    """
+    check_kernel_map(kernel_map)
+    spec, sites = spec_of("features", features), kernel_map.source.capacity
+    check_rows(spec, spec_of("rows", kernel_map.rows))
+    check_array("features", spec, shape=(sites, None))
+    fill = jnp.asarray(fill, features.dtype)
+    taken = [
+        jnp.where(reads(rows, sites)[:, None], rows_at(features, rows), fill)
+        for rows in kernel_map.rows
+    ]
+    return jnp.stack(taken, axis=1)
 
 
 def submanifold_conv(

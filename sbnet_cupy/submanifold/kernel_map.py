@@ -289,6 +289,14 @@ class KeptMap(NamedTuple):
         return made
 
 
+def check_kernel_map(value):
+    """Raise unless the argument ``kernel_map`` is a KernelMap."""
+    if not isinstance(value, KernelMap):
+        raise DTypeError(
+            f"kernel_map must be a KernelMap, got {type(value).__name__}; make one with kernel_map"
+        )
+
+
 def check_map(name, value):
     """Raise unless ``value`` is a CoordinateMap of native arrays."""
     check_sites(name, value)

@@ -28,7 +28,7 @@ from ..dense.packed_weights import PackedWeights, arrays_of_weights
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap
 from .feature_rows import reads
-from .kernel_map import KernelMap
+from .kernel_map import check_kernel_map
 from .site_conv_launch import OrderedPlan, plan_kernel
 from .site_kernels import by_kernels
 
@@ -127,10 +127,7 @@ def read_weights(w, scale, bias, precision):
 
 def _options(made, groups, activation, precision):
     """Return the options of the operator over a map."""
-    if not isinstance(made, KernelMap):
-        raise DTypeError(
-            f"kernel_map must be a KernelMap, got {type(made).__name__}; make one with kernel_map"
-        )
+    check_kernel_map(made)
     return made.kernel_size, made.source.capacity, groups, activation, precision
 
 

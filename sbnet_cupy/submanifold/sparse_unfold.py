@@ -7,7 +7,7 @@ from ..core.checks import check_array, check_contiguous
 from ..core.graph_memory import memory_of_graphs
 from ..errors import DTypeError, ShapeError
 from .feature_rows import reads
-from .kernel_map import KernelMap
+from .kernel_map import check_kernel_map
 
 
 @array_function
@@ -109,11 +109,7 @@ def sparse_unfold_grad(grad_y, features, kernel_map):
 
 
 def _check(features, kernel_map):
-    if not isinstance(kernel_map, KernelMap):
-        raise DTypeError(
-            f"kernel_map must be a KernelMap, got {type(kernel_map).__name__}; make one with "
-            "kernel_map"
-        )
+    check_kernel_map(kernel_map)
     check_array("features", features, ndim=2, like=kernel_map.rows)
     check_contiguous("features", features)
     if not is_float(features.dtype):

@@ -51,6 +51,7 @@ from .sites import (
 from .submanifold import (
     inverse_conv,
     site_conv,
+    sparse_unfold,
     strided_conv,
     submanifold_conv,
     transposed_conv,
@@ -72,6 +73,7 @@ __all__ = [
     "sparse_scatter",
     "sparse_tensor",
     "sparse_to_dense",
+    "sparse_unfold",
     "sparse_unpool",
     "strided_conv",
     "submanifold_conv",

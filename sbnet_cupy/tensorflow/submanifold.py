@@ -6,8 +6,7 @@ import sbnet_cupy as core
 
 from ..core.arrays import array_function
 from ..core.documentation import documented_as
-from ..errors import DTypeError
-from ..submanifold.kernel_map import KernelMap, made_by
+from ..submanifold.kernel_map import check_kernel_map, made_by
 from ..submanifold.sparse_tensor import SparseTensor, check_tensor, sites_of
 from ..submanifold.submanifold_conv import features_on, kernel_of
 from ._eager import differentiable, eager
@@ -30,11 +29,7 @@ def site_conv(
     >>> site_conv(tf.ones((3, 1)), tf.ones((3, 1, 1)), window).numpy().ravel().tolist()
     [2.0, 2.0, 1.0]
     """
-    if not isinstance(kernel_map, KernelMap):
-        raise DTypeError(
-            f"kernel_map must be a KernelMap, got {type(kernel_map).__name__}; make one with "
-            "kernel_map"
-        )
+    check_kernel_map(kernel_map)
     options = {"groups": groups, "activation": activation, "precision": precision}
 
     def convolve(features, w, **more):
@@ -48,6 +43,29 @@ def site_conv(
 
     given = {"features": features, "w": w, "bias": bias, "scale": scale, "residual": residual}
     return differentiable(convolve, differentiate, given, by_result=True)
+
+
+@_documented(core.sparse_unfold)
+def sparse_unfold(features, kernel_map, *, fill=0.0):
+    """Gather the rows that windows read; differentiable.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> sites, _ = coordinate_map(tf.constant([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> window = kernel_map(sites, 3, onto=sites)
+    >>> sparse_unfold(tf.constant([[1.0], [2], [3]]), window).numpy()[:, :, 0].tolist()
+    [[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [0.0, 3.0, 0.0]]
+    """
+    check_kernel_map(kernel_map)
+
+    def unfold(features):
+        return core.sparse_unfold(features, kernel_map, fill=fill)
+
+    def differentiate(grad, features):
+        return core.sparse_unfold_grad(grad, features, kernel_map)
+
+    return differentiable(unfold, differentiate, {"features": features})
 
 
 @_documented(core.submanifold_conv)

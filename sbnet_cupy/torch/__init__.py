@@ -30,6 +30,7 @@ from .submanifold import (  # noqa: E402
     sparse_max_pool,
     sparse_tensor,
     sparse_to_dense,
+    sparse_unfold,
     sparse_unpool,
     strided_conv,
     submanifold_conv,
@@ -40,6 +41,6 @@ __all__ = [
     "coordinate_map", "dense_to_sparse", "global_pool", "inverse_conv", "kernel_map",
     "masked_batch_norm", "nn", "reduce_mask", "site_conv", "sparse_avg_pool", "sparse_conv2d",
     "sparse_gather", "sparse_max_pool", "sparse_res_block_bottleneck", "sparse_scatter",
-    "sparse_scatter_var", "sparse_tensor", "sparse_to_dense", "sparse_unpool", "sparsify",
-    "strided_conv", "submanifold_conv", "transposed_conv",
+    "sparse_scatter_var", "sparse_tensor", "sparse_to_dense", "sparse_unfold", "sparse_unpool",
+    "sparsify", "strided_conv", "submanifold_conv", "transposed_conv",
 ]  # fmt: skip

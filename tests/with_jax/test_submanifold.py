@@ -148,6 +148,36 @@ def test_what_it_refuses(sbj, place, jax):
         sbj.inverse_conv(x, w, onto=x)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_unfolded_windows_and_their_gradient(sbj, place, jax, stride):
+    """Copies of rows, and of whole numbers exact sums."""
+    exact, x = tensors(sbj, place)
+    same = {"onto": exact.coordinates} if stride == 1 else {"capacity": 200}
+    window = sb.kernel_map(exact.coordinates, 3, stride=stride, **same)
+    expected = sb.sparse_unfold(exact.features, window, fill=2)
+    grad = np.round(4 * normal(*expected.shape, seed=3))
+    poisoned = place.make(np.pad(exact.features, ((0, SPARE), (0, 0)), constant_values=np.nan))
+
+    @jax.jit
+    def both(sites, features):
+        given = {"onto": sites} if stride == 1 else {"capacity": 200}
+        made = sbj.kernel_map(sites, 3, stride=stride, **given)
+
+        def loss(features):
+            y = sbj.sparse_unfold(features, made, fill=2)
+            return (y[: len(grad)] * grad).sum(), y
+
+        dx, y = jax.grad(loss, has_aux=True)(features)
+        return y, dx
+
+    y, dx = both(x.coordinates, poisoned)
+    assert_same(to_numpy(y)[: len(expected)], expected)
+    assert (to_numpy(y)[len(expected) :] == 2).all()
+    wanted = sb.sparse_unfold_grad(grad, exact.features, window)
+    assert_same(to_numpy(dx)[: len(wanted)], wanted)
+    assert not to_numpy(dx)[len(wanted) :].any()
+
+
 def test_rows_that_are_not_there_are_not_read(sbj, place, jax):
     """In a table that was made by hand."""
     _, x = tensors(sbj, place)

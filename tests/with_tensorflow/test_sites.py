@@ -101,6 +101,23 @@ def test_gradients_of_a_convolution(tf, sbt, make):
         assert_same(found.numpy(), getattr(expected, name))
 
 
+def test_unfolded_windows_and_their_gradient(tf, sbt, make):
+    rows, features = listed(), normal(len(listed()), 4)
+    sites = sb.coordinate_map(rows, **GRID)[0]
+    window = sb.kernel_map(sites, 3, onto=sites)
+    expected = sb.sparse_unfold(features, window, fill=2)
+    grad = normal(*expected.shape)
+    sites = sbt.coordinate_map(make(rows), **GRID)[0]
+    given = tf.Variable(features)
+    with tf.GradientTape() as tape:
+        y = sbt.sparse_unfold(given, sbt.kernel_map(sites, 3, onto=sites), fill=2)
+    assert_same(y.numpy(), expected)
+    found = tape.gradient(y, given, output_gradients=make(grad))
+    assert_same(found.numpy(), sb.sparse_unfold_grad(grad, features, window))
+    with pytest.raises(DTypeError, match="kernel_map must be a KernelMap"):
+        sbt.sparse_unfold(given, sites)
+
+
 POOLS = {
     "sparse_max_pool": {"kernel_size": 2},
     "sparse_avg_pool": {"kernel_size": 3, "stride": 2, "count": "active"},

@@ -127,11 +127,15 @@ def pools(st, x):
         "global mean": lambda f: st.global_pool(x.replace(f), "mean"),
         "global sum": lambda f: st.global_pool(x.replace(f), "sum"),
         "dense": lambda f: st.sparse_to_dense(x.replace(f), fill=2.0),
+        "unfold": lambda f: st.sparse_unfold(
+            f, st.kernel_map(x.coordinates, 3, onto=x.coordinates), fill=3.0),
+        "unfold windows": lambda f: st.sparse_unfold(f, st.kernel_map(x.coordinates, 2, stride=2)),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["max", "max floor", "max all", "average", "active", "unpool",
-                                  "global max", "global mean", "global sum", "dense"])  # fmt: skip
+                                  "global max", "global mean", "global sum", "dense", "unfold",
+                                  "unfold windows"])  # fmt: skip
 def test_pools_are_those_of_the_core_and_differentiable(torch, st, name):
     x = made(torch, st, shape=(4, 4), spatial_shape=(4, 4), channels=2, seed=4)
     function = pools(st, x)[name]

@@ -6,7 +6,14 @@ Features, weights, biases, scales and residuals are differentiable, twice and mo
 outside of graphs: ``torch.compile`` breaks its graph there, but not at :func:`site_conv`.
 """
 
-from .convs import inverse_conv, site_conv, strided_conv, submanifold_conv, transposed_conv
+from .convs import (
+    inverse_conv,
+    site_conv,
+    sparse_unfold,
+    strided_conv,
+    submanifold_conv,
+    transposed_conv,
+)
 from .norms import masked_batch_norm
 from .pools import global_pool, sparse_avg_pool, sparse_max_pool, sparse_unpool
 from .sites import coordinate_map, dense_to_sparse, kernel_map, sparse_tensor, sparse_to_dense
@@ -23,6 +30,7 @@ __all__ = [
     "sparse_max_pool",
     "sparse_tensor",
     "sparse_to_dense",
+    "sparse_unfold",
     "sparse_unpool",
     "strided_conv",
     "submanifold_conv",

@@ -2,14 +2,15 @@
 
 import torch
 
+from ...core.checks import check_array
 from ...dense.packed_weights import PackedWeights
-from ...errors import DTypeError
-from ...submanifold.kernel_map import KernelMap
+from ...submanifold.feature_rows import check_rows
+from ...submanifold.kernel_map import KernelMap, check_kernel_map
 from ...submanifold.site_conv import read_weights
 from ...submanifold.sparse_tensor import SparseTensor
 from ...submanifold.submanifold_conv import features_on, kernel_of
 from .._call import call
-from .._native import check_tensors, native_weights
+from .._native import check_tensors, native_weights, spec_of
 from ..layers import autocast
 from .maps import check_sparse, kernel_map_of, map_between, same_map, sites_of, valid
 from .operations import CONV, transposed_rows
@@ -57,11 +58,7 @@ def site_conv(
     >>> w.grad.ravel()
     tensor([1., 3., 1.])
     """
-    if not isinstance(kernel_map, KernelMap):
-        raise DTypeError(
-            f"kernel_map must be a KernelMap, got {type(kernel_map).__name__}; make one with "
-            "kernel_map"
-        )
+    check_kernel_map(kernel_map)
     weights, (w, scale, bias, precision) = read_weights(w, scale, bias, precision)
     own = w
     features, w, scale, bias, residual = autocast(features, w, scale, bias, residual)
@@ -73,6 +70,58 @@ def site_conv(
     options = (made.kernel_size, made.source.capacity, groups, activation, precision)
     tensors = (features, made.rows, holds, w, scale, bias, residual, out)
     return call(CONV, tensors, options, packed)
+
+
+def sparse_unfold(features, kernel_map, *, fill=0.0):
+    """Gather the rows that windows read: :func:`sbnet_cupy.sparse_unfold` on tensors.
+
+    Differentiable, twice and more, with respect to ``features``.
+
+    Parameters
+    ----------
+    features : tensor, shape (N, C)
+        Rows on ``kernel_map.source``.
+    kernel_map : KernelMap
+        Of :func:`kernel_map` of this module.
+    fill : float
+        What stands where there is no site.
+
+    Returns
+    -------
+    y : tensor, shape (M, taps, C)
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+        As :func:`sbnet_cupy.sparse_unfold`; DTypeError also for what is no tensor.
+
+    Examples
+    --------
+    >>> sites, _ = coordinate_map(torch.tensor([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    >>> features = torch.tensor([[1.0], [2], [3]], requires_grad=True)
+    >>> y = sparse_unfold(features, kernel_map(sites, 3, onto=sites))
+    >>> y[:, :, 0].tolist()
+    [[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [0.0, 3.0, 0.0]]
+    >>> y.sum().backward()
+    >>> features.grad.ravel()
+    tensor([2., 2., 1.])
+    """
+    check_kernel_map(kernel_map)
+    sites, rows = kernel_map.source.capacity, kernel_map.rows
+    check_tensors(features=features, rows=rows)
+    check_rows(spec_of(features), spec_of(rows))
+    check_array("features", spec_of(features), shape=(sites, None))
+    if not sites:
+        shape = rows.shape[1], rows.shape[0], features.shape[1]
+        return features.new_full(shape, fill) + features.sum(0)
+    there = (rows >= 0) & (rows < sites)
+    places = torch.where(there, rows, 0).long()
+    # One tap after the other: each row's gradient is a sum in the order of the taps.
+    taken = [
+        torch.where(here[:, None], features.index_select(0, place), fill)
+        for here, place in zip(there, places, strict=True)
+    ]
+    return torch.stack(taken, 1)
 
 
 def submanifold_conv(
