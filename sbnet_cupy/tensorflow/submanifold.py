@@ -6,7 +6,7 @@ import sbnet_cupy as core
 
 from ..core.arrays import array_function
 from ..core.documentation import documented_as
-from ..submanifold.kernel_map import check_kernel_map, made_by
+from ..submanifold.kernel_map import made_by
 from ..submanifold.sparse_tensor import SparseTensor, check_tensor, sites_of
 from ..submanifold.submanifold_conv import features_on, kernel_of
 from ._eager import differentiable, eager
@@ -29,7 +29,6 @@ def site_conv(
     >>> site_conv(tf.ones((3, 1)), tf.ones((3, 1, 1)), window).numpy().ravel().tolist()
     [2.0, 2.0, 1.0]
     """
-    check_kernel_map(kernel_map)
     options = {"groups": groups, "activation": activation, "precision": precision}
 
     def convolve(features, w, **more):
@@ -57,8 +56,6 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
     >>> sparse_unfold(tf.constant([[1.0], [2], [3]]), window).numpy()[:, :, 0].tolist()
     [[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [0.0, 3.0, 0.0]]
     """
-    check_kernel_map(kernel_map)
-
     def unfold(features):
         return core.sparse_unfold(features, kernel_map, fill=fill)
 
