@@ -140,7 +140,7 @@ def calc_block_params_res_block(in_size, bsize, ksize_list, strides=(1, 1), padd
     >>> calc_block_params_res_block((400, 700), 18, [1, 3, 1]).bstride
     (16, 16)
     """
-    if not isinstance(ksize_list, list | tuple) or not ksize_list:
+    if not isinstance(ksize_list, (list, tuple)) or not ksize_list:
         raise ShapeError(
             f"ksize_list must be a non-empty sequence of kernel sizes, got {ksize_list!r}; "
             "a bottleneck's is [1, 3, 1]"

@@ -34,7 +34,7 @@ def resolve_grid(bsize, boffset, bstride):
     bstride = bsize if bstride is None else pair(bstride, "bstride")
     boffset = pair(boffset, "boffset", minimum=None)
     for name, value in (("bsize", bsize), ("bstride", bstride), ("boffset", boffset)):
-        if max(map(abs, value)) > _LARGEST:
+        if max(abs(v) for v in value) > _LARGEST:
             raise ShapeError(f"{name} must be under 2**31 on each axis, got {value}")
     return Grid(bsize, boffset, bstride)
 

@@ -29,10 +29,10 @@ def pair(value, name, *, minimum=1):
     given = value
     if is_integer(value):
         value = (value, value)
-    elif isinstance(value, list | tuple) and len(value) == 4 and value[0] == 1 == value[3]:
+    elif isinstance(value, (list, tuple)) and len(value) == 4 and value[0] == 1 == value[3]:
         value = value[1:3]
     if (
-        isinstance(value, list | tuple)
+        isinstance(value, (list, tuple))
         and len(value) == 2
         and all(is_integer(v) for v in value)
         and (minimum is None or min(value) >= minimum)
@@ -44,7 +44,7 @@ def pair(value, name, *, minimum=1):
 
 def kernel_pair(ksize, name="ksize"):
     """Read an int, a pair or ``[kh, kw, cin, cout]`` as ``(kh, kw)``, or raise ShapeError."""
-    if isinstance(ksize, list | tuple) and len(ksize) == 4 and all(is_integer(v) for v in ksize):
+    if isinstance(ksize, (list, tuple)) and len(ksize) == 4 and all(is_integer(v) for v in ksize):
         return pair(tuple(ksize[:2]), name)
     return pair(ksize, name)
 
@@ -52,7 +52,7 @@ def kernel_pair(ksize, name="ksize"):
 def image_size(in_size):
     """Read ``(N, H, W, C)`` or ``(H, W)`` as ``(H, W)``, or raise ShapeError."""
     if (
-        isinstance(in_size, list | tuple)
+        isinstance(in_size, (list, tuple))
         and len(in_size) in (2, 4)
         and all(is_integer(v) and v >= 0 for v in in_size)
     ):
@@ -78,7 +78,7 @@ def padding_pairs(in_hw, ksize, strides, padding):
         return tuple((total // 2, total - total // 2) for total in totals)
     if is_integer(padding):
         padding = (padding, padding)
-    if isinstance(padding, list | tuple) and len(padding) == 2:
+    if isinstance(padding, (list, tuple)) and len(padding) == 2:
         return tuple(pair(axis, "padding", minimum=0) for axis in padding)
     raise ShapeError(
         "padding must be 'SAME', 'VALID', an int, (int, int) or ((top, bottom), (left, right)), "
