@@ -3,7 +3,7 @@
 // Rows may also be candidates: every place that the window of a convolution relates to a site (KIND).
 // Source: see site_tree.cuh.  Python: sbnet_cupy/submanifold/coordinate_map.py; launched by map_kernels.py
 // Launches of 256 threads; each a persistent grid, but for rank_words, which takes WORDS words a thread block:
-//   clear_sites                                 zeros, and -1 where no site will be
+//   clear_sites                                 zeros, and -1 for rows that no one has listed yet
 //   for each level: mark_sites, rank_words    bits of its words; how many there are before each
 //   place_sites                                 which rows belong to a site; the sites
 // Why: a rank in the sorted list needs no sort, only bits and popcounts. All atomics are on integers and commute, so that the
@@ -42,17 +42,15 @@ DEVICE bool candidate(const Rows<I, D>& rows, i64 n, const Window& window, const
     return exists;
 }
 
-// words = 0; indices, winners = -1; valid = 0; status = 0.
+// words = 0; winners = -1; status = 0.
 template <typename V>
 __global__ void __launch_bounds__(THREADS)
-    clear_sites(V* __restrict__ words, int* __restrict__ indices, int* __restrict__ winners, u8* __restrict__ valid,
-                int* __restrict__ status, i64 word_count, i64 index_count, i64 winner_count, i64 valid_count) {
+    clear_sites(V* __restrict__ words, int* __restrict__ winners, int* __restrict__ status, i64 word_count,
+                i64 winner_count) {
     overlap_launches();
     const i64 first = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x, step = static_cast<i64>(gridDim.x) * THREADS;
     for (i64 i = first; i < word_count; i += step) words[i] = zero<V>();
-    for (i64 i = first; i < index_count; i += step) indices[i] = -1;
     for (i64 i = first; i < winner_count; i += step) winners[i] = -1;
-    for (i64 i = first; i < valid_count; i += step) valid[i] = 0;
     if (first == 0) *status = 0;
 }
 
@@ -173,27 +171,38 @@ DEVICE bool none_negative(const i64 (&site)[D + 1]) {
     return result;
 }
 
-// Give each site its coordinates, and its first or last row of those listed; give each row its site.
+// Give each site its coordinates, and its first or last row of those listed; give each row its site. Rows of the list past
+// the last site have coordinates of -1.
 template <typename I, int D, int KIND>
 __global__ void __launch_bounds__(THREADS)
     place_sites(const I* __restrict__ given,       // [n, 1 + D]
                 const int* __restrict__ count,     // [1] or null
                 const uint4* __restrict__ words,   // the tree
+                const int* __restrict__ total,     // [1]: sites, also those that the list has no room for
                 int* __restrict__ status,          // [1]: 1 is added for rows, and places, past the end of the grid
-                int* __restrict__ indices,         // [capacity, 1 + D] or null
+                int* __restrict__ indices,         // [capacity, 1 + D], or null with `valid`
                 int* __restrict__ winners,         // [capacity]: the first or last row of each site; or null
                 u8* __restrict__ valid,            // [capacity]: 1 where there is a site; or null
                 int* __restrict__ inverse,         // [n] or null
                 i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
                 WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
-    overlap_launches(given, count, words);
+    overlap_launches(given, count, words, total);
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
     const Candidates candidates{CANDIDATES};
     const SiteTree tree{top, level_words, static_cast<int>(levels)};
     const Rows<I, D> rows{given, count};
-    const i64 step = static_cast<i64>(gridDim.x) * THREADS;
-    for (i64 i = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; i < n * each; i += step) {
+    const i64 first = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x, step = static_cast<i64>(gridDim.x) * THREADS;
+    if (valid) {
+        const i64 sites = *total;
+        for (i64 i = first; i < capacity; i += step) {
+            valid[i] = i < sites;
+            if (i < sites) continue;
+#pragma unroll
+            for (int axis = 0; axis <= D; ++axis) indices[i * (D + 1) + axis] = -1;
+        }
+    }
+    for (i64 i = first; i < n * each; i += step) {
         i64 site[D + 1];
         const bool exists = candidate<I, D, KIND>(rows, n, window, candidates, i, site);
         const i64 key = exists ? grid.key(site) : -1;
@@ -203,7 +212,6 @@ __global__ void __launch_bounds__(THREADS)
         if (exists && key < 0 && (KIND == GIVEN || none_negative<D>(site))) atomicOr(status, 1);
         if (inverse) inverse[i] = static_cast<int>(rank);
         if (rank < 0) continue;
-        if (valid) valid[rank] = 1;
         if (indices)  // rows of one site all write the same
 #pragma unroll
             for (int axis = 0; axis <= D; ++axis) indices[rank * (D + 1) + axis] = static_cast<int>(site[axis]);

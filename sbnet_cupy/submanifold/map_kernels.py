@@ -139,13 +139,13 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
         valid = empty((capacity,), np.bool_, rows) if listed else None
         winners = empty((capacity,), np.int32, rows) if given else None
         inverse = empty((n,), np.int32, rows) if listed and given else None
-    launches.clear(words, indices, winners, valid, status)
+    launches.clear(words, winners, status)
     for level, (mark, rank_words) in enumerate(launches.levels):
         start, _ = shape.level(level)
         sums = words[2 * shape.words + level * _blocks(shape) :]
         mark(rows, count, words, status)
         rank_words(words[2 * start :], sums, totals)
-    launches.place(rows, count, words, status, indices, winners, valid, inverse)
+    launches.place(rows, count, words, totals[-1:], status, indices, winners, valid, inverse)
     tree = Tree(words, shape, packing, None, capacity)
     return Sites(tree, indices, totals[-1:], valid, winners, inverse, status)
 
@@ -228,11 +228,9 @@ def _launches(build, place):
             dependent=True,
         )  # fmt: skip
 
-    listed = build.capacity * (1 + d) if build.listed else 0
-    winners, valid = (build.capacity if wanted else 0 for wanted in (given, build.listed))
-    cleared = _cleared(shape)
-    blocks = -(-max(cleared, listed, winners, valid) // 256)
-    clear = prepare("clear_sites", ("uint4",), blocks, 5, (cleared, listed, winners, valid))
+    cleared, winners = _cleared(shape), build.capacity if given else 0
+    blocks = -(-max(cleared, winners) // 256)
+    clear = prepare("clear_sites", ("uint4",), blocks, 3, (cleared, winners))
     levels = []
     for level in range(shape.levels):
         most = shape.level(level)[1]
@@ -243,7 +241,8 @@ def _launches(build, place):
             prepare("rank_words", (_WORDS,), blocks, 3, (level, most), persistent=False),
         ))  # fmt: skip
     scalars = (*sizes, build.capacity, int(build.mode == "last"), *geometry)
-    return _Launches(clear, tuple(levels), prepare("place_sites", template, grid, 8, scalars))
+    placed = max(grid, -(-build.capacity // 256)) if build.listed else grid
+    return _Launches(clear, tuple(levels), prepare("place_sites", template, placed, 9, scalars))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -220,7 +220,7 @@ _TILINGS = [
 ]
 # With more parts sums over all rows sorted leave out more; of floats, the widest tile spills.
 _MOST_PARTS = {2: 4, 4: 2}  # by bytes of a number
-_FEWEST_TILED, _FEWEST_TILED_TAPS = 512, 8  # rows, taps
+_FEWEST_TILED, _FEWEST_TILED_TAPS = 64, 8  # rows, taps
 
 
 class FmaPlan(NamedTuple):
