@@ -33,8 +33,8 @@ def times(model, x, masks, block, compiles=True):
     """Yield (what, microseconds of replays, of an eager step by the clock, memory in MB, more).
 
     The dense steps first, then one for each of ``masks``: (mask, number of active blocks). ``more``
-    are microseconds, by the clock, of an eager step whose network is graphed by PyTorch's
-    ``make_graphed_callables``; None of dense steps.
+    are microseconds, by the clock, of an eager step whose network is graphed: ``sparse.graphed``;
+    None of dense steps.
     """
     model = copy.deepcopy(model).float().train()
     x = x.float()
@@ -49,7 +49,7 @@ def times(model, x, masks, block, compiles=True):
         step = step_of(model, lambda s=sparse, m=mask: s(x, m), len(x))
         measured = _measured(step)
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            graphed = torch.cuda.make_graphed_callables(sparse, (x, mask))
+            graphed = sparse.graphed(x, mask)
         step = step_of(model, lambda g=graphed, m=mask: g(x, m), len(x))
         for _ in range(3):
             step()

@@ -257,7 +257,7 @@ def test_no_cycles_are_collected_during_a_capture(was_on):
     before = gc.isenabled()
     (gc.enable if was_on else gc.disable)()
     try:
-        with pytest.raises(RuntimeError, match="capture"), graphs._no_collection():
+        with pytest.raises(RuntimeError, match="capture"), graphs.no_collection():
             assert not gc.isenabled()
             raise RuntimeError("the capture failed")
         assert gc.isenabled() == was_on

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
+from sbnet_cupy import ShapeError  # noqa: E402  (after PyTorch is there)
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
 from support.torch_autograd import assert_near_steps, train_step  # noqa: E402
@@ -210,32 +211,109 @@ def test_same_input_same_gradients(st):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # its warm-up
-def test_a_network_is_graphed_by_pytorch(st, require):
-    """By make_graphed_callables: gradients and running statistics are those of plain calls."""
-    require("gpu")
-    size, autocast = (2, 64, 96), torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
-    dense = networks.network("resnet_basic").to("cuda", memory_format=torch.channels_last)
-    sparse = st.sparsify(dense, 16, capacity=20).train()
-    x, mask = torch.randn(2, 3, *size[1:], device="cuda"), torch.ones(size, device="cuda") > 0
-    with autocast:
-        graphed = torch.cuda.make_graphed_callables(sparse, (x, mask))
-    plain = st.sparsify(copy.deepcopy(dense), 16, capacity=20).train()
-    for seed in range(3):
+WARM_UP = [  # of make_graphed_callables
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+]
+
+
+def with_warm_up(function):
+    """Mark a test that graphs a network in training."""
+    for mark in WARM_UP:
+        function = mark(function)
+    return function
+
+
+@with_warm_up
+@pytest.mark.parametrize("autocast", [False, True])
+def test_graphed_calls_train_as_plain_ones(st, device, autocast):
+    """Results, gradients, those that add up over calls too, and running statistics."""
+    size, kind = (2, 64, 96), torch.device(device).type
+    dense = networks.network("resnet_basic").to(device, memory_format=torch.channels_last)
+    sparse = st.sparsify(dense, 16, capacity=30).train()
+    plain = st.sparsify(copy.deepcopy(dense), 16, capacity=30).train()
+    x, mask = torch.randn(2, 3, *size[1:], device=device), torch.ones(size, device=device) > 0
+    before = [t.clone() for t in (*sparse.parameters(), *sparse.buffers())]
+    cast = torch.autocast(kind, torch.bfloat16, enabled=autocast, cache_enabled=False)
+    random = torch.get_rng_state()
+    with cast:
+        graphed = sparse.graphed(x, mask)
+    assert torch.equal(torch.get_rng_state(), random)
+    for a, b in zip(before, (*sparse.parameters(), *sparse.buffers()), strict=True):
+        assert torch.equal(a, b)
+    depth = sum(isinstance(m, (nn.Conv2d, nn.Linear)) for m in dense.modules())
+    bound = depth * torch.finfo(torch.bfloat16).eps  # cuBLAS may choose another kernel
+    kept = []
+    for seed in range(4):
         torch.manual_seed(seed)
         x, found = torch.randn_like(x), []
-        mask = networks.blocks(size, 16, 0.3, seed=seed)[1].to("cuda")
+        mask = networks.blocks(size, 16, 0.3, seed=seed)[1].to(device)
         for run, net in ((graphed, sparse), (plain, plain)):
-            net.zero_grad()
-            with autocast:
+            if seed != 2:  # where gradients are added to those before
+                net.zero_grad()
+            with cast:
                 y = run(x, mask)
             y.float().square().mean().backward()
-            numbers = [p.grad for p in net.parameters()] + list(net.buffers())
-            found.append([t.clone() for t in (y.detach(), *numbers)])
-        depth = sum(isinstance(m, (nn.Conv2d, nn.Linear)) for m in dense.modules())
-        bound = depth * torch.finfo(torch.bfloat16).eps  # cuBLAS may choose another kernel
+            numbers = [y.detach(), *(p.grad for p in net.parameters()), *net.buffers()]
+            found.append(numbers)
+        kept.append([(t, t.clone()) for t in found[0][: -len(list(dense.buffers()))]])
         for a, b in zip(*found, strict=True):
             a, b = a.double(), b.double()
             assert (a - b).norm() <= bound * b.norm()
+    # Of results, and gradients that were not added to, calls that follow write nothing.
+    for one in (0, 2):
+        assert all(torch.equal(t, as_it_was) for t, as_it_was in kept[one])
+    sparse.eval(), plain.eval()
+    with torch.no_grad():
+        a, b = sparse(x, mask).double(), plain(x, mask).double()
+    assert (a - b).norm() <= bound * b.norm()
+
+
+@with_warm_up
+def test_what_graphed_calls_in_training_refuse(st, device):
+    dense = networks.network("fcn").to(device)
+    sparse = st.sparsify(dense, BLOCK).train()
+    x, mask = image().float().to(device), torch.ones(2, *SIZE, device=device)
+    run = sparse.graphed(x, mask)
+    assert run(x, mask)["out"].requires_grad
+    with pytest.raises(ShapeError, match="x and mask must be like those"):
+        run(x[:1], mask[:1])
+    with pytest.raises(RuntimeError, match="whether x requires a gradient"):
+        run(x.clone().requires_grad_(), mask)
+    sparse.eval()
+    with pytest.raises(RuntimeError, match="training, autocast"):
+        run(x, mask)
+    sparse.train()
+    given = x.clone().requires_grad_()
+    sparse.graphed(given, mask)(given, mask)["out"].sum().backward()
+    assert given.grad.shape == x.shape and given.grad.abs().max() > 0
+
+
+@with_warm_up
+@pytest.mark.gpu
+def test_graphs_in_training_see_what_has_changed(st, require):
+    require("gpu")
+    dense = networks.network("fcn").to("cuda")
+    sparse = st.sparsify(dense, BLOCK).train()
+    x, mask = image().float().to("cuda"), torch.ones(2, *SIZE, device="cuda")
+    run = sparse.graphed(x, mask)
+    first, second = run(x, mask)["out"], run(2 * x, mask)["out"]
+    second.sum().backward()
+    with pytest.raises(RuntimeError, match="must be computed before the next call"):
+        first.sum().backward()
+    weight = next(sparse.parameters())
+    weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="has changed since"):
+        run(x, mask)
+    weight.requires_grad_(True)
+    run(x, mask)
+    norm = next(m for m in sparse.modules() if isinstance(m, nn.BatchNorm2d))
+    norm.eps *= 2
+    with pytest.raises(RuntimeError, match="has changed since"):
+        run(x, mask)
+    handle = norm.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="forward hooks"):
+        sparse.graphed(x, mask)
+    handle.remove()
+    norm.weight = nn.Parameter(norm.weight.detach().clone())
+    assert sparse.graphed(x, mask)(x, mask)["out"].requires_grad

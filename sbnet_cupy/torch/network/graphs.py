@@ -23,25 +23,25 @@ def graphed(sparse, x, mask):
     every mask is right and none is faster than a full one. On a CPU there is no graph, and ``run``
     calls the network.
     """
-    if sparse.training:
-        raise RuntimeError(
-            "graphed needs a network in evaluation, got one in training; call .eval() first"
-        )
     given = (x.shape, x.dtype, x.device, mask.shape, mask.dtype)
     replay = _captured(sparse, x, mask) if x.is_cuda else torch.no_grad()(sparse.__call__)
 
     def run(x, mask):
-        got = (x.shape, x.dtype, x.device, mask.shape, mask.dtype)
-        if got != given:
-            raise ShapeError(
-                "x and mask must be like those that the graph was made of, "
-                f"{tuple(given[0])} {given[1]} on {given[2]} and {tuple(given[3])} {given[4]}, got "
-                f"{tuple(got[0])} {got[1]} on {got[2]} and {tuple(got[3])} {got[4]}"
-            )
+        check_alike(given, (x.shape, x.dtype, x.device, mask.shape, mask.dtype))
         return replay(x, mask)
 
     run.graph = getattr(replay, "graph", None)
     return run
+
+
+def check_alike(given, got):
+    """Raise unless shapes, dtypes and device of a call are those that a graph was made of."""
+    if got != given:
+        raise ShapeError(
+            "x and mask must be like those that the graph was made of, "
+            f"{tuple(given[0])} {given[1]} on {given[2]} and {tuple(given[3])} {given[4]}, got "
+            f"{tuple(got[0])} {got[1]} on {got[2]} and {tuple(got[3])} {got[4]}"
+        )
 
 
 def _captured(sparse, x, mask, outside=None):
@@ -93,7 +93,7 @@ def capture(run, x):
         graph = torch.cuda.CUDAGraph()
         try:
             with (
-                _no_collection(),
+                no_collection(),
                 # Other threads may go on meanwhile.
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
@@ -107,7 +107,7 @@ _CAPTURES = threading.Lock()
 
 
 @contextlib.contextmanager
-def _no_collection():
+def no_collection():
     """Keep Python from collecting cycles: the end of another graph among them breaks a capture.
 
     One capture at a time: the collector is that of the process.

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece
-from . import cuda, graphs, tuning
+from . import cuda, graphs, training_graphs, tuning
 from . import tensor as T
 from .ends import check_call, check_device, check_outside, finished, warn_left_out
 from .entry import Entry, gathered
@@ -266,10 +266,12 @@ class SparseModel(Report, nn.Module):
     def graphed(self, x, mask):
         """Return a function like this network that replays a CUDA graph: no host time is left.
 
-        It takes images and masks of the shape, dtype and device of these; see
-        :func:`sbnet_cupy.torch.network.graphs.graphed`.
+        It takes images and masks of the shape, dtype and device of these. Of a network in
+        evaluation see :func:`sbnet_cupy.torch.network.graphs.graphed`; of one in training, with
+        gradients, :func:`sbnet_cupy.torch.network.training_graphs.graphed`.
         """
-        return graphs.graphed(self, x, mask)
+        kind = training_graphs if self.training else graphs
+        return kind.graphed(self, x, mask)
 
     def tune(self, x, masks=None, *, compile="auto"):
         """Measure from which share of active blocks whole images are faster, and use them there.

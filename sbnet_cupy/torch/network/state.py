@@ -45,14 +45,16 @@ class State:
 
     def holds(self):
         """Whether nothing has changed."""
+        return self.is_bound_alike() and (not self.fit or self._versions() == self.versions)
+
+    def is_bound_alike(self):
+        """Whether all attributes are the same objects; numbers in tensors may have changed."""
         count = sum(map(len, self.attributes)) + sum(map(len, self.dicts))
         if count != len(self.held) or any(self.hooks) != self.hooked:
             return False
         if not all(map(operator.is_, self._values(), self.held)):
             return False
-        if not all(map(_are_same, map(_items, self.kept), self.items)):
-            return False
-        return not self.fit or self._versions() == self.versions
+        return all(map(_are_same, map(_items, self.kept), self.items))
 
 
 def _own(module):
