@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int entry = 32 * h + lane < count ? head.list[begin + 32 * h + lane] : 0;
-            const int groups = (entry >> 16) % SPLIT == group_of<SPLIT>() ? entry >> own_shift : 0;
+            const int groups = group_of_tap<SPLIT>(entry >> 16) == group_of<SPLIT>() ? entry >> own_shift : 0;
             const int first = (entry >> 16) * steps.per_tap + now.part * STEPS;
             tap_weights[h] = first / 4 * Memory::STAGE + first % 4 * 32;
             const auto lanes = [&](int bits) { return static_cast<u64>(__ballot_sync(EVERY, groups & bits)) << 32 * h; };

@@ -1,4 +1,4 @@
-// split_wgmma.cuh: groups of four warps that share the taps of a tile: group g has every tap t with t % SPLIT == g.
+// split_wgmma.cuh: groups of four warps that share the taps of a tile, by group_of_tap.
 // Which group has a tap does not depend on the tile, so that the order of a row's sum does not either.
 #pragma once
 
@@ -24,6 +24,13 @@ __host__ __device__ constexpr int split_of(long) {
 template <int SPLIT>
 DEVICE int group_of() {
     return SPLIT == 1 ? 0 : threadIdx.x / 128;
+}
+
+// Of a kernel of three places along each axis, taps (a, b, c) have numbers 9 a + 3 b + c and go to the groups by a + b + c: the
+// taps of a surface across any axis are as many in each of three groups.
+template <int SPLIT>
+DEVICE int group_of_tap(int tap) {
+    return SPLIT == 1 ? 0 : (tap + tap / 3 + tap / 9) % SPLIT;
 }
 
 // Add the sums of all groups up in the first. `sums` is shared memory for those of the others; nobody may read it any more.

@@ -232,7 +232,9 @@ def test_graphed_calls_train_as_plain_ones(st, device, autocast):
     dense = networks.network("resnet_basic").to(device, memory_format=torch.channels_last)
     sparse = st.sparsify(dense, 16, capacity=30).train()
     plain = st.sparsify(copy.deepcopy(dense), 16, capacity=30).train()
-    x, mask = torch.randn(2, 3, *size[1:], device=device), torch.ones(size, device=device) > 0
+    x, mask = torch.randn(2, 3, *size[1:], device=device), networks.blocks(size, 16, 0.3)[1]
+    mask = mask.to(device)
+    held = sparse(x, mask)  # and with it the nodes that add up gradients, on another stream
     before = [t.clone() for t in (*sparse.parameters(), *sparse.buffers())]
     cast = torch.autocast(kind, torch.bfloat16, enabled=autocast, cache_enabled=False)
     random = torch.get_rng_state()
@@ -241,6 +243,8 @@ def test_graphed_calls_train_as_plain_ones(st, device, autocast):
     assert torch.equal(torch.get_rng_state(), random)
     for a, b in zip(before, (*sparse.parameters(), *sparse.buffers()), strict=True):
         assert torch.equal(a, b)
+    plain.load_state_dict(sparse.state_dict())
+    held.sum().backward()
     depth = sum(isinstance(m, (nn.Conv2d, nn.Linear)) for m in dense.modules())
     bound = depth * torch.finfo(torch.bfloat16).eps  # cuBLAS may choose another kernel
     kept = []

@@ -7,6 +7,7 @@ graphs were made of, and what comes out is copied from their memory, which the n
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .ends import check_call
@@ -61,7 +62,11 @@ class _Graphs:
                 "a network with forward hooks has no CUDA graph in training, as replays would not "
                 "call them; remove them, or call the network itself"
             )
-        self.parameters = [p for p in sparse.parameters() if p.requires_grad]
+        named = {name: p for name, p in sparse.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
+        # Leaves of their own: a result of an earlier call may still hold the nodes that add up the
+        # gradients of the parameters, and these belong to another stream.
+        self._leaves = {name: p.detach().requires_grad_() for name, p in named.items()}
         own = x.detach().clone(memory_format=torch.preserve_format), mask.clone()
         own[0].requires_grad_(x.requires_grad)
         capacity, buffers = sparse.capacity, [(b, b.clone()) for b in sparse.buffers()]
@@ -72,7 +77,7 @@ class _Graphs:
                 no_collection(),
             ):  # fmt: skip
                 self._replay = torch.cuda.make_graphed_callables(
-                    self._call, (*own, *self.parameters), allow_unused_input=True
+                    self._call, (*own, *self._leaves.values()), allow_unused_input=True
                 )
         finally:
             sparse.capacity = capacity
@@ -83,8 +88,9 @@ class _Graphs:
         self.held = self._held()
 
     def _call(self, x, mask, *parameters):
-        """Call the network, whose parameters they are; keep how its result is made of tensors."""
-        leaves, self.tree = tree_flatten(self.sparse._call(x, mask))
+        """Call the network with these parameters; keep how its result is made of tensors."""
+        given = dict(zip(self._leaves, parameters, strict=True))
+        leaves, self.tree = tree_flatten(functional_call(self.sparse, given, (x, mask)))
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise TypeError(
                 "the network's result must be made of tensors in tuples, lists and dicts to come "
