@@ -160,6 +160,11 @@ class TilesPlan(NamedTuple):
         group = 32 if self.engine in ("TileMma", "NarrowMma") else 128
         return group * (math.prod(self.warps) + (self.stages > 0))
 
+    @property
+    def side_by_side(self):
+        """Whether tiles of other channels read the same rows: where weights are streamed."""
+        return self.stages > 0 and (self.columns >= PANEL or self.engine == "SplitWgmma")
+
     @staticmethod
     def row_bytes(conv):
         """Bytes of a part of a row."""
@@ -217,6 +222,7 @@ _TILINGS = [
     (TilesPlan(TileShape(128, 320), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, 750, 750),
     (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, 1350, 1350),
     (TilesPlan(TileShape(64, 192), 64, (3, 1), 8, 2, 1, "SplitWgmma"), _ROW, 420, 420),
+    (TilesPlan(TileShape(64, 192), 32, (3, 1), 16, 2, 1, "SplitWgmma"), _ROW, 365, 365),
 ]
 # With more parts sums over all rows sorted leave out more; of floats, the widest tile spills.
 _MOST_PARTS = {2: 4, 4: 2}  # by bytes of a number
@@ -277,15 +283,14 @@ def _plan_tiles(conv, device):
         cycles = full * max(alone, plan.blocks * each) + (max(alone, rest * each) if rest else 0)
         return _LAUNCH + conv.taps * parts * cycles
 
-    def takes(columns, stages):
-        several = stages and columns >= PANEL  # tiles side by side
+    def takes(columns, several):
         fewest = columns // 2 if columns > 16 else 0
         return fewest < conv.channels_out and (several or conv.channels_out <= columns)
 
     def fits(plan, size):
         return (
             plan.row_bytes(conv) == size
-            and takes(plan.columns, plan.stages)
+            and takes(plan.columns, plan.side_by_side)
             and (plan.shared_bytes(conv) + _RESERVED) * plan.blocks
             <= device.shared_bytes + _RESERVED
         )
