@@ -93,7 +93,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     static_assert(SPLIT == 1 || (RING && (STAGES & (STAGES - 1)) == 0), "the stage of a tap follows from its number");
     // Whether fragments are read while others are multiplied.
     constexpr bool AHEAD = MT == 2 || NT * 4 + STEPS * 8 + (SPLIT > 1 ? 72 : 32) <= Streaming::TAKEN;
-    constexpr bool HALVES = Product::ASYNC && !AHEAD && STEPS > 1;  // or half of them, where there are registers for one tap
 
     DYNAMIC_SHARED(u8, unaligned);
     const Steps steps(taps, C, K, LANES, STEPS);
@@ -306,23 +305,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 wgmma_commit();
                 wgmma_wait<1>();
             };
-            // The same in halves of K, each behind the one before it: while the tensor cores have one, the fragments of the
-            // other are read. Then the weights in use have been read.
-            const auto multiply_halves = [&](int at, u32 (&a)[STEPS][4], u32 right) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int begin = half * (STEPS / 2), end = half ? STEPS : STEPS / 2;
-                    wgmma_wait<1>();
-                    if (half == 1) release(in_use);
-#pragma unroll
-                    for (int s = begin; s < end; ++s) ldmatrix_x4(a[s], rows + (at ^ s * 32));
-                    wgmma_fence();
-#pragma unroll
-                    for (int s = begin; s < end; ++s)
-                        Wgmma<T, NT * 8>::registers(&acc[0][0][0], a[s], rest + right + s * 2);
-                    wgmma_commit();
-                }
-            };
             const auto step = [&](int i, int next, int odd) {
                 int at[MT];
                 locate(at, next);
@@ -335,14 +317,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                     if (bottom) multiply(at[1], 1, a[AHEAD], right, !top);
                     if (top || bottom) top_runs = !bottom;
                 } else if (!RING || SPLIT > 1 || own >> i & 1) {
-                    if constexpr (HALVES) multiply_halves(at[0], a[0], right);
-                    else multiply(at[0], 0, a[AHEAD * odd], right, !AHEAD);
+                    multiply(at[0], 0, a[AHEAD * odd], right, !AHEAD);
                 }
                 if constexpr (RING) {
                     if (SPLIT > 1 || own >> i & 1) {
-                        if constexpr (HALVES) {
-                            in_use = stage.slot;
-                        } else if constexpr (AHEAD) {
+                        if constexpr (AHEAD) {
                             release(in_use);
                             in_use = stage.slot;
                         } else {  // the next product waits for this one anyway
