@@ -7,57 +7,55 @@ CONVOLUTIONS_FILE = "site_convolutions.png"
 BLOCKS_OR_SITES_FILE = "blocks_or_sites.png"
 FORWARD = ("forward, weights packed", "forward")  # the first that was timed
 
-# Microseconds by channels: spconv 2.3.8, float16, the best of two runs of an earlier day at nearly
-# the same sites (docs/design/submanifold.md), and what was wanted.
-SPCONV = {
-    "scan 14000": {16: 15.4, 32: 15.0, 64: 20.2, 128: 44.9, 256: 122},
-    "surface 50000": {16: 33.4, 32: 27.6, 64: 49.1, 128: 137, 256: 419},
-    "surface 100000": {16: 58.8, 32: 49.2, 64: 80, 128: 216, 256: 742},
-    "surface 500000": {16: 286, 32: 255, 64: 326, 128: 920},
-}
+# Microseconds by channels that were wanted.
 WANTED = {
     "scan 14000": {16: 7, 32: 7, 64: 10, 128: 22, 256: 60},
     "surface 50000": {16: 10, 32: 14, 64: 25, 128: 65, 256: 210},
     "surface 100000": {16: 13, 32: 24, 64: 42, 128: 108, 256: 370},
-    "surface 500000": {16: 55, 32: 95, 64: 190, 128: 480},
+    "surface 500000": {16: 55, 32: 95, 64: 190},
+    "blobs 10%": {24: 6.7},
 }
+_BLOBS = "400x700"  # whose channels are timed
 
 
 def pictures(rows):
     """Yield (figure, file) of what the rows of a folder allow."""
-    rows = [row for row in rows if row.implementation == OURS and row.dtype == "float16"]
-    timed = [r for r in rows if r.op == "submanifold_conv" and r.suite in SPCONV]
+    rows = [row for row in rows if row.dtype == "float16"]
+    timed = [r for r in rows if r.op == "submanifold_conv" and r.suite in WANTED]
+    timed = [r for r in timed if not r.suite.startswith("blobs") or r.shape.startswith(_BLOBS)]
     if timed:
         yield _convolutions(timed), CONVOLUTIONS_FILE
+    rows = [row for row in rows if row.implementation == OURS]
     compared = [r for r in rows if (r.op, r.suite) == ("blocks_or_sites", "clustered")]
     if compared:
         yield _blocks_or_sites(compared), BLOCKS_OR_SITES_FILE
 
 
-def forward_times(rows):
+def forward_times(rows, names=FORWARD, implementation=OURS):
     """Return {channels: microseconds} of the forward pass of a scene, its weights packed before."""
     times = {}
-    for name in reversed(FORWARD):
+    for name in reversed(names):
         for row in rows:
             channels, _, what = row.variant.partition(" channels, ")
-            if what == name:
+            if (what, row.implementation) == (name, implementation):
                 times[int(channels)] = row.us
     return dict(sorted(times.items()))
 
 
 def _convolutions(rows):
-    scenes = {name: [r for r in rows if r.suite == name] for name in SPCONV}
+    scenes = {name: [r for r in rows if r.suite == name] for name in WANTED}
     scenes = {name: found for name, found in scenes.items() if forward_times(found)}
     under = (
-        f"3x3x3 at the sites of scenes, float16, the convolution alone in a graph; {rows[0].gpu}"
+        f"3x3x3, of blobs 3x3, float16, the convolution alone: ours in a graph, of spconv its "
+        f"kernels without the time between them; {rows[0].gpu}"
     )
     figure = figure_of(11, 4.6, "submanifold_conv by channels: us per call", under)
     axes = _panels(figure, len(scenes))
     for axis, (name, found) in zip(axes, scenes.items(), strict=True):
-        dress(axis, found[0].shape.partition(", ")[2], "y")
+        dress(axis, f"{name.split()[0]}, {found[0].shape.partition(', ')[2]}", "y")
         lines = [
             (OURS, forward_times(found), {"color": ACCENT, "marker": "o", "lw": 2.4, "ms": 5.5}),
-            ("spconv 2.3.8, on an earlier day", SPCONV[name],
+            ("spconv 2.3.8", forward_times(found, ("forward",), "spconv"),
              {"color": PEERS[0], "marker": "s", "lw": 1.3, "ms": 4}),
             ("wanted", WANTED[name], {"color": INK, "marker": "_", "lw": 0, "ms": 12}),
         ]  # fmt: skip
@@ -67,7 +65,7 @@ def _convolutions(rows):
         axis.set_yscale("log")
         log_ticks(axis.yaxis)
         log_ticks(axis.xaxis)
-        axis.set_xticks(list(SPCONV[name]))
+        axis.set_xticks(list(forward_times(found)))
         axis.set_xlabel("channels", color=MUTED, fontsize=9)
     _legend(figure, axes[0])
     return figure
