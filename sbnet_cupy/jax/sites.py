@@ -16,8 +16,8 @@ from ..dense.conv2d import check_choice
 from ..errors import ShapeError
 from ..submanifold import coordinate_map as sites
 from ..submanifold import sparse_tensor as sparse_tensors
+from ..submanifold.adapted import ADAPTED
 from ..submanifold.coordinate_map import (
-    ADAPTED_SELECT,
     MODES,
     CoordinateMap,
     check_capacity,
@@ -28,7 +28,7 @@ from ..submanifold.dense_conversion import check_grid_array, grid_of
 from ..submanifold.distinct import DUPLICATE, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
-from ..submanifold.sparse_tensor import ADAPTED, SparseTensor, check_tensor
+from ..submanifold.sparse_tensor import SparseTensor, check_tensor
 from ..submanifold.window import coarse_shape, fine_shape, read_offsets, read_window
 from ._sites import distinct, find, most_sites, sums_of_runs, valid_rows, words_of
 from ._specs import spec_of
@@ -149,7 +149,7 @@ def _select(coordinates, mask, capacity):
     return made, rows
 
 
-ADAPTED_SELECT["jax"] = _select
+ADAPTED["jax", "select"] = _select
 
 
 def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channels_last"):
@@ -200,7 +200,7 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     return jnp.moveaxis(out, -1, 1) if data_format == "channels_first" else out
 
 
-ADAPTED["jax"] = sparse_to_dense
+ADAPTED["jax", "sparse_to_dense"] = sparse_to_dense
 
 
 def kernel_map(

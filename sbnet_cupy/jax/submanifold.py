@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arrays import compute_dtype
-from ..core.checks import check_array
 from ..submanifold import sparse_tensor
 from ..submanifold.feature_rows import check_rows, reads
 from ..submanifold.kernel_map import check_kernel_map
@@ -93,9 +92,8 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
     [[0.0, 1.0, 2.0], [1.0, 2.0, 0.0], [0.0, 3.0, 0.0]]
     """
     check_kernel_map(kernel_map)
-    spec, sites = spec_of("features", features), kernel_map.source.capacity
-    check_rows(spec, spec_of("rows", kernel_map.rows))
-    check_array("features", spec, shape=(sites, None))
+    sites = kernel_map.source.capacity
+    check_rows(spec_of("features", features), spec_of("rows", kernel_map.rows), sites=sites)
     fill = jnp.asarray(fill, features.dtype)
     taken = [
         jnp.where(reads(rows, sites)[:, None], rows_at(features, rows), fill)

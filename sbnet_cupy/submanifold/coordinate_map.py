@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import array_function, library_of, namespace
+from ..core.arrays import array_function, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import capture_of
 from ..core.list_cells import list_cells
@@ -16,6 +16,7 @@ from ..core.sizes import is_integer
 from ..dense.conv2d import check_choice
 from ..errors import CapacityError, DTypeError, ShapeError
 from . import map_kernels
+from .adapted import adapted
 from .distinct import DUPLICATE, OUTSIDE, ChosenRows, distinct, duplicates_message
 from .keeping_container import KeepingContainer, mark_capture
 from .keys import coordinates_of, leaf_keys, packing_of, raster_keys, sort_keys
@@ -166,9 +167,7 @@ class CoordinateMap(KeepingContainer):
         >>> chosen.indices.tolist(), rows.tolist()
         ([[0, 1], [0, 5]], [0, 2])
         """
-        library = library_of(self.indices)
-        name = None if library is None else library.name
-        return ADAPTED_SELECT.get(name, _select)(self, mask, capacity)
+        return adapted("select", _select, self.indices)(self, mask, capacity)
 
     def valid(self):
         """Return which rows hold a site: bool, shape (N,)."""
@@ -204,10 +203,6 @@ class CoordinateMap(KeepingContainer):
             return xp.full(wanted.shape, -1, np.int32)
         place = xp.minimum(xp.searchsorted(keys, wanted), len(keys) - 1)
         return xp.where((keys[place] == wanted) & (wanted >= 0), order[place], np.int32(-1))
-
-
-# By the name of a library: ``select`` of its adapter, which enters it.
-ADAPTED_SELECT = {}
 
 
 @array_function

@@ -2,7 +2,7 @@
 
 from ..core.arrays import is_float
 from ..core.checks import check_array, check_contiguous
-from ..errors import DTypeError
+from ..errors import DTypeError, ShapeError
 
 
 def reads(rows, sites):
@@ -13,12 +13,19 @@ def reads(rows, sites):
     return rows.view(f"u{rows.dtype.itemsize}") < sites
 
 
-def check_rows(features, rows, name="features"):
-    """Raise unless ``features`` are rows of floats, and ``rows`` a table of a map."""
+def check_rows(features, rows, name="features", sites=None):
+    """Raise unless ``features`` are rows of floats, and ``rows`` a table of a map.
+
+    With ``sites`` there must be so many rows of features: as many as the map's source has.
+    """
     check_array("rows", rows, ndim=2)
     check_array(name, features, ndim=2, like=rows)
     check_contiguous(name, features)
     if not is_float(features.dtype):
         raise DTypeError(
             f"{name} must be float16, bfloat16, float32 or float64, got {features.dtype}"
+        )
+    if sites is not None and features.shape[0] != sites:
+        raise ShapeError(
+            f"{name} must have the {sites} rows of the map's source, got {features.shape[0]}"
         )

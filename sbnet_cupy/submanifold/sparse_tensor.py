@@ -9,11 +9,11 @@ from ..core.arrays import (
     device_of_all,
     dtype_kind,
     is_float,
-    library_of,
     namespace,
 )
 from ..core.checks import check_array
 from ..errors import DTypeError, ShapeError
+from .adapted import adapted
 from .coordinate_map import CoordinateMap, reduce_rows
 from .distinct import ChosenRows
 from .reduce_features import REDUCE_FEATURES
@@ -117,13 +117,7 @@ class SparseTensor(ArrayContainer):
         """
         from .dense_conversion import sparse_to_dense  # which returns sparse tensors, too
 
-        library = library_of(self.features)
-        name = None if library is None else library.name
-        return ADAPTED.get(name, sparse_to_dense)(self, **options)
-
-
-# By the name of a library: the ``sparse_to_dense`` of its adapter, which enters it.
-ADAPTED = {}
+        return adapted("sparse_to_dense", sparse_to_dense, self.features)(self, **options)
 
 
 @array_function

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from ..core.arrays import array_function, compute_dtype, is_float, namespace
-from ..core.checks import check_array, check_contiguous
+from ..core.arrays import array_function, compute_dtype, namespace
+from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
-from ..errors import DTypeError, ShapeError
-from .feature_rows import reads
+from ..errors import DTypeError
+from .feature_rows import check_rows, reads
 from .kernel_map import check_kernel_map
 
 
@@ -110,14 +110,4 @@ def sparse_unfold_grad(grad_y, features, kernel_map):
 
 def _check(features, kernel_map):
     check_kernel_map(kernel_map)
-    check_array("features", features, ndim=2, like=kernel_map.rows)
-    check_contiguous("features", features)
-    if not is_float(features.dtype):
-        raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
-        )
-    if len(features) != kernel_map.source.capacity:
-        raise ShapeError(
-            f"features must have the {kernel_map.source.capacity} rows of the map's source, got "
-            f"{len(features)}"
-        )
+    check_rows(features, kernel_map.rows, sites=kernel_map.source.capacity)

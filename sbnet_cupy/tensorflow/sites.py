@@ -7,7 +7,8 @@ import tensorflow as tf
 import sbnet_cupy as core
 
 from ..core.documentation import documented_as
-from ..submanifold.sparse_tensor import ADAPTED, SparseTensor, check_tensor, put_at_sites
+from ..submanifold.adapted import ADAPTED
+from ..submanifold.sparse_tensor import SparseTensor, check_tensor, put_at_sites
 from ._eager import differentiable, eager
 
 _documented = functools.partial(documented_as, array="tensor")
@@ -165,7 +166,7 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     return _pooled(forward, core.sparse_to_dense_grad, x, **options)
 
 
-ADAPTED["tensorflow"] = sparse_to_dense
+ADAPTED["tensorflow", "sparse_to_dense"] = sparse_to_dense
 
 
 @_documented(core.dense_to_sparse)

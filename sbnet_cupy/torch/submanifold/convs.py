@@ -2,7 +2,6 @@
 
 import torch
 
-from ...core.checks import check_array
 from ...dense.packed_weights import PackedWeights
 from ...submanifold.feature_rows import check_rows
 from ...submanifold.kernel_map import KernelMap, check_kernel_map
@@ -109,8 +108,7 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
     check_kernel_map(kernel_map)
     sites, rows = kernel_map.source.capacity, kernel_map.rows
     check_tensors(features=features, rows=rows)
-    check_rows(spec_of(features), spec_of(rows))
-    check_array("features", spec_of(features), shape=(sites, None))
+    check_rows(spec_of(features), spec_of(rows), sites=sites)
     if not sites:
         shape = rows.shape[1], rows.shape[0], features.shape[1]
         return features.new_full(shape, fill) + features.sum(0)

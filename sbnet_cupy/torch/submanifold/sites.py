@@ -10,8 +10,9 @@ from ...core.torch_memory import to_tensor
 from ...errors import ShapeError
 from ...submanifold import coordinate_map as core
 from ...submanifold import dense_conversion
+from ...submanifold.adapted import ADAPTED
 from ...submanifold.distinct import row_of_site
-from ...submanifold.sparse_tensor import ADAPTED, SparseTensor
+from ...submanifold.sparse_tensor import SparseTensor
 from .._native import check_tensors, numpy_dtype
 from .maps import (
     check_floats,
@@ -281,7 +282,7 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     return out.movedim(-1, 1).contiguous() if data_format == "channels_first" else out
 
 
-ADAPTED["torch"] = sparse_to_dense
+ADAPTED["torch", "sparse_to_dense"] = sparse_to_dense
 
 
 @untraced
