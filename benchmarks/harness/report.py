@@ -348,6 +348,10 @@ def _sites(folder, base):
 
 def _name(row):
     parts = [row.op, row.shape, row.dtype, f"block {row.block}", row.mask, row.variant]
+    if row.op == "network":
+        parts = [row.suite, row.shape, row.dtype, f"{row.density:.0%} of the blocks", row.variant]
+    elif row.op == "site_network":
+        parts = [row.suite, row.variant]
     return " ".join(part for part in parts if part)
 
 

@@ -4,6 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.harness.rows import GIVEN, WITH_MASK, Row
+from benchmarks.harness.wanted import (
+    LAYERS,
+    NETWORKS,
+    SITE_CONVOLUTIONS,
+    SITE_MAPS,
+    SITE_NETWORKS,
+    TORCH_HOST,
+)
 
 COPIES = ("sparse_gather", "sparse_scatter")
 FUSED = {  # images of the four stages
@@ -145,6 +153,71 @@ def _ratio_to_dense(op, mask, dtype, shape, ratio):
     return Target(text, applies, lambda row, run: row.ratio_to_dense, " x dense", at_least=ratio)
 
 
+def _of_wanted(text, wanted, ratio):
+    """Return a target of rows that each have a number of their own, or None: ``wanted(row)``.
+
+    ``ratio`` says whether rows are times faster than dense; else they are microseconds.
+    """
+
+    def share(row, run):
+        return row.ratio_to_dense / wanted(row) if ratio else wanted(row) / row.us
+
+    def applies(row, run):
+        timed = row.ratio_to_dense if ratio else row.timed_by in ("graph", "host")
+        return bool(timed) and wanted(row) is not None
+
+    return Target(text, applies, share, " of what was wanted", at_least=1)
+
+
+def _image_of(row):
+    """Return the image of a row at sites, where its scene has several."""
+    return row.shape.partition(",")[0] if row.suite.startswith("blobs") else ""
+
+
+def _site_conv(row):
+    channels, _, what = row.variant.partition(" channels, ")
+    if (row.op, row.dtype, what) != ("submanifold_conv", "float16", "forward, weights packed"):
+        return None
+    return SITE_CONVOLUTIONS.get((row.suite, _image_of(row)), {}).get(int(channels))
+
+
+def _site_maps(row):
+    if (row.op, row.variant, row.timed_by) != ("kernel_map", "same", "graph"):
+        return None
+    return SITE_MAPS.get((row.suite, _image_of(row)))
+
+
+def _networks():
+    """Yield the targets of whole networks, of layers and of sites, and of calls in PyTorch."""
+    for network, wanted in NETWORKS.items():
+
+        def of(row, network=network, wanted=wanted):
+            is_of = (row.op, row.suite, row.variant) == ("network", *network)
+            return wanted.get(row.density) if is_of else None
+
+        shares = ", ".join(f"{share:.0%}: {times:g}x" for share, times in wanted.items())
+        yield _of_wanted(f"{', '.join(network)}, of blocks {shares} against dense", of, True)
+    for op in ("stack_conv2d", "fused_conv"):
+
+        def of(row, op=op):
+            return LAYERS.get(row.density) if (row.op, row.suite) == (op, "resnet50") else None
+
+        yield _of_wanted(f"{op}, layers of ResNet-50: a tenth 2x of cuDNN, all 0.9x", of, True)
+    yield _of_wanted("submanifold_conv, weights packed", _site_conv, False)
+    yield _of_wanted("coordinate_map and kernel_map of a 3^d kernel", _site_maps, False)
+
+    def of_networks(row):
+        return SITE_NETWORKS.get((row.suite, row.variant)) if row.op == "site_network" else None
+
+    yield _of_wanted("Networks at sites", of_networks, False)
+
+    def of_calls(row):
+        return TORCH_HOST.get((row.op, row.variant)) if row.suite == "torch host" else None
+
+    yield _of_wanted("Host cost of sbnet_cupy.torch: 25 us a gather, 35 a convolution, 40 a unit, "
+                     "45 SparseConv2d", of_calls, False)  # fmt: skip
+
+
 TARGETS = [
     Target("Large stacks, plain", _suite("large", variants=("plain",)), _percent,
            "% of copy", at_least=80),
@@ -178,10 +251,12 @@ TARGETS = [
     Target("Host cost of a call of a fused op",
            lambda row, run: row.suite == "host" and row.timed_by == "host" and row.op in FUSED,
            lambda row, run: row.us, " us", at_most=15),
-    Target("Host cost of a call of sbnet_cupy.torch",
-            lambda row, run: row.suite == "torch host"
+    Target("Host cost of other calls of sbnet_cupy.torch",
+            lambda row, run: row.suite == "torch host" and row.op in ("reduce_mask", *COPIES)
+            and (row.op, row.variant) not in TORCH_HOST
             and "waits" not in row.variant and "recorded" not in row.variant,
             lambda row, run: row.us, " us", at_most=30),
+    *_networks(),
 ]  # fmt: skip
 
 

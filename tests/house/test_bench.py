@@ -251,6 +251,37 @@ def test_targets_of_channels_host_and_masks():
     assert [(value, met) for _, value, met in found] == [(50.0, True), (1.6, False), (12.5, False)]
 
 
+def test_targets_of_networks_sites_and_calls():
+    """Each row has a number of its own: what share of it was reached."""
+    network = {"op": "network", "suite": "resnet18", "variant": "batch 1"}
+    layer = {"op": "fused_conv", "suite": "resnet50", "variant": "1x1/1 64-256"}
+    conv = {"op": "submanifold_conv", "dtype": "float16"}
+    stage = {"suite": "blobs 10%", "shape": "50x88, 440 sites"}
+    maps = {"op": "kernel_map", "suite": "scan 14000", "dtype": "int32"}
+    sites = {"op": "site_network", "suite": "surface 100000"}
+    calls = {"op": "SparseConv2d", "suite": "torch host", "timed_by": "host"}
+    found = verdicts(
+        make_row(**network, density=0.1, ratio_to_dense=4.5),
+        make_row(**network, density=1.0, ratio_to_dense=0.475),
+        make_row(**network, density=0.3, ratio_to_dense=1.0),  # for which no number was wanted
+        make_row(**layer, density=0.1, ratio_to_dense=1.0),
+        make_row(**conv, suite="scan 14000", variant="64 channels, forward, weights packed", us=8),
+        make_row(**conv, suite="scan 14000", variant="64 channels, forward", us=9),
+        make_row(**conv, **stage, variant="96 channels, forward, weights packed", us=10.4),
+        make_row(**maps, variant="same", us=25),
+        make_row(**maps, variant="strided", us=25),
+        make_row(**sites, variant="unet, forward", us=923),
+        make_row(**sites, variant="unet, forward, kernels", implementation="spconv", us=1000),
+        make_row(**calls, variant="list of blocks", us=50),
+        make_row(**calls, variant="mask, capacity", us=90),
+    )
+    reached = [(round(value, 2), met) for _, value, met in found]
+    assert reached == [
+        (1.0, True), (0.5, False), (0.5, False), (1.25, True), (0.5, False), (0.8, False),
+        (1.0, True), (0.9, False),
+    ]  # fmt: skip
+
+
 def test_the_worst_rows_that_miss_a_target():
     large = {"op": "sparse_gather", "suite": "large", "variant": "plain"}
     rows = [make_row(**large, percent_of_copy=percent) for percent in (81.0, 79.0, *range(71, 76))]
