@@ -170,6 +170,44 @@ def test_a_change_of_the_network_drops_its_graphs(st, captured, kind):
         assert steps(captured) == ["capture", "replay"]  # later: a graph was lost
 
 
+def _moved(dense):
+    dense[1].register_parameter("more", dense[0]._parameters.pop("bias"))
+
+
+def _renamed(dense):
+    dense[0].more = vars(dense[0]).pop("groups")
+
+
+def _swapped(dense):
+    vars(dense[0])["_parameters"] = dict(dense[0]._parameters)
+
+
+STATES = CHANGES | {
+    "nothing": lambda dense: None,
+    "moved": _moved,  # as many parameters as before
+    "renamed": _renamed,  # as many attributes
+    "swapped": _swapped,
+    "attribute added": lambda dense: setattr(dense[0], "more", 1),
+    "in a list": lambda dense: dense[0].kept.append(1),
+    "hook": lambda dense: dense[0].register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+@torch.no_grad()
+def test_a_state_holds_until_something_changes(st, kind):
+    from sbnet_cupy.torch.network.state import State
+
+    dense = small()
+    dense[0].kept = []
+    state = State(dense)
+    assert state.holds()
+    STATES[kind](dense)
+    assert state.holds() == (kind == "nothing")
+    numbers = ("in place", "memory", "state", "buffer", "nothing")
+    assert state.is_bound_alike() == (kind in numbers)
+
+
 @torch.no_grad()
 def test_training_and_moves_drop_graphs(st, captured):
     sparse = st.sparsify(small(), BLOCK, capacity=1.0)

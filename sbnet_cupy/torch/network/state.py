@@ -13,17 +13,25 @@ _MOST_ITEMS = 4096  # in what modules keep: with more, each call would take long
 _NUMBERS = (int, float, bool, str)
 _CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict)
 _GIVEN = frozenset(vars(torch.nn.Module()))
+_COMPARED = ("training", *_KEPT_DICTS)  # of those that are given
+_version_of = torch.Tensor._version.__get__
 
 
 class State:
     """What a graph or a tape was made of: the modules' attributes, also what is in lists, dicts and
     plain objects that they keep, and the versions of their tensors.
+
+    Each call asks whether it still holds, so all that is compared is looked up without a loop of
+    Python's: of attributes that PyTorch gives every module only those that a call may depend on.
     """
 
     def __init__(self, model):
         self.modules = list(model.modules())
         self.attributes = [vars(module) for module in self.modules]
         self.dicts = [d[name] for d in self.attributes for name in _KEPT_DICTS]
+        self.lengths = self._lengths()
+        self.getters = [_getter(d) for d in self.attributes]
+        self.filled = [d for d in self.dicts if d]
         self.held = list(self._values())  # alive, so that no other object has their identity
         self.tensors = [t for d in self.dicts for t in d.values() if isinstance(t, torch.Tensor)]
         loose = [t for d in self.attributes for t in d.values() if isinstance(t, torch.Tensor)]
@@ -36,12 +44,15 @@ class State:
         self.fit = self.fit and sum(map(len, self.items)) <= _MOST_ITEMS
         self.versions = self._versions() if self.fit else None
 
+    def _lengths(self):
+        return list(map(len, itertools.chain(self.attributes, self.dicts)))
+
     def _values(self):
-        everything = itertools.chain(self.attributes, self.dicts)
-        return itertools.chain.from_iterable(d.values() for d in everything)
+        own = map(operator.call, self.getters, self.attributes)
+        return itertools.chain.from_iterable(itertools.chain(own, map(dict.values, self.filled)))
 
     def _versions(self):
-        return [(t.data_ptr(), t._version) for t in self.tensors]
+        return list(map(torch.Tensor.data_ptr, self.tensors)), list(map(_version_of, self.tensors))
 
     def holds(self):
         """Whether nothing has changed."""
@@ -49,12 +60,19 @@ class State:
 
     def is_bound_alike(self):
         """Whether all attributes are the same objects; numbers in tensors may have changed."""
-        count = sum(map(len, self.attributes)) + sum(map(len, self.dicts))
-        if count != len(self.held) or any(self.hooks) != self.hooked:
+        if self._lengths() != self.lengths or any(self.hooks) != self.hooked:
             return False
-        if not all(map(operator.is_, self._values(), self.held)):
+        try:
+            if not all(map(operator.is_, self._values(), self.held)):
+                return False
+        except KeyError:  # an attribute is gone, and another there
             return False
         return all(map(_are_same, map(_items, self.kept), self.items))
+
+
+def _getter(attributes):
+    """Return what takes from a module's attributes all that a call may depend on, as a tuple."""
+    return operator.itemgetter(*_COMPARED, *(name for name in attributes if name not in _GIVEN))
 
 
 def _own(module):
