@@ -296,10 +296,32 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
     return found
 
 
-def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capacity):
+def reduce_columns(kept, columns, spatial_shape, batch_size, mode, order, capacity):
+    """Do what reduce_rows does for columns of int64 coordinates, of which some rows are ``kept``.
+
+    Those of other samples are dropped, too; coordinates lie in the grid.
+    """
+    xp, packing = namespace(kept), packing_of(spatial_shape, batch_size, len(spatial_shape))
+    found = None
+    if order == "leaf" and by_kernels(kept):
+        rows = xp.where(kept[:, None], xp.stack(columns, axis=1), -1)
+        grid = packing, spatial_shape, batch_size
+        found = _reduce_by_kernels(rows, *grid, mode, capacity, drops=True)
+    if found is None:
+        if order == "raster":
+            packing = packing._replace(low_bits=(0,) * len(packing.bits))
+        keys = xp.where(kept, leaf_keys(columns, packing), -1)
+        found = reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity)
+    found[0].status[:] = 0  # rows are dropped on purpose
+    return found
+
+
+def _reduce_by_kernels(
+    indices, packing, spatial_shape, batch_size, mode, capacity, drops=False
+):  # fmt: skip
     """Do what reduce_rows does by kernels.
 
-    Return None where there are none, or for rows that reduce_rows refuses.
+    Return None where there are none, or for rows that reduce_rows refuses, if none are dropped.
     """
     n, d = len(indices), indices.shape[1] - 1
     if not map_kernels.has_kernel(d, n):
@@ -307,7 +329,7 @@ def _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capaci
     most = n if capacity is None else capacity
     found = map_kernels.distinct_sites(indices, packing, most, mode)
     if capacity is None:
-        if int(found.status[0]):
+        if not drops and int(found.status[0]):
             return None
         found = found.cut(int(found.count[0]))
     made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)

@@ -9,8 +9,7 @@ from ..core.checks import check_array
 from ..core.point_cells import check_range, number, point_cells
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError, ShapeError
-from .coordinate_map import MODES, check_capacity, check_grid, reduce_keys
-from .keys import leaf_keys, packing_of
+from .coordinate_map import MODES, check_capacity, check_grid, reduce_columns
 from .sparse_tensor import SparseTensor, features_of_sites
 
 
@@ -83,17 +82,11 @@ def voxelize(
     check_choice("mode", mode, MODES[1:])
     check_choice("order", order, ("leaf", "raster"))
     check_capacity(capacity)
-    xp = namespace(points)
     kept, cells, shape = point_cells(list(points.T[: len(ranges)]), ranges, sizes)
     number_of, batch_size = _samples(sample, points, batch_size, capacity)
-    shape, batch_size = check_grid(shape, batch_size, len(shape))
-    packing = packing_of(shape, batch_size, len(shape))
-    if order == "raster":
-        packing = packing._replace(low_bits=(0,) * len(packing.bits))
-    columns = [number_of, *cells]
-    keys = xp.where(kept, leaf_keys(columns, packing), -1)
-    coordinates, inverse, reduction = reduce_keys(keys, packing, shape, batch_size, mode, capacity)
-    coordinates.status[:] = 0  # points are dropped on purpose
+    grid = check_grid(shape, batch_size, len(shape))
+    found = reduce_columns(kept, [number_of, *cells], *grid, mode, order, capacity)
+    coordinates, inverse, reduction = found
     rows = features_of_sites(features, reduction, coordinates.capacity, mode)
     return SparseTensor(rows, coordinates), inverse
 

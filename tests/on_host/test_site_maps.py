@@ -54,6 +54,30 @@ def test_rows_of_one_site(mode, capacity):
         assert_close(found.features, expected.features, terms=20, dtype=np.float32)
 
 
+@pytest.mark.parametrize("capacity", [None, 60, 33], ids=str)
+@pytest.mark.parametrize("mode", ["first", "last", "sum", "mean"])
+@pytest.mark.parametrize("count", [300, 0, 5])
+def test_points_become_sites(count, mode, capacity):
+    """Points outside, of other samples, and without numbers are dropped, and flag nothing."""
+    rng = np.random.default_rng(13)
+    points = rng.uniform(-2, 3, (count, 4)).astype(np.float32)
+    points[:2, 0] = (np.nan, np.inf)[:count]
+    sample = rng.integers(-1, 3, count)
+    options = {
+        "ranges": [(-1.0, 1.5), (0.0, 2.0), (-0.5, 0.5)], "voxel_size": (0.5, 0.5, 0.4),
+        "sample": sample, "batch_size": 2, "mode": mode, "capacity": capacity,
+    }  # fmt: skip
+    (expected, into), (found, same) = both(lambda: sb.voxelize(points, **options))
+    assert not count or "place_sites" in site_on_host.LAUNCHED
+    assert_same_sites(found.coordinates, expected.coordinates)
+    assert not found.coordinates.status.any()
+    assert_same(same, into)
+    if mode in ("first", "last"):
+        assert_same(found.features, expected.features)
+    else:
+        assert_close(found.features, expected.features, terms=20, dtype=np.float32)
+
+
 def test_bad_rows_are_dropped_and_flagged():
     rows = np.array(
         [[0, 1, 1], [0, 8, 0], [2, 0, 0], [-1, 3, 3], [0, 1, 1], [1, -5, 2], [1, 7, 7],
