@@ -70,25 +70,45 @@ def voxelize(
     >>> x.features.round(3).tolist()
     [[0.3, 1.7], [3.5, 0.1]]
     """
-    check_array("points", points, ndim=2, kinds="fiu")
+    features = points if features is None else features
+    check_points(points, features)
+    given = ranges, voxel_size, sample, batch_size, mode, order, capacity
+    coordinates, inverse, reduction = find_voxels(points, *given)
+    rows = features_of_sites(features, reduction, coordinates.capacity, mode)
+    return SparseTensor(rows, coordinates), inverse
+
+
+def find_voxels(points, ranges, voxel_size, sample, batch_size, mode, order, capacity):
+    """Return the voxels of points, the row of each point's, and how features are reduced."""
     ranges, sizes = _grid(ranges, voxel_size)
     if points.shape[1] < len(ranges):
         raise ShapeError(
             f"points must have at least {len(ranges)} columns, one for each range, got "
             f"{points.shape}"
         )
-    features = points if features is None else features
-    _check_features(features, points)
     check_choice("mode", mode, MODES[1:])
     check_choice("order", order, ("leaf", "raster"))
     check_capacity(capacity)
     kept, cells, shape = point_cells(list(points.T[: len(ranges)]), ranges, sizes)
     number_of, batch_size = _samples(sample, points, batch_size, capacity)
     grid = check_grid(shape, batch_size, len(shape))
-    found = reduce_columns(kept, [number_of, *cells], *grid, mode, order, capacity)
-    coordinates, inverse, reduction = found
-    rows = features_of_sites(features, reduction, coordinates.capacity, mode)
-    return SparseTensor(rows, coordinates), inverse
+    return reduce_columns(kept, [number_of, *cells], *grid, mode, order, capacity)
+
+
+def check_points(points, features):
+    """Raise unless ``points`` are a list of points, and ``features`` a row of floats for each."""
+    check_array("points", points, ndim=2, kinds="fiu")
+    check_array("features", features, ndim=2, like=points)
+    if not is_float(features.dtype):
+        raise DTypeError(
+            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}; pass "
+            "features, or points in floats"
+        )
+    if features.shape[0] != points.shape[0]:
+        raise ShapeError(
+            f"features must have a row for each of the {points.shape[0]} points, got "
+            f"{features.shape[0]}"
+        )
 
 
 def _grid(ranges, voxel_size):
@@ -104,19 +124,6 @@ def _grid(ranges, voxel_size):
             f"voxel_size must be a positive number, or {len(ranges)} of them, got {given!r}"
         )
     return ranges, sizes
-
-
-def _check_features(features, points):
-    check_array("features", features, ndim=2, like=points)
-    if not is_float(features.dtype):
-        raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}; pass "
-            "features, or points in floats"
-        )
-    if len(features) != len(points):
-        raise ShapeError(
-            f"features must have a row for each of the {len(points)} points, got {len(features)}"
-        )
 
 
 def _samples(sample, points, batch_size, capacity):

@@ -47,6 +47,7 @@ from .sites import (
     sparse_tensor,
     sparse_to_dense,
     sparse_unpool,
+    voxelize,
 )
 from .submanifold import (
     inverse_conv,
@@ -78,4 +79,5 @@ __all__ = [
     "strided_conv",
     "submanifold_conv",
     "transposed_conv",
+    "voxelize",
 ]

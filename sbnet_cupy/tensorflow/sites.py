@@ -48,17 +48,48 @@ def sparse_tensor(
     >>> x.features.numpy().tolist()
     [[2.0, 2.0], [1.0, 1.0]]
     """
-    indices, sites = eager("indices", indices), []
+    indices, options = eager("indices", indices), (spatial_shape, batch_size, mode, order, capacity)
+    return _put(lambda features: put_at_sites(features, indices, *options), features, mode)[0]
+
+
+def _put(find, features, mode):
+    """Return the SparseTensor that ``find`` makes of features, and the site of each row."""
+    found = []
 
     @tf.custom_gradient
     def put(features):
-        given = (features, indices, spatial_shape, batch_size, mode, order, capacity)
-        y, inverse = put_at_sites(*given)
-        sites.append(y.coordinates)
+        y, inverse = find(features)
+        found[:] = y.coordinates, inverse
         return y.features, lambda grad: _spread(grad, inverse, mode)
 
     features = put(eager("features", features))
-    return SparseTensor(features, sites[-1])
+    return SparseTensor(features, found[0]), found[1]
+
+
+@_documented(core.voxelize)
+def voxelize(
+    points, features=None, *, ranges, voxel_size, sample=None, batch_size=None, mode="mean",
+    order="leaf", capacity=None,
+):  # fmt: skip
+    """Put the points of a cloud into voxels; differentiable with respect to the features.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> points = tf.constant([[0.2, 1.6], [0.4, 1.8], [3.5, 0.1], [9.0, 0.0]])
+    >>> x, inverse = voxelize(points, ranges=[(0, 4), (0, 2)], voxel_size=0.5, mode="first")
+    >>> x.indices.numpy().tolist(), inverse.numpy().tolist()
+    ([[0, 0, 3], [0, 7, 0]], [0, 0, 1, -1])
+    """
+    points = eager("points", points)
+
+    def find(features):
+        return core.voxelize(
+            points, features, ranges=ranges, voxel_size=voxel_size, sample=sample,
+            batch_size=batch_size, mode=mode, order=order, capacity=capacity,
+        )  # fmt: skip
+
+    return _put(find, points if features is None else features, mode)
 
 
 @_documented(core.kernel_map)

@@ -35,6 +35,7 @@ from .submanifold import (  # noqa: E402
     strided_conv,
     submanifold_conv,
     transposed_conv,
+    voxelize,
 )
 
 __all__ = [
@@ -42,5 +43,5 @@ __all__ = [
     "masked_batch_norm", "nn", "reduce_mask", "site_conv", "sparse_avg_pool", "sparse_conv2d",
     "sparse_gather", "sparse_max_pool", "sparse_res_block_bottleneck", "sparse_scatter",
     "sparse_scatter_var", "sparse_tensor", "sparse_to_dense", "sparse_unfold", "sparse_unpool",
-    "sparsify", "strided_conv", "submanifold_conv", "transposed_conv",
+    "sparsify", "strided_conv", "submanifold_conv", "transposed_conv", "voxelize",
 ]  # fmt: skip

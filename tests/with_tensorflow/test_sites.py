@@ -12,7 +12,7 @@ import pytest
 import sbnet_cupy as sb
 from sbnet_cupy import DTypeError
 from support.adapter_cases import normal
-from support.assertions import assert_same
+from support.assertions import assert_close, assert_same
 
 SHAPE, BATCH = (9, 8, 7), 3
 GRID = {"spatial_shape": SHAPE, "batch_size": BATCH}
@@ -116,6 +116,29 @@ def test_unfolded_windows_and_their_gradient(tf, sbt, make):
     assert_same(found.numpy(), sb.sparse_unfold_grad(grad, features, window))
     with pytest.raises(DTypeError, match="kernel_map must be a KernelMap"):
         sbt.sparse_unfold(given, sites)
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum", "first", "last"])
+def test_voxels_and_their_gradient(tf, sbt, make, mode):
+    points = np.random.default_rng(5).uniform(-2, 3, (40, 3)).astype(np.float32)
+    sample = np.random.default_rng(6).integers(-1, 3, 40)
+    options = {"ranges": [(-1.0, 1.5), (0.0, 2.0)], "voxel_size": 0.5, "batch_size": 2}
+    x, into = sb.voxelize(points, sample=sample, mode=mode, **options)
+    given = tf.Variable(points)
+    with tf.GradientTape() as tape:
+        y, inverse = sbt.voxelize(make(points), given, sample=make(sample), mode=mode, **options)
+        total = tf.reduce_sum(y.features)
+    assert_same(y.features.numpy(), x.features)
+    assert_same(y.indices.numpy(), x.indices)
+    assert_same(inverse.numpy(), into)
+    found = tape.gradient(total, given).numpy()
+    share = np.zeros(40)
+    for site in range(len(x.features)):
+        its = np.flatnonzero(into == site)
+        if mode in ("first", "last"):
+            its = its[:1] if mode == "first" else its[-1:]
+        share[its] = 1 / len(its) if mode == "mean" else 1
+    assert_close(found, np.repeat(share[:, None], 3, axis=1), terms=3, dtype=np.float32)
 
 
 POOLS = {

@@ -107,6 +107,14 @@ def test_compiled_with_breaks_and_whole(torch, st):
     (lambda torch, st, x, w: st.sparse_unfold(x.features, x), sb.DTypeError, "kernel_map must"),
     (lambda torch, st, x, w: st.sparse_unfold(x.features[1:], st.kernel_map(
         x.coordinates, 3, onto=x.coordinates)), sb.ShapeError, "features must have the"),
+    (lambda torch, st, x, w: st.voxelize(x.features, x.features[1:], ranges=[(0, 4)], voxel_size=1),
+     sb.ShapeError, "features must have a row for each"),
+    (lambda torch, st, x, w: st.voxelize(x.indices, ranges=[(0, 4)], voxel_size=1), sb.DTypeError,
+     "features must be float16"),
+    (lambda torch, st, x, w: st.voxelize(x.features, ranges=[(0, 4)], voxel_size=0), ValueError,
+     "voxel_size must be"),
+    (lambda torch, st, x, w: st.voxelize(x.features, ranges=[(0, 4)], voxel_size=1, sample=w),
+     sb.ShapeError, "sample must have shape"),
     (lambda torch, st, x, w: st.masked_batch_norm(x, w), sb.ShapeError, "running_mean must"),
 ])  # fmt: skip
 def test_bad_calls(torch, st, call, error, words):

@@ -1,5 +1,7 @@
 """Features at sites on tensors: against dense convolutions, differentiated, compiled."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -143,6 +145,39 @@ def test_pools_are_those_of_the_core_and_differentiable(torch, st, name):
     expected = pools(sb, plain)[name](plain.features)
     assert np.array_equal(function(x.features).numpy(), expected)
     features = x.features.clone().requires_grad_()
+    assert torch.autograd.gradcheck(function, features)
+    assert torch.autograd.gradgradcheck(function, features)
+
+
+def points_of(seed, count=60):
+    """Return points in and around a grid, with options that put them in voxels."""
+    rng = np.random.default_rng(seed)
+    points = rng.uniform(-2, 3, (count, 3)).astype(np.float32)
+    points[:2, 0] = np.nan, np.inf
+    options = {"ranges": [(-1.0, 1.5), (0.0, 2.0)], "voxel_size": (0.5, 1.0), "batch_size": 2}
+    return points, rng.integers(-1, 3, count), options
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum", "first", "last"])
+@pytest.mark.parametrize("room", [{}, {"capacity": 40}, {"capacity": 5}, {"order": "raster"}])
+def test_voxels_are_those_of_the_core_and_differentiable(torch, st, device, mode, room):
+    points, sample, options = points_of(1)
+    given = [torch.from_numpy(array).to(device) for array in (points, sample)]
+    x, inverse = st.voxelize(given[0], sample=given[1], mode=mode, **room, **options)
+    y, expected = sb.voxelize(points, sample=sample, mode=mode, **room, **options)
+    pairs = (x.indices, y.indices), (inverse, expected), (x.coordinates.count, y.coordinates.count)
+    for found, wanted in pairs:
+        assert np.array_equal(found.cpu().numpy(), wanted)
+    if mode in ("sum", "mean") and device == "cuda":
+        np.testing.assert_allclose(x.features.cpu().numpy(), y.features, rtol=1e-6, atol=1e-6)
+    else:
+        assert np.array_equal(x.features.cpu().numpy(), y.features)
+    features = values(torch, len(points), 2, seed=3).to(device).requires_grad_()
+
+    def function(features):
+        call = functools.partial(st.voxelize, given[0], features, sample=given[1], mode=mode)
+        return call(**room, **options)[0].features
+
     assert torch.autograd.gradcheck(function, features)
     assert torch.autograd.gradgradcheck(function, features)
 

@@ -16,7 +16,14 @@ from .convs import (
 )
 from .norms import masked_batch_norm
 from .pools import global_pool, sparse_avg_pool, sparse_max_pool, sparse_unpool
-from .sites import coordinate_map, dense_to_sparse, kernel_map, sparse_tensor, sparse_to_dense
+from .sites import (
+    coordinate_map,
+    dense_to_sparse,
+    kernel_map,
+    sparse_tensor,
+    sparse_to_dense,
+    voxelize,
+)
 
 __all__ = [
     "coordinate_map",
@@ -35,4 +42,5 @@ __all__ = [
     "strided_conv",
     "submanifold_conv",
     "transposed_conv",
+    "voxelize",
 ]

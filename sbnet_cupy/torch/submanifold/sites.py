@@ -13,6 +13,7 @@ from ...submanifold import dense_conversion
 from ...submanifold.adapted import ADAPTED
 from ...submanifold.distinct import row_of_site
 from ...submanifold.sparse_tensor import SparseTensor
+from ...submanifold.voxelize import check_points, find_voxels
 from .._native import check_tensors, numpy_dtype
 from .maps import (
     check_floats,
@@ -60,24 +61,25 @@ def coordinate_map(
             [0, 5, 5]], dtype=torch.int32)
     """
     check_tensors(indices=indices)
-    return _listed(indices, spatial_shape, batch_size, mode, order, capacity)[:2]
+    options = spatial_shape, batch_size, mode, order, capacity
+    return _listed(lambda rows: core.reduce_rows(rows, *options), mode, indices)[:2]
 
 
 @untraced
-def _listed(indices, spatial_shape, batch_size, mode, order, capacity):
+def _listed(reduce, mode, *tensors):
     """Return the sites, the site of each row, and the tensors that reduce features.
 
-    These are the row of each site, or the arrays of a Reduction.
+    These are the row of each site, or the arrays of a Reduction. ``reduce`` is a function of native
+    arrays, as ``reduce_rows``.
     """
 
-    def find(indices):
-        given = (indices, spatial_shape, batch_size, mode, order, capacity)
-        made, inverse, reduction = core.reduce_rows(*given)
+    def find(*arrays):
+        made, inverse, reduction = reduce(*arrays)
         if mode in ("sum", "mean"):
             return made, inverse, reduction
         return made, inverse, row_of_site(reduction, made.capacity, mode)
 
-    made, inverse, reduction = natively(find, indices)
+    made, inverse, reduction = natively(find, *tensors)
     if mode in ("sum", "mean"):
         listed = (reduction.order, reduction.site, reduction.starts[None])
         return of_native(made), to_tensor(inverse), tuple(map(to_tensor, listed))
@@ -134,12 +136,73 @@ def with_inverse(features, indices, spatial_shape, batch_size, mode, order="leaf
             f"features must have a row for each of the {len(indices)} rows of indices, got "
             f"{len(features)}"
         )
-    coordinates, inverse, how = _listed(indices, spatial_shape, batch_size, mode, order, capacity)
+    options = spatial_shape, batch_size, mode, order, capacity
+    coordinates, inverse, how = _listed(lambda i: core.reduce_rows(i, *options), mode, indices)
+    return SparseTensor(_reduced(features, how, mode), coordinates), inverse
+
+
+def _reduced(features, how, mode):
+    """Return the features of sites, by what ``_listed`` says of them."""
     if mode in ("sum", "mean"):
-        features = reduce_features(features, *how, mode)
-    else:
-        features = rows_of(features, how)
-    return SparseTensor(features, coordinates), inverse
+        return reduce_features(features, *how, mode)
+    return rows_of(features, how)
+
+
+def voxelize(
+    points, features=None, *, ranges, voxel_size, sample=None, batch_size=None, mode="mean",
+    order="leaf", capacity=None,
+):  # fmt: skip
+    """Put the points of a cloud into voxels: :func:`sbnet_cupy.voxelize` on tensors.
+
+    Differentiable with respect to ``features``; which voxel a point is in has no gradient.
+
+    Parameters
+    ----------
+    points : tensor, shape (P, d) or more columns
+        Coordinates in the first d columns, in the unit of ``ranges``.
+    features : tensor, shape (P, C), optional
+        Of a float dtype. By default all columns of ``points``.
+    sample : int32 or int64 tensor, shape (P,), optional
+        Number of the sample that each point belongs to.
+    ranges, voxel_size, batch_size, mode, order, capacity
+        As for :func:`sbnet_cupy.voxelize`.
+
+    Returns
+    -------
+    x : SparseTensor
+        Of tensors: one row for each voxel that holds a point.
+    inverse : int32 tensor, shape (P,)
+        The row of the voxel of each point, -1 for points that were dropped.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ValueError
+        As :func:`sbnet_cupy.voxelize`; DTypeError also for what is no tensor.
+
+    Source: Y. Zhou, O. Tuzel, "VoxelNet", CVPR 2018, arXiv:1711.06396 (the grid).
+
+    Examples
+    --------
+    >>> points = torch.tensor([[0.2, 1.6], [0.4, 1.8], [3.5, 0.1], [9.0, 0.0]])
+    >>> features = torch.tensor([[1.0], [2], [3], [4]], requires_grad=True)
+    >>> x, inverse = voxelize(points, features, ranges=[(0, 4), (0, 2)], voxel_size=0.5)
+    >>> x.features.ravel().tolist(), inverse.tolist()
+    ([1.5, 3.0], [0, 0, 1, -1])
+    >>> x.features.sum().backward()
+    >>> features.grad.ravel()
+    tensor([0.5000, 0.5000, 1.0000, 0.0000])
+    """
+    check_tensors(points=points, features=features, sample=sample)
+    features = points if features is None else features
+    check_points(spec_of_tensor(points), spec_of_tensor(features))
+    options = batch_size, mode, order, capacity
+
+    def find(points, sample=None):
+        return find_voxels(points, ranges, voxel_size, sample, *options)
+
+    given = (points,) if sample is None else (points, sample)
+    coordinates, inverse, how = _listed(find, mode, *given)
+    return SparseTensor(_reduced(features, how, mode), coordinates), inverse
 
 
 def spec_of_tensor(tensor):
