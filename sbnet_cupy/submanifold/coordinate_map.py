@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.arrays import array_function, namespace
 from ..core.checks import check_array
-from ..core.graph_memory import capture_of
+from ..core.graph_memory import capture_of, memory_of_graphs
 from ..core.list_cells import list_cells
 from ..core.sizes import is_integer
 from ..dense.conv2d import check_choice
@@ -279,7 +279,13 @@ def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
     if batch_size is None and capacity is None:
         batch_size = max(int(indices[:, 0].max()) + 1, 1) if len(indices) else 1
     spatial_shape, batch_size = check_grid(spatial_shape, batch_size, dimensions)
-    packing = packing_of(spatial_shape, batch_size, dimensions)
+    with memory_of_graphs(indices):
+        return _reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity)
+
+
+def _reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
+    """Do what reduce_rows does, of arguments that were checked."""
+    packing = packing_of(spatial_shape, batch_size, indices.shape[1] - 1)
     if order == "leaf" and by_kernels(indices):
         found = _reduce_by_kernels(indices, packing, spatial_shape, batch_size, mode, capacity)
         if found is not None:
@@ -414,10 +420,10 @@ def _select(coordinates, mask, capacity):
     """See :meth:`CoordinateMap.select`."""
     check_array("mask", mask, shape=(coordinates.capacity,), like=coordinates.indices)
     check_capacity(capacity)
-    xp = namespace(mask)
-    _, count, rows = list_cells((mask != 0) & coordinates.valid(), capacity)
-    indices = xp.full((len(rows), coordinates.indices.shape[1]), -1, np.int32)
-    if coordinates.capacity:
-        indices = xp.where((rows >= 0)[:, None], coordinates.indices[rows], indices)
-    grid = coordinates.spatial_shape, coordinates.batch_size
-    return CoordinateMap(indices, count, *grid, coordinates.status), rows.astype(np.int32)
+    xp, grid = namespace(mask), (coordinates.spatial_shape, coordinates.batch_size)
+    with memory_of_graphs(mask):
+        _, count, rows = list_cells((mask != 0) & coordinates.valid(), capacity)
+        indices = xp.full((len(rows), coordinates.indices.shape[1]), -1, np.int32)
+        if coordinates.capacity:
+            indices = xp.where((rows >= 0)[:, None], coordinates.indices[rows], indices)
+        return CoordinateMap(indices, count, *grid, coordinates.status), rows.astype(np.int32)

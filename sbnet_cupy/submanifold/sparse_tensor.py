@@ -12,6 +12,7 @@ from ..core.arrays import (
     namespace,
 )
 from ..core.checks import check_array
+from ..core.graph_memory import memory_of_graphs
 from ..errors import DTypeError, ShapeError
 from .adapted import adapted
 from .coordinate_map import CoordinateMap, reduce_rows
@@ -222,6 +223,15 @@ def check_grad(grad_y, x, shape):
 
 def features_of_sites(features, reduction, rows, mode):
     """Return the features of the sites that rows of features are reduced to."""
+    if mode in ("sum", "mean"):
+        order, site, starts = reduction.order, reduction.site, reduction.starts
+        return REDUCE_FEATURES((features, order, site, starts[None], None), (mode,))
+    with memory_of_graphs(features):
+        return _chosen_features(features, reduction, rows, mode)
+
+
+def _chosen_features(features, reduction, rows, mode):
+    """Return the features of the first or last row of each site."""
     xp = namespace(features)
     if isinstance(reduction, ChosenRows):
         if not len(features):
@@ -230,9 +240,7 @@ def features_of_sites(features, reduction, rows, mode):
         taken = features[xp.maximum(reduction.rows, 0)]
         taken = xp.where(there, taken, xp.zeros((), taken.dtype))
         return taken.astype(features.dtype, copy=False)  # CuPy makes float32 of bfloat16
-    order, site, first, last, starts = reduction
-    if mode in ("sum", "mean"):
-        return REDUCE_FEATURES((features, order, site, starts[None], None), (mode,))
+    order, site, first, last, _ = reduction
     out = xp.zeros((rows + 1, features.shape[1]), features.dtype)
     chosen = last if mode == "last" else first
     out[xp.where(chosen, site, rows)] = features[order]

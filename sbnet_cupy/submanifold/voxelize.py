@@ -6,6 +6,7 @@ import numpy as np
 
 from ..core.arrays import array_function, dtype_kind, is_float, namespace
 from ..core.checks import check_array
+from ..core.graph_memory import memory_of_graphs
 from ..core.point_cells import check_range, number, point_cells
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError, ShapeError
@@ -89,10 +90,11 @@ def find_voxels(points, ranges, voxel_size, sample, batch_size, mode, order, cap
     check_choice("mode", mode, MODES[1:])
     check_choice("order", order, ("leaf", "raster"))
     check_capacity(capacity)
-    kept, cells, shape = point_cells(list(points.T[: len(ranges)]), ranges, sizes)
-    number_of, batch_size = _samples(sample, points, batch_size, capacity)
-    grid = check_grid(shape, batch_size, len(shape))
-    return reduce_columns(kept, [number_of, *cells], *grid, mode, order, capacity)
+    with memory_of_graphs(points):
+        kept, cells, shape = point_cells(list(points.T[: len(ranges)]), ranges, sizes)
+        number_of, batch_size = _samples(sample, points, batch_size, capacity)
+        grid = check_grid(shape, batch_size, len(shape))
+        return reduce_columns(kept, [number_of, *cells], *grid, mode, order, capacity)
 
 
 def check_points(points, features):

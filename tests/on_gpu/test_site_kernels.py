@@ -157,6 +157,41 @@ def test_a_network_replays_on_other_points(cupy):
                 assert_same(one, other)
 
 
+@pytest.mark.parametrize("mode", ["mean", "first"])
+def test_points_become_sites_in_a_graph(cupy, mode):
+    """What a call allocates on the way stays the graph's, whatever is allocated after it."""
+    points, sample = cupy.empty((700, 4), np.float32), cupy.zeros(700, np.int32)
+    options = {
+        "ranges": [(0.0, 8.0), (0.0, 8.0), (-1.0, 1.0)], "voxel_size": 0.5, "batch_size": 2,
+        "sample": sample, "mode": mode, "capacity": 600,
+    }  # fmt: skip
+
+    def fill(seed):
+        source = np.random.default_rng(seed)
+        points.set(source.uniform(-2, 9, points.shape).astype(np.float32))
+        sample.set(source.integers(0, 2, sample.shape).astype(np.int32))
+        cupy.cuda.runtime.deviceSynchronize()
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    fill(0)
+    with by_kernels(True), stream:
+        sb.voxelize(points, **options)  # compile
+        stream.begin_capture()
+        x, inverse = sb.voxelize(points, **options)
+        graph = stream.end_capture()
+        others = [cupy.full(size, 7, np.int32) for size in (250, 700, 1400, 2800, 5600) * 8]
+        for seed in (1, 2):
+            fill(seed)
+            graph.launch(stream)
+            stream.synchronize()
+            found = [a.copy() for a in (x.features, x.indices, x.coordinates.count, inverse)]
+            y, into = sb.voxelize(points, **options)
+            expected = (y.features, y.indices, y.coordinates.count, into)
+            for one, other in zip(found, expected, strict=True):
+                assert_same(one, other)
+            assert all(bool((other == 7).all()) for other in others)
+
+
 def test_what_a_graph_finds_of_sites_is_not_given_out_again(cupy):
     """A call outside finds the maps again and keeps its own; those of the graph stay its memory."""
     rows = cupy.asarray(draw_sites(0, 900, (40, 40, 20)))
