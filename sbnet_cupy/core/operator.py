@@ -202,13 +202,18 @@ def _specs(fields, arrays):
     return tuple(specs)
 
 
+class _Plans(dict):
+    """Plans by their keys, and their total weight."""
+
+    weight = 0
+
+
 # The plans of all operations. They are dropped when they are many, and made again as needed.
 # Options are told apart by type as well as by value, which is why they are spelled by marshal: 1,
 # 1.0 and True are equal in Python but not as a size.
-_PLANS = {}
+_PLANS = _Plans()
 _MOST = 4096  # total weight
 _LOCK = threading.RLock()  # of the weight; a look-up needs none
-_weight = 0
 
 
 class _Calls:
@@ -222,18 +227,16 @@ class _Calls:
 
 def _keep(key, plan):
     """Keep a plan under a key; return it."""
-    global _weight
     with _LOCK:
-        if _weight + plan.weight > _MOST:
+        if _PLANS.weight + plan.weight > _MOST:
             clear_plans()
-        _weight += plan.weight
+        _PLANS.weight += plan.weight
         _PLANS[key] = plan
     return plan
 
 
 def clear_plans():
     """Drop all plans."""
-    global _weight
     with _LOCK:
         _PLANS.clear()
-        _weight = 0
+        _PLANS.weight = 0

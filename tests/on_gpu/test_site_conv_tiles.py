@@ -51,7 +51,7 @@ def _hopper(cupy):
 
 def run(case, plan, cupy, monkeypatch):
     monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
-    monkeypatch.setattr(operator, "_PLANS", {})
+    monkeypatch.setattr(operator, "_PLANS", operator._Plans())
     return case.run(cupy.asarray, seed=3)
 
 

@@ -39,7 +39,7 @@ def by_kernels(chosen):
         for name in MODULES:
             module = importlib.import_module(f"sbnet_cupy.submanifold.{name}")
             patch.setattr(module, "by_kernels", lambda array: chosen)
-        patch.setattr(operator, "_PLANS", {})
+        patch.setattr(operator, "_PLANS", operator._Plans())
         yield
 
 

@@ -19,5 +19,5 @@ def body(request, xp):
             for name in MODULES:
                 module = importlib.import_module(f"sbnet_cupy.submanifold.{name}")
                 patch.setattr(module, "is_cupy", lambda array: True)
-        patch.setattr(operator, "_PLANS", {})
+        patch.setattr(operator, "_PLANS", operator._Plans())
         yield request.param

@@ -48,7 +48,7 @@ class Memory:
 def plan_as_on_a_gpu(patch):
     """Make operators plan calls with NumPy arrays as if these were CuPy's on device 0."""
     patch.setattr(operator, "fields_of", _fields_on_a_gpu)
-    patch.setattr(operator, "_PLANS", {})
+    patch.setattr(operator, "_PLANS", operator._Plans())
 
 
 class OnAGpu:
@@ -72,7 +72,7 @@ class OnAGpu:
 
 def plan_some_as_on_a_gpu(patch, *modules):
     """The same for the operators that these modules call; other calls are planned as ever."""
-    patch.setattr(operator, "_PLANS", {})
+    patch.setattr(operator, "_PLANS", operator._Plans())
     for module in modules:
         for name, value in list(vars(module).items()):
             if isinstance(value, operator.Operator):

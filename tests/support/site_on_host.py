@@ -48,7 +48,7 @@ def by_kernels():
     """Have kernels compute within, on the shim."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "prepare", prepare)
-        patch.setattr(operator, "_PLANS", {})
+        patch.setattr(operator, "_PLANS", operator._Plans())
         for name in MODULES:
             module = importlib.import_module(f"sbnet_cupy.submanifold.{name}")
             patch.setattr(module, "by_kernels", lambda array: True)

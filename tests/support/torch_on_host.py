@@ -77,7 +77,7 @@ class Gpu:
         patch.setattr(self.state, "current_stream", lambda device: self.stream)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(kernels, "prepare", self._prepare)
-        patch.setattr(operator, "_PLANS", {})
+        patch.setattr(operator, "_PLANS", operator._Plans())
         for name in [name for name in sys.modules if name.startswith("sbnet_cupy.block_sparse")]:
             for fact in _FACTS.keys() & vars(sys.modules[name]).keys():
                 patch.setattr(sys.modules[name], fact, _FACTS[fact])

@@ -59,7 +59,7 @@ def gpu_plans(monkeypatch):
         module = importlib.import_module(f"sbnet_cupy.block_sparse.{name}")
         monkeypatch.setattr(module, "sm_count", lambda: AMPERE.multiprocessors)
         monkeypatch.setattr(module, "shared_bytes", lambda: AMPERE.shared_bytes, raising=False)
-    monkeypatch.setattr(core_operator, "_PLANS", {})
+    monkeypatch.setattr(core_operator, "_PLANS", core_operator._Plans())
     return AMPERE
 
 

@@ -1,6 +1,7 @@
 """Training a sparsified network: gradients, batch norm over active pixels, autocast, DDP."""
 
 import copy
+import time
 
 import pytest
 
@@ -129,9 +130,10 @@ def test_a_step_of_distributed_data_parallel(st, device, tmp_path, monkeypatch, 
     store, backend = f"file://{tmp_path}/store", "gloo" if where == "cpu" else "nccl"
     distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(sparse)
         with torch.autocast(where, torch.bfloat16, enabled=cast):
-            actual = train_step(sparse, x, mask, call=wrapped)
+            # What wraps the network must be gone before its process group is, or that may hang.
+            call = nn.parallel.DistributedDataParallel
+            actual = train_step(sparse, x, mask, call=call(sparse))
     finally:
         distributed.destroy_process_group()
     with torch.autocast(where, torch.bfloat16, enabled=cast):
@@ -160,15 +162,33 @@ def train_in_process(rank, folder, sparse):
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(sparse)
-        optimizer = torch.optim.SGD(sparse.parameters(), lr=0.01, momentum=0.9)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            wrapped(*shard(rank, step)).square().sum().backward()
-            optimizer.step()
+        train_together(rank, sparse)
         torch.save(sparse.state_dict(), f"{folder}/{rank}.pt")
     finally:
         distributed.destroy_process_group()
+
+
+def train_together(rank, sparse):
+    """Train one of several replicas. What wraps it is gone before its process group is destroyed,
+    which may wait for it forever.
+    """
+    wrapped = nn.parallel.DistributedDataParallel(sparse)
+    optimizer = torch.optim.SGD(sparse.parameters(), lr=0.01, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        wrapped(*shard(rank, step)).square().sum().backward()
+        optimizer.step()
+
+
+def spawn(function, arguments, count, seconds=300):
+    """Run a function in processes; end them, and fail, if they take longer."""
+    context = torch.multiprocessing.spawn(function, arguments, count, join=False)
+    end = time.monotonic() + seconds
+    while not context.join(timeout=max(end - time.monotonic(), 0)):
+        if time.monotonic() >= end:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"processes were not done after {seconds} s")
 
 
 @pytest.mark.exhaustive  # each process imports PyTorch
@@ -178,7 +198,7 @@ def test_training_in_two_processes(st, tmp_path):
         pytest.skip("needs torch.distributed")
     first = st.sparsify(networks.network("resnet_basic").double().train(), BLOCK)
     replicas = [copy.deepcopy(first) for _ in range(RANKS)]
-    torch.multiprocessing.spawn(train_in_process, (str(tmp_path), first), RANKS)
+    spawn(train_in_process, (str(tmp_path), first), RANKS)
     optimizers = [torch.optim.SGD(r.parameters(), lr=0.01, momentum=0.9) for r in replicas]
     for step in range(STEPS):
         for replica in replicas[1:]:

@@ -285,7 +285,7 @@ def hopper(cupy, monkeypatch):
     def take(plan):
         op = sys.modules["sbnet_cupy.block_sparse.conv.fused_conv"]
         monkeypatch.setattr(op, "configure_conv", lambda *_: plan)
-        monkeypatch.setattr(operator, "_PLANS", {})
+        monkeypatch.setattr(operator, "_PLANS", operator._Plans())
         return Library("cupy", cupy)
 
     return take
@@ -340,7 +340,7 @@ def test_many_channels_by_every_kind_of_plan(cupy, case, monkeypatch):
         return next(iter(chosen.values()))[0]
 
     monkeypatch.setattr(wide, "plan_stack_conv", choose)
-    monkeypatch.setattr(operator, "_PLANS", {})
+    monkeypatch.setattr(operator, "_PLANS", operator._Plans())
     op = sys.modules["sbnet_cupy.block_sparse.conv.fused_conv"]
     monkeypatch.setattr(op, "is_for_wide", lambda *given: wide.missing_kernel(*given[2:]) is None)
     case.run(case.arrays(), numbers.asarray)
@@ -348,7 +348,7 @@ def test_many_channels_by_every_kind_of_plan(cupy, case, monkeypatch):
         pytest.skip("needs compute capability 9.0")
     expected = case.exact()
     for plan in (plan for plans in chosen.values() for plan in plans):
-        monkeypatch.setattr(operator, "_PLANS", {})
+        monkeypatch.setattr(operator, "_PLANS", operator._Plans())
         monkeypatch.setattr(wide, "plan_stack_conv", lambda *conv, plan=plan: plan)
         out = numbers.writable(np.full(case.shape, np.nan).astype(case.type))
         check(case, case.run(case.arrays(), numbers.asarray, out=out), expected, np.nan, numbers)

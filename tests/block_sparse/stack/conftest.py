@@ -28,5 +28,5 @@ def body(request, xp):
                 for kernel in ("is_rim", "plan_kernel"):
                     patch.setattr(module, kernel, lambda *arguments: None, raising=False)
             plan_some_as_on_a_gpu(patch, stack_conv2d)
-        patch.setattr(operator, "_PLANS", {})
+        patch.setattr(operator, "_PLANS", operator._Plans())
         yield request.param

@@ -37,7 +37,7 @@ def on_shim(require, monkeypatch):
         return prepare(stem, kernel, template, *sizes, **options)
 
     monkeypatch.setattr(kernels, "prepare", noted)
-    monkeypatch.setattr(operator, "_PLANS", {})
+    monkeypatch.setattr(operator, "_PLANS", operator._Plans())
     plan_some_as_on_a_gpu(monkeypatch, module)
     monkeypatch.setattr(module, "is_cupy", lambda array: True)
     monkeypatch.setattr(module, "empty", memory.poisoned)
