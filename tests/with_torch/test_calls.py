@@ -6,6 +6,7 @@ import pytest
 
 import sbnet_cupy as sb
 from sbnet_cupy import ShapeError
+from sbnet_cupy.core import operator
 from support.assertions import assert_same
 from support.torch_cases import bottleneck_weights, draw, internal, on_device, table
 
@@ -248,7 +249,7 @@ def described(calling, monkeypatch):
         return describe(tensors, *plain)
 
     monkeypatch.setattr(calling, "describe", count)
-    monkeypatch.setattr("sbnet_cupy.core.operator._PLANS", {})
+    monkeypatch.setattr(operator, "_PLANS", operator._Plans())
     return seen
 
 
