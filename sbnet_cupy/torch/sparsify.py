@@ -29,8 +29,9 @@ def sparsify(
 
     The network is not changed: its modules are called with a tensor of the image's shape that holds
     the stack. A function that has no form for it is computed on the whole image, and named in
-    :meth:`SparseModel.table`; one that cannot be is refused with its name. From a layer whose
-    result fits no grid of blocks (a stride that does not divide the block) the rest is dense.
+    :meth:`SparseModel.table`; one that cannot be is refused with its name. What follows a result
+    that fits no grid of blocks (a stride does not divide the block, pixels become tokens) is dense,
+    outside the blocks too, until it meets a stack again: its products are in the table.
 
     Parameters
     ----------

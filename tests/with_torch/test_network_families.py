@@ -51,7 +51,7 @@ def test_families(sparsified, device, name, size):
         for break_even in (2.0, 0.0):  # never whole images, always
             sparse.break_even = break_even
             assert_near(sparse(x, mask), expected)
-    named = {"vgg": {"6": "adaptive_avg_pool2d"}}.get(name, {})
+    named = {"vgg": {"6": "adaptive_avg_pool2d", "8": "linear"}}.get(name, {})
     assert sparse.dense_layers == named
 
 

@@ -43,6 +43,34 @@ def unpool(x, *window):
     return F.max_unpool2d(y.exp(), places, *window, output_size=x.shape[2:])
 
 
+def space_to_depth(x):
+    """Return the pixels of squares of 4 as channels, by views."""
+    n, c, h, w = x.shape
+    x = x[:, :, : h // 4 * 4, : w // 4 * 4].view(n, c, h // 4, 4, w // 4, 4)
+    return x.permute(0, 3, 5, 1, 2, 4).reshape(n, -1, h // 4, w // 4)
+
+
+def depth_to_space(x):
+    """Return channels as the pixels of squares of 2, by views."""
+    n, c, h, w = x.shape
+    x = x.view(n, 2, 2, c // 4, h, w).permute(0, 3, 4, 1, 5, 2)
+    return x.reshape(n, c // 4, 2 * h, 2 * w)
+
+
+def response_norm(x):
+    """Return a part of ConvNeXt V2 (arXiv:2301.00808), with channels last."""
+    x = x.permute(0, 2, 3, 1)
+    norms = x.norm(p=2, dim=(1, 2), keepdim=True)
+    return (x * (norms / (norms.mean(-1, keepdim=True) + 1e-6))).permute(0, 3, 1, 2)
+
+
+def unequal_parts(x):
+    """Return channels that are last and joined in another order, one part convolved on the way."""
+    one, three = x.movedim(1, -1).split([1, 3], -1)
+    three = conv(three.permute(0, 3, 1, 2), W3[:3, :3], padding=1).permute(0, 2, 3, 1)
+    return torch.cat([three, one], -1).movedim(-1, 1)
+
+
 # What runs on the stack alone.
 STACK = {
     "conv": lambda x: conv(x, W3, BIAS, 1, 1),
@@ -77,6 +105,10 @@ STACK = {
     "global maximum": lambda x: F.adaptive_max_pool2d(x, 1),
     "global maximum of negative numbers": lambda x: F.adaptive_max_pool2d(-x.exp(), 1),
     "global maximum of a valid convolution": lambda x: F.adaptive_max_pool2d(conv(x, W3), 1),
+    "norm of images": lambda x: x.norm(2, (2, 3)),
+    "norm of images, kept": lambda x: x * torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True),
+    "norm of images, channels last": response_norm,
+    "norm of channels": lambda x: x * x.norm(dim=1, keepdim=True),
     "mean": lambda x: x.mean((2, 3)),
     "mean kept": lambda x: x.mean((-1, -2), keepdim=True),
     "sum": lambda x: x.sum((2, 3)),
@@ -105,6 +137,7 @@ STACK = {
     "pad replicate": lambda x: conv(F.pad(x, (2, 2, 2, 2), mode="replicate"), W3, None, 1, 0, 2),
     "pad circular": lambda x: conv(F.pad(x, (1, 1, 1, 1), mode="circular"), W3),
     "pad a value": lambda x: conv(F.pad(x, (1, 1, 1, 1), value=0.7), W3, BIAS),
+    "pad and pool 2 ceil": lambda x: pool(F.pad(x, (0, 1, 0, 1)), 2, 1, ceil_mode=True),
     "pad and pool": lambda x: pool(F.pad(x, (0, 1, 0, 1), value=-float("inf")), 3, 2),
     "group norm": lambda x: F.group_norm(x, 2, BIAS, BIAS),
     "instance norm": lambda x: F.instance_norm(x),
@@ -133,6 +166,14 @@ STACK = {
     "pixel shuffle": lambda x: F.pixel_shuffle(x, 2),
     "channel shuffle": lambda x: F.channel_shuffle(x, 2),
     "five dimensions": lambda x: x.view(x.shape[0], 2, 2, *x.shape[2:]).sum(1),
+    "stack": lambda x: (torch.stack([x, x + 1], 1) * BIAS[:2].view(1, 2, 1, 1, 1)).sum(1),
+    "space to depth": space_to_depth,
+    "depth to space": depth_to_space,
+    "expand as": lambda x: x * x.mean((2, 3), keepdim=True).expand_as(x),
+    "expanded and joined": lambda x: torch.cat(
+        [x, x.mean((2, 3), keepdim=True).expand(-1, -1, *x.shape[2:])], 1
+    ),
+    "unequal parts": unequal_parts,
     "split": lambda x: torch.cat(x.split([1, 3], 1)[::-1], 1),
     "matrix": lambda x: (x.permute(0, 2, 3, 1) @ W1[:, :, 0, 0]).permute(0, 3, 1, 2),
     "linear": lambda x: F.linear(x.movedim(1, -1), W1[:, :, 0, 0]).movedim(-1, 1),
@@ -246,3 +287,20 @@ def test_places_without_pixels_have_no_maximum(st, break_even):
         y.square().sum().backward()
     assert_near(leaves[1].grad, leaves[0].grad, terms=1 << 10)
     assert leaves[0].grad.any()
+
+
+def test_the_norm_of_no_pixels_has_a_gradient(st):
+    """It is 0, as that of a norm of zeros, and NaN nowhere."""
+    dense = Call(response_norm)
+    sparse, x = st.sparsify(dense, 16), weights(2, 4, 32, 48)
+    sparse.break_even = 2.0
+    _, mask = networks.blocks((2, 32, 48), 16, 0.5)
+    mask[1] = False
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    before = dense.before(leaves[0])[:1] * mask[:1, None]
+    results = [dense.function(before), sparse(leaves[1], mask)]
+    assert_near(results[1][:1].detach(), (results[0] * mask[:1, None]).detach())
+    for y in results:
+        (y * y.detach().cos()).sum().backward()
+    assert_near(leaves[1].grad, leaves[0].grad, terms=1 << 10)
+    assert leaves[0].grad.any() and not leaves[1].grad[1].any()

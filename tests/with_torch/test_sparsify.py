@@ -146,8 +146,8 @@ def test_it_says_what_a_call_computed(st):
     mask = torch.zeros(2, 64, 96)
     mask[1, :17, :16] = 1  # 2 of 2 * 4 * 6 blocks
     sparse(image(2, (64, 96)).float(), mask)
-    assert sparse.computed() == {"0": 2 / 48, "4": 1.0}
-    assert sparse.dense_layers == {"4": "adaptive_avg_pool2d"}
+    assert sparse.computed() == {"0": 2 / 48, "4": 1.0, "6": 1.0}
+    assert sparse.dense_layers == {"4": "adaptive_avg_pool2d", "6": "linear"}
     assert [line.split() for line in sparse.table().splitlines()] == [
         ["layer", "function", "runs", "GFLOP", "computed"],
         ["0", "conv2d", "stack,", "blocks", "of", "16x16", "0.003", "4.2%"],
@@ -155,12 +155,51 @@ def test_it_says_what_a_call_computed(st):
         ["2", "relu", "stack,", "blocks", "of", "16x16", "4.2%"],
         ["3", "max_pool2d", "stack,", "blocks", "of", "16x16", "4.2%"],
         ["4", "adaptive_avg_pool2d", "dense:", "on", "the", "whole", "image", "100.0%"],
+        ["6", "linear", "dense:", "on", "the", "whole", "image", "0.000", "100.0%"],
     ]
     profile = sparse.profile(image(2, (64, 96)).float(), mask).splitlines()
-    assert profile[0].split()[-1] == "ms" and len(profile) == 6
-    assert all(float(line.split()[-1]) >= 0 for line in profile[1:-1])
+    assert profile[0].split()[-1] == "ms" and len(profile) == 7
+    assert all(float(line.split()[-1]) >= 0 for line in profile[1:])
+    assert all(float(line.split()[-1]) > 0 for line in profile if "dense" in line)
     sparse(image(2, (64, 96)).float(), torch.ones(2, 64, 96))
-    assert sparse.computed() == {"0": 1.0, "4": 1.0}
+    assert sparse.computed() == {"0": 1.0, "4": 1.0, "6": 1.0}
+
+
+class Tokens(nn.Module):
+    """A product over the pixels of an image as tokens, beside a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.mix = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64, 128)
+        self.back = nn.Conv2d(128, 64, 1)
+
+    def forward(self, x):
+        """Add to a convolution what products make of it."""
+        x = self.conv(x)
+        tokens = self.mix(x.flatten(2).transpose(1, 2)).relu()
+        image = tokens.transpose(1, 2).unflatten(2, x.shape[2:])
+        return x + self.back(image)
+
+
+@pytest.mark.parametrize("replay", ["auto", False])
+@torch.no_grad()
+def test_products_of_whole_images_are_listed(st, replay):
+    """What follows a function that leaves the stack is dense, and is no secret."""
+    dense, (h, w) = Tokens().double().eval(), SIZE
+    sparse, x = st.sparsify(dense, BLOCK, replay=replay), image(1, SIZE)
+    sparse.break_even = 2.0
+    on, mask = networks.blocks((1, h, w), BLOCK, 0.5)
+    for _ in range(3):
+        kept = mask[:, None].double()
+        first = dense.conv(x * kept) * kept
+        tokens = dense.mix(first.flatten(2).transpose(1, 2)).relu()
+        tokens = tokens.transpose(1, 2).unflatten(2, SIZE)
+        assert_near(sparse(x, mask), (first + dense.back(tokens)) * kept)
+        assert sparse.dense_layers == {"": "flatten", "mix": "linear", "back": "conv2d"}
+    assert sparse.computed() == {"conv": on.double().mean().item(), "": 1, "mix": 1, "back": 1}
+    rows = [line.split() for line in sparse.table().splitlines()]
+    work = {row[0]: row[-2] for row in rows if row[0] in ("mix", "back")}
+    assert work == dict.fromkeys(("mix", "back"), f"{2 * h * w * 64 * 128 / 1e9:.3f}")
 
 
 @torch.no_grad()
@@ -204,7 +243,7 @@ def test_networks_that_are_cut_where_blocks_end(st):
     sparse, x = st.sparsify(dense, 6), image()
     sparse.break_even = 2.0
     assert_near(sparse(x, torch.ones(2, *SIZE)), dense(x))
-    assert sparse.dense_layers == {"2": "conv2d"}
+    assert sparse.dense_layers == {"2": "conv2d", "4": "conv2d"}
     on, mask = networks.blocks((2, *SIZE), 6, 0.5)
     stages = {SIZE: 6, (31, 42): 3}
     assert_near(sparse(x, mask), networks.oracle(dense, x, on, 6, stages))

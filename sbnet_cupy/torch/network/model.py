@@ -1,5 +1,6 @@
 """SparseModel: a network that is called with an image and a mask."""
 
+import contextlib
 import copy
 
 import torch
@@ -165,8 +166,11 @@ class SparseModel(Report, nn.Module):
             value = table.compute(gathered, x, table)
         image = T.StackTensor(value, table, table.block, table.size, plan=plan)
         if table.tape is None:
+            watching = contextlib.nullcontext() if table.trace is None else table.trace.watching()
             try:
-                return tree_map(plainly, self.model(image, *args, **kwargs or {}))
+                with watching:
+                    y = self.model(image, *args, **kwargs or {})
+                return tree_map(plainly, y)
             finally:
                 flush()
         with Recorder(table.tape):

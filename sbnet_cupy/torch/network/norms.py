@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from . import cuda, cuda_affine, cuda_norm, gradients, onednn
 from . import tensor as T
 from .handlers import handles
+from .image_values import plainly
 from .plans import LinearPlan, MatrixPlan, NormPlan, TrainedNorm, normalized
-from .pointwise import pointwise, step
+from .pointwise import alias, pointwise, step
 from .windows import is_image
 
 
@@ -276,17 +277,37 @@ def reduce_channels(func, input, dim=None, *args, **kwargs):
 
 
 @handles("linalg_norm_", "norm")
-def norm(func, input, p="fro", dim=None, keepdim=False, **rest):
-    """Take the norm over channels."""
-    over = None if dim is None else _normal(dim, T.dims(input))
-    if rest or over is None or not set(over) <= set(own_dims(input)):
-        return NotImplemented
-    hw = T.facts(input)[3]
+def norm(func, input, p="fro", dim=None, keepdim=False, dtype=None, **rest):
+    """Take the norm over channels, or the Euclidean one over whole images."""
+    p = rest.pop("ord", p)
     p = 2 if p in ("fro", None) else p
+    over = None if dim is None else _normal(dim, T.dims(input))
+    if rest or dtype is not None or over is None or not input.is_floating_point():
+        return NotImplemented
+    table, _, _, hw, _ = T.facts(input)
+    if sorted(over) == sorted(hw) and p == 2:
+        squares = T.wrap(table.compute(_wide_squares, T.value_of(input)), input)
+        sums = plainly(T.global_mean(squares, hw, keepdim, total=True))
+        return table.compute(_root, sums, input.dtype)
+    if not set(over) <= set(own_dims(input)):
+        return NotImplemented
     call = torch.linalg.vector_norm, T.value_of(input), p, over, keepdim
-    value = T.facts(input)[0].compute(*call)
+    value = table.compute(*call)
     moved = hw if keepdim else tuple(i - sum(o < i for o in over) for i in hw)
     return T.wrap(value, input, hw=moved)
+
+
+def _wide_squares(value):
+    return (value if value.dtype == torch.float64 else value.float()).square()
+
+
+def _root(sums, dtype):
+    """Return square roots, whose gradient at 0 is 0, as that of a norm."""
+    some = sums > 0
+    return torch.where(some, torch.where(some, sums, 1).sqrt(), 0).to(dtype)
+
+
+alias(norm, torch.linalg.vector_norm)
 
 
 def share(table):

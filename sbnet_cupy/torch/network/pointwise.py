@@ -92,8 +92,11 @@ def align(args, kwargs):
     return like, inner, dict(zip(kwargs, converted[len(args) :], strict=True))
 
 
-def conform(a, like):
-    """Return a tensor as a stack that lies as that of ``like``; None if it cannot be one."""
+def conform(a, like, broadcasts=True):
+    """Return a tensor as a stack that lies as that of ``like``; None if it cannot be one.
+
+    Where it ``broadcasts``, one pixel of a block may stand for all of them.
+    """
     table, block, size, hw, _ = T.facts(like)
     dims = T.dims(like)
     if isinstance(a, T.StackTensor):
@@ -114,10 +117,20 @@ def conform(a, like):
     ):
         return None
     a = table.compute(torch.Tensor.view, a, shape)
+    if broadcasts:
+        a, got = _before_expanded(a, table, hw)
     if got == (1, 1):
         return a if shape[0] == 1 else table.compute(table.spread, a)
     shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
     return table.compute(table.gather, table.compute(torch.Tensor.expand, a, shape), block, hw)
+
+
+def _before_expanded(image, table, hw):
+    """Return an image without pixels that all lie at one place in memory, and how many are left."""
+    for i in hw:
+        if image.shape[i] > 1 and image.stride(i) == 0:
+            image = table.compute(torch.Tensor.narrow, image, i, 0, 1)
+    return image, tuple(image.shape[i] for i in hw)
 
 
 def _activation(func, x, *args, **kwargs):

@@ -7,6 +7,7 @@ import torch
 from . import cuda_resize
 from . import tensor as T
 from .handlers import handles
+from .image_values import plainly
 from .norms import own_dims
 from .plans import MatrixPlan, TransposedPlan
 from .pointwise import conform
@@ -31,8 +32,9 @@ def cat(func, tensors, dim=0, **rest):
         if joined is not None:
             return T.wrap(joined, like, reach=reach)
     for t in tensors:
-        value = conform(t, like) if t.dim() == dims else None
-        if value is None or value.shape[0] != _rows(table) or t.shape[2:] != like.shape[2:]:
+        fits = t.dim() == dims and all(t.shape[i] == like.shape[i] for i in T.facts(like)[3])
+        value = conform(t, like, broadcasts=False) if fits else None
+        if value is None or value.shape[0] != _rows(table):
             return NotImplemented
         stacks.append(value)
     return T.wrap(table.compute(torch.cat, stacks, dim), like, reach=reach)
@@ -148,6 +150,22 @@ def movedim(func, input, source, destination):
     return permute(func, input, order)
 
 
+@handles("stack")
+def stack(func, tensors, dim=0):
+    """Join along a new dimension after the first."""
+    like = T.first_stack(tensors)
+    dim = dim % (T.dims(like) + 1)
+    if dim == 0 or any(tuple(t.shape) != T.shape(like) for t in tensors):
+        return NotImplemented
+    stacks = [conform(t, like, broadcasts=False) for t in tensors]
+    if any(value is None or value.shape != T.value_of(like).shape for value in stacks):
+        return NotImplemented
+    table, _, _, hw, _ = T.facts(like)
+    reach = max(T.facts(t)[4] for t in tensors if isinstance(t, T.StackTensor))
+    moved = tuple(i + (dim <= i) for i in hw)
+    return T.wrap(table.compute(torch.stack, stacks, dim), like, hw=moved, reach=reach)
+
+
 @handles("unsqueeze")
 def unsqueeze(func, input, dim):
     """Add a dimension of 1 after the first."""
@@ -172,7 +190,10 @@ def squeeze(func, input, dim=None):
 
 @handles("view", "reshape")
 def view(func, input, *sizes, **rest):
-    """Split or join dimensions of channels; all others are kept."""
+    """Split or join dimensions of channels, and heights and widths with some that follow them.
+
+    So space goes to depth: (N, C, H, W) is viewed as (N, C, H/4, 4, W/4, 4), with smaller blocks.
+    """
     sizes = rest.pop("shape", rest.pop("size", sizes))
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         sizes = sizes[0]
@@ -184,22 +205,70 @@ def view(func, input, *sizes, **rest):
         if not known:
             return NotImplemented
         sizes[sizes.index(-1)] = math.prod(shape) // known
-    if math.prod(sizes) != math.prod(shape) or not sizes or sizes[0] != shape[0]:
+    if math.prod(sizes) != math.prod(shape) or sizes[:1] != [shape[0]]:
         return NotImplemented
     if tuple(sizes) == shape:
         return input
     table, block, size, hw, _ = T.facts(input)
-    if hw == (len(shape) - 2, len(shape) - 1) and tuple(sizes[-2:]) == size and len(sizes) > 3:
-        new, inner = (len(sizes) - 2, len(sizes) - 1), [-1, *sizes[1:-2], *block]
-    elif hw == (1, 2) and tuple(sizes[1:3]) == size and len(sizes) > 3:
-        new, inner = hw, [-1, *block, *sizes[3:]]
-    else:
+    groups = _groups(shape, sizes)
+    if groups is None:
         return NotImplemented
+    moved, inner = {}, [-1, *sizes[1:]]
+    for old, new in groups:
+        pixels = [i for i in old if i in hw]
+        if pixels:
+            axis = hw.index(pixels[0])
+            place = next((i for i in new if sizes[i] != 1), new[-1])
+            length = _resized(block[axis], size[axis], sizes[place])
+            before = [shape[i] for i in old if i < pixels[0]]
+            if len(pixels) > 1 or length is None or math.prod(before) != 1:
+                return NotImplemented
+            moved[axis] = place, length
+            inner[place] = sizes[place] if table.whole else length
+    hw, block = zip(moved[0], moved[1], strict=True)
     if not math.prod(inner[1:]):  # of nothing, no length can be told from the others
         return NotImplemented
-    if table.whole:
-        inner[new[0]], inner[new[1]] = size
-    return _moved(input, new, torch.reshape, inner)
+    value = table.compute(torch.reshape, T.value_of(input), inner)
+    return T.wrap(value, input, block=block, size=tuple(sizes[i] for i in hw), hw=hw)
+
+
+def _groups(old, new):
+    """Return pairs of lists: which dimensions after the first become which of another shape."""
+    if len(old) == 1 or len(new) == 1 or not math.prod(old[1:]):
+        return None
+    groups, i, j = [], 1, 1
+    while i < len(old) and j < len(new):
+        a, b, before, after = [i], [j], old[i], new[j]
+        while before != after:
+            if before < after:
+                a.append(a[-1] + 1)
+                before *= old[a[-1]]
+            else:
+                b.append(b[-1] + 1)
+                after *= new[b[-1]]
+        groups.append((a, b))
+        i, j = a[-1] + 1, b[-1] + 1
+    groups[-1][0].extend(range(i, len(old)))  # of length 1
+    groups[-1][1].extend(range(j, len(new)))
+    return groups
+
+
+def _resized(block, length, new):
+    """Return the block of an image's side that becomes longer or shorter, or None."""
+    if new % length == 0:
+        return block * (new // length)
+    parts = length // new
+    return block // parts if length % new == 0 and block % parts == 0 else None
+
+
+@handles("expand_as")
+def expand_as(func, input, other):
+    """Expand what there is for each channel or image to an image's size: a view that needs none."""
+    if not isinstance(other, T.StackTensor):
+        return NotImplemented
+    if isinstance(input, T.StackTensor):
+        return input if T.shape(input) == T.shape(other) else NotImplemented
+    return T.facts(other)[0].compute(torch.Tensor.expand, plainly(input), T.shape(other))
 
 
 @handles("unflatten")

@@ -292,19 +292,24 @@ def on_image(func, name, args, kwargs):
     flush(table)
     if table.tape is not None:
         table.tape.stop(f"{name}, which ran on the image")
-    if table.trace is not None:
-        table.trace.on_image(name, like)
     if inplace and isinstance(args[0], StackTensor):
         target = args[0]
         _, block, _, hw, _ = facts(target)
         image = dense(target).clone()
-        func(image, *map_dense(args[1:]), **map_dense(kwargs))
+        _traced(table, name, func, (image, *map_dense(args[1:])), map_dense(kwargs))
         value_of(target).copy_(table.gather(image, block, hw))
         return None if name == "__setitem__" else target
-    result = func(*map_dense(args), **map_dense(kwargs))
+    result = _traced(table, name, func, map_dense(args), map_dense(kwargs))
     if inplace:
         return result
     return tree_map(lambda image: gathered(image, like), result)
+
+
+def _traced(table, name, func, args, kwargs):
+    """Run a function on whole images, as a row of a trace if there is one."""
+    if table.trace is None:
+        return func(*args, **kwargs)
+    return table.trace.on_image(name, func, args, kwargs)
 
 
 def _writes(name, kwargs):

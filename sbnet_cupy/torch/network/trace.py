@@ -2,8 +2,12 @@
 
 import sys
 import time
+import weakref
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from . import tensor as T
 
@@ -20,7 +24,7 @@ class Row:
     block : (int, int) or None
         Pixels of a block at this stage.
     flops : int
-        Of the dense layer: two for each multiplication and addition of a convolution.
+        Of the dense layer: two for each multiplication and addition of a product.
     seconds : float
         In a profile, the time of the layer alone.
     """
@@ -38,6 +42,7 @@ class Trace:
         self.timing = timing
         self.rows = []
         self.running, self.inner = [], []
+        self.whole = weakref.WeakValueDictionary()  # by id: tensors made of whole images
 
     @property
     def row(self):
@@ -85,9 +90,23 @@ class Trace:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def on_image(self, name, like):
-        """Note a function that was computed on the whole image."""
-        self.rows.append(Row(self._module(), name, "image", None))
+    def on_image(self, kind, func, args, kwargs):
+        """Run a function on whole images, as a row of the table."""
+        row = Row(self._module(), kind, "image", None)
+        self.rows.append(row)
+        with FlopCounterMode(display=False) as counter:
+            result = self.timed(row, func, *args, **kwargs)
+        row.flops = counter.get_total_flops()
+        self.whole.update((id(t), t) for t in tree_leaves(result) if type(t) is torch.Tensor)
+        return result
+
+    def is_whole(self, given):
+        """Whether one of some arguments was made of a whole image, and is not on the stack."""
+        return any(self.whole.get(id(t)) is t for t in tree_leaves(given) if t is not None)
+
+    def watching(self):
+        """Return a context in which what the network computes beside the stack is seen."""
+        return _Beside(self)
 
     def convolution(self, kind, weight, window, groups):
         """Note the work of a convolution."""
@@ -102,6 +121,26 @@ class Trace:
         """Note the work of a matrix product."""
         shape = T.shape(x)
         self.running[-1].flops += 2 * weight.numel() * (torch.Size(shape).numel() // shape[-1])
+
+
+class _Beside(TorchFunctionMode):
+    """Finds the products of what a function made of a whole image, and left off the stack."""
+
+    def __init__(self, trace):
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Call a function; a product is a row of the table."""
+        kwargs, trace = kwargs or {}, self.trace
+        if any(issubclass(kind, T.StackTensor) for kind in types):
+            return func(*args, **kwargs)
+        if not trace.is_whole((args, kwargs)):
+            return func(*args, **kwargs)
+        result = trace.on_image(func.__name__, func, args, kwargs)
+        if not trace.rows[-1].flops:
+            trace.rows.pop()
+        return result
 
 
 _SMALL = {

@@ -184,7 +184,7 @@ def max_pool2d(
     kernel, stride, p = two(kernel_size), two(stride or kernel_size), two(padding)
     if any(2 * a > k for a, k in zip(p, kernel, strict=True)):
         return NotImplemented  # PyTorch says what is wrong
-    dilation = two(dilation)
+    dilation, ceil_mode = two(dilation), ceil_mode and stride != (1, 1)
     window = Window(input, kernel, stride, (p[0], p[0], p[1], p[1]), dilation, ceil_mode)
     border = T.border_of(input)
     if not window.fits or (border and (any(p) or border[4] != "zeros")):
