@@ -1,6 +1,7 @@
 """The cells of a grid that points lie in; half-open ranges, low <= value < high."""
 
 import math
+import operator
 from numbers import Real
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from .arrays import namespace
 
 
-def point_cells(columns, ranges, sizes):
+def point_cells(columns, ranges, sizes, xp=None, divide=operator.truediv):
     """Return which points lie within all ranges, and their cells along the axes that have one.
 
     Parameters
@@ -19,6 +20,10 @@ def point_cells(columns, ranges, sizes):
         What is kept of each axis, from :func:`check_range`.
     sizes : list of float or None
         Length of a cell on each axis; None for an axis without cells.
+    xp : module, optional
+        The functions of the arrays, where they are neither NumPy's nor CuPy's.
+    divide : function, optional
+        Of an array and a number: the quotients, rounded once.
 
     Returns
     -------
@@ -30,7 +35,7 @@ def point_cells(columns, ranges, sizes):
         Number of cells on these axes; the last cell may extend beyond the range. An excess of up to
         a millionth of a cell is ignored.
     """
-    xp = namespace(columns[0])
+    xp = xp or namespace(columns[0])
     columns = [column.astype(np.float64) for column in columns]
     kept = xp.ones(columns[0].shape, bool)
     for values, (low, high) in zip(columns, ranges, strict=True):
@@ -40,7 +45,7 @@ def point_cells(columns, ranges, sizes):
         if size is None:
             continue
         shape.append(max(math.ceil((high - low) / size - 1e-6), 1))
-        cell = xp.floor(xp.where(kept, values - low, 0) / size).astype(np.int64)
+        cell = xp.floor(divide(xp.where(kept, values - low, 0), size)).astype(np.int64)
         cells.append(xp.clip(cell, 0, shape[-1] - 1))
     return kept, cells, tuple(shape)
 

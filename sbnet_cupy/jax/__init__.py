@@ -70,6 +70,7 @@ from .submanifold import (
     submanifold_conv,
     transposed_conv,
 )
+from .voxelize import voxelize
 
 __all__ = [
     "block_table",
@@ -103,4 +104,5 @@ __all__ = [
     "strided_conv",
     "submanifold_conv",
     "transposed_conv",
+    "voxelize",
 ]

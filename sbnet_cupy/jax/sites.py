@@ -91,6 +91,11 @@ def sparse_tensor(
     check_array("features", spec, ndim=2, kinds="f")
     check_array("indices", spec_of("indices", indices), shape=(len(features), None))
     made, _, runs = _reduced(indices, spatial_shape, batch_size, mode, order, capacity)
+    return put_rows(features, made, runs, mode)
+
+
+def put_rows(features, made, runs, mode):
+    """Return the features of the sites ``made``, of the rows that belong to each."""
     (place, site, first), rows, width = runs, made.capacity, features.shape[1]
     out = jnp.zeros((rows, width), features.dtype)
     listed, last = features[place], jnp.append(site[1:] != site[:-1], True)[: len(site)]
@@ -116,18 +121,27 @@ def _reduced(indices, spatial_shape, batch_size, mode, order, capacity):
     check_choice("order", order, ("leaf", "raster"))
     check_capacity(capacity)
     grid = check_grid(spatial_shape, batch_size, spec.shape[1] - 1)
-    capacity = spec.shape[0] if capacity is None else int(capacity)
     small = indices.astype(jnp.int32)
-    columns, same = list(small.T), (small == indices).all(axis=1)
+    same = (small == indices).all(axis=1)
+    return reduce_columns(list(small.T), same, grid, mode, order, capacity)
+
+
+def reduce_columns(columns, there, grid, mode, order, capacity, drops=False):
+    """Return the sites of columns of coordinates, each row's site, and which rows are whose.
+
+    ``there`` are the rows that have one; that others have none is no error where it ``drops`` them.
+    """
+    rows = columns[0].shape[0]
+    capacity = rows if capacity is None else int(capacity)
     packing = packing_of(*grid, len(columns) - 1)
     packing = raster_packing(packing) if order == "raster" else packing
-    words, valid = words_of(columns, same, packing)
-    rows, count, place, site, first = distinct(columns, words, valid, capacity)
-    inverse = jnp.zeros(len(indices), jnp.int32).at[place].set(jnp.where(site < capacity, site, -1))
-    status = (~valid).any() * OUTSIDE
+    words, valid = words_of(columns, there, packing)
+    listed, count, place, site, first = distinct(columns, words, valid, capacity)
+    inverse = jnp.zeros(rows, jnp.int32).at[place].set(jnp.where(site < capacity, site, -1))
+    status = 0 if drops else (~valid).any() * OUTSIDE
     if mode == "unique":
         status += (valid.sum() > count[0]) * DUPLICATE
-    made = CoordinateMap(rows, count, *grid, status.astype(jnp.int32).reshape(1))
+    made = CoordinateMap(listed, count, *grid, jnp.asarray(status, jnp.int32).reshape(1))
     made._kept["leaf_order"] = order == "leaf"
     return made, inverse, (place, site, first)
 

@@ -81,15 +81,7 @@ def voxelize(
 
 def find_voxels(points, ranges, voxel_size, sample, batch_size, mode, order, capacity):
     """Return the voxels of points, the row of each point's, and how features are reduced."""
-    ranges, sizes = _grid(ranges, voxel_size)
-    if points.shape[1] < len(ranges):
-        raise ShapeError(
-            f"points must have at least {len(ranges)} columns, one for each range, got "
-            f"{points.shape}"
-        )
-    check_choice("mode", mode, MODES[1:])
-    check_choice("order", order, ("leaf", "raster"))
-    check_capacity(capacity)
+    ranges, sizes = read_voxels(points, ranges, voxel_size, mode, order, capacity)
     with memory_of_graphs(points):
         kept, cells, shape = point_cells(list(points.T[: len(ranges)]), ranges, sizes)
         number_of, batch_size = _samples(sample, points, batch_size, capacity)
@@ -113,8 +105,8 @@ def check_points(points, features):
         )
 
 
-def _grid(ranges, voxel_size):
-    """Return the ranges, and the voxel size along each axis."""
+def read_voxels(points, ranges, voxel_size, mode, order, capacity):
+    """Return the ranges, and the voxel size along each axis; check what else there is."""
     if not isinstance(ranges, list | tuple) or not ranges:
         raise ValueError(f"ranges must be pairs (low, high), one for each axis, got {ranges!r}")
     ranges = [check_range(pair, f"ranges[{axis}]") for axis, pair in enumerate(ranges)]
@@ -125,6 +117,14 @@ def _grid(ranges, voxel_size):
         raise ValueError(
             f"voxel_size must be a positive number, or {len(ranges)} of them, got {given!r}"
         )
+    if points.shape[1] < len(ranges):
+        raise ShapeError(
+            f"points must have at least {len(ranges)} columns, one for each range, got "
+            f"{points.shape}"
+        )
+    check_choice("mode", mode, MODES[1:])
+    check_choice("order", order, ("leaf", "raster"))
+    check_capacity(capacity)
     return ranges, sizes
 
 
@@ -133,11 +133,16 @@ def _samples(sample, points, batch_size, capacity):
     if sample is None:
         zeros = namespace(points).zeros(len(points), np.int64)
         return zeros, 1 if batch_size is None else batch_size
-    check_array("sample", sample, shape=(len(points),), like=points)
-    if dtype_kind(sample.dtype) != "i":
-        raise DTypeError(f"sample must be int32 or int64, got {sample.dtype}; use astype")
+    check_sample(sample, points)
     if batch_size is None:
         if capacity is not None:
             raise ShapeError("batch_size must be given with sample and capacity, got None")
         batch_size = max(int(sample.max()) + 1, 1) if len(sample) else 1
     return sample.astype(np.int64), batch_size
+
+
+def check_sample(sample, points):
+    """Raise unless ``sample`` is a list of whole numbers, one for each point."""
+    check_array("sample", sample, shape=points.shape[:1], like=points)
+    if dtype_kind(sample.dtype) != "i":
+        raise DTypeError(f"sample must be int32 or int64, got {sample.dtype}; use astype")

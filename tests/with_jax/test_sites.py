@@ -13,7 +13,7 @@ from support.assertions import assert_close, assert_same, to_numpy
 from support.exhaustive import thinned_product
 from support.jax_site_cases import BATCH, SHAPE, SPARE, listed, same_sites, tensors
 
-MODULES = ("sites", "submanifold", "site_pool", "stack_pool")
+MODULES = ("sites", "submanifold", "site_pool", "stack_pool", "voxelize")
 
 
 @pytest.mark.parametrize("name", MODULES)
