@@ -153,6 +153,14 @@ STACK = {
     "number": lambda x: 1 - x,
     "row of an image": lambda x: x + torch.arange(x.shape[3], dtype=torch.float64),
     "number for each image": lambda x: x * BIAS[:2].view(2, 1, 1, 1),
+    "prelu": lambda x: F.prelu(x, weights(1)),
+    "prelu of channels": lambda x: F.prelu(
+        conv(x, weights(x.shape[3], 4, 1, 1)), weights(x.shape[3])
+    ),
+    "numbers of the same type": lambda x: x * torch.meshgrid(
+        torch.arange(x.shape[2]).type_as(x), torch.arange(x.shape[3]).to(x), indexing="ij"
+    )[1].add(1),
+    "the type of numbers": lambda x: x.to(BIAS).type_as(BIAS.float()).double(),
     "where": lambda x: torch.where(x > 0, x, x * 0.1),
     "in place": lambda x: (x * 1).add_(x).mul_(2),
     "x and its activation": lambda x: x * x.sigmoid(),

@@ -22,12 +22,25 @@ def _counted(self, y):
     return y + self.count
 
 
+def _written(self, y):
+    y = y * 1
+    y[:, :, 2:5] = self.calls
+    return y
+
+
+def _tokens(self, y):
+    """Mix the pixels of images, whatever blocks are active."""
+    tokens = y.flatten(2).transpose(1, 2)
+    mixed = (tokens @ self.conv.weight[:, :, 0, 0]).softmax(1).transpose(1, 2)
+    return y[:, :3] + mixed.unflatten(2, y.shape[2:])
+
+
 UNFIT = {
     "a number of a result": lambda self, y: y * y.mean((2, 3)).amax().item(),
     "a number of the image": lambda self, y: y if y.sum() > 0 else -y,
     "a tensor from elsewhere": lambda self, y: y * ELSEWHERE,
     "a tensor that it keeps": _cached,
-    "a function on the image": lambda self, y: F.unfold(y, 2).sum(1),
+    "a part of the image that is written": _written,
     "numpy": lambda self, y: y * torch.from_numpy(y.mean((2, 3), keepdim=True).numpy().copy()),
     "counts": _counted,
 }
@@ -54,6 +67,11 @@ FIT = {
     "of whole images": lambda self, y: y * torch.sigmoid(
         F.conv2d(y.mean((2, 3), keepdim=True)[:, :3], self.conv.weight[:, :, :1, :1])),
     "written in place": lambda self, y: y.mul_(2).add_(y.mean((2, 3), keepdim=True).neg_()),
+    "on the image": lambda self, y: F.unfold(y, 2).sum(1),
+    "from the image to the stack": lambda self, y: y + F.conv2d(
+        y.roll(1, 3)[:, :3], self.conv.weight, padding=1),
+    "parts of the image": lambda self, y: y.cumsum(2).chunk(2, 3)[1].mT,
+    "pixels as tokens": _tokens,
     "read twice": lambda self, y: F.relu(y) + y,
     "weights of its own": lambda self, y: F.conv2d(
         y[:, :3], self.conv.weight - self.conv.weight.mean()),

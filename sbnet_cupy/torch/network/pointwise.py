@@ -18,14 +18,14 @@ _ACTIVATIONS = {
 
 _UNARY = """
     elu leaky_relu leaky_relu_ hardtanh hardtanh_ selu selu_ celu celu_ rrelu rrelu_ mish softplus
-    softsign tanhshrink softshrink hardshrink logsigmoid threshold threshold_ elu_ prelu
+    softsign tanhshrink softshrink hardshrink logsigmoid threshold threshold_ elu_
     dropout alpha_dropout clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_
     exp exp_ expm1 log log_ log1p log2 log10 sqrt sqrt_ rsqrt rsqrt_ square square_ abs abs_
     neg neg_ negative sign sin cos tan atan asin acos sinh cosh erf erfc reciprocal reciprocal_
     floor floor_ ceil round trunc frac logit nan_to_num isnan isinf isfinite positive
     logical_not logical_not_ bitwise_not __neg__ __pos__ __abs__ __invert__ absolute exp2 sgn
-    to type float double half bfloat16 int long bool clone detach contiguous zeros_like ones_like
-    full_like empty_like rand_like randn_like requires_grad_ type_as local_response_norm pow_
+    type float double half bfloat16 int long bool clone detach contiguous zeros_like ones_like
+    full_like empty_like rand_like randn_like requires_grad_ local_response_norm pow_
     feature_alpha_dropout_pointwise float_power
 """
 
@@ -240,6 +240,29 @@ def _is_of_channels(scale, x):
     whole = scale.dim() in (3, 4) and tuple(scale.shape[-3:]) == (c, 1, 1)
     first = scale.shape[0] if scale.dim() == 4 else 1
     return whole and first in (1, n) and T.facts(x)[3] == (2, 3) and scale.dtype == x.dtype
+
+
+@handles("to", "type_as")
+def convert(func, input, *args, **kwargs):
+    """Convert to another dtype or device, or to those of another tensor."""
+    other = args[0] if args else kwargs.get("other")
+    if not isinstance(other, torch.Tensor):
+        return pointwise(func, input, *args, **kwargs)
+    like, call = T.first_stack((input, other)), (other.device, other.dtype, *args[1:])
+    kwargs.pop("other", None)
+    if isinstance(input, T.StackTensor):
+        return pointwise(torch.Tensor.to, input, *call, **kwargs)
+    return T.facts(like)[0].compute(torch.Tensor.to, plainly(input), *call, **kwargs)
+
+
+@handles("prelu")
+def prelu(func, input, weight):
+    """Multiply negative numbers by one number, or by one for each channel."""
+    if not isinstance(input, T.StackTensor) or isinstance(weight, T.StackTensor):
+        return NotImplemented
+    if weight.numel() > 1 and 1 in T.facts(input)[3]:
+        return NotImplemented
+    return T.wrap(T.facts(input)[0].compute(func, T.value_of(input), weight), input)
 
 
 @handles("dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout", "dropout1d")

@@ -140,6 +140,10 @@ class Tape:
             return self.stop(f"{getattr(func, '__name__', func)}: {error}")
         self.steps.append(_Step(func, args, kwargs, out, shapes))
 
+    def note_image(self, func, args, kwargs, result):
+        """Add a step whose results have the same shapes whichever blocks are active."""
+        self.note(func, args, kwargs, result, _shapes(result))
+
     def finish(self, result):
         """Close the tape with what the call returns; return it, or None where it was stopped."""
         leaves, self._tree = tree_flatten(result)
@@ -275,5 +279,5 @@ class Recorder(TorchFunctionMode):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, T.StackTensor):
                     self.tape.expect(leaf)
         elif isinstance(result, torch.Tensor) or not (name == "__get__" or name in METADATA):
-            self.tape.note(func, args, kwargs, result, _shapes(result))
+            self.tape.note_image(func, args, kwargs, result)
         return result

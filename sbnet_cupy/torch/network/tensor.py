@@ -201,7 +201,13 @@ def dense(x):
 
 def map_dense(tree):
     """Replace the StackTensors in arguments by images that can be viewed as they like."""
-    return tree_map(lambda x: dense(x).contiguous() if isinstance(x, StackTensor) else x, tree)
+
+    def replaced(x):
+        if not isinstance(x, StackTensor):
+            return x
+        return facts(x)[0].compute(torch.Tensor.contiguous, dense(x))
+
+    return tree_map(replaced, tree)
 
 
 def first_stack(*trees):
@@ -232,7 +238,7 @@ def gathered(image, like):
         block = table.stage(block, size, got) if image.dim() == 4 and hw == (2, 3) else None
         if block is None:
             return image
-    value = table.gather(image, block, hw)
+    value = table.compute(table.gather, image, block, hw)
     return StackTensor(value, table, block, got, hw, float("inf"))
 
 
@@ -290,8 +296,8 @@ def on_image(func, name, args, kwargs):
     table = facts(like)[0]
     inplace = _writes(name, kwargs)
     flush(table)
-    if table.tape is not None:
-        table.tape.stop(f"{name}, which ran on the image")
+    if inplace and table.tape is not None:
+        table.tape.stop(f"{name}, which wrote to an image")
     if inplace and isinstance(args[0], StackTensor):
         target = args[0]
         _, block, _, hw, _ = facts(target)
@@ -306,10 +312,13 @@ def on_image(func, name, args, kwargs):
 
 
 def _traced(table, name, func, args, kwargs):
-    """Run a function on whole images, as a row of a trace if there is one."""
-    if table.trace is None:
-        return func(*args, **kwargs)
-    return table.trace.on_image(name, func, args, kwargs)
+    """Run a function on whole images, as a row of a trace, or a step of a tape, if there is one."""
+    if table.trace is not None:
+        return table.trace.on_image(name, func, args, kwargs)
+    result = func(*args, **kwargs)
+    if table.tape is not None:
+        table.tape.note_image(func, args, kwargs, result)
+    return result
 
 
 def _writes(name, kwargs):
