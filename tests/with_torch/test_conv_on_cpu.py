@@ -6,6 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import sbnet_cupy as sb  # noqa: E402
+from sbnet_cupy.block_sparse import native  # noqa: E402
+from sbnet_cupy.block_sparse.grid import Grid  # noqa: E402
 from sbnet_cupy.torch import _conv_on_cpu  # noqa: E402  (needs PyTorch)
 from support.assertions import assert_close  # noqa: E402
 
@@ -65,6 +67,37 @@ def test_strides_weights_and_rows_past_the_count(st, convolved):
     assert_close(y, expected, terms=45, dtype="float32", magnitude=30)
     empty = st.sparse_conv2d(*tensors[:2], torch.zeros(2, 21, 19), w_format="OIHW", **options)
     assert not empty.any() and len(convolved) == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lines_of_blocks_are_copied_as_pixels_are(seed):
+    """Into stacks and back, at edges, in images of fewer pixels, also where rows are corrupt."""
+    g = np.random.default_rng(seed)
+    n, h, w, c = (int(v) for v in g.integers(1, (3, 12, 12, 5)))
+    size = tuple(int(v) for v in g.integers(1, 6, 2))
+    grid = Grid(size, tuple(map(int, g.integers(-3, 3, 2))), tuple(map(int, g.integers(1, 5, 2))))
+    if n * h * w < size[1]:
+        return
+    x = g.standard_normal((n, h, w, c)).astype(np.float32)
+    indices = g.integers(-2, 9, (7, 3)).astype(np.int32)
+    counts = np.array([g.integers(0, 9)], np.int32)
+    expected = native.gather(x, counts, indices, *grid)
+    np.testing.assert_array_equal(_conv_on_cpu._gather(x, (counts, indices), grid), expected)
+    cells = np.stack(np.meshgrid(*map(np.arange, (n, 4, 4)), indexing="ij"), -1).reshape(-1, 3)
+    listed = g.permutation(cells)[:9].astype(np.int32)
+    apart = Grid(size, grid.boffset, size)
+    blocks = g.standard_normal((len(listed), *size, c)).astype(np.float32)
+    out = x.copy()
+    _conv_on_cpu._scatter(blocks, (counts, listed), out, apart)
+    np.testing.assert_array_equal(out, native.scatter(blocks, counts, listed, x, *apart))
+
+
+@torch.no_grad()
+def test_a_block_with_longer_lines_than_the_image_has_pixels(st):
+    x, w = torch.randn(1, 2, 1, 3), torch.randn(3, 3, 3, 4)
+    y = st.sparse_conv2d(x, w, torch.ones(1, 2, 1), bsize=8)
+    expected = sb.sparse_conv2d(x.numpy(), w.numpy(), np.ones((1, 2, 1)), bsize=8)
+    assert_close(y, expected, terms=27, dtype="float32", magnitude=30)
 
 
 @torch.no_grad()
