@@ -255,11 +255,11 @@ def _plan_gathered(x, rows, out, result, problem, block_params):
     def run(x, w, bin_counts, active_block_indices, scale, bias, base, out):
         if isinstance(w, PackedWeights):
             w, scale, bias = w.w, w.scale, w.bias
-        fill_background(base, out)
         blocks = empty(read.shape, x.dtype, x)
         gather.run(x, bin_counts, active_block_indices, blocks, None, None)
         results = empty(made.shape, x.dtype, x)
         convolve.run(blocks, w, scale, bias, results)
+        fill_background(base, out)  # after the image was read, which may be in the cache
         scatter.run(results, bin_counts, active_block_indices, None, out)
 
     if not x.on_gpu:
