@@ -72,6 +72,30 @@ def test_torchvision(st, device, name):
     assert_near(sparse(x, mask), networks.oracle(dense, x, on, 32))
 
 
+TIMM = [
+    "convnextv2_atto", "eca_resnet33ts", "ghostnet_100", "hgnetv2_b0", "mambaout_femto",
+    "mixnet_s", "mobileone_s0", "nf_regnet_b0", "rexnet_100", "seresnext26d_32x4d", "skresnet18",
+    "tresnet_m",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIMM)
+@torch.no_grad()
+def test_timm(st, device, name):
+    _torchvision()  # which timm needs
+    torch.manual_seed(0)
+    dense = networks.random_statistics(pytest.importorskip("timm").create_model(name))
+    dense = dense.eval().double().to(device)
+    sparse, size = st.sparsify(dense), (160, 192)
+    x = torch.randn(1, 3, *size, dtype=torch.float64, device=device)
+    full = torch.ones(1, *size, dtype=torch.bool, device=device)
+    sparse.break_even = 2.0
+    assert_near(sparse(x, full), dense(x))
+    on, mask = (t.to(device) for t in networks.blocks((1, *size), 32, 0.5))
+    assert_near(sparse(x, mask), networks.oracle(dense, x, on, 32))
+    assert not sparse.dense_layers
+
+
 def _torchvision():
     try:
         return pytest.importorskip("torchvision").models

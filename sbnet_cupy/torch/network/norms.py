@@ -231,11 +231,60 @@ def total(func, input, dim=None, keepdim=False, *, dtype=None, **rest):
     dim = rest.pop("axis", dim)
     if rest or dtype is not None or not isinstance(input, T.StackTensor):
         return NotImplemented
-    hw = T.facts(input)[3]
+    table, _, _, hw, _ = T.facts(input)
     over = None if dim is None else _normal(dim, T.dims(input))
-    if over is not None and sorted(over) == sorted(hw) and input.is_floating_point():
+    if over is None or not set(hw) <= set(over) or not _is_of_images(input, over):
+        return reduce_channels(func, input, dim, keepdim)
+    if len(over) == 2:
         return T.global_mean(input, hw, keepdim, not mean)
-    return reduce_channels(func, input, dim, keepdim)
+    pixels = plainly(T.global_mean(input, hw, True, not mean))
+    return table.compute(func, pixels, over, keepdim)
+
+
+def _is_of_images(x, over):
+    """Whether a reduction over dimensions has a number, or several, for each image."""
+    return x.is_floating_point() and 0 not in over and len(set(over)) == len(over)
+
+
+@handles("var", "std", "var_mean", "std_mean")
+def variance(func, input, dim=None, *args, **kwargs):
+    """Find the variance of channels, or of whole images, whose inactive pixels are 0."""
+    given = dict(zip(("unbiased", "keepdim"), args, strict=False)) | kwargs
+    over = None if dim is None else _normal(dim, T.dims(input))
+    table, block, size, hw, _ = T.facts(input)
+    if over is None or not set(hw) <= set(over) or not _is_of_images(input, over):
+        return reduce_channels(func, input, dim, *args, **kwargs)
+    correction = given.get("correction", int(given.get("unbiased", True)))
+    table.reduced = table.reduced or "a variance over the image"
+    call = T.value_of(input), table, block, size, hw, over, correction
+    mean, result = table.compute(_variance_of_images, *call)
+    if func.__name__.startswith("std"):
+        result = table.compute(_root, result, input.dtype)
+    results = [result, mean] if func.__name__.endswith("mean") else [result]
+    for i, one in enumerate(results):
+        one = table.compute(torch.Tensor.to, one, input.dtype)
+        results[i] = one if given.get("keepdim") else table.compute(torch.squeeze, one, over)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _variance_of_images(value, table, block, size, hw, over, correction):
+    """Return mean and variance, with the dimensions that they are of."""
+    wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    channels = [i for i in over if i not in hw]
+    times = math.prod(value.shape[i] for i in channels)
+    ones = tuple(1 if i in hw else n for i, n in enumerate(value.shape))[1:]
+
+    def total(pixels):
+        sums = table.sum_pixels(pixels, block, size, hw)
+        sums = sums.view(-1, *ones)
+        return sums.sum(channels, keepdim=True) if channels else sums
+
+    count = size[0] * size[1] * times
+    mean = total(wide) / count
+    zeros = (size[0] * size[1] - table.active_pixels(block, size)) * times
+    zeros = zeros.view(-1, *[1] * len(ones)) * mean.square()
+    squares = total((wide - table.spread(mean)).square()) + zeros
+    return mean, squares / max(count - correction, 0)
 
 
 @handles(
@@ -245,15 +294,11 @@ def total(func, input, dim=None, keepdim=False, *, dtype=None, **rest):
     "amin",
     "argmax",
     "argmin",
-    "std",
-    "var",
     "prod",
     "logsumexp",
     "any",
     "all",
     "median",
-    "std_mean",
-    "var_mean",
     "sort",
     "argsort",
     "topk_",
@@ -276,18 +321,18 @@ def reduce_channels(func, input, dim=None, *args, **kwargs):
     return torch.utils._pytree.tree_map(back, result)
 
 
-@handles("linalg_norm_", "norm")
+@handles("norm")
 def norm(func, input, p="fro", dim=None, keepdim=False, dtype=None, **rest):
     """Take the norm over channels, or the Euclidean one over whole images."""
     p = rest.pop("ord", p)
     p = 2 if p in ("fro", None) else p
     over = None if dim is None else _normal(dim, T.dims(input))
-    if rest or dtype is not None or over is None or not input.is_floating_point():
+    if rest or dtype is not None or over is None or isinstance(p, str):
         return NotImplemented
     table, _, _, hw, _ = T.facts(input)
-    if sorted(over) == sorted(hw) and p == 2:
+    if set(hw) <= set(over) and p == 2 and _is_of_images(input, over):
         squares = T.wrap(table.compute(_wide_squares, T.value_of(input)), input)
-        sums = plainly(T.global_mean(squares, hw, keepdim, total=True))
+        sums = plainly(total(torch.sum, squares, over, keepdim))
         return table.compute(_root, sums, input.dtype)
     if not set(over) <= set(own_dims(input)):
         return NotImplemented
@@ -303,8 +348,8 @@ def _wide_squares(value):
 
 def _root(sums, dtype):
     """Return square roots, whose gradient at 0 is 0, as that of a norm."""
-    some = sums > 0
-    return torch.where(some, torch.where(some, sums, 1).sqrt(), 0).to(dtype)
+    none = sums == 0
+    return torch.where(none, 0, torch.where(none, 1, sums).sqrt()).to(dtype)
 
 
 alias(norm, torch.linalg.vector_norm)
