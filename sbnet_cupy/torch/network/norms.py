@@ -254,7 +254,8 @@ def variance(func, input, dim=None, *args, **kwargs):
     table, block, size, hw, _ = T.facts(input)
     if over is None or not set(hw) <= set(over) or not _is_of_images(input, over):
         return reduce_channels(func, input, dim, *args, **kwargs)
-    correction = given.get("correction", int(given.get("unbiased", True)))
+    correction = given.get("correction")
+    correction = int(given.get("unbiased", True)) if correction is None else correction
     table.reduced = table.reduced or "a variance over the image"
     call = T.value_of(input), table, block, size, hw, over, correction
     mean, result = table.compute(_variance_of_images, *call)

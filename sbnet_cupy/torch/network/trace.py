@@ -7,7 +7,6 @@ import weakref
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from . import tensor as T
 
@@ -94,9 +93,8 @@ class Trace:
         """Run a function on whole images, as a row of the table."""
         row = Row(self._module(), kind, "image", None)
         self.rows.append(row)
-        with FlopCounterMode(display=False) as counter:
-            result = self.timed(row, func, *args, **kwargs)
-        row.flops = counter.get_total_flops()
+        result = self.timed(row, func, *args, **kwargs)
+        row.flops = _work(kind, args, kwargs, result)
         made = [t for t in tree_leaves(result) if type(t) is torch.Tensor]
         self.whole.update((id(t), t) for t in made if t.dim() != 4 or t.shape[2:] != (1, 1))
         return result
@@ -142,6 +140,29 @@ class _Beside(TorchFunctionMode):
         if not trace.rows[-1].flops:
             trace.rows.pop()
         return result
+
+
+_CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
+_TRANSPOSED = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+_PRODUCTS = {"linear", "matmul", "__matmul__", "bmm", "mm"}
+_PRODUCTS_AND_SUMS = {"addmm", "baddbmm"}
+
+
+def _work(kind, args, kwargs, result):
+    """Return how much a function of plain tensors multiplied and added, 0 for one of others."""
+    given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    if kind in _CONVOLUTIONS:
+        return 2 * result.numel() * given[1][0].numel()
+    if kind in _TRANSPOSED:
+        return 2 * given[0].numel() * given[1][0].numel()
+    if kind in _PRODUCTS:
+        return 2 * result.numel() * given[0].shape[-1]
+    if kind in _PRODUCTS_AND_SUMS:
+        return 2 * result.numel() * given[1].shape[-1]
+    if kind == "scaled_dot_product_attention":
+        query, key = given[:2]
+        return 2 * (query.numel() + result.numel()) * key.shape[-2]
+    return 0
 
 
 _SMALL = {
