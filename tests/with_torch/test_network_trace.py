@@ -3,8 +3,7 @@
 import pytest
 
 torch = pytest.importorskip("torch")
-
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402  (needs PyTorch)
+counting = pytest.importorskip("torch.utils.flop_counter")
 
 from support.torch_cases import internal  # noqa: E402
 
@@ -35,7 +34,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_work_of_functions(trace, name):
     function, args, kwargs = CALLS[name]
-    with FlopCounterMode(display=False) as counter:
+    with counting.FlopCounterMode(display=False) as counter:
         result = function(*args, **kwargs)
     work = trace._work(function.__name__, args, kwargs, result)
     assert work == counter.get_total_flops() and bool(work) == (name != "no product")
