@@ -180,10 +180,11 @@ class TensorFlow:
         """Return a native array as a TensorFlow tensor."""
         import tensorflow as tf
 
-        def share(aligned):
-            if aligned.ctypes.data % 64 or not aligned.size:
-                return tf.convert_to_tensor(aligned)
-            return tf.experimental.dlpack.from_dlpack(aligned.__dlpack__())
+        def share(result):
+            result = np.asarray(result, order="C")  # TensorFlow has no strides
+            if result.ctypes.data % 64 or not result.size:
+                return tf.convert_to_tensor(result)
+            return tf.experimental.dlpack.from_dlpack(result.__dlpack__())
 
         if array.dtype.name == "bfloat16":
             return tf.bitcast(share(array.view(np.uint16)), tf.bfloat16)

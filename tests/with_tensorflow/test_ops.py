@@ -114,6 +114,20 @@ def test_no_byte_is_copied(tf, sbt, monkeypatch, dtype, graph):
     assert seen == {"x": lib.address(x), "blocks": lib.address(blocks)}
 
 
+def test_results_with_strides_become_tensors(tf):
+    """Wherever their memory is: TensorFlow takes it over only where it is aligned."""
+    from sbnet_cupy.core.libraries import TensorFlow
+
+    whole = np.zeros(64, np.float32)
+    start = -whole.ctypes.data % 64 // 4
+    for first in (start, start + 1):
+        piece = whole[first : first + 24]
+        piece[:] = np.arange(24)
+        for array in (piece.reshape(2, 3, 4), piece.reshape(2, 3, 4).T, piece[::2], piece[3]):
+            array = np.asarray(array)
+            np.testing.assert_array_equal(TensorFlow().leave(array, None).numpy(), array)
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_memory_that_is_not_aligned_is_taken(tf, sbt, graph):
     """TensorFlow aborts when it is given such memory; in and out of here it never is."""
