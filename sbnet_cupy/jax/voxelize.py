@@ -47,6 +47,8 @@ def voxelize(
     ShapeError, DTypeError, DeviceError, ValueError
         As :func:`sbnet_cupy.voxelize`, for what is known while JAX traces; ShapeError also for a
         ``sample`` without ``batch_size``.
+    NotImplementedError
+        Before JAX 0.8.
 
     Source: Y. Zhou, O. Tuzel, "VoxelNet", CVPR 2018, arXiv:1711.06396 (the grid).
 
@@ -88,7 +90,10 @@ def _divide(values, size):
 
 
 def _double_precision():
-    """Return a context in which JAX has 64-bit numbers."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    return jax.experimental.enable_x64()  # JAX 0.7
+    """Return a context in which JAX has 64-bit numbers; JAX 0.7 lowers them as others in jit."""
+    if not hasattr(jax, "enable_x64"):
+        raise NotImplementedError(
+            f"voxelize needs JAX 0.8 or newer, got {jax.__version__}; pip install -U 'jax>=0.8', "
+            "or call sbnet_cupy.voxelize outside of jit, grad and vmap"
+        )
+    return jax.enable_x64(True)
