@@ -19,7 +19,14 @@ from . import map_kernels
 from .adapted import adapted
 from .distinct import DUPLICATE, OUTSIDE, ChosenRows, distinct, duplicates_message
 from .keeping_container import KeepingContainer, mark_capture
-from .keys import coordinates_of, leaf_keys, packing_of, raster_keys, sort_keys
+from .keys import (
+    coordinates_of,
+    leaf_keys,
+    packing_of,
+    raster_keys,
+    raster_packing,
+    sort_keys,
+)
 from .row_lists import MOST_SITES, rows_of_sites
 from .site_kernels import by_kernels
 
@@ -295,7 +302,7 @@ def _reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
     if capacity is None:
         _check_inside(keys, indices, spatial_shape, batch_size)
     if order == "raster":
-        packing = packing._replace(low_bits=(0,) * len(packing.bits))
+        packing = raster_packing(packing)
     found = reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity)
     if capacity is None and mode == "unique" and int(found[0].status[0]) & DUPLICATE:
         raise ValueError(duplicates_message(found[2]))
@@ -315,7 +322,7 @@ def reduce_columns(kept, columns, spatial_shape, batch_size, mode, order, capaci
         found = _reduce_by_kernels(rows, *grid, mode, capacity, drops=True)
     if found is None:
         if order == "raster":
-            packing = packing._replace(low_bits=(0,) * len(packing.bits))
+            packing = raster_packing(packing)
         keys = xp.where(kept, leaf_keys(columns, packing), -1)
         found = reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity)
     found[0].status[:] = 0  # rows are dropped on purpose
