@@ -5,6 +5,7 @@ import math
 import torch
 from torch.nn import functional as F
 
+from .._namespace import wide
 from . import cuda, cuda_affine, cuda_norm, gradients, onednn
 from . import tensor as T
 from .handlers import handles
@@ -77,28 +78,40 @@ def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_
     if not is_image(input):
         return NotImplemented
     table, block, size, _, _ = T.facts(input)
-    shape = T.shape(input)[:2]
     table.reduced = table.reduced or "a norm over the image"
-    args = T.value_of(input), table, block, size, shape, num_groups, weight, bias, eps
+    args = T.value_of(input), table, block, size, num_groups, weight, bias, eps
     return T.wrap(table.compute(_group_norm, *args), input, reach=float("inf"))
 
 
-def _group_norm(value, table, block, size, shape, num_groups, weight, bias, eps):
-    n, c = shape
-    wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    total = size[0] * size[1] * (c // num_groups)
-    sums = table.sum_pixels(wide, block, size, (2, 3)).view(n, num_groups, -1)
-    mean = sums.sum(2) / total
-    each = mean.repeat_interleave(c // num_groups, 1)
-    apart = wide - table.spread(each)[:, :, None, None]
-    squares = table.sum_pixels(apart.square(), block, size, (2, 3)).view(n, num_groups, -1).sum(2)
-    zeros = size[0] * size[1] - table.active_pixels(block, size)
-    squares = squares + zeros[:, None] * mean.square() * (c // num_groups)
-    scale = torch.rsqrt(squares / total + eps).repeat_interleave(c // num_groups, 1)
-    out = apart * table.spread(scale)[:, :, None, None]
+def _group_norm(value, table, block, size, num_groups, weight, bias, eps):
+    groups = value.unflatten(1, (num_groups, value.shape[1] // num_groups))
+    apart, _, squares, count = _moments_of_images(groups, table, block, size, (3, 4), (2, 3, 4))
+    out = (apart * table.spread(torch.rsqrt(squares / count + eps))).flatten(1, 2)
     out = out if weight is None else out * weight[:, None, None]
     out = out if bias is None else out + bias[:, None, None]
     return out.to(value.dtype)
+
+
+def _moments_of_images(value, table, block, size, hw, over):
+    """Find the moments of whole images, whose inactive pixels are 0, with all dimensions.
+
+    Returns the active pixels less the mean, the mean, the sum of the squares of all pixels less the
+    mean, and the number of pixels.
+    """
+    value = wide(value)
+    channels = [i for i in over if i not in hw]
+    times = math.prod(value.shape[i] for i in channels)
+    ones = [1 if i in hw else n for i, n in enumerate(value.shape)][1:]
+
+    def summed(pixels):
+        sums = table.sum_pixels(pixels, block, size, hw).view(-1, *ones)
+        return sums.sum(channels, keepdim=True) if channels else sums
+
+    count = size[0] * size[1] * times
+    mean = summed(value) / count
+    apart = value - table.spread(mean)
+    zeros = (size[0] * size[1] - table.active_pixels(block, size)).view(-1, *[1] * len(ones))
+    return apart, mean, summed(apart.square()) + zeros * mean.square() * times, count
 
 
 @handles("instance_norm")
@@ -233,7 +246,7 @@ def total(func, input, dim=None, keepdim=False, *, dtype=None, **rest):
         return NotImplemented
     table, _, _, hw, _ = T.facts(input)
     over = None if dim is None else _normal(dim, T.dims(input))
-    if over is None or not set(hw) <= set(over) or not _is_of_images(input, over):
+    if not _is_of_images(input, over):
         return reduce_channels(func, input, dim, keepdim)
     if len(over) == 2:
         return T.global_mean(input, hw, keepdim, not mean)
@@ -242,8 +255,10 @@ def total(func, input, dim=None, keepdim=False, *, dtype=None, **rest):
 
 
 def _is_of_images(x, over):
-    """Whether a reduction over dimensions has a number, or several, for each image."""
-    return x.is_floating_point() and 0 not in over and len(set(over)) == len(over)
+    """Whether a reduction over dimensions, or None, is one over whole images, each by itself."""
+    if over is None or not x.is_floating_point() or 0 in over or len(set(over)) < len(over):
+        return False
+    return set(T.facts(x)[3]) <= set(over)
 
 
 @handles("var", "std", "var_mean", "std_mean")
@@ -252,7 +267,7 @@ def variance(func, input, dim=None, *args, **kwargs):
     given = dict(zip(("unbiased", "keepdim"), args, strict=False)) | kwargs
     over = None if dim is None else _normal(dim, T.dims(input))
     table, block, size, hw, _ = T.facts(input)
-    if over is None or not set(hw) <= set(over) or not _is_of_images(input, over):
+    if not _is_of_images(input, over):
         return reduce_channels(func, input, dim, *args, **kwargs)
     correction = given.get("correction")
     correction = int(given.get("unbiased", True)) if correction is None else correction
@@ -269,22 +284,7 @@ def variance(func, input, dim=None, *args, **kwargs):
 
 
 def _variance_of_images(value, table, block, size, hw, over, correction):
-    """Return mean and variance, with the dimensions that they are of."""
-    wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    channels = [i for i in over if i not in hw]
-    times = math.prod(value.shape[i] for i in channels)
-    ones = tuple(1 if i in hw else n for i, n in enumerate(value.shape))[1:]
-
-    def total(pixels):
-        sums = table.sum_pixels(pixels, block, size, hw)
-        sums = sums.view(-1, *ones)
-        return sums.sum(channels, keepdim=True) if channels else sums
-
-    count = size[0] * size[1] * times
-    mean = total(wide) / count
-    zeros = (size[0] * size[1] - table.active_pixels(block, size)) * times
-    zeros = zeros.view(-1, *[1] * len(ones)) * mean.square()
-    squares = total((wide - table.spread(mean)).square()) + zeros
+    _, mean, squares, count = _moments_of_images(value, table, block, size, hw, over)
     return mean, squares / max(count - correction, 0)
 
 
@@ -331,8 +331,8 @@ def norm(func, input, p="fro", dim=None, keepdim=False, dtype=None, **rest):
     if rest or dtype is not None or over is None or isinstance(p, str):
         return NotImplemented
     table, _, _, hw, _ = T.facts(input)
-    if set(hw) <= set(over) and p == 2 and _is_of_images(input, over):
-        squares = T.wrap(table.compute(_wide_squares, T.value_of(input)), input)
+    if p == 2 and _is_of_images(input, over):
+        squares = T.wrap(table.compute(_squares, T.value_of(input)), input)
         sums = plainly(total(torch.sum, squares, over, keepdim))
         return table.compute(_root, sums, input.dtype)
     if not set(over) <= set(own_dims(input)):
@@ -343,8 +343,8 @@ def norm(func, input, p="fro", dim=None, keepdim=False, dtype=None, **rest):
     return T.wrap(value, input, hw=moved)
 
 
-def _wide_squares(value):
-    return (value if value.dtype == torch.float64 else value.float()).square()
+def _squares(value):
+    return wide(value).square()
 
 
 def _root(sums, dtype):
