@@ -119,8 +119,8 @@ def conform(a, like, broadcasts=True):
     a = table.compute(torch.Tensor.view, a, shape)
     if broadcasts:
         a, got = _before_expanded(a, table, hw)
-    if got == (1, 1):
-        return a if shape[0] == 1 else table.compute(table.spread, a)
+        if got == (1, 1):
+            return a if shape[0] == 1 else table.compute(table.spread, a)
     shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
     return table.compute(table.gather, table.compute(torch.Tensor.expand, a, shape), block, hw)
 

@@ -25,19 +25,29 @@ def cat(func, tensors, dim=0, **rest):
     dim = dim % dims
     if dim not in own_dims(like):
         return NotImplemented
-    stacks, table = [], T.facts(like)[0]
-    reach = max(T.facts(t)[4] for t in tensors if isinstance(t, T.StackTensor))
+    table, reach = T.facts(like)[0], _reach(tensors)
     if dim == 1 and all(is_image(t) for t in tensors):
         joined = _join(tensors, like)
         if joined is not None:
             return T.wrap(joined, like, reach=reach)
-    for t in tensors:
-        fits = t.dim() == dims and all(t.shape[i] == like.shape[i] for i in T.facts(like)[3])
-        value = conform(t, like, broadcasts=False) if fits else None
-        if value is None or value.shape[0] != _rows(table):
-            return NotImplemented
-        stacks.append(value)
+    stacks = _stacks(tensors, like)
+    if stacks is None:
+        return NotImplemented
     return T.wrap(table.compute(torch.cat, stacks, dim), like, reach=reach)
+
+
+def _reach(tensors):
+    return max(T.facts(t)[4] for t in tensors if isinstance(t, T.StackTensor))
+
+
+def _stacks(tensors, like):
+    """Return images of one size, of any channels, as stacks; None if one cannot be."""
+    kept = (0, *T.facts(like)[3])
+    for t in tensors:
+        if t.dim() != like.dim() or any(t.shape[i] != like.shape[i] for i in kept):
+            return None
+    stacks = [conform(t, like, broadcasts=False) for t in tensors]
+    return None if any(value is None for value in stacks) else stacks
 
 
 def _join(tensors, like):
@@ -63,10 +73,6 @@ def _join(tensors, like):
 def _moved(x, hw, func, *args):
     """Return a StackTensor of what a function makes of a stack, with pixels at ``hw``."""
     return T.wrap(T.facts(x)[0].compute(func, T.value_of(x), *args), x, hw=hw)
-
-
-def _rows(table):
-    return table.batch if table.whole else table.rows
 
 
 @handles("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
@@ -155,15 +161,13 @@ def stack(func, tensors, dim=0):
     """Join along a new dimension after the first."""
     like = T.first_stack(tensors)
     dim = dim % (T.dims(like) + 1)
-    if dim == 0 or any(tuple(t.shape) != T.shape(like) for t in tensors):
-        return NotImplemented
-    stacks = [conform(t, like, broadcasts=False) for t in tensors]
-    if any(value is None or value.shape != T.value_of(like).shape for value in stacks):
+    stacks = None if dim == 0 else _stacks(tensors, like)
+    if stacks is None:
         return NotImplemented
     table, _, _, hw, _ = T.facts(like)
-    reach = max(T.facts(t)[4] for t in tensors if isinstance(t, T.StackTensor))
     moved = tuple(i + (dim <= i) for i in hw)
-    return T.wrap(table.compute(torch.stack, stacks, dim), like, hw=moved, reach=reach)
+    joined = table.compute(torch.stack, stacks, dim)
+    return T.wrap(joined, like, hw=moved, reach=_reach(tensors))
 
 
 @handles("unsqueeze")
@@ -263,7 +267,7 @@ def _resized(block, length, new):
 
 @handles("expand_as")
 def expand_as(func, input, other):
-    """Expand what there is for each channel or image to an image's size: a view that needs none."""
+    """Expand what there is for each channel or image to an image's size: a view of its memory."""
     if not isinstance(other, T.StackTensor):
         return NotImplemented
     if isinstance(input, T.StackTensor):
