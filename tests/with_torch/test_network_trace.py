@@ -48,3 +48,27 @@ def test_work_of_attention(trace):
         "scaled_dot_product_attention", (query, key, value), {"enable_gqa": True}, result
     )
     assert work == 2 * 2 * 8 * 5 * 7 * 16 + 2 * 2 * 8 * 5 * 7 * 12
+
+
+@torch.no_grad()
+def test_products_that_functions_are_composed_of_are_listed(st):
+    """PyTorch shows those of attention and of einsum as one function, whose work is not known."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 8, 1)
+            self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            """Mix pixels as tokens."""
+            tokens = self.conv(x).flatten(2).transpose(1, 2)
+            tokens = self.attention(tokens, tokens, tokens)[0]
+            return torch.einsum("blc,bmc->blm", tokens, tokens)
+
+    dense, x = Mixed().eval(), torch.randn(1, 3, 16, 32)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    torch.testing.assert_close(sparse(x, torch.ones(1, 16, 32)), dense(x))
+    named = {"": "flatten, einsum", "attention": "multi_head_attention_forward"}
+    assert sparse.dense_layers == named

@@ -89,12 +89,13 @@ class Trace:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def on_image(self, kind, func, args, kwargs):
-        """Run a function on whole images, as a row of the table."""
+    def on_image(self, kind, func, args, kwargs, always=True):
+        """Run a function on whole images: a row of the table, if it is a product or ``always``."""
         row = Row(self._module(), kind, "image", None)
-        self.rows.append(row)
         result = self.timed(row, func, *args, **kwargs)
         row.flops = _work(kind, args, kwargs, result)
+        if row.flops or kind in _COMPOSED or always:
+            self.rows.append(row)
         made = [t for t in tree_leaves(result) if type(t) is torch.Tensor]
         self.whole.update((id(t), t) for t in made if t.dim() != 4 or t.shape[2:] != (1, 1))
         return result
@@ -136,16 +137,14 @@ class _Beside(TorchFunctionMode):
             return func(*args, **kwargs)
         if not trace.is_whole((args, kwargs)):
             return func(*args, **kwargs)
-        result = trace.on_image(func.__name__, func, args, kwargs)
-        if not trace.rows[-1].flops:
-            trace.rows.pop()
-        return result
+        return trace.on_image(func.__name__, func, args, kwargs, always=False)
 
 
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 _TRANSPOSED = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 _PRODUCTS = {"linear", "matmul", "__matmul__", "bmm", "mm"}
 _PRODUCTS_AND_SUMS = {"addmm", "baddbmm"}
+_COMPOSED = {"einsum", "multi_head_attention_forward"}  # of products that no mode sees
 
 
 def _work(kind, args, kwargs, result):
