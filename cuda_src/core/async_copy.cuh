@@ -178,6 +178,18 @@ DEVICE void copies_arrive(u64* bar) {
 #endif
 }
 
+// Whether this lane, of a warp whose lanes are all here, is the one that acts for them. Of a branch on that, unlike one on
+// the number of the thread, the compiler knows that a single lane takes it, and keeps addresses in uniform registers.
+DEVICE bool elected() {
+#if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 900
+    u32 one;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
+    return one;
+#else
+    return threadIdx.x % 32 == 0;
+#endif
+}
+
 // Begin to copy bytes, a multiple of 16, between addresses that are multiples of 16.
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* bar) {
 #ifdef SBNET_HOST

@@ -13,6 +13,7 @@ import numpy as np
 
 from .compile import SHARED_BY_DEFAULT, load
 from .device import driver, has_dependent_launch, sm_count
+from .tensor_map import encode
 
 THREADS = 256  # of a thread block, where nothing speaks for another number
 _LOADED = {}  # (device, stem, kernel, template, ...) -> cupy.RawKernel
@@ -45,6 +46,7 @@ def prepare(
     persistent=False,
     dependent=False,
     cluster=1,
+    maps=(),
 ):
     """Return a launch with all but its arrays decided, bound to CuPy's current device.
 
@@ -54,7 +56,7 @@ def prepare(
     A ``persistent`` grid is cut to what the GPU holds at once; of a grid of several numbers the
     first is cut. A ``dependent`` kernel begins before the one ahead of it on the stream has ended,
     and itself waits for it (``dependent_wait`` of async_copy.cuh). ``cluster`` blocks of a row form
-    a cluster.
+    a cluster. ``maps`` are the kernel's last parameters, a TensorMap each.
     """
     import cupy
 
@@ -74,7 +76,7 @@ def prepare(
         if cluster > 1:
             most = min(most, cluster * _active_clusters(module_function, block, shared, cluster))
         grid = _cut(grid, most, cluster)
-    sizes = (module_function, grid, block, shared, pointers, scalars)
+    sizes = (module_function, grid, block, shared, pointers, scalars, maps)
     if cluster > 1 or (dependent and has_dependent_launch()):
         return _ExtendedLaunch(*sizes, dependent, cluster)
     return _Launch(*sizes)
@@ -119,11 +121,11 @@ def enqueue(function, *arguments):
 class _Launch:
     """A kernel with its grid and scalars; call it with the arrays.
 
-    Every parameter of our kernels is 8 bytes (a pointer, long long or double), so that one block of
-    numbers holds them all and only the pointers change from call to call.
+    The parameters of our kernels are 8 bytes (a pointer, long long or double), so that one block of
+    numbers holds them all and only the pointers change from call to call; tensor maps follow them.
     """
 
-    def __init__(self, function, grid, block, shared, pointers, scalars):
+    def __init__(self, function, grid, block, shared, pointers, scalars, maps):
         import cupy
 
         self._function = function  # keeps the module loaded
@@ -131,7 +133,8 @@ class _Launch:
         for position, scalar in enumerate(scalars, pointers):
             kind = np.float64 if isinstance(scalar, float) else np.int64
             values[position] = np.array(scalar, kind).view(np.int64)
-        addresses = values.ctypes.data + 8 * np.arange(len(values), dtype=np.int64)
+        addresses = values.ctypes.data + 8 * np.arange(len(values) + len(maps), dtype=np.int64)
+        self._maps = tuple(enumerate(maps, len(values)))
         self._values, self._addresses = memoryview(values), addresses
         self._launch = functools.partial(
             cupy.cuda.driver.launchKernel, function.kernel.ptr, *_extent(grid), block, 1, 1, shared
@@ -158,6 +161,7 @@ class _Launch:
         with self._lock:
             for position, address in enumerate(addresses):
                 values[position] = address
+            described = self._describe() if self._maps else None  # kept until it is copied
             try:
                 self._launch(stream, self._table, 0)
             except self._error as error:
@@ -166,6 +170,16 @@ class _Launch:
                 # A thread that has not used CUDA, such as one of an autograd engine.
                 self._enter(self._device)
                 self._launch(stream, self._table, 0)
+            del described
+
+    def _describe(self):
+        """Point the parameters that are tensor maps at those of the arrays; return these."""
+        described = [
+            encode(tensor_map, self._values[tensor_map.array]) for _, tensor_map in self._maps
+        ]
+        for (parameter, _), its in zip(self._maps, described, strict=True):
+            self._addresses[parameter] = ctypes.addressof(its)
+        return described
 
 
 class Number(float):
@@ -229,8 +243,8 @@ def _active_clusters(function, block, shared, cluster):
 class _ExtendedLaunch(_Launch):
     """A launch with attributes, through the driver's own call."""
 
-    def __init__(self, function, grid, block, shared, pointers, scalars, dependent, cluster):
-        super().__init__(function, grid, block, shared, pointers, scalars)
+    def __init__(self, function, grid, block, shared, pointers, scalars, maps, dependent, cluster):
+        super().__init__(function, grid, block, shared, pointers, scalars, maps)
         config = _launch_config(grid, block, shared, dependent, cluster)
         call = driver().cuLaunchKernelEx
         where, kernel = ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr)
@@ -249,5 +263,3 @@ def _extent(grid):
     """Return three numbers of thread blocks from one, or from up to three."""
     grid = grid if isinstance(grid, tuple) else (grid,)
     return grid + (1,) * (3 - len(grid))
-
-

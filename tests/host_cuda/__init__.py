@@ -14,7 +14,7 @@ is ``sbnet_cupy.core.launch.launch`` for NumPy arrays; a test replaces the one b
 
 from .compiler import SANITIZE, CompileError, available
 from .instantiations import INSTANTIATIONS, read_instantiations
-from .launcher import CUDA_SRC, KernelError, constants, launch, prepare, sm_count
+from .launcher import CUDA_SRC, KernelError, constants, describe, launch, prepare, sm_count
 
 __all__ = [
     "CUDA_SRC",
@@ -24,6 +24,7 @@ __all__ = [
     "KernelError",
     "available",
     "constants",
+    "describe",
     "launch",
     "prepare",
     "read_instantiations",

@@ -86,6 +86,37 @@ inline void bulk_copy(void* shared, const void* global, unsigned bytes,
   bulk_copies.begin(shared, global, bytes, address);
 }
 
+// An array of three axes, the innermost first, and a box of it: launcher.py makes it.
+struct alignas(64) TensorMap {
+  const char* data;
+  long long sizes[3], strides[2];  // elements; bytes, of the second and the third axis
+  long long box[3], itemsize;
+  char unused[48];
+};
+static_assert(sizeof(TensorMap) == 128, "as large as a CUtensorMap");
+
+// A box from (inner, across, down) on; zeros outside of the array. Rows of 128 bytes, in the 128-byte swizzle.
+inline void begin_box(void* shared, const TensorMap& map, int inner, int across, int down,
+                     unsigned long long* address) {
+  load_barrier(address);
+  check_aligned(shared, 1024, "copy_box: the place in shared memory");
+  check_aligned(map.data, 16, "copy_box: the array");
+  if (map.box[0] * map.itemsize != 128) fail("copy_box: a row of a box must have 128 bytes");
+  for (int row = 0; row < map.box[1] * map.box[2]; ++row) {
+    long long j = across + row % map.box[1], i = down + row / map.box[1];
+    bool there = j >= 0 && j < map.sizes[1] && i >= 0 && i < map.sizes[2];
+    for (int unit = 0; unit < 8; ++unit) {
+      long long c = inner + unit * (16 / map.itemsize);
+      bool inside = there && c >= 0 && c < map.sizes[0];
+      if (inside && c + 16 / map.itemsize > map.sizes[0])
+        fail("copy_box: on the host, the innermost axis must be whole vectors of 16 bytes");
+      const char* from = map.data + i * map.strides[1] + j * map.strides[0] + c * map.itemsize;
+      char* to = static_cast<char*>(shared) + row * 128 + ((unit ^ (row % 8)) << 4);
+      bulk_copies.begin(to, inside ? from : nullptr, 16, address);
+    }
+  }
+}
+
 inline void barrier_wait(unsigned long long* address, unsigned parity) {
   if (parity > 1) fail("waits for the phase of parity %u, which is neither 0 nor 1", parity);
   for (;; pause_thread()) {

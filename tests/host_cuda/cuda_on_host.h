@@ -16,7 +16,7 @@
 //     unless they call __nanosleep, which lets the others run and is counted.
 //   - Bounds inside one NumPy buffer: an argument that is a slice has no guard bytes of its own.
 //   - __shared__ in a __device__ function works, but holds what the last block left there.
-//   - __activemask, clusters, tensor maps, textures.
+//   - __activemask, clusters, textures.
 #pragma once
 
 #include <math.h>  // libstdc++'s: with overloads of isnan, abs, ... for every type, as CUDA has
@@ -57,14 +57,16 @@ constexpr int warpSize = host_cuda::warp_size;
 namespace host_cuda {
 
 // One letter for each kernel parameter, which launcher.py checks the arguments against:
-// r pointer to const, w pointer to what the kernel may write, i long long, d double.
+// r pointer to const, w pointer to what the kernel may write, i long long, d double, m tensor map.
 template <class P>
 constexpr char parameter_letter() {
   if constexpr (std::is_pointer_v<P>) {
     return std::is_const_v<std::remove_pointer_t<P>> ? 'r' : 'w';
+  } else if constexpr (std::is_same_v<P, TensorMap>) {
+    return 'm';
   } else {
     static_assert(std::is_same_v<P, long long> || std::is_same_v<P, double>,
-                  "kernel parameters are pointers, long long or double");
+                  "kernel parameters are pointers, long long, double or tensor maps");
     return std::is_same_v<P, double> ? 'd' : 'i';
   }
 }

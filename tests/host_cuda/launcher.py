@@ -46,12 +46,23 @@ class _Launch(ctypes.Structure):  # as in runtime.h
     )
 
 
+class _TensorMap(ctypes.Structure):  # as in async_copy.h
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.c_longlong * 3),
+        ("strides", ctypes.c_longlong * 2),
+        ("box", ctypes.c_longlong * 3),
+        ("itemsize", ctypes.c_longlong),
+        ("unused", ctypes.c_char * 48),
+    )
+
+
 @dataclasses.dataclass
 class _Kernel:
     name: str
     library: ctypes.PyDLL  # keeps it loaded
     run: object  # (void** arguments, Launch*) -> error message or None
-    letters: str  # a letter for each parameter: r, w pointers (const or not), i, d
+    letters: str  # a letter for each parameter: r, w pointers (const or not), i, d, m tensor map
     shared_variables: ctypes.Array
 
 
@@ -98,6 +109,20 @@ def prepare(instantiations, *, source_dir=None):
     batches = _batches([(directory, *instantiation) for instantiation in instantiations])
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda batch: _load([key[1:] for key in batch], source_dir), batches))
+
+
+def describe(maps, arrays):
+    """Return the arguments for TensorMaps of ``sbnet_cupy.core.tensor_map``, of these arrays."""
+    return [_described(one, arrays[one.array]) for one in maps]
+
+
+def _described(its, array):
+    size, alignment = ctypes.sizeof(_TensorMap), 64
+    room = ctypes.create_string_buffer(size + alignment)
+    made = _TensorMap.from_buffer(room, -ctypes.addressof(room) % alignment)
+    made.data, made.itemsize = array.ctypes.data, its.itemsize
+    made.sizes[:], made.strides[:], made.box[:] = its.sizes, its.strides, its.box
+    return made
 
 
 def constants(stem, expressions):
@@ -158,7 +183,9 @@ def _parameter(name, letter, value):
         return ctypes.c_longlong(int(value))
     if letter == "d" and isinstance(value, (float, np.floating)):
         return ctypes.c_double(float(value))
-    wanted = "an int" if letter == "i" else "a float"
+    if letter == "m" and isinstance(value, _TensorMap):
+        return value
+    wanted = {"i": "an int", "d": "a float", "m": "what describe() returns"}[letter]
     raise TypeError(f"{name} must be {wanted}, got {value!r}")
 
 

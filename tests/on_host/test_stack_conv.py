@@ -11,7 +11,9 @@ import pytest
 from sbnet_cupy.block_sparse.stack import stack_launch
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import (
     StackPlan,
+    box_of_lines,
     candidates,
+    has_boxes,
     missing_kernel,
     plan_stack_conv,
 )
@@ -204,6 +206,47 @@ def test_shortcut_is_planned_by_the_kernel_that_takes_it():
     assert "shortcut" in missing_kernel(conv, AMPERE)
     uneven = conv._replace(shortcut=conv.shortcut._replace(channels=24))
     assert "shortcut" in missing_kernel(uneven, HOPPER)
+
+
+BOXES = [  # case, tile, results and parts
+    (ConvCase(channels=72, kernel=(1, 1), channels_out=64), TALL, 1, 2),
+    (ConvCase("BFloat16", Blocks(block=(3, 5)), 136, 136, (1, 1)), WIDE, 0, 1),
+    (ConvCase("float", Blocks(block=(2, 4)), 36, 72, (1, 1)), SMALL, 0, 1),
+    (ConvCase(blocks=Blocks(share=0.0), channels=64, kernel=(1, 1)), SMALL, 0, 1),
+    (
+        ConvCase(channels=72, kernel=(1, 1), residual=False, shortcut=(64, (2, 2))), SMALL, 0, 1,
+    ),
+    (
+        ConvCase("BFloat16", Blocks(block=(2, 1)), 24, 136, (1, 1), residual=False,
+                 shortcut=(192, (1, 3))), TALL, 0, 1,
+    ),
+    (
+        ConvCase(blocks=Blocks(image=(20, 130), block=(2, 128)), channels_out=64, kernel=(1, 1),
+                 residual=False, shortcut=(128, (3, 2))), SMALL, 0, 1,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "tile", "results", "parts"), first_of(BOXES, 3, sanitized=7), ids=str
+)
+def test_pixels_that_the_copy_engine_brings_are_exact(case, tile, results, parts, monkeypatch):
+    """Channels that are no whole chunk, cut tiles, shortcuts of lines and of parts of them."""
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=3)
+    plan = full_plan((*tile, 2, 1), True, results)._replace(parts=parts, bulk=True)
+    assert has_boxes(case.sizes(10), BLACKWELL)
+    assert_exact(case, plan, clear_rows=True)
+
+
+def test_boxes_are_whole_lines_or_parts_of_them():
+    boxes = {1: (1, 64), 4: (4, 16), 64: (64, 1), 192: (64, 1), 3: None, 48: None, 65: None}
+    assert {width: box_of_lines(width) for width in boxes} == boxes
+    conv = ConvCase(channels=64, kernel=(1, 1), residual=False, shortcut=(64, (2, 2))).sizes(10)
+    assert has_boxes(conv, HOPPER) and not has_boxes(conv, AMPERE)
+    for change in (
+        {"block_out": (4, 3)}, {"kernel": (3, 3)}, {"vectors_in": False}, {"group": (8, 8)},
+    ):  # fmt: skip
+        assert not has_boxes(conv._replace(**change), HOPPER)
 
 
 def assert_exact(case, plan, clear_rows, settled=False):

@@ -70,7 +70,7 @@ class HostOp:
         launched = []
 
         def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
-                    persistent=False, dependent=False, cluster=1):  # fmt: skip
+                    persistent=False, dependent=False, cluster=1, maps=()):  # fmt: skip
             assert cluster == 1
             if persistent:
                 most = RESIDENT * multiprocessors // math.prod(grid[1:])
@@ -79,6 +79,7 @@ class HostOp:
             def run(*arrays):
                 assert len(arrays) == pointers
                 launched.append((stem, kernel, template))
+                assert not maps
                 launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
 
             return run

@@ -36,7 +36,7 @@ def send_to_shim(monkeypatch, multiprocessors):
     memory, launched = Memory(0xFF), []
 
     def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
-                persistent=False, dependent=False, cluster=1, carveout=-1):  # fmt: skip
+                persistent=False, dependent=False, cluster=1, maps=()):  # fmt: skip
         assert cluster == 1
         grid = grid if isinstance(grid, tuple) else (grid,)
         if persistent:
@@ -46,7 +46,8 @@ def send_to_shim(monkeypatch, multiprocessors):
         def run(*arrays):
             assert len(arrays) == pointers
             launched.append((stem, kernel))
-            host_cuda.launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
+            args = (*arrays, *scalars, *host_cuda.describe(maps, arrays))
+            host_cuda.launch(stem, kernel, template, grid, block, args, shared)
 
         return run
 

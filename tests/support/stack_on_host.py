@@ -26,7 +26,7 @@ def use_shim(monkeypatch, device, thread_blocks=5):
     """Send launches to the shim; a persistent grid gets few thread blocks, which take turns."""
 
     def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
-                persistent=False, dependent=False, cluster=1):  # fmt: skip
+                persistent=False, dependent=False, cluster=1, maps=()):  # fmt: skip
         assert cluster == 1
         grid = grid if isinstance(grid, tuple) else (grid,)
         if persistent:
@@ -34,7 +34,8 @@ def use_shim(monkeypatch, device, thread_blocks=5):
 
         def run(*arrays):
             assert len(arrays) == pointers
-            host_cuda.launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
+            args = (*arrays, *scalars, *host_cuda.describe(maps, arrays))
+            host_cuda.launch(stem, kernel, template, grid, block, args, shared)
 
         return run
 

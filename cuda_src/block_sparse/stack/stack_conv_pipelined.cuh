@@ -5,6 +5,7 @@
 // `also`, whose channels are whole chunks, and the 1x1 kernel of packed_also, whose bias is added, and whose scale is 1.
 // PARTS is the most into which each tile of the last round may be cut, see Rounds.
 // With IMAGES it is the convolution of fused_conv.cu: from images to images, at the pixels of the listed blocks.
+// With BULK, for windows of one pixel, the copy engine brings pixels: one thread asks for 64 at a time, by a tensor map.
 // Source: as stack_conv2d.cu; warps of different roles as in CUTLASS (Thakkar et al. 2023).
 // Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
 // Compute capability 9.0 and newer.
@@ -14,8 +15,9 @@
 #include "block_sparse/stack/stack_conv.cuh"
 #include "block_sparse/stack/stack_pipeline.cuh"
 #include "core/cluster.cuh"
+#include "core/tensor_map.cuh"
 
-constexpr int COPIERS = 128;  // threads that copy
+constexpr int COPIERS = 128;  // threads of a team that copies
 
 // How a thread copies its part of a tile's chunks, one after another: of every 16th row one vector. What a chunk needs is
 // found before it: threads that copy issue one instruction after another, and all others wait for them.
@@ -37,7 +39,7 @@ struct LeanCopier {
     const int *offsets, *its;       // of the thread's rows, at the first tap and the next one
     int mine[POINTWISE ? PASSES : 1];  // where the thread's rows of x begin, where they are the same for all chunks
     int beside[SHORTCUT ? PASSES : 1];  // those of the shortcut
-    int chunk, tap, c;              // the next chunk; its tap, and the channel of the thread's vector
+    int chunk, tap, c;              // this chunk; its tap, and the channel of the thread's vector
     int height;                     // rows of the tile that are copied: if CUT a multiple of 64, else BM
 
     DEVICE LeanCopier(const T* x, const T* also, const int* all_offsets, const Order& order, const Problem& g,
@@ -61,24 +63,30 @@ struct LeanCopier {
         }
     }
 
-    // Begin to copy the next chunk. Rows past the last pixel may be any.
-    DEVICE void copy(u8* stage) {
+    // Begin to copy this chunk. Rows past the last pixel may be any.
+    DEVICE void copy(u8* stage) const {
         if (SHORTCUT && chunk >= order.chunks) {
             vectors<true>(stage, also, beside, ((chunk - order.chunks) * 8 + unit) * LANES, true);
         } else if constexpr (POINTWISE) {
             vectors<true>(stage, x, mine, c, c < C);
-            c += 8 * LANES;
         } else if (chunk < order.groups * order.taps) {
             vectors<false>(stage, x, its, c, true);
-            its += BM;
-            if (++tap == order.taps) tap = 0, its = offsets, c += 8 * LANES;
         } else {
             int its_tap, its_unit;
             order.of_rest(chunk, unit, its_tap, its_unit);
             const bool real = its_tap < order.taps && its_unit * LANES < C;
             vectors<false>(stage, x, offsets + (real ? its_tap : 0) * BM, its_unit * LANES, real);
         }
+    }
+    // Go on to the next one.
+    DEVICE void advance() {
         ++chunk;
+        if constexpr (POINTWISE) {
+            c += 8 * LANES;
+        } else {
+            its += BM;
+            if (++tap == order.taps) tap = 0, its = offsets, c += 8 * LANES;
+        }
     }
 
 private:
@@ -108,6 +116,56 @@ private:
             for (int e = 0; e < 4; ++e)
                 copy_channels<VECTOR, CACHED>(stage + to + (pass + e) * (PASS * TILE_ROW), x, real ? four[e] : -1, channel, C);
         }
+    }
+};
+
+// The packed weights of a tile's columns, chunk after chunk: up to PANELS panels.
+template <int PANELS, bool SHORTCUT>
+struct TileWeights {
+    const u8 *own, *also;  // the first chunk's; the shortcut's first chunk's
+    i64 step, step_also;   // from panel to panel, in bytes
+    int count, here;       // chunks before those of the shortcut; panels that there are
+    // Begin to copy those of chunk i.
+    DEVICE void copy(u8* stage, int i, u64* bar) const {
+        barrier_expect(bar, here * PANEL_CHUNK);
+        const bool is_own = !SHORTCUT || i < count;
+        const u8* const from = is_own ? own + i * PANEL_CHUNK : also + (i - count) * PANEL_CHUNK;
+        const i64 next = is_own ? step : step_also;
+#pragma unroll
+        for (int j = 0; j < PANELS; ++j)
+            if (j < here) bulk_copy(stage + j * PANEL_CHUNK, from + j * next, PANEL_CHUNK, bar);
+    }
+};
+
+// The parameter for the pixels of a stack: a map of boxes of 64 rows and 128 bytes of channels, or nothing, as a number.
+template <bool BULK>
+struct PixelMap {
+    using Type = i64;
+};
+template <>
+struct PixelMap<true> {
+    using Type = TensorMap;
+};
+constexpr int BOX_ROWS = 64;
+
+// The boxes of a tile of BM pixels from p on, of an array of lines of `line` pixels. A box is part of a line, or whole lines.
+template <int BM>
+struct TileBoxes {
+    static constexpr int COUNT = BM / BOX_ROWS;
+    int across[COUNT], down[COUNT];
+    DEVICE TileBoxes(int p, int line) {
+#pragma unroll
+        for (int box = 0; box < COUNT; ++box) {
+            const int first = p + box * BOX_ROWS;
+            down[box] = static_cast<int>(static_cast<u32>(first) / static_cast<u32>(line)), across[box] = first - down[box] * line;
+        }
+    }
+    // Begin to copy 128 bytes of channels from c on, of the first `height` pixels.
+    DEVICE void copy(u8* stage, const TensorMap& map, int c, int height, u64* bar) const {
+        barrier_expect(bar, height * TILE_ROW);
+#pragma unroll
+        for (int box = 0; box < COUNT; ++box)
+            if (box * BOX_ROWS < height) copy_box(stage + box * (BOX_ROWS * TILE_ROW), map, c, across[box], down[box], bar);
     }
 };
 
@@ -179,14 +237,18 @@ struct PipelineMemory {
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES, bool GROUPED>
-__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, BLOCKS)
+          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES, bool BULK, int TEAMS, bool GROUPED>
+__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * COPIERS, BLOCKS)
     stack_conv_pipelined(const T* __restrict__ also, const u8* __restrict__ packed_also, STACK_CONV_PARAMETERS,
-                         i64 channels_also, i64 down_also, i64 across_also) {
+                         i64 channels_also, i64 down_also, i64 across_also,
+                         const __grid_constant__ typename PixelMap<BULK && SHORTCUT>::Type map_also,
+                         const __grid_constant__ typename PixelMap<BULK>::Type map) {
     using Product = Engine<T, BM, BN, WM, WN>;
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = BN / PANEL, RESULT_PITCH = Staged<T, BN>::PITCH;
     constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
+    constexpr int ALL_COPIERS = TEAMS * COPIERS;
+    constexpr int RESIDUAL_COPIERS = BULK ? COPIERS / 2 : ALL_COPIERS;  // the last of those that copy
     constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
     using Team = Cluster<PARTIALS ? 1 : SPLIT>;
     using Sums = SharedSums<BM, BN, SPLIT, LANES>;
@@ -194,6 +256,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
     static_assert(!IMAGES || (RESULTS == 0 && !PARTIALS && !POINTWISE && !SHORTCUT), "results go to pixels one by one");
     static_assert(!GROUPED || (PANELS == 1 && VECTOR_IN && !SHORTCUT), "a tile reads the channels of one panel, in vectors");
+    static_assert(!BULK || (POINTWISE && VECTOR_IN && !GROUPED && TEAMS == 1), "boxes are neighbouring pixels");
     static_assert(PARTS == 1 || (SPLIT == 1 && BM / PARTS % 64 == 0 && MT <= 2), "parts of whole passes and products");
 
     DYNAMIC_SHARED(u8, unaligned);
@@ -209,17 +272,19 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     const int own = SHORTCUT ? max(0, min(order.chunks - first, count)) : count;  // chunks that are no shortcut's
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(shared.full + s, COPIERS + 1);
+            barrier_init(shared.full + s, BULK ? 2 : COPIERS + 1);
             barrier_init(shared.empty + s, MULTIPLIERS / 32);
         }
         for (int s = 0; s < RESULTS; ++s) {
-            barrier_init(shared.result_full + s, COPIERS);
+            barrier_init(shared.result_full + s, RESIDUAL_COPIERS);
             barrier_init(shared.result_empty + s, MULTIPLIERS / 32);
         }
         if constexpr (CLUSTERED) barrier_init(shared.result_full, 1);
-        barrier_init(shared.copiers, COPIERS);
+        barrier_init(shared.copiers, ALL_COPIERS);
         barrier_init(shared.multipliers, MULTIPLIERS);
         barrier_init_fence();
+        if constexpr (BULK) prefetch_map(map);
+        if constexpr (BULK && SHORTCUT) prefetch_map(map_also);
         // The first tile of pixels brings its weights, all there are, to the L2 cache while the kernel ahead still runs.
         // A prefetch may come too early: what is copied later is what is there then.
         const int k0 = static_cast<int>(blockIdx.x) / SPLIT * BN;
@@ -257,82 +322,130 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         using Copier = LeanCopier<POINTWISE, VECTOR_IN, CACHED, BM, SHORTCUT, (PARTS > 1), T>;
         const int thread = threadIdx.x - MULTIPLIERS, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
         int fresh = STAGES;  // stages that nobody has used
-        const Finder finder(table, g);
-        Meeting all(shared.copiers);
+        const auto weights_of = [&](int k0) {
+            const int panel = k0 / PANEL;
+            const u8* const its = packed + tables_bytes(g.K);
+            const u8* const also = SHORTCUT && own < count ? packed_also + tables_bytes(g.K) : nullptr;
+            const i64 step = static_cast<i64>(order.chunks) * PANEL_CHUNK, step_also = static_cast<i64>(chunks_also) * PANEL_CHUNK;
+            return TileWeights<PANELS, SHORTCUT>{its + panel * step + static_cast<i64>(first) * PANEL_CHUNK,
+                                                 also + panel * step_also + static_cast<i64>(first + own - order.chunks) * PANEL_CHUNK,
+                                                 step, step_also, own, min(PANELS, panels - panel)};
+        };
         Stage<STAGES> stage;
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
-        for (int tile = first_tile; tile < tiles; tile += step) {
-            const auto its = rounds.template tile<BN>(tile);
-            const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);
-            const int here = min(PANELS, panels - k0 / PANEL);  // panels of weights
-            const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
-            const u8* const weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + static_cast<i64>(first) * PANEL_CHUNK;
-            const i64 first_also = static_cast<i64>(k0 / PANEL) * chunks_also + first + own - order.chunks;
-            const u8* const weights_also =
-                SHORTCUT && own < count ? packed_also + tables_bytes(g.K) + first_also * PANEL_CHUNK : nullptr;
-            const auto copy_weights = [&](int slot, int i) {
-                u64* const full = shared.full + slot;
-                u8* const at = shared.ring + slot * Memory::STAGE + Memory::A;
-                barrier_expect(full, here * PANEL_CHUNK);
-                const bool is_own = !SHORTCUT || i < own;
-                const u8* const from = is_own ? weights + i * PANEL_CHUNK : weights_also + (i - own) * PANEL_CHUNK;
-                const i64 next = is_own ? panel_step : static_cast<i64>(chunks_also) * PANEL_CHUNK;
-#pragma unroll
-                for (int j = 0; j < PANELS; ++j)
-                    if (j < here) bulk_copy(at + j * PANEL_CHUNK, from + j * next, PANEL_CHUNK, full);
-            };
-            const bool is_first = tile == first_tile;
-            const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
-            if (thread == 0)
-#pragma unroll 1
-                for (int s = 0; s < ahead; ++s) copy_weights(s, s);
-            if constexpr (!POINTWISE) {
-                if (!is_first) all.sync();  // the last tile's offsets are read
-                finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, COPIERS);
-                all.sync();
+        // The residual of a tile: to shared memory, or to the cache, since it is read at the end.
+        const int helper = thread - (ALL_COPIERS - RESIDUAL_COPIERS);
+        const auto stage_residual = [&](int p0, int k0, int end) {
+            if (!residual) return;
+            barrier_wait(shared.result_empty + result_stage.slot, result_stage.phase ^ 1);
+            u8* const result = shared.results + result_stage.slot * (BM * RESULT_PITCH);
+            constexpr int VECTORS = BN / LANES;
+#pragma unroll (BM * VECTORS / COPIERS)
+            for (int i = 0; i < BM * VECTORS / RESIDUAL_COPIERS; ++i) {
+                const int vector = i * RESIDUAL_COPIERS + helper, row = vector / VECTORS, column = vector % VECTORS * LANES;
+                const bool there = p0 + row < end && k0 + column < g.K;
+                copy_async_16(result + row * RESULT_PITCH + column * sizeof(T),
+                              residual + (there ? static_cast<i64>(p0 + row) * g.K + k0 + column : 0), there);
             }
-            const T* const its_x = x + (GROUPED ? by_group.begin(k0 / PANEL, g.C, LANES) : 0);
-            Copier copier(its_x, also, shared.offsets, order, g, channels, shortcut, thread, p0, pixels, first, its.height);
-            wait();
-            if constexpr (RESULTS > 0) {
-                if (residual) {
-                    barrier_wait(shared.result_empty + result_stage.slot, result_stage.phase ^ 1);
-                    u8* const result = shared.results + result_stage.slot * (BM * RESULT_PITCH);
-                    constexpr int VECTORS = BN / LANES;
-#pragma unroll
-                    for (int i = 0; i < BM * VECTORS / COPIERS; ++i) {
-                        const int row = (i * COPIERS + thread) / VECTORS, column = (i * COPIERS + thread) % VECTORS * LANES;
-                        const bool there = p0 + row < end && k0 + column < g.K;
-                        copy_async_16(result + row * RESULT_PITCH + column * sizeof(T),
-                                      residual + (there ? static_cast<i64>(p0 + row) * g.K + k0 + column : 0), there);
-                    }
-                    copies_arrive(shared.result_full + result_stage.slot);
-                    result_stage.advance();
-                }
-            }
-#pragma unroll 1
-            for (int i = 0; i < count; ++i) {
-                if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                if (i >= ahead && i % (COPIERS / 32) == warp && thread % 32 == 0) copy_weights(stage.slot, i);
-                copier.copy(shared.ring + stage.slot * Memory::STAGE);
-                if constexpr (VECTOR_IN) {
-                    copies_arrive(shared.full + stage.slot);
-                } else {
-                    shared_fence();
-                    barrier_arrive(shared.full + stage.slot);
-                }
-                stage.advance();
-            }
-            if (residual && !PARTIALS && !IMAGES && RESULTS == 0)  // it is read at the end
+            copies_arrive(shared.result_full + result_stage.slot);
+            result_stage.advance();
+        };
+        const auto prefetch_residual = [&](int p0, int k0, int end) {
+            if (residual)
                 Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K}.template prefetch<BM, BN>(
-                    thread + rank * COPIERS, COPIERS * SPLIT);
+                    helper + rank * RESIDUAL_COPIERS, RESIDUAL_COPIERS * SPLIT);
+        };
+        const auto leave_tile = [&](int tile) {
             if constexpr (CLUSTERED) {
                 __syncwarp();
                 Team::wait();
                 if (tile + step < tiles) Team::leave();
             }
+        };
+        if constexpr (BULK) {
+            // One warp brings the weights, one the pixels, which are results of the kernel ahead, and two the residual.
+            for (int tile = first_tile; tile < tiles; tile += step) {
+                const auto its = rounds.template tile<BN>(tile);
+                if (warp == 0) {
+                    const auto weights = weights_of(its.k0);
+                    if (elected())
+#pragma unroll 1
+                        for (int i = 0; i < count; ++i) {
+                            if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                            weights.copy(shared.ring + stage.slot * Memory::STAGE + Memory::A, i, shared.full + stage.slot);
+                            stage.advance();
+                        }
+                } else if (warp == 1) {
+                    wait();
+                    const TileBoxes<BM> boxes(its.p0, 0x7fffffff), boxes_also(its.p0, g.pw);
+                    if (elected())
+#pragma unroll 1
+                        for (int i = 0; i < count; ++i) {
+                            if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                            u8* const at = shared.ring + stage.slot * Memory::STAGE;
+                            const int c = (first + i) * (8 * LANES);
+                            if (!SHORTCUT || i < own)
+                                boxes.copy(at, map, c, its.height, shared.full + stage.slot);
+                            else if constexpr (SHORTCUT)
+                                boxes_also.copy(at, map_also, c - order.chunks * (8 * LANES), its.height, shared.full + stage.slot);
+                            stage.advance();
+                        }
+                } else {
+                    wait();
+                    const int end = PARTS == 1 ? pixels : min(pixels, its.p0 + its.height);
+                    if constexpr (RESULTS > 0) stage_residual(its.p0, its.k0, end);
+                    if constexpr (!PARTIALS && RESULTS == 0) prefetch_residual(its.p0, its.k0, end);
+                }
+                leave_tile(tile);
+            }
+            wait();
+        } else {
+            const Finder finder(table, g);
+            Meeting all(shared.copiers);
+            for (int tile = first_tile; tile < tiles; tile += step) {
+                const auto its = rounds.template tile<BN>(tile);
+                const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);
+                const auto weights = weights_of(k0);
+                const auto copy_weights = [&](int slot, int i) {
+                    weights.copy(shared.ring + slot * Memory::STAGE + Memory::A, i, shared.full + slot);
+                };
+                const bool is_first = tile == first_tile;
+                const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
+                if (thread == 0)
+#pragma unroll 1
+                    for (int s = 0; s < ahead; ++s) copy_weights(s, s);
+                if constexpr (!POINTWISE) {
+                    if (!is_first) all.sync();  // the last tile's offsets are read
+                    finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, ALL_COPIERS);
+                    all.sync();
+                }
+                const T* const its_x = x + (GROUPED ? by_group.begin(k0 / PANEL, g.C, LANES) : 0);
+                Copier copier(its_x, also, shared.offsets, order, g, channels, shortcut, thread % COPIERS, p0, pixels, first, its.height);
+                wait();
+                if constexpr (RESULTS > 0) stage_residual(p0, k0, end);
+#pragma unroll 1
+                for (int i = 0; i < count; ++i) {  // teams take turns
+                    --fresh;
+                    if (TEAMS == 1 || i % TEAMS == warp / (COPIERS / 32)) {
+                        if (fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                        const int its_warp = TEAMS == 1 ? i % (COPIERS / 32) : i % (ALL_COPIERS / 32) / TEAMS + i % TEAMS * (COPIERS / 32);
+                        if (i >= ahead && its_warp == warp && thread % 32 == 0) copy_weights(stage.slot, i);
+                        copier.copy(shared.ring + stage.slot * Memory::STAGE);
+                        if constexpr (VECTOR_IN) {
+                            copies_arrive(shared.full + stage.slot);
+                        } else {
+                            shared_fence();
+                            barrier_arrive(shared.full + stage.slot);
+                        }
+                    }
+                    copier.advance();
+                    stage.advance();
+                }
+                if constexpr (!PARTIALS && !IMAGES && RESULTS == 0) prefetch_residual(p0, k0, end);
+                leave_tile(tile);
+            }
+            wait();
         }
-        wait();
     } else {
         take_registers<SHIFTED ? 200 : 0>();
         const int lane = threadIdx.x % 32;
@@ -384,7 +497,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                     for (int j = threadIdx.x; j < BM * 8; j += MULTIPLIERS) round_four(a + j * 16);
                     if constexpr (Product::ASYNC) shared_fence();
                     all.sync();
-                } else if constexpr (Product::ASYNC) {
+                } else if constexpr (Product::ASYNC && !BULK) {
                     shared_fence();  // what cp.async wrote, before the tensor cores read it
                 }
                 if constexpr (Product::ASYNC) {

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .stack_patch_plan import ROW, patch_candidates
 
 PANEL = 64  # output channels that are packed together
+BOX_ROWS = 64  # pixels that the copy engine brings at once
 _UNITS = 8  # of 16 bytes, in a chunk
 _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
@@ -135,12 +136,14 @@ class StackPlan(NamedTuple):
     results: int  # tiles of the result that are staged in shared memory, with the residual
     blocks: int  # thread blocks for which a multiprocessor must have registers
     parts: int = 1  # the most into which each tile of the last round may be cut
+    bulk: bool = False  # whether the copy engine brings pixels, by tensor maps
+    teams: int = 1  # of four warps that copy, and take turns in chunks
 
     @property
     def threads(self):
         """Number of threads of a thread block."""
         multipliers = math.prod(self.warps) * (128 if self.engine == "TileWgmma" else 32)
-        return multipliers + (128 if self.pipelined else 0)
+        return multipliers + (128 * self.teams if self.pipelined else 0)
 
     @property
     def clustered(self):
@@ -176,9 +179,12 @@ class StackPlan(NamedTuple):
             self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
             self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
             conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
-            *([conv.shortcut is not None, self.parts, conv.of_images] if self.pipelined else []),
+            *(self._of_pipelined(conv) if self.pipelined else []),
             conv.group is not None,
         )  # fmt: skip
+
+    def _of_pipelined(self, conv):
+        return conv.shortcut is not None, self.parts, conv.of_images, self.bulk, self.teams
 
     def thread_blocks(self, conv):
         """Number of thread blocks that can have something to do."""
@@ -190,6 +196,21 @@ class StackPlan(NamedTuple):
             return 0
         width = -(-conv.channels_out // self.tile[1]) * self.tile[1]
         return conv.rows * math.prod(conv.block_out) * self.split * width
+
+
+def box_of_lines(width):
+    """Return the pixels across and lines of a box of 64 pixels; None where no box is as many."""
+    if BOX_ROWS % width and width % BOX_ROWS:
+        return None
+    across = min(width, BOX_ROWS)
+    return across, BOX_ROWS // across
+
+
+def has_boxes(conv, device):
+    """Whether the copy engine can bring the pixels of a convolution: neighbours, whole vectors."""
+    if not (device.bulk_copy and conv.pointwise and conv.vectors_in and conv.group is None):
+        return False
+    return conv.shortcut is None or box_of_lines(conv.block_out[1]) is not None
 
 
 def missing_kernel(conv, device):
@@ -286,7 +307,7 @@ def candidates(conv, device):
                         continue
                     if device.hopper and simple and split == blocks == 1:
                         plan = plan._replace(parts=tile[0] // 64)
-                    yield plan
+                    yield plan._replace(bulk=has_boxes(conv, device))
 
 
 def _with_stages(engine, tile, warps, split, results, blocks, conv, device):

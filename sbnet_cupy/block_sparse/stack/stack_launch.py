@@ -38,9 +38,11 @@ from ...core.arrays import empty, vector_bytes
 from ...core.device import current_device
 from ...core.graph_memory import keep_if_capturing
 from ...core.packed import Pack
+from ...core.tensor_map import TensorMap
 from ...dense.packed_weights import steps_of_weights
-from .stack_conv_plan import plan_stack_conv
+from .stack_conv_plan import BOX_ROWS, box_of_lines, plan_stack_conv
 from .stack_depthwise_plan import plan_stack_depthwise
+from .stack_patch_plan import ROW
 
 FILLS = ("zero", "lowest", "nearest", "mirror", "repeat")  # as in stack_halo.cu
 
@@ -110,6 +112,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
         conv.span, *conv.group_sizes,
     )  # fmt: skip
+    maps = _pixel_maps(conv) if pipelined and plan.bulk else ()
     run = kernels.prepare(
         "block_sparse/stack/stack_conv2d",
         plan.kernel,
@@ -117,12 +120,16 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         plan.thread_blocks(conv),
         plan.threads,
         10 if pipelined else 8,
-        (*sizes, int(settled), int(clear_rows), *((channels, *strides) if pipelined else ())),
+        (
+            *sizes, int(settled), int(clear_rows),
+            *((channels, *strides, *[0] * (2 - len(maps))) if pipelined else ()),
+        ),
         shared=plan.shared_bytes(conv),
         persistent=True,
         dependent=True,
         cluster=1 if plan.partials else plan.split,
-    )
+        maps=maps,
+    )  # fmt: skip
     if conv.shortcut is not None:
 
         def launch_both(x, packed, also, packed_also, bin_counts, indices, grid, out):
@@ -138,6 +145,24 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
 
         return launch
     return _with_partials(conv, plan, run, clear_rows)
+
+
+def _pixel_maps(conv):
+    """Return the maps of a convolution's pixels: those of its shortcut, if it has one, and of x.
+
+    x is one line of pixels; the shortcut's pixels at its strides are lines of a block's width.
+    """
+    itemsize = conv.element_bytes
+    inner, pixels = ROW // itemsize, conv.rows * math.prod(conv.block)
+    pixel = conv.channels * itemsize
+    x = TensorMap(2, itemsize, (conv.channels, pixels, 1), (pixel, pixel), (inner, BOX_ROWS, 1))
+    if conv.shortcut is None:
+        return (x,)
+    channels, (down, across) = conv.shortcut
+    height, width = conv.block_out
+    step = across * channels * itemsize
+    sizes, strides = (channels, width, conv.rows * height), (step, down * width * step)
+    return TensorMap(0, itemsize, sizes, strides, (inner, *box_of_lines(width))), x
 
 
 def _with_padded_channels(conv, clear_rows):
