@@ -262,7 +262,7 @@ def test_compile_error_names_the_line(tmp_path):
     with pytest.raises(host_cuda.CompileError, match=r"wrong\.cu:2:"):
         launch("wrong", "f", (1,), 1, 1, (), source_dir=tmp_path)
     (tmp_path / "wrong.cu").write_text("template <int N>\n__global__ void f(int x) {}\n")
-    with pytest.raises(host_cuda.CompileError, match="pointers, long long or double"):
+    with pytest.raises(host_cuda.CompileError, match="pointers, long long, double or tensor maps"):
         launch("wrong", "f", (1,), 1, 1, (), source_dir=tmp_path)
 
 

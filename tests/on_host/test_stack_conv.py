@@ -130,6 +130,41 @@ def test_convolution_of_whole_numbers_is_exact(chosen, monkeypatch):
     assert_exact(case, full_plan(given, pipelined, given[2] % 3 if staged else 0), clear_rows)
 
 
+SHORTCUTS = [
+    (
+        ConvCase(channels=72, kernel=(1, 1), residual=False, shortcut=(64, (2, 2))),
+        plan(SMALL, 3),
+    ),
+    (
+        ConvCase(
+            "BFloat16", Blocks(block=(2, 2)), 24, 136, residual=False, shortcut=(192, (1, 3))
+        ),
+        plan(TALL, 2),
+    ),
+    (
+        ConvCase(blocks=Blocks(share=0.0), residual=False, shortcut=(64, (1, 1))),
+        plan(WIDE, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "given"), first_of([CASES[i] for i in (1, 3, 7, 13, 17)], 2, sanitized=3), ids=str
+)
+def test_two_teams_that_copy_are_exact(case, given, monkeypatch):
+    """Chunks taken in turn, also those of the rest; results that both teams stage."""
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
+    results = 2 if case.sizes(1).vectors_out else 0
+    plan = full_plan((*given[:3], 1), True, results)._replace(teams=2)
+    assert_exact(case, plan, clear_rows=True)
+
+
+@pytest.mark.parametrize(("case", "sizes"), first_of(SHORTCUTS, 1), ids=str)
+def test_two_teams_copy_a_shortcut(case, sizes, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
+    assert_exact(case, full_plan(sizes, True, 0)._replace(teams=2), clear_rows=True)
+
+
 @pytest.mark.parametrize("results", [1, 2])
 @pytest.mark.parametrize("residual", [False, True])
 def test_staged_results_are_exact(results, residual, monkeypatch):
@@ -170,24 +205,6 @@ def test_a_residual_has_a_plan_of_its_own(residual, monkeypatch):
 def test_convolution_from_patches_is_exact(case, plan, monkeypatch):
     use_shim(monkeypatch, BLACKWELL, thread_blocks=4)
     assert_exact(case, plan, clear_rows=plan.patch_stages == 1, settled=plan.stages == 2)
-
-
-SHORTCUTS = [
-    (
-        ConvCase(channels=72, kernel=(1, 1), residual=False, shortcut=(64, (2, 2))),
-        plan(SMALL, 3),
-    ),
-    (
-        ConvCase(
-            "BFloat16", Blocks(block=(2, 2)), 24, 136, residual=False, shortcut=(192, (1, 3))
-        ),
-        plan(TALL, 2),
-    ),
-    (
-        ConvCase(blocks=Blocks(share=0.0), residual=False, shortcut=(64, (1, 1))),
-        plan(WIDE, 2),
-    ),
-]
 
 
 @pytest.mark.parametrize("given", SHORTCUTS, ids=str)

@@ -246,7 +246,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     using Product = Engine<T, BM, BN, WM, WN>;
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = BN / PANEL, RESULT_PITCH = Staged<T, BN>::PITCH;
-    constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
+    // Registers of a thread at launch. Of large tiles those that copy keep few, and those that multiply take the others over.
+    constexpr bool SHIFTED = Product::ASYNC && BM * BN >= (TEAMS == 1 ? 256 : 128) * 128;
+    constexpr int LAUNCHED = 65536 / ((MULTIPLIERS + TEAMS * COPIERS) * BLOCKS) / 8 * 8;
+    constexpr int KEPT = TEAMS == 1 || BM * BN == 128 * 128 ? 96 : BM == 192 ? 48 : 64;
+    constexpr int TAKEN = (LAUNCHED + (LAUNCHED - KEPT) * TEAMS * COPIERS / MULTIPLIERS) / 8 * 8;
     constexpr int ALL_COPIERS = TEAMS * COPIERS;
     constexpr int RESIDUAL_COPIERS = BULK ? COPIERS / 2 : ALL_COPIERS;  // the last of those that copy
     constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
@@ -257,6 +261,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     static_assert(!IMAGES || (RESULTS == 0 && !PARTIALS && !POINTWISE && !SHORTCUT), "results go to pixels one by one");
     static_assert(!GROUPED || (PANELS == 1 && VECTOR_IN && !SHORTCUT), "a tile reads the channels of one panel, in vectors");
     static_assert(!BULK || (POINTWISE && VECTOR_IN && !GROUPED && TEAMS == 1), "boxes are neighbouring pixels");
+    static_assert(TEAMS <= 2, "teams take turns by the parity of a count");
     static_assert(PARTS == 1 || (SPLIT == 1 && BM / PARTS % 64 == 0 && MT <= 2), "parts of whole passes and products");
 
     DYNAMIC_SHARED(u8, unaligned);
@@ -318,7 +323,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
 
     // The same in all lanes, so that what follows from it may be in uniform registers.
     if (__shfl_sync(0xffffffffu, threadIdx.x / 32, 0) >= MULTIPLIERS / 32) {
-        give_registers<SHIFTED ? 96 : 0>();
+        give_registers<SHIFTED ? KEPT : 0>();
         using Copier = LeanCopier<POINTWISE, VECTOR_IN, CACHED, BM, SHORTCUT, (PARTS > 1), T>;
         const int thread = threadIdx.x - MULTIPLIERS, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
         int fresh = STAGES;  // stages that nobody has used
@@ -416,7 +421,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                     for (int s = 0; s < ahead; ++s) copy_weights(s, s);
                 if constexpr (!POINTWISE) {
                     if (!is_first) all.sync();  // the last tile's offsets are read
-                    finder.find<BM, Copier::PASS, BLOCKS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, ALL_COPIERS);
+                    finder.find<BM, Copier::PASS, BLOCKS == 1 && TEAMS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, ALL_COPIERS);
                     all.sync();
                 }
                 const T* const its_x = x + (GROUPED ? by_group.begin(k0 / PANEL, g.C, LANES) : 0);
@@ -424,11 +429,12 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 wait();
                 if constexpr (RESULTS > 0) stage_residual(p0, k0, end);
 #pragma unroll 1
-                for (int i = 0; i < count; ++i) {  // teams take turns
+                for (int i = 0; i < count; ++i) {
                     --fresh;
-                    if (TEAMS == 1 || i % TEAMS == warp / (COPIERS / 32)) {
+                    // Teams take turns, from tile to tile too: neither is more than a round of the ring behind.
+                    if (TEAMS == 1 || (fresh & 1) == warp / (COPIERS / 32)) {
                         if (fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                        const int its_warp = TEAMS == 1 ? i % (COPIERS / 32) : i % (ALL_COPIERS / 32) / TEAMS + i % TEAMS * (COPIERS / 32);
+                        const int its_warp = i / TEAMS % (COPIERS / 32) + (TEAMS == 1 ? 0 : (fresh & 1) * (COPIERS / 32));
                         if (i >= ahead && its_warp == warp && thread % 32 == 0) copy_weights(stage.slot, i);
                         copier.copy(shared.ring + stage.slot * Memory::STAGE);
                         if constexpr (VECTOR_IN) {
@@ -447,7 +453,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             wait();
         }
     } else {
-        take_registers<SHIFTED ? 200 : 0>();
+        take_registers<SHIFTED ? TAKEN : 0>();
         const int lane = threadIdx.x % 32;
         u32 left = 0, right = 0;  // the addresses of the first stage, for the warp
         int group = 0;            // of warps: which rows it has

@@ -76,7 +76,7 @@ def plan_wide(conv, weights, w_format, result, background, device):
         (plan.thread_blocks(conv), 1, 1),
         plan.threads,
         10,
-        (*sizes, 0, 0, 0, 1, 1),  # not settled, rows are not cleared, no shortcut
+        (*sizes, 0, 0, 0, 1, 1, 0, 0),  # not settled, no rows cleared, no shortcut, no maps
         shared=plan.shared_bytes(conv),
         persistent=True,
         dependent=True,

@@ -275,7 +275,11 @@ _CLUSTERED = {2: 128, 3: 120, 4: 120, 8: 112}
 # Cycles of slow activations for a number and group of warps: more warps share them.
 _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 # Cycles in which so many thread blocks add up their sums, beside those in which sums are sent.
-_EXCHANGES = {2: 1600, 3: 1400, 4: 1000, 8: 1800}
+_EXCHANGES = {2: 1600, 3: 1400, 4: 1000, 8: 2200}
+# Bytes a cycle that a multiprocessor takes in while all have tiles, where taps are copied by
+# threads; by output channels of a tile of 64 pixels, with a team that copies and with two.
+_BROUGHT = {(64, 1): 27, (64, 2): 37, (128, 1): 50, (128, 2): 50}
+_OTHER_BROUGHT = 34.3
 # How much longer chunks take with so few stages.
 _FEW_STAGES = {2: 1.5, 3: 1.15}
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
@@ -300,6 +304,8 @@ def candidates(conv, device):
                 break  # larger tiles wait longer for their first chunk
             staged = conv.residual and device.bulk_copy and split == 1 and conv.vectors_out
             staged = staged and not conv.of_images
+            if tile == (128, 64) and not conv.pointwise:
+                most = 1  # two have few stages
             for blocks in range(1, most + 1 if split == 1 else 2):
                 for results in (0, 2) if staged and tile != (256, 128) else (0,):
                     plan = _with_stages(engine, tile, warps, split, results, blocks, conv, device)
@@ -307,7 +313,19 @@ def candidates(conv, device):
                         continue
                     if device.hopper and simple and split == blocks == 1:
                         plan = plan._replace(parts=tile[0] // 64)
-                    yield plan._replace(bulk=has_boxes(conv, device))
+                    bulk = has_boxes(conv, device)
+                    teams = 2 if simple and _gains_by_two_teams(plan, conv, device) else 1
+                    yield plan._replace(bulk=bulk, teams=1 if bulk else teams)
+
+
+def _gains_by_two_teams(plan, conv, device):
+    """Whether two teams of warps that copy are faster than one, as was measured on an H200."""
+    if not device.hopper or conv.pointwise or plan.split > 1:
+        return False
+    if plan.tile == (64, 64):
+        return plan.blocks < 3
+    one_round = plan.tiles(conv, conv.expected) <= device.multiprocessors
+    return plan.blocks == 1 and (plan.tile[0] < 192 or (plan.tile[0] == 192 and one_round))
 
 
 def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
@@ -347,7 +365,7 @@ def _cost(plan, conv, device):
     if small:
         active = max(1.0, min(resident, blocks / spots))  # on average
         copies *= 1 + 0.51 * (active - 1)
-    chunk = max(copies, 1.83 * active * product, 97.9)
+    chunk = max(copies, 1.7 * active * product, 97.9)
     if plan.clustered:
         chunk *= _FEW_STAGES.get(plan.stages, 1.0)
     search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
@@ -364,7 +382,12 @@ def _cost(plan, conv, device):
     path = rounds * (chunks * chunk + results + exchange) + (rounds - 1) * 1.54 * search
     # What the second-level cache, and memory, deliver to all.
     brought = blocks * chunks * sum(plan.tile) * ROW / device.multiprocessors
-    brought = brought / 26.3 + exchange + 0.36 * results if small else brought / 34.3
+    if small:
+        brought = brought / 26.3 + exchange + 0.36 * results
+    elif pixels == 64 and not conv.pointwise:
+        brought /= _BROUGHT[columns, plan.teams]
+    else:
+        brought /= _OTHER_BROUGHT
     memory = conv.memory_cycles(plan.results > 0)
     return 1880 + search + max(path, brought, memory)
 
