@@ -275,7 +275,7 @@ _CLUSTERED = {2: 128, 3: 120, 4: 120, 8: 112}
 # Cycles of slow activations for a number and group of warps: more warps share them.
 _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 # Cycles in which so many thread blocks add up their sums, beside those in which sums are sent.
-_EXCHANGES = {2: 1600, 3: 1400, 4: 1000, 8: 2200}
+_EXCHANGES = {2: 1600, 3: 1400, 4: 1000, 8: 1800}
 # Bytes a cycle that a multiprocessor takes in while all have tiles, where taps are copied by
 # threads; by output channels of a tile of 64 pixels, with a team that copies and with two.
 _BROUGHT = {(64, 1): 27, (64, 2): 37, (128, 1): 50, (128, 2): 50}
@@ -365,7 +365,7 @@ def _cost(plan, conv, device):
     if small:
         active = max(1.0, min(resident, blocks / spots))  # on average
         copies *= 1 + 0.51 * (active - 1)
-    chunk = max(copies, 1.7 * active * product, 97.9)
+    chunk = max(copies, (1.83 if conv.pointwise else 1.7) * active * product, 97.9)
     if plan.clustered:
         chunk *= _FEW_STAGES.get(plan.stages, 1.0)
     search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
