@@ -5,9 +5,11 @@
 // block are 0; rows past the count are not written, or become 0.
 // Source: PyTorch's interpolate on images that are 0 outside of the active blocks. Positions are in float, as there.
 // Python: sbnet_cupy/block_sparse/stack/stack_interpolate.py
-// Launch: persistent grid of 256 threads; a thread block takes `each` pixels of y at a time, 256 at most.
+// Launch: persistent grid of 256 threads; a thread block takes tiles of `lines` x `columns` pixels of y, 256 at most.
 // Why:    a thread finds the pixels of x around one pixel of y, for all its channels: 21 channels are 21 vectors of two
-//         bytes, and to search for each of them took seven times as long. Vectors are written in the order of memory.
+//         bytes, and to search for each of them took seven times as long. Then a thread goes down the lines of one column and
+//         vector: where y is larger, lines in a row lie between the same pixels of x, which are loaded and mixed across once.
+//         Vectors of a line are written in the order of memory.
 #include "block_sparse/stack/block_table.cuh"
 #include "core/async_copy.cuh"
 
@@ -46,9 +48,10 @@ __global__ void __launch_bounds__(THREADS, 3)
                       const int* __restrict__ grid,         // [N, GH, GW]
                       V* __restrict__ y,                    // [M, ph, pw, width]
                       i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 ph, i64 pw,
-                      double step_h, double step_w, double before, double after, i64 each, i64 settled, i64 clear_rows) {
+                      double step_h, double step_w, double before, double after, i64 lines, i64 columns, i64 settled,
+                      i64 clear_rows) {
     constexpr int COUNT = Elements<T, V>::COUNT, SIDE = LINEAR ? 2 : 1;
-    __shared__ Around<SIDE> around[THREADS];  // each pixel of y
+    __shared__ Around<SIDE> around[THREADS];  // each pixel of the tile
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     begin_launch(settled);
     bool waited = !settled;
@@ -56,13 +59,16 @@ __global__ void __launch_bounds__(THREADS, 3)
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
     const int old_h = narrow(bh), old_w = narrow(bw), new_h = narrow(ph), new_w = narrow(pw), size = new_h * new_w;
     const float lead = static_cast<float>(before), back = static_cast<float>(after);
-    const i64 all = static_cast<i64>(rows) * size;
-    for (i64 first = blockIdx.x * each; first < all; first += gridDim.x * each) {
-        const int count = narrow(min(each, all - first));
-        if (thread < count) {
-            const int pixel = narrow(first) + thread, of_row = pixel / size, in_block = pixel - of_row * size;
+    const int tall = narrow(lines), wide = narrow(columns), down_tiles = ceil_div(new_h, tall), across_tiles = ceil_div(new_w, wide);
+    const i64 all = static_cast<i64>(rows) * down_tiles * across_tiles;
+    for (i64 tile = blockIdx.x; tile < all; tile += gridDim.x) {
+        const int of_row = narrow(tile) / (down_tiles * across_tiles), in_row = narrow(tile) - of_row * down_tiles * across_tiles;
+        const int p0 = in_row / across_tiles * tall, q0 = in_row % across_tiles * wide;
+        const int its_lines = min(tall, new_h - p0), its_columns = min(wide, new_w - q0);
+        if (thread < its_lines * its_columns) {
+            const int line = thread / its_columns;
             const BlockTable::Block block = table.block(of_row);
-            const int p = in_block / new_w, q = in_block - p * new_w;
+            const int p = p0 + line, q = q0 + thread - line * its_columns;
             const Between down(block.hi * new_h + p, static_cast<float>(step_h), lead, back, narrow(H));
             const Between across(block.wi * new_w + q, static_cast<float>(step_w), lead, back, narrow(W));
             Around<SIDE> its;
@@ -81,38 +87,49 @@ __global__ void __launch_bounds__(THREADS, 3)
         if (!waited) dependent_wait();
         waited = true;
         const V* const stack = loaded_later(x);
-        V* const to = y + first * width;
-        int pixel = thread / vectors, v = thread - pixel * vectors;
-        const int pixels = THREADS / vectors, rest = THREADS - pixels * vectors;  // that a step goes on by
-#pragma unroll 4
-        for (int i = thread; i < count * vectors; i += THREADS) {
-            const Around<SIDE> its = around[pixel];
-            Elements<T, V> values[SIDE][SIDE], result(zero<V>());
+        V* const to = y + (static_cast<i64>(of_row) * size + static_cast<i64>(p0) * new_w + q0) * width;
+        // The vectors of a line, and if these are few, parts of the lines, are shared out.
+        const int items = its_columns * vectors, parts = max(1, min(its_lines, THREADS / items)), part = ceil_div(its_lines, parts);
+        for (int i = thread; i < items * parts; i += THREADS) {
+            const int number = i / items, item = i - number * items, column = item / vectors, v = item - column * vectors;
+            const int end = min(its_lines, (number + 1) * part);
+            int from[SIDE][SIDE];
+            Elements<T, V> result(zero<V>());
+            float across[2][COUNT];  // the means of two columns, of the line above and the line below
+            for (int line = number * part; line < end; ++line) {
+                const Around<SIDE> its = around[line * its_columns + column];
+                bool same = line > number * part;
 #pragma unroll
-            for (int r = 0; r < SIDE; ++r)
+                for (int r = 0; r < SIDE; ++r)
 #pragma unroll
-                for (int s = 0; s < SIDE; ++s) {
-                    values[r][s].vector = its.from[r][s] < 0 ? zero<V>() : stack[its.from[r][s] * width + v];
+                    for (int s = 0; s < SIDE; ++s) same = same && from[r][s] == its.from[r][s], from[r][s] = its.from[r][s];
+                if (!same) {
+                    Elements<T, V> values[SIDE][SIDE];
+#pragma unroll
+                    for (int r = 0; r < SIDE; ++r)
+#pragma unroll
+                        for (int s = 0; s < SIDE; ++s)
+                            values[r][s].vector = from[r][s] < 0 ? zero<V>() : stack[from[r][s] * width + v];
+                    if constexpr (LINEAR) {
+#pragma unroll
+                        for (int e = 0; e < COUNT; ++e)
+#pragma unroll
+                            for (int r = 0; r < 2; ++r)
+                                across[r][e] = mix(to_compute<float>(values[r][0].element[e]),
+                                                   to_compute<float>(values[r][1].element[e]), its.across);
+                    } else {
+                        result = values[0][0];
+                    }
                 }
-            if constexpr (LINEAR) {
+                if constexpr (LINEAR) {
 #pragma unroll
-                for (int e = 0; e < COUNT; ++e) {
-                    float line[2];
-#pragma unroll
-                    for (int r = 0; r < 2; ++r)
-                        line[r] = mix(to_compute<float>(values[r][0].element[e]),
-                                      to_compute<float>(values[r][1].element[e]), its.across);
-                    result.element[e] = from_compute<T>(mix(line[0], line[1], its.down));
+                    for (int e = 0; e < COUNT; ++e) result.element[e] = from_compute<T>(mix(across[0][e], across[1][e], its.down));
                 }
-            } else {
-                result = values[0][0];
+                to[static_cast<i64>(line) * new_w * width + item] = result.vector;
             }
-            to[i] = result.vector;
-            v += rest, pixel += pixels;
-            if (v >= vectors) v -= vectors, ++pixel;
         }
         __syncthreads();  // the table of pixels may be written again
     }
     if (!waited) dependent_wait();
-    if (clear_rows) clear_rest<false>(y, all * width, M * size * width);
+    if (clear_rows) clear_rest<false>(y, static_cast<i64>(rows) * size * width, M * size * width);
 }

@@ -140,6 +140,7 @@ def _mix_some(first, second, share, resize):
 _OFFSETS = {"nearest": (0.0, 0.0), "nearest-exact": (0.5, 0.0), "bilinear": (0.5, 0.5),
             "bilinear corners": (0.0, 0.0)}  # fmt: skip
 _ENOUGH = 512  # thread blocks that keep a large GPU busy
+_COLUMNS = 32  # of a tile, at most: eight lines of them are a pixel for each thread
 
 
 def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True):
@@ -159,21 +160,24 @@ def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True)
     """
     if not pool.fits:
         return None
-    pixels = pool.rows * math.prod(pool.block_out)
-    # How many a thread block takes at a time: a pixel for each thread, fewer where that would
+    height, width = pool.block_out
+    # How many pixels a thread block takes at a time: a pixel for each thread, fewer where that would
     # leave most of a GPU idle, but a vector for each thread.
-    each = min(max(-(-pixels // _ENOUGH), kernels.THREADS // pool.vectors, 1), kernels.THREADS)
+    each = -(-pool.rows * height * width // _ENOUGH)
+    each = min(max(each, kernels.THREADS // pool.vectors, 1), kernels.THREADS)
+    columns = min(width, _COLUMNS, each)
+    lines = min(height, each // columns)
     return kernels.prepare(
         "block_sparse/stack/stack_interpolate",
         "stack_interpolate",
         (pool.element, f"Bytes<{pool.vector}>::type", mode.startswith("bilinear")),
-        -(-pixels // each),
+        pool.rows * -(-height // lines) * -(-width // columns),
         kernels.THREADS,
         5,
         (
             pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image,
-            *pool.block_out, *map(float, steps), *_OFFSETS[mode], each, int(settled),
-            int(clear_rows),
+            *pool.block_out, *map(float, steps), *_OFFSETS[mode], lines, columns,
+            int(settled), int(clear_rows),
         ),
         persistent=True,
         dependent=True,
