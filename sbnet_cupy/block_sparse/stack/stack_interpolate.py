@@ -4,8 +4,6 @@ Tensors of PyTorch are interpolated by cuda_src/block_sparse/stack/stack_interpo
 positions are PyTorch's: in float32.
 """
 
-import math
-
 from ...core import launch as kernels
 from ...core.arrays import array_function, compute_dtype, namespace
 from .checks import computing
