@@ -47,7 +47,7 @@ def test_plans_are_exact(case, require):
 
     device, rows = current_device(), len(case.blocks.table()[1])
     conv = case.sizes(rows)
-    plans = [p for p in candidates(conv, device) if p.blocks == 1 and is_chosen(p)]
+    plans = [p for p in candidates(conv, device) if is_chosen(p) and p.blocks in (1, p.teams)]
     if not case.shortcut:
         plans += list(patch_candidates(conv, device))[:2]
     assert plans  # each is compared by case.run

@@ -159,7 +159,7 @@ def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True)
     if not pool.fits:
         return None
     height, width = pool.block_out
-    # How many pixels a thread block takes at a time: a pixel for each thread, fewer where that would
+    # How many pixels a thread block takes at a time: one for each thread, fewer where that would
     # leave most of a GPU idle, but a vector for each thread.
     each = -(-pool.rows * height * width // _ENOUGH)
     each = min(max(each, kernels.THREADS // pool.vectors, 1), kernels.THREADS)
