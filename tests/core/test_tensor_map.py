@@ -16,7 +16,7 @@ class Driver:
     def __init__(self, status=0):
         self.status, self.calls = status, []
 
-    def cuTensorMapEncodeTiled(self, made, *arguments):  # noqa: N802
+    def cuTensorMapEncodeTiled(self, made, *arguments):
         """Write a mark to the description."""
         made[0] = b"m"
         self.calls.append((ctypes.addressof(made), ctypes.sizeof(made), arguments))
