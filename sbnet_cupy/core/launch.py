@@ -125,7 +125,7 @@ class _Launch:
     numbers holds them all and only the pointers change from call to call; tensor maps follow them.
     """
 
-    def __init__(self, function, grid, block, shared, pointers, scalars, maps):
+    def __init__(self, function, grid, block, shared, pointers, scalars, maps=()):
         import cupy
 
         self._function = function  # keeps the module loaded

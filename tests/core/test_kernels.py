@@ -332,6 +332,19 @@ def test_parameters_reach_the_kernel_as_its_64_bit_words(launches):
     assert launches == [(*fixed, [2**47, 0, 2**47, *words]), (*fixed, [0, 2**47, 0, *words])]
 
 
+def test_tensor_maps_follow_the_words(launches, monkeypatch):
+    """Each is the map of the array that it names, at the address that this call has."""
+    made = {address: ctypes.c_int64(-address) for address in (2**47, 0)}
+    monkeypatch.setattr(kernels, "encode", lambda tensor_map, address: made[address])
+    maps = (SimpleNamespace(array=1), SimpleNamespace(array=0))
+    run = kernels._Launch(FUNCTION, 7, 256, 0, 2, SCALARS[:6], maps)
+    run(ARRAY, None)
+    run(None, ARRAY)
+    first, second = (words for *_, words in launches)
+    assert (first[:2], first[-2:]) == ([2**47, 0], [0, -(2**47)])
+    assert (second[:2], second[-2:]) == ([0, 2**47], [-(2**47), 0])
+
+
 def test_an_empty_grid_launches_nothing(launches):
     kernels._Launch(FUNCTION, 0, 256, 0, 3, SCALARS)(ARRAY, None, None)
     assert launches == []
