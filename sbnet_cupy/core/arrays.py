@@ -39,6 +39,15 @@ class ArrayContainer:
         """Return a copy with ``function`` applied to every array held."""
         raise NotImplementedError
 
+    def __getstate__(self):
+        """Return what ``copy`` and ``pickle`` take over: not what was found out of the arrays."""
+        kind = type(self)
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if not isinstance(getattr(kind, name, None), functools.cached_property)
+        }
+
 
 def library_of(value):
     """Return the array library that ``value`` belongs to, or None when it is not an array."""

@@ -1,5 +1,9 @@
 """block_table: the list of active blocks, and the row of the block at each place."""
 
+import copy
+import dataclasses
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,9 +14,12 @@ from sbnet_cupy import (
     BlockTable,
     CapacityError,
     DTypeError,
+    PackedWeights,
     ShapeError,
     block_table,
     reduce_mask,
+    stack_conv2d,
+    stack_from_image,
 )
 from support import stack_cases, strategies
 from support.assertions import assert_same, to_numpy
@@ -177,3 +184,17 @@ def test_tables_pass_through_the_door(lib):
     stack = stack_from_image(lib.make(np.ones((1, 4, 4, 2), np.float32)), table)
     assert type(stack) is type(mask) and stack.shape == (4, 2, 2, 2)
     assert stack_halo(stack, table, 1).shape == (4, 4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))]
+)
+def test_copies_of_what_was_used(duplicate):
+    """What is known of arrays, such as their device and alignment, does not hold for copies."""
+    table, weights = block_table(np.ones((1, 4, 4)), 2), PackedWeights(np.ones((3, 3, 1, 1)))
+    x = stack_from_image(np.ones((1, 4, 4, 1)), table)
+    expected = stack_conv2d(x, weights, table)
+    same, same_weights = duplicate(table), duplicate(weights)
+    assert vars(same).keys() == {field.name for field in dataclasses.fields(table)}
+    assert not vars(same_weights).keys() & {"_device", "specs"}
+    assert_same(stack_conv2d(x, same_weights, same), expected)
