@@ -239,6 +239,7 @@ def test_stages_of_products():
         "TileMma", (64, 64), (2, 2), 3, 1, False, True, False, 1, 1
     )  # fmt: skip
     expected["COPIERS"] = plan.threads - 4 * 32
+    expected["BOX_ROWS"] = stack_conv_plan.BOX_ROWS
     check(f"{STACK}/stack_conv2d", expected)
     sites = site_conv_plan.PipelinedPlan((128, 64), (2, 1), 3)
     stage = sum(sites.tile) * site_conv_plan._ROW

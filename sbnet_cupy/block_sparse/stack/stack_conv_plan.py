@@ -290,6 +290,7 @@ def candidates(conv, device):
     engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
     offsets = 0 if conv.pointwise else math.prod(conv.kernel) * 4
     simple = conv.vectors_in and conv.element != "float"
+    bulk = has_boxes(conv, device)
     for tile, warps, most in tiles:
         if tile[0] * offsets > _MOST_OFFSETS or (conv.group and tile[1] != PANEL):
             continue
@@ -299,13 +300,13 @@ def candidates(conv, device):
             most = 2 if sum(tile) == 128 else 1
             if tile in ((192, 128), (256, 128)):
                 continue
+        if tile == (128, 64) and not conv.pointwise:
+            most = 1  # two have few stages
         for split in _SPLITS:
             if split > 1 and conv.chunks < (2 if tile == (64, 64) else 8) * split:
                 break  # larger tiles wait longer for their first chunk
             staged = conv.residual and device.bulk_copy and split == 1 and conv.vectors_out
             staged = staged and not conv.of_images
-            if tile == (128, 64) and not conv.pointwise:
-                most = 1  # two have few stages
             for blocks in range(1, most + 1 if split == 1 else 2):
                 for results in (0, 2) if staged and tile != (256, 128) else (0,):
                     plan = _with_stages(engine, tile, warps, split, results, blocks, conv, device)
@@ -313,9 +314,8 @@ def candidates(conv, device):
                         continue
                     if device.hopper and simple and split == blocks == 1:
                         plan = plan._replace(parts=tile[0] // 64)
-                    bulk = has_boxes(conv, device)
                     teams = 2 if simple and _gains_by_two_teams(plan, conv, device) else 1
-                    yield plan._replace(bulk=bulk, teams=1 if bulk else teams)
+                    yield plan._replace(bulk=bulk, teams=teams)
 
 
 def _gains_by_two_teams(plan, conv, device):
