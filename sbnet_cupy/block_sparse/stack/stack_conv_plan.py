@@ -275,7 +275,7 @@ _CLUSTERED = {2: 128, 3: 120, 4: 120, 8: 112}
 # Cycles of slow activations for a number and group of warps: more warps share them.
 _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 # Cycles in which so many thread blocks add up their sums, beside those in which sums are sent.
-_EXCHANGES = {2: 1600, 3: 1400, 4: 1000, 8: 1800}
+_EXCHANGES = {2: 1600, 3: 1400, 4: 1000, 8: 1960}
 # Bytes a cycle that a multiprocessor takes in while all have tiles, where taps are copied by
 # threads; by output channels of a tile of 64 pixels, with a team that copies and with two.
 _BROUGHT = {(64, 1): 27, (64, 2): 37, (128, 1): 50, (128, 2): 50}
