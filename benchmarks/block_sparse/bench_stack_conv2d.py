@@ -1,10 +1,11 @@
-"""stack_conv2d and fused_conv: the layers of ResNet-50 at active blocks, against cuDNN.
+"""stack_conv2d and fused_conv: the layers of ResNet-50 at active blocks, against dense ones.
 
     python -m benchmarks.block_sparse.bench_stack_conv2d [--out FOLDER]
 
 Images of 800 x 1408 pixels in blocks of 32, float16, with bias and relu: every block active, and a
 tenth of them. One CUDA graph holds CALLS calls, all on the same arrays, as between the layers of a
-network; cuDNN runs through PyTorch on channels_last tensors, with neither bias nor relu.
+network. The dense layer runs through PyTorch on channels_last tensors, with neither bias nor relu:
+the better of cuDNN's convolution and, for 1x1 kernels, cuBLAS's product of matrices.
 """
 
 import argparse
@@ -142,8 +143,14 @@ def measure(cupy, torch, layer, columns):
     x = torch.randn(1, channels, *size, device="cuda").half()
     w = torch.randn(channels_out, channels, kernel, kernel, device="cuda").half()
     x, w = (t.to(memory_format=torch.channels_last) for t in (x, w))
-    dense = torch.nn.functional.conv2d
-    best = statistics.median(times(lambda: dense(x, w, stride=stride, padding=kernel // 2)))
+    convolve, multiply = torch.nn.functional.conv2d, torch.nn.functional.linear
+    dense = {"cuDNN": lambda: convolve(x, w, stride=stride, padding=kernel // 2)}
+    if kernel == stride == 1:
+        pixels, matrix = x.permute(0, 2, 3, 1).reshape(-1, channels), w[:, :, 0, 0].contiguous()
+        dense["cuBLAS"] = lambda: multiply(pixels, matrix)
+    dense = {by: statistics.median(times(call)) for by, call in dense.items()}
+    by = min(dense, key=dense.get)
+    best = dense[by]
     for share in SHARES:
         work = Layer(cupy, layer, share)
         work.check()
@@ -151,7 +158,7 @@ def measure(cupy, torch, layer, columns):
             us = times(call)
             middle = statistics.median(us)
             print(
-                f"{op:>12} {name:>16} {times_sign(size):>9} {share:4.0%}: {middle:6.1f} us, cuDNN "
+                f"{op:>12} {name:>16} {times_sign(size):>9} {share:4.0%}: {middle:6.1f} us, dense "
                 f"{best:6.1f} us, {best / middle:5.2f}x",
                 flush=True,
             )
@@ -161,7 +168,8 @@ def measure(cupy, torch, layer, columns):
                 density=share, blocks=work.count, variant=name, implementation=OURS,
                 timed_by="graph", us=middle, us_p10=us[len(us) // 10],
                 us_p90=us[-1 - len(us) // 10], bytes=None, gb_per_s=None, percent_of_copy=None,
-                original_us=None, ratio_to_original=None, note=f"{CALLS} calls in a graph",
+                original_us=None, ratio_to_original=None,
+                note=f"{CALLS} calls in a graph; dense by {by}",
                 dense_us=best, ratio_to_dense=best / middle,
             )  # fmt: skip
 
