@@ -11,6 +11,7 @@ private name of PyTorch shows every change of a tensor, and fused optimizers lea
 of a ``PackedWeights`` or ``PackedBottleneck`` are packed once.
 """
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -136,7 +137,8 @@ def run(operation, tensors, options, described=None):
         body = _with_weights(body, operation.operator.arrays, packed)
     if out is None:
         given[place] = tensors[0].new_empty(plan.shape)
-    compute(body, given)
+    with operation.around() if device < 0 else contextlib.nullcontext():
+        compute(body, given)
     return given[place]
 
 

@@ -7,6 +7,7 @@ the schema, the bodies, the kernels for fake tensors and the registration with a
 ``torch.library.Library`` and not ``custom_op``: the same operator, at two thirds of the host time.
 """
 
+import contextlib
 from numbers import Integral
 from typing import NamedTuple
 
@@ -76,6 +77,8 @@ class Operation:
     on_cpu : function, optional
         Of the dtype and the options: returns what computes a call on a CPU from NumPy views of all
         arrays in place of the core, or None.
+    around : function, optional
+        Returns the context in which a call is computed on a CPU.
     derived : function, optional
         Of a plan with a launch, and the tensors: what is computed of them and kept with one, and
         its addresses, which are operands after the packed weights.
@@ -83,11 +86,11 @@ class Operation:
 
     def __init__(
         self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, unused=(),
-        weights=None, on_cpu=None, derived=None,
+        weights=None, on_cpu=None, around=contextlib.nullcontext, derived=None,
     ):  # fmt: skip
         self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
         self.weights, self._arrays, self.on_cpu = weights, operator.arrays, on_cpu
-        self.derived = derived
+        self.around, self.derived = around, derived
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
         self._options = [name for name in operator.options if name != "in_place"]

@@ -22,6 +22,7 @@ from ...submanifold.site_max import SITE_MAX, SITE_MAX_GRAD, SITE_MAX_TANGENT
 from ...submanifold.site_sum import SITE_SUM
 from ...submanifold.transposed_rows import TRANSPOSED_ROWS
 from .. import _dispatch_state as state
+from .._blas_threads import one_blas_thread
 from .._call import call
 from .._namespace import activation_backward, affine, wide
 from .._native import compute, numpy_dtype
@@ -251,13 +252,14 @@ _HERE = sys.modules[__name__]
 _TRANSPOSED = Operation(TRANSPOSED_ROWS)
 CONV = Operation(
     SITE_CONV, _HERE, gradient=_conv_gradient, saves=_conv_saves, weights=slice(3, 6),
-    derived=_order_of,
+    around=one_blas_thread, derived=_order_of,
 )  # fmt: skip
 _WEIGHT_GRAD = Operation(
     SITE_WEIGHT_GRAD,
     _HERE,
     gradient=_weight_grad_gradient,
     saves=lambda arrays, options: {"features", "grad_y", "rows"},
+    around=one_blas_thread,
 )
 _SUM = Operation(SITE_SUM, _HERE, gradient=_sum_gradient)
 _MAX = Operation(
