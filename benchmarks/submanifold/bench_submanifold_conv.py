@@ -11,6 +11,7 @@ kernels, without the time between them, and what a call costs the thread. On a C
 ratios of one run.
 """
 
+import functools
 import itertools
 
 import numpy as np
@@ -160,6 +161,9 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
         wait = cupy.cuda.Device().synchronize
         host = HostClock(wait, quick).time(Contender(OURS, [case.convolve]), None)
         yield _row(columns, case, "host", OURS, host)
+        for variant, call in _kept_calls(case, torch):
+            host = HostClock(wait, quick).time(Contender(OURS, [call]), None)
+            yield _row(columns, case, f"host, {variant}", OURS, host)
     if torch is None:
         return
     clock = TorchClock(torch, quick)
@@ -180,6 +184,22 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
         yield _row(columns, case, "forward, weights packed, kernels", OURS, ours)
         host = HostClock(torch.cuda.synchronize, quick).time(Contender("", [found[name][0]]), None)
         yield _row(columns, case, "host", "spconv", host)
+
+
+def _kept_calls(case, torch):
+    """Return submanifold_conv of sites whose map is kept and weights that are packed, by name."""
+    calls = [("weights packed", functools.partial(sb.submanifold_conv, case.x, case.packed))]
+    if torch is not None and np.dtype(case.dtype).name != "bfloat16":
+        from sbnet_cupy import torch as tensors
+
+        features, rows, w = map(torch.from_dlpack, (case.x.features, case.rows, case.weights))
+        sites, _ = tensors.coordinate_map(
+            rows, spatial_shape=case.scene.spatial_shape, batch_size=1, capacity=len(rows)
+        )
+        x, w = sb.SparseTensor(features, sites), sb.PackedWeights(w, precision=case.precision)
+        call = torch.no_grad()(functools.partial(tensors.submanifold_conv, x, w))
+        calls.append(("weights packed, tensors", call))
+    return calls
 
 
 def _row(columns, case, variant, implementation, timing, note=""):

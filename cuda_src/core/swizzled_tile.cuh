@@ -2,7 +2,7 @@
 // A row of a tile is 128 bytes of k: 64 numbers of 2 bytes, or 32 floats. It is 8 units of 16 bytes, and unit u of
 // row r lies at place u ^ (r % 8), so that units in a column lie in different banks. That is the 128-byte swizzle of
 // wgmma; ldmatrix reads the same tiles.
-//   TileMma    the product by mma.sync, warp by warp, on any tensor core
+//   TileMma    the product by mma.sync, warp by warp, on any tensor core; GroupedMma: by groups that share k
 //   TileWgmma  the same by wgmma, four warps together, on compute capability 9.0
 // A warp holds acc[MT][NT][4]: MT groups of 16 rows, NT groups of 8 columns, as mma.sync leaves them (tensor_core.cuh).
 #pragma once
@@ -48,15 +48,18 @@ DEVICE void multiply_step(float (&acc)[NT][4], const u32 (&left)[4], const u32 (
     }
 }
 
-// WM x WN warps share the rows and the columns.
-template <typename T, int BM, int BN, int WM_, int WN_>
-struct TileMma {
-    static constexpr int WM = WM_, WN = WN_, THREADS = WM * WN * 32, MT = BM / WM / 16, NT = BN / WN / 8;
+// WK groups of WM x WN warps: those of a group share the rows and the columns; each group has its part of k.
+template <typename T, int BM, int BN, int WM_, int WN_, int WK>
+struct GroupedMma {
+    static constexpr int WM = WM_, WN = WN_, THREADS = WM * WN * WK * 32, MT = BM / WM / 16, NT = BN / WN / 8;
     static constexpr bool ASYNC = false;
     static_assert(MT * WM * 16 == BM && NT * WN * 8 == BN && NT % 4 == 0, "warps share the tile evenly");
 
     static DEVICE int row(int m) { return (threadIdx.x / 32 % WM * MT + m) * 16; }
-    static DEVICE int column() { return threadIdx.x / 32 / WM * (NT * 8); }
+    static DEVICE int column() {
+        const int warp = threadIdx.x / 32 / WM;
+        return (WK == 1 ? warp : warp % WN) * (NT * 8);
+    }
 
     // Only the steps of 32 bytes of k whose bit is set in `steps`.
     static DEVICE void multiply(float (&acc)[MT][NT][4], const u8* a, const u8* b, u32 steps = 15) {
@@ -98,6 +101,8 @@ private:
         }
     }
 };
+template <typename T, int BM, int BN, int WM, int WN>
+struct TileMma : GroupedMma<T, BM, BN, WM, WN, 1> {};
 
 // WM x WN groups of four warps share the rows, 64 at a time, and the columns.
 template <typename T, int BM, int BN, int WM_, int WN_>

@@ -9,6 +9,7 @@
 //   STAGES   0: all weights stay in shared memory; else a warp streams those of a part and tap through a ring of so many
 //   COPIED   bytes that are copied together: 16, or 4 or 8 where that is a whole row of x
 //   BUFFERS  2: the next rows are copied while these are multiplied
+//   OVERLAP  wait for the launches ahead before all else, and let the next one begin
 // By SplitWgmma groups of four warps share the taps of a tile, and their sums are added in their order.
 #pragma once
 
@@ -73,7 +74,7 @@ struct Streamers {
 };
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int RB,
-          int STAGES, int BUFFERS, int BLOCKS, int COPIED, bool ROUND, int ACTIVATION>
+          int STAGES, int BUFFERS, int BLOCKS, int COPIED, bool ROUND, int ACTIVATION, bool OVERLAP>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers<Engine<T, BM, BN, WM, WN>, STAGES, BLOCKS>::COUNT, BLOCKS)
     site_conv_tiles(const T* __restrict__ x,  // [N, C]
                     const u8* __restrict__ packed,
@@ -83,6 +84,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                     const T* __restrict__ residual,  // [M, K] or null
                     T* __restrict__ y,               // [M, K]
                     i64 M, i64 taps, i64 C, i64 K, i64 most) {
+    if constexpr (OVERLAP) overlap_launches(x, packed, order, heads, sources, locals, valid, residual);
     using Product = Engine<T, BM, BN, WM, WN>;
     constexpr int SPLIT = split_of<Product>(0);  // groups that share the taps
     using Memory = TileMemory<BM, BN, RB, STAGES, BUFFERS, SPLIT>;

@@ -129,6 +129,8 @@ class _Launch:
         import cupy
 
         self._function = function  # keeps the module loaded
+        self._decided = (grid, block, shared, pointers, scalars, maps)
+        self._given, self._decided_arrays = range(pointers), ()
         values = np.zeros(pointers + len(scalars), np.int64)
         for position, scalar in enumerate(scalars, pointers):
             kind = np.float64 if isinstance(scalar, float) else np.int64
@@ -153,13 +155,28 @@ class _Launch:
         addresses = [0 if array is None else array.data.ptr for array in arrays]
         self.on(self._stream(self._device).ptr, addresses)
 
+    def bound(self, arrays, given):
+        """Return this launch with its arrays decided too, but for those at the places ``given``.
+
+        It keeps the arrays, and is called with the others, in the order of ``given``.
+        """
+        bound = self._twin()
+        for position, array in enumerate(arrays):
+            bound._values[position] = 0 if array is None else array.data.ptr
+        bound._given, bound._decided_arrays = given, arrays
+        return bound
+
+    def _twin(self):
+        """Return another launch like this one, with parameters of its own."""
+        return _Launch(self._function, *self._decided)
+
     def on(self, stream, addresses):
         """Launch on a stream of the current device, with the arrays at these addresses."""
         if self._empty:
             return
         values = self._values
         with self._lock:
-            for position, address in enumerate(addresses):
+            for position, address in zip(self._given, addresses, strict=True):
                 values[position] = address
             described = self._describe() if self._maps else None  # kept until it is copied
             try:
@@ -245,6 +262,7 @@ class _ExtendedLaunch(_Launch):
 
     def __init__(self, function, grid, block, shared, pointers, scalars, maps, dependent, cluster):
         super().__init__(function, grid, block, shared, pointers, scalars, maps)
+        self._attributes = (dependent, cluster)
         config = _launch_config(grid, block, shared, dependent, cluster)
         call = driver().cuLaunchKernelEx
         where, kernel = ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr)
@@ -257,6 +275,9 @@ class _ExtendedLaunch(_Launch):
                 raise self._error(status)
 
         self._launch = launch
+
+    def _twin(self):
+        return _ExtendedLaunch(self._function, *self._decided, *self._attributes)
 
 
 def _extent(grid):

@@ -81,8 +81,15 @@ def site_conv(
                    out)  # fmt: skip
 
 
-def compute(features, w, made, groups, scale, bias, residual, activation, precision, out):
+def compute(*arguments):
     """Check and compute :func:`site_conv`."""
+    return compute_by_plan(*arguments)[0]
+
+
+def compute_by_plan(
+    features, w, made, groups, scale, bias, residual, activation, precision, out
+):  # fmt: skip
+    """Check and compute :func:`site_conv`; return the result and the Plan."""
     weights, (w, scale, bias, precision) = read_weights(w, scale, bias, precision)
     options = _options(made, groups, activation, precision)
     own = (w, scale, bias) if weights is None else (weights.specs,)
@@ -91,7 +98,7 @@ def compute(features, w, made, groups, scale, bias, residual, activation, precis
     read = (features, rows, valid, w, scale, bias, residual)
     if out is not None:
         check_written(out, SITE_CONV.arrays[:-1], read)
-    return _run(plan, made, (*read, out), weights)
+    return _run(plan, made, (*read, out), weights), plan
 
 
 def convolve(made, arrays, options):

@@ -6,6 +6,7 @@ import re
 import shutil
 import stat
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -343,6 +344,31 @@ def test_tensor_maps_follow_the_words(launches, monkeypatch):
     first, second = (words for *_, words in launches)
     assert (first[:2], first[-2:]) == ([2**47, 0], [0, -(2**47)])
     assert (second[:2], second[-2:]) == ([0, 2**47], [-(2**47), 0])
+
+
+def test_a_bound_launch_takes_the_arrays_that_are_not_decided(launches):
+    """Neither it nor the launch that it is of changes the other's parameters."""
+    run = kernels._Launch(FUNCTION, 7, 256, 1024, 3, SCALARS)
+    bound = run.bound((None, ARRAY, None), (2, 0))
+    bound(ARRAY, None)
+    run(ARRAY, None, None)
+    with kernels.recorded() as calls:
+        bound(None, ARRAY)
+    assert calls == [(bound, (None, ARRAY))]
+    assert [words[:3] for *_, words in launches] == [
+        [0, 2**47, 2**47], [2**47, 0, 0], [2**47, 2**47, 0],
+    ]  # fmt: skip
+    assert len({(*sizes, *words[3:]) for *sizes, words in launches}) == 1
+
+
+def test_a_bound_launch_keeps_its_arrays(launches):
+    array = SimpleNamespace(data=ARRAY.data, memory=np.zeros(1))
+    known = weakref.ref(array.memory)
+    bound = kernels._Launch(FUNCTION, 7, 256, 0, 1, ()).bound((array,), ())
+    del array
+    assert known() is not None
+    del bound
+    assert known() is None
 
 
 def test_an_empty_grid_launches_nothing(launches):

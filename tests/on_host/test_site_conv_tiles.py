@@ -1,5 +1,6 @@
 """Convolutions by tiles that read each row once, on the CPU, against the other kernels."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv_plan import (
     _TILINGS,
     MmaPlan,
+    OncePlan,
     SiteConvSizes,
     TilesPlan,
     plan_site_conv,
@@ -100,10 +102,13 @@ HOPPER = Device(132, 227 << 10, hopper=True, bulk_copy=True)
 @pytest.mark.parametrize("taps", [9, 27, 64])
 @pytest.mark.parametrize("channels", [8, 16, 32, 64, 96, 128, 256])
 def test_plans_of_tiles_fit_the_device(taps, channels):
-    for sites in (1700, 9000, 14_000, 50_000, 100_000, 500_000):
+    for sites in (300, 1700, 9000, 14_000, 50_000, 100_000, 500_000):
         conv = SiteConvSizes("Half", sites, sites, taps, channels, channels, 1, 0, False, 16, 16)
         plan = plan_site_conv(conv, HOPPER)
-        if taps < 64:
+        if isinstance(plan, OncePlan):
+            assert sites < 9000 and plan.shared_bytes(conv) <= HOPPER.shared_bytes
+            assert math.prod(plan.tiles(conv)) <= HOPPER.multiprocessors
+        elif taps < 64:
             assert isinstance(plan, TilesPlan)
         if isinstance(plan, TilesPlan):
             assert plan.shared_bytes(conv) * plan.blocks <= HOPPER.shared_bytes

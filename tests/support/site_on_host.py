@@ -31,6 +31,16 @@ def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, pe
         LAUNCHED.append(kernel)
         host_cuda.launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
 
+    def bound(arrays, given):
+        def run_others(*others):
+            filled = list(arrays)
+            for place, array in zip(given, others, strict=True):
+                filled[place] = array
+            run(*filled)
+
+        return run_others
+
+    run.bound = bound
     return run
 
 

@@ -1,0 +1,165 @@
+"""Calls of submanifold_conv that are kept give what the first of their kind gave."""
+
+import gc
+import importlib
+import weakref
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from sbnet_cupy.submanifold import site_conv_launch
+from support import site_on_host
+from support.assertions import assert_same
+
+SIZE = 9
+module = importlib.import_module("sbnet_cupy.submanifold.submanifold_conv")
+
+
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def xp(request, require, monkeypatch):
+    """NumPy, with the kernels on the host, or CuPy."""
+    if request.param == "gpu":
+        yield require("gpu")
+        return
+    monkeypatch.setattr(site_conv_launch, "current_device", lambda: site_on_host.AMPERE)
+    with site_on_host.by_kernels():
+        yield np
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """Whether each call was one that is kept."""
+    found, compute_again = [], module.compute_again
+
+    def noted(*arguments):
+        y = compute_again(*arguments)
+        found.append(y is not None)
+        return y
+
+    monkeypatch.setattr(module, "compute_again", noted)
+    return found
+
+
+def draw(xp, dtype=np.float16, channels=16, seed=0):
+    """Return a SparseTensor, other features and PackedWeights."""
+    rng = np.random.default_rng(seed)
+    cells = np.flatnonzero(rng.random(SIZE**3) < 0.2)
+    rows = np.stack([np.zeros_like(cells), *np.unravel_index(cells, (SIZE,) * 3)], 1)
+    sites, _ = sb.coordinate_map(
+        xp.asarray(rows.astype(np.int32)), spatial_shape=(SIZE,) * 3, batch_size=1
+    )
+    one, other = rng.standard_normal((2, len(rows), channels)).astype(dtype)
+    w = rng.standard_normal((3, 3, 3, channels, channels)).astype(dtype)
+    x = sb.SparseTensor(xp.asarray(one), sites)
+    return x, xp.asarray(other), sb.PackedWeights(xp.asarray(w))
+
+
+def fresh(x, w, **options):
+    """Return the features of a call by way of its map, which no kept call takes part in."""
+    made = sb.kernel_map(x.coordinates, 3, onto=x.coordinates)
+    return sb.site_conv(x.features, w, made, **options)
+
+
+def test_another_call_gives_the_same(xp, again):
+    """With other features, with a residual or without."""
+    x, other, w = draw(xp)
+    for features in (x.features, other, x.features):
+        x = sb.SparseTensor(features, x.coordinates)
+        for residual in (None, other, sb.SparseTensor(other, x.coordinates), None):
+            y = sb.submanifold_conv(x, w, residual=residual, activation="relu")
+            given = other if isinstance(residual, sb.SparseTensor) else residual
+            assert_same(y.features, fresh(x, w, residual=given, activation="relu"))
+            assert y.coordinates is x.coordinates
+    assert again == [False, False, True, False, True, False, True, False, True, False, True, False]
+
+
+def test_what_differs_is_another_call(xp, again):
+    x, other, w = draw(xp)
+    y = sb.submanifold_conv(x, w)
+    shifted = xp.empty(other.size + 1, other.dtype)[1:].reshape(other.shape)
+    shifted[...] = x.features
+    others = [
+        (x, {"dilation": 2}), (x, {"activation": "relu"}),
+        (sb.SparseTensor(other.astype(np.float32), x.coordinates), None),
+    ]  # fmt: skip
+    if xp is not np:  # plans on a CPU do not ask for alignment
+        others.append((sb.SparseTensor(shifted, x.coordinates), {}))
+    for again_x, options in others:
+        sb.submanifold_conv(x, w)
+        del again[:]
+        if options is None:
+            with pytest.raises(sb.DTypeError, match="dtype of the features"):
+                sb.submanifold_conv(again_x, w)
+        else:
+            sb.submanifold_conv(again_x, w, **options)
+        assert again == [False]
+    sb.submanifold_conv(x, w)
+    for wrong in ({"groups": True}, {"groups": 1.0}):
+        with pytest.raises(sb.ShapeError, match="groups"):
+            sb.submanifold_conv(x, w, **wrong)
+    with pytest.raises(ValueError, match="bias must be None"):
+        sb.submanifold_conv(x, w, bias=xp.ones(16, np.float32))
+    assert_same(sb.submanifold_conv(x, w).features, y.features)
+
+
+def test_refreshed_weights_are_used(xp, again):
+    x, _, w = draw(xp)
+    sb.submanifold_conv(x, w)
+    w.w *= 2
+    w.refresh()
+    assert_same(sb.submanifold_conv(x, w).features, fresh(x, w))
+    assert again == [False, True]
+
+
+def test_weights_and_sites_are_freed(xp):
+    """A kept call holds neither the PackedWeights nor the coordinates."""
+    x, _, w = draw(xp)
+    _, _, others = draw(xp, seed=1)
+    for weights in (w, others, w):
+        sb.submanifold_conv(x, weights)
+    known = weakref.ref(others)
+    del others, weights
+    assert known() is None
+    known = weakref.ref(x.coordinates)
+    gc.disable()
+    try:
+        del x
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+def test_a_graph_of_kept_calls_replays(require, again):
+    """What a capture makes is not kept: calls after it give what they gave before."""
+    cupy = require("gpu")
+    x, other, w = draw(cupy)
+    y = sb.submanifold_conv(x, w).features
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        captured = sb.submanifold_conv(x, w).features
+        dilated = sb.submanifold_conv(x, w, dilation=2).features
+        graph = stream.end_capture()
+        graph.launch()
+        assert_same(captured, y)
+        x.features[...] = other
+        graph.launch()
+        stream.synchronize()
+    expected = fresh(x, w)
+    assert_same(captured, expected)
+    assert again == [False, True, False]
+    wide = sb.submanifold_conv(x, w, dilation=2).features
+    assert_same(dilated, wide)
+    assert_same(sb.submanifold_conv(x, w, dilation=2).features, wide)
+    assert_same(sb.submanifold_conv(x, w).features, expected)
+
+
+def test_float64_is_computed_each_time(xp, again):
+    """Its kernel takes weights as they are: there is no launch to keep."""
+    x, _, w = draw(xp, np.float64, 8)
+    y = sb.submanifold_conv(x, w).features
+    assert_same(sb.submanifold_conv(x, w).features, y)
+    assert again == [False, False]
