@@ -168,7 +168,7 @@ def on_gpu(name, batch, options, columns):
             + (f"; whole images of as many pixels {same:,.0f} us" if same else ""),
             flush=True,
         )
-        memory = f"peak {used:.0f} MB, dense {peak:.0f} MB"
+        memory = f"dense {shown} us; peak {used:.0f} MB, dense {peak:.0f} MB"
         note = f"{memory}; eager call {eager:.0f} us, dense {wall:.0f} us{whole}"
         note += f"; whole images of as many pixels {same:.0f} us" if same else ""
         yield row_of(
