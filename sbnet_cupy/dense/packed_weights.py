@@ -1,5 +1,6 @@
 """PackedWeights: the weights of a convolution, laid out once for many calls."""
 
+import functools
 import math
 from functools import partial
 
@@ -54,6 +55,11 @@ class PackedWeights(Packed):
         _check_arrays(w, scale, bias, w_format, precision)
         self.w, self.scale, self.bias = w, scale, bias
         self.w_format, self.precision = w_format, precision
+
+    @functools.cached_property
+    def kernel_size(self):
+        """Sizes of all axes of ``w`` but the last two, as plain integers."""
+        return tuple(map(int, self.w.shape[:-2]))
 
     def _given(self):
         return self.w, self.scale, self.bias

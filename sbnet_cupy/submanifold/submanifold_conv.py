@@ -236,8 +236,7 @@ def transposed_conv(
 
 def _kernel_of(x, w):
     check_tensor(x)
-    w = w.w if isinstance(w, PackedWeights) else w
-    if not hasattr(w, "shape"):
+    if not (isinstance(w, PackedWeights) or hasattr(w, "shape")):
         check_array("w", w)
     return kernel_of(x, w)
 
@@ -245,6 +244,10 @@ def _kernel_of(x, w):
 def kernel_of(x, w):
     """Return the kernel size that weights for a SparseTensor have, of any library's arrays."""
     d = x.coordinates.dimensions
+    if isinstance(w, PackedWeights):
+        if len(w.kernel_size) == d:
+            return w.kernel_size
+        w = w.w
     if len(w.shape) != d + 2:
         raise ShapeError(
             f"w must have shape (*kernel_size, C / groups, K) with a kernel of {d} axes, got "

@@ -294,11 +294,11 @@ def _kernel_of(x, w):
 
     What kind of tensors is for the convolution to check.
     """
-    w = w.w if isinstance(w, PackedWeights) else w
     if not (type(x) is SparseTensor and isinstance(x.features, torch.Tensor)):
         check_sparse(x)
-    if not isinstance(w, torch.Tensor):
-        check_tensors(w=w)
+    weights = w.w if isinstance(w, PackedWeights) else w
+    if not isinstance(weights, torch.Tensor):
+        check_tensors(w=weights)
     return kernel_of(x, w)
 
 
