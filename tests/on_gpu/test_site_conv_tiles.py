@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import current_device
-from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, TilesPlan
 from sbnet_cupy.submanifold.site_tiles import SiteTiles, TileShape, site_tiles
 from support.assertions import assert_same
-from support.site_conv_cases import SiteConvCase, assert_result
+from support.site_conv_cases import SiteConvCase, assert_result, run_by_plan
 from support.site_tables import read_back, table
 
 pytestmark = pytest.mark.gpu
@@ -49,12 +47,6 @@ def _hopper(cupy):
         pytest.skip("needs wgmma")
 
 
-def run(case, plan, cupy, monkeypatch):
-    monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
-    monkeypatch.setattr(operator, "_PLANS", operator._Plans())
-    return case.run(cupy.asarray, seed=3)
-
-
 @pytest.mark.parametrize("given", TILINGS + OTHERS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_whole_numbers(given, dtype, cupy, monkeypatch):
@@ -63,7 +55,7 @@ def test_whole_numbers(given, dtype, cupy, monkeypatch):
     wide = 2 if dtype == "float32" else 1
     case = Case(dtype, 1200, channels // wide, channels_out, (3, 3, 3), spare=40,
                 precision="tf32" if wide == 2 else None)  # fmt: skip
-    first, again = (run(case, plan, cupy, monkeypatch) for _ in range(2))
+    first, again = (run_by_plan(case, plan, cupy.asarray, monkeypatch) for _ in range(2))
     assert_result(case, first, seed=3)
     assert_same(again, first)
 
@@ -73,7 +65,7 @@ def test_other_maps(kind, cupy, monkeypatch):
     for given in TILINGS[1], TILINGS[5]:
         plan, channels, channels_out = given
         case = Case("float16", 900, channels, channels_out, (2, 3, 2), kind=kind)
-        assert_result(case, run(case, plan, cupy, monkeypatch), seed=3)
+        assert_result(case, run_by_plan(case, plan, cupy.asarray, monkeypatch), seed=3)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (128, 320), (256, 640), (256, 1024)], ids=str)
@@ -99,8 +91,8 @@ def test_every_tile_gives_the_same_bits(cupy, monkeypatch):
         TilesPlan(TileShape(256, 512), 64, (4, 1), 3, 2, 1, W),
         TilesPlan(TileShape(64, 64), 64, (1, 1), 2, 1, 1, W),
     )
-    first, *others = (run(case, plan, cupy, monkeypatch) for plan in plans)
+    first, *others = (run_by_plan(case, plan, cupy.asarray, monkeypatch) for plan in plans)
     for other in others:
         assert_same(other, first)
     plans = (TilesPlan(TileShape(64, most), 64, (3, 1), 8, 2, 1, SPLIT) for most in (192, 64))
-    assert_same(*(run(case, plan, cupy, monkeypatch) for plan in plans))
+    assert_same(*(run_by_plan(case, plan, cupy.asarray, monkeypatch) for plan in plans))

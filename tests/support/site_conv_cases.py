@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import sbnet_cupy as sb
+from sbnet_cupy.core import operator
+from sbnet_cupy.submanifold import site_conv_launch
 from support.assertions import assert_close, assert_same, to_numpy
 from support.site_map_cases import draw_sites
 from support.strategies import BFLOAT16
@@ -85,6 +87,13 @@ class SiteConvCase:
             residual=asarray(residual) if self.residual else None, precision=self.precision,
             **tables,
         )  # fmt: skip
+
+
+def run_by_plan(case, plan, asarray, monkeypatch):
+    """Return a case's result by a plan that is given, whatever the planner would choose."""
+    monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
+    monkeypatch.setattr(operator, "_PLANS", operator._Plans())
+    return case.run(asarray, seed=3)
 
 
 def sb_dtype(name):
