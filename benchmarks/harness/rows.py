@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 
 OURS = "sbnet_cupy"
 GATHER = f"{OURS} gather"  # a layer of ours, through a stack of blocks
@@ -109,24 +110,59 @@ def times_sign(sizes):
     return "x".join(map(str, sizes))
 
 
-class Writer:
-    """A CSV file that grows row by row, so that a run cut short leaves what it measured."""
+# What tells cases apart: a row of the same case replaces that of an earlier run.
+CASE = (
+    "op", "suite", "shape", "dtype", "block", "mask", "density", "variant", "implementation",
+)  # fmt: skip
 
-    def __init__(self, path, kind=Row):
-        self._file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115
-        self._csv = csv.writer(self._file, lineterminator="\n")
-        self._csv.writerow([field.name for field in fields(kind)])
+
+class Writer:
+    """A CSV file that grows row by row, so that a run cut short leaves what it measured.
+
+    With ``keep``, what is in the file already stays, but for cases that are measured again: for
+    runs of chosen cases.
+    """
+
+    def __init__(self, path, kind=Row, keep=False):
+        self._path = Path(path)
+        self._columns = [field.name for field in fields(kind)]
+        self._case = [self._columns.index(name) for name in CASE if name in self._columns]
+        self._lines = self._kept() if keep and self._path.exists() else []
+        self._earlier = set(map(self._case_of, self._lines))
+        self._save()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self._file.close()
+        pass  # all is written
 
     def write(self, row):
-        """Append a row."""
-        self._csv.writerow(map(_spell, astuple(row)))
-        self._file.flush()
+        """Add a row, in the place of those of the same case of earlier runs."""
+        line = [str(_spell(value)) for value in astuple(row)]
+        case, place = self._case_of(line), len(self._lines)
+        if case in self._earlier:
+            self._earlier.discard(case)
+            old = [i for i, other in enumerate(self._lines) if self._case_of(other) == case]
+            self._lines = [other for i, other in enumerate(self._lines) if i not in old]
+            place = old[0]
+        self._lines.insert(place, line)
+        self._save()
+
+    def _case_of(self, line):
+        return tuple(line[i] for i in self._case)
+
+    def _kept(self):
+        """Return the lines of the file, if its columns are those of today."""
+        with self._path.open(newline="", encoding="utf-8") as file:
+            columns, *lines = [*csv.reader(file)] or [[]]
+        return lines if columns == self._columns else []
+
+    def _save(self):
+        new = self._path.with_name(f"{self._path.name}.new")
+        with new.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows([self._columns, *self._lines])
+        new.replace(self._path)
 
 
 def read(path, kind=Row):

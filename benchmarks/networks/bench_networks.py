@@ -98,7 +98,7 @@ def main(arguments=None):
     measure = on_cpu if options.cpu else trained if options.train else on_gpu
     file = "training.csv" if options.train else "networks.csv"
     options.folder = folder
-    with torch.set_grad_enabled(options.train), Writer(folder / file) as writer:
+    with torch.set_grad_enabled(options.train), Writer(folder / file, keep=True) as writer:
         for name in names:
             for batch in [1] if options.cpu else options.batch:
                 for row in measure(name, batch, options, columns):

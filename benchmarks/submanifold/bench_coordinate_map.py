@@ -138,7 +138,7 @@ def main(arguments=None):
         options, scenes.standard(options.quick), "this compares with PyTorch"
     )
     measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
-    with Writer(folder / FILE, kind) as writer:
+    with Writer(folder / FILE, kind, keep=True) as writer:
         for scene in listed:
             for row in measure(cupy, torch, scene, columns, options.quick):
                 writer.write(row)

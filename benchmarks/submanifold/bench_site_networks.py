@@ -121,7 +121,7 @@ def main(arguments=None):
         "these networks run on PyTorch's tensors",
     )  # fmt: skip
     measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
-    with torch.no_grad(), Writer(folder / FILE, kind) as writer:
+    with torch.no_grad(), Writer(folder / FILE, kind, keep=True) as writer:
         for scene in listed:
             for name in options.networks:
                 for row in measure(torch, name, scene, columns, options.quick):

@@ -110,7 +110,7 @@ def main(arguments=None):
         options, scenes.standard(options.quick), options.cpu and "this compares with PyTorch"
     )
     measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
-    with Writer(folder / FILE, kind) as writer:
+    with Writer(folder / FILE, kind, keep=True) as writer:
         for scene in listed:
             wanted = options.channels or scene.channels
             taken = [c for c in wanted if len(scene.rows) * c <= MOST]

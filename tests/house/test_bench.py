@@ -190,6 +190,34 @@ def test_a_row_survives_the_file(tmp_path):
         assert rows.read(tmp_path / "x.csv") == [row]  # flushed, should the run end here
 
 
+def test_rows_of_other_cases_stay(tmp_path):
+    """A run of chosen cases replaces their rows, where they stand, and no others."""
+    rows, path = part("harness.rows"), tmp_path / "x.csv"
+    first, second, third = (make_row(shape=shape, us=1.0) for shape in ("1", "2", "3"))
+    with rows.Writer(path, keep=True) as writer:
+        for row in (first, second, first, third):
+            writer.write(row)
+    assert rows.read(path) == [first, second, first, third]
+    faster = dataclasses.replace(first, us=0.5)
+    with rows.Writer(path, keep=True) as writer:
+        assert rows.read(path) == [first, second, first, third]
+        writer.write(faster)
+        assert rows.read(path) == [faster, second, third]
+        writer.write(dataclasses.replace(faster, density=0.5))
+    assert rows.read(path) == [faster, second, third, dataclasses.replace(faster, density=0.5)]
+    with rows.Writer(path) as writer:
+        writer.write(third)
+    assert rows.read(path) == [third]
+
+
+def test_a_file_of_other_columns_is_begun_anew(tmp_path):
+    rows, path = part("harness.rows"), tmp_path / "x.csv"
+    path.write_text("op,us\nsparse_gather,1\n")
+    with rows.Writer(path, keep=True) as writer:
+        writer.write(make_row())
+    assert rows.read(path) == [make_row()]
+
+
 def test_strips_cover_all_or_both_ends():
     strips = part("harness.check").strips
     assert strips(2, 3, 1) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
