@@ -17,7 +17,7 @@ from .site_conv import valid_rows
 from .site_conv_launch import OrderedPlan
 from .sparse_tensor import SparseTensor
 
-_CALLS = "calls"  # under which coordinates keep theirs: PackedWeights -> KeptCall
+_CALLS = "calls"  # under which coordinates keep theirs: PackedWeights -> list of KeptCall
 
 
 class KeptCall(NamedTuple):
@@ -36,21 +36,24 @@ def compute_again(x, w, residual, options):
         return None
     features, coordinates = x.features, x.coordinates
     calls = coordinates._kept.get(_CALLS)
-    call = None if calls is None else calls.get(w)
-    if call is None:
+    calls = None if calls is None else calls.get(w)
+    if calls is None:
         return None
-    dilation, groups, activation, precision = call.options
-    same = (  # objects, since True and 1.0 are equal to 1, but no number of groups
-        dilation is options[0] and groups is options[1]
-        and activation is options[2] and precision is options[3]
-    )  # fmt: skip
     if type(residual) is SparseTensor and residual.coordinates is coordinates:
         residual = residual.features
-    if not same or call.features != fields_of(features) or call.residual != fields_of(residual):
-        return None
-    out = empty(call.shape, features.dtype, features)
-    call.launch(features, residual, out)
-    return SparseTensor.computed(out, coordinates)
+    fields, fields_of_residual = fields_of(features), fields_of(residual)
+    dilation, groups, activation, precision = options
+    for call in calls:
+        kept = call.options
+        if (  # objects, since True and 1.0 are equal to 1, but no number of groups
+            kept[0] is dilation and kept[1] is groups
+            and kept[2] is activation and kept[3] is precision
+            and call.features == fields and call.residual == fields_of_residual
+        ):  # fmt: skip
+            out = empty(call.shape, features.dtype, features)
+            call.launch(features, residual, out)
+            return SparseTensor.computed(out, coordinates)
+    return None
 
 
 def keep_call(x, w, made, residual, options, plan):
@@ -64,9 +67,11 @@ def keep_call(x, w, made, residual, options, plan):
         return
     if CAPTURE in kept or CAPTURE in made._kept or capture_of(x.features):
         return
+    like = options, fields_of(x.features), fields_of(residual)
+    calls = kept.setdefault(_CALLS, weakref.WeakKeyDictionary()).setdefault(w, [])
+    if any(call[:3] == like for call in calls):  # with other objects as options: one will do
+        return
     decided = (w.kept(plan.how), *made._ordered(plan), valid_rows(x.coordinates))
     places = (0, len(decided) + 1, len(decided) + 2)
     launch = plan.launch.bound((None, *decided, None, None), places)
-    fields = fields_of(x.features), fields_of(residual)
-    calls = kept.setdefault(_CALLS, weakref.WeakKeyDictionary())
-    calls[w] = KeptCall(options, *fields, plan.shape, launch)
+    calls.append(KeptCall(*like, plan.shape, launch))

@@ -71,7 +71,17 @@ def test_another_call_gives_the_same(xp, again):
             given = other if isinstance(residual, sb.SparseTensor) else residual
             assert_same(y.features, fresh(x, w, residual=given, activation="relu"))
             assert y.coordinates is x.coordinates
-    assert again == [False, False, True, False, True, False, True, False, True, False, True, False]
+    assert again == [False] * 2 + [True] * 10
+
+
+def test_options_that_are_made_anew_bind_one_launch(xp, again):
+    """Equal options that are other objects are computed each time, and keep nothing more."""
+    x, _, w = draw(xp)
+    first = sb.submanifold_conv(x, w, dilation=(1,) * 3).features
+    for _ in range(3):
+        assert_same(sb.submanifold_conv(x, w, dilation=tuple([1] * 3)).features, first)
+    assert len(x.coordinates._kept["calls"][w]) == 1
+    assert again == [False] * 4
 
 
 def test_what_differs_is_another_call(xp, again):
