@@ -10,6 +10,11 @@ GIVEN, WITH_MASK, DENSE = "given blocks", "with reduce_mask", "dense"  # variant
 SAME_INPUTS = "from the same inputs"  # note of others that nothing was prepared for
 
 
+# What was computed, whoever did it; and what tells cases apart.
+WORKLOAD = ("op", "suite", "shape", "dtype", "block", "mask", "variant")
+CASE = (*WORKLOAD, "density", "implementation")
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of a CSV file; what does not apply is None, and empty in the file."""
@@ -57,7 +62,7 @@ class Row:
     @property
     def workload(self):
         """What was computed, whoever did it."""
-        return (self.op, self.suite, self.shape, self.dtype, self.block, self.mask, self.variant)
+        return tuple(getattr(self, name) for name in WORKLOAD)
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
@@ -87,7 +92,7 @@ class Ratio:
     @property
     def workload(self):
         """What was computed."""
-        return (self.op, self.suite, self.shape, self.dtype, self.block, self.mask, self.variant)
+        return tuple(getattr(self, name) for name in WORKLOAD)
 
 
 def block_bytes(blocks, bsize, channels, itemsize):
@@ -108,12 +113,6 @@ def gigabytes_per_second(count, us):
 def times_sign(sizes):
     """Spell sizes: ``1x400x700x24``."""
     return "x".join(map(str, sizes))
-
-
-# What tells cases apart: a row of the same case replaces that of an earlier run.
-CASE = (
-    "op", "suite", "shape", "dtype", "block", "mask", "density", "variant", "implementation",
-)  # fmt: skip
 
 
 class Writer:

@@ -159,11 +159,9 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
             timing = clock.time(Contender(OURS, [call]), case.features.nbytes)
             yield _row(columns, case, variant, OURS, timing)
         wait = cupy.cuda.Device().synchronize
-        host = HostClock(wait, quick).time(Contender(OURS, [case.convolve]), None)
-        yield _row(columns, case, "host", OURS, host)
-        for variant, call in _kept_calls(case, torch):
+        for variant, call in [("host", case.convolve), *_kept_calls(case, torch)]:
             host = HostClock(wait, quick).time(Contender(OURS, [call]), None)
-            yield _row(columns, case, f"host, {variant}", OURS, host)
+            yield _row(columns, case, variant, OURS, host)
     if torch is None:
         return
     clock = TorchClock(torch, quick)
@@ -188,7 +186,8 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
 
 def _kept_calls(case, torch):
     """Return submanifold_conv of sites whose map is kept and weights that are packed, by name."""
-    calls = [("weights packed", functools.partial(sb.submanifold_conv, case.x, case.packed))]
+    alone = functools.partial(sb.submanifold_conv, case.x, case.packed)
+    calls = [("host, weights packed", alone)]
     if torch is not None and np.dtype(case.dtype).name != "bfloat16":
         from sbnet_cupy import torch as tensors
 
@@ -198,7 +197,7 @@ def _kept_calls(case, torch):
         )
         x, w = sb.SparseTensor(features, sites), sb.PackedWeights(w, precision=case.precision)
         call = torch.no_grad()(functools.partial(tensors.submanifold_conv, x, w))
-        calls.append(("weights packed, tensors", call))
+        calls.append(("host, weights packed, tensors", call))
     return calls
 
 
