@@ -130,7 +130,7 @@ class _Launch:
 
         self._function = function  # keeps the module loaded
         self._decided = (grid, block, shared, pointers, scalars, maps)
-        self._given, self._decided_arrays = range(pointers), ()
+        self._given, self._arrays = range(pointers), ()
         values = np.zeros(pointers + len(scalars), np.int64)
         for position, scalar in enumerate(scalars, pointers):
             kind = np.float64 if isinstance(scalar, float) else np.int64
@@ -163,7 +163,7 @@ class _Launch:
         bound = self._twin()
         for position, array in enumerate(arrays):
             bound._values[position] = 0 if array is None else array.data.ptr
-        bound._given, bound._decided_arrays = given, arrays
+        bound._given, bound._arrays = given, arrays
         return bound
 
     def _twin(self):

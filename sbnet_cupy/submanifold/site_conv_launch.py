@@ -17,7 +17,14 @@ from ..core.operator import Plan
 from ..core.packed import Pack, PackedPlan, dtype_of_tables
 from ..dense.activation import ACTIVATIONS
 from ..dense.packed_weights import PackedWeights
-from .site_conv_plan import FmaPlan, OncePlan, SiteConvSizes, TilesPlan, plan_site_conv
+from .site_conv_plan import (
+    FmaPlan,
+    OncePlan,
+    SiteConvSizes,
+    TilesPlan,
+    all_resident,
+    plan_site_conv,
+)
 from .site_order import SiteOrder, site_order
 from .site_tiles import SiteTiles, TileShape, site_tiles
 
@@ -129,7 +136,7 @@ def _by_tensor_cores(conv, plan, whole, tables):
 
     # On an H200 launches that overlap took 0.3 to 0.5 us less, but up to 8% more where there are
     # more thread blocks than the GPU holds at once: those of the next one take places of these.
-    if isinstance(plan, TilesPlan | OncePlan) and plan.fits_once(conv, current_device()):
+    if isinstance(plan, TilesPlan | OncePlan) and all_resident(plan, conv, current_device()):
         both = multiply(plan.template(conv, overlap=True), True)
         return pack, both, both
     return pack, *(multiply(plan.template(conv), dependent) for dependent in (False, True))

@@ -145,30 +145,28 @@ class OncePlan(NamedTuple):
     """An instance of site_conv_once."""
 
     tile: tuple[int, int]  # rows and channels of the result of a thread block
-    warps: tuple[int, int]  # of a group, that share them; four groups share K
+    warps: tuple[int, int]  # of a group, that share them
 
     kernel = "site_conv_once"
     order = False
+    groups = 4  # of warps, which share K
+    blocks = 1  # of a multiprocessor
 
     @property
     def threads(self):
         """Number of threads of a thread block."""
-        return 4 * 32 * math.prod(self.warps)
+        return 32 * self.groups * math.prod(self.warps)
 
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of site_conv_once.cuh."""
         rows, columns = self.tile
-        left = max(conv.chunks() * rows * _ROW, 3 * 4 * rows * columns)
+        left = max(conv.chunks() * rows * _ROW, (self.groups - 1) * rows * columns * 4)
         numbers = 2 * columns + 2 * rows + conv.taps * rows
         return left + conv.chunks() * columns * _ROW + 4 * numbers
 
     def tiles(self, conv):
         """Tiles of the result, of rows and of channels."""
         return -(-conv.targets // self.tile[0]), -(-conv.channels_out // self.tile[1])
-
-    def fits_once(self, conv, device):
-        """Whether the GPU holds all thread blocks at once."""
-        return math.prod(self.tiles(conv)) <= device.multiprocessors
 
     def template(self, conv, overlap=False):
         """Return the template arguments."""
@@ -231,10 +229,6 @@ class TilesPlan(NamedTuple):
     def tiles(self, conv):
         """Tiles of the result, of rows and of channels."""
         return -(-conv.targets // self.order.rows), -(-conv.channels_out // self.columns)
-
-    def fits_once(self, conv, device):
-        """Whether the GPU holds all thread blocks at once."""
-        return math.prod(self.tiles(conv)) <= device.multiprocessors * self.blocks
 
     def template(self, conv, overlap=False):
         """Return the template arguments."""
@@ -307,6 +301,11 @@ def plan_site_conv(conv, device):
     return FmaPlan(vector)
 
 
+def all_resident(plan, conv, device):
+    """Whether the GPU holds all thread blocks of an OncePlan or a TilesPlan at once."""
+    return math.prod(plan.tiles(conv)) <= device.multiprocessors * plan.blocks
+
+
 def _plan_once(conv, device):
     """Return the smallest tiles of which a multiprocessor has one at most; None if all are more.
 
@@ -316,7 +315,7 @@ def _plan_once(conv, device):
         return None
     for plan in ONCE_PLANS:
         room = plan.shared_bytes(conv) + _RESERVED <= device.shared_bytes
-        if room and plan.fits_once(conv, device):
+        if room and all_resident(plan, conv, device):
             return plan
     return None
 
