@@ -26,6 +26,31 @@ DEVICE int standing_for(int at, int size) {
     return -1;
 }
 
+constexpr int NOWHERE = -1;  // in place of a block: a fill value
+
+// An axis of an image in blocks of `each` pixels.
+struct Axis {
+    int each, size, before, above;  // pixels of the image and of the rim ahead of a block, and blocks that this rim reaches
+    Divisor blocks;
+
+    DEVICE Axis(int each, int size, int before)
+        : each(each), size(size), before(before), above(ceil_div(before, each)), blocks(each) {}
+
+    struct Place {
+        int block, pixel;
+    };
+    // Where the pixel lies that is number i of a block with its rim.
+    template <int FILL>
+    DEVICE Place place(int block, int i) const {
+        const int at = standing_for<FILL>(block * each + i - before, size);
+        if (at < 0) return Place{NOWHERE, 0};
+        int first = block - above;  // of the blocks that the rim reaches: of few, so that division is fast
+        if (FILL > LOWEST && at < first * each) first = 0;
+        const int further = blocks.of_any(at - first * each);
+        return Place{first + further, at - (first + further) * each};
+    }
+};
+
 template <typename V, int LANES, int FILL>
 __global__ void __launch_bounds__(256)
     stack_halo(const V* __restrict__ x, const int* __restrict__ bin_counts, const int* __restrict__ indices,
@@ -37,6 +62,8 @@ __global__ void __launch_bounds__(256)
     const int rows = narrow(clamp(*bin_counts, 0, M));
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
     const int BH = narrow(bh), BW = narrow(bw), OW = narrow(ow), size = narrow(oh * ow);
+    const Axis down(BH, narrow(H), narrow(top)), across(BW, narrow(W), narrow(left));
+    const Divisor blocks(size), lines(OW);
     if (clear_rows) clear_rest<false>(y, static_cast<i64>(rows) * size * vectors, M * size * vectors);
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const i64 pixels = static_cast<i64>(rows) * size;
@@ -47,26 +74,25 @@ __global__ void __launch_bounds__(256)
 
     for (i64 p0 = static_cast<i64>(blockIdx.x) * (GROUPS * AT_ONCE); p0 < pixels;
          p0 += static_cast<i64>(gridDim.x) * (GROUPS * AT_ONCE)) {
+        const i64 row0 = divide(p0, size);
+        const int first = narrow(p0 - row0 * size);
         i64 from[AT_ONCE];  // vectors, -1 for zeros and -2 for the fill value
 #pragma unroll
         for (int a = 0; a < AT_ONCE; ++a) {
             const i64 p = p0 + a * GROUPS + group;
             from[a] = -1;
             if (p >= pixels) continue;
-            const int row = narrow(divide(p, size)), at = narrow(p - static_cast<i64>(row) * size);
-            const int i = at / OW, j = at - i * OW;
+            const int number = first + a * GROUPS + group, further = blocks.of_any(number), at = number - further * size;
+            const int row = narrow(row0) + further, i = lines.of_any(at), j = at - i * OW;
             const BlockTable::Block block = table.block(row);
             if (block.n < 0) continue;
-            const int image_y = standing_for<FILL>(block.hi * BH + i - narrow(top), narrow(H));
-            const int image_x = standing_for<FILL>(block.wi * BW + j - narrow(left), narrow(W));
-            if (image_y < 0 || image_x < 0) {
+            const Axis::Place y = down.template place<FILL>(block.hi, i), x = across.template place<FILL>(block.wi, j);
+            if (y.block == NOWHERE || x.block == NOWHERE) {
                 from[a] = -2;
                 continue;
             }
-            const int hi = image_y / BH, wi = image_x / BW;
-            const int found = hi == block.hi && wi == block.wi ? row : table.row(block.n, hi, wi);
-            if (found >= 0)
-                from[a] = ((static_cast<i64>(found) * BH + image_y - hi * BH) * BW + image_x - wi * BW) * vectors;
+            const int found = y.block == block.hi && x.block == block.wi ? row : table.row(block.n, y.block, x.block);
+            if (found >= 0) from[a] = ((static_cast<i64>(found) * BH + y.pixel) * BW + x.pixel) * vectors;
         }
         for (int v = lane; v < vectors; v += LANES) {
             V values[AT_ONCE];

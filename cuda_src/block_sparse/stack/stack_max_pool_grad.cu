@@ -54,20 +54,31 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
     pool_windows<KR, KS>(x, bin_counts, indices, grid, y, M, N, GH, GW, g, settled, clear_rows, Chosen<T, V>(choices));
 }
 
-// Along an axis: the window whose tap lies at a pixel, as the block that it is of and its place there; or none.
-struct Holder {
-    int block, place;  // block < 0: none
-    DEVICE Holder(int at, int stride, int length, int each) : block(-1), place(0) {
-        if (at < 0) return;
-        const int window = static_cast<int>(static_cast<u32>(at) / static_cast<u32>(stride));
-        if (window * stride != at || window >= length) return;
-        block = static_cast<int>(static_cast<u32>(window) / static_cast<u32>(each));
-        place = window - block * each;
+// Along an axis: the windows that hold a pixel, as the blocks that they are of and their places there.
+struct Holders {
+    int stride, dilation, reach, length, each;  // reach: from the first tap to the last; length: windows; each: of a block
+    Divisor strides, dilations, blocks;
+
+    DEVICE Holders(int taps, int stride, int dilation, int length, int each)
+        : stride(stride), dilation(dilation), reach((taps - 1) * dilation), length(length), each(each), strides(stride),
+          dilations(dilation), blocks(each) {}
+
+    struct Holder {
+        int tap, block, place;  // tap < 0: none
+    };
+    // The last window whose first tap is no later than the pixel `at`, or a negative number. Those before it have larger taps.
+    DEVICE int last(int at) const { return at < 0 ? -1 : strides.of_any(at); }
+    DEVICE bool reaches(int window, int at) const { return window >= 0 && at - window * stride <= reach; }
+    DEVICE Holder holder(int window, int at) const {
+        const int away = at - window * stride, tap = dilations.of(max(away, 0));
+        if (!reaches(window, at) || window >= length || tap * dilation != away) return Holder{-1, 0, 0};
+        const int block = blocks.of_any(window);
+        return Holder{tap, block, window - block * each};
     }
 };
 
 template <typename T, typename V, int KR, int KS>
-__global__ void __launch_bounds__(POOL_THREADS, 2)
+__global__ void __launch_bounds__(POOL_THREADS, 4)
     stack_max_pool_grad(const V* __restrict__ grad,                                    // [M, ph, pw, width]
                         const typename Chosen<T, V>::Choice* __restrict__ choices,      // the same, of bytes
                         const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
@@ -78,12 +89,15 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
     constexpr int COUNT = Elements<T, V>::COUNT;
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     overlap_launches();
-    const int rows = narrow(clamp(*bin_counts, 0, M)), taps_down = KR ? KR : narrow(R), taps_across = KS ? KS : narrow(S);
-    const int PH = narrow(ph), PW = narrow(pw);
+    constexpr int AT_ONCE = 2;  // windows of a line whose gradients are loaded together
+    const int rows = narrow(clamp(*bin_counts, 0, M)), PH = narrow(ph), PW = narrow(pw);
+    const int taps_down = KR ? KR : narrow(R), taps_across = KS ? KS : narrow(S);
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
     const Pooling g{narrow(width), narrow(bh), narrow(bw), narrow(H), narrow(W), narrow(bh), narrow(bw), 1, 1, 1, 1, 1, 1,
                     0, 0, 0, 0};  // of pixels in place of windows
     const Windows pixels(table, g);
+    const Holders down(taps_down, narrow(SH), narrow(DH), narrow(OH), PH);
+    const Holders across(taps_across, narrow(SW), narrow(DW), narrow(OW), PW);
     const i64 all = static_cast<i64>(rows) * bh * bw * width;
     for (i64 i0 = static_cast<i64>(blockIdx.x) * POOL_THREADS; i0 < all; i0 += static_cast<i64>(gridDim.x) * POOL_THREADS) {
         if (i0 + threadIdx.x >= all) break;
@@ -92,27 +106,39 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
         C sums[COUNT];
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) sums[e] = 0;
-        if (at.block.n >= 0 && line < g.H && column < g.W)
+        if (at.block.n >= 0 && line < g.H && column < g.W) {
+            const int y = line + narrow(top), x = column + narrow(left);
+            for (int h = down.last(y); down.reaches(h, y); --h) {
+                const Holders::Holder above = down.holder(h, y);
+                if (above.tap < 0) continue;
+                for (int w = across.last(x); across.reaches(w, x); w -= AT_ONCE) {
+                    int taps[AT_ONCE];
+                    i64 from[AT_ONCE];
 #pragma unroll
-            for (int r = 0; r < taps_down; ++r) {
-                const Holder down(line + narrow(top) - r * narrow(DH), narrow(SH), narrow(OH), PH);
-                if (down.block < 0) continue;
+                    for (int k = 0; k < AT_ONCE; ++k) {
+                        const Holders::Holder beside = across.holder(w - k, x);
+                        int row = at.row;
+                        if (above.block != at.block.hi || beside.block != at.block.wi)
+                            row = table.row(beside.tap < 0 ? -1 : at.block.n, above.block, beside.block);
+                        taps[k] = beside.tap < 0 || row < 0 ? -1 : above.tap * taps_across + beside.tap;
+                        from[k] = ((static_cast<i64>(row) * PH + above.place) * PW + beside.place) * width + at.v;
+                    }
+                    Elements<u8, typename Chosen<T, V>::Choice> chosen[AT_ONCE];
+                    Elements<T, V> given[AT_ONCE];
 #pragma unroll
-                for (int s = 0; s < taps_across; ++s) {
-                    const Holder across(column + narrow(left) - s * narrow(DW), narrow(SW), narrow(OW), PW);
-                    if (across.block < 0) continue;
-                    int row = at.row;
-                    if (down.block != at.block.hi || across.block != at.block.wi)
-                        row = table.row(at.block.n, down.block, across.block);
-                    if (row < 0) continue;
-                    const i64 from = ((static_cast<i64>(row) * PH + down.place) * PW + across.place) * width + at.v;
-                    const Elements<u8, typename Chosen<T, V>::Choice> chosen(choices[from]);
-                    const Elements<T, V> given(grad[from]);
+                    for (int k = 0; k < AT_ONCE; ++k)
+                        if (taps[k] >= 0) {
+                            chosen[k].vector = choices[from[k]];
+                            given[k].vector = grad[from[k]];
+                        }
 #pragma unroll
-                    for (int e = 0; e < COUNT; ++e)
-                        if (chosen.element[e] == r * taps_across + s) sums[e] += to_compute<C>(given.element[e]);
+                    for (int k = 0; k < AT_ONCE; ++k)
+#pragma unroll
+                        for (int e = 0; e < COUNT; ++e)
+                            if (taps[k] >= 0 && chosen[k].element[e] == taps[k]) sums[e] += to_compute<C>(given[k].element[e]);
                 }
             }
+        }
         Elements<T, V> result;
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) result.element[e] = from_compute<T>(sums[e]);
