@@ -32,15 +32,21 @@ __global__ void __launch_bounds__(128)
     const T* const values = loaded_later(x) + n * C + lane * V;
     float sum = 0.0f;
     for (i64 first = 0; first < C; first += AHEAD * 32 * V) {
+        Elements<T, Vector> its[AHEAD];  // all are under way together
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
             const i64 at = first + a * 32 * V;
+            its[a].vector = zero<Vector>();
             if (at + lane * V >= C) continue;
-            const Elements<T, Vector> its(*reinterpret_cast<const Vector*>(values + at));
+            its[a].vector = *reinterpret_cast<const Vector*>(values + at);
             if (first) weights[a].vector = *reinterpret_cast<const Vector*>(row + at);
+        }
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+            if (first + a * 32 * V + lane * V >= C) continue;
 #pragma unroll
             for (int e = 0; e < V; ++e)
-                sum = __fmaf_rn(to_compute<float>(its.element[e]), to_compute<float>(weights[a].element[e]), sum);
+                sum = __fmaf_rn(to_compute<float>(its[a].element[e]), to_compute<float>(weights[a].element[e]), sum);
         }
     }
 #pragma unroll

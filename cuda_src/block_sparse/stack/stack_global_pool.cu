@@ -9,7 +9,7 @@
 // stack_global_pool_parts does so.
 // Why: the blocks of an image are those that the grid has, in its order, whatever the order of the list. A thread block
 // first lists the active ones in shared memory; the threads then take their pixels in turn, so that sums are in an
-// order that the sizes and the mask decide, and are put together by a tree.
+// order that the sizes and the mask decide: those of a warp are put together by a tree, then the warps' in their order.
 #include "block_sparse/stack/block_table.cuh"
 #include "core/cluster.cuh"
 
@@ -71,8 +71,9 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
     using C = typename ComputeOf<T>::type;
     using Parts = Cluster<CLUSTER>;
     constexpr int COUNT = Elements<T, V>::COUNT, GROUPS = POOL_THREADS / LANES, AT_ONCE = 4;
+    constexpr int IN_WARP = LANES < 32 ? 32 / LANES : 1, ROWS = GROUPS / IN_WARP, SUMS = LANES * COUNT;
     __shared__ Listed listed[CHUNK];
-    __shared__ C sums[GROUPS * LANES * COUNT];
+    __shared__ C sums[ROWS * SUMS];  // of each warp, or of each group where it is wider
     __shared__ int counts[POOL_THREADS / 32], zeros;
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const int BH = narrow(bh), BW = narrow(bw), columns_of_grid = narrow(GW), pixels = BH * BW;
@@ -149,24 +150,28 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
         }
 
 #pragma unroll
-        for (int e = 0; e < COUNT; ++e) sums[threadIdx.x * COUNT + e] = mine[e];
+        for (int distance = 16; distance >= LANES; distance /= 2)
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e)
+                mine[e] = combine<MODE>(mine[e], __shfl_xor_sync(0xffffffffu, mine[e], distance));
+        if (group % IN_WARP == 0)
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e) sums[group / IN_WARP * SUMS + lane * COUNT + e] = mine[e];
         __syncthreads();
-        for (int half = GROUPS / 2; half > 0; half /= 2) {
-            for (int i = threadIdx.x; i < half * LANES * COUNT; i += POOL_THREADS)
-                sums[i] = combine<MODE>(sums[i], sums[i + half * LANES * COUNT]);
-            __syncthreads();
-        }
         if (!waited) dependent_wait();
         waited = true;
         const auto own = [&](int i) {
-            return MODE == MAXIMUM && zeros ? combine<MODE>(sums[i], static_cast<C>(0)) : sums[i];
+            C value = sums[i];
+#pragma unroll
+            for (int r = 1; r < ROWS; ++r) value = combine<MODE>(value, sums[r * SUMS + i]);
+            return MODE == MAXIMUM && zeros ? combine<MODE>(value, static_cast<C>(0)) : value;
         };
         if constexpr (CLUSTER > 1) {
-            static_assert(LANES * COUNT <= POOL_THREADS, "a thread has one sum");
-            if (threadIdx.x < LANES * COUNT) sums[threadIdx.x] = own(threadIdx.x);
+            static_assert(SUMS <= POOL_THREADS, "a thread has one sum");
+            if (threadIdx.x < SUMS) sums[threadIdx.x] = own(threadIdx.x);
             Parts::sync();
         }
-        for (int i = threadIdx.x; i < LANES * COUNT && (CLUSTER == 1 || part == 0); i += POOL_THREADS) {
+        for (int i = threadIdx.x; i < SUMS && (CLUSTER == 1 || part == 0); i += POOL_THREADS) {
             const i64 c = static_cast<i64>(v - lane) * COUNT + i;
             if (c >= channels) break;
             C value;

@@ -4,12 +4,14 @@
 // The sum is over r, s, c; pixels outside the image, and those in no active block, are 0. Pixels of y outside their image
 // become 0. Rows of y past the count are not written, or become 0. Sums are in float; floats are rounded to tf32.
 // Source: convolution as a matrix product (Chellapilla et al. 2006), the rows of A shifted pixels of a patch.
+// WGMMA: four warps multiply together, A from registers and B from shared memory, on compute capability 9.0; otherwise by
+// mma.sync. Both read the weights from the same tiles.
 // Python: sbnet_cupy/block_sparse/stack/stack_image_conv2d.py
 // Launch: a persistent grid of 128 threads, blockIdx.y a panel of 8 * NT output channels, whose weights stay in shared
 //         memory. A tile is TH x TW <= 64 * MT pixels of a block of y; the patch of x under it, and its rim, is read once.
 // Why:    neither a stack of x nor its rims exist in memory, and K is no longer than pixels of 8 bytes make it: tensor
 //         cores take pixels of 3 channels with one zero, not five. See cuda_src/README.md for the order of K.
-#include "core/tensor_core.cuh"
+#include "core/wgmma.cuh"
 #include "dense/activation.cuh"
 #include "block_sparse/stack/block_table.cuh"
 
@@ -34,8 +36,8 @@ DEVICE T as_factor(T value) {
     return value;
 }
 
-// packed: float scale[columns], bias[columns]; then for each pair of 8 columns and each step, of each lane the two words
-// of both. `columns` is K rounded up to 64.
+// packed: float scale[columns], bias[columns]; then for every 8 columns and each step two core matrices, which hold the
+// first and the second word of the step's units: 16 bytes for each column. `columns` is K rounded up to 64.
 template <typename T>
 __global__ void __launch_bounds__(256)
     pack_image_weights(const T* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(256)
     const int per_pixel = ceil_div(static_cast<int>(C), PER_UNIT), across = static_cast<int>(S);
     const int taps = static_cast<int>(R) * across, steps = ceil_div(taps * per_pixel, STEP);
     const int columns = ceil_div(static_cast<int>(K), 64) * 64;
-    const i64 vectors = static_cast<i64>(columns / 16) * steps * 32;
+    const i64 vectors = static_cast<i64>(columns) * steps * 2;
     float* const tables = reinterpret_cast<float*>(packed);
     uint4* const to = reinterpret_cast<uint4*>(tables + 2 * columns);
     for (i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; i < vectors; i += static_cast<i64>(gridDim.x) * 256) {
@@ -54,19 +56,93 @@ __global__ void __launch_bounds__(256)
             tables[i] = scale && i < K ? scale[i] : 1.0f;
             tables[columns + i] = bias && i < K ? bias[i] : 0.0f;
         }
-        const int lane = static_cast<int>(i % 32), row = static_cast<int>(i / 32), step = row % steps;
-        const int pair = row / steps, unit = step * STEP + lane % 4, tap = unit / per_pixel;
-        const T* const of_tap = w + (tap / across * step_r + tap % across * step_s);
+        const int row = static_cast<int>(i % 8), word = static_cast<int>(i / 8 % 2), pair = static_cast<int>(i / 16);
+        const int step = pair % steps;
+        const i64 k = OutputColumns<T>::channel(pair / steps * 8 + row);
         Elements<T, uint4> value(zero<uint4>());
 #pragma unroll
         for (int e = 0; e < 2 * PER_UNIT; ++e) {
-            const i64 k = OutputColumns<T>::channel(16 * pair + e / PER_UNIT * 8 + lane / 4);
-            const int c = unit % per_pixel * PER_UNIT + e % PER_UNIT;
+            const int unit = step * STEP + e / (PER_UNIT / 2), tap = unit / per_pixel;
+            const int c = unit % per_pixel * PER_UNIT + word * (PER_UNIT / 2) + e % (PER_UNIT / 2);
+            const T* const of_tap = w + (tap / across * step_r + tap % across * step_s);
             if (tap < taps && c < C && k < K) value.element[e] = as_factor(of_tap[c * step_c + k * step_k]);
         }
         to[i] = value.vector;
     }
 }
+
+// The products of a tile: rows are the windows of its pixels in the patch, columns the channels of the panel.
+template <bool WGMMA, typename T, int MT, int NT>
+struct WindowProducts {
+    static constexpr int CORES = 256;  // bytes of the core matrices of 8 columns and one step
+    const u32* words;      // of the patch; before them are zeros
+    const int* offsets;    // of units in the patch, in words
+    const u8* weights;     // [NT][steps][2][8] of 16 bytes
+    int steps, none;       // none: the step in which the lane's unit is past the last one
+    int (&window)[MT][2];  // of the lane's pixels: the first word in the patch
+    static constexpr int ZERO = -2;
+
+    using Rows = u32[MT][4];
+    DEVICE void load(Rows& a, int step) const {
+        const int offset = offsets[step * STEP + threadIdx.x % 4];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // (Two loads: the words of one lead to registers that are no neighbours.)
+                const u32* const unit = words + (step == none ? ZERO : window[m][half] + offset);
+                a[m][half] = unit[0], a[m][half + 2] = unit[1];
+            }
+    }
+    DEVICE void multiply(float (&acc)[MT][NT][4]) const {
+        if constexpr (WGMMA) {
+            const u64 columns = matrix_descriptor(shared_address(weights), CORES / 2, steps * CORES);
+            const auto begin = [&](const Rows& a, int step) {
+                wgmma_fence();
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+                    Wgmma<T, 8 * NT>::registers(&acc[m][0][0], a[m], columns + step * (CORES >> 4));
+                wgmma_commit();
+            };
+            Rows even, odd;
+            load(even, 0);
+            int step = 0;
+#pragma unroll 1
+            for (; step + 1 < steps; step += 2) {  // rows are loaded while those of the step before are multiplied
+                begin(even, step);
+                wgmma_wait<1>();
+                load(odd, step + 1);
+                begin(odd, step + 1);
+                wgmma_wait<1>();
+                load(even, min(step + 2, steps - 1));
+            }
+            if (step < steps) begin(even, step);
+            wgmma_wait<0>();
+        } else {
+            const int lane = threadIdx.x % 32;
+            const u8* const its = weights + lane / 16 * (steps * CORES) + lane % 16 * 16;
+#pragma unroll 2
+            for (int step = 0; step < steps; ++step) {
+                Rows a;
+                load(a, step);
+#pragma unroll
+                for (int n = 0; n < NT; n += 2) {
+                    u32 b[4];
+                    ldmatrix_x4(b, its + (n * steps + step) * CORES);
+#pragma unroll
+                    for (int m = 0; m < MT; ++m)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {
+                            if constexpr (Same<T, float>::value)
+                                mma_1688_tf32(acc[m][n + i], a[m], b[2 * i], b[2 * i + 1]);
+                            else
+                                mma_16816<T>(acc[m][n + i], a[m], b[2 * i], b[2 * i + 1]);
+                        }
+                }
+            }
+        }
+    }
+};
 
 // The sizes of a convolution, as stack_image_conv2d takes them.
 struct ImageConv {
@@ -197,7 +273,7 @@ DEVICE uint4 rounded(const float (&values)[COUNT]) {
     return result.vector;
 }
 
-template <typename T, int CHANNELS, bool PIXELS, int MT, int NT, bool VECTOR, int ACTIVATION, int BLOCKS>
+template <bool WGMMA, typename T, int CHANNELS, bool PIXELS, int MT, int NT, bool VECTOR, int ACTIVATION, int BLOCKS>
 __global__ void __launch_bounds__(128, BLOCKS)
     stack_image_conv2d(const T* __restrict__ x,             // images, by their steps
                        const u8* __restrict__ packed,       // by pack_image_weights
@@ -208,7 +284,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
                        i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 bh, i64 bw, i64 ph, i64 pw, i64 H, i64 W, i64 P,
                        i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 step_n, i64 step_h,
                        i64 step_w, i64 step_c, i64 tile_h, i64 tile_w, i64 settled, i64 clear_rows) {
-    constexpr int THREADS = 128, BN = 8 * NT, PAIRS = NT / 2, UNITS = ceil_div(CHANNELS, static_cast<int>(8 / sizeof(T)));
+    constexpr int THREADS = 128, BN = 8 * NT, UNITS = ceil_div(CHANNELS, static_cast<int>(8 / sizeof(T)));
     constexpr int GROUPS = OutputColumns<T>::GROUPS, COUNT = OutputColumns<T>::COUNT;
     static_assert(NT % GROUPS == 0, "a lane's columns are whole vectors");
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
@@ -220,19 +296,17 @@ __global__ void __launch_bounds__(128, BLOCKS)
     const int units = g.R * g.S * UNITS, steps = ceil_div(units, STEP), k0 = blockIdx.y * BN;
     const int thread = threadIdx.x, lane = thread % 32, t = lane % 4;
 
-    DYNAMIC_SHARED(uint4, weights);                                        // [PAIRS][steps][32]
-    float* const tables = reinterpret_cast<float*>(weights + PAIRS * steps * 32);  // scale and bias
+    DYNAMIC_SHARED(uint4, weights);                                          // [BN][steps][2]
+    float* const tables = reinterpret_cast<float*>(weights + BN * steps * 2);  // scale and bias
     int* const offsets = reinterpret_cast<int*>(tables + 2 * BN);          // of the units of a window in the patch
     uint2* const patch = reinterpret_cast<uint2*>(offsets + steps * STEP) + 2;  // [patch_h][patch_w][UNITS], after zeros
-    const u32* const words = reinterpret_cast<const u32*>(patch);
-    constexpr int ZERO = -2;
 
     const auto load_weights = [&]() {
         const int columns = ceil_div(g.K, 64) * 64;
         const float* const from = reinterpret_cast<const float*>(packed);
         const uint4* const all = reinterpret_cast<const uint4*>(from + 2 * columns);
-        for (int i = thread; i < PAIRS * steps * 32; i += THREADS)
-            copy_async_16(weights + i, all + static_cast<i64>(k0 / 16) * steps * 32 + i, true);
+        for (int i = thread; i < BN * steps * 2; i += THREADS)
+            copy_async_16(weights + i, all + static_cast<i64>(k0) * steps * 2 + i, true);
         for (int i = thread; i < 2 * BN / 4; i += THREADS)
             copy_async_16(tables + 4 * i, from + (i < BN / 4 ? k0 + 4 * i : columns + k0 + 4 * i - BN), true);
         copy_async_commit();
@@ -244,17 +318,20 @@ __global__ void __launch_bounds__(128, BLOCKS)
     }
     if (thread < 2) patch[-1 - thread] = zero<uint2>();
     const Divisor tile_width(g.tile_w);
-    const int first_pixel = thread / 32 * (16 * MT) + lane / 4;  // of the lane; its others are 8 apart
+    constexpr int NEXT_ROWS = WGMMA ? 64 : 16;  // from a warp's 16 rows of a product to its next ones
+    const int first_pixel = thread / 32 * (WGMMA ? 16 : 16 * MT) + lane / 4;  // of the lane; another is 8 further
     int window[MT][2];  // of the lane's pixels of a tile: the first word in the patch
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int pixel = first_pixel + m * 16 + half * 8, i = tile_width.of(pixel), j = pixel - i * g.tile_w;
+            const int pixel = first_pixel + m * NEXT_ROWS + half * 8, i = tile_width.of(pixel), j = pixel - i * g.tile_w;
             window[m][half] = i < g.tile_h ? (i * g.SH * g.patch_w + j * g.SW) * UNITS * 2 : 0;
         }
     const PatchLoader<T, CHANNELS, PIXELS, THREADS> loader(g, step_h, step_w, step_c);
-    const int last = units % STEP && t >= units % STEP ? steps - 1 : -1;  // the step in which the lane's unit is none
+    const int none = units % STEP && t >= units % STEP ? steps - 1 : -1;  // the step in which the lane's unit is none
+    const WindowProducts<WGMMA, T, MT, NT> products{reinterpret_cast<const u32*>(patch), offsets,
+                                                    reinterpret_cast<const u8*>(weights), steps, none, window};
 
     overlap_launches();
     if (!settled) load_weights();
@@ -277,6 +354,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
                     (block.wi * g.pw + j0) * g.SW - g.left);
         next = all_rows.block((tile + gridDim.x) / g.tiles);
         copy_async_wait<0>();
+        if (WGMMA) shared_fence();  // for the weights
         __syncthreads();
 
         float acc[MT][NT][4];
@@ -284,33 +362,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
-#pragma unroll 2
-        for (int step = 0; step < steps; ++step) {
-            const int offset = offsets[step * STEP + t];
-            u32 a[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    // (Two loads: the words of one lead to registers that are no neighbours.)
-                    const u32* const unit = words + (step == last ? ZERO : window[m][half] + offset);
-                    a[m][half] = unit[0], a[m][half + 2] = unit[1];
-                }
-#pragma unroll
-            for (int n = 0; n < NT; n += 2) {
-                const uint4 b = weights[(n / 2 * steps + step) * 32 + lane];
-#pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    if constexpr (Same<T, float>::value) {
-                        mma_1688_tf32(acc[m][n], a[m], b.x, b.y);
-                        mma_1688_tf32(acc[m][n + 1], a[m], b.z, b.w);
-                    } else {
-                        mma_16816<T>(acc[m][n], a[m], b.x, b.y);
-                        mma_16816<T>(acc[m][n + 1], a[m], b.z, b.w);
-                    }
-                }
-            }
-        }
+        products.multiply(acc);
         __syncthreads();  // the patch may be written again
 
         T* const corner = y + ((static_cast<i64>(row) * g.ph + i0) * g.pw + j0) * g.K + k0 + t * COUNT;
@@ -327,7 +379,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
             for (int m = 0; m < MT; ++m)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int pixel = recomputed(first_pixel) + m * 16 + half * 8;
+                    const int pixel = recomputed(first_pixel) + m * NEXT_ROWS + half * 8;
                     const int i = tile_width.of(pixel), j = pixel - i * g.tile_w;
                     if (i >= g.tile_h || i0 + i >= g.ph || j0 + j >= g.pw) continue;
                     float values[COUNT];

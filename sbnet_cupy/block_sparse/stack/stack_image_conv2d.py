@@ -82,6 +82,7 @@ class ImagePlan(NamedTuple):
     columns: int  # 8 * NT, output channels of a thread block
     tile: tuple[int, int]  # pixels of y
     blocks: int  # thread blocks for which a multiprocessor must have registers
+    wgmma: bool  # products by four warps together, of compute capability 9.0
 
     def tiles(self, conv):
         """Number of tiles of a block of y."""
@@ -143,7 +144,7 @@ def candidates(conv, device):
     """Yield the plans that fit."""
     for pixels, columns in _BLOCKS:
         blocks = blocks_of(pixels, columns, conv.channels, device)
-        plan = ImagePlan(pixels, columns, _tile(conv.block_out, pixels), blocks)
+        plan = ImagePlan(pixels, columns, _tile(conv.block_out, pixels), blocks, device.hopper)
         fits = plan.shared_bytes(conv) <= device.shared_bytes
         if fits and _patch_pixels(conv, plan) < _MOST_PATCH:
             yield plan
@@ -193,7 +194,7 @@ def prepare_image_pack(conv, w_format):
         _STEM,
         "pack_image_weights",
         (conv.element,),
-        min(-(-conv.columns // 16 * conv.steps * 32 // 256), 2**16),
+        min(-(-conv.columns * conv.steps * 2 // 256), 2**16),
         256,
         4,
         (conv.channels, conv.channels_out, *conv.kernel, *steps),
@@ -216,7 +217,7 @@ def prepare_image_conv(conv, steps, settled=False, clear_rows=True, plan=None, a
         *conv.image, *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
     )  # fmt: skip
     template = (
-        conv.element, conv.channels, by_words, plan.pixels // 64, plan.columns // 8,
+        plan.wgmma, conv.element, conv.channels, by_words, plan.pixels // 64, plan.columns // 8,
         conv.vectors_out, conv.activation, plan.blocks,
     )  # fmt: skip
     return kernels.prepare(
