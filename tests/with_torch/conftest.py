@@ -77,7 +77,7 @@ def asked(torch, st, monkeypatch):
 
     def prepare_image_conv(
         dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-        kernel, strides, dilation, pads, activation, steps, alignment, settled,
+        kernel, strides, dilation, pads, activation, steps, alignment, settled, clear_rows,
     ):  # fmt: skip
         facts = (
             dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,

@@ -106,6 +106,30 @@ def test_kernels_convolve_forward_and_back(st, as_on_gpu, asked, last):
         assert error <= 2.0**-12 * (value.double().norm() + 1), key
 
 
+def test_a_first_convolution_reads_an_image_without_a_gradient(st, as_on_gpu, asked):
+    """Its blocks are gathered for the gradient of the weights alone, which has one of its own."""
+    from sbnet_cupy.torch.network import cuda
+
+    dense = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3), nn.Conv2d(8, 4, 3, padding=1))
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        sparse = st.sparsify(copy.deepcopy(dense).to(dtype), BLOCK)
+        sparse.break_even = 2.0
+        weights = list(sparse.parameters())
+        with pytest.MonkeyPatch.context() as patch:
+            if dtype == torch.float64:
+                patch.setattr(cuda, "serves", lambda x: False)
+            y = sparse(image(dtype), mask)
+            plain = torch.autograd.grad(y.sin().sum(), weights, retain_graph=True)
+            again = torch.autograd.grad(y.sin().sum(), weights, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in again), weights)
+        found.append([t.detach().double() for t in (y, *plain, *again, *second)])
+    assert asked.count("image") == 1
+    for exact, actual in zip(*found, strict=True):
+        assert (actual - exact).norm() <= 2.0**-12 * (exact.norm() + 1)
+
+
 CONVOLUTIONS = {
     "strided": {"stride": 2, "padding": 1},
     "without padding": {},

@@ -21,13 +21,18 @@ def reads_image(image, weight, groups, mode, fill):
     return (
         cuda.serves(image)
         and image.dtype == weight.dtype
-        and image.shape[1] == weight.shape[1] <= _MOST_CHANNELS
+        and has_few_channels(image, weight)
         and groups == 1
         and mode == "zeros"
         and not fill
         and cuda.convolves(image.dtype)
         and not torch.is_autocast_enabled(image.device.type)
     )
+
+
+def has_few_channels(image, weight):
+    """Whether a convolution in one group has as few channels as its kernel for images takes."""
+    return image.shape[1] == weight.shape[1] <= _MOST_CHANNELS
 
 
 def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, activation):
@@ -53,9 +58,9 @@ def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, act
     )  # fmt: skip
     with cuda._at_home(image) as device:
         settled = cuda._is_packed(weight, bias, _PACKED)
-        key = (device, facts, settled)
+        key = (device, facts, settled, cuda._clears(table))
         if key not in _PLANS:
-            _PLANS[key] = _prepare_conv(*facts, settled)
+            _PLANS[key] = _prepare_conv(*facts, *key[2:])
         if _PLANS[key] is None:
             return None
         launch, pack = _PLANS[key]
@@ -75,7 +80,7 @@ _PACKED = "_image_packed"  # where packed weights are kept beside a weight
 
 def _prepare_conv(
     dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
-    strides, dilation, pads, activation, steps, alignment, settled,
+    strides, dilation, pads, activation, steps, alignment, settled, clear_rows,
 ):  # fmt: skip
     """Return (launch, pack) for the current device, or None."""
     from ...block_sparse.stack.stack_image_conv2d import (
@@ -93,7 +98,7 @@ def _prepare_conv(
     )  # fmt: skip
     if missing_image_kernel(conv, steps, current_device()) is not None:
         return None
-    launch = prepare_image_conv(conv, steps, settled, clear_rows=False, alignment=alignment)
+    launch = prepare_image_conv(conv, steps, settled, clear_rows, alignment=alignment)
     return launch, prepare_image_pack(conv, "OIHW")
 
 

@@ -11,7 +11,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from . import cuda, cuda_norm, cuda_pool, cuda_weights, ops
+from . import cuda, cuda_ends, cuda_norm, cuda_pool, cuda_weights, ops
+from .entry import Entry, gathered
 from .epilogue import finish
 from .halos import zero_outside
 
@@ -33,10 +34,8 @@ def conv(x, table, block, size, weight, bias, **options):
         usual = usual and bias.device == x.device and bias.shape == weight.shape[:1]
     if not usual or not serves(x, table):
         return ops.conv(x, table, block, size, weight, bias, **options)
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type) and dtype == torch.float32:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(dtype)
+    dtype = _dtype_of(x)
+    x = x.to(dtype)
     if torch.is_autocast_enabled(x.device.type):  # a weight in float32 is rounded as it is packed
         weight, bias = (
             t.to(dtype) if t is not None and t.dtype not in (dtype, torch.float32) else t
@@ -46,6 +45,37 @@ def conv(x, table, block, size, weight, bias, **options):
         return ops.conv(x, table, block, size, weight, bias, **options)  # which refuses it
     where = table, block, size
     return _Conv.apply(x, weight, bias, where, options)
+
+
+def _dtype_of(x):
+    """Return the dtype in which x is convolved: autocast's for float32."""
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def reads_image(entry, weight, bias, options):
+    """Whether :func:`conv_image` convolves the image of a call, which has no gradient."""
+    image, usual = entry.image, options["mode"] == "zeros" and options["fill"] == 0
+    alike = weight.device == image.device and options["groups"] == 1
+    return (
+        usual
+        and alike
+        and (bias is None or (bias.device == image.device and bias.shape == weight.shape[:1]))
+        and serves(image, entry.table)
+        and not image.requires_grad
+        and cuda_ends.has_few_channels(image, weight)
+        and cuda.convolves(_dtype_of(image))
+        and (_dtype_of(image) == weight.dtype or torch.is_autocast_enabled(image.device.type))
+    )
+
+
+def conv_image(entry, block, size, weight, bias, **options):
+    """Convolve the image of a call at its active blocks, and record how weights are differentiated.
+
+    The kernel reads the image. Blocks are gathered for the gradient of the weights alone.
+    """
+    return _ImageConv.apply(entry.image, weight, bias, (entry.table, block, size), options)
 
 
 def _convolve(x, where, weight, bias, options, turned=False):
@@ -89,6 +119,39 @@ class _Conv(Function):
         if wanted[2]:
             dbias = grad.sum((0, 2, 3), dtype=bias.dtype)
         return dx, dweight, dbias, None, None
+
+
+class _ImageConv(Function):
+    @staticmethod
+    def forward(ctx, image, weight, bias, where, options):
+        ctx.save_for_backward(image, weight, bias)
+        ctx.where, ctx.options, ctx.dtype = where, options, _dtype_of(image)
+        table, block, size = where
+        image, kernel, addend = (t if t is None else t.to(ctx.dtype) for t in (image, weight, bias))
+        sizes = options["stride"], options["pads"], options["dilation"], None, None
+        y = cuda_ends.conv(Entry(image, table), block, size, kernel, addend, *sizes)
+        return _convolve(_blocks(ctx, image), where, weight, bias, options)[0] if y is None else y
+
+    @staticmethod
+    def backward(ctx, grad):
+        image, weight, bias = ctx.saved_tensors
+        x, wanted = _blocks(ctx, image), ctx.needs_input_grad
+        if torch.is_grad_enabled():  # to be differentiated again: by PyTorch's operations
+            same = (t if t is None else t.to(x.dtype) for t in (weight, bias))
+            y = ops.conv(x, *ctx.where, *same, **ctx.options)
+            return (*_again(y, (x, weight, bias), wanted, grad), None, None)
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        dweight = dbias = None
+        if wanted[1]:
+            dweight = _grad_weight(x, grad, weight, *ctx.where, ctx.options)
+        if wanted[2]:
+            dbias = grad.sum((0, 2, 3), dtype=bias.dtype)
+        return None, dweight, dbias, None, None
+
+
+def _blocks(ctx, image):
+    """Return the active blocks of the image of a call, in the dtype of the convolution."""
+    return gathered(image, ctx.where[0]).to(ctx.dtype)
 
 
 def _again(y, inputs, wanted, grad):

@@ -160,7 +160,7 @@ class SparseModel(Report, nn.Module):
         kept = Weights(keeps=False) if cuda.is_tracing() else self._weights
         table.weights = None if trained else kept
         value = plan = None
-        if table.weights is not None and not table.whole and cuda.serves(x):
+        if not table.whole and cuda.serves(x):
             plan = Entry(x, table)
         else:
             value = table.compute(gathered, x, table)

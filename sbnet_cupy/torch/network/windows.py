@@ -105,6 +105,10 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     source, read = T.plan_of(input), (weight, groups, window.mode, window.fill)
     if not trained and units.may_lead(input, kernel, options):
         source = units.Ahead(source, input)
+    elif isinstance(source, Entry) and trained and gradients.reads_image(
+        source, weight, bias, options
+    ):
+        pass  # its kernel reads the image
     elif not isinstance(source, Entry) or not cuda_ends.reads_image(source.image, *read):
         alone = kernel == (1, 1) and not any(window.pads)
         source = T.value_of(input) if alone else T.picture(input)
@@ -112,8 +116,12 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     if table.trace is not None:
         table.trace.convolution(func.__name__, weight, window, groups)
     if trained or table.weights is None:
-        call = (source, table, window.block, window.size, weight, bias)
-        out = window.wrap(gradients.conv(*call, **options))
+        if isinstance(source, Entry):
+            call = (source, window.block, window.size, weight, bias)
+            out = window.wrap(gradients.conv_image(*call, **options))
+        else:
+            call = (source, table, window.block, window.size, weight, bias)
+            out = window.wrap(gradients.conv(*call, **options))
         return T.with_rest(
             out, lambda: weight.new_zeros(weight.shape[0]) if bias is None else bias
         )
