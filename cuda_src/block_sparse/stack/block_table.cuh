@@ -40,10 +40,6 @@ struct Divisor {
     DEVICE int of(int n) const {
         return d == 1 ? n : static_cast<int>(static_cast<u64>(static_cast<u32>(n)) * reciprocal >> 32);
     }
-    // The same for any n >= 0.
-    DEVICE int of_any(int n) const {
-        return static_cast<u64>(static_cast<u32>(n)) * d >> 32 == 0 ? of(n) : static_cast<int>(static_cast<u32>(n) / d);
-    }
 };
 
 // Write zeros to elements `from` up to `to` of y, of which VECTOR says that they are whole vectors of 16 bytes: the rows past

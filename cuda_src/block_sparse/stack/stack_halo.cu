@@ -4,7 +4,8 @@
 // outside the image is FILL: 0, the lowest value, or a pixel of the image: the nearest, its mirror image, or that of an
 // image that repeats itself. Rows of y past the count are not written, or become 0.
 // Python: sbnet_cupy/block_sparse/stack/stack_halo.py, which launches it through stack_launch.py
-// A group of LANES threads moves a pixel of y at a time, by vectors V of channels, and has AT_ONCE pixels in flight.
+// A group of LANES threads moves a pixel of y at a time, by vectors V of channels, and has AT_ONCE pixels in flight. It
+// is so small that a thread, which has to find where a pixel lies, moves several vectors of it.
 #include "core/async_copy.cuh"
 #include "block_sparse/stack/block_table.cuh"
 
@@ -30,11 +31,11 @@ constexpr int NOWHERE = -1;  // in place of a block: a fill value
 
 // An axis of an image in blocks of `each` pixels.
 struct Axis {
-    int each, size, before, above;  // pixels of the image and of the rim ahead of a block, and blocks that this rim reaches
-    Divisor blocks;
+    int each, size, before;  // pixels: of a block, of the image, of the rim ahead of a block
+    bool near;               // whether rims reach no further than the neighbours
 
-    DEVICE Axis(int each, int size, int before)
-        : each(each), size(size), before(before), above(ceil_div(before, each)), blocks(each) {}
+    DEVICE Axis(int each, int size, int before, int all)
+        : each(each), size(size), before(before), near(before <= each && all - before <= 2 * each) {}
 
     struct Place {
         int block, pixel;
@@ -44,10 +45,10 @@ struct Axis {
     DEVICE Place place(int block, int i) const {
         const int at = standing_for<FILL>(block * each + i - before, size);
         if (at < 0) return Place{NOWHERE, 0};
-        int first = block - above;  // of the blocks that the rim reaches: of few, so that division is fast
-        if (FILL > LOWEST && at < first * each) first = 0;
-        const int further = blocks.of_any(at - first * each);
-        return Place{first + further, at - (first + further) * each};
+        const int here = at - block * each;
+        int further = (here >= each) - (here < 0);
+        if (FILL > NEAREST || !near) further = static_cast<int>(static_cast<u32>(at) / static_cast<u32>(each)) - block;
+        return Place{block + further, here - further * each};
     }
 };
 
@@ -62,8 +63,9 @@ __global__ void __launch_bounds__(256)
     const int rows = narrow(clamp(*bin_counts, 0, M));
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
     const int BH = narrow(bh), BW = narrow(bw), OW = narrow(ow), size = narrow(oh * ow);
-    const Axis down(BH, narrow(H), narrow(top)), across(BW, narrow(W), narrow(left));
+    const Axis down(BH, narrow(H), narrow(top), narrow(oh)), across(BW, narrow(W), narrow(left), OW);
     const Divisor blocks(size), lines(OW);
+    const bool few = size < GROUPS * AT_ONCE, exact = static_cast<i64>(size) * OW < 1ll << 32;
     if (clear_rows) clear_rest<false>(y, static_cast<i64>(rows) * size * vectors, M * size * vectors);
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const i64 pixels = static_cast<i64>(rows) * size;
@@ -82,8 +84,9 @@ __global__ void __launch_bounds__(256)
             const i64 p = p0 + a * GROUPS + group;
             from[a] = -1;
             if (p >= pixels) continue;
-            const int number = first + a * GROUPS + group, further = blocks.of_any(number), at = number - further * size;
-            const int row = narrow(row0) + further, i = lines.of_any(at), j = at - i * OW;
+            const int number = first + a * GROUPS + group, further = few ? blocks.of(number) : number >= size;
+            const int row = narrow(row0) + further, at = number - further * size;
+            const int i = exact ? lines.of(at) : at / OW, j = at - i * OW;
             const BlockTable::Block block = table.block(row);
             if (block.n < 0) continue;
             const Axis::Place y = down.template place<FILL>(block.hi, i), x = across.template place<FILL>(block.wi, j);
@@ -94,6 +97,7 @@ __global__ void __launch_bounds__(256)
             const int found = y.block == block.hi && x.block == block.wi ? row : table.row(block.n, y.block, x.block);
             if (found >= 0) from[a] = ((static_cast<i64>(found) * BH + y.pixel) * BW + x.pixel) * vectors;
         }
+#pragma unroll 2
         for (int v = lane; v < vectors; v += LANES) {
             V values[AT_ONCE];
 #pragma unroll
