@@ -9,13 +9,14 @@ import itertools
 from sbnet_cupy.block_sparse.bottleneck.config import UnitCase, configure_bottleneck
 from sbnet_cupy.block_sparse.conv.config import Case, configure_conv
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_conv
-from sbnet_cupy.block_sparse.stack.stack_image_conv2d import blocks_of
+from sbnet_cupy.block_sparse.stack.stack_image_conv2d import ImageConv, blocks_of, candidates
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold.site_conv_plan import FmaPlan, SiteConvSizes, plan_site_conv
 
 CONV = "block_sparse/conv/fused_conv"
 UNIT = "block_sparse/bottleneck/fused_bottleneck"
 STACK = "block_sparse/stack/stack_conv2d"
+STEM = "block_sparse/stack/stack_image_conv2d"
 SITES = "submanifold/site_conv"
 _KIB = 1 << 10
 DEVICES = {  # of each architecture the most common
@@ -66,7 +67,7 @@ def instantiations(arch):
         ):
             if launched(arch, *key):
                 found[key] = None
-    return list(found) + _units(arch) + _layers(arch) + _sites(arch)
+    return list(found) + _units(arch) + _stems(arch) + _layers(arch) + _sites(arch)
 
 
 def _units(arch):
@@ -89,6 +90,27 @@ def _units(arch):
         ):
             if launched(arch, *key):
                 found[key] = None
+    return list(found)
+
+
+def _stems(arch):
+    """Those of stack_image_conv2d with wgmma, which no CPU runs, for ResNet-50's first layer."""
+    found, device = {}, DEVICES[arch]
+    kernel, stride, _, channels_out, _ = RESNET_50[0]
+    numbers = {"Half": (1, 3, 8), "BFloat16": (3,), "float": (3,)} if device.hopper else {}
+    for element, rows in itertools.product(numbers, ROWS):
+        for channels, wide in itertools.product(numbers[element], (channels_out, 32)):
+            conv = ImageConv(
+                element=element, rows=rows, images=1, grid=GRID, block=(32, 32),
+                block_out=(32 // stride,) * 2, image=tuple(32 * n for n in GRID),
+                image_out=tuple(32 // stride * n for n in GRID), channels=channels,
+                channels_out=wide, kernel=(kernel,) * 2, strides=(stride,) * 2, dilation=(1, 1),
+                pads=(kernel // 2,) * 2, activation=1, vectors_out=True,
+            )  # fmt: skip
+            for plan in candidates(conv, device):
+                key = STEM, "stack_image_conv2d", plan.template(conv, by_words=channels < 8)
+                if launched(arch, *key):
+                    found[key] = None
     return list(found)
 
 
@@ -141,8 +163,9 @@ def launched(arch, stem, kernel, template):
     """Whether the ops would launch an instantiation on the GPUs of an architecture."""
     device = DEVICES[arch]
     if kernel == "stack_image_conv2d":
-        element, channels, _, pixels, columns, *_, blocks = template
-        if blocks != blocks_of(64 * pixels, 8 * columns, channels, device):
+        wgmma, element, channels, _, pixels, columns, *_, blocks = template
+        most = blocks_of(64 * pixels, 8 * columns, channels, device)
+        if (wgmma, blocks) != (device.hopper, most):
             return False
         return device.tensor_floats or element == "Half"
     if kernel == "site_conv_tiles":

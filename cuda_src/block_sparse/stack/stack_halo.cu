@@ -4,8 +4,8 @@
 // outside the image is FILL: 0, the lowest value, or a pixel of the image: the nearest, its mirror image, or that of an
 // image that repeats itself. Rows of y past the count are not written, or become 0.
 // Python: sbnet_cupy/block_sparse/stack/stack_halo.py, which launches it through stack_launch.py
-// A group of LANES threads moves a pixel of y at a time, by vectors V of channels, and has AT_ONCE pixels in flight. It
-// is so small that a thread, which has to find where a pixel lies, moves several vectors of it.
+// A group of LANES threads moves a pixel of y at a time, by vectors V of channels, and has AT_ONCE pixels in flight. Of
+// pixels over 128 bytes each thread, which has to find where they lie, moves several vectors.
 #include "core/async_copy.cuh"
 #include "block_sparse/stack/block_table.cuh"
 

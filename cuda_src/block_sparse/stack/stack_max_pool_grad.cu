@@ -4,8 +4,8 @@
 // in float, in the order of the taps, rounded once; 0 outside of the images, in rows that are no block and past the count.
 // Source: the transpose of the choice that the maximum makes.
 // Python: sbnet_cupy/block_sparse/stack/stack_max_pool_grad.py; launched by stack_pool_launch.py
-// Launch: persistent grid of 256 threads; a thread takes a vector of channels of one window, or four of one pixel, at a time.
-// Why: a pixel looks at the few windows that hold it, once for four vectors; nothing is added by several threads.
+// Launch: persistent grid of 256 threads; a thread takes a vector of channels of one window, or two of one pixel, at a time.
+// Why: a pixel looks at the few windows that hold it, once for two vectors; nothing is added by several threads.
 #include "block_sparse/stack/stack_pool.cuh"
 
 template <typename T, typename V>
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
                         i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 OH, i64 OW) {
     using C = typename ComputeOf<T>::type;
     constexpr int COUNT = Elements<T, V>::COUNT;
-    constexpr int EACH = 4;  // vectors of a pixel that a thread takes: they are in the same windows
+    constexpr int EACH = 2;  // vectors of a pixel that a thread takes: they are in the same windows
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     overlap_launches();
     const int rows = narrow(clamp(*bin_counts, 0, M)), PH = narrow(ph), PW = narrow(pw), vectors = narrow(width);

@@ -84,6 +84,13 @@ class ImagePlan(NamedTuple):
     blocks: int  # thread blocks for which a multiprocessor must have registers
     wgmma: bool  # products by four warps together, of compute capability 9.0
 
+    def template(self, conv, by_words):
+        """Return the template arguments; ``by_words``: as :func:`reads_words` says."""
+        return (
+            self.wgmma, conv.element, conv.channels, by_words, self.pixels // 64,
+            self.columns // 8, conv.vectors_out, conv.activation, self.blocks,
+        )  # fmt: skip
+
     def tiles(self, conv):
         """Number of tiles of a block of y."""
         pairs = zip(conv.block_out, self.tile, strict=True)
@@ -150,17 +157,20 @@ def candidates(conv, device):
             yield plan
 
 
-# Pixels and channels of a tile, and for how many thread blocks a multiprocessor has registers. With
-# 64 channels, 256 pixels were slower on an H200 but for a window of 3 x 3, where they took as long.
-_BLOCKS = {(128, 64): 4, (64, 64): 5, (256, 32): 3, (128, 32): 5, (64, 32): 6}
+# Pixels and channels of a tile, and for how many thread blocks a multiprocessor has registers: by
+# wgmma, and otherwise. With 64 channels, 256 pixels were slower on an H200 but for a window of
+# 3 x 3, where they took as long.
+_BLOCKS = {
+    (128, 64): (3, 3), (64, 64): (5, 4), (256, 32): (3, 2), (128, 32): (5, 4), (64, 32): (6, 5),
+}  # fmt: skip
 
 
 def blocks_of(pixels, columns, channels, device):
     """Return for how many thread blocks an instance leaves registers, with none spilled.
 
-    Pixels of many channels take more registers, and so does the code for other GPUs than Hopper's.
+    Pixels of many channels take more registers.
     """
-    return _BLOCKS[pixels, columns] - (channels > 4) - (not device.hopper)
+    return _BLOCKS[pixels, columns][not device.hopper] - (channels > 4)
 
 
 def _patch_pixels(conv, plan):
@@ -216,14 +226,10 @@ def prepare_image_conv(conv, steps, settled=False, clear_rows=True, plan=None, a
         conv.rows, conv.images, *conv.grid, conv.channels_out, *conv.block, *conv.block_out,
         *conv.image, *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
     )  # fmt: skip
-    template = (
-        plan.wgmma, conv.element, conv.channels, by_words, plan.pixels // 64, plan.columns // 8,
-        conv.vectors_out, conv.activation, plan.blocks,
-    )  # fmt: skip
     return kernels.prepare(
         _STEM,
         "stack_image_conv2d",
-        template,
+        plan.template(conv, by_words),
         (conv.rows * plan.tiles(conv), -(-conv.channels_out // plan.columns)),
         _THREADS,
         6,

@@ -45,7 +45,8 @@ from .stack_depthwise_plan import plan_stack_depthwise
 from .stack_patch_plan import ROW
 
 FILLS = ("zero", "lowest", "nearest", "mirror", "repeat")  # as in stack_halo.cu
-_VECTORS_EACH = 4  # of a pixel that a thread of stack_halo moves
+_LINE = 8  # threads that take a pixel in stack_halo: for 128 bytes, or more
+_VECTORS_EACH = 4  # that a thread moves then, at most
 
 
 def prepare_stack_pack(conv, w_format):
@@ -292,7 +293,8 @@ def prepare_stack_halo(halo, pixel_bytes, alignment=16, clear_rows=True):
     """
     width = vector_bytes(pixel_bytes, alignment)
     vectors = pixel_bytes // width
-    lanes = min(32, 1 << (-(-vectors // _VECTORS_EACH) - 1).bit_length())
+    lanes = min(max(-(-vectors // _VECTORS_EACH), min(vectors, _LINE)), 32)
+    lanes = 1 << (lanes - 1).bit_length()
     size = tuple(a + b + c for a, b, c in zip(halo.before, halo.block, halo.after, strict=True))
     vector = {16: "uint4", 8: "uint2", 4: "u32", 2: "u16", 1: "u8"}[width]
     return kernels.prepare(
