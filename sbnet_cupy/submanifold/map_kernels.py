@@ -21,7 +21,7 @@ _FILE, _MAP_FILE = "submanifold/coordinate_map", "submanifold/kernel_map"
 _MOST_AXES = 4
 # Words of the highest level, which are all cleared and counted: at least so many may be, and for
 # many sites twice as many as sites, up to the second number.
-_MOST_TOP = 1 << 18, 1 << 22
+_MOST_TOP = 1 << 19, 1 << 22
 _WORDS = 2048  # of a thread block of rank_words
 _MOST_ROWS = 2**31 - 2**16
 _MANY_ROWS = 2**16  # of which a thread each keeps a GPU busy
