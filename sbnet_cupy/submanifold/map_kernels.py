@@ -20,7 +20,7 @@ from .keys import Packing
 _FILE, _MAP_FILE = "submanifold/coordinate_map", "submanifold/kernel_map"
 _MOST_AXES = 4
 # Words of the highest level, which are all cleared and counted: at least so many may be, and for
-# many sites twice as many as sites, up to the second number.
+# many sites four times as many as sites, up to the second number. A level takes two kernels.
 _MOST_TOP = 1 << 19, 1 << 22
 _WORDS = 2048  # of a thread block of rank_words
 _MOST_ROWS = 2**31 - 2**16
@@ -87,7 +87,7 @@ def tree_shape(packing, most):
     for limit, bits, low in zip(*packing, strict=True):
         last = last << (bits - low) | max(limit - 1, 0) >> low
     cell_bits = sum(packing.low_bits)
-    levels, most_top = 1, min(max(_MOST_TOP[0], 2 * most), _MOST_TOP[1])
+    levels, most_top = 1, min(max(_MOST_TOP[0], 4 * most), _MOST_TOP[1])
     while (last << cell_bits) >> (6 * levels) >= most_top:
         levels += 1
     return TreeShape(levels, ((last << cell_bits | 63) >> (6 * levels)) + 1, max(most, 1))
