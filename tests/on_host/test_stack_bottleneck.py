@@ -26,7 +26,7 @@ CASES = [  # blocks, tile, pieces, warps, what the unit has, whether weights com
     (Blocks(), (16, 4), 4, 8, {"channels": 72, "width": 32}, False),
     (Blocks(), (8, 4), 2, 4, TF32 | ODD, True),
     (Blocks(image=(17, 11), block=(2, 2)), (8, 2), 4, 6, {"channels": 128, "width": 48}, True),
-    (Blocks(image=(17, 11), block=(2, 2)), (16, 2), 8, 6, BFLOAT, True),
+    (Blocks(image=(17, 11), block=(2, 2)), (16, 2), 8, 6, BFLOAT | {"width": 48}, True),
     (Blocks(image=(17, 11), block=(6, 4)), (8, 4), 4, 4, TF32 | ODD, False),
     (Blocks(share=1.0, spare=0), (4, 4), 1, 8, EVEN, True),
     (Blocks(share=0.0), (8, 4), 2, 4, EVEN, True),

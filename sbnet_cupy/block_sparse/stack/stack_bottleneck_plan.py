@@ -5,11 +5,14 @@ the count itself.
 """
 
 import functools
+import itertools
 import math
+import operator
 from typing import NamedTuple
 
 from ..bottleneck.config import UnitCase, UnitConfig, configuration, fits, rim_pixels
 from .stack_conv_plan import StackConv, plan_cost, plan_stack_conv
+from .stack_unit_plan import StackUnit, missing_unit, plan_unit, unit_cost
 
 
 class StackBottleneck(NamedTuple):
@@ -85,39 +88,60 @@ def missing_bottleneck(unit, device):
     return None
 
 
-# Pixels of a piece of a block, and pieces of a tile: the largest piece that divides a block has the
-# smallest rim.
 _TILES = (((8, 8), (1,)), ((4, 8), (1,)), ((4, 4), (1, 2, 4)), ((2, 4), (2, 4)), ((2, 2), (4, 8)))
 
 
 def bottleneck_plans(unit, device):
     """Yield plans that fit the device."""
-    case, found = unit.case, 0
-    for piece, counts in _TILES:
-        if any(b % p for b, p in zip(unit.block, piece, strict=True)):
-            continue
-        for pieces in counts:
-            tile = (piece[0] * pieces, piece[1])
-            shapes = [
-                (warps, cluster, resident, wide)
-                for wide in ((True, False) if device.hopper and tile == (8, 8) else (False,))
-                for cluster in ((1, 2, 4) if device.hopper else (1,))
-                for warps in (4, 6, 8, 12)
-                for resident in (1, 2, 4)
-                if warps * resident <= 16
-            ]
-            for warps, cluster, resident, wide in shapes:
-                config = configuration(case, tile, warps, cluster, resident, wide, False, pieces)
-                if config is None:
-                    continue
-                plan = BottleneckPlan(
-                    config._replace(blocks=resident, bulk_copy=device.bulk_copy)
-                )
-                if fits(plan.shared_bytes(unit), resident, device):
-                    found += 1
+    for piece, pieces in _tiles(unit.block):
+        tile = (piece[0] * pieces, piece[1])
+        clusters = (1, 2, 4) if device.hopper else (1,)
+        engines = (True, False) if device.hopper and tile == (8, 8) else (False,)
+        for wide, cluster, warps in itertools.product(engines, clusters, (4, 6, 8, 12)):
+            for resident in (1, 2, 4):
+                plan = _plan(unit, tile, warps, cluster, resident, wide, pieces, device)
+                if plan is not None:
                     yield plan
-        if found and piece != (8, 8):
-            return
+
+
+def _tiles(block):
+    """Yield pixels of a piece of a block, and how many make a tile: the large have small rims."""
+    largest = None
+    for piece, counts in _TILES:
+        if any(b % p for b, p in zip(block, piece, strict=True)):
+            continue
+        largest = largest or math.prod(piece)
+        if math.prod(piece) in (largest, 16, 32) and math.prod(piece) * 4 >= largest:
+            for pieces in counts:
+                yield piece, pieces
+
+
+def _plan(unit, tile, warps, cluster, resident, wide, pieces, device):
+    """Return the plan of a shape, or None if the work does not divide so, or it does not fit."""
+    if warps * resident > 16:
+        return None
+    config = configuration(unit.case, tile, warps, cluster, resident, wide, False, pieces)
+    small = unit.case.element_bytes == 2
+    if config is None or _sums_of_first(config) > (_MOST_SUMS if small else _MOST_SUMS // 2):
+        return None
+    ahead = config.ahead
+    if not wide:  # fewer registers for what is on its way
+        few = warps * resident == 16 or (warps == 12 and math.prod(tile) > 16)
+        most = (3 if few else ahead) if small else 2
+        chunks = config.chunks // config.split1
+        ahead = max(a for a in range(1, min(most, ahead) + 1) if chunks % a == 0)
+    plan = BottleneckPlan(
+        config._replace(ahead=ahead, blocks=resident, bulk_copy=device.bulk_copy)
+    )
+    return plan if fits(plan.shared_bytes(unit), resident, device) else None
+
+
+def _sums_of_first(config):
+    """Registers for the sums of the first product, of all pixels where warps share the chunks."""
+    rows = config.warps // config.split1
+    groups = -(-rim_pixels(config.tile, config.pieces) // 16)
+    turns = -(-groups // rows) if config.split1 > 1 else 1
+    return turns * config.mid // config.cluster // 2
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,17 +151,69 @@ def plan_bottleneck(unit, device):
     return min(plans, key=lambda plan: bottleneck_cost(plan, unit, device), default=None)
 
 
+# How many multiprocessors of 132 clusters of so many thread blocks can use at once.
+_CLUSTERED = {1: 132, 2: 128, 4: 120}
+_REGISTERS = 168  # that a thread takes where it may
+_MOST_SUMS = 96  # of those, for sums of the first product: more, and others would spill
+# Cycles of a launch; of a round, and of one with clusters; of a warp's products one after another
+# and of all that a multiprocessor has to do, by mma.sync and by wgmma; of a wait for x; of 1000
+# bytes of x; of a warp's results of 16 pixels; of its 16 pixels of the first product.
+_CYCLES = (2570, 1990, 1200, 2.21, 7.12, 180, 2.91, 0.674, 50, 554, 585)
+_NORM = 1000  # cycles of a norm's launch, beside those in which memory is read and written
+
+
 def bottleneck_cost(plan, unit, device):
-    """Estimate the cycles of a launch."""
-    return 0
+    """Estimate the cycles of a launch: fitted to runs of 29 to 286 blocks on an H200."""
+    return sum(map(operator.mul, _CYCLES, _amounts(plan, unit, device)))
+
+
+def _amounts(plan, unit, device):
+    """Return how much a launch does of what ``_CYCLES`` has the cycles of."""
+    config, threads = plan.config, plan.config.threads
+    registers = min(_REGISTERS, 65536 // (config.blocks * threads) // 8 * 8)
+    resident = (device.shared_bytes + 1024) // (plan.shared_bytes(unit) + 1024)
+    resident = max(1, min(resident, 65536 // (registers * threads)))
+    spots = device.multiprocessors * _CLUSTERED[config.cluster] // 132
+    blocks = max(1, plan.tiles(unit, unit.expected)) * config.cluster
+    rounds = math.ceil(blocks / (spots * resident))
+    active = min(resident, math.ceil(blocks / spots))
+    # Products of 16 pixels, 32 bytes of K and 8 channels of the result: of a warp, and of all.
+    own, pixels = config.mid // config.cluster / 8, math.prod(config.tile) // 16
+    rim = rim_pixels(config.tile, config.pieces)
+    groups, steps = -(-rim // 16), config.mid * unit.case.element_bytes / 32
+    turns, chunks = -(-groups // (config.warps // config.split1)), config.chunks / config.split1
+    down, across, depth = config.second
+    parts = unit.channels // config.cluster / config.slice
+    turns3 = math.ceil(parts / (config.warps // config.rows3)) * (pixels / config.rows3)
+    last = steps * config.slice / 8
+    warp = turns * chunks * 2 * own + 9 * steps * pixels * own / (down * across * depth)
+    warp += turns3 * last
+    whole = groups * config.chunks * 2 * own + 9 * steps * pixels * own + parts * pixels * last
+    wide = config.engine == "WarpGroup"
+    each = (
+        1, config.cluster > 1, (not wide) * warp, wide * warp, turns * chunks / config.ahead,
+        (not wide) * active * whole, wide * active * whole,
+        active * rim * unit.channels * unit.case.element_bytes / 1000, turns3, turns,
+    )  # fmt: skip
+    return 1, *(rounds * amount for amount in each)
 
 
 def apart_cost(unit, device):
-    """Estimate the cycles of a norm and of one launch for each layer."""
-    return sum(plan_cost(plan_stack_conv(c, device), c, device) for c in unit.layers())
+    """Estimate the cycles of a norm, and of the layers by a launch each or by one for all three."""
+    layers = list(unit.layers())
+    norm = _NORM + layers[0]._replace(channels_out=unit.channels).memory_cycles(False)
+    costs = [sum(plan_cost(plan_stack_conv(c, device), c, device) for c in layers)]
+    plain = StackUnit(
+        element=unit.element, rows=unit.rows, images=unit.images, grid=unit.grid, block=unit.block,
+        image=unit.image, channels=unit.channels, width=unit.width, channels_out=unit.channels,
+        bottleneck=True, inner=1, activation=0, expected=unit.expected,
+    )  # fmt: skip
+    if missing_unit(plain, device) is None:
+        costs.append(unit_cost(plan_unit(plain, device), plain, device))
+    return norm + min(costs)
 
 
 def worth_it(unit, device):
-    """Whether one kernel is faster than one for each layer."""
+    """Whether one kernel is faster than a norm and what computes the layers without it."""
     plan = plan_bottleneck(unit, device)
     return bottleneck_cost(plan, unit, device) < apart_cost(unit, device)

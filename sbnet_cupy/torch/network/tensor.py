@@ -108,6 +108,10 @@ def _run(x, own):
     for ref, steps in own["_made_of"]:
         ahead = ref()
         if ahead is not None and ahead is not x:  # what this one was made of is wanted too
+            left = plan.apart(ahead, steps)
+            if left is not None:
+                value = left.run()
+                break
             value = value_of(ahead)
             for func, *more in steps:
                 value = facts(x)[0].compute(func, value, *more)
@@ -132,6 +136,22 @@ def _check_gradient(x):
 def plan_of(x):
     """Return the convolution that was put off, or None."""
     return object.__getattribute__(x, "__dict__")["_plan"] if isinstance(x, StackTensor) else None
+
+
+def set_apart(x):
+    """Leave a norm to do where what waits, ``x``, was made of a value that is wanted, too.
+
+    Return whether there is one: then that value was computed.
+    """
+    own = object.__getattribute__(x, "__dict__")
+    for ref, steps in own["_made_of"]:
+        ahead = ref()
+        if ahead is not None and ahead is not x:
+            left = own["_plan"].apart(ahead, steps)
+            if left is not None:
+                own["_plan"], own["_made_of"] = left, ()
+            return left is not None
+    return False
 
 
 def postpone(table, plan, block, size, reach, parent=None, step=None, hw=(2, 3)):
