@@ -118,15 +118,17 @@ def _tiles(block):
 
 def _plan(unit, tile, warps, cluster, resident, wide, pieces, device):
     """Return the plan of a shape, or None if the work does not divide so, or it does not fit."""
+    small, pixels = unit.case.element_bytes == 2, math.prod(tile)
     if warps * resident > 16:
         return None
+    if warps == 12 and not wide and not (small and (pieces == 1 or pixels == 16)):
+        return None  # it would spill
     config = configuration(unit.case, tile, warps, cluster, resident, wide, False, pieces)
-    small = unit.case.element_bytes == 2
     if config is None or _sums_of_first(config) > (_MOST_SUMS if small else _MOST_SUMS // 2):
         return None
     ahead = config.ahead
     if not wide:  # fewer registers for what is on its way
-        few = warps * resident == 16 or (warps == 12 and math.prod(tile) > 16)
+        few = warps * resident == 16 or (warps == 12 and pixels > 16)
         most = (3 if few else ahead) if small else 2
         chunks = config.chunks // config.split1
         ahead = max(a for a in range(1, min(most, ahead) + 1) if chunks % a == 0)

@@ -138,22 +138,6 @@ def plan_of(x):
     return object.__getattribute__(x, "__dict__")["_plan"] if isinstance(x, StackTensor) else None
 
 
-def set_apart(x):
-    """Leave a norm to do where what waits, ``x``, was made of a value that is wanted, too.
-
-    Return whether there is one: then that value was computed.
-    """
-    own = object.__getattribute__(x, "__dict__")
-    for ref, steps in own["_made_of"]:
-        ahead = ref()
-        if ahead is not None and ahead is not x:
-            left = own["_plan"].apart(ahead, steps)
-            if left is not None:
-                own["_plan"], own["_made_of"] = left, ()
-            return left is not None
-    return False
-
-
 def postpone(table, plan, block, size, reach, parent=None, step=None, hw=(2, 3)):
     """Return a StackTensor of a convolution, or its like, that waits for what follows it.
 

@@ -57,7 +57,7 @@ def may_lead(x, kernel, options):
     chain = _chain(plan, shared=True)  # who reads a value now may be gone when it is wanted
     kernels = (*(one.kernel for one in chain), kernel)
     if kernels not in [pattern[: len(kernels)] for pattern in (*_PATTERNS, _BEHIND_NORM)]:
-        apart = kernel == (1, 1) and plan.norm is not None and T.set_apart(x)
+        apart = kernel == (1, 1) and plan.norm is not None and _set_apart(x)
         return apart and may_lead(x, kernel, options)
     source = chain[0].source
     if not isinstance(source, torch.Tensor) or not cuda.serves(source):
@@ -65,6 +65,22 @@ def may_lead(x, kernel, options):
     if plan.kernel is None:
         return plan.is_norm and not plan.readers and bottlenecks.may_begin(plan)
     return _is_plain(plan.kernel, plan.options)
+
+
+def _set_apart(x):
+    """Leave a norm to do where what waits, ``x``, was made of a value that is wanted, too.
+
+    Return whether there is one: then that value was computed.
+    """
+    own = object.__getattribute__(x, "__dict__")
+    for ref, steps in own["_made_of"]:
+        ahead = ref()
+        if ahead is not None and ahead is not x:
+            left = own["_plan"].apart(ahead, steps)
+            if left is not None:
+                own["_plan"], own["_made_of"] = left, ()
+            return left is not None
+    return False
 
 
 def _is_plain(kernel, options):
@@ -88,8 +104,7 @@ def _chain(plan, shared=False):
 def run(plan):
     """Compute a chain of convolutions by one kernel, or return None where there is none."""
     chain = _chain(plan)
-    norm = chain[0] if chain[0].is_norm else None
-    if norm is not None:
+    if chain[0].is_norm:
         y = bottlenecks.run(chain) if _kernels(chain) == _BEHIND_NORM else None
         if y is not None:
             return y
@@ -97,7 +112,7 @@ def run(plan):
     if _kernels(chain) not in _PATTERNS or plan.activation not in _CODES:
         return None
     x, residual = chain[0].source, plan.residual
-    like = x if norm is None else norm.source
+    like = x.plan.source if isinstance(x, Ahead) and x.plan.is_norm else x
     if not isinstance(like, torch.Tensor):
         return None
     if residual is not None and residual.dtype != like.dtype:
@@ -120,7 +135,7 @@ def _kernels(chain):
 def _launch(x, like, weights, residual, chain):
     """Launch the kernel, or return None where each layer is to have its own.
 
-    ``x`` may be the norm that waits for it, of the sizes of ``like``.
+    ``x`` may be a norm that waits, whose result is of the sizes of ``like``.
     """
     table, block, size, _, _ = chain[0].facts
     with cuda._at_home(like) as device:
