@@ -88,6 +88,8 @@ def missing_bottleneck(unit, device):
     return None
 
 
+# Pixels of a piece of a block, and how many pieces make a tile. Large ones have small rims; small
+# ones, of 16 and 32 pixels, are more tiles where blocks are few.
 _TILES = (((8, 8), (1,)), ((4, 8), (1,)), ((4, 4), (1, 2, 4)), ((2, 4), (2, 4)), ((2, 2), (4, 8)))
 
 
@@ -105,13 +107,13 @@ def bottleneck_plans(unit, device):
 
 
 def _tiles(block):
-    """Yield pixels of a piece of a block, and how many make a tile: the large have small rims."""
+    """Yield pixels of a piece that divides the block, and how many pieces make a tile."""
     largest = None
     for piece, counts in _TILES:
         if any(b % p for b, p in zip(block, piece, strict=True)):
             continue
-        largest = largest or math.prod(piece)
-        if math.prod(piece) in (largest, 16, 32) and math.prod(piece) * 4 >= largest:
+        largest = largest or piece
+        if piece == largest or math.prod(piece) >= 16:
             for pieces in counts:
                 yield piece, pieces
 
