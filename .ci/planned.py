@@ -8,6 +8,11 @@ import itertools
 
 from sbnet_cupy.block_sparse.bottleneck.config import UnitCase, configure_bottleneck
 from sbnet_cupy.block_sparse.conv.config import Case, configure_conv
+from sbnet_cupy.block_sparse.stack.stack_bottleneck_plan import (
+    StackBottleneck,
+    missing_bottleneck,
+    plan_bottleneck,
+)
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_conv
 from sbnet_cupy.block_sparse.stack.stack_image_conv2d import ImageConv, blocks_of, candidates
 from sbnet_cupy.core.device import Device
@@ -17,6 +22,7 @@ CONV = "block_sparse/conv/fused_conv"
 UNIT = "block_sparse/bottleneck/fused_bottleneck"
 STACK = "block_sparse/stack/stack_conv2d"
 STEM = "block_sparse/stack/stack_image_conv2d"
+STACK_UNIT = "block_sparse/stack/stack_bottleneck"
 SITES = "submanifold/site_conv"
 _KIB = 1 << 10
 DEVICES = {  # of each architecture the most common
@@ -67,7 +73,8 @@ def instantiations(arch):
         ):
             if launched(arch, *key):
                 found[key] = None
-    return list(found) + _units(arch) + _stems(arch) + _layers(arch) + _sites(arch)
+    found = [*found, *_units(arch), *_stack_units(arch), *_stems(arch)]
+    return found + _layers(arch) + _sites(arch)
 
 
 def _units(arch):
@@ -111,6 +118,25 @@ def _stems(arch):
                 key = STEM, "stack_image_conv2d", plan.template(conv, by_words=channels < 8)
                 if launched(arch, *key):
                     found[key] = None
+    return list(found)
+
+
+def _stack_units(arch):
+    """Those of stack_bottleneck, for the paper's stages in blocks of 32 pixels of the image."""
+    found, numbers = {}, {"Half": STAGES, "BFloat16": STAGES[2:3], "float": STAGES[1:3]}
+    for element, rows in itertools.product(numbers, (29, 72, 286)):
+        for stage in numbers[element]:
+            block = 16 >> STAGES.index(stage)
+            unit = StackBottleneck(
+                element=element, rows=rows, images=1, grid=(13, 22), block=(block,) * 2,
+                image=(13 * block, 22 * block), channels=stage[3], width=stage[2], expected=rows,
+            )  # fmt: skip
+            if missing_bottleneck(unit, DEVICES[arch]) is not None:
+                continue
+            plan = plan_bottleneck(unit, DEVICES[arch])
+            found[STACK_UNIT, "stack_bottleneck", plan.template(unit)] = None
+            pack = (*plan.config.pack_template(unit.case), "float")
+            found[UNIT, "pack_bottleneck", pack] = None
     return list(found)
 
 

@@ -16,6 +16,7 @@ from sbnet_cupy.block_sparse.stack import (
     stack_norm_launch,
     stack_patch_plan,
 )
+from sbnet_cupy.block_sparse.stack.stack_bottleneck_plan import bottleneck_plans
 from sbnet_cupy.block_sparse.stack.stack_unit_plan import unit_plans
 from sbnet_cupy.core.compile import cpp_name
 from sbnet_cupy.core.device import Device
@@ -27,6 +28,7 @@ from sbnet_cupy.submanifold.site_conv_grad_plan import (
     plan_weight_grad,
 )
 from support.fused_on_host import AMPERE, BLACKWELL, TURING
+from support.stack_bottleneck_cases import unit_of as bottleneck_of
 from support.stack_on_host import Blocks
 from support.stack_unit_cases import unit_of
 
@@ -182,6 +184,23 @@ def test_stack_unit():
             expected[f"{memory}::BYTES"] = plan.memory_bytes(unit)
     assert len(expected) == 6
     check("block_sparse/stack/stack_unit", expected)
+
+
+def test_stack_bottleneck():
+    """The unit's shared memory, and where two tiles' pixels lie."""
+    expected, pieces = {}, set()
+    for block, channels, width in ((8, 96, 24), (4, 256, 64), (2, 384, 96)):
+        unit = bottleneck_of(Blocks(block=(block, block)), "Half", channels, width)
+        for plan in bottleneck_plans(unit, HOPPER):
+            c = plan.config
+            sizes = joined("Half", c.chunks, c.mid, *c.tile, c.cluster, c.slice, c.pieces)
+            shares = joined(c.warps, c.split1, c.second[2])
+            offsets = f"StackPixels<Unit3<{sizes}>, {c.threads}>::BYTES"
+            total = f"Behind<Unit3<{sizes}>, {shares}>::BYTES + {offsets}"
+            expected[total] = plan.shared_bytes(unit)
+            pieces.add(c.pieces)
+    assert pieces == {1, 2, 4, 8}
+    check("block_sparse/stack/stack_bottleneck", expected)
 
 
 def test_site_weight_grad():

@@ -354,7 +354,7 @@ def norms_asked(torch, st, monkeypatch):
 @pytest.fixture
 def units_asked(torch, asked, monkeypatch):
     """Serve residual units too, as the composition of their layers, in float32."""
-    from sbnet_cupy.torch.network import cuda, units
+    from sbnet_cupy.torch.network import bottlenecks, cuda, units
 
     def prepare(
         dtype, rows, images, grid, block, image, channels, widths, bottleneck, inner, activation,
@@ -370,7 +370,8 @@ def units_asked(torch, asked, monkeypatch):
             for number, (weight, bias) in enumerate(packed):
                 last = number + 1 == len(packed)
                 y = sb.stack_conv2d(
-                    y, weight.numpy(), table, w_format="OIHW", bias=bias.numpy(),
+                    y, weight.numpy(), table, w_format="OIHW",
+                    bias=None if bias is None else bias.numpy(),
                     residual=residual.numpy() if last and residual is not None else None,
                     activation=ACTIVATIONS[activation if last else inner],
                 )  # fmt: skip
@@ -379,8 +380,30 @@ def units_asked(torch, asked, monkeypatch):
 
         return launch, [None] * len(widths)
 
+    def prepare_bottleneck(dtype, rows, images, grid, block, image, channels, width, settled):
+        def launch(x, packed, counts, indices, places, out):
+            table = sb.BlockTable(*(t.numpy() for t in (counts, indices, places)), block, image)
+            assert tuple(x.shape) == (rows, *block, channels)
+            assert packed[0].shape[3] == width
+            y = x.numpy()
+            for kernel, scale, shift in zip(packed[:3], packed[3::2], packed[4::2], strict=True):
+                y = np.maximum(y * scale.numpy() + shift.numpy(), 0)
+                y = sb.stack_conv2d(y, kernel.numpy(), table)
+            out.fill_(torch.nan)
+            out[: int(counts)] = x[: int(counts)] + torch.from_numpy(y)[: int(counts)]
+            asked.append("bottleneck")
+
+        return launch, lambda *weights: weights, "form"
+
+    def pack(weights, pack, form):
+        setattr(weights[0], bottlenecks._KEPT, {form: weights})
+        return pack(*weights)
+
     monkeypatch.setattr(units, "prepare", prepare)
     monkeypatch.setattr(units, "_ELEMENTS", {torch.float32: "float"})
+    monkeypatch.setattr(bottlenecks, "prepare", prepare_bottleneck)
+    monkeypatch.setattr(bottlenecks, "_packed", pack)
+    monkeypatch.setattr(bottlenecks, "_ELEMENTS", {torch.float32: "float"})
     monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
     return asked
 

@@ -318,6 +318,69 @@ def test_residual_units_are_one_kernel(st, units_asked, name, units):
         assert units_asked.count("unit") == units
 
 
+class Before(torch.nn.Module):
+    """A pre-activation unit, with what may be read of it besides its result."""
+
+    def __init__(self, kind, channels=8, width=4):
+        super().__init__()
+        sizes = ((channels, width, 1), (width, width, 3), (width, channels, 1))
+        self.layers = torch.nn.ModuleList(networks.norm_conv(*one) for one in sizes)
+        self.side = torch.nn.Conv2d(channels, channels, 1)
+        self.kind = kind
+        if kind == "bias":
+            self.layers[2][2].bias = torch.nn.Parameter(torch.randn(channels))
+
+    def forward(self, x):
+        """Return the unit of ``x``."""
+        norm, relu, conv = self.layers[0]
+        y = relu(norm(x))
+        z = self.layers[2](self.layers[1](conv(y)))
+        if self.kind == "activated":  # the shortcut of the network that changes channels
+            return z + self.side(y)
+        if self.kind == "two":
+            return z + x + y
+        if self.kind == "other":
+            return z + self.side(x)
+        if self.kind == "in place":
+            x += 1
+        return x + z
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [
+        ("plain", True),
+        ("bias", False),
+        ("activated", False),
+        ("two", False),
+        ("other", False),
+        ("in place", False),
+    ],
+)
+@torch.no_grad()
+def test_preactivation_units_are_one_kernel(st, units_asked, kind, fused):
+    """From the norm to the sum, that of the first unit included, which reads a convolution.
+
+    Elsewhere a norm is computed once, whoever reads it, and the convolutions are one kernel.
+    """
+    torch.manual_seed(3)
+    body = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2, 1), *(Before(kind) for _ in range(3)))
+    dense = networks.random_statistics(body).eval()
+    x = torch.randn(2, 3, 61, 84)
+    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for _ in range(2):
+        units_asked.clear()
+        assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+        assert units_asked.count("bottleneck") == (3 if fused else 0)
+        assert units_asked.count("affine") == units_asked.count("unit") == (0 if fused else 3)
+    weight = body[1].layers[0][2].weight
+    weight *= 2
+    body[2].layers[0][0].running_mean += 1
+    assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+
+
 class Projected(torch.nn.Module):
     """A convolution and the 1x1 convolution that is added to it, with what may follow."""
 

@@ -10,14 +10,15 @@
 
 // Cin in CHUNKS of 64 bytes, MID bottleneck channels, both rounded up; SLICE output channels are
 // made at a time. What one thread block of a cluster holds.
-template <typename T, int CHUNKS_, int MID_, int TH_, int TW_, int CLUSTER_, int SLICE_>
+template <typename T, int CHUNKS_, int MID_, int TH_, int TW_, int CLUSTER_, int SLICE_, int PIECES_ = 1>
 struct Unit3 {
     static constexpr int CHUNKS = CHUNKS_, MID = MID_, TH = TH_, TW = TW_, CLUSTER = CLUSTER_, SLICE = SLICE_;
+    static constexpr int PIECES = PIECES_;  // of a tile: one below the other, each with its own rim
     static constexpr int LANES = 16 / sizeof(T);
     static constexpr int CIN = CHUNKS * 4 * LANES, NS = MID / CLUSTER, OUT = CIN / CLUSTER, PARTS = OUT / SLICE;
     static constexpr int PLANES = MID / LANES;
-    using Rim = Halo<TH, TW, 3, 3, 1, 1, PLANES>;     // h1
-    using Middle = Halo<TH, TW, 1, 1, 1, 1, PLANES>;  // h2
+    using Rim = Halo<TH, TW, 3, 3, 1, 1, PLANES, PIECES>;  // h1
+    using Middle = Halo<TH, TW, 1, 1, 1, 1, PLANES>;       // h2
     static constexpr int RIM = Rim::IH * Rim::IW, TILE = TH * TW;
     static_assert(NS % 8 == 0 && OUT % SLICE == 0 && MID % LANES == 0, "parts of whole groups");
 

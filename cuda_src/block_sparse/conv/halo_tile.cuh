@@ -11,10 +11,13 @@
 
 #include "core/tensor_core.cuh"
 
-template <int TH_, int TW_, int R_, int S_, int SH_, int SW_, int PLANES_>
+template <int TH_, int TW_, int R_, int S_, int SH_, int SW_, int PLANES_, int PIECES_ = 1>
 struct Halo {
-    static constexpr int TH = TH_, TW = TW_, R = R_, S = S_, SH = SH_, SW = SW_, PLANES = PLANES_;
-    static constexpr int IH = (TH - 1) * SH + R, IW = (TW - 1) * SW + S;  // pixels read
+    static constexpr int TH = TH_, TW = TW_, R = R_, S = S_, SH = SH_, SW = SW_, PLANES = PLANES_, PIECES = PIECES_;
+    // A tile of several pieces has them one below the other, each with a rim of its own.
+    static constexpr int PIECE_H = TH / PIECES, PIECE_IH = (PIECE_H - 1) * SH + R;
+    static constexpr int IH = PIECES * PIECE_IH, IW = (TW - 1) * SW + S;  // pixels read
+    static_assert(PIECES * PIECE_H == TH, "pieces of whole lines");
     // Columns of equal x % SW lie together, so that neighbouring outputs read neighbouring pixels.
     static constexpr int COLUMNS = ceil_div(IW, SW), PITCH = COLUMNS * SW;
     static constexpr int PLANE = ((IH * PITCH + 6) / 8 * 8 + 1) * 16;  // odd: planes start in different banks
@@ -29,7 +32,11 @@ struct Halo {
     }
     static __host__ __device__ constexpr int tap(int t) { return at(t / S, t % S); }
     // Pixel p of the tile, in raster order: where its window begins.
-    static __host__ __device__ constexpr int window(int p) { return (p / TW * SH * PITCH + p % TW) * 16; }
+    static __host__ __device__ constexpr int window(int p) {
+        if (PIECES == 1) return (p / TW * SH * PITCH + p % TW) * 16;
+        const int line = p / TW;
+        return ((line / PIECE_H * PIECE_IH + line % PIECE_H * SH) * PITCH + p % TW) * 16;
+    }
 };
 
 // Which tap and plane unit number u of K is: pairs of planes tap by tap, then the last planes.

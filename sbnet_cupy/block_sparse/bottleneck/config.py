@@ -41,6 +41,7 @@ class UnitConfig(NamedTuple):
     ahead: int  # chunks of x in flight
     blocks: int  # thread blocks on a multiprocessor
     bulk_copy: bool  # whether one thread starts the copy of the weights
+    pieces: int = 1  # of a tile, one below the other, each with a rim of its own: stacks alone
 
     @property
     def threads(self):
@@ -61,11 +62,11 @@ class UnitConfig(NamedTuple):
         """Dynamic shared memory of a thread block; the sums of ``fused_bottleneck``."""
         lanes = _VECTOR // case.element_bytes
         planes, own = self.mid // lanes, self.mid // self.cluster
-        rim = halo_plane_bytes(self.tile, (3, 3), (1, 1))
+        rim = halo_plane_bytes(self.tile, (3, 3), (1, 1), self.pieces)
         middle = halo_plane_bytes(self.tile, (1, 1), (1, 1))
         zeros = rim if planes % 2 else 0
         rows = self.warps // self.split1
-        turns = -(-_rim_tiles(self.tile) // rows)
+        turns = -(-_rim_tiles(self.tile, self.pieces) // rows)
         partials = max(
             (self.split1 - 1) * rows * turns * (own // 8) * 32,
             (self.second[2] - 1) * math.prod(self.tile) * own // 4,
@@ -73,11 +74,12 @@ class UnitConfig(NamedTuple):
         activations = planes * (rim + middle) + zeros
         return self.packed_bytes(case) + activations + partials * _VECTOR + 24
 
-    def template(self, case):
-        """Return the template arguments."""
+    def template(self, case, stack=False):
+        """Return the template arguments, of ``stack_bottleneck`` for a stack."""
+        pieces = (self.pieces,) if stack else ()
         return (
-            self.engine, case.element, self.chunks, self.mid, *self.tile, self.cluster, self.warps,
-            self.split1, *self.second, self.rows3, self.slice, self.ahead, case.tight,
+            self.engine, case.element, self.chunks, self.mid, *self.tile, *pieces, self.cluster,
+            self.warps, self.split1, *self.second, self.rows3, self.slice, self.ahead, case.tight,
             case.element == "float", self.blocks, self.bulk_copy,
         )  # fmt: skip
 
@@ -87,9 +89,14 @@ class UnitConfig(NamedTuple):
         return case.element, self.chunks, self.mid, self.cluster, self.slice, case.tight, rounded
 
 
-def _rim_tiles(tile):
+def rim_pixels(tile, pieces=1):
+    """Pixels of a tile with the rims of its pieces."""
+    return (tile[0] + 2 * pieces) * (tile[1] + 2)
+
+
+def _rim_tiles(tile, pieces):
     """Groups of 16 pixels in a tile with its rim."""
-    return -(-(tile[0] + 2) * (tile[1] + 2) // 16)
+    return -(-rim_pixels(tile, pieces) // 16)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -97,13 +104,16 @@ def configure_bottleneck(case, blocks, bsize, device):
     """Return a configuration for about so many active blocks, or None where none fits."""
     for odd in (False, True):  # then with channels that the usual shapes do not divide
         for tile, warps, cluster, resident, wide in _shapes(case, blocks, bsize, device):
-            config = _configuration(case, tile, warps, cluster, resident, wide and not odd, odd)
-            if config is None or config.shared_bytes(case) > device.shared_bytes:
-                continue
-            fitting = (device.shared_bytes + 1024) // (config.shared_bytes(case) + 1024)
-            if fitting >= resident:
+            config = configuration(case, tile, warps, cluster, resident, wide and not odd, odd)
+            if config is not None and fits(config.shared_bytes(case), resident, device):
                 return config._replace(blocks=resident, bulk_copy=device.bulk_copy)
     return None
+
+
+def fits(shared, resident, device):
+    """Whether a multiprocessor holds so many thread blocks with so much shared memory each."""
+    fitting = (device.shared_bytes + 1024) // (shared + 1024)
+    return shared <= device.shared_bytes and fitting >= resident
 
 
 def _shapes(case, blocks, bsize, device):
@@ -132,7 +142,7 @@ def _shapes(case, blocks, bsize, device):
             yield (4, 8), warps, cluster, 1, False
 
 
-def _configuration(case, tile, warps, cluster, resident, wide, odd):
+def configuration(case, tile, warps, cluster, resident, wide, odd, pieces=1):
     """Return the configuration of a shape, or None if the work does not divide so."""
     lanes = _VECTOR // case.element_bytes
     chunks = -(-case.channels * case.element_bytes // _CHUNK)
@@ -140,7 +150,7 @@ def _configuration(case, tile, warps, cluster, resident, wide, odd):
         chunks = -(-chunks // cluster) * cluster
     # Whole groups of 8 channels for each block of the cluster, and whole planes.
     mid = -(-case.channels_mid // (8 * cluster)) * 8 * cluster
-    if tile == (4, 8) and warps > 4:  # the workers of K take whole pairs of planes
+    if math.prod(tile) <= 32 and warps > 4:  # the workers of K take whole pairs of planes
         mid = -(-mid // (2 * lanes)) * 2 * lanes
     own, rows = mid // cluster, math.prod(tile) // 16
     out = chunks * 4 * lanes // cluster
@@ -151,12 +161,12 @@ def _configuration(case, tile, warps, cluster, resident, wide, odd):
     width = _slice(out, warps // rows3, case, wide, warps, rows // rows3)
     if second is None or width is None or warps % rows3 or (wide and own // 8 > 16):
         return None
-    split1 = _split1(warps, chunks, _rim_tiles(tile), wide)
+    split1 = _split1(warps, chunks, _rim_tiles(tile, pieces), wide)
     most = _ahead(case, warps, cluster, resident, wide)
     ahead = max(a for a in range(1, most + 1) if chunks // split1 % a == 0)
     return UnitConfig(
         "WarpGroup" if wide else "MmaSync", chunks, mid, tile, cluster, warps, split1, second,
-        rows3, width, ahead, 1, False,
+        rows3, width, ahead, 1, False, pieces,
     )  # fmt: skip
 
 

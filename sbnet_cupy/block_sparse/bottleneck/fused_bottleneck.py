@@ -14,11 +14,10 @@ from ...core.compile import cpp_name
 from ...core.copy_image import copy_image
 from ...core.device import current_device
 from ...core.operator import Operator, Plan
-from ...core.packed import Pack, PackedPlan, dtype_of_tables
+from ...core.packed import PackedPlan, dtype_of_tables
 from ...dense.conv2d import Problem, check_precision
 from ...dense.im2col import convolve
 from ...errors import ShapeError
-from ..background import with_background
 from ..checks import LARGEST, MOST_BLOCKS, check_indices, cut_blocks, resolve_expected
 from ..conv.config import expected_blocks, tiles_of_block
 from ..corners import CHUNK_BYTES
@@ -26,6 +25,7 @@ from ..gather_scatter.sparse_gather import gather_numpy
 from ..gather_scatter.sparse_scatter import scatter_numpy
 from ..grid import Grid, Layout, inside_image, resolve_grid
 from .config import UnitCase, configure_bottleneck
+from .packing import prepare_unit_pack
 from .weights import (
     WEIGHTS,
     BottleneckWeights,
@@ -323,7 +323,9 @@ def _fused_bottleneck_cuda(x, rows, outs, unit):
         dependent=True,
         cluster=config.cluster,
     )
-    pack = _prepare_pack(case, config, weights, result.nbytes if background else 0)
+    w1, _, _, *tables = weights._arrays()
+    dtype = dtype_of_tables(w1.dtype, tables)
+    pack = prepare_unit_pack(case, config, dtype, result.nbytes if background else 0)
     how = config.pack_template(case)
 
     def run(x, w1, *arrays, below=None):
@@ -346,25 +348,6 @@ def _fused_bottleneck_cuda(x, rows, outs, unit):
         weights=tuple(range(1, 10)),
         background=background,
     )
-
-
-def _prepare_pack(case, config, weights, image_bytes):
-    """Return what packs the arrays of a BottleneckWeights, which are specs.
-
-    On the way it can write so many bytes of a result.
-    """
-    each, (w1, _, _, *tables) = config.packed_bytes(case), weights._arrays()
-    dtype = dtype_of_tables(w1.dtype, tables)
-    launch = kernels.prepare(
-        "block_sparse/bottleneck/fused_bottleneck",
-        "pack_bottleneck",
-        (*config.pack_template(case), cpp_name(dtype, "weights.scale1")),
-        with_background((-(-each // 4096), config.cluster), image_bytes),
-        256,
-        12,
-        (case.channels, case.channels_mid, image_bytes),
-    )
-    return Pack(launch, each * config.cluster, 3, 6, dtype, background=True)
 
 
 FUSED_BOTTLENECK = Operator(

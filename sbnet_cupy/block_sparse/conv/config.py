@@ -83,11 +83,12 @@ class ConvConfig(NamedTuple):
         return case.element, self.planes, self.slice, self.warps[1], *case.kernel, rounded
 
 
-def halo_plane_bytes(tile, kernel, strides):
+def halo_plane_bytes(tile, kernel, strides, pieces=1):
     """Return ``Halo::PLANE`` of halo_tile.cuh."""
-    rows, columns = ((t - 1) * s + k for t, s, k in zip(tile, strides, kernel, strict=True))
+    piece = (tile[0] // pieces, tile[1])
+    rows, columns = ((t - 1) * s + k for t, s, k in zip(piece, strides, kernel, strict=True))
     pitch = -(-columns // strides[1]) * strides[1]
-    return ((rows * pitch + 6) // 8 * 8 + 1) * _VECTOR
+    return ((pieces * rows * pitch + 6) // 8 * 8 + 1) * _VECTOR
 
 
 def configure_conv(case, rows, bsize, all_pixels, device):

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from .._dispatch_state import saved_tensor_hooks
 from . import cuda, cuda_affine, cuda_resize, gradients, onednn, ops, shortcuts, units
+from . import tensor as T
 from .epilogue import finish
 from .weights import fold
 
@@ -21,6 +22,8 @@ class Plan:
     """
 
     records = None  # whether gradients are recorded, of what waits while they may be
+    is_norm = False  # whether it is a batch norm by itself
+    readers = 0  # convolutions that wait for it
 
     def __init__(self, source, facts, weight, bias, options, dtype, row=None):
         self.source, self.facts, self.weight, self.bias = source, facts, weight, bias
@@ -85,6 +88,17 @@ class Plan:
             return table.compute(ops.conv, *call, **options)
         return table.trace.timed(self.row, ops.conv, *call, **options)
 
+    def apart(self, ahead, steps):
+        """Return the norm that is left to do where the value of ``ahead`` is wanted, too, or None.
+
+        ``steps`` make the result of that value: a function and its arguments each.
+        """
+        (first, *given), *more = steps
+        if first is not normalized or more not in ([], [(F.relu,)]):
+            return None
+        plan = NormPlan(T.value_of(ahead), T.facts(ahead), *given, self.shape[1], self.row)
+        return plan.then(activation="relu") if more else plan
+
     @property
     def rest(self):
         """A function that returns what the result holds where the input is 0, for each channel.
@@ -121,7 +135,7 @@ class NormPlan(Plan):
     As the first of a pre-activation unit, which reads a sum: its activation is computed in place.
     """
 
-    rest = None
+    rest, is_norm = None, True
 
     def __init__(self, source, facts, norm, channels, row=None):
         self.source, self.facts, self.norm, self.row = source, facts, norm, row
@@ -166,6 +180,8 @@ def normalized(x, norm):
 
 class ScalePlan(NormPlan):
     """A product with a parameter of each channel, and what follows it, by the kernel for that."""
+
+    is_norm = False
 
     def __init__(self, source, facts, scale, row=None):
         super().__init__(source, facts, "none", source.shape[1], row)

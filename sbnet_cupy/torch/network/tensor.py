@@ -108,6 +108,10 @@ def _run(x, own):
     for ref, steps in own["_made_of"]:
         ahead = ref()
         if ahead is not None and ahead is not x:  # what this one was made of is wanted too
+            left = plan.apart(ahead, steps)
+            if left is not None:
+                value = left.run()
+                break
             value = value_of(ahead)
             for func, *more in steps:
                 value = facts(x)[0].compute(func, value, *more)

@@ -4,10 +4,11 @@ import weakref
 
 import torch
 
-from . import cuda
+from . import bottlenecks, cuda
 from . import tensor as T
 
 _PATTERNS = (((1, 1), (3, 3), (1, 1)), ((3, 3), (3, 3)))
+_BEHIND_NORM = (None, *_PATTERNS[0])  # a pre-activation unit
 _CODES = {None: 0, "relu": 1, "silu": 2, "gelu": 3}  # as ACTIVATIONS of dense/activation.py
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
@@ -21,6 +22,7 @@ class Ahead:
 
     def __init__(self, plan, of):
         self.plan, self.of, self.dtype = plan, weakref.ref(of), plan.dtype
+        plan.readers += 1
 
     @property
     def device(self):
@@ -41,20 +43,44 @@ class Ahead:
 
 
 def may_lead(x, kernel, options):
-    """Whether the convolution that ``x`` waits for may be part of one kernel with the next."""
+    """Whether what ``x`` waits for may be part of one kernel with the convolution that reads it.
+
+    That is another convolution, or the norm ahead of a pre-activation unit, which one alone reads.
+    """
     plan = T.plan_of(x)
     if plan is None or plan.residual is not None or plan.activation not in _CODES:
         return False
     if plan.dtype not in _ELEMENTS or torch.is_autocast_enabled(plan.device.type):
         return False
+    if plan.facts[0].whole or not _is_plain(kernel, options):
+        return False
     chain = _chain(plan, shared=True)  # who reads a value now may be gone when it is wanted
     kernels = (*(one.kernel for one in chain), kernel)
-    if kernels not in [pattern[: len(kernels)] for pattern in _PATTERNS]:
-        return False
+    if kernels not in [pattern[: len(kernels)] for pattern in (*_PATTERNS, _BEHIND_NORM)]:
+        apart = kernel == (1, 1) and plan.norm is not None and _set_apart(x)
+        return apart and may_lead(x, kernel, options)
     source = chain[0].source
-    if plan.facts[0].whole or not isinstance(source, torch.Tensor) or not cuda.serves(source):
+    if not isinstance(source, torch.Tensor) or not cuda.serves(source):
         return False
-    return _is_plain(kernel, options) and _is_plain(plan.kernel, plan.options)
+    if plan.kernel is None:
+        return plan.is_norm and not plan.readers and bottlenecks.may_begin(plan)
+    return _is_plain(plan.kernel, plan.options)
+
+
+def _set_apart(x):
+    """Leave a norm to do where what waits, ``x``, was made of a value that is wanted, too.
+
+    Return whether there is one: then that value was computed.
+    """
+    own = object.__getattribute__(x, "__dict__")
+    for ref, steps in own["_made_of"]:
+        ahead = ref()
+        if ahead is not None and ahead is not x:
+            left = own["_plan"].apart(ahead, steps)
+            if left is not None:
+                own["_plan"], own["_made_of"] = left, ()
+            return left is not None
+    return False
 
 
 def _is_plain(kernel, options):
@@ -78,28 +104,44 @@ def _chain(plan, shared=False):
 def run(plan):
     """Compute a chain of convolutions by one kernel, or return None where there is none."""
     chain = _chain(plan)
-    if tuple(one.kernel for one in chain) not in _PATTERNS or plan.activation not in _CODES:
+    if chain[0].is_norm:
+        y = bottlenecks.run(chain) if _kernels(chain) == _BEHIND_NORM else None
+        if y is not None:
+            return y
+        chain = chain[1:]
+    if _kernels(chain) not in _PATTERNS or plan.activation not in _CODES:
         return None
-    table, block, size, _, _ = chain[0].facts
     x, residual = chain[0].source, plan.residual
-    if not isinstance(x, torch.Tensor) or (residual is not None and residual.dtype != x.dtype):
+    like = x.plan.source if isinstance(x, Ahead) and x.plan.is_norm else x
+    if not isinstance(like, torch.Tensor):
+        return None
+    if residual is not None and residual.dtype != like.dtype:
         return None
     if len({one.activation for one in chain[:-1]}) > 1:
         return None
+    table = chain[0].facts[0]
     weights = [table.weights.folded(one.weight, one.bias, one.norm) for one in chain]
-    if any(w.dtype != x.dtype or cuda.records(w, b) for w, b in weights):
+    if any(w.dtype != like.dtype or cuda.records(w, b) for w, b in weights):
         return None
-    if cuda.records(x, None if isinstance(residual, Ahead) else residual):
+    if cuda.records(like, None if isinstance(residual, Ahead) else residual):
         return None
-    return _launch(x, table, block, size, weights, residual, chain)
+    return _launch(x, like, weights, residual, chain)
 
 
-def _launch(x, table, block, size, weights, residual, chain):
-    """Launch the kernel, or return None where each layer is to have its own."""
-    with cuda._at_home(x) as device:
+def _kernels(chain):
+    return tuple(one.kernel for one in chain)
+
+
+def _launch(x, like, weights, residual, chain):
+    """Launch the kernel, or return None where each layer is to have its own.
+
+    ``x`` may be a norm that waits, whose result is of the sizes of ``like``.
+    """
+    table, block, size, _, _ = chain[0].facts
+    with cuda._at_home(like) as device:
         settled = table.settled and all(cuda._is_packed(*one) for one in weights)
         facts = (
-            x.dtype, x.shape[0], table.batch, table.grid, block, size, x.shape[1],
+            like.dtype, like.shape[0], table.batch, table.grid, block, size, like.shape[1],
             tuple(one.weight.shape[0] for one in chain), len(chain) == 3,
             _CODES[chain[0].activation], _CODES[chain[-1].activation],
         )  # fmt: skip
@@ -109,6 +151,7 @@ def _launch(x, table, block, size, weights, residual, chain):
         if cuda._PLANS[key] is None:
             return None
         launch, packs = cuda._PLANS[key]
+        x = x.value() if isinstance(x, Ahead) else x
         residual = residual.value() if isinstance(residual, Ahead) else residual
         rows, last = cuda._rows(x), None if residual is None else cuda._rows(residual)
         out = rows.new_empty(*rows.shape[:3], chain[-1].weight.shape[0])

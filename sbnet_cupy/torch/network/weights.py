@@ -36,6 +36,17 @@ class Weights:
         key = (*map(id, norm[:4]), norm[4])
         return self._kept(norm[2], key, norm[:4], lambda: _affine(norm))
 
+    def unit(self, norm, layers):
+        """Return the arrays of a BottleneckWeights: of a norm, and of three convolutions and norms.
+
+        A norm has its five values; a layer has a weight, a bias and the norm after it, or None.
+        """
+        given = [(one.weight, one.bias, one.norm) for one in layers]
+        tensors = [*norm[:4], *(t for w, b, n in given for t in (w, b, *(n or ())[:4]))]
+        epsilons = (norm[4], *(n and n[4] for _, _, n in given))
+        key = ("unit", *map(id, tensors), *epsilons)
+        return self._kept(layers[0].weight, key, tensors, lambda: _unit(norm, given))
+
     def packed(self, weight, make):
         """Return the matrix of a linear layer as ``make()`` lays it out."""
         return self._kept(weight, (id(weight), "linear"), (weight,), lambda: (make(),))[0]
@@ -77,6 +88,14 @@ def _matrix(weight, bias, scale):
             weight._stack_scale = scale = _wide(scale).flatten()
             bias = None if bias is None else _wide(bias) * scale
         return weight, None if bias is None else bias.detach()
+
+
+def _unit(norm, layers):
+    with torch.no_grad():
+        kernels = [weight.detach().permute(2, 3, 1, 0).contiguous() for weight, _, _ in layers]
+        tables = [_scale_and_shift(norm)]
+        tables += [_scale_and_shift(after, bias) for _, bias, after in layers[:2]]
+        return *kernels, *(t.contiguous() for pair in tables for t in pair)
 
 
 def _made(weight, bias, norm, growth):

@@ -104,7 +104,7 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     )
     source, read = T.plan_of(input), (weight, groups, window.mode, window.fill)
     if not trained and units.may_lead(input, kernel, options):
-        source = units.Ahead(source, input)
+        source = units.Ahead(T.plan_of(input), input)
     elif isinstance(source, Entry) and trained and gradients.reads_image(
         source, weight, bias, options
     ):
