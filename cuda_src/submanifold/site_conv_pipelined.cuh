@@ -5,7 +5,7 @@
 // Launch: a persistent grid, a thread block for each tile of BM rows and BN channels.
 #pragma once
 
-#include "block_sparse/stack/stack_pipeline.cuh"
+#include "core/pipeline.cuh"
 #include "submanifold/site_product.cuh"
 
 constexpr int COPIERS = 128;  // threads that copy

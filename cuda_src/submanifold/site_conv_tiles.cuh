@@ -13,7 +13,7 @@
 // By SplitWgmma groups of four warps share the taps of a tile, and their sums are added in their order.
 #pragma once
 
-#include "block_sparse/stack/stack_pipeline.cuh"
+#include "core/pipeline.cuh"
 #include "submanifold/narrow_tile.cuh"
 #include "submanifold/site_product.cuh"
 #include "submanifold/split_wgmma.cuh"

@@ -338,5 +338,20 @@ def test_packages_have_the_same_rooms():
                     assert (PACKAGE / place).is_dir(), f"{top}/{place}"
 
 
+def test_kernels_include_no_other_system():
+    """core/ includes itself, dense/ also core/, a system also both."""
+    rooms = ("core", "dense", *SYSTEMS)
+    below = {room: {*rooms[: min(rooms.index(room), 2)], room} for room in rooms}
+    found, folder = {}, ROOT / "cuda_src"
+    for path in sorted(folder.rglob("*.cu*")):
+        place = path.relative_to(folder).as_posix()
+        found[place] = re.findall(r'^#include "([^"]+)"', path.read_text("utf-8"), re.MULTILINE)
+    assert len(found) > 50
+    for place, included in found.items():
+        allowed = below[place.split("/")[0]]
+        assert {name.split("/")[0] for name in included} <= allowed, place
+        assert set(included) <= found.keys(), place
+
+
 def test_there_is_no_utils():
     assert not [p.name for p in SOURCES if re.search("util|helper|common|misc", p.stem)]

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "block_sparse/stack/stack_conv.cuh"
-#include "block_sparse/stack/stack_pipeline.cuh"
+#include "core/pipeline.cuh"
 
 constexpr int PATCH_COPIERS = 96, CELL = 8;
 

@@ -14,8 +14,8 @@
 
 #include "block_sparse/stack/stack_conv_operands.cuh"
 #include "block_sparse/stack/stack_conv_tiles.cuh"
-#include "block_sparse/stack/stack_pipeline.cuh"
 #include "core/cluster.cuh"
+#include "core/pipeline.cuh"
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,

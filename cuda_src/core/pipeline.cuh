@@ -1,4 +1,4 @@
-// stack_pipeline.cuh: threads of a thread block that copy for others that multiply.
+// pipeline.cuh: threads of a thread block that copy for others that multiply.
 #pragma once
 
 #include "core/async_copy.cuh"
