@@ -1,7 +1,7 @@
 """The instantiations that each GPU's planners choose: for the paper's stages, and for ResNet-50.
 
-They depend on the GPU: on its shared memory, its multiprocessors and its instructions. Some of
-these instructions the tests on a CPU cannot run (wgmma).
+They depend on the GPU: on its shared memory, its multiprocessors and its instructions. Of those by
+wgmma the tests on a CPU run a few.
 """
 
 import itertools
@@ -25,6 +25,7 @@ STEM = "block_sparse/stack/stack_image_conv2d"
 STACK_UNIT = "block_sparse/stack/stack_bottleneck"
 SITES = "submanifold/site_conv"
 _KIB = 1 << 10
+FOUR_WARPS = {"TileWgmma", "SplitWgmma", "WarpGroup"}  # that multiply together, by wgmma
 DEVICES = {  # of each architecture the most common
     "sm_75": Device(40, 64 * _KIB, hopper=False, bulk_copy=False, tensor_floats=False),
     "sm_80": Device(108, 163 * _KIB, hopper=False, bulk_copy=False),
@@ -101,7 +102,7 @@ def _units(arch):
 
 
 def _stems(arch):
-    """Those of stack_image_conv2d with wgmma, which no CPU runs, for ResNet-50's first layer."""
+    """Those of stack_image_conv2d with wgmma, for ResNet-50's first layer."""
     found, device = {}, DEVICES[arch]
     kernel, stride, _, channels_out, _ = RESNET_50[0]
     numbers = {"Half": (1, 3, 8), "BFloat16": (3,), "float": (3,)} if device.hopper else {}
@@ -188,6 +189,9 @@ def _stack_conv(element, rows, kernel, stride, channels, channels_out, shrunk):
 def launched(arch, stem, kernel, template):
     """Whether the ops would launch an instantiation on the GPUs of an architecture."""
     device = DEVICES[arch]
+    by_four = FOUR_WARPS.intersection(template) or (kernel == "stack_unit" and template[0])
+    if by_four and not device.hopper:
+        return False
     if kernel == "stack_image_conv2d":
         wgmma, element, channels, _, pixels, columns, *_, blocks = template
         most = blocks_of(64 * pixels, 8 * columns, channels, device)

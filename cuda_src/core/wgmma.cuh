@@ -1,4 +1,4 @@
-// wgmma.cuh: Hopper's matrix instruction, issued by four warps together. Only for sm_90a.
+// wgmma.cuh: Hopper's matrix instruction, issued by four warps together. Only for sm_90a; emulated on the host.
 //   D[64][N] += A[64][32 bytes] * B[32 bytes][N]   A from shared memory or registers, B from shared
 // A and B lie in shared memory as core matrices: 8 rows of 16 bytes, 128 bytes in a row. A lane of
 // warp w holds of D what mma.sync would give it for rows 16 w and up (tensor_core.cuh).
@@ -85,6 +85,92 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 WGMMA_OF(Half, 16, ".f32.f16.f16", ", 1, 1, 1, 0, 0;", ", 1, 1, 1, 0;")
 WGMMA_OF(BFloat16, 16, ".f32.bf16.bf16", ", 1, 1, 1, 0, 0;", ", 1, 1, 1, 0;")
 WGMMA_OF(float, 8, ".f32.tf32.tf32", ", 1, 1, 1;", ", 1, 1, 1;")
+
+#elif defined(SBNET_HOST)
+
+// The same numbers, k after k in float. A product reads shared memory when the thread waits for it, as late as it may.
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() { ++host_cuda::products->groups; }
+template <int COUNT = 0>
+DEVICE void wgmma_wait() {
+    host_cuda::products->wait(COUNT);
+}
+
+// Numbers in shared memory, by their descriptor. A tile of a launch has less than the 256 KiB that it tells apart.
+template <typename T>
+struct HostOperand {
+    u64 descriptor;
+    float at(int row, int k) const {
+        constexpr u32 WHERE = 0x3ffffu;
+        const u32 along_k = (descriptor >> 16 & 0x3fffu) << 4, along_rows = (descriptor >> 32 & 0x3fffu) << 4;
+        const u32 byte = static_cast<u32>(k * sizeof(T)), begin = static_cast<u32>(descriptor & 0x3fffu) << 4;
+        u32 place = begin + static_cast<u32>(row / 8) * along_rows;
+        if (descriptor >> 62 == 1) {
+            place += static_cast<u32>(row % 8) * 128 + byte;
+            place ^= (place >> 7 & 7) << 4;
+        } else {
+            place += byte / 16 * along_k + static_cast<u32>(row % 8) * 16 + byte % 16;
+        }
+        const u8* const memory = static_cast<const u8*>(host_cuda::dynamic_shared());
+        const T value = *reinterpret_cast<const T*>(memory + ((place - shared_address(memory)) & WHERE));
+        if constexpr (Same<T, float>::value)
+            return TF32::number(bits_of(value), 0);
+        else
+            return to_compute<float>(value);
+    }
+};
+
+template <typename T>
+struct HostNumber : Packed<T> {};
+template <>
+struct HostNumber<float> : TF32 {};
+
+template <typename T, int N>
+struct Wgmma {
+    using Number = HostNumber<T>;
+    static constexpr int K = 32 / sizeof(T), PER_HALF = K / 2, PER_REGISTER = Number::PER_REGISTER;
+    struct Warp {
+        u32 rows[32][4];  // A of all lanes
+    };
+
+    // `a(row, k)` is a number of A, of the warp's sixteen rows.
+    template <class A>
+    static void begin(float* d, u64 b, A a) {
+        const int lane = static_cast<int>(threadIdx.x % 32);
+        host_cuda::products->begin([=] {
+            const HostOperand<T> columns{b};
+            for (int n = 0; n < N; n += 8)
+                for (int e = 0; e < 4; ++e) {
+                    float& sum = d[n / 2 + e];
+                    const int row = lane / 4 + e / 2 * 8, column = n + lane % 4 * 2 + e % 2;
+                    for (int k = 0; k < K; ++k) sum = __fmaf_rn(a(row, k), columns.at(column, k), sum);
+                }
+        });
+    }
+    static void same(u64 value, const char* operation, host_cuda::Site site) {
+        const auto all = host_cuda::warp_exchange(host_cuda::full_warp, value, operation, site);
+        for (int lane = 0; lane < 32; ++lane)
+            if (all.from(lane) != value) host_cuda::fail("passes a descriptor to %s that is another one in lane %d", operation, lane);
+    }
+    static void shared(float* d, u64 a, u64 b, host_cuda::Site site = host_cuda::Site::here()) {
+        same(a, "wgmma", site), same(b, "wgmma", site);
+        const int first = static_cast<int>(threadIdx.x / 32 % 4 * 16);
+        const HostOperand<T> rows{a};
+        begin(d, b, [=](int row, int k) { return rows.at(first + row, k); });
+    }
+    static void registers(float* d, const u32* a, u64 b, host_cuda::Site site = host_cuda::Site::here()) {
+        same(b, "wgmma", site);
+        Warp mine;
+        for (int i = 0; i < 4; ++i) {
+            const auto all = host_cuda::warp_exchange(host_cuda::full_warp, a[i], "wgmma", site);
+            for (int lane = 0; lane < 32; ++lane) mine.rows[lane][i] = all.from(lane);
+        }
+        begin(d, b, [=](int row, int k) {
+            const int lane = row % 8 * 4 + k % PER_HALF / PER_REGISTER;
+            return Number::number(mine.rows[lane][k / PER_HALF * 2 + row / 8], k % PER_REGISTER);
+        });
+    }
+};
 
 #else  // kernels that use it are not launched; they only have to compile
 

@@ -4,6 +4,7 @@
 //   runtime.cpp, threads.h, fiber.h   the scheduler behind it
 //   vector_types.h                    uint4, float2, ... and dim3
 //   pending_copies.h, async_copy.h    cp.async and bulk copies, which land when waited for
+//   pending_products.h                products of wgmma, which end when waited for
 //   intrinsics.h                      barriers, shuffles, votes, atomics
 //   arithmetic.h                      bits, min and max, rounding, bit casts, cached loads
 //   this file                         CUDA's keywords and variables, and the launch of a kernel

@@ -15,6 +15,7 @@ uint3 thread_index, block_index;
 dim3 block_dim, grid_dim;
 unsigned thread_rank;
 PendingCopies* copies;
+PendingProducts* products;
 PendingCopies bulk_copies;
 
 namespace {
@@ -85,6 +86,7 @@ void release_after_exit(const Thread& thread) {
 void thread_main() {
   current->fiber.entered();
   thread_body(thread_context);
+  if (!current->products.products.empty()) fail("ends before %zu of its products", current->products.products.size());
   current->state = State::exited;
   if (!launch->strict) release_after_exit(*current);
   current->fiber.finish();
@@ -96,6 +98,7 @@ void run_block() {
   for (unsigned i = 0; i < thread_count; ++i) {
     threads[i].state = State::ready;
     threads[i].copies = {};
+    threads[i].products = {};
     threads[i].fiber.start(thread_main);
   }
   for (int idle_passes = 0; count_in(State::exited) < thread_count;) {
@@ -107,6 +110,7 @@ void run_block() {
       thread_index = current->index;
       thread_rank = current->rank;
       copies = &current->copies;
+      products = &current->products;
       current->fiber.resume();
       if (!error.empty()) return;
       (current->state == State::paused ? paused : progress) = true;

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "pending_copies.h"
+#include "pending_products.h"
 #include "vector_types.h"
 
 namespace host_cuda {
@@ -42,6 +43,9 @@ inline unsigned lane() { return thread_rank % warp_size; }
 // Copies that have begun: cp.async of the running thread; bulk copies of the block.
 extern PendingCopies* copies;
 extern PendingCopies bulk_copies;
+
+// Products of the running thread that have begun, of wgmma.
+extern PendingProducts* products;
 
 // Wait for all threads of the block; return how many passed a true predicate.
 unsigned block_barrier(bool predicate, const char* operation, Site site);

@@ -30,6 +30,7 @@ struct Thread {
   Meeting meeting;
   unsigned came;  // the lanes it met
   PendingCopies copies;
+  PendingProducts products;
 };
 
 std::deque<Thread> threads;  // of the running block; kept for later launches

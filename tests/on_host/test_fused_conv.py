@@ -85,6 +85,11 @@ def _runs():
          plan("Fma", planes=3, slice=8, tile=(4, 8), warps=(2, 1, 1))),
         ("chunks, warps share K", IEEE, image(32, 24, strides=(2, 2), **relu),
          plan("Fma", planes=4, slice=24, warps=(2, 3, 2), stages=2, chunks=2)),
+        ("four warps", HALF, image(24, 24, bsize=(16, 16), **relu),
+         plan("WarpGroup", planes=3, slice=24, tile=(8, 16), warps=(8, 1, 1), stages=2)),
+        ("four warps, chunks", BFLOAT, image(40, 72, extras=EXTRAS),
+         plan("WarpGroup", planes=2, slice=24, stages=2, chunks=3)),
+        ("four warps", TF32, image(32, 16, **relu), plan("WarpGroup", planes=8, slice=16)),
         ("wide", HALF, image(136, 72, bsize=(7, 5), **relu), wide((64, 64), (2, 2), 3)),
         ("wide, strides", BFLOAT, image(64, 128, kernel=(3, 2), strides=(2, 1), extras=EXTRAS),
          wide((128, 64), (4, 2), 2, 2)),
@@ -115,7 +120,7 @@ def _runs():
 RUNNABLE = list(_runs())
 ONCE = [run for run in RUNNABLE if run.case.table == "some"]
 USUAL = [ONCE[0], ONCE[5], ONCE[13], ONCE[17], ONCE[20]]  # each of another dtype, layout or engine
-USUAL += [next(run for run in ONCE if run.name == "wide")]
+USUAL += [next(run for run in ONCE if run.name == name) for name in ("four warps", "wide")]
 USUAL += [run for run in RUNNABLE if run.case.table in FEW_TABLES and run.name == ONCE[0].name]
 SMOOTH = [
     Run(Case(**number, **image(*channels, activation=activation, extras=EXTRAS)), given)

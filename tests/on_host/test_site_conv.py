@@ -70,6 +70,8 @@ PIPELINED = [
         "float32", channels=32, channels_out=256, kernel=(3, 3), sites=200, precision="tf32")),
     (PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma"), SiteConvCase(
         channels=64, channels_out=64, kernel=(5, 5, 5), sites=150, tables=False, residual=False)),
+    (PipelinedPlan((128, 64), (2, 1), 3), SiteConvCase(
+        channels=64, channels_out=64, kernel=(3, 3), sites=200, spare=30)),
 ]  # fmt: skip
 
 

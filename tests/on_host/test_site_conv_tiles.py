@@ -96,6 +96,22 @@ def test_every_tile_gives_the_same_bits(case, monkeypatch):
     assert_result(exact, *results(exact, plans[:1], monkeypatch), seed=3)
 
 
+FOUR_WARPS = [  # that multiply together
+    (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"),
+     Case(channels=64, channels_out=32, kernel=(3, 3, 3), sites=150, spare=4)),
+    (TilesPlan(TileShape(64, 64), 64, (3, 1), 8, 2, 1, "SplitWgmma"),
+     Case("bfloat16", channels=96, channels_out=96, kernel=(3, 3, 3), sites=130, spare=4)),
+    (TilesPlan(TileShape(128, 256), 64, (2, 1), 4, 1, 1, "TileWgmma"),
+     Case("float32", channels=32, channels_out=64, kernel=(3, 3), sites=300, precision="tf32")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", thinned(FOUR_WARPS, 3, sanitized=3), ids=str)
+def test_products_of_four_warps_are_exact(given, monkeypatch):
+    plan, case = given
+    assert_result(case, *results(case, [plan], monkeypatch), seed=3)
+
+
 HOPPER = Device(132, 227 << 10, hopper=True, bulk_copy=True)
 
 

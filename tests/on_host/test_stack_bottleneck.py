@@ -1,6 +1,6 @@
 """The CUDA kernel of a pre-activation unit on a stack, on the CPU.
 
-The shim has neither wgmma nor clusters: those run on a GPU alone.
+The shim has no clusters: those run on a GPU alone.
 """
 
 import pytest
@@ -42,6 +42,16 @@ def test_unit_of_whole_numbers_is_exact(case, monkeypatch):
     unit = unit_of(blocks, **sizes)
     config = configuration(unit.case, tile, warps, 1, 1, False, False, pieces)
     check(unit, blocks, BottleneckPlan(config._replace(bulk_copy=bulk)))
+
+
+@pytest.mark.parametrize("sizes", [SMALL, BFLOAT | EVEN], ids=str)
+def test_products_of_four_warps_are_exact(sizes, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=3)
+    blocks = Blocks(image=(36, 18), block=(16, 8))
+    unit = unit_of(blocks, **sizes)
+    config = configuration(unit.case, (8, 8), 4, 1, 1, True, False, 1)
+    assert config.engine == "WarpGroup"
+    check(unit, blocks, BottleneckPlan(config._replace(bulk_copy=True)))
 
 
 @pytest.mark.parametrize(

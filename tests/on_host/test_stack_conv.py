@@ -1,6 +1,6 @@
 """The CUDA kernels on a stack of blocks, on the CPU: convolutions and blocks with their rims.
 
-The shim has neither wgmma nor clusters: TileWgmma and sums in a cluster run on a GPU alone.
+The shim has no clusters: sums in a cluster run on a GPU alone.
 """
 
 import itertools
@@ -112,6 +112,29 @@ HALOS = [  # dtype, block, pixels before and after, channels
 ]
 
 
+WGMMA = [  # case, tile, warps, stages, and what else of the plan
+    (
+        ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels_out=72),
+        (64, 64), (1, 1), 3, {},
+    ),
+    (ConvCase(channels=72, channels_out=136), (128, 128), (2, 1), 2, {"parts": 2, "teams": 2}),
+    (ConvCase("BFloat16", Blocks(block=(2, 2)), 64, 64), (192, 128), (3, 1), 2, {"parts": 3}),
+    (ConvCase("float", Blocks(block=(2, 4)), 36, 72, (1, 1)), (64, 64), (1, 1), 2, {"bulk": True}),
+    (
+        ConvCase(blocks=Blocks(block=(4, 4)), channels=136, kernel=(1, 1), channels_out=64),
+        (256, 64), (2, 1), 2, {"bulk": True, "results": 1, "parts": 4},
+    ),
+    (
+        ConvCase("BFloat16", Blocks(block=(2, 2)), 24, 136, residual=False, shortcut=(192, (1, 3))),
+        (64, 128), (1, 1), 4, {},
+    ),
+]  # fmt: skip
+WGMMA_PATCHES = [
+    (PATCHES[0][0], PatchPlan("TileWgmma", (8, 8), 2, 64, (2, 1), 3, 1, 1)),
+    (PATCHES[1][0], PatchPlan("TileWgmma", (8, 16), 1, 64, (1, 1), 9, 2, 1)),
+]
+
+
 def full_plan(given, pipelined, results):
     """Return the StackPlan of a case."""
     tile, warps, stages, split = given
@@ -128,6 +151,21 @@ def test_convolution_of_whole_numbers_is_exact(chosen, monkeypatch):
     clear_rows = pipelined
     staged = pipelined and given[-1] == 1 and case.sizes(1).vectors_out
     assert_exact(case, full_plan(given, pipelined, given[2] % 3 if staged else 0), clear_rows)
+
+
+@pytest.mark.parametrize("chosen", all_but(WGMMA, [WGMMA[0], WGMMA[4]], WGMMA), ids=str)
+def test_products_of_four_warps_are_exact(chosen, monkeypatch):
+    """They run as late as they may: a stage that is given back too early spoils them."""
+    case, tile, warps, stages, more = chosen
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=3)
+    plan = StackPlan("TileWgmma", tile, warps, stages, 1, False, True, True, 0, 1)
+    assert_exact(case, plan._replace(**more), clear_rows=True)
+
+
+@pytest.mark.parametrize(("case", "plan"), first_of(WGMMA_PATCHES, 1, sanitized=2), ids=str)
+def test_products_of_patches_by_four_warps_are_exact(case, plan, monkeypatch):
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=4)
+    assert_exact(case, plan, clear_rows=True)
 
 
 SHORTCUTS = [

@@ -1,6 +1,6 @@
 """The CUDA kernel of a residual unit on a stack, on the CPU.
 
-The shim has neither wgmma nor clusters: those run on a GPU alone.
+By mma.sync and by wgmma.
 """
 
 import pytest
@@ -12,9 +12,9 @@ from support.stack_on_host import BLACKWELL, Blocks, use_shim
 from support.stack_unit_cases import check, unit_of
 
 
-def plan(piece, pieces, x_stages=2):
-    """Return a plan by mma.sync."""
-    return UnitPlan(False, piece, pieces, x_stages)
+def plan(piece, pieces, x_stages=2, wgmma=False):
+    """Return a plan."""
+    return UnitPlan(wgmma, piece, pieces, x_stages)
 
 
 LARGE, SMALL = plan((8, 8), 1), plan((4, 4), 3)
@@ -29,9 +29,11 @@ CASES = [
     (False, Blocks(image=(20, 17), block=(8, 8)), LARGE, {"channels": 64, "out": 64}),
     (False, Blocks(), plan((4, 4), 3, 1), {"channels": 64, "out": 64, "activation": 0}),
     (False, Blocks(image=(17, 11), block=(6, 4)), plan((2, 4), 4, 1), {"channels": 64, "out": 64}),
+    (True, Blocks(), plan((4, 4), 3, 1, wgmma=True), {"element": "BFloat16", "out": 64}),
+    (False, Blocks(), plan((4, 4), 3, wgmma=True), {"channels": 64, "out": 64}),
 ]
-USUAL = [CASES[3], CASES[4], CASES[7]]  # of both units, and both elements
-SANITIZED = [CASES[0], CASES[9]]  # with these, of each piece and plan
+USUAL = [CASES[3], CASES[4], CASES[7], CASES[10]]  # of both units, elements and products
+SANITIZED = [CASES[0], CASES[9], CASES[11]]  # with these, of each piece and plan
 
 
 @pytest.mark.parametrize("case", all_but(CASES, USUAL, SANITIZED), ids=str)

@@ -1,4 +1,4 @@
-"""The wrappers of async_copy.cuh and tensor_core.cuh, on the CPU and on a GPU.
+"""The wrappers of async_copy.cuh, tensor_core.cuh and wgmma.cuh, on the CPU and on a GPU.
 
 The same toy kernels run in both places, on the CPU through the host shim. What goes
 wrong on purpose runs on the CPU alone.
@@ -85,6 +85,12 @@ TOYS = [
     *[("product_tf32", (shuffles,)) for shuffles in (False, True)],
     ("rounded", (0,)),
     ("addresses", (0,)),
+    *[
+        ("four_warps", (name, columns, registers, swizzled, 0))
+        for name, columns in (("Half", 64), ("BFloat16", 24), ("float", 16))
+        for registers in (False, True)
+        for swizzled in (False, True)
+    ],
 ]
 PLANTED = [
     ("groups", (-1, True, True)),
@@ -99,6 +105,7 @@ PLANTED = [
     ("bulk_wrong", (True, False)),
     ("bulk_wrong", (False, True)),
     *[("lanes_apart", (how,)) for how in range(3)],
+    *[("four_warps", ("Half", 16, False, True, how)) for how in range(1, 5)],
 ]
 
 
@@ -342,6 +349,43 @@ def test_lanes_that_left_do_not_multiply_even_on_lenient_hardware(on_host, folde
     args = (np.zeros(64, np.float32),)
     with pytest.raises(host_cuda.KernelError, match="whole warp, but lane 16 is not"):
         host_cuda.launch(STEM, "lanes_apart", (0,), 1, 64, args, source_dir=folder, strict=False)
+
+
+def of_four_warps(name, columns):
+    """Return small whole numbers, [64, K] and [columns, K], and room for their product."""
+    rng = np.random.default_rng(columns)
+    dtype = HALVES.get(name, np.dtype(np.float32))
+    a, b = (rng.integers(-8, 9, (n, 32 // dtype.itemsize)).astype(dtype) for n in (64, columns))
+    return a, b, np.full((64, columns), np.nan, np.float32)
+
+
+@pytest.mark.parametrize("template", [t for kernel, t in TOYS if kernel == "four_warps"], ids=str)
+def test_products_of_four_warps(run, template, request):
+    if "gpu" in request.node.callspec.id:
+        from sbnet_cupy.core.device import current_device
+
+        if not current_device().hopper:
+            pytest.skip("needs wgmma")
+    a, b, d = of_four_warps(*template[:2])
+    run("four_warps", template, 128, (a, b, d), 1024 + 128 * 128)
+    assert_same(d, a.astype("f4") @ b.astype("f4").T)
+
+
+@pytest.mark.parametrize("how", [1, 2])
+def test_products_end_as_late_as_they_may(on_host, how):
+    """Sums that nobody waited for are not there; what is overwritten before was not read."""
+    a, b, d = of_four_warps("Half", 16)
+    on_host("four_warps", ("Half", 16, False, True, how), 128, (a, b, d), 1024 + 128 * 128)
+    assert not np.array_equal(d, a.astype("f4") @ b.astype("f4").T)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [(3, "another one in lane 5"), (4, "ends before 1 of its products")]
+)
+def test_products_of_four_warps_that_go_wrong(on_host, how, message):
+    args, template = of_four_warps("Half", 16), ("Half", 16, False, True, how)
+    with pytest.raises(host_cuda.KernelError, match=message):
+        on_host("four_warps", template, 128, args, 1024 + 128 * 128)
 
 
 def test_rows_of_ldmatrix_are_aligned(on_host):

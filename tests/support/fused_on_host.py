@@ -1,8 +1,7 @@
 """The fused ops on the host shim: GPUs for the planner, runs, and what every run is checked for.
 
-As in on_host/test_kernels.py an op's CUDA body goes to the shim, which has the tensor cores of
-mma.sync but neither wgmma nor clusters: the engine ``WarpGroup`` and tiles that thread blocks share
-run on GPUs of compute capability 9.0 alone (in conv/test_fused_conv.py and
+As in on_host/test_kernels.py an op's CUDA body goes to the shim, which has no clusters: tiles that
+thread blocks share run on GPUs of compute capability 9.0 alone (in
 bottleneck/test_fused_bottleneck.py). Plans are given, so that every branch of the kernels runs;
 those of the planner follow, for GPUs with little shared memory and with much.
 """

@@ -123,8 +123,6 @@ class Case:
             np.full((len(indices), *conv.block_out, self.channels_out), UNWRITTEN), self.element
         )
         before = out.copy()
-        plan = plan or plan_image_conv(conv, device)
-        plan = plan._replace(wgmma=False)  # as the shim multiplies
         run = prepare_image_conv(conv, steps, settled, clear_rows, plan, alignment)
         run(x, packed, *table, out)
         count = len(listed)

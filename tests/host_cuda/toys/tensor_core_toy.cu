@@ -1,6 +1,6 @@
-// tensor_core_toy.cu: toy kernels, one for each wrapper of cuda_src/core/async_copy.cuh and
-// tensor_core.cuh, which run on the host and on GPUs; and ways to go wrong with them, which the host must see.
-#include "core/tensor_core.cuh"
+// tensor_core_toy.cu: toy kernels, one for each wrapper of cuda_src/core/async_copy.cuh, tensor_core.cuh and
+// wgmma.cuh, which run on the host and on GPUs; and ways to go wrong with them, which the host must see.
+#include "core/wgmma.cuh"
 
 constexpr u32 EVERY_LANE = 0xffffffffu;
 
@@ -215,4 +215,46 @@ __global__ void lanes_apart(float* y) {
         if constexpr (HOW == 2) mma_16816<BFloat16>(d, a, 0, 0);
     }
     y[threadIdx.x] = d[0];
+}
+
+// d[64][N] = a[64][32 bytes] * b[N][32 bytes], transposed; a from registers or, as b, from shared memory, in rows of 128 bytes
+// in their swizzle or in core matrices. WRONG: 1 sums are read before they are there, 2 b is written before it was
+// read, 3 lane 5 has another descriptor, 4 nobody waits.
+template <typename T, int N, bool REGISTERS, bool SWIZZLED, int WRONG>
+__global__ void four_warps(const T* a, const T* b, float* d) {
+    constexpr int K = 32 / sizeof(T), PER = 16 / sizeof(T);
+    DYNAMIC_SHARED(u8, unaligned);
+    u8* const shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+    u8* const columns = shared + 64 * 128;
+    const auto place = [&](int row, int k) {
+        const int byte = k * static_cast<int>(sizeof(T));
+        if (SWIZZLED) return row * 128 + (byte ^ (row % 8 << 4));
+        return row / 8 * 256 + byte / 16 * 128 + row % 8 * 16 + byte % 16;
+    };
+    for (int i = threadIdx.x; i < 64 * K; i += 128) *reinterpret_cast<T*>(shared + place(i / K, i % K)) = a[i];
+    for (int i = threadIdx.x; i < N * K; i += 128) *reinterpret_cast<T*>(columns + place(i / K, i % K)) = b[i];
+    shared_fence();
+    __syncthreads();
+
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    u64 left = SWIZZLED ? swizzled_descriptor(shared_address(shared)) : matrix_descriptor(shared_address(shared), 128, 256);
+    u64 right = SWIZZLED ? swizzled_descriptor(shared_address(columns)) : matrix_descriptor(shared_address(columns), 128, 256);
+    if (WRONG == 3 && lane == 5) right += 8;
+    float sums[N / 2] = {};
+    u32 rows[4];
+    for (int i = 0; i < 4; ++i) {
+        const int its_row = row + i % 2 * 8, k = i / 2 * PER + lane % 4 * (4 / static_cast<int>(sizeof(T)));
+        rows[i] = *reinterpret_cast<const u32*>(shared + place(its_row, k));
+    }
+    wgmma_fence();
+    if constexpr (REGISTERS)
+        Wgmma<T, N>::registers(sums, rows, right);
+    else
+        Wgmma<T, N>::shared(sums, left, right);
+    wgmma_commit();
+    if (WRONG == 2) *reinterpret_cast<T*>(columns + place(threadIdx.x % N, 0)) = T{};
+    if (WRONG != 1 && WRONG != 4) wgmma_wait();
+    for (int n = 0; n < N; n += 8)
+        for (int e = 0; e < 4; ++e) d[(row + e / 2 * 8) * N + n + lane % 4 * 2 + e % 2] = sums[n / 2 + e];
+    if (WRONG == 1) wgmma_wait();
 }
