@@ -288,6 +288,15 @@ def _body(name):
     return _Shared(name)
 
 
+def checked_calls(st, dense):
+    """Return a call of a sparsified network on some of its blocks, which compares its values."""
+    x = torch.randn(2, 3, 61, 84)
+    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    return lambda: assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+
+
 @pytest.mark.parametrize(
     ("name", "units"),
     [
@@ -308,13 +317,10 @@ def test_residual_units_are_one_kernel(st, units_asked, name, units):
     dense = networks.random_statistics(
         torch.nn.Sequential(networks.conv_bn(3, 8, 3, 2), torch.nn.MaxPool2d(2), _body(name))
     ).eval()
-    x = torch.randn(2, 3, 61, 84)
-    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
-    sparse = st.sparsify(dense, 16)
-    sparse.break_even = 2.0
+    call = checked_calls(st, dense)
     for _ in range(2):
         units_asked.clear()
-        assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+        call()
         assert units_asked.count("unit") == units
 
 
@@ -366,19 +372,16 @@ def test_preactivation_units_are_one_kernel(st, units_asked, kind, fused):
     torch.manual_seed(3)
     body = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2, 1), *(Before(kind) for _ in range(3)))
     dense = networks.random_statistics(body).eval()
-    x = torch.randn(2, 3, 61, 84)
-    on, mask = networks.blocks((2, 61, 84), 16, 0.4)
-    sparse = st.sparsify(dense, 16)
-    sparse.break_even = 2.0
+    call = checked_calls(st, dense)
     for _ in range(2):
         units_asked.clear()
-        assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+        call()
         assert units_asked.count("bottleneck") == (3 if fused else 0)
         assert units_asked.count("affine") == units_asked.count("unit") == (0 if fused else 3)
     weight = body[1].layers[0][2].weight
     weight *= 2
     body[2].layers[0][0].running_mean += 1
-    assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+    call()
 
 
 class Projected(torch.nn.Module):

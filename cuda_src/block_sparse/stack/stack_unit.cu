@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
         const int place = swizzled(thread / 8, unit) - thread / 8 * TILE_ROW;  // in every row that this thread copies
         const u64 pixel_bytes = static_cast<u64>(channels) * sizeof(T);
         bool waited = !settled;
-        PipelineState<X_STAGES> next;
+        Stage<X_STAGES> next;
         int round = 0;
         for (int tile = blockIdx.x; tile < tiles; tile += step, ++round) {
             int* const offsets = shared.offsets + round % 2 * Tile::X_ROWS;
@@ -83,15 +83,15 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
             waited = true;
             const u8* from = reinterpret_cast<const u8*>(x) + unit * 16;
             for (int c = 0; c < x_chunks; ++c, from += TILE_ROW) {
-                barrier_wait(shared.x_empty + next.stage, next.phase ^ 1);
-                u8* const to = shared.x + next.stage * Memory::X + place;
+                barrier_wait(shared.x_empty + next.slot, next.phase ^ 1);
+                u8* const to = shared.x + next.slot * Memory::X + place;
 #pragma unroll 5
                 for (int row = thread / 8; row < Tile::X_ROWS; row += PASS) {
                     const int offset = offsets[row];
                     copy_async_16_unless_negative<false>(to + row * TILE_ROW,
                                                          from + static_cast<u32>(offset) * pixel_bytes, offset);
                 }
-                copies_arrive(shared.x_full + next.stage);
+                copies_arrive(shared.x_full + next.slot);
                 next.advance();
             }
         }
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
         const int row = group * UNIT_ROWS + lane_row, x_row = Tile::x_row(row < Tile::MIDDLE_ROWS ? row : 0);
         const int tap_row = Tile::middle_row(lane_row < Tile::PIXELS ? lane_row : 0);
 
-        PipelineState<X_STAGES> next;
+        Stage<X_STAGES> next;
         int round = 0;
         for (int tile = blockIdx.x; tile < tiles; tile += step, ++round) {
             const int* const offsets = shared.offsets + round % 2 * Tile::X_ROWS;
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
             UnitWeights its = weights;
 #pragma unroll 1
             for (int c = 0; c < x_chunks; ++c) {
-                barrier_wait(shared.x_full + next.stage, next.phase);
-                const u8* const from = shared.x + next.stage * Memory::X;
+                barrier_wait(shared.x_full + next.slot, next.phase);
+                const u8* const from = shared.x + next.slot * Memory::X;
                 __syncwarp();
                 Product::load(rows[0], from, x_row, half_unit);
 #pragma unroll
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
                 }
                 Product::template wait<0>();
                 its = its.chunk(TAPS);
-                barrier_arrive(shared.x_empty + next.stage);
+                barrier_arrive(shared.x_empty + next.slot);
                 next.advance();
             }
             if (round == 0) barrier_wait(shared.ready, 0);

@@ -2,21 +2,12 @@
 #pragma once
 
 #include "block_sparse/stack/stack_conv.cuh"
+#include "core/pipeline.cuh"
 
 constexpr int UNIT_GROUPS = 2, UNIT_MULTIPLIERS = UNIT_GROUPS * 128;  // groups of four warps; each has 64 rows of a product
 constexpr int UNIT_COPIERS = 128, UNIT_THREADS = UNIT_MULTIPLIERS + UNIT_COPIERS;
 constexpr int UNIT_ROWS = 64;
 constexpr int WIDTH = 64;  // channels between the layers
-
-// The next stage of a ring of buffers, and the parity of its round.
-template <int STAGES>
-struct PipelineState {
-    int stage = 0;
-    u32 phase = 0;
-    DEVICE void advance() {
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
-};
 
 // The pixels of a tile: BLOCKS pieces of TH x TW output pixels, around each a rim of one pixel of the middle layer, and
 // the pixels of x that those read by a kernel of TAPS taps.
