@@ -10,24 +10,20 @@ struct ImagePixels {
     Tiles<U::TH, U::TW> tiles;
     int H, W;
     Tile tile;
-    bool there;
-    int y0, x0;  // of the rim
 
     DEVICE ImagePixels(const Blocks& g, const int* indices, int first, int stride)
         : tiles(g, indices, first, stride), H(g.P), W(g.Q) {}
     DEVICE bool any() const { return tiles.any(); }
-    DEVICE void take() {
-        tile = tiles.take();
-        there = tile.rows > 0;
-        y0 = tile.p - 1, x0 = tile.q - 1;
-    }
+    DEVICE void take() { tile = tiles.take(); }
     template <typename P>
     DEVICE P* from(P* images, int C) const { return images + static_cast<i64>(tile.n) * H * W * C; }
     DEVICE bool inside(int q) const {
-        return there && q < U::RIM && static_cast<u32>(y0 + q / IW) < static_cast<u32>(H) &&
-               static_cast<u32>(x0 + q % IW) < static_cast<u32>(W);
+        return tile.rows > 0 && q < U::RIM && static_cast<u32>(line(q)) < static_cast<u32>(H) &&
+               static_cast<u32>(column(q)) < static_cast<u32>(W);
     }
-    DEVICE i64 rim_pixel(int q) const { return static_cast<i64>(y0 + q / IW) * W + (x0 + q % IW); }
+    DEVICE i64 rim_pixel(int q) const { return static_cast<i64>(line(q)) * W + column(q); }
+    DEVICE int line(int q) const { return tile.p - 1 + q / IW; }
+    DEVICE int column(int q) const { return tile.q - 1 + q % IW; }
     DEVICE Spot middle(int p) const {
         const int i = p / TW, j = p % TW;
         const bool real = i < tile.rows && j < tile.columns;

@@ -106,8 +106,16 @@ def configure_bottleneck(case, blocks, bsize, device):
         for tile, warps, cluster, resident, wide in _shapes(case, blocks, bsize, device):
             config = configuration(case, tile, warps, cluster, resident, wide and not odd, odd)
             if config is not None and fits(config.shared_bytes(case), resident, device):
+                if not device.hopper and case.element_bytes == 2 and warps * resident > 8:
+                    config = config._replace(ahead=_fewer_ahead(config))
                 return config._replace(blocks=resident, bulk_copy=device.bulk_copy)
     return None
+
+
+def _fewer_ahead(config):
+    """Return the next smaller number of chunks in flight: other GPUs' code has more registers."""
+    chunks = config.chunks // config.split1
+    return max((a for a in range(1, config.ahead) if chunks % a == 0), default=1)
 
 
 def fits(shared, resident, device):
