@@ -16,8 +16,8 @@ _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
 _MOST_CHANNELS = 8  # of images that a convolution reads itself
 
 
-def reads_image(image, weight, groups, mode, fill):
-    """Whether a convolution with these weights may read an image itself."""
+def reads_image(image, weight, *, groups, mode, fill, **_):
+    """Whether a convolution with these weights and options may read an image itself."""
     return (
         cuda.serves(image)
         and image.dtype == weight.dtype

@@ -102,14 +102,10 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     trained = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (weight, bias)
     )
-    source, read = T.plan_of(input), (weight, groups, window.mode, window.fill)
+    source = T.plan_of(input)
     if not trained and units.may_lead(input, kernel, options):
         source = units.Ahead(T.plan_of(input), input)
-    elif isinstance(source, Entry) and trained and gradients.reads_image(
-        source, weight, bias, options
-    ):
-        pass  # its kernel reads the image
-    elif not isinstance(source, Entry) or not cuda_ends.reads_image(source.image, *read):
+    elif not isinstance(source, Entry) or not _reads_image(source, weight, bias, options, trained):
         alone = kernel == (1, 1) and not any(window.pads)
         source = T.value_of(input) if alone else T.picture(input)
         trained = trained or (torch.is_grad_enabled() and source.requires_grad)
@@ -132,6 +128,13 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     row = None if table.trace is None else table.trace.row
     plan = Plan(source, T.facts(input), weight, bias, options, dtype, row)
     return T.postpone(table, plan, window.out_block, window.out_size, window.reach)
+
+
+def _reads_image(entry, weight, bias, options, trained):
+    """Whether a convolution of the image of a call is left to the kernel that reads it."""
+    if trained:
+        return gradients.reads_image(entry, weight, bias, options)
+    return cuda_ends.reads_image(entry.image, weight, **options)
 
 
 def _conv_pads(padding, kernel, stride, dilation):
