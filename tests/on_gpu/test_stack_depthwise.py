@@ -18,6 +18,10 @@ CASES = [
     ConvCase("float", Blocks(block=(8, 4)), 70, 70, (3, 5), residual=False, depthwise=True),
     ConvCase("Half", Blocks(block=(8, 4)), 13, 13, (5, 5), (2, 2), depthwise=True),
     ConvCase("Half", Blocks(image=(99, 70), block=(32, 32)), 8, 8, (31, 31), depthwise=True),
+    # More tiles at once than a slice has weights.
+    ConvCase(
+        "Half", Blocks(image=(250, 201), block=(2, 2)), 232, 232, strides=(2, 2), depthwise=True
+    ),
 ]
 
 

@@ -102,6 +102,10 @@ DEPTHWISE = [
     ConvCase("Half", Blocks(block=(4, 4)), 72, 72, (5, 5), (2, 2), activation=5, depthwise=True),
     ConvCase("BFloat16", Blocks(block=(6, 6)), 12, 12, (2, 4), (3, 3), depthwise=True),
     ConvCase("Half", Blocks(block=(16, 16)), 40, 40, strides=(1, 2), depthwise=True),
+    # More tiles at once than a slice has weights.
+    ConvCase(
+        "Half", Blocks(image=(33, 26), block=(2, 2)), 232, 232, strides=(2, 2), depthwise=True
+    ),
 ]  # fmt: skip
 HALOS = [  # dtype, block, pixels before and after, channels
     ("float16", (8, 8), (1, 1), (1, 1), 16),

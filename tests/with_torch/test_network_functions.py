@@ -321,3 +321,26 @@ def test_the_norm_of_no_pixels_has_a_gradient(st):
         (y * y.detach().cos()).sum().backward()
     assert_near(leaves[1].grad, leaves[0].grad, terms=1 << 10)
     assert leaves[0].grad.any() and not leaves[1].grad[1].any()
+
+
+@pytest.mark.parametrize("break_even", [0.0, 2.0], ids=["images", "stack"])
+@torch.no_grad()
+def test_means_of_many_halves_do_not_overflow(st, break_even):
+    """A sum of more than 65504 is no number in float16; the mean is one, as in PyTorch."""
+    x = 30 + torch.randn(2, 4, 64, 96, generator=torch.Generator().manual_seed(1)).half()
+    mask = torch.zeros(2, 64, 96, dtype=torch.bool)
+    mask[:, :, :64] = True
+    sparse = st.sparsify(Mean(), 16)
+    sparse.break_even = break_even
+    actual, expected = sparse(x, mask), (x.double() * mask[:, None]).mean((2, 3))
+    assert actual.dtype == torch.float16
+    # The mean is rounded once, after sums in float32, whose error is smaller by far.
+    assert ((actual - expected).abs() <= torch.finfo(torch.float16).eps * expected.abs()).all()
+
+
+class Mean(nn.Module):
+    """The mean of each image."""
+
+    def forward(self, x):
+        """Return ``[N, C]``."""
+        return x.mean((2, 3))

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(256)
     const int listed = *bin_counts;
     const float entry = thread < 2 * SLICE ? table_entry(thread) : 0.0f;
     const Divisor of_taps(taps);
-    for (int i0 = thread; i0 < taps * SLICE; i0 += 8 * threads) {  // in the order of memory
+    for (int i0 = thread; i0 == thread || i0 < taps * SLICE; i0 += 8 * threads) {  // in the order of memory; once at least,
         T loaded[8];
         int to[8];
 #pragma unroll
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(256)
             to[e] = tap * WEIGHTS + c, loaded[e] = zero<T>();
             if (c0 + c < g.C) loaded[e] = w[tap * step_tap + (c0 + c) * step_c];
         }
-        if (i0 == thread) place_tile(first);  // while the weights are on their way
+        if (i0 == thread) place_tile(first);  // as there may be more tiles than weights; while these are on their way
 #pragma unroll
         for (int e = 0; e < 8; ++e)
             if (i0 + e * threads < taps * SLICE) weights[to[e]] = to_compute<float>(loaded[e]);

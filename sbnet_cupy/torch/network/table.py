@@ -97,8 +97,11 @@ class Table:
 
     def reduce_pixels(self, value, block, size, hw, mode):
         """Take the "mean" or "sum" of all pixels of each image, ``[N, ...]`` without ``hw``."""
-        sums = self.sum_pixels(value, block, size, hw)
-        return sums / (size[0] * size[1]) if mode == "mean" else sums
+        if mode == "sum":
+            return self.sum_pixels(value, block, size, hw)
+        wide = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+        sums = self.sum_pixels(value, block, size, hw, wide)  # which float16 may be too small for
+        return (sums / (size[0] * size[1])).to(value.dtype)
 
     def active_pixels(self, block, size):
         """Return how many pixels of each image lie in active blocks: int64 ``[N]``."""
@@ -244,13 +247,16 @@ class BlockTable(Table):
         """Repeat what is given for each image for each of its rows."""
         return per_image.repeat(given, self.image, self.place)
 
-    def sum_pixels(self, value, block, size, hw):
-        """Sum active pixels inside the image: ``[M, ...]`` to ``[N, ...]`` without ``hw``."""
+    def sum_pixels(self, value, block, size, hw, dtype=None):
+        """Sum active pixels inside the image: ``[M, ...]`` to ``[N, ...]`` without ``hw``.
+
+        The sums are of ``dtype``, and so is what is added up; None is that of ``value``.
+        """
         if not self.filled(block, size):
             shape = [value.shape[0]] + [1] * (value.dim() - 1)
             shape[hw[0]], shape[hw[1]] = block
             value = torch.where(self.inside(block, size).view(shape), value, 0)
-        rows = value.sum(hw)
+        rows = value.sum(hw, dtype=dtype)
         if self.batch == 1:
             return rows.sum(0, keepdim=True)
         return per_image.add_up(rows, self.image, self.place)
@@ -338,9 +344,9 @@ class PictureTable(Table):
         """Return what is given for each image."""
         return given
 
-    def sum_pixels(self, value, block, size, hw):
-        """Sum active pixels."""
-        return self.gather(value, block, hw).sum(hw)
+    def sum_pixels(self, value, block, size, hw, dtype=None):
+        """Sum active pixels, as numbers of ``dtype``."""
+        return self.gather(value, block, hw).sum(hw, dtype=dtype)
 
     def max_pixels(self, value, block, size):
         """Take the maximum of all pixels of each image: ``[N, C, H, W]`` to ``[N, C]``."""
