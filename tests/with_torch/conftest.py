@@ -11,6 +11,16 @@ ACTIVATIONS = (None, "relu", "silu", "gelu")
 OTHERS = {4: "hardswish", 5: "relu6", 6: "hardsigmoid", 7: "sigmoid"}
 
 
+def last(*tensors):
+    """Return stacks ``[M, C, h, w]`` as kernels see their memory; some may be None."""
+    return [t if t is None else t.permute(0, 2, 3, 1) for t in tensors]
+
+
+def start(launch, *tensors):
+    """Call what stands for a kernel with tensors in place of their addresses."""
+    launch(*tensors)
+
+
 @pytest.fixture
 def asked(torch, st, monkeypatch):
     """Serve CPU tensors by the core's operations; return the names of what was asked for."""
@@ -20,6 +30,7 @@ def asked(torch, st, monkeypatch):
         cuda_ends,
         cuda_pool,
         cuda_resize,
+        cuda_weights,
         onednn,
         shortcuts,
     )
@@ -35,6 +46,7 @@ def asked(torch, st, monkeypatch):
     ):  # fmt: skip
         def run(x, weight, bias, residual, counts, indices, places, out):
             names.append("depthwise" if depthwise else "settled" if settled else "conv")
+            x, residual, out = last(x, residual, out)
             table = stage(counts, indices, places, block, image)
             assert (x.shape[0], places.shape[0], tuple(places.shape[1:])) == (rows, images, grid)
             ends = [
@@ -65,9 +77,31 @@ def asked(torch, st, monkeypatch):
             launch = lambda x, packed, *rest: run(x, *packed, *rest)  # noqa: E731
         return launch, None, True
 
-    def prepare_halo(dtype, shape, images, grid, block, image, pads, kind, clear_rows):
+    def prepare_fresh(
+        dtype, rows, images, grid, block, size, shape, steps, source, stride, pads, dilation,
+        turned, clear_rows,
+    ):  # fmt: skip
+        kernel, (out, channels) = shape[2:], shape[1::-1] if turned else shape[:2]
+        block_out, size_out = cuda.sizes_after(block, size, kernel, stride, pads, dilation)
+        run = prepare_conv(
+            dtype, rows, images, grid, block, block_out, size, size_out, channels, out, kernel,
+            stride, dilation, (pads[0], pads[2]), 0, False, None, False, clear_rows,
+        )[0]  # fmt: skip
+
+        def launch(x, weight, bias, packed, *lists_and_y):
+            assert weight.stride() == steps and weight.dtype == source
+            weight = weight.detach().to(dtype)
+            weight = weight.flip(2, 3).transpose(0, 1) if turned else weight
+            run(x, (weight.contiguous(), bias), None, *lists_and_y)
+
+        return launch, 1, True, block_out
+
+    def prepare_halo(
+        dtype, rows, channels, images, grid, block, image, pads, kind, clear_rows
+    ):  # fmt: skip
         def launch(x, counts, indices, places, out):
             names.append("halo " + kind)
+            x, out = last(x, out)
             fill = {"zero": 0, "lowest": "-inf", "nearest": "edge"}[kind]
             table = stage(counts, indices, places, block, image)
             y = sb.stack_halo(x.numpy(), table, (pads[:2], pads[2:]), fill=fill)
@@ -91,7 +125,7 @@ def asked(torch, st, monkeypatch):
             table = stage(counts, indices, places, block, image)
             x = np.ascontiguousarray(x.permute(0, 2, 3, 1).numpy())
             stack = torch.from_numpy(sb.stack_from_image(x, table))
-            conv(stack, packed, None, counts, indices, places, out)
+            conv(stack.permute(0, 3, 1, 2), packed, None, counts, indices, places, out)
             names[-1] = "image"
 
         return launch, None
@@ -218,8 +252,9 @@ def asked(torch, st, monkeypatch):
         return launch, True
 
     def prepare_concat(rows, block, channels, itemsize, unfolded, factors):
-        def launch(inputs, counts, out):
+        def launch(*given):
             names.append("stack_concat")
+            *inputs, counts, out = given
             parts, (fh, fw) = [], factors
             for k, x in enumerate(inputs):
                 if k in unfolded:
@@ -232,9 +267,7 @@ def asked(torch, st, monkeypatch):
 
         return launch
 
-    def pack(weight, bias, _, kept="_stack_packed"):
-        if not isinstance(weight, torch.Tensor):
-            return weight.tensor().contiguous(), bias
+    def pack(x, weight, bias, _, kept="_stack_packed"):
         scale = getattr(weight, "_stack_scale", None)
         packed = weight if scale is None else weight * scale.view(-1, 1, 1, 1)
         setattr(weight, kept, (bias, (packed, bias)))
@@ -247,8 +280,10 @@ def asked(torch, st, monkeypatch):
     monkeypatch.setattr(cuda, "multiplies", lambda dtype: True)
     monkeypatch.setattr(onednn, "_MULTIPLIES", False)  # as on a GPU
     monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
-    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    monkeypatch.setattr(cuda, "start", start)
     monkeypatch.setattr(cuda, "_packed", pack)
+    monkeypatch.setattr(cuda_weights, "_prepare", prepare_fresh)
+    monkeypatch.setattr(cuda_weights, "_PLANS", {})
     monkeypatch.setattr(cuda, "_prepare_conv", prepare_conv)
     monkeypatch.setattr(cuda, "_prepare_halo", prepare_halo)
     monkeypatch.setattr(cuda, "_PLANS", {})
@@ -289,16 +324,16 @@ def norms_asked(torch, st, monkeypatch):
         return sb.BlockTable(counts.numpy(), indices.numpy(), places, block, size)
 
     def native(*tensors):
-        return [t if t is None else t.numpy() for t in tensors]
+        return [t if t is None else t.detach().numpy() for t in tensors]
 
     def prepare_statistics(norm, parameter, eps):
         def launch(x, counts, indices, *given):
             names.append("statistics")
             *own, _, found, momentum = given
-            weight, bias, mean, variance = native(*own)
+            (x,), (weight, bias, mean, variance) = native(*last(x)), native(*own)
             assert all(t is None or t.dtype == parameter for t in own)
             found.numpy()[:] = norms.stack_batch_norm(
-                x.numpy(), stage(norm, counts, indices), weight, bias, eps=eps,
+                x, stage(norm, counts, indices), weight, bias, eps=eps,
                 running_mean=mean, running_var=variance, momentum=momentum,
             ).statistics  # fmt: skip
 
@@ -307,16 +342,17 @@ def norms_asked(torch, st, monkeypatch):
     def prepare_norm(norm, code):
         def launch(x, residual, found, counts, indices, out):
             names.append((ACTIVATIONS[code], residual is not None))
-            x, residual, found = native(x, residual, found)
+            x, residual, out, found = native(*last(x, residual, out), found)
             inside = norms.pixels_inside(x, stage(norm, counts, indices))
             t = norms.before_activation(np.where(inside, x, 0), found, residual)
-            out.numpy()[:] = np.where(inside, norms.apply_activation(t, ACTIVATIONS[code]), 0)
+            out[:] = np.where(inside, norms.apply_activation(t, ACTIVATIONS[code]), 0)
 
         return launch
 
     def differentiate(norm, code, grad, x, y, found, counts, indices):
         names.append("gradient")
-        table, (grad, x, y, found) = stage(norm, counts, indices), native(grad, x, y, found)
+        table = stage(norm, counts, indices)
+        grad, x, y, found = native(*last(grad, x, y), found)
         return stack_batch_norm_grad(grad, x, table, found, y=y, activation=ACTIVATIONS[code])
 
     def prepare_sums(norm, parameter, code):
@@ -331,7 +367,7 @@ def norms_asked(torch, st, monkeypatch):
     def prepare_gradient(norm, code):
         def launch(grad, x, y, found, _, counts, indices, dx, added):
             result = differentiate(norm, code, grad, x, y, found, counts, indices)
-            for to, value in ((dx, result.x), (added, result.residual)):
+            for to, value in zip(last(dx, added), (result.x, result.residual), strict=True):
                 if to is not None:
                     to.numpy()[:] = value
 
@@ -341,7 +377,7 @@ def norms_asked(torch, st, monkeypatch):
         return not (table.whole or table.static)
 
     monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
-    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    monkeypatch.setattr(cuda, "start", start)
     monkeypatch.setattr(cuda_norm, "serves", serves)
     for name, function in (
         ("_prepare_statistics", prepare_statistics), ("_prepare_norm", prepare_norm),
@@ -354,7 +390,7 @@ def norms_asked(torch, st, monkeypatch):
 @pytest.fixture
 def units_asked(torch, asked, monkeypatch):
     """Serve residual units too, as the composition of their layers, in float32."""
-    from sbnet_cupy.torch.network import bottlenecks, cuda, units
+    from sbnet_cupy.torch.network import bottlenecks, units
 
     def prepare(
         dtype, rows, images, grid, block, image, channels, widths, bottleneck, inner, activation,
@@ -362,18 +398,19 @@ def units_asked(torch, asked, monkeypatch):
     ):  # fmt: skip
         def launch(x, *given):
             *packed, residual, counts, indices, places, out = given
+            x, residual, out = last(x, residual, out)
             packed = [p for p in packed if p is not None]
             assert len(packed) == len(widths) == (3 if bottleneck else 2)
             table = sb.BlockTable(*(t.numpy() for t in (counts, indices, places)), block, image)
             assert (x.shape[0], x.shape[3]) == (rows, channels)
             y = x.numpy()
             for number, (weight, bias) in enumerate(packed):
-                last = number + 1 == len(packed)
+                final = number + 1 == len(packed)
                 y = sb.stack_conv2d(
                     y, weight.numpy(), table, w_format="OIHW",
                     bias=None if bias is None else bias.numpy(),
-                    residual=residual.numpy() if last and residual is not None else None,
-                    activation=ACTIVATIONS[activation if last else inner],
+                    residual=residual.numpy() if final and residual is not None else None,
+                    activation=ACTIVATIONS[activation if final else inner],
                 )  # fmt: skip
             out.copy_(torch.from_numpy(y))
             asked.append("unit")
@@ -382,6 +419,7 @@ def units_asked(torch, asked, monkeypatch):
 
     def prepare_bottleneck(dtype, rows, images, grid, block, image, channels, width, settled):
         def launch(x, packed, counts, indices, places, out):
+            x, out = last(x, out)
             table = sb.BlockTable(*(t.numpy() for t in (counts, indices, places)), block, image)
             assert tuple(x.shape) == (rows, *block, channels)
             assert packed[0].shape[3] == width
@@ -395,16 +433,14 @@ def units_asked(torch, asked, monkeypatch):
 
         return launch, lambda *weights: weights, "form"
 
-    def pack(weights, pack, form):
+    def pack(x, weights, pack, form):
         setattr(weights[0], bottlenecks._KEPT, {form: weights})
         return pack(*weights)
 
     monkeypatch.setattr(units, "prepare", prepare)
-    monkeypatch.setattr(units, "_ELEMENTS", {torch.float32: "float"})
     monkeypatch.setattr(bottlenecks, "prepare", prepare_bottleneck)
     monkeypatch.setattr(bottlenecks, "_packed", pack)
-    monkeypatch.setattr(bottlenecks, "_ELEMENTS", {torch.float32: "float"})
-    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    monkeypatch.setattr(bottlenecks, "ELEMENTS", {torch.float32: "float"})
     return asked
 
 
@@ -418,6 +454,7 @@ def shortcuts_asked(torch, asked, monkeypatch):
         dilation, channels_also, strides_also, activation, settled, clear_rows,
     ):  # fmt: skip
         def launch(x, packed, also, packed_also, counts, indices, places, out):
+            x, also, out = last(x, also, out)
             assert (x.shape[0], x.shape[3], also.shape[3]) == (rows, channels, channels_also)
             lists = [t.numpy() for t in (counts, indices, places)]
             table = sb.BlockTable(*lists, block, image)

@@ -38,7 +38,7 @@ def chosen(st, monkeypatch):
             return table, resolve_pool(x, table, kernel, stride, padding, dilation, True)
 
         def forward(x, counts, indices, places, out, choice):
-            x = x.numpy()
+            x, out = x.permute(0, 2, 3, 1).numpy(), out.permute(0, 2, 3, 1)
             table, window = window_of(x, counts, indices, places)
             halo, y = largest(x, Places.of(table), window)
             waiting, taps = np.ones(y.shape, bool), np.zeros(y.shape, np.uint8)
@@ -52,6 +52,7 @@ def chosen(st, monkeypatch):
 
         def gradient(grad, choice, counts, indices, places, dx):
             asked.append(out_size)
+            grad, dx = (t.permute(0, 2, 3, 1) for t in (grad, dx))
             x = np.zeros(dx.shape, grad.numpy().dtype)
             table, window = window_of(x, counts, indices, places)
             after = sb.BlockTable(*(t.numpy() for t in (counts, indices, places)), out_block,
@@ -70,7 +71,7 @@ def chosen(st, monkeypatch):
         return not (table.whole or table.static) and cuda_pool._is_plain(window)
 
     monkeypatch.setattr(cuda, "_at_home", lambda x: contextlib.nullcontext(-1))
-    monkeypatch.setattr(cuda, "_At", lambda tensor: tensor)
+    monkeypatch.setattr(cuda, "start", lambda launch, *tensors: launch(*tensors))
     monkeypatch.setattr(cuda_pool, "chooses", chooses)
     monkeypatch.setattr(cuda_pool, "_prepare_choice", prepare)
     monkeypatch.setattr(cuda_pool, "_PLANS", {})

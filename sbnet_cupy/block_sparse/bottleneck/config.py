@@ -113,7 +113,7 @@ def configure_bottleneck(case, blocks, bsize, device):
 
 
 def _fewer_ahead(config):
-    """Return the next smaller number of chunks in flight: other GPUs' code has more registers."""
+    """Return the next smaller number of chunks in flight: other GPUs' code needs more registers."""
     chunks = config.chunks // config.split1
     return max((a for a in range(1, config.ahead) if chunks % a == 0), default=1)
 

@@ -5,7 +5,7 @@ an unfolded stack, ``x_k[m, i // f_h, j // f_w, (i % f_h * f_w + j % f_w) * C_k 
 channels become pixels. Kernel: cuda_src/block_sparse/stack/stack_concat.cu
 
     run = prepare_stack_concat(rows, block, channels, itemsize, unfolded, factors)
-    run(inputs, bin_counts, out)                      a list of stacks
+    run(*inputs, bin_counts, out)                     a stack each
 """
 
 import math
@@ -58,8 +58,5 @@ def prepare_stack_concat(
         persistent=True,
         dependent=True,
     )  # fmt: skip
-
-    def launch(inputs, bin_counts, out):
-        run(*inputs, *[None] * len(empty), bin_counts, out)
-
-    return launch
+    inputs = len(channels)
+    return kernels.Series((run, (*range(inputs), *[None] * len(empty), inputs, inputs + 1)))

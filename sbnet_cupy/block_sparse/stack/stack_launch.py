@@ -101,11 +101,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
             without, added = (
                 prepare_stack_conv(conv, settled, clear_rows, p) for p in (plan, other)
             )
-
-            def choose(x, packed, residual, *arrays):
-                (without if residual is None else added)(x, packed, residual, *arrays)
-
-            return choose
+            return _ByResidual(without, added)
     channels, strides = conv.shortcut or (0, (1, 1))
     pipelined = plan.kernel == "stack_conv_pipelined"
     blocks = (conv.rows, conv.images, *conv.grid)
@@ -133,20 +129,26 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         maps=maps,
     )  # fmt: skip
     if conv.shortcut is not None:
+        return kernels.Series((run, (2, 3, 0, 1, None, 4, 5, 6, None, 7)))
+    if plan.partials:
+        run = functools.partial(run, None, None) if pipelined else run
+        return _with_partials(conv, plan, run, clear_rows)
+    shortcut = (None, None) if pipelined else ()
+    return kernels.Series((run, (*shortcut, 0, 1, 2, 3, 4, 5, None, 6)))
 
-        def launch_both(x, packed, also, packed_also, bin_counts, indices, grid, out):
-            run(also, packed_also, x, packed, None, bin_counts, indices, grid, None, out)
 
-        return launch_both
-    if pipelined:
-        run = functools.partial(run, None, None)
-    if not plan.partials:
+class _ByResidual:
+    """A convolution with one launch for calls without a residual, and one for those with it."""
 
-        def launch(x, packed, residual, bin_counts, indices, grid, out):
-            run(x, packed, residual, bin_counts, indices, grid, None, out)
+    def __init__(self, without, added):
+        self._without, self._added = without, added
 
-        return launch
-    return _with_partials(conv, plan, run, clear_rows)
+    def __call__(self, x, packed, residual, *arrays):
+        (self._without if residual is None else self._added)(x, packed, residual, *arrays)
+
+    def on(self, stream, addresses):
+        """Launch as a kernel's launch does; the third address is 0 without a residual."""
+        (self._added if addresses[2] else self._without).on(stream, addresses)
 
 
 def _pixel_maps(conv):

@@ -81,12 +81,7 @@ def prepare_stack_statistics(norm, parameter, eps):
     finish = _prepare_finish(
         stem, "stack_norm_finish", norm, parameter, 7, (norm.channels, groups, float(eps))
     )
-
-    def launch(x, counts, indices, weight, bias, mean, variance, partials, statistics, momentum):
-        sums(x, counts, indices, partials)
-        finish(partials, weight, bias, mean, variance, statistics, momentum)
-
-    return launch
+    return kernels.Series((sums, (0, 1, 2, 7)), (finish, (7, 3, 4, 5, 6, 8, 9)))
 
 
 def prepare_stack_norm(norm, activation):
@@ -103,12 +98,7 @@ def prepare_stack_norm_sums(norm, parameter, activation):
     finish = _prepare_finish(
         stem, "stack_norm_grad_finish", norm, parameter, 5, (norm.channels, groups)
     )
-
-    def launch(grad, x, y, statistics, counts, indices, partials, dweight, dbias, factors):
-        sums(grad, x, y, statistics, counts, indices, partials)
-        finish(partials, statistics, dweight, dbias, factors)
-
-    return launch
+    return kernels.Series((sums, range(7)), (finish, (6, 3, 7, 8, 9)))
 
 
 def prepare_stack_norm_grad(norm, activation):

@@ -178,11 +178,7 @@ def prepare_stack_global_pool(pool, mode, settled=False):
         cluster=together,
     )  # fmt: skip
     if parts == together:
-
-        def launch(x, bin_counts, indices, grid, out):
-            run(x, bin_counts, grid, None, out)
-
-        return launch
+        return kernels.Series((run, (0, 1, 3, None, 4)))
     add_up = kernels.prepare(
         "block_sparse/stack/stack_global_pool",
         "stack_global_pool_parts",

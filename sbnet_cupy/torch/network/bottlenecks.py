@@ -2,11 +2,9 @@
 
 import torch
 
-from ...core.torch_memory import allocate
-from .._native import view
 from . import cuda
 
-_ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _KEPT = "_stack_bottleneck"  # what is packed, by its form, beside weights that are kept
 
 
@@ -33,51 +31,40 @@ def run(chain):
         return None
     if any(one.activation != "relu" or one.norm is None for one in layers[:2]):
         return None
-    if norm.activation != "relu" or x.dtype not in _ELEMENTS:
+    if norm.activation != "relu" or x.dtype not in ELEMENTS:
         return None
     kernels = [one.weight for one in layers]
     if any(w.dtype != x.dtype for w in kernels) or cuda.records(x, *kernels):
         return None
     if kernels[0].shape[0] != kernels[1].shape[0] or kernels[2].shape[0] != x.shape[1]:
         return None
-    with cuda._at_home(x) as device:
+    weights = None
+    for settled in (True, False) if table.settled else (False,):
         facts = (
             x.dtype, x.shape[0], table.batch, table.grid, block, size, x.shape[1],
-            kernels[0].shape[0],
+            kernels[0].shape[0], settled,
         )  # fmt: skip
-        weights = None
-        for settled in (True, False) if table.settled else (False,):
-            key = (device, "bottleneck", facts, settled)
-            if key not in cuda._PLANS:
-                cuda._PLANS[key] = prepare(*facts, settled)
-            if cuda._PLANS[key] is None:
-                return None
-            launch, pack, form = cuda._PLANS[key]
-            weights = weights or table.weights.unit(norm.norm, layers)
-            if settled and form in getattr(weights[0], _KEPT, {}):
-                break
-        rows = cuda._rows(x)
-        out = torch.empty_like(rows)
-        packed = _packed(weights, pack, form)
-        given = (rows, packed, table.counts, table.indices, table.places, out)
-        launch(*(cuda._At(g) if isinstance(g, torch.Tensor) else g for g in given))
-        table.settled = True
-    return out.permute(0, 3, 1, 2)
+        found = cuda.prepared(cuda._PLANS, ("bottleneck", facts), x, prepare, *facts)
+        if found is None:
+            return None
+        launch, pack, form = found
+        weights = weights or table.weights.unit(norm.norm, layers)
+        if settled and form in getattr(weights[0], _KEPT, {}):
+            break
+    out = cuda.new_stack(x, x.shape[0], block, x.shape[1])
+    packed = _packed(x, weights, pack, form)
+    cuda.start(launch, cuda.last(x), packed, table.counts, table.indices, table.places, out)
+    table.settled = True
+    return out
 
 
-def _packed(weights, pack, form):
+def _packed(x, weights, pack, form):
     """Return the weights of a unit as the kernel reads them, kept beside the first if that is."""
     found = getattr(weights[0], _KEPT, {})
     if form not in found:
-        from cupy import cuda as native
-
-        with native.using_allocator(allocate):
-            packed = pack(*map(view, weights))
-        found = found | {form: packed}
+        found = found | {form: cuda.pack_now(x, pack, *weights)}
         if getattr(weights[0], "is_kept", False):
-            if not torch.cuda.is_current_stream_capturing():
-                torch.cuda.current_stream().synchronize()  # once: other streams may use them too
-            setattr(weights[0], _KEPT, found)
+            cuda.keep_packed(weights[0], _KEPT, found)
     return found[form]
 
 
@@ -87,7 +74,7 @@ def prepare(dtype, rows, images, grid, block, image, channels, width, settled):
     from ...core.device import current_device
 
     unit = stack_bottleneck_plan.StackBottleneck(
-        element=_ELEMENTS[dtype], rows=rows, images=images, grid=grid, block=block, image=image,
+        element=ELEMENTS[dtype], rows=rows, images=images, grid=grid, block=block, image=image,
         channels=channels, width=width, expected=rows,
     )  # fmt: skip
     device = current_device()

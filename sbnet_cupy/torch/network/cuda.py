@@ -7,6 +7,7 @@ they are 0, as products with them are summed up.
 """
 
 import contextlib
+import functools
 import math
 
 import torch
@@ -27,15 +28,6 @@ _MASKS = {
     torch.bfloat16, torch.float32, torch.float64,
 }  # fmt: skip
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
-
-
-class _At:
-    """An address where a launch takes an array."""
-
-    __slots__ = ("data", "ptr")
-
-    def __init__(self, tensor, offset=0):
-        self.data, self.ptr = self, tensor.data_ptr() + offset
 
 
 def serves(x):
@@ -99,6 +91,34 @@ def _moved(device):
         yield device
 
 
+def prepared(plans, key, x, prepare, *facts):
+    """Return what is kept for a key on the device of x; ``prepare(*facts)`` makes it there."""
+    key = x.get_device(), key
+    if key not in plans:
+        with _at_home(x):
+            plans[key] = prepare(*facts)
+    return plans[key]
+
+
+def start(launch, *tensors):
+    """Launch a kernel with tensors of one GPU, on its current stream; None is a null pointer."""
+    device = tensors[0].get_device()
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    if device == state.current_device():
+        launch.on(state.current_stream(device), addresses)
+        return
+    with torch.cuda.device(device):
+        launch.on(state.current_stream(device), addresses)
+
+
+def start_with_memory(launch, *tensors):
+    """Launch kernels that take memory of their own; the first tensor is on the device."""
+    from cupy.cuda import using_allocator
+
+    with _at_home(tensors[0]), using_allocator(allocate):
+        launch(*(view(t) if isinstance(t, torch.Tensor) else t for t in tensors))
+
+
 def new_stack(like, rows, block, channels):
     """Return memory for a stack ``[M, C, *block]``: no view, so that it may be written in place."""
     shape = (rows, channels, *block)
@@ -107,9 +127,22 @@ def new_stack(like, rows, block, channels):
     )
 
 
+def last(x):
+    """Return a stack with its channels last in memory, as kernels read it; None stays None."""
+    return None if x is None else x.contiguous(memory_format=torch.channels_last)
+
+
 def _rows(x):
     """Return the memory of a stack as ``[M, h, w, C]``, contiguous."""
     return x.permute(0, 2, 3, 1).contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def sizes_after(block, size, kernel, stride, pads, dilation):
+    """Return the block and the image that a convolution makes."""
+    block_out = tuple(b // s for b, s in zip(block, stride, strict=True))
+    each = zip(size, (pads[:2], pads[2:]), kernel, stride, dilation, strict=True)
+    return block_out, tuple((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, p, k, s, d in each)
 
 
 def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, residual, activation):
@@ -125,50 +158,33 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         return None
     if not depthwise and _is_mostly_padding(channels, x.element_size(), weight.shape[2:]):
         return None
-    rows = _rows(x)
-    block_out = tuple(b // s for b, s in zip(block, stride, strict=True))
-    spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    totals = (pads[0] + pads[1], pads[2] + pads[3])
-    size_out = tuple(
-        (n + p - span) // s + 1 for n, p, span, s in zip(size, totals, spans, stride, strict=True)
-    )
-    y = new_stack(x, x.shape[0], block_out, out_channels)
-    out = y.permute(0, 2, 3, 1)
-    last = None if residual is None else _rows(residual)
+    kernel = tuple(weight.shape[2:])
+    block_out, size_out = sizes_after(block, size, kernel, stride, pads, dilation)
+    kept = "_stack_depthwise" if depthwise else "_stack_packed"
     facts = (
-        rows.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
-        channels, out_channels, tuple(weight.shape[2:]), stride, dilation, (pads[0], pads[2]),
+        x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
+        channels, out_channels, kernel, stride, dilation, (pads[0], pads[2]),
         _CODES.get(activation, 0), depthwise, group,
+        table.settled and _is_packed(weight, bias, kept), _clears(table),
     )  # fmt: skip
-    with _at_home(x) as device:
-        kept = "_stack_depthwise" if depthwise else "_stack_packed"
-        settled = table.settled and _is_packed(weight, bias, kept)
-        key = (device, facts, settled, _clears(table))
-        if key not in _PLANS:
-            _PLANS[key] = _prepare_conv(*facts, *key[2:])
-        run = _PLANS[key]
-        if run is None:
-            return None
-        launch, pack, plain = run
-        lists = (table.counts, table.indices, table.places)
-        if depthwise:
-            values = _depthwise_weights(weight, bias)
-            given = (rows, values[0], None, values[1], last, *lists, out)
-        else:
-            given = (rows, _packed(weight, bias, pack), last, *lists, out)
-        take = _At if plain else view
-        given = [take(g) if isinstance(g, torch.Tensor) else g for g in given]
-        if plain:
-            launch(*given)
-        else:  # which takes memory for sums, or for padded channels
-            from cupy import cuda
-
-            with cuda.using_allocator(allocate):
-                launch(*given)
-        table.settled = True  # what wrote the table lies behind a kernel that waited for it
-    if activation in _CODES:
-        return y
-    return finish(y, None, activation)
+    run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
+    if run is None:
+        return None
+    launch, pack, plain = run
+    y = new_stack(x, x.shape[0], block_out, out_channels)
+    if depthwise:
+        values, wide = _depthwise_weights(weight, bias)
+        weights = values, None, wide
+    else:
+        weights = (_packed(x, weight, bias, pack),)
+    given = last(x), *weights, last(residual), table.counts, table.indices, table.places, y
+    if plain:
+        start(launch, *given)
+    else:  # which takes memory for sums, or for padded channels
+        stacks = (t if t is None or t.dim() < 4 else t.permute(0, 2, 3, 1) for t in given)
+        start_with_memory(launch, *stacks)
+    table.settled = True  # what wrote the table lies behind a kernel that waited for it
+    return y if activation in _CODES else finish(y, None, activation)
 
 
 def _clears(table):
@@ -248,24 +264,31 @@ def _is_packed(weight, bias, kept="_stack_packed"):
     return found is not None and found[0] is bias
 
 
-def _packed(weight, bias, pack, kept="_stack_packed"):
+def _packed(x, weight, bias, pack, kept="_stack_packed"):
     """Return weights as the kernel reads them, kept beside a weight that is kept."""
-    if not isinstance(weight, torch.Tensor):  # Fresh of cuda_weights.py
-        return weight.packed(pack, bias)
     found = getattr(weight, kept, None)
     if found is None or found[0] is not bias:
-        from cupy import cuda
-
-        with cuda.using_allocator(allocate):
-            scale = getattr(weight, "_stack_scale", None)
-            tables = [None if t is None else view(t.float()) for t in (scale, bias)]
-            packed = pack(view(weight.contiguous()), *tables)
-        found = (bias, packed)
+        scale = getattr(weight, "_stack_scale", None)
+        tables = [t if t is None else t.float() for t in (scale, bias)]
+        found = bias, pack_now(x, pack, weight, *tables)
         if getattr(weight, "is_kept", False):
-            if not torch.cuda.is_current_stream_capturing():
-                torch.cuda.current_stream().synchronize()  # once: other streams may use them too
-            setattr(weight, kept, found)
+            keep_packed(weight, kept, found)
     return found[1]
+
+
+def pack_now(x, pack, *weights):
+    """Return what ``pack`` makes of weights, some of them None, on the device of x."""
+    from cupy.cuda import using_allocator
+
+    with _at_home(x), using_allocator(allocate):
+        return to_tensor(pack(*(t if t is None else view(t) for t in weights)))
+
+
+def keep_packed(weight, name, packed):
+    """Keep what was packed beside a weight, for calls on other streams too."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream().synchronize()  # once
+    setattr(weight, name, packed)
 
 
 def _depthwise_weights(weight, bias):
@@ -287,27 +310,26 @@ def halo(x, table, block, size, pads, fill, mode):
     if min(pads) < 0 or fill not in (0, -math.inf):
         return None
     kind = _FILLS.get(mode) or ("zero" if fill == 0 else "lowest")
-    rows = _rows(x)
-    shape = (block[0] + pads[0] + pads[1], block[1] + pads[2] + pads[3])
-    facts = (rows.dtype, tuple(rows.shape), table.batch, table.grid, block, size, pads, kind)
-    out = new_stack(x, rows.shape[0], shape, rows.shape[3])
-    with _at_home(x) as device:
-        key = (device, facts, _clears(table))
-        if key not in _PLANS:
-            _PLANS[key] = _prepare_halo(*facts, key[2])
-        given = (rows, table.counts, table.indices, table.places, out.permute(0, 2, 3, 1))
-        _PLANS[key](*map(_At, given))
-        table.settled = True
+    rows, channels = x.shape[:2]
+    facts = (
+        x.dtype, rows, channels, table.batch, table.grid, block, size, pads, kind, _clears(table),
+    )  # fmt: skip
+    launch = prepared(_PLANS, facts, x, _prepare_halo, *facts)
+    out = new_stack(x, rows, (block[0] + pads[0] + pads[1], block[1] + pads[2] + pads[3]), channels)
+    start(launch, last(x), table.counts, table.indices, table.places, out)
+    table.settled = True
     return out
 
 
-def _prepare_halo(dtype, shape, images, grid, block, image, pads, kind, clear_rows):
+def _prepare_halo(
+    dtype, rows, channels, images, grid, block, image, pads, kind, clear_rows
+):  # fmt: skip
     from ...block_sparse.stack import stack_launch
 
     names = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-    pixel = shape[3] * torch.empty(0, dtype=dtype).element_size()
+    pixel = channels * dtype.itemsize
     sizes = stack_launch.StackHalo(
-        rows=shape[0], images=images, grid=grid, block=block, image=image,
+        rows=rows, images=images, grid=grid, block=block, image=image,
         before=(pads[0], pads[2]), after=(pads[1], pads[3]), fill=kind,
         lowest=_lowest(names[dtype]),
     )  # fmt: skip

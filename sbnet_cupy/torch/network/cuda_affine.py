@@ -40,13 +40,10 @@ def affine(x, table, scale, shift=None, residual=None, activation=None):
         x.dtype, scale.dtype, m, table.batch, (h, w), channels, scale.numel() > channels,
         cuda._CODES.get(activation, 0),
     )  # fmt: skip
-    with cuda._at_home(x) as device:
-        key = (device, facts, table.settled)
-        if key not in _PLANS:
-            _PLANS[key] = _prepare(*facts, table.settled)
-        given = (rows, scale, shift, last, table.counts, table.indices, out)
-        _PLANS[key](*(None if g is None else cuda._At(g) for g in given))
-        table.settled = True
+    facts += (table.settled,)
+    launch = cuda.prepared(_PLANS, facts, x, _prepare, *facts)
+    cuda.start(launch, rows, scale, shift, last, table.counts, table.indices, out)
+    table.settled = True
     y = out.permute(0, 3, 1, 2)
     return y if activation in cuda._CODES else finish(y, None, activation)
 
@@ -66,12 +63,8 @@ def _prepare(dtype, scale_dtype, rows, images, block, channels, per_image, activ
 def image_linear(x, weight, bias, activation, out):
     """Write ``activation(x @ weight.T + bias)`` to ``out``; channels are the second dimension."""
     facts = x.dtype, *x.shape[:2], weight.shape[0], cuda._CODES[activation]
-    with cuda._at_home(x) as device:
-        key = (device, facts)
-        if key not in _PLANS:
-            _PLANS[key] = _prepare_linear(*facts)
-        given = (x, weight, bias, out)
-        _PLANS[key](*(None if g is None else cuda._At(g) for g in given))
+    launch = cuda.prepared(_PLANS, facts, x, _prepare_linear, *facts)
+    cuda.start(launch, x, weight, bias, out)
 
 
 def _prepare_linear(dtype, images, channels, channels_out, activation):
@@ -100,16 +93,13 @@ def norms(x, table, shape, weight, bias, eps):
 
 def layer_norm(x, table, weight, bias, eps):
     """Return the layer norm of the channels of a stack ``[M, h, w, C]``, where ``norms``."""
-    out, facts = torch.empty_like(x), (x.dtype, *_sizes_of(x), eps)
     held = all(t is None or isinstance(t, torch.nn.Parameter) for t in (weight, bias))
-    with cuda._at_home(x) as device:
-        settled = table.settled and held  # others may be written by a kernel ahead
-        key = (device, "layer norm", facts, settled)
-        if key not in _PLANS:
-            _PLANS[key] = _prepare_layer_norm(*facts, settled)
-        given = (x, weight, bias, table.counts, out)
-        _PLANS[key](*(None if g is None else cuda._At(g) for g in given))
-        table.settled = True
+    settled = table.settled and held  # others may be written by a kernel ahead
+    out, facts = torch.empty_like(x), (x.dtype, *_sizes_of(x), eps, settled)
+    key = "layer norm", facts
+    launch = cuda.prepared(_PLANS, key, x, _prepare_layer_norm, *facts)
+    cuda.start(launch, x, weight, bias, table.counts, out)
+    table.settled = True
     return out
 
 

@@ -43,35 +43,23 @@ def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, act
     image, table = entry.image, entry.table
     if residual is not None or cuda.records(image, weight, bias) or image.dtype != weight.dtype:
         return None
-    block_out = tuple(b // s for b, s in zip(block, stride, strict=True))
-    spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    totals = (pads[0] + pads[1], pads[2] + pads[3])
-    size_out = tuple(
-        (n + p - span) // s + 1 for n, p, span, s in zip(size, totals, spans, stride, strict=True)
-    )
-    channels_out = weight.shape[0]
+    kernel, channels_out = tuple(weight.shape[2:]), weight.shape[0]
+    block_out, size_out = cuda.sizes_after(block, size, kernel, stride, pads, dilation)
     facts = (
         image.dtype, table.rows, table.batch, table.grid, block, block_out, size, size_out,
-        image.shape[1], channels_out, tuple(weight.shape[2:]), stride, dilation,
+        image.shape[1], channels_out, kernel, stride, dilation,
         (pads[0], pads[2]), cuda._CODES.get(activation, 0),
         tuple(image.stride(axis) for axis in (0, 2, 3, 1)), math.gcd(image.data_ptr(), 4),
+        cuda._is_packed(weight, bias, _PACKED), cuda._clears(table),
     )  # fmt: skip
-    with cuda._at_home(image) as device:
-        settled = cuda._is_packed(weight, bias, _PACKED)
-        key = (device, facts, settled, cuda._clears(table))
-        if key not in _PLANS:
-            _PLANS[key] = _prepare_conv(*facts, *key[2:])
-        if _PLANS[key] is None:
-            return None
-        launch, pack = _PLANS[key]
-        out = torch.empty(
-            table.rows, *block_out, channels_out, dtype=image.dtype, device=image.device
-        )
-        packed = cuda._packed(weight, bias, pack, _PACKED)
-        given = (image, packed, table.counts, table.indices, table.places, out)
-        launch(*(cuda._At(g) if isinstance(g, torch.Tensor) else g for g in given))
-        table.settled = True
-    y = out.permute(0, 3, 1, 2)
+    found = cuda.prepared(_PLANS, facts, image, _prepare_conv, *facts)
+    if found is None:
+        return None
+    launch, pack = found
+    y = cuda.new_stack(image, table.rows, block_out, channels_out)
+    packed = cuda._packed(image, weight, bias, pack, _PACKED)
+    cuda.start(launch, image, packed, table.counts, table.indices, table.places, y)
+    table.settled = True
     return y if activation in cuda._CODES else finish(y, None, activation)
 
 
@@ -161,14 +149,10 @@ def scatter(value, table, block, size, hw, outside=0.0):
         value.dtype, table.rows, table.batch, table.grid, block, size, channels, kind, outside,
         math.gcd(16, rows.data_ptr(), background.data_ptr() if kind == "image" else 0),
     )  # fmt: skip
-    with cuda._at_home(value) as device:
-        key = (device, facts)
-        if key not in _PLANS:
-            _PLANS[key] = _prepare_scatter(*facts)
-        if _PLANS[key] is None:
-            return None
-        given = (rows, table.counts, table.places, background, out)
-        _PLANS[key](*(None if g is None else cuda._At(g) for g in given))
+    launch = cuda.prepared(_PLANS, facts, value, _prepare_scatter, *facts)
+    if launch is None:
+        return None
+    cuda.start(launch, rows, table.counts, table.places, background, out)
     return out.permute(back)
 
 

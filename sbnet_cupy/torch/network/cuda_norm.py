@@ -15,13 +15,15 @@ def serves(x, table, block, size, parameters):
     """Whether kernels normalize a stack, with these parameters and running statistics, or None."""
     if not x.is_cuda or x.dtype not in cuda._ELEMENTS or table.whole or table.static:
         return False
-    given = [t for t in parameters if t is not None]
-    dtypes = {t.dtype for t in given}
-    alike = len(dtypes) < 2 and dtypes <= _PARAMETERS.keys()
-    alike = alike and all(t.is_contiguous() and t.device == x.device for t in given)
-    alike = alike and all(tuple(t.shape) == (x.shape[1],) for t in given)
-    if not alike or (parameters[2] is None) != (parameters[3] is None) or not x.numel():
+    if (parameters[2] is None) != (parameters[3] is None) or not x.numel():
         return False
+    dtype, shape, device = None, x.shape[1:2], x.device
+    for t in parameters:
+        if t is not None:
+            dtype = dtype or t.dtype
+            alike = t.dtype == dtype and t.shape == shape and t.device == device
+            if not alike or dtype not in _PARAMETERS or not t.is_contiguous():
+                return False
     return _sizes(x, table, block, size).norm.fits
 
 
@@ -34,16 +36,15 @@ def statistics(x, table, block, size, parameters, momentum, eps):
     """
     from ...core.launch import Number
 
-    rows, own = cuda._rows(x.detach()), [t if t is None else t.detach() for t in parameters]
+    dtype = next((t.dtype for t in parameters if t is not None), torch.float32)
     sizes = _sizes(x, table, block, size)
-    given = next((t.dtype for t in own if t is not None), torch.float32)
-    found = x.new_empty(_ROWS * x.shape[1] + 1, dtype=_wide(x.dtype))
-    with cuda._at_home(x) as device:
-        launch, partials = sizes.prepared(device, _prepare_statistics, given, float(eps))
-        memory = x.new_empty(partials, dtype=found.dtype)
-        lists = table.counts, table.indices
-        _launch(launch, (rows, *lists, *own, memory, found, Number(momentum)))
-    for running in own[2:]:
+    launch, partials = sizes.prepared(x, _prepare_statistics, dtype, float(eps))
+    wide, device = _wide(x.dtype), x.device
+    found = torch.empty(_ROWS * x.shape[1] + 1, dtype=wide, device=device)
+    memory = torch.empty(partials, dtype=wide, device=device)
+    lists = table.counts, table.indices
+    cuda.start(launch, cuda.last(x), *lists, *parameters, memory, found, Number(momentum))
+    for running in parameters[2:]:
         if running is not None:
             torch.autograd.graph.increment_version(running)  # as of what PyTorch writes itself
     return found
@@ -51,14 +52,9 @@ def statistics(x, table, block, size, parameters, momentum, eps):
 
 def normalize(x, table, block, size, found, residual, activation):
     """Return ``activation(x * scale + shift + residual)``, 0 outside of the images."""
-    rows = cuda._rows(x)
-    added = None if residual is None else cuda._rows(residual)
-    out = cuda.new_stack(x, x.shape[0], block, x.shape[1])
-    with cuda._at_home(x) as device:
-        sizes = _sizes(x, table, block, size)
-        launch = sizes.prepared(device, _prepare_norm, cuda._CODES[activation])
-        lists = table.counts, table.indices
-        _launch(launch, (rows, added, found, *lists, out.permute(0, 2, 3, 1)))
+    launch = _sizes(x, table, block, size).prepared(x, _prepare_norm, cuda._CODES[activation])
+    x, out = cuda.last(x), cuda.new_stack(x, x.shape[0], block, x.shape[1])
+    cuda.start(launch, x, cuda.last(residual), found, table.counts, table.indices, out)
     return out
 
 
@@ -68,27 +64,27 @@ def differentiate(grad, x, y, table, block, size, found, activation, dtype, want
     ``y`` is the result where there was a residual and an activation, which is relu; else None.
     ``dtype`` is that of the parameters.
     """
-    grad, rows = cuda._rows(grad), cuda._rows(x)
-    result = None if y is None else cuda._rows(y)
+    grad, x, y = map(cuda.last, (grad, x, y))
     sizes, channels = _sizes(x, table, block, size), x.shape[1]
     code, lists = cuda._CODES[activation], (table.counts, table.indices)
     factors = dweight = dbias = dx = added = None
     same = activation is None and sizes.norm.whole  # the residual's gradient is the one that came
-    with cuda._at_home(x) as device:
-        if any(wanted[:3]):
-            launch, partials = sizes.prepared(device, _prepare_sums, dtype, code)
-            memory, factors = (x.new_empty(n, dtype=found.dtype) for n in (partials, 2 * channels))
-            dweight, dbias = (
-                x.new_empty(channels, dtype=dtype) if w else None for w in wanted[1:3]
-            )
-            _launch(launch, (grad, rows, result, found, *lists, memory, dweight, dbias, factors))
-        dx = torch.empty_like(rows) if wanted[0] else None
-        added = torch.empty_like(rows) if wanted[3] and not same else None
-        if dx is not None or added is not None:
-            launch = sizes.prepared(device, _prepare_gradient, code)
-            _launch(launch, (grad, rows, result, found, factors, *lists, dx, added))
-    added = grad if wanted[3] and same else added
-    dx, added = (t if t is None else t.permute(0, 3, 1, 2) for t in (dx, added))
+    if wanted[0] or wanted[1] or wanted[2]:
+        launch, partials = sizes.prepared(x, _prepare_sums, dtype, code)
+        memory = torch.empty(partials, dtype=found.dtype, device=x.device)
+        factors = torch.empty(2 * channels, dtype=found.dtype, device=x.device)
+        if wanted[1]:
+            dweight = torch.empty(channels, dtype=dtype, device=x.device)
+        if wanted[2]:
+            dbias = torch.empty(channels, dtype=dtype, device=x.device)
+        cuda.start(launch, grad, x, y, found, *lists, memory, dweight, dbias, factors)
+    if wanted[0]:
+        dx = torch.empty_like(x)
+    if wanted[3]:
+        added = grad if same else torch.empty_like(x)
+    if wanted[0] or (wanted[3] and not same):
+        launch = sizes.prepared(x, _prepare_gradient, code)
+        cuda.start(launch, grad, x, y, found, factors, *lists, dx, None if same else added)
     return dx, dweight, dbias, added
 
 
@@ -102,12 +98,9 @@ class _Sizes:
     def __init__(self, norm):
         self.norm, self._plans = norm, {}
 
-    def prepared(self, device, prepare, *options):
-        """Return what ``prepare`` makes for these sizes on the current device, made once."""
-        key = device, prepare, options
-        if key not in self._plans:
-            self._plans[key] = prepare(self.norm, *options)
-        return self._plans[key]
+    def prepared(self, x, prepare, *options):
+        """Return what ``prepare`` makes for these sizes on the device of x, made once."""
+        return cuda.prepared(self._plans, (prepare, options), x, prepare, self.norm, *options)
 
 
 def _sizes(x, table, block, size):
@@ -118,10 +111,6 @@ def _sizes(x, table, block, size):
         facts = x.dtype, x.shape[0], table.batch, table.grid, x.shape[1], block, size, whole
         kept[key] = _described(*facts)
     return kept[key]
-
-
-def _launch(launch, given):
-    launch(*(cuda._At(g) if isinstance(g, torch.Tensor) else g for g in given))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,12 +4,11 @@ Each function returns None where no kernel serves the call; then PyTorch's opera
 result past the count are not written.
 """
 
+import functools
 import math
 
 import torch
 
-from ...core.torch_memory import allocate
-from .._native import view
 from . import cuda
 
 _PLANS = {}  # (device, what, sizes, settled) -> what launches a kernel, or None
@@ -28,8 +27,7 @@ def chooses(x, table, window):
         return False
     if not _is_plain(window) or min(window.pads) < 0:
         return False
-    with cuda._at_home(x) as device:
-        return _choices(device, cuda._rows(x), window) is not None
+    return _choices(x, window) is not None
 
 
 def max_pool_choice(x, window):
@@ -37,38 +35,31 @@ def max_pool_choice(x, window):
 
     Where it :func:`chooses`.
     """
-    rows, table, block = cuda._rows(x), window.table, window.out_block
-    y = cuda.new_stack(x, rows.shape[0], block, rows.shape[3])
-    out = y.permute(0, 2, 3, 1)
-    choice = torch.empty(out.shape, dtype=torch.uint8, device=x.device)
-    with cuda._at_home(x) as device:
-        launch = _choices(device, rows, window)[0]
-        launch(*map(cuda._At, (rows, table.counts, table.indices, table.places, out, choice)))
-        table.settled = True
+    table, (rows, channels) = window.table, x.shape[:2]
+    y = cuda.new_stack(x, rows, window.out_block, channels)
+    choice = torch.empty(rows, *window.out_block, channels, dtype=torch.uint8, device=x.device)
+    lists = table.counts, table.indices, table.places
+    cuda.start(_choices(x, window)[0], cuda.last(x), *lists, y, choice)
+    table.settled = True
     return y, choice
 
 
 def max_pool_grad(grad, choice, window):
     """Return the gradient of the stack that was pooled."""
-    rows, table = cuda._rows(grad), window.table
-    dx = cuda.new_stack(grad, rows.shape[0], window.block, rows.shape[3])
-    with cuda._at_home(grad) as device:
-        lists = table.counts, table.indices, table.places
-        launch = _choices(device, rows, window)[1]
-        launch(*map(cuda._At, (rows, choice, *lists, dx.permute(0, 2, 3, 1))))
+    table, (rows, channels) = window.table, grad.shape[:2]
+    dx = cuda.new_stack(grad, rows, window.block, channels)
+    lists = table.counts, table.indices, table.places
+    cuda.start(_choices(grad, window)[1], cuda.last(grad), choice, *lists, dx)
     return dx
 
 
-def _choices(device, rows, window):
+def _choices(x, window):
     """Return the launches of a max pooling that tells what it chose, and of its gradient."""
     facts = (
-        *_facts(rows, window.table, window.block, window.size), window.out_block, window.kernel,
+        *_facts(x, window.table, window.block, window.size), window.out_block, window.kernel,
         window.stride, window.dilation, window.pads, window.out_size,
     )  # fmt: skip
-    key = device, "choice", facts
-    if key not in _PLANS:
-        _PLANS[key] = _prepare_choice(*facts)
-    return _PLANS[key]
+    return cuda.prepared(_PLANS, ("choice", facts), x, _prepare_choice, *facts)
 
 
 def _prepare_choice(*facts):
@@ -94,7 +85,7 @@ def _pool_windows(x, table, window, prepare, *options):
     if not cuda.serves(x) or min(window.pads) < 0:
         return None
     rows = cuda._rows(x)
-    facts = (*_facts(rows, table, window.block, window.size), window.out_block, *options)
+    facts = (*_facts(x, table, window.block, window.size), window.out_block, *options)
     facts += (window.kernel, window.stride, window.dilation, window.pads)
     shape = (rows.shape[0], *window.out_block, rows.shape[3])
     out = _run(prepare, facts, rows, table, shape)
@@ -109,7 +100,7 @@ def global_pool(x, table, block, size, mode):
     if not cuda.serves(x):
         return None
     rows = cuda._rows(x)
-    facts = (*_facts(rows, table, block, size), mode)
+    facts = (*_facts(x, table, block, size), mode)
     return _run(_prepare_global_pool, facts, rows, table, (table.batch, rows.shape[3]))
 
 
@@ -121,40 +112,28 @@ def interpolate(x, table, block, size, to, mode, steps):
     if not cuda.serves(x):
         return None
     rows = cuda._rows(x)
-    facts = (*_facts(rows, table, block, size), to, mode, steps)
+    facts = (*_facts(x, table, block, size), to, mode, steps)
     out = _run(_prepare_interpolate, facts, rows, table, (rows.shape[0], *to, rows.shape[3]))
     return None if out is None else out.permute(0, 3, 1, 2)
 
 
-def _facts(rows, table, block, size):
-    return rows.dtype, rows.shape[0], table.batch, table.grid, rows.shape[3], block, size
+def _facts(x, table, block, size):
+    return x.dtype, x.shape[0], table.batch, table.grid, x.shape[1], block, size
 
 
 def _run(prepare, facts, rows, table, shape):
     """Launch the kernel for these sizes, made once; return its result, or None without one."""
     out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
-    with cuda._at_home(rows) as device:
-        key = (device, prepare.__name__, facts, table.settled)
-        if key not in _PLANS:
-            _PLANS[key] = prepare(*facts, settled=table.settled)
-        if _PLANS[key] is None:
-            return None
-        run, plain = _PLANS[key]
-        given = (rows, table.counts, table.indices, table.places, out)
-        if plain:
-            run(*map(cuda._At, given))
-        else:
-            with_memory(run, given)
-        table.settled = True
+    settled = table.settled
+    key = prepare.__name__, facts, settled
+    found = cuda.prepared(_PLANS, key, rows, functools.partial(prepare, settled=settled), *facts)
+    if found is None:
+        return None
+    launch, plain = found
+    begin = cuda.start if plain else cuda.start_with_memory
+    begin(launch, rows, table.counts, table.indices, table.places, out)
+    table.settled = True
     return out
-
-
-def with_memory(launch, tensors):
-    """Launch kernels that take memory of their own beside tensors, of which some may be None."""
-    from cupy.cuda import using_allocator
-
-    with using_allocator(allocate):
-        launch(*(view(t) if isinstance(t, torch.Tensor) else t for t in tensors))
 
 
 def _plain(launch):

@@ -36,14 +36,11 @@ def concat(stacks, table, unfolded=(), factors=(1, 1)):
     block = tuple(n * f for n, f in zip(inputs[0].shape[1:3], sizes[0], strict=True))
     facts = (inputs[0].shape[0], block, channels, dtype.itemsize, tuple(unfolded), factors)
     out = torch.empty(facts[0], *block, sum(channels), dtype=dtype, device=device)
-    with cuda._at_home(out) as place:
-        key = (place, "concat", facts)
-        if key not in _PLANS:
-            _PLANS[key] = _prepare_concat(*facts)
-        if _PLANS[key] is None:
-            return None
-        _PLANS[key](list(map(cuda._At, inputs)), cuda._At(table.counts), cuda._At(out))
-        table.settled = True
+    launch = cuda.prepared(_PLANS, ("concat", facts), out, _prepare_concat, *facts)
+    if launch is None:
+        return None
+    cuda.start(launch, *inputs, table.counts, out)
+    table.settled = True
     return out.permute(0, 3, 1, 2)
 
 

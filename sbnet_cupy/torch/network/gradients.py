@@ -6,6 +6,8 @@ the gradient of ``index_select``, which would read the rims, in the order in whi
 A gradient is 0 wherever an activation is: outside the image, and in rows past the count.
 """
 
+import functools
+
 import torch
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -29,10 +31,7 @@ def normalizes(x, table):
 
 def conv(x, table, block, size, weight, bias, **options):
     """Convolve a stack as ``ops.conv`` does, and record how it is differentiated."""
-    usual = options["mode"] == "zeros" and options["fill"] == 0 and weight.device == x.device
-    if bias is not None:  # others PyTorch refuses
-        usual = usual and bias.device == x.device and bias.shape == weight.shape[:1]
-    if not usual or not serves(x, table):
+    if not (_is_usual(x, weight, bias, options) and serves(x, table)):
         return ops.conv(x, table, block, size, weight, bias, **options)
     dtype = _dtype_of(x)
     x = x.to(dtype)
@@ -47,6 +46,13 @@ def conv(x, table, block, size, weight, bias, **options):
     return _Conv.apply(x, weight, bias, where, options)
 
 
+def _is_usual(x, weight, bias, options):
+    """Whether the border is one of zeros, and PyTorch does not refuse the weights."""
+    if options["mode"] != "zeros" or options["fill"] != 0 or weight.device != x.device:
+        return False
+    return bias is None or (bias.device == x.device and bias.shape == weight.shape[:1])
+
+
 def _dtype_of(x):
     """Return the dtype in which x is convolved: autocast's for float32."""
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
@@ -56,12 +62,10 @@ def _dtype_of(x):
 
 def reads_image(entry, weight, bias, options):
     """Whether :func:`conv_image` convolves the image of a call, which has no gradient."""
-    image, usual = entry.image, options["mode"] == "zeros" and options["fill"] == 0
-    alike = weight.device == image.device and options["groups"] == 1
+    image = entry.image
     return (
-        usual
-        and alike
-        and (bias is None or (bias.device == image.device and bias.shape == weight.shape[:1]))
+        _is_usual(image, weight, bias, options)
+        and options["groups"] == 1
         and serves(image, entry.table)
         and not image.requires_grad
         and cuda_ends.has_few_channels(image, weight)
@@ -84,8 +88,8 @@ def _convolve(x, where, weight, bias, options, turned=False):
     A kernel writes zeros outside of the images and in rows that are no block.
     """
     if options["groups"] == 1 and cuda.serves(x):
-        sizes = options["stride"], options["pads"], options["dilation"], 1, None, None
-        y = cuda.conv(x, *where, cuda_weights.Fresh(weight, x.dtype, turned), bias, *sizes)
+        sizes = options["stride"], options["pads"], options["dilation"]
+        y = cuda_weights.conv(x, *where, weight, bias, *sizes, turned)
         if y is not None:
             return y, True
     weight, bias = (t if t is None else t.to(x.dtype) for t in (weight, bias))
@@ -106,19 +110,11 @@ class _Conv(Function):
     def backward(ctx, grad):
         x, weight, bias = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # to be differentiated again: by PyTorch's operations
-            same = (t if t is None else t.to(x.dtype) for t in (weight, bias))
-            y = ops.conv(x, *ctx.where, *same, **ctx.options)
-            return (*_again(y, (x, weight, bias), wanted, grad), None, None)
+        if torch.is_grad_enabled():
+            return _conv_again(ctx, x, weight, bias, grad)
         grad = grad.contiguous(memory_format=torch.channels_last)
-        dx = dweight = dbias = None
-        if wanted[0]:
-            dx = _grad_x(grad, weight, *ctx.where, ctx.options)
-        if wanted[1]:
-            dweight = _grad_weight(x, grad, weight, *ctx.where, ctx.options)
-        if wanted[2]:
-            dbias = grad.sum((0, 2, 3), dtype=bias.dtype)
-        return dx, dweight, dbias, None, None
+        dx = _grad_x(grad, weight, *ctx.where, ctx.options) if wanted[0] else None
+        return dx, *_grad_weights(ctx, lambda: x, grad, weight, bias), None, None
 
 
 class _ImageConv(Function):
@@ -135,18 +131,28 @@ class _ImageConv(Function):
     @staticmethod
     def backward(ctx, grad):
         image, weight, bias = ctx.saved_tensors
-        x, wanted = _blocks(ctx, image), ctx.needs_input_grad
-        if torch.is_grad_enabled():  # to be differentiated again: by PyTorch's operations
-            same = (t if t is None else t.to(x.dtype) for t in (weight, bias))
-            y = ops.conv(x, *ctx.where, *same, **ctx.options)
-            return (*_again(y, (x, weight, bias), wanted, grad), None, None)
+        if torch.is_grad_enabled():
+            return _conv_again(ctx, _blocks(ctx, image), weight, bias, grad)
         grad = grad.contiguous(memory_format=torch.channels_last)
-        dweight = dbias = None
-        if wanted[1]:
-            dweight = _grad_weight(x, grad, weight, *ctx.where, ctx.options)
-        if wanted[2]:
-            dbias = grad.sum((0, 2, 3), dtype=bias.dtype)
-        return None, dweight, dbias, None, None
+        blocks = functools.partial(_blocks, ctx, image)
+        return None, *_grad_weights(ctx, blocks, grad, weight, bias), None, None
+
+
+def _conv_again(ctx, x, weight, bias, grad):
+    """Return gradients of a convolution, to be differentiated again: by PyTorch's operations."""
+    same = (t if t is None else t.to(x.dtype) for t in (weight, bias))
+    y = ops.conv(x, *ctx.where, *same, **ctx.options)
+    return (*_again(y, (x, weight, bias), ctx.needs_input_grad, grad), None, None)
+
+
+def _grad_weights(ctx, blocks, grad, weight, bias):
+    """Return the gradients of weight and bias; ``blocks()`` is the stack, for the first alone."""
+    dweight = dbias = None
+    if ctx.needs_input_grad[1]:
+        dweight = _grad_weight(blocks(), grad, weight, *ctx.where, ctx.options)
+    if ctx.needs_input_grad[2]:
+        dbias = grad.sum((0, 2, 3), dtype=bias.dtype)
+    return dweight, dbias
 
 
 def _blocks(ctx, image):
@@ -165,12 +171,8 @@ def _grad_x(grad, weight, table, block, size, options):
     """Convolve the gradient with the kernel turned round, or transposed where there is a stride."""
     stride, dilation, groups = options["stride"], options["dilation"], options["groups"]
     pads, kernel = options["pads"], weight.shape[2:]
-    out = tuple(b // s for b, s in zip(block, stride, strict=True))
+    out, size_out = cuda.sizes_after(block, size, tuple(kernel), stride, pads, dilation)
     spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    size_out = tuple(
-        (n + sum(p) - span - 1) // s + 1
-        for n, p, span, s in zip(size, (pads[:2], pads[2:]), spans, stride, strict=True)
-    )
     around = (spans[0] - pads[0], spans[0] - pads[1], spans[1] - pads[2], spans[1] - pads[3])
     one_each = groups == weight.shape[0] and weight.shape[1] == 1
     if stride == (1, 1) and min(around) >= 0 and (groups == 1 or one_each):

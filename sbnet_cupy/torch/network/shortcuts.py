@@ -50,22 +50,20 @@ def run(plan, x, weight, bias):
         plan.kernel, *(plan.options[name] for name in ("stride", "pads", "dilation")),
         also.shape[1], shortcut.options["stride"], cuda._CODES[plan.activation],
     )  # fmt: skip
-    with cuda._at_home(x) as device:
-        settled = table.settled and all(cuda._is_packed(*one) for one in weights)
-        key = (device, "shortcut", facts, settled, cuda._clears(table))
-        if key not in cuda._PLANS:
-            cuda._PLANS[key] = prepare(*facts, *key[3:])
-        if cuda._PLANS[key] is None:
-            return None
-        launch, packs = cuda._PLANS[key]
-        blocks = tuple(b // s for b, s in zip(block, plan.options["stride"], strict=True))
-        y = cuda.new_stack(x, x.shape[0], blocks, weight.shape[0])
-        packed = [cuda._packed(*one, pack) for one, pack in zip(weights, packs, strict=True)]
-        stacks = cuda._rows(x), cuda._rows(also)
-        lists = (table.counts, table.indices, table.places)
-        given = (stacks[0], packed[0], stacks[1], packed[1], *lists, y.permute(0, 2, 3, 1))
-        launch(*(cuda._At(g) if isinstance(g, torch.Tensor) else g for g in given))
-        table.settled = True
+    settled = table.settled and all(cuda._is_packed(*one) for one in weights)
+    facts += settled, cuda._clears(table)
+    found = cuda.prepared(cuda._PLANS, ("shortcut", facts), x, prepare, *facts)
+    if found is None:
+        return None
+    launch, packs = found
+    blocks = tuple(b // s for b, s in zip(block, plan.options["stride"], strict=True))
+    y = cuda.new_stack(x, x.shape[0], blocks, weight.shape[0])
+    first, second = (
+        cuda._packed(x, *one, pack) for one, pack in zip(weights, packs, strict=True)
+    )
+    lists = table.counts, table.indices, table.places
+    cuda.start(launch, cuda.last(x), first, cuda.last(also), second, *lists, y)
+    table.settled = True
     return y
 
 

@@ -248,12 +248,12 @@ def gathered(image, like):
 
 def dispatch(func, args, kwargs):
     """Run a function that was called with a StackTensor."""
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        return _attribute(func, args)
     handler = None if kwargs and kwargs.get("out") is not None else HANDLERS.get(func)
+    name = getattr(func, "__name__", None) or str(func)
+    if handler is None and name == "__get__":
+        return _attribute(func, args)
     if handler is not None:
-        like = first_stack(args, kwargs)
+        like = args[0] if args and type(args[0]) is StackTensor else first_stack(args, kwargs)
         table = None if like is None else facts(like)[0]
         if table is not None and table.borders and handler not in BORDERED and _has_border(args):
             handler = None

@@ -10,7 +10,6 @@ from . import tensor as T
 _PATTERNS = (((1, 1), (3, 3), (1, 1)), ((3, 3), (3, 3)))
 _BEHIND_NORM = (None, *_PATTERNS[0])  # a pre-activation unit
 _CODES = {None: 0, "relu": 1, "silu": 2, "gelu": 3}  # as ACTIVATIONS of dense/activation.py
-_ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 
 class Ahead:
@@ -50,7 +49,7 @@ def may_lead(x, kernel, options):
     plan = T.plan_of(x)
     if plan is None or plan.residual is not None or plan.activation not in _CODES:
         return False
-    if plan.dtype not in _ELEMENTS or torch.is_autocast_enabled(plan.device.type):
+    if plan.dtype not in bottlenecks.ELEMENTS or torch.is_autocast_enabled(plan.device.type):
         return False
     if plan.facts[0].whole or not _is_plain(kernel, options):
         return False
@@ -138,29 +137,25 @@ def _launch(x, like, weights, residual, chain):
     ``x`` may be a norm that waits, whose result is of the sizes of ``like``.
     """
     table, block, size, _, _ = chain[0].facts
-    with cuda._at_home(like) as device:
-        settled = table.settled and all(cuda._is_packed(*one) for one in weights)
-        facts = (
-            like.dtype, like.shape[0], table.batch, table.grid, block, size, like.shape[1],
-            tuple(one.weight.shape[0] for one in chain), len(chain) == 3,
-            _CODES[chain[0].activation], _CODES[chain[-1].activation],
-        )  # fmt: skip
-        key = (device, "unit", facts, settled)
-        if key not in cuda._PLANS:
-            cuda._PLANS[key] = prepare(*facts, settled)
-        if cuda._PLANS[key] is None:
-            return None
-        launch, packs = cuda._PLANS[key]
-        x = x.value() if isinstance(x, Ahead) else x
-        residual = residual.value() if isinstance(residual, Ahead) else residual
-        rows, last = cuda._rows(x), None if residual is None else cuda._rows(residual)
-        out = rows.new_empty(*rows.shape[:3], chain[-1].weight.shape[0])
-        packed = [cuda._packed(*one, pack) for one, pack in zip(weights, packs, strict=True)]
-        packed += [None] * (3 - len(packed))
-        given = (rows, *packed, last, table.counts, table.indices, table.places, out)
-        launch(*(cuda._At(g) if isinstance(g, torch.Tensor) else g for g in given))
-        table.settled = True
-    return out.permute(0, 3, 1, 2)
+    settled = table.settled and all(cuda._is_packed(*one) for one in weights)
+    facts = (
+        like.dtype, like.shape[0], table.batch, table.grid, block, size, like.shape[1],
+        tuple(one.weight.shape[0] for one in chain), len(chain) == 3,
+        _CODES[chain[0].activation], _CODES[chain[-1].activation], settled,
+    )  # fmt: skip
+    found = cuda.prepared(cuda._PLANS, ("unit", facts), like, prepare, *facts)
+    if found is None:
+        return None
+    launch, packs = found
+    x = x.value() if isinstance(x, Ahead) else x
+    residual = residual.value() if isinstance(residual, Ahead) else residual
+    out = cuda.new_stack(x, x.shape[0], x.shape[2:], chain[-1].weight.shape[0])
+    packed = [cuda._packed(x, *one, pack) for one, pack in zip(weights, packs, strict=True)]
+    packed += [None] * (3 - len(packed))
+    lists = table.counts, table.indices, table.places
+    cuda.start(launch, cuda.last(x), *packed, cuda.last(residual), *lists, out)
+    table.settled = True
+    return out
 
 
 def prepare(
@@ -174,9 +169,9 @@ def prepare(
     if len(set(widths[:-1])) > 1:
         return None
     unit = stack_unit_plan.StackUnit(
-        element=_ELEMENTS[dtype], rows=rows, images=images, grid=grid, block=block, image=image,
-        channels=channels, width=widths[0], channels_out=widths[-1], bottleneck=bottleneck,
-        inner=inner, activation=activation, expected=rows,
+        element=bottlenecks.ELEMENTS[dtype], rows=rows, images=images, grid=grid, block=block,
+        image=image, channels=channels, width=widths[0], channels_out=widths[-1],
+        bottleneck=bottleneck, inner=inner, activation=activation, expected=rows,
     )  # fmt: skip
     device = current_device()
     if stack_unit_plan.missing_unit(unit, device) or not stack_unit_plan.worth_it(unit, device):

@@ -39,5 +39,5 @@ def test_concatenation(monkeypatch, require, joined, dtype, clear_rows):
         rows, block, channels, dtype.itemsize, unfolded, factors, clear_rows=clear_rows
     )
     out = np.full_like(expected, 7)
-    run(inputs, np.array([count], np.int32), out)
+    run(*inputs, np.array([count], np.int32), out)
     assert_same(out, expected)
