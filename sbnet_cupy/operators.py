@@ -28,6 +28,7 @@ from .submanifold.reduce_features import REDUCE_FEATURES
 from .submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
 from .submanifold.site_conv import SITE_CONV
 from .submanifold.site_conv_grad import SITE_WEIGHT_GRAD
+from .submanifold.site_features_grad import SITE_FEATURES_GRAD
 from .submanifold.site_max import SITE_MAX, SITE_MAX_GRAD, SITE_MAX_TANGENT
 from .submanifold.site_sum import SITE_SUM
 from .submanifold.transposed_rows import TRANSPOSED_ROWS
@@ -64,6 +65,7 @@ OPERATORS = {
         REDUCE_FEATURES,
         SITE_CONV,
         SITE_WEIGHT_GRAD,
+        SITE_FEATURES_GRAD,
         SITE_SUM,
         SITE_MAX,
         SITE_MAX_GRAD,

@@ -261,7 +261,12 @@ DEVICE const T* loaded_later(const T* pointer) {
 
 // The same for a kernel that reads these pointers: none of its loads comes before the wait.
 template <typename... T>
-DEVICE void overlap_launches(const T* __restrict__&... pointers) {
-    overlap_launches();
+DEVICE void dependent_wait(const T* __restrict__&... pointers) {
+    dependent_wait();
     ((pointers = loaded_later(pointers)), ...);
+}
+template <typename... T>
+DEVICE void overlap_launches(const T* __restrict__&... pointers) {
+    dependent_wait(pointers...);
+    dependent_launch();
 }

@@ -8,6 +8,7 @@
 //         group of pixels of a tile of channels at a time, and adds its threads' sums up as a tree.
 // Why:    one pass over memory. Which pixels form a group depends on shapes alone, so that sums are
 //         the same bits on every GPU and every run.
+#include "core/async_copy.cuh"
 #include "dense/activation.cuh"
 
 constexpr int THREADS = 256;
@@ -28,6 +29,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2)
     constexpr int CHANNELS = LAST ? COUNT : 1;  // of a thread
     constexpr int ROWS = THREADS / LANES;
     __shared__ Compute shared[2 * CHANNELS * THREADS];
+    overlap_launches(grad, x, scale, shift, inside);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % LANES, row = thread / LANES;
     const i64 width = LAST ? C / COUNT : C;  // vectors, or planes
     const i64 tiles = ceil_div(width, static_cast<i64>(LANES));

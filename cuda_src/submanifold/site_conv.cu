@@ -15,13 +15,15 @@
 #include "submanifold/site_conv_pipelined.cuh"
 #include "submanifold/site_conv_tiles.cuh"
 
-// V: the type of scale and bias. The steps of a tap are a multiple of `whole`.
+// V: the type of scale and bias. The steps of a tap are a multiple of `whole`. Weight [tap, c, k] is number `start` + tap *
+// tap_step + c * c_step + k * k_step of w, which may so be those of the transposed convolution.
 template <typename T, typename V, bool ROUND>
 __global__ void __launch_bounds__(256)
-    pack_site_weights(const T* __restrict__ w,      // [taps, C, K]
+    pack_site_weights(const T* __restrict__ w,      // taps * C * K numbers
                       const V* __restrict__ scale,  // [K] or null
                       const V* __restrict__ bias,   // [K] or null
-                      u8* __restrict__ packed, i64 taps, i64 C, i64 K, i64 whole) {
+                      u8* __restrict__ packed, i64 taps, i64 C, i64 K, i64 whole, i64 start, i64 tap_step, i64 c_step,
+                      i64 k_step) {
     constexpr int LANES = 16 / sizeof(T);
     overlap_launches(w, scale, bias);
     const Steps steps(taps, C, K, LANES, static_cast<int>(whole));
@@ -45,7 +47,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int e = 0; e < LANES; ++e) {
             const i64 c = c0 + e;
-            if (tap < steps.taps && c < C && k < K) value.element[e] = w[(tap * C + c) * K + k];
+            if (tap < steps.taps && c < C && k < K) value.element[e] = w[start + tap * tap_step + c * c_step + k * k_step];
             if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
         }
         *reinterpret_cast<uint4*>(panel_bytes + slice * PANEL_CHUNK + swizzled(column, u)) = value.vector;

@@ -6,11 +6,12 @@
 //                        x and BK of dy.
 // site_weight_grad_fma:  products by fused multiply-add, for groups and for numbers that tensor cores do not take; 256
 //                        threads for each share, tap and tile of outputs.
-// sum_shares:            adds the shares up and rounds; 8 threads side by side, 4 for each output.
+// sum_shares:            adds the shares up and rounds; 256 threads, PARTS for each V outputs.
 // A thread block lists the pairs of rows of its tap, so that rows without it cost nothing. Which rows a share has depends on
 // shapes alone, and shares are added in their order: same bits on every run.
-#include "dense/activation.cuh"
+#include "core/async_copy.cuh"
 #include "core/tensor_core.cuh"
+#include "dense/activation.cuh"
 
 // The pairs of rows of one tap, in the order of dy, as a ring in shared memory. All threads of the block call.
 template <int THREADS>
@@ -70,25 +71,27 @@ struct Pairs {
 };
 
 // What a thread block does: a tile of a tap, over the rows of a share. First come all shares of the tap in the middle, which
-// often has the most rows; then the other taps, those of a share side by side, as they read the same rows.
+// often has the most rows, and so may have more shares; then the other taps, those of a share side by side, as they read the
+// same rows.
 struct Work {
-    i64 tile, share, tap, begin, end;
-    DEVICE Work(i64 tiles, i64 taps, i64 shares, i64 M) {
-        const i64 slice = divide(blockIdx.x, tiles), middle = divide(taps, 2);
+    i64 tile, tap, begin, end;
+    // Which of the matrices of partial sums; computed again where it is needed, at the end.
+    static DEVICE i64 slice(i64 tiles) { return divide(blockIdx.x, tiles); }
+    DEVICE Work(i64 tiles, i64 taps, i64 shares, i64 middle_shares, i64 M) {
+        const i64 middle = divide(taps, 2), slice = Work::slice(tiles);
         tile = blockIdx.x - slice * tiles;
-        if (slice < shares) {
-            share = slice, tap = middle;
-        } else {
-            share = divide(slice - shares, taps - 1);
-            tap = slice - shares - share * (taps - 1);
+        i64 share = slice, all = middle_shares;
+        tap = middle;
+        if (slice >= middle_shares) {
+            const i64 other = slice - middle_shares;
+            share = divide(other, taps - 1), all = shares;
+            tap = other - share * (taps - 1);
             if (tap >= middle) ++tap;
         }
-        const i64 each = ceil_div<i64>(divide(M + shares - 1, shares), 32) * 32;
+        const i64 each = ceil_div<i64>(divide(M + all - 1, all), 32) * 32;
         begin = share * each;
         end = begin + each < M ? begin + each : M;
     }
-    // Which of the matrices of partial sums.
-    DEVICE i64 place(i64 taps) const { return share * taps + tap; }
 };
 
 // Begin to copy 16 bytes of a row from channel c on; zeros past channel C, and where row is negative.
@@ -134,8 +137,8 @@ __global__ void __launch_bounds__(WC * WK * WR * 32, DEVICE_ARCHITECTURE < 800 ?
     site_weight_grad(const T* __restrict__ x,        // [N, C]
                      const T* __restrict__ dy,       // [M, K]
                      const int* __restrict__ rows,   // [taps, M]
-                     float* __restrict__ partial,    // [shares, taps, C, K]
-                     i64 N, i64 M, i64 taps, i64 C, i64 K, i64 shares) {
+                     float* __restrict__ partial,    // [middle_shares + shares * (taps - 1), C, K]
+                     i64 N, i64 M, i64 taps, i64 C, i64 K, i64 shares, i64 middle_shares) {
     constexpr int THREADS = WC * WK * WR * 32, MT = BC / WC / 16, NT = BK / WK / 8, AHEAD = STAGES - 1;
     constexpr bool FLOAT = sizeof(T) == 4;
     constexpr int DEPTH = FLOAT ? 8 : 16;  // rows of a product
@@ -146,10 +149,11 @@ __global__ void __launch_bounds__(WC * WK * WR * 32, DEVICE_ARCHITECTURE < 800 ?
     static_assert(MT * WC * 16 == BC && NT * WK * 8 == BK && NT % 2 == 0, "warps share the tile evenly");
     static_assert(ROWS % (WR * DEPTH) == 0 && ROWS <= List::WINDOW, "and the rows");
 
+    dependent_wait(x, dy, rows);
     DYNAMIC_SHARED(u8, ring);
     const int channels = static_cast<int>(C), channels_out = static_cast<int>(K);
     const int tiles_k = ceil_div(channels_out, BK), tiles = ceil_div(channels, BC) * tiles_k;
-    const Work work(tiles, taps, shares, M);
+    const Work work(tiles, taps, shares, middle_shares, M);
     const int tile = static_cast<int>(work.tile), c0 = tile / tiles_k * BC, k0 = tile % tiles_k * BK;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int own_c = warp % WC * (MT * 16), own_k = warp / WC % WK * (NT * 8), own_part = warp / (WC * WK);
@@ -224,6 +228,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 32, DEVICE_ARCHITECTURE < 800 ?
         if (++fill == STAGES) fill = 0;
     }
     copy_async_wait<0>();
+    dependent_launch();  // not sooner: thread blocks of what follows would take places of these
 
     if constexpr (WR > 1) {  // warps of the same tile add their sums, in order
         constexpr int EACH = MT * NT * 4 * 32;
@@ -241,7 +246,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 32, DEVICE_ARCHITECTURE < 800 ?
 #pragma unroll
             for (int i = 0; i < MT * NT * 4; ++i) acc[i / 4 / NT][i / 4 % NT][i % 4] += sums[other * NEXT + i * 32];
     }
-    float* const to = partial + work.place(taps) * C * K;
+    float* const to = partial + Work::slice(tiles) * C * K;
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -269,21 +274,23 @@ DEVICE double add_product(double sum, double a, double b) { return __fma_rn(a, b
 // A thread sums TC channels of x by V of dy over every (256 / lanes)th pair of its share; those of the same outputs add
 // theirs up in order.
 template <typename T, int TC, int V>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 2)
     site_weight_grad_fma(const T* __restrict__ x,                                // [N, C]
                          const T* __restrict__ dy,                               // [M, K]
                          const int* __restrict__ rows,                           // [taps, M]
-                         typename ComputeOf<T>::type* __restrict__ partial,      // [shares, taps, C / groups, K]
-                         i64 N, i64 M, i64 taps, i64 C, i64 K, i64 groups, i64 shares, i64 lanes) {
+                         // [middle_shares + shares * (taps - 1), C / groups, K]
+                         typename ComputeOf<T>::type* __restrict__ partial, i64 N, i64 M, i64 taps, i64 C, i64 K, i64 groups,
+                         i64 shares, i64 middle_shares, i64 lanes) {
     using Compute = typename ComputeOf<T>::type;
     using Vector = typename Bytes<V * sizeof(T)>::type;
     using List = Pairs<256>;
     constexpr int SUMS = TC * V;
     DYNAMIC_SHARED(u8, shared);  // the list, then the sums
+    dependent_wait(x, dy, rows);
     const int across = static_cast<int>(lanes), parts = 256 / across, own = threadIdx.x % across, part = threadIdx.x / across;
     const i64 per_group = divide(C, groups), out_per_group = divide(K, groups), vectors = divide(K, V);
     const i64 units = divide(per_group, TC) * vectors, tiles = ceil_div<i64>(units, lanes);
-    const Work work(tiles, taps, shares, M);
+    const Work work(tiles, taps, shares, middle_shares, M);
     const i64 unit = work.tile * lanes + own, row = divide(unit, vectors);
     const i64 k = (unit - row * vectors) * V, c = row * TC;
     const bool active = unit < units;
@@ -311,6 +318,7 @@ __global__ void __launch_bounds__(256)
         }
         done = pairs.listed;
     }
+    dependent_launch();
     if (parts > 1) {
         Compute* const all = reinterpret_cast<Compute*>(shared);  // [SUMS][256]
         __syncthreads();
@@ -323,25 +331,41 @@ __global__ void __launch_bounds__(256)
             for (int i = 0; i < SUMS; ++i) sums[i / V][i % V] += all[i * 256 + other * across + own];
     }
     if (!active) return;
-    Compute* const to = partial + (work.place(taps) * per_group + c) * K + k;
+    Compute* const to = partial + (Work::slice(tiles) * per_group + c) * K + k;
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) to[i / V * K + i % V] = sums[i / V][i % V];
 }
 
-// Four lanes, 8 apart, take every fourth share of an output each.
-template <typename T>
+// A lane adds every PARTS-th share of V numbers next to each other; then PARTS lanes add their sums.
+template <typename T, int V, int PARTS>
 __global__ void __launch_bounds__(256)
-    sum_shares(const typename ComputeOf<T>::type* __restrict__ partial,  // [shares, count]
-               T* __restrict__ sums,                                     // [count]
-               i64 count, i64 shares) {
+    sum_shares(const typename ComputeOf<T>::type* __restrict__ partial,  // [middle_shares + shares * (taps - 1), each]
+               T* __restrict__ sums,                                     // [taps, each]
+               i64 each, i64 taps, i64 shares, i64 middle_shares) {
     using Compute = typename ComputeOf<T>::type;
-    const int lane = threadIdx.x % 32;
-    const i64 i = (static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32) * 8 + lane % 8;
-    Compute sum = 0;
-    if (i < count)
+    using Vector = typename Bytes<V * sizeof(Compute)>::type;
+    constexpr int ACROSS = 32 / PARTS;
+    overlap_launches(partial);
+    const int lane = threadIdx.x % 32, part = lane / ACROSS;
+    const i64 i = ((static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32) * ACROSS + lane % ACROSS) * V;
+    const i64 tap = divide(i, each), middle = divide(taps, 2);
+    i64 first = 0, step = 1, all = middle_shares;  // matrices of partial sums
+    if (tap != middle) first = middle_shares + (tap < middle ? tap : tap - 1), step = taps - 1, all = shares;
+    const Compute* const from = partial + first * each + (i - tap * each);
+    Compute sum[V] = {};
+    if (tap < taps)
 #pragma unroll 4
-        for (i64 share = lane / 8; share < shares; share += 4) sum = add(sum, partial[share * count + i]);
-    sum = add(sum, __shfl_xor_sync(0xffffffffu, sum, 8));
-    sum = add(sum, __shfl_xor_sync(0xffffffffu, sum, 16));
-    if (lane < 8 && i < count) sums[i] = from_compute<T>(sum);
+        for (i64 share = part; share < all; share += PARTS) {
+            const Elements<Compute, Vector> its(*reinterpret_cast<const Vector*>(from + share * step * each));
+#pragma unroll
+            for (int v = 0; v < V; ++v) sum[v] = add(sum[v], its.element[v]);
+        }
+    Elements<T, typename Bytes<V * sizeof(T)>::type> result;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+#pragma unroll
+        for (int d = ACROSS; d < 32; d *= 2) sum[v] = add(sum[v], __shfl_xor_sync(0xffffffffu, sum[v], d));
+        result.element[v] = from_compute<T>(sum[v]);
+    }
+    if (part == 0 && tap < taps) *reinterpret_cast<decltype(result.vector)*>(sums + i) = result.vector;
 }

@@ -155,7 +155,7 @@ def prepare_sums(grad, x, dtype, activation, channels, channels_last):
     sizes = (pixels, area, channels, group, groups)
     launch = kernels.prepare(
         "dense/affine_grad", "affine_grad", template, tiles * groups, THREADS, 7, sizes,
-        persistent=True,
+        persistent=True, dependent=True,
     )  # fmt: skip
     return groups, launch
 

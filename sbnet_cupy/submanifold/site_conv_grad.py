@@ -10,6 +10,7 @@ import numpy as np
 
 from ..core.arrays import array_function, compute_dtype, is_cupy, namespace
 from ..core.checks import check_array, check_contiguous, check_result
+from ..core.graph_branch import branch
 from ..core.graph_memory import memory_of_graphs
 from ..core.half_floats import widen
 from ..core.operator import Operator, Plan
@@ -33,6 +34,7 @@ from .site_conv import (
     valid_rows,
 )
 from .site_conv_grad_launch import plan_kernels
+from .site_features_grad import features_grad
 from .site_kernels import by_kernels
 
 
@@ -122,15 +124,14 @@ def _gradients(grad_y, given, made: KernelMap, problem, wanted, y):
     precision = "tf32" if problem.tf32 else "ieee"
     through = _through_kernels if by_kernels(features) else _through_epilogue
     grad, found = through(grad_y, given, taps, made, problem, wanted, y)
-    if "features" in wanted:
-        back = made if made.is_symmetric() else made.transposed()
-        turned = swap_channels(taps[::-1] if back is made else taps, problem.groups)
-        options = ((problem.taps,), len(grad), problem.groups, None, precision)
-        arrays = (grad, back.rows, None, turned, None, None, None, None)
-        found["features"] = convolve(back, arrays, options)
-    if "w" in wanted:
-        dw = SITE_WEIGHT_GRAD((features, grad, made.rows, None), (problem.groups, precision))
-        found["w"] = dw.reshape(w.shape)
+    with branch(features) as beside:
+        if "w" in wanted:
+            with beside:
+                arrays = (features, grad, made.rows, None)
+                dw = SITE_WEIGHT_GRAD(arrays, (problem.groups, precision))
+            found["w"] = dw.reshape(w.shape)
+        if "features" in wanted:
+            found["features"] = features_grad(grad, taps, made, problem.groups, precision)
     return SiteConvGradients(**found)
 
 
@@ -203,16 +204,6 @@ def _through_kernels(grad, given, taps, made, problem, wanted, y):
     return grad, {name: value for name, value in found.items() if name in wanted}
 
 
-def swap_channels(w, groups):
-    """Return ``[taps, C / groups, K]`` as the kernel of the transposed convolution.
-
-    That is ``[taps, K / groups, C]``.
-    """
-    taps, c, k = w.shape
-    w = w.reshape(taps, c, groups, k // groups).transpose(0, 3, 2, 1)
-    return namespace(w).ascontiguousarray(w).reshape(taps, k // groups, groups * c)
-
-
 def _weight_gradient(features, grad, rows, groups, tf32, dw):
     """Write the gradient of ``w [taps, C / groups, K]``."""
     if not is_cupy(features):
@@ -275,9 +266,10 @@ def _infer(specs, options):
 
 def _plan(specs, options):
     results, (groups, precision) = _infer(specs, options), options
-    features, grad_y, rows, _ = specs
+    features, grad_y, rows, out = specs
     if by_kernels(features):
-        run = plan_kernels(features, grad_y, rows, groups, precision == "tf32")
+        tf32 = precision == "tf32"
+        run = plan_kernels(features, grad_y, rows, out or results[0], groups, tf32)
         if run is not None:
             return Plan(results, run)
 

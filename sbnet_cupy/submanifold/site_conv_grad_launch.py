@@ -13,7 +13,7 @@ from .site_conv_grad_plan import FmaPlan, WeightGradSizes, plan_weight_grad
 _FILE = "submanifold/site_conv_grad"
 
 
-def plan_kernels(features, grad_y, rows, groups, tf32):
+def plan_kernels(features, grad_y, rows, out, groups, tf32):
     """Return what computes a call on arrays of these specs by kernels; None where there are none.
 
     It takes features, grad_y, rows and the array for the result.
@@ -24,26 +24,40 @@ def plan_kernels(features, grad_y, rows, groups, tf32):
     plan = plan_weight_grad(conv, current_device())
     if plan is None:
         return None
-    shares, by_fma = plan.shares(conv), isinstance(plan, FmaPlan)
+    (each, middle), by_fma = plan.shares(conv), isinstance(plan, FmaPlan)
+    slices = middle + each * (conv.taps - 1)  # matrices of partial sums
     sizes = (conv.sources, conv.targets, conv.taps, conv.channels, conv.channels_out)
-    sizes += (groups, shares, plan.lanes(conv)) if by_fma else (shares,)
+    sizes += (groups, each, middle, plan.lanes(conv)) if by_fma else (each, middle)
     multiply = kernels.prepare(
-        _FILE, plan.kernel, plan.template(conv), shares * conv.taps * plan.tiles(conv),
-        plan.threads, 4, sizes, shared=plan.shared_bytes(conv),
+        _FILE, plan.kernel, plan.template(conv), slices * plan.tiles(conv), plan.threads, 4, sizes,
+        shared=plan.shared_bytes(conv), dependent=True,
     )  # fmt: skip
-    add_up = kernels.prepare(
-        _FILE, "sum_shares", (conv.element,), -(-conv.weights // 64), 256, 2,
-        (conv.weights, shares),
-    )  # fmt: skip
+    matrix = conv.weights // conv.taps
+    add_up = prepare_sums(features.dtype, matrix, conv.taps, each, middle, out.alignment)
     wide = compute_dtype(features.dtype)
 
     def run(features, grad_y, rows, out):
         with memory_of_graphs(features):
-            partial = empty((shares, conv.weights), wide, features)
+            partial = empty((slices, matrix), wide, features)
             multiply(features, grad_y, rows, partial)
             add_up(partial, out)
 
     return run
+
+
+def prepare_sums(dtype, matrix, taps, shares, middle_shares, alignment=0, parts=4):
+    """Return the launch that adds shares of matrices up, and rounds: of each tap so many.
+
+    ``matrix`` is how many numbers of ``dtype`` one has, and ``alignment`` the result's address
+    modulo 16. ``parts`` threads share a sum.
+    """
+    wide = compute_dtype(dtype).itemsize
+    vector = vector_bytes(matrix * wide, alignment * wide // dtype.itemsize) // wide
+    blocks = -(-taps * matrix // (vector * 256 // parts))
+    return kernels.prepare(
+        _FILE, "sum_shares", (cpp_name(dtype, "sums"), vector, parts), blocks, 256, 2,
+        (matrix, taps, shares, middle_shares), dependent=True,
+    )  # fmt: skip
 
 
 def describe(features, grad_y, rows, groups, tf32):

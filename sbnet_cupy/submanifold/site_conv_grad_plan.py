@@ -8,6 +8,9 @@ from ..core.arrays import vector_bytes
 from .site_conv_plan import MOST_ROWS, has_products
 
 _BLOCKS = 1200  # thread blocks of 128 threads, about, that shares of the rows make
+# Shares of the tap in the middle, which has all rows, for one of another tap: of at least so many
+# taps and at most so many rows, where thread blocks of that tap alone would end last.
+_MIDDLE, _FEWEST_TAPS, _MOST_ROWS = 4, 27, 1 << 14
 _EACH = 4  # rows of the table that a thread looks at
 _LARGEST = {2: (16, 32, 64, 128), 4: (16, 32, 64)}  # channels of a tile, by bytes of a number
 _STAGES = (4, 3, 2)
@@ -38,9 +41,15 @@ class WeightGradSizes(NamedTuple):
         return self.taps * self.channels // self.groups * self.channels_out
 
     def shares(self, tiles, blocks):
-        """Return how many shares of the rows make about so many thread blocks."""
+        """Return how many shares of the rows make about so many thread blocks.
+
+        Those of each tap, and those of the tap in the middle.
+        """
+        few_rows = self.targets <= _MOST_ROWS
+        middle = _MIDDLE if few_rows and self.taps % 2 and self.taps >= _FEWEST_TAPS else 1
         most = -(-self.targets // min(max(32 * self.taps, 256), 2048))
-        return max(min(most, blocks // (self.taps * tiles)), 1)
+        shares = max(min(most, blocks // ((self.taps - 1 + middle) * tiles)), 1)
+        return shares, min(middle * shares, -(-self.targets // 256))
 
 
 class MmaPlan(NamedTuple):
@@ -70,7 +79,7 @@ class MmaPlan(NamedTuple):
         return -(-conv.channels // self.tile[0]) * -(-conv.channels_out // self.tile[1])
 
     def shares(self, conv):
-        """Number of shares of the rows."""
+        """Numbers of shares of the rows: of a tap, and of the tap in the middle."""
         return conv.shares(self.tiles(conv), _BLOCKS * 128 // self.threads)
 
     def template(self, conv):
@@ -109,7 +118,7 @@ class FmaPlan(NamedTuple):
         return -(-self.units(conv) // self.lanes(conv))
 
     def shares(self, conv):
-        """Number of shares of the rows."""
+        """Numbers of shares of the rows: of a tap, and of the tap in the middle."""
         return conv.shares(self.tiles(conv), _BLOCKS)
 
     def template(self, conv):

@@ -41,16 +41,11 @@ def plan_kernel(problem, kernel_size, features, w, rows, scale, bias, residual, 
         return None
     if isinstance(plan, FmaPlan):
         return Plan((result,), _by_fma(conv, plan))
-    tiled = isinstance(plan, TilesPlan)
-    whole = plan.whole(conv) if tiled else 1
     tables = dtype_of_tables(w.dtype, (scale, bias))
-    pack, multiply, multiply_early = _by_tensor_cores(conv, plan, whole, tables)
-    how = ("site_conv", conv.element, conv.steps(whole))
-    order_operands = range(9, 9 + len((SiteTiles if tiled else SiteOrder)._fields))
-
-    def sort(rows):
-        listed = site_tiles if tiled else site_order
-        return listed(rows, conv.sources, kernel_size, plan.order)
+    pack = _pack(conv, plan, tables, (0, conv.channels * conv.channels_out, conv.channels_out, 1))
+    multiply, multiply_early = _by_tensor_cores(conv, plan)
+    how = ("site_conv", conv.element, conv.steps(_whole(conv, plan)))
+    sort = _sort(conv, plan, kernel_size)
 
     def run(features, rows, valid, w, scale, bias, residual, out, order=None):
         if order is None:
@@ -61,9 +56,57 @@ def plan_kernel(problem, kernel_size, features, w, rows, scale, bias, residual, 
             multiply_early(features, pack(w, scale, bias), *order, valid, residual, out)
 
     return OrderedPlan(
-        (result,), run, launch=multiply, operands=(0, 8, *order_operands, 2, 6, 7), pack=pack,
+        (result,), run, launch=multiply, operands=(0, 8, *_operands(plan, 9), 2, 6, 7), pack=pack,
         how=how, weights=(3, 4, 5), early_launch=multiply_early, order=plan.order, sort=sort,
     )  # fmt: skip
+
+
+def plan_back_kernel(problem, grad_y, w, back, reverse, out):
+    """Return the Plan of a gradient of features by a kernel; None where there is none.
+
+    ``problem`` is the convolution of ``grad_y`` over the map ``back`` that it is, and ``w`` has the
+    weights of the one that is differentiated, in ``reverse`` order of its taps or not.
+    """
+    if not (w.contiguous and back.contiguous and grad_y.size):
+        return None
+    conv = describe(problem, grad_y, None, back, None, out)
+    plan = plan_site_conv(conv, current_device())
+    if plan is None:
+        return None
+    if isinstance(plan, FmaPlan):
+        multiply = _by_fma(conv, plan)
+
+        def run_fma(grad_y, w, back, out):
+            with memory_of_graphs(grad_y):
+                turned = swap_channels(w, problem.groups, reverse)
+            multiply(grad_y, back, None, turned, None, None, None, out)
+
+        return Plan((out,), run_fma)
+    step = conv.channels * conv.channels_out
+    start, tap_step = ((conv.taps - 1) * step, -step) if reverse else (0, step)
+    pack = _pack(conv, plan, w.dtype, (start, tap_step, 1, conv.channels), only_weights=True)
+    _, multiply = _by_tensor_cores(conv, plan)
+    sort = _sort(conv, plan, (conv.taps,))
+
+    def run(grad_y, w, back, out, order=None):
+        order = sort(back) if order is None else order
+        multiply(grad_y, pack(w), *order, None, None, out)
+
+    return OrderedPlan(
+        (out,), run, launch=multiply, operands=(0, 4, *_operands(plan, 5), None, None, 3),
+        pack=pack, weights=(1,), order=plan.order, sort=sort,
+    )  # fmt: skip
+
+
+def swap_channels(w, groups, reverse):
+    """Return ``[taps, C / groups, K]`` as the kernel of the transposed convolution.
+
+    That is ``[taps, K / groups, C]``, its taps in ``reverse`` order or not.
+    """
+    taps, c, k = w.shape
+    w = w[::-1] if reverse else w
+    w = w.reshape(taps, c, groups, k // groups).transpose(0, 3, 2, 1)
+    return namespace(w).ascontiguousarray(w).reshape(taps, k // groups, groups * c)
 
 
 @dataclass(eq=False, slots=True)
@@ -106,22 +149,48 @@ def describe(problem, features, w, rows, residual, out):
     )
 
 
-def _by_tensor_cores(conv, plan, whole, tables):
-    """Return what packs weights, with scale and bias of a dtype, and two launches that multiply.
+def _whole(conv, plan):
+    """Return what the steps of a tap are a multiple of in packed weights."""
+    return plan.whole(conv) if isinstance(plan, TilesPlan) else 1
+
+
+def _sort(conv, plan, kernel_size):
+    """Return a function of the rows of a map, which gives the order that a plan reads."""
+    listed = site_tiles if isinstance(plan, TilesPlan) else site_order
+    return lambda rows: listed(rows, conv.sources, kernel_size, plan.order)
+
+
+def _operands(plan, first):
+    """Return the places of the arrays of that order among operands, from ``first`` on."""
+    kind = SiteTiles if isinstance(plan, TilesPlan) else SiteOrder
+    return range(first, first + len(kind._fields))
+
+
+def _pack(conv, plan, tables, steps, only_weights=False):
+    """Return what packs weights, with scale and bias of a dtype unless it is ``only_weights``.
+
+    ``steps`` say where they are: the first, and what is from one tap, input and output channel to
+    the next.
+    """
+    whole = _whole(conv, plan)
+    size = conv.packed_bytes(whole)
+    launch = kernels.prepare(
+        _FILE, "pack_site_weights",
+        (conv.element, cpp_name(tables, "scale and bias"), conv.element == "float"),
+        min(-(-size // (16 * 256)), 2**16), 256, 4,
+        (conv.taps, conv.channels, conv.channels_out, whole, *steps), dependent=True,
+    )  # fmt: skip
+    if only_weights:
+        return Pack(launch.bound((None,) * 4, (0, 3)), size, 1, 0, tables)
+    return Pack(launch, size, 1, 2, tables)
+
+
+def _by_tensor_cores(conv, plan):
+    """Return two launches that multiply.
 
     The second is for a call that packs: it begins while the kernel that packs runs, and may read
     all else at once.
     """
-    size = conv.packed_bytes(whole)
-    pack = Pack(
-        kernels.prepare(
-            _FILE, "pack_site_weights",
-            (conv.element, cpp_name(tables, "scale and bias"), conv.element == "float"),
-            min(-(-size // (16 * 256)), 2**16), 256, 4,
-            (conv.taps, conv.channels, conv.channels_out, whole), dependent=True,
-        ),
-        size, 1, 2, tables,
-    )  # fmt: skip
     pointers, sizes = 8, (conv.targets, conv.taps, conv.channels, conv.channels_out)
     if isinstance(plan, TilesPlan):
         pointers, sizes = 9, (*sizes, plan.order.most)
@@ -138,8 +207,8 @@ def _by_tensor_cores(conv, plan, whole, tables):
     # more thread blocks than the GPU holds at once: those of the next one take places of these.
     if isinstance(plan, TilesPlan | OncePlan) and all_resident(plan, conv, current_device()):
         both = multiply(plan.template(conv, overlap=True), True)
-        return pack, both, both
-    return pack, *(multiply(plan.template(conv), dependent) for dependent in (False, True))
+        return both, both
+    return tuple(multiply(plan.template(conv), dependent) for dependent in (False, True))
 
 
 def _by_fma(conv, plan):

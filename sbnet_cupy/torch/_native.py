@@ -44,6 +44,11 @@ def view(tensor):
     return _enter(tensor.detach().contiguous(), "tensor")
 
 
+def strided_view(tensor):
+    """View a tensor as a NumPy or CuPy array of the same memory, with its gaps."""
+    return _enter(tensor.detach(), "tensor")
+
+
 def native_weights(weights):
     """Return a PackedWeights or PackedBottleneck of tensors as one of native arrays, always the
     same; None for other arrays, which the checks refuse by name.

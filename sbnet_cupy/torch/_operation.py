@@ -40,7 +40,7 @@ _TYPES = {
     "block_params": "SymInt[]", "strides": "int[]", "padding": "SymInt[]", "activation": "str?",
     "w_format": "str", "precision": "str?", "method": "str",
     "kernel_size": "SymInt[]", "sites": "SymInt", "groups": "int", "count": "str", "ties": "str",
-    "floor": "float?", "mode": "str", "batch": "SymInt",
+    "reverse": "bool", "floor": "float?", "mode": "str", "batch": "SymInt",
 }  # fmt: skip
 _SIZES = ("strides", "padding", "data_format", "w_format")
 

@@ -9,11 +9,11 @@ import host_cuda
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import Device
-from sbnet_cupy.submanifold import map_kernels, row_lists, site_order, site_tiles
+from sbnet_cupy.submanifold import map_kernels, relu_grad, row_lists, site_order, site_tiles
 
 MODULES = (
     "coordinate_map", "new_sites", "transposed_rows", "site_conv", "site_conv_grad",
-    "reduce_features",
+    "site_features_grad", "reduce_features",
 )  # fmt: skip
 AMPERE = Device(multiprocessors=4, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
 LAUNCHED = []  # names of the kernels that ran
@@ -48,7 +48,7 @@ def clear_launches():
     """Forget prepared launches."""
     for prepared in (
         map_kernels._launches, map_kernels._finder, map_kernels._transposer, site_order._launches,
-        row_lists._launches, site_tiles._launch,
+        row_lists._launches, site_tiles._launch, relu_grad._launch, relu_grad._sum_launch,
     ):  # fmt: skip
         prepared.cache_clear()
 

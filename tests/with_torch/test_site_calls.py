@@ -136,6 +136,9 @@ def operators(torch, st, device):
     yield ops.site_conv, (f, rows, valid, w, v, v, y, (3, 3), n, 1, "gelu", None)
     yield ops.site_conv, (f, rows, None, w, None, None, None, (3, 3), n, 1, "relu", None)
     yield ops.site_weight_grad, (f, y, rows, 2, None)
+    taps = values(torch, 9, 2, 4, device=device).requires_grad_()
+    yield ops.site_features_grad, (y, taps, back, 2, False, None)
+    yield ops.site_features_grad, (y, taps, rows, 2, True, None)
     yield ops.site_sum, (f, rows, valid, "active")
     yield ops.site_max, (f, rows, valid, 0.0, "first")
     top = ops.site_max(f, rows, valid, None, "first").detach()
@@ -157,7 +160,7 @@ def test_opcheck(torch, st, device):
         results = torch.library.opcheck(operator.default, arguments)
         assert set(results.values()) == {"SUCCESS"}, (operator, results)
         checked.add(operator)
-    assert len(checked) == 10
+    assert len(checked) == 11
 
 
 def test_sites_are_pickled(torch, st):

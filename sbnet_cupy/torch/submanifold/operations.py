@@ -4,6 +4,7 @@ All take the table ``rows`` of a kernel map as a tensor. The gradient of what re
 reads the gradient by the transposed one, which is made once and kept with the tensor of the table.
 """
 
+import functools
 import sys
 import weakref
 
@@ -18,14 +19,16 @@ from ...submanifold.reduce_features import REDUCE_FEATURES
 from ...submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
 from ...submanifold.site_conv import SITE_CONV
 from ...submanifold.site_conv_grad import SITE_WEIGHT_GRAD
+from ...submanifold.site_features_grad import SITE_FEATURES_GRAD
 from ...submanifold.site_max import SITE_MAX, SITE_MAX_GRAD, SITE_MAX_TANGENT
 from ...submanifold.site_sum import SITE_SUM
 from ...submanifold.transposed_rows import TRANSPOSED_ROWS
 from .. import _dispatch_state as state
 from .._blas_threads import one_blas_thread
 from .._call import call
+from .._graph_branch import branch
 from .._namespace import activation_backward, affine, wide
-from .._native import compute, numpy_dtype
+from .._native import compute, numpy_dtype, strided_view
 from .._operation import Operation
 from .maps import natively
 
@@ -57,9 +60,12 @@ def _kept_with(rows):
         return rows.kept_of_map
 
 
-def _order_of(plan, tensors):
-    """Return the SiteOrder or SiteTiles that a convolution reads a table in, and its addresses."""
-    rows, key = tensors[1], ("ordered", plan.order, tensors[0].shape[0])
+def _order_of(plan, tensors, place=1):
+    """Return the SiteOrder or SiteTiles that a convolution reads a table in, and its addresses.
+
+    The table is at a ``place`` among the tensors.
+    """
+    rows, key = tensors[place], ("ordered", plan.order, tensors[0].shape[0])
     kept = _kept_with(rows)
     found = kept.get(key)
     if found is None:
@@ -111,20 +117,12 @@ def rows_of(values, place):
     return torch.where(there, values[place.clamp(min=0).long()], 0)
 
 
-def _turned(w, groups, rows, sites):
-    """Return what ``[taps, C / groups, K]`` and a table are in the other direction."""
-    taps, c, k = w.shape
-    w = w.reshape(taps, c, groups, k // groups).permute(0, 3, 2, 1)
+def _features_grad(grad, w, groups, precision, rows, sites):
+    """Return the gradient of features from that of a convolution by ``w [taps, C / groups, K]``."""
     plain = state.thread_is_plain() and state.is_plain(rows)
-    if plain and _kept_with(rows).get("symmetric", False):  # the same table, last tap first
-
-        def make():
-            return torch.arange(taps - 1, -1, -1, device=rows.device)
-
-        w = w.index_select(0, kept_or_made(_kept_with(rows), "reverse", rows, make))
-    else:
-        rows = transposed_rows(rows, sites)
-    return w.reshape(taps, k // groups, groups * c), rows
+    reverse = plain and _kept_with(rows).get("symmetric", False)
+    back = rows if reverse else transposed_rows(rows, sites)
+    return call(_FEATURES_GRAD, (grad, w, back, None), (groups, reverse, precision))
 
 
 def _wide_dtype(tensor):
@@ -146,9 +144,9 @@ def _conv_gradient(ops, arrays, options, grad, wanted, result):
     features, rows, valid, w, scale, bias, residual, _ = arrays
     _, sites, groups, activation, precision = options
     taps = w.reshape(rows.shape[0], *w.shape[-2:])
-    how, found = {"groups": groups, "precision": precision}, {}
+    how, found, sums = {"groups": groups, "precision": precision}, {}, None
     if activation == "relu" and wanted & {"bias"} and _has_relu_grad(grad, result, bias):
-        grad, found["bias"] = _relu_grad(grad, result, bias)
+        grad, sums = _relu_grad(grad, result)
     elif activation == "relu":  # one kernel; the result is 0 where there is no site
         grad = torch.ops.aten.threshold_backward(grad, result, 0)
     elif valid is not None and (activation or wanted - {"features", "w"}):
@@ -162,18 +160,22 @@ def _conv_gradient(ops, arrays, options, grad, wanted, result):
         grad = activation_backward(wide(grad), z, activation)
     if "residual" in wanted:
         found["residual"] = grad.to(residual.dtype)
-    if "bias" in wanted and "bias" not in found:
+    if "bias" in wanted and sums is None:
         found["bias"] = grad.sum(0, dtype=_wide_dtype(grad)).to(bias.dtype)
     if "scale" in wanted:
         found["scale"] = (wide(grad) * total).sum(0).to(scale.dtype)
     if scale is not None:
         grad = grad * scale.to(_wide_dtype(grad))
     grad = grad.to(w.dtype)
-    if "features" in wanted:
-        found["features"] = ops.convolve(grad, *_turned(taps, groups, rows, sites), **how)
-    if "w" in wanted:
-        dw = call(_WEIGHT_GRAD, (features, grad, rows, None), (groups, precision))
-        found["w"] = dw.reshape(w.shape)
+    with branch(grad) as beside:
+        if "w" in wanted:
+            with beside:
+                dw = call(_WEIGHT_GRAD, (features, grad, rows, None), (groups, precision))
+            found["w"] = dw.reshape(w.shape)
+        if "features" in wanted:
+            found["features"] = _features_grad(grad, taps, groups, precision, rows, sites)
+        if sums is not None:  # nothing waits for it
+            found["bias"] = _bias_grad(sums, bias)
     return found
 
 
@@ -186,11 +188,18 @@ def _has_relu_grad(grad, result, bias):
     return relu_grad.has_kernel(*dtypes, grad.numel())
 
 
-def _relu_grad(grad, result, bias):
-    """Return the gradient before a relu, and that of the bias."""
-    dtype = numpy_dtype(bias.dtype, "bias")
-    found = natively(lambda grad, y: relu_grad.relu_grad(grad, y, dtype), grad, result)
+def _relu_grad(grad, result):
+    """Return the gradient before a relu, and sums of groups of its rows."""
+    if grad.stride(1) != 1 or grad.stride(0) < grad.shape[1]:  # no columns of a wider tensor
+        grad = grad.contiguous()
+    found = natively(lambda y: relu_grad.relu_grad_and_sums(strided_view(grad), y), result)
     return tuple(map(to_tensor, found))
+
+
+def _bias_grad(sums, bias):
+    """Return the gradient of a bias from these sums."""
+    dtype = numpy_dtype(bias.dtype, "bias")
+    return to_tensor(natively(lambda sums: relu_grad.bias_grad(sums, dtype), sums))
 
 
 def _weight_grad_gradient(ops, arrays, options, grad, wanted, result):
@@ -198,10 +207,21 @@ def _weight_grad_gradient(ops, arrays, options, grad, wanted, result):
     groups, precision = options
     how, found = {"groups": groups, "precision": precision}, {}
     if "features" in wanted:
-        turned = _turned(grad, groups, rows, features.shape[0])
-        found["features"] = ops.convolve(grad_y, *turned, **how)
+        sites = features.shape[0]
+        found["features"] = _features_grad(grad_y, grad, groups, precision, rows, sites)
     if "grad_y" in wanted:
         found["grad_y"] = ops.convolve(features, grad, rows, **how)
+    return found
+
+
+def _features_grad_gradient(ops, arrays, options, grad, wanted, result):
+    grad_y, w, back, _ = arrays
+    groups, reverse, precision = options
+    rows, found = back if reverse else transposed_rows(back, grad_y.shape[0]), {}
+    if "grad_y" in wanted:
+        found["grad_y"] = ops.convolve(grad, w, rows, groups=groups, precision=precision)
+    if "w" in wanted:
+        found["w"] = call(_WEIGHT_GRAD, (grad, grad_y, rows, None), (groups, precision))
     return found
 
 
@@ -260,6 +280,14 @@ _WEIGHT_GRAD = Operation(
     gradient=_weight_grad_gradient,
     saves=lambda arrays, options: {"features", "grad_y", "rows"},
     around=one_blas_thread,
+)
+_FEATURES_GRAD = Operation(
+    SITE_FEATURES_GRAD,
+    _HERE,
+    gradient=_features_grad_gradient,
+    saves=lambda arrays, options: {"grad_y", "w", "back"},
+    around=one_blas_thread,
+    derived=functools.partial(_order_of, place=2),
 )
 _SUM = Operation(SITE_SUM, _HERE, gradient=_sum_gradient)
 _MAX = Operation(
