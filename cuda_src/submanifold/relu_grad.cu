@@ -2,7 +2,7 @@
 //   dx[m, k] = grad[m, k] where y[m, k] is not 0 or less, else 0;  sums[g, k] = sum of dx[m, k] over the rows m of group g
 // Source: the chain rule.  Python: sbnet_cupy/submanifold/relu_grad.py; sum_shares of site_conv_grad.cu adds the groups up.
 // Launch: 256 threads for each (group of `each` rows, LANES vectors of channels). LANES threads stand side by side on a row.
-// Why: all loads of a thread are under way together. Which rows form a group depends on sizes alone: same bits on every run.
+// Why: all loads of a thread are under way together. Which rows are added together depends on sizes and alignment alone.
 #include "core/async_copy.cuh"
 #include "dense/activation.cuh"
 
