@@ -144,7 +144,9 @@ def _networks(rows):
     """Time of whole networks against the share of active blocks: a panel for each and its batch."""
     panels = {}
     for row in rows:
-        panels.setdefault(f"{row.suite}, {row.variant}", []).append(row)
+        if row.dtype == "float16":
+            panels.setdefault(f"{row.suite}, {row.variant}", []).append(row)
+    panels = {name: found for name, found in panels.items() if len(found) > 3}
     deep = -(-len(panels) // 3)
     height = 1.1 + 2.9 * deep
     first = rows[0]

@@ -2,23 +2,26 @@
 
     python -m benchmarks.networks.bench_networks                       on a GPU
     python -m benchmarks.networks.bench_networks resnet50 --batch 1    one network
+    python -m benchmarks.networks.bench_networks vgg16_bn --batch 1    one of torchvision
     python -m benchmarks.networks.bench_networks --sweep --batch 1     5% to 100%, for the picture
+    python -m benchmarks.networks.bench_networks --changing            another mask at each call
     python -m benchmarks.networks.bench_networks --train               training steps
     python -m benchmarks.networks.bench_networks --timeline            the kernels of each graph
     python -m benchmarks.networks.bench_networks --cpu                 ratios on a CPU
 
 On a GPU one CUDA graph holds the call, the mask in it; dense is the best of eager PyTorch and
-torch.compile, batch norms folded, float16, channels_last, in a graph of its own. ``tune`` has
-measured from which share whole images are faster; rows from there on are those of the compiled
-whole images, 0 outside active blocks (``--no-tune``: all rows are those of the stack). Eager calls
-are timed by the clock. ``--floor`` also times dense whole images of about as many pixels as are
-active at the least share: what PyTorch takes where nothing has to be left out. On a CPU the two
-take turns, and the least of each counts; ``--processor-time`` counts the time in which the process
-ran, for a machine that does other work (with ``--threads 1``: threads that wait count, too).
+torch.compile, batch norms folded, float16 or ``--dtype``, channels_last, in a graph of its own.
+``tune`` has measured from which share whole images are faster; rows from there on are those of the
+compiled whole images, 0 outside active blocks (``--no-tune``: all rows are those of the stack).
+Eager calls are timed by the clock; with ``--changing`` they have no capacity, and each has another
+mask, of a share up to a fifth more or less. ``--floor`` also times dense whole images of about as
+many pixels as are active at the least share: what PyTorch takes where nothing has to be left out.
+On a CPU the two take turns, and the least of each counts; ``--processor-time`` counts the time in
+which the process ran, for a machine that does other work (with ``--threads 1``: threads that wait
+count, too).
 """
 
 import argparse
-import copy
 import functools
 import math
 import statistics
@@ -26,6 +29,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.fx.experimental.optimization import fuse
 
 from benchmarks.harness import machine
 from benchmarks.harness.rows import OURS, Row, Writer, times_sign
@@ -66,11 +70,14 @@ def blobs(n, size, share, block=BLOCK, seed=0):
 def main(arguments=None):
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("networks", nargs="*", help=", ".join(models.NETWORKS))
+    ours = ", ".join(models.NETWORKS)
+    parser.add_argument("networks", nargs="*", help=f"{ours}; torchvision's, where it is installed")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--batch", type=int, nargs="+", help="[1, 8]; of training [8]")
+    parser.add_argument("--dtype", default="float16", help="of networks and images, on a GPU")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument("--sweep", action="store_true", help="shares from 5 to 100%%")
+    parser.add_argument("--changing", action="store_true", help="another mask at each call")
     parser.add_argument("--train", action="store_true", help="training steps")
     parser.add_argument("--timeline", action="store_true", help="kernels of graphs: timeline.txt")
     parser.add_argument("--block", type=int, help=f"[{BLOCK}; on a CPU {CPU_BLOCK}]")
@@ -86,16 +93,19 @@ def main(arguments=None):
     options.block = options.block or (CPU_BLOCK if options.cpu else BLOCK)
     options.shares = list(SWEEP) if options.sweep else options.shares
     options.batch = options.batch or ([8] if options.train else [1, 8])
+    if options.cpu and options.changing:
+        parser.error("--changing is for a GPU")
     usual = ON_CPU if options.cpu else TRAINED if options.train else DEFAULT
     names = options.networks or usual
-    unknown = [name for name in names if name not in models.NETWORKS]
-    if unknown:
-        parser.error(f"there is no network {unknown[0]!r}; there are: {', '.join(models.NETWORKS)}")
+    for name in names:
+        if models.find(name) is None:
+            parser.error(f"there is no network {name!r}; there are: {ours}, and torchvision's")
     cupy = None if options.cpu else __import__("cupy")
     columns = machine.describe(cupy, torch)
     folder = machine.results_folder(columns, options.cpu, options.out)
     print(f"{columns['gpu']}, torch {columns['torch']}, commit {columns['commit']}", flush=True)
     measure = on_cpu if options.cpu else trained if options.train else on_gpu
+    measure = changing if options.changing else measure
     file = "training.csv" if options.train else "networks.csv"
     options.folder = folder
     with torch.set_grad_enabled(options.train), Writer(folder / file, keep=True) as writer:
@@ -118,25 +128,26 @@ def row_of(columns, name, shape, dtype, options, share, count, variant, **times)
 # ------------------------------------------------------------------------------------------- GPU
 
 
-def inputs(name, batch):
-    """Return a network and images on the GPU, in channels_last; in float16."""
-    model = models.make(name).half().to("cuda", memory_format=torch.channels_last)
-    x = torch.randn(batch, 3, *models.NETWORKS[name][1], device="cuda").half()
+def inputs(name, batch, dtype):
+    """Return a network and images on the GPU, in channels_last."""
+    model = models.make(name).to("cuda", dtype, memory_format=torch.channels_last)
+    x = torch.randn(batch, 3, *models.image_size(name), device="cuda").to(dtype)
     torch.backends.cudnn.benchmark = True
     return model, x.to(memory_format=torch.channels_last)
 
 
 def on_gpu(name, batch, options, columns):
     """Yield rows of a network on a GPU, and print them."""
-    size = models.NETWORKS[name][1]
-    model, x = inputs(name, batch)
-    dense = models.folded(copy.deepcopy(model))
+    size = models.image_size(name)
+    model, x = inputs(name, batch, getattr(torch, options.dtype))
+    dense = fuse(model)
     times, peak = dense_times(dense, x, options), peak_of(lambda: dense(x))
     best, wall = min(times.values()), clock(lambda: model(x))
     shown = ", ".join(f"{k} {v:,.0f}" for k, v in times.items())
     print(f"{name} {batch}x{size[0]}x{size[1]}: dense {shown} us; {peak:,.0f} MB", flush=True)
     print(f"  eager, by the clock: dense {wall:,.0f} us (batch norms not folded)", flush=True)
-    expected, sparse = dense(x), sparsify(model, options.block, capacity=1.0)
+    expected = models.picture(dense(x))
+    sparse = sparsify(model, options.block, capacity=1.0)
     if options.no_tune:
         sparse.break_even = 2.0
     else:
@@ -172,9 +183,9 @@ def on_gpu(name, batch, options, columns):
         note = f"{memory}; eager call {eager:.0f} us, dense {wall:.0f} us{whole}"
         note += f"; whole images of as many pixels {same:.0f} us" if same else ""
         yield row_of(
-            columns, name, (batch, *size, 3), "float16", options, share, count, f"batch {batch}",
-            timed_by="graph", us=middle, us_p10=us[len(us) // 10], us_p90=us[-1 - len(us) // 10],
-            note=note, dense_us=best, ratio_to_dense=best / middle,
+            columns, name, (batch, *size, 3), options.dtype, options, share, count,
+            f"batch {batch}", timed_by="graph", us=middle, us_p10=us[len(us) // 10],
+            us_p90=us[-1 - len(us) // 10], note=note, dense_us=best, ratio_to_dense=best / middle,
         )  # fmt: skip
         if options.profile and share == options.shares[0]:
             print(sparse.profile(x, mask))
@@ -220,10 +231,37 @@ def same_pixels(dense, x, count, options):
     return min(times.values())
 
 
+def changing(name, batch, options, columns):
+    """Yield rows of eager calls without a capacity, each with another mask, and print them."""
+    size = models.image_size(name)
+    model, x = inputs(name, batch, getattr(torch, options.dtype))
+    wall = clock(lambda: model(x))
+    for share in options.shares:
+        shares = [min(share * (0.8 + 0.1 * (i % 5)), 1.0) for i in range(120)]
+        made = [blobs(batch, size, s, options.block, seed) for seed, s in enumerate(shares)]
+        masks = [mask.to("cuda") for mask, _ in made]
+        sparse = sparsify(model, options.block)
+        us = [clock(functools.partial(sparse, x, mask), 1, warm=0) for mask in masks]
+        first, us = us[0], sorted(us[40:])
+        middle = statistics.median(us)
+        print(
+            f"{name} {batch}x{size[0]}x{size[1]}, {share:.0%}, another mask at each call: "
+            f"{middle:,.0f} us, from {us[0]:,.0f} to {us[-1]:,.0f}; the first {first:,.0f}; dense "
+            f"{wall:,.0f} us = {wall / middle:.2f}x",
+            flush=True,
+        )
+        yield row_of(
+            columns, name, (batch, *size, 3), options.dtype, options, share, made[0][1],
+            f"batch {batch}, another mask at each call", timed_by="wall", us=middle,
+            us_p10=us[len(us) // 10], us_p90=us[-1 - len(us) // 10], dense_us=wall,
+            ratio_to_dense=wall / middle, note="no capacity; calls 41 to 120 of a network",
+        )  # fmt: skip
+
+
 def trained(name, batch, options, columns):
     """Yield rows of training steps on a GPU, and print them."""
-    size = models.NETWORKS[name][1]
-    model, x = inputs(name, batch)
+    size = models.image_size(name)
+    model, x = inputs(name, batch, torch.float16)
     made = [blobs(batch, size, share, options.block) for share in options.shares]
     masks = [(mask.to("cuda"), count) for mask, count in made]
     dense, wall, peak = {}, None, None
@@ -257,13 +295,13 @@ def check(sparse, x, mask, share, dense):
     """Raise unless the stack gives what whole images give, zeroed between layers."""
     tuned, sparse.replay = sparse.break_even, False
     sparse.break_even = 2.0
-    result = sparse(x, mask).float()
+    result = models.picture(sparse(x, mask)).float()
     sparse.break_even = 0.0
-    expected = dense.float() if share == 1 else sparse(x, mask).float()
+    expected = (dense if share == 1 else models.picture(sparse(x, mask))).float()
     sparse.break_even, sparse.replay = tuned, "auto"
     error = ((result - expected).norm() / expected.norm()).item()
     depth = sum(isinstance(m, torch.nn.Conv2d) for m in sparse.modules())
-    bound = depth * torch.finfo(x.dtype).eps
+    bound = depth * (2**-10 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps)  # TF32
     if not error <= bound:
         raise AssertionError(f"relative error {error:.1e} of the stack, above {bound:.1e}")
 

@@ -2,7 +2,8 @@
 
 ResNet-18 and -50 (He et al. 2015), FCN on a dilated ResNet-50 (Long et al. 2014), U-Net with four
 levels (Ronneberger et al. 2015), ConvNeXt-T (Liu et al. 2022), MobileNet v3 large (Howard et al.
-2019), and the SBNet paper's backbone of pre-activation units (Ren et al. 2018).
+2019), and the SBNet paper's backbone of pre-activation units (Ren et al. 2018). Others are
+torchvision's own.
 """
 
 import torch
@@ -232,10 +233,33 @@ NETWORKS = {
 }
 
 
+IMAGE = (800, 1408)  # height and width for the networks of torchvision
+
+
+def image_size(name):
+    """Return height and width of a network's images on a GPU."""
+    return NETWORKS[name][1] if name in NETWORKS else IMAGE
+
+
+def find(name):
+    """Return what makes a network: of ours, or of torchvision, where it is installed; else None."""
+    if name in NETWORKS:
+        return NETWORKS[name][0]
+    try:
+        from torchvision import models as others
+    except ImportError:
+        return None
+    if name not in others.list_models():
+        return None
+    given = {"weights_backbone": None} if hasattr(others.segmentation, name) else {}
+    given |= {"init_weights": False} if name in ("inception_v3", "googlenet") else {}
+    return lambda: others.get_model(name, weights=None, **given)
+
+
 def make(name, seed=0, widths=None):
     """Return a network in evaluation, its batch norms with statistics of their own."""
     torch.manual_seed(seed)
-    model = UNet(widths) if widths else NETWORKS[name][0]()
+    model = UNet(widths) if widths else find(name)()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(0, 0.1)
@@ -243,13 +267,6 @@ def make(name, seed=0, widths=None):
     return model.eval()
 
 
-def folded(model):
-    """Fold batch norms into the convolutions before them, in place; return the model."""
-    for module in list(model.modules()):
-        for i, child in enumerate(list(module.children())[:-1]):
-            after = list(module.children())[i + 1]
-            pair = isinstance(child, nn.Conv2d) and isinstance(after, nn.BatchNorm2d)
-            if pair and isinstance(module, nn.Sequential):
-                module[i] = nn.utils.fusion.fuse_conv_bn_eval(child, after)
-                module[i + 1] = nn.Identity()
-    return model
+def picture(result):
+    """Return the tensor that counts of a network's result: segmentation networks return a dict."""
+    return result["out"] if isinstance(result, dict) else result

@@ -34,16 +34,16 @@ def graph_times(graph, repeats=41):
     return sorted(times[5:])
 
 
-def clock(call, repeats=20):
+def clock(call, repeats=20, warm=3):
     """Return the median microseconds of a call that is waited for."""
     times = []
-    for _ in range(repeats + 3):
+    for _ in range(repeats + warm):
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times[3:])
+    return statistics.median(times[warm:])
 
 
 def peak_of(call):

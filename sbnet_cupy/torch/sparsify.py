@@ -42,8 +42,9 @@ def sparsify(
         Block of the input in pixels, best a multiple of the network's total stride. "auto" takes
         32, 64 or 128 by the ``sample_masks``.
     capacity : None, int, float or "auto"
-        Blocks to make room for, or the share of all blocks. None reads the number from the device;
-        with a capacity nothing waits, as CUDA graphs need it, and blocks past it are left out:
+        Blocks to make room for, or the share of all blocks. None reads the number from the device,
+        and on a GPU makes room for up to an eighth more, so that masks of about as many blocks have
+        stacks of one size; with a capacity nothing waits, and blocks past it are left out:
         ``sparse.overflowed`` says so. "auto" is the largest share of the ``sample_masks`` and a
         quarter more.
     halo : {"zero", "exact"}
@@ -56,15 +57,16 @@ def sparsify(
     sample_masks : list of tensors ``[N, H, W]``, optional
         Usual masks, for "auto".
     replay : "auto", True or False
-        On a GPU, with a ``capacity``, in evaluation without gradients, a call like an earlier one
-        (shapes, strides, dtypes, stream, options) is captured in a CUDA graph, and replayed from
-        then on: the host is free at once. A graph repeats what ran on the device, not Python code:
-        ``print`` and counters of a module's ``forward`` do not run again. Parameters, buffers and
-        attributes of modules that change are seen, also in lists, dicts and plain objects, and the
-        graph is made anew; numbers and tensors that a module takes from elsewhere are not. A
-        network with hooks, and a call under autocast, a profiler or with more arguments, has no
-        graph; one that cannot be captured says so in a RuntimeWarning once. At most four graphs are
-        kept, each with the memory of its activations.
+        On a GPU, in evaluation without gradients, a call like an earlier one (shapes, strides,
+        dtypes, stream, options, and without a ``capacity`` the room for blocks) is captured in a
+        CUDA graph, and replayed from then on: with a ``capacity`` the host is free at once. A graph
+        repeats what ran on the device, not Python code: ``print`` and counters of a module's
+        ``forward`` do not run again. Parameters, buffers and attributes of modules that change are
+        seen, also in lists, dicts and plain objects, and the graph is made anew; numbers and
+        tensors that a module takes from elsewhere are not. A network with hooks, and a call under
+        autocast, a profiler or with more arguments, has no graph; one that cannot be captured says
+        so in a RuntimeWarning once. At most eight graphs are kept, which share the memory of their
+        activations.
         On a CPU, in evaluation without gradients and with or without a ``capacity``, the functions
         that a second call alike computes are recorded, and later calls run them with other images
         and masks, without the modules' Python code. What is true of graphs is true of these tapes:

@@ -34,18 +34,19 @@ def captured(st, monkeypatch):
 
     log = []
 
-    def capture(sparse, x, mask, outside=None):
+    def capture(sparse, x, mask, outside=None, room=None, memory=None):
         log.append(("capture", tuple(x.shape)))
-        sparse._call(x, mask, outside=outside)
+        sparse._call(x, mask, outside=outside, room=room)
 
         def run(x, mask):
             log.append(("replay", tuple(x.shape)))
-            return sparse._call(x, mask, outside=outside)
+            return sparse._call(x, mask, outside=outside, room=room)
 
         return run
 
     monkeypatch.setattr(replay, "_on_gpu", lambda x, mask: True)
     monkeypatch.setattr(graphs, "_captured", capture)
+    monkeypatch.setattr(graphs, "new_memory", lambda device: object())
     return log
 
 
@@ -83,11 +84,32 @@ def test_the_second_call_alike_is_captured(st, captured):
     assert not sparse.overflowed and 0 < sparse.computed()["0"] <= 1
 
 
+@torch.no_grad()
+def test_without_a_capacity_masks_of_about_as_many_blocks_share_a_graph(st, captured):
+    sparse = st.sparsify(small(), BLOCK)
+    eager = st.sparsify(sparse.model, BLOCK, replay=False)
+    x, every = image(), [(n, i, j) for n in range(2) for i in range(4) for j in range(6)]
+
+    def of(count):
+        mask = torch.zeros(2, *SIZE, dtype=torch.bool)
+        for n, i, j in every[:count]:
+            mask[n, i * BLOCK, j * BLOCK] = True
+        return mask
+
+    done = []
+    for count in (17, 18, 17, 19, 19, 0, 0, 48, 48):
+        mask = of(count)
+        assert torch.equal(sparse(x, mask), eager(x, mask))
+        assert not sparse.overflowed and sparse.computed()["0"] == count / 48
+        done.append(steps(captured))
+    replayed = [["capture", "replay"], ["replay"]]
+    assert done == [[], *replayed, [], replayed[0], [], [], [], []]  # the last are whole images
+
+
 def test_what_is_never_replayed(st, captured):
     x, (mask, _, _) = image(), masks()
     with torch.no_grad():
         for sparse in (
-            st.sparsify(small(), BLOCK),  # no capacity
             st.sparsify(small(), BLOCK, capacity=1.0, replay=False),
             st.sparsify(small(), BLOCK, capacity=1.0).train(),
         ):
@@ -229,19 +251,20 @@ def test_training_and_moves_drop_graphs(st, captured):
 @torch.no_grad()
 def test_few_graphs_are_kept(st, captured):
     sparse = st.sparsify(small(), BLOCK, capacity=1.0)
-    mask = torch.ones(6, *SIZE)
-    for n in range(1, 6):
+    mask, most = torch.ones(10, *SIZE), sparse._replays.limit
+    for n in range(1, most + 2):
         for _ in range(2):
             sparse(image(n=n), mask[:n])
     kept = [key[0][0] for key in sparse._replays.kept]
-    assert kept == [2, 3, 4, 5]
+    assert kept == list(range(2, most + 2))
     sparse(image(n=2), mask[:2])
-    sparse(image(n=6), mask)
+    sparse(image(n=10), mask)
     steps(captured)
-    sparse(image(n=6), mask)
+    sparse(image(n=10), mask)
     assert steps(captured) == []  # one was lost: it takes a call more
-    sparse(image(n=6), mask)
-    assert [key[0][0] for key in sparse._replays.kept] == [4, 5, 2, 6]
+    sparse(image(n=10), mask)
+    assert [key[0][0] for key in sparse._replays.kept] == [*range(4, most + 2), 2, 10]
+    assert len(sparse._replays.memory) == 1  # all share it
 
 
 class Counting(nn.Module):
@@ -331,6 +354,22 @@ def test_replays_have_the_bits_of_calls(on_gpu):
     assert sparse.overflowed
     sparse(images[0], some[0])
     assert not sparse.overflowed
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_without_a_capacity_graphs_of_all_sizes_share_memory(st, on_gpu):
+    _, plain, images, _ = on_gpu
+    sparse, eager = (st.sparsify(plain.model, BLOCK, replay=how) for how in ("auto", False))
+    shares = (0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
+    some = [networks.blocks((2, *SIZE), BLOCK, share, 3)[1].cuda() for share in shares]
+    for _ in range(3):
+        for x in images:
+            results = [sparse(x, mask) for mask in some]
+            assert sparse.computed() == dict.fromkeys(sparse.computed(), 1.0)
+            for mask, result in zip(some, results, strict=True):
+                assert torch.equal(result, eager(x, mask))
+    assert len(sparse._replays.kept) > 2 and len(sparse._replays.memory) == 1
 
 
 @pytest.mark.gpu

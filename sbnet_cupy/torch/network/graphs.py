@@ -24,7 +24,11 @@ def graphed(sparse, x, mask):
     calls the network.
     """
     given = (x.shape, x.dtype, x.device, mask.shape, mask.dtype)
-    replay = _captured(sparse, x, mask) if x.is_cuda else torch.no_grad()(sparse.__call__)
+    if x.is_cuda:
+        every = sparse._blocks_of(x)
+        replay = _captured(sparse, x, mask, room=every if sparse.capacity is None else None)
+    else:
+        replay = torch.no_grad()(sparse.__call__)
 
     def run(x, mask):
         check_alike(given, (x.shape, x.dtype, x.device, mask.shape, mask.dtype))
@@ -44,17 +48,19 @@ def check_alike(given, got):
         )
 
 
-def _captured(sparse, x, mask, outside=None):
-    """Capture a call in a CUDA graph; return a function that replays it."""
+def _captured(sparse, x, mask, outside=None, room=None, memory=None):
+    """Capture a call in a CUDA graph; return a function that replays it.
+
+    Graphs with the same ``memory`` must be replayed one after the other.
+    """
     own_x, own_mask = x.detach().clone(memory_format=torch.preserve_format), mask.clone()
-    capacity = sparse.capacity
-    sparse.capacity = 1.0 if capacity is None else capacity
-    try:
-        with torch.no_grad():
-            graph, result = capture(lambda: sparse._call(own_x, own_mask, outside=outside), own_x)
-        noted = sparse._last
-    finally:
-        sparse.capacity = capacity
+
+    def call():
+        return sparse._call(own_x, own_mask, outside=outside, room=room)
+
+    with torch.no_grad():
+        graph, result = capture(call, own_x, memory)
+    noted = sparse._last
     leaves, tree = tree_flatten(result)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor | str | bool | int | float | None):
@@ -77,10 +83,20 @@ def _captured(sparse, x, mask, outside=None):
     return replay
 
 
-def capture(run, x):
+def new_memory(device):
+    """Return memory that graphs can share, and the stream on which all are captured.
+
+    PyTorch gives memory that one stream has freed to that stream alone.
+    """
+    with torch.cuda.device(device):
+        return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+
+def capture(run, x, memory=None):
     """Capture ``run()`` on the device of x; return (graph, what ``run`` returned)."""
+    pool, stream = memory or new_memory(x.device)
     with torch.cuda.device(x.device):
-        before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        before = torch.cuda.current_stream()
         stream.wait_stream(before)
         try:
             with torch.cuda.stream(stream):
@@ -95,7 +111,7 @@ def capture(run, x):
             with (
                 no_collection(),
                 # Other threads may go on meanwhile.
-                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
             ):
                 result = run()
         finally:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from .image_values import flush, plainly
 from .recordings import may_record
 from .replay import Replays, may_replay
 from .report import Report
-from .table import BlockTable, PictureTable, active_blocks
+from .table import BlockTable, PictureTable, active_blocks, rows_for
 from .tape import Recorder
 from .taped import Tapes, may_tape
 from .trace import Trace
@@ -105,10 +106,10 @@ class SparseModel(Report, nn.Module):
                 return self._replays.call(self, x, mask, outside)
             if may_tape(self, x, outside):
                 return self._tapes.call(self, x, mask, outside)
-        return self._call(x, mask, *args, outside=outside, **kwargs)
+        return self._call(x, mask, args, kwargs, outside)
 
-    def _call(self, x, mask, *args, outside=None, **kwargs):
-        """Run the network once, without a CUDA graph."""
+    def _call(self, x, mask, args=(), kwargs=None, outside=None, room=None):
+        """Run the network once, without a CUDA graph; ``room`` takes the place of the capacity."""
         mask = check_call(x, mask)
         if x.device != self._device:
             check_device(self.model, x)
@@ -116,7 +117,7 @@ class SparseModel(Report, nn.Module):
         outside = check_outside(self.outside if outside is None else outside)
         if self.training or torch.is_grad_enabled():
             self._forget()
-        return self._on_table(*self._table(x, mask), x, outside, args, kwargs)
+        return self._on_table(*self._table(x, mask, room), x, outside, args, kwargs)
 
     def _on_table(self, table, counted, x, outside, args=(), kwargs=None):
         """Run the network once on the blocks of a table."""
@@ -176,14 +177,12 @@ class SparseModel(Report, nn.Module):
         with Recorder(table.tape):
             return self.model(image)
 
-    def _table(self, x, mask):
+    def _table(self, x, mask, room=None):
         """Return the table of a call, and (count of active blocks, capacity)."""
         size = tuple(x.shape[2:])
-        if self.halo == "exact":
-            mask = self._widened(mask, x, size)
-        grid = tuple(-(-s // b) for s, b in zip(size, self.block_size, strict=True))
-        total = x.shape[0] * grid[0] * grid[1]
-        capacity = self._capacity_of(total)
+        mask = self._widened(mask, x)
+        total = self._blocks_of(x)
+        capacity = self._capacity_of(total) if room is None else room
         share = self._break_even(x)
         if cuda.is_tracing():
             return self._table_of_trace(mask, size, total, capacity, share)
@@ -237,29 +236,52 @@ class SparseModel(Report, nn.Module):
                 "capacity must be given where a CUDA graph is captured, got None; without one the "
                 "number of active blocks is read from the device"
             )
-        if capacity is None or capacity < max(share * total, 1):
+        counted = None
+        if capacity is None:
+            listed = cuda.list_blocks(mask, self.block_size, None)
+            counted = listed[1].shape[0]
+            if counted >= max(share * total, 1):
+                return PictureTable(mask, self.block_size, size, counted == total), (None, total)
+            capacity = rows_for(counted, total)
+        elif capacity >= max(share * total, 1):
+            return PictureTable(mask, self.block_size, size), (None, total)
+        if capacity != counted:
             listed = cuda.list_blocks(mask, self.block_size, capacity)
-            rows = listed[1].shape[0]
-            if 0 < rows < max(share * total, 1):
-                known = capacity is None
-                table = BlockTable(*listed, self.block_size, size, known)
-                return table, (rows if known else listed[0], rows)
-            if capacity == 0 or rows == 0:
-                on = torch.zeros_like(listed[2], dtype=torch.bool)
-                table = BlockTable.of_blocks(on, 0, 0, self.block_size, size)
-                return table, (0 if capacity is None else listed[0], 0)
-            capacity = rows
-        full = capacity == total and self.capacity is None
-        return PictureTable(mask, self.block_size, size, full), (None, total)
+        known = listed[0] if counted is None else counted
+        if capacity == 0:
+            on = torch.zeros_like(listed[2], dtype=torch.bool)
+            return BlockTable.of_blocks(on, 0, 0, self.block_size, size), (known, 0)
+        live = capacity == counted
+        return BlockTable(*listed, self.block_size, size, live), (known, capacity)
+
+    def _room(self, x, mask):
+        """Return how many blocks are active, and the rows of their stack; waits for the device.
+
+        There are no rows, None, if no block is active, or so many that whole images are computed.
+        """
+        mask, total = self._widened(check_call(x, mask), x), self._blocks_of(x)
+        if x.is_cuda:
+            count = cuda.list_blocks(mask, self.block_size, None)[1].shape[0]
+        else:
+            count = int(active_blocks(mask, self.block_size).sum())
+        on_stack = 0 < count < max(self._break_even(x) * total, 1)
+        return count, rows_for(count, total) if on_stack else None
+
+    def _blocks_of(self, x):
+        """Return the number of blocks of images."""
+        each = zip(x.shape[2:], self.block_size, strict=True)
+        return x.shape[0] * math.prod(-(-s // b) for s, b in each)
 
     def _capacity_of(self, total):
         """Return the capacity in blocks, of so many in all; None without one."""
         capacity = blocks_of_capacity(self.capacity, total)
         return None if capacity is None else min(capacity, total)
 
-    def _widened(self, mask, x, size):
-        """Widen a mask by what the network's result at one pixel depends on."""
-        key = (size, x.shape[1], x.dtype, x.device)
+    def _widened(self, mask, x):
+        """Widen a mask by what the network's result at one pixel depends on, for halo="exact"."""
+        if self.halo != "exact":
+            return mask
+        key = (tuple(x.shape[2:]), x.shape[1], x.dtype, x.device)
         if key not in self._reaches:
             self._reaches[key] = graphs.receptive_field(self, x)
         reach = self._reaches[key]
@@ -353,4 +375,4 @@ def _apart(sparse, x, mask, args, kwargs):
 def _in_graph(sparse, x, mask, args, kwargs):
     """Make a call as a part of the graph, which is of images of one size."""
     x, mask = (t.expand([int(n) for n in t.shape]) for t in (x, mask))
-    return sparse._call(x, mask, *args, **kwargs)
+    return sparse._call(x, mask, args, kwargs, kwargs.pop("outside", None))

@@ -11,23 +11,37 @@ from .recordings import Recordings, settings
 class Replays(Recordings):
     """The CUDA graphs of a network's calls."""
 
-    limit = 4  # each has memory for its activations
+    limit = 8
+
+    def clear(self):
+        """Drop all graphs."""
+        with self.lock:
+            super().clear()
+            # Of each stream: results are copied out before the stream's next replay begins.
+            self.memory = {}
 
     def call(self, sparse, x, mask, outside):
         """Replay a call, or run it; capture it first if it came before."""
         with self.lock:
             state = self.state_of(sparse.model)
-            if state.fit:
-                key = _key(sparse, x, mask, outside)
+            known, room, fit = None, None, state.fit
+            if fit and sparse.capacity is None:
+                known, room = sparse._room(x, mask)
+                fit = room is not None
+            if fit:
+                key = (*_key(sparse, x, mask, outside), room)
                 replay, due = self.find(state, key)
                 if due:
-                    replay = self._captured(sparse, x, mask, outside)
+                    replay = self._captured(sparse, x, mask, outside, room)
                     if replay is not None:
                         self.keep(state, key, replay)
                 if replay is not None:
                     result = replay(x, mask)
                     kind, (count, capacity), total = sparse._last
-                    count = count.clone() if isinstance(count, torch.Tensor) else count
+                    if known is not None:
+                        count = known
+                    elif isinstance(count, torch.Tensor):
+                        count = count.clone()
                     sparse._last = kind, (count, capacity), total
                     return result
         result = sparse._call(x, mask, outside=outside)
@@ -35,11 +49,13 @@ class Replays(Recordings):
             self.holds(state)
         return result
 
-    def _captured(self, sparse, x, mask, outside):
+    def _captured(self, sparse, x, mask, outside, room):
         """Capture a call; return its replay, or None."""
-        last = sparse._last
+        last, stream = sparse._last, (x.device, _stream(x))
+        if stream not in self.memory:
+            self.memory[stream] = graphs.new_memory(x.device)
         try:
-            return graphs._captured(sparse, x, mask, outside)
+            return graphs._captured(sparse, x, mask, outside, room, self.memory[stream])
         except Exception as error:
             self.unfit, sparse._last = True, last
             warn(
@@ -50,8 +66,11 @@ class Replays(Recordings):
 
 
 def may_replay(sparse, x, mask, outside):
-    """Whether a call that may be recorded is replayed: on a GPU, with nothing that waits for it."""
-    if sparse.capacity is None or sparse._replays.unfit or isinstance(outside, torch.Tensor):
+    """Whether a call that may be recorded is replayed: on a GPU, with nothing that waits for it.
+
+    Without a capacity the number of active blocks is read first, and a graph has room for it.
+    """
+    if sparse._replays.unfit or isinstance(outside, torch.Tensor):
         return False
     return _on_gpu(x, mask)
 
@@ -60,12 +79,16 @@ def _on_gpu(x, mask):
     return x.is_cuda and x.device == mask.device
 
 
+def _stream(x):
+    return current_stream(x.get_device()) if x.is_cuda else None
+
+
 def _key(sparse, x, mask, outside):
     """Return all that a graph depends on besides the network's state and numbers in tensors."""
     outside = sparse.outside if outside is None else outside
     return (
         tuple(x.shape), x.stride(), x.dtype, x.device, tuple(mask.shape), mask.stride(), mask.dtype,
-        current_stream(x.get_device()) if x.is_cuda else None, type(outside), outside,
+        _stream(x), type(outside), outside,
         sparse.block_size, sparse.capacity, type(sparse.capacity), sparse.halo, sparse.break_even,
         *settings(),
     )  # fmt: skip

@@ -373,6 +373,16 @@ def _inverse(order):
     return tuple(order.index(i) for i in range(len(order)))
 
 
+def rows_for(count, total):
+    """Return the rows of a stack for ``count`` of ``total`` blocks: an eighth more at most.
+
+    Masks of about as many blocks then have stacks of one size, and with it what was planned,
+    compiled and captured for it.
+    """
+    step = 1 << max(count.bit_length() - 4, 0)
+    return min(-(-count // step) * step, total)
+
+
 def active_blocks(mask, block, as_words=True):
     """Return which blocks of a mask ``[N, H, W]`` hold a set pixel: bool ``[N, gh, gw]``.
 
