@@ -30,6 +30,7 @@ def _keys(*names):
 _function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _hooks = [getattr(modules, f"_global_forward_{kind}", True) for kind in ("hooks", "pre_hooks")]
+_transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _has_profiler = hasattr(profiler, "_is_profiler_enabled")
 _has_level = hasattr(forward_ad, "_current_level")
 try:  # keys of a thread, and of a tensor, of which the dispatcher makes nothing
@@ -109,6 +110,13 @@ def has_forward_mode():
 def in_dispatch_mode():
     """Whether a mode sees each operator of this thread's calls. Yes, where there is no telling."""
     return _dispatch_modes() > 0
+
+
+def in_transform():
+    """Whether ``torch.func``, forward-mode derivatives or ``torch.compile`` follow this thread's
+    calls. Yes, where there is no telling.
+    """
+    return torch.compiler.is_compiling() or _transforms() or has_forward_mode()
 
 
 def is_watched():

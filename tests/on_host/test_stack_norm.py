@@ -11,6 +11,7 @@ from sbnet_cupy.block_sparse.stack import stack_batch_norm as norms
 from sbnet_cupy.block_sparse.stack import stack_batch_norm_grad as gradients
 from sbnet_cupy.block_sparse.stack.stack_batch_norm import stack_batch_norm
 from sbnet_cupy.block_sparse.stack.stack_batch_norm_grad import stack_batch_norm_grad
+from sbnet_cupy.block_sparse.stack.stack_norm_launch import StackNorm, prepare_stack_running
 from sbnet_cupy.core import launch as kernels
 from support import stack_cases
 from support.assertions import assert_close
@@ -82,6 +83,22 @@ def test_norm_and_gradient(on_shim, monkeypatch, dtype, sizes, kind, activation)
         "stack_norm_moments", "stack_norm_finish", "stack_norm_apply",
         "stack_norm_grad_sums", "stack_norm_grad_finish", "stack_norm_grad_apply",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("parameters", [True, False], ids=["affine", "plain"])
+@pytest.mark.parametrize("element, dtype", [("Half", "f2"), ("float", "f4"), ("double", "f8")])
+def test_running_statistics(on_shim, element, dtype, parameters):
+    channels, eps = 37, 1e-3
+    norm = StackNorm(element, np.dtype(dtype).itemsize, 5, 1, (1, 1), channels, (1, 1), (1, 1))
+    wide = np.float64 if dtype == "f8" else np.float32
+    given = np.random.default_rng(0).uniform(0.5, 1.5, (4, channels)).astype(wide)
+    before, found = given.copy(), np.full(5 * channels + 1, np.nan, wide)
+    own = (given[2], given[3]) if parameters else (None, None)
+    find = prepare_stack_running(norm, norm.compute, eps)
+    find(given[0], given[1], *own, found, kernels.Number(0))
+    expected = norms.statistics_of(given[0], given[1], *own, eps)
+    assert_close(found[:-1], expected, terms=2, dtype=wide, magnitude=abs(expected))
+    assert found[-1] == 0 and (given == before).all() and on_shim == ["stack_norm_finish"]
 
 
 def test_no_pixel_leaves_running_statistics_as_they_are(on_shim):

@@ -317,6 +317,8 @@ def norms_asked(torch, st, monkeypatch):
 
     def stage(norm, counts, indices):
         block, size = norm.block, norm.image
+        if indices is None:  # sites: blocks of one pixel
+            indices = torch.zeros(norm.rows, 3, dtype=torch.int32)
         assert tuple(indices.shape) == (norm.rows, 3)
         each = zip(size, norm.grid, block, strict=True)
         assert not norm.whole or all(n == g * b for n, g, b in each)
@@ -338,6 +340,13 @@ def norms_asked(torch, st, monkeypatch):
             ).statistics  # fmt: skip
 
         return launch, 1
+
+    def prepare_running(norm, parameter, eps):
+        def launch(mean, variance, weight, bias, found, _):
+            names.append("running")
+            found.numpy()[:-1] = norms.statistics_of(*native(mean, variance, weight, bias), eps)
+
+        return launch
 
     def prepare_norm(norm, code):
         def launch(x, residual, found, counts, indices, out):
@@ -381,7 +390,8 @@ def norms_asked(torch, st, monkeypatch):
     monkeypatch.setattr(cuda_norm, "serves", serves)
     for name, function in (
         ("_prepare_statistics", prepare_statistics), ("_prepare_norm", prepare_norm),
-        ("_prepare_sums", prepare_sums), ("_prepare_gradient", prepare_gradient),
+        ("_prepare_running", prepare_running), ("_prepare_sums", prepare_sums),
+        ("_prepare_gradient", prepare_gradient),
     ):  # fmt: skip
         monkeypatch.setattr(cuda_norm, name, function)
     return names

@@ -318,3 +318,39 @@ def test_batch_norm_is_torch_s(torch, st, device):
     tables = (mine.running_mean, mine.running_var, mine.weight, mine.bias)
     found = st.masked_batch_norm(x, *tables)
     torch.testing.assert_close(found.features, theirs(x.features))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_batch_norm_by_kernels(torch, st, request, training, activation):
+    """Here the NumPy bodies stand for the kernels. Rows past the count hold NaN."""
+    rng = torch.Generator().manual_seed(0)
+    values = torch.randn(9, 4, dtype=torch.float64, generator=rng)
+    values[7:] = torch.nan
+    rows = torch.tensor([[0, i * i % 11] for i in range(7)])
+    results, asked = [], []
+    for kernels in (False, True):
+        asked = request.getfixturevalue("norms_asked") if kernels else asked
+        tables = [torch.linspace(0.5, 1.5, 4, dtype=torch.float64) for _ in range(4)]
+        features = values[:7].clone().requires_grad_(training)
+        x = st.sparse_tensor(features, rows, spatial_shape=11, capacity=9)
+        padded = torch.cat([x.features[:7], values[7:]])
+        learnt = [t.requires_grad_() for t in tables[2:]] if training else tables[2:]
+        call = dict(training=training, momentum=0.25, activation=activation)
+        y = st.masked_batch_norm(x.replace(padded), *tables[:2], *learnt, **call)
+        found = [y.features, *tables[:2]]
+        if training:
+            given = [features, *learnt]
+            first = torch.autograd.grad(y.features.sin().sum(), given, create_graph=True)
+            again = torch.autograd.grad(first[0].square().sum(), given, retain_graph=True)
+            found += [*first, *again]
+            y = st.masked_batch_norm(x.replace(padded), None, None, *learnt, activation=activation)
+            found += torch.autograd.grad(y.features.sin().sum(), given)  # as gradients are taken
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    names = ["statistics", "gradient", "running"]
+    assert [name in asked for name in names] == [training, training, not training]
+    assert (activation, False) in asked
+    with pytest.raises(ValueError, match="activation must be None, 'relu'"):
+        st.masked_batch_norm(x, activation="relu6")

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
     }
 }
 
-// C is what sums are in, S the parameters.
+// C is what sums are in, S the parameters. Of no groups the statistics are the running ones, which stay as they are.
 template <typename C, typename S>
 __global__ void __launch_bounds__(NORM_THREADS)
     stack_norm_finish(const C* __restrict__ partials, const S* __restrict__ weight, const S* __restrict__ bias,  // or null
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
         }
         number = sum_of_channel(number, shared);
         total = sum_of_channel(total, shared);
-        const double mean = number > 0 ? total / number : 0;
+        double mean = number > 0 ? total / number : 0;
 #pragma unroll 4
         for (i64 k = turn; k < groups; k += FINISH_ROWS) {
             const double own = static_cast<double>(numbers[k]);
@@ -116,7 +116,9 @@ __global__ void __launch_bounds__(NORM_THREADS)
         }
         squares = sum_of_channel(squares, shared);
         if (turn == 0 && c < channels) {
-            const double variance = number > 0 ? squares / number : 0, deviation = 1 / sqrt(variance + eps);
+            double variance = number > 0 ? squares / number : 0;
+            if (groups == 0) mean = to_compute<double>(running_mean[c]), variance = to_compute<double>(running_var[c]);
+            const double deviation = 1 / sqrt(variance + eps);
             const double scale = weight ? deviation * to_compute<double>(weight[c]) : deviation;
             const double shift = (bias ? to_compute<double>(bias[c]) : 0) - mean * scale;
             const double found[STATISTICS] = {mean, variance, deviation, scale, shift};

@@ -113,12 +113,18 @@ def _find(x, mask, weight, bias, eps, found):
     mean = pixels.sum(axis=(0, 1, 2)) / max(number, 1)
     apart = xp.where(mask, pixels - mean, 0.0)
     variance = (apart * apart).sum(axis=(0, 1, 2)) / max(number, 1)
-    deviation = 1 / xp.sqrt(variance + eps)
-    scale = deviation if weight is None else deviation * weight.astype(np.float64)
-    shift = -mean * scale if bias is None else bias.astype(np.float64) - mean * scale
-    found[:-1] = xp.concatenate([mean, variance, deviation, scale, shift])
+    found[:-1] = statistics_of(mean, variance, weight, bias, eps)
     found[-1] = number
     assert found.size == len(STATISTICS) * channels + 1
+
+
+def statistics_of(mean, variance, weight, bias, eps):
+    """Return the rows of statistics that a mean and a variance of each channel make, in float64."""
+    mean, variance = (array.astype(np.float64) for array in (mean, variance))
+    deviation = 1 / namespace(mean).sqrt(variance + eps)
+    scale = deviation if weight is None else deviation * weight.astype(np.float64)
+    shift = -mean * scale if bias is None else bias.astype(np.float64) - mean * scale
+    return namespace(mean).concatenate([mean, variance, deviation, scale, shift])
 
 
 def pixels_inside(x, table):

@@ -4,6 +4,8 @@
     find = prepare_stack_statistics(norm, "float", eps)
     find(x, bin_counts, active_block_indices, weight, bias, running_mean, running_var, partials,
          statistics, momentum)
+    find = prepare_stack_running(norm, "float", eps)
+    find(running_mean, running_var, weight, bias, statistics, Number(0))
     apply = prepare_stack_norm(norm, activation)
     apply(x, residual, statistics, bin_counts, active_block_indices, y)
     find = prepare_stack_norm_sums(norm, "float", activation)
@@ -12,6 +14,7 @@
     apply = prepare_stack_norm_grad(norm, activation)
     apply(grad, x, y, statistics, factors, bin_counts, active_block_indices, dx, dresidual)
 
+The statistics of ``prepare_stack_running`` are the running ones, for a norm in evaluation.
 weight, bias, running_mean and running_var are of one dtype, "float" above, and may be None, as may
 residual, dweight, dbias, dx and dresidual. For the gradients the activation is found from ``x``; or
 from ``y``, with relu, where there was a residual; else y is None. ``momentum`` is a
@@ -82,6 +85,15 @@ def prepare_stack_statistics(norm, parameter, eps):
         stem, "stack_norm_finish", norm, parameter, 7, (norm.channels, groups, float(eps))
     )
     return kernels.Series((sums, (0, 1, 2, 7)), (finish, (7, 3, 4, 5, 6, 8, 9)))
+
+
+def prepare_stack_running(norm, parameter, eps):
+    """Return the launch that makes statistics of the running ones."""
+    finish = _prepare_finish(
+        "block_sparse/stack/stack_batch_norm", "stack_norm_finish", norm, parameter, 7,
+        (norm.channels, 0, float(eps)),
+    )  # fmt: skip
+    return kernels.Series((finish, (None, 2, 3, 0, 1, 4, 5)))
 
 
 def prepare_stack_norm(norm, activation):

@@ -1,4 +1,4 @@
-"""The CUDA kernels of batch norms in training, on tensors: statistics, the stack, gradients."""
+"""The CUDA kernels of batch norms, on tensors: statistics, the stack, gradients."""
 
 import functools
 import math
@@ -50,6 +50,17 @@ def statistics(x, table, block, size, parameters, momentum, eps):
     return found
 
 
+def running(x, table, block, size, parameters, eps):
+    """Return statistics that are the running ones, for a norm in evaluation."""
+    from ...core.launch import Number
+
+    dtype = parameters[2].dtype
+    launch = _sizes(x, table, block, size).prepared(x, _prepare_running, dtype, float(eps))
+    found = torch.empty(_ROWS * x.shape[1] + 1, dtype=_wide(x.dtype), device=x.device)
+    cuda.start(launch, *parameters[2:], *parameters[:2], found, Number(0))
+    return found
+
+
 def normalize(x, table, block, size, found, residual, activation):
     """Return ``activation(x * scale + shift + residual)``, 0 outside of the images."""
     launch = _sizes(x, table, block, size).prepared(x, _prepare_norm, cuda._CODES[activation])
@@ -64,7 +75,7 @@ def differentiate(grad, x, y, table, block, size, found, activation, dtype, want
     ``y`` is the result where there was a residual and an activation, which is relu; else None.
     ``dtype`` is that of the parameters.
     """
-    grad, x, y = map(cuda.last, (grad, x, y))
+    grad, x, y = _aligned(cuda.last(grad)), cuda.last(x), cuda.last(y)
     sizes, channels = _sizes(x, table, block, size), x.shape[1]
     code, lists = cuda._CODES[activation], (table.counts, table.indices)
     factors = dweight = dbias = dx = added = None
@@ -86,6 +97,11 @@ def differentiate(grad, x, y, table, block, size, found, activation, dtype, want
         launch = sizes.prepared(x, _prepare_gradient, code)
         cuda.start(launch, grad, x, y, found, factors, *lists, dx, None if same else added)
     return dx, dweight, dbias, added
+
+
+def _aligned(t):
+    """Return a tensor whose memory begins where a vector can; a gradient may be a part of one."""
+    return t.clone() if t.data_ptr() % 16 else t
 
 
 def _wide(dtype):
@@ -129,6 +145,12 @@ def _prepare_statistics(norm, parameter, eps):
     from ...block_sparse.stack.stack_norm_launch import prepare_stack_statistics
 
     return prepare_stack_statistics(norm, _PARAMETERS[parameter], eps), norm.partials
+
+
+def _prepare_running(norm, parameter, eps):
+    from ...block_sparse.stack.stack_norm_launch import prepare_stack_running
+
+    return prepare_stack_running(norm, _PARAMETERS[parameter], eps)
 
 
 def _prepare_norm(norm, code):

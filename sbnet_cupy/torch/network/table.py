@@ -290,7 +290,7 @@ class BlockTable(Table):
     def mean_inside(self, value, block, size):
         """Return mean and biased variance of each channel over active pixels, and their number."""
         inside = self.inside(block, size)[:, None]
-        return _moments(value, inside)
+        return moments(value, inside)
 
 
 class PictureTable(Table):
@@ -354,10 +354,14 @@ class PictureTable(Table):
 
     def mean_inside(self, value, block, size):
         """Return mean and biased variance of each channel over active pixels, and their number."""
-        return _moments(value, self._mask(value, block, size, (2, 3)))
+        return moments(value, self._mask(value, block, size, (2, 3)))
 
 
-def _moments(value, inside):
+def moments(value, inside):
+    """Return mean and biased variance of each channel of a stack, and the number of pixels.
+
+    Of pixels that are ``inside``, bool ``[M, 1, h, w]``.
+    """
     wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     count = inside.sum().clamp(min=1).to(wide.dtype)
     mean = torch.where(inside, wide, 0).sum((0, 2, 3)) / count

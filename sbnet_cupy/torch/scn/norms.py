@@ -116,9 +116,10 @@ class BatchNormalization(SiteModule):
             )
         tables = (self.running_mean, self.running_var, self.weight, self.bias)
         found = masked_batch_norm(
-            input.sparse, *tables, training=self.training, momentum=1 - self.momentum, eps=self.eps
-        )
-        return input.replace(_leaky(found.features, self.leakiness))
+            input.sparse, *tables, training=self.training, momentum=1 - self.momentum,
+            eps=self.eps, activation=None if self.leakiness else "relu",
+        )  # fmt: skip
+        return input.replace(_leaky(found.features, self.leakiness or 1))
 
     def extra_repr(self):
         """Describe the layer."""

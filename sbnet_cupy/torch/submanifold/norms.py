@@ -1,16 +1,26 @@
-"""Batch norm over the sites alone: rows past the count do not enter the statistics."""
+"""Batch norm over the sites alone: rows past the count do not enter the statistics.
+
+On a GPU the kernels of a stack's batch norms compute it: sites are blocks of one pixel.
+"""
 
 import torch
 
+from ...dense.activation import check_activation
 from ...errors import ShapeError
 from ...submanifold.sparse_tensor import SparseTensor
+from .. import _dispatch_state as state
 from .._namespace import wide
+from ..network import cuda_norm, gradients
+from ..network.epilogue import finish
+from ..network.table import Table, moments
 from .maps import check_sparse, valid
+
+_PIXEL = (1, 1)
 
 
 def masked_batch_norm(
     x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1,
-    eps=1e-5,
+    eps=1e-5, activation=None,
 ):  # fmt: skip
     """Normalise each channel by its statistics over the sites.
 
@@ -31,6 +41,8 @@ def masked_batch_norm(
         Share of the new statistics in the running ones.
     eps : float
         Added to the variance.
+    activation : {None, "relu", "silu", "gelu"}
+        Applied to the result.
 
     Returns
     -------
@@ -43,8 +55,11 @@ def masked_batch_norm(
         If ``x`` is no SparseTensor of tensors.
     ShapeError
         If a tensor has not one value per channel.
+    ValueError
+        If the activation is none of these.
 
     Source: S. Ioffe, C. Szegedy 2015, arXiv:1502.03167.
+    Kernels: cuda_src/block_sparse/stack/stack_batch_norm.cu and stack_batch_norm_grad.cu
 
     Examples
     --------
@@ -54,21 +69,78 @@ def masked_batch_norm(
     tensor([-1.,  1.,  0.,  0.])
     """
     check_sparse(x)
+    check_activation(activation)
     tables = {"running_mean": running_mean, "running_var": running_var, "weight": weight,
               "bias": bias}  # fmt: skip
     for name, table in tables.items():
         if table is not None and tuple(table.shape) != (x.channels,):
             raise ShapeError(f"{name} must have shape ({x.channels},), got {tuple(table.shape)}")
+    training = training or running_mean is None
+    call = (weight, bias, running_mean, running_var), training, momentum, eps, activation
+    features = _by_kernels(x, *call)
+    if features is None:
+        features = _by_torch(x, *call)
+    return SparseTensor(features, x.coordinates)
+
+
+def _by_torch(x, parameters, training, momentum, eps, activation):
+    """Return the normalised features by PyTorch's operations."""
+    weight, bias, *running = parameters
     holds = valid(x.coordinates)[:, None]
     z = torch.where(holds, wide(x.features), 0)
-    mean, variance = running_mean, running_var
-    if training or running_mean is None:
-        running = None if running_mean is None else (running_mean, running_var)
-        mean, variance = masked_moments(z, holds, running, momentum)
+    if training:
+        known = None if running[0] is None else running
+        mean, variance = masked_moments(z, holds, known, momentum)
+    else:
+        mean, variance = running
     scale = torch.rsqrt(variance.to(z.dtype) + eps)
     z = (z - mean.to(z.dtype)) * (scale if weight is None else scale * weight.to(z.dtype))
-    z = z if bias is None else z + bias.to(z.dtype)
-    return SparseTensor(torch.where(holds, z, 0).to(x.features.dtype), x.coordinates)
+    z = finish(z if bias is None else z + bias.to(z.dtype), None, activation)
+    return torch.where(holds, z, 0).to(x.features.dtype)
+
+
+def _by_kernels(x, parameters, training, momentum, eps, activation):
+    """Return the normalised features, or None where PyTorch's operations have to find them."""
+    if isinstance(momentum, torch.Tensor) or state.in_transform():
+        return None
+    features, where = x.features, (_Rows(x.coordinates), _PIXEL, _PIXEL)
+    given = (features, *parameters[:2])
+    records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    if not training and records:
+        return None
+    # Vectors of channels start at whole multiples of their size.
+    features = features.contiguous()
+    features = features.clone() if features.data_ptr() % 16 else features
+    stack = features.view(*features.shape, *_PIXEL)
+    if not cuda_norm.serves(stack, *where, parameters):
+        return None
+    if training:
+        found = cuda_norm.statistics(stack, *where, parameters, momentum, eps)
+        call = *parameters[:2], None, found, where, activation, eps
+        stack = gradients.Norm.apply(stack, *call)
+    else:
+        found = cuda_norm.running(stack, *where, parameters, eps)
+        stack = cuda_norm.normalize(stack, *where, found, None, activation)
+    return stack.flatten(1)
+
+
+class _Rows(Table):
+    """Sites as blocks of one pixel: what the batch norms of a stack ask its table."""
+
+    known_live = False
+
+    def __init__(self, coordinates):
+        super().__init__((1, *_PIXEL), _PIXEL, _PIXEL, coordinates.indices.device)
+        self.coordinates = coordinates
+        self.counts, self.indices = coordinates.count, None  # rows below the count are sites
+
+    def inside(self, block, size):
+        """Return which rows are sites, as pixels of a stack."""
+        return valid(self.coordinates)[:, None, None]
+
+    def mean_inside(self, value, block, size):
+        """Return mean and biased variance of each channel over the sites, and their number."""
+        return moments(value, self.inside(block, size)[:, None])
 
 
 def masked_moments(z, counted, running, momentum):
