@@ -130,10 +130,9 @@ class _Launch:
 
         self._function = function  # keeps the module loaded
         self._decided = (grid, block, shared, pointers, scalars, maps)
-        values, self._arrays = np.zeros(pointers + len(scalars), np.int64), ()
-        for position, scalar in enumerate(scalars, pointers):
-            kind = np.float64 if isinstance(scalar, float) else np.int64
-            values[position] = np.array(scalar, kind).view(np.int64)
+        kinds = "".join("d" if isinstance(scalar, float) else "q" for scalar in scalars)
+        packed = struct.pack(f"{pointers}q{kinds}", *(0,) * pointers, *scalars)
+        values, self._arrays = np.frombuffer(bytearray(packed), np.int64), ()
         addresses = values.ctypes.data + 8 * np.arange(len(values) + len(maps), dtype=np.int64)
         self._maps = tuple(enumerate(maps, len(values)))
         self._values, self._addresses = memoryview(values), addresses
