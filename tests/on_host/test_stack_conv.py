@@ -90,7 +90,9 @@ PATCHES = [
 ]  # fmt: skip
 DEPTHWISE = [
     ConvCase(depthwise=True, channels_out=16),
-    ConvCase(depthwise=True, blocks=Blocks(block=(2, 2)), channels=24, kernel=(7, 7)),
+    ConvCase(
+        depthwise=True, blocks=Blocks(block=(2, 2)), channels=24, kernel=(7, 7), image_out=(24, 16)
+    ),
     ConvCase("BFloat16", Blocks(block=(8, 4)), 13, 13, (5, 5), (2, 2), depthwise=True),
     ConvCase("float", Blocks(block=(1, 1)), 70, 70, (3, 5), dilation=(2, 3), depthwise=True),
     ConvCase(depthwise=True, blocks=Blocks(block=(7, 5), share=1.0, spare=0), channels_out=16),
@@ -308,6 +310,27 @@ def test_boxes_are_whole_lines_or_parts_of_them():
         assert not has_boxes(conv._replace(**change), HOPPER)
 
 
+# Images of whole blocks, fewer than the grid has; a padding below of a window of one pixel.
+FEWER = ConvCase(blocks=Blocks(image=(24, 24), block=(8, 8), share=0.8), channels=64,
+                 image_out=(16, 8))  # fmt: skip
+PADDED = ConvCase(blocks=Blocks(image=(7, 6)), kernel=(1, 1), image_out=(8, 7))
+SIZES_OUT = [
+    (FEWER, full_plan(plan(SMALL, 3), False, 0)),
+    (FEWER, full_plan(plan(SMALL, 3, 2), False, 0)),
+    (FEWER, full_plan(plan(SMALL, 3), True, 0)),
+    (FEWER, PATCHES[0][1]),
+    (PADDED, full_plan(plan(SMALL, 3), False, 0)),
+    (PADDED, full_plan(plan(SMALL, 3), True, 0)),
+]
+
+
+@pytest.mark.parametrize(("case", "plan"), first_of(SIZES_OUT, 6, sanitized=6), ids=str)
+def test_images_that_are_smaller_or_larger_than_those_that_are_read(case, plan, monkeypatch):
+    """Pixels outside of their image are 0, also those of whole blocks, and none is read."""
+    use_shim(monkeypatch, AMPERE if plan.kernel == "stack_conv" else BLACKWELL, thread_blocks=2)
+    assert_exact(case, plan, clear_rows=True)
+
+
 def assert_exact(case, plan, clear_rows, settled=False):
     """Run a case by a plan; weights of either layout are packed alike."""
 
@@ -384,8 +407,8 @@ def test_depthwise_convolution_of_whole_numbers_is_exact(case, w_format, settled
 @pytest.mark.parametrize("kernel", [(3, 3), (31, 31), (200, 1)], ids=str)
 @pytest.mark.parametrize("device", [AMPERE, HOPPER], ids=["ampere", "hopper"])
 def test_plans_of_depthwise_convolutions_fit_the_device(device, kernel):
-    for block in (1, 2, 5, 8, 13, 32):
-        for channels in (1, 6, 18, 96, 120, 2048):
+    for block in (1, 2, 5, 7, 8, 13, 32):
+        for channels in (1, 6, 18, 40, 96, 120, 2048):
             case = ConvCase("Half", Blocks(block=(block, block)), channels, channels, kernel)
             conv = case.sizes(100)
             plan = plan_stack_depthwise(conv, 16, device)
@@ -468,6 +491,16 @@ def test_rounds_are_what_a_plan_is_chosen_by(rows, pixels):
     case = ConvCase("Half", blocks, 512, 512, dilation=(4, 4), residual=False)
     plan = plan_stack_conv(case.sizes(rows), HOPPER)
     assert (plan.tile, plan.split, plan.parts) == ((pixels, 128), 1, pixels // 64)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3])
+@pytest.mark.parametrize("large", [AMPERE, HOPPER])
+def test_thread_blocks_that_share_channels_are_there_at_once(large, multiprocessors):
+    """Fewer of a row of thread blocks than share a tile would never come to the next one."""
+    device = large._replace(multiprocessors=multiprocessors)
+    case = ConvCase(blocks=Blocks(block=(2, 2)), channels=2048, channels_out=8, kernel=(7, 7))
+    for conv in (case.sizes(1), case.sizes(2)):
+        assert plan_stack_conv(conv, device).split <= multiprocessors
 
 
 def test_what_has_no_kernel_says_why():

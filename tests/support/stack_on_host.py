@@ -121,11 +121,13 @@ class ConvCase:
     depthwise: bool = False
     groups: int = 1
     shortcut: tuple | None = None  # channels and strides; its scale is 1
+    image_out: tuple | None = None  # ceil(n / stride) pixels by default
 
     def sizes(self, rows):
         """Return the StackConv."""
         per_vector = 4 if self.element == "float" else 8
-        block = self.blocks.block
+        block, image = self.blocks.block, self.blocks.image
+        kept = tuple(-(-n // s) for n, s in zip(image, self.strides, strict=True))
         return StackConv(
             element=self.element,
             rows=rows,
@@ -133,10 +135,8 @@ class ConvCase:
             grid=self.blocks.grid_size,
             block=block,
             block_out=tuple(b // s for b, s in zip(block, self.strides, strict=True)),
-            image=self.blocks.image,
-            image_out=tuple(
-                -(-n // s) for n, s in zip(self.blocks.image, self.strides, strict=True)
-            ),
+            image=image,
+            image_out=self.image_out or kept,
             channels=self.channels,
             channels_out=self.channels_out,
             kernel=self.kernel,

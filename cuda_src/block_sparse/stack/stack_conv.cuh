@@ -59,8 +59,8 @@ struct Problem {
         : C(narrow(C)), K(narrow(K)), bh(narrow(bh)), bw(narrow(bw)), ph(narrow(ph)), pw(narrow(pw)), H(narrow(H)),
           W(narrow(W)), P(narrow(P)), Q(narrow(Q)), R(narrow(R)), S(narrow(S)), SH(narrow(SH)), SW(narrow(SW)),
           DH(narrow(DH)), DW(narrow(DW)), top(narrow(top)), left(narrow(left)) {}
-    // No block of y sticks out of its image.
-    DEVICE bool whole() const { return P % ph == 0 && Q % pw == 0; }
+    // No block of y sticks out of its image, nor lies outside: a window without padding leaves fewer blocks.
+    DEVICE bool whole(const BlockTable& table) const { return P == table.GH * ph && Q == table.GW * pw; }
 
     static DEVICE int narrow(i64 value) { return static_cast<int>(value); }
 };

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     const int tiles = ceil_div(pixels, BM) * across;
     const int to = swizzled(threadIdx.x / 8, threadIdx.x % 8);  // PASS is a multiple of 8: the same place in every pass
-    const bool whole = g.whole();
+    const bool whole = g.whole(table);
     const Finder finder(table, g);
 
     for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(256)
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
     const Problem g(0, K, 1, 1, ph, pw, 0, 0, P, Q, 1, 1, 1, 1, 1, 1, 0, 0);
     const Finder finder(table, g);
-    const bool whole = g.whole();
+    const bool whole = g.whole(table);
     const i64 across = ceil_div<i64>(K, COUNT), total = rows * ph * pw * across;
     const float* const scale = reinterpret_cast<const float*>(packed);
     const float* const bias = scale + ceil_div<i64>(K, PANEL) * PANEL;

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
         Stage<STAGES> stage;
         Stage<PATCH_STAGES> patch_stage;
         Stage<2> its_tables;
-        const bool whole = g.whole();
+        const bool whole = g.whole(table);
         int cells[MT];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {

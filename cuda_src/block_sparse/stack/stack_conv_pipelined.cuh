@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
-        const bool whole = g.whole();
+        const bool whole = g.whole(table);
         for (int tile = first_tile; tile < tiles; tile += step) {
             const auto its = rounds.template tile<BN>(tile);
             const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);

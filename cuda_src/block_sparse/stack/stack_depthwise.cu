@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(256)
     if (clear_rows)
         clear_rest<COPY == 16>(y, static_cast<i64>(rows) * g.ph * g.pw * g.C, M * g.ph * g.pw * g.C);
 
-    const bool whole = g.whole();
+    const bool whole = g.whole(table);
     const int lane = threadIdx.x % LANES, c = c0 + lane * V;
     const int in_tile = threadIdx.x / LANES % (TH * runs), mine = threadIdx.x / LANES / (TH * runs);
     const int run = in_tile / TH, my_i = in_tile - run * TH;  // threads side by side have rows one below the other

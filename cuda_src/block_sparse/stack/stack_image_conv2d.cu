@@ -151,7 +151,7 @@ struct ImageConv {
     int across, tiles;     // tiles of a block of y: in a row, in all
     int patch_h, patch_w;  // pixels of x under a tile
 
-    DEVICE bool whole() const { return P % ph == 0 && Q % pw == 0; }
+    DEVICE bool whole(const BlockTable& table) const { return P == table.GH * ph && Q == table.GW * pw; }
 };
 
 // A pixel of x, as it is loaded: its channels one by one; or, if PIXELS, the words that they lie in, side by side and
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
         const i64 each = static_cast<i64>(g.ph) * g.pw * g.K;
         clear_rest<VECTOR>(y, table.rows * each, M * each);
     }
-    const bool whole = g.whole();
+    const bool whole = g.whole(table);
     const int all = table.rows * g.tiles;
     for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
         const int row = tile / g.tiles, part = tile - row * g.tiles;

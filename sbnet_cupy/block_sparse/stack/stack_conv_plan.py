@@ -66,7 +66,8 @@ class StackConv(NamedTuple):
     def pointwise(self):
         """Whether pixel p of the stack y reads pixel p of the stack x, and no other."""
         plain = self.kernel == self.strides == (1, 1) and self.pads == (0, 0)
-        return plain and not self.of_images
+        inside = all(p <= h for p, h in zip(self.image_out, self.image, strict=True))  # no padding
+        return plain and inside and not self.of_images
 
     @property
     def span(self):
@@ -303,6 +304,8 @@ def candidates(conv, device):
         if tile == (128, 64) and not conv.pointwise:
             most = 1  # two have few stages
         for split in _SPLITS:
+            if split > device.multiprocessors:
+                break  # all that share K must be there at once
             if split > 1 and conv.chunks < (2 if tile == (64, 64) else 8) * split:
                 break  # larger tiles wait longer for their first chunk
             staged = conv.residual and device.bulk_copy and split == 1 and conv.vectors_out

@@ -76,7 +76,8 @@ def plan_stack_depthwise(conv, alignment, device):
     height, width = conv.block_out
     most = max(min(_RUN, width // 2), 1)  # short runs, so that there are more threads
     run = min(range(most, most // 2, -1), key=lambda n: -(-width // n) * n)
-    tile_h, runs = _evenly(height, _SIDE), _evenly(-(-width // run), _SIDE // run)
+    runs = _evenly(-(-width // run), _SIDE // run)
+    tile_h = _evenly(height, min(_SIDE, _THREADS // (runs * lanes)))
     most = max(_THREADS // (tile_h * runs * lanes), 1)
     plan = DepthwisePlan(vector, lanes, copy, run, tile_h, runs, most)
     return next((p for p in _smaller(plan) if _fits(p, conv, device)), None)
