@@ -239,6 +239,7 @@ def kernel_map(
     check_capacity(capacity)
     sizes = (kernel_size, stride, dilation, padding)
     if offsets is not None:
+        sizes = (*sizes, transposed, output_padding)
         steps = read_offsets(coordinates, onto, offsets, *sizes)
         rows = _rows(coordinates, coordinates, coordinates.indices.T[1:], steps)
         return KernelMap(rows, coordinates, coordinates, (len(steps),))

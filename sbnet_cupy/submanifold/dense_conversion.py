@@ -1,5 +1,7 @@
 """dense_to_sparse and sparse_to_dense: between whole grids and features at sites."""
 
+import math
+
 import numpy as np
 
 from ..core.arrays import array_function, dtype_kind, namespace
@@ -234,6 +236,11 @@ def grid_of(x, spatial_shape, data_format):
         raise ShapeError(
             f"x must have a known shape and batch size, got {shape} and {batch}; pass "
             "spatial_shape and batch_size to sparse_tensor"
+        )
+    if math.prod((batch, *shape)) >= 2**63:
+        raise ShapeError(
+            f"x must be on a grid of fewer than 2**63 cells, got {batch} samples of {shape}; pass "
+            "a smaller spatial_shape"
         )
     return (batch, *shape)
 

@@ -189,6 +189,7 @@ def kernel_map(
         check_map("onto", onto)
     check_capacity(capacity)
     if offsets is not None:
+        sizes = (*sizes, transposed, output_padding)
         return _with_offsets(coordinates, read_offsets(coordinates, onto, offsets, *sizes))
     window, output_padding = read_window(coordinates, onto, *sizes, transposed, output_padding)
     key = (window, bool(transposed), output_padding, id(onto), capacity)

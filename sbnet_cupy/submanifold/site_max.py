@@ -61,7 +61,7 @@ def _plan(specs, options):
     results, (floor, _) = _infer(specs, options), options
 
     def run(features, rows, valid, out):
-        with memory_of_graphs(features):
+        with memory_of_graphs(features), np.errstate(all="ignore"):
             largest, xp = _largest(features, rows), namespace(features)
             nothing = largest.dtype.type(0 if floor is None else floor)
             largest = xp.where(reads(rows, len(features)).any(axis=0)[:, None], largest, nothing)

@@ -71,10 +71,16 @@ def read_window(
     return Window(kernel, stride, dilation, padding), output_padding
 
 
-def read_offsets(coordinates, onto, offsets, kernel_size, stride, dilation, padding):
+def read_offsets(
+    coordinates, onto, offsets, kernel_size, stride, dilation, padding, transposed, output_padding
+):
     """Return the offsets of a map on the same sites, int64 ``[taps, d]``, or raise."""
-    if kernel_size is not None or stride != 1 or dilation != 1 or padding is not None:
-        raise ValueError("offsets must not be given with kernel_size, stride, dilation or padding")
+    defaults = kernel_size is None and stride == 1 and dilation == 1 and padding is None
+    if not defaults or transposed or output_padding != 0:
+        raise ValueError(
+            "offsets must not be given with kernel_size, stride, dilation, padding, transposed or "
+            "output_padding"
+        )
     if onto not in (None, coordinates):
         raise ValueError("onto must be coordinates, or None, where offsets are given")
     d = coordinates.dimensions
@@ -83,6 +89,10 @@ def read_offsets(coordinates, onto, offsets, kernel_size, stride, dilation, padd
         raise ShapeError(
             f"offsets must be integers of shape (taps, {d}), got {given.dtype} of shape "
             f"{given.shape}"
+        )
+    if given.size and not -(2**31) <= int(given.min()) <= int(given.max()) < 2**31:
+        raise ShapeError(
+            f"offsets must be numbers of 32 bits, got {int(given.min())} to {int(given.max())}"
         )
     return given.astype(np.int64)
 
@@ -94,8 +104,8 @@ def axes(value, dimensions, name, minimum=1):
     if (
         isinstance(value, tuple | list)
         and len(value) == dimensions
-        and all(is_integer(v) and v >= minimum for v in value)
+        and all(is_integer(v) and minimum <= v < 2**31 for v in value)
     ):
         return tuple(map(int, value))
     kind = "positive" if minimum else "non-negative"
-    raise ShapeError(f"{name} must be {dimensions} {kind} integers, got {given!r}")
+    raise ShapeError(f"{name} must be {dimensions} {kind} integers below 2**31, got {given!r}")

@@ -95,6 +95,17 @@ def test_offsets(xp, search, data):
     assert made.kernel_size == (len(offsets),) and made.target is made.source
 
 
+def test_offsets_stand_alone():
+    sites, _ = sb.coordinate_map(np.array([[0, 1], [0, 2]]), spatial_shape=8)
+    for name, value in (("kernel_size", 3), ("transposed", True), ("output_padding", 1)):
+        with pytest.raises(ValueError, match=f"offsets must not be given with .*{name}"):
+            sb.kernel_map(sites, offsets=[[1]], **{name: value})
+    for far in (2**31, -(2**31) - 1, 2**63):
+        with pytest.raises(sb.ShapeError, match="offsets must be numbers of 32 bits"):
+            sb.kernel_map(sites, offsets=np.array([[far]]))
+    assert sb.kernel_map(sites, offsets=[[-(2**31)], [2**31 - 1]]).rows.max() == -1
+
+
 CUBE = list(itertools.product(range(4), repeat=3))
 LAST = 2**20 - 1
 ADVERSARIAL = {

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import sbnet_cupy as sb
 from support import site_cases, site_oracles
 from support.assertions import assert_close, assert_same, to_numpy
+from support.strategies import BFLOAT16
 
 
 def drawn(data, xp, body, dtypes=None):
@@ -43,6 +44,15 @@ def test_max(xp, body, floor, data):
     for row, mine in enumerate(windows_of(y, x, sites, features, kernel, options)):
         expected = mine.max(axis=0) if floor is None else np.maximum(mine.max(axis=0), floor)
         assert_same(found[row].astype(np.float64), expected, signed_zero=False)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32], ids=str)
+def test_nan_is_the_largest_and_warns_of_nothing(xp, dtype):
+    rows = xp.asarray(np.array([[0, 0], [0, 1], [0, 5]]))
+    features = xp.asarray(np.array([[np.nan], [1], [-2]], dtype))
+    pooled = sb.sparse_max_pool(sb.sparse_tensor(features, rows, spatial_shape=8), 2, floor=0)
+    first, second = to_numpy(pooled.features).astype(np.float64).ravel()
+    assert np.isnan(first) and second == 0
 
 
 @pytest.mark.parametrize("count", ["volume", "active"])

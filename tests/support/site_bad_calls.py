@@ -20,7 +20,10 @@ def made(asarray, number=0):
     pooled = sb.sparse_max_pool(x, 2)
     window = sb.kernel_map(x.coordinates, 3, onto=x.coordinates)
     count = asarray(np.array([4], np.int32))
-    return {"x": x, "sites": x.coordinates, "pooled": pooled, "window": window, "count": count}
+    everywhere = sb.CoordinateMap(x.indices, count, (2**31 - 1, 2**31 - 1), 4)
+    huge = sb.SparseTensor(features, everywhere)
+    return {"x": x, "sites": x.coordinates, "pooled": pooled, "window": window, "count": count,
+            "huge": huge}  # fmt: skip
 
 
 class Made:
@@ -118,6 +121,7 @@ BAD = [
     *[("kernel_map", "coordinates", v, D) for v in [None, ROWS, X]],
     *[("kernel_map", "kernel_size", v, S) for v in [0, (3,), (3, 1.5), None, "3"]],
     *[("kernel_map", n, v, S) for n in ("stride", "dilation") for v in [0, (1, 2, 3), 1.5, None]],
+    *[("kernel_map", n, 2**31, S) for n in ("kernel_size", "stride", "dilation", "padding")],
     *[("kernel_map", "padding", v, S) for v in [-1, (1,), "SAME"]],
     *[("kernel_map", "onto", v, D) for v in [ROWS, X]],
     ("kernel_map", "output_padding", 1, V),
@@ -171,4 +175,5 @@ BAD = [
     *[("dense_to_sparse", "capacity", v, S) for v in [-1, 2.5]],
     *[(n, "data_format", v, V) for n in VALID if "dense" in n for v in ["NHWC", None]],
     *[("sparse_to_dense", "spatial_shape", v, S) for v in [(8,), (8, -1)]],
+    ("sparse_to_dense", "x", Made("huge"), S),
 ]  # fmt: skip

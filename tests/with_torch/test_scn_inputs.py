@@ -121,6 +121,8 @@ def test_input_batch(torch, scn):
     assert scn.AddTable()([y, y]).features.shape == (7, 2)
     with pytest.raises(sb.ShapeError, match="inside"):
         batch.set_location(torch.tensor([4, 0]), torch.tensor([1.0]))
+    with pytest.raises(sb.ShapeError, match="sample of 0 or more in the last column, got -1"):
+        batch.set_locations(torch.tensor([[1, 2, -1]]), torch.tensor([[1.0]]))
     empty = scn.InputBatch(2, 4)
     empty.add_sample()
     assert len(empty.get_spatial_locations()) == 0 and empty.batch_size() == 1
@@ -145,6 +147,29 @@ def test_append_compare_and_coordinates(torch, scn):
     placed = scn.AddCoords()(x).features[:, 3:]
     position = x.get_spatial_locations()[:, :2].double()
     torch.testing.assert_close(placed, position / torch.tensor([2.0, 1.5]) - 1)
+
+
+def test_functions_of_tensors_with_spare_rows(torch, scn):
+    """Rows that hold no site are appended last, and compared with nothing."""
+    layer = scn.InputLayer(1, 9, capacity=4)
+    x = layer([torch.tensor([[1, 0], [5, 0]]), torch.tensor([[1.0], [2]]), 1])
+    y = layer([torch.tensor([[2, 0], [7, 0], [0, 1]]), torch.tensor([[3.0], [4], [5]]), 2])
+    both, dense = scn.append_tensors([x, y]), scn.SparseToDense(1, 1)
+    assert torch.equal(dense(both), torch.cat([dense(x), dense(y)]))
+    rows = both.coordinates.indices.tolist()
+    assert rows == [[0, 1], [0, 5], [1, 2], [1, 7], [2, 0], *[[-1, -1]] * 3]
+    assert both.metadata.check() and both.coordinates.number() == 5
+    assert scn.compare_sparse(x, y).item() == (1 + 4 + 9 + 16 + 25) / 5
+    none = layer([torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 1), 1])
+    assert scn.compare_sparse(none, none).item() == 0
+    full = layer([torch.arange(5)[:, None], torch.ones(5, 1)])
+    with pytest.raises(sb.CapacityError, match="at least the number of sites"):
+        scn.append_tensors([full, full]).metadata.check()
+
+
+def test_positions_on_an_axis_of_one_cell(torch, scn):
+    x = scn.InputLayer(2, [1, 70_001])([torch.tensor([[0, 70_000]]), torch.ones(1, 1).half()])
+    assert scn.AddCoords()(x).features.tolist() == [[1, 0, 1]]
 
 
 @pytest.mark.parametrize("average, accumulate", [(True, False), (False, True), (False, False)])

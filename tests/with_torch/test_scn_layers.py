@@ -170,6 +170,35 @@ def test_pointwise_layers(torch, scn, device):
     assert elu(x).features.min() > -1
 
 
+def test_the_mean_of_16_bit_numbers_is_finite(torch, scn):
+    points = torch.arange(10_000)[:, None], torch.full((10_000, 1), 10.0).half()
+    x = scn.InputLayer(1, 10_000, 0)(points)
+    layer = scn.MeanOnlyBNLeakyReLU(1, momentum=0)
+    for y in (layer(x), layer.eval()(x)):
+        assert y.features.dtype == torch.float16 and not y.features.any()
+    assert layer.running_mean.tolist() == [10]
+
+
+def test_sites_of_one_spatial_size_by_different_windows(torch, scn):
+    """Each has its own maps to smaller sizes and back."""
+
+    def pooled(x, *window):
+        return scn.MaxPooling(2, *window)(x)
+
+    def made():
+        points = torch.tensor([[0, 0, 0], [5, 5, 0], [8, 8, 0]]), torch.tensor([[1.0], [2], [4]])
+        return scn.InputLayer(2, 9, 0)(points)
+
+    x, windows, dense = made(), ((3, 2), (6, 1)), scn.SparseToDense(2, 1)
+    ones, alone = [pooled(x, *its) for its in windows], [pooled(made(), *its) for its in windows]
+    smaller = [pooled(one, 2, 2) for one in ones]
+    for found, one in zip(smaller, alone, strict=True):
+        expected = pooled(one, 2, 2)
+        assert torch.equal(dense(found), dense(expected))
+        back, other = (scn.UnPooling(2, 2, 2)(y) for y in (found, expected))
+        assert torch.equal(dense(back), dense(other))
+
+
 def test_dropout_scales_in_evaluation(torch, scn, device):
     x = made(torch, scn, device)
     x = x.replace(torch.ones_like(x.features))

@@ -73,6 +73,11 @@ class InputBatch(SparseConvNetTensor):
         if locations.shape[1] > d:
             sample = locations[:, d:]
             if len(sample):
+                if int(sample.min()) < 0:
+                    raise ShapeError(
+                        "locations must have a sample of 0 or more in the last column, got "
+                        f"{int(sample.min())}"
+                    )
                 self._samples = max(self._samples, int(sample.max()) + 1)
         elif not self._samples:
             raise ValueError("locations must belong to a sample; call add_sample first")

@@ -3,7 +3,9 @@
 import torch
 
 from ...submanifold.coordinate_map import CoordinateMap
+from .._namespace import wide
 from ..submanifold import coordinate_map
+from ..submanifold.maps import valid
 from ..submanifold.operations import reduce_features, rows_of
 from .convolutions import SiteModule
 from .tensors import Metadata, SparseConvNetTensor, size_key
@@ -14,48 +16,63 @@ def append_tensors(tensors):
     sizes = {size_key(x.spatial_size) for x in tensors}
     if len(sizes) != 1:
         raise ValueError(f"tensors must have one spatial size, got {sorted(sizes)}")
-    listed, samples, count = [], 0, 0
+    listed, samples, count, status = [], 0, 0, None
     for x in tensors:
         sites = x.coordinates
-        listed.append(sites.indices + torch.tensor([samples] + [0] * sites.dimensions).to(
-            sites.indices))  # fmt: skip
+        first = torch.tensor([samples] + [0] * sites.dimensions).to(sites.indices)
+        listed.append(torch.where(valid(sites)[:, None], sites.indices + first, -1))
         samples, count = samples + sites.batch_size, count + sites.count
+        if sites.status is not None:
+            status = sites.status if status is None else status | sites.status
     (size,) = sizes
+    rows = torch.cat(listed)
+    order = (rows[:, 0] < 0).byte().argsort(stable=True)  # rows that hold no site come last
     metadata = Metadata(len(size))
-    metadata.grids[size] = CoordinateMap(torch.cat(listed), count, size, samples)
-    features = torch.cat([x.features for x in tensors])
+    metadata.grids[size] = CoordinateMap(rows[order], count, size, samples, status)
+    features = torch.cat([x.features for x in tensors])[order]
     return SparseConvNetTensor(features, metadata, tensors[0].spatial_size)
 
 
 class AddCoords(SiteModule):
-    """Append the position of each site, from -1 to 1 on each axis, to its features."""
+    """Append the position of each site, from -1 to 1 on each axis, to its features.
+
+    It is 0 on an axis of one cell.
+    """
 
     def forward(self, input):
         """Append positions to a SparseConvNetTensor."""
-        half = (input.spatial_size.to(input.features) - 1) / 2
-        position = input.coordinates.indices[:, 1:].to(input.features) / half - 1
-        return input.replace(torch.cat([input.features, position], 1))
+        like = wide(input.features)
+        half = (input.spatial_size.to(like) - 1) / 2
+        position = input.coordinates.indices[:, 1:].to(like)
+        position = torch.where(half > 0, position / half - 1, 0)
+        return input.replace(torch.cat([input.features, position.to(input.features)], 1))
 
 
 def compare_sparse(x, y):
     """Return the mean, over the sites of both tensors, of the squared distance of their features.
 
-    Where only one of them has a site, the other counts as 0.
+    Where only one of them has a site, the other counts as 0. Without sites it is 0.
     """
-    rows = torch.cat([x.coordinates.indices, y.coordinates.indices])
-    batch = max(x.batch_size(), y.batch_size())
+    (rows_x, at_x), (rows_y, at_y) = map(_there, (x, y))
+    batch, n = max(x.batch_size(), y.batch_size()), len(rows_x)
     both, site = coordinate_map(
-        rows, spatial_shape=size_key(x.spatial_size), batch_size=batch, mode="first"
-    )
-    n = x.coordinates.capacity
-    distance = _at(x, site[:n], both.capacity) - _at(y, site[n:], both.capacity)
-    return distance.square().sum() / both.capacity
+        torch.cat([rows_x, rows_y]), spatial_shape=size_key(x.spatial_size), batch_size=batch,
+        mode="first",
+    )  # fmt: skip
+    distance = _at(at_x, site[:n], both.capacity) - _at(at_y, site[n:], both.capacity)
+    return distance.square().sum() / max(both.capacity, 1)
 
 
-def _at(x, site, number):
-    """Return the features of a tensor at sites of a longer list, 0 where it has none."""
+def _there(x):
+    """Return the rows of a tensor that hold a site, and their features."""
+    there = valid(x.coordinates).nonzero()[:, 0]
+    return x.coordinates.indices[there], x.features[there]
+
+
+def _at(features, site, number):
+    """Return features at sites of a longer list, 0 where there are none."""
     row = torch.full((number,), -1, device=site.device)
-    return rows_of(x.features, row.index_copy(0, site.long(), torch.arange(len(site)).to(row)))
+    return rows_of(features, row.index_copy(0, site.long(), torch.arange(len(site)).to(row)))
 
 
 def voxelize_pointcloud(

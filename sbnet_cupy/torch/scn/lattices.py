@@ -67,7 +67,7 @@ class _Random:
     def _random(self, input):
         size, window = size_key(input.spatial_size), self._window
         key = (size, *window)
-        if key not in input.metadata.windows:
+        if input.metadata.known(key, source=input.coordinates) is None:
             made = random_window(input.coordinates, size, *window, self.generator)
             input.metadata.keep(key, made, fitted(*key))
 

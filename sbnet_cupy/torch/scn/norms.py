@@ -4,6 +4,7 @@ import torch
 from torch.nn import Parameter, functional
 
 from ...errors import ShapeError
+from .._namespace import wide
 from ..submanifold import masked_batch_norm
 from ..submanifold.maps import valid
 from .containers import Sequential
@@ -174,7 +175,7 @@ class MeanOnlyBNLeakyReLU(SiteModule):
 
     def forward(self, input):
         """Normalise a SparseConvNetTensor."""
-        features, mean = input.features, self.running_mean
+        features, mean = wide(input.features), self.running_mean
         holds = valid(input.coordinates)[:, None]
         if self.training:
             with torch.no_grad():
@@ -184,7 +185,8 @@ class MeanOnlyBNLeakyReLU(SiteModule):
                 self.running_mean.add_(share * (mean - self.running_mean))
         features = features - mean
         features = features if self.bias is None else features + self.bias
-        return input.replace(torch.where(holds, _leaky(features, self.leakiness), 0))
+        features = torch.where(holds, _leaky(features, self.leakiness), 0)
+        return input.replace(features.to(input.features.dtype))
 
 
 class SparseGroupNorm(torch.nn.GroupNorm):

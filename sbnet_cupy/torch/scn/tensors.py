@@ -36,7 +36,7 @@ class Metadata:
     def __init__(self, dimension):
         self.dimension = dimension
         self.grids = {}  # spatial size -> CoordinateMap
-        self.windows = {}  # (spatial size, kernel, stride) -> KernelMap
+        self.windows = {}  # (spatial size, kernel, stride) -> list of KernelMap
         self.inverse = None  # of an input layer: the site of each of its rows
 
     def coordinates(self, spatial_size, device=None):
@@ -63,7 +63,8 @@ class Metadata:
 
     def check(self):
         """Return self, or raise what :meth:`CoordinateMap.check` does for the sites of any size."""
-        for coordinates in self.grids.values():
+        made = [made.target for kept in self.windows.values() for made in kept]
+        for coordinates in dict.fromkeys([*self.grids.values(), *made]):
             coordinates.check()
         return self
 
@@ -73,22 +74,33 @@ class Metadata:
         The layer that makes it says the ``capacity`` of its sites.
         """
         key = size_key(spatial_size), kernel, stride
-        if key not in self.windows:
+        made = self.known(key, source=source)
+        if made is None:
             smaller = fitted(*key)
             made = kernel_map(source, kernel, stride=stride, capacity=capacity)
             self.keep(key, made, smaller)
-        return self.windows[key]
+        return made
+
+    def known(self, key, **ends):
+        """Return the map of a key with these sites as its source or its target; None for none.
+
+        Layers of other windows may have made other sites of the same spatial size.
+        """
+        for made in self.windows.get(key, ()):
+            if all(getattr(made, end) is sites for end, sites in ends.items()):
+                return made
+        return None
 
     def keep(self, key, made, smaller):
         """Keep a map, and its target as the sites of the smaller spatial size."""
-        self.windows[key] = made
+        self.windows.setdefault(key, []).append(made)
         self.grids[smaller] = made.target
 
     def window_back(self, coarse, spatial_size, kernel, stride):
         """Return the map back to the sites that a convolution or pooling read, and their size."""
         larger = enlarged(size_key(spatial_size), kernel, stride)
-        made = self.windows.get((larger, kernel, stride))
-        if made is None or made.target is not coarse:
+        made = self.known((larger, kernel, stride), target=coarse)
+        if made is None:
             raise ValueError(
                 f"input must come from a Convolution or pooling of size {kernel} and stride "
                 f"{stride} of sites of spatial size {larger}; there was none: use FullConvolution, "
