@@ -1,5 +1,6 @@
 """Every function that a StackTensor knows, and some that it does not, against the oracle."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -155,6 +156,13 @@ STACK = {
         0, 3, 1, 2
     ),
     "local response norm": lambda x: F.local_response_norm(x, 3),
+    "flip of channels": lambda x: x.flip(1) * x.flip(dims=(-3,)) + torch.flip(x, [1]),
+    "dimensions by name": lambda x: torch.permute(x, dims=(0, 2, 3, 1)).transpose(
+        dim0=1, dim1=1
+    ).permute(dims=(0, 3, 1, 2)),
+    "parts by name": lambda x: torch.cat(torch.chunk(x, chunks=2, dim=1)[::-1], 1),
+    "sort by name": lambda x: torch.sort(x, stable=True, dim=1).values * x.sort(1, True)[0],
+    "sizes of NumPy": lambda x: resize(pool(x, np.int64(2)), size=tuple(np.array(x.shape[2:]))),
     "batch norm": lambda x: F.batch_norm(x, BIAS, BIAS.abs() + 1, BIAS, BIAS),
     "normalize": lambda x: F.normalize(x),
     "softmax": lambda x: x.softmax(1),
@@ -212,6 +220,13 @@ IMAGE = {
     "mean of all": lambda x: x.mean(),
     "roll": lambda x: conv(torch.roll(x, 2, 3), W3, BIAS, 1, 1),
     "flip": lambda x: x.flip(3),
+    "flip of channels and rows": lambda x: conv(x.flip(1, 2), W3, BIAS, 1, 1),
+    "activations by name": lambda x: torch.relu(input=torch.add(input=x, other=x)),
+    "norm across rows": lambda x: F.local_response_norm(x.permute(0, 2, 3, 1), 3),
+    "places": lambda x: x * len(torch.where(x > 0)[0]) * (x.type() == "torch.DoubleTensor"),
+    "sparse": lambda x: x.to_sparse().to_dense(),
+    "variance of all": lambda x: x * x.var(True),
+    "pad and pool 3 ceil": lambda x: pool(F.pad(x, (0, 1, 0, 1)), 3, 2, ceil_mode=True),
     "einsum": lambda x: torch.einsum("nchw,cd->ndhw", x, W1[:, :, 0, 0]),
     "flat": lambda x: x.view(x.shape[0], -1).sum(1),
     "tokens": lambda x: x.flatten(2).transpose(1, 2).softmax(1).sum(1),

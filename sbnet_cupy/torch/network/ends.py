@@ -10,6 +10,7 @@ import torch
 from ...errors import DeviceError, DTypeError, ShapeError
 from . import cuda_ends
 from . import tensor as T
+from .aliases import own
 
 
 def end_of(out):
@@ -18,7 +19,7 @@ def end_of(out):
         return None
     _, block, size, hw, _ = T.facts(out)
     T.value_of(out)  # what was put off knows what it holds once it has run
-    return block, size, hw, T.rest_of(out)
+    return block, size, hw, rest_of(out)
 
 
 def finished(out, outside):
@@ -30,7 +31,7 @@ def finished(out, outside):
     if not table.whole and not T.border_of(out):
         if isinstance(outside, torch.Tensor):
             _check_shape(outside, T.shape(out))
-        wanted = T.resting(rest) if isinstance(outside, str) else outside
+        wanted = resting(rest) if isinstance(outside, str) else outside
         image = cuda_ends.scatter(T.value_of(out), table, block, size, hw, wanted)
         if image is not None:
             return image
@@ -43,7 +44,7 @@ def shown(image, table, end, outside):
         return image
     block, size, hw, rest = end
     if isinstance(outside, str):
-        outside = T.resting(rest)
+        outside = resting(rest)
         if table.tape is not None:
             table.tape.keep_rest(outside)
     elif isinstance(outside, torch.Tensor):
@@ -57,6 +58,30 @@ def _filled(image, table, block, size, hw, outside):
     shape = [table.batch] + [1] * (image.dim() - 1)
     shape[hw[0]], shape[hw[1]] = size
     return torch.where(table.active_map(block, size).view(shape), image, outside)
+
+
+def resting(rest):
+    """Return what a convolution's result holds where its input is 0: its bias, as an image.
+
+    ``rest`` is what :func:`rest_of` it gave.
+    """
+    if rest is None:
+        raise ValueError(
+            "outside='bias' needs a network that returns the result of a convolution, with no more "
+            "than a batch norm, an activation or an interpolation after it"
+        )
+    return rest()[:, None, None]
+
+
+def rest_of(x):
+    """Return the function that makes what :func:`resting` shows, or None."""
+    return own(x).get("_rest")
+
+
+def with_rest(x, rest):
+    """Note what a result holds where its input is 0."""
+    own(x)["_rest"] = rest
+    return x
 
 
 def _check_shape(outside, shape):

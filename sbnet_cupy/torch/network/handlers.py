@@ -1,5 +1,8 @@
 """The functions that a StackTensor knows, by the function objects that PyTorch hands over."""
 
+import functools
+import inspect
+
 import torch
 from torch.nn import functional as F
 
@@ -22,7 +25,7 @@ REFUSED = {
     "data_ptr", "untyped_storage", "storage", "_typed_storage", "set_", "resize_", "resize_as_",
     "share_memory_", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",
     "retain_grad", "as_strided", "as_strided_", "__dlpack__", "__cuda_array_interface__", "apply_",
-    "map_", "swapaxes_", "swapdims_", "transpose_", "squeeze_", "unsqueeze_", "t_",
+    "map_", "detach_", "swapaxes_", "swapdims_", "transpose_", "squeeze_", "unsqueeze_", "t_",
 }  # fmt: skip
 
 _SPACES = (torch, torch.Tensor, F, builtin_functions, torch.special)
@@ -39,3 +42,16 @@ def handles(*names):
         return handler
 
     return register
+
+
+@functools.lru_cache(maxsize=4096)
+def takes(handler, count, names):
+    """Whether a handler takes so many arguments and keywords of these names; some have others.
+
+    ``torch.batch_norm`` has its weights before the statistics, ``F.batch_norm`` behind them.
+    """
+    try:
+        inspect.signature(handler).bind(None, *range(count), **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True

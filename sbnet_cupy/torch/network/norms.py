@@ -12,7 +12,7 @@ from .handlers import handles
 from .image_values import plainly
 from .plans import LinearPlan, MatrixPlan, NormPlan, TrainedNorm, normalized
 from .pointwise import alias, pointwise, step
-from .windows import is_image
+from .windows import global_mean, is_image
 
 
 @handles("batch_norm")
@@ -139,8 +139,10 @@ def own_dims(x):
 def _normal(dim, count):
     """Return dimensions as a tuple of numbers from 0, or None."""
     given = (dim,) if isinstance(dim, int) else dim
-    if not isinstance(given, (tuple, list)) or not all(isinstance(d, int) for d in given):
+    if not isinstance(given, (tuple, list)):
         return None
+    if any(isinstance(d, bool) or not isinstance(d, int) for d in given):
+        return None  # torch.var(x, True) has no dimension
     return tuple(d % count for d in given)
 
 
@@ -218,10 +220,25 @@ def matmul(func, a, b):
     return _on_stack(a, torch.matmul, b)
 
 
-@handles("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "glu", "flip")
+@handles("local_response_norm")
+def local_response_norm(func, input, *args, **kwargs):
+    """Divide by what lies around in the second dimension, where it is one of channels."""
+    return _on_stack(input, func, *args, **kwargs) if is_image(input) else NotImplemented
+
+
+@handles("flip")
+def flip(func, input, *dims, **rest):
+    """Reverse the order of channels."""
+    dims = rest.pop("dims", dims)
+    over = _normal(dims[0] if len(dims) == 1 else dims, T.dims(input))
+    if rest or over is None or not set(over) <= set(own_dims(input)):
+        return NotImplemented
+    return _on_stack(input, torch.flip, over)
+
+
+@handles("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "glu")
 def along_channels(func, input, dim=None, *args, **kwargs):
     """Run a function along dimensions of channels."""
-    dim = kwargs.pop("dims", dim)
     over = None if dim is None else _normal(dim, T.dims(input))
     if over is None or not set(over) <= set(own_dims(input)):
         return NotImplemented
@@ -249,8 +266,8 @@ def total(func, input, dim=None, keepdim=False, *, dtype=None, **rest):
     if not _is_of_images(input, over):
         return reduce_channels(func, input, dim, keepdim)
     if len(over) == 2:
-        return T.global_mean(input, hw, keepdim, not mean)
-    pixels = plainly(T.global_mean(input, hw, True, not mean))
+        return global_mean(input, hw, keepdim, not mean)
+    pixels = plainly(global_mean(input, hw, True, not mean))
     return table.compute(func, pixels, over, keepdim)
 
 
@@ -312,7 +329,9 @@ def reduce_channels(func, input, dim=None, *args, **kwargs):
     if over is None or not over or not set(over) <= set(own_dims(input)):
         return NotImplemented
     hw, before = T.facts(input)[3], T.dims(input)
-    result = T.facts(input)[0].compute(func, T.value_of(input), dim, *args, **kwargs)
+    given = (dim, *args) if args else ()  # by name alone where names follow, as sort wants it
+    kwargs |= {} if args else {"dim": dim}
+    result = T.facts(input)[0].compute(func, T.value_of(input), *given, **kwargs)
 
     def back(value):
         gone = before - value.dim()

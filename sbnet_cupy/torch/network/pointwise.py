@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from . import cuda_affine, shortcuts
+from . import aliases, cuda_affine, shortcuts
 from . import tensor as T
 from .handlers import HANDLERS, handles
 from .image_values import plainly
@@ -25,7 +25,7 @@ _UNARY = """
     floor floor_ ceil round trunc frac logit nan_to_num isnan isinf isfinite positive
     logical_not logical_not_ bitwise_not __neg__ __pos__ __abs__ __invert__ absolute exp2 sgn
     type float double half bfloat16 int long bool clone detach contiguous zeros_like ones_like
-    full_like empty_like rand_like randn_like requires_grad_ local_response_norm pow_
+    full_like empty_like rand_like randn_like requires_grad_ pow_
     feature_alpha_dropout_pointwise float_power
 """
 
@@ -45,7 +45,7 @@ _BINARY = """
 @handles(*_UNARY.split(), *_BINARY.split())
 def pointwise(func, *args, **kwargs):
     """Run an elementwise function on the stacks of its arguments."""
-    found = align(args, kwargs)
+    found = align(args, kwargs) if args else None
     if found is None:
         return NotImplemented
     like, inner, inner_kwargs = found
@@ -56,11 +56,17 @@ def pointwise(func, *args, **kwargs):
         return NotImplemented
     if writes:
         T.flush(table)
+        aliases.about_to_write(args[0], table)
+        inner[0] = T.value_of(args[0])
     if kwargs.get("memory_format") is torch.contiguous_format or name == "contiguous":
         inner_kwargs.pop("memory_format", None)
         if name == "contiguous":
-            return args[0]
+            return T.copied(args[0])
     result = table.compute(func, *inner, **inner_kwargs)
+    if not isinstance(result, torch.Tensor):
+        return NotImplemented
+    if result is inner[0] and "memory_format" in kwargs:
+        return T.copied(args[0])
     if writes or result is inner[0]:
         return args[0]
     if result.device != table.device:
@@ -133,11 +139,14 @@ def _before_expanded(image, table, hw):
     return image, tuple(image.shape[i] for i in hw)
 
 
-def _activation(func, x, *args, **kwargs):
+def _activation(func, *args, **kwargs):
     """Put an activation at the end of a convolution that waits, or run it."""
+    if not args:
+        return NotImplemented
+    x, *args = args
     plan = T.plan_of(x)
     inplace = kwargs.get("inplace", bool(args and args[0] is True)) or func.__name__.endswith("_")
-    plain = not args or args == (inplace,)
+    plain = not args or args == [inplace]
     plain = plain and kwargs.get("approximate", "none") == "none"
     name = _ACTIVATIONS[func.__name__]
     if plan is None or not plain or not plan.takes(activation=name):

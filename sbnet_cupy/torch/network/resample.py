@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 from . import cuda_pool, ops
 from . import tensor as T
+from .ends import rest_of, with_rest
 from .handlers import handles
 from .neighbours import pixels_at
 from .windows import is_image, two
@@ -33,13 +34,13 @@ def interpolate(
         call = T.picture(input), size, scale_factor, *options, recompute_scale_factor
         value = table.compute(F.interpolate, *call)
         out = T.StackTensor(value, table, to, new, (2, 3), reach)
-        return T.with_rest(out, T.rest_of(input))
+        return with_rest(out, rest_of(input))
     value = T.value_of(input)
     how = "bilinear corners" if align_corners else mode
     steps = tuple(map(_step, old, new, scales, (how == "bilinear corners",) * 2))
     taken = cuda_pool.interpolate(value, table, block, old, to, how, steps)
     if taken is not None:
-        return T.with_rest(T.StackTensor(taken, table, to, new, (2, 3), reach), T.rest_of(input))
+        return with_rest(T.StackTensor(taken, table, to, new, (2, 3), reach), rest_of(input))
     factors = tuple(t / b for t, b in zip(to, block, strict=True))
     exact = all(n == o * f and f >= 1 for n, o, f in zip(new, old, factors, strict=True))
     exact = exact and all(f.is_integer() for f in factors) and scales_are(scales, factors)
@@ -51,7 +52,7 @@ def interpolate(
         call = value, table, block, old, to, new, scales, mode, align_corners
         value = table.compute(_anywhere, *call)
     out = T.StackTensor(value, table, to, new, (2, 3), reach)
-    return T.with_rest(out, T.rest_of(input))
+    return with_rest(out, rest_of(input))
 
 
 def _larger(value, factors, mode):

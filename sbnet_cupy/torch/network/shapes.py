@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from . import cuda_resize
+from . import aliases, cuda_resize
 from . import tensor as T
 from .handlers import handles
 from .image_values import plainly
@@ -72,16 +72,16 @@ def _join(tensors, like):
 
 def _moved(x, hw, func, *args):
     """Return a StackTensor of what a function makes of a stack, with pixels at ``hw``."""
-    return T.wrap(T.facts(x)[0].compute(func, T.value_of(x), *args), x, hw=hw)
+    return T.viewed(func, x, *args, hw=hw)
 
 
 @handles("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
-def split(func, input, sections, dim=0):
+def split(func, input, sections=None, dim=0, *, chunks=None):
     """Split along channels."""
+    sections = chunks if sections is None else sections
     if not isinstance(input, T.StackTensor) or dim % T.dims(input) not in own_dims(input):
         return NotImplemented
-    parts = T.facts(input)[0].compute(func, T.value_of(input), sections, dim=dim)
-    return type(parts)(T.wrap(part, input) for part in parts)
+    return T.viewed(func, input, sections, dim=dim)
 
 
 @handles("unbind")
@@ -119,8 +119,9 @@ def index_select(func, input, dim, index):
 
 
 @handles("permute")
-def permute(func, input, *order):
+def permute(func, input, *order, dims=None):
     """Reorder dimensions; images stay first."""
+    order = order or (dims,)
     order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
     count = T.dims(input)
     order = tuple(i % count for i in order)
@@ -138,10 +139,10 @@ def permute(func, input, *order):
 
 
 @handles("transpose", "swapaxes", "swapdims")
-def transpose(func, input, a, b):
+def transpose(func, input, dim0, dim1):
     """Swap two dimensions."""
     order = list(range(T.dims(input)))
-    order[a], order[b] = order[b], order[a]
+    order[dim0], order[dim1] = order[dim1], order[dim0]
     return permute(func, input, order)
 
 
@@ -232,8 +233,9 @@ def view(func, input, *sizes, **rest):
     hw, block = zip(moved[0], moved[1], strict=True)
     if not math.prod(inner[1:]):  # of nothing, no length can be told from the others
         return NotImplemented
-    value = table.compute(torch.reshape, T.value_of(input), inner)
-    return T.wrap(value, input, block=block, size=tuple(sizes[i] for i in hw), hw=hw)
+    value = aliases.viewed(input, table, torch.reshape, T.value_of(input), inner)
+    out = T.wrap(value, input, block=block, size=tuple(sizes[i] for i in hw), hw=hw)
+    return aliases.inherit(out, input)
 
 
 def _groups(old, new):
@@ -316,10 +318,12 @@ def getitem(func, input, index):
         return NotImplemented
     table, block, size, hw, _ = T.facts(input)
     block, size = list(block), list(size)
+    is_cut = False
     for axis, at in enumerate(hw):
         cut = _pixels(index[at], block[axis], size[axis], table.whole)
         if cut is None:
             return NotImplemented
+        is_cut = is_cut or index[at].stop not in (None, size[axis])
         index[at], block[axis], size[axis] = cut
     others = [index[i] for i in own_dims(input)]
     if sum(not isinstance(i, (int, slice)) for i in others) > 1:
@@ -334,9 +338,11 @@ def getitem(func, input, index):
         return NotImplemented
     gone = [i for i in own_dims(input) if isinstance(index[i], int)]
     moved = tuple(i - sum(g < i for g in gone) for i in hw)
-    value = table.compute(torch.Tensor.__getitem__, T.value_of(input), tuple(index))
+    take, value = torch.Tensor.__getitem__, T.value_of(input)
+    value = aliases.viewed(input, table, take, value, tuple(index))
     table.block_of.setdefault(tuple(size), tuple(block))
-    return T.wrap(value, input, block=tuple(block), size=tuple(size), hw=moved)
+    out = T.wrap(value, input, block=tuple(block), size=tuple(size), hw=moved)
+    return aliases.note_part(out, input, "a slice") if is_cut else aliases.inherit(out, input)
 
 
 def _pixels(item, block, size, whole):

@@ -43,6 +43,7 @@ class Table:
         self.weights = None
         self.tape = None  # of a call that is recorded
         self.borders = False
+        self.lent = []  # weak references to activations that are copies, once something is written
         self.reduced = None
 
     def keep(self, key, make):

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from .._dispatch_state import plainly, without_memory
-from .handlers import BORDERED, HANDLERS, METADATA, REFUSED
-from .image_values import image_values
+from . import aliases
+from .handlers import BORDERED, HANDLERS, METADATA, REFUSED, takes
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
 
@@ -45,6 +45,7 @@ class StackTensor(torch.Tensor):
         self = without_memory(cls, shape, like.dtype, table.device, like.requires_grad)
         self._value, self._plan, self._made_of = value, plan, ()
         self._facts, self._shape = (table, block, size, hw, reach), tuple(shape)
+        self._is_lent, self._part, self._parts = False, None, ()
         return self
 
     @classmethod
@@ -88,6 +89,8 @@ def value_of(x):
         _compute(x, own)
     elif torch.is_grad_enabled():
         _check_gradient(x)
+    for part in own["_parts"]:
+        part.check()
     return own["_value"]
 
 
@@ -203,13 +206,19 @@ def dense(x):
     return table.compute(F.pad, image, around, mode=mode)
 
 
-def map_dense(tree):
-    """Replace the StackTensors in arguments by images that can be viewed as they like."""
+def map_dense(tree, images=None):
+    """Replace the StackTensors in arguments by images that can be viewed as they like.
+
+    The list ``images`` takes each with its image, and whether that has the usual order.
+    """
 
     def replaced(x):
         if not isinstance(x, StackTensor):
             return x
-        return facts(x)[0].compute(torch.Tensor.contiguous, dense(x))
+        image = facts(x)[0].compute(torch.Tensor.contiguous, dense(x))
+        if images is not None:
+            images.append((x, image, facts(x)[3] == (2, 3)))
+        return image
 
     return tree_map(replaced, tree)
 
@@ -235,7 +244,7 @@ def gathered(image, like):
     table, block, size, hw, _ = facts(like)
     if not isinstance(image, torch.Tensor) or isinstance(image, StackTensor):
         return image
-    if image.dim() <= max(hw) or image.shape[0] != table.batch:
+    if image.dim() <= max(hw) or image.shape[0] != table.batch or image.layout != torch.strided:
         return image
     got = (image.shape[hw[0]], image.shape[hw[1]])
     if got != size:
@@ -252,6 +261,8 @@ def dispatch(func, args, kwargs):
     name = getattr(func, "__name__", None) or str(func)
     if handler is None and name == "__get__":
         return _attribute(func, args)
+    if handler is not None and not takes(handler, len(args), tuple(kwargs)):
+        handler = None
     if handler is not None:
         like = args[0] if args and type(args[0]) is StackTensor else first_stack(args, kwargs)
         table = None if like is None else facts(like)[0]
@@ -305,14 +316,27 @@ def on_image(func, name, args, kwargs):
     if inplace and isinstance(args[0], StackTensor):
         target = args[0]
         _, block, _, hw, _ = facts(target)
+        aliases.about_to_write(target, table)
         image = dense(target).clone()
         _traced(table, name, func, (image, *map_dense(args[1:])), map_dense(kwargs))
+        if border_of(target) is not None:
+            own = object.__getattribute__(target, "__dict__")
+            own["_value"], own["_plan"] = None, aliases.Spent(name)
+            return None if name == "__setitem__" else gathered(image, target)
         value_of(target).copy_(table.gather(image, block, hw))
         return None if name == "__setitem__" else target
-    result = _traced(table, name, func, map_dense(args), map_dense(kwargs))
+    if inplace and args and isinstance(args[0], (list, tuple)) and first_stack(args[0]) is not None:
+        raise NotImplementedError(
+            f"{name} cannot write to a list with an activation of a sparsified network"
+        )
+    images = []
+    result = _traced(table, name, func, map_dense(args, images), map_dense(kwargs, images))
     if inplace:
         return result
-    return tree_map(lambda image: gathered(image, like), result)
+    taken = tree_map(lambda image: gathered(image, like), result)
+    if not table.static:
+        aliases.note_parts(name, images, result, taken)
+    return taken
 
 
 def _traced(table, name, func, args, kwargs):
@@ -327,6 +351,7 @@ def _traced(table, name, func, args, kwargs):
 
 def _writes(name, kwargs):
     """Whether a function changes its first argument."""
+    name = name.split(".")[0]  # of an operator, an overload follows
     if name == "__setitem__" or kwargs.get("inplace"):
         return True
     if name.startswith("__"):
@@ -370,41 +395,19 @@ def with_border(x, border):
     own = object.__getattribute__(out, "__dict__")
     own["_border"], own["_facts"] = border, (table, block, size, hw, reach)
     table.borders = True
-    return out
+    return aliases.lend(out, table)
 
 
-def global_mean(x, over, keepdim, total=False):
-    """Average (or sum) whole images: a tensor with one value for each image and channel."""
-    table, block, size, hw, _ = facts(x)
-    mode = "sum" if total else "mean"
-    sums = table.compute(table.reduce_pixels, value_of(x), block, size, hw, mode)
-    if table.reduced is None:
-        table.reduced = "a mean over the image"
-    if keepdim:
-        for i in sorted(over):
-            sums = table.compute(torch.unsqueeze, sums, i)
-    return image_values(sums, table)
+def copied(x):
+    """Return a copy of a StackTensor, made once something is written; itself where it waits."""
+    if plan_of(x) is not None:
+        return x
+    out, rest = wrap(value_of(x), x), object.__getattribute__(x, "__dict__").get("_rest")
+    object.__getattribute__(out, "__dict__")["_rest"] = rest
+    return aliases.lend(out, facts(x)[0])
 
 
-def resting(rest):
-    """Return what a convolution's result holds where its input is 0: its bias, as an image.
-
-    ``rest`` is what :func:`rest_of` it gave.
-    """
-    if rest is None:
-        raise ValueError(
-            "outside='bias' needs a network that returns the result of a convolution, with no more "
-            "than a batch norm, an activation or an interpolation after it"
-        )
-    return rest()[:, None, None]
-
-
-def rest_of(x):
-    """Return the function that makes what :func:`resting` shows, or None."""
-    return object.__getattribute__(x, "__dict__").get("_rest")
-
-
-def with_rest(x, rest):
-    """Note what a result holds where its input is 0."""
-    object.__getattribute__(x, "__dict__")["_rest"] = rest
-    return x
+def viewed(func, x, *args, hw=None, **kwargs):
+    """Return what a function that views makes of a StackTensor, with pixels at ``hw``."""
+    value = aliases.viewed(x, facts(x)[0], func, value_of(x), *args, **kwargs)
+    return tree_map(lambda part: aliases.inherit(wrap(part, x, hw=hw), x), value)

@@ -1,23 +1,28 @@
 """Functions that look at windows of pixels: convolution, pooling, padding."""
 
 import functools
+import operator
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from . import cuda, cuda_ends, cuda_pool, gradients, ops, units
 from . import tensor as T
+from .ends import with_rest
 from .entry import Entry
 from .handlers import BORDERED, handles
+from .image_values import image_values
 from .neighbours import pixels_of
 from .plans import Plan, TransposedPlan
 
 
 def two(value):
-    """Return an int or a sequence of one or two as a pair."""
+    """Return an int, of NumPy too, or a sequence of one or two as a pair of ints."""
     if isinstance(value, int):
         return (value, value)
-    value = tuple(value)
+    value = (value,) if isinstance(value, np.integer) else tuple(value)
+    value = tuple(v if isinstance(v, int) else operator.index(v) for v in value)
     return value * 2 if len(value) == 1 else value
 
 
@@ -118,7 +123,7 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
         else:
             call = (source, table, window.block, window.size, weight, bias)
             out = window.wrap(gradients.conv(*call, **options))
-        return T.with_rest(
+        return with_rest(
             out, lambda: weight.new_zeros(weight.shape[0]) if bias is None else bias
         )
     window.note()
@@ -198,7 +203,7 @@ def max_pool2d(
     dilation, ceil_mode = two(dilation), ceil_mode and stride != (1, 1)
     window = Window(input, kernel, stride, (p[0], p[0], p[1], p[1]), dilation, ceil_mode)
     border = T.border_of(input)
-    if not window.fits or (border and (any(p) or border[4] != "zeros")):
+    if not window.fits or (border and (any(p) or ceil_mode or border[4] != "zeros")):
         return NotImplemented
     if not input.is_floating_point():
         return NotImplemented
@@ -212,8 +217,6 @@ def max_pool2d(
         return window.wrap(pooled)
     if cuda.records(value) and cuda_pool.chooses(value, table, window):
         return window.wrap(gradients.MaxPool.apply(value, window, ceil_mode))
-    if border and ceil_mode:
-        return NotImplemented
     return window.wrap(gradients.max_pool(value, window, ceil_mode))
 
 
@@ -281,7 +284,7 @@ def adaptive_avg_pool2d(func, input, output_size):
     sizes = two(output_size)
     if not is_image(input) or sizes not in ((1, 1),):
         return NotImplemented
-    return T.global_mean(input, (2, 3), True)
+    return global_mean(input, (2, 3), True)
 
 
 @handles("adaptive_max_pool2d")
@@ -295,6 +298,19 @@ def adaptive_max_pool2d(func, input, output_size, return_indices=False):
     table.reduced = table.reduced or "a maximum over the image"
     largest = table.compute(table.max_pixels, T.value_of(input), block, size)
     return table.compute(torch.unflatten, largest, 1, (-1, 1, 1))
+
+
+def global_mean(x, over, keepdim, total=False):
+    """Average (or sum) whole images: a tensor with one value for each image and channel."""
+    table, block, size, hw, _ = T.facts(x)
+    mode = "sum" if total else "mean"
+    sums = table.compute(table.reduce_pixels, T.value_of(x), block, size, hw, mode)
+    if table.reduced is None:
+        table.reduced = "a mean over the image"
+    if keepdim:
+        for i in sorted(over):
+            sums = table.compute(torch.unsqueeze, sums, i)
+    return image_values(sums, table)
 
 
 _MODES = {
@@ -316,7 +332,7 @@ def pad(func, input, pad, mode="constant", value=None):
     left, right, top, bottom = pads
     table, block, size, _, reach = T.facts(input)
     if not any(pads):
-        return input
+        return T.copied(input)
     if min(pads) < 0:
         return NotImplemented
     if mode != "constant" and any(

@@ -1,0 +1,126 @@
+"""What is written in place, where activations share memory otherwise than in the dense network.
+
+A stack shares its memory where the dense network copies: ``contiguous`` of a view, padding that was
+put off. Such a copy is made before anything is written. The other way round, a part of an image
+that is no part of the stack is a copy, where the dense network has a view: once such a part was
+written to, what it was taken from is not read again.
+"""
+
+import weakref
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+_COPIES = ("reshape", "flatten", "contiguous")  # of images in another order of dimensions, maybe
+
+
+def own(x):
+    """Return what a StackTensor keeps, past PyTorch's hooks."""
+    return object.__getattribute__(x, "__dict__")
+
+
+class Part:
+    """A part of an activation that was taken by a function of some name.
+
+    ``image`` is what the part is a view of, or None where the part is a StackTensor, of which it is
+    known when it is written to.
+    """
+
+    def __init__(self, name, image=None):
+        self.name, self.image, self.is_written = name, image, False
+        self.version = None if image is None else image._version
+
+    def check(self):
+        """Raise if the part was written to."""
+        if self.is_written or (self.image is not None and self.image._version != self.version):
+            raise NotImplementedError(
+                f"what {self.name} took of an activation of a sparsified network was written to in "
+                "place, which the activation does not see; write x[...] = y, or to a clone()"
+            )
+
+
+class Spent:
+    """Stands for the value of a padded activation that was written to: only the result has it."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __getattr__(self, attribute):
+        raise NotImplementedError(
+            f"{self.name} wrote in place to a padded activation of a sparsified network; use what "
+            "it returns, or write to a clone()"
+        )
+
+
+def lend(x, table):
+    """Note that a StackTensor shares memory with another, of which it is a copy."""
+    own(x)["_is_lent"] = True
+    table.lent.append(weakref.ref(x))
+    return x
+
+
+def _settle(x, table):
+    """Give a StackTensor memory of its own, if it is a copy that was not made."""
+    if own(x)["_is_lent"]:
+        own(x)["_value"], own(x)["_is_lent"] = table.compute(torch.clone, own(x)["_value"]), False
+
+
+def about_to_write(x, table):
+    """Make the copies that were put off; note that a part is written to."""
+    for ref in table.lent:
+        copy = ref()
+        if copy is not None:
+            _settle(copy, table)
+    table.lent.clear()
+    if own(x)["_part"] is not None:
+        own(x)["_part"].is_written = True
+
+
+def viewed(x, table, func, value, *args, **kwargs):
+    """Return what a function that views makes of the stack of x, ``value``."""
+    result = table.compute(func, value, *args, **kwargs)
+    if own(x)["_is_lent"] and (table.static or _share(result, value)):
+        _settle(x, table)
+        result = table.compute(func, own(x)["_value"], *args, **kwargs)
+    return result
+
+
+def inherit(out, x):
+    """Note that a view of a part of an activation is one, too; return it."""
+    own(out)["_part"] = own(x)["_part"]
+    return out
+
+
+def note_part(out, x, name):
+    """Note that a StackTensor is a part of another that is not the same part of the stack."""
+    own(out)["_part"] = Part(name)
+    own(x)["_parts"] = [*own(x)["_parts"], own(out)["_part"]]
+    return out
+
+
+def note_parts(name, images, result, taken):
+    """Note of StackTensors that a function's result views their images: pairs of both.
+
+    ``taken`` is the result with StackTensors in place of images that were gathered again.
+    """
+    for x, image, in_order in images:
+        if image.is_inference() or (name in _COPIES and not in_order):
+            continue
+        if _share(own(x)["_value"], image):  # of a full mask: what is written is seen
+            continue
+        for plain, leaf in zip(tree_leaves(result), tree_leaves(taken), strict=True):
+            if _is_strided(plain) and _share(plain, image):
+                if leaf is plain:
+                    own(x)["_parts"] = [*own(x)["_parts"], Part(name, image)]
+                else:
+                    note_part(leaf, x, name)
+
+
+def _is_strided(x):
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and x.numel() > 0
+
+
+def _share(result, value):
+    """Whether a tensor, or one of several, has the memory of another."""
+    memory = value.untyped_storage().data_ptr()
+    return any(t.untyped_storage().data_ptr() == memory for t in tree_leaves(result))
