@@ -119,6 +119,12 @@ def in_transform():
     return torch.compiler.is_compiling() or _transforms() or has_forward_mode()
 
 
+def are_hooked(*called):
+    """Whether hooks of all modules, or of these, see calls. Yes, where there is no telling."""
+    own = ("_forward_hooks", "_forward_pre_hooks")
+    return any(_hooks) or any(getattr(module, name, True) for module in called for name in own)
+
+
 def is_watched():
     """Whether something sees, or changes, each function or module of this thread's calls.
 

@@ -84,6 +84,8 @@ def test_results_and_gradients_are_those_without(torch, scn):
 def test_nothing_waits_and_shapes_stay(torch, scn, watch):
     net = scn.set_capacities(unet(torch, scn), [points(torch, 60, 1)], slack=1).eval()
     shapes = []
+    with torch.no_grad():
+        net(points(torch, 60, 1))  # packs the weights
     for n in (1, 7):
         given = points(torch, 60, 1, size=n)  # fewer distinct sites
         with torch.no_grad(), watch() as seen:

@@ -1,5 +1,6 @@
 """Layers by SparseConvNet's names: against dense layers, their sizes, parameters and errors."""
 
+import copy
 import importlib
 
 import numpy as np
@@ -147,6 +148,60 @@ def test_batch_norm(torch, scn, device, leakiness):
     ours.eval(), theirs.eval()
     close(torch, ours(x).features, leaky(theirs(x.features)))
     assert set(ours.state_dict()) == {"weight", "bias", "running_mean", "running_var"}
+
+
+NORMS = {
+    "BatchNormalization": {}, "BatchNormReLU": {}, "BatchNormLeakyReLU": {"leakiness": 0.25},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_batch_norm_is_part_of_the_convolution_before_it(torch, scn, device, name, groups):
+    """In evaluation without gradients, where no hook sees it; and it follows what changes."""
+    net = scn.Sequential(
+        scn.SubmanifoldConvolution(2, 4, 6, 3, True, groups), getattr(scn, name)(6, **NORMS[name]),
+        scn.Convolution(2, 6, 4, 3, 2, False, groups), getattr(scn, name)(4, **NORMS[name]),
+        scn.Deconvolution(2, 4, 2, 3, 2, False), getattr(scn, name)(2, **NORMS[name]),
+    ).double().to(device)  # fmt: skip
+    x, called = made(torch, scn, device, channels=4), []
+    for p in net.parameters():
+        torch.nn.init.uniform_(p, -1, 1)
+    for norm in net[1::2]:
+        norm.running_mean.uniform_(-1, 1), norm.running_var.uniform_(0.5, 2)
+
+    def check(net, folded=True):
+        called.clear()
+        expected = net(x)  # records gradients: layer by layer
+        before = len(called)
+        with torch.no_grad():
+            y = net(x)
+        close(torch, y.features, expected.features.detach())
+        assert y.spatial_size.tolist() == expected.spatial_size.tolist()
+        assert before == 3 and len(called) == before + (0 if folded else 3)
+
+    kind, forward = type(net[1]), type(net[1]).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", lambda norm, x: called.append(norm) or forward(norm, x))
+        check(net.eval())
+        with torch.no_grad():
+            net[0].weight.mul_(2)
+            net[1].running_var.add_(1)
+            net[2].weight.data = net[2].weight.data * 3
+        check(net)
+        net.load_state_dict({k: v * 0.5 for k, v in net.state_dict().items()})
+        check(net)
+        check(copy.deepcopy(net))
+        net[0].weight.data.zero_()  # unseen, but train() forgets everything
+        check(net.train().eval())
+        handle = net[3].register_forward_hook(lambda *_: None)
+        with torch.no_grad():
+            called.clear()
+            net(x)
+            assert called == [net[3]]
+        handle.remove()
+        net[1].train(), net[3].train(), net[5].train()
+        check(net, folded=False)
 
 
 def test_pointwise_layers(torch, scn, device):

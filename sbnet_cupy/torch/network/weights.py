@@ -16,6 +16,9 @@ class Weights:
     def __init__(self, keeps=True):
         self.keeps, self.kept = keeps, {}
 
+    def __reduce__(self):
+        return type(self), (self.keeps,)  # copies keep nothing
+
     def clear(self):
         """Forget everything."""
         self.kept = {}
@@ -93,8 +96,8 @@ def _matrix(weight, bias, scale):
 def _unit(norm, layers):
     with torch.no_grad():
         kernels = [weight.detach().permute(2, 3, 1, 0).contiguous() for weight, _, _ in layers]
-        tables = [_scale_and_shift(norm)]
-        tables += [_scale_and_shift(after, bias) for _, bias, after in layers[:2]]
+        tables = [scale_and_shift(norm)]
+        tables += [scale_and_shift(after, bias) for _, bias, after in layers[:2]]
         return *kernels, *(t.contiguous() for pair in tables for t in pair)
 
 
@@ -110,7 +113,7 @@ def fold(weight, bias, norm):
     with torch.no_grad():
         dtype = weight.dtype
         if norm is not None:
-            scale, shift = _scale_and_shift(norm, bias)
+            scale, shift = scale_and_shift(norm, bias)
             bias = shift.to(dtype)
             weight = (_wide(weight) * scale[:, None, None, None]).to(dtype)
         weight = weight.detach()
@@ -118,7 +121,7 @@ def fold(weight, bias, norm):
         return weight, None if bias is None else bias.detach()
 
 
-def _scale_and_shift(norm, bias=None):
+def scale_and_shift(norm, bias=None):
     """Return a batch norm of ``x + bias`` as ``x * scale + shift``."""
     mean, variance, gamma, beta, eps = (
         t if t is None or isinstance(t, float) else _wide(t) for t in norm
@@ -132,7 +135,7 @@ def _scale_and_shift(norm, bias=None):
 
 def _affine(norm):
     with torch.no_grad():
-        scale, shift = _scale_and_shift(norm)
+        scale, shift = scale_and_shift(norm)
         return shift[:, None, None], scale[:, None, None]
 
 

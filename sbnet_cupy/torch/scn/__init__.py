@@ -57,6 +57,7 @@ from .lattices import (
     permutohedral_basis,
 )
 from .networks import (
+    BatchNormELU,
     FullConvolutionalNetIntegratedLinear,
     FullyConvolutionalNet,
     SparseResNet,
@@ -67,7 +68,6 @@ from .norms import (
     ELU,
     SELU,
     BatchNormalization,
-    BatchNormELU,
     BatchNormLeakyReLU,
     BatchNormReLU,
     BatchwiseDropout,

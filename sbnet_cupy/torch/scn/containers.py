@@ -3,6 +3,7 @@
 import torch
 import torch.utils.checkpoint
 
+from .norms import folds
 from .tensors import SparseConvNetTensor
 
 
@@ -16,7 +17,21 @@ class _Added:
 
 
 class Sequential(_Added, torch.nn.Sequential):
-    """Layers one after the other; ``add`` appends one and returns the sequence."""
+    """Layers one after the other; ``add`` appends one and returns the sequence.
+
+    In evaluation without gradients a batch norm right after a convolution is computed with it.
+    """
+
+    def forward(self, input):
+        """Call the layers one after the other."""
+        layers = list(self)
+        while layers:
+            layer = layers.pop(0)
+            if layers and folds(layer, layers[0]):
+                input = layer(input, layers.pop(0))
+            else:
+                input = layer(input)
+        return input
 
     def input_spatial_size(self, out_size):
         """Return the spatial size of the input that makes an output of this size."""

@@ -1,12 +1,19 @@
-"""Convolutions with SparseConvNet's names, arguments and parameters."""
+"""Convolutions with SparseConvNet's names, arguments and parameters.
+
+In evaluation without gradients their weights are packed once, and a batch norm that follows in a
+``Sequential`` is part of the convolution.
+"""
 
 import math
 
 import torch
 from torch.nn import Module, Parameter
 
+from ...dense.packed_weights import PackedWeights
 from ...errors import ShapeError
 from ...submanifold.coordinate_map import check_capacity
+from .. import _dispatch_state as state
+from ..network.weights import Weights, scale_and_shift
 from ..submanifold import kernel_map, site_conv
 from ..submanifold.maps import same_map
 from .tensors import Metadata, SparseConvNetTensor, enlarged, fitted, size_key, toLongTensor
@@ -35,13 +42,50 @@ class _Convolution(SiteModule):
         shape = (volume, groups, nIn // groups, nOut // groups)
         self.weight = Parameter(torch.empty(shape).normal_(0, std))
         self.register_parameter("bias", Parameter(torch.zeros(nOut)) if bias else None)
+        self._packed = Weights()
 
-    def _convolve(self, input, made):
-        """Return the features of the convolution over a map."""
+    def _convolve(self, input, made, norm=None):
+        """Return the features of the convolution over a map, and of a batch norm after it."""
         if input.features.shape[1] != self.nIn:
             raise ShapeError(f"input must have {self.nIn} planes, got {input.features.shape[1]}")
-        w = self.weight.permute(0, 2, 1, 3).reshape(self.filter_volume, -1, self.nOut)
-        return site_conv(input.features, w, made, groups=self.groups, bias=self.bias)
+        if not self.is_evaluated():
+            self._packed.clear()  # not all that trains weights shows in them
+            options = {"groups": self.groups, "bias": self.bias}
+            return site_conv(input.features, self._laid_out(), made, **options)
+        activation = "relu" if norm is not None and norm.leakiness == 0 else None
+        options = {"groups": self.groups, "activation": activation}
+        features = site_conv(input.features, self._weights_with(norm), made, **options)
+        return features if norm is None or activation else norm.activated(features)
+
+    def is_evaluated(self):
+        """Whether calls take weights that were packed before."""
+        by_hand = torch.is_grad_enabled() or torch.is_autocast_enabled(self.weight.device.type)
+        return not (self.training or by_hand or state.in_transform())
+
+    def _laid_out(self):
+        """Return the weights as site_conv takes them."""
+        return self.weight.permute(0, 2, 1, 3).reshape(self.filter_volume, -1, self.nOut)
+
+    def _weights_with(self, norm):
+        """Return weights and bias, with a batch norm after them or None, as PackedWeights."""
+        tables = () if norm is None else norm.tables()
+        tensors = self.weight, self.bias, *tables
+
+        def make():
+            with torch.no_grad():
+                scale, shift = None, self.bias
+                if norm is not None:
+                    scale, shift = scale_and_shift((*tables, norm.eps), self.bias)
+                shift = None if shift is None else shift.detach()
+                return (PackedWeights(self._laid_out().detach(), scale=scale, bias=shift),)
+
+        key = (*map(id, tensors), None if norm is None else norm.eps)
+        return self._packed.made(key, [t for t in tensors if t is not None], make)[0]
+
+    def train(self, mode=True):
+        """Set the layer to training or evaluation."""
+        self._packed.clear()
+        return super().train(mode)
 
     def _load_from_state_dict(self, state, prefix, *args, **kwargs):
         """Take weights of before SparseConvNet had groups, ``[volume, nIn, nOut]``, too."""
@@ -83,10 +127,10 @@ class SubmanifoldConvolution(_Convolution):
         super().__init__(dimension, nIn, nOut, math.prod(size.tolist()), bias, groups)
         self.filter_size = size
 
-    def forward(self, input):
-        """Convolve a SparseConvNetTensor."""
+    def forward(self, input, norm=None):
+        """Convolve a SparseConvNetTensor; ``norm`` is a batch norm in evaluation after it."""
         made = same_map(input.coordinates, size_key(self.filter_size))
-        return input.replace(self._convolve(input, made))
+        return input.replace(self._convolve(input, made, norm))
 
 
 class ValidConvolution(SubmanifoldConvolution):
@@ -129,12 +173,12 @@ class Convolution(_NewSites):
         Rows of the new sites; see :func:`set_capacities`.
     """
 
-    def forward(self, input):
-        """Convolve a SparseConvNetTensor."""
+    def forward(self, input, norm=None):
+        """Convolve a SparseConvNetTensor; ``norm`` is a batch norm in evaluation after it."""
         given = input.coordinates, input.spatial_size, *self._window, self.capacity
         made = input.metadata.window(*given)
         smaller = fitted(size_key(input.spatial_size), *self._window)
-        return input.at(self._convolve(input, made), smaller, made.target)
+        return input.at(self._convolve(input, made, norm), smaller, made.target)
 
     def input_spatial_size(self, out_size):
         """Return the spatial size of the input."""
@@ -157,12 +201,12 @@ class Deconvolution(_Back):
         As for :class:`Convolution`. A ValueError says that there was no such convolution.
     """
 
-    def forward(self, input):
-        """Convolve a SparseConvNetTensor."""
+    def forward(self, input, norm=None):
+        """Convolve a SparseConvNetTensor; ``norm`` is a batch norm in evaluation after it."""
         made, larger = input.metadata.window_back(
             input.coordinates, input.spatial_size, *self._window
         )
-        return input.at(self._convolve(input, made), larger, made.target)
+        return input.at(self._convolve(input, made, norm), larger, made.target)
 
 
 class FullConvolution(_NewSites, _Back):
@@ -174,18 +218,22 @@ class FullConvolution(_NewSites, _Back):
         As for :class:`Convolution`.
     """
 
-    def forward(self, input):
-        """Convolve a SparseConvNetTensor."""
+    def forward(self, input, norm=None):
+        """Convolve a SparseConvNetTensor; ``norm`` is a batch norm in evaluation after it."""
         kernel, stride = self._window
         how = {"stride": stride, "transposed": True, "capacity": self.capacity}
         made = kernel_map(input.coordinates, kernel, **how)
         larger = enlarged(size_key(input.spatial_size), kernel, stride)
         metadata = Metadata(self.dimension)
         metadata.grids[larger] = made.target
-        return SparseConvNetTensor(self._convolve(input, made), metadata, torch.tensor(larger))
+        features = self._convolve(input, made, norm)
+        return SparseConvNetTensor(features, metadata, torch.tensor(larger))
 
 
 TransposeConvolution = FullConvolution
+TAKES_NORM = (
+    SubmanifoldConvolution, ValidConvolution, Convolution, Deconvolution, FullConvolution,
+)  # fmt: skip
 
 
 class NetworkInNetwork(SiteModule):

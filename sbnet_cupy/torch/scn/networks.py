@@ -2,8 +2,13 @@
 
 from .containers import AddTable, ConcatTable, Identity, JoinTable, Sequential
 from .convolutions import Convolution, Deconvolution, NetworkInNetwork, SubmanifoldConvolution
-from .norms import BatchNormLeakyReLU, BatchNormReLU
+from .norms import ELU, BatchNormalization, BatchNormLeakyReLU, BatchNormReLU
 from .pooling import MaxPooling, UnPooling
+
+
+def BatchNormELU(nPlanes, eps=1e-4, momentum=0.9):
+    """Return a batch norm, then an ELU."""
+    return Sequential().add(BatchNormalization(nPlanes, eps, momentum)).add(ELU())
 
 
 def SparseVggNet(dimension, nInputPlanes, layers):

@@ -4,11 +4,11 @@ import torch
 from torch.nn import Parameter, functional
 
 from ...errors import ShapeError
+from .. import _dispatch_state as state
 from .._namespace import wide
 from ..submanifold import masked_batch_norm
 from ..submanifold.maps import valid
-from .containers import Sequential
-from .convolutions import SiteModule
+from .convolutions import TAKES_NORM, SiteModule
 
 
 class _Pointwise(SiteModule):
@@ -115,12 +115,20 @@ class BatchNormalization(SiteModule):
             raise ShapeError(
                 f"input must have {self.nPlanes} planes, got {input.features.shape[1]}"
             )
-        tables = (self.running_mean, self.running_var, self.weight, self.bias)
         found = masked_batch_norm(
-            input.sparse, *tables, training=self.training, momentum=1 - self.momentum,
+            input.sparse, *self.tables(), training=self.training, momentum=1 - self.momentum,
             eps=self.eps, activation=None if self.leakiness else "relu",
         )  # fmt: skip
-        return input.replace(_leaky(found.features, self.leakiness or 1))
+        features = found.features
+        return input.replace(self.activated(features) if self.leakiness else features)
+
+    def tables(self):
+        """Return mean, variance, weight and bias of each plane; the last two may be None."""
+        return self.running_mean, self.running_var, self.weight, self.bias
+
+    def activated(self, features):
+        """Return the activation of features."""
+        return _leaky(features, self.leakiness)
 
     def extra_repr(self):
         """Describe the layer."""
@@ -152,9 +160,14 @@ class BatchNormLeakyReLU(BatchNormalization):
         super().__init__(nPlanes, eps, momentum, True, leakiness)
 
 
-def BatchNormELU(nPlanes, eps=1e-4, momentum=0.9):
-    """Return a batch norm, then an ELU."""
-    return Sequential().add(BatchNormalization(nPlanes, eps, momentum)).add(ELU())
+_FOLDED = (BatchNormalization, BatchNormReLU, BatchNormLeakyReLU)
+
+
+def folds(layer, norm):
+    """Whether a convolution can compute the batch norm after it, whose call nobody sees."""
+    if type(layer) not in TAKES_NORM or type(norm) not in _FOLDED or norm.training:
+        return False
+    return layer.is_evaluated() and norm.nPlanes == layer.nOut and not state.are_hooked(layer, norm)
 
 
 class MeanOnlyBNLeakyReLU(SiteModule):
