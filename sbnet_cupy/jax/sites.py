@@ -29,9 +29,11 @@ from ..submanifold.distinct import DUPLICATE, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
 from ..submanifold.sparse_tensor import SparseTensor, check_tensor
-from ..submanifold.window import coarse_shape, fine_shape, read_offsets, read_window
+from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
 from ._sites import distinct, find, most_sites, sums_of_runs, valid_rows, words_of
 from ._specs import spec_of
+
+FAR = np.int32(np.iinfo(np.int32).min)  # a place past all that int32 holds; outside of every grid
 
 
 def coordinate_map(
@@ -241,7 +243,8 @@ def kernel_map(
     if offsets is not None:
         sizes = (*sizes, transposed, output_padding)
         steps = read_offsets(coordinates, onto, offsets, *sizes)
-        rows = _rows(coordinates, coordinates, coordinates.indices.T[1:], steps)
+        ones = (1,) * coordinates.dimensions
+        rows = _rows(coordinates, coordinates, Window(ones, ones, ones, (0,) * len(ones)), steps)
         return KernelMap(rows, coordinates, coordinates, (len(steps),))
     window, output_padding = read_window(coordinates, onto, *sizes, transposed, output_padding)
     if not transposed:
@@ -254,18 +257,32 @@ def kernel_map(
 
 def map_by(window, fine, coarse):
     """Return the map of a convolution from ``fine`` to ``coarse``."""
-    _, *position = coarse.indices.T
-    begin = [p * s - pad for p, (_, s, _, pad) in zip(position, window.axes(), strict=True)]
-    return KernelMap(_rows(fine, coarse, begin, window.offsets()), fine, coarse, window.kernel)
+    return KernelMap(_rows(fine, coarse, window, window.offsets()), fine, coarse, window.kernel)
 
 
-def _rows(source, target, begin, offsets):
-    """Return which row of the source each row of the target reads, int32 ``[taps, M]``."""
-    offsets = np.array(offsets, np.int32).reshape(-1, target.dimensions)
-    columns = [b[None] + o[:, None] for b, o in zip(begin, offsets.T, strict=True)]
+def _rows(source, target, window, offsets):
+    """Return which row of the source each row of the target reads, int32 ``[taps, M]``.
+
+    ``offsets`` are from the beginning of the window on.
+    """
+    offsets = np.array(offsets, np.int64).reshape(-1, target.dimensions)
+    _, *position = target.indices.T
+    axes = zip(position, window.axes(), offsets.T, strict=True)
+    columns = [_reached(column, s, pad, steps) for column, (_, s, _, pad), steps in axes]
     shape = (len(offsets), target.capacity)
     columns = [jnp.broadcast_to(target.indices[:, 0], shape), *columns]
     return find(source, columns, jnp.broadcast_to(valid_rows(target), shape))
+
+
+def _reached(position, stride, padding, offsets):
+    """Return ``position * stride - padding + offset`` for each offset: int32 ``[offsets, M]``.
+
+    FAR for what int32 cannot hold.
+    """
+    most = np.clip((2**31 - 1 + padding - offsets) // stride, -1, 2**31 - 1).astype(np.int32)
+    shift = np.clip(offsets - padding, -(2**31), 2**31 - 1).astype(np.int32)
+    place = position[None] * np.int32(stride) + shift[:, None]
+    return jnp.where(position[None] <= most[:, None], place, FAR)
 
 
 def reversed_map(forward):
@@ -284,10 +301,14 @@ def _coarse_sites(fine, window, capacity):
 
     def readers(position, axis):
         k, stride, dilation, pad = window.axes()[axis]
+        whole, into = jnp.divmod(position.astype(jnp.uint32) + np.uint32(pad), np.uint32(stride))
+        found = []
         for back in range((k - 1) * dilation // stride + 1):
-            place = (position + pad) // stride - back
-            into = position + pad - place * stride
-            yield jnp.where((into <= (k - 1) * dilation) & (into % dilation == 0), place, -1)
+            read = into + np.uint32(back * stride)
+            reads = (read <= (k - 1) * dilation) & (read % dilation == 0) & (whole >= back)
+            place = (whole - back).astype(jnp.int32)  # negative from 2**31 on
+            found.append(jnp.where(reads, jnp.where(place < 0, FAR, place), -1))
+        return jnp.stack(found)
 
     per_axis = [(k - 1) * dil // s + 1 for k, s, dil, _ in window.axes()]
     made = _sites_at(readers, fine, per_axis, shape, capacity)
@@ -301,7 +322,7 @@ def _fine_sites(coarse, window, output_padding, capacity):
 
     def reached(position, axis):
         k, stride, dilation, pad = window.axes()[axis]
-        return (position * stride - pad + r * dilation for r in range(k))
+        return _reached(position, stride, pad, np.arange(k, dtype=np.int64) * dilation)
 
     return _sites_at(reached, coarse, window.kernel, shape, capacity)
 
@@ -311,18 +332,24 @@ def _sites_at(places, like, per_axis, shape, capacity):
     if capacity is None:
         capacity = most_sites(like.capacity, per_axis, like.batch_size, shape)
     sample, *position = like.indices.T
-    lists = [list(places(column, axis)) for axis, column in enumerate(position)]
+    lists = [places(column, axis) for axis, column in enumerate(position)]
     grid = np.stack(np.meshgrid(*map(np.arange, map(len, lists)), indexing="ij"), -1)
     columns = [
-        jnp.stack(found)[choice].ravel()
+        found[choice].ravel()
         for found, choice in zip(lists, grid.reshape(-1, len(lists)).T, strict=True)
     ]
     copies = len(columns[0]) // max(like.capacity, 1)
     columns = [jnp.tile(sample, copies), *columns]
-    valid = jnp.tile(valid_rows(like), copies)
-    words, valid = words_of(columns, valid, packing_of(shape, like.batch_size, like.dimensions))
+    valid, packing = valid_rows(like), packing_of(shape, like.batch_size, like.dimensions)
+    status = like.status
+    if shape is None:  # places beyond what keys can hold are dropped, and flagged
+        beyond = jnp.zeros((), bool)
+        for found, limit in zip(lists, packing.limits[1:], strict=True):
+            beyond |= (((found > limit - 1) | (found == FAR)) & valid).any()
+        status = (0 if status is None else status) | jnp.int32(OUTSIDE) * beyond.reshape(1)
+    words, valid = words_of(columns, jnp.tile(valid, copies), packing)
     rows, count, *_ = distinct(columns, words, valid, capacity)
-    made = CoordinateMap(rows, count, shape, like.batch_size, like.status)
+    made = CoordinateMap(rows, count, shape, like.batch_size, status)
     made._kept["leaf_order"] = True
     return made
 

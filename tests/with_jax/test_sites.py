@@ -111,6 +111,24 @@ def test_maps(sbj, place, jax, window, transposed):
     assert short.target.overflowed != submanifold
 
 
+@pytest.mark.parametrize("given", [
+    {"kernel_size": 1, "stride": 4, "onto": True}, {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 2, "stride": 4, "transposed": True}, {"kernel_size": 2, "padding": 3},
+], ids=str)  # fmt: skip
+def test_places_past_32_bits_are_none(sbj, place, given):
+    """And do not wrap around to where there are sites; new sites past all keys are flagged."""
+    rows = np.array([[0, 0], [0, 2**30], [0, 2**30 + 1], [0, 2**31 - 1]], np.int32)
+    made = []
+    for core, asarray in ((sb, np.asarray), (sbj, place.make)):
+        sites, _ = core.coordinate_map(asarray(rows), batch_size=1, capacity=6)
+        options = given | ({"onto": sites} if "onto" in given else {"capacity": 9})
+        made.append(core.kernel_map(sites, **options))
+    expected, found = made
+    assert_same(to_numpy(found.rows), expected.rows)
+    for name in ("indices", "count", "status"):
+        assert_same(*(to_numpy(getattr(one.target, name)) for one in (found, expected)))
+
+
 def test_maps_of_offsets(sbj, place, jax):
     exact, x = tensors(sbj, place)
     offsets = [(0, 0, 0), (-1, 2, 0), (0, 0, 3)]
