@@ -10,7 +10,8 @@
 //   COPIED   bytes that are copied together: 16, or 4 or 8 where that is a whole row of x
 //   BUFFERS  2: the next rows are copied while these are multiplied
 //   OVERLAP  wait for the launches ahead before all else, and let the next one begin
-// By SplitWgmma groups of four warps share the taps of a tile, and their sums are added in their order.
+// By SplitWgmma groups of four warps share the taps of a tile, and their sums are added in their order. Each has a ring of its
+// own, an equal part of the stages: a group that has none of many taps neither holds the others up nor loses count of a stage.
 #pragma once
 
 #include "core/pipeline.cuh"
@@ -92,7 +93,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     constexpr int UNITS = RB / 16, STEPS = RB / 32, PANELS = ceil_div(BN, PANEL);
     constexpr bool RING = STAGES > 0;
     using Streaming = Streamers<Product, STAGES, BLOCKS>;
-    static_assert(SPLIT == 1 || (RING && (STAGES & (STAGES - 1)) == 0), "the stage of a tap follows from its number");
+    constexpr int OWN_STAGES = STAGES / SPLIT;  // of a group's ring
+    static_assert(SPLIT == 1 || (OWN_STAGES * SPLIT == STAGES && OWN_STAGES > 1), "groups share the stages evenly");
     // Whether fragments are read while others are multiplied.
     constexpr bool AHEAD = MT == 2 || NT * 4 + STEPS * 8 + (SPLIT > 1 ? 72 : 32) <= Streaming::TAKEN;
 
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             give_registers<Product::ASYNC ? Streaming::LEFT : 0>();
             if (threadIdx.x >= THREADS + 32) return;
             dependent_wait();
-            Stage<STAGES> stage;
+            Stage<OWN_STAGES> stage;  // of lane g: that of group g
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
                 const int* const head = heads + static_cast<i64>(tile) * head_ints;
                 const int count = head[0];
@@ -127,19 +129,20 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                     for (int first = 0; first < count; first += 32) {
                         const int entry = first + lane < count ? head[2 + first + lane] : 0;
                         for (int i = 0; i < min_of(32, count - first); ++i) {
-                            const int tap = __shfl_sync(0xffffffffu, entry, i) >> 16;
-                            if (lane == 0) {
+                            const int tap = __shfl_sync(0xffffffffu, entry, i) >> 16, group = group_of_tap<SPLIT>(tap);
+                            if (lane == group) {
+                                const int slot = group * OWN_STAGES + stage.slot;
                                 const u8* const its = weights + static_cast<i64>(tap * parts + part) * PANEL_CHUNK;
                                 constexpr u32 BYTES = min_of(BN, PANEL) * TILE_ROW;
-                                u64* const full = shared.full + stage.slot;
-                                barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                                u64* const full = shared.full + slot;
+                                barrier_wait(shared.empty + slot, stage.phase ^ 1);
                                 barrier_expect(full, panels * BYTES);
                                 for (int p = 0; p < panels; ++p)
-                                    bulk_copy(shared.weights + stage.slot * Memory::STAGE + p * BYTES, its + p * panel_step,
+                                    bulk_copy(shared.weights + slot * Memory::STAGE + p * BYTES, its + p * panel_step,
                                               BYTES, full);
+                                stage.advance();
                             }
                             __syncwarp();
-                            stage.advance();
                         }
                     }
             }
@@ -239,8 +242,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         __shfl_sync(EVERY, shared_address(shared.weights + Product::column() * TILE_ROW), 0);
     float acc[MT][NT][4];
     clear(acc);
-    Stage<RING ? STAGES : 1> stage;
-    [[maybe_unused]] u32 streamed = 0;  // taps whose weights came before this round
+    Stage<RING ? OWN_STAGES : 1> stage;  // of this group
     for (bool more = true; more;) {
         copy_async_wait<0>();
         if constexpr (ROUND) round_rows(now);
@@ -310,9 +312,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             const auto step = [&](int i, int next, int odd) {
                 int at[MT];
                 locate(at, next);
-                if constexpr (SPLIT > 1) stage.slot = (streamed + i) % STAGES, stage.phase = (streamed + i) / STAGES & 1;
-                const u32 right = (all_weights + (RING ? stage.slot * Memory::STAGE : weights_of(i))) >> 4;
-                if constexpr (RING) barrier_wait(shared.full + stage.slot, stage.phase);
+                const int slot = group_of<SPLIT>() * OWN_STAGES + stage.slot;
+                const u32 right = (all_weights + (RING ? slot * Memory::STAGE : weights_of(i))) >> 4;
+                if constexpr (RING) barrier_wait(shared.full + slot, stage.phase);
                 if constexpr (MT == 2) {
                     const bool top = tops >> i & 1, bottom = bottoms >> i & 1;
                     if (top) multiply(at[0], 0, a[0], right, !bottom || top_runs);
@@ -325,18 +327,18 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                     if (SPLIT > 1 || own >> i & 1) {
                         if constexpr (AHEAD) {
                             release(in_use);
-                            in_use = stage.slot;
+                            in_use = slot;
                         } else {  // the next product waits for this one anyway
                             wgmma_wait<0>();
-                            release(stage.slot);
+                            release(slot);
                         }
                     } else {
                         wgmma_wait<0>();  // those that stream must not wait for what was read long ago
                         release(in_use);
-                        release(stage.slot);
+                        release(slot);
                         in_use = -1;
                     }
-                    if constexpr (SPLIT == 1) stage.advance();
+                    stage.advance();
                 }
                 return next;
             };
@@ -350,7 +352,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             }
             wgmma_wait<0>();
             release(in_use);
-            if constexpr (SPLIT > 1) streamed += count;
         } else {
             const auto multiply = [&](const int (&at)[MT], const u8* weights, int b_at) {
 #pragma unroll

@@ -186,7 +186,7 @@ class TilesPlan(NamedTuple):
     stages: int = 0  # of the ring of weights; 0: they stay in shared memory
     buffers: int = 2  # of rows
     blocks: int = 1  # of a multiprocessor
-    engine: str = "TileMma"  # by SplitWgmma, groups of four warps share the taps
+    engine: str = "TileMma"  # by SplitWgmma, groups of four warps share taps and ring
 
     kernel = "site_conv_tiles"
 
@@ -257,8 +257,8 @@ _TILINGS = [
     (TilesPlan(TileShape(256, 640), 64, (4, 1), 4, 2, 1, "TileWgmma"), _ROW, 1070, 1070),
     (TilesPlan(TileShape(128, 320), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, 750, 750),
     (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, 1350, 1350),
-    (TilesPlan(TileShape(64, 192), 64, (3, 1), 8, 2, 1, "SplitWgmma"), _ROW, 420, 420),
-    (TilesPlan(TileShape(64, 192), 32, (3, 1), 16, 2, 1, "SplitWgmma"), _ROW, 365, 365),
+    (TilesPlan(TileShape(64, 192), 64, (3, 1), 9, 2, 1, "SplitWgmma"), _ROW, 420, 420),
+    (TilesPlan(TileShape(64, 192), 32, (3, 1), 15, 2, 1, "SplitWgmma"), _ROW, 365, 365),
 ]
 # With more parts sums over all rows sorted leave out more; of floats, the widest tile spills.
 _MOST_PARTS = {2: 4, 4: 2}  # by bytes of a number

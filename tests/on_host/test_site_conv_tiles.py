@@ -3,10 +3,12 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import site_conv_launch
+from sbnet_cupy.submanifold.site_conv import SITE_CONV
 from sbnet_cupy.submanifold.site_conv_plan import (
     _TILINGS,
     MmaPlan,
@@ -99,7 +101,7 @@ def test_every_tile_gives_the_same_bits(case, monkeypatch):
 FOUR_WARPS = [  # that multiply together
     (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"),
      Case(channels=64, channels_out=32, kernel=(3, 3, 3), sites=150, spare=4)),
-    (TilesPlan(TileShape(64, 64), 64, (3, 1), 8, 2, 1, "SplitWgmma"),
+    (TilesPlan(TileShape(64, 64), 64, (3, 1), 9, 2, 1, "SplitWgmma"),
      Case("bfloat16", channels=96, channels_out=96, kernel=(3, 3, 3), sites=130, spare=4)),
     (TilesPlan(TileShape(128, 256), 64, (2, 1), 4, 1, 1, "TileWgmma"),
      Case("float32", channels=32, channels_out=64, kernel=(3, 3), sites=300, precision="tf32")),
@@ -110,6 +112,24 @@ FOUR_WARPS = [  # that multiply together
 def test_products_of_four_warps_are_exact(given, monkeypatch):
     plan, case = given
     assert_result(case, *results(case, [plan], monkeypatch), seed=3)
+
+
+def test_groups_that_share_taps_may_have_none_for_a_whole_ring(monkeypatch):
+    """Between taps 0 and 13, both of the first group, a tile has nine taps of the others."""
+    plan = TilesPlan(TileShape(64, 64), 64, (3, 1), 9, 2, 1, "SplitWgmma")
+    monkeypatch.setattr(site_conv_launch, "current_device", lambda: site_on_host.AMPERE)
+    monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
+    listed = [0, 1, 2, 3, 4, 6, 8, 9, 10, 12, 13]
+    rows = np.full((27, 70), -1, np.int32)
+    rows[listed] = np.arange(11)[:, None]
+    x = np.eye(12, 64, dtype=np.float16)
+    w = np.arange(27, dtype=np.float16)[:, None, None] + np.zeros((27, 64, 64), np.float16)
+    out = np.zeros((70, 64), np.float16)
+    arrays = (x, rows, None, w, None, None, None, out)
+    with site_on_host.by_kernels():
+        SITE_CONV.plan_for(arrays, ((3, 3, 3), 12, 1, None, None)).run(*arrays)
+        assert plan.kernel in site_on_host.LAUNCHED
+    assert (out == sum(listed)).all()
 
 
 HOPPER = Device(132, 227 << 10, hopper=True, bulk_copy=True)
