@@ -193,7 +193,7 @@ def _networks():
 
         def of(row, network=network, wanted=wanted):
             is_of = (row.op, row.suite, row.variant) == ("network", *network)
-            return wanted.get(row.density) if is_of and row.dtype == "float16" else None
+            return wanted.get(row.density) if is_of and row.dtype != "float32" else None
 
         shares = ", ".join(f"{share:.0%}: {times:g}x" for share, times in wanted.items())
         yield _of_wanted(f"{', '.join(network)}, of blocks {shares} against dense", of, True)

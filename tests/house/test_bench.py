@@ -281,7 +281,7 @@ def test_targets_of_channels_host_and_masks():
 
 def test_targets_of_networks_sites_and_calls():
     """Each row has a number of its own: what share of it was reached."""
-    network = {"op": "network", "suite": "resnet18", "variant": "batch 1"}
+    network = {"op": "network", "suite": "resnet18", "variant": "batch 1", "dtype": "float16"}
     layer = {"op": "fused_conv", "suite": "resnet50", "variant": "1x1/1 64-256"}
     conv = {"op": "submanifold_conv", "dtype": "float16"}
     stage = {"suite": "blobs 10%", "shape": "50x88, 440 sites"}

@@ -145,3 +145,11 @@ def test_the_flow_of_blocks_and_sites_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
     check_rows(found, {rows.OURS})
     assert {row.variant for row in found} == {"stack_conv2d", "submanifold_conv"}
     assert len(found) == 2 * 2 * 2
+
+
+def test_a_unet_of_sparse_conv_net_s_layers(tmp_path):
+    bench, rows = part("submanifold.bench_scn_unet"), part("harness.rows")
+    assert bench.main(["--cpu", "--quick", "--out", str(tmp_path)]) == 0
+    found = rows.read(tmp_path / "scn_unet.csv")
+    check_rows(found, {rows.OURS})
+    assert [row.variant.partition(",")[0] for row in found] == ["forward"] * 2 + ["training step"]
