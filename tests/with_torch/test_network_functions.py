@@ -321,6 +321,17 @@ def test_places_without_pixels_have_no_maximum(st, break_even):
     assert leaves[0].grad.any()
 
 
+@torch.no_grad()
+def test_an_output_padding_holds_the_bias_alone(st):
+    """It lies past the image, where blocks may hold anything."""
+    dense = Call(lambda x: grow(x, W2, BIAS, 2, 0, 1))
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    x = weights(2, 4, 45, 51)
+    assert_near(sparse(x, torch.ones(2, 45, 51)), dense(x))
+    assert not sparse.dense_layers
+
+
 def test_the_norm_of_no_pixels_has_a_gradient(st):
     """It is 0, as that of a norm of zeros, and NaN nowhere."""
     dense = Call(response_norm)
