@@ -16,7 +16,16 @@ from .. import _dispatch_state as state
 from ..network.weights import Weights, scale_and_shift
 from ..submanifold import kernel_map, site_conv
 from ..submanifold.maps import same_map
-from .tensors import Metadata, SparseConvNetTensor, enlarged, fitted, size_key, toLongTensor
+from .tensors import (
+    Metadata,
+    SparseConvNetTensor,
+    check_planes,
+    enlarged,
+    fitted,
+    size_key,
+    toLongTensor,
+    window_sizes,
+)
 
 
 class SiteModule(Module):
@@ -46,8 +55,7 @@ class _Convolution(SiteModule):
 
     def _convolve(self, input, made, norm=None):
         """Return the features of the convolution over a map, and of a batch norm after it."""
-        if input.features.shape[1] != self.nIn:
-            raise ShapeError(f"input must have {self.nIn} planes, got {input.features.shape[1]}")
+        check_planes(input.features, self.nIn)
         if not self.is_evaluated():
             self._packed.clear()  # not all that trains weights shows in them
             options = {"groups": self.groups, "bias": self.bias}
@@ -123,7 +131,7 @@ class SubmanifoldConvolution(_Convolution):
     """
 
     def __init__(self, dimension, nIn, nOut, filter_size, bias, groups=1):
-        size = toLongTensor(dimension, filter_size)
+        size = window_sizes("filter_size", dimension, filter_size)
         super().__init__(dimension, nIn, nOut, math.prod(size.tolist()), bias, groups)
         self.filter_size = size
 
@@ -141,10 +149,10 @@ class _Strided(_Convolution):
     """A convolution with a stride."""
 
     def __init__(self, dimension, nIn, nOut, filter_size, filter_stride, bias, groups=1):
-        size = toLongTensor(dimension, filter_size)
+        size = window_sizes("filter_size", dimension, filter_size)
         super().__init__(dimension, nIn, nOut, math.prod(size.tolist()), bias, groups)
         self.filter_size = size
-        self.filter_stride = toLongTensor(dimension, filter_stride)
+        self.filter_stride = window_sizes("filter_stride", dimension, filter_stride)
 
     @property
     def _window(self):
@@ -247,6 +255,7 @@ class NetworkInNetwork(SiteModule):
 
     def forward(self, input):
         """Transform the features of a SparseConvNetTensor."""
+        check_planes(input.features, self.nIn)
         weight = self.weight.T
         return input.replace(torch.nn.functional.linear(input.features, weight, self.bias))
 

@@ -8,7 +8,7 @@ from ...submanifold.coordinate_map import CoordinateMap, check_capacity
 from .. import submanifold as sites
 from ..submanifold.operations import rows_of
 from ..submanifold.sites import with_inverse
-from .tensors import Metadata, SparseConvNetTensor, size_key, toLongTensor
+from .tensors import Metadata, SparseConvNetTensor, check_planes, size_key, toLongTensor
 
 _MODES = ("unique", "first", "last", "sum", "mean")
 _BL_MODES = ("unique", "last", "first", "sum", "mean")
@@ -239,10 +239,7 @@ class SparseToDense(Module):
 
     def forward(self, input):
         """Return the dense tensor."""
-        if input.features.shape[1] != self.nPlanes:
-            raise ShapeError(
-                f"input must have {self.nPlanes} planes, got {input.features.shape[1]}"
-            )
+        check_planes(input.features, self.nPlanes)
         return sites.sparse_to_dense(input.sparse, data_format="channels_first")
 
     def input_spatial_size(self, out_size):

@@ -13,7 +13,7 @@ from .containers import ConcatTable, JoinTable, Sequential
 from .convolutions import Convolution, SiteModule, _Convolution
 from .norms import BatchNormalization
 from .pooling import AveragePooling, MaxPooling, UnPooling
-from .tensors import fitted, size_key, toLongTensor
+from .tensors import fitted, size_key, window_sizes
 
 
 def window_starts(size, kernel, stride, generator=None):
@@ -169,7 +169,7 @@ class ShapeContext(SiteModule):
     def __init__(self, dimension, nIn, filter_size=3):
         super().__init__()
         self.dimension, self.nIn = dimension, nIn
-        self.filter_size = toLongTensor(dimension, filter_size)
+        self.filter_size = window_sizes("filter_size", dimension, filter_size)
         self.filter_volume = int(self.filter_size.prod())
         self.nOut = nIn * self.filter_volume
         weight = torch.eye(self.nOut).view(self.filter_volume, nIn, self.nOut)

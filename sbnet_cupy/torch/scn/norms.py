@@ -3,12 +3,12 @@
 import torch
 from torch.nn import Parameter, functional
 
-from ...errors import ShapeError
 from .. import _dispatch_state as state
 from .._namespace import wide
 from ..submanifold import masked_batch_norm
 from ..submanifold.maps import valid
 from .convolutions import TAKES_NORM, SiteModule
+from .tensors import check_planes
 
 
 class _Pointwise(SiteModule):
@@ -111,10 +111,7 @@ class BatchNormalization(SiteModule):
 
     def forward(self, input):
         """Normalise a SparseConvNetTensor."""
-        if input.features.shape[1] != self.nPlanes:
-            raise ShapeError(
-                f"input must have {self.nPlanes} planes, got {input.features.shape[1]}"
-            )
+        check_planes(input.features, self.nPlanes)
         found = masked_batch_norm(
             input.sparse, *self.tables(), training=self.training, momentum=1 - self.momentum,
             eps=self.eps, activation=None if self.leakiness else "relu",
@@ -188,6 +185,7 @@ class MeanOnlyBNLeakyReLU(SiteModule):
 
     def forward(self, input):
         """Normalise a SparseConvNetTensor."""
+        check_planes(input.features, self.nPlanes)
         features, mean = wide(input.features), self.running_mean
         holds = valid(input.coordinates)[:, None]
         if self.training:

@@ -1,10 +1,12 @@
 """Pooling with SparseConvNet's names and arguments."""
 
+from ...core.sizes import is_integer
+from ...errors import ShapeError
 from ...submanifold.coordinate_map import check_capacity
 from ..submanifold.maps import valid
 from ..submanifold.operations import site_max, site_sum
 from .convolutions import SiteModule
-from .tensors import fitted, size_key, toLongTensor
+from .tensors import fitted, size_key, toLongTensor, window_sizes
 
 
 class _Pooling(SiteModule):
@@ -13,9 +15,16 @@ class _Pooling(SiteModule):
     def __init__(self, dimension, pool_size, pool_stride, nFeaturesToDrop=0):
         super().__init__()
         self.dimension = dimension
-        self.pool_size = toLongTensor(dimension, pool_size)
-        self.pool_stride = toLongTensor(dimension, pool_stride)
+        self.pool_size = window_sizes("pool_size", dimension, pool_size)
+        self.pool_stride = window_sizes("pool_stride", dimension, pool_stride)
         self.nFeaturesToDrop = nFeaturesToDrop
+
+    def _kept(self, input):
+        """Return the features without the planes that are dropped."""
+        planes, dropped = input.features.shape[1], self.nFeaturesToDrop
+        if not is_integer(dropped) or not 0 <= dropped <= planes:
+            raise ShapeError(f"nFeaturesToDrop must be from 0 to {planes} planes, got {dropped!r}")
+        return input.features[:, dropped:]
 
     @property
     def _window(self):
@@ -38,9 +47,8 @@ class _Down(_Pooling):
         """Pool a SparseConvNetTensor."""
         given = input.coordinates, input.spatial_size, *self._window, self.capacity
         made = input.metadata.window(*given)
-        features = input.features[:, self.nFeaturesToDrop :]
         smaller = fitted(size_key(input.spatial_size), *self._window)
-        values = self._pool(features, made.rows, valid(made.target))
+        values = self._pool(self._kept(input), made.rows, valid(made.target))
         return input.at(values, smaller, made.target)
 
     def input_spatial_size(self, out_size):
@@ -96,8 +104,7 @@ class UnPooling(_Pooling):
         made, larger = input.metadata.window_back(
             input.coordinates, input.spatial_size, *self._window
         )
-        features = input.features[:, self.nFeaturesToDrop :]
-        values = site_sum(features, made.rows, valid(made.target))
+        values = site_sum(self._kept(input), made.rows, valid(made.target))
         return input.at(values, larger, made.target)
 
     def input_spatial_size(self, out_size):

@@ -21,6 +21,20 @@ def toLongTensor(dimension, x):
     return torch.tensor(sizes, dtype=torch.int64)
 
 
+def window_sizes(name, dimension, x):
+    """Return the size or stride of windows along each dimension as a LongTensor."""
+    sizes = toLongTensor(dimension, x)
+    if (sizes < 1).any():
+        raise ShapeError(f"{name} must be positive, got {x!r}")
+    return sizes
+
+
+def check_planes(features, planes):
+    """Raise unless features have so many planes."""
+    if features.shape[1] != planes:
+        raise ShapeError(f"input must have {planes} planes, got {features.shape[1]}")
+
+
 def size_key(size):
     """Return a spatial size as a tuple of int."""
     return tuple(size.tolist()) if isinstance(size, torch.Tensor) else tuple(map(int, size))

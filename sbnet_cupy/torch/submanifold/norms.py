@@ -56,7 +56,7 @@ def masked_batch_norm(
     ShapeError
         If a tensor has not one value per channel.
     ValueError
-        If the activation is none of these.
+        If the activation is none of these, or one of the running statistics is given alone.
 
     Source: S. Ioffe, C. Szegedy 2015, arXiv:1502.03167.
     Kernels: cuda_src/block_sparse/stack/stack_batch_norm.cu and stack_batch_norm_grad.cu
@@ -75,6 +75,8 @@ def masked_batch_norm(
     for name, table in tables.items():
         if table is not None and tuple(table.shape) != (x.channels,):
             raise ShapeError(f"{name} must have shape ({x.channels},), got {tuple(table.shape)}")
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must be given together")
     training = training or running_mean is None
     call = (weight, bias, running_mean, running_var), training, momentum, eps, activation
     features = _by_kernels(x, *call)
