@@ -1,6 +1,7 @@
 """Features at sites on tensors: against dense convolutions, differentiated, compiled."""
 
 import functools
+import gc
 
 import numpy as np
 import pytest
@@ -180,6 +181,23 @@ def test_voxels_are_those_of_the_core_and_differentiable(torch, st, device, mode
 
     assert torch.autograd.gradcheck(function, features)
     assert torch.autograd.gradgradcheck(function, features)
+
+
+def test_gradients_of_gradients_outlive_the_sites(torch, st):
+    """Only the gradient is kept: the map and its table are freed."""
+    rows = torch.tensor([[0, 0], [0, 1], [0, 5]])
+    features = torch.tensor([[1.0], [2], [3]], requires_grad=True)
+
+    grad_y = torch.ones(2, 1, requires_grad=True)
+
+    def gradient():
+        y = st.sparse_avg_pool(st.sparse_tensor(features, rows, spatial_shape=8), 2).features
+        return torch.autograd.grad(y, features, grad_y, create_graph=True)[0]
+
+    grad = gradient()
+    gc.collect()
+    (twice,) = torch.autograd.grad(grad.sum(), grad_y)
+    assert grad.ravel().tolist() == [0.5, 0.5, 0.5] and twice.ravel().tolist() == [1, 0.5]
 
 
 def test_ties_go_to_the_first_or_to_all(torch, st, device):

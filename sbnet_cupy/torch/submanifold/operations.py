@@ -47,7 +47,10 @@ def transposed_rows(rows, sites):
 
     kept = _kept_with(rows)
     back = kept.get("transposed")
-    back = back() if isinstance(back, weakref.ref) else back
+    if isinstance(back, weakref.ref):
+        back = back()
+        if back is None:  # the table that this one was made of is gone
+            kept.pop("transposed", None)
     return kept_or_made(kept, "transposed", rows, make) if back is None else back
 
 
