@@ -217,6 +217,7 @@ IMAGE = {
     "adaptive max pool": lambda x: F.adaptive_max_pool2d(x, (7, 2)).sum((2, 3)),
     "place of a maximum": lambda x: F.adaptive_max_pool2d(x, 1, return_indices=True)[0],
     "mean of one side": lambda x: x.mean(3).mean(2),
+    "pool of one side": lambda x: F.adaptive_avg_pool2d(x, (None, 1)).sum((2, 3)),
     "mean of all": lambda x: x.mean(),
     "roll": lambda x: conv(torch.roll(x, 2, 3), W3, BIAS, 1, 1),
     "flip": lambda x: x.flip(3),

@@ -63,6 +63,42 @@ def plain_residual(self, x):
     return self.relu(self.body(x) + (x if self.downsample is None else self.downsample(x)))
 
 
+DIVIDED = {
+    "a map": lambda net, x: x / net.map,
+    "a part of the stack": lambda net, x: x / torch.cat([x, x + 1], 1).roll(1, 1)[:, :4],
+    "an image": lambda net, x: x / x.roll(2, 3),
+    "a maximum": lambda net, x: x * (1 - F.max_pool2d((x.detach() < 0).double(), 3, 1, 1)),
+    "a norm": lambda net, x: net.norm(torch.log(x - 0.5)),
+}
+
+
+class Divided(nn.Module):
+    """A function of positive activations that is infinite at 0."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.register_buffer("map", torch.rand(SIZE) + 1)
+        self.norm, self.function = nn.BatchNorm2d(4), function
+
+    def forward(self, x):
+        """Return the convolution of what the function makes."""
+        return self.after(self.function(self, F.softplus(self.before(x)) + 0.5))
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+def test_what_lies_outside_the_image_is_in_no_gradient(st, name, break_even):
+    """In the last blocks are pixels that the image does not have: 0 / 0 is in no weight."""
+    dense = Divided(DIVIDED[name]).double()
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+    sparse.break_even = break_even
+    x = image()
+    step = train_step(sparse.model, x, torch.ones(2, *SIZE), call=sparse)
+    assert_near_steps(step, train_step(dense, x))
+
+
 @pytest.mark.parametrize("break_even", [2.0, 0.0])
 def test_batch_norm_takes_active_pixels_inside_the_image(st, break_even):
     dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=0.3)).double()

@@ -52,6 +52,11 @@ class Spent:
         )
 
 
+def spend(x, name):
+    """Note that a padded activation was written to, which its stack cannot show."""
+    own(x)["_value"], own(x)["_plan"] = None, Spent(name)
+
+
 def lend(x, table):
     """Note that a StackTensor shares memory with another, of which it is a copy."""
     own(x)["_is_lent"] = True

@@ -213,6 +213,7 @@ def batch_norm(x, table, block, size, weight, bias, eps):
 
 
 def _batch_norm(x, table, block, size, weight, bias, eps):
+    x = zero_outside(x, table, block, size)  # 0 times infinity is in no gradient
     mean, variance, number = table.mean_inside(x, block, size)
     scale = torch.rsqrt(variance + eps)
     scale = scale if weight is None else scale * weight
@@ -308,7 +309,7 @@ def max_pool(x, window, ceil_mode=False):
         fill = float("-inf") if window.fill is None or ceil_mode else window.fill
         x = table.compute(ops.halo, x, table, window.block, window.size, rims, fill)
     x = table.compute(F.max_pool2d, x, kernel, stride, 0, dilation)
-    if x.requires_grad and not table.filled(window.out_block, window.out_size):
+    if torch.is_grad_enabled() and not table.filled(window.out_block, window.out_size):
         # of nothing there is no largest number: keep infinity out of the gradients of weights
         x = torch.where(table.inside(window.out_block, window.out_size)[:, None], x, 0)
     return x

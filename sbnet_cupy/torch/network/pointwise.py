@@ -128,7 +128,7 @@ def conform(a, like, broadcasts=True):
         if got == (1, 1):
             return a if shape[0] == 1 else table.compute(table.spread, a)
     shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
-    return table.compute(table.gather, table.compute(torch.Tensor.expand, a, shape), block, hw)
+    return table.compute(table.cut, table.compute(torch.Tensor.expand, a, shape), block, hw)
 
 
 def _before_expanded(image, table, hw):

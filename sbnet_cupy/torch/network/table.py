@@ -226,6 +226,19 @@ class BlockTable(Table):
         y = y.transpose(2, 3)[self.image, self.down, self.across]
         return y.permute(_inverse(order))
 
+    def cut(self, image, block, hw):
+        """Cut an image as :meth:`gather` does, for functions of single pixels.
+
+        Where gradients are recorded, what lies outside the image is its edge: x / 0 would make NaN
+        of the gradients of weights, though no such pixel counts.
+        """
+        size = (image.shape[hw[0]], image.shape[hw[1]])
+        if torch.is_grad_enabled() and not self.divides(block, size):
+            for axis, cells, length, last in zip(hw, self.grid, block, size, strict=True):
+                pixels = torch.arange(cells * length, device=image.device).clamp_(max=last - 1)
+                image = image.index_select(axis, pixels)
+        return self.gather(image, block, hw)
+
     def scatter(self, value, block, size, hw):
         """Return a stack as an image, 0 where no listed block lies."""
         image = cuda_ends.scatter(value, self, block, size, hw)
@@ -321,6 +334,10 @@ class PictureTable(Table):
             return image
         size = (image.shape[hw[0]], image.shape[hw[1]])
         return image.masked_fill(~self._mask(image, block, size, hw), 0)
+
+    def cut(self, image, block, hw):
+        """Return an image: what functions of single pixels make of it elsewhere is never read."""
+        return image
 
     def zero(self, value, block, hw):
         """Zero an activation outside active blocks: in place, where it is what it holds anyway."""

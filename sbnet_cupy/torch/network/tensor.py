@@ -251,7 +251,10 @@ def gathered(image, like):
         block = table.stage(block, size, got) if image.dim() == 4 and hw == (2, 3) else None
         if block is None:
             return image
-    value = table.compute(table.gather, image, block, hw)
+    if not torch.is_grad_enabled():
+        value = table.compute(table.gather, image, block, hw)
+    else:
+        value = table.cut(image.clone() if table.whole else image, block, hw)
     return StackTensor(value, table, block, got, hw, float("inf"))
 
 
@@ -309,23 +312,21 @@ def on_image(func, name, args, kwargs):
     """Run a function on whole images, and take its result back to the stack where it fits."""
     like = first_stack(args, kwargs)
     table = facts(like)[0]
-    inplace = _writes(name, kwargs)
+    inplace, target = _writes(name, kwargs), args[0] if args else None
     flush(table)
     if inplace and table.tape is not None:
         table.tape.stop(f"{name}, which wrote to an image")
-    if inplace and isinstance(args[0], StackTensor):
-        target = args[0]
+    if inplace and isinstance(target, StackTensor):
         _, block, _, hw, _ = facts(target)
         aliases.about_to_write(target, table)
         image = dense(target).clone()
         _traced(table, name, func, (image, *map_dense(args[1:])), map_dense(kwargs))
         if border_of(target) is not None:
-            own = object.__getattribute__(target, "__dict__")
-            own["_value"], own["_plan"] = None, aliases.Spent(name)
+            aliases.spend(target, name)
             return None if name == "__setitem__" else gathered(image, target)
         value_of(target).copy_(table.gather(image, block, hw))
         return None if name == "__setitem__" else target
-    if inplace and args and isinstance(args[0], (list, tuple)) and first_stack(args[0]) is not None:
+    if inplace and isinstance(target, (list, tuple)) and first_stack(target) is not None:
         raise NotImplementedError(
             f"{name} cannot write to a list with an activation of a sparsified network"
         )
@@ -389,10 +390,9 @@ def with_border(x, border):
     table, block, size, hw, reach = facts(x)
     top, bottom, left, right = border[:4]
     value = value_of(x)
-    out = StackTensor(
-        value, table, block, (size[0] + top + bottom, size[1] + left + right), hw, reach
-    )
-    own = object.__getattribute__(out, "__dict__")
+    padded = size[0] + top + bottom, size[1] + left + right
+    out = StackTensor(value, table, block, padded, hw, reach)
+    own = aliases.own(out)
     own["_border"], own["_facts"] = border, (table, block, size, hw, reach)
     table.borders = True
     return aliases.lend(out, table)
@@ -402,8 +402,8 @@ def copied(x):
     """Return a copy of a StackTensor, made once something is written; itself where it waits."""
     if plan_of(x) is not None:
         return x
-    out, rest = wrap(value_of(x), x), object.__getattribute__(x, "__dict__").get("_rest")
-    object.__getattribute__(out, "__dict__")["_rest"] = rest
+    out = wrap(value_of(x), x)
+    aliases.own(out)["_rest"] = aliases.own(x).get("_rest")
     return aliases.lend(out, facts(x)[0])
 
 

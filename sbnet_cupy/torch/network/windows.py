@@ -18,11 +18,11 @@ from .plans import Plan, TransposedPlan
 
 
 def two(value):
-    """Return an int, of NumPy too, or a sequence of one or two as a pair of ints."""
+    """Return an int, of NumPy too, or a sequence of one or two as a pair of ints or None."""
     if isinstance(value, int):
         return (value, value)
     value = (value,) if isinstance(value, np.integer) else tuple(value)
-    value = tuple(v if isinstance(v, int) else operator.index(v) for v in value)
+    value = tuple(v if v is None or isinstance(v, int) else operator.index(v) for v in value)
     return value * 2 if len(value) == 1 else value
 
 
