@@ -215,7 +215,7 @@ def check_grid_array(name, x, data_format):
 def _rows_of(x, cells, channels):
     """Return the rows of a grid at flat cells, 0 where a cell is negative."""
     xp = namespace(x)
-    rows = x.reshape(-1, channels)
+    rows = x.reshape(math.prod(x.shape[:-1]), channels)
     if not len(rows):
         return xp.zeros((len(cells), channels), x.dtype)
     taken = rows[xp.maximum(cells, 0)]

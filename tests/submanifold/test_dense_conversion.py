@@ -63,6 +63,14 @@ def test_fill_and_another_shape(xp):
     assert dense[0, :, :, 0].tolist() == [[7, 7, 7], [7, 1, 7]]
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 2, 0), (0, 2, 2, 3), (2, 0, 3, 1)], ids=str)
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_nothing_to_list(xp, shape, capacity):
+    x = sb.dense_to_sparse(xp.asarray(np.zeros(shape)), capacity=capacity)
+    assert x.features.shape == (capacity or 0, shape[-1]) and x.coordinates.number() == 0
+    assert x.dense().shape == shape
+
+
 def test_a_grid_that_is_not_known(xp):
     rows = xp.asarray(np.array([[0, 1, 1]], np.int32))
     x = sb.sparse_tensor(xp.asarray(np.ones((1, 1))), rows, capacity=2)

@@ -70,6 +70,14 @@ def test_batched_layers(torch, scn, device, mode, expected):
         scn.BLInputLayer(2, 4, 0)([coords, features])
 
 
+@pytest.mark.parametrize("batch, length", [(2, 0), (0, 3)])
+def test_lists_of_no_points(torch, scn, batch, length):
+    coords = torch.zeros(batch, length, 2, dtype=torch.int64)
+    x = scn.BLInputLayer(2, 4)([coords, torch.ones(batch, length, 5)])
+    assert x.features.shape == (0, 5) and x.batch_size() == batch
+    assert scn.BLOutputLayer(2)(x).shape == (batch, length, 5)
+
+
 @pytest.mark.parametrize("mode", [0, 3])
 def test_no_points_at_all(torch, scn, device, mode):
     features = torch.zeros(0, 2, device=device, requires_grad=True)

@@ -148,7 +148,7 @@ class BLInputLayer(_Input):
         here = (rows[:, 1] >= 0).nonzero()[:, 0]
         if self.mode == 0 and len(here) < len(rows):
             raise ValueError("coords must not be negative in mode 0; use another mode")
-        listed = rows_of(features.reshape(len(rows), -1), here)
+        listed = rows_of(features.flatten(0, 1), here)
         mode = _BL_MODES[self.mode]
         x = tensor_of_points(rows[here], listed, self.spatial_size, batch, mode)
         inverse = torch.full((len(rows),), -1, device=coords.device)
@@ -173,7 +173,7 @@ class OutputLayer(Module):
             raise ValueError("input must come from an InputLayer or BLInputLayer")
         inverse = inverse.to(input.features.device)
         found = rows_of(input.features, inverse.reshape(-1))
-        return found.view(*inverse.shape, -1) if inverse.dim() > 1 else found
+        return found.unflatten(0, inverse.shape) if inverse.dim() > 1 else found
 
 
 class BLOutputLayer(OutputLayer):

@@ -287,7 +287,7 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     check_tensors(x=x, mask=mask)
     coordinates, cells = _cells_listed(x, tol, mask, capacity, data_format)
     last = x if data_format == "channels_last" else x.movedim(1, -1)
-    features = rows_of(last.reshape(-1, last.shape[-1]), cells)
+    features = rows_of(last.flatten(0, -2), cells)
     return SparseTensor(features, coordinates)
 
 
