@@ -80,6 +80,8 @@ def test_what_the_result_holds_outside(st):
         assert torch.equal(st.sparsify(output, BLOCK, outside=outside)(x, mask), expected)
         assert torch.equal(st.sparsify(output, BLOCK)(x, mask, outside=outside), expected)
     sparse = st.sparsify(output, BLOCK)
+    half = st.sparsify(nn.Identity(), BLOCK)(x.half(), mask, outside=x)
+    assert torch.equal(half, x.half())  # of the result's dtype, not of that of what is outside
     with pytest.raises(ShapeError, match="outside must have the shape"):
         sparse(x, mask, outside=base[:, :, 1:])
     with pytest.raises(ValueError, match="outside must be"):

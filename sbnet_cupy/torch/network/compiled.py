@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._dispatch_state import in_dispatch_mode
 from . import tensor as T
-from .ends import end_of, shown
+from .ends import end_of, holds_activations, shown
 from .state import State
 from .table import PictureTable
 from .trace import Trace
@@ -91,6 +91,9 @@ def _traced(sparse, x, mask):
     def run(x, mask):
         leaves, found["tree"] = tree_flatten(sparse._result(_table(sparse, x, mask), x))
         tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) and holds_activations(leaf):
+                raise RuntimeError(f"a network that returns a {type(leaf).__name__} is not")
         found["ends"] = [
             (is_tensor, end_of(leaf) if is_tensor else leaf)
             for leaf, is_tensor in zip(leaves, tensors, strict=True)

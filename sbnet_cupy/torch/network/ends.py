@@ -1,11 +1,16 @@
 """The ends of a network: what a call must be, and the image that its result becomes."""
 
+import copy
+import dataclasses
+import functools
 import os
 import sys
+import types
 import warnings
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ...errors import DeviceError, DTypeError, ShapeError
 from . import cuda_ends
@@ -20,6 +25,54 @@ def end_of(out):
     _, block, size, hw, _ = T.facts(out)
     T.value_of(out)  # what was put off knows what it holds once it has run
     return block, size, hw, rest_of(out)
+
+
+def finished_tree(result, outside):
+    """Return what a network gave with images in place of activations, also in objects."""
+    return tree_map(lambda leaf: _finished_leaf(leaf, outside), result)
+
+
+def _finished_leaf(leaf, outside):
+    """Return a tensor as an image; or a copy of an object of which parts are images, as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return finished(leaf, outside)
+    if isinstance(leaf, types.GeneratorType):
+        raise TypeError(
+            "the network of sparsify returned a generator, which would compute after the call; "
+            "return a list"
+        )
+    if not holds_activations(leaf):
+        return leaf
+    show = functools.partial(finished_tree, outside=outside)
+    if isinstance(leaf, (tuple, set, frozenset)):
+        return type(leaf)(map(show, leaf))
+    other = copy.copy(leaf)
+    for name in _names(leaf):
+        object.__setattr__(other, name, show(getattr(leaf, name)))
+    if isinstance(leaf, dict):
+        other.update((key, show(value)) for key, value in leaf.items())
+    elif isinstance(leaf, list):
+        other[:] = map(show, leaf)
+    return other
+
+
+def holds_activations(value, seen=()):
+    """Whether an object, or what it holds, is an activation."""
+    if isinstance(value, T.StackTensor):
+        return True
+    if isinstance(value, torch.Tensor | torch.nn.Module) or callable(value) or id(value) in seen:
+        return False
+    inner = [getattr(value, name) for name in _names(value)]
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        inner += value.values() if isinstance(value, dict) else value
+    return any(holds_activations(part, (*seen, id(value))) for part in inner)
+
+
+def _names(value):
+    """Return the names of an object's attributes."""
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return list(getattr(value, "__dict__", ()))
 
 
 def finished(out, outside):
@@ -49,6 +102,8 @@ def shown(image, table, end, outside):
             table.tape.keep_rest(outside)
     elif isinstance(outside, torch.Tensor):
         _check_shape(outside, image.shape)
+        if image.is_floating_point() and outside.is_floating_point():
+            outside = table.compute(torch.Tensor.to, outside, image.dtype)
     elif outside == 0:
         return image
     return table.compute(_filled, image, table, block, size, hw, outside)
@@ -114,6 +169,8 @@ def check_call(x, mask):
         )
     if mask.device != x.device:
         raise DeviceError(f"mask must be on the device of x, {x.device}, got {mask.device}")
+    if mask.is_complex():
+        raise DTypeError(f"mask must be of bool or of real numbers, got {mask.dtype}")
     mask = mask.reshape(n, h, w)
     return mask if mask.dtype == torch.bool else mask > 0
 

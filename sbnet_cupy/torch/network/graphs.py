@@ -166,7 +166,7 @@ class WaitsForDevice(RuntimeError):
 
 
 @torch.no_grad()
-def receptive_field(sparse, x):
+def receptive_field(sparse, x, args=(), kwargs=None):
     """Return how many pixels around a block of the input its results depend on.
 
     A copy of the network runs once on an empty mask, and every layer adds what it looks at.
@@ -179,7 +179,7 @@ def receptive_field(sparse, x):
     table = BlockTable.of_blocks(on, 0, 0, twin.block_size, tuple(x.shape[2:]))
     value = table.gather(x, table.block, (2, 3)).contiguous(memory_format=torch.channels_last)
     table.weights = twin._weights
-    out = twin.model(T.StackTensor(value, table, table.block, table.size))
+    out = twin.model(T.StackTensor(value, table, table.block, table.size), *args, **kwargs or {})
     reach = 0.0
     for leaf in tree_flatten(out)[0]:
         if isinstance(leaf, T.StackTensor):

@@ -8,18 +8,19 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece
 from . import cuda, graphs, training_graphs, tuning
 from . import tensor as T
-from .ends import check_call, check_device, check_outside, finished, warn_left_out
+from .ends import check_call, check_device, check_outside, finished_tree, warn_left_out
 from .entry import Entry, gathered
 from .image_values import flush, plainly
 from .recordings import may_record
 from .replay import Replays, may_replay
 from .report import Report
+from .state import State
 from .table import BlockTable, PictureTable, active_blocks, rows_for
 from .tape import Recorder
 from .taped import Tapes, may_tape
@@ -117,7 +118,8 @@ class SparseModel(Report, nn.Module):
         outside = check_outside(self.outside if outside is None else outside)
         if self.training or torch.is_grad_enabled():
             self._forget()
-        return self._on_table(*self._table(x, mask, room), x, outside, args, kwargs)
+        table, counted = self._table(x, mask, args, kwargs, room)
+        return self._on_table(table, counted, x, outside, args, kwargs)
 
     def _on_table(self, table, counted, x, outside, args=(), kwargs=None):
         """Run the network once on the blocks of a table."""
@@ -153,7 +155,7 @@ class SparseModel(Report, nn.Module):
     def _run(self, table, x, args=(), kwargs=None, outside=0.0):
         """Run the network on a table's blocks."""
         y = self._result(table, x, args, kwargs)
-        return tree_map(lambda out: finished(out, outside), y)
+        return finished_tree(y, outside)
 
     def _result(self, table, x, args=(), kwargs=None):
         """Return what the network returns, with stacks in place of images."""
@@ -177,10 +179,10 @@ class SparseModel(Report, nn.Module):
         with Recorder(table.tape):
             return self.model(image)
 
-    def _table(self, x, mask, room=None):
+    def _table(self, x, mask, args=(), kwargs=None, room=None):
         """Return the table of a call, and (count of active blocks, capacity)."""
         size = tuple(x.shape[2:])
-        mask = self._widened(mask, x)
+        mask = self._widened(mask, x, args, kwargs)
         total = self._blocks_of(x)
         capacity = self._capacity_of(total) if room is None else room
         share = self._break_even(x)
@@ -277,14 +279,17 @@ class SparseModel(Report, nn.Module):
         capacity = blocks_of_capacity(self.capacity, total)
         return None if capacity is None else min(capacity, total)
 
-    def _widened(self, mask, x):
+    def _widened(self, mask, x, args=(), kwargs=None):
         """Widen a mask by what the network's result at one pixel depends on, for halo="exact"."""
         if self.halo != "exact":
             return mask
-        key = (tuple(x.shape[2:]), x.shape[1], x.dtype, x.device)
-        if key not in self._reaches:
-            self._reaches[key] = graphs.receptive_field(self, x)
-        reach = self._reaches[key]
+        kwargs = kwargs or {}
+        kinds = [getattr(leaf, "shape", leaf) for leaf in tree_leaves((args, kwargs))]
+        key = (tuple(x.shape[2:]), x.shape[1], x.dtype, x.device, str(kinds))
+        state, reach = self._reaches.get(key, (None, 0))
+        if state is None or not state.is_bound_alike():
+            reach = graphs.receptive_field(self, x, args, kwargs)
+            self._reaches[key] = State(self.model), reach
         wide = mask[:, None].to(torch.float32)
         wide = F.max_pool2d(wide, (2 * reach + 1, 1), 1, (reach, 0))
         return F.max_pool2d(wide, (1, 2 * reach + 1), 1, (0, reach))[:, 0] > 0

@@ -1,9 +1,8 @@
 """Calls like earlier ones on a CPU: recorded once, and run again from the tape."""
 
 import torch
-from torch.utils._pytree import tree_map
 
-from .ends import check_call, check_outside, finished
+from .ends import check_call, check_outside, finished_tree
 from .recordings import Recordings, settings
 from .tape import Changed, Tape
 
@@ -42,7 +41,7 @@ class Tapes(Recordings):
         """Run a call as usual, and keep its tape."""
         tape = table.tape = Tape(table, x, outside, state.tensors)
         y = sparse._result(table, x)
-        result = tree_map(lambda out: finished(out, outside), y)
+        result = finished_tree(y, outside)
         done = tape.finish(result)
         table.tape = None
         if self.holds(state):

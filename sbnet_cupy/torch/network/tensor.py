@@ -314,6 +314,7 @@ def on_image(func, name, args, kwargs):
     table = facts(like)[0]
     inplace, target = _writes(name, kwargs), args[0] if args else None
     flush(table)
+    table.reduced = table.reduced or f"{name} of a whole image"
     if inplace and table.tape is not None:
         table.tape.stop(f"{name}, which wrote to an image")
     if inplace and isinstance(target, StackTensor):

@@ -331,6 +331,8 @@ def pad(func, input, pad, mode="constant", value=None):
         return NotImplemented
     left, right, top, bottom = pads
     table, block, size, _, reach = T.facts(input)
+    if mode == "circular":
+        table.reduced = table.reduced or "circular padding"
     if not any(pads):
         return T.copied(input)
     if min(pads) < 0:

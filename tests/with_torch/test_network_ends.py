@@ -1,0 +1,103 @@
+"""The ends of a sparsified network: objects that it returns, and halos of results at the mask."""
+
+import dataclasses
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+from support.networks import assert_near  # noqa: E402  (needs PyTorch)
+
+nn = torch.nn
+F = torch.nn.functional
+
+SIZE, BLOCK = (61, 84), 16
+
+
+def image():
+    """Return two random images."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(2, 3, *SIZE, dtype=torch.float64, generator=generator)
+
+
+class Call(nn.Module):
+    """A function of an image and more as a module, after padding."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.more = function, 0
+
+    def forward(self, x, *more):
+        """Return what the function makes."""
+        x = F.conv2d(x, torch.ones(3, 3, 1, 2 * self.more + 1).double())
+        return self.function(x, *more)
+
+
+LOCAL = nn.Conv2d(3, 3, 3, padding=1).double()
+NOT_LOCAL = {
+    "circular padding": lambda x: F.pad(LOCAL(x), (1, 1, 1, 1), mode="circular"),
+    "flatten of a whole image": lambda x: x + x.flatten(2).mean(2)[..., None, None],
+    "adaptive_avg_pool2d of a whole image": lambda x: (
+        x * F.interpolate(F.adaptive_avg_pool2d(x, 3), size=x.shape[2:])
+    ),
+    "cumsum_ of a whole image": lambda x: (x * 1).cumsum_(2),
+}
+
+
+@pytest.mark.parametrize("word", NOT_LOCAL)
+def test_exact_halos_refuse_what_looks_far(st, word):
+    sparse = st.sparsify(Call(NOT_LOCAL[word]), BLOCK, halo="exact")
+    with pytest.raises(ValueError, match=word):
+        sparse(image(), torch.ones(2, *SIZE))
+
+
+@torch.no_grad()
+def test_exact_halos_follow_the_network_and_its_other_arguments(st):
+    network = Call(lambda x, times: F.conv2d(x, torch.ones(3, 3, 1, 2 * times + 1).double()))
+    sparse, x = st.sparsify(network, 8, halo="exact"), image()
+    mask = torch.zeros(2, *SIZE)
+    mask[:, 10, 20] = 1
+    for more in (0, 4):
+        network.more = more
+        for times in (1, 9):
+            y, expected = sparse(x, mask, times), network(x, times)
+            assert_near(y[..., 10, 20], expected[..., 10, 20])
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What some networks return."""
+
+    image: torch.Tensor
+    number: int = 3
+
+
+class Outputs(dict):
+    """As it is in Hugging Face's transformers, where keys are attributes, too."""
+
+
+OBJECTS = {
+    "dataclass": (Output, lambda y: y.image),
+    "namespace": (lambda y: types.SimpleNamespace(all=[y, y]), lambda y: y.all[1]),
+    "dict": (lambda y: Outputs(image=Output(y)), lambda y: y["image"].image),
+    "set": (lambda y: {y}, lambda y: next(iter(y))),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@torch.no_grad()
+def test_objects_hold_images(st, name):
+    make, take = OBJECTS[name]
+    network, x, full = Call(lambda x: make(LOCAL(x))), image(), torch.ones(2, *SIZE)
+    for break_even in (2.0, 0.0):
+        sparse = st.sparsify(network, BLOCK)
+        sparse.break_even = break_even
+        for _ in range(3):
+            y, expected = sparse(x, full), network(x)
+            assert type(y) is type(expected) and type(take(y)) is torch.Tensor
+            assert_near(take(y), take(expected))
+    later = st.sparsify(Call(lambda x: (y for y in [x])), BLOCK)
+    with pytest.raises(TypeError, match="returned a generator"):
+        later(x, full)
