@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 
+from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import current_device
+from sbnet_cupy.submanifold import site_conv_launch
+from sbnet_cupy.submanifold.site_conv import SITE_CONV
 from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, TilesPlan
 from sbnet_cupy.submanifold.site_tiles import SiteTiles, TileShape, site_tiles
 from support.assertions import assert_same
 from support.site_conv_cases import SiteConvCase, assert_result, run_by_plan
-from support.site_tables import read_back, table
+from support.site_tables import groups_apart, read_back, table
 
 pytestmark = pytest.mark.gpu
 W, SPLIT = "TileWgmma", "SplitWgmma"
@@ -66,6 +69,19 @@ def test_other_maps(kind, cupy, monkeypatch):
         plan, channels, channels_out = given
         case = Case("float16", 900, channels, channels_out, (2, 3, 2), kind=kind)
         assert_result(case, run_by_plan(case, plan, cupy.asarray, monkeypatch), seed=3)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_groups_that_share_taps_may_have_few_of_a_tile(number, cupy, monkeypatch):
+    plans = [tiling[0] for tiling in _TILINGS if tiling[0].engine == SPLIT]
+    monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plans[number])
+    monkeypatch.setattr(operator, "_PLANS", operator._Plans())
+    *arrays, expected = groups_apart()
+    x, rows, w = map(cupy.asarray, arrays)
+    out = cupy.zeros(expected.shape, np.float16)
+    operands = (x, rows, None, w, None, None, None, out)
+    SITE_CONV.plan_for(operands, ((3, 3, 3), len(x), 1, None, None)).run(*operands)
+    assert (out.get() == expected).all()
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (128, 320), (256, 640), (256, 1024)], ids=str)

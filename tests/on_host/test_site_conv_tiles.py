@@ -22,6 +22,7 @@ from support import site_on_host
 from support.assertions import assert_same
 from support.exhaustive import thinned
 from support.site_conv_cases import SiteConvCase, assert_result
+from support.site_tables import groups_apart
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,22 +115,20 @@ def test_products_of_four_warps_are_exact(given, monkeypatch):
     assert_result(case, *results(case, [plan], monkeypatch), seed=3)
 
 
-def test_groups_that_share_taps_may_have_none_for_a_whole_ring(monkeypatch):
-    """Between taps 0 and 13, both of the first group, a tile has nine taps of the others."""
-    plan = TilesPlan(TileShape(64, 64), 64, (3, 1), 9, 2, 1, "SplitWgmma")
+SPLIT = [tiling[0] for tiling in _TILINGS if tiling[0].engine == "SplitWgmma"]
+
+
+@pytest.mark.parametrize("plan", SPLIT, ids=lambda plan: str(plan.columns))
+def test_groups_that_share_taps_may_have_few_of_a_tile(plan, monkeypatch):
     monkeypatch.setattr(site_conv_launch, "current_device", lambda: site_on_host.AMPERE)
     monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
-    listed = [0, 1, 2, 3, 4, 6, 8, 9, 10, 12, 13]
-    rows = np.full((27, 70), -1, np.int32)
-    rows[listed] = np.arange(11)[:, None]
-    x = np.eye(12, 64, dtype=np.float16)
-    w = np.arange(27, dtype=np.float16)[:, None, None] + np.zeros((27, 64, 64), np.float16)
-    out = np.zeros((70, 64), np.float16)
+    x, rows, w, expected = groups_apart()
+    out = np.zeros(expected.shape, np.float16)
     arrays = (x, rows, None, w, None, None, None, out)
     with site_on_host.by_kernels():
-        SITE_CONV.plan_for(arrays, ((3, 3, 3), 12, 1, None, None)).run(*arrays)
+        SITE_CONV.plan_for(arrays, ((3, 3, 3), len(x), 1, None, None)).run(*arrays)
         assert plan.kernel in site_on_host.LAUNCHED
-    assert (out == sum(listed)).all()
+    assert (out == expected).all()
 
 
 HOPPER = Device(132, 227 << 10, hopper=True, bulk_copy=True)

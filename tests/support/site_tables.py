@@ -12,6 +12,24 @@ def table(kernel_size, rows, share, seed=0):
     return np.where(there, rng.integers(0, 50, there.shape), -1).astype(np.int32)
 
 
+def groups_apart():
+    """Return the operands of a 3x3x3 convolution whose tiles have few taps of one group in three.
+
+    Between the two taps that a tile of 64 rows has of that group are up to 18 of the others.
+    Returns features, rows of the map, weights, and the result.
+    """
+    group = np.indices((3, 3, 3)).sum(0).ravel() % 3
+    rows, sums = np.full((27, 64 * 6 + 3), -1, np.int32), np.zeros(64 * 6 + 3)
+    for tile, start in enumerate(range(0, len(sums), 64)):
+        lone = np.flatnonzero(group == tile % 3)
+        listed = np.setdiff1d(np.arange(27), lone[1:-1])
+        rows[listed, start : start + 64] = listed[:, None]
+        sums[start : start + 64] = listed.sum()
+    x = np.eye(27, 128, dtype=np.float16)
+    w = np.arange(27, dtype=np.float16)[:, None, None] + np.zeros((27, 128, 64), np.float16)
+    return x, rows, w, np.repeat(sums[:, None], 64, axis=1)
+
+
 def read_back(tiles, taps, m, shape):
     """Return the table that tiles stand for; check their lists on the way."""
     found = np.full((taps, m), -1)
