@@ -133,7 +133,7 @@ class _Launch:
         kinds = "".join("d" if isinstance(scalar, float) else "q" for scalar in scalars)
         packed = struct.pack(f"{pointers}q{kinds}", *(0,) * pointers, *scalars)
         values, self._arrays = np.frombuffer(bytearray(packed), np.int64), ()
-        addresses = values.ctypes.data + 8 * np.arange(len(values) + len(maps), dtype=np.int64)
+        addresses = _address(values) + 8 * np.arange(len(values) + len(maps), dtype=np.int64)
         self._maps = tuple(enumerate(maps, len(values)))
         self._values, self._addresses = memoryview(values), addresses
         fill = struct.Struct(f"{pointers}q").pack_into  # a third of the time of a loop
@@ -141,7 +141,7 @@ class _Launch:
         self._launch = functools.partial(
             cupy.cuda.driver.launchKernel, function.kernel.ptr, *_extent(grid), block, 1, 1, shared
         )
-        self._table = addresses.ctypes.data
+        self._table = _address(addresses)
         self._stream = cupy.cuda.get_current_stream
         self._empty = 0 in _extent(grid)
         self._device = cupy.cuda.runtime.getDevice()
@@ -196,6 +196,10 @@ class _Launch:
         for (parameter, _), its in zip(self._maps, described, strict=True):
             self._addresses[parameter] = ctypes.addressof(its)
         return described
+
+
+def _address(array):
+    return array.__array_interface__["data"][0]  # in a fifth of the time of array.ctypes.data
 
 
 def _fill_in(values, places, *addresses):

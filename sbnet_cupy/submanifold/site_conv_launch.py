@@ -3,6 +3,7 @@
 Kernels: cuda_src/submanifold/site_conv.cu.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ def plan_kernel(problem, kernel_size, features, w, rows, scale, bias, residual, 
     if isinstance(plan, FmaPlan):
         return Plan((result,), _by_fma(conv, plan))
     tables = dtype_of_tables(w.dtype, (scale, bias))
-    pack = _pack(conv, plan, tables, (0, conv.channels * conv.channels_out, conv.channels_out, 1))
+    steps = (0, conv.channels * conv.channels_out, conv.channels_out, 1)
+    pack = _pack(_without_sites(conv), _whole(conv, plan), tables, steps, features.device)
     multiply, multiply_early = _by_tensor_cores(conv, plan)
     how = ("site_conv", conv.element, conv.steps(_whole(conv, plan)))
     sort = _sort(conv, plan, kernel_size)
@@ -84,7 +86,8 @@ def plan_back_kernel(problem, grad_y, w, back, reverse, out):
         return Plan((out,), run_fma)
     step = conv.channels * conv.channels_out
     start, tap_step = ((conv.taps - 1) * step, -step) if reverse else (0, step)
-    pack = _pack(conv, plan, w.dtype, (start, tap_step, 1, conv.channels), only_weights=True)
+    steps, only = (start, tap_step, 1, conv.channels), True
+    pack = _pack(_without_sites(conv), _whole(conv, plan), w.dtype, steps, grad_y.device, only)
     _, multiply = _by_tensor_cores(conv, plan)
     sort = _sort(conv, plan, (conv.taps,))
 
@@ -166,13 +169,18 @@ def _operands(plan, first):
     return range(first, first + len(kind._fields))
 
 
-def _pack(conv, plan, tables, steps, only_weights=False):
+def _without_sites(conv):
+    """Return sizes that do not go with the number of sites, which decide how weights are packed."""
+    return conv._replace(sources=0, targets=0, alignment_in=16, alignment_out=16, activation=0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pack(conv, whole, tables, steps, place, only_weights=False):
     """Return what packs weights, with scale and bias of a dtype unless it is ``only_weights``.
 
     ``steps`` say where they are: the first, and what is from one tap, input and output channel to
-    the next.
+    the next. ``place`` is the current device.
     """
-    whole = _whole(conv, plan)
     size = conv.packed_bytes(whole)
     launch = kernels.prepare(
         _FILE, "pack_site_weights",

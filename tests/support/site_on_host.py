@@ -10,7 +10,14 @@ from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.core.spec import spec_of
-from sbnet_cupy.submanifold import map_kernels, relu_grad, row_lists, site_order, site_tiles
+from sbnet_cupy.submanifold import (
+    map_kernels,
+    relu_grad,
+    row_lists,
+    site_conv_launch,
+    site_order,
+    site_tiles,
+)
 
 MODULES = (
     "coordinate_map", "new_sites", "transposed_rows", "site_conv", "site_conv_grad",
@@ -50,6 +57,7 @@ def clear_launches():
     for prepared in (
         map_kernels._launches, map_kernels._finder, map_kernels._transposer, site_order._launches,
         row_lists._launches, site_tiles._launch, relu_grad._launch, relu_grad._sum_launch,
+        site_conv_launch._pack,
     ):  # fmt: skip
         prepared.cache_clear()
 
