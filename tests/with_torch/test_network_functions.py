@@ -322,10 +322,11 @@ def test_places_without_pixels_have_no_maximum(st, break_even):
     assert leaves[0].grad.any()
 
 
+@pytest.mark.parametrize("sizes", [(W2, BIAS, 2, 0, 1), (W1, BIAS, 1, 0, 1, 1, 2)], ids=["2", "1"])
 @torch.no_grad()
-def test_an_output_padding_holds_the_bias_alone(st):
+def test_an_output_padding_holds_the_bias_alone(st, sizes):
     """It lies past the image, where blocks may hold anything."""
-    dense = Call(lambda x: grow(x, W2, BIAS, 2, 0, 1))
+    dense = Call(lambda x: grow(x, *sizes))
     sparse = st.sparsify(dense, 16)
     sparse.break_even = 2.0
     x = weights(2, 4, 45, 51)

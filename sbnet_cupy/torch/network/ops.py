@@ -173,17 +173,17 @@ def conv_transpose(
         ]
         extra = [o - s for o, s in zip(out_size, spans, strict=True)]
         return F.conv_transpose2d(x, weight, bias, stride, padding, extra, groups, dilation)
+    each = zip(out_size, size, stride, padding, strict=True)
+    past = any((o - 1 + p) // s >= n for o, n, s, p in each)  # an output padding reads past x
     alike = tuple(weight.shape[2:]) == tuple(stride) and groups == 1
-    # With an output padding the result goes on past the last pixel: what lies there is not x's.
-    alike = alike and all(o == n * s for o, n, s in zip(out_size, size, stride, strict=True))
-    if alike and _is_grown(x, padding, dilation):
+    if alike and not past and _is_grown(x, padding, dilation):
         return _grown(x, weight, bias)
     before, after = [], []
     for b, k, s, p, d in zip(block, weight.shape[2:], stride, padding, dilation, strict=True):
         before.append(max(-(-(d * (k - 1) - p) // s), 0))
         after.append(max((b * s - 1 + p) // s - (b - 1), 0))
     rims = (before[0], after[0], before[1], after[1])
-    x = halo(x, table, block, size, rims) if any(rims) else x
+    x = halo(x, table, block, size, rims) if past or any(rims) else x
     y = F.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
     starts = [p + r * s for p, r, s in zip(padding, before, stride, strict=True)]
     wanted = [b * s for b, s in zip(block, stride, strict=True)]
