@@ -417,8 +417,8 @@ def test_plans_of_depthwise_convolutions_fit_the_device(device, kernel):
             tiles, slices = plan.grid(conv)
             assert tiles * plan.tiles * plan.tile_h * plan.runs * plan.run >= 100 * block**2
             assert slices * plan.lanes * plan.vector >= channels
-    wide = conv._replace(kernel=(300, 300))
-    assert plan_stack_depthwise(wide, 16, device) is None
+    for large in ({"kernel": (300, 300)}, {"rows": 2**21}):  # of blocks of 32 x 32 pixels
+        assert plan_stack_depthwise(conv._replace(**large), 16, device) is None
 
 
 @pytest.mark.parametrize(("fill", "sizes"), thinned_product(4, FILLS, HALOS), ids=str)
