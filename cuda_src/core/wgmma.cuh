@@ -94,6 +94,7 @@ DEVICE void wgmma_commit() { ++host_cuda::products->groups; }
 template <int COUNT = 0>
 DEVICE void wgmma_wait() {
     host_cuda::products->wait(COUNT);
+    __syncwarp();  // a warp waits as one: what one lane then lets be overwritten, no other lane reads any more
 }
 
 // Numbers in shared memory, by their descriptor. A tile of a launch has less than the 256 KiB that it tells apart.
