@@ -172,7 +172,7 @@ def test_functions_of_tensors_with_spare_rows(torch, scn):
     assert scn.compare_sparse(none, none).item() == 0
     full = layer([torch.arange(5)[:, None], torch.ones(5, 1)])
     with pytest.raises(sb.CapacityError, match="at least the number of sites"):
-        scn.append_tensors([full, full]).metadata.check()
+        scn.append_tensors([full, x]).metadata.check()  # which has room to spare
 
 
 def test_positions_on_an_axis_of_one_cell(torch, scn):

@@ -16,16 +16,18 @@ def append_tensors(tensors):
     sizes = {size_key(x.spatial_size) for x in tensors}
     if len(sizes) != 1:
         raise ValueError(f"tensors must have one spatial size, got {sorted(sizes)}")
-    listed, samples, count, status = [], 0, 0, None
+    listed, samples, count, missing, status = [], 0, 0, 0, None
     for x in tensors:
         sites = x.coordinates
         first = torch.tensor([samples] + [0] * sites.dimensions).to(sites.indices)
         listed.append(torch.where(valid(sites)[:, None], sites.indices + first, -1))
         samples, count = samples + sites.batch_size, count + sites.count
+        missing = missing + (sites.count - sites.capacity).clamp(min=0)
         if sites.status is not None:
             status = sites.status if status is None else status | sites.status
     (size,) = sizes
     rows = torch.cat(listed)
+    count = torch.where(missing > 0, len(rows) + missing, count).to(count.dtype)
     order = (rows[:, 0] < 0).byte().argsort(stable=True)  # rows that hold no site come last
     metadata = Metadata(len(size))
     metadata.grids[size] = CoordinateMap(rows[order], count, size, samples, status)
