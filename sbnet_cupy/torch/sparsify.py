@@ -83,7 +83,7 @@ def sparsify(
     Raises
     ------
     TypeError
-        If ``model`` is no module.
+        If ``model`` is no module, or compiled.
     ValueError
         If it is sparse already, or an option is none of the above.
 
@@ -124,6 +124,11 @@ def _check_model(model):
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl"):
+            raise TypeError(
+                f"model must not be compiled yet, got {name or 'one'!r} of torch.compile; compile "
+                "what sparsify returns"
+            )
         if isinstance(module, SparseModel | SparseConv2d | SparseBottleneck):
             where = f"in {name!r} " if name else ""
             raise ValueError(

@@ -165,6 +165,17 @@ def test_what_has_no_meaning_is_refused_by_name(st, name):
         sparse(image(channels=3).float(), torch.ones(2, *SIZE))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
+@torch.no_grad()
+def test_a_module_of_torchscript_runs_at_each_call(st):
+    """It keeps what it is made of where no change is seen, so no call is recorded."""
+    dense = networks.network("resnet_basic")
+    dense.append(torch.jit.trace(nn.Hardswish(), torch.ones(2, 3)))
+    sparse, x, full = st.sparsify(dense, BLOCK), image().float(), torch.ones(2, *SIZE)
+    for _ in range(3):
+        assert_near(sparse(x, full), dense(x), "float32")
+
+
 def test_gradients_that_would_be_lost_are_refused(st):
     sparse = st.sparsify(Run(lambda x: Double.apply(x) + 1), BLOCK)
     x, mask = image().float(), torch.ones(2, *SIZE)

@@ -63,6 +63,22 @@ def plain_residual(self, x):
     return self.relu(self.body(x) + (x if self.downsample is None else self.downsample(x)))
 
 
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+def test_strides_of_few_channels_in_single_precision(st, break_even):
+    """oneDNN's gradient of such a convolution ended the process on whole images."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 12, 1, 2, bias=False))
+    x, steps = image((48, 72)), []
+    for _ in range(3):
+        sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+        sparse.break_even = break_even
+        steps.append(train_step(sparse.model, x.float(), torch.ones(2, 48, 72), call=sparse))
+    expected = train_step(dense.double(), x)
+    for step in steps:
+        for actual, exact in zip(tree_leaves(step), tree_leaves(expected), strict=True):
+            assert_near(actual, exact, "float32")
+
+
 DIVIDED = {
     "a map": lambda net, x: x / net.map,
     "a part of the stack": lambda net, x: x / torch.cat([x, x + 1], 1).roll(1, 1)[:, :4],
@@ -146,6 +162,19 @@ def test_it_trains_under_autocast(st):
     depth = sum(isinstance(m, nn.Conv2d) for m in sparse.modules())
     bound = 2 * depth * torch.finfo(torch.bfloat16).eps * (1 + expected.abs().max())
     assert (y - expected).abs().max() <= bound
+
+
+@torch.no_grad()
+def test_a_transposed_convolution_has_the_dtype_of_autocast(st):
+    dense = nn.ConvTranspose2d(3, 4, 4, 2, 1)
+    for break_even in (2.0, 0.0):
+        sparse = st.sparsify(dense, BLOCK)
+        sparse.break_even = break_even
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = sparse(image().float(), torch.ones(2, *SIZE))
+        assert y.dtype == torch.bfloat16
+        assert_near(y, dense.double()(image()), "bfloat16", terms=64)
+        dense.float()
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # as those of channels_last

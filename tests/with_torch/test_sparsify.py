@@ -314,6 +314,7 @@ def test_bad_calls(st):
     moved.to("meta")
     for error, word, call in [
         (TypeError, "model must be a torch.nn.Module, got type", lambda: st.sparsify(nn.Conv2d)),
+        (TypeError, "model must not be compiled yet", lambda: st.sparsify(torch.compile(dense))),
         (ShapeError, "block_size", lambda: st.sparsify(dense, 0)),
         (ShapeError, "block_size", lambda: st.sparsify(dense, (4, 2.5))),
         (ValueError, 'halo must be "zero" or "exact"', lambda: st.sparsify(dense, halo="full")),
@@ -323,6 +324,7 @@ def test_bad_calls(st):
         (ShapeError, "x must have shape", lambda: sparse(x[0], mask)),
         (ShapeError, "x must have shape", lambda: sparse(x[:, :, :0], mask[:, :0])),
         (DTypeError, "mask must be a torch.Tensor", lambda: sparse(x, mask.numpy())),
+        (DTypeError, "mask must be of bool", lambda: sparse(x, mask.to(torch.complex64))),
         (DTypeError, "x must be a torch.Tensor", lambda: sparse(x.numpy(), mask)),
         (DTypeError, "x must be of floating point", lambda: sparse(x.long(), mask)),
         (RuntimeError, "expected", lambda: sparse(x.double(), mask)),

@@ -26,7 +26,8 @@ class State:
     """
 
     def __init__(self, model):
-        self.modules = list(model.modules())
+        modules = list(model.modules())
+        self.modules = [m for m in modules if all(name in vars(m) for name in _COMPARED)]
         self.attributes = [vars(module) for module in self.modules]
         self.dicts = [d[name] for d in self.attributes for name in _KEPT_DICTS]
         self.lengths = self._lengths()
@@ -42,6 +43,8 @@ class State:
         self.items = [_items(content) for content in self.kept]
         self.fit = not self.hooked and not any(t.is_inference() for t in self.tensors)
         self.fit = self.fit and sum(map(len, self.items)) <= _MOST_ITEMS
+        if self.modules != modules:  # those of TorchScript keep what they are made of elsewhere
+            self.fit = False
         self.versions = self._versions() if self.fit else None
 
     def _lengths(self):
