@@ -66,6 +66,7 @@ RIGHT = {
     "another layout": (
         lambda net, x: written(x, x.contiguous(memory_format=torch.channels_last)), 8
     ),
+    "itself": (lambda net, x: (x.contiguous().mul_(3), x)[1], 4),
     "no padding": (lambda net, x: written(x, F.pad(x, (0, 0, 0, 0))), 8),
     "a shuffle": (lambda net, x: written(x, F.channel_shuffle(x, 2)), 8),
     "parts that are read": (cut, 4),

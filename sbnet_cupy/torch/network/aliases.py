@@ -91,14 +91,14 @@ def viewed(x, table, func, value, *args, **kwargs):
 
 
 def inherit(out, x):
-    """Note that a view of a part of an activation is one, too; return it."""
-    own(out)["_part"] = own(x)["_part"]
+    """Note that a view of a part of an activation is one, too; return the view."""
+    own(out)["_part"], own(out)["_is_view"] = own(x)["_part"], True
     return out
 
 
 def note_part(out, x, name):
     """Note that a StackTensor is a part of another that is not the same part of the stack."""
-    own(out)["_part"] = Part(name)
+    own(out)["_part"], own(out)["_is_view"] = Part(name), True
     own(x)["_parts"] = [*own(x)["_parts"], own(out)["_part"]]
     return out
 

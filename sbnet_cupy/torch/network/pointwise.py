@@ -61,17 +61,32 @@ def pointwise(func, *args, **kwargs):
     if kwargs.get("memory_format") is torch.contiguous_format or name == "contiguous":
         inner_kwargs.pop("memory_format", None)
         if name == "contiguous":
-            return T.copied(args[0])
+            return copied(args[0]) if _is_moved(args[0], kwargs) else args[0]
     result = table.compute(func, *inner, **inner_kwargs)
     if not isinstance(result, torch.Tensor):
         return NotImplemented
-    if result is inner[0] and "memory_format" in kwargs:
-        return T.copied(args[0])
+    if result is inner[0] and kwargs.get("memory_format") is torch.channels_last:
+        return copied(args[0])
     if writes or result is inner[0]:
         return args[0]
     if result.device != table.device:
         return T.dense(args[0]).to(result.device)
     return T.wrap(result, like, reach=_reach(args, kwargs))
+
+
+def copied(x):
+    """Return a copy of a StackTensor, made once something is written; itself while it waits."""
+    if T.plan_of(x) is not None:
+        return x
+    out = T.wrap(T.value_of(x), x)
+    aliases.own(out)["_rest"] = aliases.own(x).get("_rest")
+    return aliases.lend(out, T.facts(x)[0])
+
+
+def _is_moved(x, kwargs):
+    """Whether ``contiguous`` copies in the dense network: views, another order, another layout."""
+    moved = aliases.own(x)["_is_view"] or T.facts(x)[3] != (2, 3)
+    return moved or kwargs.get("memory_format") is torch.channels_last
 
 
 def _reach(args, kwargs):

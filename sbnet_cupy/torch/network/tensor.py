@@ -45,7 +45,8 @@ class StackTensor(torch.Tensor):
         self = without_memory(cls, shape, like.dtype, table.device, like.requires_grad)
         self._value, self._plan, self._made_of = value, plan, ()
         self._facts, self._shape = (table, block, size, hw, reach), tuple(shape)
-        self._is_lent, self._part, self._parts = False, None, ()
+        self._is_view = self._is_lent = False
+        self._part, self._parts = None, ()
         return self
 
     @classmethod
@@ -397,15 +398,6 @@ def with_border(x, border):
     own["_border"], own["_facts"] = border, (table, block, size, hw, reach)
     table.borders = True
     return aliases.lend(out, table)
-
-
-def copied(x):
-    """Return a copy of a StackTensor, made once something is written; itself where it waits."""
-    if plan_of(x) is not None:
-        return x
-    out = wrap(value_of(x), x)
-    aliases.own(out)["_rest"] = aliases.own(x).get("_rest")
-    return aliases.lend(out, facts(x)[0])
 
 
 def viewed(func, x, *args, hw=None, **kwargs):

@@ -15,6 +15,7 @@ from .handlers import BORDERED, handles
 from .image_values import image_values
 from .neighbours import pixels_of
 from .plans import Plan, TransposedPlan
+from .pointwise import copied
 
 
 def two(value):
@@ -334,7 +335,7 @@ def pad(func, input, pad, mode="constant", value=None):
     if mode == "circular":
         table.reduced = table.reduced or "circular padding"
     if not any(pads):
-        return T.copied(input)
+        return copied(input)
     if min(pads) < 0:
         return NotImplemented
     if mode != "constant" and any(
