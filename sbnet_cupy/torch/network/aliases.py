@@ -109,16 +109,16 @@ def note_parts(name, images, result, taken):
     ``taken`` is the result with StackTensors in place of images that were gathered again.
     """
     for x, image, in_order in images:
-        if image.is_inference() or (name in _COPIES and not in_order):
+        if name in _COPIES and not in_order:
             continue
         if _share(own(x)["_value"], image):  # of a full mask: what is written is seen
             continue
         for plain, leaf in zip(tree_leaves(result), tree_leaves(taken), strict=True):
             if _is_strided(plain) and _share(plain, image):
-                if leaf is plain:
-                    own(x)["_parts"] = [*own(x)["_parts"], Part(name, image)]
-                else:
+                if leaf is not plain:
                     note_part(leaf, x, name)
+                elif not image.is_inference():  # which has no version
+                    own(x)["_parts"] = [*own(x)["_parts"], Part(name, image)]
 
 
 def _is_strided(x):
