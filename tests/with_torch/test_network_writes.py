@@ -105,14 +105,14 @@ def test_views_see_what_is_written_and_copies_do_not(st, image, name, records):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@torch.no_grad()
-def test_what_would_not_be_seen_is_refused(st, image, name):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_would_not_be_seen_is_refused(st, image, name, mode):
     write, words = REFUSED[name]
     sparse = st.sparsify(Net(lambda net, x: (write(x), x)[1], 4), 16)
     _, mask = networks.blocks((2, 45, 51), 16, 0.5)
     for break_even in (2.0, 0.0):
         sparse.break_even = break_even
-        with pytest.raises(NotImplementedError, match=words):
+        with mode(), pytest.raises(NotImplementedError, match=words):
             sparse(image, mask)
 
 

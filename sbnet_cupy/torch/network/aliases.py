@@ -117,8 +117,14 @@ def note_parts(name, images, result, taken):
             if _is_strided(plain) and _share(plain, image):
                 if leaf is not plain:
                     note_part(leaf, x, name)
-                elif not image.is_inference():  # which has no version
+                elif not image.is_inference():  # of a call like one that was found to be right
                     own(x)["_parts"] = [*own(x)["_parts"], Part(name, image)]
+
+
+def versioned(image):
+    """Return a copy of an image in inference mode of which it shows that it was written to."""
+    with torch.inference_mode(False):
+        return image.clone()
 
 
 def _is_strided(x):

@@ -216,7 +216,10 @@ def map_dense(tree, images=None):
     def replaced(x):
         if not isinstance(x, StackTensor):
             return x
-        image = facts(x)[0].compute(torch.Tensor.contiguous, dense(x))
+        table = facts(x)[0]
+        image = table.compute(torch.Tensor.contiguous, dense(x))
+        if image.is_inference() and table.tape is None:
+            image = aliases.versioned(image)
         if images is not None:
             images.append((x, image, facts(x)[3] == (2, 3)))
         return image
