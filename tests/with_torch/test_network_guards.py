@@ -1,6 +1,7 @@
 """Never wrong in silence: modules with arithmetic of their own, hooks, threads, what is refused."""
 
 import threading
+import weakref
 
 import pytest
 
@@ -252,3 +253,33 @@ def test_no_bias_stands_for_a_sum(st, first):
         sparse.break_even = share
         with pytest.raises(ValueError, match="outside='bias' needs a network that returns"):
             sparse(x, mask, outside="bias")
+
+
+@torch.no_grad()
+def test_a_result_does_not_keep_what_was_convolved(st):
+    """As networks that join all results of a stage would then keep twice as much."""
+    from sbnet_cupy.torch.network import tensor as T
+
+    class Joins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+            self.norm, self.kept = nn.BatchNorm2d(4), None
+
+        def forward(self, x):
+            """Return the result of the second convolution."""
+            x = torch.relu(self.first(x))
+            value = weakref.ref(T.value_of(x))
+            x = self.norm(self.second(x))
+            assert T.value_of(x) is not None
+            self.kept = value()
+            return x
+
+    sparse = st.sparsify(Joins().eval(), 16, outside="bias", replay=False)
+    sparse.break_even = 2.0
+    x, mask = torch.randn(1, 3, 64, 64), torch.zeros(1, 64, 64, dtype=torch.bool)
+    mask[0, :20] = True
+    y = sparse(x, mask)
+    assert sparse.model.kept is None
+    outside = sparse.model.norm(sparse.model.second.bias[None, :, None, None])[0, :, 0, 0]
+    assert torch.allclose(y[0, :, 63, 63], outside)

@@ -1,6 +1,7 @@
 """Plan: a convolution or a batch norm of a stack that waits for the sum and activation after it."""
 
 import contextlib
+import copy
 
 import torch
 from torch.nn import functional as F
@@ -107,13 +108,14 @@ class Plan:
         """
         if self.residual is not None:
             return None
-        weights, weight, activation = self.facts[0].weights, self.weight, self.activation
+        weights, plan = self.facts[0].weights, copy.copy(self)
+        plan.source = None  # what is convolved must not live as long as the result
 
         def make():
-            constant = self._folded(weights)[1]
+            constant = plan._folded(weights)[1]
             if constant is None:
-                constant = weight.new_zeros(self.shape[1])
-            return finish(constant.clone(), None, activation)
+                constant = plan.weight.new_zeros(plan.shape[1])
+            return finish(constant.clone(), None, plan.activation)
 
         return make
 
