@@ -140,9 +140,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                                 for (int p = 0; p < panels; ++p)
                                     bulk_copy(shared.weights + slot * Memory::STAGE + p * BYTES, its + p * panel_step,
                                               BYTES, full);
-                                stage.advance();
+                                if constexpr (SPLIT > 1) stage.advance();
                             }
                             __syncwarp();
+                            if constexpr (SPLIT == 1) stage.advance();  // of all lanes: of one alone, kernels spilled
                         }
                     }
             }
