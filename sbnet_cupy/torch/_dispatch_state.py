@@ -30,6 +30,7 @@ def _keys(*names):
 _function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _hooks = [getattr(modules, f"_global_forward_{kind}", True) for kind in ("hooks", "pre_hooks")]
+HOOKS = "_forward_hooks", "_forward_pre_hooks"  # of a module
 _transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _has_profiler = hasattr(profiler, "_is_profiler_enabled")
 _has_level = hasattr(forward_ad, "_current_level")
@@ -121,8 +122,7 @@ def in_transform():
 
 def are_hooked(*called):
     """Whether hooks of all modules, or of these, see calls. Yes, where there is no telling."""
-    own = ("_forward_hooks", "_forward_pre_hooks")
-    return any(_hooks) or any(getattr(module, name, True) for module in called for name in own)
+    return any(_hooks) or any(getattr(module, name, True) for module in called for name in HOOKS)
 
 
 def is_watched():

@@ -296,6 +296,12 @@ def network(name, seed=0):
     return random_statistics(FAMILIES[name]()).eval()
 
 
+def image(n=2, size=(61, 84), dtype=torch.float64):
+    """Return random images, the same each time."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(n, 3, *size, dtype=torch.float64, generator=generator).to(dtype)
+
+
 def blocks(shape, block, share, seed=0):
     """Return random active blocks of images ``(N, H, W)``, and the mask that is set in them."""
     n, h, w = shape

@@ -8,18 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-from support.networks import assert_near  # noqa: E402  (needs PyTorch)
+from support.networks import assert_near, image  # noqa: E402  (needs PyTorch)
 
 nn = torch.nn
 F = torch.nn.functional
 
 SIZE, BLOCK = (61, 84), 16
-
-
-def image():
-    """Return two random images."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(2, 3, *SIZE, dtype=torch.float64, generator=generator)
 
 
 class Call(nn.Module):

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 
 from support import networks  # noqa: E402  (needs PyTorch)
+from support.networks import image  # noqa: E402
 from support.torch_autograd import (  # noqa: E402
     assert_near_steps,
     check_second_derivatives,
@@ -21,12 +22,6 @@ nn = torch.nn
 F = torch.nn.functional
 
 SIZE, BLOCK = (61, 84), 16
-
-
-def image(dtype=torch.float64):
-    """Return two random images."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(2, 3, *SIZE, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def _stats(x, eps):
@@ -99,7 +94,7 @@ def test_kernels_convolve_forward_and_back(st, as_on_gpu, asked, last):
         with pytest.MonkeyPatch.context() as patch:
             if dtype == torch.float64:
                 patch.setattr(cuda, "serves", lambda x: False)
-            found.append(train_step(sparse, image(dtype), mask))
+            found.append(train_step(sparse, image(dtype=dtype), mask))
     assert asked.count("conv") > sum(isinstance(m, nn.Conv2d) for m in dense.modules())
     for key, value in found[0].items():
         error = (found[1][key].double() - value).double().norm()
@@ -120,7 +115,7 @@ def test_a_first_convolution_reads_an_image_without_a_gradient(st, as_on_gpu, as
         with pytest.MonkeyPatch.context() as patch:
             if dtype == torch.float64:
                 patch.setattr(cuda, "serves", lambda x: False)
-            y = sparse(image(dtype), mask)
+            y = sparse(image(dtype=dtype), mask)
             plain = torch.autograd.grad(y.sin().sum(), weights, retain_graph=True)
             again = torch.autograd.grad(y.sin().sum(), weights, create_graph=True)
             second = torch.autograd.grad(sum(g.square().sum() for g in again), weights)
@@ -163,7 +158,7 @@ def steps(st, name, device, capacity, dtype=None, count=2):
     model = networks.network(name, seed=3).to(device).train()
     sparse = st.sparsify(model, BLOCK, capacity=capacity)
     optimizer = torch.optim.SGD(sparse.parameters(), 0.01, momentum=0.9)
-    x, losses = image(torch.float32).to(device), []
+    x, losses = image(dtype=torch.float32).to(device), []
     mask = networks.blocks((2, *SIZE), BLOCK, 0.5)[1].to(device)
     for _ in range(count):
         with torch.autocast(device, dtype, enabled=dtype is not None):
@@ -217,7 +212,7 @@ def test_on_a_gpu_they_are_those_of_a_cpu(st, name):
     expected = train_step(wide, image(), mask)
     for capacity in (None, 0.8):
         sparse = st.sparsify(copy.deepcopy(dense).cuda(), BLOCK, capacity=capacity)
-        actual = train_step(sparse, image(torch.float32).cuda(), mask.cuda())
+        actual = train_step(sparse, image(dtype=torch.float32).cuda(), mask.cuda())
         depth = sum(isinstance(m, nn.Conv2d) for m in sparse.modules())
         for key, value in expected.items():
             error = (actual[key].cpu().double() - value).double().norm()

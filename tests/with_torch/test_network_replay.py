@@ -27,10 +27,21 @@ def masks(count=3):
     return [networks.blocks((2, *SIZE), BLOCK, 0.4, seed)[1] for seed in range(count)]
 
 
+def list_blocks(mask, block, capacity):
+    """List the blocks of a mask as the kernel does."""
+    from sbnet_cupy.torch.network.table import BlockTable, active_blocks
+
+    on = active_blocks(mask, block)
+    count = int(on.sum())
+    rows = count if capacity is None else capacity
+    table = BlockTable.of_blocks(on, rows, None, block, tuple(mask.shape[1:]))
+    return table.counts, table.indices[:rows], table.places
+
+
 @pytest.fixture
 def captured(st, monkeypatch):
     """Take CPU tensors for those of a GPU; return what was captured and replayed."""
-    from sbnet_cupy.torch.network import graphs, replay
+    from sbnet_cupy.torch.network import cuda, graphs, replay
 
     log = []
 
@@ -47,6 +58,7 @@ def captured(st, monkeypatch):
     monkeypatch.setattr(replay, "_on_gpu", lambda x, mask: True)
     monkeypatch.setattr(graphs, "_captured", capture)
     monkeypatch.setattr(graphs, "new_memory", lambda device: object())
+    monkeypatch.setattr(cuda, "list_blocks", list_blocks)
     return log
 
 
@@ -104,6 +116,31 @@ def test_without_a_capacity_masks_of_about_as_many_blocks_share_a_graph(st, capt
         done.append(steps(captured))
     replayed = [["capture", "replay"], ["replay"]]
     assert done == [[], *replayed, [], replayed[0], [], [], [], []]  # the last are whole images
+
+
+def test_the_table_of_a_call_on_a_gpu(st, captured, monkeypatch):
+    """Its rows, and whether all are known to be blocks, by what is known of their number."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    sparse = st.sparsify(small(), BLOCK)
+
+    def made(count, capacity=None, share=2.0, known=None):
+        mask = torch.zeros(2, *SIZE, dtype=torch.bool)
+        for n, i, j in [(n, i, j) for n in range(2) for i in range(4) for j in range(6)][:count]:
+            mask[n, i * BLOCK, j * BLOCK] = True
+        table, (counted, rows) = sparse._table_on_gpu(mask, SIZE, 48, known, capacity, share)
+        return table.whole, table.known_live, counted if counted is None else int(counted), rows
+
+    assert made(16) == (False, True, 16, 16)
+    assert made(17) == (False, False, 17, 18)
+    assert made(0)[::2] == (False, 0) and made(0)[3] == 0
+    assert made(48) == (False, True, 48, 48)
+    assert made(48, share=0.7) == (True, True, None, 48)
+    assert made(40, share=0.7) == (True, False, None, 48)
+    assert made(33, share=0.7) == (True, False, None, 48)  # its 36 rows are more than 33.6
+    assert made(17, 18) == (False, False, 17, 18)
+    assert made(17, 12) == (False, False, 17, 12)  # five are left out
+    assert made(17, 18, known=17) == (False, False, 17, 18)
+    assert made(17, 40, share=0.7) == (True, False, None, 48)
 
 
 def test_what_is_never_replayed(st, captured):

@@ -14,6 +14,7 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.exhaustive import thinned_pairs  # noqa: E402
+from support.networks import image  # noqa: E402
 from support.torch_autograd import (  # noqa: E402
     Double,
     assert_near_steps,
@@ -24,12 +25,6 @@ from support.torch_autograd import (  # noqa: E402
 nn = torch.nn
 F = torch.nn.functional
 SIZE, BLOCK = (61, 84), 16
-
-
-def image():
-    """Return two random images."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(2, 3, *SIZE, dtype=torch.float64, generator=generator)
 
 
 def check(st, request, dense, capacity=None, mask=None):

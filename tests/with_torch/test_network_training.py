@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from sbnet_cupy import ShapeError  # noqa: E402  (after PyTorch is there)
 from support import networks  # noqa: E402  (needs PyTorch)
-from support.networks import assert_near  # noqa: E402
+from support.networks import assert_near, image  # noqa: E402
 from support.torch_autograd import assert_near_steps, train_step  # noqa: E402
 
 nn = torch.nn
@@ -18,12 +18,6 @@ F = torch.nn.functional
 tree_leaves = torch.utils._pytree.tree_leaves
 
 SIZE, BLOCK = (61, 84), 16
-
-
-def image(size=SIZE):
-    """Return two random images."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(2, 3, *size, dtype=torch.float64, generator=generator)
 
 
 @pytest.mark.parametrize("name", networks.FAMILIES)
@@ -34,7 +28,7 @@ def test_on_a_full_mask_it_trains_as_the_dense_network(st, name, break_even):
     dense = networks.network(name).double().train()
     sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
     sparse.break_even = break_even
-    x, full = image(size), torch.ones(2, *size)
+    x, full = image(size=size), torch.ones(2, *size)
     step = train_step(sparse.model, x, full, call=sparse)
     assert_near_steps(step, train_step(dense, x))
 
@@ -48,7 +42,7 @@ def test_gradients_on_a_mask(st, name):
         if hasattr(module, "inplace"):
             module.inplace = False
     sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
-    x = image(size)
+    x = image(size=size)
     on, mask = networks.blocks((2, *size), BLOCK, 0.4)
     if name.startswith(("resnet", "resnext")):
         for module in (*dense.modules(), *sparse.modules()):
@@ -68,7 +62,7 @@ def test_strides_of_few_channels_in_single_precision(st, break_even):
     """oneDNN's gradient of such a convolution ended the process on whole images."""
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 12, 1, 2, bias=False))
-    x, steps = image((48, 72)), []
+    x, steps = image(size=(48, 72)), []
     for _ in range(3):
         sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
         sparse.break_even = break_even

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from sbnet_cupy import CapacityError, DTypeError, ShapeError  # noqa: E402
 from support import networks  # noqa: E402  (needs PyTorch)
-from support.networks import assert_near  # noqa: E402
+from support.networks import assert_near, image  # noqa: E402
 
 nn = torch.nn
 
@@ -20,12 +20,6 @@ SIZE, BLOCK = (61, 84), 16
 @pytest.fixture(autouse=True)
 def _same_weights():
     torch.manual_seed(0)
-
-
-def image(n=2, size=SIZE):
-    """Return random images."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(n, 3, *size, dtype=torch.float64, generator=generator)
 
 
 def shallow():

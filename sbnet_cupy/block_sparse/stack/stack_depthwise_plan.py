@@ -12,7 +12,7 @@ _RUN = 4  # pixels of a thread, at most
 _LANES = (8, 6, 10, 4, 2)  # threads side by side in the channels; the first of those as good
 _THREADS = 256
 _PLACE = 5  # numbers of where a tile lies
-_MOST_PIXELS = 2**31 - 2**16  # of a stack, so that their numbers are ints
+_MOST_NUMBERED = 2**31 - 2**16  # pixels of a stack, so that their numbers are ints
 _SHARED = 100 << 10  # bytes of a thread block, where it may be so few: two are on a multiprocessor
 
 
@@ -71,7 +71,7 @@ def plan_stack_depthwise(conv, alignment, device):
 
     The addresses of x, out and the residual are multiples of ``alignment`` bytes.
     """
-    if conv.rows * max(math.prod(conv.block), math.prod(conv.block_out)) >= _MOST_PIXELS:
+    if conv.rows * max(math.prod(conv.block), math.prod(conv.block_out)) >= _MOST_NUMBERED:
         return None
     copy = vector_bytes(conv.channels * conv.element_bytes, alignment)
     vector = min(4, copy // conv.element_bytes)

@@ -75,7 +75,7 @@ def differentiate(grad, x, y, table, block, size, found, activation, dtype, want
     ``y`` is the result where there was a residual and an activation, which is relu; else None.
     ``dtype`` is that of the parameters.
     """
-    grad, x, y = _aligned(cuda.last(grad)), cuda.last(x), cuda.last(y)
+    grad, x, y = aligned(cuda.last(grad)), cuda.last(x), cuda.last(y)
     sizes, channels = _sizes(x, table, block, size), x.shape[1]
     code, lists = cuda._CODES[activation], (table.counts, table.indices)
     factors = dweight = dbias = dx = added = None
@@ -99,8 +99,8 @@ def differentiate(grad, x, y, table, block, size, found, activation, dtype, want
     return dx, dweight, dbias, added
 
 
-def _aligned(t):
-    """Return a tensor whose memory begins where a vector can; a gradient may be a part of one."""
+def aligned(t):
+    """Return a tensor, or a copy, whose memory begins where a vector can."""
     return t.clone() if t.data_ptr() % 16 else t
 
 

@@ -291,7 +291,7 @@ class Norm(Function):
 def _norm_again(ctx, grad, x, weight, bias, y, wanted):
     """Return gradients of x, weight, bias and residual that can be differentiated."""
     grad = zero_outside(grad if y is None else torch.where(y <= 0, 0, grad), *ctx.where)
-    out = _batch_norm(zero_outside(x, *ctx.where), *ctx.where, weight, bias, ctx.eps)[0]
+    out = _batch_norm(x, *ctx.where, weight, bias, ctx.eps)[0]
     if not ctx.is_sum:
         out = finish(out, None, ctx.activation)
     found = [None] * 3

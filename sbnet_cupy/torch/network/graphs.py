@@ -25,8 +25,8 @@ def graphed(sparse, x, mask):
     """
     given = (x.shape, x.dtype, x.device, mask.shape, mask.dtype)
     if x.is_cuda:
-        every = sparse._blocks_of(x)
-        replay = _captured(sparse, x, mask, room=every if sparse.capacity is None else None)
+        room = (None, sparse._blocks_of(x)) if sparse.capacity is None else None
+        replay = _captured(sparse, x, mask, room=room)
     else:
         replay = torch.no_grad()(sparse.__call__)
 

@@ -110,7 +110,7 @@ class SparseModel(Report, nn.Module):
         return self._call(x, mask, args, kwargs, outside)
 
     def _call(self, x, mask, args=(), kwargs=None, outside=None, room=None):
-        """Run the network once, without a CUDA graph; ``room`` takes the place of the capacity."""
+        """Run the network once, without a CUDA graph; for ``room`` see :meth:`_table`."""
         mask = check_call(x, mask)
         if x.device != self._device:
             check_device(self.model, x)
@@ -180,16 +180,19 @@ class SparseModel(Report, nn.Module):
             return self.model(image)
 
     def _table(self, x, mask, args=(), kwargs=None, room=None):
-        """Return the table of a call, and (count of active blocks, capacity)."""
+        """Return the table of a call, and (count of active blocks, capacity).
+
+        ``room`` takes the place of both: the count is None where it is not known.
+        """
         size = tuple(x.shape[2:])
         mask = self._widened(mask, x, args, kwargs)
         total = self._blocks_of(x)
-        capacity = self._capacity_of(total) if room is None else room
+        count, capacity = room or (None, self._capacity_of(total))
         share = self._break_even(x)
         if cuda.is_tracing():
             return self._table_of_trace(mask, size, total, capacity, share)
         if x.is_cuda and x.shape[0]:
-            return self._table_on_gpu(mask, size, total, capacity, share)
+            return self._table_on_gpu(mask, size, total, count, capacity, share)
         on = active_blocks(mask, self.block_size)
         count = int(on.sum())
         capacity = total if capacity is None else capacity
@@ -226,7 +229,7 @@ class SparseModel(Report, nn.Module):
         table.static = True
         return table, (None, capacity)
 
-    def _table_on_gpu(self, mask, size, total, capacity, share):
+    def _table_on_gpu(self, mask, size, total, count, capacity, share):
         """Return the table of a call on a GPU; with a capacity the host waits for nothing."""
         if torch.jit.is_tracing() or (in_dispatch_mode() and get_proxy_mode() is not None):
             raise RuntimeError(
@@ -238,36 +241,29 @@ class SparseModel(Report, nn.Module):
                 "capacity must be given where a CUDA graph is captured, got None; without one the "
                 "number of active blocks is read from the device"
             )
-        counted = None
-        if capacity is None:
-            listed = cuda.list_blocks(mask, self.block_size, None)
-            counted = listed[1].shape[0]
-            if counted >= max(share * total, 1):
-                return PictureTable(mask, self.block_size, size, counted == total), (None, total)
-            capacity = rows_for(counted, total)
-        elif capacity >= max(share * total, 1):
-            return PictureTable(mask, self.block_size, size), (None, total)
-        if capacity != counted:
-            listed = cuda.list_blocks(mask, self.block_size, capacity)
-        known = listed[0] if counted is None else counted
+        if capacity is None and count is None:
+            count, capacity = self._counted(mask, total, share)
+        if capacity is None or capacity >= max(share * total, 1):
+            return PictureTable(mask, self.block_size, size, count == total), (None, total)
+        listed = cuda.list_blocks(mask, self.block_size, capacity)
+        known = listed[0] if count is None else count
         if capacity == 0:
             on = torch.zeros_like(listed[2], dtype=torch.bool)
             return BlockTable.of_blocks(on, 0, 0, self.block_size, size), (known, 0)
-        live = capacity == counted
-        return BlockTable(*listed, self.block_size, size, live), (known, capacity)
+        return BlockTable(*listed, self.block_size, size, capacity == count), (known, capacity)
 
     def _room(self, x, mask):
-        """Return how many blocks are active, and the rows of their stack; waits for the device.
+        """Return how many blocks are active on a GPU, and how many their stack has room for.
 
-        There are no rows, None, if no block is active, or so many that whole images are computed.
+        It waits for the device. There is no room, None, where whole images are computed.
         """
-        mask, total = self._widened(check_call(x, mask), x), self._blocks_of(x)
-        if x.is_cuda:
-            count = cuda.list_blocks(mask, self.block_size, None)[1].shape[0]
-        else:
-            count = int(active_blocks(mask, self.block_size).sum())
-        on_stack = 0 < count < max(self._break_even(x) * total, 1)
-        return count, rows_for(count, total) if on_stack else None
+        mask = self._widened(check_call(x, mask), x)
+        return self._counted(mask, self._blocks_of(x), self._break_even(x))
+
+    def _counted(self, mask, total, share):
+        count = cuda.list_blocks(mask, self.block_size, None)[1].shape[0]
+        rows = rows_for(count, total)
+        return count, rows if rows < max(share * total, 1) else None
 
     def _blocks_of(self, x):
         """Return the number of blocks of images."""

@@ -22,29 +22,29 @@ class Replays(Recordings):
 
     def call(self, sparse, x, mask, outside):
         """Replay a call, or run it; capture it first if it came before."""
+        room = None
         with self.lock:
             state = self.state_of(sparse.model)
-            known, room, fit = None, None, state.fit
-            if fit and sparse.capacity is None:
-                known, room = sparse._room(x, mask)
-                fit = room is not None
-            if fit:
-                key = (*_key(sparse, x, mask, outside), room)
+            if state.fit and sparse.capacity is None:
+                room = sparse._room(x, mask)
+            if state.fit and (room is None or room[1]):
+                rows = None if room is None else (None, room[1])  # for other masks, too
+                key = (*_key(sparse, x, mask, outside), rows)
                 replay, due = self.find(state, key)
                 if due:
-                    replay = self._captured(sparse, x, mask, outside, room)
+                    replay = self._captured(sparse, x, mask, outside, rows)
                     if replay is not None:
                         self.keep(state, key, replay)
                 if replay is not None:
                     result = replay(x, mask)
                     kind, (count, capacity), total = sparse._last
-                    if known is not None:
-                        count = known
+                    if room is not None:
+                        count = room[0]
                     elif isinstance(count, torch.Tensor):
                         count = count.clone()
                     sparse._last = kind, (count, capacity), total
                     return result
-        result = sparse._call(x, mask, outside=outside)
+        result = sparse._call(x, mask, outside=outside, room=room)
         if state.fit:
             self.holds(state)
         return result

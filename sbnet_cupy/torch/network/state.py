@@ -7,7 +7,8 @@ from types import ModuleType
 
 import torch
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+from .._dispatch_state import HOOKS
+
 _KEPT_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 4096  # in what modules keep: with more, each call would take long to compare them
 _NUMBERS = (int, float, bool, str)
@@ -37,7 +38,7 @@ class State:
         self.tensors = [t for d in self.dicts for t in d.values() if isinstance(t, torch.Tensor)]
         loose = [t for d in self.attributes for t in d.values() if isinstance(t, torch.Tensor)]
         self.tensors += loose
-        self.hooks = [d[name] for d in self.attributes for name in _HOOKS]
+        self.hooks = [d[name] for d in self.attributes for name in HOOKS]
         self.hooked = any(self.hooks)
         self.kept = list(_contents(v for module in self.modules for v in _own(module)))
         self.items = [_items(content) for content in self.kept]

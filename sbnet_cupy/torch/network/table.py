@@ -104,6 +104,10 @@ class Table:
         sums = self.sum_pixels(value, block, size, hw, wide)  # which float16 may be too small for
         return (sums / (size[0] * size[1])).to(value.dtype)
 
+    def mean_inside(self, value, block, size):
+        """Return mean and biased variance of each channel over active pixels, and their number."""
+        return _moments(value, self.inside(block, size)[:, None])
+
     def active_pixels(self, block, size):
         """Return how many pixels of each image lie in active blocks: int64 ``[N]``."""
         return self.keep(("pixels", block, size), lambda: self.active_map(block, size).sum((1, 2)))
@@ -301,11 +305,6 @@ class BlockTable(Table):
         at = torch.where(empty, self.rows + 1, self.place).flatten(1)
         return torch.cat([rows, none])[at].max(1).values
 
-    def mean_inside(self, value, block, size):
-        """Return mean and biased variance of each channel over active pixels, and their number."""
-        inside = self.inside(block, size)[:, None]
-        return moments(value, inside)
-
 
 class PictureTable(Table):
     """Whole images in place of blocks, kept 0 outside the active blocks: for well filled masks."""
@@ -372,14 +371,10 @@ class PictureTable(Table):
 
     def mean_inside(self, value, block, size):
         """Return mean and biased variance of each channel over active pixels, and their number."""
-        return moments(value, self._mask(value, block, size, (2, 3)))
+        return _moments(value, self._mask(value, block, size, (2, 3)))
 
 
-def moments(value, inside):
-    """Return mean and biased variance of each channel of a stack, and the number of pixels.
-
-    Of pixels that are ``inside``, bool ``[M, 1, h, w]``.
-    """
+def _moments(value, inside):
     wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     count = inside.sum().clamp(min=1).to(wide.dtype)
     mean = torch.where(inside, wide, 0).sum((0, 2, 3)) / count

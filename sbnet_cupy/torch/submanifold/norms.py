@@ -12,7 +12,7 @@ from .. import _dispatch_state as state
 from .._namespace import wide
 from ..network import cuda_norm, gradients
 from ..network.epilogue import finish
-from ..network.table import Table, moments
+from ..network.table import Table
 from .maps import check_sparse, valid
 
 _PIXEL = (1, 1)
@@ -110,12 +110,10 @@ def _by_kernels(x, parameters, training, momentum, eps, activation):
     records = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if not training and records:
         return None
-    # Vectors of channels start at whole multiples of their size.
-    features = features.contiguous()
-    features = features.clone() if features.data_ptr() % 16 else features
     stack = features.view(*features.shape, *_PIXEL)
     if not cuda_norm.serves(stack, *where, parameters):
         return None
+    stack = cuda_norm.aligned(stack.contiguous())
     if training:
         found = cuda_norm.statistics(stack, *where, parameters, momentum, eps)
         call = *parameters[:2], None, found, where, activation, eps
@@ -139,10 +137,6 @@ class _Rows(Table):
     def inside(self, block, size):
         """Return which rows are sites, as pixels of a stack."""
         return valid(self.coordinates)[:, None, None]
-
-    def mean_inside(self, value, block, size):
-        """Return mean and biased variance of each channel over the sites, and their number."""
-        return moments(value, self.inside(block, size)[:, None])
 
 
 def masked_moments(z, counted, running, momentum):
