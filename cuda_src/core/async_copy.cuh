@@ -180,6 +180,9 @@ DEVICE void copies_arrive(u64* bar) {
 
 // Whether this lane, of a warp whose lanes are all here, is the one that acts for them. Of a branch on that, unlike one on
 // the number of the thread, the compiler knows that a single lane takes it, and keeps addresses in uniform registers.
+// In such a branch nobody may wait, nor loop. The compiler lets a lane that waits yield; a lane that yields does not hold
+// the others back behind the branch; and what they do there overwrites the uniform registers, which all lanes share. So all
+// lanes wait for a barrier, and one of them acts.
 DEVICE bool elected() {
 #if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 900
     u32 one;

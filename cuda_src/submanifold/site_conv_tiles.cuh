@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             give_registers<Product::ASYNC ? Streaming::LEFT : 0>();
             if (threadIdx.x >= THREADS + 32) return;
             dependent_wait();
-            Stage<OWN_STAGES> stage;  // of lane g: that of group g
+            Stage<OWN_STAGES> stages[SPLIT];  // of each group
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
                 const int* const head = heads + static_cast<i64>(tile) * head_ints;
                 const int count = head[0];
@@ -130,20 +130,22 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                         const int entry = first + lane < count ? head[2 + first + lane] : 0;
                         for (int i = 0; i < min_of(32, count - first); ++i) {
                             const int tap = __shfl_sync(0xffffffffu, entry, i) >> 16, group = group_of_tap<SPLIT>(tap);
-                            if (lane == group) {
-                                const int slot = group * OWN_STAGES + stage.slot;
+                            int slot = 0;
+                            u32 phase = 0;
+#pragma unroll
+                            for (int g = 0; g < SPLIT; ++g)
+                                if (g == group) slot = g * OWN_STAGES + stages[g].slot, phase = stages[g].phase, stages[g].advance();
+                            barrier_wait(shared.empty + slot, phase ^ 1);
+                            if (elected()) {
                                 const u8* const its = weights + static_cast<i64>(tap * parts + part) * PANEL_CHUNK;
                                 constexpr u32 BYTES = min_of(BN, PANEL) * TILE_ROW;
-                                u64* const full = shared.full + slot;
-                                barrier_wait(shared.empty + slot, stage.phase ^ 1);
-                                barrier_expect(full, panels * BYTES);
-                                for (int p = 0; p < panels; ++p)
-                                    bulk_copy(shared.weights + slot * Memory::STAGE + p * BYTES, its + p * panel_step,
-                                              BYTES, full);
-                                if constexpr (SPLIT > 1) stage.advance();
+                                barrier_expect(shared.full + slot, panels * BYTES);
+#pragma unroll
+                                for (int p = 0; p < PANELS; ++p)
+                                    if (p < panels)
+                                        bulk_copy(shared.weights + slot * Memory::STAGE + p * BYTES, its + p * panel_step, BYTES,
+                                                  shared.full + slot);
                             }
-                            __syncwarp();
-                            if constexpr (SPLIT == 1) stage.advance();  // of all lanes: of one alone, kernels spilled
                         }
                     }
             }

@@ -122,36 +122,38 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
     if (threadIdx.x >= MULTIPLIERS) {
         give_registers<SHIFTED ? 88 : 0>();
         if (threadIdx.x >= MULTIPLIERS + PATCH_COPIERS) {
-            if (threadIdx.x == MULTIPLIERS + PATCH_COPIERS) {
-                const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
-                Stage<STAGES> stage;
-                Stage<2> its_tables;
-                int issued = 0;
-                for (int tile = first; tile < tiles; tile += step) {
-                    const int k0 = tile % across * BN, here = min(PANELS, panels - k0 / PANEL);
-                    const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step;
-                    const int count = resident && tile != first ? 0 : order.chunks;
-                    for (int i = 0; i < count; ++i) {
-                        u64* const full = shared.full + stage.slot;
-                        barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+            const i64 panel_step = static_cast<i64>(order.chunks) * PANEL_CHUNK;
+            Stage<STAGES> stage;
+            Stage<2> its_tables;
+            int issued = 0;
+            for (int tile = first; tile < tiles; tile += step) {
+                const int k0 = tile % across * BN, here = min(PANELS, panels - k0 / PANEL);
+                const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step;
+                const int count = resident && tile != first ? 0 : order.chunks;
+                for (int i = 0; i < count; ++i) {
+                    u64* const full = shared.full + stage.slot;
+                    barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                    if (elected()) {
                         barrier_expect(full, here * PANEL_CHUNK);
-    #pragma unroll
+#pragma unroll
                         for (int j = 0; j < PANELS; ++j)
                             if (j < here)
                                 bulk_copy(shared.weights + stage.slot * (BN * TILE_ROW) + j * PANEL_CHUNK,
                                           weights + j * panel_step, PANEL_CHUNK, full);
-                        weights += PANEL_CHUNK;
-                        stage.advance();
-                        if (++issued == STAGES) wait();
                     }
-                    u64* const full = shared.table_full + its_tables.slot;
-                    float* const to = shared.tables + its_tables.slot * (2 * BN);
-                    barrier_wait(shared.table_empty + its_tables.slot, its_tables.phase ^ 1);
+                    weights += PANEL_CHUNK;
+                    stage.advance();
+                    if (++issued == STAGES) wait();
+                }
+                u64* const full = shared.table_full + its_tables.slot;
+                float* const to = shared.tables + its_tables.slot * (2 * BN);
+                barrier_wait(shared.table_empty + its_tables.slot, its_tables.phase ^ 1);
+                if (elected()) {
                     barrier_expect(full, 2 * here * (PANEL * 4));
                     bulk_copy(to, packed + k0 * 4, here * (PANEL * 4), full);
                     bulk_copy(to + BN, packed + (panels * PANEL + k0) * 4, here * (PANEL * 4), full);
-                    its_tables.advance();
                 }
+                its_tables.advance();
             }
             wait();
         } else {

@@ -155,28 +155,29 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 const auto its = rounds.template tile<BN>(tile);
                 if (warp == 0) {
                     const auto weights = weights_of(its.k0);
-                    if (elected())
 #pragma unroll 1
-                        for (int i = 0; i < count; ++i) {
-                            if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                    for (int i = 0; i < count; ++i) {
+                        if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                        if (elected())
                             weights.copy(shared.ring + stage.slot * Memory::STAGE + Memory::A, i, shared.full + stage.slot);
-                            stage.advance();
-                        }
+                        stage.advance();
+                    }
                 } else if (warp == 1) {
                     wait();
                     const TileBoxes<BM> boxes(its.p0, 0x7fffffff), boxes_also(its.p0, g.pw);
-                    if (elected())
 #pragma unroll 1
-                        for (int i = 0; i < count; ++i) {
-                            if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                            u8* const at = shared.ring + stage.slot * Memory::STAGE;
-                            const int c = (first + i) * (8 * LANES);
-                            if (!SHORTCUT || i < own)
-                                boxes.copy(at, map, c, its.height, shared.full + stage.slot);
-                            else if constexpr (SHORTCUT)
+                    for (int i = 0; i < count; ++i) {
+                        if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
+                        u8* const at = shared.ring + stage.slot * Memory::STAGE;
+                        const int c = (first + i) * (8 * LANES);
+                        if (!SHORTCUT || i < own) {
+                            if (elected()) boxes.copy(at, map, c, its.height, shared.full + stage.slot);
+                        } else if constexpr (SHORTCUT) {
+                            if (elected())
                                 boxes_also.copy(at, map_also, c - order.chunks * (8 * LANES), its.height, shared.full + stage.slot);
-                            stage.advance();
                         }
+                        stage.advance();
+                    }
                 } else {
                     wait();
                     const int end = PARTS == 1 ? pixels : min(pixels, its.p0 + its.height);

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
             barrier_arrive(shared.done + round % 2);
         }
     }
-    if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) >= tiles)  // no copy may be under way at the end
+    if (static_cast<int>(blockIdx.x) >= tiles)  // no copy may be under way at the end
         for (int layer = 0; layer < LAYERS; ++layer) barrier_wait(shared.weights + layer, 0);
     if (clear_rows) {
         if (settled) dependent_wait();
