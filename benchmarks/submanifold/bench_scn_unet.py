@@ -3,8 +3,9 @@
     python -m benchmarks.submanifold.bench_scn_unet [--cpu] [--scan FILE.bin] [--out FOLDER]
 
 Eager calls in evaluation, on the same points again and again and on other points at each call, and
-an eager training step, by the clock; on a GPU also both as CUDA graphs, the layers that make sites
-with capacities. Its result in float16 is compared with float64 first.
+eager training steps, by the clock; on a GPU also what ``scn.graphed`` makes of them, and both as
+CUDA graphs of the user's own, the layers that make sites with capacities. Its result in float16 is
+compared with float64 first.
 """
 
 import copy
@@ -80,17 +81,33 @@ def measure(torch, scene, device, columns, calls):
         others = clock(torch, net, given)[calls:]
         yield row_of(columns, scene, dtype, "forward, other points at each call", "wall", others)
 
-    def step(points):
-        net(points).float().square().mean().backward()
+    def step(points, call=net):
+        call(points).float().square().mean().backward()
         for parameter in net.parameters():
             parameter.grad = None
 
-    net.train()
-    times = clock(torch, step, itertools.repeat(given[0], calls))
-    yield row_of(columns, scene, dtype, "training step, the same points", "wall", times)
+    def graphed(call, what):
+        times = clock(torch, call, given)[calls:]
+        return row_of(columns, scene, dtype, f"{what}, graphed, other points", "wall", times)
+
     if device == "cuda":
         from sbnet_cupy.torch import scn
 
+        run = scn.graphed(net, given[:1])
+        assert_near(torch, run(given[1]), net, given[1])
+        yield graphed(run, "forward")
+        run.check()
+        del run
+    net.train()
+    times = clock(torch, step, itertools.repeat(given[0], calls))
+    yield row_of(columns, scene, dtype, "training step, the same points", "wall", times)
+    times = clock(torch, step, given)[calls:]
+    yield row_of(columns, scene, dtype, "training step, other points", "wall", times)
+    if device == "cuda":
+        run = scn.graphed(net, given[:1])
+        yield graphed(lambda points: step(points, run), "training step")
+        run.check()
+        del run
         scn.set_capacities(net, given[:1])
         us = graph_times(captured(lambda: step(given[0])))
         yield row_of(columns, scene, dtype, "training step", "graph", us)
@@ -102,8 +119,13 @@ def measure(torch, scene, device, columns, calls):
 
 def check(torch, net, points):
     """Raise unless the network gives what it gives in float64, up to an epsilon for each layer."""
+    assert_near(torch, net(points), net, points)
+
+
+def assert_near(torch, found, net, points):
+    """Raise unless ``found`` is the result, in evaluation, up to an epsilon for each layer."""
     coordinates, features, samples = points
-    found = net(points).double()
+    found = found.double()
     expected = copy.deepcopy(net).double()([coordinates, features.double(), samples])
     error = ((found - expected).norm() / expected.norm()).item()
     depth = sum(len(parameter.shape) > 1 for parameter in net.parameters())

@@ -1,4 +1,4 @@
-"""CUDA graphs of a sparsified network in training: a call, and its gradients, without host time.
+"""CUDA graphs of a network in training: a call, and its gradients, without host time.
 
 By PyTorch's ``make_graphed_callables``, made safe to use: every call is held against what the
 graphs were made of, and what comes out is copied from their memory, which the next call writes.
@@ -27,17 +27,25 @@ def graphed(sparse, x, mask):
     They have no gradients of their own.
     """
     check_call(x, mask)
-    given, settings = _likeness(x, mask), _settings(sparse, x)
-    call = _Graphs(sparse, x, mask).replay if x.is_cuda else sparse
+    given, settings = _likeness(x, mask), settings_of(sparse, x)
+    if x.is_cuda:
+        capacity = sparse.capacity
+        sparse.capacity = 1.0 if capacity is None else capacity
+        try:
+            graphs = Graphs(sparse, (x, mask), sparse.model)
+        finally:
+            sparse.capacity = capacity
+        noted = sparse._last
 
     def run(x, mask):
         check_alike(given, _likeness(x, mask))
-        if _settings(sparse, x) != settings:
-            raise RuntimeError(
-                "training, autocast, and whether x requires a gradient must be as they were when "
-                "the call was graphed; set them so, or call the network itself"
-            )
-        return call(x, mask)
+        check_settings(settings, settings_of(sparse, x), "x")
+        if not x.is_cuda:
+            return sparse(x, mask)
+        result = graphs.replay(x, mask)
+        sparse._is_trained = True  # running statistics change, of which no version tells
+        sparse._last = noted
+        return result
 
     return run
 
@@ -46,51 +54,71 @@ def _likeness(x, mask):
     return x.shape, x.dtype, x.device, mask.shape, mask.dtype
 
 
-def _settings(sparse, x):
+def settings_of(module, x):
+    """Return what a graph in training depends on besides the module's state and its inputs."""
     cast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if cast else None
-    return sparse.training, dtype, x.requires_grad
+    return module.training, dtype, x.requires_grad
 
 
-class _Graphs:
-    """The graphs of a call and of its gradients."""
+def check_settings(given, got, name):
+    """Raise unless the settings of a call are those that its graph was made with."""
+    if got != given:
+        raise RuntimeError(
+            f"training, autocast, and whether {name} requires a gradient must be as they were when "
+            "the call was graphed; set them so, or call the network itself"
+        )
 
-    def __init__(self, sparse, x, mask):
-        self.sparse, self.calls = sparse, 0
-        if State(sparse.model).hooked:
+
+class Graphs:
+    """The graphs of a call of a module with tensors, and of its gradients.
+
+    Parameters
+    ----------
+    module : Module
+        Called with the tensors; its result is made of tensors in tuples, lists and dicts.
+    inputs : sequence of tensor
+        What each call is like.
+    watched : Module
+        The module, or the part of it of which an attribute may be set by somebody.
+    """
+
+    def __init__(self, module, inputs, watched):
+        self.module, self.calls, self.count = module, 0, len(inputs)
+        if State(watched).hooked:
             raise RuntimeError(
                 "a network with forward hooks has no CUDA graph in training, as replays would not "
                 "call them; remove them, or call the network itself"
             )
-        named = {name: p for name, p in sparse.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.parameters = list(named.values())
         # Leaves of their own: a result of an earlier call may still hold the nodes that add up the
         # gradients of the parameters, and these belong to another stream.
         self._leaves = {name: p.detach().requires_grad_() for name, p in named.items()}
-        own = x.detach().clone(memory_format=torch.preserve_format), mask.clone()
-        own[0].requires_grad_(x.requires_grad)
-        capacity, buffers = sparse.capacity, [(b, b.clone()) for b in sparse.buffers()]
-        sparse.capacity = 1.0 if capacity is None else capacity
+        own = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
+        for mine, x in zip(own, inputs, strict=True):
+            mine.requires_grad_(x.requires_grad)
+        device, buffers = own[0].device, [(b, b.clone()) for b in module.buffers()]
         try:
             with (
-                torch.cuda.device(x.device), torch.random.fork_rng([x.device]), torch.enable_grad(),
+                torch.cuda.device(device), torch.random.fork_rng([device]), torch.enable_grad(),
                 no_collection(),
             ):  # fmt: skip
                 self._replay = torch.cuda.make_graphed_callables(
                     self._call, (*own, *self._leaves.values()), allow_unused_input=True
                 )
         finally:
-            sparse.capacity = capacity
             with torch.no_grad():
                 for buffer, before in buffers:  # running statistics have followed the warm-up
                     buffer.copy_(before)
-        self.noted, self.state = sparse._last, State(sparse.model)
+        self.state = State(watched)
         self.held = self._held()
 
-    def _call(self, x, mask, *parameters):
-        """Call the network with these parameters; keep how its result is made of tensors."""
-        given = dict(zip(self._leaves, parameters, strict=True))
-        leaves, self.tree = tree_flatten(functional_call(self.sparse, given, (x, mask)))
+    def _call(self, *given):
+        """Call the module with these parameters; keep how its result is made of tensors."""
+        parameters = dict(zip(self._leaves, given[self.count :], strict=True))
+        result = functional_call(self.module, parameters, given[: self.count])
+        leaves, self.tree = tree_flatten(result)
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise TypeError(
                 "the network's result must be made of tensors in tuples, lists and dicts to come "
@@ -102,7 +130,7 @@ class _Graphs:
         """Return what graphs take for granted of parameters and buffers; numbers may change."""
         return [(t.data_ptr(), t.requires_grad) for t in self.state.tensors]
 
-    def replay(self, x, mask):
+    def replay(self, *inputs):
         """Replay the call."""
         if not self.state.is_bound_alike() or self._held() != self.held:
             raise RuntimeError(
@@ -110,12 +138,10 @@ class _Graphs:
                 "set, or a parameter or buffer was moved, replaced, converted or frozen; call "
                 "graphed() again"
             )
-        with torch.cuda.device(x.device):
+        with torch.cuda.device(inputs[0].device):
             self.calls += 1
-            x, *parameters = _Into.apply(x, *self.parameters)
-            leaves = _OutOf.apply(self, *self._replay(x, mask, *parameters))
-        self.sparse._is_trained = True  # running statistics change, of which no version tells
-        self.sparse._last = self.noted
+            given = _Into.apply(*inputs, *self.parameters)
+            leaves = _OutOf.apply(self, *self._replay(*given))
         return tree_unflatten(leaves, self.tree)
 
 

@@ -39,6 +39,7 @@ from .functions import (
     prepare_BLInput,
     voxelize_pointcloud,
 )
+from .graphs import graphed
 from .inputs import (
     BLInputLayer,
     BLOutputLayer,
@@ -142,6 +143,7 @@ __all__ = [
     "batch_location_tensors",
     "compare_sparse",
     "concatenate_feature_planes",
+    "graphed",
     "pad_with_batch_idx",
     "permutohedral_basis",
     "prepare_BLInput",

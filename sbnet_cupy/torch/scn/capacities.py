@@ -1,5 +1,6 @@
 """Capacities: lists of sites whose number of rows is fixed, so that nothing waits for a GPU."""
 
+import contextlib
 import math
 
 import torch
@@ -46,32 +47,55 @@ def set_capacities(net, inputs, slack=0.25):
     >>> net[0].capacity, net(points).features.shape[0]
     (4, 6)
     """
+    for layer, capacity in measured(net, inputs, slack).items():
+        layer.capacity = capacity
+    return net
+
+
+def measured(net, inputs, slack):
+    """Return the capacity of each layer that makes sites, as :func:`set_capacities` chooses it."""
     if slack < 0:
         raise ShapeError(f"slack must not be negative, got {slack!r}")
     layers = [m for m in net.modules() if hasattr(m, "capacity")]
-    before, modes = [m.capacity for m in layers], {m: m.training for m in net.modules()}
     most, runs = dict.fromkeys(layers, 0), 0
 
     def seen(layer, _, output):
         most[layer] = max(most[layer], output.coordinates.capacity)
 
     hooks = [layer.register_forward_hook(seen) for layer in layers]
-    for layer in layers:
-        layer.capacity = None
     try:
-        with torch.no_grad():
-            net.eval()
+        with with_capacities(dict.fromkeys(layers)), evaluated(net), torch.no_grad():
             for x in inputs:
                 net(x)
                 runs += 1
-        if not runs:
-            raise ValueError("inputs must not be empty; pass some that are as large as any")
-        before = [math.ceil(most[layer] * (1 + slack)) for layer in layers]
     finally:
         for hook in hooks:
             hook.remove()
+    if not runs:
+        raise ValueError("inputs must not be empty; pass some that are as large as any")
+    return {layer: math.ceil(n * (1 + slack)) for layer, n in most.items()}
+
+
+@contextlib.contextmanager
+def with_capacities(capacities):
+    """Give layers these capacities for a while."""
+    before = {layer: layer.capacity for layer in capacities}
+    try:
+        for layer, capacity in capacities.items():
+            layer.capacity = capacity
+        yield
+    finally:
+        for layer, capacity in before.items():
+            layer.capacity = capacity
+
+
+@contextlib.contextmanager
+def evaluated(net):
+    """Have a network in evaluation for a while."""
+    modes = {module: module.training for module in net.modules()}
+    try:
+        net.eval()
+        yield
+    finally:
         for module, training in modes.items():
             module.training = training
-        for layer, capacity in zip(layers, before, strict=True):
-            layer.capacity = capacity
-    return net

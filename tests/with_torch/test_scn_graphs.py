@@ -1,0 +1,274 @@
+"""scn.graphed gives what the network gives, of points of any number, in evaluation and training.
+
+On a CPU it calls the network; "as on a GPU" what is around the CUDA graphs runs there too, and the
+graphs call the network.
+"""
+
+import contextlib
+import copy
+import types
+
+import pytest
+
+import sbnet_cupy as sb
+from support.torch_cases import on_device
+
+SIZE, SAMPLES = 19, 2
+
+
+@pytest.fixture(scope="module")
+def scn(torch):
+    import sbnet_cupy.torch.scn as scn
+
+    return scn
+
+
+@pytest.fixture(params=["cpu", "as on a GPU", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(torch, request, require, monkeypatch):
+    """The device of the points, where graphs are what the parameter says."""
+    if request.param == "gpu":
+        return on_device(require, torch, "cuda")
+    if request.param == "as on a GPU":
+        fake(torch, monkeypatch)
+    return "cpu"
+
+
+def fake(torch, monkeypatch):
+    """Let graphs on the CPU run what they have captured."""
+    from sbnet_cupy.torch.scn import graphs
+
+    class Graph:
+        def __init__(self, run, capacities):
+            self.run, self.capacities, self.result = run, capacities, run()
+
+        def replay(self):
+            with graphs.with_capacities(self.capacities):
+                new = self.run()
+            both = (torch.utils._pytree.tree_flatten(x)[0] for x in (self.result, new))
+            for old, now in zip(*both, strict=True):
+                old.copy_(now)
+
+    class Replayed(graphs._Replayed):
+        def _capture(self):
+            now = {layer: layer.capacity for layer in self.capacities}
+            assert all(value is None for value in now.values())
+            super()._capture()
+
+    def capture(run, x):
+        layers = {m: m.capacity for m in current[0].modules() if hasattr(m, "capacity")}
+        graph = Graph(run, layers)
+        return graph, graph.result
+
+    class Trained:
+        def __init__(self, module, inputs, watched):
+            self.module = module
+            self.capacities = {m: m.capacity for m in watched.modules() if hasattr(m, "capacity")}
+
+        def replay(self, *inputs):
+            with graphs.with_capacities(self.capacities):
+                return self.module(*inputs)
+
+    current = []
+
+    def graphed(net, inputs, slack=0.25):
+        current[:] = [net]
+        inputs = list(inputs)
+        return Replayed(graphs._Run(net, inputs, slack), inputs[0])
+
+    event = types.SimpleNamespace(record=lambda: None, query=lambda: True)
+    monkeypatch.setattr(graphs, "graphed", graphed)
+    monkeypatch.setattr("sbnet_cupy.torch.scn.graphed", graphed)
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "Graphs", Trained)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    zeros = torch.zeros
+    unpinned = lambda *a, pin_memory=False, **k: zeros(*a, **k)  # noqa: E731
+    monkeypatch.setattr(torch, "zeros", unpinned)
+
+
+def points(torch, n, seed, device="cpu", size=17, samples=SAMPLES):
+    """Return n points, some at the same sites."""
+    generator = torch.Generator().manual_seed(seed)
+    place = torch.randint(0, size, (n, 2), generator=generator)
+    sample = torch.randint(0, samples, (n, 1), generator=generator)
+    features = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    return [torch.cat([place, sample], 1).to(device), features.to(device), samples]
+
+
+def unet(torch, scn, device, *ends):
+    """Return a U-Net of points with random batch norms."""
+    torch.manual_seed(0)
+    net = scn.Sequential(
+        scn.InputLayer(2, SIZE, mode=4),
+        scn.SubmanifoldConvolution(2, 3, 4, 3, True),
+        scn.UNet(2, 1, [4, 6, 8], residual_blocks=True, downsample=[3, 2]),
+        *(ends or (scn.NetworkInNetwork(4, 5, True), scn.OutputLayer(2))),
+    ).double()
+    for layer in net.modules():
+        if isinstance(layer, scn.BatchNormalization):
+            layer.running_mean.normal_()
+            layer.bias.data.normal_()
+    return net.to(device)
+
+
+def assert_close(torch, found, expected):
+    """Sums in float64 may be in another order."""
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_points_of_any_number(torch, scn, device):
+    net = unet(torch, scn, device).eval()
+    run = scn.graphed(net, [points(torch, 60, seed, device) for seed in (0, 1)])
+    assert all(m.capacity is None for m in net.modules() if hasattr(m, "capacity"))
+    kept = []
+    for n, seed in ((60, 2), (75, 3), (1, 4), (0, 5), (40, 6)):
+        given = points(torch, n, seed, device)
+        with torch.no_grad():
+            expected = net(given)
+        found = run(given)
+        assert found.shape == (n, 5)
+        assert_close(torch, found, expected)
+        kept.append((found, found.clone()))
+    assert all(torch.equal(*pair) for pair in kept)  # results are not written over
+    run.check()
+
+
+def test_one_sample_without_its_number(torch, scn, device):
+    net = unet(torch, scn, device).eval()
+    given = points(torch, 30, 0, device, samples=1)[:2]
+    given[0] = given[0][:, :2]
+    run = scn.graphed(net, [given], slack=0)
+    for n in (30, 12):
+        few = [given[0][:n], given[1][:n]]
+        with torch.no_grad():
+            assert_close(torch, run(few), net(few))
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_training(torch, scn, device):
+    """Gradients of features and parameters, and running statistics."""
+    net = unet(torch, scn, device).train()
+    plain = copy.deepcopy(net)
+    inputs = points(torch, 60, 0, device)
+    inputs[1].requires_grad_()
+    before = copy.deepcopy(net.state_dict())
+    run = scn.graphed(net, [inputs])
+    for name, tensor in net.state_dict().items():
+        if device != "cpu" or "num_batches" not in name:
+            assert torch.equal(tensor, before[name])
+    for n, seed in ((60, 1), (70, 2), (25, 3)):
+        given, results = points(torch, n, seed, device), []
+        for call, its in ((run, net), (plain, plain)):
+            features = given[1].clone().requires_grad_()
+            its.zero_grad()
+            y = call([given[0], features, SAMPLES])
+            assert y.shape == (n, 5)
+            (y * torch.arange(5, device=device).cos()).square().sum().backward()
+            grads = [p.grad.clone() for p in its.parameters()]
+            results.append([y.detach(), features.grad, *grads, *(b.clone() for b in its.buffers())])
+        for found, expected in zip(*results, strict=True):
+            assert_close(torch, found, expected)
+    with pytest.raises(RuntimeError, match="whether features requires a gradient"):
+        run(points(torch, 10, 0, device))
+    net.eval()
+    with pytest.raises(RuntimeError, match="training, autocast"):
+        run(inputs)
+
+
+def test_dense_results_have_no_rows_of_points(torch, scn, device):
+    net = unet(torch, scn, device, scn.SparseToDense(2, 4)).eval()
+    run = scn.graphed(net, [points(torch, 60, 0, device)])
+    for n in (60, 9):
+        given = points(torch, n, n, device)
+        with torch.no_grad():
+            expected = net(given)
+        assert run(given).shape == (SAMPLES, 4, SIZE, SIZE)
+        assert_close(torch, run(given), expected)
+
+
+def test_results_must_be_tensors(torch, scn, device, request):
+    net = unet(torch, scn, device, scn.ReLU()).eval()
+    if request.node.callspec.params["device"] == "cpu":
+        run = scn.graphed(net, [points(torch, 60, 0)])
+        assert isinstance(run(points(torch, 6, 0)), scn.SparseConvNetTensor)
+        return
+    with pytest.raises(TypeError, match="end the network with an OutputLayer"):
+        scn.graphed(net, [points(torch, 60, 0, device)])
+
+
+def test_a_network_that_has_changed(torch, scn, device):
+    net = unet(torch, scn, device).eval()
+    given = points(torch, 60, 0, device)
+    run = scn.graphed(net, [given])
+    first = run(given)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(1.5)
+        expected = net(given)
+    assert not torch.equal(first, expected)
+    assert_close(torch, run(given), expected)
+    net[1].weight = torch.nn.Parameter(net[1].weight.detach() * 2)
+    with torch.no_grad():
+        expected = net(given)
+    assert_close(torch, run(given), expected)
+
+
+def test_what_is_dropped_shows(torch, scn, device, request):
+    net = unet(torch, scn, device).eval()
+    small = points(torch, 60, 0, device, size=3)  # few sites
+    run = scn.graphed(net, [small], slack=0.1)
+    if request.node.callspec.params["device"] == "cpu":
+        assert run(points(torch, 60, 0)).shape == (60, 5)
+        return
+    run(points(torch, 60, 1, device))  # many
+    if device != "cpu":
+        torch.cuda.synchronize()
+    with pytest.warns(RuntimeWarning, match="layer '0' had .* sites, with room for 20"):
+        run(small)
+    with pytest.raises(sb.CapacityError, match="what there was no room for was dropped"):
+        run.check()
+    run(small)
+    assert run.check() is run
+    outside = [small[0].clone(), *small[1:]]
+    outside[0][3, 1] = SIZE
+    outside[0][5, 0] = -1
+    run(outside)
+    with pytest.raises(sb.CapacityError, match="2 points lay outside"):
+        run.check()
+    net = scn.Sequential(scn.InputLayer(2, SIZE, mode=0), scn.OutputLayer(2)).eval()
+    one = points(torch, 1, 0, device)
+    run = scn.graphed(net, [one], slack=5)
+    run([one[0].repeat(3, 1), one[1].repeat(3, 1), SAMPLES])
+    with pytest.raises(sb.CapacityError, match="listed twice"):
+        run.check()
+
+
+def test_bad_arguments(torch, scn, device, request):
+    net = unet(torch, scn, device).eval()
+    given = points(torch, 60, 0, device)
+    run = scn.graphed(net, [given])
+    bad = [
+        (sb.ShapeError, r"coords must have shape \(N, 3\)", [given[0][:, :2], given[1]]),
+        (sb.ShapeError, r"features must have shape \(60, 3\)", [given[0], given[1][:, :2]]),
+        (sb.ShapeError, r"features must have shape \(60, 3\)", [given[0], given[1][:9]]),
+        (sb.DTypeError, "features must be torch.float64", [given[0], given[1].float()]),
+        (sb.ShapeError, "at most 75, for which there is room, got 76", points(torch, 76, 0, device)),
+        (sb.ShapeError, "batch_size must be at most 2", [*given[:2], 3]),
+        (sb.DeviceError, "features must be on", [given[0], given[1].to("meta")]),
+    ]  # fmt: skip
+    for error, message, inputs in bad:
+        with pytest.raises(error, match=message):
+            run(inputs)
+    assert run(given).shape == (60, 5)
+    with pytest.raises(ValueError, match="inputs must not be empty"):
+        scn.graphed(net, [])
+    with pytest.raises(sb.ShapeError, match="slack must not be negative"):
+        scn.graphed(net, [given], slack=-1)
+    with pytest.raises(ValueError, match="net must have an InputLayer"):
+        scn.graphed(torch.nn.Linear(3, 3), [given])
+    if request.node.callspec.params["device"] != "cpu":
+        net[1].register_forward_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match="forward hooks"):
+            scn.graphed(net, [given])
