@@ -248,13 +248,13 @@ def test_what_is_dropped_shows(torch, scn, device, request):
 def test_bad_arguments(torch, scn, device, request):
     net = unet(torch, scn, device).eval()
     given = points(torch, 60, 0, device)
-    run = scn.graphed(net, [given])
+    run, many = scn.graphed(net, [given]), points(torch, 76, 0, device)
     bad = [
         (sb.ShapeError, r"coords must have shape \(N, 3\)", [given[0][:, :2], given[1]]),
         (sb.ShapeError, r"features must have shape \(60, 3\)", [given[0], given[1][:, :2]]),
         (sb.ShapeError, r"features must have shape \(60, 3\)", [given[0], given[1][:9]]),
         (sb.DTypeError, "features must be torch.float64", [given[0], given[1].float()]),
-        (sb.ShapeError, "at most 75, for which there is room, got 76", points(torch, 76, 0, device)),
+        (sb.ShapeError, "at most 75, for which there is room, got 76", many),
         (sb.ShapeError, "batch_size must be at most 2", [*given[:2], 3]),
         (sb.DeviceError, "features must be on", [given[0], given[1].to("meta")]),
     ]  # fmt: skip
