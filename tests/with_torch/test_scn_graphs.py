@@ -6,6 +6,7 @@ graphs call the network.
 
 import contextlib
 import copy
+import sys
 import types
 
 import pytest
@@ -38,53 +39,36 @@ def fake(torch, monkeypatch):
     from sbnet_cupy.torch.scn import graphs
 
     class Graph:
-        def __init__(self, run, capacities):
-            self.run, self.capacities, self.result = run, capacities, run()
+        def __init__(self, run):
+            self.run, self.result = run, run()
 
         def replay(self):
-            with graphs.with_capacities(self.capacities):
-                new = self.run()
-            both = (torch.utils._pytree.tree_flatten(x)[0] for x in (self.result, new))
-            for old, now in zip(*both, strict=True):
-                old.copy_(now)
+            both = (torch.utils._pytree.tree_flatten(x)[0] for x in (self.result, self.run()))
+            for old, new in zip(*both, strict=True):
+                old.copy_(new)
 
-    class Replayed(graphs._Replayed):
-        def _capture(self):
-            now = {layer: layer.capacity for layer in self.capacities}
-            assert all(value is None for value in now.values())
-            super()._capture()
-
-    def capture(run, x):
-        layers = {m: m.capacity for m in current[0].modules() if hasattr(m, "capacity")}
-        graph = Graph(run, layers)
+    def capture(run, like):
+        graph = Graph(run)
         return graph, graph.result
 
-    class Trained:
-        def __init__(self, module, inputs, watched):
-            self.module = module
-            self.capacities = {m: m.capacity for m in watched.modules() if hasattr(m, "capacity")}
-
-        def replay(self, *inputs):
-            with graphs.with_capacities(self.capacities):
-                return self.module(*inputs)
-
-    current = []
+    def make_graphed_callables(call, inputs, allow_unused_input):
+        call(*inputs)
+        return call
 
     def graphed(net, inputs, slack=0.25):
-        current[:] = [net]
         inputs = list(inputs)
-        return Replayed(graphs._Run(net, inputs, slack), inputs[0])
+        return graphs._Replayed(graphs._Run(net, inputs, slack), inputs[0])
 
-    event = types.SimpleNamespace(record=lambda: None, query=lambda: True)
-    monkeypatch.setattr(graphs, "graphed", graphed)
-    monkeypatch.setattr("sbnet_cupy.torch.scn.graphed", graphed)
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "Graphs", Trained)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    zeros = torch.zeros
-    unpinned = lambda *a, pin_memory=False, **k: zeros(*a, **k)  # noqa: E731
-    monkeypatch.setattr(torch, "zeros", unpinned)
+    event, zeros = types.SimpleNamespace(record=lambda: None, query=lambda: True), torch.zeros
+    for where, name, new in (
+        (graphs, "capture", capture), (sys.modules["sbnet_cupy.torch.scn"], "graphed", graphed),
+        (torch.cuda, "make_graphed_callables", make_graphed_callables),
+        (torch.cuda, "Event", lambda: event),
+        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        (torch.random, "fork_rng", lambda devices: contextlib.nullcontext()),
+        (torch, "zeros", lambda *sizes, pin_memory=False, **how: zeros(*sizes, **how)),
+    ):  # fmt: skip
+        monkeypatch.setattr(where, name, new)
 
 
 def points(torch, n, seed, device="cpu", size=17, samples=SAMPLES):
@@ -155,11 +139,13 @@ def test_training(torch, scn, device):
     inputs[1].requires_grad_()
     before = copy.deepcopy(net.state_dict())
     run = scn.graphed(net, [inputs])
-    for name, tensor in net.state_dict().items():
-        if device != "cpu" or "num_batches" not in name:
-            assert torch.equal(tensor, before[name])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert net.training and all(m.capacity is None for m in net.modules() if hasattr(m, "capacity"))
     for n, seed in ((60, 1), (70, 2), (25, 3)):
         given, results = points(torch, n, seed, device), []
+        with torch.no_grad():  # as between epochs
+            net.eval()(given)
+            net.train()
         for call, its in ((run, net), (plain, plain)):
             features = given[1].clone().requires_grad_()
             its.zero_grad()
@@ -170,6 +156,11 @@ def test_training(torch, scn, device):
             results.append([y.detach(), features.grad, *grads, *(b.clone() for b in its.buffers())])
         for found, expected in zip(*results, strict=True):
             assert_close(torch, found, expected)
+    if device != "cpu":
+        with pytest.raises(RuntimeError, match="must be computed before the next call"):
+            first = run(inputs)
+            run(inputs)
+            first.sum().backward()
     with pytest.raises(RuntimeError, match="whether features requires a gradient"):
         run(points(torch, 10, 0, device))
     net.eval()

@@ -21,7 +21,7 @@ class Weights:
 
     def clear(self):
         """Forget everything."""
-        self.kept = {}
+        self.kept.clear()  # in place: what a graph was made of stays the same object
 
     def folded(self, weight, bias, norm, growth=None):
         """Return (weight, bias) with a batch norm in them; ``norm`` is None or its five values.

@@ -152,7 +152,7 @@ class _Replayed(_Run):
                 "a network with forward hooks has no CUDA graph, as replays would not call them; "
                 "remove them, or call the network itself"
             )
-        self._call = _Call(self.net, self.layer, self.samples, list(self.capacities), self.device)
+        self._call = _Call(self.net, self.layer, self.samples, self.capacities, self.device)
         with torch.cuda.device(self.device):
             self._own = [tensor.detach().clone() for tensor in self._padded(points)]
             self._of_points = self._leaves_of_points()
@@ -161,9 +161,7 @@ class _Replayed(_Run):
             self._copied.record()
         self._warned = False
         if self.net.training:
-            with with_capacities(self.capacities):
-                inputs = self._padded(points)
-                self._graphs = Graphs(self._call, inputs, self.net)
+            self._graphs = Graphs(self._call, self._padded(points), self.net)
         else:
             self._capture()
         self._call.most.zero_()
@@ -174,7 +172,7 @@ class _Replayed(_Run):
         def call():
             return self._call(*self._own)
 
-        with with_capacities(self.capacities), torch.no_grad():
+        with torch.no_grad():
             self.graph, result = capture(call, self._own[1])
         self._leaves, self._tree = tree_flatten(result)
         self._state = State(self.net)
@@ -193,7 +191,7 @@ class _Replayed(_Run):
         Those that have one row more where there is one point more.
         """
         longer = [pad(self._own[0], (0, 0, 0, 1), value=-1), pad(self._own[1], (0, 0, 0, 1))]
-        with with_capacities(self.capacities), evaluated(self.net), torch.no_grad():
+        with evaluated(self.net), torch.no_grad():
             one, other = (tree_flatten(self._call(*given))[0] for given in (self._own, longer))
         for leaf in one:
             if not isinstance(leaf, torch.Tensor):
@@ -273,10 +271,10 @@ class _Call(Module):
     were listed twice.
     """
 
-    def __init__(self, net, layer, samples, layers, device):
+    def __init__(self, net, layer, samples, capacities, device):
         super().__init__()
-        self.net, self.samples, self.layers, self._input = net, samples, layers, [layer]
-        self.most = torch.zeros(len(layers) + 2, dtype=torch.int32, device=device)
+        self.net, self.samples, self.capacities, self._input = net, samples, capacities, [layer]
+        self.most = torch.zeros(len(capacities) + 2, dtype=torch.int32, device=device)
         self._size = torch.tensor([*layer.spatial_size.tolist(), samples], device=device)
 
     def forward(self, coords, features):
@@ -286,15 +284,16 @@ class _Call(Module):
         def seen(layer, _, output):
             made[layer] = output.coordinates
 
-        hooks = [layer.register_forward_hook(seen) for layer in self.layers]
+        hooks = [layer.register_forward_hook(seen) for layer in self.capacities]
         try:
-            result = self.net([coords, features, self.samples])
+            with with_capacities(self.capacities):
+                result = self.net([coords, features, self.samples])
         finally:
             for hook in hooks:
                 hook.remove()
         none = self.most.new_zeros(1)
         outside = ((coords < 0) | (coords >= self._size)).any(1) & (coords[:, -1] >= 0)
-        counts = [made[layer].count if layer in made else none for layer in self.layers]
+        counts = [made[layer].count if layer in made else none for layer in self.capacities]
         status = made[self._input[0]].status
         twice = none if status is None else status & DUPLICATE
         listed = torch.cat([*counts, outside.sum(0, True, dtype=torch.int32), twice])
