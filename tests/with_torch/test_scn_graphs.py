@@ -189,6 +189,26 @@ def test_results_must_be_tensors(torch, scn, device, request):
         scn.graphed(net, [points(torch, 60, 0, device)])
 
 
+def test_results_that_count_rows_which_are_no_points(torch, scn, device, request):
+    class Ends(torch.nn.Module):
+        def __init__(self, end):
+            super().__init__()
+            self.net, self.end = unet(torch, scn, device), end
+
+        def forward(self, points):
+            return self.end(self.net(points))
+
+    points_of = [points(torch, 60, 0, device)]
+    sums = scn.graphed(Ends(lambda y: {"sum": y.sum(0), "rows": y}).eval(), points_of)
+    found = sums(points(torch, 7, 1, device))
+    torch.testing.assert_close(found["sum"], found["rows"].sum(0))
+    assert found["rows"].shape == (7, 5)
+    if request.node.callspec.params["device"] != "cpu":
+        for end in (lambda y: y.mean(0), lambda y: y.flatten(), lambda y: y.T):
+            with pytest.raises(ValueError, match="reduce over points outside"):
+                scn.graphed(Ends(end).eval(), points_of)
+
+
 def test_a_network_that_has_changed(torch, scn, device):
     net = unet(torch, scn, device).eval()
     given = points(torch, 60, 0, device)

@@ -35,7 +35,9 @@ def graphed(net, inputs, slack=0.25):
     ----------
     net : Module
         Called with ``[coords, features]`` or ``[coords, features, batch_size]``, as an
-        :class:`InputLayer` is; its result is made of tensors in tuples, lists and dicts.
+        :class:`InputLayer` is; its result is made of tensors in tuples, lists and dicts, with a row
+        for each point or of a shape that does not depend on them. What you add to the layers of
+        this package must leave out rows past the number of sites, as they do.
     inputs : iterable
         Inputs of the network, as large as those to come.
     slack : float
@@ -51,7 +53,8 @@ def graphed(net, inputs, slack=0.25):
     ShapeError
         If slack is negative, or inputs differ in their columns.
     ValueError
-        If there are no inputs, or the network has no InputLayer.
+        If there are no inputs, the network has no InputLayer, or its result depends on rows that
+        are no points.
     TypeError
         If the result is not made of tensors.
     RuntimeError
@@ -69,6 +72,9 @@ def graphed(net, inputs, slack=0.25):
     inputs = list(inputs)
     run = _Run(net, inputs, slack)
     return _Replayed(run, inputs[0]) if run.device.type == "cuda" else run
+
+
+_NEAR = 0.05  # of the norm: less than a few rows that do not belong there make
 
 
 class _Run:
@@ -155,7 +161,7 @@ class _Replayed(_Run):
         self._call = _Call(self.net, self.layer, self.samples, self.capacities, self.device)
         with torch.cuda.device(self.device):
             self._own = [tensor.detach().clone() for tensor in self._padded(points)]
-            self._of_points = self._leaves_of_points()
+            self._of_points = self._leaves_of_points(points)
             self._seen = torch.zeros(self._call.most.shape, dtype=torch.int32, pin_memory=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -185,22 +191,39 @@ class _Replayed(_Run):
             coords = pad(coords, (0, 1))
         return pad(coords, (0, 0, 0, missing), value=-1), pad(features, (0, 0, 0, missing))
 
-    def _leaves_of_points(self):
-        """Return which tensors of the result have a row for each point.
+    def _leaves_of_points(self, points):
+        """Return which tensors of the result have a row for each point; raise if others are wrong.
 
-        Those that have one row more where there is one point more.
+        Those that have one row more where there is room for one point more. What is neither nor
+        has a row for each place of the grid, such as a mean of all points, counts rows that are no
+        points: it differs from what the network makes of as few points alone.
         """
-        longer = [pad(self._own[0], (0, 0, 0, 1), value=-1), pad(self._own[1], (0, 0, 0, 1))]
+        rows = (len(points[0]) + 1) // 2
+        few = [points[0][:rows], points[1][:rows]]
+        padded = self._padded(few)
+        longer = [pad(padded[0], (0, 0, 0, 1), value=-1), pad(padded[1], (0, 0, 0, 1))]
         with evaluated(self.net), torch.no_grad():
-            one, other = (tree_flatten(self._call(*given))[0] for given in (self._own, longer))
-        for leaf in one:
+            alone, padded, longer = (
+                tree_flatten(result)[0]
+                for result in (
+                    self.net([*few, self.samples]), self._call(*padded), self._call(*longer),
+                )
+            )  # fmt: skip
+        for leaf in padded:
             if not isinstance(leaf, torch.Tensor):
                 raise TypeError(
                     "the network's result must be made of tensors in tuples, lists and dicts to "
                     f"come out of a CUDA graph, got a {type(leaf).__name__}; end the network with "
                     "an OutputLayer or SparseToDense"
                 )
-        return [a.shape != b.shape for a, b in zip(one, other, strict=True)]
+        of_points = [a.shape != b.shape for a, b in zip(padded, longer, strict=True)]
+        for expected, leaf, by_point in zip(alone, padded, of_points, strict=True):
+            if not _are_near(leaf[:rows] if by_point else leaf, expected):
+                raise ValueError(
+                    "the network's result must have a row for each point, or not depend on how "
+                    "many rows are no points; reduce over points outside of what is graphed"
+                )
+        return of_points
 
     def __call__(self, points):
         """Return what the network does of the points."""
@@ -299,3 +322,11 @@ class _Call(Module):
         listed = torch.cat([*counts, outside.sum(0, True, dtype=torch.int32), twice])
         torch.maximum(self.most, listed, out=self.most)
         return result
+
+
+def _are_near(found, expected):
+    """Whether two tensors are the same up to what other sums may make of them."""
+    if found.shape != expected.shape:
+        return False
+    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
+    return bool((found - expected).norm() <= _NEAR * expected.norm())
