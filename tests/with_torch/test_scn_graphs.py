@@ -280,6 +280,11 @@ def test_bad_arguments(torch, scn, device, request):
     with pytest.raises(ValueError, match="net must have an InputLayer"):
         scn.graphed(torch.nn.Linear(3, 3), [given])
     if request.node.callspec.params["device"] != "cpu":
+        layers = (scn.RandomizedStrideMaxPooling(2, 3, 2), scn.SparseToDense(2, 3))
+        random = scn.Sequential(scn.InputLayer(2, SIZE, mode=4), *layers).to(device)
+        assert scn.graphed(random.eval(), [given])(given).shape == (2, 3, 9, 9)
+        with pytest.raises(RuntimeError, match="replays would not draw any, got 1;"):
+            scn.graphed(random.train(), [given])
         net[1].register_forward_hook(lambda *_: None)
         with pytest.raises(RuntimeError, match="forward hooks"):
             scn.graphed(net, [given])

@@ -15,6 +15,7 @@ from ..network.state import State
 from ..network.training_graphs import Graphs, check_settings, settings_of
 from .capacities import evaluated, measured, with_capacities
 from .inputs import InputLayer
+from .lattices import RandomWindows
 
 
 def graphed(net, inputs, slack=0.25):
@@ -58,7 +59,8 @@ def graphed(net, inputs, slack=0.25):
     TypeError
         If the result is not made of tensors.
     RuntimeError
-        If the network has forward hooks, or waits for the GPU where layers have capacities.
+        If the network has forward hooks, draws windows at random places in training, or waits for
+        the GPU where layers have capacities.
 
     Examples
     --------
@@ -157,6 +159,14 @@ class _Replayed(_Run):
             raise RuntimeError(
                 "a network with forward hooks has no CUDA graph, as replays would not call them; "
                 "remove them, or call the network itself"
+            )
+        modules = self.net.named_modules()
+        drawn = [name for name, m in modules if m.training and isinstance(m, RandomWindows)]
+        if drawn:
+            raise RuntimeError(
+                "layers whose windows are drawn on the host at each call have no CUDA graph in "
+                f"training, as replays would not draw any, got {', '.join(drawn)}; call the "
+                "network itself"
             )
         self._call = _Call(self.net, self.layer, self.samples, self.capacities, self.device)
         with torch.cuda.device(self.device):

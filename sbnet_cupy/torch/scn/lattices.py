@@ -59,7 +59,7 @@ def random_window(coordinates, size, kernel, stride, generator=None):
     return KernelMap(table.view(taps, -1), coordinates, target, kernel)
 
 
-class _Random:
+class RandomWindows:
     """A layer with a stride whose windows are at random places in training."""
 
     generator = None  # a torch.Generator on the CPU, for the same windows again
@@ -78,7 +78,7 @@ class _Random:
         return super().forward(input)
 
 
-class RandomizedStrideConvolution(_Random, Convolution):
+class RandomizedStrideConvolution(RandomWindows, Convolution):
     """A Convolution whose windows are at random places in training, as in fractional pooling.
 
     The distances between windows are ``filter_stride``, and one more or less for a third of them
@@ -92,7 +92,7 @@ class RandomizedStrideConvolution(_Random, Convolution):
     """
 
 
-class RandomizedStrideMaxPooling(_Random, MaxPooling):
+class RandomizedStrideMaxPooling(RandomWindows, MaxPooling):
     """A MaxPooling whose windows are at random places in training.
 
     Parameters
