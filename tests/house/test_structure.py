@@ -353,5 +353,34 @@ def test_kernels_include_no_other_system():
         assert set(included) <= found.keys(), place
 
 
+_BRANCH = re.compile(r"\bif (?:constexpr )?\(((?:[^()]|\([^()]*\))*)\)\s*")
+_ALONE = re.compile(r"elected\(\)|\b(?:thread|threadIdx\.x|lane)(?: % 32)? == ")
+
+
+def branch_at(text, start):
+    """Return the statement or the block in braces that begins there."""
+    if text[start] != "{":
+        return text[start : text.index(";", start) + 1]
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if not depth:
+            return text[start : at + 1]
+    raise AssertionError(f"no closing brace after {text[start : start + 60]!r}")
+
+
+def test_no_lane_waits_alone():
+    """The others would go on, and overwrite the uniform registers that its copies use."""
+    alone = []
+    for path in sorted((ROOT / "cuda_src").rglob("*.cu*")):
+        text = path.read_text("utf-8")
+        found = [m for m in _BRANCH.finditer(text) if _ALONE.search(m[1])]
+        alone += [(path.name, branch_at(text, m.end())) for m in found]
+    assert len(alone) > 30
+    assert not [
+        (name, body) for name, body in alone if "barrier_wait" in body or "_for_all" in body
+    ]
+
+
 def test_there_is_no_utils():
     assert not [p.name for p in SOURCES if re.search("util|helper|common|misc", p.stem)]
