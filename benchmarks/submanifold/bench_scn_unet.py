@@ -75,7 +75,8 @@ def measure(torch, scene, device, columns, calls):
     net = network(torch, tuple(-(-n // 16) * 16 for n in scene.spatial_shape)).to(device, dtype)
     given = inputs(torch, scene, device, dtype, 2 * calls)
     with torch.no_grad():
-        check(torch, net.eval(), given[0])
+        net.eval()
+        check(torch, net(given[0]), net, given[0])
         same = clock(torch, net, itertools.repeat(given[0], calls))
         yield row_of(columns, scene, dtype, "forward, the same points", "wall", same)
         others = clock(torch, net, given)[calls:]
@@ -94,7 +95,7 @@ def measure(torch, scene, device, columns, calls):
         from sbnet_cupy.torch import scn
 
         run = scn.graphed(net, given[:1])
-        assert_near(torch, run(given[1]), net, given[1])
+        check(torch, run(given[1]), net, given[1])
         yield graphed(run, "forward")
         run.check()
         del run
@@ -117,13 +118,8 @@ def measure(torch, scene, device, columns, calls):
         yield row_of(columns, scene, dtype, "forward", "graph", us)
 
 
-def check(torch, net, points):
-    """Raise unless the network gives what it gives in float64, up to an epsilon for each layer."""
-    assert_near(torch, net(points), net, points)
-
-
-def assert_near(torch, found, net, points):
-    """Raise unless ``found`` is the result, in evaluation, up to an epsilon for each layer."""
+def check(torch, found, net, points):
+    """Raise unless ``found`` is what the network gives in float64, to an epsilon for each layer."""
     coordinates, features, samples = points
     found = found.double()
     expected = copy.deepcopy(net).double()([coordinates, features.double(), samples])

@@ -5,6 +5,7 @@ import copy
 import pytest
 
 import sbnet_cupy as sb
+from support.scn_networks import points, unet
 
 
 @pytest.fixture(scope="module")
@@ -12,32 +13,6 @@ def scn(torch):
     import sbnet_cupy.torch.scn as scn
 
     return scn
-
-
-def points(torch, n, seed, size=17, samples=2):
-    """Return what an InputLayer takes: n points, some at the same sites, near a few places."""
-    generator = torch.Generator().manual_seed(seed)
-    place = torch.randint(0, size, (n, 2), generator=generator)
-    sample = torch.randint(0, samples, (n, 1), generator=generator)
-    features = torch.randn(n, 3, generator=generator, dtype=torch.float64)
-    return [torch.cat([place, sample], 1), features, samples]
-
-
-def unet(torch, scn):
-    """Return a U-Net whose result is a row for each point, with random batch norms."""
-    torch.manual_seed(0)
-    net = scn.Sequential(
-        scn.InputLayer(2, 19, mode=4),
-        scn.SubmanifoldConvolution(2, 3, 4, 3, True),
-        scn.UNet(2, 1, [4, 6, 8], residual_blocks=True, downsample=[3, 2]),
-        scn.NetworkInNetwork(4, 5, True),
-        scn.OutputLayer(2),
-    ).double()
-    for layer in net.modules():
-        if isinstance(layer, scn.BatchNormalization):
-            layer.running_mean.normal_()
-            layer.bias.data.normal_()
-    return net
 
 
 @pytest.fixture(scope="module")

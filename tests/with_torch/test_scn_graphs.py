@@ -12,9 +12,8 @@ import types
 import pytest
 
 import sbnet_cupy as sb
+from support.scn_networks import SAMPLES, SIZE, points, unet
 from support.torch_cases import on_device
-
-SIZE, SAMPLES = 19, 2
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +55,7 @@ def fake(torch, monkeypatch):
         return call
 
     def graphed(net, inputs, slack=0.25):
-        inputs = list(inputs)
-        return graphs._Replayed(graphs._Run(net, inputs, slack), inputs[0])
+        return graphs._Replayed(net, list(inputs), slack)
 
     event, zeros = types.SimpleNamespace(record=lambda: None, query=lambda: True), torch.zeros
     for where, name, new in (
@@ -69,31 +67,6 @@ def fake(torch, monkeypatch):
         (torch, "zeros", lambda *sizes, pin_memory=False, **how: zeros(*sizes, **how)),
     ):  # fmt: skip
         monkeypatch.setattr(where, name, new)
-
-
-def points(torch, n, seed, device="cpu", size=17, samples=SAMPLES):
-    """Return n points, some at the same sites."""
-    generator = torch.Generator().manual_seed(seed)
-    place = torch.randint(0, size, (n, 2), generator=generator)
-    sample = torch.randint(0, samples, (n, 1), generator=generator)
-    features = torch.randn(n, 3, generator=generator, dtype=torch.float64)
-    return [torch.cat([place, sample], 1).to(device), features.to(device), samples]
-
-
-def unet(torch, scn, device, *ends):
-    """Return a U-Net of points with random batch norms."""
-    torch.manual_seed(0)
-    net = scn.Sequential(
-        scn.InputLayer(2, SIZE, mode=4),
-        scn.SubmanifoldConvolution(2, 3, 4, 3, True),
-        scn.UNet(2, 1, [4, 6, 8], residual_blocks=True, downsample=[3, 2]),
-        *(ends or (scn.NetworkInNetwork(4, 5, True), scn.OutputLayer(2))),
-    ).double()
-    for layer in net.modules():
-        if isinstance(layer, scn.BatchNormalization):
-            layer.running_mean.normal_()
-            layer.bias.data.normal_()
-    return net.to(device)
 
 
 def assert_close(torch, found, expected):
@@ -116,6 +89,16 @@ def test_points_of_any_number(torch, scn, device):
         kept.append((found, found.clone()))
     assert all(torch.equal(*pair) for pair in kept)  # results are not written over
     run.check()
+
+
+def test_more_samples_than_an_input_says(torch, scn, device):
+    """They count, as in a call without a capacity."""
+    net = unet(torch, scn, device).eval()
+    given = points(torch, 40, 0, device)
+    run = scn.graphed(net, [[*given[:2], 1]])
+    with torch.no_grad():
+        assert_close(torch, run(given), net(given))
+    assert run.check() is run
 
 
 def test_one_sample_without_its_number(torch, scn, device):

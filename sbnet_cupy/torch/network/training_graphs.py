@@ -70,6 +70,15 @@ def check_settings(given, got, name):
         )
 
 
+def refuse_hooks(module):
+    """Raise if a module or one below it has forward hooks."""
+    if State(module).hooked:
+        raise RuntimeError(
+            "a network with forward hooks has no such CUDA graph, as replays would not call them; "
+            "remove them, or call the network itself"
+        )
+
+
 class Graphs:
     """The graphs of a call of a module with tensors, and of its gradients.
 
@@ -85,11 +94,7 @@ class Graphs:
 
     def __init__(self, module, inputs, watched):
         self.module, self.calls, self.count = module, 0, len(inputs)
-        if State(watched).hooked:
-            raise RuntimeError(
-                "a network with forward hooks has no CUDA graph in training, as replays would not "
-                "call them; remove them, or call the network itself"
-            )
+        refuse_hooks(watched)
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.parameters = list(named.values())
         # Leaves of their own: a result of an earlier call may still hold the nodes that add up the

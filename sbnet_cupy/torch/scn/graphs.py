@@ -1,4 +1,4 @@
-"""A network on lists of points as a CUDA graph, from points to result: no host time is left."""
+"""A network on lists of points as a CUDA graph, from points to result: little host time is left."""
 
 import math
 
@@ -12,7 +12,7 @@ from ...submanifold.coordinate_map import DUPLICATE
 from ..network.ends import warn
 from ..network.graphs import capture
 from ..network.state import State
-from ..network.training_graphs import Graphs, check_settings, settings_of
+from ..network.training_graphs import Graphs, check_settings, refuse_hooks, settings_of
 from .capacities import evaluated, measured, with_capacities
 from .inputs import InputLayer
 from .lattices import RandomWindows
@@ -72,8 +72,8 @@ def graphed(net, inputs, slack=0.25):
     torch.Size([2, 4])
     """
     inputs = list(inputs)
-    run = _Run(net, inputs, slack)
-    return _Replayed(run, inputs[0]) if run.device.type == "cuda" else run
+    kind = _Replayed if inputs and inputs[0][1].is_cuda else _Run
+    return kind(net, inputs, slack)
 
 
 _NEAR = 0.05  # of the norm: less than a few rows that do not belong there make
@@ -93,7 +93,7 @@ class _Run:
         self.channels, self.dtype = features.shape[1], features.dtype
         for points in inputs:
             self._check_like(points)
-        self.samples = max(map(self._samples_of, inputs))
+        self.samples = max(1, *map(layer.least_samples, inputs))
         self.room = math.ceil(max(len(points[0]) for points in inputs) * (1 + slack))
         self._settings = settings_of(net, features)
 
@@ -105,15 +105,6 @@ class _Run:
     def check(self):
         """Return self; raise CapacityError if sites were dropped since the last check."""
         return self
-
-    def _samples_of(self, points):
-        """Return the number of samples of points."""
-        coords = points[0]
-        if len(points) > 2:
-            return int(points[2])
-        if self.columns == self.dimension or not len(coords):
-            return 1
-        return max(1, int(coords[:, -1].max()) + 1)
 
     def _check_like(self, points):
         coords, features = points[:2]
@@ -151,34 +142,32 @@ class _Run:
 
 
 class _Replayed(_Run):
-    """The same by a graph: a _Run on a GPU is made one."""
+    """The same by a graph, on a GPU."""
 
-    def __init__(self, run, points):
-        vars(self).update(vars(run))
-        if State(self.net).hooked:
-            raise RuntimeError(
-                "a network with forward hooks has no CUDA graph, as replays would not call them; "
-                "remove them, or call the network itself"
-            )
-        modules = self.net.named_modules()
-        drawn = [name for name, m in modules if m.training and isinstance(m, RandomWindows)]
+    def __init__(self, net, inputs, slack):
+        super().__init__(net, inputs, slack)
+        refuse_hooks(net)
+        self._names = {module: name for name, module in net.named_modules()}
+        random = (m for m in self._names if m.training and isinstance(m, RandomWindows))
+        drawn = [self._names[m] for m in random]
         if drawn:
             raise RuntimeError(
                 "layers whose windows are drawn on the host at each call have no CUDA graph in "
                 f"training, as replays would not draw any, got {', '.join(drawn)}; call the "
                 "network itself"
             )
-        self._call = _Call(self.net, self.layer, self.samples, self.capacities, self.device)
+        self._call = _Call(net, self.layer, self.samples, self.capacities, self.device)
         with torch.cuda.device(self.device):
-            self._own = [tensor.detach().clone() for tensor in self._padded(points)]
-            self._of_points = self._leaves_of_points(points)
+            self._of_points = self._leaves_of_points(inputs[0])
             self._seen = torch.zeros(self._call.most.shape, dtype=torch.int32, pin_memory=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
         self._warned = False
-        if self.net.training:
-            self._graphs = Graphs(self._call, self._padded(points), self.net)
+        own = self._padded(inputs[0])
+        if net.training:
+            self._graphs = Graphs(self._call, own, net)
         else:
+            self._own = [tensor.detach().clone() for tensor in own]
             self._capture()
         self._call.most.zero_()
 
@@ -282,9 +271,8 @@ class _Replayed(_Run):
     def _lacking(self, most):
         """Return what there was no room for, as a sentence, or nothing."""
         *counts, outside, twice = most
-        names = {module: name for name, module in self.net.named_modules()}
         found = [
-            f"layer {names[layer]!r} had {n} sites, with room for {room}"
+            f"layer {self._names[layer]!r} had {n} sites, with room for {room}"
             for (layer, room), n in zip(self.capacities.items(), counts, strict=True)
             if n > room
         ]

@@ -102,18 +102,24 @@ class InputLayer(_Input):
         if coords.shape[1] > self.dimension:
             sample = coords[:, -1:]
         rows = torch.cat([sample, coords[:, : self.dimension]], 1)
-        batch = int(input[2]) if len(input) > 2 else 0
-        if coords.shape[1] == self.dimension:
-            batch = max(batch, 1)
-        elif self.capacity is None:
-            batch = max(batch, int(sample.max()) + 1 if len(coords) else 0)
+        if self.capacity is None or coords.shape[1] == self.dimension:
+            batch = self.least_samples(input)
         elif len(input) < 3:
             raise ValueError(
                 "input must be [coords, features, batch_size] for an InputLayer with a capacity, "
                 "got no batch_size; give the number of samples"
             )
+        else:
+            batch = int(input[2])
         given = self.spatial_size, batch, _MODES[self.mode], self.capacity
         return tensor_of_points(rows, features, *given)
+
+    def least_samples(self, input):
+        """Return the number of samples of an input: what it says, or more if its points do."""
+        coords, given = input[0], int(input[2]) if len(input) > 2 else 0
+        if coords.shape[1] == self.dimension:
+            return max(given, 1)
+        return max(given, int(coords[:, -1].max()) + 1 if len(coords) else 0)
 
 
 class BLInputLayer(_Input):
