@@ -469,6 +469,19 @@ def test_plans_fit_the_device(case, device):
         assert one.partials == (one.split > 1 and not device.bulk_copy)
 
 
+@pytest.mark.parametrize("rows", [10, 110, 1000])
+def test_few_thread_blocks_do_not_share_a_multiprocessor(rows):
+    """Where they are at most half as many as multiprocessors, two do not fit into one."""
+    conv = ConvCase(blocks=Blocks(block=(4, 4)), channels=128, channels_out=128).sizes(rows)
+    available = HOPPER.shared_bytes + 1024  # 1 KiB of each thread block is the driver's
+    for one in candidates(conv, HOPPER):
+        launched, few = one.launched_bytes(conv, HOPPER), one.thread_blocks(conv) <= 66
+        assert one.shared_bytes(conv) <= launched <= HOPPER.shared_bytes
+        assert not few or 2 * (launched + 1024) > available
+        assert few or launched == one.shared_bytes(conv)
+        assert one.launched_bytes(conv, BLACKWELL) == one.shared_bytes(conv)
+
+
 @pytest.mark.parametrize("device", [AMPERE, BLACKWELL, HOPPER])
 def test_patches_fit_the_device(device):
     conv = ConvCase(blocks=Blocks(block=(16, 16)), channels=64, kernel=(3, 5)).sizes(1000)

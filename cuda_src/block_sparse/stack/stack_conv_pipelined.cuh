@@ -14,7 +14,6 @@
 
 #include "block_sparse/stack/stack_conv_operands.cuh"
 #include "block_sparse/stack/stack_conv_tiles.cuh"
-#include "core/cluster.cuh"
 #include "core/pipeline.cuh"
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
@@ -326,49 +325,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             } else if constexpr (SPLIT == 1) {
                 result.template store<ACTIVATION, VECTOR_OUT, EARLY, Product>(acc, loaded);
             } else {
-                // Each row of sums goes to the thread block that finishes it, which adds up what it gets in the order of ranks.
-                float* const sums = reinterpret_cast<float*>(shared.results);
-                constexpr int VECTORS = BN / LANES;
-                const int from = Sums::first_row(rank), to = Sums::first_row(rank + 1);
-                if (threadIdx.x == 0) barrier_expect(shared.result_full, (to - from) * BN * SPLIT * 4);
-                __syncwarp();
-                Team::wait();  // all have read the last tile's sums
-                result.template for_each_sum<Product>(acc, [&](int row, int column, const float (&values)[LANES]) {
-                    const int its_rank = Sums::rank_of(row), its_row = row - Sums::first_row(its_rank);
-#pragma unroll
-                    for (int e = 0; e < LANES / 4; ++e)
-                        Team::send(reinterpret_cast<float4*>(sums + Sums::place(rank, its_row, column, e)),
-                                   make_float4(values[4 * e], values[4 * e + 1], values[4 * e + 2], values[4 * e + 3]),
-                                   shared.result_full, its_rank);
-                });
-                const auto add_to = [&](int i) {
-                    const int p = its_rows.pixel(from + i / VECTORS), k = k0 + i % VECTORS * LANES;
-                    return residual_at<VECTOR_OUT>(residual, static_cast<i64>(p) * g.K + k, p >= 0 && k < g.K);
-                };
-                uint4 addend = zero<uint4>();
-                if (static_cast<int>(threadIdx.x) < (to - from) * VECTORS) addend = add_to(threadIdx.x);
-                Team::wait_for_all(shared.result_full, result_stage.phase);
+                finish_in_cluster<ACTIVATION, VECTOR_OUT, MULTIPLIERS, BM, BN, SPLIT, Product>(
+                    acc, result, reinterpret_cast<float*>(shared.results), shared.result_full, result_stage.phase, rank);
                 result_stage.advance();
-                for (int i = threadIdx.x; i < (to - from) * VECTORS; i += MULTIPLIERS) {
-                    const int row = i / VECTORS, column = i % VECTORS * LANES, p = its_rows.pixel(from + row);
-                    if (i >= MULTIPLIERS) addend = add_to(i);
-                    float total[LANES];
-#pragma unroll
-                    for (int e = 0; e < LANES / 4; ++e) {
-                        float4 sum = *reinterpret_cast<const float4*>(sums + Sums::place(0, row, column, e));
-#pragma unroll
-                        for (int q = 1; q < SPLIT; ++q) {
-                            const float4 part = *reinterpret_cast<const float4*>(sums + Sums::place(q, row, column, e));
-                            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-                        }
-                        total[4 * e] = sum.x, total[4 * e + 1] = sum.y, total[4 * e + 2] = sum.z, total[4 * e + 3] = sum.w;
-                    }
-                    if (p >= 0)
-                        finish<T, ACTIVATION, VECTOR_OUT>(total, shared.scale + column, shared.bias + column, addend, residual,
-                                                          y, static_cast<i64>(p) * g.K + k0 + column, g.K - k0 - column,
-                                                          its_rows.is_inside(from + row));
-                }
-                __syncwarp();
                 if (tile + step < tiles) Team::leave();
             }
             if (tile + step < tiles) all.sync();  // scale, bias and inside may be overwritten

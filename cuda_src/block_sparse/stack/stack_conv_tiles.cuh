@@ -1,8 +1,9 @@
 // stack_conv_tiles.cuh: the tiles that stack_conv_pipelined.cuh computes: their order (Rounds), what a thread block holds of
-// one (PipelineMemory), and how thread blocks of a cluster share the sums of one (SharedSums).
+// one (PipelineMemory), and how thread blocks of a cluster share the sums of one (SharedSums, finish_in_cluster).
 #pragma once
 
 #include "block_sparse/stack/stack_conv.cuh"
+#include "core/cluster.cuh"
 
 // Tiles in the order in which thread blocks take them, `step` at a time. If so few are left for the last round that there are
 // thread blocks for each of their parts, these tiles are cut into up to PARTS, a number of rows each: the round is as much
@@ -45,6 +46,55 @@ struct SharedSums {
         return (from * ROWS + row) * PITCH + column / (4 * COUNT) * (4 * COUNT) + quarter * 16 + column / COUNT % 4 * 4;
     }
 };
+
+// Each row of sums goes to the thread block of the cluster that finishes it, which adds up what it gets in the order of
+// ranks, as SharedSums `sums` that count at `bar`. THREADS threads, which hold `acc`, call this.
+template <int ACTIVATION, bool VECTOR_OUT, int THREADS, int BM, int BN, int SPLIT, class Product, typename T, class Rows,
+          int MT, int NT>
+DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Rows>& result, float* sums, u64* bar,
+                              u32 phase, int rank) {
+    constexpr int LANES = 16 / sizeof(T), VECTORS = BN / LANES;
+    using Team = Cluster<SPLIT>;
+    using Sums = SharedSums<BM, BN, SPLIT, LANES>;
+    const int from = Sums::first_row(rank), to = Sums::first_row(rank + 1), K = result.K;
+    if (threadIdx.x == 0) barrier_expect(bar, (to - from) * BN * SPLIT * 4);
+    __syncwarp();
+    Team::wait();  // all have read the last tile's sums
+    result.template for_each_sum<Product>(acc, [&](int row, int column, const float (&values)[LANES]) {
+        const int its_rank = Sums::rank_of(row), its_row = row - Sums::first_row(its_rank);
+#pragma unroll
+        for (int e = 0; e < LANES / 4; ++e)
+            Team::send(reinterpret_cast<float4*>(sums + Sums::place(rank, its_row, column, e)),
+                       make_float4(values[4 * e], values[4 * e + 1], values[4 * e + 2], values[4 * e + 3]), bar, its_rank);
+    });
+    const auto add_to = [&](int i) {
+        const int p = result.rows.pixel(from + i / VECTORS), k = result.k0 + i % VECTORS * LANES;
+        return residual_at<VECTOR_OUT>(result.residual, static_cast<i64>(p) * K + k, p >= 0 && k < K);
+    };
+    uint4 addend = zero<uint4>();
+    if (static_cast<int>(threadIdx.x) < (to - from) * VECTORS) addend = add_to(threadIdx.x);
+    Team::wait_for_all(bar, phase);
+    for (int i = threadIdx.x; i < (to - from) * VECTORS; i += THREADS) {
+        const int row = i / VECTORS, column = i % VECTORS * LANES, p = result.rows.pixel(from + row);
+        if (i >= THREADS) addend = add_to(i);
+        float total[LANES];
+#pragma unroll
+        for (int e = 0; e < LANES / 4; ++e) {
+            float4 sum = *reinterpret_cast<const float4*>(sums + Sums::place(0, row, column, e));
+#pragma unroll
+            for (int q = 1; q < SPLIT; ++q) {
+                const float4 part = *reinterpret_cast<const float4*>(sums + Sums::place(q, row, column, e));
+                sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+            }
+            total[4 * e] = sum.x, total[4 * e + 1] = sum.y, total[4 * e + 2] = sum.z, total[4 * e + 3] = sum.w;
+        }
+        if (p >= 0)
+            finish<T, ACTIVATION, VECTOR_OUT>(total, result.scale + column, result.bias + column, addend, result.residual,
+                                              result.y, static_cast<i64>(p) * K + result.k0 + column,
+                                              K - result.k0 - column, result.rows.is_inside(from + row));
+    }
+    __syncwarp();
+}
 
 // Shared memory, from a multiple of 1024 bytes on. BYTES are those of RESULTS staged results, or of shared sums.
 template <int BM, int BN, int STAGES, int RESULTS, int BYTES>

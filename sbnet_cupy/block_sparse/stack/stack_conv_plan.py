@@ -168,6 +168,17 @@ class StackPlan(NamedTuple):
             results = self.split * -(-pixels // self.split) * (columns + 16) * 4
         return ring + results + 8 * columns + barriers + pixels * 4 * (1 + taps)
 
+    def launched_bytes(self, conv, device):
+        """Dynamic shared memory of a launch, at least ``shared_bytes``.
+
+        Where two kernels' thread blocks have a multiprocessor each, none shares one with another of
+        its kernel: it asks for more than half of the shared memory.
+        """
+        needed = self.shared_bytes(conv)
+        if not device.hopper or 2 * self.thread_blocks(conv) > device.multiprocessors:
+            return needed
+        return max(needed, (device.shared_bytes + 1024) // 2 - 1024 + 128)
+
     def tiles(self, conv, rows):
         """Number of tiles of so many rows of the stack."""
         pixels = -(-rows * math.prod(conv.block_out) // self.tile[0])

@@ -122,7 +122,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
             *sizes, int(settled), int(clear_rows),
             *((channels, *strides, *[0] * (2 - len(maps))) if pipelined else ()),
         ),
-        shared=plan.shared_bytes(conv),
+        shared=plan.launched_bytes(conv, current_device()),
         persistent=True,
         dependent=True,
         cluster=1 if plan.partials else plan.split,

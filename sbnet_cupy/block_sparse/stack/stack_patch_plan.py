@@ -48,6 +48,10 @@ class PatchPlan(NamedTuple):
         ring = self.stages * self.columns * ROW + self.patch_stages * patch
         return 1024 + ring + 16 * self.columns + barriers + 4 * pixels
 
+    def launched_bytes(self, conv, device):
+        """Dynamic shared memory of a launch."""
+        return self.shared_bytes(conv)
+
     def tiles(self, conv, rows):
         """Number of tiles of so many rows of the stack."""
         parts = rows * math.prod(b // p for b, p in zip(conv.block_out, self.part, strict=True))
