@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         __syncwarp();
         Team::leave();
     }
-    begin_launch(settled);
+    if (!settled) overlap_launches();
     const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     __syncthreads();
@@ -98,7 +98,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
 
     bool waited = !settled;
     const auto wait = [&] {  // before x, the residual, and the memory of y
-        if (!waited) dependent_wait();
+        if (!waited) {
+            dependent_launch();  // not sooner: the next kernel then finds more places that are free
+            dependent_wait();
+        }
         waited = true;
     };
 
