@@ -11,6 +11,7 @@
 #include "submanifold/site_tree.cuh"
 
 constexpr int THREADS = 256;  // of a thread block
+constexpr i64 FEW_WORDS = 1 << 17;
 enum Kind { GIVEN, READERS, READ };  // the rows themselves; the places that read them; the places that they read
 
 // How many candidates a row has on each axis: cells of the kernel, or, with no dilation, windows that may read a site.
@@ -84,9 +85,10 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// The words of a level that there are: `most`, or as many as bits are set in the level above.
+// How many words of a level to look at: `most`, or as many as bits are set in the level above. The others are zeros, and of few
+// words all are looked at sooner than it is known how many there are.
 DEVICE i64 words_of(const int* totals, i64 level, i64 most) {
-    return level == 0 ? most : clamp(totals[level - 1], 0, most);
+    return level == 0 || most <= FEW_WORDS ? most : clamp(totals[level - 1], 0, most);
 }
 
 DEVICE int sum_of_warp(int value) {
@@ -107,8 +109,9 @@ DEVICE int sum_of_block(int value, int* parts) {
     return total;
 }
 
-// words[i].before = bits that are set in the words before; totals[level] = bits in all. A thread block publishes how many
-// bits its words have, with a one above the count, and waits for those before it, which were begun before it.
+// words[i].before = bits that are set in the words before, where any is set in this one; totals[level] = bits in all. A thread
+// block publishes how many bits its words have, with a one above the count, and waits for those before it, which were begun
+// before it.
 template <int WORDS>
 __global__ void __launch_bounds__(THREADS)
     rank_words(uint4* __restrict__ words,  // of the level
@@ -157,7 +160,7 @@ __global__ void __launch_bounds__(THREADS)
             if (lane >= d) up_to += other;
         }
         const i64 i = first + pass * 32;
-        if (i < words_there) reinterpret_cast<u32*>(words + i)[2] = static_cast<u32>(before + up_to - set[pass]);
+        if (set[pass]) reinterpret_cast<u32*>(words + i)[2] = static_cast<u32>(before + up_to - set[pass]);
         before += __shfl_sync(0xffffffffu, up_to, 31);
     }
     if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) totals[level] = all;

@@ -5,9 +5,11 @@
 // Launch: find_near_rows has a thread for each row of the target: for many rows, and windows that reach over two leaves on
 // each axis at most. find_rows has 256 rows of the target in blockIdx.x, and in blockIdx.y the lines of the window: its cells that
 // differ on the last axis only. A thread goes along a line. transpose_rows has a thread for each entry.
-// Why: the words of all leaves that a window meets, or those that a line meets, are loaded once; then a neighbour is a
-// bit test.
+// Why: for many rows the words of all leaves that a window meets are loaded once; then a neighbour is a bit test. For few, some
+// places of a line are looked up at once, each by loads of its own: a thread waits for one load a level.
 #include "submanifold/site_tree.cuh"
+
+constexpr int TOGETHER = 3;  // places of a line
 
 template <int D, bool READERS>
 __global__ void __launch_bounds__(256, 4)
@@ -33,22 +35,36 @@ __global__ void __launch_bounds__(256, 4)
         rest = before;
         exists = exists && window.template place_of<READERS>(own[axis + 1], r, axis, place[axis + 1]);
     }
-    i64 leaf = -1;  // whose word is at hand
-    uint4 word = zero<uint4>();
-    for (i64 r = 0; r < along; ++r) {
-        i64 row = -1;
-        if (exists && window.template place_of<READERS>(own[D], r, D - 1, place[D])) {
-            const i64 key = grid.key(place);
-            if (key >= 0 && key >> 6 != leaf) {
-                leaf = key >> 6;
-                const i64 at = tree.word_at(words, key, tree.levels - 1);
-                word = at < 0 ? zero<uint4>() : words[at];
-            }
-            if (key >= 0) row = SiteTree::number(word, static_cast<int>(key) & 63);
-            if (row >= N) row = -1;
-            if (row >= 0 && order) row = order[row];
+    for (i64 first = 0; first < along; first += TOGETHER) {
+        i64 keys[TOGETHER], at[TOGETHER];  // the word that has a place, in the level at hand
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const bool reads = exists && first + i < along && window.template place_of<READERS>(own[D], first + i, D - 1, place[D]);
+            keys[i] = reads ? grid.key(place) : -1;
+            at[i] = keys[i] < 0 ? -1 : keys[i] >> (6 * tree.levels);
         }
-        rows[(line * along + r) * M + m] = static_cast<int>(row);
+        for (int level = 0; level < tree.levels; ++level) {
+            uint4 word[TOGETHER];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) word[i] = words[tree.first(level) + (at[i] < 0 ? 0 : at[i])];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+                at[i] = at[i] < 0 ? -1 : SiteTree::number(word[i], tree.bit_of(keys[i], level));
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (at[i] >= N) at[i] = -1;
+        if (order && N > 0) {
+            int row[TOGETHER];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) row[i] = order[at[i] < 0 ? 0 : at[i]];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+                if (at[i] >= 0) at[i] = row[i];
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (first + i < along) rows[(line * along + first + i) * M + m] = static_cast<int>(at[i]);
     }
 }
 

@@ -12,11 +12,12 @@
 
 constexpr int AXES = 4;  // of a grid, at most
 
-// A grid of D axes: key = (sample, leaf, cell in the leaf).
+// A grid of D axes: key = (number of the leaf, cell in the leaf). Leaves are numbered sample by sample, the last axis fastest,
+// as the keys of NumPy's path order them, but with no gaps, so that level 0 has few words.
 template <int D>
 struct Grid {
-    i64 limit[AXES + 1];  // of the sample and of each axis
-    int bits[AXES + 1];
+    i64 limit[AXES + 1];   // of the sample and of each axis
+    i64 leaves[AXES + 1];  // beside each other: samples, and leaves of each axis
 
     // Bits of a coordinate that tell the cell in a leaf: 64; 8x8; 4x4x4; 4x4x2x2.
     static DEVICE constexpr int low(int axis) { return axis == 0 ? 0 : D == 4 ? (axis < 3 ? 2 : 1) : 6 / D; }
@@ -28,18 +29,16 @@ struct Grid {
 #pragma unroll
         for (int axis = 0; axis <= D; ++axis) {
             inside &= static_cast<u64>(at[axis]) < static_cast<u64>(limit[axis]);
-            high = high << (bits[axis] - low(axis)) | static_cast<u64>(at[axis]) >> low(axis);
+            high = high * static_cast<u64>(leaves[axis]) + (static_cast<u64>(at[axis]) >> low(axis));
             cell = cell << low(axis) | (static_cast<u64>(at[axis]) & ((1u << low(axis)) - 1));
         }
         return inside ? static_cast<i64>(high << 6 | cell) : -1;
     }
 };
 #define GRID_PARAMETERS                                                                                               \
-    i64 limit0, i64 limit1, i64 limit2, i64 limit3, i64 limit4, i64 bits0, i64 bits1, i64 bits2, i64 bits3, i64 bits4
-#define GRID                                                                                                          \
-    {limit0, limit1, limit2, limit3, limit4},                                                                         \
-    {static_cast<int>(bits0), static_cast<int>(bits1), static_cast<int>(bits2), static_cast<int>(bits3),              \
-     static_cast<int>(bits4)}
+    i64 limit0, i64 limit1, i64 limit2, i64 limit3, i64 limit4, i64 leaves0, i64 leaves1, i64 leaves2, i64 leaves3,   \
+        i64 leaves4
+#define GRID {limit0, limit1, limit2, limit3, limit4}, {leaves0, leaves1, leaves2, leaves3, leaves4}
 
 // A convolution's window: site p of the result reads p * stride - padding + r * dilation for the cells r of the kernel.
 struct Window {

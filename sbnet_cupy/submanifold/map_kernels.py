@@ -83,14 +83,17 @@ class Sites(NamedTuple):
 
 def tree_shape(packing, most):
     """Return the fewest levels whose highest has not too many words, for at most so many sites."""
-    last = 0
-    for limit, bits, low in zip(*packing, strict=True):
-        last = last << (bits - low) | max(limit - 1, 0) >> low
-    cell_bits = sum(packing.low_bits)
+    leaves = math.prod(_leaves(packing))
     levels, most_top = 1, min(max(_MOST_TOP[0], 4 * most), _MOST_TOP[1])
-    while (last << cell_bits) >> (6 * levels) >= most_top:
+    while -(-leaves // 64 ** (levels - 1)) > most_top:
         levels += 1
-    return TreeShape(levels, ((last << cell_bits | 63) >> (6 * levels)) + 1, max(most, 1))
+    return TreeShape(levels, -(-leaves // 64 ** (levels - 1)), max(most, 1))
+
+
+def _leaves(packing):
+    """Return how many samples there are, and leaves along each axis; at least one each."""
+    axes = zip(packing.limits, packing.low_bits, strict=True)
+    return tuple(max(-(-limit // (1 << low)), 1) for limit, low in axes)
 
 
 def has_kernel(dimensions, rows, window=None):
@@ -294,9 +297,9 @@ def most_places(window, readers):
 
 
 def _grid_scalars(packing):
-    """Return limits and bits, one of each for the sample and four axes."""
-    missing = _MOST_AXES + 1 - len(packing.bits)
-    return (*packing.limits, *(1,) * missing, *packing.bits, *(0,) * missing)
+    """Return limits and numbers of leaves, one of each for the sample and four axes."""
+    ones = (1,) * (_MOST_AXES + 1 - len(packing.bits))
+    return (*packing.limits, *ones, *_leaves(packing), *ones)
 
 
 def _window_scalars(window):
