@@ -2,11 +2,12 @@
 // Source: warps of different roles as in CUTLASS (Thakkar et al. 2023); see block_sparse/stack/stack_conv_pipelined.cuh.
 // Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
 // Compute capability 9.0 and newer. Rows of x are whole chunks of 128 bytes, aligned; rows of y whole vectors.
-// Launch: a persistent grid, a thread block for each tile of BM rows and BN channels.
+// Launch: a persistent grid, a thread block for each tile of BM rows and BN channels; site_turns.cuh says which has which.
+// Why: a thread that copies looks up which rows a tap reads once, and then copies part after part of them.
 #pragma once
 
 #include "core/pipeline.cuh"
-#include "submanifold/site_product.cuh"
+#include "submanifold/site_turns.cuh"
 
 constexpr int COPIERS = 128;  // threads that copy
 
@@ -22,6 +23,7 @@ struct SiteMemory {
     int *notes;                            // of each stage: groups of rows that have it, and LAST
     int *places, *inside;                  // [2][BM]
     int *sources, *list;                   // [2][taps][BM], [2][taps + 1]: how many there are, and which
+    int* turns;                            // of Turns
     DEVICE SiteMemory(u8* unaligned, int taps) {
         ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
         full = reinterpret_cast<u64*>(ring + STAGES * STAGE), empty = full + STAGES;
@@ -31,6 +33,7 @@ struct SiteMemory {
         notes = reinterpret_cast<int*>(bias + BN);
         places = notes + STAGES, inside = places + 2 * BM;
         sources = inside + 2 * BM, list = sources + 2 * taps * BM;
+        turns = list + 2 * (taps + 1);
     }
 };
 constexpr int LAST = 1 << 8;  // of a tile's chunks
@@ -68,16 +71,21 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         barrier_init(shared.multipliers, MULTIPLIERS);
         barrier_init_fence();
     }
+    const auto first_row = [&](int tile) { return static_cast<i64>(tile / across) * BM; };
+    const auto taps_of = [&](int tile) { return table.count(first_row(tile)); };
+    const Turns turns(shared.turns);
+    share_tiles(turns, tiles, steps.taps, shared.ring, taps_of);
+    shared_fence();  // what was in the ring, before copies
     __syncthreads();
 
     if (threadIdx.x >= MULTIPLIERS) {
         give_registers<SHIFTED ? 96 : 0>();
         const int thread = threadIdx.x - MULTIPLIERS, own_unit = thread % 8, own_row = thread / 8;
+        const int vectors_of_row = static_cast<int>(C) / LANES;
         u8* const to = shared.ring + swizzled(own_row, own_unit);  // in the first stage; the same place in every pass
         Meeting all(shared.copiers);
         Stage<STAGES> stage;
         Stage<2> row_stage;
-        const auto first_row = [&](int tile) { return static_cast<i64>(tile / across) * BM; };
         // Find the taps of a tile, and begin to copy the rows that it reads.
         const auto prepare = [&](int tile, int which) {
             int* const list = shared.list + which * (steps.taps + 1);
@@ -89,10 +97,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             table.copy_sources(first_row(tile), list + 1, list[0], shared.sources + which * (steps.taps * BM), thread, COPIERS);
         };
         int which = 0;
-        if (static_cast<int>(blockIdx.x) < tiles) prepare(blockIdx.x, 0);
+        if (turns.count() > 0) prepare(turns.tile(0), 0);
         dependent_wait();  // for the packed weights
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, which ^= 1) {
-            const int k0 = tile % across * BN, next = tile + static_cast<int>(gridDim.x);
+        for (int turn = 0; turn < turns.count(); ++turn, which ^= 1) {
+            const int tile = turns.tile(turn), k0 = tile % across * BN;
             const int here = min(PANELS, steps.panels - k0 / PANEL);  // panels of weights
             const i64 panel_step = static_cast<i64>(steps.chunks) * PANEL_CHUNK;
             const u8* const weights = steps.weights(packed) + k0 / PANEL * panel_step;
@@ -107,33 +115,47 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             copy_async_wait<0>();
             all.sync();  // the sources are there
             const int chunks = list[-1] * chunks_of_tap, last = max(chunks, 1) - 1;
-            int number = 0, part = 0;
+            const u8* its = weights;  // the chunk of each panel
+            int number = -1, part = chunks_of_tap - 1, entry = 0;
+            int vectors[BM / PASS];  // of this thread, in the rows that the tap at hand reads: of x, 16 bytes each; or -1
             for (int i = 0; i <= last; ++i) {  // a tile without taps has one chunk, which nobody multiplies
-                const int entry = chunks ? list[number] : 0;
+                if (++part == chunks_of_tap && chunks) {
+                    part = 0, entry = list[++number];
+                    its = weights + static_cast<i64>((entry >> 8) * chunks_of_tap) * PANEL_CHUNK;
+#pragma unroll
+                    for (int r = 0; r < BM / PASS; ++r) {
+                        const int row = sources[number * BM + r * PASS];
+                        vectors[r] = static_cast<u32>(row) < static_cast<u32>(N) ? row * vectors_of_row + own_unit : -1;
+                    }
+                }
                 barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
                 u8* const at = to + stage.slot * Memory::STAGE;
                 u64* const full = shared.full + stage.slot;
-                if (thread == 0) {
-                    shared.notes[stage.slot] = (entry & 255) | (i == last ? LAST : 0);
-                    barrier_expect(full, chunks ? here * PANEL_CHUNK : 0);
+                if (elected()) {
+                    if (thread < 32) {
+                        shared.notes[stage.slot] = (entry & 255) | (i == last ? LAST : 0);
+                        barrier_expect(full, chunks ? here * PANEL_CHUNK : 0);
+                    }
                     u8* const b = shared.ring + stage.slot * Memory::STAGE + Memory::A;
-                    const u8* const its = weights + static_cast<i64>((entry >> 8) * chunks_of_tap + part) * PANEL_CHUNK;
 #pragma unroll
                     for (int j = 0; j < PANELS; ++j)
-                        if (j < here && chunks) bulk_copy(b + j * PANEL_CHUNK, its + j * panel_step, PANEL_CHUNK, full);
+                        if (j < here && chunks && j % (COPIERS / 32) == thread / 32)
+                            bulk_copy(b + j * PANEL_CHUNK, its + j * panel_step, PANEL_CHUNK, full);
                 }
-                const int* const from = sources + number * BM;
+                its += PANEL_CHUNK;
                 constexpr int TOGETHER = BM / WM;  // rows that are multiplied together
 #pragma unroll
-                for (int m = 0; m < BM; m += PASS) {
+                for (int r = 0; r < BM / PASS; ++r) {
                     constexpr int ITS = (1 << TOGETHER / ROWS_OF_GROUP) - 1;
-                    if (entry >> m / TOGETHER * (TOGETHER / ROWS_OF_GROUP) & ITS)
-                        copy_row<true, CACHED>(at + m * TILE_ROW, x, from[m], N, part * (8 * LANES) + own_unit * LANES, C);
+                    if (entry >> r * PASS / TOGETHER * (TOGETHER / ROWS_OF_GROUP) & ITS)
+                        copy_async_16_unless_negative<CACHED>(
+                            at + r * PASS * TILE_ROW, reinterpret_cast<const uint4*>(x) + static_cast<u32>(vectors[r] + part * 8),
+                            vectors[r]);
                 }
                 copies_arrive(full);
                 stage.advance();
-                if (++part == chunks_of_tap) part = 0, ++number;
-                if (i == min(STAGES - 1, last) && next < tiles) prepare(next, which ^ 1);  // while the ring is full
+                if (i == min(STAGES - 1, last) && turn + 1 < turns.count())  // while the ring is full
+                    prepare(turns.tile(turn + 1), which ^ 1);
             }
         }
     } else {
@@ -146,9 +168,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<2> row_stage;
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const int k0 = tile % across * BN;
-            if (tile == static_cast<int>(blockIdx.x) || across > 1)
+        for (int turn = 0; turn < turns.count(); ++turn) {
+            const int k0 = across > 1 ? turns.tile(turn) % across * BN : 0;
+            if (turn == 0 || across > 1)
                 for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS)
                     shared.scale[i] = steps.table(tables, i / BN, k0 + i % BN);
             float acc[MT][NT][4];
@@ -156,7 +178,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             int last = -1;  // a stage that is read
             for (bool more = true; more;) {
                 barrier_wait(shared.full + stage.slot, stage.phase);
-                const int note = shared.notes[stage.slot];
+                // One lane reads it, the one that arrives at the barrier behind which it is overwritten.
+                const int note = __shfl_sync(0xffffffffu, lane == 0 ? shared.notes[stage.slot] : 0, 0);
                 u8* const a = shared.ring + stage.slot * Memory::STAGE;
                 more = !(note & LAST);
                 if constexpr (ROUND) {

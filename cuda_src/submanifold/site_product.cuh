@@ -62,6 +62,19 @@ struct SiteTable {
         }
         return count;
     }
+    // How many taps the tile from row p0 on has.
+    DEVICE int count(i64 p0) const {
+        const int words = ceil_div(taps, 32);
+        const i64 first = p0 / ROWS_OF_GROUP, all = ceil_div<i64>(M, ROWS_OF_GROUP);
+        int count = 0;
+        for (int word = 0; word < words; ++word) {
+            u32 any = 0;
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) any |= first + g < all ? masks[(first + g) * words + word] : 0;
+            count += __popc(any);
+        }
+        return count;
+    }
     // Begin to copy the rows of x that the listed taps read: sources[number in the list][BM]. Past row M they are anything.
     DEVICE void copy_sources(i64 p0, const int* listed, int count, int* sources, int thread, int threads) const {
         for (int i = thread; i < count * BM; i += threads) {

@@ -16,6 +16,8 @@ MOST_ROWS = 2**31 - 2**8
 _FMA_ROWS = 4  # rows of the result of a thread of site_conv_fma
 _TILES = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32))  # rows, channels
 _WIDE_TILES = ((128, 64), (256, 64), (128, 128), (256, 128), (128, 256))  # of wgmma
+_TURNS = 34  # numbers of a list of turns, Turns of site_turns.cuh
+_MOST_BYTES = 2**35  # of features that site_conv_pipelined reads
 _FEWEST_TAPS = 10  # of which rows may be sorted
 
 
@@ -127,7 +129,7 @@ class PipelinedPlan(NamedTuple):
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of SiteMemory."""
         rows, columns = self.tile
-        numbers = 2 * columns + self.stages + 4 * rows + 2 * conv.taps * (rows + 1) + 2
+        numbers = 2 * columns + self.stages + 4 * rows + 2 * conv.taps * (rows + 1) + 2 + _TURNS
         return 1024 + self.stages * ((rows + columns) * _ROW + 16) + 8 * 6 + 4 * numbers
 
     tiles = MmaPlan.tiles
@@ -239,6 +241,12 @@ class TilesPlan(NamedTuple):
         )  # fmt: skip
 
 
+# By runs on an H200: sorted rows that take less time than tiles that read each row once, with the
+# bytes of a row and the fewest tiles of a multiprocessor, which then have about as much to do.
+_SORTED = (
+    (PipelinedPlan((128, 128), (2, 1), 5), 256, 5),
+    (PipelinedPlan((128, 256), (1, 2), 4), 512, 2),
+)
 _LAUNCH = 5000  # cycles apart from products
 # Tilings with the bytes of a part, and the cycles of a tap and part in a multiprocessor: of one
 # tile alone, and of each where there are several.
@@ -288,7 +296,7 @@ def plan_site_conv(conv, device):
     if max(conv.sources, conv.targets, conv.taps * conv.channels) >= MOST_ROWS:
         return None
     if has_products(conv, device):
-        found = _plan_once(conv, device) or _plan_tiles(conv, device)
+        found = _plan_once(conv, device) or _plan_sorted(conv, device) or _plan_tiles(conv, device)
         if found is not None:
             return found
         best = min(
@@ -316,6 +324,19 @@ def _plan_once(conv, device):
     for plan in ONCE_PLANS:
         room = plan.shared_bytes(conv) + _RESERVED <= device.shared_bytes
         if room and all_resident(plan, conv, device):
+            return plan
+    return None
+
+
+def _plan_sorted(conv, device):
+    """Return the plan of _SORTED for a convolution; or None."""
+    for plan, row, each in _SORTED:
+        columns = plan.tile[1]
+        if conv.element_bytes != 2 or conv.channels * conv.element_bytes != row:
+            continue
+        if not columns // 2 < conv.channels_out <= columns:
+            continue
+        if plan.tiles(conv) >= each * device.multiprocessors and plan in _candidates(conv, device):
             return plan
     return None
 
@@ -367,7 +388,8 @@ def _candidates(conv, device):
     """Yield plans that fit the device, of each tile that with the most stages."""
     kinds = [MmaPlan]
     whole = conv.channels * conv.element_bytes % _ROW == 0
-    if device.hopper and whole and conv.alignment_in == conv.alignment_out == 16:
+    small = conv.sources * conv.channels * conv.element_bytes < _MOST_BYTES
+    if device.hopper and whole and small and conv.alignment_in == conv.alignment_out == 16:
         kinds.append(PipelinedPlan)
     sortings = (False, True) if conv.taps >= _FEWEST_TAPS else (False,)
     for kind, by_taps in itertools.product(kinds, sortings):

@@ -11,7 +11,12 @@ from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import current_device
 from sbnet_cupy.core.graph_memory import memory_of_graphs
 from sbnet_cupy.submanifold import map_kernels, site_conv_launch
-from sbnet_cupy.submanifold.site_conv_plan import MmaPlan, PipelinedPlan, _candidates
+from sbnet_cupy.submanifold.site_conv_plan import (
+    _SORTED,
+    MmaPlan,
+    PipelinedPlan,
+    _candidates,
+)
 from support.assertions import assert_same
 from support.site_conv_cases import CASES, SiteConvCase, assert_result
 from support.site_map_cases import (
@@ -115,6 +120,30 @@ def test_every_plan(dtype, kind, by_taps, cupy, monkeypatch):
     assert len(found) > 3
     for result in found:
         assert_result(case, result)
+
+
+@pytest.mark.parametrize("given", _SORTED, ids=lambda given: str(given[0].tile))
+def test_tiles_are_shared_out(given, cupy, monkeypatch):
+    """Several tiles for each thread block, with few and with many taps: the sums of others."""
+    if not current_device().hopper:
+        pytest.skip("needs wgmma")
+    sorted_plan, row_bytes, _ = given
+    channels = row_bytes // 2
+    dense = np.argwhere(np.ones((1, 25, 25, 25)))
+    far = dense + np.array([0, 90, 90, 90])
+    sites = np.concatenate([far, draw_sites(5, 33_000, (80, 80, 80), 1)])
+    rng = np.random.default_rng(5)
+    x = rng.integers(-3, 4, (len(sites), channels)).astype(np.float16)
+    w = cupy.asarray(rng.integers(-2, 3, (3, 3, 3, channels, channels)).astype(np.float16))
+    results = []
+    for plan in (MmaPlan((64, 64), (2, 2), 3), sorted_plan):
+        monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device, p=plan: p)
+        with by_kernels(True):
+            found = sb.sparse_tensor(cupy.asarray(x), cupy.asarray(sites), spatial_shape=(128,) * 3)
+            results += [sb.submanifold_conv(found, w).features for _ in range(2)]
+    assert float(abs(results[0]).max()) < 2048  # whole numbers, without rounding
+    for result in results[1:]:
+        assert_same(result, results[0])
 
 
 def test_a_network_replays_on_other_points(cupy):

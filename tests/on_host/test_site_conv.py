@@ -90,6 +90,48 @@ def test_pipelined_sums_are_those_of_one_thread_block_role(given, on_host, monke
     assert_result(case, results[1], seed=5)
 
 
+@pytest.mark.exhaustive
+def test_more_turns_than_are_listed(on_host, monkeypatch):
+    """Three thread blocks with 65 tiles each: too many to sort, so that they are taken in order."""
+    plan = PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma")
+    monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
+    rng = np.random.default_rng(4)
+    count = 3 * 65 * 128 - 5
+    x = rng.integers(-3, 4, (count, 64)).astype(np.float16)
+    w = rng.integers(-2, 3, (2, 64, 64)).astype(np.float16)
+    rows = rng.integers(-1, count, (2, count)).astype(np.int32)
+    out = np.full((count, 64), np.nan, np.float16)
+    arrays = (x, rows, None, w, None, None, None, out)
+    with site_on_host.by_kernels():
+        SITE_CONV.plan_for(arrays, ((2,), count, 1, None, None)).run(*arrays)
+        assert plan.kernel in site_on_host.LAUNCHED
+    wide = np.concatenate([x, np.zeros((1, 64))]).astype(np.float32)
+    assert (out == wide[rows[0]] @ w[0] + wide[rows[1]] @ w[1]).all()
+
+
+def test_wide_features_of_many_sites_are_sorted():
+    """Where thread blocks have several tiles; else tiles read each row once."""
+    hopper = Device(132, 227 << 10, hopper=True, bulk_copy=True)
+
+    def planned(sites, channels, channels_out, taps=27, **other):
+        conv = SiteConvSizes(
+            "Half", sites, sites, taps, channels, channels_out, 1, 0, False, 16, 16
+        )
+        return plan_site_conv(conv._replace(**other), hopper)
+
+    for channels, fewest in ((128, 84_353), (256, 33_665)):
+        plan = planned(fewest, channels, channels)
+        assert isinstance(plan, PipelinedPlan) and plan.tile == (128, channels) and plan.by_taps
+        others = (
+            (fewest - 1, channels, channels), (fewest, channels, channels // 2),
+            (fewest, channels - 8, channels), (fewest, channels, channels, 9),
+        )  # fmt: skip
+        for sizes in others:
+            assert not isinstance(planned(*sizes), PipelinedPlan), sizes
+    assert not isinstance(planned(10**6, 256, 256, alignment_in=8), PipelinedPlan)
+    assert not isinstance(planned(2**26, 256, 256), PipelinedPlan)  # 32 GiB
+
+
 def test_many_taps_and_wide_weights_leave_tensor_cores():
     conv = SiteConvSizes("Half", 100, 100, 27, 16, 16, 1, 0, False, 16, 16)
     assert isinstance(plan_site_conv(conv, site_on_host.AMPERE), MmaPlan)
