@@ -359,6 +359,14 @@ def _plan_tiles(conv, device):
         cycles = full * max(alone, plan.blocks * each) + (max(alone, rest * each) if rest else 0)
         return _LAUNCH + conv.taps * parts * cycles
 
+    fitting = _fitting_tilings(conv._replace(sources=0, targets=0), device)
+    return min(fitting, key=cost)[0] if fitting else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _fitting_tilings(conv, device):
+    """Return those of _TILINGS that a convolution may have, whatever its numbers of rows."""
+
     def takes(columns, several):
         fewest = columns // 2 if columns > 16 else 0
         return fewest < conv.channels_out and (several or conv.channels_out <= columns)
@@ -371,8 +379,7 @@ def _plan_tiles(conv, device):
             <= device.shared_bytes + _RESERVED
         )
 
-    fitting = [tiling for tiling in _TILINGS if fits(*tiling[:2])]
-    return min(fitting, key=cost)[0] if fitting else None
+    return [tiling for tiling in _TILINGS if fits(*tiling[:2])]
 
 
 def has_products(conv, device):
