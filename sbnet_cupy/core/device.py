@@ -5,6 +5,8 @@ import functools
 import os
 from typing import NamedTuple
 
+RESERVED = 1024  # bytes of shared memory that each thread block takes besides its own
+
 
 class Device(NamedTuple):
     """What a plan needs to know of a GPU."""
@@ -14,6 +16,14 @@ class Device(NamedTuple):
     hopper: bool  # wgmma
     bulk_copy: bool  # cp.async.bulk
     tensor_floats: bool = True  # tensor cores that take bfloat16 and tf32, not float16 alone
+
+    def resident(self, shared):
+        """For how many thread blocks of so much shared memory a multiprocessor has room."""
+        return (self.shared_bytes + RESERVED) // (shared + RESERVED)
+
+    def shared_of(self, blocks):
+        """Return the most shared memory with which so many thread blocks fit a multiprocessor."""
+        return (self.shared_bytes + RESERVED) // blocks - RESERVED
 
 
 @functools.cache

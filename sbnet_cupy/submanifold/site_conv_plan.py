@@ -6,12 +6,12 @@ import math
 from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
+from ..core.device import RESERVED
 from .site_tiles import MOST_TAPS, TileShape, head_numbers
 
 PANEL = 64  # output channels that are packed together
 _ROW = 128  # bytes of K in a chunk
 _STEP = 32  # bytes of K that are multiplied together, of one tap
-_RESERVED = 1024  # bytes of shared memory that each thread block takes besides its own
 MOST_ROWS = 2**31 - 2**8
 _FMA_ROWS = 4  # rows of the result of a thread of site_conv_fma
 _TILES = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32))  # rows, channels
@@ -322,7 +322,7 @@ def _plan_once(conv, device):
     if not (device.hopper and conv.alignment_in == conv.alignment_out == 16):
         return None
     for plan in ONCE_PLANS:
-        room = plan.shared_bytes(conv) + _RESERVED <= device.shared_bytes
+        room = plan.shared_bytes(conv) + RESERVED <= device.shared_bytes
         if room and all_resident(plan, conv, device):
             return plan
     return None
@@ -375,8 +375,7 @@ def _fitting_tilings(conv, device):
         return (
             plan.row_bytes(conv) == size
             and takes(plan.columns, plan.side_by_side)
-            and (plan.shared_bytes(conv) + _RESERVED) * plan.blocks
-            <= device.shared_bytes + _RESERVED
+            and device.resident(plan.shared_bytes(conv)) >= plan.blocks
         )
 
     return [tiling for tiling in _TILINGS if fits(*tiling[:2])]

@@ -120,8 +120,7 @@ def _fewer_ahead(config):
 
 def fits(shared, resident, device):
     """Whether a multiprocessor holds so many thread blocks with so much shared memory each."""
-    fitting = (device.shared_bytes + 1024) // (shared + 1024)
-    return shared <= device.shared_bytes and fitting >= resident
+    return shared <= device.shared_bytes and device.resident(shared) >= resident
 
 
 def _shapes(case, blocks, bsize, device):

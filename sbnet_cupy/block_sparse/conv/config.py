@@ -181,7 +181,7 @@ _EXCHANGE = {1: 0, 2: 420, 3: 1000, 4: 420, 6: 1900}  # cycles, where so many wa
 
 def _resident(config, case, device):
     """Return for how many thread blocks a multiprocessor has room, at 128 registers."""
-    shared = (device.shared_bytes + 1024) // (config.shared_bytes(case) + 1024)
+    shared = device.resident(config.shared_bytes(case))
     return max(1, min(shared, _REGISTERS // (config.threads * 128), 2048 // config.threads))
 
 

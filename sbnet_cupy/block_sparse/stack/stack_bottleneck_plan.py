@@ -175,7 +175,7 @@ def _amounts(plan, unit, device):
     """Return how much a launch does of what ``_CYCLES`` has the cycles of."""
     config, threads = plan.config, plan.config.threads
     registers = min(_REGISTERS, 65536 // (config.blocks * threads) // 8 * 8)
-    resident = (device.shared_bytes + 1024) // (plan.shared_bytes(unit) + 1024)
+    resident = device.resident(plan.shared_bytes(unit))
     resident = max(1, min(resident, 65536 // (registers * threads)))
     spots = device.multiprocessors * _CLUSTERED[config.cluster] // 132
     blocks = max(1, plan.tiles(unit, unit.expected)) * config.cluster

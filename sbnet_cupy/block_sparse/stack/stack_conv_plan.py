@@ -177,7 +177,7 @@ class StackPlan(NamedTuple):
         needed = self.shared_bytes(conv)
         if not device.hopper or 2 * self.thread_blocks(conv) > device.multiprocessors:
             return needed
-        return max(needed, (device.shared_bytes + 1024) // 2 - 1024 + 128)
+        return max(needed, device.shared_of(2) + 128)
 
     def tiles(self, conv, rows):
         """Number of tiles of so many rows of the stack."""
@@ -345,7 +345,7 @@ def _gains_by_two_teams(plan, conv, device):
 def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
     """Return the plan with the most stages with which so many thread blocks fit, or None."""
     pipelined = clusters = device.bulk_copy
-    available = (device.shared_bytes + 1024) // blocks - 1024
+    available = device.shared_of(blocks)
     most = _MOST_STAGES - (split > 1 and clusters)
     for stages in range(min(most, max(2, -(-conv.chunks // split) + 1)), 1, -1):
         plan = StackPlan(
@@ -369,7 +369,7 @@ def _cost(plan, conv, device):
     if plan.clustered:
         spots = spots * _CLUSTERED[plan.split] // 132
     if small:
-        resident = min(2, (device.shared_bytes + 1024) // (plan.shared_bytes(conv) + 1024))
+        resident = min(2, device.resident(plan.shared_bytes(conv)))
     rounds = math.ceil(blocks / (spots * resident))
     active = min(resident, math.ceil(blocks / spots))
     chunks = math.ceil(conv.chunks / plan.split)

@@ -120,7 +120,7 @@ def patch_candidates(conv, device):
     for part, patches, columns, warps, blocks in tiles:
         if any(b % p for b, p in zip(conv.block_out, part, strict=True)):
             continue
-        room = (device.shared_bytes + 1024) // blocks - 1024
+        room = device.shared_of(blocks)
         # With one patch for all channels, the next tile's comes during the results.
         patch_stages = 1 if conv.channels == _CHUNK_ELEMENTS else 2
         plan = PatchPlan(engine, part, patches, columns, warps, 2, patch_stages, blocks)
