@@ -73,6 +73,13 @@ DEVICE void copy_async_4(void* shared, const void* global, bool inside) {
     copy_async<4>(shared, global, inside);
 }
 
+// Bring the 128 bytes at an address into the L2 cache.
+DEVICE void prefetch(const void* global) {
+#if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 800
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+#endif
+}
+
 // Close the group of this thread's copies since the last commit; it may be empty.
 DEVICE void copy_async_commit() {
 #ifdef SBNET_HOST

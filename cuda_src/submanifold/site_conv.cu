@@ -72,10 +72,11 @@ __global__ void __launch_bounds__(WM * WN * 32, RESIDENT<T, BM, BN, WM * WN * 32
               const int* __restrict__ rows,    // [taps, M]: in order
               const int* __restrict__ order,   // [M] or null
               const u32* __restrict__ masks,   // [ceil(M / 32)][ceil(taps / 32)]
+              const u16*,                      // turns, of site_conv_pipelined
               const u8* __restrict__ valid,    // [M] or null: all rows
               const T* __restrict__ residual,  // [M, K] or null
               T* __restrict__ y,               // [M, K]
-              i64 N, i64 M, i64 taps, i64 C, i64 K) {
+              i64 N, i64 M, i64 taps, i64 C, i64 K, i64) {
     using Product = TileMma<T, BM, BN, WM, WN>;
     constexpr int THREADS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int A = BM * TILE_ROW, STAGE = A + BN * TILE_ROW, AHEAD = STAGES - 1;

@@ -2,12 +2,13 @@
 // Source: warps of different roles as in CUTLASS (Thakkar et al. 2023); see block_sparse/stack/stack_conv_pipelined.cuh.
 // Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
 // Compute capability 9.0 and newer. Rows of x are whole chunks of 128 bytes, aligned; rows of y whole vectors.
-// Launch: a persistent grid, a thread block for each tile of BM rows and BN channels; site_turns.cuh says which has which.
-// Why: a thread that copies looks up which rows a tap reads once, and then copies part after part of them.
+// Launch: a persistent grid, a thread block for each tile of BM rows and BN channels; `turns` says which has which.
+// Why: a thread that copies looks up which rows a tap reads once, and then copies part after part of them. Its warp keeps them in
+// shared memory for all taps of a tile, and fetches those of the next tile into the L2 cache meanwhile.
 #pragma once
 
 #include "core/pipeline.cuh"
-#include "submanifold/site_turns.cuh"
+#include "submanifold/site_product.cuh"
 
 constexpr int COPIERS = 128;  // threads that copy
 
@@ -22,8 +23,7 @@ struct SiteMemory {
     float *scale, *bias;
     int *notes;                            // of each stage: groups of rows that have it, and LAST
     int *places, *inside;                  // [2][BM]
-    int *sources, *list;                   // [2][taps][BM], [2][taps + 1]: how many there are, and which
-    int* turns;                            // of Turns
+    int *sources, *list;                   // [taps][BM], [2][taps + 1]: how many there are, and which
     DEVICE SiteMemory(u8* unaligned, int taps) {
         ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
         full = reinterpret_cast<u64*>(ring + STAGES * STAGE), empty = full + STAGES;
@@ -32,23 +32,41 @@ struct SiteMemory {
         scale = reinterpret_cast<float*>(multipliers + 1), bias = scale + BN;
         notes = reinterpret_cast<int*>(bias + BN);
         places = notes + STAGES, inside = places + 2 * BM;
-        sources = inside + 2 * BM, list = sources + 2 * taps * BM;
-        turns = list + 2 * (taps + 1);
+        sources = inside + 2 * BM, list = sources + taps * BM;
     }
 };
 constexpr int LAST = 1 << 8;  // of a tile's chunks
+
+// The tiles of this thread block, turn after turn.
+struct Turns {
+    const u16* __restrict__ dealt;  // [rounds][blocks], from this one's first on; or null: in order
+    int tiles, block, blocks;
+    // `turns` of `shares` thread blocks, first those for tiles of 128 rows, then those for tiles of 256; or null.
+    DEVICE Turns(const u16* turns, i64 M, i64 shares, int tiles, int rows_of_tile)
+        : dealt(nullptr), tiles(tiles), block(static_cast<int>(blockIdx.x)), blocks(static_cast<int>(gridDim.x)) {
+        if (!turns || shares != blocks || tiles <= blocks || tiles != ceil_div<i64>(M, rows_of_tile)) return;
+        dealt = turns + block + (rows_of_tile == 128 ? 0 : ceil_div<i64>(ceil_div<i64>(M, 128), blocks) * blocks);
+    }
+    DEVICE int count() const {
+        if (!dealt) return block < tiles ? ceil_div(tiles - block, blocks) : 0;
+        const int rounds = ceil_div(tiles, blocks);
+        return tile(rounds - 1) < tiles ? rounds : rounds - 1;
+    }
+    DEVICE int tile(int turn) const { return dealt ? dealt[turn * blocks] : block + turn * blocks; }
+};
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           bool CACHED, bool ROUND, int ACTIVATION>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 1)
     site_conv_pipelined(const T* __restrict__ x,  // the parameters of site_conv
                         const u8* __restrict__ packed, const int* __restrict__ rows, const int* __restrict__ order,
-                        const u32* __restrict__ masks, const u8* __restrict__ valid, const T* __restrict__ residual,
-                        T* __restrict__ y, i64 N, i64 M, i64 taps, i64 C, i64 K) {
+                        const u32* __restrict__ masks, const u16* __restrict__ its_turns,  // of site_order.cu
+                        const u8* __restrict__ valid, const T* __restrict__ residual,
+                        T* __restrict__ y, i64 N, i64 M, i64 taps, i64 C, i64 K, i64 shares) {
     using Product = Engine<T, BM, BN, WM, WN>;
     using Memory = SiteMemory<BM, BN, STAGES>;
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
-    constexpr int PANELS = ceil_div(BN, PANEL), PASS = COPIERS / 8;
+    constexpr int PANELS = ceil_div(BN, PANEL), PASS = COPIERS / 8, PASSES = BM / PASS;
     constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
     static_assert(BN % PANEL == 0 && BM / WM % ROWS_OF_GROUP == 0, "whole panels, whole groups");
 
@@ -65,17 +83,15 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         }
         for (int s = 0; s < 2; ++s) {
             barrier_init(shared.row_full + s, COPIERS);
-            barrier_init(shared.row_empty + s, MULTIPLIERS / 32);
+            barrier_init(shared.row_empty + s, MULTIPLIERS);
         }
         barrier_init(shared.copiers, COPIERS);
         barrier_init(shared.multipliers, MULTIPLIERS);
         barrier_init_fence();
     }
     const auto first_row = [&](int tile) { return static_cast<i64>(tile / across) * BM; };
-    const auto taps_of = [&](int tile) { return table.count(first_row(tile)); };
-    const Turns turns(shared.turns);
-    share_tiles(turns, tiles, steps.taps, shared.ring, taps_of);
-    shared_fence();  // what was in the ring, before copies
+    const Turns turns(its_turns, M, shares, tiles, BM);
+    const int turns_here = turns.count();
     __syncthreads();
 
     if (threadIdx.x >= MULTIPLIERS) {
@@ -86,45 +102,63 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         Meeting all(shared.copiers);
         Stage<STAGES> stage;
         Stage<2> row_stage;
-        // Find the taps of a tile, and begin to copy the rows that it reads.
+        // Find the taps of a tile.
         const auto prepare = [&](int tile, int which) {
             int* const list = shared.list + which * (steps.taps + 1);
+            all.sync();  // who reads the list that was there is done
             if (thread < 32) {
                 const int count = table.list(first_row(tile), list + 1);
                 if (thread == 0) list[0] = count;
             }
             all.sync();
-            table.copy_sources(first_row(tile), list + 1, list[0], shared.sources + which * (steps.taps * BM), thread, COPIERS);
         };
-        int which = 0;
-        if (turns.count() > 0) prepare(turns.tile(0), 0);
+        // Begin to copy which rows of x taps read, for the rows of the tile that this warp copies: from number `from` in a list on.
+        constexpr int OF_WARP = BM / (COPIERS / 32), IN_PASS = 32 / 8, FIRST = 2;
+        int* const sources = shared.sources + thread / 32 * (steps.taps * OF_WARP);
+        const auto look_up = [&](int tile, const int* list, int from, int to) {
+            for (int number = from; number < to; ++number)
+#pragma unroll
+                for (int e = thread % 32; e < OF_WARP; e += 32) {
+                    const int row = e / IN_PASS * PASS + thread / 32 * IN_PASS + e % IN_PASS;
+                    copy_async_4(sources + number * OF_WARP + e, table.source(list[number] >> 8, first_row(tile) + row), true);
+                }
+        };
+        int which = 0, next = turns_here > 0 ? turns.tile(0) : 0;
+        if (turns_here > 0) {
+            prepare(next, 0);
+            look_up(next, shared.list + 1, 0, min(shared.list[0], FIRST));
+            copy_async_commit();
+            look_up(next, shared.list + 1, FIRST, shared.list[0]);
+        }
         dependent_wait();  // for the packed weights
-        for (int turn = 0; turn < turns.count(); ++turn, which ^= 1) {
-            const int tile = turns.tile(turn), k0 = tile % across * BN;
+        for (int turn = 0; turn < turns_here; ++turn, which ^= 1) {
+            const int tile = next, k0 = tile % across * BN;
             const int here = min(PANELS, steps.panels - k0 / PANEL);  // panels of weights
             const i64 panel_step = static_cast<i64>(steps.chunks) * PANEL_CHUNK;
             const u8* const weights = steps.weights(packed) + k0 / PANEL * panel_step;
             const int* const list = shared.list + which * (steps.taps + 1) + 1;
-            const int* const sources = shared.sources + which * (steps.taps * BM) + own_row;
-            barrier_wait(shared.row_empty + row_stage.slot, row_stage.phase ^ 1);
-            table.find_places(first_row(tile), shared.places + row_stage.slot * BM, shared.inside + row_stage.slot * BM, thread,
-                              COPIERS);
-            barrier_arrive(shared.row_full + row_stage.slot);
-            row_stage.advance();
+            const int* const next_list = shared.list + (which ^ 1) * (steps.taps + 1) + 1;
             copy_async_commit();
-            copy_async_wait<0>();
-            all.sync();  // the sources are there
+            if (turn == 0)
+                copy_async_wait<1>();
+            else
+                copy_async_wait<0>();
+            __syncwarp();  // the sources are there; in the first turn those of its FIRST taps
             const int chunks = list[-1] * chunks_of_tap, last = max(chunks, 1) - 1;
             const u8* its = weights;  // the chunk of each panel
             int number = -1, part = chunks_of_tap - 1, entry = 0;
-            int vectors[BM / PASS];  // of this thread, in the rows that the tap at hand reads: of x, 16 bytes each; or -1
+            int vectors[PASSES];  // of this thread, in the rows that the tap at hand reads: of x, 16 bytes each; or -1
             for (int i = 0; i <= last; ++i) {  // a tile without taps has one chunk, which nobody multiplies
                 if (++part == chunks_of_tap && chunks) {
                     part = 0, entry = list[++number];
+                    if (turn == 0 && number == FIRST) {
+                        copy_async_wait<0>();
+                        __syncwarp();
+                    }
                     its = weights + static_cast<i64>((entry >> 8) * chunks_of_tap) * PANEL_CHUNK;
 #pragma unroll
-                    for (int r = 0; r < BM / PASS; ++r) {
-                        const int row = sources[number * BM + r * PASS];
+                    for (int r = 0; r < PASSES; ++r) {
+                        const int row = sources[number * OF_WARP + r * IN_PASS + own_row % IN_PASS];
                         vectors[r] = static_cast<u32>(row) < static_cast<u32>(N) ? row * vectors_of_row + own_unit : -1;
                     }
                 }
@@ -145,7 +179,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 its += PANEL_CHUNK;
                 constexpr int TOGETHER = BM / WM;  // rows that are multiplied together
 #pragma unroll
-                for (int r = 0; r < BM / PASS; ++r) {
+                for (int r = 0; r < PASSES; ++r) {
                     constexpr int ITS = (1 << TOGETHER / ROWS_OF_GROUP) - 1;
                     if (entry >> r * PASS / TOGETHER * (TOGETHER / ROWS_OF_GROUP) & ITS)
                         copy_async_16_unless_negative<CACHED>(
@@ -154,9 +188,22 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 }
                 copies_arrive(full);
                 stage.advance();
-                if (i == min(STAGES - 1, last) && turn + 1 < turns.count())  // while the ring is full
-                    prepare(turns.tile(turn + 1), which ^ 1);
+                if (i == min(STAGES - 1, last)) {  // while the ring is full
+                    barrier_wait(shared.row_empty + row_stage.slot, row_stage.phase ^ 1);
+                    table.find_places(first_row(tile), shared.places + row_stage.slot * BM,
+                                      shared.inside + row_stage.slot * BM, thread, COPIERS);
+                    barrier_arrive(shared.row_full + row_stage.slot);
+                    row_stage.advance();
+                    if (turn + 1 < turns_here) {
+                        next = turns.tile(turn + 1);
+                        prepare(next, which ^ 1);
+                        for (int e = thread; e < next_list[-1] * (BM / 32); e += COPIERS)
+                            prefetch(table.source(next_list[e / (BM / 32)] >> 8, first_row(next) + e % (BM / 32) * 32));
+                    }
+                }
             }
+            __syncwarp();  // those of the next tile may take the places of its rows
+            if (turn + 1 < turns_here) look_up(next, next_list, 0, next_list[-1]);
         }
     } else {
         take_registers<SHIFTED ? 200 : 0>();
@@ -168,7 +215,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<2> row_stage;
-        for (int turn = 0; turn < turns.count(); ++turn) {
+        for (int turn = 0; turn < turns_here; ++turn) {
             const int k0 = across > 1 ? turns.tile(turn) % across * BN : 0;
             if (turn == 0 || across > 1)
                 for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS)
@@ -215,12 +262,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 if (last >= 0 && lane == 0) barrier_arrive(shared.empty + last);
             }
             barrier_wait(shared.row_full + row_stage.slot, row_stage.phase);
-            all.sync();  // scale and bias are there
+            if (turn == 0 || across > 1) all.sync();  // scale and bias are there
             const SiteRows its_rows{shared.places + row_stage.slot * BM, shared.inside + row_stage.slot * BM};
             const Result<T, SiteRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, channels_out};
             result.template store<ACTIVATION, true, Product>(acc);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared.row_empty + row_stage.slot);
+            barrier_arrive(shared.row_empty + row_stage.slot);
             row_stage.advance();
             if (across > 1) all.sync();  // scale and bias may be overwritten
         }

@@ -2,11 +2,14 @@
 //   order[place] = row, sorted[t, place] = rows[t, order[place]], masks[g] = taps that any of places 32 g to 32 g + 31 has
 // Source: implicit products over rows sorted by their masks, as in TorchSparse++ (Tang et al. 2023, MICRO); a stable
 // counting sort.  Python: sbnet_cupy/submanifold/site_order.py
-// Launches: bin_rows, scan_bins, order_rows, then sort_rows; sort_rows alone for masks of rows as they are.
-//   bin_rows     a thread block has PART rows; scan_bins: 32 bins; sort_rows: 128 rows and 32 taps
+// and turns[round, block] = the tile that a thread block of a convolution computes then, which deal_tiles finds.
+// Launches: bin_rows, scan_bins, order_rows, sort_rows and, where there are many rows, deal_tiles; sort_rows alone for masks of
+// rows as they are.
+//   bin_rows     a thread block has PART rows; scan_bins: 32 bins; sort_rows: 128 rows and 32 taps; deal_tiles: all rows
 // Why: a tile of a convolution leaves out the taps that none of its rows has. A bin is a number of BITS bits: a bit for each
 // column of taps, and one for each end of the columns; bins are in the order of the Gray code, so that neighbours differ
-// in a bit. That one pass comes close to sorting by all taps.
+// in a bit. That one pass comes close to sorting by all taps. Tiles of sorted rows have from a few taps to all: dealt out by their
+// numbers of taps, each thread block has about as much to do.
 #include "submanifold/counting_sort.cuh"
 
 // The bin of taps that are there.
@@ -152,4 +155,79 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) mask |= found[w][threadIdx.x];
     if (group * 32 < M) masks[group * words + blockIdx.y] = mask;
+}
+
+// Deal tiles out in rounds, those with the most taps first: in each round who has least to do so far gets the longest tile.
+// Thread block 0 deals tiles of 128 rows, 1 tiles of 256, whose rounds follow.
+constexpr int MOST_TILES = 8192, MOST_SHARES = 512, COSTS = 32;  // of site_order.py; how many costs are told apart
+constexpr int RESULT = 2;  // taps that take as long as to store a tile's result
+
+template <typename I>
+__global__ void __launch_bounds__(1024)
+    deal_tiles(const u32* __restrict__ masks,  // [ceil(M / 32)][words]
+               u16* __restrict__ turns,        // [rounds, shares] twice: a tile, or 65535 where there is none left
+               i64 M, i64 taps, i64 words, i64 shares) {
+    __shared__ u16 sorted[MOST_TILES];       // tiles, those that take longest first
+    __shared__ u8 costs[MOST_TILES];         // of each tile
+    __shared__ int counts[COSTS];            // of tiles that cost as much
+    __shared__ uint4 loads[2][MOST_SHARES / 4];  // of each thread block: cost << 16 | its number
+    overlap_launches(masks);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = static_cast<int>(blockDim.x);
+    const int groups = 4 << blockIdx.x, blocks = static_cast<int>(shares);
+    const i64 all = ceil_div<i64>(M, 32);
+    const int tiles = static_cast<int>(ceil_div<i64>(all, groups)), rounds = ceil_div(tiles, blocks);
+    turns += blockIdx.x ? ceil_div(ceil_div<i64>(all, 4), shares) * shares : 0;
+    for (int tile = threadIdx.x; tile < tiles; tile += threads) {
+        int count = RESULT;
+        for (i64 word = 0; word < words; ++word) {
+            u32 any = 0;
+            for (int g = 0; g < groups; ++g) {
+                const i64 group = static_cast<i64>(tile) * groups + g;
+                any |= group < all ? masks[group * words + word] : 0;
+            }
+            count += __popc(any);
+        }
+        costs[tile] = static_cast<u8>(count * (COSTS - 1) / (static_cast<int>(taps) + RESULT));
+    }
+    for (int block = threadIdx.x; block < MOST_SHARES; block += threads)
+        reinterpret_cast<u32*>(loads[0])[block] = block < blocks ? static_cast<u32>(block) : ~0u;
+    __syncthreads();
+    const auto have = [&](int from, int cost) {  // which of 32 tiles have that cost
+        return __ballot_sync(0xffffffffu, from + lane < tiles && costs[from + lane] == cost);
+    };
+    for (int cost = warp; cost < COSTS; cost += threads / 32) {
+        int count = 0;
+#pragma unroll 4
+        for (int from = 0; from < tiles; from += 32) count += __popc(have(from, cost));
+        if (lane == 0) counts[cost] = count;
+    }
+    __syncthreads();
+    for (int cost = warp; cost < COSTS; cost += threads / 32) {
+        int place = 0;
+        for (int more = cost + 1; more < COSTS; ++more) place += counts[more];
+#pragma unroll 4
+        for (int from = 0; from < tiles; from += 32) {
+            const u32 same = have(from, cost);
+            if (same >> lane & 1) sorted[place + __popc(same & ((1u << lane) - 1))] = static_cast<u16>(from + lane);
+            place += __popc(same);
+        }
+    }
+    __syncthreads();
+    for (int round = 0; round < rounds; ++round) {
+        const uint4* const before = loads[round % 2];
+        for (int block = threadIdx.x; block < MOST_SHARES; block += threads) {
+            const u32 load = reinterpret_cast<const u32*>(before)[block];
+            int less = 0;  // thread blocks that have less to do
+            for (int i = 0; i < ceil_div(blocks, 4); ++i) {
+                const uint4 four = before[i];
+                less += (four.x < load) + (four.y < load) + (four.z < load) + (four.w < load);
+            }
+            const int rank = round * blocks + less;
+            const bool gets = block < blocks && rank < tiles;
+            const u32 more = gets ? static_cast<u32>(costs[sorted[rank]]) << 16 : 0;
+            reinterpret_cast<u32*>(loads[(round + 1) % 2])[block] = load + more;
+            if (block < blocks) turns[round * shares + block] = gets ? sorted[rank] : 65535;
+        }
+        __syncthreads();
+    }
 }

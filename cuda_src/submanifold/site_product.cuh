@@ -62,26 +62,13 @@ struct SiteTable {
         }
         return count;
     }
-    // How many taps the tile from row p0 on has.
-    DEVICE int count(i64 p0) const {
-        const int words = ceil_div(taps, 32);
-        const i64 first = p0 / ROWS_OF_GROUP, all = ceil_div<i64>(M, ROWS_OF_GROUP);
-        int count = 0;
-        for (int word = 0; word < words; ++word) {
-            u32 any = 0;
-#pragma unroll
-            for (int g = 0; g < GROUPS; ++g) any |= first + g < all ? masks[(first + g) * words + word] : 0;
-            count += __popc(any);
-        }
-        return count;
-    }
     // Begin to copy the rows of x that the listed taps read: sources[number in the list][BM]. Past row M they are anything.
     DEVICE void copy_sources(i64 p0, const int* listed, int count, int* sources, int thread, int threads) const {
-        for (int i = thread; i < count * BM; i += threads) {
-            const i64 m = p0 + i % BM;
-            copy_async_4(sources + i, rows + static_cast<i64>(listed[i / BM] >> 8) * M + (m < M ? m : M - 1), true);
-        }
+        for (int i = thread; i < count * BM; i += threads)
+            copy_async_4(sources + i, source(listed[i / BM] >> 8, p0 + i % BM), true);
     }
+    // Where the row of x is that a tap reads for row m of the table; past row M anything.
+    DEVICE const int* source(int tap, i64 m) const { return rows + static_cast<i64>(tap) * M + (m < M ? m : M - 1); }
     DEVICE void find_places(i64 p0, int* places, int* inside, int thread, int threads) const {
         for (int r = thread; r < BM; r += threads) {
             const i64 m = p0 + r;

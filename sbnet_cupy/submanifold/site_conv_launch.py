@@ -199,11 +199,11 @@ def _by_tensor_cores(conv, plan):
     The second is for a call that packs: it begins while the kernel that packs runs, and may read
     all else at once.
     """
-    pointers, sizes = 8, (conv.targets, conv.taps, conv.channels, conv.channels_out)
+    pointers, sizes = 9, (conv.targets, conv.taps, conv.channels, conv.channels_out)
     if isinstance(plan, TilesPlan):
-        pointers, sizes = 9, (*sizes, plan.order.most)
+        sizes = (*sizes, plan.order.most)
     else:
-        sizes = (conv.sources, *sizes)
+        sizes = (conv.sources, *sizes, current_device().multiprocessors)
 
     def multiply(template, dependent):
         return kernels.prepare(

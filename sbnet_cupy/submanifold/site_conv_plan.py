@@ -16,7 +16,6 @@ MOST_ROWS = 2**31 - 2**8
 _FMA_ROWS = 4  # rows of the result of a thread of site_conv_fma
 _TILES = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32))  # rows, channels
 _WIDE_TILES = ((128, 64), (256, 64), (128, 128), (256, 128), (128, 256))  # of wgmma
-_TURNS = 34  # numbers of a list of turns, Turns of site_turns.cuh
 _MOST_BYTES = 2**35  # of features that site_conv_pipelined reads
 _FEWEST_TAPS = 10  # of which rows may be sorted
 
@@ -113,7 +112,7 @@ class PipelinedPlan(NamedTuple):
     kernel = "site_conv_pipelined"
     cycles = (24, 4.3, 2, 320)
     narrowest = 64
-    most_stages = (5, 4, 3, 2)
+    most_stages = (6, 5, 4, 3, 2)
 
     @staticmethod
     def tiles_for(conv):
@@ -129,7 +128,7 @@ class PipelinedPlan(NamedTuple):
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of SiteMemory."""
         rows, columns = self.tile
-        numbers = 2 * columns + self.stages + 4 * rows + 2 * conv.taps * (rows + 1) + 2 + _TURNS
+        numbers = 2 * columns + self.stages + 4 * rows + conv.taps * (rows + 2) + 2
         return 1024 + self.stages * ((rows + columns) * _ROW + 16) + 8 * 6 + 4 * numbers
 
     tiles = MmaPlan.tiles
@@ -244,7 +243,7 @@ class TilesPlan(NamedTuple):
 # By runs on an H200: sorted rows that take less time than tiles that read each row once, with the
 # bytes of a row and the fewest tiles of a multiprocessor, which then have about as much to do.
 _SORTED = (
-    (PipelinedPlan((128, 128), (2, 1), 5), 256, 5),
+    (PipelinedPlan((256, 128), (2, 1), 4), 256, 1.4),
     (PipelinedPlan((128, 256), (1, 2), 4), 512, 2),
 )
 _LAUNCH = 5000  # cycles apart from products

@@ -11,12 +11,15 @@ import numpy as np
 
 from ..core import launch as kernels
 from ..core.arrays import empty, place_name
+from ..core.device import current_device
 from ..core.graph_memory import memory_of_graphs
 from .counting_sort import CountingSort
 
 GROUP = 32  # neighbouring rows that have a mask
 _FILE = "submanifold/site_order"
 _MOST_COLUMNS = 9  # of site_order.cu
+_DEALT_ROWS = (128, 256)  # of a tile
+_MOST_TILES, _MOST_SHARES = 8192, 512
 
 
 class SiteOrder(NamedTuple):
@@ -25,6 +28,7 @@ class SiteOrder(NamedTuple):
     rows: Any  # int32 [taps, M]
     order: Any  # int32 [M]: the row of the result; None where rows are as they were
     masks: Any  # uint32 [groups, words]: the taps of each GROUP rows, as bits
+    turns: Any = None  # uint16: tiles of 128 and of 256 rows, dealt out; or None
 
 
 def site_order(rows, sources, kernel_size, by_taps):
@@ -59,6 +63,12 @@ class _Launches:
         self._bin = _prepare("bin_rows", self._counting.parts, 3, (*size, *sides))
         grid = (-(-m // (4 * GROUP)), self._masks[1])
         self._sort = _prepare("sort_rows", grid, 4, (*size, self._masks[1]))
+        shares = current_device().multiprocessors
+        tiles = [-(-m // rows) for rows in _DEALT_ROWS]
+        self._turns, self._deal = sum(-(-n // shares) for n in tiles) * shares, None
+        if shares < tiles[0] <= _MOST_TILES and shares <= _MOST_SHARES:
+            size = (m, taps, self._masks[1], shares)
+            self._deal = _prepare("deal_tiles", len(tiles), 2, size, 1024)
 
     def find_masks(self, rows):
         """Return the masks of rows as they are."""
@@ -73,11 +83,15 @@ class _Launches:
             table, masks = empty(self._shape, np.int32, rows), empty(self._masks, np.uint32, rows)
             order = self._counting.order(functools.partial(self._bin, rows), rows)
             self._sort(rows, order, table, masks)
-        return SiteOrder(table, order, masks)
+            turns = None
+            if self._deal:
+                turns = empty((self._turns,), np.uint16, rows)
+                self._deal(masks, turns)
+        return SiteOrder(table, order, masks, turns)
 
 
-def _prepare(kernel, grid, pointers, scalars):
-    return kernels.prepare(_FILE, kernel, ("int",), grid, 256, pointers, scalars, dependent=True)
+def _prepare(kernel, grid, pointers, scalars, block=256):
+    return kernels.prepare(_FILE, kernel, ("int",), grid, block, pointers, scalars, dependent=True)
 
 
 @functools.lru_cache(maxsize=1024)

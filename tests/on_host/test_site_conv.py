@@ -91,8 +91,8 @@ def test_pipelined_sums_are_those_of_one_thread_block_role(given, on_host, monke
 
 
 @pytest.mark.exhaustive
-def test_more_turns_than_are_listed(on_host, monkeypatch):
-    """Three thread blocks with 65 tiles each: too many to sort, so that they are taken in order."""
+def test_many_turns_of_a_thread_block(on_host, monkeypatch):
+    """Three thread blocks with 65 tiles each, dealt out: barriers and places are used again."""
     plan = PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma")
     monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
     rng = np.random.default_rng(4)
@@ -119,9 +119,9 @@ def test_wide_features_of_many_sites_are_sorted():
         )
         return plan_site_conv(conv._replace(**other), hopper)
 
-    for channels, fewest in ((128, 84_353), (256, 33_665)):
+    for channels, rows, fewest in ((128, 256, 47_105), (256, 128, 33_665)):
         plan = planned(fewest, channels, channels)
-        assert isinstance(plan, PipelinedPlan) and plan.tile == (128, channels) and plan.by_taps
+        assert isinstance(plan, PipelinedPlan) and plan.tile == (rows, channels) and plan.by_taps
         others = (
             (fewest - 1, channels, channels), (fewest, channels, channels // 2),
             (fewest, channels - 8, channels), (fewest, channels, channels, 9),

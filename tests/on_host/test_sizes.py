@@ -235,7 +235,6 @@ CONSTANTS = {
         "PANEL": site_conv_plan.PANEL,
         "TILE_ROW": site_conv_plan._ROW,
         "ROWS_OF_GROUP": site_order.GROUP,
-        "Turns::BYTES / 4": site_conv_plan._TURNS,
     },
     f"{SITES}/coordinate_map": {"THREADS": THREADS, "AXES": map_kernels._MOST_AXES},
 }

@@ -59,3 +59,43 @@ def test_masks_of_rows_as_they_are(taps):
     assert found.order is None
     rows[:, 5] = -1
     assert (found.masks == masks_of(rows)).all()
+
+
+def dealt(masks, rows, taps, shares):
+    """Return which tile of some rows each of the shares gets in each round; 65535: none is left."""
+    per_tile = rows // site_order.GROUP
+    tiles = -(-len(masks) // per_tile)
+    padded = np.zeros((tiles * per_tile, masks.shape[1]), np.uint32)
+    padded[: len(masks)] = masks
+    its = np.bitwise_or.reduce(padded.reshape(tiles, per_tile, -1), axis=1)
+    counts = [sum(int(word).bit_count() for word in words) for words in its]
+    costs = [(count + 2) * 31 // (taps + 2) for count in counts]
+    longest_first = sorted(range(tiles), key=lambda tile: -costs[tile])
+    turns, loads = np.full((-(-tiles // shares), shares), 65535, np.uint16), [0] * shares
+    for turn in turns:
+        for share in sorted(range(shares), key=lambda share: loads[share]):
+            if longest_first:
+                turn[share] = longest_first.pop(0)
+                loads[share] += costs[turn[share]]
+    return turns, loads
+
+
+@pytest.mark.parametrize("size", [((3, 3, 3), 3000), ((3, 3), 400), ((5, 5, 3), 4001)], ids=str)
+def test_tiles_are_dealt_out_by_their_taps(size):
+    """To three multiprocessors; the numbers of taps that they then have differ by one tile's."""
+    kernel_size, m = size
+    rows = table(kernel_size, m, 0.9)
+    rows[1:, m // 2 :] = -1  # tiles with few taps
+    with site_on_host.by_kernels():
+        found = site_order.site_order(rows, 50, kernel_size, True)
+    wide, loads = dealt(found.masks, 128, len(rows), 3)
+    wider, _ = dealt(found.masks, 256, len(rows), 3)
+    assert (found.turns == np.concatenate([wide.ravel(), wider.ravel()])).all()
+    assert max(loads) - min(loads) <= 31
+
+
+def test_few_and_very_many_tiles_are_not_dealt_out():
+    for m in (3 * 128, 8193 * 128):
+        with site_on_host.by_kernels():
+            launches = site_order._launches(1, m, 50, (1, 0), "cpu")
+        assert launches._deal is None
