@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = ceil_div(BN, PANEL), PASS = COPIERS / 8, PASSES = BM / PASS;
     constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
+    static_assert(BM == 128 || BM == 256, "rows of tiles that are dealt out");
     static_assert(BN % PANEL == 0 && BM / WM % ROWS_OF_GROUP == 0, "whole panels, whole groups");
 
     DYNAMIC_SHARED(u8, unaligned);

@@ -63,10 +63,12 @@ class _Launches:
         self._bin = _prepare("bin_rows", self._counting.parts, 3, (*size, *sides))
         grid = (-(-m // (4 * GROUP)), self._masks[1])
         self._sort = _prepare("sort_rows", grid, 4, (*size, self._masks[1]))
-        shares = current_device().multiprocessors
+        device = current_device()
+        shares = device.multiprocessors
         tiles = [-(-m // rows) for rows in _DEALT_ROWS]
         self._turns, self._deal = sum(-(-n // shares) for n in tiles) * shares, None
-        if shares < tiles[0] <= _MOST_TILES and shares <= _MOST_SHARES:
+        several = shares < tiles[0] <= _MOST_TILES and shares <= _MOST_SHARES
+        if device.hopper and several:  # only site_conv_pipelined takes turns
             size = (m, taps, self._masks[1], shares)
             self._deal = _prepare("deal_tiles", len(tiles), 2, size, 1024)
 

@@ -236,6 +236,10 @@ CONSTANTS = {
         "TILE_ROW": site_conv_plan._ROW,
         "ROWS_OF_GROUP": site_order.GROUP,
     },
+    f"{SITES}/site_order": {
+        "MOST_TILES": site_order._MOST_TILES,
+        "MOST_SHARES": site_order._MOST_SHARES,
+    },
     f"{SITES}/coordinate_map": {"THREADS": THREADS, "AXES": map_kernels._MOST_AXES},
 }
 

@@ -99,3 +99,10 @@ def test_few_and_very_many_tiles_are_not_dealt_out():
         with site_on_host.by_kernels():
             launches = site_order._launches(1, m, 50, (1, 0), "cpu")
         assert launches._deal is None
+
+
+def test_tiles_are_dealt_out_where_a_kernel_takes_turns(monkeypatch):
+    rows = table((3, 3, 3), 3000, 0.8)
+    with site_on_host.by_kernels():
+        monkeypatch.setattr(site_order, "current_device", lambda: site_on_host.AMPERE)
+        assert site_order.site_order(rows, 50, (3, 3, 3), True).turns is None

@@ -76,7 +76,7 @@ def by_kernels():
         for name in MODULES:
             module = importlib.import_module(f"sbnet_cupy.submanifold.{name}")
             patch.setattr(module, "by_kernels", lambda array: True)
-        patch.setattr(site_order, "current_device", lambda: AMPERE)
+        patch.setattr(site_order, "current_device", lambda: AMPERE._replace(hopper=True))
         patch.setattr(relu_grad, "spec_of", spec_with_address)
         clear_launches()
         LAUNCHED.clear()
