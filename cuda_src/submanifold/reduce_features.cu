@@ -42,21 +42,17 @@ __global__ void __launch_bounds__(THREADS)
 template <typename I>
 __global__ void __launch_bounds__(THREADS)
     list_rows(const I* __restrict__ inverse,  // [n]
-              const I* __restrict__ low,      // [n]: the rows as sorted by their lowest digit
-              const I* __restrict__ high,     // [n]: these as sorted by the other digit, or null
+              const I* __restrict__ order,    // [n]: the rows as sorted by their sites
               const I* __restrict__ count,    // [1]: how many sites there are, of which `sites` are kept
-              I* __restrict__ order, I* __restrict__ site,  // [n]
-              I* __restrict__ starts,                       // [sites + 1]
+              I* __restrict__ site,           // [n]
+              I* __restrict__ starts,         // [sites + 1]
               i64 n, i64 sites) {
-    overlap_launches(inverse, low, high, count);
+    overlap_launches(inverse, order, count);
     const i64 t = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
     const i64 there = *count < sites ? *count : sites;
     if (t > there && t <= sites) starts[t] = static_cast<I>(n);
     if (t >= n) return;
-    const auto row_at = [&](i64 j) { return static_cast<i64>(low[high ? high[j] : j]); };
-    const i64 row = row_at(t), own = site_of(inverse, row, sites);
-    const i64 before = t > 0 ? site_of(inverse, row_at(t - 1), sites) : -1;
-    order[t] = static_cast<I>(row);
+    const i64 own = site_of(inverse, order[t], sites), before = t > 0 ? site_of(inverse, order[t - 1], sites) : -1;
     site[t] = static_cast<I>(own);
     if (own < there && own != before) starts[own] = static_cast<I>(t);
     if (own >= there && before < there) starts[there] = static_cast<I>(t);  // the first row that has no site

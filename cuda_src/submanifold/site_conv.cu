@@ -106,10 +106,10 @@ __global__ void __launch_bounds__(WM * WN * 32, RESIDENT<T, BM, BN, WM * WN * 32
         const i64 tile_m = divide(tile, across), p0 = tile_m * BM;
         const int k0 = static_cast<int>(tile - tile_m * across) * BN;
         if (warp == 0) {
-            const int count = table.list(p0, list);
+            const int count = table.list(p0, M, list);
             if (threadIdx.x == 0) listed = count;
         }
-        table.find_places(p0, places, inside, threadIdx.x, THREADS);
+        table.find_places(p0, M, places, inside, threadIdx.x, THREADS);
         __syncthreads();
         const int taps_here = listed, count = ceil_div(taps_here * steps.per_tap, 4);
         table.copy_sources(p0, list, taps_here, sources, threadIdx.x, THREADS);

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(WM * WN * ONCE_GROUPS * 32)
             copy_async_4(sources + i, rows + static_cast<i64>(i / BM) * M + (m < M ? m : M - 1), true);
         }
         copy_async_commit();
-        table.find_places(p0, places, inside, threadIdx.x, THREADS);
+        table.find_places(p0, M, places, inside, threadIdx.x, THREADS);
         if (first) {
             dependent_wait();  // for the packed weights
             const u8* const tables = loaded_later(packed);

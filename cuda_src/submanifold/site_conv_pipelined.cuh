@@ -37,22 +37,34 @@ struct SiteMemory {
 };
 constexpr int LAST = 1 << 8;  // of a tile's chunks
 
-// The tiles of this thread block, turn after turn.
+// The tiles of this thread block, turn after turn. A tile is a number, or that of half a tile, inverted.
+template <int BM>
 struct Turns {
+    static constexpr bool HALVES = BM == 256;
+    static constexpr int NONE = 65535, HALF = 1 << 15;  // of deal_tiles
     const u16* __restrict__ dealt;  // [rounds][blocks], from this one's first on; or null: in order
     int tiles, block, blocks;
     // `turns` of `shares` thread blocks, first those for tiles of 128 rows, then those for tiles of 256; or null.
-    DEVICE Turns(const u16* turns, i64 M, i64 shares, int tiles, int rows_of_tile)
+    DEVICE Turns(const u16* turns, i64 M, i64 shares, int tiles)
         : dealt(nullptr), tiles(tiles), block(static_cast<int>(blockIdx.x)), blocks(static_cast<int>(gridDim.x)) {
-        if (!turns || shares != blocks || tiles <= blocks || tiles != ceil_div<i64>(M, rows_of_tile)) return;
-        dealt = turns + block + (rows_of_tile == 128 ? 0 : ceil_div<i64>(ceil_div<i64>(M, 128), blocks) * blocks);
+        if (!turns || shares != blocks || tiles <= blocks || tiles != ceil_div<i64>(M, BM)) return;
+        dealt = turns + block + (BM == 128 ? 0 : ceil_div<i64>(ceil_div<i64>(M, 128), blocks) * blocks);
     }
     DEVICE int count() const {
         if (!dealt) return block < tiles ? ceil_div(tiles - block, blocks) : 0;
         const int rounds = ceil_div(tiles, blocks);
-        return tile(rounds - 1) < tiles ? rounds : rounds - 1;
+        return dealt[(rounds - 1) * blocks] == NONE ? rounds - 1 : rounds;
     }
-    DEVICE int tile(int turn) const { return dealt ? dealt[turn * blocks] : block + turn * blocks; }
+    DEVICE int tile(int turn) const {
+        if (!dealt) return block + turn * blocks;
+        const int its = dealt[turn * blocks];
+        return HALVES && its & HALF ? ~(its - HALF) : its;
+    }
+    // The rows of a tile: the first, and how many.
+    static DEVICE i64 first_row(int tile, int across) {
+        return HALVES && tile < 0 ? static_cast<i64>(~tile) * (BM / 2) : static_cast<i64>(tile / across) * BM;
+    }
+    static DEVICE int height(int tile) { return HALVES && tile < 0 ? BM / 2 : BM; }
 };
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
@@ -76,7 +88,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     const Steps steps(taps, C, K, LANES);
     const SiteTable<BM> table{rows, order, masks, valid, M, steps.taps};
     const int channels_out = static_cast<int>(K), across = ceil_div(channels_out, BN), chunks_of_tap = steps.per_tap / 4;
-    const int tiles = static_cast<int>(ceil_div<i64>(M, BM)) * across;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(shared.full + s, COPIERS + 1);
@@ -90,8 +101,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         barrier_init(shared.multipliers, MULTIPLIERS);
         barrier_init_fence();
     }
-    const auto first_row = [&](int tile) { return static_cast<i64>(tile / across) * BM; };
-    const Turns turns(its_turns, M, shares, tiles, BM);
+    const auto first_row = [&](int tile) { return Turns<BM>::first_row(tile, across); };
+    const auto end_row = [&](int tile) { return min(first_row(tile) + Turns<BM>::height(tile), M); };
+    const Turns<BM> turns(its_turns, M, shares, static_cast<int>(ceil_div<i64>(M, BM)) * across);
     const int turns_here = turns.count();
     __syncthreads();
 
@@ -108,7 +120,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             int* const list = shared.list + which * (steps.taps + 1);
             all.sync();  // who reads the list that was there is done
             if (thread < 32) {
-                const int count = table.list(first_row(tile), list + 1);
+                const int count = table.list(first_row(tile), end_row(tile), list + 1);
                 if (thread == 0) list[0] = count;
             }
             all.sync();
@@ -133,7 +145,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         }
         dependent_wait();  // for the packed weights
         for (int turn = 0; turn < turns_here; ++turn, which ^= 1) {
-            const int tile = next, k0 = tile % across * BN;
+            const int tile = next, k0 = across > 1 ? tile % across * BN : 0;
             const int here = min(PANELS, steps.panels - k0 / PANEL);  // panels of weights
             const i64 panel_step = static_cast<i64>(steps.chunks) * PANEL_CHUNK;
             const u8* const weights = steps.weights(packed) + k0 / PANEL * panel_step;
@@ -191,7 +203,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 stage.advance();
                 if (i == min(STAGES - 1, last)) {  // while the ring is full
                     barrier_wait(shared.row_empty + row_stage.slot, row_stage.phase ^ 1);
-                    table.find_places(first_row(tile), shared.places + row_stage.slot * BM,
+                    table.find_places(first_row(tile), end_row(tile), shared.places + row_stage.slot * BM,
                                       shared.inside + row_stage.slot * BM, thread, COPIERS);
                     barrier_arrive(shared.row_full + row_stage.slot);
                     row_stage.advance();

@@ -4,12 +4,12 @@
 // counting sort.  Python: sbnet_cupy/submanifold/site_order.py
 // and turns[round, block] = the tile that a thread block of a convolution computes then, which deal_tiles finds.
 // Launches: bin_rows, scan_bins, order_rows, sort_rows and, where there are many rows, deal_tiles; sort_rows alone for masks of
-// rows as they are.
-//   bin_rows     a thread block has PART rows; scan_bins: 32 bins; sort_rows: 128 rows and 32 taps; deal_tiles: all rows
+// rows as they are. Sorted twice: bin_rows, scan_bins, order_rows, bin_digits, scan_bins, order_rows, sort_rows.
+//   bin_rows, bin_digits     a thread block has PART rows; scan_bins: 32 bins; sort_rows: 128 rows and 32 taps; deal_tiles: all
 // Why: a tile of a convolution leaves out the taps that none of its rows has. A bin is a number of BITS bits: a bit for each
 // column of taps, and one for each end of the columns; bins are in the order of the Gray code, so that neighbours differ
-// in a bit. That one pass comes close to sorting by all taps. Tiles of sorted rows have from a few taps to all: dealt out by their
-// numbers of taps, each thread block has about as much to do.
+// in a bit. One pass comes close to sorting by all taps. Where many rows share a bin, they are sorted by BITS of their taps before.
+// Tiles of sorted rows have from a few taps to all: dealt out by their numbers of taps, each thread block has about as much to do.
 #include "submanifold/counting_sort.cuh"
 
 // The bin of taps that are there.
@@ -19,6 +19,8 @@ struct Bins {
     DEVICE u32 bits(int tap, int column) const {
         return 1u << column | (tap < side ? 1u << (BITS - 2) : 0) | (tap >= taps - side ? 1u << (BITS - 1) : 0);
     }
+    // The bit that stands for a tap among the last BITS; 0 for those before.
+    DEVICE u32 bit_of_last(int tap) const { return tap >= taps - BITS ? 1u << (tap - max(taps - BITS, 0)) : 0; }
     // The place of a code in Gray order.
     static DEVICE u32 place(u32 code) {
 #pragma unroll
@@ -30,30 +32,53 @@ struct Bins {
 template <typename I>
 __global__ void __launch_bounds__(THREADS)
     bin_rows(const I* __restrict__ rows,  // [taps, M]
-             u32* __restrict__ places,      // [M]: bin << 16 | place among the rows of the block
-             u16* __restrict__ counts,      // [parts, BINS]
+             u16* __restrict__ bins,      // [M]: of each row; or null: the only digit
+             u32* __restrict__ places,    // [M]: digit << 16 | place among the rows of the block
+             u16* __restrict__ counts,    // [parts, BINS]
              i64 M, i64 N, i64 taps, i64 columns, i64 side) {
     __shared__ DigitRanks ranks;
     overlap_launches(rows);
-    const Bins bins{static_cast<int>(taps), static_cast<int>(columns), static_cast<int>(side)};
+    const Bins its{static_cast<int>(taps), static_cast<int>(columns), static_cast<int>(side)};
     ranks.clear();
     const i64 first = DigitRanks::first_row();
-    u32 code[ROUNDS] = {};
+    u32 code[ROUNDS] = {}, last[ROUNDS] = {};  // by columns; the last BITS taps themselves
     int column = 0;
 #pragma unroll 4
-    for (int tap = 0; tap < bins.taps; ++tap) {
-        const u32 bits = bins.bits(tap, column);
-        if (++column == bins.columns) column = 0;
+    for (int tap = 0; tap < its.taps; ++tap) {
+        const u32 bits = its.bits(tap, column), bit = its.bit_of_last(tap);
+        if (++column == its.columns) column = 0;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const i64 m = first + r * 32;
             const int row = m < M ? rows[tap * M + m] : -1;
-            if (row >= 0 && row < N) code[r] |= bits;
+            if (row >= 0 && row < N) code[r] |= bits, last[r] |= bit;
         }
     }
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) code[r] = Bins::place(code[r]);
+    for (int r = 0; r < ROUNDS; ++r) {
+        code[r] = Bins::place(code[r]);
+        if (!bins) continue;
+        if (first + r * 32 < M) bins[first + r * 32] = static_cast<u16>(code[r]);
+        code[r] = Bins::place(last[r]);
+    }
     ranks.write(code, places, counts, M);
+}
+
+template <typename I>
+__global__ void __launch_bounds__(THREADS)
+    bin_digits(const u16* __restrict__ bins,  // [M]: of each row
+               const I* __restrict__ order,   // [M]: the rows as sorted so far
+               u32* __restrict__ places, u16* __restrict__ counts, i64 M) {
+    __shared__ DigitRanks ranks;
+    overlap_launches(bins, order);
+    ranks.clear();
+    u32 digit[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const i64 m = DigitRanks::first_row() + r * 32;
+        digit[r] = m < M ? bins[order[m]] : 0;
+    }
+    ranks.write(digit, places, counts, M);
 }
 
 // before[part, bin] = rows of the bin in the parts before; totals[bin] = in all. Lanes have bins, warps shares of the parts.
@@ -83,10 +108,11 @@ __global__ void __launch_bounds__(1024)
 template <typename I>
 __global__ void __launch_bounds__(THREADS)
     order_rows(const u32* __restrict__ places, const I* __restrict__ before, const I* __restrict__ totals,
+               const I* __restrict__ sorted,  // [M]: the rows as sorted by lower digits, or null
                I* __restrict__ order, i64 M) {
     constexpr int EACH = BINS / THREADS;
     __shared__ int starts[BINS], parts[WARPS];
-    overlap_launches(places, before, totals);
+    overlap_launches(places, before, totals, sorted);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int its[EACH], sum = 0;
 #pragma unroll
@@ -113,7 +139,8 @@ __global__ void __launch_bounds__(THREADS)
         const i64 m = first + r * THREADS + threadIdx.x;
         if (m >= M) break;
         const u32 bin = places[m] >> 16;
-        order[starts[bin] + before[static_cast<i64>(blockIdx.x) * BINS + bin] + (places[m] & 0xffff)] = static_cast<int>(m);
+        const i64 place = starts[bin] + before[static_cast<i64>(blockIdx.x) * BINS + bin] + (places[m] & 0xffff);
+        order[place] = sorted ? sorted[m] : static_cast<int>(m);
     }
 }
 
@@ -158,14 +185,16 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // Deal tiles out in rounds, those with the most taps first: in each round who has least to do so far gets the longest tile.
-// Thread block 0 deals tiles of 128 rows, 1 tiles of 256, whose rounds follow.
+// Thread block 0 deals tiles of 128 rows, 1 tiles of 256, whose rounds follow. If at most half of the thread blocks would get a tile of
+// 256 rows in the last round, they get halves of one: HALF | their number.
 constexpr int MOST_TILES = 8192, MOST_SHARES = 512, COSTS = 32;  // of site_order.py; how many costs are told apart
+constexpr int NONE = 65535, HALF = 1 << 15;
 constexpr int RESULT = 2;  // taps that take as long as to store a tile's result
 
 template <typename I>
 __global__ void __launch_bounds__(1024)
     deal_tiles(const u32* __restrict__ masks,  // [ceil(M / 32)][words]
-               u16* __restrict__ turns,        // [rounds, shares] twice: a tile, or 65535 where there is none left
+               u16* __restrict__ turns,        // [rounds, shares] twice: a tile, or NONE where there is none left
                i64 M, i64 taps, i64 words, i64 shares) {
     __shared__ u16 sorted[MOST_TILES];       // tiles, those that take longest first
     __shared__ u8 costs[MOST_TILES];         // of each tile
@@ -215,6 +244,7 @@ __global__ void __launch_bounds__(1024)
     __syncthreads();
     for (int round = 0; round < rounds; ++round) {
         const uint4* const before = loads[round % 2];
+        const int left = tiles - round * blocks, halves = blockIdx.x == 1 && 2 * left <= blocks;
         for (int block = threadIdx.x; block < MOST_SHARES; block += threads) {
             const u32 load = reinterpret_cast<const u32*>(before)[block];
             int less = 0;  // thread blocks that have less to do
@@ -222,11 +252,15 @@ __global__ void __launch_bounds__(1024)
                 const uint4 four = before[i];
                 less += (four.x < load) + (four.y < load) + (four.z < load) + (four.w < load);
             }
-            const int rank = round * blocks + less;
-            const bool gets = block < blocks && rank < tiles;
-            const u32 more = gets ? static_cast<u32>(costs[sorted[rank]]) << 16 : 0;
+            u32 more = 0;
+            int its = NONE;
+            if (block < blocks && less < left << halves) {
+                const int tile = sorted[round * blocks + (less >> halves)];
+                more = static_cast<u32>(costs[tile]) << 16;
+                its = halves ? HALF | (2 * tile + less % 2) : tile;
+            }
             reinterpret_cast<u32*>(loads[(round + 1) % 2])[block] = load + more;
-            if (block < blocks) turns[round * shares + block] = gets ? sorted[rank] : 65535;
+            if (block < blocks) turns[round * blocks + block] = static_cast<u16>(its);
         }
         __syncthreads();
     }

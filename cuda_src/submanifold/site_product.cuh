@@ -42,11 +42,11 @@ struct SiteTable {
     i64 M;
     int taps;
 
-    // List the taps that the tile from row p0 on has, tap << 8 | groups of its rows that have it; return how many.
+    // List the taps that the tile of rows p0 to `end` has, tap << 8 | groups of its rows that have it; return how many.
     // The 32 threads of a warp call it.
-    DEVICE int list(i64 p0, int* listed) const {
+    DEVICE int list(i64 p0, i64 end, int* listed) const {
         const int lane = threadIdx.x % 32, words = ceil_div(taps, 32);
-        const i64 first = p0 / ROWS_OF_GROUP, all = ceil_div<i64>(M, ROWS_OF_GROUP);
+        const i64 first = p0 / ROWS_OF_GROUP, all = ceil_div<i64>(end, ROWS_OF_GROUP);
         int count = 0;
         for (int word = 0; word < words; ++word) {
             u32 any = 0;
@@ -69,10 +69,10 @@ struct SiteTable {
     }
     // Where the row of x is that a tap reads for row m of the table; past row M anything.
     DEVICE const int* source(int tap, i64 m) const { return rows + static_cast<i64>(tap) * M + (m < M ? m : M - 1); }
-    DEVICE void find_places(i64 p0, int* places, int* inside, int thread, int threads) const {
+    DEVICE void find_places(i64 p0, i64 end, int* places, int* inside, int thread, int threads) const {
         for (int r = thread; r < BM; r += threads) {
             const i64 m = p0 + r;
-            const int place = m >= M ? -1 : order ? order[m] : static_cast<int>(m);
+            const int place = m >= end ? -1 : order ? order[m] : static_cast<int>(m);
             places[r] = place;
             inside[r] = place >= 0 && (!valid || valid[place]);
         }

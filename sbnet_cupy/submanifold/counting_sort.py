@@ -19,21 +19,22 @@ class CountingSort:
         self.parts = -(-n // PART)
         self._n = n
         self._scan = _prepare("scan_bins", _BINS // 32, 1024, 3, (self.parts,))
-        self._order = _prepare("order_rows", self.parts, 256, 4, (n,))
+        self._order = _prepare("order_rows", self.parts, 256, 5, (n,))
 
-    def order(self, count, like):
+    def order(self, count, like, before=None):
         """Return the rows in order, int32 ``[n]``; rows of the same number stay in theirs.
 
         ``count`` launches the kernel that finds the numbers, ``parts`` thread blocks, and writes
-        each row's number and place in its part, and how many rows of each number a part has.
+        each row's number and place in its part, and how many rows of each number a part has. If
+        the rows are sorted already, by lower digits, their order is the one ``before``.
         """
         places = empty((self._n,), np.uint32, like)
         counts = empty((self.parts, _BINS), np.uint16, like)
-        before, totals = (empty(shape, np.int32, like) for shape in (counts.shape, (_BINS,)))
+        sums, totals = (empty(shape, np.int32, like) for shape in (counts.shape, (_BINS,)))
         order = empty((self._n,), np.int32, like)
         count(places, counts)
-        self._scan(counts, before, totals)
-        self._order(places, before, totals, order)
+        self._scan(counts, sums, totals)
+        self._order(places, sums, totals, before, order)
         return order
 
 

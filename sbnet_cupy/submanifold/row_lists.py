@@ -24,19 +24,15 @@ def rows_of_sites(inverse, count, sites):
     """
     n = len(inverse)
     with memory_of_graphs(inverse):
-        order, site = empty((n,), np.int32, inverse), empty((n,), np.int32, inverse)
-        starts = empty((sites + 1,), np.int32, inverse)
+        site, starts = empty((n,), np.int32, inverse), empty((sites + 1,), np.int32, inverse)
         if not n:
             starts.fill(0)
-            return Reduction(order, site, None, None, starts)
-        launches = _launches(n, sites, place_name(inverse))
-        sorted_by = []
+            return Reduction(site, site, None, None, starts)
+        launches, order = _launches(n, sites, place_name(inverse)), None
         for bin_sites in launches.digits:
-            last = sorted_by[-1] if sorted_by else None
-            count_sites = functools.partial(bin_sites, inverse, last)
-            sorted_by.append(launches.counting.order(count_sites, inverse))
-        low, high = (*sorted_by, None)[:2]
-        launches.rows(inverse, low, high, count, order, site, starts)
+            count_sites = functools.partial(bin_sites, inverse, order)
+            order = launches.counting.order(count_sites, inverse, order)
+        launches.rows(inverse, order, count, site, starts)
     return Reduction(order, site, None, None, starts)
 
 
@@ -47,7 +43,7 @@ class _Launches:
         self.counting = CountingSort(n)
         parts, digits = self.counting.parts, range(0, max(sites.bit_length(), 1), BITS)
         self.digits = [_prepare("bin_sites", parts, 4, (n, sites, shift)) for shift in digits]
-        self.rows = _prepare("list_rows", -(-max(n, sites + 1) // 256), 7, (n, sites))
+        self.rows = _prepare("list_rows", -(-max(n, sites + 1) // 256), 5, (n, sites))
 
 
 def _prepare(kernel, grid, pointers, scalars):

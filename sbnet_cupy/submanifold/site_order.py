@@ -18,6 +18,7 @@ from .counting_sort import CountingSort
 GROUP = 32  # neighbouring rows that have a mask
 _FILE = "submanifold/site_order"
 _MOST_COLUMNS = 9  # of site_order.cu
+_FEWEST_TWICE = 1 << 15  # rows that are sorted by two digits
 _DEALT_ROWS = (128, 256)  # of a tile
 _MOST_TILES, _MOST_SHARES = 8192, 512
 
@@ -28,7 +29,7 @@ class SiteOrder(NamedTuple):
     rows: Any  # int32 [taps, M]
     order: Any  # int32 [M]: the row of the result; None where rows are as they were
     masks: Any  # uint32 [groups, words]: the taps of each GROUP rows, as bits
-    turns: Any = None  # uint16: tiles of 128 and of 256 rows, dealt out; or None
+    turns: Any = None  # uint16: tiles of 128 and of 256 rows or halves of them, dealt out; or None
 
 
 def site_order(rows, sources, kernel_size, by_taps):
@@ -60,7 +61,10 @@ class _Launches:
         self._shape, self._counting = (taps, m), CountingSort(m)
         self._masks = (-(-m // GROUP), -(-taps // 32))
         size = (m, sources, taps)
-        self._bin = _prepare("bin_rows", self._counting.parts, 3, (*size, *sides))
+        parts = self._counting.parts
+        self._bin = _prepare("bin_rows", parts, 4, (*size, *sides))
+        several_digits = m >= _FEWEST_TWICE and taps > sides[0]
+        self._bin_digits = _prepare("bin_digits", parts, 4, (m,)) if several_digits else None
         grid = (-(-m // (4 * GROUP)), self._masks[1])
         self._sort = _prepare("sort_rows", grid, 4, (*size, self._masks[1]))
         device = current_device()
@@ -83,13 +87,20 @@ class _Launches:
         """Return the SiteOrder of rows, sorted."""
         with memory_of_graphs(rows):
             table, masks = empty(self._shape, np.int32, rows), empty(self._masks, np.uint32, rows)
-            order = self._counting.order(functools.partial(self._bin, rows), rows)
+            order = self._find_order(rows)
             self._sort(rows, order, table, masks)
             turns = None
             if self._deal:
                 turns = empty((self._turns,), np.uint16, rows)
                 self._deal(masks, turns)
         return SiteOrder(table, order, masks, turns)
+
+    def _find_order(self, rows):
+        if not self._bin_digits:
+            return self._counting.order(functools.partial(self._bin, rows, None), rows)
+        bins = empty(self._shape[1:], np.uint16, rows)
+        order = self._counting.order(functools.partial(self._bin, rows, bins), rows)
+        return self._counting.order(functools.partial(self._bin_digits, bins, order), rows, order)
 
 
 def _prepare(kernel, grid, pointers, scalars, block=256):

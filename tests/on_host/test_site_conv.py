@@ -90,13 +90,20 @@ def test_pipelined_sums_are_those_of_one_thread_block_role(given, on_host, monke
     assert_result(case, results[1], seed=5)
 
 
+@pytest.mark.parametrize(
+    "given", [(128, 3 * 65 * 128 - 5), (256, 46 * 256 - 5), (256, 7 * 256 - 200)], ids=str
+)
 @pytest.mark.exhaustive
-def test_many_turns_of_a_thread_block(on_host, monkeypatch):
-    """Three thread blocks with 65 tiles each, dealt out: barriers and places are used again."""
-    plan = PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma")
+def test_many_turns_of_a_thread_block(given, on_host, monkeypatch):
+    """Three thread blocks, dealt out: barriers and places are used again.
+
+    They have 65 tiles each; or 15 tiles of 256 rows, and two of them half of one; or the same of 2,
+    where there is nothing in one of the halves.
+    """
+    height, count = given
+    plan = PipelinedPlan((height, 64), (4, 1), 2, engine="TileMma")
     monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
     rng = np.random.default_rng(4)
-    count = 3 * 65 * 128 - 5
     x = rng.integers(-3, 4, (count, 64)).astype(np.float16)
     w = rng.integers(-2, 3, (2, 64, 64)).astype(np.float16)
     rows = rng.integers(-1, count, (2, count)).astype(np.int32)

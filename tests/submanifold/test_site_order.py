@@ -39,14 +39,44 @@ def test_rows_are_sorted_by_the_taps_that_they_have(size):
     if m > 500:
         asked = np.unpackbits(np.ascontiguousarray(masks_of(rows)).view(np.uint8)).sum()
         assert np.unpackbits(found.masks.view(np.uint8)).sum() < 0.9 * asked
+    assert (found.order == np.argsort(bins_of(rows, kernel_size), kind="stable")).all()
+
+
+def bins_of(rows, kernel_size):
+    """Return the number of each row's bin."""
     columns, side = site_order._sides(kernel_size)
-    code = np.zeros(m, np.int64)
-    for tap, its in enumerate(rows >= 0):
-        here = 1 << tap % columns | (tap < side) << 9 | (tap >= len(rows) - side) << 10
-        code |= np.where(its, here, 0)
+    bits = [
+        1 << tap % columns | (tap < side) << 9 | (tap >= len(rows) - side) << 10
+        for tap in range(len(rows))
+    ]
+    return gray_place(rows, bits)
+
+
+def gray_place(rows, bits):
+    """Return the place in Gray order of the bits of the taps that each row has."""
+    code = np.zeros(rows.shape[1], np.int64)
+    for its, bit in zip(rows >= 0, bits, strict=True):
+        code |= np.where(its, bit, 0)
     for shift in (1, 2, 4, 8):
         code ^= code >> shift
-    assert (found.order == np.argsort(code, kind="stable")).all()
+    return code
+
+
+@pytest.mark.parametrize("kernel_size", [(3, 3, 3), (2, 5), (3, 3)], ids=str)
+def test_many_rows_are_sorted_by_their_last_taps_too(kernel_size):
+    """Where those say more than the bin, which of 3x3 has all taps."""
+    m = site_order._FEWEST_TWICE
+    rows = table(kernel_size, m, 0.8)
+    taps = len(rows)
+    last = gray_place(rows, [1 << max(tap - max(taps - 11, 0), 0) if tap >= taps - 11 else 0
+                             for tap in range(taps)])  # fmt: skip
+    bins = bins_of(rows, kernel_size)
+    with site_on_host.by_kernels():
+        site_on_host.LAUNCHED.clear()
+        found = site_order.site_order(rows, 50, kernel_size, True)
+    assert (found.order == np.lexsort([last, bins] if kernel_size != (3, 3) else [bins])).all()
+    assert (found.rows == rows[:, found.order]).all()
+    assert site_on_host.LAUNCHED.count("bin_digits") == (kernel_size != (3, 3))
 
 
 @pytest.mark.parametrize("taps", [1, 7, 40])
@@ -61,8 +91,15 @@ def test_masks_of_rows_as_they_are(taps):
     assert (found.masks == masks_of(rows)).all()
 
 
+NONE, HALF = 65535, 1 << 15
+
+
 def dealt(masks, rows, taps, shares):
-    """Return which tile of some rows each of the shares gets in each round; 65535: none is left."""
+    """Return what each of the shares gets in each round, and its costs.
+
+    That is a tile of some rows; NONE, where none is left; or a tile of 256 in two halves, of HALF and
+    more, where at most half of the shares get one in the last round.
+    """
     per_tile = rows // site_order.GROUP
     tiles = -(-len(masks) // per_tile)
     padded = np.zeros((tiles * per_tile, masks.shape[1]), np.uint32)
@@ -71,16 +108,22 @@ def dealt(masks, rows, taps, shares):
     counts = [sum(int(word).bit_count() for word in words) for words in its]
     costs = [(count + 2) * 31 // (taps + 2) for count in counts]
     longest_first = sorted(range(tiles), key=lambda tile: -costs[tile])
-    turns, loads = np.full((-(-tiles // shares), shares), 65535, np.uint16), [0] * shares
+    turns, loads = np.full((-(-tiles // shares), shares), NONE, np.uint16), [0] * shares
     for turn in turns:
-        for share in sorted(range(shares), key=lambda share: loads[share]):
-            if longest_first:
-                turn[share] = longest_first.pop(0)
-                loads[share] += costs[turn[share]]
+        listed = [(tile, costs[tile]) for tile in longest_first[:shares]]
+        del longest_first[:shares]
+        if rows == 256 and 2 * len(listed) <= shares:
+            listed = [(HALF + 2 * tile + half, cost) for tile, cost in listed for half in (0, 1)]
+        order = sorted(range(shares), key=lambda share: loads[share])
+        for share, (tile, cost) in zip(order, listed, strict=False):
+            turn[share] = tile
+            loads[share] += cost
     return turns, loads
 
 
-@pytest.mark.parametrize("size", [((3, 3, 3), 3000), ((3, 3), 400), ((5, 5, 3), 4001)], ids=str)
+@pytest.mark.parametrize(
+    "size", [((3, 3, 3), 3000), ((3, 3), 400), ((5, 5, 3), 4001), ((3, 3, 3), 3700)], ids=str
+)  # fmt: skip
 def test_tiles_are_dealt_out_by_their_taps(size):
     """To three multiprocessors; the numbers of taps that they then have differ by one tile's."""
     kernel_size, m = size
@@ -92,6 +135,10 @@ def test_tiles_are_dealt_out_by_their_taps(size):
     wider, _ = dealt(found.masks, 256, len(rows), 3)
     assert (found.turns == np.concatenate([wide.ravel(), wider.ravel()])).all()
     assert max(loads) - min(loads) <= 31
+    halves = wider[(wider >= HALF) & (wider < NONE)] - HALF
+    assert len(halves) == (2 if -(-m // 256) % 3 == 1 else 0)
+    computed = np.concatenate([2 * wider[wider < HALF], 2 * wider[wider < HALF] + 1, halves])
+    assert (np.sort(computed) == np.arange(2 * -(-m // 256))).all()
 
 
 def test_few_and_very_many_tiles_are_not_dealt_out():
