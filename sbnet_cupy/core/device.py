@@ -36,7 +36,14 @@ def has_dependent_launch():
     """Whether the current device and the driver know dependent launches."""
     import cupy
 
-    if int(cupy.cuda.Device().compute_capability) < 90:
+    return _has_dependent_launch(cupy.cuda.runtime.getDevice())
+
+
+@functools.cache
+def _has_dependent_launch(number):
+    import cupy
+
+    if int(cupy.cuda.Device(number).compute_capability) < 90:
         return False
     return hasattr(driver(), "cuLaunchKernelEx")
 

@@ -17,6 +17,7 @@ from .tensor_map import encode
 
 THREADS = 256  # of a thread block, where nothing speaks for another number
 _LOADED = {}  # (device, stem, kernel, template, ...) -> cupy.RawKernel
+_PARAMETERS = {}  # (RawKernel's key, block, shared, ...) -> _Parameters
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
@@ -50,8 +51,8 @@ def prepare(
 ):
     """Return a launch with all but its arrays decided, bound to CuPy's current device.
 
-    Called with ``pointers`` arrays (or None), it runs the kernel on the current stream. Making one
-    costs far more than calling it: keep it.
+    Called with ``pointers`` arrays (or None), it runs the kernel on the current stream. Launches
+    that differ in grid and scalars alone share the rest: another one takes microseconds to make.
 
     A ``persistent`` grid is cut to what the GPU holds at once; of a grid of several numbers the
     first is cut. A ``dependent`` kernel begins before the one ahead of it on the stream has ended,
@@ -62,24 +63,25 @@ def prepare(
 
     device = cupy.cuda.runtime.getDevice()
     cupy.cuda.runtime.setDevice(device)  # makes its context this thread's, if the thread is new
-    key = (device, stem, kernel, template, shared > SHARED_BY_DEFAULT)
-    module_function = _LOADED.get(key)
-    if module_function is None:
-        module_function = _LOADED[key] = load(stem, kernel, template, shared)
-    if shared > max(SHARED_BY_DEFAULT, module_function.max_dynamic_shared_size_bytes):
-        module_function.max_dynamic_shared_size_bytes = shared  # more than any launch before needed
+    kinds = "".join(["d" if isinstance(scalar, float) else "q" for scalar in scalars])
+    function = (device, stem, kernel, template, shared > SHARED_BY_DEFAULT)
+    key = (function, block, shared, pointers, kinds, len(maps), dependent, cluster)
+    parameters = _PARAMETERS.get(key)
+    if parameters is None:
+        if function not in _LOADED:
+            _LOADED[function] = load(stem, kernel, template, shared)
+        parameters = _PARAMETERS[key] = _make_parameters(_LOADED[function], *key[1:])
     if persistent:
-        resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
-            module_function.kernel.ptr, block, shared
-        )
-        most = max(resident, 1) * sm_count()
-        if cluster > 1:
-            most = min(most, cluster * _active_clusters(module_function, block, shared, cluster))
-        grid = _cut(grid, most, cluster)
-    sizes = (module_function, grid, block, shared, pointers, scalars, maps)
-    if cluster > 1 or (dependent and has_dependent_launch()):
-        return _ExtendedLaunch(*sizes, dependent, cluster)
-    return _Launch(*sizes)
+        grid = _cut(grid, parameters.most(), cluster)
+    return _Launch(parameters, grid, scalars, maps)
+
+
+def _make_parameters(function, block, shared, pointers, kinds, maps, dependent, cluster):
+    if shared > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):
+        function.max_dynamic_shared_size_bytes = shared  # more than any launch before needed
+    extended = cluster > 1 or (dependent and has_dependent_launch())
+    kind = _ExtendedParameters if extended else _Parameters
+    return kind(function, block, shared, pointers, kinds, maps, dependent, cluster)
 
 
 def _cut(grid, most, cluster):
@@ -118,94 +120,143 @@ def enqueue(function, *arguments):
     function(*arguments)
 
 
-class _Launch:
-    """A kernel with its grid and scalars; call it with the arrays.
+class _Parameters:
+    """A kernel and the memory of its parameters, which launches share: each fills it in.
 
     The parameters of our kernels are 8 bytes (a pointer, long long or double), so that one block of
-    numbers holds them all and only the pointers change from call to call; tensor maps follow them.
+    numbers holds them all; tensor maps follow them. As long as the same launch follows itself, only
+    the pointers are filled in.
     """
 
-    def __init__(self, function, grid, block, shared, pointers, scalars, maps=()):
+    def __init__(self, function, block, shared, pointers, kinds, maps, dependent=False, cluster=1):
         import cupy
 
-        self._function = function  # keeps the module loaded
-        self._decided = (grid, block, shared, pointers, scalars, maps)
-        kinds = "".join("d" if isinstance(scalar, float) else "q" for scalar in scalars)
-        packed = struct.pack(f"{pointers}q{kinds}", *(0,) * pointers, *scalars)
-        values, self._arrays = np.frombuffer(bytearray(packed), np.int64), ()
-        addresses = _address(values) + 8 * np.arange(len(values) + len(maps), dtype=np.int64)
-        self._maps = tuple(enumerate(maps, len(values)))
-        self._values, self._addresses = memoryview(values), addresses
-        fill = struct.Struct(f"{pointers}q").pack_into  # a third of the time of a loop
-        self._fill = functools.partial(fill, self._values, 0)
-        self._launch = functools.partial(
-            cupy.cuda.driver.launchKernel, function.kernel.ptr, *_extent(grid), block, 1, 1, shared
+        self._made = (function, block, shared, pointers, kinds, maps, dependent, cluster)
+        self.values = np.zeros(pointers + len(kinds), np.int64)
+        self.addresses = _address(self.values) + 8 * np.arange(
+            len(self.values) + maps, dtype=np.int64
         )
-        self._table = _address(addresses)
-        self._stream = cupy.cuda.get_current_stream
-        self._empty = 0 in _extent(grid)
-        self._device = cupy.cuda.runtime.getDevice()
-        self._error, self._enter = cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.setDevice
-        self._lock = threading.Lock()  # two threads must not fill in pointers at the same time
+        self.first_map = len(self.values)
+        self.memory = memoryview(self.values)
+        # Both take a third of the time of a loop.
+        fill, fill_scalars = (struct.Struct(kind).pack_into for kind in (f"{pointers}q", kinds))
+        self.fill = functools.partial(fill, self.memory, 0)
+        self._fill_scalars = functools.partial(fill_scalars, self.memory, 8 * pointers)
+        self.stream = cupy.cuda.get_current_stream
+        self.device = cupy.cuda.runtime.getDevice()
+        self.error, self.enter = cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.setDevice
+        self.lock = threading.Lock()  # two threads must not fill in numbers at the same time
+        self.table = _address(self.addresses)
+        self.scalars = self._most = None  # the scalars that are filled in; see most()
+
+    def call_of(self, grid):
+        """Return the call that launches a grid, of a stream, ``table`` and 0."""
+        import cupy
+
+        function, block, shared = self._made[:3]
+        sizes = (*grid, block, 1, 1, shared)
+        return functools.partial(cupy.cuda.driver.launchKernel, function.kernel.ptr, *sizes)
+
+    def take(self, scalars):
+        """Fill in the scalars of a launch."""
+        self._fill_scalars(*scalars)
+        self.scalars = scalars
+
+    def twin(self):
+        """Return the same with memory of its own."""
+        return type(self)(*self._made)
+
+    def most(self):
+        """Return how many thread blocks the device holds at once, whole clusters."""
+        if self._most is None:
+            import cupy
+
+            function, block, shared, *_, cluster = self._made
+            resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                function.kernel.ptr, block, shared
+            )
+            self._most = max(resident, 1) * sm_count()
+            if cluster > 1:
+                clusters = _active_clusters(function, block, shared, cluster)
+                self._most = min(self._most, cluster * clusters)
+        return self._most
+
+
+class _Launch:
+    """A kernel with its grid and scalars; call it with the arrays."""
+
+    __slots__ = ("_call", "_grid", "_maps", "_parameters", "_scalars")
+
+    def __init__(self, parameters, grid, scalars, maps=()):
+        self._parameters, self._grid, self._scalars, self._maps = parameters, grid, scalars, maps
+        self._call = None if 0 in _extent(grid) else parameters.call_of(_extent(grid))
 
     def __call__(self, *arrays):
         """Launch on the current stream; None is a null pointer."""
-        if _RECORDING.calls is not None and not self._empty:
+        if _RECORDING.calls is not None and self._call is not None:
             _RECORDING.calls.append((self, arrays))
         addresses = [0 if array is None else array.data.ptr for array in arrays]
-        self.on(self._stream(self._device).ptr, addresses)
+        parameters = self._parameters
+        self.on(parameters.stream(parameters.device).ptr, addresses)
 
     def bound(self, arrays, given):
         """Return this launch with its arrays decided too, but for those at the places ``given``.
 
         It keeps the arrays, and is called with the others, in the order of ``given``.
         """
-        bound = self._twin()
-        for position, array in enumerate(arrays):
-            bound._values[position] = 0 if array is None else array.data.ptr
-        bound._fill = functools.partial(_fill_in, bound._values, given)
-        bound._arrays = arrays
-        return bound
-
-    def _twin(self):
-        """Return another launch like this one, with parameters of its own."""
-        return _Launch(self._function, *self._decided)
+        sizes = (self._grid, self._scalars, self._maps)
+        return _BoundLaunch(self._parameters.twin(), *sizes, arrays, given)
 
     def on(self, stream, addresses):
         """Launch on a stream of the current device, with the arrays at these addresses."""
-        if self._empty:
+        call, parameters = self._call, self._parameters
+        if call is None:
             return
-        with self._lock:
-            self._fill(*addresses)
+        with parameters.lock:
+            if parameters.scalars is not self._scalars:
+                parameters.take(self._scalars)
+            self._fill(addresses)
             described = self._describe() if self._maps else None  # kept until it is copied
             try:
-                self._launch(stream, self._table, 0)
-            except self._error as error:
+                call(stream, parameters.table, 0)
+            except parameters.error as error:
                 if error.status != _NO_CONTEXT:
                     raise
                 # A thread that has not used CUDA, such as one of an autograd engine.
-                self._enter(self._device)
-                self._launch(stream, self._table, 0)
+                parameters.enter(parameters.device)
+                call(stream, parameters.table, 0)
             del described
+
+    def _fill(self, addresses):
+        self._parameters.fill(*addresses)
 
     def _describe(self):
         """Point the parameters that are tensor maps at those of the arrays; return these."""
-        described = [
-            encode(tensor_map, self._values[tensor_map.array]) for _, tensor_map in self._maps
-        ]
-        for (parameter, _), its in zip(self._maps, described, strict=True):
-            self._addresses[parameter] = ctypes.addressof(its)
+        parameters = self._parameters
+        described = [encode(its, parameters.memory[its.array]) for its in self._maps]
+        for place, its in enumerate(described, parameters.first_map):
+            parameters.addresses[place] = ctypes.addressof(its)
         return described
+
+
+class _BoundLaunch(_Launch):
+    """A launch with some of its arrays, and with parameters of its own, where these stay."""
+
+    __slots__ = ("_arrays", "_given")
+
+    def __init__(self, parameters, grid, scalars, maps, arrays, given):
+        super().__init__(parameters, grid, scalars, maps)
+        self._arrays, self._given = arrays, given
+        parameters.fill(*(0 if array is None else array.data.ptr for array in arrays))
+
+    def _fill(self, addresses):
+        memory = self._parameters.memory
+        for place, address in zip(self._given, addresses, strict=True):
+            memory[place] = address
 
 
 def _address(array):
     return array.__array_interface__["data"][0]  # in a fifth of the time of array.ctypes.data
-
-
-def _fill_in(values, places, *addresses):
-    """Write addresses to some places of a kernel's parameters."""
-    for place, address in zip(places, addresses, strict=True):
-        values[place] = address
 
 
 class Series:
@@ -293,27 +344,31 @@ def _active_clusters(function, block, shared, cluster):
     return max(count.value, 1)
 
 
-class _ExtendedLaunch(_Launch):
-    """A launch with attributes, through the driver's own call."""
+class _ExtendedParameters(_Parameters):
+    """Those of launches with attributes, through the driver's own call."""
 
-    def __init__(self, function, grid, block, shared, pointers, scalars, maps, dependent, cluster):
-        super().__init__(function, grid, block, shared, pointers, scalars, maps)
-        self._attributes = (dependent, cluster)
-        config = _launch_config(grid, block, shared, dependent, cluster)
-        call = driver().cuLaunchKernelEx
+    def __init__(self, function, block, shared, *others):
+        super().__init__(function, block, shared, *others)
+        dependent, cluster = others[-2:]
+        config = _launch_config(1, block, shared, dependent, cluster)
+        call, error, extent = driver().cuLaunchKernelEx, self.error, config.grid
         where, kernel = ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr)
-        table = ctypes.c_void_p(self._table)
+        parameters, filled = ctypes.c_void_p(self.table), None
 
-        def launch(stream, _table, _extra):
+        def launch(grid, stream, _table, _extra):
+            nonlocal filled
+            if filled is not grid:
+                extent[:], filled = grid, grid
             config.stream = stream
-            status = call(where, kernel, table, None)
+            status = call(where, kernel, parameters, None)
             if status:
-                raise self._error(status)
+                raise error(status)
 
         self._launch = launch
 
-    def _twin(self):
-        return _ExtendedLaunch(self._function, *self._decided, *self._attributes)
+    def call_of(self, grid):
+        """Return the call that launches a grid, of a stream and two numbers that it leaves."""
+        return functools.partial(self._launch, grid)
 
 
 def _extent(grid):

@@ -81,6 +81,7 @@ def _launch(taps, m, sources, kernel_size, shape, place):
     )  # fmt: skip
 
 
+@functools.cache
 def _bits(taps, kernel_size):
     """Return the bit of each tap in the key by which rows are sorted, eight to a number.
 
@@ -95,4 +96,4 @@ def _bits(taps, kernel_size):
         reversed(range(_KEY_BITS)), np.argsort(-np.array(off), kind="stable"), strict=False
     ):
         bits[tap] = bit
-    return np.array(bits, np.uint8).view(np.int64).tolist()
+    return tuple(np.array(bits, np.uint8).view(np.int64).tolist())

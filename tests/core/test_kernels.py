@@ -324,8 +324,15 @@ ARRAY = SimpleNamespace(data=SimpleNamespace(ptr=2**47))
 SCALARS = (-1, 2**62, -(2**63), True, 0.1, -0.0, float("inf"))
 
 
+def launch_of(grid, shared, pointers, scalars, maps=()):
+    """Return a launch of FUNCTION, with parameters of its own."""
+    kinds = "".join("d" if isinstance(scalar, float) else "q" for scalar in scalars)
+    parameters = kernels._Parameters(FUNCTION, 256, shared, pointers, kinds, len(maps))
+    return kernels._Launch(parameters, grid, scalars, maps)
+
+
 def test_parameters_reach_the_kernel_as_its_64_bit_words(launches):
-    run = kernels._Launch(FUNCTION, 7, 256, 1024, 3, SCALARS)
+    run = launch_of(7, 1024, 3, SCALARS)
     run(ARRAY, None, ARRAY)
     run(None, ARRAY, None)
     words = [-1, 2**62, -(2**63), 1, *np.array(SCALARS[4:]).view(np.int64).tolist()]
@@ -333,12 +340,24 @@ def test_parameters_reach_the_kernel_as_its_64_bit_words(launches):
     assert launches == [(*fixed, [2**47, 0, 2**47, *words]), (*fixed, [0, 2**47, 0, *words])]
 
 
+def test_launches_that_differ_in_sizes_share_parameters(launches):
+    """Each launches its own grid with its own scalars, in any order."""
+    first = launch_of(7, 0, 3, SCALARS)
+    second = kernels._Launch(first._parameters, (8, 2), (*SCALARS[:-1], 1.5))
+    for run in (first, second, second, first):
+        run(ARRAY, None, None)
+    assert [fixed[1:4] for *fixed, _ in launches] == [[7, 1, 1], [8, 2, 1], [8, 2, 1], [7, 1, 1]]
+    last = [int(np.float64(number).view(np.int64)) for number in (SCALARS[-1], 1.5)]
+    assert [words[-1] for *_, words in launches] == [last[0], last[1], last[1], last[0]]
+    assert len({tuple(words[:-1]) for *_, words in launches}) == 1
+
+
 def test_tensor_maps_follow_the_words(launches, monkeypatch):
     """Each is the map of the array that it names, at the address that this call has."""
     made = {address: ctypes.c_int64(-address) for address in (2**47, 0)}
     monkeypatch.setattr(kernels, "encode", lambda tensor_map, address: made[address])
     maps = (SimpleNamespace(array=1), SimpleNamespace(array=0))
-    run = kernels._Launch(FUNCTION, 7, 256, 0, 2, SCALARS[:6], maps)
+    run = launch_of(7, 0, 2, SCALARS[:6], maps)
     run(ARRAY, None)
     run(None, ARRAY)
     first, second = (words for *_, words in launches)
@@ -348,7 +367,7 @@ def test_tensor_maps_follow_the_words(launches, monkeypatch):
 
 def test_a_bound_launch_takes_the_arrays_that_are_not_decided(launches):
     """Neither it nor the launch that it is of changes the other's parameters."""
-    run = kernels._Launch(FUNCTION, 7, 256, 1024, 3, SCALARS)
+    run = launch_of(7, 1024, 3, SCALARS)
     bound = run.bound((None, ARRAY, None), (2, 0))
     bound(ARRAY, None)
     run(ARRAY, None, None)
@@ -364,7 +383,7 @@ def test_a_bound_launch_takes_the_arrays_that_are_not_decided(launches):
 def test_a_bound_launch_keeps_its_arrays(launches):
     array = SimpleNamespace(data=ARRAY.data, memory=np.zeros(1))
     known = weakref.ref(array.memory)
-    bound = kernels._Launch(FUNCTION, 7, 256, 0, 1, ()).bound((array,), ())
+    bound = launch_of(7, 0, 1, ()).bound((array,), ())
     del array
     assert known() is not None
     del bound
@@ -372,13 +391,13 @@ def test_a_bound_launch_keeps_its_arrays(launches):
 
 
 def test_an_empty_grid_launches_nothing(launches):
-    kernels._Launch(FUNCTION, 0, 256, 0, 3, SCALARS)(ARRAY, None, None)
+    launch_of(0, 0, 3, SCALARS)(ARRAY, None, None)
     assert launches == []
 
 
 def test_what_is_launched_can_be_recorded_and_done_again(launches):
-    run = kernels._Launch(FUNCTION, 7, 256, 1024, 3, SCALARS)
-    empty = kernels._Launch(FUNCTION, 0, 256, 0, 1, ())
+    run = launch_of(7, 1024, 3, SCALARS)
+    empty = launch_of(0, 0, 1, ())
     filled = []
     run(ARRAY, None, None)
     with kernels.recorded() as calls:
@@ -421,10 +440,11 @@ def test_shared_memory_is_allowed_again_when_a_launch_needs_more(monkeypatch):
         runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None),
         driver=SimpleNamespace(launchKernel=launch_kernel, CUDADriverError=RuntimeError),
         get_current_stream=lambda device: SimpleNamespace(ptr=55),
-        Device=lambda: SimpleNamespace(compute_capability="90"),
+        Device=lambda *number: SimpleNamespace(compute_capability="90"),
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, RawModule=module))
     monkeypatch.setattr(kernels, "_LOADED", {})
+    monkeypatch.setattr(kernels, "_PARAMETERS", {})
     monkeypatch.setattr(compiling, "_cubin_on_disk", lambda *key: ("file.cubin", "symbol"))
     sizes = [kib << 10 for kib in (60, 100, 80, 16, 48, 227)]
     prepared = [kernels.prepare("stem", "toy", (1,), 7, 256, 0, (), size) for size in sizes]

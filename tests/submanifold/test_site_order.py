@@ -97,8 +97,8 @@ NONE, HALF = 65535, 1 << 15
 def dealt(masks, rows, taps, shares):
     """Return what each of the shares gets in each round, and its costs.
 
-    That is a tile of some rows; NONE, where none is left; or a tile of 256 in two halves, of HALF and
-    more, where at most half of the shares get one in the last round.
+    That is a tile of some rows; or NONE, where none is left. Where at most half of the shares get a
+    tile of 256 rows in the last round, they get halves, HALF and more.
     """
     per_tile = rows // site_order.GROUP
     tiles = -(-len(masks) // per_tile)
