@@ -240,33 +240,35 @@ class TilesPlan(NamedTuple):
         )  # fmt: skip
 
 
-# By runs on an H200: sorted rows that take less time than tiles that read each row once, with the
-# bytes of a row and the fewest tiles of a multiprocessor, which then have about as much to do.
+# By runs on an H200: sorted rows that take less time than tiles that read each row once, of which
+# rows have 256 to 512 bytes, and how many tiles a multiprocessor has to have more of: of ten taps,
+# of nine.
 _SORTED = (
-    (PipelinedPlan((256, 128), (2, 1), 4), 256, 1.4),
-    (PipelinedPlan((128, 256), (1, 2), 4), 512, 2),
+    (PipelinedPlan((256, 128), (2, 1), 4), 1, math.inf),
+    (PipelinedPlan((128, 256), (1, 2), 4), 1, 1.6),
 )
 _LAUNCH = 5000  # cycles apart from products
-# Tilings with the bytes of a part, and the cycles of a tap and part in a multiprocessor: of one
-# tile alone, and of each where there are several.
+# Tilings with the bytes of a part, and the cycles of a tap and part of as many tiles as a
+# multiprocessor has at once: one, two, ...
 _TILINGS = [
-    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, 340, 240),
-    (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, 200, 170),
-    (TilesPlan(TileShape(128, 384), 16, (4, 1), 0, 1, 5, "NarrowMma"), 32, 280, 120),
-    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 3), 32, 400, 327),
-    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 2, 3), 32, 260, 213),
-    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 2, 1, "TileWgmma"), 64, 520, 520),
-    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 2), 64, 720, 480),
-    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, 330, 330),
-    (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, 520, 225),
-    (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, 595, 266),
-    (TilesPlan(TileShape(128, 384), 64, (2, 1), 4, 1, 2, "TileWgmma"), _ROW, 594, 533),
-    (TilesPlan(TileShape(256, 640), 64, (4, 1), 4, 2, 1, "TileWgmma"), _ROW, 1070, 1070),
-    (TilesPlan(TileShape(128, 320), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, 750, 750),
-    (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, 1350, 1350),
-    (TilesPlan(TileShape(64, 192), 64, (3, 1), 9, 2, 1, "SplitWgmma"), _ROW, 420, 420),
-    (TilesPlan(TileShape(64, 192), 32, (3, 1), 15, 2, 1, "SplitWgmma"), _ROW, 365, 365),
-]
+    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (340, 480, 720)),
+    (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (200, 340, 510)),
+    (TilesPlan(TileShape(128, 384), 16, (4, 1), 0, 1, 5, "NarrowMma"), 32,
+     (280, 280, 360, 480, 600)),
+    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 3), 32, (400, 654, 981)),
+    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 2, 3), 32, (260, 426, 639)),
+    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 2, 1, "TileWgmma"), 64, (520,)),
+    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 2), 64, (720, 960)),
+    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, (330, 660)),
+    (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (520, 520, 675, 900)),
+    (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (595, 595, 1000, 1064)),
+    (TilesPlan(TileShape(128, 384), 64, (2, 1), 4, 1, 2, "TileWgmma"), _ROW, (560, 980)),
+    (TilesPlan(TileShape(256, 640), 64, (4, 1), 4, 1, 1, "TileWgmma"), _ROW, (900,)),
+    (TilesPlan(TileShape(128, 320), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, (750,)),
+    (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, (1350,)),
+    (TilesPlan(TileShape(64, 192), 64, (3, 1), 9, 2, 1, "SplitWgmma"), _ROW, (420,)),
+    (TilesPlan(TileShape(64, 192), 32, (3, 1), 15, 2, 1, "SplitWgmma"), _ROW, (365,)),
+]  # fmt: skip
 # With more parts sums over all rows sorted leave out more; of floats, the widest tile spills.
 _MOST_PARTS = {2: 4, 4: 2}  # by bytes of a number
 _FEWEST_TILED, _FEWEST_TILED_TAPS = 64, 8  # rows, taps
@@ -329,15 +331,25 @@ def _plan_once(conv, device):
 
 def _plan_sorted(conv, device):
     """Return the plan of _SORTED for a convolution; or None."""
-    for plan, row, each in _SORTED:
-        columns = plan.tile[1]
-        if conv.element_bytes != 2 or conv.channels * conv.element_bytes != row:
-            continue
+    if conv.element_bytes != 2 or not 2 * _ROW <= conv.channels * 2 <= 4 * _ROW:
+        return None
+    if conv.taps < 9 or not _has_pipelined(conv, device):
+        return None
+    for plan, several_taps, nine_taps in _SORTED:
+        columns, each = plan.tile[1], nine_taps if conv.taps == 9 else several_taps
         if not columns // 2 < conv.channels_out <= columns:
             continue
-        if plan.tiles(conv) >= each * device.multiprocessors and plan in _candidates(conv, device):
+        fits = plan.shared_bytes(conv) <= device.shared_bytes
+        if fits and plan.tiles(conv) > each * device.multiprocessors:
             return plan
     return None
+
+
+def _has_pipelined(conv, device):
+    """Whether a convolution may run by a PipelinedPlan."""
+    whole = conv.channels * conv.element_bytes % _ROW == 0
+    small = conv.sources * conv.channels * conv.element_bytes < _MOST_BYTES
+    return device.hopper and whole and small and conv.alignment_in == conv.alignment_out == 16
 
 
 def _plan_tiles(conv, device):
@@ -352,11 +364,10 @@ def _plan_tiles(conv, device):
         return None
 
     def cost(tiling):
-        plan, _, alone, each = tiling
+        plan, _, cycles = tiling
         tiles = -(-math.prod(plan.tiles(conv)) // device.multiprocessors)
         full, rest = divmod(tiles, plan.blocks)  # waves of the thread blocks of a multiprocessor
-        cycles = full * max(alone, plan.blocks * each) + (max(alone, rest * each) if rest else 0)
-        return _LAUNCH + conv.taps * parts * cycles
+        return _LAUNCH + conv.taps * parts * (full * cycles[-1] + (cycles[rest - 1] if rest else 0))
 
     fitting = _fitting_tilings(conv._replace(sources=0, targets=0), device)
     return min(fitting, key=cost)[0] if fitting else None
@@ -391,11 +402,7 @@ def has_products(conv, device):
 
 def _candidates(conv, device):
     """Yield plans that fit the device, of each tile that with the most stages."""
-    kinds = [MmaPlan]
-    whole = conv.channels * conv.element_bytes % _ROW == 0
-    small = conv.sources * conv.channels * conv.element_bytes < _MOST_BYTES
-    if device.hopper and whole and small and conv.alignment_in == conv.alignment_out == 16:
-        kinds.append(PipelinedPlan)
+    kinds = [MmaPlan, PipelinedPlan] if _has_pipelined(conv, device) else [MmaPlan]
     sortings = (False, True) if conv.taps >= _FEWEST_TAPS else (False,)
     for kind, by_taps in itertools.product(kinds, sortings):
         for tile, warps in kind.tiles_for(conv):

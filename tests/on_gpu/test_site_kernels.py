@@ -127,8 +127,8 @@ def test_tiles_are_shared_out(given, cupy, monkeypatch):
     """Several tiles for each thread block, with few and with many taps: the sums of others."""
     if not current_device().hopper:
         pytest.skip("needs wgmma")
-    sorted_plan, row_bytes, _ = given
-    channels = row_bytes // 2
+    sorted_plan = given[0]
+    channels = sorted_plan.tile[1]
     dense = np.argwhere(np.ones((1, 25, 25, 25)))
     far = dense + np.array([0, 90, 90, 90])
     sites = np.concatenate([far, draw_sites(5, 33_000, (80, 80, 80), 1)])

@@ -126,12 +126,20 @@ def test_wide_features_of_many_sites_are_sorted():
         )
         return plan_site_conv(conv._replace(**other), hopper)
 
-    for channels, rows, fewest in ((128, 256, 47_105), (256, 128, 33_665)):
-        plan = planned(fewest, channels, channels)
-        assert isinstance(plan, PipelinedPlan) and plan.tile == (rows, channels) and plan.by_taps
+    for channels, rows, fewest, of_nine_taps in (
+        (128, 256, 33_793, None), (256, 128, 16_897, 26_880 + 129),
+    ):  # fmt: skip
+        for sites, taps in ((fewest, 27), (fewest, 10), (of_nine_taps, 9)):
+            if sites is not None:
+                plan = planned(sites, channels, channels, taps)
+                assert isinstance(plan, PipelinedPlan) and plan.by_taps
+                assert plan.tile == (rows, channels)
+                wider = planned(sites, 384 - channels, channels, taps)
+                assert wider == plan and planned(sites, 192, channels, taps) == plan
         others = (
-            (fewest - 1, channels, channels), (fewest, channels, channels // 2),
-            (fewest, channels - 8, channels), (fewest, channels, channels, 9),
+            (fewest - 1, channels, channels), (fewest, 64, channels),
+            (fewest, channels - 8, channels), (16_896, channels, 256), (fewest, channels, 64),
+            (10**6, channels, channels, 8), (10**6, channels, 128, 9), (fewest, channels, 264),
         )  # fmt: skip
         for sizes in others:
             assert not isinstance(planned(*sizes), PipelinedPlan), sizes
