@@ -251,15 +251,16 @@ _LAUNCH = 5000  # cycles apart from products
 # Tilings with the bytes of a part, and the cycles of a tap and part of as many tiles as a
 # multiprocessor has at once: one, two, ...
 _TILINGS = [
-    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (340, 480, 720)),
-    (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (200, 340, 510)),
+    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (300, 460, 680)),
+    (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (200, 330, 500)),
     (TilesPlan(TileShape(128, 384), 16, (4, 1), 0, 1, 5, "NarrowMma"), 32,
-     (280, 280, 360, 480, 600)),
+     (280, 300, 340, 430, 540)),
     (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 3), 32, (400, 654, 981)),
     (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 2, 3), 32, (260, 426, 639)),
-    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 2, 1, "TileWgmma"), 64, (520,)),
-    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 2), 64, (720, 960)),
-    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, (330, 660)),
+    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 1, 1, "TileWgmma"), 64, (490,)),
+    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 1, 2, "TileWgmma"), 64, (560, 920)),
+    (TilesPlan(TileShape(128, 384), 32, (2, 1), 0, 1, 2, "TileWgmma"), 64, (350, 520)),
+    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, (330, 620)),
     (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (520, 520, 675, 900)),
     (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (595, 595, 1000, 1064)),
     (TilesPlan(TileShape(128, 384), 64, (2, 1), 4, 1, 2, "TileWgmma"), _ROW, (560, 980)),
