@@ -124,8 +124,8 @@ class _Parameters:
     """A kernel and the memory of its parameters, which launches share: each fills it in.
 
     The parameters of our kernels are 8 bytes (a pointer, long long or double), so that one block of
-    numbers holds them all; tensor maps follow them. As long as the same launch follows itself, only
-    the pointers are filled in.
+    numbers holds them all; tensor maps follow them. While one launch is repeated, only its pointers
+    are filled in.
     """
 
     def __init__(self, function, block, shared, pointers, kinds, maps, dependent=False, cluster=1):
