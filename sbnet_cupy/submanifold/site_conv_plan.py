@@ -240,12 +240,25 @@ class TilesPlan(NamedTuple):
         )  # fmt: skip
 
 
-# By runs on an H200: sorted rows that take less time than tiles that read each row once, of which
-# rows have 256 to 512 bytes, and how many tiles a multiprocessor has to have more of: of ten taps,
-# of nine.
+class Sorted(NamedTuple):
+    """Where rows sorted by their taps took less time on an H200 than tiles that read each row once.
+
+    ``more`` and ``most`` are tiles for each multiprocessor; ``more_of_nine`` where there are nine
+    taps. Rows have ``row_bytes`` to 512 bytes.
+    """
+
+    plan: PipelinedPlan
+    row_bytes: int
+    more: float
+    most: float = math.inf
+    more_of_nine: float = math.inf
+
+
 _SORTED = (
-    (PipelinedPlan((256, 128), (2, 1), 4), 1, math.inf),
-    (PipelinedPlan((128, 256), (1, 2), 4), 1, 1.6),
+    Sorted(PipelinedPlan((128, 128), (2, 1), 6), 256, 1, 1.25),
+    Sorted(PipelinedPlan((256, 128), (2, 1), 4), 256, 1),
+    Sorted(PipelinedPlan((128, 256), (1, 2), 4), 128, 1, more_of_nine=1.6),
+    Sorted(PipelinedPlan((256, 64), (2, 1), 4), 512, 1),
 )
 _LAUNCH = 5000  # cycles apart from products
 # Tilings with the bytes of a part, and the cycles of a tap and part of as many tiles as a
@@ -332,16 +345,17 @@ def _plan_once(conv, device):
 
 def _plan_sorted(conv, device):
     """Return the plan of _SORTED for a convolution; or None."""
-    if conv.element_bytes != 2 or not 2 * _ROW <= conv.channels * 2 <= 4 * _ROW:
+    row = conv.channels * conv.element_bytes
+    if conv.element_bytes != 2 or row > 4 * _ROW or conv.taps < 9:
         return None
-    if conv.taps < 9 or not _has_pipelined(conv, device):
+    if not _has_pipelined(conv, device):
         return None
-    for plan, several_taps, nine_taps in _SORTED:
-        columns, each = plan.tile[1], nine_taps if conv.taps == 9 else several_taps
-        if not columns // 2 < conv.channels_out <= columns:
+    for plan, row_bytes, more, most, more_of_nine in _SORTED:
+        columns, each = plan.tile[1], plan.tiles(conv) / device.multiprocessors
+        if row < row_bytes or not columns // 2 < conv.channels_out <= columns:
             continue
         fits = plan.shared_bytes(conv) <= device.shared_bytes
-        if fits and plan.tiles(conv) > each * device.multiprocessors:
+        if fits and (more if conv.taps > 9 else more_of_nine) < each <= most:
             return plan
     return None
 

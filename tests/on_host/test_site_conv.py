@@ -126,23 +126,26 @@ def test_wide_features_of_many_sites_are_sorted():
         )
         return plan_site_conv(conv._replace(**other), hopper)
 
-    for channels, rows, fewest, of_nine_taps in (
-        (128, 256, 33_793, None), (256, 128, 16_897, 26_880 + 129),
+    for channels, taps, channels_out, tile, sites in (
+        (128, 27, 128, (128, 128), (16_897, 21_120)),
+        (256, 10, 96, (128, 128), (16_897, 21_120)),
+        (128, 27, 128, (256, 128), (33_793, 10**6)),
+        (192, 10, 72, (256, 128), (33_793, 10**6)),
+        (64, 27, 256, (128, 256), (16_897, 10**6)),
+        (256, 10, 256, (128, 256), (16_897, 10**6)),
+        (256, 9, 136, (128, 256), (27_009, 10**6)),
+        (256, 27, 64, (256, 64), (33_793, 10**6)),
+    ):
+        for number in sites:
+            plan = planned(number, channels, channels_out, taps)
+            assert isinstance(plan, PipelinedPlan) and plan.tile == tile and plan.by_taps
+        plan = planned(sites[0] - 1, channels, channels_out, taps)
+        assert not isinstance(plan, PipelinedPlan) or plan.tile != tile
+    for sizes in (
+        (21_121, 128, 128), (16_896, 256, 256), (10**6, 64, 128), (10**6, 248, 256),
+        (10**6, 128, 128, 9), (10**6, 256, 256, 8), (10**6, 192, 64), (10**6, 256, 264),
     ):  # fmt: skip
-        for sites, taps in ((fewest, 27), (fewest, 10), (of_nine_taps, 9)):
-            if sites is not None:
-                plan = planned(sites, channels, channels, taps)
-                assert isinstance(plan, PipelinedPlan) and plan.by_taps
-                assert plan.tile == (rows, channels)
-                wider = planned(sites, 384 - channels, channels, taps)
-                assert wider == plan and planned(sites, 192, channels, taps) == plan
-        others = (
-            (fewest - 1, channels, channels), (fewest, 64, channels),
-            (fewest, channels - 8, channels), (16_896, channels, 256), (fewest, channels, 64),
-            (10**6, channels, channels, 8), (10**6, channels, 128, 9), (fewest, channels, 264),
-        )  # fmt: skip
-        for sizes in others:
-            assert not isinstance(planned(*sizes), PipelinedPlan), sizes
+        assert not isinstance(planned(*sizes), PipelinedPlan), sizes
     assert not isinstance(planned(10**6, 256, 256, alignment_in=8), PipelinedPlan)
     assert not isinstance(planned(2**26, 256, 256), PipelinedPlan)  # 32 GiB
 
