@@ -6,7 +6,9 @@ import re
 import shutil
 import stat
 import sys
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -350,6 +352,47 @@ def test_launches_that_differ_in_sizes_share_parameters(launches):
     last = [int(np.float64(number).view(np.int64)) for number in (SCALARS[-1], 1.5)]
     assert [words[-1] for *_, words in launches] == [last[0], last[1], last[1], last[0]]
     assert len({tuple(words[:-1]) for *_, words in launches}) == 1
+
+
+def test_threads_that_share_parameters_launch_their_own(monkeypatch, launches):
+    """Each fills them in while no other does."""
+    read = read_slowly(monkeypatch)
+    first = launch_of(7, 0, 3, SCALARS)
+    second = kernels._Launch(first._parameters, 8, (*SCALARS[:-1], 1.5))
+
+    def repeat(run, address):
+        array = SimpleNamespace(data=SimpleNamespace(ptr=address))
+        for _ in range(300):
+            run(array, None, array)
+
+    with ThreadPoolExecutor(4) as pool:
+        calls = [(first, 1), (second, 2), (first, 3), (second, 4)]
+        list(pool.map(lambda call: repeat(*call), calls))
+    last = {7: SCALARS[-1], 8: 1.5}
+    expected = {7: {1, 3}, 8: {2, 4}}
+    assert len(read) == 1200
+    for grid, words in read:
+        assert words[0] == words[2] and words[0] in expected[grid] and words[1] == 0
+        assert np.array(words[-1:], np.int64).view(np.float64)[0] == last[grid]
+
+
+def read_slowly(monkeypatch):
+    """Let launches read their parameters slowly; return what they read: grids, and words."""
+    import cupy
+
+    read = []
+
+    def launch_kernel(function, grid, *rest):
+        addresses = (ctypes.c_void_p * 10).from_address(rest[-2])
+        words = []
+        for number, address in enumerate(addresses):
+            words.append(ctypes.c_int64.from_address(address).value)
+            if number == 0:
+                time.sleep(0)  # let another thread run
+        read.append((grid, words))
+
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", launch_kernel)
+    return read
 
 
 def test_tensor_maps_follow_the_words(launches, monkeypatch):
