@@ -4,40 +4,12 @@
 //   out[s, c] = sum or mean of features[order[j], c] over the rows j of site s
 // Source: counting_sort.cuh, by 11 bits of the site at a time.  Python: sbnet_cupy/submanifold/reduce_features.py and
 // row_lists.py
-// Launches: for each digit bin_sites (a thread block has PART rows), and scan_bins and order_rows of site_order.cu; then
+// Launches: for each digit bin_digits, scan_bins and order_rows of site_order.cu; then
 //   list_rows    a thread for each row and site; sum_rows: a warp for each site, with LANES channels side by side
 // Why: no sum depends on the order in which threads run, and no site is slow because it has many rows.
 #include "submanifold/counting_sort.cuh"
 
 constexpr u32 EVERY = 0xffffffffu;
-
-// The site of a row, or their number if it has none.
-DEVICE i64 site_of(const int* __restrict__ inverse, i64 row, i64 sites) {
-    const i64 site = inverse[row];
-    return site < 0 || site > sites ? sites : site;
-}
-
-// Where the m-th row goes among those of its thread block with the same digit, and how many there are of each.
-template <typename I>
-__global__ void __launch_bounds__(THREADS)
-    bin_sites(const I* __restrict__ inverse,  // [n]: the site of each row, -1 for none
-              const I* __restrict__ order,    // [n]: the rows as sorted by lower digits, or null
-              u32* __restrict__ places,       // [n]: digit << 16 | place
-              u16* __restrict__ counts,       // [parts, BINS]
-              i64 n, i64 sites, i64 shift) {
-    __shared__ DigitRanks ranks;
-    overlap_launches(inverse, order);
-    ranks.clear();
-    const i64 first = DigitRanks::first_row();
-    u32 digit[ROUNDS];
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        const i64 m = first + r * 32;
-        digit[r] = 0;
-        if (m < n) digit[r] = static_cast<u32>(site_of(inverse, order ? order[m] : m, sites) >> shift) & (BINS - 1);
-    }
-    ranks.write(digit, places, counts, n);
-}
 
 template <typename I>
 __global__ void __launch_bounds__(THREADS)
@@ -52,7 +24,7 @@ __global__ void __launch_bounds__(THREADS)
     const i64 there = *count < sites ? *count : sites;
     if (t > there && t <= sites) starts[t] = static_cast<I>(n);
     if (t >= n) return;
-    const i64 own = site_of(inverse, order[t], sites), before = t > 0 ? site_of(inverse, order[t - 1], sites) : -1;
+    const i64 own = number_of(inverse, order[t], sites), before = t > 0 ? number_of(inverse, order[t - 1], sites) : -1;
     site[t] = static_cast<I>(own);
     if (own < there && own != before) starts[own] = static_cast<I>(t);
     if (own >= there && before < there) starts[there] = static_cast<I>(t);  // the first row that has no site

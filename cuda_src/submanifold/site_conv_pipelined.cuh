@@ -9,6 +9,7 @@
 
 #include "core/pipeline.cuh"
 #include "submanifold/site_product.cuh"
+#include "submanifold/site_turns.cuh"
 
 constexpr int COPIERS = 128;  // threads that copy
 
@@ -41,24 +42,23 @@ constexpr int LAST = 1 << 8;  // of a tile's chunks
 template <int BM>
 struct Turns {
     static constexpr bool HALVES = BM == 256;
-    static constexpr int NONE = 65535, HALF = 1 << 15;  // of deal_tiles
     const u16* __restrict__ dealt;  // [rounds][blocks], from this one's first on; or null: in order
     int tiles, block, blocks;
-    // `turns` of `shares` thread blocks, first those for tiles of 128 rows, then those for tiles of 256; or null.
+    // `turns` of `shares` thread blocks, as site_turns.cuh has them; or null.
     DEVICE Turns(const u16* turns, i64 M, i64 shares, int tiles)
         : dealt(nullptr), tiles(tiles), block(static_cast<int>(blockIdx.x)), blocks(static_cast<int>(gridDim.x)) {
         if (!turns || shares != blocks || tiles <= blocks || tiles != ceil_div<i64>(M, BM)) return;
-        dealt = turns + block + (BM == 128 ? 0 : ceil_div<i64>(ceil_div<i64>(M, 128), blocks) * blocks);
+        dealt = turns + block + first_turn(BM, M, shares);
     }
     DEVICE int count() const {
         if (!dealt) return block < tiles ? ceil_div(tiles - block, blocks) : 0;
         const int rounds = ceil_div(tiles, blocks);
-        return dealt[(rounds - 1) * blocks] == NONE ? rounds - 1 : rounds;
+        return dealt[(rounds - 1) * blocks] == NO_TILE ? rounds - 1 : rounds;
     }
     DEVICE int tile(int turn) const {
         if (!dealt) return block + turn * blocks;
         const int its = dealt[turn * blocks];
-        return HALVES && its & HALF ? ~(its - HALF) : its;
+        return HALVES && its & HALF_TILE ? ~(its - HALF_TILE) : its;
     }
     // The rows of a tile: the first, and how many.
     static DEVICE i64 first_row(int tile, int across) {

@@ -11,6 +11,7 @@
 // in a bit. One pass comes close to sorting by all taps. Where many rows share a bin, they are sorted by BITS of their taps before.
 // Tiles of sorted rows have from a few taps to all: dealt out by their numbers of taps, each thread block has about as much to do.
 #include "submanifold/counting_sort.cuh"
+#include "submanifold/site_turns.cuh"
 
 // The bin of taps that are there.
 struct Bins {
@@ -32,7 +33,7 @@ struct Bins {
 template <typename I>
 __global__ void __launch_bounds__(THREADS)
     bin_rows(const I* __restrict__ rows,  // [taps, M]
-             u16* __restrict__ bins,      // [M]: of each row; or null: the only digit
+             I* __restrict__ bins,        // [M]: of each row; or null: the only digit
              u32* __restrict__ places,    // [M]: digit << 16 | place among the rows of the block
              u16* __restrict__ counts,    // [parts, BINS]
              i64 M, i64 N, i64 taps, i64 columns, i64 side) {
@@ -58,25 +59,28 @@ __global__ void __launch_bounds__(THREADS)
     for (int r = 0; r < ROUNDS; ++r) {
         code[r] = Bins::place(code[r]);
         if (!bins) continue;
-        if (first + r * 32 < M) bins[first + r * 32] = static_cast<u16>(code[r]);
+        if (first + r * 32 < M) bins[first + r * 32] = static_cast<I>(code[r]);
         code[r] = Bins::place(last[r]);
     }
     ranks.write(code, places, counts, M);
 }
 
+// By a digit, from bit `shift` on, of the number of each row (number_of).
 template <typename I>
 __global__ void __launch_bounds__(THREADS)
-    bin_digits(const u16* __restrict__ bins,  // [M]: of each row
-               const I* __restrict__ order,   // [M]: the rows as sorted so far
-               u32* __restrict__ places, u16* __restrict__ counts, i64 M) {
+    bin_digits(const I* __restrict__ numbers,  // [M], -1 for none
+               const I* __restrict__ order,    // [M]: the rows as sorted by lower digits, or null
+               u32* __restrict__ places, u16* __restrict__ counts, i64 M, i64 largest, i64 shift) {
     __shared__ DigitRanks ranks;
-    overlap_launches(bins, order);
+    overlap_launches(numbers, order);
     ranks.clear();
+    const i64 first = DigitRanks::first_row();
     u32 digit[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
-        const i64 m = DigitRanks::first_row() + r * 32;
-        digit[r] = m < M ? bins[order[m]] : 0;
+        const i64 m = first + r * 32;
+        digit[r] = 0;
+        if (m < M) digit[r] = static_cast<u32>(number_of(numbers, order ? order[m] : m, largest) >> shift) & (BINS - 1);
     }
     ranks.write(digit, places, counts, M);
 }
@@ -186,15 +190,14 @@ __global__ void __launch_bounds__(THREADS)
 
 // Deal tiles out in rounds, those with the most taps first: in each round who has least to do so far gets the longest tile.
 // Thread block 0 deals tiles of 128 rows, 1 tiles of 256, whose rounds follow. If at most half of the thread blocks would get a tile of
-// 256 rows in the last round, they get halves of one: HALF | their number.
+// 256 rows in the last round, they get halves of one.
 constexpr int MOST_TILES = 8192, MOST_SHARES = 512, COSTS = 32;  // of site_order.py; how many costs are told apart
-constexpr int NONE = 65535, HALF = 1 << 15;
 constexpr int RESULT = 2;  // taps that take as long as to store a tile's result
 
 template <typename I>
 __global__ void __launch_bounds__(1024)
     deal_tiles(const u32* __restrict__ masks,  // [ceil(M / 32)][words]
-               u16* __restrict__ turns,        // [rounds, shares] twice: a tile, or NONE where there is none left
+               u16* __restrict__ turns,        // [rounds, shares] twice: site_turns.cuh
                i64 M, i64 taps, i64 words, i64 shares) {
     __shared__ u16 sorted[MOST_TILES];       // tiles, those that take longest first
     __shared__ u8 costs[MOST_TILES];         // of each tile
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(1024)
     const int groups = 4 << blockIdx.x, blocks = static_cast<int>(shares);
     const i64 all = ceil_div<i64>(M, 32);
     const int tiles = static_cast<int>(ceil_div<i64>(all, groups)), rounds = ceil_div(tiles, blocks);
-    turns += blockIdx.x ? ceil_div(ceil_div<i64>(all, 4), shares) * shares : 0;
+    turns += first_turn(groups * 32, M, shares);
     for (int tile = threadIdx.x; tile < tiles; tile += threads) {
         int count = RESULT;
         for (i64 word = 0; word < words; ++word) {
@@ -253,11 +256,11 @@ __global__ void __launch_bounds__(1024)
                 less += (four.x < load) + (four.y < load) + (four.z < load) + (four.w < load);
             }
             u32 more = 0;
-            int its = NONE;
+            int its = NO_TILE;
             if (block < blocks && less < left << halves) {
                 const int tile = sorted[round * blocks + (less >> halves)];
                 more = static_cast<u32>(costs[tile]) << 16;
-                its = halves ? HALF | (2 * tile + less % 2) : tile;
+                its = halves ? HALF_TILE | (2 * tile + less % 2) : tile;
             }
             reinterpret_cast<u32*>(loads[(round + 1) % 2])[block] = load + more;
             if (block < blocks) turns[round * blocks + block] = static_cast<u16>(its);

@@ -21,6 +21,14 @@ class CountingSort:
         self._scan = _prepare("scan_bins", _BINS // 32, 1024, 3, (self.parts,))
         self._order = _prepare("order_rows", self.parts, 256, 5, (n,))
 
+    def by_digit(self, largest=_BINS - 1, shift=0):
+        """Return what counts rows by BITS bits of their numbers, from bit ``shift`` on.
+
+        It is a ``count`` for :meth:`order`, but for the numbers, int32 ``[n]``, and the order of
+        the rows so far. A row with no number, -1, has the ``largest``.
+        """
+        return _prepare("bin_digits", self.parts, 256, 4, (self._n, largest, shift))
+
     def order(self, count, like, before=None):
         """Return the rows in order, int32 ``[n]``; rows of the same number stay in theirs.
 

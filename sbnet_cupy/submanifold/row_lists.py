@@ -29,9 +29,9 @@ def rows_of_sites(inverse, count, sites):
             starts.fill(0)
             return Reduction(site, site, None, None, starts)
         launches, order = _launches(n, sites, place_name(inverse)), None
-        for bin_sites in launches.digits:
-            count_sites = functools.partial(bin_sites, inverse, order)
-            order = launches.counting.order(count_sites, inverse, order)
+        for by_digit in launches.digits:
+            count_digits = functools.partial(by_digit, inverse, order)
+            order = launches.counting.order(count_digits, inverse, order)
         launches.rows(inverse, order, count, site, starts)
     return Reduction(order, site, None, None, starts)
 
@@ -41,8 +41,8 @@ class _Launches:
 
     def __init__(self, n, sites):
         self.counting = CountingSort(n)
-        parts, digits = self.counting.parts, range(0, max(sites.bit_length(), 1), BITS)
-        self.digits = [_prepare("bin_sites", parts, 4, (n, sites, shift)) for shift in digits]
+        digits = range(0, max(sites.bit_length(), 1), BITS)
+        self.digits = [self.counting.by_digit(sites, shift) for shift in digits]
         self.rows = _prepare("list_rows", -(-max(n, sites + 1) // 256), 5, (n, sites))
 
 

@@ -61,10 +61,9 @@ class _Launches:
         self._shape, self._counting = (taps, m), CountingSort(m)
         self._masks = (-(-m // GROUP), -(-taps // 32))
         size = (m, sources, taps)
-        parts = self._counting.parts
-        self._bin = _prepare("bin_rows", parts, 4, (*size, *sides))
+        self._bin = _prepare("bin_rows", self._counting.parts, 4, (*size, *sides))
         several_digits = m >= _FEWEST_TWICE and taps > sides[0]
-        self._bin_digits = _prepare("bin_digits", parts, 4, (m,)) if several_digits else None
+        self._by_bin = self._counting.by_digit() if several_digits else None
         grid = (-(-m // (4 * GROUP)), self._masks[1])
         self._sort = _prepare("sort_rows", grid, 4, (*size, self._masks[1]))
         device = current_device()
@@ -96,11 +95,11 @@ class _Launches:
         return SiteOrder(table, order, masks, turns)
 
     def _find_order(self, rows):
-        if not self._bin_digits:
+        if not self._by_bin:
             return self._counting.order(functools.partial(self._bin, rows, None), rows)
-        bins = empty(self._shape[1:], np.uint16, rows)
+        bins = empty(self._shape[1:], np.int32, rows)
         order = self._counting.order(functools.partial(self._bin, rows, bins), rows)
-        return self._counting.order(functools.partial(self._bin_digits, bins, order), rows, order)
+        return self._counting.order(functools.partial(self._by_bin, bins, order), rows, order)
 
 
 def _prepare(kernel, grid, pointers, scalars, block=256):
