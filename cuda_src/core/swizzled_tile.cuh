@@ -147,6 +147,29 @@ struct TileWgmma {
                                          swizzled_descriptor(right + step * 32));
         wgmma_commit();
     }
+    // The same of floats, which become TF32 on the way to registers. The product has ended then.
+    template <int COUNT = MT>
+    static DEVICE void multiply_rounded(float (&acc)[MT][NT][4], const u8* a, const u8* b) {
+        const u64 columns = swizzled_descriptor(__shfl_sync(0xffffffffu, shared_address(b) + group() / WM * (NT * 8 * TILE_ROW), 0));
+        const int lane = threadIdx.x % 32, place = swizzled(row(0) + lane % 16, lane / 16);
+        u32 rows[COUNT][4][4];
+#pragma unroll
+        for (int m = 0; m < COUNT; ++m)
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                ldmatrix_x4(rows[m][step], a + m * (64 * TILE_ROW) + (place ^ step * 32));
+#pragma unroll
+                for (u32& number : rows[m][step]) number = to_tf32(__uint_as_float(number));
+            }
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+#pragma unroll
+            for (int m = 0; m < COUNT; ++m)
+                Wgmma<T, NT * 8>::registers(&acc[m][0][0], rows[m][step], columns + step * 2);
+        wgmma_commit();
+        wgmma_wait<0>();
+    }
     // The same of a patch: cell m begins at row cells[m] + shift, and its rows of 8 pixels lie `pitch` rows apart.
     static DEVICE int patch_row(int cell, int, int) { return cell; }
     static DEVICE void multiply_patch(float (&acc)[MT][NT][4], const u8* a, const int (&cells)[MT], int shift, int pitch,

@@ -80,6 +80,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = ceil_div(BN, PANEL), PASS = COPIERS / 8, PASSES = BM / PASS;
     constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
+    constexpr bool LATE = Product::ASYNC && !ROUND;  // a product ends while the next one is under way
+    // Of those that multiply, who says that a stage is read: all that have read it, or one for the warp whose tensor cores have.
+    constexpr int READERS = LATE ? MULTIPLIERS / 32 : MULTIPLIERS;
     static_assert(BM == 128 || BM == 256, "rows of tiles that are dealt out");
     static_assert(BN % PANEL == 0 && BM / WM % ROWS_OF_GROUP == 0, "whole panels, whole groups");
 
@@ -91,7 +94,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(shared.full + s, COPIERS + 1);
-            barrier_init(shared.empty + s, MULTIPLIERS / 32);
+            barrier_init(shared.empty + s, READERS);
         }
         for (int s = 0; s < 2; ++s) {
             barrier_init(shared.row_full + s, COPIERS);
@@ -231,6 +234,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         for (int turn = 0; turn < turns_here; ++turn) {
             const int k0 = across > 1 ? turns.tile(turn) % across * BN : 0;
             if (turn == 0 || across > 1)
+#pragma unroll 1
                 for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS)
                     shared.scale[i] = steps.table(tables, i / BN, k0 + i % BN);
             float acc[MT][NT][4];
@@ -242,35 +246,36 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 const int note = __shfl_sync(0xffffffffu, lane == 0 ? shared.notes[stage.slot] : 0, 0);
                 u8* const a = shared.ring + stage.slot * Memory::STAGE;
                 more = !(note & LAST);
-                if constexpr (ROUND) {
+                if constexpr (ROUND && !Product::ASYNC) {
                     for (int j = threadIdx.x; j < BM * 8; j += MULTIPLIERS) round_four(a + j * 16);
-                    if constexpr (Product::ASYNC) shared_fence();
                     all.sync();
-                } else if constexpr (Product::ASYNC) {
+                } else if constexpr (LATE) {
                     shared_fence();  // what cp.async wrote, before the tensor cores read it
                 }
                 if (note & own) {
-                    Product::multiply(acc, a, a + Memory::A);
-                    if constexpr (Product::ASYNC) {
+                    if constexpr (Product::ASYNC && ROUND)
+                        Product::multiply_rounded(acc, a, a + Memory::A);
+                    else
+                        Product::multiply(acc, a, a + Memory::A);
+                    if constexpr (LATE) {
                         wgmma_wait<1>();
                         if (last >= 0 && lane == 0) barrier_arrive(shared.empty + last);
                         last = stage.slot;
                     } else {
-                        __syncwarp();
-                        if (lane == 0) barrier_arrive(shared.empty + stage.slot);
+                        barrier_arrive(shared.empty + stage.slot);
                     }
                 } else {
-                    if (Product::ASYNC && last >= 0) {  // those that copy must not wait for what was read long ago
+                    if (LATE && last >= 0) {  // those that copy must not wait for what was read long ago
                         wgmma_wait<0>();
                         if (lane == 0) barrier_arrive(shared.empty + last);
                         last = -1;
                     }
                     __syncwarp();
-                    if (lane == 0) barrier_arrive(shared.empty + stage.slot);
+                    if (!LATE || lane == 0) barrier_arrive(shared.empty + stage.slot);
                 }
                 stage.advance();
             }
-            if constexpr (Product::ASYNC) {
+            if constexpr (LATE) {
                 wgmma_wait<0>();
                 if (last >= 0 && lane == 0) barrier_arrive(shared.empty + last);
             }

@@ -116,9 +116,8 @@ class PipelinedPlan(NamedTuple):
 
     @staticmethod
     def tiles_for(conv):
-        """Return the tiles that there are; floats leave no registers for the largest."""
-        tiles = _WIDE_TILES if conv.element_bytes == 2 else _WIDE_TILES[:3]
-        return [(tile, (1, 2) if tile[1] > 128 else (2, 1)) for tile in tiles]
+        """Return the tiles that there are, and the groups that share them."""
+        return [(tile, (1, 2) if tile[1] > 128 else (2, 1)) for tile in _WIDE_TILES]
 
     @property
     def threads(self):
@@ -244,7 +243,7 @@ class Sorted(NamedTuple):
     """Where rows sorted by their taps took less time on an H200 than tiles that read each row once.
 
     ``more`` and ``most`` are tiles for each multiprocessor; ``more_of_nine`` where there are nine
-    taps. Rows have ``row_bytes`` to 512 bytes.
+    taps. Rows have ``row_bytes`` or more.
     """
 
     plan: PipelinedPlan
@@ -254,12 +253,20 @@ class Sorted(NamedTuple):
     more_of_nine: float = math.inf
 
 
-_SORTED = (
-    Sorted(PipelinedPlan((128, 128), (2, 1), 6), 256, 1, 1.25),
-    Sorted(PipelinedPlan((256, 128), (2, 1), 4), 256, 1),
-    Sorted(PipelinedPlan((128, 256), (1, 2), 4), 128, 1, more_of_nine=1.6),
-    Sorted(PipelinedPlan((256, 64), (2, 1), 4), 512, 1),
-)
+_SORTED = {  # by bytes of a number, of which four are rounded to TF32
+    2: (
+        Sorted(PipelinedPlan((128, 128), (2, 1), 6), 256, 1, 1.25),
+        Sorted(PipelinedPlan((256, 128), (2, 1), 4), 256, 1),
+        Sorted(PipelinedPlan((128, 256), (1, 2), 4), 128, 1, more_of_nine=1.6),
+        Sorted(PipelinedPlan((256, 64), (2, 1), 4), 512, 1),
+    ),
+    4: (
+        Sorted(PipelinedPlan((256, 128), (2, 1), 4), 384, 1, more_of_nine=0.75),
+        Sorted(PipelinedPlan((128, 128), (2, 1), 6), 384, 0.5, more_of_nine=0.5),
+        Sorted(PipelinedPlan((128, 256), (1, 2), 4), 512, 1, more_of_nine=1),
+    ),
+}
+_WIDEST_SORTED = {2: 512, 4: 1024}  # bytes of a row
 _LAUNCH = 5000  # cycles apart from products
 # Tilings with the bytes of a part, and the cycles of a tap and part of as many tiles as a
 # multiprocessor has at once: one, two, ...
@@ -346,11 +353,11 @@ def _plan_once(conv, device):
 def _plan_sorted(conv, device):
     """Return the plan of _SORTED for a convolution; or None."""
     row = conv.channels * conv.element_bytes
-    if conv.element_bytes != 2 or row > 4 * _ROW or conv.taps < 9:
+    if row > _WIDEST_SORTED[conv.element_bytes] or conv.taps < 9:
         return None
     if not _has_pipelined(conv, device):
         return None
-    for plan, row_bytes, more, most, more_of_nine in _SORTED:
+    for plan, row_bytes, more, most, more_of_nine in _SORTED[conv.element_bytes]:
         columns, each = plan.tile[1], plan.tiles(conv) / device.multiprocessors
         if row < row_bytes or not columns // 2 < conv.channels_out <= columns:
             continue

@@ -122,24 +122,30 @@ def test_every_plan(dtype, kind, by_taps, cupy, monkeypatch):
         assert_result(case, result)
 
 
-@pytest.mark.parametrize("given", _SORTED, ids=lambda given: str(given.plan.tile))
-def test_tiles_are_shared_out(given, cupy, monkeypatch):
+@pytest.mark.parametrize(
+    "number, given", [(number, given) for number in _SORTED for given in _SORTED[number]],
+    ids=lambda given: str(given if isinstance(given, int) else given.plan.tile),
+)  # fmt: skip
+def test_tiles_are_shared_out(number, given, cupy, monkeypatch):
     """Several tiles for each thread block, with few and with many taps: the sums of others."""
     if not current_device().hopper:
         pytest.skip("needs wgmma")
-    channels = given.plan.tile[1]
+    channels, dtype = given.plan.tile[1], {2: np.float16, 4: np.float32}[number]
+    precision = "tf32" if number == 4 else None
     dense = np.argwhere(np.ones((1, 25, 25, 25)))
     far = dense + np.array([0, 90, 90, 90])
     sites = np.concatenate([far, draw_sites(5, 33_000, (80, 80, 80), 1)])
     rng = np.random.default_rng(5)
-    x = rng.integers(-3, 4, (len(sites), channels)).astype(np.float16)
-    w = cupy.asarray(rng.integers(-2, 3, (3, 3, 3, channels, channels)).astype(np.float16))
+    x = rng.integers(-3, 4, (len(sites), channels)).astype(dtype)
+    w = cupy.asarray(rng.integers(-2, 3, (3, 3, 3, channels, channels)).astype(dtype))
     results = []
     for plan in (MmaPlan((64, 64), (2, 2), 3), given.plan):
         monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device, p=plan: p)
         with by_kernels(True):
             found = sb.sparse_tensor(cupy.asarray(x), cupy.asarray(sites), spatial_shape=(128,) * 3)
-            results += [sb.submanifold_conv(found, w).features for _ in range(2)]
+            results += [
+                sb.submanifold_conv(found, w, precision=precision).features for _ in range(2)
+            ]
     assert float(abs(results[0]).max()) < 2048  # whole numbers, without rounding
     for result in results[1:]:
         assert_same(result, results[0])

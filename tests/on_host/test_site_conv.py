@@ -72,14 +72,16 @@ PIPELINED = [
         channels=64, channels_out=64, kernel=(5, 5, 5), sites=150, tables=False, residual=False)),
     (PipelinedPlan((128, 64), (2, 1), 3), SiteConvCase(
         channels=64, channels_out=64, kernel=(3, 3), sites=200, spare=30)),
+    (PipelinedPlan((256, 64), (2, 1), 2), SiteConvCase(
+        "float32", channels=96, channels_out=64, kernel=(3, 3), sites=300, precision="tf32")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "given", thinned(PIPELINED, 4, sanitized=2), ids=lambda given: str(given[0].tile)
+    "given", thinned(PIPELINED, 4, sanitized=3), ids=lambda given: str(given[0].tile)
 )
 def test_pipelined_sums_are_those_of_one_thread_block_role(given, on_host, monkeypatch):
-    """Some warps copy and others multiply, by mma.sync here: the bits of the other kernel."""
+    """Some warps copy and others multiply: the bits of the other kernel."""
     pipelined, case = given
     results = []
     for plan in (MmaPlan((64, 64), (2, 2), 3), pipelined):
@@ -146,6 +148,18 @@ def test_wide_features_of_many_sites_are_sorted():
         (10**6, 128, 128, 9), (10**6, 256, 256, 8), (10**6, 192, 64), (10**6, 256, 264),
     ):  # fmt: skip
         assert not isinstance(planned(*sizes), PipelinedPlan), sizes
+    for channels, taps, channels_out, tile, sites in (
+        (128, 27, 128, (256, 128), (33_793, 10**6)),
+        (96, 9, 96, (256, 128), (25_345, 10**6)),
+        (128, 27, 80, (128, 128), (8449, 33_792)),
+        (256, 9, 128, (128, 128), (8449, 25_344)),
+        (128, 27, 256, (128, 256), (16_897, 10**6)),
+        (256, 9, 192, (128, 256), (16_897, 10**6)),
+    ):
+        for number in sites:
+            plan = planned(number, channels, channels_out, taps, element="float", tf32=True)
+            assert isinstance(plan, PipelinedPlan) and plan.tile == tile and plan.by_taps
+    assert not isinstance(planned(10**6, 64, 64, element="float", tf32=True), PipelinedPlan)
     assert not isinstance(planned(10**6, 256, 256, alignment_in=8), PipelinedPlan)
     assert not isinstance(planned(2**26, 256, 256), PipelinedPlan)  # 32 GiB
 

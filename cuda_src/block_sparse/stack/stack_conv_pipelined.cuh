@@ -35,6 +35,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     constexpr int ALL_COPIERS = TEAMS * COPIERS;
     constexpr int RESIDUAL_COPIERS = BULK ? COPIERS / 2 : ALL_COPIERS;  // the last of those that copy
     constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
+    constexpr bool LATE = Product::ASYNC && !ROUND;  // a product ends while the next one is under way
+    // Of those that multiply, who says that a stage is read: all that have read it, or one for the warp whose tensor cores have.
+    constexpr int READERS = LATE ? MULTIPLIERS / 32 : MULTIPLIERS;
     using Team = Cluster<PARTIALS ? 1 : SPLIT>;
     using Sums = SharedSums<BM, BN, SPLIT, LANES>;
     using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH>;
@@ -59,7 +62,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(shared.full + s, BULK ? 2 : COPIERS + 1);
-            barrier_init(shared.empty + s, MULTIPLIERS / 32);
+            barrier_init(shared.empty + s, READERS);
         }
         for (int s = 0; s < RESULTS; ++s) {
             barrier_init(shared.result_full + s, RESIDUAL_COPIERS);
@@ -240,10 +243,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     } else {
         take_registers<SHIFTED ? TAKEN : 0>();
         const int lane = threadIdx.x % 32;
-        u32 left = 0, right = 0;  // the addresses of the first stage, for the warp
+        [[maybe_unused]] u32 left = 0, right = 0;  // the addresses of the first stage, for the warp
         int group = 0;            // of warps: which rows it has
-        if constexpr (Product::ASYNC) {
-            group = Product::group_in_warp() % WM;
+        if constexpr (Product::ASYNC) group = Product::group_in_warp() % WM;
+        if constexpr (LATE) {
             left = Product::left(shared_address(shared.ring));
             right = Product::right(shared_address(shared.ring + Memory::A));
         }
@@ -284,33 +287,33 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             for (int i = 0; i < count; ++i) {
                 barrier_wait(shared.full + stage.slot, stage.phase);
                 u8* const a = shared.ring + stage.slot * Memory::STAGE;
-                if constexpr (ROUND) {
+                if constexpr (ROUND && !Product::ASYNC) {
                     for (int j = threadIdx.x; j < BM * 8; j += MULTIPLIERS) round_four(a + j * 16);
-                    if constexpr (Product::ASYNC) shared_fence();
                     all.sync();
-                } else if constexpr (Product::ASYNC && !BULK) {
+                } else if constexpr (Product::ASYNC && !ROUND && !BULK) {
                     shared_fence();  // what cp.async wrote, before the tensor cores read it
                 }
-                if constexpr (Product::ASYNC) {
+                if constexpr (LATE) {
                     const u32 its_left = left + stage.slot * (Memory::STAGE / 16), its_right = right + stage.slot * (Memory::STAGE / 16);
                     if (PARTS == 1 || products >= MT)
                         Product::multiply_at(acc, its_left, its_right);
                     else if (MT > 1 && products == 1)
                         Product::template multiply_at<1>(acc, its_left, its_right);
-                } else {
-                    Product::multiply(acc, a, a + Memory::A);
-                }
-                if constexpr (Product::ASYNC) {
                     wgmma_wait<1>();
                     if (i > 0 && lane == 0) barrier_arrive(shared.empty + last);
                     last = stage.slot;
                 } else {
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(shared.empty + stage.slot);
+                    if constexpr (!Product::ASYNC)
+                        Product::multiply(acc, a, a + Memory::A);
+                    else if (PARTS == 1 || products >= MT)
+                        Product::multiply_rounded(acc, a, a + Memory::A);
+                    else if (MT > 1 && products == 1)
+                        Product::template multiply_rounded<1>(acc, a, a + Memory::A);
+                    barrier_arrive(shared.empty + stage.slot);
                 }
                 stage.advance();
             }
-            if constexpr (Product::ASYNC) {
+            if constexpr (LATE) {
                 wgmma_wait<0>();
                 if (count > 0 && lane == 0) barrier_arrive(shared.empty + last);
             }
