@@ -147,28 +147,32 @@ struct TileWgmma {
                                          swizzled_descriptor(right + step * 32));
         wgmma_commit();
     }
-    // The same of floats, which become TF32 on the way to registers. The product has ended then.
+    // The same of floats, which become TF32 on the way to registers. The last product before ends meanwhile.
+    using Rows = u32[2][MT][4];  // of two steps: one is loaded while the other is multiplied
     template <int COUNT = MT>
-    static DEVICE void multiply_rounded(float (&acc)[MT][NT][4], const u8* a, const u8* b) {
+    static DEVICE void multiply_rounded(float (&acc)[MT][NT][4], Rows& rows, const u8* a, const u8* b) {
         const u64 columns = swizzled_descriptor(__shfl_sync(0xffffffffu, shared_address(b) + group() / WM * (NT * 8 * TILE_ROW), 0));
         const int lane = threadIdx.x % 32, place = swizzled(row(0) + lane % 16, lane / 16);
-        u32 rows[COUNT][4][4];
+        const auto load = [&](int step) {
 #pragma unroll
-        for (int m = 0; m < COUNT; ++m)
+            for (int m = 0; m < COUNT; ++m) {
+                u32(&four)[4] = rows[step % 2][m];
+                ldmatrix_x4(four, a + m * (64 * TILE_ROW) + (place ^ step * 32));
 #pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                ldmatrix_x4(rows[m][step], a + m * (64 * TILE_ROW) + (place ^ step * 32));
-#pragma unroll
-                for (u32& number : rows[m][step]) number = to_tf32(__uint_as_float(number));
+                for (u32& number : four) number = to_tf32(__uint_as_float(number));
             }
-        wgmma_fence();
+        };
+        load(0);
 #pragma unroll
-        for (int step = 0; step < 4; ++step)
+        for (int step = 0; step < 4; ++step) {
+            wgmma_fence();
 #pragma unroll
             for (int m = 0; m < COUNT; ++m)
-                Wgmma<T, NT * 8>::registers(&acc[m][0][0], rows[m][step], columns + step * 2);
-        wgmma_commit();
-        wgmma_wait<0>();
+                Wgmma<T, NT * 8>::registers(&acc[m][0][0], rows[step % 2][m], columns + step * 2);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (step < 3) load(step + 1);
+        }
     }
     // The same of a patch: cell m begins at row cells[m] + shift, and its rows of 8 pixels lie `pitch` rows apart.
     static DEVICE int patch_row(int cell, int, int) { return cell; }
@@ -188,4 +192,14 @@ struct TileWgmma {
                                          swizzled_descriptor(right + step * 32));
         wgmma_commit();
     }
+};
+
+// What a kernel keeps for multiply_rounded, if it ROUNDs.
+template <class Product, bool ROUND>
+struct Rounded {
+    using Rows = int;
+};
+template <class Product>
+struct Rounded<Product, true> {
+    using Rows = typename Product::Rows;
 };

@@ -80,9 +80,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = ceil_div(BN, PANEL), PASS = COPIERS / 8, PASSES = BM / PASS;
     constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
-    constexpr bool LATE = Product::ASYNC && !ROUND;  // a product ends while the next one is under way
-    // Of those that multiply, who says that a stage is read: all that have read it, or one for the warp whose tensor cores have.
-    constexpr int READERS = LATE ? MULTIPLIERS / 32 : MULTIPLIERS;
+    // Of those that multiply, who says that a stage is read: one for the warp whose tensor cores read it, or all that do.
+    constexpr int READERS = Product::ASYNC && !ROUND ? MULTIPLIERS / 32 : MULTIPLIERS;
     static_assert(BM == 128 || BM == 256, "rows of tiles that are dealt out");
     static_assert(BN % PANEL == 0 && BM / WM % ROWS_OF_GROUP == 0, "whole panels, whole groups");
 
@@ -231,6 +230,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<2> row_stage;
+        [[maybe_unused]] typename Rounded<Product, Product::ASYNC && ROUND>::Rows rounded;
+        const auto release = [&](int slot) {
+            if constexpr (READERS < MULTIPLIERS) __syncwarp();
+            if (READERS == MULTIPLIERS || lane == 0) barrier_arrive(shared.empty + slot);
+        };
         for (int turn = 0; turn < turns_here; ++turn) {
             const int k0 = across > 1 ? turns.tile(turn) % across * BN : 0;
             if (turn == 0 || across > 1)
@@ -249,35 +253,34 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                 if constexpr (ROUND && !Product::ASYNC) {
                     for (int j = threadIdx.x; j < BM * 8; j += MULTIPLIERS) round_four(a + j * 16);
                     all.sync();
-                } else if constexpr (LATE) {
+                } else if constexpr (Product::ASYNC && !ROUND) {
                     shared_fence();  // what cp.async wrote, before the tensor cores read it
                 }
                 if (note & own) {
                     if constexpr (Product::ASYNC && ROUND)
-                        Product::multiply_rounded(acc, a, a + Memory::A);
+                        Product::multiply_rounded(acc, rounded, a, a + Memory::A);
                     else
                         Product::multiply(acc, a, a + Memory::A);
-                    if constexpr (LATE) {
+                    if constexpr (Product::ASYNC) {
                         wgmma_wait<1>();
-                        if (last >= 0 && lane == 0) barrier_arrive(shared.empty + last);
+                        if (last >= 0) release(last);
                         last = stage.slot;
                     } else {
-                        barrier_arrive(shared.empty + stage.slot);
+                        release(stage.slot);
                     }
                 } else {
-                    if (LATE && last >= 0) {  // those that copy must not wait for what was read long ago
+                    if (Product::ASYNC && last >= 0) {  // those that copy must not wait for what was read long ago
                         wgmma_wait<0>();
-                        if (lane == 0) barrier_arrive(shared.empty + last);
+                        release(last);
                         last = -1;
                     }
-                    __syncwarp();
-                    if (!LATE || lane == 0) barrier_arrive(shared.empty + stage.slot);
+                    release(stage.slot);
                 }
                 stage.advance();
             }
-            if constexpr (LATE) {
+            if constexpr (Product::ASYNC) {
                 wgmma_wait<0>();
-                if (last >= 0 && lane == 0) barrier_arrive(shared.empty + last);
+                if (last >= 0) release(last);
             }
             barrier_wait(shared.row_full + row_stage.slot, row_stage.phase);
             if (turn == 0 || across > 1) all.sync();  // scale and bias are there

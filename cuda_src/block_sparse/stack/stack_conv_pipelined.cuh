@@ -35,9 +35,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     constexpr int ALL_COPIERS = TEAMS * COPIERS;
     constexpr int RESIDUAL_COPIERS = BULK ? COPIERS / 2 : ALL_COPIERS;  // the last of those that copy
     constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
-    constexpr bool LATE = Product::ASYNC && !ROUND;  // a product ends while the next one is under way
-    // Of those that multiply, who says that a stage is read: all that have read it, or one for the warp whose tensor cores have.
-    constexpr int READERS = LATE ? MULTIPLIERS / 32 : MULTIPLIERS;
+    // Of those that multiply, who says that a stage is read: one for the warp whose tensor cores read it, or all that do.
+    constexpr int READERS = Product::ASYNC && !ROUND ? MULTIPLIERS / 32 : MULTIPLIERS;
     using Team = Cluster<PARTIALS ? 1 : SPLIT>;
     using Sums = SharedSums<BM, BN, SPLIT, LANES>;
     using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH>;
@@ -246,13 +245,18 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         [[maybe_unused]] u32 left = 0, right = 0;  // the addresses of the first stage, for the warp
         int group = 0;            // of warps: which rows it has
         if constexpr (Product::ASYNC) group = Product::group_in_warp() % WM;
-        if constexpr (LATE) {
+        if constexpr (Product::ASYNC && !ROUND) {
             left = Product::left(shared_address(shared.ring));
             right = Product::right(shared_address(shared.ring + Memory::A));
         }
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
+        [[maybe_unused]] typename Rounded<Product, Product::ASYNC && ROUND>::Rows rounded;
+        const auto release = [&](int slot) {
+            if constexpr (READERS < MULTIPLIERS) __syncwarp();
+            if (READERS == MULTIPLIERS || lane == 0) barrier_arrive(shared.empty + slot);
+        };
         const bool whole = g.whole(table);
         for (int tile = first_tile; tile < tiles; tile += step) {
             const auto its = rounds.template tile<BN>(tile);
@@ -293,29 +297,32 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 } else if constexpr (Product::ASYNC && !ROUND && !BULK) {
                     shared_fence();  // what cp.async wrote, before the tensor cores read it
                 }
-                if constexpr (LATE) {
+                if constexpr (Product::ASYNC && ROUND) {
+                    if (PARTS == 1 || products >= MT)
+                        Product::multiply_rounded(acc, rounded, a, a + Memory::A);
+                    else if (MT > 1 && products == 1)
+                        Product::template multiply_rounded<1>(acc, rounded, a, a + Memory::A);
+                } else if constexpr (Product::ASYNC) {
                     const u32 its_left = left + stage.slot * (Memory::STAGE / 16), its_right = right + stage.slot * (Memory::STAGE / 16);
                     if (PARTS == 1 || products >= MT)
                         Product::multiply_at(acc, its_left, its_right);
                     else if (MT > 1 && products == 1)
                         Product::template multiply_at<1>(acc, its_left, its_right);
+                } else {
+                    Product::multiply(acc, a, a + Memory::A);
+                }
+                if constexpr (Product::ASYNC) {
                     wgmma_wait<1>();
-                    if (i > 0 && lane == 0) barrier_arrive(shared.empty + last);
+                    if (i > 0) release(last);
                     last = stage.slot;
                 } else {
-                    if constexpr (!Product::ASYNC)
-                        Product::multiply(acc, a, a + Memory::A);
-                    else if (PARTS == 1 || products >= MT)
-                        Product::multiply_rounded(acc, a, a + Memory::A);
-                    else if (MT > 1 && products == 1)
-                        Product::template multiply_rounded<1>(acc, a, a + Memory::A);
-                    barrier_arrive(shared.empty + stage.slot);
+                    release(stage.slot);
                 }
                 stage.advance();
             }
-            if constexpr (LATE) {
+            if constexpr (Product::ASYNC) {
                 wgmma_wait<0>();
-                if (count > 0 && lane == 0) barrier_arrive(shared.empty + last);
+                if (count > 0) release(last);
             }
             all.sync();  // scale, bias and inside are there
 
