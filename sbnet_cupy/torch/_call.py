@@ -109,7 +109,7 @@ def run(operation, tensors, options, described=None):
     out = None if place is None else tensors[place]
     if operation.tells_in_place:
         options = (*options, out is not None and _is_same_memory(out, tensors[0]))
-    fields, addresses, gaps, _, packed, plan = described or describe(tensors)
+    fields, addresses, gaps, learns, packed, plan = described or describe(tensors)
     plan = plan or operation.operator.find(fields, options)
     if plan is None:
         operation.check(tensors)
@@ -128,6 +128,8 @@ def run(operation, tensors, options, described=None):
     if plan.launch is not None:
         owner, more = (None, ()) if operation.derived is None else operation.derived(plan, tensors)
         y = _launch(plan, tensors, addresses, place, packed, more)
+        if packed is not None and operation.keep is not None and not learns:
+            operation.keep(plan, tensors, options, packed, owner)
         del owner  # whose memory may be used again only after the launch
         return y
     given, body = list(tensors), plan.run

@@ -56,11 +56,12 @@ def native_weights(weights):
     given = weights._given()
     if not isinstance(given[0], torch.Tensor):
         return None
-    if any([t is not None and t.requires_grad for t in given]):  # a generator takes longer
-        raise DTypeError(
-            f"a {type(weights).__name__} gets no gradients, and holds a tensor that requires grad; "
-            "pack tensor.detach(), or pass the weights unpacked"
-        )
+    for tensor in given:
+        if tensor is not None and tensor.requires_grad:
+            raise DTypeError(
+                f"a {type(weights).__name__} gets no gradients, and holds a tensor that requires "
+                "grad; pack tensor.detach(), or pass the weights unpacked"
+            )
     return weights._map_arrays(lambda tensor: _enter(tensor, "weights"))
 
 

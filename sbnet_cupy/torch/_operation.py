@@ -82,15 +82,18 @@ class Operation:
     derived : function, optional
         Of a plan with a launch, and the tensors: what is computed of them and kept with one, and
         its addresses, which are operands after the packed weights.
+    keep : function, optional
+        Of a plan with a launch, the tensors, the options, weights that are packed once and what was
+        ``derived``: told of each call that was made by these, of tensors that require no gradient.
     """
 
     def __init__(
         self, operator, ops=None, *, gradient=None, saves=None, prefixes=None, unused=(),
-        weights=None, on_cpu=None, around=contextlib.nullcontext, derived=None,
+        weights=None, on_cpu=None, around=contextlib.nullcontext, derived=None, keep=None,
     ):  # fmt: skip
         self.operator, self._ops, self._gradient, self._saves = operator, ops, gradient, saves
         self.weights, self._arrays, self.on_cpu = weights, operator.arrays, on_cpu
-        self.around, self.derived = around, derived
+        self.around, self.derived, self.keep = around, derived, keep
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
         self._options = [name for name in operator.options if name != "in_place"]

@@ -1,5 +1,6 @@
 """Memory for kernels that run on the host shim: it shows accesses outside of arrays."""
 
+import ctypes
 import math
 
 import numpy as np
@@ -43,6 +44,13 @@ class Memory:
             changed = memory != GUARD_BYTE
             changed[start:end] = False
             assert not changed.any(), f"byte {changed.argmax() - start} of {end - start} written"
+
+
+def memory_at(address):
+    """Return the first byte at an address, for a kernel; None for a null pointer."""
+    if not address:
+        return None
+    return np.frombuffer((ctypes.c_char * 1).from_address(address), np.uint8)
 
 
 def plan_as_on_a_gpu(patch):

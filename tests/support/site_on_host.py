@@ -18,6 +18,7 @@ from sbnet_cupy.submanifold import (
     site_order,
     site_tiles,
 )
+from support.host_memory import memory_at
 
 MODULES = (
     "coordinate_map", "new_sites", "transposed_rows", "site_conv", "site_conv_grad",
@@ -46,10 +47,14 @@ def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, pe
                 filled[place] = array
             run(*filled)
 
-        return run_others
+        return with_addresses(run_others)
+
+    def with_addresses(function):
+        function.on = lambda stream, addresses: function(*map(memory_at, addresses))
+        return function
 
     run.bound = bound
-    return run
+    return with_addresses(run)
 
 
 def clear_launches():

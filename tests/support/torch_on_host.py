@@ -4,18 +4,16 @@ Tensors of the CPU say that they are on GPU 0; plans are those of a GPU; a launc
 as on a GPU, and runs the kernel that g++ compiled on the memory at these addresses.
 """
 
-import ctypes
 import importlib
 import math
 import sys
-
-import numpy as np
 
 import host_cuda
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import operator
 from sbnet_cupy.core.spec import group_of, spec_of
 from support.fused_on_host import BLACKWELL
+from support.host_memory import memory_at
 
 STREAM = 7
 _FACTS = {
@@ -42,12 +40,8 @@ class Launch:
         assert stream == self._gpu.stream and len(addresses) == self._pointers
         self._gpu.launched.append((self._kernel[1], *addresses))
         block, shared = self._more
-        memory = [_memory_at(a) if a else None for a in addresses]
+        memory = map(memory_at, addresses)
         host_cuda.launch(*self._kernel, self._grid, block, (*memory, *self._scalars), shared)
-
-
-def _memory_at(address):
-    return np.frombuffer((ctypes.c_char * 1).from_address(address), np.uint8)
 
 
 class Gpu:

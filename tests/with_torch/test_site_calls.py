@@ -206,7 +206,7 @@ def test_derived_operands_live_until_the_launch(torch):
         order, sort = False, staticmethod(lambda rows: Order())
 
     rows = torch.zeros(3, 2, dtype=torch.int32)
-    operations._kept_with(rows)["capture"] = 7  # as if a graph had made it: not kept
+    operations.kept_with(rows)["capture"] = 7  # as if a graph had made it: not kept
     owner, addresses = operations._order_of(Plan, (torch.zeros(2, 4), rows))
     assert addresses == [] and type(owner) is Order
-    assert operations._kept_with(rows) == {"capture": 7}
+    assert operations.kept_with(rows) == {"capture": 7}

@@ -57,6 +57,15 @@ def check_floats(features):
         )
 
 
+def kept_with(rows):
+    """Return the dict of what was computed of the table of a map, which its tensor keeps."""
+    try:
+        return rows.kept_of_map
+    except AttributeError:
+        rows.kept_of_map = {}
+        return rows.kept_of_map
+
+
 def sites_of(value, name):
     """Return the CoordinateMap that is given, or that of a SparseTensor."""
     value = sparse_tensor.sites_of(value)
@@ -155,8 +164,8 @@ def _of_native(made, known):
     kept = made._kept
     if "tensor" not in kept:
         kept["tensor"] = to_tensor(made.rows)
-        kept["tensor"].kept_of_map = {"symmetric": made.is_symmetric()}
-        mark_capture(kept["tensor"].kept_of_map, kept.get(CAPTURE, 0))
+        kept_with(kept["tensor"])["symmetric"] = made.is_symmetric()
+        mark_capture(kept_with(kept["tensor"]), kept.get(CAPTURE, 0))
     target = next((c for c in known if native(c) is made.target), kept.get("target"))
     if target is None:
         target = kept["target"] = of_native(made.target, known[0])

@@ -30,7 +30,8 @@ from .._graph_branch import branch
 from .._namespace import activation_backward, affine, wide
 from .._native import compute, numpy_dtype, strided_view
 from .._operation import Operation
-from .maps import natively
+from .kept_calls import keep_call
+from .maps import kept_with, natively
 
 
 def transposed_rows(rows, sites):
@@ -40,12 +41,12 @@ def transposed_rows(rows, sites):
 
     def make():
         back = call(_TRANSPOSED, (rows, None), (sites,))
-        kept = _kept_with(back)
+        kept = kept_with(back)
         kept["transposed"] = weakref.ref(rows)
         mark_capture(kept, capture_of(rows))
         return back
 
-    kept = _kept_with(rows)
+    kept = kept_with(rows)
     back = kept.get("transposed")
     if isinstance(back, weakref.ref):
         back = back()
@@ -54,22 +55,13 @@ def transposed_rows(rows, sites):
     return kept_or_made(kept, "transposed", rows, make) if back is None else back
 
 
-def _kept_with(rows):
-    """Return the dict of what was computed of the table of a map, which its tensor keeps."""
-    try:
-        return rows.kept_of_map
-    except AttributeError:
-        rows.kept_of_map = {}
-        return rows.kept_of_map
-
-
 def _order_of(plan, tensors, place=1):
     """Return the SiteOrder or SiteTiles that a convolution reads a table in, and its addresses.
 
     The table is at a ``place`` among the tensors.
     """
     rows, key = tensors[place], ("ordered", plan.order, tensors[0].shape[0])
-    kept = _kept_with(rows)
+    kept = kept_with(rows)
     found = kept.get(key)
     if found is None:
 
@@ -123,7 +115,7 @@ def rows_of(values, place):
 def _features_grad(grad, w, groups, precision, rows, sites):
     """Return the gradient of features from that of a convolution by ``w [taps, C / groups, K]``."""
     plain = state.thread_is_plain() and state.is_plain(rows)
-    reverse = plain and _kept_with(rows).get("symmetric", False)
+    reverse = plain and kept_with(rows).get("symmetric", False)
     back = rows if reverse else transposed_rows(rows, sites)
     return call(_FEATURES_GRAD, (grad, w, back, None), (groups, reverse, precision))
 
@@ -275,7 +267,7 @@ _HERE = sys.modules[__name__]
 _TRANSPOSED = Operation(TRANSPOSED_ROWS)
 CONV = Operation(
     SITE_CONV, _HERE, gradient=_conv_gradient, saves=_conv_saves, weights=slice(3, 6),
-    around=one_blas_thread, derived=_order_of,
+    around=one_blas_thread, derived=_order_of, keep=keep_call,
 )  # fmt: skip
 _WEIGHT_GRAD = Operation(
     SITE_WEIGHT_GRAD,
