@@ -134,6 +134,7 @@ struct TileWgmma {
     }
 
     // Begins the product; wgmma_wait ends it.
+    template <int COUNT = MT>
     static DEVICE void multiply(float (&acc)[MT][NT][4], const u8* a, const u8* b) {
         const u32 left = __shfl_sync(0xffffffffu, shared_address(a) + group() % WM * (MT * 64 * TILE_ROW), 0);
         const u32 right = __shfl_sync(0xffffffffu, shared_address(b) + group() / WM * (NT * 8 * TILE_ROW), 0);
@@ -141,7 +142,7 @@ struct TileWgmma {
 #pragma unroll
         for (int step = 0; step < 4; ++step)
 #pragma unroll
-            for (int m = 0; m < MT; ++m)
+            for (int m = 0; m < COUNT; ++m)
                 Wgmma<T, NT * 8>::shared(&acc[m][0][0],
                                          swizzled_descriptor(left + m * (64 * TILE_ROW) + step * 32),
                                          swizzled_descriptor(right + step * 32));

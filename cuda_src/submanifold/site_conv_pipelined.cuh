@@ -227,6 +227,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         const int lane = threadIdx.x % 32;
         constexpr int ITS = (1 << BM / WM / ROWS_OF_GROUP) - 1;  // groups of rows of a warp
         const int own = ITS << Product::row(0) / (BM / WM) * (BM / WM / ROWS_OF_GROUP);
+        constexpr bool TWICE = Product::ASYNC && MT == 2;  // 64 rows, and another 64
+        const int second = own & own << 64 / ROWS_OF_GROUP;
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<2> row_stage;
@@ -257,10 +259,20 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                     shared_fence();  // what cp.async wrote, before the tensor cores read it
                 }
                 if (note & own) {
-                    if constexpr (Product::ASYNC && ROUND)
-                        Product::multiply_rounded(acc, rounded, a, a + Memory::A);
-                    else
+                    const bool few = TWICE && !(note & second);
+                    if constexpr (Product::ASYNC && ROUND) {
+                        if (few)
+                            Product::template multiply_rounded<1>(acc, rounded, a, a + Memory::A);
+                        else
+                            Product::multiply_rounded(acc, rounded, a, a + Memory::A);
+                    } else if constexpr (TWICE) {
+                        if (few)
+                            Product::template multiply<1>(acc, a, a + Memory::A);
+                        else
+                            Product::multiply(acc, a, a + Memory::A);
+                    } else {
                         Product::multiply(acc, a, a + Memory::A);
+                    }
                     if constexpr (Product::ASYNC) {
                         wgmma_wait<1>();
                         if (last >= 0) release(last);

@@ -189,19 +189,23 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // Deal tiles out in rounds, those with the most taps first: in each round who has least to do so far gets the longest tile.
-// Thread block 0 deals tiles of 128 rows, 1 tiles of 256, whose rounds follow. If at most half of the thread blocks would get a tile of
-// 256 rows in the last round, they get halves of one.
+// Thread block 0 deals tiles of 128 rows, 1 tiles of 256, whose rounds follow. Of the latter, those that take longer than all that a
+// thread block has on average are cut in halves, the longest first, while rounds have room. If none is, and at most half of
+// the thread blocks would get a tile in the last round, they get halves of one.
 constexpr int MOST_TILES = 8192, MOST_SHARES = 512, COSTS = 32;  // of site_order.py; how many costs are told apart
 constexpr int RESULT = 2;  // taps that take as long as to store a tile's result
+constexpr int CUT = 128;   // flag of a cost: that of half a tile
+DEVICE int cost_of_half(int cost) { return ceil_div(cost * 5, 8); }  // both need the weights
 
 template <typename I>
 __global__ void __launch_bounds__(1024)
     deal_tiles(const u32* __restrict__ masks,  // [ceil(M / 32)][words]
                u16* __restrict__ turns,        // [rounds, shares] twice: site_turns.cuh
                i64 M, i64 taps, i64 words, i64 shares) {
-    __shared__ u16 sorted[MOST_TILES];       // tiles, those that take longest first
-    __shared__ u8 costs[MOST_TILES];         // of each tile
-    __shared__ int counts[COSTS];            // of tiles that cost as much
+    __shared__ u16 sorted[MOST_TILES + MOST_SHARES];  // tiles, those that take longest first
+    __shared__ u8 costs[MOST_TILES + MOST_SHARES];    // of each tile, and of the second halves of those that are cut
+    __shared__ u16 longest[MOST_SHARES];              // tiles that may be cut
+    __shared__ int counts[COSTS];                     // of tiles that cost as much
     __shared__ uint4 loads[2][MOST_SHARES / 4];  // of each thread block: cost << 16 | its number
     overlap_launches(masks);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = static_cast<int>(blockDim.x);
@@ -224,30 +228,48 @@ __global__ void __launch_bounds__(1024)
     for (int block = threadIdx.x; block < MOST_SHARES; block += threads)
         reinterpret_cast<u32*>(loads[0])[block] = block < blocks ? static_cast<u32>(block) : ~0u;
     __syncthreads();
-    const auto have = [&](int from, int cost) {  // which of 32 tiles have that cost
-        return __ballot_sync(0xffffffffu, from + lane < tiles && costs[from + lane] == cost);
-    };
-    for (int cost = warp; cost < COSTS; cost += threads / 32) {
-        int count = 0;
+    const auto sort = [&](int entries) {
+        const auto have = [&](int from, int cost) {  // which of 32 have that cost
+            return __ballot_sync(0xffffffffu, from + lane < entries && costs[from + lane] % CUT == cost);
+        };
+        for (int cost = warp; cost < COSTS; cost += threads / 32) {
+            int count = 0;
 #pragma unroll 4
-        for (int from = 0; from < tiles; from += 32) count += __popc(have(from, cost));
-        if (lane == 0) counts[cost] = count;
-    }
-    __syncthreads();
-    for (int cost = warp; cost < COSTS; cost += threads / 32) {
-        int place = 0;
-        for (int more = cost + 1; more < COSTS; ++more) place += counts[more];
-#pragma unroll 4
-        for (int from = 0; from < tiles; from += 32) {
-            const u32 same = have(from, cost);
-            if (same >> lane & 1) sorted[place + __popc(same & ((1u << lane) - 1))] = static_cast<u16>(from + lane);
-            place += __popc(same);
+            for (int from = 0; from < entries; from += 32) count += __popc(have(from, cost));
+            if (lane == 0) counts[cost] = count;
         }
+        __syncthreads();
+        for (int cost = warp; cost < COSTS; cost += threads / 32) {
+            int place = 0;
+            for (int more = cost + 1; more < COSTS; ++more) place += counts[more];
+#pragma unroll 4
+            for (int from = 0; from < entries; from += 32) {
+                const u32 same = have(from, cost);
+                if (same >> lane & 1) sorted[place + __popc(same & ((1u << lane) - 1))] = static_cast<u16>(from + lane);
+                place += __popc(same);
+            }
+        }
+        __syncthreads();
+    };
+    sort(tiles);
+    int cut = 0;
+    if (blockIdx.x == 1) {
+        int sum = 0;
+        for (int cost = 0; cost < COSTS; ++cost) sum += cost * counts[cost];
+        for (int cost = COSTS - 1; cost * blocks > sum; --cost) cut += counts[cost];
+        cut = min(cut, rounds * blocks - tiles);
     }
-    __syncthreads();
+    if (cut) {
+        for (int i = threadIdx.x; i < cut; i += threads) {
+            const int tile = longest[i] = sorted[i];
+            costs[tile] = costs[tiles + i] = static_cast<u8>(CUT + cost_of_half(costs[tile]));
+        }
+        __syncthreads();
+        sort(tiles + cut);
+    }
     for (int round = 0; round < rounds; ++round) {
         const uint4* const before = loads[round % 2];
-        const int left = tiles - round * blocks, halves = blockIdx.x == 1 && 2 * left <= blocks;
+        const int left = tiles + cut - round * blocks, halves = blockIdx.x == 1 && !cut && 2 * left <= blocks;
         for (int block = threadIdx.x; block < MOST_SHARES; block += threads) {
             const u32 load = reinterpret_cast<const u32*>(before)[block];
             int less = 0;  // thread blocks that have less to do
@@ -259,8 +281,11 @@ __global__ void __launch_bounds__(1024)
             int its = NO_TILE;
             if (block < blocks && less < left << halves) {
                 const int tile = sorted[round * blocks + (less >> halves)];
-                more = static_cast<u32>(costs[tile]) << 16;
-                its = halves ? HALF_TILE | (2 * tile + less % 2) : tile;
+                more = static_cast<u32>(costs[tile] % CUT) << 16;
+                its = halves                ? HALF_TILE | (2 * tile + less % 2)
+                      : tile >= tiles       ? HALF_TILE | (2 * longest[tile - tiles] + 1)
+                      : costs[tile] / CUT   ? HALF_TILE | 2 * tile
+                                            : tile;
             }
             reinterpret_cast<u32*>(loads[(round + 1) % 2])[block] = load + more;
             if (block < blocks) turns[round * blocks + block] = static_cast<u16>(its);

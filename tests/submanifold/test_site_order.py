@@ -97,8 +97,9 @@ NONE, HALF = 65535, 1 << 15
 def dealt(masks, rows, taps, shares):
     """Return what each of the shares gets in each round, and its costs.
 
-    That is a tile of some rows; or NONE, where none is left. Where at most half of the shares get a
-    tile of 256 rows in the last round, they get halves, HALF and more.
+    That is a tile of some rows; or NONE, where none is left. Tiles of 256 rows that cost more than
+    all that a share has on average are cut in halves, HALF and more, while rounds have room. Where
+    none is, and at most half of the shares get one in the last round, they get halves.
     """
     per_tile = rows // site_order.GROUP
     tiles = -(-len(masks) // per_tile)
@@ -108,11 +109,22 @@ def dealt(masks, rows, taps, shares):
     counts = [sum(int(word).bit_count() for word in words) for words in its]
     costs = [(count + 2) * 31 // (taps + 2) for count in counts]
     longest_first = sorted(range(tiles), key=lambda tile: -costs[tile])
-    turns, loads = np.full((-(-tiles // shares), shares), NONE, np.uint16), [0] * shares
+    rounds = -(-tiles // shares)
+    cut = []
+    if rows == 256:
+        cut = [tile for tile in longest_first if costs[tile] * shares > sum(costs)]
+        cut = cut[: rounds * shares - tiles]
+    listed = [(tile, costs[tile]) for tile in range(tiles)]
+    for tile in cut:
+        cost = -(-costs[tile] * 5 // 8)
+        listed[tile] = HALF + 2 * tile, cost
+        listed.append((HALF + 2 * tile + 1, cost))
+    longest_first = sorted(listed, key=lambda its: -its[1])
+    turns, loads = np.full((rounds, shares), NONE, np.uint16), [0] * shares
     for turn in turns:
-        listed = [(tile, costs[tile]) for tile in longest_first[:shares]]
+        listed = longest_first[:shares]
         del longest_first[:shares]
-        if rows == 256 and 2 * len(listed) <= shares:
+        if rows == 256 and not cut and 2 * len(listed) <= shares:
             listed = [(HALF + 2 * tile + half, cost) for tile, cost in listed for half in (0, 1)]
         order = sorted(range(shares), key=lambda share: loads[share])
         for share, (tile, cost) in zip(order, listed, strict=False):
@@ -122,13 +134,16 @@ def dealt(masks, rows, taps, shares):
 
 
 @pytest.mark.parametrize(
-    "size", [((3, 3, 3), 3000), ((3, 3), 400), ((5, 5, 3), 4001), ((3, 3, 3), 3700)], ids=str
+    "size", [((3, 3, 3), 3000, 9), ((3, 3), 400, 0), ((5, 5, 3), 4001, 0), ((3, 3, 3), 3700, 6),
+             ((3, 3, 3), 1100, 1)],
+    ids=str,
 )  # fmt: skip
 def test_tiles_are_dealt_out_by_their_taps(size):
     """To three multiprocessors; the numbers of taps that they then have differ by one tile's."""
-    kernel_size, m = size
+    kernel_size, m, full = size
     rows = table(kernel_size, m, 0.9)
     rows[1:, m // 2 :] = -1  # tiles with few taps
+    rows[1:, 256 * full if full else m :] = -1
     with site_on_host.by_kernels():
         found = site_order.site_order(rows, 50, kernel_size, True)
     wide, loads = dealt(found.masks, 128, len(rows), 3)
@@ -136,9 +151,23 @@ def test_tiles_are_dealt_out_by_their_taps(size):
     assert (found.turns == np.concatenate([wide.ravel(), wider.ravel()])).all()
     assert max(loads) - min(loads) <= 31
     halves = wider[(wider >= HALF) & (wider < NONE)] - HALF
-    assert len(halves) == (2 if -(-m // 256) % 3 == 1 else 0)
     computed = np.concatenate([2 * wider[wider < HALF], 2 * wider[wider < HALF] + 1, halves])
     assert (np.sort(computed) == np.arange(2 * -(-m // 256))).all()
+
+
+@pytest.mark.parametrize("full, cut", [(128, 1), (256, 1), (1024, 0)], ids=str)
+def test_the_longest_tiles_are_cut(full, cut):
+    """Of five, where it takes longer than all that three multiprocessors have on average."""
+    m = 5 * 256
+    rows = np.zeros((27, m), np.int32)
+    rows[1:, full:] = -1
+    with site_on_host.by_kernels():
+        found = site_order.site_order(rows, 50, (3, 3, 3), True)
+    wide, wider = np.split(found.turns, [12])
+    assert (np.sort(wide[wide < NONE]) == np.arange(10)).all()
+    assert len(wider) == 6 and ((wider >= HALF) & (wider < NONE)).sum() == 2 * cut
+    last = [HALF + 8, HALF + 9] if cut else [4]
+    assert set(last) <= set(wider.tolist())
 
 
 def test_few_and_very_many_tiles_are_not_dealt_out():
