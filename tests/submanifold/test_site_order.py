@@ -97,9 +97,10 @@ NONE, HALF = 65535, 1 << 15
 def dealt(masks, rows, taps, shares):
     """Return what each of the shares gets in each round, and its costs.
 
-    That is a tile of some rows; or NONE, where none is left. Tiles of 256 rows that cost more than
-    all that a share has on average are cut in halves, HALF and more, while rounds have room. Where
-    none is, and at most half of the shares get one in the last round, they get halves.
+    That is a tile of some rows; or NONE, where none is left. The longest tiles of 256 rows are cut in
+    halves, HALF and more, as many as make the least of a lower bound of what a share has to do,
+    if that is a seventh less. Where none is, and at most half of the shares get one in the last
+    round, they get halves.
     """
     per_tile = rows // site_order.GROUP
     tiles = -(-len(masks) // per_tile)
@@ -110,15 +111,21 @@ def dealt(masks, rows, taps, shares):
     costs = [(count + 2) * 31 // (taps + 2) for count in counts]
     longest_first = sorted(range(tiles), key=lambda tile: -costs[tile])
     rounds = -(-tiles // shares)
-    cut = []
+    cut, half = [], [-(-cost * 5 // 8) for cost in costs]
     if rows == 256:
-        cut = [tile for tile in longest_first if costs[tile] * shares > sum(costs)]
-        cut = cut[: rounds * shares - tiles]
+        least = max(max(costs), -(-sum(costs) // shares)) * 6 // 7 + 1
+        for cost in [*sorted(set(costs), reverse=True), 0]:
+            its = [tile for tile in longest_first if costs[tile] > cost]
+            if len(its) > rounds * shares - tiles:
+                break
+            total = sum(costs) + sum(2 * half[tile] - costs[tile] for tile in its)
+            most = max(cost, max(half), -(-total // shares))
+            if its and most < least:
+                least, cut = most, its
     listed = [(tile, costs[tile]) for tile in range(tiles)]
     for tile in cut:
-        cost = -(-costs[tile] * 5 // 8)
-        listed[tile] = HALF + 2 * tile, cost
-        listed.append((HALF + 2 * tile + 1, cost))
+        listed[tile] = HALF + 2 * tile, half[tile]
+        listed.append((HALF + 2 * tile + 1, half[tile]))
     longest_first = sorted(listed, key=lambda its: -its[1])
     turns, loads = np.full((rounds, shares), NONE, np.uint16), [0] * shares
     for turn in turns:
@@ -157,7 +164,7 @@ def test_tiles_are_dealt_out_by_their_taps(size):
 
 @pytest.mark.parametrize("full, cut", [(128, 1), (256, 1), (1024, 0)], ids=str)
 def test_the_longest_tiles_are_cut(full, cut):
-    """Of five, where it takes longer than all that three multiprocessors have on average."""
+    """Of five, where it is most of what one of three multiprocessors has to do."""
     m = 5 * 256
     rows = np.zeros((27, m), np.int32)
     rows[1:, full:] = -1
