@@ -200,12 +200,20 @@ DEVICE bool elected() {
 #endif
 }
 
+// Where bulk copies go: the thread block's own memory. To that of a cluster they would be calls, with a stack, on compute
+// capability 12.0; CUDA before 12.8 has no other name for both.
+#if DEVICE_ARCHITECTURE >= 1000
+#define BULK_COPIES_TO "shared::cta"
+#else
+#define BULK_COPIES_TO "shared::cluster"
+#endif
+
 // Begin to copy bytes, a multiple of 16, between addresses that are multiples of 16.
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* bar) {
 #ifdef SBNET_HOST
     host_cuda::bulk_copy(shared, global, bytes, bar);
 #elif DEVICE_ARCHITECTURE >= 900
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    asm volatile("cp.async.bulk." BULK_COPIES_TO ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)) : "memory");
 #else
     __trap();

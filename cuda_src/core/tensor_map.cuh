@@ -21,7 +21,8 @@ DEVICE void copy_box(void* shared, const TensorMap& map, int inner, int across, 
 #ifdef SBNET_HOST
     host_cuda::begin_box(shared, map, inner, across, down, bar);
 #elif DEVICE_ARCHITECTURE >= 900
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+    asm volatile("cp.async.bulk.tensor.3d." BULK_COPIES_TO
+                 ".global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(shared_address(shared)), "l"(&map), "r"(inner), "r"(across), "r"(down), "r"(shared_address(bar))
                  : "memory");
 #else
