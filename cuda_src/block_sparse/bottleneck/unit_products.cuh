@@ -100,8 +100,7 @@ struct Residual {
 
     // visit(m, half, group, spot, offset of its channels) for all pixels whose result is stored
     template <class Number, class Visit>
-    static DEVICE void for_each(const Pixels& pixels, int C, int k0, Number number, Visit visit) {
-        const int lane = threadIdx.x % 32;
+    static DEVICE void for_each(const Pixels& pixels, int C, int k0, int lane, Number number, Visit visit) {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -116,15 +115,15 @@ struct Residual {
             }
     }
     template <class Number>
-    DEVICE void load(const T* __restrict__ from, const Pixels& pixels, int C, int k0, Number number) {
-        for_each(pixels, C, k0, number, [&](int m, int half, int group, const Spot& spot, i64 at) {
+    DEVICE void load(const T* __restrict__ from, const Pixels& pixels, int C, int k0, int lane, Number number) {
+        for_each(pixels, C, k0, lane, number, [&](int m, int half, int group, const Spot& spot, i64 at) {
             if (spot.real) x[m][half][group] = __ldg(reinterpret_cast<const Vector*>(from + at));
         });
     }
     template <class Number>
     DEVICE void add_and_store(const float (&acc)[MT][NT][4], T* __restrict__ to, const Pixels& pixels, int C, int k0,
-                              Number number) const {
-        for_each(pixels, C, k0, number, [&](int m, int half, int group, const Spot& spot, i64 at) {
+                              int lane, Number number) const {
+        for_each(pixels, C, k0, lane, number, [&](int m, int half, int group, const Spot& spot, i64 at) {
             Elements<T, Vector> value(spot.real ? x[m][half][group] : zero<Vector>());
 #pragma unroll
             for (int e = 0; e < COUNT; ++e) {
@@ -188,6 +187,8 @@ DEVICE void compute_unit(Pixels& pixels, const T* __restrict__ x, T* __restrict_
     using Second = Engine<T, Rim, U::NS, WM2, WN2, WK2>;
     using Third = Engine<T, typename U::Middle, SLICE, WM3, 1, 1>;
     constexpr bool GROUP = Second::WANTS_FENCE;
+    // Whether addresses are found again for each tile: kept, they spill registers; elsewhere more would spill.
+    constexpr bool AGAIN = TIGHT || GROUP || DEVICE_ARCHITECTURE < 1000;
     using Rest = Behind<U, WARPS, WK1, WK2>;
     constexpr int THREADS = WARPS * 32, NS = U::NS, NT1 = NS / 8, MINE1 = U::CHUNKS / WK1;
     constexpr int WM1 = Rest::WM1, TILES1 = Rest::TILES1, TURNS1 = Rest::TURNS1;
@@ -200,7 +201,7 @@ DEVICE void compute_unit(Pixels& pixels, const T* __restrict__ x, T* __restrict_
     const float *const table2 = tables + 2 * U::CIN, *const table3 = table2 + 2 * NS;
     float4* const partials = reinterpret_cast<float4*>(shared + U::PARTIALS);
     u64* const barriers = reinterpret_cast<u64*>(shared + Rest::BARRIERS);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / 32;
     const int rank = Cluster<CLUSTER>::rank();
 
     if constexpr (GROUP && U::PARTIALS > U::ZEROS)
@@ -210,6 +211,7 @@ DEVICE void compute_unit(Pixels& pixels, const T* __restrict__ x, T* __restrict_
     Cluster<CLUSTER>::arrive();  // h1 may be stored to other blocks once they have all come here
 
     for (Arrival<BULK> arrival{barriers, true};; arrival.pending = false) {
+        const int same = threadIdx.x % 32, lane = AGAIN ? recomputed(same) : same, row = lane / 4, t = lane % 4;
         pixels.take();
         const T* const image = pixels.from(x, C);
 
@@ -335,7 +337,7 @@ DEVICE void compute_unit(Pixels& pixels, const T* __restrict__ x, T* __restrict_
             const auto number = [&](int m, int r) { return Third::pixel(wm, m, r); };
             Residual<Pixels, T, Third::MT, Third::NT> residual;
             int part = warp / WM3;
-            if (part < U::PARTS) residual.load(image, pixels, C, rank * U::OUT + part * SLICE, number);
+            if (part < U::PARTS) residual.load(image, pixels, C, rank * U::OUT + part * SLICE, lane, number);
             if constexpr (GROUP) shared_fence();
             Cluster<CLUSTER>::sync();
             arrival.template wait<2>();
@@ -345,9 +347,9 @@ DEVICE void compute_unit(Pixels& pixels, const T* __restrict__ x, T* __restrict_
                 float acc[Third::MT][Third::NT][4];
                 clear(acc);
                 Third::taps(acc, shared + U::H2, shared + U::W3 + part * U::W3_PART, shared + U::ZEROS, wm, 0, 0);
-                residual.add_and_store(acc, pixels.from(y, C), pixels, C, k0, number);
+                residual.add_and_store(acc, pixels.from(y, C), pixels, C, k0, lane, number);
                 if (part + WARPS / WM3 < U::PARTS)
-                    residual.load(image, pixels, C, k0 + WARPS / WM3 * SLICE, number);
+                    residual.load(image, pixels, C, k0 + WARPS / WM3 * SLICE, lane, number);
             }
         }
         if (!pixels.any()) break;

@@ -45,8 +45,9 @@ struct StackPixels {
     }
     DEVICE void look() {
         if (!any()) return;
+        const int thread = recomputed(threadIdx.x);  // (or lines and columns are kept in registers)
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) found[e] = search(threadIdx.x + e * THREADS);
+        for (int e = 0; e < EACH; ++e) found[e] = search(thread + e * THREADS);
     }
     DEVICE void keep() const {
         if (!any()) return;
