@@ -162,7 +162,7 @@ struct Result {
     template <int ACTIVATION, class Product, int MT, int NT>
     DEVICE void store_staged(const float (&acc)[MT][NT][4], u8* staged, int pitch) const {
         constexpr int LANES = ChannelOrder<T>::COUNT, VECTORS = NT * 8 / LANES, AT_ONCE = 32 / VECTORS;  // rows
-        const int lane = threadIdx.x % 32;
+        const int lane = recomputed(threadIdx.x % 32);
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
 #pragma unroll

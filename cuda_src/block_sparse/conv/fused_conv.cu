@@ -141,7 +141,7 @@ DEVICE void store(const float (&acc)[MT][NT][4], const float* scale, int slice, 
                   T* __restrict__ y, const Tile& tile, int k0, const Problem& g, Pixel pixel) {
     constexpr int GROUPS = ChannelOrder<T, NT>::GROUPS, COUNT = 2 * GROUPS;
     using Vector = typename Bytes<COUNT * sizeof(T)>::type;
-    const int lane = threadIdx.x % 32;
+    const int lane = recomputed(threadIdx.x % 32);  // (or places are kept in registers, from tile to tile)
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll

@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         const auto prefetch_residual = [&](int p0, int k0, int end) {
             if (residual)
                 Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K}.template prefetch<BM, BN>(
-                    helper + rank * RESIDUAL_COPIERS, RESIDUAL_COPIERS * SPLIT);
+                    recomputed(helper) + rank * RESIDUAL_COPIERS, RESIDUAL_COPIERS * SPLIT);
         };
         const auto leave_tile = [&](int tile) {
             if constexpr (CLUSTERED) {
@@ -208,11 +208,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                     for (int s = 0; s < ahead; ++s) copy_weights(s, s);
                 if constexpr (!POINTWISE) {
                     if (!is_first) all.sync();  // the last tile's offsets are read
-                    finder.find<BM, Copier::PASS, BLOCKS == 1 && TEAMS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, thread, ALL_COPIERS);
+                    finder.find<BM, Copier::PASS, BLOCKS == 1 && TEAMS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, recomputed(thread), ALL_COPIERS);
                     all.sync();
                 }
                 const T* const its_x = x + (GROUPED ? by_group.begin(k0 / PANEL, g.C, LANES) : 0);
-                Copier copier(its_x, also, shared.offsets, order, g, channels, shortcut, thread % COPIERS, p0, pixels, first, its.height);
+                Copier copier(its_x, also, shared.offsets, order, g, channels, shortcut, recomputed(thread % COPIERS), p0, pixels, first, its.height);
                 wait();
                 if constexpr (RESULTS > 0) stage_residual(p0, k0, end);
 #pragma unroll 1
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);
             // Products of 64 rows that are the group's own.
             const int products = !Product::ASYNC || PARTS == 1 ? MT : min(its.height / 64 - group * MT, MT);
-            for (int i = threadIdx.x; i < 2 * BN; i += MULTIPLIERS) {
+            for (int i = recomputed(threadIdx.x); i < 2 * BN; i += MULTIPLIERS) {
                 const int k = k0 + i % BN;
                 const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
                 float value = k < g.K ? its[k] : 0.0f;
