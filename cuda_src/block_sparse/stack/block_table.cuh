@@ -49,6 +49,7 @@ DEVICE void clear_rest(T* __restrict__ y, i64 from, i64 to) {
     constexpr int LANES = VECTOR ? 16 / sizeof(T) : 1;
     const i64 block = static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x;
     const i64 step = static_cast<i64>(gridDim.x) * gridDim.y * blockDim.x * LANES;
+#pragma unroll 1  // (or the compiler divides by the step: a call)
     for (i64 i = from + (block * blockDim.x + threadIdx.x) * LANES; i < to; i += step) {
         if constexpr (VECTOR)
             *reinterpret_cast<uint4*>(y + i) = zero<uint4>();

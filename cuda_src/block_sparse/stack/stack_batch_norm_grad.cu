@@ -17,8 +17,12 @@ DEVICE C through(C grad, C x, C scale, C shift, C y, bool with_y) {
     return through_activation<ACTIVATION>(grad, add(multiply(x, scale), shift));
 }
 
+// Thread blocks for which a multiprocessor has registers without a spill.
+template <typename T>
+constexpr int RESIDENT = sizeof(T) == 8 ? 1 : 2;
+
 template <typename T, typename V, int LANES, int ACTIVATION>
-__global__ void __launch_bounds__(NORM_THREADS, 2)
+__global__ void __launch_bounds__(NORM_THREADS, RESIDENT<T>)
     stack_norm_grad_sums(const V* __restrict__ grad, const V* __restrict__ x, const V* __restrict__ y,  // or null
                          const typename ComputeOf<T>::type* __restrict__ statistics, const int* __restrict__ bin_counts,
                          const int* __restrict__ indices,
@@ -94,10 +98,11 @@ __global__ void __launch_bounds__(NORM_THREADS)
          c0 += static_cast<i64>(gridDim.x) * FINISH_CHANNELS) {
         const i64 c = c0 + threadIdx.x % FINISH_CHANNELS, at = c < channels ? c : channels - 1;
         double sum = 0, products = 0;
+        const C* from = partials + 2 * turn * channels + at;
 #pragma unroll 4
-        for (i64 k = turn; k < groups; k += FINISH_ROWS) {
-            sum += static_cast<double>(partials[2 * k * channels + at]);
-            products += static_cast<double>(partials[(2 * k + 1) * channels + at]);
+        for (int k = turn; k < groups; k += FINISH_ROWS, from += 2 * FINISH_ROWS * channels) {
+            sum += static_cast<double>(from[0]);
+            products += static_cast<double>(from[channels]);
         }
         sum = sum_of_channel(sum, shared);
         products = sum_of_channel(products, shared);
@@ -116,7 +121,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
 }
 
 template <typename T, typename V, int LANES, int ACTIVATION>
-__global__ void __launch_bounds__(NORM_THREADS, 2)
+__global__ void __launch_bounds__(NORM_THREADS, RESIDENT<T>)
     stack_norm_grad_apply(const V* __restrict__ grad, const V* __restrict__ x, const V* __restrict__ y,  // or null
                           const typename ComputeOf<T>::type* __restrict__ statistics,
                           const typename ComputeOf<T>::type* __restrict__ factors, const int* __restrict__ bin_counts,

@@ -31,10 +31,15 @@ DEVICE void load_floats(float (&to)[V], const T* from) {
     for (int e = 0; e < V; ++e) to[e] = to_compute<float>(values.element[e]);
 }
 
+// Thread blocks for which a multiprocessor has registers without a spill, where the compiler would make room for more; 0: it
+// chooses.
+template <int S, int COLUMNS>
+constexpr int RESIDENT = S > 0 && (DEVICE_ARCHITECTURE != 900 || COLUMNS >= 8) ? 3 : 0;
+
 // COPY bytes move at once. S and SW are the columns and the stride of the window where the compiler is to know them (then
 // its columns are staged side by side), or S is 0.
 template <typename T, int V, int LANES, int COPY, int RUN, int S, int SW, int ACTIVATION>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW>)
     stack_depthwise(const T* __restrict__ x, const T* __restrict__ w, const float* __restrict__ scale,
                     const float* __restrict__ bias, const T* __restrict__ residual,
                     const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
@@ -140,7 +145,6 @@ __global__ void __launch_bounds__(256)
         clear_rest<COPY == 16>(y, static_cast<i64>(rows) * g.ph * g.pw * g.C, M * g.ph * g.pw * g.C);
 
     const bool whole = g.whole(table);
-    const int lane = threadIdx.x % LANES, c = c0 + lane * V;
     const int in_tile = threadIdx.x / LANES % (TH * runs), mine = threadIdx.x / LANES / (TH * runs);
     const int run = in_tile / TH, my_i = in_tile - run * TH;  // threads side by side have rows one below the other
     for (; first < tiles; first += gridDim.x * at_once) {
@@ -150,7 +154,7 @@ __global__ void __launch_bounds__(256)
             find();
         }
         __syncthreads();
-        for (int n = threadIdx.x; n < at_once * region * PER_PIXEL; n += threads) {
+        for (int n = COPY < 4 ? recomputed(threadIdx.x) : thread; n < at_once * region * PER_PIXEL; n += threads) {
             const int at = n / PER_PIXEL, channel = c0 + (n - at * PER_PIXEL) * (COPY / static_cast<int>(sizeof(T)));
             const int offset = offsets[at];
             const bool inside = offset >= 0 && channel < g.C;
@@ -164,6 +168,7 @@ __global__ void __launch_bounds__(256)
         copy_async_wait<0>();
         __syncthreads();
 
+        const int lane = recomputed(threadIdx.x) % LANES, c = c0 + lane * V;  // (or addresses spill registers)
         int row, i, j;
         place(first + mine, row, i, j);
         i += my_i, j += run * RUN;

@@ -52,8 +52,13 @@ struct Axis {
     }
 };
 
+// Thread blocks for which a multiprocessor has registers without a spill, where the compiler would make room for more; 0: it
+// chooses.
+template <int FILL>
+constexpr int RESIDENT = DEVICE_ARCHITECTURE != 900 ? 3 : FILL > NEAREST ? 4 : 0;
+
 template <typename V, int LANES, int FILL>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, RESIDENT<FILL>)
     stack_halo(const V* __restrict__ x, const int* __restrict__ bin_counts, const int* __restrict__ indices,
                const int* __restrict__ grid, V* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 vectors, i64 bh,
                i64 bw, i64 H, i64 W, i64 oh, i64 ow, i64 top, i64 left, i64 lowest, i64 clear_rows) {
@@ -67,7 +72,7 @@ __global__ void __launch_bounds__(256)
     const Divisor blocks(size), lines(OW);
     const bool few = size < GROUPS * AT_ONCE, exact = static_cast<i64>(size) * OW < 1ll << 32;
     if (clear_rows) clear_rest<false>(y, static_cast<i64>(rows) * size * vectors, M * size * vectors);
-    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    const int group = threadIdx.x / LANES;
     const i64 pixels = static_cast<i64>(rows) * size;
     Elements<u32, uint4> pattern(zero<uint4>());
     if constexpr (FILL == LOWEST)  // its bytes are repeated in `lowest`
@@ -98,7 +103,7 @@ __global__ void __launch_bounds__(256)
             if (found >= 0) from[a] = ((static_cast<i64>(found) * BH + y.pixel) * BW + x.pixel) * vectors;
         }
 #pragma unroll 2
-        for (int v = lane; v < vectors; v += LANES) {
+        for (int v = recomputed(threadIdx.x) % LANES; v < vectors; v += LANES) {
             V values[AT_ONCE];
 #pragma unroll
             for (int a = 0; a < AT_ONCE; ++a)
