@@ -45,21 +45,22 @@ __global__ void __launch_bounds__(THREADS)
     const i64 s = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (s >= sites) return;
-    const i64 first = starts[s];
-    i64 last = starts[s + 1];
-    if (first < 0 || first >= n || last > n || site[first] != s) last = first;  // a row past the count
+    const int begin = starts[s], end = starts[s + 1];
+    const bool rows = begin >= 0 && begin < n && end <= n && site[begin] == s && end > begin;  // else it is past the count
+    const u32 first = begin, last = rows ? end : begin;
     for (i64 c0 = 0; c0 < C; c0 += LANES) {
         const i64 c = c0 + lane % LANES;
         Compute sum = 0;
 #pragma unroll 2
-        for (i64 j0 = first; j0 < last; j0 += ROWS) {
-            const i64 j = j0 + lane / LANES;
-            const i64 row = j < last ? order[j] : -1;
-            const Compute value = row >= 0 && row < n && c < C ? to_compute<Compute>(features[row * C + c]) : Compute(0);
+        for (u32 j0 = first; j0 < last; j0 += ROWS) {
+            const u32 j = j0 + lane / LANES;
+            const u32 left = last - j0;
+            const int row = j < last ? order[j] : -1;
+            const Compute value = row >= 0 && row < n && c < C ? to_compute<Compute>(features[static_cast<i64>(row) * C + c]) : Compute(0);
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
+            for (u32 r = 0; r < ROWS; ++r) {
                 const Compute next = __shfl_sync(EVERY, value, r * LANES + lane % LANES);
-                if (j0 + r < last) sum = j0 + r > first ? sum + next : next;  // also where the first one is -0
+                if (r < left) sum = r > 0 || j0 > first ? sum + next : next;  // also where the first one is -0
             }
         }
         if (mean && last > first) sum /= static_cast<Compute>(last - first);

@@ -19,17 +19,19 @@ struct Pairs {
     static constexpr int EACH = 4, WARPS = THREADS / 32, WINDOW = THREADS * EACH, SIZE = 2 * WINDOW;
     int *const source, *const target, *const counts;  // [SIZE], [SIZE], [WARPS]
     const int* const __restrict__ rows;
-    const i64 N, end;
-    i64 next;        // the first row that has not been looked at
+    const i64 N;
+    const u32 end;
+    u32 next;        // the first row that has not been looked at
     int listed = 0;  // pairs found so far
     int ahead[EACH];
 
     DEVICE Pairs(int* shared, const int* rows, i64 N, i64 begin, i64 end)
-        : source(shared), target(shared + SIZE), counts(shared + 2 * SIZE), rows(rows), N(N), end(end), next(begin) {
+        : source(shared), target(shared + SIZE), counts(shared + 2 * SIZE), rows(rows), N(N), end(static_cast<u32>(end)),
+          next(static_cast<u32>(begin)) {
         load();
     }
     // A warp looks at neighbouring rows, 32 at a time.
-    DEVICE i64 row(int i) const { return next + (threadIdx.x / 32 * EACH + i) * 32 + threadIdx.x % 32; }
+    DEVICE u32 row(int i) const { return next + (threadIdx.x / 32 * EACH + i) * 32 + threadIdx.x % 32; }
     DEVICE void load() {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) ahead[i] = row(i) < end ? rows[row(i)] : -1;
