@@ -169,9 +169,10 @@ struct Block {
     int i_begin, i_end, j_begin, j_end;
 
     DEVICE Block() {}
+    // (Or the size of an image is kept in registers, from block to block.)
     template <bool LAST>
     DEVICE Block(i64 b, const Corner& k, const Steps<LAST>& steps, const Geometry& g)
-        : image(k.n * g.C * g.H * g.W + k.h0 * steps.row + k.w0 * static_cast<i64>(steps.pixel)),
+        : image(computed_once(k.n * g.C) * g.H * g.W + k.h0 * steps.row + k.w0 * static_cast<i64>(steps.pixel)),
           stack(b * g.C * (BH * BW)),
           i_begin(static_cast<int>(clamp(-k.h0, 0, BH))),
           i_end(k.n < 0 ? 0 : static_cast<int>(clamp(g.H - k.h0, 0, BH))),
@@ -216,6 +217,7 @@ template <class Shape, bool SPREAD, int BH, int BW, bool LAST, class Fill, class
 DEVICE void for_each_tile(i64 blocks, i64 count, const int* indices, const Steps<LAST>& image_step,
                           const Geometry& g, Fill fill, Empty empty, Finish finish) {
     const int channel_tiles = ceil_div(static_cast<int>(g.C), Shape::ACROSS);
+    const int listed = static_cast<int>(count);  // not looked at without SPREAD: then all rows are
     const int per_block = channel_tiles * Shape::TILES;
     const i64 tiles = blocks * per_block;
     i64 t = blockIdx.x, step = gridDim.x, end = tiles;
@@ -227,17 +229,17 @@ DEVICE void for_each_tile(i64 blocks, i64 count, const int* indices, const Steps
     }
     if (t >= end) return;
     Shape tile;
-    i64 b = divide(t, per_block), current = -1;
+    i64 b = divide(t, per_block);
     Index index = index_of(b, indices);
     Block<BH, BW> block;
-    for (bool first = true; t < end; t += step, first = false) {
-        if (b != current) block = Block<BH, BW>(b, corner_of<BH, BW>(index, b, count, g), image_step, g);
-        current = b;
+    for (bool first = true, fresh = true; t < end; t += step, first = false) {
+        if (fresh) block = Block<BH, BW>(b, corner_of<BH, BW>(index, b, SPREAD ? listed : b + 1, g), image_step, g);
         const int rest = static_cast<int>(t - b * per_block), number = rest / channel_tiles;
         const Shape next(block, number, (rest - number * channel_tiles) * Shape::ACROSS, g.C);
         if (t + step < end) {
-            b = divide(t + step, per_block);
-            if (b != current) index = index_of(b, indices);
+            const i64 ahead = divide(t + step, per_block);
+            fresh = ahead != b, b = ahead;
+            if (fresh) index = index_of(b, indices);
         }
         fill(next);
         copy_async_commit();

@@ -106,9 +106,13 @@ __global__ void __launch_bounds__(THREADS, F::USES_CHANNEL ? 2 : 4)
     });
 }
 
+// Threads for which a multiprocessor has registers without a spill.
+template <class F>
+constexpr int RESIDENT = F::USES_CHANNEL && DEVICE_ARCHITECTURE < 900 ? 896 : 1024;
+
 template <bool IMAGE_LAST, typename T, int FILL, int STORE, int BH, int BW, int PIXELS, int CHANNELS,
           int TILE_THREADS, int LINE, class F>
-__global__ void __launch_bounds__(TILE_THREADS, 1024 / TILE_THREADS)
+__global__ void __launch_bounds__(TILE_THREADS, RESIDENT<F> / TILE_THREADS)
     gather_tiles(const T* __restrict__ x, const int* __restrict__ bin_counts,
                  const int* __restrict__ indices, T* __restrict__ blocks,
                  const typename F::Parameter* __restrict__ scale,

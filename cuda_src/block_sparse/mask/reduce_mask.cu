@@ -260,8 +260,11 @@ DEVICE void list_active(const T* __restrict__ mask, int* __restrict__ bin_counts
     for (; row < capacity; row += step) indices[3 * row] = indices[3 * row + 1] = indices[3 * row + 2] = -1;
 }
 
+// Threads for which a multiprocessor has registers without a spill.
+constexpr int RESIDENT = DEVICE_ARCHITECTURE < 1000 ? 768 : 512;
+
 template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool LANES, bool NONZERO, int THREADS, int TOGETHER>
-__global__ void __launch_bounds__(THREADS, 768 / THREADS)
+__global__ void __launch_bounds__(THREADS, RESIDENT / THREADS)
     reduce_mask(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
                 u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
                 i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
@@ -273,7 +276,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS)
 
 // The same, and the row of each candidate in the list: the table of a network on a stack of blocks.
 template <typename T, int BH, int BW, bool AVERAGE, int WORD, bool LANES, bool NONZERO, int THREADS, int TOGETHER>
-__global__ void __launch_bounds__(THREADS, 768 / THREADS)
+__global__ void __launch_bounds__(THREADS, RESIDENT / THREADS)
     mask_table(const T* __restrict__ mask, int* __restrict__ bin_counts, int* __restrict__ indices,
                int* __restrict__ places, u64* workspace, i64 N, i64 H, i64 W, i64 count_h, i64 count_w, i64 off_h,
                i64 off_w, i64 str_h, i64 str_w, double tol, i64 least, i64 never, i64 capacity,
