@@ -198,7 +198,7 @@ def launched(arch, stem, kernel, template):
         if (wgmma, blocks) != (device.hopper, most):
             return False
         return device.tensor_floats or element == "Half"
-    if kernel == "site_conv_tiles":
+    if kernel in ("site_conv_once", "site_conv_tiles"):
         return device.hopper
     if kernel == "site_conv_pipelined":  # a CPU runs it by other instructions
         return device.hopper and template[0] == "TileWgmma"
