@@ -97,8 +97,8 @@ NONE, HALF = 65535, 1 << 15
 def dealt(masks, rows, taps, shares):
     """Return what each of the shares gets in each round, and its costs.
 
-    That is a tile of some rows; or NONE, where none is left. The longest tiles of 256 rows are cut in
-    halves, HALF and more, as many as make the least of a lower bound of what a share has to do,
+    That is a tile of some rows; or NONE, where none is left. The longest tiles of 256 rows are cut
+    in halves, HALF and more, as many as make the least of a lower bound of what a share has to do,
     if that is a seventh less. Where none is, and at most half of the shares get one in the last
     round, they get halves.
     """
