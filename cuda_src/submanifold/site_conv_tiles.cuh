@@ -173,12 +173,20 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 copy_async<COPIED>(to + unit_at<RB>(i + 1, 0), x + list[i] * C, true);
             return;
         }
-        const int unit = threadIdx.x % UNITS;  // the same of every row
-        const i64 c = (its.part * UNITS + unit) * LANES;
         [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC && !AHEAD ? 1 : 4;  // there are no registers for more
+        if constexpr (Product::ASYNC) {  // nor for a unit found again for each row
+            const int unit = threadIdx.x % UNITS;
+            const i64 c = (its.part * UNITS + unit) * LANES;
 #pragma unroll TOGETHER
-        for (int i = threadIdx.x / UNITS; i < count; i += THREADS / UNITS)
-            copy_async_16(to + unit_at<RB>(i + 1, unit), x + list[i] * C + (c < C ? c : 0), c < C);
+            for (int i = threadIdx.x / UNITS; i < count; i += THREADS / UNITS)
+                copy_async_16(to + unit_at<RB>(i + 1, unit), x + list[i] * C + (c < C ? c : 0), c < C);
+        } else {  // with 16 channels the other way took up to 20% longer
+#pragma unroll TOGETHER
+            for (int i = threadIdx.x; i < count * UNITS; i += THREADS) {
+                const i64 c = (its.part * UNITS + i % UNITS) * LANES;
+                copy_async_16(to + unit_at<RB>(i / UNITS + 1, i % UNITS), x + list[i / UNITS] * C + (c < C ? c : 0), c < C);
+            }
+        }
     };
     const auto round_rows = [&](const TilePart& its) {  // those that this thread has copied
         const TileHead head = head_of(its);

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // Deal tiles out in rounds, those with the most taps first: in each round who has least to do so far gets the longest tile.
 // Thread block 0 deals tiles of 128 rows, 1 tiles of 256, whose rounds follow. Of the latter, the longest are cut in halves, as
-// many as rounds have room for, where that makes the most that a thread block has to do a seventh less, as far as it is known:
+// many as rounds have room for, where that makes the most that a thread block has to do a quarter less, as far as it is known:
 // no less than a tile, and than the average. If none is cut, and at most half of the thread blocks would get a tile in the
 // last round, they get halves of one.
 constexpr int MOST_TILES = 8192, MOST_SHARES = 512, COSTS = 32;  // of site_order.py; how many costs are told apart
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(1024)
         int longest_cost = COSTS - 1, sum = 0, more = 0, halves = 0;
         for (int cost = 0; cost < COSTS; ++cost) sum += cost * counts[cost];
         while (!counts[longest_cost]) --longest_cost;
-        int least = max(longest_cost, ceil_div(sum, blocks)) * 6 / 7 + 1;
+        int least = max(longest_cost, ceil_div(sum, blocks)) * 3 / 4 + 1;
         for (int cost = longest_cost; cost >= 0; --cost) {
             if (cost > 0 && !counts[cost]) continue;
             const int most = max(max(cost, cost_of_half(longest_cost)), ceil_div(sum + more, blocks));  // if those that cost more are cut

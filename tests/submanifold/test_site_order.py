@@ -99,7 +99,7 @@ def dealt(masks, rows, taps, shares):
 
     That is a tile of some rows; or NONE, where none is left. The longest tiles of 256 rows are cut
     in halves, HALF and more, as many as make the least of a lower bound of what a share has to do,
-    if that is a seventh less. Where none is, and at most half of the shares get one in the last
+    if that is a quarter less. Where none is, and at most half of the shares get one in the last
     round, they get halves.
     """
     per_tile = rows // site_order.GROUP
@@ -113,7 +113,7 @@ def dealt(masks, rows, taps, shares):
     rounds = -(-tiles // shares)
     cut, half = [], [-(-cost * 5 // 8) for cost in costs]
     if rows == 256:
-        least = max(max(costs), -(-sum(costs) // shares)) * 6 // 7 + 1
+        least = max(max(costs), -(-sum(costs) // shares)) * 3 // 4 + 1
         for cost in [*sorted(set(costs), reverse=True), 0]:
             its = [tile for tile in longest_first if costs[tile] > cost]
             if len(its) > rounds * shares - tiles:
