@@ -160,7 +160,7 @@ struct TileWgmma {
                 u32(&four)[4] = rows[step % 2][m];
                 ldmatrix_x4(four, a + m * (64 * TILE_ROW) + (place ^ step * 32));
 #pragma unroll
-                for (u32& number : four) number = to_tf32(__uint_as_float(number));
+                for (u32& number : four) number = tf32_factor(__uint_as_float(number));
             }
         };
         load(0);

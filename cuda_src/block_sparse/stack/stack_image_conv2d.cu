@@ -39,7 +39,7 @@ DEVICE T as_factor(T value) {
 // packed: float scale[columns], bias[columns]; then for every 8 columns and each step two core matrices, which hold the
 // first and the second word of the step's units: 16 bytes for each column. `columns` is K rounded up to 64.
 template <typename T>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 3)
     pack_image_weights(const T* __restrict__ w, const float* __restrict__ scale, const float* __restrict__ bias,
                        u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
                        i64 step_k) {
