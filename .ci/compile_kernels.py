@@ -116,7 +116,7 @@ def batches(instantiations):
 
 
 def alone(arch, kernel):
-    """Return a kernel of a program of several as it is by itself, which is how the package has it."""
+    """Return a kernel of a program of several as it is by itself: the package compiles it so."""
     stem, expression = kernel[:2]
     return compile_program(stem, [expression], arch)[0][0]
 
