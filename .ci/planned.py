@@ -198,8 +198,10 @@ def launched(arch, stem, kernel, template):
         if (wgmma, blocks) != (device.hopper, most):
             return False
         return device.tensor_floats or element == "Half"
-    if kernel in ("site_conv_once", "site_conv_tiles"):
+    if kernel in ("site_conv_once", "site_conv_tiles", "deal_tiles"):
         return device.hopper
+    if kernel in ("stack_conv_pipelined", "stack_conv_patch") and template[0] == "TileMma":
+        return device.bulk_copy and not device.hopper  # a CPU runs it for those that have wgmma
     if kernel == "site_conv_pipelined":  # a CPU runs it by other instructions
         return device.hopper and template[0] == "TileWgmma"
     if kernel in ("site_conv", "site_weight_grad"):
