@@ -14,8 +14,9 @@ constexpr int ONCE_GROUPS = 4;
 //   WM, WN  warps of a group that share the rows and the columns
 //   ROUND   x is float, rounded to tf32 in shared memory
 //   OVERLAP as in site_conv_tiles
+// Launch bounds for one thread block: for more the compiler spills registers.
 template <typename T, int BM, int BN, int WM, int WN, bool ROUND, int ACTIVATION, bool OVERLAP>
-__global__ void __launch_bounds__(WM * WN * ONCE_GROUPS * 32, 1)  // (or registers spill for more thread blocks)
+__global__ void __launch_bounds__(WM * WN * ONCE_GROUPS * 32, 1)
     site_conv_once(const T* __restrict__ x,         // the parameters of site_conv
                    const u8* __restrict__ packed, const int* __restrict__ rows, const int* __restrict__ order,
                    const u32* __restrict__ masks, const u16*, const u8* __restrict__ valid,
