@@ -25,6 +25,17 @@ struct Stage {
     }
 };
 
+// How THREADS threads that multiply say that they have read a stage: all of them, or, where tensor cores read it from
+// shared memory, one for its warp.
+template <int THREADS, bool BY_WARP>
+struct Readers {
+    static constexpr int COUNT = BY_WARP ? THREADS / 32 : THREADS;  // that arrive
+    static DEVICE void release(u64* empty) {
+        if constexpr (BY_WARP) __syncwarp();
+        if (!BY_WARP || threadIdx.x % 32 == 0) barrier_arrive(empty);
+    }
+};
+
 // Give registers of this group of four warps back, or take more, up to COUNT a thread (a multiple of 8). Where COUNT is 0,
 // and on other architectures, nothing happens.
 template <int COUNT>

@@ -148,10 +148,10 @@ struct TileWgmma {
                                          swizzled_descriptor(right + step * 32));
         wgmma_commit();
     }
-    // The same of floats, which become TF32 on the way to registers. The last product before ends meanwhile.
-    using Rows = u32[2][MT][4];  // of two steps: one is loaded while the other is multiplied
+    // The same of floats, which become TF32 on the way to registers. The last product before ends meanwhile. `rows` are those of
+    // two steps, one of which is loaded while the other is multiplied: the last one still is at the end.
     template <int COUNT = MT>
-    static DEVICE void multiply_rounded(float (&acc)[MT][NT][4], Rows& rows, const u8* a, const u8* b) {
+    static DEVICE void multiply_rounded(float (&acc)[MT][NT][4], u32 (&rows)[2][MT][4], const u8* a, const u8* b) {
         const u64 columns = swizzled_descriptor(__shfl_sync(0xffffffffu, shared_address(b) + group() / WM * (NT * 8 * TILE_ROW), 0));
         const int lane = threadIdx.x % 32, place = swizzled(row(0) + lane % 16, lane / 16);
         const auto load = [&](int step) {
@@ -193,14 +193,4 @@ struct TileWgmma {
                                          swizzled_descriptor(right + step * 32));
         wgmma_commit();
     }
-};
-
-// What a kernel keeps for multiply_rounded, if it ROUNDs.
-template <class Product, bool ROUND>
-struct Rounded {
-    using Rows = int;
-};
-template <class Product>
-struct Rounded<Product, true> {
-    using Rows = typename Product::Rows;
 };

@@ -80,8 +80,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = ceil_div(BN, PANEL), PASS = COPIERS / 8, PASSES = BM / PASS;
     constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
-    // Of those that multiply, who says that a stage is read: one for the warp whose tensor cores read it, or all that do.
-    constexpr int READERS = Product::ASYNC && !ROUND ? MULTIPLIERS / 32 : MULTIPLIERS;
+    using ItsReaders = Readers<MULTIPLIERS, Product::ASYNC && !ROUND>;
     static_assert(BM == 128 || BM == 256, "rows of tiles that are dealt out");
     static_assert(BN % PANEL == 0 && BM / WM % ROWS_OF_GROUP == 0, "whole panels, whole groups");
 
@@ -93,7 +92,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(shared.full + s, COPIERS + 1);
-            barrier_init(shared.empty + s, READERS);
+            barrier_init(shared.empty + s, ItsReaders::COUNT);
         }
         for (int s = 0; s < 2; ++s) {
             barrier_init(shared.row_full + s, COPIERS);
@@ -232,11 +231,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<2> row_stage;
-        [[maybe_unused]] typename Rounded<Product, Product::ASYNC && ROUND>::Rows rounded;
-        const auto release = [&](int slot) {
-            if constexpr (READERS < MULTIPLIERS) __syncwarp();
-            if (READERS == MULTIPLIERS || lane == 0) barrier_arrive(shared.empty + slot);
-        };
+        [[maybe_unused]] u32 rounded[2][MT][4];  // rows as TF32
+        const auto release = [&](int slot) { ItsReaders::release(shared.empty + slot); };
         for (int turn = 0; turn < turns_here; ++turn) {
             const int k0 = across > 1 ? turns.tile(turn) % across * BN : 0;
             if (turn == 0 || across > 1)

@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(1024)
                i64 M, i64 taps, i64 words, i64 shares) {
     __shared__ u16 sorted[MOST_TILES + MOST_SHARES];  // tiles, those that take longest first
     __shared__ u8 costs[MOST_TILES + MOST_SHARES];    // of each tile, and of the second halves of those that are cut
-    __shared__ u16 longest[MOST_SHARES];              // tiles that may be cut
+    __shared__ u16 longest[MOST_SHARES];              // tiles that are cut
     __shared__ int counts[COSTS];                     // of tiles that cost as much
     __shared__ uint4 loads[2][MOST_SHARES / 4];  // of each thread block: cost << 16 | its number
     overlap_launches(masks);

@@ -11,6 +11,7 @@ import sbnet_cupy as sb
 from sbnet_cupy.submanifold import site_conv_launch
 from support import site_on_host
 from support.assertions import assert_same
+from support.kept_calls import note_kept
 
 SIZE = 9
 module = importlib.import_module("sbnet_cupy.submanifold.submanifold_conv")
@@ -30,15 +31,7 @@ def xp(request, require, monkeypatch):
 @pytest.fixture
 def again(monkeypatch):
     """Whether each call was one that is kept."""
-    found, compute_again = [], module.compute_again
-
-    def noted(*arguments):
-        y = compute_again(*arguments)
-        found.append(y is not None)
-        return y
-
-    monkeypatch.setattr(module, "compute_again", noted)
-    return found
+    return note_kept(module, monkeypatch)
 
 
 def draw(xp, dtype=np.float16, channels=16, seed=0):

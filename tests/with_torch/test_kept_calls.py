@@ -12,6 +12,7 @@ import pytest
 import sbnet_cupy as sb
 from sbnet_cupy.submanifold import site_conv_launch
 from support import site_on_host
+from support.kept_calls import note_kept
 from support.torch_cases import internal, on_device
 
 SIZE = 9
@@ -34,15 +35,7 @@ def device(request, require, torch, state, monkeypatch):
 @pytest.fixture
 def again(convs, monkeypatch):
     """Whether each call was one that is kept."""
-    found, compute_again = [], convs.compute_again
-
-    def noted(*arguments):
-        y = compute_again(*arguments)
-        found.append(y is not None)
-        return y
-
-    monkeypatch.setattr(convs, "compute_again", noted)
-    return found
+    return note_kept(convs, monkeypatch)
 
 
 def draw(torch, st, device, dtype=None, channels=16):

@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     constexpr int ALL_COPIERS = TEAMS * COPIERS;
     constexpr int RESIDUAL_COPIERS = BULK ? COPIERS / 2 : ALL_COPIERS;  // the last of those that copy
     constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
-    // Of those that multiply, who says that a stage is read: one for the warp whose tensor cores read it, or all that do.
-    constexpr int READERS = Product::ASYNC && !ROUND ? MULTIPLIERS / 32 : MULTIPLIERS;
+    using ItsReaders = Readers<MULTIPLIERS, Product::ASYNC && !ROUND>;
     using Team = Cluster<PARTIALS ? 1 : SPLIT>;
     using Sums = SharedSums<BM, BN, SPLIT, LANES>;
     using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH>;
@@ -61,7 +60,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(shared.full + s, BULK ? 2 : COPIERS + 1);
-            barrier_init(shared.empty + s, READERS);
+            barrier_init(shared.empty + s, ItsReaders::COUNT);
         }
         for (int s = 0; s < RESULTS; ++s) {
             barrier_init(shared.result_full + s, RESIDUAL_COPIERS);
@@ -252,11 +251,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
-        [[maybe_unused]] typename Rounded<Product, Product::ASYNC && ROUND>::Rows rounded;
-        const auto release = [&](int slot) {
-            if constexpr (READERS < MULTIPLIERS) __syncwarp();
-            if (READERS == MULTIPLIERS || lane == 0) barrier_arrive(shared.empty + slot);
-        };
+        [[maybe_unused]] u32 rounded[2][MT][4];  // rows as TF32
+        const auto release = [&](int slot) { ItsReaders::release(shared.empty + slot); };
         const bool whole = g.whole(table);
         for (int tile = first_tile; tile < tiles; tile += step) {
             const auto its = rounds.template tile<BN>(tile);
