@@ -50,9 +50,9 @@ struct Cluster {
     static DEVICE void send(float4* shared, float4 value, u64* bar, int rank) {
 #if DEVICE_ARCHITECTURE >= 900
         if constexpr (COUNT > 1) {
-            u32 there, its_bar;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(rank));
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(its_bar) : "r"(shared_address(bar)), "r"(rank));
+            u32 there, its_bar;  // found once for all sends to a block, and so not volatile
+            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(rank));
+            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(its_bar) : "r"(shared_address(bar)), "r"(rank));
             asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                          ::"r"(there), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(its_bar) : "memory");
         }

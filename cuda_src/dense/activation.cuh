@@ -72,6 +72,21 @@ DEVICE u32 pack_relu(float low, float high) {
 #endif
 }
 
+// 16 bytes of results, activated and rounded.
+template <typename T, int ACTIVATION, int COUNT>
+DEVICE uint4 rounded(const float (&values)[COUNT]) {
+    Elements<u32, uint4> packed(zero<uint4>());
+    if constexpr (sizeof(T) == 2 && ACTIVATION == 1) {
+#pragma unroll
+        for (int e = 0; e < COUNT; e += 2) packed.element[e / 2] = pack_relu<T>(values[e], values[e + 1]);
+        return packed.vector;
+    }
+    Elements<T, uint4> result(zero<uint4>());
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) result.element[e] = from_compute<T>(activate<ACTIVATION>(values[e]));
+    return result.vector;
+}
+
 // relu(t * scale + shift) of two numbers of T, rounded once.
 template <typename T>
 DEVICE u32 fma_relu(u32 t, u32 scale, u32 shift) {

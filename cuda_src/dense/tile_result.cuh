@@ -24,28 +24,48 @@ DEVICE void clear(float (&acc)[MT][NT][4]) {
         for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
 }
 
+// sums * scale + bias, in place. WIDE: scale and bias are at multiples of 16 bytes, and there are registers for more of them
+// than two at a time.
+template <bool WIDE, int COUNT>
+DEVICE void scale_and_shift(float (&sums)[COUNT], const float* scale, const float* bias) {
+    if constexpr (WIDE) {
+#pragma unroll
+        for (int e = 0; e < COUNT; e += 4) {
+            const float4 a = *reinterpret_cast<const float4*>(scale + e), b = *reinterpret_cast<const float4*>(bias + e);
+            sums[e] = __fmaf_rn(sums[e], a.x, b.x), sums[e + 1] = __fmaf_rn(sums[e + 1], a.y, b.y);
+            sums[e + 2] = __fmaf_rn(sums[e + 2], a.z, b.z), sums[e + 3] = __fmaf_rn(sums[e + 3], a.w, b.w);
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) sums[e] = __fmaf_rn(sums[e], scale[e], bias[e]);
+    }
+}
+
 // The result of 16 bytes of channels; `add_to` is the residual, if there is one.
-template <typename T, int ACTIVATION>
+template <typename T, int ACTIVATION, bool WIDE>
 DEVICE uint4 finished(const float (&sums)[16 / sizeof(T)], const float* scale, const float* bias, uint4 add_to,
                       bool has_residual, bool inside) {
-    const Elements<T, uint4> addend(add_to);
-    Elements<T, uint4> result(zero<uint4>());
+    constexpr int COUNT = 16 / sizeof(T);
+    float values[COUNT];
 #pragma unroll
-    for (int e = 0; e < static_cast<int>(16 / sizeof(T)); ++e) {
-        float value = __fmaf_rn(sums[e], scale[e], bias[e]);
-        if (has_residual) value += to_compute<float>(addend.element[e]);
-        result.element[e] = from_compute<T>(inside ? activate<ACTIVATION>(value) : 0.0f);
+    for (int e = 0; e < COUNT; ++e) values[e] = sums[e];
+    scale_and_shift<WIDE>(values, scale, bias);
+    if (has_residual) {
+        const Elements<T, uint4> addend(add_to);
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) values[e] += to_compute<float>(addend.element[e]);
     }
-    return result.vector;
+    const uint4 result = rounded<T, ACTIVATION>(values);
+    return inside ? result : zero<uint4>();
 }
 
 // The same, stored from element `to` of y on; `left` channels are left. `add_to` is the residual, if VECTOR.
-template <typename T, int ACTIVATION, bool VECTOR>
+template <typename T, int ACTIVATION, bool VECTOR, bool WIDE>
 DEVICE void finish(const float (&sums)[16 / sizeof(T)], const float* scale, const float* bias, uint4 add_to,
                    const T* __restrict__ residual, T* __restrict__ y, i64 to, int left, bool inside) {
     if (left <= 0) return;
     if constexpr (VECTOR) {
-        *reinterpret_cast<uint4*>(y + to) = finished<T, ACTIVATION>(sums, scale, bias, add_to, residual, inside);
+        *reinterpret_cast<uint4*>(y + to) = finished<T, ACTIVATION, WIDE>(sums, scale, bias, add_to, residual, inside);
     } else {
 #pragma unroll
         for (int e = 0; e < static_cast<int>(16 / sizeof(T)); ++e) {
@@ -64,17 +84,23 @@ DEVICE uint4 residual_at(const T* __restrict__ residual, i64 at, bool there) {
     return zero<uint4>();
 }
 
+// The sums of vector `v` of channels that a lane has of row l / 4, or l / 4 + 8, of 16 rows.
+template <typename T, int NT>
+DEVICE void vector_of(const float (&acc)[NT][4], int v, int half, float (&sums)[ChannelOrder<T>::COUNT]) {
+#pragma unroll
+    for (int e = 0; e < ChannelOrder<T>::COUNT; ++e) sums[e] = acc[v * ChannelOrder<T>::GROUPS + e / 2][2 * half + e % 2];
+}
+
 // A warp's sums of 16 rows of its tile and all its columns, `half` of them at rows l / 4 or l / 4 + 8: visit(row, column, sums).
 template <class Product, typename T, int NT, class Visit>
 DEVICE void for_each_vector(const float (&acc)[NT][4], int m, int half, Visit visit) {
     constexpr int GROUPS = ChannelOrder<T>::GROUPS, COUNT = ChannelOrder<T>::COUNT;
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < NT; n += GROUPS) {
+    for (int v = 0; v < NT / GROUPS; ++v) {
         float sums[COUNT];
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e) sums[e] = acc[n + e / 2][2 * half + e % 2];
-        visit(n / GROUPS, Product::row(m) + lane / 4 + 8 * half, Product::column() + n * 8 + lane % 4 * COUNT, sums);
+        vector_of<T>(acc, v, half, sums);
+        visit(Product::row(m) + lane / 4 + 8 * half, Product::column() + v * GROUPS * 8 + lane % 4 * COUNT, sums);
     }
 }
 
@@ -125,57 +151,32 @@ struct Result {
             }
     }
 
-    template <int ACTIVATION, bool VECTOR, class Product, int MT, int NT>
+    // WIDE: there are registers for many vectors at a time.
+    template <int ACTIVATION, bool VECTOR, bool WIDE, class Product, int MT, int NT>
     DEVICE void store(const float (&acc)[MT][NT][4]) const {
-        store<ACTIVATION, VECTOR, false, Product>(acc, Loaded<Product>());
+        store<ACTIVATION, VECTOR, WIDE, false, Product>(acc, Loaded<Product>());
     }
     // With residuals that are LOADED.
-    template <int ACTIVATION, bool VECTOR, bool LOADED, class Product, int MT, int NT>
+    template <int ACTIVATION, bool VECTOR, bool WIDE, bool LOADED, class Product, int MT, int NT>
     DEVICE void store(const float (&acc)[MT][NT][4], const Loaded<Product>& loaded) const {
-        constexpr int VECTORS = NT / ChannelOrder<T>::GROUPS;
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int its_row = Product::row(m) + threadIdx.x % 32 / 4 + 8 * half;
-                const int pixel = rows.pixel(its_row);
-                const bool inside = rows.is_inside(its_row);
-                const i64 at = static_cast<i64>(pixel) * K + k0;
-                uint4 add_to[VECTORS];  // all are loaded before the first is used
-                for_each_vector<Product, T>(acc[m], m, half, [&](int v, int, int column, Sums) {
-                    if constexpr (LOADED)
-                        add_to[v] = loaded.add_to[m][half][v];
-                    else
-                        add_to[v] = residual_at<VECTOR>(residual, at + column, pixel >= 0 && k0 + column < K);
-                });
-                for_each_vector<Product, T>(acc[m], m, half, [&](int v, int, int column, Sums sums) {
-                    if (pixel >= 0)
-                        finish<T, ACTIVATION, VECTOR>(sums, scale + column, bias + column, add_to[v], residual, y,
-                                                      at + column, K - k0 - column, inside);
-                });
-            }
-        }
+        if constexpr (!WIDE)
+            store_rows<ACTIVATION, VECTOR, LOADED, Product>(acc, loaded);
+        else if (residual)
+            store_columns<ACTIVATION, VECTOR, LOADED, true, Product>(acc, loaded);
+        else
+            store_columns<ACTIVATION, VECTOR, LOADED, false, Product>(acc, loaded);
     }
 
     // The same through shared memory, where rows of `pitch` bytes hold the residual, if there is one: a warp stores its
     // rows in whole lines.
     template <int ACTIVATION, class Product, int MT, int NT>
     DEVICE void store_staged(const float (&acc)[MT][NT][4], u8* staged, int pitch) const {
+        if (residual)
+            stage_rows<ACTIVATION, true, Product>(acc, staged, pitch);
+        else
+            stage_rows<ACTIVATION, false, Product>(acc, staged, pitch);
         constexpr int LANES = ChannelOrder<T>::COUNT, VECTORS = NT * 8 / LANES, AT_ONCE = 32 / VECTORS;  // rows
         const int lane = recomputed(threadIdx.x % 32);
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int its_row = Product::row(m) + lane / 4 + 8 * half;
-                const bool inside = rows.is_inside(its_row);
-                for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, Sums sums) {
-                    uint4& vector = *reinterpret_cast<uint4*>(staged + row * pitch + column * static_cast<int>(sizeof(T)));
-                    const Elements<T, uint4> addend(residual ? vector : zero<uint4>());
-                    vector = finished<T, ACTIVATION>(sums, scale + column, bias + column, addend.vector, residual, inside);
-                });
-            }
-        }
         __syncwarp();
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
@@ -197,9 +198,7 @@ struct Result {
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, Sums values) {
-                    visit(row, column, values);
-                });
+                for_each_vector<Product, T>(acc[m], m, half, visit);
     }
 
     // Leave the sums in memory, for stack_conv_sum.
@@ -209,7 +208,7 @@ struct Result {
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                for_each_vector<Product, T>(acc[m], m, half, [&](int, int row, int column, Sums sums) {
+                for_each_vector<Product, T>(acc[m], m, half, [&](int row, int column, Sums sums) {
                     const int pixel = rows.pixel(row);
                     if (pixel >= 0)
                         store_floats(partials + (static_cast<i64>(pixel) * split + rank) * width + k0 + column, sums);
@@ -223,6 +222,112 @@ struct Result {
         for (int i = thread; i < BM * LINES; i += threads) {
             const int pixel = rows.pixel(i / LINES), k = k0 + i % LINES * LINE;
             if (pixel >= 0 && k < K) prefetch_line(residual + static_cast<i64>(pixel) * K + k);
+        }
+    }
+
+private:
+    // A thread's rows one after the other, and of each its vectors of channels.
+    template <int ACTIVATION, bool VECTOR, bool LOADED, class Product, int MT, int NT>
+    DEVICE void store_rows(const float (&acc)[MT][NT][4], const Loaded<Product>& loaded) const {
+        constexpr int GROUPS = ChannelOrder<T>::GROUPS, COUNT = ChannelOrder<T>::COUNT, VECTORS = NT / GROUPS;
+        const int lane = threadIdx.x % 32, first = Product::column() + lane % 4 * COUNT;
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = Product::row(m) + lane / 4 + 8 * half, pixel = rows.pixel(row);
+                const bool inside = rows.is_inside(row);
+                const i64 at = static_cast<i64>(pixel) * K + k0;
+                uint4 add_to[VECTORS];  // all are loaded before the first is used
+#pragma unroll
+                for (int v = 0; v < VECTORS; ++v) {
+                    const int column = first + v * GROUPS * 8;
+                    if constexpr (LOADED)
+                        add_to[v] = loaded.add_to[m][half][v];
+                    else
+                        add_to[v] = residual_at<VECTOR>(residual, at + column, pixel >= 0 && k0 + column < K);
+                }
+#pragma unroll
+                for (int v = 0; v < VECTORS; ++v) {
+                    const int column = first + v * GROUPS * 8;
+                    float sums[COUNT];
+                    vector_of<T>(acc[m], v, half, sums);
+                    if (pixel >= 0)
+                        finish<T, ACTIVATION, VECTOR, false>(sums, scale + column, bias + column, add_to[v], residual, y,
+                                                             at + column, K - k0 - column, inside);
+                }
+            }
+        }
+    }
+
+    // The same, vector by vector of all rows, which have scale and bias in common: fewer loads, and more registers.
+    template <int ACTIVATION, bool VECTOR, bool LOADED, bool ADDED, class Product, int MT, int NT>
+    DEVICE void store_columns(const float (&acc)[MT][NT][4], const Loaded<Product>& loaded) const {
+        constexpr int GROUPS = ChannelOrder<T>::GROUPS, COUNT = ChannelOrder<T>::COUNT;
+        const int lane = threadIdx.x % 32;
+        int pixels[MT][2];
+        bool inside[MT][2];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = Product::row(m) + lane / 4 + 8 * half;
+                pixels[m][half] = rows.pixel(row), inside[m][half] = rows.is_inside(row);
+            }
+#pragma unroll
+        for (int v = 0; v < NT / GROUPS; ++v) {
+            const int column = Product::column() + v * GROUPS * 8 + lane % 4 * COUNT, k = k0 + column;
+            if (k >= K) break;
+            uint4 add_to[MT][2];  // all are loaded before the first is used
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    if constexpr (LOADED)
+                        add_to[m][half] = loaded.add_to[m][half][v];
+                    else
+                        add_to[m][half] = residual_at<VECTOR>(ADDED ? residual : nullptr,
+                                                              static_cast<i64>(pixels[m][half]) * K + k, pixels[m][half] >= 0);
+                }
+            alignas(16) float its_scale[COUNT], its_bias[COUNT];
+#pragma unroll
+            for (int e = 0; e < COUNT; e += 4) {
+                *reinterpret_cast<float4*>(its_scale + e) = *reinterpret_cast<const float4*>(scale + column + e);
+                *reinterpret_cast<float4*>(its_bias + e) = *reinterpret_cast<const float4*>(bias + column + e);
+            }
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float sums[COUNT];
+                    vector_of<T>(acc[m], v, half, sums);
+                    if (pixels[m][half] >= 0)
+                        finish<T, ACTIVATION, VECTOR, true>(sums, its_scale, its_bias, add_to[m][half],
+                                                            ADDED ? residual : nullptr, y,
+                                                            static_cast<i64>(pixels[m][half]) * K + k, K - k, inside[m][half]);
+                }
+        }
+    }
+
+    // The same into shared memory.
+    template <int ACTIVATION, bool ADDED, class Product, int MT, int NT>
+    DEVICE void stage_rows(const float (&acc)[MT][NT][4], u8* staged, int pitch) const {
+        constexpr int GROUPS = ChannelOrder<T>::GROUPS, COUNT = ChannelOrder<T>::COUNT;
+        const int lane = recomputed(threadIdx.x % 32);
+#pragma unroll
+        for (int v = 0; v < NT / GROUPS; ++v) {
+            const int column = Product::column() + v * GROUPS * 8 + lane % 4 * COUNT;
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = Product::row(m) + lane / 4 + 8 * half;
+                    float sums[COUNT];
+                    vector_of<T>(acc[m], v, half, sums);
+                    uint4& vector = *reinterpret_cast<uint4*>(staged + row * pitch + column * static_cast<int>(sizeof(T)));
+                    vector = finished<T, ACTIVATION, false>(sums, scale + column, bias + column, ADDED ? vector : zero<uint4>(), ADDED,
+                                                    rows.is_inside(row));
+                }
         }
     }
 };

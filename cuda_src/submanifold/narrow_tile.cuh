@@ -35,7 +35,7 @@ DEVICE void store_narrow(const Result<T, Rows>& to, const float (&acc)[MT][2][4]
         const int row = Product::row(m) + lane / 4 + 8 * bottom, pixel = to.rows.pixel(row);
         if (pixel < 0 || channel >= to.K) continue;
         const i64 at = static_cast<i64>(pixel) * to.K + channel;
-        finish<T, ACTIVATION, true>(sums, to.scale + channel, to.bias + channel, residual_at<true>(to.residual, at, true),
-                                    to.residual, to.y, at, to.K - channel, to.rows.is_inside(row));
+        finish<T, ACTIVATION, true, false>(sums, to.scale + channel, to.bias + channel,
+                                    residual_at<true>(to.residual, at, true), to.residual, to.y, at, to.K - channel, to.rows.is_inside(row));
     }
 }

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(WM * WN * 32, RESIDENT<T, BM, BN, WM * WN * 32
             if (++fill == STAGES) fill = 0;
         }
         copy_async_wait<0>();
-        result.template store<ACTIVATION, VECTOR_OUT, Product>(acc);
+        result.template store<ACTIVATION, VECTOR_OUT, false, Product>(acc);
         __syncthreads();
     }
 }

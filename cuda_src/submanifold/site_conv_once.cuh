@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(WM * WN * ONCE_GROUPS * 32, 1)
 #pragma unroll
                         for (int e = 0; e < 4; ++e) acc[m][n][e] = __fadd_rn(acc[m][n][e], four[e]);
                     }
-            result.template store<ACTIVATION, true, Product>(acc);
+            result.template store<ACTIVATION, true, true, Product>(acc);
         }
         __syncthreads();
     }

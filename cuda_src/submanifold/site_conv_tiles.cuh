@@ -95,6 +95,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     using Streaming = Streamers<Product, STAGES, BLOCKS>;
     constexpr int OWN_STAGES = STAGES / SPLIT;  // of a group's ring
     static_assert(SPLIT == 1 || (OWN_STAGES * SPLIT == STAGES && OWN_STAGES > 1), "groups share the stages evenly");
+    constexpr int REGISTERS = RING && Product::ASYNC ? Streaming::TAKEN : 65536 / ((THREADS + Streaming::COUNT) * BLOCKS);
+    constexpr bool WIDE = REGISTERS - MT * NT * 4 >= 90;  // registers are left when a tile ends
     // Whether fragments are read while others are multiplied.
     constexpr bool AHEAD = MT == 2 || NT * 4 + STEPS * 8 + (SPLIT > 1 ? 72 : 32) <= Streaming::TAKEN;
 
@@ -402,11 +404,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             const Result<T, TileRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, static_cast<int>(K)};
             if constexpr (SPLIT > 1) {
                 gather_sums<SPLIT>(acc, shared.sums, meet);
-                if (group_of<SPLIT>() == 0) result.template store<ACTIVATION, true, Product>(acc);
+                if (group_of<SPLIT>() == 0) result.template store<ACTIVATION, true, WIDE, Product>(acc);
             } else if constexpr (BN == 16 && sizeof(T) == 2) {
                 store_narrow<ACTIVATION, Product>(result, acc);
             } else {
-                result.template store<ACTIVATION, true, Product>(acc);
+                result.template store<ACTIVATION, true, WIDE, Product>(acc);
             }
             clear(acc);
         }

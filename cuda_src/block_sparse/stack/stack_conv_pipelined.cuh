@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     constexpr int LAUNCHED = 65536 / ((MULTIPLIERS + TEAMS * COPIERS) * BLOCKS) / 8 * 8;
     constexpr int KEPT = TEAMS == 1 || BM * BN == 128 * 128 ? 96 : BM == 192 ? 48 : 64;
     constexpr int TAKEN = (LAUNCHED + (LAUNCHED - KEPT) * TEAMS * COPIERS / MULTIPLIERS) / 8 * 8;
+    constexpr bool WIDE = LAUNCHED - MT * NT * 4 >= 90;  // registers are left when a tile ends
     constexpr int ALL_COPIERS = TEAMS * COPIERS;
     constexpr int RESIDUAL_COPIERS = BULK ? COPIERS / 2 : ALL_COPIERS;  // the last of those that copy
     constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
@@ -166,8 +167,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                         stage.advance();
                     }
                 } else if (warp == 1) {
-                    wait();
                     const TileBoxes<BM> boxes(its.p0, 0x7fffffff), boxes_also(its.p0, g.pw);
+                    wait();
 #pragma unroll 1
                     for (int i = 0; i < count; ++i) {
                         if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
@@ -271,6 +272,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 for (int i = threadIdx.x; i < BM; i += MULTIPLIERS)
                     shared.inside[i] = IMAGES ? finder.image_pixel(p0, i, end) : finder.is_inside(p0, i);
             }
+            all.sync();  // scale, bias and inside are there
             wait();
 
             using Rows = typename RowsOf<IMAGES>::Type;
@@ -320,7 +322,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 wgmma_wait<0>();
                 if (count > 0) release(last);
             }
-            all.sync();  // scale, bias and inside are there
 
             if constexpr (PARTIALS) {
                 result.template store_partials<Product>(acc, partials, rank, SPLIT, across * BN);
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 if (residual && lane == 0) barrier_arrive(shared.result_empty + result_stage.slot);
                 result_stage.advance();
             } else if constexpr (SPLIT == 1) {
-                result.template store<ACTIVATION, VECTOR_OUT, EARLY, Product>(acc, loaded);
+                result.template store<ACTIVATION, VECTOR_OUT, WIDE, EARLY, Product>(acc, loaded);
             } else {
                 finish_in_cluster<ACTIVATION, VECTOR_OUT, MULTIPLIERS, BM, BN, SPLIT, Product>(
                     acc, result, reinterpret_cast<float*>(shared.results), shared.result_full, result_stage.phase, rank);

@@ -11,23 +11,12 @@
 //         memory. A tile is TH x TW <= 64 * MT pixels of a block of y; the patch of x under it, and its rim, is read once.
 // Why:    neither a stack of x nor its rims exist in memory, and K is no longer than pixels of 8 bytes make it: tensor
 //         cores take pixels of 3 channels with one zero, not five. See cuda_src/README.md for the order of K.
-#include "core/wgmma.cuh"
-#include "dense/activation.cuh"
 #include "block_sparse/stack/block_table.cuh"
+#include "dense/tile_result.cuh"
 
 // K is in units of 8 bytes of a pixel, tap after tap, and four units make a step: the K of one product. Lane l holds both
 // words of unit l % 4: it reads them at once, and the order of K within a step is the same for A and B.
 constexpr int STEP = 4;
-
-// Which output channel is in which column of a warp's product: the lane's columns of neighbouring groups make 16 bytes.
-template <typename T>
-struct OutputColumns {
-    static constexpr int GROUPS = 8 / sizeof(T), COUNT = 2 * GROUPS;
-    static DEVICE int channel(int column) {
-        const int n = column / 8;
-        return n / GROUPS * (8 * GROUPS) + column % 8 / 2 * COUNT + n % GROUPS * 2 + column % 2;
-    }
-};
 
 // A number as the tensor cores take it.
 template <typename T>
@@ -58,7 +47,7 @@ __global__ void __launch_bounds__(256, 3)
         }
         const int row = static_cast<int>(i % 8), word = static_cast<int>(i / 8 % 2), pair = static_cast<int>(i / 16);
         const int step = pair % steps;
-        const i64 k = OutputColumns<T>::channel(pair / steps * 8 + row);
+        const i64 k = ChannelOrder<T>::channel(pair / steps * 8 + row);
         Elements<T, uint4> value(zero<uint4>());
 #pragma unroll
         for (int e = 0; e < 2 * PER_UNIT; ++e) {
@@ -258,21 +247,6 @@ struct PatchLoader {
     }
 };
 
-// 16 bytes of results, activated and rounded.
-template <typename T, int ACTIVATION, int COUNT>
-DEVICE uint4 rounded(const float (&values)[COUNT]) {
-    Elements<u32, uint4> packed(zero<uint4>());
-    if constexpr (sizeof(T) == 2 && ACTIVATION == 1) {
-#pragma unroll
-        for (int e = 0; e < COUNT; e += 2) packed.element[e / 2] = pack_relu<T>(values[e], values[e + 1]);
-        return packed.vector;
-    }
-    Elements<T, uint4> result(zero<uint4>());
-#pragma unroll
-    for (int e = 0; e < COUNT; ++e) result.element[e] = from_compute<T>(activate<ACTIVATION>(values[e]));
-    return result.vector;
-}
-
 template <bool WGMMA, typename T, int CHANNELS, bool PIXELS, int MT, int NT, bool VECTOR, int ACTIVATION, int BLOCKS>
 __global__ void __launch_bounds__(128, BLOCKS)
     stack_image_conv2d(const T* __restrict__ x,             // images, by their steps
@@ -285,7 +259,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
                        i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 step_n, i64 step_h,
                        i64 step_w, i64 step_c, i64 tile_h, i64 tile_w, i64 settled, i64 clear_rows) {
     constexpr int THREADS = 128, BN = 8 * NT, UNITS = ceil_div(CHANNELS, static_cast<int>(8 / sizeof(T)));
-    constexpr int GROUPS = OutputColumns<T>::GROUPS, COUNT = OutputColumns<T>::COUNT;
+    constexpr int GROUPS = ChannelOrder<T>::GROUPS, COUNT = ChannelOrder<T>::COUNT;
     static_assert(NT % GROUPS == 0, "a lane's columns are whole vectors");
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const int across = ceil_div(narrow(pw), narrow(tile_w)), tiles = across * ceil_div(narrow(ph), narrow(tile_h));
@@ -372,9 +346,6 @@ __global__ void __launch_bounds__(128, BLOCKS)
         for (int n = 0; n < NT; n += GROUPS) {
             const int column = n * 8 + t * COUNT, channel = k0 + column;
             if (channel >= g.K) break;
-            float scale[COUNT], bias[COUNT];
-#pragma unroll
-            for (int e = 0; e < COUNT; ++e) scale[e] = tables[column + e], bias[e] = tables[BN + column + e];
 #pragma unroll
             for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -383,9 +354,8 @@ __global__ void __launch_bounds__(128, BLOCKS)
                     const int i = tile_width.of(pixel), j = pixel - i * g.tile_w;
                     if (i >= g.tile_h || i0 + i >= g.ph || j0 + j >= g.pw) continue;
                     float values[COUNT];
-#pragma unroll
-                    for (int e = 0; e < COUNT; ++e)
-                        values[e] = __fmaf_rn(acc[m][n + e / 2][2 * half + e % 2], scale[e], bias[e]);
+                    vector_of<T>(acc[m], n / GROUPS, half, values);
+                    scale_and_shift<true>(values, tables + column, tables + BN + column);
                     const bool inside = i0 + i < left_h && j0 + j < left_w;
                     const Elements<T, uint4> result(inside ? rounded<T, ACTIVATION>(values) : zero<uint4>());
                     T* const to = corner + static_cast<i64>((i * g.pw + j) * g.K) + n * 8;

@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
 #pragma unroll
                     for (int e = 0; e < 8; ++e) sums[e] = acc[0][n + e / 2][2 * half + e % 2];
                     *reinterpret_cast<uint4*>(shared.middle + swizzled(middle, column / 8)) =
-                        middle_values<T, INNER>(sums, shared.tables + column, shared.tables + WIDTH + column, inside);
+                        finished<T, INNER, true>(sums, shared.tables + column, shared.tables + WIDTH + column,
+                                           zero<uint4>(), false, inside);
                 }
             }
             barrier_arrive(shared.first);
@@ -219,8 +220,8 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
                         const int column = v * 32 + lane % 4 * 8;
                         float values[8];
                         vector(v * 4, values);
-                        finish<T, ACTIVATION, true>(values, scale2 + column, scale2 + WIDTH + column, add_to[v], residual, y,
-                                                    static_cast<i64>(place) * WIDTH + column, LANES, inside);
+                        finish<T, ACTIVATION, true, true>(values, scale2 + column, scale2 + WIDTH + column, add_to[v],
+                                                    residual, y, static_cast<i64>(place) * WIDTH + column, LANES, inside);
                     }
             } else {
 #pragma unroll
@@ -229,7 +230,8 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
                     float values[8];
                     vector(n, values);
                     *reinterpret_cast<uint4*>(shared.second + swizzled(pixel, column / 8)) =
-                        middle_values<T, INNER>(values, scale2 + column, scale2 + WIDTH + column, inside);
+                        finished<T, INNER, true>(values, scale2 + column, scale2 + WIDTH + column, zero<uint4>(),
+                                           false, inside);
                 }
                 barrier_arrive(shared.last);
                 int places[2];
@@ -269,8 +271,8 @@ __global__ void __launch_bounds__(UNIT_THREADS, 1)
 #pragma unroll
                             for (int e = 0; e < 8; ++e) values[e] = acc[0][v * 4 + e / 2][2 * half + e % 2];
                             const int column = panel * 64 + v * 32 + lane % 4 * 8;
-                            finish<T, ACTIVATION, true>(values, scale3 + column, scale3 + width_out + column, add_to[half][v],
-                                                        residual, y, static_cast<i64>(places[half]) * width_out + column,
+                            finish<T, ACTIVATION, true, true>(values, scale3 + column, scale3 + width_out + column,
+                                                        add_to[half][v], residual, y, static_cast<i64>(places[half]) * width_out + column,
                                                         LANES, real[half]);
                         }
                     load_residual(panel + UNIT_GROUPS);

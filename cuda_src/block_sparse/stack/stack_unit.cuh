@@ -135,25 +135,13 @@ struct RowProduct {
     }
 };
 
-// Sums of one pixel through scale, bias and activation, rounded; 0 where the pixel is not inside.
-template <typename T, int ACTIVATION>
-DEVICE uint4 middle_values(const float (&sums)[8], const float* scale, const float* bias, bool inside) {
-    Elements<T, uint4> result(zero<uint4>());
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-        const float value = activate<ACTIVATION>(__fmaf_rn(sums[e], scale[e], bias[e]));
-        result.element[e] = from_compute<T>(inside ? value : 0.0f);
-    }
-    return result.vector;
-}
-
 // Shared memory, from a multiple of 1024 bytes on: BYTES, the weights, and scale and bias of each layer's columns.
 template <class Tile, int X_STAGES>
 struct UnitMemory {
     static constexpr int X = Tile::X_ROWS * TILE_ROW, MIDDLE = Tile::MIDDLE_ROWS * TILE_ROW;
     static constexpr int SECOND = Tile::RIM == 1 ? UNIT_ROWS * TILE_ROW : 0;
     static constexpr int SUMS = 2 * 4 * 128 * 16;  // that the groups exchange
-    static constexpr int BYTES = X_STAGES * X + MIDDLE + SECOND + SUMS + (2 * X_STAGES + 11) * 8 + 2 * Tile::X_ROWS * 4;
+    static constexpr int BYTES = X_STAGES * X + MIDDLE + SECOND + SUMS + (2 * X_STAGES + 12) * 8 + 2 * Tile::X_ROWS * 4;
     u8 *x, *middle, *second;
     float4* sums;
     u64 *x_full, *x_empty;     // of each stage
@@ -172,7 +160,7 @@ struct UnitMemory {
         x_full = reinterpret_cast<u64*>(sums + SUMS / 16), x_empty = x_full + X_STAGES;
         weights = x_empty + X_STAGES, found = weights + 3, done = found + 2;
         first = done + 2, last = first + 1, meet = last + 1, ready = meet + 1;
-        offsets = reinterpret_cast<int*>(ready + 1);
+        offsets = reinterpret_cast<int*>(ready + 2);  // and tables at a multiple of 16 bytes
         tables = reinterpret_cast<float*>(offsets + 2 * Tile::X_ROWS);
     }
 };

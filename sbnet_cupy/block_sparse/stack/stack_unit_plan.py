@@ -80,7 +80,7 @@ class UnitPlan(NamedTuple):
         rows = self.pieces * (self.piece[0] + rim) * (self.piece[1] + rim)
         middle = self.pieces * (self.piece[0] + 2) * (self.piece[1] + 2) * ROW
         second = ROWS * ROW if unit.bottleneck else 0
-        barriers = 8 * (2 * self.x_stages + 11)
+        barriers = 8 * (2 * self.x_stages + 12)
         return self.x_stages * rows * ROW + middle + second + (16 << 10) + barriers + 8 * rows
 
     def shared_bytes(self, unit):
