@@ -28,6 +28,36 @@ DEVICE u32 shared_address(const void* pointer) {
 #endif
 }
 
+// A place in shared memory, as instructions take it: that of a pointer, which is converted where it is used, by some ten
+// instructions; or found once, before it is needed: the same place in all lanes of the warp, or each lane's own.
+struct SharedPlace {
+#ifdef SBNET_HOST
+    u8* at;
+    SharedPlace(void* pointer) : at(static_cast<u8*>(pointer)) {}
+    static SharedPlace found(void* pointer) { return pointer; }
+    static SharedPlace found_by_each(void* pointer) { return pointer; }
+    u64* barrier() const { return reinterpret_cast<u64*>(at); }
+#else
+    u32 at;
+    DEVICE SharedPlace(void* pointer) : at(shared_address(pointer)) {}
+    static DEVICE SharedPlace found(void* pointer) {
+        SharedPlace place(pointer);
+        place.at = __shfl_sync(0xffffffffu, place.at, 0);
+        return place;
+    }
+    static DEVICE SharedPlace found_by_each(void* pointer) {
+        SharedPlace place(pointer);
+        asm volatile("" : "+r"(place.at));
+        return place;
+    }
+#endif
+    DEVICE SharedPlace operator+(int bytes) const {
+        SharedPlace place(*this);
+        place.at += bytes;
+        return place;
+    }
+};
+
 // ---------------------------------------------------------------------------- copies
 
 // Begin to copy BYTES (4, 8 or 16, aligned to as many) into shared memory, or zeros if not inside;
@@ -54,16 +84,18 @@ DEVICE void copy_async_16(void* shared, const void* global, bool inside) {
 // 16 bytes, or zeros where `offset` is negative: the test is one instruction. CACHED: through the L1 cache, for vectors
 // that a thread block copies several times.
 template <bool CACHED>
-DEVICE void copy_async_16_unless_negative(void* shared, const void* global, int offset) {
+DEVICE void copy_async_16_unless_negative(SharedPlace shared, const void* global, int offset) {
 #if !defined(SBNET_HOST) && DEVICE_ARCHITECTURE >= 800
     if constexpr (CACHED)
         asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, 0;\ncp.async.ca.shared.global [%0], [%1], 16, p;\n}"
-                     ::"r"(shared_address(shared)), "l"(global), "r"(offset));
+                     ::"r"(shared.at), "l"(global), "r"(offset));
     else
         asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, p;\n}"
-                     ::"r"(shared_address(shared)), "l"(global), "r"(offset));
+                     ::"r"(shared.at), "l"(global), "r"(offset));
+#elif defined(SBNET_HOST)
+    copy_async<16>(shared.at, global, offset >= 0);
 #else
-    copy_async<16>(shared, global, offset >= 0);
+    copy_async<16>(__cvta_shared_to_generic(shared.at), global, offset >= 0);
 #endif
 }
 DEVICE void copy_async_8(void* shared, const void* global, bool inside) {
@@ -150,36 +182,35 @@ DEVICE void shared_fence() {
 }
 
 // Arrive at the barrier and announce bytes that bulk copies will bring in this phase.
-DEVICE void barrier_expect(u64* bar, u32 bytes) {
+DEVICE void barrier_expect(SharedPlace bar, u32 bytes) {
 #ifdef SBNET_HOST
-    host_cuda::barrier_expect(bar, bytes);
+    host_cuda::barrier_expect(bar.barrier(), bytes);
 #elif DEVICE_ARCHITECTURE >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar.at), "r"(bytes) : "memory");
 #else
     __trap();
 #endif
 }
 
 // Arrive at the barrier; what this thread wrote before is seen by those who wait.
-DEVICE void barrier_arrive(u64* bar) {
+DEVICE void barrier_arrive(SharedPlace bar) {
 #ifdef SBNET_HOST
-    host_cuda::barrier_expect(bar, 0);
+    host_cuda::barrier_expect(bar.barrier(), 0);
 #elif DEVICE_ARCHITECTURE >= 900
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar.at) : "memory");
 #else
     __trap();
 #endif
 }
 
 // Arrive at the barrier once all copies of this thread so far (copy_async_*) have landed; do not wait for that.
-DEVICE void copies_arrive(u64* bar) {
+DEVICE void copies_arrive(SharedPlace bar) {
 #ifdef SBNET_HOST
     host_cuda::commit_copies();
     host_cuda::wait_for_copies(0);
-    host_cuda::barrier_expect(bar, 0);
+    host_cuda::barrier_expect(bar.barrier(), 0);
 #elif DEVICE_ARCHITECTURE >= 900
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(bar)) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar.at) : "memory");
 #else
     __trap();
 #endif
@@ -209,28 +240,28 @@ DEVICE bool elected() {
 #endif
 
 // Begin to copy bytes, a multiple of 16, between addresses that are multiples of 16.
-DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* bar) {
+DEVICE void bulk_copy(SharedPlace shared, const void* global, u32 bytes, SharedPlace bar) {
 #ifdef SBNET_HOST
-    host_cuda::bulk_copy(shared, global, bytes, bar);
+    host_cuda::bulk_copy(shared.at, global, bytes, bar.barrier());
 #elif DEVICE_ARCHITECTURE >= 900
     asm volatile("cp.async.bulk." BULK_COPIES_TO ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)) : "memory");
+                 ::"r"(shared.at), "l"(global), "r"(bytes), "r"(bar.at) : "memory");
 #else
     __trap();
 #endif
 }
 
 // Wait until the phase of this parity is complete: 0 for the first, 1 for the second, ...
-DEVICE void barrier_wait(u64* bar, u32 phase) {
+DEVICE void barrier_wait(SharedPlace bar, u32 phase) {
 #ifdef SBNET_HOST
-    host_cuda::barrier_wait(bar, phase);
+    host_cuda::barrier_wait(bar.barrier(), phase);
 #elif DEVICE_ARCHITECTURE >= 900
     u32 done;
     do {
         asm volatile("{\n.reg .pred p;\n"
                      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
                      "selp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(done) : "r"(shared_address(bar)), "r"(phase) : "memory");
+                     : "=r"(done) : "r"(bar.at), "r"(phase) : "memory");
     } while (!done);
 #else
     __trap();

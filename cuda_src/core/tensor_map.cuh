@@ -17,14 +17,13 @@ struct alignas(64) TensorMap {  // CUtensorMap
 
 // Begin to copy the box whose first element is (inner, across, down), to a multiple of 1024 bytes. The barrier expects the
 // bytes of a whole box, wherever it lies.
-DEVICE void copy_box(void* shared, const TensorMap& map, int inner, int across, int down, u64* bar) {
+DEVICE void copy_box(SharedPlace shared, const TensorMap& map, int inner, int across, int down, SharedPlace bar) {
 #ifdef SBNET_HOST
-    host_cuda::begin_box(shared, map, inner, across, down, bar);
+    host_cuda::begin_box(shared.at, map, inner, across, down, bar.barrier());
 #elif DEVICE_ARCHITECTURE >= 900
     asm volatile("cp.async.bulk.tensor.3d." BULK_COPIES_TO
                  ".global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-                 ::"r"(shared_address(shared)), "l"(&map), "r"(inner), "r"(across), "r"(down), "r"(shared_address(bar))
-                 : "memory");
+                 ::"r"(shared.at), "l"(&map), "r"(inner), "r"(across), "r"(down), "r"(bar.at) : "memory");
 #else
     __trap();
 #endif

@@ -29,10 +29,13 @@ struct LeanCopier {
     int beside[SHORTCUT ? PASSES : 1];  // those of the shortcut
     int chunk, tap, c;              // this chunk; its tap, and the channel of the thread's vector
     int height;                     // rows of the tile that are copied: if CUT a multiple of 64, else BM
+    // The pixels of a chunk of four rows a thread are looked up before it is their turn.
+    static constexpr bool EARLY = !POINTWISE && VECTOR && PASSES == 4;
+    int4 ready;
 
     DEVICE LeanCopier(const T* x, const T* also, const int* all_offsets, const Order& order, const Problem& g,
                       int channels, const Shortcut& shortcut, int thread, int p0, int pixels, int first, int height)
-        : x(x), also(also), order(order), C(channels), unit(thread % 8), to(swizzled(thread / 8, unit)),
+        : x(x), also(also), order(order), C(channels), unit(thread % 8), to(place(thread)),
           offsets(all_offsets + thread / 8 * PASSES), its(offsets), chunk(first), tap(0), c(0),
           height(height) {
         if constexpr (POINTWISE) {
@@ -51,6 +54,8 @@ struct LeanCopier {
         }
     }
 
+    // Where the first vector of a thread of the team goes in a stage.
+    static DEVICE int place(int thread) { return swizzled(thread / 8, thread % 8); }
     // Begin to copy this chunk. Rows past the last pixel may be any.
     DEVICE void copy(u8* stage) const {
         if (SHORTCUT && chunk >= order.chunks) {
@@ -65,6 +70,20 @@ struct LeanCopier {
             const bool real = its_tap < order.taps && its_unit * LANES < C;
             vectors<false>(stage, x, offsets + (real ? its_tap : 0) * BM, its_unit * LANES, real);
         }
+    }
+    // The same in two steps, for a chunk of one tap, of EARLY pixels: `own` is where the thread's first vector of the stage goes.
+    DEVICE bool is_of_one_tap() const { return chunk < order.groups * order.taps; }
+    DEVICE void look_up() {
+        if constexpr (EARLY)
+            if (is_of_one_tap()) ready = *reinterpret_cast<const int4*>(its);
+    }
+    DEVICE void copy_ready(SharedPlace own) const {
+        const u8* const base = reinterpret_cast<const u8*>(computed_once(reinterpret_cast<i64>(x + c)));
+        const int four[4] = {ready.x, ready.y, ready.z, ready.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            copy_async_16_unless_negative<CACHED>(own + e * (PASS * TILE_ROW),
+                                                  base + static_cast<u64>(static_cast<u32>(four[e])) * 16, four[e]);
     }
     // Go on to the next one.
     DEVICE void advance() {
@@ -114,7 +133,7 @@ struct TileWeights {
     i64 step, step_also;   // from panel to panel, in bytes
     int count, here;       // chunks before those of the shortcut; panels that there are
     // Begin to copy those of chunk i.
-    DEVICE void copy(u8* stage, int i, u64* bar) const {
+    DEVICE void copy(SharedPlace stage, int i, SharedPlace bar) const {
         barrier_expect(bar, here * PANEL_CHUNK);
         const bool is_own = !SHORTCUT || i < count;
         const u8* const from = is_own ? own + i * PANEL_CHUNK : also + (i - count) * PANEL_CHUNK;
@@ -149,7 +168,7 @@ struct TileBoxes {
         }
     }
     // Begin to copy 128 bytes of channels from c on, of the first `height` pixels.
-    DEVICE void copy(u8* stage, const TensorMap& map, int c, int height, u64* bar) const {
+    DEVICE void copy(SharedPlace stage, const TensorMap& map, int c, int height, SharedPlace bar) const {
         barrier_expect(bar, height * TILE_ROW);
 #pragma unroll
         for (int box = 0; box < COUNT; ++box)

@@ -112,7 +112,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         give_registers<SHIFTED ? KEPT : 0>();
         using Copier = LeanCopier<POINTWISE, VECTOR_IN, CACHED, BM, SHORTCUT, (PARTS > 1), T>;
         const int thread = threadIdx.x - MULTIPLIERS, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
-        int fresh = STAGES;  // stages that nobody has used
         const auto weights_of = [&](int k0) {
             const int panel = k0 / PANEL;
             const u8* const its = packed + tables_bytes(g.K);
@@ -122,7 +121,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                                                  also + panel * step_also + static_cast<i64>(first + own - order.chunks) * PANEL_CHUNK,
                                                  step, step_also, own, min(PANELS, panels - panel)};
         };
-        Stage<STAGES> stage;
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
         // The residual of a tile: to shared memory, or to the cache, since it is read at the end.
         const int helper = thread - (ALL_COPIERS - RESIDUAL_COPIERS);
@@ -155,31 +153,44 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         };
         if constexpr (BULK) {
             // One warp brings the weights, one the pixels, which are results of the kernel ahead, and two the residual.
+            const SharedPlace ring = SharedPlace::found(shared.ring), full = SharedPlace::found(shared.full);
+            const SharedPlace empty = SharedPlace::found(shared.empty);
+            Stage<STAGES> stage;
+            int fresh = STAGES;  // stages that nobody has used
             for (int tile = first_tile; tile < tiles; tile += step) {
                 const auto its = rounds.template tile<BN>(tile);
                 if (warp == 0) {
                     const auto weights = weights_of(its.k0);
 #pragma unroll 1
                     for (int i = 0; i < count; ++i) {
-                        if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                        if (elected())
-                            weights.copy(shared.ring + stage.slot * Memory::STAGE + Memory::A, i, shared.full + stage.slot);
+                        if (--fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
+                        if (elected()) weights.copy(ring + (stage.slot * Memory::STAGE + Memory::A), i, full + stage.slot * 8);
                         stage.advance();
                     }
                 } else if (warp == 1) {
                     const TileBoxes<BM> boxes(its.p0, 0x7fffffff), boxes_also(its.p0, g.pw);
                     wait();
-#pragma unroll 1
-                    for (int i = 0; i < count; ++i) {
-                        if (--fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                        u8* const at = shared.ring + stage.slot * Memory::STAGE;
+                    const auto copy_pixels = [&](int slot, int i) {
+                        const SharedPlace at = ring + slot * Memory::STAGE, bar = full + slot * 8;
                         const int c = (first + i) * (8 * LANES);
                         if (!SHORTCUT || i < own) {
-                            if (elected()) boxes.copy(at, map, c, its.height, shared.full + stage.slot);
+                            if (elected()) boxes.copy(at, map, c, its.height, bar);
                         } else if constexpr (SHORTCUT) {
-                            if (elected())
-                                boxes_also.copy(at, map_also, c - order.chunks * (8 * LANES), its.height, shared.full + stage.slot);
+                            if (elected()) boxes_also.copy(at, map_also, c - order.chunks * (8 * LANES), its.height, bar);
                         }
+                    };
+                    int i = 0;
+                    if (fresh == STAGES) {  // at once: a stage of a loop takes some 35 instructions, most of them addresses
+#pragma unroll
+                        for (int s = 0; s < STAGES; ++s)
+                            if (s < count) copy_pixels(s, s);
+                        i = min(STAGES, count), fresh -= i;
+                        stage.skip(i);
+                    }
+#pragma unroll 1
+                    for (; i < count; ++i) {
+                        if (--fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
+                        copy_pixels(stage.slot, i);
                         stage.advance();
                     }
                 } else {
@@ -194,18 +205,22 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         } else {
             const Finder finder(table, g);
             Meeting all(shared.copiers);
+            const SharedPlace ring = SharedPlace::found(shared.ring), full = SharedPlace::found(shared.full);
+            const SharedPlace empty = SharedPlace::found(shared.empty);
+            const SharedPlace own_place = SharedPlace::found_by_each(shared.ring + Copier::place(thread % COPIERS));
+            int slot = 0, odd = 0;  // of the ring; whether this round began after an odd number of chunks
+            u32 phase = 0;
+            bool fresh = true;  // stages that nobody has used
             for (int tile = first_tile; tile < tiles; tile += step) {
                 const auto its = rounds.template tile<BN>(tile);
                 const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);
                 const auto weights = weights_of(k0);
-                const auto copy_weights = [&](int slot, int i) {
-                    weights.copy(shared.ring + slot * Memory::STAGE + Memory::A, i, shared.full + slot);
-                };
                 const bool is_first = tile == first_tile;
                 const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
                 if (thread == 0)
 #pragma unroll 1
-                    for (int s = 0; s < ahead; ++s) copy_weights(s, s);
+                    for (int s = 0; s < ahead; ++s)
+                        weights.copy(ring + (s * Memory::STAGE + Memory::A), s, full + s * 8);
                 if constexpr (!POINTWISE) {
                     if (!is_first) all.sync();  // the last tile's offsets are read
                     finder.find<BM, Copier::PASS, BLOCKS == 1 && TEAMS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, recomputed(thread), ALL_COPIERS);
@@ -213,27 +228,40 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 }
                 const T* const its_x = x + (GROUPED ? by_group.begin(k0 / PANEL, g.C, LANES) : 0);
                 Copier copier(its_x, also, shared.offsets, order, g, channels, shortcut, recomputed(thread % COPIERS), p0, pixels, first, its.height);
+                copier.look_up();
                 wait();
                 if constexpr (RESULTS > 0) stage_residual(p0, k0, end);
+                // Round by round of the ring, so that the compiler knows the stage.
 #pragma unroll 1
-                for (int i = 0; i < count; ++i) {
-                    --fresh;
-                    // Teams take turns, from tile to tile too: neither is more than a round of the ring behind.
-                    if (TEAMS == 1 || (fresh & 1) == warp / (COPIERS / 32)) {
-                        if (fresh < 0) barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
-                        const int its_warp = i / TEAMS % (COPIERS / 32) + (TEAMS == 1 ? 0 : (fresh & 1) * (COPIERS / 32));
-                        if (i >= ahead && its_warp == warp && thread % 32 == 0) copy_weights(stage.slot, i);
-                        copier.copy(shared.ring + stage.slot * Memory::STAGE);
-                        if constexpr (VECTOR_IN) {
-                            copies_arrive(shared.full + stage.slot);
-                        } else {
-                            shared_fence();
-                            barrier_arrive(shared.full + stage.slot);
+                for (int i0 = -slot; i0 < count; i0 += STAGES) {
+                    const int skipped = -i0, left = count - i0;
+                    // A warp of the team brings weights too; they are there already where nobody has used the stages.
+                    const int its_warp = is_first && fresh ? -1 : warp % (COPIERS / 32);
+#pragma unroll
+                    for (int s = 0; s < STAGES; ++s) {
+                        if (s < skipped || s >= left) continue;
+                        // Teams take turns, from tile to tile too: neither is more than a round of the ring behind.
+                        if (TEAMS == 1 || ((s + odd) & 1) == warp / (COPIERS / 32)) {
+                            if (!fresh) barrier_wait(empty + s * 8, phase ^ 1);
+                            if (its_warp == s / TEAMS % (COPIERS / 32) && elected())
+                                weights.copy(ring + (s * Memory::STAGE + Memory::A), i0 + s, full + s * 8);
+                            if (Copier::EARLY && copier.is_of_one_tap())
+                                copier.copy_ready(own_place + s * Memory::STAGE);
+                            else
+                                copier.copy(shared.ring + s * Memory::STAGE);
+                            if constexpr (VECTOR_IN) {
+                                copies_arrive(full + s * 8);
+                            } else {
+                                shared_fence();
+                                barrier_arrive(full + s * 8);
+                            }
                         }
+                        copier.advance();
+                        copier.look_up();
                     }
-                    copier.advance();
-                    stage.advance();
+                    if (left >= STAGES) phase ^= 1, fresh = false, odd ^= STAGES % 2;
                 }
+                slot = (slot + count) % STAGES;
                 if constexpr (!PARTIALS && !IMAGES && RESULTS == 0) prefetch_residual(p0, k0, end);
                 leave_tile(tile);
             }
