@@ -23,11 +23,6 @@ struct Stage {
     DEVICE void advance() {
         if (++slot == STAGES) slot = 0, phase ^= 1;
     }
-    // Go on by up to STAGES, from the first one.
-    DEVICE void skip(int count) {
-        slot = count;
-        if (slot == STAGES) slot = 0, phase ^= 1;
-    }
 };
 
 // How THREADS threads that multiply say that they have read a stage: all of them, or, where tensor cores read it from

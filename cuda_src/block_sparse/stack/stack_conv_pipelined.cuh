@@ -170,27 +170,16 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 } else if (warp == 1) {
                     const TileBoxes<BM> boxes(its.p0, 0x7fffffff), boxes_also(its.p0, g.pw);
                     wait();
-                    const auto copy_pixels = [&](int slot, int i) {
-                        const SharedPlace at = ring + slot * Memory::STAGE, bar = full + slot * 8;
+#pragma unroll 1
+                    for (int i = 0; i < count; ++i) {
+                        if (--fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
+                        const SharedPlace at = ring + stage.slot * Memory::STAGE, bar = full + stage.slot * 8;
                         const int c = (first + i) * (8 * LANES);
                         if (!SHORTCUT || i < own) {
                             if (elected()) boxes.copy(at, map, c, its.height, bar);
                         } else if constexpr (SHORTCUT) {
                             if (elected()) boxes_also.copy(at, map_also, c - order.chunks * (8 * LANES), its.height, bar);
                         }
-                    };
-                    int i = 0;
-                    if (fresh == STAGES) {  // at once: a stage of a loop takes some 35 instructions, most of them addresses
-#pragma unroll
-                        for (int s = 0; s < STAGES; ++s)
-                            if (s < count) copy_pixels(s, s);
-                        i = min(STAGES, count), fresh -= i;
-                        stage.skip(i);
-                    }
-#pragma unroll 1
-                    for (; i < count; ++i) {
-                        if (--fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
-                        copy_pixels(stage.slot, i);
                         stage.advance();
                     }
                 } else {
@@ -208,9 +197,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             const SharedPlace ring = SharedPlace::found(shared.ring), full = SharedPlace::found(shared.full);
             const SharedPlace empty = SharedPlace::found(shared.empty);
             const SharedPlace own_place = SharedPlace::found_by_each(shared.ring + Copier::place(thread % COPIERS));
-            int slot = 0, odd = 0;  // of the ring; whether this round began after an odd number of chunks
-            u32 phase = 0;
-            bool fresh = true;  // stages that nobody has used
+            Stage<STAGES> stage;
+            int fresh = STAGES;  // stages that nobody has used
             for (int tile = first_tile; tile < tiles; tile += step) {
                 const auto its = rounds.template tile<BN>(tile);
                 const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);
@@ -231,37 +219,30 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 copier.look_up();
                 wait();
                 if constexpr (RESULTS > 0) stage_residual(p0, k0, end);
-                // Round by round of the ring, so that the compiler knows the stage.
 #pragma unroll 1
-                for (int i0 = -slot; i0 < count; i0 += STAGES) {
-                    const int skipped = -i0, left = count - i0;
-                    // A warp of the team brings weights too; they are there already where nobody has used the stages.
-                    const int its_warp = is_first && fresh ? -1 : warp % (COPIERS / 32);
-#pragma unroll
-                    for (int s = 0; s < STAGES; ++s) {
-                        if (s < skipped || s >= left) continue;
-                        // Teams take turns, from tile to tile too: neither is more than a round of the ring behind.
-                        if (TEAMS == 1 || ((s + odd) & 1) == warp / (COPIERS / 32)) {
-                            if (!fresh) barrier_wait(empty + s * 8, phase ^ 1);
-                            if (its_warp == s / TEAMS % (COPIERS / 32) && elected())
-                                weights.copy(ring + (s * Memory::STAGE + Memory::A), i0 + s, full + s * 8);
-                            if (Copier::EARLY && copier.is_of_one_tap())
-                                copier.copy_ready(own_place + s * Memory::STAGE);
-                            else
-                                copier.copy(shared.ring + s * Memory::STAGE);
-                            if constexpr (VECTOR_IN) {
-                                copies_arrive(full + s * 8);
-                            } else {
-                                shared_fence();
-                                barrier_arrive(full + s * 8);
-                            }
+                for (int i = 0; i < count; ++i) {
+                    --fresh;
+                    // Teams take turns, from tile to tile too: neither is more than a round of the ring behind.
+                    if (TEAMS == 1 || (fresh & 1) == warp / (COPIERS / 32)) {
+                        if (fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
+                        const int its_warp = i / TEAMS % (COPIERS / 32) + (TEAMS == 1 ? 0 : (fresh & 1) * (COPIERS / 32));
+                        if (i >= ahead && its_warp == warp && elected())
+                            weights.copy(ring + (stage.slot * Memory::STAGE + Memory::A), i, full + stage.slot * 8);
+                        if (Copier::EARLY && copier.is_of_one_tap())
+                            copier.copy_ready(own_place + stage.slot * Memory::STAGE);
+                        else
+                            copier.copy(shared.ring + stage.slot * Memory::STAGE);
+                        if constexpr (VECTOR_IN) {
+                            copies_arrive(full + stage.slot * 8);
+                        } else {
+                            shared_fence();
+                            barrier_arrive(full + stage.slot * 8);
                         }
-                        copier.advance();
-                        copier.look_up();
                     }
-                    if (left >= STAGES) phase ^= 1, fresh = false, odd ^= STAGES % 2;
+                    copier.advance();
+                    copier.look_up();
+                    stage.advance();
                 }
-                slot = (slot + count) % STAGES;
                 if constexpr (!PARTIALS && !IMAGES && RESULTS == 0) prefetch_residual(p0, k0, end);
                 leave_tile(tile);
             }
