@@ -277,7 +277,6 @@ private:
 #pragma unroll
         for (int v = 0; v < NT / GROUPS; ++v) {
             const int column = Product::column() + v * GROUPS * 8 + lane % 4 * COUNT, k = k0 + column;
-            if (k >= K) break;
             uint4 add_to[MT][2];  // all are loaded before the first is used
 #pragma unroll
             for (int m = 0; m < MT; ++m)
@@ -287,7 +286,7 @@ private:
                         add_to[m][half] = loaded.add_to[m][half][v];
                     else
                         add_to[m][half] = residual_at<VECTOR>(ADDED ? residual : nullptr,
-                                                              static_cast<i64>(pixels[m][half]) * K + k, pixels[m][half] >= 0);
+                                                              static_cast<i64>(pixels[m][half]) * K + k, pixels[m][half] >= 0 && k < K);
                 }
             alignas(16) float its_scale[COUNT], its_bias[COUNT];
 #pragma unroll
@@ -301,10 +300,15 @@ private:
                 for (int half = 0; half < 2; ++half) {
                     float sums[COUNT];
                     vector_of<T>(acc[m], v, half, sums);
-                    if (pixels[m][half] >= 0)
+                    const i64 to = static_cast<i64>(pixels[m][half]) * K + k;
+                    if constexpr (VECTOR) {  // with no branch but that of the store
+                        const uint4 result = finished<T, ACTIVATION, true>(sums, its_scale, its_bias, add_to[m][half], ADDED,
+                                                                           inside[m][half]);
+                        if (pixels[m][half] >= 0 && k < K) *reinterpret_cast<uint4*>(y + to) = result;
+                    } else if (pixels[m][half] >= 0) {
                         finish<T, ACTIVATION, VECTOR, true>(sums, its_scale, its_bias, add_to[m][half],
-                                                            ADDED ? residual : nullptr, y,
-                                                            static_cast<i64>(pixels[m][half]) * K + k, K - k, inside[m][half]);
+                                                            ADDED ? residual : nullptr, y, to, K - k, inside[m][half]);
+                    }
                 }
         }
     }
