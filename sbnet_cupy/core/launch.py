@@ -166,6 +166,15 @@ class _Parameters:
         """Return the same with memory of its own."""
         return type(self)(*self._made)
 
+    def apart(self, given):
+        """Have the pointers at the places ``given`` lie apart, and return what fills these in.
+
+        Side by side they are filled in at once, where a loop takes three times as long.
+        """
+        values = np.zeros(len(given), np.int64)
+        self.addresses[list(given)] = _address(values) + 8 * np.arange(len(given), dtype=np.int64)
+        return functools.partial(struct.Struct(f"{len(given)}q").pack_into, memoryview(values), 0)
+
     def most(self):
         """Return how many thread blocks the device holds at once, whole clusters."""
         if self._most is None:
@@ -185,10 +194,11 @@ class _Parameters:
 class _Launch:
     """A kernel with its grid and scalars; call it with the arrays."""
 
-    __slots__ = ("_call", "_grid", "_maps", "_parameters", "_scalars")
+    __slots__ = ("_call", "_fill", "_grid", "_maps", "_parameters", "_scalars")
 
     def __init__(self, parameters, grid, scalars, maps=()):
         self._parameters, self._grid, self._scalars, self._maps = parameters, grid, scalars, maps
+        self._fill = parameters.fill  # takes the addresses of a call
         self._call = None if 0 in _extent(grid) else parameters.call_of(_extent(grid))
 
     def __call__(self, *arrays):
@@ -202,10 +212,11 @@ class _Launch:
     def bound(self, arrays, given):
         """Return this launch with its arrays decided too, but for those at the places ``given``.
 
-        It keeps the arrays, and is called with the others, in the order of ``given``.
+        It keeps the arrays, and is called with the others, in the order of ``given``. A kernel with
+        tensor maps has none such.
         """
-        sizes = (self._grid, self._scalars, self._maps)
-        return _BoundLaunch(self._parameters.twin(), *sizes, arrays, given)
+        assert not self._maps
+        return _BoundLaunch(self._parameters.twin(), self._grid, self._scalars, arrays, given)
 
     def on(self, stream, addresses):
         """Launch on a stream of the current device, with the arrays at these addresses."""
@@ -215,7 +226,7 @@ class _Launch:
         with parameters.lock:
             if parameters.scalars is not self._scalars:
                 parameters.take(self._scalars)
-            self._fill(addresses)
+            self._fill(*addresses)
             described = self._describe() if self._maps else None  # kept until it is copied
             try:
                 call(stream, parameters.table, 0)
@@ -226,9 +237,6 @@ class _Launch:
                 parameters.enter(parameters.device)
                 call(stream, parameters.table, 0)
             del described
-
-    def _fill(self, addresses):
-        self._parameters.fill(*addresses)
 
     def _describe(self):
         """Point the parameters that are tensor maps at those of the arrays; return these."""
@@ -242,17 +250,13 @@ class _Launch:
 class _BoundLaunch(_Launch):
     """A launch with some of its arrays, and with parameters of its own, where these stay."""
 
-    __slots__ = ("_arrays", "_given")
+    __slots__ = ("_arrays",)
 
-    def __init__(self, parameters, grid, scalars, maps, arrays, given):
-        super().__init__(parameters, grid, scalars, maps)
-        self._arrays, self._given = arrays, given
+    def __init__(self, parameters, grid, scalars, arrays, given):
+        super().__init__(parameters, grid, scalars)
+        self._arrays = arrays
         parameters.fill(*(0 if array is None else array.data.ptr for array in arrays))
-
-    def _fill(self, addresses):
-        memory = self._parameters.memory
-        for place, address in zip(self._given, addresses, strict=True):
-            memory[place] = address
+        self._fill = parameters.apart(given)
 
 
 def _address(array):
@@ -353,13 +357,14 @@ class _ExtendedParameters(_Parameters):
         config = _launch_config(1, block, shared, dependent, cluster)
         call, error, extent = driver().cuLaunchKernelEx, self.error, config.grid
         where, kernel = ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr)
-        parameters, filled = ctypes.c_void_p(self.table), None
+        parameters, filled, streamed = ctypes.c_void_p(self.table), None, None
 
         def launch(grid, stream, _table, _extra):
-            nonlocal filled
+            nonlocal filled, streamed
             if filled is not grid:
                 extent[:], filled = grid, grid
-            config.stream = stream
+            if streamed != stream:
+                config.stream, streamed = stream, stream
             status = call(where, kernel, parameters, None)
             if status:
                 raise error(status)

@@ -5,12 +5,17 @@ packed weights. A call like one before it, on the same sites with the same Packe
 launch in the coordinates instead, with the addresses of all that is kept.
 """
 
+import functools
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..core.arrays import empty
+import numpy as np
+
+from ..core.arrays import empty, is_cupy
 from ..core.graph_memory import capture_of
-from ..core.spec import fields_of
+from ..core.spec import CPU, fields_of
 from ..dense.packed_weights import PackedWeights
 from .keeping_container import CAPTURE
 from .site_conv import valid_rows
@@ -26,12 +31,17 @@ class KeptCall(NamedTuple):
     options: tuple
     features: tuple  # the fields of their spec, and of that of the residual
     residual: tuple | None
-    shape: tuple  # of the result
+    device: Callable  # gives the current one, as specs name it
+    result: Callable  # makes the array of a result
     launch: Any  # takes the features, the residual and the result
 
 
-def compute_again(x, w, residual, options):
-    """Compute a call like one that is kept, and return its SparseTensor; None if there is none."""
+def compute_again(x, w, residual, dilation, groups, activation, precision):
+    """Compute a call like one that is kept, and return its SparseTensor; None if there is none.
+
+    It takes arguments that have not passed the door. What is kept are calls that have, so those
+    like them would pass it as they are, if their device is the current one.
+    """
     if type(w) is not PackedWeights or type(x) is not SparseTensor:
         return None
     features, coordinates = x.features, x.coordinates
@@ -41,17 +51,18 @@ def compute_again(x, w, residual, options):
         return None
     if type(residual) is SparseTensor and residual.coordinates is coordinates:
         residual = residual.features
-    fields, fields_of_residual = fields_of(features), fields_of(residual)
-    dilation, groups, activation, precision = options
-    for call in calls:
-        kept = call.options
+    fields = fields_of(features)
+    fields_of_residual = None if residual is None else fields_of(residual)
+    for options, own, own_residual, device, result, launch in calls:
         if (  # objects, since True and 1.0 are equal to 1, but no number of groups
-            kept[0] is dilation and kept[1] is groups
-            and kept[2] is activation and kept[3] is precision
-            and call.features == fields and call.residual == fields_of_residual
+            options[0] is dilation and options[1] is groups
+            and options[2] is activation and options[3] is precision
+            and own == fields and own_residual == fields_of_residual
         ):  # fmt: skip
-            out = empty(call.shape, features.dtype, features)
-            call.launch(features, residual, out)
+            if device() != fields[2]:
+                return None
+            out = result()
+            launch(features, residual, out)
             return SparseTensor.computed(out, coordinates)
     return None
 
@@ -74,4 +85,12 @@ def keep_call(x, w, made, residual, options, plan):
     decided = (w.kept(plan.how), *made._ordered(plan), valid_rows(x.coordinates))
     places = (0, len(decided) + 1, len(decided) + 2)
     launch = plan.launch.bound((None, *decided, None, None), places)
-    calls.append(KeptCall(*like, plan.shape, launch))
+    calls.append(KeptCall(*like, *_around(x.features, plan.shape), launch))
+
+
+def _around(like, shape):
+    """Return functions of nothing: the current device, and a new array like another of a shape."""
+    if not is_cupy(like):
+        return lambda: CPU, functools.partial(empty, shape, like.dtype, np.empty(0))
+    cupy = sys.modules["cupy"]
+    return cupy.cuda.runtime.getDevice, functools.partial(cupy.ndarray, shape, like.dtype)

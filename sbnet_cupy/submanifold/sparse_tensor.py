@@ -62,7 +62,8 @@ class SparseTensor(ArrayContainer):
     def computed(cls, features, coordinates):
         """Return a SparseTensor of features that were computed for the sites: nothing to check."""
         made = cls.__new__(cls)
-        made.__dict__.update(features=features, coordinates=coordinates)
+        own = made.__dict__  # which takes half the time of object.__setattr__
+        own["features"], own["coordinates"] = features, coordinates
         return made
 
     def __iter__(self):

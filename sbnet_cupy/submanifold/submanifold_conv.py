@@ -13,7 +13,6 @@ from .site_conv import compute, compute_by_plan
 from .sparse_tensor import SparseTensor, check_tensor, sites_of
 
 
-@array_function
 def submanifold_conv(
     x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
     precision=None, out=None,
@@ -70,9 +69,24 @@ def submanifold_conv(
     >>> submanifold_conv(x, np.ones((3, 1, 1))).features.ravel()
     array([2., 2., 1.])
     """
+    if scale is None and bias is None and out is None:
+        known = compute_again(x, w, residual, dilation, groups, activation, precision)
+        if known is not None:
+            return known
+    return _submanifold_conv(
+        x, w, dilation=dilation, groups=groups, bias=bias, scale=scale, residual=residual,
+        activation=activation, precision=precision, out=out,
+    )  # fmt: skip
+
+
+@array_function
+def _submanifold_conv(
+    x, w, *, dilation, groups, bias, scale, residual, activation, precision, out
+):  # fmt: skip
+    """Compute what no call that is kept does, or one for which arrays had to pass the door."""
     options = (dilation, groups, activation, precision)
     alone = scale is None and bias is None and out is None
-    known = compute_again(x, w, residual, options) if alone else None
+    known = compute_again(x, w, residual, *options) if alone else None
     if known is not None:
         return known
     kernel = _kernel_of(x, w)

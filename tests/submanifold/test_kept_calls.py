@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
-from sbnet_cupy.submanifold import site_conv_launch
+from sbnet_cupy.core.spec import fields_of
+from sbnet_cupy.submanifold import kept_calls, site_conv_launch
 from support import site_on_host
 from support.assertions import assert_same
 from support.kept_calls import note_kept
@@ -31,7 +32,7 @@ def xp(request, require, monkeypatch):
 @pytest.fixture
 def again(monkeypatch):
     """Whether each call was one that is kept."""
-    return note_kept(module, monkeypatch)
+    return note_kept(module, "compute_by_plan", monkeypatch)
 
 
 def draw(xp, dtype=np.float16, channels=16, seed=0):
@@ -131,6 +132,68 @@ def test_weights_and_sites_are_freed(xp):
         assert known() is None
     finally:
         gc.enable()
+
+
+def test_arrays_that_must_not_be_taken_raise_as_at_first(xp, again, torch):
+    """A residual of other sites, of another size or of another library, and features of another."""
+    x, other, w = draw(xp)
+    for residual in (None, other):
+        sb.submanifold_conv(x, w, residual=residual)
+    elsewhere, foreign = draw(xp, seed=1)[0], torch.zeros(other.shape, dtype=torch.float16)
+    with pytest.raises(sb.ShapeError, match="residual must be on the coordinates"):
+        sb.submanifold_conv(x, w, residual=elsewhere)
+    with pytest.raises(sb.ShapeError, match="residual must have shape"):
+        sb.submanifold_conv(x, w, residual=other[:-1])
+    with pytest.raises(sb.DeviceError, match="residual is torch on cpu"):
+        sb.submanifold_conv(x, w, residual=foreign)
+    with pytest.raises(sb.DeviceError, match="x is torch on cpu"):
+        sb.submanifold_conv(sb.SparseTensor(foreign, x.coordinates), w)
+    assert not any(again)
+
+
+def test_an_array_that_is_not_contiguous_is_no_kept_call(xp, again):
+    """NumPy's are copied, as before; others raise."""
+    x, _, w = draw(xp)
+    y = sb.submanifold_conv(x, w)
+    strided = sb.SparseTensor(xp.repeat(x.features, 2, 1)[:, ::2], x.coordinates)
+    if xp is np:
+        assert_same(sb.submanifold_conv(strided, w).features, y.features)
+    else:
+        with pytest.raises(sb.ShapeError, match="contiguous"):
+            sb.submanifold_conv(strided, w)
+    out = xp.empty_like(x.features)
+    assert sb.submanifold_conv(x, w, out=out).features is out
+    assert_same(out, y.features)
+    assert again[0] is False and again[-1] is False
+
+
+def test_a_kept_call_is_none_on_another_device(xp, again):
+    """The door first makes the device of its arrays the current one."""
+    x, _, w = draw(xp)
+    y = sb.submanifold_conv(x, w)
+    (call,) = calls = x.coordinates._kept["calls"][w]
+    elsewhere = call._replace(device=lambda: 7)
+    calls[:] = [elsewhere]
+    assert_same(sb.submanifold_conv(x, w).features, y.features)
+    assert calls == [elsewhere]
+    calls[:] = [call]
+    assert_same(sb.submanifold_conv(x, w).features, y.features)
+    assert again == [False, False, True]
+
+
+def test_results_on_cupy_are_made_where_calls_are(require, monkeypatch):
+    """Of CuPy arrays that lie in host memory: there is no GPU."""
+    cupy = require("cupy")
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 3)
+    memory = np.zeros(64, np.float16)
+    held = cupy.cuda.UnownedMemory(memory.ctypes.data, memory.nbytes, memory, 3)
+    pointer = cupy.cuda.MemoryPointer(held, 0)
+    like = cupy.ndarray((4, 2), np.float16, pointer)
+    device, result = kept_calls._around(like, (4, 8))
+    with cupy.cuda.using_allocator(lambda nbytes: pointer):
+        made = result()
+    assert (type(made), made.shape, made.dtype) == (cupy.ndarray, (4, 8), np.float16)
+    assert device() == fields_of(like)[2] == 3
 
 
 @pytest.mark.gpu

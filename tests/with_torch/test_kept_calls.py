@@ -35,7 +35,7 @@ def device(request, require, torch, state, monkeypatch):
 @pytest.fixture
 def again(convs, monkeypatch):
     """Whether each call was one that is kept."""
-    return note_kept(convs, monkeypatch)
+    return note_kept(convs, "call", monkeypatch)
 
 
 def draw(torch, st, device, dtype=None, channels=16):
