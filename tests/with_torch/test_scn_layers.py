@@ -345,6 +345,65 @@ def test_random_strides(torch, scn):
     assert torch.equal(pooled(x).get_spatial_locations(), y.get_spatial_locations())
 
 
+@pytest.mark.parametrize("kind", ["convolution", "pooling"])
+@pytest.mark.parametrize("capacity", [100, 20])
+def test_random_strides_with_a_capacity(torch, scn, device, kind, capacity):
+    """The first sites and their values are those without one; the rest is empty or dropped."""
+
+    def run(rows):
+        coords, features = points(torch, device, size=(13, 13))
+        features.requires_grad_()
+        net = scn.InputLayer(2, (13, 13), 0, capacity=None if rows is None else 200)
+        x = net([coords, features, 2])
+        if kind == "convolution":
+            layer = scn.RandomizedStrideConvolution(2, 3, 4, 3, 2, False, capacity=rows)
+            torch.nn.init.constant_(layer.weight, 0.5)
+        else:
+            layer = scn.RandomizedStrideMaxPooling(2, 3, 2, capacity=rows)
+        layer.generator = torch.Generator().manual_seed(3)
+        y = layer.to(device).double()(x)
+        held = torch.arange(len(y.features), device=device) < y.coordinates.count
+        (gradient,) = torch.autograd.grad(y.features[:20].square().sum(), features)
+        return layer, y, y.features[held].detach(), gradient
+
+    _, free, values, gradient = run(None)
+    sites = len(free.features)
+    assert 20 < sites < 100 and sites == free.coordinates.number()
+    layer, y, found, found_gradient = run(capacity)
+    assert y.features.shape[0] == y.coordinates.capacity == capacity
+    assert y.coordinates.number() == sites
+    close(torch, found, values[:capacity])
+    close(torch, found_gradient, gradient)
+    places = y.coordinates.indices
+    assert torch.equal(places[:sites], free.coordinates.indices[:capacity])
+    assert (places[sites:] == -1).all() and not y.features[sites:].any()
+    if capacity < sites:
+        with pytest.raises(sb.CapacityError, match=f"got 20 for {sites} sites"):
+            y.metadata.check()
+    else:
+        assert y.metadata.check() is y.metadata
+        layer.eval()
+        assert layer(made(torch, scn, device, size=(13, 13))).features.shape[0] == capacity
+    back = scn.Deconvolution(2, y.features.shape[1], 3, 3, 2, False).double().to(device)(y)
+    assert back.features.shape == (200, 3)
+
+
+def test_random_strides_with_a_capacity_ask_for_no_number(torch, scn):
+    """Their sites are not listed by operations whose results have as many rows as there are."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.add(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    names, x = set(), made(torch, scn, size=(13, 13))
+    with Names():
+        scn.RandomizedStrideMaxPooling(2, 3, 2, capacity=100)(x)
+    assert "index_copy" in names
+    assert names.isdisjoint({"nonzero", "masked_select", "unique_dim"})
+
+
 def test_permutohedral_lattice(torch, scn):
     from sbnet_cupy.torch.scn.lattices import permutohedral_offsets
 

@@ -4,10 +4,12 @@ import itertools
 
 import torch
 
+from ...core.torch_memory import to_tensor
 from ...errors import ShapeError
+from ...submanifold.coordinate_map import reduce_columns
 from ...submanifold.kernel_map import KernelMap
-from ..submanifold import coordinate_map, kernel_map
-from ..submanifold.maps import valid
+from ..submanifold import kernel_map
+from ..submanifold.maps import natively, of_native, untraced, valid
 from ..submanifold.operations import rows_of
 from .containers import ConcatTable, JoinTable, Sequential
 from .convolutions import Convolution, SiteModule, _Convolution
@@ -29,34 +31,59 @@ def window_starts(size, kernel, stride, generator=None):
     return torch.cat([steps.new_zeros(1), steps.cumsum(0)])
 
 
-def random_window(coordinates, size, kernel, stride, generator=None):
-    """Return the KernelMap of windows that begin at random places, a stride apart on average."""
-    device = coordinates.indices.device
-    smaller = fitted(size, kernel, stride)
-    rows = torch.where(valid(coordinates)[:, None], coordinates.indices, -1).long()
+def random_window(coordinates, size, kernel, stride, capacity=None, generator=None):
+    """Return the KernelMap of windows that begin at random places, a stride apart on average.
+
+    With a ``capacity``, the rows of its target, nothing waits for a GPU.
+    """
+    smaller, there = fitted(size, kernel, stride), valid(coordinates)
+    rows = torch.where(there[:, None], coordinates.indices, 0).long()
     readers = []  # on each axis, which window begins at a cell, -1 for none
     for n, k, s in zip(size, kernel, stride, strict=True):
         starts = window_starts(n, k, s, generator)
-        readers.append(torch.full((n,), -1).index_copy(0, starts, torch.arange(len(starts))))
-    places = []
+        reader = torch.full((n,), -1).index_copy(0, starts, torch.arange(len(starts)))
+        readers.append(_on_device_of(rows, reader))
+    kept, places = [], []
     for cell in itertools.product(*map(range, kernel)):
-        there, place = rows[:, 0] >= 0, [rows[:, 0]]
+        read, place = there, [rows[:, 0]]
         for axis, (reader, offset) in enumerate(zip(readers, cell, strict=True), 1):
             start = rows[:, axis] - offset
-            window = reader.to(device)[start.clamp(min=0)]
-            there = there & (start >= 0) & (window >= 0)
-            place.append(window)
-        places.append(torch.where(there[:, None], torch.stack(place, 1), -1))
-    listed = torch.cat(places)
-    kept = (listed[:, 0] >= 0).nonzero()[:, 0]
-    target, site = coordinate_map(
-        listed[kept], spatial_shape=smaller, batch_size=coordinates.batch_size, mode="first"
-    )
-    taps, n = len(places), len(rows)
-    table = torch.full((taps * target.capacity,), -1, dtype=torch.int32, device=device)
-    tap, row = (kept // max(n, 1)), (kept % max(n, 1))
-    table = table.index_copy(0, tap * target.capacity + site, row.int())
-    return KernelMap(table.view(taps, -1), coordinates, target, kernel)
+            window = reader[start.clamp(min=0)]
+            read = read & (start >= 0) & (window >= 0)
+            place.append(window.clamp(min=0))
+        kept.append(read)
+        places.append(place)
+    columns = map(torch.cat, zip(*places, strict=True))
+    target, site = _sites_of_columns(coordinates, torch.cat(kept), columns, smaller, capacity)
+    taps, n, targets = len(places), len(rows), target.capacity
+    tap = torch.arange(taps, device=rows.device).repeat_interleave(n)
+    entry = torch.where(site >= 0, tap * targets + site, taps * targets)  # the last for no site
+    table = torch.full((taps * targets + 1,), -1, dtype=torch.int32, device=rows.device)
+    row = torch.arange(n, dtype=torch.int32, device=rows.device).repeat(taps)
+    table = table.index_copy(0, entry, row)[:-1].view(taps, targets)
+    return KernelMap(table, coordinates, target, kernel)
+
+
+def _on_device_of(like, tensor):
+    """Return a tensor of the CPU where another one is, without a wait for a GPU."""
+    if like.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(like.device, non_blocking=True)
+
+
+@untraced
+def _sites_of_columns(source, kept, columns, spatial_shape, capacity):
+    """Return the sites that the columns of ``kept`` rows list, found from others, and each row's.
+
+    That is -1 for a row that is not kept, and for one whose site is past the capacity.
+    """
+    how = spatial_shape, source.batch_size, "first", "leaf", capacity
+
+    def find(kept, *columns):
+        return reduce_columns(kept, columns, *how)[:2]
+
+    made, site = natively(find, kept, *columns)
+    return of_native(made, source), to_tensor(site)
 
 
 class RandomWindows:
@@ -68,7 +95,9 @@ class RandomWindows:
         size, window = size_key(input.spatial_size), self._window
         key = (size, *window)
         if input.metadata.known(key, source=input.coordinates) is None:
-            made = random_window(input.coordinates, size, *window, self.generator)
+            made = random_window(
+                input.coordinates, size, *window, self.capacity, self.generator
+            )
             input.metadata.keep(key, made, fitted(*key))
 
     def forward(self, input):
@@ -87,8 +116,9 @@ class RandomizedStrideConvolution(RandomWindows, Convolution):
 
     Parameters
     ----------
-    dimension, nIn, nOut, filter_size, filter_stride, bias, groups
-        As for :class:`Convolution`; the stride is at least 2.
+    dimension, nIn, nOut, filter_size, filter_stride, bias, groups, capacity
+        As for :class:`Convolution`; the stride is at least 2. :func:`set_capacities` counts sites
+        in evaluation: random windows may meet some more or fewer, for which its slack is.
     """
 
 
@@ -97,7 +127,7 @@ class RandomizedStrideMaxPooling(RandomWindows, MaxPooling):
 
     Parameters
     ----------
-    dimension, pool_size, pool_stride, nFeaturesToDrop
+    dimension, pool_size, pool_stride, nFeaturesToDrop, capacity
         As for :class:`MaxPooling`; the stride is at least 2. See RandomizedStrideConvolution.
     """
 
