@@ -1,4 +1,4 @@
-"""Compile kernels for every architecture, without a GPU; list what spills, fail if it is much.
+"""Compile kernels for every architecture, without a GPU; list what spills, and fail then.
 
     python .ci/compile_kernels.py [--all] INSTANTIATIONS [ARCHITECTURE ...]
 
@@ -28,8 +28,6 @@ from host_cuda import read_instantiations  # noqa: E402
 ARCHITECTURES = tuple(planned.DEVICES)
 ALIKE = ("sm_80", "sm_86", "sm_89"), ("sm_100", "sm_120")  # by the instructions that kernels use
 PER_PROGRAM = 24  # instantiations compiled together: a header is then read once for all
-# Bytes. By NVRTC 13.0.88 nothing spills; another version spills some registers where that has none.
-MOST_SPILLED = 16
 FUNCTION = re.compile(
     r"Function properties for (\S+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, "
     r"(\d+) bytes spill loads"
@@ -67,15 +65,13 @@ def main(path, *architectures, everything=False):
             kernels = [kernel for compiled, _ in results for kernel in compiled]
             spilled = [k for k in kernels if any(k[2:])]
             spilled = [k for k in map(functools.partial(alone, arch), spilled) if any(k[2:])]
-            bad = [k for k in spilled if max(k[2:]) > MOST_SPILLED]
             for stem, expression, stack, stores, loads in spilled:
                 print(f"  {arch} {stem}: {expression}: {stack} bytes of stack, "
                       f"spill stores {stores}, loads {loads}")  # fmt: skip
             seconds = sum(seconds for _, seconds in results)
             print(f"{arch}: {len(kernels)} kernels compiled in {seconds:.1f} s of one core, "
-                  f"{len(spilled)} spill, {len(bad)} over {MOST_SPILLED} bytes",
-                  flush=True)  # fmt: skip
-            failed |= bool(bad) or len(kernels) != total
+                  f"{len(spilled)} spill", flush=True)  # fmt: skip
+            failed |= bool(spilled) or len(kernels) != total
     return int(failed)
 
 

@@ -199,7 +199,7 @@ constexpr int CUT = 128;   // flag of a cost: that of half a tile
 DEVICE int cost_of_half(int cost) { return ceil_div(cost * 5, 8); }  // both need the weights
 
 template <typename I>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     deal_tiles(const u32* __restrict__ masks,  // [ceil(M / 32)][words]
                u16* __restrict__ turns,        // [rounds, shares] twice: site_turns.cuh
                i64 M, i64 taps, i64 words, i64 shares) {
