@@ -83,7 +83,7 @@ inline void bulk_copy(void* shared, const void* global, unsigned bytes,
   check_aligned(shared, 16, "bulk_copy: the place in shared memory");
   check_aligned(global, 16, "bulk_copy: the place in global memory");
   if (bytes == 0 || bytes % 16) fail("bulk_copy: bytes must be a multiple of 16, got %u", bytes);
-  bulk_copies.begin(shared, global, bytes, address);
+  bulk_copies->begin(shared, global, bytes, address);
 }
 
 // An array of three axes, the innermost first, and a box of it: launcher.py makes it.
@@ -112,7 +112,7 @@ inline void begin_box(void* shared, const TensorMap& map, int inner, int across,
         fail("copy_box: on the host, the innermost axis must be whole vectors of 16 bytes");
       const char* from = map.data + i * map.strides[1] + j * map.strides[0] + c * map.itemsize;
       char* to = static_cast<char*>(shared) + row * 128 + ((unit ^ (row % 8)) << 4);
-      bulk_copies.begin(to, inside ? from : nullptr, 16, address);
+      bulk_copies->begin(to, inside ? from : nullptr, 16, address);
     }
   }
 }
@@ -123,7 +123,7 @@ inline void barrier_wait(unsigned long long* address, unsigned parity) {
     Barrier barrier = load_barrier(address);
     if (barrier.phase != parity) return;
     if (barrier.pending) continue;
-    bulk_copies.land_if([&](const Copy& copy) {
+    bulk_copies->land_if([&](const Copy& copy) {
       bool mine = copy.barrier == address;
       if (mine) barrier.bytes = barrier.bytes - int64_t(copy.bytes);
       return mine;

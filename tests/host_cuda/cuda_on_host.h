@@ -4,6 +4,7 @@
 //   runtime.cpp, threads.h, fiber.h   the scheduler behind it
 //   vector_types.h                    uint4, float2, ... and dim3
 //   pending_copies.h, async_copy.h    cp.async and bulk copies, which land when waited for
+//   cluster.h                         shared memory of the other blocks of a cluster
 //   pending_products.h                products of wgmma, which end when waited for
 //   intrinsics.h                      barriers, shuffles, votes, atomics
 //   arithmetic.h                      bits, min and max, rounding, bit casts, cached loads
@@ -17,7 +18,9 @@
 //     unless they call __nanosleep, which lets the others run and is counted.
 //   - Bounds inside one NumPy buffer: an argument that is a slice has no guard bytes of its own.
 //   - __shared__ in a __device__ function works, but holds what the last block left there.
-//   - __activemask, clusters, textures.
+//   - Clusters of kernels that have __shared__ variables: of these there is one copy. launcher.py
+//     refuses them, but runs the blocks of such a kernel one after another, as those of any other.
+//   - __activemask, textures.
 #pragma once
 
 #include <math.h>  // libstdc++'s: with overloads of isnan, abs, ... for every type, as CUDA has
@@ -34,6 +37,7 @@
 #include "arithmetic.h"
 #include "intrinsics.h"
 #include "async_copy.h"
+#include "cluster.h"
 
 #define __host__
 #define __device__
@@ -46,7 +50,7 @@
 // `static` gives a kernel template internal linkage. Without it AddressSanitizer would put no
 // guard bytes around its shared variables.
 #define __global__ static __attribute__((unused))
-// Blocks run one after another, so one copy is enough.
+// Blocks run one after another, so one copy is enough; in a cluster it would not be.
 #define __shared__ static
 
 #define threadIdx (static_cast<const uint3&>(host_cuda::thread_index))

@@ -21,6 +21,7 @@ CUDA_SRC = Path(__file__).resolve().parents[2] / "cuda_src"
 # Limits of the GPUs that kernels must fit, in bytes.
 _MAX_STATIC_SHARED = 48 * 1024
 _MAX_SHARED = 227 * 1024
+_MAX_CLUSTER = 16  # 8 are portable
 _PER_LIBRARY = 16  # instantiations that `prepare` compiles together
 
 _LOADED = {}  # (source directory, stem, kernel, template) -> _Kernel
@@ -43,6 +44,7 @@ class _Launch(ctypes.Structure):  # as in runtime.h
         ("shared_variable_count", ctypes.c_size_t),
         ("strict", ctypes.c_uint),
         ("reversed", ctypes.c_uint),
+        ("cluster", ctypes.c_uint),
     )
 
 
@@ -64,18 +66,27 @@ class _Kernel:
     run: object  # (void** arguments, Launch*) -> error message or None
     letters: str  # a letter for each parameter: r, w pointers (const or not), i, d, m tensor map
     shared_variables: ctypes.Array
+    shared_elsewhere: bool  # functions of its library have such variables too
 
 
-def launch(stem, kernel, template, grid, block, args, shared=0, *, source_dir=None, strict=True):
+def launch(
+    stem, kernel, template, grid, block, args, shared=0, *, cluster=1, source_dir=None, strict=True
+):
     """Run ``kernel<template...>`` of ``cuda_src/<stem>.cu`` on the CPU.
 
     Arguments as in ``sbnet_cupy.core.launch.launch``; grid and block may also be tuples (x, y, z).
-    ``source_dir`` replaces ``cuda_src``. Not ``strict``: as on GPUs since Volta, a barrier does
+    ``cluster`` is the number of blocks, consecutive in x, that run at the same time and reach each
+    other's dynamic shared memory. ``source_dir`` replaces ``cuda_src``. Not ``strict``: as on GPUs since Volta, a barrier does
     not wait for threads that have exited and may be met at two places in the source.
-    ``SBNET_HOST_ORDER=reverse`` gives the threads of a block their turns from last to first, which
-    shows some missing barriers.
+    ``SBNET_HOST_ORDER=reverse`` gives the threads of a block, or of a cluster, their turns from last
+    to first, which shows some missing barriers.
     """
     grid, block = _extent("grid", grid, 0, 2**31 - 1), _extent("block", block, 1, 1024)
+    if not 1 <= cluster <= _MAX_CLUSTER or grid[0] % cluster:
+        raise ValueError(
+            f"cluster must be from 1 to {_MAX_CLUSTER} blocks that divide grid x, "
+            f"got {cluster} for a grid of {grid}"
+        )
     if 0 in grid:
         return
     if source_dir is None:
@@ -89,6 +100,11 @@ def launch(stem, kernel, template, grid, block, args, shared=0, *, source_dir=No
             f"{instance.name}: shared memory must be at most {_MAX_STATIC_SHARED} bytes static and "
             f"{_MAX_SHARED} in all, got {static} static and {shared} dynamic"
         )
+    if cluster > 1 and (static or instance.shared_elsewhere):
+        raise ValueError(
+            f"{instance.name}: the shim has no clusters of kernels with static __shared__ variables, "
+            "of which all blocks have the same copy; use dynamic shared memory"
+        )
     request = _Launch(
         grid,
         block,
@@ -97,6 +113,7 @@ def launch(stem, kernel, template, grid, block, args, shared=0, *, source_dir=No
         len(instance.shared_variables),
         strict,
         os.environ.get("SBNET_HOST_ORDER") == "reverse",
+        cluster,
     )
     error = instance.run(pointers, ctypes.byref(request))
     if error is not None:
@@ -261,7 +278,7 @@ def _check_preload():
 def _open(path, names):
     library = ctypes.PyDLL(str(path))  # keeps Python's lock: one kernel at a time
     symbols = _symbols(path)
-    kernels = []
+    kernels, elsewhere = [], any(map(_is_shared_elsewhere, symbols.items()))
     for i, name in enumerate(names):
         run, signature, address = (
             library[f"{role}_{i}"] for role in ("run", "signature", "address")
@@ -269,7 +286,7 @@ def _open(path, names):
         run.restype = signature.restype = ctypes.c_char_p
         address.restype = ctypes.c_void_p
         regions = _shared_variables(symbols, f"run_{i}", run, address())
-        kernels.append(_Kernel(name, library, run, signature().decode(), regions))
+        kernels.append(_Kernel(name, library, run, signature().decode(), regions, elsewhere))
     return kernels
 
 
@@ -284,6 +301,12 @@ def _symbols(path):
     ).stdout
     rows = re.findall(r"^([0-9a-f]+) ([0-9a-f]+) (\w) (.+)$", listing, re.MULTILINE)
     return {name: (kind, int(address, 16), int(size, 16)) for address, size, kind, name in rows}
+
+
+def _is_shared_elsewhere(symbol):
+    """Return whether a symbol is a ``__shared__`` variable of a function that is no kernel."""
+    name, (kind, *_) = symbol
+    return kind == "b" and name.startswith("_ZZ") and not name.startswith("_ZZL")
 
 
 def _shared_variables(symbols, entry_name, entry, kernel_address):

@@ -18,8 +18,9 @@ struct Copy {
   const char* from;  // null: zeros
   size_t bytes;
   unsigned group;       // of cp.async: number of groups committed before
-  const void* barrier;  // of bulk copies
+  const void* barrier;  // of bulk copies and stores
   std::vector<char> value;
+  bool sent = false;  // a store of another block
 
   void land() const {
     if (from && memcmp(from, value.data(), bytes))
@@ -38,6 +39,13 @@ struct PendingCopies {
     memset(to, poison, bytes);
     copies.push_back({static_cast<char*>(to), static_cast<const char*>(from), bytes, groups,
                       barrier, std::move(value)});
+  }
+
+  // A store that another block sends.
+  void send(void* to, const void* value, size_t bytes, const void* barrier) {
+    auto first = static_cast<const char*>(value);
+    memset(to, poison, bytes);
+    copies.push_back({static_cast<char*>(to), nullptr, bytes, groups, barrier, {first, first + bytes}, true});
   }
 
   template <class Chosen>

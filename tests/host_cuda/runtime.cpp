@@ -1,5 +1,5 @@
-// runtime.cpp: runs a grid on one CPU thread. Blocks one after another, x fastest; in a block every
-// CUDA thread is a fiber. Compiled once, without sanitizers, and linked by every kernel library.
+// runtime.cpp: runs a grid on one CPU thread. Blocks one after another, or a cluster of them after
+// another, x fastest; in a block every CUDA thread is a fiber. Compiled once, without sanitizers, and linked by every kernel library.
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,10 +13,9 @@ namespace host_cuda {
 
 uint3 thread_index, block_index;
 dim3 block_dim, grid_dim;
-unsigned thread_rank;
-PendingCopies* copies;
+unsigned thread_rank, cluster_rank, cluster_size;
+PendingCopies *copies, *bulk_copies;
 PendingProducts* products;
-PendingCopies bulk_copies;
 
 namespace {
 
@@ -25,13 +24,11 @@ constexpr int pause_limit = 10000;
 const Launch* launch;
 void (*thread_body)(void*);
 void* thread_context;
-void* shared_memory;
 std::string error;
 
 struct {
-  unsigned waiting, votes, result;
-  const Thread* first;  // of those that wait
-} barrier;
+  unsigned phase, arrived;
+} cluster_barrier;
 
 // Give up the turn until the scheduler finds the thread ready again.
 void wait_as(State state) {
@@ -40,13 +37,32 @@ void wait_as(State state) {
 }
 
 // If every thread that must arrive is at the barrier, release them all.
-bool release_barrier() {
-  unsigned excused = launch->strict ? 0 : count_in(State::exited);
+bool release_barrier(Block& block) {
+  unsigned excused = launch->strict ? 0 : count_in(block, State::exited);
+  auto& barrier = block.barrier;
   if (barrier.waiting == 0 || barrier.waiting + excused < thread_count) return false;
-  for (unsigned i = 0; i < thread_count; ++i)
-    if (threads[i].state == State::at_barrier) threads[i].state = State::ready;
+  for (unsigned i = 0; i < thread_count; ++i) {
+    Thread& thread = threads[block.first_thread + i];
+    if (thread.state == State::at_barrier) thread.state = State::ready;
+  }
   barrier = {0, 0, barrier.votes, nullptr};
   return true;
+}
+
+bool has_arrived(const Thread& thread) {
+  return thread.arrived && thread.arrived_in == cluster_barrier.phase;
+}
+
+// If every thread that must has arrived at the cluster's barrier, release those that wait there.
+void release_cluster_barrier() {
+  unsigned excused = 0, all = threads_of_all();
+  if (!launch->strict)
+    for (unsigned i = 0; i < all; ++i)
+      excused += threads[i].state == State::exited && !has_arrived(threads[i]);
+  if (cluster_barrier.arrived == 0 || cluster_barrier.arrived + excused < all) return;
+  for (unsigned i = 0; i < all; ++i)
+    if (threads[i].state == State::at_cluster_barrier) threads[i].state = State::ready;
+  cluster_barrier = {cluster_barrier.phase + 1, 0};
 }
 
 // If every lane in the thread's mask has arrived, run the meeting and release them.
@@ -77,7 +93,8 @@ bool release_warp(Thread& thread) {
 
 // Hardware does not wait for exited threads: a barrier or meeting may now be complete.
 void release_after_exit(const Thread& thread) {
-  release_barrier();
+  release_barrier(*thread.block);
+  release_cluster_barrier();
   for (unsigned lane = 0; lane < warp_size; ++lane)
     if (lanes_in(thread, State::in_warp_operation) >> lane & 1)
       release_warp(lane_thread(thread, lane));
@@ -92,57 +109,86 @@ void thread_main() {
   current->fiber.finish();
 }
 
-void run_block() {
-  barrier = {};
-  bulk_copies = {};
-  for (unsigned i = 0; i < thread_count; ++i) {
+void take_turn(Thread& thread) {
+  current = &thread;
+  Block& block = *thread.block;
+  thread.state = State::running;
+  thread_index = thread.index;
+  thread_rank = thread.rank;
+  block_index = block.index;
+  cluster_rank = block.rank;
+  copies = &thread.copies;
+  products = &thread.products;
+  bulk_copies = &block.bulk_copies;
+  thread.fiber.resume();
+}
+
+void run_blocks() {
+  cluster_barrier = {};
+  unsigned all = threads_of_all();
+  for (unsigned i = 0; i < all; ++i) {
     threads[i].state = State::ready;
     threads[i].copies = {};
     threads[i].products = {};
+    threads[i].arrived = false;
     threads[i].fiber.start(thread_main);
   }
-  for (int idle_passes = 0; count_in(State::exited) < thread_count;) {
-    bool progress = false, paused = false;
-    for (unsigned i = 0; i < thread_count; ++i) {
-      current = &threads[launch->reversed ? thread_count - 1 - i : i];
-      if (current->state != State::ready && current->state != State::paused) continue;
-      current->state = State::running;
-      thread_index = current->index;
-      thread_rank = current->rank;
-      copies = &current->copies;
-      products = &current->products;
-      current->fiber.resume();
-      if (!error.empty()) return;
-      (current->state == State::paused ? paused : progress) = true;
+  for (int idle_passes = 0;;) {
+    bool progress = false, paused = false, left = false;
+    for (unsigned i = 0; i < all; ++i) {
+      Thread& thread = threads[launch->reversed ? all - 1 - i : i];
+      if (thread.state == State::ready || thread.state == State::paused) {
+        take_turn(thread);
+        if (!error.empty()) return;
+        (thread.state == State::paused ? paused : progress) = true;
+      }
+      left |= thread.state != State::exited;
     }
+    if (!left) break;
     idle_passes = progress ? 0 : idle_passes + 1;
     if (!progress && (!paused || idle_passes > pause_limit)) {
       error = describe_deadlock();
       return;
     }
   }
-  if (!bulk_copies.copies.empty())
-    error = format("block (%u, %u, %u) ended before %zu of its bulk copies were complete",
-                   block_index.x, block_index.y, block_index.z, bulk_copies.copies.size());
+  for (const Block& block : blocks) {
+    size_t sent = 0, pending = block.bulk_copies.copies.size();
+    for (const Copy& copy : block.bulk_copies.copies) sent += copy.sent;
+    if (sent)
+      error = format("%s ended before %zu stores sent to it had landed: nobody waited for them",
+                     name(block).c_str(), sent);
+    else if (pending)
+      error = format("%s ended before %zu of its bulk copies were complete", name(block).c_str(),
+                     pending);
+    if (!error.empty()) return;
+  }
 }
 
 void prepare_threads() {
   block_dim = dim3(launch->block[0], launch->block[1], launch->block[2]);
   grid_dim = dim3(launch->grid[0], launch->grid[1], launch->grid[2]);
+  cluster_size = launch->cluster;
   thread_count = block_dim.x * block_dim.y * block_dim.z;
-  while (threads.size() < thread_count) threads.emplace_back();
-  for (unsigned i = 0; i < thread_count; ++i) {
-    unsigned row = i / block_dim.x;
-    threads[i].index = {i % block_dim.x, row % block_dim.y, row / block_dim.y};
-    threads[i].rank = i;
+  blocks.resize(cluster_size);
+  while (threads.size() < threads_of_all()) threads.emplace_back();
+  for (unsigned i = 0; i < threads_of_all(); ++i) {
+    unsigned rank = i % thread_count, row = rank / block_dim.x;
+    threads[i].index = {rank % block_dim.x, row % block_dim.y, row / block_dim.y};
+    threads[i].rank = rank;
+    threads[i].block = &blocks[i / thread_count];
   }
 }
 
 // No block may rely on what an earlier block, or the loader, left in shared memory.
-void prepare_shared() {
+void prepare_blocks(uint3 first) {
   size_t bytes = launch->dynamic_shared_bytes;
-  if (posix_memalign(&shared_memory, 128, bytes)) abort();
-  memset(shared_memory, poison, bytes);
+  for (unsigned rank = 0; rank < cluster_size; ++rank) {
+    void* memory;
+    if (posix_memalign(&memory, cluster_size > 1 ? 1024 : 128, bytes)) abort();
+    memset(memory, poison, bytes);
+    uint3 index = {first.x + rank, first.y, first.z};
+    blocks[rank] = {index, rank, rank * thread_count, static_cast<char*>(memory), {}, {}};
+  }
   for (size_t i = 0; i < launch->shared_variable_count; ++i)
     memset(launch->shared_variables[i].address, poison, launch->shared_variables[i].bytes);
 }
@@ -154,8 +200,7 @@ void fail(const char* pattern, ...) {
   va_start(values, pattern);
   std::string what = format_list(pattern, values);
   va_end(values);
-  error = format("block (%u, %u, %u), ", block_index.x, block_index.y, block_index.z) +
-          name(*current) + " " + what;
+  error = name(*current->block) + ", " + name(*current) + " " + what;
   current->fiber.suspend();
   abort();  // never resumed
 }
@@ -164,6 +209,7 @@ unsigned block_barrier(bool predicate, const char* operation, Site site) {
   current->operation = operation;
   current->site = site;
   current->mask = 0;
+  auto& barrier = current->block->barrier;
   if (!barrier.first) barrier.first = current;
   if (launch->strict && !same_place(*barrier.first, *current))
     fail("is in %s (%s) while %s waits in %s (%s): a divergent barrier", operation,
@@ -171,7 +217,7 @@ unsigned block_barrier(bool predicate, const char* operation, Site site) {
          at(barrier.first->site).c_str());
   ++barrier.waiting;
   barrier.votes += predicate;
-  if (!release_barrier()) wait_as(State::at_barrier);
+  if (!release_barrier(*current->block)) wait_as(State::at_barrier);
   current->state = State::running;
   return barrier.result;
 }
@@ -181,7 +227,44 @@ void pause_thread() {
   wait_as(State::paused);
 }
 
-void* dynamic_shared() { return shared_memory; }
+void* dynamic_shared() { return current->block->shared; }
+
+OtherBlock in_block(const void* shared, unsigned rank) {
+  size_t bytes = launch->dynamic_shared_bytes;
+  size_t offset = static_cast<const char*>(shared) - current->block->shared;
+  if (offset >= bytes)
+    fail("passes %p, which is not in its dynamic shared memory, to reach that of another block",
+         shared);
+  if (rank >= cluster_size) fail("reaches for block %u of a cluster of %u", rank, cluster_size);
+  Block& block = blocks[rank];
+  if (&block != current->block && cluster_barrier.phase == 0)
+    fail("reaches for the shared memory of %s, which may not have begun: no barrier of the cluster "
+         "has been passed", name(block).c_str());
+  if (has_exited(block))
+    fail("reaches for the shared memory of %s, which has exited", name(block).c_str());
+  return {block.shared + offset, &block.bulk_copies};
+}
+
+void cluster_arrive(Site site) {
+  if (current->arrived)
+    fail("arrives at the barrier of the cluster (%s) a second time without having waited",
+         at(site).c_str());
+  current->arrived = true;
+  current->arrived_in = cluster_barrier.phase;
+  ++cluster_barrier.arrived;
+  release_cluster_barrier();
+}
+
+void cluster_wait(Site site) {
+  if (!current->arrived)
+    fail("waits at the barrier of the cluster (%s) without having arrived", at(site).c_str());
+  current->operation = "the barrier of the cluster";
+  current->site = site;
+  current->mask = 0;
+  if (has_arrived(*current)) wait_as(State::at_cluster_barrier);
+  current->state = State::running;
+  current->arrived = false;
+}
 
 unsigned warp_collective(unsigned mask, const char* operation, Site site, void* mine,
                          Meeting meeting) {
@@ -211,11 +294,10 @@ const char* run_grid(const Launch& requested, void (*body)(void*), void* context
   prepare_threads();
   for (unsigned z = 0; z < grid_dim.z && error.empty(); ++z)
     for (unsigned y = 0; y < grid_dim.y && error.empty(); ++y)
-      for (unsigned x = 0; x < grid_dim.x && error.empty(); ++x) {
-        block_index = {x, y, z};
-        prepare_shared();
-        run_block();
-        free(shared_memory);
+      for (unsigned x = 0; x < grid_dim.x && error.empty(); x += cluster_size) {
+        prepare_blocks({x, y, z});
+        run_blocks();
+        for (Block& block : blocks) free(block.shared);
       }
   if (error.empty()) return nullptr;
   threads.clear();  // stacks of threads that never finished

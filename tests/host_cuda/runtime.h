@@ -1,8 +1,8 @@
 // runtime.h: what kernels on the host use of the scheduler in runtime.cpp.
 //
-// One fiber per CUDA thread; the threads of a block take turns on one CPU thread, and a thread
-// gives up its turn only where it waits: at a block barrier or in a warp operation. Everything else
-// in the shim (shuffles, votes, mma) is built on the primitives here:
+// One fiber per CUDA thread; the threads of a block, or of a cluster of blocks, take turns on one CPU
+// thread, and a thread gives up its turn only where it waits: at a barrier or in a warp operation.
+// Everything else in the shim (shuffles, votes, mma) is built on the primitives here:
 //   block_barrier(predicate)        all threads of the block meet; returns how many predicates were true
 //   warp_exchange(mask, value)      the lanes of a mask meet; every lane gets every lane's value
 //   warp_meet(value, body)          a whole warp meets; the last lane to arrive runs the body for all
@@ -35,14 +35,15 @@ struct Site {
 extern uint3 thread_index, block_index;
 extern dim3 block_dim, grid_dim;
 extern unsigned thread_rank;  // x fastest
+extern unsigned cluster_rank, cluster_size;  // of its block in its cluster; 0 and 1 in a plain launch
 inline unsigned lane() { return thread_rank % warp_size; }
 
 // Report an error of the running thread: the launch ends, and Python raises the message.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Copies that have begun: cp.async of the running thread; bulk copies of the block.
+// Copies that have begun: cp.async of the running thread; bulk copies of its block, and stores sent to it.
 extern PendingCopies* copies;
-extern PendingCopies bulk_copies;
+extern PendingCopies* bulk_copies;
 
 // Products of the running thread that have begun, of wgmma.
 extern PendingProducts* products;
@@ -53,8 +54,22 @@ unsigned block_barrier(bool predicate, const char* operation, Site site);
 // Let the other threads run. For loops that poll memory; endless polling is reported.
 void pause_thread();
 
-// The block's dynamic shared memory: 128-byte aligned, fresh for each block, every byte 0xff.
+// The block's dynamic shared memory: 128-byte aligned, fresh for each block, every byte 0xff. In a
+// cluster 1024-byte aligned: what code aligns to as much lies at the same offset in all of its blocks.
 void* dynamic_shared();
+
+// A block of the cluster as another one sees it: cluster.h.
+struct OtherBlock {
+  void* shared;  // what was asked for, in its dynamic shared memory
+  PendingCopies* bulk_copies;
+};
+
+// The same place of dynamic shared memory in the block of this rank, which must have begun and not ended.
+OtherBlock in_block(const void* shared, unsigned rank);
+
+// The two halves of a barrier of the cluster: every thread arrives, and waits until all have.
+void cluster_arrive(Site site = Site::here());
+void cluster_wait(Site site = Site::here());
 
 // Wait for the lanes of `mask`. The last to arrive runs `meeting`, for which lanes[l] is what lane l
 // passed as `mine`, or null if it did not arrive; then all go on. Return the lanes that arrived: all
@@ -125,7 +140,8 @@ struct Launch {
   const Region* shared_variables;  // the kernel's static __shared__ variables
   size_t shared_variable_count;
   unsigned strict;    // error if an exited thread misses a barrier, or threads meet at two of them
-  unsigned reversed;  // threads take turns from last to first
+  unsigned reversed;  // threads take turns from last to first, and so do blocks of a cluster
+  unsigned cluster;   // blocks, consecutive in x, that run at the same time
 };
 
 // Run `body(context)` once for each thread of the grid. Return null, or a message if it failed.

@@ -25,6 +25,24 @@ PLANTED = {
     "endless_poll": r"deadlock.*\n +64 poll memory",
 }
 
+# The same of clusters of two blocks, in toys/clusters.cu.
+PLANTED_IN_CLUSTERS = {
+    "block_barrier_in_branch": r"deadlock in {1} of 64 threads; 32 have exited\n +32 wait",
+    "arrives_twice": r"{1}, thread \(3, 0, 0\) arrives .* a second time",
+    "waits_without_having_arrived": r"waits .* \(clusters.cu:\d+\) without having arrived",
+    "one_never_arrives": r"{0} of.*\n +64 wait in the barrier of the cluster \(clusters.cu:\d+\).*\n"
+    r"deadlock in {1} of.*\n +64 poll memory",
+    "leaves_early": r"{0} of.*\n +64 wait in the barrier.*\n{1} has exited",
+    "reaches_elsewhere": r"not in its dynamic shared memory",
+    "reaches_too_far": r"block 2 of a cluster of 2",
+    "reaches_too_early": r"{1}, which may not have begun",
+    "nobody_waits": r"{0} ended before 1 stores sent to it had landed",
+    "sends_too_little": r"deadlock in {0} of.*\n +64 poll memory",
+    "sends_too_much": r"gets more bytes at a barrier than",
+    "sends_without_a_barrier": r"a barrier that nobody initialised",
+    "sends_to_who_has_exited": r"{1}, which has exited",
+}
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled(require):
@@ -32,6 +50,7 @@ def _compiled(require):
     widths = (1, 2, 8, 32)
     prepare([("sums", "block_sum", (t, n)) for t in ("float", "int") for n in (64, 256)], **TOY)
     prepare([("planted", name, ()) for name in PLANTED], **TOY)
+    prepare([("clusters", name, ()) for name in ("exchange", *PLANTED_IN_CLUSTERS)], **TOY)
     prepare([("intrinsics", "shuffles", (width,)) for width in widths], **TOY)
 
 
@@ -226,6 +245,77 @@ def test_reverse_order_shows_a_missing_barrier(monkeypatch):
         launch("planted", "missing_barrier", (), 1, 64, (y,), **TOY)
         results[order] = (y == expected).all()
     assert results == {"forward": True, "reverse": False}
+
+
+# ---- clusters ----
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 3, 16])
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_blocks_of_a_cluster_exchange_numbers(order, cluster, monkeypatch):
+    monkeypatch.setenv("SBNET_HOST_ORDER", order)
+    threads, rounds = 5, 3
+    x = np.arange(2 * cluster * threads, dtype=np.float32).reshape(2, cluster, threads) % 3
+    y = np.zeros_like(x)
+    shared = 16 + 16 * cluster + 4 * threads * (1 + cluster)
+    arguments = ("clusters", "exchange", (), 2 * cluster, threads, (x, y, rounds), shared)
+    launch(*arguments, cluster=cluster, **TOY)
+    total = np.zeros((2, threads), np.float32)
+    for times in range(1, rounds + 1):
+        for rank in range(cluster):
+            total = total / 2 + (times * x[:, rank] + x[:, rank, :1])
+    np.testing.assert_array_equal(y, np.broadcast_to(total[:, None], y.shape))
+
+
+def test_blocks_of_a_cluster_take_turns(monkeypatch):
+    for order, expected in (("forward", [0, 1, 2, 3, 4, 5]), ("reverse", [2, 1, 0, 5, 4, 3])):
+        monkeypatch.setenv("SBNET_HOST_ORDER", order)
+        found = np.zeros(6, np.int32)
+        arguments = ("clusters", "turns", (), 6, 64, (found, np.zeros(1, np.int32)))
+        launch(*arguments, cluster=3, **TOY)
+        assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("name", PLANTED_IN_CLUSTERS)
+def test_planted_bug_in_a_cluster_is_reported(name):
+    y, message = np.zeros(64, np.int32), PLANTED_IN_CLUSTERS[name]
+    for rank in (0, 1):
+        message = message.replace(f"{{{rank}}}", rf"block \({rank}, 0, 0\)")
+    with pytest.raises(host_cuda.KernelError, match=rf"{name}: (?s:.*){message}"):
+        launch("clusters", name, (), 4, 64, (y,), 64, cluster=2, **TOY)
+
+
+def test_a_store_that_was_not_waited_for_is_poison():
+    y = np.zeros(64, np.int32)
+    launch("clusters", "sends_and_waits", (), 2, 64, (y,), 64, cluster=2, **TOY)
+    assert (y == 2).all()
+    y = np.zeros((2, 64), np.int32)
+    launch("clusters", "reads_what_it_did_not_wait_for", (), 2, 64, (y,), 64, cluster=2, **TOY)
+    assert (y == -100 + 5).all()
+
+
+def test_a_cluster_does_not_wait_for_exited_threads_if_not_strict():
+    y = np.zeros(64, np.int32)
+    launch("clusters", "leaves_early", (), 2, 64, (y,), strict=False, cluster=2, **TOY)
+    assert (y == 1).all()
+
+
+def test_clusters_are_whole_and_not_too_large():
+    for cluster, grid in ((0, 4), (3, 4), (17, 34), (2, (3, 2))):
+        with pytest.raises(ValueError, match="cluster must be from 1 to 16 blocks that divide"):
+            launch("clusters", "turns", (), grid, 64, (None, None), cluster=cluster, **TOY)
+
+
+@pytest.mark.parametrize(
+    ("stem", "kernel"),
+    [("clusters", "has_static_memory"), ("static_memory", "has_static_memory_elsewhere")],
+)
+def test_clusters_have_no_static_shared_memory(stem, kernel):
+    y = np.zeros(64, np.int32)
+    launch(stem, kernel, (), 2, 64, (y,), **TOY)
+    assert (y == 1).all()
+    with pytest.raises(ValueError, match="no clusters of kernels with static __shared__ variables"):
+        launch(stem, kernel, (), 2, 64, (y,), cluster=2, **TOY)
 
 
 # ---- what Python is told ----

@@ -1,7 +1,4 @@
-"""The CUDA kernels on a stack of blocks, on the CPU: convolutions and blocks with their rims.
-
-The shim has no clusters: sums in a cluster run on a GPU alone.
-"""
+"""The CUDA kernels on a stack of blocks, on the CPU: convolutions and blocks with their rims."""
 
 import itertools
 
@@ -215,6 +212,38 @@ def test_staged_results_are_exact(results, residual, monkeypatch):
     use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
     case = ConvCase(channels_out=200, kernel=(1, 1), residual=residual)
     assert_exact(case, full_plan((*TALL, 2, 1), True, results), clear_rows=False)
+
+
+CLUSTERS = [  # case, tile, what else of the plan, thread blocks of a round
+    (ConvCase(channels=72, channels_out=72), (*SMALL, 4, 4), {}, 8),
+    (ConvCase("BFloat16", Blocks(block=(2, 4)), 40, kernel=(2, 3)), (*SMALL, 3, 3), {}, 3),
+    (ConvCase("float", Blocks(block=(2, 4)), 20, 43, kernel=(2, 3)), (*TALL, 2, 2), {}, 5),
+    (
+        ConvCase(
+            "BFloat16", Blocks(block=(2, 2)), 24, 136, residual=False, shortcut=(192, (1, 3))
+        ),
+        (*SMALL, 3, 2), {}, 4,
+    ),
+    (ConvCase(channels=96, channels_out=96, groups=4), (*SMALL, 3, 2), {"teams": 2}, 2),
+    (ConvCase(blocks=Blocks(share=0.0)), (*SMALL, 3, 3), {}, 6),
+    (ConvCase(channels=136, kernel=(1, 1)), (*SMALL, 2, 3), {"bulk": True}, 6),
+    (
+        ConvCase(channels=72, channels_out=136), ((64, 128), (1, 1), 2, 3),
+        {"engine": "TileWgmma"}, 6,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize("chosen", all_but(CLUSTERS, CLUSTERS[:3], CLUSTERS[:4]), ids=str)
+def test_sums_of_a_cluster_are_exact(chosen, order, monkeypatch):
+    """K shared unevenly, also a shortcut's; the sums of several tiles, one after another."""
+    monkeypatch.setenv("SBNET_HOST_ORDER", order)
+    case, given, more, thread_blocks = chosen
+    use_shim(monkeypatch, BLACKWELL, thread_blocks)
+    plan = full_plan(given, True, 0)._replace(partials=False, **more)
+    assert plan.clustered
+    assert_exact(case, plan, clear_rows=True)
 
 
 CUT = [  # case, tile, results; of 128 rows, in rounds of so many thread blocks

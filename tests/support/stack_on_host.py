@@ -23,19 +23,21 @@ ACTIVATIONS = {0: lambda t: t, 1: lambda t: np.maximum(t, 0), 5: lambda t: np.cl
 
 
 def use_shim(monkeypatch, device, thread_blocks=5):
-    """Send launches to the shim; a persistent grid gets few thread blocks, which take turns."""
+    """Send launches to the shim; a persistent grid gets few thread blocks, which take turns.
+
+    Whole clusters of them, and at least one.
+    """
 
     def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
                 persistent=False, dependent=False, cluster=1, maps=()):  # fmt: skip
-        assert cluster == 1
         grid = grid if isinstance(grid, tuple) else (grid,)
         if persistent:
-            grid = (min(grid[0], thread_blocks), *grid[1:])
+            grid = (min(grid[0], max(thread_blocks // cluster, 1) * cluster), *grid[1:])
 
         def run(*arrays):
             assert len(arrays) == pointers
             args = (*arrays, *scalars, *host_cuda.describe(maps, arrays))
-            host_cuda.launch(stem, kernel, template, grid, block, args, shared)
+            host_cuda.launch(stem, kernel, template, grid, block, args, shared, cluster=cluster)
 
         return run
 
