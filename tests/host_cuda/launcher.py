@@ -75,11 +75,11 @@ def launch(
     """Run ``kernel<template...>`` of ``cuda_src/<stem>.cu`` on the CPU.
 
     Arguments as in ``sbnet_cupy.core.launch.launch``; grid and block may also be tuples (x, y, z).
-    ``cluster`` is the number of blocks, consecutive in x, that run at the same time and reach each
-    other's dynamic shared memory. ``source_dir`` replaces ``cuda_src``. Not ``strict``: as on GPUs since Volta, a barrier does
-    not wait for threads that have exited and may be met at two places in the source.
-    ``SBNET_HOST_ORDER=reverse`` gives the threads of a block, or of a cluster, their turns from last
-    to first, which shows some missing barriers.
+    ``cluster`` blocks, consecutive in x, run at the same time and reach each other's dynamic shared
+    memory. ``source_dir`` replaces ``cuda_src``. Not ``strict``: as on GPUs since Volta, a barrier
+    does not wait for threads that have exited and may be met at two places in the source.
+    ``SBNET_HOST_ORDER=reverse`` gives the threads of a block, or of a cluster, their turns from
+    last to first, which shows some missing barriers.
     """
     grid, block = _extent("grid", grid, 0, 2**31 - 1), _extent("block", block, 1, 1024)
     if not 1 <= cluster <= _MAX_CLUSTER or grid[0] % cluster:
@@ -102,8 +102,8 @@ def launch(
         )
     if cluster > 1 and (static or instance.shared_elsewhere):
         raise ValueError(
-            f"{instance.name}: the shim has no clusters of kernels with static __shared__ variables, "
-            "of which all blocks have the same copy; use dynamic shared memory"
+            f"{instance.name}: the shim has no clusters of kernels with static __shared__ "
+            "variables, of which all blocks have the same copy; use dynamic shared memory"
         )
     request = _Launch(
         grid,

@@ -30,8 +30,8 @@ PLANTED_IN_CLUSTERS = {
     "block_barrier_in_branch": r"deadlock in {1} of 64 threads; 32 have exited\n +32 wait",
     "arrives_twice": r"{1}, thread \(3, 0, 0\) arrives .* a second time",
     "waits_without_having_arrived": r"waits .* \(clusters.cu:\d+\) without having arrived",
-    "one_never_arrives": r"{0} of.*\n +64 wait in the barrier of the cluster \(clusters.cu:\d+\).*\n"
-    r"deadlock in {1} of.*\n +64 poll memory",
+    "one_never_arrives": r"{0} of.*\n +64 wait in the barrier of the cluster \(clusters.cu:\d+\)"
+    r".*\ndeadlock in {1} of.*\n +64 poll memory",
     "leaves_early": r"{0} of.*\n +64 wait in the barrier.*\n{1} has exited",
     "reaches_elsewhere": r"not in its dynamic shared memory",
     "reaches_too_far": r"block 2 of a cluster of 2",

@@ -16,11 +16,11 @@ from support.unit_cases import SPREADING, Case, dense, kinds
 
 
 def plan(chunks, mid, tile=(8, 8), warps=4, split1=1, second=(4, 1, 1), slice=32, ahead=1,
-         bulk=True, engine="MmaSync"):  # fmt: skip
-    """Return a plan without clusters."""
+         bulk=True, engine="MmaSync", cluster=1):  # fmt: skip
+    """Return a plan."""
     rows3 = math.gcd(math.prod(tile) // 16, warps)
     return UnitConfig(
-        engine, chunks, mid, tile, 1, warps, split1, second, rows3, slice, ahead, 1, bulk
+        engine, chunks, mid, tile, cluster, warps, split1, second, rows3, slice, ahead, 1, bulk
     )
 
 
@@ -66,6 +66,12 @@ def _runs():
          plan(3, 24, slice=96, ahead=3, engine="WarpGroup")),
         ("four warps share K", BFLOAT, unit(64, 64),
          plan(2, 64, warps=8, second=(4, 1, 2), ahead=2, engine="WarpGroup")),
+        ("two share a tile", HALF, unit(96, 40, packed=True),
+         plan(3, 48, slice=48, ahead=3, cluster=2)),
+        ("four share a tile", TF32, unit(96, 24, bsize=(6, 6)),
+         plan(8, 32, (4, 8), 4, 2, (2, 1, 2), slice=16, bulk=False, cluster=4)),
+        ("clusters of four warps", BFLOAT, unit(64, 64),
+         plan(2, 64, warps=8, second=(4, 1, 2), slice=16, engine="WarpGroup", cluster=2)),
         ("planned", HALF, unit(96, 24, (1, 11, 12), bsize=(6, 6), expected=0), TURING),
         ("planned", HALF, unit(96, 24, (1, 11, 12), expected=10**7), TURING),
         ("planned", BFLOAT, unit(72, 33, (1, 11, 12), expected=0), AMPERE),
@@ -82,7 +88,7 @@ def _runs():
 RUNNABLE = list(_runs())
 ONCE = [run for run in RUNNABLE if run.case.table == "some"]
 USUAL = [ONCE[0], ONCE[1], ONCE[9], ONCE[15]]  # each of another dtype or way to share the work
-USUAL += [next(run for run in ONCE if run.name == "four warps")]
+USUAL += [run for run in ONCE if run.name in ("four warps", "two share a tile")]
 USUAL += [run for run in RUNNABLE if run.case.table in FEW_TABLES and run.name == ONCE[0].name]
 
 

@@ -1,7 +1,4 @@
-"""The CUDA kernel of a pre-activation unit on a stack, on the CPU.
-
-The shim has no clusters: those run on a GPU alone.
-"""
+"""The CUDA kernel of a pre-activation unit on a stack, on the CPU."""
 
 import pytest
 
@@ -52,6 +49,26 @@ def test_products_of_four_warps_are_exact(sizes, monkeypatch):
     config = configuration(unit.case, (8, 8), 4, 1, 1, True, False, 1)
     assert config.engine == "WarpGroup"
     check(unit, blocks, BottleneckPlan(config._replace(bulk_copy=True)))
+
+
+CLUSTERS = [  # blocks, tile, pieces, warps, cluster, what the unit has, whether by wgmma
+    (Blocks(image=(20, 17), block=(8, 8)), (8, 8), 1, 4, 2, EVEN, False),
+    (Blocks(), (8, 4), 2, 6, 3, TF32 | {"channels": 48, "width": 12}, False),
+    (Blocks(image=(36, 18), block=(16, 8)), (8, 8), 1, 4, 4, BFLOAT | {"channels": 128}, True),
+    (Blocks(share=0.0), (4, 4), 1, 4, 4, {"width": 48}, False),
+]
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize("case", all_but(CLUSTERS, CLUSTERS[:1], CLUSTERS[1:2]), ids=str)
+def test_unit_that_a_cluster_shares_is_exact(case, order, monkeypatch):
+    monkeypatch.setenv("SBNET_HOST_ORDER", order)
+    blocks, tile, pieces, warps, cluster, sizes, wide = case
+    use_shim(monkeypatch, BLACKWELL, thread_blocks=2 * cluster)
+    unit = unit_of(blocks, **sizes)
+    config = configuration(unit.case, tile, warps, cluster, 1, wide, True, pieces)
+    assert config.cluster == cluster
+    check(unit, blocks, BottleneckPlan(config._replace(bulk_copy=wide)))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """The fused ops on the host shim: GPUs for the planner, runs, and what every run is checked for.
 
-As in on_host/test_kernels.py an op's CUDA body goes to the shim, which has no clusters: tiles that
-thread blocks share run on GPUs of compute capability 9.0 alone (in
-bottleneck/test_fused_bottleneck.py). Plans are given, so that every branch of the kernels runs;
-those of the planner follow, for GPUs with little shared memory and with much.
+As in on_host/test_kernels.py an op's CUDA body goes to the shim. Plans are given, so that every
+branch of the kernels runs, also for tiles that a cluster of thread blocks shares; those of the
+planner follow, for GPUs with little shared memory and with much.
 """
 
 import contextlib
@@ -70,16 +69,16 @@ class HostOp:
 
         def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
                     persistent=False, dependent=False, cluster=1, maps=()):  # fmt: skip
-            assert cluster == 1
             if persistent:
-                most = RESIDENT * multiprocessors // math.prod(grid[1:])
-                grid = (min(grid[0], max(most, 1)), *grid[1:])
+                most = RESIDENT * multiprocessors // math.prod(grid[1:]) // cluster
+                grid = (min(grid[0], max(most, 1) * cluster), *grid[1:])
 
             def run(*arrays):
                 assert len(arrays) == pointers
                 launched.append((stem, kernel, template))
                 assert not maps
-                launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
+                args = (*arrays, *scalars)
+                launch(stem, kernel, template, grid, block, args, shared, cluster=cluster)
 
             return run
 
@@ -116,7 +115,7 @@ class HostOp:
         runs = [item.callspec.params["run"] for item in items if hasattr(item, "callspec")]
         found = {}
         for run in runs:
-            with self.device(lambda *launch: None, run.plan, 1, Memory()) as launched:
+            with self.device(lambda *launch, **options: None, run.plan, 1, Memory()) as launched:
                 run.case.run(run.case.arrays(), Memory().read_only)
             found |= dict.fromkeys(launched)
         host_cuda.prepare(list(found))
@@ -171,7 +170,7 @@ class HostOp:
     def check_refusal(self, case, device, reason):
         """Say why there is no kernel, and launch nothing."""
         refused = pytest.raises(NotImplementedError, match=reason)
-        with self.device(lambda *launch: None, device, 4, Memory()) as launched, refused:
+        with self.device(lambda *launch, **options: None, device, 4, Memory()) as launched, refused:
             case.run(case.arrays(), np.array)
         assert not launched
 

@@ -33,12 +33,14 @@ def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, pe
     """Prepare a launch on the shim; a persistent grid gets few thread blocks, which take turns."""
     grid = grid if isinstance(grid, tuple) else (grid,)
     if persistent:
-        grid = (min(grid[0], AMPERE.multiprocessors), *grid[1:])
+        most = max(AMPERE.multiprocessors // cluster, 1) * cluster
+        grid = (min(grid[0], most), *grid[1:])
 
     def run(*arrays):
         assert len(arrays) == pointers
         LAUNCHED.append(kernel)
-        host_cuda.launch(stem, kernel, template, grid, block, (*arrays, *scalars), shared)
+        args = (*arrays, *scalars)
+        host_cuda.launch(stem, kernel, template, grid, block, args, shared, cluster=cluster)
 
     def bound(arrays, given):
         def run_others(*others):

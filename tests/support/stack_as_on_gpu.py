@@ -37,17 +37,16 @@ def send_to_shim(monkeypatch, multiprocessors):
 
     def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0,
                 persistent=False, dependent=False, cluster=1, maps=()):  # fmt: skip
-        assert cluster == 1
         grid = grid if isinstance(grid, tuple) else (grid,)
         if persistent:
-            most = max(RESIDENT * multiprocessors // int(np.prod(grid[1:])), 1)
-            grid = (min(grid[0], most), *grid[1:])
+            most = RESIDENT * multiprocessors // int(np.prod(grid[1:])) // cluster
+            grid = (min(grid[0], max(most, 1) * cluster), *grid[1:])
 
         def run(*arrays):
             assert len(arrays) == pointers
             launched.append((stem, kernel))
             args = (*arrays, *scalars, *host_cuda.describe(maps, arrays))
-            host_cuda.launch(stem, kernel, template, grid, block, args, shared)
+            host_cuda.launch(stem, kernel, template, grid, block, args, shared, cluster=cluster)
 
         return run
 
