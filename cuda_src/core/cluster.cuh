@@ -1,9 +1,9 @@
 // cluster.cuh: thread blocks that share one tile, through each other's shared memory.
 // COUNT blocks in a row of the grid are a cluster; compute capability 9.0, elsewhere they trap. With COUNT == 1
-// everything is as in a plain launch, on any GPU and on the host. The host runs the blocks of a cluster together if
-// it is launched as one (tests/host_cuda/cluster.h). Else they run one after the other, and nobody sends: what is
-// stored to all of them reaches those of higher rank, if it lies in shared memory of a __device__ function, which is
-// the same for all.
+// everything is as in a plain launch, on any GPU and on the host. On the host the blocks of a cluster run together, if
+// the launch says so, and their shared memory is dynamic (tests/host_cuda/cluster.h). Else they run one after the
+// other: what is stored to all of them reaches those of higher rank, if it lies in shared memory of a __device__
+// function, which is the same for all.
 #pragma once
 #include "core/async_copy.cuh"
 

@@ -19,7 +19,7 @@ T* map_to_block(T* shared, unsigned rank) {
 inline void store_later(void* shared, const void* value, const unsigned long long* barrier,
                         unsigned rank) {
   OtherBlock block = in_block(shared, rank);
-  auto its_barrier = map_to_block(barrier, rank);
+  const unsigned long long* its_barrier = map_to_block(barrier, rank);
   load_barrier(its_barrier);
   check_aligned(block.shared, 16, "st.async: the place in shared memory");
   block.bulk_copies->send(block.shared, value, 16, its_barrier);

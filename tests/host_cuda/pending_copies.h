@@ -20,7 +20,7 @@ struct Copy {
   unsigned group;       // of cp.async: number of groups committed before
   const void* barrier;  // of bulk copies and stores
   std::vector<char> value;
-  bool sent = false;  // a store of another block
+  bool sent = false;  // by a store, of another block or this one
 
   void land() const {
     if (from && memcmp(from, value.data(), bytes))
@@ -41,11 +41,12 @@ struct PendingCopies {
                       barrier, std::move(value)});
   }
 
-  // A store that another block sends.
+  // A store, which another block may send.
   void send(void* to, const void* value, size_t bytes, const void* barrier) {
     auto first = static_cast<const char*>(value);
     memset(to, poison, bytes);
-    copies.push_back({static_cast<char*>(to), nullptr, bytes, groups, barrier, {first, first + bytes}, true});
+    copies.push_back({static_cast<char*>(to), nullptr, bytes, groups, barrier,
+                      {first, first + bytes}, true});
   }
 
   template <class Chosen>

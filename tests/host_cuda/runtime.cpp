@@ -1,5 +1,6 @@
-// runtime.cpp: runs a grid on one CPU thread. Blocks one after another, or a cluster of them after
-// another, x fastest; in a block every CUDA thread is a fiber. Compiled once, without sanitizers, and linked by every kernel library.
+// runtime.cpp: runs a grid on one CPU thread. Blocks one after another, x fastest, or so many at a
+// time as a cluster has; in a block every CUDA thread is a fiber. Compiled once, without sanitizers,
+// and linked by every kernel library.
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,7 +39,7 @@ void wait_as(State state) {
 
 // If every thread that must arrive is at the barrier, release them all.
 bool release_barrier(Block& block) {
-  unsigned excused = launch->strict ? 0 : count_in(block, State::exited);
+  unsigned excused = launch->strict ? 0 : block.exited;
   auto& barrier = block.barrier;
   if (barrier.waiting == 0 || barrier.waiting + excused < thread_count) return false;
   for (unsigned i = 0; i < thread_count; ++i) {
@@ -105,21 +106,21 @@ void thread_main() {
   thread_body(thread_context);
   if (!current->products.products.empty()) fail("ends before %zu of its products", current->products.products.size());
   current->state = State::exited;
+  ++current->block->exited;
   if (!launch->strict) release_after_exit(*current);
   current->fiber.finish();
 }
 
 void take_turn(Thread& thread) {
   current = &thread;
-  Block& block = *thread.block;
   thread.state = State::running;
   thread_index = thread.index;
   thread_rank = thread.rank;
-  block_index = block.index;
-  cluster_rank = block.rank;
+  block_index = thread.block->index;
+  cluster_rank = thread.block->rank;
   copies = &thread.copies;
   products = &thread.products;
-  bulk_copies = &block.bulk_copies;
+  bulk_copies = &thread.block->bulk_copies;
   thread.fiber.resume();
 }
 
@@ -187,7 +188,7 @@ void prepare_blocks(uint3 first) {
     if (posix_memalign(&memory, cluster_size > 1 ? 1024 : 128, bytes)) abort();
     memset(memory, poison, bytes);
     uint3 index = {first.x + rank, first.y, first.z};
-    blocks[rank] = {index, rank, rank * thread_count, static_cast<char*>(memory), {}, {}};
+    blocks[rank] = {index, rank, rank * thread_count, 0, static_cast<char*>(memory), {}, {}};
   }
   for (size_t i = 0; i < launch->shared_variable_count; ++i)
     memset(launch->shared_variables[i].address, poison, launch->shared_variables[i].bytes);

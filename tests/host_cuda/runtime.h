@@ -41,7 +41,8 @@ inline unsigned lane() { return thread_rank % warp_size; }
 // Report an error of the running thread: the launch ends, and Python raises the message.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Copies that have begun: cp.async of the running thread; bulk copies of its block, and stores sent to it.
+// Copies that have begun: cp.async of the running thread; bulk copies of its block, and stores that
+// other blocks send to it.
 extern PendingCopies* copies;
 extern PendingCopies* bulk_copies;
 
@@ -55,7 +56,7 @@ unsigned block_barrier(bool predicate, const char* operation, Site site);
 void pause_thread();
 
 // The block's dynamic shared memory: 128-byte aligned, fresh for each block, every byte 0xff. In a
-// cluster 1024-byte aligned: what code aligns to as much lies at the same offset in all of its blocks.
+// cluster 1024-byte aligned: what code aligns to that lies at the same offset in all of its blocks.
 void* dynamic_shared();
 
 // A block of the cluster as another one sees it: cluster.h.
@@ -64,7 +65,8 @@ struct OtherBlock {
   PendingCopies* bulk_copies;
 };
 
-// The same place of dynamic shared memory in the block of this rank, which must have begun and not ended.
+// The same place of dynamic shared memory in the block of this rank, which must have begun, as
+// threads know when they have passed a barrier of the cluster, and not ended.
 OtherBlock in_block(const void* shared, unsigned rank);
 
 // The two halves of a barrier of the cluster: every thread arrives, and waits until all have.

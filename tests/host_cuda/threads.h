@@ -22,6 +22,7 @@ struct Thread;
 struct Block {
   uint3 index;
   unsigned rank, first_thread;  // in its cluster; in `threads`
+  unsigned exited;              // threads
   char* shared;  // dynamic shared memory
   PendingCopies bulk_copies;
   struct {
@@ -83,7 +84,7 @@ unsigned count_in(const Block& block, State state) {
   return count;
 }
 
-bool has_exited(const Block& block) { return count_in(block, State::exited) == thread_count; }
+bool has_exited(const Block& block) { return block.exited == thread_count; }
 
 // ---- messages ----
 
@@ -123,7 +124,7 @@ bool same_place(const Thread& a, const Thread& b) {
 // No thread of a block can go on. Say which wait where: one line for each place and mask.
 std::string describe_waiting(const Block& block) {
   std::string text = format("deadlock in %s of %u threads", name(block).c_str(), thread_count);
-  if (unsigned exited = count_in(block, State::exited)) text += format("; %u have exited", exited);
+  if (block.exited) text += format("; %u have exited", block.exited);
   auto begin = threads.begin() + block.first_thread, end = begin + thread_count;
   std::deque<const Thread*> groups;
   for (auto thread = begin; thread != end; ++thread) {

@@ -119,6 +119,7 @@ SMALL_MASKS = [mask for mask in MASKS if not (mask.avgpool or mask.launches_noth
 
 @pytest.mark.parametrize("case", thinned(SMALL_MASKS[::6], 7), ids=str)
 def test_reduce_mask_in_a_cluster(case, monkeypatch):
+    """Blocks run in order, as kernels_on_host.py says: what each waits for is there."""
     monkeypatch.setattr(mask_config, "_GROUPS", ((8, 256), (8, 512)))
     expected, memory = list(case.run(Memory(), *arguments(case))), Memory(0xA5)
     with device(host_cuda.launch, 132, memory) as (prepared, _):

@@ -56,6 +56,10 @@ def device(launch, multiprocessors, memory):
 
     def prepare(stem, kernel, template, grid, block, pointers, scalars, shared=0, persistent=False,
                 dependent=False, cluster=1):  # fmt: skip
+        # Masks have __shared__ variables, so that the shim cannot run the blocks of their clusters
+        # together. It runs them in order; each finds the counts of those before it, because the
+        # memory of counts_of_cluster is the same for all.
+        assert cluster == 1 or kernel in MASKS
         prepared.append((stem, kernel, template))
         grid = min(grid, RESIDENT * multiprocessors) if persistent else grid
 

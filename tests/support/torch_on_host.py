@@ -94,6 +94,7 @@ class Gpu:
 
     def _prepare(self, stem, kernel, template, grid, block, pointers, scalars, shared=0,
                  persistent=False, dependent=False, cluster=1):  # fmt: skip
+        assert cluster == 1 or kernel == "reduce_mask"  # see kernels_on_host.py
         self.planned.append(kernel)
         if persistent:  # few thread blocks, so that they take several turns
             grid = grid if isinstance(grid, tuple) else (grid,)
