@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from .._namespace import wide
-from . import cuda, cuda_affine, cuda_norm, gradients, onednn
+from . import cuda, cuda_affine, cuda_norm, gradients, onednn, unread
 from . import tensor as T
 from .handlers import handles
 from .image_values import plainly
@@ -127,7 +127,8 @@ def instance_norm(
 
 def _on_stack(x, func, *args, **kwargs):
     """Return a StackTensor of what a function makes of a stack, with blocks as they are."""
-    return T.wrap(T.facts(x)[0].compute(func, T.value_of(x), *args, **kwargs), x)
+    (value,) = unread.harmless(func, [T.value_of(x)], *T.facts(x)[:4])
+    return T.wrap(T.facts(x)[0].compute(func, value, *args, **kwargs), x)
 
 
 def own_dims(x):
@@ -331,7 +332,8 @@ def reduce_channels(func, input, dim=None, *args, **kwargs):
     hw, before = T.facts(input)[3], T.dims(input)
     given = (dim, *args) if args else ()  # by name alone where names follow, as sort wants it
     kwargs |= {} if args else {"dim": dim}
-    result = T.facts(input)[0].compute(func, T.value_of(input), *given, **kwargs)
+    (value,) = unread.harmless(func, [T.value_of(input)], *T.facts(input)[:4])
+    result = T.facts(input)[0].compute(func, value, *given, **kwargs)
 
     def back(value):
         gone = before - value.dim()

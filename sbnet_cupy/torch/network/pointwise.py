@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from . import aliases, cuda_affine, shortcuts
+from . import aliases, cuda_affine, shortcuts, unread
 from . import tensor as T
 from .handlers import HANDLERS, handles
 from .image_values import plainly
@@ -62,6 +62,12 @@ def pointwise(func, *args, **kwargs):
         inner_kwargs.pop("memory_format", None)
         if name == "contiguous":
             return copied(args[0]) if _is_moved(args[0], kwargs) else args[0]
+    given = unread.harmless(
+        func, [*inner, *inner_kwargs.values()], *T.facts(like)[:4], writes=writes
+    )
+    inner, inner_kwargs = (
+        given[: len(inner)], dict(zip(inner_kwargs, given[len(inner) :], strict=True)),
+    )  # fmt: skip
     result = table.compute(func, *inner, **inner_kwargs)
     if not isinstance(result, torch.Tensor):
         return NotImplemented

@@ -334,9 +334,16 @@ class PictureTable(Table):
         size = (image.shape[hw[0]], image.shape[hw[1]])
         return image.masked_fill(~self._mask(image, block, size, hw), 0)
 
+    def inside(self, block, size):
+        """Return which pixels of images lie in active blocks: bool ``[N, H, W]``."""
+        return self.active_map(block, size)
+
     def cut(self, image, block, hw):
-        """Return an image: what functions of single pixels make of it elsewhere is never read."""
-        return image
+        """Return an image, for functions of single pixels: what they make elsewhere is never read.
+
+        Where gradients are recorded it is 0 there: NaN would be in those of weights.
+        """
+        return self.gather(image, block, hw) if torch.is_grad_enabled() else image
 
     def zero(self, value, block, hw):
         """Zero an activation outside active blocks: in place, where it is what it holds anyway."""

@@ -258,7 +258,7 @@ def gathered(image, like):
     if not torch.is_grad_enabled():
         value = table.compute(table.gather, image, block, hw)
     else:
-        value = table.cut(image.clone() if table.whole else image, block, hw)
+        value = table.cut(image.clone() if table.whole and table.full else image, block, hw)
     return StackTensor(value, table, block, got, hw, float("inf"))
 
 
