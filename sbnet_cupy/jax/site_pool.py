@@ -179,6 +179,8 @@ def global_pool(x, reduce="max"):
     """
     sites = _float_sites_of(x)
     batch, rows, features = samples_of(x, reduce), len(x.features), x.features
+    if not rows:
+        return jnp.zeros((batch, x.channels), features.dtype)
     sample = jnp.where(valid_rows(sites), sites.indices[:, 0], batch)
     if reduce == "max":
         most = jax.ops.segment_max(jax.lax.stop_gradient(features), sample, batch + 1)

@@ -235,6 +235,7 @@ def kernel_map(
     >>> kernel_map(sites, 3, onto=sites).rows.tolist()
     [[-1, 0, -1], [0, 1, 2], [1, -1, -1]]
     """
+    coordinates, onto = map(sparse_tensors.sites_of, (coordinates, onto))
     check_sites("coordinates", coordinates)
     if onto is not None:
         check_sites("onto", onto)

@@ -137,8 +137,8 @@ class CoordinateMap(KeepingContainer):
             )
         if status & OUTSIDE:
             raise CapacityError(
-                f"indices must be inside a grid of {self.spatial_shape} with a batch of "
-                f"{self.batch_size}; rows outside were dropped"
+                f"indices must be inside {_grid_of(self.spatial_shape, self.batch_size)}; rows "
+                "outside were dropped: drop them before, or pass a larger spatial_shape"
             )
         if status & DUPLICATE:
             raise ValueError(duplicates_message())
@@ -415,11 +415,16 @@ def _check_inside(keys, indices, spatial_shape, batch_size):
     outside = keys < 0
     if bool(outside.any()):
         row = int(outside.argmax())
-        limit = "of 63 bits" if spatial_shape is None else f"of {spatial_shape}"
         raise ShapeError(
-            f"indices must be inside a grid {limit} with a batch of {batch_size}, got "
+            f"indices must be inside {_grid_of(spatial_shape, batch_size)}, got "
             f"{indices[row].tolist()} in row {row}; drop such rows, or pass a larger spatial_shape"
         )
+
+
+def _grid_of(spatial_shape, batch_size):
+    """Return a grid as errors name it."""
+    grid = f"a grid of {'63 bits' if spatial_shape is None else spatial_shape}"
+    return grid if batch_size is None else f"{grid} with a batch of {batch_size}"
 
 
 @array_function

@@ -20,6 +20,7 @@ from .cell_search import read_rows
 from .coordinate_map import CoordinateMap, check_capacity, check_sites
 from .keeping_container import CAPTURE, KeepingContainer, kept_now, mark_capture
 from .new_sites import coarse_sites, fine_sites, kernels_find
+from .sparse_tensor import sites_of
 from .transposed_rows import TRANSPOSED_ROWS
 from .window import Window, read_offsets, read_window
 
@@ -132,7 +133,7 @@ def kernel_map(
 
     Parameters
     ----------
-    coordinates : CoordinateMap
+    coordinates : CoordinateMap or SparseTensor
         The sites that are read.
     kernel_size : int or tuple of int
         Cells of the kernel along each axis.
@@ -141,7 +142,7 @@ def kernel_map(
     padding : int or tuple of int, optional
         Cells by which the windows begin before the grid. By default 0; with ``onto=coordinates``
         ``kernel_size // 2 * dilation``, which centres an odd kernel.
-    onto : CoordinateMap, optional
+    onto : CoordinateMap or SparseTensor, optional
         Sites of the result. ``onto=coordinates`` is the submanifold convolution. Without it the
         result has every site that reads one of ``coordinates``.
     transposed : bool
@@ -163,7 +164,7 @@ def kernel_map(
     ShapeError
         If a size is not positive, or does not fit the dimensions of the grid.
     DTypeError
-        If ``coordinates`` or ``onto`` is no CoordinateMap.
+        If ``coordinates`` or ``onto`` is neither a CoordinateMap nor a SparseTensor.
     ValueError
         If options do not go together.
 
@@ -178,6 +179,7 @@ def kernel_map(
     >>> kernel_map(sites, 2, stride=2).target.indices.tolist()
     [[0, 0], [0, 1], [0, 2]]
     """
+    coordinates, onto = sites_of(coordinates), sites_of(onto)
     check_map("coordinates", coordinates)
     sizes = (kernel_size, stride, dilation, padding)
     if offsets is None:

@@ -117,7 +117,7 @@ def strided_conv(
         As for :func:`submanifold_conv`; the residual and ``out`` have the rows of the result.
     stride, padding, dilation : int or tuple of int
         As for :func:`kernel_map`.
-    onto : CoordinateMap, optional
+    onto : CoordinateMap or SparseTensor, optional
         Sites of the result, in place of those that are found.
     capacity : int, optional
         Rows of the result. With it nothing waits for a GPU; see :func:`coordinate_map`.

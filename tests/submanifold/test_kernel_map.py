@@ -234,3 +234,18 @@ def test_an_odd_kernel_on_the_same_sites_is_symmetric(options):
     assert not made.transposed().is_symmetric()
     for kernel, more in ((2, {"onto": sites}), (3, {"padding": 1}), (3, {"stride": 2})):
         assert not sb.kernel_map(sites, kernel, **more).is_symmetric()
+
+
+def test_sites_may_be_those_of_a_sparse_tensor(xp):
+    """In place of coordinates, and of the sites of a result; the map is the one that is kept."""
+    x = sb.dense_to_sparse(xp.asarray(np.eye(6, dtype=np.float32)[None, :, :, None]))
+    made = sb.kernel_map(x, 3, onto=x)
+    assert made.rows is sb.kernel_map(x.coordinates, 3, onto=x.coordinates).rows
+    assert made.source is made.target is x.coordinates
+    w = xp.asarray(np.ones((3, 3, 1, 2), np.float32))
+    down = sb.strided_conv(x, w, stride=2, padding=1, onto=x)
+    assert down.coordinates is x.coordinates
+    same = sb.strided_conv(x, w, stride=2, padding=1, onto=x.coordinates)
+    assert_same(to_numpy(down.features), to_numpy(same.features))
+    pooled = sb.sparse_max_pool(x, 3, padding=1, onto=x)
+    assert pooled.coordinates is x.coordinates

@@ -102,3 +102,19 @@ def test_the_way_back_from_a_pool(sbj, place, jax):
     flat = sbj.coordinate_map(place.make(np.zeros((1, 3), np.int32)), spatial_shape=(4, 4))[0]
     with pytest.raises(sb.ShapeError, match="onto must have 3 dimensions"):
         sbj.sparse_unpool(pooled, onto=flat)
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean", "sum"])
+def test_samples_of_no_rows(sbj, place, jax, reduce):
+    """Their pools are 0, and a gradient of nothing is empty."""
+    rows, features = (place.make(np.zeros((0, n), t)) for n, t in ((3, np.int32), (4, np.float32)))
+    x = sbj.sparse_tensor(features, rows, spatial_shape=(6, 6), batch_size=2)
+
+    @jax.jit
+    def loss(features):
+        y = sbj.global_pool(x.replace(features), reduce)
+        return y.sum(), y
+
+    dx, y = jax.grad(loss, has_aux=True)(features)
+    assert_same(to_numpy(y), np.zeros((2, 4), np.float32))
+    assert dx.shape == (0, 4)

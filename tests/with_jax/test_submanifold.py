@@ -212,3 +212,11 @@ def test_mapped_features(sbj, place, jax):
         # both sides are such sums
         assert_close(to_numpy(y), expected, terms=2 * 81, dtype="f4",
                      magnitude=size.astype(np.float64))  # fmt: skip
+
+
+def test_sites_may_be_those_of_a_sparse_tensor(sbj, place):
+    _, x = tensors(sbj, place)
+    made = sbj.kernel_map(x, 3, onto=x)
+    assert made.source is made.target is x.coordinates
+    same_rows = sbj.kernel_map(x.coordinates, 3, onto=x.coordinates).rows
+    assert_same(to_numpy(made.rows), to_numpy(same_rows))

@@ -372,3 +372,18 @@ def test_batch_norm_by_kernels(torch, st, request, training, activation):
     assert (activation, False) in asked
     with pytest.raises(ValueError, match="activation must be None, 'relu'"):
         st.masked_batch_norm(x, activation="relu6")
+
+
+def test_sites_may_be_those_of_a_sparse_tensor(torch, st, device):
+    x = made(torch, st, device)
+    w = values(torch, 3, 3, 4, 5, device=device)
+    window = st.kernel_map(x, 3, onto=x)
+    assert window.source is window.target is x.coordinates
+    assert torch.equal(window.rows, st.kernel_map(x.coordinates, 3, onto=x.coordinates).rows)
+    for onto in (x, x.coordinates):
+        y = st.strided_conv(x, w, stride=2, padding=1, onto=onto)
+        assert y.coordinates is x.coordinates
+    pooled = st.sparse_avg_pool(x, 3, padding=1, onto=x)
+    assert pooled.coordinates is x.coordinates
+    with pytest.raises(sb.DTypeError, match="coordinates must be a CoordinateMap"):
+        st.kernel_map(x.features, 3)

@@ -117,8 +117,7 @@ def valid(coordinates):
 @untraced
 def kernel_map_of(coordinates, kernel_size, onto=None, **options):
     """Return the KernelMap of tensors that :func:`kernel_map` finds; see there."""
-    if onto is not None:
-        check_sites("onto", onto)
+    onto = None if onto is None else sites_of(onto, "onto")
     known = (coordinates,) if onto is None else (coordinates, onto)
     options["onto"] = None if onto is None else native(onto)
     sites = native(coordinates)

@@ -219,11 +219,11 @@ def kernel_map(
 
     Parameters
     ----------
-    coordinates : CoordinateMap
+    coordinates : CoordinateMap or SparseTensor
         Of tensors. It keeps the map: asking again is free.
     kernel_size, stride, dilation, padding, transposed, output_padding, offsets, capacity
         As for :func:`sbnet_cupy.kernel_map`.
-    onto : CoordinateMap, optional
+    onto : CoordinateMap or SparseTensor, optional
         Of tensors.
 
     Returns
@@ -244,7 +244,7 @@ def kernel_map(
     >>> kernel_map(sites, 3, onto=sites).rows.tolist()
     [[-1, 0, -1], [0, 1, 2], [1, -1, -1]]
     """
-    sites_of(coordinates, "coordinates")
+    coordinates = sites_of(coordinates, "coordinates")
     return kernel_map_of(
         coordinates, kernel_size, onto, stride=stride, dilation=dilation, padding=padding,
         transposed=transposed, output_padding=output_padding, offsets=offsets, capacity=capacity,
