@@ -4,7 +4,7 @@ import torch
 
 from ...errors import ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
-from .tensors import Metadata, SparseConvNetTensor, size_key, toLongTensor
+from .tensors import Metadata, SparseConvNetTensor, size_key, sizes_of
 
 
 class InputBatch(SparseConvNetTensor):
@@ -34,7 +34,7 @@ class InputBatch(SparseConvNetTensor):
         self._rows, self._vectors, self._overwrite = [], [], []
         self._samples, self._coordinates = 0, None
         self.dimension = dimension
-        self.spatial_size = toLongTensor(dimension, spatial_size)
+        self.spatial_size = sizes_of("spatial_size", dimension, spatial_size)
 
     def add_sample(self):
         """Begin another sample."""
@@ -107,7 +107,7 @@ class InputBatch(SparseConvNetTensor):
         self.add_sample()
         place = (tensor.abs() > threshold).any(-1).nonzero().cpu()
         vectors = tensor[tuple(place.T)]
-        position = place + toLongTensor(self.dimension, offset)
+        position = place + sizes_of("offset", self.dimension, offset)
         inside = ((position >= 0) & (position < self.spatial_size)).all(1)
         self.set_locations(position[inside], vectors[inside])
 

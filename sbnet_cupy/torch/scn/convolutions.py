@@ -23,7 +23,7 @@ from .tensors import (
     enlarged,
     fitted,
     size_key,
-    toLongTensor,
+    sizes_of,
     window_sizes,
 )
 
@@ -162,8 +162,10 @@ class _Strided(_Convolution):
 class _NewSites(_Strided):
     """One that makes sites, with room for so many if it has a capacity."""
 
-    def __init__(self, *args, capacity=None, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, dimension, nIn, nOut, filter_size, filter_stride, bias, groups=1, *, capacity=None
+    ):
+        super().__init__(dimension, nIn, nOut, filter_size, filter_stride, bias, groups)
         check_capacity(capacity)
         self.capacity = capacity
 
@@ -196,7 +198,7 @@ class Convolution(_NewSites):
 class _Back(_Strided):
     def input_spatial_size(self, out_size):
         """Return the spatial size of the input."""
-        size = toLongTensor(self.dimension, out_size)
+        size = sizes_of("out_size", self.dimension, out_size)
         return torch.tensor(fitted(size_key(size), *self._window))
 
 

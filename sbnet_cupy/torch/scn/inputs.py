@@ -8,7 +8,7 @@ from ...submanifold.coordinate_map import CoordinateMap, check_capacity
 from .. import submanifold as sites
 from ..submanifold.operations import rows_of
 from ..submanifold.sites import with_inverse
-from .tensors import Metadata, SparseConvNetTensor, check_planes, size_key, toLongTensor
+from .tensors import Metadata, SparseConvNetTensor, check_planes, size_key, sizes_of
 
 _MODES = ("unique", "first", "last", "sum", "mean")
 _BL_MODES = ("unique", "last", "first", "sum", "mean")
@@ -49,7 +49,7 @@ class _Input(Module):
         if mode not in range(5):
             raise ValueError(f"mode must be 0, 1, 2, 3 or 4, got {mode!r}")
         self.dimension = dimension
-        self.spatial_size = toLongTensor(dimension, spatial_size)
+        self.spatial_size = sizes_of("spatial_size", dimension, spatial_size)
         self.mode = mode
         self.device = None
 

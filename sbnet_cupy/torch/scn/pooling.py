@@ -6,7 +6,7 @@ from ...submanifold.coordinate_map import check_capacity
 from ..submanifold.maps import valid
 from ..submanifold.operations import site_max, site_sum
 from .convolutions import SiteModule
-from .tensors import fitted, size_key, toLongTensor, window_sizes
+from .tensors import fitted, size_key, sizes_of, toLongTensor, window_sizes
 
 
 class _Pooling(SiteModule):
@@ -109,5 +109,5 @@ class UnPooling(_Pooling):
 
     def input_spatial_size(self, out_size):
         """Return the spatial size of the input."""
-        size = toLongTensor(self.dimension, out_size)
+        size = sizes_of("out_size", self.dimension, out_size)
         return toLongTensor(self.dimension, fitted(size_key(size), *self._window))

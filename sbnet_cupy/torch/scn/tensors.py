@@ -13,17 +13,22 @@ from ..submanifold.operations import transposed_rows
 
 def toLongTensor(dimension, x):
     """Return one integer for each dimension as a LongTensor."""
+    return sizes_of("x", dimension, x)
+
+
+def sizes_of(name, dimension, x):
+    """Return one integer for each dimension, of an argument of this name, as a LongTensor."""
     if isinstance(x, torch.Tensor):
         x = x.tolist()
     sizes = tuple(x) if isinstance(x, list | tuple) else (x,) * dimension
     if len(sizes) != dimension or not all(map(is_integer, sizes)):
-        raise ShapeError(f"sizes must be an integer or {dimension} of them, got {x!r}")
+        raise ShapeError(f"{name} must be an integer or {dimension} of them, got {x!r}")
     return torch.tensor(sizes, dtype=torch.int64)
 
 
 def window_sizes(name, dimension, x):
     """Return the size or stride of windows along each dimension as a LongTensor."""
-    sizes = toLongTensor(dimension, x)
+    sizes = sizes_of(name, dimension, x)
     if (sizes < 1).any():
         raise ShapeError(f"{name} must be positive, got {x!r}")
     return sizes
