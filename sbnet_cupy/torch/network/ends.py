@@ -149,18 +149,8 @@ def _check_shape(outside, shape):
 
 def check_call(x, mask):
     """Return the mask as bool ``[N, H, W]``, or raise what is wrong with the call."""
-    for name, value in (("x", x), ("mask", mask)):
-        if not isinstance(value, torch.Tensor):
-            raise DTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if isinstance(x, T.StackTensor):
-        raise TypeError(
-            "x must be an image, got an activation of a sparsified network; a network in which one "
-            "part is sparsified already must be called with images there"
-        )
-    if x.dim() != 4 or min(x.shape[2:]) < 1:
-        raise ShapeError(f"x must have shape (N, C, H, W), got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise DTypeError(f"x must be of floating point, got {x.dtype}")
+    check_image(x)
+    _check_tensor("mask", mask)
     n, _, h, w = x.shape
     if tuple(mask.shape) not in ((n, h, w), (n, 1, h, w)):
         raise ShapeError(
@@ -173,6 +163,30 @@ def check_call(x, mask):
         raise DTypeError(f"mask must be of bool or of real numbers, got {mask.dtype}")
     mask = mask.reshape(n, h, w)
     return mask if mask.dtype == torch.bool else mask > 0
+
+
+def check_image(x):
+    """Raise unless a network can be called with it."""
+    _check_tensor("x", x)
+    if isinstance(x, T.StackTensor):
+        raise TypeError(
+            "x must be an image, got an activation of a sparsified network; a network in which one "
+            "part is sparsified already must be called with images there"
+        )
+    if x.dim() != 4 or min(x.shape[2:]) < 1:
+        raise ShapeError(
+            f"x must have shape (N, C, H, W) with a pixel at least, got {tuple(x.shape)}"
+        )
+    if not x.is_floating_point():
+        raise DTypeError(f"x must be of floating point, got {x.dtype}; use x.float()")
+
+
+def _check_tensor(name, value):
+    if not isinstance(value, torch.Tensor):
+        raise DTypeError(
+            f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it with "
+            "torch.as_tensor"
+        )
 
 
 def check_device(model, x):

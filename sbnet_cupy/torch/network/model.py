@@ -84,7 +84,8 @@ class SparseModel(Report, nn.Module):
         outside : number, "bias" or tensor, optional
             In place of that of :func:`sparsify`, for this call.
         args, kwargs
-            What else the network takes, handed to it as it is.
+            What else the network takes, handed to it as it is: another image is not 0 outside
+            active blocks, and what is computed of it alone is dense.
 
         Returns
         -------

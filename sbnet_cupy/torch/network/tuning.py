@@ -6,7 +6,7 @@ import torch
 
 from . import cuda
 from .compiled import Compiled
-from .ends import warn
+from .ends import check_device, check_image, warn
 from .graphs import WaitsForDevice, capture
 from .table import BlockTable, PictureTable
 
@@ -23,6 +23,8 @@ def tune(sparse, x, compile):
         raise RuntimeError("tune needs a network in evaluation, got one in training")
     if not (isinstance(compile, (bool, dict)) or compile == "auto"):
         raise ValueError(f'compile must be "auto", a bool or a dict, got {compile!r}')
+    check_image(x)
+    check_device(sparse.model, x)
     n, _, h, w = x.shape
     grid = tuple(-(-s // b) for s, b in zip((h, w), sparse.block_size, strict=True))
     total, block = n * grid[0] * grid[1], sparse.block_size
