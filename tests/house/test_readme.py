@@ -62,7 +62,7 @@ def library_of(code):
 
 def promised(code):
     """Return what a block's comments say that it prints: after a print, or on the line below."""
-    return re.findall(r"^print\(.*\)(?:  |\n)# (.+)$", code, re.MULTILINE)
+    return re.findall(r"^print\(.*\)(?: {2,}|\n)# (.+)$", code, re.MULTILINE)
 
 
 def run(blocks, library, name):
@@ -88,14 +88,28 @@ def test_the_code_runs_and_prints_what_it_says(library, require):
     assert run(BLOCKS, library, "README.md") >= 5
 
 
-@pytest.mark.parametrize("name", ["operations.md", "stack.md"])
-def test_the_code_of_a_guide_runs(name, require):
-    """Each guide of docs/ runs from its own first line."""
-    blocks = code_blocks((ROOT / "docs" / name).read_text(encoding="utf-8"), "python")
-    assert run(blocks, None, name) >= 3
-    for library in sorted(set(map(library_of, blocks)) - {None}):
+GUIDES = {
+    name: code_blocks((ROOT / "docs" / name).read_text(encoding="utf-8"), "python")
+    for name in ("operations.md", "sites.md", "stack.md")
+}
+CALLS = [
+    (name, lib) for name, code in GUIDES.items() for lib in dict.fromkeys(map(library_of, code))
+]
+
+
+@pytest.mark.parametrize(("name", "library"), CALLS)
+def test_the_code_of_a_guide_runs(name, library, require):
+    """Each guide of docs/ runs from its own first line: NumPy alone, and with each library."""
+    if library is not None:
         require(OPTIONAL[library])
-        assert run(blocks, library, name) >= 4
+    assert run(GUIDES[name], library, name) >= (2 if library is None else 3)
+
+
+def test_each_guide_with_code_is_run():
+    with_code = [
+        p.name for p in (ROOT / "docs").glob("*.md") if code_blocks(p.read_text(), "python")
+    ]
+    assert sorted(with_code) == sorted(GUIDES)
 
 
 def test_the_readme_shows_numpy_cupy_and_torch():
