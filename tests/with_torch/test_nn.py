@@ -134,10 +134,20 @@ def test_modules_refuse_what_they_cannot_do(st, torch):
             make(conv(4, 4, 3, **options), block_size=8)
         with pytest.raises(NotImplementedError, match=word):
             st.nn.SparseConv2d(4, 4, 3, **options, block_size=8)
+
+    class Halved(conv):
+        def forward(self, x):
+            return super().forward(x) / 2
+
+    hooked, normed = conv(5, 7, 3), torch.nn.utils.parametrizations.weight_norm(conv(5, 7, 3))
+    hooked.register_forward_hook(lambda module, inputs, y: y / 2)
     sparse, x, mask = make(conv(5, 7, 3, padding=1), block_size=8), image(torch), masked(torch)
     active, params = sparse.active_blocks(x, mask)
     for error, word, call in [
         (TypeError, "conv must be", lambda: make(torch.nn.Linear(3, 3), block_size=8)),
+        (TypeError, "forward of its own", lambda: make(Halved(5, 7, 3), block_size=8)),
+        (TypeError, "conv must have no hooks", lambda: make(hooked, block_size=8)),
+        (TypeError, "got a parametrization", lambda: make(normed, block_size=8)),
         (ShapeError, "block_size", lambda: make(conv(5, 7, 3), block_size=0)),
         (ValueError, "capacity", lambda: make(conv(5, 7, 3), block_size=8, capacity=1.5)),
         (ShapeError, r"x must have shape \(N, 5", lambda: sparse(x[:, :4], mask)),
@@ -328,11 +338,27 @@ def test_units_of_other_kinds_are_refused(st, torch):
             setattr(unit, name, module)
         return unit
 
+    class Halved(nn.Conv2d):
+        def _conv_forward(self, x, w, bias):
+            return super()._conv_forward(x, w, bias) / 2
+
+    hooked = nn.BatchNorm2d(4)
+    hooked.register_forward_pre_hook(lambda module, inputs: inputs[0] / 2)
+    after = [nn.Conv2d(16, 4, 1, bias=False), nn.BatchNorm2d(4),
+             nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4),
+             nn.Conv2d(4, 16, 1, bias=False), nn.BatchNorm2d(16)]  # fmt: skip
+    names = ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
     for error, word, unit in [
         (TypeError, "unit must have the attributes", nn.Linear(3, 3)),
+        (TypeError, "unit.conv1 .*forward of its own", changed(conv1=Halved(6, 4, 1, bias=False))),
+        (TypeError, "unit.bn2 must have no hooks", changed(bn2=hooked)),
+        (ShapeError, "unit.bn1 must have the channels that unit.conv1 reads",
+         nn.ModuleDict(zip(names, after, strict=True))),
+        (ShapeError, "unit.bn2 .* got 4 for 4 after 5",
+         changed(conv1=nn.Conv2d(6, 5, 1, bias=False))),
         (TypeError, "got 2 modules", [nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1)]),
         (TypeError, "unit.bn2 must be a BatchNorm2d", changed(bn2=nn.Identity())),
-        (TypeError, "unit.conv1 must be a Conv2d", changed(conv1=nn.Identity())),
+        (TypeError, "unit.conv1 must be a torch.nn.Conv2d", changed(conv1=nn.Identity())),
         (NotImplementedError, "unit.conv2", changed(conv2=nn.Conv2d(4, 4, 3, bias=False))),
         (NotImplementedError, "unit.conv3", changed(conv3=nn.Conv2d(4, 6, 1))),
         (NotImplementedError, "shortcut",

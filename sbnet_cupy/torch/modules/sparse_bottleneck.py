@@ -17,7 +17,7 @@ from ..layers import autocast, sparse_res_block_bottleneck
 from ..network.weights import Weights
 from .batch_norm import StackOps, fold, fold_batch
 from .block_module import BlockModule, check_nchw, is_channels_last, params_of
-from .sparse_conv2d import refusal
+from .sparse_conv2d import check_conv, check_no_hooks, refusal
 
 _PARTS = ("bn1", "conv1", "bn2", "conv2", "bn3", "conv3")
 _TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -91,7 +91,8 @@ class SparseBottleneck(BlockModule):
 
         ``unit`` is a module with the attributes ``bn1, conv1, bn2, conv2, bn3, conv3`` and, if the
         shortcut is a convolution, ``downsample`` (or ``project`` or ``shortcut``); or a sequence of
-        the six modules and that convolution, in this order, in which ReLUs are passed over.
+        the six modules and that convolution, in this order, in which ReLUs are passed over. Its
+        ``forward`` is not looked at: it must be the formula above.
         """
         parts = _parts_of(unit)
         sparse = cls.__new__(cls)
@@ -260,12 +261,12 @@ def _check_unit(unit):
         kind = type(getattr(unit, name))
         if kind is not nn.BatchNorm2d:
             raise TypeError(f"unit.{name} must be a BatchNorm2d, got {kind.__name__}")
+        check_no_hooks(f"unit.{name}", getattr(unit, name))
     convs = [(name, getattr(unit, name)) for name in ("conv1", "conv2", "conv3")]
     if shortcut is not None:
         convs.append(("downsample", _only_conv(shortcut)))
     for name, conv in convs:
-        if not isinstance(conv, nn.Conv2d):
-            raise TypeError(f"unit.{name} must be a Conv2d, got {type(conv).__name__}")
+        check_conv(f"unit.{name}", conv)
         k, pad = (3, 1) if name == "conv2" else (1, 0)
         sizes = (k, k), stride if name in ("conv2", "downsample") else (1, 1), (pad, pad)
         found = conv.kernel_size, conv.stride, conv.padding
@@ -274,6 +275,16 @@ def _check_unit(unit):
                 "unit.{} must have kernel {}, stride {}, padding {} and no bias, groups or "
                 "dilation, got {}".format(name, *sizes, conv)
             )
+    before = None
+    for i in (1, 2, 3):
+        bn, conv = getattr(unit, f"bn{i}"), getattr(unit, f"conv{i}")
+        if bn.num_features != conv.in_channels or before not in (None, conv.in_channels):
+            raise ShapeError(
+                f"unit.bn{i} must have the channels that unit.conv{i} reads, as in a unit that "
+                f"normalizes first (pre-activation), got {bn.num_features} for "
+                f"{conv.in_channels} after {before or conv.in_channels}"
+            )
+        before = conv.out_channels
     cin, cout = unit.conv1.in_channels, unit.conv3.out_channels
     if shortcut is None and (cin != cout or stride != (1, 1)):
         raise ShapeError(

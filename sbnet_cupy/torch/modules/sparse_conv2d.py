@@ -4,7 +4,7 @@ import torch
 
 from ...block_sparse.block_params import calc_block_params
 from ...dense.packed_weights import PackedWeights
-from .._dispatch_state import parameters_of
+from .._dispatch_state import HOOKS, parameters_of
 from ..layers import sparse_conv2d
 from .block_module import BlockModule, check_nchw, is_channels_last, params_of
 
@@ -67,10 +67,16 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
         """Make a sparse convolution of a ``torch.nn.Conv2d``.
 
         It shares the very parameters of ``conv``: training one trains the other. For parameters of
-        its own pass ``copy.deepcopy(conv)``.
+        its own pass ``copy.deepcopy(conv)``. A convolution with arithmetic of its own is refused:
+        a subclass with its own ``forward``, parametrizations, hooks.
         """
-        if not isinstance(conv, torch.nn.Conv2d):
-            raise TypeError(f"conv must be a torch.nn.Conv2d, got {type(conv).__name__}")
+        check_conv("conv", conv)
+        for name in ("weight", "bias"):
+            if name not in conv._parameters:
+                raise TypeError(
+                    f"conv must have its {name} as a parameter, got a parametrization; remove it, "
+                    "or use sparsify"
+                )
         sparse = cls(
             conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding,
             conv.bias is not None, block_size=block_size, activation=activation, capacity=capacity,
@@ -127,6 +133,29 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
             return tuple((total // 2, total - total // 2) for total in totals)
         height, width = self.padding
         return (height, height), (width, width)
+
+
+def check_conv(name, conv):
+    """Raise unless a module of this name computes as ``torch.nn.Conv2d`` does."""
+    kind = type(conv)
+    if not isinstance(conv, torch.nn.Conv2d):
+        raise TypeError(f"{name} must be a torch.nn.Conv2d, got {kind.__name__}")
+    usual = torch.nn.Conv2d
+    if kind.forward is not usual.forward or kind._conv_forward is not usual._conv_forward:
+        raise TypeError(
+            f"{name} must compute as torch.nn.Conv2d does, got {kind.__name__} with a forward of "
+            "its own; keep it dense, or use sparsify"
+        )
+    check_no_hooks(name, conv)
+
+
+def check_no_hooks(name, module):
+    """Raise if a module has hooks, which would not be called."""
+    if any(getattr(module, hooks) for hooks in HOOKS):
+        raise TypeError(
+            f"{name} must have no hooks, which would not be called, got {type(module).__name__} "
+            "with some; remove them, or use sparsify"
+        )
 
 
 def refusal(conv):
