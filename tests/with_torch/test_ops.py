@@ -317,6 +317,7 @@ def operators(torch, device):
     yield ops.sparse_res_block_bottleneck, (x, *weights, *rest)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own
 def test_opcheck(st, torch, device):
     checked = set()
     for operator, arguments in operators(torch, device):
