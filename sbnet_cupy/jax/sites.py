@@ -91,7 +91,12 @@ def sparse_tensor(
     """
     spec = spec_of("features", features)
     check_array("features", spec, ndim=2, kinds="f")
-    check_array("indices", spec_of("indices", indices), shape=(len(features), None))
+    check_indices(spec_of("indices", indices))
+    if len(features) != len(indices):
+        raise ShapeError(
+            f"features must have a row for each of the {len(indices)} rows of indices, got "
+            f"{len(features)}"
+        )
     made, _, runs = _reduced(indices, spatial_shape, batch_size, mode, order, capacity)
     return put_rows(features, made, runs, mode)
 

@@ -71,6 +71,9 @@ def test_what_does_not_belong_is_flagged(sbj, place):
         make(rows)
     with pytest.raises(ValueError, match="order must be 'leaf'"):
         make(place.make(rows), order="Morton")
+    features = place.make(np.ones((3, 2), np.float32))
+    with pytest.raises(sb.ShapeError, match="features must have a row for each of the 4 rows"):
+        sbj.sparse_tensor(features, place.make(rows), spatial_shape=10, batch_size=1)
 
 
 def test_no_coordinate_wraps_around(sbj, jax):
