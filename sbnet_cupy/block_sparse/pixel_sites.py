@@ -73,8 +73,10 @@ def _dense(active, xp):
 def mask_of_sites(coordinates):
     """Return the mask, bool ``[N, H, W]``, that is set at sites in two dimensions.
 
-    ``coordinates`` is a CoordinateMap, a :class:`PixelSites` or what has their fields.
+    ``coordinates`` is a CoordinateMap, a :class:`PixelSites` or what has their fields, or a tensor
+    that has one as its ``coordinates``.
     """
+    coordinates = getattr(coordinates, "coordinates", coordinates)
     if not all(hasattr(coordinates, name) for name in PixelSites._fields):
         raise DTypeError(
             f"coordinates must be a CoordinateMap, got {type(coordinates).__name__}; make one with "
@@ -107,7 +109,7 @@ def blocks_of(coordinates, *, bsize, ksize=1, strides=(1, 1), padding="SAME", ca
 
     Parameters
     ----------
-    coordinates : CoordinateMap
+    coordinates : CoordinateMap or SparseTensor
         Sites in two dimensions, of a known shape and batch size.
     bsize, ksize, strides, padding, capacity
         As for :meth:`ActiveBlocks.from_mask`.

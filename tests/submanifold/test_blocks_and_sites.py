@@ -54,7 +54,7 @@ def test_block_convolution_then_masking_is_submanifold_convolution(xp):
     size = sb.conv2d(abs(image), abs(w), padding="SAME", bias=abs(bias))
     masked = to_numpy(blocks) * mask[..., None]
     assert_close(to_numpy(y), masked, terms=2 * 46, dtype=np.float64, magnitude=size)
-    sites = sb.blocks_of(x.coordinates, bsize=8, ksize=3)
+    sites = sb.blocks_of(x, bsize=8, ksize=3)  # or of x.coordinates
     again = sb.sparse_conv2d(*given, sites, bsize=8, bias=xp.asarray(bias))
     assert_same(again, blocks)
 
