@@ -36,6 +36,7 @@ FUNCTIONS = {
     "channels last": _last,
     "square root": lambda net, x: x * torch.sqrt(x.square().sum(1, keepdim=True)),
     "square root in place": lambda net, x: x.abs().sqrt_(),
+    "smooth ones": lambda net, x: (x / 2 / net.scale) ** 2,
     "power": lambda net, x: x.abs() ** 0.5,
     "standard deviation": lambda net, x: x / x.std(1, keepdim=True),
     "hypot": lambda net, x: torch.hypot(x, x.flip(1)),
@@ -123,3 +124,20 @@ def test_an_image_without_blocks_divides_by_its_mean(st, break_even, capacity):
         step = train_step(sparse.model, x, mask[images], call=sparse)
         steps.append({name: step[f"{name}.weight"] for name in ("before", "mixed", "after")})
     assert_near_steps(*steps)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x / 2, lambda x: x**2, lambda x: x.div(x.new_ones(()))]
+)
+def test_smooth_functions_cost_nothing(st, function, monkeypatch):
+    """Numbers that nothing reads are replaced for functions alone that may be infinite."""
+    calls, where = [], torch.where
+    monkeypatch.setattr(torch, "where", lambda *args: calls.append(args) or where(*args))
+    sparse = st.sparsify(Singular(lambda net, x: function(x)).double(), BLOCK)
+    sparse.break_even = 0.0
+    _, mask = networks.blocks((2, 48, 64), BLOCK, 0.4)
+    sparse(image(size=(48, 64)), mask)
+    assert not calls
+    sparse.model.function = lambda net, x: 1 / x
+    sparse(image(size=(48, 64)), mask)
+    assert calls

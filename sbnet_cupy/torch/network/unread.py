@@ -17,6 +17,11 @@ SINGULAR = """
     softmax log_softmax softmin logsumexp normalize
 """
 SINGULAR = frozenset(SINGULAR.split())
+QUOTIENTS = {
+    "div", "divide", "true_divide", "div_", "divide_", "__truediv__", "__itruediv__", "__div__",
+    "__idiv__",
+}  # fmt: skip
+POWERS = {"pow", "pow_", "float_power", "__pow__", "__ipow__"}
 HARMLESS = 0.5  # all of them are finite at it, and their derivatives
 
 
@@ -34,22 +39,37 @@ def harmless(func, tensors, table, block, size, hw, writes=False):
     writes : bool
         Whether the function writes to the first one, which is then changed.
     """
-    if func.__name__.removeprefix("special_") not in SINGULAR or not torch.is_grad_enabled():
+    name = func.__name__.removeprefix("special_")
+    if name not in SINGULAR or not torch.is_grad_enabled() or table.filled(block, size):
         return tensors
     given = [t for t in tensors if isinstance(t, torch.Tensor)]
-    if table.filled(block, size) or not any(t.requires_grad for t in given):
+    if not any(t.requires_grad for t in given):
         return tensors
-    dims, read = max(t.dim() for t in given), table.inside(block, size)
-    shape = [1] * dims
+    dims, rows = max(t.dim() for t in given), table.inside(block, size).shape[0]
+    found = [isinstance(t, torch.Tensor) and t.dim() == dims and len(t) == rows for t in tensors]
+    if _is_smooth(name, tensors, found):
+        return tensors
+    read, shape = table.inside(block, size), [1] * dims
     shape[0], shape[hw[0]], shape[hw[1]] = read.shape
     read, out = read.view(shape), list(tensors)
     for i, t in enumerate(tensors):
-        if not isinstance(t, torch.Tensor) or t.dim() != dims or t.shape[0] != shape[0]:
-            continue
-        if not t.is_floating_point() and not t.is_complex():
+        if not found[i] or not (t.is_floating_point() or t.is_complex()):
             continue
         if writes and i == 0:
             out[i] = t.masked_fill_(~read, HARMLESS)
         else:
             out[i] = torch.where(read, t, HARMLESS)
     return out
+
+
+def _is_smooth(name, tensors, found):
+    """Whether a function is finite after all: x / 2, x / parameter, x ** 2.
+
+    ``found`` tells which of its arguments have numbers of their own for each row.
+    """
+    if len(tensors) < 2 or found[1]:
+        return False
+    if name in POWERS:
+        power = tensors[1]
+        return isinstance(power, int | float) and power >= 1 and float(power).is_integer()
+    return name in QUOTIENTS
