@@ -235,7 +235,7 @@ CLUSTERS = [  # case, tile, what else of the plan, thread blocks of a round
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse"])
-@pytest.mark.parametrize("chosen", all_but(CLUSTERS, CLUSTERS[:3]), ids=str)
+@pytest.mark.parametrize("chosen", all_but(CLUSTERS, CLUSTERS[:3], CLUSTERS[:4]), ids=str)
 def test_sums_of_a_cluster_are_exact(chosen, order, monkeypatch):
     """K shared unevenly, also a shortcut's; the sums of several tiles, one after another."""
     monkeypatch.setenv("SBNET_HOST_ORDER", order)

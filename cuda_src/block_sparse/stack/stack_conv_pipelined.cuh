@@ -115,10 +115,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         const auto weights_of = [&](int k0) {
             const int panel = k0 / PANEL;
             const u8* const its = packed + tables_bytes(g.K);
-            const u8* const also = SHORTCUT && own < count ? packed_also + tables_bytes(g.K) : nullptr;
             const i64 step = static_cast<i64>(order.chunks) * PANEL_CHUNK, step_also = static_cast<i64>(chunks_also) * PANEL_CHUNK;
-            return TileWeights<PANELS, SHORTCUT>{its + panel * step + static_cast<i64>(first) * PANEL_CHUNK,
-                                                 also + panel * step_also + static_cast<i64>(first + own - order.chunks) * PANEL_CHUNK,
+            const u8* const also = SHORTCUT && own < count ? packed_also + tables_bytes(g.K) + panel * step_also +
+                                                                 static_cast<i64>(first + own - order.chunks) * PANEL_CHUNK
+                                                           : nullptr;
+            return TileWeights<PANELS, SHORTCUT>{its + panel * step + static_cast<i64>(first) * PANEL_CHUNK, also,
                                                  step, step_also, own, min(PANELS, panels - panel)};
         };
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
