@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     constexpr int LAUNCHED = 65536 / ((MULTIPLIERS + TEAMS * COPIERS) * BLOCKS) / 8 * 8;
     constexpr int KEPT = TEAMS == 1 || BM * BN == 128 * 128 ? 96 : BM == 192 ? 48 : 64;
     constexpr int TAKEN = (LAUNCHED + (LAUNCHED - KEPT) * TEAMS * COPIERS / MULTIPLIERS) / 8 * 8;
-    constexpr bool WIDE = LAUNCHED - MT * NT * 4 >= 90;  // registers are left when a tile ends
+    constexpr bool WIDE = LAUNCHED - MT * NT * 4 >= (Product::ASYNC ? 90 : 110);  // registers are left when a tile ends
     constexpr int ALL_COPIERS = TEAMS * COPIERS;
     constexpr int RESIDUAL_COPIERS = BULK ? COPIERS / 2 : ALL_COPIERS;  // the last of those that copy
     constexpr bool CLUSTERED = SPLIT > 1 && !PARTIALS;
