@@ -8,6 +8,9 @@ from ..core.arrays import vector_bytes
 from .site_conv_plan import MOST_ROWS, has_products
 
 _BLOCKS = 1200  # thread blocks of 128 threads, about, that shares of the rows make
+# The same of pictures, where all taps have about as many rows, and of few rows: as many as an H200
+# holds at once. Each writes a matrix of sums to memory.
+_AT_ONCE, _TAPS_OF_PICTURES = 528, 9
 # Shares of the tap in the middle, which has all rows, for one of another tap: of at least so many
 # taps and at most so many rows, where thread blocks of that tap alone would end last.
 _MIDDLE, _FEWEST_TAPS, _MOST_ROWS = 4, 27, 1 << 14
@@ -80,7 +83,8 @@ class MmaPlan(NamedTuple):
 
     def shares(self, conv):
         """Numbers of shares of the rows: of a tap, and of the tap in the middle."""
-        return conv.shares(self.tiles(conv), _BLOCKS * 128 // self.threads)
+        few = conv.taps <= _TAPS_OF_PICTURES or conv.targets <= _MOST_ROWS
+        return conv.shares(self.tiles(conv), (_AT_ONCE if few else _BLOCKS) * 128 // self.threads)
 
     def template(self, conv):
         """Return the template arguments."""
