@@ -69,6 +69,27 @@ def test_every_test_asserts():
     assert not silent
 
 
+def is_of_gpus(node):
+    """Whether a function, or the pytestmark of a file, is marked for a GPU."""
+    marks = node.decorator_list if isinstance(node, ast.FunctionDef) else [node.value]
+    return any("mark.gpu" in ast.unparse(mark) for mark in marks)
+
+
+def test_what_requires_a_gpu_is_marked_so():
+    """Or it is left out where those that are marked run: .ci/run_gpu."""
+    unmarked = []
+    for path in (path for path in FILES if path.name.startswith("test_")):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        of_file = [n for n in body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)]
+        if any(map(is_of_gpus, of_file)):
+            continue
+        for test in (n for n in nodes_of(path) if isinstance(n, ast.FunctionDef)):
+            needs = any(ast.unparse(line) == "require('gpu')" for line in test.body)
+            if needs and test.name.startswith("test_") and not is_of_gpus(test):
+                unmarked.append(f"{name_of(path)}: {test.name}")
+    assert not unmarked
+
+
 def test_tests_of_kernels_run_where_ci_watches_them():
     """CI runs these under sanitizers, and compiles for GPUs what they launch: see .ci/run."""
     shim = re.compile(r"^\s*(import host_cuda|from host_cuda|from support.*on_host)", re.MULTILINE)

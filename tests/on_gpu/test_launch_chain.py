@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.gpu
+
 TESTS = Path(__file__).resolve().parent.parent
 LAUNCHES = 20_000  # of each plan; one in which a lane waited alone hung after 6,000 to 35,000
 
 
-@pytest.mark.gpu
 def test_thousands_of_launches_end(require):
     """In a process of their own: nothing ends a kernel that hangs but the end of its process."""
     require("gpu")

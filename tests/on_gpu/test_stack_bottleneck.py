@@ -8,6 +8,8 @@ from support.exhaustive import thinned
 from support.stack_bottleneck_cases import check, unit_of
 from support.stack_on_host import Blocks
 
+pytestmark = pytest.mark.gpu
+
 UNITS = [  # blocks, channels of x and between the layers
     (Blocks(image=(100, 81), block=(16, 16)), 96, 24),
     (Blocks(image=(60, 71), block=(8, 8)), 192, 48),

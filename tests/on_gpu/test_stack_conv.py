@@ -9,6 +9,8 @@ from sbnet_cupy.block_sparse.stack.stack_patch_plan import patch_candidates
 from sbnet_cupy.core.device import current_device
 from support.stack_on_host import Blocks, ConvCase
 
+pytestmark = pytest.mark.gpu
+
 CASES = [
     ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=64, channels_out=128),
     ConvCase(blocks=Blocks(image=(16, 17), block=(2, 2)), channels=512, channels_out=136),
@@ -38,7 +40,6 @@ def is_chosen(plan):
     return small or (cut and not plan.results) or (plan.tile, plan.split) == ((64, 128), 4)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plans_are_exact(case, require):
     """Sums of whole numbers, with pixels outside the image and rows past the count poisoned."""

@@ -6,6 +6,8 @@ import pytest
 from sbnet_cupy.block_sparse.stack.stack_launch import prepare_stack_depthwise
 from support.stack_on_host import Blocks, ConvCase
 
+pytestmark = pytest.mark.gpu
+
 CASES = [
     ConvCase("Half", Blocks(image=(250, 201), block=(8, 8)), 96, 96, (7, 7), depthwise=True),
     ConvCase("Half", Blocks(image=(100, 81)), 192, 192, (7, 7), depthwise=True),

@@ -10,6 +10,8 @@ from support.assertions import assert_same, to_numpy
 from support.stack_norm_cases import DTYPES, check
 from support.strategies import BFLOAT16
 
+pytestmark = pytest.mark.gpu
+
 SIZES = [
     # channels, block, image, spare rows
     (64, (16, 16), (250, 201), 5), (512, (2, 2), (61, 84), 0), (24, (4, 4), (100, 81), 3),

@@ -5,6 +5,8 @@ import pytest
 from support.stack_on_host import Blocks
 from support.stack_unit_cases import check, unit_of
 
+pytestmark = pytest.mark.gpu
+
 UNITS = [
     # bottleneck, blocks, channels of x and of y
     (True, Blocks(image=(250, 201), block=(8, 8)), 256, 256),
