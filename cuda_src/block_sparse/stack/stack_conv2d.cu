@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(256)
                 for (int v = 0; v < 4; ++v) sums[e + v] = q == 0 ? values[v] : sums[e + v] + values[v];
             }
         const bool inside = whole || finder.is_inside(narrow(p), 0);
-        finish<T, ACTIVATION, VECTOR_OUT, true>(sums, scale + k, bias + k, residual_at<VECTOR_OUT>(residual, p * K + k, true),
+        finish<T, ACTIVATION, VECTOR_OUT, false>(sums, scale + k, bias + k, residual_at<VECTOR_OUT>(residual, p * K + k, true),
                                           residual, y, p * K + k, narrow(K) - k, inside);
     }
     if (clear_rows) clear_rest<VECTOR_OUT>(y, rows * ph * pw * K, M * ph * pw * K);
