@@ -28,7 +28,7 @@ from ..submanifold.dense_conversion import check_grid_array, grid_of
 from ..submanifold.distinct import DUPLICATE, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
-from ..submanifold.sparse_tensor import SparseTensor, check_tensor
+from ..submanifold.sparse_tensor import SparseTensor, check_rows, check_tensor
 from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
 from ._sites import distinct, find, most_sites, sums_of_runs, valid_rows, words_of
 from ._specs import spec_of
@@ -92,11 +92,7 @@ def sparse_tensor(
     spec = spec_of("features", features)
     check_array("features", spec, ndim=2, kinds="f")
     check_indices(spec_of("indices", indices))
-    if len(features) != len(indices):
-        raise ShapeError(
-            f"features must have a row for each of the {len(indices)} rows of indices, got "
-            f"{len(features)}"
-        )
+    check_rows(features, indices)
     made, _, runs = _reduced(indices, spatial_shape, batch_size, mode, order, capacity)
     return put_rows(features, made, runs, mode)
 

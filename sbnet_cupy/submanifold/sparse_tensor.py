@@ -172,11 +172,7 @@ def _put_at_sites(features, indices, spatial_shape, batch_size, mode, order, cap
             f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
         )
     check_array("indices", indices, ndim=2, like=features)
-    if len(features) != len(indices):
-        raise ShapeError(
-            f"features must have a row for each of the {len(indices)} rows of indices, got "
-            f"{len(features)}"
-        )
+    check_rows(features, indices)
     grid = spatial_shape, batch_size
     coordinates, inverse, reduction = reduce_rows(indices, *grid, mode, order, capacity)
     rows = features_of_sites(features, reduction, coordinates.capacity, mode)
@@ -184,6 +180,15 @@ def _put_at_sites(features, indices, spatial_shape, batch_size, mode, order, cap
 
 
 put_at_sites = array_function(_put_at_sites)  # for adapters, which differentiate it
+
+
+def check_rows(features, indices):
+    """Raise unless there are as many rows of features as of indices."""
+    if len(features) != len(indices):
+        raise ShapeError(
+            f"features must have a row for each of the {len(indices)} rows of indices, got "
+            f"{len(features)}"
+        )
 
 
 def sites_of(value):

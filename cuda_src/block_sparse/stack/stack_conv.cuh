@@ -210,14 +210,20 @@ DEVICE int units_of_pixel(const Problem& g) {
     return VECTOR ? g.C / static_cast<int>(16 / sizeof(T)) : 1;
 }
 
-// Begin to copy 16 bytes of channels, from channel c of the pixel at an offset (or -1) on; zeros past channel C.
+// Begin to copy 16 bytes of channels, from channel c of the pixel at an offset on, or zeros for -1.
+template <bool CACHED, typename T>
+DEVICE void copy_vector(SharedPlace to, const T* __restrict__ x, int offset, int c) {
+    // One instruction for the address, if the compiler does not see what it is made of.
+    const u8* const base = reinterpret_cast<const u8*>(computed_once(reinterpret_cast<i64>(x + c)));
+    copy_async_16_unless_negative<CACHED>(to, base + static_cast<u64>(static_cast<u32>(offset)) * 16, offset);
+}
+
+// The same, also of pixels that are no whole vectors; zeros past channel C.
 template <bool VECTOR, bool CACHED, typename T>
 DEVICE void copy_channels(u8* to, const T* __restrict__ x, int offset, int c, int C) {
     constexpr int LANES = 16 / sizeof(T);
     if constexpr (VECTOR) {
-        // One instruction for the address, if the compiler does not see what it is made of.
-        const u8* const base = reinterpret_cast<const u8*>(computed_once(reinterpret_cast<i64>(x + c)));
-        copy_async_16_unless_negative<CACHED>(to, base + static_cast<u64>(static_cast<u32>(offset)) * 16, offset);
+        copy_vector<CACHED>(to, x, offset, c);
     } else {
         Elements<T, uint4> value(zero<uint4>());
         const T* const from = x + static_cast<i64>(offset) * C + c;

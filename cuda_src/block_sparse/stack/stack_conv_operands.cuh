@@ -78,12 +78,9 @@ struct LeanCopier {
             if (is_of_one_tap()) ready = *reinterpret_cast<const int4*>(its);
     }
     DEVICE void copy_ready(SharedPlace own) const {
-        const u8* const base = reinterpret_cast<const u8*>(computed_once(reinterpret_cast<i64>(x + c)));
         const int four[4] = {ready.x, ready.y, ready.z, ready.w};
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-            copy_async_16_unless_negative<CACHED>(own + e * (PASS * TILE_ROW),
-                                                  base + static_cast<u64>(static_cast<u32>(four[e])) * 16, four[e]);
+        for (int e = 0; e < 4; ++e) copy_vector<CACHED>(own + e * (PASS * TILE_ROW), x, four[e], c);
     }
     // Go on to the next one.
     DEVICE void advance() {

@@ -122,6 +122,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             return TileWeights<PANELS, SHORTCUT>{its + panel * step + static_cast<i64>(first) * PANEL_CHUNK, also,
                                                  step, step_also, own, min(PANELS, panels - panel)};
         };
+        const SharedPlace ring = SharedPlace::found(shared.ring), full = SharedPlace::found(shared.full);
+        const SharedPlace empty = SharedPlace::found(shared.empty);
+        Stage<STAGES> stage;
+        int fresh = STAGES;  // stages that nobody has used
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
         // The residual of a tile: to shared memory, or to the cache, since it is read at the end.
         const int helper = thread - (ALL_COPIERS - RESIDUAL_COPIERS);
@@ -154,10 +158,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         };
         if constexpr (BULK) {
             // One warp brings the weights, one the pixels, which are results of the kernel ahead, and two the residual.
-            const SharedPlace ring = SharedPlace::found(shared.ring), full = SharedPlace::found(shared.full);
-            const SharedPlace empty = SharedPlace::found(shared.empty);
-            Stage<STAGES> stage;
-            int fresh = STAGES;  // stages that nobody has used
             for (int tile = first_tile; tile < tiles; tile += step) {
                 const auto its = rounds.template tile<BN>(tile);
                 if (warp == 0) {
@@ -195,21 +195,19 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         } else {
             const Finder finder(table, g);
             Meeting all(shared.copiers);
-            const SharedPlace ring = SharedPlace::found(shared.ring), full = SharedPlace::found(shared.full);
-            const SharedPlace empty = SharedPlace::found(shared.empty);
             const SharedPlace own_place = SharedPlace::found_by_each(shared.ring + Copier::place(thread % COPIERS));
-            Stage<STAGES> stage;
-            int fresh = STAGES;  // stages that nobody has used
             for (int tile = first_tile; tile < tiles; tile += step) {
                 const auto its = rounds.template tile<BN>(tile);
                 const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);
                 const auto weights = weights_of(k0);
+                const auto copy_weights = [&](int slot, int i) {
+                    weights.copy(ring + (slot * Memory::STAGE + Memory::A), i, full + slot * 8);
+                };
                 const bool is_first = tile == first_tile;
                 const int ahead = is_first ? min(STAGES, count) : 0;  // while pixels are searched for; the ring is empty
                 if (thread == 0)
 #pragma unroll 1
-                    for (int s = 0; s < ahead; ++s)
-                        weights.copy(ring + (s * Memory::STAGE + Memory::A), s, full + s * 8);
+                    for (int s = 0; s < ahead; ++s) copy_weights(s, s);
                 if constexpr (!POINTWISE) {
                     if (!is_first) all.sync();  // the last tile's offsets are read
                     finder.find<BM, Copier::PASS, BLOCKS == 1 && TEAMS == 1 ? 2 : 1, IMAGES>(p0, units_of_pixel<T, VECTOR_IN>(g), shared.offsets, recomputed(thread), ALL_COPIERS);
@@ -227,8 +225,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                     if (TEAMS == 1 || (fresh & 1) == warp / (COPIERS / 32)) {
                         if (fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
                         const int its_warp = i / TEAMS % (COPIERS / 32) + (TEAMS == 1 ? 0 : (fresh & 1) * (COPIERS / 32));
-                        if (i >= ahead && its_warp == warp && elected())
-                            weights.copy(ring + (stage.slot * Memory::STAGE + Memory::A), i, full + stage.slot * 8);
+                        if (i >= ahead && its_warp == warp && elected()) copy_weights(stage.slot, i);
                         if (Copier::EARLY && copier.is_of_one_tap())
                             copier.copy_ready(own_place + stage.slot * Memory::STAGE);
                         else

@@ -89,9 +89,9 @@ DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Row
             total[4 * e] = sum.x, total[4 * e + 1] = sum.y, total[4 * e + 2] = sum.z, total[4 * e + 3] = sum.w;
         }
         if (p >= 0)
-            finish<T, ACTIVATION, VECTOR_OUT, true>(total, result.scale + column, result.bias + column, addend,
-                                              result.residual, result.y, static_cast<i64>(p) * K + result.k0 + column,
-                                              K - result.k0 - column, result.rows.is_inside(from + row));
+            finish<T, ACTIVATION, VECTOR_OUT, true>(total, result.scale + column, result.bias + column, addend, result.residual,
+                                                    result.y, static_cast<i64>(p) * K + result.k0 + column,
+                                                    K - result.k0 - column, result.rows.is_inside(from + row));
     }
     __syncwarp();
 }

@@ -45,11 +45,12 @@ def harmless(func, tensors, table, block, size, hw, writes=False):
     given = [t for t in tensors if isinstance(t, torch.Tensor)]
     if not any(t.requires_grad for t in given):
         return tensors
-    dims, rows = max(t.dim() for t in given), table.inside(block, size).shape[0]
+    read = table.inside(block, size)
+    dims, rows = max(t.dim() for t in given), len(read)
     found = [isinstance(t, torch.Tensor) and t.dim() == dims and len(t) == rows for t in tensors]
     if _is_smooth(name, tensors, found):
         return tensors
-    read, shape = table.inside(block, size), [1] * dims
+    shape = [1] * dims
     shape[0], shape[hw[0]], shape[hw[1]] = read.shape
     read, out = read.view(shape), list(tensors)
     for i, t in enumerate(tensors):

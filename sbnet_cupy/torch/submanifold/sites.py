@@ -7,12 +7,11 @@ import torch
 from ...core.checks import check_array
 from ...core.spec import CPU, ArraySpec
 from ...core.torch_memory import to_tensor
-from ...errors import ShapeError
 from ...submanifold import coordinate_map as core
 from ...submanifold import dense_conversion
 from ...submanifold.adapted import ADAPTED
 from ...submanifold.distinct import row_of_site
-from ...submanifold.sparse_tensor import SparseTensor
+from ...submanifold.sparse_tensor import SparseTensor, check_rows
 from ...submanifold.voxelize import check_points, find_voxels
 from .._native import check_tensors, numpy_dtype
 from .maps import (
@@ -131,11 +130,7 @@ def with_inverse(features, indices, spatial_shape, batch_size, mode, order="leaf
     check_array("features", spec_of_tensor(features), ndim=2)
     check_floats(features)
     check_array("indices", spec_of_tensor(indices), ndim=2)
-    if len(features) != len(indices):
-        raise ShapeError(
-            f"features must have a row for each of the {len(indices)} rows of indices, got "
-            f"{len(features)}"
-        )
+    check_rows(features, indices)
     options = spatial_shape, batch_size, mode, order, capacity
     coordinates, inverse, how = _listed(lambda i: core.reduce_rows(i, *options), mode, indices)
     return SparseTensor(_reduced(features, how, mode), coordinates), inverse
