@@ -58,10 +58,19 @@ def valid_rows(coordinates):
     return listed & (coordinates.indices[:, 0] >= 0)
 
 
-def rows_at(features, rows):
-    """Return rows of features, 0 for those that are none."""
+def rows_at(features, rows, fill=0):
+    """Return rows of features, ``fill`` for those that are none."""
+    if not len(features):  # of which JAX takes none
+        return jnp.full((*rows.shape, *features.shape[1:]), fill, features.dtype)
     place = jnp.where(reads(rows, len(features)), rows, np.int32(len(features)))
-    return features.at[place].get(mode="fill", fill_value=0)
+    return features.at[place].get(mode="fill", fill_value=fill)
+
+
+def set_cells(mask, capacity):
+    """Return the flat cells where a mask is set, -1 past the last, and their number: int32 [1]."""
+    count = mask.sum(dtype=jnp.int32).reshape(1)
+    (cells,) = jnp.nonzero(mask.ravel(), size=capacity)
+    return jnp.where(jnp.arange(capacity) < count, cells, -1), count
 
 
 def words_of(columns, valid, packing):

@@ -5,8 +5,6 @@ static: lists have a ``capacity``. They keep no kernel maps, which XLA finds onc
 function, but whether they are sorted, and new sites by which window they were found.
 """
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,7 +28,16 @@ from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
 from ..submanifold.sparse_tensor import SparseTensor, check_rows, check_tensor
 from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
-from ._sites import distinct, find, most_sites, sums_of_runs, valid_rows, words_of
+from ._sites import (
+    distinct,
+    find,
+    most_sites,
+    rows_at,
+    set_cells,
+    sums_of_runs,
+    valid_rows,
+    words_of,
+)
 from ._specs import spec_of
 
 FAR = np.int32(np.iinfo(np.int32).min)  # a place past all that int32 holds; outside of every grid
@@ -154,12 +161,9 @@ def _select(coordinates, mask, capacity):
     check_array("mask", spec_of("mask", mask), shape=(coordinates.capacity,))
     check_capacity(capacity)
     capacity = coordinates.capacity if capacity is None else int(capacity)
-    chosen = (mask != 0) & valid_rows(coordinates)
-    (rows,) = jnp.nonzero(chosen, size=capacity, fill_value=-1)
+    rows, count = set_cells((mask != 0) & valid_rows(coordinates), capacity)
     rows = rows.astype(jnp.int32)
-    place = jnp.where(rows >= 0, rows, coordinates.capacity)
-    indices = coordinates.indices.at[place].get(mode="fill", fill_value=-1)
-    count = chosen.sum(dtype=jnp.int32).reshape(1)
+    indices = rows_at(coordinates.indices, rows, fill=-1)
     grid = coordinates.spatial_shape, coordinates.batch_size
     made = CoordinateMap(indices, count, *grid, coordinates.status)
     made._kept["leaf_order"] = coordinates._kept.get("leaf_order", False)
@@ -190,13 +194,11 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     else:
         check_array("mask", spec_of("mask", mask), shape=x.shape[:-1])
         listed = mask != 0
-    cells = math.prod(listed.shape) if capacity is None else int(capacity)
-    places = jnp.nonzero(listed, size=cells, fill_value=-1)
-    indices = jnp.stack(places, axis=1).astype(jnp.int32)
-    count = listed.sum(dtype=jnp.int32).reshape(1)
+    cells, count = set_cells(listed, listed.size if capacity is None else int(capacity))
+    places = jnp.stack(jnp.unravel_index(jnp.maximum(cells, 0), listed.shape), axis=1)
+    indices = jnp.where((cells >= 0)[:, None], places, -1).astype(jnp.int32)
     made = CoordinateMap(indices, count, x.shape[1:-1], x.shape[0])
-    features = jnp.where((indices[:, 0] >= 0)[:, None], x[places], 0)
-    return SparseTensor(features, made)
+    return SparseTensor(rows_at(x.reshape(listed.size, x.shape[-1]), cells), made)
 
 
 def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=None):

@@ -196,6 +196,34 @@ def test_rows_that_are_not_there_are_not_read(sbj, place, jax):
     assert_same(to_numpy(found), to_numpy(expected))
 
 
+@pytest.mark.parametrize("capacity", [None, 5])
+def test_lists_without_rows(sbj, place, jax, capacity):
+    """Nothing is read from them, whatever there is room for."""
+    rows, features = (place.make(np.zeros((0, n), t)) for n, t in ((3, np.int32), (4, np.float32)))
+    x = sbj.sparse_tensor(features, rows, spatial_shape=(6, 6), batch_size=2)
+    w, back = (place.make(normal(2, 2, *planes, seed=1)) for planes in ((4, 3), (3, 2)))
+
+    @jax.jit
+    def loss(features, w):
+        y = sbj.strided_conv(x.replace(features), w, stride=2, capacity=capacity)
+        pooled = sbj.sparse_max_pool(x.replace(features), 2, capacity=capacity)
+        z = sbj.inverse_conv(y, back, onto=x)
+        total = y.features.sum() + pooled.features.sum() + z.features.sum()
+        return total, (y, pooled, z)
+
+    (dx, dw), made = jax.grad(loss, argnums=(0, 1), has_aux=True)(features, w)
+    assert dx.shape == (0, 4)
+    assert not to_numpy(dw).any()
+    room = capacity or 0
+    assert [y.features.shape for y in made] == [(room, 3), (room, 4), (0, 2)]
+    assert not any(y.coordinates.number() or to_numpy(y.features).any() for y in made)
+    chosen, places = x.coordinates.select(place.make(np.zeros(0, bool)), capacity=capacity)
+    listed = sbj.dense_to_sparse(place.make(np.zeros((0, 6, 6, 1), "f4")), capacity=capacity)
+    for found in (chosen.indices, listed.indices):
+        assert_same(to_numpy(found), np.full((room, 3), -1, np.int32))
+    assert (to_numpy(places) == -1).all()
+
+
 def test_mapped_features(sbj, place, jax):
     _, x = tensors(sbj, place)
     w = place.make(normal(3, 3, 3, 3, 4, seed=1))
