@@ -227,6 +227,7 @@ def test_sites_follow_features_to_a_device(torch, scn, device):
 
 @pytest.mark.parametrize("call, error, words", [
     (lambda torch, scn: scn.InputLayer(2, 4, 5), ValueError, "mode must"),
+    (lambda torch, scn: scn.InputLayer(2, 4, 3.0), ValueError, "mode must"),
     (lambda torch, scn: scn.InputLayer(2, (4, 4, 4)), sb.ShapeError, "spatial_size must"),
     (lambda torch, scn: scn.InputLayer(2, 4)([torch.zeros(1, 4), torch.ones(1, 1)]),
      sb.ShapeError, "coords must"),

@@ -43,8 +43,10 @@ class _Convolution(SiteModule):
 
     def __init__(self, dimension, nIn, nOut, volume, bias, groups):
         super().__init__()
-        if groups < 1 or nIn % groups or nOut % groups:
-            raise ShapeError(f"groups must divide nIn and nOut, {nIn} and {nOut}, got {groups}")
+        if groups < 1 or nIn % groups or nOut % groups or min(nIn, nOut) < 1:
+            raise ShapeError(
+                f"nIn and nOut must be positive multiples of groups, {groups}, got {nIn} and {nOut}"
+            )
         self.dimension, self.nIn, self.nOut, self.groups = dimension, nIn, nOut, groups
         self.filter_volume = volume
         std = math.sqrt(2.0 * groups / nIn / volume)

@@ -3,6 +3,7 @@
 import torch
 from torch.nn import Module
 
+from ...core.sizes import is_integer
 from ...errors import ShapeError
 from ...submanifold.coordinate_map import CoordinateMap, check_capacity
 from .. import submanifold as sites
@@ -46,7 +47,7 @@ class _Input(Module):
 
     def __init__(self, dimension, spatial_size, mode=3):
         super().__init__()
-        if mode not in range(5):
+        if not is_integer(mode) or mode not in range(5):
             raise ValueError(f"mode must be 0, 1, 2, 3 or 4, got {mode!r}")
         self.dimension = dimension
         self.spatial_size = sizes_of("spatial_size", dimension, spatial_size)

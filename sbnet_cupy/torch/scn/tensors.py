@@ -131,7 +131,7 @@ class Metadata:
 
 def fitted(size, kernel, stride):
     """Return the spatial size of the result of a convolution; raise unless it fits exactly."""
-    smaller = tuple((n - k) // s + 1 for n, k, s in zip(size, kernel, stride, strict=True))
+    smaller = tuple((n - k) // s + 1 for n, k, s in _axes(size, kernel, stride))
     if enlarged(smaller, kernel, stride) != size or min(smaller) < 1:
         raise ShapeError(
             f"spatial_size must be (n - 1) * {stride} + {kernel} for whole n, got {size}; "
@@ -142,7 +142,16 @@ def fitted(size, kernel, stride):
 
 def enlarged(size, kernel, stride):
     """Return the spatial size of the input of a convolution."""
-    return tuple((n - 1) * s + k for n, k, s in zip(size, kernel, stride, strict=True))
+    return tuple((n - 1) * s + k for n, k, s in _axes(size, kernel, stride))
+
+
+def _axes(size, kernel, stride):
+    """Return spatial size, kernel and stride along each axis; raise if the first has others."""
+    if len(size) != len(kernel):
+        raise ShapeError(
+            f"input must have the {len(kernel)} dimensions of the layer, got spatial size {size}"
+        )
+    return zip(size, kernel, stride, strict=True)
 
 
 class SparseConvNetTensor:
