@@ -169,12 +169,11 @@ def find(coordinates, columns, valid):
     return jnp.where(valid & before(place)[1], order[place], -1)
 
 
-def most_sites(rows, per_axis, batch_size, shape):
-    """Return how many new sites there may be: so many for each row, or all cells of the grid."""
-    most = rows * math.prod(per_axis)
-    if shape is not None and batch_size is not None:
-        most = min(most, batch_size * math.prod(shape))
-    return most
+def most_sites(places, batch_size, shape):
+    """Return how many sites there may be at so many places: at most all cells of the grid."""
+    if shape is None or batch_size is None:
+        return places
+    return min(places, batch_size * math.prod(shape))
 
 
 def sums_of_runs(values, starts):

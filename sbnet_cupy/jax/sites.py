@@ -5,6 +5,8 @@ static: lists have a ``capacity``. They keep no kernel maps, which XLA finds onc
 function, but whether they are sorted, and new sites by which window they were found.
 """
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,6 +28,7 @@ from ..submanifold.dense_conversion import check_grid_array, grid_of
 from ..submanifold.distinct import DUPLICATE, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
+from ..submanifold.map_kernels import most_places
 from ..submanifold.sparse_tensor import SparseTensor, check_rows, check_tensor
 from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
 from ._sites import (
@@ -305,17 +308,22 @@ def _coarse_sites(fine, window, capacity):
 
     def readers(position, axis):
         k, stride, dilation, pad = window.axes()[axis]
-        whole, into = jnp.divmod(position.astype(jnp.uint32) + np.uint32(pad), np.uint32(stride))
+        into, shared = position.astype(jnp.uint32) + np.uint32(pad), math.gcd(stride, dilation)
+        period = stride // shared  # windows begin a whole number of strides before every such tap
+        rest = into // np.uint32(shared) % np.uint32(period)
+        first = jnp.full_like(into, k)
+        for tap in range(min(k, period)):
+            first = jnp.where(rest == tap * dilation // shared % period, np.uint32(tap), first)
         found = []
-        for back in range((k - 1) * dilation // stride + 1):
-            read = into + np.uint32(back * stride)
-            reads = (read <= (k - 1) * dilation) & (read % dilation == 0) & (whole >= back)
-            place = (whole - back).astype(jnp.int32)  # negative from 2**31 on
-            found.append(jnp.where(reads, jnp.where(place < 0, FAR, place), -1))
+        for tap in range(0, k, period):
+            tap = first + np.uint32(tap)
+            reads = (tap < k) & (tap <= into // np.uint32(dilation))
+            place = ((into - tap * np.uint32(dilation)) // np.uint32(stride)).astype(jnp.int32)
+            place = jnp.where(place < 0, FAR, place)  # from 2**31 on
+            found.append(jnp.where(reads & (into % np.uint32(shared) == 0), place, -1))
         return jnp.stack(found)
 
-    per_axis = [(k - 1) * dil // s + 1 for k, s, dil, _ in window.axes()]
-    made = _sites_at(readers, fine, per_axis, shape, capacity)
+    made = _sites_at(readers, fine, most_places(window, True), shape, capacity)
     made._kept["window"] = window
     return made
 
@@ -328,13 +336,13 @@ def _fine_sites(coarse, window, output_padding, capacity):
         k, stride, dilation, pad = window.axes()[axis]
         return _reached(position, stride, pad, np.arange(k, dtype=np.int64) * dilation)
 
-    return _sites_at(reached, coarse, window.kernel, shape, capacity)
+    return _sites_at(reached, coarse, most_places(window, False), shape, capacity)
 
 
-def _sites_at(places, like, per_axis, shape, capacity):
-    """Return the distinct sites at the places of the sites of ``like``."""
+def _sites_at(places, like, most, shape, capacity):
+    """Return the distinct sites at the places of the sites of ``like``, so many for one at most."""
     if capacity is None:
-        capacity = most_sites(like.capacity, per_axis, like.batch_size, shape)
+        capacity = most_sites(like.capacity * most, like.batch_size, shape)
     sample, *position = like.indices.T
     lists = [places(column, axis) for axis, column in enumerate(position)]
     grid = np.stack(np.meshgrid(*map(np.arange, map(len, lists)), indexing="ij"), -1)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import operator
 
 import numpy as np
@@ -26,12 +27,12 @@ def coarse_sites(fine, window, capacity):
 
     def readers(position, axis):
         k, stride, dilation, pad = window.axes()[axis]
-        last = (position + pad) // stride  # the last window that begins at or before the position
-        for back in range((k - 1) * dilation // stride + 1):
-            place = last - back
-            into = position + pad - place * stride
-            reads = (into <= (k - 1) * dilation) & (into % dilation == 0)
-            yield namespace(position).where(reads, place, -1)
+        xp, into, shared = namespace(position), position + pad, math.gcd(stride, dilation)
+        period = stride // shared  # windows begin a whole number of strides before every such tap
+        first = into // shared % period * pow(dilation // shared, -1, period) % period
+        for tap in range(0, k, period):
+            reads = (into % shared == 0) & (first + tap < k)
+            yield xp.where(reads, (into - (first + tap) * dilation) // stride, -1)
 
     return _sites_at(readers, fine, shape, capacity)
 

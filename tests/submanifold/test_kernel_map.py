@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -166,6 +167,20 @@ def test_new_sites_where_the_shape_is_not_known(xp):
     roomy = sb.kernel_map(sites, 2, stride=2, transposed=True, capacity=8).target
     with pytest.raises(sb.CapacityError, match="inside a grid"):
         roomy.check()
+
+
+def test_new_sites_of_far_taps_take_little_memory():
+    """Places are tried for each tap of a kernel, not for each cell between its taps."""
+    sites, _ = sb.coordinate_map(np.array([[0, 900, 900]]))
+    tracemalloc.start()
+    try:
+        made = sb.kernel_map(sites, 3, stride=(1, 2), dilation=(300, 450)).target
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 16
+    places = itertools.product([300, 600, 900], [0, 225, 450])
+    assert sorted(made.indices[:, 1:].tolist()) == [list(place) for place in places]
 
 
 @given(data=st.data())

@@ -132,6 +132,15 @@ def test_places_past_32_bits_are_none(sbj, place, given):
         assert_same(*(to_numpy(getattr(one.target, name)) for one in (found, expected)))
 
 
+def test_room_for_new_sites_of_far_taps(sbj, place):
+    """There is room for one at each tap by default."""
+    sites, _ = sbj.coordinate_map(place.make(np.array([[0, 900]], np.int32)), batch_size=1)
+    made = sbj.kernel_map(sites, 3, stride=2, dilation=450).target
+    assert_same(to_numpy(made.indices), np.array([[0, 0], [0, 225], [0, 450]], np.int32))
+    made = sbj.kernel_map(sites, 3, stride=2, dilation=75).target
+    assert_same(to_numpy(made.indices), np.array([[0, 375], [0, 450]], np.int32))
+
+
 def test_maps_of_offsets(sbj, place, jax):
     exact, x = tensors(sbj, place)
     offsets = [(0, 0, 0), (-1, 2, 0), (0, 0, 3)]
