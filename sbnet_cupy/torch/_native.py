@@ -123,13 +123,18 @@ def numpy_dtype(dtype, argument):
         return DTYPES.setdefault(dtype, torch_dtype(dtype, argument))
 
 
-def check_tensors(**arguments):
-    """Raise unless all arguments that are not None are plain tensors on one CPU or CUDA device."""
+def check_tensors(optional=(), /, **arguments):
+    """Raise unless all arguments are plain tensors on one CPU or CUDA device.
+
+    Those that ``optional`` names may be None.
+    """
     device, compiling = None, torch.compiler.is_compiling()
     forward_mode = not compiling and state.has_forward_mode()
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = {n: value for n, value in arguments.items() if value is not None or n not in optional}
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
+            if value is None:
+                raise DTypeError(f"{name} must be a torch.Tensor, got None")
             kind = f"{type(value).__module__}.{type(value).__name__}"
             raise DTypeError(
                 f"{name} must be a torch.Tensor, got {kind}; convert it with torch.as_tensor"

@@ -19,7 +19,7 @@ from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..block_sparse.grid import resolve_grid
 from ..core.sizes import padding_pairs, pair
 from ..dense.conv2d import check_choice
-from ..errors import DTypeError, ShapeError
+from ..errors import ShapeError
 from . import _dispatch_state as state
 from ._call import run
 from ._native import check_tensors, spec_of
@@ -99,6 +99,8 @@ class Operation:
         self._options = [name for name in operator.options if name != "in_place"]
         self.place = operator.arrays.index("out") if operator.results else None
         self._inputs = [i for i, n in enumerate(operator.arrays) if n not in ("out", *unused)]
+        needed = [i for i in self._inputs if operator.arrays[i] not in _OPTIONAL]
+        self._optional = {name for i, name in enumerate(self.names) if i not in needed}
         self.recorded, self._differentiable = None, (gradient or operator.gradient) is not None
         if not self._differentiable:
             self._operator = define(self._schema(), self._body, self._fake)
@@ -163,11 +165,7 @@ class Operation:
 
     def check(self, tensors):
         """Check what the core does not know of: what makes arrays of tensors."""
-        named = dict(zip(self.names, tensors, strict=True))
-        for i in self._inputs:
-            if tensors[i] is None and self._arrays[i] not in _OPTIONAL:
-                raise DTypeError(f"{self.names[i]} must be a torch.Tensor, got None")
-        check_tensors(**named)
+        check_tensors(self._optional, **dict(zip(self.names, tensors, strict=True)))
 
     def dispatch(self, tensors, options):
         """Call the operator by way of PyTorch's dispatcher."""

@@ -130,7 +130,7 @@ def _listed(x, indices, block_params, calculate):
 
 def _blocks(x, sizes, indices, *given):
     """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
-    check_tensors(x=x, w=sizes[0], indices=indices if is_mask(indices) else None)
+    check_tensors(("indices",), x=x, w=sizes[0], indices=indices if is_mask(indices) else None)
     return find_blocks(indices, *given, resolve_sizes(x, *sizes), reduce_mask)
 
 

@@ -119,6 +119,15 @@ def test_compiled_with_breaks_and_whole(torch, st):
     (lambda torch, st, x, w: st.voxelize(x.features, ranges=[(0, 4)], voxel_size=1, sample=w),
      sb.ShapeError, "sample must have shape"),
     (lambda torch, st, x, w: st.masked_batch_norm(x, w), sb.ShapeError, "running_mean must"),
+    (lambda torch, st, x, w: st.coordinate_map(None), sb.DTypeError, "indices must be .* got None"),
+    (lambda torch, st, x, w: st.sparse_tensor(x.features, None), sb.DTypeError, "indices must be"),
+    (lambda torch, st, x, w: st.submanifold_conv(x, None), sb.DTypeError, "w must be a torch.T"),
+    (lambda torch, st, x, w: st.dense_to_sparse(None), sb.DTypeError, "x must be a torch.Tensor"),
+    (lambda torch, st, x, w: st.voxelize(None, ranges=[(0, 1)], voxel_size=1), sb.DTypeError,
+     "points must be a torch.Tensor, got None"),
+    (lambda torch, st, x, w: st.sparse_unfold(None, st.kernel_map(x, 3)), sb.DTypeError, "feature"),
+    (lambda torch, st, x, w: st.sparse_conv2d(None, w, torch.ones(1, 8, 8), bsize=4),
+     sb.DTypeError, "x must be a torch.Tensor, got None"),
 ])  # fmt: skip
 def test_bad_calls(torch, st, call, error, words):
     x = made(torch, st)

@@ -187,7 +187,7 @@ def voxelize(
     >>> features.grad.ravel()
     tensor([0.5000, 0.5000, 1.0000, 0.0000])
     """
-    check_tensors(points=points, features=features, sample=sample)
+    check_tensors(("features", "sample"), points=points, features=features, sample=sample)
     features = points if features is None else features
     check_points(spec_of_tensor(points), spec_of_tensor(features))
     options = batch_size, mode, order, capacity
@@ -279,7 +279,7 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     >>> dense_to_sparse(image).indices.tolist()
     [[0, 1, 2]]
     """
-    check_tensors(x=x, mask=mask)
+    check_tensors(("mask",), x=x, mask=mask)
     coordinates, cells = _cells_listed(x, tol, mask, capacity, data_format)
     last = x if data_format == "channels_last" else x.movedim(1, -1)
     features = rows_of(last.flatten(0, -2), cells)
