@@ -119,6 +119,8 @@ def test_compiled_with_breaks_and_whole(torch, st):
     (lambda torch, st, x, w: st.voxelize(x.features, ranges=[(0, 4)], voxel_size=1, sample=w),
      sb.ShapeError, "sample must have shape"),
     (lambda torch, st, x, w: st.masked_batch_norm(x, w), sb.ShapeError, "running_mean must"),
+    (lambda torch, st, x, w: st.masked_batch_norm(x.replace(x.features.int())), sb.DTypeError,
+     "features must be float16"),
     (lambda torch, st, x, w: st.coordinate_map(None), sb.DTypeError, "indices must be .* got None"),
     (lambda torch, st, x, w: st.sparse_tensor(x.features, None), sb.DTypeError, "indices must be"),
     (lambda torch, st, x, w: st.submanifold_conv(x, None), sb.DTypeError, "w must be a torch.T"),

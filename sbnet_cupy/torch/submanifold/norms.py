@@ -13,7 +13,7 @@ from .._namespace import wide
 from ..network import cuda_norm, gradients
 from ..network.epilogue import finish
 from ..network.table import Table
-from .maps import check_sparse, valid
+from .maps import check_floats, check_sparse, valid
 
 _PIXEL = (1, 1)
 
@@ -52,7 +52,7 @@ def masked_batch_norm(
     Raises
     ------
     DTypeError
-        If ``x`` is no SparseTensor of tensors.
+        If ``x`` is no SparseTensor of tensors of floats.
     ShapeError
         If a tensor has not one value per channel.
     ValueError
@@ -68,7 +68,7 @@ def masked_batch_norm(
     >>> masked_batch_norm(x, eps=0.0).features.ravel()
     tensor([-1.,  1.,  0.,  0.])
     """
-    check_sparse(x)
+    check_floats(check_sparse(x).features)
     check_activation(activation)
     tables = {"running_mean": running_mean, "running_var": running_var, "weight": weight,
               "bias": bias}  # fmt: skip
