@@ -234,9 +234,10 @@ find_map = kernel_map.__wrapped__  # of native arrays, as functions behind the d
 def made_by(onto, kernel_size, coarse):
     """Return the kept map of the convolution of ``onto`` that made the sites ``coarse``, or raise.
 
-    Of a pooling or a convolution of any kernel size if ``kernel_size`` is None.
+    Of a pooling or a convolution of any kernel size if ``kernel_size`` is None. None makes the
+    sites that it reads.
     """
-    made = _found(onto, kernel_size, coarse)
+    made = None if coarse is onto else _found(onto, kernel_size, coarse)
     check_made(made is not None, kernel_size)
     return made
 

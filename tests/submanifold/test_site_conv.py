@@ -181,6 +181,18 @@ def test_maps_are_shared_and_freed(xp):
         sb.inverse_conv(y, xp.asarray(np.ones((2, 2, 1, 1))), onto=x)
 
 
+def test_a_submanifold_convolution_makes_no_sites(xp):
+    """Whether it was computed before or not, there is nothing that an inverse could undo."""
+    rows = xp.asarray(np.array([[0, 1], [0, 2], [0, 5]], np.int32))
+    x = sb.sparse_tensor(xp.asarray(np.ones((3, 1))), rows, spatial_shape=8)
+    w = xp.asarray(np.ones((3, 1, 1)))
+    y = sb.submanifold_conv(x, w)
+    with pytest.raises(ValueError, match="there was none"):
+        sb.inverse_conv(y, w, onto=x)
+    with pytest.raises(ValueError, match="there was none"):
+        sb.sparse_unpool(y, onto=x)
+
+
 def test_maps_are_freed_with_the_sites():
     rows = np.array([[0, 1], [0, 2], [0, 5]], np.int32)
     x = sb.sparse_tensor(np.ones((3, 1)), rows, spatial_shape=8)
