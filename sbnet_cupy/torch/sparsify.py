@@ -62,7 +62,7 @@ def sparsify(
         CUDA graph, and replayed from then on: with a ``capacity`` the host is free at once. A graph
         repeats what ran on the device, not Python code: ``print`` and counters of a module's
         ``forward`` do not run again. Parameters, buffers and attributes of modules that change are
-        seen, also in lists, dicts and plain objects, and the graph is made anew; numbers and
+        seen, also in lists, dicts, arrays and objects, and the graph is made anew; numbers and
         tensors that a module takes from elsewhere are not. A network with hooks, and a call under
         autocast, a profiler or with more arguments, has no graph; one that cannot be captured says
         so in a RuntimeWarning once. At most eight graphs are kept, which share the memory of their

@@ -1,6 +1,8 @@
 """Calls that run from a tape on a CPU: with which results, and until when."""
 
+import collections
 import copy
+import dataclasses
 import itertools
 import pickle
 import threading
@@ -8,6 +10,7 @@ import types
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -85,6 +88,23 @@ def test_a_change_of_the_network_shows(st, kind):
     assert sparse._tapes.kept and not torch.equal(before, expected)
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """A factor."""
+
+    by: int
+
+
+class Scale:
+    """A product with a factor."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return self.by * x
+
+
 KEPT = {
     "a list": ([2.0], lambda kept: kept.__setitem__(0, 3.0), lambda kept: kept[0]),
     "a dict": ({"by": 2}, lambda kept: kept.update(by=3), lambda kept: kept["by"]),
@@ -97,6 +117,21 @@ KEPT = {
     "a set": ({2}, lambda kept: kept.add(3), len),
     "an object": (
         types.SimpleNamespace(by=2), lambda kept: setattr(kept, "by", 3), lambda kept: kept.by,
+    ),
+    "an object with slots": (
+        Slotted(2), lambda kept: setattr(kept, "by", 3), lambda kept: kept.by,
+    ),
+    "an object that is called": (
+        Scale(2), lambda kept: setattr(kept, "by", 3), lambda kept: kept(1),
+    ),
+    "a queue": (
+        collections.deque([2]), lambda kept: kept.append(3), lambda kept: kept[-1],
+    ),
+    "a kind of dict": (
+        collections.Counter(by=2), lambda kept: kept.update(by=3), lambda kept: kept["by"],
+    ),
+    "an array": (
+        np.array([2.0]), lambda kept: kept.__setitem__(0, 3.0), lambda kept: float(kept[0]),
     ),
 }  # fmt: skip
 

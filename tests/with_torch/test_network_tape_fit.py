@@ -22,6 +22,11 @@ def _counted(self, y):
     return y + self.count
 
 
+def _left_behind(self, y):
+    self.last = F.relu(y)
+    return y + self.last
+
+
 def _written(self, y):
     y = y * 1
     y[:, :, 2:5] = self.calls
@@ -43,6 +48,7 @@ UNFIT = {
     "a part of the image that is written": _written,
     "numpy": lambda self, y: y * torch.from_numpy(y.mean((2, 3), keepdim=True).numpy().copy()),
     "counts": _counted,
+    "an activation that it leaves behind": _left_behind,
 }
 ELSEWHERE = torch.ones(())
 

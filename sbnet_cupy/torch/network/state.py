@@ -3,24 +3,30 @@
 import collections
 import itertools
 import operator
-from types import ModuleType
+import types
 
+import numpy as np
 import torch
 
 from .._dispatch_state import HOOKS
+from .tensor import StackTensor
 
 _KEPT_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 4096  # in what modules keep: with more, each call would take long to compare them
-_NUMBERS = (int, float, bool, str)
-_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict)
+_NUMBERS = (int, float, bool, str, bytes)
+_CONTAINERS = (list, dict, set, collections.deque, np.ndarray)
+_CLOSED = (  # whose insides are not looked at
+    *_NUMBERS, type(None), torch.Tensor, torch.nn.Module, type, types.ModuleType,
+    types.FunctionType, types.BuiltinFunctionType,
+)  # fmt: skip
 _GIVEN = frozenset(vars(torch.nn.Module()))
 _COMPARED = ("training", *_KEPT_DICTS)  # of those that are given
 _version_of = torch.Tensor._version.__get__
 
 
 class State:
-    """What a graph or a tape was made of: the modules' attributes, also what is in lists, dicts and
-    plain objects that they keep, and the versions of their tensors.
+    """What a graph or a tape was made of: the modules' attributes, also what is in lists, dicts,
+    arrays and objects that they keep, and the versions of their tensors.
 
     Each call asks whether it still holds, so all that is compared is looked up without a loop of
     Python's: of attributes that PyTorch gives every module only those that a call may depend on.
@@ -37,7 +43,8 @@ class State:
         self.held = list(self._values())  # alive, so that no other object has their identity
         self.tensors = [t for d in self.dicts for t in d.values() if isinstance(t, torch.Tensor)]
         loose = [t for d in self.attributes for t in d.values() if isinstance(t, torch.Tensor)]
-        self.tensors += loose
+        # An activation that a call has left there has no memory, and each call leaves another.
+        self.tensors += [t for t in loose if not isinstance(t, StackTensor)]
         self.hooks = [d[name] for d in self.attributes for name in HOOKS]
         self.hooked = any(self.hooks)
         self.kept = list(_contents(v for module in self.modules for v in _own(module)))
@@ -87,32 +94,35 @@ def _own(module):
 
 
 def _contents(values):
-    """Yield what may change in values while names stay bound to them, and in what they hold."""
+    """Yield values whose insides may change while names stay bound to them, also inner ones."""
     left, seen, count = list(values), set(), 0
     while left and count <= _MOST_ITEMS:
         value = left.pop()
-        content = value if type(value) is tuple else _content(value)
-        if content is None or id(content) in seen:
+        if isinstance(value, _CLOSED) or id(value) in seen:
             continue
-        seen.add(id(content))
-        if type(value) is not tuple:
-            yield content
-        inner = [item for _, item in _items(content)]
-        left += inner
+        seen.add(id(value))
+        inner = _items(value)
+        is_open = isinstance(value, _CONTAINERS) or hasattr(value, "__dict__") or inner
+        if is_open and not isinstance(value, tuple):
+            yield value
+        left += [item for _, item in inner]
         count += len(inner)
 
 
-def _content(value):
-    """Return the list, dict or set that a value is or keeps its attributes in, or None."""
-    if type(value) in _CONTAINERS:
-        return value
-    if isinstance(value, torch.Tensor | torch.nn.Module | ModuleType) or callable(value):
-        return None
-    return getattr(value, "__dict__", None)
-
-
-def _items(content):
-    return list(content.items()) if isinstance(content, dict) else [(None, v) for v in content]
+def _items(value):
+    """Return what a value holds, each with a name or None: attributes, also in slots, and items."""
+    items = []
+    if type(value) not in _CONTAINERS:
+        state = object.__getstate__(value)  # of attributes, or a pair: of those in slots, too
+        for names in state if isinstance(state, tuple) else (state,):
+            items += (names or {}).items()
+    if isinstance(value, dict):
+        return [*items, *value.items()]
+    if isinstance(value, np.ndarray):
+        return [*items, (None, value.tobytes())]
+    if isinstance(value, (*_CONTAINERS, tuple)):
+        return [*items, *((None, item) for item in value)]
+    return items
 
 
 def _are_same(now, then):
