@@ -303,19 +303,20 @@ def test_on_a_gpu_it_is_compiled_and_replayed(st):
     assert sparse._replays.kept
 
 
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @torch.no_grad()
-def test_on_a_gpu_no_trace_is_made_that_lacks_the_kernels(st):
-    """Neither make_fx nor torch.jit.trace sees them: both would keep results as constants."""
-    if not torch.cuda.is_available():
+def test_no_trace_is_made_that_holds_for_one_mask(st, on):
+    """Make_fx and torch.jit.trace would keep the number of blocks, and results on a GPU."""
+    if on == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs gpu")
-    sparse = st.sparsify(small().cuda().half(), BLOCK, capacity=1.0)
-    x = image().cuda().half()
-    mask = torch.ones(2, *SIZE, dtype=torch.bool, device="cuda")
-    for trace in (lambda: make_fx(sparse)(x, mask), lambda: torch.jit.trace(sparse, (x, mask))):
-        with pytest.raises(RuntimeError, match="PyTorch does not see its kernels"):
-            trace()
+    sparse = st.sparsify(small().to(on, torch.float16 if on == "cuda" else None), BLOCK)
+    x = image().to(sparse.model[0].weight)
+    mask = torch.ones(2, *SIZE, dtype=torch.bool, device=on)
+    for sparse.capacity in (None, 1.0):
+        for trace in (lambda: make_fx(sparse)(x, mask), lambda: torch.jit.trace(sparse, (x, mask))):
+            with pytest.raises(RuntimeError, match="would be a constant"):
+                trace()
     assert sparse(x, mask).isfinite().all()
 
 

@@ -192,6 +192,12 @@ class SparseModel(Report, nn.Module):
         share = self._break_even(x)
         if cuda.is_tracing():
             return self._table_of_trace(mask, size, total, capacity, share)
+        if torch.jit.is_tracing() or (in_dispatch_mode() and get_proxy_mode() is not None):
+            raise RuntimeError(
+                "a sparsified network cannot be traced by torch.jit.trace or make_fx: the number "
+                "of active blocks would be a constant, and on a GPU PyTorch does not see its "
+                "kernels; export it on a CPU, with a capacity, or use graphed(x, mask) on a GPU"
+            )
         if x.is_cuda and x.shape[0]:
             return self._table_on_gpu(mask, size, total, count, capacity, share)
         on = active_blocks(mask, self.block_size)
@@ -232,11 +238,6 @@ class SparseModel(Report, nn.Module):
 
     def _table_on_gpu(self, mask, size, total, count, capacity, share):
         """Return the table of a call on a GPU; with a capacity the host waits for nothing."""
-        if torch.jit.is_tracing() or (in_dispatch_mode() and get_proxy_mode() is not None):
-            raise RuntimeError(
-                "a sparsified network cannot be traced by torch.jit.trace or make_fx on a GPU: "
-                "PyTorch does not see its kernels; use graphed(x, mask), or export it on a CPU"
-            )
         if capacity is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "capacity must be given where a CUDA graph is captured, got None; without one the "
