@@ -132,6 +132,24 @@ def test_gradients_through_norms_in_evaluation(st):
         assert_near(a, b)
 
 
+@pytest.mark.parametrize("break_even", [2.0, 0.0], ids=["one block", "one image"])
+def test_gradients_through_a_group_norm_of_one_row(st, break_even):
+    """Where a batch norm in evaluation follows, PyTorch asks for the strides of images."""
+    torch.manual_seed(0)
+    norms = nn.GroupNorm(2, 4), nn.BatchNorm2d(4)
+    dense = networks.random_statistics(nn.Sequential(nn.Conv2d(3, 4, 1), *norms)).double().eval()
+    sparse = st.sparsify(dense, BLOCK)
+    sparse.break_even = break_even
+    x = torch.randn(1, 3, *SIZE, dtype=torch.float64).to(memory_format=torch.channels_last)
+    on = torch.zeros(1, 4, 6, dtype=torch.bool)
+    on[0, 1, 2] = True
+    mask = on.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, : SIZE[0], : SIZE[1]]
+    given = [x.requires_grad_(), *dense.parameters()]
+    results = sparse(x, mask), networks.oracle(dense, x, on, BLOCK)
+    for pair in zip(*(torch.autograd.grad(y.square().sum(), given) for y in results), strict=True):
+        assert_near(*pair)
+
+
 @torch.no_grad()
 def test_a_norm_without_statistics_says_so(st):
     sparse = st.sparsify(nn.Sequential(nn.MaxPool2d(2), nn.BatchNorm2d(3)).eval(), BLOCK)

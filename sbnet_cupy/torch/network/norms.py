@@ -85,11 +85,13 @@ def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_
 
 def _group_norm(value, table, block, size, num_groups, weight, bias, eps):
     groups = value.unflatten(1, (num_groups, value.shape[1] // num_groups))
-    apart, _, squares, count = _moments_of_images(groups, table, block, size, (3, 4), (2, 3, 4))
-    out = (apart * table.spread(torch.rsqrt(squares / count + eps))).flatten(1, 2)
-    out = out if weight is None else out * weight[:, None, None]
-    out = out if bias is None else out + bias[:, None, None]
-    return out.to(value.dtype)
+    _, mean, squares, count = _moments_of_images(groups, table, block, size, (3, 4), (2, 3, 4))
+    each = mean, torch.rsqrt(squares / count + eps)
+    mean, scale = (t.expand(-1, -1, groups.shape[2], 1, 1).flatten(1, 2) for t in each)
+    scale = scale if weight is None else scale * weight[:, None, None]
+    shift = -mean * scale if bias is None else bias[:, None, None] - mean * scale
+    # of the stack itself: of five dimensions PyTorch gives one block strides that mislead it
+    return (wide(value) * table.spread(scale) + table.spread(shift)).to(value.dtype)
 
 
 def _moments_of_images(value, table, block, size, hw, over):
