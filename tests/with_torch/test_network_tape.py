@@ -88,6 +88,18 @@ def test_a_change_of_the_network_shows(st, kind):
     assert sparse._tapes.kept and not torch.equal(before, expected)
 
 
+@pytest.mark.parametrize("halo", ["zero", "exact"])
+@torch.no_grad()
+def test_another_network_shows(st, halo):
+    """``sparse.model`` may be bound anew, to one that looks further, for example."""
+    (mask,) = masks(0.2)
+    sparse = taped(st, small(), image(), mask, halo=halo)
+    sparse.model = nn.Sequential(small(), nn.Conv2d(4, 2, 5, padding=2)).eval()
+    expected = st.sparsify(sparse.model, BLOCK, halo=halo, replay=False)(image(), mask)
+    for _ in range(3):
+        assert same(sparse(image(), mask), expected)
+
+
 @dataclasses.dataclass(slots=True)
 class Slotted:
     """A factor."""

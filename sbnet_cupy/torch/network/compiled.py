@@ -40,7 +40,7 @@ class Compiled:
 
     def __call__(self, sparse, x, table, outside):
         """Return what the network returns, images finished as ``outside`` says."""
-        if self.state is None or not self.state.holds():
+        if self.state is None or not self.state.holds(sparse.model):
             self._read(sparse, x, table.mask)
         # called once in a mode that looks on, Dynamo would leave the graph alone for good
         run = self.graph if in_dispatch_mode() else self.run

@@ -285,7 +285,7 @@ class SparseModel(Report, nn.Module):
         kinds = [getattr(leaf, "shape", leaf) for leaf in tree_leaves((args, kwargs))]
         key = (tuple(x.shape[2:]), x.shape[1], x.dtype, x.device, str(kinds))
         state, reach = self._reaches.get(key, (None, 0))
-        if state is None or not state.is_bound_alike():
+        if state is None or not state.is_bound_alike(self.model):
             reach = graphs.receptive_field(self, x, args, kwargs)
             self._reaches[key] = State(self.model), reach
         wide = mask[:, None].to(torch.float32)

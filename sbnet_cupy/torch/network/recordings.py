@@ -43,7 +43,7 @@ class Recordings:
     def state_of(self, model):
         """Return what the recordings were made of; drop them if that has changed."""
         with self.lock:
-            if self.state is None or not self.state.holds():
+            if self.state is None or not self.state.holds(model):
                 if self.kept:
                     self._lose_patience()
                 self.clear()

@@ -33,7 +33,7 @@ class State:
     """
 
     def __init__(self, model):
-        modules = list(model.modules())
+        self.model, modules = model, list(model.modules())
         self.modules = [m for m in modules if all(name in vars(m) for name in _COMPARED)]
         self.attributes = [vars(module) for module in self.modules]
         self.dicts = [d[name] for d in self.attributes for name in _KEPT_DICTS]
@@ -65,12 +65,18 @@ class State:
     def _versions(self):
         return list(map(torch.Tensor.data_ptr, self.tensors)), list(map(_version_of, self.tensors))
 
-    def holds(self):
-        """Whether nothing has changed."""
-        return self.is_bound_alike() and (not self.fit or self._versions() == self.versions)
+    def holds(self, model=None):
+        """Whether nothing has changed; see :meth:`is_bound_alike` for ``model``."""
+        same = self.is_bound_alike(model)
+        return same and (not self.fit or self._versions() == self.versions)
 
-    def is_bound_alike(self):
-        """Whether all attributes are the same objects; numbers in tensors may have changed."""
+    def is_bound_alike(self, model=None):
+        """Whether all attributes are the same objects; numbers in tensors may have changed.
+
+        A ``model`` that is given has to be the network that this is the state of.
+        """
+        if model is not None and model is not self.model:
+            return False
         if self._lengths() != self.lengths or any(self.hooks) != self.hooked:
             return False
         try:
