@@ -275,6 +275,28 @@ def test_an_empty_mask_changes_no_statistics(st, torch, device):
     assert not any(p.grad.any() for p in sparse.parameters())
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("names", [("bn1",), ("bn1", "bn2", "bn3")], ids=str)
+def test_each_batch_norm_is_in_the_mode_that_it_was_set_to(st, torch, training, names):
+    """Frozen batch norms in training keep to their running statistics."""
+    dense = dense_unit(torch, 6, 4, 6, 1).double().train(training)
+    sparse = st.nn.SparseBottleneck.from_dense(copy.deepcopy(dense), block_size=9)
+    x, results = image(torch, 2, 6, dtype=torch.float64), []
+    for unit, call in ((dense, dense), (sparse, lambda x: sparse(x, torch.ones(2, 20, 18)))):
+        for name in names:
+            getattr(unit, name).train(not training)
+        y = call(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad for p in unit.parameters()), *unit.buffers()])
+    for expected, actual in zip(*results, strict=True):
+        if expected.is_floating_point():
+            size = 64 * (1 + expected.abs().max().item())  # what is added up before it cancels
+            terms = 2 * 20 * 18 + UNIT_TERMS
+            assert_close(actual, expected, terms=terms, dtype="float64", magnitude=size)
+        else:
+            assert_same(actual, expected)
+
+
 @pytest.mark.parametrize("momentum", [None, 0.3])
 @pytest.mark.parametrize("tracked", [True, False])
 def test_batch_norm_options(st, torch, momentum, tracked):

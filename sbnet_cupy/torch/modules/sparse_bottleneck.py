@@ -40,7 +40,8 @@ class SparseBottleneck(BlockModule):
 
     In training the batch norms use the statistics of the active pixels, each counted once, and keep
     running ones of them: on a full mask exactly what the dense unit does. (Pixels outside active
-    blocks are not computed, so they cannot count.)
+    blocks are not computed, so they cannot count.) Those that are in evaluation by themselves keep
+    to their running statistics.
 
     Parameters
     ----------
@@ -157,10 +158,6 @@ class SparseBottleneck(BlockModule):
         kernels.append(None if self.downsample is None else _only_conv(self.downsample).weight)
         return kernels, (self.bn1, self.bn2, self.bn3)
 
-    def _sees_batch(self, bn):
-        """Whether a batch norm takes the statistics of the batch."""
-        return self.training or bn.running_mean is None
-
     def _weights(self, inside=None, shown=None):
         """Return the BottleneckWeights and the kernel of the shortcut, or None; kernels are HWIO.
 
@@ -172,7 +169,7 @@ class SparseBottleneck(BlockModule):
         *kernels, project = (k if k is None else k.permute(2, 3, 1, 0) for k in kernels)
         tables = []
         for bn, pixels in zip(norms, (inside, inside, shown), strict=True):
-            if self._sees_batch(bn):
+            if _sees_batch(bn):
                 tables += partial(fold_batch, bn), pixels
             else:
                 tables += fold(bn, bn.running_mean, bn.running_var)
@@ -187,7 +184,7 @@ class SparseBottleneck(BlockModule):
             return packed, None if project is None else copied(project)
 
     def _frozen_weights(self):
-        if any(map(self._sees_batch, self._parts()[1])):
+        if any(map(_sees_batch, self._parts()[1])):
             raise RuntimeError(
                 "a SparseBottleneck can be frozen if its batch norms use running statistics; one "
                 "takes those of the batch"
@@ -202,7 +199,7 @@ class SparseBottleneck(BlockModule):
         it.
         """
         kernels, norms = self._parts()
-        if any(map(self._sees_batch, norms)):
+        if any(map(_sees_batch, norms)):
             return None
         tables = (getattr(bn, name) for bn in norms for name in _TENSORS)
         given = [t for t in (*kernels, *tables) if t is not None]
@@ -220,6 +217,11 @@ class SparseBottleneck(BlockModule):
         if not known:  # parametrizations make new tensors at each call
             kept = self._kept = Weights()
         return kept.made(key, given, self._packed)
+
+
+def _sees_batch(bn):
+    """Whether a batch norm takes the statistics of the batch."""
+    return bn.training or bn.running_mean is None
 
 
 def _parts_of(unit):
