@@ -1,5 +1,6 @@
 """Never wrong in silence: modules with arithmetic of their own, hooks, threads, what is refused."""
 
+import copy
 import threading
 import weakref
 
@@ -283,3 +284,69 @@ def test_a_result_does_not_keep_what_was_convolved(st):
     assert sparse.model.kept is None
     outside = sparse.model.norm(sparse.model.second.bias[None, :, None, None])[0, :, 0, 0]
     assert torch.allclose(y[0, :, 63, 63], outside)
+
+
+class Recurrent(nn.Module):
+    """Keeps what it made of the image before."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self.conv, self.back = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.looks, self.kept = looks, None
+
+    def forward(self, x):
+        y = self.conv(x)
+        if self.kept is not None:
+            before = self.back(self.kept) if self.looks else self.kept
+            y = torch.cat([before + y, y - before, self.kept], 1)[:, 2:6]
+        self.kept = torch.tanh(y)
+        return self.kept * 2
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_is_kept_of_an_earlier_call_is_its_image(st, looks, break_even, recorded):
+    """Whatever blocks are active in the later call; with gradients through both."""
+    torch.manual_seed(0)
+    dense = Recurrent(looks).double().eval()
+    twin, sparse = copy.deepcopy(dense), st.sparsify(dense, BLOCK)
+    sparse.break_even = break_even
+    x = torch.randn(2, 3, 48, 64, dtype=torch.float64)
+    with torch.set_grad_enabled(recorded):
+        for seed in range(5):
+            on, mask = networks.blocks((2, 48, 64), BLOCK, (0.3, 0.6)[seed % 2], seed)
+            actual, expected = sparse(x + seed, mask), networks.oracle(twin, x + seed, on, BLOCK)
+            assert_near(actual.detach(), expected.detach())
+    if recorded:
+        for y in (actual, expected):
+            y.square().sum().backward()
+        for a, e in zip(dense.parameters(), twin.parameters(), strict=True):
+            if e.grad is not None:
+                assert_near(a.grad, e.grad)
+    assert ("dense: on the whole image" in sparse.profile(x, mask)) == looks
+
+
+@torch.no_grad()
+def test_what_a_call_leaves_behind_has_the_weights_of_the_call(st):
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()).double().eval()
+    kept = []
+    dense[0].register_forward_hook(lambda module, args, y: kept.append(y))
+    x = torch.randn(2, 3, 48, 64, dtype=torch.float64)
+    on, mask = networks.blocks((2, 48, 64), BLOCK, 0.5)
+    st.sparsify(dense, BLOCK)(x, mask)
+    expected = networks.oracle(dense[0], x, on, BLOCK).mean((2, 3))
+    dense[0].weight.mul_(2)
+    assert_near(kept[0].mean((2, 3)), expected)
+
+
+@torch.no_grad()
+def test_what_is_kept_of_an_earlier_call_is_not_written_to(st):
+    dense = Recurrent(looks=False).eval()
+    sparse = st.sparsify(dense, BLOCK)
+    x, mask = torch.randn(2, 3, 48, 64), networks.blocks((2, 48, 64), BLOCK, 0.5)[1]
+    sparse(x, mask)
+    dense.forward = lambda x: dense.kept.mul_(2)
+    with pytest.raises(NotImplementedError, match="an earlier call"):
+        sparse(x, mask)

@@ -169,16 +169,15 @@ class SparseModel(Report, nn.Module):
         else:
             value = table.compute(gathered, x, table)
         image = T.StackTensor(value, table, table.block, table.size, plan=plan)
-        if table.tape is None:
-            watching = contextlib.nullcontext() if table.trace is None else table.trace.watching()
-            try:
-                with watching:
-                    y = self.model(image, *args, **kwargs or {})
-                return tree_map(plainly, y)
-            finally:
-                flush()
-        with Recorder(table.tape):
-            return self.model(image)
+        watching = contextlib.nullcontext() if table.trace is None else table.trace.watching()
+        try:
+            with T.calling(table), Recorder(table.tape) if table.tape is not None else watching:
+                y = self.model(image, *args, **kwargs or {})
+            y = tree_map(plainly, y)
+            T.flush(table)  # what the network keeps is computed with the weights of the call
+            return y
+        finally:
+            flush()
 
     def _table(self, x, mask, args=(), kwargs=None, room=None):
         """Return the table of a call, and (count of active blocks, capacity).

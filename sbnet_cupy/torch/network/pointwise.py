@@ -103,7 +103,7 @@ def _reach(args, kwargs):
 def align(args, kwargs):
     """Return (a StackTensor, args, kwargs), all tensors as stacks of its kind; None if it can't."""
     everything = (*args, *kwargs.values())
-    stacks = [a for a in everything if isinstance(a, T.StackTensor)]
+    stacks = [a for a in everything if isinstance(a, T.StackTensor) and not T.is_kept(a)]
     if not stacks:
         return None
     like = max(stacks, key=T.dims)
@@ -126,6 +126,7 @@ def conform(a, like, broadcasts=True):
     """
     table, block, size, hw, _ = T.facts(like)
     dims = T.dims(like)
+    a = T.dense(a) if T.is_kept(a) else a
     if isinstance(a, T.StackTensor):
         _, b, s, d, _ = T.facts(a)
         if T.dims(a) != dims or d != hw or s != size:

@@ -6,6 +6,8 @@ the stack, all others on the whole image between a scatter and a gather, and are
 needs no change, whatever its modules do, and none gets a wrong number in silence.
 """
 
+import contextlib
+import threading
 import weakref
 
 import torch
@@ -17,6 +19,34 @@ from . import aliases
 from .handlers import BORDERED, HANDLERS, METADATA, REFUSED, takes
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
+
+
+class _Call(threading.local):
+    """The call that runs in a thread."""
+
+    table = None
+
+
+_CALL = _Call()
+
+
+@contextlib.contextmanager
+def calling(table):
+    """Return a context for a call: activations of other tables are images in it."""
+    before, _CALL.table = _CALL.table, table
+    try:
+        yield
+    finally:
+        _CALL.table = before
+
+
+def is_kept(x):
+    """Whether x is an activation that a network has kept of an earlier call than the one it is in.
+
+    Outside of calls none is: checkpoints compute parts of a call again after its end.
+    """
+    table = _CALL.table
+    return table is not None and isinstance(x, StackTensor) and facts(x)[0] is not table
 
 
 class StackTensor(torch.Tensor):
@@ -273,6 +303,8 @@ def dispatch(func, args, kwargs):
     if handler is not None:
         like = args[0] if args and type(args[0]) is StackTensor else first_stack(args, kwargs)
         table = None if like is None else facts(like)[0]
+        if is_kept(like):
+            return _on_kept(func, name, args, kwargs)
         if table is not None and table.borders and handler not in BORDERED and _has_border(args):
             handler = None
     if handler is not None:
@@ -315,6 +347,8 @@ def _attribute(func, args):
 def on_image(func, name, args, kwargs):
     """Run a function on whole images, and take its result back to the stack where it fits."""
     like = first_stack(args, kwargs)
+    if is_kept(like):
+        return _on_kept(func, name, args, kwargs)
     table = facts(like)[0]
     inplace, target = _writes(name, kwargs), args[0] if args else None
     flush(table)
@@ -343,6 +377,19 @@ def on_image(func, name, args, kwargs):
     if not table.static:
         aliases.note_parts(name, images, result, taken)
     return taken
+
+
+def _on_kept(func, name, args, kwargs):
+    """Run a function of activations that were kept from an earlier call: of their images."""
+    if _writes(name, kwargs) and is_kept(args[0] if args else kwargs.get("input")):
+        raise NotImplementedError(
+            f"{name} cannot write to an activation of an earlier call of a sparsified network; "
+            "write to a clone() of it"
+        )
+    args, kwargs = tree_map(lambda x: dense(x) if is_kept(x) else x, (args, kwargs))
+    if first_stack(args, kwargs) is None:
+        return _traced(_CALL.table, name, func, args, kwargs)
+    return func(*args, **kwargs)
 
 
 def _traced(table, name, func, args, kwargs):
