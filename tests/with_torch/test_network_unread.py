@@ -29,15 +29,20 @@ def _squares(x):
     return x.square() + x.flip(1).square()
 
 
+def _far_from_0(x):
+    """Return sizes of at least 1, and 0 at 0: near 0 roots make much of the last bits of sums."""
+    return x.abs() + (x != 0)
+
+
 FUNCTIONS = {
     "quotient": lambda net, x: x / x.norm(dim=1, keepdim=True),
     "in place": _divided_in_place,
     "by name": lambda net, x: torch.div(x, other=x.norm(dim=1, keepdim=True)),
     "channels last": _last,
     "square root": lambda net, x: x * torch.sqrt(x.square().sum(1, keepdim=True)),
-    "square root in place": lambda net, x: x.abs().sqrt_(),
+    "square root in place": lambda net, x: _far_from_0(x).sqrt_(),
     "smooth ones": lambda net, x: (x / 2 / net.scale) ** 2,
-    "power": lambda net, x: x.abs() ** 0.5,
+    "power": lambda net, x: _far_from_0(x) ** 0.5,
     "standard deviation": lambda net, x: x / x.std(1, keepdim=True),
     "hypot": lambda net, x: torch.hypot(x, x.flip(1)),
     "parameter": lambda net, x: net.scale / x.norm(dim=1, keepdim=True),
