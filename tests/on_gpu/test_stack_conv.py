@@ -35,9 +35,10 @@ CASES = [
 
 def is_chosen(plan):
     """Whether a plan is one of those that differ most: they take seconds to compile."""
-    small = plan.tile == (64, 64) and plan.split in (1, 3, 8)
-    cut = plan.tile in ((128, 128), (192, 128), (256, 128)) and plan.split == 1
-    return small or (cut and not plan.results) or (plan.tile, plan.split) == ((64, 128), 4)
+    small = plan.tile == (64, 64) and plan.split in (1, 2, 8)
+    large = plan.tile in ((64, 256), (128, 128), (192, 64), (192, 128), (256, 128))
+    large = large and plan.split == 1 and not plan.results
+    return small or large or (plan.tile, plan.split) == ((64, 128), 4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -131,6 +131,11 @@ WGMMA = [  # case, tile, warps, stages, and what else of the plan
         ConvCase("BFloat16", Blocks(block=(2, 2)), 24, 136, residual=False, shortcut=(192, (1, 3))),
         (64, 128), (1, 1), 4, {},
     ),
+    (ConvCase(channels=24, channels_out=264, residual=False), (64, 256), (1, 2), 2, {}),
+    (
+        ConvCase("BFloat16", Blocks(block=(2, 2)), 136, 72, (1, 1)),
+        (192, 64), (3, 1), 3, {"bulk": True, "parts": 3},
+    ),
 ]  # fmt: skip
 WGMMA_PATCHES = [
     (PATCHES[0][0], PatchPlan("TileWgmma", (8, 8), 2, 64, (2, 1), 3, 1, 1)),
@@ -156,7 +161,7 @@ def test_convolution_of_whole_numbers_is_exact(chosen, monkeypatch):
     assert_exact(case, full_plan(given, pipelined, given[2] % 3 if staged else 0), clear_rows)
 
 
-@pytest.mark.parametrize("chosen", all_but(WGMMA, [WGMMA[0], WGMMA[4]], WGMMA), ids=str)
+@pytest.mark.parametrize("chosen", all_but(WGMMA, [WGMMA[0], *WGMMA[4:]], WGMMA), ids=str)
 def test_products_of_four_warps_are_exact(chosen, monkeypatch):
     """They run as late as they may: a stage that is given back too early spoils them."""
     case, tile, warps, stages, more = chosen
@@ -526,13 +531,34 @@ def test_patches_fit_the_device(device):
         assert not list(patch_candidates(conv._replace(**without), device))
 
 
-@pytest.mark.parametrize(("rows", "pixels"), [(275, 192), (550, 256), (1100, 192)])
-def test_rounds_are_what_a_plan_is_chosen_by(rows, pixels):
+@pytest.mark.parametrize(
+    ("rows", "pixels", "parts"), [(275, 192, 1), (550, 256, 4), (1100, 192, 1)]
+)
+def test_rounds_are_what_a_plan_is_chosen_by(rows, pixels, parts):
     """Of 512 channels with dilation 4: the tiles that took least on an H200, none of a split K."""
     blocks = Blocks(images=1, image=(100, 176))
     case = ConvCase("Half", blocks, 512, 512, dilation=(4, 4), residual=False)
     plan = plan_stack_conv(case.sizes(rows), HOPPER)
-    assert (plan.tile, plan.split, plan.parts) == ((pixels, 128), 1, pixels // 64)
+    assert (plan.tile, plan.split, plan.parts) == ((pixels, 128), 1, parts)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "block", "channels", "channels_out", "rows", "tile", "split"),
+    [
+        (3, 1, 512, 512, 110, (64, 64), 8), (3, 2, 256, 256, 110, (64, 64), 4),
+        (3, 4, 128, 128, 110, (64, 64), 1), (3, 4, 128, 128, 275, (64, 128), 1),
+        (3, 4, 2048, 512, 110, (128, 128), 2), (3, 2, 256, 256, 1100, (64, 256), 1),
+        (1, 2, 1024, 256, 1100, (192, 64), 1), (1, 4, 512, 128, 1100, (192, 128), 1),
+    ],
+)  # fmt: skip
+def test_layers_of_networks_have_the_plans_that_took_least(
+    kernel, block, channels, channels_out, rows, tile, split
+):
+    """On an H200, in the network at few blocks."""
+    blocks = Blocks(images=1, image=(25 * block, 44 * block), block=(block, block))
+    sizes = (channels, channels_out, (kernel, kernel))
+    plan = plan_stack_conv(ConvCase("Half", blocks, *sizes, residual=False).sizes(rows), HOPPER)
+    assert (plan.tile, plan.split) == (tile, split)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 3])

@@ -269,32 +269,54 @@ def plan_cost(plan, conv, device):
     return _cost(plan, conv, device) if own else plan.cost(conv, device)
 
 
+class _Rates(NamedTuple):
+    """Cycles of a launch, of a tile and of a chunk, fitted to runs on an H200."""
+
+    launch: float
+    chunk: float  # of a chunk, beside what follows
+    pixel: float  # of a pixel of a chunk
+    channel: float  # of an output channel of a chunk
+    end: float  # of a tile, beside what follows
+    result: float  # of a number of a tile
+    added: float  # of a number of the residual
+    sent: float  # of a number of a sum of several thread blocks
+    brought: float  # bytes a cycle to each multiprocessor, where all take from the L2 cache
+
+
+_BULK = _Rates(960, 122, 1.76, 1.26, 1690, 0.135, 0.074, 0.354, 48)  # pixels come in bulk
+_GATHERED = _Rates(3850, 4.4, 4.88, 1.17, 200, 0.139, 0.034, 0.473, 36.8)  # threads copy them
+# The last of them, for tiles of 64 pixels that threads copy, by output channels.
+_NARROW = {64: 24.5, 128: 45}
 # (pixels, output channels), warps or groups of four warps, most thread blocks of a multiprocessor
 _WGMMA_TILES = (
     ((64, 64), (1, 1), 3),
     ((64, 64), (1, 2), 2),
     ((64, 128), (1, 1), 2),
+    ((64, 256), (1, 2), 1),
     ((128, 64), (2, 1), 2),
     ((128, 128), (2, 1), 1),
+    ((192, 64), (3, 1), 1),
     ((192, 128), (3, 1), 1),
     ((256, 64), (2, 1), 1),
     ((256, 128), (2, 1), 1),
 )
+_IN_BULK = ((192, 64),)  # only where pixels come in bulk
+_OTHERWISE = ((64, 256), (256, 128))  # only where threads copy them
 _MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2), 1))
 _SPLITS = (1, 2, 3, 4, 8)
 # Of an H200's 132 multiprocessors: how many clusters of so many thread blocks can use at once.
 _CLUSTERED = {2: 128, 3: 120, 4: 120, 8: 112}
+# Cycles in which so many thread blocks add up their sums.
+_EXCHANGES = {2: 1870, 3: 1690, 4: 300, 8: 240}
 # Cycles of slow activations for a number and group of warps: more warps share them.
 _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
-# Cycles in which so many thread blocks add up their sums, beside those in which sums are sent.
-_EXCHANGES = {2: 1600, 3: 1400, 4: 1000, 8: 1960}
-# Bytes a cycle that a multiprocessor takes in while all have tiles, where taps are copied by
-# threads; by output channels of a tile of 64 pixels, with a team that copies and with two.
-_BROUGHT = {(64, 1): 27, (64, 2): 37, (128, 1): 50, (128, 2): 50}
-_OTHER_BROUGHT = 34.3
-# How much longer chunks take with so few stages.
-_FEW_STAGES = {2: 1.5, 3: 1.15}
+# How much longer chunks take with so few stages, and with two teams that copy.
+_FEW_STAGES = {2: 1.5, 3: 1.13}
+_TWO_TEAMS = 0.957
+_PRODUCT = 1.28  # how much longer products take than tensor cores need
+_BESIDE = 1.39  # how much longer results of a tile take for each thread block beside it
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
+_FEW_CHUNKS, _THEIR_STAGES = 8, 3  # of large tiles, which more stages do not help
 
 
 def candidates(conv, device):
@@ -306,11 +328,13 @@ def candidates(conv, device):
     for tile, warps, most in tiles:
         if tile[0] * offsets > _MOST_OFFSETS or (conv.group and tile[1] != PANEL):
             continue
-        if engine == "TileWgmma" and warps[1] > 1 and conv.activation not in _SLOW:
+        if tile == (64, 64) and warps == (1, 2) and conv.activation not in _SLOW:
+            continue
+        if tile in (_OTHERWISE if bulk else _IN_BULK):
             continue
         if not simple:  # such copies, and rounding to tf32, take more registers
             most = 2 if sum(tile) == 128 else 1
-            if tile in ((192, 128), (256, 128)):
+            if max(tile) > 128 and tile != (256, 64):
                 continue
         if tile == (128, 64) and not conv.pointwise:
             most = 1  # two have few stages
@@ -319,6 +343,8 @@ def candidates(conv, device):
                 break  # all that share K must be there at once
             if split > 1 and conv.chunks < (2 if tile == (64, 64) else 8) * split:
                 break  # larger tiles wait longer for their first chunk
+            if (split == 3 and tile == (64, 64)) or (split > 1 and tile == (64, 256)):
+                continue  # never the fastest
             staged = conv.residual and device.bulk_copy and split == 1 and conv.vectors_out
             staged = staged and not conv.of_images
             for blocks in range(1, most + 1 if split == 1 else 2):
@@ -326,10 +352,12 @@ def candidates(conv, device):
                     plan = _with_stages(engine, tile, warps, split, results, blocks, conv, device)
                     if plan is None:
                         continue
-                    if device.hopper and simple and split == blocks == 1:
-                        plan = plan._replace(parts=tile[0] // 64)
                     teams = 2 if simple and _gains_by_two_teams(plan, conv, device) else 1
-                    yield plan._replace(bulk=bulk, teams=teams)
+                    plan = plan._replace(bulk=bulk, teams=teams)
+                    yield plan
+                    several = plan.tiles(conv, conv.expected) > device.multiprocessors
+                    if device.hopper and simple and split == blocks == 1 and several:
+                        yield plan._replace(parts=tile[0] // 64)
 
 
 def _gains_by_two_teams(plan, conv, device):
@@ -338,6 +366,8 @@ def _gains_by_two_teams(plan, conv, device):
         return False
     if plan.tile == (64, 64):
         return plan.blocks < 3
+    if plan.tile == (64, 256):
+        return False
     one_round = plan.tiles(conv, conv.expected) <= device.multiprocessors
     return plan.blocks == 1 and (plan.tile[0] < 192 or (plan.tile[0] == 192 and one_round))
 
@@ -347,6 +377,8 @@ def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
     pipelined = clusters = device.bulk_copy
     available = device.shared_of(blocks)
     most = _MOST_STAGES - (split > 1 and clusters)
+    if conv.pointwise and sum(tile) >= 256 and conv.chunks <= _FEW_CHUNKS:
+        most = _THEIR_STAGES
     for stages in range(min(most, max(2, -(-conv.chunks // split) + 1)), 1, -1):
         plan = StackPlan(
             engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
@@ -358,76 +390,61 @@ def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
 
 
 def _cost(plan, conv, device):
-    """Estimate the cycles of a launch; the constants were fitted to runs on an H200."""
+    """Estimate the cycles of a launch.
+
+    The tiles of a multiprocessor's thread blocks come in rounds, of which the last may have fewer,
+    or tiles that are cut; see ``Rounds``.
+    """
+    rates = _BULK if plan.bulk else _GATHERED
     pixels, columns = plan.tile
-    if plan.parts > 1:
-        return _cost_in_parts(plan, conv, device)
-    blocks = max(1, plan.tiles(conv, conv.expected)) * plan.split  # thread blocks in all
-    spots, resident = device.multiprocessors, plan.blocks
-    # Two thread blocks of 128 x 128 are as they were fitted before sums were sent.
-    small = plan.clustered and (plan.tile, plan.split) != ((128, 128), 2)
+    staged, groups = plan.results > 0, math.prod(plan.warps)
+    chunks = math.ceil(conv.chunks / plan.split)
+    per_product = 32 if plan.engine == "TileWgmma" else 16  # numbers of a chunk's product a cycle
+    few = _FEW_STAGES.get(plan.stages, 1.0) if plan.stages < chunks else 1.0
+    per_pixel = rates.pixel * (_TWO_TEAMS if plan.teams > 1 else 1.0)
+    slow = (0.024 + _SLOW.get(conv.activation, 0)) / groups
+
+    def tile(height, active):
+        """Cycles of a tile of so many pixels, where so many thread blocks are side by side."""
+        chunk = max(
+            few * (rates.chunk + per_pixel * height + rates.channel * columns),
+            _PRODUCT * active * height * columns / per_product,
+        )
+        numbers = height * columns
+        result = rates.result + rates.added * conv.residual + 0.08 * staged
+        end = rates.end + 300 * staged + numbers * (result * (1 + _BESIDE * (active - 1)) + slow)
+        if plan.split > 1:
+            end += _EXCHANGES[plan.split] + rates.sent * numbers * active
+        return chunks * chunk + end
+
+    spots = device.multiprocessors
     if plan.clustered:
         spots = spots * _CLUSTERED[plan.split] // 132
-    if small:
-        resident = min(2, device.resident(plan.shared_bytes(conv)))
-    rounds = math.ceil(blocks / (spots * resident))
-    active = min(resident, math.ceil(blocks / spots))
-    chunks = math.ceil(conv.chunks / plan.split)
-    # A chunk: the instructions that copy it, its products, and a pause of those who multiply.
-    product = pixels * columns / (32 if plan.engine == "TileWgmma" else 16)
-    copies = 198 + 1.74 * pixels
-    if small:
-        active = max(1.0, min(resident, blocks / spots))  # on average
-        copies *= 1 + 0.51 * (active - 1)
-    chunk = max(copies, (1.83 if conv.pointwise else 1.7) * active * product, 97.9)
-    if plan.clustered:
-        chunk *= _FEW_STAGES.get(plan.stages, 1.0)
-    search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
-    first, each = (1760, 0.0839) if plan.results else (1430, 0.0624)
-    results = first + pixels * columns * conv.element_bytes * active * each
-    results += 0.0597 * pixels * columns / math.prod(plan.warps)
-    results += _SLOW.get(conv.activation, 0) * pixels * columns / math.prod(plan.warps)
-    exchange = 0
-    if plan.split > 1:
-        exchange = 2 * _EXCHANGES[plan.split]
-    if small:
-        exchange = _EXCHANGES[plan.split]
-        exchange += 0.166 * pixels * columns * active + 16 * (pixels - 64)
-    path = rounds * (chunks * chunk + results + exchange) + (rounds - 1) * 1.54 * search
-    # What the second-level cache, and memory, deliver to all.
-    brought = blocks * chunks * sum(plan.tile) * ROW / device.multiprocessors
-    if small:
-        brought = brought / 26.3 + exchange + 0.36 * results
-    elif pixels == 64 and not conv.pointwise:
-        brought /= _BROUGHT[columns, plan.teams]
-    else:
-        brought /= _OTHER_BROUGHT
-    memory = conv.memory_cycles(plan.results > 0)
-    return 1880 + search + max(path, brought, memory)
-
-
-def _cost_in_parts(plan, conv, device):
-    """Estimate the cycles of a launch whose last round's tiles may be cut; see ``Rounds``.
-
-    Pixels take longer to copy than weights, which come in bulk.
-    """
-    pixels, columns = plan.tile
-    whole, rest = divmod(max(1, plan.tiles(conv, conv.expected)), device.multiprocessors)
+    blocks = max(1, plan.tiles(conv, conv.expected)) * plan.split
+    resident = _resident(plan, conv, device)
+    whole, rest = divmod(blocks, spots * resident)
     parts = plan.parts
-    while parts > 1 and rest * parts > device.multiprocessors:
+    while parts > 1 and rest * parts > spots:
         parts = 1 if parts % 2 else parts // 2
-    search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
-    first, each = (2330, 0.0839) if plan.results else (2000, 0.0624)
-    of_number = conv.element_bytes * each
-    of_number += (0.0597 + _SLOW.get(conv.activation, 0)) / math.prod(plan.warps)
-
-    def tile(height, slower):
-        chunk = slower * (5.46 * height + 2.4 * (columns - 64))
-        chunk *= 1.08 if conv.pointwise and pixels == 256 else 1.0
-        stores = 1.6 if height == 256 else 1.0  # twice as many for each group of warps
-        return conv.chunks * chunk + stores * (first + of_number * height * columns)
-
-    path = whole * tile(pixels, 1.0) + max(0, whole - 1 + (rest > 0)) * 0.5 * search
+    path = whole * tile(pixels, resident)
     if rest:
-        path += tile(pixels // parts, 1.2 if parts > 1 else 1.0)
-    return 1880 + search + max(path, conv.memory_cycles(plan.results > 0))
+        path += tile(pixels // parts, math.ceil(rest / spots))
+    if plan.parts > 1:
+        path *= 1.02
+    search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
+    path += (whole - (rest == 0)) * 0.3 * search
+    # What the second-level cache, and memory, deliver to all.
+    rate = rates.brought
+    if pixels == 64 and not plan.bulk:
+        rate = _NARROW.get(columns, rate)
+    brought = blocks * chunks * (pixels + columns) * ROW / device.multiprocessors / rate
+    memory = 0.85 * conv.memory_cycles(staged) + 0.1 * path
+    return rates.launch + search + max(path, brought + rates.end, memory)
+
+
+def _resident(plan, conv, device):
+    """Return about how many thread blocks of a plan a multiprocessor holds."""
+    numbers = math.prod(plan.tile) // (plan.threads - 128 * plan.teams * plan.pipelined)
+    registers = 65536 // (plan.threads * (numbers + 64))
+    room = device.resident(plan.shared_bytes(conv))
+    return max(1, min(room, max(plan.blocks, registers)))
