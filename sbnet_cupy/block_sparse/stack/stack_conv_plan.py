@@ -285,7 +285,8 @@ class _Rates(NamedTuple):
 
 _BULK = _Rates(960, 122, 1.76, 1.26, 1690, 0.135, 0.074, 0.354, 48)  # pixels come in bulk
 _GATHERED = _Rates(3850, 4.4, 4.88, 1.17, 200, 0.139, 0.034, 0.473, 36.8)  # threads copy them
-# The last of them, for tiles of 64 pixels that threads copy, by output channels.
+_BROUGHT = 60  # bytes a cycle, in bulk, to the thread blocks of a multiprocessor together
+# The last of the rates, for tiles of 64 pixels that threads copy, by output channels.
 _NARROW = {64: 24.5, 128: 45}
 # (pixels, output channels), warps or groups of four warps, most thread blocks of a multiprocessor
 _WGMMA_TILES = (
@@ -415,6 +416,9 @@ def _cost(plan, conv, device):
         end = rates.end + 300 * staged + numbers * (result * (1 + _BESIDE * (active - 1)) + slow)
         if plan.split > 1:
             end += _EXCHANGES[plan.split] + rates.sent * numbers * active
+        if plan.bulk:  # what the ring holds comes sooner
+            beside = active * (height + columns) * ROW / _BROUGHT
+            end += max(0, chunks - plan.stages) * max(0, beside - chunk)
         return chunks * chunk + end
 
     spots = device.multiprocessors
