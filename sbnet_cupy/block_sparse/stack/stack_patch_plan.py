@@ -69,7 +69,7 @@ class PatchPlan(NamedTuple):
         )  # fmt: skip
 
     def cost(self, conv, device):
-        """Estimate the cycles of a launch, as ``_cost`` of stack_conv_plan.py does."""
+        """Estimate the cycles of a launch, as ``launch_cost`` does."""
         pixels, columns = self.tile
         tiles = max(1, self.tiles(conv, conv.expected))
         rounds = math.ceil(tiles / (device.multiprocessors * self.blocks))
