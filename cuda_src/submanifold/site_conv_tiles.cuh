@@ -3,12 +3,14 @@
 // Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
 // Compute capability 9.0. Rows of x are whole vectors of COPIED bytes, aligned; rows of y whole vectors of 16.
 // Launch: a persistent grid, (tiles of BM rows, tiles of BN channels) thread blocks.
-// The distinct rows that a tile reads (site_tiles.cu) lie in shared memory, RB bytes of channels (a part) at a time; row 0 is
-// zeros. ldmatrix gathers the rows of a fragment by their local numbers. Sums are made part after part, in a part tap after
+// The distinct rows that a tile reads (site_tiles.cu) lie in shared memory, RB bytes of channels (a part) at a time, after
+// ZERO_ROWS of zeros. ldmatrix gathers the rows of a fragment by their local numbers. Sums are made part after part, in a part tap after
 // tap, whatever tile a row is in.
 //   STAGES   0: all weights stay in shared memory; else a warp streams those of a part and tap through a ring of so many
 //   COPIED   bytes that are copied together: 16, or 4 or 8 where that is a whole row of x
 //   BUFFERS  2: the next rows are copied while these are multiplied
+// With two buffers, where weights are streamed to be multiplied by wgmma, three warps beside the one that streams copy rows, tile
+// after tile, and those that multiply need not meet; else they copy the rows themselves.
 //   OVERLAP  wait for the launches ahead before all else, and let the next one begin
 // By SplitWgmma groups of four warps share the taps of a tile, and their sums are added in their order. Each has a ring of its
 // own, an equal part of the stages: a group that has none of many taps neither holds the others up nor loses count of a stage.
@@ -37,8 +39,8 @@ struct TileMemory {
     int *heads, *places;
     u16* locals;
     float *scale, *bias;
-    u64 *full, *empty, *meeting;
-    DEVICE TileMemory(u8* unaligned, int taps, int chunks, int most) : rows_bytes((most + 1) * RB), taps(taps) {
+    u64 *full, *empty, *meeting, *rows_full, *rows_empty;
+    DEVICE TileMemory(u8* unaligned, int taps, int chunks, int most) : rows_bytes((most + ZERO_ROWS) * RB), taps(taps) {
         weights = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
         rows = weights + (STAGES ? STAGES : chunks) * STAGE;
         sums = reinterpret_cast<float4*>(rows + BUFFERS * rows_bytes);
@@ -47,6 +49,7 @@ struct TileMemory {
         places = heads + 3 * TileHead::ints(taps);
         scale = reinterpret_cast<float*>(places + BUFFERS * BM), bias = scale + BN;
         full = reinterpret_cast<u64*>(bias + BN), empty = full + STAGES, meeting = empty + STAGES;
+        rows_full = meeting + 1, rows_empty = rows_full + BUFFERS;
     }
 };
 
@@ -63,12 +66,18 @@ struct TilePart {
     int buffer, places;           // which of the rows; which of the lists of places and locals
 };
 
+// Threads that share work, and which of them this one is.
+struct Team {
+    int number, count;
+};
+
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
-// Threads that stream weights: a warp, of four that leave their registers to those that multiply by wgmma.
-template <class Product, int STAGES, int BLOCKS>
+// Threads that stream weights: a warp, of four that leave registers to those that multiply by wgmma. The other three copy rows.
+template <class Product, int STAGES, int BUFFERS, int BLOCKS, bool ROUND>
 struct Streamers {
-    static constexpr int COUNT = STAGES == 0 ? 0 : Product::ASYNC ? 128 : 32, LEFT = 24;
+    static constexpr bool COPY = STAGES > 0 && BUFFERS == 2 && Product::ASYNC && split_of<Product>(0) == 1 && !ROUND;
+    static constexpr int COUNT = STAGES == 0 ? 0 : Product::ASYNC ? 128 : 32, LEFT = COPY ? 64 : 24;
     static constexpr int GROUPS = ceil_div(Product::THREADS, 128);
     static constexpr int LAUNCHED = 512 / BLOCKS / (GROUPS + 1) / 8 * 8;  // registers of each thread
     static constexpr int TAKEN = min_of((LAUNCHED * (GROUPS + 1) - LEFT) / GROUPS, 232) / 8 * 8;
@@ -76,7 +85,7 @@ struct Streamers {
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int RB,
           int STAGES, int BUFFERS, int BLOCKS, int COPIED, bool ROUND, int ACTIVATION, bool OVERLAP>
-__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers<Engine<T, BM, BN, WM, WN>, STAGES, BLOCKS>::COUNT, BLOCKS)
+__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers<Engine<T, BM, BN, WM, WN>, STAGES, BUFFERS, BLOCKS, ROUND>::COUNT, BLOCKS)
     site_conv_tiles(const T* __restrict__ x,  // [N, C]
                     const u8* __restrict__ packed,
                     const int* __restrict__ order, const int* __restrict__ heads, const int* __restrict__ sources,
@@ -92,7 +101,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     constexpr int THREADS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int UNITS = RB / 16, STEPS = RB / 32, PANELS = ceil_div(BN, PANEL);
     constexpr bool RING = STAGES > 0;
-    using Streaming = Streamers<Product, STAGES, BLOCKS>;
+    using Streaming = Streamers<Product, STAGES, BUFFERS, BLOCKS, ROUND>;
     constexpr int OWN_STAGES = STAGES / SPLIT;  // of a group's ring
     static_assert(SPLIT == 1 || (OWN_STAGES * SPLIT == STAGES && OWN_STAGES > 1), "groups share the stages evenly");
     constexpr int REGISTERS = RING && Product::ASYNC ? Streaming::TAKEN : 65536 / ((THREADS + Streaming::COUNT) * BLOCKS);
@@ -109,6 +118,74 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     const i64 panel_step = static_cast<i64>(steps.chunks) * PANEL_CHUNK;
     const u8* const weights = steps.weights(packed) + k0 / PANEL * panel_step + k0 % PANEL * TILE_ROW;
     const int panels = min(PANELS, steps.panels - k0 / PANEL);
+    constexpr bool COPY = Streaming::COPY;
+    constexpr int COPIERS = Streaming::COUNT - 32;
+    const auto head_of = [&](const TilePart& its) { return TileHead(shared.heads + its.head * head_ints, steps.taps); };
+    const auto copy_head = [&](const Team& team, int tile, int which) {
+        for (int i = team.number * 4; i < head_ints; i += team.count * 4)
+            copy_async_16(shared.heads + which * head_ints + i, heads + static_cast<i64>(tile) * head_ints + i, true);
+    };
+    // Copy the 16 bytes that this thread has of the rows of a part.
+    const auto copy_rows = [&](const Team& team, const TilePart& its, int first, int count) {
+        const int* const list = sources + static_cast<i64>(its.tile) * (steps.taps * BM) + first;
+        u8* const to = shared.rows + its.buffer * shared.rows_bytes + ZERO_ROWS * RB;
+        if constexpr (COPIED < 16) {
+            for (int i = team.number; i < count; i += team.count)
+                copy_async<COPIED>(to + unit_at<RB>(i, 0), x + list[i] * C, true);
+            return;
+        }
+        [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC && !AHEAD ? 1 : 4;  // there are no registers for more
+        if constexpr (Product::ASYNC) {  // nor for a unit found again for each row
+            const int unit = team.number % UNITS;
+            const i64 c = (its.part * UNITS + unit) * LANES;
+#pragma unroll TOGETHER
+            for (int i = team.number / UNITS; i < count; i += team.count / UNITS)
+                copy_async_16(to + unit_at<RB>(i, unit), x + list[i] * C + (c < C ? c : 0), c < C);
+        } else {  // with 16 channels the other way took up to 20% longer
+#pragma unroll TOGETHER
+            for (int i = team.number; i < count * UNITS; i += team.count) {
+                const i64 c = (its.part * UNITS + i % UNITS) * LANES;
+                copy_async_16(to + unit_at<RB>(i / UNITS, i % UNITS), x + list[i / UNITS] * C + (c < C ? c : 0), c < C);
+            }
+        }
+    };
+    const auto round_rows = [&](const Team& team, const TilePart& its, const TileHead& head) {  // those that this thread has copied
+        const int count = head.round_sources[its.round + 1] - head.round_sources[its.round];
+        u8* const from = shared.rows + its.buffer * shared.rows_bytes + ZERO_ROWS * RB;
+        constexpr int COPIES = COPIED < 16 ? 1 : UNITS;  // of a row
+#pragma unroll 1
+        for (int i = team.number; i < count * COPIES; i += team.count) round_four(from + unit_at<RB>(i / COPIES, i % COPIES));
+    };
+    const auto copy_part = [&](const Team& team, const TilePart& its, const TileHead& head) {
+        const int first = head.round_sources[its.round];
+        copy_rows(team, its, first, head.round_sources[its.round + 1] - first);
+        if (its.part == 0 && its.round == 0) {
+            const int bytes = head.counts[0] * BM * 2;
+            u8* const to = reinterpret_cast<u8*>(shared.locals + its.places * steps.taps * BM);
+            const u8* const from = reinterpret_cast<const u8*>(locals + static_cast<i64>(its.tile) * (steps.taps * BM));
+            for (int i = team.number * 16; i < bytes; i += team.count * 16) copy_async_16(to + i, from + i, true);
+            for (int i = team.number * 4; i < BM; i += team.count * 4)
+                copy_async_16(shared.places + its.places * BM + i, order + static_cast<i64>(its.tile) * BM + i, true);
+            const int next = its.tile + static_cast<int>(gridDim.x);
+            if (next < tiles) copy_head(team, next, its.head == 2 ? 0 : its.head + 1);
+        }
+    };
+    const auto after = [&](TilePart its, const TileHead& head) {
+        if (++its.round == head.counts[1]) {
+            its.round = 0;
+            if (++its.part == parts) {
+                its.part = 0, its.tile += gridDim.x;
+                its.head = its.head == 2 ? 0 : its.head + 1;
+                its.places = BUFFERS - 1 - its.places;
+            }
+        }
+        its.buffer = BUFFERS - 1 - its.buffer;
+        return its;
+    };
+    const TilePart first_part{static_cast<int>(blockIdx.x), 0, 0, 0, 0, 0};
+    const int zeros = COPIED < 16 ? shared.rows_bytes / 16 : ZERO_ROWS * UNITS;  // or all rows, where a part of them is copied
+    for (int i = threadIdx.x; i < BUFFERS * zeros; i += THREADS + Streaming::COUNT)
+        *reinterpret_cast<uint4*>(shared.rows + i / zeros * shared.rows_bytes + i % zeros * 16) = zero<uint4>();
     if constexpr (RING) {
         if (threadIdx.x == 0) {
             for (int s = 0; s < STAGES; ++s) {
@@ -116,12 +193,31 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 barrier_init(shared.empty + s, Product::ASYNC ? THREADS / 32 / SPLIT : THREADS);
             }
             barrier_init(shared.meeting, THREADS);
+            for (int b = 0; b < BUFFERS && COPY; ++b) {
+                barrier_init(shared.rows_full + b, COPIERS);
+                barrier_init(shared.rows_empty + b, THREADS);
+            }
             barrier_init_fence();
         }
         __syncthreads();
         if (threadIdx.x >= THREADS) {
             give_registers<Product::ASYNC ? Streaming::LEFT : 0>();
-            if (threadIdx.x >= THREADS + 32) return;
+            if (threadIdx.x >= THREADS + 32) {
+                if constexpr (!COPY) return;
+                const Team team{static_cast<int>(threadIdx.x) - THREADS - 32, COPIERS};
+                Stage<BUFFERS> stage;  // its slot is the buffer
+                barrier_arrive(shared.rows_full);  // those that multiply copy the first rows
+                for (TilePart its = first_part;;) {
+                    its = after(its, TileHead(const_cast<int*>(heads) + static_cast<i64>(its.tile) * head_ints, steps.taps));
+                    if (its.tile >= tiles) break;
+                    const TileHead head(const_cast<int*>(heads) + static_cast<i64>(its.tile) * head_ints, steps.taps);
+                    stage.advance();
+                    barrier_wait(shared.rows_empty + stage.slot, stage.phase ^ 1);
+                    copy_part(team, its, head);
+                    copies_arrive(shared.rows_full + stage.slot);
+                }
+                return;
+            }
             dependent_wait();
             Stage<OWN_STAGES> stages[SPLIT];  // of each group
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -161,76 +257,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         if constexpr (RING) meeting.sync();
         else __syncthreads();
     };
-    const auto head_of = [&](const TilePart& its) { return TileHead(shared.heads + its.head * head_ints, steps.taps); };
-    const auto copy_head = [&](int tile, int which) {
-        for (int i = threadIdx.x * 4; i < head_ints; i += THREADS * 4)
-            copy_async_16(shared.heads + which * head_ints + i, heads + static_cast<i64>(tile) * head_ints + i, true);
-    };
-    // Copy the 16 bytes that this thread has of the rows of a part.
-    const auto copy_rows = [&](const TilePart& its, int first, int count) {
-        const int* const list = sources + static_cast<i64>(its.tile) * (steps.taps * BM) + first;
-        u8* const to = shared.rows + its.buffer * shared.rows_bytes;
-        if constexpr (COPIED < 16) {
-            for (int i = threadIdx.x; i < count; i += THREADS)
-                copy_async<COPIED>(to + unit_at<RB>(i + 1, 0), x + list[i] * C, true);
-            return;
-        }
-        [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC && !AHEAD ? 1 : 4;  // there are no registers for more
-        if constexpr (Product::ASYNC) {  // nor for a unit found again for each row
-            const int unit = threadIdx.x % UNITS;
-            const i64 c = (its.part * UNITS + unit) * LANES;
-#pragma unroll TOGETHER
-            for (int i = threadIdx.x / UNITS; i < count; i += THREADS / UNITS)
-                copy_async_16(to + unit_at<RB>(i + 1, unit), x + list[i] * C + (c < C ? c : 0), c < C);
-        } else {  // with 16 channels the other way took up to 20% longer
-#pragma unroll TOGETHER
-            for (int i = threadIdx.x; i < count * UNITS; i += THREADS) {
-                const i64 c = (its.part * UNITS + i % UNITS) * LANES;
-                copy_async_16(to + unit_at<RB>(i / UNITS + 1, i % UNITS), x + list[i / UNITS] * C + (c < C ? c : 0), c < C);
-            }
-        }
-    };
-    const auto round_rows = [&](const TilePart& its) {  // those that this thread has copied
-        const TileHead head = head_of(its);
-        const int count = head.round_sources[its.round + 1] - head.round_sources[its.round];
-        u8* const from = shared.rows + its.buffer * shared.rows_bytes;
-        constexpr int COPIES = COPIED < 16 ? 1 : UNITS;  // of a row
-        for (int i = threadIdx.x; i < count * COPIES; i += THREADS) round_four(from + unit_at<RB>(i / COPIES + 1, i % COPIES));
-    };
-    const auto copy_part = [&](const TilePart& its) {
-        const TileHead head = head_of(its);
-        const int first = head.round_sources[its.round];
-        copy_rows(its, first, head.round_sources[its.round + 1] - first);
-        if (its.part == 0 && its.round == 0) {
-            const int bytes = head.counts[0] * BM * 2;
-            u8* const to = reinterpret_cast<u8*>(shared.locals + its.places * steps.taps * BM);
-            const u8* const from = reinterpret_cast<const u8*>(locals + static_cast<i64>(its.tile) * (steps.taps * BM));
-            for (int i = threadIdx.x * 16; i < bytes; i += THREADS * 16) copy_async_16(to + i, from + i, true);
-            for (int i = threadIdx.x * 4; i < BM; i += THREADS * 4)
-                copy_async_16(shared.places + its.places * BM + i, order + static_cast<i64>(its.tile) * BM + i, true);
-            const int next = its.tile + static_cast<int>(gridDim.x);
-            if (next < tiles) copy_head(next, its.head == 2 ? 0 : its.head + 1);
-        }
-        copy_async_commit();
-    };
-    const auto after = [&](TilePart its) {
-        if (++its.round == head_of(its).counts[1]) {
-            its.round = 0;
-            if (++its.part == parts) {
-                its.part = 0, its.tile += gridDim.x;
-                its.head = its.head == 2 ? 0 : its.head + 1;
-                its.places = BUFFERS - 1 - its.places;
-            }
-        }
-        its.buffer = BUFFERS - 1 - its.buffer;
-        return its;
-    };
-
-    copy_head(blockIdx.x, 0);
+    const Team team{static_cast<int>(threadIdx.x), THREADS};
+    copy_head(team, blockIdx.x, 0);
     copy_async_commit();
-    const int zeros = COPIED < 16 ? shared.rows_bytes / 16 : UNITS;  // the first row, or all of which a part is copied
-    for (int i = threadIdx.x; i < BUFFERS * zeros; i += THREADS)
-        *reinterpret_cast<uint4*>(shared.rows + i / zeros * shared.rows_bytes + i % zeros * 16) = zero<uint4>();
     copy_async_wait<0>();
     meet();
     dependent_wait();  // for the packed weights
@@ -243,8 +272,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                               swizzled(from % PANEL, i % 8),
                           from / PANEL < panels);
         }
-    TilePart now{static_cast<int>(blockIdx.x), 0, 0, 0, 0, 0};
-    copy_part(now);
+    TilePart now = first_part;
+    copy_part(team, now, head_of(now));
+    copy_async_commit();
     for (int i = threadIdx.x; i < 2 * BN; i += THREADS) shared.scale[i] = steps.table(tables, i / BN, k0 + i % BN);
 
     constexpr u32 EVERY = 0xffffffffu;
@@ -256,14 +286,21 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     float acc[MT][NT][4];
     clear(acc);
     Stage<RING ? OWN_STAGES : 1> stage;  // of this group
-    for (bool more = true; more;) {
+    [[maybe_unused]] Stage<BUFFERS> buffer;  // of the rows that others copy
+    const auto receive = [&]() {             // those that these threads have copied
         copy_async_wait<0>();
-        if constexpr (ROUND) round_rows(now);
+        if constexpr (ROUND) round_rows(team, now, head_of(now));
         if constexpr (Product::ASYNC && !RING) shared_fence();  // for the weights
         meet();
-        if constexpr (BUFFERS == 2) {
-            const TilePart next = after(now);
-            if (next.tile < tiles) copy_part(next);
+    };
+    if constexpr (COPY) receive();
+    for (bool more = true; more;) {
+        if constexpr (COPY) barrier_wait(shared.rows_full + buffer.slot, buffer.phase);
+        else receive();
+        if constexpr (BUFFERS == 2 && !COPY) {
+            const TilePart next = after(now, head_of(now));
+            if (next.tile < tiles) copy_part(team, next, head_of(next));
+            copy_async_commit();
         }
 
         const TileHead head = head_of(now);
@@ -397,7 +434,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 i = next;
             }
         }
-        const TilePart next = after(now);
+        const TilePart next = after(now, head_of(now));
         more = next.tile < tiles;
         if (next.tile != now.tile) {
             const TileRows its_rows{shared.places + now.places * BM, valid};
@@ -412,9 +449,13 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             }
             clear(acc);
         }
-        if (BUFFERS == 1 && more) {
+        if constexpr (COPY) {
+            barrier_arrive(shared.rows_empty + buffer.slot);
+            buffer.advance();
+        } else if (BUFFERS == 1 && more) {
             meet();
-            copy_part(next);
+            copy_part(team, next, head_of(next));
+            copy_async_commit();
         }
         now = next;
     }

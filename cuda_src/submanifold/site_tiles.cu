@@ -1,15 +1,19 @@
 // site_tiles.cu: tiles of the rows of a kernel map, each with the distinct rows that it reads.
-//   x[sources[tile][l - 1]] is what row order[tile][r] of y reads at the tap at which l = locals[tile][its number][r]; 0 for none;
-//   in a round after the first l counts from where the round's sources begin
+//   x[sources[tile][l - ZERO_ROWS]] is what row order[tile][r] of y reads at the tap at which l = locals[tile][its number][r]; a
+//   number below ZERO_ROWS for none; in a round after the first l counts from where the round's sources begin
 // Source: the rule book of Graham et al. 2018 (arXiv:1711.10275), tile by tile; a hash table with linear probing.
 // Python: sbnet_cupy/submanifold/site_tiles.py
 // Launch: a thread block for each tile, BM threads for each of SLICES slices of the taps; at most MOST_TAPS taps.
 // A tile that reads more than `most` rows is read in rounds: a round is a run of its taps that read no more. Rows are
 // numbered in the order in which the taps read them, so that a tile is a function of the map alone.
+// By colour (COLOURED) 64 rows of y take turns, and the rows that a tile reads are numbered in that order among those of their
+// colour. A number that no row has stands for one of the others once more; a row that reads none has the zeros of the colour that
+// it would read. Where a colour has a quarter more rows than the others, or the tile is read in rounds, they are numbered as above.
 #include "core/async_copy.cuh"
+#include "submanifold/site_colours.cuh"
 #include "submanifold/tile_head.cuh"
 
-constexpr int MOST_TAPS = 64, KEY_BITS = 24, NO_BIT = 255;
+constexpr int MOST_TAPS = 64, KEY_BITS = 24, NO_BIT = 31;
 constexpr u32 READER = 1u << 16, NOBODY = 0xffffffffu;
 
 // The distinct rows that are read, by linear probing. What belongs to a row: its number, or READER + its first reader as long
@@ -39,37 +43,48 @@ struct RowTable {
 };
 
 //   SLICES, EACH   threads for each row, and taps that each of them looks at: every SLICES-th
-template <typename I, int BM, int SLOTS, int SLICES, int EACH>
+template <typename I, int BM, int SLOTS, int SLICES, int EACH, bool COLOURED>
 __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 ? 1 : 2)
-    tile_rows(const I* __restrict__ rows,  // [taps, M]
+    tile_rows(const I* __restrict__ rows,         // [taps, M]
+              const int* __restrict__ indices,    // [M, 1 + axes]: the sites of y; or null
               int* __restrict__ order,     // [tiles][BM]: row of y, or -1
               int* __restrict__ heads,     // [tiles][TileHead::ints(taps)]
               int* __restrict__ sources,   // [tiles][taps * BM]
               u16* __restrict__ locals,    // [tiles][taps][BM]: of the taps in the head's list
               i64 M, i64 N, i64 taps_, i64 most,
-              // the bit of each tap in the key by which rows are sorted, or NO_BIT: 8 bits each
-              i64 b0, i64 b1, i64 b2, i64 b3, i64 b4, i64 b5, i64 b6, i64 b7) {
+              // 8 bits of each tap: its bit in the key by which rows are sorted, or NO_BIT; and, above these 5, what it adds to
+              // the colour
+              i64 b0, i64 b1, i64 b2, i64 b3, i64 b4, i64 b5, i64 b6, i64 b7,
+              i64 factors) {  // of SiteColours
     constexpr int WARPS = BM / 32, THREADS = BM * SLICES, SHARE = BM / SLICES;
     static_assert(BM <= 256 && SHARE % 4 == 0, "a place takes 8 bits; keys are compared four at a time");
     static_assert(8 % SLICES == 0 && EACH * SLICES <= MOST_TAPS, "and eight bits of taps are a number");
+    static_assert(BM % 64 == 0 && 3 * BM <= THREADS, "64 rows take turns; a thread numbers a row");
+    constexpr int COLOUR_BIT = 20;  // of a slot: above it, the colour of its row
+    static_assert(SLOTS <= 1 << COLOUR_BIT, "slots are below it");
     constexpr u32 EVERY = 0xffffffffu;
     const int t = threadIdx.x % BM, slice = threadIdx.x / BM, lane = t % 32, warp = t / 32, taps = static_cast<int>(taps_);
     DYNAMIC_SHARED(u32, keys);  // [BM]; all of it is dynamic, so that its size says whether it needs permission
     int* const places = reinterpret_cast<int*>(keys + BM);        // [BM]: where a row goes
     int* const sorted = places + BM;                              // [BM]: which row is there
-    int* const table_rows = sorted + BM;                          // [SLOTS]
+    int* const tally = sorted + BM;                               // [THREADS / 32][COLOURS]: rows of a warp
+    int* const table_rows = tally + THREADS / 32 * COLOURS;       // [SLOTS]
     u32* const table_states = reinterpret_cast<u32*>(table_rows + SLOTS);
     // [taps][BM]: the slot of the row that is read, or -1
     int* const read = reinterpret_cast<int*>(table_states + SLOTS);
     int* const counts = read + taps * BM;                         // [taps][WARPS]
     int *const groups = counts + taps * WARPS, *const round = groups + taps;  // [taps]: a bit for each 16 rows; [2]
+    int* const colours = round + 2;                               // [taps]: what a tap adds to the colour
+    int* const numbered = reinterpret_cast<int*>(keys);           // [3 BM], later: slots, with their colours, of rows in order
     const i64 tile = blockIdx.x, p0 = tile * BM;
     const RowTable<SLOTS> table{table_rows, table_states};
     const i64 bits[] = {b0, b1, b2, b3, b4, b5, b6, b7};
     table.clear(threadIdx.x, THREADS);
     for (int i = threadIdx.x; i < taps; i += THREADS) groups[i] = 0;
     if (slice == 0) keys[t] = 0, places[t] = 0;
-    overlap_launches(rows);
+    overlap_launches(rows, indices);
+    int colour = 0;  // of the row that this thread looks at
+    if (COLOURED && slice == 0 && p0 + t < M) colour = SiteColours{indices, factors}.of(p0 + t);
     int own_rows[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -85,8 +100,9 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 ? 1 : 2)
         const int row = own_rows[i] < N ? own_rows[i] : -1;
         own_rows[i] = row;
         took |= static_cast<u32>(row < 0 || table.take(table.first_slot(row), row)) << i;
+        const int of_tap = static_cast<int>(bits[i * SLICES / 8] >> (slice + i * SLICES % 8) * 8) & 255, bit = of_tap & 31;
+        if (COLOURED && t == 0 && slice + i * SLICES < taps) colours[slice + i * SLICES] = of_tap >> 5;
         if (row < 0) continue;
-        const int bit = static_cast<int>(bits[i * SLICES / 8] >> (slice + i * SLICES % 8) * 8) & 255;
         if (bit != NO_BIT) its_key |= 1u << bit;
     }
     if (its_key) atomicOr(keys + t, its_key);
@@ -118,9 +134,23 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 ? 1 : 2)
         atomicAdd(places + t, before);
     }
     __syncthreads();
-    if (slice == 0) sorted[places[t]] = t;
+    if (slice == 0) sorted[places[t]] = COLOURED ? colour << COLOUR_BIT | t : t;
     __syncthreads();
-    const int from = sorted[t];
+    int from = sorted[t];
+    if constexpr (COLOURED) {
+        int before = 0;
+        colour = from >> COLOUR_BIT;
+        if (slice == 0) before = count_before(colour, true, tally + warp * COLOURS);
+        __syncthreads();
+        if (slice == 0) {
+            const int* const both = tally + warp / 2 * 2 * COLOURS;  // counts of two warps
+            if (warp % 2) before += both[colour];
+            sorted[t / 64 * 64 + place_in_turn(colour, before, both)] = from;
+        }
+        __syncthreads();
+        from = sorted[t];
+        colour = from >> COLOUR_BIT, from &= (1 << COLOUR_BIT) - 1;
+    }
     if (slice == 0) order[tile * BM + t] = p0 + from < M ? static_cast<int>(p0 + from) : -1;
     int* const mine = read + from;  // what this thread's row reads, BM apart
 
@@ -142,6 +172,7 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 ? 1 : 2)
     const auto entries_before = [&](int tap) { return __popcll(tap < 64 ? listed & ((1ull << tap) - 1) : listed); };
     const TileHead head(heads + tile * TileHead::ints(taps), taps);
     if (threadIdx.x == 0) head.round_entries[0] = head.round_sources[0] = 0;
+    int* const its_sources = sources + tile * taps * BM;
     int begin = 0, rounds = 0, total = 0;
     for (;;) {
         if (begin > 0) {  // enter the rows that are left in an empty table
@@ -205,6 +236,7 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 ? 1 : 2)
         }
         __syncthreads();
         const int end = round[0], distinct = round[1];
+        const int room = min(static_cast<int>(most), min(taps, 3) * BM) / COLOURS * COLOURS;  // numbers by colour
 #pragma unroll 4
         for (int i = 0; i < EACH; ++i) {
             const int tap = slice + i * SLICES;
@@ -213,20 +245,65 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 ? 1 : 2)
             const u32 found = __ballot_sync(EVERY, first);
             if (!first) continue;
             const int place = counts[tap * WARPS + warp] + __popc(found & ((1u << lane) - 1)), slot = mine[tap * BM];
-            table.states[slot] = static_cast<u32>(place + 1);
-            sources[tile * taps * BM + total + place] = table.rows[slot];
+            table.states[slot] = static_cast<u32>(place + ZERO_ROWS);
+            its_sources[total + place] = table.rows[slot];
+            if (COLOURED && distinct <= room) numbered[place] = (colour + colours[tap]) % COLOURS << COLOUR_BIT | slot;
         }
         __syncthreads();
+        int length = distinct;
+        bool coloured = COLOURED && begin == 0 && end == taps && distinct <= room;
+        if (coloured) {
+            const bool there = static_cast<int>(threadIdx.x) < distinct;
+            const int its = there ? numbered[threadIdx.x] : 0, its_colour = its >> COLOUR_BIT;
+            const int slot = its & ((1 << COLOUR_BIT) - 1), its_warp = threadIdx.x / 32 * COLOURS;
+            int before = count_before(its_colour, there, tally + its_warp);
+            __syncthreads();
+            if (threadIdx.x / 32 < COLOURS) {  // exclusive sums: a warp has a colour
+                int& count = tally[lane < THREADS / 32 ? lane * COLOURS + threadIdx.x / 32 : 0];
+                const int own = lane < THREADS / 32 ? count : 0;
+                int up_to = own;
+#pragma unroll
+                for (int d = 1; d < 32; d *= 2) {
+                    const int other = __shfl_up_sync(EVERY, up_to, d);
+                    if (lane >= d) up_to += other;
+                }
+                if (lane < THREADS / 32) count = up_to - own;
+                if (lane == 31) numbered[threadIdx.x / 32] = up_to;
+            }
+            __syncthreads();
+            const ColouredNumbers numbers{numbered, room / COLOURS};
+            const int all = numbers.end();
+            coloured = all <= distinct + distinct / 4;
+            if (coloured) {
+                length = all;
+                const int any_row = its_sources[0], row = there ? table.rows[slot] : 0;
+                __syncthreads();
+                if (numbers.is_full()) {  // rows of one colour have numbers of others
+                    if (static_cast<int>(threadIdx.x) < length) its_sources[threadIdx.x] = any_row;
+                    __syncthreads();
+                } else if (static_cast<int>(threadIdx.x) < length &&
+                           static_cast<int>(threadIdx.x) / COLOURS >= numbered[threadIdx.x % COLOURS]) {
+                    its_sources[threadIdx.x] = any_row;
+                }
+                if (there) {
+                    const int number = numbers.number(its_colour, before + tally[its_warp + its_colour]);
+                    table.states[slot] = static_cast<u32>(number + ZERO_ROWS);
+                    its_sources[number] = row;
+                }
+                __syncthreads();
+            }
+        }
 #pragma unroll 4
         for (int i = 0; i < EACH; ++i) {
             const int tap = slice + i * SLICES;
             if (tap >= end) break;
             if (tap < begin || !(listed >> tap & 1)) continue;
             const int entry = entries_before(tap), slot = mine[tap * BM];
-            locals[(tile * taps + entry) * BM + t] = static_cast<u16>(slot >= 0 ? table.states[slot] : 0);
+            const u32 zeros = coloured ? static_cast<u32>(colour + colours[tap]) % COLOURS : 0;
+            locals[(tile * taps + entry) * BM + t] = static_cast<u16>(slot >= 0 ? table.states[slot] : zeros);
             if (t == 0) head.list[entry] = tap << 16 | groups[tap];
         }
-        total += distinct, ++rounds;
+        total += length, ++rounds;
         if (threadIdx.x == 0) head.round_entries[rounds] = entries_before(end), head.round_sources[rounds] = total;
         if (end == taps) break;
         begin = end;

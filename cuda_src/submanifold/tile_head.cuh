@@ -3,6 +3,8 @@
 
 #include "core/common.cuh"
 
+constexpr int ZERO_ROWS = 8;  // of a tile, before the rows that it reads: numbers of the rows of a map that read none
+
 struct TileHead {
     int* counts;         // taps that some row of the tile has; rounds
     int* list;           // of these taps, in order: tap << 16 | a bit for each 16 rows of the tile that have it

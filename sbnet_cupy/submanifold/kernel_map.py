@@ -117,7 +117,15 @@ class KernelMap(KeepingContainer):
         """Return the SiteOrder or SiteTiles in which an OrderedPlan reads the rows; kept."""
         key = "ordered", plan.order
         order = self._kept.get(key)
-        return order or self._keep(key, lambda: plan.sort(self.rows))
+        return order or self._keep(key, lambda: plan.sort(self.rows, *self._sites()))
+
+    def _sites(self):
+        """Return the indices of the target, and how far from a row's site each tap reads.
+
+        Nothing where the taps read at no such distance, or it is not known.
+        """
+        offsets = self._kept.get("offsets")
+        return () if offsets is None else (self.target.indices, offsets)
 
 
 @array_function
@@ -201,6 +209,8 @@ def kernel_map(
         made = make(coordinates, window, onto, output_padding, capacity)
         if onto is coordinates and window.is_symmetric():
             made._kept["symmetric"] = True
+        if not transposed and set(window.stride) == {1}:
+            made._kept["offsets"] = tuple(window.offsets())
         kept = KeptMap.for_source(made)
         capture = capture_of(made.rows)
         if capture != coordinates._kept.get(CAPTURE, 0) and onto is None and not transposed:
@@ -321,7 +331,9 @@ def _with_offsets(coordinates, offsets):
     def make():
         steps = [tuple(offset) for offset in offsets.tolist()]
         rows = _rows(coordinates, coordinates, lambda position, axis: position, steps)
-        return KeptMap.for_source(KernelMap(rows, coordinates, coordinates, (len(offsets),)))
+        made = KernelMap(rows, coordinates, coordinates, (len(offsets),))
+        made._kept["offsets"] = tuple(steps)
+        return KeptMap.for_source(made)
 
     key = ("offsets", offsets.shape, offsets.tobytes())
     return coordinates._keep(key, make).of(coordinates)

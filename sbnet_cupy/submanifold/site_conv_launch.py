@@ -123,7 +123,8 @@ class OrderedPlan(PackedPlan):
     order : bool or TileShape
         Whether rows are sorted by their taps; or the shape of the tiles.
     sort : function
-        Of the rows of the map: the SiteOrder or SiteTiles.
+        Of the rows of the map, and of the target's indices and the map's offsets where they are
+        known: the SiteOrder or SiteTiles.
     """
 
     order: bool | TileShape = False
@@ -158,9 +159,14 @@ def _whole(conv, plan):
 
 
 def _sort(conv, plan, kernel_size):
-    """Return a function of the rows of a map, which gives the order that a plan reads."""
-    listed = site_tiles if isinstance(plan, TilesPlan) else site_order
-    return lambda rows: listed(rows, conv.sources, kernel_size, plan.order)
+    """Return a function of the rows of a map, which gives the order that a plan reads.
+
+    It may be given the indices of the target and the map's offsets too, for site_tiles.
+    """
+    options = conv.sources, kernel_size, plan.order
+    if isinstance(plan, TilesPlan):
+        return lambda rows, *sites: site_tiles(rows, *options, *sites)
+    return lambda rows, *sites: site_order(rows, *options)
 
 
 def _operands(plan, first):

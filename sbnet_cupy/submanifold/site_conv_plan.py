@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
 from ..core.device import RESERVED
-from .site_tiles import MOST_TAPS, TileShape, head_numbers
+from .site_tiles import MOST_TAPS, ZERO_ROWS, TileShape, head_numbers
 
 PANEL = 64  # output channels that are packed together
 _ROW = 128  # bytes of K in a chunk
@@ -209,12 +209,12 @@ class TilesPlan(NamedTuple):
 
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of TileMemory."""
-        rows, most = self.order
+        rows, most, _ = self.order
         weights = (self.stages or conv.chunks(self.whole(conv))) * self.columns * _ROW
-        buffer = (most + 1) * self.row_bytes(conv) + 2 * conv.taps * rows + 4 * rows
+        buffer = (most + ZERO_ROWS) * self.row_bytes(conv) + 2 * conv.taps * rows + 4 * rows
         sums = (self.warps[0] - 1) * rows * self.columns if self.engine == "SplitWgmma" else 0
         numbers = 3 * head_numbers(conv.taps) + 2 * self.columns + sums
-        return 1024 + weights + self.buffers * buffer + 4 * numbers + 8 * (2 * self.stages + 1)
+        return 1024 + weights + self.buffers * buffer + 4 * numbers + 8 * (2 * self.stages + 1 + 2 * self.buffers)
 
     @staticmethod
     def copied(conv):
@@ -267,28 +267,31 @@ _SORTED = {  # by bytes of a number, of which four are rounded to TF32
     ),
 }
 _WIDEST_SORTED = {2: 512, 4: 1024}  # bytes of a row
-_LAUNCH = 5000  # cycles apart from products
+_LAUNCH, _FIRST_ROWS = 5000, 900  # cycles apart from products; more where rows are copied ahead
 # Tilings with the bytes of a part, and the cycles of a tap and part of as many tiles as a
 # multiprocessor has at once: one, two, ...
 _TILINGS = [
-    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (300, 460, 680)),
-    (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (200, 330, 500)),
+    (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (336, 521, 726)),
+    (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (242, 354, 514)),
     (TilesPlan(TileShape(128, 384), 16, (4, 1), 0, 1, 5, "NarrowMma"), 32,
-     (280, 300, 340, 430, 540)),
+     (264, 347, 434, 596, 596)),
     (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 3), 32, (400, 654, 981)),
     (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 2, 3), 32, (260, 426, 639)),
-    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 1, 1, "TileWgmma"), 64, (490,)),
-    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 1, 2, "TileWgmma"), 64, (560, 920)),
-    (TilesPlan(TileShape(128, 384), 32, (2, 1), 0, 1, 2, "TileWgmma"), 64, (350, 520)),
-    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, (330, 620)),
+    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 1, 1, "TileWgmma"), 64, (562,)),
+    (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 1, 2, "TileWgmma"), 64, (577, 1165)),
+    (TilesPlan(TileShape(192, 512), 32, (3, 1), 0, 1, 2, "TileWgmma"), 64, (483, 790)),
+    (TilesPlan(TileShape(128, 384), 32, (2, 1), 0, 1, 2, "TileWgmma"), 64, (376, 539)),
+    (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, (433, 631)),
     (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (520, 520, 675, 900)),
-    (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (595, 595, 1000, 1064)),
-    (TilesPlan(TileShape(128, 384), 64, (2, 1), 4, 1, 2, "TileWgmma"), _ROW, (560, 980)),
-    (TilesPlan(TileShape(256, 640), 64, (4, 1), 4, 1, 1, "TileWgmma"), _ROW, (900,)),
-    (TilesPlan(TileShape(128, 320), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, (750,)),
-    (TilesPlan(TileShape(256, 512), 128, (4, 1), 3, 2, 1, "TileWgmma"), _ROW, (1350,)),
-    (TilesPlan(TileShape(64, 192), 64, (3, 1), 9, 2, 1, "SplitWgmma"), _ROW, (420,)),
-    (TilesPlan(TileShape(64, 192), 32, (3, 1), 15, 2, 1, "SplitWgmma"), _ROW, (365,)),
+    (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (687, 850, 1130, 1138)),
+    (TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 1, 2, "TileWgmma"), _ROW, (733, 1050)),
+    (TilesPlan(TileShape(192, 512, True), 64, (3, 1), 4, 2, 1, "TileWgmma"), _ROW, (760,)),
+    (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 1, 1, "TileWgmma"), _ROW, (1020,)),
+    (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 2, 1, "TileWgmma"), _ROW, (985,)),
+    (TilesPlan(TileShape(128, 320, True), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, (820,)),
+    (TilesPlan(TileShape(192, 448, True), 128, (3, 1), 4, 2, 1, "TileWgmma"), _ROW, (1170,)),
+    (TilesPlan(TileShape(64, 192), 64, (3, 1), 9, 2, 1, "SplitWgmma"), _ROW, (460,)),
+    (TilesPlan(TileShape(64, 192), 32, (3, 1), 15, 2, 1, "SplitWgmma"), _ROW, (400,)),
 ]  # fmt: skip
 # With more parts sums over all rows sorted leave out more; of floats, the widest tile spills.
 _MOST_PARTS = {2: 4, 4: 2}  # by bytes of a number
@@ -389,7 +392,8 @@ def _plan_tiles(conv, device):
         plan, _, cycles = tiling
         tiles = -(-math.prod(plan.tiles(conv)) // device.multiprocessors)
         full, rest = divmod(tiles, plan.blocks)  # waves of the thread blocks of a multiprocessor
-        return _LAUNCH + conv.taps * parts * (full * cycles[-1] + (cycles[rest - 1] if rest else 0))
+        start = _LAUNCH + _FIRST_ROWS * (plan.stages > 0 and plan.buffers == 2)
+        return start + conv.taps * parts * (full * cycles[-1] + (cycles[rest - 1] if rest else 0))
 
     fitting = _fitting_tilings(conv._replace(sources=0, targets=0), device)
     return min(fitting, key=cost)[0] if fitting else None

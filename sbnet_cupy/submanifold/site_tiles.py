@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import launch as kernels
-from ..core.arrays import empty, place_name
+from ..core.arrays import empty, namespace, place_name
 from ..core.graph_memory import memory_of_graphs
 
 _FILE = "submanifold/site_tiles"
-_KEY_BITS, _NO_BIT = 24, 255  # those of site_tiles.cu
+_KEY_BITS, _NO_BIT, _COLOURS = 24, 31, 8  # those of site_tiles.cu
+ZERO_ROWS = 8  # that of tile_head.cuh
+_FACTORS = 1, 3, 2, 5  # of the axes in a colour: of those tried, 64 rows of surfaces had the most
 MOST_TAPS = 64
 _MOST_SLOTS = 1 << 14  # as many as rows that 64 taps of 256 rows read
 
@@ -25,6 +27,7 @@ class TileShape(NamedTuple):
 
     rows: int  # of a tile: 64, 128 or 256
     most: int  # rows of the source that it reads at once: from ``rows`` to 1024
+    by_colour: bool = False  # whether rows are numbered so that few of a bank are loaded together
 
 
 class SiteTiles(NamedTuple):
@@ -33,7 +36,7 @@ class SiteTiles(NamedTuple):
     order: Any  # int32 [tiles, rows]: the row of the result, or -1
     heads: Any  # int32 [tiles, head_numbers]: TileHead of tile_head.cuh
     sources: Any  # int32 [tiles, taps * rows]: the rows that the tile reads; not all are used
-    locals: Any  # uint16 [tiles, taps, rows]: their numbers in the tile, from 1; 0 for none
+    locals: Any  # uint16 [tiles, taps, rows]: their numbers, from ZERO_ROWS on; below for none
 
 
 def head_numbers(taps):
@@ -41,11 +44,17 @@ def head_numbers(taps):
     return -(-(3 * taps + 4) // 4) * 4
 
 
-def site_tiles(rows, sources, kernel_size, shape):
-    """Return the SiteTiles of a kernel map: int32 ``[taps, M]``, of rows below ``sources``."""
+def site_tiles(rows, sources, kernel_size, shape, indices=None, offsets=None):
+    """Return the SiteTiles of a kernel map: int32 ``[taps, M]``, of rows below ``sources``.
+
+    For a shape ``by_colour`` that goes by the ``indices`` of the map's target, and the ``offsets``
+    at which taps read; where these are not known, the tiles are the same as without.
+    """
     taps, m = rows.shape
     tiles = -(-m // shape.rows)
-    launch = _launch(taps, m, sources, tuple(kernel_size), shape, place_name(rows))
+    if not shape.by_colour or offsets is None or len(offsets[0]) > len(_FACTORS):
+        indices = offsets = None
+    launch = _launch(taps, m, sources, tuple(kernel_size), offsets, shape, place_name(rows))
     with memory_of_graphs(rows):
         made = SiteTiles(
             empty((tiles, shape.rows), np.int32, rows),
@@ -53,13 +62,16 @@ def site_tiles(rows, sources, kernel_size, shape):
             empty((tiles, taps * shape.rows), np.int32, rows),
             empty((tiles, taps, shape.rows), np.uint16, rows),
         )
-        launch(rows, *made)
+        if indices is not None:
+            indices = namespace(indices).ascontiguousarray(indices)
+        launch(rows, indices, *made)
     return made
 
 
 def shared_bytes(taps, rows):
     """Bytes of shared memory of a thread block that makes a tile."""
-    numbers = 3 * rows + taps * (rows + rows // 32 + 1) + 2
+    tally = _COLOURS * _slices(rows) * rows // 32
+    numbers = 3 * rows + tally + taps * (rows + rows // 32 + 2) + 2
     return 4 * numbers + 8 * _slots(taps, rows)
 
 
@@ -68,24 +80,30 @@ def _slots(taps, rows):
     return min(1 << (taps * rows).bit_length(), _MOST_SLOTS)
 
 
+def _slices(rows):
+    """Threads of a thread block for each row of a tile."""
+    return 8 if rows == 64 else 4
+
+
 @functools.lru_cache(maxsize=1024)
-def _launch(taps, m, sources, kernel_size, shape, place):
+def _launch(taps, m, sources, kernel_size, offsets, shape, place):
     """Prepare the launch on the current device."""
-    slices = 8 if shape.rows == 64 else 4
+    slices = _slices(shape.rows)
     each = (32 if taps <= 32 else MOST_TAPS) // slices
-    template = "int", shape.rows, _slots(taps, shape.rows), slices, each
+    template = "int", shape.rows, _slots(taps, shape.rows), slices, each, offsets is not None
     return kernels.prepare(
-        _FILE, "tile_rows", template, -(-m // shape.rows), slices * shape.rows, 5,
-        (m, sources, taps, shape.most, *_bits(taps, kernel_size)),
+        _FILE, "tile_rows", template, -(-m // shape.rows), slices * shape.rows, 6,
+        (m, sources, taps, shape.most, *_bits(taps, kernel_size, offsets), _factors(offsets)),
         shared=shared_bytes(taps, shape.rows), dependent=True,
     )  # fmt: skip
 
 
 @functools.cache
-def _bits(taps, kernel_size):
-    """Return the bit of each tap in the key by which rows are sorted, eight to a number.
+def _bits(taps, kernel_size, offsets):
+    """Return what a tile needs to know of each tap, eight taps to a number.
 
-    Taps that are off the centre on most axes count first.
+    That is the bit of the tap in the key by which rows are sorted, in which taps that are off the
+    centre on most axes count first, and, 32 times, what its offset adds to the colour.
     """
     if math.prod(kernel_size) != taps:
         kernel_size = (taps,)
@@ -96,4 +114,13 @@ def _bits(taps, kernel_size):
         reversed(range(_KEY_BITS)), np.argsort(-np.array(off), kind="stable"), strict=False
     ):
         bits[tap] = bit
+    for tap, offset in enumerate(offsets or ()):
+        steps = zip(_FACTORS, offset, strict=False)
+        bits[tap] += sum(factor * step for factor, step in steps) % _COLOURS << 5
     return tuple(np.array(bits, np.uint8).view(np.int64).tolist())
+
+
+def _factors(offsets):
+    """Return the factors of the axes in a colour, four bits each."""
+    axes = 0 if offsets is None else len(offsets[0])
+    return sum(factor << 4 * axis for axis, factor in enumerate(_FACTORS[:axes]))

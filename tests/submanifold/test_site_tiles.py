@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+import sbnet_cupy as sb
 from sbnet_cupy.submanifold.site_tiles import TileShape, head_numbers, site_tiles
 from support import site_on_host
-from support.site_tables import read_back, table
+from support.site_tables import loads, read_back, table
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -13,9 +14,9 @@ def _compiler(require):
     require("g++")
 
 
-def tiles_of(rows, sources, kernel_size, shape):
+def tiles_of(rows, sources, kernel_size, shape, *sites):
     with site_on_host.by_kernels():
-        return site_tiles(rows, sources, kernel_size, shape)
+        return site_tiles(rows, sources, kernel_size, shape, *sites)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 100), (128, 300)], ids=str)
@@ -56,6 +57,62 @@ def test_rows_with_the_same_taps_are_neighbours():
     tiles = tiles_of(rows, 128, (3, 3), TileShape(256, 256))
     assert (tiles.order[0, :128] % 2 == 1).all()
     assert (tiles.heads[0, 2:11] & 0xFFFF == 0xFF00).all()
+
+
+def map_of(shape, kernel_size, share, **options):
+    """Return the map of a random share of the cells of a grid onto themselves."""
+    cells = np.argwhere(np.random.default_rng(len(shape)).random((1, *shape)) < share)
+    sites, _ = sb.coordinate_map(cells.astype(np.int32), spatial_shape=shape)
+    return sb.kernel_map(sites, kernel_size, onto=sites, **options)
+
+
+@pytest.mark.parametrize("rows", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    "grid",
+    [((300,), (9,), 0.8), ((24, 24), (3, 3), 0.9), ((24, 24), (5, 3), 0.3),
+     ((9, 9, 9), (3, 3, 3), 0.4), ((4, 5, 4, 5), (2, 2, 3, 2), 0.5)],
+    ids=str,
+)  # fmt: skip
+def test_rows_are_numbered_by_the_colours_of_their_sites(rows, grid):
+    """With room for all colours, for few rows of one, and for too few rows in one round."""
+    made = map_of(*grid)
+    taps, m = made.rows.shape
+    for most in (3 * rows, rows + 8, rows):
+        shape = TileShape(rows, most, True)
+        tiles = tiles_of(made.rows, m, grid[1], shape, *made._sites())
+        assert (np.sort(tiles.order[tiles.order >= 0]) == np.arange(m)).all()
+        assert (read_back(tiles, taps, m, shape) == made.rows).all()
+        again = tiles_of(made.rows, m, grid[1], shape, *made._sites())
+        assert (again.order == tiles.order).all()
+        if most > 2 * rows:
+            plain = tiles_of(made.rows, m, grid[1], shape)
+            assert loads(tiles) < loads(plain) or loads(plain) < 1.1
+
+
+def test_eight_neighbours_are_loaded_at_once():
+    """All pixels of a picture, of which 64 that follow each other have eight of each colour, but for those at its edges."""
+    made = map_of((64, 64), (3, 3), 1.1)
+    shape = TileShape(256, 640, True)
+    tiles = tiles_of(made.rows, 4096, (3, 3), shape, *made._sites())
+    plain = tiles_of(made.rows, 4096, (3, 3), shape)
+    assert loads(tiles) < 1.02 and loads(plain) > 1.3
+    assert (read_back(tiles, 9, 4096, shape) == made.rows).all()
+
+
+def test_lists_of_offsets_have_colours():
+    cells = np.argwhere(np.ones((1, 20, 20), bool)).astype(np.int32)
+    sites, _ = sb.coordinate_map(cells, spatial_shape=(20, 20))
+    made = sb.kernel_map(sites, offsets=[[0, y * x] for y in (-3, 0, 3) for x in (1, 2, 3)])
+    shape = TileShape(64, 192, True)
+    tiles = tiles_of(made.rows, 400, (9,), shape, *made._sites())
+    assert (read_back(tiles, 9, 400, shape) == made.rows).all()
+
+
+def test_maps_whose_taps_read_at_no_fixed_distance_have_no_offsets():
+    fine = map_of((9, 9), (3, 3), 0.5)
+    assert len(fine._sites()) == 2
+    assert sb.kernel_map(fine.source, 3, stride=2)._sites() == ()
+    assert fine.transposed()._sites() == ()
 
 
 def test_no_rows():

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from sbnet_cupy.submanifold.site_tiles import ZERO_ROWS
+
 
 def table(kernel_size, rows, share, seed=0):
     """Return rows of a map: a share of all pairs, more where taps are near the middle."""
@@ -39,15 +41,31 @@ def read_back(tiles, taps, m, shape):
         assert first_entry[0] == first_source[0] == 0
         assert first_entry[rounds] == count
         its = order >= 0
-        assert not numbers[:count, ~its].any()
+        assert (numbers[:count, ~its] < ZERO_ROWS).all()
         for r in range(rounds):
             part = sources[first_source[r] : first_source[r + 1]]
-            assert len(part) == len(set(part.tolist())) <= shape.most
+            assert len(part) <= shape.most
+            named = set()  # rows with their numbers
             for entry in range(first_entry[r], first_entry[r + 1]):
                 tap, groups = divmod(int(head[2 + entry]), 1 << 16)
-                number = numbers[entry]
-                has = (number > 0).reshape(-1, 16).any(1)
+                number = numbers[entry].astype(int) - ZERO_ROWS
+                has = (number >= 0).reshape(-1, 16).any(1)
                 assert (has == (groups >> np.arange(len(has)) & 1)).all()
-                read = np.where(number > 0, part[number.astype(int) - 1], -1)
+                read = np.where(number >= 0, part[np.maximum(number, 0)], -1)
                 found[tap, order[its]] = read[its]
+                named.update(zip(read.tolist(), np.maximum(number, -1).tolist(), strict=True))
+            assert len({row for row, _ in named}) == len(named)
     return found
+
+
+def loads(tiles):
+    """Return how many loads 8 rows of a tile take at a tap that some of them have, on average.
+
+    Numbers of one remainder by 8 are loaded one after the other, the same number once.
+    """
+    found = []
+    for head, numbers in zip(tiles.heads, tiles.locals, strict=True):
+        for eight in numbers[: head[0]].reshape(-1, 8):
+            if (eight >= ZERO_ROWS).any():
+                found.append(np.bincount(np.unique(eight) % 8).max())
+    return np.mean(found)

@@ -168,5 +168,6 @@ def _of_native(made, known):
     target = next((c for c in known if native(c) is made.target), kept.get("target"))
     if target is None:
         target = kept["target"] = of_native(made.target, known[0])
+    kept_with(kept["tensor"])["sites"] = target.indices, kept.get("offsets")
     valid(target)
     return KernelMap(kept["tensor"], known[0], target, made.kernel_size)

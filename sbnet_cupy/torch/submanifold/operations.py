@@ -66,7 +66,8 @@ def _order_of(plan, tensors, place=1):
     if found is None:
 
         def make():
-            order = compute(plan.sort, (rows,))
+            indices, offsets = kept.get("sites", (None, None))
+            order = compute(lambda *arrays: plan.sort(*arrays, offsets), (rows, indices))
             return order, [0 if array is None else address(array) for array in order]
 
         found = kept_or_made(kept, key, rows, make)
