@@ -10,6 +10,7 @@ from ..submanifold import sparse_tensor
 from ..submanifold.feature_rows import reads
 from ..submanifold.global_pool import samples_of
 from ..submanifold.site_max import TIES
+from ..submanifold.site_pool import read_floor
 from ..submanifold.sparse_tensor import SparseTensor
 from ._sites import rows_at, sums_of_runs, valid_rows
 from ._specs import spec_of
@@ -48,6 +49,7 @@ def sparse_max_pool(
     [-1.0, -2.0, 0.0]
     """
     check_choice("ties", ties, TIES)
+    floor = read_floor(floor)
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
     shape, dtype = (window.target.capacity, x.channels), x.features.dtype
     there = reads(window.rows, len(x.features))

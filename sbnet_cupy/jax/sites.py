@@ -7,6 +7,7 @@ function, but whether they are sorted, and new sites by which window they were f
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,7 +25,7 @@ from ..submanifold.coordinate_map import (
     check_grid,
     check_indices,
 )
-from ..submanifold.dense_conversion import check_grid_array, grid_of
+from ..submanifold.dense_conversion import check_grid_array, grid_of, read_tol
 from ..submanifold.distinct import DUPLICATE, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
@@ -41,7 +42,7 @@ from ._sites import (
     valid_rows,
     words_of,
 )
-from ._specs import spec_of
+from ._specs import number_of, spec_of
 
 FAR = np.int32(np.iinfo(np.int32).min)  # a place past all that int32 holds; outside of every grid
 
@@ -192,6 +193,7 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     check_grid_array("x", spec, data_format)
     check_capacity(capacity)
     x = jnp.moveaxis(x, 1, -1) if data_format == "channels_first" else x
+    tol = number_of("tol", tol) if isinstance(tol, jax.Array) else read_tol(tol)
     if mask is None:
         listed = ~(abs(x) <= tol).all(axis=-1)
     else:
@@ -215,7 +217,7 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     >>> sparse_to_dense(x).ravel().tolist()
     [3.0, 0.0, 1.0, 0.0]
     """
-    shape = grid_of(x, spatial_shape, data_format)
+    shape, fill = grid_of(x, spatial_shape, data_format), number_of("fill", fill)
     out = jnp.full((*shape, x.channels), fill, x.features.dtype)
     place = jnp.where(valid_rows(x.coordinates), x.indices.T, jnp.array(shape)[:, None])
     out = out.at[tuple(place)].set(x.features, mode="drop")

@@ -12,7 +12,7 @@ from ..submanifold.sparse_tensor import SparseTensor
 from ..submanifold.submanifold_conv import kernel_of
 from . import _namespace as ops
 from ._sites import rows_at, valid_rows
-from ._specs import spec_of
+from ._specs import number_of, spec_of
 from .sites import kernel_map, sites_of, way_back
 
 
@@ -94,7 +94,7 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
     check_kernel_map(kernel_map)
     sites = kernel_map.source.capacity
     check_rows(spec_of("features", features), spec_of("rows", kernel_map.rows), sites=sites)
-    fill = jnp.asarray(fill, features.dtype)
+    fill = jnp.asarray(number_of("fill", fill), features.dtype)
     taken = [
         jnp.where(reads(rows, sites)[:, None], rows_at(features, rows), fill)
         for rows in kernel_map.rows

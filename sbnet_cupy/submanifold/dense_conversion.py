@@ -8,6 +8,7 @@ from ..core.arrays import array_function, dtype_kind, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
 from ..core.list_cells import list_cells
+from ..core.scalars import as_number
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap, check_capacity, check_grid
@@ -41,8 +42,8 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     Raises
     ------
     ShapeError, DTypeError, ValueError
-        If ``x`` is no grid of floats, ``mask`` has another shape, or an option is none of those
-        above.
+        If ``x`` is no grid of floats, ``mask`` has another shape, ``tol`` is no number, or an
+        option is none of those above.
 
     Source: the DenseToSparse of B. Graham's SparseConvNet.
 
@@ -54,11 +55,12 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     >>> dense_to_sparse(image).indices.tolist()
     [[0, 1, 2]]
     """
-    x = _channels_last(x, data_format)
+    x, tol = _channels_last(x, data_format), read_tol(tol)
     check_capacity(capacity)
     batch, *spatial, channels = x.shape
     if mask is None:
-        listed = ~(abs(x) <= tol).all(axis=-1)
+        with np.errstate(over="ignore"):  # a tol that is infinite in the dtype of x
+            listed = ~(abs(x) <= tol).all(axis=-1)
     else:
         check_array("mask", mask, shape=x.shape[:-1], like=x)
         listed = mask != 0
@@ -116,7 +118,7 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     x : SparseTensor
         Of a known batch size.
     fill : float
-        What all other cells hold.
+        What all other cells hold, rounded to the dtype of the features.
     data_format : "channels_last" or "channels_first"
         Layout of the result.
     spatial_shape : tuple of int, optional
@@ -132,7 +134,7 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     ShapeError
         If the shape of the grid or the batch size is not known.
     DTypeError, ValueError
-        If ``x`` is no SparseTensor, or ``data_format`` is none of those above.
+        If ``x`` is no SparseTensor, ``fill`` no number, or ``data_format`` none of those above.
 
     Source: the SparseToDense of B. Graham's SparseConvNet.
 
@@ -143,9 +145,9 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     >>> sparse_to_dense(x)[0, :, 0]
     array([3., 0., 1., 0.])
     """
-    shape = grid_of(x, spatial_shape, data_format)
+    shape, fill = grid_of(x, spatial_shape, data_format), as_number("fill", fill)
     xp, cells = namespace(x.features), cells_of(x.coordinates, shape)
-    with memory_of_graphs(x.features):
+    with memory_of_graphs(x.features), np.errstate(over="ignore"):
         out = xp.full((np.prod(shape, dtype=np.int64) + 1, x.channels), fill, x.features.dtype)
         out[cells] = x.features  # rows that are no site go to the last place
         out = out[:-1].reshape(*shape, x.channels)
@@ -190,6 +192,11 @@ def sparse_to_dense_grad(grad_y, x, *, data_format="channels_last", spatial_shap
     cells = cells_of(x.coordinates, shape)
     with memory_of_graphs(grad_y):
         return _rows_of(grad, namespace(grad).where(cells < total, cells, -1), x.channels)
+
+
+def read_tol(tol):
+    """Return the ``tol`` of a dense_to_sparse as a float, or raise."""
+    return as_number("tol", tol, nan=False, hint="; use 0 for cells that are not 0")
 
 
 def _first(data_format):

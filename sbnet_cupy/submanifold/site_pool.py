@@ -4,6 +4,7 @@ import numpy as np
 
 from ..core.arrays import array_function, compute_dtype, namespace
 from ..core.graph_memory import memory_of_graphs
+from ..core.scalars import as_number
 from ..dense.conv2d import check_choice
 from . import kernel_map as maps
 from .kernel_map import KernelMap
@@ -43,8 +44,8 @@ def sparse_max_pool(
     Raises
     ------
     ShapeError, DTypeError, ValueError
-        As :func:`kernel_map` does; or if ``x`` is no SparseTensor, or ``ties`` is none of those
-        above.
+        As :func:`kernel_map` does; or if ``x`` is no SparseTensor, ``floor`` no number, or ``ties``
+        none of those above.
 
     Source: the MaxPooling of B. Graham's SparseConvNet.
 
@@ -56,6 +57,7 @@ def sparse_max_pool(
     >>> sparse_max_pool(x, 2).features.ravel()
     array([-1., -2.])
     """
+    floor = read_floor(floor)
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
     return SparseTensor(_max(x, window, floor, ties), window.target)
 
@@ -94,6 +96,7 @@ def sparse_max_pool_grad(
     >>> sparse_max_pool_grad(np.array([[10.0], [20.0]]), x, 2).ravel()
     array([10.,  0., 20.])
     """
+    floor = read_floor(floor)
     window = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
     _check_grad_of(grad_y, x, window)
     grad_y = _at_sites(grad_y, window)
@@ -261,6 +264,12 @@ def sparse_unpool_grad(grad_y, x, *, onto):
     window = _made_by(x.coordinates, onto)
     _check_grad_of(grad_y, x, window.transposed())
     return _sum(grad_y, window)
+
+
+def read_floor(floor):
+    """Return the ``floor`` of a sparse_max_pool as a float or None, or raise."""
+    hint = "; use None for no floor"
+    return None if floor is None else as_number("floor", floor, nan=False, hint=hint)
 
 
 def _window(x, kernel_size, stride, padding, dilation, onto, capacity):

@@ -5,6 +5,7 @@ import numpy as np
 from ..core.arrays import array_function, compute_dtype, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
+from ..core.scalars import as_number
 from ..errors import DTypeError
 from .feature_rows import check_rows, reads
 from .kernel_map import check_kernel_map
@@ -25,7 +26,7 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
     kernel_map : KernelMap
         Of :func:`kernel_map`.
     fill : float
-        What stands where there is no site.
+        What stands where there is no site, rounded to the dtype of the features.
 
     Returns
     -------
@@ -48,8 +49,9 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
            [0., 3., 0.]])
     """
     _check(features, kernel_map)
+    fill = as_number("fill", fill)
     xp, rows = namespace(features), kernel_map.rows.T
-    with memory_of_graphs(features):
+    with memory_of_graphs(features), np.errstate(over="ignore"):
         fill = xp.asarray(fill, features.dtype)
         if not len(features):
             return xp.full((*rows.shape, features.shape[1]), fill, features.dtype)

@@ -75,8 +75,9 @@ def read_offsets(
     coordinates, onto, offsets, kernel_size, stride, dilation, padding, transposed, output_padding
 ):
     """Return the offsets of a map on the same sites, int64 ``[taps, d]``, or raise."""
-    defaults = kernel_size is None and stride == 1 and dilation == 1 and padding is None
-    if not defaults or transposed or output_padding != 0:
+    ones = all(is_integer(step) and step == 1 for step in (stride, dilation))
+    none = kernel_size is None and padding is None
+    if not (ones and none) or transposed or not is_integer(output_padding) or output_padding:
         raise ValueError(
             "offsets must not be given with kernel_size, stride, dilation, padding, transposed or "
             "output_padding"
@@ -84,7 +85,10 @@ def read_offsets(
     if onto not in (None, coordinates):
         raise ValueError("onto must be coordinates, or None, where offsets are given")
     d = coordinates.dimensions
-    given = np.asarray(offsets)
+    try:
+        given = np.asarray(offsets)
+    except ValueError:  # of rows that differ in length
+        raise ShapeError(f"offsets must be rows of {d} integers, got {offsets!r}") from None
     if given.ndim != 2 or given.shape[1] != d or given.dtype.kind not in "iu":
         raise ShapeError(
             f"offsets must be integers of shape (taps, {d}), got {given.dtype} of shape "

@@ -63,6 +63,16 @@ def test_fill_and_another_shape(xp):
     assert dense[0, :, :, 0].tolist() == [[7, 7, 7], [7, 1, 7]]
 
 
+def test_numbers_beyond_the_range_of_the_dtype_are_infinite(xp):
+    rows = xp.asarray(np.array([[0, 1]], np.int32))
+    x = sb.sparse_tensor(xp.asarray(np.ones((1, 1), np.float16)), rows, spatial_shape=2)
+    assert to_numpy(x.dense(fill=-1e9)).ravel().tolist() == [-np.inf, 1]
+    assert to_numpy(sb.sparse_max_pool(x, 2, floor=1e9).features).ravel().tolist() == [np.inf]
+    window = sb.kernel_map(x.coordinates, 2, onto=x.coordinates)
+    assert to_numpy(sb.sparse_unfold(x.features, window, fill=1e9)).ravel().tolist() == [np.inf, 1]
+    assert sb.dense_to_sparse(x.dense(), tol=1e9).coordinates.number() == 0
+
+
 @pytest.mark.parametrize("shape", [(1, 2, 2, 0), (0, 2, 2, 3), (2, 0, 3, 1)], ids=str)
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_nothing_to_list(xp, shape, capacity):

@@ -104,6 +104,11 @@ def test_offsets_stand_alone():
     for far in (2**31, -(2**31) - 1, 2**63):
         with pytest.raises(sb.ShapeError, match="offsets must be numbers of 32 bits"):
             sb.kernel_map(sites, offsets=np.array([[far]]))
+    for name in ("stride", "dilation", "output_padding"):
+        with pytest.raises(ValueError, match="offsets must not be given with"):
+            sb.kernel_map(sites, offsets=[[1]], **{name: np.array([1, 1])})
+    with pytest.raises(sb.ShapeError, match="offsets must be rows of 1 integers, got"):
+        sb.kernel_map(sites, offsets=[[1], [1, 2]])
     assert sb.kernel_map(sites, offsets=[[-(2**31)], [2**31 - 1]]).rows.max() == -1
 
 

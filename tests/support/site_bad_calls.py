@@ -154,6 +154,8 @@ BAD = [
     *[(n, "kernel_size", v, S) for n in POOLS for v in [0, (2, 2.5), None]],
     *[(n, "stride", v, S) for n in POOLS for v in [0, (1,), 1.5]],
     *[(n, "count", v, V) for n in POOLS if "avg" in n for v in ["sites", 1]],
+    *[(n, "floor", v, D) for n in POOLS if "max" in n for v in ["a", 1j, [0.0], 10**400]],
+    *[(n, "floor", float("nan"), V) for n in POOLS if "max" in n],
     *[(n, "reduce", v, V) for n in ("global_pool", "global_pool_grad") for v in ["min", None, 1]],
     # points and blocks
     *[("voxelize", "points", v, e) for v, e in [(LIST, D), (ramp(4), S), (ramp(4, 2), S),
@@ -174,6 +176,10 @@ BAD = [
     ("dense_to_sparse", "mask", ramp(1, 4), S),
     *[("dense_to_sparse", "capacity", v, S) for v in [-1, 2.5]],
     *[(n, "data_format", v, V) for n in VALID if "dense" in n for v in ["NHWC", None]],
+    *[("dense_to_sparse", "tol", v, D) for v in ["a", None, 1j, [1.0]]],
+    ("dense_to_sparse", "tol", float("nan"), V),
+    *[(n, "fill", v, D) for n in ("sparse_to_dense", "sparse_unfold")
+      for v in ["a", None, [1.0], 1j]],
     *[("sparse_to_dense", "spatial_shape", v, S) for v in [(8,), (8, -1)]],
     ("sparse_to_dense", "x", Made("huge"), S),
 ]  # fmt: skip

@@ -215,3 +215,23 @@ def test_selected_sites(sbj, place, jax, capacity):
         assert_close(to_numpy(y.features)[:n], whole, terms=81, dtype="f4", magnitude=size)
     with pytest.raises(sb.ShapeError, match="mask must have shape"):
         x.coordinates.select(place.make(chosen[1:]))
+
+
+def test_numbers_that_are_none(sbj, place, jax):
+    _, x = tensors(sbj, place)
+    window = sbj.kernel_map(x, 3, onto=x)
+    for value in ("a", None, 1j, [1.0], place.make(np.ones(2))):
+        with pytest.raises((sb.DTypeError, sb.ShapeError), match="fill must"):
+            sbj.sparse_to_dense(x, fill=value)
+        with pytest.raises((sb.DTypeError, sb.ShapeError), match="fill must"):
+            sbj.sparse_unfold(x.features, window, fill=value)
+        with pytest.raises((sb.DTypeError, sb.ShapeError), match="tol must"):
+            sbj.dense_to_sparse(x.dense(), tol=value)
+    with pytest.raises(sb.DTypeError, match="floor must be a number"):
+        sbj.sparse_max_pool(x, 2, floor="a")
+    with pytest.raises(ValueError, match="tol must not be NaN"):
+        sbj.dense_to_sparse(x.dense(), tol=float("nan"))
+    dense = jax.jit(lambda x, number: sbj.sparse_to_dense(x, fill=number))
+    assert_same(dense(x, 2.0), sbj.sparse_to_dense(x, fill=2))
+    listed = jax.jit(lambda image, number: sbj.dense_to_sparse(image, tol=number).features)
+    assert_same(listed(x.dense(), 0.5), sbj.dense_to_sparse(x.dense(), tol=0.5).features)

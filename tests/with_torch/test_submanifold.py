@@ -387,3 +387,24 @@ def test_sites_may_be_those_of_a_sparse_tensor(torch, st, device):
     assert pooled.coordinates is x.coordinates
     with pytest.raises(sb.DTypeError, match="coordinates must be a CoordinateMap"):
         st.kernel_map(x.features, 3)
+
+
+def test_numbers_that_are_none(torch, st, device):
+    x = made(torch, st, device)
+    window = st.kernel_map(x, 3, onto=x)
+    for value in ("a", None, 1j, [1.0]):
+        with pytest.raises(sb.DTypeError, match="fill must be a number"):
+            st.sparse_to_dense(x, fill=value)
+        with pytest.raises(sb.DTypeError, match="fill must be a number"):
+            st.sparse_unfold(x.features, window, fill=value)
+        with pytest.raises(sb.DTypeError, match="tol must be a number"):
+            st.dense_to_sparse(x.dense(), tol=value)
+    with pytest.raises(sb.DTypeError, match="floor must be a number"):
+        st.sparse_max_pool(x, 2, floor="a")
+    with pytest.raises(ValueError, match="floor must not be NaN"):
+        st.sparse_max_pool(x, 2, floor=float("nan"))
+    half = x.replace(x.features.half())
+    assert half.dense(fill=-1e9).min() == st.sparse_unfold(half.features, window, fill=-1e9).min()
+    assert half.dense(fill=-1e9).min() == -torch.inf
+    filled = half.dense(fill=torch.tensor(3.0))
+    assert filled.dtype == torch.half and torch.equal(filled, half.dense(fill=3))

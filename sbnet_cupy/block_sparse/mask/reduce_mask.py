@@ -19,9 +19,10 @@ from ...core.checks import check_array, check_contiguous
 from ...core.compile import cpp_name
 from ...core.device import has_clusters, sm_count
 from ...core.operator import Operator, Plan
+from ...core.scalars import as_number
 from ...core.sizes import is_integer, pair
 from ...core.workspace import workspace
-from ...errors import DTypeError, ShapeError
+from ...errors import ShapeError
 from ..active_blocks import ActiveBlocks
 from ..from_mask import batch_of_one
 from ..grid import resolve_grid
@@ -179,13 +180,7 @@ def _check(mask, block_count, capacity):
 
 
 def _check_tol(tol):
-    try:
-        value = float(tol)
-    except (TypeError, ValueError):
-        raise DTypeError(f"tol must be a number, got {tol!r}") from None
-    if math.isnan(value):
-        raise ValueError("tol must not be NaN, got nan; use 0 for 'any pixel set'")
-    return value
+    return as_number("tol", tol, nan=False, hint="; use 0 for 'any pixel set'")
 
 
 @functools.lru_cache(256)

@@ -2,6 +2,7 @@
 
 import torch
 
+from ...core.scalars import as_number
 from ...dense.packed_weights import PackedWeights
 from ...submanifold.feature_rows import check_rows
 from ...submanifold.kernel_map import KernelMap, check_kernel_map
@@ -13,7 +14,7 @@ from .._native import check_tensors, native_weights, spec_of
 from ..layers import autocast
 from .kept_calls import compute_again
 from .maps import check_sparse, kernel_map_of, map_between, same_map, sites_of, valid
-from .operations import CONV, transposed_rows
+from .operations import CONV, filled, transposed_rows
 
 
 def site_conv(
@@ -114,9 +115,10 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
     sites, rows = kernel_map.source.capacity, kernel_map.rows
     check_tensors(features=features, rows=rows)
     check_rows(spec_of(features), spec_of(rows), sites=sites)
+    fill = as_number("fill", fill)
     if not sites:
         shape = rows.shape[1], rows.shape[0], features.shape[1]
-        return features.new_full(shape, fill) + features.sum(0)
+        return filled(features, shape, fill) + features.sum(0)
     there = (rows >= 0) & (rows < sites)
     places = torch.where(there, rows, 0).long()
     # One tap after the other: each row's gradient is a sum in the order of the taps.

@@ -5,6 +5,7 @@ reads the gradient by the transposed one, which is made once and kept with the t
 """
 
 import functools
+import math
 import sys
 import weakref
 
@@ -111,6 +112,13 @@ def rows_of(values, place):
         return values.new_zeros((place.shape[0], *values.shape[1:])) + values.sum(0)
     there = (place >= 0)[:, None]
     return torch.where(there, values[place.clamp(min=0).long()], 0)
+
+
+def filled(like, shape, number):
+    """Return a tensor of one number; of infinity where it is too large for the dtype."""
+    if abs(number) > torch.finfo(like.dtype).max:
+        number = math.copysign(math.inf, number)
+    return like.new_full(shape, number)
 
 
 def _features_grad(grad, w, groups, precision, rows, sites):

@@ -4,6 +4,7 @@ import torch
 
 from ...dense.conv2d import check_choice
 from ...submanifold.global_pool import samples_of
+from ...submanifold.site_pool import read_floor
 from ...submanifold.sparse_tensor import SparseTensor
 from .._namespace import wide
 from .convs import inverse_map
@@ -45,6 +46,7 @@ def sparse_max_pool(
     >>> sparse_max_pool(x, 2).features.ravel()
     tensor([-1., -2.])
     """
+    floor = read_floor(floor)
     made = _window(x, kernel_size, stride, padding, dilation, onto, capacity)
     y = site_max(x.features, made.rows, valid(made.target), floor, ties)
     return SparseTensor(y, made.target)

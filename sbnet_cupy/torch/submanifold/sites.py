@@ -5,6 +5,7 @@ import math
 import torch
 
 from ...core.checks import check_array
+from ...core.scalars import as_number
 from ...core.spec import CPU, ArraySpec
 from ...core.torch_memory import to_tensor
 from ...submanifold import coordinate_map as core
@@ -24,7 +25,7 @@ from .maps import (
     sites_of,
     untraced,
 )
-from .operations import reduce_features, rows_of
+from .operations import filled, reduce_features, rows_of
 
 
 def coordinate_map(
@@ -332,9 +333,10 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     tensor([3., 0., 1., 0.])
     """
     check_sparse(x)
+    fill = as_number("fill", fill)
     shape = dense_conversion.grid_of(x, spatial_shape, data_format)
     cells, total = _cells(x.coordinates, shape), math.prod(shape)
-    out = x.features.new_full((total + 1, x.channels), fill)
+    out = filled(x.features, (total + 1, x.channels), fill)
     out = out.index_copy(0, cells, x.features)  # rows that are no site go to the last place
     out = out[:-1].reshape(*shape, x.channels)
     return out.movedim(-1, 1).contiguous() if data_format == "channels_first" else out
