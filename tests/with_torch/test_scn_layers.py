@@ -472,6 +472,45 @@ def test_old_checkpoints_of_three_dimensional_weights_load(torch, scn):
     (lambda scn, x: scn.SubmanifoldConvolution(2, 4, 4, 3, False, 3), sb.ShapeError, "groups"),
     (lambda scn, x: scn.SubmanifoldConvolution(2, 0, 4, 3, False), sb.ShapeError, "nIn and nOut"),
     (lambda scn, x: scn.Convolution(3, 3, 4, 3, 2, False)(x), sb.ShapeError, "input must have the"),
+    (lambda scn, x: scn.SubmanifoldConvolution(3, 3, 4, 3, False)(x), sb.ShapeError,
+     "the 3 dimensions of the layer, got spatial size"),
+    (lambda scn, x: scn.SparseToDense(3, 3)(x), sb.ShapeError, "the 3 dimensions of the layer"),
+    (lambda scn, x: scn.DenseToSparse(3)(dense(scn, x)), sb.ShapeError, "the 3 dimensions of the"),
+    (lambda scn, x: scn.ShapeContext(2, 4)(x), sb.ShapeError, "4 planes"),
+    (lambda scn, x: scn.SubmanifoldConvolution(0, 3, 4, 3, False), sb.ShapeError, "dimension must"),
+    (lambda scn, x: scn.SubmanifoldConvolution(2, "a", 4, 3, False), sb.ShapeError, "nIn and nOut"),
+    (lambda scn, x: scn.NetworkInNetwork(0, 4, False), sb.ShapeError, "nIn must be a positive"),
+    (lambda scn, x: scn.BatchNormReLU(0), sb.ShapeError, "nPlanes must be a positive"),
+    (lambda scn, x: scn.Dropout(2), ValueError, "p must be a probability from 0 to 1, got 2"),
+    (lambda scn, x: scn.Dropout("a"), sb.DTypeError, "p must be a number"),
+    (lambda scn, x: scn.JoinTable()([]), ValueError, "input must hold at least one"),
+    (lambda scn, x: scn.AddTable()(()), ValueError, "input must hold at least one"),
+    (lambda scn, x: scn.JoinTable()(x), sb.DTypeError, "input must be a list of"),
+    (lambda scn, x: scn.AddTable()([x, x.features]), sb.DTypeError, "input must hold Sparse"),
+    (lambda scn, x: scn.AddTable()([x, x.replace(x.features[:, :2])]), sb.ShapeError,
+     r"as many planes, got \[2, 3\]"),
+    (lambda scn, x: scn.append_tensors([]), ValueError, "tensors must hold at least one"),
+    (lambda scn, x: scn.append_tensors([x, x.replace(x.features[:, :2])]), sb.ShapeError,
+     r"as many planes, got \[3, 2\]"),
+    (lambda scn, x: scn.compare_sparse(x, x.features), sb.DTypeError, "x and y must hold Sparse"),
+    (lambda scn, x: scn.compare_sparse(x, x.replace(x.features[:, :2])), sb.ShapeError,
+     "y must have 3 planes, got 2"),
+    (lambda scn, x: scn.compare_sparse(x, scn.MaxPooling(2, 1, 2)(x)), sb.ShapeError,
+     "one spatial size"),
+    (lambda scn, x: scn.ReLU()(scn.SparseConvNetTensor()), ValueError, "must have features and"),
+    (lambda scn, x: scn.MaxPooling(2, 3, 2)(scn.SparseConvNetTensor(x.features)), ValueError,
+     "must have features and metadata"),
+    (lambda scn, x: scn.InputLayer(2, 9)([x.features]), sb.DTypeError, "input must be a list"),
+    (lambda scn, x: scn.InputLayer(2, 9)(None), sb.DTypeError, "input must be a list .*NoneType"),
+    (lambda scn, x: scn.InputLayer(2, 9)([[[1, 2]], x.features]), sb.DTypeError, "coords must be"),
+    (lambda scn, x: scn.BLInputLayer(2, 9)([x.features, x]), sb.DTypeError, "features must be a"),
+    (lambda scn, x: scn.batch_location_tensors([]), ValueError, "location_tensors must hold"),
+    (lambda scn, x: scn.prepare_BLInput([]), ValueError, "batch must hold at least one sample"),
+    (lambda scn, x: scn.UNet(2, 1, []), sb.ShapeError, "nPlanes must list"),
+    (lambda scn, x: scn.FullyConvolutionalNet(2, 1, 8), sb.ShapeError, "nPlanes must list"),
+    (lambda scn, x: scn.UNet(2, 1, [8, 8], downsample=2), sb.ShapeError, "downsample must be"),
+    (lambda scn, x: scn.SparseVggNet(2, 3, [[]]), ValueError, "layers must be 'MP'"),
+    (lambda scn, x: scn.SparseResNet(2, 3, [("basic", 8, 1)]), ValueError, "layers must be"),
     (lambda scn, x: scn.MaxPooling(1, 3, 2)(x), sb.ShapeError, "the 1 dimensions of the layer"),
     (lambda scn, x: scn.Deconvolution(3, 3, 4, 3, 2, False)(x), sb.ShapeError, "3 dimensions"),
     (lambda scn, x: scn.UnPooling(3, 3, 2)(x), sb.ShapeError, "3 dimensions of the layer"),
@@ -495,6 +534,41 @@ def test_old_checkpoints_of_three_dimensional_weights_load(torch, scn):
 def test_bad_calls(torch, scn, call, error, words):
     with pytest.raises(error, match=words):
         call(scn, made(torch, scn))
+
+
+def layers(scn):
+    """Return one layer of each kind that takes a SparseConvNetTensor of 3 planes."""
+    window, size = (2, 3, 4, 3, 2, False), (2, 3, 2)
+    same = scn.SubmanifoldConvolution(2, 3, 4, 3, False)
+    return [
+        same, scn.ValidConvolution(2, 3, 4, 3, False), scn.Convolution(*window),
+        scn.Deconvolution(*window), scn.FullConvolution(*window),
+        scn.RandomizedStrideConvolution(*window), scn.RandomizedStrideMaxPooling(*size),
+        scn.PermutohedralSubmanifoldConvolution(2, 3, 4, True), scn.NetworkInNetwork(3, 4, True),
+        scn.MaxPooling(*size), scn.AveragePooling(*size), scn.UnPooling(*size),
+        scn.BatchNormalization(3), scn.BatchNormReLU(3), scn.BatchNormLeakyReLU(3),
+        scn.BatchNormELU(3), scn.MeanOnlyBNLeakyReLU(3), scn.SparseGroupNorm(1, 3), scn.Tanh(),
+        scn.Sigmoid(), scn.ReLU(), scn.LeakyReLU(), scn.ELU(), scn.SELU(), scn.Dropout(),
+        scn.BatchwiseDropout(), scn.Sparsify(2, 3), scn.SparsifyFCS(2), scn.AddCoords(),
+        scn.ShapeContext(2, 3), scn.MultiscaleShapeContext(2, 3), scn.OutputLayer(2),
+        scn.BLOutputLayer(2), scn.SparseToDense(2, 3), scn.Sequential(same),
+        scn.CheckpointedSequential(same), scn.ConcatTable().add(same),
+        scn.UNet(2, 1, [3, 4], downsample=[3, 2]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_refuse_what_is_no_tensor_of_sites(torch, scn, training):
+    x = made(torch, scn)
+    for layer in layers(scn):
+        for value in (x.features, [x, x], None, x.sparse):
+            with pytest.raises(sb.DTypeError, match="input must be a SparseConvNetTensor, got"):
+                layer.train(training)(value)
+
+
+def test_samples_without_points_are_a_list_without_rows(torch, scn):
+    found = scn.batch_location_tensors([torch.zeros(0, 2).long(), torch.zeros(0, 2).long()])
+    assert found.shape == (0, 3) and found.dtype == torch.int64
 
 
 def test_every_public_name_has_a_docstring(scn):

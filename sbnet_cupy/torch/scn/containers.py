@@ -3,8 +3,9 @@
 import torch
 import torch.utils.checkpoint
 
+from ...errors import ShapeError
 from .norms import folds
-from .tensors import SparseConvNetTensor
+from .tensors import SparseConvNetTensor, check_list
 
 
 class _Added:
@@ -83,11 +84,20 @@ class ConcatTable(_Added, torch.nn.Sequential):
 
 
 def _features_of(tensors):
-    """Return the features of tensors; raise unless they are at the same sites."""
+    """Return the features of a list of tensors; raise unless they are at the same sites."""
+    check_list("input", tensors)
     if any(x.coordinates is not tensors[0].coordinates for x in tensors):
         sizes = [tuple(x.spatial_size.tolist()) for x in tensors]
         raise ValueError(f"input must be tensors at the same sites, got spatial sizes {sizes}")
     return [x.features for x in tensors]
+
+
+def _sum(features):
+    """Return the sum of features; those of one plane are added to each of the others."""
+    planes = {x.shape[1] for x in features} - {1}
+    if len(planes) > 1:
+        raise ShapeError(f"input must be tensors of as many planes, got {sorted(planes)}")
+    return sum(features)
 
 
 class JoinTable(torch.nn.Sequential):
@@ -95,7 +105,8 @@ class JoinTable(torch.nn.Sequential):
 
     def forward(self, input):
         """Join a list of SparseConvNetTensors."""
-        return input[0].replace(torch.cat(_features_of(input), 1))
+        features = torch.cat(_features_of(input), 1)
+        return input[0].replace(features)
 
     def input_spatial_size(self, out_size):
         """Return the spatial size of the input."""
@@ -107,7 +118,8 @@ class AddTable(torch.nn.Sequential):
 
     def forward(self, input):
         """Add a list of SparseConvNetTensors."""
-        return input[0].replace(sum(_features_of(input)))
+        features = _sum(_features_of(input))
+        return input[0].replace(features)
 
     def input_spatial_size(self, out_size):
         """Return the spatial size of the input."""

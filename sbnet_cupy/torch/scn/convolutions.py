@@ -9,6 +9,7 @@ import math
 import torch
 from torch.nn import Module, Parameter
 
+from ...core.sizes import is_integer
 from ...dense.packed_weights import PackedWeights
 from ...errors import ShapeError
 from ...submanifold.coordinate_map import check_capacity
@@ -19,6 +20,8 @@ from ..submanifold.maps import same_map
 from .tensors import (
     Metadata,
     SparseConvNetTensor,
+    check_input,
+    check_number_of_planes,
     check_planes,
     enlarged,
     fitted,
@@ -43,9 +46,11 @@ class _Convolution(SiteModule):
 
     def __init__(self, dimension, nIn, nOut, volume, bias, groups):
         super().__init__()
-        if groups < 1 or nIn % groups or nOut % groups or min(nIn, nOut) < 1:
+        whole = all(map(is_integer, (nIn, nOut, groups))) and min(nIn, nOut, groups) > 0
+        if not whole or nIn % groups or nOut % groups:
             raise ShapeError(
-                f"nIn and nOut must be positive multiples of groups, {groups}, got {nIn} and {nOut}"
+                f"nIn and nOut must be positive multiples of groups, {groups!r}, got {nIn!r} and "
+                f"{nOut!r}"
             )
         self.dimension, self.nIn, self.nOut, self.groups = dimension, nIn, nOut, groups
         self.filter_volume = volume
@@ -139,6 +144,7 @@ class SubmanifoldConvolution(_Convolution):
 
     def forward(self, input, norm=None):
         """Convolve a SparseConvNetTensor; ``norm`` is a batch norm in evaluation after it."""
+        check_input(input, self.dimension)
         made = same_map(input.coordinates, size_key(self.filter_size))
         return input.replace(self._convolve(input, made, norm))
 
@@ -187,6 +193,7 @@ class Convolution(_NewSites):
 
     def forward(self, input, norm=None):
         """Convolve a SparseConvNetTensor; ``norm`` is a batch norm in evaluation after it."""
+        check_input(input, self.dimension)
         given = input.coordinates, input.spatial_size, *self._window, self.capacity
         made = input.metadata.window(*given)
         smaller = fitted(size_key(input.spatial_size), *self._window)
@@ -215,6 +222,7 @@ class Deconvolution(_Back):
 
     def forward(self, input, norm=None):
         """Convolve a SparseConvNetTensor; ``norm`` is a batch norm in evaluation after it."""
+        check_input(input, self.dimension)
         made, larger = input.metadata.window_back(
             input.coordinates, input.spatial_size, *self._window
         )
@@ -232,6 +240,7 @@ class FullConvolution(_NewSites, _Back):
 
     def forward(self, input, norm=None):
         """Convolve a SparseConvNetTensor; ``norm`` is a batch norm in evaluation after it."""
+        check_input(input, self.dimension)
         kernel, stride = self._window
         how = {"stride": stride, "transposed": True, "capacity": self.capacity}
         made = kernel_map(input.coordinates, kernel, **how)
@@ -253,12 +262,15 @@ class NetworkInNetwork(SiteModule):
 
     def __init__(self, nIn, nOut, bias):
         super().__init__()
+        check_number_of_planes("nIn", nIn)
+        check_number_of_planes("nOut", nOut)
         self.nIn, self.nOut = nIn, nOut
         self.weight = Parameter(torch.empty(nIn, nOut).normal_(0, math.sqrt(2.0 / nIn)))
         self.register_parameter("bias", Parameter(torch.zeros(nOut)) if bias else None)
 
     def forward(self, input):
         """Transform the features of a SparseConvNetTensor."""
+        check_input(input, sites=False)
         check_planes(input.features, self.nIn)
         weight = self.weight.T
         return input.replace(torch.nn.functional.linear(input.features, weight, self.bias))

@@ -2,17 +2,26 @@
 
 import torch
 
+from ...errors import ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
 from .._namespace import wide
 from ..submanifold import coordinate_map
 from ..submanifold.maps import valid
 from ..submanifold.operations import reduce_features, rows_of
 from .convolutions import SiteModule
-from .tensors import Metadata, SparseConvNetTensor, size_key
+from .tensors import (
+    Metadata,
+    SparseConvNetTensor,
+    check_input,
+    check_list,
+    check_planes,
+    size_key,
+)
 
 
 def append_tensors(tensors):
     """Return the samples of several SparseConvNetTensors of one spatial size as one batch."""
+    check_list("tensors", tensors)
     sizes = {size_key(x.spatial_size) for x in tensors}
     if len(sizes) != 1:
         raise ValueError(f"tensors must have one spatial size, got {sorted(sizes)}")
@@ -26,6 +35,9 @@ def append_tensors(tensors):
         if sites.status is not None:
             status = sites.status if status is None else status | sites.status
     (size,) = sizes
+    if len({x.features.shape[1] for x in tensors}) != 1:
+        planes = [x.features.shape[1] for x in tensors]
+        raise ShapeError(f"tensors must have as many planes, got {planes}")
     rows = torch.cat(listed)
     count = torch.where(missing > 0, len(rows) + missing, count).to(count.dtype)
     order = (rows[:, 0] < 0).byte().argsort(stable=True)  # rows that hold no site come last
@@ -43,6 +55,7 @@ class AddCoords(SiteModule):
 
     def forward(self, input):
         """Append positions to a SparseConvNetTensor."""
+        check_input(input)
         like = wide(input.features)
         half = (input.spatial_size.to(like) - 1) / 2
         position = input.coordinates.indices[:, 1:].to(like)
@@ -55,6 +68,11 @@ def compare_sparse(x, y):
 
     Where only one of them has a site, the other counts as 0. Without sites it is 0.
     """
+    check_list("x and y", [x, y])
+    if size_key(x.spatial_size) != size_key(y.spatial_size):
+        sizes = size_key(x.spatial_size), size_key(y.spatial_size)
+        raise ShapeError(f"x and y must have one spatial size, got {sizes[0]} and {sizes[1]}")
+    check_planes(y.features, x.features.shape[1], "y")
     (rows_x, at_x), (rows_y, at_y) = map(_there, (x, y))
     batch, n = max(x.batch_size(), y.batch_size()), len(rows_x)
     both, site = coordinate_map(
@@ -121,7 +139,10 @@ def pad_with_batch_idx(x, idx):
 def batch_location_tensors(location_tensors):
     """Return the coordinates of several samples as one list, with the sample in the last column."""
     listed = [pad_with_batch_idx(x, i) for i, x in enumerate(location_tensors) if x.numel()]
-    return torch.cat(listed)
+    empty = [pad_with_batch_idx(x, 0) for x in location_tensors if x.dim() == 2 and not x.numel()]
+    if not (listed or empty):
+        raise ValueError("location_tensors must hold a tensor of shape (n, dimension), got none")
+    return torch.cat(listed or empty)
 
 
 def prepare_BLInput(batch):
@@ -137,6 +158,8 @@ def prepare_BLInput(batch):
     list
         Coordinates ``[B, L, d]``, -1 where a sample has fewer points, and features ``[B, L, C]``.
     """
+    if not batch:
+        raise ValueError("batch must hold at least one sample, got none")
     pad = torch.nn.utils.rnn.pad_sequence
     coords, features = zip(*batch, strict=True)
     return [pad(coords, batch_first=True, padding_value=-1), pad(features, batch_first=True)]

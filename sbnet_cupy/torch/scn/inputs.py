@@ -4,12 +4,19 @@ import torch
 from torch.nn import Module
 
 from ...core.sizes import is_integer
-from ...errors import ShapeError
+from ...errors import DTypeError, ShapeError
 from ...submanifold.coordinate_map import CoordinateMap, check_capacity
 from .. import submanifold as sites
 from ..submanifold.operations import rows_of
 from ..submanifold.sites import with_inverse
-from .tensors import Metadata, SparseConvNetTensor, check_planes, size_key, sizes_of
+from .tensors import (
+    Metadata,
+    SparseConvNetTensor,
+    check_input,
+    check_planes,
+    size_key,
+    sizes_of,
+)
 
 _MODES = ("unique", "first", "last", "sum", "mean")
 _BL_MODES = ("unique", "last", "first", "sum", "mean")
@@ -59,7 +66,15 @@ class _Input(Module):
         self.device = device
         return self
 
-    def _moved(self, coords, features):
+    def _points(self, input):
+        """Return coordinates and features on the device of the layer."""
+        if not isinstance(input, list | tuple | InputLayerInput) or len(input) < 2:
+            got = f"{len(input)} items" if isinstance(input, list | tuple) else type(input).__name__
+            raise DTypeError(f"input must be a list [coords, features], got {got}")
+        coords, features = input[0], input[1]
+        for name, value in (("coords", coords), ("features", features)):
+            if not isinstance(value, torch.Tensor):
+                raise DTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         features = features if self.device is None else features.to(self.device)
         return coords.to(features.device).long(), features
 
@@ -93,7 +108,7 @@ class InputLayer(_Input):
 
     def forward(self, input):
         """Return the SparseConvNetTensor of a list of points."""
-        coords, features = self._moved(input[0], input[1])
+        coords, features = self._points(input)
         if coords.dim() != 2 or coords.shape[1] not in (self.dimension, self.dimension + 1):
             raise ShapeError(
                 f"coords must have shape (N, {self.dimension}) or (N, {self.dimension + 1}), got "
@@ -140,7 +155,7 @@ class BLInputLayer(_Input):
 
     def forward(self, input):
         """Return the SparseConvNetTensor of lists of points."""
-        coords, features = self._moved(input[0], input[1])
+        coords, features = self._points(input)
         if coords.dim() != 3 or coords.shape[2] != self.dimension:
             raise ShapeError(
                 f"coords must have shape (B, L, {self.dimension}), got {tuple(coords.shape)}"
@@ -175,6 +190,7 @@ class OutputLayer(Module):
 
     def forward(self, input):
         """Return the features of the points."""
+        check_input(input)
         inverse = input.metadata.inverse
         if inverse is None:
             raise ValueError("input must come from an InputLayer or BLInputLayer")
@@ -221,6 +237,11 @@ class DenseToSparse(Module):
 
     def forward(self, input):
         """Return the SparseConvNetTensor of a dense tensor."""
+        if isinstance(input, torch.Tensor) and input.dim() != self.dimension + 2:
+            raise ShapeError(
+                f"input must have the {self.dimension} dimensions of the layer, (N, C, *spatial), "
+                f"got shape {tuple(input.shape)}"
+            )
         how = {"data_format": "channels_first", "capacity": self.capacity}
         x = sites.dense_to_sparse(input, **how)
         metadata = Metadata(self.dimension)
@@ -246,6 +267,7 @@ class SparseToDense(Module):
 
     def forward(self, input):
         """Return the dense tensor."""
+        check_input(input, self.dimension)
         check_planes(input.features, self.nPlanes)
         return sites.sparse_to_dense(input.sparse, data_format="channels_first")
 

@@ -15,7 +15,7 @@ from .containers import ConcatTable, JoinTable, Sequential
 from .convolutions import Convolution, SiteModule, _Convolution
 from .norms import BatchNormalization
 from .pooling import AveragePooling, MaxPooling, UnPooling
-from .tensors import fitted, size_key, window_sizes
+from .tensors import check_input, check_planes, fitted, size_key, window_sizes
 
 
 def window_starts(size, kernel, stride, generator=None):
@@ -102,6 +102,7 @@ class RandomWindows:
 
     def forward(self, input):
         """Compute on a SparseConvNetTensor."""
+        check_input(input, self.dimension)
         if self.training:
             self._random(input)
         return super().forward(input)
@@ -179,6 +180,7 @@ class PermutohedralSubmanifoldConvolution(_Convolution):
 
     def forward(self, input):
         """Convolve a SparseConvNetTensor."""
+        check_input(input, self.dimension)
         made = kernel_map(input.coordinates, offsets=permutohedral_offsets(self.dimension))
         return input.replace(self._convolve(input, made))
 
@@ -207,6 +209,8 @@ class ShapeContext(SiteModule):
 
     def forward(self, input):
         """Gather the windows of a SparseConvNetTensor."""
+        check_input(input, self.dimension)
+        check_planes(input.features, self.nIn)
         same = input.coordinates
         made = kernel_map(same, size_key(self.filter_size), onto=same)
         return input.replace(torch.cat([rows_of(input.features, read) for read in made.rows], 1))

@@ -1,5 +1,6 @@
 """Networks, made of layers in the order of SparseConvNet's, so that its checkpoints load."""
 
+from ...errors import ShapeError
 from .containers import AddTable, ConcatTable, Identity, JoinTable, Sequential
 from .convolutions import Convolution, Deconvolution, NetworkInNetwork, SubmanifoldConvolution
 from .norms import ELU, BatchNormalization, BatchNormLeakyReLU, BatchNormReLU
@@ -38,7 +39,7 @@ def SparseVggNet(dimension, nInputPlanes, layers):
     """
     net, planes = Sequential(), nInputPlanes
     for layer in layers:
-        kind, *numbers = [layer] if isinstance(layer, str) else layer
+        kind, *numbers = layer if isinstance(layer, list | tuple) and layer else [layer]
         if kind == "MP" and len(numbers) in (0, 2):
             net.add(MaxPooling(dimension, *(numbers or (3, 2))))
             continue
@@ -94,9 +95,12 @@ def SparseResNet(dimension, nInputPlanes, layers):
         The first block of each has the stride.
     """
     net, planes = Sequential(), nInputPlanes
-    for kind, n, repetitions, stride in layers:
-        if kind[0] != "b":
-            raise ValueError(f"layers must be of kind 'basic', got {kind!r}")
+    for layer in layers:
+        if len(layer) != 4 or not str(layer[0]).startswith("b"):
+            raise ValueError(
+                f"layers must be ('basic', planes, repetitions, stride), got {layer!r}"
+            )
+        _, n, repetitions, stride = layer
         for number in range(repetitions):
             step = stride if number == 0 else 1
             branch = Sequential()
@@ -119,6 +123,16 @@ def _changing(dimension, before, after, stride):
 
 def _shortcut(before, after):
     return Identity() if before == after else NetworkInNetwork(before, after, False)
+
+
+def _levels(nPlanes, downsample):
+    """Return the planes of each level of a network, and the windows between them, or raise."""
+    planes = list(nPlanes) if hasattr(nPlanes, "__iter__") else []
+    if not planes:
+        raise ShapeError(f"nPlanes must list the planes of one level or more, got {nPlanes!r}")
+    if not isinstance(downsample, list | tuple) or len(downsample) != 2:
+        raise ShapeError(f"downsample must be (size, stride), got {downsample!r}")
+    return planes, downsample
 
 
 def _block(net, dimension, before, after, residual, norm):
@@ -155,6 +169,7 @@ def UNet(
     n_input_planes : int
         Planes of the input, ``nPlanes[0]`` by default.
     """
+    nPlanes, downsample = _levels(nPlanes, downsample)
 
     def norm(planes):
         return BatchNormLeakyReLU(planes, leakiness=leakiness)
@@ -175,7 +190,7 @@ def UNet(
                 _block(net, dimension, before, first, residual_blocks, norm)
         return net
 
-    return level(list(nPlanes), nPlanes[0] if n_input_planes == -1 else n_input_planes)
+    return level(nPlanes, nPlanes[0] if n_input_planes == -1 else n_input_planes)
 
 
 def FullyConvolutionalNet(dimension, reps, nPlanes, residual_blocks=False, downsample=(2, 2)):
@@ -186,6 +201,7 @@ def FullyConvolutionalNet(dimension, reps, nPlanes, residual_blocks=False, downs
     dimension, reps, nPlanes, residual_blocks, downsample
         As for :func:`UNet`. The result has ``sum(nPlanes)`` planes.
     """
+    nPlanes, downsample = _levels(nPlanes, downsample)
 
     def level(planes):
         net, (first, *rest) = Sequential(), planes
@@ -199,7 +215,7 @@ def FullyConvolutionalNet(dimension, reps, nPlanes, residual_blocks=False, downs
             net.add(ConcatTable(Identity(), below)).add(JoinTable())
         return net
 
-    return level(list(nPlanes))
+    return level(nPlanes)
 
 
 def FullConvolutionalNetIntegratedLinear(
@@ -216,6 +232,7 @@ def FullConvolutionalNetIntegratedLinear(
     residual : bool
         Whether blocks are residual.
     """
+    nPlanes, downsample = _levels(nPlanes, downsample)
     classes = nPlanes[0] if nClasses == -1 else nClasses
 
     def norm(planes):
@@ -234,4 +251,4 @@ def FullConvolutionalNetIntegratedLinear(
         )  # fmt: skip
         return net.add(ConcatTable(Sequential(*linear), below)).add(AddTable())
 
-    return level(list(nPlanes))
+    return level(nPlanes)

@@ -3,12 +3,13 @@
 import torch
 from torch.nn import Parameter, functional
 
+from ...core.scalars import as_number
 from .. import _dispatch_state as state
 from .._namespace import wide
 from ..submanifold import masked_batch_norm
 from ..submanifold.maps import valid
 from .convolutions import TAKES_NORM, SiteModule
-from .tensors import check_planes
+from .tensors import check_input, check_number_of_planes, check_planes
 
 
 class _Pointwise(SiteModule):
@@ -16,6 +17,7 @@ class _Pointwise(SiteModule):
 
     def forward(self, input):
         """Apply the function to the features of a SparseConvNetTensor."""
+        check_input(input, sites=False)
         return input.replace(self._function(input.features))
 
 
@@ -65,7 +67,9 @@ class Dropout(_Pointwise):
 
     def __init__(self, p=0.5):
         super().__init__()
-        self.p = p
+        self.p = as_number("p", p)
+        if not 0 <= self.p <= 1:
+            raise ValueError(f"p must be a probability from 0 to 1, got {p!r}")
 
     def _function(self, features):
         if not self.training:
@@ -102,6 +106,7 @@ class BatchNormalization(SiteModule):
 
     def __init__(self, nPlanes, eps=1e-4, momentum=0.99, affine=True, leakiness=1):
         super().__init__()
+        check_number_of_planes("nPlanes", nPlanes)
         self.nPlanes, self.eps, self.momentum = nPlanes, eps, momentum
         self.affine, self.leakiness = affine, leakiness
         self.register_buffer("running_mean", torch.zeros(nPlanes))
@@ -111,6 +116,7 @@ class BatchNormalization(SiteModule):
 
     def forward(self, input):
         """Normalise a SparseConvNetTensor."""
+        check_input(input)
         check_planes(input.features, self.nPlanes)
         found = masked_batch_norm(
             input.sparse, *self.tables(), training=self.training, momentum=1 - self.momentum,
@@ -178,6 +184,7 @@ class MeanOnlyBNLeakyReLU(SiteModule):
 
     def __init__(self, nPlanes, affine=True, leakiness=1, momentum=0.99):
         super().__init__()
+        check_number_of_planes("nPlanes", nPlanes)
         self.nPlanes, self.affine = nPlanes, affine
         self.leakiness, self.momentum = leakiness, momentum
         self.register_buffer("running_mean", torch.zeros(nPlanes))
@@ -185,6 +192,7 @@ class MeanOnlyBNLeakyReLU(SiteModule):
 
     def forward(self, input):
         """Normalise a SparseConvNetTensor."""
+        check_input(input)
         check_planes(input.features, self.nPlanes)
         features, mean = wide(input.features), self.running_mean
         holds = valid(input.coordinates)[:, None]
@@ -205,6 +213,7 @@ class SparseGroupNorm(torch.nn.GroupNorm):
 
     def forward(self, x):
         """Normalise a SparseConvNetTensor."""
+        check_input(x, sites=False)
         return x.replace(super().forward(x.features))
 
     def input_spatial_size(self, out_size):

@@ -6,7 +6,7 @@ from ...submanifold.coordinate_map import check_capacity
 from ..submanifold.maps import valid
 from ..submanifold.operations import site_max, site_sum
 from .convolutions import SiteModule
-from .tensors import fitted, size_key, sizes_of, toLongTensor, window_sizes
+from .tensors import check_input, fitted, size_key, sizes_of, toLongTensor, window_sizes
 
 
 class _Pooling(SiteModule):
@@ -45,6 +45,7 @@ class _Down(_Pooling):
 
     def forward(self, input):
         """Pool a SparseConvNetTensor."""
+        check_input(input, self.dimension)
         given = input.coordinates, input.spatial_size, *self._window, self.capacity
         made = input.metadata.window(*given)
         smaller = fitted(size_key(input.spatial_size), *self._window)
@@ -101,6 +102,7 @@ class UnPooling(_Pooling):
 
     def forward(self, input):
         """Bring a SparseConvNetTensor back to the sites that a layer read."""
+        check_input(input, self.dimension)
         made, larger = input.metadata.window_back(
             input.coordinates, input.spatial_size, *self._window
         )

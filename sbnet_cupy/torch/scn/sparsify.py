@@ -8,7 +8,7 @@ from ..submanifold.operations import rows_of
 from .containers import Sequential
 from .convolutions import NetworkInNetwork, SiteModule
 from .norms import Sigmoid
-from .tensors import Metadata, SparseConvNetTensor, size_key
+from .tensors import Metadata, SparseConvNetTensor, check_input, size_key
 
 
 def select(input, active, capacity=None):
@@ -39,6 +39,7 @@ class SparsifyFCS(SiteModule):
 
     def forward(self, input):
         """Drop sites of a SparseConvNetTensor."""
+        check_input(input)
         return select(input, input.features[:, 0] > 0, self.capacity)
 
 
@@ -91,6 +92,7 @@ class Sparsify(SiteModule):
 
     def forward(self, input):
         """Drop sites of a SparseConvNetTensor."""
+        check_input(input)
         mask = self.net(input).features.view(-1)
         output = select(input, mask > self.threshold, self.capacity)
         output.mask = mask

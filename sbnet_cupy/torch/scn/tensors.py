@@ -3,7 +3,7 @@
 import torch
 
 from ...core.sizes import is_integer
-from ...errors import ShapeError
+from ...errors import DTypeError, ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
 from ...submanifold.kernel_map import KernelMap
 from ...submanifold.sparse_tensor import SparseTensor
@@ -18,6 +18,8 @@ def toLongTensor(dimension, x):
 
 def sizes_of(name, dimension, x):
     """Return one integer for each dimension, of an argument of this name, as a LongTensor."""
+    if not is_integer(dimension) or dimension < 1:
+        raise ShapeError(f"dimension must be a positive integer, got {dimension!r}")
     if isinstance(x, torch.Tensor):
         x = x.tolist()
     sizes = tuple(x) if isinstance(x, list | tuple) else (x,) * dimension
@@ -34,10 +36,51 @@ def window_sizes(name, dimension, x):
     return sizes
 
 
-def check_planes(features, planes):
+def check_input(input, dimension=None, sites=True):
+    """Raise unless the input of a layer is a SparseConvNetTensor.
+
+    Also if it has no sites though the layer needs them, or those of a grid of other dimensions.
+    """
+    if not isinstance(input, SparseConvNetTensor):
+        raise DTypeError(
+            f"input must be a SparseConvNetTensor, got {type(input).__name__}; make one with an "
+            "InputLayer"
+        )
+    if input.features is None or (sites and input.metadata is None):
+        raise ValueError(
+            "input must have features and metadata, got a SparseConvNetTensor without; make one "
+            "with an InputLayer"
+        )
+    if dimension is not None and len(input.spatial_size) != dimension:
+        raise ShapeError(
+            f"input must have the {dimension} dimensions of the layer, got spatial size "
+            f"{size_key(input.spatial_size)}"
+        )
+
+
+def check_list(name, tensors):
+    """Raise unless an argument is a list of SparseConvNetTensors, and not empty."""
+    if not isinstance(tensors, list | tuple):
+        raise DTypeError(
+            f"{name} must be a list of SparseConvNetTensors, got {type(tensors).__name__}"
+        )
+    if not tensors:
+        raise ValueError(f"{name} must hold at least one SparseConvNetTensor, got none")
+    for x in tensors:
+        if not isinstance(x, SparseConvNetTensor):
+            raise DTypeError(f"{name} must hold SparseConvNetTensors, got {type(x).__name__}")
+
+
+def check_number_of_planes(name, planes):
+    """Raise unless an argument is a number of planes."""
+    if not is_integer(planes) or planes < 1:
+        raise ShapeError(f"{name} must be a positive integer, got {planes!r}")
+
+
+def check_planes(features, planes, name="input"):
     """Raise unless features have so many planes."""
     if features.shape[1] != planes:
-        raise ShapeError(f"input must have {planes} planes, got {features.shape[1]}")
+        raise ShapeError(f"{name} must have {planes} planes, got {features.shape[1]}")
 
 
 def size_key(size):
@@ -146,11 +189,7 @@ def enlarged(size, kernel, stride):
 
 
 def _axes(size, kernel, stride):
-    """Return spatial size, kernel and stride along each axis; raise if the first has others."""
-    if len(size) != len(kernel):
-        raise ShapeError(
-            f"input must have the {len(kernel)} dimensions of the layer, got spatial size {size}"
-        )
+    """Return spatial size, kernel and stride along each axis."""
     return zip(size, kernel, stride, strict=True)
 
 
