@@ -1,7 +1,9 @@
 """Features at sites on tensors: against dense convolutions, differentiated, compiled."""
 
+import copy
 import functools
 import gc
+import pickle
 
 import numpy as np
 import pytest
@@ -408,3 +410,20 @@ def test_numbers_that_are_none(torch, st, device):
     assert half.dense(fill=-1e9).min() == -torch.inf
     filled = half.dense(fill=torch.tensor(3.0))
     assert filled.dtype == torch.half and torch.equal(filled, half.dense(fill=3))
+
+
+def test_copies_of_maps_that_were_used_keep_nothing(torch, st, device):
+    """What is kept holds addresses in the memory of the original."""
+    x = made(torch, st, device)
+    w = values(torch, 3, 3, 4, 4, device=device).requires_grad_()
+    y = st.strided_conv(x, w, stride=2, padding=1, activation="relu")
+    up = st.inverse_conv(y, w, onto=x)
+    up.features.sum().backward()
+    window = st.kernel_map(x, 3, stride=2, padding=1)
+    assert window.rows.kept_of_map
+    expected = st.site_conv(x.features.detach(), w.detach(), window)
+    for twin in (copy.deepcopy(window), pickle.loads(pickle.dumps(window))):
+        assert not getattr(twin.rows, "kept_of_map", {}) and torch.equal(twin.rows, window.rows)
+        assert torch.equal(st.site_conv(x.features.detach(), w.detach(), twin), expected)
+    back = pickle.loads(pickle.dumps(window.transposed()))
+    assert torch.equal(back.rows, window.transposed().rows)

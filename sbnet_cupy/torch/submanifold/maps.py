@@ -57,12 +57,25 @@ def check_floats(features):
         )
 
 
+class _KeptOfMap(dict):
+    """What a tensor keeps; a copy of the tensor, or one from a pickle, keeps nothing at first.
+
+    It holds addresses in memory that a copy does not have.
+    """
+
+    def __deepcopy__(self, memo):
+        return _KeptOfMap()
+
+    def __reduce__(self):
+        return _KeptOfMap, ()
+
+
 def kept_with(rows):
     """Return the dict of what was computed of the table of a map, which its tensor keeps."""
     try:
         return rows.kept_of_map
     except AttributeError:
-        rows.kept_of_map = {}
+        rows.kept_of_map = _KeptOfMap()
         return rows.kept_of_map
 
 
