@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.arrays import compute_dtype
+from ..core.checks import check_array
 from ..submanifold import sparse_tensor
 from ..submanifold.feature_rows import check_rows, reads
 from ..submanifold.kernel_map import check_kernel_map
@@ -254,7 +255,7 @@ def transposed_conv(
 
 def _kernel_of(x, w):
     sites_of(x)
-    spec_of("w", w)
+    check_array("w", spec_of("w", w))
     return kernel_of(x, w)
 
 

@@ -248,3 +248,10 @@ def test_sites_may_be_those_of_a_sparse_tensor(sbj, place):
     assert made.source is made.target is x.coordinates
     same_rows = sbj.kernel_map(x.coordinates, 3, onto=x.coordinates).rows
     assert_same(to_numpy(made.rows), to_numpy(same_rows))
+
+
+def test_weights_that_are_missing(sbj, place):
+    _, x = tensors(sbj, place)
+    for convolve in (sbj.submanifold_conv, functools.partial(sbj.strided_conv, stride=2)):
+        with pytest.raises(sb.DTypeError, match="w must be an array"):
+            convolve(x, None)

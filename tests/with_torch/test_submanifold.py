@@ -374,6 +374,9 @@ def test_batch_norm_by_kernels(torch, st, request, training, activation):
     assert (activation, False) in asked
     with pytest.raises(ValueError, match="activation must be None, 'relu'"):
         st.masked_batch_norm(x, activation="relu6")
+    for name, value in (("weight", [1.0]), ("running_mean", "a"), ("eps", None), ("momentum", "a")):
+        with pytest.raises(sb.DTypeError, match=f"{name} must be a"):
+            st.masked_batch_norm(x, **{name: value})
 
 
 def test_sites_may_be_those_of_a_sparse_tensor(torch, st, device):

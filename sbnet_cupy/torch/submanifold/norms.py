@@ -5,8 +5,9 @@ On a GPU the kernels of a stack's batch norms compute it: sites are blocks of on
 
 import torch
 
+from ...core.scalars import as_number
 from ...dense.activation import check_activation
-from ...errors import ShapeError
+from ...errors import DTypeError, ShapeError
 from ...submanifold.sparse_tensor import SparseTensor
 from .. import _dispatch_state as state
 from .._namespace import wide
@@ -52,7 +53,8 @@ def masked_batch_norm(
     Raises
     ------
     DTypeError
-        If ``x`` is no SparseTensor of tensors of floats.
+        If ``x`` is no SparseTensor of tensors of floats, another argument no tensor, or
+        ``momentum`` or ``eps`` no number.
     ShapeError
         If a tensor has not one value per channel.
     ValueError
@@ -73,10 +75,15 @@ def masked_batch_norm(
     tables = {"running_mean": running_mean, "running_var": running_var, "weight": weight,
               "bias": bias}  # fmt: skip
     for name, table in tables.items():
+        if table is not None and not isinstance(table, torch.Tensor):
+            raise DTypeError(f"{name} must be a torch.Tensor, got {type(table).__name__}")
         if table is not None and tuple(table.shape) != (x.channels,):
             raise ShapeError(f"{name} must have shape ({x.channels},), got {tuple(table.shape)}")
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var must be given together")
+    eps = as_number("eps", eps, nan=False)
+    if not isinstance(momentum, torch.Tensor):
+        momentum = as_number("momentum", momentum, nan=False)
     training = training or running_mean is None
     call = (weight, bias, running_mean, running_var), training, momentum, eps, activation
     features = _by_kernels(x, *call)
