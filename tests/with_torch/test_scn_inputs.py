@@ -131,6 +131,12 @@ def test_input_batch(torch, scn):
         batch.set_location(torch.tensor([4, 0]), torch.tensor([1.0]))
     with pytest.raises(sb.ShapeError, match="sample of 0 or more in the last column, got -1"):
         batch.set_locations(torch.tensor([[1, 2, -1]]), torch.tensor([[1.0]]))
+    with pytest.raises(sb.ShapeError, match="vectors must have 1 planes, as those before, got 2"):
+        batch.set_location(torch.tensor([1, 2]), torch.tensor([1.0, 2.0]))
+    with pytest.raises(sb.ShapeError, match="location must be a tensor of one axis, got list"):
+        batch.set_location([1, 2], torch.tensor([1.0]))
+    with pytest.raises(sb.DTypeError, match="locations must be a torch.Tensor, got list"):
+        batch.set_locations([[1, 2]], torch.tensor([[1.0]]))
     empty = scn.InputBatch(2, 4)
     empty.add_sample()
     assert len(empty.get_spatial_locations()) == 0 and empty.batch_size() == 1

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...errors import ShapeError
+from ...errors import DTypeError, ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
 from .tensors import Metadata, SparseConvNetTensor, size_key, sizes_of
 
@@ -43,6 +43,10 @@ class InputBatch(SparseConvNetTensor):
 
     def set_location(self, location, vector, overwrite=False):
         """Set one site of the current sample: ``[dimension]`` and ``[C]``."""
+        for name, value in (("location", location), ("vector", vector)):
+            if not isinstance(value, torch.Tensor) or value.dim() != 1:
+                got = tuple(getattr(value, "shape", ())) or type(value).__name__
+                raise ShapeError(f"{name} must be a tensor of one axis, got {got}")
         self.set_locations(location[None], vector[None], overwrite)
 
     def set_locations(self, locations, vectors, overwrite=False):
@@ -58,6 +62,9 @@ class InputBatch(SparseConvNetTensor):
             Whether sites that are set already get the new features.
         """
         d = self.dimension
+        for name, value in (("locations", locations), ("vectors", vectors)):
+            if not isinstance(value, torch.Tensor):
+                raise DTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         if locations.dim() != 2 or locations.shape[1] not in (d, d + 1):
             raise ShapeError(
                 f"locations must have shape (n, {d}) or (n, {d + 1}), got {tuple(locations.shape)}"
@@ -65,6 +72,11 @@ class InputBatch(SparseConvNetTensor):
         if vectors.dim() != 2 or len(vectors) != len(locations):
             raise ShapeError(
                 f"vectors must have shape ({len(locations)}, C), got {tuple(vectors.shape)}"
+            )
+        if self._vectors and vectors.shape[1] != self._vectors[0].shape[1]:
+            raise ShapeError(
+                f"vectors must have {self._vectors[0].shape[1]} planes, as those before, got "
+                f"{vectors.shape[1]}"
             )
         locations = locations.cpu().long()
         position = locations[:, :d]
