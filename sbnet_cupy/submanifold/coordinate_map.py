@@ -3,6 +3,8 @@
 Kernel: cuda_src/submanifold/coordinate_map.cu, on CuPy arrays.
 """
 
+import functools
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +82,12 @@ class CoordinateMap(KeepingContainer):
                 f"indices must have shape (N, 1 + d), d at least 1, got {shape}; rows are "
                 "(sample, *position)"
             )
+        if tuple(getattr(self.count, "shape", ())) != (1,):
+            raise ShapeError(
+                f"count must be an array of one int32, got {self.count!r}; use coordinate_map"
+            )
+        check_int32("indices", self.indices, "coordinate_map")
+        check_int32("count", self.count, "coordinate_map")
         spatial_shape, batch_size = check_grid(self.spatial_shape, self.batch_size, shape[1] - 1)
         object.__setattr__(self, "spatial_shape", spatial_shape)
         object.__setattr__(self, "batch_size", batch_size)
@@ -382,6 +390,19 @@ def check_sites(name, value):
             f"{name} must be a CoordinateMap, got {type(value).__name__}; make one with "
             "coordinate_map"
         )
+
+
+def check_int32(name, array, maker):
+    """Raise unless an array of any library is of int32, as the ``maker`` makes it."""
+    dtype = getattr(array, "dtype", None)
+    if not _is_int32(dtype):
+        raise DTypeError(f"{name} must be of int32, got {dtype}; use {maker}")
+
+
+@functools.cache
+def _is_int32(dtype):
+    """Whether a dtype of any library is int32."""
+    return re.findall(r"\w+", str(dtype))[-1:] == ["int32"]
 
 
 def check_capacity(capacity):

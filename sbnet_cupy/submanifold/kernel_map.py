@@ -3,9 +3,7 @@
 Kernel: cuda_src/submanifold/kernel_map.cu, on CuPy arrays.
 """
 
-import functools
 import marshal
-import re
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +15,7 @@ from ..core.graph_memory import capture_of
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
-from .coordinate_map import CoordinateMap, check_capacity, check_sites
+from .coordinate_map import CoordinateMap, check_capacity, check_int32, check_sites
 from .keeping_container import CAPTURE, KeepingContainer, kept_now, mark_capture
 from .new_sites import coarse_sites, fine_sites, kernels_find
 from .sparse_tensor import sites_of
@@ -60,6 +58,7 @@ class KernelMap(KeepingContainer):
                 f"rows must have shape (taps, {self.target.capacity}), one column for each row of "
                 f"the target, got {shape}; use kernel_map"
             )
+        check_int32("rows", self.rows, "kernel_map")
 
     def _arrays(self):
         return (self.rows, *self.source._arrays(), *self.target._arrays())
@@ -314,15 +313,8 @@ def check_kernel_map(value):
 def check_map(name, value):
     """Raise unless ``value`` is a CoordinateMap of native arrays."""
     check_sites(name, value)
-    indices = value.indices
-    if library_of(indices) is None or not _is_int32(getattr(indices, "dtype", None)):
+    if library_of(value.indices) is None:
         raise DTypeError(f"{name}.indices must be an int32 array; use coordinate_map")
-
-
-@functools.cache
-def _is_int32(dtype):
-    """Whether a dtype of any library is int32."""
-    return re.findall(r"\w+", str(dtype))[-1:] == ["int32"]
 
 
 def _with_offsets(coordinates, offsets):
