@@ -9,8 +9,6 @@ from ..block_sparse.active_blocks import ActiveBlocks
 from ..block_sparse.block_params import BlockParams
 from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..core.arrays import library_of
-from ..core.checks import check_array
-from ..core.scalars import as_number
 from ..core.spec import ArraySpec
 from ..errors import DeviceError, DTypeError
 from ._callbacks import has_gpu
@@ -51,14 +49,6 @@ def spec_of(name, value):
     if not isinstance(value.dtype, np.dtype) or value.dtype.name.lstrip("u") in ("int2", "int4"):
         raise DTypeError(f"{name} must have elements of whole bytes, got {value.dtype}; use astype")
     return ArraySpec(tuple(value.shape), value.dtype)
-
-
-def number_of(name, value):
-    """Return an option that is a number as a float; what JAX may be tracing as it is; or raise."""
-    if not isinstance(value, jax.Array):
-        return as_number(name, value)
-    check_array(name, spec_of(name, value), ndim=0, kinds="biuf")
-    return value
 
 
 def computes_on_gpu(x):

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.arrays import compute_dtype
 from ..core.checks import check_array
+from ..core.scalars import as_number
 from ..dense.conv2d import check_choice
 from ..errors import ShapeError
 from ..submanifold import coordinate_map as sites
@@ -42,7 +43,7 @@ from ._sites import (
     valid_rows,
     words_of,
 )
-from ._specs import number_of, spec_of
+from ._specs import spec_of
 
 FAR = np.int32(np.iinfo(np.int32).min)  # a place past all that int32 holds; outside of every grid
 
@@ -380,6 +381,14 @@ def way_back(coarse, fine, kernel_size=None):
     window = coarse._kept.get("window")
     check_made(window is not None and kernel_size in (None, window.kernel), kernel_size)
     return reversed_map(map_by(window, fine, coarse))
+
+
+def number_of(name, value):
+    """Return an option that is a number as a float; what JAX may be tracing as it is; or raise."""
+    if not isinstance(value, jax.Array):
+        return as_number(name, value)
+    check_array(name, spec_of(name, value), ndim=0, kinds="biuf")
+    return value
 
 
 def check_sites(name, value):

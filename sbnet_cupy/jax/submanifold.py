@@ -13,8 +13,8 @@ from ..submanifold.sparse_tensor import SparseTensor
 from ..submanifold.submanifold_conv import kernel_of
 from . import _namespace as ops
 from ._sites import rows_at, valid_rows
-from ._specs import number_of, spec_of
-from .sites import kernel_map, sites_of, way_back
+from ._specs import spec_of
+from .sites import kernel_map, number_of, sites_of, way_back
 
 
 def site_conv(
