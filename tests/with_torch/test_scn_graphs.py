@@ -251,6 +251,9 @@ def test_bad_arguments(torch, scn, device, request):
         (sb.ShapeError, "at most 75, for which there is room, got 76", many),
         (sb.ShapeError, "batch_size must be at most 2", [*given[:2], 3]),
         (sb.DeviceError, "features must be on", [given[0], given[1].to("meta")]),
+        (sb.DTypeError, r"points must be a list \[coords, features\], got NoneType", None),
+        (sb.DTypeError, r"points must be a list \[coords, features\], got 1 items", given[:1]),
+        (sb.DTypeError, "coords must be a torch", [given[0].tolist(), given[1]]),
     ]  # fmt: skip
     for error, message, inputs in bad:
         with pytest.raises(error, match=message):
@@ -260,6 +263,8 @@ def test_bad_arguments(torch, scn, device, request):
         scn.graphed(net, [])
     with pytest.raises(sb.ShapeError, match="slack must not be negative"):
         scn.graphed(net, [given], slack=-1)
+    with pytest.raises(sb.DTypeError, match="slack must be a number"):
+        scn.graphed(net, [given], slack="a")
     with pytest.raises(ValueError, match="net must have an InputLayer"):
         scn.graphed(torch.nn.Linear(3, 3), [given])
     if request.node.callspec.params["device"] != "cpu":

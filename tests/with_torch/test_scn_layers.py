@@ -271,7 +271,8 @@ def test_containers(torch, scn):
     x = made(torch, scn)
     layers = scn.Sequential().add(scn.Identity()).add(scn.Convolution(2, 3, 3, 3, 2, True))
     assert list(layers.state_dict()) == ["1.weight", "1.bias"]
-    assert layers.input_spatial_size(torch.tensor([3, 4])).tolist() == list(SIZE)
+    for size in (torch.tensor([3, 4]), [3, 4], (3, 4)):
+        assert layers.input_spatial_size(size).tolist() == list(SIZE)
     both = scn.ConcatTable().add(scn.Identity()).add(scn.ReLU())
     close(torch, scn.AddTable()(both(x)).features, x.features + x.features.relu())
     assert scn.JoinTable()(both(x)).features.shape[1] == 6

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from ...core.scalars import as_number
 from ...errors import ShapeError
 
 
@@ -54,7 +55,7 @@ def set_capacities(net, inputs, slack=0.25):
 
 def measured(net, inputs, slack):
     """Return the capacity of each layer that makes sites, as :func:`set_capacities` chooses it."""
-    if slack < 0:
+    if as_number("slack", slack, nan=False) < 0:
         raise ShapeError(f"slack must not be negative, got {slack!r}")
     layers = [m for m in net.modules() if hasattr(m, "capacity")]
     most, runs = dict.fromkeys(layers, 0), 0

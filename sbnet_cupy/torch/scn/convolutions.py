@@ -201,7 +201,8 @@ class Convolution(_NewSites):
 
     def input_spatial_size(self, out_size):
         """Return the spatial size of the input."""
-        return (out_size - 1) * self.filter_stride + self.filter_size
+        size = sizes_of("out_size", self.dimension, out_size)
+        return (size - 1) * self.filter_stride + self.filter_size
 
 
 class _Back(_Strided):

@@ -14,7 +14,7 @@ from ..network.graphs import capture
 from ..network.state import State
 from ..network.training_graphs import Graphs, check_settings, refuse_hooks, settings_of
 from .capacities import evaluated, measured, with_capacities
-from .inputs import InputLayer
+from .inputs import InputLayer, read_points
 from .lattices import RandomWindows
 
 
@@ -107,7 +107,7 @@ class _Run:
         return self
 
     def _check_like(self, points):
-        coords, features = points[:2]
+        coords, features = read_points("points", points)
         if coords.dim() != 2 or coords.shape[1] != self.columns:
             raise ShapeError(
                 f"coords must have shape (N, {self.columns}), as those that the graph was made of, "

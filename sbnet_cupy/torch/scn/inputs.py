@@ -49,6 +49,18 @@ def tensor_of_points(rows, features, spatial_size, batch_size, mode, capacity=No
     return SparseConvNetTensor(rows_of(x.features, order), metadata, spatial_size)
 
 
+def read_points(name, points):
+    """Return coordinates and features of a list of both, as input layers take it, or raise."""
+    if not isinstance(points, list | tuple | InputLayerInput) or len(points) < 2:
+        got = f"{len(points)} items" if isinstance(points, list | tuple) else type(points).__name__
+        raise DTypeError(f"{name} must be a list [coords, features], got {got}")
+    coords, features = points[0], points[1]
+    for part, value in (("coords", coords), ("features", features)):
+        if not isinstance(value, torch.Tensor):
+            raise DTypeError(f"{part} must be a torch.Tensor, got {type(value).__name__}")
+    return coords, features
+
+
 class _Input(Module):
     """What the input layers have in common."""
 
@@ -68,13 +80,7 @@ class _Input(Module):
 
     def _points(self, input):
         """Return coordinates and features on the device of the layer."""
-        if not isinstance(input, list | tuple | InputLayerInput) or len(input) < 2:
-            got = f"{len(input)} items" if isinstance(input, list | tuple) else type(input).__name__
-            raise DTypeError(f"input must be a list [coords, features], got {got}")
-        coords, features = input[0], input[1]
-        for name, value in (("coords", coords), ("features", features)):
-            if not isinstance(value, torch.Tensor):
-                raise DTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        coords, features = read_points("input", input)
         features = features if self.device is None else features.to(self.device)
         return coords.to(features.device).long(), features
 

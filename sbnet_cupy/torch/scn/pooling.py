@@ -54,7 +54,8 @@ class _Down(_Pooling):
 
     def input_spatial_size(self, out_size):
         """Return the spatial size of the input."""
-        return (out_size - 1) * self.pool_stride + self.pool_size
+        size = sizes_of("out_size", self.dimension, out_size)
+        return (size - 1) * self.pool_stride + self.pool_size
 
 
 class MaxPooling(_Down):
