@@ -47,7 +47,7 @@ class CoordinateMap(KeepingContainer):
     indices : int32 array, shape (N, 1 + d)
         Rows ``(sample, *position)``, the last axis the fastest. Rows past the count are -1.
     count : int32 array, shape (1,)
-        Number of sites, also when there is no room for all of them.
+        Number of sites, also when there is no room for all of them; :meth:`number` reads it.
     spatial_shape : tuple of int or None
         Cells of the grid along each of its d axes; None if it is not known.
     batch_size : int or None

@@ -251,3 +251,14 @@ def test_sites_follow_features_to_a_device(torch, scn, device):
 def test_bad_calls(torch, scn, call, error, words):
     with pytest.raises(error, match=words):
         call(torch, scn)
+
+
+def test_equal_points_in_mode_0(torch, scn):
+    coords, features = torch.tensor([[1, 1], [2, 2], [1, 1]]), torch.ones(3, 1)
+    words = "coords must be distinct in mode 0; use another mode .*equal rows 0 and 2"
+    with pytest.raises(ValueError, match=words):
+        scn.InputLayer(2, 4, 0)([coords, features])
+    with pytest.raises(ValueError, match=words):
+        scn.BLInputLayer(2, 4, 0)([coords[None], features[None]])
+    with pytest.raises(sb.ShapeError, match="must be inside a grid"):
+        scn.InputLayer(2, 2, 0)([coords, features])

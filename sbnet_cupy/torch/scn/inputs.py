@@ -28,7 +28,12 @@ def tensor_of_points(rows, features, spatial_size, batch_size, mode, capacity=No
     Its sites are in the order in which the rows first name them.
     """
     size = size_key(spatial_size)
-    x, inverse = with_inverse(features, rows, size, batch_size, mode, capacity=capacity)
+    try:
+        x, inverse = with_inverse(features, rows, size, batch_size, mode, capacity=capacity)
+    except ValueError as error:
+        if isinstance(error, ShapeError):
+            raise
+        raise ValueError(f"coords must be distinct in mode 0; use another mode ({error})") from None
     old, device = x.coordinates, rows.device
     n, listed = old.capacity, inverse >= 0
     site = torch.where(listed, inverse, n).long()  # n for rows that were left out
