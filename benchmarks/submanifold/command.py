@@ -27,7 +27,8 @@ def start(options, listed, needs_torch):
         listed = [*listed, scenes.from_file(options.scan)]
     torch = machine.import_torch(options.cpu)
     if torch is None and needs_torch:
-        raise SystemExit(f"{needs_torch}: install torch")
+        what = "install torch" if options.cpu else "install torch with CUDA, or pass --cpu"
+        raise SystemExit(f"{needs_torch}: {what}")
     if torch is not None and options.threads:
         torch.set_num_threads(options.threads)
     cupy = None if options.cpu else __import__("cupy")
