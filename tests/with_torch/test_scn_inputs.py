@@ -140,6 +140,15 @@ def test_input_batch(torch, scn):
     empty = scn.InputBatch(2, 4)
     empty.add_sample()
     assert len(empty.get_spatial_locations()) == 0 and empty.batch_size() == 1
+    net = scn.Sequential(
+        scn.MaxPooling(2, 2, 2), scn.SubmanifoldConvolution(2, 1, 3, 3, True),
+        scn.BatchNormReLU(3), scn.SparseToDense(2, 3),
+    )  # fmt: skip
+    y = net(empty)
+    y.sum().backward()
+    assert y.shape == (1, 3, 2, 2) and not y.any() and not net[1].weight.grad.any()
+    for layer in (scn.NetworkInNetwork(2, 3, True), scn.ShapeContext(2, 2), scn.ReLU()):
+        assert len(layer(empty).features) == 0
 
 
 def some(torch, scn, seed, size=(5, 4), batch=2):

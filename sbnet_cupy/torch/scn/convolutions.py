@@ -22,12 +22,12 @@ from .tensors import (
     SparseConvNetTensor,
     check_input,
     check_number_of_planes,
-    check_planes,
     enlarged,
     fitted,
     size_key,
     sizes_of,
     window_sizes,
+    with_planes,
 )
 
 
@@ -62,7 +62,7 @@ class _Convolution(SiteModule):
 
     def _convolve(self, input, made, norm=None):
         """Return the features of the convolution over a map, and of a batch norm after it."""
-        check_planes(input.features, self.nIn)
+        input = with_planes(input, self.nIn)
         if not self.is_evaluated():
             self._packed.clear()  # not all that trains weights shows in them
             options = {"groups": self.groups, "bias": self.bias}
@@ -272,7 +272,7 @@ class NetworkInNetwork(SiteModule):
     def forward(self, input):
         """Transform the features of a SparseConvNetTensor."""
         check_input(input, sites=False)
-        check_planes(input.features, self.nIn)
+        input = with_planes(input, self.nIn)
         weight = self.weight.T
         return input.replace(torch.nn.functional.linear(input.features, weight, self.bias))
 

@@ -13,9 +13,9 @@ from .tensors import (
     Metadata,
     SparseConvNetTensor,
     check_input,
-    check_planes,
     size_key,
     sizes_of,
+    with_planes,
 )
 
 _MODES = ("unique", "first", "last", "sum", "mean")
@@ -279,7 +279,7 @@ class SparseToDense(Module):
     def forward(self, input):
         """Return the dense tensor."""
         check_input(input, self.dimension)
-        check_planes(input.features, self.nPlanes)
+        input = with_planes(input, self.nPlanes)
         return sites.sparse_to_dense(input.sparse, data_format="channels_first")
 
     def input_spatial_size(self, out_size):

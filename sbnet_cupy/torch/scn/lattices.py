@@ -15,7 +15,7 @@ from .containers import ConcatTable, JoinTable, Sequential
 from .convolutions import Convolution, SiteModule, _Convolution
 from .norms import BatchNormalization
 from .pooling import AveragePooling, MaxPooling, UnPooling
-from .tensors import check_input, check_planes, fitted, size_key, window_sizes
+from .tensors import check_input, fitted, size_key, window_sizes, with_planes
 
 
 def window_starts(size, kernel, stride, generator=None):
@@ -210,7 +210,7 @@ class ShapeContext(SiteModule):
     def forward(self, input):
         """Gather the windows of a SparseConvNetTensor."""
         check_input(input, self.dimension)
-        check_planes(input.features, self.nIn)
+        input = with_planes(input, self.nIn)
         same = input.coordinates
         made = kernel_map(same, size_key(self.filter_size), onto=same)
         return input.replace(torch.cat([rows_of(input.features, read) for read in made.rows], 1))

@@ -9,7 +9,7 @@ from .._namespace import wide
 from ..submanifold import masked_batch_norm
 from ..submanifold.maps import valid
 from .convolutions import TAKES_NORM, SiteModule
-from .tensors import check_input, check_number_of_planes, check_planes
+from .tensors import check_input, check_number_of_planes, with_planes
 
 
 class _Pointwise(SiteModule):
@@ -117,7 +117,7 @@ class BatchNormalization(SiteModule):
     def forward(self, input):
         """Normalise a SparseConvNetTensor."""
         check_input(input)
-        check_planes(input.features, self.nPlanes)
+        input = with_planes(input, self.nPlanes)
         found = masked_batch_norm(
             input.sparse, *self.tables(), training=self.training, momentum=1 - self.momentum,
             eps=self.eps, activation=None if self.leakiness else "relu",
@@ -193,7 +193,7 @@ class MeanOnlyBNLeakyReLU(SiteModule):
     def forward(self, input):
         """Normalise a SparseConvNetTensor."""
         check_input(input)
-        check_planes(input.features, self.nPlanes)
+        input = with_planes(input, self.nPlanes)
         features, mean = wide(input.features), self.running_mean
         holds = valid(input.coordinates)[:, None]
         if self.training:

@@ -83,6 +83,18 @@ def check_planes(features, planes, name="input"):
         raise ShapeError(f"{name} must have {planes} planes, got {features.shape[1]}")
 
 
+def with_planes(input, planes):
+    """Return a SparseConvNetTensor of so many planes, or raise.
+
+    An InputBatch without sites has none yet: any number will do.
+    """
+    features = input.features
+    if not features.shape[1] and not len(features):
+        return input.replace(features.new_empty((0, planes)))
+    check_planes(features, planes)
+    return input
+
+
 def size_key(size):
     """Return a spatial size as a tuple of int."""
     return tuple(size.tolist()) if isinstance(size, torch.Tensor) else tuple(map(int, size))
