@@ -1,6 +1,5 @@
 """Numbers that are options, as users write them."""
 
-import math
 from numbers import Real
 
 from ..errors import DTypeError
@@ -11,13 +10,17 @@ def as_number(name, value, *, nan=True, hint=""):
 
     Raise for anything else, and for NaN unless ``nan`` allows it; ``hint`` says what to do then.
     """
-    number = value.item() if getattr(value, "shape", None) == () else value
-    try:
-        if not isinstance(number, Real):
-            raise TypeError
-        number = float(number)
-    except (TypeError, OverflowError):
-        raise DTypeError(f"{name} must be a number that a float can hold, got {value!r}") from None
-    if not nan and math.isnan(number):
+    number = value if type(value) is float else _float(name, value)
+    if not nan and number != number:
         raise ValueError(f"{name} must not be NaN, got nan{hint}")
     return number
+
+
+def _float(name, value):
+    number = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(number, Real):
+        raise DTypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(number)
+    except OverflowError:
+        raise DTypeError(f"{name} must be a number that a float can hold, got {value!r}") from None

@@ -56,8 +56,9 @@ def tensor_of_points(rows, features, spatial_size, batch_size, mode, capacity=No
 
 def read_points(name, points):
     """Return coordinates and features of a list of both, as input layers take it, or raise."""
-    if not isinstance(points, list | tuple | InputLayerInput) or len(points) < 2:
-        got = f"{len(points)} items" if isinstance(points, list | tuple) else type(points).__name__
+    kinds = (list, tuple, InputLayerInput)
+    if not isinstance(points, kinds) or len(points) < 2:
+        got = f"{len(points)} items" if isinstance(points, kinds) else type(points).__name__
         raise DTypeError(f"{name} must be a list [coords, features], got {got}")
     coords, features = points[0], points[1]
     for part, value in (("coords", coords), ("features", features)):

@@ -60,7 +60,7 @@ def check_input(input, dimension=None, sites=True):
 
 def check_list(name, tensors):
     """Raise unless an argument is a list of SparseConvNetTensors, and not empty."""
-    if not isinstance(tensors, list | tuple):
+    if not isinstance(tensors, (list, tuple)):
         raise DTypeError(
             f"{name} must be a list of SparseConvNetTensors, got {type(tensors).__name__}"
         )
