@@ -248,6 +248,9 @@ STATES = CHANGES | {
     "swapped": _swapped,
     "attribute added": lambda dense: setattr(dense[0], "more", 1),
     "in a list": lambda dense: dense[0].kept.append(1),
+    "tensor in a list": lambda dense: dense[0].kept[0].mul_(2),
+    "module in a list": lambda dense: dense[0].kept[1][0].weight.mul_(2),
+    "option of a module in a list": lambda dense: setattr(dense[0].kept[1][1], "eps", 0.1),
     "hook": lambda dense: dense[0].register_forward_hook(lambda *_: None),
 }
 
@@ -258,13 +261,24 @@ def test_a_state_holds_until_something_changes(st, kind):
     from sbnet_cupy.torch.network.state import State
 
     dense = small()
-    dense[0].kept = []
+    dense[0].kept = [torch.ones(3), small()]  # PyTorch does not know of either
     state = State(dense)
-    assert state.holds()
+    assert state.fit and state.holds()
     STATES[kind](dense)
     assert state.holds() == (kind == "nothing")
     numbers = ("in place", "memory", "state", "buffer", "nothing")
+    numbers += ("tensor in a list", "module in a list")
     assert state.is_bound_alike() == (kind in numbers)
+
+
+@torch.no_grad()
+def test_a_network_that_keeps_a_tensor_without_a_pointer_is_called_each_time(st):
+    dense, x, mask = small(), image(), masks()[0]
+    dense.kept = torch.eye(3).to_sparse()
+    sparse = st.sparsify(dense, BLOCK)
+    expected = st.sparsify(dense, BLOCK, replay=False)(x, mask)
+    for _ in range(3):
+        assert torch.equal(sparse(x, mask), expected)
 
 
 @torch.no_grad()

@@ -3,12 +3,17 @@
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
+import logging
+import math
 import pickle
+import random
 import threading
 import types
 import warnings
 import weakref
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -116,6 +121,10 @@ class Scale:
     def __call__(self, x):
         return self.by * x
 
+    def times(self, x):
+        """Return the product."""
+        return self.by * x
+
 
 KEPT = {
     "a list": ([2.0], lambda kept: kept.__setitem__(0, 3.0), lambda kept: kept[0]),
@@ -145,6 +154,22 @@ KEPT = {
     "an array": (
         np.array([2.0]), lambda kept: kept.__setitem__(0, 3.0), lambda kept: float(kept[0]),
     ),
+    "an array's shape": (
+        np.ones((2, 3)), lambda kept: setattr(kept, "shape", (3, 2)), lambda kept: len(kept),
+    ),
+    "an array of lists": (
+        np.array([[2.0], None], object), lambda kept: kept[0].append(3.0), lambda kept: sum(kept[0])
+    ),
+    "a method": (
+        Scale(2).times, lambda kept: setattr(kept.__self__, "by", 3), lambda kept: kept(1),
+    ),
+    "a method of a list": (
+        [2.0].count, lambda kept: kept.__self__.append(2.0), lambda kept: kept(2.0),
+    ),
+    "a function with arguments": (
+        functools.partial(math.fsum, [2.0]), lambda kept: kept.args[0].append(3.0),
+        lambda kept: kept(),
+    ),
 }  # fmt: skip
 
 
@@ -162,14 +187,68 @@ def test_numbers_that_a_module_keeps_show(st, kind):
     assert sparse._tapes.kept and not torch.equal(before, sparse(x, mask))
 
 
+MUCH = {
+    "a list": lambda: [list(range(5000))],
+    "an array": lambda: [np.zeros(1 << 24)],
+    "an array of objects": lambda: np.zeros(5000, object),
+}
+
+
+@pytest.mark.parametrize("kind", MUCH)
 @torch.no_grad()
-def test_a_network_that_keeps_much_has_no_tape(st):
+def test_a_network_that_keeps_much_has_no_tape(st, kind):
     """To look through all of it at each call would take longer than a tape saves."""
     dense, x, mask = small(), image(), masks(0.4)[0]
-    dense.kept = [list(range(5000))]
+    dense.kept = MUCH[kind]()
     sparse = st.sparsify(dense, BLOCK)
     expected = st.sparsify(dense, BLOCK, replay=False)(x, mask)
     assert all(same(sparse(x, mask), expected) for _ in range(3)) and not sparse._tapes.kept
+    assert sparse._tapes.state.items == []  # no copy of it, and nothing to compare
+    dense.kept = None
+    for _ in range(2):
+        assert same(sparse(x, mask), expected)
+    assert sparse._tapes.kept
+
+
+class Hiding(itertools.count):
+    """An object with numbers in a base that Python does not see into."""
+
+    def next(self):
+        """Return the next number."""
+        return next(self)
+
+
+HIDDEN = {
+    "an iterator": (lambda: itertools.count(2), next),
+    "a generator of numbers": (lambda: random.Random(0), lambda kept: kept.random()),
+    "its method": (lambda: np.random.default_rng(0).normal, lambda kept: kept()),
+    "bytes": (lambda: bytearray([2]), lambda kept: kept.append(3) or sum(kept)),
+    "an object that hides": (Hiding, lambda kept: kept.next()),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+@torch.no_grad()
+def test_what_changes_where_python_does_not_see_it_is_on_no_tape(st, kind):
+    make, read = HIDDEN[kind]
+    dense, x, mask = Using(lambda self, y: y * read(self.kept)).eval(), image(), masks(0.4)[0]
+    results = []
+    for replay in ("auto", False):
+        dense.kept, sparse = make(), st.sparsify(dense, BLOCK, replay=replay)
+        results.append([sparse(x, mask) for _ in range(5)])
+        assert not sparse._tapes.kept
+    assert all(map(same, *results))
+
+
+def test_what_cannot_change_does_not_keep_a_network_from_a_tape(st):
+    dense, x, mask = small(), image(), masks(0.4)[0]
+    dense.kept = [
+        Fraction(1, 3), 1j, np.float32(2), torch.float32, torch.device("cpu"), range(3), slice(1),
+        types.SimpleNamespace(kind=collections.namedtuple("Pair", "a b")(1, 2)), np.exp, torch.relu,
+        logging.getLogger(), threading.Lock(), dense[0].extra_repr, torch.contiguous_format,
+    ]  # fmt: skip
+    with torch.no_grad():
+        assert taped(st, dense, x, mask)._tapes.kept
 
 
 @torch.no_grad()

@@ -16,6 +16,15 @@ def _cached(self, y):
     return y * self.cache[0]
 
 
+def _cached_and_written(self, y):
+    return _cached(self, y) * self.cache[0].add_(1)
+
+
+def _cached_anew(self, y):
+    self.cache[:] = [y.mean()]
+    return y * self.cache[0]
+
+
 def _counted(self, y):
     self.count = self.count + 1
     self.calls += 1
@@ -44,7 +53,8 @@ UNFIT = {
     "a number of a result": lambda self, y: y * y.mean((2, 3)).amax().item(),
     "a number of the image": lambda self, y: y if y.sum() > 0 else -y,
     "a tensor from elsewhere": lambda self, y: y * ELSEWHERE,
-    "a tensor that it keeps": _cached,
+    "a tensor that it keeps and writes": _cached_and_written,
+    "a tensor that it keeps for a call": _cached_anew,
     "a part of the image that is written": _written,
     "numpy": lambda self, y: y * torch.from_numpy(y.mean((2, 3), keepdim=True).numpy().copy()),
     "counts": _counted,
@@ -81,6 +91,7 @@ FIT = {
     "read twice": lambda self, y: F.relu(y) + y,
     "weights of its own": lambda self, y: F.conv2d(
         y[:, :3], self.conv.weight - self.conv.weight.mean()),
+    "a tensor that it keeps": _cached,
     "in a dict": lambda self, y: {"a": [F.relu(y), y.mean((2, 3))], "b": (self.conv.bias, 3, None)},
     "views": lambda self, y: torch.cat(
         y.permute(0, 2, 3, 1).chunk(2, -1)[::-1], -1).permute(0, 3, 1, 2),

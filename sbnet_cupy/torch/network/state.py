@@ -1,8 +1,13 @@
 """What recordings of a network's calls were made of: has it changed?"""
 
 import collections
+import enum
+import functools
 import itertools
+import logging
+import numbers
 import operator
+import threading
 import types
 
 import numpy as np
@@ -13,11 +18,17 @@ from .tensor import StackTensor
 
 _KEPT_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 4096  # in what modules keep: with more, each call would take long to compare them
+_BYTES_OF_AN_ITEM = 16  # of an array, which are compared in the time of an item
 _NUMBERS = (int, float, bool, str, bytes)
 _CONTAINERS = (list, dict, set, collections.deque, np.ndarray)
-_CLOSED = (  # whose insides are not looked at
-    *_NUMBERS, type(None), torch.Tensor, torch.nn.Module, type, types.ModuleType,
-    types.FunctionType, types.BuiltinFunctionType,
+_FIXED = (tuple, frozenset)  # whose items may change alone
+_METHODS = (types.MethodType, types.BuiltinFunctionType)
+_SHOWN = (*_CONTAINERS, *_FIXED, *_METHODS, functools.partial, types.SimpleNamespace)
+_CLOSED = (  # which hold nothing that changes, or whose insides are not looked at
+    *_NUMBERS, type(None), numbers.Number, enum.Enum, range, slice, np.dtype, np.generic, np.ufunc,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+    type, types.ModuleType, types.FunctionType,
+    logging.Logger, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
 _GIVEN = frozenset(vars(torch.nn.Module()))
 _COMPARED = ("training", *_KEPT_DICTS)  # of those that are given
@@ -30,10 +41,16 @@ class State:
 
     Each call asks whether it still holds, so all that is compared is looked up without a loop of
     Python's: of attributes that PyTorch gives every module only those that a call may depend on.
+    A network is not ``fit`` for graphs and tapes where that is not all: where modules have hooks,
+    keep more than can be compared in a short time, or objects that change where Python does not
+    see it, as generators of random numbers do.
     """
 
     def __init__(self, model):
         self.model, modules = model, list(model.modules())
+        contents = _contents(modules)
+        self.kept, inner, more = contents or ([], [], [])
+        modules += more
         self.modules = [m for m in modules if all(name in vars(m) for name in _COMPARED)]
         self.attributes = [vars(module) for module in self.modules]
         self.dicts = [d[name] for d in self.attributes for name in _KEPT_DICTS]
@@ -44,16 +61,20 @@ class State:
         self.tensors = [t for d in self.dicts for t in d.values() if isinstance(t, torch.Tensor)]
         loose = [t for d in self.attributes for t in d.values() if isinstance(t, torch.Tensor)]
         # An activation that a call has left there has no memory, and each call leaves another.
-        self.tensors += [t for t in loose if not isinstance(t, StackTensor)]
+        self.tensors += [t for t in (*loose, *inner) if not isinstance(t, StackTensor)]
         self.hooks = [d[name] for d in self.attributes for name in HOOKS]
         self.hooked = any(self.hooks)
-        self.kept = list(_contents(v for module in self.modules for v in _own(module)))
         self.items = [_items(content) for content in self.kept]
-        self.fit = not self.hooked and not any(t.is_inference() for t in self.tensors)
-        self.fit = self.fit and sum(map(len, self.items)) <= _MOST_ITEMS
+        self.is_seen = contents is not None
+        self.fit = self.is_seen and not self.hooked
+        self.fit = self.fit and not any(t.is_inference() for t in self.tensors)
         if self.modules != modules:  # those of TorchScript keep what they are made of elsewhere
             self.fit = False
-        self.versions = self._versions() if self.fit else None
+        self.versions = None
+        try:
+            self.versions = self._versions() if self.fit else None
+        except RuntimeError:  # sparse tensors and some of other libraries have no pointer
+            self.fit = False
 
     def _lengths(self):
         return list(map(len, itertools.chain(self.attributes, self.dicts)))
@@ -66,24 +87,35 @@ class State:
         return list(map(torch.Tensor.data_ptr, self.tensors)), list(map(_version_of, self.tensors))
 
     def holds(self, model=None):
-        """Whether nothing has changed; see :meth:`is_bound_alike` for ``model``."""
-        same = self.is_bound_alike(model)
-        return same and (not self.fit or self._versions() == self.versions)
+        """Whether nothing has changed; of a network that is not fit, whether it may be now.
+
+        For ``model`` see :meth:`is_bound_alike`.
+        """
+        if not self.fit:
+            return self._is_bound(model)
+        return self.is_bound_alike(model) and self._versions() == self.versions
 
     def is_bound_alike(self, model=None):
         """Whether all attributes are the same objects; numbers in tensors may have changed.
 
-        A ``model`` that is given has to be the network that this is the state of.
+        A ``model`` that is given has to be the network that this is the state of. No, where there
+        is no telling.
         """
+        return self.is_seen and self._is_bound(model) and self._is_kept()
+
+    def _is_bound(self, model):
+        """Whether the modules' own attributes are the same objects."""
         if model is not None and model is not self.model:
             return False
         if self._lengths() != self.lengths or any(self.hooks) != self.hooked:
             return False
         try:
-            if not all(map(operator.is_, self._values(), self.held)):
-                return False
+            return all(map(operator.is_, self._values(), self.held))
         except KeyError:  # an attribute is gone, and another there
             return False
+
+    def _is_kept(self):
+        """Whether lists, dicts, arrays and objects that modules keep hold the same."""
         return all(map(_are_same, map(_items, self.kept), self.items))
 
 
@@ -99,24 +131,65 @@ def _own(module):
     return [vars(module)[name] for name in given]
 
 
-def _contents(values):
-    """Yield values whose insides may change while names stay bound to them, also inner ones."""
-    left, seen, count = list(values), set(), 0
-    while left and count <= _MOST_ITEMS:
+def _contents(modules):
+    """Look through what modules keep.
+
+    Returns
+    -------
+    values, tensors, modules : lists, or None in place of all
+        Values whose insides may change while names stay bound to them, also inner ones, and the
+        tensors and modules that PyTorch does not know of. None if they hold too much, or hide it.
+    """
+    left = [value for module in modules for value in _own(module)]
+    seen, count = set(map(id, modules)), 0
+    values, tensors, more = [], [], []
+    while left:
         value = left.pop()
         if isinstance(value, _CLOSED) or id(value) in seen:
             continue
         seen.add(id(value))
-        inner = _items(value)
-        is_open = isinstance(value, _CONTAINERS) or hasattr(value, "__dict__") or inner
-        if is_open and not isinstance(value, tuple):
-            yield value
-        left += [item for _, item in inner]
-        count += len(inner)
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, torch.nn.Module):
+            new = [m for m in value.modules() if m is value or id(m) not in seen]
+            seen.update(map(id, new))
+            more += new
+            left += [inner for module in new for inner in _own(module)]
+        else:
+            count += _size(value)
+            if count > _MOST_ITEMS or not _shows(value):
+                return None
+            if not isinstance(value, _FIXED):
+                values.append(value)
+            left += [item for _, item in _items(value)]
+    return values, tensors, more
+
+
+def _size(value):
+    """Return about how many items of a list take as long to compare as what a value holds."""
+    if isinstance(value, np.ndarray):
+        return value.size if value.dtype.hasobject else value.nbytes // _BYTES_OF_AN_ITEM
+    return len(value) if isinstance(value, (*_CONTAINERS, *_FIXED)) else len(_items(value))
+
+
+def _shows(value):
+    """Whether attributes and items are all that a value holds: copies would need no more."""
+    if isinstance(value, _SHOWN):
+        return True
+    kind = type(value)
+    if (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__):
+        return False
+    try:
+        object.__reduce_ex__(value, 2)
+    except Exception:  # it cannot be copied, or says itself how
+        return False
+    return True
 
 
 def _items(value):
     """Return what a value holds, each with a name or None: attributes, also in slots, and items."""
+    if isinstance(value, _METHODS):
+        return [(None, value.__self__)]
     items = []
     if type(value) not in _CONTAINERS:
         state = object.__getstate__(value)  # of attributes, or a pair: of those in slots, too
@@ -125,8 +198,13 @@ def _items(value):
     if isinstance(value, dict):
         return [*items, *value.items()]
     if isinstance(value, np.ndarray):
-        return [*items, (None, value.tobytes())]
-    if isinstance(value, (*_CONTAINERS, tuple)):
+        inside = value.flat if value.dtype.hasobject else [value.tobytes()]
+        inside = (str(value.shape), value.dtype.str, *inside)
+        return [*items, *((None, item) for item in inside)]
+    if isinstance(value, functools.partial):
+        inside = (value.func, value.args, value.keywords)
+        return [*items, *((None, item) for item in inside)]
+    if isinstance(value, (*_CONTAINERS, *_FIXED)):
         return [*items, *((None, item) for item in value)]
     return items
 
