@@ -72,3 +72,89 @@ def test_products_that_functions_are_composed_of_are_listed(st):
     torch.testing.assert_close(sparse(x, torch.ones(1, 16, 32)), dense(x))
     named = {"": "flatten, einsum", "attention": "multi_head_attention_forward"}
     assert sparse.dense_layers == named
+
+
+class Chosen(torch.nn.Module):
+    """A convolution, and layers that an attribute and arguments choose."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1))
+        self.pools, self.counts, self.calls = False, counts, 0
+
+    def forward(self, x, relu=False, by=1.0):
+        """Return what was chosen."""
+        self.calls += self.counts
+        x = self.layers(x) * by
+        x = torch.relu(x) if relu else x
+        return torch.nn.functional.max_pool2d(x, 2) if self.pools else x
+
+
+def listed(sparse):
+    """Return the functions in the table of a network's last call."""
+    return [line.split()[1 if line[0] != " " else 0] for line in sparse.table().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("how", ["replayed", "called", "trained"])
+def test_layers_that_change_are_listed_anew(st, how):
+    dense, x, mask = Chosen().eval(), torch.randn(1, 3, 32, 32), torch.ones(1, 32, 32)
+    sparse = st.sparsify(dense, 16, replay=how == "replayed")
+    changes = [
+        lambda: None,
+        lambda: dense.layers.append(torch.nn.Sigmoid()),
+        lambda: setattr(dense, "pools", True),
+        lambda: dense.layers.__setitem__(0, torch.nn.Conv2d(3, 4, 1, groups=1)),
+        lambda: delattr(dense.layers, "1"),
+    ]
+    expected = ["conv2d", "mul"], ["sigmoid"], ["max_pool2d"]
+    first, after, last = expected
+    results = [first, first[:1] + after + first[1:], first[:1] + after + first[1:] + last]
+    results += [results[2], first + last]
+    with torch.set_grad_enabled(how == "trained"):
+        for change, functions in zip(changes, results, strict=True):
+            change()
+            for _ in range(3):
+                sparse(x, mask)
+                assert listed(sparse) == functions
+
+
+@torch.no_grad()
+def test_layers_that_arguments_choose_are_listed(st):
+    sparse, x = st.sparsify(Chosen().eval(), 16), torch.randn(1, 3, 32, 32)
+    mask = torch.ones(1, 32, 32)
+    for _ in range(2):
+        sparse(x, mask, True)
+        assert listed(sparse) == ["conv2d", "mul", "relu"]
+        sparse(x, mask, relu=False)
+        assert listed(sparse) == ["conv2d", "mul"]
+    for i in range(5):
+        sparse(x, mask, by=float(i))
+    assert len(sparse._traces.of) == 3  # numbers choose no layers, and are many
+
+
+@torch.no_grad()
+def test_a_network_that_counts_is_traced_once(st, trace, monkeypatch):
+    sparse, x = st.sparsify(Chosen(counts=True).eval(), 16), torch.randn(1, 3, 32, 32)
+    made, init = [], trace.Trace.__init__
+    monkeypatch.setattr(trace.Trace, "__init__", lambda *args: made.append(1) or init(*args))
+    for _ in range(4):
+        sparse(x, torch.ones(1, 32, 32))
+        assert listed(sparse) == ["conv2d", "mul"]
+    assert len(made) == 1
+    sparse.model = Chosen().eval()
+    sparse(x, torch.ones(1, 32, 32))
+    assert len(made) == 2
+
+
+@torch.no_grad()
+def test_a_profile_hands_other_arguments_to_the_network(st):
+    class Scaled(torch.nn.Conv2d):
+        def forward(self, x, by):
+            """Return a product."""
+            return super().forward(x) * by
+
+    x, mask = torch.randn(1, 3, 32, 32), torch.zeros(1, 32, 32)
+    mask[0, 3, 3] = 1
+    for halo, share in (("zero", "25.0%"), ("exact", "25.0%")):
+        sparse = st.sparsify(Scaled(3, 4, 3, padding=1).eval(), 16, halo=halo)
+        assert share in sparse.profile(x, mask, 2.0) and share in sparse.profile(x, mask, by=2.0)

@@ -55,11 +55,16 @@ class Compiled:
         """Trace the network; compile it unless only its weights have changed."""
         state = State(sparse.model)
         if not state.fit:
-            raise RuntimeError("a network with hooks or inference tensors is not compiled")
+            raise RuntimeError(
+                "a network with hooks, with inference tensors, or whose modules keep what may "
+                "change unseen is not compiled"
+            )
         table, key = _table(sparse, x, mask), sparse._kind(x, whole=True)
-        if key not in sparse._seen:
-            table.trace = sparse._seen[key] = Trace(sparse.model)
+        if sparse._traces.lacks(sparse.model, key):
+            table.trace = Trace(sparse.model)
         sparse._result(table, x)  # folds batch norms, so that the trace finds them folded
+        if table.trace is not None:
+            sparse._traces.keep(key, table.trace)
         graph, self.ends, self.tree = _traced(sparse, x, mask)
         if not state.holds():
             raise RuntimeError("a network whose call changes its attributes or buffers is not")

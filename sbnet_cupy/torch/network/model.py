@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece
@@ -24,7 +24,7 @@ from .state import State
 from .table import BlockTable, PictureTable, active_blocks, rows_for
 from .tape import Recorder
 from .taped import Tapes, may_tape
-from .trace import Trace
+from .trace import Trace, Traces
 from .weights import Weights
 
 # Share of active blocks from which whole images, 0 outside active blocks, are faster than a stack.
@@ -64,7 +64,7 @@ class SparseModel(Report, nn.Module):
         self._replays, self._tapes = Replays(), Tapes()
         self._compiled = None
         self._reaches = {}
-        self._seen = {}
+        self._traces = Traces()
         self._last = self._device = None
 
     def forward(self, x, mask, *args, outside=None, **kwargs):
@@ -126,15 +126,15 @@ class SparseModel(Report, nn.Module):
         """Run the network once on the blocks of a table."""
         if cuda.is_tracing():
             return self._run(table, x, args, kwargs, outside)
-        key = self._kind(x, table.whole)
+        key = self._kind(x, table.whole, args, kwargs)
         if self._is_compiled(table, x, args, kwargs):
             result = self._compiled(self, x, table, outside)
         else:
-            if key not in self._seen:
+            if self._traces.lacks(self.model, key):
                 table.trace = Trace(self.model)
             result = self._run(table, x, args, kwargs, outside)
             if table.trace is not None:
-                self._seen[key] = table.trace
+                self._traces.keep(key, table.trace)
         return self._done(result, key, counted, table)
 
     def _done(self, result, key, counted, table):
@@ -143,9 +143,10 @@ class SparseModel(Report, nn.Module):
         warn_left_out(*counted)
         return result
 
-    def _kind(self, x, whole):
+    def _kind(self, x, whole, args=(), kwargs=None):
         """Return what calls have in common that run the same layers in the same way."""
-        return tuple(x.shape), x.dtype, self.training, whole
+        more = _kinds(args, kwargs) if args or kwargs else None
+        return tuple(x.shape), x.dtype, self.training, whole, more
 
     def _is_compiled(self, table, x, args, kwargs):
         """Whether a call runs on whole images for which :meth:`tune` compiled the network."""
@@ -354,8 +355,8 @@ class SparseModel(Report, nn.Module):
     def __getstate__(self):
         state = dict(vars(self))
         state.update(
-            _weights=Weights(), _replays=Replays(), _tapes=Tapes(), _compiled=None, _seen={},
-            _last=None, _device=None, _reaches={},
+            _weights=Weights(), _replays=Replays(), _tapes=Tapes(), _traces=Traces(),
+            _compiled=None, _last=None, _device=None, _reaches={},
         )  # fmt: skip
         return state
 
@@ -365,6 +366,14 @@ class SparseModel(Report, nn.Module):
         nn.Module.__init__(twin)
         twin.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__getstate__().items()})
         return twin
+
+
+def _kinds(args, kwargs):
+    """Return what other arguments say of the layers of a call: shapes, and what chooses."""
+    leaves, tree = tree_flatten((args, kwargs))
+    chosen = (bool, str, type(None))
+    kinds = [getattr(v, "shape", v if isinstance(v, chosen) else type(v)) for v in leaves]
+    return str(tree), str(kinds)
 
 
 @torch.compiler.disable

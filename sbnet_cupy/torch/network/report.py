@@ -30,9 +30,13 @@ class Report:
                 f"last call, and there is room for {capacity}"
             )
 
+    def _rows(self):
+        """Return the layers of the last call."""
+        return [] if self._last is None else self._traces.rows(self._last[0])
+
     def _share(self):
         """Return which share of all blocks the last call computed."""
-        (_, _, _, whole), (count, capacity), total = self._last
+        (_, _, _, whole, _), (count, capacity), total = self._last
         return 1.0 if whole or not total else min(int(count), capacity) / total
 
     def computed(self):
@@ -48,7 +52,7 @@ class Report:
         """
         if self._last is None:
             return {}
-        share, rows = self._share(), self._seen[self._last[0]].rows
+        share, rows = self._share(), self._rows()
         worst = {}
         for row in rows:
             if row.flops or row.where == "image":
@@ -59,13 +63,13 @@ class Report:
     @property
     def sparse_layers(self):
         """Names of the layers of the last call that multiplied on the stack."""
-        rows = [] if self._last is None else self._seen[self._last[0]].rows
+        rows = self._rows()
         return list(dict.fromkeys(r.name for r in rows if r.flops and r.where == "stack"))
 
     @property
     def dense_layers(self):
         """Name of each layer of the last call that ran on the whole image, and its functions."""
-        rows = [] if self._last is None else self._seen[self._last[0]].rows
+        rows = self._rows()
         found = {}
         for row in rows:
             if row.where == "image" and row.kind not in found.setdefault(row.name, []):
@@ -77,13 +81,15 @@ class Report:
 
         Each has its function, whether it ran on the stack or on the whole image, the work of the
         dense layer and the share of it that was computed. Before the first call the modules are
-        listed alone.
+        listed alone. Layers are looked for at the first call of its kind (the image's size and
+        dtype, training, other arguments), and again after the network has changed. Of a network
+        whose calls change it themselves, by counting for example, the first call alone is listed.
         """
         if self._last is None:
             kinds = [(name, type(m).__name__) for name, m in self.model.named_modules()]
             width = max(len(name) for name, _ in kinds)
             return "\n".join(f"{name:{width}}  {kind}, not called yet" for name, kind in kinds)
-        return lines(self._seen[self._last[0]].rows, self._share(), self.model)
+        return lines(self._rows(), self._share(), self.model)
 
     @torch.no_grad()
     def profile(self, x, mask, *args, **kwargs):
@@ -92,7 +98,7 @@ class Report:
         On a GPU every layer is waited for, so the sum is more than the time of a call.
         """
         self(x, mask, *args, **kwargs)
-        table, counted = self._table(x, check_call(x, mask))
+        table, counted = self._table(x, check_call(x, mask), args, kwargs)
         table.trace = Trace(self.model, timing=True)
         self._run(table, x, args, kwargs)
         whole = 1.0 if table.whole else min(int(counted[0]), counted[1]) / max(table.on.numel(), 1)

@@ -44,9 +44,11 @@ class State:
     A network is not ``fit`` for graphs and tapes where that is not all: where modules have hooks,
     keep more than can be compared in a short time, or objects that change where Python does not
     see it, as generators of random numbers do.
+
+    With ``tensors=False`` parameters and buffers may become others.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, tensors=True):
         self.model, modules = model, list(model.modules())
         contents = _contents(modules)
         self.kept, inner, more = contents or ([], [], [])
@@ -56,7 +58,8 @@ class State:
         self.dicts = [d[name] for d in self.attributes for name in _KEPT_DICTS]
         self.lengths = self._lengths()
         self.getters = [_getter(d) for d in self.attributes]
-        self.filled = [d for d in self.dicts if d]
+        compared = _KEPT_DICTS if tensors else ("_modules",)
+        self.filled = [d[name] for d in self.attributes for name in compared if d[name]]
         self.held = list(self._values())  # alive, so that no other object has their identity
         self.tensors = [t for d in self.dicts for t in d.values() if isinstance(t, torch.Tensor)]
         loose = [t for d in self.attributes for t in d.values() if isinstance(t, torch.Tensor)]
@@ -101,7 +104,11 @@ class State:
         A ``model`` that is given has to be the network that this is the state of. No, where there
         is no telling.
         """
-        return self.is_seen and self._is_bound(model) and self._is_kept()
+        return self.is_seen and self.looks_alike(model)
+
+    def looks_alike(self, model):
+        """Whether all that can be seen is the same, but for numbers in tensors."""
+        return self._is_bound(model) and self._is_kept()
 
     def _is_bound(self, model):
         """Whether the modules' own attributes are the same objects."""

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from . import tensor as T
+from .state import State
 
 
 class Row:
@@ -121,6 +122,38 @@ class Trace:
         """Note the work of a matrix product."""
         shape = T.shape(x)
         self.running[-1].flops += 2 * weight.numel() * (torch.Size(shape).numel() // shape[-1])
+
+
+class Traces:
+    """The layers of a network's calls, by what calls of the same layers have in common.
+
+    All are dropped where the network has changed. One whose calls change it themselves, as by
+    counting, keeps the first of each kind, as it would have to be traced at each call.
+    """
+
+    def __init__(self):
+        self.of, self.state, self.is_moving = {}, None, False
+
+    def __reduce__(self):
+        return type(self), ()
+
+    def lacks(self, model, key):
+        """Whether the layers of a call are not known: it has to be traced."""
+        if self.state is None or not self._holds(model):
+            self.of, self.state, self.is_moving = {}, State(model, tensors=False), False
+        return key not in self.of
+
+    def _holds(self, model):
+        return self.state.model is model and (self.is_moving or self.state.looks_alike(model))
+
+    def keep(self, key, trace):
+        """Keep the trace of a call."""
+        self.of[key] = trace
+        self.is_moving = not self.state.looks_alike(self.state.model)
+
+    def rows(self, key):
+        """Return the rows of such a call; none if its layers are not known any more."""
+        return self.of[key].rows if key in self.of else []
 
 
 class _Beside(TorchFunctionMode):
