@@ -50,8 +50,7 @@ class State:
 
     def __init__(self, model, tensors=True):
         self.model, modules = model, list(model.modules())
-        contents = _contents(modules)
-        self.kept, inner, more = contents or ([], [], [])
+        self.kept, inner, more, self.is_seen = _contents(modules)
         modules += more
         self.modules = [m for m in modules if all(name in vars(m) for name in _COMPARED)]
         self.attributes = [vars(module) for module in self.modules]
@@ -68,7 +67,6 @@ class State:
         self.hooks = [d[name] for d in self.attributes for name in HOOKS]
         self.hooked = any(self.hooks)
         self.items = [_items(content) for content in self.kept]
-        self.is_seen = contents is not None
         self.fit = self.is_seen and not self.hooked
         self.fit = self.fit and not any(t.is_inference() for t in self.tensors)
         if self.modules != modules:  # those of TorchScript keep what they are made of elsewhere
@@ -90,13 +88,8 @@ class State:
         return list(map(torch.Tensor.data_ptr, self.tensors)), list(map(_version_of, self.tensors))
 
     def holds(self, model=None):
-        """Whether nothing has changed; of a network that is not fit, whether it may be now.
-
-        For ``model`` see :meth:`is_bound_alike`.
-        """
-        if not self.fit:
-            return self._is_bound(model)
-        return self.is_bound_alike(model) and self._versions() == self.versions
+        """Whether nothing has changed, as far as can be seen; see :meth:`is_bound_alike`."""
+        return self.looks_alike(model) and (not self.fit or self._versions() == self.versions)
 
     def is_bound_alike(self, model=None):
         """Whether all attributes are the same objects; numbers in tensors may have changed.
@@ -106,23 +99,17 @@ class State:
         """
         return self.is_seen and self.looks_alike(model)
 
-    def looks_alike(self, model):
+    def looks_alike(self, model=None):
         """Whether all that can be seen is the same, but for numbers in tensors."""
-        return self._is_bound(model) and self._is_kept()
-
-    def _is_bound(self, model):
-        """Whether the modules' own attributes are the same objects."""
         if model is not None and model is not self.model:
             return False
         if self._lengths() != self.lengths or any(self.hooks) != self.hooked:
             return False
         try:
-            return all(map(operator.is_, self._values(), self.held))
+            if not all(map(operator.is_, self._values(), self.held)):
+                return False
         except KeyError:  # an attribute is gone, and another there
             return False
-
-    def _is_kept(self):
-        """Whether lists, dicts, arrays and objects that modules keep hold the same."""
         return all(map(_are_same, map(_items, self.kept), self.items))
 
 
@@ -143,12 +130,14 @@ def _contents(modules):
 
     Returns
     -------
-    values, tensors, modules : lists, or None in place of all
+    values, tensors, modules : lists
         Values whose insides may change while names stay bound to them, also inner ones, and the
-        tensors and modules that PyTorch does not know of. None if they hold too much, or hide it.
+        tensors and modules that PyTorch does not know of.
+    is_all : bool
+        Whether these are all, and there is not more than is compared in a short time.
     """
     left = [value for module in modules for value in _own(module)]
-    seen, count = set(map(id, modules)), 0
+    seen, count, is_all = set(map(id, modules)), 0, True
     values, tensors, more = [], [], []
     while left:
         value = left.pop()
@@ -162,14 +151,14 @@ def _contents(modules):
             seen.update(map(id, new))
             more += new
             left += [inner for module in new for inner in _own(module)]
+        elif not _shows(value) or count + _size(value) > _MOST_ITEMS:
+            is_all = False
         else:
             count += _size(value)
-            if count > _MOST_ITEMS or not _shows(value):
-                return None
             if not isinstance(value, _FIXED):
                 values.append(value)
             left += [item for _, item in _items(value)]
-    return values, tensors, more
+    return values, tensors, more, is_all
 
 
 def _size(value):

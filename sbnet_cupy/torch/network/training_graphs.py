@@ -137,7 +137,7 @@ class Graphs:
 
     def replay(self, *inputs):
         """Replay the call."""
-        if not self.state.is_bound_alike() or self._held() != self.held:
+        if not self.state.looks_alike() or self._held() != self.held:
             raise RuntimeError(
                 "the network has changed since its call was graphed: an attribute of a module was "
                 "set, or a parameter or buffer was moved, replaced, converted or frozen; call "
