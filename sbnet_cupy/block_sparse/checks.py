@@ -59,13 +59,16 @@ def check_indices(bin_counts, active_block_indices, like):
 
 def check_capacity(capacity, more=""):
     """Return a number of blocks to make room for, or a share of all; None is none."""
-    whole = capacity is None or (type(capacity) is int and capacity >= 0)
-    if not whole and not (isinstance(capacity, float) and 0 < capacity <= 1):
-        raise ValueError(
-            "capacity must be None, a number of blocks (int) or a share of them (float over 0, up "
-            f"to 1){more}, got {capacity!r}"
-        )
-    return capacity
+    if capacity is None:
+        return None
+    if is_integer(capacity) and capacity >= 0:
+        return int(capacity)
+    if isinstance(capacity, float | np.floating) and 0 < capacity <= 1:
+        return float(capacity)
+    raise ValueError(
+        "capacity must be None, a number of blocks (int) or a share of them (float over 0, up "
+        f"to 1){more}, got {capacity!r}"
+    )
 
 
 def blocks_of_capacity(capacity, total):

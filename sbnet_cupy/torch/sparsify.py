@@ -4,7 +4,7 @@ import torch
 
 from ..block_sparse.checks import check_capacity
 from ..core.sizes import pair
-from .network.model import SparseModel, check_outside
+from .network.model import SparseModel
 from .network.table import active_blocks
 from .nn import SparseBottleneck, SparseConv2d
 
@@ -108,10 +108,6 @@ def sparsify(
     1      relu      stack, blocks of 8x8           12.5%
     """
     _check_model(model)
-    if halo not in ("zero", "exact"):
-        raise ValueError(f'halo must be "zero" or "exact", got {halo!r}')
-    if replay is not False and replay is not True and replay != "auto":
-        raise ValueError(f'replay must be "auto", True or False, got {replay!r}')
     masks = _samples(sample_masks, block_size, capacity)
     if isinstance(block_size, str):
         block_size = _best_block(masks)
@@ -119,7 +115,7 @@ def sparsify(
     if isinstance(capacity, str):
         capacity = min(1.25 * max(_share(mask, block_size) for mask in masks), 1.0)
         capacity = max(capacity, 1e-6)
-    capacity, outside = check_capacity(capacity, ', or "auto"'), check_outside(outside)
+    capacity = check_capacity(capacity, ', or "auto"')
     return SparseModel(model, block_size, capacity, halo, outside, replay)
 
 
@@ -141,18 +137,32 @@ def _check_model(model):
 
 def _samples(masks, block_size, capacity):
     """Return the sample masks as bool ``[N, H, W]``, or raise where "auto" has none."""
+    found = [_sample(mask) for mask in _list(masks)]
     for name, value in (("block_size", block_size), ("capacity", capacity)):
         if isinstance(value, str) and value != "auto":
             raise ValueError(f'{name} must be numbers or "auto", got {value!r}')
-        if value == "auto" and not masks:
+        if isinstance(value, str) and not found:
             raise ValueError(f'{name}="auto" needs sample_masks, a list of masks [N, H, W]')
-    found = []
-    for mask in masks or ():
-        if not isinstance(mask, torch.Tensor) or mask.dim() not in (3, 4):
-            got = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise ValueError(f"sample_masks must be tensors [N, H, W], got {got}")
-        found.append(mask.reshape(-1, *mask.shape[-2:]) > 0)
     return found
+
+
+def _list(masks):
+    if masks is None or isinstance(masks, list | tuple):
+        return masks or ()
+    raise TypeError(f"sample_masks must be a list of tensors, got {type(masks).__name__}")
+
+
+def _sample(mask):
+    """Return a sample mask as bool ``[N, H, W]``, or raise."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"sample_masks must be tensors [N, H, W], got {type(mask).__name__}")
+    mask = mask.squeeze(1) if mask.dim() == 4 else mask
+    if mask.dim() != 3 or mask.numel() == 0 or mask.is_complex():
+        raise ValueError(
+            "sample_masks must be tensors [N, H, W] or [N, 1, H, W] of bool or real numbers, with "
+            f"a pixel at least, got {mask.dtype} {tuple(mask.shape)}"
+        )
+    return mask > 0
 
 
 def _share(mask, block):

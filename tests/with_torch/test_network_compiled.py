@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -272,7 +273,7 @@ def test_what_is_not_compiled_says_so(st, make, why):
 
 def test_bad_options(st):
     sparse = st.sparsify(small(), BLOCK)
-    for compile in ("always", None, 3):
+    for compile in ("always", None, 3, np.ones(2)):
         with pytest.raises(ValueError, match="compile must be"):
             sparse.tune(image(), compile=compile)
     assert "compiled" not in sparse.tune(image(), compile=False)

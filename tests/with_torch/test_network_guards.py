@@ -231,6 +231,22 @@ def test_weights_that_change_are_seen(st):
     check()
 
 
+@pytest.mark.parametrize("how", [True, False])
+@torch.no_grad()
+def test_what_no_version_tells_of_is_seen_after_eval(st, how):
+    """Weights and statistics that are written to through ``data`` and NumPy."""
+    dense, x, full = networks.network("resnet_basic").double(), image(), torch.ones(2, *SIZE)
+    sparse = st.sparsify(dense, BLOCK, replay=how)
+    sparse.break_even = 2.0
+    for _ in range(3):
+        assert_near(sparse(x, full), dense(x))
+    dense[0][0].weight.data.mul_(2)
+    dense[0][1].running_mean.numpy()[:] += 1
+    sparse.eval()
+    for _ in range(3):
+        assert_near(sparse(x, full), dense(x))
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @torch.no_grad()
 def test_no_bias_stands_for_a_sum(st, first):

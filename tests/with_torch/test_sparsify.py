@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -124,10 +125,16 @@ def test_sample_masks_choose_capacity_and_block(st):
         ({"block_size": "auto"}, 'block_size="auto" needs sample_masks'),
         ({"capacity": "auto"}, 'capacity="auto" needs sample_masks'),
         ({"capacity": "much"}, "capacity must be"),
-        ({"capacity": "auto", "sample_masks": [torch.ones(3)]}, "sample_masks must be"),
     ):
         with pytest.raises(ValueError, match=word):
             st.sparsify(dense, **options)
+    wrong = (
+        5, "masks", full, [None], [full.numpy()], [full[0]], [full.expand(2, 3, 256, 256)],
+        [full.to(torch.complex64)], [full[:0]], [full[:, :0]],
+    )  # fmt: skip
+    for masks in wrong:
+        with pytest.raises((TypeError, ValueError), match=r"^sample_masks must be"):
+            st.sparsify(dense, sample_masks=masks)
 
 
 @torch.no_grad()
@@ -293,10 +300,44 @@ def test_the_model_is_held_as_it_is(st):
     assert torch.equal(dense(x), sparse.model(x))
 
 
-@pytest.mark.parametrize("capacity", [-1, 0.0, 1.5, True, "all"])
-def test_bad_capacity(st, capacity):
-    with pytest.raises(ValueError, match="capacity must be"):
-        st.sparsify(nn.Conv2d(3, 4, 3), capacity=capacity)
+BAD_OPTIONS = {
+    "block_size": (0, 2.5, (8,), "many", None, True),
+    "capacity": (-1, 0.0, 1.5, True, "all", float("nan"), [1], torch.tensor(1)),
+    "halo": ("full", None, 1, ["zero"], np.array([1, 2])),
+    "outside": (
+        "a", None, True, 1j, [1], b"bias", np.zeros(2), torch.zeros(1, dtype=torch.complex64),
+        torch.zeros(1).to_sparse(),
+    ),
+    "replay": ("always", None, 1, np.array([True, False]), torch.ones(2)),
+    "break_even": ("a", True, float("nan"), [0.5]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options(st, name):
+    """Errors of our own that begin with the option, also where it is set later."""
+    dense = nn.Conv2d(3, 4, 3)
+    sparse = st.sparsify(dense)
+    good = getattr(sparse, name)
+    for value in BAD_OPTIONS[name]:
+        with pytest.raises((ValueError, TypeError), match=f"^{name} must be .*, got "):
+            setattr(sparse, name, value)
+        if name != "break_even":
+            with pytest.raises((ValueError, TypeError), match=f"^{name} must be .*, got "):
+                st.sparsify(dense, **{name: value})
+    assert getattr(sparse, name) == good
+
+
+@torch.no_grad()
+def test_numbers_of_numpy_are_options(st):
+    dense, x = nn.Conv2d(3, 4, 3, padding=1).double(), image()
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
+    total = 2 * -(-SIZE[0] // BLOCK) * -(-SIZE[1] // BLOCK)
+    expected = st.sparsify(dense, BLOCK, total - 1, outside=0.5)(x, mask)
+    sparse = st.sparsify(dense, np.int64(BLOCK), np.int64(total - 1), outside=np.float32(0.5))
+    assert torch.equal(sparse(x, mask), expected)
+    sparse.capacity, sparse.break_even, sparse.block_size = np.float32(1), np.float64(0.5), BLOCK
+    assert torch.equal(sparse(x, mask), expected) and sparse.block_size == (BLOCK, BLOCK)
 
 
 def test_bad_calls(st):
@@ -323,6 +364,13 @@ def test_bad_calls(st):
         (DTypeError, "mask must be of bool", lambda: sparse(x, mask.to(torch.complex64))),
         (DTypeError, "x must be a torch.Tensor", lambda: sparse(x.numpy(), mask)),
         (DTypeError, "x must be of floating point", lambda: sparse(x.long(), mask)),
+        (DTypeError, r"x must be dense.*x.to_dense\(\)", lambda: sparse(x.to_sparse(), mask)),
+        (DTypeError, "mask must be dense", lambda: sparse(x, mask.to_sparse())),
+        (DTypeError, "x must be a torch.Tensor", lambda: sparse.graphed(x.numpy(), mask)),
+        (ShapeError, "mask must have shape", lambda: sparse.graphed(x, mask[:1])),
+        (DTypeError, "mask must be a torch.Tensor", lambda: sparse.graphed(x, mask)(x, None)),
+        (RuntimeError, r"outside must be on the device of the result, cpu, got meta; use .to\('cpu",
+         lambda: st.sparsify(nn.ReLU(), 16)(x, mask, outside=x.to("meta"))),
         (RuntimeError, "expected", lambda: sparse(x.double(), mask)),
         (RuntimeError, "channels", lambda: sparse(x[:, :2], mask)),
         (RuntimeError, "mask must be on the device of x", lambda: sparse(x, mask.to("meta"))),

@@ -83,7 +83,7 @@ def finished(out, outside):
     table, (block, size, hw, rest) = T.facts(out)[0], end
     if not table.whole and not T.border_of(out):
         if isinstance(outside, torch.Tensor):
-            _check_shape(outside, T.shape(out))
+            _check_image(outside, T.shape(out), table.device)
         wanted = resting(rest) if isinstance(outside, str) else outside
         image = cuda_ends.scatter(T.value_of(out), table, block, size, hw, wanted)
         if image is not None:
@@ -101,7 +101,7 @@ def shown(image, table, end, outside):
         if table.tape is not None:
             table.tape.keep_rest(outside)
     elif isinstance(outside, torch.Tensor):
-        _check_shape(outside, image.shape)
+        _check_image(outside, image.shape, image.device)
         if image.is_floating_point() and outside.is_floating_point():
             outside = table.compute(torch.Tensor.to, outside, image.dtype)
     elif outside == 0:
@@ -139,18 +139,23 @@ def with_rest(x, rest):
     return x
 
 
-def _check_shape(outside, shape):
-    """Raise if an image of what is wanted outside has another shape than the result."""
+def _check_image(outside, shape, device):
+    """Raise if an image of what is wanted outside is not like the result."""
     if outside.shape != shape:
         raise ShapeError(
             f"outside must have the shape of the result, {tuple(shape)}, got {tuple(outside.shape)}"
+        )
+    if outside.device != device:
+        raise DeviceError(
+            f"outside must be on the device of the result, {device}, got {outside.device}; use "
+            f".to({str(device)!r})"
         )
 
 
 def check_call(x, mask):
     """Return the mask as bool ``[N, H, W]``, or raise what is wrong with the call."""
     check_image(x)
-    _check_tensor("mask", mask)
+    check_tensor("mask", mask)
     n, _, h, w = x.shape
     if tuple(mask.shape) not in ((n, h, w), (n, 1, h, w)):
         raise ShapeError(
@@ -167,7 +172,7 @@ def check_call(x, mask):
 
 def check_image(x):
     """Raise unless a network can be called with it."""
-    _check_tensor("x", x)
+    check_tensor("x", x)
     if isinstance(x, T.StackTensor):
         raise TypeError(
             "x must be an image, got an activation of a sparsified network; a network in which one "
@@ -181,12 +186,15 @@ def check_image(x):
         raise DTypeError(f"x must be of floating point, got {x.dtype}; use x.float()")
 
 
-def _check_tensor(name, value):
+def check_tensor(name, value):
+    """Raise unless an argument is a dense tensor."""
     if not isinstance(value, torch.Tensor):
         raise DTypeError(
             f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it with "
             "torch.as_tensor"
         )
+    if value.layout != torch.strided:
+        raise DTypeError(f"{name} must be dense, got {value.layout}; use {name}.to_dense()")
 
 
 def check_device(model, x):
@@ -197,15 +205,6 @@ def check_device(model, x):
                 f"the network must be on the device of x, {x.device}, got {name} on "
                 f"{tensor.device}; use .to({str(x.device)!r})"
             )
-
-
-def check_outside(outside):
-    """Return what is wanted outside active blocks, or raise."""
-    if outside == "bias" if isinstance(outside, str) else isinstance(outside, torch.Tensor):
-        return outside
-    if isinstance(outside, bool) or not isinstance(outside, (int, float)):
-        raise ValueError(f'outside must be a number, "bias" or a tensor, got {outside!r}')
-    return outside
 
 
 def warn_left_out(count, capacity):

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...errors import ShapeError
 from . import tensor as T
+from .ends import check_call, check_tensor
 from .table import BlockTable
 
 
@@ -23,7 +24,8 @@ def graphed(sparse, x, mask):
     every mask is right and none is faster than a full one. On a CPU there is no graph, and ``run``
     calls the network.
     """
-    given = (x.shape, x.dtype, x.device, mask.shape, mask.dtype)
+    check_call(x, mask)
+    given = likeness(x, mask)
     if x.is_cuda:
         room = (None, sparse._blocks_of(x)) if sparse.capacity is None else None
         replay = _captured(sparse, x, mask, room=room)
@@ -31,11 +33,18 @@ def graphed(sparse, x, mask):
         replay = torch.no_grad()(sparse.__call__)
 
     def run(x, mask):
-        check_alike(given, (x.shape, x.dtype, x.device, mask.shape, mask.dtype))
+        check_alike(given, likeness(x, mask))
         return replay(x, mask)
 
     run.graph = getattr(replay, "graph", None)
     return run
+
+
+def likeness(x, mask):
+    """Return what the calls of a graph have in common, or raise if these are no tensors."""
+    check_tensor("x", x)
+    check_tensor("mask", mask)
+    return x.shape, x.dtype, x.device, mask.shape, mask.dtype
 
 
 def check_alike(given, got):

@@ -14,9 +14,10 @@ from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece
 from . import cuda, graphs, training_graphs, tuning
 from . import tensor as T
-from .ends import check_call, check_device, check_outside, finished_tree, warn_left_out
+from .ends import check_call, check_device, finished_tree, warn_left_out
 from .entry import Entry, gathered
 from .image_values import flush, plainly
+from .options import CHECKS, check_outside
 from .recordings import may_record
 from .replay import Replays, may_replay
 from .report import Report
@@ -36,6 +37,8 @@ _NEVER = 2.0
 class SparseModel(Report, nn.Module):
     """What :func:`sbnet_cupy.torch.sparsify` returns.
 
+    Its options may be set later, too; they are checked then.
+
     Attributes
     ----------
     model : torch.nn.Module
@@ -44,6 +47,10 @@ class SparseModel(Report, nn.Module):
         Pixels of a block in the input.
     capacity : None, int or float
         Blocks that there is room for, or the share of all.
+    halo : {"zero", "exact"}
+        Whether blocks are active as far around the mask as the network looks.
+    outside : number, "bias" or tensor
+        What the result holds outside active blocks.
     replay : "auto", True or False
         Whether calls like earlier ones are replayed as CUDA graphs, see :func:`sparsify`.
     break_even : float or None
@@ -66,6 +73,10 @@ class SparseModel(Report, nn.Module):
         self._reaches = {}
         self._traces = Traces()
         self._last = self._device = None
+
+    def __setattr__(self, name, value):
+        """Set an attribute; an option must be a possible one."""
+        super().__setattr__(name, CHECKS[name](value) if name in CHECKS else value)
 
     def forward(self, x, mask, *args, outside=None, **kwargs):
         """Run the network where ``mask`` is set.

@@ -2,7 +2,8 @@
 
 import torch
 
-from .ends import check_call, check_outside, finished_tree
+from .ends import check_call, finished_tree
+from .options import check_outside
 from .recordings import Recordings, settings
 from .tape import Changed, Tape
 

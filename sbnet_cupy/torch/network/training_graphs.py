@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .ends import check_call
-from .graphs import check_alike, no_collection
+from .graphs import check_alike, likeness, no_collection
 from .state import State
 
 
@@ -27,7 +27,7 @@ def graphed(sparse, x, mask):
     They have no gradients of their own.
     """
     check_call(x, mask)
-    given, settings = _likeness(x, mask), settings_of(sparse, x)
+    given, settings = likeness(x, mask), settings_of(sparse, x)
     if x.is_cuda:
         capacity = sparse.capacity
         sparse.capacity = 1.0 if capacity is None else capacity
@@ -38,7 +38,7 @@ def graphed(sparse, x, mask):
         noted = sparse._last
 
     def run(x, mask):
-        check_alike(given, _likeness(x, mask))
+        check_alike(given, likeness(x, mask))
         check_settings(settings, settings_of(sparse, x), "x")
         if not x.is_cuda:
             return sparse(x, mask)
@@ -48,10 +48,6 @@ def graphed(sparse, x, mask):
         return result
 
     return run
-
-
-def _likeness(x, mask):
-    return x.shape, x.dtype, x.device, mask.shape, mask.dtype
 
 
 def settings_of(module, x):

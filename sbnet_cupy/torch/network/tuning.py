@@ -21,7 +21,7 @@ def tune(sparse, x, compile):
     """
     if sparse.training:
         raise RuntimeError("tune needs a network in evaluation, got one in training")
-    if not (isinstance(compile, (bool, dict)) or compile == "auto"):
+    if not (isinstance(compile, (bool, dict)) or (isinstance(compile, str) and compile == "auto")):
         raise ValueError(f'compile must be "auto", a bool or a dict, got {compile!r}')
     check_image(x)
     check_device(sparse.model, x)
