@@ -1,6 +1,8 @@
 """Never wrong in silence: modules with arithmetic of their own, hooks, threads, what is refused."""
 
 import copy
+import io
+import pickle
 import threading
 import weakref
 
@@ -366,3 +368,59 @@ def test_what_is_kept_of_an_earlier_call_is_not_written_to(st):
     dense.forward = lambda x: dense.kept.mul_(2)
     with pytest.raises(NotImplementedError, match="an earlier call"):
         sparse(x, mask)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "save": lambda value: _loaded(value),
+}
+
+
+def _loaded(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@torch.no_grad()
+def test_a_copy_of_what_is_kept_is_its_image(st, how, break_even):
+    """Of a network that keeps activations, and of what it keeps; both go on alike."""
+    torch.manual_seed(0)
+    dense = Recurrent(looks=True).double().eval()
+    sparse = st.sparsify(dense, BLOCK)
+    sparse.break_even = break_even
+    x = torch.randn(2, 3, 48, 64, dtype=torch.float64)
+    first, second = (networks.blocks((2, 48, 64), BLOCK, 0.5, seed)[1] for seed in range(2))
+    sparse(x, first)
+    twin, kept = COPIES[how]([sparse, dense.kept])
+    assert type(kept) is type(twin.model.kept) is torch.Tensor
+    assert torch.equal(kept, torch.from_numpy(dense.kept.numpy()))
+    assert not kept.movedim(1, -1)[~first].any() and kept.shape == (2, 4, 48, 64)
+    assert_near(twin(x, second), sparse(x, second))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_exact_halos_of_a_network_that_keeps_activations(st, recorded):
+    dense = Recurrent(looks=False).double().eval()
+    sparse, x = st.sparsify(dense, BLOCK, halo="exact"), image()
+    mask = torch.zeros(2, *SIZE)
+    mask[:, 20, 20] = 1
+    with torch.set_grad_enabled(recorded):
+        for _ in range(3):
+            y = sparse(x, mask)
+    assert y[:, :, 20, 20].any() and not y[:, :, 0, 0].any()
+
+
+def test_copies_that_cannot_be_made(st):
+    x, mask = image(), torch.ones(2, *SIZE)
+    dense = Recurrent(looks=False).double()
+    st.sparsify(dense, BLOCK)(x, mask)
+    with pytest.raises(RuntimeError, match="support the deepcopy protocol"):
+        copy.deepcopy(dense.kept)  # as PyTorch's own tensors whose gradient is recorded
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(NotImplementedError, match="while the network runs; use clone"):
+            st.sparsify(Run(copied), BLOCK)(x.float(), mask)

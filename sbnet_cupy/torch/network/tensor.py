@@ -7,6 +7,7 @@ needs no change, whatever its modules do, and none gets a wrong number in silenc
 """
 
 import contextlib
+import copy
 import threading
 import weakref
 
@@ -101,11 +102,26 @@ class StackTensor(torch.Tensor):
         return format(repr(self), spec)
 
     def __reduce_ex__(self, protocol):
-        raise NotImplementedError(
-            "an activation of a sparsified network can be neither pickled nor copied deeply"
-        )
+        """Pickle one that a network has kept, as its image."""
+        return _image_of_kept(self).__reduce_ex__(protocol)
 
-    __deepcopy__ = __reduce_ex__
+    def __deepcopy__(self, memo):
+        """Return a copy of the image of one that a network has kept.
+
+        As in PyTorch it has no gradient, and none may be recorded.
+        """
+        image = _image_of_kept(self)
+        memo[id(self)] = copy.deepcopy(image if torch.is_grad_enabled() else image.detach(), memo)
+        return memo[id(self)]
+
+
+def _image_of_kept(x):
+    if _CALL.table is not None:
+        raise NotImplementedError(
+            "an activation of a sparsified network can be neither pickled nor copied by the module "
+            "copy while the network runs; use clone()"
+        )
+    return dense(x)
 
 
 def facts(x):
