@@ -78,7 +78,7 @@ def blocks_of_capacity(capacity, total):
 
 def check_method(method):
     """Raise ValueError unless ``method`` is "auto", "gather" or "fused"."""
-    if method not in ("auto", "gather", "fused"):
+    if not isinstance(method, str) or method not in ("auto", "gather", "fused"):
         raise ValueError(f"method must be 'auto', 'gather' or 'fused', got {method!r}")
 
 

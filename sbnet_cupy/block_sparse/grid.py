@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.arrays import namespace
+from ..core.checks import check_flag
 from ..core.sizes import pair
+from ..dense.conv2d import check_choice
 from ..errors import ShapeError
 
 _LARGEST = 2**31 - 1  # so that boffset + bstride * index always fits in 64 bits
@@ -75,9 +77,9 @@ class Layout(NamedTuple):
 
 
 def resolve_layout(x, data_format, transpose):
-    """Check ``data_format`` and read the sizes of the image ``x``."""
-    if data_format not in ("NHWC", "NCHW"):
-        raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
+    """Check ``data_format`` and ``transpose``; read the sizes of the image ``x``."""
+    check_choice("data_format", data_format, ("NHWC", "NCHW"))
+    check_flag("transpose", transpose)
     last = data_format == "NHWC"
     n, h, w, c = x.shape if last else (x.shape[0], *x.shape[2:], x.shape[1])
     if w * c > _LARGEST or h > _LARGEST:

@@ -8,7 +8,19 @@ import numpy as np
 
 from ..errors import DeviceError, DTypeError, ShapeError
 from .arrays import dtype_kind
+from .scalars import as_number
 from .spec import ArraySpec, spec_of
+
+
+def check_flag(name, value):
+    """Raise ValueError unless ``value`` is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_tolerance(tol):
+    """Return ``tol`` as a float, or raise."""
+    return as_number("tol", tol, nan=False, hint="; use 0 for 'any pixel set'")
 
 
 def check_array(name, spec, *, ndim=None, shape=None, kinds=None, like=None):

@@ -315,8 +315,16 @@ BAD = [
     ("fused_bottleneck", "out", ramp(1, 8, 8, 4, dtype=np.float64), D),
     ("fused_bottleneck", "out", Spoiled("xp.zeros((1, 8, 8, 4), 'f4')[..., ::2]"), S),
     ("fused_bottleneck", "out", [1, 2], D),
+    # flags
+    *[(n, a, v, V) for n, *flags in [
+        ("reduce_mask", "avgpool"), ("sparse_gather", "transpose"),
+        ("sparse_scatter", "add", "atomic", "transpose"), ("sparse_gather_grad", "transpose"),
+        ("sparse_scatter_grad", "add", "transpose"),
+      ] for a in flags for v in [None, 1, "no", ramp(3)]],
+    *[(n, "data_format", ramp(3), V) for n in ("sparse_gather", "sparse_scatter")],
     # layers
     ("sparse_conv2d", "x", LIST, D),
+    ("sparse_conv2d", "method", ramp(3), V),
     ("sparse_conv2d", "w", Spoiled("v[:, :, :1].copy()"), S),
     ("sparse_conv2d", "indices", None, T),
     ("sparse_conv2d", "indices", Spoiled("v[0]"), T),

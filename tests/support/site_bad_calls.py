@@ -178,6 +178,8 @@ BAD = [
     *[("dense_to_sparse", "x", v, D) for v in [LIST, Spoiled("v.astype('i4')")]],
     ("dense_to_sparse", "x", Spoiled("v[0, 0]"), S),
     ("dense_to_sparse", "mask", ramp(1, 4), S),
+    *[("dense_to_sparse", "tol", v, D) for v in ["a", None, ramp(3)]],
+    ("dense_to_sparse", "tol", float("nan"), V),
     *[("dense_to_sparse", "capacity", v, S) for v in [-1, 2.5]],
     *[(n, "data_format", v, V) for n in VALID if "dense" in n for v in ["NHWC", None]],
     *[("dense_to_sparse", "tol", v, D) for v in ["a", None, 1j, [1.0]]],

@@ -76,6 +76,7 @@ BAD = [
     *[("block_table", "mask", v, S) for v in [Spoiled("v[0, 0]"), Spoiled("v[None, None]")]],
     ("block_table", "mask", STRIDED, S),
     *[("block_table", "block_size", v, S) for v in [0, (4, 2.5), 4.0, None, (1, 2, 3), True]],
+    *[("block_table", "avgpool", v, V) for v in [None, 1, "yes", ramp(3)]],
     ("block_table", "image_size", (8, 8), V),
     ("block_table", "tol", float("nan"), V),
     *[("block_table", "capacity", v, S) for v in [-1, 2.5, "3", True]],
@@ -83,7 +84,7 @@ BAD = [
     *[(n, a, v, e) for n, a in [("stack_from_image", "x"), ("stack_to_image_grad", "grad_y")]
       for v, e in [(LIST, D), (Spoiled("v[0]"), S), (STRIDED, S), (Spoiled("v[:, 1:].copy()"), S),
                    (Spoiled("v[:0]"), S), (Spoiled("v.transpose(0, 3, 1, 2).copy()"), S)]],
-    *[(n, "data_format", v, V) for n in VALID if "_image" in n for v in ["nhwc", None, 3]],
+    *[(n, "data_format", v, V) for n in VALID if "_image" in n for v in ["nhwc", None, 3, ramp(3)]],
     ("stack_from_image", "out", ramp(4, 4, 4, 3), S),
     ("stack_to_image", "out", ramp(1, 8, 8, 3), S),
     ("stack_to_image", "out", ramp(1, 8, 8, 2, dtype=np.float64), D),
@@ -103,8 +104,8 @@ BAD = [
     ("stack_conv2d", "padding", 3, S),
     *[("stack_conv2d", "dilation", v, S) for v in [0, (1, 2, 3), 1.5, None]],
     *[("stack_conv2d", "groups", v, S) for v in [0, 3, 1.0, True, None, "2"]],
-    *[("stack_conv2d", "transposed", v, V) for v in [None, 1, "yes"]],
-    *[("stack_conv2d", "output_padding", v, S) for v in [1, (0, 1), -1]],
+    *[("stack_conv2d", "transposed", v, V) for v in [None, 1, "yes", ramp(3)]],
+    *[("stack_conv2d", "output_padding", v, S) for v in [1, (0, 1), -1, np.int64(1), ramp(3)]],
     ("stack_conv2d", "scale", ramp(3), S),
     ("stack_conv2d", "bias", [1.0] * 4, D),
     *[("stack_conv2d", "residual", v, S) for v in [ramp(4, 4, 4, 3), ramp(4, 2, 2, 4)]],
@@ -124,7 +125,7 @@ BAD = [
     *[(n, "ceil_mode", v, V) for n in SLIDING for v in [None, 1]],
     *[("stack_max_pool", "dilation", v, S) for v in [0, 1.5]],
     *[("stack_avg_pool", "count_include_pad", v, V) for v in [None, 1]],
-    *[("stack_avg_pool", "divisor", v, V) for v in [0, "2", True]],
+    *[("stack_avg_pool", "divisor", v, V) for v in [0, "2", True, float("nan")]],
     ("stack_max_pool", "out", ramp(4, 2, 2, 3), S),
     *[(n, "mode", v, V) for n in ("stack_global_pool", "stack_global_pool_grad")
       for v in ["min", None, 1]],
@@ -133,6 +134,7 @@ BAD = [
     *[("stack_per_block", "values", v, S) for v in [ramp(2, 2), ramp(2), ramp(1, 1, 2)]],
     ("stack_per_block", "values", LIST, D),
     # interpolation
+    *[(n, "x", None, D) for n in ("stack_interpolate", "stack_interpolate_grad")],
     *[(n, "scale_factor", v, S) for n in ("stack_interpolate", "stack_interpolate_grad")
       for v in [0, -1, 1.1, None, "2", True, (2, 2, 2), float("nan"), float("inf")]],
     *[("stack_interpolate", "size", v, S) for v in [(17, 16), (8,), (8, -1), 8.0]],

@@ -11,7 +11,7 @@ from ...core.arrays import (
     same_memory,
 )
 from ...core.byte_order import check_byte_orders
-from ...core.checks import check_array, check_result, check_written
+from ...core.checks import check_array, check_flag, check_result, check_written
 from ...core.copy_image import copy_image
 from ...core.device import shared_bytes, sm_count
 from ...core.half_floats import adder
@@ -170,6 +170,8 @@ def _resolve(specs, options):
     blocks, bin_counts, active_block_indices, x, out = specs
     bsize, boffset, bstride, add, atomic, transpose, data_format = options
     grid = resolve_grid(bsize, boffset, bstride)
+    check_flag("add", add)
+    check_flag("atomic", atomic)
     check_image("x", x)
     check_image("blocks", blocks, like=x)
     check_indices(bin_counts, active_block_indices, like=x)

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from ...core.arrays import array_function, empty, is_float, namespace
+from ...core.checks import check_flag
 from ...core.copy_image import copy_image
 from ...core.operator import Operator, Plan
 from ...errors import DTypeError
@@ -95,8 +96,9 @@ def sparse_scatter_grad(
 def _resolve(specs, options):
     """Check all arguments; return the spec of the blocks' gradient, the layout and the grid."""
     grad_y, bin_counts, active_block_indices = specs
-    bsize, boffset, bstride, _, transpose, data_format = options
+    bsize, boffset, bstride, add, transpose, data_format = options
     grid = resolve_grid(bsize, boffset, bstride)
+    check_flag("add", add)
     check_image("grad_y", grad_y)
     if not is_float(grad_y.dtype):
         raise DTypeError(

@@ -15,11 +15,10 @@ from ...core.arrays import (
     namespace,
     vector_bytes,
 )
-from ...core.checks import check_array, check_contiguous
+from ...core.checks import check_array, check_contiguous, check_flag, check_tolerance
 from ...core.compile import cpp_name
 from ...core.device import has_clusters, sm_count
 from ...core.operator import Operator, Plan
-from ...core.scalars import as_number
 from ...core.sizes import is_integer, pair
 from ...core.workspace import workspace
 from ...errors import ShapeError
@@ -104,11 +103,12 @@ def reduce_mask(
     return ActiveBlocks(*plan.run(mask), plan.blocks)
 
 
-def resolve_mask(mask, block_count, bsize, boffset, bstride, tol, capacity):
+def resolve_mask(mask, block_count, bsize, boffset, bstride, tol, avgpool, capacity):
     """Check the arguments of reduce_mask; return (block grid (N, h, w), the grid, tol)."""
     grid = resolve_grid(bsize, boffset, bstride)
+    check_flag("avgpool", avgpool)
     blocks = _check(mask, pair(block_count, "block_count", minimum=0), capacity)
-    return blocks, grid, _check_tol(tol)
+    return blocks, grid, check_tolerance(tol)
 
 
 @dataclass(eq=False, slots=True)
@@ -132,16 +132,16 @@ class MaskPlan(Plan):
 
 def _infer(specs, options):
     """Check all arguments; return the specs of the count and of the list with room for all."""
-    (mask,), (*sizes, tol, _, capacity) = specs, options
-    blocks, _, _ = resolve_mask(mask, *sizes, tol, capacity)
+    (mask,), (*_, capacity) = specs, options
+    blocks, _, _ = resolve_mask(mask, *options)
     rows = math.prod(blocks) if capacity is None else capacity
     return mask.new((1,), np.int32), mask.new((rows, 3), np.int32)
 
 
 def _plan(specs, options):
     """Check all arguments; return the plan of the call."""
-    (mask,), (*sizes, tol, avgpool, capacity) = specs, options
-    blocks, grid, tol = resolve_mask(mask, *sizes, tol, capacity)
+    (mask,), (*_, avgpool, capacity) = specs, options
+    blocks, grid, tol = resolve_mask(mask, *options)
     mask = mask._replace(shape=mask.shape[:3])
     call = (mask, blocks, grid, _threshold(mask.dtype, tol), avgpool, capacity)
     if mask.on_gpu and mask.size:
@@ -177,10 +177,6 @@ def _check(mask, block_count, capacity):
     if math.prod(blocks) > _MOST_BLOCKS:
         raise ShapeError(f"block_count must give under 2**31 blocks, got {blocks} (N, h, w)")
     return blocks
-
-
-def _check_tol(tol):
-    return as_number("tol", tol, nan=False, hint="; use 0 for 'any pixel set'")
 
 
 @functools.lru_cache(256)
@@ -231,8 +227,8 @@ def plan_mask_table(specs, options):
 
     None where there is no kernel, on a CPU and for masks or grids with nothing in them.
     """
-    (mask,), (*sizes, tol, avgpool, capacity) = specs, options
-    blocks, grid, tol = resolve_mask(mask, *sizes, tol, capacity)
+    (mask,), (*_, avgpool, capacity) = specs, options
+    blocks, grid, tol = resolve_mask(mask, *options)
     mask = mask._replace(shape=mask.shape[:3])
     if not (mask.on_gpu and mask.size and math.prod(blocks)):
         return None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.arrays import namespace
+from ...core.checks import check_flag
 from ...dense.conv2d import check_choice
 from .checks import check_stack
 from .neighbours import Axis
@@ -58,12 +59,10 @@ class Resize(NamedTuple):
 def resolve_resize(x, table, scale_factor, size, mode, align_corners):
     """Check the arguments of an interpolation; return a Resize."""
     check_choice("mode", mode, MODES)
-    if not isinstance(align_corners, bool | np.bool_):
-        raise ValueError(f"align_corners must be True or False, got {align_corners!r}")
+    check_flag("align_corners", align_corners)
     if align_corners and mode == "nearest":
         raise ValueError("align_corners must be False for mode 'nearest', got True")
-    if x is not None:
-        check_stack("x", x, table)
+    check_stack("x", x, table)
     old, new = Stage(table.block_size, table.image_size), new_stage(table, scale_factor, size)
     ratios = tuple(Fraction(a, b) for a, b in zip(old.block_size, new.block_size, strict=True))
     if size is not None:

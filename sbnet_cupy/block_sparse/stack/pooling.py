@@ -1,9 +1,11 @@
 """What max and average pooling of a stack share: windows over blocks with their rims."""
 
+import math
+
 import numpy as np
 
 from ...core.arrays import compute_dtype, empty, is_cupy, namespace, vector_bytes
-from ...core.checks import check_out, check_result, check_written
+from ...core.checks import check_flag, check_out, check_result, check_written
 from ...core.compile import cpp_name
 from ...core.operator import Plan
 from ...errors import ShapeError
@@ -20,8 +22,7 @@ from .taps import Taps
 def resolve_pool(x, table, kernel, strides, padding, dilation, ceil_mode):
     """Check the arguments of a pooling; return its Window."""
     check_stack("x", x, table)
-    if not isinstance(ceil_mode, bool | np.bool_):
-        raise ValueError(f"ceil_mode must be True or False, got {ceil_mode!r}")
+    check_flag("ceil_mode", ceil_mode)
     strides = kernel if strides is None else strides
     return resolve_window(table, kernel, strides, padding, dilation, ceil_mode=bool(ceil_mode))
 
@@ -200,5 +201,6 @@ def check_divisor(divisor):
     """Raise unless ``divisor`` is None or a number other than 0."""
     if divisor is not None and (
         isinstance(divisor, bool) or not isinstance(divisor, int | float) or divisor == 0
-    ):
+        or math.isnan(divisor)
+    ):  # fmt: skip
         raise ShapeError(f"divisor must be None or a number other than 0, got {divisor!r}")

@@ -2,9 +2,8 @@
 
 import functools
 
-import numpy as np
-
 from ...core.arrays import array_function, compute_dtype, namespace
+from ...core.checks import check_flag
 from ...core.operator import Operator
 from .block_table import TABLE_ARRAYS, TABLE_SIZES
 from .neighbours import Places
@@ -121,8 +120,7 @@ def _avg_pool(x, table, out, *, window, count_include_pad, divisor):
 
 def check_counting(count_include_pad, divisor):
     """Check the options that decide the divisor."""
-    if not isinstance(count_include_pad, bool | np.bool_):
-        raise ValueError(f"count_include_pad must be True or False, got {count_include_pad!r}")
+    check_flag("count_include_pad", count_include_pad)
     check_divisor(divisor)
 
 

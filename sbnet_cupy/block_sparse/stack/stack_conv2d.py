@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.arrays import array_function, empty, namespace
-from ...core.checks import check_array, check_result, check_written
+from ...core.checks import check_array, check_flag, check_result, check_written
 from ...core.operator import Operator, Plan
-from ...core.sizes import is_integer
+from ...core.sizes import is_integer, pair
 from ...dense.activation import check_activation
 from ...dense.conv2d import check_choice, check_per_channel, check_precision, conv2d
 from ...dense.packed_weights import PackedWeights, arrays_of_weights
@@ -185,11 +185,10 @@ def resolve_stack_conv(
     w_format, precision,
 ):  # fmt: skip
     """Check the arguments that decide sizes; return them as a StackProblem."""
+    check_flag("transposed", transposed)
     check_activation(activation)
     check_choice("w_format", w_format, ("HWIO", "OIHW", *(["IOHW"] if transposed else [])))
     check_precision(precision)
-    if not isinstance(transposed, bool | np.bool_):
-        raise ValueError(f"transposed must be True or False, got {transposed!r}")
     check_stack("x", x, table)
     check_array("w", w, ndim=4, like=x)
     check_like("w", w, x)
@@ -216,7 +215,7 @@ def resolve_stack_conv(
         )
     if transposed:
         window = resolve_transposed(table, (r, s), strides, padding, dilation, output_padding)
-    elif output_padding not in (0, (0, 0)):
+    elif pair(output_padding, "output_padding", minimum=0) != (0, 0):
         raise ShapeError(
             f"output_padding must be 0 unless transposed is True, got {output_padding!r}"
         )

@@ -1,6 +1,7 @@
 """stack_from_image: the active blocks of whole images, as a stack."""
 
 from ...core.arrays import array_function
+from ...dense.conv2d import check_choice
 from ...errors import ShapeError
 from ..checks import check_image
 from ..gather_scatter.sparse_gather import sparse_gather
@@ -56,8 +57,7 @@ def stack_from_image(x, table, *, data_format="NHWC", out=None):
 
 def check_images(name, x, table, data_format):
     """Raise unless ``x`` is a batch of images of the stage of ``table``."""
-    if data_format not in ("NHWC", "NCHW"):
-        raise ValueError(f"data_format must be 'NHWC' or 'NCHW', got {data_format!r}")
+    check_choice("data_format", data_format, ("NHWC", "NCHW"))
     check_image(name, x, like=table.grid)
     size = x.shape[1:3] if data_format == "NHWC" else x.shape[2:]
     if (x.shape[0], *size) != (table.batch, *table.image_size):

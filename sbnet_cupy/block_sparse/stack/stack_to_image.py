@@ -8,6 +8,7 @@ from ...core import launch as kernels
 from ...core.arrays import array_function, empty, is_cupy, library_of, vector_bytes
 from ...core.checks import check_array, check_out
 from ...core.operator import Operator, Plan
+from ...dense.conv2d import check_choice
 from ...errors import DTypeError, ShapeError
 from ..gather_scatter.sparse_scatter import sparse_scatter
 from .checks import check_stack
@@ -60,6 +61,7 @@ def stack_to_image(stack, table, *, background=0, data_format="NHWC", out=None):
     """
     check_stack("stack", stack, table, floats=False)
     channels, size = stack.shape[3], (table.batch, *table.image_size)
+    check_choice("data_format", data_format, ("NHWC", "NCHW"))
     last = data_format == "NHWC"
     shape = (*size, channels) if last else (size[0], channels, *size[1:])
     if library_of(background) is not None:
