@@ -46,8 +46,9 @@ Examples
 80
 """
 
+from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from . import _callbacks  # noqa: F401 - first: it says what is missing
-from .layers import sparse_conv2d, sparse_res_block_bottleneck
+from .layers import mask_conv2d, sparse_conv2d, sparse_res_block_bottleneck
 from .ops import reduce_mask, sparse_gather, sparse_scatter
 from .site_pool import global_pool, sparse_avg_pool, sparse_max_pool, sparse_unpool
 from .sites import coordinate_map, dense_to_sparse, kernel_map, sparse_tensor, sparse_to_dense
@@ -74,11 +75,14 @@ from .voxelize import voxelize
 
 __all__ = [
     "block_table",
+    "calc_block_params",
+    "calc_block_params_res_block",
     "coordinate_map",
     "dense_to_sparse",
     "global_pool",
     "inverse_conv",
     "kernel_map",
+    "mask_conv2d",
     "reduce_mask",
     "site_conv",
     "sparse_avg_pool",

@@ -104,6 +104,16 @@ def cast(values, dtype):
     return values.astype(dtype)
 
 
+def pad(image, pads, number):
+    """Return an NHWC image with a number around it."""
+    return jnp.pad(image, ((0, 0), *pads, (0, 0)), constant_values=number)
+
+
+def maximum(a, b):
+    """Return the greater of two numbers each."""
+    return jnp.maximum(a, b)
+
+
 def shape(array):
     """Return the sizes of an array."""
     return array.shape

@@ -1,4 +1,4 @@
-"""sparse_conv2d and sparse_res_block_bottleneck for JAX: what they take, and which way they go."""
+"""The layers for JAX: what they take, and which way they go."""
 
 from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
@@ -6,10 +6,13 @@ from ..block_sparse.bottleneck.res_block import goes_fused as goes_fused_unit
 from ..block_sparse.bottleneck.res_block import what_is_uncovered
 from ..block_sparse.bottleneck.weights import BottleneckWeights, check_unit
 from ..block_sparse.checks import plain_params, split_indices
+from ..block_sparse.conv.mask_conv2d import masked_convolution, resolve_mask_conv
 from ..block_sparse.conv.sparse_conv2d import goes_fused as goes_fused_conv
-from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
+from ..block_sparse.from_mask import batch_of_one, find_blocks, is_mask, takes_blocks_from
+from ..core.arrays import compute_dtype
 from ..core.sizes import pair
 from ..dense.conv2d import resolve_problem
+from . import _namespace as ops
 from ._layers import CONV, UNIT
 from ._operation import spelled
 from ._specs import computes_on_gpu, spec_of
@@ -167,6 +170,45 @@ def sparse_res_block_bottleneck(
     if goes_fused_unit(method, computes_on_gpu(x), uncovered, kernel_for):
         return UNIT.fused(arrays, options)
     return UNIT.gathered(arrays, spelled(UNIT.operator, options))
+
+
+def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
+    """Convolve densely, then multiply by the pooled mask: :func:`sbnet_cupy.mask_conv2d` for JAX.
+
+    Differentiable with respect to ``x``, ``w`` and a float ``mask``. XLA computes all of it: a
+    check for other results, not the fast path.
+
+    Parameters
+    ----------
+    x : jax.Array, shape (N, H, W, C)
+    w, mask, strides, padding
+        As for :func:`sbnet_cupy.mask_conv2d`.
+    precision
+        As for :func:`sparse_conv2d`.
+
+    Returns
+    -------
+    y : jax.Array, shape (N, H', W', K)
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        As :func:`sbnet_cupy.mask_conv2d`.
+    DeviceError
+        If an array is not JAX's.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> y = mask_conv2d(jnp.ones((1, 3, 3, 2)), jnp.ones((1, 1, 2, 1)), jnp.eye(3)[None])
+    >>> y[0, :, :, 0].tolist()
+    [[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 2.0]]
+    """
+    mask = batch_of_one(mask)
+    specs = (spec_of("x", x), spec_of("w", w), spec_of("mask", mask))
+    problem = resolve_mask_conv(*specs, strides, padding, precision)
+    mask = mask.reshape(*x.shape[:3], 1).astype(compute_dtype(x.dtype))
+    return masked_convolution(ops, x, w, mask, problem, precision)
 
 
 def _blocks(where, indices, *given):

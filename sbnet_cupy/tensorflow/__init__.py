@@ -34,8 +34,9 @@ Examples
 (96, TensorShape([1, 8, 8, 1]))
 """
 
+from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from . import _tensors  # noqa: F401 - first: it says what is missing
-from .layers import sparse_conv2d, sparse_res_block_bottleneck
+from .layers import mask_conv2d, sparse_conv2d, sparse_res_block_bottleneck
 from .ops import reduce_mask, sparse_gather, sparse_scatter
 from .sites import (
     coordinate_map,
@@ -59,11 +60,14 @@ from .submanifold import (
 )
 
 __all__ = [
+    "calc_block_params",
+    "calc_block_params_res_block",
     "coordinate_map",
     "dense_to_sparse",
     "global_pool",
     "inverse_conv",
     "kernel_map",
+    "mask_conv2d",
     "reduce_mask",
     "site_conv",
     "sparse_avg_pool",

@@ -90,6 +90,16 @@ def cast(values, dtype):
     return tf.cast(values, dtype)
 
 
+def pad(image, pads, number):
+    """Return an NHWC image with a number around it."""
+    return tf.pad(image, ((0, 0), *pads, (0, 0)), constant_values=number)
+
+
+def maximum(a, b):
+    """Return the greater of two numbers each."""
+    return tf.maximum(a, b)
+
+
 def shape(tensor):
     """Return the sizes of an image or a stack, or of a list; tensors where they are not known."""
     known = tensor.shape

@@ -1,14 +1,17 @@
-"""sparse_conv2d and sparse_res_block_bottleneck for TensorFlow: checks, and which way they go."""
+"""The layers for TensorFlow: checks, and which way they go."""
 
 from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from ..block_sparse.bottleneck.res_block import goes_fused, what_is_uncovered
 from ..block_sparse.bottleneck.weights import BottleneckWeights, check_unit
 from ..block_sparse.checks import check_method, plain_params, split_indices
-from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
+from ..block_sparse.conv.mask_conv2d import masked_convolution, resolve_mask_conv
+from ..block_sparse.from_mask import batch_of_one, find_blocks, is_mask, takes_blocks_from
+from ..core.arrays import compute_dtype
 from ..core.sizes import pair
 from ..dense.conv2d import resolve_problem
 from ..errors import ShapeError
+from . import _namespace as ops
 from ._layers import CONV, UNIT, gathered_conv, gathered_unit
 from ._tensors import spec_of, tensor_of
 from .ops import reduce_mask
@@ -164,6 +167,46 @@ def sparse_res_block_bottleneck(
     return gathered_unit(tensors, options, shape)
 
 
+def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
+    """Convolve densely, then multiply by the pooled mask: :func:`sbnet_cupy.mask_conv2d`.
+
+    Differentiable with respect to ``x``, ``w`` and a float ``mask``. TensorFlow computes all of
+    it: a check for other results, not the fast path.
+
+    Parameters
+    ----------
+    x : tf.Tensor, shape (N, H, W, C)
+        In a graph only N may be unknown.
+    w, mask, strides, padding
+        As for :func:`sbnet_cupy.mask_conv2d`.
+    precision
+        As for :func:`sparse_conv2d`.
+
+    Returns
+    -------
+    y : tf.Tensor, shape (N, H', W', K)
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError
+        As :func:`sbnet_cupy.mask_conv2d`; DeviceError also for arrays that are not TensorFlow's.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> y = mask_conv2d(tf.ones((1, 3, 3, 2)), tf.ones((1, 1, 2, 1)), tf.eye(3)[None])
+    >>> y[0, :, :, 0].numpy().tolist()
+    [[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 2.0]]
+    """
+    x, w, mask = tensor_of("x", x), tensor_of("w", w), batch_of_one(tensor_of("mask", mask))
+    problem = resolve_mask_conv(
+        _known(x), spec_of(w), _known(mask, "mask"), strides, padding, precision
+    )
+    mask = mask if mask.shape.rank == 4 else mask[..., None]
+    mask = ops.cast(mask, compute_dtype(x.dtype.as_numpy_dtype))
+    return masked_convolution(ops, x, w, mask, problem, precision)
+
+
 def _blocks(where, indices, *given):
     """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
     if is_mask(indices):
@@ -171,12 +214,12 @@ def _blocks(where, indices, *given):
     return find_blocks(indices, *given, where, reduce_mask)
 
 
-def _known(x):
-    """Return the spec of the image, or raise where too little is known of it."""
+def _known(x, name="x"):
+    """Return the spec of an image, or raise where too little is known of it."""
     spec = spec_of(x)
     if spec is None and x is not None:
         raise ShapeError(
-            "x must have a known height, width and number of channels inside tf.function, "
+            f"{name} must have a known height, width and number of channels inside tf.function, "
             f"got {x.shape}; call set_shape first"
         )
     return spec

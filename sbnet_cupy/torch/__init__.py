@@ -10,12 +10,13 @@ sites are in :mod:`sbnet_cupy.torch.submanifold`, SparseConvNet's layers in
 :mod:`sbnet_cupy.torch.scn`.
 """
 
+from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from ._version import check_version as _check_version
 
 _check_version()
 
 from . import nn  # noqa: E402  (nothing of ours can be imported before the check)
-from .layers import sparse_conv2d, sparse_res_block_bottleneck  # noqa: E402
+from .layers import mask_conv2d, sparse_conv2d, sparse_res_block_bottleneck  # noqa: E402
 from .ops import reduce_mask, sparse_gather, sparse_scatter, sparse_scatter_var  # noqa: E402
 from .sparsify import sparsify  # noqa: E402
 from .submanifold import (  # noqa: E402
@@ -39,9 +40,10 @@ from .submanifold import (  # noqa: E402
 )
 
 __all__ = [
-    "coordinate_map", "dense_to_sparse", "global_pool", "inverse_conv", "kernel_map",
-    "masked_batch_norm", "nn", "reduce_mask", "site_conv", "sparse_avg_pool", "sparse_conv2d",
-    "sparse_gather", "sparse_max_pool", "sparse_res_block_bottleneck", "sparse_scatter",
-    "sparse_scatter_var", "sparse_tensor", "sparse_to_dense", "sparse_unfold", "sparse_unpool",
-    "sparsify", "strided_conv", "submanifold_conv", "transposed_conv", "voxelize",
+    "calc_block_params", "calc_block_params_res_block", "coordinate_map", "dense_to_sparse",
+    "global_pool", "inverse_conv", "kernel_map", "mask_conv2d", "masked_batch_norm", "nn",
+    "reduce_mask", "site_conv", "sparse_avg_pool", "sparse_conv2d", "sparse_gather",
+    "sparse_max_pool", "sparse_res_block_bottleneck", "sparse_scatter", "sparse_scatter_var",
+    "sparse_tensor", "sparse_to_dense", "sparse_unfold", "sparse_unpool", "sparsify",
+    "strided_conv", "submanifold_conv", "transposed_conv", "voxelize",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from ._convolve import convolve as _convolve
 from ._convolve import convolve_backward as _convolve_backward
 from ._operation import Operation
 
-where, cast = torch.where, torch.Tensor.to
+where, cast, maximum = torch.where, torch.Tensor.to, torch.maximum
 
 
 def move_channels_first(stack):
@@ -92,6 +92,12 @@ def affine(values, scale, shift, activation, channels_last=True):
 
 
 _ACTIVATIONS = {"relu": torch.relu, "silu": functional.silu, "gelu": functional.gelu}
+
+
+def pad(image, pads, number):
+    """Return an NHWC image with a number around it."""
+    (top, bottom), (left, right) = pads
+    return functional.pad(image, (0, 0, left, right, top, bottom), value=number)
 
 
 def shape(tensor):

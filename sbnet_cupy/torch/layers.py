@@ -1,4 +1,4 @@
-"""sparse_conv2d and sparse_res_block_bottleneck on tensors, with their gradients.
+"""The layers on tensors, with their gradients, and the dense convolution that checks them.
 
 Backward passes gather the images again, rather than keep stacks of blocks, and convolve backwards
 with PyTorch.
@@ -18,15 +18,16 @@ from ..block_sparse.bottleneck.weights import (
     resolve_precision,
 )
 from ..block_sparse.checks import arrays_of_list, plain_params
+from ..block_sparse.conv import mask_conv2d as masked_conv
 from ..block_sparse.conv import sparse_conv2d as sparse_conv
-from ..block_sparse.from_mask import find_blocks, is_mask, takes_blocks_from
+from ..block_sparse.from_mask import batch_of_one, find_blocks, is_mask, takes_blocks_from
 from ..core.documentation import documented_as
 from ..dense.packed_weights import PackedWeights, arrays_of_weights
 from . import _dispatch_state as state
 from . import _namespace as ops
 from ._call import call
 from ._conv_on_cpu import conv_on_cpu
-from ._native import check_tensors, native_weights
+from ._native import check_tensors, native_weights, spec_of
 from ._operation import Operation, resolve_sizes
 from .ops import reduce_mask
 
@@ -111,6 +112,31 @@ def sparse_res_block_bottleneck(
     tensors = (x, w1, w2, w3, *tables, w_project, *active, base, out)
     options = (params, strides, precision, method)
     return call(_UNIT, tensors, options, _entered(packed, w1))
+
+
+@torch.compiler.disable
+@documented_as(masked_conv.mask_conv2d, "tensor")
+def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
+    """Convolve densely, then multiply by the pooled mask: :func:`sbnet_cupy.mask_conv2d`.
+
+    Differentiable with respect to ``x``, ``w`` and a float ``mask``. PyTorch computes all of it;
+    ``torch.compile`` leaves it out of its graphs.
+
+    Examples
+    --------
+    >>> mask = torch.eye(3, dtype=torch.bool)[None]
+    >>> y = mask_conv2d(torch.ones(1, 3, 3, 2), torch.ones(1, 1, 2, 1), mask, 1, "VALID")
+    >>> y[0, :, :, 0]
+    tensor([[2., 0., 0.],
+            [0., 2., 0.],
+            [0., 0., 2.]])
+    """
+    check_tensors(x=x, w=w, mask=mask)
+    mask, (x, w) = batch_of_one(mask), autocast(x, w)
+    specs = (spec_of(x), spec_of(w), spec_of(mask))
+    problem = masked_conv.resolve_mask_conv(*specs, strides, padding, precision)
+    mask = mask.reshape(*x.shape[:3], 1).to(ops.wide(x).dtype)
+    return masked_conv.masked_convolution(ops, x, w, mask, problem, precision)
 
 
 def _entered(packed, w):

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 import sbnet_cupy as sb
-from support.assertions import assert_same, to_numpy
+from support.assertions import assert_close, assert_same, to_numpy
 from support.doctests import doctests_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -76,6 +76,27 @@ def same(actual, expected):
 def convolution(module, x, w, active, params, bias=None, base=None, **options):
     """Call the layer with its optional arrays by position, as jit and grad want them."""
     return module.sparse_conv2d(x, w, active, params, bias=bias, base=base, **options)
+
+
+MASKED = [
+    {},
+    {"strides": 2},
+    {"strides": (1, 2), "padding": ((3, 0), (1, 3))},
+    {"padding": "VALID"},
+    {"precision": "tf32"},
+]
+
+
+def check_mask_conv2d(call, make, options, dtype=np.float32):
+    """Assert that ``call(x, w, mask)`` of an adapter gives what the package does."""
+    x, w = image({}, dtype), normal(3, 2, 3, 4, dtype=dtype)
+    for mask in (MASK > 0, MASK * normal(*MASK.shape), MASK[..., None]):
+        expected = sb.mask_conv2d(x.astype("f8"), w.astype("f8"), mask, **options)
+        size = sb.mask_conv2d(*(np.abs(a).astype("f8") for a in (x, w)), np.abs(mask), **options)
+        actual = to_numpy(call(make(x), make(w), make(mask)))
+        assert actual.dtype == dtype
+        # A sum of 18 products is rounded, and its product with the mask.
+        assert_close(actual, expected, terms=20, dtype=dtype, magnitude=size + np.abs(expected))
 
 
 def unit_weights(dtype, tables=np.float32, seed=0):

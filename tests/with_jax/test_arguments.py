@@ -40,7 +40,7 @@ def give(value):
 
 def bad_calls():
     known = ("reduce_mask", "sparse_gather", "sparse_scatter", "sparse_conv2d",
-             "sparse_res_block_bottleneck")  # fmt: skip
+             "sparse_res_block_bottleneck", "mask_conv2d")  # fmt: skip
     for function, argument, value, error in BAD:
         told = f"{value!r} {getattr(value, 'dtype', '')}"
         if function in known and argument != "out" and not ELSEWHERE.search(told):

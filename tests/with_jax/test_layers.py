@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
-from support.adapter_cases import BFLOAT16, X, image, layer, normal
+from support.adapter_cases import BFLOAT16, MASKED, X, check_mask_conv2d, image, layer, normal
 from support.assertions import assert_close, to_numpy
 
 
@@ -76,3 +76,29 @@ def test_sparse_res_block_bottleneck(sbj, place, jax, options):
     np.testing.assert_allclose(to_numpy(actual), expected, rtol=0, atol=bound)
 
 
+
+
+@pytest.mark.parametrize("options", MASKED, ids=str)
+def test_mask_conv2d(sbj, place, jax, options):
+    function = jax.jit(functools.partial(sbj.mask_conv2d, **options))
+    if place.name == "cuda" and options.get("precision") == "tf32":
+        pytest.skip("rounds the factors")
+    check_mask_conv2d(function, place.make, options)
+
+
+def test_gradients_of_mask_conv2d(sbj, place, jax):
+    x, w = place.make(image({})), place.make(normal(3, 3, 3, 4))
+    mask = place.make(np.abs(normal(*X.shape[:3])))
+    gradients = jax.jit(jax.grad(lambda *arrays: sbj.mask_conv2d(*arrays).sum(), (0, 1, 2)))
+    found = gradients(x, w, mask)
+    for position, (array, gradient) in enumerate(zip((x, w, mask), found, strict=True)):
+        step = 0.01 * normal(*array.shape, seed=4)
+        ends = [
+            [array + sign * step if i == position else a for i, a in enumerate((x, w, mask))]
+            for sign in (1, -1)
+        ]
+        change = float(sbj.mask_conv2d(*ends[0]).sum() - sbj.mask_conv2d(*ends[1]).sum()) / 2
+        assert abs(change - float((gradient * step).sum())) < 0.02 * (1 + abs(change))
+    mapped = jax.vmap(lambda x, mask: sbj.mask_conv2d(x[None], w, mask[None])[0])(x, mask)
+    expected = to_numpy(sbj.mask_conv2d(x, w, mask))
+    assert_close(to_numpy(mapped), expected, terms=32, dtype=np.float32, magnitude=32)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
-from support.adapter_cases import BFLOAT16, X, image, layer, normal
+from support.adapter_cases import BFLOAT16, MASKED, X, check_mask_conv2d, image, layer, normal
 from support.assertions import assert_close, to_numpy
 
 
@@ -65,3 +65,29 @@ def test_sparse_res_block_bottleneck(tf, sbt, call_tensors, options):
     np.testing.assert_allclose(to_numpy(unit(x)), expected, rtol=0, atol=bound)
 
 
+
+
+@pytest.mark.parametrize("options", MASKED, ids=str)
+@pytest.mark.parametrize("graph", [False, True])
+def test_mask_conv2d(tf, sbt, graph, options):
+    def call(x, w, mask):
+        return sbt.mask_conv2d(x, w, mask, **options)
+
+    check_mask_conv2d(tf.function(call) if graph else call, tf.constant, options)
+
+
+def test_gradients_of_mask_conv2d(tf, sbt):
+    x, w = tf.constant(image({})), tf.Variable(normal(3, 3, 3, 4))
+    mask = tf.constant(np.abs(normal(*X.shape[:3])))
+    signature = [tf.TensorSpec((None, *t.shape[1:]), t.dtype) for t in (x, mask)]
+
+    @tf.function(input_signature=signature)
+    def gradient(x, mask):
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(sbt.mask_conv2d(x, w, mask) ** 2)
+        return tape.gradient(y, w)
+
+    y = sbt.mask_conv2d(x, w, mask)
+    step = 0.01 * normal(3, 3, 3, 4, seed=4)
+    change = float(tf.reduce_sum(2 * y * sbt.mask_conv2d(x, tf.constant(step), mask)))
+    assert abs(change - float(tf.reduce_sum(gradient(x, mask) * step))) < 1e-3 * (1 + abs(change))

@@ -12,6 +12,9 @@ import pytest
 import sbnet_cupy as sb
 
 PUBLIC = {
+    "calc_block_params",
+    "calc_block_params_res_block",
+    "mask_conv2d",
     "nn",
     "reduce_mask",
     "sparse_conv2d",

@@ -56,21 +56,44 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
            [0., 0., 2.]])
     """
     mask = batch_of_one(mask)
-    image, shown = spec_of(x), spec_of(mask)
-    options = (strides, padding, None, "NHWC", "HWIO", precision)
-    problem = resolve_problem(image, spec_of(w), *options)
-    check_array("mask", shown, ndim=(3, 4), kinds="biuf", like=image)
+    problem = resolve_mask_conv(*map(spec_of, (x, w, mask)), strides, padding, precision)
+    y = conv2d(x, w, strides=strides, padding=padding, precision=precision)
+    pooled = _max_pool(mask.reshape(mask.shape[:3]).astype(compute_dtype(x.dtype)), problem)
+    with np.errstate(all="ignore"):  # infinity times 0 is NaN, with no warning, as on a GPU
+        y[...] = y.astype(pooled.dtype, copy=False) * pooled[..., None]
+    return y
+
+
+def resolve_mask_conv(x, w, mask, strides, padding, precision):
+    """Check the arguments, of which the first three are specs; return the convolution."""
+    problem = resolve_problem(x, w, strides, padding, None, "NHWC", "HWIO", precision)
+    check_array("mask", mask, ndim=(3, 4), kinds="biuf", like=x)
     if mask.shape[:3] != x.shape[:3] or mask.shape[3:] not in ((), (1,)):
         n, h, width, _ = x.shape
         raise ShapeError(
             f"mask must have shape ({n}, {h}, {width}) or ({n}, {h}, {width}, 1), the size of x, "
             f"got {mask.shape}"
         )
-    y = conv2d(x, w, strides=strides, padding=padding, precision=precision)
-    pooled = _max_pool(mask.reshape(mask.shape[:3]).astype(compute_dtype(x.dtype)), problem)
-    with np.errstate(all="ignore"):  # infinity times 0 is NaN, with no warning, as on a GPU
-        y[...] = y.astype(pooled.dtype, copy=False) * pooled[..., None]
-    return y
+    return problem
+
+
+def masked_convolution(ops, x, w, mask, problem, precision):
+    """Return the same for the arrays of an adapter, by its own operations.
+
+    ``ops`` is a namespace of :mod:`..compositions` that has ``pad`` and ``maximum``, too, and
+    ``mask`` has the dtype to compute in, and a channel.
+    """
+    (step_h, step_w), (rows, columns), pooled = problem.strides, problem.out_size, None
+    if not rows or not columns:
+        return ops.zeros((ops.shape(x)[0], rows, columns, problem.channels_out), x.dtype, like=x)
+    x, mask = ops.pad(x, problem.pads, 0), ops.pad(mask, problem.pads, -np.inf)
+    for r, s in np.ndindex(problem.kernel):
+        window = mask[:, r : r + rows * step_h : step_h, s : s + columns * step_w : step_w]
+        window = window[:, :rows, :columns]
+        pooled = window if pooled is None else ops.maximum(pooled, window)
+    y = ops.convolve(x, w, strides=problem.strides, padding="VALID", precision=precision)
+    pooled = ops.where(pooled != -np.inf, pooled, 0)
+    return ops.cast(ops.cast(y, mask.dtype) * pooled, x.dtype)
 
 
 def _max_pool(mask, problem):
