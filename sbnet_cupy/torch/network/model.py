@@ -81,7 +81,7 @@ class SparseModel(Report, nn.Module):
     def forward(self, x, mask, *args, outside=None, **kwargs):
         """Run the network where ``mask`` is set.
 
-        With a ``capacity`` and ``halo="zero"``, on a CPU, ``torch.compile`` of PyTorch 2.7 and
+        With a ``capacity`` and ``halo="zero"``, on a CPU, ``torch.compile`` of PyTorch 2.13 and
         later makes a call part of its graph, also with ``fullgraph=True``; there is then no warning
         of blocks that were left out. Without a capacity shapes depend on data, and on a GPU the
         network has kernels and CUDA graphs of its own: such calls run as they do outside, between
