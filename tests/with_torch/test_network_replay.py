@@ -268,7 +268,7 @@ def test_a_state_holds_until_something_changes(st, kind):
     assert state.holds() == (kind == "nothing")
     numbers = ("in place", "memory", "state", "buffer", "nothing")
     numbers += ("tensor in a list", "module in a list")
-    assert state.is_bound_alike() == (kind in numbers)
+    assert state.looks_alike() == (kind in numbers)
 
 
 @torch.no_grad()

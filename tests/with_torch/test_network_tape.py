@@ -3,17 +3,20 @@
 import collections
 import copy
 import dataclasses
+import datetime
 import functools
 import itertools
 import logging
 import math
 import pickle
 import random
+import re
 import threading
 import types
 import warnings
 import weakref
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,11 +221,17 @@ class Hiding(itertools.count):
         return next(self)
 
 
+def _next_byte(kept):
+    kept[0] += 1
+    return kept[0]
+
+
 HIDDEN = {
     "an iterator": (lambda: itertools.count(2), next),
     "a generator of numbers": (lambda: random.Random(0), lambda kept: kept.random()),
     "its method": (lambda: np.random.default_rng(0).normal, lambda kept: kept()),
     "bytes": (lambda: bytearray([2]), lambda kept: kept.append(3) or sum(kept)),
+    "memory": (lambda: memoryview(bytearray([2])), _next_byte),
     "an object that hides": (Hiding, lambda kept: kept.next()),
 }
 
@@ -243,7 +252,8 @@ def test_what_changes_where_python_does_not_see_it_is_on_no_tape(st, kind):
 def test_what_cannot_change_does_not_keep_a_network_from_a_tape(st):
     dense, x, mask = small(), image(), masks(0.4)[0]
     dense.kept = [
-        Fraction(1, 3), 1j, np.float32(2), torch.float32, torch.device("cpu"), range(3), slice(1),
+        Fraction(1, 3), Path("."), re.compile("a"), datetime.date(2024, 1, 1), 1j, np.float32(2),
+        torch.float32, torch.device("cpu"), range(3), slice(1),
         types.SimpleNamespace(kind=collections.namedtuple("Pair", "a b")(1, 2)), np.exp, torch.relu,
         logging.getLogger(), threading.Lock(), dense[0].extra_repr, torch.contiguous_format,
     ]  # fmt: skip

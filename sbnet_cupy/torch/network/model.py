@@ -297,9 +297,9 @@ class SparseModel(Report, nn.Module):
         kinds = [getattr(leaf, "shape", leaf) for leaf in tree_leaves((args, kwargs))]
         key = (tuple(x.shape[2:]), x.shape[1], x.dtype, x.device, str(kinds))
         state, reach = self._reaches.get(key, (None, 0))
-        if state is None or not state.is_bound_alike(self.model):
+        if state is None or not state.looks_alike(self.model):
             reach = graphs.receptive_field(self, x, args, kwargs)
-            self._reaches[key] = State(self.model), reach
+            self._reaches[key] = State(self.model, most=math.inf), reach
         wide = mask[:, None].to(torch.float32)
         wide = F.max_pool2d(wide, (2 * reach + 1, 1), 1, (reach, 0))
         return F.max_pool2d(wide, (1, 2 * reach + 1), 1, (0, reach))[:, 0] > 0

@@ -45,12 +45,13 @@ class State:
     keep more than can be compared in a short time, or objects that change where Python does not
     see it, as generators of random numbers do.
 
-    With ``tensors=False`` parameters and buffers may become others.
+    With ``tensors=False`` parameters and buffers may become others. Of items that modules keep no
+    more than ``most`` are compared.
     """
 
-    def __init__(self, model, tensors=True):
+    def __init__(self, model, tensors=True, most=_MOST_ITEMS):
         self.model, modules = model, list(model.modules())
-        self.kept, inner, more, self.is_seen = _contents(modules)
+        self.kept, inner, more, is_all = _contents(modules, most)
         modules += more
         self.modules = [m for m in modules if all(name in vars(m) for name in _COMPARED)]
         self.attributes = [vars(module) for module in self.modules]
@@ -67,7 +68,7 @@ class State:
         self.hooks = [d[name] for d in self.attributes for name in HOOKS]
         self.hooked = any(self.hooks)
         self.items = [_items(content) for content in self.kept]
-        self.fit = self.is_seen and not self.hooked
+        self.fit = is_all and not self.hooked
         self.fit = self.fit and not any(t.is_inference() for t in self.tensors)
         if self.modules != modules:  # those of TorchScript keep what they are made of elsewhere
             self.fit = False
@@ -88,19 +89,14 @@ class State:
         return list(map(torch.Tensor.data_ptr, self.tensors)), list(map(_version_of, self.tensors))
 
     def holds(self, model=None):
-        """Whether nothing has changed, as far as can be seen; see :meth:`is_bound_alike`."""
+        """Whether nothing has changed that can be seen; see :meth:`looks_alike`."""
         return self.looks_alike(model) and (not self.fit or self._versions() == self.versions)
 
-    def is_bound_alike(self, model=None):
-        """Whether all attributes are the same objects; numbers in tensors may have changed.
-
-        A ``model`` that is given has to be the network that this is the state of. No, where there
-        is no telling.
-        """
-        return self.is_seen and self.looks_alike(model)
-
     def looks_alike(self, model=None):
-        """Whether all that can be seen is the same, but for numbers in tensors."""
+        """Whether all attributes are the same; numbers in tensors may have changed.
+
+        A ``model`` that is given has to be the network that this is the state of.
+        """
         if model is not None and model is not self.model:
             return False
         if self._lengths() != self.lengths or any(self.hooks) != self.hooked:
@@ -125,7 +121,7 @@ def _own(module):
     return [vars(module)[name] for name in given]
 
 
-def _contents(modules):
+def _contents(modules, most):
     """Look through what modules keep.
 
     Returns
@@ -151,7 +147,7 @@ def _contents(modules):
             seen.update(map(id, new))
             more += new
             left += [inner for module in new for inner in _own(module)]
-        elif not _shows(value) or count + _size(value) > _MOST_ITEMS:
+        elif not _shows(value) or count + _size(value) > most:
             is_all = False
         else:
             count += _size(value)
@@ -173,11 +169,21 @@ def _shows(value):
     if isinstance(value, _SHOWN):
         return True
     kind = type(value)
+    if kind.__eq__ is not object.__eq__ and _has_hash(value):  # by value: it does not change
+        return True
     if (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__):
         return False
     try:
         object.__reduce_ex__(value, 2)
     except Exception:  # it cannot be copied, or says itself how
+        return False
+    return True
+
+
+def _has_hash(value):
+    try:
+        hash(value)
+    except Exception:
         return False
     return True
 

@@ -4,6 +4,8 @@ By PyTorch's ``make_graphed_callables``, made safe to use: every call is held ag
 graphs were made of, and what comes out is copied from their memory, which the next call writes.
 """
 
+import math
+
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -112,7 +114,7 @@ class Graphs:
             with torch.no_grad():
                 for buffer, before in buffers:  # running statistics have followed the warm-up
                     buffer.copy_(before)
-        self.state = State(watched)
+        self.state = State(watched, most=math.inf)
         self.held = self._held()
 
     def _call(self, *given):

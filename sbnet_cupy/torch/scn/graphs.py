@@ -180,7 +180,7 @@ class _Replayed(_Run):
         with torch.no_grad():
             self.graph, result = capture(call, self._own[1])
         self._leaves, self._tree = tree_flatten(result)
-        self._state = State(self.net)
+        self._state = State(self.net, most=math.inf)
 
     def _padded(self, points):
         """Return points as the graph takes them: with their sample, which is -1 where is none."""
