@@ -147,13 +147,13 @@ class Traces:
         return self.state.model is model and (self.is_moving or self.state.looks_alike(model))
 
     def keep(self, key, trace):
-        """Keep the trace of a call."""
-        self.of[key] = trace
+        """Keep the rows of a call."""
+        self.of[key] = trace.rows
         self.is_moving = not self.state.looks_alike(self.state.model)
 
     def rows(self, key):
         """Return the rows of such a call; none if its layers are not known any more."""
-        return self.of[key].rows if key in self.of else []
+        return self.of.get(key, [])
 
 
 class _Beside(TorchFunctionMode):
