@@ -214,7 +214,8 @@ class TilesPlan(NamedTuple):
         buffer = (most + ZERO_ROWS) * self.row_bytes(conv) + 2 * conv.taps * rows + 4 * rows
         sums = (self.warps[0] - 1) * rows * self.columns if self.engine == "SplitWgmma" else 0
         numbers = 3 * head_numbers(conv.taps) + 2 * self.columns + sums
-        return 1024 + weights + self.buffers * buffer + 4 * numbers + 8 * (2 * self.stages + 1 + 2 * self.buffers)
+        barriers = 2 * self.stages + 1 + 2 * self.buffers
+        return 1024 + weights + self.buffers * buffer + 4 * numbers + 8 * barriers
 
     @staticmethod
     def copied(conv):

@@ -90,7 +90,7 @@ def test_rows_are_numbered_by_the_colours_of_their_sites(rows, grid):
 
 
 def test_eight_neighbours_are_loaded_at_once():
-    """All pixels of a picture, of which 64 that follow each other have eight of each colour, but for those at its edges."""
+    """All pixels of a picture: 64 in a row have eight of each colour, but at edges."""
     made = map_of((64, 64), (3, 3), 1.1)
     shape = TileShape(256, 640, True)
     tiles = tiles_of(made.rows, 4096, (3, 3), shape, *made._sites())
