@@ -271,6 +271,21 @@ def test_a_state_holds_until_something_changes(st, kind):
     assert state.looks_alike() == (kind in numbers)
 
 
+@pytest.mark.parametrize("kind", STATES)
+@torch.no_grad()
+def test_a_state_that_does_not_see_all_sees_weights(kind):
+    """A graph at sites is kept even so, and has to be captured again with other weights."""
+    from sbnet_cupy.torch.network.state import State
+
+    dense = small()
+    dense[0].kept = [torch.ones(3), small()]
+    dense.generator = torch.Generator()  # its numbers change where nobody sees it
+    state = State(dense)
+    assert not state.fit
+    STATES[kind](dense)
+    assert state.holds() == (kind == "nothing")
+
+
 @torch.no_grad()
 def test_a_network_that_keeps_a_tensor_without_a_pointer_is_called_each_time(st):
     dense, x, mask = small(), image(), masks()[0]

@@ -69,14 +69,12 @@ class State:
         self.hooked = any(self.hooks)
         self.items = [_items(content) for content in self.kept]
         self.fit = is_all and not self.hooked
-        self.fit = self.fit and not any(t.is_inference() for t in self.tensors)
         if self.modules != modules:  # those of TorchScript keep what they are made of elsewhere
             self.fit = False
-        self.versions = None
         try:
-            self.versions = self._versions() if self.fit else None
-        except RuntimeError:  # sparse tensors and some of other libraries have no pointer
-            self.fit = False
+            self.versions = self._versions()
+        except RuntimeError:  # sparse tensors have no pointer, those of inference no version
+            self.fit, self.versions = False, None
 
     def _lengths(self):
         return list(map(len, itertools.chain(self.attributes, self.dicts)))
@@ -90,7 +88,9 @@ class State:
 
     def holds(self, model=None):
         """Whether nothing has changed that can be seen; see :meth:`looks_alike`."""
-        return self.looks_alike(model) and (not self.fit or self._versions() == self.versions)
+        if not self.looks_alike(model):
+            return False
+        return self.versions is None or self._versions() == self.versions
 
     def looks_alike(self, model=None):
         """Whether all attributes are the same; numbers in tensors may have changed.
