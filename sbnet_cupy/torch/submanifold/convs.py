@@ -120,7 +120,7 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
         shape = rows.shape[1], rows.shape[0], features.shape[1]
         return filled(features, shape, fill) + features.sum(0)
     there = (rows >= 0) & (rows < sites)
-    places = torch.where(there, rows, 0).long()
+    places, fill = torch.where(there, rows, 0).long(), filled(features, (), fill)
     # One tap after the other: each row's gradient is a sum in the order of the taps.
     taken = [
         torch.where(here[:, None], features.index_select(0, place), fill)
