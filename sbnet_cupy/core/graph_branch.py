@@ -11,16 +11,17 @@ import contextlib
 from .arrays import namespace
 from .graph_memory import is_capturing
 
-_SIDES = {}  # (device, address of a stream) -> CuPy's stream for branches beside it
+_SIDES = {}  # (device, address of a stream, name) -> CuPy's stream for branches beside it
 
 
-def side_stream(device, stream):
+def side_stream(device, stream, name="gradients"):
     """Return the stream, as CuPy's, of branches beside a stream that is given by its address."""
     import cupy
 
-    side = _SIDES.get((device, stream))
+    key = device, stream, name
+    side = _SIDES.get(key)
     if side is None:
-        side = _SIDES.setdefault((device, stream), cupy.cuda.Stream(non_blocking=True))
+        side = _SIDES.setdefault(key, cupy.cuda.Stream(non_blocking=True))
     return side
 
 

@@ -215,7 +215,7 @@ def test_derived_operands_live_until_the_launch(torch):
         pass
 
     class Plan:
-        order, sort = False, staticmethod(lambda rows: Order())
+        order, sort = False, staticmethod(lambda *arrays: Order())
 
     rows = torch.zeros(3, 2, dtype=torch.int32)
     operations.kept_with(rows)["capture"] = 7  # as if a graph had made it: not kept

@@ -9,8 +9,9 @@ from ...errors import ShapeError
 from ...submanifold.coordinate_map import reduce_columns
 from ...submanifold.kernel_map import KernelMap
 from ..submanifold import kernel_map
-from ..submanifold.maps import natively, of_native, untraced, valid
+from ..submanifold.maps import of_native, untraced, valid
 from ..submanifold.operations import rows_of
+from ..submanifold.site_branch import find_beside
 from .containers import ConcatTable, JoinTable, Sequential
 from .convolutions import Convolution, SiteModule, _Convolution
 from .norms import BatchNormalization
@@ -82,7 +83,7 @@ def _sites_of_columns(source, kept, columns, spatial_shape, capacity):
     def find(kept, *columns):
         return reduce_columns(kept, columns, *how)[:2]
 
-    made, site = natively(find, kept, *columns)
+    made, site = find_beside(find, kept, *columns)
     return of_native(made, source), to_tensor(site)
 
 

@@ -18,8 +18,8 @@ from ...submanifold.keeping_container import CAPTURE, kept_or_made, mark_capture
 from ...submanifold.kernel_map import KeptMap, KernelMap
 from ...submanifold.site_conv import valid_rows
 from ...submanifold.sparse_tensor import check_tensor
-from .. import _dispatch_state as state
-from .._native import check_tensors, compute
+from .._native import check_tensors
+from .site_branch import find_beside, natively
 
 
 def untraced(function):
@@ -31,15 +31,6 @@ def untraced(function):
         return (apart if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
     return call
-
-
-def natively(function, *tensors):
-    """Call a function of native arrays with views of tensors, on their device."""
-    device = tensors[0].get_device()
-    if device >= 0 and device != state.current_device():
-        with torch.cuda.device(device):
-            return compute(function, tensors)
-    return compute(function, tensors)
 
 
 def check_sparse(x, name="x"):
@@ -122,7 +113,7 @@ def valid(coordinates):
 
     def make():
         sites = native(coordinates)
-        return to_tensor(natively(lambda _: valid_rows(sites), coordinates.indices))
+        return to_tensor(find_beside(lambda _: valid_rows(sites), coordinates.indices))
 
     return kept_or_made(coordinates._kept, "valid", coordinates.indices, make)
 
@@ -132,13 +123,14 @@ def kernel_map_of(coordinates, kernel_size, onto=None, **options):
     """Return the KernelMap of tensors that :func:`kernel_map` finds; see there."""
     onto = None if onto is None else sites_of(onto, "onto")
     known = (coordinates,) if onto is None else (coordinates, onto)
+    indices = [each.indices for each in known]
     options["onto"] = None if onto is None else native(onto)
     sites = native(coordinates)
 
     def find(*_):
         return maps.kernel_map(sites, kernel_size, **options)
 
-    return _of_native(natively(find, coordinates.indices), known)
+    return _of_native(find_beside(find, *indices), known)
 
 
 @untraced

@@ -29,10 +29,11 @@ from .._blas_threads import one_blas_thread
 from .._call import call
 from .._graph_branch import branch
 from .._namespace import activation_backward, affine, wide
-from .._native import compute, numpy_dtype, strided_view
+from .._native import numpy_dtype, strided_view
 from .._operation import Operation
 from .kept_calls import keep_call
-from .maps import kept_with, natively
+from .maps import kept_with
+from .site_branch import find_beside, natively
 
 
 def transposed_rows(rows, sites):
@@ -68,7 +69,7 @@ def _order_of(plan, tensors, place=1):
 
         def make():
             indices, offsets = kept.get("sites", (None, None))
-            order = compute(lambda *arrays: plan.sort(*arrays, offsets), (rows, indices))
+            order = find_beside(lambda *arrays: plan.sort(*arrays, offsets), rows, indices)
             return order, [0 if array is None else address(array) for array in order]
 
         found = kept_or_made(kept, key, rows, make)

@@ -20,12 +20,12 @@ from .maps import (
     check_sparse,
     kernel_map_of,
     native,
-    natively,
     of_native,
     sites_of,
     untraced,
 )
 from .operations import filled, reduce_features, rows_of
+from .site_branch import find_beside
 
 
 def coordinate_map(
@@ -79,7 +79,7 @@ def _listed(reduce, mode, *tensors):
             return made, inverse, reduction
         return made, inverse, row_of_site(reduction, made.capacity, mode)
 
-    made, inverse, reduction = natively(find, *tensors)
+    made, inverse, reduction = find_beside(find, *tensors)
     if mode in ("sum", "mean"):
         listed = (reduction.order, reduction.site, reduction.starts[None])
         return of_native(made), to_tensor(inverse), tuple(map(to_tensor, listed))
@@ -295,7 +295,7 @@ def _cells_listed(x, tol, mask, capacity, data_format):
         options = {"tol": tol, "mask": mask, "capacity": capacity, "data_format": data_format}
         return dense_conversion.dense_to_sparse(x, **options).coordinates
 
-    made = natively(find, *((x,) if mask is None else (x, mask)))
+    made = find_beside(find, *((x,) if mask is None else (x, mask)))
     coordinates = of_native(made)
     shape = (made.batch_size, *made.spatial_shape)
     cells = _cells(coordinates, shape)
@@ -355,5 +355,5 @@ def _cells(coordinates, shape):
         def find(_):
             return dense_conversion.cells_of(sites, shape)
 
-        kept[key] = to_tensor(natively(find, coordinates.indices))
+        kept[key] = to_tensor(find_beside(find, coordinates.indices))
     return kept[key]

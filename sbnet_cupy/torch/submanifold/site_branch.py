@@ -1,0 +1,88 @@
+"""Sites and maps in a CUDA graph: a branch of its own, since they depend on no features.
+
+What finds the sites of the next level, their maps and tiles then runs beside the convolutions of
+this one. Outside of a capture everything is in the order of the calls.
+"""
+
+import weakref
+
+import torch
+
+from ...core.graph_branch import side_stream
+from ...core.graph_memory import capture_on
+from ...core.torch_memory import allocate, capturing_stream
+from .. import _dispatch_state as state
+from .._native import compute
+
+_MOST_CAPTURES = 8  # that are remembered
+_MADE = {}  # number of a capture -> addresses of the memory that its branch has made
+
+
+def natively(function, *tensors):
+    """Call a function of native arrays with views of tensors, on their device."""
+    device = tensors[0].get_device()
+    if device >= 0 and device != state.current_device():
+        with torch.cuda.device(device):
+            return compute(function, tensors)
+    return compute(function, tensors)
+
+
+def find_beside(function, *tensors):
+    """Call a function of sites, as ``natively`` does; in a capture, on the branch of sites.
+
+    The function reads the tensors and what belongs to them, and what is kept with sites, which must
+    all be made by such calls.
+    """
+    stream = capturing_stream(tensors[0])
+    if stream is None:
+        return natively(function, *tensors)
+    device = tensors[0].device
+    main = torch.cuda.current_stream(device)
+    side = side_stream(tensors[0].get_device(), stream, "sites")
+    side = torch.cuda.ExternalStream(side.ptr, device=device)
+    made = _made_in(capture_on(stream))
+    given = [tensor for tensor in tensors if tensor is not None]
+    others = [tensor for tensor in given if _address(tensor) not in made]
+    if others:  # made on the main stream, or before the capture
+        side.wait_stream(main)
+        for tensor in others:
+            tensor.record_stream(side)
+    with torch.cuda.stream(side):
+        result, owned = _call_and_list(function, tensors)
+    for tensor in owned:  # the branch must not use their memory again, which the main stream reads
+        tensor.record_stream(main)
+        made.add(_address(tensor))
+    main.wait_stream(side)
+    return result
+
+
+def _call_and_list(function, tensors):
+    """Return the result of a function, and the tensors that were allocated for it and still are."""
+    import cupy
+
+    listed = []
+
+    def allocate_and_list(nbytes):
+        memory = allocate(nbytes)
+        listed.append(weakref.ref(memory.mem.tensor))
+        return memory
+
+    def call(*arrays):
+        with cupy.cuda.using_allocator(allocate_and_list):
+            return function(*arrays)
+
+    result = natively(call, *tensors)
+    return result, [tensor for tensor in (known() for known in listed) if tensor is not None]
+
+
+def _address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def _made_in(capture):
+    """Return the addresses of a capture; forget captures that were long ago."""
+    if capture not in _MADE:
+        while len(_MADE) >= _MOST_CAPTURES:
+            _MADE.pop(next(iter(_MADE)))
+        _MADE[capture] = set()
+    return _MADE[capture]
