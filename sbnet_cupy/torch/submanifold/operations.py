@@ -33,7 +33,7 @@ from .._native import numpy_dtype, strided_view
 from .._operation import Operation
 from .kept_calls import keep_call
 from .maps import kept_with
-from .site_branch import find_beside, natively
+from .site_branch import list_beside, natively
 
 
 def transposed_rows(rows, sites):
@@ -69,7 +69,7 @@ def _order_of(plan, tensors, place=1):
 
         def make():
             indices, offsets = kept.get("sites", (None, None))
-            order = find_beside(lambda *arrays: plan.sort(*arrays, offsets), rows, indices)
+            order = list_beside(lambda *arrays: plan.sort(*arrays, offsets), rows, indices)
             return order, [0 if array is None else address(array) for array in order]
 
         found = kept_or_made(kept, key, rows, make)

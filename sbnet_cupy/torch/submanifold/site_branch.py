@@ -1,7 +1,7 @@
-"""Sites and maps in a CUDA graph: a branch of its own, since they depend on no features.
+"""Sites and maps in a CUDA graph: branches of their own, since they depend on no features.
 
-What finds the sites of the next level, their maps and tiles then runs beside the convolutions of
-this one. Outside of a capture everything is in the order of the calls.
+What finds the sites of the next levels and their maps runs on one, and what lists the tiles of maps
+on another, beside the convolutions. Outside of a capture everything is in the order of the calls.
 """
 
 import weakref
@@ -33,13 +33,27 @@ def find_beside(function, *tensors):
     The function reads the tensors and what belongs to them, and what is kept with sites, which must
     all be made by such calls.
     """
+    return _beside(function, tensors, "sites")
+
+
+def list_beside(function, *tensors):
+    """Call a function of the tables of maps alike; in a capture, on a branch beside that of sites.
+
+    What it lists is for convolutions alone: no sites are found of it.
+    """
+    return _beside(function, tensors, "lists")
+
+
+def _beside(function, tensors, name):
     stream = capturing_stream(tensors[0])
     if stream is None:
         return natively(function, *tensors)
-    device = tensors[0].device
+    device, number = tensors[0].device, tensors[0].get_device()
     main = torch.cuda.current_stream(device)
-    side = side_stream(tensors[0].get_device(), stream, "sites")
-    side = torch.cuda.ExternalStream(side.ptr, device=device)
+    sites, side = (
+        torch.cuda.ExternalStream(side_stream(number, stream, branch).ptr, device=device)
+        for branch in ("sites", name)
+    )
     made = _made_in(capture_on(stream))
     given = [tensor for tensor in tensors if tensor is not None]
     others = [tensor for tensor in given if _address(tensor) not in made]
@@ -47,11 +61,14 @@ def find_beside(function, *tensors):
         side.wait_stream(main)
         for tensor in others:
             tensor.record_stream(side)
+    elif name != "sites":
+        side.wait_stream(sites)
     with torch.cuda.stream(side):
         result, owned = _call_and_list(function, tensors)
     for tensor in owned:  # the branch must not use their memory again, which the main stream reads
         tensor.record_stream(main)
-        made.add(_address(tensor))
+        if name == "sites":
+            made.add(_address(tensor))
     main.wait_stream(side)
     return result
 
