@@ -33,7 +33,7 @@ from .._native import numpy_dtype, strided_view
 from .._operation import Operation
 from .kept_calls import keep_call
 from .maps import kept_with
-from .site_branch import list_beside, natively
+from .site_branch import find_beside, list_beside, natively
 
 
 def transposed_rows(rows, sites):
@@ -42,7 +42,7 @@ def transposed_rows(rows, sites):
         return call(_TRANSPOSED, (rows, None), (sites,))
 
     def make():
-        back = call(_TRANSPOSED, (rows, None), (sites,))
+        back = to_tensor(find_beside(lambda table: TRANSPOSED_ROWS((table, None), (sites,)), rows))
         kept = kept_with(back)
         kept["transposed"] = weakref.ref(rows)
         mark_capture(kept, capture_of(rows))

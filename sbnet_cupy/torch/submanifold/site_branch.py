@@ -14,8 +14,8 @@ from ...core.torch_memory import allocate, capturing_stream
 from .. import _dispatch_state as state
 from .._native import compute
 
-_MOST_CAPTURES = 8  # that are remembered
-_MADE = {}  # number of a capture -> addresses of the memory that its branch has made
+_MOST_CAPTURES = 16  # that are remembered
+_MADE = {}  # capture, its main stream -> addresses of the memory that the branch of sites has made
 
 
 def natively(function, *tensors):
@@ -54,7 +54,7 @@ def _beside(function, tensors, name):
         torch.cuda.ExternalStream(side_stream(number, stream, branch).ptr, device=device)
         for branch in ("sites", name)
     )
-    made = _made_in(capture_on(stream))
+    made = _made_in(capture_on(stream), stream)
     given = [tensor for tensor in tensors if tensor is not None]
     others = [tensor for tensor in given if _address(tensor) not in made]
     if others:  # made on the main stream, or before the capture
@@ -96,10 +96,10 @@ def _address(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-def _made_in(capture):
-    """Return the addresses of a capture; forget captures that were long ago."""
-    if capture not in _MADE:
+def _made_in(*key):
+    """Return the addresses of a capture's stream; forget captures that were long ago."""
+    if key not in _MADE:
         while len(_MADE) >= _MOST_CAPTURES:
             _MADE.pop(next(iter(_MADE)))
-        _MADE[capture] = set()
-    return _MADE[capture]
+        _MADE[key] = set()
+    return _MADE[key]
