@@ -77,10 +77,11 @@ __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 template <class Product, int STAGES, int BUFFERS, int BLOCKS, bool ROUND>
 struct Streamers {
     static constexpr bool COPY = STAGES > 0 && BUFFERS == 2 && Product::ASYNC && split_of<Product>(0) == 1 && !ROUND;
-    static constexpr int COUNT = STAGES == 0 ? 0 : Product::ASYNC ? 128 : 32, LEFT = COPY ? 64 : 24;
+    static constexpr int COUNT = STAGES == 0 ? 0 : Product::ASYNC ? 128 : 32, FEWEST = COPY ? 64 : 24;
     static constexpr int GROUPS = ceil_div(Product::THREADS, 128);
-    static constexpr int LAUNCHED = 512 / BLOCKS / (GROUPS + 1) / 8 * 8;  // registers of each thread
-    static constexpr int TAKEN = min_of((LAUNCHED * (GROUPS + 1) - LEFT) / GROUPS, 232) / 8 * 8;
+    static constexpr int LAUNCHED = 512 / BLOCKS / (GROUPS + 1) / 8 * 8, ALL = LAUNCHED * (GROUPS + 1);  // registers of each thread
+    static constexpr int TAKEN = min_of((ALL - FEWEST) / GROUPS, 232) / 8 * 8;
+    static constexpr int LEFT = COPY ? min_of(ALL - TAKEN * GROUPS, 232) : FEWEST;  // what TAKEN is not a multiple of
 };
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int RB,
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 copy_async<COPIED>(to + unit_at<RB>(i, 0), x + list[i] * C, true);
             return;
         }
-        [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC && !AHEAD ? 1 : 4;  // there are no registers for more
+        [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC ? (AHEAD ? 4 : 1) : NT == 4 ? 2 : 4;  // there are no registers for more
         if constexpr (Product::ASYNC) {  // nor for a unit found again for each row
             const int unit = team.number % UNITS;
             const i64 c = (its.part * UNITS + unit) * LANES;

@@ -23,7 +23,7 @@ from .site_conv_plan import (
     OncePlan,
     SiteConvSizes,
     TilesPlan,
-    all_resident,
+    overlaps,
     plan_site_conv,
 )
 from .site_order import SiteOrder, site_order
@@ -219,7 +219,7 @@ def _by_tensor_cores(conv, plan):
 
     # On an H200 launches that overlap took 0.3 to 0.5 us less, but up to 8% more where there are
     # more thread blocks than the GPU holds at once: those of the next one take places of these.
-    if isinstance(plan, TilesPlan | OncePlan) and all_resident(plan, conv, current_device()):
+    if isinstance(plan, TilesPlan | OncePlan) and overlaps(plan, conv, current_device()):
         both = multiply(plan.template(conv, overlap=True), True)
         return both, both
     return tuple(multiply(plan.template(conv), dependent) for dependent in (False, True))

@@ -346,6 +346,16 @@ def all_resident(plan, conv, device):
     return math.prod(plan.tiles(conv)) <= device.multiprocessors * plan.blocks
 
 
+def overlaps(plan, conv, device):
+    """Whether launches of an OncePlan or a TilesPlan begin while the one ahead of them ends.
+
+    Tiles of 192 rows and 128 channels have no registers for that.
+    """
+    if isinstance(plan, TilesPlan) and plan.order.rows * plan.columns == 192 * 128:
+        return False
+    return all_resident(plan, conv, device)
+
+
 def _plan_once(conv, device):
     """Return the smallest tiles of which a multiprocessor has one at most; None if all are more.
 

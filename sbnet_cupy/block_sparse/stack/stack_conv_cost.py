@@ -38,6 +38,7 @@ SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 # How much longer chunks take with so few stages, and with two teams that copy.
 _FEW_STAGES = {2: 1.5, 3: 1.13}
 _TWO_TEAMS = 0.957
+_MORE_TAPS = 0.21  # of the time of a pixel, for each tap more in a chunk, where it has four or more
 _PRODUCT = 1.28  # how much longer products take than tensor cores need
 _BESIDE = 1.39  # how much longer results of a tile take for each thread block beside it
 
@@ -55,6 +56,9 @@ def launch_cost(plan, conv, device):
     per_product = 32 if plan.engine == "TileWgmma" else 16  # numbers of a chunk's product a cycle
     few = _FEW_STAGES.get(plan.stages, 1.0) if plan.stages < chunks else 1.0
     per_pixel = rates.pixel * (_TWO_TEAMS if plan.teams > 1 else 1.0)
+    taps = ROW // (conv.channels * conv.element_bytes)  # of a chunk
+    if taps >= 4 and not (plan.bulk or conv.pointwise):
+        per_pixel *= 1 + _MORE_TAPS * (taps - 1)
     slow = (0.024 + SLOW.get(conv.activation, 0)) / groups
 
     def tile(height, active):
