@@ -73,7 +73,7 @@ class State:
             self.fit = False
         try:
             self.versions = self._versions()
-        except RuntimeError:  # sparse tensors have no pointer, those of inference no version
+        except (RuntimeError, ValueError):  # no pointer: sparse or lazy; no version: of inference
             self.fit, self.versions = False, None
 
     def _lengths(self):
