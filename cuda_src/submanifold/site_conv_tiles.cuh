@@ -9,9 +9,9 @@
 //   STAGES   0: all weights stay in shared memory; else a warp streams those of a part and tap through a ring of so many
 //   COPIED   bytes that are copied together: 16, or 4 or 8 where that is a whole row of x
 //   BUFFERS  2: the next rows are copied while these are multiplied
-// With two buffers, where weights are streamed to be multiplied by wgmma, three warps beside the one that streams copy rows, tile
-// after tile, and those that multiply need not meet; else they copy the rows themselves.
 //   OVERLAP  wait for the launches ahead before all else, and let the next one begin
+// With two buffers, where weights are streamed to be multiplied by wgmma and nothing is rounded, three warps beside the one that
+// streams copy rows, tile after tile, and those that multiply need not meet; else they copy the rows themselves.
 // By SplitWgmma groups of four warps share the taps of a tile, and their sums are added in their order. Each has a ring of its
 // own, an equal part of the stages: a group that has none of many taps neither holds the others up nor loses count of a stage.
 #pragma once

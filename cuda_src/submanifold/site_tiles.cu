@@ -45,8 +45,8 @@ struct RowTable {
 //   SLICES, EACH   threads for each row, and taps that each of them looks at: every SLICES-th
 template <typename I, int BM, int SLOTS, int SLICES, int EACH, bool COLOURED>
 __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED && BM == 64) ? 1 : 2)
-    tile_rows(const I* __restrict__ rows,         // [taps, M]
-              const int* __restrict__ indices,    // [M, 1 + axes]: the sites of y; or null
+    tile_rows(const I* __restrict__ rows,  // [taps, M]
+              const int* __restrict__ indices,  // [M, 1 + axes]: the sites of y; or null
               int* __restrict__ order,     // [tiles][BM]: row of y, or -1
               int* __restrict__ heads,     // [tiles][TileHead::ints(taps)]
               int* __restrict__ sources,   // [tiles][taps * BM]

@@ -1,4 +1,4 @@
-"""A second branch of a CUDA graph, for work that may run beside other work.
+"""More branches of a CUDA graph, for work that may run beside other work.
 
 Where a graph is being captured, what is put on the stream of a branch becomes nodes that depend on
 what came before the branch, and on which depends what comes after it; the GPU runs them beside

@@ -351,7 +351,7 @@ def overlaps(plan, conv, device):
 
     Tiles of 192 rows and 128 channels have no registers for that.
     """
-    if isinstance(plan, TilesPlan) and plan.order.rows * plan.columns == 192 * 128:
+    if isinstance(plan, TilesPlan) and (plan.order.rows, plan.columns) == (192, 128):
         return False
     return all_resident(plan, conv, device)
 
