@@ -54,12 +54,16 @@ def keep_if_capturing(array):
         _keep(namespace(array), array.data)
 
 
-@contextlib.contextmanager
+_NOTHING = contextlib.nullcontext()
+
+
 def memory_of_graphs(like):
-    """While in this context, keep everything that CuPy allocates if a graph is being captured."""
-    if not is_capturing(like):
-        yield
-        return
+    """Return a context that keeps everything that CuPy allocates if a graph is being captured."""
+    return _memory_of_graph(like) if is_capturing(like) else _NOTHING
+
+
+@contextlib.contextmanager
+def _memory_of_graph(like):
     xp = namespace(like)
     allocate = xp.cuda.get_allocator()
 

@@ -262,6 +262,7 @@ class _Held:
 
 _HELD = _Held()
 NUMPY, CUPY, DLPACK = NumPy(), CuPy(), DLPack()
+_TORCH_DTYPES = {}  # torch dtype -> NumPy's, of those that were asked for
 _FRAMEWORKS = {"torch": Torch(), "jax": Jax(), "tensorflow": TensorFlow()}
 _FRAMEWORKS["jaxlib"] = _FRAMEWORKS["jax"]
 
@@ -294,6 +295,13 @@ def bfloat16(argument):
 
 def torch_dtype(dtype, argument):
     """Return the NumPy type of a torch dtype, or raise DTypeError."""
+    known = _TORCH_DTYPES.get(dtype)
+    if known is None:
+        known = _TORCH_DTYPES[dtype] = _found_dtype(dtype, argument)
+    return known
+
+
+def _found_dtype(dtype, argument):
     name = str(dtype).removeprefix("torch.")
     if name == "bfloat16":
         return bfloat16(argument)
@@ -312,9 +320,10 @@ def _cupy_view(tensor, dtype):
     """View a CUDA tensor as a CuPy array; the view keeps the tensor alive."""
     import cupy
 
-    strides = tuple(step * dtype.itemsize for step in tensor.stride())
-    extent = sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
-    nbytes = extent + dtype.itemsize if tensor.numel() else 0
-    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), nbytes, tensor, tensor.device.index)
-    pointer = cupy.cuda.MemoryPointer(memory, 0)
-    return cupy.ndarray(tuple(tensor.shape), dtype, pointer, strides)
+    shape, strides, nbytes = tuple(tensor.shape), None, tensor.nbytes
+    if not tensor.is_contiguous():
+        strides = tuple(step * dtype.itemsize for step in tensor.stride())
+        extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        nbytes = extent + dtype.itemsize if nbytes else 0
+    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), nbytes, tensor, tensor.get_device())
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)

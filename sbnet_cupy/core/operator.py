@@ -31,8 +31,8 @@ options and the device. A warm call is a look-up::
 The public functions do just this. An adapter whose tensors are no native arrays passes their specs
 to :meth:`Operator.plan_of` and finds the same plans. On a GPU it may then launch the kernel itself,
 on its own stream: ``plan.launch.on(stream, addresses)`` with the addresses of the arrays at the
-positions ``plan.operands``, 0 for None. ``launch`` is None where a call needs more than one kernel,
-or none: then it calls ``plan.run``.
+positions ``plan.operands``, 0 for None. ``launch`` is None where a call needs more than that: then
+it calls ``plan.run``.
 """
 
 import marshal
@@ -59,12 +59,13 @@ class Plan:
         computes on the current device and stream. If no array of the operator receives results, it
         returns them.
     launch : object, optional
-        The one kernel that ``run`` launches, with ``on(stream, addresses)``.
+        The kernels that ``run`` launches, mostly one, with ``on(stream, addresses)``.
     operands : tuple of int
-        Positions of the arrays that ``launch`` takes, in its order; None for a null pointer.
+        Positions of the arrays that ``launch`` takes, in its order; None for a null pointer. The
+        position after the last array is that of the memory of ``scratch`` bytes.
     scratch : int
-        Bytes that ``run`` allocates with CuPy's current allocator, in :func:`whole_pieces`. They
-        are not needed after the call.
+        Bytes that ``run`` allocates with CuPy's current allocator, in
+        :func:`~sbnet_cupy.core.arrays.whole_pieces`. They are not needed after the call.
     base : tuple of int, optional
         Positions of arrays: the first one that is given must be in the result before ``launch``,
         which writes only a part of it, or zeros if none is given. ``run`` sees to it by itself.
@@ -184,11 +185,6 @@ class Operator:
         plan.run(*given)
         found = tuple(given[place] for place in places)
         return found if len(found) > 1 else found[0]
-
-
-def whole_pieces(nbytes):
-    """Return the bytes that an allocation takes of scratch: a multiple of 256."""
-    return -(-nbytes // 256) * 256
 
 
 def _specs(fields, arrays):

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError
-from .arrays import ArrayContainer, array_function, device_of_all, empty, namespace
+from .arrays import ArrayContainer, array_function, device_of_all, empty, namespace, whole_pieces
 from .graph_memory import is_capturing, keep_if_capturing
 from .launch import enqueue
-from .operator import Plan, whole_pieces
+from .operator import Plan
 from .spec import group_of, spec_of
 
 _LOCK = threading.RLock()  # of threads that pack the same weights at once, one packs
@@ -92,7 +92,7 @@ class Packed(ArrayContainer):
 class PackedPlan(Plan):
     """The plan of a call whose weights are packed before they are read.
 
-    Among the ``operands`` of the launch, the packed weights come as if they were one array more.
+    Among the ``operands`` of the launch, the packed weights come after the last array.
 
     Parameters
     ----------

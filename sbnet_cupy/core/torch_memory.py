@@ -65,5 +65,7 @@ def to_tensor(array):
     dtype = getattr(torch, array.dtype.name)
     if not array.size:
         return torch.empty(array.shape, dtype=dtype, device=owner.device)
-    start = array.data.ptr - owner.data_ptr()
-    return owner[start : start + array.nbytes].view(dtype).view(array.shape)
+    if array.nbytes != owner.nbytes:  # a part of it
+        start = array.data.ptr - owner.data_ptr()
+        owner = owner[start : start + array.nbytes]
+    return owner.view(dtype).view(array.shape)

@@ -17,8 +17,8 @@ try:
 except ImportError as error:
     raise ImportError("sbnet_cupy.jax needs JAX; pip install 'sbnet-cupy[jax]'") from error
 
+from ..core.arrays import whole_pieces
 from ..core.launch import enqueue, recorded
-from ..core.operator import whole_pieces
 
 
 def _find_buffer_callback():

@@ -6,7 +6,7 @@ Kernels: cuda_src/submanifold/site_order.cu; those that find the numbers are the
 import numpy as np
 
 from ..core import launch as kernels
-from ..core.arrays import empty
+from ..core.arrays import empties, empty
 
 BITS, PART = 11, 1024  # of a number; rows of a thread block: those of counting_sort.cuh
 _BINS = 1 << BITS
@@ -36,9 +36,10 @@ class CountingSort:
         each row's number and place in its part, and how many rows of each number a part has. If
         the rows are sorted already, by lower digits, their order is the one ``before``.
         """
-        places = empty((self._n,), np.uint32, like)
-        counts = empty((self.parts, _BINS), np.uint16, like)
-        sums, totals = (empty(shape, np.int32, like) for shape in (counts.shape, (_BINS,)))
+        each = self.parts, _BINS
+        places, counts, sums, totals = empties(
+            like, ((self._n,), np.uint32), (each, np.uint16), (each, np.int32), ((_BINS,), np.int32)
+        )
         order = empty((self._n,), np.int32, like)
         count(places, counts)
         self._scan(counts, sums, totals)

@@ -68,9 +68,10 @@ def compute_again(x, w, residual, dilation, groups, activation, precision):
 
 
 def keep_call(x, w, made, residual, options, plan):
-    """Keep a call that was just made by a plan over a map, for others like it.
+    """Keep a call that was just made by a plan over a map, for others like it, from the second on.
 
-    The coordinates refer to the weights weakly, and to no map: nothing lives longer for it. What a
+    Where each input has sites of its own, there is no second call at them by the same weights. The
+    coordinates refer to the weights weakly, and to no map: nothing lives longer for it. What a
     captured graph computes is not kept.
     """
     kept = x.coordinates._kept
@@ -78,8 +79,11 @@ def keep_call(x, w, made, residual, options, plan):
         return
     if CAPTURE in kept or CAPTURE in made._kept or capture_of(x.features):
         return
-    like = options, fields_of(x.features), fields_of(residual)
-    calls = kept.setdefault(_CALLS, weakref.WeakKeyDictionary()).setdefault(w, [])
+    calls = kept.setdefault(_CALLS, weakref.WeakKeyDictionary())
+    if w not in calls:
+        calls[w] = []
+        return
+    calls, like = calls[w], (options, fields_of(x.features), fields_of(residual))
     if any(call[:3] == like for call in calls):  # with other objects as options: one will do
         return
     decided = (w.kept(plan.how), *made._ordered(plan), valid_rows(x.coordinates))

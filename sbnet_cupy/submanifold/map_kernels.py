@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import launch as kernels
-from ..core.arrays import empty, namespace, place_name
+from ..core.arrays import empties, empty, is_cupy, namespace, place_name
 from ..core.compile import cpp_name
 from ..core.graph_memory import memory_of_graphs
 from .keys import Packing
@@ -135,13 +135,19 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
                    readers, listed)  # fmt: skip
     launches = _launches(build, place_name(rows))
     with memory_of_graphs(rows):
-        words = empty((2 * _cleared(shape),), np.uint64, rows)
-        totals = empty((shape.levels,), np.int32, rows)
-        status = empty((1,), np.int32, rows)
-        indices = empty((capacity, 1 + d), np.int32, rows) if listed else None
-        valid = empty((capacity,), np.bool_, rows) if listed else None
-        winners = empty((capacity,), np.int32, rows) if given else None
-        inverse = empty((n,), np.int32, rows) if listed and given else None
+        words, winners = empties(  # kept with the sites
+            rows,
+            ((2 * _cleared(shape),), np.uint64),
+            ((capacity,), np.int32) if given else None,
+        )
+        totals, status, indices, valid, inverse = empties(  # what they consist of
+            rows,
+            ((shape.levels,), np.int32),
+            ((1,), np.int32),
+            ((capacity, 1 + d), np.int32) if listed else None,
+            ((capacity,), np.bool_) if listed else None,
+            ((n,), np.int32) if listed and given else None,
+        )
     launches.clear(words, winners, status)
     for level, (mark, rank_words) in enumerate(launches.levels):
         start, _ = shape.level(level)
@@ -178,7 +184,10 @@ def find_rows(tree, target, count, window, readers):
 
 def transpose_rows(rows, out):
     """Write the rows of a kernel map in the other direction: int32 [taps, sources]."""
-    out.fill(-1)
+    if is_cupy(out):
+        out.data.memset_async(0xFF, out.nbytes)  # -1, in a tenth of the time that fill takes
+    else:
+        out.fill(-1)
     _transposer(*rows.shape, out.shape[1], place_name(rows))(rows, out)
 
 

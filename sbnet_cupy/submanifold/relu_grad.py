@@ -5,6 +5,8 @@ Kernels: cuda_src/submanifold/relu_grad.cu, and sum_shares of site_conv_grad.cu.
 
 import functools
 
+import numpy as np
+
 from ..core import launch as kernels
 from ..core.arrays import compute_dtype, empty, namespace, place_name, vector_bytes
 from ..core.compile import cpp_name
@@ -22,29 +24,18 @@ def relu_grad(grad, y, bias_dtype):
     (float64 for float64) and in an order that depends on shapes alone, then rounded once. ``grad``
     may be some columns of a wider array.
     """
-    dx, sums = relu_grad_and_sums(grad, y)
-    return dx, bias_grad(sums, bias_dtype)
-
-
-def relu_grad_and_sums(grad, y):
-    """Return the gradient of ``x``, and sums over groups of its rows: ``[groups, channels]``."""
     (m, channels), item = grad.shape, grad.itemsize
     if grad.strides[1] != item or grad.strides[0] < channels * item:
         grad = namespace(grad).ascontiguousarray(grad)
-    pitch = grad.strides[0] // item
+    pitch, place = grad.strides[0] // item, place_name(grad)
     alignments = tuple(spec_of(array).alignment for array in (grad, y))
-    groups, launch = _launch(m, channels, pitch, grad.dtype, alignments, place_name(grad))
+    groups, launch = prepare_relu_grad(m, channels, pitch, grad.dtype, alignments, place)
     dx = empty(grad.shape, grad.dtype, grad)
     sums = empty((groups, channels), compute_dtype(grad.dtype), grad)
+    dbias = empty((channels,), bias_dtype, grad)
     launch(grad[:1], y, dx, sums)  # the kernel knows how far apart its rows are
-    return dx, sums
-
-
-def bias_grad(sums, dtype):
-    """Return the gradient of the bias, of a dtype, from the sums over groups of rows."""
-    dbias = empty((sums.shape[1],), dtype, sums)
-    _sum_launch(*sums.shape, dtype, place_name(sums))(sums, dbias)
-    return dbias
+    prepare_bias_grad(groups, channels, np.dtype(bias_dtype), place)(sums, dbias)
+    return dx, dbias
 
 
 def has_kernel(dtype, bias_dtype, size):
@@ -53,8 +44,13 @@ def has_kernel(dtype, bias_dtype, size):
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(m, channels, pitch, dtype, alignments, place):
-    """Return how many groups of rows there are, and the launch on the current device."""
+def prepare_relu_grad(m, channels, pitch, dtype, alignments, place):
+    """Return into how many groups rows are summed, and the launch on the current device.
+
+    It takes ``grad``, whose rows are ``pitch`` elements apart, ``y``, ``dx``, and the sums of each
+    group's rows of that, ``[groups, channels]`` of :func:`compute_dtype`. ``alignments`` are those
+    of ``grad`` and ``y``.
+    """
     item = dtype.itemsize
     vector = max(vector_bytes(channels * item, pitch * item, *alignments), item)
     width = channels * item // vector
@@ -70,6 +66,7 @@ def _launch(m, channels, pitch, dtype, alignments, place):
 
 
 @functools.lru_cache(maxsize=1024)
-def _sum_launch(groups, channels, dtype, place):
-    """Prepare the launch that adds the groups up: shares of one tap, 32 threads for each sum."""
+def prepare_bias_grad(groups, channels, dtype, place):
+    """Prepare the launch that adds up the groups' sums, and takes them and the bias's gradient."""
+    # Shares of one tap, 32 threads for each sum.
     return prepare_sums(dtype, channels, 1, 1, groups, parts=32)

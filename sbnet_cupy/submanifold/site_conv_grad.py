@@ -269,9 +269,9 @@ def _plan(specs, options):
     features, grad_y, rows, out = specs
     if by_kernels(features):
         tf32 = precision == "tf32"
-        run = plan_kernels(features, grad_y, rows, out or results[0], groups, tf32)
-        if run is not None:
-            return Plan(results, run)
+        plan = plan_kernels(features, grad_y, rows, out or results[0], groups, tf32)
+        if plan is not None:
+            return plan
 
     def run(features, grad_y, rows, out):
         with memory_of_graphs(features), np.errstate(all="ignore"):

@@ -3,20 +3,23 @@
 Kernels: cuda_src/submanifold/site_conv_grad.cu.
 """
 
+import numpy as np
+
 from ..core import launch as kernels
-from ..core.arrays import compute_dtype, empty, vector_bytes
+from ..core.arrays import compute_dtype, empty, vector_bytes, whole_pieces
 from ..core.compile import cpp_name
 from ..core.device import current_device
 from ..core.graph_memory import memory_of_graphs
+from ..core.operator import Plan
 from .site_conv_grad_plan import FmaPlan, WeightGradSizes, plan_weight_grad
 
 _FILE = "submanifold/site_conv_grad"
 
 
 def plan_kernels(features, grad_y, rows, out, groups, tf32):
-    """Return what computes a call on arrays of these specs by kernels; None where there are none.
+    """Return the Plan of a call on arrays of these specs by kernels; None where there are none.
 
-    It takes features, grad_y, rows and the array for the result.
+    ``out`` is what receives the result.
     """
     if not (rows.contiguous and features.size and grad_y.size and rows.size):
         return None
@@ -34,15 +37,14 @@ def plan_kernels(features, grad_y, rows, out, groups, tf32):
     )  # fmt: skip
     matrix = conv.weights // conv.taps
     add_up = prepare_sums(features.dtype, matrix, conv.taps, each, middle, out.alignment)
-    wide = compute_dtype(features.dtype)
+    nbytes = slices * matrix * compute_dtype(features.dtype).itemsize
+    launch = kernels.Series((multiply, (0, 1, 2, 4)), (add_up, (4, 3)))
 
     def run(features, grad_y, rows, out):
         with memory_of_graphs(features):
-            partial = empty((slices, matrix), wide, features)
-            multiply(features, grad_y, rows, partial)
-            add_up(partial, out)
+            launch(features, grad_y, rows, out, empty((nbytes,), np.uint8, features))
 
-    return run
+    return Plan((out,), run, launch, operands=(0, 1, 2, 3, 4), scratch=whole_pieces(nbytes))
 
 
 def prepare_sums(dtype, matrix, taps, shares, middle_shares, alignment=0, parts=4):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import launch as kernels
-from ..core.arrays import empty, namespace, place_name
+from ..core.arrays import empties, namespace, place_name
 from ..core.graph_memory import memory_of_graphs
 
 _FILE = "submanifold/site_tiles"
@@ -56,12 +56,11 @@ def site_tiles(rows, sources, kernel_size, shape, indices=None, offsets=None):
         indices = offsets = None
     launch = _launch(taps, m, sources, tuple(kernel_size), offsets, shape, place_name(rows))
     with memory_of_graphs(rows):
-        made = SiteTiles(
-            empty((tiles, shape.rows), np.int32, rows),
-            empty((tiles, head_numbers(taps)), np.int32, rows),
-            empty((tiles, taps * shape.rows), np.int32, rows),
-            empty((tiles, taps, shape.rows), np.uint16, rows),
-        )
+        order = (tiles, shape.rows), np.int32
+        heads = (tiles, head_numbers(taps)), np.int32
+        listed = (tiles, taps * shape.rows), np.int32
+        numbers = (tiles, taps, shape.rows), np.uint16
+        made = SiteTiles(*empties(rows, order, heads, listed, numbers))
         if indices is not None:
             indices = namespace(indices).ascontiguousarray(indices)
         launch(rows, indices, *made)

@@ -20,6 +20,7 @@ import torch
 
 from ..core.arrays import address
 from ..core.checks import check_contiguous, check_result
+from ..core.packed import PackedPlan
 from ..core.spec import SpecGroup
 from ..core.torch_memory import to_tensor
 from ..core.workspace import workspace
@@ -28,7 +29,7 @@ from ..errors import ShapeError
 from . import _dispatch_state as state
 from ._native import DTYPES, Description, compute, describe, native_stream, spec_of
 
-_MOST = 8  # calls that are known of the same options
+_MOST = 8  # calls that are known of the same options and shapes
 
 
 def call(operation, tensors, options, packed=None):
@@ -67,11 +68,12 @@ def _describe_plain(operation, given, options, out, packed):
     Of tensors like those of a call before, with the same options, only the addresses are looked at.
     """
     in_place = (False,) if operation.tells_in_place else ()
-    key = [t if t is None or type(t) is SpecGroup else True for t in given]
-    tensors = [t for t, known in zip(given, key, strict=True) if known is True]
+    tensors, calls = [t for t in given if not (t is None or type(t) is SpecGroup)], ()
     # Where the result may be in place, memory that is shared makes a difference.
-    calls = () if in_place and out is not None else operation.operator.calls(key, options)
-    for matches, places, known in calls if state.may_match(tensors) else ():
+    if not (in_place and out is not None) and state.may_match(tensors):
+        key = [t if t is None or type(t) is SpecGroup else t.shape for t in given]
+        calls = operation.operator.calls(key, options)
+    for matches, places, known in calls:
         if matches(*tensors):
             addresses = [t.data_ptr() for t in tensors]
             if functools.reduce(operator.or_, addresses) & 15:
@@ -177,7 +179,7 @@ def _launch(plan, tensors, addresses, place, packed, more):
     ``more`` are the addresses of operands that follow the packed weights.
     """
     stream, out = state.current_stream(tensors[0].get_device()), tensors[place]
-    packs = packed is None and len(tensors) in plan.operands
+    packs = packed is None and isinstance(plan, PackedPlan)
     below = None  # what the kernel that packs writes to the result: 0 for zeros
     if plan.base is not None:
         at = next((i for i in plan.base if addresses[i]), None)
@@ -187,7 +189,7 @@ def _launch(plan, tensors, addresses, place, packed, more):
             out = _started(plan, None if at is None else tensors[at], tensors, out)
     if out is None:
         out = tensors[0].new_empty_strided(plan.shape, plan.strides)  # sooner than new_empty
-    addresses = [*addresses, 0]  # the last is that of packed weights
+    addresses = [*addresses, 0]  # the last is that of packed weights, or scratch
     addresses[place], launch = out.data_ptr(), plan.launch
     if packs:
         background = (0, 0) if plan.pack.background else ()
@@ -200,6 +202,9 @@ def _launch(plan, tensors, addresses, place, packed, more):
         if weights is None:  # the first call of its form packs
             weights = compute(lambda _: packed.packed(plan.how, plan.pack), tensors[:1])
         addresses[-1] = address(weights)
+    elif plan.scratch:
+        scratch = tensors[0].new_empty_strided((plan.scratch,), (1,), dtype=torch.uint8)
+        addresses[-1] = scratch.data_ptr()
     addresses += more
     launch.on(stream, [0 if i is None else addresses[i] for i in plan.operands])
     return out

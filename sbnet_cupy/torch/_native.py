@@ -25,13 +25,17 @@ def compute(function, tensors):
 
     Tensors that are not contiguous are copied.
     """
-    views = [None if tensor is None else view(tensor) for tensor in tensors]
-    if not tensors[0].is_cuda:
-        return function(*views)
+    return on_stream(tensors[0], function, *views(*tensors))
+
+
+def on_stream(tensor, function, *arrays):
+    """Call a function of native arrays as work on a tensor, which is on the current device."""
+    if not tensor.is_cuda:
+        return function(*arrays)
     from cupy import cuda
 
-    with native_stream(tensors[0].get_device()), cuda.using_allocator(allocate):
-        return function(*views)
+    with native_stream(tensor.get_device()), cuda.using_allocator(allocate):
+        return function(*arrays)
 
 
 def native_stream(device):
@@ -41,12 +45,14 @@ def native_stream(device):
 
 def view(tensor):
     """View a tensor as a NumPy or CuPy array of the same memory; copy one that has gaps."""
-    return _enter(tensor.detach().contiguous(), "tensor")
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return _enter(tensor.contiguous(), "tensor")
 
 
-def strided_view(tensor):
-    """View a tensor as a NumPy or CuPy array of the same memory, with its gaps."""
-    return _enter(tensor.detach(), "tensor")
+def views(*tensors):
+    """View tensors likewise, or None."""
+    return [None if tensor is None else view(tensor) for tensor in tensors]
 
 
 def native_weights(weights):

@@ -63,8 +63,8 @@ def clear_launches():
     """Forget prepared launches."""
     for prepared in (
         map_kernels._launches, map_kernels._finder, map_kernels._transposer, site_order._launches,
-        row_lists._launches, site_tiles._launch, relu_grad._launch, relu_grad._sum_launch,
-        site_conv_launch._pack,
+        row_lists._launches, site_tiles._launch, relu_grad.prepare_relu_grad,
+        relu_grad.prepare_bias_grad, site_conv_launch._pack,
     ):  # fmt: skip
         prepared.cache_clear()
 

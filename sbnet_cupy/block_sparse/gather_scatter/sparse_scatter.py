@@ -9,13 +9,14 @@ from ...core.arrays import (
     array_function,
     empty,
     same_memory,
+    whole_pieces,
 )
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array, check_flag, check_result, check_written
 from ...core.copy_image import copy_image
 from ...core.device import shared_bytes, sm_count
 from ...core.half_floats import adder
-from ...core.operator import Operator, Plan, whole_pieces
+from ...core.operator import Operator, Plan
 from ...errors import DTypeError, ShapeError
 from ..checks import check_image, check_indices
 from ..compositions import last_writer

@@ -8,6 +8,7 @@ from ...core.torch_memory import to_tensor
 from ...errors import ShapeError
 from ...submanifold.coordinate_map import reduce_columns
 from ...submanifold.kernel_map import KernelMap
+from .._native import views
 from ..submanifold import kernel_map
 from ..submanifold.maps import of_native, untraced, valid
 from ..submanifold.operations import rows_of
@@ -78,10 +79,11 @@ def _sites_of_columns(source, kept, columns, spatial_shape, capacity):
 
     That is -1 for a row that is not kept, and for one whose site is past the capacity.
     """
-    how = spatial_shape, source.batch_size, "first", "leaf", capacity
+    how, columns = (spatial_shape, source.batch_size, "first", "leaf", capacity), list(columns)
 
-    def find(kept, *columns):
-        return reduce_columns(kept, columns, *how)[:2]
+    def find():
+        rows, *listed = views(kept, *columns)
+        return reduce_columns(rows, listed, *how)[:2]
 
     made, site = find_beside(find, kept, *columns)
     return of_native(made, source), to_tensor(site)

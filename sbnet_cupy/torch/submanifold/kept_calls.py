@@ -74,21 +74,26 @@ def compute_again(features, w, made, groups, residual, activation):
 
 
 def keep_call(plan, tensors, options, packed, order):
-    """Keep a call that was just made by a plan, for others like it.
+    """Keep a call that was just made by a plan, for others like it, from the second one on.
 
+    Where each input has sites of its own, there is no second call over a table by the same weights.
     The table refers to the weights weakly, and to no coordinates: nothing lives longer for it. What
     a captured graph computes is not kept.
     """
     features, rows, valid, *_, residual, out = tensors
+    kept = kept_with(rows)
+    calls = kept.setdefault(_CALLS, weakref.WeakKeyDictionary())
+    if packed not in calls:
+        calls[packed] = []
+        return
+    calls = calls[packed]
     given = (features,) if residual is None else (features, residual)
     if out is not None or valid is None or residual is features:
         return
     if any(t.data_ptr() & 15 for t in given):
         return
-    kept = kept_with(rows)
     if CAPTURE in kept or capture_of(features) or not all(map(state.is_plain, given)):
         return
-    calls = kept.setdefault(_CALLS, weakref.WeakKeyDictionary()).setdefault(packed, [])
     like = options, len(given)
     if any(c[:2] == like and c.valid is valid and c.matches(*given) for c in calls):
         return  # with other objects as options: one will do

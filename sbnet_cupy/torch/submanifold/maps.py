@@ -18,8 +18,8 @@ from ...submanifold.keeping_container import CAPTURE, kept_or_made, mark_capture
 from ...submanifold.kernel_map import KeptMap, KernelMap
 from ...submanifold.site_conv import valid_rows
 from ...submanifold.sparse_tensor import check_tensor
-from .._native import check_tensors
-from .site_branch import find_beside, natively
+from .._native import check_tensors, view
+from .site_branch import find_beside
 
 
 def untraced(function):
@@ -86,10 +86,8 @@ def native(coordinates):
         check_tensors(**dict(zip(names, arrays, strict=False)))
         grid = coordinates.spatial_shape, coordinates.batch_size
 
-        def viewed(indices, count, status=None):
-            return CoordinateMap(indices, count, *grid, status)
-
-        kept["native"] = natively(viewed, *arrays)
+        indices, count, *status = map(view, arrays)
+        kept["native"] = CoordinateMap(indices, count, *grid, *status)
     return kept["native"]
 
 
@@ -113,7 +111,7 @@ def valid(coordinates):
 
     def make():
         sites = native(coordinates)
-        return to_tensor(find_beside(lambda _: valid_rows(sites), coordinates.indices))
+        return to_tensor(find_beside(lambda: valid_rows(sites), coordinates.indices))
 
     return kept_or_made(coordinates._kept, "valid", coordinates.indices, make)
 
@@ -127,8 +125,8 @@ def kernel_map_of(coordinates, kernel_size, onto=None, **options):
     options["onto"] = None if onto is None else native(onto)
     sites = native(coordinates)
 
-    def find(*_):
-        return maps.kernel_map(sites, kernel_size, **options)
+    def find():
+        return maps.find_map(sites, kernel_size, **options)
 
     return _of_native(find_beside(find, *indices), known)
 

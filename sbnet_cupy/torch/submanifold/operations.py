@@ -29,11 +29,11 @@ from .._blas_threads import one_blas_thread
 from .._call import call
 from .._graph_branch import branch
 from .._namespace import activation_backward, affine, wide
-from .._native import numpy_dtype, strided_view
+from .._native import DTYPES, numpy_dtype, view, views
 from .._operation import Operation
 from .kept_calls import keep_call
 from .maps import kept_with
-from .site_branch import find_beside, list_beside, natively
+from .site_branch import find_beside, list_beside
 
 
 def transposed_rows(rows, sites):
@@ -42,7 +42,7 @@ def transposed_rows(rows, sites):
         return call(_TRANSPOSED, (rows, None), (sites,))
 
     def make():
-        back = to_tensor(find_beside(lambda table: TRANSPOSED_ROWS((table, None), (sites,)), rows))
+        back = to_tensor(find_beside(lambda: TRANSPOSED_ROWS((view(rows), None), (sites,)), rows))
         kept = kept_with(back)
         kept["transposed"] = weakref.ref(rows)
         mark_capture(kept, capture_of(rows))
@@ -69,7 +69,8 @@ def _order_of(plan, tensors, place=1):
 
         def make():
             indices, offsets = kept.get("sites", (None, None))
-            order = list_beside(lambda *arrays: plan.sort(*arrays, offsets), rows, indices)
+            table = rows.detach()  # which refers to nothing that is kept: no cycle
+            order = list_beside(lambda: plan.sort(*views(table, indices), offsets), rows, indices)
             return order, [0 if array is None else address(array) for array in order]
 
         found = kept_or_made(kept, key, rows, make)
@@ -124,8 +125,7 @@ def filled(like, shape, number):
 
 def _features_grad(grad, w, groups, precision, rows, sites):
     """Return the gradient of features from that of a convolution by ``w [taps, C / groups, K]``."""
-    plain = state.thread_is_plain() and state.is_plain(rows)
-    reverse = plain and kept_with(rows).get("symmetric", False)
+    reverse = getattr(rows, "kept_of_map", {}).get("symmetric", False)
     back = rows if reverse else transposed_rows(rows, sites)
     return call(_FEATURES_GRAD, (grad, w, back, None), (groups, reverse, precision))
 
@@ -186,10 +186,12 @@ def _conv_gradient(ops, arrays, options, grad, wanted, result):
 
 def _has_relu_grad(grad, result, bias):
     """Whether kernels compute the gradients of a relu and of a bias; they record none."""
-    plain = not torch.is_grad_enabled() and state.thread_is_plain()
-    if not (plain and grad.is_cuda and all(map(state.is_plain, (grad, result)))):
+    if not grad.is_cuda or grad.get_device() != state.current_device():
         return False
-    dtypes = (numpy_dtype(tensor.dtype, "bias") for tensor in (grad, bias))
+    plain = not torch.is_grad_enabled() and state.thread_is_plain()
+    if not (plain and state.is_plain(grad) and state.is_plain(result)):
+        return False
+    dtypes = numpy_dtype(grad.dtype, "grad"), numpy_dtype(bias.dtype, "bias")
     return relu_grad.has_kernel(*dtypes, grad.numel())
 
 
@@ -197,14 +199,24 @@ def _relu_grad(grad, result):
     """Return the gradient before a relu, and sums of groups of its rows."""
     if grad.stride(1) != 1 or grad.stride(0) < grad.shape[1]:  # no columns of a wider tensor
         grad = grad.contiguous()
-    found = natively(lambda y: relu_grad.relu_grad_and_sums(strided_view(grad), y), result)
-    return tuple(map(to_tensor, found))
+    (m, channels), device = grad.shape, grad.get_device()
+    alignments = grad.data_ptr() & 15, result.data_ptr() & 15
+    sizes = m, channels, grad.stride(0), DTYPES[grad.dtype], alignments
+    groups, launch = relu_grad.prepare_relu_grad(*sizes, f"cuda:{device}")
+    dx = grad.new_empty((m, channels))
+    sums = grad.new_empty((groups, channels), dtype=_wide_dtype(grad))
+    addresses = [tensor.data_ptr() for tensor in (grad, result, dx, sums)]
+    launch.on(state.current_stream(device), addresses)
+    return dx, sums
 
 
 def _bias_grad(sums, bias):
     """Return the gradient of a bias from these sums."""
-    dtype = numpy_dtype(bias.dtype, "bias")
-    return to_tensor(natively(lambda sums: relu_grad.bias_grad(sums, dtype), sums))
+    device = sums.get_device()
+    launch = relu_grad.prepare_bias_grad(*sums.shape, DTYPES[bias.dtype], f"cuda:{device}")
+    dbias = sums.new_empty(sums.shape[1:], dtype=bias.dtype)
+    launch.on(state.current_stream(device), (sums.data_ptr(), dbias.data_ptr()))
+    return dbias
 
 
 def _weight_grad_gradient(ops, arrays, options, grad, wanted, result):

@@ -12,26 +12,26 @@ from ...core.graph_branch import side_stream
 from ...core.graph_memory import capture_on
 from ...core.torch_memory import allocate, capturing_stream
 from .. import _dispatch_state as state
-from .._native import compute
+from .._native import on_stream
 
 _MOST_CAPTURES = 16  # that are remembered
 _MADE = {}  # capture, its main stream -> addresses of the memory that the branch of sites has made
 
 
-def natively(function, *tensors):
-    """Call a function of native arrays with views of tensors, on their device."""
-    device = tensors[0].get_device()
+def natively(function, tensor):
+    """Call a function that works on native arrays, on a tensor's device and its current stream."""
+    device = tensor.get_device()
     if device >= 0 and device != state.current_device():
         with torch.cuda.device(device):
-            return compute(function, tensors)
-    return compute(function, tensors)
+            return on_stream(tensor, function)
+    return on_stream(tensor, function)
 
 
 def find_beside(function, *tensors):
     """Call a function of sites, as ``natively`` does; in a capture, on the branch of sites.
 
     The function reads the tensors and what belongs to them, and what is kept with sites, which must
-    all be made by such calls.
+    all be made by such calls. It takes no arguments: it views of the tensors what it needs.
     """
     return _beside(function, tensors, "sites")
 
@@ -47,7 +47,7 @@ def list_beside(function, *tensors):
 def _beside(function, tensors, name):
     stream = capturing_stream(tensors[0])
     if stream is None:
-        return natively(function, *tensors)
+        return natively(function, tensors[0])
     device, number = tensors[0].device, tensors[0].get_device()
     main = torch.cuda.current_stream(device)
     sites, side = (
@@ -64,7 +64,7 @@ def _beside(function, tensors, name):
     elif name != "sites":
         side.wait_stream(sites)
     with torch.cuda.stream(side):
-        result, owned = _call_and_list(function, tensors)
+        result, owned = _call_and_list(function, tensors[0])
     for tensor in owned:  # the branch must not use their memory again, which the main stream reads
         tensor.record_stream(main)
         if name == "sites":
@@ -73,7 +73,7 @@ def _beside(function, tensors, name):
     return result
 
 
-def _call_and_list(function, tensors):
+def _call_and_list(function, tensor):
     """Return the result of a function, and the tensors that were allocated for it and still are."""
     import cupy
 
@@ -84,11 +84,11 @@ def _call_and_list(function, tensors):
         listed.append(weakref.ref(memory.mem.tensor))
         return memory
 
-    def call(*arrays):
+    def call():
         with cupy.cuda.using_allocator(allocate_and_list):
-            return function(*arrays)
+            return function()
 
-    result = natively(call, *tensors)
+    result = natively(call, tensor)
     return result, [tensor for tensor in (known() for known in listed) if tensor is not None]
 
 

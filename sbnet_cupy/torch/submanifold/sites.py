@@ -14,7 +14,7 @@ from ...submanifold.adapted import ADAPTED
 from ...submanifold.distinct import row_of_site
 from ...submanifold.sparse_tensor import SparseTensor, check_rows
 from ...submanifold.voxelize import check_points, find_voxels
-from .._native import check_tensors, numpy_dtype
+from .._native import check_tensors, numpy_dtype, views
 from .maps import (
     check_floats,
     check_sparse,
@@ -73,8 +73,8 @@ def _listed(reduce, mode, *tensors):
     arrays, as ``reduce_rows``.
     """
 
-    def find(*arrays):
-        made, inverse, reduction = reduce(*arrays)
+    def find():
+        made, inverse, reduction = reduce(*views(*tensors))
         if mode in ("sum", "mean"):
             return made, inverse, reduction
         return made, inverse, row_of_site(reduction, made.capacity, mode)
@@ -291,11 +291,12 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
 def _cells_listed(x, tol, mask, capacity, data_format):
     """Return the sites of a grid, and the flat cell of each, -1 for rows that are no site."""
 
-    def find(x, mask=None):
-        options = {"tol": tol, "mask": mask, "capacity": capacity, "data_format": data_format}
-        return dense_conversion.dense_to_sparse(x, **options).coordinates
+    def find():
+        image, where = views(x, mask)
+        options = {"tol": tol, "mask": where, "capacity": capacity, "data_format": data_format}
+        return dense_conversion.dense_to_sparse(image, **options).coordinates
 
-    made = find_beside(find, *((x,) if mask is None else (x, mask)))
+    made = find_beside(find, x, mask)
     coordinates = of_native(made)
     shape = (made.batch_size, *made.spatial_shape)
     cells = _cells(coordinates, shape)
@@ -352,7 +353,7 @@ def _cells(coordinates, shape):
     if key not in kept:
         sites = native(coordinates)
 
-        def find(_):
+        def find():
             return dense_conversion.cells_of(sites, shape)
 
         kept[key] = to_tensor(find_beside(find, coordinates.indices))
