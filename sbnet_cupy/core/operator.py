@@ -71,6 +71,9 @@ class Plan:
         which writes only a part of it, or zeros if none is given. ``run`` sees to it by itself.
     weight : int
         How much of the cache the plan takes; most take 1.
+    resized : function, optional
+        Of the lengths of the operator's ``lengths``, in their order: the plan of a call that
+        differs in these alone, or None where there is none of the same kind.
     """
 
     results: tuple
@@ -80,6 +83,7 @@ class Plan:
     scratch: int = 0
     base: tuple | None = None
     weight: int = 1
+    resized: Callable | None = None
     shape: tuple = field(init=False)  # of the first result
     strides: tuple = field(init=False)  # in elements
 
@@ -108,6 +112,10 @@ class Operator:
         Of a namespace, arrays, options, the gradient of the result and the wanted names.
     linear : tuple of str
         The arrays in which the operation is linear, with no other option than those that move data.
+    lengths : dict
+        The axis of some arrays whose length differs from call to call, such as a number of sites,
+        and None for options that are such a length. Plans that say how they are ``resized`` are
+        made of one another, in a fraction of the time.
     """
 
     name: str
@@ -118,6 +126,7 @@ class Operator:
     results: tuple = ("out",)
     gradient: Callable | None = field(default=None, repr=False)
     linear: tuple = ()
+    lengths: dict = field(default_factory=dict, repr=False)
 
     def plan_for(self, arrays, options):
         """Return the plan of a call with NumPy or CuPy arrays, or specs, on the current device.
@@ -128,10 +137,7 @@ class Operator:
             key = (self.name, *map(fields_of, arrays), marshal.dumps(options, 2))
         except ValueError:  # an option that is no plain value
             return self.plan(_specs(map(fields_of, arrays), arrays), options)
-        plan = _PLANS.get(key)
-        if plan is None:
-            plan = _keep(key, self.plan(_specs(key[1:-1], arrays), options))
-        return plan
+        return _PLANS.get(key) or self._made(key, arrays, options)
 
     def plan_of(self, specs, options):
         """Return the plan of a call with arrays of these specs (or None) on the current device.
@@ -142,10 +148,7 @@ class Operator:
             key = (self.name, *specs, marshal.dumps(options, 2))
         except ValueError:
             return self.plan(_specs(specs, specs), options)
-        plan = _PLANS.get(key)
-        if plan is None:
-            plan = _keep(key, self.plan(_specs(specs, specs), options))
-        return plan
+        return _PLANS.get(key) or self._made(key, specs, options)
 
     def find(self, specs, options):
         """Return the plan that is kept for such specs, or tuples equal to them, and options.
@@ -156,6 +159,62 @@ class Operator:
             return _PLANS.get((self.name, *specs, marshal.dumps(options, 2)))
         except ValueError:
             return None
+
+    def near(self, specs, options):
+        """Return the plan that is kept, or one made of that of a call with other lengths; or None.
+
+        Then a call like this one was checked before.
+        """
+        found = self.find(specs, options)
+        if found is None and self.lengths:
+            kind, lengths = self._kind(specs, options)
+            known = _PLANS.get(kind)
+            found = known and known.resized(*lengths)
+            if found is not None:
+                _keep((self.name, *specs, marshal.dumps(options, 2)), found)
+        return found
+
+    def _made(self, key, arrays, options):
+        """Make the plan of a call and keep it under a key: a name, specs, and the options."""
+        specs = key[1:-1]
+        plan = self.near(specs, options)
+        if plan is None:
+            plan = _keep(key, self.plan(_specs(specs, arrays), options))
+            if plan.resized is not None:
+                kind, _ = self._kind(specs, options)
+                if kind is not None:
+                    _keep(kind, plan)
+        return plan
+
+    def _kind(self, specs, options):
+        """Return what calls that differ in lengths alone have in common, and the lengths.
+
+        Lengths that are equal in one are so in all of them. None if one of them is 0, or no length.
+        """
+        names, key, others, lengths = iter(self.arrays), [self.name, "lengths"], [], []
+        for spec in specs:
+            if type(spec) is SpecGroup:
+                for _ in spec.specs:
+                    next(names)
+                key.append(spec)
+                continue
+            axis = self.lengths.get(next(names))
+            if axis is None or spec is None:
+                key.append(spec)
+                continue
+            if not isinstance(spec, tuple) or len(spec[0]) <= axis:
+                return None, ()
+            shape = spec[0]
+            lengths.append(shape[axis])
+            key.append((lengths.index(shape[axis]), *shape[:axis], *shape[axis + 1 :], *spec[1:]))
+        for name, option in zip(self.options, options, strict=True):
+            if name in self.lengths:
+                if type(option) is not int:
+                    return None, ()
+                lengths.append(option)
+                option = lengths.index(option)
+            others.append(option)
+        return (None, ()) if 0 in lengths else ((*key, marshal.dumps(others, 2)), lengths)
 
     def calls(self, given, options):
         """Return a list, kept with the plans, of what an adapter knows of calls.

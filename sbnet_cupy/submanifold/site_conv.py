@@ -358,4 +358,5 @@ SITE_CONV = Operator(
     options=("kernel_size", "sites", "groups", "activation", "precision"),
     infer=_infer,
     plan=_plan,
+    lengths={"features": 0, "rows": 1, "valid": 0, "residual": 0, "out": 0, "sites": None},
 )

@@ -295,4 +295,5 @@ SITE_WEIGHT_GRAD = Operator(
     infer=_infer,
     plan=_plan,
     linear=("grad_y",),
+    lengths={"features": 0, "grad_y": 0, "rows": 1},
 )

@@ -3,6 +3,8 @@
 Kernels: cuda_src/submanifold/site_conv_grad.cu.
 """
 
+import functools
+
 import numpy as np
 
 from ..core import launch as kernels
@@ -24,27 +26,36 @@ def plan_kernels(features, grad_y, rows, out, groups, tf32):
     if not (rows.contiguous and features.size and grad_y.size and rows.size):
         return None
     conv = describe(features, grad_y, rows, groups, tf32)
+    return _plan_sized(conv, out, conv.sources, conv.targets)
+
+
+def _plan_sized(conv, out, sources, targets, *_):
+    """Return the plan of such a gradient with so many sites; None where there is no kernel."""
+    again = functools.partial(_plan_sized, conv, out)
+    conv = conv._replace(sources=sources, targets=targets)
     plan = plan_weight_grad(conv, current_device())
     if plan is None:
         return None
     (each, middle), by_fma = plan.shares(conv), isinstance(plan, FmaPlan)
     slices = middle + each * (conv.taps - 1)  # matrices of partial sums
     sizes = (conv.sources, conv.targets, conv.taps, conv.channels, conv.channels_out)
-    sizes += (groups, each, middle, plan.lanes(conv)) if by_fma else (each, middle)
+    sizes += (conv.groups, each, middle, plan.lanes(conv)) if by_fma else (each, middle)
     multiply = kernels.prepare(
         _FILE, plan.kernel, plan.template(conv), slices * plan.tiles(conv), plan.threads, 4, sizes,
         shared=plan.shared_bytes(conv), dependent=True,
     )  # fmt: skip
     matrix = conv.weights // conv.taps
-    add_up = prepare_sums(features.dtype, matrix, conv.taps, each, middle, out.alignment)
-    nbytes = slices * matrix * compute_dtype(features.dtype).itemsize
+    add_up = prepare_sums(out.dtype, matrix, conv.taps, each, middle, out.alignment)
+    nbytes = slices * matrix * compute_dtype(out.dtype).itemsize
     launch = kernels.Series((multiply, (0, 1, 2, 4)), (add_up, (4, 3)))
 
     def run(features, grad_y, rows, out):
         with memory_of_graphs(features):
             launch(features, grad_y, rows, out, empty((nbytes,), np.uint8, features))
 
-    return Plan((out,), run, launch, operands=(0, 1, 2, 3, 4), scratch=whole_pieces(nbytes))
+    return Plan(
+        (out,), run, launch, operands=(0, 1, 2, 3, 4), scratch=whole_pieces(nbytes), resized=again
+    )
 
 
 def prepare_sums(dtype, matrix, taps, shares, middle_shares, alignment=0, parts=4):

@@ -37,14 +37,22 @@ def plan_kernel(problem, kernel_size, features, w, rows, scale, bias, residual, 
     if not (w.contiguous and rows.contiguous and features.size):
         return None
     conv = describe(problem, features, w, rows, residual, out)
+    tables = dtype_of_tables(w.dtype, (scale, bias))
+    return _plan_sized(conv, kernel_size, tables, result, conv.sources, conv.targets)
+
+
+def _plan_sized(conv, kernel_size, tables, result, sources, targets, *_):
+    """Return the plan of such a convolution with so many sites; None where there is no kernel."""
+    again = functools.partial(_plan_sized, conv, kernel_size, tables, result)
+    conv = conv._replace(sources=sources, targets=targets)
+    result = result.new((targets, conv.channels_out))
     plan = plan_site_conv(conv, current_device())
     if plan is None:
         return None
     if isinstance(plan, FmaPlan):
-        return Plan((result,), _by_fma(conv, plan))
-    tables = dtype_of_tables(w.dtype, (scale, bias))
+        return Plan((result,), _by_fma(conv, plan), resized=again)
     steps = (0, conv.channels * conv.channels_out, conv.channels_out, 1)
-    pack = _pack(_without_sites(conv), _whole(conv, plan), tables, steps, features.device)
+    pack = _pack(_without_sites(conv), _whole(conv, plan), tables, steps, result.device)
     multiply, multiply_early = _by_tensor_cores(conv, plan)
     how = ("site_conv", conv.element, conv.steps(_whole(conv, plan)))
     sort = _sort(conv, plan, kernel_size)
@@ -60,6 +68,7 @@ def plan_kernel(problem, kernel_size, features, w, rows, scale, bias, residual, 
     return OrderedPlan(
         (result,), run, launch=multiply, operands=(0, 8, *_operands(plan, 9), 2, 6, 7), pack=pack,
         how=how, weights=(3, 4, 5), early_launch=multiply_early, order=plan.order, sort=sort,
+        resized=again,
     )  # fmt: skip
 
 
@@ -72,6 +81,14 @@ def plan_back_kernel(problem, grad_y, w, back, reverse, out):
     if not (w.contiguous and back.contiguous and grad_y.size):
         return None
     conv = describe(problem, grad_y, None, back, None, out)
+    return _plan_back_sized(conv, w.dtype, reverse, out, conv.sources, conv.targets)
+
+
+def _plan_back_sized(conv, dtype, reverse, out, sources, targets, *_):
+    """Return the plan of such a gradient with so many sites; None where there is no kernel."""
+    again = functools.partial(_plan_back_sized, conv, dtype, reverse, out)
+    conv = conv._replace(sources=sources, targets=targets)
+    out = out.new((targets, conv.channels_out))
     plan = plan_site_conv(conv, current_device())
     if plan is None:
         return None
@@ -80,14 +97,14 @@ def plan_back_kernel(problem, grad_y, w, back, reverse, out):
 
         def run_fma(grad_y, w, back, out):
             with memory_of_graphs(grad_y):
-                turned = swap_channels(w, problem.groups, reverse)
+                turned = swap_channels(w, conv.groups, reverse)
             multiply(grad_y, back, None, turned, None, None, None, out)
 
-        return Plan((out,), run_fma)
+        return Plan((out,), run_fma, resized=again)
     step = conv.channels * conv.channels_out
     start, tap_step = ((conv.taps - 1) * step, -step) if reverse else (0, step)
     steps, only = (start, tap_step, 1, conv.channels), True
-    pack = _pack(_without_sites(conv), _whole(conv, plan), w.dtype, steps, grad_y.device, only)
+    pack = _pack(_without_sites(conv), _whole(conv, plan), dtype, steps, out.device, only)
     _, multiply = _by_tensor_cores(conv, plan)
     sort = _sort(conv, plan, (conv.taps,))
 
@@ -97,7 +114,7 @@ def plan_back_kernel(problem, grad_y, w, back, reverse, out):
 
     return OrderedPlan(
         (out,), run, launch=multiply, operands=(0, 4, *_operands(plan, 5), None, None, 3),
-        pack=pack, weights=(1,), order=plan.order, sort=sort,
+        pack=pack, weights=(1,), order=plan.order, sort=sort, resized=again,
     )  # fmt: skip
 
 

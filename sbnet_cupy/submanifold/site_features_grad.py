@@ -88,4 +88,5 @@ SITE_FEATURES_GRAD = Operator(
     infer=_infer,
     plan=_plan,
     linear=("grad_y",),
+    lengths={"grad_y": 0, "back": 1, "out": 0},
 )

@@ -112,7 +112,7 @@ def run(operation, tensors, options, described=None):
     if operation.tells_in_place:
         options = (*options, out is not None and _is_same_memory(out, tensors[0]))
     fields, addresses, gaps, learns, packed, plan = described or describe(tensors)
-    plan = plan or operation.operator.find(fields, options)
+    plan = plan or operation.operator.near(fields, options)
     if plan is None:
         operation.check(tensors)
         fields = describe(operation.described(tensors, packed)).fields  # dtypes are known by now
