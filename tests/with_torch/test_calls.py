@@ -327,12 +327,22 @@ def test_known_calls_are_left_to_the_dispatcher_too(st, torch, described):
     assert len(described) == known
 
 
-def test_few_calls_of_the_same_options_are_known(st, torch, device, described):
+def test_calls_of_each_shape_are_known(st, torch, device, described):
     listed = table(torch, device)
     for size in range(8, 20):
         for _ in range(3):
             st.sparse_gather(torch.zeros(2, size, size, 4, device=device), *listed, bsize=4)
-    assert len(described) == 8 * 2 + 4 * 3
+    assert len(described) == 12 * 2
+
+
+def test_few_calls_of_the_same_options_and_shapes_are_known(st, torch, device, described):
+    listed = table(torch, device)
+    names = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64".split()
+    for name in names:
+        x = torch.zeros(2, 8, 8, 4, dtype=getattr(torch, name), device=device)
+        for _ in range(3):
+            st.sparse_gather(x, *listed, bsize=4)
+    assert len(described) == 8 * 2 + 2 * 3
 
 
 def test_no_tensor_that_comes_twice_is_known(st, torch, device, described):
