@@ -1,9 +1,9 @@
 """What an ActiveBlocks prints: how many blocks are active, and a picture of the grid."""
 
 import math
-import sys
 
 from ..core.arrays import array_function, is_cupy, library_of
+from ..core.readable import can_be_read, shape_of
 
 _ROWS, _COLUMNS, _IMAGES = 16, 64, 3  # of the picture, at most
 
@@ -11,9 +11,9 @@ _ROWS, _COLUMNS, _IMAGES = 16, 64, 3  # of the picture, at most
 def describe(active):
     """Return the text that ``repr`` prints of an ActiveBlocks; it never raises."""
     arrays = (active.bin_counts, active.active_block_indices)
-    if _belong_together(*arrays) and all(map(_can_be_read, arrays)):
+    if all(map(can_be_read, arrays)) and _belong_together(*arrays):
         return _describe(active)
-    shapes = [getattr(array, "shape", type(array).__name__) for array in arrays]
+    shapes = list(map(shape_of, arrays))
     return (
         f"ActiveBlocks: not read, grid {active.grid}, bin_counts {shapes[0]}, "
         f"active_block_indices {shapes[1]}"
@@ -28,20 +28,6 @@ def _belong_together(counts, indices):
     shapes = tuple(counts.shape), tuple(indices.shape)
     same = library.place(counts) == library.place(indices)
     return same and shapes[0] == (1,) and len(shapes[1]) == 2 and shapes[1][1] == 3
-
-
-def _can_be_read(array):
-    """Whether an array's contents are there to be read: not while tracing or capturing."""
-    library = library_of(array)
-    if library.name == "torch":
-        torch = sys.modules["torch"]
-        capturing = array.is_cuda and torch.cuda.is_current_stream_capturing()
-        return type(array) is torch.Tensor and not (capturing or torch.compiler.is_compiling())
-    if library.name == "jax" and library.place(array) != "traced":
-        return not array.is_deleted()
-    if library.name == "cupy":
-        return not sys.modules["cupy"].cuda.get_current_stream().is_capturing()
-    return library.place(array) != "traced"
 
 
 @array_function

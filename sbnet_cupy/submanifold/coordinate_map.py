@@ -14,6 +14,7 @@ from ..core.arrays import array_function, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import capture_of, memory_of_graphs
 from ..core.list_cells import list_cells
+from ..core.readable import is_readable_int32, shape_of
 from ..core.sizes import is_integer
 from ..dense.conv2d import check_choice
 from ..errors import CapacityError, DTypeError, ShapeError
@@ -103,10 +104,19 @@ class CoordinateMap(KeepingContainer):
         return mapped
 
     def __repr__(self):
-        return (
-            f"CoordinateMap: {self.number()} sites on a grid of {self.spatial_shape}, batch of "
-            f"{self.batch_size}, capacity {self.capacity}"
-        )
+        """Tell the number of sites, which waits for a GPU.
+
+        While a framework traces, or a CUDA graph is captured, nothing is read.
+        """
+        where = f"on a grid of {self.spatial_shape}, batch of {self.batch_size}"
+        if self._is_readable():
+            return f"CoordinateMap: {self.number()} sites {where}, capacity {self.capacity}"
+        shapes = f"indices {shape_of(self.indices)}, count {shape_of(self.count)}"
+        return f"CoordinateMap: not read, {where}, {shapes}"
+
+    def _is_readable(self):
+        """Whether this is a list of sites that can be counted now, not one of stand-ins."""
+        return is_readable_int32(self.count, 1) and len(getattr(self.indices, "shape", ())) == 2
 
     @property
     def capacity(self):

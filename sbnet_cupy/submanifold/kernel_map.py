@@ -12,6 +12,7 @@ import numpy as np
 
 from ..core.arrays import array_function, is_cupy, library_of, namespace
 from ..core.graph_memory import capture_of
+from ..core.readable import is_readable_int32, shape_of
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
@@ -70,7 +71,10 @@ class KernelMap(KeepingContainer):
         return KernelMap(function(self.rows), source, target, self.kernel_size)
 
     def __repr__(self):
+        """Tell the number of pairs, which waits for a GPU; not while a framework traces."""
         kernel = "x".join(map(str, self.kernel_size))
+        if not is_readable_int32(self.rows, 2):
+            return f"KernelMap: {kernel} kernel, not read, rows {shape_of(self.rows)}"
         return (
             f"KernelMap: {kernel} kernel, {self.source.capacity} to {self.target.capacity} rows, "
             f"{self.pairs()} pairs"

@@ -13,6 +13,7 @@ from ..core.arrays import (
 )
 from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
+from ..core.readable import shape_of
 from ..errors import DTypeError, ShapeError
 from .adapted import adapted
 from .coordinate_map import CoordinateMap, reduce_rows
@@ -80,7 +81,10 @@ class SparseTensor(ArrayContainer):
         return SparseTensor(function(self.features), self.coordinates._map_arrays(function))
 
     def __repr__(self):
-        where = self.coordinates
+        """Tell the number of sites, as that of a CoordinateMap does."""
+        where, shape = self.coordinates, getattr(self.features, "shape", ())
+        if not isinstance(where, CoordinateMap) or not where._is_readable() or len(shape) != 2:
+            return f"SparseTensor: features {shape_of(self.features)}, coordinates {where!r}"
         return (
             f"SparseTensor: {where.number()} sites of {self.channels} channels, "
             f"{self.features.dtype}, on a grid of {where.spatial_shape}, batch of "

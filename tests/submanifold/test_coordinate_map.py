@@ -188,3 +188,11 @@ def test_a_permuted_list_gives_the_same_bits(xp, mode):
         results.append(sb.submanifold_conv(x, xp.asarray(w), activation="silu"))
     assert_same(results[0].indices, results[1].indices)
     assert_same(results[0].features, results[1].features)
+
+
+def test_lists_of_every_library_are_printed(lib):
+    rows = np.array([[0, 1, 2], [0, 3, 3]], np.int32)
+    x = sb.sparse_tensor(np.ones((2, 4), np.float32), rows, spatial_shape=(5, 5))
+    for value in (x, x.coordinates, sb.kernel_map(x, 3, onto=x)):
+        text = repr(value._map_arrays(lib.make))
+        assert text.replace(str(lib.make(x.features).dtype), "float32") == repr(value)

@@ -235,3 +235,24 @@ def test_numbers_that_are_none(sbj, place, jax):
     assert_same(dense(x, 2.0), sbj.sparse_to_dense(x, fill=2))
     listed = jax.jit(lambda image, number: sbj.dense_to_sparse(image, tol=number).features)
     assert_same(listed(x.dense(), 0.5), sbj.dense_to_sparse(x.dense(), tol=0.5).features)
+
+
+def test_what_cannot_be_read_is_printed_all_the_same(sbj, place, jax):
+    """Tracers, the stand-ins of tree.map, mapped lists and donated arrays."""
+    _, x = tensors(sbj, place)
+    window, n, channels = sbj.kernel_map(x, 3, onto=x), *x.features.shape
+    for value in (x, x.coordinates, window):
+        texts = []
+        jax.jit(lambda value, texts=texts: texts.append(repr(value)))(value)
+        makers = (lambda a: a.shape, lambda a: None, lambda a: a[None])
+        texts += [repr(jax.tree.map(make, value)) for make in makers]
+        assert all("not read" in text for text in texts), texts
+        assert "not read" not in repr(value)
+    mapped = jax.vmap(lambda features: x.replace(features))(x.features[None])
+    assert repr(mapped).startswith(f"SparseTensor: features (1, {n}, {channels}), coordinates")
+    blocks = sbj.reduce_mask(jax.numpy.ones((1, 4, 4)), (2, 2), bsize=2)
+    for value in (x, x.coordinates, window, blocks):
+        copy = jax.tree.map(lambda a: a + 0, value)
+        for array in jax.tree.leaves(copy):
+            array.delete()
+        assert "not read" in repr(copy)
