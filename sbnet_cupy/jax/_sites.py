@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..submanifold.adapted import ADAPTED
 from ..submanifold.coordinate_map import CoordinateMap
 from ..submanifold.feature_rows import reads
 from ..submanifold.keeping_container import KeepingContainer
@@ -54,8 +55,15 @@ _register(KernelMap, ("rows", "source", "target"), ("kernel_size",))
 
 def valid_rows(coordinates):
     """Return which rows hold a site: bool, shape (N,)."""
-    listed = jnp.arange(coordinates.capacity) < coordinates.count[0]
-    return listed & (coordinates.indices[:, 0] >= 0)
+    return _valid(coordinates.indices, coordinates.count)
+
+
+def _valid(indices, count):
+    """See :meth:`CoordinateMap.valid`; inside ``jit``, too."""
+    return (jnp.arange(indices.shape[0]) < count[0]) & (indices[:, 0] >= 0)
+
+
+ADAPTED["jax", "valid"] = _valid
 
 
 def rows_at(features, rows, fill=0):

@@ -196,7 +196,7 @@ class CoordinateMap(KeepingContainer):
 
     def valid(self):
         """Return which rows hold a site: bool, shape (N,)."""
-        return _valid(self.indices, self.count)
+        return adapted("valid", _valid, self.indices)(self.indices, self.count)
 
     def _columns(self):
         """Return the coordinates as int64 arrays; -1 in rows that hold no site."""

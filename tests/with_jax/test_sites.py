@@ -256,3 +256,16 @@ def test_what_cannot_be_read_is_printed_all_the_same(sbj, place, jax):
         for array in jax.tree.leaves(copy):
             array.delete()
         assert "not read" in repr(copy)
+
+
+def test_valid_rows_inside_jit(sbj, place, jax):
+    """So that a loss can leave out the rows past the count."""
+    _, x = tensors(sbj, place)
+    n = x.coordinates.number()
+    expected = [True] * n + [False] * (x.coordinates.capacity - n)
+    for function in (jax.jit, jax.vmap):
+        sites = x.coordinates
+        if function is jax.vmap:
+            sites = jax.tree.map(lambda array: array[None], sites)
+        valid = function(lambda sites: sites.valid())(sites)
+        assert to_numpy(valid).ravel().tolist() == x.coordinates.valid().tolist() == expected
