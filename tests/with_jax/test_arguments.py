@@ -87,6 +87,18 @@ def test_capacity_is_needed_while_tracing(sbj, jax, transform):
         getattr(jax, transform)(count)(mask)
 
 
+def test_a_number_that_jax_traces_is_refused_by_name(sbj, jax):
+    mask = jax.numpy.ones((1, 4, 4))
+
+    def count(tol):
+        return sbj.reduce_mask(mask, (2, 2), bsize=2, tol=tol, capacity=4).bin_counts
+
+    assert count(jax.numpy.float32(0.5)).item() == 4
+    with pytest.raises(DTypeError, match=r"^tol must be a number that is known while"):
+        jax.jit(count)(0.5)
+    assert jax.jit(count, static_argnums=0)(0.5).item() == 4
+
+
 def test_an_error_inside_a_callback_reaches_the_caller(sbj, jax, monkeypatch):
     def fail(operator, arrays, options):
         raise RuntimeError("the message")

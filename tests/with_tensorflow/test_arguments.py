@@ -111,6 +111,20 @@ def test_what_a_graph_cannot_know_it_asks_for_or_finds_when_it_runs(tf, sbt):
         late(X[0])
 
 
+def test_tensors_as_numbers(tf, sbt):
+    mask = tf.ones((1, 4, 4))
+
+    def count(tol):
+        return sbt.reduce_mask(mask, (2, 2), bsize=2, tol=tol).bin_counts
+
+    assert count(tf.constant(0.5)).numpy() == 4 and count(tf.constant(1)).numpy() == 0
+    with pytest.raises(DTypeError, match=r"^tol must be a number, got"):
+        count(tf.constant("a"))
+    with pytest.raises(DTypeError, match="tol must be a number that is known while"):
+        tf.function(count)(tf.constant(0.5))
+    assert tf.function(count)(0.5).numpy() == 4
+
+
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
