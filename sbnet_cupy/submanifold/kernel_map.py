@@ -87,7 +87,7 @@ class KernelMap(KeepingContainer):
 
     def pairs(self):
         """Return the number of pairs of an input and an output row. Waits for the device."""
-        return int((self.rows >= 0).sum())
+        return _number_of_pairs(self.rows)
 
     def flops(self, channels, channels_out, groups=1):
         """Return the floating-point operations of a convolution over this map."""
@@ -129,6 +129,11 @@ class KernelMap(KeepingContainer):
         """
         offsets = self._kept.get("offsets")
         return () if offsets is None else (self.target.indices, offsets)
+
+
+@array_function
+def _number_of_pairs(rows):
+    return int((rows >= 0).sum())
 
 
 @array_function
