@@ -1,8 +1,9 @@
 """The operations for TensorFlow: eager and inside ``tf.function``, differentiable, without a copy.
 
 The names, arguments and results are those of the package itself, for TensorFlow's tensors (and
-variables, which are read). Tensors are on the CPU: the NumPy code runs on their memory. The layers
-gather and scatter this way; their convolutions are TensorFlow's own, but with ``method="fused"``.
+variables, also those of a Keras layer, which are read). Tensors are on the CPU: the NumPy code runs
+on their memory. The layers gather and scatter this way; their convolutions are TensorFlow's own,
+but with ``method="fused"``.
 
 - ``tf.function``: a graph holds a ``tf.numpy_function``. Sizes may be unknown while it is traced,
   also the number of active blocks: ``reduce_mask`` needs no ``capacity``. What the arguments tell

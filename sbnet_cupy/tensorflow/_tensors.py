@@ -34,6 +34,8 @@ def tensor_of(name, value):
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         call = "to_tensor()" if isinstance(value, tf.RaggedTensor) else "tf.sparse.to_dense"
         raise DTypeError(f"{name} must be dense, got a {type(value).__name__}; use {call}")
+    if tf.is_tensor(value):  # a variable of Keras: in the dtype that its layer computes in
+        return tf.convert_to_tensor(value)
     if library_of(value) is None:
         raise DTypeError(
             f"{name} must be a TensorFlow tensor, got {type(value).__name__}; use "

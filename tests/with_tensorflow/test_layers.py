@@ -91,3 +91,44 @@ def test_gradients_of_mask_conv2d(tf, sbt):
     step = 0.01 * normal(3, 3, 3, 4, seed=4)
     change = float(tf.reduce_sum(2 * y * sbt.mask_conv2d(x, tf.constant(step), mask)))
     assert abs(change - float(tf.reduce_sum(gradient(x, mask) * step))) < 1e-3 * (1 + abs(change))
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_a_layer_of_keras_learns(tf, sbt, policy):
+    """Its weights are variables of Keras, in the dtype that it computes in while it is called."""
+
+    class Convolution(tf.keras.layers.Layer):
+        def build(self, shapes):
+            self.kernel = self.add_weight(shape=(3, 3, shapes[0][-1], 5))
+            self.bias = self.add_weight(shape=(5,), initializer="ones")
+
+        def call(self, given):
+            x, mask = given
+            return sbt.sparse_conv2d(x, self.kernel, mask, bsize=4, bias=self.bias)
+
+    tf.keras.utils.set_random_seed(0)
+    x, mask = normal(2, 8, 8, 3), np.zeros((2, 8, 8), bool)
+    mask[1, 5, 2] = True
+    images, masks = tf.keras.Input((8, 8, 3)), tf.keras.Input((8, 8), dtype="bool")
+    convolution = Convolution(dtype=policy)
+    model = tf.keras.Model([images, masks], convolution([images, masks]))
+    model.compile("sgd", "mse", run_eagerly=policy == "float32")
+    before = [weight.numpy() for weight in convolution.weights]
+    model.fit([x, mask], np.zeros((2, 8, 8, 5), np.float32), verbose=0)
+    y = model([x, mask])
+    assert y.dtype == policy.removeprefix("mixed_")
+    assert np.argwhere(y[..., 0])[:, 0].tolist() == [1] * 16
+    for weight, old in zip(convolution.weights, before, strict=True):
+        assert (weight.numpy() != old).all()
+
+
+def test_variables_of_keras_are_differentiated(tf, sbt):
+    x, w, mask = normal(1, 8, 8, 3), normal(3, 3, 3, 4), np.ones((1, 8, 8), bool)
+    kernel = tf.keras.Variable(w)
+    with tf.GradientTape() as tape:
+        y = sbt.sparse_conv2d(tf.constant(x), kernel, tf.constant(mask), bsize=4)
+        total = tf.reduce_sum(y)
+    expected = sb.sparse_conv2d_grad(np.ones_like(y), x, w, mask, bsize=4).w
+    size = sb.sparse_conv2d_grad(np.ones_like(y), abs(x), w, mask, bsize=4).w
+    found = tape.gradient(total, kernel.value)
+    assert_close(to_numpy(found), expected.astype("f8"), terms=128, dtype="f4", magnitude=size)
