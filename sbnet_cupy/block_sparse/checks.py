@@ -89,7 +89,8 @@ def plain_params(block_params, calculate):
     """
     if not isinstance(block_params, BlockParams):
         raise TypeError(
-            f"block_params must be a BlockParams, got {type(block_params).__name__}; build it with "
+            f"block_params must be a BlockParams, got {type(block_params).__name__}; give bsize "
+            "instead, the one that the list of blocks was made with, or build it with "
             f"{calculate.__name__}"
         )
     return (
@@ -127,8 +128,9 @@ def split_indices(indices):
     """Return the ActiveBlocks or the pair, or raise where it is neither."""
     if not isinstance(indices, ActiveBlocks | tuple | list) or len(indices) != 2:
         raise TypeError(
-            "indices must be an ActiveBlocks or a pair (bin_counts, active_block_indices), got "
-            f"{type(indices).__name__}; build it with reduce_mask"
+            "indices must be a mask (an array), an ActiveBlocks or a pair (bin_counts, "
+            f"active_block_indices), got {type(indices).__name__}; give the mask as an array, "
+            "numpy.asarray(mask) for one, or list its blocks with ActiveBlocks.from_mask"
         )
     return indices
 

@@ -186,7 +186,7 @@ def resolve_problem(x, w, strides, padding, activation, data_format, w_format, p
     if min(r, s, k) < 1 or c != channels:
         raise ShapeError(
             f"w must have shape (R, S, {channels}, K) in {w_format} order, for x of {channels} "
-            f"channels, got {w.shape}"
+            f"channels, with R, S and K at least 1, got {w.shape}"
         )
     strides = pair(strides, "strides")
     pads = padding_pairs((h, width), (r, s), strides, padding)

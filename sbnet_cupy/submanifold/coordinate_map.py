@@ -446,9 +446,15 @@ def _check_inside(keys, indices, spatial_shape, batch_size):
     outside = keys < 0
     if bool(outside.any()):
         row = int(outside.argmax())
+        found = indices[row].tolist()
+        cure = "pass a larger spatial_shape"
+        if min(found[1:]) < 0:
+            cure = "shift positions so that none is negative"
+        elif found[0] < 0 or (batch_size is not None and found[0] >= batch_size):
+            cure = "number the samples from 0 on, below batch_size"
         raise ShapeError(
-            f"indices must be inside {_grid_of(spatial_shape, batch_size)}, got "
-            f"{indices[row].tolist()} in row {row}; drop such rows, or pass a larger spatial_shape"
+            f"indices must be inside {_grid_of(spatial_shape, batch_size)}, got {found} in row "
+            f"{row}; drop such rows, or {cure}"
         )
 
 

@@ -107,6 +107,12 @@ def check_points(points, features):
 
 def read_voxels(points, ranges, voxel_size, mode, order, capacity):
     """Return the ranges, and the voxel size along each axis; check what else there is."""
+    for name, value in (("ranges", ranges), ("voxel_size", voxel_size)):
+        if getattr(value, "shape", ()) != ():
+            raise ValueError(
+                f"{name} must be given as numbers in a list, got an array of shape "
+                f"{tuple(value.shape)}; use {name}.tolist()"
+            )
     if not isinstance(ranges, list | tuple) or not ranges:
         raise ValueError(f"ranges must be pairs (low, high), one for each axis, got {ranges!r}")
     ranges = [check_range(pair, f"ranges[{axis}]") for axis, pair in enumerate(ranges)]

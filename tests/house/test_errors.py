@@ -112,6 +112,51 @@ def test_messages_say_what_came_and_what_to_do():
     )
 
 
+@pytest.mark.parametrize("mask", [None, "corner.png", np.ma.masked_array(np.eye(8)), {1, 2}])
+def test_what_a_layer_takes_for_a_mask(mask):
+    x, w = ramp(1, 8, 8, 2), ramp(3, 3, 2, 4)
+    said = rf"^indices must be a mask \(an array\), .*, got {type(mask).__name__}; give the mask as"
+    refuses(TypeError, said, sbnet_cupy.sparse_conv2d, x, w, mask, bsize=4)
+
+
+def test_a_list_of_blocks_needs_its_bsize():
+    x, w = ramp(1, 8, 8, 2), ramp(3, 3, 2, 4)
+    active = sbnet_cupy.ActiveBlocks.from_mask(np.eye(8), bsize=4, ksize=3)
+    refuses(TypeError, "got NoneType; give bsize instead", sbnet_cupy.sparse_conv2d, x, w, active)
+
+
+def test_kernels_of_nothing():
+    x = ramp(1, 8, 8, 2)
+    for shape in ((3, 3, 2, 0), (0, 3, 2, 4)):
+        said = "R, S and K at least 1, got"
+        refuses(ShapeError, said, sbnet_cupy.conv2d, x, np.zeros(shape, x.dtype))
+
+
+@pytest.mark.parametrize("name", ["ranges", "voxel_size"])
+def test_numbers_in_arrays(name):
+    options = {"ranges": [(0, 4), (0, 2)], "voxel_size": [1, 1]}
+    said = rf"^{name} must be given as numbers in a list, .*; use {name}.tolist\(\)"
+    given = options | {name: np.array(options[name])}
+    refuses(ValueError, said, sbnet_cupy.voxelize, ramp(3, 2), **given)
+    sbnet_cupy.voxelize(ramp(3, 2), **given | {name: given[name].tolist()})
+
+
+@pytest.mark.parametrize(
+    ("row", "cure"),
+    [
+        ([0, -1, 2], "shift positions so that none is negative"),
+        ([0, 4, 2], "pass a larger spatial_shape"),
+        ([2, 1, 2], "number the samples from 0 on, below batch_size"),
+        ([-1, 1, 2], "number the samples from 0 on, below batch_size"),
+    ],
+)
+def test_rows_outside_of_the_grid(row, cure):
+    rows = np.array([[0, 0, 0], row])
+    said = rf"got \[{row[0]}, {row[1]}, {row[2]}\] in row 1; drop such rows, or {cure}$"
+    grid = {"spatial_shape": (4, 4), "batch_size": 2}
+    refuses(ShapeError, said, sbnet_cupy.coordinate_map, rows, **grid)
+
+
 @pytest.mark.parametrize("option", ["scale", "shift", "activation"])
 @pytest.mark.parametrize("dtype", ["i4", "u1", "?", "c8"])
 def test_fusing_needs_a_float_image(xp, option, dtype):
