@@ -252,7 +252,11 @@ def _parser():
     bench.add_argument("--quick", action="store_true", help="few and small cases")
     bench.add_argument("--cpu", action="store_true", help="on NumPy arrays")
     bench.add_argument("--points", metavar="FILE", help="add the mask of a KITTI scan, a .bin file")
-    bench.add_argument("--out", metavar="DIR", help="folder of the CSV files (default: by device)")
+    bench.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder of the CSV files (default: that of the device in benchmarks/results)",
+    )
     bench.add_argument("--commit", metavar="TEXT", help="what rows name as commit (default: git's)")
     return parser
 

@@ -57,7 +57,7 @@ def draw(folder):
         swept = [row for row in rows if (row.op, row.suite) == (op, "density") and row.dense_us]
         if swept:
             lines.append(_save(_crossover(swept), folder, name))
-    networks = [row for row in rows if row.op == "network" and row.dense_us]
+    networks = _panels_of_networks(rows)
     if networks:
         lines.append(_save(_networks(networks), folder, NETWORKS_FILE))
     compared = [row for row in rows if row.original_us]
@@ -140,16 +140,20 @@ def _crossover(rows):
     return figure
 
 
-def _networks(rows):
-    """Time of whole networks against the share of active blocks: a panel for each and its batch."""
+def _panels_of_networks(rows):
+    """Return the rows of each network and batch that was swept in float16: none on a CPU."""
     panels = {}
     for row in rows:
-        if row.dtype == "float16":
+        if row.op == "network" and row.dense_us and row.dtype == "float16":
             panels.setdefault(f"{row.suite}, {row.variant}", []).append(row)
-    panels = {name: found for name, found in panels.items() if len(found) > 3}
+    return {name: found for name, found in panels.items() if len(found) > 3}
+
+
+def _networks(panels):
+    """Time of whole networks against the share of active blocks: a panel for each and its batch."""
     deep = -(-len(panels) // 3)
     height = 1.1 + 2.9 * deep
-    first = rows[0]
+    first = next(iter(panels.values()))[0]
     what = f"CUDA graphs with the mask in them, masks of blobs; {first.gpu}"
     figure = figure_of(11, height, "Whole networks by density, next to the best dense time", what)
     axes = figure.subplots(

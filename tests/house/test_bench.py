@@ -453,6 +453,24 @@ def test_pictures_of_a_gpu(tmp_path):
     assert "**3.0x**" in part("harness.report").device(tmp_path, tmp_path)
 
 
+def test_networks_have_a_picture_where_they_were_swept(tmp_path):
+    """Not on a CPU: the rows that lie in the folder of one are in float32, at few densities."""
+    draw = part("harness.plot").draw
+    options = {"op": "network", "dense_us": 40.0, "suite": "unet", "variant": "batch 1"}
+    for dtype, densities, drawn in (
+        ("float32", (0.1, 0.25, 0.5, 1.0), []),
+        ("float16", (0.1, 1.0), []),
+        ("float16", (0.1, 0.25, 0.5, 1.0), ["density_networks.png"]),
+    ):
+        with part("harness.rows").Writer(tmp_path / "networks.csv") as writer:
+            for density in densities:
+                writer.write(make_row(**options, dtype=dtype, density=density))
+        assert [line.split("/")[-1] for line in draw(tmp_path)] == drawn
+    for path in (ROOT / "benchmarks" / "results" / "cpu").glob("*.csv"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    draw(tmp_path)
+
+
 def test_pictures_of_sites(tmp_path):
     """Weights packed before count where they were timed; a scene without rows has no panel."""
     sites = part("harness.plot_sites")
