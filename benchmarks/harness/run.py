@@ -49,7 +49,7 @@ def run(options):
         print(f"sbnet-cupy bench: {error}", file=sys.stderr)
         return 2
     with session:
-        return _run_all(names, session, folder)
+        return _run_all(names, session, folder, chosen=bool(options.names))
 
 
 def _print_folded(head, text):
@@ -109,7 +109,7 @@ def _folder(path, session, names):
     return folder
 
 
-def _run_all(names, session, folder):
+def _run_all(names, session, folder, chosen):
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeElapsedColumn as Elapsed
@@ -135,6 +135,9 @@ def _run_all(names, session, folder):
             if cases:
                 rows = _run_one(name, module, cases, session, folder, progress, task)
                 console.print(table.fitting(name, rows, console))
+            elif chosen:
+                where = "with --cpu" if session.cpu else "on this machine"
+                session.warnings.append(f"{name} has nothing to time {where}")
     if session.cpu and session.torch and machine.is_busy():
         session.warnings.append("the machine is busy: PyTorch's threads wait for each other")
     if session.cpu:

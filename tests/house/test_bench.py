@@ -131,6 +131,13 @@ def test_a_busy_machine_matters_to_pytorch(installed, capsys, monkeypatch, tmp_p
     assert ("PyTorch's threads" in capsys.readouterr().out) == installed
 
 
+def test_what_has_nothing_to_time_is_named(capsys, tmp_path):
+    arguments = ["bench", "--cpu", "--quick", "--out", str(tmp_path)]
+    assert command.main([*arguments, "fused_conv", "reduce_mask"]) == 0
+    shown = capsys.readouterr().out
+    assert "fused_conv has nothing to time with --cpu" in shown and shown.count("nothing to") == 1
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 190])
 def test_every_number_is_shown_in_a_terminal_of_any_width(width):
     from rich.console import Console
