@@ -10,7 +10,8 @@ and scatter this way, and their convolutions are XLA's own, as in all gradients.
   XLA leaves small programs alone: ``XLA_FLAGS=--xla_gpu_graph_min_graph_size=1`` has it record
   those too.
 - ``grad``: reverse mode, of any order; the operations are linear in images and blocks, and their
-  gradients are the operations again. Forward mode (``jvp``, ``jacfwd``) is refused by JAX.
+  gradients are the operations again. JAX refuses forward mode (``jvp``, ``jacfwd``, ``hessian``)
+  through them; it works at sites and on a stack, which are XLA's own operations.
 - ``vmap``: the mapped axis joins N, one launch for all; ``reduce_mask``, and a ``scale``, a
   ``shift`` or weights of a fused layer that are mapped themselves, run once for each member.
 - ``shard_map``: over the batch, each device its own images. Plain ``jit`` on sharded arrays brings
