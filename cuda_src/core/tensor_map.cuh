@@ -15,8 +15,9 @@ struct alignas(64) TensorMap {  // CUtensorMap
 };
 #endif
 
-// Begin to copy the box whose first element is (inner, across, down), to a multiple of 1024 bytes. The barrier expects the
-// bytes of a whole box, wherever it lies.
+// Begin to copy the box whose first element is (inner, across, down), to a multiple of 128 bytes. The barrier expects the
+// bytes of a whole box, wherever it lies. The swizzle is that of addresses: bits 7 to 9 say how a row's units lie, whichever
+// row of the box it is. So a box of fewer than 8 rows, or one in the middle of a tile, may begin at any row.
 DEVICE void copy_box(SharedPlace shared, const TensorMap& map, int inner, int across, int down, SharedPlace bar) {
 #ifdef SBNET_HOST
     host_cuda::begin_box(shared.at, map, inner, across, down, bar.barrier());

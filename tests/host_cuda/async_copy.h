@@ -99,7 +99,7 @@ static_assert(sizeof(TensorMap) == 128, "as large as a CUtensorMap");
 inline void begin_box(void* shared, const TensorMap& map, int inner, int across, int down,
                      unsigned long long* address) {
   load_barrier(address);
-  check_aligned(shared, 1024, "copy_box: the place in shared memory");
+  check_aligned(shared, 128, "copy_box: the place in shared memory");
   check_aligned(map.data, 16, "copy_box: the array");
   if (map.box[0] * map.itemsize != 128) fail("copy_box: a row of a box must have 128 bytes");
   for (int row = 0; row < map.box[1] * map.box[2]; ++row) {
@@ -111,7 +111,8 @@ inline void begin_box(void* shared, const TensorMap& map, int inner, int across,
       if (inside && c + 16 / map.itemsize > map.sizes[0])
         fail("copy_box: on the host, the innermost axis must be whole vectors of 16 bytes");
       const char* from = map.data + i * map.strides[1] + j * map.strides[0] + c * map.itemsize;
-      char* to = static_cast<char*>(shared) + row * 128 + ((unit ^ (row % 8)) << 4);
+      char* to = static_cast<char*>(shared) + row * 128;
+      to += (unit ^ (uintptr_t(to) / 128 % 8)) << 4;  // the swizzle is that of addresses
       bulk_copies->begin(to, inside ? from : nullptr, 16, address);
     }
   }

@@ -21,9 +21,15 @@ def plan(engine="MmaSync", *, planes, slice, tile=(8, 8), warps=(4, 1, 1), stage
     return ConvConfig(engine, planes, slice, tile, warps, stages, resident, chunks, 1, bulk)
 
 
-def wide(tile, warps, stages, parts=1):
+def wide(tile, warps, stages, parts=1, **more):
     """Return a plan of the kernel for many channels."""
-    return StackPlan("TileMma", tile, warps, stages, 1, False, True, True, 0, 1, parts)
+    plan = StackPlan("TileMma", tile, warps, stages, 1, False, True, True, 0, 1, parts)
+    return plan._replace(**more)
+
+
+def boxes(tile, warps, stages, parts=1, **more):
+    """Return one whose pixels come in boxes."""
+    return wide(tile, warps, stages, parts, cached=False, bulk=True, **more)
 
 
 EXTRAS = ("scale", "bias", "residual")
@@ -98,6 +104,35 @@ def _runs():
         ("wide, padding", HALF, image(64, 64, padding=((3, 0), (1, 4)), extras=("residual",)),
          wide((128, 128), (4, 2), 2)),
         ("wide", TF32, image(40, 24, padding="VALID", **relu), wide((64, 64), (2, 2), 2)),
+        # Blocks that stick out of both images below and on the right; channels that are no chunk.
+        ("boxes, a block", HALF, image(136, 72, kernel=(1, 1), bsize=(8, 8), **relu),
+         boxes((64, 64), (2, 2), 3)),
+        ("boxes, four blocks", HALF, image(64, 136, kernel=(1, 1), bsize=(4, 4), extras=("bias",)),
+         boxes((128, 64), (4, 2), 2, 2)),
+        ("boxes, many blocks", BFLOAT, image(72, 40, kernel=(1, 1), bsize=(2, 2), **relu),
+         boxes((128, 128), (4, 2), 2)),
+        ("boxes, a pixel each", HALF, image(200, 64, kernel=(1, 1), bsize=(1, 1), extras=EXTRAS),
+         boxes((64, 64), (2, 2), 3)),
+        ("boxes, lines", TF32, image(36, 24, kernel=(1, 1), bsize=(2, 16), **relu),
+         boxes((64, 64), (2, 2), 2)),
+        ("boxes, parts of lines", BFLOAT, image(8, 24, kernel=(1, 1), bsize=(3, 12), **relu),
+         boxes((128, 64), (4, 2), 2, 2)),
+        ("boxes, a block of 256", HALF, image(64, 13, kernel=(1, 1), bsize=(16, 16), **relu),
+         boxes((128, 64), (4, 2), 3)),
+        ("boxes, odd blocks", HALF, image(64, 24, kernel=(1, 1), bsize=(7, 5), w_format="OIHW"),
+         boxes((64, 64), (2, 2), 2)),
+        ("boxes, one chunk a tile", HALF, image(64, 40, kernel=(1, 1), bsize=(2, 2), **relu),
+         boxes((64, 64), (2, 2), 4)),
+        ("boxes, a cluster", HALF, image(264, 72, kernel=(1, 1), bsize=(4, 4), **relu),
+         boxes((64, 64), (2, 2), 2, split=3)),
+        ("boxes, a cluster of few", BFLOAT, image(136, 64, kernel=(1, 1), bsize=(2, 2), **relu),
+         boxes((64, 64), (2, 2), 3, split=2)),
+        ("boxes, four warps", HALF, image(136, 72, kernel=(1, 1), bsize=(2, 4), **relu),
+         boxes((64, 64), (1, 1), 3, engine="TileWgmma")),
+        ("boxes, four warps", TF32, image(40, 72, kernel=(1, 1), bsize=(4, 4), **relu),
+         boxes((64, 64), (1, 1), 2, engine="TileWgmma")),
+        ("boxes, many warps", BFLOAT, image(72, 136, kernel=(1, 1), bsize=(1, 2), **relu),
+         boxes((192, 128), (3, 1), 2, 3, engine="TileWgmma")),
         ("planned", HALF, image(256, 96, (1, 11, 12), bsize=(6, 6), expected=1,
                                 extras=("bias",)), TURING),
         ("planned", BFLOAT, image(96, 40, (1, 11, 12), expected=1), AMPERE),
@@ -111,6 +146,9 @@ def _runs():
     for i, table in enumerate(TABLES):
         sizes = image(136, 72, bsize=(7, 5), table=table, seed=i, **relu)
         yield Run(Case(**HALF, **sizes), wide((64, 64), (2, 2), 3), "wide")
+        for bsize, name in (((8, 8), "boxes, a block"), ((1, 1), "boxes, a pixel each")):
+            sizes = image(136, 72, kernel=(1, 1), bsize=bsize, table=table, seed=i, **relu)
+            yield Run(Case(**HALF, **sizes), boxes((64, 64), (2, 2), 3), name)
         sizes = image(24, 24, bsize=(16, 16), table=table, seed=i, **relu)
         yield Run(Case(**HALF, **sizes), rows[0][3], rows[0][0])  # compiled already
         sizes = image(40, 72, strides=(2, 1), table=table, seed=i, **relu)
@@ -120,7 +158,9 @@ def _runs():
 RUNNABLE = list(_runs())
 ONCE = [run for run in RUNNABLE if run.case.table == "some"]
 USUAL = [ONCE[0], ONCE[5], ONCE[13], ONCE[17], ONCE[20]]  # each of another dtype, layout or engine
-USUAL += [next(run for run in ONCE if run.name == name) for name in ("four warps", "wide")]
+NAMES = "four warps", "wide", "boxes, four blocks", "boxes, a pixel each"
+USUAL += [next(run for run in ONCE if run.name == name) for name in NAMES]
+USUAL += [run for run in RUNNABLE if run.case.table == "corrupt" and "boxes" in run.name]
 USUAL += [run for run in RUNNABLE if run.case.table in FEW_TABLES and run.name == ONCE[0].name]
 SMOOTH = [
     Run(Case(**number, **image(*channels, activation=activation, extras=EXTRAS)), given)

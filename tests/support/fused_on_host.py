@@ -76,8 +76,7 @@ class HostOp:
             def run(*arrays):
                 assert len(arrays) == pointers
                 launched.append((stem, kernel, template))
-                assert not maps
-                args = (*arrays, *scalars)
+                args = (*arrays, *scalars, *host_cuda.describe(maps, arrays))
                 launch(stem, kernel, template, grid, block, args, shared, cluster=cluster)
 
             return run

@@ -17,9 +17,13 @@ struct BlockTable {
         int n, hi, wi;
     };
     // (Both load something whatever is asked, so that several searches are under way together.)
-    DEVICE Block block(int row) const {
-        const int* const at = indices + static_cast<i64>(row < rows ? row : 0) * 3;
-        const Block b{at[0], at[1], at[2]};
+    DEVICE Block block(int row) const { return checked(row, listed(indices, row < rows ? row : 0)); }
+    // The same in two steps: what a row of the list holds, whatever that is; and the block, once it is known which rows are in use.
+    static DEVICE Block listed(const int* __restrict__ indices, int row) {
+        const int* const at = indices + static_cast<i64>(row) * 3;
+        return Block{at[0], at[1], at[2]};
+    }
+    DEVICE Block checked(int row, Block b) const {
         const bool inside = row < rows && static_cast<u32>(b.n) < static_cast<u32>(N) &&
                             static_cast<u32>(b.hi) < static_cast<u32>(GH) && static_cast<u32>(b.wi) < static_cast<u32>(GW);
         return inside ? b : Block{-1, 0, 0};

@@ -5,7 +5,8 @@
 // `also`, whose channels are whole chunks, and the 1x1 kernel of packed_also, whose bias is added, and whose scale is 1.
 // PARTS is the most into which each tile of the last round may be cut, see Rounds.
 // With IMAGES it is the convolution of fused_conv.cu: from images to images, at the pixels of the listed blocks.
-// With BULK, for windows of one pixel, the copy engine brings pixels: one thread asks for 64 at a time, by a tensor map.
+// With a BOX, for windows of one pixel, the copy engine brings pixels, by a tensor map: one thread asks for BOX of them at a time,
+// 64 neighbours of a stack, or with IMAGES lines of a block, or a part of one. Other warps then find where results go.
 // Source: as stack_conv2d.cu; warps of different roles as in CUTLASS (Thakkar et al. 2023).
 // Python: sbnet_cupy/block_sparse/stack/stack_conv2d.py; launched by stack_launch.py
 // Compute capability 9.0 and newer.
@@ -18,13 +19,14 @@
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES, bool BULK, int TEAMS, bool GROUPED>
+          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES, int BOX, int TEAMS, bool GROUPED>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * COPIERS, BLOCKS)
     stack_conv_pipelined(const T* __restrict__ also, const u8* __restrict__ packed_also, STACK_CONV_PARAMETERS,
                          i64 channels_also, i64 down_also, i64 across_also,
-                         const __grid_constant__ typename PixelMap<BULK && SHORTCUT>::Type map_also,
-                         const __grid_constant__ typename PixelMap<BULK>::Type map) {
+                         const __grid_constant__ typename PixelMap<(BOX > 0) && SHORTCUT>::Type map_also,
+                         const __grid_constant__ typename PixelMap<(BOX > 0)>::Type map) {
     using Product = Engine<T, BM, BN, WM, WN>;
+    constexpr bool BULK = BOX > 0, LISTED = BULK && IMAGES;  // boxes at all; of listed blocks
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = BN / PANEL, RESULT_PITCH = Staged<T, BN>::PITCH;
     // Registers of a thread at launch. Of large tiles those that copy keep few, and those that multiply take the others over.
@@ -39,11 +41,15 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     using ItsReaders = Readers<MULTIPLIERS, Product::ASYNC && !ROUND>;
     using Team = Cluster<PARTIALS ? 1 : SPLIT>;
     using Sums = SharedSums<BM, BN, SPLIT, LANES>;
-    using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH>;
+    // Tiles whose results' pixels are found ahead: the warps that do it may bring boxes too, and are not to wait for results.
+    constexpr int FOUND = LISTED ? 4 : 0;
+    using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH, FOUND>;
+    using Boxes = BlockBoxes<BM, LISTED ? BOX : BOX_ROWS>;
     static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
     static_assert(!IMAGES || (RESULTS == 0 && !PARTIALS && !POINTWISE && !SHORTCUT), "results go to pixels one by one");
     static_assert(!GROUPED || (PANELS == 1 && VECTOR_IN && !SHORTCUT), "a tile reads the channels of one panel, in vectors");
-    static_assert(!BULK || (POINTWISE && VECTOR_IN && !GROUPED && TEAMS == 1), "boxes are neighbouring pixels");
+    static_assert(!BULK || ((POINTWISE || IMAGES) && VECTOR_IN && !GROUPED && TEAMS == 1), "boxes are neighbouring pixels");
+    static_assert(!BULK || IMAGES || BOX == BOX_ROWS, "boxes of a stack");
     static_assert(TEAMS <= 2, "teams take turns by the parity of a count");
     static_assert(PARTS == 1 || (SPLIT == 1 && BM / PARTS % 64 == 0 && MT <= 2), "parts of whole passes and products");
 
@@ -52,7 +58,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
     const ChannelGroups by_group{Problem::narrow(group_in), Problem::narrow(group_out), Problem::narrow(span)};
     const int channels = GROUPED ? by_group.span : g.C;
-    const Order order(channels, LANES, POINTWISE ? 1 : g.R * g.S);
+    const Order order(channels, LANES, POINTWISE || BULK ? 1 : g.R * g.S);
     const int panels = ceil_div(g.K, PANEL), across = ceil_div(g.K, BN);
     const Shortcut shortcut{Problem::narrow(channels_also), Problem::narrow(down_also), Problem::narrow(across_also)};
     const int chunks_also = SHORTCUT ? shortcut.channels / (8 * LANES) : 0, chunks = order.chunks + chunks_also;
@@ -60,12 +66,16 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     const int own = SHORTCUT ? max(0, min(order.chunks - first, count)) : count;  // chunks that are no shortcut's
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(shared.full + s, BULK ? 2 : COPIERS + 1);
+            barrier_init(shared.full + s, LISTED ? 1 + Boxes::WARPS : BULK ? 2 : COPIERS + 1);
             barrier_init(shared.empty + s, ItsReaders::COUNT);
         }
         for (int s = 0; s < RESULTS; ++s) {
             barrier_init(shared.result_full + s, RESIDUAL_COPIERS);
             barrier_init(shared.result_empty + s, MULTIPLIERS / 32);
+        }
+        for (int s = 0; s < FOUND; ++s) {
+            barrier_init(shared.found_full + s, RESIDUAL_COPIERS);
+            barrier_init(shared.found_empty + s, MULTIPLIERS / 32);
         }
         if constexpr (CLUSTERED) barrier_init(shared.result_full, 1);
         barrier_init(shared.copiers, ALL_COPIERS);
@@ -91,10 +101,18 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         Team::leave();
     }
     if (!settled) overlap_launches();
-    const int rows = Problem::narrow(clamp(*bin_counts, 0, M)), pixels = rows * g.ph * g.pw;
+    const int step = gridDim.x / SPLIT, first_tile = static_cast<int>(blockIdx.x) / SPLIT;
+    const int counted = *loaded_later(bin_counts);
+    [[maybe_unused]] Boxes boxes;
+    if constexpr (LISTED) {  // the rows of the first tile come with the count, which says how many there are
+        boxes.warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 - MULTIPLIERS / 32 - 1, 0);
+        const BlockTable unknown{indices, grid, 0, 0, 0, 0};
+        if (boxes.warp >= 0 && boxes.warp < Boxes::WARPS)
+            boxes.look_up(Finder(unknown, g), loaded_later(indices), Problem::narrow(M), first_tile / across * BM);
+    }
+    const int rows = Problem::narrow(clamp(counted, 0, M)), pixels = rows * g.ph * g.pw;
     const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
     __syncthreads();
-    const int step = gridDim.x / SPLIT, first_tile = static_cast<int>(blockIdx.x) / SPLIT;
     const Rounds<BM, PARTS> rounds(ceil_div(pixels, BM) * across, across, step);
     const int tiles = rounds.count;
 
@@ -157,7 +175,28 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             }
         };
         if constexpr (BULK) {
-            // One warp brings the weights, one the pixels, which are results of the kernel ahead, and two the residual.
+            // One warp brings the weights, one the pixels, which are results of the kernel ahead, and two the residual. At listed
+            // blocks these two find the pixels of the result, and bring pixels too where boxes are many.
+            const Finder finder(table, g);
+            [[maybe_unused]] Stage<(FOUND > 0 ? FOUND : 1)> found_stage;
+            [[maybe_unused]] const auto find_results = [&](int p0, int k0, int end) {
+                constexpr int EACH = BM / RESIDUAL_COPIERS;
+                int found[EACH];
+#pragma unroll
+                for (int e = 0; e < EACH; ++e) found[e] = finder.image_pixel(p0, helper + e * RESIDUAL_COPIERS, end);
+                barrier_wait(shared.found_empty + found_stage.slot, found_stage.phase ^ 1);
+#pragma unroll
+                for (int e = 0; e < EACH; ++e)
+                    shared.inside[found_stage.slot * BM + helper + e * RESIDUAL_COPIERS] = found[e];
+                barrier_arrive(shared.found_full + found_stage.slot);
+                found_stage.advance();
+                if (!residual) return;
+                constexpr int LINE = 128 / sizeof(T);
+#pragma unroll
+                for (int e = 0; e < EACH; ++e)
+                    for (int k = k0 + rank * LINE; found[e] >= 0 && k < min(k0 + BN, g.K); k += SPLIT * LINE)
+                        prefetch_line(residual + static_cast<i64>(found[e]) * g.K + k);
+            };
             for (int tile = first_tile; tile < tiles; tile += step) {
                 const auto its = rounds.template tile<BN>(tile);
                 if (warp == 0) {
@@ -167,6 +206,22 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                         if (--fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
                         if (elected()) weights.copy(ring + (stage.slot * Memory::STAGE + Memory::A), i, full + stage.slot * 8);
                         stage.advance();
+                    }
+                } else if constexpr (LISTED) {
+                    wait();
+                    if (warp >= 2) find_results(its.p0, its.k0, PARTS == 1 ? pixels : min(pixels, its.p0 + its.height));
+                    if (warp <= Boxes::WARPS) {
+                        const auto look_up = [&](int p0) { boxes.look_up(finder, indices, Problem::narrow(M), p0); };
+                        if (PARTS > 1 && boxes.p0 != its.p0) look_up(its.p0);  // the first tile is cut
+                        boxes.place(finder);
+                        if (tile + step < tiles) look_up(rounds.template tile<BN>(tile + step).p0);
+#pragma unroll 1
+                        for (int i = 0; i < count; ++i) {
+                            if (--fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
+                            boxes.copy(ring + stage.slot * Memory::STAGE, map, (first + i) * (8 * LANES), its.height,
+                                       full + stage.slot * 8);
+                            stage.advance();
+                        }
                     }
                 } else if (warp == 1) {
                     const TileBoxes<BM> boxes(its.p0, 0x7fffffff), boxes_also(its.p0, g.pw);
@@ -259,6 +314,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         Meeting all(shared.multipliers);
         Stage<STAGES> stage;
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
+        Stage<(FOUND > 0 ? FOUND : 1)> found_stage;
         [[maybe_unused]] u32 rounded[2][MT][4];  // rows as TF32
         const auto release = [&](int slot) { ItsReaders::release(shared.empty + slot); };
         const bool whole = g.whole(table);
@@ -274,7 +330,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 if (SHORTCUT && i >= BN && k < g.K) value += reinterpret_cast<const float*>(packed_also)[panels * PANEL + k];
                 shared.scale[i] = value;
             }
-            if (IMAGES || !whole) {
+            if (!LISTED && (IMAGES || !whole)) {
                 const Finder finder(table, g);
                 for (int i = threadIdx.x; i < BM; i += MULTIPLIERS)
                     shared.inside[i] = IMAGES ? finder.image_pixel(p0, i, end) : finder.is_inside(p0, i);
@@ -283,11 +339,13 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             wait();
 
             using Rows = typename RowsOf<IMAGES>::Type;
-            const Rows its_rows = rows_of<IMAGES>(p0, end, IMAGES || !whole ? shared.inside : nullptr);
+            if constexpr (LISTED) barrier_wait(shared.found_full + found_stage.slot, found_stage.phase);
+            const int* const found = IMAGES || !whole ? shared.inside + found_stage.slot * BM : nullptr;
+            const Rows its_rows = rows_of<IMAGES>(p0, end, found);
             const Result<T, Rows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K};
             using Loaded = typename Result<T, Rows>::template Loaded<Product>;
             Loaded loaded;
-            constexpr bool EARLY = !PARTIALS && !IMAGES && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;
+            constexpr bool EARLY = !PARTIALS && (LISTED || !IMAGES) && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;
             if constexpr (EARLY)  // while the pixels come
                 result.load(loaded);
             float acc[MT][NT][4];
@@ -346,6 +404,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                     acc, result, reinterpret_cast<float*>(shared.results), shared.result_full, result_stage.phase, rank);
                 result_stage.advance();
                 if (tile + step < tiles) Team::leave();
+            }
+            if constexpr (LISTED) {
+                __syncwarp();
+                if (lane == 0) barrier_arrive(shared.found_empty + found_stage.slot);
+                found_stage.advance();
             }
             if (tile + step < tiles) all.sync();  // scale, bias and inside may be overwritten
         }

@@ -96,16 +96,18 @@ DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Row
     __syncwarp();
 }
 
-// Shared memory, from a multiple of 1024 bytes on. BYTES are those of RESULTS staged results, or of shared sums.
-template <int BM, int BN, int STAGES, int RESULTS, int BYTES>
+// Shared memory, from a multiple of 1024 bytes on. BYTES are those of RESULTS staged results, or of shared sums; FOUND is how
+// many tiles' pixels may be found before their results are stored, 0 if those who store them find them.
+template <int BM, int BN, int STAGES, int RESULTS, int BYTES, int FOUND = 0>
 struct PipelineMemory {
     static constexpr int A = BM * TILE_ROW, B = BN * TILE_ROW, STAGE = A + B;
     u8 *ring, *results;
     float *scale, *bias;
     u64 *full, *empty;                  // of each stage
     u64 *result_full, *result_empty;    // of each staged result
+    u64 *found_full, *found_empty;      // of the pixels of each tile that is found
     u64 *copiers, *multipliers;         // barriers among themselves
-    int* inside;               // [BM]
+    int* inside;               // [BM], or of each tile that is found
     int* offsets;              // [taps][BM]: pixels of the stack, or -1
     DEVICE explicit PipelineMemory(u8* unaligned) {
         ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
@@ -114,8 +116,9 @@ struct PipelineMemory {
         bias = scale + BN;
         full = reinterpret_cast<u64*>(bias + BN), empty = full + STAGES;
         result_full = empty + STAGES, result_empty = result_full + RESULTS;
-        copiers = result_empty + RESULTS, multipliers = copiers + 1;
+        found_full = result_empty + RESULTS, found_empty = found_full + FOUND;
+        copiers = found_empty + FOUND, multipliers = copiers + 1;
         inside = reinterpret_cast<int*>(multipliers + 1);
-        offsets = inside + BM;
+        offsets = inside + (FOUND > 0 ? FOUND : 1) * BM;
     }
 };

@@ -11,6 +11,7 @@ from ...core.packed import Pack, PackedPlan, dtype_of_tables
 from ...dense.packed_weights import PackedWeights, steps_of_weights
 from ..background import with_background
 from ..stack.stack_conv_plan import StackConv, missing_kernel, plan_cost, plan_stack_conv
+from ..stack.stack_launch import pixel_maps
 from .config import estimate_cycles
 
 _STEM = "block_sparse/stack/stack_conv2d"
@@ -64,6 +65,7 @@ def is_for_wide(case, config, conv, device):
 def plan_wide(conv, weights, w_format, result, background, device):
     """Return the plan of a call; ``background`` as for :func:`plan_fused_conv`."""
     plan = plan_stack_conv(conv, device)
+    maps = pixel_maps(conv) if plan.bulk else ()
     sizes = (
         conv.rows, conv.images, *conv.grid, conv.channels, conv.channels_out, *conv.block,
         *conv.block_out, *conv.image, *conv.image_out, *conv.kernel, *conv.strides,
@@ -76,11 +78,13 @@ def plan_wide(conv, weights, w_format, result, background, device):
         (plan.thread_blocks(conv), 1, 1),
         plan.threads,
         10,
-        (*sizes, 0, 0, 0, 1, 1, 0, 0),  # not settled, no rows cleared, no shortcut, no maps
+        # Not settled, no rows cleared, no shortcut, nor its map.
+        (*sizes, 0, 0, 0, 1, 1, *[0] * (2 - len(maps))),
         shared=plan.shared_bytes(conv),
         persistent=True,
         dependent=True,
         cluster=plan.split,
+        maps=maps,
     )
     pack = _prepare_pack(conv, w_format, weights, result.nbytes if background else 0)
     how = ("stack_conv2d", dtype_name(weights[0].dtype), w_format)

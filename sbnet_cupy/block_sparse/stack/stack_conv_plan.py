@@ -12,7 +12,8 @@ from .stack_conv_cost import SLOW, launch_cost
 from .stack_patch_plan import ROW, patch_candidates
 
 PANEL = 64  # output channels that are packed together
-BOX_ROWS = 64  # pixels that the copy engine brings at once
+BOX_ROWS = 64  # pixels that the copy engine brings at once, at most
+_FOUND = 4  # tiles whose pixels of the result may be found ahead, where boxes are of listed blocks
 _UNITS = 8  # of 16 bytes, in a chunk
 _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
@@ -64,11 +65,21 @@ class StackConv(NamedTuple):
         return 4 if self.element == "float" else 2
 
     @property
-    def pointwise(self):
-        """Whether pixel p of the stack y reads pixel p of the stack x, and no other."""
+    def one_pixel(self):
+        """Whether each pixel of y reads the pixel of x in its place, and no other."""
         plain = self.kernel == self.strides == (1, 1) and self.pads == (0, 0)
         inside = all(p <= h for p, h in zip(self.image_out, self.image, strict=True))  # no padding
-        return plain and inside and not self.of_images
+        return plain and inside
+
+    @property
+    def pointwise(self):
+        """Whether pixel p of the stack y reads pixel p of the stack x, and no other."""
+        return self.one_pixel and not self.of_images
+
+    @property
+    def box(self):
+        """Pixels across and lines that the copy engine brings at once: of a stack, or a block."""
+        return box_of_block(self.block_out) if self.of_images else (BOX_ROWS, 1)
 
     @property
     def span(self):
@@ -160,14 +171,15 @@ class StackPlan(NamedTuple):
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of stack_conv2d.cu."""
         pixels, columns = self.tile
-        taps = 0 if conv.pointwise else math.prod(conv.kernel)
+        found = _FOUND if self.bulk and conv.of_images else 0
+        lists = found or 1 + (0 if conv.pointwise else math.prod(conv.kernel))
         ring = self.stages * (pixels + columns) * ROW
         pairs = 1 if self.clustered else self.results
-        barriers = 1024 + 8 * (2 * self.stages + 2 * pairs + 2) if self.pipelined else 0
+        barriers = 1024 + 8 * (2 * self.stages + 2 * pairs + 2 * found + 2) if self.pipelined else 0
         results = self.results * pixels * (columns * conv.element_bytes + 64)
         if self.clustered:  # the sums that a thread block gets
             results = self.split * -(-pixels // self.split) * (columns + 16) * 4
-        return ring + results + 8 * columns + barriers + pixels * 4 * (1 + taps)
+        return ring + results + 8 * columns + barriers + pixels * 4 * lists
 
     def launched_bytes(self, conv, device):
         """Dynamic shared memory of a launch, at least ``shared_bytes``.
@@ -197,7 +209,8 @@ class StackPlan(NamedTuple):
         )  # fmt: skip
 
     def _of_pipelined(self, conv):
-        return conv.shortcut is not None, self.parts, conv.of_images, self.bulk, self.teams
+        box = math.prod(conv.box) if self.bulk else 0
+        return conv.shortcut is not None, self.parts, conv.of_images, box, self.teams
 
     def thread_blocks(self, conv):
         """Number of thread blocks that can have something to do."""
@@ -219,9 +232,20 @@ def box_of_lines(width):
     return across, BOX_ROWS // across
 
 
+def box_of_block(block):
+    """Return the pixels across and lines of the largest box of which blocks are whole ones.
+
+    It has whole lines of a block, or a part of one, and 64 pixels are whole boxes.
+    """
+    down, across = block
+    if BOX_ROWS % across:
+        return math.gcd(BOX_ROWS, across), 1
+    return across, math.gcd(BOX_ROWS // across, down)
+
+
 def has_boxes(conv, device):
     """Whether the copy engine can bring the pixels of a convolution: neighbours, whole vectors."""
-    if not (device.bulk_copy and conv.pointwise and conv.vectors_in and conv.group is None):
+    if not (device.bulk_copy and conv.one_pixel and conv.vectors_in and conv.group is None):
         return False
     return conv.shortcut is None or box_of_lines(conv.block_out[1]) is not None
 
@@ -293,10 +317,19 @@ _FEW_CHUNKS, _THEIR_STAGES = 8, 3  # of large tiles, which more stages do not he
 
 def candidates(conv, device):
     """Yield plans that fit the device."""
+    boxes = has_boxes(conv, device)
+    if not boxes or conv.of_images:
+        yield from _candidates(conv, device, bulk=False)
+    if boxes:
+        yield from _candidates(conv, device, bulk=True)
+
+
+def _candidates(conv, device, bulk):
+    """Yield plans whose pixels come in bulk, or by threads."""
     engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
-    offsets = 0 if conv.pointwise else math.prod(conv.kernel) * 4
+    near = conv.pointwise or bulk  # no table of pixels
+    offsets = 0 if near else math.prod(conv.kernel) * 4
     simple = conv.vectors_in and conv.element != "float"
-    bulk = has_boxes(conv, device)
     for tile, warps, most in tiles:
         if tile[0] * offsets > _MOST_OFFSETS or (conv.group and tile[1] != PANEL):
             continue
@@ -308,7 +341,7 @@ def candidates(conv, device):
             most = 2 if sum(tile) == 128 else 1
             if max(tile) > 128 and tile != (256, 64):
                 continue
-        if tile == (128, 64) and not conv.pointwise:
+        if tile == (128, 64) and not near:
             most = 1  # two have few stages
         for split in _SPLITS:
             if split > device.multiprocessors:
@@ -321,11 +354,15 @@ def candidates(conv, device):
             staged = staged and not conv.of_images
             for blocks in range(1, most + 1 if split == 1 else 2):
                 for results in (0, 2) if staged and tile != (256, 128) else (0,):
-                    plan = _with_stages(engine, tile, warps, split, results, blocks, conv, device)
+                    plan = StackPlan(
+                        engine, tile, warps, 0, split, split > 1 and not device.bulk_copy,
+                        device.bulk_copy, not near, results, blocks, bulk=bulk,
+                    )  # fmt: skip
+                    plan = _with_stages(plan, conv, device)
                     if plan is None:
                         continue
-                    teams = 2 if simple and _gains_by_two_teams(plan, conv, device) else 1
-                    plan = plan._replace(bulk=bulk, teams=teams)
+                    if simple and not near and _gains_by_two_teams(plan, conv, device):
+                        plan = plan._replace(teams=2)
                     yield plan
                     several = plan.tiles(conv, conv.expected) > device.multiprocessors
                     if device.hopper and simple and split == blocks == 1 and several:
@@ -334,7 +371,7 @@ def candidates(conv, device):
 
 def _gains_by_two_teams(plan, conv, device):
     """Whether two teams of warps that copy are faster than one, as was measured on an H200."""
-    if not device.hopper or conv.pointwise or plan.split > 1:
+    if not device.hopper or plan.split > 1:
         return False
     if plan.tile == (64, 64):
         return plan.blocks < 3
@@ -344,18 +381,14 @@ def _gains_by_two_teams(plan, conv, device):
     return plan.blocks == 1 and (plan.tile[0] < 192 or (plan.tile[0] == 192 and one_round))
 
 
-def _with_stages(engine, tile, warps, split, results, blocks, conv, device):
-    """Return the plan with the most stages with which so many thread blocks fit, or None."""
-    pipelined = clusters = device.bulk_copy
-    available = device.shared_of(blocks)
-    most = _MOST_STAGES - (split > 1 and clusters)
-    if conv.pointwise and sum(tile) >= 256 and conv.chunks <= _FEW_CHUNKS:
+def _with_stages(plan, conv, device):
+    """Return the plan with the most stages with which its thread blocks fit, or None."""
+    available = device.shared_of(plan.blocks)
+    most = _MOST_STAGES - plan.clustered
+    if not plan.cached and sum(plan.tile) >= 256 and conv.chunks <= _FEW_CHUNKS:
         most = _THEIR_STAGES
-    for stages in range(min(most, max(2, -(-conv.chunks // split) + 1)), 1, -1):
-        plan = StackPlan(
-            engine, tile, warps, stages, split, split > 1 and not clusters, pipelined,
-            not conv.pointwise, results, blocks,
-        )  # fmt: skip
+    for stages in range(min(most, max(2, -(-conv.chunks // plan.split) + 1)), 1, -1):
+        plan = plan._replace(stages=stages)
         if plan.shared_bytes(conv) <= available:
             return plan
     return None

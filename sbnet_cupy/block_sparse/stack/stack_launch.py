@@ -40,7 +40,7 @@ from ...core.graph_memory import keep_if_capturing
 from ...core.packed import Pack
 from ...core.tensor_map import TensorMap
 from ...dense.packed_weights import steps_of_weights
-from .stack_conv_plan import BOX_ROWS, box_of_lines, plan_stack_conv
+from .stack_conv_plan import box_of_lines, plan_stack_conv
 from .stack_depthwise_plan import plan_stack_depthwise
 from .stack_patch_plan import ROW
 
@@ -110,7 +110,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
         conv.span, *conv.group_sizes,
     )  # fmt: skip
-    maps = _pixel_maps(conv) if pipelined and plan.bulk else ()
+    maps = pixel_maps(conv) if pipelined and plan.bulk else ()
     run = kernels.prepare(
         "block_sparse/stack/stack_conv2d",
         plan.kernel,
@@ -151,15 +151,20 @@ class _ByResidual:
         (self._added if addresses[2] else self._without).on(stream, addresses)
 
 
-def _pixel_maps(conv):
+def pixel_maps(conv):
     """Return the maps of a convolution's pixels: those of its shortcut, if it has one, and of x.
 
-    x is one line of pixels; the shortcut's pixels at its strides are lines of a block's width.
+    A stack x is one line of pixels; images x are the lines of all images. The shortcut's pixels at
+    its strides are lines of a block's width.
     """
     itemsize = conv.element_bytes
-    inner, pixels = ROW // itemsize, conv.rows * math.prod(conv.block)
-    pixel = conv.channels * itemsize
-    x = TensorMap(2, itemsize, (conv.channels, pixels, 1), (pixel, pixel), (inner, BOX_ROWS, 1))
+    inner, pixel = ROW // itemsize, conv.channels * itemsize
+    if conv.of_images:
+        height, width = conv.image
+        sizes, line = (conv.channels, width, conv.images * height), width * pixel
+    else:
+        sizes, line = (conv.channels, conv.rows * math.prod(conv.block), 1), pixel
+    x = TensorMap(2, itemsize, sizes, (pixel, line), (inner, *conv.box))
     if conv.shortcut is None:
         return (x,)
     channels, (down, across) = conv.shortcut
