@@ -175,11 +175,12 @@ struct TileBoxes {
 
 // The same of images, at listed blocks: a box has BOX pixels of one block, whole lines or a part of one. An array of all lines of
 // all images, so that a box that sticks out of its image at the bottom has pixels of the next one, whose results nobody stores.
-// Of a tile of BM pixels WARPS warps take a box each in turn, and lane l of a warp looks up its boxes l, l + 32, ...
-template <int BM, int BOX>
+// Of a tile of BM pixels WARPS warps take a box each in turn, and lane l of a warp looks up its boxes l, l + 32, ... If CUT, tiles
+// may have fewer pixels.
+template <int BM, int BOX, bool CUT>
 struct BlockBoxes {
-    static constexpr int COUNT = BM / BOX, WARPS = COUNT > 8 ? 3 : 1;  // boxes take some 50 cycles each to ask for
-    static constexpr int MOST = ceil_div(COUNT, WARPS), EACH = ceil_div(MOST, 32), GROUP = MOST < 8 ? MOST : 8;
+    static constexpr int COUNT = BM / BOX, WARPS = COUNT > 8 ? 3 : 1;  // to ask for a box takes some ten instructions
+    static constexpr int MOST = ceil_div(COUNT, WARPS), EACH = ceil_div(MOST, 32), GROUP = MOST <= 8 ? MOST : 4;
     static constexpr bool HELD = MOST <= 8;  // all lanes hold all boxes of the warp
     static_assert(BM % BOX == 0 && 64 % BOX == 0, "parts of a tile are whole boxes");
     int warp, p0;                   // of WARPS; the tile's first pixel
@@ -219,7 +220,7 @@ struct BlockBoxes {
         if (elected()) barrier_expect(bar, count * (BOX * TILE_ROW));
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
-#pragma unroll(HELD ? 1 : 2)
+#pragma unroll (HELD ? 1 : 2)
             for (int from = 0; from < (MOST - e * 32 < 32 ? MOST - e * 32 : 32); from += GROUP) {
                 int its_across[GROUP], its_down[GROUP];
 #pragma unroll
@@ -231,7 +232,7 @@ struct BlockBoxes {
 #pragma unroll
                     for (int i = 0; i < GROUP; ++i) {
                         const int box = e * 32 + from + i;
-                        if (box < count)
+                        if ((!CUT && box < COUNT / WARPS) || box < count)
                             copy_box(first + box * (WARPS * BOX * TILE_ROW), map, c, its_across[i], its_down[i], bar);
                     }
                 }

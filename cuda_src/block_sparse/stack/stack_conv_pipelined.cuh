@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     // Tiles whose results' pixels are found ahead: the warps that do it may bring boxes too, and are not to wait for results.
     constexpr int FOUND = LISTED ? 4 : 0;
     using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH, FOUND>;
-    using Boxes = BlockBoxes<BM, LISTED ? BOX : BOX_ROWS>;
+    using Boxes = BlockBoxes<BM, LISTED ? BOX : BOX_ROWS, (PARTS > 1)>;
     static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
     static_assert(!IMAGES || (RESULTS == 0 && !PARTIALS && !POINTWISE && !SHORTCUT), "results go to pixels one by one");
     static_assert(!GROUPED || (PANELS == 1 && VECTOR_IN && !SHORTCUT), "a tile reads the channels of one panel, in vectors");
