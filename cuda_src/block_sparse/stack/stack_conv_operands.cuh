@@ -183,26 +183,42 @@ struct BlockBoxes {
     static constexpr int MOST = ceil_div(COUNT, WARPS), EACH = ceil_div(MOST, 32), GROUP = MOST <= 8 ? MOST : 4;
     static constexpr bool HELD = MOST <= 8;  // all lanes hold all boxes of the warp
     static_assert(BM % BOX == 0 && 64 % BOX == 0, "parts of a tile are whole boxes");
-    int warp, p0;                   // of WARPS; the tile's first pixel
-    BlockTable::Block listed[EACH];  // rows of the list
+    int warp, p0;                    // of WARPS; the tile's first pixel
+    Finder::Pixel begin[EACH];       // where the lane's boxes begin in their blocks
+    BlockTable::Block listed[EACH];  // what the list says of these
     int across[HELD ? MOST : EACH], down[HELD ? MOST : EACH];
 
-    // Begin to load the rows of the list, of `capacity`, for the tile that begins at a pixel. They may be past the count.
-    DEVICE void look_up(const Finder& finder, const int* __restrict__ indices, int capacity, int first_pixel) {
+    // Turn to the tile that begins at a pixel. A lane past the last box has one that there is.
+    DEVICE void turn_to(const Finder& finder, int first_pixel) {
         p0 = first_pixel;
+        const int pixels = static_cast<int>(finder.size.d), row = static_cast<int>(static_cast<u32>(p0) / finder.size.d);
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const int box = min(warp + WARPS * (e * 32 + static_cast<int>(threadIdx.x % 32)), COUNT - 1);
+            begin[e] = finder.pixel(row, p0 - row * pixels, box * BOX);
+        }
+    }
+    // The same before a wait: what is found is there when the wait ends.
+    DEVICE void turn_to_before_wait(const Finder& finder, int first_pixel) {
+        turn_to(finder, first_pixel);
 #pragma unroll
         for (int e = 0; e < EACH; ++e)
-            listed[e] = BlockTable::listed(indices, min(first_of(finder, e).row, capacity - 1));
+            begin[e] = Finder::Pixel{recomputed(begin[e].row), recomputed(begin[e].i), recomputed(begin[e].j)};
+    }
+    // Begin to load what the list, of `capacity` rows, says of them. They may be past the count.
+    DEVICE void look_up(const int* __restrict__ indices, int capacity) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) listed[e] = BlockTable::listed(indices, min(begin[e].row, capacity - 1));
     }
     // Now the count is known: where the boxes begin. One of no block lies past the last image, where there are zeros.
     DEVICE void place(const Finder& finder) {
         int its_across[EACH], its_down[EACH];
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
-            const Finder::Pixel p = first_of(finder, e);
-            const BlockTable::Block block = finder.table.checked(p.row, listed[e]);
-            const int line = block.n * finder.g.H + block.hi * finder.g.ph + p.i;
-            its_across[e] = block.wi * finder.g.pw + p.j, its_down[e] = block.n < 0 ? finder.table.N * finder.g.H : line;
+            const BlockTable::Block block = finder.table.checked(begin[e].row, listed[e]);
+            const int line = block.n * finder.g.H + block.hi * finder.g.ph + begin[e].i;
+            its_across[e] = block.wi * finder.g.pw + begin[e].j;
+            its_down[e] = block.n < 0 ? finder.table.N * finder.g.H : line;
         }
         if constexpr (HELD) {
 #pragma unroll
@@ -238,13 +254,5 @@ struct BlockBoxes {
                 }
             }
         }
-    }
-
-private:
-    // The first pixel of a lane's box; of a box that there is, in lanes that have none.
-    DEVICE Finder::Pixel first_of(const Finder& finder, int e) const {
-        const int pixels = static_cast<int>(finder.size.d), row = static_cast<int>(static_cast<u32>(p0) / finder.size.d);
-        const int box = min(warp + WARPS * (e * 32 + static_cast<int>(threadIdx.x % 32)), COUNT - 1);
-        return finder.pixel(row, p0 - row * pixels, box * BOX);
     }
 };

@@ -100,18 +100,22 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         __syncwarp();
         Team::leave();
     }
-    if (!settled) overlap_launches();
     const int step = gridDim.x / SPLIT, first_tile = static_cast<int>(blockIdx.x) / SPLIT;
-    const int counted = *loaded_later(bin_counts);
+    BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), 0};
+    const Finder finder(table, g);
+    // Of listed blocks, what the list says of the first tile is loaded with the count, which says how much of the list there is.
     [[maybe_unused]] Boxes boxes;
-    if constexpr (LISTED) {  // the rows of the first tile come with the count, which says how many there are
+    bool first_boxes = false;
+    if constexpr (LISTED) {
         boxes.warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 - MULTIPLIERS / 32 - 1, 0);
-        const BlockTable unknown{indices, grid, 0, 0, 0, 0};
-        if (boxes.warp >= 0 && boxes.warp < Boxes::WARPS)
-            boxes.look_up(Finder(unknown, g), loaded_later(indices), Problem::narrow(M), first_tile / across * BM);
+        first_boxes = boxes.warp >= 0 && boxes.warp < Boxes::WARPS;
+        if (first_boxes) boxes.turn_to_before_wait(finder, first_tile / across * BM);
     }
+    if (!settled) overlap_launches();
+    const int counted = *bin_counts;
+    if (LISTED && first_boxes) boxes.look_up(loaded_later(indices), Problem::narrow(M));
     const int rows = Problem::narrow(clamp(counted, 0, M)), pixels = rows * g.ph * g.pw;
-    const BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), rows};
+    table.rows = rows;
     __syncthreads();
     const Rounds<BM, PARTS> rounds(ceil_div(pixels, BM) * across, across, step);
     const int tiles = rounds.count;
@@ -177,7 +181,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         if constexpr (BULK) {
             // One warp brings the weights, one the pixels, which are results of the kernel ahead, and two the residual. At listed
             // blocks these two find the pixels of the result, and bring pixels too where boxes are many.
-            const Finder finder(table, g);
             [[maybe_unused]] Stage<(FOUND > 0 ? FOUND : 1)> found_stage;
             [[maybe_unused]] const auto find_results = [&](int p0, int k0, int end) {
                 constexpr int EACH = BM / RESIDUAL_COPIERS;
@@ -209,18 +212,28 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                     }
                 } else if constexpr (LISTED) {
                     wait();
-                    if (warp >= 2) find_results(its.p0, its.k0, PARTS == 1 ? pixels : min(pixels, its.p0 + its.height));
-                    if (warp <= Boxes::WARPS) {
-                        const auto look_up = [&](int p0) { boxes.look_up(finder, indices, Problem::narrow(M), p0); };
+                    const auto find = [&] {
+                        find_results(its.p0, its.k0, PARTS == 1 ? pixels : min(pixels, its.p0 + its.height));
+                    };
+                    if (Boxes::WARPS == 1 && warp >= 2) {
+                        find();
+                    } else {
+                        const auto look_up = [&](int p0) {
+                            boxes.turn_to(finder, p0);
+                            boxes.look_up(indices, Problem::narrow(M));
+                        };
                         if (PARTS > 1 && boxes.p0 != its.p0) look_up(its.p0);  // the first tile is cut
                         boxes.place(finder);
-                        if (tile + step < tiles) look_up(rounds.template tile<BN>(tile + step).p0);
 #pragma unroll 1
                         for (int i = 0; i < count; ++i) {
                             if (--fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
                             boxes.copy(ring + stage.slot * Memory::STAGE, map, (first + i) * (8 * LANES), its.height,
                                        full + stage.slot * 8);
                             stage.advance();
+                            if (i > 0) continue;
+                            // What the first chunk need not wait for.
+                            if (tile + step < tiles) look_up(rounds.template tile<BN>(tile + step).p0);
+                            if (Boxes::WARPS > 1 && warp >= 2) find();
                         }
                     }
                 } else if (warp == 1) {
@@ -248,7 +261,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             }
             wait();
         } else {
-            const Finder finder(table, g);
             Meeting all(shared.copiers);
             const SharedPlace own_place = SharedPlace::found_by_each(shared.ring + Copier::place(thread % COPIERS));
             for (int tile = first_tile; tile < tiles; tile += step) {
@@ -331,7 +343,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 shared.scale[i] = value;
             }
             if (!LISTED && (IMAGES || !whole)) {
-                const Finder finder(table, g);
                 for (int i = threadIdx.x; i < BM; i += MULTIPLIERS)
                     shared.inside[i] = IMAGES ? finder.image_pixel(p0, i, end) : finder.is_inside(p0, i);
             }
