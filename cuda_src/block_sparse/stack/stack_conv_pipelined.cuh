@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         if (first_boxes) boxes.turn_to_before_wait(finder, first_tile / across * BM);
     }
     if (!settled) overlap_launches();
-    const int counted = *bin_counts;
+    const int counted = *loaded_later(bin_counts);  // the kernel ahead may have written it
     if (LISTED && first_boxes) boxes.look_up(loaded_later(indices), Problem::narrow(M));
     const int rows = Problem::narrow(clamp(counted, 0, M)), pixels = rows * g.ph * g.pw;
     table.rows = rows;
