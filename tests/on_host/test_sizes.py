@@ -29,7 +29,7 @@ from sbnet_cupy.submanifold.site_conv_grad_plan import (
 )
 from support.fused_on_host import AMPERE, BLACKWELL, TURING
 from support.stack_bottleneck_cases import unit_of as bottleneck_of
-from support.stack_on_host import Blocks
+from support.stack_on_host import Blocks, ConvCase
 from support.stack_unit_cases import unit_of
 
 HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
@@ -250,6 +250,9 @@ def test_constants(stem):
     check(stem, CONSTANTS[stem])
 
 
+BOXED = ConvCase(kernel=(1, 1)).sizes(1)._replace(of_images=True)
+
+
 def test_stages_of_products():
     """A stage of the ring, a staged result, and the threads that copy, of both kinds of product."""
     expected = {}
@@ -258,6 +261,11 @@ def test_stages_of_products():
         expected[f"{memory}::STAGE"] = (pixels + columns) * stack_patch_plan.ROW
         for element, size in (("Half", 2), ("float", 4)):
             expected[f"Staged<{element}, {columns}>::PITCH"] = columns * size + 64
+        tile = (pixels, columns)
+        plan = stack_conv_plan.StackPlan("", tile, (2, 2), stages, 1, False, True, False, 0, 1)
+        for width in (1, 2, 4, 8):
+            conv = BOXED._replace(block_out=(width, width))
+            expected[f"BlockBoxes<{pixels}, {width**2}, false>::MOST"] = plan.boxes_each(conv)
     plan = stack_conv_plan.StackPlan(
         "TileMma", (64, 64), (2, 2), 3, 1, False, True, False, 1, 1
     )  # fmt: skip

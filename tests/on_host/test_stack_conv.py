@@ -8,6 +8,7 @@ import pytest
 from sbnet_cupy.block_sparse.stack import stack_launch
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import (
     StackPlan,
+    box_of_block,
     box_of_lines,
     candidates,
     has_boxes,
@@ -342,6 +343,28 @@ def test_boxes_are_whole_lines_or_parts_of_them():
         {"block_out": (4, 3)}, {"kernel": (3, 3)}, {"vectors_in": False}, {"group": (8, 8)},
     ):  # fmt: skip
         assert not has_boxes(conv._replace(**change), HOPPER)
+
+
+def test_boxes_of_blocks_are_whole_lines_or_parts_of_them():
+    """Tiles begin at every 64th pixel: a box lies in one block, wherever a tile begins."""
+    for down, across in itertools.product(range(1, 80), (*range(1, 70), 96, 128, 192, 200)):
+        width, height = box_of_block((down, across))
+        assert 64 % (width * height) == 0 and across % width == 0 and down % height == 0
+        assert height == 1 or width == across
+    boxes = {(8, 8): (8, 8), (4, 4): (4, 4), (1, 1): (1, 1), (16, 16): (16, 4), (3, 128): (64, 1)}
+    assert {block: box_of_block(block) for block in boxes} == boxes
+
+
+def test_images_are_planned_with_boxes_and_without():
+    case = ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=256, kernel=(1, 1))
+    conv = case.sizes(40)._replace(of_images=True)
+    assert has_boxes(conv, HOPPER) and not conv.pointwise
+    plans = list(candidates(conv, HOPPER))
+    assert {plan.bulk for plan in plans} == {False, True}
+    assert all(plan.shared_bytes(conv) <= HOPPER.shared_of(plan.blocks) for plan in plans)
+    assert plan_stack_conv(conv, HOPPER).bulk
+    for change in ({"kernel": (3, 3), "pads": (1, 1)}, {"strides": (2, 2)}, {"pads": (1, 0)}):
+        assert not any(plan.bulk for plan in candidates(conv._replace(**change), HOPPER))
 
 
 # Images of whole blocks, fewer than the grid has; a padding below of a window of one pixel.

@@ -80,7 +80,7 @@ def plan_wide(conv, weights, w_format, result, background, device):
         10,
         # Not settled, no rows cleared, no shortcut, nor its map.
         (*sizes, 0, 0, 0, 1, 1, *[0] * (2 - len(maps))),
-        shared=plan.shared_bytes(conv),
+        shared=plan.launched_bytes(conv, device),
         persistent=True,
         dependent=True,
         cluster=plan.split,

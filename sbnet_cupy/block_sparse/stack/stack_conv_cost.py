@@ -40,6 +40,8 @@ _FEW_STAGES = {2: 1.5, 3: 1.13}
 _TWO_TEAMS = 0.957
 _MORE_TAPS = 0.21  # of the time of a pixel, for each tap more in a chunk, where it has four or more
 _PRODUCT = 1.28  # how much longer products take than tensor cores need
+# Not fitted: cycles in which a warp asks for a box, and in which the first tile's blocks are found.
+_ASKED, _FOUND = 40, 200
 _BESIDE = 1.39  # how much longer results of a tile take for each thread block beside it
 
 
@@ -59,6 +61,7 @@ def launch_cost(plan, conv, device):
     taps = ROW // (conv.channels * conv.element_bytes)  # of a chunk
     if taps >= 4 and not (plan.bulk or conv.pointwise):
         per_pixel *= 1 + _MORE_TAPS * (taps - 1)
+    asked = _ASKED * plan.boxes_each(conv) if plan.bulk and conv.of_images else 0
     slow = (0.024 + SLOW.get(conv.activation, 0)) / groups
 
     def tile(height, active):
@@ -66,6 +69,7 @@ def launch_cost(plan, conv, device):
         chunk = max(
             few * (rates.chunk + per_pixel * height + rates.channel * columns),
             _PRODUCT * active * height * columns / per_product,
+            asked * height / pixels,
         )
         numbers = height * columns
         result = rates.result + rates.added * conv.residual + 0.08 * staged
@@ -91,7 +95,9 @@ def launch_cost(plan, conv, device):
         path += tile(pixels // parts, math.ceil(rest / spots))
     if plan.parts > 1:
         path *= 1.02
-    search = 0 if conv.pointwise else 1080 + 0.154 * pixels * math.prod(conv.kernel)
+    search = 1080 + 0.154 * pixels * math.prod(conv.kernel)
+    if plan.bulk or conv.pointwise:
+        search = _FOUND * conv.of_images
     path += (whole - (rest == 0)) * 0.3 * search
     # What the second-level cache, and memory, deliver to all.
     rate = rates.brought

@@ -168,6 +168,11 @@ class StackPlan(NamedTuple):
         """Name of the kernel."""
         return "stack_conv_pipelined" if self.pipelined else "stack_conv"
 
+    def boxes_each(self, conv):
+        """Boxes of a chunk for which a warp asks, of blocks of images; as BlockBoxes has them."""
+        boxes = self.tile[0] // math.prod(conv.box)
+        return -(-boxes // 3) if boxes > 8 else boxes
+
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of stack_conv2d.cu."""
         pixels, columns = self.tile
