@@ -1,4 +1,4 @@
-"""fused_conv on a GPU by plans whose pixels come in boxes: with wgmma, clusters and tensor maps."""
+"""fused_conv of 1x1 kernels on a GPU, whose blocks are looked up: wgmma, clusters, tensor maps."""
 
 import sys
 
@@ -58,8 +58,9 @@ def by(require, monkeypatch):
 
         def choose(conv, device):
             for plan in candidates(conv, device):
-                if plan.bulk and plan.tile in TILES and plan.split in (1, 2):
-                    found[plan.tile, plan.split, plan.parts > 1] = plan
+                chosen = plan.tile in TILES if plan.bulk else plan.tile == (64, 64) or plan.parts > 1
+                if (plan.bulk or plan.direct) and chosen and plan.split in (1, 2):
+                    found[plan.bulk, plan.tile, plan.split, plan.parts > 1] = plan
             return next(iter(found.values()))
 
         take(None)
@@ -71,7 +72,7 @@ def by(require, monkeypatch):
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_pixels_in_boxes_are_exact(by, case):
+def test_pixels_of_listed_blocks_are_exact(by, case):
     """At active pixels; all others keep the NaN that the result held."""
     import cupy
 
@@ -104,8 +105,8 @@ def test_pixels_of_another_image_reach_no_result(by):
         assert not np.isfinite(y[1].astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_a_count_that_the_kernel_ahead_writes_is_waited_for(by, bulk):
+@pytest.mark.parametrize("kind", ["boxes", "direct", "table"])
+def test_a_count_that_the_kernel_ahead_writes_is_waited_for(by, kind):
     """Masks of few and many blocks in turn: the count of the mask before would be seen."""
     import cupy
 
@@ -123,10 +124,8 @@ def test_a_count_that_the_kernel_ahead_writes_is_waited_for(by, bulk):
 
     outs = [cupy.zeros((1, 64, 96, 64), np.float16) for _ in masks]
     plans = plans_of(lambda: convolve(masks[0], outs[0]))
-    assert plans
-    if not bulk:
-        plans = [plans[0]._replace(bulk=False, cached=True)]
-    take(plans[0])
+    plan = next(plan for plan in plans if plan.bulk)._replace(bulk=kind == "boxes")
+    take(plan._replace(direct=kind == "direct", cached=kind == "table"))
     convolve(masks[0], outs[0])  # compiled and packed
     convolve(masks[1], outs[1])
     cupy.cuda.runtime.deviceSynchronize()

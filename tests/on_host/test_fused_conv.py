@@ -32,6 +32,11 @@ def boxes(tile, warps, stages, parts=1, **more):
     return wide(tile, warps, stages, parts, cached=False, bulk=True, **more)
 
 
+def direct(tile, warps, stages, parts=1, **more):
+    """Return one in which threads that copy look up the blocks of their pixels."""
+    return wide(tile, warps, stages, parts, cached=False, direct=True, **more)
+
+
 EXTRAS = ("scale", "bias", "residual")
 HALF, BFLOAT = {"dtype": "float16"}, {"dtype": "bfloat16"}
 TF32, IEEE = {"precision": "tf32"}, {"precision": "ieee"}
@@ -131,6 +136,16 @@ def _runs():
          boxes((64, 64), (1, 1), 3, engine="TileWgmma")),
         ("boxes, four warps", TF32, image(40, 72, kernel=(1, 1), bsize=(4, 4), **relu),
          boxes((64, 64), (1, 1), 2, engine="TileWgmma")),
+        ("direct", HALF, image(136, 72, kernel=(1, 1), bsize=(7, 5), **relu),
+         direct((64, 64), (2, 2), 3)),
+        ("direct, cut", BFLOAT, image(64, 136, kernel=(1, 1), bsize=(1, 1), extras=EXTRAS),
+         direct((128, 64), (4, 2), 2, 2)),
+        ("direct, wide", TF32, image(36, 130, kernel=(1, 1), bsize=(3, 4), **relu),
+         direct((128, 128), (4, 2), 2)),
+        ("direct, a cluster", HALF, image(264, 72, kernel=(1, 1), bsize=(2, 3), **relu),
+         direct((64, 64), (2, 2), 3, split=3)),
+        ("direct, many warps", BFLOAT, image(72, 64, kernel=(1, 1), bsize=(5, 5), **relu),
+         direct((192, 64), (3, 1), 3, 3, engine="TileWgmma")),
         ("boxes, many warps", BFLOAT, image(72, 136, kernel=(1, 1), bsize=(1, 2), **relu),
          boxes((192, 128), (3, 1), 2, 3, engine="TileWgmma")),
         ("planned", HALF, image(256, 96, (1, 11, 12), bsize=(6, 6), expected=1,
@@ -149,6 +164,8 @@ def _runs():
         for bsize, name in (((8, 8), "boxes, a block"), ((1, 1), "boxes, a pixel each")):
             sizes = image(136, 72, kernel=(1, 1), bsize=bsize, table=table, seed=i, **relu)
             yield Run(Case(**HALF, **sizes), boxes((64, 64), (2, 2), 3), name)
+        sizes = image(136, 72, kernel=(1, 1), bsize=(7, 5), table=table, seed=i, **relu)
+        yield Run(Case(**HALF, **sizes), direct((64, 64), (2, 2), 3), "direct")
         sizes = image(24, 24, bsize=(16, 16), table=table, seed=i, **relu)
         yield Run(Case(**HALF, **sizes), rows[0][3], rows[0][0])  # compiled already
         sizes = image(40, 72, strides=(2, 1), table=table, seed=i, **relu)
@@ -158,7 +175,7 @@ def _runs():
 RUNNABLE = list(_runs())
 ONCE = [run for run in RUNNABLE if run.case.table == "some"]
 USUAL = [ONCE[0], ONCE[5], ONCE[13], ONCE[17], ONCE[20]]  # each of another dtype, layout or engine
-NAMES = "four warps", "wide", "boxes, four blocks", "boxes, a pixel each"
+NAMES = "four warps", "wide", "boxes, four blocks", "boxes, a pixel each", "direct, cut"
 USUAL += [next(run for run in ONCE if run.name == name) for name in NAMES]
 USUAL += [run for run in RUNNABLE if run.case.table == "corrupt" and "boxes" in run.name]
 USUAL += [run for run in RUNNABLE if run.case.table in FEW_TABLES and run.name == ONCE[0].name]

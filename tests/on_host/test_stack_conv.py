@@ -360,11 +360,13 @@ def test_images_are_planned_with_boxes_and_without():
     conv = case.sizes(40)._replace(of_images=True)
     assert has_boxes(conv, HOPPER) and not conv.pointwise
     plans = list(candidates(conv, HOPPER))
-    assert {plan.bulk for plan in plans} == {False, True}
+    kinds = {(plan.bulk, plan.direct) for plan in plans}
+    assert kinds == {(False, False), (False, True), (True, False)}
     assert all(plan.shared_bytes(conv) <= HOPPER.shared_of(plan.blocks) for plan in plans)
     assert plan_stack_conv(conv, HOPPER).bulk
     for change in ({"kernel": (3, 3), "pads": (1, 1)}, {"strides": (2, 2)}, {"pads": (1, 0)}):
-        assert not any(plan.bulk for plan in candidates(conv._replace(**change), HOPPER))
+        others = candidates(conv._replace(**change), HOPPER)
+        assert not any(plan.bulk or plan.direct for plan in others)
 
 
 # Images of whole blocks, fewer than the grid has; a padding below of a window of one pixel.

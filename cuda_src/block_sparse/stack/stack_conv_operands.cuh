@@ -1,5 +1,5 @@
 // stack_conv_operands.cuh: where stack_conv_pipelined.cuh gets its operands from: how threads copy pixels (LeanCopier), or have
-// the copy engine bring them (TileBoxes, BlockBoxes), and how a panel's weights arrive (TileWeights).
+// the copy engine bring them (TileBoxes), and how a panel's weights arrive (TileWeights).
 #pragma once
 
 #include "block_sparse/stack/stack_conv.cuh"
@@ -170,89 +170,5 @@ struct TileBoxes {
 #pragma unroll
         for (int box = 0; box < COUNT; ++box)
             if (box * BOX_ROWS < height) copy_box(stage + box * (BOX_ROWS * TILE_ROW), map, c, across[box], down[box], bar);
-    }
-};
-
-// The same of images, at listed blocks: a box has BOX pixels of one block, whole lines or a part of one. An array of all lines of
-// all images, so that a box that sticks out of its image at the bottom has pixels of the next one, whose results nobody stores.
-// Of a tile of BM pixels WARPS warps take a box each in turn, and lane l of a warp looks up its boxes l, l + 32, ... If CUT, tiles
-// may have fewer pixels.
-template <int BM, int BOX, bool CUT>
-struct BlockBoxes {
-    static constexpr int COUNT = BM / BOX, WARPS = COUNT > 8 ? 3 : 1;  // to ask for a box takes some ten instructions
-    static constexpr int MOST = ceil_div(COUNT, WARPS), EACH = ceil_div(MOST, 32), GROUP = MOST <= 8 ? MOST : 4;
-    static constexpr bool HELD = MOST <= 8;  // all lanes hold all boxes of the warp
-    static_assert(BM % BOX == 0 && 64 % BOX == 0, "parts of a tile are whole boxes");
-    int warp, p0;                    // of WARPS; the tile's first pixel
-    Finder::Pixel begin[EACH];       // where the lane's boxes begin in their blocks
-    BlockTable::Block listed[EACH];  // what the list says of these
-    int across[HELD ? MOST : EACH], down[HELD ? MOST : EACH];
-
-    // Turn to the tile that begins at a pixel. A lane past the last box has one that there is.
-    DEVICE void turn_to(const Finder& finder, int first_pixel) {
-        p0 = first_pixel;
-        const int pixels = static_cast<int>(finder.size.d), row = static_cast<int>(static_cast<u32>(p0) / finder.size.d);
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            const int box = min(warp + WARPS * (e * 32 + static_cast<int>(threadIdx.x % 32)), COUNT - 1);
-            begin[e] = finder.pixel(row, p0 - row * pixels, box * BOX);
-        }
-    }
-    // The same before a wait: what is found is there when the wait ends.
-    DEVICE void turn_to_before_wait(const Finder& finder, int first_pixel) {
-        turn_to(finder, first_pixel);
-#pragma unroll
-        for (int e = 0; e < EACH; ++e)
-            begin[e] = Finder::Pixel{recomputed(begin[e].row), recomputed(begin[e].i), recomputed(begin[e].j)};
-    }
-    // Begin to load what the list, of `capacity` rows, says of them. They may be past the count.
-    DEVICE void look_up(const int* __restrict__ indices, int capacity) {
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) listed[e] = BlockTable::listed(indices, min(begin[e].row, capacity - 1));
-    }
-    // Now the count is known: where the boxes begin. One of no block lies past the last image, where there are zeros.
-    DEVICE void place(const Finder& finder) {
-        int its_across[EACH], its_down[EACH];
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            const BlockTable::Block block = finder.table.checked(begin[e].row, listed[e]);
-            const int line = block.n * finder.g.H + block.hi * finder.g.ph + begin[e].i;
-            its_across[e] = block.wi * finder.g.pw + begin[e].j;
-            its_down[e] = block.n < 0 ? finder.table.N * finder.g.H : line;
-        }
-        if constexpr (HELD) {
-#pragma unroll
-            for (int i = 0; i < MOST; ++i)
-                across[i] = __shfl_sync(0xffffffffu, its_across[0], i), down[i] = __shfl_sync(0xffffffffu, its_down[0], i);
-        } else {
-#pragma unroll
-            for (int e = 0; e < EACH; ++e) across[e] = its_across[e], down[e] = its_down[e];
-        }
-    }
-    // Begin to copy 128 bytes of channels from c on, of the warp's boxes of the first `height` pixels. All lanes call this.
-    DEVICE void copy(SharedPlace stage, const TensorMap& map, int c, int height, SharedPlace bar) const {
-        const int count = ceil_div(height / BOX - warp, WARPS);
-        const SharedPlace first = stage + warp * (BOX * TILE_ROW);
-        if (elected()) barrier_expect(bar, count * (BOX * TILE_ROW));
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-#pragma unroll (HELD ? 1 : 2)
-            for (int from = 0; from < (MOST - e * 32 < 32 ? MOST - e * 32 : 32); from += GROUP) {
-                int its_across[GROUP], its_down[GROUP];
-#pragma unroll
-                for (int i = 0; i < GROUP; ++i) {
-                    its_across[i] = HELD ? across[i] : __shfl_sync(0xffffffffu, across[e], from + i);
-                    its_down[i] = HELD ? down[i] : __shfl_sync(0xffffffffu, down[e], from + i);
-                }
-                if (elected()) {
-#pragma unroll
-                    for (int i = 0; i < GROUP; ++i) {
-                        const int box = e * 32 + from + i;
-                        if ((!CUT && box < COUNT / WARPS) || box < count)
-                            copy_box(first + box * (WARPS * BOX * TILE_ROW), map, c, its_across[i], its_down[i], bar);
-                    }
-                }
-            }
-        }
     }
 };

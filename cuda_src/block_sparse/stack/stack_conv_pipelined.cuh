@@ -13,7 +13,7 @@
 // Launch: a persistent grid, SPLIT thread blocks for each tile. See cuda_src/README.md for the picture.
 #pragma once
 
-#include "block_sparse/stack/stack_conv_operands.cuh"
+#include "block_sparse/stack/stack_conv_listed.cuh"
 #include "block_sparse/stack/stack_conv_tiles.cuh"
 #include "core/pipeline.cuh"
 
@@ -26,7 +26,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                          const __grid_constant__ typename PixelMap<(BOX > 0) && SHORTCUT>::Type map_also,
                          const __grid_constant__ typename PixelMap<(BOX > 0)>::Type map) {
     using Product = Engine<T, BM, BN, WM, WN>;
-    constexpr bool BULK = BOX > 0, LISTED = BULK && IMAGES;  // boxes at all; of listed blocks
+    constexpr bool BULK = BOX > 0, BOXED = BULK && IMAGES;  // boxes at all; of listed blocks
+    constexpr bool DIRECT = IMAGES && POINTWISE && !BULK;   // threads that copy look up their pixels of listed blocks
+    constexpr bool LISTED = BOXED || DIRECT;                // and find where results go, for those who store them
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = BN / PANEL, RESULT_PITCH = Staged<T, BN>::PITCH;
     // Registers of a thread at launch. Of large tiles those that copy keep few, and those that multiply take the others over.
@@ -44,9 +46,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     // Tiles whose results' pixels are found ahead: the warps that do it may bring boxes too, and are not to wait for results.
     constexpr int FOUND = LISTED ? 4 : 0;
     using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH, FOUND>;
-    using Boxes = BlockBoxes<BM, LISTED ? BOX : BOX_ROWS, (PARTS > 1)>;
+    using Boxes = BlockBoxes<BM, BOXED ? BOX : BOX_ROWS, (PARTS > 1)>;
     static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
-    static_assert(!IMAGES || (RESULTS == 0 && !PARTIALS && !POINTWISE && !SHORTCUT), "results go to pixels one by one");
+    static_assert(!IMAGES || (RESULTS == 0 && !PARTIALS && !SHORTCUT), "results go to pixels one by one");
+    static_assert(!DIRECT || (VECTOR_IN && !GROUPED && TEAMS == 1), "a thread knows its pixels");
     static_assert(!GROUPED || (PANELS == 1 && VECTOR_IN && !SHORTCUT), "a tile reads the channels of one panel, in vectors");
     static_assert(!BULK || ((POINTWISE || IMAGES) && VECTOR_IN && !GROUPED && TEAMS == 1), "boxes are neighbouring pixels");
     static_assert(!BULK || IMAGES || BOX == BOX_ROWS, "boxes of a stack");
@@ -66,7 +69,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     const int own = SHORTCUT ? max(0, min(order.chunks - first, count)) : count;  // chunks that are no shortcut's
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(shared.full + s, LISTED ? 1 + Boxes::WARPS : BULK ? 2 : COPIERS + 1);
+            barrier_init(shared.full + s, BOXED ? 1 + Boxes::WARPS : BULK ? 2 : COPIERS + 1);
             barrier_init(shared.empty + s, ItsReaders::COUNT);
         }
         for (int s = 0; s < RESULTS; ++s) {
@@ -74,7 +77,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             barrier_init(shared.result_empty + s, MULTIPLIERS / 32);
         }
         for (int s = 0; s < FOUND; ++s) {
-            barrier_init(shared.found_full + s, RESIDUAL_COPIERS);
+            barrier_init(shared.found_full + s, BOXED ? RESIDUAL_COPIERS : COPIERS);
             barrier_init(shared.found_empty + s, MULTIPLIERS / 32);
         }
         if constexpr (CLUSTERED) barrier_init(shared.result_full, 1);
@@ -104,16 +107,19 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), 0};
     const Finder finder(table, g);
     // Of listed blocks, what the list says of the first tile is loaded with the count, which says how much of the list there is.
-    [[maybe_unused]] Boxes boxes;
-    bool first_boxes = false;
+    [[maybe_unused]] typename ListedOf<!DIRECT, Boxes, BlockRows<BM>>::Type listed;
+    bool looks = false;
     if constexpr (LISTED) {
-        boxes.warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 - MULTIPLIERS / 32 - 1, 0);
-        first_boxes = boxes.warp >= 0 && boxes.warp < Boxes::WARPS;
-        if (first_boxes) boxes.turn_to_before_wait(finder, first_tile / across * BM);
+        listed.warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 - MULTIPLIERS / 32 - (BOXED ? 1 : 0), 0);
+        looks = listed.warp >= 0 && listed.warp < listed.WARPS;
+        if (looks) {
+            listed.turn_to(finder, first_tile / across * BM);
+            listed.first.settle();
+        }
     }
     if (!settled) overlap_launches();
     const int counted = *loaded_later(bin_counts);  // the kernel ahead may have written it
-    if (LISTED && first_boxes) boxes.look_up(loaded_later(indices), Problem::narrow(M));
+    if (LISTED && looks) listed.first.look_up(loaded_later(indices), Problem::narrow(M));
     const int rows = Problem::narrow(clamp(counted, 0, M)), pixels = rows * g.ph * g.pw;
     table.rows = rows;
     __syncthreads();
@@ -171,6 +177,14 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K}.template prefetch<BM, BN>(
                     recomputed(helper) + rank * RESIDUAL_COPIERS, RESIDUAL_COPIERS * SPLIT);
         };
+        // The same of a pixel of images, and those to whom results go.
+        [[maybe_unused]] Stage<(FOUND > 0 ? FOUND : 1)> found_stage;
+        const auto prefetch_at = [&](int pixel, int k0) {
+            constexpr int LINE = 128 / sizeof(T);
+            if (!residual || pixel < 0) return;
+            for (int k = k0 + rank * LINE; k < min(k0 + BN, g.K); k += SPLIT * LINE)
+                prefetch_line(residual + static_cast<i64>(pixel) * g.K + k);
+        };
         const auto leave_tile = [&](int tile) {
             if constexpr (CLUSTERED) {
                 __syncwarp();
@@ -181,7 +195,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         if constexpr (BULK) {
             // One warp brings the weights, one the pixels, which are results of the kernel ahead, and two the residual. At listed
             // blocks these two find the pixels of the result, and bring pixels too where boxes are many.
-            [[maybe_unused]] Stage<(FOUND > 0 ? FOUND : 1)> found_stage;
             [[maybe_unused]] const auto find_results = [&](int p0, int k0, int end) {
                 constexpr int EACH = BM / RESIDUAL_COPIERS;
                 int found[EACH];
@@ -193,12 +206,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                     shared.inside[found_stage.slot * BM + helper + e * RESIDUAL_COPIERS] = found[e];
                 barrier_arrive(shared.found_full + found_stage.slot);
                 found_stage.advance();
-                if (!residual) return;
-                constexpr int LINE = 128 / sizeof(T);
 #pragma unroll
-                for (int e = 0; e < EACH; ++e)
-                    for (int k = k0 + rank * LINE; found[e] >= 0 && k < min(k0 + BN, g.K); k += SPLIT * LINE)
-                        prefetch_line(residual + static_cast<i64>(found[e]) * g.K + k);
+                for (int e = 0; e < EACH; ++e) prefetch_at(found[e], k0);
             };
             for (int tile = first_tile; tile < tiles; tile += step) {
                 const auto its = rounds.template tile<BN>(tile);
@@ -210,7 +219,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                         if (elected()) weights.copy(ring + (stage.slot * Memory::STAGE + Memory::A), i, full + stage.slot * 8);
                         stage.advance();
                     }
-                } else if constexpr (LISTED) {
+                } else if constexpr (BOXED) {
                     wait();
                     const auto find = [&] {
                         find_results(its.p0, its.k0, PARTS == 1 ? pixels : min(pixels, its.p0 + its.height));
@@ -219,16 +228,16 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                         find();
                     } else {
                         const auto look_up = [&](int p0) {
-                            boxes.turn_to(finder, p0);
-                            boxes.look_up(indices, Problem::narrow(M));
+                            listed.turn_to(finder, p0);
+                            listed.first.look_up(indices, Problem::narrow(M));
                         };
-                        if (PARTS > 1 && boxes.p0 != its.p0) look_up(its.p0);  // the first tile is cut
-                        boxes.place(finder);
+                        if (PARTS > 1 && listed.first.p0 != its.p0) look_up(its.p0);  // the first tile is cut
+                        listed.place(finder);
 #pragma unroll 1
                         for (int i = 0; i < count; ++i) {
                             if (--fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
-                            boxes.copy(ring + stage.slot * Memory::STAGE, map, (first + i) * (8 * LANES), its.height,
-                                       full + stage.slot * 8);
+                            listed.copy(ring + stage.slot * Memory::STAGE, map, (first + i) * (8 * LANES), its.height,
+                                        full + stage.slot * 8);
                             stage.advance();
                             if (i > 0) continue;
                             // What the first chunk need not wait for.
@@ -283,6 +292,13 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 const T* const its_x = x + (GROUPED ? by_group.begin(k0 / PANEL, g.C, LANES) : 0);
                 Copier copier(its_x, also, shared.offsets, order, g, channels, shortcut, recomputed(thread % COPIERS), p0, pixels, first, its.height);
                 copier.look_up();
+                if constexpr (DIRECT) {
+                    if (!is_first || listed.first.p0 != p0) {  // the first tile may be cut
+                        listed.turn_to(finder, p0);
+                        listed.first.look_up(indices, Problem::narrow(M));
+                    }
+                    listed.place(finder, units_of_pixel<T, VECTOR_IN>(g), end, copier.mine);
+                }
                 wait();
                 if constexpr (RESULTS > 0) stage_residual(p0, k0, end);
 #pragma unroll 1
@@ -307,6 +323,17 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                     copier.advance();
                     copier.look_up();
                     stage.advance();
+                    if constexpr (DIRECT) {
+                        if (i > 0) continue;
+                        barrier_wait(shared.found_empty + found_stage.slot, found_stage.phase ^ 1);
+#pragma unroll
+                        for (int e = 0; e < listed.EACH; ++e)
+                            shared.inside[found_stage.slot * BM + listed.row(e)] = listed.found[e];
+                        barrier_arrive(shared.found_full + found_stage.slot);
+                        found_stage.advance();
+#pragma unroll
+                        for (int e = 0; e < listed.EACH; ++e) prefetch_at(listed.found[e], k0);
+                    }
                 }
                 if constexpr (!PARTIALS && !IMAGES && RESULTS == 0) prefetch_residual(p0, k0, end);
                 leave_tile(tile);

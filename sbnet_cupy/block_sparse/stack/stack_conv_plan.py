@@ -13,7 +13,7 @@ from .stack_patch_plan import ROW, patch_candidates
 
 PANEL = 64  # output channels that are packed together
 BOX_ROWS = 64  # pixels that the copy engine brings at once, at most
-_FOUND = 4  # tiles whose pixels of the result may be found ahead, where boxes are of listed blocks
+_FOUND = 4  # tiles whose pixels of the result may be found ahead, where blocks are looked up
 _UNITS = 8  # of 16 bytes, in a chunk
 _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
@@ -151,6 +151,7 @@ class StackPlan(NamedTuple):
     parts: int = 1  # the most into which each tile of the last round may be cut
     bulk: bool = False  # whether the copy engine brings pixels, by tensor maps
     teams: int = 1  # of four warps that copy, and take turns in chunks
+    direct: bool = False  # whether threads that copy images look up the blocks of their own pixels
 
     @property
     def threads(self):
@@ -176,7 +177,7 @@ class StackPlan(NamedTuple):
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of stack_conv2d.cu."""
         pixels, columns = self.tile
-        found = _FOUND if self.bulk and conv.of_images else 0
+        found = _FOUND if conv.of_images and (self.bulk or self.direct) else 0
         lists = found or 1 + (0 if conv.pointwise else math.prod(conv.kernel))
         ring = self.stages * (pixels + columns) * ROW
         pairs = 1 if self.clustered else self.results
@@ -204,10 +205,10 @@ class StackPlan(NamedTuple):
 
     def template(self, conv):
         """Return the template arguments."""
-        rounded = conv.element == "float"
+        rounded, near = conv.element == "float", conv.pointwise or self.direct
         return (
             self.engine, conv.element, *self.tile, *self.warps, self.stages, self.split,
-            self.partials, conv.pointwise, conv.vectors_in, conv.vectors_out, rounded,
+            self.partials, near, conv.vectors_in, conv.vectors_out, rounded,
             conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
             *(self._of_pipelined(conv) if self.pipelined else []),
             conv.group is not None,
@@ -321,18 +322,20 @@ _FEW_CHUNKS, _THEIR_STAGES = 8, 3  # of large tiles, which more stages do not he
 
 
 def candidates(conv, device):
-    """Yield plans that fit the device."""
+    """Yield plans that fit the device. Images and windows of one pixel have them of all kinds."""
     boxes = has_boxes(conv, device)
     if not boxes or conv.of_images:
-        yield from _candidates(conv, device, bulk=False)
+        yield from _candidates(conv, device)
+    if boxes and conv.of_images:
+        yield from _candidates(conv, device, direct=True)
     if boxes:
         yield from _candidates(conv, device, bulk=True)
 
 
-def _candidates(conv, device, bulk):
-    """Yield plans whose pixels come in bulk, or by threads."""
+def _candidates(conv, device, bulk=False, direct=False):
+    """Yield plans whose pixels come in bulk, or by threads, which look them up if ``direct``."""
     engine, tiles = ("TileWgmma", _WGMMA_TILES) if device.hopper else ("TileMma", _MMA_TILES)
-    near = conv.pointwise or bulk  # no table of pixels
+    near = conv.pointwise or bulk or direct  # no table of pixels
     offsets = 0 if near else math.prod(conv.kernel) * 4
     simple = conv.vectors_in and conv.element != "float"
     for tile, warps, most in tiles:
@@ -362,6 +365,7 @@ def _candidates(conv, device, bulk):
                     plan = StackPlan(
                         engine, tile, warps, 0, split, split > 1 and not device.bulk_copy,
                         device.bulk_copy, not near, results, blocks, bulk=bulk,
+                        direct=direct,
                     )  # fmt: skip
                     plan = _with_stages(plan, conv, device)
                     if plan is None:
