@@ -7,14 +7,20 @@ fewer stages than a tile has chunks. Each launch begins while the one ahead stil
 """
 
 import functools
+import importlib
+import itertools
 import sys
 
 import numpy as np
 
+from sbnet_cupy import fused_conv
+from sbnet_cupy.block_sparse.conv import wide
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import candidates
 from sbnet_cupy.block_sparse.stack.stack_launch import prepare_stack_conv, prepare_stack_pack
 from sbnet_cupy.block_sparse.stack.stack_patch_plan import patch_candidates
 from sbnet_cupy.core.device import current_device
+from sbnet_cupy.core.operator import clear_plans
+from support.fused_cases import Case
 from support.stack_on_host import Blocks, ConvCase
 
 TOGETHER = 100  # launches between two waits for the device
@@ -53,11 +59,44 @@ def chains(cupy):
             yield functools.partial(run, x, packed, *also, *lists, y), y[: len(expected)], expected
 
 
+IMAGES = (  # one warp that asks for boxes, and three
+    Case(image=(1, 100, 176, 512), channels=64, kernel=(1, 1), bsize=(8, 8), dtype="float16",
+         packed=True),
+    Case(image=(1, 100, 176, 512), channels=64, kernel=(1, 1), bsize=(2, 2), dtype="float16",
+         packed=True),
+)  # fmt: skip
+
+
+def image_chains(cupy):
+    """Yield the same of fused_conv, whose blocks are looked up."""
+    module = importlib.import_module("sbnet_cupy.block_sparse.conv.fused_conv")
+    module.is_for_wide = lambda *given: True
+    for case in IMAGES:
+        arguments, keywords = case.arguments(case.arrays(), cupy.asarray)
+        expected = cupy.asarray(np.where(case.active()[..., None], case.exact(), 0))
+        plans = {}
+
+        def choose(conv, device, plans=plans):
+            for plan in candidates(conv, device):
+                if (plan.bulk or plan.direct) and plan.tile in ((64, 64), (128, 64)):
+                    plans[plan.bulk, plan.tile] = plan
+            return next(iter(plans.values()))
+
+        wide.plan_stack_conv = choose
+        clear_plans()
+        fused_conv(*arguments, **keywords)
+        for plan in plans.values():
+            wide.plan_stack_conv = lambda *given, plan=plan: plan
+            clear_plans()
+            y = cupy.zeros(case.shape, case.type)
+            yield functools.partial(fused_conv, *arguments, **keywords, out=y), y, expected
+
+
 def main(launches):
     """Launch all plans; raise AssertionError if a result is not what is expected."""
     import cupy
 
-    for launch, y, expected in chains(cupy):
+    for launch, y, expected in itertools.chain(chains(cupy), image_chains(cupy)):
         with cupy.cuda.Stream(non_blocking=True) as stream:
             for i in range(launches):
                 launch()

@@ -58,8 +58,9 @@ def by(require, monkeypatch):
 
         def choose(conv, device):
             for plan in candidates(conv, device):
-                chosen = plan.tile in TILES if plan.bulk else plan.tile == (64, 64) or plan.parts > 1
-                if (plan.bulk or plan.direct) and chosen and plan.split in (1, 2):
+                if not (plan.bulk or plan.direct) or plan.split > 2:
+                    continue
+                if plan.tile in (TILES if plan.bulk else TILES[::2]):
                     found[plan.bulk, plan.tile, plan.split, plan.parts > 1] = plan
             return next(iter(found.values()))
 
