@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     }
     const int step = gridDim.x / SPLIT, first_tile = static_cast<int>(blockIdx.x) / SPLIT;
     BlockTable table{indices, grid, Problem::narrow(N), Problem::narrow(GH), Problem::narrow(GW), 0};
-    const Finder finder(table, g);
+    [[maybe_unused]] const Finder blocks(table, g);
     // Of listed blocks, what the list says of the first tile is loaded with the count, which says how much of the list there is.
     [[maybe_unused]] typename ListedOf<!DIRECT, Boxes, BlockRows<BM>>::Type listed;
     bool looks = false;
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         listed.warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 - MULTIPLIERS / 32 - (BOXED ? 1 : 0), 0);
         looks = listed.warp >= 0 && listed.warp < listed.WARPS;
         if (looks) {
-            listed.turn_to(finder, first_tile / across * BM);
+            listed.turn_to(blocks, first_tile / across * BM);
             listed.first.settle();
         }
     }
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 constexpr int EACH = BM / RESIDUAL_COPIERS;
                 int found[EACH];
 #pragma unroll
-                for (int e = 0; e < EACH; ++e) found[e] = finder.image_pixel(p0, helper + e * RESIDUAL_COPIERS, end);
+                for (int e = 0; e < EACH; ++e) found[e] = blocks.image_pixel(p0, helper + e * RESIDUAL_COPIERS, end);
                 barrier_wait(shared.found_empty + found_stage.slot, found_stage.phase ^ 1);
 #pragma unroll
                 for (int e = 0; e < EACH; ++e)
@@ -228,11 +228,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                         find();
                     } else {
                         const auto look_up = [&](int p0) {
-                            listed.turn_to(finder, p0);
+                            listed.turn_to(blocks, p0);
                             listed.first.look_up(indices, Problem::narrow(M));
                         };
                         if (PARTS > 1 && listed.first.p0 != its.p0) look_up(its.p0);  // the first tile is cut
-                        listed.place(finder);
+                        listed.place(blocks);
 #pragma unroll 1
                         for (int i = 0; i < count; ++i) {
                             if (--fresh < 0) barrier_wait(empty + stage.slot * 8, stage.phase ^ 1);
@@ -270,6 +270,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             }
             wait();
         } else {
+            const Finder finder(table, g);
             Meeting all(shared.copiers);
             const SharedPlace own_place = SharedPlace::found_by_each(shared.ring + Copier::place(thread % COPIERS));
             for (int tile = first_tile; tile < tiles; tile += step) {
@@ -294,10 +295,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 copier.look_up();
                 if constexpr (DIRECT) {
                     if (!is_first || listed.first.p0 != p0) {  // the first tile may be cut
-                        listed.turn_to(finder, p0);
+                        listed.turn_to(blocks, p0);
                         listed.first.look_up(indices, Problem::narrow(M));
                     }
-                    listed.place(finder, units_of_pixel<T, VECTOR_IN>(g), end, copier.mine);
+                    listed.place(blocks, units_of_pixel<T, VECTOR_IN>(g), end, copier.mine);
                 }
                 wait();
                 if constexpr (RESULTS > 0) stage_residual(p0, k0, end);
@@ -370,6 +371,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 shared.scale[i] = value;
             }
             if (!LISTED && (IMAGES || !whole)) {
+                const Finder finder(table, g);
                 for (int i = threadIdx.x; i < BM; i += MULTIPLIERS)
                     shared.inside[i] = IMAGES ? finder.image_pixel(p0, i, end) : finder.is_inside(p0, i);
             }

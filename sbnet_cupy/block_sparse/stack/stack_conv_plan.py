@@ -394,7 +394,8 @@ def _with_stages(plan, conv, device):
     """Return the plan with the most stages with which its thread blocks fit, or None."""
     available = device.shared_of(plan.blocks)
     most = _MOST_STAGES - plan.clustered
-    if not plan.cached and sum(plan.tile) >= 256 and conv.chunks <= _FEW_CHUNKS:
+    few = (plan.bulk or conv.pointwise) and conv.chunks <= _FEW_CHUNKS
+    if few and sum(plan.tile) >= 256:
         most = _THEIR_STAGES
     for stages in range(min(most, max(2, -(-conv.chunks // plan.split) + 1)), 1, -1):
         plan = plan._replace(stages=stages)
