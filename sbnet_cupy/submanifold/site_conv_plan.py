@@ -174,7 +174,8 @@ class OncePlan(NamedTuple):
         return conv.element, *self.tile, *self.warps, floats, conv.activation, overlap
 
 
-ONCE_PLANS = (OncePlan((16, 32), (1, 1)), OncePlan((32, 32), (2, 1)))
+ONCE_PLANS = (OncePlan((16, 32), (1, 1)), OncePlan((32, 32), (2, 1)), OncePlan((64, 32), (2, 1)))
+_FEW_TAPS_ONCE = 9  # for which the last of them takes less time than other tiles
 
 
 class TilesPlan(NamedTuple):
@@ -328,7 +329,12 @@ def plan_site_conv(conv, device):
     if max(conv.sources, conv.targets, conv.taps * conv.channels) >= MOST_ROWS:
         return None
     if has_products(conv, device):
-        found = _plan_once(conv, device) or _plan_sorted(conv, device) or _plan_tiles(conv, device)
+        found = (
+            _plan_once(conv, device, ONCE_PLANS[: None if conv.taps <= _FEW_TAPS_ONCE else -1])
+            or _plan_sorted(conv, device)
+            or _plan_tiles(conv, device)
+            or _plan_once(conv, device, ONCE_PLANS)
+        )
         if found is not None:
             return found
         best = min(
@@ -356,14 +362,14 @@ def overlaps(plan, conv, device):
     return all_resident(plan, conv, device)
 
 
-def _plan_once(conv, device):
-    """Return the smallest tiles of which a multiprocessor has one at most; None if all are more.
+def _plan_once(conv, device, plans):
+    """Return the smallest of the tiles of which a multiprocessor has one at most, or None.
 
     By runs on an H200, where they then took less time than all others.
     """
     if not (device.hopper and conv.alignment_in == conv.alignment_out == 16):
         return None
-    for plan in ONCE_PLANS:
+    for plan in plans:
         room = plan.shared_bytes(conv) + RESERVED <= device.shared_bytes
         if room and all_resident(plan, conv, device):
             return plan

@@ -265,7 +265,7 @@ def test_stages_of_products():
         plan = stack_conv_plan.StackPlan("", tile, (2, 2), stages, 1, False, True, False, 0, 1)
         for width in (1, 2, 4, 8):
             conv = BOXED._replace(block_out=(width, width))
-            expected[f"BlockBoxes<{pixels}, {width**2}, false>::MOST"] = plan.boxes_each(conv)
+            expected[f"BlockBoxes<{pixels}, {width**2}, false>::COUNT"] = plan.boxes(conv)
     plan = stack_conv_plan.StackPlan(
         "TileMma", (64, 64), (2, 2), 3, 1, False, True, False, 1, 1
     )  # fmt: skip

@@ -337,8 +337,8 @@ def test_calls_of_each_shape_are_known(st, torch, device, described):
 
 def test_few_calls_of_the_same_options_and_shapes_are_known(st, torch, device, described):
     listed = table(torch, device)
-    names = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64".split()
-    for name in names:
+    wide = ("int32", "int64", "float16", "float32", "float64", "complex64")
+    for name in ("bool", "uint8", "int8", "int16", *wide):
         x = torch.zeros(2, 8, 8, 4, dtype=getattr(torch, name), device=device)
         for _ in range(3):
             st.sparse_gather(x, *listed, bsize=4)

@@ -40,8 +40,9 @@ _FEW_STAGES = {2: 1.5, 3: 1.13}
 _TWO_TEAMS = 0.957
 _MORE_TAPS = 0.21  # of the time of a pixel, for each tap more in a chunk, where it has four or more
 _PRODUCT = 1.28  # how much longer products take than tensor cores need
-# Not fitted: cycles in which a warp asks for a box, and in which the first tile's blocks are found.
-_ASKED, _FOUND = 40, 200
+# Of images and windows of one pixel: cycles in which a box of a block comes, and fewer cycles of a
+# launch where threads look up the blocks of their own pixels.
+_ASKED, _LOOKED_UP = 20, 1650
 _BESIDE = 1.39  # how much longer results of a tile take for each thread block beside it
 
 
@@ -56,12 +57,12 @@ def launch_cost(plan, conv, device):
     staged, groups = plan.results > 0, math.prod(plan.warps)
     chunks = math.ceil(conv.chunks / plan.split)
     per_product = 32 if plan.engine == "TileWgmma" else 16  # numbers of a chunk's product a cycle
-    few = _FEW_STAGES.get(plan.stages, 1.0) if plan.stages < chunks else 1.0
+    few = _FEW_STAGES.get(plan.stages, 1.0) if plan.stages < chunks and not plan.direct else 1.0
     per_pixel = rates.pixel * (_TWO_TEAMS if plan.teams > 1 else 1.0)
     taps = ROW // (conv.channels * conv.element_bytes)  # of a chunk
     if taps >= 4 and not (plan.bulk or plan.direct or conv.pointwise):
         per_pixel *= 1 + _MORE_TAPS * (taps - 1)
-    asked = _ASKED * plan.boxes_each(conv) if plan.bulk and conv.of_images else 0
+    asked = _ASKED * plan.boxes(conv) if plan.bulk and conv.of_images else 0
     slow = (0.024 + SLOW.get(conv.activation, 0)) / groups
 
     def tile(height, active):
@@ -69,7 +70,7 @@ def launch_cost(plan, conv, device):
         chunk = max(
             few * (rates.chunk + per_pixel * height + rates.channel * columns),
             _PRODUCT * active * height * columns / per_product,
-            asked * height / pixels,
+            active * asked * height / pixels,
         )
         numbers = height * columns
         result = rates.result + rates.added * conv.residual + 0.08 * staged
@@ -95,9 +96,8 @@ def launch_cost(plan, conv, device):
         path += tile(pixels // parts, math.ceil(rest / spots))
     if plan.parts > 1:
         path *= 1.02
-    search = 1080 + 0.154 * pixels * math.prod(conv.kernel)
-    if plan.bulk or plan.direct or conv.pointwise:
-        search = _FOUND * conv.of_images
+    near = plan.bulk or plan.direct or conv.pointwise
+    search = 0 if near else 1080 + 0.154 * pixels * math.prod(conv.kernel)
     path += (whole - (rest == 0)) * 0.3 * search
     # What the second-level cache, and memory, deliver to all.
     rate = rates.brought
@@ -105,7 +105,8 @@ def launch_cost(plan, conv, device):
         rate = _NARROW.get(columns, rate)
     brought = blocks * chunks * (pixels + columns) * ROW / device.multiprocessors / rate
     memory = 0.85 * conv.memory_cycles(staged) + 0.1 * path
-    return rates.launch + search + max(path, brought + rates.end, memory)
+    launch = rates.launch - _LOOKED_UP * plan.direct
+    return launch + search + max(path, brought + rates.end, memory)
 
 
 def _resident(plan, conv, device):

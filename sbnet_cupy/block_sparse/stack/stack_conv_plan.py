@@ -169,10 +169,9 @@ class StackPlan(NamedTuple):
         """Name of the kernel."""
         return "stack_conv_pipelined" if self.pipelined else "stack_conv"
 
-    def boxes_each(self, conv):
-        """Boxes of a chunk for which a warp asks, of blocks of images; as BlockBoxes has them."""
-        boxes = self.tile[0] // math.prod(conv.box)
-        return -(-boxes // 3) if boxes > 8 else boxes
+    def boxes(self, conv):
+        """Boxes of a tile and chunk, where the copy engine brings pixels."""
+        return self.tile[0] // math.prod(conv.box)
 
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of stack_conv2d.cu."""
@@ -319,6 +318,8 @@ _MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2)
 _SPLITS = (1, 2, 3, 4, 8)
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
 _FEW_CHUNKS, _THEIR_STAGES = 8, 3  # of large tiles, which more stages do not help
+# Of more boxes than these a tile has rows as here, and is not cut: others were far slower.
+_FEW_BOXES, _OF_MANY_BOXES = 8, (64, 192)
 
 
 def candidates(conv, device):
@@ -370,11 +371,15 @@ def _candidates(conv, device, bulk=False, direct=False):
                     plan = _with_stages(plan, conv, device)
                     if plan is None:
                         continue
+                    many = bulk and plan.boxes(conv) > _FEW_BOXES
+                    if many and tile[0] not in _OF_MANY_BOXES:
+                        continue
                     if simple and not near and _gains_by_two_teams(plan, conv, device):
                         plan = plan._replace(teams=2)
                     yield plan
                     several = plan.tiles(conv, conv.expected) > device.multiprocessors
-                    if device.hopper and simple and split == blocks == 1 and several:
+                    whole = split == blocks == 1 and not many
+                    if device.hopper and simple and whole and several:
                         yield plan._replace(parts=tile[0] // 64)
 
 
@@ -394,8 +399,8 @@ def _with_stages(plan, conv, device):
     """Return the plan with the most stages with which its thread blocks fit, or None."""
     available = device.shared_of(plan.blocks)
     most = _MOST_STAGES - plan.clustered
-    few = (plan.bulk or conv.pointwise) and conv.chunks <= _FEW_CHUNKS
-    if few and sum(plan.tile) >= 256:
+    near = plan.bulk or plan.direct or conv.pointwise
+    if near and sum(plan.tile) >= 256 and conv.chunks <= _FEW_CHUNKS:
         most = _THEIR_STAGES
     for stages in range(min(most, max(2, -(-conv.chunks // plan.split) + 1)), 1, -1):
         plan = plan._replace(stages=stages)
