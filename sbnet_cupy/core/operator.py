@@ -192,13 +192,16 @@ class Operator:
         Lengths that are equal in one are so in all of them. None if one of them is 0, or no length.
         """
         names, key, others, lengths = iter(self.arrays), [self.name, "lengths"], [], []
+        listed = []  # (name, spec), of a group whose arrays have no such axis without a name
         for spec in specs:
-            if type(spec) is SpecGroup:
-                for _ in spec.specs:
-                    next(names)
-                key.append(spec)
+            if type(spec) is not SpecGroup:
+                listed.append((next(names), spec))
                 continue
-            axis = self.lengths.get(next(names))
+            members = [(next(names), member) for member in spec.specs]
+            known = any(name in self.lengths for name, _ in members)
+            listed += members if known else [(None, spec)]
+        for name, spec in listed:
+            axis = self.lengths.get(name)
             if axis is None or spec is None:
                 key.append(spec)
                 continue

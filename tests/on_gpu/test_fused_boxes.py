@@ -120,7 +120,7 @@ def test_a_count_that_the_kernel_ahead_writes_is_waited_for(by, kind):
              for share in (0.001, 1.0)]  # fmt: skip
 
     def convolve(mask, out):
-        active = reduce_mask(mask, (8, 12), bsize=bsize)
+        active = reduce_mask(mask, (8, 12), bsize=bsize, capacity=96)
         fused_conv(x, w, active.bin_counts, active.active_block_indices, bsize=bsize, out=out)
 
     outs = [cupy.zeros((1, 64, 96, 64), np.float16) for _ in masks]

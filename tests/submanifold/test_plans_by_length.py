@@ -5,7 +5,7 @@ import pytest
 
 from sbnet_cupy.core import launch, operator
 from sbnet_cupy.core.device import Device
-from sbnet_cupy.core.spec import ArraySpec
+from sbnet_cupy.core.spec import ArraySpec, group_of
 from sbnet_cupy.submanifold import (
     site_conv,
     site_conv_grad,
@@ -97,6 +97,24 @@ def test_a_plan_of_other_lengths_is_the_plan_made_anew(planned, channels, k, dty
             found = op.near(*call(*sizes))
             assert found is op.find(*call(*sizes)) is op.plan_of(*call(*sizes))
             assert facts(found) == facts(plan)
+
+
+def test_lengths_of_arrays_in_groups_count(planned):
+    """As CuPy arrays have them: the table and which rows hold sites; and weights packed once."""
+    (op, conv), *_ = calls(16, 24, "float16", False)
+
+    def grouped(n, m):
+        (features, rows, valid, *weights, residual, out), options = conv(n, m)
+        groups = group_of((rows, valid)), group_of(tuple(weights))
+        return (features, *groups, residual, out), options
+
+    op.plan_of(*grouped(608, 489))
+    sizes = (608, 480), (700, 489), (900, 300)
+    for (n, m), found in [((n, m), op.near(*grouped(n, m))) for n, m in sizes]:
+        operator.clear_plans()
+        assert facts(found) == facts(op.plan_of(*grouped(n, m)))
+        assert found.shape == (m, 24)
+    assert op.near(*grouped(608, 608)) is None
 
 
 def test_what_differs_in_more_is_planned_anew(planned):

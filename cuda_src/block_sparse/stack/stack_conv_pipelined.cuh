@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         }
         for (int s = 0; s < FOUND; ++s) {
             barrier_init(shared.found_full + s, BOXED ? RESIDUAL_COPIERS : COPIERS);
-            barrier_init(shared.found_empty + s, MULTIPLIERS / 32);
+            barrier_init(shared.found_empty + s, MULTIPLIERS);
         }
         if constexpr (CLUSTERED) barrier_init(shared.result_full, 1);
         barrier_init(shared.copiers, ALL_COPIERS);
@@ -446,8 +446,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 if (tile + step < tiles) Team::leave();
             }
             if constexpr (LISTED) {
-                __syncwarp();
-                if (lane == 0) barrier_arrive(shared.found_empty + found_stage.slot);
+                barrier_arrive(shared.found_empty + found_stage.slot);
                 found_stage.advance();
             }
             if (tile + step < tiles) all.sync();  // scale, bias and inside may be overwritten
