@@ -6,16 +6,18 @@ The encoder of SECOND and a U-Net with residual units (networks.py): the forward
 forward pass with the gradients of all weights. Ours is compared with plain PyTorch in float64
 before it is timed. Beside it run plain PyTorch by pair lists, dense PyTorch where the whole grid is
 small, and spconv where it is installed. On a GPU ours has capacities, so that nothing waits, and
-runs as a CUDA graph where it can be captured; the host's time is a row of its own. On a CPU the
-rows are ratios of one run.
+runs as a CUDA graph where it can be captured; the host's time is a row of its own, and so is the
+wall time of calls without capacities, of which each has other points, 80 to 100% of them. On a CPU
+the rows are ratios of one run.
 """
 
 import math
+import time
 
 import numpy as np
 
 from benchmarks.harness.rows import OURS, SAME_INPUTS, Ratio, Row, Writer
-from benchmarks.harness.timing import Contender, HostClock, TorchClock, WallClock
+from benchmarks.harness.timing import Contender, HostClock, TorchClock, WallClock, spread
 from benchmarks.submanifold import command, networks, scenes
 from benchmarks.submanifold.peers import kernel_time
 
@@ -23,6 +25,7 @@ FILE = "site_networks.csv"
 PAIRS, DENSE = "torch, pair lists", "torch, dense"
 MOST_CELLS = 300_000  # of a grid that is also computed dense
 ONE_A_ROUND = 2e9  # bytes, from which a round of the clock is one call
+OTHERS = 60  # calls with other points each, of which two thirds are timed
 DEVICE = "cuda"  # in a run on a GPU
 
 
@@ -36,6 +39,7 @@ class Case:
         rows, features = scenes.points_of(scene, networks.INPUT)
         self.rows = torch.from_numpy(rows).to(device)
         self.features = torch.from_numpy(features).to(device, dtype)
+        self.points, self.kept = (self.rows, self.features), None
         self.weights = networks.weights_of(torch, name, d, dtype, device)
         kinds = {OURS: networks.Ours, PAIRS: networks.Plain}
         if math.prod(shape) <= MOST_CELLS:
@@ -49,15 +53,30 @@ class Case:
     def forward(self, library):
         """Return rows and features of the result."""
         given = self.rows, self.features
-        if library == "spconv":  # distinct sites, with any features
-            given = self._distinct()
+        if library == "spconv":
+            given = self.distinct()
         return self.networks[library](*given)
 
-    def _distinct(self):
-        if not hasattr(self, "kept"):
-            rows = self.torch.from_numpy(self.scene.rows).to(self.rows.device)
-            self.kept = rows, self.features[: len(rows)].contiguous()
-        return self.kept
+    def distinct(self):
+        """Return the sites of the points, with any features; found once."""
+        if self.kept is None or self.kept[0] is not self.rows:
+            if self.rows is self.points[0]:
+                rows = self.torch.from_numpy(self.scene.rows).to(self.rows.device)
+            else:
+                rows = self.rows.unique(dim=0)
+            self.kept = self.rows, (rows, self.features[: len(rows)].contiguous())
+        return self.kept[1]
+
+    def take_others(self):
+        """Take 80 to 100% of the points, in their order, until :meth:`take_all`."""
+        torch, (rows, features) = self.torch, self.points
+        count = int(len(rows) * (0.8 + 0.2 * float(torch.rand(()))))
+        chosen = torch.randperm(len(rows))[:count].sort().values.to(rows.device)
+        self.rows, self.features = rows[chosen], features[chosen]
+
+    def take_all(self):
+        """Take all points."""
+        self.rows, self.features = self.points
 
     def step(self, library):
         """Return the gradients of all weights; those of spconv are its layers' own."""
@@ -157,6 +176,12 @@ def _on_cpu(torch, name, scene, columns, quick):
 def _on_gpu(torch, name, scene, columns, quick):
     """Yield the rows of a network on a scene."""
     case = Case(torch, name, scene, DEVICE, torch.float16)
+    case.check()
+    for library in case.networks:
+        if library in (OURS, "spconv"):
+            for variant, call in (("forward", case.forward), ("forward and backward", case.step)):
+                timing = _of_other_points(case, call, library, quick)
+                yield _row(columns, case, f"{variant}, other points", library, timing)
     case.networks[OURS].fix(case.rows, case.features)
     case.check()
     clock, host = TorchClock(torch, quick), HostClock(torch.cuda.synchronize, quick)
@@ -175,6 +200,21 @@ def _on_gpu(torch, name, scene, columns, quick):
             elif library == "spconv":
                 timing = kernel_time(torch, contender.calls[0])
                 yield _row(columns, case, f"{variant}, kernels", library, timing)
+
+
+def _of_other_points(case, call, library, quick):
+    """Return the wall time of calls, until their results are there, that have other points each."""
+    samples = []
+    for _ in range(3 if quick else OTHERS):
+        case.take_others()
+        case.distinct()
+        case.torch.cuda.synchronize()
+        start = time.perf_counter()
+        call(library)
+        case.torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) * 1e6)
+    case.take_all()
+    return spread(samples[len(samples) // 3 :], "wall")
 
 
 def _row(columns, case, variant, implementation, timing):

@@ -90,10 +90,11 @@ def test_the_flow_of_networks_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
     assert bench.main(arguments) == 0
     found = rows.read(tmp_path / "site_networks.csv")
     check_rows(found, {rows.OURS, bench.PAIRS, bench.DENSE})
-    assert {row.timed_by for row in found} == {"graph", "events", "host"}
+    assert {row.timed_by for row in found} == {"graph", "events", "host", "wall"}
     ours = {row.variant.partition(", ")[2] for row in found if row.ours}
     steps = {"forward", "forward and backward"}
-    assert ours == steps | {f"{step}, host" for step in steps}
+    more = {f"{step}, {what}" for step in steps for what in ("host", "other points")}
+    assert ours == steps | more
 
 
 def test_wrong_maps_are_refused(monkeypatch, torch):
