@@ -219,17 +219,21 @@ class Operator:
             others.append(option)
         return (None, ()) if 0 in lengths else ((*key, marshal.dumps(others, 2)), lengths)
 
-    def calls(self, given, options):
+    def calls(self, given, options, make=False):
         """Return a list, kept with the plans, of what an adapter knows of calls.
 
-        ``given`` says of each array what the adapter tells calls apart by. An empty tuple where
-        options are no plain values: nothing is kept then.
+        ``given`` says of each array what the adapter tells calls apart by. None if there is no list
+        yet, unless it is to be made. An empty tuple where options are no plain values: nothing is
+        kept then.
         """
         try:
             key = (self.name, "calls", *given, marshal.dumps(options, 2))
         except ValueError:
             return ()
-        return (_PLANS.get(key) or _keep(key, _Calls())).known
+        found = _PLANS.get(key)
+        if found is None and make:
+            found = _keep(key, _Calls())
+        return found and found.known
 
     def __call__(self, arrays, options):
         """Compute a call on native arrays, which are trusted to share no memory; return its result.

@@ -73,7 +73,7 @@ def _describe_plain(operation, given, options, out, packed):
     if not (in_place and out is not None) and state.may_match(tensors):
         key = [t if t is None or type(t) is SpecGroup else t.shape for t in given]
         calls = operation.operator.calls(key, options)
-    for matches, places, known in calls:
+    for matches, places, known in calls or ():
         if matches(*tensors):
             addresses = [t.data_ptr() for t in tensors]
             if functools.reduce(operator.or_, addresses) & 15:
@@ -84,7 +84,7 @@ def _describe_plain(operation, given, options, out, packed):
                 known.fields, addresses, False, known.requires_grad, packed, known.plan
             )
     described = describe(given, state.is_plain, packed)
-    if described is None or described.gaps or calls == () or len(calls) == _MOST:
+    if described is None or described.gaps or calls == () or len(calls or ()) == _MOST:
         return described
     plan = operation.operator.find(described.fields, (*options, *in_place))
     if plan is None:
@@ -95,6 +95,7 @@ def _describe_plain(operation, given, options, out, packed):
         flat = [a for t in given for a in (t.specs if type(t) is SpecGroup else (t,))]
         numbers = itertools.count()
         places = [next(numbers) if isinstance(t, torch.Tensor) else -1 for t in flat]
+        calls = operation.operator.calls(key, options, make=True)
         calls.append((matches, places, described._replace(packed=None)))
     return described
 
