@@ -160,16 +160,21 @@ def _layers(arch):
 
 
 def _sites(arch):
-    """Those of convolutions at sites, 3x3x3; in other numbers for some channels."""
+    """Those of convolutions at sites, 3x3x3; in other numbers for some channels; and 3x3."""
     found = {}
     numbers = {"Half": (16, 32, 64, 96, 128, 256), "BFloat16": (64,), "float": (64, 128)}
-    for element, sites in itertools.product(numbers, (3000, 14_000, 100_000)):
-        for c in numbers[element]:
-            conv = SiteConvSizes(element, sites, sites, 27, c, c, 1, 1, element == "float", 16, 16)
-            plan = plan_site_conv(conv, DEVICES[arch])
-            key = SITES, plan.kernel, plan.template(conv)
-            if not isinstance(plan, FmaPlan) and launched(arch, *key):
-                found[key] = None
+    cases = [
+        (element, sites, 27, c)
+        for element, sites in itertools.product(numbers, (3000, 14_000, 100_000))
+        for c in numbers[element]
+    ]
+    cases += [("Half", 7000, 9, 32), ("BFloat16", 7000, 9, 32), ("float", 7000, 9, 16)]
+    for element, sites, taps, c in cases:
+        conv = SiteConvSizes(element, sites, sites, taps, c, c, 1, 1, element == "float", 16, 16)
+        plan = plan_site_conv(conv, DEVICES[arch])
+        key = SITES, plan.kernel, plan.template(conv)
+        if not isinstance(plan, FmaPlan) and launched(arch, *key):
+            found[key] = None
     return list(found)
 
 
