@@ -172,6 +172,7 @@ class Operator:
             found = known and known.resized(*lengths)
             if found is not None:
                 _keep((self.name, *specs, marshal.dumps(options, 2)), found)
+                _keep(kind, known)  # used last
         return found
 
     def _made(self, key, arrays, options):
@@ -270,9 +271,9 @@ class _Plans(dict):
     weight = 0
 
 
-# The plans of all operations. They are dropped when they are many, and made again as needed.
-# Options are told apart by type as well as by value, which is why they are spelled by marshal: 1,
-# 1.0 and True are equal in Python but not as a size.
+# The plans of all operations, those that were kept first in front. When they are many the older
+# half is dropped, and made again as needed. Options are told apart by type as well as by value,
+# which is why they are spelled by marshal: 1, 1.0 and True are equal in Python but not as a size.
 _PLANS = _Plans()
 _MOST = 4096  # total weight
 _LOCK = threading.RLock()  # of the weight; a look-up needs none
@@ -290,11 +291,20 @@ class _Calls:
 def _keep(key, plan):
     """Keep a plan under a key; return it."""
     with _LOCK:
+        _drop(key)
         if _PLANS.weight + plan.weight > _MOST:
-            clear_plans()
+            while _PLANS and _PLANS.weight > _MOST // 2:
+                _drop(next(iter(_PLANS)))
         _PLANS.weight += plan.weight
         _PLANS[key] = plan
     return plan
+
+
+def _drop(key):
+    """Drop what is kept under a key, if anything is."""
+    plan = _PLANS.pop(key, None)
+    if plan is not None:
+        _PLANS.weight -= plan.weight
 
 
 def clear_plans():

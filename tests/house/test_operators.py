@@ -122,6 +122,8 @@ def test_the_cache_is_bounded(monkeypatch):
         call = table | {"x": x, "bsize": bsize}
         sbnet_cupy.sparse_gather(**call)
         assert len(operator._PLANS) <= 10
+        assert operator._PLANS.weight == sum(plan.weight for plan in operator._PLANS.values())
+    assert len(operator._PLANS) >= 5
     operator.clear_plans()
     assert not operator._PLANS
 

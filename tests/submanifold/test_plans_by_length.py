@@ -117,6 +117,17 @@ def test_lengths_of_arrays_in_groups_count(planned):
     assert op.near(*grouped(608, 608)) is None
 
 
+def test_the_plan_that_others_are_made_of_outlives_them(planned, monkeypatch):
+    """Of inputs of which each has another number of sites, and whose plans are soon dropped."""
+    monkeypatch.setattr(operator, "_MOST", 10)
+    (op, conv), *_ = calls(16, 16, "float16", False)
+    op.plan_of(*conv(500, 500))
+    for n in range(600, 700):
+        assert op.near(*conv(n, n)) is op.find(*conv(n, n)) is not None
+        assert operator._PLANS.weight == len(operator._PLANS) <= 10
+    assert op.find(*conv(600, 600)) is None
+
+
 def test_what_differs_in_more_is_planned_anew(planned):
     """Other channels, options or relations between lengths; no sites; and what must raise."""
     (op, conv), *_ = calls(16, 16, "float16", True)

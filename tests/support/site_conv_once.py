@@ -15,8 +15,7 @@ CASES = [
     Case("float16", channels=40, channels_out=48, whole=False, activation="gelu"),
 ]
 PLANS = (
-    *ONCE_PLANS, OncePlan((16, 64), (1, 2)), OncePlan((32, 64), (2, 2)), OncePlan((64, 32), (2, 1)),
-    OncePlan((64, 32), (4, 1)),
+    *ONCE_PLANS, OncePlan((16, 64), (1, 2)), OncePlan((32, 64), (2, 2)), OncePlan((64, 32), (4, 1)),
 )  # fmt: skip
 GIVEN = [(plan, CASES[i % len(CASES)]) for i, plan in enumerate(PLANS * 4)]
 RANDOM = Case("float16", 150, 40, 40, (3, 3), whole=False, spare=4)
