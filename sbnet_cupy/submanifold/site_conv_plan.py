@@ -370,8 +370,9 @@ def _plan_once(conv, device, plans):
     if not (device.hopper and conv.alignment_in == conv.alignment_out == 16):
         return None
     for plan in plans:
-        room = plan.shared_bytes(conv) + RESERVED <= device.shared_bytes
-        if room and all_resident(plan, conv, device):
+        if not all_resident(plan, conv, device):
+            continue
+        if plan.shared_bytes(conv) + RESERVED <= device.shared_bytes:
             return plan
     return None
 
