@@ -18,8 +18,8 @@ from ...submanifold.keeping_container import CAPTURE, kept_or_made, mark_capture
 from ...submanifold.kernel_map import KeptMap, KernelMap
 from ...submanifold.site_conv import valid_rows
 from ...submanifold.sparse_tensor import check_tensor
-from .._native import check_tensors, view
-from .site_branch import find_beside
+from .._native import check_tensors, views
+from .site_branch import find_beside, natively
 
 
 def untraced(function):
@@ -86,8 +86,11 @@ def native(coordinates):
         check_tensors(**dict(zip(names, arrays, strict=False)))
         grid = coordinates.spatial_shape, coordinates.batch_size
 
-        indices, count, *status = map(view, arrays)
-        kept["native"] = CoordinateMap(indices, count, *grid, *status)
+        def viewed():
+            indices, count, *status = views(*arrays)
+            return CoordinateMap(indices, count, *grid, *status)
+
+        kept["native"] = natively(viewed, arrays[0])
     return kept["native"]
 
 
