@@ -127,10 +127,12 @@ def check_base(base, shape, x):
 def split_indices(indices):
     """Return the ActiveBlocks or the pair, or raise where it is neither."""
     if not isinstance(indices, ActiveBlocks | tuple | list) or len(indices) != 2:
+        masked = isinstance(indices, np.ma.MaskedArray)  # of which asarray would drop the mask
         raise TypeError(
             "indices must be a mask (an array), an ActiveBlocks or a pair (bin_counts, "
             f"active_block_indices), got {type(indices).__name__}; give the mask as an array, "
-            "numpy.asarray(mask) for one, or list its blocks with ActiveBlocks.from_mask"
+            f"{'mask.filled(0)' if masked else 'numpy.asarray(mask)'} for one, or list its blocks "
+            "with ActiveBlocks.from_mask"
         )
     return indices
 

@@ -117,6 +117,8 @@ def test_what_a_layer_takes_for_a_mask(mask):
     x, w = ramp(1, 8, 8, 2), ramp(3, 3, 2, 4)
     said = rf"^indices must be a mask \(an array\), .*, got {type(mask).__name__}; give the mask as"
     refuses(TypeError, said, sbnet_cupy.sparse_conv2d, x, w, mask, bsize=4)
+    cure = r"mask\.filled\(0\)" if np.ma.isMaskedArray(mask) else r"numpy\.asarray\(mask\)"
+    refuses(TypeError, cure, sbnet_cupy.sparse_conv2d, x, w, mask, bsize=4)
 
 
 def test_a_list_of_blocks_needs_its_bsize():
