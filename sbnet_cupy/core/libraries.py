@@ -262,7 +262,7 @@ class _Held:
 
 _HELD = _Held()
 NUMPY, CUPY, DLPACK = NumPy(), CuPy(), DLPack()
-_TORCH_DTYPES = {}  # torch dtype -> NumPy's, of those that were asked for
+TORCH_DTYPES = {}  # torch dtype -> NumPy's, of those that were asked for
 _FRAMEWORKS = {"torch": Torch(), "jax": Jax(), "tensorflow": TensorFlow()}
 _FRAMEWORKS["jaxlib"] = _FRAMEWORKS["jax"]
 
@@ -295,9 +295,9 @@ def bfloat16(argument):
 
 def torch_dtype(dtype, argument):
     """Return the NumPy type of a torch dtype, or raise DTypeError."""
-    known = _TORCH_DTYPES.get(dtype)
+    known = TORCH_DTYPES.get(dtype)
     if known is None:
-        known = _TORCH_DTYPES[dtype] = _found_dtype(dtype, argument)
+        known = TORCH_DTYPES[dtype] = _found_dtype(dtype, argument)
     return known
 
 

@@ -223,9 +223,9 @@ class Operator:
     def calls(self, given, options, make=False):
         """Return a list, kept with the plans, of what an adapter knows of calls.
 
-        ``given`` says of each array what the adapter tells calls apart by. None if there is no list
-        yet, unless it is to be made. An empty tuple where options are no plain values: nothing is
-        kept then.
+        ``given`` says of each array what the adapter tells calls apart by. An empty tuple if there
+        is no list, unless it is to be made: for options that are plain values, as those of a call
+        whose plan is kept are.
         """
         try:
             key = (self.name, "calls", *given, marshal.dumps(options, 2))
@@ -234,7 +234,7 @@ class Operator:
         found = _PLANS.get(key)
         if found is None and make:
             found = _keep(key, _Calls())
-        return found and found.known
+        return () if found is None else found.known
 
     def __call__(self, arrays, options):
         """Compute a call on native arrays, which are trusted to share no memory; return its result.

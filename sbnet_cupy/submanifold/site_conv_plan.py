@@ -174,7 +174,8 @@ class OncePlan(NamedTuple):
         return conv.element, *self.tile, *self.warps, floats, conv.activation, overlap
 
 
-ONCE_PLANS = (OncePlan((16, 32), (1, 1)), OncePlan((32, 32), (2, 1)), OncePlan((64, 32), (2, 1)))
+_SMALL_ONCE = (OncePlan((16, 32), (1, 1)), OncePlan((32, 32), (2, 1)))
+ONCE_PLANS = (*_SMALL_ONCE, OncePlan((64, 32), (2, 1)))
 _FEW_TAPS_ONCE = 9  # for which the last of them takes less time than other tiles
 
 
@@ -330,7 +331,7 @@ def plan_site_conv(conv, device):
         return None
     if has_products(conv, device):
         found = (
-            _plan_once(conv, device, ONCE_PLANS[: None if conv.taps <= _FEW_TAPS_ONCE else -1])
+            _plan_once(conv, device, ONCE_PLANS if conv.taps <= _FEW_TAPS_ONCE else _SMALL_ONCE)
             or _plan_sorted(conv, device)
             or _plan_tiles(conv, device)
             or _plan_once(conv, device, ONCE_PLANS)

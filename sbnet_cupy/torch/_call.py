@@ -68,12 +68,12 @@ def _describe_plain(operation, given, options, out, packed):
     Of tensors like those of a call before, with the same options, only the addresses are looked at.
     """
     in_place = (False,) if operation.tells_in_place else ()
-    tensors, calls = [t for t in given if not (t is None or type(t) is SpecGroup)], ()
+    tensors, key, calls = [t for t in given if not (t is None or type(t) is SpecGroup)], None, ()
     # Where the result may be in place, memory that is shared makes a difference.
     if not (in_place and out is not None) and state.may_match(tensors):
         key = [t if t is None or type(t) is SpecGroup else t.shape for t in given]
         calls = operation.operator.calls(key, options)
-    for matches, places, known in calls or ():
+    for matches, places, known in calls:
         if matches(*tensors):
             addresses = [t.data_ptr() for t in tensors]
             if functools.reduce(operator.or_, addresses) & 15:
@@ -84,7 +84,7 @@ def _describe_plain(operation, given, options, out, packed):
                 known.fields, addresses, False, known.requires_grad, packed, known.plan
             )
     described = describe(given, state.is_plain, packed)
-    if described is None or described.gaps or calls == () or len(calls or ()) == _MOST:
+    if described is None or described.gaps or key is None or len(calls) == _MOST:
         return described
     plan = operation.operator.find(described.fields, (*options, *in_place))
     if plan is None:
@@ -95,8 +95,8 @@ def _describe_plain(operation, given, options, out, packed):
         flat = [a for t in given for a in (t.specs if type(t) is SpecGroup else (t,))]
         numbers = itertools.count()
         places = [next(numbers) if isinstance(t, torch.Tensor) else -1 for t in flat]
-        calls = operation.operator.calls(key, options, make=True)
-        calls.append((matches, places, described._replace(packed=None)))
+        known = matches, places, described._replace(packed=None)
+        operation.operator.calls(key, options, make=True).append(known)
     return described
 
 

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from ..core.libraries import Torch, torch_dtype
+from ..core.libraries import TORCH_DTYPES as DTYPES
+from ..core.libraries import Torch
+from ..core.libraries import torch_dtype as numpy_dtype
 from ..core.operator import Plan
 from ..core.packed import Packed
 from ..core.spec import CPU, ArraySpec, SpecGroup
 from ..core.torch_memory import allocate, stream_of
 from ..errors import DeviceError, DTypeError
 from . import _dispatch_state as state
-
-DTYPES = {}  # torch dtype -> NumPy dtype, for those that were asked for
 
 
 def compute(function, tensors):
@@ -119,14 +119,6 @@ def spec_of(tensor, gaps=False):
     device = tensor.device.index if tensor.device.type == "cuda" else CPU
     strides = tensor.stride() if gaps and not tensor.is_contiguous() else None
     return ArraySpec(tuple(tensor.shape), numpy_dtype(tensor.dtype, "tensor"), device, strides)
-
-
-def numpy_dtype(dtype, argument):
-    """Return NumPy's name for the torch dtype of an argument, or raise DTypeError."""
-    try:
-        return DTYPES[dtype]
-    except KeyError:
-        return DTYPES.setdefault(dtype, torch_dtype(dtype, argument))
 
 
 def check_tensors(optional=(), /, **arguments):

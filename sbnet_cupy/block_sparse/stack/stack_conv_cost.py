@@ -60,7 +60,7 @@ def launch_cost(plan, conv, device):
     few = _FEW_STAGES.get(plan.stages, 1.0) if plan.stages < chunks and not plan.direct else 1.0
     per_pixel = rates.pixel * (_TWO_TEAMS if plan.teams > 1 else 1.0)
     taps = ROW // (conv.channels * conv.element_bytes)  # of a chunk
-    if taps >= 4 and not (plan.bulk or plan.direct or conv.pointwise):
+    if taps >= 4 and plan.cached:
         per_pixel *= 1 + _MORE_TAPS * (taps - 1)
     asked = _ASKED * plan.boxes(conv) if plan.bulk and conv.of_images else 0
     slow = (0.024 + SLOW.get(conv.activation, 0)) / groups
@@ -96,8 +96,7 @@ def launch_cost(plan, conv, device):
         path += tile(pixels // parts, math.ceil(rest / spots))
     if plan.parts > 1:
         path *= 1.02
-    near = plan.bulk or plan.direct or conv.pointwise
-    search = 0 if near else 1080 + 0.154 * pixels * math.prod(conv.kernel)
+    search = 1080 + 0.154 * pixels * math.prod(conv.kernel) if plan.cached else 0
     path += (whole - (rest == 0)) * 0.3 * search
     # What the second-level cache, and memory, deliver to all.
     rate = rates.brought

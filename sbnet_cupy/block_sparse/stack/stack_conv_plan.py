@@ -145,7 +145,7 @@ class StackPlan(NamedTuple):
     split: int  # thread blocks that share the chunks of a tile
     partials: bool  # which then add up in memory, not in a cluster
     pipelined: bool  # some warps copy, the others multiply
-    cached: bool  # whether pixels come through the L1 cache
+    cached: bool  # whether pixels come by a table of where they lie, through the L1 cache
     results: int  # tiles of the result that are staged in shared memory, with the residual
     blocks: int  # thread blocks for which a multiprocessor must have registers
     parts: int = 1  # the most into which each tile of the last round may be cut
@@ -399,8 +399,7 @@ def _with_stages(plan, conv, device):
     """Return the plan with the most stages with which its thread blocks fit, or None."""
     available = device.shared_of(plan.blocks)
     most = _MOST_STAGES - plan.clustered
-    near = plan.bulk or plan.direct or conv.pointwise
-    if near and sum(plan.tile) >= 256 and conv.chunks <= _FEW_CHUNKS:
+    if not plan.cached and sum(plan.tile) >= 256 and conv.chunks <= _FEW_CHUNKS:
         most = _THEIR_STAGES
     for stages in range(min(most, max(2, -(-conv.chunks // plan.split) + 1)), 1, -1):
         plan = plan._replace(stages=stages)

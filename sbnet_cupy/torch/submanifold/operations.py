@@ -31,6 +31,7 @@ from .._graph_branch import branch
 from .._namespace import activation_backward, affine, wide
 from .._native import DTYPES, numpy_dtype, view, views
 from .._operation import Operation
+from ..network.cuda import start
 from .kept_calls import keep_call
 from .maps import kept_with
 from .site_branch import find_beside, list_beside
@@ -199,23 +200,22 @@ def _relu_grad(grad, result):
     """Return the gradient before a relu, and sums of groups of its rows."""
     if grad.stride(1) != 1 or grad.stride(0) < grad.shape[1]:  # no columns of a wider tensor
         grad = grad.contiguous()
-    (m, channels), device = grad.shape, grad.get_device()
+    m, channels = grad.shape
     alignments = grad.data_ptr() & 15, result.data_ptr() & 15
     sizes = m, channels, grad.stride(0), DTYPES[grad.dtype], alignments
-    groups, launch = relu_grad.prepare_relu_grad(*sizes, f"cuda:{device}")
+    groups, launch = relu_grad.prepare_relu_grad(*sizes, f"cuda:{grad.get_device()}")
     dx = grad.new_empty((m, channels))
     sums = grad.new_empty((groups, channels), dtype=_wide_dtype(grad))
-    addresses = [tensor.data_ptr() for tensor in (grad, result, dx, sums)]
-    launch.on(state.current_stream(device), addresses)
+    start(launch, grad, result, dx, sums)
     return dx, sums
 
 
 def _bias_grad(sums, bias):
     """Return the gradient of a bias from these sums."""
-    device = sums.get_device()
-    launch = relu_grad.prepare_bias_grad(*sums.shape, DTYPES[bias.dtype], f"cuda:{device}")
+    sizes = *sums.shape, DTYPES[bias.dtype]
+    launch = relu_grad.prepare_bias_grad(*sizes, f"cuda:{sums.get_device()}")
     dbias = sums.new_empty(sums.shape[1:], dtype=bias.dtype)
-    launch.on(state.current_stream(device), (sums.data_ptr(), dbias.data_ptr()))
+    start(launch, sums, dbias)
     return dbias
 
 
