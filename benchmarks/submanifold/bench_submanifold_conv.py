@@ -20,12 +20,20 @@ import sbnet_cupy as sb
 from benchmarks.harness.rows import OURS, Ratio, Row, Writer
 from benchmarks.harness.timing import Contender, CupyClock, HostClock, TorchClock, WallClock
 from benchmarks.submanifold import command, scenes
-from benchmarks.submanifold.peers import TORCH, Pairs, kernel_time, spconv_of
+from benchmarks.submanifold.peers import (
+    EXACT_SPCONV,
+    SPCONV,
+    TORCH,
+    Pairs,
+    kernel_time,
+    spconv_of,
+)  # fmt: skip
 from sbnet_cupy.core import libraries
 
 FILE = "submanifold_conv.csv"
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "tf32": 2.0**-10}
 MOST = 40_000_000  # numbers of the features of a case
+MOST_ERROR = 0.01  # of another library: more is no rounding
 DEVICE = "cuda"  # of PyTorch's tensors, in a run on a GPU
 
 
@@ -41,21 +49,21 @@ class Case:
         self.w = rng.standard_normal((*[3] * d, channels, channels), np.float32)
         self.w = (self.w / (3**d * channels) ** 0.5).astype(dtype)
         self.rows, self.xp = xp.asarray(scene.rows), xp
-        self.sites = self.find_sites()
+        self.sites, self.site_of_row = self.find_sites()
         self.x = sb.SparseTensor(xp.asarray(self.features), self.sites)
         self.weights, self.grad = xp.asarray(self.w), xp.asarray(self.features[::-1].copy())
         self.packed = sb.PackedWeights(self.weights, precision=precision)
         self.map = self.find_map()
 
     def find_sites(self):
-        """Return a new CoordinateMap; nothing waits for its count."""
+        """Return a new CoordinateMap and the site of each row; nothing waits for its count."""
         return sb.coordinate_map(
             self.rows, spatial_shape=self.scene.spatial_shape, batch_size=1, capacity=len(self.rows)
-        )[0]
+        )
 
     def find_map(self):
         """Return the kernel map of sites that have none yet."""
-        sites = self.find_sites()
+        sites, _ = self.find_sites()
         return sb.kernel_map(sites, (3,) * len(self.scene.spatial_shape), onto=sites)
 
     def convolve(self):
@@ -77,11 +85,15 @@ class Case:
         rows = self.map.rows
         return rows if isinstance(rows, np.ndarray) else rows.get()
 
+    def features_of_rows(self):
+        """Return the features of the rows of the scene, a NumPy array, as others take them."""
+        return self.features[self._numpy(self.site_of_row)]
+
     def _numpy(self, array):
         return array if isinstance(array, np.ndarray) else array.get()
 
     def check(self):
-        """Raise unless the result is that in float64 up to the rounding of its sums."""
+        """Raise unless the result is that in float64 up to the rounding of its sums; keep that."""
         xp, epsilon = self.xp, EPSILON[self.precision or np.dtype(self.dtype).name]
         y, features, w = (
             xp.asarray(self._numpy(array).astype(np.float64))
@@ -97,6 +109,13 @@ class Case:
         bound += epsilon * ((size if self.precision else abs(exact)) + bound)
         if not (abs(y - exact) <= bound).all():
             raise AssertionError(f"{self.scene.name}, {self.channels} channels: beyond rounding")
+        self.exact = exact
+
+    def error(self, y, exact=None):
+        """Return the root mean square of the errors of ``y`` over that of the result in float64."""
+        exact = self.exact if exact is None else exact
+        y = self.xp.asarray(y).astype(np.float64)
+        return float(((y - exact) ** 2).mean() ** 0.5 / (exact**2).mean() ** 0.5)
 
 
 def main(arguments=None):
@@ -169,19 +188,37 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
     yield _row(columns, case, "forward", TORCH, clock.time(pairs, case.features.nbytes))
     if numbers == "bfloat16":  # which spconv has not
         return
-    theirs = spconv_of(torch, scene, case.features, case.w, tf32=numbers == "tf32")
-    found = {name: calls for name, *calls in theirs}
-    for place, variant in enumerate(("forward", "forward and backward")):
-        times = [(kernel_time(torch, calls[place]), name) for name, calls in found.items()]
-        if times:
-            timing, name = min(times)
-            yield _row(columns, case, variant, "spconv", timing, f"its best algorithm, {name}")
-    if found:
-        with stream:
-            ours = kernel_time(torch, case.convolve_alone)
-        yield _row(columns, case, "forward, weights packed, kernels", OURS, ours)
-        host = HostClock(torch.cuda.synchronize, quick).time(Contender("", [found[name][0]]), None)
-        yield _row(columns, case, "host", "spconv", host)
+    with stream:
+        error = f"error {case.error(case.convolve_alone()):.1e}"
+    for name in (SPCONV, EXACT_SPCONV) if numbers == "float16" else (SPCONV,):
+        theirs = spconv_of(
+            torch, scene, case.features_of_rows(), case.w,
+            tf32=numbers == "tf32", exact=name == EXACT_SPCONV,
+        )  # fmt: skip
+        yield from _rows_of_spconv(columns, case, name, torch, list(theirs), quick)
+    with stream:
+        ours = kernel_time(torch, case.convolve_alone)
+    yield _row(columns, case, "forward, weights packed, kernels", OURS, ours, error)
+
+
+def _rows_of_spconv(columns, case, implementation, torch, found, quick):
+    """Yield the rows of its layers, (algorithm, call, step) each, by the best of them."""
+    for place, variant in enumerate(("forward", "forward and backward"), 1):
+        times = [(kernel_time(torch, its[place]), its) for its in found]
+        if not times:
+            return
+        timing, (name, call, _) = min(times, key=lambda timed: timed[0])
+        note = f"its best algorithm, {name}"
+        if place == 1:
+            best = call
+            y = call().detach().double().cpu().numpy()
+            error = case.error(y, case.exact[case.site_of_row])
+            if error > MOST_ERROR:
+                raise AssertionError(f"{implementation}, {case.scene.name}: error {error:.1e}")
+            note += f"; error {error:.1e}"
+        yield _row(columns, case, variant, implementation, timing, note)
+    host = HostClock(torch.cuda.synchronize, quick).time(Contender("", [best]), None)
+    yield _row(columns, case, "host", implementation, host)
 
 
 def _kept_calls(case, torch):

@@ -5,6 +5,8 @@ import numpy as np
 from benchmarks.harness.timing import Contender, spread
 
 TORCH = "torch, pair lists"
+SPCONV = "spconv"
+EXACT_SPCONV = "spconv, sums in float32"  # of float16 numbers, which it adds up in float16 if let
 _PROFILED = 20  # calls that the profiler sees together
 
 
@@ -33,26 +35,33 @@ class Pairs:
         return Contender(TORCH, [self.call], clock="torch", capturable=False, note=note)
 
 
-def spconv_of(torch, scene, features, w, tf32=False):
+def spconv_of(torch, scene, features, w, tf32=False, exact=False):
     """Yield spconv's layers with the same weights: (algorithm, call, step); none without it.
 
-    A step is the call and the gradients of features and weights.
+    ``features`` are those of the rows of the scene. A step is the call and the gradients of
+    features and weights. ``exact``: sums of float16 numbers are taken in float32. Only its tuner in
+    Python heeds that, which has no Native algorithm; the one in C++ takes the fastest kernel.
     """
     try:
         import spconv.pytorch as spconv
         from spconv import constants
         from spconv.core import ConvAlgo
+        from spconv.pytorch import ops
     except ImportError:
         return
+    ops.SPCONV_CPP_GEMM = not exact
     constants.SPCONV_ALLOW_TF32 = tf32
     d, channels = len(scene.spatial_shape), features.shape[1]
     kind = {2: spconv.SubMConv2d, 3: spconv.SubMConv3d}[d]
     x = torch.from_numpy(features).cuda()
     rows = torch.from_numpy(scene.rows).cuda()
     weight = torch.from_numpy(w).cuda().movedim(-1, 0)  # [C_out, *kernel, C_in]
-    for algorithm in (ConvAlgo.Native, ConvAlgo.MaskImplicitGemm, ConvAlgo.MaskSplitImplicitGemm):
-        layer = kind(channels, w.shape[-1], 3, bias=False, indice_key="sites", algo=algorithm)
-        layer = layer.cuda().to(x.dtype)
+    algorithms = [ConvAlgo.MaskImplicitGemm, ConvAlgo.MaskSplitImplicitGemm]
+    for algorithm in algorithms if exact else [ConvAlgo.Native, *algorithms]:
+        layer = kind(
+            channels, w.shape[-1], 3, bias=False, indice_key="sites", algo=algorithm,
+            fp32_accum=True if exact else None,
+        ).cuda().to(x.dtype)  # fmt: skip
         with torch.no_grad():
             layer.weight.copy_(weight)
         fresh = spconv.SparseConvTensor(x, rows, list(scene.spatial_shape), 1)

@@ -88,7 +88,8 @@ def blobs(shape, share, seed=0):
 
     mask = masks.blobs((1, *shape), density=share, seed=seed)[0]
     rows = np.argwhere(mask).astype(np.int32)
-    return Scene(f"blobs {share:.0%}", np.pad(rows, ((0, 0), (1, 0))), tuple(shape))
+    rows = np.ascontiguousarray(np.pad(rows, ((0, 0), (1, 0))))  # argwhere's are not
+    return Scene(f"blobs {share:.0%}", rows, tuple(shape))
 
 
 def from_file(path, voxel=(0.05, 0.05, 0.05)):
