@@ -16,6 +16,7 @@ from sbnet_cupy.block_sparse.stack.stack_bottleneck_plan import (
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_conv
 from sbnet_cupy.block_sparse.stack.stack_image_conv2d import ImageConv, blocks_of, candidates
 from sbnet_cupy.core.device import Device
+from sbnet_cupy.submanifold.site_conv_grad_plan import PIPELINED, WeightGradSizes
 from sbnet_cupy.submanifold.site_conv_plan import FmaPlan, SiteConvSizes, plan_site_conv
 
 CONV = "block_sparse/conv/fused_conv"
@@ -160,7 +161,10 @@ def _layers(arch):
 
 
 def _sites(arch):
-    """Those of convolutions at sites, 3x3x3; in other numbers for some channels; and 3x3."""
+    """Those of convolutions at sites, 3x3x3; in other numbers for some channels; and 3x3.
+
+    Those of gradients of their weights by wgmma, too.
+    """
     found = {}
     numbers = {"Half": (16, 32, 64, 96, 128, 256), "BFloat16": (64,), "float": (64, 128)}
     cases = [
@@ -175,6 +179,10 @@ def _sites(arch):
         key = SITES, plan.kernel, plan.template(conv)
         if not isinstance(plan, FmaPlan) and launched(arch, *key):
             found[key] = None
+    for tile, plan in PIPELINED.items() if DEVICES[arch].hopper else ():
+        for element in ("Half", "BFloat16") if tile == (256, 256) else ("Half",):
+            conv = WeightGradSizes(element, 7000, 7000, 27, *tile, 1, False, 16, 16)
+            found[f"{SITES}_grad", plan.kernel, plan.template(conv)] = None
     return list(found)
 
 
@@ -203,7 +211,7 @@ def launched(arch, stem, kernel, template):
         if (wgmma, blocks) != (device.hopper, most):
             return False
         return device.tensor_floats or element == "Half"
-    if kernel in ("site_conv_once", "site_conv_tiles", "deal_tiles"):
+    if kernel in ("site_conv_once", "site_conv_tiles", "site_weight_grad_pipelined", "deal_tiles"):
         return device.hopper
     if kernel in ("stack_conv_pipelined", "stack_conv_patch") and template[0] == "TileMma":
         return device.bulk_copy and not device.hopper  # a CPU runs it for those that have wgmma

@@ -2,6 +2,7 @@
 //   D[64][N] += A[64][32 bytes] * B[32 bytes][N]   A from shared memory or registers, B from shared
 // A and B lie in shared memory as core matrices: 8 rows of 16 bytes, 128 bytes in a row. A lane of
 // warp w holds of D what mma.sync would give it for rows 16 w and up (tensor_core.cuh).
+//   D[64][N] += A[16][64]^T * B[16][N]   the same of numbers of 2 bytes, both with k after k in memory
 #pragma once
 #include "core/tensor_core.cuh"
 
@@ -18,8 +19,16 @@ DEVICE u64 swizzled_descriptor(u32 address, u32 along_rows = 1024) {
     return static_cast<u64>((address & 0x3ffffu) >> 4) | 1ull << 16 | static_cast<u64>(along_rows >> 4) << 32 | 1ull << 62;
 }
 
+// A or B with k after k: rows of 128 bytes, 64 numbers along M or N, in the 128-byte swizzle. The next 64 numbers are
+// `along_columns` bytes on, the next 8 k 1024 bytes.
+DEVICE u64 transposed_descriptor(u32 address, u32 along_columns) {
+    return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(along_columns >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+
 template <typename T, int N>
 struct Wgmma;
+template <typename T, int N>
+struct TransposedWgmma;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(SBNET_HOST)
 
@@ -82,6 +91,25 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
               COMMA D8(d, 48) COMMA D8(d, 56),                                                     \
           64, 65, 66, 67, 68)
 #define COMMA ,
+// The same with both transposed.
+#define TRANSPOSED_WGMMA(T, TYPES, N, REGISTERS, OPERANDS, P0, P1)                                        \
+    template <>                                                                                           \
+    struct TransposedWgmma<T, N> {                                                                        \
+        DEVICE static void shared(float* d, u64 a, u64 b) {                                               \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" TYPES " {" REGISTERS "}, %" #P0     \
+                         ", %" #P1 ", 1, 1, 1, 1, 1;"                                                     \
+                         : OPERANDS                                                                       \
+                         : "l"(a), "l"(b));                                                               \
+        }                                                                                                 \
+    };
+#define TRANSPOSED_WGMMA_OF(T, TYPES)                                                                     \
+    TRANSPOSED_WGMMA(T, TYPES, 64, R32, D8(d, 0) COMMA D8(d, 8) COMMA D8(d, 16) COMMA D8(d, 24), 32, 33)   \
+    TRANSPOSED_WGMMA(T, TYPES, 128, R64,                                                                  \
+                     D8(d, 0) COMMA D8(d, 8) COMMA D8(d, 16) COMMA D8(d, 24) COMMA D8(d, 32) COMMA D8(d, 40) \
+                         COMMA D8(d, 48) COMMA D8(d, 56),                                                 \
+                     64, 65)
+TRANSPOSED_WGMMA_OF(Half, ".f32.f16.f16")
+TRANSPOSED_WGMMA_OF(BFloat16, ".f32.bf16.bf16")
 WGMMA_OF(Half, 16, ".f32.f16.f16", ", 1, 1, 1, 0, 0;", ", 1, 1, 1, 0;")
 WGMMA_OF(BFloat16, 16, ".f32.bf16.bf16", ", 1, 1, 1, 0, 0;", ", 1, 1, 1, 0;")
 WGMMA_OF(float, 8, ".f32.tf32.tf32", ", 1, 1, 1;", ", 1, 1, 1;")
@@ -101,12 +129,17 @@ DEVICE void wgmma_wait() {
 template <typename T>
 struct HostOperand {
     u64 descriptor;
+    bool transposed = false;
     float at(int row, int k) const {
         constexpr u32 WHERE = 0x3ffffu;
         const u32 along_k = (descriptor >> 16 & 0x3fffu) << 4, along_rows = (descriptor >> 32 & 0x3fffu) << 4;
         const u32 byte = static_cast<u32>(k * sizeof(T)), begin = static_cast<u32>(descriptor & 0x3fffu) << 4;
         u32 place = begin + static_cast<u32>(row / 8) * along_rows;
-        if (descriptor >> 62 == 1) {
+        if (transposed) {
+            place = begin + static_cast<u32>(row / 64) * along_k + static_cast<u32>(k / 8) * along_rows;
+            place += static_cast<u32>(k % 8 * 128 + row % 64 * static_cast<int>(sizeof(T)));
+            place ^= (place >> 7 & 7) << 4;
+        } else if (descriptor >> 62 == 1) {
             place += static_cast<u32>(row % 8) * 128 + byte;
             place ^= (place >> 7 & 7) << 4;
         } else {
@@ -136,10 +169,10 @@ struct Wgmma {
 
     // `a(row, k)` is a number of A, of the warp's sixteen rows.
     template <class A>
-    static void begin(float* d, u64 b, A a) {
+    static void begin(float* d, u64 b, A a, bool transposed = false) {
         const int lane = static_cast<int>(threadIdx.x % 32);
         host_cuda::products->begin([=] {
-            const HostOperand<T> columns{b};
+            const HostOperand<T> columns{b, transposed};
             for (int n = 0; n < N; n += 8)
                 for (int e = 0; e < 4; ++e) {
                     float& sum = d[n / 2 + e];
@@ -153,11 +186,11 @@ struct Wgmma {
         for (int lane = 0; lane < 32; ++lane)
             if (all.from(lane) != value) host_cuda::fail("passes a descriptor to %s that is another one in lane %d", operation, lane);
     }
-    static void shared(float* d, u64 a, u64 b, host_cuda::Site site = host_cuda::Site::here()) {
+    static void shared(float* d, u64 a, u64 b, bool transposed = false, host_cuda::Site site = host_cuda::Site::here()) {
         same(a, "wgmma", site), same(b, "wgmma", site);
         const int first = static_cast<int>(threadIdx.x / 32 % 4 * 16);
-        const HostOperand<T> rows{a};
-        begin(d, b, [=](int row, int k) { return rows.at(first + row, k); });
+        const HostOperand<T> rows{a, transposed};
+        begin(d, b, [=](int row, int k) { return rows.at(first + row, k); }, transposed);
     }
     static void registers(float* d, const u32* a, u64 b, host_cuda::Site site = host_cuda::Site::here()) {
         same(b, "wgmma", site);
@@ -173,6 +206,13 @@ struct Wgmma {
     }
 };
 
+template <typename T, int N>
+struct TransposedWgmma {
+    static void shared(float* d, u64 a, u64 b, host_cuda::Site site = host_cuda::Site::here()) {
+        Wgmma<T, N>::shared(d, a, b, true, site);
+    }
+};
+
 #else  // kernels that use it are not launched; they only have to compile
 
 DEVICE void wgmma_fence() {}
@@ -183,6 +223,10 @@ template <typename T, int N>
 struct Wgmma {
     DEVICE static void shared(float*, u64, u64) {}
     DEVICE static void registers(float*, const u32*, u64) {}
+};
+template <typename T, int N>
+struct TransposedWgmma {
+    DEVICE static void shared(float*, u64, u64) {}
 };
 
 #endif

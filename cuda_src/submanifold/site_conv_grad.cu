@@ -4,97 +4,15 @@
 // Python: sbnet_cupy/submanifold/site_conv_grad.py; launched by site_conv_grad_launch.py
 // site_weight_grad:      products on tensor cores; a thread block for each share of the rows, tap and tile of BC channels of
 //                        x and BK of dy.
+// site_weight_grad_pipelined (site_conv_grad_pipelined.cuh): the same by wgmma, where some warps copy.
 // site_weight_grad_fma:  products by fused multiply-add, for groups and for numbers that tensor cores do not take; 256
 //                        threads for each share, tap and tile of outputs.
 // sum_shares:            adds the shares up and rounds; 256 threads, PARTS for each V outputs.
 // A thread block lists the pairs of rows of its tap, so that rows without it cost nothing. Which rows a share has depends on
 // shapes alone, and shares are added in their order: same bits on every run.
-#include "core/async_copy.cuh"
 #include "core/tensor_core.cuh"
 #include "dense/activation.cuh"
-
-// The pairs of rows of one tap, in the order of dy, as a ring in shared memory. All threads of the block call.
-template <int THREADS>
-struct Pairs {
-    static constexpr int EACH = 4, WARPS = THREADS / 32, WINDOW = THREADS * EACH, SIZE = 2 * WINDOW;
-    int *const source, *const target, *const counts;  // [SIZE], [SIZE], [WARPS]
-    const int* const __restrict__ rows;
-    const i64 N;
-    const u32 end;
-    u32 next;        // the first row that has not been looked at
-    int listed = 0;  // pairs found so far
-    int ahead[EACH];
-
-    DEVICE Pairs(int* shared, const int* rows, i64 N, i64 begin, i64 end)
-        : source(shared), target(shared + SIZE), counts(shared + 2 * SIZE), rows(rows), N(N), end(static_cast<u32>(end)),
-          next(static_cast<u32>(begin)) {
-        load();
-    }
-    // A warp looks at neighbouring rows, 32 at a time.
-    DEVICE u32 row(int i) const { return next + (threadIdx.x / 32 * EACH + i) * 32 + threadIdx.x % 32; }
-    DEVICE void load() {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) ahead[i] = row(i) < end ? rows[row(i)] : -1;
-    }
-    // List the next rows until there are `wanted` pairs or no rows are left. No more than WINDOW may be in use.
-    DEVICE void list(int wanted) {
-        while (listed < wanted && next < end) {
-            u32 there[EACH];
-            int count = 0;
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                there[i] = __ballot_sync(0xffffffffu, ahead[i] >= 0 && ahead[i] < N);
-                count += __popc(there[i]);
-            }
-            const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-            if (lane == 0) counts[warp] = count;
-            __syncthreads();
-            int at = listed;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-                if (w < warp) at += counts[w];
-                listed += counts[w];
-            }
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                if (there[i] >> lane & 1) {
-                    const int place = (at + __popc(there[i] & ((1u << lane) - 1))) % SIZE;
-                    source[place] = ahead[i];
-                    target[place] = static_cast<int>(row(i));
-                }
-                at += __popc(there[i]);
-            }
-            next += WINDOW;
-            load();
-            __syncthreads();
-        }
-    }
-    static constexpr int BYTES = (2 * SIZE + WARPS) * 4;
-};
-
-// What a thread block does: a tile of a tap, over the rows of a share. First come all shares of the tap in the middle, which
-// often has the most rows, and so may have more shares; then the other taps, those of a share side by side, as they read the
-// same rows.
-struct Work {
-    i64 tile, tap, begin, end;
-    // Which of the matrices of partial sums; computed again where it is needed, at the end.
-    static DEVICE i64 slice(i64 tiles) { return divide(blockIdx.x, tiles); }
-    DEVICE Work(i64 tiles, i64 taps, i64 shares, i64 middle_shares, i64 M) {
-        const i64 middle = divide(taps, 2), slice = Work::slice(tiles);
-        tile = blockIdx.x - slice * tiles;
-        i64 share = slice, all = middle_shares;
-        tap = middle;
-        if (slice >= middle_shares) {
-            const i64 other = slice - middle_shares;
-            share = divide(other, taps - 1), all = shares;
-            tap = other - share * (taps - 1);
-            if (tap >= middle) ++tap;
-        }
-        const i64 each = ceil_div<i64>(divide(M + all - 1, all), 32) * 32;
-        begin = share * each;
-        end = begin + each < M ? begin + each : M;
-    }
-};
+#include "submanifold/site_conv_grad_pipelined.cuh"
 
 // Begin to copy 16 bytes of a row from channel c on; zeros past channel C, and where row is negative.
 template <bool VECTOR, typename T>
@@ -248,26 +166,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 32, DEVICE_ARCHITECTURE < 800 ?
 #pragma unroll
             for (int i = 0; i < MT * NT * 4; ++i) acc[i / 4 / NT][i / 4 % NT][i % 4] += sums[other * NEXT + i * 32];
     }
-    float* const to = partial + Work::slice(tiles) * C * K;
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int c = c0 + own_c + m * 16 + half * 8 + lane / 4;
-            if (c >= channels) continue;
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const int k = k0 + own_k + n * 8 + lane % 4 * 2;
-                float* const at = to + static_cast<i64>(c) * K + k;
-                const float first = acc[m][n][2 * half], second = acc[m][n][2 * half + 1];
-                if (channels_out % 2 == 0) {
-                    if (k < channels_out) *reinterpret_cast<float2*>(at) = make_float2(first, second);
-                } else {
-                    if (k < channels_out) at[0] = first;
-                    if (k + 1 < channels_out) at[1] = second;
-                }
-            }
-        }
+    store_sums<16>(acc, partial + Work::slice(tiles) * C * K, c0 + own_c, k0 + own_k, channels, channels_out);
 }
 
 DEVICE float add_product(float sum, float a, float b) { return __fmaf_rn(a, b, sum); }

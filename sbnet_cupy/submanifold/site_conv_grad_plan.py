@@ -17,6 +17,10 @@ _MIDDLE, _FEWEST_TAPS, _MOST_ROWS = 4, 27, 1 << 14
 _EACH = 4  # rows of the table that a thread looks at
 _LARGEST = {2: (16, 32, 64, 128), 4: (16, 32, 64)}  # channels of a tile, by bytes of a number
 _STAGES = (4, 3, 2)
+# Of site_weight_grad_pipelined: threads that copy, pairs of a stage, bytes of features or gradient
+# that it may read, and channels that it is worth while for.
+COPIERS, PAIRS, _MOST_BYTES, _FEWEST_CHANNELS = 128, 64, 2**35, 33
+_MANY_ROWS = 1 << 18  # of which it makes three times as many shares
 
 
 class WeightGradSizes(NamedTuple):
@@ -42,6 +46,11 @@ class WeightGradSizes(NamedTuple):
     def weights(self):
         """Numbers of the result."""
         return self.taps * self.channels // self.groups * self.channels_out
+
+    @property
+    def alike(self):
+        """Whether thread blocks take about as long, so that no more than run at once are needed."""
+        return self.taps <= _TAPS_OF_PICTURES or self.targets <= _MOST_ROWS
 
     def shares(self, tiles, blocks):
         """Return how many shares of the rows make about so many thread blocks.
@@ -83,8 +92,8 @@ class MmaPlan(NamedTuple):
 
     def shares(self, conv):
         """Numbers of shares of the rows: of a tap, and of the tap in the middle."""
-        few = conv.taps <= _TAPS_OF_PICTURES or conv.targets <= _MOST_ROWS
-        return conv.shares(self.tiles(conv), (_AT_ONCE if few else _BLOCKS) * 128 // self.threads)
+        blocks = _AT_ONCE if conv.alike else _BLOCKS
+        return conv.shares(self.tiles(conv), blocks * 128 // self.threads)
 
     def template(self, conv):
         """Return the template arguments."""
@@ -92,6 +101,39 @@ class MmaPlan(NamedTuple):
             conv.element, *self.tile, *self.warps, self.rows, self.stages, conv.alignment_in == 16,
             conv.alignment_out == 16,
         )  # fmt: skip
+
+
+class PipelinedPlan(NamedTuple):
+    """An instance of site_weight_grad_pipelined."""
+
+    tile: tuple[int, int]  # channels of the features and of the gradient
+    groups: tuple[int, int, int]  # of four warps that share them, and the pairs of a stage
+    stages: int
+    blocks: int = 1  # of a multiprocessor
+
+    kernel = "site_weight_grad_pipelined"
+
+    @property
+    def threads(self):
+        """Number of threads of a thread block, of which 128 copy."""
+        return 128 * math.prod(self.groups) + COPIERS
+
+    def shared_bytes(self, conv):
+        """Dynamic shared memory of a thread block."""
+        stage = sum(self.tile) * PAIRS * conv.element_bytes
+        barriers = 8 * (2 * self.stages + 2)
+        return 1024 + self.stages * (stage + 4) + barriers + _list_bytes(COPIERS)
+
+    tiles = MmaPlan.tiles
+
+    def shares(self, conv):
+        """Numbers of shares of the rows: of a tap, and of the tap in the middle."""
+        unlike = _AT_ONCE * (3 if conv.targets >= _MANY_ROWS else 1)
+        return conv.shares(self.tiles(conv), self.blocks * _AT_ONCE // 4 if conv.alike else unlike)
+
+    def template(self, conv):
+        """Return the template arguments."""
+        return conv.element, *self.tile, *self.groups, self.stages, self.blocks
 
 
 class FmaPlan(NamedTuple):
@@ -130,18 +172,49 @@ class FmaPlan(NamedTuple):
         return conv.element, self.channels, self.vector
 
 
+_WIDE = {  # by how many channels of the features and of the gradient there are, up to 256
+    (64, 64): PipelinedPlan((64, 64), (1, 1, 2), 4, 2),
+    (64, 128): PipelinedPlan((64, 128), (1, 1, 2), 4),
+    (128, 64): PipelinedPlan((128, 64), (2, 1, 1), 4, 2),
+    (128, 128): PipelinedPlan((128, 128), (2, 1, 1), 6),
+    (128, 256): PipelinedPlan((128, 256), (1, 2, 1), 4),
+    (256, 128): PipelinedPlan((256, 128), (2, 1, 1), 4),
+}
+# Tiles of 256 x 256 have no registers; those of 64 x 256 and 256 x 64 were not tried.
+PIPELINED = _WIDE | {
+    (64, 256): _WIDE[64, 128], (256, 64): _WIDE[128, 64], (256, 256): _WIDE[256, 128],
+}  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_weight_grad(conv, device):
     """Return the plan of a gradient of weights; None where there is no kernel."""
     if max(conv.sources, conv.targets, conv.weights) >= MOST_ROWS:
         return None
     if has_products(conv, device):
-        best = _mma_plan(conv, device)
+        best = _pipelined_plan(conv, device) or _mma_plan(conv, device)
         if best is not None:
             return best
     per_group, item = conv.channels_out // conv.groups, conv.element_bytes
     vector = min(vector_bytes(per_group * item, conv.alignment_out) // item, 4)
     return FmaPlan(1 if conv.channels // conv.groups % 4 else 4, vector)
+
+
+def _pipelined_plan(conv, device):
+    """Return the plan of warps that copy for others; None where there is no such kernel."""
+    fewest = min(conv.channels, conv.channels_out)
+    if not device.hopper or conv.element_bytes != 2 or fewest < _FEWEST_CHANNELS:
+        return None
+    if not conv.alignment_in == conv.alignment_out == 16:
+        return None
+    largest = max(conv.sources * conv.channels, conv.targets * conv.channels_out)
+    if largest * conv.element_bytes >= _MOST_BYTES:
+        return None
+    tile = tuple(
+        next((size for size in (64, 128, 256) if size >= count), 256)
+        for count in (conv.channels, conv.channels_out)
+    )
+    return PIPELINED[tile]
 
 
 def _mma_plan(conv, device):

@@ -48,7 +48,13 @@ def test_gradients(case, cupy):
         assert_same(again[name], value)
 
 
-@pytest.mark.parametrize("channels", [(8, 16), (24, 40), (64, 64), (100, 128), (128, 64), (7, 130)])
+CHANNELS = [
+    (8, 16), (24, 40), (64, 64), (100, 128), (128, 64), (7, 130), (64, 128), (128, 128), (128, 256),
+    (264, 96), (256, 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32", "float32", "float64"])
 def test_weights(dtype, channels, cupy):
     """Many windows, shares and stages; the last tap is that of no row."""

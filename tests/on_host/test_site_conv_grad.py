@@ -11,8 +11,10 @@ from sbnet_cupy.core.spec import spec_of
 from sbnet_cupy.submanifold import site_conv_grad_launch, site_conv_launch
 from sbnet_cupy.submanifold.site_conv_grad import SITE_WEIGHT_GRAD
 from sbnet_cupy.submanifold.site_conv_grad_plan import (
+    PIPELINED,
     FmaPlan,
     MmaPlan,
+    PipelinedPlan,
     WeightGradSizes,
     plan_weight_grad,
 )
@@ -71,6 +73,58 @@ def test_floats(dtype, precision):
         weight_gradient(x, dy, rows, 1, precision),
         weight_gradient_by_taps(x, dy, rows).astype(dtype),
     )
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Plan for a GPU with wgmma, which the shim has too."""
+    device = site_on_host.AMPERE._replace(hopper=True, shared_bytes=227 << 10)
+    monkeypatch.setattr(site_conv_grad_launch, "current_device", lambda: device)
+    return device
+
+
+WIDE = [(*tile, "float16") for tile in PIPELINED] + [(96, 264, "bfloat16"), (40, 72, "bfloat16")]
+
+
+@pytest.mark.parametrize("wide", thinned(WIDE, 7, sanitized=3), ids=str)
+def test_warps_that_copy_for_others(wide, hopper):
+    """Several lists, stages and rounds of the ring; the last tap is that of no row."""
+    channels, channels_out, dtype = wide
+    x, dy, rows = draw_weight_gradient(dtype, 500, 1300, 2, channels, channels_out, density=0.7)
+    rows[0, 3], rows[0, 5] = len(x), -9  # rows that are not there
+    found = weight_gradient(x, dy, rows)
+    assert site_on_host.LAUNCHED[-2:] == ["site_weight_grad_pipelined", "sum_shares"]
+    rows[0, 3] = -1
+    assert_same(found, weight_gradient_by_taps(x, dy, rows).astype(x.dtype))
+    assert not found[-1].any()
+
+
+@pytest.mark.parametrize("pairs", [0, 1, 63, 64, 65, 128, 512, 513, 641])
+def test_numbers_of_pairs(pairs, hopper):
+    """None, whole stages and parts of one, whole looks at the table and more."""
+    x, dy, rows = draw_weight_gradient("float16", 700, 700, 1, 64, 64)
+    rows = np.full_like(rows, -1)
+    rows[0, 10 : 10 + pairs] = np.arange(pairs)[::-1]
+    found = weight_gradient(x, dy, rows)
+    assert "site_weight_grad_pipelined" in site_on_host.LAUNCHED
+    assert_same(found, weight_gradient_by_taps(x, dy, rows).astype(x.dtype))
+
+
+def test_plans_of_wide_layers(hopper):
+    """Warps copy for others where all rows are whole vectors of numbers of two bytes."""
+    conv = WeightGradSizes("Half", 90_000, 90_000, 27, 64, 96, 1, False, 16, 16)
+    for found in (conv, conv._replace(element="BFloat16"), conv._replace(channels_out=33)):
+        assert isinstance(plan_weight_grad(found, hopper), PipelinedPlan)
+    for change in (
+        {"channels": 32}, {"alignment_in": 8}, {"alignment_out": 8}, {"sources": 2**30},
+        {"element": "float", "tf32": True}, {"groups": 2},
+    ):  # fmt: skip
+        assert not isinstance(plan_weight_grad(conv._replace(**change), hopper), PipelinedPlan)
+    assert isinstance(plan_weight_grad(conv, site_on_host.AMPERE), MmaPlan)
+    for plan in PIPELINED.values():
+        assert plan.shared_bytes(conv) * plan.blocks <= hopper.shared_bytes
+        fewer, more = (plan.shares(conv._replace(targets=rows)) for rows in (90_000, 2**18))
+        assert fewer[0] < more[0]
 
 
 def test_shares_are_added_in_their_order():

@@ -21,7 +21,7 @@ from sbnet_cupy.block_sparse.stack.stack_unit_plan import unit_plans
 from sbnet_cupy.core.compile import cpp_name
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.core.launch import THREADS
-from sbnet_cupy.submanifold import map_kernels, site_conv_plan, site_order
+from sbnet_cupy.submanifold import map_kernels, site_conv_grad_plan, site_conv_plan, site_order
 from sbnet_cupy.submanifold.site_conv_grad_plan import (
     WeightGradSizes,
     _list_bytes,
@@ -235,6 +235,11 @@ CONSTANTS = {
         "PANEL": site_conv_plan.PANEL,
         "TILE_ROW": site_conv_plan._ROW,
         "ROWS_OF_GROUP": site_order.GROUP,
+    },
+    f"{SITES}/site_conv_grad": {
+        "GRAD_COPIERS": site_conv_grad_plan.COPIERS,
+        "GRAD_PAIRS": site_conv_grad_plan.PAIRS,
+        "Pairs<GRAD_COPIERS>::BYTES": site_conv_grad_plan._list_bytes(site_conv_grad_plan.COPIERS),
     },
     f"{SITES}/site_order": {
         "MOST_TILES": site_order._MOST_TILES,
