@@ -58,6 +58,38 @@ def test_a_wrong_convolution_is_refused(wrong, monkeypatch):
         case.check()
 
 
+@pytest.mark.parametrize("wrong", [0, 0.5, np.nan])
+def test_a_wrong_peer_is_refused(wrong, monkeypatch):
+    """It has the rows in the order of the scene, and its results are compared in that order."""
+    torch = pytest.importorskip("torch")
+    bench, scenes = part("submanifold.bench_submanifold_conv"), part("submanifold.scenes")
+    timing = part("harness.timing").spread([1.0], "kernels")
+    scene = scenes.surface(300)
+    assert scene.rows.flags.c_contiguous
+    case = bench.Case(np, scene, 4, np.float32)
+    case.check()
+    rows, shape = scene.rows, scene.spatial_shape
+    dense = torch.zeros(1, 4, *shape, dtype=torch.float64)
+    at = (0, slice(None), *rows[:, 1:].T)
+    dense[at] = torch.from_numpy(case.features_of_rows().T).double()
+    w = torch.from_numpy(case.w).double().movedim((-1, -2), (0, 1))
+    y = torch.nn.functional.conv3d(dense, w, padding=1)[at].T
+    y[7] += wrong
+    monkeypatch.setattr(bench, "spconv_of", lambda *_, **__: [("A", lambda: y, None)])
+    monkeypatch.setattr(bench, "kernel_time", lambda *_: timing)
+    monkeypatch.setattr(bench, "_row", lambda *row: row)
+    found = bench._rows_of_spconv({}, case, bench.SPCONV, torch, True)
+    if wrong:
+        with pytest.raises(AssertionError, match="error"):
+            next(found)
+    else:
+        assert float(next(found)[-1].split()[-1]) < 1e-6
+
+
+def test_rows_of_pictures_follow_each_other():
+    assert part("submanifold.scenes").blobs((20, 30), 0.2).rows.flags.c_contiguous
+
+
 @pytest.mark.parametrize("name", ["coordinate_map", "site_networks"])
 def test_ratios_of_maps_and_networks_on_a_cpu(name, tmp_path):
     bench, rows = part(f"submanifold.bench_{name}"), part("harness.rows")
