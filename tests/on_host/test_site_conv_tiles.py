@@ -12,6 +12,7 @@ from sbnet_cupy.submanifold.site_conv import SITE_CONV
 from sbnet_cupy.submanifold.site_conv_plan import (
     _SORTED,
     _TILINGS,
+    _WIDE_FLOATS,
     MmaPlan,
     OncePlan,
     SiteConvSizes,
@@ -107,10 +108,13 @@ FOUR_WARPS = [  # that multiply together
      Case("bfloat16", channels=96, channels_out=96, kernel=(3, 3, 3), sites=130, spare=4)),
     (TilesPlan(TileShape(128, 256), 64, (2, 1), 4, 1, 1, "TileWgmma"),
      Case("float32", channels=32, channels_out=64, kernel=(3, 3), sites=300, precision="tf32")),
+    (_WIDE_FLOATS,
+     Case("float32", channels=128, channels_out=128, kernel=(3, 3, 3), sites=150,
+          precision="tf32")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("given", thinned(FOUR_WARPS, 3, sanitized=3), ids=str)
+@pytest.mark.parametrize("given", thinned(FOUR_WARPS, 4, sanitized=4), ids=str)
 def test_products_of_four_warps_are_exact(given, monkeypatch):
     plan, case = given
     assert_result(case, *results(case, [plan], monkeypatch), seed=3)
@@ -170,6 +174,10 @@ def test_other_sizes_leave_tiles():
     for channels in (64, 96):  # two parts of a row, and three
         plan = plan_site_conv(floats._replace(channels=channels), HOPPER)
         assert isinstance(plan, TilesPlan) == (channels == 64)
+    wide = floats._replace(sources=14_000, targets=14_000, channels=128, channels_out=128)
+    assert isinstance(plan_site_conv(wide, HOPPER), TilesPlan)
+    for change in ({"targets": 20_000}, {"targets": 8000}, {"channels": 256}, {"taps": 9}):
+        assert not isinstance(plan_site_conv(wide._replace(**change), HOPPER), TilesPlan)
     narrow = {"channels": 4, "channels_out": 32, "alignment_in": 8}
     for change in (narrow, {"channels": 48}, {"channels_out": 96}):
         assert isinstance(plan_site_conv(conv._replace(**change), HOPPER), TilesPlan)
