@@ -57,6 +57,7 @@ RESNET_50 = (
     (3, 1, 512, 512, 32), (1, 1, 2048, 512, 32), (1, 1, 512, 2048, 32),
 )  # fmt: skip
 IN_GROUPS = (3, 1, 128, 128, 4, 4)  # of ResNeXt-50: kernel, stride, channels, those of a group
+RELU, GELU, MANY = 1, 3, 100_000  # numbers of activations, the last with most registers; sites
 GRID, ROWS = (25, 44), (110, 1100)  # of blocks of 32 pixels; a tenth and all are active
 
 
@@ -169,16 +170,17 @@ def _sites(arch):
     numbers = {"Half": (16, 32, 64, 96, 128, 256), "BFloat16": (64,), "float": (64, 128)}
     cases = [
         (element, sites, 27, c)
-        for element, sites in itertools.product(numbers, (3000, 14_000, 100_000))
+        for element, sites in itertools.product(numbers, (3000, 14_000, MANY))
         for c in numbers[element]
     ]
     cases += [("Half", 7000, 9, 32), ("BFloat16", 7000, 9, 32), ("float", 7000, 9, 16)]
     for element, sites, taps, c in cases:
         conv = SiteConvSizes(element, sites, sites, taps, c, c, 1, 1, element == "float", 16, 16)
         plan = plan_site_conv(conv, DEVICES[arch])
-        key = SITES, plan.kernel, plan.template(conv)
-        if not isinstance(plan, FmaPlan) and launched(arch, *key):
-            found[key] = None
+        for activation in (RELU, GELU) if element == "Half" and sites == MANY else (RELU,):
+            key = SITES, plan.kernel, plan.template(conv._replace(activation=activation))
+            if not isinstance(plan, FmaPlan) and launched(arch, *key):
+                found[key] = None
     for tile, plan in PIPELINED.items() if DEVICES[arch].hopper else ():
         for element in ("Half", "BFloat16") if tile == (256, 256) else ("Half",):
             conv = WeightGradSizes(element, 7000, 7000, 27, *tile, 1, False, 16, 16)

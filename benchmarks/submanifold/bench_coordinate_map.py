@@ -90,6 +90,13 @@ class Plain:
         return self.known.strided_map(3, 1)
 
 
+def check_pairs(case, variant, table):
+    """Raise unless another library's table names a row, none of them negative, as often as ours."""
+    ours, found = (int((rows >= 0).sum()) for rows in (getattr(case, variant)().rows, table))
+    if found != ours:
+        raise AssertionError(f"{case.scene.name}, {variant}: {found} pairs of rows, ours {ours}")
+
+
 def check(case, plain):
     """Raise unless both found the same sites, maps and, within rounding, means."""
     mean, rounding = case.mean(), np.finfo(np.float32).eps
@@ -183,7 +190,9 @@ def _on_gpu(cupy, torch, scene, columns, quick):
             yield _row(columns, scene, variant, OURS, host_clock.time(call, None))
     clock = TorchClock(torch, quick)
     theirs = [(TORCH, name, getattr(plain, name), False) for name in OPS]
-    theirs += [("spconv", name, call, False) for name, call in spconv_maps(torch, scene)]
+    for name, call in spconv_maps(torch, scene):
+        check_pairs(case, name, call()[2])
+        theirs.append(("spconv", name, call, False))
     for implementation, variant, call, capturable in theirs:
         contender = Contender(implementation, [call], clock="torch", capturable=capturable)
         yield _row(columns, scene, variant, implementation, clock.time(contender, None))

@@ -129,6 +129,39 @@ def test_the_flow_of_networks_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
     assert ours == steps | more
 
 
+def test_tables_of_other_libraries_have_as_many_pairs(torch):
+    bench, scenes = part("submanifold.bench_coordinate_map"), part("submanifold.scenes")
+    case = bench.Case(np, scenes.blobs((20, 30), 0.2), waits=True)
+    for variant in ("same", "strided"):
+        table = torch.from_numpy(getattr(case, variant)().rows)
+        bench.check_pairs(case, variant, table)
+        table[0] = -1
+        with pytest.raises(AssertionError, match="pairs of rows"):
+            bench.check_pairs(case, variant, table)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_networks_of_other_libraries_are_compared(wrong, torch):
+    """They have distinct sites and other features, in any order."""
+    bench, networks = part("submanifold.bench_site_networks"), part("submanifold.networks")
+    scene = part("submanifold.scenes").surface(200)
+    case = bench.Case(torch, "second", scene, "cpu", torch.float32)
+
+    class Other(networks.Plain):
+        def end(self, x):
+            rows, features = super().end(x)
+            return rows.flip(0).int(), features.flip(0) * (1.1 if wrong else 1.001)
+
+    shape = case.networks["sbnet_cupy"].shape
+    case.networks["spconv"] = Other(torch, "second", case.weights, shape)
+    with torch.no_grad():
+        if wrong:
+            with pytest.raises(AssertionError, match="spconv: relative error"):
+                case.check()
+        else:
+            case.check()
+
+
 def test_wrong_maps_are_refused(monkeypatch, torch):
     bench, scenes = part("submanifold.bench_coordinate_map"), part("submanifold.scenes")
     case = bench.Case(np, scenes.blobs((20, 30), 0.2), waits=True)
