@@ -209,3 +209,12 @@ DEVICE u32 to_tf32(float value) {
 }
 // The same for a tensor core alone, by three instructions in place of six: what is infinity without the low bits looks like NaN.
 DEVICE u32 tf32_factor(float value) { return value == value ? bits_of(value) + 0x1000u : 0x7fc00000u; }
+
+// A warp's sums before the first product.
+template <int MT, int NT>
+DEVICE void clear(float (&acc)[MT][NT][4]) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
+}

@@ -2,7 +2,7 @@
 //   D[64][N] += A[64][32 bytes] * B[32 bytes][N]   A from shared memory or registers, B from shared
 // A and B lie in shared memory as core matrices: 8 rows of 16 bytes, 128 bytes in a row. A lane of
 // warp w holds of D what mma.sync would give it for rows 16 w and up (tensor_core.cuh).
-//   D[64][N] += A[16][64]^T * B[16][N]   the same of numbers of 2 bytes, both with k after k in memory
+//   D[64][N] += A[16][64]^T * B[16][N]   of numbers of 2 bytes, those of the same k next to each other in memory
 #pragma once
 #include "core/tensor_core.cuh"
 
@@ -19,7 +19,7 @@ DEVICE u64 swizzled_descriptor(u32 address, u32 along_rows = 1024) {
     return static_cast<u64>((address & 0x3ffffu) >> 4) | 1ull << 16 | static_cast<u64>(along_rows >> 4) << 32 | 1ull << 62;
 }
 
-// A or B with k after k: rows of 128 bytes, 64 numbers along M or N, in the 128-byte swizzle. The next 64 numbers are
+// A or B transposed: a row of 128 bytes has 64 numbers along M or N of one k, in the 128-byte swizzle. The next 64 are
 // `along_columns` bytes on, the next 8 k 1024 bytes.
 DEVICE u64 transposed_descriptor(u32 address, u32 along_columns) {
     return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(along_columns >> 4) << 16 | 64ull << 32 | 1ull << 62;
@@ -136,6 +136,7 @@ struct HostOperand {
         const u32 byte = static_cast<u32>(k * sizeof(T)), begin = static_cast<u32>(descriptor & 0x3fffu) << 4;
         u32 place = begin + static_cast<u32>(row / 8) * along_rows;
         if (transposed) {
+            if (descriptor >> 62 != 1) host_cuda::fail("multiplies transposed operands without the 128-byte swizzle");
             place = begin + static_cast<u32>(row / 64) * along_k + static_cast<u32>(k / 8) * along_rows;
             place += static_cast<u32>(k % 8 * 128 + row % 64 * static_cast<int>(sizeof(T)));
             place ^= (place >> 7 & 7) << 4;

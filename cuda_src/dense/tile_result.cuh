@@ -16,14 +16,6 @@ struct ChannelOrder {
     }
 };
 
-template <int MT, int NT>
-DEVICE void clear(float (&acc)[MT][NT][4]) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
-}
-
 // sums * scale + bias, in place. WIDE: scale and bias are at multiples of 16 bytes, and there are registers for more of them
 // than two at a time.
 template <bool WIDE, int COUNT>

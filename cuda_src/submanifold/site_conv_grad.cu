@@ -92,10 +92,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 32, DEVICE_ARCHITECTURE < 800 ?
         copy_async_commit();
     };
     float acc[MT][NT][4];
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
+    clear(acc);
 #pragma unroll 1
     for (int s = 0; s < AHEAD; ++s) copy_next(s);
     int slot = 0, fill = AHEAD;

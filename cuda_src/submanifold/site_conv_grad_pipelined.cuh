@@ -1,10 +1,10 @@
 // site_conv_grad_pipelined.cuh: the gradient of the weights of site_conv_grad.cu, where some warps copy and the others multiply.
 // Source: warps of different roles as in CUTLASS (Thakkar et al. 2023); see site_conv_pipelined.cuh.
 // Python: sbnet_cupy/submanifold/site_conv_grad.py; launched by site_conv_grad_launch.py
-// Compute capability 9.0 and newer, numbers of 2 bytes. Rows of x and dy are whole vectors of 16 bytes, aligned.
+// Compute capability 9.0 alone, numbers of 2 bytes. Rows of x and dy are whole vectors of 16 bytes, aligned.
 // Launch: a thread block for each share of the rows, tap and tile of BC channels of x and BK of dy.
-// Why: rows are pairs, so that channels follow each other in memory where the product wants pairs to. wgmma takes them so from
-// shared memory; by mma.sync all fragments went through ldmatrix, and each thread copied, listed and multiplied in turn.
+// Why: a row of a stage has the channels of one pair, but the product sums over pairs. wgmma reads such operands as they lie;
+// for mma.sync ldmatrix has to transpose them, and each thread lists, copies and multiplies in turn.
 #pragma once
 
 #include "core/pipeline.cuh"
@@ -40,6 +40,8 @@ __global__ void __launch_bounds__(WC * WK * WR * 128 + GRAD_COPIERS, BLOCKS)
     using List = Pairs<GRAD_COPIERS, Copiers<MULTIPLIERS>>;
     static_assert(MT * WC * 64 == BC && NT * WK * 8 == BK, "groups share the tile evenly");
     static_assert(WR == 1 || (WR == 2 && WC * WK == 1), "two groups share the pairs of a whole tile");
+    static_assert(sizeof(T) * GRAD_PANEL == TILE_ROW && NT % 8 == 0, "groups have whole panels");
+    static_assert((WR - 1) * BC * BK * 4 <= STAGES * STAGE, "the ring holds the sums of the second group");
 
     DYNAMIC_SHARED(u8, unaligned);
     u8* const ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
@@ -105,7 +107,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 128 + GRAD_COPIERS, BLOCKS)
             copies_arrive(full + stage.slot);
             stage.advance();
         }
-        dependent_launch();
+        dependent_launch();  // not sooner: thread blocks of what follows would take places of these
     } else {
         take_registers<SHIFTED ? 200 : 0>();
         const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -114,9 +116,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 128 + GRAD_COPIERS, BLOCKS)
         const u32 right_at = A + (WR == 1 ? group / WC * (NT / 8 * GRAD_PANEL_BYTES) : 0);
         const u32 first = __shfl_sync(0xffffffffu, shared_address(ring), 0);
         float acc[MT][NT][4];
-#pragma unroll
-        for (int i = 0; i < MT * NT; ++i)
-            acc[i / NT][i % NT][0] = acc[i / NT][i % NT][1] = acc[i / NT][i % NT][2] = acc[i / NT][i % NT][3] = 0.0f;
+        clear(acc);
         int last = -1;  // a stage that is read
         for (bool more = true; more;) {
             barrier_wait(full + stage.slot, stage.phase);
@@ -144,7 +144,6 @@ __global__ void __launch_bounds__(WC * WK * WR * 128 + GRAD_COPIERS, BLOCKS)
             stage.advance();
         }
         wgmma_wait<0>();
-        dependent_launch();  // not sooner: thread blocks of what follows would take places of these
         if constexpr (WR > 1) {
             Meeting all(multipliers);
             const auto meet = [&] { all.sync(); };

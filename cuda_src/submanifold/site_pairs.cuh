@@ -9,11 +9,11 @@ struct WholeBlock {
     DEVICE void sync() { __syncthreads(); }
 };
 
-// The pairs of rows of one tap, in the order of dy, as a ring in shared memory. THREADS threads call, which `Meet` numbers
+// The pairs of rows of one tap, in the order of dy, as a ring in shared memory. COUNT threads call, which `Threads` numbers
 // and synchronizes.
-template <int THREADS, class Meet = WholeBlock>
+template <int COUNT, class Threads = WholeBlock>
 struct Pairs {
-    static constexpr int EACH = 4, WARPS = THREADS / 32, WINDOW = THREADS * EACH, SIZE = 2 * WINDOW;
+    static constexpr int EACH = 4, WARPS = COUNT / 32, WINDOW = COUNT * EACH, SIZE = 2 * WINDOW;
     int *const source, *const target, *const counts;  // [SIZE], [SIZE], [WARPS]
     const int* const __restrict__ rows;
     const i64 N;
@@ -21,15 +21,15 @@ struct Pairs {
     u32 next;        // the first row that has not been looked at
     int listed = 0;  // pairs found so far
     int ahead[EACH];
-    Meet all;
+    Threads all;
 
-    DEVICE Pairs(int* shared, const int* rows, i64 N, i64 begin, i64 end, Meet all = Meet())
+    DEVICE Pairs(int* shared, const int* rows, i64 N, i64 begin, i64 end, Threads all = Threads())
         : source(shared), target(shared + SIZE), counts(shared + 2 * SIZE), rows(rows), N(N), end(static_cast<u32>(end)),
           next(static_cast<u32>(begin)), all(all) {
         load();
     }
     // A warp looks at neighbouring rows, 32 at a time.
-    DEVICE u32 row(int i) const { return next + (Meet::thread() / 32 * EACH + i) * 32 + threadIdx.x % 32; }
+    DEVICE u32 row(int i) const { return next + (Threads::thread() / 32 * EACH + i) * 32 + threadIdx.x % 32; }
     DEVICE void load() {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) ahead[i] = row(i) < end ? rows[row(i)] : -1;
@@ -44,7 +44,7 @@ struct Pairs {
                 there[i] = __ballot_sync(0xffffffffu, ahead[i] >= 0 && ahead[i] < N);
                 count += __popc(there[i]);
             }
-            const int warp = Meet::thread() / 32, lane = threadIdx.x % 32;
+            const int warp = Threads::thread() / 32, lane = threadIdx.x % 32;
             if (lane == 0) counts[warp] = count;
             all.sync();
             int at = listed;

@@ -5,7 +5,7 @@ import math
 from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
-from .site_conv_plan import MOST_ROWS, has_products
+from .site_conv_plan import MOST_BYTES, MOST_ROWS, has_products
 
 _BLOCKS = 1200  # thread blocks of 128 threads, about, that shares of the rows make
 # The same of pictures, where all taps have about as many rows, and of few rows: as many as an H200
@@ -13,14 +13,16 @@ _BLOCKS = 1200  # thread blocks of 128 threads, about, that shares of the rows m
 _AT_ONCE, _TAPS_OF_PICTURES = 528, 9
 # Shares of the tap in the middle, which has all rows, for one of another tap: of at least so many
 # taps and at most so many rows, where thread blocks of that tap alone would end last.
-_MIDDLE, _FEWEST_TAPS, _MOST_ROWS = 4, 27, 1 << 14
+_MIDDLE, _FEWEST_TAPS, _FEW_ROWS = 4, 27, 1 << 14
 _EACH = 4  # rows of the table that a thread looks at
 _LARGEST = {2: (16, 32, 64, 128), 4: (16, 32, 64)}  # channels of a tile, by bytes of a number
 _STAGES = (4, 3, 2)
-# Of site_weight_grad_pipelined: threads that copy, pairs of a stage, bytes of features or gradient
-# that it may read, and channels that it is worth while for.
-COPIERS, PAIRS, _MOST_BYTES, _FEWEST_CHANNELS = 128, 64, 2**35, 33
-_MANY_ROWS = 1 << 18  # of which it makes three times as many shares
+# Of site_weight_grad_pipelined: threads that copy, pairs of a stage, the fewest channels.
+COPIERS, PAIRS, _FEWEST_CHANNELS = 128, 64, 33
+# Its thread blocks where taps have unlike numbers of rows; and of so many rows, where a
+# multiprocessor holds two of them. An H200 holds one for each of 132 multiprocessors, or two.
+_UNLIKE, _UNLIKE_MANY, _MANY_ROWS = 528, 1584, 1 << 18
+_MULTIPROCESSORS = 132
 
 
 class WeightGradSizes(NamedTuple):
@@ -50,14 +52,14 @@ class WeightGradSizes(NamedTuple):
     @property
     def alike(self):
         """Whether thread blocks take about as long, so that no more than run at once are needed."""
-        return self.taps <= _TAPS_OF_PICTURES or self.targets <= _MOST_ROWS
+        return self.taps <= _TAPS_OF_PICTURES or self.targets <= _FEW_ROWS
 
     def shares(self, tiles, blocks):
         """Return how many shares of the rows make about so many thread blocks.
 
         Those of each tap, and those of the tap in the middle.
         """
-        few_rows = self.targets <= _MOST_ROWS
+        few_rows = self.targets <= _FEW_ROWS
         middle = _MIDDLE if few_rows and self.taps % 2 and self.taps >= _FEWEST_TAPS else 1
         most = -(-self.targets // min(max(32 * self.taps, 256), 2048))
         shares = max(min(most, blocks // ((self.taps - 1 + middle) * tiles)), 1)
@@ -128,8 +130,10 @@ class PipelinedPlan(NamedTuple):
 
     def shares(self, conv):
         """Numbers of shares of the rows: of a tap, and of the tap in the middle."""
-        unlike = _AT_ONCE * (3 if conv.targets >= _MANY_ROWS else 1)
-        return conv.shares(self.tiles(conv), self.blocks * _AT_ONCE // 4 if conv.alike else unlike)
+        blocks = _UNLIKE_MANY if self.blocks > 1 and conv.targets >= _MANY_ROWS else _UNLIKE
+        return conv.shares(
+            self.tiles(conv), self.blocks * _MULTIPROCESSORS if conv.alike else blocks
+        )
 
     def template(self, conv):
         """Return the template arguments."""
@@ -208,22 +212,14 @@ def _pipelined_plan(conv, device):
     if not conv.alignment_in == conv.alignment_out == 16:
         return None
     largest = max(conv.sources * conv.channels, conv.targets * conv.channels_out)
-    if largest * conv.element_bytes >= _MOST_BYTES:
+    if largest * conv.element_bytes >= MOST_BYTES:
         return None
-    tile = tuple(
-        next((size for size in (64, 128, 256) if size >= count), 256)
-        for count in (conv.channels, conv.channels_out)
-    )
-    return PIPELINED[tile]
+    return PIPELINED[_tile_of(conv, (64, 128, 256))]
 
 
 def _mma_plan(conv, device):
     """Return the plan with the most stages of which a multiprocessor holds 512 threads."""
-    sizes = _LARGEST[conv.element_bytes]
-    tile = tuple(
-        next((size for size in sizes if size >= count), sizes[-1])
-        for count in (conv.channels, conv.channels_out)
-    )
+    tile = _tile_of(conv, _LARGEST[conv.element_bytes])
     of_warp = (64 if min(tile) == 128 else 32, 32)
     across = [-(-size // its) for size, its in zip(tile, of_warp, strict=True)]
     parts = (4 if max(tile) <= 64 else 8) // math.prod(across)
@@ -232,6 +228,14 @@ def _mma_plan(conv, device):
     fitting = [plan for plan in plans if plan.shared_bytes(conv) <= device.shared_bytes]
     roomy = (p for p in fitting if p.shared_bytes(conv) <= 448 * p.threads)
     return next(roomy, fitting[-1] if fitting else None)
+
+
+def _tile_of(conv, sizes):
+    """Return the smallest of these sizes that has all channels, or the last: in and out."""
+    return tuple(
+        next((size for size in sizes if size >= count), sizes[-1])
+        for count in (conv.channels, conv.channels_out)
+    )
 
 
 def _list_bytes(threads):

@@ -16,8 +16,9 @@ MOST_ROWS = 2**31 - 2**8
 _FMA_ROWS = 4  # rows of the result of a thread of site_conv_fma
 _TILES = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32))  # rows, channels
 _WIDE_TILES = ((128, 64), (256, 64), (128, 128), (256, 128), (128, 256))  # of wgmma
-_MOST_BYTES = 2**35  # of features that site_conv_pipelined reads
+MOST_BYTES = 2**35  # of features that warps which copy for others read: 32 bits count vectors
 _FEWEST_TAPS = 10  # of which rows may be sorted
+_TAPS_OF_PICTURES = 9  # or fewer
 
 
 class SiteConvSizes(NamedTuple):
@@ -386,11 +387,11 @@ def _plan_wide_floats(conv, device):
     There sorted rows take as long as their tile with the most taps: a scan of 14,000 sites with 128
     channels 60 us on an H200, these 46, and as many sites of surfaces 70 and 61.
     """
-    plan, parts = _WIDE_FLOATS, -(-conv.channels * conv.element_bytes // _ROW)
-    if conv.element != "float" or not _MOST_PARTS[4] < parts <= 4 or conv.taps > MOST_TAPS:
+    plan, parts, most = _WIDE_FLOATS, -(-conv.channels * conv.element_bytes // _ROW), 4
+    if conv.element != "float" or not _MOST_PARTS[conv.element_bytes] < parts <= most:
         return None
-    if not (conv.taps > _FEW_TAPS_ONCE and plan.columns < conv.channels_out <= 2 * plan.columns):
-        return None
+    if not (_TAPS_OF_PICTURES < conv.taps <= MOST_TAPS and 64 < conv.channels_out <= 128):
+        return None  # not timed
     if _plan_sorted(conv, device) is None or not all_resident(plan, conv, device):
         return None
     return plan if device.resident(plan.shared_bytes(conv)) >= plan.blocks else None
@@ -416,7 +417,7 @@ def _plan_sorted(conv, device):
 def _has_pipelined(conv, device):
     """Whether a convolution may run by a PipelinedPlan."""
     whole = conv.channels * conv.element_bytes % _ROW == 0
-    small = conv.sources * conv.channels * conv.element_bytes < _MOST_BYTES
+    small = conv.sources * conv.channels * conv.element_bytes < MOST_BYTES
     return device.hopper and whole and small and conv.alignment_in == conv.alignment_out == 16
 
 

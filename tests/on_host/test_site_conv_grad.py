@@ -124,7 +124,7 @@ def test_plans_of_wide_layers(hopper):
     for plan in PIPELINED.values():
         assert plan.shared_bytes(conv) * plan.blocks <= hopper.shared_bytes
         fewer, more = (plan.shares(conv._replace(targets=rows)) for rows in (90_000, 2**18))
-        assert fewer[0] < more[0]
+        assert (fewer[0] < more[0]) == (plan.blocks > 1)
 
 
 def test_shares_are_added_in_their_order():

@@ -191,15 +191,6 @@ struct WarpGroup {
     }
 };
 
-// Sums before the first product.
-template <int MT, int NT>
-DEVICE void clear(float (&acc)[MT][NT][4]) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
-}
-
 // WK workers have summed parts of K; those of the first get the whole.
 template <int WORKERS, int WK, int MT, int NT>
 DEVICE void sum_partials(float (&acc)[MT][NT][4], float4* partials, int worker, int wk) {

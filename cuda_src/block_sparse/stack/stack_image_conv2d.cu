@@ -332,10 +332,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
         __syncthreads();
 
         float acc[MT][NT][4];
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
+        clear(acc);
         products.multiply(acc);
         __syncthreads();  // the patch may be written again
 
