@@ -39,21 +39,29 @@ def distinct(keys, mode, capacity):
     first[1:] &= changes
     last[:-1] &= changes
     site = xp.cumsum(first) - 1  # rows with no key come first, where this is -1
-    total = first.sum(dtype=np.int32).reshape(1)
-    rows = int(total[0]) if capacity is None else capacity
-    site = xp.where(real & (site < rows), site, rows)
-    sites = xp.full(rows + 1, -1, np.int64)
-    sites[site] = by_key  # rows of one site have one key; those with no site go to the last place
     inverse = empty((n,), np.int32, keys)
-    inverse[order] = xp.where(site < rows, site, -1)
+    if capacity is None:
+        begins = xp.flatnonzero(first)  # waits for a GPU
+        rows = len(begins)
+        inverse[order] = site
+        site = xp.where(real, site, rows)
+        sites, starts = by_key[begins], xp.append(begins, n)
+        total = xp.full(1, rows, np.int32)
+    else:
+        rows, total = capacity, first.sum(dtype=np.int32).reshape(1)
+        site = xp.where(real & (site < rows), site, rows)
+        sites = xp.full(rows + 1, -1, np.int64)
+        sites[site] = by_key  # rows of a site have one key; those with no site go to the last place
+        sites = sites[:rows]
+        inverse[order] = xp.where(site < rows, site, -1)
+        starts = xp.full(rows + 1, n, np.int64)  # rows of a site that is not there begin at the end
+        starts[xp.where(first, site, rows)] = xp.arange(n)
+        starts[rows] = (site < rows).sum() + (~real).sum()
     status = (~real).any().astype(np.int32) * OUTSIDE
     if mode == "unique":
         status = status + (real & ~first).any().astype(np.int32) * DUPLICATE
     status = status.reshape(1).astype(np.int32)
-    starts = xp.full(rows + 1, n, np.int64)  # the rows of a site that is not there begin at the end
-    starts[xp.where(first, site, rows)] = xp.arange(n)
-    starts[rows] = (site < rows).sum() + (~real).sum()
-    return sites[:rows], total, inverse, Reduction(order, site, first, last, starts), status
+    return sites, total, inverse, Reduction(order, site, first, last, starts), status
 
 
 def row_of_site(reduction, capacity, mode):
