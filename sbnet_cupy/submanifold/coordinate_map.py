@@ -3,7 +3,6 @@
 Kernel: cuda_src/submanifold/coordinate_map.cu, on CuPy arrays.
 """
 
-import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -409,10 +408,15 @@ def check_int32(name, array, maker):
         raise DTypeError(f"{name} must be of int32, got {dtype}; use {maker}")
 
 
-@functools.cache
+_INT32 = {}  # dtypes that were asked about; of a function with a cache torch.compile warns
+
+
 def _is_int32(dtype):
     """Whether a dtype of any library is int32."""
-    return re.findall(r"\w+", str(dtype))[-1:] == ["int32"]
+    known = _INT32.get(dtype)
+    if known is None:
+        known = _INT32[dtype] = re.findall(r"\w+", str(dtype))[-1:] == ["int32"]
+    return known
 
 
 def check_capacity(capacity):

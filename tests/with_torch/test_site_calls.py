@@ -86,6 +86,19 @@ def test_compiled_with_breaks_and_whole(torch, st):
             assert_close(torch, a, b, 100)
 
 
+def test_the_way_back_compiled(torch, st):
+    """Dynamo traces how its map is made, and must find nothing there to warn of."""
+    torch._dynamo.reset()
+    x, w = made(torch, st), values(torch, 2, 2, 4, 4)
+
+    def there_and_back(features):
+        y = st.strided_conv(x.replace(features), w, stride=2)
+        return st.inverse_conv(y, w, onto=x).features
+
+    compiled = torch.compile(there_and_back, backend="eager")
+    assert_close(torch, compiled(x.features), there_and_back(x.features), 100)
+
+
 @pytest.mark.parametrize("call, error, words", [
     (lambda torch, st, x, w: st.submanifold_conv(x, w.float()), sb.DTypeError, "w must have the"),
     (lambda torch, st, x, w: st.submanifold_conv(x.features, w), sb.DTypeError, "x must be a Sp"),
