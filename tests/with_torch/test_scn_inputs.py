@@ -254,6 +254,9 @@ def test_sites_follow_features_to_a_device(torch, scn, device):
      sb.ShapeError, "features must"),
     (lambda torch, scn: scn.OutputLayer(2)(scn.DenseToSparse(2)(torch.ones(1, 1, 2, 2))),
      ValueError, "InputLayer"),
+    (lambda torch, scn: scn.OutputLayer(2)(scn.Convolution(2, 3, 3, 2, 2, False).double()(
+        some(torch, scn, 0, (8, 8)))),
+     sb.ShapeError, r"spatial size of the InputLayer, \(8, 8\), got \(4, 4\)"),
     (lambda torch, scn: scn.append_tensors([some(torch, scn, 0), some(torch, scn, 0, (4, 4))]),
      ValueError, "one spatial size"),
 ])  # fmt: skip

@@ -45,7 +45,7 @@ def tensor_of_points(rows, features, spatial_size, batch_size, mode, capacity=No
     made = CoordinateMap(x.indices[order], old.count, size, x.batch_size, old.status)
     metadata = Metadata(len(size))
     metadata.grids[size] = made
-    metadata.inverse = rank[site]
+    metadata.input_size, metadata.inverse = size, rank[site]
     if mode in ("first", "last"):  # of the points of a site, the one whose features it has
         chosen = first
         if mode == "last":
@@ -206,6 +206,12 @@ class OutputLayer(Module):
         inverse = input.metadata.inverse
         if inverse is None:
             raise ValueError("input must come from an InputLayer or BLInputLayer")
+        size = size_key(input.spatial_size)
+        if size != input.metadata.input_size:
+            raise ShapeError(
+                f"input must have the spatial size of the InputLayer, {input.metadata.input_size}, "
+                f"got {size}; put Deconvolution or UnPooling layers before"
+            )
         inverse = inverse.to(input.features.device)
         found = rows_of(input.features, inverse.reshape(-1))
         return found.unflatten(0, inverse.shape) if inverse.dim() > 1 else found

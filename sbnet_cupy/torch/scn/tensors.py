@@ -111,7 +111,8 @@ class Metadata:
         self.dimension = dimension
         self.grids = {}  # spatial size -> CoordinateMap
         self.windows = {}  # (spatial size, kernel, stride) -> list of KernelMap
-        self.inverse = None  # of an input layer: the site of each of its rows
+        self.input_size = None  # of an input layer: its spatial size
+        self.inverse = None  # and the site of each of its rows
 
     def coordinates(self, spatial_size, device=None):
         """Return the sites of a spatial size; bring all to a device if it is another one."""
