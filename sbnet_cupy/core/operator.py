@@ -218,7 +218,11 @@ class Operator:
                 lengths.append(option)
                 option = lengths.index(option)
             others.append(option)
-        return (None, ()) if 0 in lengths else ((*key, marshal.dumps(others, 2)), lengths)
+        try:
+            key.append(marshal.dumps(others, 2))
+        except ValueError:  # an option that is no plain value
+            return None, ()
+        return (None, ()) if 0 in lengths else (tuple(key), lengths)
 
     def calls(self, given, options, make=False):
         """Return a list, kept with the plans, of what an adapter knows of calls.
