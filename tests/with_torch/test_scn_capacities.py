@@ -146,6 +146,8 @@ def test_bad_arguments(torch, scn):
     net = scn.Sequential(scn.InputLayer(2, 17, mode=3, capacity=7)).train()
     with pytest.raises(ValueError, match="inputs must not be empty"):
         scn.set_capacities(net, [])
+    with pytest.raises(sb.DTypeError, match=r"inputs must hold lists .* pass one input as"):
+        scn.set_capacities(scn.Sequential(net), given)
     with pytest.raises(sb.ShapeError, match="slack must not be negative"):
         scn.set_capacities(net, [given], slack=-0.1)
     assert net[0].capacity == 7 and net.training

@@ -261,6 +261,8 @@ def test_bad_arguments(torch, scn, device, request):
     assert run(given).shape == (60, 5)
     with pytest.raises(ValueError, match="inputs must not be empty"):
         scn.graphed(net, [])
+    with pytest.raises(sb.DTypeError, match=r"inputs must hold lists .* pass one input as"):
+        scn.graphed(net, given)
     with pytest.raises(sb.ShapeError, match="slack must not be negative"):
         scn.graphed(net, [given], slack=-1)
     with pytest.raises(sb.DTypeError, match="slack must be a number"):

@@ -6,7 +6,8 @@ import math
 import torch
 
 from ...core.scalars import as_number
-from ...errors import ShapeError
+from ...errors import DTypeError, ShapeError
+from .inputs import InputLayer
 
 
 def set_capacities(net, inputs, slack=0.25):
@@ -67,6 +68,7 @@ def measured(net, inputs, slack):
     try:
         with with_capacities(dict.fromkeys(layers)), evaluated(net), torch.no_grad():
             for x in inputs:
+                _check_listed(net, x)
                 net(x)
                 runs += 1
     finally:
@@ -75,6 +77,17 @@ def measured(net, inputs, slack):
     if not runs:
         raise ValueError("inputs must not be empty; pass some that are as large as any")
     return {layer: math.ceil(n * (1 + slack)) for layer, n in most.items()}
+
+
+def _check_listed(net, x):
+    """Raise if an input of a network that begins with an InputLayer is a part of one."""
+    while isinstance(net, torch.nn.Sequential) and len(net):
+        net = net[0]
+    if isinstance(net, InputLayer) and isinstance(x, torch.Tensor):
+        raise DTypeError(
+            "inputs must hold lists [coords, features], got a Tensor; pass one input as "
+            "[[coords, features]]"
+        )
 
 
 @contextlib.contextmanager
