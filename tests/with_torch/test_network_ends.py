@@ -95,3 +95,84 @@ def test_objects_hold_images(st, name):
     later = st.sparsify(Call(lambda x: (y for y in [x])), BLOCK)
     with pytest.raises(TypeError, match="returned a generator"):
         later(x, full)
+
+
+class Ends(nn.Module):
+    """A convolution, and a function of its result."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(3, 4, 3, padding=1).double(), function
+
+    def forward(self, x):
+        """Return what the function makes of the convolution."""
+        y = self.conv(x)
+        return self.function(y)
+
+
+def norm():
+    """Return a batch norm in evaluation that changes what it gets."""
+    made = nn.BatchNorm2d(4).double().eval()
+    made.running_mean.fill_(0.5)
+    return made
+
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "relu in place": nn.ReLU(inplace=True),
+    "leaky relu in place": nn.LeakyReLU(0.1, inplace=True),
+    "elu": F.elu,
+    "norm, elu": nn.Sequential(norm(), nn.ELU()),  # while the convolution's result is held
+    "norm, relu in place": nn.Sequential(norm(), nn.ReLU(inplace=True)),
+    "upsampling, relu in place": nn.Sequential(nn.Upsample(scale_factor=2), nn.ReLU(inplace=True)),
+    "relu of a copy in place": lambda x: x.clone().relu_(),
+    "dropout in evaluation": nn.Dropout(inplace=True).eval(),
+}
+
+
+@pytest.mark.parametrize("share", [0.0, 2.0])
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_bias_outside_after_activations(st, name, records, share):
+    """Also where gradients are recorded, and nothing waits for what follows a convolution."""
+    dense, x = Ends(ACTIVATIONS[name]).eval(), image()
+    sparse = st.sparsify(dense, BLOCK, outside="bias", replay=False)
+    sparse.break_even = share
+    mask = torch.zeros(len(x), *SIZE, dtype=torch.bool)
+    mask[0, :BLOCK, :BLOCK] = True
+    with torch.set_grad_enabled(records):
+        y, expected = sparse(x, mask), dense(torch.zeros_like(x))[-1, :, 9, 9]
+        assert_near(y[-1], expected[:, None, None].expand_as(y[-1]))
+        assert_near(y[0, :, -1, -1], expected)
+    if records:
+        y[-1].sum().backward()
+        assert dense.conv.bias.grad is not None
+
+
+WRITES = {
+    "mul_": lambda x: x.mul_(2),
+    "fill_": lambda x: x.fill_(3),
+    "an image": lambda x: x.copy_(torch.ones(x.shape)),
+    "where a mask is set": lambda x: x.masked_fill_(x < 0, 0),
+    "channels": lambda x: (x[:, :2].relu_(), x)[1],
+    "channels of an image": lambda x: (x.__setitem__((slice(None), 0), 7), x)[1],
+}
+
+
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("name", WRITES)
+def test_no_bias_outside_of_what_was_written_to(st, name, records):
+    sparse = st.sparsify(Ends(WRITES[name]).eval(), BLOCK, outside="bias", replay=False)
+    x, mask = image(), torch.zeros(2, *SIZE, dtype=torch.bool)
+    mask[0, :BLOCK, :BLOCK] = True
+    with torch.set_grad_enabled(records), pytest.raises(ValueError, match="outside='bias' needs"):
+        sparse(x, mask)
+
+
+def test_the_bias_outside_has_the_dtype_of_the_result(st):
+    """Under autocast a convolution's bias is float32 and its result is not."""
+    dense, mask = nn.Conv2d(3, 4, 3, padding=1), torch.zeros(2, *SIZE, dtype=torch.bool)
+    mask[0, 0, 0] = True
+    with torch.autocast("cpu", torch.bfloat16):
+        y = st.sparsify(dense, BLOCK, outside="bias")(image().float(), mask)
+    assert y.dtype == torch.bfloat16

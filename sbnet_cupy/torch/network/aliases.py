@@ -77,8 +77,32 @@ def about_to_write(x, table):
         if copy is not None:
             _settle(copy, table)
     table.lent.clear()
+    _forget_rests(x, table)
     if own(x)["_part"] is not None:
         own(x)["_part"].is_written = True
+
+
+def note_rest(x, table, rest):
+    """Note what returns what a StackTensor holds where the input is 0, or None; return it."""
+    own(x)["_rest"] = rest
+    if rest is not None:
+        table.rests.append(weakref.ref(x))
+    return x
+
+
+def _forget_rests(x, table):
+    """Forget what StackTensors hold where the input is 0 that share the memory of one."""
+    written, others = own(x)["_value"], [ref() for ref in table.rests]
+    table.rests.clear()
+    for other in others:
+        if other is None or own(other)["_rest"] is None:
+            continue
+        value = own(other)["_value"]
+        unknown = table.static or written is None or value is None
+        if other is x or unknown or _share(value, written):
+            own(other)["_rest"] = None
+        else:
+            table.rests.append(weakref.ref(other))
 
 
 def viewed(x, table, func, value, *args, **kwargs):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from ...errors import DeviceError, DTypeError, ShapeError
 from . import cuda_ends
 from . import tensor as T
-from .aliases import own
+from .aliases import note_rest, own
 
 
 def end_of(out):
@@ -97,7 +97,7 @@ def shown(image, table, end, outside):
         return image
     block, size, hw, rest = end
     if isinstance(outside, str):
-        outside = resting(rest)
+        outside = resting(rest).to(image.dtype)
         if table.tape is not None:
             table.tape.keep_rest(outside)
     elif isinstance(outside, torch.Tensor):
@@ -123,7 +123,7 @@ def resting(rest):
     if rest is None:
         raise ValueError(
             "outside='bias' needs a network that returns the result of a convolution, with no more "
-            "than a batch norm, an activation or an interpolation after it"
+            "than a batch norm in evaluation, an activation or an interpolation after it"
         )
     return rest()[:, None, None]
 
@@ -135,8 +135,7 @@ def rest_of(x):
 
 def with_rest(x, rest):
     """Note what a result holds where its input is 0."""
-    own(x)["_rest"] = rest
-    return x
+    return note_rest(x, T.facts(x)[0], rest)
 
 
 def _check_image(outside, shape, device):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from .._namespace import wide
 from . import cuda, cuda_affine, cuda_norm, gradients, onednn, unread
 from . import tensor as T
+from .ends import rest_of, with_rest
 from .handlers import handles
 from .image_values import plainly
 from .plans import LinearPlan, MatrixPlan, NormPlan, TrainedNorm, normalized
@@ -39,7 +40,10 @@ def batch_norm(
     waits = not records and table.weights is not None and running_mean is not None
     if not waits or torch.is_autocast_enabled(value.device.type):
         call = value, *norm[:4], False, momentum, eps
-        return T.wrap(table.compute(F.batch_norm, *call), input)
+        out, rest = T.wrap(table.compute(F.batch_norm, *call), input), rest_of(input)
+        if rest is None:
+            return out
+        return with_rest(out, lambda: normalized(rest()[None, :, None, None], norm).flatten())
     row = None if table.trace is None else table.trace.row
     plan = NormPlan(value, T.facts(input), norm, T.shape(input)[1], row)
     return T.postpone(table, plan, block, size, reach)

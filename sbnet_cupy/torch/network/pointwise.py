@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 from . import aliases, cuda_affine, shortcuts, unread
 from . import tensor as T
+from .ends import rest_of, with_rest
 from .handlers import HANDLERS, handles
 from .image_values import plainly
 from .plans import MatrixPlan, ScalePlan
@@ -42,6 +43,12 @@ _BINARY = """
 """
 
 
+_KEEP_REST = """
+    elu elu_ leaky_relu leaky_relu_ hardtanh hardtanh_ selu selu_ celu celu_ mish softplus softsign
+    tanhshrink softshrink hardshrink logsigmoid threshold threshold_ clone detach contiguous
+"""
+
+
 @handles(*_UNARY.split(), *_BINARY.split())
 def pointwise(func, *args, **kwargs):
     """Run an elementwise function on the stacks of its arguments."""
@@ -54,6 +61,7 @@ def pointwise(func, *args, **kwargs):
     writes = T._writes(name, kwargs)
     if writes and not isinstance(args[0], T.StackTensor):
         return NotImplemented
+    rest = _rest_after(func, *args, **kwargs)
     if writes:
         T.flush(table)
         aliases.about_to_write(args[0], table)
@@ -73,11 +81,24 @@ def pointwise(func, *args, **kwargs):
         return NotImplemented
     if result is inner[0] and kwargs.get("memory_format") is torch.channels_last:
         return copied(args[0])
-    if writes or result is inner[0]:
+    if writes:
+        return with_rest(args[0], rest)
+    if result is inner[0]:
         return args[0]
     if result.device != table.device:
         return T.dense(args[0]).to(result.device)
-    return T.wrap(result, like, reach=_reach(args, kwargs))
+    return with_rest(T.wrap(result, like, reach=_reach(args, kwargs)), rest)
+
+
+def _rest_after(func, x, *args, **kwargs):
+    """Return a function that returns what an activation makes of what x holds outside, or None."""
+    name = func.__name__
+    known = name in _ACTIVATIONS or name in _KEEP_REST.split()
+    known = known or (func is F.dropout and kwargs.get("training") is False)
+    if not known or "out" in kwargs or not isinstance(x, T.StackTensor):
+        return None
+    rest = rest_of(x)
+    return None if rest is None else lambda: func(rest().clone(), *args, **kwargs)
 
 
 def copied(x):
@@ -85,8 +106,7 @@ def copied(x):
     if T.plan_of(x) is not None:
         return x
     out = T.wrap(T.value_of(x), x)
-    aliases.own(out)["_rest"] = aliases.own(x).get("_rest")
-    return aliases.lend(out, T.facts(x)[0])
+    return aliases.lend(with_rest(out, rest_of(x)), T.facts(x)[0])
 
 
 def _is_moved(x, kwargs):
@@ -196,6 +216,8 @@ def step(x, plan, inplace, after):
             func, *more = after
             value = table.compute(func, T.value_of(x), *more)
             table.compute(torch.Tensor.copy_, T.value_of(x), value)
+            rest = None if more else rest_of(x)
+            with_rest(x, None if rest is None else lambda: func(rest()))
         else:
             T.replace_plan(x, plan, after)
         return x

@@ -44,6 +44,7 @@ class Table:
         self.tape = None  # of a call that is recorded
         self.borders = False
         self.lent = []  # weak references to activations that are copies, once something is written
+        self.rests = []  # and to those of which it is known what they hold where the input is 0
         self.reduced = None
 
     def keep(self, key, make):

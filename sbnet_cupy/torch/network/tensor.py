@@ -166,9 +166,8 @@ def _run(x, own):
             for func, *more in steps:
                 value = facts(x)[0].compute(func, value, *more)
             break
-    if value is None:
-        value = plan.run()
-        own["_rest"] = plan.rest
+    value = plan.run() if value is None else value
+    aliases.note_rest(x, facts(x)[0], plan.rest)
     own["_value"] = plan.done = value
     facts(x)[0].plans.pop(id(x), None)
     own["_plan"], own["_made_of"] = None, ()
