@@ -86,6 +86,25 @@ def test_compiled_with_breaks_and_whole(torch, st):
             assert_close(torch, a, b, 100)
 
 
+def test_sites_of_inference_mode_in_training(torch, st):
+    """What they keep from a call in inference mode is saved for gradients later."""
+    x = made(torch, st)
+    w = values(torch, 2, 2, 4, 4).requires_grad_()
+
+    def network(x):
+        y = st.submanifold_conv(x, w)
+        y = st.inverse_conv(st.strided_conv(y, w, stride=2), w, onto=y)
+        return st.sparse_unpool(st.sparse_max_pool(y, 2), onto=y).features
+
+    with torch.inference_mode():
+        expected = network(x)
+        inside = st.coordinate_map(x.indices.clone(), spatial_shape=x.spatial_shape)[0]
+    y = network(x)
+    y.sum().backward()
+    assert torch.equal(y, expected) and w.grad.any()
+    st.site_conv(x.features, w, st.kernel_map(inside, 2, onto=inside)).sum().backward()
+
+
 def test_the_way_back_compiled(torch, st):
     """Dynamo traces how its map is made, and must find nothing there to warn of."""
     torch._dynamo.reset()

@@ -24,11 +24,25 @@ from .site_branch import find_beside, natively
 
 def untraced(function):
     """Break the graph of a compiled function at a call: sites are found where there is data."""
-    apart = torch.compiler.disable(function)
+    kept = out_of_inference(function)
+    apart = torch.compiler.disable(kept)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        return (apart if torch.compiler.is_compiling() else function)(*args, **kwargs)
+        return (apart if torch.compiler.is_compiling() else kept)(*args, **kwargs)
+
+    return call
+
+
+def out_of_inference(function):
+    """Make what a function returns outside of inference mode: sites may be trained on later."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 
