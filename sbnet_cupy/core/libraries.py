@@ -65,9 +65,9 @@ class Torch:
         if value.device.type != "cpu":
             raise DeviceError(f"{argument} must be on a CPU or CUDA device, got {value.device}")
         if value.dtype is torch.bfloat16:
-            return value.view(torch.int16).numpy().view(bfloat16(argument))
+            return _numpy_view(value.view(torch.int16), argument).view(bfloat16(argument))
         torch_dtype(value.dtype, argument)
-        return value.numpy()
+        return _numpy_view(value, argument)
 
     def leave(self, array, like):
         """Return a native array as a PyTorch tensor."""
@@ -314,6 +314,18 @@ def _found_dtype(dtype, argument):
             f"{argument} has dtype {dtype}, which NumPy does not know; view it as an integer dtype"
         )
     return known
+
+
+def _numpy_view(tensor, argument):
+    """View a CPU tensor as a NumPy array, or raise if it stands for others."""
+    try:
+        return tensor.numpy()
+    except RuntimeError as error:
+        raise DeviceError(
+            f"{argument} must have data, got a {type(tensor).__name__} that torch.export or "
+            "torch.func traces; call what needs data, as finding sites does, outside of the "
+            "function that is traced"
+        ) from error
 
 
 def _cupy_view(tensor, dtype):

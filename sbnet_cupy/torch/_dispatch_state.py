@@ -10,11 +10,13 @@ Not plain are compiling, exporting, modes and subclasses of either protocol (fak
 operators only where they are dispatched.
 """
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.autograd import forward_ad, profiler
 from torch.nn.modules import module as modules
+from torch.utils import _python_dispatch
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -111,6 +113,10 @@ def has_forward_mode():
 def in_dispatch_mode():
     """Whether a mode sees each operator of this thread's calls. Yes, where there is no telling."""
     return _dispatch_modes() > 0
+
+
+# A context in which no mode sees operators.
+without_modes = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
 
 
 def in_transform():

@@ -32,6 +32,7 @@ NAMES = [
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._dynamo.guards.TensorGuards",
     "torch._C._is_any_autocast_enabled",
+    "torch.utils._python_dispatch._disable_current_modes",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
 WATCHING = {*DISPATCHING, *NAMES[11:13]}  # without these, every call may be watched

@@ -86,6 +86,29 @@ def test_compiled_with_breaks_and_whole(torch, st):
             assert_close(torch, a, b, 100)
 
 
+def test_export_at_sites_that_were_found_outside(torch, st):
+    x, w = made(torch, st), values(torch, 2, 2, 4, 4)
+
+    class Network(torch.nn.Module):
+        def __init__(self, finds):
+            super().__init__()
+            self.finds = finds
+
+        def forward(self, features):
+            """Convolve there and back."""
+            at = x.replace(features)
+            if self.finds:
+                at = st.sparse_tensor(features, x.indices.clone(), spatial_shape=x.spatial_shape)
+            return st.inverse_conv(st.strided_conv(at, w, stride=2), w, onto=at).features
+
+    network = Network(False)
+    exported = torch.export.export(network, (x.features,)).module()
+    assert torch.equal(exported(2 * x.features), network(2 * x.features))
+    words = r"must have data, got a .* torch.export .* finding sites does, outside"
+    with pytest.raises(sb.DeviceError, match=words):
+        torch.export.export(Network(True), (x.features,))
+
+
 def test_sites_of_inference_mode_in_training(torch, st):
     """What they keep from a call in inference mode is saved for gradients later."""
     x = made(torch, st)

@@ -18,13 +18,14 @@ from ...submanifold.keeping_container import CAPTURE, kept_or_made, mark_capture
 from ...submanifold.kernel_map import KeptMap, KernelMap
 from ...submanifold.site_conv import valid_rows
 from ...submanifold.sparse_tensor import check_tensor
+from .. import _dispatch_state as state
 from .._native import check_tensors, views
 from .site_branch import find_beside, natively
 
 
 def untraced(function):
     """Break the graph of a compiled function at a call: sites are found where there is data."""
-    kept = out_of_inference(function)
+    kept = out_of_modes(function)
     apart = torch.compiler.disable(kept)
 
     @functools.wraps(function)
@@ -34,13 +35,16 @@ def untraced(function):
     return call
 
 
-def out_of_inference(function):
-    """Make what a function returns outside of inference mode: sites may be trained on later."""
+def out_of_modes(function):
+    """Make what a function returns outside of the modes of a call: sites keep it for later ones.
+
+    In inference mode it could not be saved for gradients, and in torch.export it would be fake.
+    """
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
+        if torch.is_inference_mode_enabled() or state.in_dispatch_mode():
+            with torch.inference_mode(False), state.without_modes():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -33,7 +33,7 @@ from .._native import DTYPES, numpy_dtype, view, views
 from .._operation import Operation
 from ..network.cuda import start
 from .kept_calls import keep_call
-from .maps import kept_with, out_of_inference
+from .maps import kept_with, out_of_modes
 from .site_branch import find_beside, list_beside
 
 
@@ -42,7 +42,7 @@ def transposed_rows(rows, sites):
     if not (state.thread_is_plain() and state.is_plain(rows)):
         return call(_TRANSPOSED, (rows, None), (sites,))
 
-    @out_of_inference
+    @out_of_modes
     def make():
         back = to_tensor(find_beside(lambda: TRANSPOSED_ROWS((view(rows), None), (sites,)), rows))
         kept = kept_with(back)
