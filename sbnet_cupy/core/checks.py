@@ -42,6 +42,7 @@ def check_array(name, spec, *, ndim=None, shape=None, kinds=None, like=None):
         or any(want is not None and want != n for want, n in zip(shape, spec.shape, strict=True))
     ):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        wanted += "," if len(shape) == 1 else ""
         raise ShapeError(f"{name} must have shape ({wanted}), got {spec.shape}")
     if kinds is not None and dtype_kind(spec.dtype) not in kinds:
         wanted = _either(tuple(_KIND_NAMES[kind] for kind in kinds))
