@@ -274,3 +274,12 @@ def test_equal_points_in_mode_0(torch, scn):
         scn.BLInputLayer(2, 4, 0)([coords[None], features[None]])
     with pytest.raises(sb.ShapeError, match="must be inside a grid"):
         scn.InputLayer(2, 2, 0)([coords, features])
+
+
+def test_the_input_size_of_a_network_from_points_to_points(torch, scn):
+    net = scn.Sequential(
+        scn.InputLayer(2, 11), scn.MaxPooling(2, 3, 2), scn.UnPooling(2, 3, 2), scn.OutputLayer(2)
+    )
+    assert net.input_spatial_size(torch.tensor([11, 7])).tolist() == [11, 7]
+    pooled = scn.Sequential(scn.BLInputLayer(2, 11), net[1])
+    assert pooled.input_spatial_size(torch.tensor([5, 3])).tolist() == [11, 7]

@@ -90,6 +90,10 @@ class _Input(Module):
         features = features if self.device is None else features.to(self.device)
         return coords.to(features.device).long(), features
 
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the points."""
+        return out_size
+
 
 class InputLayer(_Input):
     """Put a list of points at their sites.
@@ -215,6 +219,10 @@ class OutputLayer(Module):
         inverse = inverse.to(input.features.device)
         found = rows_of(input.features, inverse.reshape(-1))
         return found.unflatten(0, inverse.shape) if inverse.dim() > 1 else found
+
+    def input_spatial_size(self, out_size):
+        """Return the spatial size of the input."""
+        return out_size
 
 
 class BLOutputLayer(OutputLayer):
