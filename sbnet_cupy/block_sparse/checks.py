@@ -120,7 +120,7 @@ def check_base(base, shape, x):
     check_array("base", base, shape=shape, like=x)
     if base.dtype != x.dtype:
         check_byte_orders({"x": x, "base": base})
-        raise DTypeError(f"base must have the dtype of x, {x.dtype}, got {base.dtype}; use astype")
+        raise DTypeError(f"base must have the dtype of x, {x.dtype}, got {base.dtype}; convert it")
     check_contiguous("base", base)
 
 

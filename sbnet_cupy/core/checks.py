@@ -46,7 +46,7 @@ def check_array(name, spec, *, ndim=None, shape=None, kinds=None, like=None):
         raise ShapeError(f"{name} must have shape ({wanted}), got {spec.shape}")
     if kinds is not None and dtype_kind(spec.dtype) not in kinds:
         wanted = _either(tuple(_KIND_NAMES[kind] for kind in kinds))
-        raise DTypeError(f"{name} must be of a {wanted} dtype, got {spec.dtype}; use astype")
+        raise DTypeError(f"{name} must be of a {wanted} dtype, got {spec.dtype}; convert it")
     if like is not None and spec.device != like.device:
         raise DeviceError(
             f"{name} must be {_library_and_place(like)} like the other arrays, "

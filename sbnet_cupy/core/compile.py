@@ -46,7 +46,7 @@ def cpp_name(dtype, argument):
         return _CPP_NAMES[dtype_name(dtype)]
     except KeyError:
         raise DTypeError(
-            f"{argument} must be one of {', '.join(_CPP_NAMES)} on a GPU, got {dtype}; use astype"
+            f"{argument} must be one of {', '.join(_CPP_NAMES)} on a GPU, got {dtype}; convert it"
         ) from None
 
 

@@ -180,7 +180,7 @@ def resolve_problem(x, w, strides, padding, activation, data_format, w_format, p
     check_array("w", w, ndim=4, like=x)
     if w.dtype != x.dtype:
         check_byte_orders({"x": x, "w": w})
-        raise DTypeError(f"w must have the dtype of x, {x.dtype}, got {w.dtype}; use astype")
+        raise DTypeError(f"w must have the dtype of x, {x.dtype}, got {w.dtype}; convert it")
     r, s, c, k = (w.shape[w_format.index(letter)] for letter in "HWIO")
     h, width, channels = (x.shape[data_format.index(letter)] for letter in "HWC")
     if min(r, s, k) < 1 or c != channels:

@@ -173,7 +173,7 @@ def check_grad(name, grad, shape, x):
     if grad.dtype != x.dtype:
         check_byte_orders({"x": x, name: grad})
         raise DTypeError(
-            f"{name} must have the dtype of x, {x.dtype}, got {grad.dtype}; use astype"
+            f"{name} must have the dtype of x, {x.dtype}, got {grad.dtype}; convert it"
         )
     check_contiguous(name, grad)
 

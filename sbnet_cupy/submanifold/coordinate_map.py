@@ -384,7 +384,7 @@ def check_indices(indices):
     """Raise unless ``indices``, an array or its spec, is a list of rows ``(sample, *position)``."""
     check_array("indices", indices, ndim=2)
     if indices.dtype not in (np.int32, np.int64):
-        raise DTypeError(f"indices must be int32 or int64, got {indices.dtype}; use astype")
+        raise DTypeError(f"indices must be int32 or int64, got {indices.dtype}; convert them")
     if indices.shape[1] < 2:
         raise ShapeError(
             f"indices must have shape (n, 1 + d), d at least 1, got {indices.shape}; rows are "

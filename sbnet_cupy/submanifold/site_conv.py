@@ -184,7 +184,7 @@ def resolve_site_conv(features, w, rows, kernel_size, sites, groups, activation,
     check_array("w", w, like=features)
     if w.dtype != features.dtype:
         raise DTypeError(
-            f"w must have the dtype of the features, {features.dtype}, got {w.dtype}; use astype"
+            f"w must have the dtype of the features, {features.dtype}, got {w.dtype}; convert it"
         )
     channels, taps = features.shape[1], rows.shape[0]
     if not is_integer(groups) or groups < 1 or channels % groups:
@@ -213,7 +213,7 @@ def _resolve(specs, options):
         if residual.dtype != features.dtype:
             raise DTypeError(
                 f"residual must have the dtype of the features, {features.dtype}, got "
-                f"{residual.dtype}; use astype"
+                f"{residual.dtype}; convert it"
             )
     check_result(out, result)
     return result, problem

@@ -284,7 +284,7 @@ def _check_dtype(name, array, features):
     if array.dtype != features.dtype:
         raise DTypeError(
             f"{name} must have the dtype of the features, {features.dtype}, got {array.dtype}; "
-            "use astype"
+            "convert it"
         )
 
 

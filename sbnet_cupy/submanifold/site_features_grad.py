@@ -49,7 +49,7 @@ def _resolve(specs, options):
         )
     if w.dtype != grad_y.dtype:
         raise DTypeError(
-            f"w must have the dtype of grad_y, {grad_y.dtype}, got {w.dtype}; use astype"
+            f"w must have the dtype of grad_y, {grad_y.dtype}, got {w.dtype}; convert it"
         )
     check_contiguous("w", w)
     result = grad_y.new((back.shape[1], c * groups))

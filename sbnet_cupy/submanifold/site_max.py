@@ -82,7 +82,7 @@ def _check_tangent(name, tangent, like, features, y, rows, ties):
         if array.dtype != features.dtype:
             raise DTypeError(
                 f"{other} must have the dtype of the features, {features.dtype}, got "
-                f"{array.dtype}; use astype"
+                f"{array.dtype}; convert it"
             )
 
 

@@ -227,7 +227,7 @@ def check_grad(grad_y, x, shape):
     if grad_y.dtype != x.features.dtype:
         raise DTypeError(
             f"grad_y must have the dtype of the features, {x.features.dtype}, got {grad_y.dtype}; "
-            "use astype"
+            "convert it"
         )
 
 

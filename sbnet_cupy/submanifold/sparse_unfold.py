@@ -97,7 +97,7 @@ def sparse_unfold_grad(grad_y, features, kernel_map):
     if grad_y.dtype != features.dtype:
         raise DTypeError(
             f"grad_y must have the dtype of the features, {features.dtype}, got {grad_y.dtype}; "
-            "use astype"
+            "convert it"
         )
     xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
     total = xp.zeros(features.shape, wide)

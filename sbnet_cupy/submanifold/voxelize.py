@@ -151,4 +151,4 @@ def check_sample(sample, points):
     """Raise unless ``sample`` is a list of whole numbers, one for each point."""
     check_array("sample", sample, shape=points.shape[:1], like=points)
     if dtype_kind(sample.dtype) != "i":
-        raise DTypeError(f"sample must be int32 or int64, got {sample.dtype}; use astype")
+        raise DTypeError(f"sample must be int32 or int64, got {sample.dtype}; convert it")

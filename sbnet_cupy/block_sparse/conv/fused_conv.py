@@ -166,7 +166,7 @@ def _resolve(specs, options):
         if residual.dtype != x.dtype:
             check_byte_orders({"x": x, "residual": residual})
             raise DTypeError(
-                f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}; use astype"
+                f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}; convert it"
             )
         check_contiguous("residual", residual)
     rows = resolve_expected(expected, active_block_indices)

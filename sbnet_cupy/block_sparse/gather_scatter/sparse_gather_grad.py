@@ -119,7 +119,7 @@ def _resolve(specs, options):
     if grad_blocks.dtype != x.dtype:
         check_byte_orders({"x": x, "grad_blocks": grad_blocks})
         raise DTypeError(
-            f"grad_blocks must have the dtype of x, {x.dtype}, got {grad_blocks.dtype}; use astype"
+            f"grad_blocks must have the dtype of x, {x.dtype}, got {grad_blocks.dtype}; convert it"
         )
     return layout, grid
 

@@ -32,5 +32,5 @@ def check_like(name, value, x):
     """Raise unless ``value`` has the dtype of ``x``."""
     if value.dtype != x.dtype:
         raise DTypeError(
-            f"{name} must have the dtype of x, {x.dtype}, got {value.dtype}; use astype"
+            f"{name} must have the dtype of x, {x.dtype}, got {value.dtype}; convert it"
         )

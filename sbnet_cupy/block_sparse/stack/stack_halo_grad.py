@@ -54,7 +54,7 @@ def stack_halo_grad(grad_y, table, pads, *, fill=0):
     check_array("grad_y", grad_y, shape=(table.capacity, axes[0].count, axes[1].count, None))
     check_contiguous("grad_y", grad_y)
     if not is_float(grad_y.dtype):
-        raise DTypeError(f"grad_y must be of a floating dtype, got {grad_y.dtype}; use astype")
+        raise DTypeError(f"grad_y must be of a floating dtype, got {grad_y.dtype}; convert it")
     xp, total = namespace(grad_y), compute_dtype(grad_y.dtype)
     shape = (table.capacity, *table.block_size, grad_y.shape[3])
     with computing(grad_y):

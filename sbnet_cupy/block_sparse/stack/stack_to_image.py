@@ -69,7 +69,7 @@ def stack_to_image(stack, table, *, background=0, data_format="NHWC", out=None):
         if background.dtype != stack.dtype:
             raise DTypeError(
                 f"background must have the dtype of stack, {stack.dtype}, got {background.dtype}; "
-                "use astype"
+                "convert it"
             )
         if background.ndim == 1:
             check_array("background", background, shape=(channels,))
