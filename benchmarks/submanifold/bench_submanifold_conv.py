@@ -28,7 +28,7 @@ from benchmarks.submanifold.peers import (
     Pairs,
     kernel_time,
     spconv_of,
-)  # fmt: skip
+)
 from sbnet_cupy.core import libraries
 
 FILE = "submanifold_conv.csv"

@@ -41,8 +41,7 @@ def spconv_of(torch, scene, features, w, tf32=False, exact=False):
     ``features`` are those of the rows of the scene. A step is the call and the gradients of
     features and weights. ``exact``: sums of float16 numbers are taken in float32. Only its tuner in
     Python heeds that, which has no Native algorithm; the one in C++ takes the fastest kernel. Which
-    one it is holds until the next call of this function. Rows that do not follow each other in
-    memory spconv reads as if they did.
+    one it is holds until the next call of this function.
     """
     try:
         import spconv.pytorch as spconv
@@ -56,7 +55,7 @@ def spconv_of(torch, scene, features, w, tf32=False, exact=False):
     d, channels = len(scene.spatial_shape), features.shape[1]
     kind = {2: spconv.SubMConv2d, 3: spconv.SubMConv3d}[d]
     x = torch.from_numpy(features).cuda()
-    rows = torch.from_numpy(np.ascontiguousarray(scene.rows)).cuda()
+    rows = torch.from_numpy(scene.rows).cuda()
     weight = torch.from_numpy(w).cuda().movedim(-1, 0)  # [C_out, *kernel, C_in]
     algorithms = [ConvAlgo.MaskImplicitGemm, ConvAlgo.MaskSplitImplicitGemm]
     for algorithm in algorithms if exact else [ConvAlgo.Native, *algorithms]:
@@ -108,8 +107,7 @@ def spconv_maps(torch, scene):
         from spconv.pytorch import ops
     except ImportError:
         return
-    rows = torch.from_numpy(np.ascontiguousarray(scene.rows)).cuda()
-    d = len(scene.spatial_shape)
+    rows, d = torch.from_numpy(scene.rows).cuda(), len(scene.spatial_shape)
 
     def find(stride, padding, same):
         return ops.get_indice_pairs_implicit_gemm(

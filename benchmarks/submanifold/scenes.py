@@ -14,6 +14,10 @@ class Scene:
     spatial_shape: tuple
     channels: tuple = (16, 32, 64, 128, 256)  # of convolutions to be timed
 
+    def __post_init__(self):
+        """Have the rows follow each other in memory: spconv reads others as if they did."""
+        object.__setattr__(self, "rows", np.ascontiguousarray(self.rows))
+
     @property
     def size(self):
         """The grid and the number of sites, as rows of results have them."""
@@ -88,8 +92,7 @@ def blobs(shape, share, seed=0):
 
     mask = masks.blobs((1, *shape), density=share, seed=seed)[0]
     rows = np.argwhere(mask).astype(np.int32)
-    rows = np.ascontiguousarray(np.pad(rows, ((0, 0), (1, 0))))  # argwhere's are not
-    return Scene(f"blobs {share:.0%}", rows, tuple(shape))
+    return Scene(f"blobs {share:.0%}", np.pad(rows, ((0, 0), (1, 0))), tuple(shape))
 
 
 def from_file(path, voxel=(0.05, 0.05, 0.05)):

@@ -34,6 +34,10 @@ struct Readers {
         if constexpr (BY_WARP) __syncwarp();
         if (!BY_WARP || threadIdx.x % 32 == 0) barrier_arrive(empty);
     }
+    // A note of the stage, for all lanes: one reads it, which arrives at the barrier behind which it is overwritten.
+    static DEVICE int read(const int* note) {
+        return __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? *note : 0, 0);
+    }
 };
 
 // Give registers of this group of four warps back, or take more, up to COUNT a thread (a multiple of 8). Where COUNT is 0,

@@ -135,17 +135,17 @@ struct HostOperand {
         const u32 along_k = (descriptor >> 16 & 0x3fffu) << 4, along_rows = (descriptor >> 32 & 0x3fffu) << 4;
         const u32 byte = static_cast<u32>(k * sizeof(T)), begin = static_cast<u32>(descriptor & 0x3fffu) << 4;
         u32 place = begin + static_cast<u32>(row / 8) * along_rows;
+        const bool swizzled = descriptor >> 62 == 1;
         if (transposed) {
-            if (descriptor >> 62 != 1) host_cuda::fail("multiplies transposed operands without the 128-byte swizzle");
+            if (!swizzled) host_cuda::fail("multiplies transposed operands without the 128-byte swizzle");
             place = begin + static_cast<u32>(row / 64) * along_k + static_cast<u32>(k / 8) * along_rows;
             place += static_cast<u32>(k % 8 * 128 + row % 64 * static_cast<int>(sizeof(T)));
-            place ^= (place >> 7 & 7) << 4;
-        } else if (descriptor >> 62 == 1) {
+        } else if (swizzled) {
             place += static_cast<u32>(row % 8) * 128 + byte;
-            place ^= (place >> 7 & 7) << 4;
         } else {
             place += byte / 16 * along_k + static_cast<u32>(row % 8) * 16 + byte % 16;
         }
+        if (swizzled) place ^= (place >> 7 & 7) << 4;
         const u8* const memory = static_cast<const u8*>(host_cuda::dynamic_shared());
         const T value = *reinterpret_cast<const T*>(memory + ((place - shared_address(memory)) & WHERE));
         if constexpr (Same<T, float>::value)

@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 128 + GRAD_COPIERS, BLOCKS)
     constexpr bool SHIFTED = MT * NT >= 32;  // registers, to those that multiply
     constexpr int LAST = 1, SOME = 2;        // notes of a stage: the last one; there are pairs in it
     using List = Pairs<GRAD_COPIERS, Copiers<MULTIPLIERS>>;
+    using ItsReaders = Readers<MULTIPLIERS, true>;
     static_assert(MT * WC * 64 == BC && NT * WK * 8 == BK, "groups share the tile evenly");
     static_assert(WR == 1 || (WR == 2 && WC * WK == 1), "two groups share the pairs of a whole tile");
     static_assert(sizeof(T) * GRAD_PANEL == TILE_ROW && NT % 8 == 0, "groups have whole panels");
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 128 + GRAD_COPIERS, BLOCKS)
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + s, GRAD_COPIERS + 1);
-            barrier_init(empty + s, Readers<MULTIPLIERS, true>::COUNT);
+            barrier_init(empty + s, ItsReaders::COUNT);
         }
         barrier_init(copiers, GRAD_COPIERS);
         barrier_init(multipliers, MULTIPLIERS);
@@ -120,8 +121,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 128 + GRAD_COPIERS, BLOCKS)
         int last = -1;  // a stage that is read
         for (bool more = true; more;) {
             barrier_wait(full + stage.slot, stage.phase);
-            // One lane reads it, the one that arrives at the barrier behind which it is overwritten.
-            const int note = __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? notes[stage.slot] : 0, 0);
+            const int note = ItsReaders::read(notes + stage.slot);
             more = !(note & LAST);
             if (note & SOME) {
                 shared_fence();  // what cp.async wrote, before the tensor cores read it
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(WC * WK * WR * 128 + GRAD_COPIERS, BLOCKS)
                 }
                 wgmma_commit();
                 wgmma_wait<1>();
-                if (last >= 0) Readers<MULTIPLIERS, true>::release(empty + last);
+                if (last >= 0) ItsReaders::release(empty + last);
                 last = stage.slot;
             }
             stage.advance();

@@ -223,7 +223,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         take_registers<SHIFTED ? 200 : 0>();
         dependent_wait();
         const u8* const tables = loaded_later(packed);
-        const int lane = threadIdx.x % 32;
         constexpr int ITS = (1 << BM / WM / ROWS_OF_GROUP) - 1;  // groups of rows of a warp
         const int own = ITS << Product::row(0) / (BM / WM) * (BM / WM / ROWS_OF_GROUP);
         constexpr bool TWICE = Product::ASYNC && MT == 2;  // 64 rows, and another 64
@@ -244,8 +243,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             int last = -1;  // a stage that is read
             for (bool more = true; more;) {
                 barrier_wait(shared.full + stage.slot, stage.phase);
-                // One lane reads it, the one that arrives at the barrier behind which it is overwritten.
-                const int note = __shfl_sync(0xffffffffu, lane == 0 ? shared.notes[stage.slot] : 0, 0);
+                const int note = ItsReaders::read(shared.notes + stage.slot);
                 u8* const a = shared.ring + stage.slot * Memory::STAGE;
                 more = !(note & LAST);
                 if constexpr (ROUND && !Product::ASYNC) {

@@ -5,12 +5,13 @@ import math
 from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
-from .site_conv_plan import MOST_BYTES, MOST_ROWS, has_products
+from .site_conv_plan import MOST_BYTES, MOST_ROWS, TAPS_OF_PICTURES, has_products
 
+_MULTIPROCESSORS = 132  # of an H200
 _BLOCKS = 1200  # thread blocks of 128 threads, about, that shares of the rows make
 # The same of pictures, where all taps have about as many rows, and of few rows: as many as an H200
 # holds at once. Each writes a matrix of sums to memory.
-_AT_ONCE, _TAPS_OF_PICTURES = 528, 9
+_AT_ONCE = 4 * _MULTIPROCESSORS
 # Shares of the tap in the middle, which has all rows, for one of another tap: of at least so many
 # taps and at most so many rows, where thread blocks of that tap alone would end last.
 _MIDDLE, _FEWEST_TAPS, _FEW_ROWS = 4, 27, 1 << 14
@@ -20,9 +21,8 @@ _STAGES = (4, 3, 2)
 # Of site_weight_grad_pipelined: threads that copy, pairs of a stage, the fewest channels.
 COPIERS, PAIRS, _FEWEST_CHANNELS = 128, 64, 33
 # Its thread blocks where taps have unlike numbers of rows; and of so many rows, where a
-# multiprocessor holds two of them. An H200 holds one for each of 132 multiprocessors, or two.
-_UNLIKE, _UNLIKE_MANY, _MANY_ROWS = 528, 1584, 1 << 18
-_MULTIPROCESSORS = 132
+# multiprocessor holds two of them.
+_UNLIKE, _UNLIKE_MANY, _MANY_ROWS = 4 * _MULTIPROCESSORS, 12 * _MULTIPROCESSORS, 1 << 18
 
 
 class WeightGradSizes(NamedTuple):
@@ -52,7 +52,7 @@ class WeightGradSizes(NamedTuple):
     @property
     def alike(self):
         """Whether thread blocks take about as long, so that no more than run at once are needed."""
-        return self.taps <= _TAPS_OF_PICTURES or self.targets <= _FEW_ROWS
+        return self.taps <= TAPS_OF_PICTURES or self.targets <= _FEW_ROWS
 
     def shares(self, tiles, blocks):
         """Return how many shares of the rows make about so many thread blocks.
@@ -130,10 +130,11 @@ class PipelinedPlan(NamedTuple):
 
     def shares(self, conv):
         """Numbers of shares of the rows: of a tap, and of the tap in the middle."""
-        blocks = _UNLIKE_MANY if self.blocks > 1 and conv.targets >= _MANY_ROWS else _UNLIKE
-        return conv.shares(
-            self.tiles(conv), self.blocks * _MULTIPROCESSORS if conv.alike else blocks
-        )
+        if conv.alike:
+            blocks = self.blocks * _MULTIPROCESSORS
+        else:
+            blocks = _UNLIKE_MANY if self.blocks > 1 and conv.targets >= _MANY_ROWS else _UNLIKE
+        return conv.shares(self.tiles(conv), blocks)
 
     def template(self, conv):
         """Return the template arguments."""

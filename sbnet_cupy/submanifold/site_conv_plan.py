@@ -18,7 +18,7 @@ _TILES = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32))  # ro
 _WIDE_TILES = ((128, 64), (256, 64), (128, 128), (256, 128), (128, 256))  # of wgmma
 MOST_BYTES = 2**35  # of features that warps which copy for others read: 32 bits count vectors
 _FEWEST_TAPS = 10  # of which rows may be sorted
-_TAPS_OF_PICTURES = 9  # or fewer
+TAPS_OF_PICTURES = 9  # or fewer
 
 
 class SiteConvSizes(NamedTuple):
@@ -176,8 +176,8 @@ class OncePlan(NamedTuple):
 
 
 _SMALL_ONCE = (OncePlan((16, 32), (1, 1)), OncePlan((32, 32), (2, 1)))
+# The last takes less time than other tiles for the taps of pictures.
 ONCE_PLANS = (*_SMALL_ONCE, OncePlan((64, 32), (2, 1)))
-_FEW_TAPS_ONCE = 9  # for which the last of them takes less time than other tiles
 
 
 class TilesPlan(NamedTuple):
@@ -272,6 +272,7 @@ _SORTED = {  # by bytes of a number, of which four are rounded to TF32
 }
 _WIDEST_SORTED = {2: 512, 4: 1024}  # bytes of a row
 _LAUNCH, _FIRST_ROWS = 5000, 900  # cycles apart from products; more where rows are copied ahead
+_WIDE_FLOATS = TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 1, 2, "TileWgmma")
 # Tilings with the bytes of a part, and the cycles of a tap and part of as many tiles as a
 # multiprocessor has at once: one, two, ...
 _TILINGS = [
@@ -294,7 +295,7 @@ _TILINGS = [
     (TilesPlan(TileShape(192, 512), 32, (3, 1), 4, 1, 2, "TileWgmma"), _ROW, (842, 1377)),
     (TilesPlan(TileShape(256, 640), 32, (4, 1), 6, 2, 1, "TileWgmma"), _ROW, (875,)),
     (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (687, 850, 1130, 1138)),
-    (TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 1, 2, "TileWgmma"), _ROW, (733, 1050)),
+    (_WIDE_FLOATS, _ROW, (733, 1050)),
     (TilesPlan(TileShape(192, 512, True), 64, (3, 1), 4, 2, 1, "TileWgmma"), _ROW, (760,)),
     (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 1, 1, "TileWgmma"), _ROW, (1020,)),
     (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 2, 1, "TileWgmma"), _ROW, (985,)),
@@ -303,8 +304,7 @@ _TILINGS = [
     (TilesPlan(TileShape(64, 192), 64, (3, 1), 9, 2, 1, "SplitWgmma"), _ROW, (460,)),
     (TilesPlan(TileShape(64, 192), 32, (3, 1), 15, 2, 1, "SplitWgmma"), _ROW, (400,)),
 ]  # fmt: skip
-_WIDE_FLOATS = TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 1, 2, "TileWgmma")
-# With more parts sums over all rows sorted leave out more; of floats, the widest tile spills.
+# With more parts sums over all rows sorted leave out more.
 _MOST_PARTS = {2: 4, 4: 2}  # by bytes of a number
 _FEWEST_TILED, _FEWEST_TILED_TAPS = 64, 8  # rows, taps
 
@@ -333,7 +333,7 @@ def plan_site_conv(conv, device):
         return None
     if has_products(conv, device):
         found = (
-            _plan_once(conv, device, ONCE_PLANS if conv.taps <= _FEW_TAPS_ONCE else _SMALL_ONCE)
+            _plan_once(conv, device, ONCE_PLANS if conv.taps <= TAPS_OF_PICTURES else _SMALL_ONCE)
             or _plan_wide_floats(conv, device)
             or _plan_sorted(conv, device)
             or _plan_tiles(conv, device)
@@ -390,7 +390,7 @@ def _plan_wide_floats(conv, device):
     plan, parts, most = _WIDE_FLOATS, -(-conv.channels * conv.element_bytes // _ROW), 4
     if conv.element != "float" or not _MOST_PARTS[conv.element_bytes] < parts <= most:
         return None
-    if not (_TAPS_OF_PICTURES < conv.taps <= MOST_TAPS and 64 < conv.channels_out <= 128):
+    if not (TAPS_OF_PICTURES < conv.taps <= MOST_TAPS and 64 < conv.channels_out <= 128):
         return None  # not timed
     if _plan_sorted(conv, device) is None or not all_resident(plan, conv, device):
         return None

@@ -43,10 +43,11 @@ _BINARY = """
 """
 
 
-_KEEP_REST = """
+_OTHER_ACTIVATIONS = """
     elu elu_ leaky_relu leaky_relu_ hardtanh hardtanh_ selu selu_ celu celu_ mish softplus softsign
-    tanhshrink softshrink hardshrink logsigmoid threshold threshold_ clone detach contiguous
+    tanhshrink softshrink hardshrink logsigmoid threshold threshold_
 """
+_KEEP_REST = {*_ACTIVATIONS, *_OTHER_ACTIVATIONS.split(), "clone", "detach", "contiguous"}
 
 
 @handles(*_UNARY.split(), *_BINARY.split())
@@ -92,9 +93,7 @@ def pointwise(func, *args, **kwargs):
 
 def _rest_after(func, x, *args, **kwargs):
     """Return a function that returns what an activation makes of what x holds outside, or None."""
-    name = func.__name__
-    known = name in _ACTIVATIONS or name in _KEEP_REST.split()
-    known = known or (func is F.dropout and kwargs.get("training") is False)
+    known = func.__name__ in _KEEP_REST or (func is F.dropout and kwargs.get("training") is False)
     if not known or "out" in kwargs or not isinstance(x, T.StackTensor):
         return None
     rest = rest_of(x)

@@ -42,7 +42,6 @@ def transposed_rows(rows, sites):
     if not (state.thread_is_plain() and state.is_plain(rows)):
         return call(_TRANSPOSED, (rows, None), (sites,))
 
-    @out_of_modes
     def make():
         back = to_tensor(find_beside(lambda: TRANSPOSED_ROWS((view(rows), None), (sites,)), rows))
         kept = kept_with(back)
@@ -56,7 +55,9 @@ def transposed_rows(rows, sites):
         back = back()
         if back is None:  # the table that this one was made of is gone
             kept.pop("transposed", None)
-    return kept_or_made(kept, "transposed", rows, make) if back is None else back
+    if back is not None:
+        return back
+    return kept_or_made(kept, "transposed", rows, out_of_modes(make))
 
 
 def _order_of(plan, tensors, place=1):
