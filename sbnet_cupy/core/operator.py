@@ -36,7 +36,6 @@ it calls ``plan.run``.
 """
 
 import marshal
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,8 +88,11 @@ class Plan:
 
     def __post_init__(self):
         self.shape = self.results[0].shape if self.results and self.results[0] else ()
-        inner = [self.shape[i + 1 :] for i in range(len(self.shape))]
-        self.strides = tuple(math.prod(max(n, 1) for n in sizes) for sizes in inner)
+        strides, step = [], 1
+        for n in reversed(self.shape):
+            strides.append(step)
+            step *= n or 1
+        self.strides = tuple(reversed(strides))
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -127,6 +129,14 @@ class Operator:
     gradient: Callable | None = field(default=None, repr=False)
     linear: tuple = ()
     lengths: dict = field(default_factory=dict, repr=False)
+    _axes: tuple = field(init=False, repr=False)  # (place, axis) of arrays with such an axis
+    _sizes: tuple = field(init=False, repr=False)  # places of options that are such a length
+
+    def __post_init__(self):
+        axes = [(place, self.lengths.get(name)) for place, name in enumerate(self.arrays)]
+        sizes = [place for place, name in enumerate(self.options) if name in self.lengths]
+        object.__setattr__(self, "_axes", tuple(pair for pair in axes if pair[1] is not None))
+        object.__setattr__(self, "_sizes", tuple(sizes))
 
     def plan_for(self, arrays, options):
         """Return the plan of a call with NumPy or CuPy arrays, or specs, on the current device.
@@ -165,26 +175,34 @@ class Operator:
 
         Then a call like this one was checked before.
         """
-        found = self.find(specs, options)
-        if found is None and self.lengths:
-            kind, lengths = self._kind(specs, options)
-            known = _PLANS.get(kind)
-            found = known and known.resized(*lengths)
-            if found is not None:
-                _keep((self.name, *specs, marshal.dumps(options, 2)), found)
-                _keep(kind, known)  # used last
-        return found
+        try:
+            key = (self.name, *specs, marshal.dumps(options, 2))
+        except ValueError:
+            return None
+        return _PLANS.get(key) or self._resized(key, options)
+
+    def _resized(self, key, options):
+        """Make and keep the plan of a call under a key, of that of one with other lengths; or None.
+
+        The key is a name, specs, and the options.
+        """
+        if not self.lengths:
+            return None
+        kind, lengths = self._kind(key[1:-1], options)
+        known = _PLANS.kinds.get(kind)
+        found = None if known is None else known.resized(*lengths)
+        return None if found is None else _keep(key, found)
 
     def _made(self, key, arrays, options):
-        """Make the plan of a call and keep it under a key: a name, specs, and the options."""
-        specs = key[1:-1]
-        plan = self.near(specs, options)
+        """Make the plan of a call and keep it under a key."""
+        plan = self._resized(key, options)
         if plan is None:
+            specs = key[1:-1]
             plan = _keep(key, self.plan(_specs(specs, arrays), options))
             if plan.resized is not None:
                 kind, _ = self._kind(specs, options)
                 if kind is not None:
-                    _keep(kind, plan)
+                    _keep_kind(kind, plan)
         return plan
 
     def _kind(self, specs, options):
@@ -192,37 +210,44 @@ class Operator:
 
         Lengths that are equal in one are so in all of them. None if one of them is 0, or no length.
         """
-        names, key, others, lengths = iter(self.arrays), [self.name, "lengths"], [], []
-        listed = []  # (name, spec), of a group whose arrays have no such axis without a name
-        for spec in specs:
-            if type(spec) is not SpecGroup:
-                listed.append((next(names), spec))
-                continue
-            members = [(next(names), member) for member in spec.specs]
-            known = any(name in self.lengths for name, _ in members)
-            listed += members if known else [(None, spec)]
-        for name, spec in listed:
-            axis = self.lengths.get(name)
-            if axis is None or spec is None:
-                key.append(spec)
+        axes = self._axes
+        if SpecGroup in map(type, specs):
+            specs, axes = self._ungrouped(specs)
+        key, others, lengths = [self.name, *specs], list(options), []
+        for place, axis in axes:
+            spec = specs[place]
+            if spec is None:
                 continue
             if not isinstance(spec, tuple) or len(spec[0]) <= axis:
                 return None, ()
             shape = spec[0]
             lengths.append(shape[axis])
-            key.append((lengths.index(shape[axis]), *shape[:axis], *shape[axis + 1 :], *spec[1:]))
-        for name, option in zip(self.options, options, strict=True):
-            if name in self.lengths:
-                if type(option) is not int:
-                    return None, ()
-                lengths.append(option)
-                option = lengths.index(option)
-            others.append(option)
+            same = lengths.index(shape[axis])
+            key[place + 1] = (same, *shape[:axis], *shape[axis + 1 :], *spec[1:])
+        for place in self._sizes:
+            if type(options[place]) is not int:
+                return None, ()
+            lengths.append(options[place])
+            others[place] = lengths.index(options[place])
         try:
             key.append(marshal.dumps(others, 2))
         except ValueError:  # an option that is no plain value
             return None, ()
         return (None, ()) if 0 in lengths else (tuple(key), lengths)
+
+    def _ungrouped(self, specs):
+        """Return specs with groups whose arrays have such an axis taken apart, and the axes."""
+        names, listed, axes = iter(self.arrays), [], []
+        for spec in specs:
+            grouped = type(spec) is SpecGroup
+            own = [(next(names), member) for member in (spec.specs if grouped else (spec,))]
+            if grouped and not any(name in self.lengths for name, _ in own):
+                own = [(None, spec)]
+            for name, member in own:
+                if name in self.lengths:
+                    axes.append((len(listed), self.lengths[name]))
+                listed.append(member)
+        return listed, axes
 
     def calls(self, given, options, make=False):
         """Return a list, kept with the plans, of what an adapter knows of calls.
@@ -270,9 +295,15 @@ def _specs(fields, arrays):
 
 
 class _Plans(dict):
-    """Plans by their keys, and their total weight."""
+    """Plans by their keys, and their total weight.
 
-    weight = 0
+    ``kinds`` has a plan of each kind of calls that differ in lengths alone: others are made of it.
+    A network has few kinds of calls, but inputs of many lengths, so they are kept apart.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.kinds = 0, {}
 
 
 # The plans of all operations, those that were kept first in front. When they are many the older
@@ -281,6 +312,7 @@ class _Plans(dict):
 _PLANS = _Plans()
 _MOST = 4096  # total weight
 _LOCK = threading.RLock()  # of the weight; a look-up needs none
+_MOST_KINDS = 1024
 
 
 class _Calls:
@@ -304,6 +336,14 @@ def _keep(key, plan):
     return plan
 
 
+def _keep_kind(kind, plan):
+    """Keep a plan of a kind; forget all that are kept where they are many."""
+    with _LOCK:
+        if len(_PLANS.kinds) >= _MOST_KINDS:
+            _PLANS.kinds.clear()
+        _PLANS.kinds[kind] = plan
+
+
 def _drop(key):
     """Drop what is kept under a key, if anything is."""
     plan = _PLANS.pop(key, None)
@@ -316,3 +356,4 @@ def clear_plans():
     with _LOCK:
         _PLANS.clear()
         _PLANS.weight = 0
+        _PLANS.kinds.clear()
