@@ -349,6 +349,7 @@ def is_float(dtype):
     return dtype_name(dtype) in ("float16", "bfloat16", "float32", "float64")
 
 
+@functools.lru_cache(256)
 def compute_dtype(dtype):
     """Return the dtype to accumulate in: float64 for float64, float32 for the smaller floats."""
     return np.dtype(np.float64 if dtype_name(dtype) == "float64" else np.float32)

@@ -63,20 +63,22 @@ def prepare(
 
     device = cupy.cuda.runtime.getDevice()
     cupy.cuda.runtime.setDevice(device)  # makes its context this thread's, if the thread is new
-    kinds = "".join(["d" if isinstance(scalar, float) else "q" for scalar in scalars])
     function = (device, stem, kernel, template, shared > SHARED_BY_DEFAULT)
-    key = (function, block, shared, pointers, kinds, len(maps), dependent, cluster)
+    types = tuple(map(type, scalars))
+    key = (function, block, shared, pointers, types, len(maps), dependent, cluster)
     parameters = _PARAMETERS.get(key)
     if parameters is None:
         if function not in _LOADED:
             _LOADED[function] = load(stem, kernel, template, shared)
         parameters = _PARAMETERS[key] = _make_parameters(_LOADED[function], *key[1:])
+    extent = _extent(grid)
     if persistent:
-        grid = _cut(grid, parameters.most(), cluster)
-    return _Launch(parameters, grid, scalars, maps)
+        extent = _cut(extent, parameters.most(), cluster)
+    return _Launch(parameters, extent, scalars, maps)
 
 
-def _make_parameters(function, block, shared, pointers, kinds, maps, dependent, cluster):
+def _make_parameters(function, block, shared, pointers, types, maps, dependent, cluster):
+    kinds = "".join("d" if issubclass(its, float) else "q" for its in types)
     if shared > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):
         function.max_dynamic_shared_size_bytes = shared  # more than any launch before needed
     extended = cluster > 1 or (dependent and has_dependent_launch())
@@ -84,11 +86,10 @@ def _make_parameters(function, block, shared, pointers, kinds, maps, dependent, 
     return kind(function, block, shared, pointers, kinds, maps, dependent, cluster)
 
 
-def _cut(grid, most, cluster):
+def _cut(extent, most, cluster):
     """Return the grid with its first number lowered to ``most`` thread blocks, whole clusters."""
-    grid = _extent(grid)
-    first = max(most // (grid[1] * grid[2]) // cluster, 1) * cluster
-    return (min(grid[0], first), *grid[1:])
+    x, y, z = extent
+    return min(x, max(most // (y * z) // cluster, 1) * cluster), y, z
 
 
 class _Recording(threading.local):
@@ -149,12 +150,12 @@ class _Parameters:
         self.table = _address(self.addresses)
         self.scalars = self._most = None  # the scalars that are filled in; see most()
 
-    def call_of(self, grid):
+    def call_of(self, extent):
         """Return the call that launches a grid, of a stream, ``table`` and 0."""
         import cupy
 
         function, block, shared = self._made[:3]
-        sizes = (*grid, block, 1, 1, shared)
+        sizes = (*extent, block, 1, 1, shared)
         return functools.partial(cupy.cuda.driver.launchKernel, function.kernel.ptr, *sizes)
 
     def take(self, scalars):
@@ -194,12 +195,13 @@ class _Parameters:
 class _Launch:
     """A kernel with its grid and scalars; call it with the arrays."""
 
-    __slots__ = ("_call", "_fill", "_grid", "_maps", "_parameters", "_scalars")
+    __slots__ = ("_call", "_extent", "_fill", "_maps", "_parameters", "_scalars")
 
-    def __init__(self, parameters, grid, scalars, maps=()):
-        self._parameters, self._grid, self._scalars, self._maps = parameters, grid, scalars, maps
+    def __init__(self, parameters, extent, scalars, maps=()):
+        self._parameters, self._extent = parameters, extent
+        self._scalars, self._maps = scalars, maps
         self._fill = parameters.fill  # takes the addresses of a call
-        self._call = None if 0 in _extent(grid) else parameters.call_of(_extent(grid))
+        self._call = None if 0 in extent else parameters.call_of(extent)
 
     def __call__(self, *arrays):
         """Launch on the current stream; None is a null pointer."""
@@ -216,7 +218,7 @@ class _Launch:
         tensor maps has none such.
         """
         assert not self._maps
-        return _BoundLaunch(self._parameters.twin(), self._grid, self._scalars, arrays, given)
+        return _BoundLaunch(self._parameters.twin(), self._extent, self._scalars, arrays, given)
 
     def on(self, stream, addresses):
         """Launch on a stream of the current device, with the arrays at these addresses."""
@@ -252,8 +254,8 @@ class _BoundLaunch(_Launch):
 
     __slots__ = ("_arrays",)
 
-    def __init__(self, parameters, grid, scalars, arrays, given):
-        super().__init__(parameters, grid, scalars)
+    def __init__(self, parameters, extent, scalars, arrays, given):
+        super().__init__(parameters, extent, scalars)
         self._arrays = arrays
         parameters.fill(*(0 if array is None else array.data.ptr for array in arrays))
         self._fill = parameters.apart(given)
@@ -261,6 +263,37 @@ class _BoundLaunch(_Launch):
 
 def _address(array):
     return array.__array_interface__["data"][0]  # in a fifth of the time of array.ctypes.data
+
+
+class Later:
+    """A launch that is prepared when it is first used: of several, only those that are.
+
+    Parameters
+    ----------
+    prepare : function
+        Returns the launch, on the device that is current when it is used.
+    """
+
+    def __init__(self, prepare):
+        self._prepare = prepare
+
+    @functools.cached_property
+    def on(self):
+        """As that of the launch."""
+        return self._launch.on
+
+    @functools.cached_property
+    def bound(self):
+        """As that of the launch."""
+        return self._launch.bound
+
+    def __call__(self, *arrays):
+        """Launch on the current stream; None is a null pointer."""
+        self._launch(*arrays)
+
+    @functools.cached_property
+    def _launch(self):
+        return self._prepare()
 
 
 class Series:
@@ -378,5 +411,4 @@ class _ExtendedParameters(_Parameters):
 
 def _extent(grid):
     """Return three numbers of thread blocks from one, or from up to three."""
-    grid = grid if isinstance(grid, tuple) else (grid,)
-    return grid + (1,) * (3 - len(grid))
+    return (*grid, 1, 1)[:3] if type(grid) is tuple else (grid, 1, 1)

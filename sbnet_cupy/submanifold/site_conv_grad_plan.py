@@ -5,7 +5,7 @@ import math
 from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
-from .site_conv_plan import MOST_BYTES, MOST_ROWS, TAPS_OF_PICTURES, has_products
+from .site_conv_plan import ELEMENT_BYTES, MOST_BYTES, MOST_ROWS, TAPS_OF_PICTURES, has_products
 
 _MULTIPROCESSORS = 132  # of an H200
 _BLOCKS = 1200  # thread blocks of 128 threads, about, that shares of the rows make
@@ -42,7 +42,7 @@ class WeightGradSizes(NamedTuple):
     @property
     def element_bytes(self):
         """Bytes of a number."""
-        return {"double": 8, "float": 4}.get(self.element, 2)
+        return ELEMENT_BYTES[self.element]
 
     @property
     def weights(self):

@@ -217,7 +217,7 @@ def _pack(conv, whole, tables, steps, place, only_weights=False):
 
 
 def _by_tensor_cores(conv, plan):
-    """Return two launches that multiply.
+    """Return two launches that multiply, of which most plans use one.
 
     The second is for a call that packs: it begins while the kernel that packs runs, and may read
     all else at once.
@@ -239,7 +239,10 @@ def _by_tensor_cores(conv, plan):
     if isinstance(plan, TilesPlan | OncePlan) and overlaps(plan, conv, current_device()):
         both = multiply(plan.template(conv, overlap=True), True)
         return both, both
-    return tuple(multiply(plan.template(conv), dependent) for dependent in (False, True))
+    return tuple(
+        kernels.Later(functools.partial(multiply, plan.template(conv), dependent))
+        for dependent in (False, True)
+    )
 
 
 def _by_fma(conv, plan):

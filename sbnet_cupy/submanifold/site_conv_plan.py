@@ -19,6 +19,7 @@ _WIDE_TILES = ((128, 64), (256, 64), (128, 128), (256, 128), (128, 256))  # of w
 MOST_BYTES = 2**35  # of features that warps which copy for others read: 32 bits count vectors
 _FEWEST_TAPS = 10  # of which rows may be sorted
 TAPS_OF_PICTURES = 9  # or fewer
+ELEMENT_BYTES = {"double": 8, "float": 4, "Half": 2, "BFloat16": 2}  # by C++ type
 
 
 class SiteConvSizes(NamedTuple):
@@ -39,7 +40,7 @@ class SiteConvSizes(NamedTuple):
     @property
     def element_bytes(self):
         """Bytes of a number."""
-        return {"double": 8, "float": 4}.get(self.element, 2)
+        return ELEMENT_BYTES[self.element]
 
     def steps(self, whole=1):
         """Steps of K of a tap: a multiple of ``whole``."""

@@ -103,6 +103,8 @@ def read_offsets(
 
 def axes(value, dimensions, name, minimum=1):
     """Read an int or one for each axis as a tuple, or raise ShapeError."""
+    if type(value) is int and minimum <= value < 2**31:
+        return (value,) * dimensions
     given = value
     value = (value,) * dimensions if is_integer(value) else value
     if (

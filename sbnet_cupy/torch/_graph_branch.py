@@ -7,18 +7,22 @@ import torch
 from ..core.graph_branch import side_stream
 from ..core.torch_memory import capturing_stream
 
+_ONE_BRANCH = contextlib.nullcontext(contextlib.nullcontext())
 
-@contextlib.contextmanager
+
 def branch(tensor):
-    """Give a context for work that may run beside the rest of the block, if that is captured.
+    """Return a context that gives one for work that may run beside the rest of its block.
 
-    What it reads must be there before the block. What it allocates is of the branch's stream, and
-    is only used again by a branch, which begins after all that was put on the main stream so far.
+    It may if the block is captured; else all is in the order of the calls. What it reads must be
+    there before the block. What it allocates is of the branch's stream, and is only used again by
+    a branch, which begins after all that was put on the main stream so far.
     """
     stream = capturing_stream(tensor)
-    if stream is None:
-        yield contextlib.nullcontext()
-        return
+    return _ONE_BRANCH if stream is None else _branch(tensor, stream)
+
+
+@contextlib.contextmanager
+def _branch(tensor, stream):
     main, device = torch.cuda.current_stream(tensor.device), tensor.get_device()
     side = torch.cuda.ExternalStream(side_stream(device, stream).ptr, device=tensor.device)
     side.wait_stream(main)

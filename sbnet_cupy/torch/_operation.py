@@ -43,6 +43,7 @@ _TYPES = {
     "reverse": "bool", "floor": "float?", "mode": "str", "batch": "SymInt",
 }  # fmt: skip
 _SIZES = ("strides", "padding", "data_format", "w_format")
+_SPELLED = {"bsize", "boffset", "bstride", "block_count", "block_params", *_SIZES[:2]}
 
 
 class Like(NamedTuple):
@@ -97,6 +98,7 @@ class Operation:
         self.names = [(prefixes or {}).get(name, "") + name for name in operator.arrays]
         self.tells_in_place = "in_place" in operator.options
         self._options = [name for name in operator.options if name != "in_place"]
+        self._respelled = any(name in _SPELLED or _TYPES[name] == "bool" for name in self._options)
         self.place = operator.arrays.index("out") if operator.results else None
         self._inputs = [i for i, n in enumerate(operator.arrays) if n not in ("out", *unused)]
         needed = [i for i in self._inputs if operator.arrays[i] not in _OPTIONAL]
@@ -219,8 +221,10 @@ class Operation:
         *saved, result = ctx.saved_tensors
         pairs = zip(saved, ctx.sb_others, strict=True)
         arrays = [other if value is None else value for value, other in pairs]
-        spelled = zip(self._options, self._spelled(arrays, ctx.sb_options), strict=True)
-        options = tuple(_of_core(name, value) for name, value in spelled)
+        options = ctx.sb_options
+        if self._respelled:
+            spelled = zip(self._options, self._spelled(arrays, options), strict=True)
+            options = tuple(_of_core(name, value) for name, value in spelled)
         if self._gradient is None:
             return self.operator.gradient(self._ops, arrays, options, grad, wanted)
         return self._gradient(self._ops, arrays, options, grad, wanted, result)
