@@ -308,7 +308,11 @@ def empties(like, *specs):
     """
     if not is_cupy(like):
         return [spec and empty(*spec, like) for spec in specs]
-    cupy, (total, starts) = sys.modules["cupy"], _pieces(specs)
+    cupy, starts, total = sys.modules["cupy"], [], 0
+    for spec in specs:
+        starts.append(total)
+        if spec is not None:
+            total += whole_pieces(math.prod(spec[0]) * _itemsize(spec[1]))
     memory = cupy.cuda.alloc(total)
     return [
         spec and cupy.ndarray(*spec, memory + start)
@@ -316,16 +320,9 @@ def empties(like, *specs):
     ]
 
 
-@functools.lru_cache(maxsize=1024)
-def _pieces(specs):
-    """Return how many bytes such arrays take together, and where each begins."""
-    starts, total = [], 0
-    for spec in specs:
-        starts.append(total)
-        if spec is not None:
-            shape, dtype = spec
-            total += whole_pieces(math.prod(shape) * np.dtype(dtype).itemsize)
-    return total, starts
+@functools.lru_cache(256)
+def _itemsize(dtype):
+    return np.dtype(dtype).itemsize
 
 
 def zeros(shape, dtype, like):

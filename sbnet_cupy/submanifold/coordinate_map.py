@@ -359,9 +359,9 @@ def _reduce_by_kernels(
     most = n if capacity is None else capacity
     found = map_kernels.distinct_sites(indices, packing, most, mode)
     if capacity is None:
-        if not drops and int(found.status[0]):
+        if not drops and found.status.item():
             return None
-        found = found.cut(int(found.count[0]))
+        found = found.cut(found.count.item())
     made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)
     made._kept.update(tree=found.tree, valid=found.valid)
     if mode in ("sum", "mean") and made.capacity < MOST_SITES:

@@ -99,7 +99,7 @@ def _sites_by_kernels(like, window, readers, shape, capacity):
         window=window, readers=readers,
     )  # fmt: skip
     if capacity is None:
-        found = found.cut(int(found.count[0]))
+        found = found.cut(found.count.item())
     made = CoordinateMap(found.indices, found.count, shape, like.batch_size, like.status)
     made._kept.update(tree=found.tree, valid=found.valid)
     return made

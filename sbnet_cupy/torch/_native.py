@@ -34,7 +34,12 @@ def on_stream(tensor, function, *arrays):
         return function(*arrays)
     from cupy import cuda
 
-    with native_stream(tensor.get_device()), cuda.using_allocator(allocate):
+    device = tensor.get_device()
+    stream = state.current_stream(device)
+    if stream == cuda.get_current_stream(device).ptr:
+        with cuda.using_allocator(allocate):
+            return function(*arrays)
+    with stream_of(device, stream), cuda.using_allocator(allocate):
         return function(*arrays)
 
 

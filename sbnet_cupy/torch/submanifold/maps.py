@@ -122,7 +122,11 @@ def of_native(made, source=None):
     coordinates = CoordinateMap(to_tensor(made.indices), to_tensor(made.count), *grid, status)
     coordinates._kept["native"] = made
     mark_capture(coordinates._kept, made._kept.get(CAPTURE, 0))
-    valid(coordinates)
+    rows = made._kept.get("valid")
+    if rows is None:
+        valid(coordinates)
+    else:  # found with the sites
+        coordinates._kept["valid"] = to_tensor(rows)
     return coordinates
 
 
