@@ -14,6 +14,7 @@ from ..core.device import current_device
 from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Plan
 from .site_conv_grad_plan import FmaPlan, WeightGradSizes, plan_weight_grad
+from .site_conv_plan import rounded
 
 _FILE = "submanifold/site_conv_grad"
 
@@ -33,7 +34,7 @@ def _plan_sized(conv, out, sources, targets, *_):
     """Return the plan of such a gradient with so many sites; None where there is no kernel."""
     again = functools.partial(_plan_sized, conv, out)
     conv = conv._replace(sources=sources, targets=targets)
-    plan = plan_weight_grad(conv, current_device())
+    plan = plan_weight_grad(rounded(conv), current_device())
     if plan is None:
         return None
     (each, middle), by_fma = plan.shares(conv), isinstance(plan, FmaPlan)

@@ -25,6 +25,7 @@ from .site_conv_plan import (
     TilesPlan,
     overlaps,
     plan_site_conv,
+    rounded,
 )
 from .site_order import SiteOrder, site_order
 from .site_tiles import SiteTiles, TileShape, site_tiles
@@ -46,7 +47,7 @@ def _plan_sized(conv, kernel_size, tables, result, sources, targets, *_):
     again = functools.partial(_plan_sized, conv, kernel_size, tables, result)
     conv = conv._replace(sources=sources, targets=targets)
     result = result.new((targets, conv.channels_out))
-    plan = plan_site_conv(conv, current_device())
+    plan = plan_site_conv(rounded(conv), current_device())
     if plan is None:
         return None
     if isinstance(plan, FmaPlan):
@@ -89,7 +90,7 @@ def _plan_back_sized(conv, dtype, reverse, out, sources, targets, *_):
     again = functools.partial(_plan_back_sized, conv, dtype, reverse, out)
     conv = conv._replace(sources=sources, targets=targets)
     out = out.new((targets, conv.channels_out))
-    plan = plan_site_conv(conv, current_device())
+    plan = plan_site_conv(rounded(conv), current_device())
     if plan is None:
         return None
     if isinstance(plan, FmaPlan):

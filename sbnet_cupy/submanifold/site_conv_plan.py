@@ -327,6 +327,20 @@ class FmaPlan(NamedTuple):
         return conv.element, self.vector, _FMA_ROWS, conv.activation
 
 
+def rounded(conv):
+    """Return sizes with numbers of sites rounded up, by a sixty-fourth at most.
+
+    Plans are made of these: inputs of similar numbers of sites have the same, which is kept.
+    """
+    sources, targets = map(_rounded, (conv.sources, conv.targets))
+    return conv._replace(sources=sources, targets=targets)
+
+
+def _rounded(sites):
+    step = max(sites.bit_length() - 7, 0)  # 64 to 128 numbers for each power of two
+    return min(-(-sites >> step) << step, max(sites, MOST_ROWS - 1))
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_site_conv(conv, device):
     """Return the plan of a convolution; None where there is no kernel."""
