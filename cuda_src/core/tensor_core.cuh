@@ -181,7 +181,7 @@ DEVICE void mma_16816(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #endif
 }
 
-// The registers come from to_tf32.
+// The registers come from to_tf32 or tf32_factor.
 DEVICE void mma_1688_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if DEVICE_ARCHITECTURE >= 800
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "

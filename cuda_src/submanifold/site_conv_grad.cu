@@ -113,12 +113,12 @@ __global__ void __launch_bounds__(WC * WK * WR * 32, DEVICE_ARCHITECTURE < 800 ?
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        right[n][i] = to_tf32(*reinterpret_cast<const float*>(b_at + i * (4 * Right::PITCH) + n * 32));
+                        right[n][i] = tf32_factor(*reinterpret_cast<const float*>(b_at + i * (4 * Right::PITCH) + n * 32));
 #pragma unroll
                 for (int m = 0; m < MT; ++m)
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        left[m][i] = to_tf32(*reinterpret_cast<const float*>(a_at + i / 2 * (4 * Left::PITCH) + m * 64 + i % 2 * 32));
+                        left[m][i] = tf32_factor(*reinterpret_cast<const float*>(a_at + i / 2 * (4 * Left::PITCH) + m * 64 + i % 2 * 32));
             } else {
                 const u8* const a_at = a + (first + lane / 16 * 8 + lane % 8) * Left::PITCH + (own_c + lane / 8 % 2 * 8) * 2;
                 const u8* const b_at = b + (first + lane % 16) * Right::PITCH + (own_k + lane / 16 * 8) * 2;
