@@ -17,7 +17,8 @@ from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_
 from sbnet_cupy.block_sparse.stack.stack_image_conv2d import ImageConv, blocks_of, candidates
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold.site_conv_grad_plan import PIPELINED, WeightGradSizes
-from sbnet_cupy.submanifold.site_conv_plan import FmaPlan, SiteConvSizes, plan_site_conv
+from sbnet_cupy.submanifold.site_conv_instances import FmaPlan, SiteConvSizes
+from sbnet_cupy.submanifold.site_conv_plan import plan_site_conv
 
 CONV = "block_sparse/conv/fused_conv"
 UNIT = "block_sparse/bottleneck/fused_bottleneck"

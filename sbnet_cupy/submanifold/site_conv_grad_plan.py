@@ -5,7 +5,8 @@ import math
 from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
-from .site_conv_plan import ELEMENT_BYTES, MOST_BYTES, MOST_ROWS, TAPS_OF_PICTURES, has_products
+from .site_conv_instances import ELEMENT_BYTES
+from .site_conv_plan import MOST_BYTES, MOST_ROWS, TAPS_OF_PICTURES, has_products
 
 _MULTIPROCESSORS = 132  # of an H200
 _BLOCKS = 1200  # thread blocks of 128 threads, about, that shares of the rows make

@@ -18,15 +18,8 @@ from ..core.operator import Plan
 from ..core.packed import Pack, PackedPlan, dtype_of_tables
 from ..dense.activation import ACTIVATIONS
 from ..dense.packed_weights import PackedWeights
-from .site_conv_plan import (
-    FmaPlan,
-    OncePlan,
-    SiteConvSizes,
-    TilesPlan,
-    overlaps,
-    plan_site_conv,
-    rounded,
-)
+from .site_conv_instances import FmaPlan, OncePlan, SiteConvSizes, TilesPlan
+from .site_conv_plan import overlaps, plan_site_conv, rounded
 from .site_order import SiteOrder, site_order
 from .site_tiles import SiteTiles, TileShape, site_tiles
 

@@ -1,4 +1,7 @@
-"""Which kernel a convolution over a kernel map runs, and which instance of it: integers only."""
+"""Which kernel a convolution over a kernel map runs, and which instance of it.
+
+By runs on an H200, or an estimate fitted to such. It depends on sizes alone.
+"""
 
 import functools
 import itertools
@@ -7,241 +10,16 @@ from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
 from ..core.device import RESERVED
-from .site_tiles import MOST_TAPS, ZERO_ROWS, TileShape, head_numbers
+from .site_conv_instances import ROW, FmaPlan, MmaPlan, OncePlan, PipelinedPlan, TilesPlan
+from .site_tiles import MOST_TAPS, TileShape
 
-PANEL = 64  # output channels that are packed together
-_ROW = 128  # bytes of K in a chunk
-_STEP = 32  # bytes of K that are multiplied together, of one tap
 MOST_ROWS = 2**31 - 2**8
-_FMA_ROWS = 4  # rows of the result of a thread of site_conv_fma
-_TILES = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32))  # rows, channels
-_WIDE_TILES = ((128, 64), (256, 64), (128, 128), (256, 128), (128, 256))  # of wgmma
 MOST_BYTES = 2**35  # of features that warps which copy for others read: 32 bits count vectors
 _FEWEST_TAPS = 10  # of which rows may be sorted
 TAPS_OF_PICTURES = 9  # or fewer
-ELEMENT_BYTES = {"double": 8, "float": 4, "Half": 2, "BFloat16": 2}  # by C++ type
-
-
-class SiteConvSizes(NamedTuple):
-    """A convolution over a kernel map, as its planner sees it."""
-
-    element: str  # C++ type
-    sources: int  # rows of the features
-    targets: int  # rows of the result
-    taps: int
-    channels: int
-    channels_out: int
-    groups: int
-    activation: int
-    tf32: bool
-    alignment_in: int  # address and rows of the features are multiples of so many bytes, up to 16
-    alignment_out: int  # those of weights, result and residual
-
-    @property
-    def element_bytes(self):
-        """Bytes of a number."""
-        return ELEMENT_BYTES[self.element]
-
-    def steps(self, whole=1):
-        """Steps of K of a tap: a multiple of ``whole``."""
-        return -(-self.channels * self.element_bytes // (_STEP * whole)) * whole
-
-    def chunks(self, whole=1):
-        """Chunks of K of the product on tensor cores."""
-        return -(-self.taps * self.steps(whole) // 4)
-
-    def packed_bytes(self, whole=1):
-        """Bytes of the packed weights."""
-        return -(-self.channels_out // PANEL) * PANEL * (8 + self.chunks(whole) * _ROW)
-
-
-class MmaPlan(NamedTuple):
-    """An instance of site_conv."""
-
-    tile: tuple[int, int]  # rows and channels of the result of a thread block
-    warps: tuple[int, int]  # that share them
-    stages: int
-    by_taps: bool = True  # whether rows are sorted; else those near each other share the L1 cache
-
-    kernel = "site_conv"
-    cycles = (6.8, 2.5, 0, 170)  # rows x channels of a chunk in one; of a row, a channel, a chunk
-    narrowest = 32
-    most_stages = (3, 2)  # few: several thread blocks overlap
-
-    @staticmethod
-    def tiles_for(conv):
-        """Return the tiles that there are, and the warps that share them."""
-        return [(tile, (tile[0] // 32, 1 if tile[1] == 32 else 2)) for tile in _TILES]
-
-    @property
-    def order(self):
-        """The order of rows that it reads."""
-        return self.by_taps
-
-    @property
-    def threads(self):
-        """Number of threads of a thread block."""
-        return 32 * math.prod(self.warps)
-
-    def shared_bytes(self, conv):
-        """Dynamic shared memory of a thread block; the sums of site_conv.cu."""
-        rows, columns = self.tile
-        lists = 2 * rows + conv.taps * (rows + 1) + conv.chunks()
-        return self.stages * (rows + columns) * _ROW + 4 * (2 * columns + lists)
-
-    def tiles(self, conv):
-        """Number of tiles of the result."""
-        rows, columns = self.tile
-        return -(-conv.targets // rows) * -(-conv.channels_out // columns)
-
-    def template(self, conv):
-        """Return the template arguments."""
-        return (
-            conv.element, *self.tile, *self.warps, self.stages, conv.alignment_in == 16,
-            conv.alignment_out == 16, not self.by_taps, conv.element == "float", conv.activation,
-        )  # fmt: skip
-
-
-class PipelinedPlan(NamedTuple):
-    """An instance of site_conv_pipelined."""
-
-    tile: tuple[int, int]
-    warps: tuple[int, int]  # groups of four warps that share them
-    stages: int
-    by_taps: bool = True
-    engine: str = "TileWgmma"
-
-    kernel = "site_conv_pipelined"
-    cycles = (24, 4.3, 2, 320)
-    narrowest = 64
-    most_stages = (6, 5, 4, 3, 2)
-
-    @staticmethod
-    def tiles_for(conv):
-        """Return the tiles that there are, and the groups that share them."""
-        return [(tile, (1, 2) if tile[1] > 128 else (2, 1)) for tile in _WIDE_TILES]
-
-    @property
-    def threads(self):
-        """Number of threads of a thread block, of which 128 copy."""
-        return (128 if self.engine == "TileWgmma" else 32) * math.prod(self.warps) + 128
-
-    def shared_bytes(self, conv):
-        """Dynamic shared memory of a thread block; the sums of SiteMemory."""
-        rows, columns = self.tile
-        numbers = 2 * columns + self.stages + 4 * rows + conv.taps * (rows + 2) + 2
-        return 1024 + self.stages * ((rows + columns) * _ROW + 16) + 8 * 6 + 4 * numbers
-
-    tiles = MmaPlan.tiles
-    order = MmaPlan.order
-
-    def template(self, conv):
-        """Return the template arguments."""
-        return (
-            self.engine, conv.element, *self.tile, *self.warps, self.stages,
-            not self.by_taps, conv.element == "float", conv.activation,
-        )  # fmt: skip
-
-
-class OncePlan(NamedTuple):
-    """An instance of site_conv_once."""
-
-    tile: tuple[int, int]  # rows and channels of the result of a thread block
-    warps: tuple[int, int]  # of a group, that share them
-
-    kernel = "site_conv_once"
-    order = False
-    groups = 4  # of warps, which share K
-    blocks = 1  # of a multiprocessor
-
-    @property
-    def threads(self):
-        """Number of threads of a thread block."""
-        return 32 * self.groups * math.prod(self.warps)
-
-    def shared_bytes(self, conv):
-        """Dynamic shared memory of a thread block; the sums of site_conv_once.cuh."""
-        rows, columns = self.tile
-        left = max(conv.chunks() * rows * _ROW, (self.groups - 1) * rows * columns * 4)
-        numbers = 2 * columns + 2 * rows + conv.taps * rows
-        return left + conv.chunks() * columns * _ROW + 4 * numbers
-
-    def tiles(self, conv):
-        """Tiles of the result, of rows and of channels."""
-        return -(-conv.targets // self.tile[0]), -(-conv.channels_out // self.tile[1])
-
-    def template(self, conv, overlap=False):
-        """Return the template arguments."""
-        floats = conv.element == "float"
-        return conv.element, *self.tile, *self.warps, floats, conv.activation, overlap
-
-
 _SMALL_ONCE = (OncePlan((16, 32), (1, 1)), OncePlan((32, 32), (2, 1)))
 # The last takes less time than other tiles for the taps of pictures.
 ONCE_PLANS = (*_SMALL_ONCE, OncePlan((64, 32), (2, 1)))
-
-
-class TilesPlan(NamedTuple):
-    """An instance of site_conv_tiles."""
-
-    order: TileShape
-    columns: int  # output channels of a thread block
-    warps: tuple[int, int]  # that share its rows and channels; of wgmma, groups of four warps
-    stages: int = 0  # of the ring of weights; 0: they stay in shared memory
-    buffers: int = 2  # of rows
-    blocks: int = 1  # of a multiprocessor
-    engine: str = "TileMma"  # by SplitWgmma, groups of four warps share taps and ring
-
-    kernel = "site_conv_tiles"
-
-    @property
-    def threads(self):
-        """Number of threads of a thread block; some stream weights."""
-        group = 32 if self.engine in ("TileMma", "NarrowMma") else 128
-        return group * (math.prod(self.warps) + (self.stages > 0))
-
-    @property
-    def side_by_side(self):
-        """Whether tiles of other channels read the same rows: where weights are streamed."""
-        return self.stages > 0 and (self.columns >= PANEL or self.engine == "SplitWgmma")
-
-    @staticmethod
-    def row_bytes(conv):
-        """Bytes of a part of a row."""
-        needed = -(-conv.channels * conv.element_bytes // _STEP) * _STEP
-        return next((size for size in (32, 64) if needed <= size), _ROW)
-
-    def shared_bytes(self, conv):
-        """Dynamic shared memory of a thread block; the sums of TileMemory."""
-        rows, most, _ = self.order
-        weights = (self.stages or conv.chunks(self.whole(conv))) * self.columns * _ROW
-        buffer = (most + ZERO_ROWS) * self.row_bytes(conv) + 2 * conv.taps * rows + 4 * rows
-        sums = (self.warps[0] - 1) * rows * self.columns if self.engine == "SplitWgmma" else 0
-        numbers = 3 * head_numbers(conv.taps) + 2 * self.columns + sums
-        barriers = 2 * self.stages + 1 + 2 * self.buffers
-        return 1024 + weights + self.buffers * buffer + 4 * numbers + 8 * barriers
-
-    @staticmethod
-    def copied(conv):
-        """Bytes of a row that are copied together: 16, or a whole row of fewer; or None."""
-        row = conv.channels * conv.element_bytes
-        return 16 if conv.alignment_in == 16 else row if row == conv.alignment_in >= 4 else None
-
-    def whole(self, conv):
-        """Steps of K of a tap are a multiple of this: those of a part of a row."""
-        return self.row_bytes(conv) // _STEP
-
-    def tiles(self, conv):
-        """Tiles of the result, of rows and of channels."""
-        return -(-conv.targets // self.order.rows), -(-conv.channels_out // self.columns)
-
-    def template(self, conv, overlap=False):
-        """Return the template arguments."""
-        return (
-            self.engine, conv.element, self.order.rows, self.columns, *self.warps,
-            self.row_bytes(conv), self.stages, self.buffers, self.blocks, self.copied(conv),
-            conv.element == "float", conv.activation, overlap,
-        )  # fmt: skip
 
 
 class Sorted(NamedTuple):
@@ -291,40 +69,23 @@ _TILINGS = [
     (TilesPlan(TileShape(128, 384), 64, (2, 1), 0, 1, 1, "TileWgmma"), 64, (452,)),
     (TilesPlan(TileShape(192, 512), 64, (3, 1), 0, 1, 1, "TileWgmma"), 64, (628,)),
     (TilesPlan(TileShape(256, 640), 64, (4, 1), 0, 1, 1, "TileWgmma"), 64, (735,)),
-    (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (434, 686, 990, 992)),
-    (TilesPlan(TileShape(128, 384), 32, (2, 1), 4, 1, 2, "TileWgmma"), _ROW, (604, 966)),
-    (TilesPlan(TileShape(192, 512), 32, (3, 1), 4, 1, 2, "TileWgmma"), _ROW, (842, 1377)),
-    (TilesPlan(TileShape(256, 640), 32, (4, 1), 6, 2, 1, "TileWgmma"), _ROW, (875,)),
-    (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), _ROW, (687, 850, 1130, 1138)),
-    (_WIDE_FLOATS, _ROW, (733, 1050)),
-    (TilesPlan(TileShape(192, 512, True), 64, (3, 1), 4, 2, 1, "TileWgmma"), _ROW, (760,)),
-    (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 1, 1, "TileWgmma"), _ROW, (1020,)),
-    (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 2, 1, "TileWgmma"), _ROW, (985,)),
-    (TilesPlan(TileShape(128, 320, True), 128, (2, 1), 5, 2, 1, "TileWgmma"), _ROW, (820,)),
-    (TilesPlan(TileShape(192, 448, True), 128, (3, 1), 4, 2, 1, "TileWgmma"), _ROW, (1170,)),
-    (TilesPlan(TileShape(64, 192), 64, (3, 1), 9, 2, 1, "SplitWgmma"), _ROW, (460,)),
-    (TilesPlan(TileShape(64, 192), 32, (3, 1), 15, 2, 1, "SplitWgmma"), _ROW, (400,)),
+    (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), ROW, (434, 686, 990, 992)),
+    (TilesPlan(TileShape(128, 384), 32, (2, 1), 4, 1, 2, "TileWgmma"), ROW, (604, 966)),
+    (TilesPlan(TileShape(192, 512), 32, (3, 1), 4, 1, 2, "TileWgmma"), ROW, (842, 1377)),
+    (TilesPlan(TileShape(256, 640), 32, (4, 1), 6, 2, 1, "TileWgmma"), ROW, (875,)),
+    (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), ROW, (687, 850, 1130, 1138)),
+    (_WIDE_FLOATS, ROW, (733, 1050)),
+    (TilesPlan(TileShape(192, 512, True), 64, (3, 1), 4, 2, 1, "TileWgmma"), ROW, (760,)),
+    (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 1, 1, "TileWgmma"), ROW, (1020,)),
+    (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 2, 1, "TileWgmma"), ROW, (985,)),
+    (TilesPlan(TileShape(128, 320, True), 128, (2, 1), 5, 2, 1, "TileWgmma"), ROW, (820,)),
+    (TilesPlan(TileShape(192, 448, True), 128, (3, 1), 4, 2, 1, "TileWgmma"), ROW, (1170,)),
+    (TilesPlan(TileShape(64, 192), 64, (3, 1), 9, 2, 1, "SplitWgmma"), ROW, (460,)),
+    (TilesPlan(TileShape(64, 192), 32, (3, 1), 15, 2, 1, "SplitWgmma"), ROW, (400,)),
 ]  # fmt: skip
 # With more parts sums over all rows sorted leave out more.
 _MOST_PARTS = {2: 4, 4: 2}  # by bytes of a number
 _FEWEST_TILED, _FEWEST_TILED_TAPS = 64, 8  # rows, taps
-
-
-class FmaPlan(NamedTuple):
-    """An instance of site_conv_fma."""
-
-    vector: int  # output channels of a thread
-
-    kernel = "site_conv_fma"
-
-    def blocks(self, conv):
-        """Number of thread blocks for one turn each."""
-        threads = -(-conv.targets // _FMA_ROWS) * (conv.channels_out // self.vector)
-        return -(-threads // 256)
-
-    def template(self, conv):
-        """Return the template arguments."""
-        return conv.element, self.vector, _FMA_ROWS, conv.activation
 
 
 def rounded(conv):
@@ -402,7 +163,7 @@ def _plan_wide_floats(conv, device):
     There sorted rows take as long as their tile with the most taps: a scan of 14,000 sites with 128
     channels 60 us on an H200, these 46, and as many sites of surfaces 70 and 61.
     """
-    plan, parts, most = _WIDE_FLOATS, -(-conv.channels * conv.element_bytes // _ROW), 4
+    plan, parts, most = _WIDE_FLOATS, -(-conv.channels * conv.element_bytes // ROW), 4
     if conv.element != "float" or not _MOST_PARTS[conv.element_bytes] < parts <= most:
         return None
     if not (TAPS_OF_PICTURES < conv.taps <= MOST_TAPS and 64 < conv.channels_out <= 128):
@@ -431,7 +192,7 @@ def _plan_sorted(conv, device):
 
 def _has_pipelined(conv, device):
     """Whether a convolution may run by a PipelinedPlan."""
-    whole = conv.channels * conv.element_bytes % _ROW == 0
+    whole = conv.channels * conv.element_bytes % ROW == 0
     small = conv.sources * conv.channels * conv.element_bytes < MOST_BYTES
     return device.hopper and whole and small and conv.alignment_in == conv.alignment_out == 16
 
@@ -439,7 +200,7 @@ def _has_pipelined(conv, device):
 def _plan_tiles(conv, device):
     """Return the fastest plan of tiles that read each row once, by runs on an H200; or None."""
     row = conv.channels * conv.element_bytes
-    parts = -(-row // _ROW)
+    parts = -(-row // ROW)
     if not (device.hopper and TilesPlan.copied(conv) and conv.alignment_out == 16):
         return None
     if not _FEWEST_TILED_TAPS <= conv.taps <= MOST_TAPS or conv.targets < _FEWEST_TILED:

@@ -7,7 +7,8 @@ from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import current_device
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv import SITE_CONV
-from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, TilesPlan
+from sbnet_cupy.submanifold.site_conv_instances import TilesPlan
+from sbnet_cupy.submanifold.site_conv_plan import _TILINGS
 from sbnet_cupy.submanifold.site_tiles import SiteTiles, TileShape, site_tiles
 from support.assertions import assert_same
 from support.site_conv_cases import SiteConvCase, assert_result, run_by_plan

@@ -11,12 +11,8 @@ from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import current_device
 from sbnet_cupy.core.graph_memory import memory_of_graphs
 from sbnet_cupy.submanifold import map_kernels, site_conv_launch
-from sbnet_cupy.submanifold.site_conv_plan import (
-    _SORTED,
-    MmaPlan,
-    PipelinedPlan,
-    _candidates,
-)
+from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, PipelinedPlan
+from sbnet_cupy.submanifold.site_conv_plan import _SORTED, _candidates
 from support.assertions import assert_same
 from support.site_conv_cases import CASES, SiteConvCase, assert_result
 from support.site_map_cases import (

@@ -10,14 +10,13 @@ import sbnet_cupy as sb
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv import SITE_CONV
-from sbnet_cupy.submanifold.site_conv_plan import (
+from sbnet_cupy.submanifold.site_conv_instances import (
     FmaPlan,
     MmaPlan,
     PipelinedPlan,
     SiteConvSizes,
-    _candidates,
-    plan_site_conv,
 )
+from sbnet_cupy.submanifold.site_conv_plan import _candidates, plan_site_conv
 from support import site_on_host
 from support.assertions import assert_same
 from support.count_calls import count_calls

@@ -9,16 +9,8 @@ import pytest
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv import SITE_CONV
-from sbnet_cupy.submanifold.site_conv_plan import (
-    _SORTED,
-    _TILINGS,
-    _WIDE_FLOATS,
-    MmaPlan,
-    OncePlan,
-    SiteConvSizes,
-    TilesPlan,
-    plan_site_conv,
-)
+from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, OncePlan, SiteConvSizes, TilesPlan
+from sbnet_cupy.submanifold.site_conv_plan import _SORTED, _TILINGS, _WIDE_FLOATS, plan_site_conv
 from sbnet_cupy.submanifold.site_tiles import MOST_TAPS, TileShape, shared_bytes
 from support import site_on_host
 from support.assertions import assert_same

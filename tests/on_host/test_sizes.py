@@ -21,7 +21,7 @@ from sbnet_cupy.block_sparse.stack.stack_unit_plan import unit_plans
 from sbnet_cupy.core.compile import cpp_name
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.core.launch import THREADS
-from sbnet_cupy.submanifold import map_kernels, site_conv_grad_plan, site_conv_plan, site_order
+from sbnet_cupy.submanifold import map_kernels, site_conv_grad_plan, site_conv_instances, site_order
 from sbnet_cupy.submanifold.site_conv_grad_plan import (
     WeightGradSizes,
     _list_bytes,
@@ -232,8 +232,8 @@ CONSTANTS = {
     },
     f"{STACK}/stack_batch_norm": {"FINISH_CHANNELS": stack_norm_launch._FINISHED},
     f"{SITES}/site_conv": {
-        "PANEL": site_conv_plan.PANEL,
-        "TILE_ROW": site_conv_plan._ROW,
+        "PANEL": site_conv_instances.PANEL,
+        "TILE_ROW": site_conv_instances.ROW,
         "ROWS_OF_GROUP": site_order.GROUP,
     },
     f"{SITES}/site_conv_grad": {
@@ -277,7 +277,7 @@ def test_stages_of_products():
     expected["COPIERS"] = plan.threads - 4 * 32
     expected["BOX_ROWS"] = stack_conv_plan.BOX_ROWS
     check(f"{STACK}/stack_conv2d", expected)
-    sites = site_conv_plan.PipelinedPlan((128, 64), (2, 1), 3)
-    stage = sum(sites.tile) * site_conv_plan._ROW
+    sites = site_conv_instances.PipelinedPlan((128, 64), (2, 1), 3)
+    stage = sum(sites.tile) * site_conv_instances.ROW
     check(f"{SITES}/site_conv", {"SiteMemory<128, 64, 3>::STAGE": stage,
                                  "COPIERS": sites.threads - 2 * 128})  # fmt: skip

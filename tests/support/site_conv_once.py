@@ -1,6 +1,7 @@
 """Cases of convolutions whose tiles copy all that they read at once."""
 
-from sbnet_cupy.submanifold.site_conv_plan import ONCE_PLANS, OncePlan
+from sbnet_cupy.submanifold.site_conv_instances import OncePlan
+from sbnet_cupy.submanifold.site_conv_plan import ONCE_PLANS
 from support.site_conv_cases import SiteConvCase as Case
 
 CASES = [
