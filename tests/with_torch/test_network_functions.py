@@ -187,7 +187,10 @@ STACK = {
     "rank": lambda x: x * x.mean(1).unsqueeze(1),
     "slice of channels": lambda x: x[:, 1:3],
     "list of channels": lambda x: x[:, [2, 0]],
-    "crop": lambda x: x[:, :, :-3, :20],
+    "crop": lambda x: x[:, :, :-3, :-15],
+    "crop after growing": lambda x: (
+        conv(resize(half(x), scale_factor=2)[:, :, : x.shape[2] - 1, : x.shape[3] - 1], W1)
+    ),
     "every other pixel": lambda x: x[..., 1::2, ::2],
     "pixel shuffle": lambda x: F.pixel_shuffle(x, 2),
     "channel shuffle": lambda x: F.channel_shuffle(x, 2),
@@ -219,6 +222,7 @@ IMAGE = {
     "mean of one side": lambda x: x.mean(3).mean(2),
     "pool of one side": lambda x: F.adaptive_avg_pool2d(x, (None, 1)).sum((2, 3)),
     "mean of all": lambda x: x.mean(),
+    "crop of blocks": lambda x: x[:, :, :-3, :20],
     "roll": lambda x: conv(torch.roll(x, 2, 3), W3, BIAS, 1, 1),
     "flip": lambda x: x.flip(3),
     "flip of channels and rows": lambda x: conv(x.flip(1, 2), W3, BIAS, 1, 1),

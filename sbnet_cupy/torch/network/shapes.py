@@ -303,7 +303,7 @@ def flatten(func, input, start_dim=0, end_dim=-1):
 
 @handles("__getitem__")
 def getitem(func, input, index):
-    """Slice channels; take every so many pixels; cut pixels off at the right and the bottom."""
+    """Slice channels; take every so many pixels; cut less than a block off at the far ends."""
     if not isinstance(input, T.StackTensor):
         return NotImplemented
     index = list(index) if isinstance(index, tuple) else [index]
@@ -317,14 +317,13 @@ def getitem(func, input, index):
     if len(index) != count or any(i is Ellipsis for i in index) or index[0] != slice(None):
         return NotImplemented
     table, block, size, hw, _ = T.facts(input)
-    block, size = list(block), list(size)
-    is_cut = False
-    for axis, at in enumerate(hw):
-        cut = _pixels(index[at], block[axis], size[axis], table.whole)
-        if cut is None:
-            return NotImplemented
-        is_cut = is_cut or index[at].stop not in (None, size[axis])
-        index[at], block[axis], size[axis] = cut
+    found = _cut(index, table, block, size, hw)
+    if found is None:
+        return NotImplemented
+    is_cut = any(index[at].stop not in (None, s) for at, s in zip(hw, size, strict=True))
+    pixels, block, size = found
+    for at, taken in zip(hw, pixels, strict=True):
+        index[at] = taken
     others = [index[i] for i in own_dims(input)]
     if sum(not isinstance(i, (int, slice)) for i in others) > 1:
         return NotImplemented
@@ -340,9 +339,27 @@ def getitem(func, input, index):
     moved = tuple(i - sum(g < i for g in gone) for i in hw)
     take, value = torch.Tensor.__getitem__, T.value_of(input)
     value = aliases.viewed(input, table, take, value, tuple(index))
-    table.block_of.setdefault(tuple(size), tuple(block))
-    out = T.wrap(value, input, block=tuple(block), size=tuple(size), hw=moved)
-    return aliases.note_part(out, input, "a slice") if is_cut else aliases.inherit(out, input)
+    out = T.wrap(value, input, block=block, size=size, hw=moved)
+    if is_cut:
+        return aliases.note_part(out, input, "a slice")
+    table.block_of.setdefault(size, block)
+    return aliases.inherit(out, input)
+
+
+def _cut(index, table, block, size, hw):
+    """Return (indices of height and width, the new block and size) of an index, or None.
+
+    Where whole blocks are cut off, what is left has none, as the part that was cut off: both can be
+    added and joined. It has those of a stage of its size.
+    """
+    each = zip((index[at] for at in hw), block, size, strict=True)
+    found = [_pixels(*one, table.whole) for one in each]
+    if None in found:
+        return None
+    pixels, after, new = zip(*found, strict=True)
+    lost = (s - n * (i.step or 1) for s, n, i in zip(size, new, pixels, strict=True))
+    trimmed = all(n < b for n, b in zip(lost, block, strict=True))
+    return (pixels, after, new) if trimmed or table.block_of.get(new) == after else None
 
 
 def _pixels(item, block, size, whole):

@@ -65,7 +65,10 @@ class Table:
         return all(s <= g * b for s, g, b in zip(size, self.grid, block, strict=True))
 
     def stage(self, block, size, new):
-        """Return the block of a stage of size ``new``: one that was seen, or by a whole factor."""
+        """Return the block of a picture that was resampled to a size: that of a stage, or None.
+
+        The stage was seen, or its size is a whole multiple or part of the picture's.
+        """
         if new in self.block_of:
             return self.block_of[new]
         out = []
@@ -79,6 +82,11 @@ class Table:
             else:
                 return None
         return tuple(out) if self.fits(out, new) else None
+
+    def resumes(self, block, size, new):
+        """Whether an image that lost or got a row or a column has the size of its stage again."""
+        near = all(abs(s - n) <= min(1, b - 1) for b, s, n in zip(block, size, new, strict=True))
+        return near and self.block_of.get(new) == block
 
     def divides(self, block, size):
         """Whether an image of this size is cut into whole blocks."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from .._dispatch_state import plainly, without_memory
-from . import aliases
+from . import aliases, stages
 from .handlers import BORDERED, HANDLERS, METADATA, REFUSED, takes
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
@@ -288,22 +288,24 @@ def first_stack(*trees):
     return None
 
 
-def gathered(image, like):
-    """Return the StackTensor of an image that has the place of one of the call's stages, or it."""
-    table, block, size, hw, _ = facts(like)
+def gathered(image, like, steps=None):
+    """Return the StackTensor of an image that has the place of one of the call's stages, or it.
+
+    ``steps`` is what :func:`stages.steps_of` returned for the function that made it.
+    """
+    table, _, _, hw, _ = facts(like)
     if not isinstance(image, torch.Tensor) or isinstance(image, StackTensor):
         return image
     if image.dim() <= max(hw) or image.shape[0] != table.batch or image.layout != torch.strided:
         return image
-    got = (image.shape[hw[0]], image.shape[hw[1]])
-    if got != size:
-        block = table.stage(block, size, got) if image.dim() == 4 and hw == (2, 3) else None
-        if block is None:
-            return image
+    block = stages.block_of(image, facts(like), steps)
+    if block is None:
+        return image
     if not torch.is_grad_enabled():
         value = table.compute(table.gather, image, block, hw)
     else:
         value = table.cut(image.clone() if table.whole and table.full else image, block, hw)
+    got = (image.shape[hw[0]], image.shape[hw[1]])
     return StackTensor(value, table, block, got, hw, float("inf"))
 
 
@@ -388,7 +390,8 @@ def on_image(func, name, args, kwargs):
     result = _traced(table, name, func, map_dense(args, images), map_dense(kwargs, images))
     if inplace:
         return result
-    taken = tree_map(lambda image: gathered(image, like), result)
+    steps = stages.steps_of(name, args, kwargs, like)
+    taken = tree_map(lambda image: gathered(image, like, steps), result)
     if not table.static:
         aliases.note_parts(name, images, result, taken)
     return taken
