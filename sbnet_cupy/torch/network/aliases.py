@@ -82,6 +82,19 @@ def about_to_write(x, table):
         own(x)["_part"].is_written = True
 
 
+def widen(x, table, reach):
+    """Note that what was written to a StackTensor looks so far around; all that share it do then.
+
+    It counts where a table keeps what was made: where the reach of a network is measured.
+    """
+    written = own(x)["_value"]
+    for other in (ref() for ref in table.made or ()):
+        value = None if other is None else own(other)["_value"]
+        if other is x or (value is not None and _share(value, written)):
+            *rest, before = own(other)["_facts"]
+            own(other)["_facts"] = (*rest, max(before, reach))
+
+
 def note_rest(x, table, rest):
     """Note what returns what a StackTensor holds where the input is 0, or None; return it."""
     own(x)["_rest"] = rest

@@ -56,16 +56,23 @@ def _finished_leaf(leaf, outside):
     return other
 
 
-def holds_activations(value, seen=()):
+def holds_activations(value):
     """Whether an object, or what it holds, is an activation."""
-    if isinstance(value, T.StackTensor):
-        return True
-    if isinstance(value, torch.Tensor | torch.nn.Module) or callable(value) or id(value) in seen:
-        return False
+    return any(isinstance(tensor, T.StackTensor) for tensor in tensors_in(value))
+
+
+def tensors_in(value, seen=()):
+    """Give the tensors of a result, also those in objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, torch.nn.Module) or callable(value) or id(value) in seen:
+        return
     inner = [getattr(value, name) for name in _names(value)]
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         inner += value.values() if isinstance(value, dict) else value
-    return any(holds_activations(part, (*seen, id(value))) for part in inner)
+    for part in inner:
+        yield from tensors_in(part, (*seen, id(value)))
 
 
 def _names(value):

@@ -3,16 +3,18 @@
 import contextlib
 import copy
 import gc
+import itertools
 import math
 import threading
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...errors import ShapeError
+from . import norms
 from . import tensor as T
-from .ends import check_call, check_tensor
+from .ends import check_call, check_tensor, tensors_in
 from .table import BlockTable
 
 
@@ -178,27 +180,41 @@ class WaitsForDevice(RuntimeError):
 def receptive_field(sparse, x, args=(), kwargs=None):
     """Return how many pixels around a block of the input its results depend on.
 
-    A copy of the network runs once on an empty mask, and every layer adds what it looks at.
+    A copy of the network runs once on an empty mask, and every layer adds what it looks at. One in
+    training runs in evaluation, too, which leaves out no layer by chance.
     """
-    twin = copy.deepcopy(sparse).eval()
+    twin, reach = copy.deepcopy(sparse), 0
+    if any(module.training for module in twin.modules()):
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            reach = _measured(twin, x, args, kwargs or {})
+    return max(reach, _measured(twin.eval(), x, args, kwargs or {}))
+
+
+@torch.no_grad()
+def _measured(twin, x, args, kwargs):
+    """Return the receptive field of a network as it is, or raise if it has no edge."""
     on = torch.zeros(
         x.shape[0], *(-(-s // b) for s, b in zip(x.shape[2:], twin.block_size, strict=True)),
         dtype=torch.bool, device=x.device,
     )  # fmt: skip
     table = BlockTable.of_blocks(on, 0, 0, twin.block_size, tuple(x.shape[2:]))
     value = table.gather(x, table.block, (2, 3)).contiguous(memory_format=torch.channels_last)
-    table.weights = twin._weights
-    out = twin.model(T.StackTensor(value, table, table.block, table.size), *args, **kwargs or {})
+    table.weights, table.made = twin._weights, []
+    out = twin.model(T.StackTensor(value, table, table.block, table.size), *args, **kwargs)
     reach = 0.0
-    for leaf in tree_flatten(out)[0]:
-        if isinstance(leaf, T.StackTensor):
-            reach = max(reach, T.facts(leaf)[4])
-        elif isinstance(leaf, torch.Tensor):
-            reach = math.inf
+    for leaf in itertools.chain.from_iterable(map(tensors_in, tree_leaves(out))):
+        reach = max(reach, T.facts(leaf)[4] if isinstance(leaf, T.StackTensor) else math.inf)
     why = table.reduced
+    if why == norms.OF_A_BATCH:
+        raise ValueError(
+            f"halo='exact' needs batch norms with running statistics in evaluation, got {why}, "
+            "which every active pixel is in; call eval(), give norms without them running "
+            "statistics, or use halo='zero'"
+        )
     if reach == math.inf or why:
         raise ValueError(
             "halo='exact' needs a network whose results depend on pixels near them, got one with "
-            f"{why or 'a function of the whole image'}"
+            f"{why or 'a function of the whole image'}; use halo='zero', or sparsify the part of "
+            "the network before that function"
         )
     return math.ceil(reach)

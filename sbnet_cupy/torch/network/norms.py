@@ -15,6 +15,8 @@ from .plans import LinearPlan, MatrixPlan, NormPlan, TrainedNorm, normalized
 from .pointwise import alias, pointwise, step
 from .windows import global_mean, is_image
 
+OF_A_BATCH = "a batch norm by the statistics of the batch"
+
 
 @handles("batch_norm")
 def batch_norm(
@@ -52,6 +54,7 @@ def batch_norm(
 def _train(x, running_mean, running_var, weight, bias, momentum, eps):
     """Normalize by the mean and variance of active pixels inside the image."""
     table, block, size, _, _ = T.facts(x)
+    table.reduced = table.reduced or OF_A_BATCH
     value = T.value_of(x)
     parameters = weight, bias, running_mean, running_var
     if cuda_norm.serves(value, table, block, size, parameters):

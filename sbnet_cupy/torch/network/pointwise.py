@@ -83,6 +83,7 @@ def pointwise(func, *args, **kwargs):
     if result is inner[0] and kwargs.get("memory_format") is torch.channels_last:
         return copied(args[0])
     if writes:
+        aliases.widen(args[0], table, _reach(args, kwargs))
         return with_rest(args[0], rest)
     if result is inner[0]:
         return args[0]

@@ -46,6 +46,7 @@ class Table:
         self.lent = []  # weak references to activations that are copies, once something is written
         self.rests = []  # and to those of which it is known what they hold where the input is 0
         self.reduced = None
+        self.made = None  # weak references to all activations, where their reach is measured
 
     def keep(self, key, make):
         """Return what ``make()`` returned for this key, made once in a call."""

@@ -78,6 +78,8 @@ class StackTensor(torch.Tensor):
         self._facts, self._shape = (table, block, size, hw, reach), tuple(shape)
         self._is_view = self._is_lent = False
         self._part, self._parts = None, ()
+        if table.made is not None:
+            table.made.append(weakref.ref(self))
         return self
 
     @classmethod
