@@ -60,7 +60,7 @@ class Torch:
                 f"{argument} must be a plain strided tensor, got layout {value.layout}; call "
                 ".to_dense(), .resolve_conj() or .resolve_neg() first"
             )
-        if value.is_cuda:
+        if value.device.type == "cuda":
             return _cupy_view(value, torch_dtype(value.dtype, argument))
         if value.device.type != "cpu":
             raise DeviceError(f"{argument} must be on a CPU or CUDA device, got {value.device}")

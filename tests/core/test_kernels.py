@@ -330,7 +330,7 @@ def launch_of(grid, shared, pointers, scalars, maps=()):
     """Return a launch of FUNCTION, with parameters of its own."""
     kinds = "".join("d" if isinstance(scalar, float) else "q" for scalar in scalars)
     parameters = kernels._Parameters(FUNCTION, 256, shared, pointers, kinds, len(maps))
-    return kernels._Launch(parameters, grid, scalars, maps)
+    return kernels._Launch(parameters, kernels._extent(grid), scalars, maps)
 
 
 def test_parameters_reach_the_kernel_as_its_64_bit_words(launches):
@@ -345,7 +345,7 @@ def test_parameters_reach_the_kernel_as_its_64_bit_words(launches):
 def test_launches_that_differ_in_sizes_share_parameters(launches):
     """Each launches its own grid with its own scalars, in any order."""
     first = launch_of(7, 0, 3, SCALARS)
-    second = kernels._Launch(first._parameters, (8, 2), (*SCALARS[:-1], 1.5))
+    second = kernels._Launch(first._parameters, (8, 2, 1), (*SCALARS[:-1], 1.5))
     for run in (first, second, second, first):
         run(ARRAY, None, None)
     assert [fixed[1:4] for *fixed, _ in launches] == [[7, 1, 1], [8, 2, 1], [8, 2, 1], [7, 1, 1]]
@@ -358,7 +358,7 @@ def test_threads_that_share_parameters_launch_their_own(monkeypatch, launches):
     """Each fills them in while no other does."""
     read = read_slowly(monkeypatch)
     first = launch_of(7, 0, 3, SCALARS)
-    second = kernels._Launch(first._parameters, 8, (*SCALARS[:-1], 1.5))
+    second = kernels._Launch(first._parameters, (8, 1, 1), (*SCALARS[:-1], 1.5))
 
     def repeat(run, address):
         array = SimpleNamespace(data=SimpleNamespace(ptr=address))
