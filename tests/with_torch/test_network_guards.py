@@ -424,3 +424,24 @@ def test_copies_that_cannot_be_made(st):
     for copied in (copy.copy, copy.deepcopy):
         with pytest.raises(NotImplementedError, match="while the network runs; use clone"):
             st.sparsify(Run(copied), BLOCK)(x.float(), mask)
+
+
+@pytest.mark.parametrize("replay", ["auto", False])
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("moved", [0, 2])
+def test_each_call_looks_where_the_network_is(st, replay, recorded, moved):
+    """Also where a part of it was moved once calls run from a tape."""
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    x, mask = image().float(), torch.ones(2, *SIZE)
+    with torch.set_grad_enabled(recorded):
+        for calls in (0, 4):
+            network = copy.deepcopy(dense)
+            sparse = st.sparsify(network, BLOCK, replay=replay)
+            for _ in range(calls):
+                sparse(x, mask)
+            network[moved].to("meta")
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match=f"cpu, got {moved}.weight on meta; use .to"):
+                    sparse(x, mask)
+            network[moved].to_empty(device="cpu").load_state_dict(dense[moved].state_dict())
+            assert_near(sparse(x, mask), dense(x), "float32")

@@ -16,6 +16,7 @@ from ...errors import DeviceError, DTypeError, ShapeError
 from . import cuda_ends
 from . import tensor as T
 from .aliases import note_rest, own
+from .state import KEPT_DICTS
 
 
 def end_of(out):
@@ -205,12 +206,36 @@ def check_tensor(name, value):
 
 def check_device(model, x):
     """Raise unless the parameters and buffers of a network are on the device of x."""
+    if _is_on(model, x.device):  # which is asked in each call
+        return
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device != x.device:
             raise DeviceError(
                 f"the network must be on the device of x, {x.device}, got {name} on "
                 f"{tensor.device}; use .to({str(x.device)!r})"
             )
+
+
+def _is_on(model, device):
+    """Whether a network is on a device; no where modules keep their tensors elsewhere.
+
+    It takes half the time of ``parameters`` and ``buffers``, some 0.7 us for each module.
+    """
+    modules, seen = [model], set()
+    for module in modules:
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        try:
+            own, buffers, inner = map(vars(module).__getitem__, KEPT_DICTS)
+        except KeyError:  # of TorchScript
+            return False
+        for tensors in (own, buffers):
+            for tensor in tensors.values():
+                if tensor is not None and tensor.device != device:
+                    return False
+        modules += inner.values()
+    return True
 
 
 def warn_left_out(count, capacity):

@@ -72,7 +72,7 @@ class SparseModel(Report, nn.Module):
         self._compiled = None
         self._reaches = {}
         self._traces = Traces()
-        self._last = self._device = None
+        self._last = None
 
     def __setattr__(self, name, value):
         """Set an attribute; an option must be a possible one."""
@@ -125,9 +125,7 @@ class SparseModel(Report, nn.Module):
     def _call(self, x, mask, args=(), kwargs=None, outside=None, room=None):
         """Run the network once, without a CUDA graph; for ``room`` see :meth:`_table`."""
         mask = check_call(x, mask)
-        if x.device != self._device:
-            check_device(self.model, x)
-            self._device = x.device
+        check_device(self.model, x)
         outside = check_outside(self.outside if outside is None else outside)
         if self.training or torch.is_grad_enabled():
             self._forget()
@@ -361,14 +359,13 @@ class SparseModel(Report, nn.Module):
 
     def _apply(self, *args, **kwargs):
         self._forget()
-        self._device = None
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self):
         state = dict(vars(self))
         state.update(
             _weights=Weights(), _replays=Replays(), _tapes=Tapes(), _traces=Traces(),
-            _compiled=None, _last=None, _device=None, _reaches={},
+            _compiled=None, _last=None, _reaches={},
         )  # fmt: skip
         return state
 

@@ -6,6 +6,7 @@ import threading
 import torch
 
 from .._dispatch_state import is_watched
+from .ends import check_device
 from .state import State
 
 _SEEN = 64  # calls of which it is remembered how often they came
@@ -40,14 +41,20 @@ class Recordings:
             self.calls = collections.OrderedDict()
             self.state = None
 
-    def state_of(self, model):
-        """Return what the recordings were made of; drop them if that has changed."""
+    def state_of(self, model, x):
+        """Return what the recordings were made of; drop them if that has changed.
+
+        Of a network that has not changed it is known which device it is on.
+        """
         with self.lock:
             if self.state is None or not self.state.holds(model):
                 if self.kept:
                     self._lose_patience()
                 self.clear()
                 self.state = State(model)
+            if self.state.device != x.device:
+                check_device(model, x)
+                self.state.device = x.device
             return self.state
 
     def find(self, state, key):

@@ -24,7 +24,7 @@ class Replays(Recordings):
         """Replay a call, or run it; capture it first if it came before."""
         room = None
         with self.lock:
-            state = self.state_of(sparse.model)
+            state = self.state_of(sparse.model, x)
             if state.fit and sparse.capacity is None:
                 room = sparse._room(x, mask)
             if state.fit and (room is None or room[1]):

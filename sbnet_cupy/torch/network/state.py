@@ -16,7 +16,7 @@ import torch
 from .._dispatch_state import HOOKS
 from .tensor import StackTensor
 
-_KEPT_DICTS = ("_parameters", "_buffers", "_modules")
+KEPT_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 4096  # in what modules keep: with more, each call would take long to compare them
 _BYTES_OF_AN_ITEM = 16  # of an array, which are compared in the time of an item
 _NUMBERS = (int, float, bool, str, bytes)
@@ -31,7 +31,7 @@ _CLOSED = (  # which hold nothing that changes, or whose insides are not looked 
     logging.Logger, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
 _GIVEN = frozenset(vars(torch.nn.Module()))
-_COMPARED = ("training", *_KEPT_DICTS)  # of those that are given
+_COMPARED = ("training", *KEPT_DICTS)  # of those that are given
 _version_of = torch.Tensor._version.__get__
 
 
@@ -55,10 +55,10 @@ class State:
         modules += more
         self.modules = [m for m in modules if all(name in vars(m) for name in _COMPARED)]
         self.attributes = [vars(module) for module in self.modules]
-        self.dicts = [d[name] for d in self.attributes for name in _KEPT_DICTS]
+        self.dicts = [d[name] for d in self.attributes for name in KEPT_DICTS]
         self.lengths = self._lengths()
         self.getters = [_getter(d) for d in self.attributes]
-        compared = _KEPT_DICTS if tensors else ("_modules",)
+        compared = KEPT_DICTS if tensors else ("_modules",)
         self.filled = [d[name] for d in self.attributes for name in compared if d[name]]
         self.held = list(self._values())  # alive, so that no other object has their identity
         self.tensors = [t for d in self.dicts for t in d.values() if isinstance(t, torch.Tensor)]
@@ -67,6 +67,7 @@ class State:
         self.tensors += [t for t in (*loose, *inner) if not isinstance(t, StackTensor)]
         self.hooks = [d[name] for d in self.attributes for name in HOOKS]
         self.hooked = any(self.hooks)
+        self.device = None  # of the network, once it was checked
         self.items = [_items(content) for content in self.kept]
         self.fit = is_all and not self.hooked
         if self.modules != modules:  # those of TorchScript keep what they are made of elsewhere

@@ -15,7 +15,7 @@ class Tapes(Recordings):
 
     def call(self, sparse, x, mask, outside):
         """Run a call from its tape, or as usual; record it if it came before."""
-        state = self.state_of(sparse.model)
+        state = self.state_of(sparse.model, x)
         if not state.fit:
             return sparse._call(x, mask, outside=outside)
         mask = check_call(x, mask)
