@@ -1,6 +1,8 @@
 """The ends of a sparsified network: objects that it returns, and halos of results at the mask."""
 
 import dataclasses
+import io
+import itertools
 import types
 
 import pytest
@@ -77,6 +79,10 @@ OBJECTS = {
     "namespace": (lambda y: types.SimpleNamespace(all=[y, y]), lambda y: y.all[1]),
     "dict": (lambda y: Outputs(image=Output(y)), lambda y: y["image"].image),
     "set": (lambda y: {y}, lambda y: next(iter(y))),
+    "keys": (lambda y: {y: 1}.keys(), lambda y: next(iter(y))),
+    "values": (lambda y: {"a": [y]}.values(), lambda y: next(iter(y))[0]),
+    "items": (lambda y: {"a": Output(y)}.items(), lambda y: dict(y)["a"].image),
+    "values in a list": (lambda y: [{"a": y}.values()], lambda y: next(iter(y[0]))),
 }
 
 
@@ -92,9 +98,35 @@ def test_objects_hold_images(st, name):
             y, expected = sparse(x, full), network(x)
             assert type(y) is type(expected) and type(take(y)) is torch.Tensor
             assert_near(take(y), take(expected))
-    later = st.sparsify(Call(lambda x: (y for y in [x])), BLOCK)
-    with pytest.raises(TypeError, match="returned a generator"):
-        later(x, full)
+
+
+LATER = {
+    "generator": lambda y: (x for x in [y]),
+    "list_iterator": lambda y: iter([y]),
+    "list_reverseiterator": lambda y: reversed([y]),
+    "tuple_iterator": lambda y: [iter((y,))],
+    "map": lambda y: {"a": map(F.relu, [y])},
+    "zip": lambda y: zip([y], [1], strict=True),
+    "enumerate": lambda y: enumerate([y]),
+    "filter": lambda y: filter(torch.is_tensor, [y]),
+    "chain": lambda y: itertools.chain([y], [y]),
+    "dict_valueiterator": lambda y: iter({"a": y}.values()),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+@pytest.mark.parametrize("replay", ["auto", False])
+def test_what_is_made_after_the_call_is_refused(st, kind, replay):
+    later = st.sparsify(Call(LATER[kind]).eval(), BLOCK, replay=replay)
+    for _ in range(3):
+        with torch.no_grad(), pytest.raises(TypeError, match=rf"got a {kind}, .*; return a list"):
+            later(image(), torch.ones(2, *SIZE))
+
+
+@torch.no_grad()
+def test_other_iterators_are_returned_as_they_are(st):
+    sparse = st.sparsify(Call(lambda y: (y, io.StringIO("a"))), BLOCK)
+    assert sparse(image(), torch.ones(2, *SIZE))[1].read() == "a"
 
 
 class Ends(nn.Module):

@@ -5,8 +5,8 @@ import dataclasses
 import functools
 import os
 import sys
-import types
 import warnings
+from collections.abc import ItemsView, Iterator, MappingView, ValuesView
 from pathlib import Path
 
 import torch
@@ -37,14 +37,17 @@ def _finished_leaf(leaf, outside):
     """Return a tensor as an image; or a copy of an object of which parts are images, as it is."""
     if isinstance(leaf, torch.Tensor):
         return finished(leaf, outside)
-    if isinstance(leaf, types.GeneratorType):
+    if isinstance(leaf, Iterator) and not hasattr(leaf, "__dict__"):  # files have attributes
+        kind = type(leaf).__name__
         raise TypeError(
-            "the network of sparsify returned a generator, which would compute after the call; "
-            "return a list"
+            f"the network of sparsify must not return an iterator, got a {kind}, which would give "
+            "activations after the call; return a list"
         )
     if not holds_activations(leaf):
         return leaf
     show = functools.partial(finished_tree, outside=outside)
+    if isinstance(leaf, MappingView):
+        return _finished_view(leaf, show)
     if isinstance(leaf, (tuple, set, frozenset)):
         return type(leaf)(map(show, leaf))
     other = copy.copy(leaf)
@@ -55,6 +58,14 @@ def _finished_leaf(leaf, outside):
     elif isinstance(leaf, list):
         other[:] = map(show, leaf)
     return other
+
+
+def _finished_view(view, show):
+    """Return the keys, values or items of a dict of images."""
+    parts = list(map(show, view))
+    if isinstance(view, ValuesView):
+        return dict(enumerate(parts)).values()
+    return dict(parts).items() if isinstance(view, ItemsView) else dict.fromkeys(parts).keys()
 
 
 def holds_activations(value):
@@ -70,7 +81,7 @@ def tensors_in(value, seen=()):
     if isinstance(value, torch.nn.Module) or callable(value) or id(value) in seen:
         return
     inner = [getattr(value, name) for name in _names(value)]
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
+    if isinstance(value, (list, tuple, set, frozenset, dict, MappingView)):
         inner += value.values() if isinstance(value, dict) else value
     for part in inner:
         yield from tensors_in(part, (*seen, id(value)))
