@@ -376,3 +376,63 @@ class Mean(nn.Module):
     def forward(self, x):
         """Return ``[N, C]``."""
         return x.mean((2, 3))
+
+
+GUARDS = {
+    "finite": lambda x: torch.isfinite(x).all(),
+    "no nan": lambda x: torch.all(x == x),
+    "not zero": lambda x: (x != 0).all(),
+    "of channels first": lambda x: x.isfinite().all(1, keepdim=True).all(),
+    "of images": lambda x: x.isfinite().all(dim=(-2, -1)).all(dim=1),
+    "of images, all dimensions": lambda x: torch.all((x > -9), dim=(1, 2, 3), keepdim=True),
+    "of columns": lambda x: x.isfinite().permute(0, 2, 3, 1).all(1),
+    "of rows": lambda x: x.isfinite().all(axis=3, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@torch.no_grad()
+def test_all_of_a_boolean_activation_is_of_active_blocks(st, name, break_even):
+    """Also in a replay; pixels beyond the edges of the image, which are 0, are not asked either."""
+    seen = []
+
+    class Guarded(nn.Module):
+        def forward(self, x):
+            seen.append(GUARDS[name](x))
+            return x.relu(), seen[-1]
+
+    sparse = st.sparsify(Guarded().eval(), 16)
+    sparse.break_even = break_even
+    x = weights(2, 4, 45, 51)
+    for seed in range(4):
+        mask = networks.blocks((2, 45, 51), 16, 0.5, seed=seed)[1]
+        expected = GUARDS[name](x)
+        for value, wanted in ((1.0, True), (float("nan"), False)):
+            inner = mask[1].nonzero()[0].tolist()
+            given = x.clone()
+            given[1, 0, inner[0], inner[1]] = value
+            guard = sparse(given, mask)[1]
+            assert type(guard) is torch.Tensor and guard.dtype == torch.bool
+            assert guard.shape == expected.shape
+            assert bool(guard.all()) == (wanted or name == "not zero")
+    assert not mask.all() and len(seen) == 2  # all other calls were replayed
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@torch.no_grad()
+def test_what_a_mask_chooses_is_zero_outside(st, break_even):
+    """And ``all`` of numbers counts the zeros there, as in the zeroed network."""
+    choices = [
+        lambda x: torch.where(x.isfinite(), 3.0, 3.0).double(),
+        lambda x: x.masked_fill(x == x, 3.0),
+        lambda x: (x == x) * 3.0,
+        lambda x: (x == x).all(1, keepdim=True) * 3.0,
+    ]
+    x, mask = weights(2, 4, 45, 51), networks.blocks((2, 45, 51), 16, 0.5, seed=3)[1]
+    for choose in choices:
+        sparse = st.sparsify(Call(choose), 16)
+        sparse.break_even = break_even
+        assert_near(sparse(x, mask), (mask[:, None] * 3.0).double().expand_as(sparse(x, mask)))
+    sparse = st.sparsify(Call(lambda x: (x.exp().all(), (x.exp() > 0).all())), 16)
+    assert [t.item() for t in sparse(x, mask)] == [False, True]

@@ -325,7 +325,6 @@ def _variance_of_images(value, table, block, size, hw, over, correction):
     "prod",
     "logsumexp",
     "any",
-    "all",
     "median",
     "sort",
     "argsort",
@@ -350,6 +349,22 @@ def reduce_channels(func, input, dim=None, *args, **kwargs):
         return T.wrap(value, input, hw=moved)
 
     return torch.utils._pytree.tree_map(back, result)
+
+
+@handles("all")
+def every(func, input, dim=None, keepdim=False, **rest):
+    """Tell whether all are true: of what is boolean, all that lie in active blocks."""
+    dim = rest.pop("axis", dim)
+    over = None if dim is None else _normal(dim, T.dims(input))
+    if over is not None and not set(over) & set(T.facts(input)[3]):
+        return NotImplemented if rest else reduce_channels(func, input, dim, keepdim=keepdim)
+    if rest or input.dtype != torch.bool:
+        return NotImplemented
+    table = T.facts(input)[0]
+    untrue = T.wrap(table.compute(torch.logical_not, T.value_of(input)), input)
+    given = () if dim is None else (dim, keepdim)
+    untrue = T.dense(T.dispatch(torch.any, (untrue, *given), {}))
+    return table.compute(torch.logical_not, untrue)
 
 
 @handles("norm")
