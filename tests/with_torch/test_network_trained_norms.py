@@ -261,3 +261,70 @@ def test_parameters_of_another_size_are_refused():
 
     assert served(64) and not served(64, rows=2**26)  # 2**30 pixels, which they cannot count
     assert not served(32) and not served(64, 1) and not served(65)
+
+
+@pytest.mark.parametrize("capacity", [None, 3])
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_no_active_pixels_leave_running_statistics(st, momentum, break_even, capacity):
+    """Nor are they counted as a batch, by which statistics without a momentum are weighed."""
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=momentum))
+    sparse, masks = st.sparsify(dense.double().train(), BLOCK, capacity=capacity), []
+    sparse.break_even = break_even
+    for active in (0, 1, 0, 2, 0, 1):
+        mask = torch.zeros(2, *SIZE, dtype=torch.bool)
+        mask[:active, :5, :7] = True
+        masks.append(mask)
+    for mask in masks:
+        before = {name: value.clone() for name, value in dense[1].state_dict().items()}
+        sparse(image(), mask).sum().backward()
+        for name, value in dense[1].state_dict().items():
+            stays = not mask.any() or name in ("weight", "bias")
+            assert torch.equal(value, before[name]) == stays
+    twin = copy.deepcopy(dense)
+    twin[1].reset_running_stats()
+    again = st.sparsify(twin, BLOCK, capacity=capacity)
+    for mask in masks:
+        if mask.any():
+            again(image(), mask)
+    for name, value in twin[1].state_dict().items():
+        assert torch.allclose(value, dense[1].state_dict()[name].to(value.dtype)), name
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_no_active_pixels_by_kernels(st, norms_asked, again):
+    """Also where a checkpoint runs the norm again."""
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)).train()
+    run = functools.partial(checkpoint, dense, use_reentrant=False) if again else dense
+    sparse = st.sparsify(Function(dense, run), BLOCK, capacity=2)
+    before = {name: value.clone() for name, value in dense[1].state_dict().items()}
+    sparse(image().float(), torch.zeros(2, *SIZE)).sum().backward()
+    assert norms_asked
+    for name, value in dense[1].state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+def test_one_active_pixel_has_no_variance(st, break_even):
+    dense = nn.Sequential(nn.Conv2d(3, 4, BLOCK, BLOCK), nn.BatchNorm2d(4)).double().train()
+    sparse, mask = st.sparsify(dense, BLOCK), torch.zeros(2, *SIZE)
+    sparse.break_even = break_even
+    mask[0, 3, 3] = 1
+    y = sparse(image(), mask)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros_like(y))  # the bias
+    assert (dense[1].running_var - 0.9).abs().max() < 1e-12
+    assert dense[1].running_mean.all() and dense[1].num_batches_tracked == 1
+    assert all(p.grad.isfinite().all() for p in dense.parameters())
+
+
+class Function(nn.Module):
+    """A function that runs a module."""
+
+    def __init__(self, module, function):
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, x):
+        """Return what the function makes."""
+        return self.function(x)

@@ -134,6 +134,9 @@ class SparseModel(Report, nn.Module):
 
     def _on_table(self, table, counted, x, outside, args=(), kwargs=None):
         """Run the network once on the blocks of a table."""
+        count, capacity = counted
+        table.model = self.model
+        table.occupied = isinstance(count, int) and min(count, capacity) > 0
         if cuda.is_tracing():
             return self._run(table, x, args, kwargs, outside)
         key = self._kind(x, table.whole, args, kwargs)

@@ -6,12 +6,13 @@ import torch
 from torch.nn import functional as F
 
 from .._namespace import wide
-from . import cuda, cuda_affine, cuda_norm, gradients, onednn, unread
+from . import cuda, cuda_affine, onednn, unread
 from . import tensor as T
+from .batch_statistics import trained
 from .ends import rest_of, with_rest
 from .handlers import handles
 from .image_values import plainly
-from .plans import LinearPlan, MatrixPlan, NormPlan, TrainedNorm, normalized
+from .plans import LinearPlan, MatrixPlan, NormPlan, normalized
 from .pointwise import alias, pointwise, step
 from .windows import global_mean, is_image
 
@@ -27,18 +28,20 @@ def batch_norm(
     if not is_image(input):
         return NotImplemented
     if training:
-        return _train(input, running_mean, running_var, weight, bias, momentum, eps)
+        table = T.facts(input)[0]
+        table.reduced = table.reduced or OF_A_BATCH
+        return trained(input, running_mean, running_var, weight, bias, momentum, eps)
     norm = (running_mean, running_var, weight, bias, float(eps))
     plan = T.plan_of(input)
-    trained = torch.is_grad_enabled() and any(
+    learns = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (weight, bias)
     )
     waits = plan is not None and not (plan.norm or plan.activation or plan.residual is not None)
-    if waits and not trained:
+    if waits and not learns:
         return step(input, plan.then(norm=norm), False, (normalized, norm))
     value = T.value_of(input)
     table, block, size, _, reach = T.facts(input)
-    records = trained or (torch.is_grad_enabled() and value.requires_grad)
+    records = learns or (torch.is_grad_enabled() and value.requires_grad)
     waits = not records and table.weights is not None and running_mean is not None
     if not waits or torch.is_autocast_enabled(value.device.type):
         call = value, *norm[:4], False, momentum, eps
@@ -49,34 +52,6 @@ def batch_norm(
     row = None if table.trace is None else table.trace.row
     plan = NormPlan(value, T.facts(input), norm, T.shape(input)[1], row)
     return T.postpone(table, plan, block, size, reach)
-
-
-def _train(x, running_mean, running_var, weight, bias, momentum, eps):
-    """Normalize by the mean and variance of active pixels inside the image."""
-    table, block, size, _, _ = T.facts(x)
-    table.reduced = table.reduced or OF_A_BATCH
-    value = T.value_of(x)
-    parameters = weight, bias, running_mean, running_var
-    if cuda_norm.serves(value, table, block, size, parameters):
-        where = table, block, size
-        found = cuda_norm.statistics(value, *where, parameters, momentum, eps)
-        row = None if table.trace is None else table.trace.row
-        plan = TrainedNorm(value, T.facts(x), parameters[:2], found, float(eps), row)
-        return T.postpone(table, plan, block, size, T.facts(x)[4])
-    if table.filled(block, size) and value.numel() > value.shape[1]:
-        out = F.batch_norm(value, running_mean, running_var, weight, bias, True, momentum, eps)
-        return T.wrap(out, x)
-    out, mean, variance, count = gradients.batch_norm(value, table, block, size, weight, bias, eps)
-    if running_mean is not None:
-        with torch.no_grad():
-            unbiased = variance * (count / (count - 1).clamp(min=1))
-            _follow(running_mean, mean, momentum)
-            _follow(running_var, unbiased, momentum)
-    return T.wrap(out, x)
-
-
-def _follow(running, new, momentum):
-    running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
 
 
 @handles("group_norm")

@@ -46,6 +46,8 @@ class Table:
         self.lent = []  # weak references to activations that are copies, once something is written
         self.rests = []  # and to those of which it is known what they hold where the input is 0
         self.reduced = None
+        self.model = None  # the network, where it is called as usual
+        self.occupied = False  # whether a block is known on the host to be active
         self.made = None  # weak references to all activations, where their reach is measured
 
     def keep(self, key, make):
@@ -117,6 +119,13 @@ class Table:
     def mean_inside(self, value, block, size):
         """Return mean and biased variance of each channel over active pixels, and their number."""
         return _moments(value, self.inside(block, size)[:, None])
+
+    def has_pixels(self, block, size):
+        """Return whether an active block has a pixel of a stage, as a tensor; None for yes."""
+        if self.occupied and self.divides(block, size):
+            return None
+        key = "has pixels", block, size
+        return self.keep(key, lambda: self.active_pixels(block, size).any())
 
     def active_pixels(self, block, size):
         """Return how many pixels of each image lie in active blocks: int64 ``[N]``."""
