@@ -24,8 +24,9 @@ def sparsify(
     pixels. The image is whole at both ends alone.
 
     The result is that of ``model`` in which every activation outside the active blocks is 0, the
-    input included, and the result too, up to rounding; on a full mask that of ``model``. In
-    training, batch norms take the statistics of active pixels.
+    input included, and the result too, up to rounding; on a full mask that of ``model``. But batch
+    norms in training, and in evaluation those without running statistics, take the statistics of
+    active pixels alone.
 
     The network is not changed: its modules are called with a tensor of the image's shape that holds
     the stack. A function that has no form for it is computed on the whole image, and named in

@@ -160,3 +160,18 @@ def test_a_norm_without_statistics_says_so(st):
     sparse.model[1].forward = call
     with pytest.raises((ValueError, RuntimeError), match="running_mean"):
         sparse(torch.randn(1, 3, *SIZE), torch.ones(1, *SIZE))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+def test_norms_without_running_statistics_take_those_of_active_pixels(st, break_even):
+    """In evaluation, too: what the documentation names beside the zeroed network."""
+    dense = nn.BatchNorm2d(3, track_running_stats=False).double().eval()
+    x, mask = 1 + torch.randn(2, 3, *SIZE).double(), networks.blocks((2, *SIZE), BLOCK, 0.5)[1]
+    sparse = st.sparsify(dense, BLOCK)
+    sparse.break_even = break_even
+    active = x.movedim(1, 0)[:, mask][None, :, :, None]
+    expected = torch.zeros_like(x).movedim(1, -1)
+    expected[mask] = dense(active)[0, :, :, 0].T
+    for _ in range(3):
+        assert_near(sparse(x, mask), expected.movedim(-1, 1))
