@@ -217,6 +217,10 @@ def without_memory(kind, shape, dtype, device, requires_grad):
         return other.submit(make).result()
 
 
+# Of functions of PyTorch's own in Python, which wrap what a module or a checkpoint was given.
+BACKWARD_HOOK, CHECKPOINT = "BackwardHookFunctionBackward", "CheckpointFunctionBackward"
+
+
 def register_constant(kind):
     """Let torch.compile and torch.export take instances of a class as constants, if they can."""
     register = getattr(torch.utils._pytree, "register_constant", None)  # PyTorch 2.7 and newer

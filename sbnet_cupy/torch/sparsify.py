@@ -131,8 +131,11 @@ def _check_model(model):
             )
         if isinstance(module, SparseModel | SparseConv2d | SparseBottleneck):
             where = f"in {name!r} " if name else ""
+            is_network = isinstance(module, SparseModel)
+            instead = "the network that it holds, .model," if is_network else "dense layers"
             raise ValueError(
-                f"model must be dense, got a {type(module).__name__} {where}that is sparse already"
+                f"model must be dense, got a {type(module).__name__} {where}that is sparse "
+                f"already; use {instead} in its place"
             )
 
 

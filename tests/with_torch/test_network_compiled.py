@@ -321,6 +321,14 @@ def test_no_trace_is_made_that_holds_for_one_mask(st, on):
     assert sparse(x, mask).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("inside", [False, True])
+def test_torchscript_is_refused(st, inside):
+    sparse = st.sparsify(small(), BLOCK)
+    with pytest.raises(RuntimeError, match=r"cannot be scripted by torch.jit.script.* export it"):
+        torch.jit.script(nn.Sequential(sparse) if inside else sparse)
+
+
 @torch.no_grad()
 def test_under_torch_compile_the_graph_breaks_at_a_sparsified_network(st):
     """What is around it is compiled, and the result is the same; a full graph is refused."""

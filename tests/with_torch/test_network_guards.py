@@ -18,6 +18,7 @@ nn = torch.nn
 F = torch.nn.functional
 parametrizations = torch.nn.utils.parametrizations
 prune = pytest.importorskip("torch.nn.utils.prune")
+checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 SIZE, BLOCK = (48, 64), 16
 
@@ -189,13 +190,41 @@ def test_gradients_that_would_be_lost_are_refused(st):
         sparse(x, mask)
 
 
+@pytest.mark.parametrize("place", ["layer", "network"])
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_inside_a_network_are_refused(st, hook, place):
+    """On what sparsify returns they see images, and those of parameters what they see anywhere."""
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
+    x, mask, seen = image().float(), torch.ones(2, *SIZE), []
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+    getattr(sparse, hook)(lambda module, *grads: seen.append(grads[-1][0].shape))
+    sparse.model[0].weight.register_hook(lambda grad: seen.append(grad.shape))
+    sparse(x.requires_grad_(), mask).sum().backward()
+    assert sorted(seen) == [(2, 4, *SIZE), (4, 3, 3, 3)]
+    getattr(dense if place == "network" else dense[0], hook)(lambda *_: None)
+    with pytest.raises(NotImplementedError, match=f"{hook}.* cannot be used .* on what sparsify"):
+        st.sparsify(dense, BLOCK)(x, mask)
+
+
+def test_reentrant_checkpoints_are_refused(st):
+    inner = nn.Conv2d(3, 4, 3, padding=1)
+    x, mask = image().float(), torch.ones(2, *SIZE)
+    for reentrant in (False, True):
+        dense = Run(lambda x, how=reentrant: checkpoint(inner, x, use_reentrant=how))
+        if reentrant:
+            with pytest.raises(NotImplementedError, match="pass use_reentrant=False to checkpoint"):
+                st.sparsify(dense, BLOCK)(x, mask)
+        else:
+            st.sparsify(dense, BLOCK)(x, mask).sum().backward()
+
+
 def test_a_network_that_is_sparse_is_refused(st):
     sparse = st.sparsify(nn.Conv2d(3, 4, 3), BLOCK)
     conv = st.nn.SparseConv2d(3, 4, 3, block_size=8)
     for model, word in (
-        (sparse, "got a SparseModel that is sparse already"),
-        (nn.Sequential(nn.ReLU(), sparse), "'1' that is sparse already"),
-        (nn.Sequential(conv), "got a SparseConv2d in '0'"),
+        (sparse, "got a SparseModel that is sparse already; use the network that it holds, .model"),
+        (nn.Sequential(nn.ReLU(), sparse), "'1' that is sparse already; use the network"),
+        (nn.Sequential(conv), "got a SparseConv2d in '0' that is sparse already; use dense layers"),
     ):
         with pytest.raises(ValueError, match=word):
             st.sparsify(model)

@@ -364,6 +364,13 @@ class SparseModel(Report, nn.Module):
         self._forget()
         return super()._apply(*args, **kwargs)
 
+    def __prepare_scriptable__(self):
+        """Refuse ``torch.jit.script``, which asks here for what it compiles in place of this."""
+        raise RuntimeError(
+            "a sparsified network cannot be scripted by torch.jit.script, as Python chooses what "
+            "it runs; export it by torch.export, on a CPU and with a capacity"
+        )
+
     def __getstate__(self):
         state = dict(vars(self))
         state.update(

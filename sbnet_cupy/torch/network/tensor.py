@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from .._dispatch_state import plainly, without_memory
+from .._dispatch_state import BACKWARD_HOOK, CHECKPOINT, plainly, without_memory
 from . import aliases, stages
 from .handlers import BORDERED, HANDLERS, METADATA, REFUSED, takes
 
@@ -178,10 +178,19 @@ def _run(x, own):
 def _check_gradient(x):
     made_by = plainly(torch.Tensor.grad_fn.__get__, x)
     if made_by is not None:
-        raise NotImplementedError(
-            f"{type(made_by).__name__} is an autograd function of its own, whose gradient cannot "
-            "pass through a sparsified network; use PyTorch's functions in its place"
-        )
+        name = type(made_by).__name__
+        raise NotImplementedError(_NO_GRADIENT.get(name, _NO_GRADIENT[None]).format(name))
+
+
+_NO_GRADIENT = {
+    BACKWARD_HOOK: "register_full_backward_hook and register_full_backward_pre_hook cannot be used "
+    "on a module inside a sparsified network, whose gradients are no images; register the hook on "
+    "what sparsify returns, or use register_hook of parameters",
+    CHECKPOINT: "a reentrant torch.utils.checkpoint cannot be used in a sparsified network; pass "
+    "use_reentrant=False to checkpoint",
+    None: "{} is an autograd function of its own, whose gradient cannot pass through a sparsified "
+    "network; use PyTorch's functions in its place",
+}
 
 
 def plan_of(x):
