@@ -75,9 +75,10 @@ def sparsify(
         and masks, without the modules' Python code. What is true of graphs is true of these tapes:
         what changes is seen, and what cannot be recorded, as a number that is read from a tensor,
         runs at each call. False runs each call; True is "auto".
-        Weights that are written to past autograd's versions, through ``weight.data``, NumPy or a
-        fused optimizer that trains ``model`` by itself, do not show that they changed, with any
-        ``replay``: call ``sparse.eval()`` after it.
+        Weights that are written to past autograd's versions, through ``weight.data``, NumPy, memory
+        that another process shares (Hogwild) or a fused optimizer that trains ``model`` by itself,
+        do not show that they changed, with any ``replay``: call ``sparse.eval()`` after it, in the
+        process that evaluates.
 
     Returns
     -------

@@ -34,9 +34,10 @@ class SparseBottleneck(BlockModule):
 
     In evaluation the batch norms are folded into the unit. The folded weights are kept until a call
     records gradients, ``train()`` or ``eval()`` is called, or autograd's version of a parameter or
-    buffer changes. Two changes leave no version: a write to ``parameter.data``, and the step of a
-    fused optimizer of PyTorch that trains the parameters through another module. Call ``eval()``
-    after them. :meth:`freeze` looks for no changes.
+    buffer changes. Three changes leave no version: a write to ``parameter.data``, one by another
+    process that shares the memory, and the step of a fused optimizer of PyTorch that trains the
+    parameters through another module. Call ``eval()`` after them. :meth:`freeze` looks for no
+    changes.
 
     In training the batch norms use the statistics of the active pixels, each counted once, and keep
     running ones of them: on a full mask exactly what the dense unit does. (Pixels outside active
