@@ -22,6 +22,7 @@ from .adapted import adapted
 from .distinct import DUPLICATE, OUTSIDE, ChosenRows, distinct, duplicates_message
 from .keeping_container import KeepingContainer, mark_capture
 from .keys import (
+    BATCH_BITS,
     coordinates_of,
     leaf_keys,
     packing_of,
@@ -153,16 +154,23 @@ class CoordinateMap(KeepingContainer):
                 "sites; pass a larger capacity"
             )
         if status & OUTSIDE:
+            cure = "spatial_shape"
+            if self.batch_size is None:
+                cure += f", or batch_size, without which samples are below {1 << BATCH_BITS}"
             raise CapacityError(
                 f"indices must be inside {_grid_of(self.spatial_shape, self.batch_size)}; rows "
-                "outside were dropped: drop them before, or pass a larger spatial_shape"
+                f"outside were dropped: drop them before, or pass a larger {cure}"
             )
         if status & DUPLICATE:
             raise ValueError(duplicates_message())
         return self
 
     def clear(self):
-        """Free what is kept for these sites: their sorted keys, and their kernel maps."""
+        """Free what is kept for these sites: their sorted keys, and their kernel maps.
+
+        After it nothing is known of the convolutions that read them, which ``inverse_conv`` and
+        ``sparse_unpool`` undo.
+        """
         self._kept.clear()
 
     def select(self, mask, *, capacity=None):

@@ -107,8 +107,10 @@ def global_pool_grad(grad_y, x, reduce="max"):
 
 
 def _sample_of(x):
-    """Return the sample of each row, -1 for rows that are no site."""
-    return namespace(x.indices).where(valid_rows(x.coordinates), x.indices[:, 0], np.int32(-1))
+    """Return the sample of each row, -1 for rows that are no site, or of no sample."""
+    sample = x.indices[:, 0]
+    real = valid_rows(x.coordinates) & (sample >= 0) & (sample < x.batch_size)
+    return namespace(x.indices).where(real, sample, np.int32(-1))
 
 
 def _numbers(sample, batch):

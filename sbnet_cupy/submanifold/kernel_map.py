@@ -17,6 +17,7 @@ from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
 from .coordinate_map import CoordinateMap, check_capacity, check_int32, check_sites
+from .feature_rows import reads
 from .keeping_container import CAPTURE, KeepingContainer, kept_now, mark_capture
 from .new_sites import coarse_sites, fine_sites, kernels_find
 from .sparse_tensor import sites_of
@@ -87,7 +88,7 @@ class KernelMap(KeepingContainer):
 
     def pairs(self):
         """Return the number of pairs of an input and an output row. Waits for the device."""
-        return _number_of_pairs(self.rows)
+        return _number_of_pairs(self.rows, self.source.capacity)
 
     def flops(self, channels, channels_out, groups=1):
         """Return the floating-point operations of a convolution over this map."""
@@ -132,8 +133,8 @@ class KernelMap(KeepingContainer):
 
 
 @array_function
-def _number_of_pairs(rows):
-    return int((rows >= 0).sum())
+def _number_of_pairs(rows, sites):
+    return int(reads(rows, sites).sum())
 
 
 @array_function
@@ -275,11 +276,21 @@ def check_made(is_known, kernel_size):
 
 
 def _found(coordinates, kernel_size, target):
+    found = {}
     for key, kept in kept_now(coordinates._kept, coordinates.indices).items():
         if isinstance(key, tuple) and isinstance(key[0], Window) and not key[1]:
             made = kept.of(coordinates)
             if made.target is target and kernel_size in (None, made.kernel_size):
-                return made
+                found.setdefault(key[0], made)
+    if len(found) > 1:
+        windows = " and ".join(f"kernel {w.kernel}, stride {w.stride}" for w in found)
+        raise ValueError(
+            "onto must be what one convolution or pooling read to make the sites of x, got "
+            f"{len(found)} with unlike windows ({windows}); pass kernel_map(...).transposed() of "
+            "the one to undo to site_conv"
+        )
+    if found:
+        return next(iter(found.values()))
     source, kept = target._kept.get("made by", (lambda: None, None))
     if source() is coordinates and kernel_size in (None, kept.kernel_size):
         return kept._replace(target=target).of(coordinates)

@@ -15,7 +15,7 @@ from ..errors import ShapeError
 
 LEAVES = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (4, 4, 2, 2)}
 _MOST_BITS = 63
-_BATCH_BITS = 12  # where the batch size is not known
+BATCH_BITS = 12  # where the batch size is not known
 
 
 class Packing(NamedTuple):
@@ -36,7 +36,7 @@ def packing_of(spatial_shape, batch_size, dimensions):
     """
     leaf = LEAVES.get(dimensions) or (1,) * (dimensions - 6) + (2,) * min(dimensions, 6)
     low = (0, *(n.bit_length() - 1 for n in leaf))
-    batch_bits = _BATCH_BITS if batch_size is None else _bits(batch_size)
+    batch_bits = BATCH_BITS if batch_size is None else _bits(batch_size)
     if spatial_shape is None:
         share = min((_MOST_BITS - batch_bits) // dimensions, 31)
         bits = (batch_bits, *(share,) * dimensions)

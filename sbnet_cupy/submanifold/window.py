@@ -1,12 +1,15 @@
 """Window: kernel, stride, dilation and padding, as arguments say them; shapes of grids."""
 
 import itertools
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from ..core.sizes import is_integer
 from ..errors import ShapeError
+
+_MOST_TAPS = 2**20
 
 
 class Window(NamedTuple):
@@ -55,6 +58,11 @@ def read_window(
     if kernel_size is None:
         raise ShapeError("kernel_size must be given unless offsets are, got None")
     kernel = axes(kernel_size, d, "kernel_size")
+    if math.prod(kernel) > _MOST_TAPS:
+        raise ShapeError(
+            f"kernel_size must have at most {_MOST_TAPS} cells, each a row of the map's table, got "
+            f"{kernel}; use a smaller kernel, or one with a dilation"
+        )
     stride, dilation = axes(stride, d, "stride"), axes(dilation, d, "dilation")
     output_padding = axes(output_padding, d, "output_padding", minimum=0)
     if padding is None:

@@ -196,3 +196,10 @@ def test_lists_of_every_library_are_printed(lib):
     for value in (x, x.coordinates, sb.kernel_map(x, 3, onto=x)):
         text = repr(value._map_arrays(lib.make))
         assert text.replace(str(lib.make(x.features).dtype), "float32") == repr(value)
+
+
+def test_a_sample_beyond_those_that_keys_have_room_for_is_named():
+    rows = np.array([[5000, 1, 2]])
+    with pytest.raises(sb.CapacityError, match="or batch_size, without which samples are below"):
+        sb.coordinate_map(rows, spatial_shape=(8, 8), capacity=2)[0].check()
+    sb.coordinate_map(rows, spatial_shape=(8, 8), batch_size=5001, capacity=2)[0].check()

@@ -269,3 +269,16 @@ def test_sites_may_be_those_of_a_sparse_tensor(xp):
     assert_same(to_numpy(down.features), to_numpy(same.features))
     pooled = sb.sparse_max_pool(x, 3, padding=1, onto=x)
     assert pooled.coordinates is x.coordinates
+
+
+def test_pairs_are_of_rows_that_there_are():
+    sites, _ = sb.coordinate_map(np.array([[0, 1], [0, 2]]), spatial_shape=4)
+    rows = np.array([[0, 99], [-1, 1]], np.int32)
+    assert sb.KernelMap(rows, sites, sites, (2,)).pairs() == 2
+
+
+def test_a_kernel_of_too_many_cells_is_refused():
+    """Before the memory of its table is asked for."""
+    sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 2, 3]]), spatial_shape=(4, 4))
+    with pytest.raises(sb.ShapeError, match="kernel_size must have at most 1048576 cells"):
+        sb.kernel_map(sites, 2**20, stride=2)

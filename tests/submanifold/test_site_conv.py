@@ -193,6 +193,25 @@ def test_a_submanifold_convolution_makes_no_sites(xp):
         sb.sparse_unpool(y, onto=x)
 
 
+def test_one_of_several_convolutions_between_the_same_sites_is_named_by_its_kernel_or_by_none(xp):
+    """Windows of two kinds relate the two lists: which one is meant, the sites do not tell."""
+    rows = xp.asarray(np.array([[0, 1], [0, 4]], np.int32))
+    x = sb.sparse_tensor(xp.asarray(np.array([[1.0], [10]])), rows, spatial_shape=7)
+    w = xp.asarray(np.array([1.0, 10, 100]).reshape(3, 1, 1))
+    y = sb.strided_conv(x, w, stride=2)
+    z = sb.sparse_max_pool(x, 3, stride=2, onto=y)  # of the same window
+    sb.inverse_conv(z, w, onto=x)
+    z = sb.sparse_max_pool(x, 2, stride=2, onto=y)
+    there = sb.kernel_map(x, 3, stride=2, onto=y).transposed()
+    expected = sb.site_conv(z.features, w, there)
+    assert_same(sb.inverse_conv(z, w, onto=x).features, expected)
+    with pytest.raises(ValueError, match=r"kernel \(3,\), stride \(2,\) and kernel \(2,\)"):
+        sb.sparse_unpool(z, onto=x)
+    z = sb.strided_conv(x, w, stride=1, onto=y)
+    with pytest.raises(ValueError, match=r"stride \(2,\) and kernel \(3,\), stride \(1,\)"):
+        sb.inverse_conv(z, w, onto=x)
+
+
 def test_maps_are_freed_with_the_sites():
     rows = np.array([[0, 1], [0, 2], [0, 5]], np.int32)
     x = sb.sparse_tensor(np.ones((3, 1)), rows, spatial_shape=8)

@@ -173,3 +173,12 @@ def test_sites_of_one_s_own_whose_windows_are_empty(xp, body):
     assert to_numpy(low).ravel().tolist() == [-1, -2]
     mean = sb.sparse_avg_pool(x, 2, onto=onto, count="active").features
     assert to_numpy(mean).ravel().tolist() == [-2, 0]
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_rows_of_no_sample_take_no_gradient(reduce):
+    """As in a list of sites that was made by hand: they are in no result."""
+    rows, count = np.array([[0, 1], [7, 1], [-3, 2]], np.int32), np.array([3], np.int32)
+    x = sb.SparseTensor(np.ones((3, 1)), sb.CoordinateMap(rows, count, (4,), 1))
+    assert sb.global_pool(x, reduce).tolist() == [[1]]
+    assert sb.global_pool_grad(np.ones((1, 1)), x, reduce).tolist() == [[1], [0], [0]]

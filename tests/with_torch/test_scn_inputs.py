@@ -248,6 +248,8 @@ def test_sites_follow_features_to_a_device(torch, scn, device):
      sb.ShapeError, "coords must"),
     (lambda torch, scn: scn.InputLayer(2, 4)([torch.tensor([[0, 4, 0]]), torch.ones(1, 1)]),
      sb.ShapeError, "inside"),
+    (lambda torch, scn: scn.InputLayer(2, 4)([torch.tensor([[0, 1]]), torch.ones(1, 1), 2.5]),
+     ValueError, "batch_size an integer, got 2.5"),
     (lambda torch, scn: scn.BLInputLayer(2, 4)([torch.zeros(1, 2, 3), torch.ones(1, 2, 1)]),
      sb.ShapeError, "coords must"),
     (lambda torch, scn: scn.BLInputLayer(2, 4)([torch.zeros(1, 2, 2), torch.ones(1, 3, 1)]),

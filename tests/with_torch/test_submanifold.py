@@ -430,3 +430,14 @@ def test_copies_of_maps_that_were_used_keep_nothing(torch, st, device):
         assert torch.equal(st.site_conv(x.features.detach(), w.detach(), twin), expected)
     back = pickle.loads(pickle.dumps(window.transposed()))
     assert torch.equal(back.rows, window.transposed().rows)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_rows_of_no_sample_take_no_gradient(st, torch, reduce):
+    """As in a list of sites that was made by hand: they are in no result."""
+    rows, count = torch.tensor([[0, 1], [7, 1], [-3, 2]]).int(), torch.tensor([3]).int()
+    features = torch.ones(3, 1, requires_grad=True)
+    x = sb.SparseTensor(features, sb.CoordinateMap(rows, count, (4,), 1))
+    y = st.global_pool(x, reduce)
+    y.sum().backward()
+    assert y.tolist() == [[1]] and features.grad.tolist() == [[1], [0], [0]]

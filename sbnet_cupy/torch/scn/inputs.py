@@ -1,5 +1,7 @@
 """Layers between lists of points, or dense grids, and SparseConvNetTensors."""
 
+import operator
+
 import torch
 from torch.nn import Module
 
@@ -142,16 +144,29 @@ class InputLayer(_Input):
                 "got no batch_size; give the number of samples"
             )
         else:
-            batch = int(input[2])
+            batch = _samples_of(input)
         given = self.spatial_size, batch, _MODES[self.mode], self.capacity
         return tensor_of_points(rows, features, *given)
 
     def least_samples(self, input):
         """Return the number of samples of an input: what it says, or more if its points do."""
-        coords, given = input[0], int(input[2]) if len(input) > 2 else 0
+        coords, given = input[0], _samples_of(input)
         if coords.shape[1] == self.dimension:
             return max(given, 1)
         return max(given, int(coords[:, -1].max()) + 1 if len(coords) else 0)
+
+
+def _samples_of(input):
+    """Return the number of samples that an input gives, 0 for none; or raise."""
+    if len(input) < 3:
+        return 0
+    try:
+        return operator.index(input[2])
+    except TypeError:
+        raise ValueError(
+            "input must be [coords, features] or [coords, features, batch_size], batch_size an "
+            f"integer, got {input[2]!r}"
+        ) from None
 
 
 class BLInputLayer(_Input):

@@ -154,7 +154,9 @@ def global_pool(x, reduce="max"):
     """
     _check_floats(x)
     features, batch = x.features, samples_of(x, reduce)
-    sample = torch.where(valid(x.coordinates), x.indices[:, 0], -1)
+    sample = x.indices[:, 0]
+    real = valid(x.coordinates) & (sample >= 0) & (sample < batch)
+    sample = torch.where(real, sample, -1)
     if reduce == "max":
         winner = sample_argmax(sample, features, batch).long()
         if not features.shape[0]:
