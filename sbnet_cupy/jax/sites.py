@@ -27,7 +27,7 @@ from ..submanifold.coordinate_map import (
     check_indices,
 )
 from ..submanifold.dense_conversion import check_grid_array, grid_of, read_tol
-from ..submanifold.distinct import DUPLICATE, OUTSIDE
+from ..submanifold.distinct import DUPLICATE, LEFT_OUT, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
 from ..submanifold.map_kernels import most_places
@@ -170,7 +170,7 @@ def _select(coordinates, mask, capacity):
     rows = rows.astype(jnp.int32)
     indices = rows_at(coordinates.indices, rows, fill=-1)
     grid = coordinates.spatial_shape, coordinates.batch_size
-    made = CoordinateMap(indices, count, *grid, coordinates.status)
+    made = CoordinateMap(indices, count, *grid, _status_after(coordinates))
     made._kept["leaf_order"] = coordinates._kept.get("leaf_order", False)
     return made, rows
 
@@ -342,6 +342,12 @@ def _fine_sites(coarse, window, output_padding, capacity):
     return _sites_at(reached, coarse, most_places(window, False), shape, capacity)
 
 
+def _status_after(source):
+    """Return the status of what is made of a list of sites."""
+    status = jnp.where(source.count > source.capacity, jnp.int32(LEFT_OUT), jnp.int32(0))
+    return status if source.status is None else source.status | status
+
+
 def _sites_at(places, like, most, shape, capacity):
     """Return the distinct sites at the places of the sites of ``like``, so many for one at most."""
     if capacity is None:
@@ -356,12 +362,12 @@ def _sites_at(places, like, most, shape, capacity):
     copies = len(columns[0]) // max(like.capacity, 1)
     columns = [jnp.tile(sample, copies), *columns]
     valid, packing = valid_rows(like), packing_of(shape, like.batch_size, like.dimensions)
-    status = like.status
+    status = _status_after(like)
     if shape is None:  # places beyond what keys can hold are dropped, and flagged
         beyond = jnp.zeros((), bool)
         for found, limit in zip(lists, packing.limits[1:], strict=True):
             beyond |= (((found > limit - 1) | (found == FAR)) & valid).any()
-        status = (0 if status is None else status) | jnp.int32(OUTSIDE) * beyond.reshape(1)
+        status = status | jnp.int32(OUTSIDE) * beyond.reshape(1)
     words, valid = words_of(columns, jnp.tile(valid, copies), packing)
     rows, count, *_ = distinct(columns, words, valid, capacity)
     made = CoordinateMap(rows, count, shape, like.batch_size, status)

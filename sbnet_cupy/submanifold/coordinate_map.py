@@ -19,7 +19,7 @@ from ..dense.conv2d import check_choice
 from ..errors import CapacityError, DTypeError, ShapeError
 from . import map_kernels
 from .adapted import adapted
-from .distinct import DUPLICATE, OUTSIDE, ChosenRows, distinct, duplicates_message
+from .distinct import DUPLICATE, LEFT_OUT, OUTSIDE, ChosenRows, distinct, duplicates_message
 from .keeping_container import KeepingContainer, mark_capture
 from .keys import (
     BATCH_BITS,
@@ -32,6 +32,7 @@ from .keys import (
 )
 from .row_lists import MOST_SITES, rows_of_sites
 from .site_kernels import by_kernels
+from .sources import check_sources, has_sources, keep_sources_only, map_sources, note_source
 
 MODES = ("unique", "first", "last", "sum", "mean")
 
@@ -101,7 +102,7 @@ class CoordinateMap(KeepingContainer):
         arrays = map(function, self._arrays())
         mapped = CoordinateMap(next(arrays), next(arrays), self.spatial_shape, self.batch_size)
         object.__setattr__(mapped, "status", next(arrays, None))
-        return mapped
+        return map_sources(mapped, self, function)
 
     def __repr__(self):
         """Tell the number of sites, which waits for a GPU.
@@ -143,7 +144,8 @@ class CoordinateMap(KeepingContainer):
         Raises
         ------
         CapacityError
-            If there are more sites than rows, or rows outside the grid were dropped.
+            If there are more sites than rows, here or in a list that these were made of, or rows
+            outside the grid were dropped.
         ValueError
             If sites were listed twice though ``mode`` was "unique".
         """
@@ -153,12 +155,14 @@ class CoordinateMap(KeepingContainer):
                 f"capacity must be at least the number of sites, got {self.capacity} for {number} "
                 "sites; pass a larger capacity"
             )
+        check_sources(self, status & LEFT_OUT)
         if status & OUTSIDE:
             cure = "spatial_shape"
             if self.batch_size is None:
                 cure += f", or batch_size, without which samples are below {1 << BATCH_BITS}"
             raise CapacityError(
-                f"indices must be inside {_grid_of(self.spatial_shape, self.batch_size)}; rows "
+                f"indices must be inside {_grid_of(self.spatial_shape, self.batch_size)}"
+                f"{', or that of a list these were made of' if has_sources(self) else ''}; rows "
                 f"outside were dropped: drop them before, or pass a larger {cure}"
             )
         if status & DUPLICATE:
@@ -171,7 +175,7 @@ class CoordinateMap(KeepingContainer):
         After it nothing is known of the convolutions that read them, which ``inverse_conv`` and
         ``sparse_unpool`` undo.
         """
-        self._kept.clear()
+        keep_sources_only(self._kept)
 
     def select(self, mask, *, capacity=None):
         """Return the sites where a mask is set, in their order, and where they were.
@@ -487,4 +491,5 @@ def _select(coordinates, mask, capacity):
         indices = xp.full((len(rows), coordinates.indices.shape[1]), -1, np.int32)
         if coordinates.capacity:
             indices = xp.where((rows >= 0)[:, None], coordinates.indices[rows], indices)
-        return CoordinateMap(indices, count, *grid, coordinates.status), rows.astype(np.int32)
+        made = CoordinateMap(indices, count, *grid, coordinates.status)
+        return note_source(made, coordinates), rows.astype(np.int32)

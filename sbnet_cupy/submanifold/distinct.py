@@ -7,7 +7,9 @@ import numpy as np
 from ..core.arrays import empty, namespace
 from .keys import sort_keys
 
-OUTSIDE, DUPLICATE = 1, 2  # bits of a status
+# Bits of a status. Sites of JAX's arrays are left out of a list that they were made of; others
+# refer to that list (sources.py).
+OUTSIDE, DUPLICATE, LEFT_OUT = 1, 2, 4
 
 
 class Reduction(NamedTuple):

@@ -14,6 +14,7 @@ from .coordinate_map import CoordinateMap
 from .distinct import OUTSIDE
 from .keys import coordinates_of, key_part, packing_of
 from .site_kernels import by_kernels
+from .sources import note_source
 from .window import coarse_shape, fine_shape
 
 
@@ -71,7 +72,8 @@ def _sites_at(places, like, shape, capacity):
             status = _beyond(beyond, status, capacity, packing.limits[axis])
     keys = [functools.reduce(operator.or_, of_cell) for of_cell in itertools.product(*parts)]
     # Places that stand for no site were dropped on purpose: the status is that of the source.
-    return _sites_of_keys(xp.concatenate(keys), shape, batch, d, capacity, status)
+    made = _sites_of_keys(xp.concatenate(keys), shape, batch, d, capacity, status)
+    return note_source(made, like)
 
 
 def _beyond(count, status, capacity, limit):
@@ -102,7 +104,7 @@ def _sites_by_kernels(like, window, readers, shape, capacity):
         found = found.cut(found.count.item())
     made = CoordinateMap(found.indices, found.count, shape, like.batch_size, like.status)
     made._kept.update(tree=found.tree, valid=found.valid)
-    return made
+    return note_source(made, like)
 
 
 def kernels_find(coordinates, window):

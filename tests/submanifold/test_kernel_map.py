@@ -282,3 +282,21 @@ def test_a_kernel_of_too_many_cells_is_refused():
     sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 2, 3]]), spatial_shape=(4, 4))
     with pytest.raises(sb.ShapeError, match="kernel_size must have at most 1048576 cells"):
         sb.kernel_map(sites, 2**20, stride=2)
+
+
+def test_sites_made_of_a_list_with_too_few_rows_say_so(xp):
+    """However far they are from it, in copies, and when what they keep was freed."""
+    rows = np.argwhere(np.random.default_rng(0).random((1, 9, 9)) < 0.5).astype(np.int32)
+    for capacity, is_left_out in ((5, True), (len(rows), False)):
+        options = {"spatial_shape": (9, 9), "batch_size": 1, "capacity": capacity}
+        sites, _ = sb.coordinate_map(xp.asarray(rows), **options)
+        coarse = sb.kernel_map(sites, 2, stride=2, capacity=100).target
+        fine = sb.kernel_map(coarse, 2, stride=2, transposed=True, capacity=400).target
+        chosen, _ = fine.select(fine.valid(), capacity=400)
+        chosen.clear()
+        for made in (coarse, fine, chosen, fine._mapped(lambda array: array.copy())):
+            if not is_left_out:
+                assert made.check() is made
+                continue
+            with pytest.raises(sb.CapacityError, match=f"got 5 for {len(rows)} sites of a list"):
+                made.check()

@@ -56,6 +56,10 @@ def test_sites_and_their_features(sbj, place, jax, mode, order):
     assert short.overflowed and int(to_numpy(inverse).min()) == -1
     with pytest.raises(sb.CapacityError, match="larger capacity"):
         short.check()
+    made = sbj.kernel_map(short, 2, stride=2, capacity=count).target
+    for later in (made, short.select(short.valid(), capacity=count)[0]):
+        with pytest.raises(sb.CapacityError, match="got less for a list"):
+            later.check()
 
 
 def test_what_does_not_belong_is_flagged(sbj, place):

@@ -441,3 +441,12 @@ def test_rows_of_no_sample_take_no_gradient(st, torch, reduce):
     y = st.global_pool(x, reduce)
     y.sum().backward()
     assert y.tolist() == [[1]] and features.grad.tolist() == [[1], [0], [0]]
+
+
+def test_sites_made_of_a_list_with_too_few_rows_say_so(st, torch):
+    rows = torch.tensor([[0, 1], [0, 2], [0, 5]])
+    options = {"spatial_shape": 8, "batch_size": 1, "capacity": 2}
+    x = st.sparse_tensor(torch.ones(3, 1), rows, **options)
+    y = st.strided_conv(x, torch.ones(2, 1, 1), stride=2, capacity=4)
+    with pytest.raises(sb.CapacityError, match="got 2 for 3 sites of a list"):
+        y.coordinates.check()

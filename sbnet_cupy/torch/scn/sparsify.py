@@ -3,6 +3,7 @@
 import torch
 
 from ...submanifold.coordinate_map import CoordinateMap, check_capacity
+from ...submanifold.sources import note_source
 from ..submanifold.maps import valid
 from ..submanifold.operations import rows_of
 from .containers import Sequential
@@ -23,7 +24,8 @@ def select(input, active, capacity=None):
     count = active.sum(dtype=old.count.dtype).view(1)
     rows = torch.where(torch.arange(len(rows), device=rows.device) < count, rows, -1)
     indices = torch.where((rows >= 0)[:, None], old.indices[rows], -1)
-    made = CoordinateMap(indices, count, old.spatial_shape, old.batch_size, old.status)
+    grid = old.spatial_shape, old.batch_size
+    made = note_source(CoordinateMap(indices, count, *grid, old.status), old)
     metadata = Metadata(old.dimensions)
     metadata.grids[size_key(input.spatial_size)] = made
     return SparseConvNetTensor(rows_of(input.features, rows), metadata, input.spatial_size)

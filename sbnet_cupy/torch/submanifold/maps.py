@@ -17,6 +17,7 @@ from ...submanifold.coordinate_map import CoordinateMap, check_sites
 from ...submanifold.keeping_container import CAPTURE, kept_or_made, mark_capture
 from ...submanifold.kernel_map import KeptMap, KernelMap
 from ...submanifold.site_conv import valid_rows
+from ...submanifold.sources import note_source
 from ...submanifold.sparse_tensor import check_tensor
 from .. import _dispatch_state as state
 from .._native import check_tensors, views
@@ -121,6 +122,8 @@ def of_native(made, source=None):
         status = None if made.status is None else to_tensor(made.status)
     coordinates = CoordinateMap(to_tensor(made.indices), to_tensor(made.count), *grid, status)
     coordinates._kept["native"] = made
+    if source is not None:
+        note_source(coordinates, source)
     mark_capture(coordinates._kept, made._kept.get(CAPTURE, 0))
     rows = made._kept.get("valid")
     if rows is None:
