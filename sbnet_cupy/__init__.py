@@ -60,12 +60,19 @@ from .submanifold.site_pool import (
     sparse_unpool_grad,
 )
 from .submanifold.sparse_tensor import SparseTensor, sparse_tensor
+from .submanifold.sparse_tensor_grad import sparse_tensor_grad
 from .submanifold.sparse_unfold import sparse_unfold, sparse_unfold_grad
 from .submanifold.submanifold_conv import (
     inverse_conv,
     strided_conv,
     submanifold_conv,
     transposed_conv,
+)
+from .submanifold.submanifold_conv_grad import (
+    inverse_conv_grad,
+    strided_conv_grad,
+    submanifold_conv_grad,
+    transposed_conv_grad,
 )
 from .submanifold.voxelize import voxelize
 
@@ -99,6 +106,7 @@ __all__ = [
     "global_pool",
     "global_pool_grad",
     "inverse_conv",
+    "inverse_conv_grad",
     "kernel_map",
     "mask_conv2d",
     "masks",
@@ -119,6 +127,7 @@ __all__ = [
     "sparse_scatter_grad",
     "sparse_scatter_var",
     "sparse_tensor",
+    "sparse_tensor_grad",
     "sparse_to_dense",
     "sparse_to_dense_grad",
     "sparse_unfold",
@@ -145,7 +154,10 @@ __all__ = [
     "stack_to_image",
     "stack_to_image_grad",
     "strided_conv",
+    "strided_conv_grad",
     "submanifold_conv",
+    "submanifold_conv_grad",
     "transposed_conv",
+    "transposed_conv_grad",
     "voxelize",
 ]

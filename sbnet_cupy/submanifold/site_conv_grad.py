@@ -48,10 +48,13 @@ class SiteConvGradients(NamedTuple):
     residual: Any = None
 
 
+GRADIENTS = SiteConvGradients._fields
+
+
 @array_function
 def site_conv_grad(
     grad_y, features, w, kernel_map, *, groups=1, bias=None, scale=None, residual=None,
-    activation=None, precision=None, wanted=("features", "w", "scale", "bias", "residual"), y=None,
+    activation=None, precision=None, wanted=GRADIENTS, y=None,
 ):  # fmt: skip
     """Compute the gradients of site_conv from the gradient of its result.
 
@@ -101,7 +104,7 @@ def site_conv_grad(
     problem, _ = resolve_arguments(
         features, w, kernel_map, groups, scale, bias, residual, activation, precision
     )
-    check_wanted(wanted, SiteConvGradients._fields)
+    check_wanted(wanted, GRADIENTS)
     shape = (kernel_map.target.capacity, problem.channels_out)
     check_array("grad_y", grad_y, shape=shape, like=features)
     check_contiguous("grad_y", grad_y)

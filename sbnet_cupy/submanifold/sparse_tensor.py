@@ -170,13 +170,7 @@ def sparse_tensor(
 
 def _put_at_sites(features, indices, spatial_shape, batch_size, mode, order, capacity):
     """Do what sparse_tensor does; return the row of each row's site, too."""
-    check_array("features", features, ndim=2)
-    if not is_float(features.dtype):
-        raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
-        )
-    check_array("indices", indices, ndim=2, like=features)
-    check_rows(features, indices)
+    check_feature_rows(features, indices)
     grid = spatial_shape, batch_size
     coordinates, inverse, reduction = reduce_rows(indices, *grid, mode, order, capacity)
     rows = features_of_sites(features, reduction, coordinates.capacity, mode)
@@ -184,6 +178,17 @@ def _put_at_sites(features, indices, spatial_shape, batch_size, mode, order, cap
 
 
 put_at_sites = array_function(_put_at_sites)  # for adapters, which differentiate it
+
+
+def check_feature_rows(features, indices):
+    """Raise unless ``features`` are floats, with a row for each row of ``indices``."""
+    check_array("features", features, ndim=2)
+    if not is_float(features.dtype):
+        raise DTypeError(
+            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
+        )
+    check_array("indices", indices, ndim=2, like=features)
+    check_rows(features, indices)
 
 
 def check_rows(features, indices):

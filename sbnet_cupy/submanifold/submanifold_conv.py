@@ -89,7 +89,7 @@ def _submanifold_conv(
     known = compute_again(x, w, residual, *options) if alone else None
     if known is not None:
         return known
-    kernel = _kernel_of(x, w)
+    kernel = checked_kernel(x, w)
     same = x.coordinates
     made = find_map(same, kernel, dilation=dilation, onto=same)
     residual = features_on(same, residual)
@@ -142,11 +142,7 @@ def strided_conv(
     >>> y.indices.tolist(), y.features.ravel(), y.spatial_shape
     ([[0, 0], [0, 1], [0, 2]], array([1., 1., 1.]), (4,))
     """
-    kernel = _kernel_of(x, w)
-    made = find_map(
-        x.coordinates, kernel, stride=stride, padding=0 if padding is None else padding,
-        dilation=dilation, onto=onto, capacity=capacity,
-    )  # fmt: skip
+    made = strided_map(x, w, stride, padding, dilation, onto=onto, capacity=capacity)
     return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
 
 
@@ -194,10 +190,7 @@ def inverse_conv(
     >>> inverse_conv(y, np.array([[[1.0]], [[10.0]]]), onto=x).features.ravel()
     array([10.,  1., 10.])
     """
-    kernel = _kernel_of(x, w)
-    onto = sites_of(onto)
-    check_map("onto", onto)
-    made = made_by(onto, kernel, x.coordinates).transposed()
+    made = map_back_to(onto, x, w)
     return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
 
 
@@ -240,15 +233,30 @@ def transposed_conv(
     >>> y.indices.tolist(), y.features.ravel()
     ([[0, 2], [0, 3], [0, 4], [0, 5]], array([1., 2., 1., 2.]))
     """
-    kernel = _kernel_of(x, w)
-    made = find_map(
-        x.coordinates, kernel, stride=stride, padding=0 if padding is None else padding,
-        dilation=dilation, output_padding=output_padding, transposed=True, capacity=capacity,
+    made = strided_map(
+        x, w, stride, padding, dilation, capacity=capacity, output_padding=output_padding,
+        transposed=True,
     )  # fmt: skip
     return _convolve(x, w, made, groups, scale, bias, residual, activation, precision, out)
 
 
-def _kernel_of(x, w):
+def strided_map(x, w, stride, padding, dilation, **options):
+    """Return the map of a strided or transposed convolution."""
+    kernel, padding = checked_kernel(x, w), 0 if padding is None else padding
+    return find_map(
+        x.coordinates, kernel, stride=stride, padding=padding, dilation=dilation, **options
+    )
+
+
+def map_back_to(onto, x, w):
+    """Return the map of an inverse convolution to the sites ``onto``."""
+    kernel, onto = checked_kernel(x, w), sites_of(onto)
+    check_map("onto", onto)
+    return made_by(onto, kernel, x.coordinates).transposed()
+
+
+def checked_kernel(x, w):
+    """Return the kernel size of the weights of a SparseTensor, or raise."""
     check_tensor(x)
     if not (isinstance(w, PackedWeights) or hasattr(w, "shape")):
         check_array("w", w)
@@ -277,13 +285,13 @@ def _convolve(x, w, made, groups, scale, bias, residual, activation, precision, 
     return SparseTensor.computed(y, made.target)
 
 
-def features_on(target, residual):
+def features_on(target, value, name="residual"):
     """Return the features of a residual on the sites ``target``, or what is no SparseTensor."""
-    if not isinstance(residual, SparseTensor):
-        return residual
-    if residual.coordinates is not target:
+    if not isinstance(value, SparseTensor):
+        return value
+    if value.coordinates is not target:
         raise ShapeError(
-            "residual must be on the coordinates of the result, got others; pass the features "
+            f"{name} must be on the coordinates of the result, got others; pass the features "
             "alone if the rows are the same sites"
         )
-    return residual.features
+    return value.features

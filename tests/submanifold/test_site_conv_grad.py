@@ -131,3 +131,54 @@ def test_every_dtype(xp, body, groups, dtype):
         assert actual.dtype == dtype
         wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
         assert_close(actual, expected, terms=2 * window.rows.size, dtype=wide, magnitude=most)
+
+
+def test_the_gradient_of_each_convolution(xp):
+    """That of site_conv over its map, whether SparseTensors come or arrays."""
+    rng = np.random.default_rng(5)
+    rows = np.argwhere(rng.random((2, 7, 6)) < 0.4).astype(np.int32)
+
+    def draw(*shape):
+        return xp.asarray(rng.standard_normal(shape))
+
+    x = sb.sparse_tensor(draw(len(rows), 2), xp.asarray(rows), spatial_shape=(7, 6), batch_size=2)
+    three, two, back = draw(3, 3, 2, 4), draw(2, 2, 2, 4), draw(2, 2, 4, 2)
+    fine, low = x.coordinates, sb.strided_conv(x, two, stride=2, capacity=60)
+    cases = [  # name, x, w, options, and those of the kernel map
+        ("submanifold_conv", x, three, {"dilation": 2}, {"onto": fine}),
+        ("strided_conv", x, two, {"stride": 2, "capacity": 60}, {}),
+        ("strided_conv", x, three, {"stride": 1, "padding": 1, "onto": fine}, {}),
+        ("transposed_conv", x, two, {"stride": 2, "output_padding": 1}, {"transposed": True}),
+        ("inverse_conv", low, back, {"onto": x}, {}),
+    ]
+    for name, source, w, options, more in cases:
+        if name == "inverse_conv":
+            window = sb.kernel_map(fine, 2, stride=2, capacity=60).transposed()
+        else:
+            window = sb.kernel_map(fine, w.shape[:2], **options, **more)
+        function, gradients = getattr(sb, name), getattr(sb, f"{name}_grad")
+        residual = draw(window.target.capacity, w.shape[-1])
+        more = {"bias": draw(w.shape[-1]), "scale": draw(w.shape[-1]), "activation": "relu"}
+        y = function(source, w, **options, residual=residual, **more)
+        assert y.coordinates is window.target
+        grad = y.replace(draw(*y.features.shape))
+        expected = sb.site_conv_grad(
+            grad.features, source.features, w, window, residual=residual, **more
+        )
+        found = gradients(grad, source, w, **options, residual=y.replace(residual), y=y, **more)
+        alone = gradients(
+            grad.features, source, w, **options, residual=residual, **more, wanted=("w", "residual")
+        )
+        for part in NAMES:
+            assert_same(getattr(found, part), getattr(expected, part))
+        assert alone.features is alone.scale is alone.bias is None
+        assert_same(alone.w, expected.w)
+        assert_same(alone.residual, expected.residual)
+        with pytest.raises(sb.ShapeError, match="grad_y must be on the coordinates of the result"):
+            gradients(sb.SparseTensor(grad.features, _others(y)), source, w, **options)
+
+
+def _others(y):
+    """Return the coordinates of ``y`` as another object."""
+    coordinates = y.coordinates
+    return sb.CoordinateMap(coordinates.indices, coordinates.count, y.spatial_shape, y.batch_size)

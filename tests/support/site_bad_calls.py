@@ -60,6 +60,12 @@ VALID = {
     "strided_conv": STRIDED_CONV,
     "transposed_conv": STRIDED_CONV,
     "inverse_conv": {"x": POOLED, "w": ramp(2, 2, 2, 4), "onto": X},
+    "submanifold_conv_grad": {"grad_y": ramp(4, 4)} | CONV,
+    "strided_conv_grad": {"grad_y": ramp(4, 4)} | STRIDED_CONV,
+    "transposed_conv_grad": {"grad_y": ramp(33, 4)} | STRIDED_CONV,
+    "inverse_conv_grad": {"grad_y": ramp(4, 4), "x": POOLED, "w": ramp(2, 2, 2, 4), "onto": X},
+    "sparse_tensor_grad": {"grad_y": ramp(4, 2), "features": ramp(4, 2), "indices": ROWS,
+                           "spatial_shape": SHAPE, "batch_size": 2},
     "site_conv": {"features": ramp(4, 2), "w": W, "kernel_map": WINDOW},
     "site_conv_grad": {"grad_y": ramp(4, 4), "features": ramp(4, 2), "w": W, "kernel_map": WINDOW},
     "sparse_max_pool": POOL,
@@ -84,9 +90,13 @@ V, S, D = ValueError, ShapeError, DTypeError
 WITH_X = [n for n in VALID if isinstance(VALID[n].get("x"), Made) and n != "dense_to_sparse_grad"]
 WITH_GRAD = [n for n in VALID if "grad_y" in VALID[n]]
 CONVS = [n for n in VALID if "w" in VALID[n]]
+CONV_GRADS = [n for n in CONVS if n in WITH_GRAD]
 POOLS = [n for n in VALID if "kernel_size" in VALID[n] and n not in ("kernel_map", "KernelMap")]
+BACK = ("inverse_conv", "inverse_conv_grad", "sparse_unpool", "sparse_unpool_grad")
 OVER_MAPS = ("site_conv", "site_conv_grad", "sparse_unfold", "sparse_unfold_grad")
-LISTS = ("coordinate_map", "sparse_tensor")
+LISTS = ("coordinate_map", "sparse_tensor", "sparse_tensor_grad")
+WITH_FEATURES = ("sparse_tensor", "sparse_tensor_grad")
+STRIDES = ("strided_conv", "transposed_conv", "strided_conv_grad", "transposed_conv_grad")
 
 BAD = [
     # function, argument, bad value, exception; the message must name the argument
@@ -108,8 +118,9 @@ BAD = [
     *[(n, "mode", v, V) for n in LISTS for v in ["max", None, 1]],
     *[(n, "order", v, V) for n in LISTS for v in ["z", 1]],
     *[(n, "capacity", v, S) for n in LISTS for v in [-1, 2.5, True]],
-    *[("sparse_tensor", "features", v, D) for v in [LIST, Spoiled("v.astype('i4')")]],
-    *[("sparse_tensor", "features", v, S) for v in [Spoiled("v[0]"), Spoiled("v[1:].copy()")]],
+    *[(n, "features", v, D) for n in WITH_FEATURES for v in [LIST, Spoiled("v.astype('i4')")]],
+    *[(n, "features", v, S) for n in WITH_FEATURES
+      for v in [Spoiled("v[0]"), Spoiled("v[1:].copy()")]],
     *[("CoordinateMap", "indices", v, S) for v in [None, Spoiled("v[0]"), Spoiled("v[:, :1]")]],
     *[("CoordinateMap", "indices", Spoiled(f"v.astype('{kind}')"), D) for kind in ("i8", "f4")],
     *[("CoordinateMap", "count", v, S) for v in (None, 4, np.int32(4), ramp(2, dtype=np.int32))],
@@ -141,19 +152,20 @@ BAD = [
     *[(n, "residual", v, e) for n in CONVS for v, e in [(ramp(4, 3), S), (1.0, D)]],
     *[(n, "activation", v, V) for n in CONVS for v in ["swish", 1]],
     *[(n, "precision", "fp8", V) for n in CONVS],
-    *[(n, "out", ramp(4, 3), S) for n in CONVS if n != "site_conv_grad"],
-    *[(n, "stride", v, S) for n in ("strided_conv", "transposed_conv") for v in [0, (1,), 1.5]],
-    *[(n, "padding", v, S) for n in ("strided_conv", "transposed_conv") for v in [-1, "SAME"]],
-    ("strided_conv", "onto", ROWS, D),
-    *[(n, "onto", v, D) for n in ("inverse_conv", "sparse_unpool", "sparse_unpool_grad")
+    *[(n, "out", ramp(4, 3), S) for n in CONVS if n not in CONV_GRADS],
+    *[(n, "stride", v, S) for n in STRIDES for v in [0, (1,), 1.5]],
+    *[(n, "padding", v, S) for n in STRIDES for v in [-1, "SAME"]],
+    *[(n, "onto", ROWS, D) for n in ("strided_conv", "strided_conv_grad")],
+    *[(n, "onto", v, D) for n in BACK
       for v in [None, ROWS]],
-    *[(n, "onto", POOLED, V) for n in ("inverse_conv", "sparse_unpool", "sparse_unpool_grad")],
+    *[(n, "onto", POOLED, V) for n in BACK],
     *[(n, "kernel_map", v, D) for n in OVER_MAPS for v in [None, ROWS]],
     *[(n, "features", v, e) for n in OVER_MAPS
       for v, e in [(Spoiled("v[1:].copy()"), S), (LIST, D), (Spoiled("v.astype('i4')"), D),
                    (STRIDED, S)]],
-    *[("site_conv_grad", "wanted", v, V) for v in ["w", None, ("y",)]],
-    *[("site_conv_grad", "y", v, e) for v, e in [(ramp(4, 3), S), (ramp(4, 4).astype("f8"), D)]],
+    *[(n, "wanted", v, V) for n in CONV_GRADS for v in ["w", None, ("y",)]],
+    *[(n, "y", v, e) for n in CONV_GRADS
+      for v, e in [(ramp(4, 3), S), (ramp(*VALID[n]["grad_y"].shape).astype("f8"), D)]],
     # pooling
     *[(n, "kernel_size", v, S) for n in POOLS for v in [0, (2, 2.5), None]],
     *[(n, "stride", v, S) for n in POOLS for v in [0, (1,), 1.5]],
