@@ -98,18 +98,3 @@ def test_tiles_stand_for_the_map(shape, sources, cupy):
     assert (read_back(SiteTiles(*found), 27, 3001, shape) == rows).all()
     for one, more in zip(found[:2], other[:2], strict=True):
         assert (one[:, :2] == more[:, :2]).all()
-
-
-def test_every_tile_gives_the_same_bits(cupy, monkeypatch):
-    """Random numbers in two parts: the sum of a row does not depend on its tile."""
-    case = Case("float16", 1200, 128, 64, (3, 3, 3), whole=False)
-    plans = (
-        TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, W),
-        TilesPlan(TileShape(256, 512), 64, (4, 1), 3, 2, 1, W),
-        TilesPlan(TileShape(64, 64), 64, (1, 1), 2, 1, 1, W),
-    )
-    first, *others = (run_by_plan(case, plan, cupy.asarray, monkeypatch) for plan in plans)
-    for other in others:
-        assert_same(other, first)
-    plans = (TilesPlan(TileShape(64, most), 64, (3, 1), 9, 2, 1, SPLIT) for most in (192, 64))
-    assert_same(*(run_by_plan(case, plan, cupy.asarray, monkeypatch) for plan in plans))
