@@ -33,7 +33,7 @@ from sbnet_cupy.core import libraries
 
 FILE = "submanifold_conv.csv"
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "tf32": 2.0**-10}
-MOST = 40_000_000  # numbers of the features of a case
+MOST, MOST_ON_CPU = 70_000_000, 40_000_000  # numbers of the features of a case
 MOST_ERROR = 0.01  # of another library: more is no rounding
 DEVICE = "cuda"  # of PyTorch's tensors, in a run on a GPU
 
@@ -130,10 +130,11 @@ def main(arguments=None):
         options, scenes.standard(options.quick), options.cpu and "this compares with PyTorch"
     )
     measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
+    most = MOST_ON_CPU if options.cpu else MOST
     with Writer(folder / FILE, kind, keep=True) as writer:
         for scene in listed:
             wanted = options.channels or scene.channels
-            taken = [c for c in wanted if len(scene.rows) * c <= MOST]
+            taken = [c for c in wanted if len(scene.rows) * c <= most]
             for numbers, channels in itertools.product(options.numbers, taken):
                 first = (numbers, channels) == (options.numbers[0], taken[0])
                 peers = None if options.alone and not options.cpu else torch
