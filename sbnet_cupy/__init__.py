@@ -15,7 +15,6 @@ from .block_sparse.gather_scatter.sparse_scatter import sparse_scatter, sparse_s
 from .block_sparse.gather_scatter.sparse_scatter_grad import sparse_scatter_grad
 from .block_sparse.mask import masks
 from .block_sparse.mask.reduce_mask import reduce_mask
-from .block_sparse.pixel_sites import blocks_of
 from .block_sparse.stack.block_table import BlockTable, block_table
 from .block_sparse.stack.stack_avg_pool import stack_avg_pool
 from .block_sparse.stack.stack_avg_pool_grad import stack_avg_pool_grad
@@ -36,6 +35,7 @@ from .block_sparse.stack.stack_pixel_mask import stack_pixel_mask
 from .block_sparse.stack.stack_to_image import stack_to_image
 from .block_sparse.stack.stack_to_image_grad import stack_to_image_grad
 from .blocks import BlockParams, calc_block_params, calc_block_params_res_block
+from .blocks_and_sites import blocks_of
 from .dense.conv2d import conv2d
 from .dense.conv2d_grad import conv2d_grad
 from .dense.packed_weights import PackedWeights

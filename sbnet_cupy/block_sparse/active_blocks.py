@@ -9,7 +9,6 @@ from ..core.sizes import kernel_pair, pair
 from ..errors import CapacityError
 from .from_mask import grid_on_mask, params_of_output
 from .picture import describe
-from .pixel_sites import sites_of_blocks
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -156,13 +155,14 @@ class ActiveBlocks(ArrayContainer):
             )
         return self
 
-    def sites(self, bsize, mask=None, *, image_size=None, capacity=None):
+    def sites(self, params, mask=None, *, image_size=None, capacity=None):
         """List the pixels of the active blocks: the sites of a sparse tensor in two dimensions.
 
         Parameters
         ----------
-        bsize : BlockParams, int or (int, int)
-            Size of a block in pixels of the result, without what its neighbours overlap.
+        params : BlockParams, int or (int, int)
+            The layer's blocks, or the size of one in pixels of the result, without what its
+            neighbours overlap.
         mask : array, shape (N, H, W) or (N, H, W, 1), optional
             Only pixels where it is not 0 are listed. Its size is that of the images.
         image_size : (int, int), optional
@@ -172,9 +172,9 @@ class ActiveBlocks(ArrayContainer):
 
         Returns
         -------
-        PixelSites(indices, count, spatial_shape, batch_size)
-            Pixels in raster order. ``CoordinateMap(*active.sites(bsize))`` makes a
-            :class:`CoordinateMap` of them; :func:`blocks_of` leads back.
+        CoordinateMap
+            The pixels, in raster order; its ``check`` tells whether some were left out, here or
+            with their blocks. :func:`blocks_of` leads back.
 
         Raises
         ------
@@ -184,14 +184,19 @@ class ActiveBlocks(ArrayContainer):
         Examples
         --------
         >>> import numpy as np
-        >>> from sbnet_cupy import CoordinateMap
-        >>> active = ActiveBlocks.from_mask(np.eye(4)[None], bsize=2, ksize=1)
-        >>> active.sites(2, np.eye(4)[None]).indices.tolist()
+        >>> mask = np.eye(4)[None]
+        >>> active = ActiveBlocks.from_mask(mask, bsize=2, ksize=1)
+        >>> active.sites(2, mask)
+        CoordinateMap: 4 sites on a grid of (4, 4), batch of 1, capacity 4
+        >>> active.sites(2, mask).indices.tolist()
         [[0, 0, 0], [0, 1, 1], [0, 2, 2], [0, 3, 3]]
-        >>> CoordinateMap(*active.sites(2))
-        CoordinateMap: 8 sites on a grid of (4, 4), batch of 1, capacity 8
+        >>> active.sites(2).number()
+        8
         """
-        return sites_of_blocks(self, bsize, mask, image_size, capacity)
+        # Not at the top: it makes a CoordinateMap, of another system, and is above both.
+        from ..blocks_and_sites import sites_of_blocks
+
+        return sites_of_blocks(self, params, mask, image_size, capacity)
 
     def to_dense(self):
         """Return a bool array ``[N, bh, bw]``, True where a block is active and has a row."""

@@ -7,8 +7,8 @@ import numpy as np
 from ..core.arrays import empty, namespace
 from .keys import sort_keys
 
-# Bits of a status. Sites of JAX's arrays are left out of a list that they were made of; others
-# refer to that list (sources.py).
+# Bits of a status. LEFT_OUT is that of a list of blocks, and of JAX's sites, that these sites were
+# made of; those of other arrays refer to the list of sites that they were made of (sources.py).
 OUTSIDE, DUPLICATE, LEFT_OUT = 1, 2, 4
 
 

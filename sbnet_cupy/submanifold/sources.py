@@ -45,6 +45,6 @@ def check_sources(coordinates, is_left_out):
             )
     if is_left_out:
         raise CapacityError(
-            "capacity must be at least the number of sites, got less for a list that these were "
-            "made of; pass a larger capacity where it was made"
+            "capacity must be at least the number of sites, or of active blocks, got less for a "
+            "list that these were made of; pass a larger capacity where it was made"
         )

@@ -1,36 +1,28 @@
-"""Between blocks and sites: the pixels of a list of blocks, and the blocks that hold given pixels.
+"""Between blocks and sites: the pixels of a list of blocks, and the blocks that hold sites."""
 
-A :class:`PixelSites` has the fields of a :class:`~sbnet_cupy.CoordinateMap`, in their order.
-"""
+import numpy as np
 
-from typing import Any, NamedTuple
-
-from ..core.arrays import array_function, library_of, namespace
-from ..core.checks import check_array
-from ..core.list_cells import list_cells
-from ..core.sizes import is_integer, pair
-from ..errors import DTypeError, ShapeError
-from .block_params import BlockParams
-
-
-class PixelSites(NamedTuple):
-    """Pixels of images as a list; ``CoordinateMap(*sites)`` is the CoordinateMap of them."""
-
-    indices: Any  # int32 [M, 3]: (image, row, column) in raster order, -1 past the count
-    count: Any  # int32 [1]
-    spatial_shape: tuple[int, int]
-    batch_size: int
+from .block_sparse.active_blocks import ActiveBlocks
+from .block_sparse.block_params import BlockParams
+from .core.arrays import array_function, namespace
+from .core.checks import check_array
+from .core.graph_memory import memory_of_graphs
+from .core.list_cells import list_cells
+from .core.sizes import pair
+from .errors import ShapeError
+from .submanifold.coordinate_map import CoordinateMap, check_capacity, check_sites
+from .submanifold.distinct import LEFT_OUT
 
 
 @array_function
-def sites_of_blocks(active, bsize, mask=None, image_size=None, capacity=None):
+def sites_of_blocks(active, params, mask=None, image_size=None, capacity=None):
     """See :meth:`ActiveBlocks.sites`."""
-    block = bsize.bsize_out if isinstance(bsize, BlockParams) else pair(bsize, "bsize")
-    xp = namespace(active.active_block_indices)
+    block = params.bsize_out if isinstance(params, BlockParams) else pair(params, "params")
+    counts, rows = active
     images, *blocks = active.grid
     covered = tuple(n * b for n, b in zip(blocks, block, strict=True))
     if mask is not None:
-        check_array("mask", mask, ndim=(3, 4), like=active.active_block_indices)
+        check_array("mask", mask, ndim=(3, 4), like=rows)
         mask = mask[..., 0] if mask.ndim == 4 and mask.shape[3] == 1 else mask
         if image_size is not None:
             raise ShapeError(f"image_size must be None where a mask is given, got {image_size!r}")
@@ -42,17 +34,17 @@ def sites_of_blocks(active, bsize, mask=None, image_size=None, capacity=None):
             f"{what} must have a height and width that blocks of {block} in a grid of "
             f"{tuple(blocks)} cover, got {size}"
         )
-    if capacity is not None and (not is_integer(capacity) or capacity < 0):
-        raise ShapeError(f"capacity must be a non-negative integer, got {capacity!r}")
-    listed = _dense(active, xp)
-    for axis, b in enumerate(block):
-        listed = listed.repeat(b, axis=1 + axis)
-    listed = listed[:, : size[0], : size[1]]
     if mask is not None:
         check_array("mask", mask, shape=(images, *size))
-        listed = listed & (mask != 0)
-    indices, count, _ = list_cells(xp.ascontiguousarray(listed), capacity)
-    return PixelSites(indices, count, tuple(size), images)
+    check_capacity(capacity)
+    with memory_of_graphs(rows):
+        listed = _dense(active, namespace(rows)).repeat(block[0], axis=1).repeat(block[1], axis=2)
+        listed = listed[:, : size[0], : size[1]]
+        if mask is not None:
+            listed = listed & (mask != 0)
+        indices, count, _ = list_cells(namespace(rows).ascontiguousarray(listed), capacity)
+        status = (counts > len(rows)).astype(np.int32) * np.int32(LEFT_OUT)
+        return CoordinateMap(indices, count, tuple(size), images, status)
 
 
 def _dense(active, xp):
@@ -71,22 +63,13 @@ def _dense(active, xp):
 
 @array_function
 def mask_of_sites(coordinates):
-    """Return the mask, bool ``[N, H, W]``, that is set at sites in two dimensions.
-
-    ``coordinates`` is a CoordinateMap, a :class:`PixelSites` or what has their fields, or a tensor
-    that has one as its ``coordinates``.
-    """
-    coordinates = getattr(coordinates, "coordinates", coordinates)
-    if not all(hasattr(coordinates, name) for name in PixelSites._fields):
-        raise DTypeError(
-            f"coordinates must be a CoordinateMap, got {type(coordinates).__name__}; make one with "
-            "coordinate_map"
-        )
-    indices, count, *grid = (getattr(coordinates, name) for name in PixelSites._fields)
-    if library_of(indices) is None or indices.shape[1:] != (3,):
+    """Return the mask, bool ``[N, H, W]``, that is set at sites in two dimensions."""
+    check_sites("coordinates", coordinates)
+    indices, grid = coordinates.indices, (coordinates.spatial_shape, coordinates.batch_size)
+    if coordinates.dimensions != 2:
         raise ShapeError(
-            f"coordinates must be those of images, with rows (image, row, column), got indices of "
-            f"shape {tuple(getattr(indices, 'shape', ()))}"
+            "coordinates must be those of images, with rows (image, row, column), got indices of "
+            f"shape {tuple(indices.shape)}"
         )
     if None in grid:
         raise ShapeError(
@@ -95,7 +78,7 @@ def mask_of_sites(coordinates):
         )
     (height, width), images = grid
     xp = namespace(indices)
-    valid = xp.arange(len(indices)) < count
+    valid = coordinates.valid()
     n, row, column = indices.T.astype("int64")
     for value, size in ((n, images), (row, height), (column, width)):
         valid &= (value >= 0) & (value < size)
@@ -133,7 +116,6 @@ def blocks_of(coordinates, *, bsize, ksize=1, strides=(1, 1), padding="SAME", ca
     >>> blocks_of(sites, bsize=4).active_block_indices.tolist()
     [[0, 0, 0], [0, 1, 1]]
     """
-    from .active_blocks import ActiveBlocks  # whose sites are made here
-
+    mask = mask_of_sites(getattr(coordinates, "coordinates", coordinates))
     options = {"ksize": ksize, "strides": strides, "padding": padding, "capacity": capacity}
-    return ActiveBlocks.from_mask(mask_of_sites(coordinates), bsize=bsize, **options)
+    return ActiveBlocks.from_mask(mask, bsize=bsize, **options)
