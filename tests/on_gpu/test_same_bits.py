@@ -193,8 +193,10 @@ def test_of_every_tile_of_a_kernel(kind, dtype, cupy, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_of_every_width_of_multiply_add(dtype, groups, cupy, monkeypatch):
     case = SiteConvCase(dtype, 1200, 24, 36, (3, 3, 3), groups=groups, whole=False, spare=40)
+    widths = [width for width in (4, 2, 1) if width * np.dtype(dtype).itemsize <= 16]
     first, *others = (
-        run_by_plan(case, FmaPlan(vector), cupy.asarray, monkeypatch) for vector in (4, 2, 1)
+        run_by_plan(case, FmaPlan(width), cupy.asarray, monkeypatch) for width in widths
     )
+    assert others
     for other in others:
         assert_same(other, first)
