@@ -50,6 +50,7 @@ Examples
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from . import _callbacks  # noqa: F401 - first: it says what is missing
 from .layers import mask_conv2d, sparse_conv2d, sparse_res_block_bottleneck
+from .norms import masked_batch_norm
 from .ops import reduce_mask, sparse_gather, sparse_scatter
 from .site_pool import global_pool, sparse_avg_pool, sparse_max_pool, sparse_unpool
 from .sites import coordinate_map, dense_to_sparse, kernel_map, sparse_tensor, sparse_to_dense
@@ -84,6 +85,7 @@ __all__ = [
     "inverse_conv",
     "kernel_map",
     "mask_conv2d",
+    "masked_batch_norm",
     "reduce_mask",
     "site_conv",
     "sparse_avg_pool",

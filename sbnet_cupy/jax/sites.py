@@ -389,10 +389,13 @@ def way_back(coarse, fine, kernel_size=None):
     return reversed_map(map_by(window, fine, coarse))
 
 
-def number_of(name, value):
-    """Return an option that is a number as a float; what JAX may be tracing as it is; or raise."""
+def number_of(name, value, nan=True):
+    """Return an option that is a number as a float; what JAX may be tracing as it is; or raise.
+
+    NaN is refused unless ``nan`` allows it, where it is known.
+    """
     if not isinstance(value, jax.Array):
-        return as_number(name, value)
+        return as_number(name, value, nan=nan)
     check_array(name, spec_of(name, value), ndim=0, kinds="biuf")
     return value
 

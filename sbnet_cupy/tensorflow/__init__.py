@@ -14,7 +14,8 @@ but with ``method="fused"``.
   first, and a result that is not aligned is copied. Inputs are never copied.
 
 Features at sites (:func:`sparse_tensor` and what takes one) are eager alone, and differentiable
-once: how many sites there are is data.
+once: how many sites there are is data. :func:`masked_batch_norm` is made of TensorFlow's own
+operations, and assigns to running statistics, which are variables.
 
 What it cannot do: compile with XLA (``jit_compile=True``), for which the calls back into Python
 have no kernel; run a ``SavedModel`` in another process, or in one without this package; compute on
@@ -38,6 +39,7 @@ Examples
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from . import _tensors  # noqa: F401 - first: it says what is missing
 from .layers import mask_conv2d, sparse_conv2d, sparse_res_block_bottleneck
+from .norms import masked_batch_norm
 from .ops import reduce_mask, sparse_gather, sparse_scatter
 from .sites import (
     coordinate_map,
@@ -69,6 +71,7 @@ __all__ = [
     "inverse_conv",
     "kernel_map",
     "mask_conv2d",
+    "masked_batch_norm",
     "reduce_mask",
     "site_conv",
     "sparse_avg_pool",

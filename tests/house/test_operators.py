@@ -25,7 +25,7 @@ OFFERED = ("reduce_mask", "sparse_gather", "sparse_scatter", "sparse_conv2d",
            "sparse_res_block_bottleneck")  # fmt: skip
 OWN_CHECKS = {  # of operations that JAX makes of its own
     ROOT / "sbnet_cupy" / "jax" / f"{name}.py"
-    for name in ("stack", "stack_pool", "sites", "submanifold", "site_pool", "voxelize")
+    for name in ("stack", "stack_pool", "sites", "submanifold", "site_pool", "norms", "voxelize")
 }
 KERNELS = ("reduce_mask", "sparse_gather", "sparse_scatter", "fused_conv", "fused_bottleneck")
 

@@ -4,7 +4,7 @@ import pytest
 
 # Of these, all is XLA's own: what is called back from XLA, and copied for it, depends on its
 # optimisations, and is compiled as users compile it.
-XLA_ALONE = ("test_stack", "test_sites", "test_site_pool", "test_submanifold")
+XLA_ALONE = ("test_stack", "test_sites", "test_site_norm", "test_site_pool", "test_submanifold")
 
 
 @pytest.fixture(scope="module", autouse=True)

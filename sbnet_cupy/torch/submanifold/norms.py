@@ -7,7 +7,8 @@ import torch
 
 from ...core.scalars import as_number
 from ...dense.activation import check_activation
-from ...errors import DTypeError, ShapeError
+from ...errors import DTypeError
+from ...submanifold.norm_arguments import check_tables
 from ...submanifold.sparse_tensor import SparseTensor
 from .. import _dispatch_state as state
 from .._namespace import wide
@@ -77,10 +78,7 @@ def masked_batch_norm(
     for name, table in tables.items():
         if table is not None and not isinstance(table, torch.Tensor):
             raise DTypeError(f"{name} must be a torch.Tensor, got {type(table).__name__}")
-        if table is not None and tuple(table.shape) != (x.channels,):
-            raise ShapeError(f"{name} must have shape ({x.channels},), got {tuple(table.shape)}")
-    if (running_mean is None) != (running_var is None):
-        raise ValueError("running_mean and running_var must be given together")
+    check_tables(x, tables)
     eps = as_number("eps", eps, nan=False)
     if not isinstance(momentum, torch.Tensor):
         momentum = as_number("momentum", momentum, nan=False)
