@@ -77,9 +77,15 @@ DEVICE float bfloat16_to_float(BFloat16 value) {
 }
 
 DEVICE BFloat16 float_to_bfloat16(float value) {  // to nearest, ties to even
+#if !defined(SBNET_HOST) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    BFloat16 result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+    return result;
+#else
     const u32 all = bits_of(value);
     if ((all & 0x7fffffffu) > 0x7f800000u) return BFloat16{static_cast<u16>((all >> 16) | 0x40u)};
     return BFloat16{static_cast<u16>((all + 0x7fffu + ((all >> 16) & 1u)) >> 16)};
+#endif
 }
 
 // The type a number is computed in, and the way there and back.

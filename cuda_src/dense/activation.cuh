@@ -57,28 +57,37 @@ DEVICE float relu(float t) {
 #endif
 }
 
-// Two numbers through relu, rounded to T, the first in the low half.
-template <typename T>
-DEVICE u32 pack_relu(float low, float high) {
+// Two numbers, activated and rounded to T of 16 bits, the first in the low half; relu is part of the rounding.
+template <typename T, int ACTIVATION>
+DEVICE u32 pack(float low, float high) {
 #if !defined(SBNET_HOST) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     u32 result;
-    if constexpr (Same<T, Half>::value)
-        asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    if constexpr (ACTIVATION == 1) {
+        if constexpr (Same<T, Half>::value)
+            asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+        else
+            asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    } else {
+        low = activate<ACTIVATION>(low), high = activate<ACTIVATION>(high);
+        if constexpr (Same<T, Half>::value)
+            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+        else
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    }
     return result;
 #else
-    return from_compute<T>(activate<1>(low)).bits | static_cast<u32>(from_compute<T>(activate<1>(high)).bits) << 16;
+    low = activate<ACTIVATION>(low), high = activate<ACTIVATION>(high);
+    return from_compute<T>(low).bits | static_cast<u32>(from_compute<T>(high).bits) << 16;
 #endif
 }
 
 // 16 bytes of results, activated and rounded.
 template <typename T, int ACTIVATION, int COUNT>
 DEVICE uint4 rounded(const float (&values)[COUNT]) {
-    Elements<u32, uint4> packed(zero<uint4>());
-    if constexpr (sizeof(T) == 2 && ACTIVATION == 1) {
+    if constexpr (sizeof(T) == 2) {
+        Elements<u32, uint4> packed(zero<uint4>());
 #pragma unroll
-        for (int e = 0; e < COUNT; e += 2) packed.element[e / 2] = pack_relu<T>(values[e], values[e + 1]);
+        for (int e = 0; e < COUNT; e += 2) packed.element[e / 2] = pack<T, ACTIVATION>(values[e], values[e + 1]);
         return packed.vector;
     }
     Elements<T, uint4> result(zero<uint4>());
@@ -102,6 +111,6 @@ DEVICE u32 fma_relu(u32 t, u32 scale, u32 shift) {
     float sums[2];
     for (int i = 0; i < 2; ++i)
         sums[i] = __fmaf_rn(to_compute<float>(x.element[i]), to_compute<float>(a.element[i]), to_compute<float>(b.element[i]));
-    return pack_relu<T>(sums[0], sums[1]);
+    return pack<T, 1>(sums[0], sums[1]);
 #endif
 }

@@ -51,7 +51,7 @@ DEVICE void activate_words(u32 (&words)[4], uint4 x, const u8* scale, const u8* 
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if constexpr (sizeof(T) == 2)
-                words[i] = pack_relu<T>(sums[2 * i], sums[2 * i + 1]);
+                words[i] = pack<T, 1>(sums[2 * i], sums[2 * i + 1]);
             else
                 words[i] = ROUND ? to_tf32(relu(sums[i])) : bits_of(relu(sums[i]));
         }
@@ -86,7 +86,7 @@ DEVICE void store_pair(u8* plane0, int plane_bytes, int pixel, int channel, floa
         const u32 first = ROUND ? to_tf32(relu(a)) : bits_of(relu(a)), second = ROUND ? to_tf32(relu(b)) : bits_of(relu(b));
         Cluster<CLUSTER>::store(reinterpret_cast<uint2*>(at), make_uint2(real ? first : 0, real ? second : 0));
     } else {
-        const u32 pair = pack_relu<T>(a, b);
+        const u32 pair = pack<T, 1>(a, b);
         Cluster<CLUSTER>::store(reinterpret_cast<u32*>(at), real ? pair : 0);
     }
 }
