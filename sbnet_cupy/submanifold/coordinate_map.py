@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import array_function, namespace
+from ..core.byte_order import check_byte_order
 from ..core.checks import check_array
 from ..core.graph_memory import capture_of, memory_of_graphs
 from ..core.list_cells import list_cells
@@ -396,6 +397,8 @@ def check_indices(indices):
     """Raise unless ``indices``, an array or its spec, is a list of rows ``(sample, *position)``."""
     check_array("indices", indices, ndim=2)
     if indices.dtype not in (np.int32, np.int64):
+        if indices.dtype.kind == "i":
+            check_byte_order({"indices": indices})
         raise DTypeError(f"indices must be int32 or int64, got {indices.dtype}; convert them")
     if indices.shape[1] < 2:
         raise ShapeError(

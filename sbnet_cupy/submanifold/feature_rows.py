@@ -1,6 +1,7 @@
 """Rows of features, as all operations over a kernel map take them."""
 
 from ..core.arrays import is_float
+from ..core.byte_order import check_byte_orders
 from ..core.checks import check_array, check_contiguous
 from ..errors import DTypeError, ShapeError
 
@@ -11,6 +12,17 @@ def reads(rows, sites):
     Neither does a number that is too large, as in a table that was made by hand.
     """
     return rows.view(f"u{rows.dtype.itemsize}") < sites
+
+
+def check_dtype(name, array, features, of="features"):
+    """Raise unless an array has the dtype of the features."""
+    if array.dtype != features.dtype:
+        check_byte_orders({of: features, name: array})
+        owner = "the features" if of == "features" else of
+        raise DTypeError(
+            f"{name} must have the dtype of {owner}, {features.dtype}, got {array.dtype}; "
+            "convert it"
+        )
 
 
 def check_rows(features, rows, name="features", sites=None):

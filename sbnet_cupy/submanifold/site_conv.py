@@ -27,7 +27,7 @@ from ..dense.im2col import multiply
 from ..dense.packed_weights import PackedWeights, arrays_of_weights
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap
-from .feature_rows import reads
+from .feature_rows import check_dtype, reads
 from .kernel_map import check_kernel_map
 from .site_conv_launch import OrderedPlan, plan_kernel
 from .site_kernels import by_kernels
@@ -182,10 +182,7 @@ def resolve_site_conv(features, w, rows, kernel_size, sites, groups, activation,
             f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
         )
     check_array("w", w, like=features)
-    if w.dtype != features.dtype:
-        raise DTypeError(
-            f"w must have the dtype of the features, {features.dtype}, got {w.dtype}; convert it"
-        )
+    check_dtype("w", w, features)
     channels, taps = features.shape[1], rows.shape[0]
     if not is_integer(groups) or groups < 1 or channels % groups:
         raise ShapeError(
@@ -210,11 +207,7 @@ def _resolve(specs, options):
     if residual is not None:
         check_array("residual", residual, shape=result.shape, like=features)
         check_contiguous("residual", residual)
-        if residual.dtype != features.dtype:
-            raise DTypeError(
-                f"residual must have the dtype of the features, {features.dtype}, got "
-                f"{residual.dtype}; convert it"
-            )
+        check_dtype("residual", residual, features)
     check_result(out, result)
     return result, problem
 

@@ -20,8 +20,8 @@ from ..dense.affine_grad import affine_grad
 from ..dense.conv2d import check_precision
 from ..dense.conv2d_grad import check_wanted
 from ..dense.im2col import multiply
-from ..errors import DTypeError, ShapeError
-from .feature_rows import check_rows, reads
+from ..errors import ShapeError
+from .feature_rows import check_dtype, check_rows, reads
 from .kernel_map import KernelMap
 from .site_conv import (
     channels,
@@ -108,11 +108,11 @@ def site_conv_grad(
     shape = (kernel_map.target.capacity, problem.channels_out)
     check_array("grad_y", grad_y, shape=shape, like=features)
     check_contiguous("grad_y", grad_y)
-    _check_dtype("grad_y", grad_y, features)
+    check_dtype("grad_y", grad_y, features)
     if y is not None:
         check_array("y", y, shape=shape, like=features)
         check_contiguous("y", y)
-        _check_dtype("y", y, features)
+        check_dtype("y", y, features)
     y = y if activation == "relu" else None
     given = {"features": features, "w": w, "scale": scale, "bias": bias, "residual": residual}
     wanted = {name for name in wanted if given[name] is not None}
@@ -256,7 +256,7 @@ def _infer(specs, options):
     check_rows(features, rows)
     check_array("grad_y", grad_y, shape=(rows.shape[1], None), like=features)
     check_contiguous("grad_y", grad_y)
-    _check_dtype("grad_y", grad_y, features)
+    check_dtype("grad_y", grad_y, features)
     c, k = features.shape[1], grad_y.shape[1]
     if not is_integer(groups) or groups < 1 or c % groups or k % groups:
         raise ShapeError(
@@ -281,14 +281,6 @@ def _plan(specs, options):
             _weight_gradient(features, grad_y, rows, groups, precision == "tf32", out)
 
     return Plan(results, run)
-
-
-def _check_dtype(name, array, features):
-    if array.dtype != features.dtype:
-        raise DTypeError(
-            f"{name} must have the dtype of the features, {features.dtype}, got {array.dtype}; "
-            "convert it"
-        )
 
 
 SITE_WEIGHT_GRAD = Operator(

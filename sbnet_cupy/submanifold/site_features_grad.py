@@ -12,8 +12,8 @@ from ..core.checks import check_array, check_contiguous, check_result
 from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Operator, Plan
 from ..dense.conv2d import check_precision
-from ..errors import DTypeError, ShapeError
-from .feature_rows import check_rows
+from ..errors import ShapeError
+from .feature_rows import check_dtype, check_rows
 from .site_conv import SiteConv, sums
 from .site_conv_launch import OrderedPlan, plan_back_kernel, swap_channels
 from .site_kernels import by_kernels
@@ -47,10 +47,7 @@ def _resolve(specs, options):
             f"w must have shape ({back.shape[0]}, C / groups, {grad_y.shape[1]}), K a positive "
             f"multiple of groups, {groups}, got {w.shape}"
         )
-    if w.dtype != grad_y.dtype:
-        raise DTypeError(
-            f"w must have the dtype of grad_y, {grad_y.dtype}, got {w.dtype}; convert it"
-        )
+    check_dtype("w", w, grad_y, of="grad_y")
     check_contiguous("w", w)
     result = grad_y.new((back.shape[1], c * groups))
     check_result(out, result)

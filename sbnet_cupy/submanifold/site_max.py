@@ -7,8 +7,7 @@ from ..core.checks import check_array, check_result
 from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Operator, Plan
 from ..dense.conv2d import check_choice
-from ..errors import DTypeError
-from .feature_rows import check_rows, reads
+from .feature_rows import check_dtype, check_rows, reads
 from .site_conv import add, take
 
 TIES = ("first", "all")
@@ -79,11 +78,7 @@ def _check_tangent(name, tangent, like, features, y, rows, ties):
     check_array("y", y, shape=(rows.shape[1], features.shape[1]), like=features)
     check_array(name, tangent, shape=like.shape, like=features)
     for other, array in (("y", y), (name, tangent)):
-        if array.dtype != features.dtype:
-            raise DTypeError(
-                f"{other} must have the dtype of the features, {features.dtype}, got "
-                f"{array.dtype}; convert it"
-            )
+        check_dtype(other, array, features)
 
 
 def _infer_grad(specs, options):

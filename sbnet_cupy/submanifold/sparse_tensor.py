@@ -18,6 +18,7 @@ from ..errors import DTypeError, ShapeError
 from .adapted import adapted
 from .coordinate_map import CoordinateMap, reduce_rows
 from .distinct import ChosenRows
+from .feature_rows import check_dtype
 from .reduce_features import REDUCE_FEATURES
 
 
@@ -229,11 +230,7 @@ def check_grad(grad_y, x, shape):
             f"grad_y must have shape {shape}, that of the result, got "
             f"{tuple(getattr(grad_y, 'shape', ()))}"
         )
-    if grad_y.dtype != x.features.dtype:
-        raise DTypeError(
-            f"grad_y must have the dtype of the features, {x.features.dtype}, got {grad_y.dtype}; "
-            "convert it"
-        )
+    check_dtype("grad_y", grad_y, x.features)
 
 
 def features_of_sites(features, reduction, rows, mode):

@@ -6,8 +6,7 @@ from ..core.arrays import array_function, compute_dtype, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
 from ..core.scalars import as_number
-from ..errors import DTypeError
-from .feature_rows import check_rows, reads
+from .feature_rows import check_dtype, check_rows, reads
 from .kernel_map import check_kernel_map
 
 
@@ -94,11 +93,7 @@ def sparse_unfold_grad(grad_y, features, kernel_map):
     _check(features, kernel_map)
     shape = (kernel_map.target.capacity, kernel_map.taps, features.shape[1])
     check_array("grad_y", grad_y, shape=shape, like=features)
-    if grad_y.dtype != features.dtype:
-        raise DTypeError(
-            f"grad_y must have the dtype of the features, {features.dtype}, got {grad_y.dtype}; "
-            "convert it"
-        )
+    check_dtype("grad_y", grad_y, features)
     xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
     total = xp.zeros(features.shape, wide)
     if not grad_y.size:

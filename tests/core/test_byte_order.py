@@ -73,6 +73,29 @@ def test_units():
     assert str(raised.value) == message("weights.w2")
 
 
+def test_features_at_sites():
+    rows, features = np.array([[0, 1], [0, 2], [0, 5]]), np.ones((3, 2), np.float32)
+    w = np.ones((3, 2, 4), np.float32)
+    x = sb.sparse_tensor(features, rows, spatial_shape=8)
+    big = sb.sparse_tensor(swapped(features), rows, spatial_shape=8, mode="mean")
+    y, pooled = sb.submanifold_conv(x, w), sb.sparse_max_pool(x, 2)
+    window = sb.kernel_map(x, 3, onto=x)
+    for name, call in {
+        "features": lambda: sb.submanifold_conv(big, w),
+        "w": lambda: sb.submanifold_conv(x, swapped(w)),
+        "residual": lambda: sb.submanifold_conv(x, w, residual=swapped(y.features)),
+        "grad_y": lambda: sb.sparse_max_pool_grad(swapped(pooled.features), x, 2),
+        "indices": lambda: sb.coordinate_map(swapped(rows), spatial_shape=8),
+    }.items():
+        with pytest.raises(DTypeError) as raised:
+            call()
+        assert str(raised.value) == message(name)
+    with pytest.raises(DTypeError) as raised:
+        sb.site_conv_grad(swapped(y.features), x.features, w, window)
+    assert str(raised.value) == message("grad_y")
+    assert (sb.submanifold_conv(big, swapped(w)).features == y.features).all()
+
+
 def test_what_the_message_says_works():
     call = VALID["sparse_conv2d"]
     x = swapped(call["x"])
