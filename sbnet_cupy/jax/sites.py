@@ -31,6 +31,7 @@ from ..submanifold.distinct import DUPLICATE, LEFT_OUT, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
 from ..submanifold.map_kernels import most_places
+from ..submanifold.new_sites import check_new_grid
 from ..submanifold.sparse_tensor import SparseTensor, check_rows, check_tensor
 from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
 from ._sites import (
@@ -308,6 +309,7 @@ def reversed_map(forward):
 def _coarse_sites(fine, window, capacity):
     """Return every site whose window meets a site of ``fine``."""
     shape = coarse_shape(fine.spatial_shape, window)
+    check_new_grid(shape, fine, window)
 
     def readers(position, axis):
         k, stride, dilation, pad = window.axes()[axis]
@@ -334,6 +336,7 @@ def _coarse_sites(fine, window, capacity):
 def _fine_sites(coarse, window, output_padding, capacity):
     """Return every site that a site of ``coarse`` reaches."""
     shape = fine_shape(coarse.spatial_shape, window, output_padding)
+    check_new_grid(shape, coarse, window)
 
     def reached(position, axis):
         k, stride, dilation, pad = window.axes()[axis]

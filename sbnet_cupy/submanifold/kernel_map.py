@@ -261,17 +261,21 @@ def made_by(onto, kernel_size, coarse):
     return made
 
 
+_COPIES = " (copies, and sites that were pickled, do not keep it: make those of x from them anew)"
+
+
 def check_made(is_known, kernel_size):
     """Raise unless it is known what made the sites that an inverse starts from."""
     if not is_known and kernel_size is None:
         raise ValueError(
             "onto must be the sites that a pooling or a strided_conv read to make those of x; "
-            "there was none"
+            f"there was none{_COPIES}"
         )
     if not is_known:
         raise ValueError(
             f"onto must be the sites that a strided_conv with a kernel of {kernel_size} read to "
             "make those of x; there was none: use transposed_conv, or run that convolution first"
+            f"{_COPIES}"
         )
 
 

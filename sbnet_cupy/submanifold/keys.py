@@ -14,7 +14,7 @@ from ..core.arrays import empty, is_cupy
 from ..errors import ShapeError
 
 LEAVES = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 4: (4, 4, 2, 2)}
-_MOST_BITS = 63
+MOST_BITS = 63
 BATCH_BITS = 12  # where the batch size is not known
 
 
@@ -34,18 +34,10 @@ def packing_of(spatial_shape, batch_size, dimensions):
     ShapeError
         If the keys of such a grid need more than 63 bits.
     """
-    leaf = LEAVES.get(dimensions) or (1,) * (dimensions - 6) + (2,) * min(dimensions, 6)
-    low = (0, *(n.bit_length() - 1 for n in leaf))
-    batch_bits = BATCH_BITS if batch_size is None else _bits(batch_size)
-    if spatial_shape is None:
-        share = min((_MOST_BITS - batch_bits) // dimensions, 31)
-        bits = (batch_bits, *(share,) * dimensions)
-    else:
-        bits = (batch_bits, *map(_bits, spatial_shape))
-    bits = tuple(map(max, bits, low))
-    if sum(bits) > _MOST_BITS:
+    bits, low = key_bits(spatial_shape, batch_size, dimensions)
+    if sum(bits) > MOST_BITS:
         raise ShapeError(
-            f"spatial_shape and batch_size must fit keys of {_MOST_BITS} bits, got spatial_shape "
+            f"spatial_shape and batch_size must fit keys of {MOST_BITS} bits, got spatial_shape "
             f"{spatial_shape} and batch_size {batch_size}, which need {sum(bits)}; split the batch "
             "or the grid"
         )
@@ -54,6 +46,19 @@ def packing_of(spatial_shape, batch_size, dimensions):
         min(1 << b, 1 << 31) if n is None else n for n, b in zip(known, bits, strict=True)
     )
     return Packing(limits, bits, low)
+
+
+def key_bits(spatial_shape, batch_size, dimensions):
+    """Return the bits of each coordinate in the keys of a grid, and how many of them are low."""
+    leaf = LEAVES.get(dimensions) or (1,) * (dimensions - 6) + (2,) * min(dimensions, 6)
+    low = (0, *(n.bit_length() - 1 for n in leaf))
+    batch_bits = BATCH_BITS if batch_size is None else _bits(batch_size)
+    if spatial_shape is None:
+        share = min((MOST_BITS - batch_bits) // dimensions, 31)
+        bits = (batch_bits, *(share,) * dimensions)
+    else:
+        bits = (batch_bits, *map(_bits, spatial_shape))
+    return tuple(map(max, bits, low)), low
 
 
 def _bits(size):
@@ -124,7 +129,7 @@ def sort_keys(keys):
         order = keys.argsort()  # CuPy's is stable
         return order, keys[order]
     bits = (len(keys) - 1).bit_length()
-    if int(keys.max()).bit_length() + bits > _MOST_BITS:
+    if int(keys.max()).bit_length() + bits > MOST_BITS:
         order = keys.argsort(kind="stable")
         return order, keys[order]
     both = keys << bits | np.arange(len(keys))  # NumPy sorts ten times as fast as it argsorts

@@ -12,7 +12,7 @@ from ..errors import ShapeError
 from . import map_kernels
 from .coordinate_map import CoordinateMap
 from .distinct import OUTSIDE
-from .keys import coordinates_of, key_part, packing_of
+from .keys import MOST_BITS, coordinates_of, key_bits, key_part, packing_of
 from .site_kernels import by_kernels
 from .sources import note_source
 from .window import coarse_shape, fine_shape
@@ -21,6 +21,7 @@ from .window import coarse_shape, fine_shape
 def coarse_sites(fine, window, capacity):
     """Return every site whose window meets a site of ``fine``."""
     shape = coarse_shape(fine.spatial_shape, window)
+    check_new_grid(shape, fine, window)
 
     made = _sites_by_kernels(fine, window, True, shape, capacity)
     if made is not None:
@@ -41,6 +42,7 @@ def coarse_sites(fine, window, capacity):
 def fine_sites(coarse, window, output_padding, capacity):
     """Return every site that a site of ``coarse`` reaches."""
     shape = fine_shape(coarse.spatial_shape, window, output_padding)
+    check_new_grid(shape, coarse, window)
 
     made = _sites_by_kernels(coarse, window, False, shape, capacity)
     if made is not None:
@@ -52,6 +54,22 @@ def fine_sites(coarse, window, output_padding, capacity):
             yield position * stride - pad + r * dilation
 
     return _sites_at(reached, coarse, shape, capacity)
+
+
+def check_new_grid(shape, source, window):
+    """Raise if the grid of a result, None for one that is not known, is too large for sites."""
+    if shape is None:
+        return
+    bits, _ = key_bits(shape, source.batch_size, len(shape))
+    if max(shape) < 2**31 and sum(bits) <= MOST_BITS:
+        return
+    batch = "" if source.batch_size is None else f" with a batch of {source.batch_size}"
+    raise ShapeError(
+        "kernel_size, stride and padding must give a grid of fewer than 2**31 cells along each "
+        f"axis, and sites with keys of {MOST_BITS} bits, got {shape}{batch} from "
+        f"{source.spatial_shape} by kernel_size {window.kernel}, stride {window.stride} and "
+        f"padding {window.padding}, with keys of {sum(bits)} bits; split the grid or the batch"
+    )
 
 
 def _sites_at(places, like, shape, capacity):

@@ -176,7 +176,7 @@ def inverse_conv(
     Raises
     ------
     ValueError
-        If there was no such convolution.
+        If there was no such convolution, or these are copies of its sites, as from a pickle.
     ShapeError, DTypeError
         As :func:`submanifold_conv` does.
 

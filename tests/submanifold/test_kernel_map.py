@@ -160,6 +160,19 @@ def test_cells_that_need_more_than_63_bits():
     assert made.pairs() == 5
 
 
+@pytest.mark.parametrize("shape, batch, stride", [
+    ((2**30,) * 2, 2, 2), ((2**30,) * 2, 4, 2), ((2**20,) * 3, 2, 2), ((2**20,) * 3, 2, 2**14),
+], ids=str)  # fmt: skip
+def test_a_stride_that_makes_a_grid_too_large_for_sites_is_named(shape, batch, stride):
+    rows, w = np.ones((1, 1 + len(shape)), np.int32), np.ones((2,) * len(shape) + (1, 1))
+    x = sb.sparse_tensor(np.ones((1, 1)), rows, spatial_shape=shape, batch_size=batch)
+    words = rf"stride and padding must give a grid of .* by kernel_size .*, stride \({stride},"
+    with pytest.raises(sb.ShapeError, match=words):
+        sb.transposed_conv(x, w, stride=stride)
+    with pytest.raises(sb.ShapeError, match=r"must give a grid of .* and padding \(1073741"):
+        sb.strided_conv(x, w, stride=1, padding=2**30)
+
+
 def test_new_sites_where_the_shape_is_not_known(xp):
     largest = 2**17 - 1  # 17 bits for each of three axes
     near = xp.asarray(np.array([[0, 1, 2, 3]], np.int32))
@@ -242,6 +255,17 @@ def test_copies_keep_no_maps(duplicate):
     again = sb.kernel_map(same.coordinates, 3, onto=same.coordinates)
     assert_same(again.rows, made.rows)
     assert not duplicate(x.coordinates)._kept
+
+
+def test_sites_that_were_pickled_together_do_not_keep_what_made_them():
+    x = sb.sparse_tensor(np.ones((3, 1)), np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
+    w = np.ones((2, 1, 1))
+    fine, coarse = pickle.loads(pickle.dumps((x, sb.strided_conv(x, w, stride=2))))
+    with pytest.raises(ValueError, match="sites that were pickled, do not keep it"):
+        sb.inverse_conv(coarse, w, onto=fine)
+    with pytest.raises(ValueError, match="sites that were pickled, do not keep it"):
+        sb.sparse_unpool(coarse, onto=fine)
+    assert sb.inverse_conv(sb.strided_conv(fine, w, stride=2), w, onto=fine).features.any()
 
 
 @pytest.mark.parametrize("options", [{}, {"dilation": 2}], ids=str)
