@@ -3,6 +3,7 @@
 Kernel: cuda_src/submanifold/coordinate_map.cu, on CuPy arrays.
 """
 
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,9 +113,14 @@ class CoordinateMap(KeepingContainer):
         """
         where = f"on a grid of {self.spatial_shape}, batch of {self.batch_size}"
         if self._is_readable():
-            return f"CoordinateMap: {self.number()} sites {where}, capacity {self.capacity}"
+            return f"CoordinateMap: {self._told()} {where}, capacity {self.capacity}"
         shapes = f"indices {shape_of(self.indices)}, count {shape_of(self.count)}"
         return f"CoordinateMap: not read, {where}, {shapes}"
+
+    def _told(self):
+        """Return the number of sites in words."""
+        number = self.number()
+        return f"{number} sites" if number >= 0 else f"a count of {number}, which is invalid,"
 
     def _is_readable(self):
         """Whether this is a list of sites that can be counted now, not one of stand-ins."""
@@ -148,9 +154,13 @@ class CoordinateMap(KeepingContainer):
             If there are more sites than rows, here or in a list that these were made of, or rows
             outside the grid were dropped.
         ValueError
-            If sites were listed twice though ``mode`` was "unique".
+            If sites were listed twice though ``mode`` was "unique", or the count is negative.
         """
         number, status = self.number(), 0 if self.status is None else int(self.status[0])
+        if number < 0:
+            raise ValueError(
+                f"count must be the number of sites, got {number}; make them with coordinate_map"
+            )
         if number > self.capacity:
             raise CapacityError(
                 f"capacity must be at least the number of sites, got {self.capacity} for {number} "
@@ -242,11 +252,32 @@ class CoordinateMap(KeepingContainer):
         return xp.where((keys[place] == wanted) & (wanted >= 0), order[place], np.int32(-1))
 
 
+def takes_sizes(function):
+    """Make a function take a NumPy array as ``spatial_shape``, whatever library its arrays are of.
+
+    It is for functions at the door, which would take one for such an array.
+    """
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if "spatial_shape" in kwargs:
+            kwargs["spatial_shape"] = _listed(kwargs["spatial_shape"])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _listed(sizes):
+    """Return a NumPy array of one axis as a list, and anything else as it is."""
+    return sizes.tolist() if isinstance(sizes, np.ndarray) and sizes.ndim == 1 else sizes
+
+
 @array_function
 def _valid(indices, count):
     return (namespace(indices).arange(len(indices)) < count) & (indices[:, 0] >= 0)
 
 
+@takes_sizes
 @array_function
 def coordinate_map(
     indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf", capacity=None
@@ -257,9 +288,10 @@ def coordinate_map(
     ----------
     indices : int32 or int64 array, shape (n, 1 + d)
         Rows ``(sample, *position)`` on a grid of d axes. In any order; samples may be mixed.
-    spatial_shape : tuple of int, optional
+    spatial_shape : int, tuple of int or integer NumPy array, optional
         Cells of the grid along each axis. Without it positions may be as large as 63 bits allow
-        for a row (17 bits an axis in 3-D), and :func:`sparse_to_dense` must be told a shape.
+        for a row (in 3-D 21 bits an axis for one sample, 17 where the batch size is unknown), and
+        :func:`sparse_to_dense` must be told a shape.
     batch_size : int, optional
         Number of samples. By default that of the indices, which waits for a GPU; with a
         ``capacity`` it stays unknown.
@@ -436,15 +468,18 @@ def _is_int32(dtype):
 
 def check_capacity(capacity):
     """Raise unless ``capacity`` is None or a number of rows."""
-    if capacity is not None and (not is_integer(capacity) or capacity < 0):
-        raise ShapeError(f"capacity must be a non-negative integer, got {capacity!r}")
+    if capacity is not None and not (is_integer(capacity) and 0 <= capacity < 2**31):
+        raise ShapeError(
+            "capacity must be a non-negative integer below 2**31, because rows are numbered in "
+            f"int32, got {capacity!r}"
+        )
 
 
 def check_grid(spatial_shape, batch_size, dimensions):
     """Return the sizes of a grid as a tuple and an int, None where not known; or raise."""
     if spatial_shape is not None:
-        given = spatial_shape
-        sizes = tuple(given) if isinstance(given, tuple | list) else (given,) * dimensions
+        given, sizes = spatial_shape, _listed(spatial_shape)
+        sizes = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes,) * dimensions
         if len(sizes) != dimensions or not all(is_integer(n) and 0 <= n < 2**31 for n in sizes):
             raise ShapeError(
                 f"spatial_shape must be {dimensions} non-negative integers below 2**31 for indices "

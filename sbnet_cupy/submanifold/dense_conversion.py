@@ -11,10 +11,11 @@ from ..core.list_cells import list_cells
 from ..core.scalars import as_number
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError, ShapeError
-from .coordinate_map import CoordinateMap, check_capacity, check_grid
+from .coordinate_map import CoordinateMap, check_capacity, check_grid, takes_sizes
 from .sparse_tensor import SparseTensor, check_tensor
 
 FORMATS = ("channels_last", "channels_first")
+_MOST_NUMBERS = 2**60  # of 8 bytes
 
 
 @array_function
@@ -109,6 +110,7 @@ def dense_to_sparse_grad(grad_y, x, *, data_format="channels_last"):
     return sparse_to_dense(SparseTensor(grad_y, x.coordinates), data_format=data_format)
 
 
+@takes_sizes
 @array_function
 def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=None):
     """Put features at their cells of a whole grid.
@@ -154,6 +156,7 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
         return xp.ascontiguousarray(xp.moveaxis(out, -1, 1)) if _first(data_format) else out
 
 
+@takes_sizes
 @array_function
 def sparse_to_dense_grad(grad_y, x, *, data_format="channels_last", spatial_shape=None):
     """Compute the gradient of sparse_to_dense: the cells at which the sites are.
@@ -244,10 +247,11 @@ def grid_of(x, spatial_shape, data_format):
             f"x must have a known shape and batch size, got {shape} and {batch}; pass "
             "spatial_shape and batch_size to sparse_tensor"
         )
-    if math.prod((batch, *shape)) >= 2**63:
+    if (math.prod((batch, *shape)) + 1) * max(x.channels, 1) >= _MOST_NUMBERS:
         raise ShapeError(
-            f"x must be on a grid of fewer than 2**63 cells, got {batch} samples of {shape}; pass "
-            "a smaller spatial_shape"
+            "x must be on a grid of which an array can hold all cells, fewer than 2**60 numbers, "
+            f"got {batch} samples of {shape} with {x.channels} channels; pass a smaller "
+            "spatial_shape, or split the grid"
         )
     return (batch, *shape)
 

@@ -16,7 +16,7 @@ from ..core.graph_memory import memory_of_graphs
 from ..core.readable import shape_of
 from ..errors import DTypeError, ShapeError
 from .adapted import adapted
-from .coordinate_map import CoordinateMap, reduce_rows
+from .coordinate_map import CoordinateMap, reduce_rows, takes_sizes
 from .distinct import ChosenRows
 from .feature_rows import check_dtype
 from .reduce_features import REDUCE_FEATURES
@@ -87,7 +87,7 @@ class SparseTensor(ArrayContainer):
         if not isinstance(where, CoordinateMap) or not where._is_readable() or len(shape) != 2:
             return f"SparseTensor: features {shape_of(self.features)}, coordinates {where!r}"
         return (
-            f"SparseTensor: {where.number()} sites of {self.channels} channels, "
+            f"SparseTensor: {where._told()} of {self.channels} channels, "
             f"{self.features.dtype}, on a grid of {where.spatial_shape}, batch of "
             f"{where.batch_size}"
         )
@@ -127,6 +127,7 @@ class SparseTensor(ArrayContainer):
         return adapted("sparse_to_dense", sparse_to_dense, self.features)(self, **options)
 
 
+@takes_sizes
 @array_function
 def sparse_tensor(
     features, indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf",

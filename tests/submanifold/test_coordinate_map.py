@@ -203,3 +203,32 @@ def test_a_sample_beyond_those_that_keys_have_room_for_is_named():
     with pytest.raises(sb.CapacityError, match="or batch_size, without which samples are below"):
         sb.coordinate_map(rows, spatial_shape=(8, 8), capacity=2)[0].check()
     sb.coordinate_map(rows, spatial_shape=(8, 8), batch_size=5001, capacity=2)[0].check()
+
+
+def test_the_shape_may_be_an_array(xp):
+    rows = xp.asarray(np.array([[0, 3, 1], [0, 0, 2]], np.int32))
+    for dtype in (np.int64, np.uint8):
+        shape = np.array([4, 5], dtype)
+        sites, _ = sb.coordinate_map(rows, spatial_shape=shape)
+        assert sites.spatial_shape == (4, 5)
+        assert set(map(type, sites.spatial_shape)) == {int}
+        x = sb.sparse_tensor(xp.asarray(np.ones((2, 1))), rows, spatial_shape=shape)
+        assert sb.sparse_to_dense(x, spatial_shape=shape + 1).shape == (1, 5, 6, 1)
+
+
+def test_a_negative_count_is_no_number_of_sites():
+    rows = np.array([[0, 3, 1], [0, 0, 2]], np.int32)
+    sites = sb.CoordinateMap(rows, np.array([-3], np.int32), (4, 4), 1)
+    for value in (sites, sb.SparseTensor(np.ones((2, 1)), sites)):
+        assert "a count of -3, which is invalid" in repr(value)
+    with pytest.raises(ValueError, match="count must be the number of sites, got -3"):
+        sites.check()
+
+
+def test_bits_of_an_axis_where_the_shape_is_unknown(xp):
+    """As the documentation says: 21 in three dimensions, 17 for samples of an unknown number."""
+    for bits, options in ((21, {}), (17, {"capacity": 1})):
+        edge = xp.asarray(np.full((1, 4), [0, *[2**bits - 1] * 3]))
+        assert sb.coordinate_map(edge, **options)[0].check().number() == 1
+        with pytest.raises((sb.ShapeError, sb.CapacityError), match="inside a grid of 63 bits"):
+            sb.coordinate_map(edge + xp.asarray(np.array([0, 1, 0, 0])), **options)[0].check()

@@ -88,3 +88,12 @@ def test_a_grid_that_is_not_known(xp):
         x.dense()
     with pytest.raises(sb.ShapeError, match="batch size"):
         sb.global_pool(x)
+
+
+def test_a_grid_that_no_array_can_hold():
+    rows = np.array([[0, 1, 1, 1]], np.int32)
+    x = sb.sparse_tensor(np.ones((1, 2), np.float32), rows, spatial_shape=2**20)
+    for call in (sb.sparse_to_dense, lambda x: sb.sparse_to_dense_grad(np.ones((1, 2)), x)):
+        with pytest.raises(sb.ShapeError, match=r"fewer than 2\*\*60 numbers, got 1 samples of"):
+            call(x)
+    assert sb.sparse_to_dense(x, spatial_shape=2).shape == (1, 2, 2, 2, 2)

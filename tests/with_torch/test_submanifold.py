@@ -450,3 +450,18 @@ def test_sites_made_of_a_list_with_too_few_rows_say_so(st, torch):
     y = st.strided_conv(x, torch.ones(2, 1, 1), stride=2, capacity=4)
     with pytest.raises(sb.CapacityError, match="got 2 for 3 sites of a list"):
         y.coordinates.check()
+
+
+def test_the_shape_may_be_a_tensor(torch, st, device):
+    rows, features = torch.tensor([[0, 3, 1], [0, 0, 2]], device=device), torch.ones(2, 1)
+    features = features.to(device)
+    for shape in (torch.LongTensor([4, 5]), torch.tensor([4, 5], dtype=torch.int32)):
+        for given in (shape, shape.numpy()):
+            sites, _ = st.coordinate_map(rows, spatial_shape=given)
+            assert sites.spatial_shape == (4, 5)
+            assert set(map(type, sites.spatial_shape)) == {int}
+            x = st.sparse_tensor(features, rows, spatial_shape=given)
+            assert st.sparse_to_dense(x, spatial_shape=given + 1).shape == (1, 5, 6, 1)
+    for bad in (torch.ones(2), torch.LongTensor([4]), torch.LongTensor([[4, 5]])):
+        with pytest.raises(sb.ShapeError, match="spatial_shape must be 2 non-negative"):
+            st.coordinate_map(rows, spatial_shape=bad)

@@ -38,7 +38,7 @@ def coordinate_map(
     indices : int32 or int64 tensor, shape (n, 1 + d)
         Rows ``(sample, *position)``.
     spatial_shape, batch_size, mode, order, capacity
-        As for :func:`sbnet_cupy.coordinate_map`.
+        As for :func:`sbnet_cupy.coordinate_map`; the shape may be a LongTensor on the CPU, too.
 
     Returns
     -------
@@ -61,8 +61,18 @@ def coordinate_map(
             [0, 5, 5]], dtype=torch.int32)
     """
     check_tensors(indices=indices)
-    options = spatial_shape, batch_size, mode, order, capacity
-    return _listed(lambda rows: core.reduce_rows(rows, *options), mode, indices)[:2]
+    options = batch_size, mode, order, capacity
+
+    def reduce(rows):
+        return core.reduce_rows(rows, _sizes(spatial_shape), *options)
+
+    return _listed(reduce, mode, indices)[:2]
+
+
+def _sizes(shape):
+    """Return a spatial shape that is a tensor of one axis on the CPU as a list."""
+    is_listed = isinstance(shape, torch.Tensor) and shape.dim() == 1 and shape.device.type == "cpu"
+    return shape.tolist() if is_listed else shape
 
 
 @untraced
@@ -101,7 +111,7 @@ def sparse_tensor(
     indices : int32 or int64 tensor, shape (n, 1 + d)
         Rows ``(sample, *position)``.
     spatial_shape, batch_size, mode, order, capacity
-        As for :func:`sbnet_cupy.sparse_tensor`.
+        As for :func:`sbnet_cupy.sparse_tensor`; the shape may be a LongTensor on the CPU, too.
 
     Returns
     -------
@@ -132,8 +142,12 @@ def with_inverse(features, indices, spatial_shape, batch_size, mode, order="leaf
     check_floats(features)
     check_array("indices", spec_of_tensor(indices), ndim=2)
     check_rows(features, indices)
-    options = spatial_shape, batch_size, mode, order, capacity
-    coordinates, inverse, how = _listed(lambda i: core.reduce_rows(i, *options), mode, indices)
+    options = batch_size, mode, order, capacity
+
+    def reduce(rows):
+        return core.reduce_rows(rows, _sizes(spatial_shape), *options)
+
+    coordinates, inverse, how = _listed(reduce, mode, indices)
     return SparseTensor(_reduced(features, how, mode), coordinates), inverse
 
 
@@ -335,7 +349,7 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     """
     check_sparse(x)
     fill = as_number("fill", fill)
-    shape = dense_conversion.grid_of(x, spatial_shape, data_format)
+    shape = dense_conversion.grid_of(x, _sizes(spatial_shape), data_format)
     cells, total = _cells(x.coordinates, shape), math.prod(shape)
     out = filled(x.features, (total + 1, x.channels), fill)
     out = out.index_copy(0, cells, x.features)  # rows that are no site go to the last place
