@@ -482,6 +482,13 @@ def test_old_checkpoints_of_three_dimensional_weights_load(torch, scn):
     (lambda scn, x: scn.SubmanifoldConvolution(2, "a", 4, 3, False), sb.ShapeError, "nIn and nOut"),
     (lambda scn, x: scn.NetworkInNetwork(0, 4, False), sb.ShapeError, "nIn must be a positive"),
     (lambda scn, x: scn.BatchNormReLU(0), sb.ShapeError, "nPlanes must be a positive"),
+    *[(lambda scn, x, norm=norm, option=option: getattr(scn, norm)(3, **{option: None}),
+       sb.DTypeError, f"{option} must be a number, got None") for norm, option in [
+           ("BatchNormalization", "momentum"), ("BatchNormalization", "eps"),
+           ("BatchNormalization", "leakiness"), ("BatchNormReLU", "momentum"),
+           ("BatchNormLeakyReLU", "momentum"), ("BatchNormELU", "momentum"),
+           ("MeanOnlyBNLeakyReLU", "momentum"), ("MeanOnlyBNLeakyReLU", "leakiness")]],
+    (lambda scn, x: scn.BatchNormalization(3, momentum=1.5), ValueError, "momentum must be a sh"),
     (lambda scn, x: scn.Dropout(2), ValueError, "p must be a probability from 0 to 1, got 2"),
     (lambda scn, x: scn.Dropout("a"), sb.DTypeError, "p must be a number"),
     (lambda scn, x: scn.JoinTable()([]), ValueError, "input must hold at least one"),

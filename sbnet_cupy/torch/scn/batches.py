@@ -4,7 +4,7 @@ import torch
 
 from ...errors import DTypeError, ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
-from .tensors import Metadata, SparseConvNetTensor, size_key, sizes_of
+from .tensors import Metadata, SparseConvNetTensor, grid_size, size_key, sizes_of
 
 
 class InputBatch(SparseConvNetTensor):
@@ -34,7 +34,7 @@ class InputBatch(SparseConvNetTensor):
         self._rows, self._vectors, self._overwrite = [], [], []
         self._samples, self._coordinates = 0, None
         self.dimension = dimension
-        self.spatial_size = sizes_of("spatial_size", dimension, spatial_size)
+        self.spatial_size = grid_size(dimension, spatial_size)
 
     def add_sample(self):
         """Begin another sample."""

@@ -14,9 +14,11 @@ from ..submanifold.sites import with_inverse
 from .tensors import (
     Metadata,
     SparseConvNetTensor,
+    check_dimension,
     check_input,
+    check_number_of_planes,
+    grid_size,
     size_key,
-    sizes_of,
     with_planes,
 )
 
@@ -77,7 +79,7 @@ class _Input(Module):
         if not is_integer(mode) or mode not in range(5):
             raise ValueError(f"mode must be 0, 1, 2, 3 or 4, got {mode!r}")
         self.dimension = dimension
-        self.spatial_size = sizes_of("spatial_size", dimension, spatial_size)
+        self.spatial_size = grid_size(dimension, spatial_size)
         self.mode = mode
         self.device = None
 
@@ -217,11 +219,12 @@ class OutputLayer(Module):
 
     def __init__(self, dimension):
         super().__init__()
+        check_dimension(dimension)
         self.dimension = dimension
 
     def forward(self, input):
         """Return the features of the points."""
-        check_input(input)
+        check_input(input, self.dimension)
         inverse = input.metadata.inverse
         if inverse is None:
             raise ValueError("input must come from an InputLayer or BLInputLayer")
@@ -273,6 +276,7 @@ class DenseToSparse(Module):
 
     def __init__(self, dimension, *, capacity=None):
         super().__init__()
+        check_dimension(dimension)
         check_capacity(capacity)
         self.dimension, self.capacity = dimension, capacity
 
@@ -304,6 +308,8 @@ class SparseToDense(Module):
 
     def __init__(self, dimension, nPlanes):
         super().__init__()
+        check_dimension(dimension)
+        check_number_of_planes("nPlanes", nPlanes)
         self.dimension, self.nPlanes = dimension, nPlanes
 
     def forward(self, input):

@@ -67,9 +67,7 @@ class Dropout(_Pointwise):
 
     def __init__(self, p=0.5):
         super().__init__()
-        self.p = as_number("p", p)
-        if not 0 <= self.p <= 1:
-            raise ValueError(f"p must be a probability from 0 to 1, got {p!r}")
+        self.p = _share("p", p, "a probability")
 
     def _function(self, features):
         if not self.training:
@@ -107,8 +105,9 @@ class BatchNormalization(SiteModule):
     def __init__(self, nPlanes, eps=1e-4, momentum=0.99, affine=True, leakiness=1):
         super().__init__()
         check_number_of_planes("nPlanes", nPlanes)
-        self.nPlanes, self.eps, self.momentum = nPlanes, eps, momentum
-        self.affine, self.leakiness = affine, leakiness
+        self.nPlanes, self.eps = nPlanes, as_number("eps", eps)
+        self.momentum = _share("momentum", momentum, "a share of the old statistics")
+        self.affine, self.leakiness = affine, as_number("leakiness", leakiness)
         self.register_buffer("running_mean", torch.zeros(nPlanes))
         self.register_buffer("running_var", torch.ones(nPlanes))
         self.register_parameter("weight", Parameter(torch.ones(nPlanes)) if affine else None)
@@ -139,6 +138,14 @@ class BatchNormalization(SiteModule):
             f"{self.nPlanes}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
             f"leakiness={self.leakiness}"
         )
+
+
+def _share(name, value, what):
+    """Return an option that is a number from 0 to 1 as a float, or raise."""
+    share = as_number(name, value)
+    if not 0 <= share <= 1:
+        raise ValueError(f"{name} must be {what} from 0 to 1, got {value!r}")
+    return share
 
 
 def _leaky(features, leakiness):
@@ -186,7 +193,8 @@ class MeanOnlyBNLeakyReLU(SiteModule):
         super().__init__()
         check_number_of_planes("nPlanes", nPlanes)
         self.nPlanes, self.affine = nPlanes, affine
-        self.leakiness, self.momentum = leakiness, momentum
+        self.leakiness = as_number("leakiness", leakiness)
+        self.momentum = _share("momentum", momentum, "a share of the old statistics")
         self.register_buffer("running_mean", torch.zeros(nPlanes))
         self.register_parameter("bias", Parameter(torch.zeros(nPlanes)) if affine else None)
 

@@ -18,14 +18,29 @@ def toLongTensor(dimension, x):
 
 def sizes_of(name, dimension, x):
     """Return one integer for each dimension, of an argument of this name, as a LongTensor."""
-    if not is_integer(dimension) or dimension < 1:
-        raise ShapeError(f"dimension must be a positive integer, got {dimension!r}")
+    check_dimension(dimension)
     if isinstance(x, torch.Tensor):
         x = x.tolist()
     sizes = tuple(x) if isinstance(x, list | tuple) else (x,) * dimension
     if len(sizes) != dimension or not all(map(is_integer, sizes)):
         raise ShapeError(f"{name} must be an integer or {dimension} of them, got {x!r}")
     return torch.tensor(sizes, dtype=torch.int64)
+
+
+def check_dimension(dimension):
+    """Raise unless an argument is a number of axes."""
+    if not is_integer(dimension) or dimension < 1:
+        raise ShapeError(f"dimension must be a positive integer, got {dimension!r}")
+
+
+def grid_size(dimension, spatial_size):
+    """Return the spatial size of a grid as a LongTensor, or raise."""
+    sizes = sizes_of("spatial_size", dimension, spatial_size)
+    if not all(0 <= size < 2**31 for size in sizes.tolist()):
+        raise ShapeError(
+            f"spatial_size must be non-negative and below 2**31, got {spatial_size!r}"
+        )
+    return sizes
 
 
 def window_sizes(name, dimension, x):
