@@ -126,6 +126,36 @@ def in_transform():
     return torch.compiler.is_compiling() or _transforms() or has_forward_mode()
 
 
+_functorch = getattr(torch._C, "_functorch", None)
+_is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
+_unwrapped = getattr(_functorch, "get_unwrapped", lambda tensor: None)
+
+
+def has_function_transforms():
+    """Whether ``torch.func`` follows this thread's calls. Yes, where there is no telling."""
+    return _transforms()
+
+
+def without_function_transforms():
+    """Return a context in which ``torch.func`` does not follow calls, where there is one."""
+    from torch._functorch import pyfunctorch  # only loaded with torch.func
+
+    clear = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", contextlib.nullcontext)
+    return clear()
+
+
+def are_in_gradient(*tensors):
+    """Whether ``torch.func`` takes gradients of one of these. No, where there is no telling."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and _transforms()):
+        return False
+    for tensor in tensors:
+        while tensor is not None and _is_wrapped(tensor):
+            if tensor.requires_grad:
+                return True
+            tensor = _unwrapped(tensor)
+    return False
+
+
 def are_hooked(*called):
     """Whether hooks of all modules, or of these, see calls. Yes, where there is no telling."""
     return any(_hooks) or any(getattr(module, name, True) for module in called for name in HOOKS)

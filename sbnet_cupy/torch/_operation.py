@@ -231,7 +231,7 @@ class Operation:
 
 
 def define(schema, body, fake, backward=None, setup_context=None):
-    """Define an operator of the dispatcher; return it.
+    """Define an operator of the dispatcher; return what calls it.
 
     ``body`` computes on CPU and CUDA tensors, ``fake`` gives results of the right shape and dtype
     with no data, ``backward`` and ``setup_context`` are those of ``torch.library``.
@@ -245,7 +245,26 @@ def define(schema, body, fake, backward=None, setup_context=None):
         torch.library.register_autograd(
             f"sbnet_cupy::{name}", backward, setup_context=setup_context, lib=_LIBRARY
         )
-    return getattr(torch.ops.sbnet_cupy, name).default
+    operator = getattr(torch.ops.sbnet_cupy, name).default
+    return operator if backward is None else _differentiable(operator, backward, setup_context)
+
+
+def _differentiable(operator, backward, setup_context):
+    """Return what calls an operator, also where ``torch.func`` takes gradients.
+
+    The function that PyTorch makes of a registered gradient is none that ``torch.func`` takes.
+    """
+    parts = {"forward": operator, "setup_context": setup_context, "backward": backward}
+    parts = {name: staticmethod(function) for name, function in parts.items()}
+    parts["generate_vmap_rule"] = True
+    function = type(operator.name(), (torch.autograd.Function,), parts)
+
+    def called(*arguments):
+        if state.are_in_gradient(*(a for a in arguments if isinstance(a, torch.Tensor))):
+            return function.apply(*arguments)
+        return operator(*arguments)
+
+    return called
 
 
 def resolve_sizes(x, w, strides, padding, data_format, w_format):

@@ -33,6 +33,8 @@ NAMES = [
     "torch._C._dynamo.guards.TensorGuards",
     "torch._C._is_any_autocast_enabled",
     "torch.utils._python_dispatch._disable_current_modes",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.get_unwrapped",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
 WATCHING = {*DISPATCHING, *NAMES[11:13]}  # without these, every call may be watched

@@ -39,13 +39,17 @@ def untraced(function):
 def out_of_modes(function):
     """Make what a function returns outside of the modes of a call: sites keep it for later ones.
 
-    In inference mode it could not be saved for gradients, and in torch.export it would be fake.
+    In inference mode it could not be saved for gradients, in torch.export it would be fake, and
+    under torch.func a wrapper that is dead afterwards.
     """
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         if torch.is_inference_mode_enabled() or state.in_dispatch_mode():
             with torch.inference_mode(False), state.without_modes():
+                return function(*args, **kwargs)
+        if state.has_function_transforms():
+            with state.without_function_transforms():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 

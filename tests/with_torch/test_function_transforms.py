@@ -1,0 +1,108 @@
+"""Gradients by torch.func: those of torch.autograd, by block and at sites."""
+
+import pytest
+
+import sbnet_cupy as sb
+from support.torch_cases import draw, grid, table
+from support.torch_site_cases import made, values
+
+OVERLAP = {"bsize": (4, 3), "boffset": (-1, 0), "bstride": (3, 2)}
+# vmap computes Jacobians, and says of operators that it calls them row by row.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+
+def check(torch, function, x):
+    """Compare gradients, their gradients, and Jacobians with those of torch.autograd."""
+
+    def total(x):
+        return function(x).sin().sum()
+
+    def slope(x):
+        return torch.func.grad(total)(x).sin().sum()
+
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(total(leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.sin().sum(), leaf)
+    close = torch.testing.assert_close
+    close(torch.func.grad(total)(x), first.detach())
+    close(torch.func.grad(slope)(x), second)
+
+    def few(x):
+        return function(x).flatten()[:5]
+
+    close(torch.func.jacrev(few)(x), torch.autograd.functional.jacobian(few, x))
+    twice = torch.stack([x, x + 1])
+    found = torch.vmap(torch.func.grad(total))(twice)
+    close(found, torch.stack([torch.func.grad(total)(one) for one in twice]))
+    with torch.no_grad():
+        close(function(x), function(leaf).detach())
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter", "conv"])
+def test_blocks(torch, st, name):
+    x, listed = draw(torch, 2, 8, 8, 3).double(), table(torch)
+    w = draw(torch, 3, 3, 3, 4).double()
+    params = sb.calc_block_params((8, 8), 6, 3)
+    active = st.reduce_mask((x[..., 0] > 0.5).float(), params.bcount, **grid(params))
+    blocks = st.sparse_gather(x, *listed, **OVERLAP)
+    function, given = {
+        "gather": (lambda x: st.sparse_gather(x, *listed, **OVERLAP, activation="gelu"), x),
+        "scatter": (
+            lambda b: st.sparse_scatter(b, *listed, x, **OVERLAP, add=True, atomic=True), blocks
+        ),
+        "conv": (lambda x: st.sparse_conv2d(x, w, active, params, activation="relu"), x),
+    }[name]
+    check(torch, function, given)
+
+
+@pytest.mark.parametrize("name", [
+    "submanifold", "strided", "transposed", "inverse", "max", "average", "unfold", "global",
+    "dense", "tensor",
+])  # fmt: skip
+def test_sites(torch, st, name):
+    x = made(torch, st, shape=(4, 3), spatial_shape=(4, 3), channels=2)
+    w = values(torch, 3, 3, 2, 2, seed=1)
+    rows = x.indices
+    functions = {
+        "submanifold": lambda x: st.submanifold_conv(x, w, bias=w[0, 0, 0], activation="relu"),
+        "strided": lambda x: st.strided_conv(x, w, stride=2, padding=1, activation="gelu"),
+        "transposed": lambda x: st.transposed_conv(x, w, stride=2),
+        "inverse": lambda x: st.inverse_conv(st.strided_conv(x, w, stride=2), w, onto=x),
+        "max": lambda x: st.sparse_max_pool(x, 2),
+        "average": lambda x: st.sparse_avg_pool(x, 2, count="active"),
+        "unfold": lambda x: st.sparse_unfold(x.features, st.kernel_map(x, 3, onto=x)),
+        "global": lambda x: st.global_pool(x, "max"),
+        "dense": lambda x: st.sparse_to_dense(x),
+        "tensor": lambda x: st.sparse_tensor(
+            x.features, rows // 2, spatial_shape=(2, 2), batch_size=2, mode="mean"),
+    }  # fmt: skip
+
+    def function(features):
+        y = functions[name](sb.SparseTensor(features, x.coordinates))
+        return getattr(y, "features", y)
+
+    check(torch, function, x.features)
+
+
+def test_weights(torch, st):
+    x = made(torch, st, shape=(4, 3), spatial_shape=(4, 3), channels=2)
+    w = values(torch, 3, 3, 2, 2, seed=1)
+    check(torch, lambda w: st.submanifold_conv(x, w).features, w)
+
+
+def test_what_sites_keep_outlives_the_transform(torch, st):
+    """It is made of plain tensors, which later calls find."""
+    x = made(torch, st)
+    w, found = values(torch, 2, 2, 4, 4), []
+
+    def total(features):
+        y = st.strided_conv(x.replace(features), w, stride=2)
+        found.append(y.coordinates)
+        return st.inverse_conv(y, w, onto=x).features.sum()
+
+    first = torch.func.grad(total)(x.features)
+    kept = [*found[0]._arrays(), found[0]._kept["valid"]]
+    assert not any(map(torch._C._functorch.is_functorch_wrapped_tensor, kept))
+    leaf = x.features.clone().requires_grad_()
+    total(leaf).backward()
+    assert torch.equal(leaf.grad, first) and found[1] is found[0]
