@@ -5,12 +5,14 @@ import numpy as np
 from ..core.arrays import array_function, compute_dtype, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
-from ..errors import DTypeError, ShapeError
-from .coordinate_map import reduce_rows
+from ..errors import ShapeError
+from .coordinate_map import reduce_rows, takes_sizes
 from .distinct import row_of_site
+from .feature_rows import check_dtype
 from .sparse_tensor import check_feature_rows
 
 
+@takes_sizes
 @array_function
 def sparse_tensor_grad(
     grad_y, features, indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf",
@@ -54,11 +56,7 @@ def sparse_tensor_grad(
         raise ShapeError(
             f"grad_y must have shape {(rows, channels)}, that of the result, got {grad_y.shape}"
         )
-    if grad_y.dtype != features.dtype:
-        raise DTypeError(
-            f"grad_y must have the dtype of the features, {features.dtype}, got {grad_y.dtype}; "
-            "convert it"
-        )
+    check_dtype("grad_y", grad_y, features)
     with memory_of_graphs(grad_y), np.errstate(all="ignore"):
         if mode in ("sum", "mean"):
             return _shared(grad_y, inverse, reduction.starts, mode)

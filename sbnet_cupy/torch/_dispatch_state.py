@@ -145,8 +145,11 @@ def without_function_transforms():
 
 
 def are_in_gradient(*tensors):
-    """Whether ``torch.func`` takes gradients of one of these. No, where there is no telling."""
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and _transforms()):
+    """Whether ``torch.func``, which follows calls, takes gradients of one of these.
+
+    No, where there is no telling.
+    """
+    if not torch.is_grad_enabled():
         return False
     for tensor in tensors:
         while tensor is not None and _is_wrapped(tensor):

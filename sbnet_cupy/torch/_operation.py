@@ -260,9 +260,10 @@ def _differentiable(operator, backward, setup_context):
     function = type(operator.name(), (torch.autograd.Function,), parts)
 
     def called(*arguments):
-        if state.are_in_gradient(*(a for a in arguments if isinstance(a, torch.Tensor))):
-            return function.apply(*arguments)
-        return operator(*arguments)
+        if torch.compiler.is_compiling() or not state.has_function_transforms():
+            return operator(*arguments)
+        tensors = (a for a in arguments if isinstance(a, torch.Tensor))
+        return (function.apply if state.are_in_gradient(*tensors) else operator)(*arguments)
 
     return called
 
