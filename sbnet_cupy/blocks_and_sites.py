@@ -10,8 +10,9 @@ from .core.graph_memory import memory_of_graphs
 from .core.list_cells import list_cells
 from .core.sizes import pair
 from .errors import ShapeError
-from .submanifold.coordinate_map import CoordinateMap, check_capacity, check_sites
+from .submanifold.coordinate_map import CoordinateMap, check_sites
 from .submanifold.distinct import LEFT_OUT
+from .submanifold.site_arguments import check_capacity
 
 
 @array_function

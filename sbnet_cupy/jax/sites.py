@@ -19,19 +19,14 @@ from ..errors import ShapeError
 from ..submanifold import coordinate_map as sites
 from ..submanifold import sparse_tensor as sparse_tensors
 from ..submanifold.adapted import ADAPTED
-from ..submanifold.coordinate_map import (
-    MODES,
-    CoordinateMap,
-    check_capacity,
-    check_grid,
-    check_indices,
-)
+from ..submanifold.coordinate_map import CoordinateMap
 from ..submanifold.dense_conversion import check_grid_array, grid_of, read_tol
 from ..submanifold.distinct import DUPLICATE, LEFT_OUT, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
 from ..submanifold.map_kernels import most_places
 from ..submanifold.new_sites import check_new_grid
+from ..submanifold.site_arguments import MODES, check_capacity, check_grid, check_indices
 from ..submanifold.sparse_tensor import SparseTensor, check_rows, check_tensor
 from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
 from ._sites import (

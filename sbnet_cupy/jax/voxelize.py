@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ..core.point_cells import point_cells
 from ..errors import ShapeError
-from ..submanifold.coordinate_map import check_grid
+from ..submanifold.site_arguments import check_grid
 from ..submanifold.voxelize import check_points, check_sample, read_voxels
 from ._specs import spec_of
 from .sites import put_rows, reduce_columns

@@ -3,20 +3,16 @@
 Kernel: cuda_src/submanifold/coordinate_map.cu, on CuPy arrays.
 """
 
-import functools
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..core.arrays import array_function, namespace
-from ..core.byte_order import check_byte_order
 from ..core.checks import check_array
 from ..core.graph_memory import capture_of, memory_of_graphs
 from ..core.list_cells import list_cells
 from ..core.readable import is_readable_int32, shape_of
-from ..core.sizes import is_integer
 from ..dense.conv2d import check_choice
 from ..errors import CapacityError, DTypeError, ShapeError
 from . import map_kernels
@@ -33,10 +29,16 @@ from .keys import (
     sort_keys,
 )
 from .row_lists import MOST_SITES, rows_of_sites
+from .site_arguments import (
+    MODES,
+    check_capacity,
+    check_grid,
+    check_indices,
+    check_int32,
+    takes_sizes,
+)
 from .site_kernels import by_kernels
 from .sources import check_sources, has_sources, keep_sources_only, map_sources, note_source
-
-MODES = ("unique", "first", "last", "sum", "mean")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -252,26 +254,6 @@ class CoordinateMap(KeepingContainer):
         return xp.where((keys[place] == wanted) & (wanted >= 0), order[place], np.int32(-1))
 
 
-def takes_sizes(function):
-    """Make a function take a NumPy array as ``spatial_shape``, whatever library its arrays are of.
-
-    It is for functions at the door, which would take one for such an array.
-    """
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        if "spatial_shape" in kwargs:
-            kwargs["spatial_shape"] = _listed(kwargs["spatial_shape"])
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _listed(sizes):
-    """Return a NumPy array of one axis as a list, and anything else as it is."""
-    return sizes.tolist() if isinstance(sizes, np.ndarray) and sizes.ndim == 1 else sizes
-
-
 @array_function
 def _valid(indices, count):
     return (namespace(indices).arange(len(indices)) < count) & (indices[:, 0] >= 0)
@@ -425,20 +407,6 @@ def reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity):
     return CoordinateMap(rows, count, spatial_shape, batch_size, status), inverse, reduction
 
 
-def check_indices(indices):
-    """Raise unless ``indices``, an array or its spec, is a list of rows ``(sample, *position)``."""
-    check_array("indices", indices, ndim=2)
-    if indices.dtype not in (np.int32, np.int64):
-        if indices.dtype.kind == "i":
-            check_byte_order({"indices": indices})
-        raise DTypeError(f"indices must be int32 or int64, got {indices.dtype}; convert them")
-    if indices.shape[1] < 2:
-        raise ShapeError(
-            f"indices must have shape (n, 1 + d), d at least 1, got {indices.shape}; rows are "
-            "(sample, *position)"
-        )
-
-
 def check_sites(name, value):
     """Raise unless ``value`` is a CoordinateMap."""
     if not isinstance(value, CoordinateMap):
@@ -446,53 +414,6 @@ def check_sites(name, value):
             f"{name} must be a CoordinateMap, got {type(value).__name__}; make one with "
             "coordinate_map"
         )
-
-
-def check_int32(name, array, maker):
-    """Raise unless an array of any library is of int32, as the ``maker`` makes it."""
-    dtype = getattr(array, "dtype", None)
-    if not _is_int32(dtype):
-        raise DTypeError(f"{name} must be of int32, got {dtype}; use {maker}")
-
-
-_INT32 = {}  # dtypes that were asked about; of a function with a cache torch.compile warns
-
-
-def _is_int32(dtype):
-    """Whether a dtype of any library is int32."""
-    known = _INT32.get(dtype)
-    if known is None:
-        known = _INT32[dtype] = re.findall(r"\w+", str(dtype))[-1:] == ["int32"]
-    return known
-
-
-def check_capacity(capacity):
-    """Raise unless ``capacity`` is None or a number of rows."""
-    if capacity is not None and not (is_integer(capacity) and 0 <= capacity < 2**31):
-        raise ShapeError(
-            "capacity must be a non-negative integer below 2**31, because rows are numbered in "
-            f"int32, got {capacity!r}"
-        )
-
-
-def check_grid(spatial_shape, batch_size, dimensions):
-    """Return the sizes of a grid as a tuple and an int, None where not known; or raise."""
-    if spatial_shape is not None:
-        given, sizes = spatial_shape, _listed(spatial_shape)
-        sizes = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes,) * dimensions
-        if len(sizes) != dimensions or not all(is_integer(n) and 0 <= n < 2**31 for n in sizes):
-            raise ShapeError(
-                f"spatial_shape must be {dimensions} non-negative integers below 2**31 for indices "
-                f"of {dimensions + 1} columns, got {given!r}"
-            )
-        spatial_shape = tuple(map(int, sizes))
-    if batch_size is not None:
-        if not is_integer(batch_size) or not 0 <= batch_size < 2**31:
-            raise ShapeError(
-                f"batch_size must be a non-negative integer below 2**31, got {batch_size!r}"
-            )
-        batch_size = int(batch_size)
-    return spatial_shape, batch_size
 
 
 def _check_inside(keys, indices, spatial_shape, batch_size):

@@ -11,7 +11,8 @@ from ..core.list_cells import list_cells
 from ..core.scalars import as_number
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError, ShapeError
-from .coordinate_map import CoordinateMap, check_capacity, check_grid, takes_sizes
+from .coordinate_map import CoordinateMap
+from .site_arguments import check_capacity, check_grid, takes_sizes
 from .sparse_tensor import SparseTensor, check_tensor
 
 FORMATS = ("channels_last", "channels_first")

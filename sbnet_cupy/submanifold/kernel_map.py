@@ -16,10 +16,11 @@ from ..core.readable import is_readable_int32, shape_of
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
 from .cell_search import read_rows
-from .coordinate_map import CoordinateMap, check_capacity, check_int32, check_sites
+from .coordinate_map import CoordinateMap, check_sites
 from .feature_rows import reads
 from .keeping_container import CAPTURE, KeepingContainer, kept_now, mark_capture
 from .new_sites import coarse_sites, fine_sites, kernels_find
+from .site_arguments import check_capacity, check_int32
 from .sparse_tensor import sites_of
 from .transposed_rows import TRANSPOSED_ROWS
 from .window import Window, read_offsets, read_window

@@ -16,10 +16,11 @@ from ..core.graph_memory import memory_of_graphs
 from ..core.readable import shape_of
 from ..errors import DTypeError, ShapeError
 from .adapted import adapted
-from .coordinate_map import CoordinateMap, reduce_rows, takes_sizes
+from .coordinate_map import CoordinateMap, reduce_rows
 from .distinct import ChosenRows
 from .feature_rows import check_dtype
 from .reduce_features import REDUCE_FEATURES
+from .site_arguments import takes_sizes
 
 
 @dataclass(frozen=True, eq=False, repr=False)

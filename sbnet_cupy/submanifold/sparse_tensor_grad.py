@@ -6,9 +6,10 @@ from ..core.arrays import array_function, compute_dtype, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
 from ..errors import ShapeError
-from .coordinate_map import reduce_rows, takes_sizes
+from .coordinate_map import reduce_rows
 from .distinct import row_of_site
 from .feature_rows import check_dtype
+from .site_arguments import takes_sizes
 from .sparse_tensor import check_feature_rows
 
 

@@ -10,7 +10,8 @@ from ..core.graph_memory import memory_of_graphs
 from ..core.point_cells import check_range, number, point_cells
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError, ShapeError
-from .coordinate_map import MODES, check_capacity, check_grid, reduce_columns
+from .coordinate_map import reduce_columns
+from .site_arguments import MODES, check_capacity, check_grid
 from .sparse_tensor import SparseTensor, features_of_sites
 
 

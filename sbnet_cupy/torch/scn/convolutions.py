@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from ...core.sizes import is_integer
 from ...dense.packed_weights import PackedWeights
 from ...errors import ShapeError
-from ...submanifold.coordinate_map import check_capacity
+from ...submanifold.site_arguments import check_capacity
 from .. import _dispatch_state as state
 from ..network.weights import Weights, scale_and_shift
 from ..submanifold import kernel_map, site_conv

@@ -7,7 +7,8 @@ from torch.nn import Module
 
 from ...core.sizes import is_integer
 from ...errors import DTypeError, ShapeError
-from ...submanifold.coordinate_map import CoordinateMap, check_capacity
+from ...submanifold.coordinate_map import CoordinateMap
+from ...submanifold.site_arguments import check_capacity
 from .. import submanifold as sites
 from ..submanifold.operations import rows_of
 from ..submanifold.sites import with_inverse

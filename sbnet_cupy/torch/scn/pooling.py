@@ -2,7 +2,7 @@
 
 from ...core.sizes import is_integer
 from ...errors import ShapeError
-from ...submanifold.coordinate_map import check_capacity
+from ...submanifold.site_arguments import check_capacity
 from ..submanifold.maps import valid
 from ..submanifold.operations import site_max, site_sum
 from .convolutions import SiteModule

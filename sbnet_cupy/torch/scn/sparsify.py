@@ -2,7 +2,8 @@
 
 import torch
 
-from ...submanifold.coordinate_map import CoordinateMap, check_capacity
+from ...submanifold.coordinate_map import CoordinateMap
+from ...submanifold.site_arguments import check_capacity
 from ...submanifold.sources import note_source
 from ..submanifold.maps import valid
 from ..submanifold.operations import rows_of
