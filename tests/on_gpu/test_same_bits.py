@@ -24,20 +24,9 @@ from support.assertions import assert_same
 from support.site_conv_cases import SiteConvCase, run_by_plan, sb_dtype
 from support.site_map_cases import draw_sites
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 RUNS = 100
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16", "float32": "float"}
-
-
-@pytest.fixture(scope="module")
-def cupy(require):
-    return require("gpu")
-
-
-@pytest.fixture(autouse=True)
-def _hopper(cupy):
-    if not current_device().hopper:
-        pytest.skip("plans are those of compute capability 9.0")
 
 
 class Rerun(NamedTuple):

@@ -2,23 +2,11 @@
 
 import pytest
 
-from sbnet_cupy.core.device import current_device
 from support.assertions import assert_same
 from support.site_conv_cases import assert_result, run_by_plan
 from support.site_conv_once import GIVEN, PLANS, RANDOM
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def cupy(require):
-    return require("gpu")
-
-
-@pytest.fixture(autouse=True)
-def _hopper(cupy):
-    if not current_device().hopper:
-        pytest.skip("needs bulk copies")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)

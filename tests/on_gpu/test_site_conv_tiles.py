@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from sbnet_cupy.core import operator
-from sbnet_cupy.core.device import current_device
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv import SITE_CONV
 from sbnet_cupy.submanifold.site_conv_instances import TilesPlan
@@ -14,7 +13,7 @@ from support.assertions import assert_same
 from support.site_conv_cases import SiteConvCase, assert_result, run_by_plan
 from support.site_tables import groups_apart, read_back, table
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 W, SPLIT = "TileWgmma", "SplitWgmma"
 Case = SiteConvCase
 OTHERS = [
@@ -38,17 +37,6 @@ OTHERS = [
     (TilesPlan(TileShape(128, 128), 32, (8, 1), 0, 2, 3), 4, 32),
 ]
 TILINGS = [(plan, size // 2, plan.columns) for plan, size, *_ in _TILINGS]
-
-
-@pytest.fixture(scope="module")
-def cupy(require):
-    return require("gpu")
-
-
-@pytest.fixture(autouse=True)
-def _hopper(cupy):
-    if not current_device().hopper:
-        pytest.skip("needs wgmma")
 
 
 @pytest.mark.parametrize("given", TILINGS + OTHERS, ids=str)

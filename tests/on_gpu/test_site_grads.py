@@ -21,11 +21,6 @@ from support.site_grad_cases import (
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def cupy(require):
-    return require("gpu")
-
-
 MORE = [
     SiteConvCase(
         dtype, 2000, c, k, (3, 3, 3), precision=precision, spare=100, activation=activation,

@@ -28,11 +28,6 @@ from support.site_on_host import MODULES
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def cupy(require):
-    return require("gpu")
-
-
 @contextlib.contextmanager
 def by_kernels(chosen):
     """Have kernels compute within, or array operations."""

@@ -24,11 +24,6 @@ BCOUNT = (8, 11)
 CAPACITY = 40
 
 
-@pytest.fixture(scope="module")
-def cupy(require):
-    return require("gpu")
-
-
 def data(seed):
     """A mask of a few pixels and an image, another for every seed."""
     rng = np.random.default_rng(seed)
