@@ -1,5 +1,7 @@
 """Between blocks and sites: the pixels of a list of blocks, and the blocks that hold sites."""
 
+import math
+
 import numpy as np
 
 from .block_sparse.active_blocks import ActiveBlocks
@@ -11,6 +13,7 @@ from .core.list_cells import list_cells
 from .core.sizes import pair
 from .errors import ShapeError
 from .submanifold.coordinate_map import CoordinateMap, check_sites
+from .submanifold.dense_conversion import cells_of
 from .submanifold.distinct import LEFT_OUT
 from .submanifold.site_arguments import check_capacity
 
@@ -77,15 +80,10 @@ def mask_of_sites(coordinates):
             "coordinates must have a known shape and batch size, got "
             f"{grid[0]} and {grid[1]}; pass spatial_shape and batch_size to coordinate_map"
         )
-    (height, width), images = grid
-    xp = namespace(indices)
-    valid = coordinates.valid()
-    n, row, column = indices.T.astype("int64")
-    for value, size in ((n, images), (row, height), (column, width)):
-        valid &= (value >= 0) & (value < size)
-    mask = xp.zeros(images * height * width + 1, bool)
-    mask[xp.where(valid, (n * height + row) * width + column, images * height * width)] = True
-    return mask[:-1].reshape(images, height, width)
+    shape = (grid[1], *grid[0])
+    mask = namespace(indices).zeros(math.prod(shape) + 1, bool)
+    mask[cells_of(coordinates, shape)] = True  # rows that are no site set the last place
+    return mask[:-1].reshape(shape)
 
 
 def blocks_of(coordinates, *, bsize, ksize=1, strides=(1, 1), padding="SAME", capacity=None):
