@@ -4,6 +4,7 @@
 // Source: the rule book of Graham et al. 2018 (arXiv:1711.10275), tile by tile; a hash table with linear probing.
 // Python: sbnet_cupy/submanifold/site_tiles.py
 // Launch: a thread block for each tile, BM threads for each of SLICES slices of the taps; at most MOST_TAPS taps.
+// In a tile rows are sorted by their taps, those that the fewest of its rows have first, in Gray order.
 // A tile that reads more than `most` rows is read in rounds: a round is a run of its taps that read no more. Rows are
 // numbered in the order in which the taps read them, so that a tile is a function of the map alone.
 // By colour (COLOURED) 64 rows of y take turns, and the rows that a tile reads are numbered in that order among those of their
@@ -11,9 +12,10 @@
 // it would read. Where a colour has a quarter more rows than the others, or the tile is read in rounds, they are numbered as above.
 #include "core/async_copy.cuh"
 #include "submanifold/site_colours.cuh"
+#include "submanifold/tap_ranks.cuh"
 #include "submanifold/tile_head.cuh"
 
-constexpr int MOST_TAPS = 64, KEY_BITS = 24, NO_BIT = 31;
+constexpr int MOST_TAPS = 64;
 constexpr u32 READER = 1u << 16, NOBODY = 0xffffffffu;
 
 // The distinct rows that are read, by linear probing. What belongs to a row: its number, or READER + its first reader as long
@@ -52,13 +54,11 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
               int* __restrict__ sources,   // [tiles][taps * BM]
               u16* __restrict__ locals,    // [tiles][taps][BM]: of the taps in the head's list
               i64 M, i64 N, i64 taps_, i64 most,
-              // 8 bits of each tap: its bit in the key by which rows are sorted, or NO_BIT; and, above these 5, what it adds to
-              // the colour
-              i64 b0, i64 b1, i64 b2, i64 b3, i64 b4, i64 b5, i64 b6, i64 b7,
+              i64 c0, i64 c1, i64 c2, i64 c3,  // 4 bits of each tap: what it adds to the colour
               i64 factors) {  // of SiteColours
     constexpr int WARPS = BM / 32, THREADS = BM * SLICES, SHARE = BM / SLICES;
     static_assert(BM <= 256 && SHARE % 4 == 0, "a place takes 8 bits; keys are compared four at a time");
-    static_assert(8 % SLICES == 0 && EACH * SLICES <= MOST_TAPS, "and eight bits of taps are a number");
+    static_assert(16 % SLICES == 0 && EACH * SLICES <= MOST_TAPS, "and 16 taps are a number");
     static_assert(BM % 64 == 0 && 3 * BM <= THREADS, "64 rows take turns; a thread numbers a row");
     constexpr int COLOUR_BIT = 20;  // of a slot: above it, the colour of its row
     static_assert(SLOTS <= 1 << COLOUR_BIT, "slots are below it");
@@ -76,9 +76,10 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
     int *const groups = counts + taps * WARPS, *const round = groups + taps;  // [taps]: a bit for each 16 rows; [2]
     int* const colours = round + 2;                               // [taps]: what a tap adds to the colour
     int* const numbered = reinterpret_cast<int*>(keys);           // [3 BM], later: slots, with their colours, of rows in order
+    u32* const tap_bits = reinterpret_cast<u32*>(tally);          // [MOST_TAPS], before: of tap_ranks.cuh
     const i64 tile = blockIdx.x, p0 = tile * BM;
     const RowTable<SLOTS> table{table_rows, table_states};
-    const i64 bits[] = {b0, b1, b2, b3, b4, b5, b6, b7};
+    const i64 added[] = {c0, c1, c2, c3};
     table.clear(threadIdx.x, THREADS);
     for (int i = threadIdx.x; i < taps; i += THREADS) groups[i] = 0;
     if (slice == 0) keys[t] = 0, places[t] = 0;
@@ -91,21 +92,23 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
         const int tap = slice + i * SLICES;
         own_rows[i] = tap < taps && p0 + t < M ? static_cast<int>(rows[tap * M + p0 + t]) : -1;
     }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int tap = slice + i * SLICES;
+        if (own_rows[i] >= N) own_rows[i] = -1;
+        const int having = __popc(__ballot_sync(EVERY, own_rows[i] >= 0));
+        if (lane == 0 && tap < taps) counts[tap * WARPS + warp] = having;
+        if (COLOURED && t == 0 && tap < taps) colours[tap] = static_cast<int>(added[i * SLICES / 16] >> (slice + i * SLICES % 16) * 4) & 15;
+    }
     __syncthreads();
 
-    u32 its_key = 0;
     u32 took = 0;  // bit i: there is a slot for the row of number i
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const int row = own_rows[i] < N ? own_rows[i] : -1;
-        own_rows[i] = row;
+        const int row = own_rows[i];
         took |= static_cast<u32>(row < 0 || table.take(table.first_slot(row), row)) << i;
-        const int of_tap = static_cast<int>(bits[i * SLICES / 8] >> (slice + i * SLICES % 8) * 8) & 255, bit = of_tap & 31;
-        if (COLOURED && t == 0 && slice + i * SLICES < taps) colours[slice + i * SLICES] = of_tap >> 5;
-        if (row < 0) continue;
-        if (bit != NO_BIT) its_key |= 1u << bit;
     }
-    if (its_key) atomicOr(keys + t, its_key);
+    if (threadIdx.x / 32 == THREADS / 32 - 1) rank_taps<EACH * SLICES / 32, WARPS>(counts, tap_bits, taps);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int tap = slice + i * SLICES, row = own_rows[i];
@@ -114,12 +117,16 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
         if (tap < taps) read[tap * BM + t] = slot;
     }
     __syncthreads();
+    u32 its_key = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (own_rows[i] >= 0) its_key |= tap_bits[slice + i * SLICES];
+    if (its_key) atomicOr(keys + t, its_key);
+    __syncthreads();
 
     // Sorted by counting, since no two keys are the same; a slice of the threads looks at a slice of the keys.
     const auto key_of = [&](i64 row, u32 key) {
-#pragma unroll
-        for (int shift = 1; shift < KEY_BITS; shift *= 2) key ^= key >> shift;  // the place in Gray order
-        return (p0 + row < M ? key << 8 : ~0u << 8) | static_cast<u32>(row);
+        return (p0 + row < M ? gray_place(key) << 8 : ~0u << 8) | static_cast<u32>(row);
     };
     if (slice == 0) keys[t] = key_of(t, keys[t]);
     __syncthreads();

@@ -174,10 +174,9 @@ def _sort(conv, plan, kernel_size):
 
     It may be given the indices of the target and the map's offsets too, for site_tiles.
     """
-    options = conv.sources, kernel_size, plan.order
     if isinstance(plan, TilesPlan):
-        return lambda rows, *sites: site_tiles(rows, *options, *sites)
-    return lambda rows, *sites: site_order(rows, *options)
+        return lambda rows, *sites: site_tiles(rows, conv.sources, plan.order, *sites)
+    return lambda rows, *sites: site_order(rows, conv.sources, kernel_size, plan.order)
 
 
 def _operands(plan, first):

@@ -4,8 +4,6 @@ Kernel: cuda_src/submanifold/site_tiles.cu.
 """
 
 import functools
-import itertools
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +13,7 @@ from ..core.arrays import empties, namespace, place_name
 from ..core.graph_memory import memory_of_graphs
 
 _FILE = "submanifold/site_tiles"
-_KEY_BITS, _NO_BIT, _COLOURS = 24, 31, 8  # those of site_tiles.cu
+_COLOURS = 8  # of site_colours.cuh
 ZERO_ROWS = 8  # that of tile_head.cuh
 _FACTORS = 1, 3, 2, 5  # of the axes in a colour: of those tried, 64 rows of surfaces had the most
 MOST_TAPS = 64
@@ -44,7 +42,7 @@ def head_numbers(taps):
     return -(-(3 * taps + 4) // 4) * 4
 
 
-def site_tiles(rows, sources, kernel_size, shape, indices=None, offsets=None):
+def site_tiles(rows, sources, shape, indices=None, offsets=None):
     """Return the SiteTiles of a kernel map: int32 ``[taps, M]``, of rows below ``sources``.
 
     For a shape ``by_colour`` that goes by the ``indices`` of the map's target, and the ``offsets``
@@ -54,7 +52,7 @@ def site_tiles(rows, sources, kernel_size, shape, indices=None, offsets=None):
     tiles = -(-m // shape.rows)
     if not shape.by_colour or offsets is None or len(offsets[0]) > len(_FACTORS):
         indices = offsets = None
-    launch = _launch(taps, m, sources, tuple(kernel_size), offsets, shape, place_name(rows))
+    launch = _launch(taps, m, sources, offsets, shape, place_name(rows))
     with memory_of_graphs(rows):
         order = (tiles, shape.rows), np.int32
         heads = (tiles, head_numbers(taps)), np.int32
@@ -85,38 +83,27 @@ def _slices(rows):
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(taps, m, sources, kernel_size, offsets, shape, place):
+def _launch(taps, m, sources, offsets, shape, place):
     """Prepare the launch on the current device."""
     slices = _slices(shape.rows)
     each = (32 if taps <= 32 else MOST_TAPS) // slices
     template = "int", shape.rows, _slots(taps, shape.rows), slices, each, offsets is not None
     return kernels.prepare(
         _FILE, "tile_rows", template, -(-m // shape.rows), slices * shape.rows, 6,
-        (m, sources, taps, shape.most, *_bits(taps, kernel_size, offsets), _factors(offsets)),
+        (m, sources, taps, shape.most, *_added(offsets), _factors(offsets)),
         shared=shared_bytes(taps, shape.rows), dependent=True,
     )  # fmt: skip
 
 
 @functools.cache
-def _bits(taps, kernel_size, offsets):
-    """Return what a tile needs to know of each tap, eight taps to a number.
-
-    That is the bit of the tap in the key by which rows are sorted, in which taps that are off the
-    centre on most axes count first, and, 32 times, what its offset adds to the colour.
-    """
-    if math.prod(kernel_size) != taps:
-        kernel_size = (taps,)
-    cells = itertools.product(*map(range, kernel_size))
-    off = [sum(2 * r + 1 != k for r, k in zip(c, kernel_size, strict=True)) for c in cells]
-    bits = [_NO_BIT] * MOST_TAPS
-    for bit, tap in zip(
-        reversed(range(_KEY_BITS)), np.argsort(-np.array(off), kind="stable"), strict=False
-    ):
-        bits[tap] = bit
+def _added(offsets):
+    """Return what each tap adds to the colour: four bits for each tap, 16 taps to a number."""
+    numbers = [0] * (MOST_TAPS // 16)
     for tap, offset in enumerate(offsets or ()):
         steps = zip(_FACTORS, offset, strict=False)
-        bits[tap] += sum(factor * step for factor, step in steps) % _COLOURS << 5
-    return tuple(np.array(bits, np.uint8).view(np.int64).tolist())
+        colours = sum(factor * step for factor, step in steps) % _COLOURS
+        numbers[tap // 16] |= colours << tap % 16 * 4
+    return np.array(numbers, np.uint64).view(np.int64).tolist()
 
 
 def _factors(offsets):

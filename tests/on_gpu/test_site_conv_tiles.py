@@ -80,7 +80,7 @@ def test_tiles_stand_for_the_map(shape, sources, cupy):
     rows = table((3, 3, 3), 3001, 0.9)
     rows = np.where(rows < 0, -1, rows * (sources // 50) + np.arange(3001) % (sources // 50))
     tiles, again = (
-        site_tiles(cupy.asarray(rows.astype(np.int32)), sources, (3, 3, 3), shape) for _ in range(2)
+        site_tiles(cupy.asarray(rows.astype(np.int32)), sources, shape) for _ in range(2)
     )
     found, other = ([array.get() for array in made] for made in (tiles, again))
     assert (read_back(SiteTiles(*found), 27, 3001, shape) == rows).all()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
-from sbnet_cupy.submanifold.site_tiles import TileShape, head_numbers, site_tiles
+from sbnet_cupy.submanifold.site_tiles import SiteTiles, TileShape, head_numbers, site_tiles
 from support import site_on_host
 from support.site_tables import loads, read_back, table
 
@@ -14,9 +14,9 @@ def _compiler(require):
     require("g++")
 
 
-def tiles_of(rows, sources, kernel_size, shape, *sites):
+def tiles_of(rows, sources, shape, *sites):
     with site_on_host.by_kernels():
-        return site_tiles(rows, sources, kernel_size, shape, *sites)
+        return site_tiles(rows, sources, shape, *sites)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 100), (128, 300)], ids=str)
@@ -32,11 +32,11 @@ def test_tiles_stand_for_the_map(size, shape):
         rows = table(kernel_size, m, 0.8)
         rows = np.where(rows < 0, -1, rows * sources // 50 + np.arange(m) % (sources // 50))
         rows = rows.astype(np.int32)
-        tiles = tiles_of(rows, sources - 1, kernel_size, shape)
+        tiles = tiles_of(rows, sources - 1, shape)
         assert (np.sort(tiles.order[tiles.order >= 0]) == np.arange(m)).all()
         expected = np.where(rows == sources - 1, -1, rows)
         assert (read_back(tiles, taps, m, shape) == expected).all()
-        again = tiles_of(rows, sources - 1, kernel_size, shape)
+        again = tiles_of(rows, sources - 1, shape)
         assert (again.order == tiles.order).all()
         assert (again.heads[:, :2] == tiles.heads[:, :2]).all()
     if m == 700 and shape.most < 128:
@@ -46,7 +46,7 @@ def test_tiles_stand_for_the_map(size, shape):
 def test_a_tile_that_reads_more_rows_than_a_table_holds():
     shape = TileShape(128, 128)
     rows = np.random.default_rng(0).permutation(27 * 130).reshape(27, 130).astype(np.int32)
-    tiles = tiles_of(rows, rows.size, (3, 3, 3), shape)
+    tiles = tiles_of(rows, rows.size, shape)
     assert (read_back(tiles, 27, 130, shape) == rows).all()
     assert tiles.heads[:, 1].tolist() == [27, 1]
 
@@ -54,9 +54,22 @@ def test_a_tile_that_reads_more_rows_than_a_table_holds():
 def test_rows_with_the_same_taps_are_neighbours():
     rows = np.full((9, 256), -1, np.int32)
     rows[:, ::2] = np.arange(128)
-    tiles = tiles_of(rows, 128, (3, 3), TileShape(256, 256))
+    tiles = tiles_of(rows, 128, TileShape(256, 256))
     assert (tiles.order[0, :128] % 2 == 1).all()
     assert (tiles.heads[0, 2:11] & 0xFFFF == 0xFF00).all()
+
+
+@pytest.mark.parametrize("rare", [0, 4, 13, 26])
+def test_rows_with_a_rare_tap_are_neighbours(rare):
+    """Whichever tap it is, and more taps than a key has bits."""
+    rng = np.random.default_rng(rare)
+    few = rng.permutation(256)[:16]
+    rows = np.where(rng.random((27, 256)) < 0.5, np.arange(256), -1).astype(np.int32)
+    rows[rare] = -1
+    rows[rare, few] = few
+    tiles = tiles_of(rows, 256, TileShape(256, 640))
+    places = np.flatnonzero(np.isin(tiles.order[0], few))
+    assert np.ptp(places) == 15
 
 
 def map_of(shape, kernel_size, share, **options):
@@ -79,24 +92,27 @@ def test_rows_are_numbered_by_the_colours_of_their_sites(rows, grid):
     taps, m = made.rows.shape
     for most in (3 * rows, rows + 8, rows):
         shape = TileShape(rows, most, True)
-        tiles = tiles_of(made.rows, m, grid[1], shape, *made._sites())
+        tiles = tiles_of(made.rows, m, shape, *made._sites())
         assert (np.sort(tiles.order[tiles.order >= 0]) == np.arange(m)).all()
         assert (read_back(tiles, taps, m, shape) == made.rows).all()
-        again = tiles_of(made.rows, m, grid[1], shape, *made._sites())
+        again = tiles_of(made.rows, m, shape, *made._sites())
         assert (again.order == tiles.order).all()
         if most > 2 * rows:
-            plain = tiles_of(made.rows, m, grid[1], shape)
+            plain = tiles_of(made.rows, m, shape)
             assert loads(tiles) < loads(plain) or loads(plain) < 1.1
 
 
 def test_eight_neighbours_are_loaded_at_once():
-    """All pixels of a picture: 64 in a row have eight of each colour, but at edges."""
-    made = map_of((64, 64), (3, 3), 1.1)
+    """All pixels of a picture: 64 in a row have eight of each colour, but in tiles at its edges."""
+    made = map_of((64, 128), (3, 3), 1.1)
     shape = TileShape(256, 640, True)
-    tiles = tiles_of(made.rows, 4096, (3, 3), shape, *made._sites())
-    plain = tiles_of(made.rows, 4096, (3, 3), shape)
-    assert loads(tiles) < 1.02 and loads(plain) > 1.3
-    assert (read_back(tiles, 9, 4096, shape) == made.rows).all()
+    tiles = tiles_of(made.rows, 8192, shape, *made._sites())
+    plain = tiles_of(made.rows, 8192, shape)
+    assert (read_back(tiles, 9, 8192, shape) == made.rows).all()
+    inside = (made.rows >= 0).all(axis=0).reshape(-1, 256).all(axis=1)
+    assert inside.sum() == 12
+    assert loads(SiteTiles(*(array[inside] for array in tiles))) == 1
+    assert loads(tiles) < 1.02 and loads(plain) > 1.25
 
 
 def test_lists_of_offsets_have_colours():
@@ -104,7 +120,7 @@ def test_lists_of_offsets_have_colours():
     sites, _ = sb.coordinate_map(cells, spatial_shape=(20, 20))
     made = sb.kernel_map(sites, offsets=[[0, y * x] for y in (-3, 0, 3) for x in (1, 2, 3)])
     shape = TileShape(64, 192, True)
-    tiles = tiles_of(made.rows, 400, (9,), shape, *made._sites())
+    tiles = tiles_of(made.rows, 400, shape, *made._sites())
     assert (read_back(tiles, 9, 400, shape) == made.rows).all()
 
 
@@ -116,7 +132,7 @@ def test_maps_whose_taps_read_at_no_fixed_distance_have_no_offsets():
 
 
 def test_no_rows():
-    tiles = tiles_of(np.zeros((9, 0), np.int32), 0, (3, 3), TileShape(64, 64))
+    tiles = tiles_of(np.zeros((9, 0), np.int32), 0, TileShape(64, 64))
     assert [array.shape[0] for array in tiles] == [0] * 4
 
 
