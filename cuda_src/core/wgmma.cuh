@@ -18,6 +18,10 @@ DEVICE u64 matrix_descriptor(u32 address, u32 along_k, u32 along_rows) {
 DEVICE u64 swizzled_descriptor(u32 address, u32 along_rows = 1024) {
     return static_cast<u64>((address & 0x3ffffu) >> 4) | 1ull << 16 | static_cast<u64>(along_rows >> 4) << 32 | 1ull << 62;
 }
+// The same of a sixteenth of an address that shared memory has: only the lower word is computed.
+DEVICE u64 swizzled_descriptor_at(u32 sixteenth) {
+    return static_cast<u64>(1u << 30 | 1024 >> 4) << 32 | (sixteenth + (1u << 16));
+}
 
 // A or B transposed: a row of 128 bytes has 64 numbers along M or N of one k, in the 128-byte swizzle. The next 64 are
 // `along_columns` bytes on, the next 8 k 1024 bytes.

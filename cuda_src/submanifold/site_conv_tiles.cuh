@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 copy_async<COPIED>(to + unit_at<RB>(i, 0), x + list[i] * C, true);
             return;
         }
-        [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC ? (AHEAD ? 4 : 1) : NT == 4 ? 2 : 4;  // there are no registers for more
+        [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC ? (!AHEAD ? 1 : ROUND && !RING ? 2 : 4) : NT == 4 ? 2 : 4;  // there are no registers for more
         if constexpr (Product::ASYNC) {  // nor for a unit found again for each row
             const int unit = team.number % UNITS;
             const i64 c = (its.part * UNITS + unit) * LANES;
@@ -306,29 +306,31 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
 
         const TileHead head = head_of(now);
         const u8* const rows = shared.rows + now.buffer * shared.rows_bytes;
-        const int begin = head.round_entries[now.round], last = head.round_entries[now.round + 1];
-        const int count = last - begin;      // at most 64 taps; a lane looks at two
-        u64 own = 0, tops = 0, bottoms = 0;  // taps that some of this warp's rows have
-        int tap_weights[2];                  // where the weights of a lane's taps are, if they stay
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int entry = 32 * h + lane < count ? head.list[begin + 32 * h + lane] : 0;
-            const int groups = group_of_tap<SPLIT>(entry >> 16) == group_of<SPLIT>() ? entry >> own_shift : 0;
-            const int first = (entry >> 16) * steps.per_tap + now.part * STEPS;
-            tap_weights[h] = first / 4 * Memory::STAGE + first % 4 * 32;
-            const auto lanes = [&](int bits) { return static_cast<u64>(__ballot_sync(EVERY, groups & bits)) << 32 * h; };
-            own |= lanes(OWN), tops |= lanes(OWN & 15), bottoms |= lanes(OWN & ~15);
-        }
-        const auto weights_of = [&](int i) { return __shfl_sync(EVERY, i < 32 ? tap_weights[0] : tap_weights[1], i & 31); };
+        const int begin = head.round_entries[now.round], last = head.round_entries[now.round + 1];  // of the list of taps
+        // Of 32 taps at a time, of which a lane looks at one:
+        int count, later = last - begin;  // of them; and that come after them
+        u32 own, tops, bottoms, left;  // taps that some of this warp's rows have; those of `own` to come
+        u32 its_weights;               // where the weights of a lane's tap are, if they stay
+        const u16* its_locals;
+        const auto enter = [&](int first) {
+            count = min(32, later), later -= count;
+            const int entry = lane < count ? head.list[first + lane] : 0, tap = entry >> 16;
+            const int groups = group_of_tap<SPLIT>(tap) == group_of<SPLIT>() ? entry >> own_shift : 0;
+            left = own = __ballot_sync(EVERY, groups & OWN);
+            if constexpr (MT == 2) tops = __ballot_sync(EVERY, groups & OWN & 15), bottoms = __ballot_sync(EVERY, groups & OWN & ~15);
+            const int step = tap * steps.per_tap + now.part * STEPS, at = step / 4 * Memory::STAGE + step % 4 * 32;
+            its_weights = Product::ASYNC ? (all_weights + at) >> 4 : at;
+            its_locals = shared.locals + (now.places * steps.taps + first) * BM + Product::row(0) + lane % 16;
+        };
         // The next tap to look at, from -1 on; where weights stay, or groups share taps, the next that is this warp's.
-        u64 left = own;
+        constexpr bool EACH = RING && SPLIT == 1;
         const auto following = [&](int i) {
-            if constexpr (RING && SPLIT == 1) return i + 1;
-            const int next = left ? __ffsll(static_cast<long long>(left)) - 1 : count;
+            if constexpr (EACH) return i + 1;
+            const int next = __ffs(static_cast<int>(left)) - 1;
             left &= left - 1;
             return next;
         };
-        const u16* const its_locals = shared.locals + (now.places * steps.taps + begin) * BM + Product::row(0) + lane % 16;
+        const auto exists = [&](int i) { return EACH ? i < count : i >= 0; };
         int next_local[MT] = {};
         const auto load = [&](int i) {
 #pragma unroll
@@ -338,8 +340,20 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         const auto locate = [&](int (&at)[MT], int i) {
 #pragma unroll
             for (int m = 0; m < MT; ++m) at[m] = unit_at<RB>(next_local[m], lane / 16);
-            if (i < count) load(i);
+            if (exists(i)) load(i);
         };
+        const auto begin_at = [&](int from) {
+            enter(from);
+            const int i = following(-1);
+            if (exists(i)) load(i);
+            return i;
+        };
+        // Whether tap i, or one of the next 32, is there to look at.
+        const auto more_taps = [&](int& i) {
+            if (!exists(i) && later > 0) i = begin_at(begin + 32);
+            return exists(i);
+        };
+        int i = begin_at(begin);
         if constexpr (Product::ASYNC) {
             int in_use = -1;  // stage that the tensor cores read
             [[maybe_unused]] bool top_runs = false;  // whether the latest product may still read a[0]
@@ -347,7 +361,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 if (RING && slot >= 0 && lane == 0) barrier_arrive(shared.empty + slot);
             };
             u32 a[AHEAD ? 2 : 1][STEPS][4];
-            const u64 rest = swizzled_descriptor(0);
             // Multiply 64 rows by weights; `a` is free but for the latest product.
             const auto multiply = [&](int at, int m, u32 (&a)[STEPS][4], u32 right, bool latest) {
                 if (latest) wgmma_wait<0>();
@@ -356,7 +369,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s)
-                    Wgmma<T, NT * 8>::registers(&acc[m][0][0], a[s], rest + right + s * 2);
+                    Wgmma<T, NT * 8>::registers(&acc[m][0][0], a[s], swizzled_descriptor_at(right + s * 2));
                 wgmma_commit();
                 wgmma_wait<1>();
             };
@@ -364,18 +377,18 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 int at[MT];
                 locate(at, next);
                 const int slot = group_of<SPLIT>() * OWN_STAGES + stage.slot;
-                const u32 right = (all_weights + (RING ? slot * Memory::STAGE : weights_of(i))) >> 4;
+                const u32 right = RING ? (all_weights >> 4) + slot * (Memory::STAGE >> 4) : __shfl_sync(EVERY, its_weights, i);
                 if constexpr (RING) barrier_wait(shared.full + slot, stage.phase);
                 if constexpr (MT == 2) {
                     const bool top = tops >> i & 1, bottom = bottoms >> i & 1;
                     if (top) multiply(at[0], 0, a[0], right, !bottom || top_runs);
                     if (bottom) multiply(at[1], 1, a[AHEAD], right, !top);
                     if (top || bottom) top_runs = !bottom;
-                } else if (!RING || SPLIT > 1 || own >> i & 1) {
+                } else if (!EACH || own >> i & 1) {
                     multiply(at[0], 0, a[AHEAD * odd], right, !AHEAD);
                 }
                 if constexpr (RING) {
-                    if (SPLIT > 1 || own >> i & 1) {
+                    if (!EACH || own >> i & 1) {
                         if constexpr (AHEAD) {
                             release(in_use);
                             in_use = slot;
@@ -393,12 +406,10 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 }
                 return next;
             };
-            int i = following(-1);
-            if (i < count) load(i);
 #pragma unroll 1
-            while (i < count) {
+            while (more_taps(i)) {
                 i = step(i, following(i), 0);
-                if (i >= count) break;
+                if (!more_taps(i)) break;
                 i = step(i, following(i), 1);
             }
             wgmma_wait<0>();
@@ -417,10 +428,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                     }
                 }
             };
-            int i = following(-1);
-            if (i < count) load(i);
 #pragma unroll 1
-            while (i < count) {
+            while (more_taps(i)) {
                 const int next = following(i);
                 int at[MT];
                 locate(at, next);
@@ -430,7 +439,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                     barrier_arrive(shared.empty + stage.slot);
                     stage.advance();
                 } else {
-                    multiply(at, shared.weights, lane_weights ^ weights_of(i));
+                    multiply(at, shared.weights, lane_weights ^ static_cast<int>(__shfl_sync(EVERY, its_weights, i)));
                 }
                 i = next;
             }
