@@ -3,15 +3,19 @@
 // Source: implicit products over rows sorted by their masks, as in TorchSparse++ (Tang et al. 2023, MICRO); a stable
 // counting sort.  Python: sbnet_cupy/submanifold/site_order.py
 // and turns[round, block] = the tile that a thread block of a convolution computes then, which deal_tiles finds.
-// Launches: bin_rows, scan_bins, order_rows, sort_rows and, where there are many rows, deal_tiles; sort_rows alone for masks of
-// rows as they are. Sorted twice: bin_rows, scan_bins, order_rows, bin_digits, scan_bins, order_rows, sort_rows.
-//   bin_rows, bin_digits     a thread block has PART rows; scan_bins: 32 bins; sort_rows: 128 rows and 32 taps; deal_tiles: all
+// Launches: bin_rows, scan_bins, order_rows, sort_tiles and, where there are many rows, deal_tiles; sort_rows in place of sort_tiles
+// for more than 64 taps, and alone for masks of rows as they are. Sorted twice: bin_rows, scan_bins, order_rows, bin_digits,
+// scan_bins, order_rows, sort_tiles.
+//   bin_rows, bin_digits     a thread block has PART rows; scan_bins: 32 bins; sort_tiles: TILE rows; sort_rows: 128 rows and 32
+//   taps; deal_tiles: all
 // Why: a tile of a convolution leaves out the taps that none of its rows has. A bin is a number of BITS bits: a bit for each
 // column of taps, and one for each end of the columns; bins are in the order of the Gray code, so that neighbours differ
 // in a bit. One pass comes close to sorting by all taps. Where many rows share a bin, they are sorted by BITS of their taps before.
+// The rows of a tile are sorted again by their own rare taps: of 64 rows that are multiplied together more then lack the same.
 // Tiles of sorted rows have from a few taps to all: dealt out by their numbers of taps, each thread block has about as much to do.
 #include "submanifold/counting_sort.cuh"
 #include "submanifold/site_turns.cuh"
+#include "submanifold/tap_ranks.cuh"
 
 // The bin of taps that are there.
 struct Bins {
@@ -186,6 +190,118 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) mask |= found[w][threadIdx.x];
     if (group * 32 < M) masks[group * words + blockIdx.y] = mask;
+}
+
+constexpr int TILE = 256, SLICES = 4;  // rows of the largest tile of a convolution; threads for each row, which share its taps
+
+// The lane's key when those of the warp are sorted: bitonic.
+DEVICE u32 sorted_in_warp(u32 key) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int run = 2; run <= 32; run *= 2)
+#pragma unroll
+        for (int apart = run / 2; apart > 0; apart /= 2) {
+            const u32 other = __shfl_xor_sync(0xffffffffu, key, apart);
+            key = !(lane & apart) == !(lane & run) ? min(key, other) : max(key, other);
+        }
+    return key;
+}
+
+// How many of 32 sorted keys are smaller.
+DEVICE int smaller(const u32* keys, u32 key) {
+    int count = 0;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+        if (keys[count + step - 1] < key) count += step;
+    return count + (keys[count] < key);
+}
+
+// Sort each TILE rows of the order again, by their taps: those that the fewest of these rows have first, in Gray order.
+//   WORDS   1 for up to 32 taps, with two thread blocks where a multiprocessor has room for 2048 threads; 2 for up to 64
+template <typename I, int WORDS>
+__global__ void __launch_bounds__(TILE * SLICES, 3 - WORDS)
+    sort_tiles(const I* __restrict__ rows,  // [taps, M]
+               I* order,                    // [M]: a thread block reads its rows before it writes them
+               I* __restrict__ sorted,      // [taps, M]
+               u32* __restrict__ masks,     // [ceil(M / 32)][WORDS]
+               i64 M, i64 N, i64 taps_) {
+    constexpr int GROUPS = TILE / 32, EACH = 32 * WORDS / SLICES;  // groups of 32 rows; taps of a thread: every SLICES-th
+    constexpr u32 EVERY = 0xffffffffu;
+    static_assert(TILE <= 256 && GROUPS % SLICES == 0, "a place takes 8 bits; slices share the groups");
+    __shared__ u32 keys[TILE], sorted_keys[TILE];
+    __shared__ __align__(8) int counts[SLICES * EACH * GROUPS];  // [taps][GROUPS]: rows that have a tap
+    __shared__ int places[TILE], moved[32][TILE];                // where a row goes; the sorted table, one word's taps at a time
+    __shared__ u32 tap_bits[32 * WORDS], found[SLICES][GROUPS];
+    const int t = threadIdx.x % TILE, slice = threadIdx.x / TILE, lane = t % 32, group = t / 32, taps = static_cast<int>(taps_);
+    const i64 p0 = static_cast<i64>(blockIdx.x) * TILE, step = SLICES * M;
+    const bool there = p0 + t < M;
+    if (slice == 0) keys[t] = 0, places[t] = 0;
+    overlap_launches(rows);
+    const int from = there ? order[p0 + t] : 0;
+    const u32 sources = static_cast<u32>(N);
+    int its[EACH];
+    const I* next = rows + slice * M + from;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i, next += step) its[i] = there && slice + i * SLICES < taps ? *next : -1;
+    u32 having = 0;  // of the tap whose number is the lane's: rows of the warp
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        if (static_cast<u32>(its[i]) >= sources) its[i] = -1;
+        const u32 all = __ballot_sync(EVERY, its[i] >= 0);
+        if (lane == i) having = all;
+    }
+    if (lane < EACH) counts[(slice + lane * SLICES) * GROUPS + group] = __popc(having);
+    __syncthreads();
+    if (threadIdx.x < 32) rank_taps<WORDS, GROUPS>(counts, tap_bits, taps);
+    __syncthreads();
+    u32 key = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (its[i] >= 0) key |= tap_bits[slice + i * SLICES];
+    if (key) atomicOr(keys + t, key);
+    __syncthreads();
+
+    // A row's place is the number of smaller keys in all groups of 32 rows, each of them sorted; slices share the groups. No two
+    // keys are the same: rows with the same taps stay in their order. Those past M come last.
+    if (slice == 0) {
+        keys[t] = key = (there ? gray_place(keys[t]) << 8 : ~0u << 8) | static_cast<u32>(t);
+        sorted_keys[t] = sorted_in_warp(key);
+    }
+    __syncthreads();
+    key = keys[t];
+    int before = 0;
+#pragma unroll
+    for (int g = 0; g < GROUPS / SLICES; ++g) before += smaller(sorted_keys + (slice * (GROUPS / SLICES) + g) * 32, key);
+    atomicAdd(places + t, before);
+    __syncthreads();
+    const int place = places[t];
+    if (slice == 0 && there) order[p0 + place] = from;
+    I* to = sorted + slice * M + p0 + t;
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) {
+        if (w) __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 32 / SLICES; ++i) moved[slice + i * SLICES][place] = its[w * (32 / SLICES) + i];
+        __syncthreads();
+        u32 bits = 0;
+#pragma unroll
+        for (int i = 0; i < 32 / SLICES; ++i, to += step) {
+            const int bit = slice + i * SLICES;
+            if (32 * w + bit >= taps) break;
+            const int row = moved[bit][t];
+            if (there) *to = row;
+            if (__any_sync(EVERY, row >= 0)) bits |= 1u << i * SLICES;
+        }
+        if (lane == 0) found[slice][group] = bits << slice;
+        __syncthreads();
+        const i64 own_group = p0 / 32 + threadIdx.x;
+        if (threadIdx.x < GROUPS && own_group * 32 < M) {
+            u32 mask = 0;
+#pragma unroll
+            for (int s = 0; s < SLICES; ++s) mask |= found[s][threadIdx.x];
+            masks[own_group * WORDS + w] = mask;
+        }
+    }
 }
 
 // Deal tiles out in rounds, those with the most taps first: in each round who has least to do so far gets the longest tile.

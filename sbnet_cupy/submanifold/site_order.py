@@ -19,7 +19,8 @@ GROUP = 32  # neighbouring rows that have a mask
 _FILE = "submanifold/site_order"
 _MOST_COLUMNS = 9  # of site_order.cu
 _FEWEST_TWICE = 1 << 15  # rows that are sorted by two digits
-_DEALT_ROWS = (128, 256)  # of a tile
+_TILE, _SLICES, _MOST_TAPS = 256, 4, 64  # of sort_tiles
+_DEALT_ROWS = (128, _TILE)  # of a tile
 _MOST_TILES, _MOST_SHARES = 8192, 512
 
 
@@ -65,7 +66,11 @@ class _Launches:
         several_digits = m >= _FEWEST_TWICE and taps > sides[0]
         self._by_bin = self._counting.by_digit() if several_digits else None
         grid = (-(-m // (4 * GROUP)), self._masks[1])
-        self._sort = _prepare("sort_rows", grid, 4, (*size, self._masks[1]))
+        sort_rows = functools.partial(_prepare, "sort_rows", grid, 4, (*size, self._masks[1]))
+        self._find_masks = self._sort = kernels.Later(sort_rows)
+        if taps <= _MOST_TAPS:
+            shape = -(-m // _TILE), 4, size, _TILE * _SLICES, ("int", self._masks[1])
+            self._sort = kernels.Later(functools.partial(_prepare, "sort_tiles", *shape))
         device = current_device()
         shares = device.multiprocessors
         tiles = [-(-m // rows) for rows in _DEALT_ROWS]
@@ -79,7 +84,7 @@ class _Launches:
         """Return the masks of rows as they are."""
         with memory_of_graphs(rows):
             masks = empty(self._masks, np.uint32, rows)
-            self._sort(rows, None, None, masks)
+            self._find_masks(rows, None, None, masks)
         return masks
 
     def sort(self, rows):
@@ -102,8 +107,8 @@ class _Launches:
         return self._counting.order(functools.partial(self._by_bin, bins, order), rows, order)
 
 
-def _prepare(kernel, grid, pointers, scalars, block=256):
-    return kernels.prepare(_FILE, kernel, ("int",), grid, block, pointers, scalars, dependent=True)
+def _prepare(kernel, grid, pointers, scalars, block=256, template=("int",)):
+    return kernels.prepare(_FILE, kernel, template, grid, block, pointers, scalars, dependent=True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -242,6 +242,8 @@ CONSTANTS = {
         "Pairs<GRAD_COPIERS>::BYTES": site_conv_grad_plan._list_bytes(site_conv_grad_plan.COPIERS),
     },
     f"{SITES}/site_order": {
+        "TILE": site_order._TILE,
+        "SLICES": site_order._SLICES,
         "MOST_TILES": site_order._MOST_TILES,
         "MOST_SHARES": site_order._MOST_SHARES,
     },

@@ -23,7 +23,9 @@ def masks_of(rows):
 
 
 @pytest.mark.parametrize(
-    "size", [((3, 3, 3), 2500), ((3, 3), 1025), ((2, 2, 2), 31), ((5, 5, 3), 700), ((12,), 1)],
+    "size",
+    [((3, 3, 3), 2500), ((3, 3), 1025), ((2, 2, 2), 31), ((5, 3, 3), 800), ((64,), 300),
+     ((5, 5, 3), 700), ((12,), 1)],
     ids=str,
 )  # fmt: skip
 def test_rows_are_sorted_by_the_taps_that_they_have(size):
@@ -36,10 +38,30 @@ def test_rows_are_sorted_by_the_taps_that_they_have(size):
     assert (found.order == again.order).all()
     assert (found.rows == rows[:, found.order]).all()
     assert (found.masks == masks_of(found.rows)).all()
+    assert site_on_host.LAUNCHED.count("sort_tiles") == (2 if len(rows) <= 64 else 0)
+    assert site_on_host.LAUNCHED.count("sort_rows") == (0 if len(rows) <= 64 else 2)
     if m > 500:
         asked = np.unpackbits(np.ascontiguousarray(masks_of(rows)).view(np.uint8)).sum()
         assert np.unpackbits(found.masks.view(np.uint8)).sum() < 0.9 * asked
-    assert (found.order == np.argsort(bins_of(rows, kernel_size), kind="stable")).all()
+    order = np.argsort(bins_of(rows, kernel_size), kind="stable")
+    assert (found.order == sorted_tiles(rows, order)).all()
+
+
+def sorted_tiles(rows, order):
+    """Return the order with each 256 rows sorted by their taps, of which the rare ones come first.
+
+    Taps that none of them has do not count, and no more than 24. Rows of more than 64 taps stay.
+    """
+    if len(rows) > 64:
+        return order
+    tiles = []
+    for tile in np.split(order, range(256, len(order), 256)):
+        counts = (rows[:, tile] >= 0).sum(axis=1)
+        ranked = [tap for tap in np.argsort(counts, kind="stable") if counts[tap]][:24]
+        bits = np.zeros(len(rows), np.int64)
+        bits[ranked] = 1 << np.arange(23, 23 - len(ranked), -1)
+        tiles.append(tile[np.argsort(gray_place(rows[:, tile], bits), kind="stable")])
+    return np.concatenate(tiles)
 
 
 def bins_of(rows, kernel_size):
@@ -57,7 +79,7 @@ def gray_place(rows, bits):
     code = np.zeros(rows.shape[1], np.int64)
     for its, bit in zip(rows >= 0, bits, strict=True):
         code |= np.where(its, bit, 0)
-    for shift in (1, 2, 4, 8):
+    for shift in (1, 2, 4, 8, 16):
         code ^= code >> shift
     return code
 
@@ -74,9 +96,37 @@ def test_many_rows_are_sorted_by_their_last_taps_too(kernel_size):
     with site_on_host.by_kernels():
         site_on_host.LAUNCHED.clear()
         found = site_order.site_order(rows, 50, kernel_size, True)
-    assert (found.order == np.lexsort([last, bins] if kernel_size != (3, 3) else [bins])).all()
+    order = np.lexsort([last, bins] if kernel_size != (3, 3) else [bins])
+    assert (found.order == sorted_tiles(rows, order)).all()
     assert (found.rows == rows[:, found.order]).all()
     assert site_on_host.LAUNCHED.count("bin_digits") == (kernel_size != (3, 3))
+
+
+@pytest.mark.parametrize("rare", [0, 13, 26, 40])
+def test_rows_of_a_tile_with_a_rare_tap_are_neighbours(rare):
+    """Whichever tap it is, and more taps than a key has bits; the last tile is not whole."""
+    taps, m = 27 if rare < 27 else 45, 2 * 256 + 100
+    rng = np.random.default_rng(rare)
+    rows = np.where(rng.random((taps, m)) < 0.5, np.arange(m) % 50, -1).astype(np.int32)
+    few = rng.permutation(m)[:40]
+    rows[rare] = -1
+    rows[rare, few] = 7
+    rows[rare, np.setdiff1d(np.arange(m), few)[:9]] = 50  # no row of the source
+    with site_on_host.by_kernels():
+        found = site_order.site_order(rows, 50, (taps,), True)
+    assert (found.rows == np.where(rows == 50, -1, rows)[:, found.order]).all()
+    for start in range(0, m, 256):
+        places = np.flatnonzero(found.rows[rare, start : start + 256] >= 0)
+        assert np.ptp(places) == len(places) - 1
+
+
+def test_rows_of_a_tile_with_the_same_taps_stay_in_their_order():
+    rows = np.zeros((9, 700), np.int32)
+    rows[4:, ::2] = -1
+    with site_on_host.by_kernels():
+        order = site_order.site_order(rows, 1, (9,), True).order
+    assert (np.diff(order[:350]) == 2).all()
+    assert (np.diff(order[350:]) == 2).all()
 
 
 @pytest.mark.parametrize("taps", [1, 7, 40])
