@@ -3,15 +3,15 @@
 // Source: implicit products over rows sorted by their masks, as in TorchSparse++ (Tang et al. 2023, MICRO); a stable
 // counting sort.  Python: sbnet_cupy/submanifold/site_order.py
 // and turns[round, block] = the tile that a thread block of a convolution computes then, which deal_tiles finds.
-// Launches: bin_rows, scan_bins, order_rows, sort_tiles and, where there are many rows, deal_tiles; sort_rows in place of sort_tiles
+// Launches: bin_rows, scan_bins, order_rows, sort_tiles and, where there are many rows, deal_tiles. sort_rows in place of sort_tiles
 // for more than 64 taps, and alone for masks of rows as they are. Sorted twice: bin_rows, scan_bins, order_rows, bin_digits,
 // scan_bins, order_rows, sort_tiles.
-//   bin_rows, bin_digits     a thread block has PART rows; scan_bins: 32 bins; sort_tiles: TILE rows; sort_rows: 128 rows and 32
-//   taps; deal_tiles: all
+//   bin_rows, bin_digits     a thread block has PART rows; scan_bins: 32 bins; sort_tiles: TILE rows;
+//                            sort_rows: 128 rows and 32 taps; deal_tiles: all
 // Why: a tile of a convolution leaves out the taps that none of its rows has. A bin is a number of BITS bits: a bit for each
 // column of taps, and one for each end of the columns; bins are in the order of the Gray code, so that neighbours differ
 // in a bit. One pass comes close to sorting by all taps. Where many rows share a bin, they are sorted by BITS of their taps before.
-// The rows of a tile are sorted again by their own rare taps: of 64 rows that are multiplied together more then lack the same.
+// The rows of a tile are sorted again by its rare taps: groups of 64 rows, which are multiplied together, then lack more taps.
 // Tiles of sorted rows have from a few taps to all: dealt out by their numbers of taps, each thread block has about as much to do.
 #include "submanifold/counting_sort.cuh"
 #include "submanifold/site_turns.cuh"
