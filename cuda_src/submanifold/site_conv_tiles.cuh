@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 copy_async<COPIED>(to + unit_at<RB>(i, 0), x + list[i] * C, true);
             return;
         }
-        [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC ? (!AHEAD ? 1 : ROUND && !RING ? 2 : 4) : NT == 4 ? 2 : 4;  // there are no registers for more
+        [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC ? (!AHEAD || (ROUND && !RING) ? 1 : 4) : NT == 4 ? 2 : 4;  // there are no registers for more
         if constexpr (Product::ASYNC) {  // nor for a unit found again for each row
             const int unit = team.number % UNITS;
             const i64 c = (its.part * UNITS + unit) * LANES;
@@ -348,11 +348,6 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             if (exists(i)) load(i);
             return i;
         };
-        // Whether tap i, or one of the next 32, is there to look at.
-        const auto more_taps = [&](int& i) {
-            if (!exists(i) && later > 0) i = begin_at(begin + 32);
-            return exists(i);
-        };
         int i = begin_at(begin);
         if constexpr (Product::ASYNC) {
             int in_use = -1;  // stage that the tensor cores read
@@ -366,10 +361,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 if (latest) wgmma_wait<0>();
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s) ldmatrix_x4(a[s], rows + (at ^ s * 32));
+                const u64 weights = swizzled_descriptor_at(right);
                 wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s)
-                    Wgmma<T, NT * 8>::registers(&acc[m][0][0], a[s], swizzled_descriptor_at(right + s * 2));
+                    Wgmma<T, NT * 8>::registers(&acc[m][0][0], a[s], weights + s * 2);
                 wgmma_commit();
                 wgmma_wait<1>();
             };
@@ -406,12 +402,20 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 }
                 return next;
             };
+            const auto multiply_taps = [&]() {
 #pragma unroll 1
-            while (more_taps(i)) {
-                i = step(i, following(i), 0);
-                if (!more_taps(i)) break;
-                i = step(i, following(i), 1);
-            }
+                for (;;)
+#pragma unroll
+                    for (int odd = 0; odd < 2; ++odd) {
+                        if (!exists(i)) {
+                            if (later == 0) return;
+                            i = begin_at(begin + 32);
+                            if (!exists(i)) return;
+                        }
+                        i = step(i, following(i), odd);
+                    }
+            };
+            multiply_taps();
             wgmma_wait<0>();
             release(in_use);
         } else {
@@ -429,7 +433,12 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 }
             };
 #pragma unroll 1
-            while (more_taps(i)) {
+            for (;;) {
+                if (!exists(i)) {
+                    if (later == 0) break;
+                    i = begin_at(begin + 32);
+                    if (!exists(i)) break;
+                }
                 const int next = following(i);
                 int at[MT];
                 locate(at, next);
