@@ -11,7 +11,7 @@ from sbnet_cupy.submanifold.site_conv_plan import _TILINGS
 from sbnet_cupy.submanifold.site_tiles import SiteTiles, TileShape, site_tiles
 from support.assertions import assert_same
 from support.site_conv_cases import SiteConvCase, assert_result, run_by_plan
-from support.site_tables import groups_apart, read_back, table
+from support.site_tables import groups_apart, read_back, sorted_tiles, table
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 W, SPLIT = "TileWgmma", "SplitWgmma"
@@ -84,5 +84,6 @@ def test_tiles_stand_for_the_map(shape, sources, cupy):
     )
     found, other = ([array.get() for array in made] for made in (tiles, again))
     assert (read_back(SiteTiles(*found), 27, 3001, shape) == rows).all()
+    assert (found[0].ravel()[:3001] == sorted_tiles(rows, np.arange(3001), shape.rows)).all()
     for one, more in zip(found[:2], other[:2], strict=True):
         assert (one[:, :2] == more[:, :2]).all()

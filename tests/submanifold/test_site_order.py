@@ -5,21 +5,12 @@ import pytest
 
 from sbnet_cupy.submanifold import site_order
 from support import site_on_host
-from support.site_tables import table
+from support.site_tables import masks_of, order_of, table
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiler(require):
     require("g++")
-
-
-def masks_of(rows):
-    """Return the taps that any of 32 neighbouring rows has, as words of 32 bits."""
-    taps, m = rows.shape
-    there = np.zeros((-(-taps // 32) * 32, -(-m // 32) * 32), bool)
-    there[:taps, :m] = rows >= 0
-    bits = there.reshape(len(there) // 32, 32, -1, 32).any(3)
-    return (bits << np.arange(32, dtype=np.uint32)[:, None]).sum(1, dtype=np.uint32).T
 
 
 @pytest.mark.parametrize(
@@ -43,45 +34,7 @@ def test_rows_are_sorted_by_the_taps_that_they_have(size):
     if m > 500:
         asked = np.unpackbits(np.ascontiguousarray(masks_of(rows)).view(np.uint8)).sum()
         assert np.unpackbits(found.masks.view(np.uint8)).sum() < 0.9 * asked
-    order = np.argsort(bins_of(rows, kernel_size), kind="stable")
-    assert (found.order == sorted_tiles(rows, order)).all()
-
-
-def sorted_tiles(rows, order):
-    """Return the order with each 256 rows sorted by their taps, of which the rare ones come first.
-
-    Taps that none of them has do not count, and no more than 24. Rows of more than 64 taps stay.
-    """
-    if len(rows) > 64:
-        return order
-    tiles = []
-    for tile in np.split(order, range(256, len(order), 256)):
-        counts = (rows[:, tile] >= 0).sum(axis=1)
-        ranked = [tap for tap in np.argsort(counts, kind="stable") if counts[tap]][:24]
-        bits = np.zeros(len(rows), np.int64)
-        bits[ranked] = 1 << np.arange(23, 23 - len(ranked), -1)
-        tiles.append(tile[np.argsort(gray_place(rows[:, tile], bits), kind="stable")])
-    return np.concatenate(tiles)
-
-
-def bins_of(rows, kernel_size):
-    """Return the number of each row's bin."""
-    columns, side = site_order._sides(kernel_size)
-    bits = [
-        1 << tap % columns | (tap < side) << 9 | (tap >= len(rows) - side) << 10
-        for tap in range(len(rows))
-    ]
-    return gray_place(rows, bits)
-
-
-def gray_place(rows, bits):
-    """Return the place in Gray order of the bits of the taps that each row has."""
-    code = np.zeros(rows.shape[1], np.int64)
-    for its, bit in zip(rows >= 0, bits, strict=True):
-        code |= np.where(its, bit, 0)
-    for shift in (1, 2, 4, 8, 16):
-        code ^= code >> shift
-    return code
+    assert (found.order == order_of(rows, kernel_size)).all()
 
 
 @pytest.mark.parametrize("kernel_size", [(3, 3, 3), (2, 5), (3, 3)], ids=str)
@@ -89,15 +42,10 @@ def test_many_rows_are_sorted_by_their_last_taps_too(kernel_size):
     """Where those say more than the bin, which of 3x3 has all taps."""
     m = site_order._FEWEST_TWICE
     rows = table(kernel_size, m, 0.8)
-    taps = len(rows)
-    last = gray_place(rows, [1 << max(tap - max(taps - 11, 0), 0) if tap >= taps - 11 else 0
-                             for tap in range(taps)])  # fmt: skip
-    bins = bins_of(rows, kernel_size)
     with site_on_host.by_kernels():
         site_on_host.LAUNCHED.clear()
         found = site_order.site_order(rows, 50, kernel_size, True)
-    order = np.lexsort([last, bins] if kernel_size != (3, 3) else [bins])
-    assert (found.order == sorted_tiles(rows, order)).all()
+    assert (found.order == order_of(rows, kernel_size)).all()
     assert (found.rows == rows[:, found.order]).all()
     assert site_on_host.LAUNCHED.count("bin_digits") == (kernel_size != (3, 3))
 

@@ -6,7 +6,7 @@ import pytest
 import sbnet_cupy as sb
 from sbnet_cupy.submanifold.site_tiles import SiteTiles, TileShape, head_numbers, site_tiles
 from support import site_on_host
-from support.site_tables import loads, read_back, table
+from support.site_tables import loads, read_back, sorted_tiles, table
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,6 +36,8 @@ def test_tiles_stand_for_the_map(size, shape):
         assert (np.sort(tiles.order[tiles.order >= 0]) == np.arange(m)).all()
         expected = np.where(rows == sources - 1, -1, rows)
         assert (read_back(tiles, taps, m, shape) == expected).all()
+        order = sorted_tiles(expected, np.arange(m), shape.rows)
+        assert (tiles.order.ravel()[:m] == order).all()
         again = tiles_of(rows, sources - 1, shape)
         assert (again.order == tiles.order).all()
         assert (again.heads[:, :2] == tiles.heads[:, :2]).all()

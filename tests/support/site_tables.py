@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from sbnet_cupy.submanifold import site_order
 from sbnet_cupy.submanifold.site_tiles import ZERO_ROWS
 
 
@@ -69,3 +70,58 @@ def loads(tiles):
             if (eight >= ZERO_ROWS).any():
                 found.append(np.bincount(np.unique(eight) % 8).max())
     return np.mean(found)
+
+
+def masks_of(rows):
+    """Return the taps that any of 32 neighbouring rows has, as words of 32 bits."""
+    taps, m = rows.shape
+    there = np.zeros((-(-taps // 32) * 32, -(-m // 32) * 32), bool)
+    there[:taps, :m] = rows >= 0
+    bits = there.reshape(len(there) // 32, 32, -1, 32).any(3)
+    return (bits << np.arange(32, dtype=np.uint32)[:, None]).sum(1, dtype=np.uint32).T
+
+
+def order_of(rows, kernel_size):
+    """Return the order of a table's rows that site_order finds."""
+    taps, m = rows.shape
+    bins = bins_of(rows, kernel_size)
+    first = max(taps - 11, 0)  # of the taps by which many rows are sorted before
+    last = gray_place(rows, [1 << tap - first if tap >= first else 0 for tap in range(taps)])
+    by_last = m >= site_order._FEWEST_TWICE and taps > site_order._sides(kernel_size)[0]
+    order = np.lexsort([last, bins] if by_last else [bins])
+    return sorted_tiles(rows, order, 256) if taps <= 64 else order
+
+
+def sorted_tiles(rows, order, size):
+    """Return the order with the rows of each tile sorted by their taps, the rare ones first.
+
+    Taps that none of them has do not count, and no more than 24.
+    """
+    tiles = []
+    for tile in np.split(order, range(size, len(order), size)):
+        counts = (rows[:, tile] >= 0).sum(axis=1)
+        ranked = [tap for tap in np.argsort(counts, kind="stable") if counts[tap]][:24]
+        bits = np.zeros(len(rows), np.int64)
+        bits[ranked] = 1 << np.arange(23, 23 - len(ranked), -1)
+        tiles.append(tile[np.argsort(gray_place(rows[:, tile], bits), kind="stable")])
+    return np.concatenate(tiles)
+
+
+def bins_of(rows, kernel_size):
+    """Return the number of each row's bin."""
+    columns, side = site_order._sides(kernel_size)
+    bits = [
+        1 << tap % columns | (tap < side) << 9 | (tap >= len(rows) - side) << 10
+        for tap in range(len(rows))
+    ]
+    return gray_place(rows, bits)
+
+
+def gray_place(rows, bits):
+    """Return the place in Gray order of the bits of the taps that each row has."""
+    code = np.zeros(rows.shape[1], np.int64)
+    for its, bit in zip(rows >= 0, bits, strict=True):
+        code |= np.where(its, bit, 0)
+    for shift in (1, 2, 4, 8, 16):
+        code ^= code >> shift
+    return code
