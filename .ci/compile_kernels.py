@@ -1,5 +1,7 @@
 """Compile kernels for every architecture, without a GPU; list what spills, and fail then.
 
+Those whose wgmma instructions the assembler makes wait for each other are listed and fail too.
+
     python .ci/compile_kernels.py [--all] INSTANTIATIONS [ARCHITECTURE ...]
 
 INSTANTIATIONS is a file that the tests wrote: run them with SBNET_RECORD_INSTANTIATIONS naming it.
@@ -32,6 +34,7 @@ FUNCTION = re.compile(
     r"Function properties for (\S+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, "
     r"(\d+) bytes spill loads"
 )
+WAITING = re.compile(r"wgmma\.mma_async instructions are serialized .* the function '(\S+)'")
 KERNEL = re.compile(
     r"__global__\s+void\s+(?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\)\s+)?(\w+)\("
 )
@@ -65,12 +68,13 @@ def main(path, *architectures, everything=False):
             kernels = [kernel for compiled, _ in results for kernel in compiled]
             spilled = [k for k in kernels if any(k[2:])]
             spilled = [k for k in map(functools.partial(alone, arch), spilled) if any(k[2:])]
-            for stem, expression, stack, stores, loads in spilled:
+            for stem, expression, stack, stores, loads, waiting in spilled:
                 print(f"  {arch} {stem}: {expression}: {stack} bytes of stack, "
-                      f"spill stores {stores}, loads {loads}")  # fmt: skip
+                      f"spill stores {stores}, loads {loads}"
+                      + ", wgmma instructions wait for each other" * waiting)  # fmt: skip
             seconds = sum(seconds for _, seconds in results)
             print(f"{arch}: {len(kernels)} kernels compiled in {seconds:.1f} s of one core, "
-                  f"{len(spilled)} spill", flush=True)  # fmt: skip
+                  f"{len(spilled)} spill or wait", flush=True)  # fmt: skip
             failed |= bool(spilled) or len(kernels) != total
     return int(failed)
 
@@ -124,12 +128,17 @@ def alone(arch, kernel):
 def compile_program(stem, expressions, arch):
     """Return the kernels of a program, and how many seconds it took.
 
-    Of each kernel: (stem, expression, bytes of stack frame, spill stores, spill loads).
+    Of each kernel: (stem, expression, bytes of stack frame, spill stores, spill loads, whether its
+    wgmma instructions wait for each other).
     """
     start = time.process_time()
     _, symbols, log = compiling.compile_cubin(stem, expressions, arch)
     used = {symbol: tuple(map(int, numbers)) for symbol, *numbers in FUNCTION.findall(log)}
-    kernels = [(stem, expression, *used[symbols[expression]]) for expression in expressions]
+    waiting = set(WAITING.findall(log))
+    kernels = [
+        (stem, expression, *used[symbols[expression]], symbols[expression] in waiting)
+        for expression in expressions
+    ]
     return kernels, time.process_time() - start
 
 

@@ -17,8 +17,8 @@ from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_
 from sbnet_cupy.block_sparse.stack.stack_image_conv2d import ImageConv, blocks_of, candidates
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold.site_conv_grad_plan import PIPELINED, WeightGradSizes
-from sbnet_cupy.submanifold.site_conv_instances import FmaPlan, SiteConvSizes
-from sbnet_cupy.submanifold.site_conv_plan import plan_site_conv
+from sbnet_cupy.submanifold.site_conv_instances import ELEMENT_BYTES, FmaPlan, SiteConvSizes
+from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, plan_site_conv
 
 CONV = "block_sparse/conv/fused_conv"
 UNIT = "block_sparse/bottleneck/fused_bottleneck"
@@ -163,7 +163,7 @@ def _layers(arch):
 
 
 def _sites(arch):
-    """Those of convolutions at sites, 3x3x3; in other numbers for some channels; and 3x3.
+    """Those of convolutions at sites, 3x3x3; in other numbers for some channels; 3x3; all tilings.
 
     Those of gradients of their weights by wgmma, too.
     """
@@ -182,6 +182,13 @@ def _sites(arch):
             key = SITES, plan.kernel, plan.template(conv._replace(activation=activation))
             if not isinstance(plan, FmaPlan) and launched(arch, *key):
                 found[key] = None
+    tilings = itertools.product(_TILINGS, ("Half", "float")) if DEVICES[arch].hopper else ()
+    for (plan, row_bytes, _), element in tilings:
+        channels = row_bytes // ELEMENT_BYTES[element]
+        conv = SiteConvSizes(
+            element, MANY, MANY, 27, channels, plan.columns, 1, 0, element == "float", 16, 16
+        )
+        found[SITES, plan.kernel, plan.template(conv)] = None
     for tile, plan in PIPELINED.items() if DEVICES[arch].hopper else ():
         for element in ("Half", "BFloat16") if tile == (256, 256) else ("Half",):
             conv = WeightGradSizes(element, 7000, 7000, 27, *tile, 1, False, 16, 16)

@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
 #pragma unroll 1
                 for (;;)
 #pragma unroll
-                    for (int odd = 0; odd < 2; ++odd) {
+                    for (int odd = 0; odd <= AHEAD; ++odd) {
                         if (!exists(i)) {
                             if (later == 0) return;
                             i = begin_at(begin + 32);
