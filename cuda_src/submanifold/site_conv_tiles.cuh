@@ -307,12 +307,28 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         const TileHead head = head_of(now);
         const u8* const rows = shared.rows + now.buffer * shared.rows_bytes;
         const int begin = head.round_entries[now.round], last = head.round_entries[now.round + 1];  // of the list of taps
-        // Of 32 taps at a time, of which a lane looks at one:
-        int count, later = last - begin;  // of them; and that come after them
-        u32 own, tops, bottoms, left;  // taps that some of this warp's rows have; those of `own` to come
-        u32 its_weights;               // where the weights of a lane's tap are, if they stay
-        const u16* its_locals;
-        const auto enter = [&](int first) {
+        // Whether a warp looks at every tap: where weights are streamed through one ring it takes part in each stage.
+        constexpr bool EACH = RING && SPLIT == 1;
+        // Taps are looked at in runs of up to 32, of which each lane knows one.
+        int count, later = last - begin;  // taps of this run, and of those after it
+        u32 own, tops, bottoms, left;     // of this run, those that some of this warp's rows have; of these, those to come
+        u32 its_weights;                  // where the weights of the lane's tap are, if they stay
+        const u16* its_locals;            // of this run
+        int next_local[MT] = {};          // of the tap to look at next
+        const auto load = [&](int i) {
+#pragma unroll
+            for (int m = 0; m < MT; ++m) next_local[m] = its_locals[i * BM + m * (Product::ASYNC ? 64 : 16)];
+        };
+        // The tap of the run to look at after tap i, or from -1 on the first one.
+        const auto following = [&](int i) {
+            if constexpr (EACH) return i + 1;
+            const int next = __ffs(static_cast<int>(left)) - 1;
+            left &= left - 1;
+            return next;
+        };
+        const auto exists = [&](int i) { return EACH ? i < count : i >= 0; };
+        // Begin the run that starts with entry `first` of the list: return its first tap to look at.
+        const auto begin_run = [&](int first) {
             count = min(32, later), later -= count;
             const int entry = lane < count ? head.list[first + lane] : 0, tap = entry >> 16;
             const int groups = group_of_tap<SPLIT>(tap) == group_of<SPLIT>() ? entry >> own_shift : 0;
@@ -321,20 +337,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             const int step = tap * steps.per_tap + now.part * STEPS, at = step / 4 * Memory::STAGE + step % 4 * 32;
             its_weights = Product::ASYNC ? (all_weights + at) >> 4 : at;
             its_locals = shared.locals + (now.places * steps.taps + first) * BM + Product::row(0) + lane % 16;
-        };
-        // The next tap to look at, from -1 on; where weights stay, or groups share taps, the next that is this warp's.
-        constexpr bool EACH = RING && SPLIT == 1;
-        const auto following = [&](int i) {
-            if constexpr (EACH) return i + 1;
-            const int next = __ffs(static_cast<int>(left)) - 1;
-            left &= left - 1;
-            return next;
-        };
-        const auto exists = [&](int i) { return EACH ? i < count : i >= 0; };
-        int next_local[MT] = {};
-        const auto load = [&](int i) {
-#pragma unroll
-            for (int m = 0; m < MT; ++m) next_local[m] = its_locals[i * BM + m * (Product::ASYNC ? 64 : 16)];
+            const int i = following(-1);
+            if (exists(i)) load(i);
+            return i;
         };
         // Where this lane's rows are; then begin to load those of tap i.
         const auto locate = [&](int (&at)[MT], int i) {
@@ -342,13 +347,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             for (int m = 0; m < MT; ++m) at[m] = unit_at<RB>(next_local[m], lane / 16);
             if (exists(i)) load(i);
         };
-        const auto begin_at = [&](int from) {
-            enter(from);
-            const int i = following(-1);
-            if (exists(i)) load(i);
-            return i;
-        };
-        int i = begin_at(begin);
+        int i = begin_run(begin);
         if constexpr (Product::ASYNC) {
             int in_use = -1;  // stage that the tensor cores read
             [[maybe_unused]] bool top_runs = false;  // whether the latest product may still read a[0]
@@ -409,7 +408,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                     for (int odd = 0; odd <= AHEAD; ++odd) {
                         if (!exists(i)) {
                             if (later == 0) return;
-                            i = begin_at(begin + 32);
+                            i = begin_run(begin + 32);
                             if (!exists(i)) return;
                         }
                         i = step(i, following(i), odd);
@@ -436,7 +435,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
             for (;;) {
                 if (!exists(i)) {
                     if (later == 0) break;
-                    i = begin_at(begin + 32);
+                    i = begin_run(begin + 32);
                     if (!exists(i)) break;
                 }
                 const int next = following(i);
