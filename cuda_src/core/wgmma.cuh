@@ -20,7 +20,8 @@ DEVICE u64 swizzled_descriptor(u32 address, u32 along_rows = 1024) {
 }
 // The same of a sixteenth of an address that shared memory has: only the lower word is computed.
 DEVICE u64 swizzled_descriptor_at(u32 sixteenth) {
-    return static_cast<u64>(1u << 30 | 1024 >> 4) << 32 | (sixteenth + (1u << 16));
+    const u64 rest = swizzled_descriptor(0);
+    return rest >> 32 << 32 | (static_cast<u32>(rest) + sixteenth);
 }
 
 // A or B transposed: a row of 128 bytes has 64 numbers along M or N of one k, in the 128-byte swizzle. The next 64 are

@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
                 }
                 return next;
             };
-            const auto multiply_taps = [&]() {
+            const auto multiply_taps = [&]() {  // (to ask a function whether there is a tap takes more instructions)
 #pragma unroll 1
                 for (;;)
 #pragma unroll

@@ -254,15 +254,12 @@ __global__ void __launch_bounds__(TILE * SLICES, 3 - WORDS)
     __syncthreads();
     if (threadIdx.x < 32) rank_taps<WORDS, GROUPS>(counts, tap_bits, taps);
     __syncthreads();
-    u32 key = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-        if (its[i] >= 0) key |= tap_bits[slice + i * SLICES];
-    if (key) atomicOr(keys + t, key);
+    add_taps<SLICES>(keys + t, its, tap_bits, slice);
     __syncthreads();
 
     // A row's place is the number of smaller keys in all groups of 32 rows, each of them sorted; slices share the groups. No two
     // keys are the same: rows with the same taps stay in their order. Those past M come last.
+    u32 key;
     if (slice == 0) {
         keys[t] = key = (there ? gray_place(keys[t]) << 8 : ~0u << 8) | static_cast<u32>(t);
         sorted_keys[t] = sorted_in_warp(key);

@@ -117,11 +117,7 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
         if (tap < taps) read[tap * BM + t] = slot;
     }
     __syncthreads();
-    u32 its_key = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-        if (own_rows[i] >= 0) its_key |= tap_bits[slice + i * SLICES];
-    if (its_key) atomicOr(keys + t, its_key);
+    add_taps<SLICES>(keys + t, own_rows, tap_bits, slice);
     __syncthreads();
 
     // Sorted by counting, since no two keys are the same; a slice of the threads looks at a slice of the keys.

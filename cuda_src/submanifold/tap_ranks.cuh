@@ -1,4 +1,4 @@
-// tap_ranks.cuh: in which order taps count where rows of a kernel map are sorted by the taps that they have.
+// tap_ranks.cuh: the keys by which the rows of a tile of a kernel map are sorted: in which order the taps that they have count.
 // Rows that are multiplied together shall lack most of the same taps. A tap that few of the rows have comes first: it makes its
 // few rows neighbours, so that other rows need not be multiplied with it.
 #pragma once
@@ -67,6 +67,17 @@ DEVICE void rank_taps(const int* counts,  // [taps][WARPS]: how many rows have a
 #pragma unroll
     for (int h = 0; h < HALVES; ++h)
         bits[32 * h + lane] = numbers[h] < 256 && ranks[h] < KEY_BITS ? 1u << (KEY_BITS - 1 - ranks[h]) : 0;
+}
+
+// Add what a thread's taps, every SLICES-th from `slice` on, contribute to the key of its row: its[i] is below 0 for those that
+// the row lacks.
+template <int SLICES, int EACH>
+DEVICE void add_taps(u32* key, const int (&its)[EACH], const u32* bits, int slice) {
+    u32 sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (its[i] >= 0) sum |= bits[slice + i * SLICES];
+    if (sum) atomicOr(key, sum);
 }
 
 // The place of a key in Gray order, in which neighbours differ in one tap.
