@@ -94,10 +94,15 @@ struct WindowProducts {
                 wgmma_commit();
             };
             Rows even, odd;
-            load(even, 0);
-            int step = 0;
+            int step = steps % 2;
+            if (step) {
+                load(even, 0);
+                begin(even, 0);
+                wgmma_wait<0>();
+            }
+            load(even, min(step, steps - 1));
 #pragma unroll 1
-            for (; step + 1 < steps; step += 2) {  // rows are loaded while those of the step before are multiplied
+            for (; step < steps; step += 2) {  // rows are loaded while those of the step before are multiplied
                 begin(even, step);
                 wgmma_wait<1>();
                 load(odd, step + 1);
@@ -105,7 +110,6 @@ struct WindowProducts {
                 wgmma_wait<1>();
                 load(even, min(step + 2, steps - 1));
             }
-            if (step < steps) begin(even, step);
             wgmma_wait<0>();
         } else {
             const int lane = threadIdx.x % 32;
