@@ -3,8 +3,10 @@
     python -m benchmarks.submanifold.bench_submanifold_conv [--cpu] [--scan FILE.bin] [--out FOLDER]
 
 The forward pass, with weights packed in the call or before, the gradients of features and weights,
-what a call costs the calling thread, the list of sites ("coordinate_map"), and that with the kernel
-map of a 3^d kernel ("maps") are timed apart, after each convolution was compared with float64.
+what a call costs the calling thread, the list of sites ("coordinate_map"), that with the kernel map
+of a 3^d kernel ("maps"), and that map of known sites with the first convolution by it, which sorts
+the map's rows or makes tiles of them ("map, first forward"), are timed apart, after each
+convolution was compared with float64.
 Beside the forward pass run PyTorch, by pair lists that were made beforehand, and spconv where it is
 installed, forwards and with gradients, each by the best of its three algorithms: the sum of its
 kernels, without the time between them, and what a call costs the thread. Its results are compared
@@ -55,6 +57,7 @@ class Case:
         self.weights, self.grad = xp.asarray(self.w), xp.asarray(self.features[::-1].copy())
         self.packed = sb.PackedWeights(self.weights, precision=precision)
         self.map = self.find_map()
+        self.unmapped, _ = self.find_sites()
 
     def find_sites(self):
         """Return a new CoordinateMap and the site of each row; nothing waits for its count."""
@@ -74,6 +77,13 @@ class Case:
     def convolve_alone(self):
         """Return the same of weights that are packed already."""
         return sb.site_conv(self.x.features, self.packed, self.map)
+
+    def convolve_first(self):
+        """Return the same by a kernel map that is made for it, and all that it keeps."""
+        self.unmapped.clear()
+        window = (3,) * len(self.scene.spatial_shape)
+        kernel_map = sb.kernel_map(self.unmapped, window, onto=self.unmapped)
+        return sb.site_conv(self.x.features, self.packed, kernel_map)
 
     def differentiate(self):
         """Return the gradients of features and weights."""
@@ -172,7 +182,7 @@ def _on_gpu(cupy, torch, scene, channels, numbers, columns, quick, first):
         case.check()
         timed = [
             ("forward", case.convolve), ("forward, weights packed", case.convolve_alone),
-            ("backward", case.differentiate),
+            ("map, first forward", case.convolve_first), ("backward", case.differentiate),
         ]  # fmt: skip
         if first:
             timed += [("coordinate_map", case.find_sites), ("maps", case.find_map)]
