@@ -169,6 +169,7 @@ def kernel_map(
         Cells more at the end of a transposed convolution's grid.
     offsets : array-like of int, shape (taps, d), optional
         In place of a kernel: site ``p`` reads ``p + offset`` for each of these, on the same sites.
+        At least one.
     capacity : int, optional
         Rows of a new list of sites. With it nothing waits for a GPU; see :func:`coordinate_map`.
 

@@ -102,7 +102,12 @@ def read_offsets(
             f"offsets must be integers of shape (taps, {d}), got {given.dtype} of shape "
             f"{given.shape}"
         )
-    if given.size and not -(2**31) <= int(given.min()) <= int(given.max()) < 2**31:
+    if not len(given):
+        raise ShapeError(
+            f"offsets must have at least one row, got shape {given.shape}; pass the offset 0 for "
+            "the site itself alone"
+        )
+    if not -(2**31) <= int(given.min()) <= int(given.max()) < 2**31:
         raise ShapeError(
             f"offsets must be numbers of 32 bits, got {int(given.min())} to {int(given.max())}"
         )

@@ -109,6 +109,8 @@ def test_offsets_stand_alone():
             sb.kernel_map(sites, offsets=[[1]], **{name: np.array([1, 1])})
     with pytest.raises(sb.ShapeError, match="offsets must be rows of 1 integers, got"):
         sb.kernel_map(sites, offsets=[[1], [1, 2]])
+    with pytest.raises(sb.ShapeError, match=r"must have at least one row, got shape \(0, 1\)"):
+        sb.kernel_map(sites, offsets=np.zeros((0, 1), int))
     assert sb.kernel_map(sites, offsets=[[-(2**31)], [2**31 - 1]]).rows.max() == -1
 
 
