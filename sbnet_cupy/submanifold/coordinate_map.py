@@ -170,13 +170,13 @@ class CoordinateMap(KeepingContainer):
             )
         check_sources(self, status & LEFT_OUT)
         if status & OUTSIDE:
-            cure = "spatial_shape"
+            cure = "spatial_shape" if self.spatial_shape is None else "a larger spatial_shape"
             if self.batch_size is None:
                 cure += f", or batch_size, without which samples are below {1 << BATCH_BITS}"
             raise CapacityError(
                 f"indices must be inside {_grid_of(self.spatial_shape, self.batch_size)}"
                 f"{', or that of a list these were made of' if has_sources(self) else ''}; rows "
-                f"outside were dropped: drop them before, or pass a larger {cure}"
+                f"outside were dropped: drop them before, or pass {cure}"
             )
         if status & DUPLICATE:
             raise ValueError(duplicates_message())
@@ -427,6 +427,11 @@ def _check_inside(keys, indices, spatial_shape, batch_size):
             cure = "shift positions so that none is negative"
         elif found[0] < 0 or (batch_size is not None and found[0] >= batch_size):
             cure = "number the samples from 0 on, below batch_size"
+        elif max(found[1:]) >= 2**31:
+            cure = "shift or divide positions, which are below 2**31 in any grid"
+        elif spatial_shape is None:
+            most = packing_of(None, batch_size, indices.shape[1] - 1).limits[1]
+            cure = f"pass spatial_shape, without which positions are below {most}"
         raise ShapeError(
             f"indices must be inside {_grid_of(spatial_shape, batch_size)}, got {found} in row "
             f"{row}; drop such rows, or {cure}"

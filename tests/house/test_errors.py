@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sbnet_cupy
-from sbnet_cupy import DTypeError, ShapeError
+from sbnet_cupy import CapacityError, DTypeError, ShapeError
 from support import bad_calls, site_bad_calls, stack_bad_calls
 from support.assertions import assert_same
 from support.bad_calls import Spoiled, indices, ramp, spoil_id
@@ -148,6 +148,7 @@ def test_numbers_in_arrays(name):
     [
         ([0, -1, 2], "shift positions so that none is negative"),
         ([0, 4, 2], "pass a larger spatial_shape"),
+        ([0, 2**40, 2], r"shift or divide positions, which are below 2\*\*31 in any grid"),
         ([2, 1, 2], "number the samples from 0 on, below batch_size"),
         ([-1, 1, 2], "number the samples from 0 on, below batch_size"),
     ],
@@ -157,6 +158,20 @@ def test_rows_outside_of_the_grid(row, cure):
     said = rf"got \[{row[0]}, {row[1]}, {row[2]}\] in row 1; drop such rows, or {cure}$"
     grid = {"spatial_shape": (4, 4), "batch_size": 2}
     refuses(ShapeError, said, sbnet_cupy.coordinate_map, rows, **grid)
+
+
+def test_rows_outside_of_a_grid_of_unknown_shape():
+    """A shape helps unless positions are too large for any."""
+    rows, make = np.array([[0, 0, 0, 0], [0, 1, 2**25, 3]]), sbnet_cupy.coordinate_map
+    said = f"in row 1; drop such rows, or pass spatial_shape, without which .* below {2**21}$"
+    refuses(ShapeError, said, make, rows)
+    assert make(rows, spatial_shape=(4, 2**26, 4))[0].number() == 2
+    late, unknown = make(rows, capacity=2)[0], make(np.array([[0, 9]]), spatial_shape=4, capacity=2)
+    refuses(CapacityError, "drop them before, or pass spatial_shape, or batch_size", late.check)
+    refuses(CapacityError, "or pass a larger spatial_shape, or", unknown[0].check)
+    refuses(ShapeError, "number the samples from 0 on", make, np.array([[2, 1]]), batch_size=2)
+    rows[1, 2] = 2**40
+    refuses(ShapeError, r"in row 1; .*, which are below 2\*\*31 in any grid$", make, rows)
 
 
 @pytest.mark.parametrize("option", ["scale", "shift", "activation"])
