@@ -147,7 +147,10 @@ def check_tensors(optional=(), /, **arguments):
             if device.type not in ("cpu", "cuda"):
                 raise DeviceError(f"{name} must be on a CPU or CUDA device, got {device}")
         elif value.device != device:
-            places = [f"{n} is on {v.device}" for n, v in given.items()]
+            places = [f"{next(iter(given))} is on {device}"]
+            for n, v in given.items():
+                if isinstance(v, torch.Tensor) and v.device != device:
+                    places.append(f"{n} is on {v.device}")
             raise DeviceError(
                 f"all tensors must be on one device: {', '.join(places)}; use .to(device)"
             )

@@ -465,3 +465,19 @@ def test_the_shape_may_be_a_tensor(torch, st, device):
     for bad in (torch.ones(2), torch.LongTensor([4]), torch.LongTensor([[4, 5]])):
         with pytest.raises(sb.ShapeError, match="spatial_shape must be 2 non-negative"):
             st.coordinate_map(rows, spatial_shape=bad)
+
+
+def test_tensors_on_another_device_are_named_as_they_were_given(torch, st):
+    rows, w = torch.tensor([[0, 1], [0, 2], [0, 5]]), torch.ones(3, 1, 2)
+    x, far = st.sparse_tensor(torch.ones(3, 1), rows, spatial_shape=8), torch.ones(2, device="meta")
+    made = st.kernel_map(x, 3, onto=x)
+    words = r"on one device: features is on cpu, {} is on meta; use \.to\(device\)"
+    for call in (
+        lambda **options: st.submanifold_conv(x, **options),
+        lambda **options: st.strided_conv(x, stride=2, **options),
+        lambda **options: st.site_conv(x.features, kernel_map=made, **options),
+    ):
+        with pytest.raises(sb.DeviceError, match=words.format("w")):
+            call(w=w.to("meta"))
+        with pytest.raises(sb.DeviceError, match=words.format("bias")):
+            call(w=w, bias=far)

@@ -113,7 +113,7 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
     """
     check_kernel_map(kernel_map)
     sites, rows = kernel_map.source.capacity, kernel_map.rows
-    check_tensors(features=features, rows=rows)
+    check_tensors(**{"features": features, "kernel_map.rows": rows})
     check_rows(spec_of(features), spec_of(rows), sites=sites)
     fill = as_number("fill", fill)
     if not sites:

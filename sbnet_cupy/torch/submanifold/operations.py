@@ -292,6 +292,7 @@ _TRANSPOSED = Operation(TRANSPOSED_ROWS)
 CONV = Operation(
     SITE_CONV, _HERE, gradient=_conv_gradient, saves=_conv_saves, weights=slice(3, 6),
     around=one_blas_thread, derived=_order_of, keep=keep_call,
+    prefixes={"rows": "kernel_map.", "valid": "kernel_map.target."},
 )  # fmt: skip
 _WEIGHT_GRAD = Operation(
     SITE_WEIGHT_GRAD,
