@@ -131,6 +131,32 @@ def test_too_small_a_capacity_shows(torch, scn):
     assert layer(given).metadata.check()
 
 
+@pytest.mark.parametrize("last", ["FullConvolution", "SparsifyFCS", "append_tensors", "move"])
+def test_too_small_a_capacity_shows_in_a_new_metadata(torch, scn, last):
+    """Of any list before, also of those that other windows made for the same spatial size."""
+    given = points(torch, 40, 2)
+    small = scn.Sequential(scn.MaxPooling(2, 3, 2, capacity=2), scn.UnPooling(2, 3, 2))
+    other = scn.Sequential(scn.MaxPooling(2, 10, 1), scn.UnPooling(2, 10, 1))
+    tables = scn.ConcatTable().add(small).add(other)
+    net = scn.Sequential(scn.InputLayer(2, 17, mode=3), tables, scn.AddTable()).double()
+
+    def end():
+        x = net(given)
+        if last == "append_tensors":
+            return scn.append_tensors([x, x])
+        if last == "move":
+            x.metadata._move("cpu")
+            return x
+        more = (3, 4, 2, 2, True) if last == "FullConvolution" else ()
+        return getattr(scn, last)(2, *more).double()(x)
+
+    with pytest.raises(sb.CapacityError, match="got 2 for"):
+        end().metadata.check()
+    small[0].capacity = 60
+    metadata = end().metadata
+    assert metadata.check() is metadata
+
+
 def test_bad_arguments(torch, scn):
     given = points(torch, 40, 2)
     with pytest.raises(ValueError, match="no batch_size; give the number of samples"):

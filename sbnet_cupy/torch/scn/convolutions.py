@@ -246,7 +246,7 @@ class FullConvolution(_NewSites, _Back):
         how = {"stride": stride, "transposed": True, "capacity": self.capacity}
         made = kernel_map(input.coordinates, kernel, **how)
         larger = enlarged(size_key(input.spatial_size), kernel, stride)
-        metadata = Metadata(self.dimension)
+        metadata = Metadata(self.dimension, [input.metadata])
         metadata.grids[larger] = made.target
         features = self._convolve(input, made, norm)
         return SparseConvNetTensor(features, metadata, torch.tensor(larger))

@@ -41,7 +41,7 @@ def append_tensors(tensors):
     rows = torch.cat(listed)
     count = torch.where(missing > 0, len(rows) + missing, count).to(count.dtype)
     order = (rows[:, 0] < 0).byte().argsort(stable=True)  # rows that hold no site come last
-    metadata = Metadata(len(size))
+    metadata = Metadata(len(size), [x.metadata for x in tensors])
     metadata.grids[size] = CoordinateMap(rows[order], count, size, samples, status)
     features = torch.cat([x.features for x in tensors])[order]
     return SparseConvNetTensor(features, metadata, tensors[0].spatial_size)

@@ -27,7 +27,7 @@ def select(input, active, capacity=None):
     indices = torch.where((rows >= 0)[:, None], old.indices[rows], -1)
     grid = old.spatial_shape, old.batch_size
     made = note_source(CoordinateMap(indices, count, *grid, old.status), old)
-    metadata = Metadata(old.dimensions)
+    metadata = Metadata(old.dimensions, [input.metadata])
     metadata.grids[size_key(input.spatial_size)] = made
     return SparseConvNetTensor(rows_of(input.features, rows), metadata, input.spatial_size)
 

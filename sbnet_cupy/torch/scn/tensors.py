@@ -1,5 +1,7 @@
 """SparseConvNetTensor: features, and the sites of all scales that they went through."""
 
+import copy
+
 import torch
 
 from ...core.sizes import is_integer
@@ -120,10 +122,14 @@ class Metadata:
 
     As in SparseConvNet, each spatial size occurs once: layers of the same size share their sites,
     and a :class:`Deconvolution` finds those that a :class:`Convolution` read by their size.
+
+    Layers whose sites are no longer those of the Metadata ``before`` begin another one.
     """
 
-    def __init__(self, dimension):
+    def __init__(self, dimension, before=()):
         self.dimension = dimension
+        # Copies, which keep no maps: only check() reads them.
+        self.before = [copy.copy(sites) for metadata in before for sites in metadata.lists()]
         self.grids = {}  # spatial size -> CoordinateMap
         self.windows = {}  # (spatial size, kernel, stride) -> list of KernelMap
         self.input_size = None  # of an input layer: its spatial size
@@ -143,6 +149,7 @@ class Metadata:
 
     def _move(self, device):
         """Move all sites; maps are found anew."""
+        self.before = list(map(copy.copy, self.lists()))
         for size, old in self.grids.items():
             arrays = [array.to(device) for array in old._arrays()]
             made = CoordinateMap(*arrays[:2], old.spatial_shape, old.batch_size, *arrays[2:])
@@ -151,10 +158,14 @@ class Metadata:
         if self.inverse is not None:
             self.inverse = self.inverse.to(device)
 
-    def check(self):
-        """Return self, or raise what :meth:`CoordinateMap.check` does for the sites of any size."""
+    def lists(self):
+        """Return all lists of sites, also those of the Metadata before."""
         made = [made.target for kept in self.windows.values() for made in kept]
-        for coordinates in dict.fromkeys([*self.grids.values(), *made]):
+        return list(dict.fromkeys([*self.before, *self.grids.values(), *made]))
+
+    def check(self):
+        """Return self, or raise what :meth:`CoordinateMap.check` does for any list of sites."""
+        for coordinates in self.lists():
             coordinates.check()
         return self
 
