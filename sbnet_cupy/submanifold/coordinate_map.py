@@ -140,7 +140,7 @@ class CoordinateMap(KeepingContainer):
 
     @property
     def overflowed(self):
-        """Whether there are more sites than rows. Waits for the device."""
+        """Whether this list has more sites than rows; see :meth:`check`. Waits for the device."""
         return self.number() > self.capacity
 
     def number(self):
@@ -149,6 +149,10 @@ class CoordinateMap(KeepingContainer):
 
     def check(self):
         """Return self, or raise the error that a call with a capacity could not raise.
+
+        It tells of these sites, and of the lists that they were made of. It does not tell of lists
+        that were made of these: where :func:`inverse_conv`, :func:`sparse_unpool` or ``onto`` has
+        come back to these sites, check the coarsest list.
 
         Raises
         ------

@@ -201,8 +201,8 @@ def sparse_unpool(x, *, onto):
     Returns
     -------
     SparseTensor
-        On the sites of ``onto``. Its gradient is the sum over the windows:
-        :func:`sparse_unpool_grad`.
+        On the sites of ``onto``; as for :func:`inverse_conv`, check those of ``x``. Its gradient is
+        the sum over the windows: :func:`sparse_unpool_grad`.
 
     Raises
     ------

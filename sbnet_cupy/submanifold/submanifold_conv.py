@@ -171,7 +171,8 @@ def inverse_conv(
     Returns
     -------
     SparseTensor
-        On the sites of ``onto``.
+        On the sites of ``onto``. If the sites of ``x`` had a capacity, ``x.coordinates.check()``
+        tells whether it was enough; that of the result does not.
 
     Raises
     ------

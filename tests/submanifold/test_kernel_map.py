@@ -326,3 +326,16 @@ def test_sites_made_of_a_list_with_too_few_rows_say_so(xp):
                 continue
             with pytest.raises(sb.CapacityError, match=f"got 5 for {len(rows)} sites of a list"):
                 made.check()
+
+
+def test_the_coarsest_list_tells_what_a_result_at_finer_sites_does_not(xp):
+    rows = np.argwhere(np.random.default_rng(0).random((1, 8, 8)) < 0.5).astype(np.int32)
+    ones, w = xp.asarray(np.ones((len(rows), 1))), xp.asarray(np.ones((2, 2, 1, 1)))
+    x = sb.sparse_tensor(ones, xp.asarray(rows), spatial_shape=(8, 8))
+    down = sb.strided_conv(x, w, stride=2, capacity=3)
+    coarsest = sb.strided_conv(down, w, stride=2, capacity=9)
+    up = sb.inverse_conv(sb.inverse_conv(coarsest, w, onto=down), w, onto=x)
+    assert up.coordinates.check() is x.coordinates and not up.coordinates.overflowed
+    for made in (down, coarsest):
+        with pytest.raises(sb.CapacityError, match=r"got 3 for 1\d sites"):
+            made.coordinates.check()
