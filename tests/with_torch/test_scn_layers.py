@@ -276,8 +276,11 @@ def test_containers(torch, scn):
     both = scn.ConcatTable().add(scn.Identity()).add(scn.ReLU())
     close(torch, scn.AddTable()(both(x)).features, x.features + x.features.relu())
     assert scn.JoinTable()(both(x)).features.shape[1] == 6
-    with pytest.raises(ValueError, match="same sites"):
-        scn.AddTable()([x, made(torch, scn)])
+    n = len(x.features)
+    for table in (scn.AddTable(), scn.JoinTable()):
+        words = rf"at the same sites, got 2 lists of sites, {n} on \(7, 9\), {n} on \(7, 9\); begin"
+        with pytest.raises(ValueError, match=words):
+            table([x, x, made(torch, scn)])
 
 
 def test_checkpointed_layers_have_the_same_gradients(torch, scn):

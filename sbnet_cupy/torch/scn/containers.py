@@ -5,7 +5,7 @@ import torch.utils.checkpoint
 
 from ...errors import ShapeError
 from .norms import folds
-from .tensors import SparseConvNetTensor, check_list
+from .tensors import SparseConvNetTensor, check_list, size_key
 
 
 class _Added:
@@ -87,8 +87,12 @@ def _features_of(tensors):
     """Return the features of a list of tensors; raise unless they are at the same sites."""
     check_list("input", tensors)
     if any(x.coordinates is not tensors[0].coordinates for x in tensors):
-        sizes = [tuple(x.spatial_size.tolist()) for x in tensors]
-        raise ValueError(f"input must be tensors at the same sites, got spatial sizes {sizes}")
+        lists = {x.coordinates: f"{len(x.features)} on {size_key(x.spatial_size)}" for x in tensors}
+        raise ValueError(
+            f"input must be tensors at the same sites, got {len(lists)} lists of sites, "
+            f"{', '.join(lists.values())}; begin with one InputLayer, and use layers that keep its "
+            "sites or come back to them"
+        )
     return [x.features for x in tensors]
 
 
