@@ -535,6 +535,13 @@ def test_old_checkpoints_of_three_dimensional_weights_load(torch, scn):
     (lambda scn, x: scn.AveragePooling(2, 3, 2, 4)(x), sb.ShapeError, "from 0 to 3 planes, got 4"),
     (lambda scn, x: scn.MaxPooling(2, 3, 2, -1)(x), sb.ShapeError, "nFeaturesToDrop must be"),
     (lambda scn, x: scn.NetworkInNetwork(2, 4, False)(x), sb.ShapeError, "2 planes"),
+    *[(lambda scn, x, layer=layer: layer(scn)(x), sb.DTypeError,
+       "dtype of the layer's weight, torch.float32, got torch.float64") for layer in (
+           lambda scn: scn.NetworkInNetwork(3, 4, False),
+           lambda scn: scn.SubmanifoldConvolution(2, 3, 4, 3, True),
+           lambda scn: scn.Convolution(2, 3, 4, 3, 2, False).eval())],
+    (lambda scn, x: scn.SubmanifoldConvolution(2, 3, 4, 3, False).to("meta")(x), sb.DeviceError,
+     "input must be on the device of the layer's weight, meta, got cpu"),
     (lambda scn, x: scn.MeanOnlyBNLeakyReLU(1).eval()(x), sb.ShapeError, "1 planes"),
     (lambda scn, x: scn.BatchNormReLU(2)(x), sb.ShapeError, "2 planes"),
     (lambda scn, x: scn.SparseToDense(2, 2)(x), sb.ShapeError, "2 planes"),

@@ -20,6 +20,7 @@ from ..submanifold.maps import same_map
 from .tensors import (
     Metadata,
     SparseConvNetTensor,
+    check_fits,
     check_input,
     check_number_of_planes,
     enlarged,
@@ -63,6 +64,7 @@ class _Convolution(SiteModule):
     def _convolve(self, input, made, norm=None):
         """Return the features of the convolution over a map, and of a batch norm after it."""
         input = with_planes(input, self.nIn)
+        check_fits(input.features, self.weight)
         if not self.is_evaluated():
             self._packed.clear()  # not all that trains weights shows in them
             options = {"groups": self.groups, "bias": self.bias}
@@ -273,6 +275,7 @@ class NetworkInNetwork(SiteModule):
         """Transform the features of a SparseConvNetTensor."""
         check_input(input, sites=False)
         input = with_planes(input, self.nIn)
+        check_fits(input.features, self.weight)
         weight = self.weight.T
         return input.replace(torch.nn.functional.linear(input.features, weight, self.bias))
 

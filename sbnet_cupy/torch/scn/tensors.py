@@ -5,7 +5,7 @@ import copy
 import torch
 
 from ...core.sizes import is_integer
-from ...errors import DTypeError, ShapeError
+from ...errors import DeviceError, DTypeError, ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
 from ...submanifold.kernel_map import KernelMap
 from ...submanifold.sparse_tensor import SparseTensor
@@ -110,6 +110,20 @@ def with_planes(input, planes):
         return input.replace(features.new_empty((0, planes)))
     check_planes(features, planes)
     return input
+
+
+def check_fits(features, weight):
+    """Raise unless features have the device and, but for autocast, the dtype of a weight."""
+    if features.device != weight.device:
+        raise DeviceError(
+            f"input must be on the device of the layer's weight, {weight.device}, got "
+            f"{features.device}; move one of them by .to(device)"
+        )
+    if features.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
+        raise DTypeError(
+            f"input must have features of the dtype of the layer's weight, {weight.dtype}, got "
+            f"{features.dtype}; convert them by input.type(dtype), or the layer by layer.to(dtype)"
+        )
 
 
 def size_key(size):
