@@ -231,6 +231,11 @@ def test_what_is_dropped_shows(torch, scn, device, request):
     run(outside)
     with pytest.raises(sb.CapacityError, match="2 points lay outside"):
         run.check()
+    unknown = [small[0].double(), *small[1:]]
+    unknown[0][3, 1] = unknown[0][5, -1] = float("nan")
+    run(unknown)
+    with pytest.raises(sb.CapacityError, match="2 points lay outside"):
+        run.check()
     net = scn.Sequential(scn.InputLayer(2, SIZE, mode=0), scn.OutputLayer(2)).eval()
     one = points(torch, 1, 0, device)
     run = scn.graphed(net, [one], slack=5)
@@ -251,8 +256,9 @@ def test_bad_arguments(torch, scn, device, request):
         (sb.ShapeError, "at most 75, for which there is room, got 76", many),
         (sb.ShapeError, "batch_size must be at most 2", [*given[:2], 3]),
         (sb.DeviceError, "features must be on", [given[0], given[1].to("meta")]),
-        (sb.DTypeError, r"points must be a list \[coords, features\], got NoneType", None),
-        (sb.DTypeError, r"points must be a list \[coords, features\], got 1 items", given[:1]),
+        (sb.DTypeError, r"points must be a list \[coords, features\] or .*, got NoneType", None),
+        (sb.DTypeError, r"points must be a list \[coords, features\] or .* 1 items", given[:1]),
+        (sb.DTypeError, "points must be a list .*, got 4 items", [*given[:2], 1, None]),
         (sb.DTypeError, "coords must be a torch", [given[0].tolist(), given[1]]),
     ]  # fmt: skip
     for error, message, inputs in bad:

@@ -127,10 +127,14 @@ def test_input_batch(torch, scn):
     assert batch.batch_size() == 5
     y = scn.SubmanifoldConvolution(2, 1, 2, 3, False)(batch)
     assert scn.AddTable()([y, y]).features.shape == (7, 2)
-    with pytest.raises(sb.ShapeError, match="inside"):
+    with pytest.raises(sb.ShapeError, match=r"positions inside \(4, 4\), got \[4, 0\] in row 0"):
         batch.set_location(torch.tensor([4, 0]), torch.tensor([1.0]))
-    with pytest.raises(sb.ShapeError, match="sample of 0 or more in the last column, got -1"):
-        batch.set_locations(torch.tensor([[1, 2, -1]]), torch.tensor([[1.0]]))
+    for sample in (-1, float("nan"), 2**31):
+        there = torch.tensor([[1, 2, 0], [1, 2, sample]], dtype=torch.float64)
+        with pytest.raises(sb.ShapeError, match=r"must have the sample, .* got \[1.* in row 1"):
+            batch.set_locations(there, torch.ones(2, 1))
+    with pytest.raises(sb.ShapeError, match=r"inside \(4, 4\), got \[nan, 0\.0\] in row 0"):
+        batch.set_location(torch.tensor([float("nan"), 0]), torch.tensor([1.0]))
     with pytest.raises(sb.ShapeError, match="vectors must have 1 planes, as those before, got 2"):
         batch.set_location(torch.tensor([1, 2]), torch.tensor([1.0, 2.0]))
     with pytest.raises(sb.ShapeError, match="location must be a tensor of one axis, got list"):
@@ -259,7 +263,22 @@ def test_sites_follow_features_to_a_device(torch, scn, device):
     (lambda torch, scn: scn.InputLayer(2, 4)([torch.tensor([[0, 4, 0]]), torch.ones(1, 1)]),
      sb.ShapeError, "inside"),
     (lambda torch, scn: scn.InputLayer(2, 4)([torch.tensor([[0, 1]]), torch.ones(1, 1), 2.5]),
-     ValueError, "batch_size an integer, got 2.5"),
+     ValueError, r"batch_size a non-negative integer below 2\*\*31, got 2.5"),
+    (lambda torch, scn: scn.InputLayer(2, 4)([torch.tensor([[0, 1]]), torch.ones(1, 1), -2]),
+     ValueError, r"batch_size a non-negative integer below 2\*\*31, got -2"),
+    (lambda torch, scn: scn.InputLayer(2, 4)([torch.tensor([[0, 1]]), torch.ones(1, 1), 1, 0]),
+     sb.DTypeError, r"\[coords, features\] or \[coords, features, batch_size\], got 4 items"),
+    (lambda torch, scn: scn.BLInputLayer(2, 4)([torch.zeros(1, 1, 2), torch.ones(1, 1, 1), 1]),
+     sb.DTypeError, r"input must be a list \[coords, features\], got 3 items"),
+    (lambda torch, scn: scn.InputLayer(2, 4)([torch.tensor([[0, 1]]), torch.ones(2, 1)]),
+     sb.ShapeError, r"features must have shape \(1, C\), got \(2, 1\)"),
+    (lambda torch, scn: scn.InputLayer(2, 2**31 - 1)([torch.zeros(1, 3), torch.ones(1, 1), 9]),
+     sb.ShapeError, "spatial_size and the number of samples must fit keys of 63 bits, got .* 9,"),
+    (lambda torch, scn: scn.InputLayer(2, 2**31 - 1, capacity=2)([
+        torch.tensor([[0, 0, -1]]), torch.ones(1, 1), 9]),
+     sb.ShapeError, "spatial_size and the number of samples must fit keys of 63 bits, got .* 9,"),
+    (lambda torch, scn: scn.BLInputLayer(2, 4)([torch.zeros(1, 2, 2), torch.ones(1, 2)]),
+     sb.ShapeError, r"features must have shape \(1, 2, C\), got \(1, 2\)"),
     (lambda torch, scn: scn.BLInputLayer(2, 4)([torch.zeros(1, 2, 3), torch.ones(1, 2, 1)]),
      sb.ShapeError, "coords must"),
     (lambda torch, scn: scn.BLInputLayer(2, 4)([torch.zeros(1, 2, 2), torch.ones(1, 3, 1)]),
@@ -279,13 +298,49 @@ def test_bad_calls(torch, scn, call, error, words):
 
 def test_equal_points_in_mode_0(torch, scn):
     coords, features = torch.tensor([[1, 1], [2, 2], [1, 1]]), torch.ones(3, 1)
-    words = "coords must be distinct in mode 0; use another mode .*equal rows 0 and 2"
-    with pytest.raises(ValueError, match=words):
+    words = r"coords must be distinct in mode 0, got \[1, 1\] in rows {}; use another mode$"
+    with pytest.raises(ValueError, match=words.format("0 and 2")):
         scn.InputLayer(2, 4, 0)([coords, features])
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words.format(r"\(0, 0\) and \(0, 2\)")):
         scn.BLInputLayer(2, 4, 0)([coords[None], features[None]])
-    with pytest.raises(sb.ShapeError, match="must be inside a grid"):
+    with pytest.raises(sb.ShapeError, match=r"positions inside \(2, 2\), got \[2, 2\] in row 1"):
         scn.InputLayer(2, 2, 0)([coords, features])
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("row, words", [
+    ((1, 4, 0), r"positions inside \(5, 4\), got \[1.0, 4.0, 0.0\] in row 1; .* spatial_size$"),
+    ((1, -1, 0), "in row 1; drop such rows, or shift positions so that none is negative$"),
+    ((1, 2**40, 0), "got .* 1099511627776.0, 0.0.* in row 1; .* larger spatial_size$"),
+    ((1, 1e30, 0), r"positions inside .*, got .* 1e\+30, 0.0.* in row 1"),
+    ((NAN, 1, 0), r"positions inside .*, got \[nan, 1.0, 0.0\] in row 1; drop such rows$"),
+    ((1, -INF, 0), r"positions inside .*, got \[1.0, -inf, 0.0\] in row 1; drop such rows$"),
+    ((1, 1, NAN), r"the sample, .* in the last column, got \[1.0, 1.0, nan\] in row 1; drop such"),
+    ((1, 1, INF), r"the sample, .*, got \[1.0, 1.0, inf\] in row 1; drop such rows$"),
+    ((1, 1, -1), "the sample, from 0 on, .* in row 1; .* number the samples from 0 on$"),
+])  # fmt: skip
+@pytest.mark.parametrize("mode", [0, 3])
+def test_points_outside_of_the_grid_are_told_as_they_came(torch, scn, device, row, words, mode):
+    coords = torch.tensor([[0, 0, 0], row, [4, 3, 1]], dtype=torch.float64)
+    features = torch.ones(3, 1, device=device)
+    with pytest.raises(sb.ShapeError, match="^coords must have .*" + words):
+        scn.InputLayer(2, (5, 4), mode)([coords, features])
+    layer = scn.InputLayer(2, (5, 4), mode, capacity=4)
+    x = layer([coords, features, 2])
+    assert x.coordinates.number() == 2
+    with pytest.raises(sb.CapacityError, match="outside were dropped"):
+        x.metadata.check()
+
+
+@pytest.mark.parametrize("row, got", [((NAN, 1), r"\[nan, 1.0\]"), ((2, 4), r"\[2.0, 4.0\]")])
+def test_points_of_lists_outside_of_the_grid(torch, scn, device, row, got):
+    """NaN is none of the negative numbers that stand for no point."""
+    coords = torch.tensor([[[0.0, 0], [-1, -1]], [row, [1, 1]]])
+    words = rf"coords must have positions inside \(5, 4\), got {got} in row \(1, 0\)"
+    with pytest.raises(sb.ShapeError, match=words):
+        scn.BLInputLayer(2, (5, 4))([coords, torch.ones(2, 2, 1, device=device)])
 
 
 def test_the_input_size_of_a_network_from_points_to_points(torch, scn):

@@ -4,6 +4,7 @@ import torch
 
 from ...errors import DTypeError, ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
+from .points import check_inside, whole_numbers
 from .tensors import Metadata, SparseConvNetTensor, grid_size, size_key, sizes_of
 
 
@@ -78,24 +79,18 @@ class InputBatch(SparseConvNetTensor):
                 f"vectors must have {self._vectors[0].shape[1]} planes, as those before, got "
                 f"{vectors.shape[1]}"
             )
-        locations = locations.cpu().long()
-        position = locations[:, :d]
-        if len(position) and ((position < 0) | (position >= self.spatial_size)).any():
-            raise ShapeError(f"locations must be inside {size_key(self.spatial_size)}")
+        given, locations = locations, whole_numbers(locations.cpu())
         if locations.shape[1] > d:
             sample = locations[:, d:]
-            if len(sample):
-                if int(sample.min()) < 0:
-                    raise ShapeError(
-                        "locations must have a sample of 0 or more in the last column, got "
-                        f"{int(sample.min())}"
-                    )
-                self._samples = max(self._samples, int(sample.max()) + 1)
         elif not self._samples:
             raise ValueError("locations must belong to a sample; call add_sample first")
         else:
             sample = torch.full((len(locations), 1), self._samples - 1)
-        self._rows.append(torch.cat([sample, position], 1))
+        rows = torch.cat([sample, locations[:, :d]], 1)
+        check_inside("locations", given, rows, torch.arange(len(rows)), self.spatial_size)
+        if len(rows):
+            self._samples = max(self._samples, int(rows[:, 0].max()) + 1)
+        self._rows.append(rows)
         self._vectors.append(vectors.detach().cpu())
         self._overwrite.append(torch.full((len(locations),), bool(overwrite)))
         self._made = None

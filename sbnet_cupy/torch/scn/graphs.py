@@ -16,6 +16,7 @@ from ..network.training_graphs import Graphs, check_settings, refuse_hooks, sett
 from .capacities import evaluated, measured, with_capacities
 from .inputs import InputLayer, read_points
 from .lattices import RandomWindows
+from .points import whole_numbers
 
 
 def graphed(net, inputs, slack=0.25):
@@ -184,7 +185,7 @@ class _Replayed(_Run):
 
     def _padded(self, points):
         """Return points as the graph takes them: with their sample, which is -1 where is none."""
-        coords, features = points[0].to(self.device).long(), points[1]
+        coords, features = whole_numbers(points[0].to(self.device)), points[1]
         missing = self.room - len(coords)
         if self.columns == self.dimension:
             coords = pad(coords, (0, 1))

@@ -12,6 +12,7 @@ from ...submanifold.site_arguments import check_capacity
 from .. import submanifold as sites
 from ..submanifold.operations import rows_of
 from ..submanifold.sites import with_inverse
+from .points import check_distinct, check_inside, check_keys, whole_numbers
 from .tensors import (
     Metadata,
     SparseConvNetTensor,
@@ -33,12 +34,7 @@ def tensor_of_points(rows, features, spatial_size, batch_size, mode, capacity=No
     Its sites are in the order in which the rows first name them.
     """
     size = size_key(spatial_size)
-    try:
-        x, inverse = with_inverse(features, rows, size, batch_size, mode, capacity=capacity)
-    except ValueError as error:
-        if isinstance(error, ShapeError):
-            raise
-        raise ValueError(f"coords must be distinct in mode 0; use another mode ({error})") from None
+    x, inverse = with_inverse(features, rows, size, batch_size, mode, capacity=capacity)
     old, device = x.coordinates, rows.device
     n, listed = old.capacity, inverse >= 0
     site = torch.where(listed, inverse, n).long()  # n for rows that were left out
@@ -59,12 +55,16 @@ def tensor_of_points(rows, features, spatial_size, batch_size, mode, capacity=No
     return SparseConvNetTensor(rows_of(x.features, order), metadata, spatial_size)
 
 
-def read_points(name, points):
-    """Return coordinates and features of a list of both, as input layers take it, or raise."""
+def read_points(name, points, most=3):
+    """Return coordinates and features of a list of both, as input layers take it, or raise.
+
+    It may hold the number of samples, too, if ``most`` is 3.
+    """
     kinds = (list, tuple, InputLayerInput)
-    if not isinstance(points, kinds) or len(points) < 2:
+    if not isinstance(points, kinds) or not 2 <= len(points) <= most:
         got = f"{len(points)} items" if isinstance(points, kinds) else type(points).__name__
-        raise DTypeError(f"{name} must be a list [coords, features], got {got}")
+        more = " or [coords, features, batch_size]" if most == 3 else ""
+        raise DTypeError(f"{name} must be a list [coords, features]{more}, got {got}")
     coords, features = points[0], points[1]
     for part, value in (("coords", coords), ("features", features)):
         if not isinstance(value, torch.Tensor):
@@ -74,6 +74,8 @@ def read_points(name, points):
 
 class _Input(Module):
     """What the input layers have in common."""
+
+    most_items = 3  # of an input
 
     def __init__(self, dimension, spatial_size, mode=3):
         super().__init__()
@@ -91,9 +93,26 @@ class _Input(Module):
 
     def _points(self, input):
         """Return coordinates and features on the device of the layer."""
-        coords, features = read_points("input", input)
+        coords, features = read_points("input", input, self.most_items)
         features = features if self.device is None else features.to(self.device)
-        return coords.to(features.device).long(), features
+        return whole_numbers(coords.to(features.device)), features
+
+    def _at_sites(self, coords, rows, listed, features, samples, mode, capacity=None):
+        """Return the SparseConvNetTensor of rows, or raise an error that names ``coords``.
+
+        Rows are those of ``coords``, or those that are ``listed``.
+        """
+        try:
+            return tensor_of_points(rows, features, self.spatial_size, samples, mode, capacity)
+        except ValueError:
+            if capacity is None:  # with one, no values of rows are an error, and nothing may wait
+                numbers = torch.arange(len(rows)) if listed is None else listed.cpu()
+                given = "coords", coords, rows.cpu(), numbers
+                check_inside(*given, self.spatial_size)
+                if mode == "unique":
+                    check_distinct(*given)
+            check_keys(size_key(self.spatial_size), samples)
+            raise
 
     def input_spatial_size(self, out_size):
         """Return the spatial size of the points."""
@@ -135,6 +154,10 @@ class InputLayer(_Input):
                 f"coords must have shape (N, {self.dimension}) or (N, {self.dimension + 1}), got "
                 f"{tuple(coords.shape)}"
             )
+        if features.dim() != 2 or len(features) != len(coords):
+            raise ShapeError(
+                f"features must have shape ({len(coords)}, C), got {tuple(features.shape)}"
+            )
         sample = coords.new_zeros((len(coords), 1))
         if coords.shape[1] > self.dimension:
             sample = coords[:, -1:]
@@ -148,15 +171,15 @@ class InputLayer(_Input):
             )
         else:
             batch = _samples_of(input)
-        given = self.spatial_size, batch, _MODES[self.mode], self.capacity
-        return tensor_of_points(rows, features, *given)
+        how = batch, _MODES[self.mode], self.capacity
+        return self._at_sites(input[0], rows, None, features, *how)
 
     def least_samples(self, input):
         """Return the number of samples of an input: what it says, or more if its points do."""
         coords, given = input[0], _samples_of(input)
         if coords.shape[1] == self.dimension:
             return max(given, 1)
-        return max(given, int(coords[:, -1].max()) + 1 if len(coords) else 0)
+        return max(given, int(whole_numbers(coords[:, -1]).max()) + 1 if len(coords) else 0)
 
 
 def _samples_of(input):
@@ -164,12 +187,15 @@ def _samples_of(input):
     if len(input) < 3:
         return 0
     try:
-        return operator.index(input[2])
+        samples = operator.index(input[2])
     except TypeError:
+        samples = -1
+    if not 0 <= samples < 2**31:
         raise ValueError(
-            "input must be [coords, features] or [coords, features, batch_size], batch_size an "
-            f"integer, got {input[2]!r}"
-        ) from None
+            "input must be [coords, features] or [coords, features, batch_size], batch_size a "
+            f"non-negative integer below 2**31, got {input[2]!r}"
+        )
+    return samples
 
 
 class BLInputLayer(_Input):
@@ -187,6 +213,8 @@ class BLInputLayer(_Input):
         computes it. With 0 all points must be there.
     """
 
+    most_items = 2
+
     def forward(self, input):
         """Return the SparseConvNetTensor of lists of points."""
         coords, features = self._points(input)
@@ -195,7 +223,7 @@ class BLInputLayer(_Input):
                 f"coords must have shape (B, L, {self.dimension}), got {tuple(coords.shape)}"
             )
         batch, length = coords.shape[:2]
-        if tuple(features.shape[:2]) != (batch, length):
+        if features.dim() != 3 or tuple(features.shape[:2]) != (batch, length):
             raise ShapeError(
                 f"features must have shape ({batch}, {length}, C), got {tuple(features.shape)}"
             )
@@ -206,7 +234,7 @@ class BLInputLayer(_Input):
             raise ValueError("coords must not be negative in mode 0; use another mode")
         listed = rows_of(features.flatten(0, 1), here)
         mode = _BL_MODES[self.mode]
-        x = tensor_of_points(rows[here], listed, self.spatial_size, batch, mode)
+        x = self._at_sites(input[0], rows[here], here, listed, batch, mode)
         inverse = torch.full((len(rows),), -1, device=coords.device)
         x.metadata.inverse = inverse.index_copy(0, here, x.metadata.inverse).view(batch, length)
         return x
