@@ -13,7 +13,7 @@ from sbnet_cupy.core.graph_memory import memory_of_graphs
 from sbnet_cupy.submanifold import map_kernels, site_conv_launch
 from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, PipelinedPlan
 from sbnet_cupy.submanifold.site_conv_plan import _SORTED, _candidates
-from support.assertions import assert_same
+from support.assertions import assert_same, to_numpy
 from support.site_conv_cases import CASES, SiteConvCase, assert_result
 from support.site_map_cases import (
     LISTS,
@@ -246,3 +246,55 @@ def test_what_a_graph_finds_of_sites_is_not_given_out_again(cupy):
             stream.synchronize()
             assert_same(captured[-1].features, expected)
             assert all(bool((other == 7).all()) for other in others)
+
+
+MANY, CHANNELS, PERIOD = 2**21 + 1000, 1024, 4099  # more numbers than 31 bits count
+
+
+def many_rows(xp):
+    """Return many rows of -1, 0 and 1, which repeat, and those that they repeat.
+
+    The period is prime, so that an offset that lost its high bits is that of another row.
+    """
+    period = np.random.default_rng(0).integers(-1, 2, (PERIOD, CHANNELS)).astype(np.float16)
+    features, block = xp.empty((MANY, CHANNELS), np.float16), xp.asarray(period)
+    for start in range(0, MANY, PERIOD):
+        features[start : start + PERIOD] = block[: MANY - start]
+    return features, period
+
+
+def on_a_line(xp, places):
+    """Return rows ``(0, place)``."""
+    return xp.stack([xp.zeros_like(places), places], axis=1)
+
+
+def rows_to_compare(number):
+    """Return rows at both ends, and where numbers and bytes are no longer counted by 31 bits."""
+    begins = (0, 2**20 - 32, 2**21 - 32, number - 64)
+    return np.concatenate([np.arange(begin, begin + 64) for begin in begins])
+
+
+def test_convolution_of_many_rows(cupy):
+    """Sums are whole numbers that float16 holds: they are exact."""
+    features, period = many_rows(cupy)
+    w = np.random.default_rng(1).integers(-1, 2, (3, CHANNELS, CHANNELS)).astype(np.float16)
+    places = on_a_line(cupy, cupy.arange(MANY, dtype=np.int32))
+    sites, _ = sb.coordinate_map(places, spatial_shape=MANY)
+    y = sb.submanifold_conv(sb.SparseTensor(features, sites), cupy.asarray(w)).features
+    rows = rows_to_compare(MANY)
+    read = rows[:, None] + np.arange(-1, 2)
+    there = (read >= 0) & (read < MANY)
+    values = np.where(there[..., None], period[read % PERIOD], 0).astype(np.float32)
+    expected = np.tensordot(values, w.astype(np.float32), 2)
+    assert_same(to_numpy(y[cupy.asarray(rows)]), expected.astype(np.float16))
+
+
+def test_sums_of_many_rows(cupy):
+    """Each site has one row but for the first eight, which have one of the last rows, too."""
+    features, period = many_rows(cupy)
+    sites, places = MANY - 8, cupy.arange(MANY, dtype=np.int32)
+    rows = on_a_line(cupy, places % np.int32(sites))
+    y = sb.sparse_tensor(features, rows, spatial_shape=sites, mode="sum").features
+    rows = rows_to_compare(sites)
+    again = np.where(rows[:, None] < 8, period[(rows + sites) % PERIOD], 0)
+    assert_same(to_numpy(y[cupy.asarray(rows)]), period[rows % PERIOD] + again.astype(np.float16))
