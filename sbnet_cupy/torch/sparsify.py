@@ -54,7 +54,8 @@ def sparsify(
         of deep ones covers the image. It is known after the first call, which runs twice.
     outside : number, "bias" or tensor
         What the result holds outside active blocks: "bias" is what the last convolution makes of
-        zeros; a tensor has the shape of the result.
+        zeros; a tensor has the shape of the result. A result that fits no grid of blocks is refused
+        where this is not 0; where others fit, a RuntimeWarning says that it is left as it is.
     sample_masks : list of tensors ``[N, H, W]``, optional
         Usual masks, for "auto".
     replay : "auto", True or False

@@ -196,6 +196,16 @@ def test_what_the_result_holds_outside(tuned):
     assert backend.steps() == (0, 5)
 
 
+@torch.no_grad()
+def test_what_is_no_image_of_blocks_holds_nothing_outside(tuned):
+    dense = nn.Sequential(*small()[:1], nn.Conv2d(4, 4, 3, 3, padding=1).double()).eval()
+    sparse, _ = tuned(dense)
+    x, (_, mask) = image(), networks.blocks((2, *SIZE), BLOCK, 0.5)
+    assert_near(sparse(x, torch.ones_like(mask)), dense(x))
+    with pytest.raises(ValueError, match=r"outside must be 0 .* left the stack in conv2d of '1'"):
+        sparse(x, mask, outside=9.0)
+
+
 class Own(nn.Module):
     """A result of a tuple, a dict and what is no tensor; a scale of its own."""
 

@@ -376,6 +376,20 @@ def test_what_cannot_be_captured_is_called_each_time(st, captured, monkeypatch):
     assert not sparse.overflowed
 
 
+@torch.no_grad()
+def test_calls_that_are_refused_do_not_end_replays(st, captured):
+    """They are refused each time, and others are captured after them."""
+    sparse = st.sparsify(nn.Sequential(*small(), nn.Conv2d(4, 4, 3, 3)).eval(), BLOCK, capacity=1.0)
+    x, (mask, _, _) = image(), masks()
+    for _ in range(4):
+        with pytest.raises(ValueError, match=r"outside must be 0 .* left the stack in conv2d"):
+            sparse(x, mask, outside=9.0)
+    steps(captured)
+    for _ in range(2):
+        sparse(x, mask)
+    assert steps(captured) == ["capture", "replay"]
+
+
 @pytest.mark.parametrize("was_on", [True, False])
 def test_no_cycles_are_collected_during_a_capture(was_on):
     """And they are again as before, also if the capture fails."""

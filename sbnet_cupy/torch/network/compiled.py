@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._dispatch_state import in_dispatch_mode
 from . import tensor as T
-from .ends import end_of, holds_activations, shown
+from .ends import check_filled, end_of, holds_activations, shown
+from .left import is_zero
 from .state import State
 from .table import PictureTable
 from .trace import Trace
@@ -44,6 +45,8 @@ class Compiled:
             self._read(sparse, x, table.mask)
         # called once in a mode that looks on, Dynamo would leave the graph alone for good
         run = self.graph if in_dispatch_mode() else self.run
+        if not is_zero(outside):
+            check_filled(*self.off, sparse.model, outside)
         images = iter(run(x, table.mask.contiguous(), *self.weights))
         leaves = [
             shown(next(images), table, end, outside) if is_tensor else end
@@ -65,7 +68,7 @@ class Compiled:
         sparse._result(table, x)  # folds batch norms, so that the trace finds them folded
         if table.trace is not None:
             sparse._traces.keep(key, table.trace)
-        graph, self.ends, self.tree = _traced(sparse, x, mask)
+        graph, self.ends, self.tree, self.off = _traced(sparse, x, mask)
         if not state.holds():
             raise RuntimeError("a network whose call changes its attributes or buffers is not")
         self.weights = _lift(graph)
@@ -89,12 +92,15 @@ def _table(sparse, x, mask):
 def _traced(sparse, x, mask):
     """Return a graph from (x, mask) to the images of the result, what each leaf is, and its tree.
 
-    A leaf is (True, what :func:`end_of` it is) for tensors and (False, itself) for others.
+    A leaf is (True, what :func:`end_of` it is) for tensors and (False, itself) for others. Last
+    comes what :func:`check_filled` takes: which results have left the stack, and by what.
     """
     found = {}
 
     def run(x, mask):
-        leaves, found["tree"] = tree_flatten(sparse._result(_table(sparse, x, mask), x))
+        table = _table(sparse, x, mask)
+        table.left = {}
+        leaves, found["tree"] = tree_flatten(sparse._result(table, x))
         tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor) and holds_activations(leaf):
@@ -103,10 +109,13 @@ def _traced(sparse, x, mask):
             (is_tensor, end_of(leaf) if is_tensor else leaf)
             for leaf, is_tensor in zip(leaves, tensors, strict=True)
         ]
-        return [T.dense(leaf) for leaf, is_tensor in zip(leaves, tensors, strict=True) if is_tensor]
+        images = [leaf for leaf, is_tensor in zip(leaves, tensors, strict=True) if is_tensor]
+        off = [leaf.shape for leaf in images if not isinstance(leaf, T.StackTensor)]
+        found["off"] = off, len(off) < len(images), table.left
+        return [T.dense(image) for image in images]
 
     graph = make_fx(run)(x, mask)
-    return graph, found["ends"], found["tree"]
+    return graph, found["ends"], found["tree"], found["off"]
 
 
 def _lift(graph):

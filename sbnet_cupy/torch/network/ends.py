@@ -10,12 +10,13 @@ from collections.abc import ItemsView, Iterator, MappingView, ValuesView
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import DeviceError, DTypeError, ShapeError
 from . import cuda_ends
 from . import tensor as T
 from .aliases import note_rest, own
+from .left import is_zero, why_not_filled
 from .state import KEPT_DICTS
 
 
@@ -28,8 +29,29 @@ def end_of(out):
     return block, size, hw, rest_of(out)
 
 
-def finished_tree(result, outside):
+def finished_tree(result, outside, table, model):
     """Return what a network gave with images in place of activations, also in objects."""
+    if not is_zero(outside):
+        tensors = [leaf for part in tree_leaves(result) for leaf in tensors_in(part)]
+        off = [leaf.shape for leaf in tensors if not isinstance(leaf, T.StackTensor)]
+        check_filled(off, len(off) < len(tensors), table.left, model, outside)
+    return _finished_tree(result, outside)
+
+
+def check_filled(off, any_on, functions, model, outside):
+    """Raise where results have left the stack, and something is wanted outside active blocks.
+
+    ``off`` are their shapes, ``functions`` those by which they left. Where others, which have it,
+    are on the stack, warn.
+    """
+    why = why_not_filled(off, functions, model, outside)
+    if why is not None and not any_on:
+        raise ValueError(why)
+    if why is not None:
+        warn(why)
+
+
+def _finished_tree(result, outside):
     return tree_map(lambda leaf: _finished_leaf(leaf, outside), result)
 
 
@@ -45,7 +67,7 @@ def _finished_leaf(leaf, outside):
         )
     if not holds_activations(leaf):
         return leaf
-    show = functools.partial(finished_tree, outside=outside)
+    show = functools.partial(_finished_tree, outside=outside)
     if isinstance(leaf, MappingView):
         return _finished_view(leaf, show)
     if isinstance(leaf, (tuple, set, frozenset)):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece
-from . import cuda, graphs, training_graphs, tuning
+from . import cuda, graphs, left, training_graphs, tuning
 from . import tensor as T
 from .ends import check_call, check_device, finished_tree, warn_left_out
 from .entry import Entry, gathered
@@ -169,8 +169,9 @@ class SparseModel(Report, nn.Module):
 
     def _run(self, table, x, args=(), kwargs=None, outside=0.0):
         """Run the network on a table's blocks."""
+        left.watch(table, outside)
         y = self._result(table, x, args, kwargs)
-        return finished_tree(y, outside)
+        return finished_tree(y, outside, table, self.model)
 
     def _result(self, table, x, args=(), kwargs=None):
         """Return what the network returns, with stacks in place of images."""

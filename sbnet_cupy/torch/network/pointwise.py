@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from . import aliases, cuda_affine, shortcuts, unread
+from . import aliases, cuda_affine, left, shortcuts, unread
 from . import tensor as T
 from .ends import rest_of, with_rest
 from .handlers import HANDLERS, handles
@@ -88,6 +88,7 @@ def pointwise(func, *args, **kwargs):
     if result is inner[0]:
         return args[0]
     if result.device != table.device:
+        left.note(table, name)
         return T.dense(args[0]).to(result.device)
     return with_rest(T.wrap(result, like, reach=_reach(args, kwargs)), rest)
 

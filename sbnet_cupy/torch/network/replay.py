@@ -22,7 +22,7 @@ class Replays(Recordings):
 
     def call(self, sparse, x, mask, outside):
         """Replay a call, or run it; capture it first if it came before."""
-        room = None
+        room = failed = None
         with self.lock:
             state = self.state_of(sparse.model, x)
             if state.fit and sparse.capacity is None:
@@ -32,7 +32,7 @@ class Replays(Recordings):
                 key = (*_key(sparse, x, mask, outside), rows)
                 replay, due = self.find(state, key)
                 if due:
-                    replay = self._captured(sparse, x, mask, outside, rows)
+                    replay, failed = self._captured(sparse, x, mask, outside, rows)
                     if replay is not None:
                         self.keep(state, key, replay)
                 if replay is not None:
@@ -45,24 +45,27 @@ class Replays(Recordings):
                     sparse._last = kind, (count, capacity), total
                     return result
         result = sparse._call(x, mask, outside=outside, room=room)
+        if failed is not None:  # unlike the call itself
+            self.unfit = True
+            warn(
+                f"a call cannot be replayed as a CUDA graph, {type(failed).__name__}: {failed}; "
+                "calls are run one by one from now on, as with replay=False"
+            )
         if state.fit:
             self.holds(state)
         return result
 
     def _captured(self, sparse, x, mask, outside, room):
-        """Capture a call; return its replay, or None."""
+        """Capture a call; return (its replay, None), or (None, why there is none)."""
         last, stream = sparse._last, (x.device, _stream(x))
         if stream not in self.memory:
             self.memory[stream] = graphs.new_memory(x.device)
         try:
-            return graphs._captured(sparse, x, mask, outside, room, self.memory[stream])
+            memory = self.memory[stream]
+            return graphs._captured(sparse, x, mask, outside, room, memory), None
         except Exception as error:
-            self.unfit, sparse._last = True, last
-            warn(
-                f"a call cannot be replayed as a CUDA graph, {type(error).__name__}: {error}; "
-                "calls are run one by one from now on, as with replay=False"
-            )
-            return None
+            sparse._last = last
+            return None, error
 
 
 def may_replay(sparse, x, mask, outside):

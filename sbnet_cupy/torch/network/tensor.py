@@ -13,10 +13,10 @@ import weakref
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import BACKWARD_HOOK, CHECKPOINT, plainly, without_memory
-from . import aliases, stages
+from . import aliases, left, stages
 from .handlers import BORDERED, HANDLERS, METADATA, REFUSED, takes
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
@@ -400,9 +400,12 @@ def on_image(func, name, args, kwargs):
     images = []
     result = _traced(table, name, func, map_dense(args, images), map_dense(kwargs, images))
     if inplace:
+        left.note(table, name)
         return result
     steps = stages.steps_of(name, args, kwargs, like)
     taken = tree_map(lambda image: gathered(image, like, steps), result)
+    if not all(isinstance(leaf, StackTensor) for leaf in tree_leaves(taken)):
+        left.note(table, name)
     if not table.static:
         aliases.note_parts(name, images, result, taken)
     return taken

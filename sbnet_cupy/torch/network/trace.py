@@ -1,6 +1,5 @@
 """Trace: what the layers of one call were, where they ran, how much they computed, how long."""
 
-import sys
 import time
 import weakref
 
@@ -9,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from . import tensor as T
+from .left import running_module
 from .state import State
 
 
@@ -51,13 +51,7 @@ class Trace:
 
     def _module(self):
         """Return the name of the innermost module that is running."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, torch.nn.Module) and id(owner) in self.names:
-                return self.names[id(owner)]
-            frame = frame.f_back
-        return ""
+        return self.names.get(id(running_module(self.names)), "")
 
     def around(self, kind, handler, func, args, kwargs):
         """Run a handler, as a row of the table."""
