@@ -132,9 +132,10 @@ def test_other_iterators_are_returned_as_they_are(st):
 class Ends(nn.Module):
     """A convolution, and a function of its result."""
 
-    def __init__(self, function):
+    def __init__(self, function, conv=None):
         super().__init__()
-        self.conv, self.function = nn.Conv2d(3, 4, 3, padding=1).double(), function
+        self.conv, self.function = conv or nn.Conv2d(3, 4, 3, padding=1), function
+        self.double()
 
     def forward(self, x):
         """Return what the function makes of the convolution."""
@@ -159,6 +160,9 @@ ACTIVATIONS = {
     "upsampling, relu in place": nn.Sequential(nn.Upsample(scale_factor=2), nn.ReLU(inplace=True)),
     "relu of a copy in place": lambda x: x.clone().relu_(),
     "dropout in evaluation": nn.Dropout(inplace=True).eval(),
+    "softmax": nn.Softmax2d(),
+    "log_softmax": lambda x: F.log_softmax(x, 1),
+    "relu, norm, relu": nn.Sequential(nn.ReLU(), norm(), nn.ReLU()),
 }
 
 
@@ -179,6 +183,92 @@ def test_the_bias_outside_after_activations(st, name, records, share):
     if records:
         y[-1].sum().backward()
         assert dense.conv.bias.grad is not None
+
+
+TRANSPOSED = {
+    "in pairs": lambda: nn.ConvTranspose2d(3, 4, 2, 2),
+    "overlapping": lambda: nn.ConvTranspose2d(3, 4, 4, 2, 1),
+    "with gaps": lambda: nn.ConvTranspose2d(3, 4, 1, 2, output_padding=1),
+    "dilated": lambda: nn.ConvTranspose2d(3, 4, 3, 1, 2, dilation=2),
+    "in groups": lambda: nn.ConvTranspose2d(3, 6, 3, 1, 1, groups=3),
+    "without a bias": lambda: nn.ConvTranspose2d(3, 4, 2, 2, bias=False),
+}
+
+
+@pytest.mark.parametrize("share", [0.0, 2.0])
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_the_bias_outside_of_transposed_convolutions(st, name, records, share):
+    """At calls that are recorded and replayed, too, and behind a batch norm and an activation."""
+    conv, x = TRANSPOSED[name](), image()
+    mask = torch.zeros(len(x), *SIZE, dtype=torch.bool)
+    mask[0, :BLOCK, :BLOCK] = True
+    after = nn.Sequential(nn.BatchNorm2d(conv.out_channels), nn.LeakyReLU(0.1))
+    after[0].running_mean.fill_(0.5)
+    for function in (nn.Identity(), after):
+        dense = Ends(function, conv).eval()
+        sparse = st.sparsify(dense, BLOCK, outside="bias")
+        sparse.break_even = share
+        with torch.set_grad_enabled(records):
+            expected = dense(torch.zeros_like(x))[-1]
+            for _ in range(3):
+                y = sparse(x, mask)
+                assert_near(y[-1], expected)
+                assert_near(y[0, :, -1, -1], expected[:, -1, -1])
+
+
+@torch.no_grad()
+def test_the_bias_outside_may_be_made_in_the_call(st):
+    """Of one that each image has anew no replay holds an old one."""
+
+    def function(x):
+        y = F.conv_transpose2d(x, torch.ones(4, 2, 2, 2).double(), x.mean((0, 2, 3))[:2], 2)
+        return F.relu(y)
+
+    dense, mask = Ends(function).eval(), torch.zeros(2, *SIZE, dtype=torch.bool)
+    mask[0, :BLOCK, :BLOCK] = True
+    sparse, plain = (st.sparsify(dense, BLOCK, outside="bias", replay=how) for how in (True, False))
+    for seed in range(4):
+        x = image() * (seed + 1)
+        assert torch.equal(sparse(x, mask), plain(x, mask))
+
+
+@pytest.mark.parametrize("share", [0.0, 2.0])
+@torch.no_grad()
+def test_padding_at_the_end_stays_as_it_is(st, share):
+    """It lies in no block, active or not."""
+    dense, x = Ends(nn.ConstantPad2d((1, 2, 3, 0), 5.0)).eval(), image()
+    sparse = st.sparsify(dense, BLOCK)
+    sparse.break_even = share
+    mask = torch.zeros(2, *SIZE, dtype=torch.bool)
+    mask[0, :BLOCK, :BLOCK] = True
+    expected = sparse(x, mask)
+    expected[:, :, 3:, 1:-2][..., BLOCK:, :] = expected[1, :, 3:, 1:-2] = 9
+    expected[:, :, 3:, 1:-2][..., BLOCK:] = 9
+    for _ in range(3):
+        assert torch.equal(sparse(x, mask, outside=9.0), expected)
+    assert torch.equal(sparse(x, mask, outside=torch.full_like(expected, 9)), expected)
+
+
+MADE = {
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "add": lambda x: F.relu(torch.add(x, x)),
+    "mul_": lambda x: x.mul_(2),
+    "permute": lambda x: x.permute(0, 2, 3, 1),
+    "pad": lambda x: F.pad(x, (1, 1, 1, 1)),
+    "cumsum": lambda x: x.cumsum(2),
+}
+
+
+@pytest.mark.parametrize("share", [0.0, 2.0])
+@pytest.mark.parametrize("name", MADE)
+@torch.no_grad()
+def test_what_has_no_bias_is_named(st, name, share):
+    sparse = st.sparsify(Ends(MADE[name]).eval(), BLOCK, outside="bias")
+    sparse.break_even = share
+    words = f"outside='bias' needs .*, got what {name} made; give a number, or a tensor"
+    with pytest.raises(ValueError, match=words):
+        sparse(image(), torch.ones(2, *SIZE))
 
 
 WRITES = {

@@ -6,10 +6,12 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import ItemsView, Iterator, MappingView, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, MappingView, ValuesView
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import DeviceError, DTypeError, ShapeError
@@ -20,13 +22,24 @@ from .left import is_zero, why_not_filled
 from .state import KEPT_DICTS
 
 
+class End(NamedTuple):
+    """What is known of a StackTensor that a network returned."""
+
+    block: tuple
+    size: tuple
+    hw: tuple
+    border: tuple | None  # the padding that was put off
+    rest: Callable | None  # what it holds where the input is 0, if that is known
+    made_by: str | None  # the last function but for activations
+
+
 def end_of(out):
-    """Return (block, size, hw, what it holds where the input is 0) of a StackTensor, or None."""
+    """Return the End of a StackTensor, None of others."""
     if not isinstance(out, T.StackTensor):
         return None
     _, block, size, hw, _ = T.facts(out)
     T.value_of(out)  # what was put off knows what it holds once it has run
-    return block, size, hw, rest_of(out)
+    return End(block, size, hw, T.border_of(out), rest_of(out), own(out).get("_made_by"))
 
 
 def finished_tree(result, outside, table, model):
@@ -121,11 +134,11 @@ def finished(out, outside):
     end = end_of(out)
     if end is None:
         return out
-    table, (block, size, hw, rest) = T.facts(out)[0], end
-    if not table.whole and not T.border_of(out):
+    table, (block, size, hw, *_) = T.facts(out)[0], end
+    if not table.whole and not end.border:
         if isinstance(outside, torch.Tensor):
             _check_image(outside, T.shape(out), table.device)
-        wanted = resting(rest) if isinstance(outside, str) else outside
+        wanted = resting(end) if isinstance(outside, str) else outside
         image = cuda_ends.scatter(T.value_of(out), table, block, size, hw, wanted)
         if image is not None:
             return image
@@ -136,9 +149,8 @@ def shown(image, table, end, outside):
     """Return an image with what is wanted outside active blocks; one with no end as it is."""
     if end is None:
         return image
-    block, size, hw, rest = end
     if isinstance(outside, str):
-        outside = resting(rest).to(image.dtype)
+        outside = resting(end).to(image.dtype)
         if table.tape is not None:
             table.tape.keep_rest(outside)
     elif isinstance(outside, torch.Tensor):
@@ -147,26 +159,29 @@ def shown(image, table, end, outside):
             outside = table.compute(torch.Tensor.to, outside, image.dtype)
     elif outside == 0:
         return image
-    return table.compute(_filled, image, table, block, size, hw, outside)
+    return table.compute(_filled, image, table, *end[:4], outside)
 
 
-def _filled(image, table, block, size, hw, outside):
+def _filled(image, table, block, size, hw, border, outside):
+    active = table.active_map(block, size)
+    if border:  # which is in no block
+        top, bottom, left, right, *_ = border
+        active = F.pad(active, (left, right, top, bottom), value=True)
     shape = [table.batch] + [1] * (image.dim() - 1)
-    shape[hw[0]], shape[hw[1]] = size
-    return torch.where(table.active_map(block, size).view(shape), image, outside)
+    shape[hw[0]], shape[hw[1]] = active.shape[1:]
+    return torch.where(active.view(shape), image, outside)
 
 
-def resting(rest):
-    """Return what a convolution's result holds where its input is 0: its bias, as an image.
-
-    ``rest`` is what :func:`rest_of` it gave.
-    """
-    if rest is None:
+def resting(end):
+    """Return what a convolution's result holds where its input is 0: its bias, as an image."""
+    if end.rest is None:
         raise ValueError(
             "outside='bias' needs a network that returns the result of a convolution, with no more "
-            "than a batch norm in evaluation, an activation or an interpolation after it"
+            "than a batch norm in evaluation, an activation, a softmax of the channels or an "
+            "interpolation after it, and nothing written to it, got what "
+            f"{end.made_by or 'another function'} made; give a number, or a tensor like the result"
         )
-    return rest()[:, None, None]
+    return end.rest()[:, None, None]
 
 
 def rest_of(x):

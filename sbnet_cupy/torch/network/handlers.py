@@ -20,6 +20,19 @@ METADATA = {
     "is_nonzero_metadata",
 }  # fmt: skip
 
+# Activations, of one pixel and channel, and copies: from what their argument holds where the input
+# is 0 follows what the result holds there.
+ACTIVATIONS = {
+    "relu": "relu", "relu_": "relu", "relu6": "relu6", "silu": "silu", "gelu": "gelu",
+    "hardswish": "hardswish", "hardsigmoid": "hardsigmoid", "sigmoid": "sigmoid",
+    "sigmoid_": "sigmoid", "tanh": "tanh", "tanh_": "tanh",
+}  # fmt: skip
+_OTHER_ACTIVATIONS = """
+    elu elu_ leaky_relu leaky_relu_ hardtanh hardtanh_ selu selu_ celu celu_ mish softplus softsign
+    tanhshrink softshrink hardshrink logsigmoid threshold threshold_
+"""
+KEEP_REST = {*ACTIVATIONS, *_OTHER_ACTIVATIONS.split(), "clone", "detach", "contiguous"}
+
 # What has no meaning for a tensor whose memory holds blocks.
 REFUSED = {
     "data_ptr", "untyped_storage", "storage", "_typed_storage", "set_", "resize_", "resize_as_",

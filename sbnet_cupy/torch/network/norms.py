@@ -51,7 +51,7 @@ def batch_norm(
         return with_rest(out, lambda: normalized(rest()[None, :, None, None], norm).flatten())
     row = None if table.trace is None else table.trace.row
     plan = NormPlan(value, T.facts(input), norm, T.shape(input)[1], row)
-    return T.postpone(table, plan, block, size, reach)
+    return T.postpone(table, plan.then(before=rest_of(input)), block, size, reach)
 
 
 @handles("group_norm")
@@ -227,7 +227,10 @@ def along_channels(func, input, dim=None, *args, **kwargs):
     over = None if dim is None else _normal(dim, T.dims(input))
     if over is None or not set(over) <= set(own_dims(input)):
         return NotImplemented
-    return _on_stack(input, func, dim, *args, **kwargs)
+    out, rest = _on_stack(input, func, dim, *args, **kwargs), rest_of(input)
+    if rest is None or over != (1,) or not is_image(input):
+        return out
+    return with_rest(out, lambda: func(rest(), 0, *args, **kwargs))
 
 
 @handles("normalize")

@@ -137,7 +137,8 @@ class NormPlan(Plan):
     As the first of a pre-activation unit, which reads a sum: its activation is computed in place.
     """
 
-    rest, is_norm = None, True
+    is_norm = True
+    before = None  # what returns what the source holds where the input is 0
 
     def __init__(self, source, facts, norm, channels, row=None):
         self.source, self.facts, self.norm, self.row = source, facts, norm, row
@@ -145,6 +146,21 @@ class NormPlan(Plan):
         self.dtype, self.shape = source.dtype, (0, channels, 0, 0)
 
     kernel = options = None
+
+    @property
+    def rest(self):
+        """A function that returns what the result holds where the input is 0, or None."""
+        if self.before is None or self.residual is not None:
+            return None
+        before, norm, activation = self.before, self.norm, self.activation
+        if self.facts[0].tape is not None:
+            self.facts[0].tape.note_weights(norm[:4])
+
+        def make():
+            constant = normalized(before()[None, :, None, None], norm).flatten()
+            return finish(constant, None, activation)
+
+        return make
 
     def run(self):
         """Compute."""

@@ -6,16 +6,10 @@ from torch.nn import functional as F
 from . import aliases, cuda_affine, left, shortcuts, unread
 from . import tensor as T
 from .ends import rest_of, with_rest
-from .handlers import HANDLERS, handles
+from .handlers import ACTIVATIONS, HANDLERS, KEEP_REST, handles
 from .image_values import plainly
 from .plans import MatrixPlan, ScalePlan
 from .units import Ahead
-
-_ACTIVATIONS = {
-    "relu": "relu", "relu_": "relu", "relu6": "relu6", "silu": "silu", "gelu": "gelu",
-    "hardswish": "hardswish", "hardsigmoid": "hardsigmoid", "sigmoid": "sigmoid",
-    "sigmoid_": "sigmoid", "tanh": "tanh", "tanh_": "tanh",
-}  # fmt: skip
 
 _UNARY = """
     elu leaky_relu leaky_relu_ hardtanh hardtanh_ selu selu_ celu celu_ rrelu rrelu_ mish softplus
@@ -41,13 +35,6 @@ _BINARY = """
     __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __mod__ __floordiv__ __iand__ __ior__
     fill_ zero_
 """
-
-
-_OTHER_ACTIVATIONS = """
-    elu elu_ leaky_relu leaky_relu_ hardtanh hardtanh_ selu selu_ celu celu_ mish softplus softsign
-    tanhshrink softshrink hardshrink logsigmoid threshold threshold_
-"""
-_KEEP_REST = {*_ACTIVATIONS, *_OTHER_ACTIVATIONS.split(), "clone", "detach", "contiguous"}
 
 
 @handles(*_UNARY.split(), *_BINARY.split())
@@ -95,7 +82,7 @@ def pointwise(func, *args, **kwargs):
 
 def _rest_after(func, x, *args, **kwargs):
     """Return a function that returns what an activation makes of what x holds outside, or None."""
-    known = func.__name__ in _KEEP_REST or (func is F.dropout and kwargs.get("training") is False)
+    known = func.__name__ in KEEP_REST or (func is F.dropout and kwargs.get("training") is False)
     if not known or "out" in kwargs or not isinstance(x, T.StackTensor):
         return None
     rest = rest_of(x)
@@ -191,7 +178,7 @@ def _activation(func, *args, **kwargs):
     inplace = kwargs.get("inplace", bool(args and args[0] is True)) or func.__name__.endswith("_")
     plain = not args or args == [inplace]
     plain = plain and kwargs.get("approximate", "none") == "none"
-    name = _ACTIVATIONS[func.__name__]
+    name = ACTIVATIONS[func.__name__]
     if plan is None or not plain or not plan.takes(activation=name):
         return pointwise(func, x, *args, **kwargs)
     return step(x, plan.then(activation=name), inplace, (ACT[name],))
@@ -202,7 +189,7 @@ ACT = {
     "hardsigmoid": F.hardsigmoid, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
 }  # fmt: skip
 
-handles(*_ACTIVATIONS)(_activation)
+handles(*ACTIVATIONS)(_activation)
 
 
 def step(x, plan, inplace, after):

@@ -88,7 +88,8 @@ class Tape:
     writes : bool
         Whether the image of the call, or what is wanted outside, is written.
     folds : bool
-        Whether weights that are made in the call have a batch norm folded in, or are laid out.
+        Whether weights that are made in the call have a batch norm folded in, or are laid out, or
+        are what a result holds where the input is 0.
     """
 
     def __init__(self, table, x, outside, held):
@@ -112,6 +113,10 @@ class Tape:
     def keep(self, tensors):
         """Take tensors that were made of the network's alone for its own."""
         self._held.update((id(t), t) for t in tensors if t is not None)
+
+    def note_weights(self, tensors):
+        """Note if a result holds, where the input is 0, what is made of tensors of the call."""
+        self.folds = self.folds or not self.holds(tensors)
 
     def keep_rest(self, constant):
         """Take what a convolution makes of zeros for the network's own, if its weights are."""

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import BACKWARD_HOOK, CHECKPOINT, plainly, without_memory
 from . import aliases, left, stages
-from .handlers import BORDERED, HANDLERS, METADATA, REFUSED, takes
+from .handlers import BORDERED, HANDLERS, KEEP_REST, METADATA, REFUSED, takes
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
 
@@ -342,7 +342,7 @@ def dispatch(func, args, kwargs):
         else:
             result = trace.around(name, handler, func, args, kwargs)
         if result is not NotImplemented:
-            return result
+            return _signed(result, name, args)
     if name in METADATA:
         return plainly(func, *args, **kwargs)
     if name in REFUSED or kwargs.get("out") is not None:
@@ -350,7 +350,17 @@ def dispatch(func, args, kwargs):
         raise NotImplementedError(
             f"{name} cannot be used{with_out} on an activation of a sparsified network"
         )
-    return on_image(func, name, args, kwargs)
+    return _signed(on_image(func, name, args, kwargs), name, args)
+
+
+def _signed(result, name, args):
+    """Return what a function made, and note its name there; activations pass the one before on."""
+    if type(result) is StackTensor:
+        by = name
+        if name in KEEP_REST and args and type(args[0]) is StackTensor:
+            by = aliases.own(args[0]).get("_made_by", name)
+        aliases.own(result)["_made_by"] = by
+    return result
 
 
 def _has_border(args):

@@ -124,9 +124,7 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
         else:
             call = (source, table, window.block, window.size, weight, bias)
             out = window.wrap(gradients.conv(*call, **options))
-        return with_rest(
-            out, lambda: weight.new_zeros(weight.shape[0]) if bias is None else bias
-        )
+        return with_rest(out, lambda: _bias_of(weight, weight.shape[0], bias))
     window.note()
     dtype = source.dtype
     if torch.is_autocast_enabled(source.device.type):
@@ -134,6 +132,11 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     row = None if table.trace is None else table.trace.row
     plan = Plan(source, T.facts(input), weight, bias, options, dtype, row)
     return T.postpone(table, plan, window.out_block, window.out_size, window.reach)
+
+
+def _bias_of(weight, channels, bias):
+    """Return what a convolution makes of zeros, for each channel."""
+    return weight.new_zeros(channels) if bias is None else bias
 
 
 def _reads_image(entry, weight, bias, options, trained):
@@ -186,8 +189,12 @@ def conv_transpose2d(
         plan = TransposedPlan(source, T.facts(input), weight, bias, options, source.dtype, row)
         return T.postpone(table, plan, out_block, out, reach)
     call = source, table, block, size, weight, bias
-    y = table.compute(ops.conv_transpose, *call, **options)
-    return T.StackTensor(y, table, out_block, out, (2, 3), reach)
+    if table.tape is not None:
+        table.tape.note_weights((bias,))
+    y = T.StackTensor(
+        table.compute(ops.conv_transpose, *call, **options), table, out_block, out, (2, 3), reach
+    )
+    return with_rest(y, lambda: _bias_of(weight, weight.shape[1] * groups, bias))
 
 
 @handles("max_pool2d")
