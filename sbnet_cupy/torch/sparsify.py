@@ -4,6 +4,7 @@ import torch
 
 from ..block_sparse.checks import check_capacity
 from ..core.sizes import pair
+from .network.ends import as_bool
 from .network.model import SparseModel
 from .network.table import active_blocks
 from .nn import SparseBottleneck, SparseConv2d
@@ -168,7 +169,7 @@ def _sample(mask):
             "sample_masks must be tensors [N, H, W] or [N, 1, H, W] of bool or real numbers, with "
             f"a pixel at least, got {mask.dtype} {tuple(mask.shape)}"
         )
-    return mask > 0
+    return as_bool("sample_masks", mask)
 
 
 def _share(mask, block):

@@ -269,6 +269,10 @@ def test_masks_and_other_arguments(st):
     expected = torch.where(mask[:, None], dense(x * mask[:, None], 3.0, shift=1.0), 0)
     for given in (mask, mask[:, None], mask.float(), mask.long() * 5, mask.double()[:, None]):
         assert_near(sparse(x, given, 3.0, shift=1.0), expected)
+    for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+        largest = 255 << 8 * (dtype.itemsize - 1)  # which is under 0 in a signed dtype
+        given = torch.from_numpy(mask.numpy() * np.array(largest, str(dtype).split(".")[1]))
+        assert_near(sparse(x, given, 3.0, shift=1.0), expected)
     few = mask & (torch.rand(2, *SIZE) < 0.3)  # a block is active when a pixel of its own is set
     few[:, ::8, ::16] |= mask[:, ::8, ::16]
     last = x.contiguous(memory_format=torch.channels_last)
@@ -362,6 +366,10 @@ def test_bad_calls(st):
         (DTypeError, "x must be a torch.Tensor", lambda: sparse.tune(x.numpy())),
         (DTypeError, "mask must be a torch.Tensor.*as_tensor", lambda: sparse(x, mask.numpy())),
         (DTypeError, "mask must be of bool", lambda: sparse(x, mask.to(torch.complex64))),
+        (DTypeError, "mask must be of bool.*got torch.float8_e5m2; convert it",
+         lambda: sparse(x, mask.to(torch.float8_e5m2))),
+        (DTypeError, "sample_masks must be of bool.*got torch.float8_e5m2",
+         lambda: st.sparsify(dense, sample_masks=[mask.to(torch.float8_e5m2)])),
         (DTypeError, "x must be a torch.Tensor", lambda: sparse(x.numpy(), mask)),
         (DTypeError, "x must be of floating point", lambda: sparse(x.long(), mask)),
         (DTypeError, r"x must be dense.*x.to_dense\(\)", lambda: sparse(x.to_sparse(), mask)),

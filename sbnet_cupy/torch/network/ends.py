@@ -219,10 +219,28 @@ def check_call(x, mask):
         )
     if mask.device != x.device:
         raise DeviceError(f"mask must be on the device of x, {x.device}, got {mask.device}")
-    if mask.is_complex():
-        raise DTypeError(f"mask must be of bool or of real numbers, got {mask.dtype}")
-    mask = mask.reshape(n, h, w)
-    return mask if mask.dtype == torch.bool else mask > 0
+    return as_bool("mask", mask).reshape(n, h, w)
+
+
+def as_bool(name, mask):
+    """Return where a mask is set, True or over 0, or raise."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dtype in _UNSIGNED:
+        return mask.to(torch.bool)
+    if mask.dtype not in _COMPARED:
+        raise DTypeError(
+            f"{name} must be of bool, of integers of 8 bits or more or of real numbers of 16 bits "
+            f"or more, got {mask.dtype}; convert it"
+        )
+    return mask > 0
+
+
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # PyTorch converts them, and compares none
+_COMPARED = {
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64,
+}  # fmt: skip
 
 
 def check_image(x):
