@@ -90,7 +90,7 @@ def sparsify(
     Raises
     ------
     TypeError
-        If ``model`` is no module, or compiled.
+        If ``model`` is no module, or compiled, as a whole or a part, or one of TorchScript.
     ValueError
         If it is sparse already, or an option is none of the above.
 
@@ -126,11 +126,17 @@ def sparsify(
 def _check_model(model):
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"model must have layers in Python, got a {type(model).__name__} of TorchScript, which "
+            "would run as one function of whole images; give the module that it was made of"
+        )
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl"):
+            part = f"of which torch.compile has compiled {name!r}" if name else "of torch.compile"
             raise TypeError(
-                f"model must not be compiled yet, got {name or 'one'!r} of torch.compile; compile "
-                "what sparsify returns"
+                f"model must not be compiled yet, got a network {part}; give it uncompiled, and "
+                "compile what sparsify returns"
             )
         if isinstance(module, SparseModel | SparseConv2d | SparseBottleneck):
             where = f"in {name!r} " if name else ""

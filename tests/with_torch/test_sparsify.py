@@ -344,6 +344,19 @@ def test_numbers_of_numpy_are_options(st):
     assert torch.equal(sparse(x, mask), expected) and sparse.block_size == (BLOCK, BLOCK)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
+def test_a_network_of_torchscript_has_no_layers(st):
+    """It would run on whole images, and give what no mask changes; in a network it is named."""
+    dense, x = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()).double().eval(), image()
+    scripts = torch.jit.script(dense), torch.jit.trace(dense, x)
+    for script in scripts:
+        with pytest.raises(TypeError, match=r"of TorchScript, .* give the module that it was made"):
+            st.sparsify(script, BLOCK)
+    sparse = st.sparsify(nn.Sequential(nn.Identity(), scripts[0]), BLOCK)
+    assert_near(sparse(x, torch.ones(2, *SIZE)), dense(x))
+    assert list(sparse.dense_layers) == ["1"]
+
+
 def test_bad_calls(st):
     dense = networks.network("resnet_basic")
     sparse = st.sparsify(dense, BLOCK)
@@ -353,7 +366,10 @@ def test_bad_calls(st):
     moved.to("meta")
     for error, word, call in [
         (TypeError, "model must be a torch.nn.Module, got type", lambda: st.sparsify(nn.Conv2d)),
-        (TypeError, "model must not be compiled yet", lambda: st.sparsify(torch.compile(dense))),
+        (TypeError, "not be compiled yet, got a network of torch.compile; give it uncompiled",
+         lambda: st.sparsify(torch.compile(dense))),
+        (TypeError, "got a network of which torch.compile has compiled '0'; give it uncompiled",
+         lambda: st.sparsify(nn.Sequential(torch.compile(dense)))),
         (ShapeError, "block_size", lambda: st.sparsify(dense, 0)),
         (ShapeError, "block_size", lambda: st.sparsify(dense, (4, 2.5))),
         (ValueError, 'halo must be "zero" or "exact"', lambda: st.sparsify(dense, halo="full")),
