@@ -144,7 +144,7 @@ def on_gpu(name, batch, options, columns):
     times, peak = dense_times(dense, x, options), peak_of(lambda: dense(x))
     best, wall = min(times.values()), clock(lambda: model(x))
     shown = ", ".join(f"{k} {v:,.0f}" for k, v in times.items())
-    print(f"{name} {batch}x{size[0]}x{size[1]}: dense {shown} us; {peak:,.0f} MB", flush=True)
+    print(f"{name} {batch}x{size[0]}x{size[1]}: dense {shown} us; {peak}", flush=True)
     print(f"  eager, by the clock: dense {wall:,.0f} us (batch norms not folded)", flush=True)
     expected = models.picture(dense(x))
     sparse = sparsify(model, options.block, capacity=1.0)
@@ -175,11 +175,11 @@ def on_gpu(name, batch, options, columns):
         middle = statistics.median(us)
         print(
             f"  {share:4.0%}: graph {middle:,.0f} us = {best / middle:.2f}x{whole}; eager "
-            f"{eager:,.0f} us = {wall / eager:.2f}x; {used:,.0f} MB"
+            f"{eager:,.0f} us = {wall / eager:.2f}x; {used}"
             + (f"; whole images of as many pixels {same:,.0f} us" if same else ""),
             flush=True,
         )
-        memory = f"dense {shown} us; peak {used:.0f} MB, dense {peak:.0f} MB"
+        memory = f"dense {shown} us; peak {used}, dense {peak}"
         note = f"{memory}; eager call {eager:.0f} us, dense {wall:.0f} us{whole}"
         note += f"; whole images of as many pixels {same:.0f} us" if same else ""
         yield row_of(
@@ -273,20 +273,20 @@ def trained(name, batch, options, columns):
         if isinstance(what, str):
             dense[what] = middle
             wall, peak = wall or eager, peak or used
-            print(f"  dense {what}: {middle:,.0f} us; by the clock {eager:,.0f} us; {used:,.0f} MB")
+            print(f"  dense {what}: {middle:,.0f} us; by the clock {eager:,.0f} us; {used}")
             continue
         best, share = min(dense.values()), options.shares[[c for _, c in masks].index(what)]
         print(
             f"  {share:4.0%}: graph {middle:,.0f} us = {best / middle:.2f}x; by the clock "
             f"{eager:,.0f} us = {wall / eager:.2f}x, the network graphed {graphed:,.0f} us = "
-            f"{wall / graphed:.2f}x; {used:,.0f} MB",
+            f"{wall / graphed:.2f}x; {used}",
             flush=True,
         )
         yield row_of(
             columns, f"{name}, training step", (batch, *size, 3), "bfloat16", options, share, what,
             f"batch {batch}", timed_by="graph", us=middle, us_p10=us[len(us) // 10],
             us_p90=us[-1 - len(us) // 10], dense_us=best, ratio_to_dense=best / middle,
-            note=f"peak {used:.0f} MB, dense {peak:.0f} MB; eager step {eager:.0f} us, "
+            note=f"peak {used}, dense {peak}; eager step {eager:.0f} us, "
             f"the network graphed {graphed:.0f} us, dense {wall:.0f} us",
         )  # fmt: skip
 

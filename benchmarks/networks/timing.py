@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -46,12 +47,23 @@ def clock(call, repeats=20, warm=3):
     return statistics.median(times[warm:])
 
 
+class Peak(NamedTuple):
+    """The most memory that a call took beside what was there, in MB, and that it requested."""
+
+    taken: float
+    requested: float  # before PyTorch's allocator rounds blocks up
+
+    def __str__(self):
+        return f"{self.taken:,.1f} MB (requested {self.requested:,.1f})"
+
+
 def peak_of(call):
-    """Return the most memory that a call took beside what was there, in MB."""
+    """Return the Peak of a call."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()
     result = call()
-    peak = (torch.cuda.max_memory_allocated() - before) / 1e6
+    after = torch.cuda.memory_stats()
     del result
-    return peak
+    kinds = ("allocated_bytes.all", "requested_bytes.all")
+    return Peak(*((after[f"{kind}.peak"] - before[f"{kind}.current"]) / 1e6 for kind in kinds))

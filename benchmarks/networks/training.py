@@ -30,7 +30,7 @@ def step_of(model, call, n):
 
 
 def times(model, x, masks, block, compiles=True):
-    """Yield (what, microseconds of replays, of an eager step by the clock, memory in MB, more).
+    """Yield (what, microseconds of replays, of an eager step by the clock, Peak, more).
 
     The dense steps first, then one for each of ``masks``: (mask, number of active blocks). ``more``
     are microseconds, by the clock, of an eager step whose network is graphed: ``sparse.graphed``;

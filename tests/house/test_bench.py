@@ -443,6 +443,25 @@ def test_what_cannot_be_captured_is_timed_with_events(fake_gpu, torch):
         assert measured.us == pytest.approx(1000 / timing.LOOP_CALLS)  # 1 ms for all
 
 
+def test_memory_is_that_of_the_call(torch, monkeypatch):
+    """Of the allocator's blocks, and before they are rounded up."""
+    held = {"allocated_bytes": 2_000_000, "requested_bytes": 1_500_000}
+    most = dict.fromkeys(held, 10**9)  # of earlier calls
+
+    def stats():
+        now = {f"{kind}.all.current": number for kind, number in held.items()}
+        return now | {f"{kind}.all.peak": number for kind, number in most.items()}
+
+    def call():
+        most.update(allocated_bytes=1_236_600_000, requested_bytes=9_940_000)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: most.update(held))
+    peak = part("networks.timing").peak_of(call)
+    assert f"peak {peak}" == "peak 1,234.6 MB (requested 8.4)"
+
+
 def test_pictures_of_a_gpu(tmp_path):
     cases, draw = part("harness.cases"), part("harness.plot").draw
     with part("harness.rows").Writer(tmp_path / "sparse_gather.csv") as writer:
