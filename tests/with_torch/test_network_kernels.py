@@ -385,6 +385,31 @@ def test_preactivation_units_are_one_kernel(st, units_asked, kind, fused):
     call()
 
 
+class BasicBefore(torch.nn.Module):
+    """A pre-activation unit of two 3x3 layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(networks.norm_conv(8, 8), networks.norm_conv(8, 8))
+
+    def forward(self, x):
+        """Add the layers to their input."""
+        return x + self.layers(x)
+
+
+@torch.no_grad()
+def test_of_basic_preactivation_units_the_convolutions_are_one_kernel(st, units_asked):
+    """The norm ahead of them is one by itself."""
+    torch.manual_seed(3)
+    body = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2, 1), *(BasicBefore() for _ in range(3)))
+    call = checked_calls(st, networks.random_statistics(body).eval())
+    for _ in range(2):
+        units_asked.clear()
+        call()
+        asked = [name for name in units_asked if name in ("affine", "unit", "bottleneck", "conv")]
+        assert asked == ["affine", "unit"] * 3
+
+
 class Projected(torch.nn.Module):
     """A convolution and the 1x1 convolution that is added to it, with what may follow."""
 
