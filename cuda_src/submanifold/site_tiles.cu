@@ -44,9 +44,15 @@ struct RowTable {
     }
 };
 
+// Thread blocks for which a multiprocessor is to have registers: as many as without spilling any.
+DEVICE constexpr int tile_makers(int rows, int slices, int taps, bool coloured) {
+    if (slices > 4) return coloured ? 1 : 2;
+    return taps > 32 ? 1 : (coloured ? 384 : 512) / rows;
+}
+
 //   SLICES, EACH   threads for each row, and taps that each of them looks at: every SLICES-th
 template <typename I, int BM, int SLOTS, int SLICES, int EACH, bool COLOURED>
-__global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED && BM == 64) ? 1 : 2)
+__global__ void __launch_bounds__(BM * SLICES, tile_makers(BM, SLICES, EACH * SLICES, COLOURED))
     tile_rows(const I* __restrict__ rows,  // [taps, M]
               const int* __restrict__ indices,  // [M, 1 + axes]: the sites of y; or null
               int* __restrict__ order,     // [tiles][BM]: row of y, or -1
@@ -63,6 +69,7 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
     constexpr int COLOUR_BIT = 20;  // of a slot: above it, the colour of its row
     static_assert(SLOTS <= 1 << COLOUR_BIT, "slots are below it");
     constexpr u32 EVERY = 0xffffffffu;
+    [[maybe_unused]] constexpr int UNROLL = BM != 192 ? 4 : COLOURED ? 2 : 1;  // taps at once, without spilling registers
     const int t = threadIdx.x % BM, slice = threadIdx.x / BM, lane = t % 32, warp = t / 32, taps = static_cast<int>(taps_);
     DYNAMIC_SHARED(u32, keys);  // [BM]; all of it is dynamic, so that its size says whether it needs permission
     int* const places = reinterpret_cast<int*>(keys + BM);        // [BM]: where a row goes
@@ -87,11 +94,11 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
     int colour = 0;  // of the row that this thread looks at
     if (COLOURED && slice == 0 && p0 + t < M) colour = SiteColours{indices, factors}.of(p0 + t);
     int own_rows[EACH];
+    const bool there = p0 + t < M;
+    const I* next = rows + slice * M + p0 + t;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        const int tap = slice + i * SLICES;
-        own_rows[i] = tap < taps && p0 + t < M ? static_cast<int>(rows[tap * M + p0 + t]) : -1;
-    }
+    for (int i = 0; i < EACH; ++i, next += SLICES * M)
+        own_rows[i] = there && slice + i * SLICES < taps ? static_cast<int>(*next) : -1;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int tap = slice + i * SLICES;
@@ -158,7 +165,7 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
     int* const mine = read + from;  // what this thread's row reads, BM apart
 
     // Round by round: the rows that taps from `begin` on read are numbered, of as many taps as read no more than `most`.
-#pragma unroll 4
+#pragma unroll UNROLL
     for (int i = 0; i < EACH; ++i) {
         const int tap = slice + i * SLICES;
         if (tap >= taps) break;
@@ -198,7 +205,7 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
             __syncthreads();
         }
         u32 firsts = 0;  // bit i: this thread's row is the first that reads the one that it reads
-#pragma unroll 4
+#pragma unroll UNROLL
         for (int i = 0; i < EACH; ++i) {
             const int tap = slice + i * SLICES;
             if (tap >= taps) break;
@@ -240,7 +247,7 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
         __syncthreads();
         const int end = round[0], distinct = round[1];
         const int room = min(static_cast<int>(most), min(taps, 3) * BM) / COLOURS * COLOURS;  // numbers by colour
-#pragma unroll 4
+#pragma unroll UNROLL
         for (int i = 0; i < EACH; ++i) {
             const int tap = slice + i * SLICES;
             if (tap >= end) break;
@@ -296,7 +303,7 @@ __global__ void __launch_bounds__(BM * SLICES, BM * SLICES > 512 || (COLOURED &&
                 __syncthreads();
             }
         }
-#pragma unroll 4
+#pragma unroll UNROLL
         for (int i = 0; i < EACH; ++i) {
             const int tap = slice + i * SLICES;
             if (tap >= end) break;

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..core import launch as kernels
 from ..core.arrays import empties, namespace, place_name
+from ..core.device import current_device
 from ..core.graph_memory import memory_of_graphs
 
 _FILE = "submanifold/site_tiles"
@@ -17,6 +18,7 @@ _COLOURS = 8  # of site_colours.cuh
 ZERO_ROWS = 8  # that of tile_head.cuh
 _FACTORS = 1, 3, 2, 5  # of the axes in a colour: of those tried, 64 rows of surfaces had the most
 MOST_TAPS = 64
+_FEW_TILES = 256  # of which a GPU has all under way at once
 _MOST_SLOTS = 1 << 14  # as many as rows that 64 taps of 256 rows read
 
 
@@ -65,10 +67,9 @@ def site_tiles(rows, sources, shape, indices=None, offsets=None):
     return made
 
 
-def shared_bytes(taps, rows):
-    """Bytes of shared memory of a thread block that makes a tile."""
-    tally = _COLOURS * _slices(rows) * rows // 32
-    numbers = 3 * rows + tally + taps * (rows + rows // 32 + 2) + 2
+def shared_bytes(taps, rows, slices=4):
+    """Bytes of shared memory of a thread block that makes a tile, with ``slices`` threads a row."""
+    numbers = 3 * rows + _COLOURS * slices * rows // 32 + taps * (rows + rows // 32 + 2) + 2
     return 4 * numbers + 8 * _slots(taps, rows)
 
 
@@ -77,21 +78,20 @@ def _slots(taps, rows):
     return min(1 << (taps * rows).bit_length(), _MOST_SLOTS)
 
 
-def _slices(rows):
-    """Threads of a thread block for each row of a tile."""
-    return 8 if rows == 64 else 4
-
-
 @functools.lru_cache(maxsize=1024)
 def _launch(taps, m, sources, offsets, shape, place):
     """Prepare the launch on the current device."""
-    slices = _slices(shape.rows)
+    tiles, device = -(-m // shape.rows), current_device()
+    slices = 8 if shape.rows == 64 and tiles <= _FEW_TILES else 4
     each = (32 if taps <= 32 else MOST_TAPS) // slices
     template = "int", shape.rows, _slots(taps, shape.rows), slices, each, offsets is not None
+    needed, evenly = shared_bytes(taps, shape.rows, slices), -(-tiles // device.multiprocessors)
+    if device.resident(needed) > evenly:  # or some multiprocessors would get more tiles than others
+        needed = device.shared_of(evenly + 1) + 128
     return kernels.prepare(
-        _FILE, "tile_rows", template, -(-m // shape.rows), slices * shape.rows, 6,
+        _FILE, "tile_rows", template, tiles, slices * shape.rows, 6,
         (m, sources, taps, shape.most, *_added(offsets), _factors(offsets)),
-        shared=shared_bytes(taps, shape.rows), dependent=True,
+        shared=needed, dependent=True,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def test_the_flow_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
     packed = "forward, weights packed"
     hosts = {"host", "host, weights packed", "host, weights packed, tensors"}
     maps = {"coordinate_map", "maps", "map, first forward"}
-        assert variants == {"forward", packed, "backward"} | maps | hosts
+    assert variants == {"forward", packed, "backward"} | maps | hosts
     assert sum(row.variant.endswith(", maps") for row in found) == 3
     assert {row.timed_by for row in found} == {"graph", "events", "host"}
 

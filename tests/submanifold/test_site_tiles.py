@@ -45,6 +45,26 @@ def test_tiles_stand_for_the_map(size, shape):
         assert (tiles.heads[:, 1] > 1).any()
 
 
+@pytest.mark.parametrize("by_colour", [False, True])
+def test_tiles_are_the_same_among_few_and_many(by_colour):
+    """Where there are many, half as many threads make one."""
+    offsets = tuple((i - 1, j - 1) for i in range(3) for j in range(3))
+    cells = np.argwhere(np.ones((1, 24, 32), bool)).astype(np.int32)  # 12 whole tiles
+    sites, _ = sb.coordinate_map(cells, spatial_shape=(24, 32))
+    rows, shape = sb.kernel_map(sites, 3, onto=sites).rows, TileShape(64, 192, by_colour)
+    few, many = (
+        tiles_of(np.tile(rows, n), 768, shape, np.tile(sites.indices, (n, 1)), offsets)
+        for n in (1, 24)
+    )
+    assert len(few.order) <= 256 < len(many.order)
+    assert (read_back(many, 9, 24 * 768, shape) == np.tile(rows, 24)).all()
+    assert (many.order[:12] == few.order).all()
+    listed = few.heads[:, 0]
+    for tile, count in enumerate(listed):
+        assert (many.heads[tile, : 2 + count] == few.heads[tile, : 2 + count]).all()
+        assert (many.locals[tile, :count] == few.locals[tile, :count]).all()
+
+
 def test_a_tile_that_reads_more_rows_than_a_table_holds():
     shape = TileShape(128, 128)
     rows = np.random.default_rng(0).permutation(27 * 130).reshape(27, 130).astype(np.int32)
