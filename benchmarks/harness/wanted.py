@@ -38,9 +38,11 @@ SITE_MAPS = {
 }  # fmt: skip
 SITE_NETWORKS = {  # microseconds, by the scene and what is computed
     ("scan 14000", "second, forward"): 475, ("scan 14000", "unet, forward"): 599,
-    ("surface 100000", "unet, forward"): 923,
+    ("surface 100000", "second, forward"): 668, ("surface 100000", "unet, forward"): 923,
     ("scan 14000", "second, forward and backward"): 987,
     ("scan 14000", "unet, forward and backward"): 1644,
+    ("surface 100000", "second, forward and backward"): 1496,
+    ("surface 100000", "unet, forward and backward"): 2998,
 }  # fmt: skip
 TORCH_HOST = {  # microseconds of the calling thread, by the operation and the variant
     ("sparse_gather", "new result"): 25, ("sparse_conv2d", "new result"): 35,
