@@ -2,7 +2,7 @@
 //   order[place] = row, sorted[t, place] = rows[t, order[place]], masks[g] = taps that any of places 32 g to 32 g + 31 has
 // Source: implicit products over rows sorted by their masks, as in TorchSparse++ (Tang et al. 2023, MICRO); a stable
 // counting sort.  Python: sbnet_cupy/submanifold/site_order.py
-// and turns[round, block] = the tile that a thread block of a convolution computes then, which deal_tiles finds.
+// and turns[round, block] = the tile that a thread block of a convolution computes then, which deal_tiles finds (deal_tiles.cuh).
 // Launches: bin_rows, scan_bins, order_rows, sort_tiles and, where there are many rows, deal_tiles. sort_rows in place of sort_tiles
 // for more than 64 taps, and alone for masks of rows as they are. Sorted twice: bin_rows, scan_bins, order_rows, bin_digits,
 // scan_bins, order_rows, sort_tiles.
@@ -12,9 +12,8 @@
 // column of taps, and one for each end of the columns; bins are in the order of the Gray code, so that neighbours differ
 // in a bit. One pass comes close to sorting by all taps. Where many rows share a bin, they are sorted by BITS of their taps before.
 // The rows of a tile are sorted again by its rare taps: groups of 64 rows, which are multiplied together, then lack more taps.
-// Tiles of sorted rows have from a few taps to all: dealt out by their numbers of taps, each thread block has about as much to do.
 #include "submanifold/counting_sort.cuh"
-#include "submanifold/site_turns.cuh"
+#include "submanifold/deal_tiles.cuh"
 #include "submanifold/tap_ranks.cuh"
 
 // The bin of taps that are there.
@@ -298,119 +297,5 @@ __global__ void __launch_bounds__(TILE * SLICES, 3 - WORDS)
             for (int s = 0; s < SLICES; ++s) mask |= found[s][threadIdx.x];
             masks[own_group * WORDS + w] = mask;
         }
-    }
-}
-
-// Deal tiles out in rounds, those with the most taps first: in each round who has least to do so far gets the longest tile.
-// Thread block 0 deals tiles of 128 rows, 1 tiles of 256, whose rounds follow. Of the latter, the longest are cut in halves, as
-// many as rounds have room for, where that makes the most that a thread block has to do a quarter less, as far as it is known:
-// no less than a tile, and than the average. If none is cut, and at most half of the thread blocks would get a tile in the
-// last round, they get halves of one.
-constexpr int MOST_TILES = 8192, MOST_SHARES = 512, COSTS = 32;  // of site_order.py; how many costs are told apart
-constexpr int RESULT = 2;  // taps that take as long as to store a tile's result
-constexpr int CUT = 128;   // flag of a cost: that of half a tile
-DEVICE int cost_of_half(int cost) { return ceil_div(cost * 5, 8); }  // both need the weights
-
-template <typename I>
-__global__ void __launch_bounds__(1024, 1)
-    deal_tiles(const u32* __restrict__ masks,  // [ceil(M / 32)][words]
-               u16* __restrict__ turns,        // [rounds, shares] twice: site_turns.cuh
-               i64 M, i64 taps, i64 words, i64 shares) {
-    __shared__ u16 sorted[MOST_TILES + MOST_SHARES];  // tiles, those that take longest first
-    __shared__ u8 costs[MOST_TILES + MOST_SHARES];    // of each tile, and of the second halves of those that are cut
-    __shared__ u16 longest[MOST_SHARES];              // tiles that are cut
-    __shared__ int counts[COSTS];                     // of tiles that cost as much
-    __shared__ uint4 loads[2][MOST_SHARES / 4];  // of each thread block: cost << 16 | its number
-    overlap_launches(masks);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = static_cast<int>(blockDim.x);
-    const int groups = 4 << blockIdx.x, blocks = static_cast<int>(shares);
-    const i64 all = ceil_div<i64>(M, 32);
-    const int tiles = static_cast<int>(ceil_div<i64>(all, groups)), rounds = ceil_div(tiles, blocks);
-    turns += first_turn(groups * 32, M, shares);
-    for (int tile = threadIdx.x; tile < tiles; tile += threads) {
-        int count = RESULT;
-        for (i64 word = 0; word < words; ++word) {
-            u32 any = 0;
-            for (int g = 0; g < groups; ++g) {
-                const i64 group = static_cast<i64>(tile) * groups + g;
-                any |= group < all ? masks[group * words + word] : 0;
-            }
-            count += __popc(any);
-        }
-        costs[tile] = static_cast<u8>(count * (COSTS - 1) / (static_cast<int>(taps) + RESULT));
-    }
-    for (int block = threadIdx.x; block < MOST_SHARES; block += threads)
-        reinterpret_cast<u32*>(loads[0])[block] = block < blocks ? static_cast<u32>(block) : ~0u;
-    __syncthreads();
-    const auto sort = [&](int entries) {
-        const auto have = [&](int from, int cost) {  // which of 32 have that cost
-            return __ballot_sync(0xffffffffu, from + lane < entries && costs[from + lane] % CUT == cost);
-        };
-        for (int cost = warp; cost < COSTS; cost += threads / 32) {
-            int count = 0;
-#pragma unroll 4
-            for (int from = 0; from < entries; from += 32) count += __popc(have(from, cost));
-            if (lane == 0) counts[cost] = count;
-        }
-        __syncthreads();
-        for (int cost = warp; cost < COSTS; cost += threads / 32) {
-            int place = 0;
-            for (int more = cost + 1; more < COSTS; ++more) place += counts[more];
-#pragma unroll 4
-            for (int from = 0; from < entries; from += 32) {
-                const u32 same = have(from, cost);
-                if (same >> lane & 1) sorted[place + __popc(same & ((1u << lane) - 1))] = static_cast<u16>(from + lane);
-                place += __popc(same);
-            }
-        }
-        __syncthreads();
-    };
-    sort(tiles);
-    int cut = 0;
-    if (blockIdx.x == 1) {
-        int longest_cost = COSTS - 1, sum = 0, more = 0, halves = 0;
-        for (int cost = 0; cost < COSTS; ++cost) sum += cost * counts[cost];
-        while (!counts[longest_cost]) --longest_cost;
-        int least = max(longest_cost, ceil_div(sum, blocks)) * 3 / 4 + 1;
-        for (int cost = longest_cost; cost >= 0; --cost) {
-            if (cost > 0 && !counts[cost]) continue;
-            const int most = max(max(cost, cost_of_half(longest_cost)), ceil_div(sum + more, blocks));  // if those that cost more are cut
-            if (halves && most < least) least = most, cut = halves;
-            halves += counts[cost], more += counts[cost] * (2 * cost_of_half(cost) - cost);
-            if (halves > rounds * blocks - tiles) break;
-        }
-    }
-    if (cut) {
-        for (int i = threadIdx.x; i < cut; i += threads) {
-            const int tile = longest[i] = sorted[i];
-            costs[tile] = costs[tiles + i] = static_cast<u8>(CUT + cost_of_half(costs[tile]));
-        }
-        __syncthreads();
-        sort(tiles + cut);
-    }
-    for (int round = 0; round < rounds; ++round) {
-        const uint4* const before = loads[round % 2];
-        const int left = tiles + cut - round * blocks, halves = blockIdx.x == 1 && !cut && 2 * left <= blocks;
-        for (int block = threadIdx.x; block < MOST_SHARES; block += threads) {
-            const u32 load = reinterpret_cast<const u32*>(before)[block];
-            int less = 0;  // thread blocks that have less to do
-            for (int i = 0; i < ceil_div(blocks, 4); ++i) {
-                const uint4 four = before[i];
-                less += (four.x < load) + (four.y < load) + (four.z < load) + (four.w < load);
-            }
-            u32 more = 0;
-            int its = NO_TILE;
-            if (block < blocks && less < left << halves) {
-                const int tile = sorted[round * blocks + (less >> halves)];
-                more = static_cast<u32>(costs[tile] % CUT) << 16;
-                its = halves                ? HALF_TILE | (2 * tile + less % 2)
-                      : tile >= tiles       ? HALF_TILE | (2 * longest[tile - tiles] + 1)
-                      : costs[tile] / CUT   ? HALF_TILE | 2 * tile
-                                            : tile;
-            }
-            reinterpret_cast<u32*>(loads[(round + 1) % 2])[block] = load + more;
-            if (block < blocks) turns[round * blocks + block] = static_cast<u16>(its);
-        }
-        __syncthreads();
     }
 }

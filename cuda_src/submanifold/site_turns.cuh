@@ -1,4 +1,4 @@
-// site_turns.cuh: how tiles are dealt out to thread blocks: deal_tiles of site_order.cu writes it, site_conv_pipelined reads it.
+// site_turns.cuh: how tiles are dealt out to thread blocks: deal_tiles writes it, site_conv_pipelined reads it.
 //   turns[round, block], for tiles of 128 rows and then for tiles of 256: a tile, HALF_TILE + the number of half a tile, or NO_TILE
 #pragma once
 
