@@ -85,7 +85,8 @@ def _launch(taps, m, sources, offsets, shape, place):
     slices = 8 if shape.rows == 64 and tiles <= _FEW_TILES else 4
     each = (32 if taps <= 32 else MOST_TAPS) // slices
     template = "int", shape.rows, _slots(taps, shape.rows), slices, each, offsets is not None
-    needed, evenly = shared_bytes(taps, shape.rows, slices), -(-tiles // device.multiprocessors)
+    needed = shared_bytes(taps, shape.rows, slices)
+    evenly = max(1, -(-tiles // device.multiprocessors))
     if device.resident(needed) > evenly:  # or some multiprocessors would get more tiles than others
         needed = device.shared_of(evenly + 1) + 128
     return kernels.prepare(

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
+from sbnet_cupy.core.device import Device
+from sbnet_cupy.submanifold import site_tiles as module
 from sbnet_cupy.submanifold.site_tiles import SiteTiles, TileShape, head_numbers, site_tiles
 from support import site_on_host
 from support.site_tables import loads, read_back, sorted_tiles, table
@@ -63,6 +65,19 @@ def test_tiles_are_the_same_among_few_and_many(by_colour):
     for tile, count in enumerate(listed):
         assert (many.heads[tile, : 2 + count] == few.heads[tile, : 2 + count]).all()
         assert (many.locals[tile, :count] == few.locals[tile, :count]).all()
+
+
+@pytest.mark.parametrize(
+    "tiles, together", [(0, 1), (1, 1), (132, 1), (133, 2), (400, 4), (9999, 4)]
+)
+def test_few_tiles_are_shared_out_evenly(tiles, together, monkeypatch):
+    """No multiprocessor has room for more of them than are its share."""
+    device, asked = Device(132, 227 << 10, True, True), []
+    monkeypatch.setattr(module, "current_device", lambda: device)
+    monkeypatch.setattr(module.kernels, "prepare", lambda *a, shared, **k: asked.append(shared))
+    module._launch.__wrapped__(27, 128 * tiles, 1000, None, TileShape(128, 384), "a GPU")
+    assert device.resident(asked[0]) == together
+    assert asked[0] <= device.shared_bytes
 
 
 def test_a_tile_that_reads_more_rows_than_a_table_holds():
