@@ -1,7 +1,7 @@
 """Fixtures: the array libraries that every test runs on, and which optional parts must be there.
 
-``SBNET_REQUIRE`` is a comma list of torch, jax, tensorflow, sklearn, g++, demo, cupy and gpu: what
-it names must be present, and its absence fails where it would otherwise skip.
+``SBNET_REQUIRE`` is a comma list of torch, torchvision, timm, jax, tensorflow, sklearn, g++, demo,
+cupy and gpu: what it names must be present, and its absence fails where it would otherwise skip.
 ``HYPOTHESIS_PROFILE`` says how many examples a test draws: few (for slow checkers such as
 compute-sanitizer), quick (the default) or exhaustive. A test that is marked exhaustive runs where
 ``-m`` asks for it: ``pytest -m ""`` runs everything.

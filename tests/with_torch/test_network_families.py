@@ -1,6 +1,8 @@
 """sparsify on networks of many families: a full mask is the dense network, others the oracle's."""
 
 import copy
+import sys
+import types
 
 import pytest
 
@@ -34,6 +36,27 @@ def sparsified(st, device):
     return make
 
 
+@pytest.fixture(scope="module")
+def torchvision(require):
+    """Without its compiled operators, if these are for another build of PyTorch than this one.
+
+    Those of PyPI need CUDA's libraries. No network of these tests calls one.
+    """
+    try:
+        return require("torchvision")
+    except RuntimeError:  # of the module that registers their shapes
+        name = "torchvision._meta_registrations"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, name, types.ModuleType(name))
+            return require("torchvision")
+
+
+@pytest.fixture(scope="module")
+def timm(require, torchvision):
+    """Its modules import torchvision."""
+    return require("timm")
+
+
 @pytest.mark.parametrize("name", networks.FAMILIES)
 @pytest.mark.parametrize("size", BLOCK_SIZES, ids=str)
 @torch.no_grad()
@@ -57,8 +80,8 @@ def test_families(sparsified, device, name, size):
 
 @pytest.mark.parametrize("name", TORCHVISION)
 @torch.no_grad()
-def test_torchvision(st, device, name):
-    models = _torchvision()
+def test_torchvision(torchvision, st, device, name):
+    models = torchvision.models
     make = getattr(models, name, None) or getattr(models.segmentation, name)
     options = {} if hasattr(models, name) else {"weights_backbone": None}
     torch.manual_seed(0)
@@ -81,10 +104,9 @@ TIMM = [
 
 @pytest.mark.parametrize("name", TIMM)
 @torch.no_grad()
-def test_timm(st, device, name):
-    _torchvision()  # which timm needs
+def test_timm(timm, st, device, name):
     torch.manual_seed(0)
-    dense = networks.random_statistics(pytest.importorskip("timm").create_model(name))
+    dense = networks.random_statistics(timm.create_model(name))
     dense = dense.eval().double().to(device)
     sparse, size = st.sparsify(dense), (160, 192)
     x = torch.randn(1, 3, *size, dtype=torch.float64, device=device)
@@ -94,13 +116,6 @@ def test_timm(st, device, name):
     on, mask = (t.to(device) for t in networks.blocks((1, *size), 32, 0.5))
     assert_near(sparse(x, mask), networks.oracle(dense, x, on, 32))
     assert not sparse.dense_layers
-
-
-def _torchvision():
-    try:
-        return pytest.importorskip("torchvision").models
-    except RuntimeError as error:  # built for another PyTorch
-        pytest.skip(f"torchvision does not import: {error}")
 
 
 @pytest.mark.parametrize("name", networks.FAMILIES)
