@@ -44,10 +44,10 @@ struct RowTable {
     }
 };
 
-// Thread blocks for which a multiprocessor is to have registers: as many as without spilling any.
+// Thread blocks for which a multiprocessor is to have registers: on compute capability 9.0 as many as without spilling any.
 DEVICE constexpr int tile_makers(int rows, int slices, int taps, bool coloured) {
     if (slices > 4) return coloured ? 1 : 2;
-    return taps > 32 ? 1 : (coloured ? 384 : 512) / rows;
+    return taps > 32 || DEVICE_ARCHITECTURE != 900 ? 1 : (coloured ? 384 : 512) / rows;
 }
 
 //   SLICES, EACH   threads for each row, and taps that each of them looks at: every SLICES-th
