@@ -25,6 +25,13 @@ class Device(NamedTuple):
         """Return the most shared memory with which so many thread blocks fit a multiprocessor."""
         return (self.shared_bytes + RESERVED) // blocks - RESERVED
 
+    def spread(self, shared, blocks):
+        """Return shared memory, no less, with which no more than so many thread blocks fit.
+
+        Where more fit, the GPU may give some multiprocessors several while others have none.
+        """
+        return max(shared, self.shared_of(blocks + 1) + 128)
+
 
 @functools.cache
 def driver():

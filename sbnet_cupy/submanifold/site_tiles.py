@@ -67,7 +67,12 @@ def site_tiles(rows, sources, shape, indices=None, offsets=None):
     return made
 
 
-def shared_bytes(taps, rows, slices=4):
+def _slices(rows, tiles):
+    """Threads of a thread block for each row of a tile: more where few small ones are made."""
+    return 8 if rows == 64 and tiles <= _FEW_TILES else 4
+
+
+def shared_bytes(taps, rows, slices):
     """Bytes of shared memory of a thread block that makes a tile, with ``slices`` threads a row."""
     numbers = 3 * rows + _COLOURS * slices * rows // 32 + taps * (rows + rows // 32 + 2) + 2
     return 4 * numbers + 8 * _slots(taps, rows)
@@ -82,17 +87,15 @@ def _slots(taps, rows):
 def _launch(taps, m, sources, offsets, shape, place):
     """Prepare the launch on the current device."""
     tiles, device = -(-m // shape.rows), current_device()
-    slices = 8 if shape.rows == 64 and tiles <= _FEW_TILES else 4
+    slices = _slices(shape.rows, tiles)
     each = (32 if taps <= 32 else MOST_TAPS) // slices
     template = "int", shape.rows, _slots(taps, shape.rows), slices, each, offsets is not None
     needed = shared_bytes(taps, shape.rows, slices)
     evenly = max(1, -(-tiles // device.multiprocessors))
-    if device.resident(needed) > evenly:  # or some multiprocessors would get more tiles than others
-        needed = device.shared_of(evenly + 1) + 128
     return kernels.prepare(
         _FILE, "tile_rows", template, tiles, slices * shape.rows, 6,
         (m, sources, taps, shape.most, *_added(offsets), _factors(offsets)),
-        shared=needed, dependent=True,
+        shared=device.spread(needed, evenly), dependent=True,
     )  # fmt: skip
 
 

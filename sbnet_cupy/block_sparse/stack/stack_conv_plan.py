@@ -195,7 +195,7 @@ class StackPlan(NamedTuple):
         needed = self.shared_bytes(conv)
         if not device.hopper or 2 * self.thread_blocks(conv) > device.multiprocessors:
             return needed
-        return max(needed, device.shared_of(2) + 128)
+        return device.spread(needed, 1)
 
     def tiles(self, conv, rows):
         """Number of tiles of so many rows of the stack."""
