@@ -153,10 +153,11 @@ class NormPlan(Plan):
         if self.before is None or self.residual is not None:
             return None
         before, norm, activation = self.before, self.norm, self.activation
-        if self.facts[0].tape is not None:
-            self.facts[0].tape.note_weights(norm[:4])
+        table = self.facts[0]
 
         def make():
+            if table.tape is not None:
+                table.tape.note_weights(norm[:4])
             constant = normalized(before()[None, :, None, None], norm).flatten()
             return finish(constant, None, activation)
 

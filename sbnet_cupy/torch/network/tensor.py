@@ -354,8 +354,11 @@ def dispatch(func, args, kwargs):
 
 
 def _signed(result, name, args):
-    """Return what a function made, and note its name there; activations pass the one before on."""
-    if type(result) is StackTensor:
+    """Return what a function made, and note its name there; activations pass the one before on.
+
+    Only where something is wanted outside active blocks, for the errors that say what was made.
+    """
+    if type(result) is StackTensor and facts(result)[0].left is not None:
         by = name
         if name in KEEP_REST and args and type(args[0]) is StackTensor:
             by = aliases.own(args[0]).get("_made_by", name)
