@@ -67,8 +67,7 @@ class Case:
 
     def find_map(self):
         """Return the kernel map of sites that have none yet."""
-        sites, _ = self.find_sites()
-        return sb.kernel_map(sites, (3,) * len(self.scene.spatial_shape), onto=sites)
+        return self._map_of(self.find_sites()[0])
 
     def convolve(self):
         """Return the features of the convolution."""
@@ -81,9 +80,7 @@ class Case:
     def convolve_first(self):
         """Return the same by a kernel map that is made for it, and all that it keeps."""
         self.unmapped.clear()
-        window = (3,) * len(self.scene.spatial_shape)
-        kernel_map = sb.kernel_map(self.unmapped, window, onto=self.unmapped)
-        return sb.site_conv(self.x.features, self.packed, kernel_map)
+        return sb.site_conv(self.x.features, self.packed, self._map_of(self.unmapped))
 
     def differentiate(self):
         """Return the gradients of features and weights."""
@@ -99,6 +96,9 @@ class Case:
     def features_of_rows(self):
         """Return the features of the rows of the scene, a NumPy array, as others take them."""
         return self.features[self._numpy(self.site_of_row)]
+
+    def _map_of(self, sites):
+        return sb.kernel_map(sites, (3,) * len(self.scene.spatial_shape), onto=sites)
 
     def _numpy(self, array):
         return array if isinstance(array, np.ndarray) else array.get()
