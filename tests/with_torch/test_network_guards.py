@@ -278,6 +278,21 @@ def test_what_no_version_tells_of_is_seen_after_eval(st, how):
         assert_near(sparse(x, full), dense(x))
 
 
+@pytest.mark.parametrize("how", [True, False])
+@torch.no_grad()
+def test_statistics_that_the_network_took_by_itself_are_seen(st, how):
+    """Those that batch norms of the dense network took in training, as ``update_bn`` does."""
+    dense, x, full = networks.network("resnet_basic").double(), image(), torch.ones(2, *SIZE)
+    sparse = st.sparsify(dense, BLOCK, replay=how)
+    sparse.break_even = 2.0
+    for times in (2, 3):
+        for _ in range(3):
+            assert_near(sparse(x, full), dense(x))
+        dense.train()(times * x + 1)
+        dense.eval()
+    assert_near(sparse(x, full), dense(x))
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @torch.no_grad()
 def test_no_bias_stands_for_a_sum(st, first):

@@ -177,6 +177,8 @@ class SparseModel(Report, nn.Module):
         """Return what the network returns, with stacks in place of images."""
         trained = self.training or torch.is_grad_enabled()
         kept = Weights(keeps=False) if cuda.is_tracing() else self._weights
+        if kept.keeps and not trained:
+            kept.follow(self.model)
         table.weights = None if trained else kept
         value = plan = None
         if not table.whole and cuda.serves(x):

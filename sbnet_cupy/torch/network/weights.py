@@ -4,17 +4,21 @@ import math
 
 import torch
 
+_COUNTER = "num_batches_tracked"  # the buffer of a batch norm that a batch in training adds 1 to
+
 
 class Weights:
     """What was made of a network's weights, kept while it is evaluated.
 
     A change shows in the memory of a tensor or its autograd version. Not all that trains weights
-    shows there, so a call that records gradients, ``train()`` and ``eval()`` drop everything.
+    shows there, so a call that records gradients, ``train()`` and ``eval()`` drop everything, and
+    :meth:`follow` does where the network was trained by itself.
     With ``keeps=False`` they are made at each call: in a trace, where they have no memory.
     """
 
     def __init__(self, keeps=True):
         self.keeps, self.kept = keeps, {}
+        self.counts = None
 
     def __reduce__(self):
         return type(self), (self.keeps,)  # copies keep nothing
@@ -22,6 +26,18 @@ class Weights:
     def clear(self):
         """Forget everything."""
         self.kept.clear()  # in place: what a graph was made of stays the same object
+
+    def follow(self, model):
+        """Forget everything if a network's batch norms have counted batches since the last call.
+
+        What trains by itself, as the network outside of ``sparsify``, writes to their statistics
+        past autograd's versions.
+        """
+        counters = [t for name, t in model.named_buffers() if name.endswith(_COUNTER)]
+        counts = [counter._version for counter in counters if not counter.is_inference()]
+        if counts != self.counts:
+            self.clear()
+            self.counts = counts
 
     def folded(self, weight, bias, norm, growth=None):
         """Return (weight, bias) with a batch norm in them; ``norm`` is None or its five values.
