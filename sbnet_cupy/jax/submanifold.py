@@ -56,7 +56,8 @@ def site_conv(
         total += jnp.where(reads(rows, sites)[:, None], product.reshape(len(rows), k), 0)
     total = ops.affine(total, scale, bias, None)
     if residual is not None:
-        total += residual.astype(wide)
+        # Not read where there is no site: a NaN there would be one in gradients of bias and scale.
+        total += jnp.where(valid[:, None], residual.astype(wide), 0)
     y = ops.cast(ops.affine(total, None, None, activation), features.dtype)
     return jnp.where(valid[:, None], y, 0)
 

@@ -196,6 +196,32 @@ def test_rows_that_are_not_there_are_not_read(sbj, place, jax):
     assert_same(to_numpy(found), to_numpy(expected))
 
 
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
+def test_a_residual_is_not_read_past_the_count(sbj, place, jax, activation):
+    """A NaN there made the gradients of bias and scale NaN, with an activation other than relu."""
+    exact, x = tensors(sbj, place)
+    n = len(exact.features)
+    w, *tables = (place.make(normal(*s, seed=1)) for s in ((3, 3, 3, 3, 3), (3,), (3,)))
+
+    @jax.jit
+    def gradients(features, residual, w, tables):
+        def loss(residual, w, tables):
+            options = dict(zip(("bias", "scale"), tables, strict=True))
+            y = sbj.submanifold_conv(
+                x.replace(features), w, **options, residual=residual, activation=activation
+            )
+            return (y.features**2).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(residual, w, tables)
+
+    spoiled = x.features.at[n:].set(np.nan)
+    found = gradients(spoiled, spoiled, w, tables)
+    expected = gradients(x.features, x.features, w, tables)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert_same(to_numpy(one), to_numpy(other))
+    assert not to_numpy(found[0])[n:].any()
+
+
 @pytest.mark.parametrize("capacity", [None, 5])
 def test_lists_without_rows(sbj, place, jax, capacity):
     """Nothing is read from them, whatever there is room for."""

@@ -291,6 +291,30 @@ def test_rows_past_the_count_never_leak(torch, st, device):
         assert_close(torch, a, b, 100)
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+def test_a_residual_is_not_read_past_the_count(torch, st, device, activation):
+    """A NaN there made the gradients of bias and scale NaN, with an activation other than relu."""
+    rows, results = sites_of(torch, device), []
+    n = len(rows)
+    features = values(torch, n, 4, device=device)
+    w, *tables = values(torch, 3, 3, 4, 4, device=device), *values(torch, 2, 4, device=device)
+    for capacity in (None, n + 5):
+        how = {"spatial_shape": SHAPE, "batch_size": 2, "capacity": capacity}
+        x = st.sparse_tensor(features, rows, **how)
+        spoiled = x.features.clone()
+        spoiled[n:] = torch.nan
+        given = [t.clone().requires_grad_() for t in (spoiled, w, *tables, spoiled)]
+        options = dict(zip(("bias", "scale", "residual"), given[2:], strict=True))
+        y = st.submanifold_conv(x.replace(given[0]), given[1], activation=activation, **options)
+        first = torch.autograd.grad(y.features.sin().sum(), given, create_graph=True)
+        second = torch.autograd.grad(first[2].square().sum(), given[1:5], retain_graph=True)
+        found = [y.features, *first, *second]
+        results.append([t[:n] if len(t) == len(spoiled) else t for t in found])
+        assert not any(t[n:].any() for t in (y.features, first[0], first[-1]))
+    for exact, mine in zip(*results, strict=True):
+        assert_close(torch, mine, exact, 100)
+
+
 @pytest.mark.parametrize("capacity", [None, 0, 3])
 def test_no_sites_at_all(torch, st, device, capacity):
     rows = torch.zeros(0, 3, dtype=torch.int64, device=device)

@@ -164,7 +164,8 @@ def _conv_gradient(ops, arrays, options, grad, wanted, result):
         total = wide(ops.convolve(features, taps, rows, **how))
     if activation not in (None, "relu"):
         z = affine(total, scale, bias, None)
-        z = z if residual is None else z + residual
+        if residual is not None:  # where there is no site, it is not read: it may be NaN
+            z = z + (residual if valid is None else torch.where(valid[:, None], residual, 0))
         grad = activation_backward(wide(grad), z, activation)
     if "residual" in wanted:
         found["residual"] = grad.to(residual.dtype)
