@@ -204,6 +204,27 @@ def test_a_batch_norm_is_part_of_the_convolution_before_it(torch, scn, device, n
         check(net, folded=False)
 
 
+@pytest.mark.parametrize("kind", ["parametrized", "pruned"])
+def test_weights_that_are_new_at_each_call_are_not_kept(torch, scn, device, kind):
+    """A convolution kept those of each call in evaluation, until it had no memory."""
+    layer = scn.SubmanifoldConvolution(2, 3, 4, 3, True).double().to(device).eval()
+    if kind == "parametrized":
+        layer = torch.nn.utils.parametrizations.weight_norm(layer)
+        learnt = layer.parametrizations.weight.original0
+    else:
+        prune = importlib.import_module("torch.nn.utils.prune")
+        layer = prune.random_unstructured(layer, "weight", 0.5)
+        learnt = layer.weight_orig
+    x = made(torch, scn, device)
+    for _ in range(2):
+        expected = layer(x).features.detach()  # records gradients: nothing is packed
+        with torch.no_grad():
+            for _ in range(2):
+                close(torch, layer(x).features, expected)
+            learnt.mul_(1.5)
+        assert not layer._packed.kept
+
+
 def test_pointwise_layers(torch, scn, device):
     x = made(torch, scn, device)
     f = torch.nn.functional

@@ -96,6 +96,8 @@ class _Convolution(SiteModule):
                 shift = None if shift is None else shift.detach()
                 return (PackedWeights(self._laid_out().detach(), scale=scale, bias=shift),)
 
+        if not all(t is None or isinstance(t, Parameter) for t in tensors[:2]):
+            return make()[0]  # of a parametrization, which makes tensors at each call
         key = (*map(id, tensors), None if norm is None else norm.eps)
         return self._packed.made(key, [t for t in tensors if t is not None], make)[0]
 
