@@ -293,6 +293,30 @@ def test_statistics_that_the_network_took_by_itself_are_seen(st, how):
     assert_near(sparse(x, full), dense(x))
 
 
+@pytest.mark.parametrize("how", [True, False])
+@torch.no_grad()
+def test_what_is_made_of_a_call_is_not_kept(st, how):
+    """Of a bias and a shift that each call computes; what was made of them was kept, all of it."""
+    conv, norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+    last = prune.random_unstructured(nn.Conv2d(8, 8, 1), "bias", 0.5)
+
+    def run(x):
+        y = nn.functional.conv2d(x, conv.weight, conv.bias * 2, padding=1).relu()
+        mean, variance = norm.running_mean, norm.running_var
+        return last(nn.functional.batch_norm(y, mean, variance, norm.weight, norm.bias + 1))
+
+    dense = Run(run)
+    dense.layers = nn.ModuleList([conv, norm, last])
+    dense.double().eval()
+    sparse = st.sparsify(dense, BLOCK, replay=how)
+    sparse.break_even = 2.0
+    x, full, sizes = image(), torch.ones(2, *SIZE), []
+    for _ in range(5):
+        assert_near(sparse(x, full), dense(x))
+        sizes.append(len(sparse._weights.kept))
+    assert sizes[-1] == sizes[0]
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @torch.no_grad()
 def test_no_bias_stands_for_a_sum(st, first):

@@ -13,12 +13,13 @@ class Weights:
     A change shows in the memory of a tensor or its autograd version. Not all that trains weights
     shows there, so a call that records gradients, ``train()`` and ``eval()`` drop everything, and
     :meth:`follow` does where the network was trained by itself.
-    With ``keeps=False`` they are made at each call: in a trace, where they have no memory.
+    What is made of tensors that a call has made itself, such as a parametrized bias, is not kept.
+    With ``keeps=False`` nothing is: in a trace, where tensors have no memory.
     """
 
     def __init__(self, keeps=True):
         self.keeps, self.kept = keeps, {}
-        self.counts = None
+        self.buffers, self.counts = frozenset(), None  # of the network, at its last call
 
     def __reduce__(self):
         return type(self), (self.keeps,)  # copies keep nothing
@@ -28,12 +29,15 @@ class Weights:
         self.kept.clear()  # in place: what a graph was made of stays the same object
 
     def follow(self, model):
-        """Forget everything if a network's batch norms have counted batches since the last call.
+        """Take the buffers of a network that is called now.
 
-        What trains by itself, as the network outside of ``sparsify``, writes to their statistics
-        past autograd's versions.
+        Forget everything if its batch norms have counted batches since the last call. What trains
+        by itself, as the network outside of ``sparsify``, writes to their statistics past
+        autograd's versions.
         """
-        counters = [t for name, t in model.named_buffers() if name.endswith(_COUNTER)]
+        buffers = dict(model.named_buffers())
+        self.buffers = frozenset(map(id, buffers.values()))
+        counters = [t for name, t in buffers.items() if name.endswith(_COUNTER)]
         counts = [counter._version for counter in counters if not counter.is_inference()]
         if counts != self.counts:
             self.clear()
@@ -84,7 +88,12 @@ class Weights:
         """Return what ``make()`` made of such tensors; the first of its results may be marked."""
         if not self.keeps or not isinstance(parameter, torch.nn.Parameter):
             return make()
-        return self.made(key, [t for t in tensors if t is not None], make)
+        tensors = [t for t in tensors if t is not None]
+        return self.made(key, tensors, make) if all(map(self._stays, tensors)) else make()
+
+    def _stays(self, tensor):
+        """Whether a tensor is the network's own, and not of this call alone."""
+        return id(tensor) in self.buffers or isinstance(tensor, torch.nn.Parameter)
 
     def made(self, key, tensors, make):
         """Return what ``make()`` made of tensors that look the same; its first part is marked."""
