@@ -107,7 +107,7 @@ def test_pixels_of_another_image_reach_no_result(by):
 
 
 @pytest.mark.parametrize("kind", ["boxes", "direct", "table"])
-def test_a_count_that_the_kernel_ahead_writes_is_waited_for(by, kind):
+def test_replays_wait_for_a_count_that_the_kernel_ahead_writes(by, kind):
     """Masks of few and many blocks in turn: the count of the mask before would be seen."""
     import cupy
 
