@@ -44,10 +44,12 @@ def network(torch, shape):
     from sbnet_cupy.torch import scn
 
     torch.manual_seed(0)
+    axes = len(shape)
     net = scn.Sequential(
-        scn.InputLayer(3, shape, mode=4), scn.SubmanifoldConvolution(3, 16, PLANES[0], 3, False),
-        scn.UNet(3, 1, list(PLANES), residual_blocks=True, downsample=[2, 2]),
-        scn.BatchNormReLU(PLANES[0]), scn.OutputLayer(3),
+        scn.InputLayer(axes, shape, mode=4),
+        scn.SubmanifoldConvolution(axes, 16, PLANES[0], 3, False),
+        scn.UNet(axes, 1, list(PLANES), residual_blocks=True, downsample=[2, 2]),
+        scn.BatchNormReLU(PLANES[0]), scn.OutputLayer(axes),
     )  # fmt: skip
     for module in net.modules():
         if isinstance(module, scn.BatchNormalization):

@@ -11,7 +11,7 @@ def parser_of(doc, file):
     """Return the parser of a benchmark that writes a file of rows."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="against PyTorch on a CPU: ratios")
-    parser.add_argument("--scan", type=Path, help="also the voxels of a scan: float32 x, y, z, i")
+    parser.add_argument("--scan", type=Path, help="also a scan: float32 x, y, z, intensity")
     parser.add_argument("--quick", action="store_true", help="small scenes, few rounds")
     parser.add_argument("--threads", type=int, help="of PyTorch, on a CPU [one for each core]")
     parser.add_argument("--out", type=Path, help=f"folder of {file}")
@@ -24,7 +24,7 @@ def start(options, listed, needs_torch):
     Exits with what PyTorch is needed for, if anything, where it is missing.
     """
     if options.scan is not None:
-        listed = [*listed, scenes.from_file(options.scan)]
+        listed = [*listed, *scenes.from_file(options.scan)]
     torch = machine.import_torch(options.cpu)
     if torch is None and needs_torch:
         what = "install torch" if options.cpu else "install torch with CUDA, or pass --cpu"

@@ -95,11 +95,18 @@ def blobs(shape, share, seed=0):
     return Scene(f"blobs {share:.0%}", np.pad(rows, ((0, 0), (1, 0))), tuple(shape))
 
 
-def from_file(path, voxel=(0.05, 0.05, 0.05)):
-    """Return the voxels of a scan ``.bin`` of float32 rows (x, y, z, intensity), in metres."""
+def from_file(path):
+    """Return a scan ``.bin`` of float32 rows (x, y, z, intensity), in metres.
+
+    First its voxels of 5 cm, then its cells of 10 cm as seen from above.
+    """
     points = np.fromfile(path, np.float32).reshape(-1, 4)[:, :3]
-    rows = np.unique(np.floor(points[np.isfinite(points).all(1)] / voxel).astype(np.int32), axis=0)
-    return _scene("scan of a file", rows)
+    points = points[np.isfinite(points).all(1)]
+    voxels, cells = (
+        np.unique(np.floor(coordinates / size).astype(np.int32), axis=0)
+        for coordinates, size in ((points, 0.05), (points[:, :2], 0.1))
+    )
+    return [_scene("scan of a file", voxels), _scene("scan of a file, from above", cells)]
 
 
 def points_of(scene, channels, seed=0):

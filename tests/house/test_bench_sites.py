@@ -9,13 +9,14 @@ from support.bench_parts import check_rows, part
 pytestmark = pytest.mark.usefixtures("benchmarks")
 
 
-@pytest.mark.parametrize("make", ["surface", "scan", "blobs", "file"])
+@pytest.mark.parametrize("make", ["surface", "scan", "blobs", "file", "file, from above"])
 def test_scenes_are_distinct_sites_inside_their_grid(make, tmp_path):
     scenes = part("submanifold.scenes")
-    if make == "file":
+    if make.startswith("file"):
         points = np.random.default_rng(0).normal(0, 3, (500, 4)).astype(np.float32)
         points.tofile(tmp_path / "scan.bin")
-        scene = scenes.from_file(tmp_path / "scan.bin")
+        scene = scenes.from_file(tmp_path / "scan.bin")[make == "file, from above"]
+        assert len(scene.spatial_shape) == (2 if "above" in make else 3)
     else:
         scene = scenes.blobs((40, 60), 0.1) if make == "blobs" else getattr(scenes, make)(1000)
     rows, shape = scene.rows, scene.spatial_shape
