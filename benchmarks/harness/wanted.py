@@ -23,6 +23,8 @@ LAYERS = {0.1: 2, 1.0: 0.9}  # times as fast as cuDNN with everything active, by
 # channels; the image where a scene has several.
 SITE_CONVOLUTIONS = {
     ("scan 14000", ""): {16: 7, 32: 7, 64: 10, 128: 22, 256: 60},
+    ("scan of a file", ""): {16: 7, 32: 7, 64: 10, 128: 22, 256: 60},  # frame 000008 of KITTI
+    ("scan of a file, from above", ""): {32: 3.5, 64: 4.3, 128: 7.5},
     ("surface 50000", ""): {16: 10, 32: 14, 64: 25, 128: 65, 256: 210},
     ("surface 100000", ""): {16: 13, 32: 24, 64: 42, 128: 108, 256: 370},
     ("surface 500000", ""): {16: 55, 32: 95, 64: 190, 128: 480},
