@@ -213,10 +213,12 @@ def stack_conv2d(
     w = _as_hwio(w, problem)
     convolve = _to_fine if problem.transposed else _to_coarse
     y = ops.affine(convolve(x, w, places, window, groups, precision), scale, bias, None)
+    own = Places(table.at(*problem.stage_out)).own()
     if residual is not None:
-        y += residual.astype(y.dtype)
+        # Not read where there is no pixel: a NaN there would be one in gradients of w and tables.
+        y += jnp.where(own, residual.astype(y.dtype), 0)
     y = ops.cast(ops.affine(y, None, None, activation), x.dtype)
-    return jnp.where(Places(table.at(*problem.stage_out)).own(), y, 0)
+    return jnp.where(own, y, 0)
 
 
 def _as_hwio(w, problem):

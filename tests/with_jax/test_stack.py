@@ -262,6 +262,31 @@ def test_convolutions_and_their_gradients(sbj, place, jax, shape, options, dtype
         assert_close(to_numpy(actual), wide, magnitude=slope * size, **bound)
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+def test_a_residual_is_not_read_where_there_is_no_pixel(sbj, place, jax, activation):
+    """A NaN there made all gradients NaN, with an activation other than relu."""
+    known, table = tables(sbj, place)
+    x, w, v = (place.make(a) for a in (
+        np.nan_to_num(stack_of(known)), normal(3, 3, 4, 4, seed=1),
+        normal(known.capacity, *known.block_size, 4, seed=2),
+    ))  # fmt: skip
+    scale, bias = (place.make(normal(4, seed=seed)) for seed in (3, 4))
+    exact = inside(known, np.nan_to_num(stack_of(known, seed=5)))
+    spoiled = np.where(sb.stack_pixel_mask(known)[..., None], exact, np.nan)
+
+    @jax.jit
+    def both(residual):
+        def call(x, w, scale, bias, residual):
+            options = {"scale": scale, "bias": bias, "residual": residual}
+            return sbj.stack_conv2d(x, w, table, activation=activation, **options)
+
+        y, pull = jax.vjp(call, x, w, scale, bias, residual)
+        return y, *pull(v)
+
+    for one, other in zip(*(both(place.make(a)) for a in (spoiled, exact)), strict=True):
+        same(one, to_numpy(other))
+
+
 def test_values_of_images_on_their_blocks(sbj, place, jax):
     known, table = tables(sbj, place)
     values, v = normal(2, 5), normal(16, 1, 1, 5, seed=1)
