@@ -29,7 +29,8 @@ def masked_batch_norm(
     running_mean, running_var : tf.Variable, shape (C,), optional
         Of a float dtype. Updated in training, with the unbiased variance, as
         ``torch.nn.BatchNorm1d`` does; where there is no site they stay. Tensors serve in
-        evaluation, too. Without them the statistics are always those of ``x``.
+        evaluation, too. Without them the statistics are always those of ``x``. A Keras layer of
+        mixed precision adds them as weights with ``autocast=False``, as Keras's own norms do.
     weight, bias : tensor or tf.Variable, shape (C,), optional
         Factor and offset per channel, of a float dtype.
     training : bool
@@ -78,6 +79,7 @@ def masked_batch_norm(
     variables = {"running_mean": running_mean, "running_var": running_var}
     given = {**variables, "weight": weight, "bias": bias}
     tables = {name: eager(name, table) for name, table in given.items()}
+    tables |= {name: _unrounded(tables[name], variable) for name, variable in variables.items()}
     specs = {name: spec_of(table) for name, table in tables.items()}
     eps = read_norm(x.replace(spec_of(features)), specs, eps, activation)
     momentum = as_number("momentum", momentum, nan=False)
@@ -103,6 +105,16 @@ def masked_batch_norm(
         for (name, variable), new in zip(variables.items(), (mean, unbiased), strict=True):
             variable.assign(_moved(tables[name], new, momentum))
     return SparseTensor(tf.cast(ops.where(holds, y, 0), features.dtype), x.coordinates)
+
+
+def _unrounded(value, variable):
+    """Return the value of a running statistic in its own dtype.
+
+    In a layer of mixed precision Keras gives its variables in the dtype that the layer computes in,
+    unless they were added with ``autocast=False``.
+    """
+    kept = getattr(variable, "_value", None)  # TensorFlow's variable in one of Keras
+    return value if kept is None or kept.dtype == value.dtype else tf.convert_to_tensor(kept)
 
 
 def _moments(z, holds):

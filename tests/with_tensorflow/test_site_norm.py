@@ -126,6 +126,34 @@ def test_variables_keep_their_dtype(tf, sbt, dtype, keras):
         assert_near(found, expected, "f4")
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_running_statistics_of_a_layer_in_mixed_precision(tf, sbt, policy, training):
+    """They were rounded to the dtype that the layer computes in, whenever it read them."""
+    features, tables = features_of("f4"), tables_of()
+    x = sparse(tf, sbt, features)
+
+    class Norm(tf.keras.layers.Layer):
+        def build(self, _):
+            options = {"shape": (CHANNELS,), "trainable": False}
+            self.kept = [self.add_weight(name=name, **options) for name in NAMES[:2]]
+
+        def call(self, _):
+            return sbt.masked_batch_norm(x, *self.kept, training=training, **OPTIONS).features
+
+    layer = Norm(dtype=policy)
+    layer.build(None)
+    for variable, name in zip(layer.kept, NAMES, strict=False):
+        variable.assign(tables[name])
+    y = layer(x.features)
+    kept = {name: tables[name] for name in NAMES[:2]}
+    ones = {"weight": np.ones(CHANNELS), "bias": np.zeros(CHANNELS)}
+    expected, moved = batch_norm(features, kept | ones, training, None)
+    assert_near(y.numpy()[:SITES], expected, "f4")
+    for variable, wanted in zip(layer.kept, moved if training else kept.values(), strict=True):
+        assert_near(variable.numpy(), wanted, "f4")
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 @pytest.mark.parametrize("capacity", [0, SPARE])
 def test_no_sites_at_all(tf, sbt, capacity, eps):
