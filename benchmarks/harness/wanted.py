@@ -21,9 +21,10 @@ LAYERS = {0.1: 2, 1.0: 0.9}  # times as fast as cuDNN with everything active, by
 
 # Microseconds of the forward pass with weights that are packed already: (scene, image) -> by
 # channels; the image where a scene has several.
+_SCAN = {16: 7, 32: 7, 64: 10, 128: 22, 256: 60}
 SITE_CONVOLUTIONS = {
-    ("scan 14000", ""): {16: 7, 32: 7, 64: 10, 128: 22, 256: 60},
-    ("scan of a file", ""): {16: 7, 32: 7, 64: 10, 128: 22, 256: 60},  # frame 000008 of KITTI
+    ("scan 14000", ""): _SCAN,
+    ("scan of a file", ""): _SCAN,  # frame 000008 of KITTI, and that from above
     ("scan of a file, from above", ""): {32: 3.5, 64: 4.3, 128: 7.5},
     ("surface 50000", ""): {16: 10, 32: 14, 64: 25, 128: 65, 256: 210},
     ("surface 100000", ""): {16: 13, 32: 24, 64: 42, 128: 108, 256: 370},

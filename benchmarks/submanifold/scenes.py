@@ -102,11 +102,12 @@ def from_file(path):
     """
     points = np.fromfile(path, np.float32).reshape(-1, 4)[:, :3]
     points = points[np.isfinite(points).all(1)]
-    voxels, cells = (
-        np.unique(np.floor(coordinates / size).astype(np.int32), axis=0)
-        for coordinates, size in ((points, 0.05), (points[:, :2], 0.1))
-    )
-    return [_scene("scan of a file", voxels), _scene("scan of a file, from above", cells)]
+
+    def cells(positions, size):
+        return np.unique(np.floor(positions / size).astype(np.int32), axis=0)
+
+    voxels, above = cells(points, 0.05), cells(points[:, :2], 0.1)
+    return [_scene("scan of a file", voxels), _scene("scan of a file, from above", above)]
 
 
 def points_of(scene, channels, seed=0):
