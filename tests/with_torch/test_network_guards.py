@@ -1,6 +1,7 @@
 """Never wrong in silence: modules with arithmetic of their own, hooks, threads, what is refused."""
 
 import copy
+import functools
 import io
 import pickle
 import threading
@@ -12,13 +13,14 @@ torch = pytest.importorskip("torch")
 
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
-from support.torch_autograd import Double  # noqa: E402
+from support.torch_autograd import Double, assert_near_steps, train_step  # noqa: E402
 
 nn = torch.nn
 F = torch.nn.functional
 parametrizations = torch.nn.utils.parametrizations
 prune = pytest.importorskip("torch.nn.utils.prune")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
+FlopCounterMode = pytest.importorskip("torch.utils.flop_counter").FlopCounterMode
 
 SIZE, BLOCK = (48, 64), 16
 
@@ -204,6 +206,68 @@ def test_backward_hooks_inside_a_network_are_refused(st, hook, place):
     getattr(dense if place == "network" else dense[0], hook)(lambda *_: None)
     with pytest.raises(NotImplementedError, match=f"{hook}.* cannot be used .* on what sparsify"):
         st.sparsify(dense, BLOCK)(x, mask)
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@pytest.mark.parametrize("factor", [None, 3.0])
+def test_hooks_of_activations_see_images(st, factor, break_even):
+    """What they return takes the gradient's place; copies that were put off have their own."""
+    dense = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, 2, 1)
+    ).double()  # fmt: skip
+    dense.eval()
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+    sparse.break_even = break_even
+    x, seen = image(), {}
+    on, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
+    zeroed = networks.ZeroedOutside(on, networks.stages_of(SIZE, BLOCK)).zeroed
+
+    def watch(model, call):
+        seen[model] = grads = {}
+
+        def keep(grad, name):
+            grads[name] = zeroed(grad)
+            return None if factor is None else factor * grad
+
+        def watch_result(module, inputs, result, name):
+            result.register_hook(lambda grad: keep(grad, name))
+
+        for name, module in model.named_children():
+            module.register_forward_hook(functools.partial(watch_result, name=name))
+        return train_step(model, x, call=call)
+
+    actual = watch(sparse.model, lambda x: sparse(x, mask))
+    expected = watch(dense, lambda x: networks.oracle(dense, x, on, BLOCK))
+    assert_near_steps(actual, expected)
+    assert list(seen[dense]) == list(seen[sparse.model]) == ["3", "2", "1", "0"]
+    for name, grad in seen[dense].items():
+        assert_near(seen[sparse.model][name], grad)
+
+
+def test_operations_of_a_training_step_are_counted(st):
+    """PyTorch's counter puts hooks on activations."""
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    sparse, x, counts = st.sparsify(dense, BLOCK), image().float(), []
+    sparse.break_even = 2.0
+    for model, call in ((dense, (x,)), (sparse, (x, torch.ones(2, *SIZE)))):
+        with FlopCounterMode(display=False) as counter:
+            model(*call).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[1] >= counts[0] > 0  # the last blocks extend beyond the image
+
+
+def test_no_hook_is_put_on_an_activation_of_another_call(st):
+    kept = []
+
+    def run(x):
+        kept.append(x)
+        return kept[0].register_hook(print) and x
+
+    sparse = st.sparsify(Run(run), BLOCK)
+    call = image().float(), torch.ones(2, *SIZE)
+    sparse(*call)
+    with pytest.raises(NotImplementedError, match=r"register_hook .* of an earlier call"):
+        sparse(*call)
 
 
 def test_reentrant_checkpoints_are_refused(st):

@@ -64,7 +64,7 @@ def lend(x, table):
     return x
 
 
-def _settle(x, table):
+def settle(x, table):
     """Give a StackTensor memory of its own, if it is a copy that was not made."""
     if own(x)["_is_lent"]:
         own(x)["_value"], own(x)["_is_lent"] = table.compute(torch.clone, own(x)["_value"]), False
@@ -75,7 +75,7 @@ def about_to_write(x, table):
     for ref in table.lent:
         copy = ref()
         if copy is not None:
-            _settle(copy, table)
+            settle(copy, table)
     table.lent.clear()
     _forget_rests(x, table)
     if own(x)["_part"] is not None:
@@ -122,7 +122,7 @@ def viewed(x, table, func, value, *args, **kwargs):
     """Return what a function that views makes of the stack of x, ``value``."""
     result = table.compute(func, value, *args, **kwargs)
     if own(x)["_is_lent"] and (table.static or _share(result, value)):
-        _settle(x, table)
+        settle(x, table)
         result = table.compute(func, own(x)["_value"], *args, **kwargs)
     return result
 

@@ -33,7 +33,8 @@ _OTHER_ACTIVATIONS = """
 """
 KEEP_REST = {*ACTIVATIONS, *_OTHER_ACTIVATIONS.split(), "clone", "detach", "contiguous"}
 
-# What has no meaning for a tensor whose memory holds blocks.
+# What has no meaning for a tensor whose memory holds blocks. "register_hook" has a handler, which
+# takes no padding that was put off, and nothing that was kept of an earlier call.
 REFUSED = {
     "data_ptr", "untyped_storage", "storage", "_typed_storage", "set_", "resize_", "resize_as_",
     "share_memory_", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",

@@ -1,5 +1,7 @@
 """Functions that look at one pixel: they run on the stack as on any batch."""
 
+import functools
+
 import torch
 from torch.nn import functional as F
 
@@ -316,6 +318,22 @@ def channel_dropout(func, x, p=0.5, training=True, inplace=False):
     table, value = T.facts(x)[0], T.value_of(x)
     kept = func(value.new_ones(table.batch, x.shape[1], 1, 1), p, training)
     return pointwise(torch.Tensor.mul_ if inplace else torch.mul, x, kept)
+
+
+@handles("register_hook")
+def register_hook(func, x, hook):
+    """Call a hook with the gradient of an activation, as an image: 0 outside active blocks."""
+    if not isinstance(x, T.StackTensor):
+        return NotImplemented
+    aliases.settle(x, T.facts(x)[0])  # a copy has a gradient of its own
+    value, (table, block, size, hw, _) = T.value_of(x), T.facts(x)
+
+    @functools.wraps(hook)
+    def called(grad):
+        other = hook(table.compute(table.scatter, grad, block, size, hw))
+        return None if other is None else table.compute(table.gather, other, block, hw)
+
+    return func(value, called)
 
 
 def alias(handler, *funcs):

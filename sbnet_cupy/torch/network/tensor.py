@@ -185,7 +185,7 @@ def _check_gradient(x):
 _NO_GRADIENT = {
     BACKWARD_HOOK: "register_full_backward_hook and register_full_backward_pre_hook cannot be used "
     "on a module inside a sparsified network, whose gradients are no images; register the hook on "
-    "what sparsify returns, or use register_hook of parameters",
+    "what sparsify returns, or use register_hook of activations or parameters",
     CHECKPOINT: "a reentrant torch.utils.checkpoint cannot be used in a sparsified network; pass "
     "use_reentrant=False to checkpoint",
     None: "{} is an autograd function of its own, whose gradient cannot pass through a sparsified "
@@ -426,6 +426,10 @@ def on_image(func, name, args, kwargs):
 
 def _on_kept(func, name, args, kwargs):
     """Run a function of activations that were kept from an earlier call: of their images."""
+    if name in REFUSED:
+        raise NotImplementedError(
+            f"{name} cannot be used on an activation of an earlier call of a sparsified network"
+        )
     if _writes(name, kwargs) and is_kept(args[0] if args else kwargs.get("input")):
         raise NotImplementedError(
             f"{name} cannot write to an activation of an earlier call of a sparsified network; "
