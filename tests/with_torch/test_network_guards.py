@@ -244,6 +244,33 @@ def test_hooks_of_activations_see_images(st, factor, break_even):
         assert_near(seen[sparse.model][name], grad)
 
 
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+def test_gradients_of_activations_are_images(st, break_even):
+    """Those that ``torch.autograd.grad`` takes, as for class activation maps."""
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, 2, 1))
+    dense = dense.double()
+    sparse = st.sparsify(copy.deepcopy(dense), BLOCK)
+    sparse.break_even = break_even
+    on, mask = networks.blocks((2, *SIZE), BLOCK, 0.4)
+    zeroed = networks.ZeroedOutside(on, networks.stages_of(SIZE, BLOCK)).zeroed
+
+    def found(model, call):
+        kept, x = [], image().requires_grad_()
+        for module in model[:2]:
+            module.register_forward_hook(lambda module, inputs, result: kept.append(result))
+        y = call(x).square().sum()
+        first = torch.autograd.grad(y, [*kept, x], create_graph=True)
+        first = list(map(zeroed, first))
+        second = torch.autograd.grad(first[1].square().sum(), model[0].weight)
+        assert type(torch.autograd.grad(call(x).sum(), kept[-1])[0]) is torch.Tensor
+        return [*first, *second]
+
+    actual = found(sparse.model, lambda x: sparse(x, mask))
+    expected = found(dense, lambda x: networks.oracle(dense, x, on, BLOCK))
+    for one, exact in zip(actual, expected, strict=True):
+        assert_near(one.detach(), exact.detach(), terms=1 << 17)
+
+
 def test_operations_of_a_training_step_are_counted(st):
     """PyTorch's counter puts hooks on activations."""
     dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))

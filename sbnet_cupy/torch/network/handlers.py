@@ -33,13 +33,14 @@ _OTHER_ACTIVATIONS = """
 """
 KEEP_REST = {*ACTIVATIONS, *_OTHER_ACTIVATIONS.split(), "clone", "detach", "contiguous"}
 
-# What has no meaning for a tensor whose memory holds blocks. "register_hook" has a handler, which
-# takes no padding that was put off, and nothing that was kept of an earlier call.
+# What has no meaning for a tensor whose memory holds blocks. "register_hook" and "grad" have
+# handlers, which take no padding that was put off, and nothing that was kept of an earlier call.
 REFUSED = {
     "data_ptr", "untyped_storage", "storage", "_typed_storage", "set_", "resize_", "resize_as_",
     "share_memory_", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",
     "retain_grad", "as_strided", "as_strided_", "__dlpack__", "__cuda_array_interface__", "apply_",
     "map_", "detach_", "swapaxes_", "swapdims_", "transpose_", "squeeze_", "unsqueeze_", "t_",
+    "grad",
 }  # fmt: skip
 
 _SPACES = (torch, torch.Tensor, F, builtin_functions, torch.special)

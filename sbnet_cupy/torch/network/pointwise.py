@@ -4,6 +4,7 @@ import functools
 
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from . import aliases, cuda_affine, left, shortcuts, unread
 from . import tensor as T
@@ -334,6 +335,25 @@ def register_hook(func, x, hook):
         return None if other is None else table.compute(table.gather, other, block, hw)
 
     return func(value, called)
+
+
+def gradients(func, outputs, inputs, *args, **kwargs):
+    """Take the gradients of activations as images, which are 0 outside active blocks."""
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    stacks = {i: x for i, x in enumerate(inputs) if isinstance(x, T.StackTensor)}
+    if any(map(T.border_of, stacks.values())) or kwargs.get("is_grads_batched"):
+        return NotImplemented
+    for x in stacks.values():
+        aliases.settle(x, T.facts(x)[0])
+    outputs, args, kwargs = tree_map(T.dense, (outputs, args, kwargs))
+    values = [T.value_of(x) if i in stacks else x for i, x in enumerate(inputs)]
+    grads = list(func(outputs, values, *args, **kwargs))
+    for i, x in stacks.items():
+        grads[i] = None if grads[i] is None else T.dense(T.wrap(grads[i], x))
+    return tuple(grads)
+
+
+HANDLERS[torch.autograd.grad] = gradients
 
 
 def alias(handler, *funcs):
