@@ -408,6 +408,25 @@ def test_what_is_made_of_a_call_is_not_kept(st, how):
     assert sizes[-1] == sizes[0]
 
 
+@pytest.mark.parametrize("how", [True, False])
+@torch.no_grad()
+def test_weights_that_were_replaced_are_not_kept(st, how):
+    """By others that are assigned, and for one call; what was made of each was kept."""
+    dense, x, full = networks.network("resnet_basic").double(), image(), torch.ones(2, *SIZE)
+    sparse, sizes = st.sparsify(dense, BLOCK, replay=how), []
+    sparse.break_even = 2.0
+    for factor in (1.0, 1.1, 1.2, 1.3, 1.4):
+        state = {name: factor * t for name, t in dense.state_dict().items()}
+        dense.load_state_dict(state, assign=True)
+        assert_near(sparse(x, full), dense(x))
+        sizes.append(len(sparse._weights.kept))
+        buffers = {name: factor * t for name, t in dense.named_buffers()}
+        inner = {f"model.{name}": t for name, t in buffers.items()}
+        found = torch.func.functional_call(sparse, inner, (x, full))
+        assert_near(found, torch.func.functional_call(dense, buffers, (x,)))
+    assert sizes[-1] == sizes[0]
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @torch.no_grad()
 def test_no_bias_stands_for_a_sum(st, first):

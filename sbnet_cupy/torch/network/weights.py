@@ -19,7 +19,7 @@ class Weights:
 
     def __init__(self, keeps=True):
         self.keeps, self.kept = keeps, {}
-        self.buffers, self.counts = frozenset(), None  # of the network, at its last call
+        self.buffers, self.seen = frozenset(), None  # of the network, at its last call
 
     def __reduce__(self):
         return type(self), (self.keeps,)  # copies keep nothing
@@ -29,19 +29,25 @@ class Weights:
         self.kept.clear()  # in place: what a graph was made of stays the same object
 
     def follow(self, model):
-        """Take the buffers of a network that is called now.
+        """Take the parameters and buffers of a network that is called now.
 
-        Forget everything if its batch norms have counted batches since the last call. What trains
-        by itself, as the network outside of ``sparsify``, writes to their statistics past
+        Forget everything if they are others than at the last call: what was made of the others
+        would be kept, too. Forget it as well if its batch norms have counted batches since. What
+        trains by itself, as the network outside of ``sparsify``, writes to their statistics past
         autograd's versions.
         """
-        buffers = dict(model.named_buffers())
-        self.buffers = frozenset(map(id, buffers.values()))
-        counters = [t for name, t in buffers.items() if name.endswith(_COUNTER)]
-        counts = [counter._version for counter in counters if not counter.is_inference()]
-        if counts != self.counts:
+        buffers, parameters, counters = [], [], []
+        for module in model.modules():  # faster than buffers() and parameters()
+            buffers += module._buffers.values()
+            parameters += module._parameters.values()
+            if _COUNTER in module._buffers:
+                counters.append(module._buffers[_COUNTER])
+        counts = [t._version for t in counters if t is not None and not t.is_inference()]
+        self.buffers = frozenset(map(id, buffers))
+        seen = counts, self.buffers, frozenset(map(id, parameters))
+        if seen != self.seen:
             self.clear()
-            self.counts = counts
+            self.seen = seen
 
     def folded(self, weight, bias, norm, growth=None):
         """Return (weight, bias) with a batch norm in them; ``norm`` is None or its five values.
