@@ -129,6 +129,7 @@ def in_transform():
 _functorch = getattr(torch._C, "_functorch", None)
 _is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 _unwrapped = getattr(_functorch, "get_unwrapped", lambda tensor: None)
+_is_batched = getattr(_functorch, "is_batchedtensor", lambda tensor: False)
 
 
 def has_function_transforms():
@@ -157,6 +158,22 @@ def are_in_gradient(*tensors):
                 return True
             tensor = _unwrapped(tensor)
     return False
+
+
+def is_mapped(tensor):
+    """Whether ``torch.vmap`` maps a tensor. No, where there is no telling."""
+    while tensor is not None and _is_wrapped(tensor):
+        if _is_batched(tensor):
+            return True
+        tensor = _unwrapped(tensor)
+    return False
+
+
+def memory_of(tensor):
+    """Return the address of a tensor's memory, also of one that ``torch.func`` has wrapped."""
+    while _is_wrapped(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor.untyped_storage().data_ptr()
 
 
 def are_hooked(*called):

@@ -106,3 +106,54 @@ def test_what_sites_keep_outlives_the_transform(torch, st):
     leaf = x.features.clone().requires_grad_()
     total(leaf).backward()
     assert torch.equal(leaf.grad, first) and found[1] is found[0]
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_network_is_mapped_with_one_mask(torch, st, break_even, recorded):
+    """Over weights, over statistics alone and over images, as ensembles and TTA do."""
+    from support import networks
+
+    size, block = (64, 96), 16
+    nets = [networks.network("shuffle", seed=seed).double() for seed in (0, 1)]
+    sparse = st.sparsify(nets[0], block)
+    sparse.break_even = break_even
+    _, mask = networks.blocks((2, *size), block, 0.4)
+    x = networks.image(size=size)
+    weights, buffers = torch.func.stack_module_state(nets)
+
+    def call(state, x):
+        state = {f"model.{name}": t for name, t in state.items()}
+        return torch.func.functional_call(sparse, state, (x, mask))
+
+    with torch.set_grad_enabled(recorded):
+        for state in ({**weights, **buffers}, buffers):
+            each = [call({name: t[i] for name, t in state.items()}, x) for i in (0, 1)]
+            found = torch.vmap(lambda state: call(state, x))(state)
+            networks.assert_near(found.detach(), torch.stack(each).detach())
+        found = torch.vmap(lambda x: sparse(x, mask))(torch.stack([x, 2 * x]))
+        each = torch.stack([sparse(x, mask), sparse(2 * x, mask)])
+        networks.assert_near(found.detach(), each.detach())
+
+
+def test_gradients_of_each_image_by_a_network(torch, st):
+    from support import networks
+
+    size, block = (48, 64), 16
+    dense = networks.network("unet").double()
+    sparse, x = st.sparsify(dense, block), networks.image(size=size)
+    sparse.break_even = 2.0
+    _, mask = networks.blocks((1, *size), block, 0.4)
+    weights = {name: p.detach() for name, p in sparse.named_parameters()}
+
+    def loss(weights, x, mask):
+        return torch.func.functional_call(sparse, weights, (x[None], mask)).square().sum()
+
+    gradient = torch.func.grad(loss)
+    found = torch.vmap(gradient, in_dims=(None, 0, None))(weights, x, mask)
+    each = [gradient(weights, one, mask) for one in x]
+    for name, grads in found.items():
+        exact = torch.stack([one[name] for one in each])
+        networks.assert_near(grads, exact, terms=1 << 17)
+    with pytest.raises(NotImplementedError, match="mask must not be mapped"):
+        torch.vmap(gradient, in_dims=(None, 0, 0))(weights, x, mask[None].expand(2, -1, -1, -1))

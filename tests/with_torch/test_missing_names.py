@@ -35,6 +35,7 @@ NAMES = [
     "torch.utils._python_dispatch._disable_current_modes",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.get_unwrapped",
+    "torch._C._functorch.is_batchedtensor",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
 WATCHING = {*DISPATCHING, *NAMES[11:13]}  # without these, every call may be watched

@@ -11,6 +11,8 @@ import weakref
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .._dispatch_state import memory_of
+
 _COPIES = ("reshape", "flatten", "contiguous")  # of images in another order of dimensions, maybe
 
 
@@ -170,5 +172,5 @@ def _is_strided(x):
 
 def _share(result, value):
     """Whether a tensor, or one of several, has the memory of another."""
-    memory = value.untyped_storage().data_ptr()
-    return any(t.untyped_storage().data_ptr() == memory for t in tree_leaves(result))
+    memory = memory_of(value)
+    return any(memory_of(t) == memory for t in tree_leaves(result))

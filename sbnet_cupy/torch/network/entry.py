@@ -1,6 +1,6 @@
 """Entry: the image that a network is called with, whose blocks are gathered when they are read."""
 
-import torch
+from .layout import channels_last
 
 
 class Entry:
@@ -38,5 +38,4 @@ class Entry:
 
 def gathered(image, table):
     """Return the active blocks of an image ``[N, C, H, W]`` as channels_last ``[M, C, b, b]``."""
-    stack = table.gather(image, table.block, (2, 3))
-    return stack.contiguous(memory_format=torch.channels_last)
+    return channels_last(table.gather(image, table.block, (2, 3)))

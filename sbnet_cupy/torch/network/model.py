@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
-from .._dispatch_state import in_dispatch_mode, in_one_piece
+from .._dispatch_state import in_dispatch_mode, in_one_piece, is_mapped
 from . import cuda, graphs, left, training_graphs, tuning
 from . import tensor as T
 from .ends import check_call, check_device, finished_tree, warn_left_out
@@ -201,6 +201,11 @@ class SparseModel(Report, nn.Module):
 
         ``room`` takes the place of both: the count is None where it is not known.
         """
+        if is_mapped(mask):
+            raise NotImplementedError(
+                "mask must not be mapped by torch.vmap, as each has a number of active blocks of "
+                "its own; call the network for each, or give vmap one mask with in_dims=None"
+            )
         size = tuple(x.shape[2:])
         mask = self._widened(mask, x, args, kwargs)
         total = self._blocks_of(x)

@@ -14,6 +14,7 @@ from . import cuda, cuda_ends, onednn
 from .entry import Entry
 from .epilogue import finish
 from .halos import halo, take
+from .layout import channels_last, is_channels_last
 from .neighbours import patches
 
 # A rim of a few pixels around a small block is most of what a convolution would read: below this
@@ -138,7 +139,7 @@ def _are_few(pixels, x, kernel):
 def as_picture(x):
     """Return all blocks of a stack as one picture, one below the other: a view where it can be."""
     m, c, h, w = x.shape
-    if not torch.is_grad_enabled() and x.is_contiguous(memory_format=torch.channels_last):
+    if not torch.is_grad_enabled() and is_channels_last(x):
         return x.as_strided((1, c, m * h, w), (m * h * w * c, 1, w * c, c))  # one call, not three
     return x.permute(0, 2, 3, 1).reshape(1, m * h, w, c).permute(0, 3, 1, 2)
 
@@ -146,7 +147,7 @@ def as_picture(x):
 def as_stack(x, block):
     """Return the stack of a picture of blocks one below the other."""
     (h, w), (n, c, *pixels) = block, x.shape
-    if not torch.is_grad_enabled() and x.is_contiguous(memory_format=torch.channels_last):
+    if not torch.is_grad_enabled() and is_channels_last(x):
         m = n * math.prod(pixels) // (h * w)
         return x.as_strided((m, c, h, w), (h * w * c, 1, w * c, c))
     return x.permute(0, 2, 3, 1).reshape(-1, *block, c).permute(0, 3, 1, 2)
@@ -196,7 +197,7 @@ def conv_transpose(
         y = F.pad(y, (0, short[1], 0, short[0]))
     y = y[:, :, starts[0] : starts[0] + wanted[0], starts[1] : starts[1] + wanted[1]]
     y = y if bias is None else y + bias.to(y.dtype)[:, None, None]
-    return y.contiguous(memory_format=torch.channels_last)
+    return channels_last(y)
 
 
 def _is_grown(x, padding, dilation):

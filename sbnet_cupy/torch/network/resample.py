@@ -7,6 +7,7 @@ from . import cuda_pool, ops
 from . import tensor as T
 from .ends import rest_of, with_rest
 from .handlers import handles
+from .layout import channels_last
 from .neighbours import pixels_at
 from .windows import is_image, two
 
@@ -57,7 +58,7 @@ def interpolate(
 
 def _larger(value, factors, mode):
     value = F.interpolate(value, scale_factor=factors, mode=mode)
-    return value.contiguous(memory_format=torch.channels_last)
+    return channels_last(value)
 
 
 def _between(value, table, block, size, factors):
@@ -66,7 +67,7 @@ def _between(value, table, block, size, factors):
     wide = F.interpolate(wide, scale_factor=factors, mode="bilinear", align_corners=False)
     down, across = map(int, factors)
     wide = wide[:, :, down:-down, across:-across]
-    return wide.contiguous(memory_format=torch.channels_last)
+    return channels_last(wide)
 
 
 def scales_are(scales, factors):
@@ -99,12 +100,12 @@ def _anywhere(x, table, block, old, to, new, scales, mode, corners):
     across = _places(table.across, to[1], old[1], new[1], scales[1], mode, corners, precise)
     if mode != "bilinear":
         value = _at(x, table, block, y[0], across[0]).permute(0, 3, 1, 2)
-        return value.contiguous(memory_format=torch.channels_last)
+        return channels_last(value)
     top = _mix(x, table, block, y[0], across)
     bottom = _mix(x, table, block, y[1], across)
     weight = y[2][:, :, None, None].to(x.dtype)
     value = (top * (1 - weight) + bottom * weight).permute(0, 3, 1, 2)
-    return value.contiguous(memory_format=torch.channels_last)
+    return channels_last(value)
 
 
 def _mix(x, table, block, y, across):

@@ -4,6 +4,9 @@ import math
 
 import torch
 
+from .._dispatch_state import is_mapped
+from .layout import channels_last
+
 _COUNTER = "num_batches_tracked"  # the buffer of a batch norm that a batch in training adds 1 to
 
 
@@ -99,7 +102,8 @@ class Weights:
 
     def _stays(self, tensor):
         """Whether a tensor is the network's own, and not of this call alone."""
-        return id(tensor) in self.buffers or isinstance(tensor, torch.nn.Parameter)
+        own = id(tensor) in self.buffers or isinstance(tensor, torch.nn.Parameter)
+        return own and not is_mapped(tensor)
 
     def made(self, key, tensors, make):
         """Return what ``make()`` made of tensors that look the same; its first part is marked."""
@@ -147,8 +151,7 @@ def fold(weight, bias, norm):
             scale, shift = scale_and_shift(norm, bias)
             bias = shift.to(dtype)
             weight = (_wide(weight) * scale[:, None, None, None]).to(dtype)
-        weight = weight.detach()
-        weight = weight.contiguous(memory_format=torch.channels_last)
+        weight = channels_last(weight.detach())
         return weight, None if bias is None else bias.detach()
 
 
