@@ -271,6 +271,20 @@ def test_gradients_of_activations_are_images(st, break_even):
         assert_near(one.detach(), exact.detach(), terms=1 << 17)
 
 
+def test_gradients_at_an_edge_of_the_graph(st):
+    conv, found = nn.Conv2d(3, 4, 3, padding=1), []
+    edge = torch.autograd.graph.get_gradient_edge(conv.weight)
+
+    def run(x):
+        y = conv(x)
+        for inputs in (conv.weight, edge):
+            found.extend(torch.autograd.grad(y, inputs, torch.ones_like(y), retain_graph=True))
+        return y
+
+    st.sparsify(Run(run), BLOCK)(image().float(), torch.ones(2, *SIZE))
+    assert found[0].any() and torch.equal(*found)
+
+
 def test_operations_of_a_training_step_are_counted(st):
     """PyTorch's counter puts hooks on activations."""
     dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))

@@ -339,7 +339,8 @@ def register_hook(func, x, hook):
 
 def gradients(func, outputs, inputs, *args, **kwargs):
     """Take the gradients of activations as images, which are 0 outside active blocks."""
-    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    single = isinstance(inputs, (torch.Tensor, torch.autograd.graph.GradientEdge))
+    inputs = (inputs,) if single else tuple(inputs)
     stacks = {i: x for i, x in enumerate(inputs) if isinstance(x, T.StackTensor)}
     if any(map(T.border_of, stacks.values())) or kwargs.get("is_grads_batched"):
         return NotImplemented
