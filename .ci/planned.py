@@ -18,7 +18,7 @@ from sbnet_cupy.block_sparse.stack.stack_image_conv2d import ImageConv, blocks_o
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold.site_conv_grad_plan import PIPELINED, WeightGradSizes
 from sbnet_cupy.submanifold.site_conv_instances import ELEMENT_BYTES, FmaPlan, SiteConvSizes
-from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, plan_site_conv
+from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, alone, plan_site_conv
 
 CONV = "block_sparse/conv/fused_conv"
 UNIT = "block_sparse/bottleneck/fused_bottleneck"
@@ -188,7 +188,8 @@ def _sites(arch):
         conv = SiteConvSizes(
             element, MANY, MANY, 27, channels, plan.columns, 1, 0, element == "float", 16, 16
         )
-        found[SITES, plan.kernel, plan.template(conv)] = None
+        for instance in (plan, alone(plan)):
+            found[SITES, plan.kernel, instance.template(conv)] = None
     for tile, plan in PIPELINED.items() if DEVICES[arch].hopper else ():
         for element in ("Half", "BFloat16") if tile == (256, 256) else ("Half",):
             conv = WeightGradSizes(element, 7000, 7000, 27, *tile, 1, False, 16, 16)

@@ -25,7 +25,7 @@ _MOST_SLOTS = 1 << 14  # as many as rows that 64 taps of 256 rows read
 class TileShape(NamedTuple):
     """How the rows of a kernel map are cut into tiles."""
 
-    rows: int  # of a tile: 64, 128 or 256
+    rows: int  # of a tile: 64, 128, 192 or 256
     most: int  # rows of the source that it reads at once: from ``rows`` to 1024
     by_colour: bool = False  # whether rows are numbered so that few of a bank are loaded together
 

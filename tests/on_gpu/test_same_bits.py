@@ -18,7 +18,7 @@ from sbnet_cupy.submanifold.site_conv_instances import (
     PipelinedPlan,
     SiteConvSizes,
 )
-from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, _candidates
+from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, _candidates, alone
 from sbnet_cupy.submanifold.site_tiles import TileShape
 from support.assertions import assert_same
 from support.site_conv_cases import SiteConvCase, run_by_plan, sb_dtype
@@ -155,10 +155,11 @@ def kinds_of_tilings():
     kinds = {}
     for plan, size, _ in _TILINGS:
         shares = plan.warps[0] if plan.engine == "SplitWgmma" else 1
-        kinds.setdefault((plan.engine, size, shares), []).append(plan)
+        kinds.setdefault((plan.engine, size, shares), []).extend((plan, alone(plan)))
     for plans in kinds.values():
         rows, most, by_colour = plans[0].order
         plans.append(plans[0]._replace(order=TileShape(rows, most - 64, by_colour)))
+        plans[:] = dict.fromkeys(plans)
     return kinds
 
 

@@ -7,7 +7,7 @@ from sbnet_cupy.core import operator
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv import SITE_CONV
 from sbnet_cupy.submanifold.site_conv_instances import TilesPlan
-from sbnet_cupy.submanifold.site_conv_plan import _TILINGS
+from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, alone
 from sbnet_cupy.submanifold.site_tiles import SiteTiles, TileShape, site_tiles
 from support.assertions import assert_same
 from support.site_conv_cases import SiteConvCase, assert_result, run_by_plan
@@ -36,7 +36,11 @@ OTHERS = [
     (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 4, 16),
     (TilesPlan(TileShape(128, 128), 32, (8, 1), 0, 2, 3), 4, 32),
 ]
-TILINGS = [(plan, size // 2, plan.columns) for plan, size, *_ in _TILINGS]
+TILINGS = [
+    (plan, size // 2, plan.columns)
+    for tiling, size, *_ in _TILINGS
+    for plan in dict.fromkeys((tiling, alone(tiling)))
+]
 
 
 @pytest.mark.parametrize("given", TILINGS + OTHERS, ids=str)
@@ -54,7 +58,7 @@ def test_whole_numbers(given, dtype, cupy, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["strided", "transposed"])
 def test_other_maps(kind, cupy, monkeypatch):
-    for given in TILINGS[1], TILINGS[5]:
+    for given in TILINGS[1], TILINGS[7]:
         plan, channels, channels_out = given
         case = Case("float16", 900, channels, channels_out, (2, 3, 2), kind=kind)
         assert_result(case, run_by_plan(case, plan, cupy.asarray, monkeypatch), seed=3)

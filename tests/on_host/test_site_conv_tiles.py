@@ -10,7 +10,13 @@ from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv import SITE_CONV
 from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, OncePlan, SiteConvSizes, TilesPlan
-from sbnet_cupy.submanifold.site_conv_plan import _SORTED, _TILINGS, _WIDE_FLOATS, plan_site_conv
+from sbnet_cupy.submanifold.site_conv_plan import (
+    _SORTED,
+    _TILINGS,
+    _WIDE_FLOATS,
+    alone,
+    plan_site_conv,
+)
 from sbnet_cupy.submanifold.site_tiles import MOST_TAPS, TileShape, shared_bytes
 from support import site_on_host
 from support.assertions import assert_same
@@ -145,6 +151,8 @@ def test_plans_of_tiles_fit_the_device(taps, channels):
         if isinstance(plan, TilesPlan):
             assert plan.shared_bytes(conv) * plan.blocks <= HOPPER.shared_bytes
             assert plan.order.rows <= plan.order.most <= 1024
+            if math.prod(plan.tiles(conv)) <= HOPPER.multiprocessors:
+                assert plan == alone(plan)
 
 
 @pytest.mark.parametrize("rows", sorted({tiling[0].order.rows for tiling in _TILINGS}))

@@ -19,4 +19,5 @@ PLANS = (
     *ONCE_PLANS, OncePlan((16, 64), (1, 2)), OncePlan((32, 64), (2, 2)), OncePlan((64, 32), (4, 1)),
 )  # fmt: skip
 GIVEN = [(plan, CASES[i % len(CASES)]) for i, plan in enumerate(PLANS * 4)]
+GIVEN.append((ONCE_PLANS[-1], Case(channels=32, channels_out=32, kernel=(3, 3, 3), sites=130)))
 RANDOM = Case("float16", 150, 40, 40, (3, 3), whole=False, spare=4)
