@@ -16,6 +16,7 @@ _AT_ONCE = 4 * _MULTIPROCESSORS
 # Shares of the tap in the middle, which has all rows, for one of another tap: of at least so many
 # taps and at most so many rows, where thread blocks of that tap alone would end last.
 _MIDDLE, _FEWEST_TAPS, _FEW_ROWS = 4, 27, 1 << 14
+_MIDDLE_OF_MORE, _MORE_ROWS = 2, 3 << 14  # the same of more rows, for numbers of 16 bits
 _EACH = 4  # rows of the table that a thread looks at
 _LARGEST = {2: (16, 32, 64, 128), 4: (16, 32, 64)}  # channels of a tile, by bytes of a number
 _STAGES = (4, 3, 2)
@@ -51,17 +52,19 @@ class WeightGradSizes(NamedTuple):
         return self.taps * self.channels // self.groups * self.channels_out
 
     @property
-    def alike(self):
-        """Whether thread blocks take about as long, so that no more than run at once are needed."""
-        return self.taps <= TAPS_OF_PICTURES or self.targets <= _FEW_ROWS
+    def at_once(self):
+        """Whether as many thread blocks as run at once take least time, by runs on an H200."""
+        most = _MORE_ROWS if self.element_bytes == 2 else _FEW_ROWS
+        return self.taps <= TAPS_OF_PICTURES or self.targets <= most
 
     def shares(self, tiles, blocks):
         """Return how many shares of the rows make about so many thread blocks.
 
         Those of each tap, and those of the tap in the middle.
         """
-        few_rows = self.targets <= _FEW_ROWS
-        middle = _MIDDLE if few_rows and self.taps % 2 and self.taps >= _FEWEST_TAPS else 1
+        middle = 1
+        if self.at_once and self.taps % 2 and self.taps >= _FEWEST_TAPS:
+            middle = _MIDDLE if self.targets <= _FEW_ROWS else _MIDDLE_OF_MORE
         most = -(-self.targets // min(max(32 * self.taps, 256), 2048))
         shares = max(min(most, blocks // ((self.taps - 1 + middle) * tiles)), 1)
         return shares, min(middle * shares, -(-self.targets // 256))
@@ -95,7 +98,7 @@ class MmaPlan(NamedTuple):
 
     def shares(self, conv):
         """Numbers of shares of the rows: of a tap, and of the tap in the middle."""
-        blocks = _AT_ONCE if conv.alike else _BLOCKS
+        blocks = _AT_ONCE if conv.at_once else _BLOCKS
         return conv.shares(self.tiles(conv), blocks * 128 // self.threads)
 
     def template(self, conv):
@@ -131,7 +134,7 @@ class PipelinedPlan(NamedTuple):
 
     def shares(self, conv):
         """Numbers of shares of the rows: of a tap, and of the tap in the middle."""
-        if conv.alike:
+        if conv.at_once:
             blocks = self.blocks * _MULTIPROCESSORS
         else:
             blocks = _UNLIKE_MANY if self.blocks > 1 and conv.targets >= _MANY_ROWS else _UNLIKE

@@ -127,6 +127,16 @@ def test_plans_of_wide_layers(hopper):
         assert (fewer[0] < more[0]) == (plan.blocks > 1)
 
 
+def test_fewer_shares_of_numbers_of_two_bytes(hopper):
+    """Where rows are neither few nor many; the tap in the middle has more of them."""
+    for channels, (element, more) in itertools.product((32, 128), (("Half", 2), ("float", 1))):
+        conv = WeightGradSizes(element, 40_000, 40_000, 27, channels, 96, 1, True, 16, 16)
+        each, middle = plan_weight_grad(conv, hopper).shares(conv)
+        assert middle == more * each
+        many = conv._replace(targets=60_000)
+        assert plan_weight_grad(many, hopper).shares(many)[0] >= each
+
+
 def test_shares_are_added_in_their_order():
     """Random numbers, other numbers of shares: rounding alone differs; the same one, nothing."""
     x, dy, rows = draw_weight_gradient("float16", 400, 3000, 3, 16, 16)
