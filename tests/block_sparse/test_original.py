@@ -159,7 +159,7 @@ tables = pytest.mark.parametrize(
 )
 
 
-def setup(xp, mask, k, case):
+def blocks_of_case(xp, mask, k, case):
     """Block parameters and active blocks of a table, from TensorFlow's spelling of the sizes."""
     mask = np.array([mask], np.float32)
     params = calc_block_params(
@@ -178,7 +178,7 @@ def setup(xp, mask, k, case):
 
 @tables
 def test_block_rows(xp, mask, k, case):
-    _, params, _ = setup(xp, mask, k, case)
+    _, params, _ = blocks_of_case(xp, mask, k, case)
     for axis in (0, 1):
         first = range(params.bcount[axis])
         starts = [params.boffset[axis] + params.bstride[axis] * hi for hi in first]
@@ -191,7 +191,7 @@ def test_block_rows(xp, mask, k, case):
 
 @tables
 def test_active_indices(xp, mask, k, case):
-    _, _, active = setup(xp, mask, k, case)
+    _, _, active = blocks_of_case(xp, mask, k, case)
     expected = np.array([(0, hi, wi) for hi, wi in case.indices], np.int32)
     assert_same(active.active_block_indices, xp.writable(expected))
     assert_same(active.bin_counts, xp.writable(np.array([len(expected)], np.int32)))
@@ -201,7 +201,7 @@ def test_active_indices(xp, mask, k, case):
 @pytest.mark.parametrize("transpose", [False, True])
 def test_gather_convolve_scatter(xp, mask, k, case, transpose):
     """The whole chain by hand: the blocks are convolved by the loop oracle, in between the ops."""
-    mask, params, active = setup(xp, mask, k, case)
+    mask, params, active = blocks_of_case(xp, mask, k, case)
     grid = {"bsize": params.bsize, "boffset": params.boffset, "bstride": params.bstride}
     x = xp.asarray(np.ones((*mask.shape, 1), np.float32))
     stack = xp.to_numpy(sparse_gather(x, *active, **grid, transpose=transpose))
@@ -219,7 +219,7 @@ def test_gather_convolve_scatter(xp, mask, k, case, transpose):
 
 @tables
 def test_sparse_conv2d(xp, mask, k, case):
-    mask, params, active = setup(xp, mask, k, case)
+    mask, params, active = blocks_of_case(xp, mask, k, case)
     x, w = np.ones((*mask.shape, 1), np.float32), np.ones((k, k, 1, 1), np.float32)
     y = sbnet_cupy.sparse_conv2d(
         xp.asarray(x), xp.asarray(w), active, params,
@@ -230,7 +230,7 @@ def test_sparse_conv2d(xp, mask, k, case):
 
 def test_gathered_pixels(xp):
     """Blocks of 4 on 0..24 in a 5x5 image, SAME: zeros at the top and left, the far end cut off."""
-    _, params, active = setup(xp, MASK5, 3, CASES5[2])
+    _, params, active = blocks_of_case(xp, MASK5, 3, CASES5[2])
     x = xp.asarray(np.arange(25, dtype=np.float32).reshape(1, 5, 5, 1))
     blocks = sparse_gather(
         x, *active, bsize=params.bsize, boffset=params.boffset, bstride=params.bstride
