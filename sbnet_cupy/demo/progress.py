@@ -38,7 +38,8 @@ class Progress:
     def __exit__(self, *_):
         self._timer.cancel()
         self._timer.join()
-        self._bar.stop()
+        if not self._bar.disable:  # before 14.3 rich would write an empty line to a file
+            self._bar.stop()
 
     def step(self, text, *, of=None):
         """Begin the next step; ``of`` is the number of all steps, once it is known."""
