@@ -47,7 +47,7 @@ def test_conv(tf, sbt, call_tensors, options, dtype):
 def test_unit(tf, sbt, call_tensors, dtype, with_base):
     params, active = layer(bottleneck=True)
     weights, x = sb.BottleneckWeights.random(3, 4, dtype=np.dtype(dtype)), X.astype(dtype)
-    arrays = {"base": 2 * x} if with_base else {}
+    arrays = {"base": x + x} if with_base else {}
     given = weights._map_arrays(tf.Variable), active._map_arrays(tf.constant), params
     tensors = {name: tf.constant(value) for name, value in arrays.items()}
 
