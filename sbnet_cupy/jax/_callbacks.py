@@ -29,10 +29,10 @@ def _find_buffer_callback():
         known = inspect.signature(buffer_callback).parameters
     except ImportError:
         known = {}
-    if "command_buffer_compatible" not in known:
+    if "command_buffer_compatible" not in known or not hasattr(jax, "enable_x64"):
         raise ImportError(
-            "sbnet_cupy.jax needs jax.experimental.buffer_callback with command_buffer_compatible, "
-            f"which JAX {jax.__version__} does not have; pip install -U 'jax>=0.7'"
+            "sbnet_cupy.jax needs a JAX with jax.enable_x64 and with command_buffer_compatible of "
+            f"jax.experimental.buffer_callback, got {jax.__version__}; pip install -U 'jax>=0.8'"
         )
     return buffer_callback
 

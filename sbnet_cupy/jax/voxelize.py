@@ -47,8 +47,6 @@ def voxelize(
     ShapeError, DTypeError, DeviceError, ValueError
         As :func:`sbnet_cupy.voxelize`, for what is known while JAX traces; ShapeError also for a
         ``sample`` without ``batch_size``.
-    NotImplementedError
-        Before JAX 0.8.
 
     Source: Y. Zhou, O. Tuzel, "VoxelNet", CVPR 2018, arXiv:1711.06396 (the grid).
 
@@ -72,7 +70,7 @@ def voxelize(
         if batch_size is None:
             raise ShapeError("batch_size must be given with sample, got None")
     batch_size = 1 if batch_size is None else batch_size
-    with _double_precision():
+    with jax.enable_x64(True):
         columns = list(jax.lax.stop_gradient(points).T[: len(ranges)])
         kept, cells, shape = point_cells(columns, ranges, sizes, xp=jnp, divide=_divide)
         grid = check_grid(shape, batch_size, len(shape))
@@ -87,13 +85,3 @@ def voxelize(
 def _divide(values, size):
     """Divide by a number that XLA cannot take for one: else it multiplies by its reciprocal."""
     return values / jnp.where(jnp.isnan(values), values, size)
-
-
-def _double_precision():
-    """Return a context in which JAX has 64-bit numbers; JAX 0.7 lowers them as others in jit."""
-    if not hasattr(jax, "enable_x64"):
-        raise NotImplementedError(
-            f"voxelize needs JAX 0.8 or newer, got {jax.__version__}; pip install -U 'jax>=0.8', "
-            "or call sbnet_cupy.voxelize outside of jit, grad and vmap"
-        )
-    return jax.enable_x64(True)

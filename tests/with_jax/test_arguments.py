@@ -123,6 +123,14 @@ def test_without_jax_or_with_an_old_one(jax, missing, message):
     assert done.stderr.splitlines()[-1].startswith("ImportError")
 
 
+def test_a_jax_without_local_double_precision_is_refused(jax):
+    """JAX 0.7 cannot compile a function with 64-bit numbers in a part of it."""
+    code = "import jax; del jax.enable_x64; import sbnet_cupy.jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install -U 'jax>=0.8'" in done.stderr.splitlines()[-1]
+
+
 def test_the_prototype_of_ctypes_is_left_alone(sbj):
     assert ctypes.pythonapi.PyCapsule_GetPointer is not sys.modules[
         "sbnet_cupy.jax._callbacks"

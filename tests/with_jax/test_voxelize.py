@@ -134,10 +134,3 @@ def test_bad_calls(sbj, place, argument, value, error):
 def test_other_arrays_are_refused(sbj):
     with pytest.raises(sb.DeviceError, match="points must be a JAX array"):
         sbj.voxelize(np.ones((4, 3), np.float32), ranges=[(0, 8)] * 3, voxel_size=2.0)
-
-
-def test_a_jax_without_local_double_precision_is_refused(sbj, place, jax, monkeypatch):
-    """JAX 0.7 cannot compile a function with 64-bit numbers in a part of it."""
-    monkeypatch.delattr(jax, "enable_x64")
-    with pytest.raises(NotImplementedError, match=r"needs JAX 0\.8 or newer, got"):
-        sbj.voxelize(place.make(np.ones((4, 3), np.float32)), ranges=[(0, 8)] * 3, voxel_size=2.0)
