@@ -69,7 +69,7 @@ def test_conv(sbj, place, wrap, options, dtype):
 def test_unit(sbj, place, wrap, jax, dtype, tables, with_base):
     params, active = unit_layer()
     tables = {"wide": np.float32, "tight": dtype, "doubles": np.float64}[tables]
-    base = 2 * IMAGE.astype(dtype) if with_base else None
+    base = (2 * IMAGE).astype(dtype) if with_base else None
     given = IMAGE.astype(dtype), unit_weights(dtype, tables), tuple(active), params, base
 
     def run(module, make):
