@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import sys
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from . import libraries
 _ALIGNMENT = 64  # bytes; what JAX and TensorFlow need to share NumPy's memory
 _address, _first_byte = ctypes.addressof, ctypes.c_char.from_buffer
 _LIBRARY_OF_TYPE = {}
+_Function = TypeVar("_Function")
 
 
 class ArrayContainer:
@@ -58,7 +60,7 @@ def library_of(value):
         return _LIBRARY_OF_TYPE.setdefault(kind, libraries.classify(kind))
 
 
-def array_function(function, takes_strided=False):
+def array_function(function: _Function, takes_strided=False) -> _Function:
     """Make a function of native arrays take and return the arrays of any library.
 
     NumPy arrays that are not C-contiguous are copied, but for ``out`` and what shares its memory;

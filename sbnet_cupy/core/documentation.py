@@ -2,9 +2,11 @@
 
 import inspect
 import re
+from typing import TypeVar
 
 _INSERTED = re.compile(r"^Parameters\n-+$.*?(?=^Examples\n-+$)", re.MULTILINE | re.DOTALL)
 _EXAMPLES = re.compile(r"^Examples\n-+$", re.MULTILINE)
+_Function = TypeVar("_Function")
 _WORDS = {  # a space is any white space
     r"C-contiguous; a NumPy array that is not is copied\.": "Copied if it is not contiguous.",
     ",? (or )?(an array|the mask) is not contiguous": "",
@@ -60,7 +62,7 @@ def documented_as(core, array):
     ~~~~~~~~
     """
 
-    def complete(function):
+    def complete(function: _Function) -> _Function:
         if function.__doc__ is None:  # python -OO
             return function
         own, inserted = inspect.getdoc(function), _INSERTED.search(inspect.getdoc(core)).group()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import typing
 import zipfile
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 
 import sbnet_cupy
 from sbnet_cupy.core import compile as compiling
+from sbnet_cupy.core.arrays import array_function
+from sbnet_cupy.core.documentation import documented_as
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
@@ -78,6 +81,12 @@ def test_installed_metadata_agrees():
 
 def test_type_checkers_are_told_that_there_are_types():
     assert (Path(sbnet_cupy.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("decorator", [array_function, documented_as(sbnet_cupy.conv2d, "array")])
+def test_type_checkers_see_the_signatures_of_decorated_functions(decorator):
+    hints = typing.get_type_hints(decorator)
+    assert isinstance(hints["function"], typing.TypeVar) and hints["return"] is hints["function"]
 
 
 def test_the_licence_is_apache():
