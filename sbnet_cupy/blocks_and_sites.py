@@ -1,6 +1,7 @@
 """Between blocks and sites: the pixels of a list of blocks, and the blocks that hold sites."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +87,9 @@ def mask_of_sites(coordinates):
     return mask[:-1].reshape(shape)
 
 
-def blocks_of(coordinates, *, bsize, ksize=1, strides=(1, 1), padding="SAME", capacity=None):
+def blocks_of(
+    coordinates, *, bsize, ksize: Any = 1, strides=(1, 1), padding: Any = "SAME", capacity=None
+):
     """List the blocks that hold sites of images, as ActiveBlocks.from_mask does those of a mask.
 
     Parameters

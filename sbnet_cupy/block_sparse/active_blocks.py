@@ -63,7 +63,7 @@ class ActiveBlocks(ArrayContainer):
         )
 
     @classmethod
-    def from_mask(cls, mask, *, bsize, ksize, strides=(1, 1), padding="SAME", capacity=None):
+    def from_mask(cls, mask, *, bsize, ksize, strides=(1, 1), padding: Any = "SAME", capacity=None):
         """List the blocks of a convolution's result that lie under a mask of its image.
 
         With stride ``s`` and SAME padding the block ``(n, hi, wi)`` covers the pixels

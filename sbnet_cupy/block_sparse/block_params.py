@@ -12,6 +12,7 @@ The first block starts at ``boffset = -pad_before``: the padding is part of the 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..core.sizes import image_size, kernel_pair, output_size, padding_pairs, pair
 from ..errors import ShapeError
@@ -55,7 +56,7 @@ class BlockParams:
 _FIELD_MINIMUM = {"bsize": 1, "bsize_out": 1, "boffset": None, "bcount": 0, "bstride": 1}
 
 
-def calc_block_params(in_size, bsize, ksize, strides=(1, 1), padding="SAME"):
+def calc_block_params(in_size, bsize, ksize, strides=(1, 1), padding: Any = "SAME"):
     """Cut the image of one convolution into blocks that produce every output pixel.
 
     Parameters
@@ -113,7 +114,7 @@ def calc_block_params(in_size, bsize, ksize, strides=(1, 1), padding="SAME"):
     )
 
 
-def calc_block_params_res_block(in_size, bsize, ksize_list, strides=(1, 1), padding="SAME"):
+def calc_block_params_res_block(in_size, bsize, ksize_list, strides=(1, 1), padding: Any = "SAME"):
     """Cut the image of a residual unit into blocks: its convolutions act as one large kernel.
 
     Parameters

@@ -1,7 +1,7 @@
 """Dense two-dimensional convolution of images and of block stacks."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def conv2d(
     w,
     *,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     scale=None,
     bias=None,
     activation=None,

@@ -32,7 +32,7 @@ def conv2d_grad(
     w,
     *,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     scale=None,
     bias=None,
     activation=None,

@@ -1,5 +1,7 @@
 """The layers for JAX: what they take, and which way they go."""
 
+from typing import Any
+
 from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from ..block_sparse.bottleneck.res_block import goes_fused as goes_fused_unit
@@ -27,7 +29,7 @@ def sparse_conv2d(
     *,
     bsize=None,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     bias=None,
     activation=None,
     base=None,
@@ -172,7 +174,7 @@ def sparse_res_block_bottleneck(
     return UNIT.gathered(arrays, spelled(UNIT.operator, options))
 
 
-def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
+def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=None):
     """Convolve densely, then multiply by the pooled mask: :func:`sbnet_cupy.mask_conv2d` for JAX.
 
     Differentiable with respect to ``x``, ``w`` and a float ``mask``. XLA computes all of it: a

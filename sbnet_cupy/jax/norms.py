@@ -1,5 +1,7 @@
 """Batch norm over sites for JAX: rows past the count do not enter the statistics."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,8 @@ from .sites import check_sites, number_of, sites_of
 
 
 def masked_batch_norm(
-    x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1,
-    eps=1e-5, activation=None,
+    x, running_mean=None, running_var=None, weight=None, bias=None, training=False,
+    momentum: Any = 0.1, eps=1e-5, activation=None,
 ):  # fmt: skip
     """Normalise each channel by its statistics over the sites.
 

@@ -1,5 +1,7 @@
 """Pools of features at sites for JAX, over the maps of :mod:`.sites`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,8 +20,8 @@ from .sites import kernel_map, sites_of, way_back
 
 
 def sparse_max_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, ties="first", onto=None,
-    capacity=None,
+    x, kernel_size, *, stride=None, padding: Any = 0, dilation: Any = 1, floor=None, ties="first",
+    onto=None, capacity=None,
 ):  # fmt: skip
     """Take the largest value in each window: :func:`sbnet_cupy.sparse_max_pool` for JAX.
 
@@ -81,7 +83,15 @@ def _(values, tangents):
 
 
 def sparse_avg_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, count="volume", onto=None, capacity=None
+    x,
+    kernel_size,
+    *,
+    stride=None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    count="volume",
+    onto=None,
+    capacity=None,
 ):
     """Average the sites in each window: :func:`sbnet_cupy.sparse_avg_pool` for JAX.
 

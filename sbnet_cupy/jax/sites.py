@@ -6,6 +6,7 @@ function, but whether they are sorted, and new sites by which window they were f
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -225,8 +226,8 @@ ADAPTED["jax", "sparse_to_dense"] = sparse_to_dense
 
 
 def kernel_map(
-    coordinates, kernel_size=None, *, stride=1, dilation=1, padding=None, onto=None,
-    transposed=False, output_padding=0, offsets=None, capacity=None,
+    coordinates, kernel_size=None, *, stride: Any = 1, dilation: Any = 1, padding=None, onto=None,
+    transposed=False, output_padding: Any = 0, offsets=None, capacity=None,
 ):  # fmt: skip
     """Find which rows a convolution reads, and the sites of its result.
 

@@ -6,6 +6,8 @@ too, and mapped; convolutions are XLA's. Images become stacks, and stacks images
 :func:`sparse_gather` and :func:`sparse_scatter`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,9 @@ from ._specs import spec_of
 from .ops import reduce_mask
 
 
-def block_table(mask, block_size=32, *, image_size=None, tol=0.0, avgpool=False, capacity=None):
+def block_table(
+    mask, block_size: Any = 32, *, image_size=None, tol=0.0, avgpool=False, capacity=None
+):
     """Cut images into blocks, and find those where a mask is set: :func:`sbnet_cupy.block_table`.
 
     Parameters
@@ -100,7 +104,7 @@ def stack_from_image(x, table, *, data_format="NHWC"):
     return ops.gather(x, *active, table.block_size, **layout)
 
 
-def stack_to_image(stack, table, *, background=0, data_format="NHWC"):
+def stack_to_image(stack, table, *, background: Any = 0, data_format="NHWC"):
     """Write the blocks of a stack into images: :func:`sbnet_cupy.stack_to_image`.
 
     Examples
@@ -150,7 +154,7 @@ def stack_pixel_mask(table):
     return Places(table).own()[..., 0]
 
 
-def stack_halo(x, table, pads, *, fill=0):
+def stack_halo(x, table, pads, *, fill: Any = 0):
     """Give each block a rim of pixels from the blocks around it: :func:`sbnet_cupy.stack_halo`.
 
     Examples
@@ -172,7 +176,7 @@ def stack_conv2d(
     table,
     *,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     dilation=(1, 1),
     groups=1,
     transposed=False,

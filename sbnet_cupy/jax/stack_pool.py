@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ from ._places import Places, specs_of_table
 from ._specs import spec_of
 
 
-def stack_max_pool(x, table, *, kernel, strides=None, padding=0, dilation=1, ceil_mode=False):
+def stack_max_pool(
+    x, table, *, kernel, strides=None, padding: Any = 0, dilation: Any = 1, ceil_mode=False
+):
     """Take the maximum of each window of a stack: :func:`sbnet_cupy.stack_max_pool`.
 
     Examples
@@ -43,7 +46,7 @@ def stack_max_pool(x, table, *, kernel, strides=None, padding=0, dilation=1, cei
 
 
 def stack_avg_pool(
-    x, table, *, kernel, strides=None, padding=0, ceil_mode=False, count_include_pad=True,
+    x, table, *, kernel, strides=None, padding: Any = 0, ceil_mode=False, count_include_pad=True,
     divisor=None,
 ):  # fmt: skip
     """Take the mean of each window of a stack: :func:`sbnet_cupy.stack_avg_pool`.

@@ -1,5 +1,7 @@
 """Convolutions at sites for JAX, over the maps of :mod:`.sites`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -105,7 +107,7 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
 
 
 def submanifold_conv(
-    x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
+    x, w, *, dilation: Any = 1, groups=1, bias=None, scale=None, residual=None, activation=None,
     precision=None,
 ):  # fmt: skip
     """Convolve features at the same sites: :func:`sbnet_cupy.submanifold_conv` for JAX.
@@ -140,8 +142,8 @@ def submanifold_conv(
 
 
 def strided_conv(
-    x, w, *, stride, padding=0, dilation=1, groups=1, onto=None, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None,
+    x, w, *, stride, padding: Any = 0, dilation: Any = 1, groups=1, onto=None, capacity=None,
+    bias=None, scale=None, residual=None, activation=None, precision=None,
 ):  # fmt: skip
     """Convolve features with a stride: :func:`sbnet_cupy.strided_conv` for JAX.
 
@@ -216,8 +218,8 @@ def inverse_conv(
 
 
 def transposed_conv(
-    x, w, *, stride, padding=0, output_padding=0, dilation=1, groups=1, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None,
+    x, w, *, stride, padding: Any = 0, output_padding: Any = 0, dilation: Any = 1, groups=1,
+    capacity=None, bias=None, scale=None, residual=None, activation=None, precision=None,
 ):  # fmt: skip
     """Convolve features transposed, to all sites reached: :func:`sbnet_cupy.transposed_conv`.
 

@@ -140,8 +140,8 @@ def _number_of_pairs(rows, sites):
 
 @array_function
 def kernel_map(
-    coordinates, kernel_size=None, *, stride=1, dilation=1, padding=None, onto=None,
-    transposed=False, output_padding=0, offsets=None, capacity=None,
+    coordinates, kernel_size=None, *, stride: Any = 1, dilation: Any = 1, padding=None, onto=None,
+    transposed=False, output_padding: Any = 0, offsets=None, capacity=None,
 ):  # fmt: skip
     """Find which rows a convolution reads, and the sites of its result.
 

@@ -1,5 +1,7 @@
 """Pooling at sites: largest value or average of windows, and its inverse."""
 
+from typing import Any
+
 import numpy as np
 
 from ..core.arrays import array_function, compute_dtype, namespace
@@ -16,8 +18,8 @@ from .sparse_tensor import SparseTensor, check_float_tensor, check_grad, sites_o
 
 @array_function
 def sparse_max_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, ties="first", onto=None,
-    capacity=None,
+    x, kernel_size, *, stride=None, padding: Any = 0, dilation: Any = 1, floor=None, ties="first",
+    onto=None, capacity=None,
 ):  # fmt: skip
     """Take the largest value of the sites in each window.
 
@@ -64,8 +66,8 @@ def sparse_max_pool(
 
 @array_function
 def sparse_max_pool_grad(
-    grad_y, x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, ties="first",
-    onto=None, capacity=None,
+    grad_y, x, kernel_size, *, stride=None, padding: Any = 0, dilation: Any = 1, floor=None,
+    ties="first", onto=None, capacity=None,
 ):  # fmt: skip
     """Compute the gradient of sparse_max_pool: to the sites that hold the largest value.
 
@@ -107,7 +109,15 @@ def sparse_max_pool_grad(
 
 @array_function
 def sparse_avg_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, count="volume", onto=None, capacity=None
+    x,
+    kernel_size,
+    *,
+    stride=None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    count="volume",
+    onto=None,
+    capacity=None,
 ):
     """Average the sites in each window.
 
@@ -146,8 +156,8 @@ def sparse_avg_pool(
 
 @array_function
 def sparse_avg_pool_grad(
-    grad_y, x, kernel_size, *, stride=None, padding=0, dilation=1, count="volume", onto=None,
-    capacity=None,
+    grad_y, x, kernel_size, *, stride=None, padding: Any = 0, dilation: Any = 1, count="volume",
+    onto=None, capacity=None,
 ):  # fmt: skip
     """Compute the gradient of sparse_avg_pool.
 

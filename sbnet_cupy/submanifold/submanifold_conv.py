@@ -3,6 +3,8 @@
 Each finds its KernelMap and computes :func:`site_conv` over it.
 """
 
+from typing import Any
+
 from ..core.arrays import array_function
 from ..core.checks import check_array
 from ..dense.packed_weights import PackedWeights
@@ -14,7 +16,7 @@ from .sparse_tensor import SparseTensor, check_tensor, sites_of
 
 
 def submanifold_conv(
-    x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
+    x, w, *, dilation: Any = 1, groups=1, bias=None, scale=None, residual=None, activation=None,
     precision=None, out=None,
 ):  # fmt: skip
     """Convolve features, and compute the result at the same sites.
@@ -103,8 +105,8 @@ def _submanifold_conv(
 
 @array_function
 def strided_conv(
-    x, w, *, stride, padding=0, dilation=1, groups=1, onto=None, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None, out=None,
+    x, w, *, stride, padding: Any = 0, dilation: Any = 1, groups=1, onto=None, capacity=None,
+    bias=None, scale=None, residual=None, activation=None, precision=None, out=None,
 ):  # fmt: skip
     """Convolve features with a stride; the result has every site that reads one of ``x``.
 
@@ -197,8 +199,8 @@ def inverse_conv(
 
 @array_function
 def transposed_conv(
-    x, w, *, stride, padding=0, output_padding=0, dilation=1, groups=1, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None, out=None,
+    x, w, *, stride, padding: Any = 0, output_padding: Any = 0, dilation: Any = 1, groups=1,
+    capacity=None, bias=None, scale=None, residual=None, activation=None, precision=None, out=None,
 ):  # fmt: skip
     """Convolve features transposed; the result has every site that one of ``x`` reaches.
 

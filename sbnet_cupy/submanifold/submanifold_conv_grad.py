@@ -3,6 +3,8 @@
 Each finds the KernelMap of its convolution and computes :func:`site_conv_grad` over it.
 """
 
+from typing import Any
+
 from ..core.arrays import array_function
 from .kernel_map import find_map
 from .site_conv_grad import GRADIENTS, site_conv_grad
@@ -11,8 +13,8 @@ from .submanifold_conv import checked_kernel, features_on, map_back_to, strided_
 
 @array_function
 def submanifold_conv_grad(
-    grad_y, x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
-    precision=None, wanted=GRADIENTS, y=None,
+    grad_y, x, w, *, dilation: Any = 1, groups=1, bias=None, scale=None, residual=None,
+    activation=None, precision=None, wanted=GRADIENTS, y=None,
 ):  # fmt: skip
     """Compute the gradients of submanifold_conv from the gradient of its result.
 
@@ -56,8 +58,9 @@ def submanifold_conv_grad(
 
 @array_function
 def strided_conv_grad(
-    grad_y, x, w, *, stride, padding=0, dilation=1, groups=1, onto=None, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None, wanted=GRADIENTS, y=None,
+    grad_y, x, w, *, stride, padding: Any = 0, dilation: Any = 1, groups=1, onto=None,
+    capacity=None, bias=None, scale=None, residual=None, activation=None, precision=None,
+    wanted=GRADIENTS, y=None,
 ):  # fmt: skip
     """Compute the gradients of strided_conv from the gradient of its result.
 
@@ -140,9 +143,9 @@ def inverse_conv_grad(
 
 @array_function
 def transposed_conv_grad(
-    grad_y, x, w, *, stride, padding=0, output_padding=0, dilation=1, groups=1, capacity=None,
-    bias=None, scale=None, residual=None, activation=None, precision=None, wanted=GRADIENTS,
-    y=None,
+    grad_y, x, w, *, stride, padding: Any = 0, output_padding: Any = 0, dilation: Any = 1, groups=1,
+    capacity=None, bias=None, scale=None, residual=None, activation=None, precision=None,
+    wanted=GRADIENTS, y=None,
 ):  # fmt: skip
     """Compute the gradients of transposed_conv from the gradient of its result.
 

@@ -1,5 +1,7 @@
 """The layers for TensorFlow: checks, and which way they go."""
 
+from typing import Any
+
 from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from ..block_sparse.bottleneck.res_block import goes_fused, what_is_uncovered
@@ -25,7 +27,7 @@ def sparse_conv2d(
     *,
     bsize=None,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     bias=None,
     activation=None,
     base=None,
@@ -167,7 +169,7 @@ def sparse_res_block_bottleneck(
     return gathered_unit(tensors, options, shape)
 
 
-def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
+def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=None):
     """Convolve densely, then multiply by the pooled mask: :func:`sbnet_cupy.mask_conv2d`.
 
     Differentiable with respect to ``x``, ``w`` and a float ``mask``. TensorFlow computes all of

@@ -1,5 +1,7 @@
 """Batch norm over sites for TensorFlow, of eager tensors."""
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
@@ -14,8 +16,8 @@ from ._tensors import spec_of
 
 
 def masked_batch_norm(
-    x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1,
-    eps=1e-5, activation=None,
+    x, running_mean=None, running_var=None, weight=None, bias=None, training=False,
+    momentum: Any = 0.1, eps=1e-5, activation=None,
 ):  # fmt: skip
     """Normalise each channel by its statistics over the sites.
 

@@ -1,6 +1,7 @@
 """Features at sites for TensorFlow: lists of sites, maps, pools and whole grids, with gradients."""
 
 import functools
+from typing import Any
 
 import tensorflow as tf
 
@@ -94,8 +95,8 @@ def voxelize(
 
 @_documented(core.kernel_map)
 def kernel_map(
-    coordinates, kernel_size=None, *, stride=1, dilation=1, padding=None, onto=None,
-    transposed=False, output_padding=0, offsets=None, capacity=None,
+    coordinates, kernel_size=None, *, stride: Any = 1, dilation: Any = 1, padding=None, onto=None,
+    transposed=False, output_padding: Any = 0, offsets=None, capacity=None,
 ):  # fmt: skip
     """Find which sites a convolution reads for each site of its result.
 
@@ -114,8 +115,8 @@ def kernel_map(
 
 @_documented(core.sparse_max_pool)
 def sparse_max_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, ties="first", onto=None,
-    capacity=None,
+    x, kernel_size, *, stride=None, padding: Any = 0, dilation: Any = 1, floor=None, ties="first",
+    onto=None, capacity=None,
 ):  # fmt: skip
     """Take the largest feature in each window; differentiable.
 
@@ -134,7 +135,15 @@ def sparse_max_pool(
 
 @_documented(core.sparse_avg_pool)
 def sparse_avg_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, count="volume", onto=None, capacity=None
+    x,
+    kernel_size,
+    *,
+    stride=None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    count="volume",
+    onto=None,
+    capacity=None,
 ):
     """Average the features in each window; differentiable.
 

@@ -1,6 +1,7 @@
 """Convolutions at sites for TensorFlow, eager, with gradients."""
 
 import functools
+from typing import Any
 
 import sbnet_cupy as core
 
@@ -67,7 +68,7 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
 
 @_documented(core.submanifold_conv)
 def submanifold_conv(
-    x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
+    x, w, *, dilation: Any = 1, groups=1, bias=None, scale=None, residual=None, activation=None,
     precision=None,
 ):  # fmt: skip
     """Convolve features, and compute the result at the same sites; differentiable.
@@ -87,8 +88,8 @@ def submanifold_conv(
 
 @_documented(core.strided_conv)
 def strided_conv(
-    x, w, *, stride, padding=0, dilation=1, groups=1, onto=None, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None,
+    x, w, *, stride, padding: Any = 0, dilation: Any = 1, groups=1, onto=None, capacity=None,
+    bias=None, scale=None, residual=None, activation=None, precision=None,
 ):  # fmt: skip
     """Convolve features with a stride; differentiable.
 
@@ -129,8 +130,8 @@ def inverse_conv(
 
 @_documented(core.transposed_conv)
 def transposed_conv(
-    x, w, *, stride, padding=0, output_padding=0, dilation=1, groups=1, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None,
+    x, w, *, stride, padding: Any = 0, output_padding: Any = 0, dilation: Any = 1, groups=1,
+    capacity=None, bias=None, scale=None, residual=None, activation=None, precision=None,
 ):  # fmt: skip
     """Convolve features transposed, onto every site that one reaches; differentiable.
 

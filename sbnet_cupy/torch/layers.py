@@ -4,6 +4,8 @@ Backward passes gather the images again, rather than keep stacks of blocks, and 
 with PyTorch.
 """
 
+from typing import Any
+
 import torch
 
 from ..block_sparse import layer_gradients as gradients
@@ -34,9 +36,9 @@ from .ops import reduce_mask
 
 @documented_as(sparse_conv.sparse_conv2d, "tensor")
 def sparse_conv2d(
-    x, w, indices, block_params=None, *, bsize=None, strides=(1, 1), padding="SAME", bias=None,
-    activation=None, base=None, data_format="NHWC", w_format="HWIO", precision=None, out=None,
-    method="auto", capacity=None,
+    x, w, indices, block_params=None, *, bsize=None, strides=(1, 1), padding: Any = "SAME",
+    bias=None, activation=None, base=None, data_format="NHWC", w_format="HWIO", precision=None,
+    out=None, method="auto", capacity=None,
 ):  # fmt: skip
     """Convolve an image where its blocks are active: :func:`sbnet_cupy.sparse_conv2d` on tensors.
 
@@ -116,7 +118,7 @@ def sparse_res_block_bottleneck(
 
 @torch.compiler.disable
 @documented_as(masked_conv.mask_conv2d, "tensor")
-def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
+def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=None):
     """Convolve densely, then multiply by the pooled mask: :func:`sbnet_cupy.mask_conv2d`.
 
     Differentiable with respect to ``x``, ``w`` and a float ``mask``. PyTorch computes all of it;

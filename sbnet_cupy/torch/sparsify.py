@@ -1,5 +1,7 @@
 """sparsify: a whole network that computes only where a mask is set."""
 
+from typing import Any
+
 import torch
 
 from ..block_sparse.checks import check_capacity
@@ -13,8 +15,8 @@ _CANDIDATES = (32, 64, 128)
 
 
 def sparsify(
-    model, block_size=32, capacity=None, *, halo="zero", outside=0.0, sample_masks=None,
-    replay="auto",
+    model, block_size: Any = 32, capacity=None, *, halo="zero", outside: Any = 0.0,
+    sample_masks=None, replay: Any = "auto",
 ):  # fmt: skip
     """Return a network that computes only in blocks in which a mask of its input is set.
 

@@ -89,6 +89,30 @@ def test_type_checkers_see_the_signatures_of_decorated_functions(decorator):
     assert isinstance(hints["function"], typing.TypeVar) and hints["return"] is hints["function"]
 
 
+def test_type_checkers_take_no_default_for_all_that_a_parameter_may_be():
+    """They would: one that is not annotated has the type of its default, a number or a text."""
+    wide = [
+        "background",
+        "block_size",
+        "dilation",
+        "output_padding",
+        "outside",
+        "padding",
+        "stride",
+    ]
+    public = {*sbnet_cupy.__all__, "sparsify"}
+    for path in sorted(Path(sbnet_cupy.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            function = isinstance(node, ast.FunctionDef) and "network" not in path.parts
+            if function and node.name in public:
+                ordered = node.args.args[len(node.args.args) - len(node.args.defaults) :]
+                named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+                for argument, default in (*zip(ordered, node.args.defaults, strict=True), *named):
+                    narrow = isinstance(default, ast.Constant) and default.value is not None
+                    told = argument.annotation is not None
+                    assert told or not narrow or argument.arg not in wide, (path, node.name)
+
+
 def test_the_licence_is_apache():
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text

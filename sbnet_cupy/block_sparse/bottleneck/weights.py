@@ -61,7 +61,7 @@ class BottleneckWeights(ArrayContainer):
         return BottleneckWeights(*map(function, self._arrays()))
 
     @classmethod
-    def random(cls, cin, cmid, cout=None, *, xp=np, dtype="float32", seed=0):
+    def random(cls, cin, cmid, cout=None, *, xp=np, dtype: Any = "float32", seed=0):
         """Draw weights for trials: kernels that keep the variance, scales and shifts near 1 and 0.
 
         Parameters

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,7 @@ def fused_conv(
     *,
     bsize,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     scale=None,
     bias=None,
     residual=None,

@@ -1,5 +1,7 @@
 """mask_conv2d: a dense convolution, multiplied by the mask: what a sparse one should give."""
 
+from typing import Any
+
 import numpy as np
 
 from ...core.arrays import array_function, compute_dtype, namespace
@@ -11,7 +13,7 @@ from ..from_mask import batch_of_one
 
 
 @array_function
-def mask_conv2d(x, w, mask, strides=(1, 1), padding="SAME", *, precision=None):
+def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=None):
     """Convolve densely, then multiply by the mask pooled with the kernel's window.
 
     What a sparse convolution should compute where its mask is set, at the full price: a check, not

@@ -1,6 +1,7 @@
 """Convolution of the active blocks of an image: by one kernel, or gather, convolve, scatter."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def sparse_conv2d(
     *,
     bsize=None,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     bias=None,
     activation=None,
     base=None,

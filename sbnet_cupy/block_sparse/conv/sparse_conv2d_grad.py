@@ -43,7 +43,7 @@ def sparse_conv2d_grad(
     *,
     bsize=None,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     bias=None,
     activation=None,
     base=None,

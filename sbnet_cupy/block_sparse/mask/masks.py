@@ -6,6 +6,7 @@ Drawn: ``top_left``, ``blobs``. From data: ``threshold`` of a picture, ``change`
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from .birds_eye import birds_eye
 __all__ = ["birds_eye", "blobs", "change", "dilate", "downsample", "threshold", "top_left"]
 
 
-def top_left(shape, density, *, xp=np, dtype=bool):
+def top_left(shape, density, *, xp=np, dtype: Any = bool):
     """Activate the top-left rectangle that holds a given share of the image.
 
     Each side is ``sqrt(density)`` times the image's, rounded up, so the rectangle keeps its aspect.
@@ -64,7 +65,7 @@ def top_left(shape, density, *, xp=np, dtype=bool):
     return mask
 
 
-def blobs(shape, density, *, sigma=8.0, seed=0, xp=np, dtype=bool):
+def blobs(shape, density, *, sigma=8.0, seed=0, xp=np, dtype: Any = bool):
     """Activate random smooth blobs that cover a given share of each image.
 
     White noise is smoothed by a Gaussian (periodic at the borders); the highest pixels are active.

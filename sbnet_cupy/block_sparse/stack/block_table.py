@@ -163,13 +163,13 @@ class BlockTable(ArrayContainer):
         block = tuple(b // s for b, s in zip(self.block_size, strides, strict=True))
         return self.at(block, image_size or default_image_size(self, strides))
 
-    def after_conv(self, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1), *,
+    def after_conv(self, kernel, strides=(1, 1), padding: Any = "SAME", dilation=(1, 1), *,
                    ceil_mode=False):  # fmt: skip
         """Return the table of the stage after a convolution or a pooling with these options."""
         window = resolve_window(self, kernel, strides, padding, dilation, ceil_mode=ceil_mode)
         return self.at(*window.coarse)
 
-    def after_transposed(self, kernel, strides=(1, 1), padding="SAME", dilation=(1, 1),
+    def after_transposed(self, kernel, strides=(1, 1), padding: Any = "SAME", dilation=(1, 1),
                          output_padding=(0, 0)):  # fmt: skip
         """Return the table of the stage after a transposed convolution with these options."""
         options = (kernel, strides, padding, dilation, output_padding)
@@ -181,7 +181,9 @@ class BlockTable(ArrayContainer):
 
 
 @array_function
-def block_table(mask, block_size=32, *, image_size=None, tol=0.0, avgpool=False, capacity=None):
+def block_table(
+    mask, block_size: Any = 32, *, image_size=None, tol=0.0, avgpool=False, capacity=None
+):
     """Cut images into blocks, and find those where a mask is set.
 
     Block ``(n, hi, wi)`` holds the pixels ``[hi * b_h, (hi + 1) * b_h)`` by ``[wi * b_w, (wi + 1) *

@@ -1,6 +1,7 @@
 """stack_avg_pool: average pooling of a stack, across the borders of blocks."""
 
 import functools
+from typing import Any
 
 from ...core.arrays import array_function, compute_dtype, namespace
 from ...core.checks import check_flag
@@ -23,7 +24,7 @@ from .taps import clear_unlisted
 
 @array_function
 def stack_avg_pool(
-    x, table, *, kernel, strides=None, padding=0, ceil_mode=False, count_include_pad=True,
+    x, table, *, kernel, strides=None, padding: Any = 0, ceil_mode=False, count_include_pad=True,
     divisor=None, out=None,
 ):  # fmt: skip
     """Average each window of a stack.

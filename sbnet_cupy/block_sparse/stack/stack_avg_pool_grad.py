@@ -1,5 +1,7 @@
 """stack_avg_pool_grad: from the gradient of the averages to that of the stack."""
 
+from typing import Any
+
 from ...core.arrays import array_function, compute_dtype, namespace
 from .checks import computing
 from .neighbours import Places
@@ -10,8 +12,8 @@ from .stack_pixel_mask import inside
 
 @array_function
 def stack_avg_pool_grad(
-    grad_y, x, table, *, kernel, strides=None, padding=0, ceil_mode=False, count_include_pad=True,
-    divisor=None,
+    grad_y, x, table, *, kernel, strides=None, padding: Any = 0, ceil_mode=False,
+    count_include_pad=True, divisor=None,
 ):  # fmt: skip
     """Compute the gradient of stack_avg_pool from the gradient of its result.
 

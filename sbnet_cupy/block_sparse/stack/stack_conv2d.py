@@ -1,6 +1,6 @@
 """stack_conv2d: convolution of a stack of blocks, across the borders of blocks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,7 +61,7 @@ def stack_conv2d(
     table,
     *,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     dilation=(1, 1),
     groups=1,
     transposed=False,

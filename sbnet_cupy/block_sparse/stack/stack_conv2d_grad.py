@@ -31,7 +31,7 @@ def stack_conv2d_grad(
     table,
     *,
     strides=(1, 1),
-    padding="SAME",
+    padding: Any = "SAME",
     dilation=(1, 1),
     groups=1,
     transposed=False,

@@ -1,6 +1,7 @@
 """stack_halo: each block with a rim of pixels from the blocks around it."""
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ FILLS = (0, "-inf", "edge")
 
 
 @array_function
-def stack_halo(x, table, pads, *, fill=0, out=None):
+def stack_halo(x, table, pads, *, fill: Any = 0, out=None):
     """Give each block of a stack a rim of pixels from the blocks around it.
 
     ``y[m, i, j, c]`` is the pixel ``(hi * b_h - top + i, wi * b_w - left + j)`` of image ``n``,

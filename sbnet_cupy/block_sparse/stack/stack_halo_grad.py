@@ -1,5 +1,7 @@
 """stack_halo_grad: from the gradient of blocks with their rims to that of the stack."""
 
+from typing import Any
+
 from ...core.arrays import array_function, compute_dtype, empty, is_float, namespace
 from ...core.checks import check_array, check_contiguous
 from ...errors import DTypeError
@@ -10,7 +12,7 @@ from .stack_halo import fill_value, halo_axes, resolve_pads
 
 
 @array_function
-def stack_halo_grad(grad_y, table, pads, *, fill=0):
+def stack_halo_grad(grad_y, table, pads, *, fill: Any = 0):
     """Compute the gradient of stack_halo from the gradient of its result.
 
     ``dx[m, i, j, c]`` is the sum of ``grad_y`` over all places where :func:`stack_halo` puts the

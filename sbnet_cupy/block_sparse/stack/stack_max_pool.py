@@ -1,6 +1,7 @@
 """stack_max_pool: max pooling of a stack, across the borders of blocks."""
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,15 @@ from .taps import clear_unlisted
 
 @array_function
 def stack_max_pool(
-    x, table, *, kernel, strides=None, padding=0, dilation=1, ceil_mode=False, out=None
+    x,
+    table,
+    *,
+    kernel,
+    strides=None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode=False,
+    out=None,
 ):
     """Take the maximum of each window of a stack.
 

@@ -1,5 +1,7 @@
 """stack_max_pool_grad: from the gradient of the maxima to that of the stack."""
 
+from typing import Any
+
 from ...core.arrays import array_function, compute_dtype, namespace
 from .checks import computing
 from .neighbours import Places
@@ -10,7 +12,7 @@ from .stack_pixel_mask import inside
 
 @array_function
 def stack_max_pool_grad(
-    grad_y, x, table, *, kernel, strides=None, padding=0, dilation=1, ceil_mode=False
+    grad_y, x, table, *, kernel, strides=None, padding: Any = 0, dilation: Any = 1, ceil_mode=False
 ):
     """Compute the gradient of stack_max_pool from the gradient of its result.
 

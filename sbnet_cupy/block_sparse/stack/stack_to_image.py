@@ -1,6 +1,6 @@
 """stack_to_image: the blocks of a stack, back at their places in whole images."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from .stack_from_image import check_images
 
 
 @array_function
-def stack_to_image(stack, table, *, background=0, data_format="NHWC", out=None):
+def stack_to_image(stack, table, *, background: Any = 0, data_format="NHWC", out=None):
     """Write the blocks of a stack into images.
 
     ``y[n, hi * b_h + i, wi * b_w + j, c] = stack[m, i, j, c]`` with ``(n, hi, wi)`` the place of

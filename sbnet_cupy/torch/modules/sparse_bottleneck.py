@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,8 +72,8 @@ class SparseBottleneck(BlockModule):
     """
 
     def __init__(
-        self, in_channels, mid_channels, out_channels=None, stride=1, *, block_size, capacity=None,
-        precision=None, method="auto", device=None, dtype=None,
+        self, in_channels, mid_channels, out_channels=None, stride: Any = 1, *, block_size,
+        capacity=None, precision=None, method="auto", device=None, dtype=None,
     ):  # fmt: skip
         super().__init__()
         out_channels = in_channels if out_channels is None else out_channels

@@ -1,5 +1,7 @@
 """SparseConv2d: torch.nn.Conv2d where a mask is set."""
 
+from typing import Any
+
 import torch
 
 from ...block_sparse.block_params import calc_block_params
@@ -46,9 +48,9 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
     """
 
     def __init__(
-        self, in_channels, out_channels, kernel_size, stride=1, padding=0, bias=True, *, block_size,
-        activation=None, capacity=None, precision=None, method="auto", dilation=1, groups=1,
-        padding_mode="zeros", device=None, dtype=None,
+        self, in_channels, out_channels, kernel_size, stride: Any = 1, padding: Any = 0, bias=True,
+        *, block_size, activation=None, capacity=None, precision=None, method="auto",
+        dilation: Any = 1, groups=1, padding_mode="zeros", device=None, dtype=None,
     ):  # fmt: skip
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,

@@ -1,6 +1,7 @@
 """Convolutions on other lattices, windows at random places, and shape contexts."""
 
 import itertools
+from typing import Any
 
 import torch
 
@@ -201,7 +202,7 @@ class ShapeContext(SiteModule):
         Cells of the window along each axis.
     """
 
-    def __init__(self, dimension, nIn, filter_size=3):
+    def __init__(self, dimension, nIn, filter_size: Any = 3):
         super().__init__()
         self.dimension, self.nIn = dimension, nIn
         self.filter_size = window_sizes("filter_size", dimension, filter_size)
@@ -220,8 +221,8 @@ class ShapeContext(SiteModule):
 
 
 def MultiscaleShapeContext(
-    dimension, n_features=1, n_layers=3, shape_context_size=3, downsample_size=2,
-    downsample_stride=2, bn=True,
+    dimension, n_features=1, n_layers=3, shape_context_size: Any = 3, downsample_size: Any = 2,
+    downsample_stride: Any = 2, bn=True,
 ):  # fmt: skip
     """Return shape contexts of several scales side by side: each of averages of the one before."""
     context = ShapeContext(dimension, n_features, shape_context_size)

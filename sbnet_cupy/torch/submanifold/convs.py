@@ -1,5 +1,7 @@
 """Convolutions at sites on tensors: site_conv, and what it is with the maps of each kind."""
 
+from typing import Any
+
 import torch
 
 from ...core.scalars import as_number
@@ -130,7 +132,7 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
 
 
 def submanifold_conv(
-    x, w, *, dilation=1, groups=1, bias=None, scale=None, residual=None, activation=None,
+    x, w, *, dilation: Any = 1, groups=1, bias=None, scale=None, residual=None, activation=None,
     precision=None, out=None,
 ):  # fmt: skip
     """Convolve features at the same sites: :func:`sbnet_cupy.submanifold_conv` on tensors.
@@ -167,8 +169,8 @@ def submanifold_conv(
 
 
 def strided_conv(
-    x, w, *, stride, padding=0, dilation=1, groups=1, onto=None, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None, out=None,
+    x, w, *, stride, padding: Any = 0, dilation: Any = 1, groups=1, onto=None, capacity=None,
+    bias=None, scale=None, residual=None, activation=None, precision=None, out=None,
 ):  # fmt: skip
     """Convolve features with a stride: :func:`sbnet_cupy.strided_conv` on tensors.
 
@@ -255,8 +257,8 @@ def inverse_map(fine, kernel_size, coarse):
 
 
 def transposed_conv(
-    x, w, *, stride, padding=0, output_padding=0, dilation=1, groups=1, capacity=None, bias=None,
-    scale=None, residual=None, activation=None, precision=None, out=None,
+    x, w, *, stride, padding: Any = 0, output_padding: Any = 0, dilation: Any = 1, groups=1,
+    capacity=None, bias=None, scale=None, residual=None, activation=None, precision=None, out=None,
 ):  # fmt: skip
     """Convolve features transposed: :func:`sbnet_cupy.transposed_conv` on tensors.
 

@@ -3,6 +3,8 @@
 On a GPU the kernels of a stack's batch norms compute it: sites are blocks of one pixel.
 """
 
+from typing import Any
+
 import torch
 
 from ...core.scalars import as_number
@@ -21,8 +23,8 @@ _PIXEL = (1, 1)
 
 
 def masked_batch_norm(
-    x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1,
-    eps=1e-5, activation=None,
+    x, running_mean=None, running_var=None, weight=None, bias=None, training=False,
+    momentum: Any = 0.1, eps=1e-5, activation=None,
 ):  # fmt: skip
     """Normalise each channel by its statistics over the sites.
 

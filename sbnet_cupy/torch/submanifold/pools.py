@@ -1,5 +1,7 @@
 """Pooling at sites on tensors."""
 
+from typing import Any
+
 import torch
 
 from ...dense.conv2d import check_choice
@@ -13,8 +15,8 @@ from .operations import sample_argmax, sample_sum, site_max, site_sum
 
 
 def sparse_max_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, floor=None, ties="first", onto=None,
-    capacity=None,
+    x, kernel_size, *, stride=None, padding: Any = 0, dilation: Any = 1, floor=None, ties="first",
+    onto=None, capacity=None,
 ):  # fmt: skip
     """Take the largest value in each window: :func:`sbnet_cupy.sparse_max_pool` on tensors.
 
@@ -53,7 +55,15 @@ def sparse_max_pool(
 
 
 def sparse_avg_pool(
-    x, kernel_size, *, stride=None, padding=0, dilation=1, count="volume", onto=None, capacity=None
+    x,
+    kernel_size,
+    *,
+    stride=None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    count="volume",
+    onto=None,
+    capacity=None,
 ):
     """Average the sites in each window: :func:`sbnet_cupy.sparse_avg_pool` on tensors.
 

@@ -1,6 +1,7 @@
 """Lists of sites, kernel maps and sparse tensors on tensors."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -222,8 +223,8 @@ def spec_of_tensor(tensor):
 
 
 def kernel_map(
-    coordinates, kernel_size=None, *, stride=1, dilation=1, padding=None, onto=None,
-    transposed=False, output_padding=0, offsets=None, capacity=None,
+    coordinates, kernel_size=None, *, stride: Any = 1, dilation: Any = 1, padding=None, onto=None,
+    transposed=False, output_padding: Any = 0, offsets=None, capacity=None,
 ):  # fmt: skip
     """Find which rows a convolution reads: :func:`sbnet_cupy.kernel_map` on tensors.
 
