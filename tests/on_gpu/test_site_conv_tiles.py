@@ -36,11 +36,13 @@ OTHERS = [
     (TilesPlan(TileShape(256, 640), 16, (8, 1), 0, 1, 3, "NarrowMma"), 4, 16),
     (TilesPlan(TileShape(128, 128), 32, (8, 1), 0, 2, 3), 4, 32),
 ]
-TILINGS = [
-    (plan, size // 2, plan.columns)
-    for tiling, size, *_ in _TILINGS
-    for plan in dict.fromkeys((tiling, alone(tiling)))
-]
+TILINGS = list(
+    dict.fromkeys(
+        (plan, size // 2, plan.columns)
+        for tiling, size, _ in _TILINGS
+        for plan in (tiling, alone(tiling))
+    )
+)
 
 
 @pytest.mark.parametrize("given", TILINGS + OTHERS, ids=str)
