@@ -15,7 +15,7 @@ from ._version import check_version as _check_version
 
 _check_version()
 
-from . import nn  # noqa: E402  (nothing of ours can be imported before the check)
+from . import _flops, nn  # noqa: E402, F401  (nothing of ours can be imported before the check)
 from .layers import mask_conv2d, sparse_conv2d, sparse_res_block_bottleneck  # noqa: E402
 from .ops import reduce_mask, sparse_gather, sparse_scatter, sparse_scatter_var  # noqa: E402
 from .sparsify import sparsify  # noqa: E402
