@@ -9,6 +9,7 @@ from ..block_sparse.gather_scatter import sparse_scatter as scattering
 from ..block_sparse.mask import reduce_mask as listing
 from ..core.documentation import documented_as
 from ..core.sizes import pair
+from . import _dispatch_state as state
 from ._call import call
 from ._namespace import GATHER, SCATTER
 from ._operation import Operation
@@ -25,7 +26,8 @@ def reduce_mask(
 
     Has no gradient. Without ``capacity`` the number of rows is data: on a GPU the call waits for
     it, and ``torch.compile(fullgraph=True)`` needs ``torch._dynamo.config.
-    capture_dynamic_output_shape_ops = True``. With ``capacity`` neither is so.
+    capture_dynamic_output_shape_ops = True``. With ``capacity`` neither is so. Where ``torch.vmap``
+    maps the mask it is the number of all blocks, unless it is given.
 
     Examples
     --------
@@ -35,9 +37,17 @@ def reduce_mask(
             [0, 1, 1]], dtype=torch.int32)
     """
     mask = batch_of_one(mask)
+    if capacity is None and isinstance(mask, torch.Tensor) and _is_mapped(mask):
+        rows, columns = pair(block_count, "block_count", minimum=0)
+        capacity = mask.shape[0] * rows * columns
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
     active = call(_MASK, (mask,), options)
     return ActiveBlocks(*active, (mask.shape[0], *pair(block_count, "block_count", minimum=0)))
+
+
+def _is_mapped(mask):
+    """Whether torch.vmap maps a mask, each with a number of active blocks of its own."""
+    return not torch.compiler.is_compiling() and state.is_mapped(mask)
 
 
 @documented_as(gathering.sparse_gather, "tensor")

@@ -157,3 +157,24 @@ def test_gradients_of_each_image_by_a_network(torch, st):
         networks.assert_near(grads, exact, terms=1 << 17)
     with pytest.raises(NotImplementedError, match="mask must not be mapped"):
         torch.vmap(gradient, in_dims=(None, 0, 0))(weights, x, mask[None].expand(2, -1, -1, -1))
+
+
+@pytest.mark.parametrize("layer", ["conv", "unit"])
+def test_masks_of_several_counts_are_mapped(torch, st, layer):
+    """Each has as many active blocks as it has, and room for all."""
+    if layer == "conv":
+        net = st.nn.SparseConv2d(4, 4, 3, padding=1, block_size=6).double()
+    else:
+        net = st.nn.SparseBottleneck(4, 2, 4, block_size=6).double().eval()
+    x, masks = draw(torch, 3, 2, 4, 9, 8).double(), torch.zeros(3, 2, 9, 8, dtype=torch.bool)
+    masks[0, 1, 2, 3] = masks[2] = True
+
+    def gradient(x, mask):
+        return torch.func.grad(lambda x: net(x, mask).sin().sum())(x)
+
+    for function in (net, gradient):
+        found = torch.vmap(function)(x, masks)
+        for one, image, mask in zip(found, x, masks, strict=True):
+            torch.testing.assert_close(one, function(image, mask))
+    listed = torch.vmap(lambda mask: tuple(st.reduce_mask(mask, (2, 2), bsize=6)))(masks)
+    assert listed[0].ravel().tolist() == [1, 0, 8] and listed[1].shape == (3, 8, 3)
