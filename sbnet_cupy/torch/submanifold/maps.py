@@ -56,6 +56,15 @@ def out_of_modes(function):
     return call
 
 
+def check_not_recorded(*tensors):
+    """Raise where a trace records calls with one of these, of which sites are to be found."""
+    if not torch.compiler.is_compiling() and state.are_recorded(*tensors):
+        raise RuntimeError(
+            "sites cannot be found in a function that torch.jit.trace or make_fx traces: those of "
+            "this call would be constants; use torch.compile, or find them outside of the function"
+        )
+
+
 def check_sparse(x, name="x"):
     """Raise unless ``x`` is a SparseTensor of tensors; return it."""
     check_tensor(x, name)

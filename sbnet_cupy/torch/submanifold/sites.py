@@ -18,6 +18,7 @@ from ...submanifold.voxelize import check_points, find_voxels
 from .._native import check_tensors, numpy_dtype, views
 from .maps import (
     check_floats,
+    check_not_recorded,
     check_sparse,
     kernel_map_of,
     native,
@@ -76,13 +77,18 @@ def _sizes(shape):
     return shape.tolist() if is_listed else shape
 
 
-@untraced
 def _listed(reduce, mode, *tensors):
     """Return the sites, the site of each row, and the tensors that reduce features.
 
     These are the row of each site, or the arrays of a Reduction. ``reduce`` is a function of native
     arrays, as ``reduce_rows``.
     """
+    check_not_recorded(*tensors)
+    return _found(reduce, mode, *tensors)
+
+
+@untraced
+def _found(reduce, mode, *tensors):
 
     def find():
         made, inverse, reduction = reduce(*views(*tensors))
@@ -296,6 +302,7 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     [[0, 1, 2]]
     """
     check_tensors(("mask",), x=x, mask=mask)
+    check_not_recorded(x, mask)
     coordinates, cells = _cells_listed(x, tol, mask, capacity, data_format)
     last = x if data_format == "channels_last" else x.movedim(1, -1)
     features = rows_of(last.flatten(0, -2), cells)
