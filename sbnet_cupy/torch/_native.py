@@ -126,6 +126,15 @@ def spec_of(tensor, gaps=False):
     return ArraySpec(tuple(tensor.shape), numpy_dtype(tensor.dtype, "tensor"), device, strides)
 
 
+def check_not_traced():
+    """Raise inside of ``torch.jit.trace``, where sizes are tensors."""
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+        raise RuntimeError(
+            "layers of blocks cannot be traced by torch.jit.trace, to which sizes are tensors; use "
+            "torch.export.export, with a capacity"
+        )
+
+
 def check_tensors(optional=(), /, **arguments):
     """Raise unless all arguments are plain tensors on one CPU or CUDA device.
 

@@ -22,7 +22,7 @@ from ..dense.conv2d import check_choice
 from ..errors import ShapeError
 from . import _dispatch_state as state
 from ._call import run
-from ._native import check_tensors, spec_of
+from ._native import check_not_traced, check_tensors, spec_of
 
 _LIBRARY = torch.library.Library("sbnet_cupy", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -281,6 +281,8 @@ def resolve_sizes(x, w, strides, padding, data_format, w_format):
     image = tuple(x.shape[data_format.index(letter)] for letter in "NHW")
     kernel = tuple(w.shape[w_format.index(letter)] for letter in "HW")
     strides = pair(strides, "strides")
+    if isinstance(padding, str):
+        check_not_traced()
     return image, kernel, strides, padding_pairs(image[1:], kernel, strides, padding)
 
 

@@ -29,7 +29,7 @@ from . import _dispatch_state as state
 from . import _namespace as ops
 from ._call import call
 from ._conv_on_cpu import conv_on_cpu
-from ._native import check_tensors, native_weights, spec_of
+from ._native import check_not_traced, check_tensors, native_weights, spec_of
 from ._operation import Operation, resolve_sizes
 from .ops import reduce_mask
 
@@ -133,6 +133,7 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=
             [0., 2., 0.],
             [0., 0., 2.]])
     """
+    check_not_traced()
     check_tensors(x=x, w=w, mask=mask)
     mask, (x, w) = batch_of_one(mask), autocast(x, w)
     specs = (spec_of(x), spec_of(w), spec_of(mask))
@@ -158,6 +159,7 @@ def _listed(x, indices, block_params, calculate):
 
 def _blocks(x, sizes, indices, *given):
     """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
+    check_not_traced()
     check_tensors(("indices",), x=x, w=sizes[0], indices=indices if is_mask(indices) else None)
     return find_blocks(indices, *given, resolve_sizes(x, *sizes), reduce_mask)
 

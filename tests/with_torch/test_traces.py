@@ -2,11 +2,13 @@
 
 import pytest
 
+import sbnet_cupy as sb
+
 torch = pytest.importorskip("torch")
 
 make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
 
-from support.torch_cases import draw  # noqa: E402
+from support.torch_cases import draw, grid  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.trace", "ignore::torch.jit.TracerWarning"
@@ -62,3 +64,25 @@ def test_convolutions_at_sites_that_were_found_before_are_traced(st, tracer):
     other = draw(torch, 3, 3, seed=1)
     expected = function(other)
     torch.testing.assert_close(tracer(function, x.features)(other), expected)
+
+
+def test_traced_layers_of_blocks_name_torch_export(st):
+    conv = st.nn.SparseConv2d(3, 8, 3, padding=1, block_size=10, capacity=1.0)
+    unit = st.nn.SparseBottleneck(3, 2, 3, block_size=10).eval()
+    x, mask, w = draw(torch, 1, 3, 16, 16), torch.ones(1, 16, 16), draw(torch, 3, 3, 3, 8)
+    last, params = x.permute(0, 2, 3, 1).contiguous(), sb.calc_block_params((16, 16), 10, 3)
+    active = st.reduce_mask(mask, params.bcount, **grid(params))
+    for function, *given in (
+        (conv, x, mask),
+        (unit, x, mask),
+        (lambda x, mask: st.sparse_conv2d(x, w, mask, bsize=8), last, mask),
+        (lambda x: st.sparse_conv2d(x, w, active, params), last),
+        (lambda x, mask: st.mask_conv2d(x, w, mask), last, mask),
+    ):
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.trace, .* use torch\.export\.export"):
+            torch.jit.trace(function, tuple(given))
+    exported = torch.export.export(conv, (x, mask)).module()
+    torch.testing.assert_close(exported(x, mask), conv(x, mask))
+    pads = {"padding": ((1, 1), (1, 1))}
+    traced = torch.jit.trace(lambda x: st.sparse_conv2d(x, w, active, params, **pads), last)
+    torch.testing.assert_close(traced(2 * last), st.sparse_conv2d(2 * last, w, active, params))

@@ -9,7 +9,7 @@ from ...block_sparse.checks import blocks_of_capacity, check_capacity
 from ...block_sparse.from_mask import as_batch
 from ...core.sizes import pair
 from ...errors import DTypeError, ShapeError
-from .._native import check_tensors
+from .._native import check_not_traced, check_tensors
 from ..ops import reduce_mask
 
 _LISTS = (ActiveBlocks, tuple)
@@ -82,6 +82,7 @@ class BlockModule(torch.nn.Module):
             return mask, params
         if mask is None:
             raise DTypeError("mask must be a torch.Tensor, or a list of active blocks, got None")
+        check_not_traced()
         check_tensors(x=x, mask=mask)
         mask = as_batch("mask", mask, (x.shape[0], *x.shape[2:]))
         params = self.block_params(*x.shape[2:]) if params is None else params
