@@ -105,7 +105,8 @@ class Operation:
         self._optional = {name for i, name in enumerate(self.names) if i not in needed}
         self.recorded, self._differentiable = None, (gradient or operator.gradient) is not None
         if not self._differentiable:
-            self._operator = define(self._schema(), self._body, self._fake)
+            body = self._body_apart if self.place is None else self._body
+            self._operator = define(self._schema(), body, self._fake)
             return
         backward = self._backward(0, self._inputs, len(self._options))
         self._operator = define(self._schema(), self._body, self._fake, backward, self._setup)
@@ -132,6 +133,9 @@ class Operation:
 
     def _body(self, *arguments):
         return run(self, *self._taken_apart(arguments))
+
+    # One whose shapes are data breaks graphs, and Dynamo would follow its body.
+    _body_apart = torch.compiler.disable(_body)
 
     def _fake(self, *arguments):
         tensors, options = self._taken_apart(arguments)

@@ -263,6 +263,19 @@ def test_a_module_whose_number_of_blocks_is_data_exports(st, torch):
         assert_same(exported(x, mask).detach(), conv(x, mask).detach())
 
 
+@pytest.mark.parametrize("kind", ["conv", "unit"])
+def test_a_module_whose_number_of_blocks_is_data_breaks_the_graph(st, torch, kind):
+    if kind == "conv":
+        module = st.nn.SparseConv2d(4, 6, 3, padding=1, block_size=8)
+    else:
+        module = st.nn.SparseBottleneck(4, 2, 4, block_size=8).eval()
+    run = torch.compile(module, backend="aot_eager")
+    for seed, size in enumerate((20, 20, 23, 31)):
+        x, mask, _ = inputs(torch, "cpu", seed, size)
+        x = x.permute(0, 3, 1, 2).contiguous()
+        assert_same(run(x, mask).detach(), module(x, mask).detach())
+
+
 @pytest.mark.filterwarnings("ignore")  # export warns about what it traces, in words that change
 def test_lists_of_blocks_and_weights_are_inputs_like_others(st, torch, device):
     x, mask, _ = inputs(torch, device)
