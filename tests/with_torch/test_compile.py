@@ -277,6 +277,27 @@ def test_a_module_whose_number_of_blocks_is_data_breaks_the_graph(st, torch, kin
 
 
 @pytest.mark.filterwarnings("ignore")  # export warns about what it traces, in words that change
+@pytest.mark.parametrize("capacity", [None, 7, 0.75])
+@pytest.mark.parametrize("kind", ["conv", "unit"])
+def test_modules_export_for_batches_of_any_size(st, torch, kind, capacity):
+    if kind == "conv":
+        module = st.nn.SparseConv2d(4, 6, 3, padding=1, block_size=8, capacity=capacity)
+    else:
+        module = st.nn.SparseBottleneck(4, 2, 4, block_size=8, capacity=capacity).eval()
+    x, mask, _ = inputs(torch)
+    x, batch = x.permute(0, 3, 1, 2).contiguous(), torch.export.Dim("batch", min=1, max=64)
+
+    def given(images):
+        return x[:1].repeat(images, 1, 1, 1), mask[:1].repeat(images, 1, 1)
+
+    shapes = {"x": {0: batch}, "mask": {0: batch}}
+    exported = torch.export.export(module, given(2), dynamic_shapes=shapes).module()
+    for images in (1, 2, 5):
+        actual = exported(*given(images)).detach()
+        assert_same(actual, module(*given(images)).detach())
+
+
+@pytest.mark.filterwarnings("ignore")  # export warns about what it traces, in words that change
 def test_lists_of_blocks_and_weights_are_inputs_like_others(st, torch, device):
     x, mask, _ = inputs(torch, device)
     tensors = bottleneck_weights(torch, 4, 2, 4, device=device)

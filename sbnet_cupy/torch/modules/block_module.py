@@ -86,7 +86,7 @@ class BlockModule(torch.nn.Module):
         check_tensors(x=x, mask=mask)
         mask = as_batch("mask", mask, (x.shape[0], *x.shape[2:]))
         params = self.block_params(*x.shape[2:]) if params is None else params
-        total = len(x) * params.bcount[0] * params.bcount[1]
+        total = x.shape[0] * params.bcount[0] * params.bcount[1]
         window = tuple(map(max, params.bsize, params.bstride))
         grid = {"bsize": window, "boffset": params.boffset, "bstride": params.bstride}
         capacity = blocks_of_capacity(self.capacity, total)
