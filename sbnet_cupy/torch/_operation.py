@@ -259,6 +259,7 @@ def _differentiable(operator, backward, setup_context):
     The function that PyTorch makes of a registered gradient is none that ``torch.func`` takes.
     """
     parts = {"forward": operator, "setup_context": setup_context, "backward": backward}
+    parts["jvp"] = _refuse_forward_mode
     parts = {name: staticmethod(function) for name, function in parts.items()}
     parts["generate_vmap_rule"] = True
     function = type(operator.name(), (torch.autograd.Function,), parts)
@@ -270,6 +271,13 @@ def _differentiable(operator, backward, setup_context):
         return (function.apply if state.are_in_gradient(*tensors) else operator)(*arguments)
 
     return called
+
+
+def _refuse_forward_mode(ctx, *tangents):
+    raise NotImplementedError(
+        "the operators of sbnet_cupy have no forward-mode derivatives, which torch.func.hessian "
+        "takes of gradients; use torch.func.jacrev(torch.func.jacrev(function))"
+    )
 
 
 def resolve_sizes(x, w, strides, padding, data_format, w_format):

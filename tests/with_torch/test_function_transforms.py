@@ -159,6 +159,27 @@ def test_gradients_of_each_image_by_a_network(torch, st):
         torch.vmap(gradient, in_dims=(None, 0, 0))(weights, x, mask[None].expand(2, -1, -1, -1))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("where", ["blocks", "sites"])
+def test_hessians_are_jacobians_of_jacobians(torch, st, where):
+    if where == "sites":
+        sites, w = made(torch, st, shape=(4, 3), spatial_shape=(4, 3)), values(torch, 3, 3, 2, 2)
+        x = sites.features[:, :2].contiguous()
+
+        def total(x):
+            return st.submanifold_conv(sites.replace(x), w).features.pow(3).sum()
+    else:
+        x, w, mask = draw(torch, 1, 4, 4, 2).double(), values(torch, 3, 3, 2, 2), torch.eye(4)[None]
+
+        def total(x):
+            return st.sparse_conv2d(x, w.double(), mask, bsize=2).pow(3).sum()
+
+    found = torch.func.jacrev(torch.func.jacrev(total))(x)
+    torch.testing.assert_close(found, torch.autograd.functional.hessian(total, x))
+    with pytest.raises(NotImplementedError, match=r"no forward-mode .* use torch\.func\.jacrev"):
+        torch.func.hessian(total)(x)
+
+
 @pytest.mark.parametrize("layer", ["conv", "unit"])
 def test_masks_of_several_counts_are_mapped(torch, st, layer):
     """Each has as many active blocks as it has, and room for all."""
