@@ -613,3 +613,36 @@ def test_samples_without_points_are_a_list_without_rows(torch, scn):
 def test_every_public_name_has_a_docstring(scn):
     for name in scn.__all__:
         assert getattr(scn, name).__doc__, name
+
+
+def network(scn):
+    return scn.Sequential(
+        scn.InputLayer(2, SIZE, 0), scn.SubmanifoldConvolution(2, 3, 4, 3, True),
+        scn.UNet(2, 1, [4, 6], residual_blocks=True, downsample=[3, 2]), scn.OutputLayer(2),
+    )  # fmt: skip
+
+
+def test_sizes_are_on_the_cpu_whatever_the_default_device(torch, scn):
+    """As in torch.device("meta"), where networks are made before their parameters are loaded."""
+    expected, given = network(scn).double().eval(), points(torch)
+    with torch.device("meta"):
+        net = network(scn)
+        wide, batch = scn.FullConvolution(2, 3, 4, 3, 2, True), scn.InputBatch(2, SIZE)
+        moved = scn.RandomizedStrideConvolution(2, 3, 4, 3, 2, True), scn.MaxPooling(2, 3, 2)
+        batch.add_sample()
+        batch.set_locations(given[0][:2, :2], given[1][:2], True)
+        assert batch.features.shape == (2, 3)
+        x = scn.InputLayer(2, SIZE, 0)([*given, 2])
+        assert scn.append_tensors([x, x]).batch_size() == 4
+        assert not scn.compare_sparse(x, x)
+        back = scn.UnPooling(2, 3, 2)(moved[1](x))
+        assert not scn.DenseToSparse(2)(dense(scn, back)).spatial_size.is_meta
+    assert net[1].weight.is_meta
+    net.load_state_dict(expected.state_dict(), assign=True)
+    for layer in (wide, moved[0]):
+        layer.to_empty(device="cpu").double()
+    with torch.device("meta"):
+        close(torch, net.eval()(given), expected(given))
+        assert wide(x).spatial_size.tolist() == [15, 19]
+        assert moved[0](x).spatial_size.tolist() == [3, 4]
+        assert moved[0].input_spatial_size([3, 4]).tolist() == [7, 9]

@@ -85,14 +85,15 @@ class InputBatch(SparseConvNetTensor):
         elif not self._samples:
             raise ValueError("locations must belong to a sample; call add_sample first")
         else:
-            sample = torch.full((len(locations), 1), self._samples - 1)
+            sample = torch.full((len(locations), 1), self._samples - 1, device="cpu")
         rows = torch.cat([sample, locations[:, :d]], 1)
-        check_inside("locations", given, rows, torch.arange(len(rows)), self.spatial_size)
+        numbers = torch.arange(len(rows), device="cpu")
+        check_inside("locations", given, rows, numbers, self.spatial_size)
         if len(rows):
             self._samples = max(self._samples, int(rows[:, 0].max()) + 1)
         self._rows.append(rows)
         self._vectors.append(vectors.detach().cpu())
-        self._overwrite.append(torch.full((len(locations),), bool(overwrite)))
+        self._overwrite.append(torch.full((len(locations),), bool(overwrite), device="cpu"))
         self._made = None
 
     set_location_, set_locations_ = set_location, set_locations
@@ -128,21 +129,22 @@ class InputBatch(SparseConvNetTensor):
     def _build(self):
         """Return the features and the metadata of what was set."""
         if self._made is None:
-            d, n = self.dimension, sum(map(len, self._rows))
-            rows = torch.cat([torch.empty((0, d + 1), dtype=torch.int64), *self._rows])
-            vectors = torch.cat(self._vectors) if self._vectors else torch.empty((0, 0))
-            later = torch.cat([torch.empty(0, dtype=torch.bool), *self._overwrite])
+            d, n, cpu = self.dimension, sum(map(len, self._rows)), torch.device("cpu")
+            none = torch.empty((0, d + 1), dtype=torch.int64, device=cpu)
+            rows = torch.cat([none, *self._rows])
+            vectors = torch.cat(self._vectors or [torch.empty((0, 0), device=cpu)])
+            later = torch.cat([torch.empty(0, dtype=torch.bool, device=cpu), *self._overwrite])
             _, site = torch.unique(rows, dim=0, return_inverse=True) if n else (None, rows[:, 0])
-            number, count = torch.arange(n), int(site.max()) + 1 if n else 0
-            first = torch.full((count,), n).scatter_reduce(0, site, number, "amin")
+            number, count = torch.arange(n, device=cpu), int(site.max()) + 1 if n else 0
+            first = torch.full((count,), n, device=cpu).scatter_reduce(0, site, number, "amin")
             last = torch.where(later, number, -1)
-            last = torch.full((count,), -1).scatter_reduce(0, site, last, "amax")
+            last = torch.full((count,), -1, device=cpu).scatter_reduce(0, site, last, "amax")
             order = first.argsort()
             chosen = torch.maximum(first, last)[order]
             size = size_key(self.spatial_size)
             metadata = Metadata(d)
             indices = rows[first[order]].int()
-            number = torch.tensor([count], dtype=torch.int32)
+            number = torch.tensor([count], dtype=torch.int32, device=cpu)
             metadata.grids[size] = CoordinateMap(indices, number, size, self._samples)
             self._made = [vectors[chosen], metadata]
         return self._made

@@ -213,7 +213,7 @@ class _Back(_Strided):
     def input_spatial_size(self, out_size):
         """Return the spatial size of the input."""
         size = sizes_of("out_size", self.dimension, out_size)
-        return torch.tensor(fitted(size_key(size), *self._window))
+        return torch.tensor(fitted(size_key(size), *self._window), device="cpu")
 
 
 class Deconvolution(_Back):
@@ -253,7 +253,7 @@ class FullConvolution(_NewSites, _Back):
         metadata = Metadata(self.dimension, [input.metadata])
         metadata.grids[larger] = made.target
         features = self._convolve(input, made, norm)
-        return SparseConvNetTensor(features, metadata, torch.tensor(larger))
+        return SparseConvNetTensor(features, metadata, torch.tensor(larger, device="cpu"))
 
 
 TransposeConvolution = FullConvolution

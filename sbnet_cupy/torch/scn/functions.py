@@ -28,7 +28,7 @@ def append_tensors(tensors):
     listed, samples, count, missing, status = [], 0, 0, 0, None
     for x in tensors:
         sites = x.coordinates
-        first = torch.tensor([samples] + [0] * sites.dimensions).to(sites.indices)
+        first = sites.indices.new_tensor([samples] + [0] * sites.dimensions)
         listed.append(torch.where(valid(sites)[:, None], sites.indices + first, -1))
         samples, count = samples + sites.batch_size, count + sites.count
         missing = missing + (sites.count - sites.capacity).clamp(min=0)
@@ -92,7 +92,8 @@ def _there(x):
 def _at(features, site, number):
     """Return features at sites of a longer list, 0 where there are none."""
     row = torch.full((number,), -1, device=site.device)
-    return rows_of(features, row.index_copy(0, site.long(), torch.arange(len(site)).to(row)))
+    listed = torch.arange(len(site), device=site.device)
+    return rows_of(features, row.index_copy(0, site.long(), listed))
 
 
 def voxelize_pointcloud(

@@ -106,7 +106,7 @@ class _Input(Module):
             return tensor_of_points(rows, features, self.spatial_size, samples, mode, capacity)
         except ValueError:
             if capacity is None:  # with one, no values of rows are an error, and nothing may wait
-                numbers = torch.arange(len(rows)) if listed is None else listed.cpu()
+                numbers = torch.arange(len(rows), device="cpu") if listed is None else listed.cpu()
                 given = "coords", coords, rows.cpu(), numbers
                 check_inside(*given, self.spatial_size)
                 if mode == "unique":
@@ -320,7 +320,7 @@ class DenseToSparse(Module):
         x = sites.dense_to_sparse(input, **how)
         metadata = Metadata(self.dimension)
         metadata.grids[x.spatial_shape] = x.coordinates
-        size = torch.tensor(x.spatial_shape, dtype=torch.int64)
+        size = torch.tensor(x.spatial_shape, dtype=torch.int64, device="cpu")
         return SparseConvNetTensor(x.features, metadata, size)
 
     def input_spatial_size(self, out_size):

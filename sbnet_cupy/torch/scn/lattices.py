@@ -26,11 +26,11 @@ def window_starts(size, kernel, stride, generator=None):
     number = (size - kernel) // stride + 1
     if stride < 2:
         raise ShapeError(f"filter_stride must be at least 2 to be random, got {stride}")
-    steps = torch.full((number - 1,), stride)
+    steps = torch.full((number - 1,), stride, device="cpu")
     third = number // 3
     steps[:third] -= 1
     steps[third : 2 * third] += 1
-    steps = steps[torch.randperm(number - 1, generator=generator)]
+    steps = steps[torch.randperm(number - 1, generator=generator, device="cpu")]
     return torch.cat([steps.new_zeros(1), steps.cumsum(0)])
 
 
@@ -44,7 +44,8 @@ def random_window(coordinates, size, kernel, stride, capacity=None, generator=No
     readers = []  # on each axis, which window begins at a cell, -1 for none
     for n, k, s in zip(size, kernel, stride, strict=True):
         starts = window_starts(n, k, s, generator)
-        reader = torch.full((n,), -1).index_copy(0, starts, torch.arange(len(starts)))
+        windows = torch.arange(len(starts), device="cpu")
+        reader = torch.full((n,), -1, device="cpu").index_copy(0, starts, windows)
         readers.append(_on_device_of(rows, reader))
     kept, places = [], []
     for cell in itertools.product(*map(range, kernel)):

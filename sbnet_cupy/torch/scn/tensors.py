@@ -26,7 +26,7 @@ def sizes_of(name, dimension, x):
     sizes = tuple(x) if isinstance(x, list | tuple) else (x,) * dimension
     if len(sizes) != dimension or not all(map(is_integer, sizes)):
         raise ShapeError(f"{name} must be an integer or {dimension} of them, got {x!r}")
-    return torch.tensor(sizes, dtype=torch.int64)
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
 
 def check_dimension(dimension):
@@ -287,7 +287,7 @@ class SparseConvNetTensor:
 
     def at(self, features, spatial_size, coordinates):
         """Return features at the sites of another spatial size."""
-        size = torch.tensor(spatial_size, dtype=torch.int64)
+        size = torch.tensor(spatial_size, dtype=torch.int64, device="cpu")
         return SparseConvNetTensor(features, self.metadata, size, coordinates)
 
     def get_spatial_locations(self, spatial_size=None):
