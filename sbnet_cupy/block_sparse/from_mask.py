@@ -118,6 +118,6 @@ def as_batch(name, mask, image):
             return mask[..., 0] if sizes == (h, w, 1) else mask[:, 0]
         return mask
     raise ShapeError(
-        f"{name} must have shape ({n}, {h}, {w}) or ({n}, {h}, {w}, 1), the size of x, or "
-        f"({h}, {w}) for one image, got {shape}"
+        f"{name} must have shape ({n}, {h}, {w}), ({n}, {h}, {w}, 1) or ({n}, 1, {h}, {w}), the "
+        f"size of x, or ({h}, {w}) for one image, got {shape}"
     )
