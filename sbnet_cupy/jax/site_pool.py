@@ -83,16 +83,9 @@ def _(values, tangents):
 
 
 def sparse_avg_pool(
-    x,
-    kernel_size,
-    *,
-    stride=None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    count="volume",
-    onto=None,
+    x, kernel_size, *, stride=None, padding: Any = 0, dilation: Any = 1, count="volume", onto=None,
     capacity=None,
-):
+):  # fmt: skip
     """Average the sites in each window: :func:`sbnet_cupy.sparse_avg_pool` for JAX.
 
     Parameters

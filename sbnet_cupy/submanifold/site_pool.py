@@ -109,16 +109,9 @@ def sparse_max_pool_grad(
 
 @array_function
 def sparse_avg_pool(
-    x,
-    kernel_size,
-    *,
-    stride=None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    count="volume",
-    onto=None,
+    x, kernel_size, *, stride=None, padding: Any = 0, dilation: Any = 1, count="volume", onto=None,
     capacity=None,
-):
+):  # fmt: skip
     """Average the sites in each window.
 
     Parameters

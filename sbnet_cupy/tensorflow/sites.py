@@ -135,16 +135,9 @@ def sparse_max_pool(
 
 @_documented(core.sparse_avg_pool)
 def sparse_avg_pool(
-    x,
-    kernel_size,
-    *,
-    stride=None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    count="volume",
-    onto=None,
+    x, kernel_size, *, stride=None, padding: Any = 0, dilation: Any = 1, count="volume", onto=None,
     capacity=None,
-):
+):  # fmt: skip
     """Average the features in each window; differentiable.
 
     Examples

@@ -24,16 +24,9 @@ from .taps import clear_unlisted
 
 @array_function
 def stack_max_pool(
-    x,
-    table,
-    *,
-    kernel,
-    strides=None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode=False,
+    x, table, *, kernel, strides=None, padding: Any = 0, dilation: Any = 1, ceil_mode=False,
     out=None,
-):
+):  # fmt: skip
     """Take the maximum of each window of a stack.
 
     ``y[p, q, c] = max x[p * sh - top + r * dh, q * sw - left + s * dw, c]`` over the pixels of the
