@@ -7,6 +7,7 @@ been passed.
 
 import collections
 import contextlib
+import sys
 
 import numpy as np
 
@@ -47,6 +48,15 @@ class Torch:
         return str(value.device)
 
     def enter(self, value, argument):
+        """View a tensor as a NumPy or CuPy array, unless a trace would not see what reads it."""
+        if are_recorded(value):
+            raise DTypeError(
+                f"{argument} is traced by torch.jit.trace or make_fx, to which the result would be "
+                "a constant; call sbnet_cupy.torch there, or this function outside of the trace"
+            )
+        return self.view(value, argument)
+
+    def view(self, value, argument):
         """View a tensor as a NumPy or CuPy array of the same memory."""
         import torch
 
@@ -59,6 +69,11 @@ class Torch:
             raise DTypeError(
                 f"{argument} must be a plain strided tensor, got layout {value.layout}; call "
                 ".to_dense(), .resolve_conj() or .resolve_neg() first"
+            )
+        if value.device.type in ("cpu", "cuda") and value.numel() and not value.data_ptr():
+            raise DTypeError(
+                f"{argument} must have memory that can be read, and has none, as inside of "
+                "torch.func.functionalize; call this function outside of the transformation"
             )
         if value.device.type == "cuda":
             return _cupy_view(value, torch_dtype(value.dtype, argument))
@@ -93,6 +108,25 @@ class Torch:
         stack.enter_context(cupy.cuda.Device(device))
         stack.enter_context(stream_of(device, torch.cuda.current_stream(device).cuda_stream))
         return stack
+
+
+def are_recorded(*tensors):
+    """Whether ``torch.jit.trace`` or ``make_fx`` records calls with one of these; some may be None.
+
+    ``torch.jit.trace`` does not tell of which tensors.
+    """
+    import torch
+
+    if torch.compiler.is_compiling():
+        return False
+    if torch.jit.is_tracing():
+        return True
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # make_fx is there
+    mode = None if proxies is None else proxies.get_proxy_mode()
+    if mode is None:
+        return False
+    is_recorded = getattr(proxies, "has_proxy_slot", lambda tensor, tracer: True)
+    return any(is_recorded(t, mode.tracer) for t in tensors if t is not None)
 
 
 class Jax:

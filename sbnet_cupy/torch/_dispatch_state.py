@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.autograd import forward_ad, profiler
-from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as modules
 from torch.utils import _python_dispatch
 
@@ -131,20 +130,6 @@ _functorch = getattr(torch._C, "_functorch", None)
 _is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 _unwrapped = getattr(_functorch, "get_unwrapped", lambda tensor: None)
 _is_batched = getattr(_functorch, "is_batchedtensor", lambda tensor: False)
-
-
-_is_recorded = getattr(proxy_tensor, "has_proxy_slot", lambda tensor, tracer: True)
-
-
-def are_recorded(*tensors):
-    """Whether ``torch.jit.trace`` or ``make_fx`` records calls with one of these; some may be None.
-
-    ``torch.jit.trace`` does not tell of which tensors.
-    """
-    if torch.jit.is_tracing():
-        return True
-    mode = proxy_tensor.get_proxy_mode() if in_dispatch_mode() else None
-    return mode is not None and any(_is_recorded(t, mode.tracer) for t in tensors if t is not None)
 
 
 def has_function_transforms():

@@ -76,7 +76,7 @@ def native_weights(weights):
     return weights._map_arrays(lambda tensor: _enter(tensor, "weights"))
 
 
-_enter = Torch().enter
+_enter = Torch().view
 
 
 class Description(NamedTuple):

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.trace", "ignore::torch.jit.TracerWarning"
 )
 ROWS = torch.tensor([[0, 1, 1], [0, 1, 2], [0, 5, 5]])
+TRACERS = [torch.jit.trace, lambda f, x: make_fx(f)(x)]
 
 
 def of_rows(st, w):
@@ -41,7 +42,7 @@ def of_rows(st, w):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("tracer", [torch.jit.trace, lambda f, x: make_fx(f)(x)])
+@pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize(
     "name", ["sparse_tensor", "coordinate_map", "dense_to_sparse", "mask", "voxelize", "scn"]
 )
@@ -52,7 +53,64 @@ def test_no_trace_is_made_that_holds_for_one_list_of_sites(st, tracer, name):
         tracer(function, given)
 
 
-@pytest.mark.parametrize("tracer", [torch.jit.trace, lambda f, x: make_fx(f)(x)])
+def of_listed_rows(st, w):
+    """Return functions of rows that are the sites of a CoordinateMap made by hand."""
+    features, count = draw(torch, 3, 3), torch.tensor([3], dtype=torch.int32)
+
+    def x(rows):
+        return sb.SparseTensor(features, sb.CoordinateMap(rows, count, (8, 8), 1))
+
+    return {
+        "submanifold_conv": lambda rows: st.submanifold_conv(x(rows), w).features,
+        "strided_conv": lambda rows: st.strided_conv(x(rows), w, stride=2).features,
+        "kernel_map": lambda rows: st.kernel_map(x(rows).coordinates, 3, stride=2).rows,
+        "sparse_max_pool": lambda rows: st.sparse_max_pool(x(rows), 2).features,
+        "global_pool": lambda rows: st.global_pool(x(rows)),
+        "sparse_to_dense": lambda rows: st.sparse_to_dense(x(rows)),
+        "valid": lambda rows: x(rows).coordinates.valid(),
+        "select": lambda rows: x(rows).coordinates.select(rows[:, 1] > 1)[0].indices,
+    }
+
+
+LISTED = ["submanifold_conv", "strided_conv", "kernel_map", "sparse_max_pool", "global_pool",
+          "sparse_to_dense", "valid", "select"]  # fmt: skip
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("name", LISTED)
+def test_no_trace_is_made_of_sites_that_are_traced_themselves(st, tracer, name):
+    function, rows = of_listed_rows(st, draw(torch, 3, 3, 3, 4))[name], ROWS.int()
+    function(rows)
+    with pytest.raises((RuntimeError, sb.DTypeError), match=r"would be (constants|a constant)"):
+        tracer(function, rows)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_sites_without_memory_are_refused(st, name):
+    function = of_listed_rows(st, draw(torch, 3, 3, 3, 4))[name]
+    with pytest.raises(sb.DTypeError, match=r"has none, as inside of torch\.func\.functionalize"):
+        torch.func.functionalize(function)(ROWS.int())
+    function, given = of_rows(st, draw(torch, 3, 3, 3, 4))["dense_to_sparse"]
+    with pytest.raises(sb.DTypeError, match=r"has none, as inside of torch\.func\.functionalize"):
+        torch.func.functionalize(function)(given)
+
+
+@pytest.mark.parametrize("tracer", [*TRACERS, lambda f, x: torch.func.functionalize(f)(x)])
+def test_functions_of_arrays_refuse_tensors_that_are_traced(st, tracer):
+    mask = torch.ones(1, 8, 8)
+    active = st.reduce_mask(mask, (2, 2), bsize=4)
+    for name, function, given in (
+        ("x", lambda x: sb.sparse_gather(x, *active, bsize=4), mask[..., None]),
+        ("mask", lambda mask: sb.reduce_mask(mask, (2, 2), bsize=4, capacity=4)[1], mask),
+        ("mask", lambda mask: sb.block_table(mask, 4, capacity=4).grid, mask),
+        ("active", lambda x: sb.ActiveBlocks(active[0], x, (1, 2, 2)).to_dense(), active[1]),
+    ):
+        function(given)
+        with pytest.raises(sb.DTypeError, match=rf"^{name} (is traced by torch|must have memory)"):
+            tracer(function, given)
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
 def test_convolutions_at_sites_that_were_found_before_are_traced(st, tracer):
     x, w = st.sparse_tensor(draw(torch, 3, 3), ROWS, spatial_shape=8), draw(torch, 3, 3, 3, 4)
     v = draw(torch, 2, 2, 4, 5)

@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from ...core.libraries import are_recorded
 from ...core.torch_memory import to_tensor
 from ...errors import DTypeError
 from ...submanifold import kernel_map as maps
@@ -46,6 +47,9 @@ def out_of_modes(function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         if torch.is_inference_mode_enabled() or state.in_dispatch_mode():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, CoordinateMap) and "native" not in value._kept:
+                    check_not_recorded(*value._arrays())
             with torch.inference_mode(False), state.without_modes():
                 return function(*args, **kwargs)
         if state.has_function_transforms():
@@ -58,7 +62,7 @@ def out_of_modes(function):
 
 def check_not_recorded(*tensors):
     """Raise where a trace records calls with one of these, of which sites are to be found."""
-    if not torch.compiler.is_compiling() and state.are_recorded(*tensors):
+    if are_recorded(*tensors):
         raise RuntimeError(
             "sites cannot be found in a function that torch.jit.trace or make_fx traces: those of "
             "this call would be constants; use torch.compile, or find them outside of the function"
@@ -116,6 +120,7 @@ def native(coordinates):
         arrays = coordinates._arrays()
         names = ("indices", "count", "status")
         check_tensors(**dict(zip(names, arrays, strict=False)))
+        check_not_recorded(*arrays)
         grid = coordinates.spatial_shape, coordinates.batch_size
 
         def viewed():
