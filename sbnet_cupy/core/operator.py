@@ -41,6 +41,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .arrays import empty
 from .spec import ArraySpec, SpecGroup, fields_of
 
@@ -194,7 +196,18 @@ class Operator:
         return None if found is None else _keep(key, found)
 
     def _made(self, key, arrays, options):
-        """Make the plan of a call and keep it under a key."""
+        """Make the plan of a call and keep it under a key, with NumPy's numbers read as Python's.
+
+        Other options that are no plain values are refused, or the plan is not kept: arrays are
+        spelled as their bytes, which other arrays and numbers have, too.
+        """
+        if not is_plain(options):
+            read = _without_numpy(options)
+            if not is_plain(read):
+                return self.plan(_specs(key[1:-1], arrays), options)
+            key, options = (*key[:-1], marshal.dumps(read, 2)), read
+            if key in _PLANS:
+                return _PLANS[key]
         plan = self._resized(key, options)
         if plan is None:
             specs = key[1:-1]
@@ -281,6 +294,20 @@ class Operator:
         plan.run(*given)
         found = tuple(given[place] for place in places)
         return found if len(found) > 1 else found[0]
+
+
+def is_plain(value):
+    """Whether marshal spells a value otherwise than all others: a plain one, or a tuple of them."""
+    if type(value) in (tuple, list):
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _without_numpy(value):
+    """Return options with NumPy's integers and floats as Python's."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_without_numpy, value))
+    return value.item() if isinstance(value, np.integer | np.floating) else value
 
 
 def _specs(fields, arrays):

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..core.arrays import array_function, is_cupy, library_of, namespace
 from ..core.graph_memory import capture_of
+from ..core.operator import is_plain
 from ..core.readable import is_readable_int32, shape_of
 from ..errors import DTypeError, ShapeError
 from . import map_kernels
@@ -202,10 +203,13 @@ def kernel_map(
     check_map("coordinates", coordinates)
     sizes = (kernel_size, stride, dilation, padding)
     if offsets is None:
-        spelled = _spelled((*sizes, transposed, output_padding, capacity), onto)
+        options = (*sizes, transposed, output_padding, capacity)
+        spelled = _spelled(options, onto)
         kept = coordinates._kept.get(spelled)
         if kept is not None:
             return kept.of(coordinates)
+        if not is_plain(options):  # arrays are spelled as their bytes, which others have, too
+            spelled = None
     if onto is not None:
         check_map("onto", onto)
     check_capacity(capacity)

@@ -157,3 +157,16 @@ def test_what_is_written_is_not_copied():
     with pytest.raises(ShapeError, match="C-contiguous"):
         sb.sparse_scatter(**arguments | {"x": inside}, out=out)
     assert not memory.any()
+
+
+def test_numbers_of_numpy_are_told_apart_by_more_than_their_bytes(xp):
+    x, active = VALID["sparse_gather"]["x"], sb.reduce_mask(np.ones((1, 8, 8)), (2, 2), bsize=4)
+    x, *active = map(xp.asarray, (x, *active))
+
+    def gathered(boffset):
+        return sb.sparse_gather(x, *active, bsize=4, boffset=boffset)
+
+    for given, same in ((np.int8(-1), -1), (np.uint8(255), 255), (np.int64(1), 1)):
+        assert_same(gathered(given), gathered(same))
+    with pytest.raises(ShapeError, match=r"^boffset must be two integers"):
+        gathered(np.array([1, 0], np.int32))  # has the bytes of np.int64(1)

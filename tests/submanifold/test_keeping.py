@@ -86,6 +86,13 @@ def test_a_map_is_found_again_however_its_options_are_spelled():
     assert sb.kernel_map(sites, 3, onto=None).rows is not first.rows
 
 
+def test_arrays_with_the_bytes_of_a_number_are_not_the_same_call():
+    sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 2, 3]]), spatial_shape=8)
+    assert sb.kernel_map(sites, 3, stride=2, padding=np.int64(1)).target.spatial_shape == (4, 4)
+    with pytest.raises(sb.ShapeError, match=r"^padding must be"):
+        sb.kernel_map(sites, 3, stride=2, padding=np.array([1, 0], np.int32))
+
+
 def test_equal_options_of_another_type_are_not_the_same_call():
     sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
     sb.kernel_map(sites, 3, dilation=1, onto=sites)
