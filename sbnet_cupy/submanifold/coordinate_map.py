@@ -46,7 +46,8 @@ class CoordinateMap(KeepingContainer):
     """Sites of a grid, each once: where the rows of a feature array live.
 
     Made by :func:`coordinate_map`. It keeps the kernel maps that convolutions make for it, so that
-    all layers on the same sites share them; :meth:`clear` frees them.
+    all layers on the same sites share them; :meth:`clear` frees them. Call it after the arrays were
+    changed in place: until then results may be those of the old sites.
 
     Parameters
     ----------

@@ -93,6 +93,16 @@ def test_arrays_with_the_bytes_of_a_number_are_not_the_same_call():
         sb.kernel_map(sites, 3, stride=2, padding=np.array([1, 0], np.int32))
 
 
+def test_sites_that_were_changed_in_place_and_cleared_are_found_anew():
+    first, second = np.array([[0, 1, 1], [0, 1, 2]]), np.array([[0, 1, 1], [0, 5, 5]])
+    sites, other = (sb.coordinate_map(rows, spatial_shape=8)[0] for rows in (first, second))
+    sb.kernel_map(sites, 3, onto=sites)
+    sites.indices[...] = other.indices
+    sites.clear()
+    expected = sb.kernel_map(other, 3, onto=other).rows
+    np.testing.assert_array_equal(sb.kernel_map(sites, 3, onto=sites).rows, expected)
+
+
 def test_equal_options_of_another_type_are_not_the_same_call():
     sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
     sb.kernel_map(sites, 3, dilation=1, onto=sites)
