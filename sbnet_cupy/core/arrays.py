@@ -70,6 +70,8 @@ def array_function(function: _Function, takes_strided=False) -> _Function:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
+        if "torch._dynamo" in sys.modules and libraries.is_followed(function.__name__):
+            return libraries.apart(call)(*args, **kwargs)
         device = device_of_all((*args, *kwargs.values()))
         if device is _HOST or device is _NOWHERE or (
             device is not None and device == sys.modules["cupy"].cuda.runtime.getDevice()

@@ -7,6 +7,7 @@ been passed.
 
 import collections
 import contextlib
+import functools
 import sys
 
 import numpy as np
@@ -70,7 +71,7 @@ class Torch:
                 f"{argument} must be a plain strided tensor, got layout {value.layout}; call "
                 ".to_dense(), .resolve_conj() or .resolve_neg() first"
             )
-        if value.device.type in ("cpu", "cuda") and value.numel() and not value.data_ptr():
+        if not value.data_ptr() and value.numel() and value.device.type in ("cpu", "cuda"):
             raise DTypeError(
                 f"{argument} must have memory that can be read, and has none, as inside of "
                 "torch.func.functionalize; call this function outside of the transformation"
@@ -108,6 +109,29 @@ class Torch:
         stack.enter_context(cupy.cuda.Device(device))
         stack.enter_context(stream_of(device, torch.cuda.current_stream(device).cuda_stream))
         return stack
+
+
+def is_followed(name):
+    """Whether ``torch.compile`` may compile what is called now, by PyTorch's version of NumPy.
+
+    Raise where it compiles this call: its graph ends there, and the call is made as it is.
+    """
+    torch = sys.modules["torch"]
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            f"{name} of sbnet_cupy cannot be part of a graph of torch.compile; call that of "
+            "sbnet_cupy.torch, or leave out fullgraph=True"
+        )
+    try:
+        return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    except AttributeError:  # a PyTorch without that name
+        return True
+
+
+@functools.cache
+def apart(function):
+    """Return a function that ``torch.compile`` leaves alone, with all that it calls."""
+    return sys.modules["torch"].compiler.disable(function)
 
 
 def are_recorded(*tensors):

@@ -331,3 +331,58 @@ def test_checkpoints_compute_again(st, torch, device):
     checkpoint = torch.utils.checkpoint.checkpoint
     checkpoint(network, leaves[1], use_reentrant=False).sum().backward()
     assert_same(leaves[1].grad, leaves[0].grad)
+
+
+def core_calls(torch):
+    """Return functions that call those of ``sbnet_cupy`` itself, and their arguments."""
+    w, kernel = torch.randn(3, 3, 2, 4), torch.randn(3, 3, 2, 5)
+    x, mask = torch.randn(2, 16, 16, 2), torch.zeros(2, 16, 16)
+    mask[:, 3:9] = 1
+    around = {"bsize": (6, 6), "boffset": (-1, -1), "bstride": (4, 4)}
+
+    def three(x, mask):
+        active = sb.reduce_mask(mask, (4, 4), **around)
+        blocks = sb.sparse_gather(x, *active, **around)[:, 1:-1, 1:-1]
+        return sb.sparse_scatter(2 * blocks, *active, torch.zeros_like(x), bsize=(4, 4))
+
+    def of_numpy(x, mask):
+        x, mask = x.numpy(), mask.numpy()
+        return torch.from_numpy(sb.sparse_conv2d(x, w.numpy(), mask, bsize=4)) + 1
+
+    def of_points(points, features):
+        x, _ = sb.voxelize(points, features, voxel_size=1, ranges=[(0, 8)] * 2)
+        return sb.submanifold_conv(x, kernel).features.sum(0)
+
+    return {
+        "sparse_conv2d": (lambda x, mask: 2 * sb.sparse_conv2d(x, w, mask, bsize=4), x, mask),
+        "three": (three, x, mask),
+        "numpy": (of_numpy, x, mask),
+        "sites": (of_points, 8 * torch.rand(50, 2), torch.randn(50, 2)),
+    }
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["sparse_conv2d", "three", "numpy", "sites"])
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_functions_of_arrays_stay_out_of_graphs(torch, kind, backend):
+    """Dynamo would run their NumPy code by PyTorch's version of it, which computes other things."""
+    function, *arguments = core_calls(torch)[kind]
+    run = torch.compile(function, backend=backend)
+    for change in (0, 0.25):
+        x, other = arguments[0] + change, arguments[1]
+        assert_same(run(x, other).numpy(), function(x, other).numpy())
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_functions_of_arrays_stay_out_of_graphs_without_a_private_name(torch, monkeypatch):
+    function, *arguments = core_calls(torch)["three"]
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback")
+    run = torch.compile(function, backend="aot_eager")
+    assert_same(run(*arguments).numpy(), function(*arguments).numpy())
+
+
+@pytest.mark.parametrize("kind", ["sparse_conv2d", "three", "numpy", "sites"])
+def test_functions_of_arrays_in_one_graph_are_refused(torch, kind):
+    function, *arguments = core_calls(torch)[kind]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call that of sbnet_cupy\.torch"):
+        compiled(torch, function)(*arguments)
