@@ -68,10 +68,7 @@ def array_function(function: _Function, takes_strided=False) -> _Function:
     """
     signature = inspect.signature(function)
 
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        if "torch._dynamo" in sys.modules and libraries.is_followed(function.__name__):
-            return libraries.apart(call)(*args, **kwargs)
+    def run(*args, **kwargs):
         device = device_of_all((*args, *kwargs.values()))
         if device is _HOST or device is _NOWHERE or (
             device is not None and device == sys.modules["cupy"].cuda.runtime.getDevice()
@@ -103,6 +100,12 @@ def array_function(function: _Function, takes_strided=False) -> _Function:
         if library is libraries.CUPY:
             return _on_device(place, function, args, kwargs)
         return _through_door(library, first, function, signature, args, kwargs)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if "torch._dynamo" in sys.modules and libraries.is_followed(function.__name__):
+            return libraries.apart(run)(*args, **kwargs)
+        return run(*args, **kwargs)
 
     return call
 
