@@ -71,7 +71,7 @@ class Torch:
                 f"{argument} must be a plain strided tensor, got layout {value.layout}; call "
                 ".to_dense(), .resolve_conj() or .resolve_neg() first"
             )
-        if not value.data_ptr() and value.numel() and value.device.type in ("cpu", "cuda"):
+        if value.numel() and value.device.type in ("cpu", "cuda") and not _has_memory(value):
             raise DTypeError(
                 f"{argument} must have memory that can be read, and has none, as inside of "
                 "torch.func.functionalize; call this function outside of the transformation"
@@ -111,12 +111,22 @@ class Torch:
         return stack
 
 
+def _has_memory(tensor):
+    """Whether a tensor has memory of its own; yes where PyTorch says otherwise when it is read."""
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # one of torch.func or of a trace, around another or without numbers
+        return True
+
+
 def is_followed(name):
     """Whether ``torch.compile`` may compile what is called now, by PyTorch's version of NumPy.
 
     Raise where it compiles this call: its graph ends there, and the call is made as it is.
     """
     torch = sys.modules["torch"]
+    if torch is None:  # somebody has hidden it
+        return False
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
             f"{name} of sbnet_cupy cannot be part of a graph of torch.compile; call that of "
