@@ -266,7 +266,7 @@ def trained(name, batch, options, columns):
     masks = [(mask.to("cuda"), count) for mask, count in made]
     dense, wall, peak = {}, None, None
     print(f"training {name} {batch}x{size[0]}x{size[1]}", flush=True)
-    for what, us, eager, used, graphed in training.times(
+    for what, us, eager, used, more in training.times(
         model, x, masks, options.block, not options.no_compile
     ):
         middle = statistics.median(us)
@@ -275,11 +275,13 @@ def trained(name, batch, options, columns):
             wall, peak = wall or eager, peak or used
             print(f"  dense {what}: {middle:,.0f} us; by the clock {eager:,.0f} us; {used}")
             continue
+        graphed, replayed = more
         best, share = min(dense.values()), options.shares[[c for _, c in masks].index(what)]
         print(
             f"  {share:4.0%}: graph {middle:,.0f} us = {best / middle:.2f}x; by the clock "
             f"{eager:,.0f} us = {wall / eager:.2f}x, the network graphed {graphed:,.0f} us = "
-            f"{wall / graphed:.2f}x; {used}",
+            f"{wall / graphed:.2f}x, by replay=True {replayed:,.0f} us = "
+            f"{wall / replayed:.2f}x; {used}",
             flush=True,
         )
         yield row_of(
@@ -287,7 +289,8 @@ def trained(name, batch, options, columns):
             f"batch {batch}", timed_by="graph", us=middle, us_p10=us[len(us) // 10],
             us_p90=us[-1 - len(us) // 10], dense_us=best, ratio_to_dense=best / middle,
             note=f"peak {used}, dense {peak}; eager step {eager:.0f} us, "
-            f"the network graphed {graphed:.0f} us, dense {wall:.0f} us",
+            f"the network graphed {graphed:.0f} us, by replay=True {replayed:.0f} us, "
+            f"dense {wall:.0f} us",
         )  # fmt: skip
 
 

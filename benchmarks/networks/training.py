@@ -5,6 +5,7 @@ that of a classifier. Batch norms take the statistics of active pixels.
 """
 
 import copy
+import itertools
 
 import torch
 from torch.nn import functional as F
@@ -33,8 +34,8 @@ def times(model, x, masks, block, compiles=True):
     """Yield (what, microseconds of replays, of an eager step by the clock, Peak, more).
 
     The dense steps first, then one for each of ``masks``: (mask, number of active blocks). ``more``
-    are microseconds, by the clock, of an eager step whose network is graphed: ``sparse.graphed``;
-    None of dense steps.
+    are microseconds, by the clock, of eager steps by ``sparse.graphed`` and by ``replay=True``, the
+    latter with the mask flipped at every other call and no capacity; None of dense steps.
     """
     model = copy.deepcopy(model).float().train()
     x = x.float()
@@ -53,7 +54,18 @@ def times(model, x, masks, block, compiles=True):
         step = step_of(model, lambda g=graphed, m=mask: g(x, m), len(x))
         for _ in range(3):
             step()
-        yield count, *measured, clock(step, 10)
+        graphed = clock(step, 10)
+        yield count, *measured, (graphed, _replayed(model, x, mask, block))
+
+
+def _replayed(model, x, mask, block):
+    """Return the time of an eager step by ``replay=True``, with masks of one size by turns."""
+    sparse = sparsify(model, block, replay=True).train()
+    turns = itertools.cycle((mask, mask.flip(2)))
+    step = step_of(model, lambda: sparse(x, next(turns)), len(x))
+    for _ in range(6):
+        step()
+    return clock(step, 10)
 
 
 def _measured(step):

@@ -31,8 +31,12 @@ def _keys(*names):
 
 _function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-_hooks = [getattr(modules, f"_global_forward_{kind}", True) for kind in ("hooks", "pre_hooks")]
+_hooks, _backward_hooks = (
+    [getattr(modules, f"_global_{way}_{kind}", True) for kind in ("hooks", "pre_hooks")]
+    for way in ("forward", "backward")
+)
 HOOKS = "_forward_hooks", "_forward_pre_hooks"  # of a module
+BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
 _transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _has_profiler = hasattr(profiler, "_is_profiler_enabled")
 _has_level = hasattr(forward_ad, "_current_level")
@@ -187,6 +191,11 @@ def is_watched():
     So are modes, profilers, and hooks of all modules. Yes, where there is no telling.
     """
     return not thread_is_plain() or any(_hooks)
+
+
+def is_watched_in_backward():
+    """Whether something sees the gradients of each function or module. Yes, where unknown."""
+    return torch.is_anomaly_enabled() or any(_backward_hooks)
 
 
 def direct_apply(function):

@@ -55,7 +55,7 @@ def captured(st, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(replay, "_on_gpu", lambda x, mask: True)
+    monkeypatch.setattr(replay, "on_gpu", lambda x, mask: True)
     monkeypatch.setattr(graphs, "_captured", capture)
     monkeypatch.setattr(graphs, "new_memory", lambda device: object())
     monkeypatch.setattr(cuda, "list_blocks", list_blocks)

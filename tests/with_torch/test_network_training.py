@@ -290,20 +290,6 @@ def test_same_input_same_gradients(st):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-WARM_UP = [  # of make_graphed_callables
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA"),
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
-]
-
-
-def with_warm_up(function):
-    """Mark a test that graphs a network in training."""
-    for mark in WARM_UP:
-        function = mark(function)
-    return function
-
-
-@with_warm_up
 @pytest.mark.parametrize("autocast", [False, True])
 def test_graphed_calls_train_as_plain_ones(st, device, autocast):
     """Results, gradients, those that add up over calls too, and running statistics."""
@@ -352,7 +338,6 @@ def test_graphed_calls_train_as_plain_ones(st, device, autocast):
     assert (a - b).norm() <= bound * b.norm()
 
 
-@with_warm_up
 def test_what_graphed_calls_in_training_refuse(st, device):
     dense = networks.network("fcn").to(device)
     sparse = st.sparsify(dense, BLOCK).train()
@@ -372,7 +357,6 @@ def test_what_graphed_calls_in_training_refuse(st, device):
     assert given.grad.shape == x.shape and given.grad.abs().max() > 0
 
 
-@with_warm_up
 @pytest.mark.gpu
 def test_graphs_in_training_see_what_has_changed(st, require):
     require("gpu")

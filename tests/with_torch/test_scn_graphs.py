@@ -4,7 +4,6 @@ On a CPU it calls the network; "as on a GPU" what is around the CUDA graphs runs
 graphs call the network.
 """
 
-import contextlib
 import copy
 import sys
 import types
@@ -12,6 +11,7 @@ import types
 import pytest
 
 import sbnet_cupy as sb
+from support import training_graphs_on_cpu
 from support.scn_networks import SAMPLES, SIZE, points, unet
 from support.torch_cases import on_device
 
@@ -50,20 +50,14 @@ def fake(torch, monkeypatch):
         graph = Graph(run)
         return graph, graph.result
 
-    def make_graphed_callables(call, inputs, allow_unused_input):
-        call(*inputs)
-        return call
-
     def graphed(net, inputs, slack=0.25):
         return graphs._Replayed(net, list(inputs), slack)
 
+    training_graphs_on_cpu.patch(monkeypatch)
     event, zeros = types.SimpleNamespace(record=lambda: None, query=lambda: True), torch.zeros
     for where, name, new in (
         (graphs, "capture", capture), (sys.modules["sbnet_cupy.torch.scn"], "graphed", graphed),
-        (torch.cuda, "make_graphed_callables", make_graphed_callables),
         (torch.cuda, "Event", lambda: event),
-        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
-        (torch.random, "fork_rng", lambda devices: contextlib.nullcontext()),
         (torch, "zeros", lambda *sizes, pin_memory=False, **how: zeros(*sizes, **how)),
     ):  # fmt: skip
         monkeypatch.setattr(where, name, new)

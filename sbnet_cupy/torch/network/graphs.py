@@ -112,7 +112,7 @@ def capture(run, x, memory=None):
         try:
             with torch.cuda.stream(stream):
                 run()
-                with _NoSynchronization():
+                with NoSynchronization():
                     run()
                 run()
         finally:
@@ -155,12 +155,17 @@ _SYNCHRONIZING = {
 }  # fmt: skip
 
 
-class _NoSynchronization(TorchDispatchMode):
-    """Raises where the host would wait for the device, ahead of a capture that would break."""
+class NoSynchronization(TorchDispatchMode):
+    """Raises where the host would wait for the device, ahead of a capture that would break.
+
+    So it does where processes wait for each other: they do not capture at the same time.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run a function of PyTorch that does not wait."""
         name, result = func._schema.name, None
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"the network communicates with other processes, in {name}")
         waits = name in _SYNCHRONIZING and args[0].is_cuda
         if not waits:
             result = func(*args, **kwargs or {})

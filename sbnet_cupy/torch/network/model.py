@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece, is_mapped
-from . import cuda, graphs, left, training_graphs, tuning
+from . import cuda, graphs, left, training_graphs, training_replay, tuning
 from . import tensor as T
 from .ends import check_call, check_device, finished_tree, warn_left_out
 from .entry import Entry, gathered
@@ -52,7 +52,8 @@ class SparseModel(Report, nn.Module):
     outside : number, "bias" or tensor
         What the result holds outside active blocks.
     replay : "auto", True or False
-        Whether calls like earlier ones are replayed as CUDA graphs, see :func:`sparsify`.
+        Whether calls like earlier ones are replayed as CUDA graphs, True: in training, too, see
+        :func:`sparsify`.
     break_even : float or None
         Share of active blocks from which whole images are computed, 0 outside active blocks, which
         gives the same numbers up to rounding. None is a usual value of the device: on a GPU, over 1
@@ -69,6 +70,7 @@ class SparseModel(Report, nn.Module):
         self.break_even = None
         self._weights, self._is_trained = Weights(), False
         self._replays, self._tapes = Replays(), Tapes()
+        self._training_replays = training_replay.TrainingReplays()
         self._compiled = None
         self._reaches = {}
         self._traces = Traces()
@@ -77,6 +79,8 @@ class SparseModel(Report, nn.Module):
     def __setattr__(self, name, value):
         """Set an attribute; an option must be a possible one."""
         super().__setattr__(name, CHECKS[name](value) if name in CHECKS else value)
+        if name == "replay" and value is not True and "_training_replays" in vars(self):
+            self._training_replays.clear()
 
     def forward(self, x, mask, *args, outside=None, **kwargs):
         """Run the network where ``mask`` is set.
@@ -113,14 +117,30 @@ class SparseModel(Report, nn.Module):
             return _in_graph(self, x, mask, args, kwargs)
         if self._is_trained:  # by a graph, which may leave no trace in the weights
             self._forget()
+        if training_replay.may_replay(self, x, mask, args, kwargs, outside):
+            return self._replayed(self._training_replays, x, mask, outside)
         if may_record(self, x, mask, args, kwargs):
             if may_replay(self, x, mask, outside):
-                check_call(x, mask)
-                check_outside(self.outside if outside is None else outside)
-                return self._replays.call(self, x, mask, outside)
+                return self._replayed(self._replays, x, mask, outside)
             if may_tape(self, x, outside):
                 return self._tapes.call(self, x, mask, outside)
         return self._call(x, mask, args, kwargs, outside)
+
+    def _replayed(self, replays, x, mask, outside):
+        """Replay a call, if one like it came before."""
+        check_call(x, mask)
+        check_outside(self.outside if outside is None else outside)
+        return replays.call(self, x, mask, outside)
+
+    @contextlib.contextmanager
+    def _fixed(self, capacity):
+        """Within this, calls have a capacity and run by themselves."""
+        before, replays = self.capacity, self._training_replays
+        self.capacity, replays.is_off = capacity, True
+        try:
+            yield
+        finally:
+            self.capacity, replays.is_off = before, False
 
     def _call(self, x, mask, args=(), kwargs=None, outside=None, room=None):
         """Run the network once, without a CUDA graph; for ``room`` see :meth:`_table`."""
@@ -370,6 +390,7 @@ class SparseModel(Report, nn.Module):
 
     def _apply(self, *args, **kwargs):
         self._forget()
+        self._training_replays.clear()
         return super()._apply(*args, **kwargs)
 
     def __prepare_scriptable__(self):
@@ -383,6 +404,7 @@ class SparseModel(Report, nn.Module):
         state = dict(vars(self))
         state.update(
             _weights=Weights(), _replays=Replays(), _tapes=Tapes(), _traces=Traces(),
+            _training_replays=training_replay.TrainingReplays(),
             _compiled=None, _last=None, _reaches={},
         )  # fmt: skip
         return state

@@ -23,6 +23,7 @@ class Recordings:
     """
 
     limit = 0  # recordings of a network
+    kind = State
 
     def __init__(self):
         self.lock = threading.RLock()
@@ -51,7 +52,7 @@ class Recordings:
                 if self.kept:
                     self._lose_patience()
                 self.clear()
-                self.state = State(model)
+                self.state = self.kind(model)
             if self.state.device != x.device:
                 check_device(model, x)
                 self.state.device = x.device
@@ -97,20 +98,16 @@ def may_record(sparse, x, mask, args, kwargs):
     """Whether a call may be recorded, or replayed: in evaluation, with nothing that looks on."""
     if not sparse.replay or sparse.training or torch.is_grad_enabled() or args or kwargs:
         return False
+    return are_usual(x, mask) and not torch.is_autocast_enabled(x.device.type)
+
+
+def are_usual(x, mask):
+    """Whether an image and a mask may be recorded: plain ones, with nothing that looks on."""
     if type(x) is not torch.Tensor or type(mask) is not torch.Tensor or x.device != mask.device:
         return False
-    if x.device.type not in ("cpu", "cuda"):
+    if x.device.type not in ("cpu", "cuda") or x.dim() != 4 or x.numel() == 0 or is_watched():
         return False
-    return x.dim() == 4 and x.numel() > 0 and not _is_seen(x)
-
-
-def _is_seen(x):
-    """Whether something sees the single functions of a call, or changes them."""
-    return (
-        is_watched()
-        or torch.is_autocast_enabled(x.device.type)
-        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def settings():

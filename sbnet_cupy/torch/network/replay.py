@@ -6,6 +6,7 @@ from .._dispatch_state import current_stream
 from . import graphs
 from .ends import warn
 from .recordings import Recordings, settings
+from .training_graphs import settings_of
 
 
 class Replays(Recordings):
@@ -30,7 +31,7 @@ class Replays(Recordings):
             if state.fit and (room is None or room[1]):
                 rows = None if room is None else (None, room[1])  # for other masks, too
                 key = (*_key(sparse, x, mask, outside), rows)
-                replay, due = self.find(state, key)
+                replay, due = self.find(state, key) if self._is_free(x) else (None, False)
                 if due:
                     replay, failed = self._captured(sparse, x, mask, outside, rows)
                     if replay is not None:
@@ -57,15 +58,26 @@ class Replays(Recordings):
 
     def _captured(self, sparse, x, mask, outside, room):
         """Capture a call; return (its replay, None), or (None, why there is none)."""
-        last, stream = sparse._last, (x.device, _stream(x))
-        if stream not in self.memory:
-            self.memory[stream] = graphs.new_memory(x.device)
+        last, place = sparse._last, place_of(x)
         try:
-            memory = self.memory[stream]
-            return graphs._captured(sparse, x, mask, outside, room, memory), None
+            if place not in self.memory:
+                self.memory[place] = self._new_memory(x.device)
+            return self._capture(sparse, x, mask, outside, room, self.memory[place]), None
         except Exception as error:
             sparse._last = last
             return None, error
+
+    def _new_memory(self, device):
+        """Return memory that the graphs of a stream share."""
+        return graphs.new_memory(device)
+
+    def _capture(self, sparse, x, mask, outside, room, memory):
+        """Capture a call; return what replays it."""
+        return graphs._captured(sparse, x, mask, outside, room, memory)
+
+    def _is_free(self, x):
+        """Whether a call may write over the memory of the call before it on its stream."""
+        return True
 
 
 def may_replay(sparse, x, mask, outside):
@@ -75,23 +87,26 @@ def may_replay(sparse, x, mask, outside):
     """
     if sparse._replays.unfit or isinstance(outside, torch.Tensor):
         return False
-    return _on_gpu(x, mask)
+    return on_gpu(x, mask)
 
 
-def _on_gpu(x, mask):
+def on_gpu(x, mask):
+    """Whether a call is on a GPU."""
     return x.is_cuda and x.device == mask.device
 
 
-def _stream(x):
-    return current_stream(x.get_device()) if x.is_cuda else None
+def place_of(x):
+    """Return the device and the stream of a call."""
+    return x.device, current_stream(x.get_device()) if x.is_cuda else None
 
 
 def _key(sparse, x, mask, outside):
     """Return all that a graph depends on besides the network's state and numbers in tensors."""
     outside = sparse.outside if outside is None else outside
     return (
-        tuple(x.shape), x.stride(), x.dtype, x.device, tuple(mask.shape), mask.stride(), mask.dtype,
-        _stream(x), type(outside), outside,
+        tuple(x.shape), x.stride(), x.dtype, *place_of(x),
+        tuple(mask.shape), mask.stride(), mask.dtype, type(outside), outside,
+        *settings_of(sparse, x),
         sparse.block_size, sparse.capacity, type(sparse.capacity), sparse.halo, sparse.break_even,
         *settings(),
     )  # fmt: skip

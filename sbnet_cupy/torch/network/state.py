@@ -49,6 +49,8 @@ class State:
     more than ``most`` are compared.
     """
 
+    hooks_of = HOOKS
+
     def __init__(self, model, tensors=True, most=_MOST_ITEMS):
         self.model, modules = model, list(model.modules())
         self.kept, inner, more, is_all = _contents(modules, most)
@@ -65,7 +67,7 @@ class State:
         loose = [t for d in self.attributes for t in d.values() if isinstance(t, torch.Tensor)]
         # An activation that a call has left there has no memory, and each call leaves another.
         self.tensors += [t for t in (*loose, *inner) if not isinstance(t, StackTensor)]
-        self.hooks = [d[name] for d in self.attributes for name in HOOKS]
+        self.hooks = [d[name] for d in self.attributes for name in self.hooks_of]
         self.hooked = any(self.hooks)
         self.device = None  # of the network, once it was checked
         self.items = [_items(content) for content in self.kept]

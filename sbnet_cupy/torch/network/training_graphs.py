@@ -1,20 +1,29 @@
 """CUDA graphs of a network in training: a call, and its gradients, without host time.
 
-By PyTorch's ``make_graphed_callables``, made safe to use: every call is held against what the
-graphs were made of, and what comes out is copied from their memory, which the next call writes.
+What goes in and what comes out is copied, and every call is held against what the graphs were made
+of. Activations are in memory that the next call writes.
 """
 
+import contextlib
 import math
+import pickle
+import random
+import weakref
 
+import numpy as np
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .._dispatch_state import BACKWARD_HOOKS, HOOKS
 from .ends import check_call
-from .graphs import check_alike, likeness, no_collection
+from .graphs import NoSynchronization, check_alike, likeness, new_memory, no_collection
 from .state import State
+
+_WARM_UP = 3  # calls before a capture, in which libraries choose how they compute
+_TENSOR_HOOKS = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
 
 
 def graphed(sparse, x, mask):
@@ -31,12 +40,8 @@ def graphed(sparse, x, mask):
     check_call(x, mask)
     given, settings = likeness(x, mask), settings_of(sparse, x)
     if x.is_cuda:
-        capacity = sparse.capacity
-        sparse.capacity = 1.0 if capacity is None else capacity
-        try:
+        with sparse._fixed(1.0 if sparse.capacity is None else sparse.capacity):
             graphs = Graphs(sparse, (x, mask), sparse.model)
-        finally:
-            sparse.capacity = capacity
         noted = sparse._last
 
     def run(x, mask):
@@ -68,13 +73,55 @@ def check_settings(given, got, name):
         )
 
 
-def refuse_hooks(module):
-    """Raise if a module or one below it has forward hooks."""
-    if State(module).hooked:
+def refuse_hooks(module, kind=State):
+    """Raise if a module or one below it has hooks."""
+    if kind(module).hooked:
         raise RuntimeError(
-            "a network with forward hooks has no such CUDA graph, as replays would not call them; "
-            "remove them, or call the network itself"
+            "a network with forward hooks, or in training backward hooks, has no such CUDA graph, "
+            "as replays would not call them; remove them, or call the network itself"
         )
+
+
+class Memory:
+    """Memory that one call at a time has for its activations.
+
+    Graphs that share it must be replayed one after the other, with the gradients of a call before
+    the next call.
+    """
+
+    def __init__(self, device):
+        self.pool, self.stream = new_memory(device)
+        self._last = None
+
+    def begin(self, turn):
+        """Give the memory to a call."""
+        self._last = weakref.ref(turn)
+
+    def is_of(self, turn):
+        """Whether the memory holds what the gradients of a call are computed of."""
+        return self._last is not None and self._last() is turn and not turn.done
+
+    def is_awaited(self):
+        """Whether somebody may still ask for the gradients of the last call."""
+        turn = self._last and self._last()
+        return turn is not None and not turn.done
+
+
+class _Turn:
+    """A call: what it was given, and whether its gradients were computed."""
+
+    def __init__(self, inputs, drawn):
+        self.inputs, self.versions, self.drawn = inputs, [x._version for x in inputs], drawn
+        self.done = False
+
+
+class TrainingState(State):
+    """The same of a network in training, where numbers in parameters and buffers change."""
+
+    hooks_of = (*HOOKS, *BACKWARD_HOOKS)
+
+    def _versions(self):
+        return [(t.data_ptr(), t.requires_grad) for t in self.tensors]
 
 
 class Graphs:
@@ -88,93 +135,227 @@ class Graphs:
         What each call is like.
     watched : Module
         The module, or the part of it of which an attribute may be set by somebody.
+    options : dict, optional
+        Keyword arguments of all calls.
+    memory : Memory, optional
+        That of other graphs on the same stream.
+    again : callable, optional
+        ``again()`` is the context in which a call runs once more where its gradients are asked for
+        twice or too late, or are to have gradients. Without it such gradients are refused.
     """
 
-    def __init__(self, module, inputs, watched):
-        self.module, self.calls, self.count = module, 0, len(inputs)
-        refuse_hooks(watched)
+    def __init__(self, module, inputs, watched, options=None, memory=None, again=None):
+        self.module, self.count, self.options = module, len(inputs), options or {}
+        self.again = again
+        refuse_hooks(watched, TrainingState)
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.parameters = list(named.values())
+        self.names, self.parameters = list(named), list(named.values())
         # Leaves of their own: a result of an earlier call may still hold the nodes that add up the
         # gradients of the parameters, and these belong to another stream.
-        self._leaves = {name: p.detach().requires_grad_() for name, p in named.items()}
-        own = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
-        for mine, x in zip(own, inputs, strict=True):
+        leaves = [p.detach().requires_grad_() for p in self.parameters]
+        self.own = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
+        for mine, x in zip(self.own, inputs, strict=True):
             mine.requires_grad_(x.requires_grad)
-        device, buffers = own[0].device, [(b, b.clone()) for b in module.buffers()]
+        device, buffers = self.own[0].device, [(b, b.clone()) for b in module.buffers()]
+        self._cast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        self.memory = memory or Memory(device)
         try:
             with (
-                torch.cuda.device(device), torch.random.fork_rng([device]), torch.enable_grad(),
-                no_collection(),
+                torch.cuda.device(device), _forked(device), torch.enable_grad(), self._autocast(),
             ):  # fmt: skip
-                self._replay = torch.cuda.make_graphed_callables(
-                    self._call, (*own, *self._leaves.values()), allow_unused_input=True
-                )
+                self._check(leaves)
+                self._capture(leaves)
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:  # running statistics have followed the warm-up
                     buffer.copy_(before)
-        self.state = State(watched, most=math.inf)
-        self.held = self._held()
+        self.state = TrainingState(watched, most=math.inf)
 
-    def _call(self, *given):
+    def _autocast(self):
+        """Return autocast as it was; weights that it has converted are not kept for other calls."""
+        enabled, dtype = self._cast
+        kind = self.own[0].device.type
+        return torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
+
+    def _call(self, inputs, parameters, buffers=None):
         """Call the module with these parameters; keep how its result is made of tensors."""
-        parameters = dict(zip(self._leaves, given[self.count :], strict=True))
-        result = functional_call(self.module, parameters, given[: self.count])
+        state = dict(zip(self.names, parameters, strict=True)) | (buffers or {})
+        result = functional_call(self.module, state, tuple(inputs), self.options)
         leaves, self.tree = tree_flatten(result)
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise TypeError(
                 "the network's result must be made of tensors in tuples, lists and dicts to come "
                 "out of a CUDA graph in training"
             )
-        return tuple(leaves)
+        return leaves
 
-    def _held(self):
-        """Return what graphs take for granted of parameters and buffers; numbers may change."""
-        return [(t.data_ptr(), t.requires_grad) for t in self.state.tensors]
+    def _check(self, leaves):
+        """Call the module once; raise if a replay could not do what the call does."""
+        device = self.own[0].device
+        before, drawn = _host_generators(device), _generator(device)
+        with NoSynchronization(), _NoTensorHooks():
+            self._call(self.own, leaves)
+        if _host_generators(device) != before:
+            raise RuntimeError(
+                "the network draws random numbers on the host, which a CUDA graph would draw but "
+                "once; draw them on the device, or call the network itself"
+            )
+        self.draws = not torch.equal(_generator(device), drawn)
+
+    def _capture(self, leaves):
+        """Capture a call and its gradients."""
+        wanted = [t for t in (*self.own, *leaves) if t.requires_grad]
+
+        def gradients(results, grads):
+            results = [r for r in results if r.requires_grad]
+            return torch.autograd.grad(results, wanted, grads, allow_unused=True)
+
+        def gradients_like(results):
+            return [torch.zeros_like(r) for r in results if r.requires_grad]
+
+        before, stream = torch.cuda.current_stream(), self.memory.stream
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UP):
+                    results = self._call(self.own, leaves)
+                    if any(r.requires_grad for r in results):
+                        gradients(results, gradients_like(results))
+                    del results
+        finally:
+            before.wait_stream(stream)
+        self.graph, self.graph_of_gradients, self.found = torch.cuda.CUDAGraph(), None, []
+        try:
+            with self._capturing(self.graph):
+                results = self._call(self.own, leaves)
+            self.own_grads = gradients_like(results)
+            if self.own_grads:
+                self.graph_of_gradients = torch.cuda.CUDAGraph()
+                with self._capturing(self.graph_of_gradients):
+                    self.found = gradients(results, self.own_grads)
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own
+        self.results = [(r.detach(), r.requires_grad) for r in results]
+
+    @contextlib.contextmanager
+    def _capturing(self, graph):
+        """Capture what runs meanwhile; other threads, such as those that load data, may go on."""
+        with (
+            no_collection(),
+            torch.cuda.graph(
+                graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
+            ),
+        ):
+            yield
 
     def replay(self, *inputs):
         """Replay the call."""
-        if not self.state.looks_alike() or self._held() != self.held:
+        if not self.state.holds():
             raise RuntimeError(
                 "the network has changed since its call was graphed: an attribute of a module was "
                 "set, or a parameter or buffer was moved, replaced, converted or frozen; call "
                 "graphed() again"
             )
-        with torch.cuda.device(inputs[0].device):
-            self.calls += 1
-            given = _Into.apply(*inputs, *self.parameters)
-            leaves = _OutOf.apply(self, *self._replay(*given))
+        device = inputs[0].device
+        with torch.cuda.device(device):
+            drawn = _generator(device) if self.draws and self.again else None
+            leaves = _Replay.apply(self, _Turn(inputs, drawn), *inputs, *self.parameters)
         return tree_unflatten(leaves, self.tree)
 
+    def gradients(self, turn, parameters, grads):
+        """Return the gradients of a call: of its inputs and of the parameters, None of others."""
+        wanted = [t for t in (*turn.inputs, *parameters) if t.requires_grad]
+        if torch.is_grad_enabled() or not self.memory.is_of(turn):
+            found = self._gradients_again(turn, wanted, parameters, grads)
+        else:
+            turn.done = True
+            for own, grad in zip(self.own_grads, grads, strict=True):
+                own.copy_(grad)
+            self.graph_of_gradients.replay()
+            found = [g if g is None else g.clone() for g in self.found]
+        found = iter(found)
+        return [next(found) if t.requires_grad else None for t in (*turn.inputs, *parameters)]
 
-class _Into(Function):
-    """What enters a graph, whose gradients are copied out of its memory."""
-
-    @staticmethod
-    def forward(ctx, *tensors):
-        return tuple(t.detach() for t in tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        return tuple(g if g is None else g.clone() for g in grads)
-
-
-class _OutOf(Function):
-    """What a graph has computed, copied out of its memory."""
-
-    @staticmethod
-    def forward(ctx, graphs, *leaves):
-        ctx.graphs, ctx.number = graphs, graphs.calls
-        return tuple(leaf.clone() for leaf in leaves)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        if ctx.number != ctx.graphs.calls:
+    def _gradients_again(self, turn, wanted, parameters, grads):
+        """Return the gradients of a call whose memory is gone, by calling the module once more."""
+        if self.again is None:
             raise RuntimeError(
                 "the gradients of a graphed call must be computed before the next call, which has "
-                "written over what they need; for several calls at once call the network itself"
+                "written over what they need, once, and without gradients of their own; for more "
+                "call the network itself"
             )
-        return None, *grads
+        if [x._version for x in turn.inputs] != turn.versions:
+            raise RuntimeError(
+                "gradients are asked for twice, after the next call, or to have gradients: for "
+                "these the call runs again, but its image or mask was changed in place; pass it a "
+                "copy"
+            )
+        buffers = {name: b.clone() for name, b in self.module.named_buffers()}
+        device = turn.inputs[0].device
+        with _forked(device), torch.enable_grad(), self._autocast(), self.again():
+            if turn.drawn is not None:
+                _set_generator(device, turn.drawn)
+            results = self._call(turn.inputs, parameters, buffers)
+        results = [r for r in results if r.requires_grad]
+        return torch.autograd.grad(
+            results, wanted, grads, allow_unused=True, create_graph=torch.is_grad_enabled()
+        )
+
+
+class _Replay(Function):
+    """A call by its graph."""
+
+    @staticmethod
+    def forward(ctx, graphs, turn, *tensors):
+        for own, x in zip(graphs.own, turn.inputs, strict=True):
+            own.copy_(x)
+        graphs.memory.begin(turn)
+        graphs.graph.replay()
+        ctx.graphs, ctx.turn = graphs, turn
+        ctx.save_for_backward(*tensors[graphs.count :])
+        leaves = [(result.clone(), has_gradient) for result, has_gradient in graphs.results]
+        ctx.with_gradient = [has_gradient for _, has_gradient in leaves]
+        ctx.mark_non_differentiable(*(leaf for leaf, has_gradient in leaves if not has_gradient))
+        return tuple(leaf for leaf, _ in leaves)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grads = [g for g, wanted in zip(grads, ctx.with_gradient, strict=True) if wanted]
+        return None, None, *ctx.graphs.gradients(ctx.turn, ctx.saved_tensors, grads)
+
+
+class _NoTensorHooks(TorchFunctionMode):
+    """Raises where a network hangs a hook on a tensor, which a replay would not call."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Call a function of PyTorch that is none of these."""
+        if getattr(func, "__name__", "") in _TENSOR_HOOKS:
+            raise RuntimeError(
+                f"the network calls {func.__name__} of a tensor, which a replay would not; call "
+                "the network itself"
+            )
+        return func(*args, **kwargs or {})
+
+
+def _host_generators(device):
+    """Return the states of the host's generators of random numbers, but that of the device."""
+    own = torch.get_rng_state() if device.type == "cuda" else torch.empty(0)
+    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False))), bytes(own.numpy())
+
+
+def _generator(device):
+    """Return the state of the generator of random numbers of a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator(device, state):
+    """Set the state of the generator of random numbers of a device."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _forked(device):
+    """Within this, the generators of the host and of a device draw; then they are as before."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])

@@ -1,0 +1,73 @@
+"""Training by CUDA graphs, with ``replay=True``: calls like earlier ones, and their gradients."""
+
+import contextlib
+
+import torch
+
+from .._dispatch_state import is_watched_in_backward
+from . import replay
+from .recordings import are_usual
+from .training_graphs import Graphs, Memory, TrainingState
+
+
+class TrainingReplays(replay.Replays):
+    """The CUDA graphs of a network's calls with gradients.
+
+    There is memory for the activations of one call. While its gradients may still be asked for,
+    other calls run one by one.
+    """
+
+    kind = TrainingState
+    is_off = False  # while a call runs by itself
+
+    def _new_memory(self, device):
+        return Memory(device)
+
+    def _is_free(self, x):
+        memory = self.memory.get(replay.place_of(x))
+        return memory is None or not memory.is_awaited()
+
+    def _capture(self, sparse, x, mask, outside, room, memory):
+        capacity = sparse.capacity if room is None else room[1]
+        options = {} if outside is None else {"outside": outside}
+
+        @contextlib.contextmanager
+        def again():
+            last = sparse._last
+            with sparse._fixed(capacity):
+                yield
+            sparse._last = last
+
+        with sparse._fixed(capacity):
+            graphs = Graphs(_Alone(sparse), (x, mask), sparse.model, options, memory, again)
+        noted = sparse._last
+
+        def run(x, mask):
+            result = graphs.replay(x, mask)
+            sparse._is_trained = True  # running statistics change, of which no version tells
+            sparse._last = noted
+            return result
+
+        return run
+
+
+class _Alone(torch.nn.Module):
+    """A network without the hooks of its own, which the call around a replay runs."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.sparse = sparse
+
+    def forward(self, *args, **kwargs):
+        """Call the network."""
+        return self.sparse.forward(*args, **kwargs)
+
+
+def may_replay(sparse, x, mask, args, kwargs, outside):
+    """Whether a call with gradients is replayed where one like it came before."""
+    if sparse.replay is not True or not torch.is_grad_enabled() or args or kwargs:
+        return False
+    replays = sparse._training_replays
+    if replays.unfit or replays.is_off or isinstance(outside, torch.Tensor):
+        return False
+    return are_usual(x, mask) and replay.on_gpu(x, mask) and not is_watched_in_backward()

@@ -1,0 +1,53 @@
+"""CUDA graphs in training, on the CPU: a call runs again, and writes to memory as a graph does."""
+
+import contextlib
+import types
+
+import torch
+
+
+def capture(graphs, leaves):
+    """Do what ``Graphs._capture`` does; a call writes over the activations of the one before it."""
+    wanted = [t for t in (*graphs.own, *leaves) if t.requires_grad]
+    memory, kept = graphs.memory, types.SimpleNamespace(number=0)
+
+    def call():
+        alone = graphs.again or contextlib.nullcontext  # a graph calls no function of Python's
+        with torch.enable_grad(), graphs._autocast(), alone():
+            return graphs._call(graphs.own, leaves)
+
+    def replay():
+        kept.number += 1
+        memory.activations = (graphs, kept.number), call()
+        for (own, _), result in zip(graphs.results, memory.activations[1], strict=True):
+            own.copy_(result.detach())
+
+    def replay_gradients():
+        owner, results = memory.activations
+        assert owner == (graphs, kept.number)
+        memory.activations = None  # the gradients have written over them
+        results = [r for r in results if r.requires_grad]
+        found = torch.autograd.grad(results, wanted, graphs.own_grads, allow_unused=True)
+        for own, grad in zip(graphs.found, found, strict=True):
+            assert (own is None) == (grad is None)
+            if own is not None:
+                own.copy_(grad)
+
+    results = call()
+    graphs.own_grads = [torch.zeros_like(r) for r in results if r.requires_grad]
+    some = [r for r in results if r.requires_grad]
+    graphs.found = (
+        torch.autograd.grad(some, wanted, graphs.own_grads, allow_unused=True) if some else []
+    )
+    graphs.results = [(r.detach().clone(), r.requires_grad) for r in results]
+    graphs.graph = types.SimpleNamespace(replay=replay)
+    graphs.graph_of_gradients = types.SimpleNamespace(replay=replay_gradients)
+
+
+def patch(monkeypatch):
+    """Let graphs in training be these."""
+    from sbnet_cupy.torch.network import training_graphs
+
+    monkeypatch.setattr(training_graphs.Graphs, "_capture", capture)
+    monkeypatch.setattr(training_graphs, "new_memory", lambda device: (None, None))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
