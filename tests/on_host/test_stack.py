@@ -144,6 +144,9 @@ INTERPOLATIONS = ["nearest", "bilinear", "bilinear corners"]
     [
         *thinned_pairs(6, INTERPOLATIONS, [2, 3, 0.5, 4], DTYPES[:3], SMALL[:2]),
         ("bilinear", 2, FLOAT16, (301, (2, 2))),  # more vectors of a pixel than threads
+        *[("bilinear", 8, dtype, (21, (4, 2))) for dtype in DTYPES[:3]],  # as the end of an FCN
+        ("bilinear", 4, FLOAT32, (8, (8, 8))),  # wide vectors of channels
+        ("bilinear", 2, FLOAT16, (2000, (2, 2))),  # lines that are too long for shared memory
     ],
     ids=str,
 )
@@ -166,13 +169,38 @@ def test_interpolation(on_shim, mode, factor, dtype, sizes):
     run = stack_interpolate.prepare_stack_interpolate(pool, mode, steps)
     y = np.full((len(x), *after.block_size, channels), 7, dtype)
     run(x, table.bin_counts, table.active_block_indices, table.grid, y)
-    assert [name for _, name in on_shim] == ["stack_interpolate"]
+    is_wide = channels * dtype.itemsize % 16 == 0 or channels > 1000
+    by_lines = mode.startswith("bilinear") and factor >= 2 and not is_wide
+    assert [name for _, name in on_shim] == ["stack_interpolate" + by_lines * "_lines"]
     assert not y[table.count() :].any()
     # A share is a position of less than 64 pixels, rounded twice, less a whole number; it scales
     # the difference of two pixels, each no larger than the largest.
     most = np.full(expected.shape, abs(np.nan_to_num(wide)).max())
     actual, expected = (in_the_image(a, after) for a in (y, expected))
     assert_close(actual, expected, terms=4 * 64, dtype=stack_cases.sum_dtype(dtype), magnitude=most)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("mode", INTERPOLATIONS[1:])
+@pytest.mark.parametrize("channels, factor", [(21, 8), (3, 2), (2, 3), (1, 4)])
+def test_lines_have_the_bits_of_pixels(on_shim, monkeypatch, mode, dtype, channels, factor):
+    """Interpolated by whole lines, or a pixel by each thread."""
+    _, table, x, _ = drawn(dtype, channels, (4, 2), (13, 9))
+    after = table.after_interpolate(factor)
+    element = {2: "Half", 4: "float"}[dtype.itemsize] if dtype != BFLOAT16 else "BFloat16"
+    pool = stack_pool_launch.StackPool(
+        element, dtype.itemsize, table.capacity, table.batch, table.grid.shape[1:], channels,
+        (4, 2), table.image_size, block_out=after.block_size,
+    )  # fmt: skip
+    found = []
+    for _ in range(2):
+        run = stack_interpolate.prepare_stack_interpolate(pool, mode, (1 / factor, 1 / factor))
+        y = np.full((len(x), *after.block_size, channels), 7, dtype)
+        run(x, table.bin_counts, table.active_block_indices, table.grid, y)
+        found.append(in_the_image(y, after))
+        monkeypatch.setattr(stack_interpolate, "_MOST_STEP", 0)
+    assert [name for _, name in on_shim] == ["stack_interpolate_lines", "stack_interpolate"]
+    assert np.array_equal(*found)
 
 
 OTHERS = {

@@ -5,11 +5,14 @@
 // block are 0; rows past the count are not written, or become 0.
 // Source: PyTorch's interpolate on images that are 0 outside of the active blocks. Positions are in float, as there.
 // Python: sbnet_cupy/block_sparse/stack/stack_interpolate.py
-// Launch: persistent grid of 256 threads; a thread block takes tiles of `lines` x `columns` pixels of y, 256 at most.
+// Launch: persistent grid of 256 threads; a thread block takes tiles of `lines` x `columns` pixels of y, 256 at most;
+//         stack_interpolate_lines: of `lines` whole lines of a block.
 // Why:    a thread finds the pixels of x around one pixel of y, for all its channels: 21 channels are 21 vectors of two
 //         bytes, and to search for each of them took seven times as long. Then a thread goes down the lines of one column and
 //         vector: where y is larger, lines in a row lie between the same pixels of x, which are loaded and mixed across once.
 //         Vectors of a line are written in the order of memory.
+//         Where channels make no wide vectors and y is larger, stack_interpolate_lines mixes each line of x across once, in
+//         shared memory, whatever pixel its numbers belong to; lines of y are mixed of these, and written, 16 bytes at a time.
 #include "block_sparse/stack/block_table.cuh"
 #include "core/async_copy.cuh"
 
@@ -38,6 +41,101 @@ struct alignas(16) Around {
 // The mean of two numbers; one that has no share does not count, whatever it is.
 DEVICE float mix(float first, float second, float share) {
     return share == 0.0f ? first : __fmaf_rn(share, second, __fmul_rn(1.0f - share, first));
+}
+
+// Tiles of whole lines: the sums are those of the kernel below, in the same order.
+template <typename T, typename V>
+__global__ void __launch_bounds__(THREADS, 4)
+    stack_interpolate_lines(const T* __restrict__ x,              // [M, bh, bw, C]
+                            const int* __restrict__ bin_counts,   // [1]
+                            const int* __restrict__ indices,      // [M, 3]
+                            const int* __restrict__ grid,         // [N, GH, GW]
+                            V* __restrict__ y,                    // [M, ph, pw * C / COUNT]
+                            i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 bh, i64 bw, i64 H, i64 W, i64 ph, i64 pw,
+                            double step_h, double step_w, double before, double after, i64 lines, i64 old_lines,
+                            i64 old_columns, i64 settled, i64 clear_rows) {
+    constexpr int COUNT = Elements<T, V>::COUNT;
+    const auto narrow = [](i64 value) { return static_cast<int>(value); };
+    const int old_h = narrow(bh), old_w = narrow(bw), new_h = narrow(ph), new_w = narrow(pw), channels = narrow(C);
+    const int tall = narrow(lines), line = new_w * channels, vectors = line / COUNT, most = narrow(old_lines), wide = narrow(old_columns);
+    DYNAMIC_SHARED(float, means);  // [old_lines, pw, C], of two columns of x each
+    Between* const downs = reinterpret_cast<Between*>(means + ceil_div(most * line, 4) * 4);  // [lines], from the first line
+    Between* const acrosses = downs + tall;                                                  // [pw], from the first column
+    int* const from = reinterpret_cast<int*>(acrosses + new_w);  // [old_lines, old_columns]: pixels of the stack; -1 is 0
+    begin_launch(settled);
+    bool waited = !settled;
+    const int thread = threadIdx.x, rows = narrow(clamp(*bin_counts, 0, M)), tiles = ceil_div(new_h, tall);
+    const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
+    const float lead = static_cast<float>(before), back = static_cast<float>(after);
+    const float step_down = static_cast<float>(step_h), step_across = static_cast<float>(step_w);
+    const Divisor by_channels(channels), by_line(vectors);
+    const i64 all = static_cast<i64>(rows) * tiles;
+    for (i64 tile = blockIdx.x; tile < all; tile += gridDim.x) {
+        const int of_row = narrow(tile) / tiles, p0 = (narrow(tile) - of_row * tiles) * tall, its_lines = min(tall, new_h - p0);
+        const BlockTable::Block block = table.block(of_row);
+        const auto down = [&](int l) { return Between(block.hi * new_h + p0 + l, step_down, lead, back, narrow(H)); };
+        const auto across = [&](int q) { return Between(block.wi * new_w + q, step_across, lead, back, narrow(W)); };
+        const int h0 = down(0).low, its_old = min(down(its_lines - 1).high - h0 + 1, most);
+        const int w0 = across(0).low, its_wide = min(across(new_w - 1).high - w0 + 1, wide);
+        for (int i = thread; i < its_lines; i += THREADS) {
+            Between at = down(i);
+            at.low -= h0, at.high -= h0;
+            downs[i] = at;
+        }
+        for (int i = thread; i < new_w; i += THREADS) {
+            Between at = across(i);
+            at.low -= w0, at.high -= w0;
+            acrosses[i] = at;
+        }
+        for (int i = thread; i < its_old * its_wide; i += THREADS) {
+            const int r = i / its_wide, h = h0 + r, w = w0 + i - r * its_wide, hi = h / old_h, wi = w / old_w;
+            const int row = table.row(block.n, hi, wi);
+            from[r * wide + w - w0] = row < 0 ? -1 : (row * old_h + h - hi * old_h) * old_w + w - wi * old_w;
+        }
+        __syncthreads();
+        if (!waited) dependent_wait();
+        waited = true;
+        const T* const stack = loaded_later(x);
+        for (int e = thread; e < line; e += THREADS) {
+            const int q = by_channels.of(e), c = e - q * channels;
+            const Between at = acrosses[q];
+#pragma unroll 4
+            for (int r = 0; r < its_old; ++r) {
+                const int first = from[r * wide + at.low], second = from[r * wide + at.high];
+                const T low = first < 0 ? zero<T>() : stack[static_cast<i64>(first) * channels + c];
+                const T high = second < 0 ? zero<T>() : stack[static_cast<i64>(second) * channels + c];
+                means[r * line + e] = mix(to_compute<float>(low), to_compute<float>(high), at.share);
+            }
+        }
+        __syncthreads();
+        V* const to = y + (static_cast<i64>(of_row) * new_h + p0) * vectors;
+        for (int v = thread; v < its_lines * vectors; v += THREADS) {
+            const int l = by_line.of(v), k = (v - l * vectors) * COUNT;
+            const Between at = downs[l];
+            const float *const low = means + at.low * line + k, *const high = means + at.high * line + k;
+            alignas(16) float first[COUNT], second[COUNT];
+            if constexpr (COUNT % 4 == 0) {
+#pragma unroll
+                for (int e = 0; e < COUNT; e += 4) {
+                    *reinterpret_cast<float4*>(first + e) = *reinterpret_cast<const float4*>(low + e);
+                    *reinterpret_cast<float4*>(second + e) = *reinterpret_cast<const float4*>(high + e);
+                }
+            } else {
+#pragma unroll
+                for (int e = 0; e < COUNT; ++e) first[e] = low[e], second[e] = high[e];
+            }
+            Elements<T, V> result;
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e) result.element[e] = from_compute<T>(mix(first[e], second[e], at.share));
+            to[v] = result.vector;
+        }
+        __syncthreads();  // all of it may be written again
+    }
+    if (!waited) dependent_wait();
+    if (clear_rows) {
+        const i64 size = static_cast<i64>(new_h) * vectors;
+        clear_rest<false>(y, rows * size, M * size);
+    }
 }
 
 template <typename T, typename V, bool LINEAR>

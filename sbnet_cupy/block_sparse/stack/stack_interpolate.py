@@ -5,7 +5,7 @@ positions are PyTorch's: in float32.
 """
 
 from ...core import launch as kernels
-from ...core.arrays import array_function, compute_dtype, namespace
+from ...core.arrays import array_function, compute_dtype, namespace, vector_bytes
 from .checks import computing
 from .fetch import fetch
 from .interpolation import phases, resolve_resize
@@ -139,6 +139,10 @@ _OFFSETS = {"nearest": (0.0, 0.0), "nearest-exact": (0.5, 0.0), "bilinear": (0.5
             "bilinear corners": (0.0, 0.0)}  # fmt: skip
 _ENOUGH = 512  # thread blocks that keep a large GPU busy
 _COLUMNS = 32  # of a tile, at most: eight lines of them are a pixel for each thread
+_WIDE = 16  # bytes of channels that a thread moves well
+_MOST_STEP = 0.5  # old lines for a new one: more are mixed across more often than they are used
+_LEAST_LINES = 4  # of a tile: with fewer, most of it are old lines
+_MOST_SHARED = 48 * 1024  # bytes of a tile, so that a multiprocessor holds four
 
 
 def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True):
@@ -158,6 +162,11 @@ def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True)
     """
     if not pool.fits:
         return None
+    numbers = (*map(float, steps), *_OFFSETS[mode])
+    if mode.startswith("bilinear"):
+        launch = _prepare_lines(pool, numbers, settled, clear_rows)
+        if launch is not None:
+            return launch
     height, width = pool.block_out
     # How many pixels a thread block takes at a time: one for each thread, fewer where that would
     # leave most of a GPU idle, but a vector for each thread.
@@ -174,9 +183,42 @@ def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True)
         5,
         (
             pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image,
-            *pool.block_out, *map(float, steps), *_OFFSETS[mode], lines, columns,
-            int(settled), int(clear_rows),
+            *pool.block_out, *numbers, lines, columns, int(settled), int(clear_rows),
         ),
+        persistent=True,
+        dependent=True,
+    )  # fmt: skip
+
+
+def _prepare_lines(pool, numbers, settled, clear_rows):
+    """Return the launch with tiles of whole lines, or None where vectors of channels are better."""
+    (height, width), steps = pool.block_out, numbers[:2]
+    if pool.vector >= _WIDE or steps[0] > _MOST_STEP:
+        return None
+    lines = min(height, max(pool.rows * height // _ENOUGH, _LEAST_LINES))
+    # From the first to the last, one of two on each side, and one for what is rounded.
+    old_lines, old_columns = (
+        int((n - 1) * step) + 4 for n, step in zip((lines, width), steps, strict=True)
+    )
+    line = width * pool.channels
+    means = -(-old_lines * line // 4) * 4  # vectors of four follow
+    shared = 4 * (means + 3 * (lines + width) + old_lines * old_columns)
+    if shared > _MOST_SHARED:
+        return None
+    vector = vector_bytes(line * pool.element_bytes, pool.alignment)
+    return kernels.prepare(
+        "block_sparse/stack/stack_interpolate",
+        "stack_interpolate_lines",
+        (pool.element, f"Bytes<{max(vector, pool.element_bytes)}>::type"),
+        pool.rows * -(-height // lines),
+        kernels.THREADS,
+        5,
+        (
+            pool.rows, pool.images, *pool.grid, pool.channels, *pool.block, *pool.image,
+            *pool.block_out, *numbers, lines, old_lines, old_columns, int(settled),
+            int(clear_rows),
+        ),
+        shared=shared,
         persistent=True,
         dependent=True,
     )  # fmt: skip
