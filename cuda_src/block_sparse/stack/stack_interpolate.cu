@@ -43,6 +43,21 @@ DEVICE float mix(float first, float second, float share) {
     return share == 0.0f ? first : __fmaf_rn(share, second, __fmul_rn(1.0f - share, first));
 }
 
+// Load numbers from shared memory, four at once where that many divide their place.
+template <int COUNT>
+DEVICE void load_numbers(float (&numbers)[COUNT], const float* from) {
+    if constexpr (COUNT % 4 == 0) {
+#pragma unroll
+        for (int e = 0; e < COUNT; e += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(from + e);
+            numbers[e] = four.x, numbers[e + 1] = four.y, numbers[e + 2] = four.z, numbers[e + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) numbers[e] = from[e];
+    }
+}
+
 // Tiles of whole lines: the sums are those of the kernel below, in the same order.
 template <typename T, typename V>
 __global__ void __launch_bounds__(THREADS, 4)
@@ -109,25 +124,22 @@ __global__ void __launch_bounds__(THREADS, 4)
         }
         __syncthreads();
         V* const to = y + (static_cast<i64>(of_row) * new_h + p0) * vectors;
-        for (int v = thread; v < its_lines * vectors; v += THREADS) {
-            const int l = by_line.of(v), k = (v - l * vectors) * COUNT;
-            const Between at = downs[l];
-            const float *const low = means + at.low * line + k, *const high = means + at.high * line + k;
-            alignas(16) float first[COUNT], second[COUNT];
-            if constexpr (COUNT % 4 == 0) {
+        // The vectors of a line, and if these are few, parts of the lines, are shared out.
+        const int parts = max(1, min(its_lines, THREADS / vectors)), part = ceil_div(its_lines, parts);
+        for (int i = thread; i < vectors * parts; i += THREADS) {
+            const int number = by_line.of(i), v = i - number * vectors, end = min(its_lines, (number + 1) * part);
+            float first[COUNT], second[COUNT];
+            int above = -1, below = -1;
+            for (int l = number * part; l < end; ++l) {
+                const Between at = downs[l];
+                if (at.low != above) load_numbers(first, means + at.low * line + v * COUNT);
+                if (at.high != below) load_numbers(second, means + at.high * line + v * COUNT);
+                above = at.low, below = at.high;
+                Elements<T, V> result;
 #pragma unroll
-                for (int e = 0; e < COUNT; e += 4) {
-                    *reinterpret_cast<float4*>(first + e) = *reinterpret_cast<const float4*>(low + e);
-                    *reinterpret_cast<float4*>(second + e) = *reinterpret_cast<const float4*>(high + e);
-                }
-            } else {
-#pragma unroll
-                for (int e = 0; e < COUNT; ++e) first[e] = low[e], second[e] = high[e];
+                for (int e = 0; e < COUNT; ++e) result.element[e] = from_compute<T>(mix(first[e], second[e], at.share));
+                to[static_cast<i64>(l) * vectors + v] = result.vector;
             }
-            Elements<T, V> result;
-#pragma unroll
-            for (int e = 0; e < COUNT; ++e) result.element[e] = from_compute<T>(mix(first[e], second[e], at.share));
-            to[v] = result.vector;
         }
         __syncthreads();  // all of it may be written again
     }

@@ -195,7 +195,7 @@ def _prepare_lines(pool, numbers, settled, clear_rows):
     (height, width), steps = pool.block_out, numbers[:2]
     if pool.vector >= _WIDE or steps[0] > _MOST_STEP:
         return None
-    lines = min(height, max(pool.rows * height // _ENOUGH, _LEAST_LINES))
+    lines = max(-(-height // max(_ENOUGH // pool.rows, 1)), min(height, _LEAST_LINES))
     # From the first to the last, one of two on each side, and one for what is rounded.
     old_lines, old_columns = (
         int((n - 1) * step) + 4 for n, step in zip((lines, width), steps, strict=True)
