@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-from support import networks  # noqa: E402  (needs PyTorch)
+from support import graphs_on_cpu, networks  # noqa: E402  (needs PyTorch)
 
 nn = torch.nn
 
@@ -25,17 +25,6 @@ def image(seed=7, n=2):
 def masks(count=3):
     """Return masks of some blocks each."""
     return [networks.blocks((2, *SIZE), BLOCK, 0.4, seed)[1] for seed in range(count)]
-
-
-def list_blocks(mask, block, capacity):
-    """List the blocks of a mask as the kernel does."""
-    from sbnet_cupy.torch.network.table import BlockTable, active_blocks
-
-    on = active_blocks(mask, block)
-    count = int(on.sum())
-    rows = count if capacity is None else capacity
-    table = BlockTable.of_blocks(on, rows, None, block, tuple(mask.shape[1:]))
-    return table.counts, table.indices[:rows], table.places
 
 
 @pytest.fixture
@@ -58,7 +47,7 @@ def captured(st, monkeypatch):
     monkeypatch.setattr(replay, "on_gpu", lambda x, mask: True)
     monkeypatch.setattr(graphs, "_captured", capture)
     monkeypatch.setattr(graphs, "new_memory", lambda device: object())
-    monkeypatch.setattr(cuda, "list_blocks", list_blocks)
+    monkeypatch.setattr(cuda, "list_blocks", graphs_on_cpu.list_blocks)
     return log
 
 

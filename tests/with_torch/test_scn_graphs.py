@@ -11,7 +11,7 @@ import types
 import pytest
 
 import sbnet_cupy as sb
-from support import training_graphs_on_cpu
+from support import graphs_on_cpu
 from support.scn_networks import SAMPLES, SIZE, points, unet
 from support.torch_cases import on_device
 
@@ -53,7 +53,7 @@ def fake(torch, monkeypatch):
     def graphed(net, inputs, slack=0.25):
         return graphs._Replayed(net, list(inputs), slack)
 
-    training_graphs_on_cpu.patch(monkeypatch)
+    graphs_on_cpu.patch(monkeypatch)
     event, zeros = types.SimpleNamespace(record=lambda: None, query=lambda: True), torch.zeros
     for where, name, new in (
         (graphs, "capture", capture), (sys.modules["sbnet_cupy.torch.scn"], "graphed", graphed),

@@ -10,9 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-from support import networks, training_graphs_on_cpu  # noqa: E402  (needs PyTorch)
+from support import graphs_on_cpu, networks  # noqa: E402  (needs PyTorch)
 from support.torch_cases import on_device  # noqa: E402
-from with_torch.test_network_replay import list_blocks  # noqa: E402
 
 nn = torch.nn
 
@@ -26,9 +25,9 @@ def device(st, request, require, monkeypatch):
         return on_device(require, torch, "cuda")
     from sbnet_cupy.torch.network import cuda, replay
 
-    training_graphs_on_cpu.patch(monkeypatch)
+    graphs_on_cpu.patch(monkeypatch)
     monkeypatch.setattr(replay, "on_gpu", lambda x, mask: True)
-    monkeypatch.setattr(cuda, "list_blocks", list_blocks)
+    monkeypatch.setattr(cuda, "list_blocks", graphs_on_cpu.list_blocks)
     return "cpu"
 
 

@@ -1,13 +1,27 @@
-"""CUDA graphs in training, on the CPU: a call runs again, and writes to memory as a graph does."""
+"""Calls as on a GPU, on the CPU: lists of blocks, and graphs in training.
+
+Where a graph is replayed the call runs again, and writes to memory as a graph does.
+"""
 
 import contextlib
 import types
 
-import torch
+
+def list_blocks(mask, block, capacity):
+    """List the blocks of a mask as the kernel does."""
+    from sbnet_cupy.torch.network.table import BlockTable, active_blocks
+
+    on = active_blocks(mask, block)
+    count = int(on.sum())
+    rows = count if capacity is None else capacity
+    table = BlockTable.of_blocks(on, rows, None, block, tuple(mask.shape[1:]))
+    return table.counts, table.indices[:rows], table.places
 
 
 def capture(graphs, leaves):
     """Do what ``Graphs._capture`` does; a call writes over the activations of the one before it."""
+    import torch
+
     wanted = [t for t in (*graphs.own, *leaves) if t.requires_grad]
     memory, kept = graphs.memory, types.SimpleNamespace(number=0)
 
@@ -46,6 +60,8 @@ def capture(graphs, leaves):
 
 def patch(monkeypatch):
     """Let graphs in training be these."""
+    import torch
+
     from sbnet_cupy.torch.network import training_graphs
 
     monkeypatch.setattr(training_graphs.Graphs, "_capture", capture)
