@@ -194,8 +194,13 @@ def is_watched():
 
 
 def is_watched_in_backward():
-    """Whether something sees the gradients of each function or module. Yes, where unknown."""
-    return torch.is_anomaly_enabled() or any(_backward_hooks)
+    """Whether something sees gradients, or what is saved for them, of each function or module.
+
+    Yes, where there is no telling.
+    """
+    return (
+        torch.is_anomaly_enabled() or any(_backward_hooks) or saved_tensor_hooks() is not None
+    )
 
 
 def direct_apply(function):

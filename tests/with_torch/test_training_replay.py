@@ -227,6 +227,37 @@ def test_weights_that_change_before_the_gradients_are_refused(st, device, log):
         y.sum().backward()
 
 
+def test_a_network_in_evaluation_since_then_is_not_run_again(st, device, log):
+    """Its gradients would be those of other statistics."""
+    sparse, _ = pair(st, device, small())
+    warm(sparse, device)
+    y = sparse(*images(device))
+    y.sum().backward(retain_graph=True)
+    sparse.eval()
+    with pytest.raises(RuntimeError, match="has changed since"):
+        y.sum().backward(retain_graph=True)
+    sparse.train()
+    y.sum().backward()
+    assert told(log)[-1] == "gradients_again"
+
+
+def test_hooks_of_saved_tensors_run_at_each_call(st, device, log):
+    """As those that keep activations on the host."""
+    sparse, plain = pair(st, device, small())
+    for step in range(4):
+        for net in (sparse, plain):
+            with torch.autograd.graph.save_on_cpu():
+                y = net(*images(device, step))
+            y.square().mean().backward()
+    near(numbers(sparse, y), numbers(plain, y))
+    assert told(log) == []
+    warm(sparse, device)
+    y = sparse(*images(device))
+    with torch.autograd.graph.save_on_cpu():  # around the gradients alone
+        y.sum().backward()
+    assert told(log)[-1] == "replay" and next(sparse.parameters()).grad is not None
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_autocast(st, device, log, cached):
     sparse, plain = pair(st, device, small())

@@ -23,6 +23,10 @@ from .graphs import NoSynchronization, check_alike, likeness, new_memory, no_col
 from .state import State
 
 _WARM_UP = 3  # calls before a capture, in which libraries choose how they compute
+_CHANGED = (
+    "the network has changed since its call was graphed: an attribute of a module was set, or a "
+    "parameter or buffer was moved, replaced, converted or frozen; {}"
+)
 _TENSOR_HOOKS = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
 
 
@@ -251,22 +255,17 @@ class Graphs:
     def replay(self, *inputs):
         """Replay the call."""
         if not self.state.holds():
-            raise RuntimeError(
-                "the network has changed since its call was graphed: an attribute of a module was "
-                "set, or a parameter or buffer was moved, replaced, converted or frozen; call "
-                "graphed() again"
-            )
+            raise RuntimeError(_CHANGED.format("call graphed() again"))
         device = inputs[0].device
         with torch.cuda.device(device):
             drawn = _generator(device) if self.draws and self.again else None
             leaves = _Replay.apply(self, _Turn(inputs, drawn), *inputs, *self.parameters)
         return tree_unflatten(leaves, self.tree)
 
-    def gradients(self, turn, parameters, grads):
-        """Return the gradients of a call: of its inputs and of the parameters, None of others."""
-        wanted = [t for t in (*turn.inputs, *parameters) if t.requires_grad]
+    def gradients(self, turn, grads):
+        """Return the gradients of a call: of its inputs, None of others, and of the parameters."""
         if torch.is_grad_enabled() or not self.memory.is_of(turn):
-            found = self._gradients_again(turn, wanted, parameters, grads)
+            found = self._gradients_again(turn, grads)
         else:
             turn.done = True
             for own, grad in zip(self.own_grads, grads, strict=True):
@@ -274,9 +273,9 @@ class Graphs:
             self.graph_of_gradients.replay()
             found = [g if g is None else g.clone() for g in self.found]
         found = iter(found)
-        return [next(found) if t.requires_grad else None for t in (*turn.inputs, *parameters)]
+        return [*(next(found) if own.requires_grad else None for own in self.own), *found]
 
-    def _gradients_again(self, turn, wanted, parameters, grads):
+    def _gradients_again(self, turn, grads):
         """Return the gradients of a call whose memory is gone, by calling the module once more."""
         if self.again is None:
             raise RuntimeError(
@@ -284,6 +283,8 @@ class Graphs:
                 "written over what they need, once, and without gradients of their own; for more "
                 "call the network itself"
             )
+        if not self.state.holds():
+            raise RuntimeError(_CHANGED.format("its gradients cannot be computed once more"))
         if [x._version for x in turn.inputs] != turn.versions:
             raise RuntimeError(
                 "gradients are asked for twice, after the next call, or to have gradients: for "
@@ -295,8 +296,10 @@ class Graphs:
         with _forked(device), torch.enable_grad(), self._autocast(), self.again():
             if turn.drawn is not None:
                 _set_generator(device, turn.drawn)
-            results = self._call(turn.inputs, parameters, buffers)
+            results = self._call(turn.inputs, self.parameters, buffers)
         results = [r for r in results if r.requires_grad]
+        inputs = (x for x, own in zip(turn.inputs, self.own, strict=True) if own.requires_grad)
+        wanted = (*inputs, *self.parameters)
         return torch.autograd.grad(
             results, wanted, grads, allow_unused=True, create_graph=torch.is_grad_enabled()
         )
@@ -320,8 +323,9 @@ class _Replay(Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        _ = ctx.saved_tensors  # raises where parameters were written to since the call
         grads = [g for g, wanted in zip(grads, ctx.with_gradient, strict=True) if wanted]
-        return None, None, *ctx.graphs.gradients(ctx.turn, ctx.saved_tensors, grads)
+        return None, None, *ctx.graphs.gradients(ctx.turn, grads)
 
 
 class _NoTensorHooks(TorchFunctionMode):
