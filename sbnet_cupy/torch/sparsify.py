@@ -84,12 +84,13 @@ def sparsify(
         call alike is captured, which takes as long as some six. Optimizers, hooks of parameters,
         gradients that add up and ``DistributedDataParallel`` work as usual. What a replay could not
         do runs at each call, as without graphs: a call while the gradients of the call before it
-        may still be asked for, as where one loss has two calls; a module with hooks or an attribute
-        that each call sets; and, with one RuntimeWarning, a network that draws random numbers on
-        the host, hangs hooks on tensors, waits for the device or communicates (``SyncBatchNorm``).
-        Gradients that are asked for twice (``retain_graph``), or that have gradients
-        (``create_graph``), run the call once more. Activations of one call stay allocated between
-        steps: memory for them is shared by all graphs, and ``sparse.replay = "auto"`` frees it.
+        may still be asked for, as where one loss has two calls; calls of which a result has no
+        gradient, as it is in no loss; a module with hooks or an attribute that each call sets; and,
+        with one RuntimeWarning, a network that draws random numbers on the host, hangs hooks on
+        tensors, waits for the device or communicates (``SyncBatchNorm``). Gradients that are asked
+        for twice (``retain_graph``), or that have gradients (``create_graph``), run the call once
+        more. Activations of one call stay allocated between steps: memory for them is shared by all
+        graphs, and ``sparse.replay = "auto"`` frees it.
         Weights that are written to past autograd's versions, through ``weight.data``, NumPy, memory
         that another process shares (Hogwild) or a fused optimizer that trains ``model`` by itself,
         do not show that they changed, with any ``replay``: call ``sparse.eval()`` after it, in the

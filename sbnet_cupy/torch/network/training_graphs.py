@@ -145,12 +145,18 @@ class Graphs:
         That of other graphs on the same stream.
     again : callable, optional
         ``again()`` is the context in which a call runs once more where its gradients are asked for
-        twice or too late, or are to have gradients. Without it such gradients are refused.
+        twice or too late, or are to have gradients, or where some of its results have none. Without
+        it such gradients are refused, but for the last.
+
+    Attributes
+    ----------
+    is_partial : bool
+        Whether some results of a call had no gradient: it is better run without graphs.
     """
 
     def __init__(self, module, inputs, watched, options=None, memory=None, again=None):
         self.module, self.count, self.options = module, len(inputs), options or {}
-        self.again = again
+        self.again, self.is_partial = again, False
         refuse_hooks(watched, TrainingState)
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(named), list(named.values())
@@ -263,13 +269,19 @@ class Graphs:
         return tree_unflatten(leaves, self.tree)
 
     def gradients(self, turn, grads):
-        """Return the gradients of a call: of its inputs, None of others, and of the parameters."""
-        if torch.is_grad_enabled() or not self.memory.is_of(turn):
+        """Return the gradients of a call: of its inputs, None of others, and of the parameters.
+
+        A result has None where nothing was made of it; then what it alone depends on has no
+        gradient, where a graph gives 0, which an optimizer may take for one.
+        """
+        if any(grad is None for grad in grads) and self.again is not None:
+            self.is_partial, found = True, self._gradients_again(turn, grads)
+        elif torch.is_grad_enabled() or not self.memory.is_of(turn):
             found = self._gradients_again(turn, grads)
         else:
             turn.done = True
             for own, grad in zip(self.own_grads, grads, strict=True):
-                own.copy_(grad)
+                own.zero_() if grad is None else own.copy_(grad)
             self.graph_of_gradients.replay()
             found = [g if g is None else g.clone() for g in self.found]
         found = iter(found)
@@ -297,7 +309,9 @@ class Graphs:
             if turn.drawn is not None:
                 _set_generator(device, turn.drawn)
             results = self._call(turn.inputs, self.parameters, buffers)
-        results = [r for r in results if r.requires_grad]
+        results = (r for r in results if r.requires_grad)
+        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None]
+        results, grads = zip(*pairs, strict=True)
         inputs = (x for x, own in zip(turn.inputs, self.own, strict=True) if own.requires_grad)
         wanted = (*inputs, *self.parameters)
         return torch.autograd.grad(
@@ -315,6 +329,7 @@ class _Replay(Function):
         graphs.memory.begin(turn)
         graphs.graph.replay()
         ctx.graphs, ctx.turn = graphs, turn
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[graphs.count :])
         leaves = [(result.clone(), has_gradient) for result, has_gradient in graphs.results]
         ctx.with_gradient = [has_gradient for _, has_gradient in leaves]

@@ -20,6 +20,11 @@ class TrainingReplays(replay.Replays):
     kind = TrainingState
     is_off = False  # while a call runs by itself
 
+    def find(self, state, key):
+        """Return the recording of such a call or None, and whether one is due."""
+        run, due = super().find(state, key)
+        return (None, False) if run is not None and run.graphs.is_partial else (run, due)
+
     def _new_memory(self, device):
         return Memory(device)
 
@@ -48,6 +53,7 @@ class TrainingReplays(replay.Replays):
             sparse._last = noted
             return result
 
+        run.graphs = graphs
         return run
 
 
