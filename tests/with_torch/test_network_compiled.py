@@ -172,11 +172,11 @@ def test_which_calls_are_compiled(tuned):
 @torch.no_grad()
 def test_a_mode_that_looks_on_does_not_end_it(tuned):
     """As the one does that finds out, ahead of a capture, whether a network waits."""
-    from sbnet_cupy.torch.network.graphs import _NoSynchronization
+    from sbnet_cupy.torch.network.graphs import NoSynchronization
 
     sparse, backend = tuned(small())
     x, full = image(), torch.ones(2, *SIZE)
-    with _NoSynchronization():
+    with NoSynchronization():
         watched = sparse(x, full)
     assert backend.steps() == (0, 0)
     assert_near(sparse(x, full), watched)
