@@ -107,27 +107,41 @@ def capture(run, x, memory=None):
     """Capture ``run()`` on the device of x; return (graph, what ``run`` returned)."""
     pool, stream = memory or new_memory(x.device)
     with torch.cuda.device(x.device):
-        before = torch.cuda.current_stream()
-        stream.wait_stream(before)
-        try:
-            with torch.cuda.stream(stream):
+        with on(stream):
+            run()
+            with NoSynchronization():
                 run()
-                with NoSynchronization():
-                    run()
-                run()
-        finally:
-            before.wait_stream(stream)
+            run()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with (
-                no_collection(),
-                # Other threads may go on meanwhile.
-                torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
-            ):
-                result = run()
-        finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own
+        with capturing(graph, pool, stream):
+            result = run()
     return graph, result
+
+
+@contextlib.contextmanager
+def on(stream):
+    """Put work on a stream, behind that of the current one, and ahead of what follows there."""
+    before = torch.cuda.current_stream()
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)
+
+
+@contextlib.contextmanager
+def capturing(graph, pool, stream):
+    """Capture what runs meanwhile; other threads, such as those that load data, may go on."""
+    before = torch.cuda.current_stream()
+    try:
+        with (
+            no_collection(),
+            torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+        ):
+            yield
+    finally:
+        torch.cuda.set_stream(before)  # a capture that fails leaves its own
 
 
 _CAPTURES = threading.Lock()

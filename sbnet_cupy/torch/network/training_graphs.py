@@ -4,7 +4,6 @@ What goes in and what comes out is copied, and every call is held against what t
 of. Activations are in memory that the next call writes.
 """
 
-import contextlib
 import math
 import pickle
 import random
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._dispatch_state import BACKWARD_HOOKS, HOOKS
 from .ends import check_call
-from .graphs import NoSynchronization, check_alike, likeness, new_memory, no_collection
+from .graphs import NoSynchronization, capturing, check_alike, likeness, new_memory, on
 from .state import State
 
 _WARM_UP = 3  # calls before a capture, in which libraries choose how they compute
@@ -45,14 +44,23 @@ def graphed(sparse, x, mask):
     given, settings = likeness(x, mask), settings_of(sparse, x)
     if x.is_cuda:
         with sparse._fixed(1.0 if sparse.capacity is None else sparse.capacity):
-            graphs = Graphs(sparse, (x, mask), sparse.model)
-        noted = sparse._last
+            replay = replay_of(sparse, Graphs(sparse, (x, mask), sparse.model))
+    else:
+        replay = sparse.__call__
 
     def run(x, mask):
         check_alike(given, likeness(x, mask))
         check_settings(settings, settings_of(sparse, x), "x")
-        if not x.is_cuda:
-            return sparse(x, mask)
+        return replay(x, mask)
+
+    return run
+
+
+def replay_of(sparse, graphs):
+    """Return ``run(x, mask)``, which replays what was just captured of a network."""
+    noted = sparse._last
+
+    def run(x, mask):
         result = graphs.replay(x, mask)
         sparse._is_trained = True  # running statistics change, of which no version tells
         sparse._last = noted
@@ -223,40 +231,22 @@ class Graphs:
         def gradients_like(results):
             return [torch.zeros_like(r) for r in results if r.requires_grad]
 
-        before, stream = torch.cuda.current_stream(), self.memory.stream
-        stream.wait_stream(before)
-        try:
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UP):
-                    results = self._call(self.own, leaves)
-                    if any(r.requires_grad for r in results):
-                        gradients(results, gradients_like(results))
-                    del results
-        finally:
-            before.wait_stream(stream)
-        self.graph, self.graph_of_gradients, self.found = torch.cuda.CUDAGraph(), None, []
-        try:
-            with self._capturing(self.graph):
+        place = self.memory.pool, self.memory.stream
+        with on(self.memory.stream):
+            for _ in range(_WARM_UP):
                 results = self._call(self.own, leaves)
-            self.own_grads = gradients_like(results)
-            if self.own_grads:
-                self.graph_of_gradients = torch.cuda.CUDAGraph()
-                with self._capturing(self.graph_of_gradients):
-                    self.found = gradients(results, self.own_grads)
-        finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own
+                if any(r.requires_grad for r in results):
+                    gradients(results, gradients_like(results))
+                del results
+        self.graph, self.graph_of_gradients, self.found = torch.cuda.CUDAGraph(), None, []
+        with capturing(self.graph, *place):
+            results = self._call(self.own, leaves)
+        self.own_grads = gradients_like(results)
+        if self.own_grads:
+            self.graph_of_gradients = torch.cuda.CUDAGraph()
+            with capturing(self.graph_of_gradients, *place):
+                self.found = gradients(results, self.own_grads)
         self.results = [(r.detach(), r.requires_grad) for r in results]
-
-    @contextlib.contextmanager
-    def _capturing(self, graph):
-        """Capture what runs meanwhile; other threads, such as those that load data, may go on."""
-        with (
-            no_collection(),
-            torch.cuda.graph(
-                graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
-            ),
-        ):
-            yield
 
     def replay(self, *inputs):
         """Replay the call."""

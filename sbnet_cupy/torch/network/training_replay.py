@@ -7,7 +7,7 @@ import torch
 from .._dispatch_state import is_watched_in_backward
 from . import replay
 from .recordings import are_usual
-from .training_graphs import Graphs, Memory, TrainingState
+from .training_graphs import Graphs, Memory, TrainingState, replay_of
 
 
 class TrainingReplays(replay.Replays):
@@ -45,14 +45,7 @@ class TrainingReplays(replay.Replays):
 
         with sparse._fixed(capacity):
             graphs = Graphs(_Alone(sparse), (x, mask), sparse.model, options, memory, again)
-        noted = sparse._last
-
-        def run(x, mask):
-            result = graphs.replay(x, mask)
-            sparse._is_trained = True  # running statistics change, of which no version tells
-            sparse._last = noted
-            return result
-
+        run = replay_of(sparse, graphs)
         run.graphs = graphs
         return run
 
