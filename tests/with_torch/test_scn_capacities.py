@@ -177,3 +177,22 @@ def test_bad_arguments(torch, scn):
     with pytest.raises(sb.ShapeError, match="slack must not be negative"):
         scn.set_capacities(net, [given], slack=-0.1)
     assert net[0].capacity == 7 and net.training
+
+
+def test_only_layers_of_the_package_get_one(torch, scn):
+    """Another module may have an attribute of this name, which means something else."""
+
+    class Head(torch.nn.Linear):
+        capacity = 5
+
+        def forward(self, features):
+            return super().forward(features) * self.capacity
+
+    net = torch.nn.Sequential(scn.InputLayer(2, 17), scn.OutputLayer(2), Head(3, 2))
+    given = points(torch, 40, 2)
+    given = [given[0], torch.ones(len(given[0]), 3), given[2]]
+    expected = net(given)
+    scn.set_capacities(net, [given])
+    assert net[0].capacity and net[2].capacity == 5
+    torch.testing.assert_close(net(given), expected)
+    assert scn.graphed(net, [given])(given).shape == expected.shape

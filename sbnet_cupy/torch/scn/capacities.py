@@ -7,7 +7,12 @@ import torch
 
 from ...core.scalars import as_number
 from ...errors import DTypeError, ShapeError
-from .inputs import InputLayer
+from .convolutions import _NewSites
+from .inputs import DenseToSparse, InputLayer
+from .pooling import _Down
+from .sparsify import Sparsify, SparsifyFCS
+
+_MAKE_SITES = (InputLayer, DenseToSparse, _NewSites, _Down, Sparsify, SparsifyFCS)
 
 
 def set_capacities(net, inputs, slack=0.25):
@@ -58,7 +63,7 @@ def measured(net, inputs, slack):
     """Return the capacity of each layer that makes sites, as :func:`set_capacities` chooses it."""
     if as_number("slack", slack, nan=False) < 0:
         raise ShapeError(f"slack must not be negative, got {slack!r}")
-    layers = [m for m in net.modules() if hasattr(m, "capacity")]
+    layers = [m for m in net.modules() if isinstance(m, _MAKE_SITES)]
     most, runs = dict.fromkeys(layers, 0), 0
 
     def seen(layer, _, output):
