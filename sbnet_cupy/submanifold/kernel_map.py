@@ -293,11 +293,10 @@ def _found(coordinates, kernel_size, target):
             if made.target is target and kernel_size in (None, made.kernel_size):
                 found.setdefault(key[0], made)
     if len(found) > 1:
-        windows = " and ".join(f"kernel {w.kernel}, stride {w.stride}" for w in found)
         raise ValueError(
             "onto must be what one convolution or pooling read to make the sites of x, got "
-            f"{len(found)} with unlike windows ({windows}); pass kernel_map(...).transposed() of "
-            "the one to undo to site_conv"
+            f"{len(found)} with unlike windows ({_spelled_windows(found)}); pass "
+            "kernel_map(...).transposed() of the one to undo to site_conv"
         )
     if found:
         return next(iter(found.values()))
@@ -305,6 +304,15 @@ def _found(coordinates, kernel_size, target):
     if source() is coordinates and kernel_size in (None, kept.kernel_size):
         return kept._replace(target=target).of(coordinates)
     return None
+
+
+def _spelled_windows(windows):
+    """Return unlike windows in words: kernels, strides, and what else they differ in."""
+    told = [
+        name for name, *values in zip(Window._fields, *windows, strict=True)
+        if name in ("kernel", "stride") or len(set(values)) > 1
+    ]  # fmt: skip
+    return " and ".join(", ".join(f"{name} {getattr(w, name)}" for name in told) for w in windows)
 
 
 class KeptMap(NamedTuple):

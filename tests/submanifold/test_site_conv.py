@@ -212,6 +212,18 @@ def test_one_of_several_convolutions_between_the_same_sites_is_named_by_its_kern
         sb.inverse_conv(z, w, onto=x)
 
 
+@pytest.mark.parametrize("name", ["padding", "dilation"])
+def test_convolutions_that_differ_in_one_size_are_told_apart_by_the_error(name):
+    rows = np.array([[0, 1], [0, 4]], np.int32)
+    x, w = sb.sparse_tensor(np.ones((2, 1)), rows, spatial_shape=7), np.ones((3, 1, 1))
+    y = sb.strided_conv(x, w, stride=2)
+    sb.strided_conv(x, w, stride=2, onto=y, **{name: 2})
+    before = int(name == "dilation")
+    told = rf"stride \(2,\), {name} \({before},\) and .* stride \(2,\), {name} \(2,\)\); pass"
+    with pytest.raises(ValueError, match=told):
+        sb.inverse_conv(y, w, onto=x)
+
+
 def test_maps_are_freed_with_the_sites():
     rows = np.array([[0, 1], [0, 2], [0, 5]], np.int32)
     x = sb.sparse_tensor(np.ones((3, 1)), rows, spatial_shape=8)
