@@ -174,8 +174,9 @@ def test_bad_arguments(torch, scn):
         scn.set_capacities(net, [])
     with pytest.raises(sb.DTypeError, match=r"inputs must hold lists .* pass one input as"):
         scn.set_capacities(scn.Sequential(net), given)
-    with pytest.raises(sb.ShapeError, match="slack must not be negative"):
-        scn.set_capacities(net, [given], slack=-0.1)
+    for slack in (-0.1, float("inf")):
+        with pytest.raises(sb.ShapeError, match="slack must not be negative or infinite"):
+            scn.set_capacities(net, [given], slack=slack)
     assert net[0].capacity == 7 and net.training
 
 

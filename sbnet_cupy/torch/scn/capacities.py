@@ -42,7 +42,7 @@ def set_capacities(net, inputs, slack=0.25):
     Raises
     ------
     ShapeError
-        If slack is negative.
+        If slack is negative or infinite.
     ValueError
         If there are no inputs.
 
@@ -61,8 +61,8 @@ def set_capacities(net, inputs, slack=0.25):
 
 def measured(net, inputs, slack):
     """Return the capacity of each layer that makes sites, as :func:`set_capacities` chooses it."""
-    if as_number("slack", slack, nan=False) < 0:
-        raise ShapeError(f"slack must not be negative, got {slack!r}")
+    if not 0 <= as_number("slack", slack, nan=False) < math.inf:
+        raise ShapeError(f"slack must not be negative or infinite, got {slack!r}")
     layers = [m for m in net.modules() if isinstance(m, _MAKE_SITES)]
     most, runs = dict.fromkeys(layers, 0), 0
 

@@ -53,7 +53,7 @@ def graphed(net, inputs, slack=0.25):
     Raises
     ------
     ShapeError
-        If slack is negative, or inputs differ in their columns.
+        If slack is negative or infinite, or inputs differ in their columns.
     ValueError
         If there are no inputs, the network has no InputLayer, or its result depends on rows that
         are no points.
