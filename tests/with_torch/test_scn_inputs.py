@@ -290,6 +290,17 @@ def test_sites_follow_features_to_a_device(torch, scn, device):
      sb.ShapeError, r"spatial size of the InputLayer, \(8, 8\), got \(4, 4\)"),
     (lambda torch, scn: scn.append_tensors([some(torch, scn, 0), some(torch, scn, 0, (4, 4))]),
      ValueError, "one spatial size"),
+    *[(lambda torch, scn, rows=rows, mean=mean: scn.voxelize_pointcloud(
+        torch.zeros(3, 2), torch.ones(rows, 1), mean),
+       sb.ShapeError, f"rgb must have a row for each of the 3 of xyz, got {rows}")
+      for rows in (2, 4) for mean in (True, False)],
+    (lambda torch, scn: scn.voxelize_pointcloud(torch.zeros(3, 2), torch.ones(3)),
+     sb.ShapeError, r"rgb must have two axes, \(n, columns\), got \(3,\)"),
+    (lambda torch, scn: scn.prepare_BLInput([
+        (torch.zeros(2, 2), torch.ones(2, 1)), (torch.zeros(2, 2), torch.ones(1, 1))]),
+     sb.ShapeError, "features of sample 1 must have a row for each of the 2 of coords of sample 1"),
+    (lambda torch, scn: scn.prepare_BLInput([(torch.zeros(2, 2), None)]),
+     sb.DTypeError, r"features of sample 0 must be a torch\.Tensor, got NoneType"),
 ])  # fmt: skip
 def test_bad_calls(torch, scn, call, error, words):
     with pytest.raises(error, match=words):

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...errors import ShapeError
+from ...errors import DTypeError, ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
 from .._namespace import wide
 from ..submanifold import coordinate_map
@@ -118,6 +118,7 @@ def voxelize_pointcloud(
     list
         The distinct points, the features, and what was asked for.
     """
+    _check_lists("xyz", xyz, "rgb", rgb)
     points, inverse, counts = torch.unique(xyz, dim=0, return_inverse=True, return_counts=True)
     order = inverse.argsort(stable=True)
     site = inverse[order]
@@ -130,6 +131,19 @@ def voxelize_pointcloud(
         features = rgb.float()[order[starts[:-1]]]
     result = [points, features]
     return result + [inverse] * return_inverse + [counts] * return_counts
+
+
+def _check_lists(name, rows, other, values):
+    """Raise unless two arguments of these names are tensors of two axes with as many rows."""
+    for each, value in ((name, rows), (other, values)):
+        if not isinstance(value, torch.Tensor):
+            raise DTypeError(f"{each} must be a torch.Tensor, got {type(value).__name__}")
+        if value.dim() != 2:
+            raise ShapeError(f"{each} must have two axes, (n, columns), got {tuple(value.shape)}")
+    if len(values) != len(rows):
+        raise ShapeError(
+            f"{other} must have a row for each of the {len(rows)} of {name}, got {len(values)}"
+        )
 
 
 def pad_with_batch_idx(x, idx):
@@ -161,6 +175,8 @@ def prepare_BLInput(batch):
     """
     if not batch:
         raise ValueError("batch must hold at least one sample, got none")
+    for number, (coords, features) in enumerate(batch):
+        _check_lists(f"coords of sample {number}", coords, f"features of sample {number}", features)
     pad = torch.nn.utils.rnn.pad_sequence
     coords, features = zip(*batch, strict=True)
     return [pad(coords, batch_first=True, padding_value=-1), pad(features, batch_first=True)]
