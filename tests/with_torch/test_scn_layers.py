@@ -463,6 +463,8 @@ def test_shape_contexts(torch, scn):
     for layers in (1, 2):
         net = scn.MultiscaleShapeContext(2, 1, layers).double()
         assert net(x).features.shape[1] == 9 * layers
+        net = scn.MultiscaleShapeContext(2, 1, layers, shape_context_size=(3, 1)).double()
+        assert net(x).features.shape[1] == 3 * layers
 
 
 @pytest.mark.parametrize("activation", [None, "sigmoid", "fakeGradHardSigmoid"])
@@ -569,6 +571,14 @@ def test_old_checkpoints_of_three_dimensional_weights_load(torch, scn):
     (lambda scn, x: scn.RandomizedStrideMaxPooling(2, 3, 1)(x), sb.ShapeError, "at least 2"),
     (lambda scn, x: x.get_spatial_locations((5, 5)), sb.ShapeError, "went through"),
     (lambda scn, x: scn.Sparsify(2, 3, "relu"), ValueError, "activation must"),
+    *[(lambda scn, x, n=n: scn.ShapeContext(2, n), sb.ShapeError,
+       f"nIn must be a positive integer, got {n}") for n in (0, 2.0)],
+    *[(lambda scn, x, n=n: scn.MultiscaleShapeContext(2, 3, n), sb.ShapeError,
+       f"n_layers must be a positive integer, got {n}") for n in (0, 1.5)],
+    (lambda scn, x: scn.permutohedral_basis(0), sb.ShapeError, "dimension must be a positive"),
+    (lambda scn, x: scn.PermutohedralSubmanifoldConvolution(0, 3, 4, False), sb.ShapeError,
+     "dimension must be a positive integer, got 0"),
+    (lambda scn, x: scn.LeakyReLU("a"), sb.DTypeError, "leak must be a number, got 'a'"),
 ])  # fmt: skip
 def test_bad_calls(torch, scn, call, error, words):
     with pytest.raises(error, match=words):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ...core.sizes import is_integer
 from ...core.torch_memory import to_tensor
 from ...errors import ShapeError
 from ...submanifold.coordinate_map import reduce_columns
@@ -18,7 +19,15 @@ from .containers import ConcatTable, JoinTable, Sequential
 from .convolutions import Convolution, SiteModule, _Convolution
 from .norms import BatchNormalization
 from .pooling import AveragePooling, MaxPooling, UnPooling
-from .tensors import check_input, fitted, size_key, window_sizes, with_planes
+from .tensors import (
+    check_dimension,
+    check_input,
+    check_number_of_planes,
+    fitted,
+    size_key,
+    window_sizes,
+    with_planes,
+)
 
 
 def window_starts(size, kernel, stride, generator=None):
@@ -144,6 +153,7 @@ def permutohedral_basis(dimension):
     ``coordinates @ inverse`` are coordinates on the permutohedral lattice, whose nearest sites are
     all 1 apart.
     """
+    check_dimension(dimension)
     basis = torch.zeros(dimension, dimension)
     for i in range(dimension):
         for j in range(i):
@@ -180,6 +190,7 @@ class PermutohedralSubmanifoldConvolution(_Convolution):
     """
 
     def __init__(self, dimension, nIn, nOut, bias, groups=1):
+        check_dimension(dimension)
         volume = dimension**2 + dimension + 1
         super().__init__(dimension, nIn, nOut, volume, bias, groups)
 
@@ -205,6 +216,7 @@ class ShapeContext(SiteModule):
 
     def __init__(self, dimension, nIn, filter_size: Any = 3):
         super().__init__()
+        check_number_of_planes("nIn", nIn)
         self.dimension, self.nIn = dimension, nIn
         self.filter_size = window_sizes("filter_size", dimension, filter_size)
         self.filter_volume = int(self.filter_size.prod())
@@ -226,6 +238,8 @@ def MultiscaleShapeContext(
     downsample_stride: Any = 2, bn=True,
 ):  # fmt: skip
     """Return shape contexts of several scales side by side: each of averages of the one before."""
+    if not is_integer(n_layers) or n_layers < 1:
+        raise ShapeError(f"n_layers must be a positive integer, got {n_layers!r}")
     context = ShapeContext(dimension, n_features, shape_context_size)
     if n_layers == 1:
         layers = Sequential(context)
@@ -237,5 +251,5 @@ def MultiscaleShapeContext(
         below = Sequential(AveragePooling(*scale), coarser, UnPooling(*scale))
         layers = Sequential(ConcatTable(context, below), JoinTable())
     if bn:
-        layers.add(BatchNormalization(shape_context_size**dimension * n_features * n_layers))
+        layers.add(BatchNormalization(context.nOut * n_layers))
     return layers

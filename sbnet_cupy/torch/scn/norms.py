@@ -56,7 +56,7 @@ class LeakyReLU(_Pointwise):
 
     def __init__(self, leak=1 / 3):
         super().__init__()
-        self.leak = leak
+        self.leak = as_number("leak", leak)
 
     def _function(self, features):
         return functional.leaky_relu(features, self.leak)
