@@ -103,10 +103,11 @@ def dense_to_sparse_grad(grad_y, x, *, data_format="channels_last"):
     array([ 0., 10., 20.])
     """
     check_tensor(x)
-    if tuple(getattr(grad_y, "shape", ())) != tuple(x.features.shape):
+    check_array("grad_y", grad_y)
+    if tuple(grad_y.shape) != tuple(x.features.shape):
         raise ShapeError(
             f"grad_y must have shape {tuple(x.features.shape)}, that of the features, got "
-            f"{tuple(getattr(grad_y, 'shape', ()))}"
+            f"{tuple(grad_y.shape)}"
         )
     return sparse_to_dense(SparseTensor(grad_y, x.coordinates), data_format=data_format)
 

@@ -227,10 +227,10 @@ def check_float_tensor(x):
 
 def check_grad(grad_y, x, shape):
     """Raise unless ``grad_y`` has this shape, and the dtype of the features of ``x``."""
-    if tuple(getattr(grad_y, "shape", ())) != shape:
+    check_array("grad_y", grad_y)
+    if tuple(grad_y.shape) != shape:
         raise ShapeError(
-            f"grad_y must have shape {shape}, that of the result, got "
-            f"{tuple(getattr(grad_y, 'shape', ()))}"
+            f"grad_y must have shape {shape}, that of the result, got {tuple(grad_y.shape)}"
         )
     check_dtype("grad_y", grad_y, x.features)
 

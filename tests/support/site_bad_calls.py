@@ -101,6 +101,7 @@ STRIDES = ("strided_conv", "transposed_conv", "strided_conv_grad", "transposed_c
 BAD = [
     # function, argument, bad value, exception; the message must name the argument
     *[(n, "x", v, D) for n in WITH_X for v in (None, ramp(4, 2))],
+    *[(n, "grad_y", v, D) for n in WITH_GRAD for v in (None, LIST)],
     *[(n, "grad_y", Spoiled("v[1:].copy()"), S) for n in WITH_GRAD if n != "dense_to_sparse_grad"],
     *[(n, "grad_y", Spoiled("v.astype('f8')"), D) for n in WITH_GRAD
       if n not in ("dense_to_sparse_grad", "sparse_to_dense_grad")],
