@@ -159,6 +159,20 @@ def test_what_is_written_is_not_copied():
     assert not memory.any()
 
 
+class Named(np.ndarray):
+    """As numpy.memmap: an array of a class of its own."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "datetime64[s]", "float32"])
+def test_subclasses_of_arrays_of_dtypes_that_are_no_buffers(dtype):
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    x = np.arange(32).astype(dtype).reshape(1, 4, 4, 2)
+    active = sb.reduce_mask(np.eye(4, dtype=bool), 2, bsize=2)
+    expected = sb.sparse_gather(x, *active, bsize=2)
+    assert_same(sb.sparse_gather(x.view(Named), *active, bsize=2), expected)
+    assert_same(sb.sparse_scatter(expected.view(Named), *active, x.view(Named), bsize=2), x)
+
+
 def test_numbers_of_numpy_are_told_apart_by_more_than_their_bytes(xp):
     x, active = VALID["sparse_gather"]["x"], sb.reduce_mask(np.ones((1, 8, 8)), (2, 2), bsize=4)
     x, *active = map(xp.asarray, (x, *active))
