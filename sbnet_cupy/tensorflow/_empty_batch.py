@@ -1,4 +1,4 @@
-"""tf.nn.conv2d for any number of images, also none."""
+"""tf.nn.conv2d for any number of images and of channels, also none."""
 
 import tensorflow as tf
 
@@ -9,8 +9,11 @@ def convolve_any_number(x, w, strides, padding):
     With oneDNN, ``tf.nn.conv2d`` gives no images the shape of its input rather than of its result
     (TensorFlow 2.21), and its gradients raise. So one image of zeros is convolved instead, and
     dropped. It is appended by concat: TensorFlow makes tf.pad a part of the convolution, which then
-    pads no images.
+    pads no images. A kernel of no channels, which TensorFlow refuses, is given one of zeros.
     """
+    if w.shape[2] == 0:
+        x = tf.pad(x, [[0, 0], [0, 0], [0, 0], [0, 1]])
+        w = tf.pad(w, [[0, 0], [0, 0], [0, 1], [0, 0]])
 
     def convolve():
         return tf.nn.conv2d(x, w, strides, padding)

@@ -27,7 +27,7 @@ def conv_on_cpu(dtype, options):
     def run(x, w, bin_counts, active_block_indices, scale, bias, base, out):
         active = bin_counts, active_block_indices
         grid = Grid(*compositions.grid_of(params))
-        by_lines = last and x[..., 0].size >= grid.bsize[1]
+        by_lines = last and x.size >= max(grid.bsize[1] * x.shape[3], 1)
         if by_lines:
             blocks = _gather(x, active, grid)
         else:

@@ -71,6 +71,10 @@ def _save(ctx, inputs, output):
 
 
 def _forward(x, w, strides, precision):
+    if not w.shape[1]:  # no channels: PyTorch gives a result of none
+        axes = zip(x.shape[1:3], w.shape[2:], strides, strict=True)
+        size = [(n - k) // s + 1 for n, k, s in axes]
+        return x.new_zeros(x.shape[0], *size, w.shape[0])
     step = None if x.is_cuda else step_to_one_column(x.shape[3], x.shape[2], w.shape[3], strides)
     if step is not None:
         x, strides = x[:, :, : w.shape[3]], step

@@ -132,3 +132,23 @@ def test_variables_of_keras_are_differentiated(tf, sbt):
     size = sb.sparse_conv2d_grad(np.ones_like(y), abs(x), w, mask, bsize=4).w
     found = tape.gradient(total, kernel.value)
     assert_close(to_numpy(found), expected.astype("f8"), terms=128, dtype="f4", magnitude=size)
+
+
+def test_images_of_no_channels(tf, sbt):
+    """The result is the bias, and gradients of nothing are empty, in a graph too."""
+    x, w, bias = tf.ones([1, 8, 7, 0]), tf.ones([3, 3, 0, 4]), tf.ones([4])
+    mask = np.eye(8)[:, :7]
+
+    def gradients(x, w, bias):
+        with tf.GradientTape() as tape:
+            tape.watch([x, w, bias])
+            y = sbt.sparse_conv2d(x, w, tf.constant(mask), bsize=3, strides=2, bias=bias)
+        return y, tape.gradient(y, [x, w, bias])
+
+    expected = sb.sparse_conv2d(*map(to_numpy, (x, w)), mask, bsize=3, strides=2, bias=np.ones(4))
+    for function in (gradients, tf.function(gradients)):
+        y, found = function(x, w, bias)
+        np.testing.assert_array_equal(to_numpy(y), expected)
+        assert [g.shape for g in found] == [t.shape for t in (x, w, bias)]
+        assert to_numpy(found[2]).sum() == expected.sum()
+    assert sbt.mask_conv2d(x, w, tf.constant(mask)).shape == (1, 8, 7, 4)

@@ -100,6 +100,23 @@ def test_a_block_with_longer_lines_than_the_image_has_pixels(st):
     assert_close(y, expected, terms=27, dtype="float32", magnitude=30)
 
 
+@pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_images_of_no_channels(st, dtype, data_format):
+    """The result is the bias, and gradients of nothing are empty."""
+    shape = (1, 8, 7, 0) if data_format == "NHWC" else (1, 0, 8, 7)
+    x, w, bias = torch.ones(shape, dtype=dtype), torch.ones(3, 3, 0, 4, dtype=dtype), torch.ones(4)
+    mask, options = torch.eye(8)[:, :7], {"strides": 2, "bsize": 3, "data_format": data_format}
+    given = [t.requires_grad_() for t in (x, w, bias)]
+    y = st.sparse_conv2d(x, w, mask, bias=bias, **options)
+    arrays = [t.detach().numpy() for t in given]
+    expected = sb.sparse_conv2d(*arrays[:2], mask.numpy(), bias=arrays[2], **options)
+    np.testing.assert_array_equal(y.detach(), expected)
+    gradients = torch.autograd.grad(y.sum(), given, create_graph=True)
+    assert [g.shape for g in gradients] == [t.shape for t in given]
+    assert gradients[2].sum() == expected.sum()
+
+
 @torch.no_grad()
 def test_what_is_left_to_numpy(st, convolved, monkeypatch):
     """Halves, doubles, the fused method, and a oneDNN that is off or rounds: the same bits."""

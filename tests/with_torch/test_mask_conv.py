@@ -28,6 +28,14 @@ def test_gradients(st, torch):
     assert y.shape == (2, 0, 2, 2) and st.mask_conv2d(x[:0], w, mask[:0]).shape == (0, 5, 4, 2)
 
 
+def test_images_of_no_channels(st, torch):
+    x, w = torch.ones(1, 6, 5, 0).requires_grad_(), torch.ones(3, 3, 0, 2).requires_grad_()
+    y = st.mask_conv2d(x, w, torch.ones(1, 6, 5), strides=2)
+    assert y.shape == (1, 3, 3, 2) and not y.any()
+    y.sum().backward()
+    assert x.grad.shape == x.shape and w.grad.shape == w.shape
+
+
 def test_compiled_and_under_autocast(st, torch):
     x, w, mask = draw(torch, 1, 6, 6, 3), draw(torch, 3, 3, 3, 2), torch.eye(6)
     compiled = torch.compile(lambda *tensors: 2 * st.mask_conv2d(*tensors), backend="aot_eager")
