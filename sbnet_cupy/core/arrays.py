@@ -209,7 +209,7 @@ def _on_device(device, function, args, kwargs):
 def _through_door(library, first, function, signature, args, kwargs):
     """Import the arguments, call, and export the results."""
     bound = signature.bind(*args, **kwargs)
-    originals = {}
+    originals, out = {}, bound.arguments.get("out")
 
     with library.stream(first):
         for name, value in bound.arguments.items():
@@ -228,7 +228,7 @@ def _through_door(library, first, function, signature, args, kwargs):
 
         leave.exports = True  # what a container may have been made of already
         result = _map_value(function(*bound.args, **bound.kwargs), leave)
-        library.finish([native for native, _ in originals.values()])
+        library.finish([native for native, _ in originals.values()], out)
         return result
 
 

@@ -95,8 +95,15 @@ class Torch:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
-    def finish(self, natives):
-        """Do nothing: PyTorch reuses memory in the order of the stream that we work on."""
+    def finish(self, natives, out=None):
+        """Tell autograd what was written, as after PyTorch's own functions that write in place.
+
+        Memory needs nothing: PyTorch reuses it in the order of the stream that we work on.
+        """
+        if out is not None:
+            import torch
+
+            torch.autograd.graph.increment_version(out)
 
     def stream(self, value):
         """Return a context in which PyTorch's current device and stream are CuPy's."""
@@ -200,7 +207,7 @@ class Jax:
             return jax.device_put(array, next(iter(like.devices())), may_alias=True)
         return jax.dlpack.from_dlpack(array)
 
-    def finish(self, natives):
+    def finish(self, natives, out=None):
         """Hold JAX's arrays until our stream is done: JAX frees memory on a stream of its own."""
         _HELD.hold(natives)
 
@@ -258,7 +265,7 @@ class TensorFlow:
             return tf.bitcast(share(array.view(np.uint16)), tf.bfloat16)
         return share(array)
 
-    def finish(self, natives):
+    def finish(self, natives, out=None):
         """Do nothing on a CPU."""
 
     def stream(self, value):
@@ -291,7 +298,7 @@ class DLPack:
         """Return the native array: the library is unknown."""
         return array
 
-    def finish(self, natives):
+    def finish(self, natives, out=None):
         """Hold the producer's arrays until our stream is done with them."""
         _HELD.hold(natives)
 

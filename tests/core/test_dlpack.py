@@ -146,6 +146,21 @@ def test_copies_take_every_dtype_that_the_library_has(lib, dtype):
     )
 
 
+def test_autograd_is_told_of_tensors_that_are_written(torch):
+    """A tensor that is kept for a gradient and then written is found out, or it would be wrong."""
+    x, rows = torch.zeros(1, 8, 8, 3), sb.reduce_mask(torch.ones(1, 8, 8), 2, bsize=4)
+    factor = torch.ones(1, 8, 8, 3, requires_grad=True)
+    product, blocks = (factor * x).sum(), torch.ones(4, 4, 4, 3)
+    assert sb.sparse_scatter(blocks, *rows, x, bsize=4) is not x and x._version == 0
+    with pytest.raises(sb.ShapeError, match=r"^blocks must have shape"):
+        sb.sparse_scatter(blocks[1:], *rows, x, bsize=4, out=x)
+    assert x._version == 0
+    assert sb.sparse_scatter_var(blocks, *rows, x, bsize=4) is x and x._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    assert sb.sparse_gather(x, *rows, bsize=4, out=blocks) is blocks and blocks._version == 1
+
+
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_bfloat16_is_computed_with(require, name):
     lib = FRAMEWORKS[name](require(name))
