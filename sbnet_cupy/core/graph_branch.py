@@ -10,6 +10,7 @@ import contextlib
 
 from .arrays import namespace
 from .graph_memory import is_capturing
+from .launch import joined
 
 _SIDES = {}  # (device, address of a stream, name) -> CuPy's stream for branches beside it
 
@@ -38,8 +39,13 @@ def branch(like):
     cuda = namespace(like).cuda
     main = cuda.get_current_stream()
     side = side_stream(cuda.runtime.getDevice(), main.ptr)
-    side.wait_event(main.record(cuda.Event(disable_timing=True)))
+    _wait(side, main.record(cuda.Event(disable_timing=True)))
     try:
         yield side
     finally:
-        main.wait_event(side.record(cuda.Event(disable_timing=True)))
+        _wait(main, side.record(cuda.Event(disable_timing=True)))
+
+
+def _wait(stream, event):
+    stream.wait_event(event)
+    joined(stream.ptr)

@@ -5,6 +5,7 @@ import contextlib
 import torch
 
 from ..core.graph_branch import side_stream
+from ..core.launch import joined
 from ..core.torch_memory import capturing_stream
 
 _ONE_BRANCH = contextlib.nullcontext(contextlib.nullcontext())
@@ -13,20 +14,28 @@ _ONE_BRANCH = contextlib.nullcontext(contextlib.nullcontext())
 def branch(tensor):
     """Return a context that gives one for work that may run beside the rest of its block.
 
-    It may if the block is captured; else all is in the order of the calls. What it reads must be
-    there before the block. What it allocates is of the branch's stream, and is only used again by
-    a branch, which begins after all that was put on the main stream so far.
+    It may if the block is captured; else, and where ``tensor`` is None, all is in the order of the
+    calls. What it reads must be there before the block. What it allocates is of the branch's
+    stream, and is only used again by a branch, which begins after all that was put on the main
+    stream so far.
     """
-    stream = capturing_stream(tensor)
+    stream = None if tensor is None else capturing_stream(tensor)
     return _ONE_BRANCH if stream is None else _branch(tensor, stream)
+
+
+def wait(stream, other):
+    """Have a stream wait for all that is on another one so far."""
+    stream.wait_stream(other)
+    joined(stream.cuda_stream)
 
 
 @contextlib.contextmanager
 def _branch(tensor, stream):
     main, device = torch.cuda.current_stream(tensor.device), tensor.get_device()
     side = torch.cuda.ExternalStream(side_stream(device, stream).ptr, device=tensor.device)
-    side.wait_stream(main)
+    wait(side, main)
     try:
         yield torch.cuda.stream(side)
     finally:
-        main.wait_stream(side)
+        wait(main, side)
+

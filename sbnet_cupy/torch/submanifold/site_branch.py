@@ -12,6 +12,7 @@ from ...core.graph_branch import side_stream
 from ...core.graph_memory import capture_on
 from ...core.torch_memory import allocate, capturing_stream
 from .. import _dispatch_state as state
+from .._graph_branch import wait
 from .._native import on_stream
 
 _MOST_CAPTURES = 16  # that are remembered
@@ -58,18 +59,18 @@ def _beside(function, tensors, name):
     given = [tensor for tensor in tensors if tensor is not None]
     others = [tensor for tensor in given if _address(tensor) not in made]
     if others:  # made on the main stream, or before the capture
-        side.wait_stream(main)
+        wait(side, main)
         for tensor in others:
             tensor.record_stream(side)
     elif name != "sites":
-        side.wait_stream(sites)
+        wait(side, sites)
     with torch.cuda.stream(side):
         result, owned = _call_and_list(function, tensors[0])
     for tensor in owned:  # the branch must not use their memory again, which the main stream reads
         tensor.record_stream(main)
         if name == "sites":
             made.add(_address(tensor))
-    main.wait_stream(side)
+    wait(main, side)
     return result
 
 
