@@ -29,6 +29,31 @@ def wait(stream, other):
     joined(stream.cuda_stream)
 
 
+def moment(tensor):
+    """Return an event of now, from which a branch may begin later on; None outside of a capture."""
+    if capturing_stream(tensor) is None:
+        return None
+    return torch.cuda.current_stream(tensor.device).record_event()
+
+
+@contextlib.contextmanager
+def after(event, device):
+    """Within this, work runs beside all since an event of the current stream, which is given.
+
+    What follows waits for it. What it allocates is of the branch's stream.
+    """
+    main = torch.cuda.current_stream(device)
+    stream = side_stream(device.index, main.cuda_stream, "beside")
+    side = torch.cuda.ExternalStream(stream.ptr, device=device)
+    side.wait_event(event)
+    joined(stream.ptr)
+    try:
+        with torch.cuda.stream(side):
+            yield main
+    finally:
+        wait(main, side)
+
+
 @contextlib.contextmanager
 def _branch(tensor, stream):
     main, device = torch.cuda.current_stream(tensor.device), tensor.get_device()

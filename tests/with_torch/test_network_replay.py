@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import warnings
 
@@ -494,3 +495,40 @@ def test_a_network_that_waits_is_called_each_time(st, on_gpu):
     stream = torch.cuda.current_stream()
     assert torch.equal(sparse(images[0], some[0]), first) and not sparse._replays.kept
     assert torch.cuda.current_stream() == stream
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("outside", [0.0, -2.5])
+def test_images_of_results_are_filled_beside_layers(st, on_gpu, monkeypatch, outside):
+    """Blocks are written after the layers, also where another mask had others active."""
+    from sbnet_cupy.torch.network import cuda_ends
+
+    fill, filled = cuda_ends._filled_beside, []
+    monkeypatch.setattr(cuda_ends, "_LEAST_BESIDE", 0)
+    monkeypatch.setattr(cuda_ends, "_MOST_BESIDE", 0.5)
+    monkeypatch.setattr(
+        cuda_ends, "_filled_beside", lambda *args: filled.append(fill(*args)) or filled[-1]
+    )
+    _, _, images, some = on_gpu
+    channels = (3, 16, 32, 64)
+    layers = [
+        nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.ReLU())
+        for a, b in itertools.pairwise(channels)
+    ]
+    dense = nn.Sequential(
+        *layers, nn.Conv2d(64, 5, 3, padding=1), nn.Upsample(scale_factor=8, mode="bilinear")
+    )
+    dense.cuda().half().eval()
+    sparse, plain = (
+        st.sparsify(dense, BLOCK, capacity=0.5, replay=how, outside=outside)
+        for how in ("auto", False)
+    )
+    x = torch.zeros(2, 3, 64, 96, device="cuda").half()
+    for image, mask in [(image, mask) for mask in some for image in images] * 2:
+        x[..., : SIZE[0], : SIZE[1]] = image
+        y = torch.nn.functional.pad(mask, (0, 96 - SIZE[1], 0, 64 - SIZE[0]))
+        assert torch.equal(sparse(x, y), plain(x, y))
+    assert sparse._replays.kept
+    assert any(image is not None for image in filled)
+    assert any(image is None for image in filled)

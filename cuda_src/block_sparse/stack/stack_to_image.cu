@@ -4,13 +4,14 @@
 // Launch: a persistent grid of 256 threads; LANES threads take a row of pixels, each AT_ONCE vectors of it.
 // Why:    every byte of y is written once, in the order of memory: nothing is filled first and written over. In a row of
 //         pixels a block is one run of bytes, here and in the stack, so that vectors may straddle pixels, and a block
-//         that sticks out of the image ends with the row.
+//         that sticks out of the image ends with the row. Without BLOCKS the background is written everywhere and no
+//         table is read: by a few thread blocks, beside kernels that leave memory idle, before sparse_scatter.
 #include "core/async_copy.cuh"
 #include "block_sparse/stack/block_table.cuh"
 
 enum Background { CONSTANT, CHANNELS, IMAGE };
 
-template <typename V, typename E, int BACKGROUND, int LANES>
+template <typename V, typename E, int BACKGROUND, int LANES, bool BLOCKS>
 __global__ void __launch_bounds__(256)
     stack_to_image(const V* __restrict__ stack,         // [M, bh, run]
                    const int* __restrict__ bin_counts,  // [1]
@@ -21,7 +22,8 @@ __global__ void __launch_bounds__(256)
     constexpr int AT_ONCE = 4, LINES = 256 / LANES, COUNT = sizeof(V) / sizeof(E);
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     overlap_launches();
-    const BlockTable table{nullptr, grid, narrow(N), narrow(GH), narrow(GW), narrow(clamp(*bin_counts, 0, M))};
+    const int count = BLOCKS ? narrow(clamp(*bin_counts, 0, M)) : 0;
+    const BlockTable table{nullptr, grid, narrow(N), narrow(GH), narrow(GW), count};
     const Divisor across(narrow(run));
     const int channels = narrow(C), width = narrow(line), parts = ceil_div(width, LANES * AT_ONCE);
     const u32 lines = static_cast<u32>(N * H), height = static_cast<u32>(H), down = static_cast<u32>(bh);
@@ -42,7 +44,7 @@ __global__ void __launch_bounds__(256)
         for (int a = 0; a < AT_ONCE; ++a) {
             const int v = first + a * LANES;
             wi[a] = across.of(v < width ? v : 0);
-            found[a] = table.row(v < width ? narrow(n) : -1, narrow(hi), wi[a]);
+            found[a] = BLOCKS ? table.row(v < width ? narrow(n) : -1, narrow(hi), wi[a]) : -1;
         }
         V value[AT_ONCE];
 #pragma unroll

@@ -131,6 +131,7 @@ class ImageFill(NamedTuple):
     itemsize: int
     alignment: int = 16  # bytes that divide all addresses, but that of values per channel
     background: str = "constant"  # or "channels", one value for each, or "image"
+    blocks: bool = True  # or the background alone, everywhere
 
 
 _LANES = (32, 64, 128, 256)
@@ -143,11 +144,12 @@ def constant_bits(content):
     return int(np.frombuffer(content * (8 // len(content)), np.int64)[0])
 
 
-def prepare_stack_to_image(fill, constant=0):
+def prepare_stack_to_image(fill, constant=0, most=None):
     """Return the launch that writes whole images; None where sizes are too large for it.
 
-    It takes the stack, the count, the grid, the background (None for a constant) and the images.
-    ``constant`` are the bits of the background, see :func:`constant_bits`.
+    It takes the stack, the count, the grid, the background (None for a constant) and the images;
+    the first three are None where no blocks are written. ``constant`` are the bits of the
+    background, see :func:`constant_bits`. There are at most ``most`` thread blocks.
     """
     pixel = fill.channels * fill.itemsize
     run, line = fill.block[1] * pixel, fill.image[1] * pixel
@@ -157,12 +159,13 @@ def prepare_stack_to_image(fill, constant=0):
         return None
     lanes = next((n for n in _LANES if n * _AT_ONCE >= line), _LANES[-1])
     lines = -(-fill.grid[0] * fill.image[0] // (256 // lanes))
+    thread_blocks = lines * -(-line // (lanes * _AT_ONCE))
     background = ("constant", "channels", "image").index(fill.background)
     return kernels.prepare(
         "block_sparse/stack/stack_to_image",
         "stack_to_image",
-        (_VECTORS[width], _VECTORS[fill.itemsize], background, lanes),
-        lines * -(-line // (lanes * _AT_ONCE)),
+        (_VECTORS[width], _VECTORS[fill.itemsize], background, lanes, fill.blocks),
+        min(thread_blocks, most or thread_blocks),
         256,
         5,
         (

@@ -15,6 +15,7 @@ import torch
 from ...core.device import current_device
 from ...core.torch_memory import allocate, to_tensor
 from .. import _dispatch_state as state
+from .._graph_branch import moment
 from .._native import compute, native_stream, view
 from .epilogue import finish
 
@@ -28,6 +29,7 @@ _MASKS = {
     torch.bfloat16, torch.float32, torch.float64,
 }  # fmt: skip
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
+_DEEP = 64  # times fewer pixels of a block than in the input: products take longer than memory
 
 
 def serves(x):
@@ -184,6 +186,8 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         stacks = (t if t is None or t.dim() < 4 else t.permute(0, 2, 3, 1) for t in given)
         start_with_memory(launch, *stacks)
     table.settled = True  # what wrote the table lies behind a kernel that waited for it
+    if table.deep is None and math.prod(block_out) * _DEEP <= math.prod(table.block):
+        table.deep = moment(y)
     return y if activation in _CODES else finish(y, None, activation)
 
 

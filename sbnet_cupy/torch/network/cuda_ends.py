@@ -8,12 +8,15 @@ import math
 import torch
 
 from ...core.device import current_device
-from ..ops import sparse_gather
+from .._graph_branch import after
+from ..ops import sparse_gather, sparse_scatter
 from . import cuda
 from .epilogue import finish
 
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
 _MOST_CHANNELS = 8  # of images that a convolution reads itself
+_MOST_BESIDE, _LEAST_BESIDE = 0.35, 1 << 24  # of an image filled beside: active share, bytes
+_FILLING = 16  # thread blocks that fill it
 
 
 def reads_image(image, weight, *, groups, mode, fill, **_):
@@ -144,7 +147,14 @@ def scatter(value, table, block, size, hw, outside=0.0):
         background, outside = background.contiguous(), 0.0
         if kind == "channels" and background.numel() != channels:
             return None
-    out = torch.empty(table.batch, *size, *sizes, dtype=value.dtype, device=value.device)
+    shape = table.batch, *size, *sizes
+    if kind == "constant":
+        out = _filled_beside(table, shape, value.dtype, block, channels, outside)
+        if out is not None:
+            image, blocks = (t.view(*t.shape[:3], -1) for t in (out, rows))
+            sparse_scatter(blocks, table.counts, table.indices, image, bsize=block, out=image)
+            return out.permute(back)
+    out = torch.empty(shape, dtype=value.dtype, device=value.device)
     facts = (
         value.dtype, table.rows, table.batch, table.grid, block, size, channels, kind, outside,
         math.gcd(16, rows.data_ptr(), background.data_ptr() if kind == "image" else 0),
@@ -156,12 +166,39 @@ def scatter(value, table, block, size, hw, outside=0.0):
     return out.permute(back)
 
 
-def _prepare_scatter(dtype, rows, images, grid, block, size, channels, kind, outside, alignment):
+def _filled_beside(table, shape, dtype, block, channels, outside):
+    """Return an image of one number, which a CUDA graph fills beside the layers, or None.
+
+    A few thread blocks write it while products leave memory idle; more of them would take it from
+    the layers. The blocks are written after them. Elsewhere, or where the image is small or much of
+    it active, one kernel writes all of it in less time.
+    """
+    of_blocks = table.rows / math.prod(table.places.shape)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if table.deep is None or of_blocks > _MOST_BESIDE or nbytes < _LEAST_BESIDE:
+        return None
+    size = shape[1:3]
+    facts = dtype, 0, table.batch, table.grid, block, size, channels, "constant", outside, 16, False
+    with after(table.deep, table.device) as main:
+        image = torch.empty(shape, dtype=dtype, device=table.device)
+        launch = cuda.prepared(_PLANS, facts, image, _prepare_scatter, *facts)
+        if launch is None:
+            return None
+        cuda.start(launch, image, None, None, None, image)  # no stack is read
+    image.record_stream(main)
+    return image
+
+
+def _prepare_scatter(
+    dtype, rows, images, grid, block, size, channels, kind, outside, alignment, blocks=True
+):
     """Return the launch for the current device, or None."""
     from ...block_sparse.stack import stack_to_image
 
     fill = stack_to_image.ImageFill(
-        rows, (images, *grid), block, size, channels, dtype.itemsize, alignment, kind
+        rows, (images, *grid), block, size, channels, dtype.itemsize, alignment, kind, blocks
     )
     bits = torch.tensor([outside], dtype=dtype).view(torch.uint8).numpy().tobytes()
-    return stack_to_image.prepare_stack_to_image(fill, stack_to_image.constant_bits(bits))
+    bits = stack_to_image.constant_bits(bits)
+    most = None if blocks else _FILLING
+    return stack_to_image.prepare_stack_to_image(fill, bits, most)

@@ -101,3 +101,24 @@ def test_a_count_below_the_rows_of_the_grid(on_shim):
     y = sb.stack_to_image(stack, fewer, background=-1)
     n, hi, wi = table.active_block_indices[2]
     assert (y[n, 4 * hi : 4 * hi + 4, 4 * wi : 4 * wi + 4] == -1).all()
+
+
+@pytest.mark.parametrize("sizes, dtype", thinned_product(7, SIZES, DTYPES[:-1]), ids=str)
+def test_a_background_without_blocks(on_shim, sizes, dtype):
+    """It is the same by fewer thread blocks than the device holds."""
+    block, size, channels = sizes
+    memory = Memory(0xFF)
+    blocks, table, _, rng = drawn(dtype, block, size, channels)
+    per_channel = numbers(rng, dtype, (channels,))
+    for background in (1, per_channel):
+        constant = np.ndim(background) == 0
+        y = memory.poisoned((blocks.batch, *size, channels), dtype)
+        fill = module.ImageFill(
+            0, table.grid.shape, block, size, channels, y.itemsize,
+            background="constant" if constant else "channels", blocks=False,
+        )  # fmt: skip
+        bits = module.constant_bits(np.asarray(background, dtype).tobytes()) if constant else 0
+        launch = module.prepare_stack_to_image(fill, bits, most=2)
+        launch(None, None, None, None if constant else background, y)
+        assert_same(y, np.broadcast_to(np.asarray(background, dtype), y.shape))
+    memory.check()
