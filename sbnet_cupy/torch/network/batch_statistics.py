@@ -54,7 +54,8 @@ def _uncount_empty(table, block, size, running_mean):
     counters = table.keep("counters of batches", lambda: _counters(table.model))
     counter = counters.get(id(running_mean))
     if counter is not None:
-        counter.sub_((~some).to(counter.dtype))
+        key = "empty batches", id(some)
+        counter.sub_(table.keep(key, lambda: (~some).to(torch.int64)))
 
 
 def _counters(model):

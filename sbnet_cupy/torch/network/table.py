@@ -123,14 +123,30 @@ class Table:
 
     def has_pixels(self, block, size):
         """Return whether an active block has a pixel of a stage, as a tensor; None for yes."""
-        if self.occupied and self.divides(block, size):
-            return None
-        key = "has pixels", block, size
-        return self.keep(key, lambda: self.active_pixels(block, size).any())
+        if not self.divides(block, size):
+            key = "has pixels", block, size
+            return self.keep(key, lambda: self.active_pixels(block, size).any())
+        return None if self.occupied else self.keep("has blocks", lambda: self.on.any())
 
     def active_pixels(self, block, size):
         """Return how many pixels of each image lie in active blocks: int64 ``[N]``."""
-        return self.keep(("pixels", block, size), lambda: self.active_map(block, size).sum((1, 2)))
+
+        def make():
+            parts = (
+                self.on[:, rows, columns].sum((1, 2)) * (height * width)
+                for rows, height in _lengths(block[0], size[0])
+                for columns, width in _lengths(block[1], size[1])
+            )
+            return functools.reduce(torch.add, parts)
+
+        return self.keep(("pixels", block, size), make)
+
+
+def _lengths(block, size):
+    """Return the blocks along an axis that lie in the image whole, and one that is cut: length."""
+    whole, rest = divmod(size, block)
+    cut = [(slice(whole, whole + 1), rest)] if rest else []
+    return [(slice(whole), block), *cut]
 
 
 class BlockTable(Table):
