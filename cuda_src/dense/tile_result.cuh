@@ -14,6 +14,10 @@ struct ChannelOrder {
         const int n = column / 8, t = column % 8 / 2, e = column % 2;
         return n / GROUPS * (8 * GROUPS) + t * COUNT + n % GROUPS * 2 + e;
     }
+    static DEVICE int column(int channel) {
+        const int n = channel / (8 * GROUPS) * GROUPS + channel / 2 % GROUPS;
+        return n * 8 + channel / COUNT % 4 * 2 + channel % 2;
+    }
 };
 
 // sums * scale + bias, in place. WIDE: scale and bias are at multiples of 16 bytes, and there are registers for more of them

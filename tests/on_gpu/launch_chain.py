@@ -53,6 +53,7 @@ def chains(cupy):
         else:
             plans = list(patch_candidates(conv, device))[:2]
         assert plans
+        cupy.cuda.Device().synchronize()  # what is packed may be read without a wait
         for plan in plans:
             run = prepare_stack_conv(conv, True, False, plan)
             y = cupy.empty((conv.rows, *conv.block_out, conv.channels_out), x.dtype)

@@ -25,43 +25,58 @@ template <typename T, bool ROUND, typename W, typename Table>
 DEVICE void pack_weights_of_stack(const W* __restrict__ w, const Table* __restrict__ scale, const Table* __restrict__ bias,
                                   u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
                                   i64 step_k, const ChannelGroups& by_group, i64 number, i64 count) {
-    constexpr int LANES = 16 / sizeof(T);
-    const Order order(by_group.span, LANES, static_cast<int>(R * S));
-    const i64 panels = ceil_div<i64>(K, PANEL), units = panels * order.chunks * (PANEL * 8);
-    const i64 tables = tables_bytes(static_cast<int>(K));
+    constexpr int LANES = 16 / sizeof(T), PER_VECTOR = 16 / sizeof(W);
+    const int across = static_cast<int>(S), outputs = static_cast<int>(K);
+    const Order order(by_group.span, LANES, static_cast<int>(R) * across);
+    const int panels = ceil_div(outputs, PANEL);
+    const i64 units = static_cast<i64>(panels) * order.chunks * (PANEL * 8), tables = tables_bytes(outputs);
+    const bool by_output = step_k < step_c;  // neighbouring threads read what lies side by side
     for (i64 i = number * 256 + threadIdx.x; i < units; i += count * 256) {
         if (i < 2 * PANEL * panels) {
-            const i64 k = i % (PANEL * panels);
+            const int k = static_cast<int>(i) % (PANEL * panels);
             const Table* table = i < PANEL * panels ? scale : bias;
             reinterpret_cast<float*>(packed)[i] =
-                k < K && table ? to_compute<float>(table[k]) : i < PANEL * panels ? 1.0f : 0.0f;
+                k < outputs && table ? to_compute<float>(table[k]) : i < PANEL * panels ? 1.0f : 0.0f;
         }
-        const int u = static_cast<int>(i % 8), column = static_cast<int>(i / 8 % PANEL);
-        const i64 slice = i / (8 * PANEL);
+        const u32 slice = static_cast<u32>(i / (8 * PANEL)), within = static_cast<u32>(i) % (8 * PANEL);
+        const int u = static_cast<int>(by_output ? within / PANEL : within % 8);
+        const int place = static_cast<int>(by_output ? within % PANEL : within / 8);
+        const int column = by_output ? ChannelOrder<T>::column(place) : place;
         const int chunk = static_cast<int>(slice % order.chunks), panel = static_cast<int>(slice / order.chunks);
         int tap = chunk % order.taps, unit = chunk / order.taps * 8 + u;
         if (chunk >= order.groups * order.taps) order.of_rest(chunk, u, tap, unit);
-        const i64 k = panel * PANEL + ChannelOrder<T>::channel(column);
+        const int k = panel * PANEL + (by_output ? place : ChannelOrder<T>::channel(column));
         // Of the group of k, the first channel of the unit.
-        const int first = by_group.begin(panel, static_cast<int>(C), LANES) + unit * LANES -
-                          static_cast<int>(k) / by_group.out * by_group.in;
-        Elements<T, uint4> value(zero<uint4>());
+        const int first =
+            by_group.begin(panel, static_cast<int>(C), LANES) + unit * LANES - k / by_group.out * by_group.in;
+        const i64 start = tap / across * step_r + tap % across * step_s + first * step_c + k * step_k;
+        const bool there = tap < order.taps && k < outputs;
+        Elements<W, uint4> weights[LANES / PER_VECTOR];
+        const bool is_whole = there && first >= 0 && first + LANES <= by_group.in;
+        if (is_whole && step_c == 1 && reinterpret_cast<u64>(w + start) % 16 == 0) {
+#pragma unroll
+            for (int v = 0; v < LANES / PER_VECTOR; ++v)
+                weights[v].vector = reinterpret_cast<const uint4*>(w + start)[v];
+        } else {
+#pragma unroll
+            for (int e = 0; e < LANES; ++e) {
+                const bool is_one = there && static_cast<u32>(first + e) < static_cast<u32>(by_group.in);
+                weights[e / PER_VECTOR].element[e % PER_VECTOR] = is_one ? w[start + e * step_c] : zero<W>();
+            }
+        }
+        Elements<T, uint4> value;
 #pragma unroll
         for (int e = 0; e < LANES; ++e) {
-            const int c = first + e;
-            if (tap < order.taps && static_cast<u32>(c) < static_cast<u32>(by_group.in) && k < K) {
-                const W weight = w[tap / S * step_r + tap % S * step_s + c * step_c + k * step_k];
-                if constexpr (Same<T, W>::value)
-                    value.element[e] = weight;
-                else
-                    value.element[e] = from_compute<T>(to_compute<float>(weight));
-            }
+            const W weight = weights[e / PER_VECTOR].element[e % PER_VECTOR];
+            if constexpr (Same<T, W>::value)
+                value.element[e] = weight;
+            else
+                value.element[e] = from_compute<T>(to_compute<float>(weight));
             if constexpr (ROUND) value.element[e] = __uint_as_float(to_tf32(value.element[e]));
         }
-        *reinterpret_cast<uint4*>(packed + tables + slice * PANEL_CHUNK + swizzled(column, u)) = value.vector;
+        *reinterpret_cast<uint4*>(packed + tables + static_cast<i64>(slice) * PANEL_CHUNK + swizzled(column, u)) = value.vector;
     }
 }
-
 
 template <typename T, bool ROUND, typename W = T>
 __global__ void __launch_bounds__(256)
@@ -69,6 +84,7 @@ __global__ void __launch_bounds__(256)
                        u8* __restrict__ packed, i64 C, i64 K, i64 R, i64 S, i64 step_r, i64 step_s, i64 step_c,
                        i64 step_k, i64 span, i64 group_in, i64 group_out) {
     const ChannelGroups by_group{static_cast<int>(group_in), static_cast<int>(group_out), static_cast<int>(span)};
+    overlap_launches(w, scale, bias);
     pack_weights_of_stack<T, ROUND>(w, scale, bias, packed, C, K, R, S, step_r, step_s, step_c, step_k, by_group, blockIdx.x,
                                     gridDim.x);
 }

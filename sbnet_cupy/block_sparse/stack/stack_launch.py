@@ -74,6 +74,7 @@ def prepare_stack_pack_strided(conv, steps, source=None):
         256,
         4,
         (conv.channels, conv.channels_out, *conv.kernel, *steps, conv.span, *conv.group_sizes),
+        dependent=True,
     )
 
 
