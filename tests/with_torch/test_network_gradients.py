@@ -147,6 +147,34 @@ def test_gradients_of_a_convolution(st, as_on_gpu, kind):
     check_second_derivatives(st, dense, image(), BLOCK)
 
 
+@pytest.mark.parametrize(
+    "kernel, stride, padding",
+    [
+        ((7, 7), (2, 2), (3, 3)), ((3, 3), (2, 2), (1, 1)), ((3, 5), (2, 1), (0, 4)),
+        ((4, 3), (4, 1), (1, 0)), ((5, 6), (1, 2), (2, 3)), ((2, 2), (2, 2), (0, 0)),
+    ],
+)  # fmt: skip
+def test_few_channels_that_are_strided_over(st, as_on_gpu, monkeypatch, kernel, stride, padding):
+    """The gradient of the weights, by folded pixels and as that of any other convolution."""
+    from sbnet_cupy.torch.network import gradients
+
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 5, kernel, stride, padding).double()
+    sparse = st.sparsify(conv, BLOCK)
+    sparse.break_even = 2.0
+    _, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    fold, folded, found = gradients._grad_weight_folded, [], []
+    monkeypatch.setattr(
+        gradients, "_grad_weight_folded", lambda *args: folded.append(fold(*args)) or folded[-1]
+    )
+    for most in (16, 0):
+        monkeypatch.setattr(gradients, "_MOST_FOLDED", most)
+        loss = sparse(image(), mask).sin().sum()
+        found.append(torch.autograd.grad(loss, conv.weight)[0])
+    assert len(folded) == 1
+    assert (found[0] - found[1]).abs().max() <= 2.0**-40 * found[1].abs().max()
+
+
 def test_second_derivatives_of_a_batch_norm(st, as_on_gpu):
     dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
     dense = dense.double().train()  # no bias: its gradient is 0, and rounding

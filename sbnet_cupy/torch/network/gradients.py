@@ -13,10 +13,13 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
+from .._graph_branch import branch
 from . import cuda, cuda_ends, cuda_norm, cuda_pool, cuda_weights, ops
 from .entry import Entry, gathered
 from .epilogue import finish
 from .halos import zero_outside
+
+_MOST_FOLDED = 16  # channels, with the pixels of a stride
 
 
 def serves(x, table):
@@ -113,8 +116,14 @@ class _Conv(Function):
         if torch.is_grad_enabled():
             return _conv_again(ctx, x, weight, bias, grad)
         grad = grad.contiguous(memory_format=torch.channels_last)
-        dx = _grad_x(grad, weight, *ctx.where, ctx.options) if wanted[0] else None
-        return dx, *_grad_weights(ctx, lambda: x, grad, weight, bias), None, None
+        dx, both = None, all(wanted[:2])
+        is_beside = both and _keeps_nothing(x, weight, ctx.where[1], ctx.options)
+        with branch(grad if is_beside else None) as beside:
+            with beside:
+                found = _grad_weights(ctx, lambda: x, grad, weight, bias)
+            if wanted[0]:
+                dx = _grad_x(grad, weight, *ctx.where, ctx.options)
+        return dx, *found, None, None
 
 
 class _ImageConv(Function):
@@ -189,16 +198,72 @@ def _grad_x(grad, weight, table, block, size, options):
 
 def _grad_weight(x, grad, weight, table, block, size, options):
     """Return the sum over all pixels of products of the gradient with what the kernel read."""
-    stride, dilation, pads = options["stride"], options["dilation"], options["pads"]
-    kernel = tuple(weight.shape[2:])
-    rims = ops.rim(kernel, stride, pads, dilation)
-    if kernel == (1, 1) and not any(pads):  # pixels between those that are read are left out
+    if _is_folded(x, weight, block, options):
+        return _grad_weight_folded(x, grad, weight, table, block, size, options)
+    stride, dilation, rims = options["stride"], options["dilation"], _rims(weight, options)
+    if weight.shape[2:] == (1, 1) and not any(options["pads"]):  # pixels between are not read
         x, stride = x if stride == (1, 1) else x[:, :, :: stride[0], :: stride[1]], (1, 1)
     elif any(rims):
         x = ops.halo(x, table, block, size, rims)
     x = x.contiguous(memory_format=torch.channels_last)
     found = conv2d_weight(x, weight.shape, grad, stride, 0, dilation, options["groups"])
     return found.to(weight.dtype)
+
+
+def _keeps_nothing(x, weight, block, options):
+    """Whether the gradient of the weights takes nothing that a table keeps for other streams."""
+    by_kernel = cuda.convolves(x.dtype) and min(_rims(weight, options)) >= 0
+    return by_kernel and not _is_folded(x, weight, block, options)
+
+
+def _rims(weight, options):
+    """Return the rim of a block that the gradient of the weights reads; none of single pixels."""
+    kernel, pads = tuple(weight.shape[2:]), options["pads"]
+    if kernel == (1, 1) and not any(pads):
+        return 0, 0, 0, 0
+    return ops.rim(kernel, options["stride"], pads, options["dilation"])
+
+
+def _is_folded(x, weight, block, options):
+    """Whether few channels are strided over: then pixels that lie in a stride become channels."""
+    (down, across), kernel = options["stride"], weight.shape[2:]
+    return (
+        1 < down * across * x.shape[1] <= _MOST_FOLDED
+        and (down, across) != (1, 1)
+        and options["groups"] == 1
+        and options["dilation"] == (1, 1)
+        and block[0] % down == block[1] % across == 0
+        and all(k > p for k, p in zip(kernel, options["pads"][::2], strict=True))
+    )
+
+
+def _grad_weight_folded(x, grad, weight, table, block, size, options):
+    """Return the same as a convolution without a stride, of more channels.
+
+    Tap ``r`` reads row ``s * o + r - p`` for row ``o``: of the ``s`` rows that are one now, that is
+    one of row ``o + t``, with ``t = (r - p) // s``. So the taps lie ``lead`` behind a multiple of
+    the stride.
+    """
+    strides, taps, rims, leads = options["stride"], [], [], []
+    for s, k, p in zip(strides, weight.shape[2:], options["pads"][::2], strict=True):
+        before, after = p + (-p % s), k - 1 - p
+        taps.append(before // s + after // s + 1)
+        rims += [before // s, after // s]
+        leads.append(before - p)
+    x = x if table.divides(block, size) else zero_outside(x, table, block, size)
+    block, size = (
+        tuple(-(-n // s) for n, s in zip(pixels, strides, strict=True)) for pixels in (block, size)
+    )
+    down, across = strides
+    x = x.unflatten(3, (-1, across)).unflatten(2, (-1, down))  # [M, C, h, down, w, across]
+    x = x.permute(0, 2, 4, 3, 5, 1).flatten(3).permute(0, 3, 1, 2)  # channels: down, across, C
+    x = ops.halo(x, table, block, size, tuple(rims)) if any(rims) else x
+    x = x.contiguous(memory_format=torch.channels_last)
+    found = conv2d_weight(x, (len(weight), x.shape[1], *taps), grad)
+    found = found.unflatten(1, (down, across, -1)).permute(0, 3, 4, 1, 5, 2)
+    found = found.flatten(4).flatten(2, 3)  # [K, C, taps * down, taps * across]
+    rows, columns = (slice(i, i + k) for i, k in zip(leads, weight.shape[2:], strict=True))
+    return found[:, :, rows, columns].to(weight.dtype)
 
 
 def batch_norm(x, table, block, size, weight, bias, eps):
