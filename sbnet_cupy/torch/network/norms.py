@@ -14,7 +14,7 @@ from .handlers import handles
 from .image_values import plainly
 from .plans import LinearPlan, MatrixPlan, NormPlan, normalized
 from .pointwise import alias, pointwise, step
-from .windows import global_mean, is_image
+from .windows import global_maximum, global_mean, is_image
 
 OF_A_BATCH = "a batch norm by the statistics of the batch"
 
@@ -296,7 +296,6 @@ def _variance_of_images(value, table, block, size, hw, over, correction):
 @handles(
     "max",
     "min",
-    "amax",
     "amin",
     "argmax",
     "argmin",
@@ -327,6 +326,20 @@ def reduce_channels(func, input, dim=None, *args, **kwargs):
         return T.wrap(value, input, hw=moved)
 
     return torch.utils._pytree.tree_map(back, result)
+
+
+@handles("amax")
+def amax(func, input, dim=None, keepdim=False, **rest):
+    """Take the maximum over channels, or over whole images where no gradient is recorded.
+
+    Of equal numbers each has a share of the gradient, where pooling gives it to the first.
+    """
+    over = None if dim is None else _normal(dim, T.dims(input))
+    images = is_image(input) and over is not None and sorted(over) == [2, 3]
+    if rest or not images or not input.is_floating_point() or cuda.records(T.value_of(input)):
+        return reduce_channels(func, input, dim, keepdim, **rest)
+    largest = global_maximum(input)
+    return largest if keepdim else T.facts(input)[0].compute(torch.flatten, largest, 1)
 
 
 @handles("all")

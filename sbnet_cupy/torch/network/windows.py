@@ -211,9 +211,11 @@ def max_pool2d(
     dilation, ceil_mode = two(dilation), ceil_mode and stride != (1, 1)
     window = Window(input, kernel, stride, (p[0], p[0], p[1], p[1]), dilation, ceil_mode)
     border = T.border_of(input)
-    if not window.fits or (border and (any(p) or ceil_mode or border[4] != "zeros")):
-        return NotImplemented
     if not input.is_floating_point():
+        return NotImplemented
+    if not window.fits and dilation == (1, 1) and _is_whole(input, kernel, p):
+        return global_maximum(input)
+    if not window.fits or (border and (any(p) or ceil_mode or border[4] != "zeros")):
         return NotImplemented
     table, value = window.table, T.picture(input)
     if table.whole:
@@ -250,6 +252,8 @@ def avg_pool2d(
     if any(2 * a > k for a, k in zip(p, kernel, strict=True)):
         return NotImplemented  # PyTorch says what is wrong
     window = Window(input, kernel, stride, (p[0], p[0], p[1], p[1]), (1, 1), ceil_mode)
+    if not window.fits and divisor_override is None and _is_whole(input, kernel, p):
+        return global_mean(input, (2, 3), True)
     if not window.fits:
         return NotImplemented
     table, value = window.table, T.picture(input)
@@ -302,9 +306,19 @@ def adaptive_max_pool2d(func, input, output_size, return_indices=False):
         return NotImplemented
     if return_indices:
         return NotImplemented
-    table, block, size, _, _ = T.facts(input)
+    return global_maximum(input)
+
+
+def _is_whole(x, kernel, pads):
+    """Whether a window is the image, with nothing around it."""
+    return tuple(kernel) == tuple(T.facts(x)[2]) and not any(pads) and not T.border_of(x)
+
+
+def global_maximum(x):
+    """Take the maximum of whole images: a tensor ``[N, C, 1, 1]``."""
+    table, block, size, _, _ = T.facts(x)
     table.reduced = table.reduced or "a maximum over the image"
-    largest = table.compute(table.max_pixels, T.value_of(input), block, size)
+    largest = table.compute(table.max_pixels, T.value_of(x), block, size)
     return table.compute(torch.unflatten, largest, 1, (-1, 1, 1))
 
 
