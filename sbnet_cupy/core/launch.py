@@ -403,7 +403,7 @@ class _ExtendedParameters(_Parameters):
         call, error, extent = driver().cuLaunchKernelEx, self.error, config.grid
         where, kernel = ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr)
         parameters, filled, streamed = ctypes.c_void_p(self.table), None, None
-        may_overlap = config.attributes[config.attribute_count - 1].value if dependent else [1]
+        may_overlap = config.attributes[config.attribute_count - 1].value if dependent else None
 
         def launch(grid, stream, _table, _extra):
             nonlocal filled, streamed
@@ -411,11 +411,13 @@ class _ExtendedParameters(_Parameters):
                 extent[:], filled = grid, grid
             if streamed != stream:
                 config.stream, streamed = stream, stream
-            if dependent and _JOINED:
-                may_overlap[0] = stream not in _JOINED
+            has_joined = _JOINED and dependent and stream in _JOINED
+            if has_joined:
                 _JOINED.discard(stream)
+                may_overlap[0] = 0
             status = call(where, kernel, parameters, None)
-            may_overlap[0] = 1
+            if has_joined:
+                may_overlap[0] = 1
             if status:
                 raise error(status)
 
