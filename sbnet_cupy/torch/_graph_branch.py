@@ -63,4 +63,3 @@ def _branch(tensor, stream):
         yield torch.cuda.stream(side)
     finally:
         wait(main, side)
-

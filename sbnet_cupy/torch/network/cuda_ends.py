@@ -175,7 +175,7 @@ def _filled_beside(table, shape, dtype, block, channels, outside):
     """
     of_blocks = table.rows / math.prod(table.places.shape)
     nbytes = math.prod(shape) * dtype.itemsize
-    if table.deep is None or of_blocks > _MOST_BESIDE or nbytes < _LEAST_BESIDE:
+    if not table.deep or of_blocks > _MOST_BESIDE or nbytes < _LEAST_BESIDE:
         return None
     size = shape[1:3]
     facts = dtype, 0, table.batch, table.grid, block, size, channels, "constant", outside, 16, False

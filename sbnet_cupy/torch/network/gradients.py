@@ -228,8 +228,8 @@ def _is_folded(x, weight, block, options):
     """Whether few channels are strided over: then pixels that lie in a stride become channels."""
     (down, across), kernel = options["stride"], weight.shape[2:]
     return (
-        1 < down * across * x.shape[1] <= _MOST_FOLDED
-        and (down, across) != (1, 1)
+        (down, across) != (1, 1)
+        and down * across * x.shape[1] <= _MOST_FOLDED
         and options["groups"] == 1
         and options["dilation"] == (1, 1)
         and block[0] % down == block[1] % across == 0

@@ -170,7 +170,7 @@ class BlockTable(Table):
         super().__init__(places.shape, block, size, places.device)
         self.counts, self.indices, self.places = counts, indices, places
         self.rows, self.known_live = indices.shape[0], known_live
-        self.deep = None  # in a capture on a GPU, an event of when layers no longer fill the memory
+        self.deep = None  # in a capture, an event of when layers begin that leave memory idle
 
     @classmethod
     def of_blocks(cls, on, capacity, count, block, size):
