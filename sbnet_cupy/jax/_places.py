@@ -52,6 +52,8 @@ class Places:
     def neighbour(self, down, right):
         """Return the row of the block so many places away; the number of rows if there is none."""
         grid, hi, wi = self.table.grid, self.hi + down, self.wi + right
+        if not grid.size:
+            return jnp.full(hi.shape, self.rows, grid.dtype)
         found = self.valid & (hi >= 0) & (hi < grid.shape[1]) & (wi >= 0) & (wi < grid.shape[2])
         row = grid[self.n, jnp.where(found, hi, 0), jnp.where(found, wi, 0)]
         return jnp.where(found & (row >= 0) & (row < self.limit), row, self.rows)
@@ -84,7 +86,7 @@ class Places:
             strips = []
             for dw, _, from_w in across.pieces(self.table.block_size[1]):
                 strip, row = x[:, from_h, from_w], self.neighbour(dh, dw)
-                strips.append(strip.at[row].get(mode="fill", fill_value=0))
+                strips.append(_taken(strip, row, 0))
             lines.append(jnp.concatenate(strips, axis=2))
         halo = jnp.concatenate(lines, axis=1)
         outside = jnp.asarray(-np.inf if fill == "-inf" else 0, halo.dtype)
@@ -108,9 +110,10 @@ class Places:
 
     def by_place(self, values, fill):
         """Lay values [M, C] of blocks out by place: [N, places, C], ``fill`` where none is."""
-        grid = self.table.grid.reshape(self.table.grid.shape[0], -1)
+        images, down, right = self.table.grid.shape
+        grid = self.table.grid.reshape(images, down * right)
         row = jnp.where((grid >= 0) & (grid < self.limit), grid, self.rows)
-        return values.at[row].get(mode="fill", fill_value=fill)
+        return _taken(values, row, fill)
 
     def of_images(self, values):
         """Return the row of each block's image in values [N, C]: [M, C]; 0 where it is no block.
@@ -121,5 +124,12 @@ class Places:
         spread = jnp.broadcast_to(values[:, None], (images, down * right, values.shape[1]))
         place = (self.n * down + self.hi) * right + self.wi
         place = jnp.where(self.valid, place, images * down * right)
-        spread = spread.reshape(-1, values.shape[1])
-        return spread.at[place].get(mode="fill", fill_value=0)
+        spread = spread.reshape(images * down * right, values.shape[1])
+        return _taken(spread, place, 0)
+
+
+def _taken(array, index, fill):
+    """Return ``array[index]``, ``fill`` where an index is the length; of an empty array, too."""
+    if not array.size:
+        return jnp.full((*index.shape, *array.shape[1:]), fill, array.dtype)
+    return array.at[index].get(mode="fill", fill_value=fill)

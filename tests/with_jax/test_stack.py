@@ -351,6 +351,30 @@ def _smooth(sbj, mask, frame, weights):
     return sbj.stack_avg_pool(h, table.after_conv(3, 2, 1), kernel=2, strides=1, padding="SAME")
 
 
+EMPTY = {
+    "no rows": ((1, 4, 4), 0, 2),
+    "no images": ((0, 4, 4), 3, 2),
+    "no pixels": ((1, 0, 4), 3, 2),
+    "no channels": ((1, 4, 4), 3, 0),
+}
+
+
+@pytest.mark.parametrize(("size", "capacity", "channels"), EMPTY.values(), ids=EMPTY)
+def test_nothing_to_compute(sbj, place, jax, size, capacity, channels):
+    mask = np.ones(size, np.float32) if capacity else np.zeros(size, np.float32)
+    known = sb.block_table(mask, 2, capacity=capacity)
+    table = sbj.block_table(place.make(mask), 2, capacity=capacity)
+    x, values = np.ones((capacity, 2, 2, channels), np.float32), normal(size[0], channels)
+    w = np.ones((3, 3, channels, 4), np.float32)
+    for name, options in (*CALLS, ("stack_conv2d", {"w": w})):
+        given = {key: place.make(v) if key == "w" else v for key, v in options.items()}
+        function = functools.partial(getattr(sbj, name), table=table, **given)
+        y, pull = jax.vjp(function, place.make(x))
+        same(y, getattr(sb, name)(x, table=known, **options))
+        assert pull(y)[0].shape == x.shape
+    same(sbj.stack_per_block(place.make(values), table), sb.stack_per_block(values, known))
+
+
 def test_what_it_refuses(sbj, place):
     known, table = tables(sbj, place)
     x = place.make(stack_of(known))
