@@ -128,6 +128,8 @@ def weight_gradient(fine, coarse, places, window, groups, tf32):
     """Return the gradient of the kernel, ``[R, S, C_fine / groups, C_coarse]``, not yet rounded."""
     xp, total = namespace(fine), compute_dtype(fine.dtype)
     c, k = fine.shape[3] // groups, coarse.shape[3]
+    if not c * k:
+        return xp.zeros((*window.kernel, c, k), total)
     dw = xp.zeros((groups, *window.kernel, c, k // groups), total)
     rows, cols = window.coarse.block_size
     taps = [
@@ -173,6 +175,8 @@ def clear_unlisted(out, places):
 
 def _convolve(source, w, places, taps, call, out):
     """Write one convolution to ``out``, a view of some pixels of each block."""
+    if not out.size:
+        return
     (groups, tf32, epilogue, clean), xp = call, namespace(source)
     total = compute_dtype(source.dtype)
     c, channels = w.shape[2], w.shape[3]

@@ -118,3 +118,15 @@ def test_no_active_block(xp):
     found = sb.stack_conv2d_grad(x, x, w, table)
     assert not to_numpy(found.x).any() and not to_numpy(found.w).any()
     assert not to_numpy(sb.stack_conv2d(x, w, table)).any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_no_channels(xp, transposed):
+    table = sb.block_table(xp.asarray(np.ones((1, 4, 4), bool)), 2)
+    x, w = xp.asarray(np.ones((4, 2, 2, 0), np.float32)), np.ones((3, 3, 0, 4), np.float32)
+    grad, bias = np.ones((4, 2, 2, 4), np.float32), np.ones(4, np.float32)
+    found = sb.stack_conv2d_grad(
+        xp.asarray(grad), x, xp.asarray(w), table, transposed=transposed, bias=xp.asarray(bias)
+    )
+    assert found.x.shape == x.shape and found.w.shape == w.shape
+    assert to_numpy(found.bias).tolist() == [16.0] * 4
