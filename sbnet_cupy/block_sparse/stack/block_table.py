@@ -161,7 +161,8 @@ class BlockTable(ArrayContainer):
                 f"blocks of {self.block_size} pixels; make the table with a larger block_size"
             )
         block = tuple(b // s for b, s in zip(self.block_size, strides, strict=True))
-        return self.at(block, image_size or default_image_size(self, strides))
+        image = default_image_size(self, strides) if image_size is None else image_size
+        return self.at(block, image)
 
     def after_conv(self, kernel, strides=(1, 1), padding: Any = "SAME", dilation=(1, 1), *,
                    ceil_mode=False):  # fmt: skip

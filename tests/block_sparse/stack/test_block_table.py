@@ -129,6 +129,7 @@ def test_a_stage_has_its_own_sizes():
     assert table.at_stride(2).image_size == (5, 7)
     assert table.at_stride((4, 1)).block_size == (2, 4)
     assert table.at_stride(2, (4, 6)).image_size == (4, 6)
+    assert table.at_stride(2, 0).image_size == (0, 0)
     assert table.after_interpolate(2).block_size == (16, 8)
     assert table.at_stride(2).after_interpolate(2, (9, 13)).image_size == (9, 13)
     assert table.after_transposed(2, 2, 0).image_size == (18, 26)
