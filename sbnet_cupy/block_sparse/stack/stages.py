@@ -6,9 +6,10 @@ reads the pixels ``p * s - before + r * dilation`` of its input, wherever they l
 """
 
 from fractions import Fraction
+from numbers import Rational, Real
 from typing import NamedTuple
 
-from ...core.sizes import is_integer, output_size, padding_pairs, pair
+from ...core.sizes import output_size, padding_pairs, pair
 from ...errors import ShapeError
 
 
@@ -96,14 +97,14 @@ def _pair_of(scale_factor):
     """Read a positive number or a pair of them, exactly."""
     both = scale_factor if isinstance(scale_factor, tuple | list) else (scale_factor,) * 2
     good = len(both) == 2 and all(
-        (is_integer(f) or isinstance(f, float)) and 0 < f < float("inf") for f in both
+        isinstance(f, Real) and not isinstance(f, bool) and 0 < f < float("inf") for f in both
     )
     if not good:
         raise ShapeError(
             f"scale_factor must be a positive number or two, got {scale_factor!r}; with a size, it "
             "says how much larger the blocks become"
         )
-    return tuple(map(Fraction, both))
+    return tuple(Fraction(f if isinstance(f, Rational) else float(f)) for f in both)
 
 
 def _whole_block(block, factor):

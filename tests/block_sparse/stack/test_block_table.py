@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -132,6 +133,8 @@ def test_a_stage_has_its_own_sizes():
     assert table.at_stride(2, 0).image_size == (0, 0)
     assert table.after_interpolate(2).block_size == (16, 8)
     assert table.at_stride(2).after_interpolate(2, (9, 13)).image_size == (9, 13)
+    for factor in (np.float32(0.25), np.float16(0.25), np.float64(0.25), Fraction(1, 4)):
+        assert table.after_interpolate(factor).block_size == (2, 1)
     assert table.after_transposed(2, 2, 0).image_size == (18, 26)
     assert table.after_transposed(3, 2, 1, output_padding=1).image_size == (18, 26)
     assert table.after_transposed(3, 2).image_size == (18, 26)
