@@ -107,13 +107,11 @@ def fields_of(array):
         return array.shape, array.dtype, CPU, strides, 0
     if type(array) is ArraySpec or type(array) is SpecGroup:
         return array
-    if isinstance(array, np.ndarray):  # whose data is a buffer, which bfloat16 cannot be
-        return _fields_of_other(array)
     try:
         memory = array.data
         strides = None if array._c_contiguous else array.strides
         return array.shape, array.dtype, memory.device_id, strides, memory.ptr % _VECTOR
-    except AttributeError:  # not a CuPy array
+    except (AttributeError, ValueError):  # not a CuPy array; the data of some dtypes is no buffer
         return _fields_of_other(array)
 
 

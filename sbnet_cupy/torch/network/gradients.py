@@ -201,7 +201,7 @@ def _grad_weight(x, grad, weight, table, block, size, options):
     if _is_folded(x, weight, block, options):
         return _grad_weight_folded(x, grad, weight, table, block, size, options)
     stride, dilation, rims = options["stride"], options["dilation"], _rims(weight, options)
-    if weight.shape[2:] == (1, 1) and not any(options["pads"]):  # pixels between are not read
+    if rims is None:  # pixels between those that are read are left out
         x, stride = x if stride == (1, 1) else x[:, :, :: stride[0], :: stride[1]], (1, 1)
     elif any(rims):
         x = ops.halo(x, table, block, size, rims)
@@ -212,15 +212,15 @@ def _grad_weight(x, grad, weight, table, block, size, options):
 
 def _keeps_nothing(x, weight, block, options):
     """Whether the gradient of the weights takes nothing that a table keeps for other streams."""
-    by_kernel = cuda.convolves(x.dtype) and min(_rims(weight, options)) >= 0
+    by_kernel = cuda.convolves(x.dtype) and min(_rims(weight, options) or (0,)) >= 0
     return by_kernel and not _is_folded(x, weight, block, options)
 
 
 def _rims(weight, options):
-    """Return the rim of a block that the gradient of the weights reads; none of single pixels."""
+    """Return the rim of a block that the gradient of the weights reads; None of single pixels."""
     kernel, pads = tuple(weight.shape[2:]), options["pads"]
     if kernel == (1, 1) and not any(pads):
-        return 0, 0, 0, 0
+        return None
     return ops.rim(kernel, options["stride"], pads, options["dilation"])
 
 

@@ -335,8 +335,8 @@ def amax(func, input, dim=None, keepdim=False, **rest):
     Of equal numbers each has a share of the gradient, where pooling gives it to the first.
     """
     over = None if dim is None else _normal(dim, T.dims(input))
-    images = is_image(input) and over is not None and sorted(over) == [2, 3]
-    if rest or not images or not input.is_floating_point() or cuda.records(T.value_of(input)):
+    images = is_image(input) and _is_of_images(input, over) and len(over) == 2
+    if rest or not images or cuda.records(T.value_of(input)):
         return reduce_channels(func, input, dim, keepdim, **rest)
     largest = global_maximum(input)
     return largest if keepdim else T.facts(input)[0].compute(torch.flatten, largest, 1)

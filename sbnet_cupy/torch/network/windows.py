@@ -252,10 +252,9 @@ def avg_pool2d(
     if any(2 * a > k for a, k in zip(p, kernel, strict=True)):
         return NotImplemented  # PyTorch says what is wrong
     window = Window(input, kernel, stride, (p[0], p[0], p[1], p[1]), (1, 1), ceil_mode)
-    if not window.fits and divisor_override is None and _is_whole(input, kernel, p):
-        return global_mean(input, (2, 3), True)
     if not window.fits:
-        return NotImplemented
+        is_mean = divisor_override is None and _is_whole(input, kernel, p)
+        return global_mean(input, (2, 3), True) if is_mean else NotImplemented
     table, value = window.table, T.picture(input)
     if table.whole:
         options = (kernel, stride, p, ceil_mode, count_include_pad, divisor_override)
