@@ -147,6 +147,15 @@ def test_gradients_of_a_convolution(st, as_on_gpu, kind):
     check_second_derivatives(st, dense, image(), BLOCK)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_a_convolution_makes_is_written_in_place(st, as_on_gpu, size):
+    """As by the activations of networks without norms: SqueezeNet's, those of VGG."""
+    torch.manual_seed(0)
+    options = {"stride": 2} if size == 2 else {"padding": size // 2}
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, size, **options), nn.SiLU(inplace=True)
+    check_second_derivatives(st, nn.Sequential(*layers).double(), image(), BLOCK)
+
+
 @pytest.mark.parametrize(
     "kernel, stride, padding",
     [

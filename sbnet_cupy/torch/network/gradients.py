@@ -99,7 +99,12 @@ def _convolve(x, where, weight, bias, options, turned=False):
     if turned:
         weight = weight.flip(2, 3)
         weight = weight.transpose(0, 1) if options["groups"] == 1 else weight
-    return ops.conv(x, *where, weight, bias, **options), False
+    return _owned(ops.conv(x, *where, weight, bias, **options)), False
+
+
+def _owned(y):
+    """Return the same memory as no view of another tensor, so that it may be written in place."""
+    return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
 
 class _Conv(Function):
