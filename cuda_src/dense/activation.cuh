@@ -1,7 +1,7 @@
 // activation.cuh: what may follow a read or a convolution, in float or double.
 // ACTIVATION is an index into ACTIVATIONS of sbnet_cupy/dense/activation.py: none, relu, silu, gelu; or one of those that
 // networks on a stack have besides (_CODES of sbnet_cupy/torch/network/cuda.py): hardswish, relu6, hardsigmoid,
-// sigmoid.
+// sigmoid. From LEAST_SLOPE on it is leaky relu: the bits of its slope, a float.
 #pragma once
 
 #include "core/common.cuh"
@@ -16,8 +16,11 @@ DEVICE C zero_to_six(C t) {  // NaN stays NaN
     return t > 6 ? C(6) : t;
 }
 
+constexpr int LEAST_SLOPE = 0x00800000;  // the bits of the least ordinary float
+
 template <int ACTIVATION, typename C>
 DEVICE C activate(C t) {
+    if constexpr (ACTIVATION >= LEAST_SLOPE) return t < 0 ? t * C(__uint_as_float(ACTIVATION)) : t;  // NaN stays NaN
     if constexpr (ACTIVATION == 1) return t < 0 ? C(0) : t;  // relu; NaN stays NaN
     if constexpr (ACTIVATION == 2) return t / (C(1) + exp(-t));  // silu
     if constexpr (ACTIVATION == 3) return t * C(0.5) * (C(1) + erf(t * C(0.70710678118654752440)));

@@ -7,7 +7,7 @@ from sbnet_cupy.block_sparse.stack.stack_conv_plan import candidates
 from sbnet_cupy.block_sparse.stack.stack_launch import prepare_stack_conv, prepare_stack_pack
 from sbnet_cupy.block_sparse.stack.stack_patch_plan import patch_candidates
 from sbnet_cupy.core.device import current_device
-from support.stack_on_host import Blocks, ConvCase
+from support.stack_on_host import HALVED, Blocks, ConvCase
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +20,7 @@ CASES = [
     ConvCase("Half", Blocks(block=(8, 8)), 64, 256, (1, 1), (2, 2), residual=False),
     ConvCase("float", Blocks(block=(2, 2)), 132, 64, (2, 3)),
     ConvCase("float", Blocks(block=(4, 4)), 128, 200, (1, 1), activation=0),
+    ConvCase(blocks=Blocks(block=(4, 4)), channels=128, channels_out=64, activation=HALVED),
     ConvCase(
         "Half", Blocks(block=(4, 4)), 256, 200, (1, 1), residual=False, shortcut=(512, (2, 2))
     ),

@@ -28,7 +28,7 @@ from sbnet_cupy.block_sparse.stack.stack_launch import (
 from sbnet_cupy.block_sparse.stack.stack_patch_plan import PatchPlan, patch_candidates
 from sbnet_cupy.core.device import Device
 from support.exhaustive import all_but, first_of, thinned_product
-from support.stack_on_host import AMPERE, BLACKWELL, Blocks, ConvCase, use_shim
+from support.stack_on_host import AMPERE, BLACKWELL, HALVED, Blocks, ConvCase, use_shim
 
 HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
 SMALL, TALL, WIDE = ((64, 64), (2, 2)), ((128, 64), (4, 2)), ((128, 128), (4, 2))
@@ -55,6 +55,7 @@ CASES = [
     (ConvCase(blocks=Blocks(share=0.0)), plan(SMALL, 3)),
     (ConvCase(blocks=Blocks(share=1.0, spare=0), activation=0), plan(SMALL, 3)),
     (ConvCase(blocks=Blocks(block=(8, 8)), activation=5), plan(SMALL, 3)),
+    (ConvCase(blocks=Blocks(block=(8, 8)), activation=HALVED), plan(SMALL, 3)),
     (ConvCase(channels=96, channels_out=96, groups=4), plan(SMALL, 3, 2)),
     (ConvCase("BFloat16", Blocks(block=(2, 4)), 64, 128, groups=16), plan(SMALL, 3)),
     (ConvCase(channels=160, channels_out=80, groups=2, kernel=(1, 1)), plan(TALL, 2)),

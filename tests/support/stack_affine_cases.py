@@ -9,6 +9,7 @@ from .stack_on_host import UNWRITTEN, Blocks, loaded, stored
 
 EPS = {"Half": 2.0**-11, "BFloat16": 2.0**-8, "float": 2.0**-24}  # of one rounding
 LEAST = {"Half": 2.0**-25, "BFloat16": 2.0**-134, "float": 2.0**-150}  # that of a subnormal number
+SLOPE = np.float32(0.1)  # of leaky relu
 ACTIVATIONS = {
     0: lambda t: t,
     1: lambda t: np.maximum(t, 0),
@@ -16,14 +17,15 @@ ACTIVATIONS = {
     5: lambda t: np.clip(t, 0, 6),
     6: lambda t: np.clip(t + 3, 0, 6) / 6,
     7: lambda t: 1 / (1 + np.exp(-t)),
+    int(SLOPE.view(np.int32)): lambda t: np.where(t < 0, t * np.float64(SLOPE), t),
 }
 
 
-# element and that of the scales, channels, values for each image, shift, residual, activation
+# element and that of the scales, channels, per image, scale, shift, residual, activation
 CASES = pairs(
     [("Half", "float"), ("Half", "Half"), ("BFloat16", "float"), ("BFloat16", "BFloat16"),
      ("float", "float")],
-    [16, 12, 5], [False, True], [False, True], [False, True], list(ACTIVATIONS),
+    [16, 12, 5], *[[False, True]] * 4, list(ACTIVATIONS),
 )  # fmt: skip
 
 
@@ -41,7 +43,7 @@ def bound(values, activation, size, element):
 
 def check(case, xp=np):
     """Run a case on arrays of NumPy or CuPy; what must not be read is NaN."""
-    (element, scale_element), channels, per_image, shift, residual, activation = case
+    (element, scale_element), channels, per_image, scaled, shift, residual, activation = case
     rng = np.random.default_rng(channels)
     blocks = Blocks(block=(4, 2))
     bin_counts, indices, _ = blocks.table()
@@ -63,8 +65,8 @@ def check(case, xp=np):
     )  # fmt: skip
     before = stored(np.full(shape, UNWRITTEN), element)
     given = (
-        x, scale, given_shift if shift else None, given_residual if residual else None,
-        bin_counts, indices, before,
+        x, scale if scaled else None, given_shift if shift else None,
+        given_residual if residual else None, bin_counts, indices, before,
     )  # fmt: skip
     given = [None if array is None else xp.asarray(array) for array in given]
     prepare_stack_affine(sizes, settled=residual)(*given)
@@ -74,7 +76,7 @@ def check(case, xp=np):
     def spread(values):
         return values.reshape(-1, channels)[of_row][:, None, None]
 
-    terms = [wide_x[:count] * spread(wide_scale)]
+    terms = [wide_x[:count] * (spread(wide_scale) if scaled else 1)]
     terms += [spread(wide_shift)] * shift + [wide_residual[:count]] * residual
     expected, size = ACTIVATIONS[activation](sum(terms)), sum(map(np.abs, terms))
     if activation in (4, 6):

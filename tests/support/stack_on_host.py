@@ -19,7 +19,11 @@ BLACKWELL = Device(multiprocessors=4, shared_bytes=227 << 10, hopper=False, bulk
 AMPERE = Device(multiprocessors=4, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
 UNWRITTEN = 777.0
 # Exact for whole numbers; numbered as in activation.cuh.
-ACTIVATIONS = {0: lambda t: t, 1: lambda t: np.maximum(t, 0), 5: lambda t: np.clip(t, 0, 6)}
+HALVED = int(np.float32(0.5).view(np.int32))  # leaky relu of this slope
+ACTIVATIONS = {
+    0: lambda t: t, 1: lambda t: np.maximum(t, 0), 5: lambda t: np.clip(t, 0, 6),
+    HALVED: lambda t: np.where(t < 0, t / 2, t),
+}  # fmt: skip
 
 
 def use_shim(monkeypatch, device, thread_blocks=5):

@@ -9,6 +9,16 @@ import sbnet_cupy as sb
 
 ACTIVATIONS = (None, "relu", "silu", "gelu")
 OTHERS = {4: "hardswish", 5: "relu6", 6: "hardsigmoid", 7: "sigmoid"}
+LEAST_SLOPE = 0x00800000  # of activation.cuh
+
+
+def activated(y, code):
+    """Return what the activation of a number makes of a tensor."""
+    functional = __import__("torch").nn.functional
+    if code >= LEAST_SLOPE:
+        return functional.leaky_relu(y, float(np.int32(code).view(np.float32)))
+    name = ACTIVATIONS[code] if code < 4 else OTHERS[code]
+    return y if name is None else getattr(functional, name)(y)
 
 
 def last(*tensors):
@@ -69,7 +79,7 @@ def asked(torch, st, monkeypatch):
             after = stage(counts, indices, places, block_out, image_out)
             y = np.where(sb.stack_pixel_mask(after)[..., None], y, y.dtype.type(0))  # as kernels do
             y = torch.from_numpy(y)
-            out.copy_(y if activation < 4 else getattr(torch.nn.functional, OTHERS[activation])(y))
+            out.copy_(y if activation < 4 else activated(y, activation))
 
         if depthwise:
             launch = lambda x, w, scale, b, *rest: run(x, w, b, *rest)  # noqa: E731
@@ -133,30 +143,28 @@ def asked(torch, st, monkeypatch):
     def prepare_affine(
         dtype, scale_dtype, rows, images, block, channels, per_image, activation, settled
     ):
-        name = ACTIVATIONS[activation] if activation < 4 else OTHERS[activation]
-
         def launch(x, scale, shift, residual, counts, indices, out):
             names.append("affine")
             assert tuple(x.shape) == (rows, *block, channels) and x.dtype == dtype
             count = int(counts)
             image = indices[:count, 0].long() if per_image else torch.zeros(count).long()
-            y = x[:count] * scale.view(-1, channels)[image, None, None]
+            y = x[:count]
+            if scale is not None:
+                y = y * scale.view(-1, channels)[image, None, None]
             if shift is not None:
                 y = y + shift.view(-1, channels)[image, None, None]
             y = y if residual is None else y + residual[:count]
             out.fill_(torch.nan)
-            out[:count] = y if name is None else getattr(torch.nn.functional, name)(y)
+            out[:count] = activated(y, activation)
 
         return launch
 
     def prepare_linear(dtype, images, channels, channels_out, activation):
-        name = ACTIVATIONS[activation] if activation < 4 else OTHERS[activation]
-
         def launch(x, weight, bias, out):
             names.append("image linear")
             assert tuple(x.shape[:2]) == (images, channels) and x.dtype == dtype
             y = torch.nn.functional.linear(x.flatten(1), weight.flatten(1), bias)
-            y = y if name is None else getattr(torch.nn.functional, name)(y)
+            y = activated(y, activation)
             out.copy_(y.view(images, channels_out, *x.shape[2:]))
 
         return launch

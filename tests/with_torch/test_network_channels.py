@@ -35,6 +35,18 @@ class Excitation(torch.nn.Module):
         gate = torch.nn.functional.hardsigmoid(self.up(self.inner(few)))
         if self.what == "first":
             return gate * x
+        if self.what == "with a sum":
+            y = x * gate
+            y += x
+            return torch.relu(y) + x
+        if self.what == "written after":
+            y = x * gate
+            gate.zero_()  # y has been made of what it was
+            return torch.relu(y + x)
+        if self.what == "seen after":
+            y = x * gate
+            gate.view(-1)[0] = 1
+            return torch.relu(y) + x * gate
         if self.what == "returned":
             return x * gate, gate, self.up(few)
         return x * gate
@@ -42,7 +54,10 @@ class Excitation(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "what",
-    ["usual", "in place", "no bias", "linear", "written", "read twice", "first", "returned"],
+    [
+        "usual", "in place", "no bias", "linear", "written", "read twice", "first", "returned",
+        "with a sum", "written after", "seen after",
+    ],
 )
 @torch.no_grad()
 def test_excitation_is_products_and_one_scale(st, asked, what):
@@ -66,6 +81,10 @@ def test_excitation_is_products_and_one_scale(st, asked, what):
         dense.what = "usual"
     assert_near(result, networks.oracle(dense, x, on, 16), "float32")
     products = 1 if what in ("linear", "read twice", "written") else 2
+    if what == "with a sum":
+        assert asked.count("affine") == 2  # the sum is part of the product
+    if what == "written after":
+        assert asked.count("affine") == 1
     assert asked.count("image linear") >= products and "affine" in asked
 
 
@@ -73,6 +92,59 @@ def on_pixels(on, x):
     """Return the active blocks of 16 pixels as an image."""
     wide = torch.as_tensor(on).repeat_interleave(16, 1).repeat_interleave(16, 2)
     return wide[:, None, : x.shape[2], : x.shape[3]].to(x.dtype)
+
+
+class Shared(torch.nn.Module):
+    """One scale and one shift for all channels, sums of what has been computed, leaky relus."""
+
+    def __init__(self, inplace, slope=0.1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = torch.nn.ModuleList(torch.nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
+        self.norm = networks.random_statistics(torch.nn.BatchNorm2d(8))
+        self.leaky = torch.nn.LeakyReLU(slope, inplace)
+        self.scale, self.shift = (torch.nn.Parameter(torch.randn(1)) for _ in range(2))
+
+    def forward(self, x):
+        """Return a sum, what is scaled and shifted, and one of both that a relu follows."""
+        first = self.convs[0](x)
+        x = self.leaky(self.norm(first))  # in place or not, it is part of the convolution
+        both = self.scale * torch.relu(self.convs[1](x)) + self.shift
+        third = torch.relu(self.convs[2](x))
+        once = x + third
+        return self.leaky(once), both, torch.relu(both + third), both + self.shift + x
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("slope", [0.1, 0.01, 0, 1.5, -0.5])
+@torch.no_grad()
+def test_sums_and_leaky_relus_wait(st, asked, inplace, slope):
+    dense = Shared(inplace, slope).eval()
+    x = torch.randn(2, 3, 45, 51)
+    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even, sparse.replay = 2.0, False
+    sparse(x, mask)
+    asked.clear()
+    results = sparse(x, mask)
+    # the first sum, what is scaled and shifted, and the last sum
+    assert asked.count("affine") == 3 and asked.count("image") == 1
+    for i, result in enumerate(results):
+        one = networks.oracle(Nth(dense, i), x, on, 16)
+        assert_near(result, one, "float32")
+
+
+@torch.no_grad()
+def test_a_scale_of_all_channels_follows_its_parameter(st, asked):
+    dense = Shared(False).eval()
+    x = torch.randn(1, 3, 32, 32)
+    on, mask = networks.blocks((1, 32, 32), 16, 0.7, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for value in (2.0, -1.0):
+        dense.scale.fill_(value)
+        dense.shift.fill_(value)
+        assert_near(sparse(x, mask)[1], networks.oracle(Nth(dense, 1), x, on, 16), "float32")
 
 
 class Preactivated(torch.nn.Module):

@@ -52,11 +52,11 @@ class Unit(nn.Module):
         return torch.relu(x + y * self.scale)
 
 
-# how: products, and kernels for a scale and what follows it
+# how: products, and kernels for a scale or a sum and what follows it
 CASES = {
     "usual": (3, 0), "no bias": (3, 0), "scaled last": (3, 0), "channels last": (3, 0),
-    "in place": (3, 0), "read twice": (2, 0), "scaled by a number": (3, 0),
-    "scaled by a result": (3, 1), "scaled after": (3, 1), "kept": (4, 0),
+    "in place": (3, 0), "read twice": (2, 0), "scaled by a number": (3, 1),
+    "scaled by a result": (3, 2), "scaled after": (3, 1), "kept": (4, 0),
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ they are 0, as products with them are summed up.
 import contextlib
 import functools
 import math
+import struct
 
 import torch
 
@@ -17,7 +18,7 @@ from ...core.torch_memory import allocate, to_tensor
 from .. import _dispatch_state as state
 from .._graph_branch import moment
 from .._native import compute, native_stream, view
-from .epilogue import finish
+from .epilogue import finish, slope_of
 
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
 _CODES = {  # as in cuda_src/dense/activation.cuh
@@ -29,6 +30,7 @@ _MASKS = {
     torch.bfloat16, torch.float32, torch.float64,
 }  # fmt: skip
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
+_LEAST_SLOPE, _MOST_SLOPE = 2.0**-126, 2.0**100  # of leaky relu: as an ordinary float
 _DEEP = 64  # times fewer pixels of a block than in the input: products take longer than memory
 
 
@@ -72,6 +74,20 @@ def list_blocks(mask, block, capacity):
 
     compute(run, (mask,))
     return tuple(map(to_tensor, listed))
+
+
+@functools.cache
+def code_of(activation):
+    """Return the number by which kernels know an activation, None of one that they do not have.
+
+    A leaky relu has the bits of its slope, a float: more than any other number.
+    """
+    slope = slope_of(activation)
+    if slope is None:
+        return _CODES.get(activation)
+    if not _LEAST_SLOPE <= slope <= _MOST_SLOPE:
+        return None
+    return struct.unpack("i", struct.pack("f", slope))[0]
 
 
 def _at_home(x):
@@ -166,7 +182,7 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     facts = (
         x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
         channels, out_channels, kernel, stride, dilation, (pads[0], pads[2]),
-        _CODES.get(activation, 0), depthwise, group,
+        code_of(activation) or 0, depthwise, group,
         table.settled and _is_packed(weight, bias, kept), _clears(table),
     )  # fmt: skip
     run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
@@ -188,7 +204,7 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     table.settled = True  # what wrote the table lies behind a kernel that waited for it
     if table.deep is None and math.prod(block_out) * _DEEP <= math.prod(table.block):
         table.deep = moment(y) or False  # asked once
-    return y if activation in _CODES else finish(y, None, activation)
+    return finish(y, None, activation) if code_of(activation) is None else y
 
 
 def _clears(table):

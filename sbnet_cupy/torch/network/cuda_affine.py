@@ -18,7 +18,7 @@ def fits(x, table, *values):
         and not table.whole
         and x.numel() > 0
         and table.weights is not None
-        and len({t.dtype for t in values}) == 1
+        and len({t.dtype for t in values}) <= 1
         and all(t.dtype in (torch.float32, x.dtype) and t.device == x.device for t in values)
         and all(t.numel() in (channels, table.batch * channels) for t in values)
         and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in values)
@@ -27,25 +27,27 @@ def fits(x, table, *values):
     )
 
 
-def affine(x, table, scale, shift=None, residual=None, activation=None):
+def affine(x, table, scale=None, shift=None, residual=None, activation=None):
     """Return ``activation(x * scale + shift + residual)``; x ``[M, C, h, w]``, where it fits.
 
-    scale and shift have a value for each channel, or for each image and channel. The shift and the
-    residual may be None.
+    scale and shift have a value for each channel, or for each image and channel. All but x may be
+    None.
     """
+    like = shift if scale is None else scale
     rows, last = cuda._rows(x), None if residual is None else cuda._rows(residual)
     m, h, w, channels = rows.shape
     out = torch.empty_like(rows)
     facts = (
-        x.dtype, scale.dtype, m, table.batch, (h, w), channels, scale.numel() > channels,
-        cuda._CODES.get(activation, 0),
+        x.dtype, x.dtype if like is None else like.dtype, m, table.batch, (h, w), channels,
+        like is not None and like.numel() > channels,
+        cuda.code_of(activation) or 0,
     )  # fmt: skip
     facts += (table.settled,)
     launch = cuda.prepared(_PLANS, facts, x, _prepare, *facts)
     cuda.start(launch, rows, scale, shift, last, table.counts, table.indices, out)
     table.settled = True
     y = out.permute(0, 3, 1, 2)
-    return y if activation in cuda._CODES else finish(y, None, activation)
+    return finish(y, None, activation) if cuda.code_of(activation) is None else y
 
 
 def _prepare(dtype, scale_dtype, rows, images, block, channels, per_image, activation, settled):
@@ -62,7 +64,7 @@ def _prepare(dtype, scale_dtype, rows, images, block, channels, per_image, activ
 
 def image_linear(x, weight, bias, activation, out):
     """Write ``activation(x @ weight.T + bias)`` to ``out``; channels are the second dimension."""
-    facts = x.dtype, *x.shape[:2], weight.shape[0], cuda._CODES[activation]
+    facts = x.dtype, *x.shape[:2], weight.shape[0], cuda.code_of(activation)
     launch = cuda.prepared(_PLANS, facts, x, _prepare_linear, *facts)
     cuda.start(launch, x, weight, bias, out)
 

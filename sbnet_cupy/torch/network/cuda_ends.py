@@ -15,7 +15,7 @@ from .epilogue import finish
 
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
 _MOST_CHANNELS = 8  # of images that a convolution reads itself
-_MOST_BESIDE, _LEAST_BESIDE = 0.35, 1 << 24  # of an image filled beside: active share, bytes
+_MOST_BESIDE, _LEAST_BESIDE = 0.3, 1 << 24  # of an image filled beside: active share, bytes
 _FILLING = 16  # thread blocks that fill it
 
 
@@ -51,7 +51,7 @@ def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, act
     facts = (
         image.dtype, table.rows, table.batch, table.grid, block, block_out, size, size_out,
         image.shape[1], channels_out, kernel, stride, dilation,
-        (pads[0], pads[2]), cuda._CODES.get(activation, 0),
+        (pads[0], pads[2]), cuda.code_of(activation) or 0,
         tuple(image.stride(axis) for axis in (0, 2, 3, 1)), math.gcd(image.data_ptr(), 4),
         cuda._is_packed(weight, bias, _PACKED), cuda._clears(table),
     )  # fmt: skip
@@ -63,7 +63,7 @@ def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, act
     packed = cuda._packed(image, weight, bias, pack, _PACKED)
     cuda.start(launch, image, packed, table.counts, table.indices, table.places, y)
     table.settled = True
-    return y if activation in cuda._CODES else finish(y, None, activation)
+    return finish(y, None, activation) if cuda.code_of(activation) is None else y
 
 
 _PACKED = "_image_packed"  # where packed weights are kept beside a weight

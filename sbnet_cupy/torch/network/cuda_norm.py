@@ -63,7 +63,7 @@ def running(x, table, block, size, parameters, eps):
 
 def normalize(x, table, block, size, found, residual, activation):
     """Return ``activation(x * scale + shift + residual)``, 0 outside of the images."""
-    launch = _sizes(x, table, block, size).prepared(x, _prepare_norm, cuda._CODES[activation])
+    launch = _sizes(x, table, block, size).prepared(x, _prepare_norm, cuda.code_of(activation))
     x, out = cuda.last(x), cuda.new_stack(x, x.shape[0], block, x.shape[1])
     cuda.start(launch, x, cuda.last(residual), found, table.counts, table.indices, out)
     return out
@@ -77,7 +77,7 @@ def differentiate(grad, x, y, table, block, size, found, activation, dtype, want
     """
     grad, x, y = aligned(cuda.last(grad)), cuda.last(x), cuda.last(y)
     sizes, channels = _sizes(x, table, block, size), x.shape[1]
-    code, lists = cuda._CODES[activation], (table.counts, table.indices)
+    code, lists = cuda.code_of(activation), (table.counts, table.indices)
     factors = dweight = dbias = dx = added = None
     same = activation is None and sizes.norm.whole  # the residual's gradient is the one that came
     if wanted[0] or wanted[1] or wanted[2]:

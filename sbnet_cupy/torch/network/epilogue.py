@@ -1,5 +1,7 @@
 """What follows a convolution: a sum and an activation, in place where nobody else sees it."""
 
+import functools
+
 import torch
 from torch.nn import functional as F
 
@@ -14,6 +16,7 @@ ACTIVATIONS = {
     "sigmoid": (torch.sigmoid, torch.sigmoid_),
     "tanh": (torch.tanh, torch.tanh_),
 }
+_LEAKY = "leaky_relu "  # and a slope
 
 
 def finish(y, residual, activation):
@@ -23,4 +26,19 @@ def finish(y, residual, activation):
         y = y.add_(residual) if plain and residual.dtype == y.dtype else y + residual
     if activation is None:
         return y
+    slope = slope_of(activation)
+    if slope is not None:
+        return F.leaky_relu(y, slope, inplace=plain)
     return ACTIVATIONS[activation][plain](y)
+
+
+def leaky_relu(slope):
+    """Return the name of a leaky relu: an activation of this slope below 0."""
+    return f"{_LEAKY}{float(slope)!r}"
+
+
+@functools.cache
+def slope_of(activation):
+    """Return the slope of a leaky relu by its name; None of other activations."""
+    is_leaky = activation is not None and activation.startswith(_LEAKY)
+    return float(activation.removeprefix(_LEAKY)) if is_leaky else None

@@ -28,10 +28,11 @@ ACTIVATIONS = {
     "sigmoid_": "sigmoid", "tanh": "tanh", "tanh_": "tanh",
 }  # fmt: skip
 _OTHER_ACTIVATIONS = """
-    elu elu_ leaky_relu leaky_relu_ hardtanh hardtanh_ selu selu_ celu celu_ mish softplus softsign
+    elu elu_ hardtanh hardtanh_ selu selu_ celu celu_ mish softplus softsign
     tanhshrink softshrink hardshrink logsigmoid threshold threshold_
 """
-KEEP_REST = {*ACTIVATIONS, *_OTHER_ACTIVATIONS.split(), "clone", "detach", "contiguous"}
+_COPIES = {"clone", "detach", "contiguous"}
+KEEP_REST = {*ACTIVATIONS, "leaky_relu", "leaky_relu_", *_OTHER_ACTIVATIONS.split(), *_COPIES}
 
 # What has no meaning for a tensor whose memory holds blocks. "register_hook" and "grad" have
 # handlers, which take no padding that was put off, and nothing that was kept of an earlier call.

@@ -29,7 +29,7 @@ _ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad"}
 
 
 class _Waiting(threading.local):
-    """The products that wait, each by a weak reference."""
+    """The products that wait, and values that are read later, each by a weak reference."""
 
     def __init__(self):
         self.values = []
@@ -42,6 +42,11 @@ class _Waiting(threading.local):
             if value is not None:
                 value.compute()
 
+    def append(self, value):
+        """Note one more."""
+        self.values = [ref for ref in self.values if ref() is not None]
+        self.values.append(weakref.ref(value))
+
 
 _WAITING = _Waiting()
 
@@ -49,6 +54,23 @@ _WAITING = _Waiting()
 def flush():
     """Compute the products that wait in this thread."""
     _WAITING.flush()
+
+
+class Held:
+    """The tensor that ImageValues stand for, as it is now, for who reads it later."""
+
+    def __init__(self, values):
+        self.tensor = values.compute()
+        _WAITING.append(self)
+
+    def compute(self):
+        """Keep a copy: something may be written to the tensor."""
+        self.tensor = self.tensor.clone()
+
+
+def held(values):
+    """Return a Held of ImageValues, or None where something may be written to them unseen."""
+    return Held(values) if type(values) is ImageValues and not values._read[0] else None
 
 
 class ImageValues(torch.Tensor):
@@ -72,8 +94,7 @@ class ImageValues(torch.Tensor):
         self._plain, self._product, self._shape = plain, product, shape
         self._read = [False] if read is None else read
         if product is not None:
-            _WAITING.values = [ref for ref in _WAITING.values if ref() is not None]
-            _WAITING.values.append(weakref.ref(self))
+            _WAITING.append(self)
         return self
 
     def compute(self):

@@ -10,6 +10,7 @@ from .._dispatch_state import saved_tensor_hooks
 from . import cuda, cuda_affine, cuda_resize, gradients, onednn, ops, shortcuts, units
 from . import tensor as T
 from .epilogue import finish
+from .image_values import Held
 from .weights import fold
 
 _TRAINED = ("relu", "silu", "gelu")  # activations that may follow a batch norm in training
@@ -197,19 +198,32 @@ def normalized(x, norm):
     return F.batch_norm(x, *norm[:4], eps=norm[4])
 
 
-class ScalePlan(NormPlan):
-    """A product with a parameter of each channel, and what follows it, by the kernel for that."""
+class AffinePlan(NormPlan):
+    """``activation(x * scale + shift + residual)``, by the kernel for that.
+
+    The scale is a tensor, or :class:`~.image_values.Held`; it and the shift may be None.
+    """
 
     is_norm = False
 
-    def __init__(self, source, facts, scale, row=None):
+    def __init__(self, source, facts, scale=None, row=None):
         super().__init__(source, facts, "none", source.shape[1], row)
-        self.scale = scale
+        self.scale, self.shift = scale, None
+
+    def takes_shift(self, shift):
+        """Whether a sum with such a tensor may become part of it: where it has none yet."""
+        if not (self.shift is self.residual is self.activation is None):
+            return False
+        scale = self._scale()
+        return scale is None or (scale.dtype, scale.numel()) == (shift.dtype, shift.numel())
+
+    def _scale(self):
+        return self.scale.tensor if isinstance(self.scale, Held) else self.scale
 
     def _run(self):
         table = self.facts[0]
-        rest = None, self.residual, self.activation
-        return table.compute(cuda_affine.affine, self.source, table, self.scale, *rest)
+        rest = self._scale(), self.shift, self.residual, self.activation
+        return table.compute(cuda_affine.affine, self.source, table, *rest)
 
 
 class TrainedNorm(Plan):

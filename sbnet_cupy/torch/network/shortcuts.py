@@ -37,7 +37,7 @@ def _is_plain(plan):
 def run(plan, x, weight, bias):
     """Compute a convolution of ``x`` and its shortcut by one kernel, or return None."""
     shortcut, (table, block, size, _, _) = plan.residual.plan, plan.facts
-    if plan.residual.is_shared or plan.activation not in cuda._CODES:
+    if plan.residual.is_shared or cuda.code_of(plan.activation) is None:
         return None
     if not isinstance(x, torch.Tensor) or x.dtype != plan.dtype or not cuda.serves(x):
         return None
@@ -48,7 +48,7 @@ def run(plan, x, weight, bias):
     facts = (
         x.dtype, x.shape[0], table.batch, table.grid, block, size, x.shape[1], weight.shape[0],
         plan.kernel, *(plan.options[name] for name in ("stride", "pads", "dilation")),
-        also.shape[1], shortcut.options["stride"], cuda._CODES[plan.activation],
+        also.shape[1], shortcut.options["stride"], cuda.code_of(plan.activation),
     )  # fmt: skip
     settled = table.settled and all(cuda._is_packed(*one) for one in weights)
     facts += settled, cuda._clears(table)

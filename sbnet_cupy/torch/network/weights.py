@@ -83,6 +83,12 @@ class Weights:
         """Return the matrix of a linear layer as ``make()`` lays it out."""
         return self._kept(weight, (id(weight), "linear"), (weight,), lambda: (make(),))[0]
 
+    def of_channels(self, parameter, count):
+        """Return a value for each channel of a parameter that has one for all."""
+        key = ("channels", id(parameter), count)
+        made = self._kept(parameter, key, (parameter,), lambda: (_repeated(parameter, count),))
+        return made[0]
+
     def matrix(self, weight, bias, scale):
         """Return (weight, bias) of a linear layer as a 1x1 convolution's, with a scale or None.
 
@@ -117,6 +123,10 @@ class Weights:
             found[2][0].is_kept = True  # what is made of it may be kept beside it
             self.kept[key] = found
         return found[2]
+
+
+def _repeated(parameter, count):
+    return parameter.detach().reshape(1).expand(count).contiguous()
 
 
 def _matrix(weight, bias, scale):
