@@ -38,7 +38,8 @@ from benchmarks.networks.timing import captured, clock, graph_times, peak_of
 from sbnet_cupy.torch import sparsify
 
 DEFAULT = (
-    "resnet50", "resnet18", "fcn_resnet50", "unet", "convnext_tiny", "mobilenet_v3_large", "paper",
+    "resnet50", "resnet18", "fcn_resnet50", "unet", "unet_instance", "convnext_tiny",
+    "mobilenet_v3_large", "paper",
 )  # fmt: skip
 TRAINED = ("resnet18",)
 ON_CPU = (

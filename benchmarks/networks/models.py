@@ -1,9 +1,9 @@
 """The networks that are timed, in plain PyTorch: layers and sizes are those of the papers.
 
 ResNet-18 and -50 (He et al. 2015), FCN on a dilated ResNet-50 (Long et al. 2014), U-Net with four
-levels (Ronneberger et al. 2015), ConvNeXt-T (Liu et al. 2022), MobileNet v3 large (Howard et al.
-2019), and the SBNet paper's backbone of pre-activation units (Ren et al. 2018). Others are
-torchvision's own.
+levels (Ronneberger et al. 2015), also with the layers of nnU-Net (Isensee et al. 2021), ConvNeXt-T
+(Liu et al. 2022), MobileNet v3 large (Howard et al. 2019), and the SBNet paper's backbone of
+pre-activation units (Ren et al. 2018). Others are torchvision's own.
 """
 
 import torch
@@ -78,16 +78,22 @@ class FCN(nn.Module):
         return F.interpolate(y, size=x.shape[-2:], mode="bilinear", align_corners=False)
 
 
+def conv_instance_norm(cin, cout):
+    """Return convolution, instance norm and leaky relu, as nnU-Net has them."""
+    norm = nn.InstanceNorm2d(cout, affine=True)
+    return nn.Sequential(nn.Conv2d(cin, cout, 3, padding=1), norm, nn.LeakyReLU(0.01, inplace=True))
+
+
 class UNet(nn.Module):
     """Four levels of two convolutions, with skip connections."""
 
-    def __init__(self, widths=(64, 128, 256, 512)):
+    def __init__(self, widths=(64, 128, 256, 512), layer=conv_norm):
         super().__init__()
         pairs = zip((3, *widths), widths, strict=False)
-        self.down = nn.ModuleList(nn.Sequential(conv_norm(a, b), conv_norm(b, b)) for a, b in pairs)
+        self.down = nn.ModuleList(nn.Sequential(layer(a, b), layer(b, b)) for a, b in pairs)
         ups = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.grow = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in ups)
-        self.up = nn.ModuleList(nn.Sequential(conv_norm(2 * b, b), conv_norm(b, b)) for _, b in ups)
+        self.up = nn.ModuleList(nn.Sequential(layer(2 * b, b), layer(b, b)) for _, b in ups)
         self.head = nn.Conv2d(widths[0], 2, 1)
 
     def forward(self, x):
@@ -226,6 +232,7 @@ NETWORKS = {
     "resnet18": (lambda: resnet((2, 2, 2, 2), False), (800, 1408)),
     "fcn_resnet50": (FCN, (800, 1408)),
     "unet": (UNet, (1024, 1024)),
+    "unet_instance": (lambda: UNet(layer=conv_instance_norm), (1024, 1024)),
     "convnext_tiny": (convnext_tiny, (800, 1408)),
     "mobilenet_v3_large": (lambda: mobilenet(_LARGE, 1280), (800, 1408)),
     "mobilenet_v3_small": (lambda: mobilenet(_SMALL, 1024), (800, 1408)),

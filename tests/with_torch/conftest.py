@@ -1,6 +1,7 @@
 """Fixtures that put the core's NumPy bodies in the place of a network's CUDA kernels."""
 
 import contextlib
+import math
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ def asked(torch, st, monkeypatch):
         cuda,
         cuda_affine,
         cuda_ends,
+        cuda_norm,
         cuda_pool,
         cuda_resize,
         cuda_weights,
@@ -179,6 +181,31 @@ def asked(torch, st, monkeypatch):
 
         return launch
 
+    def prepare_image_norm(norm, parameter, in_group, eps):
+        def launch(x, counts, indices, weight, bias, partials, moments, scale, shift):
+            names.append("image norm")
+            count, channels = int(counts), norm.channels
+            assert tuple(x.shape) == (norm.rows, channels, *norm.block)
+            assert partials.numel() == norm.image_partials
+            assert moments.numel() == (norm.moments if in_group > 1 else 0)
+            table = sb.BlockTable(
+                counts.numpy(), indices.numpy(), np.zeros((norm.images, *norm.grid), np.int32),
+                norm.block, norm.image,
+            )  # fmt: skip
+            inside = torch.from_numpy(sb.stack_pixel_mask(table)[:count])
+            for n in range(norm.images):
+                own = indices[:count, 0] == n
+                pixels = x[:count].permute(0, 2, 3, 1)[own][inside[own]].double()
+                image = torch.zeros(math.prod(norm.image), channels, dtype=torch.float64)
+                image[: len(pixels)] = pixels
+                each = image.unflatten(1, (-1, in_group))
+                variance, mean = torch.var_mean(each, (0, 2), correction=0)
+                mean, variance = (t.repeat_interleave(in_group) for t in (mean, variance))
+                scale[n] = torch.rsqrt(variance + eps) * (1 if weight is None else weight)
+                shift[n] = (0 if bias is None else bias) - mean * scale[n]
+
+        return launch
+
     def prepare_scatter(dtype, rows, images, grid, block, size, channels, kind, outside, alignment):
         def launch(x, counts, places, background, out):
             names.append("scatter")
@@ -299,6 +326,7 @@ def asked(torch, st, monkeypatch):
     monkeypatch.setattr(cuda_affine, "_prepare_linear", prepare_linear)
     monkeypatch.setattr(cuda_affine, "_prepare_layer_norm", prepare_layer_norm)
     monkeypatch.setattr(cuda_affine, "_PLANS", {})
+    monkeypatch.setattr(cuda_norm, "_prepare_image_norm", prepare_image_norm)
     monkeypatch.setattr(cuda_ends, "_moves", no_gradient)
     monkeypatch.setattr(cuda_ends, "_prepare_conv", prepare_image_conv)
     monkeypatch.setattr(cuda_ends, "_prepare_scatter", prepare_scatter)

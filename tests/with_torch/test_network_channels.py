@@ -147,6 +147,48 @@ def test_a_scale_of_all_channels_follows_its_parameter(st, asked):
         assert_near(sparse(x, mask)[1], networks.oracle(Nth(dense, 1), x, on, 16), "float32")
 
 
+class OfImages(torch.nn.Module):
+    """Norms of whole images, as of nnU-Net, with what may follow them."""
+
+    def __init__(self, affine):
+        super().__init__()
+        torch.manual_seed(0)
+        nn = torch.nn
+        self.first = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=affine),
+            nn.LeakyReLU(0.01, inplace=True),
+        )  # fmt: skip
+        self.norms = nn.ModuleList(nn.GroupNorm(n, 8, affine=affine) for n in (4, 1))
+        for norm in (self.first[1], *self.norms) if affine else ():
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.normal_(norm.bias)
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        """Return a residual unit of them, and a norm of the whole image by itself."""
+        x = self.first(x)
+        y = torch.relu(self.norms[0](self.convs[0](x)) + x)
+        return y, self.norms[1](self.convs[1](y)), torch.nn.functional.instance_norm(y)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@torch.no_grad()
+def test_norms_of_images_are_two_passes(st, asked, affine):
+    """Statistics, and one kernel for the norm and what follows it."""
+    dense = OfImages(affine).eval()
+    x = torch.randn(2, 3, 45, 51)
+    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even, sparse.replay = 2.0, False
+    sparse(x, mask)
+    asked.clear()
+    results = sparse(x, mask)
+    assert asked.count("image norm") == asked.count("affine") == 4
+    for i, result in enumerate(results):
+        one = networks.oracle(Nth(dense, i), x, on, 16)
+        assert_near(result, one, "float32")
+
+
 class Preactivated(torch.nn.Module):
     """A norm that no convolution is before, a parameter for each channel, and a sum."""
 

@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
                        const int* __restrict__ bin_counts,  // [1]
                        const int* __restrict__ indices,     // [M, 3]
                        typename ComputeOf<T>::type* __restrict__ partials,  // [groups, 2, C], and [groups]: pixels
-                       i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 whole, i64 groups) {
+                       i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 whole, i64 groups,
+                       i64 images) {  // 1, or N: each image apart, whose blocks follow each other; partials are of each
     using C = typename ComputeOf<T>::type;
     constexpr int COUNT = Elements<T, V>::COUNT, ROWS = NORM_THREADS / LANES, AT_ONCE = 4;
     __shared__ C shared[2 * COUNT][NORM_THREADS];
@@ -25,8 +26,17 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
     const int thread = static_cast<int>(threadIdx.x);
     const i64 channels = width * COUNT;
 
-    for (i64 work = blockIdx.x; work < ceil_div(width, static_cast<i64>(LANES)) * groups; work += gridDim.x) {
-        const NormRange<LANES> range(work, static_cast<int>(width), sizes.pixels(), static_cast<int>(groups));
+    const i64 of_image = ceil_div(width, static_cast<i64>(LANES)) * groups;
+    for (i64 item = blockIdx.x; item < of_image * images; item += gridDim.x) {
+        const i64 image = images > 1 ? divide(item, of_image) : 0, work = item - image * of_image;
+        int start = 0, pixels_of_image = sizes.pixels();
+        if (images > 1) {
+            const int n = static_cast<int>(image), size = sizes.BH * sizes.BW;
+            start = sizes.first_row(n) * size;
+            pixels_of_image = sizes.first_row(n + 1) * size - start;
+        }
+        const NormRange<LANES> range(work, static_cast<int>(width), pixels_of_image, static_cast<int>(groups), start);
+        typename ComputeOf<T>::type* const own = partials + image * groups * (2 * channels + 1);
         C first[COUNT], sum[COUNT], squares[COUNT];
         int number = 0;
 #pragma unroll
@@ -76,11 +86,40 @@ __global__ void __launch_bounds__(NORM_THREADS, 2)
             __syncthreads();
         }
         if (range.leads) {
-            store_partials(partials, shared, range, channels);
-            if (range.column == 0) partials[2 * groups * channels + range.group] = static_cast<C>(counts[thread]);
+            store_partials(own, shared, range, channels);
+            if (range.column == 0) own[2 * groups * channels + range.group] = static_cast<C>(counts[thread]);
         }
         __syncthreads();  // before the shared memory is written again
     }
+}
+
+// Of the pixels of a channel: their number, mean, and the sum of the squares of their differences from it.
+struct Moments {
+    double number, mean, squares;
+};
+
+// Put together what the ranges of pixels left of a channel, for all threads of it; each takes every FINISH_ROWS-th range.
+template <typename C>
+DEVICE Moments moments_of_channel(const C* __restrict__ partials, i64 groups, i64 channels, i64 c, int turn, double* shared) {
+    const C* const numbers = partials + 2 * groups * channels;
+    double number = 0, total = 0, squares = 0;
+#pragma unroll 4
+    for (i64 k = turn; k < groups; k += FINISH_ROWS) {
+        const double own = static_cast<double>(numbers[k]), mean = static_cast<double>(partials[2 * k * channels + c]);
+        number += own;
+        if (own > 0) total += own * mean;  // of no pixels there is no mean
+    }
+    number = sum_of_channel(number, shared);
+    total = sum_of_channel(total, shared);
+    const double mean = number > 0 ? total / number : 0;
+#pragma unroll 4
+    for (i64 k = turn; k < groups; k += FINISH_ROWS) {
+        const double own = static_cast<double>(numbers[k]);
+        const double apart = static_cast<double>(partials[2 * k * channels + c]) - mean;
+        const double within = static_cast<double>(partials[(2 * k + 1) * channels + c]);
+        if (own > 0) squares += within + own * apart * apart;
+    }
+    return Moments{number, mean, sum_of_channel(squares, shared)};
 }
 
 // C is what sums are in, S the parameters. Of no groups the statistics are the running ones, which stay as they are.
@@ -96,25 +135,9 @@ __global__ void __launch_bounds__(NORM_THREADS)
     for (i64 c0 = static_cast<i64>(blockIdx.x) * FINISH_CHANNELS; c0 < channels;
          c0 += static_cast<i64>(gridDim.x) * FINISH_CHANNELS) {
         const i64 c = c0 + threadIdx.x % FINISH_CHANNELS, at = c < channels ? c : channels - 1;
-        const C* const numbers = partials + 2 * groups * channels;
-        double number = 0, total = 0, squares = 0;
-#pragma unroll 4
-        for (i64 k = turn; k < groups; k += FINISH_ROWS) {
-            const double own = static_cast<double>(numbers[k]), mean = static_cast<double>(partials[2 * k * channels + at]);
-            number += own;
-            if (own > 0) total += own * mean;  // of no pixels there is no mean
-        }
-        number = sum_of_channel(number, shared);
-        total = sum_of_channel(total, shared);
-        double mean = number > 0 ? total / number : 0;
-#pragma unroll 4
-        for (i64 k = turn; k < groups; k += FINISH_ROWS) {
-            const double own = static_cast<double>(numbers[k]);
-            const double apart = static_cast<double>(partials[2 * k * channels + at]) - mean;
-            const double within = static_cast<double>(partials[(2 * k + 1) * channels + at]);
-            if (own > 0) squares += within + own * apart * apart;
-        }
-        squares = sum_of_channel(squares, shared);
+        const Moments found = moments_of_channel(partials, groups, channels, at, turn, shared);
+        const double number = found.number, squares = found.squares;
+        double mean = found.mean;
         if (turn == 0 && c < channels) {
             double variance = number > 0 ? squares / number : 0;
             if (groups == 0) mean = to_compute<double>(running_mean[c]), variance = to_compute<double>(running_var[c]);
@@ -132,6 +155,74 @@ __global__ void __launch_bounds__(NORM_THREADS)
                 running_var[c] = from_compute<S>(spread * (1 - momentum) + unbiased * momentum);
             }
         }
+    }
+}
+
+// Scale and shift of a channel whose pixels have this mean and this sum of squares of differences.
+template <typename C, typename S>
+DEVICE void store_factors(C* __restrict__ scale, C* __restrict__ shift, i64 to, const S* __restrict__ weight,
+                          const S* __restrict__ bias, i64 c, double mean, double variance, double eps) {
+    const double factor = (weight ? to_compute<double>(weight[c]) : 1) / sqrt(variance + eps);
+    scale[to] = static_cast<C>(factor);
+    shift[to] = static_cast<C>((bias ? to_compute<double>(bias[c]) : 0) - mean * factor);
+}
+
+// The norm of each channel of each image of `pixels`, of which those in no block are 0; or, for groups of channels, what
+// stack_group_norm_finish puts together: mean and squares of differences of the active pixels, and their number.
+template <typename C, typename S>
+__global__ void __launch_bounds__(NORM_THREADS)
+    stack_image_norm_finish(const C* __restrict__ partials,  // of stack_norm_moments
+                            const S* __restrict__ weight, const S* __restrict__ bias,  // or null
+                            C* __restrict__ scale, C* __restrict__ shift,               // [N, channels], where there are no moments
+                            C* __restrict__ moments,                                    // [N, 2, channels] and [N], or null
+                            i64 channels, i64 groups, i64 images, double pixels, double eps) {
+    __shared__ double shared[NORM_THREADS];
+    overlap_launches();
+    const int turn = static_cast<int>(threadIdx.x) / FINISH_CHANNELS;
+    const i64 tiles = ceil_div(channels, static_cast<i64>(FINISH_CHANNELS));
+    for (i64 item = blockIdx.x; item < tiles * images; item += gridDim.x) {
+        const i64 n = divide(item, tiles), c = (item - n * tiles) * FINISH_CHANNELS + threadIdx.x % FINISH_CHANNELS;
+        const i64 at = c < channels ? c : channels - 1;
+        const C* const own = partials + n * groups * (2 * channels + 1);
+        const Moments found = moments_of_channel(own, groups, channels, at, turn, shared);
+        if (turn > 0 || c >= channels) continue;
+        if (moments) {
+            moments[2 * n * channels + c] = static_cast<C>(found.mean);
+            moments[(2 * n + 1) * channels + c] = static_cast<C>(found.squares);
+            if (c == 0) moments[2 * images * channels + n] = static_cast<C>(found.number);
+        } else {
+            const double mean = found.mean * (found.number / pixels), zeros = pixels - found.number;
+            const double squares = found.squares + found.mean * found.mean * found.number * (zeros / pixels);
+            store_factors(scale, shift, n * channels + c, weight, bias, c, mean, squares / pixels, eps);
+        }
+    }
+}
+
+// The norm of groups of channels of each image: a thread block for each group.
+template <typename C, typename S>
+__global__ void __launch_bounds__(NORM_THREADS)
+    stack_group_norm_finish(const C* __restrict__ moments, const S* __restrict__ weight, const S* __restrict__ bias,
+                            C* __restrict__ scale, C* __restrict__ shift,  // [N, channels]
+                            i64 channels, i64 in_group, i64 images, double pixels, double eps) {
+    __shared__ double shared[NORM_THREADS];
+    overlap_launches();
+    const i64 groups = divide(channels, in_group);
+    for (i64 item = blockIdx.x; item < groups * images; item += gridDim.x) {
+        const i64 n = divide(item, groups), c0 = (item - n * groups) * in_group;
+        const C *const means = moments + 2 * n * channels + c0, *const squares = means + channels;
+        const double number = static_cast<double>(moments[2 * images * channels + n]);
+        const double all = pixels * static_cast<double>(in_group);
+        double sum = 0;
+        for (i64 i = threadIdx.x; i < in_group; i += NORM_THREADS) sum += static_cast<double>(means[i]);
+        const double mean = sum_of_threads<1>(sum, shared) * (number / all);
+        sum = 0;
+        for (i64 i = threadIdx.x; i < in_group; i += NORM_THREADS) {
+            const double apart = static_cast<double>(means[i]) - mean;
+            sum += static_cast<double>(squares[i]) + number * apart * apart;
+        }
+        sum = sum_of_threads<1>(sum, shared) + (all - number * static_cast<double>(in_group)) * mean * mean;
+        for (i64 i = threadIdx.x; i < in_group; i += NORM_THREADS)
+            store_factors(scale, shift, n * channels + c0 + i, weight, bias, c0 + i, mean, sum / all, eps);
     }
 }
 

@@ -25,6 +25,18 @@ struct NormSizes {
 
     // Pixels of the stack below the count.
     DEVICE int pixels() const { return table.rows * BH * BW; }
+    // The first row of an image from n on, in a list in the order of the images.
+    DEVICE int first_row(int n) const {
+        int low = 0, high = table.rows;
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (table.indices[3 * middle] < n)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        return low;
+    }
     // Whether a pixel below the count is one of an image.
     DEVICE bool inside(int p) const {
         if (whole) return true;
@@ -42,7 +54,8 @@ struct NormRange {
     int group, column, begin, end;  // column: this thread's vector of channels; begin: its first pixel, of every ROWS-th
     bool leads;                     // whether this thread writes what the thread block found of its column
 
-    DEVICE NormRange(i64 work, int width, int pixels, int groups) {
+    // Of `pixels` from `start` on.
+    DEVICE NormRange(i64 work, int width, int pixels, int groups, int start = 0) {
         const int tiles = ceil_div(width, LANES), lane = static_cast<int>(threadIdx.x) % LANES;
         group = static_cast<int>(divide(work, tiles));
         column = (static_cast<int>(work) - group * tiles) * LANES + lane;
@@ -50,7 +63,8 @@ struct NormRange {
         const i64 first = static_cast<i64>(group) * each, last = first + each;
         end = static_cast<int>(last < pixels ? last : pixels);
         const i64 mine = first + static_cast<int>(threadIdx.x) / LANES;
-        begin = static_cast<int>(mine < end ? mine : end);
+        begin = static_cast<int>(mine < end ? mine : end) + start;
+        end += start;
         leads = static_cast<int>(threadIdx.x) < LANES && column < width;
         if (column >= width) begin = end;
     }
@@ -101,16 +115,20 @@ enum Statistic { MEAN, VARIANCE, DEVIATION, SCALE, SHIFT, STATISTICS };  // DEVI
 // Sums over the groups in a fixed order: CHANNELS threads stand side by side, the others take the groups in turn.
 constexpr int FINISH_CHANNELS = 4, FINISH_ROWS = NORM_THREADS / FINISH_CHANNELS;
 
-// The sum over the threads of a channel, for all of them. `shared` holds NORM_THREADS numbers.
-DEVICE double sum_of_channel(double value, double* shared) {
+// The sum over every CHANNELS-th thread, for all of them. `shared` holds NORM_THREADS numbers.
+template <int CHANNELS>
+DEVICE double sum_of_threads(double value, double* shared) {
     const int thread = static_cast<int>(threadIdx.x);
     __syncthreads();
     shared[thread] = value;
     __syncthreads();
 #pragma unroll 1
-    for (int half = NORM_THREADS / 2; half >= FINISH_CHANNELS; half /= 2) {
+    for (int half = NORM_THREADS / 2; half >= CHANNELS; half /= 2) {
         if (thread < half) shared[thread] += shared[thread + half];
         __syncthreads();
     }
-    return shared[thread % FINISH_CHANNELS];
+    return shared[thread % CHANNELS];
 }
+
+// The sum over the threads of a channel, for all of them.
+DEVICE double sum_of_channel(double value, double* shared) { return sum_of_threads<FINISH_CHANNELS>(value, shared); }

@@ -6,6 +6,8 @@
          statistics, momentum)
     find = prepare_stack_running(norm, "float", eps)
     find(running_mean, running_var, weight, bias, statistics, Number(0))
+    find = prepare_stack_image_norm(norm, "float", in_group, eps)
+    find(x, bin_counts, active_block_indices, weight, bias, partials, moments, scale, shift)
     apply = prepare_stack_norm(norm, activation)
     apply(x, residual, statistics, bin_counts, active_block_indices, y)
     find = prepare_stack_norm_sums(norm, "float", activation)
@@ -14,7 +16,11 @@
     apply = prepare_stack_norm_grad(norm, activation)
     apply(grad, x, y, statistics, factors, bin_counts, active_block_indices, dx, dresidual)
 
-The statistics of ``prepare_stack_running`` are the running ones, for a norm in evaluation.
+The statistics of ``prepare_stack_running`` are the running ones, for a norm in evaluation. Those of
+``prepare_stack_image_norm`` are of each image and each group of ``in_group`` channels, of all
+pixels of the image: those in no block are 0. It leaves ``scale`` and ``shift``, ``[N, C]``;
+``moments`` holds ``norm.moments`` numbers, and is not used where a group is one channel. The blocks
+of an image must follow each other in the list.
 weight, bias, running_mean and running_var are of one dtype, "float" above, and may be None, as may
 residual, dweight, dbias, dx and dresidual. For the gradients the activation is found from ``x``; or
 from ``y``, with relu, where there was a residual; else y is None. ``momentum`` is a
@@ -66,6 +72,21 @@ class StackNorm(NamedTuple):
         return self.groups(_SUMMED) * (2 * self.channels + 1)
 
     @property
+    def image_groups(self):
+        """The number of ranges of pixels of each image."""
+        return max(self.groups(_SUMMED) // max(self.images, 1), 1)
+
+    @property
+    def image_partials(self):
+        """Numbers that ranges of all images leave in memory."""
+        return self.images * self.image_groups * (2 * self.channels + 1)
+
+    @property
+    def moments(self):
+        """Numbers that say what the active pixels of each image are like."""
+        return self.images * (2 * self.channels + 1)
+
+    @property
     def compute(self):
         """C++ type that sums are in."""
         return "double" if self.element == "double" else "float"
@@ -80,11 +101,28 @@ def prepare_stack_statistics(norm, parameter, eps):
     """Return the launch that finds statistics, and follows them with the running ones."""
     stem = "block_sparse/stack/stack_batch_norm"
     groups = norm.groups(_SUMMED)
-    sums = _prepare_pass(stem, "stack_norm_moments", norm, (), 4, groups)
+    sums = _prepare_pass(stem, "stack_norm_moments", norm, (), 4, groups, 1)
     finish = _prepare_finish(
         stem, "stack_norm_finish", norm, parameter, 7, (norm.channels, groups, float(eps))
     )
     return kernels.Series((sums, (0, 1, 2, 7)), (finish, (7, 3, 4, 5, 6, 8, 9)))
+
+
+def prepare_stack_image_norm(norm, parameter, in_group, eps):
+    """Return the launch that finds the scale and shift of each channel of each image."""
+    stem, groups = "block_sparse/stack/stack_batch_norm", norm.image_groups
+    pixels, single = float(math.prod(norm.image)), in_group == 1
+    sums = _prepare_pass(stem, "stack_norm_moments", norm, (), 4, groups, norm.images)
+    blocks = norm.images * -(-norm.channels // _FINISHED)
+    scalars = norm.channels, groups, norm.images, pixels, float(eps)
+    finish = _prepare_finish(stem, "stack_image_norm_finish", norm, parameter, 6, scalars, blocks)
+    first = (sums, (0, 1, 2, 5)), (finish, (5, 3, 4, 7, 8, None if single else 6))
+    if single:
+        return kernels.Series(*first)
+    scalars = norm.channels, in_group, norm.images, pixels, float(eps)
+    blocks = norm.images * (norm.channels // in_group)
+    last = _prepare_finish(stem, "stack_group_norm_finish", norm, parameter, 5, scalars, blocks)
+    return kernels.Series(*first, (last, (6, 3, 4, 7, 8)))
 
 
 def prepare_stack_running(norm, parameter, eps):
@@ -119,27 +157,28 @@ def prepare_stack_norm_grad(norm, activation):
     return _prepare_pass(stem, "stack_norm_grad_apply", norm, (activation,), 9, groups)
 
 
-def _prepare_pass(stem, kernel, norm, template, pointers, groups):
+def _prepare_pass(stem, kernel, norm, template, pointers, groups, *images):
     """Return the launch of a kernel that looks at the pixels of a stack."""
     return kernels.prepare(
         stem,
         kernel,
         (norm.element, f"Bytes<{norm.vector}>::type", norm.lanes, *template),
-        norm.slices * groups,
+        norm.slices * groups * math.prod(images),
         kernels.THREADS,
         pointers,
         (
             norm.rows, norm.images, *norm.grid, norm.vectors, *norm.block, *norm.image,
-            int(norm.whole), groups,
+            int(norm.whole), groups, *images,
         ),
         persistent=True,
         dependent=True,
     )  # fmt: skip
 
 
-def _prepare_finish(stem, kernel, norm, parameter, pointers, scalars):
+def _prepare_finish(stem, kernel, norm, parameter, pointers, scalars, blocks=None):
     """Return the launch of a kernel that adds up what ranges left in memory."""
+    blocks = -(-norm.channels // _FINISHED) if blocks is None else blocks
     return kernels.prepare(
-        stem, kernel, (norm.compute, parameter), -(-norm.channels // _FINISHED), kernels.THREADS,
-        pointers, scalars, dependent=True,
+        stem, kernel, (norm.compute, parameter), blocks, kernels.THREADS, pointers, scalars,
+        dependent=True,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from . import cuda
+from . import cuda, cuda_affine
 
 _PARAMETERS = cuda._ELEMENTS | {torch.float64: "double"}
 _ROWS = 5  # of the statistics
@@ -48,6 +48,36 @@ def statistics(x, table, block, size, parameters, momentum, eps):
         if running is not None:
             torch.autograd.graph.increment_version(running)  # as of what PyTorch writes itself
     return found
+
+
+def serves_images(x, table, block, size, weight, bias):
+    """Whether kernels find the norm of each image of a stack, with these parameters or None."""
+    given = [t for t in (weight, bias) if t is not None]
+    return (
+        cuda_affine.fits(x, table, *given)
+        and all(t.numel() == x.shape[1] for t in given)
+        and not table.static
+        and math.prod(size) > 0
+        and _sizes(x, table, block, size).norm.fits
+    )
+
+
+def of_images(x, table, block, size, groups, weight, bias, eps):
+    """Return (scale, shift), ``[N, C]``, of the group norm of each image; its other pixels are 0.
+
+    Where :func:`serves_images`.
+    """
+    sizes, (channels, device) = _sizes(x, table, block, size), (x.shape[1], x.device)
+    norm, dtype = sizes.norm, next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
+    in_group = channels // groups
+    launch = sizes.prepared(x, _prepare_image_norm, dtype, in_group, float(eps))
+    scale, shift = torch.empty(2, table.batch, channels, dtype=torch.float32, device=device)
+    memory = torch.empty(norm.image_partials, dtype=torch.float32, device=device)
+    count = norm.moments if in_group > 1 else 0
+    moments = torch.empty(count, dtype=torch.float32, device=device)
+    given = cuda.last(x), table.counts, table.indices, weight, bias
+    cuda.start(launch, *given, memory, moments, scale, shift)
+    return scale, shift
 
 
 def running(x, table, block, size, parameters, eps):
@@ -145,6 +175,12 @@ def _prepare_statistics(norm, parameter, eps):
     from ...block_sparse.stack.stack_norm_launch import prepare_stack_statistics
 
     return prepare_stack_statistics(norm, _PARAMETERS[parameter], eps), norm.partials
+
+
+def _prepare_image_norm(norm, parameter, in_group, eps):
+    from ...block_sparse.stack.stack_norm_launch import prepare_stack_image_norm
+
+    return prepare_stack_image_norm(norm, _PARAMETERS[parameter], in_group, eps)
 
 
 def _prepare_running(norm, parameter, eps):

@@ -6,13 +6,13 @@ import torch
 from torch.nn import functional as F
 
 from .._namespace import wide
-from . import cuda, cuda_affine, onednn, unread
+from . import cuda, cuda_affine, cuda_norm, onednn, unread
 from . import tensor as T
 from .batch_statistics import trained
 from .ends import rest_of, with_rest
 from .handlers import handles
 from .image_values import plainly
-from .plans import LinearPlan, MatrixPlan, NormPlan, normalized
+from .plans import AffinePlan, LinearPlan, MatrixPlan, NormPlan, normalized
 from .pointwise import alias, pointwise, step
 from .windows import global_maximum, global_mean, is_image
 
@@ -61,7 +61,13 @@ def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_
         return NotImplemented
     table, block, size, _, _ = T.facts(input)
     table.reduced = table.reduced or "a norm over the image"
-    args = T.value_of(input), table, block, size, num_groups, weight, bias, eps
+    value, row = T.value_of(input), None if table.trace is None else table.trace.row
+    args = value, table, block, size, num_groups, weight, bias, eps
+    divides = isinstance(num_groups, int) and num_groups > 0 and value.shape[1] % num_groups == 0
+    if divides and cuda_norm.serves_images(*args[:4], weight, bias):
+        scale, shift = table.compute(cuda_norm.of_images, *args)
+        plan = AffinePlan(value, T.facts(input), scale, row).then(shift=shift)
+        return T.postpone(table, plan, block, size, float("inf"))
     return T.wrap(table.compute(_group_norm, *args), input, reach=float("inf"))
 
 
