@@ -286,12 +286,14 @@ def asked(torch, st, monkeypatch):
 
         return launch, True
 
-    def prepare_concat(rows, block, channels, itemsize, unfolded, factors):
+    def prepare_concat(rows, block, channels, itemsize, unfolded, factors, pitches, alignment):
         def launch(*given):
             names.append("stack_concat")
             *inputs, counts, out = given
             parts, (fh, fw) = [], factors
             for k, x in enumerate(inputs):
+                assert x.data_ptr() % alignment == 0
+                assert k in unfolded or (x.stride(2), x.stride(3)) == (pitches[k], 1)
                 if k in unfolded:
                     m, h, w, _ = x.shape
                     x = x.view(m, h, w, fh, fw, -1).permute(0, 1, 3, 2, 4, 5)

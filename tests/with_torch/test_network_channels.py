@@ -189,6 +189,40 @@ def test_norms_of_images_are_two_passes(st, asked, affine):
         assert_near(result, one, "float32")
 
 
+class Halves(torch.nn.Module):
+    """Channels that are split, convolved and joined with all that came before, as of YOLO."""
+
+    def __init__(self, kernel, groups):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Conv2d(3, 16, 3, 2, 1)
+        options = {"padding": kernel // 2, "groups": groups}
+        convs = (torch.nn.Conv2d(8, 8, kernel, **options) for _ in range(3))
+        self.convs, self.last = torch.nn.ModuleList(convs), torch.nn.Conv2d(40, 8, 1)
+
+    def forward(self, x):
+        """Return what is made of all parts."""
+        parts = list(torch.relu(self.first(x)).chunk(2, 1))
+        for conv in self.convs:
+            parts.append(torch.relu(conv(parts[-1])))
+        return self.last(torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("kernel, groups", [(3, 1), (1, 1), (3, 8), (3, 2)])
+@torch.no_grad()
+def test_parts_of_channels_are_read_where_they_are(st, asked, kernel, groups):
+    dense = Halves(kernel, groups).eval()
+    x = torch.randn(2, 3, 45, 51)
+    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even, sparse.replay = 2.0, False
+    sparse(x, mask)
+    asked.clear()
+    result = sparse(x, mask)
+    assert asked.count("stack_concat") == 2  # the half that is convolved, and all that is joined
+    assert_near(result, networks.oracle(dense, x, on, 16), "float32")
+
+
 class Preactivated(torch.nn.Module):
     """A norm that no convolution is before, a parameter for each channel, and a sum."""
 

@@ -1,10 +1,12 @@
-"""Stacks side by side in the channels of one, by a CUDA kernel; pixels of some may be unfolded.
+"""Stacks, or channels of them, side by side in the channels of one, by a CUDA kernel.
+
+The pixels of some may be unfolded.
 
 ``y[m, i, j, first_k + c] = x_k[m, i, j, c]`` with ``first_k`` the channels ahead of stack k; or, of
 an unfolded stack, ``x_k[m, i // f_h, j // f_w, (i % f_h * f_w + j % f_w) * C_k + c]``, whose
 channels become pixels. Kernel: cuda_src/block_sparse/stack/stack_concat.cu
 
-    run = prepare_stack_concat(rows, block, channels, itemsize, unfolded, factors)
+    run = prepare_stack_concat(rows, block, channels, itemsize, unfolded, factors, pitches)
     run(*inputs, bin_counts, out)                     a stack each
 """
 
@@ -13,13 +15,14 @@ import math
 from ...core import launch as kernels
 from ...core.arrays import vector_bytes
 
-MOST_INPUTS = 4
+MOST_INPUTS = 8
 _LARGEST = 1 << 15  # pixels of a block, and vectors of a pixel, so that divisions are exact
 
 
 def prepare_stack_concat(
-    rows, block, channels, itemsize, unfolded=(), factors=(1, 1), alignment=16, clear_rows=True
-):
+    rows, block, channels, itemsize, unfolded=(), factors=(1, 1), pitches=None, alignment=16,
+    clear_rows=True,
+):  # fmt: skip
     """Return the launch that joins stacks, or None where there is none for such sizes.
 
     Parameters
@@ -36,23 +39,27 @@ def prepare_stack_concat(
         Which stacks have ``factors[0] * factors[1]`` times as many channels, ordered by pixel.
     factors : (int, int)
         How many times larger than theirs the blocks of the result are.
+    pitches : sequence of int, optional
+        How many elements a pixel lies behind the one before: more than its channels where a stack
+        is some channels of another, which is not unfolded. Default: the channels.
     alignment : int
         The addresses of all stacks are multiples of so many bytes.
     """
-    width = vector_bytes(alignment, *(c * itemsize for c in channels))
-    vectors = [c * itemsize // width for c in channels]
+    pitches = channels if pitches is None else pitches
+    width = vector_bytes(alignment, *(c * itemsize for c in (*channels, *pitches)))
+    vectors, steps = ([c * itemsize // width for c in each] for each in (channels, pitches))
     if len(channels) > MOST_INPUTS or max(math.prod(block), sum(vectors)) > _LARGEST:
         return None
     empty = [0] * (MOST_INPUTS - len(vectors))
     run = kernels.prepare(
         "block_sparse/stack/stack_concat",
         "stack_concat",
-        (f"Bytes<{width}>::type",),
+        (f"Bytes<{width}>::type", len(channels)),
         -(-rows * math.prod(block) * sum(vectors) // (4 * kernels.THREADS)),
         kernels.THREADS,
-        6,
+        MOST_INPUTS + 2,
         (
-            rows, *block, *vectors, *empty, sum(1 << k for k in unfolded), *factors,
+            rows, *block, *vectors, *empty, *steps, *empty, sum(1 << k for k in unfolded), *factors,
             int(clear_rows),
         ),
         persistent=True,

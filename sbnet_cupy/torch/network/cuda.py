@@ -150,6 +150,28 @@ def last(x):
     return None if x is None else x.contiguous(memory_format=torch.channels_last)
 
 
+def _whole_pixels(x, table):
+    """Return a stack with its channels last: some channels of another are copied by a kernel."""
+    if x.is_contiguous(memory_format=torch.channels_last) or pitch_of(x) is None:
+        return last(x)
+    from .cuda_resize import concat
+
+    y = concat([x], table)
+    return last(x) if y is None else y
+
+
+def pitch_of(x):
+    """Return how many elements a pixel of a stack lies behind the one before; None of others.
+
+    More than its channels, where it is some channels of another stack.
+    """
+    _, channels, height, width = x.shape
+    pitch = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0)
+    steps = height * width * pitch, 1, width * pitch, pitch
+    each = zip(x.shape, x.stride(), steps, strict=True)
+    return pitch if pitch >= channels and all(n == 1 or a == b for n, a, b in each) else None
+
+
 def _rows(x):
     """Return the memory of a stack as ``[M, h, w, C]``, contiguous."""
     return x.permute(0, 2, 3, 1).contiguous()
@@ -195,7 +217,8 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         weights = values, None, wide
     else:
         weights = (_packed(x, weight, bias, pack),)
-    given = last(x), *weights, last(residual), table.counts, table.indices, table.places, y
+    x, residual = _whole_pixels(x, table), last(residual)
+    given = x, *weights, residual, table.counts, table.indices, table.places, y
     if plain:
         start(launch, *given)
     else:  # which takes memory for sums, or for padded channels

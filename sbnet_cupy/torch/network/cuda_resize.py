@@ -19,7 +19,7 @@ def concat(stacks, table, unfolded=(), factors=(1, 1)):
     Parameters
     ----------
     stacks : list of tensor
-        Up to four, ``[M, C_k, b, b]``.
+        Up to eight, ``[M, C_k, b, b]``; some channels of another stack are read where they are.
     unfolded : sequence of int
         Which stacks are ``[M, f * f * C_k, b / f, b / f]``: their channels, ordered by pixel,
         become pixels.
@@ -27,14 +27,22 @@ def concat(stacks, table, unfolded=(), factors=(1, 1)):
         By how much their blocks grow.
     """
     dtype, device = stacks[0].dtype, stacks[0].device
-    if len(stacks) > 4 or any(s.dtype != dtype or not cuda.serves(s) for s in stacks):
+    if any(s.dtype != dtype or not cuda.serves(s) for s in stacks):
         return None
-    area, inputs = math.prod(factors), [cuda._rows(s) for s in stacks]
+    area = math.prod(factors)
+    pitches = [None if k in unfolded else cuda.pitch_of(s) for k, s in enumerate(stacks)]
+    inputs = [
+        s.permute(0, 2, 3, 1) if pitch else cuda._rows(s)
+        for s, pitch in zip(stacks, pitches, strict=True)
+    ]
     grown = [area if k in unfolded else 1 for k in range(len(inputs))]
     channels = tuple(x.shape[3] // a for x, a in zip(inputs, grown, strict=True))
     sizes = [factors if k in unfolded else (1, 1) for k in range(len(inputs))]
     block = tuple(n * f for n, f in zip(inputs[0].shape[1:3], sizes[0], strict=True))
+    pitches = tuple(pitch or c for pitch, c in zip(pitches, channels, strict=True))
+    aligned = math.gcd(16, *(x.data_ptr() for x in inputs))
     facts = (inputs[0].shape[0], block, channels, dtype.itemsize, tuple(unfolded), factors)
+    facts += pitches, aligned
     out = torch.empty(facts[0], *block, sum(channels), dtype=dtype, device=device)
     launch = cuda.prepared(_PLANS, ("concat", facts), out, _prepare_concat, *facts)
     if launch is None:
@@ -44,11 +52,11 @@ def concat(stacks, table, unfolded=(), factors=(1, 1)):
     return out.permute(0, 3, 1, 2)
 
 
-def _prepare_concat(rows, block, channels, itemsize, unfolded, factors):
+def _prepare_concat(rows, block, channels, itemsize, unfolded, factors, pitches, alignment):
     from ...block_sparse.stack.stack_concat import prepare_stack_concat
 
     return prepare_stack_concat(
-        rows, block, channels, itemsize, unfolded, factors, clear_rows=False
+        rows, block, channels, itemsize, unfolded, factors, pitches, alignment, clear_rows=False
     )
 
 
