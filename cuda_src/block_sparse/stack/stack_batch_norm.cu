@@ -158,11 +158,11 @@ __global__ void __launch_bounds__(NORM_THREADS)
     }
 }
 
-// Scale and shift of a channel whose pixels have this mean and this sum of squares of differences.
+// Scale and shift of a channel of this mean, and one over the standard deviation.
 template <typename C, typename S>
 DEVICE void store_factors(C* __restrict__ scale, C* __restrict__ shift, i64 to, const S* __restrict__ weight,
-                          const S* __restrict__ bias, i64 c, double mean, double variance, double eps) {
-    const double factor = (weight ? to_compute<double>(weight[c]) : 1) / sqrt(variance + eps);
+                          const S* __restrict__ bias, i64 c, double mean, double deviation) {
+    const double factor = weight ? deviation * to_compute<double>(weight[c]) : deviation;
     scale[to] = static_cast<C>(factor);
     shift[to] = static_cast<C>((bias ? to_compute<double>(bias[c]) : 0) - mean * factor);
 }
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
         } else {
             const double mean = found.mean * (found.number / pixels), zeros = pixels - found.number;
             const double squares = found.squares + found.mean * found.mean * found.number * (zeros / pixels);
-            store_factors(scale, shift, n * channels + c, weight, bias, c, mean, squares / pixels, eps);
+            store_factors(scale, shift, n * channels + c, weight, bias, c, mean, 1 / sqrt(squares / pixels + eps));
         }
     }
 }
@@ -221,8 +221,9 @@ __global__ void __launch_bounds__(NORM_THREADS)
             sum += static_cast<double>(squares[i]) + number * apart * apart;
         }
         sum = sum_of_threads<1>(sum, shared) + (all - number * static_cast<double>(in_group)) * mean * mean;
+        const double deviation = 1 / sqrt(sum / all + eps);
         for (i64 i = threadIdx.x; i < in_group; i += NORM_THREADS)
-            store_factors(scale, shift, n * channels + c0 + i, weight, bias, c0 + i, mean, sum / all, eps);
+            store_factors(scale, shift, n * channels + c0 + i, weight, bias, c0 + i, mean, deviation);
     }
 }
 
