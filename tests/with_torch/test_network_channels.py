@@ -52,6 +52,17 @@ class Excitation(torch.nn.Module):
         return x * gate
 
 
+def called_twice(st, asked, dense):
+    """Return an image, its active blocks, and what a network makes of them in a second call."""
+    x = torch.randn(2, 3, 45, 51)
+    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even, sparse.replay = 2.0, False
+    sparse(x, mask)
+    asked.clear()
+    return x, on, sparse(x, mask)
+
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -62,13 +73,7 @@ class Excitation(torch.nn.Module):
 @torch.no_grad()
 def test_excitation_is_products_and_one_scale(st, asked, what):
     dense = Excitation(what).eval()
-    x = torch.randn(2, 3, 45, 51)
-    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
-    sparse = st.sparsify(dense, 16)
-    sparse.break_even, sparse.replay = 2.0, False
-    sparse(x, mask)
-    asked.clear()
-    result = sparse(x, mask)
+    x, on, result = called_twice(st, asked, dense)
     if what == "returned":
         result, gate, last = result
         assert type(gate) is type(last) is torch.Tensor
@@ -120,18 +125,10 @@ class Shared(torch.nn.Module):
 @torch.no_grad()
 def test_sums_and_leaky_relus_wait(st, asked, inplace, slope):
     dense = Shared(inplace, slope).eval()
-    x = torch.randn(2, 3, 45, 51)
-    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
-    sparse = st.sparsify(dense, 16)
-    sparse.break_even, sparse.replay = 2.0, False
-    sparse(x, mask)
-    asked.clear()
-    results = sparse(x, mask)
+    x, on, results = called_twice(st, asked, dense)
     # the first sum, what is scaled and shifted, and the last sum
     assert asked.count("affine") == 3 and asked.count("image") == 1
-    for i, result in enumerate(results):
-        one = networks.oracle(Nth(dense, i), x, on, 16)
-        assert_near(result, one, "float32")
+    assert_all_near(results, dense, x, on)
 
 
 @torch.no_grad()
@@ -176,17 +173,9 @@ class OfImages(torch.nn.Module):
 def test_norms_of_images_are_two_passes(st, asked, affine):
     """Statistics, and one kernel for the norm and what follows it."""
     dense = OfImages(affine).eval()
-    x = torch.randn(2, 3, 45, 51)
-    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
-    sparse = st.sparsify(dense, 16)
-    sparse.break_even, sparse.replay = 2.0, False
-    sparse(x, mask)
-    asked.clear()
-    results = sparse(x, mask)
+    x, on, results = called_twice(st, asked, dense)
     assert asked.count("image norm") == asked.count("affine") == 4
-    for i, result in enumerate(results):
-        one = networks.oracle(Nth(dense, i), x, on, 16)
-        assert_near(result, one, "float32")
+    assert_all_near(results, dense, x, on)
 
 
 class Halves(torch.nn.Module):
@@ -212,13 +201,7 @@ class Halves(torch.nn.Module):
 @torch.no_grad()
 def test_parts_of_channels_are_read_where_they_are(st, asked, kernel, groups):
     dense = Halves(kernel, groups).eval()
-    x = torch.randn(2, 3, 45, 51)
-    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
-    sparse = st.sparsify(dense, 16)
-    sparse.break_even, sparse.replay = 2.0, False
-    sparse(x, mask)
-    asked.clear()
-    result = sparse(x, mask)
+    x, on, result = called_twice(st, asked, dense)
     assert asked.count("stack_concat") == 2  # the half that is convolved, and all that is joined
     assert_near(result, networks.oracle(dense, x, on, 16), "float32")
 
@@ -253,9 +236,13 @@ def test_scales_of_channels_take_what_follows(st, asked, affine):
     asked.clear()
     assert_near(sparse(x, mask)[0], results[0], "float32")
     assert asked.count("affine") == 5
+    assert_all_near(results, dense, x, on)
+
+
+def assert_all_near(results, dense, x, on):
+    """Compare all results of a network with the dense one's."""
     for i, result in enumerate(results):
-        one = networks.oracle(Nth(dense, i), x, on, 16)
-        assert_near(result, one, "float32")
+        assert_near(result, networks.oracle(Nth(dense, i), x, on, 16), "float32")
 
 
 class Nth(torch.nn.Module):

@@ -1,0 +1,135 @@
+"""Sums and products with values of channels: part of what waits ahead of them, or a kernel."""
+
+import torch
+
+from . import cuda, cuda_affine, image_values, shortcuts
+from . import tensor as T
+from .handlers import handles
+from .image_values import plainly
+from .plans import AffinePlan, MatrixPlan
+from .pointwise import pointwise, step
+from .units import Ahead
+
+
+@handles("add", "add_", "__add__", "__radd__", "__iadd__")
+def add(func, *args, **kwargs):
+    """Add to a convolution that waits, or run."""
+    if len(args) != 2:
+        return pointwise(func, *args, **kwargs)
+    a, b = args
+    inplace = func.__name__ in ("add_", "__iadd__")
+    if kwargs.get("alpha", 1) == 1 and "out" not in kwargs:
+        pairs = [(a, b)] if inplace else [(a, b), (b, a)]
+        for x, other in pairs:
+            plan = T.plan_of(x)
+            if plan is None or not plan.takes(residual=other):
+                continue
+            if other is x or not isinstance(other, T.StackTensor):
+                continue
+            if T.facts(other)[:4] != T.facts(x)[:4] or T.shape(other) != T.shape(x):
+                continue
+            residual = shortcuts.waiting(plan, other)
+            residual = T.value_of(other) if residual is None else residual
+            if T.plan_of(x) is None or residual.dtype != plan.dtype:
+                break
+            return _with_residual(x, plan, residual, inplace, other)
+        for x, other in pairs:
+            result = _affine_sum(x, other, inplace)
+            if result is not None:
+                return result
+    return pointwise(func, a, b, **kwargs)
+
+
+def _affine_sum(x, other, inplace):
+    """Return a sum with a shift of channels, or of two stacks, that waits; None if it does not."""
+    plan = T.plan_of(x)
+    if isinstance(plan, AffinePlan):
+        shift = _of_channels(other, x) if isinstance(other, torch.nn.Parameter) else None
+        fits = shift is not None and plan.takes_shift(shift)
+        if not fits or not cuda_affine.fits(plan.source, T.facts(x)[0], shift):
+            return None
+        return step(x, plan.then(shift=shift), inplace, (torch.add, other))
+    if inplace or not (isinstance(x, T.StackTensor) and isinstance(other, T.StackTensor)):
+        return None
+    if T.facts(x)[3] != (2, 3) or T.facts(x)[:4] != T.facts(other)[:4] or x is other:
+        return None
+    if T.is_kept(x) or T.is_kept(other) or T.shape(x) != T.shape(other):
+        return None
+    value, residual = T.value_of(x), T.value_of(other)
+    fits = value.dim() == 4 and value.dtype == residual.dtype and not cuda.records(residual)
+    if not fits or not cuda_affine.fits(value, T.facts(x)[0]):
+        return None
+    done = _postponed(x, value, residual=residual)
+    return _reaching(done, T.facts(x)[:4], max(T.facts(x)[4], T.facts(other)[4]))
+
+
+def _reaching(x, facts, reach):
+    object.__getattribute__(x, "__dict__")["_facts"] = *facts, reach
+    return x
+
+
+def _with_residual(x, plan, residual, inplace, other):
+    facts, reach = T.facts(x)[:4], max(T.facts(x)[4], T.facts(other)[4])
+    func = _add_waiting if isinstance(residual, Ahead) else torch.add
+    done = step(x, plan.then(residual=residual), inplace, (func, residual))
+    return _reaching(done, facts, reach)
+
+
+def _add_waiting(value, ahead):
+    """Add what a convolution that waits gives."""
+    return value + ahead.value()
+
+
+@handles("mul", "multiply", "__mul__", "__rmul__")
+def multiply(func, *args, **kwargs):
+    """Multiply channels by one kernel, with the sum and activation after it, or run."""
+    if len(args) != 2:
+        return pointwise(func, *args, **kwargs)
+    x, given = args if isinstance(args[0], T.StackTensor) else args[::-1]
+    scale, plan = plainly(given), T.plan_of(x)
+    if isinstance(plan, MatrixPlan) and not kwargs and plan.takes_scale(scale):
+        return step(x, plan.then(scale=scale), False, (torch.mul, scale))
+    of_channels, table = None if kwargs else _of_channels(scale, x), T.facts(x)[0]
+    if of_channels is None or not cuda_affine.fits(T.value_of(x), table, of_channels):
+        return pointwise(func, *map(plainly, args), **kwargs)
+    value = T.value_of(x)
+    is_parameter = isinstance(scale, torch.nn.Parameter)  # others the call may change later
+    kept = of_channels if is_parameter else image_values.held(given)
+    if kept is None:
+        return T.wrap(table.compute(cuda_affine.affine, value, table, of_channels), x)
+    return _postponed(x, value, kept)
+
+
+def _postponed(x, value, scale=None, **changes):
+    """Return the product of a stack with a scale, which waits for what follows."""
+    facts = table, block, size, _, reach = T.facts(x)
+    row = None if table.trace is None else table.trace.row
+    plan = AffinePlan(value, facts, scale, row).then(**changes)
+    return T.postpone(table, plan, block, size, reach)
+
+
+def _of_channels(values, x):
+    """Return values for each channel of an image, or of each image: ``[N, C, 1, 1]``; or None.
+
+    A parameter may also have one value for all channels.
+    """
+    if not isinstance(values, torch.Tensor) or isinstance(values, T.StackTensor):
+        return None
+    table, _, _, hw, _ = T.facts(x)
+    if hw != (2, 3) or values.dtype != x.dtype:
+        return None
+    n, c = T.shape(x)[:2]
+    if type(values) is torch.nn.Parameter and values.numel() == 1 and values.dim() <= 4:
+        return _repeated(values, c, table)
+    whole = values.dim() in (3, 4) and tuple(values.shape[-3:]) == (c, 1, 1)
+    first = values.shape[0] if values.dim() == 4 else 1
+    return values if whole and first in (1, n) else None
+
+
+def _repeated(parameter, count, table):
+    if table.weights is None:
+        return None
+    made = table.weights.of_channels(parameter, count)
+    if table.tape is not None and table.tape.holds((parameter,)):
+        table.tape.keep((made,))
+    return made
