@@ -150,16 +150,6 @@ def last(x):
     return None if x is None else x.contiguous(memory_format=torch.channels_last)
 
 
-def _whole_pixels(x, table):
-    """Return a stack with its channels last: some channels of another are copied by a kernel."""
-    if x.is_contiguous(memory_format=torch.channels_last) or pitch_of(x) is None:
-        return last(x)
-    from .cuda_resize import concat
-
-    y = concat([x], table)
-    return last(x) if y is None else y
-
-
 def pitch_of(x):
     """Return how many elements a pixel of a stack lies behind the one before; None of others.
 
@@ -217,8 +207,7 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         weights = values, None, wide
     else:
         weights = (_packed(x, weight, bias, pack),)
-    x, residual = _whole_pixels(x, table), last(residual)
-    given = x, *weights, residual, table.counts, table.indices, table.places, y
+    given = last(x), *weights, last(residual), table.counts, table.indices, table.places, y
     if plain:
         start(launch, *given)
     else:  # which takes memory for sums, or for padded channels

@@ -52,6 +52,14 @@ def concat(stacks, table, unfolded=(), factors=(1, 1)):
     return out.permute(0, 3, 1, 2)
 
 
+def whole_pixels(x, table):
+    """Return a stack with its channels last: some channels of another are copied by the kernel."""
+    if x.is_contiguous(memory_format=torch.channels_last) or cuda.pitch_of(x) is None:
+        return x
+    y = concat([x], table)
+    return x if y is None else y
+
+
 def _prepare_concat(rows, block, channels, itemsize, unfolded, factors, pitches, alignment):
     from ...block_sparse.stack.stack_concat import prepare_stack_concat
 

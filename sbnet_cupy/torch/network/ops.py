@@ -10,7 +10,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from . import cuda, cuda_ends, onednn
+from . import cuda, cuda_ends, cuda_resize, onednn
 from .entry import Entry
 from .epilogue import finish
 from .halos import halo, take
@@ -54,6 +54,7 @@ def conv(
             return y
         x = x.stack()
     if cuda.serves(x) and not table.whole and mode == "zeros" and fill == 0:
+        x = cuda_resize.whole_pixels(x, table)
         y = cuda.conv(
             x, table, block, size, weight, bias, stride, pads, dilation, groups, residual,
             activation,
