@@ -12,8 +12,9 @@ from .batch_statistics import trained
 from .ends import rest_of, with_rest
 from .handlers import handles
 from .image_values import plainly
-from .plans import AffinePlan, LinearPlan, MatrixPlan, NormPlan, normalized
+from .plans import LinearPlan, MatrixPlan, NormPlan, normalized
 from .pointwise import alias, pointwise, step
+from .scales import postponed
 from .windows import global_maximum, global_mean, is_image
 
 OF_A_BATCH = "a batch norm by the statistics of the batch"
@@ -61,13 +62,12 @@ def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_
         return NotImplemented
     table, block, size, _, _ = T.facts(input)
     table.reduced = table.reduced or "a norm over the image"
-    value, row = T.value_of(input), None if table.trace is None else table.trace.row
+    value = T.value_of(input)
     args = value, table, block, size, num_groups, weight, bias, eps
     divides = isinstance(num_groups, int) and num_groups > 0 and value.shape[1] % num_groups == 0
     if divides and cuda_norm.serves_images(*args[:4], weight, bias):
         scale, shift = table.compute(cuda_norm.of_images, *args)
-        plan = AffinePlan(value, T.facts(input), scale, row).then(shift=shift)
-        return T.postpone(table, plan, block, size, float("inf"))
+        return postponed(input, value, scale, reach=float("inf"), shift=shift)
     return T.wrap(table.compute(_group_norm, *args), input, reach=float("inf"))
 
 

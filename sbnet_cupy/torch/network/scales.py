@@ -59,20 +59,17 @@ def _affine_sum(x, other, inplace):
     fits = value.dim() == 4 and value.dtype == residual.dtype and not cuda.records(residual)
     if not fits or not cuda_affine.fits(value, T.facts(x)[0]):
         return None
-    done = _postponed(x, value, residual=residual)
-    return _reaching(done, T.facts(x)[:4], max(T.facts(x)[4], T.facts(other)[4]))
-
-
-def _reaching(x, facts, reach):
-    object.__getattribute__(x, "__dict__")["_facts"] = *facts, reach
-    return x
+    reach = max(T.facts(x)[4], T.facts(other)[4])
+    return postponed(x, value, reach=reach, residual=residual)
 
 
 def _with_residual(x, plan, residual, inplace, other):
-    facts, reach = T.facts(x)[:4], max(T.facts(x)[4], T.facts(other)[4])
+    table, block, size, hw, reach = T.facts(x)
+    reach = max(reach, T.facts(other)[4])
     func = _add_waiting if isinstance(residual, Ahead) else torch.add
     done = step(x, plan.then(residual=residual), inplace, (func, residual))
-    return _reaching(done, facts, reach)
+    object.__getattribute__(done, "__dict__")["_facts"] = table, block, size, hw, reach
+    return done
 
 
 def _add_waiting(value, ahead):
@@ -97,15 +94,18 @@ def multiply(func, *args, **kwargs):
     kept = of_channels if is_parameter else image_values.held(given)
     if kept is None:
         return T.wrap(table.compute(cuda_affine.affine, value, table, of_channels), x)
-    return _postponed(x, value, kept)
+    return postponed(x, value, kept)
 
 
-def _postponed(x, value, scale=None, **changes):
-    """Return the product of a stack with a scale, which waits for what follows."""
-    facts = table, block, size, _, reach = T.facts(x)
+def postponed(x, value, scale=None, reach=None, **changes):
+    """Return the stack of x, ``value``, with a scale or none; it waits for what follows.
+
+    ``changes`` are what follows already; the reach is that of x where none is given.
+    """
+    facts = table, block, size, _, own_reach = T.facts(x)
     row = None if table.trace is None else table.trace.row
     plan = AffinePlan(value, facts, scale, row).then(**changes)
-    return T.postpone(table, plan, block, size, reach)
+    return T.postpone(table, plan, block, size, own_reach if reach is None else reach)
 
 
 def _of_channels(values, x):
@@ -120,13 +120,13 @@ def _of_channels(values, x):
         return None
     n, c = T.shape(x)[:2]
     if type(values) is torch.nn.Parameter and values.numel() == 1 and values.dim() <= 4:
-        return _repeated(values, c, table)
+        return _one_for_all(values, c, table)
     whole = values.dim() in (3, 4) and tuple(values.shape[-3:]) == (c, 1, 1)
     first = values.shape[0] if values.dim() == 4 else 1
     return values if whole and first in (1, n) else None
 
 
-def _repeated(parameter, count, table):
+def _one_for_all(parameter, count, table):
     if table.weights is None:
         return None
     made = table.weights.of_channels(parameter, count)
