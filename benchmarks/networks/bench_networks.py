@@ -5,6 +5,7 @@
     python -m benchmarks.networks.bench_networks vgg16_bn --batch 1    one of torchvision
     python -m benchmarks.networks.bench_networks --sweep --batch 1     5% to 100%, for the picture
     python -m benchmarks.networks.bench_networks --changing            another mask at each call
+    python -m benchmarks.networks.bench_networks --autocast            float32, under autocast
     python -m benchmarks.networks.bench_networks --train               training steps
     python -m benchmarks.networks.bench_networks --timeline            the kernels of each graph
     python -m benchmarks.networks.bench_networks --cpu                 ratios on a CPU
@@ -14,7 +15,9 @@ torch.compile, batch norms folded, float16 or ``--dtype``, channels_last, in a g
 ``tune`` has measured from which share whole images are faster; rows from there on are those of the
 compiled whole images, 0 outside active blocks (``--no-tune``: all rows are those of the stack).
 Eager calls are timed by the clock; with ``--changing`` they have no capacity, and each has another
-mask, of a share up to a fifth more or less. ``--floor`` also times dense whole images of about as
+mask, of a share up to a fifth more or less. ``--autocast`` takes networks and images of float32 and
+calls them, the dense ones too, under autocast of ``--dtype``; whole images are not compiled then,
+and all rows are those of the stack. ``--floor`` also times dense whole images of about as
 many pixels as are active at the least share: what PyTorch takes where nothing has to be left out.
 On a CPU the two take turns, and the least of each counts; ``--processor-time`` counts the time in
 which the process ran, for a machine that does other work (with ``--threads 1``: threads that wait
@@ -79,6 +82,7 @@ def main(arguments=None):
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument("--sweep", action="store_true", help="shares from 5 to 100%%")
     parser.add_argument("--changing", action="store_true", help="another mask at each call")
+    parser.add_argument("--autocast", action="store_true", help="evaluation, of float32 networks")
     parser.add_argument("--train", action="store_true", help="training steps")
     parser.add_argument("--timeline", action="store_true", help="kernels of graphs: timeline.txt")
     parser.add_argument("--block", type=int, help=f"[{BLOCK}; on a CPU {CPU_BLOCK}]")
@@ -94,8 +98,11 @@ def main(arguments=None):
     options.block = options.block or (CPU_BLOCK if options.cpu else BLOCK)
     options.shares = list(SWEEP) if options.sweep else options.shares
     options.batch = options.batch or ([8] if options.train else [1, 8])
-    if options.cpu and options.changing:
-        parser.error("--changing is for a GPU")
+    if options.cpu and (options.changing or options.autocast):
+        parser.error("--changing and --autocast are for a GPU")
+    if options.autocast and (options.train or options.changing):
+        parser.error("--autocast is of evaluation, with one mask")
+    options.no_tune = options.no_tune or options.autocast
     usual = ON_CPU if options.cpu else TRAINED if options.train else DEFAULT
     names = options.networks or usual
     for name in names:
@@ -109,7 +116,8 @@ def main(arguments=None):
     measure = changing if options.changing else measure
     file = "training.csv" if options.train else "networks.csv"
     options.folder = folder
-    with torch.set_grad_enabled(options.train), Writer(folder / file, keep=True) as writer:
+    cast = torch.autocast("cuda", getattr(torch, options.dtype), enabled=options.autocast)
+    with torch.set_grad_enabled(options.train), Writer(folder / file, keep=True) as writer, cast:
         for name in names:
             for batch in [1] if options.cpu else options.batch:
                 for row in measure(name, batch, options, columns):
@@ -139,8 +147,8 @@ def inputs(name, batch, dtype):
 
 def on_gpu(name, batch, options, columns):
     """Yield rows of a network on a GPU, and print them."""
-    size = models.image_size(name)
-    model, x = inputs(name, batch, getattr(torch, options.dtype))
+    size, dtype = models.image_size(name), getattr(torch, options.dtype)
+    model, x = inputs(name, batch, torch.float32 if options.autocast else dtype)
     dense = fuse(model)
     times, peak = dense_times(dense, x, options), peak_of(lambda: dense(x))
     best, wall = min(times.values()), clock(lambda: model(x))
@@ -160,7 +168,7 @@ def on_gpu(name, batch, options, columns):
     for share in options.shares:
         mask, count = blobs(batch, size, share, options.block)
         mask, sparse.capacity = mask.to("cuda"), count
-        check(sparse, x, mask, share, expected)
+        check(sparse, x, mask, share, expected, dtype)
         run = sparse.graphed(x, mask)
         full = batch * math.prod(-(-s // options.block) for s in size)
         whole = " (whole images)" if count >= sparse.break_even * full else ""
@@ -184,8 +192,9 @@ def on_gpu(name, batch, options, columns):
         note = f"{memory}; eager call {eager:.0f} us, dense {wall:.0f} us{whole}"
         note += f"; whole images of as many pixels {same:.0f} us" if same else ""
         yield row_of(
-            columns, name, (batch, *size, 3), options.dtype, options, share, count,
-            f"batch {batch}", timed_by="graph", us=middle, us_p10=us[len(us) // 10],
+            columns, name, (batch, *size, 3), str(x.dtype).removeprefix("torch."), options, share,
+            count, f"batch {batch}" + f", autocast {options.dtype}" * options.autocast,
+            timed_by="graph", us=middle, us_p10=us[len(us) // 10],
             us_p90=us[-1 - len(us) // 10], note=note, dense_us=best, ratio_to_dense=best / middle,
         )  # fmt: skip
         if options.profile and share == options.shares[0]:
@@ -295,7 +304,7 @@ def trained(name, batch, options, columns):
         )  # fmt: skip
 
 
-def check(sparse, x, mask, share, dense):
+def check(sparse, x, mask, share, dense, dtype):
     """Raise unless the stack gives what whole images give, zeroed between layers."""
     tuned, sparse.replay = sparse.break_even, False
     sparse.break_even = 2.0
@@ -305,7 +314,7 @@ def check(sparse, x, mask, share, dense):
     sparse.break_even, sparse.replay = tuned, "auto"
     error = ((result - expected).norm() / expected.norm()).item()
     depth = sum(isinstance(m, torch.nn.Conv2d) for m in sparse.modules())
-    bound = depth * (2**-10 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps)  # TF32
+    bound = depth * (2**-10 if dtype == torch.float32 else torch.finfo(dtype).eps)  # TF32
     if not error <= bound:
         raise AssertionError(f"relative error {error:.1e} of the stack, above {bound:.1e}")
 

@@ -70,10 +70,10 @@ def sparsify(
         seen, also in lists, dicts, arrays and objects, and the graph is made anew; numbers and
         tensors that a module takes from elsewhere are not. A network has no graph if it has hooks,
         or its modules keep more than 4096 such items or 64 KB of arrays, or what changes where
-        Python does not see it (a generator of random numbers, an iterator); nor has a call under
-        autocast, a profiler or with more arguments. One that cannot be captured says so in a
-        RuntimeWarning once. At most eight graphs are kept, which share the memory of their
-        activations.
+        Python does not see it (a generator of random numbers, an iterator); nor has a call under a
+        profiler or with more arguments. Calls under autocast have graphs of their own. One that
+        cannot be captured says so in a RuntimeWarning once. At most eight graphs are kept, which
+        share the memory of their activations.
         On a CPU, in evaluation without gradients and with or without a ``capacity``, the functions
         that a second call alike computes are recorded, and later calls run them with other images
         and masks, without the modules' Python code. What is true of graphs is true of these tapes:

@@ -21,10 +21,14 @@ ACTIVATIONS = {
 }
 
 
-# element and that of the scales, channels, per image, scale, shift, residual, activation
+# element, those of scales, residual, result, and the result in another dtype, or None; channels,
+# per image, scale, shift, residual, activation
 CASES = pairs(
-    [("Half", "float"), ("Half", "Half"), ("BFloat16", "float"), ("BFloat16", "BFloat16"),
-     ("float", "float")],
+    [("Half", "float", "Half", "Half", None), (*["Half"] * 4, None),
+     ("BFloat16", "float", *["BFloat16"] * 2, None), (*["BFloat16"] * 4, None),
+     (*["float"] * 4, None), ("Half", *["float"] * 3, "Half"),
+     ("BFloat16", *["float"] * 3, "BFloat16"), (*["float"] * 4, "Half"),
+     (*["Half"] * 3, "float", None), ("Half", "float", "float", "Half", None)],
     [16, 12, 5], *[[False, True]] * 4, list(ACTIVATIONS),
 )  # fmt: skip
 
@@ -43,7 +47,8 @@ def bound(values, activation, size, element):
 
 def check(case, xp=np):
     """Run a case on arrays of NumPy or CuPy; what must not be read is NaN."""
-    (element, scale_element), channels, per_image, scaled, shift, residual, activation = case
+    elements, channels, per_image, scaled, shift, residual, activation = case
+    element, scale_element, residual_element, out_element, low_element = elements
     rng = np.random.default_rng(channels)
     blocks = Blocks(block=(4, 2))
     bin_counts, indices, _ = blocks.table()
@@ -57,20 +62,22 @@ def check(case, xp=np):
     x, wide_x = drawn(shape, element)
     scale, wide_scale = drawn(of_values, scale_element)
     given_shift, wide_shift = drawn(of_values, scale_element)
-    given_residual, wide_residual = drawn(shape, element)
-    x[count:] = given_residual[count:] = stored(np.array(np.nan), element)
+    given_residual, wide_residual = drawn(shape, residual_element)
+    x[count:] = stored(np.array(np.nan), element)
+    given_residual[count:] = stored(np.array(np.nan), residual_element)
     sizes = StackAffine(
-        element, x.itemsize, scale_element, len(indices), blocks.images, blocks.block, channels,
-        per_image, activation,
+        element, x.itemsize, *elements[1:4], low_element or out_element, len(indices),
+        blocks.images, blocks.block, channels, per_image, activation,
     )  # fmt: skip
-    before = stored(np.full(shape, UNWRITTEN), element)
+    before = stored(np.full(shape, UNWRITTEN), out_element)
+    low = stored(np.full(shape, UNWRITTEN), low_element) if low_element else None
     given = (
         x, scale if scaled else None, given_shift if shift else None,
-        given_residual if residual else None, bin_counts, indices, before,
+        given_residual if residual else None, bin_counts, indices, before, low,
     )  # fmt: skip
     given = [None if array is None else xp.asarray(array) for array in given]
     prepare_stack_affine(sizes, settled=residual)(*given)
-    out = given[-1] if xp is np else xp.asnumpy(given[-1])
+    out, low = (a if xp is np or a is None else xp.asnumpy(a) for a in given[-2:])
     of_row = indices[:count, 0] if per_image else np.zeros(count, int)
 
     def spread(values):
@@ -81,6 +88,9 @@ def check(case, xp=np):
     expected, size = ACTIVATIONS[activation](sum(terms)), sum(map(np.abs, terms))
     if activation in (4, 6):
         size = size + 3
-    error = np.abs(loaded(out[:count], element) - expected)
-    assert (error <= bound(expected, activation, size, element)).all()
-    assert (out[count:] == stored(np.array([UNWRITTEN]), element)).all()
+    error = np.abs(loaded(out[:count], out_element) - expected)
+    assert (error <= bound(expected, activation, size, out_element)).all()
+    assert (out[count:] == stored(np.array([UNWRITTEN]), out_element)).all()
+    if low_element:
+        assert (low[:count] == stored(loaded(out[:count], out_element), low_element)).all()
+        assert (low[count:] == stored(np.array([UNWRITTEN]), low_element)).all()

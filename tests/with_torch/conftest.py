@@ -143,11 +143,15 @@ def asked(torch, st, monkeypatch):
         return launch, None
 
     def prepare_affine(
-        dtype, scale_dtype, rows, images, block, channels, per_image, activation, settled
-    ):
-        def launch(x, scale, shift, residual, counts, indices, out):
+        dtype, scale_dtype, residual_dtype, out_dtype, rounded_dtype, rows, images, block,
+        channels, per_image, activation, settled,
+    ):  # fmt: skip
+        def launch(x, scale, shift, residual, counts, indices, out, rounded):
             names.append("affine")
             assert tuple(x.shape) == (rows, *block, channels) and x.dtype == dtype
+            assert all(t is None or t.dtype == scale_dtype for t in (scale, shift))
+            assert residual is None or residual.dtype == residual_dtype
+            assert out.dtype == out_dtype
             count = int(counts)
             image = indices[:count, 0].long() if per_image else torch.zeros(count).long()
             y = x[:count]
@@ -158,6 +162,10 @@ def asked(torch, st, monkeypatch):
             y = y if residual is None else y + residual[:count]
             out.fill_(torch.nan)
             out[:count] = activated(y, activation)
+            assert (rounded_dtype != out_dtype) == (rounded is not None)
+            if rounded is not None:
+                names[-1] = "affine of both"
+                rounded.copy_(out)
 
         return launch
 
@@ -171,13 +179,16 @@ def asked(torch, st, monkeypatch):
 
         return launch
 
-    def prepare_layer_norm(dtype, rows, block, channels, eps, settled):
+    def prepare_layer_norm(dtype, scale_dtype, out_dtype, rows, block, channels, eps, settled):
         def launch(x, scale, shift, counts, out):
             names.append("layer norm")
             assert tuple(x.shape) == (rows, *block, channels) and x.dtype == dtype
+            assert all(t is None or t.dtype == scale_dtype for t in (scale, shift))
+            assert out.dtype == out_dtype
             count, norm = int(counts), torch.nn.functional.layer_norm
             out.fill_(torch.nan)
-            out[:count] = norm(x[:count], (channels,), scale, shift, eps)
+            wide = x[:count] if dtype == scale_dtype else x[:count].to(scale_dtype)
+            out[:count] = norm(wide, (channels,), scale, shift, eps)
 
         return launch
 

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 
 from sbnet_cupy.torch.network import cuda_affine, image_values  # noqa: E402  (needs PyTorch)
 from sbnet_cupy.torch.network.image_values import ImageValues  # noqa: E402
+from sbnet_cupy.torch.network.weights import Weights  # noqa: E402  (needs PyTorch)
 
 nn, F = torch.nn, torch.nn.functional
 
@@ -48,7 +49,7 @@ READERS = {
 @pytest.mark.parametrize("how", READERS)
 def test_every_reader_gets_the_numbers(linear, how):
     layer, x = linear
-    waiting = layer(ImageValues(x.clone()))
+    waiting = layer(ImageValues(x.clone(), Weights()))
     assert waiting._product is not None
     torch.testing.assert_close(READERS[how](waiting, layer), READERS[how](layer(x), layer))
 
@@ -59,7 +60,7 @@ def test_every_reader_gets_the_numbers(linear, how):
 @pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
 def test_a_view_is_written_while_a_product_waits(linear, view, first):
     layer, x = linear
-    values = ImageValues(x.clone()[:, :, None, None])
+    values = ImageValues(x.clone()[:, :, None, None], Weights())
     if first:
         seen, product = view(values), layer(values.flatten(1))
     else:
@@ -71,7 +72,7 @@ def test_a_view_is_written_while_a_product_waits(linear, view, first):
 
 def test_nothing_waits_after_a_call(linear):
     layer, x = linear
-    kept = layer(ImageValues(x))
+    kept = layer(ImageValues(x, Weights()))
     F.relu(kept)
     expected = layer(x)
     image_values.flush()

@@ -144,16 +144,26 @@ def test_what_is_never_replayed(st, captured):
                 sparse(x, mask)
         sparse = st.sparsify(small(), BLOCK, capacity=1.0)
         for _ in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                sparse(x, mask)
             sparse(x, mask, outside=torch.zeros(2, 4, *SIZE))
-            with torch.profiler.profile():
+            with torch.profiler.profile(acc_events=True):
                 sparse(x, mask)
     for _ in range(3):
         sparse(x, mask)
     assert steps(captured) == []
     with pytest.raises(ValueError, match="replay must be"):
         st.sparsify(small(), replay="always")
+
+
+@torch.no_grad()
+def test_calls_under_autocast_have_graphs_of_their_own(st, captured):
+    sparse = st.sparsify(small(), BLOCK, capacity=1.0)
+    x, (mask, _, _) = image(), masks()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            for expected in ([], ["capture", "replay"], ["replay"]):
+                assert sparse(x, mask).dtype == dtype and steps(captured) == expected
+    sparse(x, mask)
+    assert steps(captured) == ["replay"]
 
 
 @torch.no_grad()

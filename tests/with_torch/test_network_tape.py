@@ -454,7 +454,7 @@ def test_what_has_no_tape(st):
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):
             sparse(x, mask)
-        with torch.profiler.profile():
+        with torch.profiler.profile(acc_events=True):
             sparse(x, mask)
         with torch.enable_grad():
             sparse(x, mask)

@@ -4,7 +4,8 @@
 // image are computed as all others.
 // Python: sbnet_cupy/block_sparse/stack/stack_layer_norm.py, which launches it
 // LANES threads side by side have a pixel, EACH vectors of V channels each. Sums are in float, a thread's one after the
-// other and the threads' by a tree; the variance is summed of the distances from the mean.
+// other and the threads' by a tree; the variance is summed of the distances from the mean. y may be wider than x.
+#include "block_sparse/stack/stack_channels.cuh"
 #include "core/async_copy.cuh"
 
 template <int LANES>
@@ -14,29 +15,36 @@ DEVICE float sum_of_lanes(float sum) {
     return sum;
 }
 
-template <typename T, int V, int LANES, int EACH>
+template <typename S, int V>
+DEVICE Channels<S, V> loaded_or(const S* __restrict__ from, i64 c, i64 C, float otherwise) {
+    Channels<S, V> values;
+    values.fill(from_compute<S>(otherwise));
+    if (from && c < C) values.load(from + c);
+    return values;
+}
+
+// Scales and shifts stay in registers, unless they are wider than x: then they are loaded for each pixel.
+template <typename T, typename S, typename Y, int V, int LANES, int EACH>
 __global__ void __launch_bounds__(128)
     stack_layer_norm(const T* __restrict__ x,             // [M, pixels, C]
-                     const T* __restrict__ scale,         // [C], or null: 1
-                     const T* __restrict__ shift,         // [C], or null: 0
+                     const S* __restrict__ scale,         // [C], or null: 1
+                     const S* __restrict__ shift,         // [C], or null: 0
                      const int* __restrict__ bin_counts,  // [1]
-                     T* __restrict__ y,                   // [M, pixels, C]
+                     Y* __restrict__ y,                   // [M, pixels, C]
                      i64 M, i64 pixels, i64 C, double eps, i64 settled) {
-    using Vector = typename Bytes<V * sizeof(T)>::type;
     constexpr int AT_ONCE = 128 / LANES;
     const int lane = threadIdx.x % LANES;
     const float size = static_cast<float>(C), least = static_cast<float>(eps);
     begin_launch(settled);
     const i64 all = clamp(*bin_counts, 0, M) * pixels;
-    Elements<T, Vector> factors[EACH], sums[EACH];
+    constexpr bool STAY = sizeof(S) <= sizeof(T);
+    Channels<S, V> factors[EACH], sums[EACH];
+    auto load_tables = [&](int a) {
+        factors[a] = loaded_or<S, V>(scale, (lane + a * LANES) * V, C, 1.0f);
+        sums[a] = loaded_or<S, V>(shift, (lane + a * LANES) * V, C, 0.0f);
+    };
 #pragma unroll
-    for (int a = 0; a < EACH; ++a) {
-        const i64 c = (lane + a * LANES) * V;
-#pragma unroll
-        for (int e = 0; e < V; ++e) factors[a].element[e] = from_compute<T>(1.0f), sums[a].element[e] = zero<T>();
-        if (scale && c < C) factors[a].vector = *reinterpret_cast<const Vector*>(scale + c);
-        if (shift && c < C) sums[a].vector = *reinterpret_cast<const Vector*>(shift + c);
-    }
+    for (int a = 0; STAY && a < EACH; ++a) load_tables(a);
     if (settled) dependent_wait();
     x = loaded_later(x);
     for (i64 first = static_cast<i64>(blockIdx.x) * AT_ONCE; first < all; first += static_cast<i64>(gridDim.x) * AT_ONCE) {
@@ -45,10 +53,11 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
         for (int a = 0; a < EACH; ++a) {
             const i64 c = (lane + a * LANES) * V;
-            Elements<T, Vector> loaded(zero<Vector>());
-            if (pixel < all && c < C) loaded.vector = *reinterpret_cast<const Vector*>(x + pixel * C + c);
+            Channels<T, V> loaded;
+            loaded.fill(zero<T>());
+            if (pixel < all && c < C) loaded.load(x + pixel * C + c);
 #pragma unroll
-            for (int e = 0; e < V; ++e) values[a][e] = to_compute<float>(loaded.element[e]), sum += values[a][e];
+            for (int e = 0; e < V; ++e) values[a][e] = loaded.get(e), sum += values[a][e];
         }
         const float mean = sum_of_lanes<LANES>(sum) / size;
         float squares = 0.0f;
@@ -63,12 +72,12 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
         for (int a = 0; a < EACH; ++a) {
             const i64 c = (lane + a * LANES) * V;
-            Elements<T, Vector> result;
+            if constexpr (!STAY) load_tables(a);
+            Channels<Y, V> result;
 #pragma unroll
             for (int e = 0; e < V; ++e)
-                result.element[e] = from_compute<T>(__fmaf_rn(
-                    values[a][e] * factor, to_compute<float>(factors[a].element[e]), to_compute<float>(sums[a].element[e])));
-            if (pixel < all && c < C) *reinterpret_cast<Vector*>(y + pixel * C + c) = result.vector;
+                result.set(e, from_compute<Y>(__fmaf_rn(values[a][e] * factor, factors[a].get(e), sums[a].get(e))));
+            if (pixel < all && c < C) result.store(y + pixel * C + c);
         }
     }
 }

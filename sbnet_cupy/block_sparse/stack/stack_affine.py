@@ -4,11 +4,12 @@ For what runs networks on a stack. Kernel: cuda_src/block_sparse/stack/stack_aff
 
     affine = StackAffine(...)                         sizes
     run = prepare_stack_affine(affine)                keep it: it costs more than a call
-    run(x, scale, shift, residual, bin_counts, active_block_indices, out)
+    run(x, scale, shift, residual, bin_counts, active_block_indices, out, rounded)
 
-x, residual and out are stacks, as in stack_launch.py; scale and shift are ``[C]``, or ``[N, C]`` of
-each image. All but x and out may be None. Rows of out past the count are not written, and pixels
-outside their image may hold anything.
+x, residual and out are stacks, as in stack_launch.py, of which the last two may have a wider dtype;
+scale and shift are ``[C]``, or ``[N, C]`` of each image; rounded is the result in one more dtype.
+All but x and out may be None. Rows of results past the count are not written, and pixels outside
+their image may hold anything.
 """
 
 import math
@@ -21,9 +22,12 @@ from . import channel_vectors
 class StackAffine(NamedTuple):
     """What is computed: ``activation(x * scale + shift + residual)``."""
 
-    element: str  # C++ type of x, out and the residual: Half, BFloat16 or float
+    element: str  # C++ type of x: Half, BFloat16 or float
     element_bytes: int
     scale_element: str  # of scale and shift: that, or float
+    residual_element: str  # likewise
+    out_element: str  # likewise
+    rounded_element: str  # any of the three
     rows: int  # of the stacks: their capacity
     images: int
     block: tuple[int, int]
@@ -45,12 +49,12 @@ def prepare_stack_affine(affine, settled=False):
         "block_sparse/stack/stack_affine",
         "stack_affine",
         (
-            affine.element, affine.scale_element, affine.vector, affine.per_image,
-            affine.activation,
+            affine.element, affine.scale_element, affine.residual_element, affine.out_element,
+            affine.rounded_element, affine.vector, affine.per_image, affine.activation,
         ),
         -(-vectors // kernels.THREADS),
         kernels.THREADS,
-        7,
+        8,
         (
             affine.rows, affine.images, math.prod(affine.block), affine.channels, int(settled),
         ),

@@ -6,8 +6,9 @@ For what runs networks on a stack. Kernel: cuda_src/block_sparse/stack/stack_lay
     run = prepare_stack_layer_norm(norm)              None where a pixel has too many channels
     run(x, scale, shift, bin_counts, out)
 
-x and out are stacks, as in stack_launch.py; scale and shift are ``[C]`` of their dtype, or None.
-Rows of out past the count are not written, and pixels outside their image may hold anything.
+x and out are stacks, as in stack_launch.py, of which out may have a wider dtype; scale and shift
+are ``[C]``, or None. Rows of out past the count are not written, and pixels outside their image may
+hold anything.
 """
 
 import math
@@ -23,8 +24,10 @@ _MOST = 4  # vectors of a thread
 class StackLayerNorm(NamedTuple):
     """Sizes, and what is added to the variance."""
 
-    element: str  # C++ type: Half, BFloat16 or float
+    element: str  # C++ type of x: Half, BFloat16 or float
     element_bytes: int
+    scale_element: str  # of scale and shift: that, or float
+    out_element: str  # likewise
     rows: int  # of the stacks: their capacity
     block: tuple[int, int]
     channels: int
@@ -59,11 +62,13 @@ def prepare_stack_layer_norm(norm, settled=False):
     return kernels.prepare(
         "block_sparse/stack/stack_layer_norm",
         "stack_layer_norm",
-        (norm.element, norm.vector, norm.lanes, norm.each),
+        (
+            norm.element, norm.scale_element, norm.out_element, norm.vector, norm.lanes, norm.each,
+        ),
         -(-norm.rows * math.prod(norm.block) * norm.lanes // _THREADS),
         _THREADS,
         5,
         (norm.rows, math.prod(norm.block), norm.channels, float(norm.eps), int(settled)),
         persistent=True,
         dependent=True,
-    )
+    )  # fmt: skip

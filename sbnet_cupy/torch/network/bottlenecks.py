@@ -2,7 +2,7 @@
 
 import torch
 
-from . import cuda
+from . import casts, cuda
 
 ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _KEPT = "_stack_bottleneck"  # what is packed, by its form, beside weights that are kept
@@ -34,7 +34,8 @@ def run(chain):
     if norm.activation != "relu" or x.dtype not in ELEMENTS:
         return None
     kernels = [one.weight for one in layers]
-    if any(w.dtype != x.dtype for w in kernels) or cuda.records(x, *kernels):
+    dtypes = {casts.after(one.weight.dtype, one.to) for one in layers}
+    if dtypes != {x.dtype} or cuda.records(x, *kernels):
         return None
     if kernels[0].shape[0] != kernels[1].shape[0] or kernels[2].shape[0] != x.shape[1]:
         return None

@@ -23,40 +23,52 @@ def fits(x, table, *values):
         and all(t.numel() in (channels, table.batch * channels) for t in values)
         and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in values)
         and not cuda.records(*values)
-        and not torch.is_autocast_enabled(x.device.type)
     )
 
 
-def affine(x, table, scale=None, shift=None, residual=None, activation=None):
+def affine(
+    x, table, scale=None, shift=None, residual=None, activation=None, dtype=None, also=None
+):
     """Return ``activation(x * scale + shift + residual)``; x ``[M, C, h, w]``, where it fits.
 
     scale and shift have a value for each channel, or for each image and channel. All but x may be
-    None.
+    None. The residual and the result, of ``dtype``, may be float32 where x is not. With a dtype
+    ``also`` it returns a pair: the result, and the result rounded to that.
     """
-    like = shift if scale is None else scale
+    like, dtype = shift if scale is None else scale, dtype or x.dtype
     rows, last = cuda._rows(x), None if residual is None else cuda._rows(residual)
     m, h, w, channels = rows.shape
-    out = torch.empty_like(rows)
+    code, out = cuda.code_of(activation), torch.empty_like(rows, dtype=dtype)
+    both = also is not None and code is not None
+    low = torch.empty_like(rows, dtype=also) if both else None
     facts = (
-        x.dtype, x.dtype if like is None else like.dtype, m, table.batch, (h, w), channels,
-        like is not None and like.numel() > channels,
-        cuda.code_of(activation) or 0,
+        x.dtype, x.dtype if like is None else like.dtype,
+        dtype if residual is None else residual.dtype, dtype, also if both else dtype, m,
+        table.batch, (h, w), channels, like is not None and like.numel() > channels, code or 0,
     )  # fmt: skip
     facts += (table.settled,)
     launch = cuda.prepared(_PLANS, facts, x, _prepare, *facts)
-    cuda.start(launch, rows, scale, shift, last, table.counts, table.indices, out)
+    cuda.start(launch, rows, scale, shift, last, table.counts, table.indices, out, low)
     table.settled = True
     y = out.permute(0, 3, 1, 2)
-    return finish(y, None, activation) if cuda.code_of(activation) is None else y
+    y = finish(y, None, activation) if code is None else y
+    if also is None:
+        return y
+    return y, y.to(also) if low is None else low.permute(0, 3, 1, 2)
 
 
-def _prepare(dtype, scale_dtype, rows, images, block, channels, per_image, activation, settled):
+def _prepare(
+    dtype, scale_dtype, residual_dtype, out_dtype, rounded_dtype, rows, images, block, channels,
+    per_image, activation, settled,
+):  # fmt: skip
     from ...block_sparse.stack.stack_affine import StackAffine, prepare_stack_affine
 
     sizes = StackAffine(
         element=cuda._ELEMENTS[dtype], element_bytes=dtype.itemsize,
-        scale_element=cuda._ELEMENTS[scale_dtype], rows=rows, images=images, block=block,
-        channels=channels, per_image=per_image, activation=activation,
+        scale_element=cuda._ELEMENTS[scale_dtype], residual_element=cuda._ELEMENTS[residual_dtype],
+        out_element=cuda._ELEMENTS[out_dtype], rounded_element=cuda._ELEMENTS[rounded_dtype],
+        rows=rows, images=images, block=block, channels=channels, per_image=per_image,
+        activation=activation,
         alignment=math.gcd(16, channels * dtype.itemsize),
     )  # fmt: skip
     return prepare_stack_affine(sizes, settled)
@@ -87,17 +99,21 @@ def norms(x, table, shape, weight, bias, eps):
         x.dim() == 4
         and tuple(shape) == (x.shape[3],)
         and x.is_contiguous()
-        and all(t.dtype == x.dtype for t in given)
         and fits(x.permute(0, 3, 1, 2), table, *(given or [x[0, 0, 0]]))
-        and _norm_sizes(x.dtype, *_sizes_of(x), eps).fits
+        and _norm_sizes(x.dtype, x.dtype, x.dtype, *_sizes_of(x), eps).fits
     )
 
 
-def layer_norm(x, table, weight, bias, eps):
-    """Return the layer norm of the channels of a stack ``[M, h, w, C]``, where ``norms``."""
-    held = all(t is None or isinstance(t, torch.nn.Parameter) for t in (weight, bias))
+def layer_norm(x, table, weight, bias, eps, dtype=None):
+    """Return the layer norm of the channels of a stack ``[M, h, w, C]``, where ``norms``.
+
+    Weights, and the result, of ``dtype``, may be float32 where x is not.
+    """
+    given = [t for t in (weight, bias) if t is not None]
+    held = all(isinstance(t, torch.nn.Parameter) for t in given)
     settled = table.settled and held  # others may be written by a kernel ahead
-    out, facts = torch.empty_like(x), (x.dtype, *_sizes_of(x), eps, settled)
+    dtypes = x.dtype, given[0].dtype if given else x.dtype, dtype or x.dtype
+    out, facts = torch.empty_like(x, dtype=dtype), (*dtypes, *_sizes_of(x), eps, settled)
     key = "layer norm", facts
     launch = cuda.prepared(_PLANS, key, x, _prepare_layer_norm, *facts)
     cuda.start(launch, x, weight, bias, table.counts, out)
@@ -109,15 +125,21 @@ def _sizes_of(x):
     return x.shape[0], tuple(x.shape[1:3]), x.shape[3]
 
 
-def _norm_sizes(dtype, rows, block, channels, eps):
+def _norm_sizes(dtype, scale_dtype, out_dtype, rows, block, channels, eps):
     from ...block_sparse.stack.stack_layer_norm import StackLayerNorm
 
-    aligned = math.gcd(16, channels * dtype.itemsize)
-    element = cuda._ELEMENTS[dtype]
-    return StackLayerNorm(element, dtype.itemsize, rows, block, channels, eps, aligned)
+    return StackLayerNorm(
+        element=cuda._ELEMENTS[dtype], element_bytes=dtype.itemsize,
+        scale_element=cuda._ELEMENTS[scale_dtype], out_element=cuda._ELEMENTS[out_dtype],
+        rows=rows, block=block, channels=channels, eps=eps,
+        alignment=math.gcd(16, channels * dtype.itemsize),
+    )  # fmt: skip
 
 
-def _prepare_layer_norm(dtype, rows, block, channels, eps, settled):
+def _prepare_layer_norm(
+    dtype, scale_dtype, out_dtype, rows, block, channels, eps, settled
+):
     from ...block_sparse.stack.stack_layer_norm import prepare_stack_layer_norm
 
-    return prepare_stack_layer_norm(_norm_sizes(dtype, rows, block, channels, eps), settled)
+    sizes = _norm_sizes(dtype, scale_dtype, out_dtype, rows, block, channels, eps)
+    return prepare_stack_layer_norm(sizes, settled)

@@ -10,7 +10,7 @@ import torch
 from ...core.device import current_device
 from .._graph_branch import after
 from ..ops import sparse_gather, sparse_scatter
-from . import cuda
+from . import casts, cuda
 from .epilogue import finish
 
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
@@ -19,17 +19,20 @@ _MOST_BESIDE, _LEAST_BESIDE = 0.3, 1 << 24  # of an image filled beside: active 
 _FILLING = 16  # thread blocks that fill it
 
 
-def reads_image(image, weight, *, groups, mode, fill, **_):
-    """Whether a convolution with these weights and options may read an image itself."""
+def reads_image(image, weight, to, *, groups, mode, fill, **_):
+    """Whether a convolution with these weights and options may read an image itself.
+
+    Autocast converts both to the dtype ``to``, unless that is None.
+    """
+    dtype = casts.after(image.dtype, to)
     return (
         cuda.serves(image)
-        and image.dtype == weight.dtype
+        and dtype == casts.after(weight.dtype, to)
         and has_few_channels(image, weight)
         and groups == 1
         and mode == "zeros"
         and not fill
-        and cuda.convolves(image.dtype)
-        and not torch.is_autocast_enabled(image.device.type)
+        and cuda.convolves(dtype)
     )
 
 

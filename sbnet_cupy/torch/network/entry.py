@@ -1,5 +1,6 @@
 """Entry: the image that a network is called with, whose blocks are gathered when they are read."""
 
+from . import casts
 from .layout import channels_last
 
 
@@ -16,7 +17,7 @@ class Entry:
     requires_grad = False
 
     def __init__(self, image, table):
-        self.image, self.table, self._stack = image, table, None
+        self.image, self.table, self._stack, self._casts = image, table, None, {}
         self.shape, self.dtype, self.device = image.shape, image.dtype, image.device
 
     def stack(self):
@@ -26,6 +27,14 @@ class Entry:
         return self._stack
 
     run = stack
+
+    def cast(self, to):
+        """Return the entry of the image as autocast converts it to a dtype; None: as it is."""
+        if casts.after(self.dtype, to) == self.dtype:
+            return self
+        if to not in self._casts:
+            self._casts[to] = Entry(casts.cast(self.image, to), self.table)
+        return self._casts[to]
 
     def takes(self, residual=None, activation=None):
         """Whether anything may be added behind it: it never is."""

@@ -132,8 +132,13 @@ def on(stream):
 
 @contextlib.contextmanager
 def capturing(graph, pool, stream):
-    """Capture what runs meanwhile; other threads, such as those that load data, may go on."""
+    """Capture what runs meanwhile; other threads, such as those that load data, may go on.
+
+    Weights that autocast keeps converted live until the outermost autocast ends. A graph may live
+    longer: it converts them itself, and what it converts is kept for nobody else.
+    """
     before = torch.cuda.current_stream()
+    torch.clear_autocast_cache()
     try:
         with (
             no_collection(),
@@ -141,6 +146,7 @@ def capturing(graph, pool, stream):
         ):
             yield
     finally:
+        torch.clear_autocast_cache()
         torch.cuda.set_stream(before)  # a capture that fails leaves its own
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import plainly as without_subclass
 from .._dispatch_state import without_memory
-from . import cuda, cuda_affine
+from . import casts, cuda, cuda_affine
 
 _MOST_IMAGES = 8  # each reads the matrix again
 _ACTIVATIONS = {  # whose results are such values again, by the names of epilogue.py
@@ -83,15 +83,15 @@ class ImageValues(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, plain, product=None, shape=None, read=None):
-        """Make one of a tensor, or of a product and its shape.
+    def __new__(cls, plain, weights, product=None, shape=None, read=None):
+        """Make one of a tensor, or of a product and its shape; ``weights`` are those of the call.
 
         ``read`` is shared by those of the same memory: [whether a view of it was given out].
         """
         like = plain if product is None else product[0]
         shape = tuple(like.shape if shape is None else shape)
         self = without_memory(cls, shape, like.dtype, like.device, False)
-        self._plain, self._product, self._shape = plain, product, shape
+        self._plain, self._product, self._shape, self._weights = plain, product, shape, weights
         self._read = [False] if read is None else read
         if product is not None:
             _WAITING.append(self)
@@ -129,7 +129,9 @@ class ImageValues(torch.Tensor):
             flush()
         result = func(*tree_map(plainly, args), **tree_map(plainly, kwargs))
         _note_views(result, (args, kwargs))
-        return ImageValues(result) if func in _ACTIVATIONS else result
+        if func not in _ACTIVATIONS:
+            return result
+        return ImageValues(result, (kwargs["input"] if "input" in kwargs else args[0])._weights)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -174,9 +176,8 @@ def image_values(pooled, table):
         and type(pooled) is torch.Tensor
         and cuda.serves(pooled)
         and 0 < pooled.shape[0] <= _MOST_IMAGES
-        and not torch.is_autocast_enabled(pooled.device.type)
     )
-    return ImageValues(pooled) if served else pooled
+    return ImageValues(pooled, table.weights) if served else pooled
 
 
 def _conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
@@ -198,20 +199,24 @@ def _linear(input, weight, bias=None):
 def _product(x, weight, bias, pixel):
     """Return a product that waits, or None where the kernel does not compute it."""
     source, given = x.compute(), [t for t in (weight, bias) if t is not None]
+    to = casts.dtype_for(source)
+    dtype = casts.after(source.dtype, to)
     fits = all(
         type(t) is torch.nn.Parameter
-        and t.dtype == source.dtype and t.device == source.device
-        and t.is_contiguous() and t.data_ptr() % 16 == 0
+        and casts.after(t.dtype, to) == dtype and t.device == source.device
         for t in given
     )  # fmt: skip
     fits = fits and source.is_contiguous() and weight.shape[1] == source.shape[1]
     fits = fits and (bias is None or tuple(bias.shape) == tuple(weight.shape[:1]))
     if not fits or cuda.records(source, *given):
         return None
-    if torch.is_autocast_enabled(source.device.type):
+    source = casts.cast(source, to)
+    weight, bias = (x._weights.cast(t, to) for t in (weight, bias))
+    given = [t for t in (weight, bias) if t is not None]
+    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in given):
         return None
     shape = source.shape[0], weight.shape[0], *pixel
-    result = ImageValues(None, (source, weight, bias, None), shape)
+    result = ImageValues(None, x._weights, (source, weight, bias, None), shape)
     if x._read[0]:  # what is written to a view of x is not seen here
         result.compute()
     return result
@@ -229,7 +234,7 @@ def _activation(name, input, inplace=False, **more):
     if inplace:
         input._product = product
         return input
-    return ImageValues(None, product, input._shape)
+    return ImageValues(None, input._weights, product, input._shape)
 
 
 def _view(func, input, *args, **kwargs):
@@ -241,7 +246,7 @@ def _view(func, input, *args, **kwargs):
     same = tuple(result.shape) == input._shape[:2] and result.is_contiguous()
     if not same:
         _note_views(result, input)
-    return ImageValues(result, read=input._read) if same else result
+    return ImageValues(result, input._weights, read=input._read) if same else result
 
 
 def _is_training(input, p=0.5, training=True, inplace=False):

@@ -1,18 +1,19 @@
 """Functions that reduce: batch norm and its like over pixels, sums and others over channels."""
 
+import functools
 import math
 
 import torch
 from torch.nn import functional as F
 
 from .._namespace import wide
-from . import cuda, cuda_affine, cuda_norm, onednn, unread
+from . import casts, cuda, cuda_affine, cuda_norm, onednn, unread
 from . import tensor as T
 from .batch_statistics import trained
 from .ends import rest_of, with_rest
 from .handlers import handles
 from .image_values import plainly
-from .plans import LinearPlan, MatrixPlan, NormPlan, normalized
+from .plans import LinearPlan, MatrixPlan, NormPlan, normalized, wider
 from .pointwise import alias, pointwise, step
 from .scales import postponed
 from .windows import global_maximum, global_mean, is_image
@@ -44,7 +45,7 @@ def batch_norm(
     table, block, size, _, reach = T.facts(input)
     records = learns or (torch.is_grad_enabled() and value.requires_grad)
     waits = not records and table.weights is not None and running_mean is not None
-    if not waits or torch.is_autocast_enabled(value.device.type):
+    if not waits:
         call = value, *norm[:4], False, momentum, eps
         out, rest = T.wrap(table.compute(F.batch_norm, *call), input), rest_of(input)
         if rest is None:
@@ -62,13 +63,16 @@ def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_
         return NotImplemented
     table, block, size, _, _ = T.facts(input)
     table.reduced = table.reduced or "a norm over the image"
-    value = T.value_of(input)
-    args = value, table, block, size, num_groups, weight, bias, eps
+    value, reach = T.value_of(input), float("inf")
+    args = table, block, size, num_groups, weight, bias, eps
     divides = isinstance(num_groups, int) and num_groups > 0 and value.shape[1] % num_groups == 0
-    if divides and cuda_norm.serves_images(*args[:4], weight, bias):
-        scale, shift = table.compute(cuda_norm.of_images, *args)
-        return postponed(input, value, scale, reach=float("inf"), shift=shift)
-    return T.wrap(table.compute(_group_norm, *args), input, reach=float("inf"))
+    same = (F.instance_norm,) if func.__name__ == "instance_norm" else (F.group_norm, 1)
+    dtype = casts.dtype_in(value, *same)
+    if divides and cuda_norm.serves_images(value, *args[:3], weight, bias):
+        scale, shift = table.compute(cuda_norm.of_images, value, *args)
+        return postponed(input, value, scale, reach, dtype, shift=shift)
+    value = value if value.dtype == dtype else value.to(dtype)
+    return T.wrap(table.compute(_group_norm, value, *args), input, reach=reach)
 
 
 def _group_norm(value, table, block, size, num_groups, weight, bias, eps):
@@ -115,9 +119,10 @@ def instance_norm(
     return group_norm(func, input, T.shape(input)[1], weight, bias, eps)
 
 
-def _on_stack(x, func, *args, **kwargs):
+def _on_stack(x, func, *args, value=None, **kwargs):
     """Return a StackTensor of what a function makes of a stack, with blocks as they are."""
-    (value,) = unread.harmless(func, [T.value_of(x)], *T.facts(x)[:4])
+    value = T.value_of(x) if value is None else value
+    (value,) = unread.harmless(func, [value], *T.facts(x)[:4])
     return T.wrap(T.facts(x)[0].compute(func, value, *args, **kwargs), x)
 
 
@@ -144,9 +149,14 @@ def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, 
     if not isinstance(input, T.StackTensor) or last <= max(T.facts(input)[3]):
         return NotImplemented
     value, table = T.value_of(input), T.facts(input)[0]
-    if cuda_affine.norms(value, table, normalized_shape, weight, bias, eps):
-        return T.wrap(table.compute(cuda_affine.layer_norm, value, table, weight, bias, eps), input)
-    return _on_stack(input, func, normalized_shape, weight, bias, eps)
+    dtype, narrow = casts.dtype_in(value, F.layer_norm, (2,)), casts.dtype_for(value)
+    alike = all(t is None or t.dtype == dtype for t in (weight, bias))
+    if not alike or not cuda_affine.norms(value, table, normalized_shape, weight, bias, eps):
+        return _on_stack(input, func, normalized_shape, weight, bias, eps)
+    made = functools.partial(cuda_affine.layer_norm, value, table, weight, bias, eps)
+    if narrow is not None and dtype == torch.float32:
+        return wider(input, made, T.shape(input), narrow)
+    return T.wrap(table.compute(made.func, *made.args), input)
 
 
 @handles("rms_norm")
@@ -168,36 +178,37 @@ def linear(func, input, weight, bias=None):
     trace = T.facts(input)[0].trace
     if trace is not None:
         trace.linear(func.__name__, weight, input)
-    value = T.value_of(input)
     table, block, size, hw, reach = T.facts(input)
-    made = None
+    to = None if table.weights is None else casts.dtype_for(table)
+    value, made = T.value_as(input, to), None
     if table.weights is not None:
         if onednn.multiplies(value, weight, bias, table.weights):
             made = LinearPlan
         elif _by_kernel(value, weight, bias, table) and hw == (1, 2):
             made = MatrixPlan
     if made is None:
-        return _on_stack(input, F.linear, weight, bias)
+        return _on_stack(input, F.linear, weight, bias, value=value)
     row, shape = None if trace is None else trace.row, (*T.shape(input)[:-1], weight.shape[0])
-    plan = made(value, T.facts(input), weight, bias, shape, row)
+    plan = made(value, T.facts(input), weight, bias, shape, to, row)
     return T.postpone(table, plan, block, size, reach, hw=hw)
 
 
 def _by_kernel(x, weight, bias, table):
     """Whether the kernel of convolutions multiplies a stack ``[M, h, w, C]`` by a matrix."""
-    given = [t for t in (weight, bias) if t is not None]
+    given, to = [t for t in (weight, bias) if t is not None], casts.dtype_for(x)
+    dtype = casts.after(x.dtype, to)
     return (
         x.dim() == 4
         and x.numel() > 0
         and cuda.serves(x)
-        and cuda.multiplies(x.dtype)
+        and cuda.multiplies(dtype)
         and not table.whole
         and table.weights.keeps
-        and all(type(t) is torch.nn.Parameter and t.dtype == x.dtype for t in given)
+        and all(type(t) is torch.nn.Parameter for t in given)
+        and all(casts.after(t.dtype, to) == dtype for t in given)
         and tuple(weight.shape[1:]) == tuple(x.shape[3:])
         and (bias is None or tuple(bias.shape) == tuple(weight.shape[:1]))
         and not cuda.records(*given)
-        and not torch.is_autocast_enabled(x.device.type)
     )
 
 

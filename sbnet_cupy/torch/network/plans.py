@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from .._dispatch_state import saved_tensor_hooks
-from . import cuda, cuda_affine, cuda_resize, gradients, onednn, ops, shortcuts, units
+from . import casts, cuda, cuda_affine, cuda_resize, gradients, onednn, ops, shortcuts, units
 from . import tensor as T
+from .entry import Entry
 from .epilogue import finish
 from .image_values import Held
 from .weights import fold
@@ -19,17 +20,20 @@ _TRAINED = ("relu", "silu", "gelu")  # activations that may follow a batch norm 
 class Plan:
     """A convolution and what follows it: ``activation(norm(conv(x)) + residual)``.
 
-    ``facts`` are those of the stack that it reads, ``options`` the keywords of ``ops.conv``. The
-    source is a stack, or a convolution that waits too (:class:`~.units.Ahead`).
+    ``facts`` are those of the stack that it reads, ``options`` the keywords of ``ops.conv``, ``to``
+    is the dtype to which autocast converts, or None. The source is a stack, or a convolution that
+    waits too (:class:`~.units.Ahead`).
     """
 
     records = None  # whether gradients are recorded, of what waits while they may be
     is_norm = False  # whether it is a batch norm by itself
     readers = 0  # convolutions that wait for it
+    to = None
 
-    def __init__(self, source, facts, weight, bias, options, dtype, row=None):
+    def __init__(self, source, facts, weight, bias, options, to=None, row=None):
         self.source, self.facts, self.weight, self.bias = source, facts, weight, bias
-        self.options, self.dtype, self.row = options, dtype, row
+        self.options, self.to, self.row = options, to, row
+        self.dtype = casts.after(source.dtype, to)
         self.norm = self.residual = self.activation = None
         self.done = None  # the result, for those who still wait for it
         self.shape = (0, weight.shape[0], 0, 0)
@@ -56,6 +60,14 @@ class Plan:
         """Whether a sum or an activation may become part of it: only one of each, and in turn."""
         return self.activation is None and (residual is None or self.residual is None)
 
+    def narrowed(self, dtype):
+        """Return the plan of the result in a narrower dtype, with the same rounding, or None."""
+        return None
+
+    def run_both(self, dtype):
+        """Compute the result, and that in a narrower dtype: a pair; or return None."""
+        return None
+
     def reads(self, x):
         """Whether the source, one ahead of it, or the residual is that of ``x``, which waits."""
         if isinstance(self.residual, units.Ahead) and self.residual.of() is x:
@@ -77,6 +89,7 @@ class Plan:
             if y is not None:
                 return y
             source = source.value()
+        source = source.cast(self.to) if isinstance(source, Entry) else casts.cast(source, self.to)
         weight, bias = self._folded(table.weights)
         if isinstance(residual, units.Ahead):
             both = (self, source, weight, bias)
@@ -123,11 +136,11 @@ class Plan:
     def _folded(self, weights):
         given, tape = (self.weight, self.bias, self.norm), self.facts[0].tape
         if tape is None:
-            return weights.folded(*given)
+            return weights.folded(*given, to=self.to)
         if not tape.holds((*given[:2], *(self.norm or ())[:4])):  # weights made in this call
             tape.folds = True
-            return self.facts[0].compute(fold, *given)
-        made = weights.folded(*given)
+            return self.facts[0].compute(fold, *given, self.to)
+        made = weights.folded(*given, to=self.to)
         tape.keep(made)
         return made
 
@@ -201,14 +214,15 @@ def normalized(x, norm):
 class AffinePlan(NormPlan):
     """``activation(x * scale + shift + residual)``, by the kernel for that.
 
-    The scale is a tensor, or :class:`~.image_values.Held`; it and the shift may be None.
+    The scale is a tensor, or :class:`~.image_values.Held`; it and the shift may be None. The result
+    may be wider than the source.
     """
 
     is_norm = False
 
-    def __init__(self, source, facts, scale=None, row=None):
+    def __init__(self, source, facts, scale=None, row=None, dtype=None):
         super().__init__(source, facts, "none", source.shape[1], row)
-        self.scale, self.shift = scale, None
+        self.scale, self.shift, self.dtype = scale, None, dtype or source.dtype
 
     def takes_shift(self, shift):
         """Whether a sum with such a tensor may become part of it: where it has none yet."""
@@ -217,13 +231,74 @@ class AffinePlan(NormPlan):
         scale = self._scale()
         return scale is None or (scale.dtype, scale.numel()) == (shift.dtype, shift.numel())
 
+    def narrowed(self, dtype):
+        """Return the plan of the result in a narrower dtype, or None.
+
+        None for sums, which others read as they are, too: see :meth:`run_both`.
+        """
+        is_wider = self.dtype == torch.float32 != dtype
+        return self.then(dtype=dtype) if is_wider and self.residual is None else None
+
+    def run_both(self, dtype):
+        """Compute the result, and that in a narrower dtype: a pair; or return None."""
+        if self.dtype != torch.float32 or dtype == torch.float32:
+            return None
+        trace = self.facts[0].trace
+        return self._run(dtype) if trace is None else trace.timed(self.row, self._run, dtype)
+
     def _scale(self):
         return self.scale.tensor if isinstance(self.scale, Held) else self.scale
 
-    def _run(self):
+    def _run(self, also=None):
         table = self.facts[0]
-        rest = self._scale(), self.shift, self.residual, self.activation
+        rest = self._scale(), self.shift, self.residual, self.activation, self.dtype, also
         return table.compute(cuda_affine.affine, self.source, table, *rest)
+
+
+class WiderPlan(Plan):
+    """What autocast computes in float32: a convolution that rounds it has it rounded at once.
+
+    ``make(dtype)`` computes it in float32 or in the dtype ``narrow``; it reads the StackTensors
+    ``sources``.
+    """
+
+    rest = kernel = options = None
+    norm, activation = "none", "none"  # nothing can be added behind it
+
+    def __init__(self, make, facts, shape, narrow, sources=(), rest=None, row=None):
+        self.make, self.facts, self.shape, self.rest = make, facts, shape, rest
+        self.narrow, self.dtype, self.sources, self.row = narrow, torch.float32, sources, row
+        self.source = self.residual = self.done = None
+
+    @property
+    def device(self):
+        """The device of the result."""
+        return self.facts[0].device
+
+    def narrowed(self, dtype):
+        """Return the plan of the result in the narrower dtype, or None."""
+        return self.then(dtype=dtype) if dtype == self.narrow != self.dtype else None
+
+    def reads(self, x):
+        """Whether a StackTensor, ``x``, is a source."""
+        return any(one is x for one in self.sources)
+
+    def run(self):
+        """Compute."""
+        trace, dtype = self.facts[0].trace, self.dtype
+        return self.make(dtype) if trace is None else trace.timed(self.row, self.make, dtype)
+
+
+def wider(x, make, shape, narrow, sources=(), rest=None, **places):
+    """Return the StackTensor of a :class:`WiderPlan` that makes a stack of that of x.
+
+    ``places`` are facts in which it is another: block, size, reach.
+    """
+    table, block, size, hw, reach = T.facts(x)
+    row = None if table.trace is None else table.trace.row
+    plan = WiderPlan(make, T.facts(x), shape, narrow, sources, rest, row)
+    here = {"block": block, "size": size, "reach": reach} | places
+    return T.postpone(table, plan, **here, hw=hw)
 
 
 class TrainedNorm(Plan):
@@ -282,10 +357,11 @@ class LinearPlan(Plan):
 
     rest = kernel = options = None
 
-    def __init__(self, source, facts, weight, bias, shape, row=None):
+    def __init__(self, source, facts, weight, bias, shape, to=None, row=None):
         self.source, self.facts, self.weight, self.bias = source, facts, weight, bias
         self.norm, self.residual, self.activation, self.done = "none", None, None, None
-        self.dtype, self.shape, self.row = source.dtype, shape, row
+        self.to, self.shape, self.row = to, shape, row
+        self.dtype = casts.after(source.dtype, to)
 
     def run(self):
         """Compute."""
@@ -331,16 +407,18 @@ class MatrixPlan(LinearPlan):
     def _run(self):
         table, block, size, _, _ = self.facts
         given = self.weight, self.bias, self.scale
-        weight, bias = made = table.weights.matrix(*given)
+        weight, bias = made = table.weights.matrix(*given, self.to)
         if table.tape is not None and table.tape.holds(given):
             table.tape.keep(made)
-        x, residual = self.source.permute(0, 3, 1, 2), self.residual
+        source = casts.cast(self.source, self.to)
+        x, residual = source.permute(0, 3, 1, 2), self.residual
         if residual is not None and not self.moved:
             residual = residual.permute(0, 3, 1, 2)
         one = (1, 1), (0, 0, 0, 0), (1, 1), 1
         y = cuda.conv(x, table, block, size, weight, bias, *one, residual, self.activation)
         if y is None:
-            y = F.linear(self.source, self.weight, self.bias).permute(0, 3, 1, 2)
+            given = (casts.cast(t, self.to) for t in (self.weight, self.bias))
+            y = F.linear(source, *given).permute(0, 3, 1, 2)
             y = y if self.scale is None else y * self.scale.view(-1, 1, 1)
             y = finish(y, residual, self.activation)
         return y if self.moved else y.permute(0, 2, 3, 1)
@@ -352,8 +430,8 @@ class TransposedPlan(Plan):
     ``options`` are the keywords of ``ops.conv_transpose``.
     """
 
-    def __init__(self, source, facts, weight, bias, options, dtype, row=None):
-        super().__init__(source, facts, weight, bias, options, dtype, row)
+    def __init__(self, source, facts, weight, bias, options, to=None, row=None):
+        super().__init__(source, facts, weight, bias, options, to, row)
         self.shape = (0, weight.shape[1], 0, 0)
         kernel = tuple(weight.shape[2:])
         sizes = (options[name] for name in ("stride", "padding", "dilation"))
@@ -364,8 +442,9 @@ class TransposedPlan(Plan):
         if self.residual is not None:
             return None
         table, block, size, _, _ = self.facts
-        weight, bias = table.weights.folded(self.weight, self.bias, self.norm, self.growth)
-        call = (self.source, table, block, size, weight, bias)
+        given = self.weight, self.bias, self.norm, self.growth, self.to
+        source = casts.cast(self.source, self.to)
+        call = (source, table, block, size, *table.weights.folded(*given))
         call += (self.options["out_size"], self.activation)
         if table.trace is None:
             return self.growth.product(*call)
@@ -384,10 +463,11 @@ class TransposedPlan(Plan):
 
     def _by_library(self):
         table, block, size, _, _ = self.facts
-        weight, bias = self._folded(table.weights)
-        y = ops.conv_transpose(self.source, table, block, size, weight, bias, **self.options)
+        source, (weight, bias) = casts.cast(self.source, self.to), self._folded(table.weights)
+        y = ops.conv_transpose(source, table, block, size, weight, bias, **self.options)
         return finish(y, self.residual, self.activation)
 
     def _folded(self, weights):
-        weight, bias = weights.folded(self.weight.transpose(0, 1), self.bias, self.norm)
+        given = self.weight.transpose(0, 1), self.bias, self.norm
+        weight, bias = weights.folded(*given, to=self.to)
         return weight.transpose(0, 1), bias

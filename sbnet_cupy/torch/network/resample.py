@@ -3,12 +3,13 @@
 import torch
 from torch.nn import functional as F
 
-from . import cuda_pool, ops
+from . import casts, cuda, cuda_pool, ops
 from . import tensor as T
 from .ends import rest_of, with_rest
 from .handlers import handles
 from .layout import channels_last
 from .neighbours import pixels_at
+from .plans import wider
 from .windows import is_image, two
 
 
@@ -37,23 +38,34 @@ def interpolate(
         out = T.StackTensor(value, table, to, new, (2, 3), reach)
         return with_rest(out, rest_of(input))
     value = T.value_of(input)
+    dtype = casts.dtype_in(value, F.interpolate, None, 2.0, mode)
+    sizes, rest = (block, old, to, new, scales), rest_of(input)
+
+    def make(dtype):
+        return _resized(value.to(dtype), table, *sizes, *options)
+
+    if dtype != value.dtype and table.weights is not None and cuda.serves(value):
+        shape, places = T.shape(input), {"block": to, "size": new, "reach": reach}
+        return wider(input, make, shape, value.dtype, (), rest, **places)
+    return with_rest(T.StackTensor(make(dtype), table, to, new, (2, 3), reach), rest)
+
+
+def _resized(value, table, block, old, to, new, scales, mode, align_corners):
+    """Interpolate a stack of images of the size ``old``, in blocks ``block``."""
     how = "bilinear corners" if align_corners else mode
     steps = tuple(map(_step, old, new, scales, (how == "bilinear corners",) * 2))
     taken = cuda_pool.interpolate(value, table, block, old, to, how, steps)
     if taken is not None:
-        return with_rest(T.StackTensor(taken, table, to, new, (2, 3), reach), rest_of(input))
+        return taken
     factors = tuple(t / b for t, b in zip(to, block, strict=True))
     exact = all(n == o * f and f >= 1 for n, o, f in zip(new, old, factors, strict=True))
     exact = exact and all(f.is_integer() for f in factors) and scales_are(scales, factors)
     if exact and mode != "bilinear":
-        value = table.compute(_larger, value, factors, mode)
-    elif exact and not align_corners:
-        value = table.compute(_between, value, table, block, old, factors)
-    else:
-        call = value, table, block, old, to, new, scales, mode, align_corners
-        value = table.compute(_anywhere, *call)
-    out = T.StackTensor(value, table, to, new, (2, 3), reach)
-    return with_rest(out, rest_of(input))
+        return table.compute(_larger, value, factors, mode)
+    if exact and not align_corners:
+        return table.compute(_between, value, table, block, old, factors)
+    call = value, table, block, old, to, new, scales, mode, align_corners
+    return table.compute(_anywhere, *call)
 
 
 def _larger(value, factors, mode):

@@ -44,7 +44,8 @@ def _affine_sum(x, other, inplace):
     """Return a sum with a shift of channels, or of two stacks, that waits; None if it does not."""
     plan = T.plan_of(x)
     if isinstance(plan, AffinePlan):
-        shift = _of_channels(other, x) if isinstance(other, torch.nn.Parameter) else None
+        may_shift = isinstance(other, torch.nn.Parameter) and other.dtype == plan.dtype
+        shift = _of_channels(other, x) if may_shift else None
         fits = shift is not None and plan.takes_shift(shift)
         if not fits or not cuda_affine.fits(plan.source, T.facts(x)[0], shift):
             return None
@@ -90,33 +91,36 @@ def multiply(func, *args, **kwargs):
     if of_channels is None or not cuda_affine.fits(T.value_of(x), table, of_channels):
         return pointwise(func, *map(plainly, args), **kwargs)
     value = T.value_of(x)
+    dtype = torch.promote_types(value.dtype, scale.dtype) if scale.dim() else value.dtype
     is_parameter = isinstance(scale, torch.nn.Parameter)  # others the call may change later
     kept = of_channels if is_parameter else image_values.held(given)
     if kept is None:
-        return T.wrap(table.compute(cuda_affine.affine, value, table, of_channels), x)
-    return postponed(x, value, kept)
+        factors = of_channels, None, None, None, dtype
+        return T.wrap(table.compute(cuda_affine.affine, value, table, *factors), x)
+    return postponed(x, value, kept, dtype=dtype)
 
 
-def postponed(x, value, scale=None, reach=None, **changes):
+def postponed(x, value, scale=None, reach=None, dtype=None, **changes):
     """Return the stack of x, ``value``, with a scale or none; it waits for what follows.
 
-    ``changes`` are what follows already; the reach is that of x where none is given.
+    ``changes`` are what follows already; the reach is that of x, and the dtype that of the value,
+    where none is given.
     """
     facts = table, block, size, _, own_reach = T.facts(x)
     row = None if table.trace is None else table.trace.row
-    plan = AffinePlan(value, facts, scale, row).then(**changes)
+    plan = AffinePlan(value, facts, scale, row, dtype).then(**changes)
     return T.postpone(table, plan, block, size, own_reach if reach is None else reach)
 
 
 def _of_channels(values, x):
     """Return values for each channel of an image, or of each image: ``[N, C, 1, 1]``; or None.
 
-    A parameter may also have one value for all channels.
+    A parameter may also have one value for all channels. They may be float32 where x is not.
     """
     if not isinstance(values, torch.Tensor) or isinstance(values, T.StackTensor):
         return None
     table, _, _, hw, _ = T.facts(x)
-    if hw != (2, 3) or values.dtype != x.dtype:
+    if hw != (2, 3) or values.dtype not in (x.dtype, torch.float32):
         return None
     n, c = T.shape(x)[:2]
     if type(values) is torch.nn.Parameter and values.numel() == 1 and values.dim() <= 4:

@@ -1,15 +1,16 @@
 """Functions that move numbers about: joining and splitting channels, views, slices, shuffles."""
 
+import functools
 import math
 
 import torch
 
-from . import aliases, cuda_resize
+from . import aliases, casts, cuda_resize
 from . import tensor as T
 from .handlers import handles
 from .image_values import plainly
 from .norms import own_dims
-from .plans import MatrixPlan, TransposedPlan
+from .plans import MatrixPlan, TransposedPlan, wider
 from .pointwise import conform
 from .windows import is_image, two
 
@@ -27,6 +28,11 @@ def cat(func, tensors, dim=0, **rest):
         return NotImplemented
     table, reach = T.facts(like)[0], _reach(tensors)
     if dim == 1 and all(is_image(t) for t in tensors):
+        narrow = _narrow(tensors, table)
+        if narrow is not None:
+            channels = sum(T.shape(t)[1] for t in tensors)
+            tensors, make = list(tensors), functools.partial(_joined_as, tensors, like)
+            return wider(like, make, (0, channels, 0, 0), narrow, tensors, reach=reach)
         joined = _join(tensors, like)
         if joined is not None:
             return T.wrap(joined, like, reach=reach)
@@ -50,8 +56,33 @@ def _stacks(tensors, like):
     return None if any(value is None for value in stacks) else stacks
 
 
-def _join(tensors, like):
-    """Join the channels of images by a kernel, or return None; channels that wait are unfolded."""
+def _narrow(tensors, table):
+    """Return the dtype in which a convolution reads images joined to float32 by autocast, or None.
+
+    None, too, where it would convert all of them at the same cost as what they are joined to.
+    """
+    to, like = None if table.weights is None else casts.dtype_for(table), tensors[0]
+    dtypes, wide = {t.dtype for t in tensors}, torch.float32
+    if to is None or table.whole or wide not in dtypes or not dtypes <= {wide, to}:
+        return None
+    if any(T.facts(t)[:3] != T.facts(like)[:3] for t in tensors):
+        return None
+    return to if to in dtypes or any(map(T.narrow_dtype, tensors)) else None
+
+
+def _joined_as(tensors, like, dtype):
+    """Join the channels of images in a dtype: float32, or that of autocast."""
+    if dtype == torch.float32:
+        return torch.cat([T.value_of(t) for t in tensors], 1)
+    joined = _join(tensors, like, dtype)
+    return torch.cat([T.value_as(t, dtype) for t in tensors], 1) if joined is None else joined
+
+
+def _join(tensors, like, to=None):
+    """Join the channels of images by a kernel, or return None; channels that wait are unfolded.
+
+    They are converted as autocast does to a dtype, or not, None.
+    """
     table = T.facts(like)[0]
     if table.whole or any(T.facts(t)[:3] != T.facts(like)[:3] for t in tensors):
         return None
@@ -63,10 +94,10 @@ def _join(tensors, like):
         if product is not None:
             unfolded.append(len(stacks))
             stride = plan.growth.stride
-        stacks.append(T.value_of(t) if product is None else product)
+        stacks.append(T.value_as(t, to) if product is None else product)
     joined = cuda_resize.concat(stacks, table, tuple(unfolded), stride)
     if joined is None and unfolded:
-        joined = torch.cat([T.value_of(t) for t in tensors], 1)
+        joined = torch.cat([T.value_as(t, to) for t in tensors], 1)
     return joined
 
 

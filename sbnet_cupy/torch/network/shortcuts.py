@@ -19,7 +19,7 @@ def waiting(plan, other):
         return None
     if not isinstance(source, torch.Tensor) or not cuda.serves(source):
         return None
-    if torch.is_autocast_enabled(plan.device.type) or not dtype == shortcut.dtype == source.dtype:
+    if not dtype == shortcut.dtype == source.dtype or plan.to != shortcut.to:
         return None
     return units.Ahead(shortcut, other)
 

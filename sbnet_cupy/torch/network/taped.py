@@ -61,6 +61,8 @@ def may_tape(sparse, x, outside):
         outside = sparse.outside
     if isinstance(outside, torch.Tensor) and (type(outside) is not torch.Tensor or outside is x):
         return False
+    if torch.is_autocast_enabled("cpu"):  # which a network may turn off for a part of it
+        return False
     return x.device.type == "cpu" and not sparse._tapes.unfit
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import BACKWARD_HOOK, CHECKPOINT, plainly, without_memory
-from . import aliases, left, stages
+from . import aliases, casts, left, stages
 from .handlers import BORDERED, HANDLERS, KEEP_REST, METADATA, REFUSED, takes
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
@@ -75,6 +75,7 @@ class StackTensor(torch.Tensor):
         like = value if plan is None else plan
         self = without_memory(cls, shape, like.dtype, table.device, like.requires_grad)
         self._value, self._plan, self._made_of = value, plan, ()
+        self._narrow = None  # of what waits: its value in the dtype to which autocast converts
         self._facts, self._shape = (table, block, size, hw, reach), tuple(shape)
         self._is_view = self._is_lent = False
         self._part, self._parts = None, ()
@@ -143,16 +144,48 @@ def value_of(x):
     return own["_value"]
 
 
+def narrow_dtype(x):
+    """Return the dtype of autocast if what waits can be computed in it at once, or None."""
+    plan, to = plan_of(x), casts.dtype_for(x)
+    return None if plan is None or to is None or plan.narrowed(to) is None else to
+
+
+def value_as(x, to):
+    """Return the stack that a StackTensor holds, as autocast converts it to a dtype, or to none.
+
+    What waits is computed in that dtype at once, if it can be; it goes on waiting for other uses.
+    """
+    own, plan = object.__getattribute__(x, "__dict__"), plan_of(x)
+    if plan is None or to is None:
+        return casts.cast(value_of(x), to)
+    with casts.off(facts(x)[0].device):
+        if own["_narrow"] is None:
+            narrow = plan.narrowed(to)
+            own["_narrow"] = None if narrow is None else narrow.run()
+        if own["_narrow"] is not None:
+            return own["_narrow"]
+        ahead = [ref() for ref, _ in own["_made_of"]]
+        alone = all(one is None or one is x for one in ahead)
+        both = plan.run_both(to) if alone else None
+        if both is not None:
+            _done(x, own, plan, both[0])
+            return both[1]
+        return casts.cast(value_of(x), to)
+
+
 def _compute(x, own):
     """Run what was put off, and what was found to follow it, in the mode that it was called in."""
     records = own["_plan"].records
-    if records is None or (
+    if records is None:
+        with casts.off(facts(x)[0].device):  # plans convert what they read themselves
+            _run(x, own)
+    elif (
         records == torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     ):
         _run(x, own)
-        return
-    with torch.inference_mode(False), torch.set_grad_enabled(records):
-        _run(x, own)
+    else:
+        with torch.inference_mode(False), torch.set_grad_enabled(records):
+            _run(x, own)
 
 
 def _run(x, own):
@@ -168,11 +201,15 @@ def _run(x, own):
             for func, *more in steps:
                 value = facts(x)[0].compute(func, value, *more)
             break
-    value = plan.run() if value is None else value
+    _done(x, own, plan, plan.run() if value is None else value)
+
+
+def _done(x, own, plan, value):
+    """Note the value of what has waited."""
     aliases.note_rest(x, facts(x)[0], plan.rest)
     own["_value"] = plan.done = value
     facts(x)[0].plans.pop(id(x), None)
-    own["_plan"], own["_made_of"] = None, ()
+    own["_plan"], own["_narrow"], own["_made_of"] = None, None, ()
 
 
 def _check_gradient(x):
@@ -217,7 +254,7 @@ def postpone(table, plan, block, size, reach, parent=None, step=None, hw=(2, 3))
 def replace_plan(x, plan, step):
     """Add a step in place to a convolution that waits; its function returns a new tensor."""
     own = object.__getattribute__(x, "__dict__")
-    own["_plan"] = plan
+    own["_plan"], own["_narrow"] = plan, None
     own["_made_of"] = [(ref, (*steps, step)) for ref, steps in own["_made_of"]]
 
 
@@ -471,14 +508,14 @@ def shape(x):
     return object.__getattribute__(x, "__dict__")["_shape"]
 
 
-def picture(x):
+def picture(x, to=None):
     """Return the stack of a StackTensor for functions that look at neighbours.
 
-    Where whole images stand for blocks, they are 0 outside active blocks.
+    Where whole images stand for blocks, they are 0 outside active blocks. Blocks are converted to a
+    dtype as :func:`value_as` does.
     """
     table, block, _, hw, _ = facts(x)
-    value = value_of(x)
-    return table.compute(table.zero, value, block, hw) if table.whole else value
+    return table.compute(table.zero, value_of(x), block, hw) if table.whole else value_as(x, to)
 
 
 def border_of(x):

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from . import bottlenecks, cuda
+from . import bottlenecks, casts, cuda
 from . import tensor as T
 
 _PATTERNS = (((1, 1), (3, 3), (1, 1)), ((3, 3), (3, 3)))
@@ -49,7 +49,9 @@ def may_lead(x, kernel, options):
     plan = T.plan_of(x)
     if plan is None or plan.residual is not None or plan.activation not in _CODES:
         return False
-    if plan.dtype not in bottlenecks.ELEMENTS or torch.is_autocast_enabled(plan.device.type):
+    if plan.dtype not in bottlenecks.ELEMENTS:
+        return False
+    if casts.after(plan.dtype, casts.dtype_for(plan)) != plan.dtype:
         return False
     if plan.facts[0].whole or not _is_plain(kernel, options):
         return False
@@ -119,7 +121,7 @@ def run(plan):
     if len({one.activation for one in chain[:-1]}) > 1:
         return None
     table = chain[0].facts[0]
-    weights = [table.weights.folded(one.weight, one.bias, one.norm) for one in chain]
+    weights = [table.weights.folded(one.weight, one.bias, one.norm, to=one.to) for one in chain]
     if any(w.dtype != like.dtype or cuda.records(w, b) for w, b in weights):
         return None
     if cuda.records(like, None if isinstance(residual, Ahead) else residual):

@@ -1,10 +1,12 @@
 """Weights as convolutions on a stack take them: batch norm folded in, channels_last, kept."""
 
+import functools
 import math
 
 import torch
 
 from .._dispatch_state import is_mapped
+from . import casts
 from .layout import channels_last
 
 _COUNTER = "num_batches_tracked"  # the buffer of a batch norm that a batch in training adds 1 to
@@ -52,16 +54,18 @@ class Weights:
             self.clear()
             self.seen = seen
 
-    def folded(self, weight, bias, norm, growth=None):
+    def folded(self, weight, bias, norm, growth=None, to=None):
         """Return (weight, bias) with a batch norm in them; ``norm`` is None or its five values.
+
+        They are of their own dtype, or of that to which autocast converts.
 
         With ``s = gamma / sqrt(var + eps)``: ``weight * s`` and ``(bias - mean) * s + beta``, made
         in float32 for tensors of half precision. With a ``growth`` they are those of a transposed
         convolution, as the convolution that it is takes them.
         """
         tensors = [weight, bias, *(norm[:4] if norm else ())]
-        key = (tuple(map(id, tensors)), norm and norm[4], growth and growth.key)
-        return self._kept(weight, key, tensors, lambda: _made(weight, bias, norm, growth))
+        key = (tuple(map(id, tensors)), norm and norm[4], growth and growth.key, to)
+        return self._kept(weight, key, tensors, lambda: _made(weight, bias, norm, growth, to))
 
     def affine(self, norm):
         """Return (shift, scale), ``[C, 1, 1]`` each, of a batch norm of its own."""
@@ -75,9 +79,9 @@ class Weights:
         """
         given = [(one.weight, one.bias, one.norm) for one in layers]
         tensors = [*norm[:4], *(t for w, b, n in given for t in (w, b, *(n or ())[:4]))]
-        epsilons = (norm[4], *(n and n[4] for _, _, n in given))
-        key = ("unit", *map(id, tensors), *epsilons)
-        return self._kept(layers[0].weight, key, tensors, lambda: _unit(norm, given))
+        epsilons, to = (norm[4], *(n and n[4] for _, _, n in given)), layers[0].to
+        key = ("unit", *map(id, tensors), *epsilons, to)
+        return self._kept(layers[0].weight, key, tensors, lambda: _unit(norm, given, to))
 
     def packed(self, weight, make):
         """Return the matrix of a linear layer as ``make()`` lays it out."""
@@ -89,15 +93,23 @@ class Weights:
         made = self._kept(parameter, key, (parameter,), lambda: (_repeated(parameter, count),))
         return made[0]
 
-    def matrix(self, weight, bias, scale):
+    def cast(self, parameter, to):
+        """Return a parameter, or None, as autocast converts it."""
+        if parameter is None or casts.after(parameter.dtype, to) == parameter.dtype:
+            return parameter
+        key = ("cast", id(parameter), to)
+        make = functools.partial(casts.cast, parameter.detach(), to)
+        return self._kept(parameter, key, (parameter,), lambda: (make(),))[0]
+
+    def matrix(self, weight, bias, scale, to=None):
         """Return (weight, bias) of a linear layer as a 1x1 convolution's, with a scale or None.
 
         The scale of each result is noted on the weight, whose numbers it may be too small for; the
         bias is multiplied by it, in float32.
         """
         tensors = (weight, bias, scale)
-        key = ("matrix", *map(id, tensors))
-        return self._kept(weight, key, tensors, lambda: _matrix(*tensors))
+        key = ("matrix", *map(id, tensors), to)
+        return self._kept(weight, key, tensors, lambda: _matrix(*tensors, to))
 
     def _kept(self, parameter, key, tensors, make):
         """Return what ``make()`` made of such tensors; the first of its results may be marked."""
@@ -129,39 +141,40 @@ def _repeated(parameter, count):
     return parameter.detach().reshape(1).expand(count).contiguous()
 
 
-def _matrix(weight, bias, scale):
+def _matrix(weight, bias, scale, to):
     with torch.no_grad():
-        weight = weight.detach()[:, :, None, None]
+        weight, bias = casts.cast(weight.detach()[:, :, None, None], to), casts.cast(bias, to)
         if scale is not None:
             weight._stack_scale = scale = _wide(scale).flatten()
             bias = None if bias is None else _wide(bias) * scale
         return weight, None if bias is None else bias.detach()
 
 
-def _unit(norm, layers):
+def _unit(norm, layers, to):
     with torch.no_grad():
-        kernels = [weight.detach().permute(2, 3, 1, 0).contiguous() for weight, _, _ in layers]
+        kernels = [casts.cast(weight.detach(), to) for weight, _, _ in layers]
+        kernels = [weight.permute(2, 3, 1, 0).contiguous() for weight in kernels]
         tables = [scale_and_shift(norm)]
         tables += [scale_and_shift(after, bias) for _, bias, after in layers[:2]]
         return *kernels, *(t.contiguous() for pair in tables for t in pair)
 
 
-def _made(weight, bias, norm, growth):
+def _made(weight, bias, norm, growth, to):
     if growth is None:
-        return fold(weight, bias, norm)
-    weight, bias = fold(weight.transpose(0, 1), bias, norm)
+        return fold(weight, bias, norm, to)
+    weight, bias = fold(weight.transpose(0, 1), bias, norm, to)
     return growth.weights(weight), None if bias is None else bias.repeat(math.prod(growth.stride))
 
 
-def fold(weight, bias, norm):
-    """Return (weight, bias) with a batch norm folded in, channels_last."""
+def fold(weight, bias, norm, to=None):
+    """Return (weight, bias) with a batch norm folded in, channels_last, as autocast converts."""
     with torch.no_grad():
-        dtype = weight.dtype
+        dtype = casts.after(weight.dtype, to)
         if norm is not None:
             scale, shift = scale_and_shift(norm, bias)
             bias = shift.to(dtype)
             weight = (_wide(weight) * scale[:, None, None, None]).to(dtype)
-        weight = channels_last(weight.detach())
+        weight, bias = channels_last(casts.cast(weight.detach(), to)), casts.cast(bias, to)
         return weight, None if bias is None else bias.detach()
 
 

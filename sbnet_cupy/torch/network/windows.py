@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from . import cuda, cuda_ends, cuda_pool, gradients, ops, units
+from . import casts, cuda, cuda_ends, cuda_pool, gradients, ops, units
 from . import tensor as T
 from .ends import with_rest
 from .entry import Entry
 from .handlers import BORDERED, handles
 from .image_values import image_values
 from .neighbours import pixels_of
-from .plans import Plan, TransposedPlan
+from .plans import Plan, TransposedPlan, wider
 from .pointwise import copied
 
 
@@ -109,11 +109,13 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
         t is not None and t.requires_grad for t in (weight, bias)
     )
     source = T.plan_of(input)
+    waits = not trained and table.weights is not None
+    to = casts.dtype_for(table) if waits else None
     if not trained and units.may_lead(input, kernel, options):
         source = units.Ahead(T.plan_of(input), input)
     elif not isinstance(source, Entry) or not _reads_image(source, weight, bias, options, trained):
         alone = kernel == (1, 1) and not any(window.pads)
-        source = T.value_of(input) if alone else T.picture(input)
+        source = T.value_as(input, to) if alone else T.picture(input, to)
         trained = trained or (torch.is_grad_enabled() and source.requires_grad)
     if table.trace is not None:
         table.trace.convolution(func.__name__, weight, window, groups)
@@ -126,11 +128,8 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
             out = window.wrap(gradients.conv(*call, **options))
         return with_rest(out, lambda: _bias_of(weight, weight.shape[0], bias))
     window.note()
-    dtype = source.dtype
-    if torch.is_autocast_enabled(source.device.type):
-        dtype = torch.get_autocast_dtype(source.device.type)
     row = None if table.trace is None else table.trace.row
-    plan = Plan(source, T.facts(input), weight, bias, options, dtype, row)
+    plan = Plan(source, T.facts(input), weight, bias, options, to, row)
     return T.postpone(table, plan, window.out_block, window.out_size, window.reach)
 
 
@@ -143,7 +142,7 @@ def _reads_image(entry, weight, bias, options, trained):
     """Whether a convolution of the image of a call is left to the kernel that reads it."""
     if trained:
         return gradients.reads_image(entry, weight, bias, options)
-    return cuda_ends.reads_image(entry.image, weight, **options)
+    return cuda_ends.reads_image(entry.image, weight, casts.dtype_for(entry), **options)
 
 
 def _conv_pads(padding, kernel, stride, dilation):
@@ -177,16 +176,17 @@ def conv_transpose2d(
     table.block_of.setdefault(out, out_block)
     jump = max(i / b for i, b in zip(table.block, block, strict=True))
     reach += jump * max(-(-d * (k - 1) // s) for _, k, s, _, _, d in each)
-    source = T.picture(input)
+    to = None if cuda.records(weight, bias) or table.weights is None else casts.dtype_for(table)
+    source = T.picture(input, to)
     options = {
         "stride": stride, "padding": padding, "dilation": dilation, "groups": groups,
         "out_size": out,
     }  # fmt: skip
     waits = cuda.serves(source) and not cuda.records(weight, bias) and groups == 1
-    waits = waits and not torch.is_autocast_enabled(source.device.type)
-    if waits and not table.whole and table.weights is not None and weight.dtype == source.dtype:
+    waits = waits and not table.whole and table.weights is not None
+    if waits and casts.after(weight.dtype, to) == source.dtype:
         row = None if table.trace is None else table.trace.row
-        plan = TransposedPlan(source, T.facts(input), weight, bias, options, source.dtype, row)
+        plan = TransposedPlan(source, T.facts(input), weight, bias, options, to, row)
         return T.postpone(table, plan, out_block, out, reach)
     call = source, table, block, size, weight, bias
     if table.tape is not None:
@@ -217,7 +217,13 @@ def max_pool2d(
         return global_maximum(input)
     if not window.fits or (border and (any(p) or ceil_mode or border[4] != "zeros")):
         return NotImplemented
-    table, value = window.table, T.picture(input)
+    table, to = window.table, T.narrow_dtype(input)
+    if to is not None:  # the largest number is the same one when all are rounded
+        window.note()
+        make = functools.partial(_largest_as, input, window, ceil_mode)
+        places = {"block": window.out_block, "size": window.out_size, "reach": window.reach}
+        return wider(input, make, T.shape(input), to, (input,), **places)
+    value = T.picture(input)
     if table.whole:
         value = table.compute(_bordered, value, border)
         call = value, kernel, stride, p, dilation, ceil_mode
@@ -228,6 +234,13 @@ def max_pool2d(
     if cuda.records(value) and cuda_pool.chooses(value, table, window):
         return window.wrap(gradients.MaxPool.apply(value, window, ceil_mode))
     return window.wrap(gradients.max_pool(value, window, ceil_mode))
+
+
+def _largest_as(x, window, ceil_mode, dtype):
+    """Pool a stack in a dtype: its own, or that of autocast."""
+    value = T.value_as(x, None if dtype == x.dtype else dtype)
+    pooled = cuda_pool.max_pool(value, window.table, window)
+    return gradients.max_pool(value, window, ceil_mode) if pooled is None else pooled
 
 
 def _bordered(value, border):
@@ -324,8 +337,10 @@ def global_maximum(x):
 def global_mean(x, over, keepdim, total=False):
     """Average (or sum) whole images: a tensor with one value for each image and channel."""
     table, block, size, hw, _ = T.facts(x)
-    mode = "sum" if total else "mean"
-    sums = table.compute(table.reduce_pixels, T.value_of(x), block, size, hw, mode)
+    mode, value = "sum" if total else "mean", T.value_of(x)
+    dtype = casts.dtype_in(value, torch.sum if total else torch.mean)
+    value = value if value.dtype == dtype else value.to(dtype)
+    sums = table.compute(table.reduce_pixels, value, block, size, hw, mode)
     if table.reduced is None:
         table.reduced = "a mean over the image"
     if keepdim:

@@ -16,5 +16,6 @@ def test_it_is_the_formula(case, require):
     ("channels", "alignment", "vector"), [(16, 16, 8), (12, 16, 4), (16, 4, 2), (5, 16, 1)]
 )
 def test_vectors_are_of_whole_pixels(channels, alignment, vector):
-    sizes = StackAffine("Half", 2, "float", 9, 1, (4, 4), channels, False, 0, alignment)
+    elements = "float", "Half", "Half", "Half"
+    sizes = StackAffine("Half", 2, *elements, 9, 1, (4, 4), channels, False, 0, alignment)
     assert sizes.vector == vector
