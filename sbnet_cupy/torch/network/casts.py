@@ -42,6 +42,12 @@ def dtype_in(x, func, *args):
     return x.dtype if to is None else _tried(func, args, x.dtype, x.device, to)
 
 
+def widened(x, func, *args):
+    """Return a tensor ``[N, C, H, W]`` in the dtype in which ``func(x, *args)`` is computed."""
+    dtype = dtype_in(x, func, *args)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 @functools.cache
 def _tried(func, args, dtype, device, to):
     with torch.inference_mode(), torch.autocast(device.type, to):

@@ -136,9 +136,7 @@ def _norm_sizes(dtype, scale_dtype, out_dtype, rows, block, channels, eps):
     )  # fmt: skip
 
 
-def _prepare_layer_norm(
-    dtype, scale_dtype, out_dtype, rows, block, channels, eps, settled
-):
+def _prepare_layer_norm(dtype, scale_dtype, out_dtype, rows, block, channels, eps, settled):
     from ...block_sparse.stack.stack_layer_norm import prepare_stack_layer_norm
 
     sizes = _norm_sizes(dtype, scale_dtype, out_dtype, rows, block, channels, eps)

@@ -67,11 +67,11 @@ def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_
     args = table, block, size, num_groups, weight, bias, eps
     divides = isinstance(num_groups, int) and num_groups > 0 and value.shape[1] % num_groups == 0
     same = (F.instance_norm,) if func.__name__ == "instance_norm" else (F.group_norm, 1)
-    dtype = casts.dtype_in(value, *same)
     if divides and cuda_norm.serves_images(value, *args[:3], weight, bias):
         scale, shift = table.compute(cuda_norm.of_images, value, *args)
+        dtype = casts.dtype_in(value, *same)
         return postponed(input, value, scale, reach, dtype, shift=shift)
-    value = value if value.dtype == dtype else value.to(dtype)
+    value = casts.widened(value, *same)
     return T.wrap(table.compute(_group_norm, value, *args), input, reach=reach)
 
 

@@ -337,9 +337,8 @@ def global_maximum(x):
 def global_mean(x, over, keepdim, total=False):
     """Average (or sum) whole images: a tensor with one value for each image and channel."""
     table, block, size, hw, _ = T.facts(x)
-    mode, value = "sum" if total else "mean", T.value_of(x)
-    dtype = casts.dtype_in(value, torch.sum if total else torch.mean)
-    value = value if value.dtype == dtype else value.to(dtype)
+    mode = "sum" if total else "mean"
+    value = casts.widened(T.value_of(x), torch.sum if total else torch.mean)
     sums = table.compute(table.reduce_pixels, value, block, size, hw, mode)
     if table.reduced is None:
         table.reduced = "a mean over the image"
