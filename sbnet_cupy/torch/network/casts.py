@@ -17,6 +17,11 @@ def dtype_for(x):
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+def for_waiting(table):
+    """Return the dtype to which what waits in a call converts, or None, as where nothing waits."""
+    return None if table.weights is None else dtype_for(table)
+
+
 def is_cast(dtype, to):
     """Whether autocast with the dtype ``to``, or None, converts tensors of a dtype."""
     return to is not None and dtype.is_floating_point and dtype != torch.float64

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece, is_mapped
-from . import cuda, graphs, left, training_graphs, training_replay, tuning
+from . import casts, cuda, graphs, left, training_graphs, training_replay, tuning
 from . import tensor as T
 from .ends import check_call, check_device, finished_tree, warn_left_out
 from .entry import Entry, gathered
@@ -255,10 +255,7 @@ class SparseModel(Report, nn.Module):
         """Return the share of active blocks from which whole images are computed."""
         if self.break_even is not None:
             return self.break_even
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type) and dtype == torch.float32:
-            dtype = torch.get_autocast_dtype(x.device.type)
-        if x.is_cuda and cuda.convolves(dtype):
+        if x.is_cuda and cuda.convolves(casts.after(x.dtype, casts.dtype_for(x))):
             return _NEVER
         return BREAK_EVEN.get(x.device.type, 1.0)
 

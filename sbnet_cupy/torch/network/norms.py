@@ -179,7 +179,7 @@ def linear(func, input, weight, bias=None):
     if trace is not None:
         trace.linear(func.__name__, weight, input)
     table, block, size, hw, reach = T.facts(input)
-    to = None if table.weights is None else casts.dtype_for(table)
+    to = casts.for_waiting(table)
     value, made = T.value_as(input, to), None
     if table.weights is not None:
         if onednn.multiplies(value, weight, bias, table.weights):

@@ -57,17 +57,22 @@ def _stacks(tensors, like):
 
 
 def _narrow(tensors, table):
-    """Return the dtype in which a convolution reads images joined to float32 by autocast, or None.
+    """Return autocast's dtype if images that are joined to float32 had better be joined in it, too.
 
-    None, too, where it would convert all of them at the same cost as what they are joined to.
+    That is for a convolution that reads what they are joined to, and if one of them has the dtype
+    already or can be computed in it; else None.
     """
-    to, like = None if table.weights is None else casts.dtype_for(table), tensors[0]
-    dtypes, wide = {t.dtype for t in tensors}, torch.float32
+    to, wide, dtypes = casts.for_waiting(table), torch.float32, {t.dtype for t in tensors}
     if to is None or table.whole or wide not in dtypes or not dtypes <= {wide, to}:
         return None
-    if any(T.facts(t)[:3] != T.facts(like)[:3] for t in tensors):
+    if not _lie_alike(tensors):
         return None
     return to if to in dtypes or any(map(T.narrow_dtype, tensors)) else None
+
+
+def _lie_alike(tensors):
+    """Whether images have the same blocks, of the same size."""
+    return all(T.facts(t)[:3] == T.facts(tensors[0])[:3] for t in tensors)
 
 
 def _joined_as(tensors, like, dtype):
@@ -84,7 +89,7 @@ def _join(tensors, like, to=None):
     They are converted as autocast does to a dtype, or not, None.
     """
     table = T.facts(like)[0]
-    if table.whole or any(T.facts(t)[:3] != T.facts(like)[:3] for t in tensors):
+    if table.whole or not _lie_alike(tensors):
         return None
     stacks, unfolded, stride = [], [], (1, 1)
     for t in tensors:

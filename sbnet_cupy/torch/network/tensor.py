@@ -159,7 +159,7 @@ def value_as(x, to):
     if plan is None or to is None:
         return casts.cast(value_of(x), to)
     with casts.off(facts(x)[0].device):
-        if own["_narrow"] is None:
+        if own["_narrow"] is None or own["_narrow"].dtype != to:
             narrow = plan.narrowed(to)
             own["_narrow"] = None if narrow is None else narrow.run()
         if own["_narrow"] is not None:
@@ -179,9 +179,7 @@ def _compute(x, own):
     if records is None:
         with casts.off(facts(x)[0].device):  # plans convert what they read themselves
             _run(x, own)
-    elif (
-        records == torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    ):
+    elif records == torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         _run(x, own)
     else:
         with torch.inference_mode(False), torch.set_grad_enabled(records):

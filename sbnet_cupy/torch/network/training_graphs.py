@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._dispatch_state import BACKWARD_HOOKS, HOOKS
+from . import casts
 from .ends import check_call
 from .graphs import NoSynchronization, capturing, check_alike, likeness, new_memory, on
 from .state import State
@@ -71,9 +72,7 @@ def replay_of(sparse, graphs):
 
 def settings_of(module, x):
     """Return what a graph in training depends on besides the module's state and its inputs."""
-    cast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if cast else None
-    return module.training, dtype, x.requires_grad
+    return module.training, casts.dtype_for(x), x.requires_grad
 
 
 def check_settings(given, got, name):

@@ -109,8 +109,7 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
         t is not None and t.requires_grad for t in (weight, bias)
     )
     source = T.plan_of(input)
-    waits = not trained and table.weights is not None
-    to = casts.dtype_for(table) if waits else None
+    to = None if trained else casts.for_waiting(table)
     if not trained and units.may_lead(input, kernel, options):
         source = units.Ahead(T.plan_of(input), input)
     elif not isinstance(source, Entry) or not _reads_image(source, weight, bias, options, trained):
@@ -176,7 +175,7 @@ def conv_transpose2d(
     table.block_of.setdefault(out, out_block)
     jump = max(i / b for i, b in zip(table.block, block, strict=True))
     reach += jump * max(-(-d * (k - 1) // s) for _, k, s, _, _, d in each)
-    to = None if cuda.records(weight, bias) or table.weights is None else casts.dtype_for(table)
+    to = None if cuda.records(weight, bias) else casts.for_waiting(table)
     source = T.picture(input, to)
     options = {
         "stride": stride, "padding": padding, "dilation": dilation, "groups": groups,
