@@ -144,6 +144,41 @@ def test_a_scale_of_all_channels_follows_its_parameter(st, asked):
         assert_near(sparse(x, mask)[1], networks.oracle(Nth(dense, 1), x, on, 16), "float32")
 
 
+class Dropped(torch.nn.Module):
+    """A residual unit with a dropout behind its norm."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.conv = (torch.nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8))
+        self.norm, self.dropout = torch.nn.BatchNorm2d(8), dropout
+        networks.random_statistics(self)
+
+    def forward(self, x):
+        """Return the sum."""
+        x = self.stem(x)
+        return torch.relu(self.dropout(self.norm(self.conv(x))) + x)
+
+
+DROPOUTS = {
+    "usual": torch.nn.Dropout(0.3),
+    "in place": torch.nn.Dropout(0.3, inplace=True),
+    "alpha": torch.nn.AlphaDropout(0.3),
+    "of channels": torch.nn.Dropout2d(0.3),
+    "of none": lambda x: torch.nn.functional.dropout(x, 0.0),
+    "of torch": lambda x: torch.dropout(x, 0.3, train=False),
+}
+
+
+@pytest.mark.parametrize("how", DROPOUTS)
+@torch.no_grad()
+def test_what_waits_goes_on_waiting_through_dropout(st, asked, how):
+    dense = Dropped(DROPOUTS[how]).eval()
+    x, on, result = called_twice(st, asked, dense)
+    assert asked == ["image", "settled", "scatter"]  # the sum is part of a convolution
+    assert_near(result, networks.oracle(dense, x, on, 16), "float32")
+
+
 class OfImages(torch.nn.Module):
     """Norms of whole images, as of nnU-Net, with what may follow them."""
 

@@ -166,3 +166,64 @@ def test_values_of_images(st, asked, how, batch):
         assert_near(result, expected, "float32")
     products = {"flatten": 2, "view": 2, "in place": 2, "written": 4, "read before": 2}
     assert asked.count("image linear") == products.get(how, 1)
+
+
+class Pyramid(nn.Module):
+    """A pooled image that is convolved, normed and interpolated to the size of what it came from."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.stem = how, nn.Conv2d(3, 8, 3, 2, 1)
+        self.pooled, self.norm = nn.Conv2d(8, 8, 1, bias=how == "bias"), nn.BatchNorm2d(8)
+        self.last = nn.Conv2d(16, 4, 3, padding=1)
+        networks.random_statistics(self)
+
+    def forward(self, x):
+        """Return what a convolution makes of both."""
+        x = F.relu(self.stem(x))
+        y = self.pooled(F.adaptive_avg_pool2d(x, 1))
+        seen = y.flatten(1) if self.how == "read before" else None
+        y = F.relu(self.norm(y))
+        mode, corners = ("nearest", None) if self.how == "nearest" else ("bilinear", False)
+        z = F.interpolate(y, x.shape[-2:], mode=mode, align_corners=corners)
+        if self.how == "written before":
+            y.mul_(2.0)
+        if self.how == "written":
+            z += x.mean((2, 3), keepdim=True)
+        if self.how == "added":
+            x, z = x + z, x
+        if self.how == "kept":
+            return self.last(torch.cat([x, z], 1)), z
+        if seen is not None:
+            return seen.mean() + self.last(torch.cat([z, x], 1))
+        return self.last(torch.cat([x, z], 1))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "usual", "bias", "nearest", "written before", "written", "added", "kept", "read before",
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_pooled_images_that_are_interpolated(st, asked, how, batch):
+    """A norm becomes part of the product, and an image of one pixel is not made before it is read."""
+    dense = Pyramid(how).eval()
+    x = torch.randn(batch, 3, *SIZE, generator=torch.Generator().manual_seed(8))
+    on, mask = networks.blocks((batch, *SIZE), BLOCK, 0.5)
+    sparse = st.sparsify(dense, BLOCK)
+    sparse.break_even, sparse.replay = 2.0, False
+    expected = networks.oracle(dense, x, on, BLOCK)
+    for _ in range(2):
+        asked.clear()
+        got, wanted = sparse(x, mask), expected
+        if how == "kept":  # the oracle's has zeros in inactive blocks
+            (got, image), wanted = got, expected[0]
+            assert type(image) is torch.Tensor and image.shape[2:] == expected[1].shape[2:]
+            assert torch.equal(image, image[:, :, :1, :1].expand_as(image).contiguous())
+        assert type(got) is torch.Tensor
+        assert_near(got, wanted, "float32")
+    assert asked.count("image linear") == 1
+    assert asked.count("stack_concat") == 1

@@ -3,7 +3,8 @@
 Squeeze and excitation pools each image, ``[N, C, 1, 1]``, multiplies it by two small matrices, and
 the stack by the result; a classifier multiplies it by a large one. PyTorch runs several kernels for
 a product of few rows, its bias and an activation. An :class:`ImageValues` stands for a tensor, by
-which products with it are known; a product waits for the activation after it.
+which products with it are known; a product waits for the batch norm and the activation after it.
+Spatial pyramids interpolate it to an image, all of whose pixels are the same: there is one of them.
 """
 
 import threading
@@ -78,9 +79,12 @@ class ImageValues(torch.Tensor):
 
     ``product`` is (x, weight, bias, activation) where the tensor is still to be computed; there is
     only its ``shape`` then. It is computed at the end of a call at the latest, with the weights as
-    they are when it is. Functions get the tensor itself, whether PyTorch passes them on or they are
-    called below its functions, in a scripted function, say.
+    they are when it is. Where ``plain`` has one pixel and ``shape`` has more, all are like it, and
+    the tensor is made when it is read. Functions get the tensor itself, whether PyTorch passes them
+    on or they are called below its functions, in a scripted function, say.
     """
+
+    _layer = None  # of a convolution that waits: its weight and bias, and to what they are cast
 
     @staticmethod
     def __new__(cls, plain, weights, product=None, shape=None, read=None):
@@ -93,17 +97,20 @@ class ImageValues(torch.Tensor):
         self = without_memory(cls, shape, like.dtype, like.device, False)
         self._plain, self._product, self._shape, self._weights = plain, product, shape, weights
         self._read = [False] if read is None else read
-        if product is not None:
+        if product is not None or shape != like.shape:
             _WAITING.append(self)
         return self
 
     def compute(self):
-        """Return the tensor; compute the product that waits, if one does."""
+        """Return the tensor; compute the product that waits, or make the pixels, if need be."""
         if self._product is not None:
             (x, *more), self._product = self._product, None
             self._plain = torch.empty(self._shape, dtype=x.dtype, device=x.device)
             cuda_affine.image_linear(x, *more, self._plain)
+        elif self._plain.shape != self._shape:
+            self._plain = self._plain.expand(self._shape).contiguous()
         return self._plain
+
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -117,6 +124,10 @@ class ImageValues(torch.Tensor):
             result = _conv2d(*args, **kwargs)
         elif func is F.linear:
             result = _linear(*args, **kwargs)
+        elif func is F.batch_norm:
+            result = _batch_norm(*args, **kwargs)
+        elif func is F.interpolate:
+            result = _interpolate(*args, **kwargs)
         elif func in _ACTIVATIONS:
             result = _activation(_ACTIVATIONS[func], *args, **kwargs)
         elif func in _VIEWS:
@@ -166,6 +177,12 @@ def plainly(x):
     return x.compute() if type(x) is ImageValues else x
 
 
+def expanded(x):
+    """Return an image of pixels that are all the same as a view of one; anything else as it is."""
+    waits = type(x) is ImageValues and x._product is None and x._plain.shape != x._shape
+    return x._plain.expand(x._shape) if waits else x
+
+
 def image_values(pooled, table):
     """Return a pooled image as ImageValues where the kernel serves, otherwise as it is."""
     served = (
@@ -210,16 +227,59 @@ def _product(x, weight, bias, pixel):
     fits = fits and (bias is None or tuple(bias.shape) == tuple(weight.shape[:1]))
     if not fits or cuda.records(source, *given):
         return None
-    source = casts.cast(source, to)
+    layer, source = (weight, bias, to), casts.cast(source, to)
     weight, bias = (x._weights.cast(t, to) for t in (weight, bias))
-    given = [t for t in (weight, bias) if t is not None]
-    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in given):
+    if not _is_aligned(weight, bias):
         return None
     shape = source.shape[0], weight.shape[0], *pixel
     result = ImageValues(None, x._weights, (source, weight, bias, None), shape)
-    if x._read[0]:  # what is written to a view of x is not seen here
+    result._layer = layer if pixel else None
+    return _seen(result, x)
+
+
+def _is_aligned(*tensors):
+    return all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
+
+
+def _seen(result, x):
+    """Return what reads x later; at once where something may be written to a view of it unseen."""
+    if x._read[0]:
         result.compute()
     return result
+
+
+def _batch_norm(
+    input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1,
+    eps=1e-5,
+):  # fmt: skip
+    """Return a product that waits with a batch norm in its weights; None of anything else."""
+    waits = type(input) is ImageValues and input._product is not None and not input._product[3]
+    if not waits or input._layer is None or training or running_mean is None:
+        return None
+    norm = running_mean, running_var, weight, bias
+    if cuda.records(*(t for t in norm if t is not None)):
+        return None
+    (kernel, shift, to), source = input._layer, input._product[0]
+    kernel, shift = input._weights.folded(kernel, shift, (*norm, float(eps)), to=to)
+    if not _is_aligned(kernel, shift):
+        return None
+    return ImageValues(None, input._weights, (source, kernel, shift, None), input._shape)
+
+
+def _interpolate(
+    input, size=None, scale_factor=None, mode="nearest", align_corners=None,
+    recompute_scale_factor=None, antialias=False,
+):  # fmt: skip
+    """Return an image all of whose pixels are that of the input, or None for any other."""
+    if type(input) is not ImageValues or input._shape[2:] != (1, 1) or antialias:
+        return None
+    given = isinstance(size, (tuple, list)) and len(size) == 2 and min(size) > 0
+    known = mode == "bilinear" or (mode == "nearest" and align_corners is None)
+    if not given or not known or scale_factor is not None or recompute_scale_factor:
+        return None
+    plain = input.compute()
+    plain = plain.to(casts.dtype_in(plain, F.interpolate, None, 2.0, mode))
+    return _seen(ImageValues(plain, input._weights, shape=(*plain.shape[:2], *size)), input)
 
 
 def _activation(name, input, inplace=False, **more):

@@ -18,6 +18,7 @@ from .ends import check_call, check_device, finished_tree, warn_left_out
 from .entry import Entry, gathered
 from .image_values import flush, plainly
 from .options import CHECKS, check_outside
+from .piles import as_images
 from .recordings import may_record
 from .replay import Replays, may_replay
 from .report import Report
@@ -210,7 +211,7 @@ class SparseModel(Report, nn.Module):
         try:
             with T.calling(table), Recorder(table.tape) if table.tape is not None else watching:
                 y = self.model(image, *args, **kwargs or {})
-            y = tree_map(plainly, y)
+            y = tree_map(lambda leaf: as_images(plainly(leaf)), y)
             T.flush(table)  # what the network keeps is computed with the weights of the call
             return y
         finally:

@@ -10,12 +10,12 @@ from . import aliases, epilogue, left, unread
 from . import tensor as T
 from .ends import rest_of, with_rest
 from .handlers import ACTIVATIONS, HANDLERS, KEEP_REST, handles
-from .image_values import plainly
+from .image_values import expanded, plainly
 
 _UNARY = """
     elu hardtanh hardtanh_ selu selu_ celu celu_ rrelu rrelu_ mish softplus
     softsign tanhshrink softshrink hardshrink logsigmoid threshold threshold_ elu_
-    dropout alpha_dropout clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_
+    clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_
     exp exp_ expm1 log log_ log1p log2 log10 sqrt sqrt_ rsqrt rsqrt_ square square_ abs abs_
     neg neg_ negative sign sin cos tan atan asin acos sinh cosh erf erfc reciprocal reciprocal_
     floor floor_ ceil round trunc frac logit nan_to_num isnan isinf isfinite positive
@@ -83,8 +83,7 @@ def pointwise(func, *args, **kwargs):
 
 def _rest_after(func, x, *args, **kwargs):
     """Return a function that returns what an activation makes of what x holds outside, or None."""
-    known = func.__name__ in KEEP_REST or (func is F.dropout and kwargs.get("training") is False)
-    if not known or "out" in kwargs or not isinstance(x, T.StackTensor):
+    if func.__name__ not in KEEP_REST or "out" in kwargs or not isinstance(x, T.StackTensor):
         return None
     rest = rest_of(x)
     return None if rest is None else lambda: func(rest().clone(), *args, **kwargs)
@@ -142,6 +141,7 @@ def conform(a, like, broadcasts=True):
             return None
         value = T.value_of(a)
         return value if b == block else table.compute(table.gather, T.dense(a), block, hw)
+    a = expanded(a)
     if a.dim() == 0 or a.dim() <= dims - hw[0]:
         ahead = dims - a.dim()
         spatial = [a.shape[i - ahead] for i in hw if i >= ahead]
@@ -154,12 +154,21 @@ def conform(a, like, broadcasts=True):
     ):
         return None
     a = table.compute(torch.Tensor.view, a, shape)
-    if broadcasts:
-        a, got = _before_expanded(a, table, hw)
-        if got == (1, 1):
-            return a if shape[0] == 1 else table.compute(table.spread, a)
+    if broadcasts or not table.whole:
+        one, left = _before_expanded(a, table, hw)
+        if left == (1, 1) and (broadcasts or got == size):
+            one = one if shape[0] == 1 else table.compute(table.spread, one)
+            return one if broadcasts else _in_each_pixel(one, table, block, hw)
+        a, got = (one, left) if broadcasts else (a, got)
     shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
     return table.compute(table.cut, table.compute(torch.Tensor.expand, a, shape), block, hw)
+
+
+def _in_each_pixel(one, table, block, hw):
+    """Return a stack all of whose pixels of a row are one: a view."""
+    shape = list(one.shape)
+    shape[0], shape[hw[0]], shape[hw[1]] = table.rows, *block
+    return table.compute(torch.Tensor.expand, one, shape)
 
 
 def _before_expanded(image, table, hw):
@@ -252,6 +261,15 @@ def prelu(func, input, weight):
     if weight.numel() > 1 and 1 in T.facts(input)[3]:
         return NotImplemented
     return T.wrap(T.facts(input)[0].compute(func, T.value_of(input), weight), input)
+
+
+@handles("dropout", "alpha_dropout")
+def dropout(func, input, p=0.5, *args, **kwargs):
+    """Drop single numbers; where none is, return the input, which may still wait."""
+    training = args[0] if args else kwargs.get("train", kwargs.get("training", func is F.dropout))
+    if isinstance(input, T.StackTensor) and (p == 0 or (not training and 0 <= p <= 1)):
+        return input
+    return pointwise(func, input, p, *args, **kwargs)
 
 
 @handles("dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout", "dropout1d")

@@ -10,6 +10,7 @@ from . import tensor as T
 from .handlers import handles
 from .image_values import plainly
 from .norms import own_dims
+from .piles import Pile
 from .plans import MatrixPlan, TransposedPlan, wider
 from .pointwise import conform
 from .windows import is_image, two
@@ -20,7 +21,7 @@ def cat(func, tensors, dim=0, **rest):
     """Join along channels."""
     dim = rest.pop("axis", dim)
     like = T.first_stack(tensors)
-    if rest or any(isinstance(t, T.StackTensor) and T.border_of(t) for t in tensors):
+    if rest:
         return NotImplemented
     dims = T.dims(like)
     dim = dim % dims
@@ -39,7 +40,12 @@ def cat(func, tensors, dim=0, **rest):
     stacks = _stacks(tensors, like)
     if stacks is None:
         return NotImplemented
-    return T.wrap(table.compute(torch.cat, stacks, dim), like, reach=reach)
+    joined = None
+    if dim == 1 and dims == 4 and not table.whole:
+        joined = cuda_resize.concat(stacks, table)
+    if joined is None:
+        joined = table.compute(torch.cat, stacks, dim)
+    return T.wrap(joined, like, reach=reach)
 
 
 def _reach(tensors):
@@ -195,15 +201,17 @@ def movedim(func, input, source, destination):
 
 @handles("stack")
 def stack(func, tensors, dim=0):
-    """Join along a new dimension after the first."""
+    """Join along a new dimension."""
     like = T.first_stack(tensors)
     dim = dim % (T.dims(like) + 1)
-    stacks = None if dim == 0 else _stacks(tensors, like)
+    stacks = _stacks(tensors, like)
     if stacks is None:
         return NotImplemented
     table, _, _, hw, _ = T.facts(like)
-    moved = tuple(i + (dim <= i) for i in hw)
     joined = table.compute(torch.stack, stacks, dim)
+    if dim == 0:
+        return Pile(joined, like, _reach(tensors))
+    moved = tuple(i + (dim <= i) for i in hw)
     return T.wrap(joined, like, hw=moved, reach=_reach(tensors))
 
 

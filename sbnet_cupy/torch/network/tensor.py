@@ -368,8 +368,8 @@ def dispatch(func, args, kwargs):
         table = None if like is None else facts(like)[0]
         if is_kept(like):
             return _on_kept(func, name, args, kwargs)
-        if table is not None and table.borders and handler not in BORDERED and _has_border(args):
-            handler = None
+        if table is not None and table.borders and handler not in BORDERED:
+            handler = None if _has_border((args, kwargs)) else handler
     if handler is not None:
         trace = None if table is None else table.trace
         if trace is None:
@@ -401,8 +401,9 @@ def _signed(result, name, args):
     return result
 
 
-def _has_border(args):
-    return any(isinstance(a, StackTensor) and border_of(a) for a in args)
+def _has_border(given):
+    leaves = tree_leaves(given)
+    return any(isinstance(leaf, StackTensor) and border_of(leaf) for leaf in leaves)
 
 
 def _attribute(func, args):
