@@ -169,7 +169,7 @@ def test_values_of_images(st, asked, how, batch):
 
 
 class Pyramid(nn.Module):
-    """A pooled image that is convolved, normed and interpolated to the size of what it came from."""
+    """A pooled image that is convolved, normed and interpolated to the size of its map."""
 
     def __init__(self, how):
         super().__init__()
@@ -209,7 +209,7 @@ class Pyramid(nn.Module):
 )  # fmt: skip
 @torch.no_grad()
 def test_pooled_images_that_are_interpolated(st, asked, how, batch):
-    """A norm becomes part of the product, and an image of one pixel is not made before it is read."""
+    """A norm becomes part of the product, and the image is not made before it is read."""
     dense = Pyramid(how).eval()
     x = torch.randn(batch, 3, *SIZE, generator=torch.Generator().manual_seed(8))
     on, mask = networks.blocks((batch, *SIZE), BLOCK, 0.5)
