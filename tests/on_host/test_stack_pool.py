@@ -40,6 +40,24 @@ def test_max_pool(on_shim, pool, dilation, dtype, sizes):
     assert_same(in_the_image(y, after), in_the_image(expected, after), signed_zero=False)
 
 
+@pytest.mark.parametrize("kernel", [(3, 3), (5, 5), (9, 1), (1, 10), (9, 13)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_windows_over_many_blocks(on_shim, kernel, dtype):
+    """Each pixel is a block: the pixels of a window are loaded some at a time."""
+    _, table, x, _ = drawn(dtype, 8, (1, 1), (13, 9))
+    window = {"kernel": kernel, "strides": 1, "padding": tuple(k // 2 for k in kernel)}
+    if kernel == (1, 10):
+        window["padding"] = ((0, 0), (5, 4))
+    expected = by_numpy(sb.stack_max_pool, x, table, **window)
+    y = sb.stack_max_pool(x, table, **window)
+    assert_same(in_the_image(y, table), in_the_image(expected, table), signed_zero=False)
+    ones = abs(np.sign(x))
+    counts = by_numpy(sb.stack_avg_pool, ones, table, divisor=1, **window)
+    y = sb.stack_avg_pool(ones, table, divisor=1, **window)
+    assert_same(in_the_image(y, table), in_the_image(counts, table), signed_zero=False)
+    assert [name for _, name in on_shim] == ["stack_max_pool", "stack_avg_pool"]
+
+
 COUNTINGS = [{}, {"count_include_pad": False}, {"divisor": 3}]
 
 

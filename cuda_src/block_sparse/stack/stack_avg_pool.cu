@@ -48,7 +48,7 @@ struct Mean {
 };
 
 template <typename T, typename V, int KR, int KS>
-__global__ void __launch_bounds__(POOL_THREADS, 3)
+__global__ void __launch_bounds__(POOL_THREADS, pool_blocks(KR * KS))
     stack_avg_pool(const V* __restrict__ x,            // [M, bh, bw, width]
                    const int* __restrict__ bin_counts,  // [1]
                    const int* __restrict__ indices,     // [M, 3]

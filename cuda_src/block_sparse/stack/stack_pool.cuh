@@ -5,7 +5,11 @@
 #include "core/async_copy.cuh"
 
 constexpr int POOL_THREADS = 256;
+constexpr int SOME_TAPS = 9;  // of a window that are loaded together, and found, where its size is not known
 constexpr int IN_NO_BLOCK = -1, OUTSIDE = -2;  // what stands for a pixel that is 0, or that is none of the image
+
+// Thread blocks that a multiprocessor must hold: fewer where many pixels are found together.
+DEVICE constexpr int pool_blocks(int taps) { return taps > SOME_TAPS ? 2 : 3; }
 
 // Sizes of a pooling; fine is the stage of x, coarse that of y.
 struct Pooling {
@@ -69,7 +73,9 @@ template <int R, int S, typename V, typename Window>
 DEVICE void pool_windows(const V* __restrict__ x, const int* __restrict__ bin_counts, const int* __restrict__ indices,
                          const int* __restrict__ grid, V* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, const Pooling& g,
                          bool settled, bool clear_rows, Window window) {
-    constexpr int ROWS = R ? R : 1, TAPS = S ? S : 4;  // whose pixels are loaded together
+    constexpr int TOGETHER = R ? R * S : SOME_TAPS;  // taps that are found together
+    constexpr int LOADED = TOGETHER < SOME_TAPS ? TOGETHER : SOME_TAPS;
+    const int across = S ? S : g.S, taps = R ? R * S : g.R * g.S;
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     begin_launch(settled);
     bool waited = !settled;
@@ -92,31 +98,28 @@ DEVICE void pool_windows(const V* __restrict__ x, const int* __restrict__ bin_co
         const int h0 = to.p * g.SH - g.top, w0 = to.q * g.SW - g.left;
         Window its = window;
         its.begin(to);
-        for (int r0 = 0; r0 < (R ? R : g.R); r0 += ROWS)
-            for (int s0 = 0; s0 < (S ? S : g.S); s0 += TAPS) {
-                int from[ROWS][TAPS];
+        for (int first = 0, r = 0, s = 0; first < taps; first += TOGETHER) {
+            int from[TOGETHER];
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-                    for (int s = 0; s < TAPS; ++s)
-                        from[r][s] = S || s0 + s < g.S
-                                         ? windows.find(to, h0 + (r0 + r) * g.DH, w0 + (s0 + s) * g.DW) : OUTSIDE;
-                wait();
-                const V* const pixels = loaded_later(x);
-                V values[ROWS][TAPS];
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-                    for (int s = 0; s < TAPS; ++s) {
-                        values[r][s] = zero<V>();
-                        if (from[r][s] >= 0) values[r][s] = pixels[static_cast<i64>(from[r][s]) * g.width + to.v];
-                    }
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-                    for (int s = 0; s < TAPS; ++s)
-                        if (from[r][s] != OUTSIDE) its.visit(values[r][s], (r0 + r) * (S ? S : g.S) + s0 + s);
+            for (int t = 0; t < TOGETHER; ++t) {
+                from[t] = R || first + t < taps ? windows.find(to, h0 + r * g.DH, w0 + s * g.DW) : OUTSIDE;
+                if (++s == across) s = 0, ++r;
             }
+            wait();
+            const V* const pixels = loaded_later(x);
+#pragma unroll
+            for (int t0 = 0; t0 < TOGETHER; t0 += LOADED) {
+                V values[LOADED];
+#pragma unroll
+                for (int t = t0; t < t0 + LOADED && t < TOGETHER; ++t) {
+                    values[t - t0] = zero<V>();
+                    if (from[t] >= 0) values[t - t0] = pixels[static_cast<i64>(from[t]) * g.width + to.v];
+                }
+#pragma unroll
+                for (int t = t0; t < t0 + LOADED && t < TOGETHER; ++t)
+                    if (from[t] != OUTSIDE) its.visit(values[t - t0], first + t);
+            }
+        }
         y[i0 + threadIdx.x] = its.result(i0 + threadIdx.x);
     }
     wait();

@@ -29,6 +29,7 @@ _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _LARGEST = 2**24  # images, so that positions stay below 2**31
 _MOST_TAPS = 256  # that a byte can tell apart
 _UNROLLED = ((2, 2), (3, 3))  # windows with instances of their own
+_UNROLLED_MAXIMA = (*_UNROLLED, (5, 5))  # as of spatial pyramids; sums would spill
 MODES = ("sum", "max")  # as in stack_global_pool.cu
 _PART = 2048  # pixels of a part of an image, at least
 _MOST_PARTS = 64
@@ -126,7 +127,8 @@ def _prepare_windows(name, pool, numbers, settled, clear_rows, stem=None, pointe
 def _prepare(stem, name, pool, written, pointers, numbers):
     """Return the launch of a kernel that writes ``written`` pixels of each row."""
     vectors = pool.rows * math.prod(written) * pool.vectors
-    unrolled = pool.kernel if pool.kernel in _UNROLLED else (0, 0)
+    known = _UNROLLED if stem == "stack_avg_pool" else _UNROLLED_MAXIMA
+    unrolled = pool.kernel if pool.kernel in known else (0, 0)
     return kernels.prepare(
         f"block_sparse/stack/{stem}",
         name,
