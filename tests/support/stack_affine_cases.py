@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sbnet_cupy.block_sparse.stack.stack_affine import StackAffine, prepare_stack_affine
+from sbnet_cupy.block_sparse.stack.stack_affine import PRELU, StackAffine, prepare_stack_affine
 
 from .exhaustive import pairs
 from .stack_on_host import UNWRITTEN, Blocks, loaded, stored
@@ -17,8 +17,14 @@ ACTIVATIONS = {
     5: lambda t: np.clip(t, 0, 6),
     6: lambda t: np.clip(t + 3, 0, 6) / 6,
     7: lambda t: 1 / (1 + np.exp(-t)),
+    PRELU: lambda t: np.where(t < 0, t * slopes_of(t.shape[-1]), t),
     int(SLOPE.view(np.int32)): lambda t: np.where(t < 0, t * np.float64(SLOPE), t),
 }
+
+
+def slopes_of(channels):
+    """Return the slopes of a PReLU: of both signs, and more than 1."""
+    return np.linspace(-0.5, 1.5, channels).astype(np.float32).astype(np.float64)
 
 
 # element, those of scales, residual, result, and the result in another dtype, or None; channels,
@@ -36,10 +42,10 @@ CASES = pairs(
 def bound(values, activation, size, element):
     """What rounding may change: the sum's three steps, the activation's four, and the result's.
 
-    ``size`` is the sum of the terms' magnitudes. A hardswish is at most 1.5 times as steep as its
-    argument.
+    ``size`` is the sum of the terms' magnitudes. A hardswish and the PReLU are at most 1.5 times as
+    steep as their argument.
     """
-    steepness = 1.5 if activation == 4 else 1
+    steepness = 1.5 if activation in (4, PRELU) else 1
     inner = steepness * 3 * size + 4 * np.abs(values)
     near = EPS["float"] * inner
     return near + EPS[element] * (np.abs(values) + near) + LEAST[element]
@@ -73,7 +79,8 @@ def check(case, xp=np):
     low = stored(np.full(shape, UNWRITTEN), low_element) if low_element else None
     given = (
         x, scale if scaled else None, given_shift if shift else None,
-        given_residual if residual else None, bin_counts, indices, before, low,
+        given_residual if residual else None, slopes_of(channels).astype(np.float32),
+        bin_counts, indices, before, low,
     )  # fmt: skip
     given = [None if array is None else xp.asarray(array) for array in given]
     prepare_stack_affine(sizes, settled=residual)(*given)

@@ -146,7 +146,7 @@ def asked(torch, st, monkeypatch):
         dtype, scale_dtype, residual_dtype, out_dtype, rounded_dtype, rows, images, block,
         channels, per_image, activation, settled,
     ):  # fmt: skip
-        def launch(x, scale, shift, residual, counts, indices, out, rounded):
+        def launch(x, scale, shift, residual, slopes, counts, indices, out, rounded):
             names.append("affine")
             assert tuple(x.shape) == (rows, *block, channels) and x.dtype == dtype
             assert all(t is None or t.dtype == scale_dtype for t in (scale, shift))
@@ -161,7 +161,12 @@ def asked(torch, st, monkeypatch):
                 y = y + shift.view(-1, channels)[image, None, None]
             y = y if residual is None else y + residual[:count]
             out.fill_(torch.nan)
-            out[:count] = activated(y, activation)
+            if activation == "prelu":
+                assert slopes.shape == (channels,) and slopes.dtype == torch.float32
+                out[:count] = torch.where(y < 0, y * slopes, y)
+            else:
+                assert slopes is None
+                out[:count] = activated(y, activation)
             assert (rounded_dtype != out_dtype) == (rounded is not None)
             if rounded is not None:
                 names[-1] = "affine of both"

@@ -213,6 +213,42 @@ def test_norms_of_images_are_two_passes(st, asked, affine):
     assert_all_near(results, dense, x, on)
 
 
+class Slopes(torch.nn.Module):
+    """Norms of images with a PReLU behind them, one of a sum, and one that another reads first."""
+
+    def __init__(self, count):
+        super().__init__()
+        torch.manual_seed(0)
+        nn = torch.nn
+        self.convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8, 8))
+        self.norm = nn.InstanceNorm2d(8, affine=True)
+        self.slopes = nn.ModuleList(nn.PReLU(count) for _ in range(4))
+        for slope in self.slopes:
+            nn.init.uniform_(slope.weight, -0.5, 1.5)
+
+    def forward(self, x):
+        """Return what may be made of them."""
+        x = self.slopes[0](torch.nn.functional.dropout(self.norm(self.convs[0](x)), training=False))
+        y = self.slopes[1](self.norm(self.convs[1](x)) + x)  # a sum after the norm
+        z = self.norm(self.convs[2](y))
+        once = self.slopes[2](z)
+        return once, z + once, self.slopes[3](self.convs[3](y)), torch.relu(self.slopes[1](z))
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@torch.no_grad()
+def test_a_prelu_is_part_of_what_waits(st, asked, count):
+    """But of a convolution, which reads no slopes; changed weights are those of the next call."""
+    dense = Slopes(count).eval()
+    for _ in range(2):
+        x, on, results = called_twice(st, asked, dense)
+        assert asked.count("image norm") == 3
+        assert asked.count("affine") == 4  # two norms with a PReLU, one without, and a sum
+        assert_all_near(results, dense, x, on)
+        for slope in dense.slopes:
+            slope.weight.mul_(-0.5)
+
+
 class Halves(torch.nn.Module):
     """Channels that are split, convolved and joined with all that came before, as of YOLO."""
 

@@ -5,9 +5,12 @@
 // Python: sbnet_cupy/block_sparse/stack/stack_affine.py, which launches it
 // A thread computes V channels of a pixel. Arithmetic is in float, and rounded once: to the dtype of y, which may be wider
 // than that of x, as the residual's may; rounded is y in another dtype, L, beside it, for convolutions that read it so.
+// PRELU is a leaky relu with a slope of each channel, which is read.
 #include "block_sparse/stack/stack_channels.cuh"
 #include "core/async_copy.cuh"
 #include "dense/activation.cuh"
+
+constexpr int PRELU = 8;  // after those of activation.cuh
 
 template <typename T, typename S, typename R, typename Y, typename L, int V, bool PER_IMAGE, int ACTIVATION>
 __global__ void __launch_bounds__(256)
@@ -15,6 +18,7 @@ __global__ void __launch_bounds__(256)
                  const S* __restrict__ scale,         // [C] or [N, C], or null: 1
                  const S* __restrict__ shift,         // the same, or null: 0
                  const R* __restrict__ residual,      // [M, pixels, C], or null
+                 const float* __restrict__ slopes,    // [C], of PRELU
                  const int* __restrict__ bin_counts,  // [1]
                  const int* __restrict__ indices,     // [M, 3]
                  Y* __restrict__ y,                   // [M, pixels, C]
@@ -32,7 +36,9 @@ __global__ void __launch_bounds__(256)
         Channels<Y, V> result;
         Channels<L, V> low;
         values.load(x + i * V);
+        Channels<float, V> slope;
         i64 at = i - divide(i, vectors) * vectors;
+        if constexpr (ACTIVATION == PRELU) slope.load(slopes + at * V);
         if constexpr (PER_IMAGE) at += clamp(indices[divide(i, of_row) * 3], 0, N - 1) * vectors;
         if (scale) factors.load(scale + at * V);
         if (shift) sums.load(shift + at * V);
@@ -41,7 +47,10 @@ __global__ void __launch_bounds__(256)
         for (int e = 0; e < V; ++e) {
             float value = __fmaf_rn(values.get(e), scale ? factors.get(e) : 1.0f, shift ? sums.get(e) : 0.0f);
             if (residual) value = __fadd_rn(value, add_to.get(e));
-            value = activate<ACTIVATION>(value);
+            if constexpr (ACTIVATION == PRELU)
+                value = value < 0 ? multiply(value, slope.get(e)) : value;
+            else
+                value = activate<ACTIVATION>(value);
             result.set(e, from_compute<Y>(value)), low.set(e, from_compute<L>(value));
         }
         result.store(y + i * V);

@@ -4,12 +4,12 @@ For what runs networks on a stack. Kernel: cuda_src/block_sparse/stack/stack_aff
 
     affine = StackAffine(...)                         sizes
     run = prepare_stack_affine(affine)                keep it: it costs more than a call
-    run(x, scale, shift, residual, bin_counts, active_block_indices, out, rounded)
+    run(x, scale, shift, residual, slopes, bin_counts, active_block_indices, out, rounded)
 
 x, residual and out are stacks, as in stack_launch.py, of which the last two may have a wider dtype;
-scale and shift are ``[C]``, or ``[N, C]`` of each image; rounded is the result in one more dtype.
-All but x and out may be None. Rows of results past the count are not written, and pixels outside
-their image may hold anything.
+scale and shift are ``[C]``, or ``[N, C]`` of each image; slopes, of a PReLU, are float32 ``[C]``;
+rounded is the result in one more dtype. All but x and out may be None. Rows of results past the
+count are not written, and pixels outside their image may hold anything.
 """
 
 import math
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from ...core import launch as kernels
 from . import channel_vectors
+
+PRELU = 8  # as in stack_affine.cu: what is below 0 times the slope of its channel
 
 
 class StackAffine(NamedTuple):
@@ -33,7 +35,7 @@ class StackAffine(NamedTuple):
     block: tuple[int, int]
     channels: int
     per_image: bool
-    activation: int  # as in activation.cuh
+    activation: int  # as in activation.cuh, or PRELU
     alignment: int = 16  # bytes of which all addresses are multiples
 
     vector = channel_vectors.elements  # channels of a thread
@@ -54,7 +56,7 @@ def prepare_stack_affine(affine, settled=False):
         ),
         -(-vectors // kernels.THREADS),
         kernels.THREADS,
-        8,
+        9,
         (
             affine.rows, affine.images, math.prod(affine.block), affine.channels, int(settled),
         ),

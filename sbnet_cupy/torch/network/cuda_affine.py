@@ -27,18 +27,21 @@ def fits(x, table, *values):
 
 
 def affine(
-    x, table, scale=None, shift=None, residual=None, activation=None, dtype=None, also=None
-):
+    x, table, scale=None, shift=None, residual=None, activation=None, dtype=None, also=None,
+    slopes=None,
+):  # fmt: skip
     """Return ``activation(x * scale + shift + residual)``; x ``[M, C, h, w]``, where it fits.
 
     scale and shift have a value for each channel, or for each image and channel. All but x may be
     None. The residual and the result, of ``dtype``, may be float32 where x is not. With a dtype
-    ``also`` it returns a pair: the result, and the result rounded to that.
+    ``also`` it returns a pair: the result, and the result rounded to that. ``slopes``, float32, are
+    those of a PReLU in place of an activation.
     """
     like, dtype = shift if scale is None else scale, dtype or x.dtype
     rows, last = cuda._rows(x), None if residual is None else cuda._rows(residual)
     m, h, w, channels = rows.shape
     code, out = cuda.code_of(activation), torch.empty_like(rows, dtype=dtype)
+    code = code if slopes is None else "prelu"
     both = also is not None and code is not None
     low = torch.empty_like(rows, dtype=also) if both else None
     facts = (
@@ -48,7 +51,7 @@ def affine(
     )  # fmt: skip
     facts += (table.settled,)
     launch = cuda.prepared(_PLANS, facts, x, _prepare, *facts)
-    cuda.start(launch, rows, scale, shift, last, table.counts, table.indices, out, low)
+    cuda.start(launch, rows, scale, shift, last, slopes, table.counts, table.indices, out, low)
     table.settled = True
     y = out.permute(0, 3, 1, 2)
     y = finish(y, None, activation) if code is None else y
@@ -61,14 +64,14 @@ def _prepare(
     dtype, scale_dtype, residual_dtype, out_dtype, rounded_dtype, rows, images, block, channels,
     per_image, activation, settled,
 ):  # fmt: skip
-    from ...block_sparse.stack.stack_affine import StackAffine, prepare_stack_affine
+    from ...block_sparse.stack.stack_affine import PRELU, StackAffine, prepare_stack_affine
 
     sizes = StackAffine(
         element=cuda._ELEMENTS[dtype], element_bytes=dtype.itemsize,
         scale_element=cuda._ELEMENTS[scale_dtype], residual_element=cuda._ELEMENTS[residual_dtype],
         out_element=cuda._ELEMENTS[out_dtype], rounded_element=cuda._ELEMENTS[rounded_dtype],
         rows=rows, images=images, block=block, channels=channels, per_image=per_image,
-        activation=activation,
+        activation=PRELU if activation == "prelu" else activation,
         alignment=math.gcd(16, channels * dtype.itemsize),
     )  # fmt: skip
     return prepare_stack_affine(sizes, settled)

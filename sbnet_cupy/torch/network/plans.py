@@ -223,10 +223,22 @@ class AffinePlan(NormPlan):
     def __init__(self, source, facts, scale=None, row=None, dtype=None):
         super().__init__(source, facts, "none", source.shape[1], row)
         self.scale, self.shift, self.dtype = scale, None, dtype or source.dtype
+        self.slopes = None  # of a PReLU, in place of an activation
+
+    def takes(self, residual=None, activation=None):
+        """Whether a sum or an activation may become part of it."""
+        return self.slopes is None and super().takes(residual, activation)
+
+    def takes_slopes(self, weight):
+        """Whether a PReLU with such a weight may become part of it."""
+        to = casts.for_waiting(self.facts[0])
+        same = to is None or to == self.dtype  # autocast converts what a PReLU is given
+        known = weight.numel() in (1, self.shape[1]) and weight.device == self.source.device
+        return same and known and self.takes() and not cuda.records(weight)
 
     def takes_shift(self, shift):
         """Whether a sum with such a tensor may become part of it: where it has none yet."""
-        if not (self.shift is self.residual is self.activation is None):
+        if not (self.shift is self.residual is self.activation is self.slopes is None):
             return False
         scale = self._scale()
         return scale is None or (scale.dtype, scale.numel()) == (shift.dtype, shift.numel())
@@ -252,6 +264,7 @@ class AffinePlan(NormPlan):
     def _run(self, also=None):
         table = self.facts[0]
         rest = self._scale(), self.shift, self.residual, self.activation, self.dtype, also
+        rest += (self.slopes,)
         return table.compute(cuda_affine.affine, self.source, table, *rest)
 
 

@@ -6,11 +6,12 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from . import aliases, epilogue, left, unread
+from . import aliases, casts, epilogue, left, unread
 from . import tensor as T
 from .ends import rest_of, with_rest
 from .handlers import ACTIVATIONS, HANDLERS, KEEP_REST, handles
 from .image_values import expanded, plainly
+from .plans import AffinePlan
 
 _UNARY = """
     elu hardtanh hardtanh_ selu selu_ celu celu_ rrelu rrelu_ mish softplus
@@ -260,7 +261,11 @@ def prelu(func, input, weight):
         return NotImplemented
     if weight.numel() > 1 and 1 in T.facts(input)[3]:
         return NotImplemented
-    return T.wrap(T.facts(input)[0].compute(func, T.value_of(input), weight), input)
+    plan, table = T.plan_of(input), T.facts(input)[0]
+    if isinstance(plan, AffinePlan) and plan.takes_slopes(weight):
+        slopes = table.weights.slopes(weight, T.shape(input)[1], casts.for_waiting(table))
+        return step(input, plan.then(slopes=slopes), False, (func, weight))
+    return T.wrap(table.compute(func, T.value_of(input), weight), input)
 
 
 @handles("dropout", "alpha_dropout")

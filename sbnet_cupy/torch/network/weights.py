@@ -87,6 +87,11 @@ class Weights:
         """Return the matrix of a linear layer as ``make()`` lays it out."""
         return self._kept(weight, (id(weight), "linear"), (weight,), lambda: (make(),))[0]
 
+    def slopes(self, parameter, count, to=None):
+        """Return the weight of a PReLU, as autocast converts it, as float32 for each channel."""
+        key = ("slopes", id(parameter), count, to)
+        return self._kept(parameter, key, (parameter,), lambda: (_slopes(parameter, count, to),))[0]
+
     def of_channels(self, parameter, count):
         """Return a value for each channel of a parameter that has one for all."""
         key = ("channels", id(parameter), count)
@@ -137,8 +142,12 @@ class Weights:
         return found[2]
 
 
+def _slopes(parameter, count, to):
+    return _repeated(casts.cast(parameter, to).float(), count)
+
+
 def _repeated(parameter, count):
-    return parameter.detach().reshape(1).expand(count).contiguous()
+    return parameter.detach().flatten().expand(count).contiguous()
 
 
 def _matrix(weight, bias, scale, to):
