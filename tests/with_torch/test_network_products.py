@@ -143,6 +143,15 @@ class Head(nn.Module):
         return (F.hardsigmoid(y) * pooled).flatten(1)
 
 
+def half_active(st, dense, batch):
+    """Return a call of a network by kernels, with half of the blocks, and what it is to return."""
+    x = torch.randn(batch, 3, *SIZE, generator=torch.Generator().manual_seed(7))
+    on, mask = networks.blocks((batch, *SIZE), BLOCK, 0.5)
+    sparse = st.sparsify(dense, BLOCK)
+    sparse.break_even, sparse.replay = 2.0, False
+    return lambda: sparse(x, mask), networks.oracle(dense, x, on, BLOCK)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     "how",
@@ -154,14 +163,10 @@ class Head(nn.Module):
 def test_values_of_images(st, asked, how, batch):
     """Products of pooled images wait for an activation, and are right for all who read them."""
     dense = Head(how).eval()
-    x = torch.randn(batch, 3, *SIZE, generator=torch.Generator().manual_seed(7))
-    on, mask = networks.blocks((batch, *SIZE), BLOCK, 0.5)
-    sparse = st.sparsify(dense, BLOCK)
-    sparse.break_even, sparse.replay = 2.0, False
-    expected = networks.oracle(dense, x, on, BLOCK)
+    call, expected = half_active(st, dense, batch)
     for _ in range(2):
         asked.clear()
-        result = sparse(x, mask)
+        result = call()
         assert type(result) is torch.Tensor
         assert_near(result, expected, "float32")
     products = {"flatten": 2, "view": 2, "in place": 2, "written": 4, "read before": 2}
@@ -211,14 +216,10 @@ class Pyramid(nn.Module):
 def test_pooled_images_that_are_interpolated(st, asked, how, batch):
     """A norm becomes part of the product, and the image is not made before it is read."""
     dense = Pyramid(how).eval()
-    x = torch.randn(batch, 3, *SIZE, generator=torch.Generator().manual_seed(8))
-    on, mask = networks.blocks((batch, *SIZE), BLOCK, 0.5)
-    sparse = st.sparsify(dense, BLOCK)
-    sparse.break_even, sparse.replay = 2.0, False
-    expected = networks.oracle(dense, x, on, BLOCK)
+    call, expected = half_active(st, dense, batch)
     for _ in range(2):
         asked.clear()
-        got, wanted = sparse(x, mask), expected
+        got, wanted = call(), expected
         if how == "kept":  # the oracle's has zeros in inactive blocks
             (got, image), wanted = got, expected[0]
             assert type(image) is torch.Tensor and image.shape[2:] == expected[1].shape[2:]

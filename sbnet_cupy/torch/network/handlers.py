@@ -20,6 +20,10 @@ METADATA = {
     "is_nonzero_metadata",
 }  # fmt: skip
 
+# Likewise, of tensors that stand for others.
+_SIZES = {torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.is_floating_point}
+_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad"}
+
 # Activations, of one pixel and channel, and copies: from what their argument holds where the input
 # is 0 follows what the result holds there.
 ACTIVATIONS = {
@@ -58,6 +62,12 @@ def handles(*names):
         return handler
 
     return register
+
+
+def is_of_shape(func):
+    """Whether a function reads a shape, a dtype or a device, which a tensor without memory has."""
+    owner = getattr(func, "__self__", None)  # of an attribute that is read
+    return func in _SIZES or getattr(owner, "__name__", None) in _ATTRIBUTES
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._dispatch_state import plainly as without_subclass
 from .._dispatch_state import without_memory
 from . import casts, cuda, cuda_affine
+from .handlers import is_of_shape
 
 _MOST_IMAGES = 8  # each reads the matrix again
 _ACTIVATIONS = {  # whose results are such values again, by the names of epilogue.py
@@ -25,8 +26,6 @@ _ACTIVATIONS = {  # whose results are such values again, by the names of epilogu
     torch.Tensor.sigmoid: "sigmoid",
 }  # fmt: skip
 _VIEWS = {torch.flatten, torch.Tensor.flatten, torch.Tensor.view, torch.Tensor.reshape}
-_SIZES = {torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.is_floating_point}
-_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad"}
 
 
 class _Waiting(threading.local):
@@ -116,8 +115,7 @@ class ImageValues(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Run a function of PyTorch that was called with one."""
         kwargs = kwargs or {}
-        owner = getattr(func, "__self__", None)  # of an attribute that is read
-        if func in _SIZES or getattr(owner, "__name__", None) in _ATTRIBUTES:
+        if is_of_shape(func):
             return without_subclass(func, *args, **kwargs)
         result = None
         if func is F.conv2d:

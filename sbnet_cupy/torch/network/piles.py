@@ -10,14 +10,13 @@ from torch.utils._pytree import tree_map
 
 from .._dispatch_state import plainly, without_memory
 from . import tensor as T
+from .handlers import is_of_shape
 
 _REDUCTIONS = {
     getattr(space, name)
     for name in ("sum", "mean", "prod", "amax", "amin", "max", "min")
     for space in (torch, torch.Tensor)
 }
-_SIZES = {torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.is_floating_point}
-_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad"}
 
 
 class Pile(torch.Tensor):
@@ -38,8 +37,7 @@ class Pile(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Run a function of PyTorch that was called with one."""
         kwargs = kwargs or {}
-        owner = getattr(func, "__self__", None)  # of an attribute that is read
-        if func in _SIZES or getattr(owner, "__name__", None) in _ATTRIBUTES:
+        if is_of_shape(func):
             return plainly(func, *args, **kwargs)
         pile = args[0] if args else None
         if type(pile) is Pile and pile._takes(func, *args[1:], **kwargs):
