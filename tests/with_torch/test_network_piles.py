@@ -1,5 +1,7 @@
 """Images that torch.stack puts along a new first dimension, and what reduces it."""
 
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -107,18 +109,37 @@ def test_all_else_takes_whole_images(st, name):
     assert "stack" in sparse.table()
 
 
+@pytest.mark.parametrize("kind", [dict, types.SimpleNamespace])
 @torch.no_grad()
-def test_stacks_are_returned_as_images(st):
-    """Also in a dict."""
-    dense = Levels(lambda *maps: {"all": torch.stack(maps), "first": maps[0]}).double().eval()
+def test_stacks_are_returned_as_images(st, kind):
+    """In a container, and in an object."""
+    dense = Levels(lambda *maps: kind(all=torch.stack(maps), first=maps[0])).double().eval()
     dense.last = nn.Identity()
     x = networks.image(2, SIZE)
     on, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
-    result = st.sparsify(dense, BLOCK)(x, mask)
-    expected = networks.oracle(dense, x, on, BLOCK)
+    result, expected = st.sparsify(dense, BLOCK)(x, mask), networks.oracle(dense, x, on, BLOCK)
+    if kind is not dict:
+        result, expected = vars(result), vars(expected)
     assert type(result["all"]) is torch.Tensor and result["all"].shape[:2] == (3, 2)
     assert torch.equal(result["all"][0], result["first"])
     assert_near(result["first"], expected["first"])
+
+
+@torch.no_grad()
+def test_stacks_that_a_network_keeps_are_images_in_the_next_call(st):
+    kept = []
+
+    def made(*maps):
+        kept.append(torch.stack(maps))
+        return sum(pile.sum(0) for pile in kept)
+
+    dense = Levels(made).double().eval()
+    dense.last = nn.Identity()
+    x, mask = networks.image(2, SIZE), torch.ones(2, *SIZE, dtype=torch.bool)
+    sparse = st.sparsify(dense, BLOCK, replay=False)
+    sparse.break_even = 2.0
+    first = sparse(x, mask)
+    assert_near(sparse(x, mask), 2 * first)
 
 
 PADDED = {

@@ -18,7 +18,9 @@ from ...errors import DeviceError, DTypeError, ShapeError
 from . import cuda_ends
 from . import tensor as T
 from .aliases import note_rest, own
+from .image_values import plainly
 from .left import is_zero, why_not_filled
+from .piles import as_images
 from .state import KEPT_DICTS
 
 
@@ -71,7 +73,7 @@ def _finished_tree(result, outside):
 def _finished_leaf(leaf, outside):
     """Return a tensor as an image; or a copy of an object of which parts are images, as it is."""
     if isinstance(leaf, torch.Tensor):
-        return finished(leaf, outside)
+        return finished(as_images(plainly(leaf)), outside)
     if isinstance(leaf, Iterator) and not hasattr(leaf, "__dict__"):  # files have attributes
         kind = type(leaf).__name__
         raise TypeError(

@@ -271,7 +271,8 @@ def _interpolate(
     """Return an image all of whose pixels are that of the input, or None for any other."""
     if type(input) is not ImageValues or input._shape[2:] != (1, 1) or antialias:
         return None
-    given = isinstance(size, (tuple, list)) and len(size) == 2 and min(size) > 0
+    given = isinstance(size, (tuple, list)) and len(size) == 2
+    given = given and all(type(n) is int and n > 0 for n in size)
     known = mode == "bilinear" or (mode == "nearest" and align_corners is None)
     if not given or not known or scale_factor is not None or recompute_scale_factor:
         return None

@@ -231,8 +231,8 @@ class AffinePlan(NormPlan):
 
     def takes_slopes(self, weight):
         """Whether a PReLU with such a weight may become part of it."""
-        to = casts.for_waiting(self.facts[0])
-        same = to is None or to == self.dtype  # autocast converts what a PReLU is given
+        to = casts.for_waiting(self.facts[0])  # to which autocast converts what a PReLU is given
+        same = self.dtype == (weight.dtype if to is None else to)
         known = weight.numel() in (1, self.shape[1]) and weight.device == self.source.device
         return same and known and self.takes() and not cuda.records(weight)
 
