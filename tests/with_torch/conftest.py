@@ -163,6 +163,7 @@ def asked(torch, st, monkeypatch):
             out.fill_(torch.nan)
             if activation == "prelu":
                 assert slopes.shape == (channels,) and slopes.dtype == torch.float32
+                assert slopes.is_contiguous() and slopes.data_ptr() % 16 == 0
                 out[:count] = torch.where(y < 0, y * slopes, y)
             else:
                 assert slopes is None

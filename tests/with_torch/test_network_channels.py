@@ -223,8 +223,8 @@ class Slopes(torch.nn.Module):
         self.convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8, 8))
         self.norm = nn.InstanceNorm2d(8, affine=True)
         self.slopes = nn.ModuleList(nn.PReLU(count) for _ in range(4))
-        for slope in self.slopes:
-            nn.init.uniform_(slope.weight, -0.5, 1.5)
+        for slope in self.slopes:  # each a part of a larger buffer, at an odd address
+            slope.weight = nn.Parameter(torch.empty(count + 1).uniform_(-0.5, 1.5)[1:])
 
     def forward(self, x):
         """Return what may be made of them."""

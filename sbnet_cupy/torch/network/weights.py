@@ -147,7 +147,8 @@ def _slopes(parameter, count, to):
 
 
 def _repeated(parameter, count):
-    return parameter.detach().flatten().expand(count).contiguous()
+    values = parameter.detach().flatten().expand(count)
+    return values.clone(memory_format=torch.contiguous_format)  # at an aligned address
 
 
 def _matrix(weight, bias, scale, to):
