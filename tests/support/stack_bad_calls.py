@@ -125,7 +125,7 @@ BAD = [
     *[(n, "ceil_mode", v, V) for n in SLIDING for v in [None, 1]],
     *[("stack_max_pool", "dilation", v, S) for v in [0, 1.5]],
     *[("stack_avg_pool", "count_include_pad", v, V) for v in [None, 1]],
-    *[("stack_avg_pool", "divisor", v, V) for v in [0, "2", True, float("nan")]],
+    *[("stack_avg_pool", "divisor", v, V) for v in [0, "2", True, float("nan"), 10**400]],
     ("stack_max_pool", "out", ramp(4, 2, 2, 3), S),
     *[(n, "mode", v, V) for n in ("stack_global_pool", "stack_global_pool_grad")
       for v in ["min", None, 1]],

@@ -83,6 +83,7 @@ CALLS = [
     *(("stack_avg_pool", options) for options in POOLS),
     ("stack_avg_pool", POOLS[0] | {"count_include_pad": False}),
     ("stack_avg_pool", POOLS[1] | {"divisor": 5}),
+    ("stack_avg_pool", POOLS[0] | {"divisor": np.float32(2.5)}),
     *(("stack_global_pool", {"mode": mode}) for mode in ("mean", "max", "sum")),
     ("stack_interpolate", {"scale_factor": 2}),
     ("stack_interpolate", {"scale_factor": (2, 3), "mode": "bilinear"}),

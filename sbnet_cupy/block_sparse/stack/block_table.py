@@ -9,7 +9,7 @@ import numpy as np
 
 from ...core import launch as kernels
 from ...core.arrays import ArrayContainer, array_function, device_of_all, empty, is_cupy
-from ...core.checks import check_contiguous
+from ...core.checks import check_contiguous, check_flag
 from ...core.device import sm_count
 from ...core.operator import Operator, Plan
 from ...core.sizes import is_integer, pair
@@ -167,6 +167,7 @@ class BlockTable(ArrayContainer):
     def after_conv(self, kernel, strides=(1, 1), padding: Any = "SAME", dilation=(1, 1), *,
                    ceil_mode=False):  # fmt: skip
         """Return the table of the stage after a convolution or a pooling with these options."""
+        check_flag("ceil_mode", ceil_mode)
         window = resolve_window(self, kernel, strides, padding, dilation, ceil_mode=ceil_mode)
         return self.at(*window.coarse)
 

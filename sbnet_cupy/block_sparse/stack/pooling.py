@@ -1,6 +1,7 @@
 """What max and average pooling of a stack share: windows over blocks with their rims."""
 
 import math
+from numbers import Real
 
 import numpy as np
 
@@ -198,9 +199,16 @@ def spread(grad_halo, x, table, window, fill=0):
 
 
 def check_divisor(divisor):
-    """Raise unless ``divisor`` is None or a number other than 0."""
-    if divisor is not None and (
-        isinstance(divisor, bool) or not isinstance(divisor, int | float) or divisor == 0
-        or math.isnan(divisor)
-    ):  # fmt: skip
-        raise ShapeError(f"divisor must be None or a number other than 0, got {divisor!r}")
+    """Raise unless ``divisor`` is None or a number other than 0 that a float can hold."""
+    is_number = isinstance(divisor, Real) and not isinstance(divisor, bool)
+    if divisor is not None and not (is_number and divisor != 0 and _is_float(divisor)):
+        raise ShapeError(
+            f"divisor must be None or a number other than 0 that a float can hold, got {divisor!r}"
+        )
+
+
+def _is_float(number):
+    try:
+        return not math.isnan(number)
+    except OverflowError:
+        return False

@@ -158,6 +158,11 @@ def test_stages_that_blocks_cannot_hold(call, message):
         call(table_of((8, 8)))
 
 
+def test_a_flag_is_true_or_false():
+    with pytest.raises(ValueError, match="ceil_mode must be True or False, got 'x'"):
+        table_of((8, 8)).after_conv(3, 1, 1, ceil_mode="x")
+
+
 def test_a_table_is_made_of_arrays():
     good = table_of((8, 8))
     with pytest.raises(DTypeError, match="grid must be an array, got list"):
