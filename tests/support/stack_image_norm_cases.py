@@ -58,7 +58,7 @@ def check(case, xp=np):
     arrays = x, bin_counts, indices, *(given if parameters else (None, None))
     arrays = (*arrays, partials, moments, scale, shift)
     arrays = [a if a is None else xp.asarray(a) for a in arrays]
-    run = prepare_stack_image_norm(norm, kind, in_group, EPS)
+    run = prepare_stack_image_norm(norm, kind, in_group, EPS, settled=without_first)
     run(*arrays)
     scale, shift = arrays[-2:] if xp is np else map(xp.asnumpy, arrays[-2:])
 

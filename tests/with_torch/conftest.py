@@ -198,7 +198,7 @@ def asked(torch, st, monkeypatch):
 
         return launch
 
-    def prepare_image_norm(norm, parameter, in_group, eps):
+    def prepare_image_norm(norm, parameter, in_group, eps, settled):
         def launch(x, counts, indices, weight, bias, partials, moments, scale, shift):
             names.append("image norm")
             count, channels = int(counts), norm.channels

@@ -8,7 +8,7 @@
 #include "core/async_copy.cuh"
 #include "dense/activation.cuh"
 
-constexpr int NORM_THREADS = 256;
+constexpr int NORM_THREADS = 256, NORM_WARPS = NORM_THREADS / 32;
 
 // Sizes of a norm. `whole`: the rows below the count are known to be blocks, and blocks to be cut from whole images.
 struct NormSizes {
@@ -52,7 +52,6 @@ template <int LANES>
 struct NormRange {
     static constexpr int ROWS = NORM_THREADS / LANES;
     int group, column, begin, end;  // column: this thread's vector of channels; begin: its first pixel, of every ROWS-th
-    bool leads;                     // whether this thread writes what the thread block found of its column
 
     // Of `pixels` from `start` on.
     DEVICE NormRange(i64 work, int width, int pixels, int groups, int start = 0) {
@@ -65,8 +64,16 @@ struct NormRange {
         const i64 mine = first + static_cast<int>(threadIdx.x) / LANES;
         begin = static_cast<int>(mine < end ? mine : end) + start;
         end += start;
-        leads = static_cast<int>(threadIdx.x) < LANES && column < width;
         if (column >= width) begin = end;
+    }
+
+    // Leave two numbers of each channel in memory, [groups, 2, channels]: thread i has those of channel i of the tile.
+    template <int COUNT, typename C>
+    DEVICE void store(C* __restrict__ partials, i64 channels, C first, C second) const {
+        const int thread = static_cast<int>(threadIdx.x), c = (column - thread % LANES) * COUNT + thread;
+        if (thread >= LANES * COUNT || c >= channels) return;
+        C* const to = partials + 2 * group * channels + c;
+        to[0] = first, to[channels] = second;
     }
 };
 
@@ -96,39 +103,135 @@ DEVICE void load_channels(C (&values)[COUNT], const C* __restrict__ from, bool t
     for (int e = 0; e < COUNT; ++e) values[e] = there ? from[e] : C(0);
 }
 
-// Leave two numbers of each channel of a range in memory, [groups, 2, C]: those of the first rows of `shared`, and of the others.
-template <int ROWS, int LANES, typename C>
-DEVICE void store_partials(C* __restrict__ partials, const C (&shared)[ROWS][NORM_THREADS], const NormRange<LANES>& range,
-                           i64 channels) {
-    constexpr int COUNT = ROWS / 2;
-    C* const to = partials + 2 * range.group * channels + range.column * COUNT;
-#pragma unroll
-    for (int e = 0; e < COUNT; ++e) {
-        to[e] = shared[e][threadIdx.x];
-        to[channels + e] = shared[COUNT + e][threadIdx.x];
-    }
-}
-
 // The rows of the statistics of a norm, [5, C] and the number of pixels.
 enum Statistic { MEAN, VARIANCE, DEVIATION, SCALE, SHIFT, STATISTICS };  // DEVIATION: one over the standard deviation
 
 // Sums over the groups in a fixed order: CHANNELS threads stand side by side, the others take the groups in turn.
-constexpr int FINISH_CHANNELS = 4, FINISH_ROWS = NORM_THREADS / FINISH_CHANNELS;
+constexpr int FINISH_CHANNELS = 4, FINISH_ROWS = NORM_THREADS / FINISH_CHANNELS, FINISH_EACH = 5;  // groups under way at once
 
-// The sum over every CHANNELS-th thread, for all of them. `shared` holds NORM_THREADS numbers.
+// The sum over every CHANNELS-th thread, for all of them. `shared` holds NORM_WARPS * CHANNELS numbers.
 template <int CHANNELS>
 DEVICE double sum_of_threads(double value, double* shared) {
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+#pragma unroll
+    for (int distance = 16; distance >= CHANNELS; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+    __syncthreads();  // before what was there is written again
+    if (lane < CHANNELS) shared[thread / 32 * CHANNELS + lane] = value;
     __syncthreads();
-    shared[thread] = value;
-    __syncthreads();
-#pragma unroll 1
-    for (int half = NORM_THREADS / 2; half >= CHANNELS; half /= 2) {
-        if (thread < half) shared[thread] += shared[thread + half];
-        __syncthreads();
-    }
-    return shared[thread % CHANNELS];
+    double sum = 0;
+#pragma unroll
+    for (int w = 0; w < NORM_WARPS; ++w) sum += shared[w * CHANNELS + lane % CHANNELS];
+    return sum;
 }
 
 // The sum over the threads of a channel, for all of them.
 DEVICE double sum_of_channel(double value, double* shared) { return sum_of_threads<FINISH_CHANNELS>(value, shared); }
+
+// What a thread found of COUNT channels: sums of differences from the first pixel that it saw, and of their squares.
+template <typename C, int COUNT>
+struct ThreadMoments {
+    C first[COUNT], sum[COUNT], squares[COUNT];
+    int number = 0;  // of pixels
+
+    DEVICE ThreadMoments() {
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) first[e] = sum[e] = squares[e] = 0;
+    }
+    template <typename T, typename V>
+    DEVICE void take(const Elements<T, V>& vector) {
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            const C value = to_compute<C>(vector.element[e]);
+            if (number == 0) first[e] = value;
+            const C apart = value - first[e];
+            sum[e] += apart;
+            squares[e] += apart * apart;
+        }
+        ++number;
+    }
+};
+
+// Sums of LANES * COUNT channels over a thread block, whose threads have COUNT each; LANES side by side have a pixel.
+template <typename C, int COUNT, int LANES>
+struct BlockSums {
+    static constexpr int SUMS = LANES * COUNT;
+    static_assert(SUMS <= NORM_THREADS, "a thread has one channel");
+    C each[NORM_WARPS][SUMS];
+
+    // The sum of each channel, for thread i < SUMS that of channel i; for others 0.
+    DEVICE C add_up(C (&values)[COUNT]) {
+        const int thread = static_cast<int>(threadIdx.x);
+        int count = COUNT, first = 0;  // of the channels that this thread still adds up
+        bool leads = true;
+#pragma unroll
+        for (int distance = 16; distance >= LANES; distance /= 2) {
+            const bool upper = (thread & distance) != 0;
+            if (count > 1) {  // exchange halves: the upper threads go on with the upper channels
+                count /= 2;
+#pragma unroll
+                for (int i = 0; i < COUNT / 2; ++i) {
+                    if (i >= count) break;
+                    const C low = values[i], high = values[count + i];
+                    values[i] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
+                }
+                if (upper) first += count;
+            } else {
+                values[0] += __shfl_xor_sync(0xffffffffu, values[0], distance);
+                leads = leads && !upper;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            if (leads && i < count) each[thread / 32][thread % LANES * COUNT + first + i] = values[i];
+        __syncthreads();
+        C sum = 0;
+        if (thread < SUMS)
+#pragma unroll
+            for (int w = 0; w < NORM_WARPS; ++w) sum += each[w][thread];
+        return sum;
+    }
+};
+
+// What a thread block finds of such channels from what its threads found.
+template <typename C, int COUNT, int LANES>
+struct BlockMoments : BlockSums<C, COUNT, LANES> {
+    static constexpr int SUMS = LANES * COUNT;
+    C means[SUMS], starts[SUMS];
+    int counts[NORM_WARPS];
+
+    // Return the number of pixels; thread i < SUMS has the mean of channel i, and the squares of the differences from it.
+    // Means are of differences from the pixel `start`, which all threads of a lane share.
+    template <typename T, typename V>
+    DEVICE int put_together(ThreadMoments<C, COUNT>& mine, const Elements<T, V>& start, C& mean, C& squares) {
+        const int thread = static_cast<int>(threadIdx.x), lane = thread % LANES;
+        int counted = mine.number;
+#pragma unroll
+        for (int distance = 16; distance >= LANES; distance /= 2)
+            counted += __shfl_xor_sync(0xffffffffu, counted, distance);
+        if (thread % 32 == 0) counts[thread / 32] = counted;  // the first lane has a pixel where others have it
+        const C number = static_cast<C>(mine.number), share = mine.number > 0 ? C(1) / number : C(0);
+        C apart[COUNT], total[COUNT];
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            const C its = to_compute<C>(start.element[e]), from_start = mine.first[e] - its, away = mine.sum[e] * share;
+            total[e] = mine.number > 0 ? number * from_start + mine.sum[e] : C(0);
+            apart[e] = from_start + away;
+            mine.squares[e] -= mine.sum[e] * away;
+            if (thread < LANES) starts[lane * COUNT + e] = its;
+        }
+        const C all = this->add_up(total);
+        int pixels = 0;
+#pragma unroll
+        for (int w = 0; w < NORM_WARPS; ++w) pixels += counts[w];
+        if (thread < SUMS) means[thread] = pixels > 0 ? all / static_cast<C>(pixels) : C(0);
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            apart[e] -= means[lane * COUNT + e];
+            if (mine.number > 0) mine.squares[e] += number * apart[e] * apart[e];
+        }
+        squares = this->add_up(mine.squares);
+        mean = thread < SUMS ? starts[thread] + means[thread] : C(0);
+        return pixels;
+    }
+};

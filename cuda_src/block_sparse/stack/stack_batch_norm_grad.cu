@@ -30,10 +30,9 @@ __global__ void __launch_bounds__(NORM_THREADS, RESIDENT<T>)
                          i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 whole, i64 groups) {
     using C = typename ComputeOf<T>::type;
     constexpr int COUNT = Elements<T, V>::COUNT, ROWS = NORM_THREADS / LANES, AT_ONCE = 2;
-    __shared__ C shared[2 * COUNT][NORM_THREADS];
+    __shared__ BlockSums<C, COUNT, LANES> block;
     overlap_launches();
     const NormSizes sizes(bin_counts, indices, M, N, GH, GW, bh, bw, H, W, whole);
-    const int thread = static_cast<int>(threadIdx.x);
     const i64 channels = width * COUNT;
 
     for (i64 work = blockIdx.x; work < ceil_div(width, static_cast<i64>(LANES)) * groups; work += gridDim.x) {
@@ -66,20 +65,9 @@ __global__ void __launch_bounds__(NORM_THREADS, RESIDENT<T>)
                 }
             }
         }
-#pragma unroll
-        for (int e = 0; e < COUNT; ++e) {
-            shared[e][thread] = sums[e];
-            shared[COUNT + e][thread] = products[e];
-        }
-        __syncthreads();
-#pragma unroll 1
-        for (int half = NORM_THREADS / 2; half >= LANES; half /= 2) {
-            if (thread < half)
-#pragma unroll
-                for (int e = 0; e < 2 * COUNT; ++e) shared[e][thread] += shared[e][thread + half];
-            __syncthreads();
-        }
-        if (range.leads) store_partials(partials, shared, range, channels);
+        const C sum = block.add_up(sums);
+        __syncthreads();  // before the shared memory is written again
+        range.template store<COUNT>(partials, channels, sum, block.add_up(products));
         __syncthreads();  // before the shared memory is written again
     }
 }
@@ -91,18 +79,24 @@ __global__ void __launch_bounds__(NORM_THREADS)
                            S* __restrict__ dweight, S* __restrict__ dbias,  // or null
                            C* __restrict__ factors,                         // [2, channels]
                            i64 channels, i64 groups) {
-    __shared__ double shared[NORM_THREADS];
+    __shared__ double shared[NORM_WARPS * FINISH_CHANNELS];
     overlap_launches();
     const int turn = static_cast<int>(threadIdx.x) / FINISH_CHANNELS;
     for (i64 c0 = static_cast<i64>(blockIdx.x) * FINISH_CHANNELS; c0 < channels;
          c0 += static_cast<i64>(gridDim.x) * FINISH_CHANNELS) {
         const i64 c = c0 + threadIdx.x % FINISH_CHANNELS, at = c < channels ? c : channels - 1;
         double sum = 0, products = 0;
-        const C* from = partials + 2 * turn * channels + at;
-#pragma unroll 4
-        for (int k = turn; k < groups; k += FINISH_ROWS, from += 2 * FINISH_ROWS * channels) {
-            sum += static_cast<double>(from[0]);
-            products += static_cast<double>(from[channels]);
+        for (i64 k0 = turn; k0 < groups; k0 += FINISH_ROWS * FINISH_EACH) {
+            C of_group[FINISH_EACH], product[FINISH_EACH];
+#pragma unroll
+            for (int a = 0; a < FINISH_EACH; ++a) {
+                const i64 k = k0 + a * FINISH_ROWS, from = 2 * (k < groups ? k : 0) * channels + at;
+                of_group[a] = k < groups ? partials[from] : C(0);
+                product[a] = k < groups ? partials[from + channels] : C(0);
+            }
+#pragma unroll
+            for (int a = 0; a < FINISH_EACH; ++a)
+                sum += static_cast<double>(of_group[a]), products += static_cast<double>(product[a]);
         }
         sum = sum_of_channel(sum, shared);
         products = sum_of_channel(products, shared);

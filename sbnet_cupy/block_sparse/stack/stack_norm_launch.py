@@ -6,7 +6,7 @@
          statistics, momentum)
     find = prepare_stack_running(norm, "float", eps)
     find(running_mean, running_var, weight, bias, statistics, Number(0))
-    find = prepare_stack_image_norm(norm, "float", in_group, eps)
+    find = prepare_stack_image_norm(norm, "float", in_group, eps, settled)
     find(x, bin_counts, active_block_indices, weight, bias, partials, moments, scale, shift)
     apply = prepare_stack_norm(norm, activation)
     apply(x, residual, statistics, bin_counts, active_block_indices, y)
@@ -20,7 +20,8 @@ The statistics of ``prepare_stack_running`` are the running ones, for a norm in 
 ``prepare_stack_image_norm`` are of each image and each group of ``in_group`` channels, of all
 pixels of the image: those in no block are 0. It leaves ``scale`` and ``shift``, ``[N, C]``;
 ``moments`` holds ``norm.moments`` numbers, and is not used where a group is one channel. The blocks
-of an image must follow each other in the list.
+of an image must follow each other in the list. ``settled`` promises that no kernel that still runs
+writes the count, nor, of several images, the list of blocks.
 weight, bias, running_mean and running_var are of one dtype, "float" above, and may be None, as may
 residual, dweight, dbias, dx and dresidual. For the gradients the activation is found from ``x``; or
 from ``y``, with relu, where there was a residual; else y is None. ``momentum`` is a
@@ -101,18 +102,18 @@ def prepare_stack_statistics(norm, parameter, eps):
     """Return the launch that finds statistics, and follows them with the running ones."""
     stem = "block_sparse/stack/stack_batch_norm"
     groups = norm.groups(_SUMMED)
-    sums = _prepare_pass(stem, "stack_norm_moments", norm, (), 4, groups, 1)
+    sums = _prepare_moments(norm, groups, 1, settled=False)
     finish = _prepare_finish(
         stem, "stack_norm_finish", norm, parameter, 7, (norm.channels, groups, float(eps))
     )
     return kernels.Series((sums, (0, 1, 2, 7)), (finish, (7, 3, 4, 5, 6, 8, 9)))
 
 
-def prepare_stack_image_norm(norm, parameter, in_group, eps):
+def prepare_stack_image_norm(norm, parameter, in_group, eps, settled=False):
     """Return the launch that finds the scale and shift of each channel of each image."""
     stem, groups = "block_sparse/stack/stack_batch_norm", norm.image_groups
     pixels, single = float(math.prod(norm.image)), in_group == 1
-    sums = _prepare_pass(stem, "stack_norm_moments", norm, (), 4, groups, norm.images)
+    sums = _prepare_moments(norm, groups, norm.images, settled)
     blocks = norm.images * -(-norm.channels // _FINISHED)
     scalars = norm.channels, groups, norm.images, pixels, float(eps)
     finish = _prepare_finish(stem, "stack_image_norm_finish", norm, parameter, 6, scalars, blocks)
@@ -157,18 +158,27 @@ def prepare_stack_norm_grad(norm, activation):
     return _prepare_pass(stem, "stack_norm_grad_apply", norm, (activation,), 9, groups)
 
 
-def _prepare_pass(stem, kernel, norm, template, pointers, groups, *images):
-    """Return the launch of a kernel that looks at the pixels of a stack."""
+def _prepare_moments(norm, groups, images, settled):
+    """Return the launch that leaves moments of ranges, so many of each image or of all as one."""
+    stem, kernel = "block_sparse/stack/stack_batch_norm", "stack_norm_moments"
+    return _prepare_pass(stem, kernel, norm, (), 4, groups, images, int(settled))
+
+
+def _prepare_pass(stem, kernel, norm, template, pointers, groups, images=1, *more):
+    """Return the launch of a kernel that looks at the pixels of a stack.
+
+    ``more`` scalars follow the number of images, without which there is none of both.
+    """
     return kernels.prepare(
         stem,
         kernel,
         (norm.element, f"Bytes<{norm.vector}>::type", norm.lanes, *template),
-        norm.slices * groups * math.prod(images),
+        norm.slices * groups * images,
         kernels.THREADS,
         pointers,
         (
             norm.rows, norm.images, *norm.grid, norm.vectors, *norm.block, *norm.image,
-            int(norm.whole), groups, *images,
+            int(norm.whole), groups, *((images, *more) if more else ()),
         ),
         persistent=True,
         dependent=True,

@@ -70,13 +70,15 @@ def of_images(x, table, block, size, groups, weight, bias, eps):
     sizes, (channels, device) = _sizes(x, table, block, size), (x.shape[1], x.device)
     norm, dtype = sizes.norm, next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
     in_group = channels // groups
-    launch = sizes.prepared(x, _prepare_image_norm, dtype, in_group, float(eps))
+    facts = dtype, in_group, float(eps), table.settled
+    launch = sizes.prepared(x, _prepare_image_norm, *facts)
     scale, shift = torch.empty(2, table.batch, channels, dtype=torch.float32, device=device)
     memory = torch.empty(norm.image_partials, dtype=torch.float32, device=device)
     count = norm.moments if in_group > 1 else 0
     moments = torch.empty(count, dtype=torch.float32, device=device)
     given = cuda.last(x), table.counts, table.indices, weight, bias
     cuda.start(launch, *given, memory, moments, scale, shift)
+    table.settled = True
     return scale, shift
 
 
@@ -177,10 +179,10 @@ def _prepare_statistics(norm, parameter, eps):
     return prepare_stack_statistics(norm, _PARAMETERS[parameter], eps), norm.partials
 
 
-def _prepare_image_norm(norm, parameter, in_group, eps):
+def _prepare_image_norm(norm, parameter, in_group, eps, settled):
     from ...block_sparse.stack.stack_norm_launch import prepare_stack_image_norm
 
-    return prepare_stack_image_norm(norm, _PARAMETERS[parameter], in_group, eps)
+    return prepare_stack_image_norm(norm, _PARAMETERS[parameter], in_group, eps, settled)
 
 
 def _prepare_running(norm, parameter, eps):
