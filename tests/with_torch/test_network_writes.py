@@ -68,6 +68,8 @@ RIGHT = {
     ),
     "itself": (lambda net, x: (x.contiguous().mul_(3), x)[1], 4),
     "no padding": (lambda net, x: written(x, F.pad(x, (0, 0, 0, 0))), 8),
+    "no padding, itself": (lambda net, x: (F.pad(x, (0, 0, 0, 0)).relu_(), x)[1], 4),
+    "a view of a copy, detached": (lambda net, x: (last(x).detach().relu_(), x)[1], 4),
     "a shuffle": (lambda net, x: written(x, F.channel_shuffle(x, 2)), 8),
     "parts that are read": (cut, 4),
     "rows of a copy": (lambda net, x: (x.clone()[:, :, 3:9].mul_(2), x)[1], 4),
@@ -83,6 +85,43 @@ REFUSED = {
     "chunk": (lambda x: x.chunk(2, 3)[1].zero_(), "chunk"),
     "tokens": (lambda x: x.flatten(2).mul_(2), "flatten"),
     "a list": (lambda x: torch._foreach_mul_([x], 2.0), "_foreach_mul_ cannot write to a list"),
+}
+
+
+# What is a copy, or none, by the memory format of the dense activation: writes to one of two.
+FORMATS = {
+    "contiguous": lambda x: (lambda y: (y.relu_(), x + y)[1])(x.contiguous()),
+    "contiguous, the source": lambda x: (lambda y: (x.relu_(), x + y)[1])(x.contiguous()),
+    "contiguous, a view before": lambda x: (
+        lambda view, y: (view.relu_(), y)[1]
+    )(x[:, 1:3], x.contiguous()),
+    "contiguous, a view behind": lambda x: (x.contiguous()[:, 1:3].relu_(), x)[1],
+    "contiguous, twice": lambda x: (x.contiguous().contiguous().relu_(), x)[1],
+    "what is detached": lambda x: (x.contiguous().detach().relu_(), x)[1],
+    "channels_last": lambda x: (x.contiguous(memory_format=torch.channels_last).relu_(), x)[1],
+    "to channels_last": lambda x: (x.to(memory_format=torch.channels_last).relu_(), x)[1],
+    "to contiguous": lambda x: (x.to(memory_format=torch.contiguous_format).relu_(), x)[1],
+    "another order": lambda x: (last(x).relu_(), x)[1],
+}  # fmt: skip
+# A copy of both, or of none.
+KNOWN_FORMATS = {
+    "channels": lambda x: (x[:, 1:3].contiguous().relu_(), x)[1],
+    "listed channels": lambda x: (lambda y: (y.contiguous().relu_(), y)[1])(
+        x.index_select(1, torch.tensor([0, 2, 1, 3]))
+    ),
+    "to another dtype": lambda x: (
+        x.to(torch.float32, memory_format=torch.channels_last).relu_(), x
+    )[1],
+    "nothing written": lambda x: x.contiguous() + x.to(memory_format=torch.channels_last),
+    "the result alone": lambda x: x.contiguous(memory_format=torch.channels_last).relu_(),
+    "groups": lambda x: x.view(-1, 2, 2, 45, 51).transpose(1, 2).contiguous().view(x.shape) * x,
+}  # fmt: skip
+# Of images and weights in the usual format, but for what the function does.
+MOVED = {
+    "a norm of another order": lambda x: (
+        lambda y: (y.contiguous().relu_(), first(y))[1]
+    )(F.layer_norm(x.permute(0, 2, 3, 1), (4,))),
+    "a shuffle": lambda x: (lambda y: (y.contiguous().relu_(), y)[1])(F.channel_shuffle(x, 2)),
 }
 
 
@@ -126,3 +165,52 @@ def test_padding_that_was_written_to_is_not_read_again(st, image):
     sparse = st.sparsify(Net(function, 4), 16)
     with pytest.raises(NotImplementedError, match="__setitem__ wrote in place to a padded"):
         sparse(image, torch.ones(2, 45, 51))
+
+
+def in_format(function, image, memory_format):
+    """Return a network, and an image, of a memory format."""
+    net = Net(lambda net, x: function(x).double()[:, :2], 2)
+    return net.to(memory_format=memory_format), image.to(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("part", ["image", "weight", "both"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_what_may_be_a_copy_is_not_read_once_the_other_was_written_to(st, image, name, part, mode):
+    net, moved = in_format(FORMATS[name], image, torch.channels_last)
+    net = net.to(memory_format=torch.contiguous_format) if part == "image" else net
+    image, sparse = image if part == "weight" else moved, st.sparsify(net, 16)
+    for break_even in (2.0, 0.0):
+        sparse.break_even = break_even
+        with mode(), pytest.raises(NotImplementedError, match="the memory format"):
+            sparse(image, torch.ones(2, 45, 51))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", [*FORMATS, *KNOWN_FORMATS, "a shuffle"])
+@torch.no_grad()
+def test_copies_of_known_formats_are_those_of_the_dense_network(st, image, name, batch):
+    function = (FORMATS | KNOWN_FORMATS | MOVED)[name]
+    known = [torch.contiguous_format, torch.channels_last]
+    for memory_format in known[: 1 + (name in KNOWN_FORMATS and batch > 1)]:
+        dense, given = in_format(function, image[:batch], memory_format)
+        for break_even in (2.0, 0.0):
+            sparse = st.sparsify(dense, 16)
+            sparse.break_even = break_even
+            for _ in range(3):
+                assert_near(sparse(given, torch.ones(batch, 45, 51)), dense(given))
+
+
+@torch.no_grad()
+def test_order_is_unknown_behind_a_norm_of_another_order(st, image):
+    net, image = in_format(MOVED["a norm of another order"], image, torch.contiguous_format)
+    with pytest.raises(NotImplementedError, match="contiguous"):
+        st.sparsify(net, 16)(image, torch.ones(2, 45, 51))
+
+
+@torch.no_grad()
+def test_formats_make_no_copies_where_nothing_is_written(st, image, monkeypatch):
+    net, image = in_format(KNOWN_FORMATS["nothing written"], image, torch.channels_last)
+    wanted = net(image)
+    monkeypatch.setattr(torch, "clone", None)
+    assert_near(st.sparsify(net, 16)(image, torch.ones(2, 45, 51)), wanted)

@@ -3,7 +3,9 @@
 A stack shares its memory where the dense network copies: ``contiguous`` of a view, padding that was
 put off. Such a copy is made before anything is written. The other way round, a part of an image
 that is no part of the stack is a copy, where the dense network has a view: once such a part was
-written to, what it was taken from is not read again.
+written to, what it was taken from is not read again. Where it is not known whether the dense
+network copies, as for ``contiguous`` of what may be channels_last, neither is read once the other
+was written to.
 """
 
 import weakref
@@ -54,6 +56,83 @@ class Spent:
         )
 
 
+class Memory:
+    """What views of one another share; of ``twins`` it is not known whether they share it, too."""
+
+    def __init__(self):
+        self.twins, self.spoiled_by = [], None
+
+    def check(self):
+        """Raise if a twin was written to."""
+        if self.spoiled_by is not None:
+            raise NotImplementedError(
+                f"what {self.spoiled_by} made of an activation of a sparsified network, or that "
+                "activation, was written to in place, and then the other is read, which may be a "
+                "copy: it depends on the memory format of the dense one; write to a clone()"
+            )
+
+    def spoil_twins(self):
+        """Note that this was written to."""
+        left, seen = [self], {self}
+        while left:
+            for twin, name in left.pop().twins:
+                if twin not in seen:
+                    twin.spoiled_by = name
+                    seen.add(twin)
+                    left.append(twin)
+
+
+def _memory(x):
+    own(x)["_memory"] = own(x)["_memory"] or Memory()
+    return own(x)["_memory"]
+
+
+def note_twin(out, x, name):
+    """Note that a function of some name made ``out``, a copy of x or x itself; return it."""
+    own(out)["_memory"] = Memory()
+    own(out)["_memory"].twins.append((_memory(x), name))
+    _memory(x).twins.append((own(out)["_memory"], name))
+    return out
+
+
+def is_copied(x, func, memory_format):
+    """Whether a function copies x in the dense network; None where that is not known.
+
+    ``func`` is one that returns a tensor itself if it has a memory format. Views are taken of
+    tensors without memory, that lie as what they are of lies or may lie.
+    """
+    shape, in_order, steps = own(x)["_views"] or (own(x)["_shape"], own(x)["_in_order"], ())
+    formats = [torch.contiguous_format]
+    if not in_order:
+        if len(shape) != 4:
+            return None
+        formats.append(torch.channels_last)
+    try:
+        found = {_copies(shape, f, steps, func, memory_format) for f in formats}
+    except (RuntimeError, NotImplementedError):  # an index that is a tensor, for example
+        return None
+    return found.pop() if len(found) == 1 else None
+
+
+def _copies(shape, lies, steps, func, memory_format):
+    x = torch.empty(shape, device="meta", memory_format=lies)
+    for step in steps:
+        x = step(x)
+    return func(x, memory_format=memory_format) is not x
+
+
+def note_order(x, table):
+    """Note that what is made of a tensor in the dense network may be channels_last, if it is."""
+    if table.in_order and x.dim() == 4 and x.stride(1) < x.shape[2] * x.stride(2):
+        table.in_order = False
+
+
+def note_format(table, memory_format):
+    """Note that something was converted to a memory format, in which more is made of it."""
+    if memory_format is not torch.contiguous_format:
+        table.in_order = False
+
+
 def spend(x, name):
     """Note that a padded activation was written to, which its stack cannot show."""
     own(x)["_value"], own(x)["_plan"] = None, Spent(name)
@@ -82,6 +161,8 @@ def about_to_write(x, table):
     _forget_rests(x, table)
     if own(x)["_part"] is not None:
         own(x)["_part"].is_written = True
+    if own(x)["_memory"] is not None:
+        own(x)["_memory"].spoil_twins()
 
 
 def widen(x, table, reach):
@@ -129,17 +210,27 @@ def viewed(x, table, func, value, *args, **kwargs):
     return result
 
 
-def inherit(out, x):
-    """Note that a view of a part of an activation is one, too; return the view."""
-    own(out)["_part"], own(out)["_is_view"] = own(x)["_part"], True
+def inherit(out, x, view):
+    """Return a view of an activation, ``view(image)`` of its image: of a part it is one, too."""
+    own(out)["_part"], own(out)["_memory"] = own(x)["_part"], _memory(x)
+    return _note_view(out, x, view)
+
+
+def _note_view(out, x, view):
+    shape, in_order, steps = own(x)["_views"] or (own(x)["_shape"], own(x)["_in_order"], ())
+    own(out)["_views"] = shape, in_order, (*steps, view)
     return out
 
 
-def note_part(out, x, name):
+def note_part(out, x, name, view=None):
     """Note that a StackTensor is a part of another that is not the same part of the stack."""
-    own(out)["_part"], own(out)["_is_view"] = Part(name), True
+    own(out)["_part"] = Part(name)
     own(x)["_parts"] = [*own(x)["_parts"], own(out)["_part"]]
-    return out
+    return _note_view(out, x, view or _unknown)
+
+
+def _unknown(x):
+    raise NotImplementedError("no view that can be taken of a tensor without memory")
 
 
 def note_parts(name, images, result, taken):

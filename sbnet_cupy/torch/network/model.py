@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece, is_mapped
-from . import casts, cuda, graphs, left, training_graphs, training_replay, tuning
+from . import aliases, casts, cuda, graphs, left, training_graphs, training_replay, tuning
 from . import tensor as T
 from .ends import check_call, check_device, finished_tree, warn_left_out
 from .entry import Entry, gathered
@@ -202,6 +202,7 @@ class SparseModel(Report, nn.Module):
             kept.follow(self.model)
         table.weights = None if trained else kept
         value = plan = None
+        aliases.note_order(x, table)
         if not table.whole and cuda.serves(x):
             plan = Entry(x, table)
         else:

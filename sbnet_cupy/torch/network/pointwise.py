@@ -11,7 +11,7 @@ from . import tensor as T
 from .ends import rest_of, with_rest
 from .handlers import ACTIVATIONS, HANDLERS, KEEP_REST, handles
 from .image_values import expanded, plainly
-from .plans import AffinePlan
+from .plans import AffinePlan, Plan
 
 _UNARY = """
     elu hardtanh hardtanh_ selu selu_ celu celu_ rrelu rrelu_ mish softplus
@@ -39,6 +39,9 @@ _BINARY = """
 """
 
 
+_CONVERSIONS = {"to", "type", "float", "double", "half", "bfloat16", "int", "long", "bool"}
+
+
 @handles(*_UNARY.split(), *_BINARY.split())
 def pointwise(func, *args, **kwargs):
     """Run an elementwise function on the stacks of its arguments."""
@@ -56,10 +59,12 @@ def pointwise(func, *args, **kwargs):
         T.flush(table)
         aliases.about_to_write(args[0], table)
         inner[0] = T.value_of(args[0])
-    if kwargs.get("memory_format") is torch.contiguous_format or name == "contiguous":
+    if name == "contiguous":
+        return formatted(args[0], torch.Tensor.contiguous, kwargs.get("memory_format"))
+    if name == "detach":
+        return with_rest(T.viewed(func, args[0]), rest)
+    if kwargs.get("memory_format") is torch.contiguous_format:
         inner_kwargs.pop("memory_format", None)
-        if name == "contiguous":
-            return copied(args[0]) if _is_moved(args[0], kwargs) else args[0]
     given = unread.harmless(
         func, [*inner, *inner_kwargs.values()], *T.facts(like)[:4], writes=writes
     )
@@ -69,11 +74,14 @@ def pointwise(func, *args, **kwargs):
     result = table.compute(func, *inner, **inner_kwargs)
     if not isinstance(result, torch.Tensor):
         return NotImplemented
-    if result is inner[0] and kwargs.get("memory_format") is torch.channels_last:
-        return copied(args[0])
     if writes:
         aliases.widen(args[0], table, _reach(args, kwargs))
         return with_rest(args[0], rest)
+    if name in _CONVERSIONS and kwargs.get("memory_format") is not None:
+        as_before = result.dtype == inner[0].dtype and result.device == inner[0].device
+        if as_before:
+            return formatted(args[0], torch.Tensor.to, kwargs["memory_format"], result)
+        aliases.note_format(table, kwargs["memory_format"])
     if result is inner[0]:
         return args[0]
     if result.device != table.device:
@@ -90,18 +98,32 @@ def _rest_after(func, x, *args, **kwargs):
     return None if rest is None else lambda: func(rest().clone(), *args, **kwargs)
 
 
-def copied(x):
-    """Return a copy of a StackTensor, made once something is written; itself while it waits."""
-    if T.plan_of(x) is not None:
+def formatted(x, func, memory_format, value=None):
+    """Return what a function makes of a StackTensor that returns it, or a copy in some format.
+
+    ``value`` is the stack of the copy, if there is one already. None are made if nothing is written
+    in place later.
+    """
+    table = T.facts(x)[0]
+    wanted = torch.contiguous_format if memory_format is None else memory_format
+    is_copied = aliases.is_copied(x, func, wanted)
+    aliases.note_format(table, wanted)
+    if is_copied is False:
         return x
+    if is_copied:
+        return copied(x) if value is None or value is T.value_of(x) else T.wrap(value, x)
+    aliases.settle(x, table)
+    twin = T.wrap(T.value_of(x) if value is None else value, x)
+    return aliases.note_twin(with_rest(twin, rest_of(x)), x, f"{func.__name__}()")
+
+
+def copied(x):
+    """Return a copy of a StackTensor, made once something is written; it waits if x does."""
+    plan, (table, block, size, hw, reach) = T.plan_of(x), T.facts(x)
+    if isinstance(plan, Plan) and plan.records is None:
+        return T.postpone(table, plan.then(), block, size, reach, x, (torch.clone,), hw)
     out = T.wrap(T.value_of(x), x)
-    return aliases.lend(with_rest(out, rest_of(x)), T.facts(x)[0])
-
-
-def _is_moved(x, kwargs):
-    """Whether ``contiguous`` copies in the dense network: views, another order, another layout."""
-    moved = aliases.own(x)["_is_view"] or T.facts(x)[3] != (2, 3)
-    return moved or kwargs.get("memory_format") is torch.channels_last
+    return aliases.lend(with_rest(out, rest_of(x)), table)
 
 
 def _reach(args, kwargs):
@@ -143,6 +165,7 @@ def conform(a, like, broadcasts=True):
         value = T.value_of(a)
         return value if b == block else table.compute(table.gather, T.dense(a), block, hw)
     a = expanded(a)
+    aliases.note_order(a, table)
     if a.dim() == 0 or a.dim() <= dims - hw[0]:
         ahead = dims - a.dim()
         spatial = [a.shape[i - ahead] for i in hw if i >= ahead]

@@ -172,6 +172,8 @@ def permute(func, input, *order, dims=None):
     hw = tuple(order.index(i) for i in T.facts(input)[3])
     if hw[0] > hw[1]:
         return NotImplemented
+    if order != tuple(range(count)):
+        T.facts(input)[0].in_order = False  # what is made of the result lies as it does
     plan = T.plan_of(input)
     if isinstance(plan, MatrixPlan) and not plan.moved and order == (0, 3, 1, 2):
         table, block, size, _, reach = T.facts(input)
@@ -279,7 +281,7 @@ def view(func, input, *sizes, **rest):
         return NotImplemented
     value = aliases.viewed(input, table, torch.reshape, T.value_of(input), inner)
     out = T.wrap(value, input, block=block, size=tuple(sizes[i] for i in hw), hw=hw)
-    return aliases.inherit(out, input)
+    return aliases.inherit(out, input, lambda image: image.reshape(sizes))
 
 
 def _groups(old, new):
@@ -364,6 +366,7 @@ def getitem(func, input, index):
     found = _cut(index, table, block, size, hw)
     if found is None:
         return NotImplemented
+    seen = tuple(index)
     is_cut = any(index[at].stop not in (None, s) for at, s in zip(hw, size, strict=True))
     pixels, block, size = found
     for at, taken in zip(hw, pixels, strict=True):
@@ -385,9 +388,9 @@ def getitem(func, input, index):
     value = aliases.viewed(input, table, take, value, tuple(index))
     out = T.wrap(value, input, block=block, size=size, hw=moved)
     if is_cut:
-        return aliases.note_part(out, input, "a slice")
+        return aliases.note_part(out, input, "a slice", lambda image: image[seen])
     table.block_of.setdefault(size, block)
-    return aliases.inherit(out, input)
+    return aliases.inherit(out, input, lambda image: image[seen])
 
 
 def _cut(index, table, block, size, hw):
@@ -457,7 +460,9 @@ def channel_shuffle(func, input, groups):
     """Reorder channels."""
     if not is_image(input):
         return NotImplemented
-    return _moved(input, None, func, groups)
+    out = _moved(input, None, func, groups)
+    aliases.own(out)["_views"] = None  # a new tensor, but for one group
+    return out
 
 
 @handles("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")

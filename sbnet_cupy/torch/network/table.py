@@ -43,6 +43,7 @@ class Table:
         self.weights = None
         self.tape = None  # of a call that is recorded
         self.borders = False
+        self.in_order = True  # whether what is made lies as N, C, H, W in the dense network
         self.left = None  # functions by which anything left the stack, with modules: left.watch
         self.lent = []  # weak references to activations that are copies, once something is written
         self.rests = []  # and to those of which it is known what they hold where the input is 0

@@ -8,6 +8,7 @@ needs no change, whatever its modules do, and none gets a wrong number in silenc
 
 import contextlib
 import copy
+import functools
 import threading
 import weakref
 
@@ -77,8 +78,8 @@ class StackTensor(torch.Tensor):
         self._value, self._plan, self._made_of = value, plan, ()
         self._narrow = None  # of what waits: its value in the dtype to which autocast converts
         self._facts, self._shape = (table, block, size, hw, reach), tuple(shape)
-        self._is_view = self._is_lent = False
-        self._part, self._parts = None, ()
+        self._is_lent, self._in_order, self._views = False, table.in_order, None
+        self._part, self._parts, self._memory = None, (), None
         if table.made is not None:
             table.made.append(weakref.ref(self))
         return self
@@ -141,6 +142,8 @@ def value_of(x):
         _check_gradient(x)
     for part in own["_parts"]:
         part.check()
+    if own["_memory"] is not None:
+        own["_memory"].check()
     return own["_value"]
 
 
@@ -347,6 +350,7 @@ def gathered(image, like, steps=None):
     block = stages.block_of(image, facts(like), steps)
     if block is None:
         return image
+    aliases.note_order(image, table)
     if not torch.is_grad_enabled():
         value = table.compute(table.gather, image, block, hw)
     else:
@@ -538,4 +542,16 @@ def with_border(x, border):
 def viewed(func, x, *args, hw=None, **kwargs):
     """Return what a function that views makes of a StackTensor, with pixels at ``hw``."""
     value = aliases.viewed(x, facts(x)[0], func, value_of(x), *args, **kwargs)
-    return tree_map(lambda part: aliases.inherit(wrap(part, x, hw=hw), x), value)
+    if isinstance(value, torch.Tensor):
+        view = functools.partial(_part_of, func, args, kwargs)
+        return aliases.inherit(wrap(value, x, hw=hw), x, view)
+    views = (functools.partial(_part_of, func, args, kwargs, at=i) for i in range(len(value)))
+    parts = (wrap(part, x, hw=hw) for part in value)
+    return type(value)(
+        aliases.inherit(*one) for one in zip(parts, [x] * len(value), views, strict=True)
+    )
+
+
+def _part_of(func, args, kwargs, x, at=None):
+    result = func(x, *args, **kwargs)
+    return result if at is None else result[at]

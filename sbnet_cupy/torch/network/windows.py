@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from . import casts, cuda, cuda_ends, cuda_pool, gradients, ops, units
+from . import aliases, casts, cuda, cuda_ends, cuda_pool, gradients, ops, units
 from . import tensor as T
 from .ends import with_rest
 from .entry import Entry
@@ -105,6 +105,7 @@ def conv2d(func, input, weight, bias=None, stride=1, padding=0, dilation=1, grou
         "fill": window.fill or 0.0, "mode": window.mode,
     }  # fmt: skip
     table = window.table
+    aliases.note_order(weight, table)
     trained = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (weight, bias)
     )
@@ -172,6 +173,7 @@ def conv_transpose2d(
         return NotImplemented
     if table.trace is not None:
         table.trace.transposed(func.__name__, weight, size, out, block, groups)
+    aliases.note_order(weight, table)
     table.block_of.setdefault(out, out_block)
     jump = max(i / b for i, b in zip(table.block, block, strict=True))
     reach += jump * max(-(-d * (k - 1) // s) for _, k, s, _, _, d in each)
