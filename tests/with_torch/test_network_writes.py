@@ -155,6 +155,23 @@ def test_what_would_not_be_seen_is_refused(st, image, name, mode):
             sparse(image, mask)
 
 
+def erased(net, x):
+    """Set the first channel of a copy to 0."""
+    x = x.clone()
+    x[:, 0] = 0
+    return x
+
+
+@pytest.mark.parametrize("capacity", [None, 0.9])
+def test_written_channels_have_gradients_where_no_block_is_active(st, image, capacity):
+    mask, grads = torch.zeros(2, 45, 51), []
+    for function in (erased, lambda net, x: torch.cat([torch.zeros_like(x[:, :1]), x[:, 1:]], 1)):
+        net = Net(function, 4)
+        st.sparsify(net, 16, capacity=capacity)(image, mask).square().sum().backward()
+        grads.append([p.grad for p in net.parameters()])
+    assert_near(*grads)
+
+
 @torch.no_grad()
 def test_padding_that_was_written_to_is_not_read_again(st, image):
     def function(net, x):

@@ -295,7 +295,8 @@ class BlockTable(Table):
             out = out.flatten(3, 4).flatten(1, 2)
         else:  # rows past the count fall into one more block, which is dropped
             out = y.new_zeros(self.batch * gh * gw + 1, *block, *rest)
-            out = out.index_copy(0, self.cells, y)[:-1].unflatten(0, (self.batch, gh, gw))
+            out = out.index_put((self.cells,), y)  # index_copy keeps y for the gradient
+            out = out[:-1].unflatten(0, (self.batch, gh, gw))
             out = out.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         return out[:, : size[0], : size[1]].permute(_inverse(order))
 
