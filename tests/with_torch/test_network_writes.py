@@ -172,6 +172,30 @@ def test_written_channels_have_gradients_where_no_block_is_active(st, image, cap
     assert_near(*grads)
 
 
+# What keeps a copy for its gradient, before that of which it is a copy is written.
+READ = {
+    "another order": lambda x: first(last(x).square()),
+    "another layout": lambda x: F.elu(x.contiguous(memory_format=torch.channels_last)),
+    "no padding": lambda x: F.pad(x, (0, 0, 0, 0)).square(),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_gradients_of_copies_are_not_those_of_what_is_written(st, image, name):
+    def function(net, x):
+        y = READ[name](x)
+        return y + x.mul_(2)
+
+    dense = Net(function, 4)
+    weight, full = dense.before.weight, torch.ones(2, 45, 51)
+    (wanted,) = torch.autograd.grad(dense(image).square().sum(), weight)
+    for break_even in (2.0, 0.0):
+        sparse = st.sparsify(dense, 16)
+        sparse.break_even = break_even
+        (grad,) = torch.autograd.grad(sparse(image, full).square().sum(), weight)
+        assert_near(grad, wanted)
+
+
 @torch.no_grad()
 def test_padding_that_was_written_to_is_not_read_again(st, image):
     def function(net, x):

@@ -118,12 +118,17 @@ def formatted(x, func, memory_format, value=None):
 
 
 def copied(x):
-    """Return a copy of a StackTensor, made once something is written; it waits if x does."""
+    """Return a copy of a StackTensor, made once something is written; it waits if x does.
+
+    Where gradients are recorded it is made at once.
+    """
     plan, (table, block, size, hw, reach) = T.plan_of(x), T.facts(x)
     if isinstance(plan, Plan) and plan.records is None:
         return T.postpone(table, plan.then(), block, size, reach, x, (torch.clone,), hw)
-    out = T.wrap(T.value_of(x), x)
-    return aliases.lend(with_rest(out, rest_of(x)), table)
+    value = T.value_of(x)
+    if torch.is_grad_enabled() and value.requires_grad:  # what reads it may keep it for backward
+        return with_rest(T.wrap(table.compute(torch.clone, value), x), rest_of(x))
+    return aliases.lend(with_rest(T.wrap(value, x), rest_of(x)), table)
 
 
 def _reach(args, kwargs):
