@@ -163,6 +163,11 @@ ACTIVATIONS = {
     "softmax": nn.Softmax2d(),
     "log_softmax": lambda x: F.log_softmax(x, 1),
     "relu, norm, relu": nn.Sequential(nn.ReLU(), norm(), nn.ReLU()),
+    "logsigmoid": nn.LogSigmoid(),
+    "threshold": nn.Threshold(0.05, -2.0),
+    "threshold in place": nn.Threshold(0.05, -2.0, inplace=True),
+    "prelu": nn.PReLU(init=0.5),
+    "prelu of channels": nn.Sequential(nn.ELU(), nn.PReLU(4, 0.5)),
 }
 
 
@@ -215,6 +220,19 @@ def test_the_bias_outside_of_transposed_convolutions(st, name, records, share):
                 y = sparse(x, mask)
                 assert_near(y[-1], expected)
                 assert_near(y[0, :, -1, -1], expected[:, -1, -1])
+
+
+@torch.no_grad()
+def test_the_bias_outside_may_have_slopes_that_are_made_in_the_call(st):
+    """No replay holds those of an earlier image."""
+    dense = Ends(lambda x: F.prelu(x, x.mean((0, 2, 3)))).eval()
+    dense.conv.bias.fill_(-1)
+    mask = torch.zeros(2, *SIZE, dtype=torch.bool)
+    mask[0, :BLOCK, :BLOCK] = True
+    sparse, plain = (st.sparsify(dense, BLOCK, outside="bias", replay=how) for how in (True, False))
+    for seed in range(4):
+        x = image() * (seed + 1)
+        assert torch.equal(sparse(x, mask), plain(x, mask))
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 _OTHER_ACTIVATIONS = """
     elu elu_ hardtanh hardtanh_ selu selu_ celu celu_ mish softplus softsign
-    tanhshrink softshrink hardshrink logsigmoid threshold threshold_
+    tanhshrink softshrink hardshrink log_sigmoid threshold _threshold threshold_ prelu
 """
 _COPIES = {"clone", "detach", "contiguous"}
 KEEP_REST = {*ACTIVATIONS, "leaky_relu", "leaky_relu_", *_OTHER_ACTIVATIONS.split(), *_COPIES}

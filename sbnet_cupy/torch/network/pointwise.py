@@ -293,7 +293,12 @@ def prelu(func, input, weight):
     if isinstance(plan, AffinePlan) and plan.takes_slopes(weight):
         slopes = table.weights.slopes(weight, T.shape(input)[1], casts.for_waiting(table))
         return step(input, plan.then(slopes=slopes), False, (func, weight))
-    return T.wrap(table.compute(func, T.value_of(input), weight), input)
+    out, rest = T.wrap(table.compute(func, T.value_of(input), weight), input), rest_of(input)
+    if rest is None:
+        return out
+    if table.tape is not None:
+        table.tape.note_weights((weight,))
+    return with_rest(out, lambda: func(rest()[None], weight)[0])
 
 
 @handles("dropout", "alpha_dropout")
