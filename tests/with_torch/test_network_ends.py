@@ -123,6 +123,25 @@ def test_what_is_made_after_the_call_is_refused(st, kind, replay):
             later(image(), torch.ones(2, *SIZE))
 
 
+class Uncopied:
+    """An image, in an object that cannot be copied: its class has to be given what it holds."""
+
+    def __new__(cls, y):
+        """Make one of an image."""
+        self = super().__new__(cls)
+        self.y = y
+        return self
+
+
+@torch.no_grad()
+def test_objects_that_cannot_be_copied_are_named(st):
+    sparse = st.sparsify(Call(lambda y: [Uncopied(y)]), BLOCK)
+    with pytest.raises(TypeError, match=r"got a Uncopied .*missing 1 .*; give Uncopied"):
+        sparse(image(), torch.ones(2, *SIZE))
+    sparse = st.sparsify(Call(lambda y: [Uncopied(y.sum((2, 3)))]), BLOCK)
+    assert type(sparse(image(), torch.ones(2, *SIZE))[0]) is Uncopied
+
+
 @torch.no_grad()
 def test_other_iterators_are_returned_as_they_are(st):
     sparse = st.sparsify(Call(lambda y: (y, io.StringIO("a"))), BLOCK)

@@ -87,7 +87,7 @@ def _finished_leaf(leaf, outside):
         return _finished_view(leaf, show)
     if isinstance(leaf, (tuple, set, frozenset)):
         return type(leaf)(map(show, leaf))
-    other = copy.copy(leaf)
+    other = _copy_of(leaf)
     for name in _names(leaf):
         object.__setattr__(other, name, show(getattr(leaf, name)))
     if isinstance(leaf, dict):
@@ -95,6 +95,19 @@ def _finished_leaf(leaf, outside):
     elif isinstance(leaf, list):
         other[:] = map(show, leaf)
     return other
+
+
+def _copy_of(leaf):
+    """Return a copy of an object of which parts are to become images."""
+    try:
+        return copy.copy(leaf)
+    except Exception as error:
+        kind = type(leaf).__name__
+        raise TypeError(
+            f"the network of sparsify must return objects that can be copied, got a {kind} with "
+            f"activations, of which copy.copy raised {error!r}; give {kind} a method __copy__, or "
+            "return a list"
+        ) from error
 
 
 def _finished_view(view, show):
