@@ -190,6 +190,86 @@ def test_numbers_that_a_module_keeps_show(st, kind):
     assert sparse._tapes.kept and not torch.equal(before, sparse(x, mask))
 
 
+def new_class():
+    """Return the class of a module, with a number, a list and an object."""
+
+    class Config:
+        by, more = 2.0, {"by": [2.0]}
+
+    class Scaled(nn.Module):
+        by, items, config, kind = 2.0, [2.0], Config(), Config
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.kept = small(), Config()
+
+        def forward(self, x):
+            factors = self.by, self.items[0], self.config.by, self.kept.by, self.kind.more["by"][0]
+            return self.inner(x) * math.prod(factors)
+
+    class Derived(Scaled):
+        pass
+
+    return Derived
+
+
+# Changes of classes: that of the network, its base, and that of an object which it keeps.
+CLASSES = {
+    "a number": lambda derived, base, config: setattr(derived, "by", 5.0),
+    "a number of a base": lambda derived, base, config: setattr(base, "by", 5.0),
+    "a list": lambda derived, base, config: base.items.__setitem__(0, 5.0),
+    "an object": lambda derived, base, config: setattr(base.config, "by", 5.0),
+    "another object": lambda derived, base, config: setattr(base, "config", Scale(5.0)),
+    "the class of an object": lambda derived, base, config: setattr(config, "by", 5.0),
+    "in the class of an object": lambda derived, base, config: config.more["by"].insert(0, 5.0),
+    "a function": lambda derived, base, config: setattr(
+        base, "forward", lambda self, x: self.inner(x)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CLASSES)
+@torch.no_grad()
+def test_changes_of_classes_show(st, change):
+    derived = new_class()
+    dense, x, mask = derived().eval(), image(), masks(0.4)[0]
+    sparse, plain = taped(st, dense, x, mask), st.sparsify(dense, BLOCK, replay=False)
+    before = sparse(x, mask)
+    assert sparse._tapes.kept
+    CLASSES[change](derived, derived.__base__, derived.kind)
+    for _ in range(4):
+        assert same(sparse(x, mask), plain(x, mask))
+    assert sparse._tapes.kept and not torch.equal(before, sparse(x, mask))
+
+
+@torch.no_grad()
+def test_classes_that_count_calls_have_no_tapes(st):
+    derived = new_class()
+
+    def forward(self, x):
+        type(self).by += 1
+        return self.inner(x) * self.by
+
+    derived.forward = forward
+    dense, x, mask = derived().eval(), image(), masks(0.4)[0]
+    sparse, plain = st.sparsify(dense, BLOCK), st.sparsify(dense.inner, BLOCK, replay=False)
+    for i in range(3, 9):
+        assert same(sparse(x, mask), plain(x, mask) * i)
+
+
+@torch.no_grad()
+def test_variables_of_a_function_that_is_kept_show(st):
+    by = 2.0
+    dense, x, mask = Using(lambda self, y: self.kept(y)).eval(), image(), masks(0.4)[0]
+    dense.kept = lambda y: y * by
+    sparse, plain = taped(st, dense, x, mask), st.sparsify(dense, BLOCK, replay=False)
+    assert sparse._tapes.kept
+    by = 3.0
+    for _ in range(4):
+        assert same(sparse(x, mask), plain(x, mask))
+    assert sparse._tapes.kept
+
+
 MUCH = {
     "a list": lambda: [list(range(5000))],
     "an array": lambda: [np.zeros(1 << 24)],
@@ -397,7 +477,7 @@ def test_a_tape_holds_no_activation(st):
     """Neither while it is recorded, nor later."""
     kept, most = [], []
 
-    def deep(self, y):
+    def deep(self, y, kept=kept, most=most):  # no variables, which are seen to change
         for _ in range(6):
             y = F.relu(y.clone())
             kept.append(weakref.ref(y))

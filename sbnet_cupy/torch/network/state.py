@@ -23,13 +23,15 @@ _NUMBERS = (int, float, bool, str, bytes)
 _CONTAINERS = (list, dict, set, collections.deque, np.ndarray)
 _FIXED = (tuple, frozenset)  # whose items may change alone
 _METHODS = (types.MethodType, types.BuiltinFunctionType)
-_SHOWN = (*_CONTAINERS, *_FIXED, *_METHODS, functools.partial, types.SimpleNamespace)
+_SHOWN = (
+    *_CONTAINERS, *_FIXED, *_METHODS, types.FunctionType, functools.partial, types.SimpleNamespace,
+)  # fmt: skip
 _CLOSED = (  # which hold nothing that changes, or whose insides are not looked at
     *_NUMBERS, type(None), numbers.Number, enum.Enum, range, slice, np.dtype, np.generic, np.ufunc,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
-    type, types.ModuleType, types.FunctionType,
-    logging.Logger, type(threading.Lock()), type(threading.RLock()),
+    types.ModuleType, logging.Logger, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
+_CAN_CHANGE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code has made, most often
 _GIVEN = frozenset(vars(torch.nn.Module()))
 _COMPARED = ("training", *KEPT_DICTS)  # of those that are given
 _version_of = torch.Tensor._version.__get__
@@ -37,7 +39,8 @@ _version_of = torch.Tensor._version.__get__
 
 class State:
     """What a graph or a tape was made of: the modules' attributes, also what is in lists, dicts,
-    arrays and objects that they keep, and the versions of their tensors.
+    arrays and objects that they keep, and what variables functions hold; attributes of the classes
+    of modules and objects, but for PyTorch's own; and the versions of their tensors.
 
     Each call asks whether it still holds, so all that is compared is looked up without a loop of
     Python's: of attributes that PyTorch gives every module only those that a call may depend on.
@@ -53,7 +56,8 @@ class State:
 
     def __init__(self, model, tensors=True, most=_MOST_ITEMS):
         self.model, modules = model, list(model.modules())
-        self.kept, inner, more, is_all = _contents(modules, most)
+        self.kept, inner, more, classes, is_all = _contents(modules, most)
+        self.classes = list(map(vars, classes))
         modules += more
         self.modules = [m for m in modules if all(name in vars(m) for name in _COMPARED)]
         self.attributes = [vars(module) for module in self.modules]
@@ -80,11 +84,12 @@ class State:
             self.fit, self.versions = False, None
 
     def _lengths(self):
-        return list(map(len, itertools.chain(self.attributes, self.dicts)))
+        return list(map(len, itertools.chain(self.attributes, self.dicts, self.classes)))
 
     def _values(self):
         own = map(operator.call, self.getters, self.attributes)
-        return itertools.chain.from_iterable(itertools.chain(own, map(dict.values, self.filled)))
+        kept = map(dict.values, self.filled), map(types.MappingProxyType.values, self.classes)
+        return itertools.chain.from_iterable(itertools.chain(own, *kept))
 
     def _versions(self):
         return list(map(torch.Tensor.data_ptr, self.tensors)), list(map(_version_of, self.tensors))
@@ -129,35 +134,62 @@ def _contents(modules, most):
 
     Returns
     -------
-    values, tensors, modules : lists
-        Values whose insides may change while names stay bound to them, also inner ones, and the
-        tensors and modules that PyTorch does not know of.
+    values, tensors, modules, classes : lists
+        Values whose insides may change while names stay bound to them, also inner ones, the
+        tensors and modules that PyTorch does not know of, and the classes of all.
     is_all : bool
         Whether these are all, and there is not more than is compared in a short time.
     """
-    left = [value for module in modules for value in _own(module)]
+    left = [value for module in modules for value in (type(module), *_own(module))]
     seen, count, is_all = set(map(id, modules)), 0, True
-    values, tensors, more = [], [], []
+    values, tensors, more, classes = [], [], [], []
     while left:
         value = left.pop()
-        if isinstance(value, _CLOSED) or id(value) in seen:
+        if id(value) in seen or _is_closed(value):
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, type):
+            new = [c for c in value.__mro__ if c not in classes and not _is_given(c)]
+            classes += new
+            count += sum(len(vars(c)) for c in new)
+            left += [inner for c in new for inner in _own_of_class(c)]
+        elif isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, torch.nn.Module):
             new = [m for m in value.modules() if m is value or id(m) not in seen]
             seen.update(map(id, new))
             more += new
-            left += [inner for module in new for inner in _own(module)]
+            left += [inner for module in new for inner in (type(module), *_own(module))]
         elif not _shows(value) or count + _size(value) > most:
             is_all = False
         else:
             count += _size(value)
             if not isinstance(value, _FIXED):
                 values.append(value)
-            left += [item for _, item in _items(value)]
-    return values, tensors, more, is_all
+            left += [type(value), *(item for _, item in _items(value))]
+    return values, tensors, more, classes, is_all and count <= most
+
+
+def _is_closed(value):
+    """Whether nothing that a value holds is looked at."""
+    if isinstance(value, types.FunctionType):
+        return not value.__closure__ or _is_torchs(value)
+    return isinstance(value, _CLOSED)
+
+
+def _is_torchs(value):
+    return str(value.__module__).partition(".")[0] == "torch"
+
+
+def _is_given(cls):
+    """Whether a class is one of PyTorch's, or of those to which nothing can be assigned."""
+    return not cls.__flags__ & _CAN_CHANGE or _is_torchs(cls)
+
+
+def _own_of_class(cls):
+    """Return what a class holds that is data, and may change inside."""
+    named = [v for name, v in vars(cls).items() if not name.startswith("__")]
+    return [v for v in named if isinstance(v, type) or (not hasattr(v, "__get__") and _shows(v))]
 
 
 def _size(value):
@@ -192,9 +224,14 @@ def _has_hash(value):
 
 
 def _items(value):
-    """Return what a value holds, each with a name or None: attributes, also in slots, and items."""
+    """Return what a value holds, each with a name or None: attributes, also in slots, and items.
+
+    Of a function these are the variables of others that it uses.
+    """
     if isinstance(value, _METHODS):
         return [(None, value.__self__)]
+    if isinstance(value, types.FunctionType):
+        return [(None, _in_cell(cell)) for cell in value.__closure__ or ()]
     items = []
     if type(value) not in _CONTAINERS:
         state = object.__getstate__(value)  # of attributes, or a pair: of those in slots, too
@@ -212,6 +249,13 @@ def _items(value):
     if isinstance(value, (*_CONTAINERS, *_FIXED)):
         return [*items, *((None, item) for item in value)]
     return items
+
+
+def _in_cell(cell):
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
 
 
 def _are_same(now, then):
