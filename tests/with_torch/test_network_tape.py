@@ -243,6 +243,15 @@ def test_changes_of_classes_show(st, change):
 
 
 @torch.no_grad()
+def test_what_else_a_class_keeps_hinders_no_tape(st):
+    """Libraries keep in classes what cannot be looked into, and much."""
+    derived = new_class()
+    derived.__base__.kept = {"lock": threading.local(), "all": [[i] for i in range(9000)]}
+    dense, x, mask = derived().eval(), image(), masks(0.4)[0]
+    assert taped(st, dense, x, mask)._tapes.kept
+
+
+@torch.no_grad()
 def test_classes_that_count_calls_have_no_tapes(st):
     derived = new_class()
 

@@ -141,10 +141,11 @@ def _contents(modules, most):
         Whether these are all, and there is not more than is compared in a short time.
     """
     left = [value for module in modules for value in (type(module), *_own(module))]
+    of_classes = []  # of them alone, which libraries keep much in that no call changes
     seen, count, is_all = set(map(id, modules)), 0, True
     values, tensors, more, classes = [], [], [], []
-    while left:
-        value = left.pop()
+    while left or of_classes:
+        value, owned = (left.pop(), True) if left else (of_classes.pop(), False)
         if id(value) in seen or _is_closed(value):
             continue
         seen.add(id(value))
@@ -152,7 +153,7 @@ def _contents(modules, most):
             new = [c for c in value.__mro__ if c not in classes and not _is_given(c)]
             classes += new
             count += sum(len(vars(c)) for c in new)
-            left += [inner for c in new for inner in _own_of_class(c)]
+            of_classes += [inner for c in new for inner in _own_of_class(c)]
         elif isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, torch.nn.Module):
@@ -161,12 +162,16 @@ def _contents(modules, most):
             more += new
             left += [inner for module in new for inner in (type(module), *_own(module))]
         elif not _shows(value) or count + _size(value) > most:
-            is_all = False
+            is_all = is_all and not owned
         else:
             count += _size(value)
             if not isinstance(value, _FIXED):
                 values.append(value)
-            left += [type(value), *(item for _, item in _items(value))]
+            inner = [item for _, item in _items(value)]
+            if owned:
+                left += [type(value), *inner]
+            else:
+                of_classes += inner
     return values, tensors, more, classes, is_all and count <= most
 
 
